@@ -1,0 +1,91 @@
+"""Eviction policies.  To add one: a class in a file of its own and a line in ``_BUILT_IN``."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+
+from cache.policies.base import EvictionPolicy
+from cache.policies.belady import Belady
+from cache.policies.fifo import FIFO
+from cache.policies.lfu import LFU
+from cache.policies.lru import LRU
+from cache.policies.priority import BlockHistory, PriorityPolicy
+
+_BUILT_IN: tuple[type[EvictionPolicy], ...] = (LRU, FIFO, LFU, Belady)
+
+POLICIES: dict[str, type[EvictionPolicy]] = {policy.name: policy for policy in _BUILT_IN}
+"""Built-in policies by name."""
+
+
+def make_policy(name: str, **options) -> EvictionPolicy:
+    """Make a policy from its name, or from ``"path/to/file.py:ClassName"``.
+
+    ``options`` go to the class.  Raises ValueError for an unknown name or option (naming the
+    choices), a file that cannot be imported, or a class that is not an ``EvictionPolicy``.
+    """
+    policy_class = _load_class(name) if ".py:" in name else POLICIES.get(name)
+    if policy_class is None:
+        raise ValueError(
+            f"policy={name!r} is unknown; choose from {', '.join(sorted(POLICIES))}, "
+            "or name a class of your own as file.py:ClassName"
+        )
+    accepted = inspect.signature(policy_class).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
+    unknown = sorted(set(options) - set(accepted))
+    if unknown and not takes_any:
+        raise ValueError(
+            f"policy {name!r} has no option {', '.join(unknown)}; "
+            f"its options: {', '.join(accepted) or 'none'}"
+        )
+    return policy_class(**options)
+
+
+def _load_class(spec: str) -> type[EvictionPolicy]:
+    path, _, class_name = spec.rpartition(":")
+    file = Path(path).resolve()
+    if not file.is_file():
+        raise ValueError(f"policy={spec!r}: there is no file {path}")
+    # Registered under a name of its own, so that its classes can be pickled and found again.
+    module_name = f"user_policy_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+    module_spec = importlib.util.spec_from_file_location(module_name, file)
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_name] = module
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[module_name]
+        raise ValueError(
+            f"policy={spec!r}: importing {path} failed: {type(error).__name__}: {error}"
+        ) from error
+    policy_class = getattr(module, class_name, None)
+    if not (inspect.isclass(policy_class) and issubclass(policy_class, EvictionPolicy)):
+        found = [
+            n
+            for n, c in vars(module).items()
+            if inspect.isclass(c) and issubclass(c, EvictionPolicy) and c.__module__ == module_name
+        ]
+        raise ValueError(
+            f"policy={spec!r}: {path} has no eviction policy class {class_name}; "
+            f"it defines {', '.join(found) or 'none'}"
+        )
+    if inspect.isabstract(policy_class):
+        missing = ", ".join(sorted(policy_class.__abstractmethods__))
+        raise ValueError(f"policy={spec!r}: {class_name} does not define {missing}")
+    return policy_class
+
+
+__all__ = [
+    "FIFO",
+    "LFU",
+    "LRU",
+    "POLICIES",
+    "Belady",
+    "BlockHistory",
+    "EvictionPolicy",
+    "PriorityPolicy",
+    "make_policy",
+]

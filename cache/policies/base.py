@@ -1,0 +1,104 @@
+"""What an eviction policy is: the order in which unused blocks are given up.
+
+The owner of the blocks (a block pool, or the trace replay) tells the policy what happens to them:
+
+    insert(block)           the block begins to hold new content; it is in use
+    release(block)          its last user has left: it was accessed just now and may be evicted
+    pin(block)              a hit: it is in use again and must not be evicted
+    evict() -> block        give up the least valuable released block
+    discard(block)          the owner dropped the content of a released block by itself
+
+A block is *in use* between ``insert`` or ``pin`` and the next ``release``.  Blocks that leave
+together are released tail first (the deepest block of the prompt, then its parents), so a policy
+that breaks ties by the order of release gives up a prompt from its end, as vLLM v1 does.
+
+A new policy is a subclass of this class, or, if it can be written as one number per block, a
+subclass of :class:`cache.policies.priority.PriorityPolicy`, which the replay compiles.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Hashable, Iterable, Iterator
+
+
+class EvictionPolicy(abc.ABC):
+    """Chooses which unused block to give up.  One object serves one pool at a time."""
+
+    name: str = ""
+    """Registry name, as in ``make_policy(name)``."""
+
+    needs_future: bool = False
+    """True for offline policies: ``start`` must be given ``next_use``."""
+
+    queues_uncached: bool = False
+    """How a block pool treats free blocks whose content cannot be found again (partial blocks).
+
+    False: the pool hands them out before it asks the policy; the policy never sees them.
+    True: they are released to the policy like any other block (vLLM v1's single free queue).
+    """
+
+    @abc.abstractmethod
+    def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
+        """Forget everything and prepare for a pool of ``capacity`` blocks.
+
+        ``next_use(block)`` tells when the content of a block that is being released will be used
+        next (any increasing measure of time, ``math.inf`` for never).  Only offline policies
+        need it, and they raise ValueError without it.
+        """
+
+    def insert(self, block: int, key: Hashable, parent: Hashable | None, depth: int) -> None:  # noqa: B027
+        """``block`` begins to hold new content and is in use.
+
+        ``key`` identifies the content (a policy may remember it after the eviction, as ARC's
+        ghost lists do), ``parent`` is the key of the block before it in the prompt (None for the
+        first block) and ``depth`` its position there, counted in blocks from 0.
+        """
+
+    @abc.abstractmethod
+    def pin(self, block: int) -> None:
+        """A released ``block`` is in use again: it must not be evicted until released."""
+
+    @abc.abstractmethod
+    def release(self, block: int) -> None:
+        """``block`` has no user left.  Counts as an access; from now on it may be evicted."""
+
+    @abc.abstractmethod
+    def evict(self) -> int:
+        """Remove and return the block to give up.  Raises IndexError if none is released."""
+
+    @abc.abstractmethod
+    def discard(self, block: int) -> None:
+        """Forget a released ``block`` without an eviction (its content was dropped)."""
+
+    @abc.abstractmethod
+    def __len__(self) -> int:
+        """Number of released blocks."""
+
+    @abc.abstractmethod
+    def __iter__(self) -> Iterator[int]:
+        """Released blocks in the order in which ``evict`` would return them now."""
+
+    def pin_many(self, blocks: Iterable[int]) -> None:
+        """``pin`` each of ``blocks``, in order."""
+        for block in blocks:
+            self.pin(block)
+
+    def release_many(self, blocks: Iterable[int]) -> None:
+        """``release`` each of ``blocks``, in order: the tail of a prompt first."""
+        for block in blocks:
+            self.release(block)
+
+    def evict_many(self, count: int) -> list[int]:
+        """``evict`` ``count`` times.  Raises IndexError, evicting nothing, if fewer are released."""
+        if count > len(self):
+            raise IndexError(f"evict_many: count={count}, but only {len(self)} blocks are released")
+        return [self.evict() for _ in range(count)]
+
+    def _require_future(self, next_use: Callable[[int], float] | None) -> Callable[[int], float]:
+        if next_use is None:
+            raise ValueError(
+                f"policy {self.name!r} needs the future: use it with cache.simulate, "
+                "or start it with next_use=a function from block to time of next use"
+            )
+        return next_use

@@ -1,0 +1,15 @@
+"""First in, first out."""
+
+from __future__ import annotations
+
+from cache.policies.priority import BlockHistory, PriorityPolicy
+
+
+class FIFO(PriorityPolicy):
+    """Evicts the block whose content came in first, however often it was used since."""
+
+    name = "fifo"
+
+    @staticmethod
+    def priority(block: BlockHistory) -> float:
+        return block.inserted

@@ -1,0 +1,169 @@
+"""Policies that are one number per block: the block with the smallest number goes first."""
+
+from __future__ import annotations
+
+import abc
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+from typing import NamedTuple
+
+from cache.policies.base import EvictionPolicy
+
+
+class BlockHistory(NamedTuple):
+    """What a priority may depend on, taken when the block is released.
+
+    Times count releases, so no two are equal and, among blocks released together, the deeper
+    one has the earlier time.
+    """
+
+    accessed: int
+    """Time of this release."""
+    inserted: int
+    """Time of the first release since the content came in."""
+    accesses: int
+    """Number of releases since the content came in, this one included (1, 2, ...)."""
+    next_use: float
+    """When the content is used next; ``inf`` for never, NaN if the future is not known."""
+    depth: int
+    """Position of the block in its prompt, in blocks from 0."""
+    clock: float
+    """Priority of the last victim, 0 before the first (the inflation value of GreedyDual)."""
+
+
+class _Record:
+    """State of one resident block."""
+
+    __slots__ = ("accesses", "depth", "entry", "inserted", "pinned", "priority")
+
+    def __init__(self, depth: int) -> None:
+        self.inserted = 0
+        self.accesses = 0
+        self.depth = depth
+        self.priority = math.nan
+        self.entry = 0  # time of its queue entry that still counts, 0 if there is none
+        self.pinned = True
+
+
+class PriorityPolicy(EvictionPolicy):
+    """Evicts the released block with the smallest ``priority``; ties: first queued goes first.
+
+    A subclass defines ``priority``, a static method from :class:`BlockHistory` to a number, which
+    is asked once per release.  A block whose priority did not change keeps its place in the queue.
+    Written in arithmetic that numba understands it runs compiled in ``cache.simulate``;
+    anything else runs as the Python it is.
+
+    The queue is a FIFO for as long as priorities come in rising order (LRU, FIFO) and a heap for
+    the others, with lazy deletion: O(1) or O(log n) amortised.
+    """
+
+    compilable: bool = False
+    """Set by a subclass that overrides methods whose result ``priority`` still describes."""
+
+    @staticmethod
+    @abc.abstractmethod
+    def priority(block: BlockHistory) -> float:
+        """The value of keeping the block; the smallest is evicted first."""
+
+    def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
+        self._next_use = self._require_future(next_use) if self.needs_future else next_use
+        self._records: dict[int, _Record] = {}
+        self._rising: deque[tuple[float, int, int]] = deque()  # (priority, entry time, block)
+        self._heap: list[tuple[float, int, int]] = []
+        self._time = 0
+        self._clock = 0.0
+        self._num_released = 0
+
+    def insert(self, block: int, key: Hashable, parent: Hashable | None, depth: int) -> None:
+        self._records[block] = _Record(depth)
+
+    def pin(self, block: int) -> None:
+        record = self._records[block]
+        if record.pinned:
+            raise ValueError(f"pin: block {block} is in use already")
+        record.pinned = True
+        self._num_released -= 1
+
+    def release(self, block: int) -> None:
+        record = self._records[block]
+        if not record.pinned:
+            raise ValueError(f"release: block {block} is released already")
+        time = self._time + 1
+        next_use = math.nan if self._next_use is None else self._next_use(block)
+        priority = self.priority(
+            BlockHistory(
+                accessed=time,
+                inserted=record.inserted or time,
+                accesses=record.accesses + 1,
+                next_use=next_use,
+                depth=record.depth,
+                clock=self._clock,
+            )
+        )
+        if priority != priority:
+            raise ValueError(f"policy {self.name!r}: priority of block {block} is NaN")
+        self._time = time
+        record.inserted = record.inserted or time
+        record.accesses += 1
+        record.pinned = False
+        self._num_released += 1
+        if priority == record.priority and record.entry:
+            return
+        record.priority = priority
+        record.entry = time
+        if not self._rising or self._rising[-1][0] <= priority:
+            self._rising.append((priority, time, block))
+        else:
+            heapq.heappush(self._heap, (priority, time, block))
+        if len(self._rising) + len(self._heap) > 2 * len(self._records) + 64:
+            self._drop_stale_entries()
+
+    def evict(self) -> int:
+        if not self._num_released:
+            raise IndexError("evict: no block is released")
+        while True:
+            priority, time, block = self._pop_entry()
+            record = self._records.get(block)
+            if record is None or record.entry != time:
+                continue
+            if record.pinned:
+                record.entry = 0  # it is queued anew when it is released
+                continue
+            del self._records[block]
+            self._num_released -= 1
+            self._clock = priority
+            return block
+
+    def discard(self, block: int) -> None:
+        if self._records[block].pinned:
+            raise ValueError(f"discard: block {block} is in use")
+        del self._records[block]
+        self._num_released -= 1
+
+    def __len__(self) -> int:
+        return self._num_released
+
+    def __iter__(self) -> Iterator[int]:
+        released = [
+            (record.priority, record.entry, block)
+            for block, record in self._records.items()
+            if not record.pinned
+        ]
+        return (block for _, _, block in sorted(released))
+
+    def _pop_entry(self) -> tuple[float, int, int]:
+        if not self._heap or (self._rising and self._rising[0] < self._heap[0]):
+            return self._rising.popleft()
+        return heapq.heappop(self._heap)
+
+    def _drop_stale_entries(self) -> None:
+        self._rising = deque(
+            sorted(
+                (record.priority, record.entry, block)
+                for block, record in self._records.items()
+                if record.entry
+            )
+        )
+        self._heap = []
