@@ -90,7 +90,7 @@ class EvictionPolicy(abc.ABC):
             self.release(block)
 
     def evict_many(self, count: int) -> list[int]:
-        """``evict`` ``count`` times.  Raises IndexError, evicting nothing, if fewer are released."""
+        """``evict`` ``count`` times; IndexError, nothing evicted, if too few are released."""
         if count > len(self):
             raise IndexError(f"evict_many: count={count}, but only {len(self)} blocks are released")
         return [self.evict() for _ in range(count)]

@@ -1,0 +1,223 @@
+"""Replay a request trace against an eviction policy: no GPU, no model, exact and fast.
+
+The replay is serial, one request after the other, and fixed to the last detail so that independent
+implementations agree:
+
+- requests in order of timestamp, ties in file order; a request is its list of block ids;
+- only the first ``capacity_blocks`` blocks of a request take part (the pool holds no more);
+- its hits are the longest leading run of blocks that are in the pool;
+- its blocks that are in the pool are pinned, the missing ones inserted in order, each evicting an
+  unpinned block when the pool is full;
+- then all its blocks count as accessed now, the deepest first, which settles the ties.
+
+Overlapping requests, decoding and preemption need a real cache manager instead.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import os
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cache.policies import EvictionPolicy, PriorityPolicy, make_policy
+from cache.trace import Trace, load_trace
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass(frozen=True)
+class SimulationResult:
+    """What a replay measured."""
+
+    policy: str
+    capacity_blocks: int
+    num_requests: int
+    block_references: int
+    """Blocks of all requests, those beyond the pool's capacity included."""
+    hit_blocks: int
+    input_tokens: int
+    hit_tokens: int | None
+    """Prompt tokens in hit blocks; None if the trace's block size is unknown."""
+    evictions: int
+    replay_seconds: float
+    """Wall time of the replay itself, compilation excluded."""
+    compiled: bool
+    """True if numba ran the replay, False if it was the policy's Python."""
+
+    @property
+    def block_hit_rate(self) -> float:
+        """Share of all block references that hit."""
+        return self.hit_blocks / self.block_references if self.block_references else 0.0
+
+    @property
+    def token_hit_rate(self) -> float | None:
+        """Share of all prompt tokens that need not be computed; None without a block size."""
+        if self.hit_tokens is None:
+            return None
+        return self.hit_tokens / self.input_tokens if self.input_tokens else 0.0
+
+    @property
+    def references_per_second(self) -> float:
+        """Speed of the replay."""
+        return self.block_references / self.replay_seconds
+
+
+def simulate(
+    trace: Trace | str | os.PathLike,
+    *,
+    policy: str | EvictionPolicy,
+    capacity_blocks: int,
+    **options,
+) -> SimulationResult:
+    """Replay ``trace`` through a pool of ``capacity_blocks`` blocks.
+
+    ``trace`` is a path or what ``load_trace`` or ``make_workload`` gave; ``policy`` a name
+    (``options`` are the policy's), ``"file.py:Class"``, or a policy object, which is started anew.
+    A ``PriorityPolicy`` that numba can compile runs compiled, any other policy in Python.
+
+    Raises ValueError for a capacity below 1, options next to a policy object, an unknown policy or
+    option, or a trace without block ids; TraceError for a file that cannot be read.
+    """
+    if isinstance(capacity_blocks, bool) or not isinstance(capacity_blocks, int):
+        raise ValueError(f"capacity_blocks must be an int, got {capacity_blocks!r}")
+    if capacity_blocks < 1:
+        raise ValueError(f"capacity_blocks must be at least 1, got {capacity_blocks}")
+    if isinstance(policy, str):
+        policy = make_policy(policy, **options)
+    elif not isinstance(policy, EvictionPolicy):
+        raise ValueError(f"policy must be a name or an EvictionPolicy, got {policy!r}")
+    elif options:
+        raise ValueError(
+            f"options {', '.join(options)} were given with a policy object; set them on the object"
+        )
+    if not isinstance(trace, Trace):
+        trace = load_trace(trace)
+    if not trace.has_blocks:
+        raise ValueError(f"trace {trace.name!r} has lengths only; a replay needs block ids")
+
+    replay = _compiled(policy)
+    compiled = replay is not None
+    started = time.perf_counter()
+    if compiled:
+        hits, evictions = replay(
+            trace.block_ids,
+            trace.offsets,
+            trace.num_unique_blocks,
+            capacity_blocks,
+            policy.needs_future,
+        )
+    else:
+        hits, evictions = _replay_in_python(trace, policy, capacity_blocks)
+    seconds = time.perf_counter() - started
+
+    return SimulationResult(
+        policy=policy.name or type(policy).__name__,
+        capacity_blocks=capacity_blocks,
+        num_requests=trace.num_requests,
+        block_references=trace.num_block_references,
+        hit_blocks=int(hits.sum()),
+        input_tokens=int(trace.input_lengths.sum()),
+        hit_tokens=_hit_tokens(trace, hits),
+        evictions=int(evictions),
+        replay_seconds=seconds,
+        compiled=compiled,
+    )
+
+
+def _hit_tokens(trace: Trace, hits: np.ndarray) -> int | None:
+    if trace.block_size is None:
+        return None
+    # The last block of a prompt may be partly filled.
+    return int((hits * trace.block_size).clip(max=trace.input_lengths).sum())
+
+
+def _compiled(policy: EvictionPolicy):
+    """The compiled replay of ``policy``, or None if it has to run in Python."""
+    cls = type(policy)
+    if not issubclass(cls, PriorityPolicy):
+        return None
+    priority = inspect.getattr_static(cls, "priority")
+    overridden = any(
+        name in vars(base)
+        for base in cls.__mro__[: cls.__mro__.index(PriorityPolicy)]
+        for name in ("start", "insert", "pin", "release", "evict", "discard")
+    )
+    if not isinstance(priority, staticmethod) or (overridden and not cls.compilable):
+        return None
+    return _warmed_up(priority.__func__, policy.needs_future)
+
+
+@functools.cache
+def _warmed_up(priority, needs_future: bool):
+    """The replay of ``priority``, compiled by a tiny replay so that no measured time includes it.
+
+    None if numba cannot compile ``priority``.
+    """
+    import numba
+    import numpy as np
+
+    from cache.compiled_replay import compile_replay
+
+    replay = compile_replay(priority)
+    try:
+        replay(np.zeros(1, np.int32), np.array([0, 1], np.int64), 1, 1, needs_future)
+    except numba.core.errors.NumbaError:
+        return None
+    return replay
+
+
+def _replay_in_python(trace: Trace, policy: EvictionPolicy, capacity: int):
+    import numpy as np
+
+    offsets = trace.offsets.tolist()
+    block_ids = trace.block_ids.tolist()
+    next_use: dict[int, float] = {}
+    uses_of = _request_next_uses(trace, capacity) if policy.needs_future else None
+    policy.start(capacity, next_use.__getitem__ if policy.needs_future else None)
+    insert, release, pin, evict = policy.insert, policy.release, policy.pin, policy.evict
+
+    resident: set[int] = set()
+    hits = np.zeros(trace.num_requests, np.int64)
+    evictions = 0
+    for request in range(trace.num_requests):
+        start = offsets[request]
+        blocks = block_ids[start : min(offsets[request + 1], start + capacity)]
+        missing = []
+        parent = None
+        for depth, block in enumerate(blocks):
+            if block in resident:
+                pin(block)
+            else:
+                missing.append((block, parent, depth))
+            parent = block
+        hits[request] = missing[0][2] if missing else len(blocks)
+        for block, parent, depth in missing:
+            if len(resident) == capacity:
+                resident.remove(evict())
+                evictions += 1
+            resident.add(block)
+            insert(block, block, parent, depth)
+        if uses_of is not None:
+            next_use.update(zip(blocks, uses_of(request), strict=True))
+        for block in reversed(blocks):
+            release(block)
+    return hits, evictions
+
+
+def _request_next_uses(trace: Trace, capacity: int):
+    """A function from a request to the next uses of its participating blocks."""
+    offsets = trace.offsets.tolist()
+    block_ids = trace.block_ids.tolist()
+    upcoming: dict[int, int] = {}
+    next_uses: list[list[float]] = [[] for _ in range(trace.num_requests)]
+    for request in range(trace.num_requests - 1, -1, -1):
+        start = offsets[request]
+        for block in block_ids[start : min(offsets[request + 1], start + capacity)]:
+            next_uses[request].append(upcoming.get(block, math.inf))
+            upcoming[block] = request
+    return next_uses.__getitem__
