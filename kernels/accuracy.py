@@ -1,0 +1,218 @@
+"""How the kernels are judged, and the inputs they are judged on.
+
+Shared by tests, experiments and GPU checks. The rule is flash-attn's own: with `ref` computed in
+fp64 and `low` the same eager computation in the kernel's dtype,
+
+    max|out - ref| <= 2 * max|low - ref| + 1e-5
+
+so the tolerance follows from the data instead of being tuned. Inputs are hostile on purpose: block
+tables are shuffled, their padding is garbage, and every slot that must not matter holds NaN or Inf.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+LAYOUTS = ("NHD", "HND", "layer", "interleaved")
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Outcome of the rule. A NaN, or an infinity in one result only, makes an infinite error."""
+
+    error: float
+    """max|out - ref|"""
+    eager_error: float
+    """max|low - ref|"""
+
+    @property
+    def bound(self) -> float:
+        return 2 * self.eager_error + 1e-5
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.bound and math.isfinite(self.bound)
+
+
+def max_error(actual: torch.Tensor, ref: torch.Tensor) -> float:
+    """max|actual - ref| in fp64; equal infinities differ by 0, NaN and unequal ones by inf."""
+    if actual.shape != ref.shape:
+        raise ValueError(f"actual: expected shape {tuple(ref.shape)}, got {tuple(actual.shape)}")
+    if not ref.numel():
+        return 0.0
+    actual, ref = actual.double(), ref.double()
+    error = torch.where(actual == ref, 0.0, (actual - ref).abs())
+    return error.nan_to_num(nan=math.inf).max().item()
+
+
+def accuracy(out: torch.Tensor, low: torch.Tensor, ref: torch.Tensor) -> Accuracy:
+    """Judge `out` by the rule; see the head of this file."""
+    return Accuracy(error=max_error(out, ref), eager_error=max_error(low, ref))
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bit patterns of a floating-point tensor, so that NaNs compare equal to themselves."""
+    return tensor.view(
+        {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
+    )
+
+
+def poison_(tensor: torch.Tensor) -> torch.Tensor:
+    """Fill with NaN, +Inf and -Inf in turn along the last dimension, in place."""
+    pattern = torch.tensor([math.nan, math.inf, -math.inf], device=tensor.device)
+    fill = pattern[torch.arange(tensor.shape[-1], device=tensor.device) % 3]
+    return tensor.copy_(fill.to(tensor.dtype).expand_as(tensor))
+
+
+def make_cache(
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    layout: str = "NHD",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A poisoned (k_cache, v_cache), each (num_blocks, block_size, num_kv_heads, head_dim).
+
+    layout: how it lies in memory. "NHD": as the shape says. "HND": heads outside slots. "layer":
+    one layer of a (2, num_layers, ...) tensor. "interleaved": K and V of a block side by side.
+    """
+    shape = {
+        "NHD": (2, num_blocks, block_size, num_kv_heads, head_dim),
+        "HND": (2, num_blocks, num_kv_heads, block_size, head_dim),
+        "layer": (2, 3, num_blocks, block_size, num_kv_heads, head_dim),
+        "interleaved": (num_blocks, 2, block_size, num_kv_heads, head_dim),
+    }[layout]
+    kv = poison_(torch.empty(shape, dtype=dtype, device=device))
+    if layout == "HND":
+        kv = kv.transpose(2, 3)
+    elif layout == "layer":
+        kv = kv[:, 1]
+    elif layout == "interleaved":
+        kv = kv.transpose(0, 1)
+    return kv[0], kv[1]
+
+
+@dataclass(frozen=True)
+class PagedBatch:
+    """A batch of sequences with paged KV; q is (sum of query lengths, num_q_heads, head_dim)."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    block_tables: torch.Tensor
+    context_lens: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    """(batch + 1,) int32, where each sequence's queries start."""
+
+    def double(self) -> PagedBatch:
+        """The same batch in fp64, contiguous."""
+        q, k, v = self.q.double(), self.k_cache.double(), self.v_cache.double()
+        return replace(self, q=q, k_cache=k, v_cache=v)
+
+    def select(self, rows: Sequence[int]) -> PagedBatch:
+        """The batch made of these sequences, on the same cache."""
+        starts = self.cu_seqlens_q.tolist()
+        q = [self.q[starts[row] : starts[row + 1]] for row in rows]
+        cu = torch.tensor([0, *(len(part) for part in q)]).cumsum(0).to(self.cu_seqlens_q)
+        index = torch.tensor(rows, device=self.q.device)
+        return replace(
+            self,
+            q=torch.cat(q),
+            block_tables=self.block_tables[index],
+            context_lens=self.context_lens[index],
+            cu_seqlens_q=cu,
+        )
+
+    @property
+    def decode_args(self) -> tuple[torch.Tensor, ...]:
+        """Positional arguments of paged_decode_attention."""
+        return self.q, self.k_cache, self.v_cache, self.block_tables, self.context_lens
+
+
+def random_paged_batch(
+    context_lens: Sequence[int],
+    *,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    query_lens: Sequence[int] | None = None,
+    layout: str = "NHD",
+    seed: int = 0,
+    hidden_tokens: Sequence[int] | None = None,
+) -> PagedBatch:
+    """Normally distributed queries, keys and values in a shuffled, poisoned paged cache.
+
+    query_lens: queries per sequence, the last ones of its context; 1 each (decode) if None.
+    hidden_tokens: leading tokens of each sequence that no query may see (a window): their slots are
+        poisoned too, and table entries of blocks that hold nothing else are garbage.
+
+    Every block of the pool that no sequence uses, every slot past a context length and the padding
+    of the tables (negative and huge ids) is poison: one read of it shows in the output.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    batch = len(context_lens)
+    query_lens = [1] * batch if query_lens is None else list(query_lens)
+    hidden_tokens = [0] * batch if hidden_tokens is None else list(hidden_tokens)
+    num_blocks_of = [-(-n // block_size) for n in context_lens]
+    num_blocks = sum(num_blocks_of) + 3
+    ids = torch.randperm(num_blocks, generator=generator)
+
+    padding = torch.tensor([-1, 2**31 - 1, -(2**31), num_blocks + 7], dtype=torch.int32)
+    max_blocks = max(num_blocks_of, default=0) + 2
+    tables = padding[torch.randint(0, 4, (batch, max_blocks), generator=generator)]
+    k_cache, v_cache = make_cache(
+        num_blocks, block_size, num_kv_heads, head_dim, dtype=dtype, device=device, layout=layout
+    )
+    used = 0
+    for row, (length, hidden) in enumerate(zip(context_lens, hidden_tokens, strict=True)):
+        blocks = ids[used : used + num_blocks_of[row]]
+        used += num_blocks_of[row]
+        first_block = min(hidden // block_size, len(blocks))
+        tables[row, first_block : len(blocks)] = blocks[first_block:]
+        positions = torch.arange(min(hidden, length), length)
+        where = (blocks[positions // block_size].to(device), (positions % block_size).to(device))
+        for cache in (k_cache, v_cache):
+            rows = torch.randn(len(positions), num_kv_heads, head_dim, generator=generator)
+            cache[where] = rows.to(device, dtype)
+
+    q = torch.randn(sum(query_lens), num_q_heads, head_dim, generator=generator)
+    return PagedBatch(
+        q=q.to(device, dtype),
+        k_cache=k_cache,
+        v_cache=v_cache,
+        block_tables=tables.to(device),
+        context_lens=torch.tensor(context_lens, dtype=torch.int32, device=device),
+        cu_seqlens_q=torch.tensor([0, *query_lens]).cumsum(0).to(device, torch.int32),
+    )
+
+
+def compare_with_twin(
+    op: Callable, twin: Callable, args: Sequence[torch.Tensor], **options
+) -> tuple[Accuracy, ...]:
+    """Run an op and its twin on the same inputs and judge each of its results by the rule.
+
+    The twin runs twice: on the inputs as they are (`low`) and on their fp64 copies (`ref`). Tensors
+    among the options are converted likewise.
+    """
+
+    def widened(value):
+        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.double() if is_float else value
+
+    def as_tuple(result):
+        return result if isinstance(result, tuple) else (result,)
+
+    results = as_tuple(op(*args, **options))
+    low = as_tuple(twin(*args, **options))
+    ref = as_tuple(twin(*map(widened, args), **{k: widened(v) for k, v in options.items()}))
+    return tuple(accuracy(*triple) for triple in zip(results, low, ref, strict=True))

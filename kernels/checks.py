@@ -1,0 +1,211 @@
+"""Argument checks shared by all ops.
+
+Every check reads host-side metadata only. Values are looked at only where they already lie in host
+memory (CPU tensors, which the interpreter runs on), so no check ever synchronises with a GPU.
+All raise before anything is written.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.primitives import INTERPRETED
+
+MAX_GRID_YZ = 65535
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
+
+
+def _listed(items) -> str:
+    return " or ".join(str(item) for item in items)
+
+
+def check_tensor(
+    name: str,
+    tensor: torch.Tensor,
+    shape: dict[str, int | None],
+    *,
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device | None = None,
+) -> None:
+    """Check one tensor argument.
+
+    shape: expected size of each dimension by its name, None for any size.
+    device: the device of the other arguments; None for the first one, which decides it.
+
+    Raises:
+        TypeError: not a tensor.
+        ValueError: wrong shape, dtype or device, last dimension not contiguous, or a CPU tensor
+            outside the interpreter.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+    actual = tuple(tensor.shape)
+    if len(actual) != len(shape) or any(
+        want is not None and want != have for want, have in zip(shape.values(), actual, strict=True)
+    ):
+        wanted = ", ".join(dim if size is None else f"{dim}={size}" for dim, size in shape.items())
+        raise ValueError(f"{name}: expected shape ({wanted}), got {actual}")
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"{name}: expected dtype {_listed(dtypes)}, got {tensor.dtype}")
+    if device is None:
+        if tensor.device.type == "cpu" and not INTERPRETED.value:
+            raise ValueError(
+                f"{name}: got a CPU tensor, but the kernels were compiled for a GPU; pass a GPU "
+                "tensor, or set TRITON_INTERPRET=1 in the environment before importing kernels to "
+                "run them on CPU tensors in Triton's interpreter"
+            )
+    elif tensor.device != device:
+        raise ValueError(f"{name}: expected a tensor on {device}, got one on {tensor.device}")
+    if actual[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(
+            f"{name}: expected a contiguous last dimension, got strides {tensor.stride()}"
+        )
+
+
+def check_kv_cache(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES,
+    device: torch.device | None = None,
+) -> None:
+    """Check a paged cache: both (num_blocks, block_size, num_kv_heads, head_dim), of one dtype."""
+    dims = dict.fromkeys(("num_blocks", "block_size", "num_kv_heads", "head_dim"))
+    check_tensor("k_cache", k_cache, dims, dtypes=dtypes, device=device)
+    same_shape = dict(zip(dims, k_cache.shape, strict=True))
+    check_tensor("v_cache", v_cache, same_shape, dtypes=(k_cache.dtype,), device=k_cache.device)
+    if 0 in k_cache.shape[1:]:
+        raise ValueError(
+            "k_cache: expected block_size, num_kv_heads and head_dim of at least 1, got shape "
+            f"{tuple(k_cache.shape)}"
+        )
+
+
+def check_heads(q: torch.Tensor, k_cache: torch.Tensor) -> None:
+    """Check the head dimension and that the query heads divide evenly among the KV heads (GQA)."""
+    num_q_heads, head_dim = q.shape[-2:]
+    num_kv_heads = k_cache.shape[2]
+    if num_q_heads == 0 or num_q_heads % num_kv_heads:
+        raise ValueError(
+            f"q: expected a positive multiple of num_kv_heads={num_kv_heads} as num_q_heads, "
+            f"got {num_q_heads}"
+        )
+    if not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM:
+        raise ValueError(
+            f"q: expected a head_dim from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, got {head_dim}"
+        )
+
+
+def check_slots(slot_mapping: torch.Tensor, k_cache: torch.Tensor, *, num_tokens: int) -> None:
+    """Check a slot mapping of at most num_tokens slots, host-resident values too."""
+    check_tensor(
+        "slot_mapping",
+        slot_mapping,
+        {"num_slots": None},
+        dtypes=(torch.int32, torch.int64),
+        device=k_cache.device,
+    )
+    if slot_mapping.shape[0] > num_tokens:
+        raise ValueError(
+            f"slot_mapping: expected at most num_tokens={num_tokens} slots, "
+            f"got {slot_mapping.shape[0]}"
+        )
+    capacity = k_cache.shape[0] * k_cache.shape[1]
+    if slot_mapping.device.type == "cpu" and slot_mapping.numel():
+        largest = int(slot_mapping.max())
+        if largest >= capacity:
+            raise ValueError(
+                f"slot_mapping: expected slots below {capacity} "
+                f"(num_blocks * block_size), got {largest}"
+            )
+
+
+def check_block_tables(
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    k_cache: torch.Tensor,
+    *,
+    batch: int,
+    device: torch.device,
+    query_lens: torch.Tensor | int = 1,
+    window_size: int | None = None,
+) -> None:
+    """Check block tables against context lengths, their values too where they lie on the host.
+
+    query_lens: queries at the end of each sequence, (batch,) or one number for all. Table entries
+    wholly before the window of the first query are never read and may hold anything.
+    """
+    int32 = (torch.int32,)
+    check_tensor(
+        "block_tables",
+        block_tables,
+        {"batch": batch, "max_blocks": None},
+        dtypes=int32,
+        device=device,
+    )
+    check_tensor("context_lens", context_lens, {"batch": batch}, dtypes=int32, device=device)
+    if block_tables.device.type != "cpu" or batch == 0:
+        return
+    num_blocks, block_size = k_cache.shape[:2]
+    max_blocks = block_tables.shape[1]
+    if int(context_lens.min()) < 0:
+        raise ValueError(f"context_lens: expected lengths >= 0, got {int(context_lens.min())}")
+    longest = int(context_lens.max())
+    if longest > max_blocks * block_size:
+        raise ValueError(
+            f"block_tables: {max_blocks} columns of block_size {block_size} hold "
+            f"{max_blocks * block_size} tokens, but context_lens reaches {longest}; "
+            f"needed are {-(-longest // block_size)} columns"
+        )
+    column = torch.arange(max_blocks)
+    visible = column < ((context_lens + block_size - 1) // block_size)[:, None]
+    if window_size is not None:
+        first_visible = context_lens - query_lens - window_size + 1
+        visible &= (column + 1) * block_size > first_visible[:, None]
+    invalid = visible & ((block_tables < 0) | (block_tables >= num_blocks))
+    if invalid.any():
+        row, col = invalid.nonzero()[0].tolist()
+        raise ValueError(
+            f"block_tables: expected block ids from 0 to {num_blocks - 1} within the context, got "
+            f"{int(block_tables[row, col])} at [{row}, {col}]"
+        )
+
+
+def check_score_options(
+    *,
+    batch: int,
+    num_q_heads: int,
+    device: torch.device,
+    window_size: int | None,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+) -> None:
+    """Check what modifies the scores: window_size, softcap, alibi_slopes and sinks."""
+    if window_size is not None and window_size < 1:
+        raise ValueError(
+            f"window_size: expected None (no window) or at least 1 token, got {window_size}"
+        )
+    if not softcap >= 0:
+        raise ValueError(f"softcap: expected 0 (off) or a positive cap, got {softcap}")
+    per_head = {"num_q_heads": num_q_heads}
+    if alibi_slopes is not None:
+        shape = per_head
+        if isinstance(alibi_slopes, torch.Tensor) and alibi_slopes.dim() == 2:
+            shape = {"batch": batch, **per_head}
+        check_tensor("alibi_slopes", alibi_slopes, shape, dtypes=(torch.float32,), device=device)
+    if sinks is not None:
+        check_tensor("sinks", sinks, per_head, dtypes=FLOAT_DTYPES, device=device)
+
+
+def check_out(out: torch.Tensor, q: torch.Tensor) -> None:
+    """Check a caller's output buffer: the shape and device of q, in q's dtype or fp32."""
+    dims = ("batch", "num_q_heads", "head_dim")
+    check_tensor(
+        "out",
+        out,
+        dict(zip(dims, q.shape, strict=True)),
+        dtypes=tuple(dict.fromkeys((q.dtype, torch.float32))),
+        device=q.device,
+    )

@@ -1,0 +1,138 @@
+"""Device functions that the kernels share: paged addresses, scores, the online softmax.
+
+Address arithmetic. The K (or V) row of token position p of a sequence lies at
+
+    cache + block_table[p // BLOCK_SIZE] * stride_block + (p % BLOCK_SIZE) * stride_slot
+
+elements. The product of block id and stride exceeds 32 bits on every large cache, so block ids are
+widened to 64 bits before they meet a stride.
+
+Online softmax (Milakov & Gimelshein, 2018; FlashAttention). Scores are kept in units of log2, so
+that a weight is one `exp2`: with s the scores times log2(e), a tile updates, row by row,
+
+    m' = max(m, max(s))    a = 2^(m - m')    p = 2^(s - m')
+    l' = a l + sum(p)      acc' = a acc + p V
+
+A row that has seen nothing but -inf keeps m = -inf, l = 0 and acc = 0 rather than NaN.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Whether kernels were bound to Triton's interpreter, which is decided when `triton.jit` decorates
+# them; setting TRITON_INTERPRET after this import has no effect.
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def load_block_ids(block_table_ptr, positions, limit, BLOCK_SIZE: tl.constexpr):
+    """Block ids, int64, of the token positions below `limit`, and 0 for the others.
+
+    Table entries that only positions past `limit` need are never read: they may hold anything.
+    """
+    block_ids = tl.load(block_table_ptr + positions // BLOCK_SIZE, mask=positions < limit, other=0)
+    return block_ids.to(tl.int64)
+
+
+@triton.jit
+def slot_offsets(block_ids, positions, stride_block, stride_slot, BLOCK_SIZE: tl.constexpr):
+    """Offset in elements, int64, of the cache row that holds each token position."""
+    return block_ids * stride_block + (positions % BLOCK_SIZE).to(tl.int64) * stride_slot
+
+
+@triton.jit
+def load_rows(ptrs, row_mask, dim_mask, MASK_ROWS: tl.constexpr, MASK_DIMS: tl.constexpr):
+    """Load a [rows, dims] tile; what a mask excludes is 0, so no NaN of an unused slot gets in."""
+    if MASK_ROWS and MASK_DIMS:
+        return tl.load(ptrs, mask=row_mask[:, None] & dim_mask[None, :], other=0.0)
+    elif MASK_ROWS:
+        return tl.load(ptrs, mask=row_mask[:, None], other=0.0)
+    elif MASK_DIMS:
+        return tl.load(ptrs, mask=dim_mask[None, :], other=0.0)
+    else:
+        return tl.load(ptrs)
+
+
+@triton.jit
+def dot(a, b, acc, PRECISION: tl.constexpr):
+    """acc + a @ b in fp32. PRECISION ("tf32x3" or "ieee") only matters for fp32 operands.
+
+    The interpreter stores bf16 as integers and would multiply those, so it gets fp32 operands.
+    """
+    if INTERPRETED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def cast(x, dtype: tl.constexpr):
+    """fp32 to `dtype`, rounded to nearest even (the interpreter alone would truncate to bf16)."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        nearest_even = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        x = tl.where(x == x, nearest_even.to(tl.float32, bitcast=True), x)
+    return x.to(dtype)
+
+
+@triton.jit
+def tanh(x):
+    """tanh to fp32 accuracy: near 0 the exponential form loses digits, so a polynomial serves."""
+    e = tl.exp2(tl.abs(x) * (-2 * LOG2_E))
+    far = (1.0 - e) / (1.0 + e)
+    x2 = x * x
+    near = x * (1.0 + x2 * (-1.0 / 3 + x2 * (2.0 / 15 + x2 * (-17.0 / 315 + x2 * (62.0 / 2835)))))
+    return tl.where(tl.abs(x) < 0.25, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def log2_scores(
+    qk,
+    scale,
+    softcap,
+    alibi_slopes,
+    distances,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+):
+    """Raw products to scores in units of log2: scale, then softcap, then ALiBi.
+
+    qk: [queries, keys] fp32. alibi_slopes: [queries, 1] fp32. distances: how far each key lies
+    before its query, >= 0, broadcastable to qk. Softcap is softcap * tanh(score / softcap)
+    (Gemma 2), the ALiBi bias -slope * distance (Press et al., 2022).
+    """
+    if HAS_SOFTCAP:
+        scores = tanh(qk * (scale / softcap)) * (softcap * LOG2_E)
+    else:
+        scores = qk * (scale * LOG2_E)
+    if HAS_ALIBI:
+        scores -= alibi_slopes * LOG2_E * distances
+    return scores
+
+
+@triton.jit
+def online_softmax_update(scores, v, acc, row_max, row_sum, PRECISION: tl.constexpr):
+    """Fold one tile of keys into the running state; see the head of this file.
+
+    scores: [queries, keys] fp32, log2 units. v: [keys, dims]. acc: [queries, dims] fp32.
+    row_max, row_sum: [queries] fp32. Returns the new (acc, row_max, row_sum).
+    """
+    new_max = tl.maximum(row_max, tl.max(scores, axis=1))
+    shift = finite_shift(new_max)
+    alpha = tl.exp2(row_max - shift)
+    p = tl.exp2(scores - shift[:, None])
+    row_sum = row_sum * alpha + tl.sum(p, axis=1)
+    if not INTERPRETED:
+        p = p.to(v.dtype)
+    acc = dot(p, v, acc * alpha[:, None], PRECISION)
+    return acc, new_max, row_sum
+
+
+@triton.jit
+def finite_shift(row_max):
+    """row_max, or 0 where it is -inf: -inf - (-inf) would be NaN, -inf - 0 gives a weight of 0."""
+    return tl.where(row_max == float("-inf"), 0.0, row_max)

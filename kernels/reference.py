@@ -1,0 +1,129 @@
+"""Plain PyTorch twins of the ops: same signatures, written to be read.
+
+A twin computes in the dtype of its inputs. Called with fp64 inputs it is the reference; called with
+the kernel's own fp16 or bf16 inputs it is the eager low-precision computation whose error the
+kernels are judged by (kernels/accuracy.py). The twins loop over sequences on the host and
+synchronise freely.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def store_kvcache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Twin of `kernels.store_kvcache`."""
+    block_size = k_cache.shape[1]
+    tokens = (slot_mapping >= 0).nonzero().squeeze(1)
+    slots = slot_mapping[tokens].long()
+    k_cache[slots // block_size, slots % block_size] = key[tokens]
+    v_cache[slots // block_size, slots % block_size] = value[tokens]
+
+
+def gather_tokens(
+    cache: torch.Tensor, block_table: torch.Tensor, first: int, last: int
+) -> torch.Tensor:
+    """Tokens [first, last) of one sequence, (last - first, num_kv_heads, head_dim)."""
+    block_size = cache.shape[1]
+    positions = torch.arange(first, last, device=cache.device)
+    return cache[block_table[positions // block_size].long(), positions % block_size]
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    q_positions: torch.Tensor,
+    k_positions: torch.Tensor,
+    scale: float | None = None,
+    window_size: int | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    causal: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one sequence.
+
+    q: (num_queries, num_q_heads, head_dim); k, v: (num_keys, num_kv_heads, head_dim); positions of
+    both inside the sequence. alibi_slopes: (num_q_heads,). Returns the output, shaped like q, and
+    the LSE, (num_queries, num_q_heads). A query that sees nothing gets zeros and -inf.
+    """
+    num_q_heads, head_dim = q.shape[1:]
+    group_size = num_q_heads // k.shape[1]
+    scale = head_dim**-0.5 if scale is None else scale
+    k = k.repeat_interleave(group_size, dim=1)
+    v = v.repeat_interleave(group_size, dim=1)
+
+    scores = torch.einsum("qhd,khd->hqk", q * scale, k)
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    distances = q_positions[:, None] - k_positions[None, :]
+    if alibi_slopes is not None:
+        scores = scores - alibi_slopes[:, None, None].to(q.dtype) * distances.abs().to(q.dtype)
+    visible = torch.ones_like(distances, dtype=torch.bool)
+    if causal:
+        visible &= distances >= 0
+    if window_size is not None:
+        visible &= distances < window_size
+    scores = scores.masked_fill(~visible, -torch.inf)
+
+    seen = scores.amax(-1, keepdim=True) > -torch.inf if scores.shape[-1] else None
+    if seen is None:
+        return torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf)
+    if sinks is not None:
+        column = sinks.to(q.dtype)[:, None, None].expand(-1, q.shape[0], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    lse = torch.logsumexp(scores, -1, keepdim=True)
+    weights = torch.softmax(scores, -1)[..., : k.shape[0]]
+    weights = weights.masked_fill(~seen, 0.0)
+    out = torch.einsum("hqk,khd->qhd", weights, v)
+    return out, lse.masked_fill(~seen, -torch.inf).squeeze(-1).transpose(0, 1)
+
+
+def paged_decode_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    *,
+    scale: float | None = None,
+    window_size: int | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    num_splits: int | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Twin of `kernels.paged_decode_attention` (num_splits changes nothing here)."""
+    out = torch.empty_like(q) if out is None else out
+    lse = torch.empty(q.shape[:2], dtype=q.dtype, device=q.device)
+    for i, context_len in enumerate(context_lens.tolist()):
+        first = 0 if window_size is None else max(0, context_len - window_size)
+        slopes = (
+            alibi_slopes[i]
+            if alibi_slopes is not None and alibi_slopes.dim() == 2
+            else alibi_slopes
+        )
+        seq_out, seq_lse = attention(
+            q[i : i + 1],
+            gather_tokens(k_cache, block_tables[i], first, context_len),
+            gather_tokens(v_cache, block_tables[i], first, context_len),
+            q_positions=torch.tensor([context_len - 1], device=q.device),
+            k_positions=torch.arange(first, context_len, device=q.device),
+            scale=scale,
+            window_size=window_size,
+            softcap=softcap,
+            alibi_slopes=slopes,
+            sinks=sinks,
+        )
+        out[i], lse[i] = seq_out[0], seq_lse[0]
+    return (out, lse) if return_lse else out

@@ -1,0 +1,122 @@
+"""Write the keys and values of new tokens into their cache slots.
+
+One row is the head_dim elements of one (token, head); a program moves a tile of rows, K and V
+together. Rows of neighbouring heads are neighbours in memory, in a fused QKV projection as in the
+cache, so a tile is read and written in long runs whatever the strides between tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.checks import check_kv_cache, check_slots, check_tensor
+from kernels.tiles import padded_dim, store_tile
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _store_kvcache_kernel(
+    key_ptr,
+    value_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    slot_mapping_ptr,
+    num_rows,
+    stride_key_token,
+    stride_key_head,
+    stride_value_token,
+    stride_value_head,
+    stride_k_block,
+    stride_k_slot,
+    stride_k_head,
+    stride_v_block,
+    stride_v_slot,
+    stride_v_head,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    offs_d = tl.arange(0, HEAD_DIM_PADDED)
+    tokens = rows // NUM_KV_HEADS
+    heads = rows % NUM_KV_HEADS
+    row_mask = rows < num_rows
+    slots = tl.load(slot_mapping_ptr + tokens, mask=row_mask, other=-1)
+    slots = slots.to(tl.int64)
+    row_mask &= slots >= 0
+    mask = row_mask[:, None] & (offs_d < HEAD_DIM)[None, :]  # [TILE_ROWS, HEAD_DIM_PADDED]
+
+    key_rows = tokens * stride_key_token + heads * stride_key_head
+    value_rows = tokens * stride_value_token + heads * stride_value_head
+    key = tl.load(key_ptr + key_rows[:, None] + offs_d[None, :], mask=mask, other=0.0)
+    value = tl.load(value_ptr + value_rows[:, None] + offs_d[None, :], mask=mask, other=0.0)
+
+    blocks = slots // BLOCK_SIZE
+    offsets = slots % BLOCK_SIZE
+    k_rows = blocks * stride_k_block + offsets * stride_k_slot + heads * stride_k_head
+    v_rows = blocks * stride_v_block + offsets * stride_v_slot + heads * stride_v_head
+    tl.store(k_cache_ptr + k_rows[:, None] + offs_d[None, :], key, mask=mask)
+    tl.store(v_cache_ptr + v_rows[:, None] + offs_d[None, :], value, mask=mask)
+
+
+def store_kvcache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Write the keys and values of new tokens into a paged KV cache, in place.
+
+    The scatter that PagedAttention systems run ahead of attention (vLLM's reshape_and_cache).
+
+    Args:
+        key, value: (num_tokens, num_kv_heads, head_dim), any strides on the first two dimensions,
+            so that views of a fused QKV projection need no copy.
+        k_cache, v_cache: (num_blocks, block_size, num_kv_heads, head_dim), in the dtype of key, any
+            strides but a contiguous last dimension (NHD, HND, views of one layer).
+        slot_mapping: (num_slots,) int32 or int64; slot = block_id * block_size + offset of token i.
+            A negative slot is skipped. With num_slots < num_tokens (padding of a captured graph)
+            the remaining tokens are not written. Slots must differ from one another.
+
+    Mutates k_cache and v_cache. Returns None.
+
+    Raises:
+        ValueError: a shape, dtype, device or stride that does not fit, or, where slot_mapping lies
+            in host memory, a slot past the end of the cache. Nothing has been written then.
+    """
+    check_kv_cache(k_cache, v_cache)
+    _, block_size, num_kv_heads, head_dim = k_cache.shape
+    device = k_cache.device
+    rows = {"num_tokens": None, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    check_tensor("key", key, rows, dtypes=(k_cache.dtype,), device=device)
+    rows["num_tokens"] = key.shape[0]
+    check_tensor("value", value, rows, dtypes=(k_cache.dtype,), device=device)
+    check_slots(slot_mapping, k_cache, num_tokens=key.shape[0])
+
+    num_rows = slot_mapping.shape[0] * num_kv_heads
+    if num_rows == 0:
+        return
+    head_dim_padded = padded_dim(head_dim)
+    tile = store_tile(head_dim_padded)
+    _store_kvcache_kernel[(triton.cdiv(num_rows, tile.rows),)](
+        key,
+        value,
+        k_cache,
+        v_cache,
+        slot_mapping,
+        num_rows,
+        *key.stride()[:2],
+        *value.stride()[:2],
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        BLOCK_SIZE=block_size,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        HEAD_DIM_PADDED=head_dim_padded,
+        TILE_ROWS=tile.rows,
+        num_warps=tile.num_warps,
+    )

@@ -1,0 +1,43 @@
+"""Environment that every test relies on; it must be in place before a kernel module is imported."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
+
+_common = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("default", max_examples=15, **_common)
+settings.register_profile("ci", max_examples=15, derandomize=True, **_common)
+settings.register_profile("thorough", max_examples=300, **_common)
+settings.load_profile(
+    os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "default")
+)
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """The GPU where there is one, else the CPU (kernels then run in Triton's interpreter)."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="module")
+def poisoned_memory():
+    """Fill every fresh `torch.empty` with NaN (integers: the largest value) for one test module.
+
+    A kernel that leaves part of its output or workspace unwritten then shows itself.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    previous = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.utils.deterministic.fill_uninitialized_memory = previous
+    torch.use_deterministic_algorithms(False)

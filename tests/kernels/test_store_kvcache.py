@@ -1,0 +1,165 @@
+"""store_kvcache against its twin: exact copies, so every comparison is bitwise."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kernels import reference, store_kvcache
+from kernels.accuracy import bits, make_cache
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+
+
+def fused_qkv(num_tokens, num_kv_heads, head_dim, dtype, device):
+    """key and value as views of one QKV projection with two query heads per KV head."""
+    qkv = torch.randn(num_tokens, (4 * num_kv_heads) * head_dim, device=device).to(dtype)
+    _, key, value = qkv.split([w * num_kv_heads * head_dim for w in (2, 1, 1)], dim=-1)
+    return (t.unflatten(-1, (num_kv_heads, head_dim)) for t in (key, value))
+
+
+def head_major(num_tokens, num_kv_heads, head_dim, dtype, device):
+    """key and value computed as (heads, tokens, dim) and transposed."""
+    kv = torch.randn(2, num_kv_heads, num_tokens, head_dim, device=device).to(dtype)
+    return kv[0].transpose(0, 1), kv[1].transpose(0, 1)
+
+
+def assert_stores_like_twin(key, value, k_cache, v_cache, slot_mapping):
+    want_k, want_v = k_cache.clone(), v_cache.clone()
+    reference.store_kvcache(key, value, want_k, want_v, slot_mapping)
+    assert store_kvcache(key, value, k_cache, v_cache, slot_mapping) is None
+    assert torch.equal(bits(k_cache), bits(want_k))
+    assert torch.equal(bits(v_cache), bits(want_v))
+
+
+@given(data=st.data())
+def test_matches_twin(data, device):
+    draw = data.draw
+    block_size = draw(st.sampled_from([1, 2, 3, 7, 16, 24, 100, 256]), label="block_size")
+    num_kv_heads = draw(st.sampled_from([1, 2, 3, 8]), label="num_kv_heads")
+    head_dim = draw(st.sampled_from([16, 24, 64, 80, 96, 112, 128, 200, 256]), label="head_dim")
+    num_blocks = draw(st.integers(1, 6), label="num_blocks")
+    num_tokens = draw(st.integers(0, min(40, num_blocks * block_size)), label="num_tokens")
+    num_slots = draw(st.integers(0, num_tokens), label="num_slots")
+    dtype = draw(st.sampled_from(DTYPES), label="dtype")
+    layout = draw(st.sampled_from(["NHD", "HND", "layer"]), label="layout")
+    source = draw(st.sampled_from([fused_qkv, head_major]), label="source")
+    slot_dtype = draw(st.sampled_from([torch.int32, torch.int64]), label="slot_dtype")
+    torch.manual_seed(draw(st.integers(0, 2**16), label="seed"))
+
+    key, value = source(num_tokens, num_kv_heads, head_dim, dtype, device)
+    k_cache, v_cache = make_cache(
+        num_blocks, block_size, num_kv_heads, head_dim, dtype=dtype, device=device, layout=layout
+    )
+    slots = torch.randperm(num_blocks * block_size)[:num_slots]
+    skipped = torch.rand(num_slots) < 0.2
+    slots[skipped] = torch.randint(-(2**31), 0, (int(skipped.sum()),))
+    assert_stores_like_twin(key, value, k_cache, v_cache, slots.to(device, slot_dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_copies_bit_patterns_of_nan_and_inf(dtype, device):
+    key = torch.full((2, 1, 16), torch.nan, dtype=dtype, device=device)
+    value = torch.full((2, 1, 16), -torch.inf, dtype=dtype, device=device)
+    k_cache, v_cache = make_cache(1, 4, 1, 16, dtype=dtype, device=device)
+    assert_stores_like_twin(key, value, k_cache, v_cache, torch.tensor([3, 0], device=device))
+
+
+def test_more_rows_than_one_program(device):
+    key, value = torch.randn(2, 150, 3, 64, device=device).unbind(0)
+    k_cache, v_cache = make_cache(20, 8, 3, 64, dtype=torch.float32, device=device)
+    assert_stores_like_twin(key, value, k_cache, v_cache, torch.randperm(160, device=device)[:150])
+
+
+@pytest.mark.parametrize("num_tokens", [0, 3])
+def test_no_slots_writes_nothing(num_tokens, device):
+    key, value = torch.randn(2, num_tokens, 1, 16, device=device).unbind(0)
+    k_cache, v_cache = make_cache(2, 4, 1, 16, dtype=torch.float32, device=device)
+    before = bits(k_cache).clone()
+    store_kvcache(key, value, k_cache, v_cache, torch.empty(0, dtype=torch.int64, device=device))
+    assert torch.equal(bits(k_cache), before)
+
+
+BAD_CALLS = {
+    "key-heads": (
+        {"key": torch.zeros(4, 3, 16)},
+        r"key: .*num_kv_heads=2, head_dim=16\), got \(4, 3, 16\)",
+    ),
+    "key-rank": ({"key": torch.zeros(4, 32)}, r"key: expected shape .*got \(4, 32\)"),
+    "key-dtype": (
+        {"key": torch.zeros(4, 2, 16).half()},
+        "key: expected dtype torch.float32, got torch.float16",
+    ),
+    "value-tokens": ({"value": torch.zeros(3, 2, 16)}, r"value: .*num_tokens=4.*got \(3, 2, 16\)"),
+    "value-strided": (
+        {"value": torch.zeros(4, 2, 32)[..., ::2]},
+        "value: expected a contiguous last dimension",
+    ),
+    "cache-shape": (
+        {"v_cache": torch.zeros(5, 3, 2, 16)},
+        r"v_cache: .*block_size=4.*got \(5, 3, 2, 16\)",
+    ),
+    "cache-dtype": (
+        {"v_cache": torch.zeros(5, 4, 2, 16).half()},
+        "v_cache: expected dtype torch.float32",
+    ),
+    "cache-int": (
+        {"k_cache": torch.zeros(5, 4, 2, 16).int()},
+        "k_cache: expected dtype .*got torch.int32",
+    ),
+    "cache-empty": (
+        {"k_cache": torch.zeros(5, 0, 2, 16), "v_cache": torch.zeros(5, 0, 2, 16)},
+        "k_cache: expected block_size",
+    ),
+    "slots-dtype": (
+        {"slot_mapping": torch.zeros(4)},
+        "slot_mapping: expected dtype torch.int32 or torch.int64",
+    ),
+    "slots-many": (
+        {"slot_mapping": torch.arange(5)},
+        "slot_mapping: expected at most num_tokens=4 slots, got 5",
+    ),
+    "slots-strided": (
+        {"slot_mapping": torch.arange(8)[::2]},
+        "slot_mapping: expected a contiguous last dimension",
+    ),
+    "slots-2d": (
+        {"slot_mapping": torch.zeros(4, 1).int()},
+        r"slot_mapping: expected shape \(num_slots\), got \(4, 1\)",
+    ),
+    "device": ({"key": torch.zeros(4, 2, 16, device="meta")}, "key: expected a tensor on"),
+}
+
+
+@pytest.mark.parametrize(("bad", "message"), BAD_CALLS.values(), ids=BAD_CALLS)
+def test_bad_input(bad, message, device):
+    bad = {k: t if t.device.type == "meta" else t.to(device) for k, t in bad.items()}
+    good = {
+        "key": torch.ones(4, 2, 16, device=device),
+        "value": torch.ones(4, 2, 16, device=device),
+        "k_cache": torch.zeros(5, 4, 2, 16, device=device),
+        "v_cache": torch.zeros(5, 4, 2, 16, device=device),
+        "slot_mapping": torch.arange(4, device=device),
+    }
+    call = {**good, **bad}
+    with pytest.raises(ValueError, match=message):
+        store_kvcache(**call)
+    assert not call["k_cache"].any()
+    assert not call["v_cache"].any()
+
+
+def test_slot_past_the_end_of_a_host_cache(device):
+    if device.type != "cpu":
+        pytest.skip("values of GPU tensors are not checked: that would synchronise")
+    cache = torch.zeros(2, 5, 4, 2, 16)
+    with pytest.raises(ValueError, match=r"slot_mapping: expected slots below 20 .*got 20"):
+        store_kvcache(torch.ones(1, 2, 16), torch.ones(1, 2, 16), *cache, torch.tensor([20]))
+    assert not cache.any()
+
+
+def test_not_a_tensor(device):
+    cache = torch.zeros(1, 1, 1, 16, device=device)
+    with pytest.raises(TypeError, match=r"key: expected a torch\.Tensor, got list"):
+        store_kvcache([1.0], cache[0], cache, cache, torch.tensor([0]))
