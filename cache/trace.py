@@ -345,7 +345,7 @@ def _checked_length(field: str, value) -> int:
 def _checked_ids(values) -> Sequence[int]:
     if hasattr(values, "tolist"):
         values = values.tolist()
-    if not isinstance(values, list | tuple):
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
         raise ValueError(f"hash_ids must be a list of integers, got {reprlib.repr(values)}")
     if set(map(type, values)) - {int}:
         wrong = next(value for value in values if type(value) is not int)
