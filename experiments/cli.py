@@ -1,0 +1,193 @@
+"""The command line: list, run, plot, reproduce."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from tyro.extras import SubcommandApp
+
+from experiments.harness import Experiment, SweepReport, plot_results, run_sweep
+from experiments.harness.environment import cuda_available, device_slug
+from experiments.harness.store import FolderInUse
+from experiments.registry import EXPERIMENTS
+
+_RESULTS = Path("results")
+_QUICK_RESULTS = _RESULTS / "quick"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions:
+    """How the cells are run and where the results go."""
+
+    quick: bool = False
+    """The small grid, and results/quick in place of results."""
+    out: Path | None = None
+    """Folder of the results, in place of results."""
+    jobs: int | None = None
+    """Worker processes. None: one a core, one alone for timings and on a GPU."""
+    fresh: bool = False
+    """Run finished cells again."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command line; returns the exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    console = logging.StreamHandler()
+    console.setLevel(logging.WARNING)
+    log = logging.getLogger("experiments")
+    log.addHandler(console)
+    try:
+        return _app(quick="--quick" in arguments).cli(
+            prog="python -m experiments",
+            args=arguments,
+            config=(tyro.conf.FlagCreatePairsOff,),
+        )
+    except SystemExit as exit:
+        if exit.code:
+            _print_options(arguments)
+        return exit.code
+    except (ValueError, OSError, FolderInUse) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted: the same command goes on where this one stopped", file=sys.stderr)
+        return 130
+    finally:
+        log.removeHandler(console)
+
+
+def _app(*, quick: bool) -> SubcommandApp:
+    app, runs = SubcommandApp(), SubcommandApp()
+    for experiment in EXPERIMENTS.values():
+        runs.command(_run_command(experiment, quick=quick), name=experiment.name)
+    app.command(_list, name="list")
+    app.command(runs, name="run", help="Run an experiment, or what is missing of it.")
+    app.command(_plot, name="plot")
+    app.command(_reproduce, name="reproduce")
+    return app
+
+
+def _list() -> int:
+    """Show the experiments, the figure each redoes, and whether it can run here."""
+    here = "an NVIDIA GPU is here" if (cuda := cuda_available()) else "no GPU here"
+    needs = {
+        "unused": "runs here",
+        "optional": f"runs here ({here})",
+        "required": "runs here" if cuda else f"cannot run here: {here}",
+    }
+    width = max(map(len, EXPERIMENTS))
+    gpu = {"unused": "-", "optional": "GPU if there is one", "required": "GPU"}
+    for experiment in EXPERIMENTS.values():
+        print(f"{experiment.name:{width}}  {experiment.figure}")
+        print(f"{'':{width}}  needs: {gpu[experiment.gpu]}; {needs[experiment.gpu]}")
+    return 0
+
+
+def _run_command(experiment: Experiment, *, quick: bool) -> Callable[..., int]:
+    def run(sweep: SweepOptions, options: object) -> int:
+        report = _run(experiment, options, sweep)
+        return int(bool(report.failed))
+
+    default = experiment.quick if quick else experiment.options
+    run.__doc__ = experiment.figure
+    run.__annotations__ = {
+        "sweep": tyro.conf.OmitArgPrefixes[SweepOptions],
+        "options": Annotated[
+            tyro.conf.OmitArgPrefixes[type(default)], tyro.conf.arg(name=experiment.name)
+        ],
+    }
+    run.__defaults__ = (SweepOptions(), default)
+    return run
+
+
+Name = Annotated[Literal[tuple(EXPERIMENTS)], tyro.conf.Positional]  # type: ignore[valid-type]
+
+
+def _plot(name: Name, quick: bool = False, out: Path | None = None) -> int:
+    """Draw the figures of an experiment again from its rows.csv, for every device.
+
+    Args:
+        name: The experiment.
+        quick: Those of results/quick in place of results.
+        out: Folder of the results, in place of results.
+    """
+    folder = _folder(SweepOptions(quick=quick, out=out)) / name
+    tables = sorted(folder.glob("*/rows.csv"))
+    if not tables:
+        raise FileNotFoundError(f"no rows.csv in a folder of {folder}: run the experiment first")
+    for table in tables:
+        for figure in plot_results(EXPERIMENTS[name], table.parent):
+            print(figure)
+    return 0
+
+
+def _reproduce(
+    quick: bool = False,
+    full: bool = False,
+    out: Path | None = None,
+    jobs: int | None = None,
+    fresh: bool = False,
+) -> int:
+    """Run every experiment that can run here and draw every figure.
+
+    Args:
+        quick: The small grids, into results/quick (the default).
+        full: The full grids, into results.
+        out: Folder of the results, in place of these.
+        jobs: Worker processes. None: one a core, one alone for timings and on a GPU.
+        fresh: Run finished cells again.
+    """
+    if quick and full:
+        raise ValueError("give --quick or --full, not both")
+    sweep = SweepOptions(quick=not full, out=out, jobs=jobs, fresh=fresh)
+    failed = 0
+    for experiment in EXPERIMENTS.values():
+        if experiment.gpu == "required" and device_slug(experiment) == "cpu":
+            print(f"{experiment.name}: left out, needs a GPU")
+            continue
+        options = experiment.options if full else experiment.quick
+        failed += _run(experiment, options, sweep).failed.total()
+    return int(failed > 0)
+
+
+def _run(experiment: Experiment, options: object, sweep: SweepOptions) -> SweepReport:
+    report = run_sweep(experiment, options, out=_folder(sweep), jobs=sweep.jobs, fresh=sweep.fresh)
+    counts = [f"{report.finished} run", f"{report.reused} finished earlier"]
+    if report.unavailable:
+        counts.append(f"{report.unavailable.total()} absent")
+    if report.failed:
+        counts.append(f"{report.failed.total()} FAILED")
+    print(
+        f"{experiment.name}: {report.cells} cells, {', '.join(counts)} ({report.seconds:.1f} s)",
+        *(f"  {figure}" for figure in report.figures),
+        sep="\n",
+        flush=True,
+    )
+    return report
+
+
+def _print_options(arguments: list[str]) -> None:
+    """After an error in the command line: every option that its command knows."""
+    names: list[str] = []
+    match arguments:
+        case ["run", name, *_] if name in EXPERIMENTS:
+            for options in (SweepOptions, type(EXPERIMENTS[name].options)):
+                names += [field.name for field in dataclasses.fields(options)]
+        case ["plot" | "reproduce" as command, *_]:
+            function = {"plot": _plot, "reproduce": _reproduce}[command]
+            names += [name for name in inspect.signature(function).parameters if name != "name"]
+    if names:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in names)
+        print(f"options here: {flags}", file=sys.stderr)
+
+
+def _folder(sweep: SweepOptions) -> Path:
+    return sweep.out or (_QUICK_RESULTS if sweep.quick else _RESULTS)

@@ -1,0 +1,173 @@
+"""Hit rate against capacity: every eviction policy between the optimum and the infinite cache.
+
+A request trace is replayed serially (``cache.simulate``) through pools of 0.5 to 50 % of its unique
+blocks.  Belady's policy, which knows the future, bounds every policy from above at each capacity;
+a cache that never evicts bounds them all.  The kind of figure by which KV cache traces are
+published, e.g. Mooncake (FAST 2025) and "KVCache Cache in the Wild" (USENIX ATC 2025).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tyro
+
+import cache
+from experiments import style, workloads
+from experiments.harness import Absent, Cell, Experiment, InputFile, Options
+from experiments.workloads import Source
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_COLUMNS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvictionOptions(Options):
+    """The grid: traces x policies x capacities."""
+
+    trace: tyro.conf.UseAppendAction[tuple[Path, ...]] = ()
+    """A request trace (.jsonl, .gz, .zst). None: those in $TRACES_DIR, else synthetic ones."""
+    policy: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A policy by name, or your own as file.py:Class. None: every built-in one."""
+    capacity_percent: tuple[float, ...] = (0.5, 1, 2, 3, 5, 7, 10, 20, 30, 50)
+    """Blocks of the pool, in percent of the unique blocks of the trace."""
+    num_requests: int = 20_000
+    """Requests of each synthetic trace."""
+
+
+@dataclass(frozen=True)
+class OwnPolicy:
+    """A policy class in a file of the user's."""
+
+    file: InputFile
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvictionCell(Cell):
+    source: Source
+    policy: str | OwnPolicy
+    """A policy, or "infinite"."""
+    capacity_percent: float
+
+    @property
+    def policy_name(self) -> str:
+        if isinstance(self.policy, OwnPolicy):
+            return f"{self.policy.file.name}:{self.policy.name}"
+        return self.policy
+
+    @property
+    def group(self) -> tuple[str, ...]:
+        return self.policy_name, self.source.name
+
+
+def cells(options: EvictionOptions) -> Iterator[EvictionCell | Absent]:
+    for percent in options.capacity_percent:
+        if not 0 < percent <= 100:
+            raise ValueError(f"--capacity-percent must be above 0 and at most 100, got {percent}")
+    policies = [_policy(name) for name in options.policy or cache.POLICIES]
+    sources = workloads.sources(options.trace, seed=options.seed, num_requests=options.num_requests)
+    for source in sources:
+        if isinstance(source, Absent):
+            yield source
+            continue
+        for policy in policies:
+            for percent in options.capacity_percent:
+                yield EvictionCell(
+                    seed=options.seed, source=source, policy=policy, capacity_percent=percent
+                )
+        yield EvictionCell(
+            seed=options.seed, source=source, policy="infinite", capacity_percent=100.0
+        )
+
+
+def _policy(name: str) -> str | OwnPolicy:
+    cache.make_policy(name)  # raises for an unknown one
+    if ".py:" not in name:
+        return name
+    path, _, class_name = name.rpartition(":")
+    return OwnPolicy(InputFile.of(Path(path)), class_name)
+
+
+def run_cell(cell: EvictionCell) -> list[dict[str, Any]]:
+    trace = workloads.load(cell.source)
+    capacity = max(1, int(trace.num_unique_blocks * cell.capacity_percent / 100))
+    if isinstance(cell.policy, OwnPolicy):
+        policy = f"{cell.policy.file.path}:{cell.policy.name}"
+    else:
+        # Nothing is evicted from a pool that holds everything, by any policy.
+        policy = "lru" if cell.policy == "infinite" else cell.policy
+    result = cache.simulate(trace, policy=policy, capacity_blocks=capacity)
+    return [
+        {
+            "trace": trace.name,
+            "block_size": trace.block_size,
+            "requests": trace.num_requests,
+            "block_references": trace.num_block_references,
+            "unique_blocks": trace.num_unique_blocks,
+            "policy": cell.policy_name,
+            "capacity_fraction": cell.capacity_percent / 100,
+            "capacity_blocks": capacity,
+            "block_hit_rate": result.block_hit_rate,
+            "token_hit_rate": result.token_hit_rate,
+            "evictions": result.evictions,
+            "compiled": result.compiled,
+            "replay_seconds": result.replay_seconds,
+            "references_per_second": result.references_per_second,
+        }
+    ]
+
+
+def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
+    """The figure hit_rate, a panel per trace, and the table summary.csv."""
+    with style.figures():
+        written = style.save(_draw(rows), folder, "hit_rate")
+    table = folder / "summary.csv"
+    style.write_atomically(table, _summary(rows).to_csv(index=False, float_format="%.4f"))
+    return [*written, table]
+
+
+def _draw(rows: pd.DataFrame):
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import PercentFormatter
+
+    traces = list(rows["trace"].unique())
+    lines = style.policy_lines(list(rows["policy"].unique()))
+    columns = min(_COLUMNS, len(traces))
+    height = -(-len(traces) // columns)
+    figure, axes = plt.subplots(
+        height, columns, squeeze=False, figsize=(7.0, 0.5 + 2.1 * height), sharex=True
+    )
+    for axis, trace in zip(axes.flat, traces, strict=False):
+        of_trace = rows[rows["trace"] == trace]
+        for policy, curve in of_trace.groupby("policy", sort=False):
+            curve = curve.sort_values("capacity_fraction")
+            if policy == "infinite":
+                axis.axhline(curve["block_hit_rate"].iloc[0], **lines[policy])
+            else:
+                x = 100 * curve["capacity_fraction"]
+                axis.plot(x, 100 * curve["block_hit_rate"], **lines[policy])
+        first = of_trace.iloc[0]
+        axis.set_title(f"{trace}\n{first['unique_blocks']:,} unique blocks")
+        axis.set_xscale("log")
+    return figure
+
+
+def _summary(rows: pd.DataFrame) -> pd.DataFrame:
+    raise NotImplementedError
+
+
+EXPERIMENT = Experiment(
+    name="eviction",
+    figure="hit rate vs capacity per eviction policy, with the optimum and the infinite cache",
+    options=EvictionOptions(),
+    quick=EvictionOptions(capacity_percent=(0.5, 1, 2, 5, 10, 20, 50), num_requests=4_000),
+    cells=cells,
+    run_cell=run_cell,
+    plot=plot,
+)

@@ -1,0 +1,109 @@
+"""What a result depends on besides the code: recorded beside every table."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from experiments.harness.experiment import Experiment
+
+_REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def device_slug(experiment: Experiment) -> str:
+    """Folder name of the device that the cells of ``experiment`` run on here: cpu, nvidia-h200."""
+    if experiment.gpu == "unused" or not cuda_available():
+        return "cpu"
+    import torch
+
+    return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
+
+
+def cuda_available() -> bool:
+    """Whether PyTorch finds a CUDA device."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def describe(experiment: Experiment, command: list[str]) -> dict[str, Any]:
+    """The environment of one run, with no path of this machine in it."""
+    commit, dirty = _git_state()
+    return {
+        "command": " ".join(map(_without_folders, command)),
+        "commit": commit,
+        "dirty": dirty,
+        "python": platform.python_version(),
+        "packages": dict(sorted((d.name, d.version) for d in importlib.metadata.distributions())),
+        "os": platform.platform(),
+        "cpu": {
+            "model": _cpu_model(),
+            "cores": os.cpu_count(),
+            "usable_cores": len(os.sched_getaffinity(0)),
+            "memory_gib": round(
+                os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1
+            ),
+        },
+        "gpu": _gpus(),
+        "cuda": _cuda_version() if experiment.gpu != "unused" else None,
+    }
+
+
+def _without_folders(argument: str) -> str:
+    option, equals, value = argument.partition("=")
+    if equals and os.sep in value:
+        return f"{option}={Path(value).name}"
+    return Path(argument).name if os.sep in argument else argument
+
+
+def _git_state() -> tuple[str | None, bool | None]:
+    """Commit and whether files other than results differ from it; None outside a repository."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", *arguments], cwd=_REPOSITORY, capture_output=True, text=True, check=True
+        ).stdout
+
+    try:
+        commit = git("rev-parse", "HEAD").strip()
+        return commit, bool(git("status", "--porcelain", "--", ".", ":(exclude)results"))
+    except (OSError, subprocess.CalledProcessError):
+        return None, None
+
+
+def _cpu_model() -> str:
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)
+    except OSError:
+        found = None
+    return found.group(1) if found else platform.machine()
+
+
+def _gpus() -> list[dict[str, str]]:
+    """Name, driver and memory of each NVIDIA GPU."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    fields = ("name", "driver_version", "memory.total")
+    query = subprocess.run(
+        ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+    )
+    if query.returncode:
+        return []
+    return [
+        dict(zip(("name", "driver", "memory"), map(str.strip, line.split(",")), strict=True))
+        for line in query.stdout.splitlines()
+    ]
+
+
+def _cuda_version() -> str | None:
+    import torch
+
+    return torch.version.cuda

@@ -1,0 +1,124 @@
+"""What an experiment is made of."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+class Unavailable(Exception):
+    """Raised by ``run_cell``: this cell cannot run on this machine, and why."""
+
+
+@dataclass(frozen=True)
+class Absent:
+    """Yielded by ``cells`` in place of cells that cannot be made, and why."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Base of an experiment's options: frozen, typed, every field with a default."""
+
+    seed: int = 0
+    """Seed of everything random."""
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """A file that cells read: found by ``path``, identified by its name and content."""
+
+    path: Path
+    sha256: str
+
+    @classmethod
+    def of(cls, path: Path) -> InputFile:
+        """The file at ``path``, read once for its digest.  Raises OSError if it cannot be read."""
+        with path.open("rb") as file:
+            return cls(path, hashlib.file_digest(file, "sha256").hexdigest())
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One point of a grid.  Subclasses add the parameters, which alone decide its result.
+
+    Fields are numbers, strings, None, ``InputFile``, tuples of these and dataclasses of these.
+    """
+
+    seed: int
+
+    @property
+    def group(self) -> tuple[str, ...]:
+        """Cells with equal groups share expensive set-up, so one worker should run them.
+
+        The longer the common beginning of two groups, the more they share.
+        """
+        return ()
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One figure (or a family of them) and how to get it.
+
+    ``cells`` raises ValueError or OSError for options it cannot serve.  ``run_cell`` runs in a
+    worker process, returns rows of scalars and raises ``Unavailable`` where it cannot run.
+    ``plot`` draws from the table alone, which may lack cells, and returns the files it wrote.
+    """
+
+    name: str
+    figure: str
+    """The figure it redoes, in a few words."""
+    options: Options
+    """The full grid."""
+    quick: Options
+    """The same experiment in well under a minute."""
+    cells: Callable[[Any], Iterable[Cell | Absent]]
+    run_cell: Callable[[Any], list[dict[str, Any]]]
+    plot: Callable[[pd.DataFrame, Path], Sequence[Path]]
+    gpu: Literal["unused", "optional", "required"] = "unused"
+    timed: bool = False
+    """Cells measure time, so by default they run one after the other."""
+
+
+def identity(value: Any) -> Any:
+    """``value`` (a cell, or part of one) as JSON in which a file is its name and digest."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, InputFile):
+        return {"file": value.name, "sha256": value.sha256}
+    if isinstance(value, (tuple, list)):
+        return [identity(item) for item in value]
+    if dataclasses.is_dataclass(value):
+        return {f.name: identity(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    raise TypeError(f"a cell may not hold a {type(value).__name__}: {value!r}")
+
+
+def cell_id(experiment: str, cell: Cell) -> str:
+    """Name of the cell's result: the same for the same parameters and input contents."""
+    document = json.dumps([experiment, identity(cell)], sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(document.encode()).hexdigest()[:24]
+
+
+def input_files(value: Any) -> set[InputFile]:
+    """Every file that ``value`` (a cell, or part of one) names."""
+    if isinstance(value, InputFile):
+        return {value}
+    if isinstance(value, (tuple, list)):
+        return set().union(*map(input_files, value))
+    if dataclasses.is_dataclass(value):
+        parts = (getattr(value, field.name) for field in dataclasses.fields(value))
+        return set().union(*map(input_files, parts))
+    return set()

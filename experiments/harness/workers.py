@@ -1,0 +1,201 @@
+"""Runs tasks in worker processes of this machine.
+
+An executor is a function from tasks to an iterator of their outcomes, in any order; it touches no
+file.  This one spawns its workers (a fork of a process with torch's or numba's threads may hang)
+and gives each the tasks of one group after the other, so that what they share is set up once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any, Literal
+
+from experiments.harness.experiment import Cell, Unavailable
+
+
+@dataclass(frozen=True)
+class Task:
+    """A cell to run.  ``key`` comes back with its outcome."""
+
+    key: str
+    run_cell: Callable[[Any], list[dict[str, Any]]]
+    cell: Cell
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a task."""
+
+    key: str
+    status: Literal["finished", "unavailable", "failed"]
+    rows: list[dict[str, Any]]
+    message: str
+    """Why it is unavailable, or the last line of the error."""
+    details: str
+    """The traceback of a failure."""
+    seconds: float
+
+
+Executor = Callable[[Sequence[Task]], Iterator[Outcome]]
+
+
+def execute(task: Task) -> Outcome:
+    """Run one task here and catch what it raises."""
+    started = time.perf_counter()
+    rows, message, details = [], "", ""
+    try:
+        rows = _plain(task.run_cell(task.cell))
+        status = "finished"
+    except Unavailable as reason:
+        status, message = "unavailable", str(reason)
+    except Exception as error:
+        status = "failed"
+        message = f"{type(error).__name__}: {error}"
+        details = traceback.format_exc()
+    return Outcome(task.key, status, rows, message, details, time.perf_counter() - started)
+
+
+def _plain(rows: Any) -> list[dict[str, Any]]:
+    """``rows`` with NumPy scalars as Python numbers; TypeError for anything but rows of scalars."""
+    rows = json.loads(json.dumps(rows, default=lambda value: value.item()))
+    for row in rows:
+        for column, value in row.items():
+            if isinstance(value, (list, dict)):
+                raise TypeError(f"column {column!r} of a row is not a scalar: {value!r}")
+    return rows
+
+
+def run_locally(tasks: Sequence[Task], *, jobs: int) -> Iterator[Outcome]:
+    """Run ``tasks`` in up to ``jobs`` processes.  The workers end with the iterator."""
+    jobs = min(jobs, len(tasks))
+    threads = max(1, len(os.sched_getaffinity(0)) // jobs) if jobs else 1
+    waiting = _Waiting(tasks)
+    workers: list[_Worker] = []
+    try:
+        workers.extend(_Worker(threads) for _ in range(jobs))
+        for worker in workers:
+            worker.give(waiting.take(worker, workers))
+        while busy := {w.connection: w for w in workers if w.task is not None}:
+            for connection in wait(list(busy)):
+                worker = busy[connection]
+                yield worker.take_outcome()
+                if not worker.alive:
+                    workers.remove(worker)
+                    worker = _Worker(threads)
+                    workers.append(worker)
+                worker.give(waiting.take(worker, workers))
+    finally:
+        for worker in workers:
+            worker.stop()
+
+
+class _Waiting:
+    """Tasks not yet given out, by group."""
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self.groups: dict[tuple[str, ...], list[Task]] = {}
+        for task in reversed(tasks):
+            self.groups.setdefault(task.cell.group, []).append(task)
+
+    def take(self, worker: _Worker, workers: list[_Worker]) -> Task | None:
+        """The best next task of ``worker``: of its own group, else the group that is most like
+        its own and least like those of the others, else one of the longest group."""
+        if not self.groups:
+            return None
+        others = [w.group for w in workers if w is not worker and w.group is not None]
+        untouched = [group for group in reversed(self.groups) if group not in others]
+
+        def fitness(group: tuple[str, ...]) -> tuple[int, int]:
+            return (
+                _common(group, worker.group or ()),
+                -max((_common(group, other) for other in others), default=0),
+            )
+
+        if worker.group in self.groups:
+            group = worker.group
+        elif untouched:
+            group = max(untouched, key=fitness)
+        else:
+            group = max(self.groups, key=lambda group: len(self.groups[group]))
+        task = self.groups[group].pop()
+        if not self.groups[group]:
+            del self.groups[group]
+        return task
+
+
+def _common(a: tuple[str, ...], b: tuple[str, ...]) -> int:
+    """Length of the common beginning."""
+    return sum(
+        1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))
+    )
+
+
+class _Worker:
+    """A process that runs the tasks sent to it, one at a time."""
+
+    def __init__(self, threads: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, threads))
+        self.process.start()
+        theirs.close()  # so that its death is seen as the end of the pipe
+        self.task: Task | None = None
+        self.group: tuple[str, ...] | None = None
+        self.alive = True
+        self._given_at = 0.0
+
+    def give(self, task: Task | None) -> None:
+        self.task = task
+        if task is not None:
+            self.group = task.cell.group
+            self._given_at = time.perf_counter()
+            with contextlib.suppress(BrokenPipeError):  # take_outcome sees it and tells
+                self.connection.send_bytes(pickle.dumps(task))
+
+    def take_outcome(self) -> Outcome:
+        """The outcome of its task; a failure if the process has died."""
+        task, self.task = self.task, None
+        try:
+            return self.connection.recv()
+        except (EOFError, ConnectionResetError):
+            self.process.join()
+            self.alive = False
+            message = f"its worker process died with exit code {self.process.exitcode}"
+            seconds = time.perf_counter() - self._given_at
+            return Outcome(task.key, "failed", [], message, "", seconds)
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+
+def _serve(connection: Connection, threads: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the sweep's to handle
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
+        os.environ.setdefault(variable, str(threads))
+    while True:
+        try:
+            message = connection.recv_bytes()
+        except EOFError:
+            return
+        connection.send(execute(pickle.loads(message)))
+
+
+def _end_with_parent() -> None:
+    """A killed sweep must not leave workers that compute for nobody."""
+    multiprocessing.parent_process().join()
+    os._exit(1)

@@ -1,0 +1,10 @@
+"""The experiments by name: to add one, write its file and a line here."""
+
+from __future__ import annotations
+
+from experiments import eviction
+from experiments.harness import Experiment
+
+EXPERIMENTS: dict[str, Experiment] = {
+    experiment.name: experiment for experiment in (eviction.EXPERIMENT,)
+}

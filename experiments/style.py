@@ -1,0 +1,119 @@
+"""The look of every figure: one style file, one line style per policy, reproducible files."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import cycle
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from experiments.harness.store import write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_STYLE_FILE = Path(__file__).with_name("pagelab.mplstyle")
+
+# Colours of Okabe and Ito, told apart by colour-blind readers; marker and dashes do it in grey.
+BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PINK = (
+    "#000000",
+    "#E69F00",
+    "#56B4E9",
+    "#009E73",
+    "#F0E442",
+    "#0072B2",
+    "#D55E00",
+    "#CC79A7",
+)
+GREY = "#777777"
+
+_DASHES = {"dashed": (4, 1.5), "dotted": (1, 1.2), "dashdot": (4, 1.2, 1, 1.2)}
+
+
+def _line(color: str, marker: str, dashes: str = "solid", fill: bool = True) -> dict:
+    return {
+        "color": color,
+        "marker": marker,
+        "linestyle": "solid" if dashes == "solid" else (0, _DASHES[dashes]),
+        "markerfacecolor": color if fill else "white",
+    }
+
+
+_POLICIES = {
+    "infinite": {**_line(GREY, "", "dotted"), "linewidth": 1.0},
+    "belady": _line(BLACK, "", "dashed"),
+    "lru": _line(BLUE, "o"),
+    "fifo": _line(ORANGE, "s"),
+    "lfu": _line(GREEN, "^"),
+    "slru": _line(SKY, "D"),
+    "lru_k": _line(RED, "v"),
+    "two_q": _line(PINK, "P"),
+    "arc": _line(RED, "X", "dashed"),
+    "s3fifo": _line(BLUE, "s", "dashed", fill=False),
+    "sieve": _line(GREEN, "o", "dashed", fill=False),
+    "mq": _line(ORANGE, "^", "dashed", fill=False),
+    "gdsf": _line(SKY, "v", "dashdot", fill=False),
+    "random": _line(GREY, "x"),
+    "mru": _line(GREY, "+", "dashdot"),
+}
+
+POLICY_LABELS = {
+    "infinite": "infinite cache",
+    "belady": "Belady (optimum)",
+    "lru": "LRU",
+    "fifo": "FIFO",
+    "lfu": "LFU",
+    "slru": "SLRU",
+    "lru_k": "LRU-K",
+    "two_q": "2Q",
+    "arc": "ARC",
+    "s3fifo": "S3-FIFO",
+    "sieve": "SIEVE",
+    "mq": "MQ",
+    "gdsf": "GDSF",
+    "random": "random",
+    "mru": "MRU",
+}
+
+
+def policy_lines(policies: list[str]) -> dict[str, dict]:
+    """Line properties and label of each policy: fixed for the known ones, in every figure.
+
+    A user's policy takes the next of a few thick lines that no known policy has.
+    """
+    own = cycle([_line(RED, "*"), _line(PINK, "p"), _line(BLACK, "h")])
+    return {
+        policy: {
+            **(_POLICIES.get(policy) or {**next(own), "linewidth": 1.8, "markersize": 5}),
+            "label": POLICY_LABELS.get(policy, policy),
+        }
+        for policy in policies
+    }
+
+
+@contextmanager
+def figures() -> Iterator[None]:
+    """Draw inside this context: our style file, no display, figures closed at the end."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    import matplotlib.pyplot as plt
+
+    with plt.style.context(_STYLE_FILE):
+        yield
+        plt.close("all")
+
+
+def save(figure: Figure, folder: Path, name: str) -> list[Path]:
+    """Write ``name``.pdf and .png; the same figure gives the same bytes."""
+    written = []
+    metadata = {"pdf": {"CreationDate": None, "Producer": None}, "png": {"Software": None}}
+    for suffix, entries in metadata.items():
+        content = io.BytesIO()
+        figure.savefig(content, format=suffix, metadata=entries)
+        path = folder / f"{name}.{suffix}"
+        write_atomically(path, content.getvalue())
+        written.append(path)
+    return written

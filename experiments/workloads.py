@@ -1,0 +1,76 @@
+"""Where the request traces of an experiment come from: files, or synthetic workloads."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import cache
+from experiments.harness import Absent, InputFile
+
+_JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+_CSV = (".csv", ".csv.gz", ".csv.zst")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A synthetic trace, see ``cache.make_workload``."""
+
+    name: str
+    seed: int
+    num_requests: int
+
+
+Source = InputFile | Workload
+
+
+@functools.lru_cache(maxsize=1)
+def load(source: Source) -> cache.Trace:
+    """The trace, kept until the next one is asked for."""
+    if isinstance(source, InputFile):
+        return cache.load_trace(source.path)
+    return cache.make_workload(source.name, seed=source.seed, num_requests=source.num_requests)
+
+
+def sources(
+    traces: Iterable[Path], *, seed: int, num_requests: int, directory: str | None = None
+) -> Iterator[Source | Absent]:
+    """The named trace files; else those of ``directory``; else every synthetic workload.
+
+    ``directory`` defaults to the environment variable TRACES_DIR.  A file that was named must be
+    readable and have block ids, or ValueError or OSError is raised; in a directory such a file is
+    absent.
+    """
+    traces = list(traces)
+    directory = os.environ.get("TRACES_DIR", "") if directory is None else directory
+    if traces:
+        for path in traces:
+            if not cache.load_trace(path).has_blocks:
+                raise ValueError(f"{path} has lengths only: a replay needs block ids")
+            yield InputFile.of(path)
+    elif directory:
+        paths = sorted(path for path in Path(directory).iterdir() if _is_trace(path))
+        if not paths:
+            raise ValueError(f"TRACES_DIR={directory} holds no {', '.join(_JSON_LINES)}")
+        yield from map(_found, paths)
+    else:
+        for name in cache.WORKLOADS:
+            yield Workload(name, seed, num_requests)
+
+
+def _is_trace(path: Path) -> bool:
+    return path.name.endswith(_JSON_LINES + _CSV) and not path.name.startswith(".")
+
+
+def _found(path: Path) -> InputFile | Absent:
+    try:
+        if cache.load_trace(path).has_blocks:
+            return InputFile.of(path)
+        return Absent(f"{path.name} has lengths only")
+    except cache.TraceError as error:
+        return Absent(f"{path.name}:{error.line}: {error.reason}")
+    except OSError as error:
+        return Absent(f"{path.name}: {error.strerror}")

@@ -1,0 +1,54 @@
+"""run_locally: tasks in real worker processes."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+
+import pytest
+
+from experiments.harness.workers import Task, run_locally
+
+
+@pytest.fixture
+def outcomes(tiny, tmp_path, monkeypatch):
+    """Run tiny cells; returns their outcomes by number and the workers that ran each group."""
+
+    def run(behaviour, *, jobs, **options):
+        journal = tmp_path / "journal"
+        monkeypatch.setenv("TINY_BEHAVIOUR", json.dumps({"journal": str(journal), **behaviour}))
+        cells = list(tiny.cells(tiny.TinyOptions(**options)))
+        tasks = [Task(str(cell.number), tiny.run_cell, cell) for cell in cells]
+        by_number = {int(o.key): o for o in run_locally(tasks, jobs=jobs)}
+        workers = defaultdict(set)
+        for line in journal.read_text().splitlines():
+            number, worker = map(int, line.split())
+            workers[cells[number].group].add(worker)
+        return by_number, workers
+
+    return run
+
+
+def test_workers_divide_the_groups_among_them(outcomes):
+    by_number, workers = outcomes({"sleep": 0.4}, jobs=2, cells=8, groups=2)
+    assert {number: o.status for number, o in by_number.items()} == dict.fromkeys(
+        range(8), "finished"
+    )
+    first, second = workers.values()
+    assert len(first | second) == 2, "both workers had work"
+    assert min(len(first), len(second)) == 1, "at most the end of one group was taken over"
+
+
+def test_a_dying_worker_costs_its_own_cell_only(outcomes):
+    by_number, _ = outcomes({"dies": [1, 2]}, jobs=1, cells=4)
+    assert {n: o.status for n, o in by_number.items()} == {
+        0: "finished",
+        1: "failed",
+        2: "failed",
+        3: "finished",
+    }
+    assert by_number[1].message == "its worker process died with exit code -9"
+
+
+def test_no_task_no_worker():
+    assert list(run_locally([], jobs=2)) == []

@@ -1,0 +1,113 @@
+"""An experiment of tiny cells that do on demand what real ones do by accident.
+
+``python tiny_experiment.py run tiny ...`` is the real command line with this experiment in it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from experiments.harness import Absent, Cell, Experiment, InputFile, Options, Unavailable
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyOptions(Options):
+    cells: int = 4
+    groups: int = 1
+    file: Path | None = None
+    """A file that every cell reads."""
+    absent: tuple[str, ...] = ()
+    """Reasons for cells that cannot be made."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyCell(Cell):
+    number: int
+    of: int
+    file: InputFile | None
+    groups: int
+
+    @property
+    def group(self) -> tuple[str, ...]:
+        return ("common", str(self.number % self.groups))
+
+
+def cells(options: TinyOptions) -> Iterator[TinyCell | Absent]:
+    if options.cells < 0:
+        raise ValueError(f"--cells must be at least 0, got {options.cells}")
+    yield from map(Absent, options.absent)
+    file = options.file and InputFile.of(options.file)
+    for number in range(options.cells):
+        yield TinyCell(
+            seed=options.seed, number=number, of=options.cells, file=file, groups=options.groups
+        )
+
+
+def run_cell(cell: TinyCell) -> list[dict]:
+    """Behaves as the JSON in TINY_BEHAVIOUR says, which is no parameter of its result:
+
+    journal: file to which each run of a cell appends its number and process; sleep: seconds that
+    the first cell takes, the later the less; raises, dies, unavailable: numbers of the cells that
+    do; no_scalar: the row holds a list.
+    """
+    import numpy as np
+
+    behaviour = json.loads(os.environ.get("TINY_BEHAVIOUR", "{}"))
+    if "journal" in behaviour:
+        with Path(behaviour["journal"]).open("a") as journal:
+            journal.write(f"{cell.number} {os.getpid()}\n")
+    time.sleep(behaviour.get("sleep", 0) * (1 - cell.number / cell.of))
+    if cell.number in behaviour.get("raises", ()):
+        raise RuntimeError("this cell raises")
+    if cell.number in behaviour.get("dies", ()):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if cell.number in behaviour.get("unavailable", ()):
+        raise Unavailable("no such device")
+    if behaviour.get("no_scalar"):
+        return [{"value": [1, 2]}]
+    value = np.float64(cell.number) / 3 + cell.seed
+    return [
+        {"number": np.int64(cell.number), "half": half, "value": value, "note": None}
+        for half in (False, True)
+    ]
+
+
+def plot(rows, folder: Path) -> list[Path]:
+    from experiments import style
+
+    with style.figures():
+        import matplotlib.pyplot as plt
+
+        figure, axis = plt.subplots()
+        axis.plot(rows["number"], rows["value"])
+        return style.save(figure, folder, "line")
+
+
+EXPERIMENT = Experiment(
+    name="tiny",
+    figure="a line",
+    options=TinyOptions(),
+    quick=TinyOptions(cells=2),
+    cells=cells,
+    run_cell=run_cell,
+    plot=plot,
+)
+
+
+def main() -> int:
+    from experiments.registry import EXPERIMENTS
+
+    EXPERIMENTS["tiny"] = EXPERIMENT
+    from experiments.cli import main
+
+    return main()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
