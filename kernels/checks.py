@@ -199,6 +199,13 @@ def check_score_options(
         check_tensor("sinks", sinks, per_head, dtypes=FLOAT_DTYPES, device=device)
 
 
+def check_grid_dim(name: str, dim: str | None, size: int) -> None:
+    """Check a size that becomes a secondary launch dimension, which CUDA limits to 65535."""
+    if not 1 <= size <= MAX_GRID_YZ and not (dim and size == 0):
+        what = f"{dim} " if dim else ""
+        raise ValueError(f"{name}: expected {what}from 1 to {MAX_GRID_YZ}, got {size}")
+
+
 def check_out(out: torch.Tensor, q: torch.Tensor) -> None:
     """Check a caller's output buffer: the shape and device of q, in q's dtype or fp32."""
     dims = ("batch", "num_q_heads", "head_dim")

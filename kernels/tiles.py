@@ -6,7 +6,10 @@ the same sequence is always computed with the same tiles, which batch invariance
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +29,11 @@ class Target:
     num_multiprocessors: int
 
 
+PROGRAMS_PER_MULTIPROCESSOR = 2
+"""Decode programs that fit one multiprocessor; tests hold the compiled kernels to it."""
+MAX_SPLITS = 128
+
+
 @functools.lru_cache(maxsize=64)
 def _cuda_target(index: int) -> Target:
     properties = torch.cuda.get_device_properties(index)
@@ -38,10 +46,24 @@ def _cuda_target(index: int) -> Target:
 
 
 INTERPRETER = Target("interpreter", 0, 1)
+_forced_target: Target | None = None
+
+
+@contextlib.contextmanager
+def force_target(target: Target) -> Iterator[None]:
+    """Choose tiles for `target` whatever device the tensors are on (to compile without the GPU)."""
+    global _forced_target
+    previous, _forced_target = _forced_target, target
+    try:
+        yield
+    finally:
+        _forced_target = previous
 
 
 def target_of(device: torch.device) -> Target:
     """The target that kernels on tensors of `device` are built for."""
+    if _forced_target is not None:
+        return _forced_target
     if INTERPRETED.value:
         return INTERPRETER
     return _cuda_target(device.index)
@@ -63,3 +85,46 @@ class RowTile:
 def store_tile(head_dim_padded: int) -> RowTile:
     """About 4096 elements per program: four 16-byte loads (fp16) of K and of V per thread."""
     return RowTile(rows=max(1, 4096 // head_dim_padded), num_warps=4)
+
+
+@dataclass(frozen=True)
+class AttentionTile:
+    """Tile of an attention kernel: tile_m query rows by tile_n keys."""
+
+    tile_m: int
+    tile_n: int
+    num_warps: int
+    num_stages: int
+    precision: str
+    """`input_precision` of `tl.dot`, which matters for fp32 operands only."""
+
+
+def decode_tile(
+    group_size: int, head_dim: int, dtype: torch.dtype, target: Target
+) -> AttentionTile:
+    tile_m = min(64, max(16, triton.next_power_of_2(group_size)))
+    if target.backend == "interpreter":
+        return AttentionTile(tile_m, 32, 4, 1, "ieee")
+    return AttentionTile(tile_m, 64, 4, 3, "tf32x3")
+
+
+def decode_num_splits(num_programs: int, max_tokens: int, tile_n: int, target: Target) -> int:
+    """Splits per sequence that fill the GPU: the fewest within 85 % of the best wave efficiency.
+
+    num_programs: of one split, batch times head tiles. max_tokens: the most that a sequence can
+    have. A split gets at least two tiles.
+    """
+    slots = target.num_multiprocessors * PROGRAMS_PER_MULTIPROCESSOR
+    most = max(1, min(MAX_SPLITS, max_tokens // (2 * tile_n)))
+
+    def efficiency(num_splits: int) -> float:
+        waves = num_programs * num_splits / slots
+        return waves / math.ceil(waves)
+
+    best = max(map(efficiency, range(1, most + 1)))
+    return next(n for n in range(1, most + 1) if efficiency(n) >= 0.85 * best)
+
+
+def merge_tile(head_dim_padded: int) -> RowTile:
+    """Partial states that the decode merge reads at a time, about 2048 fp32 numbers."""
+    return RowTile(rows=max(4, 2048 // head_dim_padded), num_warps=4)

@@ -1,0 +1,463 @@
+"""Attention of one new token per sequence over a paged KV cache.
+
+Decode reads every cached key and value once and does little with them, so the design follows the
+memory: the query heads that share a KV head (GQA) are packed into the rows of one tile and read it
+together; a sequence's tokens are divided among `num_splits` programs (flash-decoding) when batch and
+heads alone do not fill the GPU, each leaving a partial softmax state that a second kernel merges.
+
+A program walks its tokens in tiles of TILE_N, whatever the block size: every lane looks up its own
+block id, one tile ahead of use. Decode has one query, so a window is the token interval
+[context_len - window_size, context_len) and tiles start at its first token; only a last, shorter
+tile ever needs masks.
+
+Split s of n takes the tiles [s * t, (s + 1) * t), t = ceil(tiles / n), of its own sequence: nothing
+depends on the rest of the batch, which makes the result batch-invariant at a given num_splits.
+Partial states are merged as out = sum_s w_s out_s / sum_s w_s with w_s = 2^(lse_s - max lse).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.checks import (
+    check_block_tables,
+    check_grid_dim,
+    check_heads,
+    check_kv_cache,
+    check_out,
+    check_score_options,
+    check_tensor,
+)
+from kernels.primitives import (
+    LN_2,
+    LOG2_E,
+    cast,
+    dot,
+    finite_shift,
+    load_block_ids,
+    load_rows,
+    log2_scores,
+    online_softmax_update,
+    slot_offsets,
+)
+from kernels.tiles import decode_num_splits, decode_tile, merge_tile, padded_dim, target_of
+
+
+@triton.jit
+def _visible_tiles(
+    context_len, window_size, num_splits, USE_WINDOW: tl.constexpr, TILE_N: tl.constexpr
+):
+    """First visible token of a sequence and the number of tokens each of its splits takes."""
+    first = 0
+    if USE_WINDOW:
+        first = tl.maximum(context_len - window_size, 0)
+    num_tiles = tl.cdiv(tl.maximum(context_len - first, 0), TILE_N)
+    return first, tl.cdiv(num_tiles, num_splits) * TILE_N
+
+
+@triton.jit
+def _normalise(acc, row_max, row_sum):
+    """Softmax state to (output, LSE in log2 units); a row without weight gives 0 and -inf."""
+    empty = row_sum == 0.0
+    row_sum = tl.where(empty, 1.0, row_sum)
+    lse = tl.where(empty, float("-inf"), row_max + tl.log2(row_sum))
+    return acc / row_sum[:, None], lse
+
+
+@triton.jit
+def _add_sinks(acc, row_max, row_sum, sinks):
+    """Add to each row's denominator the sink logit of its head; a row without weight stays empty."""
+    sinks = tl.where(row_sum == 0.0, float("-inf"), sinks.to(tl.float32) * LOG2_E)
+    new_max = tl.maximum(row_max, sinks)
+    shift = finite_shift(new_max)
+    alpha = tl.exp2(row_max - shift)
+    return acc * alpha[:, None], new_max, row_sum * alpha + tl.exp2(sinks - shift)
+
+
+@triton.jit
+def _attend_tile(
+    q,
+    acc,
+    row_max,
+    row_sum,
+    k_ptr,
+    v_ptr,
+    block_ids,
+    positions,
+    context_len,
+    end,
+    offs_d,
+    alibi_slopes,
+    scale,
+    softcap,
+    stride_k_block,
+    stride_k_slot,
+    stride_v_block,
+    stride_v_slot,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Fold the tokens at `positions` into the softmax state; MASKED leaves out those at or past `end`."""
+    MASK_DIMS: tl.constexpr = offs_d.shape[0] != HEAD_DIM
+    k_rows = slot_offsets(block_ids, positions, stride_k_block, stride_k_slot, BLOCK_SIZE)
+    v_rows = slot_offsets(block_ids, positions, stride_v_block, stride_v_slot, BLOCK_SIZE)
+    token_mask = positions < end
+    dim_mask = offs_d < HEAD_DIM
+    k_ptrs = k_ptr + k_rows[:, None] + offs_d[None, :]  # [TILE_N, HEAD_DIM_PADDED]
+    v_ptrs = v_ptr + v_rows[:, None] + offs_d[None, :]  # [TILE_N, HEAD_DIM_PADDED]
+    k = load_rows(k_ptrs, token_mask, dim_mask, MASKED, MASK_DIMS)
+    v = load_rows(v_ptrs, token_mask, dim_mask, MASKED, MASK_DIMS)
+
+    qk = dot(q, tl.trans(k), None, PRECISION)  # [TILE_M, TILE_N]
+    distances = (context_len - 1 - positions)[None, :]
+    scores = log2_scores(qk, scale, softcap, alibi_slopes, distances, HAS_SOFTCAP, HAS_ALIBI)
+    if MASKED:
+        scores = tl.where(token_mask[None, :], scores, float("-inf"))
+    return online_softmax_update(scores, v, acc, row_max, row_sum, PRECISION)
+
+
+@triton.jit(do_not_specialize=["window_size", "num_splits", "stride_table"])
+def _paged_decode_kernel(
+    out_ptr,
+    lse_ptr,
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    block_tables_ptr,
+    context_lens_ptr,
+    alibi_slopes_ptr,
+    sinks_ptr,
+    scale,
+    softcap,
+    window_size,
+    num_splits,
+    stride_out_seq,
+    stride_out_head,
+    stride_q_seq,
+    stride_q_head,
+    stride_k_block,
+    stride_k_slot,
+    stride_k_head,
+    stride_v_block,
+    stride_v_slot,
+    stride_v_head,
+    stride_table,
+    stride_alibi_seq,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    USE_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One program: TILE_M query heads of one KV head x one split of one sequence.
+
+    Grid (NUM_KV_HEADS * ceil(GROUP_SIZE / TILE_M), num_splits, batch): heads run fastest, so that
+    programs that read neighbouring memory run together. With IS_SPLIT out and lse are the partial
+    states, (batch, num_q_heads, num_splits[, HEAD_DIM]) fp32, LSE in log2 units; a split without
+    tokens leaves its part unwritten. Without, they are the results and lse_ptr may be None.
+    """
+    M_TILES: tl.constexpr = (GROUP_SIZE + TILE_M - 1) // TILE_M
+    kv_head = tl.program_id(0) // M_TILES
+    offs_m = (tl.program_id(0) % M_TILES) * TILE_M + tl.arange(0, TILE_M)
+    split = tl.program_id(1)
+    seq = tl.program_id(2).to(tl.int64)
+
+    context_len = tl.load(context_lens_ptr + seq)
+    first, split_tokens = _visible_tiles(context_len, window_size, num_splits, USE_WINDOW, TILE_N)
+    begin = first + split * split_tokens
+    end = tl.minimum(begin + split_tokens, context_len)
+    if IS_SPLIT and begin >= end:
+        return
+
+    offs_n = tl.arange(0, TILE_N)
+    offs_d = tl.arange(0, HEAD_DIM_PADDED)
+    heads = kv_head * GROUP_SIZE + offs_m
+    head_mask = offs_m < GROUP_SIZE
+    qo_mask = head_mask[:, None] & (offs_d < HEAD_DIM)[None, :]
+    q_ptrs = q_ptr + seq * stride_q_seq + heads[:, None] * stride_q_head + offs_d[None, :]
+    q = tl.load(q_ptrs, mask=qo_mask, other=0.0)  # [TILE_M, HEAD_DIM_PADDED]
+    alibi_slopes = 0.0
+    if HAS_ALIBI:
+        slope_ptrs = alibi_slopes_ptr + seq * stride_alibi_seq + heads
+        alibi_slopes = tl.load(slope_ptrs, mask=head_mask, other=0.0)[:, None]
+
+    k_ptr = k_cache_ptr + kv_head.to(tl.int64) * stride_k_head
+    v_ptr = v_cache_ptr + kv_head.to(tl.int64) * stride_v_head
+    table_ptr = block_tables_ptr + seq * stride_table
+    acc = tl.zeros([TILE_M, HEAD_DIM_PADDED], tl.float32)
+    row_max = tl.full([TILE_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([TILE_M], tl.float32)
+
+    full_end = begin + (end - begin) // TILE_N * TILE_N
+    block_ids = load_block_ids(table_ptr, begin + offs_n, end, BLOCK_SIZE)
+    for start in range(begin, full_end, TILE_N):
+        positions = start + offs_n
+        tile_block_ids = block_ids
+        block_ids = load_block_ids(table_ptr, positions + TILE_N, end, BLOCK_SIZE)
+        acc, row_max, row_sum = _attend_tile(
+            q, acc, row_max, row_sum, k_ptr, v_ptr, tile_block_ids, positions, context_len, end,
+            offs_d, alibi_slopes, scale, softcap, stride_k_block, stride_k_slot, stride_v_block,
+            stride_v_slot, BLOCK_SIZE, HEAD_DIM, HAS_SOFTCAP, HAS_ALIBI, PRECISION, MASKED=False,
+        )  # fmt: skip
+    if full_end < end:
+        acc, row_max, row_sum = _attend_tile(
+            q, acc, row_max, row_sum, k_ptr, v_ptr, block_ids, full_end + offs_n, context_len, end,
+            offs_d, alibi_slopes, scale, softcap, stride_k_block, stride_k_slot, stride_v_block,
+            stride_v_slot, BLOCK_SIZE, HEAD_DIM, HAS_SOFTCAP, HAS_ALIBI, PRECISION, MASKED=True,
+        )  # fmt: skip
+
+    NUM_Q_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP_SIZE
+    if IS_SPLIT:
+        out, lse = _normalise(acc, row_max, row_sum)
+        states = (seq * NUM_Q_HEADS + heads) * num_splits + split
+        tl.store(out_ptr + states[:, None] * HEAD_DIM + offs_d[None, :], out, mask=qo_mask)
+        tl.store(lse_ptr + states, lse, mask=head_mask)
+    else:
+        if HAS_SINKS:
+            sinks = tl.load(sinks_ptr + heads, mask=head_mask, other=0.0)
+            acc, row_max, row_sum = _add_sinks(acc, row_max, row_sum, sinks)
+        out, lse = _normalise(acc, row_max, row_sum)
+        out_ptrs = out_ptr + seq * stride_out_seq + heads[:, None] * stride_out_head
+        tl.store(out_ptrs + offs_d[None, :], cast(out, out_ptr.dtype.element_ty), mask=qo_mask)
+        if lse_ptr is not None:
+            tl.store(lse_ptr + seq * NUM_Q_HEADS + heads, lse * LN_2, mask=head_mask)
+
+
+@triton.jit(do_not_specialize=["window_size", "num_splits"])
+def _merge_splits_kernel(
+    out_ptr,
+    lse_ptr,
+    partial_out_ptr,
+    partial_lse_ptr,
+    context_lens_ptr,
+    sinks_ptr,
+    window_size,
+    num_splits,
+    stride_out_seq,
+    stride_out_head,
+    NUM_Q_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_SPLITS: tl.constexpr,
+    USE_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    """Merge the partial states of one query head of one sequence. Grid (NUM_Q_HEADS, batch).
+
+    Splits are merged TILE_SPLITS at a time, in order. Those that had no tokens are not read.
+    """
+    head = tl.program_id(0)
+    seq = tl.program_id(1).to(tl.int64)
+    context_len = tl.load(context_lens_ptr + seq)
+    first, split_tokens = _visible_tiles(context_len, window_size, num_splits, USE_WINDOW, TILE_N)
+    used_splits = tl.cdiv(tl.maximum(context_len - first, 0), tl.maximum(split_tokens, 1))
+
+    offs_s = tl.arange(0, TILE_SPLITS)
+    offs_d = tl.arange(0, HEAD_DIM_PADDED)
+    dim_mask = offs_d < HEAD_DIM
+    acc = tl.zeros([1, HEAD_DIM_PADDED], tl.float32)
+    row_max = tl.full([1], float("-inf"), tl.float32)
+    row_sum = tl.zeros([1], tl.float32)
+    states_ptr = (seq * NUM_Q_HEADS + head) * num_splits
+    for start in range(0, used_splits, TILE_SPLITS):
+        splits = start + offs_s
+        split_mask = splits < used_splits
+        states = states_ptr + splits
+        lse = tl.load(partial_lse_ptr + states, mask=split_mask, other=float("-inf"))
+        out = tl.load(
+            partial_out_ptr + states[:, None] * HEAD_DIM + offs_d[None, :],
+            mask=split_mask[:, None] & dim_mask[None, :],
+            other=0.0,
+        )  # [TILE_SPLITS, HEAD_DIM_PADDED]
+        new_max = tl.maximum(row_max, tl.max(lse, axis=0))
+        shift = finite_shift(new_max)
+        alpha = tl.exp2(row_max - shift)
+        weights = tl.exp2(lse - shift)  # [TILE_SPLITS]
+        acc = acc * alpha[:, None] + tl.sum(weights[:, None] * out, axis=0)[None, :]
+        row_sum = row_sum * alpha + tl.sum(weights, axis=0)
+        row_max = new_max
+
+    if HAS_SINKS:
+        sinks = tl.load(sinks_ptr + head)
+        acc, row_max, row_sum = _add_sinks(acc, row_max, row_sum, sinks)
+    out, lse = _normalise(acc, row_max, row_sum)
+    out_ptrs = out_ptr + seq * stride_out_seq + head * stride_out_head + offs_d[None, :]
+    tl.store(out_ptrs, cast(out, out_ptr.dtype.element_ty), mask=dim_mask[None, :])
+    if lse_ptr is not None:
+        lse_ptrs = lse_ptr + seq * NUM_Q_HEADS + head + tl.arange(0, 1)
+        tl.store(lse_ptrs, lse * LN_2)
+
+
+def paged_decode_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    *,
+    scale: float | None = None,
+    window_size: int | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    num_splits: int | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one query token per sequence over its paged KV cache.
+
+    The decode step of PagedAttention (Kwon et al., 2023), computed as flash-decoding (Dao et al.,
+    2023). The query of a sequence is its last token, position context_len - 1, whose key and value
+    are already in the cache.
+
+    Args:
+        q: (batch, num_q_heads, head_dim), fp16, bf16 or fp32; head_dim 16 to 256. batch <= 65535.
+        k_cache, v_cache: (num_blocks, block_size, num_kv_heads, head_dim) in q's dtype, any strides
+            but a contiguous last dimension. num_q_heads is a multiple of num_kv_heads.
+        block_tables: (batch, max_blocks) int32. Entries past a sequence's last block, and those
+            before its window, are never read.
+        context_lens: (batch,) int32, tokens per sequence including the current one.
+        scale: of the scores; head_dim ** -0.5 if None.
+        window_size: tokens the query sees, itself included; None for all.
+        softcap: scores become softcap * tanh(score / softcap); 0 for none.
+        alibi_slopes: (num_q_heads,) or (batch, num_q_heads) fp32; adds -slope * distance.
+        sinks: (num_q_heads,) logits that join the softmax denominator and attract no value (gpt-oss).
+        num_splits: programs that share a sequence's tokens. At a given num_splits a sequence's result
+            is bitwise the same whatever else is in the batch. None chooses from batch, num_kv_heads,
+            max_blocks * block_size, window_size and the GPU, never from device values: the same shapes
+            give the same result, another batch size or table width may round differently.
+        out: (batch, num_q_heads, head_dim) to write to, in q's dtype or fp32; allocated if None.
+        return_lse: also return the LSE.
+
+    Returns:
+        The output, and with return_lse the LSE: (batch, num_q_heads) fp32, natural log, the sink
+        included. A context length of 0 gives zeros and -inf.
+
+    Mutates only out. Launches one kernel, or two if num_splits > 1, on grids that depend on shapes
+    alone, without host synchronisation: the call can be captured in a CUDA graph and replayed with
+    other context lengths and tables.
+
+    Raises:
+        ValueError: a shape, dtype, device, stride or option that does not fit; where the tensors lie
+            in host memory also a table too narrow for a context length, or an invalid block id.
+    """
+    check_kv_cache(k_cache, v_cache)
+    _, block_size, num_kv_heads, head_dim = k_cache.shape
+    device = k_cache.device
+    dims = {"batch": None, "num_q_heads": None, "head_dim": head_dim}
+    check_tensor("q", q, dims, dtypes=(k_cache.dtype,), device=device)
+    check_heads(q, k_cache)
+    batch, num_q_heads, _ = q.shape
+    check_grid_dim("q", "batch", batch)
+    check_block_tables(
+        block_tables, context_lens, k_cache, batch=batch, device=device, window_size=window_size
+    )
+    check_score_options(
+        batch=batch,
+        num_q_heads=num_q_heads,
+        device=device,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+    )
+    if out is None:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    else:
+        check_out(out, q)
+    if num_splits is not None:
+        check_grid_dim("num_splits", None, num_splits)
+
+    lse = (
+        torch.empty(batch, num_q_heads, dtype=torch.float32, device=device) if return_lse else None
+    )
+    if batch == 0:
+        return (out, lse) if return_lse else out
+
+    group_size = num_q_heads // num_kv_heads
+    target = target_of(device)
+    tile = decode_tile(group_size, head_dim, q.dtype, target)
+    head_tiles = num_kv_heads * triton.cdiv(group_size, tile.tile_m)
+    if num_splits is None:
+        max_tokens = block_tables.shape[1] * block_size
+        max_tokens = max_tokens if window_size is None else min(max_tokens, window_size)
+        num_splits = decode_num_splits(batch * head_tiles, max_tokens, tile.tile_n, target)
+    is_split = num_splits > 1
+    if is_split:
+        states = (batch, num_q_heads, num_splits)
+        partial_out = torch.empty(*states, head_dim, dtype=torch.float32, device=device)
+        partial_lse = torch.empty(states, dtype=torch.float32, device=device)
+
+    window = 0 if window_size is None else window_size
+    shared = {
+        "HEAD_DIM": head_dim,
+        "HEAD_DIM_PADDED": padded_dim(head_dim),
+        "TILE_N": tile.tile_n,
+        "USE_WINDOW": window_size is not None,
+        "HAS_SINKS": sinks is not None,
+    }
+    _paged_decode_kernel[(head_tiles, num_splits, batch)](
+        partial_out if is_split else out,
+        partial_lse if is_split else lse,
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        context_lens,
+        alibi_slopes,
+        sinks,
+        head_dim**-0.5 if scale is None else scale,
+        softcap,
+        window,
+        num_splits,
+        *out.stride()[:2],
+        *q.stride()[:2],
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        block_tables.stride(0),
+        alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0,
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP_SIZE=group_size,
+        BLOCK_SIZE=block_size,
+        TILE_M=tile.tile_m,
+        HAS_SOFTCAP=softcap > 0,
+        HAS_ALIBI=alibi_slopes is not None,
+        IS_SPLIT=is_split,
+        PRECISION=tile.precision,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        **shared,
+    )
+    if is_split:
+        merge = merge_tile(shared["HEAD_DIM_PADDED"])
+        _merge_splits_kernel[(num_q_heads, batch)](
+            out,
+            lse,
+            partial_out,
+            partial_lse,
+            context_lens,
+            sinks,
+            window,
+            num_splits,
+            *out.stride()[:2],
+            NUM_Q_HEADS=num_q_heads,
+            TILE_SPLITS=merge.rows,
+            num_warps=merge.num_warps,
+            **shared,
+        )
+    return (out, lse) if return_lse else out
