@@ -1,0 +1,58 @@
+"""Seeded synthetic workloads, for machines without traces and for questions traces cannot answer.
+
+A workload is a function in a file of its own that returns a ``Trace``; its keyword arguments are
+its options.  A new one is one file and one line in ``WORKLOADS``.
+
+All of them number full blocks only: block ``k`` of a prompt is its tokens ``k * block_size`` to
+``(k + 1) * block_size - 1`` together with everything before them, so two requests share an id if
+and only if their prompts agree up to the end of that block.  A longer workload begins with the
+shorter one of the same seed and options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from cache.trace import Trace
+from cache.workloads.agent_loops import agent_loops
+from cache.workloads.multi_turn_chat import multi_turn_chat
+from cache.workloads.options import check_options
+from cache.workloads.parallel_sampling import parallel_sampling
+from cache.workloads.rag import rag
+from cache.workloads.shared_system_prompts import shared_system_prompts
+
+__all__ = ["WORKLOADS", "make_workload"]
+
+WORKLOADS: dict[str, Callable[..., Trace]] = {
+    "shared_system_prompts": shared_system_prompts,
+    "multi_turn_chat": multi_turn_chat,
+    "agent_loops": agent_loops,
+    "parallel_sampling": parallel_sampling,
+    "rag": rag,
+}
+
+
+def make_workload(
+    name: str,
+    *,
+    seed: int = 0,
+    block_size: int | None = None,
+    num_requests: int | None = None,
+    **options,
+) -> Trace:
+    """Generate the synthetic workload ``name``; the same arguments give the same trace anywhere.
+
+    ``block_size`` (tokens), ``num_requests`` and ``options`` default to what the workload's
+    function (``WORKLOADS[name]``, which documents them) says.  Timestamps are whole milliseconds.
+
+    Raises ValueError naming the choices for an unknown name or option, and the bounds for a value
+    out of range.
+    """
+    if name not in WORKLOADS:
+        raise ValueError(f"unknown workload {name!r}; choose from {', '.join(WORKLOADS)}")
+    for option, value in (("block_size", block_size), ("num_requests", num_requests)):
+        if value is not None:
+            options[option] = value
+    options["seed"] = seed
+    check_options(name, WORKLOADS[name], options)
+    return WORKLOADS[name](**options)

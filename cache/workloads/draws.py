@@ -1,0 +1,93 @@
+"""What workloads draw: lengths, popularity, arrivals.
+
+Values are drawn one by one, so that a longer workload begins with the shorter one, and rounded to
+whole tokens and milliseconds, so that the last digit of a platform's ``exp`` cannot matter.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+def generator(seed: int) -> np.random.Generator:
+    """The random number generator of a workload."""
+    import numpy as np
+
+    return np.random.Generator(np.random.PCG64(seed))
+
+
+def log_normal(rng: np.random.Generator, median: float, sigma: float) -> float:
+    """A log-normal value; ``sigma`` is the standard deviation of its natural logarithm."""
+    return median * math.exp(sigma * rng.standard_normal())
+
+
+def log_normal_tokens(rng: np.random.Generator, median: float, sigma: float) -> int:
+    """A log-normal number of tokens, at least 1."""
+    return max(1, round(log_normal(rng, median, sigma)))
+
+
+def poisson_arrivals_ms(rng: np.random.Generator, rate_per_second: float) -> Iterator[int]:
+    """Arrival times of an endless Poisson process, in whole milliseconds."""
+    now = 0.0
+    while True:
+        now += 1000 / rate_per_second * rng.standard_exponential()
+        yield round(now)
+
+
+class Zipf:
+    """Ranks 0 to ``size - 1``, the one of rank r drawn in proportion to ``(r + 1) ** -exponent``.
+
+    Exponent 0 is uniform; web and prompt popularity are usually found near 1.
+    """
+
+    def __init__(self, size: int, exponent: float):
+        self._exponent = exponent
+        weights = ((rank + 1) ** -exponent for rank in range(size))
+        self._cumulative = list(itertools.accumulate(weights))
+
+    def draw(self, rng: np.random.Generator) -> int:
+        point = rng.random() * self._cumulative[-1]
+        return min(bisect.bisect_right(self._cumulative, point), len(self._cumulative) - 1)
+
+    def draw_distinct(self, rng: np.random.Generator, count: int) -> list[int]:
+        """``count`` different ranks, drawn one after the other, then put in random order."""
+        import numpy as np
+
+        # Gumbel's trick: the largest log weight plus noise are a draw without replacement.
+        ranks = np.arange(1, len(self._cumulative) + 1)
+        keys = rng.gumbel(size=len(ranks)) - self._exponent * np.log(ranks)
+        chosen = np.sort(np.argpartition(-keys, count - 1)[:count])
+        return rng.permutation(chosen).tolist()
+
+
+def interleaved(
+    arrivals_ms: Iterator[int], session: Callable[[int], Iterator[tuple]]
+) -> Iterator[tuple]:
+    """Endless requests of many sessions in order of time.
+
+    ``session(arrival_ms)`` iterates over the requests of one session: tuples that begin with their
+    timestamp, ascending, the first at ``arrival_ms``.
+    """
+    running: list[tuple[int, int, tuple, Iterator[tuple]]] = []
+    arrival = next(arrivals_ms)
+    for number in itertools.count():
+        while running and running[0][0] < arrival:
+            _, running_number, request, rest = running[0]
+            yield request
+            following = next(rest, None)
+            if following is None:
+                heapq.heappop(running)
+            else:
+                heapq.heapreplace(running, (following[0], running_number, following, rest))
+        started = session(arrival)
+        first = next(started)
+        heapq.heappush(running, (first[0], number, first, started))
+        arrival = next(arrivals_ms)

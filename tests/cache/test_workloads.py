@@ -1,0 +1,519 @@
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+import subprocess
+import sys
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cache.simulate import simulate
+from cache.trace import Trace
+from cache.workloads import WORKLOADS, make_workload
+from cache.workloads.draws import (
+    Zipf,
+    generator,
+    interleaved,
+    log_normal_tokens,
+    poisson_arrivals_ms,
+)
+from cache.workloads.options import check_options
+from cache.workloads.prompts import PromptSpace
+
+# Small in every length, so that a request has few tokens and texts end inside blocks.
+TINY = {
+    "shared_system_prompts": {"num_system_prompts": 4, "system_tokens": 30, "message_tokens": 9},
+    "multi_turn_chat": {
+        "system_tokens": 20,
+        "message_tokens": 7,
+        "output_tokens": 9,
+        "max_context_tokens": 90,
+    },
+    "agent_loops": {
+        "system_tokens": 25,
+        "task_tokens": 12,
+        "output_tokens": 5,
+        "tool_result_tokens": 8,
+        "summary_tokens": 6,
+        "mean_steps": 10,
+        "session_rate": 0.5,
+        "subagent_probability": 0.1,
+        "max_context_tokens": 100,
+    },
+    "parallel_sampling": {
+        "num_prompts": 9,
+        "num_templates": 3,
+        "template_tokens": 20,
+        "question_tokens": 12,
+    },
+    "rag": {
+        "num_documents": 6,
+        "documents_per_request": 3,
+        "system_tokens": 21,
+        "document_tokens": 10,
+        "question_tokens": 4,
+    },
+}
+every_workload = pytest.mark.parametrize("name", WORKLOADS)
+
+
+def tiny(name: str, **options) -> Trace:
+    return make_workload(name, **{"num_requests": 150, "block_size": 4, **TINY[name], **options})
+
+
+def common_prefix(first, second) -> int:
+    """Leading blocks that two requests share (tokens, where the block size is 1)."""
+    return sum(
+        1
+        for _ in itertools.takewhile(
+            lambda pair: pair[0] == pair[1],
+            zip(first.block_ids.tolist(), second.block_ids.tolist(), strict=False),
+        )
+    )
+
+
+# --- block ids
+
+
+@settings(max_examples=100)
+@given(
+    block_size=st.integers(1, 7),
+    prompts=st.lists(
+        st.lists(st.tuples(st.integers(0, 2), st.integers(0, 12)), max_size=5),
+        min_size=2,
+        max_size=8,
+    ),
+)
+def test_two_prompts_share_a_block_iff_they_agree_up_to_its_end(block_size, prompts):
+    space = PromptSpace(block_size)
+    texts = [space.new_text() for _ in range(3)]
+    prefix_of_id: dict[int, tuple] = {}
+    id_of_prefix: dict[tuple, int] = {}
+    for parts in prompts:
+        prompt, tokens = space.empty, []
+        for text, length in parts:
+            prompt = space.extended(prompt, texts[text], length)
+            tokens += [(text, position) for position in range(length)]
+        assert prompt.num_tokens == len(tokens)
+        assert len(prompt.block_ids) == len(tokens) // block_size
+        for index, block_id in enumerate(prompt.block_ids):
+            prefix = tuple(tokens[: (index + 1) * block_size])
+            assert prefix_of_id.setdefault(block_id, prefix) == prefix
+            assert id_of_prefix.setdefault(prefix, block_id) == block_id
+
+
+@every_workload
+@pytest.mark.parametrize("block_size", [2, 3, 16])
+def test_workload_blocks_are_their_prefixes(name, block_size):
+    # At block size 1 an id stands for a prefix of tokens, and the tokens do not depend on it.
+    tokens = tiny(name, block_size=1)
+    blocks = tiny(name, block_size=block_size)
+    assert blocks.block_size == block_size
+    pairs = set()
+    for request, its_tokens in zip(blocks, tokens, strict=True):
+        assert request[:3] == its_tokens[:3]
+        assert len(request.block_ids) == request.input_length // block_size
+        ends = its_tokens.block_ids[block_size - 1 :: block_size]
+        pairs.update(zip(request.block_ids.tolist(), ends.tolist(), strict=True))
+    assert len(pairs) == blocks.num_unique_blocks > 0
+    assert len({end for _, end in pairs}) == len(pairs)
+
+
+# --- determinism and defaults
+
+DEFAULT_DIGESTS = {
+    "shared_system_prompts": "b87fad6e6c0e26086c8ba4587a355c84",
+    "multi_turn_chat": "468c62430e621598d763a209121541cf",
+    "agent_loops": "21640efa0492b977140ec7fd7013fd88",
+    "parallel_sampling": "a4b11b9ee55ec86e3c6ac39e95e2ffba",
+    "rag": "54c7d01c574391803a7972224fa5d1d8",
+}
+
+
+@pytest.fixture(scope="module")
+def defaults() -> dict[str, Trace]:
+    return {name: make_workload(name) for name in WORKLOADS}
+
+
+@every_workload
+def test_default_traces_are_the_same_everywhere(defaults, name):
+    # Published figures name a workload and a seed, so neither a platform nor a release may change
+    # what they stand for.
+    assert defaults[name].digest == DEFAULT_DIGESTS[name]
+
+
+@every_workload
+def test_default_traces_have_a_useful_size(defaults, name):
+    trace = defaults[name]
+    assert trace.name == name
+    assert 2000 <= trace.num_requests <= 5000
+    assert 50_000 <= trace.num_block_references <= 300_000
+    assert trace.timestamps_ms.tolist() == sorted(map(round, trace.timestamps_ms))
+    assert trace.output_lengths.min() >= 1
+    inferred = Trace.from_requests(trace, name=name).block_size
+    assert inferred == trace.block_size, "a saved workload needs no block size to be read back"
+
+
+@every_workload
+def test_default_traces_tell_policies_apart(defaults, name):
+    trace = defaults[name]
+    rates = {
+        policy: simulate(
+            trace, policy=policy, capacity_blocks=trace.num_unique_blocks // 20
+        ).block_hit_rate
+        for policy in ("lru", "fifo", "lfu", "belady")
+    }
+    assert rates["fifo"] + 0.005 < rates["lru"] < rates["belady"] - 0.03
+    assert abs(rates["lru"] - rates["lfu"]) > 0.02
+    assert rates["belady"] <= trace.infinite_cache_hit_rate
+
+
+@every_workload
+def test_the_seed_decides_everything(name):
+    assert tiny(name, seed=3).digest == tiny(name, seed=3).digest
+    assert tiny(name, seed=3).digest != tiny(name, seed=4).digest
+
+
+@every_workload
+@pytest.mark.parametrize("num_requests", [1, 2, 77])
+def test_a_longer_workload_begins_with_the_shorter_one(name, num_requests):
+    shorter = tiny(name, num_requests=num_requests)
+    assert shorter.num_requests == num_requests
+    assert shorter.digest == tiny(name).head(num_requests).digest
+
+
+# --- options
+
+
+def test_unknown_workload_names_the_choices():
+    with pytest.raises(ValueError, match="unknown workload 'chat'; choose from .*multi_turn_chat"):
+        make_workload("chat")
+
+
+@every_workload
+def test_unknown_option_names_the_choices(name):
+    with pytest.raises(ValueError, match=r"unknown option num_dogs .*choose from .*length_sigma"):
+        make_workload(name, num_dogs=3)
+
+
+@every_workload
+def test_every_option_has_bounds_that_its_default_meets(name):
+    parameters = inspect.signature(WORKLOADS[name]).parameters
+    check_options(name, WORKLOADS[name], {p.name: p.default for p in parameters.values()})
+    for option in parameters:
+        with pytest.raises(ValueError, match=f"{option} must be"):
+            make_workload(name, **{option: -1})
+        with pytest.raises(ValueError, match=f"{option} must be"):
+            make_workload(name, **{option: True})
+        with pytest.raises(ValueError, match=f"{option} must be"):
+            make_workload(name, **{option: "3"})
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [
+        ("rag", "block_size", 0),
+        ("rag", "num_requests", 2.0),
+        ("rag", "seed", 1.5),
+        ("rag", "request_rate", 0),
+        ("rag", "request_rate", math.nan),
+        ("rag", "length_sigma", math.inf),
+        ("multi_turn_chat", "mean_turns", 0.5),
+        ("agent_loops", "pause_probability", 1.1),
+    ],
+)
+def test_an_option_out_of_bounds_is_an_error(name, option, value):
+    with pytest.raises(ValueError, match=f"{option} must be .*got {value}"):
+        make_workload(name, **{option: value})
+
+
+def test_rag_cannot_retrieve_more_documents_than_there_are():
+    with pytest.raises(ValueError, match="documents_per_request must not exceed num_documents"):
+        make_workload("rag", num_documents=3, documents_per_request=4)
+
+
+# --- what each workload is
+
+
+def test_system_prompts_are_shared_by_popularity():
+    trace = make_workload("shared_system_prompts", num_system_prompts=20, length_sigma=0)
+    assert set(trace.input_lengths.tolist()) == {680}
+    system_prompts = Counter(request.block_ids[0].item() for request in trace)
+    assert len(system_prompts) == 20
+    harmonic = sum(1 / rank for rank in range(1, 21))
+    for rank, (_, count) in enumerate(system_prompts.most_common(5), start=1):
+        expected = len(trace) / rank / harmonic
+        assert abs(count - expected) < 4 * math.sqrt(expected)
+    # 600 tokens are 37 full blocks; those of the messages, and the block between, come once.
+    uses = np.bincount(trace.block_ids)
+    assert (uses > 1).sum() == 20 * 37
+    assert trace.num_unique_blocks == 20 * 37 + len(trace) * (42 - 37)
+
+
+def test_chat_turns_continue_the_conversation_after_answer_and_thought():
+    trace = tiny("multi_turn_chat", block_size=1, num_requests=300, max_context_tokens=10**6)
+    requests = list(trace)
+    # A text is never repeated, so a prompt's first block after the system prompt tells its session.
+    sessions: dict[int, list] = {}
+    for request in requests:
+        for previous in sessions.values():
+            shared = common_prefix(previous[-1], request)
+            if shared == previous[-1].input_length:
+                answered = previous[-1].timestamp_ms + 20 * previous[-1].output_length
+                assert request.timestamp_ms > answered
+                # What follows is the answer and a message of a token or more.
+                assert request.input_length > shared + previous[-1].output_length
+                previous.append(request)
+                break
+        else:
+            sessions[len(sessions)] = [request]
+    turns = [len(session) for session in sessions.values()]
+    assert sum(turns) == 300
+    # Only system prompts are shared by sessions.
+    for first, second in itertools.combinations(sessions.values(), 2):
+        assert common_prefix(first[-1], second[-1]) < min(
+            first[0].input_length, second[0].input_length
+        )
+    assert max(turns) > 4
+
+
+def test_chat_lengths_have_the_stated_means():
+    trace = make_workload(
+        "multi_turn_chat",
+        num_requests=5000,
+        mean_turns=3,
+        length_sigma=0,
+        session_rate=5,
+        system_tokens=100,
+        message_tokens=10,
+        output_tokens=20,
+        think_seconds=1,
+    )
+    turn = (trace.input_lengths - 110) // 30
+    assert (trace.input_lengths == 110 + 30 * turn).all()
+    # Geometric: each turn is followed by another with probability 2/3 (some are cut by the end).
+    first_turns, second_turns = (turn == 0).sum(), (turn == 1).sum()
+    assert second_turns / first_turns == pytest.approx(2 / 3, abs=0.05)
+    assert trace.output_lengths.tolist() == [20] * 5000
+
+
+def test_chat_stays_within_the_context():
+    trace = tiny("multi_turn_chat", mean_turns=50, length_sigma=0.1, num_requests=500)
+    assert (trace.input_lengths + trace.output_lengths).max() <= 90
+    assert trace.input_lengths.max() > 60
+
+
+def test_agents_append_call_and_result_to_the_context():
+    trace = make_workload(
+        "agent_loops",
+        num_requests=400,
+        block_size=1,
+        length_sigma=0,
+        session_rate=1e-5,
+        num_agents=1,
+        system_tokens=50,
+        task_tokens=20,
+        output_tokens=3,
+        tool_result_tokens=4,
+        subagent_probability=0,
+        max_context_tokens=10**6,
+    )
+    requests = list(trace)
+    for previous, request in itertools.pairwise(requests):
+        if request.input_length == 70:
+            assert common_prefix(previous, request) == 50, "a new session shares the system prompt"
+        else:
+            assert request.input_length == previous.input_length + 3 + 4
+            assert common_prefix(previous, request) == previous.input_length
+            assert request.timestamp_ms > previous.timestamp_ms + 3 * 20
+    sessions = sum(request.input_length == 70 for request in requests)
+    assert len(requests) / sessions == pytest.approx(25, rel=0.4)
+
+
+def test_agents_wait_for_sub_agents_that_share_the_system_prompt():
+    trace = make_workload(
+        "agent_loops",
+        num_requests=300,
+        block_size=1,
+        length_sigma=0,
+        session_rate=1e-6,
+        num_agents=1,
+        system_tokens=50,
+        task_tokens=20,
+        output_tokens=3,
+        tool_result_tokens=4,
+        mean_steps=1e9,
+        subagent_probability=0.1,
+        mean_subagent_steps=1,
+        max_context_tokens=10**6,
+    )
+    requests = list(trace)
+    subagents = [index for index in range(1, 300) if requests[index].input_length == 70]
+    assert len(subagents) == pytest.approx(30, abs=15)
+    for index in subagents[:-1]:
+        before, during, after = requests[index - 1 : index + 2]
+        assert common_prefix(before, during) == 50
+        assert common_prefix(before, after) == before.input_length
+        # Its call, then the sub-agent's answer for a result.
+        assert after.input_length == before.input_length + 3 + 3
+
+
+def test_agents_compact_a_full_context():
+    trace = make_workload(
+        "agent_loops",
+        num_requests=300,
+        block_size=1,
+        length_sigma=0,
+        session_rate=1e-6,
+        system_tokens=50,
+        task_tokens=20,
+        output_tokens=3,
+        tool_result_tokens=4,
+        mean_steps=1e9,
+        subagent_probability=0,
+        max_context_tokens=120,
+        summary_tokens=10,
+    )
+    assert (trace.input_lengths + trace.output_lengths).max() <= 120
+    compacted = 0
+    for previous, request in itertools.pairwise(trace):
+        if request.input_length < previous.input_length:
+            compacted += 1
+            assert request.input_length == 50 + 20 + 10
+            assert common_prefix(previous, request) == 50 + 20
+    assert compacted > 20
+
+
+def test_samples_of_a_prompt_arrive_together_in_shuffled_passes():
+    trace = make_workload(
+        "parallel_sampling", num_requests=4 * 3 * 50, num_samples=3, num_prompts=50
+    )
+    groups = (
+        [list(group) for group in itertools.batched(trace, 3)]
+        if hasattr(itertools, "batched")
+        else [list(trace)[i : i + 3] for i in range(0, len(trace), 3)]
+    )
+    for group in groups:
+        assert len({(r.timestamp_ms, r.input_length, tuple(r.block_ids)) for r in group}) == 1
+    prompts = [(group[0].input_length, tuple(group[0].block_ids)) for group in groups]
+    passes = [prompts[start : start + 50] for start in range(0, 200, 50)]
+    assert all(set(each) == set(passes[0]) for each in passes)
+    assert len({tuple(each) for each in passes}) == 4, "each pass has an order of its own"
+    assert len({prompt[1][0] for prompt in prompts}) <= 8, "prompts begin with a template"
+
+
+def test_rag_documents_hit_only_behind_the_same_documents():
+    trace = make_workload(
+        "rag",
+        num_requests=200,
+        block_size=1,
+        num_documents=2,
+        documents_per_request=2,
+        zipf_exponent=0,
+        length_sigma=0,
+        system_tokens=30,
+        document_tokens=10,
+        question_tokens=5,
+    )
+    assert set(trace.input_lengths.tolist()) == {55}
+    orders = Counter(tuple(request.block_ids[:50].tolist()) for request in trace)
+    assert len(orders) == 2, "two documents, two orders"
+    assert min(orders.values()) > 60
+    (first, _), (second, _) = orders.items()
+    assert [a == b for a, b in zip(first, second, strict=True)] == [True] * 30 + [False] * 20
+
+
+def test_rag_retrieves_different_documents_even_under_extreme_skew():
+    trace = make_workload(
+        "rag",
+        num_requests=50,
+        block_size=1,
+        num_documents=5,
+        documents_per_request=5,
+        zipf_exponent=100,
+        length_sigma=0,
+        system_tokens=1,
+        document_tokens=1,
+        question_tokens=1,
+    )
+    assert len({request.block_ids[1].item() for request in trace}) == 5
+    # After the system prompt a tree of the orders: nobody has a document twice.
+    children: dict[int, set[int]] = {}
+    for request in trace:
+        for depth, (parent, child) in enumerate(itertools.pairwise(request.block_ids[:6].tolist())):
+            children.setdefault((depth, parent), set()).add(child)
+    assert all(len(found) <= 5 - depth for (depth, _), found in children.items())
+
+
+# --- draws
+
+
+def test_arrivals_are_poisson():
+    arrivals = np.array(list(itertools.islice(poisson_arrivals_ms(generator(1), 4.0), 20_000)))
+    gaps = np.diff(arrivals)
+    assert (gaps >= 0).all()
+    assert gaps.mean() == pytest.approx(250, rel=0.03)
+    assert gaps.std() == pytest.approx(250, rel=0.04)
+
+
+def test_log_normal_lengths_have_the_median_and_sigma():
+    rng = generator(2)
+    lengths = np.array([log_normal_tokens(rng, 500, 0.8) for _ in range(20_000)])
+    assert np.median(lengths) == pytest.approx(500, rel=0.03)
+    assert np.log(lengths).std() == pytest.approx(0.8, rel=0.03)
+    assert min(log_normal_tokens(rng, 0.01, 0) for _ in range(3)) == 1
+
+
+@pytest.mark.parametrize("exponent", [0, 0.7, 1.0, 2.0])
+def test_zipf_frequencies(exponent):
+    rng, zipf = generator(3), Zipf(10, exponent)
+    counts = np.bincount([zipf.draw(rng) for _ in range(20_000)], minlength=10)
+    weights = np.arange(1, 11) ** -float(exponent)
+    expected = 20_000 * weights / weights.sum()
+    assert (abs(counts - expected) < 4.5 * np.sqrt(expected)).all()
+
+
+def test_distinct_zipf_draws_are_sequential_draws_without_replacement():
+    rng, zipf = generator(4), Zipf(3, 1.0)
+    pairs = Counter(tuple(zipf.draw_distinct(rng, 2)) for _ in range(20_000))
+    weights = np.array([6, 3, 2]) / 11
+    for a, b in itertools.permutations(range(3), 2):
+        either_order = weights[a] * weights[b] * (1 / (1 - weights[a]) + 1 / (1 - weights[b]))
+        expected = 20_000 * either_order / 2
+        assert abs(pairs[a, b] - expected) < 4.5 * math.sqrt(expected)
+
+
+@given(
+    gaps=st.lists(st.integers(0, 5), min_size=1, max_size=8),
+    steps=st.lists(st.lists(st.integers(0, 9), max_size=4), min_size=8, max_size=8),
+)
+def test_interleaved_sessions_come_in_order_of_time(gaps, steps):
+    arrivals = list(itertools.accumulate(gaps))
+    plans = iter(steps)
+    expected = []
+
+    def session(arrival):
+        number = len(expected)
+        times = list(itertools.accumulate(next(plans, []), initial=arrival))
+        expected.append([(time, number, turn) for turn, time in enumerate(times)])
+        return iter(expected[-1])
+
+    far = itertools.chain(arrivals, itertools.count(10**6))
+    total = sum(1 + len(steps[index]) for index in range(len(arrivals)))
+    merged = list(itertools.islice(interleaved(iter(far), session), total))
+    wanted = [request for requests in expected[: len(arrivals)] for request in requests]
+    assert sorted(merged) == sorted(wanted)
+    assert [request[0] for request in merged] == sorted(request[0] for request in merged)
+    for number in range(len(arrivals)):
+        turns = [turn for _, session_number, turn in merged if session_number == number]
+        assert turns == sorted(turns)
+
+
+def test_importing_needs_no_numpy():
+    code = "import cache.workloads, sys; assert not {'numpy', 'numba', 'torch'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
