@@ -18,16 +18,17 @@ from cache.policies.priority import BlockHistory
 _BLOCK = np.dtype(
     [
         ("priority", np.float64),
-        ("entry", np.int64),  # time of the queue entry that counts, 0 if none
-        ("inserted", np.int64),
+        ("ticket", np.int64),  # number of the queue entry that counts; settles ties
+        ("inserted", np.int32),
         ("accesses", np.int32),
         ("pinned_by", np.int32),  # last request that used the block
-        ("resident", np.int32),
         ("depth", np.int32),
+        ("resident", np.bool_),
+        ("queued", np.bool_),  # whether the entry that counts is still in a queue
     ],
     align=True,
 )
-_ENTRY = np.dtype([("priority", np.float64), ("time", np.int64), ("block", np.int64)])
+_ENTRY = np.dtype([("priority", np.float64), ("ticket", np.int64), ("block", np.int64)])
 
 
 def compile_replay(priority: Callable[[BlockHistory], float]) -> Callable:
@@ -58,7 +59,7 @@ def compile_replay(priority: Callable[[BlockHistory], float]) -> Callable:
         heap_size = 0
         resident = 0
         evictions = 0
-        time = 0
+        tickets = 0
         clock = 0.0
 
         for request in range(num_requests):
@@ -83,67 +84,72 @@ def compile_replay(priority: Callable[[BlockHistory], float]) -> Callable:
                         if rising_head < rising_tail and (
                             heap_size == 0 or _before(rising[rising_head], heap[0])
                         ):
-                            entry_time = rising[rising_head].time
-                            entry_priority = rising[rising_head].priority
+                            ticket = rising[rising_head].ticket
+                            victim_priority = rising[rising_head].priority
                             victim = blocks[rising[rising_head].block]
                             rising_head += 1
                         else:
-                            entry_time = heap[0].time
-                            entry_priority = heap[0].priority
+                            ticket = heap[0].ticket
+                            victim_priority = heap[0].priority
                             victim = blocks[heap[0].block]
                             heap_size -= 1
                             if heap_size:
                                 heap[0] = heap[heap_size]
                                 _sift_down(heap, 0, heap_size)
-                        if victim.entry != entry_time:
+                        if victim.ticket != ticket or not victim.queued:
                             continue
-                        victim.entry = 0
+                        victim.queued = False
                         if victim.pinned_by != request:
                             break
-                    victim.resident = 0
+                    victim.resident = False
                     evictions += 1
-                    clock = entry_priority
-                block.resident = 1
-                block.entry = 0
+                    clock = victim_priority
+                block.resident = True
+                block.queued = False
+                block.priority = np.nan
                 block.inserted = 0
                 block.accesses = 0
                 block.depth = at - start
 
+            time = request + 1
             for at in range(end - 1, start - 1, -1):
                 block_id = block_ids[at]
                 block = blocks[block_id]
-                time += 1
                 block.accesses += 1
                 if block.inserted == 0:
                     block.inserted = time
-                value = compiled_priority(
+                priority = compiled_priority(
                     BlockHistory(
+                        np.int64(block_id),
                         time,
-                        block.inserted,
+                        np.int64(block.inserted),
                         np.int64(block.accesses),
                         next_uses[at] if needs_future else np.nan,
                         np.int64(block.depth),
                         clock,
                     )
                 )
-                if value != value:
-                    raise ValueError("the policy's priority is NaN")
-                if block.entry and value == block.priority:
+                if priority != priority:
+                    raise ValueError("the policy's priority of a block is NaN")
+                if priority != block.priority:
+                    tickets += 1
+                    block.priority = priority
+                    block.ticket = tickets
+                elif block.queued:
                     continue
-                block.priority = value
-                block.entry = time
-                if rising_head == rising_tail or rising[rising_tail - 1].priority <= value:
+                block.queued = True
+                if rising_head == rising_tail or _before(rising[rising_tail - 1], block):
                     if rising_tail == queue_size:
                         rising_tail = _drop_stale(rising, rising_head, rising_tail, blocks)
                         rising_head = 0
-                    _set(rising, rising_tail, value, time, block_id)
+                    _set(rising, rising_tail, priority, block.ticket, block_id)
                     rising_tail += 1
                 else:
                     if heap_size == queue_size:
                         heap_size = _drop_stale(heap, 0, heap_size, blocks)
                         for root in range(heap_size // 2 - 1, -1, -1):
                             _sift_down(heap, root, heap_size)
-                    _set(heap, heap_size, value, time, block_id)
+                    _set(heap, heap_size, priority, block.ticket, block_id)
                     _sift_up(heap, heap_size)
                     heap_size += 1
         return hits, evictions
@@ -152,33 +158,33 @@ def compile_replay(priority: Callable[[BlockHistory], float]) -> Callable:
 
 
 @numba.njit(inline="always")
-def _set(queue, at, priority, time, block):
+def _set(queue, at, priority, ticket, block):
     queue[at].priority = priority
-    queue[at].time = time
+    queue[at].ticket = ticket
     queue[at].block = block
 
 
 @numba.njit(inline="always")
 def _before(a, b):
-    return a.priority < b.priority or (a.priority == b.priority and a.time < b.time)
+    return a.priority < b.priority or (a.priority == b.priority and a.ticket < b.ticket)
 
 
 @numba.njit
 def _sift_up(heap, at):
-    priority, time, block = heap[at].priority, heap[at].time, heap[at].block
+    priority, ticket, block = heap[at].priority, heap[at].ticket, heap[at].block
     while at:
         parent = (at - 1) >> 1
         above = heap[parent]
-        if above.priority < priority or (above.priority == priority and above.time < time):
+        if above.priority < priority or (above.priority == priority and above.ticket < ticket):
             break
         heap[at] = above
         at = parent
-    _set(heap, at, priority, time, block)
+    _set(heap, at, priority, ticket, block)
 
 
 @numba.njit
 def _sift_down(heap, at, size):
-    priority, time, block = heap[at].priority, heap[at].time, heap[at].block
+    priority, ticket, block = heap[at].priority, heap[at].ticket, heap[at].block
     while True:
         child = 2 * at + 1
         if child >= size:
@@ -186,11 +192,11 @@ def _sift_down(heap, at, size):
         if child + 1 < size and _before(heap[child + 1], heap[child]):
             child += 1
         below = heap[child]
-        if priority < below.priority or (priority == below.priority and time < below.time):
+        if priority < below.priority or (priority == below.priority and ticket < below.ticket):
             break
         heap[at] = below
         at = child
-    _set(heap, at, priority, time, block)
+    _set(heap, at, priority, ticket, block)
 
 
 @numba.njit
@@ -198,7 +204,7 @@ def _drop_stale(queue, head, tail, blocks):
     """Move the entries that still count to the front, in order; returns how many there are."""
     kept = 0
     for at in range(head, tail):
-        if blocks[queue[at].block].entry == queue[at].time:
+        if blocks[queue[at].block].queued and (blocks[queue[at].block].ticket == queue[at].ticket):
             queue[kept] = queue[at]
             kept += 1
     return kept

@@ -179,7 +179,8 @@ def _replay_in_python(trace: Trace, policy: EvictionPolicy, capacity: int):
     next_use: dict[int, float] = {}
     uses_of = _request_next_uses(trace, capacity) if policy.needs_future else None
     policy.start(capacity, next_use.__getitem__ if policy.needs_future else None)
-    insert, release, pin, evict = policy.insert, policy.release, policy.pin, policy.evict
+    miss, insert, pin = policy.miss, policy.insert, policy.pin
+    release_many = policy.release_many
 
     resident: set[int] = set()
     hits = np.zeros(trace.num_requests, np.int64)
@@ -197,15 +198,15 @@ def _replay_in_python(trace: Trace, policy: EvictionPolicy, capacity: int):
             parent = block
         hits[request] = missing[0][2] if missing else len(blocks)
         for block, parent, depth in missing:
+            miss(block)
             if len(resident) == capacity:
-                resident.remove(evict())
+                resident.remove(policy.evict())
                 evictions += 1
             resident.add(block)
             insert(block, block, parent, depth)
         if uses_of is not None:
             next_use.update(zip(blocks, uses_of(request), strict=True))
-        for block in reversed(blocks):
-            release(block)
+        release_many(reversed(blocks))
     return hits, evictions
 
 

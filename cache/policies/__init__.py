@@ -8,14 +8,27 @@ import inspect
 import sys
 from pathlib import Path
 
+from cache.policies.arc import ARC
 from cache.policies.base import EvictionPolicy
 from cache.policies.belady import Belady
 from cache.policies.fifo import FIFO
+from cache.policies.gdsf import GDSF
 from cache.policies.lfu import LFU
 from cache.policies.lru import LRU
+from cache.policies.lru_k import LRUK
+from cache.policies.mq import MQ
+from cache.policies.mru import MRU
 from cache.policies.priority import BlockHistory, PriorityPolicy
+from cache.policies.queues import QueuePolicy
+from cache.policies.random import Random
+from cache.policies.s3fifo import S3FIFO
+from cache.policies.sieve import Sieve
+from cache.policies.slru import SLRU
+from cache.policies.two_q import TwoQ
 
-_BUILT_IN: tuple[type[EvictionPolicy], ...] = (LRU, FIFO, LFU, Belady)
+_BUILT_IN: tuple[type[EvictionPolicy], ...] = (
+    LRU, FIFO, LFU, SLRU, LRUK, TwoQ, ARC, S3FIFO, Sieve, MQ, GDSF, Random, MRU, Belady,
+)  # fmt: skip
 
 POLICIES: dict[str, type[EvictionPolicy]] = {policy.name: policy for policy in _BUILT_IN}
 """Built-in policies by name."""
@@ -79,13 +92,10 @@ def _load_class(spec: str) -> type[EvictionPolicy]:
 
 
 __all__ = [
-    "FIFO",
-    "LFU",
-    "LRU",
     "POLICIES",
-    "Belady",
     "BlockHistory",
     "EvictionPolicy",
     "PriorityPolicy",
+    "QueuePolicy",
     "make_policy",
 ]

@@ -2,6 +2,7 @@
 
 The owner of the blocks (a block pool, or the trace replay) tells the policy what happens to them:
 
+    miss(key)               content was asked for that is not here; room is made for it next
     insert(block)           the block begins to hold new content; it is in use
     release(block)          its last user has left: it was accessed just now and may be evicted
     pin(block)              a hit: it is in use again and must not be evicted
@@ -45,6 +46,13 @@ class EvictionPolicy(abc.ABC):
         ``next_use(block)`` tells when the content of a block that is being released will be used
         next (any increasing measure of time, ``math.inf`` for never).  Only offline policies
         need it, and they raise ValueError without it.
+        """
+
+    def miss(self, key: Hashable) -> None:  # noqa: B027
+        """The content ``key`` was looked up and is absent; evictions and its insert may follow.
+
+        Called before the evictions that make room for it, so that a policy that remembers
+        evicted keys (2Q, ARC, S3-FIFO, MQ) can let the victim depend on the newcomer.
         """
 
     def insert(self, block: int, key: Hashable, parent: Hashable | None, depth: int) -> None:  # noqa: B027

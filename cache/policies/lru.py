@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
+from cache.policies.base import EvictionPolicy
 from cache.policies.priority import BlockHistory, PriorityPolicy
 
 
@@ -13,8 +14,13 @@ class LRU(PriorityPolicy):
 
     With blocks released tail first this is the free queue of vLLM v1 (a doubly linked list with
     O(1) removal from the middle) and of Nano-vLLM.  Partial blocks wait in the same queue, as
-    they do there.  An OrderedDict, which is a hash map over a linked list, keeps that order at C
-    speed; ``priority`` says the same to the compiled replay.
+    they do there.
+
+    The queue is a deque of releases from which nothing is removed in the middle.  A pin makes the
+    block's entry stale, and the block may queue up behind it again; stale entries are dropped when
+    they reach the front, or all together when they are the greater part.  Removal is so O(1)
+    amortised, and a whole prompt is released by one C call.  ``priority`` says the same to the
+    compiled replay.
     """
 
     name = "lru"
@@ -26,30 +32,61 @@ class LRU(PriorityPolicy):
         return block.accessed
 
     def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
-        self._order: OrderedDict[int, None] = OrderedDict()
+        self._queue: deque[int] = deque()
+        self._stale: dict[int, int] = {}  # number of stale entries, the front ones, per block
+        self._num_released = 0
 
-    def insert(self, block, key, parent, depth) -> None:
-        pass
+    insert = EvictionPolicy.insert  # remembers nothing of the content
 
     def pin(self, block: int) -> None:
-        del self._order[block]
+        self.pin_many((block,))
 
     def release(self, block: int) -> None:
-        self._order[block] = None
+        self.release_many((block,))
 
     def evict(self) -> int:
-        if not self._order:
-            raise IndexError("evict: no block is released")
-        return self._order.popitem(last=False)[0]
+        return self.evict_many(1)[0]
 
     def discard(self, block: int) -> None:
-        del self._order[block]
+        self.pin_many((block,))
+
+    def pin_many(self, blocks: Iterable[int]) -> None:
+        stale, blocks = self._stale, list(blocks)
+        for block in blocks:
+            stale[block] = stale.get(block, 0) + 1
+        self._num_released -= len(blocks)
 
     def release_many(self, blocks: Iterable[int]) -> None:
-        self._order.update(dict.fromkeys(blocks))
+        before = len(self._queue)
+        self._queue.extend(blocks)
+        self._num_released += len(self._queue) - before
+        if len(self._queue) > 2 * self._num_released + 64:
+            self._queue = deque(self)
+            self._stale.clear()
+
+    def evict_many(self, count: int) -> list[int]:
+        if count > self._num_released:
+            raise IndexError(f"evict: count={count}, but {self._num_released} blocks are released")
+        stale, pop = self._stale, self._queue.popleft
+        victims: list[int] = []
+        while len(victims) < count:
+            block = pop()
+            if block not in stale:
+                victims.append(block)
+            elif stale[block] > 1:
+                stale[block] -= 1
+            else:
+                del stale[block]
+        self._num_released -= count
+        return victims
 
     def __len__(self) -> int:
-        return len(self._order)
+        return self._num_released
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._order)
+        stale = self._stale.copy()
+        for block in self._queue:
+            if stale.get(block):
+                stale[block] -= 1
+            else:
+                yield block

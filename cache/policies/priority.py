@@ -6,7 +6,7 @@ import abc
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import NamedTuple
 
 from cache.policies.base import EvictionPolicy
@@ -15,10 +15,11 @@ from cache.policies.base import EvictionPolicy
 class BlockHistory(NamedTuple):
     """What a priority may depend on, taken when the block is released.
 
-    Times count releases, so no two are equal and, among blocks released together, the deeper
-    one has the earlier time.
+    Time counts requests (1, 2, ...): blocks released together share it.
     """
 
+    block: int
+    """Id of the block."""
     accessed: int
     """Time of this release."""
     inserted: int
@@ -36,14 +37,15 @@ class BlockHistory(NamedTuple):
 class _Record:
     """State of one resident block."""
 
-    __slots__ = ("accesses", "depth", "entry", "inserted", "pinned", "priority")
+    __slots__ = ("accesses", "depth", "inserted", "pinned", "priority", "queued", "ticket")
 
     def __init__(self, depth: int) -> None:
         self.inserted = 0
         self.accesses = 0
         self.depth = depth
         self.priority = math.nan
-        self.entry = 0  # time of its queue entry that still counts, 0 if there is none
+        self.ticket = 0  # number of the queue entry that counts; settles ties
+        self.queued = False  # whether that entry is still in the queue
         self.pinned = True
 
 
@@ -70,13 +72,16 @@ class PriorityPolicy(EvictionPolicy):
     def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
         self._next_use = self._require_future(next_use) if self.needs_future else next_use
         self._records: dict[int, _Record] = {}
-        self._rising: deque[tuple[float, int, int]] = deque()  # (priority, entry time, block)
+        self._rising: deque[tuple[float, int, int]] = deque()  # (priority, ticket, block)
         self._heap: list[tuple[float, int, int]] = []
+        self._tickets = 0
         self._time = 0
         self._clock = 0.0
         self._num_released = 0
 
     def insert(self, block: int, key: Hashable, parent: Hashable | None, depth: int) -> None:
+        if block in self._records:
+            raise ValueError(f"insert: block {block} holds content already")
         self._records[block] = _Record(depth)
 
     def pin(self, block: int) -> None:
@@ -87,50 +92,25 @@ class PriorityPolicy(EvictionPolicy):
         self._num_released -= 1
 
     def release(self, block: int) -> None:
-        record = self._records[block]
-        if not record.pinned:
-            raise ValueError(f"release: block {block} is released already")
-        time = self._time + 1
-        next_use = math.nan if self._next_use is None else self._next_use(block)
-        priority = self.priority(
-            BlockHistory(
-                accessed=time,
-                inserted=record.inserted or time,
-                accesses=record.accesses + 1,
-                next_use=next_use,
-                depth=record.depth,
-                clock=self._clock,
-            )
-        )
-        if priority != priority:
-            raise ValueError(f"policy {self.name!r}: priority of block {block} is NaN")
-        self._time = time
-        record.inserted = record.inserted or time
-        record.accesses += 1
-        record.pinned = False
-        self._num_released += 1
-        if priority == record.priority and record.entry:
-            return
-        record.priority = priority
-        record.entry = time
-        if not self._rising or self._rising[-1][0] <= priority:
-            self._rising.append((priority, time, block))
-        else:
-            heapq.heappush(self._heap, (priority, time, block))
-        if len(self._rising) + len(self._heap) > 2 * len(self._records) + 64:
-            self._drop_stale_entries()
+        self._time += 1
+        self._release(block)
+
+    def release_many(self, blocks: Iterable[int]) -> None:
+        self._time += 1
+        for block in blocks:
+            self._release(block)
 
     def evict(self) -> int:
         if not self._num_released:
             raise IndexError("evict: no block is released")
         while True:
-            priority, time, block = self._pop_entry()
+            priority, ticket, block = self._pop_entry()
             record = self._records.get(block)
-            if record is None or record.entry != time:
+            if record is None or record.ticket != ticket:
                 continue
+            record.queued = False
             if record.pinned:
-                record.entry = 0  # it is queued anew when it is released
-                continue
+                continue  # queued again when it is released
             del self._records[block]
             self._num_released -= 1
             self._clock = priority
@@ -147,11 +127,48 @@ class PriorityPolicy(EvictionPolicy):
 
     def __iter__(self) -> Iterator[int]:
         released = [
-            (record.priority, record.entry, block)
+            (record.priority, record.ticket, block)
             for block, record in self._records.items()
             if not record.pinned
         ]
         return (block for _, _, block in sorted(released))
+
+    def _release(self, block: int) -> None:
+        record = self._records[block]
+        if not record.pinned:
+            raise ValueError(f"release: block {block} is released already")
+        inserted = record.inserted or self._time
+        priority = self.priority(
+            BlockHistory(
+                block=block,
+                accessed=self._time,
+                inserted=inserted,
+                accesses=record.accesses + 1,
+                next_use=math.nan if self._next_use is None else self._next_use(block),
+                depth=record.depth,
+                clock=self._clock,
+            )
+        )
+        if priority != priority:
+            raise ValueError(f"policy {self.name!r}: the priority of block {block} is NaN")
+        record.inserted = inserted
+        record.accesses += 1
+        record.pinned = False
+        self._num_released += 1
+        if priority != record.priority:
+            self._tickets += 1
+            record.priority = priority
+            record.ticket = self._tickets
+        elif record.queued:
+            return
+        record.queued = True
+        entry = (priority, record.ticket, block)
+        if not self._rising or self._rising[-1] < entry:
+            self._rising.append(entry)
+        else:
+            heapq.heappush(self._heap, entry)
+        if len(self._rising) + len(self._heap) > 2 * len(self._records) + 64:
+            self._drop_stale_entries()
 
     def _pop_entry(self) -> tuple[float, int, int]:
         if not self._heap or (self._rising and self._rising[0] < self._heap[0]):
@@ -161,9 +178,9 @@ class PriorityPolicy(EvictionPolicy):
     def _drop_stale_entries(self) -> None:
         self._rising = deque(
             sorted(
-                (record.priority, record.entry, block)
+                (record.priority, record.ticket, block)
                 for block, record in self._records.items()
-                if record.entry
+                if record.queued
             )
         )
         self._heap = []

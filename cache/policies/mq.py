@@ -1,0 +1,68 @@
+"""Multi-queue."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+
+from cache.policies.queues import GhostList, QueuePolicy
+
+
+class MQ(QueuePolicy):
+    """MQ (Zhou, Philbin and Li, USENIX ATC 2001), for caches below another cache.
+
+    A block with f accesses lives in LRU queue floor(log2 f), at most ``num_queues`` - 1.  One that
+    was not accessed for ``life_time`` accesses to the cache sinks by a queue.  Victims come from
+    the lowest queue; their counts are remembered (``ghost_ratio`` times the capacity of keys).
+    """
+
+    name = "mq"
+
+    def __init__(
+        self, num_queues: int = 8, life_time: int = 10_000, ghost_ratio: float = 4.0
+    ) -> None:
+        if num_queues < 1:
+            raise ValueError(f"num_queues must be at least 1, got {num_queues}")
+        if life_time < 1:
+            raise ValueError(f"life_time must be at least 1 access, got {life_time}")
+        if ghost_ratio < 0:
+            raise ValueError(f"ghost_ratio must not be negative, got {ghost_ratio}")
+        self.num_queues = num_queues
+        self.life_time = life_time
+        self.ghost_ratio = ghost_ratio
+
+    def _reset(self) -> None:
+        self._queues = [OrderedDict() for _ in range(self.num_queues)]
+        self._ghosts = GhostList(int(self._capacity * self.ghost_ratio))
+        self._remembered: dict[Hashable, int] = {}
+        self._accesses: dict[int, int] = {}
+        self._expires: dict[int, int] = {}
+        self._time = 0
+
+    def miss(self, key: Hashable) -> None:
+        if (accesses := self._ghosts.take(key)) is not None:
+            self._remembered[key] = accesses
+
+    def _admit(self, block: int) -> None:
+        self._accesses[block] = self._remembered.pop(self._keys[block], 0)
+        self._access(block)
+
+    def _hit(self, block: int) -> None:
+        self._access(block)
+
+    def _choose(self) -> int:
+        block = self._first_of(*self._queues)
+        self._ghosts.add(self._keys[block], self._accesses[block])
+        return block
+
+    def _access(self, block: int) -> None:
+        self._time += 1
+        self._accesses[block] += 1
+        level = min(self._accesses[block].bit_length() - 1, self.num_queues - 1)
+        self._expires[block] = self._time + self.life_time
+        self._move(block, self._queues[level])
+        for level in range(1, self.num_queues):
+            queue = self._queues[level]
+            if queue and self._expires[oldest := next(iter(queue))] < self._time:
+                self._expires[oldest] = self._time + self.life_time
+                self._move(oldest, self._queues[level - 1])

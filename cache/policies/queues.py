@@ -1,0 +1,156 @@
+"""What policies made of several queues have in common."""
+
+from __future__ import annotations
+
+import abc
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+
+from cache.policies.base import EvictionPolicy
+
+Queue = OrderedDict[int, None]
+"""Block ids from the oldest to the newest: a hash map over a linked list, O(1) everywhere."""
+
+
+class QueuePolicy(EvictionPolicy):
+    """Keeps every resident block in one of several queues.
+
+    A subclass says where a block goes when it comes in (``_admit``), what an access to a resident
+    block changes (``_hit``) and which block to give up (``_choose``).  Blocks in use stay in their
+    queues, so that the queue lengths that such policies steer by are those of their papers; one
+    that is found at the head of a queue when a victim is wanted goes round again.
+    """
+
+    def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
+        self._capacity = capacity
+        self._keys: dict[int, Hashable] = {}
+        self._queue_of: dict[int, Queue] = {}
+        self._pinned: set[int] = set()
+        self._newcomers: set[int] = set()
+        self._reset()
+
+    def insert(self, block: int, key: Hashable, parent: Hashable | None, depth: int) -> None:
+        if block in self._keys:
+            raise ValueError(f"insert: block {block} holds content already")
+        self._keys[block] = key
+        self._pinned.add(block)
+        self._newcomers.add(block)
+        self._admit(block)
+
+    def pin(self, block: int) -> None:
+        if block in self._pinned:
+            raise ValueError(f"pin: block {block} is in use already")
+        if block not in self._keys:
+            raise KeyError(block)
+        self._pinned.add(block)
+
+    def release(self, block: int) -> None:
+        if block not in self._pinned:
+            raise ValueError(f"release: block {block} is released already")
+        self._pinned.remove(block)
+        if block in self._newcomers:
+            self._newcomers.remove(block)
+            self._settle(block)
+        else:
+            self._hit(block)
+
+    def evict(self) -> int:
+        if not len(self):
+            raise IndexError("evict: no block is released")
+        block = self._choose()
+        self._remove(block)
+        del self._keys[block]
+        return block
+
+    def discard(self, block: int) -> None:
+        if block in self._pinned:
+            raise ValueError(f"discard: block {block} is in use")
+        self._remove(block)
+        del self._keys[block]
+
+    def __len__(self) -> int:
+        return len(self._keys) - len(self._pinned)
+
+    def __iter__(self) -> Iterator[int]:
+        rehearsal = copy.deepcopy(self)
+        while len(rehearsal):
+            yield rehearsal.evict()
+
+    @abc.abstractmethod
+    def _reset(self) -> None:
+        """Make the queues, empty."""
+
+    @abc.abstractmethod
+    def _admit(self, block: int) -> None:
+        """Put a new block into a queue (``_move``)."""
+
+    @abc.abstractmethod
+    def _hit(self, block: int) -> None:
+        """A resident block was accessed."""
+
+    @abc.abstractmethod
+    def _choose(self) -> int:
+        """The released block to give up.  There is one; it is still in its queue afterwards."""
+
+    def _settle(self, block: int) -> None:
+        """A new block was released for the first time.
+
+        Blocks come in head first and are released tail first; the tail is to be the oldest.
+        """
+        self._queue_of[block].move_to_end(block)
+
+    def _remove(self, block: int) -> None:
+        """Take ``block`` out of its queue."""
+        del self._queue_of.pop(block)[block]
+
+    def _move(self, block: int, queue: Queue) -> None:
+        """Make ``block`` the newest of ``queue``, taking it out of the one it was in."""
+        if (old := self._queue_of.get(block)) is not None:
+            del old[block]
+        queue[block] = None
+        self._queue_of[block] = queue
+
+    def _oldest(self, queue: Queue) -> int | None:
+        """The oldest released block of ``queue``; None if all of it is in use."""
+        for _ in range(len(queue)):
+            block = next(iter(queue))
+            if block not in self._pinned:
+                return block
+            queue.move_to_end(block)
+        return None
+
+    def _first_of(self, *queues: Queue) -> int:
+        """The oldest released block of the first queue that has one."""
+        for queue in queues:
+            block = self._oldest(queue)
+            if block is not None:
+                return block
+        raise AssertionError("a released block is in none of the queues")
+
+
+class GhostList:
+    """Keys of evicted blocks, the oldest forgotten first, each with a value."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._values: OrderedDict[Hashable, int] = OrderedDict()
+
+    def add(self, key: Hashable, value: int = 0) -> None:
+        """Remember ``key`` as the newest, forgetting the oldest ones beyond the capacity."""
+        self._values.pop(key, None)
+        self._values[key] = value
+        while len(self._values) > self._capacity:
+            self.forget_oldest()
+
+    def take(self, key: Hashable) -> int | None:
+        """Forget ``key`` and return its value, None if it was not remembered."""
+        return self._values.pop(key, None)
+
+    def forget_oldest(self) -> None:
+        """Forget the oldest key, if there is one."""
+        if self._values:
+            self._values.popitem(last=False)
+
+    def __len__(self) -> int:
+        return len(self._values)

@@ -1,0 +1,75 @@
+"""S3-FIFO."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+
+from cache.policies.queues import GhostList, QueuePolicy
+
+
+class S3FIFO(QueuePolicy):
+    """S3-FIFO (Yang et al., SOSP 2023): three static FIFO queues.
+
+    New blocks enter a small queue (``small_ratio`` of the capacity).  One that was accessed
+    ``promote_after`` times by the time it gets to the head moves to the main queue (its count
+    starts anew), any other is evicted and its key remembered (``ghost_ratio`` of the capacity); content that comes back while
+    remembered enters the main queue directly.  The main queue gives accessed blocks another round.
+    Until the first eviction, blocks that find the small queue full go to the main one, as in the
+    authors' implementation in libCacheSim.
+    """
+
+    name = "s3fifo"
+
+    def __init__(
+        self, small_ratio: float = 0.1, ghost_ratio: float = 0.9, promote_after: int = 2
+    ) -> None:
+        if not 0 < small_ratio < 1:
+            raise ValueError(f"small_ratio must lie between 0 and 1, got {small_ratio}")
+        if ghost_ratio < 0:
+            raise ValueError(f"ghost_ratio must not be negative, got {ghost_ratio}")
+        if promote_after < 1:
+            raise ValueError(f"promote_after must be at least 1, got {promote_after}")
+        self.small_ratio = small_ratio
+        self.ghost_ratio = ghost_ratio
+        self.promote_after = promote_after
+
+    def _reset(self) -> None:
+        self._small = OrderedDict()
+        self._main = OrderedDict()
+        self._small_size = int(self._capacity * self.small_ratio)
+        self._main_size = self._capacity - self._small_size
+        self._ghosts = GhostList(int(self._capacity * self.ghost_ratio))
+        self._returning: set[Hashable] = set()
+        self._accesses: dict[int, int] = {}
+        self._filling = True
+
+    def miss(self, key: Hashable) -> None:
+        if self._ghosts.take(key) is not None:
+            self._returning.add(key)
+
+    def _admit(self, block: int) -> None:
+        key = self._keys[block]
+        self._accesses[block] = 0
+        to_main = key in self._returning or (self._filling and len(self._small) >= self._small_size)
+        self._move(block, self._main if to_main else self._small)
+        self._returning.discard(key)
+
+    def _hit(self, block: int) -> None:
+        self._accesses[block] += 1
+
+    def _choose(self) -> int:
+        self._filling = False
+        if len(self._main) <= self._main_size:
+            while (block := self._oldest(self._small)) is not None:
+                if self._accesses[block] < self.promote_after:
+                    self._ghosts.add(self._keys[block])
+                    return block
+                self._accesses[block] = 0
+                self._move(block, self._main)
+        while (block := self._oldest(self._main)) is not None:
+            if not self._accesses[block]:
+                return block
+            self._accesses[block] = min(self._accesses[block], 3) - 1
+            self._main.move_to_end(block)
+        return self._first_of(self._small)  # all of the main queue is in use

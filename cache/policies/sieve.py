@@ -1,0 +1,55 @@
+"""SIEVE."""
+
+from __future__ import annotations
+
+from cache.policies.queues import QueuePolicy
+
+_END = -1  # both ends of the list; block ids are not negative
+
+
+class Sieve(QueuePolicy):
+    """SIEVE (Zhang et al., NSDI 2024): one FIFO queue and a hand.
+
+    The hand walks from the oldest block to the newest and round again; it passes blocks accessed
+    since it last came by, clearing their mark, and evicts the first one that was not.  Survivors
+    keep their place.  Blocks in use are passed, mark and all.
+    """
+
+    name = "sieve"
+
+    def _reset(self) -> None:
+        # A linked list, because the hand stands in the middle of it.
+        self._newer: dict[int, int] = {_END: _END}
+        self._older: dict[int, int] = {_END: _END}
+        self._visited: set[int] = set()
+        self._hand = _END
+
+    def _admit(self, block: int) -> None:
+        newest = self._older[_END]
+        self._newer[newest] = self._older[_END] = block
+        self._older[block], self._newer[block] = newest, _END
+
+    def _settle(self, block: int) -> None:
+        self._remove(block)
+        self._admit(block)
+
+    def _hit(self, block: int) -> None:
+        self._visited.add(block)
+
+    def _choose(self) -> int:
+        while True:
+            if self._hand == _END:
+                self._hand = self._newer[_END]
+            block = self._hand
+            if block not in self._pinned:
+                if block not in self._visited:
+                    return block
+                self._visited.remove(block)
+            self._hand = self._newer[block]
+
+    def _remove(self, block: int) -> None:
+        older, newer = self._older.pop(block), self._newer.pop(block)
+        self._newer[older], self._older[newer] = newer, older
+        self._visited.discard(block)
+        if self._hand == block:
+            self._hand = newer

@@ -1,0 +1,48 @@
+"""Segmented LRU."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from cache.policies.queues import QueuePolicy
+
+
+class SLRU(QueuePolicy):
+    """Segmented LRU (Karedla, Love and Wherry, IEEE Computer 1994), with ``segments`` segments.
+
+    A hit lifts a block into the next segment; a segment over its share of the capacity passes its
+    oldest block down.  Victims come from the lowest segment that has one.  A new block enters the
+    lowest segment with room, so that the upper ones fill while the cache does.  Equal to libCacheSim
+    where the capacity divides evenly; elsewhere libCacheSim leaves the remainder unused at times.
+    """
+
+    name = "slru"
+
+    def __init__(self, segments: int = 4) -> None:
+        if segments < 1:
+            raise ValueError(f"segments must be at least 1, got {segments}")
+        self.segments = segments
+
+    def _reset(self) -> None:
+        self._queues = [OrderedDict() for _ in range(self.segments)]
+        self._level: dict[int, int] = {}
+        self._share = self._capacity // self.segments
+
+    def _admit(self, block: int) -> None:
+        level = next((i for i, q in enumerate(self._queues) if len(q) < self._share), 0)
+        self._place(block, level)
+
+    def _hit(self, block: int) -> None:
+        level = min(self._level[block] + 1, self.segments - 1)
+        self._place(block, level)
+        while level and len(self._queues[level]) > self._share:
+            oldest = next(iter(self._queues[level]))
+            level -= 1
+            self._place(oldest, level)
+
+    def _choose(self) -> int:
+        return self._first_of(*self._queues)
+
+    def _place(self, block: int, level: int) -> None:
+        self._level[block] = level
+        self._move(block, self._queues[level])
