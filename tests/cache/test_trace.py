@@ -365,6 +365,7 @@ def test_inferred_block_size_fits_and_is_found_given_enough_requests(block_size,
         pytest.param([(65974, 128), (72441, 141)], 512, id="full_blocks_only"),
         pytest.param([(700, 2)], 512, id="ceil_goes_first"),
         pytest.param([(600, 1)], None, id="several_powers_fit"),
+        pytest.param([(1024, 3)], None, id="two_full_blocks_are_not_three"),
         pytest.param([(100, 0), (120, 0)], None, id="no_blocks"),
         pytest.param([(300, 3), (301, 4), (299, 3)], 100, id="one_size_not_a_power"),
         pytest.param([(650, 3), (1000, 4)], 256, id="power_before_other_sizes"),
@@ -533,7 +534,8 @@ def test_save_and_load_give_the_same_trace(tmp_path, suffix):
     save_trace(again, str(path))
     assert path.read_bytes() == first, "the same trace gives the same file"
     assert os.listdir(tmp_path) == [path.name]
-    assert compressed(b"", suffix)[:2] == first[:2] or suffix == ".jsonl"
+    if suffix.endswith(".gz"):
+        assert first[4:8] == bytes(4), "no time of writing in the header"
 
 
 def test_saved_lines_are_mooncakes(tmp_path):

@@ -9,7 +9,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cache.simulate import simulate
@@ -89,6 +89,7 @@ def common_prefix(first, second) -> int:
         max_size=8,
     ),
 )
+@example(block_size=4, prompts=[[(0, 2), (1, 2), (1, 4)], [(0, 2), (1, 6)]])
 def test_two_prompts_share_a_block_iff_they_agree_up_to_its_end(block_size, prompts):
     space = PromptSpace(block_size)
     texts = [space.new_text() for _ in range(3)]
@@ -166,9 +167,9 @@ def test_default_traces_tell_policies_apart(defaults, name):
         policy: simulate(
             trace, policy=policy, capacity_blocks=trace.num_unique_blocks // 20
         ).block_hit_rate
-        for policy in ("lru", "fifo", "lfu", "belady")
+        for policy in ("lru", "lfu", "belady")
     }
-    assert rates["fifo"] + 0.005 < rates["lru"] < rates["belady"] - 0.03
+    assert max(rates["lru"], rates["lfu"]) < rates["belady"] - 0.01
     assert abs(rates["lru"] - rates["lfu"]) > 0.02
     assert rates["belady"] <= trace.infinite_cache_hit_rate
 
@@ -191,7 +192,7 @@ def test_a_longer_workload_begins_with_the_shorter_one(name, num_requests):
 
 
 def test_unknown_workload_names_the_choices():
-    with pytest.raises(ValueError, match="unknown workload 'chat'; choose from .*multi_turn_chat"):
+    with pytest.raises(ValueError, match=r"unknown workload 'chat'; choose from .*multi_turn_chat"):
         make_workload("chat")
 
 
@@ -256,16 +257,18 @@ def test_system_prompts_are_shared_by_popularity():
 
 
 def test_chat_turns_continue_the_conversation_after_answer_and_thought():
-    trace = tiny("multi_turn_chat", block_size=1, num_requests=300, max_context_tokens=10**6)
+    trace = tiny(
+        "multi_turn_chat", block_size=1, num_requests=300, max_context_tokens=10**6, think_sigma=0
+    )
     requests = list(trace)
-    # A text is never repeated, so a prompt's first block after the system prompt tells its session.
+    # A turn belongs to the session whose last prompt it begins with.
     sessions: dict[int, list] = {}
     for request in requests:
         for previous in sessions.values():
             shared = common_prefix(previous[-1], request)
             if shared == previous[-1].input_length:
                 answered = previous[-1].timestamp_ms + 20 * previous[-1].output_length
-                assert request.timestamp_ms > answered
+                assert request.timestamp_ms == answered + 30_000
                 # What follows is the answer and a message of a token or more.
                 assert request.input_length > shared + previous[-1].output_length
                 previous.append(request)
@@ -393,11 +396,8 @@ def test_samples_of_a_prompt_arrive_together_in_shuffled_passes():
     trace = make_workload(
         "parallel_sampling", num_requests=4 * 3 * 50, num_samples=3, num_prompts=50
     )
-    groups = (
-        [list(group) for group in itertools.batched(trace, 3)]
-        if hasattr(itertools, "batched")
-        else [list(trace)[i : i + 3] for i in range(0, len(trace), 3)]
-    )
+    requests = list(trace)
+    groups = [requests[start : start + 3] for start in range(0, len(trace), 3)]
     for group in groups:
         assert len({(r.timestamp_ms, r.input_length, tuple(r.block_ids)) for r in group}) == 1
     prompts = [(group[0].input_length, tuple(group[0].block_ids)) for group in groups]
