@@ -15,7 +15,7 @@ import tyro
 from tyro.extras import SubcommandApp
 
 from experiments.harness import Experiment, SweepReport, plot_results, run_sweep
-from experiments.harness.environment import cuda_available, device_slug
+from experiments.harness.environment import cuda_available
 from experiments.harness.store import FolderInUse
 from experiments.registry import EXPERIMENTS
 
@@ -150,9 +150,6 @@ def _reproduce(
     sweep = SweepOptions(quick=not full, out=out, jobs=jobs, fresh=fresh)
     failed = 0
     for experiment in EXPERIMENTS.values():
-        if experiment.gpu == "required" and device_slug(experiment) == "cpu":
-            print(f"{experiment.name}: left out, needs a GPU")
-            continue
         options = experiment.options if full else experiment.quick
         failed += _run(experiment, options, sweep).failed.total()
     return int(failed > 0)

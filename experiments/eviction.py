@@ -22,8 +22,10 @@ from experiments.workloads import Source
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.figure import Figure
 
 _COLUMNS = 3
+_TICKS = (0.5, 1, 2, 5, 10, 20, 50, 100)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,34 +134,53 @@ def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
     return [*written, table]
 
 
-def _draw(rows: pd.DataFrame):
+def _draw(rows: pd.DataFrame) -> Figure:
     import matplotlib.pyplot as plt
-    from matplotlib.ticker import PercentFormatter
 
-    traces = list(rows["trace"].unique())
-    lines = style.policy_lines(list(rows["policy"].unique()))
+    traces = rows["trace"].unique()
+    lines = style.policy_lines(rows["policy"].unique())
     columns = min(_COLUMNS, len(traces))
     height = -(-len(traces) // columns)
     figure, axes = plt.subplots(
-        height, columns, squeeze=False, figsize=(7.0, 0.5 + 2.1 * height), sharex=True
+        height, columns, squeeze=False, sharex=True, figsize=(7.0, 0.6 + 2.0 * height)
     )
+    ticks = [percent for percent in _TICKS if percent <= 100 * rows["capacity_fraction"].max()]
     for axis, trace in zip(axes.flat, traces, strict=False):
         of_trace = rows[rows["trace"] == trace]
         for policy, curve in of_trace.groupby("policy", sort=False):
-            curve = curve.sort_values("capacity_fraction")
             if policy == "infinite":
-                axis.axhline(curve["block_hit_rate"].iloc[0], **lines[policy])
+                axis.axhline(100 * curve["block_hit_rate"].iloc[0], **lines[policy])
             else:
-                x = 100 * curve["capacity_fraction"]
-                axis.plot(x, 100 * curve["block_hit_rate"], **lines[policy])
-        first = of_trace.iloc[0]
-        axis.set_title(f"{trace}\n{first['unique_blocks']:,} unique blocks")
-        axis.set_xscale("log")
+                curve = curve.sort_values("capacity_fraction")
+                x, y = 100 * curve["capacity_fraction"], 100 * curve["block_hit_rate"]
+                axis.plot(x, y, **lines[policy])
+        axis.set(title=_title(of_trace.iloc[0]), xscale="log", ylim=(0, None))
+        axis.set_xticks(ticks, map("{:g}".format, ticks))
+        axis.minorticks_off()
+    for axis in axes.flat[len(traces) :]:
+        axis.remove()
+    figure.supxlabel("pool size (% of the unique blocks of the trace)", fontsize=8)
+    figure.supylabel("block hit rate (%)", fontsize=8)
+    style.shared_legend(figure)
     return figure
 
 
+def _title(row: pd.Series) -> str:
+    return f"{row['trace']}\n{row['unique_blocks']:,} unique blocks of {row['block_size']:g} tokens"
+
+
 def _summary(rows: pd.DataFrame) -> pd.DataFrame:
-    raise NotImplementedError
+    """Per trace and policy: the mean hit rate over the capacities, and the share of the way from
+    LRU to the optimum that it goes (LRU 0, Belady 1, worse than LRU negative)."""
+    rows = rows[rows["policy"] != "infinite"]
+    means = rows.groupby(["trace", "policy"], sort=False)["block_hit_rate"].mean().unstack()
+    summary = means.stack().rename("mean_block_hit_rate").reset_index()
+    if {"lru", "belady"} <= set(means.columns):
+        way = means["belady"] - means["lru"]
+        closed = means.sub(means["lru"], axis=0).div(way, axis=0)
+        summary["lru_to_optimum_closed"] = closed.stack().to_numpy()
+    order = ["trace", "mean_block_hit_rate"]
+    return summary.sort_values(order, ascending=[True, False], kind="stable")
 
 
 EXPERIMENT = Experiment(

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from experiments import eviction
+from experiments import eviction, kernel_accuracy, replay_speed
 from experiments.harness import Experiment
 
 EXPERIMENTS: dict[str, Experiment] = {
-    experiment.name: experiment for experiment in (eviction.EXPERIMENT,)
+    experiment.name: experiment
+    for experiment in (
+        eviction.EXPERIMENT,
+        kernel_accuracy.EXPERIMENT,
+        replay_speed.EXPERIMENT,
+    )
 }

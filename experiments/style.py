@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import cycle
 from pathlib import Path
@@ -78,7 +78,7 @@ POLICY_LABELS = {
 }
 
 
-def policy_lines(policies: list[str]) -> dict[str, dict]:
+def policy_lines(policies: Iterable[str]) -> dict[str, dict]:
     """Line properties and label of each policy: fixed for the known ones, in every figure.
 
     A user's policy takes the next of a few thick lines that no known policy has.
@@ -104,6 +104,16 @@ def figures() -> Iterator[None]:
     with plt.style.context(_STYLE_FILE):
         yield
         plt.close("all")
+
+
+def shared_legend(figure: Figure, columns: int = 8) -> None:
+    """One legend above all panels, with each label of any panel once."""
+    entries = {}
+    for axis in figure.axes:
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            entries.setdefault(label, handle)
+    columns = min(columns, len(entries))
+    figure.legend(entries.values(), entries.keys(), loc="outside upper center", ncols=columns)
 
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:

@@ -82,40 +82,21 @@ def run_sweep(
     cells, absent = _grid(experiment, options)
     store = Store(out / experiment.name / device)
     with store.locked(), _log_file(store.folder / "sweep.log"):
-        if fresh:
-            for key in cells:
-                store.discard_cell(key)
-        records = _finished(store, cells)
-        report = SweepReport(store.folder, cells=len(cells), reused=len(records))
-        for reason in absent:
-            report.unavailable[reason] += 1
-            log.info("absent: %s", reason)
-        tasks = [
-            Task(key, experiment.run_cell, cell)
-            for key, cell in cells.items()
-            if key not in records
-        ]
-        run = {"device": device, **describe(experiment, _command()), "seed": options.seed}
-        log.info("commit %s: %d cells, %d finished", run["commit"], len(cells), len(records))
-        run_id = None
-        if tasks:
-            run_id = _start_run(store, run)
-            _warn_of_other_commits(store, records, run)
-        assembled_at = time.monotonic()
+        sweep = _Sweep(experiment, store, cells, fresh=fresh)
+        report = sweep.report
+        tasks = sweep.missing()
+        if experiment.gpu == "required" and device == "cpu":
+            absent += ["there is no GPU here"] * len(tasks)
+            tasks = []
+        report.unavailable.update(absent)
         try:
-            with _progress(experiment, cells, records) as progress:
-                execute = executor or partial(run_locally, jobs=jobs)
-                with contextlib.closing(execute(tasks)) as outcomes:
-                    for outcome in outcomes:
-                        _settle(outcome, cells[outcome.key], store, run_id, records, report)
-                        progress.update()
-                        if time.monotonic() - assembled_at > _ASSEMBLE_EVERY_S:
-                            _assemble(experiment, store, cells, records, report)
-                            assembled_at = time.monotonic()
+            if tasks:
+                run = {"device": device, **describe(experiment, _command()), "seed": options.seed}
+                sweep.run(tasks, executor or partial(run_locally, jobs=jobs), run)
         finally:
-            _assemble(experiment, store, cells, records, report)
-        _summarise(report)
-        if records:
+            sweep.assemble()
+        sweep.summarise()
+        if sweep.records:
             report.figures = plot_results(experiment, store.folder)
         report.seconds = time.perf_counter() - started
         log.info("done in %.1f s", report.seconds)
@@ -144,92 +125,108 @@ def _grid(experiment: Experiment, options: Options) -> tuple[dict[str, Cell], li
     return cells, absent
 
 
-def _finished(store: Store, cells: dict[str, Cell]) -> dict[str, dict[str, Any]]:
-    records = {key: store.load_cell(key) for key in cells}
-    return {key: record for key, record in records.items() if record is not None}
+class _Sweep:
+    """A sweep under way: the records of its finished cells, and what else became of cells."""
 
+    def __init__(
+        self, experiment: Experiment, store: Store, cells: dict[str, Cell], *, fresh: bool
+    ) -> None:
+        self.experiment, self.store, self.cells = experiment, store, cells
+        if fresh:
+            for key in cells:
+                store.discard_cell(key)
+        stored = ((key, store.load_cell(key)) for key in cells)
+        self.records = {key: record for key, record in stored if record is not None}
+        self.report = SweepReport(store.folder, cells=len(cells), reused=len(self.records))
 
-def _start_run(store: Store, run: dict[str, Any]) -> str:
-    now = datetime.now(UTC)
-    run_id = f"{now:%Y%m%dT%H%M%S.%fZ}-{os.getpid()}"
-    store.save_run(run_id, {"started": now.isoformat(timespec="seconds"), **run})
-    return run_id
+    def missing(self) -> list[Task]:
+        return [
+            Task(key, self.experiment.run_cell, cell)
+            for key, cell in self.cells.items()
+            if key not in self.records
+        ]
 
+    def run(self, tasks: list[Task], execute: Executor, environment: dict[str, Any]) -> None:
+        """Run ``tasks`` and store each as it finishes."""
+        self._tell_of_other_commits(environment["commit"])
+        now = datetime.now(UTC)
+        run_id = f"{now:%Y%m%dT%H%M%S.%fZ}-{os.getpid()}"
+        self.store.save_run(run_id, {"started": now.isoformat(timespec="seconds"), **environment})
+        log.info("commit %s: %d of %d cells", environment["commit"], len(tasks), len(self.cells))
+        progress = tqdm(
+            desc=self.experiment.name,
+            total=len(self.cells),
+            initial=len(self.records),
+            unit="cell",
+            disable=not sys.stderr.isatty(),
+        )
+        assembled_at = time.monotonic()
+        with progress, contextlib.closing(execute(tasks)) as outcomes:
+            for outcome in outcomes:
+                self._settle(outcome, run_id)
+                progress.update()
+                if time.monotonic() - assembled_at > _ASSEMBLE_EVERY_S:
+                    self.assemble()
+                    assembled_at = time.monotonic()
 
-def _warn_of_other_commits(store: Store, records: dict[str, Any], run: dict[str, Any]) -> None:
-    commits = Counter(store.load_run(record["run"])["commit"] for record in records.values())
-    for commit, count in commits.items():
-        if commit != run["commit"]:
-            log.warning("keeps %d cells of commit %s; --fresh runs them again", count, commit)
+    def _tell_of_other_commits(self, commit: str | None) -> None:
+        runs = Counter(record["run"] for record in self.records.values())
+        for run, count in runs.items():
+            other = self.store.load_run(run)["commit"]
+            if other != commit:
+                log.warning("keeps %d cells of commit %s; --fresh runs them again", count, other)
 
+    def _settle(self, outcome: Outcome, run_id: str) -> None:
+        """Store a finished cell, or log why there is none."""
+        cell = identity(self.cells[outcome.key])
+        if outcome.status == "finished":
+            record = {"cell": cell, "run": run_id, "seconds": outcome.seconds, "rows": outcome.rows}
+            self.store.save_cell(outcome.key, record)
+            self.records[outcome.key] = record
+            self.report.finished += 1
+        elif outcome.status == "unavailable":
+            self.report.unavailable[outcome.message] += 1
+            log.info("absent: %s: %s", cell, outcome.message)
+        else:
+            self.report.failed[outcome.message] += 1
+            log.info("failed: %s: %s\n%s", cell, outcome.message, outcome.details)
 
-def _settle(
-    outcome: Outcome,
-    cell: Cell,
-    store: Store,
-    run_id: str,
-    records: dict[str, dict[str, Any]],
-    report: SweepReport,
-) -> None:
-    """Store a finished cell, or log why there is none."""
-    if outcome.status == "finished":
-        record = {
-            "cell": identity(cell),
-            "run": run_id,
-            "seconds": outcome.seconds,
-            "rows": outcome.rows,
+    def assemble(self) -> None:
+        """rows.csv in the order of the grid, and environment.json of the runs that made the rows.
+
+        The newest of these runs is told at the top level, older ones under ``earlier_runs``, so
+        going over a finished sweep once more changes neither file.  Without a row there is neither.
+        """
+        finished = [self.records[key] for key in self.cells if key in self.records]
+        if not finished:
+            return
+        self.store.write_rows([row for record in finished for row in record["rows"]])
+        runs = Counter(record["run"] for record in finished)
+        newest, *earlier = [
+            {**self.store.load_run(run), "cells": runs[run]} for run in sorted(runs, reverse=True)
+        ]
+        files = {
+            (file.name, file.sha256) for cell in self.cells.values() for file in input_files(cell)
         }
-        store.save_cell(outcome.key, record)
-        records[outcome.key] = record
-        report.finished += 1
-    elif outcome.status == "unavailable":
-        report.unavailable[outcome.message] += 1
-        log.info("absent: %s: %s", identity(cell), outcome.message)
-    else:
-        report.failed[outcome.message] += 1
-        log.info("failed: %s: %s\n%s", identity(cell), outcome.message, outcome.details)
+        self.store.write_environment(
+            {
+                "experiment": self.experiment.name,
+                **newest,
+                "inputs": [{"file": name, "sha256": sha256} for name, sha256 in sorted(files)],
+                "unavailable_cells": dict(sorted(self.report.unavailable.items())),
+                "failed_cells": self.report.failed.total(),
+                "earlier_runs": earlier,
+            }
+        )
 
-
-def _assemble(
-    experiment: Experiment,
-    store: Store,
-    cells: dict[str, Cell],
-    records: dict[str, dict[str, Any]],
-    report: SweepReport,
-) -> None:
-    """rows.csv in the order of the grid, and environment.json of the runs that made the rows.
-
-    The newest of these runs is told at the top level, older ones under ``earlier_runs``, so going
-    over a finished sweep once more changes neither file.
-    """
-    finished = [records[key] for key in cells if key in records]
-    if not finished:
-        return
-    store.write_rows([row for record in finished for row in record["rows"]])
-    runs = Counter(record["run"] for record in finished)
-    newest, *earlier = [
-        {**store.load_run(run), "cells": runs[run]} for run in sorted(runs, reverse=True)
-    ]
-    files = set().union(*(input_files(cell) for cell in cells.values()))
-    store.write_environment(
-        {
-            "experiment": experiment.name,
-            **newest,
-            "inputs": sorted(({"file": f.name, "sha256": f.sha256} for f in files), key=str),
-            "unavailable_cells": dict(sorted(report.unavailable.items())),
-            "failed_cells": report.failed.total(),
-            "earlier_runs": earlier,
-        }
-    )
-
-
-def _summarise(report: SweepReport) -> None:
-    for reason, count in report.unavailable.items():
-        log.warning("absent (%d): %s", count, reason)
-    for error, count in report.failed.items():
-        log.error("failed (%d of %d cells): %s", count, report.cells, error)
-    if report.failed:
-        log.error("tracebacks: %s", report.folder / "sweep.log")
+    def summarise(self) -> None:
+        """Tell, on the console too, what is absent or failed."""
+        for reason, count in self.report.unavailable.items():
+            log.warning("absent (%d): %s", count, reason)
+        for error, count in self.report.failed.items():
+            log.error("failed (%d of %d cells): %s", count, len(self.cells), error)
+        if self.report.failed:
+            log.error("tracebacks: %s", self.store.folder / "sweep.log")
 
 
 def _command() -> list[str]:
@@ -237,16 +234,6 @@ def _command() -> list[str]:
     if program.name == "__main__.py":
         return ["python", "-m", program.parent.name, *sys.argv[1:]]
     return [program.name, *sys.argv[1:]]
-
-
-def _progress(experiment: Experiment, cells: dict, records: dict) -> tqdm:
-    return tqdm(
-        desc=experiment.name,
-        total=len(cells),
-        initial=len(records),
-        unit="cell",
-        disable=not sys.stderr.isatty(),
-    )
 
 
 @contextlib.contextmanager

@@ -1,8 +1,9 @@
 """Runs tasks in worker processes of this machine.
 
-An executor is a function from tasks to an iterator of their outcomes, in any order; it touches no
-file.  This one spawns its workers (a fork of a process with torch's or numba's threads may hang)
-and gives each the tasks of one group after the other, so that what they share is set up once.
+An executor is a function from tasks to a generator of their outcomes, in any order; it touches no
+file, and closing the generator ends what still runs.  This one spawns its workers (a fork of a
+process with torch's or numba's threads may hang) and gives each the tasks of one group after the
+other, so that what they share is set up once.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, Literal
@@ -48,7 +49,7 @@ class Outcome:
     seconds: float
 
 
-Executor = Callable[[Sequence[Task]], Iterator[Outcome]]
+Executor = Callable[[Sequence[Task]], Generator[Outcome]]
 
 
 def execute(task: Task) -> Outcome:
@@ -77,8 +78,8 @@ def _plain(rows: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def run_locally(tasks: Sequence[Task], *, jobs: int) -> Iterator[Outcome]:
-    """Run ``tasks`` in up to ``jobs`` processes.  The workers end with the iterator."""
+def run_locally(tasks: Sequence[Task], *, jobs: int) -> Generator[Outcome]:
+    """Run ``tasks`` in up to ``jobs`` processes, which end with the generator."""
     jobs = min(jobs, len(tasks))
     threads = max(1, len(os.sched_getaffinity(0)) // jobs) if jobs else 1
     waiting = _Waiting(tasks)

@@ -1,6 +1,6 @@
 """An experiment of tiny cells that do on demand what real ones do by accident.
 
-``python tiny_experiment.py run tiny ...`` is the real command line with this experiment in it.
+``python tiny_experiment.py run tiny ...`` is the real command line with no other experiment in it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from experiments.harness import Absent, Cell, Experiment, InputFile, Options, Unavailable
@@ -103,7 +103,9 @@ EXPERIMENT = Experiment(
 def main() -> int:
     from experiments.registry import EXPERIMENTS
 
+    EXPERIMENTS.clear()
     EXPERIMENTS["tiny"] = EXPERIMENT
+    EXPERIMENTS["tiny_gpu"] = replace(EXPERIMENT, name="tiny_gpu", gpu="required")
     from experiments.cli import main
 
     return main()

@@ -1,0 +1,239 @@
+"""How fast ``cache.simulate`` replays a trace, beside libcachesim on the same stream.
+
+Both are given the same block ids, policy and number of blocks, on one core and in turn, so that a
+change of the machine's speed meets both.  What is timed:
+
+- ours: the replay as compiled by numba, without the compilation (``SimulationResult``'s
+  ``replay_seconds``);
+- libcachesim: ``process_trace``, its C loop over a memory-mapped file of its own oracleGeneral
+  records (24 bytes a block reference: time, id, size, next access), which cannot be told apart from
+  reading them.  The file was read before, so it comes from memory; ids, sizes and next accesses are
+  precomputed; the hash table starts at the size that the pool needs, which is several times faster
+  here than its default of 2**24 buckets.
+
+libcachesim takes one block reference at a time where ours takes a request (its blocks stay pinned,
+the deepest counts as accessed first), so the hit rates of the two differ a little.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import tyro
+
+import cache
+from experiments import style, workloads
+from experiments.harness import Absent, Cell, Experiment, Options
+from experiments.workloads import Source
+
+if TYPE_CHECKING:
+    import numpy as np
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+_LIBCACHESIM = {"lru": "LRU", "fifo": "FIFO", "lfu": "LFU", "belady": "Belady"}
+_AIM = 3.0  # million block references per second
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplaySpeedOptions(Options):
+    """The grid: traces x policies."""
+
+    trace: tyro.conf.UseAppendAction[tuple[Path, ...]] = ()
+    """A request trace (.jsonl, .gz, .zst). None: those in $TRACES_DIR, else synthetic ones."""
+    policy: tuple[Literal["lru", "fifo", "lfu", "belady"], ...] = ("lru", "fifo", "lfu", "belady")
+    """Policies that both have."""
+    capacity_percent: float = 10.0
+    """Blocks of the pool, in percent of the unique blocks of the trace."""
+    repeats: int = 7
+    """Timings of each; the median is drawn."""
+    num_requests: int = 20_000
+    """Requests of each synthetic trace."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplaySpeedCell(Cell):
+    source: Source
+    policy: str
+    capacity_percent: float
+    repeats: int
+    libcachesim: bool
+    """Whether libcachesim takes part."""
+
+    @property
+    def group(self) -> tuple[str, ...]:
+        return (self.source.name,)
+
+
+def cells(options: ReplaySpeedOptions) -> Iterator[ReplaySpeedCell | Absent]:
+    if not 0 < options.capacity_percent <= 100:
+        raise ValueError(
+            f"--capacity-percent must be above 0 and at most 100, got {options.capacity_percent}"
+        )
+    if options.repeats < 1:
+        raise ValueError(f"--repeats must be at least 1, got {options.repeats}")
+    libcachesim = importlib.util.find_spec("libcachesim") is not None
+    if not libcachesim:
+        yield Absent("libcachesim is not installed")
+    sources = workloads.sources(options.trace, seed=options.seed, num_requests=options.num_requests)
+    for source in sources:
+        if isinstance(source, Absent):
+            yield source
+            continue
+        for policy in options.policy:
+            yield ReplaySpeedCell(
+                seed=options.seed,
+                source=source,
+                policy=policy,
+                capacity_percent=options.capacity_percent,
+                repeats=options.repeats,
+                libcachesim=libcachesim,
+            )
+
+
+def run_cell(cell: ReplaySpeedCell) -> list[dict[str, Any]]:
+    trace = workloads.load(cell.source)
+    capacity = max(1, int(trace.num_unique_blocks * cell.capacity_percent / 100))
+    common = {
+        "trace": trace.name,
+        "block_references": trace.num_block_references,
+        "unique_blocks": trace.num_unique_blocks,
+        "capacity_blocks": capacity,
+        "policy": cell.policy,
+    }
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        stream = Path(folder) / "stream.oracleGeneral.bin"
+        if cell.libcachesim:
+            oracle_general(trace.block_ids).tofile(stream)
+        for repeat in range(cell.repeats):
+            timings = {"pagelab": _time_ours(trace, cell.policy, capacity)}
+            if cell.libcachesim:
+                timings["libcachesim"] = _time_libcachesim(stream, cell.policy, capacity)
+            for implementation, (seconds, hit_rate) in timings.items():
+                rows.append(
+                    {
+                        **common,
+                        "implementation": implementation,
+                        "repeat": repeat,
+                        "block_hit_rate": hit_rate,
+                        "replay_seconds": seconds,
+                        "references_per_second": trace.num_block_references / seconds,
+                    }
+                )
+    return rows
+
+
+def _time_ours(trace: cache.Trace, policy: str, capacity: int) -> tuple[float, float]:
+    result = cache.simulate(trace, policy=policy, capacity_blocks=capacity)
+    return result.replay_seconds, result.block_hit_rate
+
+
+def _time_libcachesim(stream: Path, policy: str, capacity: int) -> tuple[float, float]:
+    import libcachesim
+
+    parameters = libcachesim.ReaderInitParam()
+    parameters.ignore_obj_size = True
+    reader = libcachesim.TraceReader(
+        str(stream), libcachesim.TraceType.ORACLE_GENERAL_TRACE, parameters
+    )
+    make = getattr(libcachesim, _LIBCACHESIM[policy])
+    pool = make(capacity, hashpower=max(10, capacity.bit_length()))
+    started = time.perf_counter()
+    miss_rate, _ = pool.process_trace(reader)
+    return time.perf_counter() - started, 1 - miss_rate
+
+
+def oracle_general(block_ids: np.ndarray) -> np.ndarray:
+    """The references as libcachesim's oracleGeneral records: a next access is the index of the
+    reference, -1 for never; an id of 0 is avoided, an object has size 1."""
+    import numpy as np
+
+    record = np.dtype([("time", "<u4"), ("id", "<u8"), ("size", "<u4"), ("next", "<i8")])
+    records = np.zeros(len(block_ids), record)
+    records["time"] = np.arange(len(block_ids))
+    records["id"] = block_ids.astype(np.uint64) + 1
+    records["size"] = 1
+    order = np.argsort(block_ids, kind="stable")
+    repeated = block_ids[order][1:] == block_ids[order][:-1]
+    records["next"] = -1
+    records["next"][order[:-1][repeated]] = order[1:][repeated]
+    return records
+
+
+def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
+    """The figure replay_speed, a panel per trace, and the table summary.csv of medians."""
+    speeds = rows.assign(speed=rows["references_per_second"] / 1e6)
+    by = ["trace", "policy", "implementation"]
+    medians = speeds.groupby(by, sort=False)["speed"].median().unstack()
+    summary = medians.add_suffix("_million_references_per_second")
+    if "libcachesim" in medians:
+        summary["ratio"] = medians["pagelab"] / medians["libcachesim"]
+    table = folder / "summary.csv"
+    style.write_atomically(table, summary.reset_index().to_csv(index=False, float_format="%.3f"))
+    with style.figures():
+        return [*style.save(_draw(speeds), folder, "replay_speed"), table]
+
+
+def _draw(speeds: pd.DataFrame) -> Figure:
+    import matplotlib.pyplot as plt
+    import numpy as np
+
+    traces = speeds["trace"].unique()
+    looks = {
+        "pagelab": {"color": style.BLUE, "label": "cache.simulate"},
+        "libcachesim": {"color": style.ORANGE, "hatch": "////", "label": "libcachesim"},
+    }
+    columns = min(3, len(traces))
+    height = -(-len(traces) // columns)
+    figure, axes = plt.subplots(
+        height, columns, squeeze=False, sharey=True, figsize=(7.0, 0.5 + 1.7 * height)
+    )
+    for axis, trace in zip(axes.flat, traces, strict=False):
+        of_trace = speeds[speeds["trace"] == trace]
+        policies = of_trace["policy"].unique()
+        implementations = [name for name in looks if name in set(of_trace["implementation"])]
+        width = 0.8 / len(implementations)
+        for index, implementation in enumerate(implementations):
+            of_it = of_trace[of_trace["implementation"] == implementation]
+            spread = of_it.groupby("policy")["speed"].agg(["min", "median", "max"]).loc[policies]
+            x = np.arange(len(policies)) + (index - (len(implementations) - 1) / 2) * width
+            axis.bar(
+                x,
+                spread["median"],
+                width * 0.94,
+                edgecolor="white",
+                linewidth=0,
+                **looks[implementation],
+            )
+            error = [spread["median"] - spread["min"], spread["max"] - spread["median"]]
+            axis.errorbar(x, spread["median"], error, fmt="none", ecolor="black", elinewidth=0.7)
+        axis.axhline(
+            _AIM, color="black", linestyle="dashed", linewidth=0.8, label="aim: 3 million/s"
+        )
+        axis.set_xticks(range(len(policies)), [style.POLICY_LABELS[p].split()[0] for p in policies])
+        axis.set(title=trace, yscale="log")
+        axis.grid(axis="x", visible=False)
+    for axis in axes.flat[len(traces) :]:
+        axis.remove()
+    figure.supylabel("block references per second (millions)", fontsize=8)
+    style.shared_legend(figure)
+    return figure
+
+
+EXPERIMENT = Experiment(
+    name="replay_speed",
+    figure="block references per second of the trace replay, beside libcachesim",
+    options=ReplaySpeedOptions(),
+    quick=ReplaySpeedOptions(repeats=3),
+    cells=cells,
+    run_cell=run_cell,
+    plot=plot,
+    timed=True,
+)
