@@ -1,0 +1,144 @@
+"""Chained block hashes: a block is named by its tokens and by everything that precedes them.
+
+    H(block) = digest(H(parent block), token ids of the block, extra keys of the block)
+
+Only full blocks are hashed.  The parent of the first block is all zeros.  Extra keys say what the
+K/V depend on besides the tokens, as in vLLM v1: the LoRA adapter, the inputs behind multi-modal
+placeholders with their position relative to the block, and a cache salt that separates tenants.
+The adapter and the salt enter the first block only; the chain carries them to all others.
+
+What is hashed is the parent's digest, then 4 bytes a token, then the extra keys, each part tagged
+with its kind and its length: two different inputs never give the same bytes (a LoRA name that
+equals a salt is no exception), so two blocks collide only if the digest itself does.
+
+With ``xxh3_128`` and ``sha256`` nothing but the digest is compared: among a billion different
+blocks the chance that any two 128-bit digests agree is below 2e-21.  ``xxh3_128`` can be attacked
+on purpose, ``sha256`` (vLLM's default) is for tenants that do not trust each other.  ``xxh64`` is
+Nano-vLLM's; 64 bits are too few to stand alone, and its manager compares the tokens of every hit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Iterable
+from struct import Struct
+from typing import TYPE_CHECKING, NamedTuple
+
+import xxhash
+
+if TYPE_CHECKING:
+    from cache.sequence import Sequence
+
+ExtraKey = tuple[str | bytes | int, ...]
+"""What kind of key it is, then its parts: ``("lora", "adapter-7")``."""
+
+
+class HashAlgorithm(NamedTuple):
+    """A digest function and the length of what it returns, in bytes."""
+
+    digest: Callable[[bytes], bytes]
+    digest_size: int
+
+
+def _sha256(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+HASH_ALGORITHMS: dict[str, HashAlgorithm] = {
+    "xxh3_128": HashAlgorithm(xxhash.xxh3_128_digest, 16),
+    "sha256": HashAlgorithm(_sha256, 32),
+    "xxh64": HashAlgorithm(xxhash.xxh64_digest, 8),
+}
+"""The choices for ``hash_algorithm``."""
+
+
+def pack_token_ids(token_ids: Iterable[int]) -> array:
+    """Copy token ids into an ``array`` of unsigned 32-bit integers.
+
+    Raises ValueError, naming the position, for an id that is not an int in [0, 2**32).
+    """
+    if not isinstance(token_ids, list | tuple | array):
+        token_ids = list(token_ids)
+    try:
+        return array("I", token_ids)
+    except (OverflowError, TypeError):
+        for position, token_id in enumerate(token_ids):
+            check_token_id(token_id, f"token_ids[{position}]")
+        raise
+
+
+def check_token_id(token_id: int, name: str = "token_id") -> None:
+    """Raise ValueError unless ``token_id`` is an int in [0, 2**32)."""
+    try:
+        array("I", (token_id,))
+    except (OverflowError, TypeError):
+        raise ValueError(f"{name}={token_id!r}: a token id is an int in [0, 2**32)") from None
+
+
+def encode_extra_keys(keys: Iterable[ExtraKey]) -> bytes:
+    """Encoding of a block's extra keys that no other keys share (b's1:a' is a str of length 1)."""
+    encoded = []
+    for key in keys:
+        encoded.append(b"k%d:" % len(key))
+        for part in key:
+            if isinstance(part, str):
+                kind, payload = b"s", part.encode()
+            elif isinstance(part, bytes):
+                kind, payload = b"b", part
+            else:
+                kind, payload = b"i", b"%d" % part
+            encoded.append(b"%b%d:%b" % (kind, len(payload), payload))
+    return b"".join(encoded)
+
+
+class BlockHasher:
+    """Computes the hash chains of sequences, for one block size and one algorithm."""
+
+    def __init__(self, algorithm: str, block_size: int) -> None:
+        if algorithm not in HASH_ALGORITHMS:
+            raise ValueError(
+                f"hash_algorithm={algorithm!r} is unknown; choose from {', '.join(HASH_ALGORITHMS)}"
+            )
+        self.algorithm = algorithm
+        self.block_size = block_size
+        self.digest_size = HASH_ALGORITHMS[algorithm].digest_size
+        self._digest = HASH_ALGORITHMS[algorithm].digest
+        self._root = bytes(self.digest_size)
+        self._split = Struct(f"{4 * block_size}s").iter_unpack
+
+    def hash_block(
+        self, parent: bytes | None, token_ids: Iterable[int], extra_keys: Iterable[ExtraKey] = ()
+    ) -> bytes:
+        """Digest of one full block; ``parent`` is that of the block before it (None: no block)."""
+        packed = pack_token_ids(token_ids)
+        if len(packed) != self.block_size:
+            raise ValueError(
+                f"token_ids: a full block has {self.block_size} tokens, got {len(packed)}"
+            )
+        parent = self._root if parent is None else parent
+        return self._digest(parent + packed.tobytes() + encode_extra_keys(extra_keys))
+
+    def block_hashes(self, seq: Sequence) -> list[bytes]:
+        """Digests of all full blocks of ``seq``.
+
+        The list is kept with the sequence and extended as it grows, each block being hashed once.
+        It must not be modified; it stays valid, and it may grow at the next call.
+        """
+        chain = seq.hash_chains.setdefault((self.algorithm, self.block_size), [])
+        if len(chain) < len(seq.token_ids) // self.block_size:
+            self._extend(chain, seq)
+        return chain
+
+    def _extend(self, chain: list[bytes], seq: Sequence) -> None:
+        size, digest = self.block_size, self._digest
+        first, last = len(chain), len(seq.token_ids) // size
+        parent = chain[-1] if chain else self._root
+        blocks = self._split(memoryview(seq.token_ids)[first * size : last * size])
+        keyed = min(-(-seq.keyed_length // size), last)
+        for depth in range(first, keyed):
+            (tokens,) = next(blocks)
+            keys = seq.extra_keys(depth * size, (depth + 1) * size)
+            parent = digest(parent + tokens + encode_extra_keys(keys))
+            chain.append(parent)
+        chain += [parent := digest(parent + tokens) for (tokens,) in blocks]

@@ -1,0 +1,146 @@
+"""What a cache manager knows about a sequence."""
+
+from __future__ import annotations
+
+import copy
+from array import array
+from collections.abc import Hashable, Iterable
+from typing import NamedTuple, Self
+
+from cache.hashing import ExtraKey, check_token_id, pack_token_ids
+
+
+class MultiModalInput(NamedTuple):
+    """An image, a sound ... whose embeddings replace a run of placeholder tokens."""
+
+    content_hash: str | bytes
+    """Names the content; equal for equal inputs only."""
+    offset: int
+    """Position of the first placeholder in the sequence, in tokens."""
+    length: int
+    """Number of placeholder tokens."""
+
+
+class Sequence:
+    """The tokens of one request (or one sample of it) and what else its K/V depend on.
+
+    Args:
+        seq_id: names the sequence in a manager; unique among those that hold blocks.
+        token_ids: the prompt, at least one token, each in [0, 2**32).
+        lora_name: name or number of the LoRA adapter that computes the K/V; None for the base.
+        mm_inputs: multi-modal inputs of the prompt, by rising offset, not overlapping.
+        cache_salt: only sequences with an equal salt share blocks; None shares with None.
+
+    Attributes:
+        token_ids: ``array('I')`` of all tokens; readable without a copy by numpy and torch.
+            It grows by ``append_token`` and is never changed otherwise.
+        num_prompt_tokens: number of tokens the sequence was made with.
+        num_cached_tokens: leading tokens whose K/V were found when the sequence was allocated.
+        num_computed_tokens: leading tokens whose K/V have a place: computed, or being computed by
+            the step that is scheduled.  A manager writes these two, and reads neither.
+        hash_chains: digests of the full blocks, by (algorithm, block size); kept by
+            :class:`cache.hashing.BlockHasher`.
+
+    Raises ValueError, naming the argument, for anything else.
+    """
+
+    def __init__(
+        self,
+        seq_id: Hashable,
+        token_ids: Iterable[int],
+        *,
+        lora_name: str | int | None = None,
+        mm_inputs: Iterable[MultiModalInput | tuple[str | bytes, int, int]] = (),
+        cache_salt: str | bytes | None = None,
+    ) -> None:
+        self.seq_id = seq_id
+        self.token_ids: array = pack_token_ids(token_ids)
+        if not self.token_ids:
+            raise ValueError("token_ids is empty: a sequence has at least one token")
+        self.num_prompt_tokens = len(self.token_ids)
+        self.num_cached_tokens = 0
+        self.num_computed_tokens = 0
+        self.lora_name = _check_key("lora_name", lora_name, str | int)
+        self.cache_salt = _check_key("cache_salt", cache_salt, str | bytes)
+        self.mm_inputs = _check_mm_inputs(mm_inputs, self.num_prompt_tokens)
+        self.hash_chains: dict[tuple[str, int], list[bytes]] = {}
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and generated tokens."""
+        return len(self.token_ids)
+
+    def append_token(self, token_id: int) -> None:
+        """Add a generated token.  Raises ValueError for what is no int in [0, 2**32)."""
+        try:
+            self.token_ids.append(token_id)
+        except (OverflowError, TypeError):
+            check_token_id(token_id)
+            raise
+
+    def fork(self, seq_id: Hashable) -> Self:
+        """A copy under another id, with tokens and hash chains of its own.
+
+        Everything that a subclass adds is copied shallowly.  Blocks are shared by
+        ``manager.fork(parent, child)``.
+        """
+        child = copy.copy(self)
+        child.seq_id = seq_id
+        child.token_ids = self.token_ids[:]
+        child.hash_chains = {name: chain[:] for name, chain in self.hash_chains.items()}
+        child.num_cached_tokens = child.num_computed_tokens = 0
+        return child
+
+    @property
+    def keyed_length(self) -> int:
+        """No block that begins at or after this position, in tokens, has extra keys."""
+        if self.mm_inputs:
+            return self.mm_inputs[-1].offset + self.mm_inputs[-1].length
+        return 0 if self.lora_name is None and self.cache_salt is None else 1
+
+    def extra_keys(self, start: int, end: int) -> list[ExtraKey]:
+        """Extra hash keys of the block that holds the tokens [``start``, ``end``).
+
+        The adapter and the salt for the first block.  For each multi-modal input that reaches
+        into the block its hash, its offset from the start of the block (negative if it began
+        before) and its length: the same image elsewhere in the block is another content.
+        """
+        keys: list[ExtraKey] = []
+        if start == 0 and self.lora_name is not None:
+            keys.append(("lora", self.lora_name))
+        if start == 0 and self.cache_salt is not None:
+            keys.append(("salt", self.cache_salt))
+        for content_hash, offset, length in self.mm_inputs:
+            if offset >= end:
+                break
+            if offset + length > start:
+                keys.append(("mm", content_hash, offset - start, length))
+        return keys
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(seq_id={self.seq_id!r}, num_tokens={self.num_tokens}, "
+            f"num_prompt_tokens={self.num_prompt_tokens})"
+        )
+
+
+def _check_key(name: str, value, types):
+    if value is not None and not isinstance(value, types):
+        raise ValueError(f"{name}={value!r}: needs {types} or None, got {type(value).__name__}")
+    return value
+
+
+def _check_mm_inputs(mm_inputs, num_prompt_tokens: int) -> tuple[MultiModalInput, ...]:
+    checked = tuple(MultiModalInput(*mm_input) for mm_input in mm_inputs)
+    end = 0
+    for i, (content_hash, offset, length) in enumerate(checked):
+        if not isinstance(content_hash, str | bytes):
+            raise ValueError(f"mm_inputs[{i}]: content_hash={content_hash!r} is no str or bytes")
+        if length < 1 or offset < end or offset + length > num_prompt_tokens:
+            raise ValueError(
+                f"mm_inputs[{i}]: offset={offset}, length={length}; placeholders begin at "
+                f"{end} or later here, have a length of 1 or more, and end within the "
+                f"{num_prompt_tokens} tokens of the prompt"
+            )
+        end = offset + length
+    return checked
