@@ -100,7 +100,7 @@ class EvictionPolicy(abc.ABC):
     def evict_many(self, count: int) -> list[int]:
         """``evict`` ``count`` times; IndexError, nothing evicted, if too few are released."""
         if count > len(self):
-            raise IndexError(f"evict_many: count={count}, but only {len(self)} blocks are released")
+            raise IndexError(f"evict_many: count={count}, but {len(self)} blocks are released")
         return [self.evict() for _ in range(count)]
 
     def _require_future(self, next_use: Callable[[int], float] | None) -> Callable[[int], float]:

@@ -13,10 +13,10 @@ class S3FIFO(QueuePolicy):
 
     New blocks enter a small queue (``small_ratio`` of the capacity).  One that was accessed
     ``promote_after`` times by the time it gets to the head moves to the main queue (its count
-    starts anew), any other is evicted and its key remembered (``ghost_ratio`` of the capacity); content that comes back while
-    remembered enters the main queue directly.  The main queue gives accessed blocks another round.
-    Until the first eviction, blocks that find the small queue full go to the main one, as in the
-    authors' implementation in libCacheSim.
+    starts anew); any other is evicted and its key remembered (``ghost_ratio`` of the capacity).
+    Content that comes back while remembered enters the main queue directly.  The main queue gives
+    accessed blocks another round.  Until the first eviction, blocks that find the small queue full
+    go to the main one, as in the authors' implementation in libCacheSim.
     """
 
     name = "s3fifo"

@@ -12,8 +12,9 @@ class SLRU(QueuePolicy):
 
     A hit lifts a block into the next segment; a segment over its share of the capacity passes its
     oldest block down.  Victims come from the lowest segment that has one.  A new block enters the
-    lowest segment with room, so that the upper ones fill while the cache does.  Equal to libCacheSim
-    where the capacity divides evenly; elsewhere libCacheSim leaves the remainder unused at times.
+    lowest segment with room, so that the upper ones fill while the cache does.  Equal to
+    libCacheSim where the capacity divides evenly; elsewhere that evicts from the lowest segment a
+    little before the cache is full.
     """
 
     name = "slru"

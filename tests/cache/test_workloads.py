@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cache.simulate import simulate
+from cache import simulate
 from cache.trace import Trace
 from cache.workloads import WORKLOADS, make_workload
 from cache.workloads.draws import (

@@ -1,6 +1,6 @@
 """The serial replay of a priority policy, compiled by numba.
 
-Same algorithm as ``cache.simulate`` running a ``PriorityPolicy`` in Python, block by block and tie
+Same algorithm as ``cache.replay`` running a ``PriorityPolicy`` in Python, block by block and tie
 by tie, a few tens of nanoseconds per block reference: a FIFO while priorities arrive in rising
 order, a binary heap for the rest, stale entries dropped lazily.  Blocks are the dense ids of the
 trace, so the state of a block is one record in an array.

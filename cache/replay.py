@@ -161,7 +161,7 @@ def _warmed_up(priority, needs_future: bool):
     import numba
     import numpy as np
 
-    from cache.compiled_replay import compile_replay
+    from cache.replay_compiled import compile_replay
 
     replay = compile_replay(priority)
     try:

@@ -1,0 +1,229 @@
+"""What every policy owes the owner of the blocks, and what the registry owes the user."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cache.policies import POLICIES, EvictionPolicy, PriorityPolicy, make_policy
+
+CAPACITY = 8
+OPERATIONS = ("insert", "release", "pin", "evict", "discard", "release_many")
+
+
+def started(name: str) -> EvictionPolicy:
+    policy = make_policy(name)
+    policy.start(CAPACITY, (lambda block: block % 3) if policy.needs_future else None)
+    return policy
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+@given(data=st.data())
+def test_contract(name, data):
+    """Any course of events: what is released, and only that, comes out, in the order announced."""
+    policy = started(name)
+    used: list[int] = []
+    released: set[int] = set()
+    for step in range(data.draw(st.integers(1, 60), label="steps")):
+        operation = data.draw(st.sampled_from(OPERATIONS), label="operation")
+        if operation == "insert" and len(used) + len(released) < CAPACITY:
+            block = min(set(range(CAPACITY)) - released - set(used))
+            key = data.draw(st.integers(0, 20), label="key")
+            policy.miss((key, step))
+            policy.insert(block, (key, step), None, len(used))
+            used.append(block)
+        elif operation == "release" and used:
+            block = used.pop(data.draw(st.integers(0, len(used) - 1)))
+            policy.release(block)
+            released.add(block)
+        elif operation == "release_many" and used:
+            policy.release_many(reversed(used))
+            released.update(used)
+            used.clear()
+        elif operation == "pin" and released:
+            block = data.draw(st.sampled_from(sorted(released)))
+            policy.pin(block)
+            released.remove(block)
+            used.append(block)
+        elif operation == "discard" and released:
+            block = data.draw(st.sampled_from(sorted(released)))
+            policy.discard(block)
+            released.remove(block)
+        elif operation == "evict" and released:
+            announced = next(iter(policy))
+            assert policy.evict() == announced
+            assert announced in released
+            released.remove(announced)
+        assert len(policy) == len(released)
+        assert sorted(policy) == sorted(released)
+    order = list(policy)
+    assert policy.evict_many(len(released)) == order
+    with pytest.raises(IndexError):
+        policy.evict()
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_evict_many_is_all_or_nothing(name):
+    policy = started(name)
+    for block in range(3):
+        policy.insert(block, block, None, block)
+    policy.release_many([2, 1])
+    with pytest.raises(IndexError, match="count=3, but"):
+        policy.evict_many(3)
+    assert sorted(policy) == [1, 2]
+
+
+# lru trusts its owner: the check would cost as much as the pin.
+@pytest.mark.parametrize("name", sorted(set(POLICIES) - {"lru"}))
+def test_a_block_in_use_cannot_be_pinned_or_discarded(name):
+    policy = started(name)
+    policy.insert(0, "a", None, 0)
+    for call in (policy.pin, policy.discard):
+        with pytest.raises((ValueError, KeyError)):
+            call(0)
+
+
+def test_unused_blocks_leave_tail_first():
+    for name in sorted(set(POLICIES) - {"random"}):
+        policy = started(name) if name != "belady" else make_policy(name)
+        policy.start(8 * CAPACITY, lambda block: 7)  # all four fit the first queue of each
+        for depth in range(4):
+            policy.miss(depth)
+            policy.insert(depth, depth, depth - 1 if depth else None, depth)
+        policy.release_many([3, 2, 1, 0])
+        assert list(policy) == [3, 2, 1, 0], name
+
+
+def test_a_belady_without_the_future_says_so():
+    with pytest.raises(ValueError, match="policy 'belady' needs the future"):
+        make_policy("belady").start(4)
+
+
+def test_many_blocks_in_use_do_not_slow_priority_eviction():
+    """Entries of blocks in use are dropped when met, not passed again at every eviction."""
+    policy = make_policy("fifo")
+    policy.start(3000)
+    for block in range(3000):
+        policy.insert(block, block, None, 0)
+        policy.release(block)
+    policy.pin_many(range(2000))
+    pops = 0
+    pop = policy._pop_entry
+
+    def counted():
+        nonlocal pops
+        pops += 1
+        return pop()
+
+    policy._pop_entry = counted
+    assert policy.evict_many(1000) == list(range(2000, 3000))
+    assert pops == 3000
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("clock", {}, "policy='clock' is unknown; choose from arc, belady, fifo"),
+        ("lru", {"k": 2}, "policy 'lru' has no option k; its options: none"),
+        ("lru_k", {"size": 2, "k": 2}, "policy 'lru_k' has no option size; its options: k"),
+        ("lru_k", {"k": 0}, "k must be at least 1, got 0"),
+        ("slru", {"segments": 0}, "segments must be at least 1, got 0"),
+        ("two_q", {"in_ratio": 1.5}, "in_ratio must lie between 0 and 1, got 1.5"),
+        ("two_q", {"out_ratio": -1}, "out_ratio must not be negative, got -1"),
+        ("s3fifo", {"small_ratio": 0}, "small_ratio must lie between 0 and 1, got 0"),
+        ("s3fifo", {"ghost_ratio": -1}, "ghost_ratio must not be negative, got -1"),
+        ("s3fifo", {"promote_after": 0}, "promote_after must be at least 1, got 0"),
+        ("mq", {"num_queues": 0}, "num_queues must be at least 1, got 0"),
+        ("mq", {"life_time": 0}, "life_time must be at least 1 access, got 0"),
+        ("mq", {"ghost_ratio": -2}, "ghost_ratio must not be negative, got -2"),
+    ],
+)
+def test_unknown_names_and_bad_options(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        make_policy(name, **options)
+
+
+def test_policies_are_documented_with_their_origin():
+    for name, policy in POLICIES.items():
+        assert policy.name == name
+        assert policy.__doc__, name
+        assert policy.__doc__ not in (EvictionPolicy.__doc__, PriorityPolicy.__doc__), name
+
+
+# Policies of a user's own, named as file.py:Class.
+
+USER_POLICY = '''
+from cache.policies import PriorityPolicy
+
+class Deepest(PriorityPolicy):
+    """Evicts the block deepest in its prompt."""
+
+    @staticmethod
+    def priority(block):
+        return -block.depth
+
+class InPlainPython(PriorityPolicy):
+    def priority(self, block):
+        return {"value": -block.depth}["value"]
+
+class BeyondNumba(PriorityPolicy):
+    @staticmethod
+    def priority(block):
+        return float(str(-block.depth).encode().decode())
+
+class Unfinished(PriorityPolicy):
+    pass
+
+class NotANumber(PriorityPolicy):
+    def priority(self, block):
+        return float("nan")
+'''
+
+
+@pytest.fixture
+def user_file(tmp_path):
+    file = tmp_path / "my_policy.py"
+    file.write_text(USER_POLICY)
+    return file
+
+
+def test_user_policy_from_a_file(user_file):
+    from cache import make_workload, simulate
+
+    trace = make_workload("rag", seed=2, num_requests=80)
+    results = {
+        name: simulate(trace, policy=f"{user_file}:{name}", capacity_blocks=100)
+        for name in ("Deepest", "InPlainPython", "BeyondNumba")
+    }
+    assert len({r.hit_blocks for r in results.values()}) == 1
+    assert results["Deepest"].compiled
+    assert not results["InPlainPython"].compiled
+    assert not results["BeyondNumba"].compiled
+    assert results["Deepest"].policy == "Deepest"
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("{missing}:Deepest", "there is no file"),
+        ("{file}:Depest", "has no eviction policy class Depest; it defines Deepest, InPlainPython"),
+        ("{file}:Unfinished", "Unfinished does not define priority"),
+        ("{broken}:Deepest", "importing .* failed: ZeroDivisionError"),
+    ],
+)
+def test_bad_user_files(user_file, tmp_path, spec, message):
+    broken = tmp_path / "broken.py"
+    broken.write_text("1 / 0\n")
+    names = {"file": user_file, "missing": tmp_path / "missing.py", "broken": broken}
+    with pytest.raises(ValueError, match=message):
+        make_policy(spec.format(**names))
+
+
+def test_a_priority_that_is_not_a_number_is_refused(user_file):
+    policy = make_policy(f"{user_file}:NotANumber")
+    policy.start(4)
+    policy.insert(0, "a", None, 0)
+    with pytest.raises(ValueError, match="priority of block 0 is NaN"):
+        policy.release(0)
+    assert len(policy) == 0

@@ -1,0 +1,217 @@
+"""The replay against its definition written out, reference figures and libCacheSim."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cache
+from cache.policies import POLICIES, PriorityPolicy, make_policy
+from cache.trace import Trace
+
+sys.path.insert(0, str(Path(__file__).parent))
+from prefix_traces import prefix_traces, trace_of
+
+# Smallest is evicted first; then the deeper block of its prompt.
+DEFINITIONS = {
+    "lru": lambda b: b["accessed"],
+    "fifo": lambda b: b["inserted"],
+    "lfu": lambda b: (b["accesses"], b["accessed"]),
+    "belady": lambda b: -b["next_use"],
+    "mru": lambda b: -b["accessed"],
+}
+
+
+def replay_by_definition(trace: Trace, policy: str, capacity: int) -> tuple[list[int], int]:
+    """Hits per request and evictions, by the words of ``cache/replay.py`` and nothing clever."""
+    requests = [list(request.block_ids)[:capacity] for request in trace]
+    pool: dict[int, dict] = {}
+    hits, evictions = [], 0
+    for now, blocks in enumerate(requests):
+        hit = 0
+        while hit < len(blocks) and blocks[hit] in pool:
+            hit += 1
+        hits.append(hit)
+        for depth, block in enumerate(blocks):
+            if block in pool:
+                continue
+            if len(pool) == capacity:
+                unpinned = [b for b in pool if b not in blocks]
+                order = DEFINITIONS[policy]
+                del pool[min(unpinned, key=lambda b: (order(pool[b]), -pool[b]["depth"]))]
+                evictions += 1
+            pool[block] = {"depth": depth, "inserted": now, "accesses": 0}
+        for block in blocks:
+            later = (t for t in range(now + 1, len(requests)) if block in requests[t])
+            pool[block]["accessed"] = now
+            pool[block]["accesses"] += 1
+            pool[block]["next_use"] = next(later, math.inf)
+    return hits, evictions
+
+
+def python_twin(policy: str) -> PriorityPolicy:
+    """The same policy in a form that the replay does not compile."""
+    base = POLICIES[policy]
+    return type("Twin", (base,), {"compilable": False, "evict": lambda self: base.evict(self)})()
+
+
+@pytest.mark.parametrize("policy", DEFINITIONS)
+@given(trace=prefix_traces, capacity=st.integers(1, 12))
+def test_replay_is_its_definition(policy, trace, capacity):
+    hits, evictions = replay_by_definition(trace, policy, capacity)
+    compiled = cache.simulate(trace, policy=policy, capacity_blocks=capacity)
+    interpreted = cache.simulate(trace, policy=python_twin(policy), capacity_blocks=capacity)
+    assert compiled.compiled
+    assert not interpreted.compiled
+    for result in (compiled, interpreted):
+        assert (result.hit_blocks, result.evictions) == (sum(hits), evictions)
+        assert result.hit_tokens == 4 * sum(hits)
+        assert result.block_hit_rate == sum(hits) / trace.num_block_references
+
+
+@pytest.mark.parametrize("policy", ["lru", "fifo", "lfu", "belady", "gdsf"])
+def test_compiled_equals_python_on_a_long_trace(policy):
+    """Long enough that both queues of stale entries are compacted many times."""
+    trace = cache.make_workload("multi_turn_chat", seed=3, num_requests=600)
+    for fraction in (0.02, 0.1, 0.4):
+        capacity = int(trace.num_unique_blocks * fraction)
+        compiled = cache.simulate(trace, policy=policy, capacity_blocks=capacity)
+        interpreted = cache.simulate(trace, policy=python_twin(policy), capacity_blocks=capacity)
+        assert compiled.compiled
+        assert not interpreted.compiled
+        assert compiled.hit_blocks == interpreted.hit_blocks
+        assert compiled.evictions == interpreted.evictions > capacity
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@given(trace=prefix_traces, capacity=st.integers(1, 12))
+def test_every_policy_keeps_the_books(policy, trace, capacity):
+    result = cache.simulate(trace, policy=policy, capacity_blocks=capacity)
+    unbounded = trace.infinite_cache_hit_rate * trace.num_block_references
+    assert 0 <= result.hit_blocks <= round(unbounded)
+    assert result.evictions <= max(trace.num_block_references - result.hit_blocks - capacity, 0)
+    if capacity >= trace.num_unique_blocks:
+        assert result.evictions == 0
+        assert result.hit_blocks == round(unbounded)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_policy_object_starts_anew_each_time(policy):
+    trace = cache.make_workload("rag", seed=1, num_requests=60)
+    reused = make_policy(policy)
+    first, second = (
+        cache.simulate(trace, policy=reused, capacity_blocks=50).hit_blocks for _ in range(2)
+    )
+    fresh = cache.simulate(trace, policy=policy, capacity_blocks=50)
+    assert first == second == fresh.hit_blocks
+
+
+LIBCACHESIM = {
+    "lru": "LRU", "fifo": "FIFO", "lfu": "LFU", "belady": "Belady", "slru": "SLRU",
+    "lru_k": "LRUK", "two_q": "TwoQ", "arc": "ARC", "s3fifo": "S3FIFO", "sieve": "Sieve",
+    "mq": "MQ",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", LIBCACHESIM)
+@pytest.mark.parametrize("skew", [1.1, 1.4])
+def test_single_block_requests_hit_as_in_libcachesim(policy, skew):
+    """Requests of one block leave nothing of prefixes: an ordinary cache, judged by its field."""
+    libcachesim = pytest.importorskip("libcachesim")
+    generator = np.random.default_rng(int(10 * skew))
+    stream = (generator.zipf(skew, 8000) % 3000).tolist()
+    trace = Trace.from_requests([(t, 1, 1, [b]) for t, b in enumerate(stream)], name="zipf")
+    next_use, upcoming = [0] * len(stream), {}
+    for time in range(len(stream) - 1, -1, -1):
+        next_use[time] = upcoming.get(stream[time], 2**62)
+        upcoming[stream[time]] = time
+    for capacity in (40, 200):
+        other = getattr(libcachesim, LIBCACHESIM[policy])(capacity)
+        hits = 0
+        for time, block in enumerate(stream):
+            request = libcachesim.Request()
+            request.obj_id, request.obj_size, request.clock_time = block, 1, time
+            request.next_access_vtime = next_use[time]
+            hits += other.get(request)
+        ours = cache.simulate(trace, policy=policy, capacity_blocks=capacity)
+        assert ours.hit_blocks == hits > 0
+
+
+PUBLISHED = {
+    "lru": (0.0525, 0.1958, 0.2789),
+    "fifo": (0.0513, 0.1753, 0.2481),
+    "lfu": (0.0582, 0.1267, 0.1949),
+    "belady": (0.2398, 0.3664, 0.3664),
+}
+
+
+@pytest.mark.parametrize("policy", PUBLISHED)
+def test_reference_hit_rates_of_mooncake_conversation(policy):
+    folder = os.environ.get("TRACES_DIR")
+    if not folder:
+        pytest.skip("TRACES_DIR does not name a folder of real traces")
+    trace = cache.load_trace(Path(folder) / "mooncake_conversation_512.jsonl.zst")
+    rates = tuple(
+        round(cache.simulate(trace, policy=policy, capacity_blocks=blocks).block_hit_rate, 4)
+        for blocks in (1827, 9139, 18279)
+    )
+    assert rates == PUBLISHED[policy]
+
+
+def test_ties_give_up_the_deeper_block():
+    """Both older prompts fill the pool; the newcomer costs the tail of the older prompt."""
+    trace = trace_of([(0, 0), (1, 1), (2,), (0, 0)])
+    result = cache.simulate(trace, policy="lru", capacity_blocks=4)
+    assert result.hit_blocks == 1
+
+
+def test_only_the_first_blocks_of_a_long_request_take_part():
+    trace = trace_of([(0,) * 6, (0,) * 6])
+    result = cache.simulate(trace, policy="lru", capacity_blocks=4)
+    assert result.hit_blocks == 4
+    assert result.block_references == 12
+    assert result.evictions == 0
+
+
+def test_hit_tokens_stop_at_the_prompts_length():
+    trace = Trace.from_requests([(0, 6, 1, [0, 1]), (1, 6, 1, [0, 1])], name="t", block_size=4)
+    result = cache.simulate(trace, policy="lru", capacity_blocks=2)
+    assert (result.hit_blocks, result.hit_tokens) == (2, 6)
+    assert result.token_hit_rate == 0.5
+
+
+def test_without_a_block_size_there_is_no_token_hit_rate():
+    trace = Trace.from_requests([(0, 5, 1, [0]), (1, 50, 1, [0])], name="t")
+    result = cache.simulate(trace, policy="lru", capacity_blocks=2)
+    assert trace.block_size is None
+    assert result.hit_tokens is None
+    assert result.token_hit_rate is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"policy": "lruu"}, "policy='lruu' is unknown; choose from arc, belady"),
+        ({"policy": "lru", "size": 3}, "policy 'lru' has no option size"),
+        ({"policy": "lru", "capacity_blocks": 0}, "capacity_blocks must be at least 1, got 0"),
+        ({"policy": "lru", "capacity_blocks": 1.5}, "capacity_blocks must be an int, got 1.5"),
+        ({"policy": 7}, "policy must be a name or an EvictionPolicy, got 7"),
+        ({"policy": make_policy("slru"), "segments": 2}, "options segments were given with"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        cache.simulate(trace_of([(0,)]), **{"capacity_blocks": 4, **arguments})
+
+
+def test_a_trace_of_lengths_only_is_refused():
+    trace = Trace.from_requests([(0, 10, 1, [])], name="azure")
+    with pytest.raises(ValueError, match="'azure' has lengths only"):
+        cache.simulate(trace, policy="lru", capacity_blocks=4)
