@@ -2,13 +2,14 @@
 
 Decode reads every cached key and value once and does little with them, so the design follows the
 memory: the query heads that share a KV head (GQA) are packed into the rows of one tile and read it
-together; a sequence's tokens are divided among `num_splits` programs (flash-decoding) when batch and
-heads alone do not fill the GPU, each leaving a partial softmax state that a second kernel merges.
+together; a sequence's tokens are divided among `num_splits` programs (flash-decoding) where batch
+and heads alone do not fill the GPU, each leaving a partial softmax state for a second kernel to
+merge.
 
 A program walks its tokens in tiles of TILE_N, whatever the block size: every lane looks up its own
-block id, one tile ahead of use. Decode has one query, so a window is the token interval
-[context_len - window_size, context_len) and tiles start at its first token; only a last, shorter
-tile ever needs masks.
+block id. The compiler's pipeliner fetches ids, keys and values some tiles ahead by asynchronous
+copies. Decode has one query, so a window is the token interval [context_len - window_size,
+context_len) and tiles start at its first token; only a last, shorter tile ever needs masks.
 
 Split s of n takes the tiles [s * t, (s + 1) * t), t = ceil(tiles / n), of its own sequence: nothing
 depends on the rest of the batch, which makes the result batch-invariant at a given num_splits.
@@ -32,13 +33,14 @@ from kernels.checks import (
 )
 from kernels.primitives import (
     LN_2,
-    LOG2_E,
+    add_sinks,
     cast,
     dot,
     finite_shift,
     load_block_ids,
     load_rows,
     log2_scores,
+    normalise,
     online_softmax_update,
     slot_offsets,
 )
@@ -55,71 +57,6 @@ def _visible_tiles(
         first = tl.maximum(context_len - window_size, 0)
     num_tiles = tl.cdiv(tl.maximum(context_len - first, 0), TILE_N)
     return first, tl.cdiv(num_tiles, num_splits) * TILE_N
-
-
-@triton.jit
-def _normalise(acc, row_max, row_sum):
-    """Softmax state to (output, LSE in log2 units); a row without weight gives 0 and -inf."""
-    empty = row_sum == 0.0
-    row_sum = tl.where(empty, 1.0, row_sum)
-    lse = tl.where(empty, float("-inf"), row_max + tl.log2(row_sum))
-    return acc / row_sum[:, None], lse
-
-
-@triton.jit
-def _add_sinks(acc, row_max, row_sum, sinks):
-    """Add to each row's denominator the sink logit of its head; a row without weight stays empty."""
-    sinks = tl.where(row_sum == 0.0, float("-inf"), sinks.to(tl.float32) * LOG2_E)
-    new_max = tl.maximum(row_max, sinks)
-    shift = finite_shift(new_max)
-    alpha = tl.exp2(row_max - shift)
-    return acc * alpha[:, None], new_max, row_sum * alpha + tl.exp2(sinks - shift)
-
-
-@triton.jit
-def _attend_tile(
-    q,
-    acc,
-    row_max,
-    row_sum,
-    k_ptr,
-    v_ptr,
-    block_ids,
-    positions,
-    context_len,
-    end,
-    offs_d,
-    alibi_slopes,
-    scale,
-    softcap,
-    stride_k_block,
-    stride_k_slot,
-    stride_v_block,
-    stride_v_slot,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    PRECISION: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Fold the tokens at `positions` into the softmax state; MASKED leaves out those at or past `end`."""
-    MASK_DIMS: tl.constexpr = offs_d.shape[0] != HEAD_DIM
-    k_rows = slot_offsets(block_ids, positions, stride_k_block, stride_k_slot, BLOCK_SIZE)
-    v_rows = slot_offsets(block_ids, positions, stride_v_block, stride_v_slot, BLOCK_SIZE)
-    token_mask = positions < end
-    dim_mask = offs_d < HEAD_DIM
-    k_ptrs = k_ptr + k_rows[:, None] + offs_d[None, :]  # [TILE_N, HEAD_DIM_PADDED]
-    v_ptrs = v_ptr + v_rows[:, None] + offs_d[None, :]  # [TILE_N, HEAD_DIM_PADDED]
-    k = load_rows(k_ptrs, token_mask, dim_mask, MASKED, MASK_DIMS)
-    v = load_rows(v_ptrs, token_mask, dim_mask, MASKED, MASK_DIMS)
-
-    qk = dot(q, tl.trans(k), None, PRECISION)  # [TILE_M, TILE_N]
-    distances = (context_len - 1 - positions)[None, :]
-    scores = log2_scores(qk, scale, softcap, alibi_slopes, distances, HAS_SOFTCAP, HAS_ALIBI)
-    if MASKED:
-        scores = tl.where(token_mask[None, :], scores, float("-inf"))
-    return online_softmax_update(scores, v, acc, row_max, row_sum, PRECISION)
 
 
 @triton.jit(do_not_specialize=["window_size", "num_splits", "stride_table"])
@@ -170,6 +107,8 @@ def _paged_decode_kernel(
     states, (batch, num_q_heads, num_splits[, HEAD_DIM]) fp32, LSE in log2 units; a split without
     tokens leaves its part unwritten. Without, they are the results and lse_ptr may be None.
     """
+    NUM_Q_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP_SIZE
+    MASK_DIMS: tl.constexpr = HEAD_DIM_PADDED != HEAD_DIM
     M_TILES: tl.constexpr = (GROUP_SIZE + TILE_M - 1) // TILE_M
     kv_head = tl.program_id(0) // M_TILES
     offs_m = (tl.program_id(0) % M_TILES) * TILE_M + tl.arange(0, TILE_M)
@@ -185,9 +124,10 @@ def _paged_decode_kernel(
 
     offs_n = tl.arange(0, TILE_N)
     offs_d = tl.arange(0, HEAD_DIM_PADDED)
-    heads = kv_head * GROUP_SIZE + offs_m
+    heads = (kv_head * GROUP_SIZE + offs_m).to(tl.int64)
     head_mask = offs_m < GROUP_SIZE
-    qo_mask = head_mask[:, None] & (offs_d < HEAD_DIM)[None, :]
+    dim_mask = offs_d < HEAD_DIM
+    qo_mask = head_mask[:, None] & dim_mask[None, :]
     q_ptrs = q_ptr + seq * stride_q_seq + heads[:, None] * stride_q_head + offs_d[None, :]
     q = tl.load(q_ptrs, mask=qo_mask, other=0.0)  # [TILE_M, HEAD_DIM_PADDED]
     alibi_slopes = 0.0
@@ -200,37 +140,45 @@ def _paged_decode_kernel(
     table_ptr = block_tables_ptr + seq * stride_table
     acc = tl.zeros([TILE_M, HEAD_DIM_PADDED], tl.float32)
     row_max = tl.full([TILE_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([TILE_M], tl.float32)
+    row_sum = tl.zeros([TILE_M, TILE_N], tl.float32)
 
     full_end = begin + (end - begin) // TILE_N * TILE_N
-    block_ids = load_block_ids(table_ptr, begin + offs_n, end, BLOCK_SIZE)
-    for start in range(begin, full_end, TILE_N):
-        positions = start + offs_n
-        tile_block_ids = block_ids
-        block_ids = load_block_ids(table_ptr, positions + TILE_N, end, BLOCK_SIZE)
-        acc, row_max, row_sum = _attend_tile(
-            q, acc, row_max, row_sum, k_ptr, v_ptr, tile_block_ids, positions, context_len, end,
-            offs_d, alibi_slopes, scale, softcap, stride_k_block, stride_k_slot, stride_v_block,
-            stride_v_slot, BLOCK_SIZE, HEAD_DIM, HAS_SOFTCAP, HAS_ALIBI, PRECISION, MASKED=False,
-        )  # fmt: skip
-    if full_end < end:
-        acc, row_max, row_sum = _attend_tile(
-            q, acc, row_max, row_sum, k_ptr, v_ptr, block_ids, full_end + offs_n, context_len, end,
-            offs_d, alibi_slopes, scale, softcap, stride_k_block, stride_k_slot, stride_v_block,
-            stride_v_slot, BLOCK_SIZE, HEAD_DIM, HAS_SOFTCAP, HAS_ALIBI, PRECISION, MASKED=True,
-        )  # fmt: skip
+    for TAIL in tl.static_range(2):  # full tiles without masks, then at most one masked tile
+        loop_begin = full_end if TAIL else begin
+        loop_end = end if TAIL else full_end
+        for start in tl.range(loop_begin, loop_end, TILE_N, num_stages=1 if TAIL else None):
+            positions = start + offs_n
+            token_mask = positions < end
+            block_ids = load_block_ids(table_ptr, positions, token_mask, BLOCK_SIZE, TAIL)
+            k_rows = slot_offsets(block_ids, positions, stride_k_block, stride_k_slot, BLOCK_SIZE)
+            v_rows = slot_offsets(block_ids, positions, stride_v_block, stride_v_slot, BLOCK_SIZE)
+            k_ptrs = k_ptr + k_rows[:, None] + offs_d[None, :]  # [TILE_N, HEAD_DIM_PADDED]
+            v_ptrs = v_ptr + v_rows[:, None] + offs_d[None, :]  # [TILE_N, HEAD_DIM_PADDED]
+            k = load_rows(k_ptrs, token_mask, dim_mask, TAIL, MASK_DIMS)
+            v = load_rows(v_ptrs, token_mask, dim_mask, TAIL, MASK_DIMS)
 
-    NUM_Q_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP_SIZE
+            qk = dot(q, tl.trans(k), None, PRECISION)  # [TILE_M, TILE_N]
+            distances = (context_len - 1 - positions)[None, :]
+            scores = log2_scores(
+                qk, scale, softcap, alibi_slopes, distances, HAS_SOFTCAP, HAS_ALIBI
+            )
+            if TAIL:
+                scores = tl.where(token_mask[None, :], scores, float("-inf"))
+            acc, row_max, row_sum = online_softmax_update(
+                scores, v, acc, row_max, row_sum, PRECISION
+            )
+
+    row_sum = tl.sum(row_sum, axis=1)
     if IS_SPLIT:
-        out, lse = _normalise(acc, row_max, row_sum)
+        out, lse = normalise(acc, row_max, row_sum)
         states = (seq * NUM_Q_HEADS + heads) * num_splits + split
         tl.store(out_ptr + states[:, None] * HEAD_DIM + offs_d[None, :], out, mask=qo_mask)
         tl.store(lse_ptr + states, lse, mask=head_mask)
     else:
         if HAS_SINKS:
             sinks = tl.load(sinks_ptr + heads, mask=head_mask, other=0.0)
-            acc, row_max, row_sum = _add_sinks(acc, row_max, row_sum, sinks)
-        out, lse = _normalise(acc, row_max, row_sum)
+            acc, row_max, row_sum = add_sinks(acc, row_max, row_sum, sinks)
+        out, lse = normalise(acc, row_max, row_sum)
         out_ptrs = out_ptr + seq * stride_out_seq + heads[:, None] * stride_out_head
         tl.store(out_ptrs + offs_d[None, :], cast(out, out_ptr.dtype.element_ty), mask=qo_mask)
         if lse_ptr is not None:
@@ -261,7 +209,7 @@ def _merge_splits_kernel(
 
     Splits are merged TILE_SPLITS at a time, in order. Those that had no tokens are not read.
     """
-    head = tl.program_id(0)
+    head = tl.program_id(0).to(tl.int64)
     seq = tl.program_id(1).to(tl.int64)
     context_len = tl.load(context_lens_ptr + seq)
     first, split_tokens = _visible_tiles(context_len, window_size, num_splits, USE_WINDOW, TILE_N)
@@ -294,8 +242,8 @@ def _merge_splits_kernel(
 
     if HAS_SINKS:
         sinks = tl.load(sinks_ptr + head)
-        acc, row_max, row_sum = _add_sinks(acc, row_max, row_sum, sinks)
-    out, lse = _normalise(acc, row_max, row_sum)
+        acc, row_max, row_sum = add_sinks(acc, row_max, row_sum, sinks)
+    out, lse = normalise(acc, row_max, row_sum)
     out_ptrs = out_ptr + seq * stride_out_seq + head * stride_out_head + offs_d[None, :]
     tl.store(out_ptrs, cast(out, out_ptr.dtype.element_ty), mask=dim_mask[None, :])
     if lse_ptr is not None:
@@ -336,11 +284,12 @@ def paged_decode_attention(
         window_size: tokens the query sees, itself included; None for all.
         softcap: scores become softcap * tanh(score / softcap); 0 for none.
         alibi_slopes: (num_q_heads,) or (batch, num_q_heads) fp32; adds -slope * distance.
-        sinks: (num_q_heads,) logits that join the softmax denominator and attract no value (gpt-oss).
-        num_splits: programs that share a sequence's tokens. At a given num_splits a sequence's result
-            is bitwise the same whatever else is in the batch. None chooses from batch, num_kv_heads,
-            max_blocks * block_size, window_size and the GPU, never from device values: the same shapes
-            give the same result, another batch size or table width may round differently.
+        sinks: (num_q_heads,) logits that join the softmax denominator but carry no value (gpt-oss).
+        num_splits: programs that share a sequence's tokens. At a given num_splits the result of a
+            sequence is bitwise the same whatever else is in the batch. None chooses from batch,
+            num_kv_heads, max_blocks * block_size, window_size and the GPU, never from device
+            values: the same shapes give the same result, but another batch size or table width may
+            choose another number and round differently.
         out: (batch, num_q_heads, head_dim) to write to, in q's dtype or fp32; allocated if None.
         return_lse: also return the LSE.
 
@@ -353,8 +302,8 @@ def paged_decode_attention(
     other context lengths and tables.
 
     Raises:
-        ValueError: a shape, dtype, device, stride or option that does not fit; where the tensors lie
-            in host memory also a table too narrow for a context length, or an invalid block id.
+        ValueError: a shape, dtype, device, stride or option that does not fit; where the tensors
+            lie in host memory also a table too narrow for a context length, or an invalid block id.
     """
     check_kv_cache(k_cache, v_cache)
     _, block_size, num_kv_heads, head_dim = k_cache.shape
@@ -391,7 +340,8 @@ def paged_decode_attention(
 
     group_size = num_q_heads // num_kv_heads
     target = target_of(device)
-    tile = decode_tile(group_size, head_dim, q.dtype, target)
+    head_dim_padded = padded_dim(head_dim)
+    tile = decode_tile(group_size, head_dim_padded, k_cache.dtype, target)
     head_tiles = num_kv_heads * triton.cdiv(group_size, tile.tile_m)
     if num_splits is None:
         max_tokens = block_tables.shape[1] * block_size
@@ -406,7 +356,7 @@ def paged_decode_attention(
     window = 0 if window_size is None else window_size
     shared = {
         "HEAD_DIM": head_dim,
-        "HEAD_DIM_PADDED": padded_dim(head_dim),
+        "HEAD_DIM_PADDED": head_dim_padded,
         "TILE_N": tile.tile_n,
         "USE_WINDOW": window_size is not None,
         "HAS_SINKS": sinks is not None,
@@ -444,7 +394,7 @@ def paged_decode_attention(
         **shared,
     )
     if is_split:
-        merge = merge_tile(shared["HEAD_DIM_PADDED"])
+        merge = merge_tile(head_dim_padded)
         _merge_splits_kernel[(num_q_heads, batch)](
             out,
             lse,

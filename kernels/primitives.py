@@ -4,8 +4,9 @@ Address arithmetic. The K (or V) row of token position p of a sequence lies at
 
     cache + block_table[p // BLOCK_SIZE] * stride_block + (p % BLOCK_SIZE) * stride_slot
 
-elements. The product of block id and stride exceeds 32 bits on every large cache, so block ids are
-widened to 64 bits before they meet a stride.
+elements. The product of block id and stride exceeds 32 bits on every large cache, so both factors
+are widened to 64 bits where they meet (one wide multiply) and not before. Positions are divided as
+unsigned numbers: a signed division by a constant costs several instructions more.
 
 Online softmax (Milakov & Gimelshein, 2018; FlashAttention). Scores are kept in units of log2, so
 that a weight is one `exp2`: with s the scores times log2(e), a tile updates, row by row,
@@ -29,19 +30,22 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def load_block_ids(block_table_ptr, positions, limit, BLOCK_SIZE: tl.constexpr):
-    """Block ids, int64, of the token positions below `limit`, and 0 for the others.
+def load_block_ids(
+    block_table_ptr, positions, mask, BLOCK_SIZE: tl.constexpr, MASKED: tl.constexpr
+):
+    """Block ids, int32, of token positions. MASKED: only where `mask`, and 0 elsewhere.
 
-    Table entries that only positions past `limit` need are never read: they may hold anything.
+    Table entries that no unmasked position needs are never read: they may hold anything.
     """
-    block_ids = tl.load(block_table_ptr + positions // BLOCK_SIZE, mask=positions < limit, other=0)
-    return block_ids.to(tl.int64)
+    ptrs = block_table_ptr + positions.to(tl.uint32) // BLOCK_SIZE
+    return tl.load(ptrs, mask=mask, other=0) if MASKED else tl.load(ptrs)
 
 
 @triton.jit
 def slot_offsets(block_ids, positions, stride_block, stride_slot, BLOCK_SIZE: tl.constexpr):
     """Offset in elements, int64, of the cache row that holds each token position."""
-    return block_ids * stride_block + (positions % BLOCK_SIZE).to(tl.int64) * stride_slot
+    slots = positions.to(tl.uint32) % BLOCK_SIZE
+    return block_ids.to(tl.int64) * stride_block + slots.to(tl.int64) * stride_slot
 
 
 @triton.jit
@@ -118,14 +122,19 @@ def log2_scores(
 def online_softmax_update(scores, v, acc, row_max, row_sum, PRECISION: tl.constexpr):
     """Fold one tile of keys into the running state; see the head of this file.
 
-    scores: [queries, keys] fp32, log2 units. v: [keys, dims]. acc: [queries, dims] fp32.
-    row_max, row_sum: [queries] fp32. Returns the new (acc, row_max, row_sum).
+    scores: [queries, keys] fp32, log2 units. v: [keys, dims]. acc: [queries, dims] fp32. row_max:
+    [queries] fp32. row_sum: l, [queries] fp32, or [queries, keys] whose sum over keys is l: where
+    the keys of a tile are spread over warps, summing once after the last tile spares a reduction
+    across them per tile. Returns the new (acc, row_max, row_sum).
     """
     new_max = tl.maximum(row_max, tl.max(scores, axis=1))
     shift = finite_shift(new_max)
     alpha = tl.exp2(row_max - shift)
     p = tl.exp2(scores - shift[:, None])
-    row_sum = row_sum * alpha + tl.sum(p, axis=1)
+    if len(row_sum.shape) == 1:
+        row_sum = row_sum * alpha + tl.sum(p, axis=1)
+    else:
+        row_sum = row_sum * alpha[:, None] + p
     if not INTERPRETED:
         p = p.to(v.dtype)
     acc = dot(p, v, acc * alpha[:, None], PRECISION)
@@ -136,3 +145,22 @@ def online_softmax_update(scores, v, acc, row_max, row_sum, PRECISION: tl.conste
 def finite_shift(row_max):
     """row_max, or 0 where it is -inf: -inf - (-inf) would be NaN, -inf - 0 gives a weight of 0."""
     return tl.where(row_max == float("-inf"), 0.0, row_max)
+
+
+@triton.jit
+def normalise(acc, row_max, row_sum):
+    """Softmax state to (output, LSE in log2 units); a row without weight gives 0 and -inf."""
+    empty = row_sum == 0.0
+    row_sum = tl.where(empty, 1.0, row_sum)
+    lse = tl.where(empty, float("-inf"), row_max + tl.log2(row_sum))
+    return acc / row_sum[:, None], lse
+
+
+@triton.jit
+def add_sinks(acc, row_max, row_sum, sinks):
+    """Add the sink logit of each row's head to its denominator; a row without weight stays empty."""
+    sinks = tl.where(row_sum == 0.0, float("-inf"), sinks.to(tl.float32) * LOG2_E)
+    new_max = tl.maximum(row_max, sinks)
+    shift = finite_shift(new_max)
+    alpha = tl.exp2(row_max - shift)
+    return acc * alpha[:, None], new_max, row_sum * alpha + tl.exp2(sinks - shift)

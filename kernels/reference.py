@@ -56,6 +56,8 @@ def attention(
     the LSE, (num_queries, num_q_heads). A query that sees nothing gets zeros and -inf.
     """
     num_q_heads, head_dim = q.shape[1:]
+    if k.shape[0] == 0:
+        return torch.zeros_like(q), q.new_full((q.shape[0], num_q_heads), -torch.inf)
     group_size = num_q_heads // k.shape[1]
     scale = head_dim**-0.5 if scale is None else scale
     k = k.repeat_interleave(group_size, dim=1)
@@ -74,17 +76,15 @@ def attention(
         visible &= distances < window_size
     scores = scores.masked_fill(~visible, -torch.inf)
 
-    seen = scores.amax(-1, keepdim=True) > -torch.inf if scores.shape[-1] else None
-    if seen is None:
-        return torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf)
+    empty = scores.amax(-1, keepdim=True) == -torch.inf
     if sinks is not None:
         column = sinks.to(q.dtype)[:, None, None].expand(-1, q.shape[0], 1)
         scores = torch.cat([scores, column], dim=-1)
     lse = torch.logsumexp(scores, -1, keepdim=True)
     weights = torch.softmax(scores, -1)[..., : k.shape[0]]
-    weights = weights.masked_fill(~seen, 0.0)
+    weights = weights.masked_fill(empty, 0.0)
     out = torch.einsum("hqk,khd->qhd", weights, v)
-    return out, lse.masked_fill(~seen, -torch.inf).squeeze(-1).transpose(0, 1)
+    return out, lse.masked_fill(empty, -torch.inf).squeeze(-1).transpose(0, 1)
 
 
 def paged_decode_attention(
@@ -126,4 +126,51 @@ def paged_decode_attention(
             sinks=sinks,
         )
         out[i], lse[i] = seq_out[0], seq_lse[0]
+    return (out, lse) if return_lse else out
+
+
+def paged_prefill_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    context_lens: torch.Tensor,
+    *,
+    max_seqlen_q: int,
+    scale: float | None = None,
+    window_size: int | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    causal: bool = True,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Twin of `kernels.paged_prefill_attention` (max_seqlen_q changes nothing here)."""
+    out = torch.empty_like(q) if out is None else out
+    lse = torch.empty(q.shape[:2], dtype=q.dtype, device=q.device)
+    starts = cu_seqlens_q.tolist()
+    for i, context_len in enumerate(context_lens.tolist()):
+        rows = slice(starts[i], starts[i + 1])
+        first_position = context_len - (rows.stop - rows.start)
+        first = 0 if window_size is None else max(0, first_position - window_size + 1)
+        slopes = (
+            alibi_slopes[i]
+            if alibi_slopes is not None and alibi_slopes.dim() == 2
+            else alibi_slopes
+        )
+        out[rows], lse[rows] = attention(
+            q[rows],
+            gather_tokens(k_cache, block_tables[i], first, context_len),
+            gather_tokens(v_cache, block_tables[i], first, context_len),
+            q_positions=torch.arange(first_position, context_len, device=q.device),
+            k_positions=torch.arange(first, context_len, device=q.device),
+            scale=scale,
+            window_size=window_size,
+            softcap=softcap,
+            alibi_slopes=slopes,
+            sinks=sinks,
+            causal=causal,
+        )
     return (out, lse) if return_lse else out

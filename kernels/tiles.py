@@ -100,12 +100,32 @@ class AttentionTile:
 
 
 def decode_tile(
-    group_size: int, head_dim: int, dtype: torch.dtype, target: Target
+    group_size: int, head_dim_padded: int, dtype: torch.dtype, target: Target
 ) -> AttentionTile:
-    tile_m = min(64, max(16, triton.next_power_of_2(group_size)))
+    """Tile of the decode kernel.
+
+    Decode is bound by memory, so a tile is sized by the bytes of K and V it fetches. Triton's
+    pipeliner keeps (num_stages - 1) / 2 of them in shared memory, because the loads have two levels
+    (block ids, then rows): three of 32 KiB on sm_90 and sm_100, two on sm_80, two of 16 KiB on GPUs
+    with about 100 KiB of shared memory leave room for two programs per multiprocessor. Larger
+    groups take several tiles of rows: 64 rows at once would spill registers.
+    """
+    tile_m = min(16 if head_dim_padded > 128 else 32, max(16, triton.next_power_of_2(group_size)))
+    num_warps = 4
     if target.backend == "interpreter":
-        return AttentionTile(tile_m, 32, 4, 1, "ieee")
-    return AttentionTile(tile_m, 64, 4, 3, "tf32x3")
+        return AttentionTile(tile_m, tile_n=32, num_warps=num_warps, num_stages=1, precision="ieee")
+    if target.backend == "hip":
+        tile_bytes, num_stages, precision = 16 * 1024, 2, "ieee"
+    else:
+        precision = "tf32x3"
+        tile_bytes = 32 * 1024 if target.arch in (80, 90, 100, 103) else 16 * 1024
+        num_stages = 7 if target.arch in (90, 100, 103) else 5
+    if dtype == torch.float32:  # tf32x3 holds every operand three times
+        tile_m, tile_bytes = 16, tile_bytes // 2
+        num_warps = 8 if head_dim_padded > 128 else 4
+    tile_n = tile_bytes // (2 * head_dim_padded * dtype.itemsize)
+    tile_n = min(256 // dtype.itemsize, max(16, tile_n))
+    return AttentionTile(tile_m, tile_n, num_warps, num_stages, precision)
 
 
 def decode_num_splits(num_programs: int, max_tokens: int, tile_n: int, target: Target) -> int:
@@ -123,6 +143,13 @@ def decode_num_splits(num_programs: int, max_tokens: int, tile_n: int, target: T
 
     best = max(map(efficiency, range(1, most + 1)))
     return next(n for n in range(1, most + 1) if efficiency(n) >= 0.85 * best)
+
+
+def prefill_tile(head_dim_padded: int, dtype: torch.dtype, target: Target) -> AttentionTile:
+    """Tile of the prefill kernel."""
+    if target.backend == "interpreter":
+        return AttentionTile(tile_m=32, tile_n=32, num_warps=4, num_stages=1, precision="ieee")
+    return AttentionTile(128, 64, 8, 5, "tf32x3")
 
 
 def merge_tile(head_dim_padded: int) -> RowTile:

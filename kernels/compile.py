@@ -1,0 +1,302 @@
+"""Compile the kernels for GPUs that are not here and read what the compiler made of them.
+
+    python -m kernels.compile                                  # every shipped configuration
+    python -m kernels.compile --arch sm_90 --op store_kvcache --json
+
+The public ops are called on meta tensors (shapes and strides without memory) under a stand-in for
+the GPU driver: the launcher chooses tiles and specialises arguments as it would on the GPU, and
+where Triton would compile and launch, the compilation is taken over for the wanted architecture and
+nothing is launched. What is compiled is therefore what would run, by construction.
+
+From the cubin (by cuobjdump, part of Triton's wheel), the PTX and the TTGIR come registers, local
+memory, shared memory, widths of global accesses and asynchronous copies, and tensor-core use. Needs
+a process without TRITON_INTERPRET. Triton caches compilations on disk by source hash, so a second
+run takes a fraction of the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.driver import driver
+
+from kernels.primitives import INTERPRETED
+from kernels.shipped import OPS, shipped_calls
+from kernels.tiles import Target, force_target
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A CUDA architecture; limits per multiprocessor from the CUDA programming guide."""
+
+    name: str
+    capability: int
+    num_multiprocessors: int
+    """Of its best known data-centre GPU, for default split counts."""
+    shared_bytes: int
+    registers: int = 65536
+    max_warps: int = 64
+    max_programs: int = 32
+
+
+ARCHITECTURES = {
+    arch.name: arch
+    for arch in (
+        Architecture("sm_80", 80, num_multiprocessors=108, shared_bytes=164 * 1024),
+        Architecture("sm_90", 90, num_multiprocessors=132, shared_bytes=228 * 1024),
+        Architecture("sm_100", 100, num_multiprocessors=148, shared_bytes=228 * 1024),
+    )
+}
+
+
+@dataclass(frozen=True)
+class KernelResources:
+    """What one compiled kernel uses. Counts are instructions in its PTX."""
+
+    op: str
+    config: str
+    kernel: str
+    arch: str
+    num_warps: int
+    num_stages: int
+    registers: int
+    """Per thread."""
+    local_bytes: int
+    """Stack and local memory per thread: 0 unless registers spill."""
+    shared_bytes: int
+    """Static and dynamic, per program."""
+    global_loads: dict[int, int]
+    """Loads to registers by width in bits."""
+    async_copies: dict[int, int]
+    """Asynchronous global-to-shared copies by width in bits."""
+    global_stores: dict[int, int]
+    """Stores from registers by width in bits."""
+    dots: int
+    """Matrix products in the source program, after inlining and loop peeling."""
+    tensor_core_dots: int
+    """Those that run on tensor cores."""
+    mma: dict[str, int]
+    """Tensor-core instructions by family: mma.sync, wgmma, tcgen05."""
+    constants: dict[str, int | float | str | bool | None]
+    """The kernel's compile-time constants (tile shape, features ...)."""
+    programs_per_multiprocessor: int
+    """Resident programs that registers, shared memory and warps allow."""
+
+
+class _CompileOnlyDriver:
+    """The part of Triton's driver interface that precedes a launch."""
+
+    def __init__(self, target: GPUTarget):
+        self._target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> str:
+        return f"{self._target.backend}:{self._target.arch}"
+
+    def get_current_stream(self, _device: str) -> int:
+        return 0
+
+
+@contextlib.contextmanager
+def _taking_over_compilation(target: GPUTarget, take: Callable) -> Iterator[None]:
+    """Hand every kernel that is launched inside to `take(fn, compile_info)` instead."""
+
+    def hook(*, fn, compile, **_):
+        take(fn.jit_function, compile)
+        return True
+
+    previous_driver, previous_hook = driver._active, triton.knobs.runtime.jit_cache_hook
+    driver.set_active(_CompileOnlyDriver(target))
+    triton.knobs.runtime.jit_cache_hook = hook
+    try:
+        yield
+    finally:
+        triton.knobs.runtime.jit_cache_hook = previous_hook
+        driver._active = previous_driver
+
+
+def compile_call(call: Callable[[], object], arch: Architecture) -> list:
+    """Compile every kernel that `call` would launch, without launching: Triton CompiledKernels.
+
+    `call` runs an op on meta tensors.
+
+    Raises:
+        RuntimeError: the process runs the kernels in the interpreter.
+    """
+    if INTERPRETED.value:
+        raise RuntimeError(
+            "kernels are bound to the interpreter: unset TRITON_INTERPRET to compile"
+        )
+    target = GPUTarget("cuda", arch.capability, 32)
+    compiled = []
+
+    def take(jit_function, info) -> None:
+        source = ASTSource(jit_function, info["signature"], info["constants"], info["configs"][0])
+        options = {key: info[key] for key in ("num_warps", "num_stages", "num_ctas")}
+        compiled.append((jit_function, source, triton.compile(source, target, options)))
+
+    tiles_target = Target("cuda", arch.capability, arch.num_multiprocessors)
+    with force_target(tiles_target), _taking_over_compilation(target, take):
+        call()
+    return compiled
+
+
+def _resource_usage(cubin: bytes) -> dict[str, int]:
+    """REG, STACK, SHARED and LOCAL as recorded in a cubin."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return {key: int(value) for key, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
+
+
+def _access_widths(ptx: str, instruction: str) -> dict[int, int]:
+    """Count ld.global or st.global by width in bits: ld.global.v4.b32 is 128 bits."""
+    accesses = re.findall(rf"\b{instruction}\S*?(?:\.v(\d))?\.[busf](\d+)\s", ptx)
+    return dict(sorted(Counter(int(vector or 1) * int(bits) for vector, bits in accesses).items()))
+
+
+def _async_copy_widths(ptx: str) -> dict[int, int]:
+    """Count cp.async by width in bits; its third operand is a number of bytes."""
+    copies = re.findall(r"\bcp\.async\.c[ag]\.\S+ \[[^]]+\], \[[^]]+\], (\w+)", ptx)
+    return dict(sorted(Counter(8 * int(size, 0) for size in copies).items()))
+
+
+def _dots(ttgir: str) -> tuple[int, int]:
+    """Matrix products in the TTGIR and how many of them have a tensor-core layout."""
+    products = re.findall(r"^.*(?:tt\.dot|ttng\.warp_group_dot|ttng\.tc_gen5_mma) .*$", ttgir, re.M)
+    on_tensor_cores = [
+        line for line in products if "tt.dot" not in line or re.search(r"-> tensor<.*#mma", line)
+    ]
+    return len(products), len(on_tensor_cores)
+
+
+def _programs_per_multiprocessor(
+    arch: Architecture, registers: int, shared_bytes: int, num_warps: int
+) -> int:
+    """Registers go to warps in units of 256; every program costs another 1 KiB of shared memory."""
+    registers_per_warp = -(-registers * 32 // 256) * 256
+    return min(
+        arch.registers // (registers_per_warp * num_warps),
+        arch.shared_bytes // (shared_bytes + 1024),
+        arch.max_warps // num_warps,
+        arch.max_programs,
+    )
+
+
+def read_resources(
+    op: str, config: str, arch: Architecture, jit_function, source, compiled
+) -> KernelResources:
+    """KernelResources of one compiled kernel."""
+    used = _resource_usage(compiled.asm["cubin"])
+    ptx = compiled.asm["ptx"]
+    dots, tensor_core_dots = _dots(compiled.asm["ttgir"])
+    shared_bytes = used["SHARED"] + compiled.metadata.shared
+    names = jit_function.arg_names
+    return KernelResources(
+        op=op,
+        config=config,
+        kernel=jit_function.fn.__name__,
+        arch=arch.name,
+        num_warps=compiled.metadata.num_warps,
+        num_stages=compiled.metadata.num_stages,
+        registers=used["REG"],
+        local_bytes=used["STACK"] + used["LOCAL"],
+        shared_bytes=shared_bytes,
+        global_loads=_access_widths(ptx, "ld.global"),
+        async_copies=_async_copy_widths(ptx),
+        global_stores=_access_widths(ptx, "st.global"),
+        dots=dots,
+        tensor_core_dots=tensor_core_dots,
+        mma={
+            family: count
+            for family, pattern in (
+                ("mma.sync", r"\bmma\.sync"),
+                ("wgmma", r"\bwgmma\.mma_async"),
+                ("tcgen05", r"\btcgen05\.mma"),
+            )
+            if (count := len(re.findall(pattern, ptx)))
+        },
+        constants={names[path[0]]: value for path, value in source.constants.items()},
+        programs_per_multiprocessor=_programs_per_multiprocessor(
+            arch, used["REG"], shared_bytes, compiled.metadata.num_warps
+        ),
+    )
+
+
+def compile_shipped(
+    arch: Architecture, ops: Sequence[str] | None = None
+) -> Iterator[KernelResources]:
+    """Compile every shipped configuration (of the named ops) for one architecture.
+
+    A kernel that several configurations share word for word is reported once.
+    """
+    seen = set()
+    for call in shipped_calls(ops):
+        for jit_function, source, compiled in compile_call(call.run, arch):
+            if compiled.hash not in seen:
+                seen.add(compiled.hash)
+                yield read_resources(call.op, call.config, arch, jit_function, source, compiled)
+
+
+def _table(rows: list[KernelResources]) -> str:
+    columns = {
+        "arch": lambda r: r.arch,
+        "kernel": lambda r: r.kernel.strip("_").removesuffix("_kernel"),
+        "config": lambda r: r.config,
+        "warps": lambda r: r.num_warps,
+        "stages": lambda r: r.num_stages,
+        "regs": lambda r: r.registers,
+        "local": lambda r: r.local_bytes,
+        "shared": lambda r: r.shared_bytes,
+        "per SM": lambda r: r.programs_per_multiprocessor,
+        "ld.128": lambda r: r.global_loads.get(128, 0),
+        "cp.async.128": lambda r: r.async_copies.get(128, 0),
+        "st.128": lambda r: r.global_stores.get(128, 0),
+        "mma": lambda r: ", ".join(f"{count} {family}" for family, count in r.mma.items()) or "-",
+    }
+    cells = [list(columns), *([str(get(row)) for get in columns.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in cells
+    )
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m kernels.compile", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument(
+        "--arch", action="append", choices=ARCHITECTURES, help="repeatable; default all"
+    )
+    parser.add_argument("--op", action="append", choices=OPS, help="repeatable; default all")
+    parser.add_argument("--json", action="store_true", help="one JSON object per kernel and line")
+    options = parser.parse_args(argv)
+    rows = []
+    for name in options.arch or ARCHITECTURES:
+        for row in compile_shipped(ARCHITECTURES[name], options.op):
+            if options.json:
+                print(json.dumps(dataclasses.asdict(row)), flush=True)
+            rows.append(row)
+    if not options.json:
+        print(_table(rows))
+
+
+if __name__ == "__main__":
+    main()

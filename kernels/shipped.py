@@ -1,0 +1,142 @@
+"""The configurations the kernels are shipped in, as calls of the public ops on meta tensors.
+
+A configuration is a call that a tile table entry exists for; `kernels.compile` compiles what these
+calls would launch. Block size 16 is the smallest for which 16-byte accesses are promised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from kernels.paged_decode_attention import paged_decode_attention
+from kernels.paged_prefill_attention import paged_prefill_attention
+from kernels.store_kvcache import store_kvcache
+
+HEAD_DIMS = (64, 80, 96, 128, 256)
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class ShippedCall:
+    """One configuration of one op. `run` calls it on meta tensors."""
+
+    op: str
+    config: str
+    run: Callable[[], object]
+
+
+def _meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
+
+
+def _store_kvcache(head_dim: int, dtype: torch.dtype) -> ShippedCall:
+    key = _meta(256, 8, head_dim, dtype=dtype)
+    cache = _meta(4096, 16, 8, head_dim, dtype=dtype)
+    slots = _meta(256, dtype=torch.int64)
+    run = partial(store_kvcache, key, key, cache, cache, slots)
+    return ShippedCall("store_kvcache", f"{_name(dtype)} d{head_dim}", run)
+
+
+def _decode(
+    head_dim: int,
+    dtype: torch.dtype,
+    group_size: int = 4,
+    num_splits: int = 1,
+    features: bool = False,
+) -> ShippedCall:
+    num_q_heads = 8 * group_size
+    q = _meta(64, num_q_heads, head_dim, dtype=dtype)
+    cache = _meta(4096, 16, 8, head_dim, dtype=dtype)
+    options = {"num_splits": num_splits}
+    if features:
+        per_head = _meta(num_q_heads, dtype=torch.float32)
+        options |= {"window_size": 1024, "softcap": 50.0, "return_lse": True}
+        options |= {"alibi_slopes": per_head, "sinks": per_head}
+    run = partial(
+        paged_decode_attention,
+        q,
+        cache,
+        cache,
+        _meta(64, 256, dtype=torch.int32),
+        _meta(64, dtype=torch.int32),
+        **options,
+    )
+    config = f"{_name(dtype)} d{head_dim} g{group_size}"
+    config += (" split" if num_splits > 1 else "") + (" features" if features else "")
+    return ShippedCall("paged_decode_attention", config, run)
+
+
+def _prefill(
+    head_dim: int,
+    dtype: torch.dtype,
+    group_size: int = 4,
+    batch: int = 1,
+    block_size: int = 16,
+    features: bool = False,
+) -> ShippedCall:
+    num_q_heads = 8 * group_size
+    cache = _meta(4096, block_size, 8, head_dim, dtype=dtype)
+    options = {}
+    if features:
+        per_head = _meta(num_q_heads, dtype=torch.float32)
+        options |= {"window_size": 1024, "softcap": 50.0, "return_lse": True}
+        options |= {"alibi_slopes": per_head, "sinks": per_head}
+    run = partial(
+        paged_prefill_attention,
+        _meta(4096, num_q_heads, head_dim, dtype=dtype),
+        cache,
+        cache,
+        _meta(batch, 256, dtype=torch.int32),
+        _meta(batch + 1, dtype=torch.int32),
+        _meta(batch, dtype=torch.int32),
+        max_seqlen_q=4096,
+        **options,
+    )
+    config = f"{_name(dtype)} d{head_dim} g{group_size} b{block_size}"
+    config += (" batch" if batch > 1 else "") + (" features" if features else "")
+    return ShippedCall("paged_prefill_attention", config, run)
+
+
+def _store_kvcache_calls() -> Iterator[ShippedCall]:
+    for dtype in HALF_DTYPES:
+        yield from (_store_kvcache(head_dim, dtype) for head_dim in HEAD_DIMS)
+
+
+def _decode_calls() -> Iterator[ShippedCall]:
+    for dtype in HALF_DTYPES:
+        for head_dim in HEAD_DIMS:
+            yield _decode(head_dim, dtype)
+        yield _decode(128, dtype, group_size=71)
+        yield _decode(128, dtype, num_splits=8)
+        yield _decode(128, dtype, num_splits=8, features=True)
+
+
+def _prefill_calls() -> Iterator[ShippedCall]:
+    for dtype in HALF_DTYPES:
+        for head_dim in HEAD_DIMS:
+            yield _prefill(head_dim, dtype)
+        yield _prefill(128, dtype, group_size=71, batch=64)
+        yield _prefill(128, dtype, block_size=256, batch=64)
+        yield _prefill(128, dtype, features=True)
+
+
+_CALLS = {
+    "store_kvcache": _store_kvcache_calls,
+    "paged_decode_attention": _decode_calls,
+    "paged_prefill_attention": _prefill_calls,
+}
+OPS = tuple(_CALLS)
+
+
+def shipped_calls(ops: Sequence[str] | None = None) -> Iterator[ShippedCall]:
+    """Every shipped configuration, or those of the named ops."""
+    for op in OPS if ops is None else ops:
+        yield from _CALLS[op]()
