@@ -1,0 +1,310 @@
+"""The physical blocks of a cache: who uses them, what they hold, which go next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+
+from cache.policies.base import EvictionPolicy
+
+
+class OutOfBlocks(RuntimeError):
+    """A call needs more blocks than are free.  It has changed nothing.
+
+    Attributes:
+        needed: blocks that the call would have taken from the free ones.
+        free: blocks that are free.
+    """
+
+    def __init__(self, needed: int, free: int) -> None:
+        super().__init__(f"{needed} blocks are needed, {free} are free")
+        self.needed = needed
+        self.free = free
+
+
+class BlockPool:
+    """``num_blocks`` blocks with reference counts, an index by content hash, and a policy.
+
+    A block is always in one of four states:
+
+        fresh          never handed out; given out in the order 0, 1, 2 ...
+        free           no user, and its content cannot be found
+        cached-free    no user, but its content is indexed: a lookup can revive it
+        referenced     in use by ``ref_counts[block]`` tables, indexed or not
+
+    Cached-free blocks belong to the eviction policy, and lose their content only when they are
+    handed out again.  Free blocks wait with them if the policy ``queues_uncached`` (with ``lru``
+    this is vLLM v1's free queue), else on a stack that is used up before the policy is asked.
+
+    Several blocks may hold the same content (they were computed side by side).  All of them are
+    indexed and a lookup finds the one that was cached first among those that remain.
+
+    State is kept in plain lists with an entry a block, not in an object a block, so that pools of
+    a million blocks are made in milliseconds and most work is done by C loops.
+
+    Attributes:
+        ref_counts: number of tables that hold each block; read-only to others.
+        block_hashes: content hash under which each block is indexed, or None; read-only to others.
+        policy: the eviction policy, started anew by the pool and owned by it.
+        num_allocated, num_evicted: blocks handed out so far, and those of them that were
+            cached-free before.
+    """
+
+    def __init__(self, num_blocks: int, policy: EvictionPolicy) -> None:
+        policy.start(num_blocks)
+        self.num_blocks = num_blocks
+        self.policy = policy
+        self.ref_counts: list[int] = [0] * num_blocks
+        self.block_hashes: list[bytes | None] = [None] * num_blocks
+        self.num_allocated = 0
+        self.num_evicted = 0
+        self._num_fresh = num_blocks
+        self._free: list[int] = []  # a stack: free blocks that the policy does not queue
+        self._index: dict[bytes, int] = {}
+        self._duplicates: dict[bytes, list[int]] = {}  # blocks besides the one in the index
+        # Policies that leave these as they are need not be called for every block.
+        self._tells_misses = type(policy).miss is not EvictionPolicy.miss
+        self._tells_inserts = type(policy).insert is not EvictionPolicy.insert
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks without a user: fresh, free and cached-free."""
+        return self._num_fresh + len(self._free) + len(self.policy)
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks whose content can be found, referenced or not."""
+        return len(self._index) + sum(map(len, self._duplicates.values()))
+
+    def free_blocks(self) -> Iterator[int]:
+        """Blocks without a user, in the order in which they would be handed out now."""
+        fresh = range(self.num_blocks - self._num_fresh, self.num_blocks)
+        return chain(fresh, reversed(self._free), self.policy)
+
+    def lookup(self, hashes: Sequence[bytes]) -> list[int]:
+        """Blocks of the longest leading run of ``hashes`` that is cached.  Changes nothing.
+
+        Valid until blocks are allocated next.
+        """
+        index, blocks = self._index, []
+        try:
+            for key in hashes:
+                blocks.append(index[key])
+        except KeyError:
+            pass
+        return blocks
+
+    def num_revived(self, hits: Sequence[int]) -> int:
+        """How many of ``hits`` have no user: taking them lowers the number of free blocks."""
+        ref_counts = self.ref_counts
+        return sum([not ref_counts[block] for block in hits])
+
+    def check_free(self, count: int) -> None:
+        """Raise OutOfBlocks unless ``count`` blocks are free."""
+        if count > self.num_free_blocks:
+            raise OutOfBlocks(count, self.num_free_blocks)
+
+    def allocate(
+        self,
+        count: int,
+        hits: Sequence[int] = (),
+        hashes: Sequence[bytes] = (),
+        first: int = 0,
+        last: int = 0,
+    ) -> list[int]:
+        """Add a user to each block of ``hits``, then hand out ``count`` blocks with one user.
+
+        The hits leave the free blocks before any is handed out, so none of them is evicted for
+        the request that hit it.  Returns the new blocks, whose former content is forgotten; those
+        for the positions ``first`` to ``last - 1`` of the sequence, none by default, are cached
+        as by ``cache(blocks, hashes, first, last)``.
+        Raises OutOfBlocks and ValueError (a negative ``count``), changing nothing.
+        """
+        if count < 0:
+            raise ValueError(f"count={count}: cannot hand out a negative number of blocks")
+        ref_counts = self.ref_counts
+        revived = [block for block in hits if not ref_counts[block]]
+        self.check_free(count + len(revived))
+        if revived:
+            self.policy.pin_many(revived)
+        for block in hits:
+            ref_counts[block] += 1
+        self.num_allocated += count
+        blocks: list[int] = []
+        if self._tells_misses:  # one at a time: the victim may depend on the newcomer
+            for position in range(first, last):
+                if hashes[position] not in self._index:
+                    self.policy.miss(hashes[position])
+                blocks += self._take(1)
+                self._insert(blocks[-1:], hashes, position, position + 1)
+            blocks += self._take(count - len(blocks))
+        else:
+            blocks += self._take(count)
+            self._insert(blocks, hashes, first, last)
+        return blocks
+
+    def _take(self, count: int) -> list[int]:
+        """Remove ``count`` blocks, which there are, from the free ones; each gets one user."""
+        ref_counts = self.ref_counts
+        first = self.num_blocks - self._num_fresh
+        blocks = list(range(first, first + min(count, self._num_fresh)))
+        self._num_fresh -= len(blocks)
+        if len(blocks) < count and self._free:
+            split = max(0, len(self._free) - (count - len(blocks)))
+            blocks += reversed(self._free[split:])
+            del self._free[split:]
+        if len(blocks) < count:
+            evicted = self.policy.evict_many(count - len(blocks))
+            self._forget(evicted)
+            blocks += evicted
+        for block in blocks:
+            ref_counts[block] = 1
+        return blocks
+
+    def _forget(self, evicted: list[int]) -> None:
+        """Drop the content of ``evicted``, which the policy has just given up."""
+        index, duplicates = self._index, self._duplicates
+        ref_counts, block_hashes = self.ref_counts, self.block_hashes
+        for block in evicted:
+            if ref_counts[block]:
+                raise RuntimeError(
+                    f"policy {self.policy.name!r} evicted block {block}, which is in use"
+                )
+            key = block_hashes[block]
+            if key is None:
+                continue
+            block_hashes[block] = None
+            self.num_evicted += 1
+            if key not in duplicates:
+                del index[key]
+                continue
+            others = duplicates[key]
+            if index[key] == block:
+                index[key] = others.pop(0)
+            else:
+                others.remove(block)
+            if not others:
+                del duplicates[key]
+
+    def share(self, blocks: Sequence[int]) -> None:
+        """Add a user to each of ``blocks``, all of which are in use."""
+        for block in blocks:
+            self.ref_counts[block] += 1
+
+    def cache(self, blocks: Sequence[int], hashes: Sequence[bytes], first: int, last: int) -> None:
+        """Make the content of ``blocks`` findable under ``hashes[first:last]``.
+
+        ``hashes`` are those of the whole sequence and ``blocks`` the ones at its positions
+        ``first`` to ``last - 1``: in use, full, and not cached yet.  A hash that is cached already
+        stays with the block that has it, and the new block becomes its duplicate.
+        """
+        if self._tells_misses:
+            for key in hashes[first:last]:
+                if key not in self._index:
+                    self.policy.miss(key)
+        self._insert(blocks, hashes, first, last)
+
+    def _insert(
+        self, blocks: Sequence[int], hashes: Sequence[bytes], first: int, last: int
+    ) -> None:
+        """``cache`` for content whose absence the policy knows of.
+
+        The policy is told of a block under its hash, or, for a duplicate, under a key of its own:
+        no two blocks that a policy knows ever have the same key.
+        """
+        index, block_hashes = self._index, self.block_hashes
+        keys = hashes[first:last]
+        for block, key in zip(blocks, keys, strict=False):
+            block_hashes[block] = key
+            if index.setdefault(key, block) != block:
+                self._duplicates.setdefault(key, []).append(block)
+        if not self._tells_inserts:
+            return
+        parent = hashes[first - 1] if first else None
+        for depth, (block, key) in enumerate(zip(blocks, keys, strict=False), first):
+            name = key if index[key] == block else (key, block)
+            self.policy.insert(block, name, parent, depth)
+            parent = key
+
+    def free(self, blocks: Sequence[int]) -> None:
+        """Remove a user from each of ``blocks``, given from the first of the sequence to the last.
+
+        Those without a user left become free or cached-free, the last of the sequence first.
+        """
+        ref_counts, block_hashes = self.ref_counts, self.block_hashes
+        released = []
+        for block in reversed(blocks):
+            users = ref_counts[block] = ref_counts[block] - 1
+            if not users:
+                released.append(block)
+        uncached = [block for block in released if block_hashes[block] is None]
+        if uncached:
+            if self.policy.queues_uncached:
+                if self._tells_inserts:
+                    for block in uncached:
+                        self.policy.insert(block, (None, block), None, 0)
+            else:
+                self._free += reversed(uncached)
+                released = [block for block in released if block_hashes[block] is not None]
+        self.policy.release_many(released)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget the content of every block.  False, changing nothing, if any block is in use."""
+        if self.num_free_blocks != self.num_blocks:
+            return False
+        if not self.policy.queues_uncached:
+            cached = list(self.policy)
+            for block in cached:
+                self.policy.discard(block)
+            self._free += reversed(cached)
+        self.block_hashes = [None] * self.num_blocks
+        self._index.clear()
+        self._duplicates.clear()
+        return True
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError, saying which block is wrong, unless the state is consistent.
+
+        Every block is in one state only, the policy holds what it should and nothing twice,
+        the index and the blocks agree.  O(num_blocks).
+        """
+        num_blocks, policy = self.num_blocks, self.policy
+        first_fresh = num_blocks - self._num_fresh
+        queued = list(policy)
+        _require(0 <= self._num_fresh <= num_blocks, f"{self._num_fresh} fresh blocks")
+        _require(len(queued) == len(policy), f"policy has {len(queued)}, says {len(policy)} blocks")
+        idle = [*range(first_fresh, num_blocks), *self._free, *queued]
+        _require(len(idle) == len(set(idle)), f"a block is free twice: {sorted(idle)}")
+        idle = set(idle)
+        cached = set(queued) if not policy.queues_uncached else set()
+        for block in range(num_blocks):
+            users, key = self.ref_counts[block], self.block_hashes[block]
+            _require(users >= 0, f"block {block} has ref_count {users}")
+            _require(
+                (users == 0) == (block in idle),
+                f"block {block}: ref_count {users}, but {'free' if block in idle else 'not free'}",
+            )
+            if block in cached:
+                _require(key is not None, f"block {block} is in the policy without content")
+            elif not (policy.queues_uncached or users):
+                _require(key is None, f"block {block} is free with content {key!r}")
+            if block >= first_fresh:
+                _require(key is None, f"block {block} is fresh with content {key!r}")
+        indexed: dict[int, bytes] = {}
+        for key, block in self._index.items():
+            others = self._duplicates.get(key, ())
+            for holder in (block, *others):
+                _require(holder not in indexed, f"block {holder} is indexed twice")
+                indexed[holder] = key
+        for key, others in self._duplicates.items():
+            _require(key in self._index and len(others) > 0, f"duplicates of {key!r}: {others}")
+        for block, key in enumerate(self.block_hashes):
+            _require(
+                indexed.get(block) == key,
+                f"block {block} holds {key!r}, but is indexed as {indexed.get(block)!r}",
+            )
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise AssertionError(message)

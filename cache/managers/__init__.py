@@ -1,0 +1,78 @@
+"""Cache managers.  To add one: a class in a file of its own and a line in ``_BUILT_IN``."""
+
+from __future__ import annotations
+
+import inspect
+
+from cache.managers.base import (
+    AllocStatus,
+    CacheManager,
+    CacheStats,
+    Copies,
+    UnsupportedByDesign,
+)
+from cache.managers.vllm_v1 import VLLMv1
+from cache.policies.base import EvictionPolicy
+
+_BUILT_IN: tuple[type[CacheManager], ...] = (VLLMv1,)
+
+MANAGERS: dict[str, type[CacheManager]] = {manager.name: manager for manager in _BUILT_IN}
+"""Cache managers by name."""
+
+
+def make_manager(
+    name: str,
+    *,
+    num_blocks: int,
+    block_size: int,
+    policy: str | EvictionPolicy = "lru",
+    hash_algorithm: str = "xxh3_128",
+    enable_prefix_caching: bool = True,
+    **design_options,
+) -> CacheManager:
+    """Make the cache manager ``name`` for ``num_blocks`` blocks of ``block_size`` tokens.
+
+    Args:
+        policy: name of an eviction policy (or ``"file.py:Class"``), or a policy object, which
+            then belongs to the manager.
+        hash_algorithm: a key of ``cache.hashing.HASH_ALGORITHMS``.
+        enable_prefix_caching: False stores equal prefixes apart.
+        design_options: go to the manager's class.
+
+    Raises ValueError for an unknown manager, policy, algorithm or option (naming the choices)
+    and for sizes below 1, and UnsupportedByDesign for a policy or an algorithm given to a design
+    without prefix caching.
+    """
+    manager_class = MANAGERS.get(name)
+    if manager_class is None:
+        raise ValueError(f"manager={name!r} is unknown; choose from {', '.join(sorted(MANAGERS))}")
+    accepted = list(inspect.signature(manager_class).parameters)[2:]
+    unknown = sorted(set(design_options) - set(accepted))
+    if unknown:
+        raise ValueError(
+            f"manager {name!r} has no option {', '.join(unknown)}; "
+            f"its options: {', '.join(accepted) or 'none'}"
+        )
+    if manager_class.prefix_caching:
+        design_options |= {
+            "policy": policy,
+            "hash_algorithm": hash_algorithm,
+            "enable_prefix_caching": enable_prefix_caching,
+        }
+    elif policy != "lru":
+        raise UnsupportedByDesign(name, f"a policy ({policy!r})")
+    elif hash_algorithm != "xxh3_128":
+        raise UnsupportedByDesign(name, f"a hash_algorithm ({hash_algorithm!r})")
+    return manager_class(num_blocks, block_size, **design_options)
+
+
+__all__ = [
+    "MANAGERS",
+    "AllocStatus",
+    "CacheManager",
+    "CacheStats",
+    "Copies",
+    "UnsupportedByDesign",
+    "VLLMv1",
+    "make_manager",
+]

@@ -1,0 +1,296 @@
+"""vLLM's present KV cache manager (v1)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
+from itertools import chain
+
+from cache.block_pool import BlockPool
+from cache.hashing import HASH_ALGORITHMS, BlockHasher
+from cache.managers.base import (
+    AllocStatus,
+    CacheManager,
+    CacheStats,
+    Copies,
+    as_policy,
+)
+from cache.policies.base import EvictionPolicy
+from cache.sequence import Sequence
+
+_MIN_DIGEST_SIZE = 16  # bytes: hits are believed without comparing tokens
+
+
+class _Table:
+    """The blocks of one sequence."""
+
+    __slots__ = ("blocks", "hashes", "num_cached_blocks", "num_tokens")
+
+    def __init__(
+        self, blocks: list[int], hashes: list[bytes], num_tokens: int, num_cached_blocks: int
+    ) -> None:
+        self.blocks = blocks
+        self.hashes = hashes  # of all full blocks: the list of the sequence, which grows with it
+        self.num_tokens = num_tokens  # whose K/V are stored, or being stored by the running step
+        self.num_cached_blocks = num_cached_blocks  # leading blocks whose content is indexed
+
+
+class VLLMv1(CacheManager):
+    """Automatic prefix caching by block hashes, as in ``KVCacheManager`` of vLLM v1.
+
+    * A prompt's cached prefix is found block by block through a dictionary of chained hashes.
+      At least one token is left to compute, since its logits are needed; if that splits the last
+      block, the whole block is computed again.
+    * Hits leave the free queue before anything is taken from it.  A cached block loses its
+      content only when it is handed out again, and blocks return in reverse, so that the tail of
+      a prompt is evicted before its head.
+    * A full block becomes findable when the step that computes it is scheduled: every layer
+      stores the K/V of the whole batch before any sequence of the batch reads them.
+    * Tables only grow.  If two sequences compute the same block side by side both copies stay;
+      the duplicate is an ordinary block that is evicted in its turn.
+    * ``fork`` shares all stored blocks; the first append to a shared, partly filled block copies
+      it (copy-on-write of the PagedAttention paper; vLLM v1 itself runs the samples of a prompt as
+      requests of their own, which meet in the prefix cache).
+
+    Unlike vLLM no block is set aside as a null block: all ``num_blocks`` can be used.
+
+    ``policy`` is the name of an eviction policy or an object, which then belongs to this manager.
+    Raises ValueError for an unknown policy or algorithm, and for a digest below 128 bits.
+    """
+
+    name = "vllm_v1"
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        policy: str | EvictionPolicy = "lru",
+        hash_algorithm: str = "xxh3_128",
+        enable_prefix_caching: bool = True,
+    ) -> None:
+        super().__init__(num_blocks, block_size)
+        self._hasher = BlockHasher(hash_algorithm, self.block_size)
+        if self._hasher.digest_size < _MIN_DIGEST_SIZE:
+            strong = [n for n, a in HASH_ALGORITHMS.items() if a.digest_size >= _MIN_DIGEST_SIZE]
+            raise ValueError(
+                f"hash_algorithm={hash_algorithm!r}: {self.name} does not compare tokens and needs "
+                f"a digest of 128 bits or more; choose from {', '.join(strong)}"
+            )
+        self.enable_prefix_caching = enable_prefix_caching
+        self.pool = BlockPool(self.num_blocks, as_policy(policy))
+        self._tables: dict[Hashable, _Table] = {}
+        self._num_allocations = 0
+        self._queried_tokens = 0
+        self._queried_blocks = 0
+        self._hit_blocks = 0
+        self._num_copied = 0
+
+    def get_computed_blocks(self, seq: Sequence) -> tuple[list[int], int]:
+        if not self.enable_prefix_caching:
+            return [], 0
+        hashes = self._hasher.block_hashes(seq)
+        blocks = self.pool.lookup(hashes[: (seq.num_tokens - 1) // self.block_size])
+        return blocks, len(blocks) * self.block_size
+
+    def can_allocate(self, seq: Sequence) -> AllocStatus:
+        needed = -(-seq.num_tokens // self.block_size)
+        if needed > self.num_blocks:
+            return AllocStatus.NEVER
+        free = self.pool.num_free_blocks
+        if needed > free:  # unless others use the cached part of the prefix already
+            hits, _ = self.get_computed_blocks(seq)
+            needed -= len(hits) - self.pool.num_revived(hits)
+        return AllocStatus.OK if needed <= free else AllocStatus.LATER
+
+    def allocate(self, seq: Sequence) -> int:
+        self._check_has_no_blocks(seq)
+        hits, num_cached = self.get_computed_blocks(seq)
+        self._start(seq, hits, seq.num_tokens - num_cached, 0)
+        return num_cached
+
+    def append(self, seq: Sequence) -> Copies:
+        table = self._table(seq)
+        num_new_tokens = seq.num_tokens - table.num_tokens
+        if num_new_tokens < 1:
+            raise ValueError(
+                f"append: all {table.num_tokens} tokens of sequence {seq.seq_id!r} have a slot; "
+                "append a token to the sequence first"
+            )
+        return self._extend(seq, table, num_new_tokens, 0)
+
+    def can_append(self, seq: Sequence) -> bool:
+        table = self._table(seq)
+        needed = self._num_missing(table, seq.num_tokens) + self._writes_to_shared_block(table)
+        return needed <= self.pool.num_free_blocks
+
+    def allocate_slots(
+        self,
+        seq: Sequence,
+        num_new_tokens: int,
+        computed_blocks: list[int] | tuple[int, ...] = (),
+        *,
+        num_lookahead_tokens: int = 0,
+    ) -> Copies:
+        table = self._tables.get(seq.seq_id)
+        start = len(computed_blocks) * self.block_size if table is None else table.num_tokens
+        if not 1 <= num_new_tokens <= seq.num_tokens - start or num_lookahead_tokens < 0:
+            raise ValueError(
+                f"num_new_tokens={num_new_tokens}, num_lookahead_tokens={num_lookahead_tokens}: "
+                f"{start} of the {seq.num_tokens} tokens of sequence {seq.seq_id!r} have a slot, "
+                f"so needs 1 to {seq.num_tokens - start} new ones, and none or more to look ahead"
+            )
+        if table is not None:
+            if computed_blocks:
+                raise ValueError(
+                    f"computed_blocks: sequence {seq.seq_id!r} has blocks already, and these can "
+                    "only go in front of its first chunk"
+                )
+            return self._extend(seq, table, num_new_tokens, num_lookahead_tokens)
+        hits = list(computed_blocks)
+        if hits and hits != self.get_computed_blocks(seq)[0][: len(hits)]:
+            raise ValueError(
+                f"computed_blocks={hits}: these do not hold the prefix of sequence {seq.seq_id!r} "
+                "(any more); ask get_computed_blocks again"
+            )
+        self._start(seq, hits, num_new_tokens, num_lookahead_tokens)
+        return []
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        table = self._table(parent)
+        self._check_has_no_blocks(child)
+        stored = table.num_tokens
+        same_keys = (child.lora_name, child.cache_salt, child.mm_inputs) == (
+            parent.lora_name, parent.cache_salt, parent.mm_inputs
+        )  # fmt: skip
+        if not same_keys or child.token_ids[:stored] != parent.token_ids[:stored]:
+            raise ValueError(
+                f"child: the first {stored} tokens, the adapter, the multi-modal inputs and the "
+                f"salt of sequence {child.seq_id!r} must be those of {parent.seq_id!r}"
+            )
+        blocks = table.blocks[: -(-stored // self.block_size)]
+        self.pool.share(blocks)
+        hashes = self._hasher.block_hashes(child) if self.enable_prefix_caching else []
+        self._tables[child.seq_id] = _Table(blocks, hashes, stored, table.num_cached_blocks)
+        child.num_cached_tokens = child.num_computed_tokens = stored
+
+    def free(self, seq: Sequence) -> None:
+        self.pool.free(self._table(seq).blocks)
+        del self._tables[seq.seq_id]
+        seq.num_cached_tokens = seq.num_computed_tokens = 0
+
+    def block_table(self, seq: Sequence) -> list[int]:
+        return self._table(seq).blocks.copy()
+
+    def reset_prefix_cache(self) -> bool:
+        return self.pool.reset_prefix_cache()
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self.pool.num_free_blocks
+
+    @property
+    def stats(self) -> CacheStats:
+        return CacheStats(
+            num_allocations=self._num_allocations,
+            queried_tokens=self._queried_tokens,
+            hit_tokens=self._hit_blocks * self.block_size,
+            queried_blocks=self._queried_blocks,
+            hit_blocks=self._hit_blocks,
+            allocated_blocks=self.pool.num_allocated,
+            evicted_blocks=self.pool.num_evicted,
+            copied_blocks=self._num_copied,
+        )
+
+    def check_invariants(self) -> None:
+        self.pool.check_invariants()
+        users = Counter(chain.from_iterable(table.blocks for table in self._tables.values()))
+        for block, ref_count in enumerate(self.pool.ref_counts):
+            if ref_count != users[block]:
+                raise AssertionError(
+                    f"block {block} has ref_count {ref_count} and is in {users[block]} tables"
+                )
+        for seq_id, table in self._tables.items():
+            blocks, num_full = table.blocks, table.num_tokens // self.block_size
+            num_cached = num_full if self.enable_prefix_caching else 0
+            if len(set(blocks)) != len(blocks) or len(blocks) * self.block_size < table.num_tokens:
+                raise AssertionError(f"{seq_id!r}: table {blocks} for {table.num_tokens} tokens")
+            held = [self.pool.block_hashes[block] for block in blocks]
+            expected = table.hashes[:num_cached] + [None] * (len(blocks) - num_cached)
+            if table.num_cached_blocks != num_cached or held != expected:
+                raise AssertionError(
+                    f"{seq_id!r}: {num_cached} of its blocks {blocks} should be cached, "
+                    f"{table.num_cached_blocks} are, with hashes {held}"
+                )
+
+    def _start(self, seq: Sequence, hits: list[int], num_new_tokens: int, lookahead: int) -> None:
+        """Give ``seq`` a table that begins with ``hits``."""
+        num_hits = len(hits)
+        hashes = self._hasher.block_hashes(seq) if self.enable_prefix_caching else []
+        table = _Table(hits, hashes, num_hits * self.block_size, num_hits)
+        self._extend(seq, table, num_new_tokens, lookahead, hits)
+        self._tables[seq.seq_id] = table
+        seq.num_cached_tokens = num_hits * self.block_size
+        self._num_allocations += 1
+        self._queried_tokens += seq.num_tokens
+        self._queried_blocks += seq.num_tokens // self.block_size
+        self._hit_blocks += num_hits
+
+    def _extend(
+        self,
+        seq: Sequence,
+        table: _Table,
+        num_new_tokens: int,
+        lookahead: int,
+        hits: list[int] | tuple[int, ...] = (),
+    ) -> Copies:
+        """Add slots to ``table``; ``hits`` are the blocks it has if it is a new one."""
+        blocks, first = table.blocks, table.num_cached_blocks
+        end = table.num_tokens + num_new_tokens
+        num_missing = self._num_missing(table, end + lookahead)
+        copies: Copies = []
+        if not hits:  # else the allocation is the first change, and checks by itself
+            shared = self._writes_to_shared_block(table)
+            self.pool.check_free(num_missing + shared)
+            if shared:
+                copies.append(self._copy_on_write(table))
+        last = end // self.block_size if self.enable_prefix_caching else 0
+        if last > first:
+            hashes = self._hasher.block_hashes(seq)
+            if filled := blocks[first:last]:
+                self.pool.cache(filled, hashes, first, first + len(filled))
+                first += len(filled)
+            blocks += self.pool.allocate(num_missing, hits, hashes, first, last)
+            table.num_cached_blocks = last
+        else:
+            blocks += self.pool.allocate(num_missing, hits)
+        table.num_tokens = seq.num_computed_tokens = end
+        return copies
+
+    def _copy_on_write(self, table: _Table) -> tuple[int, int]:
+        """Replace the shared block that the next token of ``table`` goes into."""
+        position = table.num_tokens // self.block_size
+        shared = table.blocks[position]
+        (table.blocks[position],) = self.pool.allocate(1)
+        self.pool.free([shared])
+        self._num_copied += 1
+        return shared, table.blocks[position]
+
+    def _num_missing(self, table: _Table, num_tokens: int) -> int:
+        """Blocks that ``table`` lacks to hold ``num_tokens`` tokens."""
+        return max(0, -(-num_tokens // self.block_size) - len(table.blocks))
+
+    def _writes_to_shared_block(self, table: _Table) -> bool:
+        """Whether the next token of ``table`` goes into a block that another table holds too."""
+        position, offset = divmod(table.num_tokens, self.block_size)
+        return offset > 0 and self.pool.ref_counts[table.blocks[position]] > 1
+
+    def _table(self, seq: Sequence) -> _Table:
+        table = self._tables.get(seq.seq_id)
+        if table is None:
+            raise ValueError(f"sequence {seq.seq_id!r} holds no blocks")
+        return table
+
+    def _check_has_no_blocks(self, seq: Sequence) -> None:
+        if seq.seq_id in self._tables:
+            raise ValueError(f"sequence {seq.seq_id!r} holds blocks already; free it first")

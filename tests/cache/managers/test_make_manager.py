@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import pytest
+
+from cache import MANAGERS, CacheManager, Sequence, UnsupportedByDesign, make_manager
+from cache import managers as registry
+from cache.policies.fifo import FIFO
+
+
+@pytest.mark.parametrize("name", sorted(MANAGERS))
+def test_every_manager_is_made_by_name(name):
+    manager = make_manager(name, num_blocks=8, block_size=4)
+    assert isinstance(manager, CacheManager)
+    assert (manager.name, manager.num_blocks, manager.block_size) == (name, 8, 4)
+    assert manager.num_free_blocks == 8
+    assert manager.stats.token_hit_rate == manager.stats.block_hit_rate == 0
+    manager.check_invariants()
+
+
+def test_an_unknown_manager_names_the_choices():
+    with pytest.raises(ValueError, match=r"manager='vllm_v9'.*vllm_v1"):
+        make_manager("vllm_v9", num_blocks=8, block_size=4)
+
+
+def test_an_unknown_option_names_the_choices():
+    with pytest.raises(ValueError, match=r"no option watermark; its options: .*policy"):
+        make_manager("vllm_v1", num_blocks=8, block_size=4, watermark=0.1)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.0, True, "8", None], ids=repr)
+@pytest.mark.parametrize("argument", ["num_blocks", "block_size"])
+def test_sizes_below_one_are_refused(argument, value):
+    sizes = {"num_blocks": 8, "block_size": 4} | {argument: value}
+    with pytest.raises(ValueError, match=f"{argument}=.*at least 1"):
+        make_manager("vllm_v1", **sizes)
+
+
+def test_an_unknown_policy_names_the_choices():
+    with pytest.raises(ValueError, match=r"policy='mru2'.*lru"):
+        make_manager("vllm_v1", num_blocks=8, block_size=4, policy="mru2")
+
+
+def test_a_policy_class_is_no_policy():
+    with pytest.raises(ValueError, match="needs a name or an EvictionPolicy object"):
+        make_manager("vllm_v1", num_blocks=8, block_size=4, policy=FIFO)
+
+
+def test_the_offline_policy_says_that_it_needs_the_future():
+    with pytest.raises(ValueError, match="'belady' needs the future"):
+        make_manager("vllm_v1", num_blocks=8, block_size=4, policy="belady")
+
+
+def test_a_policy_of_the_users_own_file(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("from cache.policies.lru import LRU\n\n\nclass Mine(LRU):\n    name = 'mine'\n")
+    manager = make_manager("vllm_v1", num_blocks=8, block_size=4, policy=f"{file}:Mine")
+    assert manager.pool.policy.name == "mine"
+
+
+class NoSharing(CacheManager):
+    """A design without prefix caching, forks and all the rest."""
+
+    name = "no_sharing"
+    prefix_caching = False
+
+    def __init__(self, num_blocks, block_size, *, reservation="max"):
+        super().__init__(num_blocks, block_size)
+        self.reservation = reservation
+
+    can_allocate = allocate = append = can_append = free = block_table = check_invariants = None
+    num_free_blocks = stats = None
+
+
+@pytest.fixture
+def no_sharing(monkeypatch):
+    monkeypatch.setitem(registry.MANAGERS, "no_sharing", NoSharing)
+
+
+@pytest.mark.usefixtures("no_sharing")
+def test_a_design_without_prefix_caching_gets_its_own_options_only():
+    manager = make_manager("no_sharing", num_blocks=8, block_size=4, reservation="pow2")
+    assert manager.reservation == "pow2"
+
+
+@pytest.mark.usefixtures("no_sharing")
+@pytest.mark.parametrize(("option", "value"), [("policy", "fifo"), ("hash_algorithm", "sha256")])
+def test_a_design_without_prefix_caching_refuses(option, value):
+    with pytest.raises(UnsupportedByDesign, match=f"'no_sharing' does not offer a {option}"):
+        make_manager("no_sharing", num_blocks=8, block_size=4, **{option: value})
+
+
+@pytest.mark.parametrize(
+    ("feature", "arguments"),
+    [
+        ("fork", 2),
+        ("swap_out", 1),
+        ("swap_in", 1),
+        ("get_computed_blocks", 1),
+        ("allocate_slots", 2),
+        ("reset_prefix_cache", 0),
+    ],
+)
+def test_what_a_design_does_not_offer_names_the_design(feature, arguments):
+    manager = NoSharing(8, 4)
+    with pytest.raises(UnsupportedByDesign, match=f"'no_sharing' does not offer {feature}"):
+        getattr(manager, feature)(*[Sequence(0, [1])] * arguments)

@@ -1,0 +1,343 @@
+from __future__ import annotations
+
+import pytest
+
+from cache import OutOfBlocks, make_policy
+from cache.block_pool import BlockPool
+from cache.policies.base import EvictionPolicy
+from cache.policies.lru import LRU
+
+A, B, C, D, E, F = (bytes([i]) * 16 for i in range(6))
+
+
+class PlainLRU(LRU):
+    """LRU that never sees blocks without content."""
+
+    name = "plain_lru"
+    queues_uncached = False
+
+
+class Recorder(PlainLRU):
+    """Writes down what the pool tells a policy."""
+
+    name = "recorder"
+
+    def start(self, capacity, next_use=None):
+        super().start(capacity, next_use)
+        self.calls = []
+
+    def miss(self, key):
+        self.calls.append(("miss", key))
+
+    def insert(self, block, key, parent, depth):
+        self.calls.append(("insert", block, key, parent, depth))
+
+    def pin_many(self, blocks):
+        self.calls.append(("pin", *blocks))
+        super().pin_many(blocks)
+
+    def release_many(self, blocks):
+        blocks = list(blocks)
+        self.calls.append(("release", *blocks))
+        super().release_many(blocks)
+
+    def evict_many(self, count):
+        victims = super().evict_many(count)
+        self.calls.append(("evict", *victims))
+        return victims
+
+
+def pool_of(num_blocks: int, policy: EvictionPolicy | None = None) -> BlockPool:
+    return BlockPool(num_blocks, LRU() if policy is None else policy)
+
+
+def cached(pool: BlockPool, *hashes: bytes) -> list[int]:
+    """Blocks in use with the content ``hashes``."""
+    return pool.allocate(len(hashes), (), hashes, 0, len(hashes))
+
+
+def test_blocks_never_used_come_first_and_in_order():
+    pool = pool_of(5)
+    pool.free(cached(pool, A, B))
+    assert pool.allocate(2) == [2, 3]
+    assert list(pool.free_blocks()) == [4, 1, 0]
+    assert pool.allocate(3) == [4, 1, 0]
+    assert pool.num_evicted == 2
+    assert pool.num_allocated == 7
+
+
+def test_uncached_blocks_wait_in_the_queue_of_a_policy_that_wants_them():
+    pool = pool_of(4)
+    pool.free(cached(pool, A))
+    pool.free(pool.allocate(3))
+    assert list(pool.free_blocks()) == [0, 3, 2, 1]
+    pool.check_invariants()
+
+
+def test_uncached_blocks_go_first_if_the_policy_does_not_want_them():
+    pool = pool_of(4, PlainLRU())
+    first = cached(pool, A)
+    rest = pool.allocate(3)
+    pool.free(first)
+    pool.free(rest)
+    assert list(pool.free_blocks()) == [3, 2, 1, 0]
+    pool.check_invariants()
+    assert pool.allocate(2) == [3, 2]
+    assert pool.lookup([A]) == [0]
+    assert list(pool.free_blocks()) == [1, 0]
+    assert pool.allocate(2) == [1, 0]
+    assert pool.lookup([A]) == []
+    assert pool.num_evicted == 1
+
+
+def test_lookup_finds_the_leading_run():
+    pool = pool_of(8)
+    blocks = cached(pool, A, B, C)
+    assert pool.lookup([A, B, C, D]) == blocks
+    assert pool.lookup([A, D, C]) == blocks[:1]
+    assert pool.lookup([D, A]) == []
+    assert pool.lookup([]) == []
+
+
+def test_content_is_forgotten_only_when_the_block_is_handed_out_again():
+    pool = pool_of(2)
+    pool.free(cached(pool, A, B))
+    assert pool.lookup([A, B]) == [0, 1]
+    assert pool.allocate(1) == [1]
+    assert pool.lookup([A, B]) == [0]
+    assert pool.block_hashes == [A, None]
+    pool.check_invariants()
+
+
+def test_hits_leave_the_free_blocks_before_any_is_handed_out():
+    pool = pool_of(3)
+    pool.free(cached(pool, A, B, C))
+    hits = pool.lookup([A, B])
+    assert pool.allocate(1, hits) == [2]
+    assert pool.ref_counts == [1, 1, 1]
+    assert pool.lookup([A, B]) == hits
+
+
+@pytest.mark.parametrize("policy", [LRU, PlainLRU, Recorder])
+def test_a_failed_allocation_changes_nothing(policy):
+    pool = pool_of(4, policy())
+    pool.free(cached(pool, A, B))
+    in_use = cached(pool, C)
+    before = pool.ref_counts[:], pool.block_hashes[:], list(pool.free_blocks())
+    for count, hits in [(4, ()), (2, [0, 1]), (3, [0]), (4, in_use)]:
+        with pytest.raises(OutOfBlocks) as error:
+            pool.allocate(count, hits, [D, E, F], 0, 3)
+        assert error.value.needed == count + len([b for b in hits if b not in in_use])
+        assert error.value.free == 3
+        assert before == (pool.ref_counts, pool.block_hashes, list(pool.free_blocks()))
+        assert pool.num_allocated == 3
+        pool.check_invariants()
+    assert pool.allocate(1, [0, 1]) == [3]
+
+
+def test_a_hit_in_use_costs_no_free_block():
+    pool = pool_of(2)
+    blocks = cached(pool, A)
+    assert pool.num_revived(blocks) == 0
+    assert pool.allocate(1, blocks) == [1]
+    assert pool.ref_counts == [2, 1]
+    pool.free(blocks)
+    assert pool.num_free_blocks == 0
+    pool.free(blocks)
+    assert pool.num_revived(blocks) == 1
+
+
+def test_the_oldest_of_several_blocks_with_one_content_is_found_while_it_lasts():
+    pool = pool_of(3)
+    copies = [cached(pool, A)[0] for _ in range(3)]
+    assert pool.num_cached_blocks == 3
+    assert pool.lookup([A]) == copies[:1]
+    pool.free(copies[1:2])
+    pool.free(copies[:1])
+    pool.free(copies[2:])
+    pool.check_invariants()
+    assert pool.allocate(1) == [1]  # not the first of the duplicates
+    assert pool.lookup([A]) == [0]
+    pool.check_invariants()
+    assert pool.allocate(1) == [0]
+    assert pool.lookup([A]) == [2]
+    pool.check_invariants()
+    assert pool.allocate(1) == [2]
+    assert pool.lookup([A]) == []
+    assert pool.num_cached_blocks == 0
+    pool.check_invariants()
+
+
+def test_what_a_policy_is_told():
+    policy = Recorder()
+    pool = pool_of(3, policy)
+    blocks = cached(pool, A, B)
+    assert policy.calls == [
+        ("miss", A),
+        ("insert", 0, A, None, 0),
+        ("miss", B),
+        ("insert", 1, B, A, 1),
+    ]
+    policy.calls.clear()
+    partial = pool.allocate(1)
+    assert policy.calls == []
+    pool.cache(partial, [A, B, C], 2, 3)
+    assert policy.calls == [("miss", C), ("insert", 2, C, B, 2)]
+    policy.calls.clear()
+    pool.free([*blocks, *partial])
+    assert policy.calls == [("release", 2, 1, 0)]
+    policy.calls.clear()
+    pool.allocate(1, [0], [A, D], 1, 2)  # A is there; D takes the place of C
+    assert policy.calls == [("pin", 0), ("miss", D), ("evict", 2), ("insert", 2, D, A, 1)]
+
+
+def test_a_policy_never_knows_two_blocks_under_one_key():
+    policy = Recorder()
+    pool = pool_of(4, policy)
+    for _ in range(2):
+        cached(pool, A, B)
+    keys = [call[2] for call in policy.calls if call[0] == "insert"]
+    assert keys == [A, B, (A, 2), (B, 3)]
+    assert [call[1] for call in policy.calls if call[0] == "miss"] == [A, B]
+    assert [call[3:] for call in policy.calls if call[0] == "insert"] == [(None, 0), (A, 1)] * 2
+
+
+def test_a_policy_that_queues_blocks_without_content_is_told_of_them_first():
+    class Queueing(Recorder):
+        queues_uncached = True
+
+    policy = Queueing()
+    pool = pool_of(2, policy)
+    pool.free(pool.allocate(2))
+    assert policy.calls == [
+        ("insert", 1, (None, 1), None, 0),
+        ("insert", 0, (None, 0), None, 0),
+        ("release", 1, 0),
+    ]
+
+
+def test_a_policy_without_memory_evicts_in_one_call():
+    policy = PlainLRU()
+    pool = pool_of(4, policy)
+    pool.free(cached(pool, A, B, C, D))
+    counts = []
+    evict_many = policy.evict_many
+    policy.evict_many = lambda count: counts.append(count) or evict_many(count)
+    cached(pool, E, F)
+    assert counts == [2]
+
+
+def test_a_policy_that_evicts_a_block_in_use_is_caught():
+    class Careless(PlainLRU):
+        def evict_many(self, count):
+            return [0]
+
+    pool = pool_of(2, Careless())
+    cached(pool, A)
+    pool.free(cached(pool, B))
+    with pytest.raises(RuntimeError, match=r"'plain_lru' evicted block 0, which is in use"):
+        pool.allocate(1)
+
+
+@pytest.mark.parametrize("policy", ["lru", "fifo", "arc"])
+def test_reset_forgets_everything_once_no_block_is_in_use(policy):
+    pool = pool_of(4, make_policy(policy))
+    blocks = cached(pool, A, B, C)
+    again = cached(pool, A)
+    pool.free(blocks)
+    state = pool.block_hashes[:], list(pool.free_blocks())
+    assert not pool.reset_prefix_cache()
+    assert state == (pool.block_hashes, list(pool.free_blocks()))
+    pool.free(again)
+    order = list(pool.free_blocks())
+    assert pool.reset_prefix_cache()
+    assert pool.lookup([A]) == []
+    assert pool.num_cached_blocks == 0
+    assert list(pool.free_blocks()) == order
+    pool.check_invariants()
+    assert cached(pool, A, B, C, D) == order
+    assert pool.num_evicted == 0
+    pool.check_invariants()
+
+
+def test_a_negative_count_is_refused():
+    pool = pool_of(2)
+    with pytest.raises(ValueError, match="count=-1"):
+        pool.allocate(-1)
+    assert pool.num_free_blocks == 2
+
+
+def break_ref_count(pool):
+    pool.ref_counts[0] = 0
+
+
+def break_negative_ref_count(pool):
+    pool.ref_counts[3] = -1
+
+
+def break_stale_hash(pool):
+    pool.block_hashes[3] = D
+
+
+def break_fresh_hash(pool):
+    pool.block_hashes[5] = D
+
+
+def break_index(pool):
+    pool._index[B] = 0
+
+
+def break_duplicate(pool):
+    pool._duplicates[A].append(1)
+
+
+def break_empty_duplicates(pool):
+    pool._duplicates[B] = []
+
+
+def break_lost_duplicate(pool):
+    del pool._duplicates[A]
+
+
+def break_free_twice(pool):
+    pool._free.append(pool._free[0])
+
+
+def break_lost_free_block(pool):
+    pool._free.pop()
+
+
+def break_released_twice(pool):
+    pool.policy.release(1)
+
+
+def break_count_of_policy(pool):
+    pool.policy._num_released += 1
+
+
+def break_uncached_in_policy(pool):
+    pool.policy.release(pool._free.pop())
+
+
+def break_fresh_count(pool):
+    pool._num_fresh = -1
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [value for name, value in sorted(globals().items()) if name.startswith("break_")],
+    ids=lambda damage: damage.__name__,
+)
+def test_check_invariants_sees(damage):
+    pool = pool_of(6, PlainLRU())
+    (first,) = cached(pool, A)  # 0: in use and cached, with the duplicate 2
+    released = cached(pool, B)  # 1: cached-free
+    cached(pool, A)
+    free = pool.allocate(2)  # 3 and 4: free; 5: fresh
+    pool.free(released)
+    pool.free(free)
+    assert first == 0
+    pool.check_invariants()
+    damage(pool)
+    with pytest.raises(AssertionError):
+        pool.check_invariants()

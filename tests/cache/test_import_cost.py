@@ -1,0 +1,36 @@
+"""`import cache` is for command lines and schedulers: it loads nothing heavy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+HEAVY = {
+    "torch",
+    "triton",
+    "numpy",
+    "numba",
+    "pandas",
+    "matplotlib",
+    "zstandard",
+    "models",
+    "kernels",
+}
+
+PROGRAM = """
+import sys, time
+started = time.perf_counter()
+import cache
+print(time.perf_counter() - started)
+print(*sys.modules, sep="\\n")
+"""
+
+
+def test_importing_cache_loads_nothing_heavy():
+    found = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
+    )
+    seconds, *modules = found.stdout.splitlines()
+    assert "cache.managers.vllm_v1" in modules
+    assert not HEAVY & set(modules)
+    assert float(seconds) < 1.0  # milliseconds, with ample room for a busy machine
