@@ -2,6 +2,41 @@
 
 from __future__ import annotations
 
+from cache.block_pool import OutOfBlocks
+from cache.managers import (
+    MANAGERS,
+    AllocStatus,
+    CacheManager,
+    CacheStats,
+    UnsupportedByDesign,
+    make_manager,
+)
 from cache.policies import POLICIES, EvictionPolicy, PriorityPolicy, make_policy
+from cache.replay import SimulationResult, simulate
+from cache.sequence import MultiModalInput, Sequence
+from cache.trace import Trace, TraceError, load_trace, save_trace
+from cache.workloads import WORKLOADS, make_workload
 
-__all__ = ["POLICIES", "EvictionPolicy", "PriorityPolicy", "make_policy"]
+__all__ = [
+    "MANAGERS",
+    "POLICIES",
+    "WORKLOADS",
+    "AllocStatus",
+    "CacheManager",
+    "CacheStats",
+    "EvictionPolicy",
+    "MultiModalInput",
+    "OutOfBlocks",
+    "PriorityPolicy",
+    "Sequence",
+    "SimulationResult",
+    "Trace",
+    "TraceError",
+    "UnsupportedByDesign",
+    "load_trace",
+    "make_manager",
+    "make_policy",
+    "make_workload",
+    "save_trace",
+    "simulate",
+]
