@@ -57,8 +57,9 @@ class PriorityPolicy(EvictionPolicy):
     Written in arithmetic that numba understands it runs compiled in ``cache.simulate``;
     anything else runs as the Python it is.
 
-    The queue is a FIFO for as long as priorities come in rising order (LRU, FIFO) and a heap for
-    the others, with lazy deletion: O(1) or O(log n) amortised.
+    The queue is a FIFO of rising entries, from whose end a smaller newcomer drives the larger ones
+    into a heap, with lazy deletion.  Entries that come in order (all of LRU's and FIFO's, those
+    used once under LFU, those never used again under Belady) cost O(1), the others O(log n).
     """
 
     compilable: bool = False
@@ -159,14 +160,12 @@ class PriorityPolicy(EvictionPolicy):
             self._tickets += 1
             record.priority = priority
             record.ticket = self._tickets
-        elif record.queued:
-            return
+            while self._rising and priority < self._rising[-1][0]:
+                heapq.heappush(self._heap, self._rising.pop())
+            self._rising.append((priority, record.ticket, block))
+        elif not record.queued:  # it was dropped while in use and takes its place again
+            heapq.heappush(self._heap, (priority, record.ticket, block))
         record.queued = True
-        entry = (priority, record.ticket, block)
-        if not self._rising or self._rising[-1] < entry:
-            self._rising.append(entry)
-        else:
-            heapq.heappush(self._heap, entry)
         if len(self._rising) + len(self._heap) > 2 * len(self._records) + 64:
             self._drop_stale_entries()
 
