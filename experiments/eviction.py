@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-_COLUMNS = 3
 _TICKS = (0.5, 1, 2, 5, 10, 20, 50, 100)
 
 
@@ -38,8 +37,8 @@ class EvictionOptions(Options):
     """A policy by name, or your own as file.py:Class. None: every built-in one."""
     capacity_percent: tuple[float, ...] = (0.5, 1, 2, 3, 5, 7, 10, 20, 30, 50)
     """Blocks of the pool, in percent of the unique blocks of the trace."""
-    num_requests: int = 20_000
-    """Requests of each synthetic trace."""
+    num_requests: int | None = None
+    """Requests of each synthetic trace. None: as many as the workload has by itself."""
 
 
 @dataclass(frozen=True)
@@ -135,17 +134,11 @@ def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
 
 
 def _draw(rows: pd.DataFrame) -> Figure:
-    import matplotlib.pyplot as plt
-
     traces = rows["trace"].unique()
     lines = style.policy_lines(rows["policy"].unique())
-    columns = min(_COLUMNS, len(traces))
-    height = -(-len(traces) // columns)
-    figure, axes = plt.subplots(
-        height, columns, squeeze=False, sharex=True, figsize=(7.0, 0.6 + 2.0 * height)
-    )
-    ticks = [percent for percent in _TICKS if percent <= 100 * rows["capacity_fraction"].max()]
-    for axis, trace in zip(axes.flat, traces, strict=False):
+    figure, axes, spare = style.panel_grid(len(traces), height=2.1, sharex=True)
+    ticks = [tick for tick in _TICKS if tick <= 100 * _bounded(rows)["capacity_fraction"].max()]
+    for axis, trace in zip(axes, traces, strict=True):
         of_trace = rows[rows["trace"] == trace]
         for policy, curve in of_trace.groupby("policy", sort=False):
             if policy == "infinite":
@@ -157,12 +150,14 @@ def _draw(rows: pd.DataFrame) -> Figure:
         axis.set(title=_title(of_trace.iloc[0]), xscale="log", ylim=(0, None))
         axis.set_xticks(ticks, map("{:g}".format, ticks))
         axis.minorticks_off()
-    for axis in axes.flat[len(traces) :]:
-        axis.remove()
     figure.supxlabel("pool size (% of the unique blocks of the trace)", fontsize=8)
     figure.supylabel("block hit rate (%)", fontsize=8)
-    style.shared_legend(figure)
+    style.shared_legend(figure, spare)
     return figure
+
+
+def _bounded(rows: pd.DataFrame) -> pd.DataFrame:
+    return rows[rows["policy"] != "infinite"]
 
 
 def _title(row: pd.Series) -> str:
@@ -172,8 +167,9 @@ def _title(row: pd.Series) -> str:
 def _summary(rows: pd.DataFrame) -> pd.DataFrame:
     """Per trace and policy: the mean hit rate over the capacities, and the share of the way from
     LRU to the optimum that it goes (LRU 0, Belady 1, worse than LRU negative)."""
-    rows = rows[rows["policy"] != "infinite"]
-    means = rows.groupby(["trace", "policy"], sort=False)["block_hit_rate"].mean().unstack()
+    means = (
+        _bounded(rows).groupby(["trace", "policy"], sort=False)["block_hit_rate"].mean().unstack()
+    )
     summary = means.stack().rename("mean_block_hit_rate").reset_index()
     if {"lru", "belady"} <= set(means.columns):
         way = means["belady"] - means["lru"]
@@ -187,7 +183,7 @@ EXPERIMENT = Experiment(
     name="eviction",
     figure="hit rate vs capacity per eviction policy, with the optimum and the infinite cache",
     options=EvictionOptions(),
-    quick=EvictionOptions(capacity_percent=(0.5, 1, 2, 5, 10, 20, 50), num_requests=4_000),
+    quick=EvictionOptions(capacity_percent=(0.5, 1, 2, 5, 10, 20, 50), num_requests=1_000),
     cells=cells,
     run_cell=run_cell,
     plot=plot,

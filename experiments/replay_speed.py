@@ -182,7 +182,6 @@ def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
 
 
 def _draw(speeds: pd.DataFrame) -> Figure:
-    import matplotlib.pyplot as plt
     import numpy as np
 
     traces = speeds["trace"].unique()
@@ -190,12 +189,8 @@ def _draw(speeds: pd.DataFrame) -> Figure:
         "pagelab": {"color": style.BLUE, "label": "cache.simulate"},
         "libcachesim": {"color": style.ORANGE, "hatch": "////", "label": "libcachesim"},
     }
-    columns = min(3, len(traces))
-    height = -(-len(traces) // columns)
-    figure, axes = plt.subplots(
-        height, columns, squeeze=False, sharey=True, figsize=(7.0, 0.5 + 1.7 * height)
-    )
-    for axis, trace in zip(axes.flat, traces, strict=False):
+    figure, axes, spare = style.panel_grid(len(traces), height=1.8, sharey=True)
+    for axis, trace in zip(axes, traces, strict=True):
         of_trace = speeds[speeds["trace"] == trace]
         policies = of_trace["policy"].unique()
         implementations = [name for name in looks if name in set(of_trace["implementation"])]
@@ -219,11 +214,10 @@ def _draw(speeds: pd.DataFrame) -> Figure:
         )
         axis.set_xticks(range(len(policies)), [style.POLICY_LABELS[p].split()[0] for p in policies])
         axis.set(title=trace, yscale="log")
+        axis.yaxis.set_major_formatter("{x:g}")
         axis.grid(axis="x", visible=False)
-    for axis in axes.flat[len(traces) :]:
-        axis.remove()
     figure.supylabel("block references per second (millions)", fontsize=8)
-    style.shared_legend(figure)
+    style.shared_legend(figure, spare)
     return figure
 
 
@@ -231,7 +225,7 @@ EXPERIMENT = Experiment(
     name="replay_speed",
     figure="block references per second of the trace replay, beside libcachesim",
     options=ReplaySpeedOptions(),
-    quick=ReplaySpeedOptions(repeats=3),
+    quick=ReplaySpeedOptions(repeats=3, num_requests=5_000),
     cells=cells,
     run_cell=run_cell,
     plot=plot,

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from experiments.harness.store import write_atomically
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _STYLE_FILE = Path(__file__).with_name("pagelab.mplstyle")
@@ -106,14 +107,50 @@ def figures() -> Iterator[None]:
         plt.close("all")
 
 
-def shared_legend(figure: Figure, columns: int = 8) -> None:
-    """One legend above all panels, with each label of any panel once."""
+def panel_grid(count: int, *, height: float, columns: int = 3, **options) -> Panels:
+    """``count`` panels in rows of up to ``columns``, each ``height`` inches high.
+
+    ``options`` go to ``matplotlib.pyplot.subplots``.
+    """
+    import matplotlib.pyplot as plt
+
+    columns = min(columns, count)
+    rows = -(-count // columns)
+    figure, axes = plt.subplots(
+        rows,
+        columns,
+        squeeze=False,
+        figsize=(max(3.5, 2.33 * columns), 0.5 + height * rows),
+        **options,
+    )
+    panels, spare = list(axes.flat[:count]), list(axes.flat[count:])
+    for axis in spare:
+        axis.set_axis_off()
+    for axis in panels[-columns:]:
+        axis.xaxis.set_tick_params(labelbottom=True)
+    return Panels(figure, panels, spare)
+
+
+class Panels(NamedTuple):
+    """A figure, its panels in reading order and the places left empty."""
+
+    figure: Figure
+    axes: list[Axes]
+    spare: list[Axes]
+
+
+def shared_legend(figure: Figure, spare: Sequence[Axes] = (), columns: int = 6) -> None:
+    """One legend with each label of any panel once: in a spare place, else above the panels."""
     entries = {}
     for axis in figure.axes:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
             entries.setdefault(label, handle)
-    columns = min(columns, len(entries))
-    figure.legend(entries.values(), entries.keys(), loc="outside upper center", ncols=columns)
+    if spare:
+        columns = 1 if len(entries) <= 8 else 2
+        spare[0].legend(entries.values(), entries.keys(), loc="center", ncols=columns)
+    else:
+        columns = min(columns, len(entries))
+        figure.legend(entries.values(), entries.keys(), loc="outside upper center", ncols=columns)
 
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:

@@ -21,7 +21,8 @@ class Workload:
 
     name: str
     seed: int
-    num_requests: int
+    num_requests: int | None
+    """None: the workload's default."""
 
 
 Source = InputFile | Workload
@@ -36,7 +37,7 @@ def load(source: Source) -> cache.Trace:
 
 
 def sources(
-    traces: Iterable[Path], *, seed: int, num_requests: int, directory: str | None = None
+    traces: Iterable[Path], *, seed: int, num_requests: int | None, directory: str | None = None
 ) -> Iterator[Source | Absent]:
     """The named trace files; else those of ``directory``; else every synthetic workload.
 

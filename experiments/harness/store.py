@@ -1,7 +1,7 @@
 """The folder of one sweep: finished cells, the lock, and what is assembled from them.
 
     rows.csv, environment.json, figures   assembled, each replaced in one step
-    sweep.log                             what happened, appended to
+    sweep.log                             what happened, appended to; not for the repository
     .cells/<cell id>.json                 one finished cell
     .cells/runs/<run id>.json             the environment of one run of the sweep
     .cells/lock                           held by the running sweep
