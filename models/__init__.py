@@ -1,0 +1,1 @@
+"""Llama and Qwen3 decoders on the paged KV cache."""

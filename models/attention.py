@@ -1,0 +1,275 @@
+"""Attention of a batch of sequences over the paged KV cache, by one of three backends.
+
+A backend first stores the keys and values of the new tokens into their slots and then attends, so
+that a sequence may read blocks which another sequence of the same batch has just filled.
+
+    triton      the kernels of this repository
+    torch       plain PyTorch: quick on a CPU, and a baseline elsewhere
+    flash_attn  flash-attn, where it is installed
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """Where the tokens of a batch lie.  An argument of every layer, never global state.
+
+    The queries of sequence i are the rows cu_seqlens_q[i] to cu_seqlens_q[i + 1] of the batch: the
+    last positions of its context_lens[i] tokens.
+    """
+
+    slot_mapping: torch.Tensor
+    """(num_tokens,) int64: block_id * block_size + offset; negative: the token is not stored."""
+    block_tables: torch.Tensor
+    """(num_seqs, max_blocks) int32; entries past a sequence's last block may hold anything."""
+    cu_seqlens_q: torch.Tensor
+    """(num_seqs + 1,) int32: running sum of the number of queries."""
+    context_lens: torch.Tensor
+    """(num_seqs,) int32: tokens whose K/V are in the cache, those of this batch included."""
+    max_seqlen_q: int
+    """Largest number of queries of a sequence.  1 means decoding: one query each."""
+    max_context_len: int
+    """No smaller than the largest of context_lens."""
+
+
+class AttentionBackend(Protocol):
+    """Stores key and value into the cache, then attends causally over each sequence's context."""
+
+    name: str
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+    ) -> torch.Tensor:
+        """query: (num_tokens, num_q_heads, head_dim).  key, value: (num_tokens, num_kv_heads,
+        head_dim), any strides on the first two dimensions.  k_cache, v_cache: (num_blocks,
+        block_size, num_kv_heads, head_dim), views of one layer, mutated.  Returns query's shape.
+        """
+        ...
+
+
+class TritonBackend:
+    """The Triton kernels: one query per sequence by the decode kernel, all else by prefill."""
+
+    name = "triton"
+
+    def __init__(self) -> None:
+        import kernels  # not at the top: whether to interpret is decided by then
+
+        self._kernels = kernels
+
+    def __call__(self, query, key, value, k_cache, v_cache, metadata, *, scale):
+        self._kernels.store_kvcache(key, value, k_cache, v_cache, metadata.slot_mapping)
+        if metadata.max_seqlen_q == 1:
+            return self._kernels.paged_decode_attention(
+                query, k_cache, v_cache, metadata.block_tables, metadata.context_lens, scale=scale
+            )
+        return self._kernels.paged_prefill_attention(
+            query,
+            k_cache,
+            v_cache,
+            metadata.block_tables,
+            metadata.cu_seqlens_q,
+            metadata.context_lens,
+            max_seqlen_q=metadata.max_seqlen_q,
+            scale=scale,
+        )
+
+
+class TorchBackend:
+    """PyTorch's scaled_dot_product_attention over the gathered context.
+
+    Decoding gathers the whole batch, shorter sequences padded with repetitions of their last token
+    (never with slots of others, which may hold NaN) and masked.  Longer queries go sequence by
+    sequence.  Lengths are read on the host: on a GPU that synchronises.
+    """
+
+    name = "torch"
+
+    def __call__(self, query, key, value, k_cache, v_cache, metadata, *, scale):
+        block_size = k_cache.shape[1]
+        slots = metadata.slot_mapping
+        if bool((slots < 0).any()):
+            stored = (slots >= 0).nonzero().squeeze(1)
+            slots, key, value = slots[stored], key[stored], value[stored]
+        k_cache[slots // block_size, slots % block_size] = key
+        v_cache[slots // block_size, slots % block_size] = value
+        attend = self._decode if metadata.max_seqlen_q == 1 else self._prefill
+        return attend(query, k_cache, v_cache, metadata, scale)
+
+    def _decode(self, query, k_cache, v_cache, metadata, scale):
+        block_size, num_kv_heads, head_dim = k_cache.shape[1:]
+        lengths = metadata.context_lens[:, None].long()
+        longest = int(lengths.max()) if len(lengths) else 0
+        if longest == 0:
+            return torch.zeros_like(query)
+        positions = torch.arange(longest, device=query.device)
+        nearest = torch.minimum(positions, (lengths - 1).clamp(min=0))
+        blocks = metadata.block_tables.long().gather(1, nearest // block_size)
+        slots = blocks.masked_fill(lengths == 0, 0) * block_size + nearest % block_size
+        keys, values = (
+            cache.flatten(0, 1)
+            .index_select(0, slots.flatten())
+            .view(*slots.shape, num_kv_heads, head_dim)
+            .transpose(1, 2)
+            for cache in (k_cache, v_cache)
+        )
+        # The query heads of a group are rows of one query matrix: no copy of K and V per head.
+        queries = query.unflatten(
+            1, (num_kv_heads, -1)
+        )  # (num_seqs, num_kv_heads, group, head_dim)
+        seen = None
+        if int(lengths.min()) < longest:
+            seen = (positions < lengths)[:, None, None, :]
+        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen, scale=scale)
+        out = out.reshape(-1, query.shape[1], head_dim)
+        return out.masked_fill((lengths == 0)[:, :, None], 0.0)
+
+    def _prefill(self, query, k_cache, v_cache, metadata, scale):
+        block_size = k_cache.shape[1]
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        starts = metadata.cu_seqlens_q.tolist()
+        for i, context_len in enumerate(metadata.context_lens.tolist()):
+            start, end = starts[i], starts[i + 1]
+            if start == end:
+                continue
+            num_blocks = -(-context_len // block_size)
+            blocks = metadata.block_tables[i, :num_blocks]
+            keys = k_cache[blocks].flatten(0, 1)[:context_len].transpose(0, 1)[None]
+            values = v_cache[blocks].flatten(0, 1)[:context_len].transpose(0, 1)[None]
+            num_cached = context_len - (end - start)
+            seen = None
+            if num_cached:
+                seen = torch.ones(end - start, context_len, dtype=torch.bool, device=query.device)
+                seen = seen.tril(num_cached)
+            attended = F.scaled_dot_product_attention(
+                query[start:end].transpose(0, 1)[None],
+                keys,
+                values,
+                attn_mask=seen,
+                is_causal=seen is None,
+                scale=scale,
+                enable_gqa=query.shape[1] != k_cache.shape[2],
+            )
+            out[start:end] = attended[0].transpose(0, 1)
+        return out
+
+
+class FlashAttnBackend:
+    """flash-attn's paged kernels.
+
+    Args:
+        module: what offers ``flash_attn_with_kvcache`` and ``flash_attn_varlen_func``; flash-attn
+            itself by default.  ImportError if it is not installed.
+
+    flash-attn 2 takes only block sizes that are multiples of 256.  With others the context is
+    gathered into contiguous memory before each call.
+    """
+
+    name = "flash_attn"
+    page_multiple = 256
+
+    def __init__(self, module: ModuleType | None = None) -> None:
+        if module is None:
+            try:
+                module = importlib.import_module("flash_attn")
+            except ImportError as error:
+                raise ImportError(
+                    f"attention_backend='flash_attn' needs the package flash-attn: {error}"
+                ) from error
+        import kernels  # not at the top: whether to interpret is decided by then
+
+        self._flash_attn, self._kernels = module, kernels
+
+    def __call__(self, query, key, value, k_cache, v_cache, metadata, *, scale):
+        self._kernels.store_kvcache(key, value, k_cache, v_cache, metadata.slot_mapping)
+        block_tables = metadata.block_tables
+        if k_cache.shape[1] % self.page_multiple:
+            k_cache, v_cache, block_tables = self._repage(k_cache, v_cache, metadata)
+        if metadata.max_seqlen_q == 1:
+            out = self._flash_attn.flash_attn_with_kvcache(
+                query[:, None],
+                k_cache,
+                v_cache,
+                cache_seqlens=metadata.context_lens,
+                block_table=block_tables,
+                softmax_scale=scale,
+                causal=True,
+            )
+            return out[:, 0]
+        return self._flash_attn.flash_attn_varlen_func(
+            query,
+            k_cache,
+            v_cache,
+            cu_seqlens_q=metadata.cu_seqlens_q,
+            cu_seqlens_k=F.pad(metadata.context_lens.cumsum(0, dtype=torch.int32), (1, 0)),
+            max_seqlen_q=metadata.max_seqlen_q,
+            max_seqlen_k=metadata.max_context_len,
+            softmax_scale=scale,
+            causal=True,
+            block_table=block_tables,
+        )
+
+    def _repage(self, k_cache, v_cache, metadata):
+        """The batch's context copied into pages of page_multiple tokens, and their table."""
+        block_size = k_cache.shape[1]
+        block_tables = metadata.block_tables.long()
+        num_seqs, max_blocks = block_tables.shape
+        pages_per_seq = max(1, -(-metadata.max_context_len // self.page_multiple))
+        positions = torch.arange(pages_per_seq * self.page_multiple, device=k_cache.device)
+        last = (metadata.context_lens.long() - 1).clamp(min=0)[:, None]
+        nearest = torch.minimum(positions, last)
+        columns = (nearest // block_size).clamp(max=max_blocks - 1)
+        blocks = block_tables.gather(1, columns).clamp(min=0)
+        pages = (num_seqs * pages_per_seq, self.page_multiple, *k_cache.shape[2:])
+        table = torch.arange(pages[0], dtype=torch.int32, device=k_cache.device)
+        return (
+            k_cache[blocks, nearest % block_size].reshape(pages),
+            v_cache[blocks, nearest % block_size].reshape(pages),
+            table.view(num_seqs, pages_per_seq),
+        )
+
+
+BACKENDS: dict[str, type[AttentionBackend]] = {
+    backend.name: backend for backend in (TritonBackend, TorchBackend, FlashAttnBackend)
+}
+"""Attention backends by name."""
+
+
+def make_backend(name: str | None, device: torch.device) -> AttentionBackend:
+    """The backend ``name``, or the usual one of ``device``: triton on a GPU, torch on a CPU.
+
+    Raises ValueError for an unknown name and for a backend that cannot run on ``device``,
+    ImportError for flash_attn where it is not installed.
+    """
+    if name is None:
+        name = "torch" if device.type == "cpu" else "triton"
+    if name not in BACKENDS:
+        raise ValueError(
+            f"attention_backend={name!r} is unknown; choose from {', '.join(BACKENDS)}"
+        )
+    if device.type == "cpu" and name == "flash_attn":
+        raise ValueError("attention_backend='flash_attn': flash-attn runs on GPUs only")
+    if device.type == "cpu" and name == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            "attention_backend='triton' on a CPU: set TRITON_INTERPRET=1 in the environment before "
+            "the kernels are imported, to run them in Triton's interpreter, or use 'torch'"
+        )
+    return BACKENDS[name]()

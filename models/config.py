@@ -1,0 +1,298 @@
+"""What a decoder looks like: ModelConfig, read from a Hugging Face config.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_DTYPES = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+}
+
+
+class UnsupportedModel(ValueError):
+    """A checkpoint that asks for something these decoders do not do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """What distinguishes the decoders of one architecture, besides the fields of config.json."""
+
+    qk_norm: bool
+    """RMSNorm over head_dim on each query and key head, before RoPE (Qwen3)."""
+    defaults: Mapping[str, Any]
+    """Values of fields that a config.json of this architecture may leave out."""
+
+
+_LLAMA_DEFAULTS = {
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+}
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family(qk_norm=False, defaults=_LLAMA_DEFAULTS),
+    "Qwen3ForCausalLM": Family(
+        qk_norm=True,
+        defaults=_LLAMA_DEFAULTS | {"max_position_embeddings": 32768, "head_dim": 128},
+    ),
+}
+"""Architectures by the name that config.json gives them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How RoPE's frequencies are stretched for contexts beyond those of pre-training.
+
+    ``linear`` divides every frequency by ``factor`` (position interpolation).  ``llama3`` (Llama
+    3.1) divides those whose wavelength exceeds ``original_max_position_embeddings /
+    low_freq_factor``, keeps those below ``original_max_position_embeddings / high_freq_factor``
+    and blends in between.
+    """
+
+    rope_type: str
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.rope_type not in ("linear", "llama3"):
+            raise UnsupportedModel(
+                f"rope_type={self.rope_type!r}: these decoders know default, linear and llama3"
+            )
+        if not self.factor >= 1:
+            raise ValueError(f"factor={self.factor!r}: RoPE is stretched by a factor of 1 or more")
+        if self.rope_type == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor={self.low_freq_factor!r}, "
+                f"high_freq_factor={self.high_freq_factor!r}: needs 0 < low < high"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Shape and constants of a decoder.  Sizes are those of the whole model, not of one rank.
+
+    Raises ValueError naming the field for sizes that do not fit together.
+    """
+
+    architecture: str = "LlamaForCausalLM"
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    """Biases on the Q, K, V and output projections."""
+    mlp_bias: bool = False
+    initializer_range: float = 0.02
+    """Standard deviation of randomly initialised weights."""
+    dtype: torch.dtype = torch.float32
+    """Dtype that the checkpoint was trained for."""
+    eos_token_ids: frozenset[int] = field(default_factory=frozenset)
+    """Tokens that end a generation."""
+
+    def __post_init__(self) -> None:
+        if self.architecture not in FAMILIES:
+            raise UnsupportedModel(
+                f"architecture {self.architecture!r} is unknown; choose from {', '.join(FAMILIES)}"
+            )
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_q_heads",
+            "num_kv_heads",
+            "head_dim",
+            "max_position_embeddings",
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name}={value!r}: needs an int of at least 1")
+        if self.num_q_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_q_heads={self.num_q_heads}: needs a multiple of "
+                f"num_kv_heads={self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(
+                f"head_dim={self.head_dim}: RoPE rotates pairs and needs an even number"
+            )
+        if not (self.rms_norm_eps > 0 and self.rope_theta > 0):
+            raise ValueError(
+                f"rms_norm_eps={self.rms_norm_eps!r}, rope_theta={self.rope_theta!r}: "
+                "both need to be positive"
+            )
+
+    @property
+    def qk_norm(self) -> bool:
+        return FAMILIES[self.architecture].qk_norm
+
+    def kv_block_bytes(
+        self, block_size: int, dtype: torch.dtype, *, tensor_parallel_size: int = 1
+    ) -> int:
+        """Bytes of one block of ``block_size`` tokens on one rank: K and V of all layers."""
+        kv_heads_per_rank = max(1, self.num_kv_heads // tensor_parallel_size)
+        per_token = self.num_layers * 2 * kv_heads_per_rank * self.head_dim * dtype.itemsize
+        return block_size * per_token
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> ModelConfig:
+        """Read ``config.json``; end-of-text tokens also from ``generation_config.json``, if any.
+
+        Raises FileNotFoundError if there is no such folder or file, UnsupportedModel for what
+        these decoders do not do, ValueError for what is malformed; each names the file.
+        """
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise FileNotFoundError(f"model: no folder {str(folder)!r}")
+        path = folder / "config.json"
+        fields = _read_json_object(path)
+        generation = folder / "generation_config.json"
+        if generation.exists():
+            eos = _read_json_object(generation).get("eos_token_id")
+            if eos is not None:
+                fields["eos_token_id"] = eos
+        try:
+            return cls.from_dict(fields)
+        except UnsupportedModel as error:
+            raise UnsupportedModel(f"{path}: {error}") from None
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> ModelConfig:
+        """Translate the fields of a Hugging Face config.json, of transformers 4 or 5.
+
+        Raises UnsupportedModel and ValueError as the class does, also for a missing field.
+        """
+        architecture = _architecture(fields)
+        get = dict(FAMILIES[architecture].defaults) | {
+            name: value for name, value in fields.items() if value is not None
+        }
+        _refuse_unsupported(get)
+
+        def need(name: str) -> Any:
+            if name not in get:
+                raise ValueError(f"field {name!r} is missing")
+            return get[name]
+
+        num_q_heads = need("num_attention_heads")
+        hidden_size = need("hidden_size")
+        rope_theta, rope_scaling = _rope(get)
+        return cls(
+            architecture=architecture,
+            vocab_size=need("vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=need("intermediate_size"),
+            num_layers=need("num_hidden_layers"),
+            num_q_heads=num_q_heads,
+            num_kv_heads=get.get("num_key_value_heads", num_q_heads),
+            head_dim=get["head_dim"] if "head_dim" in get else _head_dim(hidden_size, num_q_heads),
+            max_position_embeddings=need("max_position_embeddings"),
+            rms_norm_eps=need("rms_norm_eps"),
+            rope_theta=rope_theta,
+            rope_scaling=rope_scaling,
+            tie_word_embeddings=need("tie_word_embeddings"),
+            attention_bias=get.get("attention_bias", False),
+            mlp_bias=get.get("mlp_bias", False),
+            initializer_range=get.get("initializer_range", 0.02),
+            dtype=_dtype(get),
+            eos_token_ids=_token_ids("eos_token_id", get.get("eos_token_id", [])),
+        )
+
+
+def _read_json_object(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path}: no such file; a checkpoint folder has one") from None
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _architecture(fields: Mapping[str, Any]) -> str:
+    names = fields.get("architectures")
+    if not isinstance(names, list) or not names:
+        raise ValueError(f"field 'architectures': expected a list of one name, got {names!r}")
+    for name in names:
+        if name in FAMILIES:
+            return name
+    raise UnsupportedModel(
+        f"architecture {', '.join(map(str, names))} is unknown; choose from {', '.join(FAMILIES)}"
+    )
+
+
+def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
+    activation = fields.get("hidden_act", "silu")
+    if activation != "silu":
+        raise UnsupportedModel(f"hidden_act={activation!r}: these decoders have SwiGLU (silu) only")
+    if "quantization_config" in fields:
+        raise UnsupportedModel("quantization_config: quantised checkpoints are not supported")
+    if fields.get("use_sliding_window") or "sliding_attention" in fields.get("layer_types", ()):
+        raise UnsupportedModel("use_sliding_window: layers with a sliding window are not supported")
+
+
+def _head_dim(hidden_size: int, num_q_heads: int) -> int:
+    if num_q_heads < 1 or hidden_size % num_q_heads:
+        raise ValueError(
+            f"hidden_size={hidden_size} does not divide among num_attention_heads={num_q_heads}, "
+            "and the field 'head_dim' is missing"
+        )
+    return hidden_size // num_q_heads
+
+
+def _rope(fields: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    """RoPE's base and scaling: fields of their own until transformers 5, then one object."""
+    parameters = dict(fields.get("rope_parameters", fields.get("rope_scaling", {})))
+    theta = float(parameters.get("rope_theta", fields["rope_theta"]))
+    rope_type = parameters.get("rope_type", parameters.get("type", "default"))
+    if rope_type == "default":
+        return theta, None
+    if "factor" not in parameters and rope_type in ("linear", "llama3"):
+        raise ValueError(f"rope scaling of type {rope_type!r}: field 'factor' is missing")
+    names = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    if rope_type == "llama3":
+        missing = [name for name in names if name not in parameters]
+        if missing:
+            raise ValueError(f"rope scaling of type 'llama3': field {missing[0]!r} is missing")
+    options = {name: parameters[name] for name in names if name in parameters}
+    return theta, RopeScaling(
+        rope_type=rope_type, factor=float(parameters.get("factor", 1.0)), **options
+    )
+
+
+def _dtype(fields: Mapping[str, Any]) -> torch.dtype:
+    name = str(fields.get("dtype", fields.get("torch_dtype", "float32"))).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise UnsupportedModel(f"dtype={name!r}: choose from {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def _token_ids(name: str, value: Any) -> frozenset[int]:
+    values = value if isinstance(value, list) else [value]
+    if not all(isinstance(token, int) and token >= 0 for token in values):
+        raise ValueError(f"field {name!r}: expected a token id or a list of them, got {value!r}")
+    return frozenset(values)

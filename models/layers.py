@@ -1,0 +1,208 @@
+"""Layers of a decoder, each knowing which tensors of a checkpoint fill its parameters.
+
+Layers are named as in Hugging Face checkpoints; those that fuse several tensors of a checkpoint
+into one matrix list their parts.  ``checkpoint_tensors`` says where each tensor goes, and which part
+of it this rank holds: loading, random initialisation and sharding all follow from that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from models.config import ModelConfig, RopeScaling
+from models.parallel import TensorParallel
+
+
+@dataclass(frozen=True)
+class CheckpointTensor:
+    """Destination of one tensor of a checkpoint.
+
+    target: view of this rank's parameter that receives ``tensor[index]``.
+    shape: of the whole tensor in the checkpoint.
+    index: slices that cut this rank's part out of it.
+    init: how it begins without a checkpoint: "normal" (matrices), "ones" (norms), "zeros" (biases).
+    """
+
+    target: torch.Tensor
+    shape: tuple[int, ...]
+    index: tuple[slice, ...]
+    init: str
+
+
+def _parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape), requires_grad=False)
+
+
+def _as_slice(part: range) -> slice:
+    return slice(part.start, part.stop)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension (Zhang and Sennrich, 2019)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = _parameter(size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, CheckpointTensor]]:
+        whole = (slice(0, self.weight.shape[0]),)
+        yield (
+            f"{name}.weight",
+            CheckpointTensor(self.weight, tuple(self.weight.shape), whole, "ones"),
+        )
+
+
+class ColumnParallelLinear(nn.Module):
+    """Linear layers of the same input fused into one, split among the ranks by output.
+
+    parts: for each fused layer its name in the checkpoint, its number of outputs and the range of
+        them that this rank holds.  The output is (..., sum of the rank's ranges), in that order.
+    """
+
+    def __init__(
+        self, in_features: int, parts: list[tuple[str, int, range]], *, bias: bool
+    ) -> None:
+        super().__init__()
+        self.parts = parts
+        self.local_sizes = [len(part) for _, _, part in parts]
+        self.weight = _parameter(sum(self.local_sizes), in_features)
+        self.bias = _parameter(sum(self.local_sizes)) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, CheckpointTensor]]:
+        prefix = name.rpartition(".")[0]
+        in_features = self.weight.shape[1]
+        row = 0
+        for part_name, out_features, part in self.parts:
+            rows = slice(row, row + len(part))
+            row += len(part)
+            weight = CheckpointTensor(
+                self.weight[rows],
+                (out_features, in_features),
+                (_as_slice(part), slice(0, in_features)),
+                "normal",
+            )
+            yield f"{prefix}.{part_name}.weight", weight
+            if self.bias is not None:
+                bias = CheckpointTensor(
+                    self.bias[rows], (out_features,), (_as_slice(part),), "zeros"
+                )
+                yield f"{prefix}.{part_name}.bias", bias
+
+
+class RowParallelLinear(nn.Module):
+    """A linear layer split among the ranks by input; the output is summed over the ranks."""
+
+    def __init__(
+        self, in_features: int, in_part: range, out_features: int, *, bias: bool, tp: TensorParallel
+    ) -> None:
+        super().__init__()
+        self.in_features, self.in_part, self.tp = in_features, in_part, tp
+        self.weight = _parameter(out_features, len(in_part))
+        self.bias = _parameter(out_features) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.tp.size == 1:
+            return F.linear(x, self.weight, self.bias)
+        x = self.tp.all_reduce(F.linear(x, self.weight))
+        return x if self.bias is None else x + self.bias
+
+    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, CheckpointTensor]]:
+        rows = slice(0, self.weight.shape[0])
+        shape = (self.weight.shape[0], self.in_features)
+        index = (rows, _as_slice(self.in_part))
+        yield f"{name}.weight", CheckpointTensor(self.weight, shape, index, "normal")
+        if self.bias is not None:
+            yield f"{name}.bias", CheckpointTensor(self.bias, shape[:1], (rows,), "zeros")
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Token embedding split among the ranks by vocabulary; also the output projection.
+
+    Ranks hold equal parts, the last one padded with rows that no token uses.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, tp: TensorParallel) -> None:
+        super().__init__()
+        self.vocab_size, self.tp = vocab_size, tp
+        rows_per_rank = -(-vocab_size // tp.size)
+        self.first = tp.rank * rows_per_rank
+        self.num_used = max(0, min(rows_per_rank, vocab_size - self.first))
+        self.weight = _parameter(rows_per_rank, hidden_size)
+        if self.num_used < rows_per_rank:
+            self.weight[self.num_used :].zero_()
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """(num_tokens,) ids to (num_tokens, hidden_size)."""
+        if self.tp.size == 1:
+            return F.embedding(token_ids, self.weight)
+        local = token_ids - self.first
+        elsewhere = (local < 0) | (local >= self.num_used)
+        x = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        return self.tp.all_reduce(x.masked_fill(elsewhere[:, None], 0.0))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(num_tokens, hidden_size) to (num_tokens, vocab_size), on every rank."""
+        return self.tp.all_gather_last(F.linear(hidden, self.weight))[:, : self.vocab_size]
+
+    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, CheckpointTensor]]:
+        hidden_size = self.weight.shape[1]
+        last = self.first + self.num_used
+        yield (
+            f"{name}.weight",
+            CheckpointTensor(
+                self.weight[: self.num_used],
+                (self.vocab_size, hidden_size),
+                (slice(min(self.first, last), last), slice(0, hidden_size)),
+                "normal",
+            ),
+        )
+
+
+def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> torch.Tensor:
+    """Angle per position of each rotated pair, (head_dim / 2,) fp32."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    frequencies = 1.0 / theta**exponents
+    if scaling is None:
+        return frequencies
+    if scaling.rope_type == "linear":
+        return frequencies / scaling.factor
+    # llama3: blend between stretched (0) and kept (1) by how often a pair turns in the old context.
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * torch.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return frequencies * (kept + (1.0 - kept) / scaling.factor)
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotary position embedding (Su et al., 2021), pairing dimension i with i + head_dim / 2."""
+
+    def __init__(self, config: ModelConfig, max_positions: int) -> None:
+        super().__init__()
+        frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+        angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
+        self.table: torch.Tensor
+        self.register_buffer("table", torch.stack((angles.cos(), angles.sin())), persistent=False)
+
+    def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of (num_tokens,) positions: (num_tokens, 1, head_dim / 2) fp32 each."""
+        cos, sin = self.table[:, positions].unsqueeze(2)
+        return cos, sin
+
+
+def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate (num_tokens, num_heads, head_dim) by its positions; computed in fp32 at least."""
+    first, second = x.to(torch.promote_types(x.dtype, cos.dtype)).chunk(2, dim=-1)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotated.to(x.dtype)

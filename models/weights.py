@@ -1,0 +1,129 @@
+"""Weights of a decoder: read from safetensors, one shard at a time, or drawn at random."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from models.layers import CheckpointTensor
+
+_INDEX = "model.safetensors.index.json"
+_DERIVED = ("rotary_emb.inv_freq",)  # buffers that old checkpoints carry and nobody needs
+
+
+class WeightsError(ValueError):
+    """A checkpoint whose weights are absent, damaged, or not those of the model."""
+
+
+def checkpoint_tensors(model: nn.Module) -> dict[str, CheckpointTensor]:
+    """Where each tensor of a checkpoint goes in ``model``, by the tensor's name."""
+    return {
+        name: tensor
+        for prefix, module in model.named_modules()
+        if hasattr(module, "checkpoint_tensors")
+        for name, tensor in module.checkpoint_tensors(prefix)
+    }
+
+
+def load_weights(model: nn.Module, folder: str | Path) -> None:
+    """Fill ``model`` from the safetensors in ``folder``, each rank reading its part only.
+
+    Of a sharded checkpoint one shard is open at a time, and one tensor at a time is in memory
+    besides the model.  An ``lm_head.weight`` beside tied embeddings is ignored.
+
+    Raises WeightsError, naming the file and the tensors, if there are no weights, a shard is absent
+    or damaged, a tensor is missing, unexpected or of another shape.  The model is then unusable.
+    """
+    expected = checkpoint_tensors(model)
+    missing = dict(expected)
+    unexpected = []
+    for path in _weight_files(Path(folder)):
+        for name, part in _read(path, expected):
+            if part is None:
+                if not name.endswith(_DERIVED) and not _is_tied_head(name, expected):
+                    unexpected.append(name)
+            elif missing.pop(name, None) is None:
+                raise WeightsError(f"{path}: tensor {name} is in another shard as well")
+            else:
+                expected[name].target.copy_(part)
+    if missing:
+        raise WeightsError(f"{folder}: missing tensors: {_some(sorted(missing))}")
+    if unexpected:
+        raise WeightsError(
+            f"{folder}: tensors that this architecture does not have: {_some(sorted(unexpected))}"
+        )
+
+
+def randomize_weights(model: nn.Module, *, seed: int = 0, std: float = 0.02) -> None:
+    """Fill ``model`` with normally distributed weights (norms 1, biases 0).
+
+    Each tensor depends on the seed and on its name alone, so that all ranks of a
+    tensor-parallel model hold parts of the same weights, whatever their number.
+    """
+    for name, tensor in checkpoint_tensors(model).items():
+        if tensor.init == "normal":
+            # Hashed together: a CPU generator uses no more than 32 bits of its seed.
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+            whole = torch.empty(tensor.shape, dtype=torch.float32)
+            whole.normal_(0.0, std, generator=generator)
+            tensor.target.copy_(whole[tensor.index])
+        else:
+            tensor.target.fill_(1.0 if tensor.init == "ones" else 0.0)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / _INDEX
+    if index.exists():
+        try:
+            names = sorted(
+                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise WeightsError(f"{index}: not an index of shards: {error!r}") from None
+        absent = [name for name in names if not (folder / name).is_file()]
+        if absent:
+            raise WeightsError(f"{index}: shards that are not in the folder: {_some(absent)}")
+        return [folder / name for name in names]
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        others = sorted(path.name for path in folder.glob("*.bin"))
+        hint = f" (there is {_some(others)}: convert it to safetensors)" if others else ""
+        raise WeightsError(f"{folder}: no weights: expected *.safetensors{hint}")
+    return files
+
+
+def _read(
+    path: Path, expected: dict[str, CheckpointTensor]
+) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Name and this rank's part of every tensor in a file; None for an unexpected tensor."""
+    try:
+        with safe_open(path, framework="pt") as shard:
+            for name in shard.keys():  # noqa: SIM118  (not a dict)
+                tensor = expected.get(name)
+                if tensor is None:
+                    yield name, None
+                    continue
+                stored = shard.get_slice(name)
+                shape = tuple(stored.get_shape())
+                if shape != tensor.shape:
+                    raise WeightsError(
+                        f"{path}: tensor {name} has shape {shape}, the model needs {tensor.shape}"
+                    )
+                yield name, stored[tensor.index]
+    except SafetensorError as error:
+        raise WeightsError(f"{path}: {error}") from None
+
+
+def _is_tied_head(name: str, expected: dict[str, CheckpointTensor]) -> bool:
+    return name == "lm_head.weight" and name not in expected
+
+
+def _some(names: list[str], limit: int = 5) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

@@ -1,0 +1,148 @@
+"""Tiny checkpoints, written by transformers, and what runs a model on them without the engine."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from models.attention import AttentionMetadata, make_backend
+from models.config import ModelConfig
+from models.decoder import build_model
+from models.weights import load_weights
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+_TINY = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+CHECKPOINTS = {
+    "llama": ("LlamaConfig", {"num_attention_heads": 4, "num_key_value_heads": 2}),
+    "llama_biased": (
+        "LlamaConfig",
+        {
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": _LLAMA3_ROPE,
+        },
+    ),
+    "qwen3": (
+        "Qwen3Config",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
+"""Class and fields of the configs that the tests load, by the name of the checkpoint."""
+
+
+@pytest.fixture(scope="session")
+def make_checkpoint(tmp_path_factory):
+    """make_checkpoint(name, **save_options) -> (folder, the transformers model in it)."""
+    made = {}
+
+    def make(name: str, **save_options):
+        key = (name, *sorted(save_options.items()))
+        if key not in made:
+            transformers = pytest.importorskip("transformers")
+            config_class, fields = CHECKPOINTS[name]
+            config = getattr(transformers, config_class)(**(_TINY | fields))
+            torch.manual_seed(7)
+            model = transformers.AutoModelForCausalLM.from_config(config).eval()
+            with torch.no_grad():  # norms and biases begin as ones and zeros, which would hide them
+                for parameter in model.parameters():
+                    if parameter.dim() == 1:
+                        parameter.add_(torch.randn_like(parameter) * 0.2)
+            folder = tmp_path_factory.mktemp(name)
+            model.save_pretrained(folder, **save_options)
+            made[key] = (folder, model)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def load_model(make_checkpoint):
+    """load_model(name, backend="torch", dtype=float32) -> our model with the same weights."""
+
+    def load(name: str, backend: str = "torch", dtype: torch.dtype = torch.float32):
+        folder, _ = make_checkpoint(name)
+        device = torch.device("cpu")
+        model = build_model(
+            ModelConfig.from_folder(folder),
+            make_backend(backend, device),
+            dtype=dtype,
+            device=device,
+        )
+        load_weights(model, folder)
+        return model
+
+    return load
+
+
+class PagedBatch:
+    """A KV cache and sequences run by hand, each with blocks of its own in random order."""
+
+    def __init__(self, model, token_ids: list[list[int]], block_size: int, seed: int = 0) -> None:
+        config = model.config
+        self.model, self.block_size = model, block_size
+        self.token_ids = [torch.tensor(ids) for ids in token_ids]
+        self.computed = [0] * len(token_ids)
+        width = max(-(-len(ids) // block_size) for ids in token_ids)
+        num_blocks = width * len(token_ids)
+        order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed))
+        self.block_tables = order.view(len(token_ids), width).int()
+        shape = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
+        self.kv_cache = torch.full((2, *shape), torch.nan)
+
+    def step(self, counts: list[int]) -> torch.Tensor:
+        """Compute the next counts[i] tokens of sequence i; the logits of all of them, in order."""
+        ids, positions, slots, rows = [], [], [], []
+        for i, count in enumerate(counts):
+            if count:
+                here = torch.arange(self.computed[i], self.computed[i] + count)
+                blocks = self.block_tables[i, here // self.block_size].long()
+                slots.append(blocks * self.block_size + here % self.block_size)
+                ids.append(self.token_ids[i][here])
+                positions.append(here)
+                rows.append(i)
+                self.computed[i] += count
+        lens = torch.tensor([counts[i] for i in rows])
+        metadata = AttentionMetadata(
+            slot_mapping=torch.cat(slots),
+            block_tables=self.block_tables[rows],
+            cu_seqlens_q=torch.nn.functional.pad(lens.cumsum(0), (1, 0)).int(),
+            context_lens=torch.tensor([self.computed[i] for i in rows], dtype=torch.int32),
+            max_seqlen_q=int(lens.max()),
+            max_context_len=max(self.computed[i] for i in rows),
+        )
+        hidden = self.model(torch.cat(ids), torch.cat(positions), self.kv_cache, metadata)
+        return self.model.logits(hidden)
+
+
+@pytest.fixture(scope="session")
+def paged_batch():
+    return PagedBatch

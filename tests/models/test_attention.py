@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from kernels import reference
+from models.attention import (
+    AttentionMetadata,
+    FlashAttnBackend,
+    TorchBackend,
+    TritonBackend,
+    make_backend,
+)
+
+CPU = torch.device("cpu")
+NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM = 6, 2, 16
+
+
+def flash_attn_stand_in() -> types.SimpleNamespace:
+    """flash-attn's two functions over the reference ops: what the backend passes is what counts."""
+
+    def flash_attn_with_kvcache(
+        q, k_cache, v_cache, *, cache_seqlens, block_table, softmax_scale, causal
+    ):
+        assert causal
+        assert k_cache.shape[1] % 256 == 0
+        return reference.paged_decode_attention(
+            q[:, 0], k_cache, v_cache, block_table, cache_seqlens, scale=softmax_scale
+        )[:, None]
+
+    def flash_attn_varlen_func(
+        q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
+        block_table,
+    ):  # fmt: skip
+        lens = cu_seqlens_k.diff().int()
+        assert causal
+        assert k.shape[1] % 256 == 0
+        assert cu_seqlens_k[0] == 0
+        assert max_seqlen_q == cu_seqlens_q.diff().max()
+        assert max_seqlen_k >= lens.max()
+        return reference.paged_prefill_attention(
+            q, k, v, block_table, cu_seqlens_q, lens, max_seqlen_q=max_seqlen_q, scale=softmax_scale
+        )
+
+    return types.SimpleNamespace(
+        flash_attn_with_kvcache=flash_attn_with_kvcache,
+        flash_attn_varlen_func=flash_attn_varlen_func,
+    )
+
+
+BACKENDS = {
+    "torch": TorchBackend,
+    "triton": TritonBackend,
+    "flash_attn": lambda: FlashAttnBackend(flash_attn_stand_in()),
+}
+
+
+class Case:
+    """A batch with NaN in every slot that no sequence of it may read."""
+
+    def __init__(self, context_lens: list[int], query_lens: list[int], block_size: int) -> None:
+        generator = torch.Generator().manual_seed(sum(context_lens) * 31 + block_size)
+
+        def randn(*shape):
+            return torch.randn(*shape, generator=generator)
+
+        needed = [-(-n // block_size) for n in context_lens]
+        width = max(needed) + 2
+        num_blocks = sum(needed) + 3
+        order = torch.randperm(num_blocks, generator=generator).int()
+        tables = torch.full((len(needed), width), -1, dtype=torch.int32)
+        self.k_cache = torch.full((num_blocks, block_size, NUM_KV_HEADS, HEAD_DIM), torch.nan)
+        self.v_cache = self.k_cache.clone()
+        slots, first = [], 0
+        for i, (context_len, query_len) in enumerate(zip(context_lens, query_lens, strict=True)):
+            tables[i, : needed[i]] = order[first : first + needed[i]]
+            first += needed[i]
+            positions = torch.arange(context_len)
+            blocks, offsets = tables[i, positions // block_size].long(), positions % block_size
+            cached = context_len - query_len
+            self.k_cache[blocks[:cached], offsets[:cached]] = randn(cached, NUM_KV_HEADS, HEAD_DIM)
+            self.v_cache[blocks[:cached], offsets[:cached]] = randn(cached, NUM_KV_HEADS, HEAD_DIM)
+            slots.append((blocks * block_size + offsets)[cached:])
+        num_tokens = sum(query_lens)
+        qkv = randn(num_tokens, NUM_Q_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM)  # views of a fused QKV
+        self.query, self.key, self.value = qkv.split([NUM_Q_HEADS, NUM_KV_HEADS, NUM_KV_HEADS], 1)
+        self.metadata = AttentionMetadata(
+            slot_mapping=torch.cat(slots),
+            block_tables=tables,
+            cu_seqlens_q=torch.tensor([0, *query_lens]).cumsum(0).int(),
+            context_lens=torch.tensor(context_lens, dtype=torch.int32),
+            max_seqlen_q=max(query_lens),
+            max_context_len=max(context_lens),
+        )
+
+    def run(self, backend, *, scale: float = 0.3):
+        caches = self.k_cache.clone(), self.v_cache.clone()
+        out = backend(self.query, self.key, self.value, *caches, self.metadata, scale=scale)
+        return out, *caches
+
+    def expected(self, scale: float = 0.3):
+        k_cache, v_cache = self.k_cache.double(), self.v_cache.double()
+        slots = self.metadata.slot_mapping
+        reference.store_kvcache(self.key.double(), self.value.double(), k_cache, v_cache, slots)
+        out = reference.paged_prefill_attention(
+            self.query.double(),
+            k_cache,
+            v_cache,
+            self.metadata.block_tables,
+            self.metadata.cu_seqlens_q,
+            self.metadata.context_lens,
+            max_seqlen_q=self.metadata.max_seqlen_q,
+            scale=scale,
+        )
+        return out.float(), k_cache.float(), v_cache.float()
+
+
+CASES = {
+    "decode": ([5, 1, 17, 40], [1, 1, 1, 1]),
+    "decode_equal_lengths": ([16, 16], [1, 1]),
+    "prefill": ([5, 1, 33], [5, 1, 33]),
+    "prefill_behind_cached_prefix": ([20, 33], [4, 17]),
+    "mixed": ([20, 7, 1, 33, 12], [1, 7, 1, 9, 1]),
+}
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_backends_store_and_attend(backend, case, block_size):
+    batch = Case(*CASES[case], block_size)
+    for actual, expected in zip(batch.run(BACKENDS[backend]()), batch.expected(), strict=True):
+        assert_close(actual, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("case", ["decode", "mixed"])
+def test_flash_attn_reads_pages_of_256_in_place(case):
+    batch = Case(*CASES[case], 256)
+    backend = FlashAttnBackend(flash_attn_stand_in())
+    backend._repage = None  # would raise
+    assert_close(batch.run(backend)[0], batch.expected()[0])
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_padding_of_a_captured_graph_changes_nothing(backend):
+    """Rows with a negative slot and a context length of 0 give zeros and write nothing."""
+    batch = Case(*CASES["decode"], 4)
+    out, k_cache, v_cache = batch.run(BACKENDS[backend]())
+    metadata = batch.metadata
+    padded = AttentionMetadata(
+        slot_mapping=torch.cat((metadata.slot_mapping, torch.tensor([-1, -1]))),
+        block_tables=torch.cat(
+            (metadata.block_tables, metadata.block_tables.new_full((2, 12), -1))
+        ),
+        cu_seqlens_q=torch.arange(7, dtype=torch.int32),
+        context_lens=torch.cat((metadata.context_lens, torch.zeros(2, dtype=torch.int32))),
+        max_seqlen_q=1,
+        max_context_len=40,
+    )
+    batch.metadata = padded
+    batch.query, batch.key, batch.value = (
+        torch.cat((x, torch.full_like(x[:2], 7.0))) for x in (batch.query, batch.key, batch.value)
+    )
+    out_padded, k_padded, v_padded = batch.run(BACKENDS[backend]())
+    assert_close(out_padded[:4], out)
+    assert (out_padded[4:] == 0).all()
+    assert_close(k_padded, k_cache, rtol=0, atol=0, equal_nan=True)
+    assert_close(v_padded, v_cache, rtol=0, atol=0, equal_nan=True)
+
+
+def test_the_cpu_decodes_without_the_interpreter(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert make_backend(None, CPU).name == "torch"
+    with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
+        make_backend("triton", CPU)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("flash", "'flash' is unknown; choose from triton, torch, flash_attn"),
+     ("flash_attn", "runs on GPUs only")],
+)  # fmt: skip
+def test_backends_that_cannot_run_are_refused(name, message):
+    with pytest.raises(ValueError, match=message):
+        make_backend(name, CPU)
+
+
+def test_absent_flash_attn_is_an_import_error():
+    try:
+        import flash_attn  # noqa: F401
+    except ImportError:
+        with pytest.raises(ImportError, match="needs the package flash-attn"):
+            FlashAttnBackend()
+    else:
+        assert FlashAttnBackend().name == "flash_attn"

@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from models.config import FAMILIES, ModelConfig, RopeScaling, UnsupportedModel
+
+LLAMA_31 = {  # as published, before transformers 5
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+    "eos_token_id": [128001, 128008, 128009],
+}
+QWEN3_06B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+
+def test_llama_31_is_read():
+    config = ModelConfig.from_dict(LLAMA_31)
+    assert (config.num_q_heads, config.num_kv_heads, config.head_dim) == (32, 8, 128)
+    assert config.rope_theta == 500000.0
+    assert config.rope_scaling == RopeScaling(
+        rope_type="llama3",
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
+    )
+    assert config.dtype == torch.bfloat16
+    assert config.eos_token_ids == {128001, 128008, 128009}
+    assert not config.qk_norm
+
+
+def test_qwen3_is_read():
+    config = ModelConfig.from_dict(QWEN3_06B)
+    assert (config.num_q_heads, config.num_kv_heads, config.head_dim) == (16, 8, 128)
+    assert config.qk_norm
+    assert config.tie_word_embeddings
+    assert config.rope_scaling is None
+    assert config.eos_token_ids == {151645}
+
+
+def test_the_format_of_transformers_5_means_the_same():
+    new = {
+        name: value
+        for name, value in LLAMA_31.items()
+        if name not in ("rope_theta", "rope_scaling", "torch_dtype")
+    }
+    new["rope_parameters"] = LLAMA_31["rope_scaling"] | {"rope_theta": 500000.0}
+    new["dtype"] = "bfloat16"
+    assert ModelConfig.from_dict(new) == ModelConfig.from_dict(LLAMA_31)
+
+
+@pytest.mark.parametrize("checkpoint", ["llama", "llama_biased", "qwen3"])
+def test_a_saved_checkpoint_is_read(checkpoint, make_checkpoint):
+    folder, oracle = make_checkpoint(checkpoint)
+    config = ModelConfig.from_folder(folder)
+    theirs = oracle.config
+    assert config.num_layers == theirs.num_hidden_layers
+    assert config.num_q_heads == theirs.num_attention_heads
+    assert config.num_kv_heads == theirs.num_key_value_heads
+    assert config.head_dim == theirs.head_dim
+    assert config.attention_bias == theirs.attention_bias
+    assert config.tie_word_embeddings == theirs.tie_word_embeddings
+    assert config.eos_token_ids == frozenset()
+
+
+def test_fields_that_may_be_absent_have_the_defaults_of_the_architecture():
+    names = ("num_key_value_heads", "rms_norm_eps", "rope_theta", "rope_scaling", "torch_dtype")
+    config = ModelConfig.from_dict({k: v for k, v in LLAMA_31.items() if k not in names})
+    assert config.num_kv_heads == config.num_q_heads == 32
+    assert (config.rms_norm_eps, config.rope_theta, config.dtype) == (1e-6, 10000.0, torch.float32)
+
+
+def test_generation_config_adds_the_tokens_that_end_a_text(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_06B))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [151645, 151643]}')
+    assert ModelConfig.from_folder(tmp_path).eos_token_ids == {151645, 151643}
+
+
+@pytest.mark.parametrize(
+    "name", ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"]
+)
+def test_a_missing_field_is_named(name):
+    fields = {k: v for k, v in LLAMA_31.items() if k != name}
+    with pytest.raises(ValueError, match=rf"field '{name}' is missing"):
+        ModelConfig.from_dict(fields)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is unknown; choose from Llama"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "use_sliding_window"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn'"),
+        ({"torch_dtype": "int8"}, "dtype='int8'"),
+    ],
+)
+def test_what_the_decoders_cannot_do_is_refused(change, message):
+    with pytest.raises(UnsupportedModel, match=message):
+        ModelConfig.from_dict(LLAMA_31 | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": None}, "field 'architectures'"),
+        ({"num_key_value_heads": 5}, "multiple of num_kv_heads=5"),
+        ({"head_dim": 65}, "head_dim=65"),
+        ({"vocab_size": 0}, "vocab_size=0"),
+        ({"vocab_size": "many"}, "vocab_size='many'"),
+        ({"hidden_size": 4100}, "hidden_size=4100 does not divide"),
+        ({"eos_token_id": "</s>"}, "field 'eos_token_id'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "'low_freq_factor' is missing"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "'factor' is missing"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "factor=0.5"),
+    ],
+)
+def test_malformed_fields_are_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_dict(LLAMA_31 | change)
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        (None, FileNotFoundError, "config.json: no such file"),
+        ("{", ValueError, "config.json: not valid JSON"),
+        ("[]", ValueError, "config.json: expected a JSON object, got list"),
+        ('{"architectures": ["GPT2"]}', UnsupportedModel, "config.json: architecture GPT2"),
+        ('{"architectures": ["LlamaForCausalLM"]}', ValueError, "config.json: field .* missing"),
+    ],
+)
+def test_errors_name_the_file(tmp_path, text, error, message):
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(error, match=message):
+        ModelConfig.from_folder(tmp_path)
+
+
+def test_a_folder_that_does_not_exist_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        ModelConfig.from_folder(tmp_path / "nowhere")
+
+
+def test_kv_block_bytes():
+    published = ModelConfig(
+        vocab_size=1,
+        hidden_size=1,
+        intermediate_size=1,
+        num_layers=4,
+        num_q_heads=8,
+        num_kv_heads=8,
+        head_dim=128,
+    )
+    assert published.kv_block_bytes(4, torch.float16) == 65536
+    assert published.kv_block_bytes(4, torch.float16, tensor_parallel_size=2) == 32768
+    one_head = dataclasses.replace(published, num_kv_heads=1)
+    assert one_head.kv_block_bytes(4, torch.float16, tensor_parallel_size=2) == 8192
+
+
+def test_every_family_can_be_made_from_sizes_alone():
+    for architecture in FAMILIES:
+        ModelConfig(
+            architecture=architecture,
+            vocab_size=8,
+            hidden_size=8,
+            intermediate_size=8,
+            num_layers=1,
+            num_q_heads=2,
+            num_kv_heads=1,
+            head_dim=4,
+        )

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from models.config import ModelConfig
+from models.layers import RMSNorm, RotaryEmbedding, apply_rope, rope_frequencies
+
+
+def config_with(rope_scaling: dict | None, head_dim: int = 64) -> ModelConfig:
+    return ModelConfig.from_dict(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "vocab_size": 8,
+            "hidden_size": head_dim,
+            "intermediate_size": 8,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 1,
+            "rope_theta": 10000.0,
+            "rope_scaling": rope_scaling,
+        }
+    )
+
+
+SCALINGS = {
+    "default": None,
+    "linear": {"rope_type": "linear", "factor": 3.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 512,
+    },
+}
+
+
+@pytest.mark.parametrize("name", ["linear", "llama3"])
+def test_scaled_frequencies_equal_those_of_transformers(name):
+    transformers = pytest.importorskip("transformers")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    theirs = transformers.LlamaConfig(
+        hidden_size=64,
+        num_attention_heads=1,
+        rope_parameters=SCALINGS[name] | {"rope_theta": 10000.0},
+    )
+    expected, attention_factor = ROPE_INIT_FUNCTIONS[name](theirs, torch.device("cpu"))
+    ours = config_with(SCALINGS[name])
+    assert attention_factor == 1.0
+    assert_close(rope_frequencies(64, ours.rope_theta, ours.rope_scaling), expected)
+
+
+def test_llama3_keeps_high_frequencies_and_stretches_low_ones():
+    ours = config_with(SCALINGS["llama3"])
+    ratio = rope_frequencies(64, 1e4, None) / rope_frequencies(64, 1e4, ours.rope_scaling)
+    assert ratio[0] == 1.0
+    assert ratio[-1] == 8.0
+    assert ((ratio > 1.0) & (ratio < 8.0)).any()
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("head_dim", [2, 64, 80])
+def test_scores_depend_on_the_distance_alone(scaling, head_dim):
+    config = config_with(SCALINGS[scaling], head_dim)
+    rope = RotaryEmbedding(config, 100)
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 1, 1, head_dim, generator=generator, dtype=torch.float64)
+    scores = [
+        (
+            apply_rope(q, *rope(torch.tensor([start + 7])))
+            * apply_rope(k, *rope(torch.tensor([start])))
+        ).sum()
+        for start in (0, 1, 50, 92)
+    ]
+    assert_close(torch.stack(scores), scores[0].expand(4), rtol=1e-4, atol=1e-5)
+    still = apply_rope(q, *rope(torch.tensor([0])))
+    assert torch.equal(still, q)
+
+
+def test_rope_rotates_in_fp32_and_keeps_the_dtype():
+    rope = RotaryEmbedding(config_with(None), 300)
+    x = torch.randn(5, 3, 64, generator=torch.Generator().manual_seed(0)).half()
+    cos, sin = rope(torch.tensor([0, 5, 100, 200, 299]))
+    rotated = apply_rope(x, cos, sin)
+    assert rotated.dtype == torch.float16
+    assert torch.equal(rotated, apply_rope(x.float(), cos, sin).half())
+
+
+def test_rms_norm():
+    norm = RMSNorm(6, 1e-5)
+    generator = torch.Generator().manual_seed(0)
+    norm.weight.copy_(torch.randn(6, generator=generator))
+    x = torch.randn(4, 6, generator=generator)
+    expected = x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight
+    assert_close(norm(x), expected)
+    assert torch.equal(norm(torch.zeros(1, 6)), torch.zeros(1, 6))

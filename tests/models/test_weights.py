@@ -1,0 +1,205 @@
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from models.attention import TorchBackend
+from models.config import ModelConfig
+from models.decoder import build_model
+from models.parallel import TensorParallel
+from models.weights import WeightsError, checkpoint_tensors, load_weights, randomize_weights
+
+NAMES = ["llama", "llama_biased", "qwen3"]
+
+
+def empty_model(folder, tp: TensorParallel | None = None):
+    return build_model(
+        ModelConfig.from_folder(folder),
+        TorchBackend(),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        tp=tp,
+    )
+
+
+@pytest.fixture
+def folder(make_checkpoint, tmp_path):
+    """A copy of a single-file checkpoint that a test may damage."""
+    return shutil.copytree(make_checkpoint("qwen3")[0], tmp_path / "checkpoint")
+
+
+@pytest.fixture
+def sharded(make_checkpoint, tmp_path):
+    source, _ = make_checkpoint("qwen3", max_shard_size="40KB")
+    folder = shutil.copytree(source, tmp_path / "sharded")
+    assert len(list(folder.glob("model-*.safetensors"))) > 2
+    return folder
+
+
+def rewrite(folder, change) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+@pytest.mark.parametrize("checkpoint", NAMES)
+def test_every_parameter_is_filled_from_the_checkpoint(checkpoint, make_checkpoint):
+    folder, _ = make_checkpoint(checkpoint)
+    model = empty_model(folder)
+    for parameter in model.parameters():
+        parameter.fill_(torch.nan)
+    load_weights(model, folder)
+    assert not any(parameter.isnan().any() for parameter in model.parameters())
+    stored = load_file(folder / "model.safetensors")
+    for name, tensor in checkpoint_tensors(model).items():
+        assert torch.equal(tensor.target, stored[name]), name
+
+
+def test_shards_hold_the_same_weights(sharded, make_checkpoint):
+    one, many = empty_model(sharded), empty_model(sharded)
+    load_weights(one, make_checkpoint("qwen3")[0])
+    load_weights(many, sharded)
+    for (name, mine), theirs in zip(one.named_parameters(), many.parameters(), strict=True):
+        assert torch.equal(mine, theirs), name
+
+
+def test_weights_are_cast_to_the_dtype_of_the_model(folder):
+    model = build_model(
+        ModelConfig.from_folder(folder),
+        TorchBackend(),
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+    )
+    load_weights(model, folder)
+    expected = load_file(folder / "model.safetensors")["model.norm.weight"].bfloat16()
+    assert torch.equal(model.model.norm.weight, expected)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "size"),
+    [("llama", 2), ("llama", 4), ("llama_biased", 4), ("llama_biased", 8), ("qwen3", 4)],
+)
+def test_the_parts_of_all_ranks_make_up_the_checkpoint(checkpoint, size, make_checkpoint):
+    folder, _ = make_checkpoint(checkpoint)
+    stored = load_file(folder / "model.safetensors")
+    covered = {name: torch.zeros(tensor.shape, dtype=torch.int) for name, tensor in stored.items()}
+    local_elements = 0
+    for rank in range(size):
+        model = empty_model(folder, TensorParallel(rank, size))
+        load_weights(model, folder)
+        local_elements = sum(parameter.numel() for parameter in model.parameters())
+        for name, tensor in checkpoint_tensors(model).items():
+            assert torch.equal(tensor.target, stored[name][tensor.index]), name
+            covered[name][tensor.index] += 1
+    assert all((count > 0).all() for count in covered.values())
+    wide = covered["model.layers.0.mlp.down_proj.weight"]
+    assert (wide == 1).all()
+    assert local_elements < sum(tensor.numel() for tensor in stored.values()) / size * 1.5
+
+
+def test_old_buffers_and_a_tied_head_are_ignored(folder):
+    def change(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(16)
+
+    rewrite(folder, change)
+    load_weights(empty_model(folder), folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda tensors: tensors.pop("model.layers.1.self_attn.k_norm.weight"),
+            r"missing tensors: model\.layers\.1\.self_attn\.k_norm\.weight",
+        ),
+        (
+            lambda tensors: tensors.update({"model.layers.0.mlp.experts": torch.ones(1)}),
+            r"does not have: model\.layers\.0\.mlp\.experts",
+        ),
+        (
+            lambda tensors: tensors.update({"model.norm.weight": torch.ones(63)}),
+            r"model\.norm\.weight has shape \(63,\), the model needs \(64,\)",
+        ),
+    ],
+    ids=["missing", "unexpected", "shape"],
+)
+def test_tensors_that_do_not_fit_are_named(folder, change, message):
+    rewrite(folder, change)
+    with pytest.raises(WeightsError, match=message):
+        load_weights(empty_model(folder), folder)
+
+
+def test_many_missing_tensors_are_counted(folder):
+    rewrite(folder, lambda tensors: [tensors.pop(n) for n in list(tensors) if "layers.1" in n])
+    with pytest.raises(WeightsError, match=r"missing tensors: (\S+, ){4}\S+ and 6 more"):
+        load_weights(empty_model(folder), folder)
+
+
+def test_a_folder_without_weights(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(WeightsError, match=r"no weights: .*pytorch_model\.bin: convert it"):
+        load_weights(empty_model(folder), folder)
+
+
+def test_a_damaged_file_is_named(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(WeightsError, match=r"model\.safetensors: "):
+        load_weights(empty_model(folder), folder)
+
+
+def test_a_missing_shard_is_named(sharded):
+    gone = sorted(sharded.glob("model-*.safetensors"))[0]
+    gone.unlink()
+    with pytest.raises(WeightsError, match=rf"not in the folder: .*{gone.name}"):
+        load_weights(empty_model(sharded), sharded)
+
+
+def test_a_tensor_in_two_shards_is_named(sharded):
+    index = json.loads((sharded / "model.safetensors.index.json").read_text())
+    name, shard = "model.norm.weight", index["weight_map"]["model.norm.weight"]
+    other = next(path for path in sorted(sharded.glob("model-*")) if path.name != shard)
+    save_file(load_file(other) | {name: torch.ones(64)}, other)
+    with pytest.raises(WeightsError, match=r"model\.norm\.weight is in another shard"):
+        load_weights(empty_model(sharded), sharded)
+
+
+@pytest.mark.parametrize("text", ["{", "{}", '{"weight_map": []}'])
+def test_a_malformed_index_is_named(sharded, text):
+    (sharded / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(WeightsError, match="not an index of shards"):
+        load_weights(empty_model(sharded), sharded)
+
+
+def test_random_weights_depend_on_the_seed_alone(make_checkpoint):
+    folder, _ = make_checkpoint("llama_biased")
+    first, again, other = (empty_model(folder) for _ in range(3))
+    randomize_weights(first, seed=1)
+    randomize_weights(again, seed=1)
+    randomize_weights(other, seed=2)
+    for (name, a), b in zip(first.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(a, b), name
+    assert not torch.equal(first.model.embed_tokens.weight, other.model.embed_tokens.weight)
+    layers = first.model.layers
+    assert not torch.equal(layers[0].mlp.down_proj.weight, layers[1].mlp.down_proj.weight)
+    assert abs(first.model.embed_tokens.weight.std() - 0.02) < 0.001
+    assert (layers[0].input_layernorm.weight == 1).all()
+    assert (layers[0].self_attn.qkv_proj.bias == 0).all()
+
+
+def test_random_weights_of_ranks_are_parts_of_the_same_matrices(make_checkpoint):
+    folder, _ = make_checkpoint("qwen3")
+    whole = empty_model(folder)
+    randomize_weights(whole, seed=3)
+    expected = checkpoint_tensors(whole)
+    for rank in range(2):
+        part = empty_model(folder, TensorParallel(rank, 2))
+        randomize_weights(part, seed=3)
+        for name, tensor in checkpoint_tensors(part).items():
+            assert torch.equal(tensor.target, expected[name].target[tensor.index]), name
