@@ -27,11 +27,13 @@ def check_tensor(
     *,
     dtypes: tuple[torch.dtype, ...],
     device: torch.device | None = None,
+    any_strides: bool = False,
 ) -> None:
     """Check one tensor argument.
 
     shape: expected size of each dimension by its name, None for any size.
     device: the device of the other arguments; None for the first one, which decides it.
+    any_strides: whether the last dimension may be strided too.
 
     Raises:
         TypeError: not a tensor.
@@ -57,7 +59,7 @@ def check_tensor(
             )
     elif tensor.device != device:
         raise ValueError(f"{name}: expected a tensor on {device}, got one on {tensor.device}")
-    if actual[-1] > 1 and tensor.stride(-1) != 1:
+    if not any_strides and actual[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(
             f"{name}: expected a contiguous last dimension, got strides {tensor.stride()}"
         )
@@ -119,6 +121,38 @@ def check_slots(slot_mapping: torch.Tensor, k_cache: torch.Tensor, *, num_tokens
                 f"slot_mapping: expected slots below {capacity} "
                 f"(num_blocks * block_size), got {largest}"
             )
+
+
+def check_cu_seqlens(
+    name: str,
+    cu_seqlens: torch.Tensor,
+    *,
+    batch: int,
+    total: int,
+    max_seqlen: int,
+    device: torch.device,
+) -> None:
+    """Check cumulative lengths, (batch + 1,) int32 from 0 to at most `total`, and their maximum.
+
+    Errors in max_seqlen are reported as of the argument max_seqlen_<suffix of name>.
+    """
+    check_tensor(name, cu_seqlens, {"batch + 1": batch + 1}, dtypes=(torch.int32,), device=device)
+    max_name = name.replace("cu_seqlens", "max_seqlen")
+    if max_seqlen < 0:
+        raise ValueError(f"{max_name}: expected at least 0, got {max_seqlen}")
+    if cu_seqlens.device.type != "cpu":
+        return
+    lengths = cu_seqlens.diff()
+    if cu_seqlens[0] != 0 or (lengths < 0).any() or cu_seqlens[-1] > total:
+        raise ValueError(
+            f"{name}: expected values that ascend from 0 to at most {total}, "
+            f"got {cu_seqlens.tolist()}"
+        )
+    if batch and int(lengths.max()) > max_seqlen:
+        raise ValueError(
+            f"{max_name}: expected at least {int(lengths.max())}, the longest of {name}, "
+            f"got {max_seqlen}"
+        )
 
 
 def check_block_tables(
@@ -206,9 +240,9 @@ def check_grid_dim(name: str, dim: str | None, size: int) -> None:
         raise ValueError(f"{name}: expected {what}from 1 to {MAX_GRID_YZ}, got {size}")
 
 
-def check_out(out: torch.Tensor, q: torch.Tensor) -> None:
+def check_out(out: torch.Tensor, q: torch.Tensor, *, rows: str = "batch") -> None:
     """Check a caller's output buffer: the shape and device of q, in q's dtype or fp32."""
-    dims = ("batch", "num_q_heads", "head_dim")
+    dims = (rows, "num_q_heads", "head_dim")
     check_tensor(
         "out",
         out,

@@ -45,6 +45,7 @@ from kernels.primitives import (
     slot_offsets,
 )
 from kernels.tiles import decode_num_splits, decode_tile, merge_tile, padded_dim, target_of
+from kernels.torch_ops import attention_op
 
 
 @triton.jit
@@ -251,6 +252,7 @@ def _merge_splits_kernel(
         tl.store(lse_ptrs, lse * LN_2)
 
 
+@attention_op
 def paged_decode_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,

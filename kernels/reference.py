@@ -8,6 +8,8 @@ synchronise freely.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 
@@ -174,3 +176,52 @@ def paged_prefill_attention(
             causal=causal,
         )
     return (out, lse) if return_lse else out
+
+
+def copy_blocks(
+    caches: torch.Tensor | Sequence[tuple[torch.Tensor, torch.Tensor]], src_to_dst: torch.Tensor
+) -> None:
+    """Twin of `kernels.copy_blocks`."""
+    layers = caches.unbind(1) if isinstance(caches, torch.Tensor) else caches
+    source, destination = src_to_dst[(src_to_dst >= 0).all(dim=1)].unbind(1)
+    for k_cache, v_cache in layers:
+        k_cache[destination] = k_cache[source]
+        v_cache[destination] = v_cache[source]
+
+
+def swap_blocks(
+    src_cache: torch.Tensor, dst_cache: torch.Tensor, src_to_dst: torch.Tensor
+) -> None:
+    """Twin of `kernels.swap_blocks`."""
+    source, destination = src_to_dst[(src_to_dst >= 0).all(dim=1)].unbind(1)
+    block_dim = src_cache.dim() - 4
+    blocks = src_cache.index_select(block_dim, source.to(src_cache.device))
+    dst_cache.index_copy_(
+        block_dim, destination.to(dst_cache.device), blocks.to(dst_cache.device)
+    )
+
+
+def merge_attention_states(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Twin of `kernels.merge_attention_states`."""
+    parts_lse = torch.stack([lse_a, lse_b])
+    parts_lse = parts_lse.masked_fill(parts_lse == torch.inf, -torch.inf)
+    lse = torch.logsumexp(parts_lse, 0)
+    weights = torch.exp(parts_lse - lse).masked_fill(parts_lse == -torch.inf, 0.0)
+    weights = weights.to(out_a.dtype).unsqueeze(-1)
+    parts = torch.stack([out_a, out_b]).masked_fill(weights == 0, 0.0)
+    return (weights * parts).sum(0), lse
+
+
+def slot_mapping_from_positions(
+    positions: torch.Tensor, block_tables: torch.Tensor, seq_ids: torch.Tensor, block_size: int
+) -> torch.Tensor:
+    """Twin of `kernels.slot_mapping_from_positions`."""
+    slots = []
+    for position, seq in zip(positions.tolist(), seq_ids.tolist(), strict=True):
+        column = position // block_size
+        mapped = 0 <= column < block_tables.shape[1]
+        block = int(block_tables[seq, column]) if mapped else -1
+        slots.append(block * block_size + position % block_size if block >= 0 else -1)
+    return torch.tensor(slots, dtype=torch.int64, device=positions.device)

@@ -12,9 +12,13 @@ from functools import partial
 
 import torch
 
+from kernels.copy_blocks import copy_blocks
+from kernels.merge_attention_states import merge_attention_states
 from kernels.paged_decode_attention import paged_decode_attention
 from kernels.paged_prefill_attention import paged_prefill_attention
+from kernels.slot_mapping_from_positions import slot_mapping_from_positions
 from kernels.store_kvcache import store_kvcache
+from kernels.swap_blocks import swap_blocks
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -128,8 +132,43 @@ def _prefill_calls() -> Iterator[ShippedCall]:
         yield _prefill(128, dtype, features=True)
 
 
+def _block_copy_calls(op: str) -> Iterator[ShippedCall]:
+    """copy_blocks or swap_blocks; bits are copied, so fp16 stands for every 16-bit dtype."""
+    pairs = _meta(64, 2, dtype=torch.int64)
+    for head_dim in HEAD_DIMS:
+        cache = _meta(2, 32, 4096, 16, 8, head_dim, dtype=torch.float16)
+        layers = [tuple(cache[:, 0].unbind(0))] * 32
+        hnd = _meta(2, 32, 512, 8, 16, head_dim, dtype=torch.float16).transpose(3, 4)
+        config = f"fp16 d{head_dim}"
+        if op == "copy_blocks":
+            yield ShippedCall(op, config, partial(copy_blocks, cache, pairs))
+            yield ShippedCall(op, f"{config} list", partial(copy_blocks, layers, pairs))
+        else:
+            yield ShippedCall(op, config, partial(swap_blocks, cache, cache, pairs))
+            yield ShippedCall(op, f"{config} hnd", partial(swap_blocks, cache, hnd, pairs))
+
+
+def _merge_attention_states_calls() -> Iterator[ShippedCall]:
+    for dtype in HALF_DTYPES:
+        for head_dim in HEAD_DIMS:
+            out = _meta(64, 32, head_dim, dtype=dtype)
+            lse = _meta(64, 32, dtype=torch.float32)
+            run = partial(merge_attention_states, out, lse, out, lse)
+            yield ShippedCall("merge_attention_states", f"{_name(dtype)} d{head_dim}", run)
+
+
+def _slot_mapping_calls() -> Iterator[ShippedCall]:
+    tokens, tables = _meta(4096, dtype=torch.int64), _meta(64, 256, dtype=torch.int32)
+    run = partial(slot_mapping_from_positions, tokens, tables, tokens, 16)
+    yield ShippedCall("slot_mapping_from_positions", "b16", run)
+
+
 _CALLS = {
     "store_kvcache": _store_kvcache_calls,
+    "copy_blocks": partial(_block_copy_calls, "copy_blocks"),
+    "swap_blocks": partial(_block_copy_calls, "swap_blocks"),
+    "merge_attention_states": _merge_attention_states_calls,
+    "slot_mapping_from_positions": _slot_mapping_calls,
     "paged_decode_attention": _decode_calls,
     "paged_prefill_attention": _prefill_calls,
 }

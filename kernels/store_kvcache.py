@@ -13,6 +13,7 @@ import triton.language as tl
 
 from kernels.checks import check_kv_cache, check_slots, check_tensor
 from kernels.tiles import padded_dim, store_tile
+from kernels.torch_ops import inplace_op
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -62,6 +63,7 @@ def _store_kvcache_kernel(
     tl.store(v_cache_ptr + v_rows[:, None] + offs_d[None, :], value, mask=mask)
 
 
+@inplace_op("k_cache", "v_cache")
 def store_kvcache(
     key: torch.Tensor,
     value: torch.Tensor,

@@ -155,3 +155,42 @@ def prefill_tile(head_dim_padded: int, dtype: torch.dtype, target: Target) -> At
 def merge_tile(head_dim_padded: int) -> RowTile:
     """Partial states that the decode merge reads at a time, about 2048 fp32 numbers."""
     return RowTile(rows=max(4, 2048 // head_dim_padded), num_warps=4)
+
+
+def merge_states_tile(head_dim_padded: int) -> RowTile:
+    """Rows of both parts that a program of merge_attention_states combines."""
+    return RowTile(rows=max(1, 4096 // head_dim_padded), num_warps=4)
+
+
+@dataclass(frozen=True)
+class FlatTile:
+    """Tile of a kernel that moves or maps elements one by one."""
+
+    elements: int
+    num_warps: int
+
+
+def copy_tile(num_elements: int, itemsize: int) -> FlatTile:
+    """Part of a block that a program of copy_blocks copies: four 16-byte loads per thread."""
+    elements = min(8192 // itemsize, triton.next_power_of_2(num_elements))
+    return FlatTile(elements, num_warps=4)
+
+
+def swap_tile(num_elements: int, itemsize: int) -> FlatTile:
+    """Part of a block that a program of swap_blocks copies at a time."""
+    elements = min(16384 // itemsize, triton.next_power_of_2(num_elements))
+    return FlatTile(elements, num_warps=8)
+
+
+def swap_num_programs(num_tiles: int, target: Target) -> int:
+    """Programs of swap_blocks: an eighth of the multiprocessors, and the rest goes on computing.
+
+    The link to the host needs bandwidth * latency bytes in flight, about 64 GB/s * 2 us = 128 KB on
+    PCIe 5; sixteen programs hold twice that.
+    """
+    return max(1, min(num_tiles, max(16, target.num_multiprocessors // 8)))
+
+
+def index_tile() -> FlatTile:
+    """Tokens that a program of slot_mapping_from_positions maps."""
+    return FlatTile(elements=256, num_warps=4)

@@ -1,0 +1,107 @@
+"""How the elements of one cache block lie in memory, for the ops that move whole blocks.
+
+The slots, heads and dims of a block form one contiguous run in most layouts (NHD, HND, a layer of a
+larger tensor), and only then can a copy ignore them. What does not merge stays as at most two
+strided dimensions of runs:
+
+    element e of a block lies at (e // RUN // INNER_RUNS) * stride_outer
+                               + (e // RUN % INNER_RUNS) * stride_inner + e % RUN
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.checks import FLOAT_DTYPES, check_tensor
+
+CACHE_DTYPES = (
+    *FLOAT_DTYPES,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.uint8,
+    torch.int8,
+)
+"""What a block may hold: ops that move blocks copy bit patterns."""
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+TL_BITS = {1: tl.uint8, 2: tl.int16, 4: tl.int32}
+
+
+@dataclass(frozen=True)
+class BlockRuns:
+    """Runs of contiguous elements that one or two caches have in common."""
+
+    run: int
+    """Elements of a run."""
+    inner_runs: int
+    num_elements: int
+    """Of a block: slots * heads * dims."""
+    strides: tuple[tuple[int, int], ...]
+    """(outer, inner) stride between runs, for each cache."""
+
+
+def block_runs(*caches: torch.Tensor) -> BlockRuns:
+    """Merge the last three dimensions (slots, heads, dims), of equal sizes in all the caches."""
+    shape = caches[0].shape[-3:]
+    strides = [cache.stride()[-3:] for cache in caches]
+    order = sorted(range(2), key=lambda dim: strides[0][dim], reverse=True)
+    dims = [(shape[dim], tuple(s[dim] for s in strides)) for dim in order if shape[dim] > 1]
+    run = shape[2]
+    while dims and all(stride == run for stride in dims[-1][1]):
+        run *= dims.pop()[0]
+    none = (1, (0,) * len(caches))
+    (_, outer), (inner_runs, inner) = ([none] * 2 + dims)[-2:]
+    return BlockRuns(run, inner_runs, shape.numel(), tuple(zip(outer, inner, strict=True)))
+
+
+@triton.jit
+def element_offsets(
+    elements, stride_outer, stride_inner, RUN: tl.constexpr, INNER_RUNS: tl.constexpr
+):
+    """Offsets, int64, of elements of a block; see the head of this file."""
+    runs = elements // RUN
+    outer = (runs // INNER_RUNS).to(tl.int64) * stride_outer
+    return outer + (runs % INNER_RUNS).to(tl.int64) * stride_inner + elements % RUN
+
+
+def check_block_pairs(
+    src_to_dst: torch.Tensor,
+    *,
+    num_src_blocks: int,
+    num_dst_blocks: int,
+    same_pool: bool,
+    device: torch.device,
+) -> None:
+    """Check (source, destination) block pairs, their values too where they lie on the host.
+
+    same_pool: sources and destinations are blocks of one cache, so that a destination may not be
+    the source of another pair.
+    """
+    pairs = {"num_pairs": None, "2": 2}
+    check_tensor("src_to_dst", src_to_dst, pairs, dtypes=(torch.int64,), device=device)
+    if src_to_dst.device.type != "cpu":
+        return
+    active = src_to_dst[(src_to_dst >= 0).all(dim=1)]
+    for column, limit in ((0, num_src_blocks), (1, num_dst_blocks)):
+        largest = int(active[:, column].max()) if len(active) else -1
+        if largest >= limit:
+            raise ValueError(
+                f"src_to_dst: expected {('source', 'destination')[column]} blocks below {limit}, "
+                f"got {largest}"
+            )
+    if same_pool:
+        active = active[active[:, 0] != active[:, 1]]
+    destinations, counts = active[:, 1].unique(return_counts=True)
+    if (counts > 1).any():
+        raise ValueError(
+            "src_to_dst: expected every destination once, got block "
+            f"{int(destinations[counts > 1][0])} several times"
+        )
+    if same_pool and (overlap := destinations[torch.isin(destinations, active[:, 0])]).numel():
+        raise ValueError(
+            "src_to_dst: expected no destination that is the source of another pair, got block "
+            f"{int(overlap[0])}; the order of the copies in one call is undefined"
+        )

@@ -1,0 +1,199 @@
+"""Copy whole blocks inside a paged KV cache, K and V of every layer in one launch (copy-on-write).
+
+A block is split into chunks of TILE elements; a program copies one chunk of one pair in one plane
+(K or V of one layer). Bits are copied, not numbers. All pairs are copied at once, in no order.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.block_layout import (
+    BITS,
+    CACHE_DTYPES,
+    TL_BITS,
+    block_runs,
+    check_block_pairs,
+    element_offsets,
+)
+from kernels.checks import check_grid_dim, check_tensor
+from kernels.tiles import copy_tile
+from kernels.torch_ops import inplace_op
+
+
+@triton.jit(do_not_specialize=["num_layers"])
+def _copy_blocks_kernel(
+    planes_ptr,
+    src_to_dst_ptr,
+    num_layers,
+    stride_pair,
+    stride_kv,
+    stride_layer,
+    stride_block,
+    stride_outer,
+    stride_inner,
+    CHUNKS: tl.constexpr,
+    NUM_ELEMENTS: tl.constexpr,
+    RUN: tl.constexpr,
+    INNER_RUNS: tl.constexpr,
+    TILE: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+):
+    """Grid (num_pairs * CHUNKS, planes).
+
+    ALIGNMENT 0: planes_ptr is a tensor (2, num_layers, num_blocks, ...). Else planes_ptr holds the
+    address of every plane, each a multiple of ALIGNMENT.
+    """
+    chunk = tl.program_id(0) % CHUNKS
+    pair = (tl.program_id(0) // CHUNKS).to(tl.int64)
+    plane = tl.program_id(1)
+    src = tl.load(src_to_dst_ptr + pair * stride_pair)
+    dst = tl.load(src_to_dst_ptr + pair * stride_pair + 1)
+    if (src < 0) | (dst < 0) | (src == dst):
+        return
+    if ALIGNMENT:
+        plane_ptr = tl.load(planes_ptr + plane).to(tl.pointer_type(DTYPE))
+        plane_ptr = tl.multiple_of(plane_ptr, ALIGNMENT)
+    else:
+        plane_ptr = planes_ptr + (plane // num_layers).to(tl.int64) * stride_kv
+        plane_ptr += (plane % num_layers).to(tl.int64) * stride_layer
+    elements = chunk * TILE + tl.arange(0, TILE)
+    mask = elements < NUM_ELEMENTS
+    offsets = element_offsets(elements, stride_outer, stride_inner, RUN, INNER_RUNS)
+    bits = tl.load(plane_ptr + src * stride_block + offsets, mask=mask, other=0)
+    tl.store(plane_ptr + dst * stride_block + offsets, bits, mask=mask)
+
+
+@functools.cache
+def _pointer_table(addresses: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Addresses as an int64 tensor on the device.
+
+    Kept for the life of the process (8 bytes per address), since a captured CUDA graph may hold it.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "copy_blocks: the first call with a list of caches uploads their addresses, which a "
+            "CUDA graph cannot capture; call it once with these caches before the capture, or pass "
+            "one tensor (2, num_layers, num_blocks, block_size, num_kv_heads, head_dim)"
+        )
+    return torch.tensor(addresses, dtype=torch.int64, device=device)
+
+
+def _check_planes(planes: list[torch.Tensor]) -> None:
+    """Check K and V of each layer, (num_blocks, block_size, num_kv_heads, head_dim), all alike."""
+    dims = dict.fromkeys(("num_blocks", "block_size", "num_kv_heads", "head_dim"))
+    first = planes[0]
+    check_tensor("caches[0][0]", first, dims, dtypes=CACHE_DTYPES)
+    for index, plane in enumerate(planes):
+        name = f"caches[{index // 2}][{index % 2}]"
+        check_tensor(
+            name,
+            plane,
+            dict(zip(dims, first.shape, strict=True)),
+            dtypes=(first.dtype,),
+            device=first.device,
+        )
+        if plane.stride() != first.stride():
+            raise ValueError(
+                f"{name}: expected the strides of caches[0][0], {first.stride()}, "
+                f"got {plane.stride()}"
+            )
+
+
+@inplace_op("planes")
+def _copy_blocks(planes: list[torch.Tensor], src_to_dst: torch.Tensor) -> None:
+    """`copy_blocks` on one tensor of six dimensions, or on [k_0, v_0, k_1, v_1, ...] of four."""
+    first = planes[0]
+    is_one_tensor = len(planes) == 1
+    if is_one_tensor:
+        dims = ("2", "num_layers", "num_blocks", "block_size", "num_kv_heads", "head_dim")
+        check_tensor("caches", first, dict.fromkeys(dims) | {"2": 2}, dtypes=CACHE_DTYPES)
+    else:
+        _check_planes(planes)
+    num_blocks = first.shape[-4]
+    check_block_pairs(
+        src_to_dst,
+        num_src_blocks=num_blocks,
+        num_dst_blocks=num_blocks,
+        same_pool=True,
+        device=first.device,
+    )
+    num_planes = 2 * first.shape[1] if is_one_tensor else len(planes)
+    check_grid_dim("caches", "layers * 2", num_planes)
+    num_pairs = src_to_dst.shape[0]
+    if num_pairs == 0 or first.numel() == 0:
+        return
+
+    if is_one_tensor:
+        planes_arg, alignment = first.view(BITS[first.itemsize]), 0
+    else:
+        addresses = tuple(plane.data_ptr() for plane in planes)
+        planes_arg = _pointer_table(addresses, first.device)
+        aligned = all(address % 16 == 0 for address in addresses)
+        alignment = 16 if aligned else first.itemsize
+    runs = block_runs(first)
+    tile = copy_tile(runs.num_elements, first.itemsize)
+    chunks = triton.cdiv(runs.num_elements, tile.elements)
+    _copy_blocks_kernel[(num_pairs * chunks, num_planes)](
+        planes_arg,
+        src_to_dst,
+        first.shape[1] if is_one_tensor else 1,
+        src_to_dst.stride(0),
+        *(first.stride()[:2] if is_one_tensor else (0, 0)),
+        first.stride(-4),
+        *runs.strides[0],
+        CHUNKS=chunks,
+        NUM_ELEMENTS=runs.num_elements,
+        RUN=runs.run,
+        INNER_RUNS=runs.inner_runs,
+        TILE=tile.elements,
+        DTYPE=TL_BITS[first.itemsize],
+        ALIGNMENT=alignment,
+        num_warps=tile.num_warps,
+    )
+
+
+def copy_blocks(
+    caches: torch.Tensor | Sequence[tuple[torch.Tensor, torch.Tensor]], src_to_dst: torch.Tensor
+) -> None:
+    """Copy whole blocks of a paged KV cache, K and V of every layer, in place and in one launch.
+
+    The copy-on-write of PagedAttention (Kwon et al., 2023): a sequence that appends to a block it
+    shares gets a copy of its own first.
+
+    Args:
+        caches: (2, num_layers, num_blocks, block_size, num_kv_heads, head_dim), K and V of all
+            layers, any strides but a contiguous last dimension; or one (k_cache, v_cache) per
+            layer, each (num_blocks, block_size, num_kv_heads, head_dim), all of one shape, dtype
+            and strides. fp16, bf16, fp32, fp8 or 8-bit integers. From a list, the addresses are
+            uploaded on the first call with it; make that call before capturing a CUDA graph.
+        src_to_dst: (num_pairs, 2) int64 on the caches' device: source and destination block. A pair
+            with a negative number is skipped (padding of a captured graph), one of a block with
+            itself does nothing. Pairs are copied in no order, so a destination must not be the
+            destination or the source of another pair: split dependent copies over several calls. On
+            a GPU such a destination is left with undefined contents; no other block is affected.
+
+    Mutates the destination blocks. Returns None. Without pairs nothing is launched.
+
+    Raises:
+        ValueError: a shape, dtype, device or stride that does not fit; where src_to_dst lies in
+            host memory also a block past the end, or pairs that depend on one another. Nothing has
+            been copied then.
+        RuntimeError: a first call with a list of caches inside a CUDA graph capture.
+    """
+    if isinstance(caches, torch.Tensor):
+        _copy_blocks([caches], src_to_dst)
+        return
+    planes = [plane for layer in caches for plane in layer]
+    if not planes or any(len(layer) != 2 for layer in caches):
+        raise ValueError(
+            "caches: expected one tensor of six dimensions, or one (k_cache, v_cache) per layer, "
+            f"got {len(caches)} layers of {[len(layer) for layer in caches]} tensors"
+        )
+    _copy_blocks(planes, src_to_dst)

@@ -1,0 +1,116 @@
+"""Token positions to cache slots, on the device.
+
+Position p of sequence s lies in slot block_tables[s, p // block_size] * block_size + p %
+block_size.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.checks import check_tensor
+from kernels.tiles import index_tile
+from kernels.torch_ops import functional_op
+
+
+@triton.jit(do_not_specialize=["num_tokens", "max_blocks", "stride_table"])
+def _slot_mapping_kernel(
+    slots_ptr,
+    positions_ptr,
+    block_tables_ptr,
+    seq_ids_ptr,
+    num_tokens,
+    max_blocks,
+    stride_table,
+    BLOCK_SIZE: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+):
+    tokens = tl.program_id(0).to(tl.int64) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
+    token_mask = tokens < num_tokens
+    positions = tl.load(positions_ptr + tokens, mask=token_mask, other=-1)
+    columns = positions // BLOCK_SIZE
+    mapped = (positions >= 0) & (columns < max_blocks)
+    seqs = tl.load(seq_ids_ptr + tokens, mask=mapped, other=0).to(tl.int64)
+    block_ids = tl.load(block_tables_ptr + seqs * stride_table + columns, mask=mapped, other=-1).to(
+        tl.int64
+    )
+    slots = block_ids * BLOCK_SIZE + positions % BLOCK_SIZE
+    tl.store(slots_ptr + tokens, tl.where(block_ids >= 0, slots, -1), mask=token_mask)
+
+
+def _check_host_values(
+    positions: torch.Tensor, block_tables: torch.Tensor, seq_ids: torch.Tensor, block_size: int
+) -> None:
+    num_seqs, max_blocks = block_tables.shape
+    real = positions >= 0
+    largest = int(positions.max())
+    if largest >= max_blocks * block_size:
+        raise ValueError(
+            f"positions: expected positions below {max_blocks * block_size} ({max_blocks} columns "
+            f"of block_size {block_size}), got {largest}"
+        )
+    bad = real & ((seq_ids < 0) | (seq_ids >= num_seqs))
+    if bad.any():
+        raise ValueError(
+            f"seq_ids: expected rows of block_tables from 0 to {num_seqs - 1}, "
+            f"got {int(seq_ids[bad][0])}"
+        )
+
+
+def _fake(positions, block_tables, seq_ids, block_size):
+    return positions.new_empty(positions.shape, dtype=torch.int64)
+
+
+@functional_op(fake=_fake)
+def slot_mapping_from_positions(
+    positions: torch.Tensor, block_tables: torch.Tensor, seq_ids: torch.Tensor, block_size: int
+) -> torch.Tensor:
+    """Cache slots of tokens given by position and sequence.
+
+    Computed where the block tables are, a model runner needs no slot mapping from the host and a
+    captured CUDA graph can advance its own positions.
+
+    Args:
+        positions: (num_tokens,) int32 or int64, of each token in its sequence. Negative: padding.
+        block_tables: (num_seqs, max_blocks) int32, any stride between rows.
+        seq_ids: (num_tokens,) int32 or int64, the row of block_tables of each token; not read where
+            the position is negative.
+        block_size: token slots per block.
+
+    Returns:
+        (num_tokens,) int64: block_id * block_size + offset, or -1, which store_kvcache skips, for a
+        negative position, a position past the table and a negative table entry.
+
+    Raises:
+        ValueError: a shape, dtype, device or stride that does not fit; where the tensors lie in
+            host memory also a position past the table or a seq_id outside it.
+    """
+    integers = (torch.int32, torch.int64)
+    check_tensor("positions", positions, {"num_tokens": None}, dtypes=integers)
+    device, num_tokens = positions.device, positions.shape[0]
+    tables = dict.fromkeys(("num_seqs", "max_blocks"))
+    check_tensor("block_tables", block_tables, tables, dtypes=(torch.int32,), device=device)
+    check_tensor("seq_ids", seq_ids, {"num_tokens": num_tokens}, dtypes=integers, device=device)
+    if block_size < 1:
+        raise ValueError(f"block_size: expected at least 1, got {block_size}")
+    slots = torch.empty(num_tokens, dtype=torch.int64, device=device)
+    if num_tokens == 0:
+        return slots
+    if device.type == "cpu":
+        _check_host_values(positions, block_tables, seq_ids, block_size)
+    tile = index_tile()
+    _slot_mapping_kernel[(triton.cdiv(num_tokens, tile.elements),)](
+        slots,
+        positions,
+        block_tables,
+        seq_ids,
+        num_tokens,
+        block_tables.shape[1],
+        block_tables.stride(0),
+        BLOCK_SIZE=block_size,
+        TILE_TOKENS=tile.elements,
+        num_warps=tile.num_warps,
+    )
+    return slots

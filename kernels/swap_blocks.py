@@ -1,0 +1,163 @@
+"""Move whole blocks between a cache on the GPU and one in pinned host memory, both ways.
+
+Pinned memory is mapped into the GPU's address space, so a kernel can read and write it across the
+bus. That is how swapping works here, rather than by one asynchronous copy per block and plane: the
+pairs stay on the device (copies would need them on the host, which is a synchronisation), one
+launch moves any number of blocks of all layers, and a CUDA graph can hold it. Few programs suffice
+to fill the bus; each walks its share of the tiles, and the other multiprocessors are free for
+attention.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.block_layout import (
+    BITS,
+    CACHE_DTYPES,
+    block_runs,
+    check_block_pairs,
+    element_offsets,
+)
+from kernels.checks import check_tensor
+from kernels.primitives import INTERPRETED
+from kernels.tiles import swap_num_programs, swap_tile, target_of
+from kernels.torch_ops import inplace_op
+
+
+@triton.jit(do_not_specialize=["num_tiles", "num_planes", "num_layers"])
+def _swap_blocks_kernel(
+    src_ptr,
+    dst_ptr,
+    src_to_dst_ptr,
+    num_tiles,
+    num_planes,
+    num_layers,
+    stride_pair,
+    stride_src_kv,
+    stride_src_layer,
+    stride_src_block,
+    stride_src_outer,
+    stride_src_inner,
+    stride_dst_kv,
+    stride_dst_layer,
+    stride_dst_block,
+    stride_dst_outer,
+    stride_dst_inner,
+    CHUNKS: tl.constexpr,
+    NUM_ELEMENTS: tl.constexpr,
+    RUN: tl.constexpr,
+    INNER_RUNS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """A persistent grid: program p copies the tiles p, p + num_programs, ..., chunks fastest."""
+    tile = tl.program_id(0).to(tl.int64)
+    while tile < num_tiles:
+        chunk = (tile % CHUNKS).to(tl.int32)
+        plane = tile // CHUNKS % num_planes
+        pair = tile // CHUNKS // num_planes
+        src = tl.load(src_to_dst_ptr + pair * stride_pair)
+        dst = tl.load(src_to_dst_ptr + pair * stride_pair + 1)
+        kv = plane // num_layers
+        layer = plane % num_layers
+        elements = chunk * TILE + tl.arange(0, TILE)
+        mask = (elements < NUM_ELEMENTS) & (src >= 0) & (dst >= 0)
+        src_base = kv * stride_src_kv + layer * stride_src_layer + src * stride_src_block
+        dst_base = kv * stride_dst_kv + layer * stride_dst_layer + dst * stride_dst_block
+        src_offsets = element_offsets(elements, stride_src_outer, stride_src_inner, RUN, INNER_RUNS)
+        dst_offsets = element_offsets(elements, stride_dst_outer, stride_dst_inner, RUN, INNER_RUNS)
+        bits = tl.load(src_ptr + src_base + src_offsets, mask=mask, other=0)
+        tl.store(dst_ptr + dst_base + dst_offsets, bits, mask=mask)
+        tile += tl.num_programs(0)
+
+
+def _gpu_of(src_cache: torch.Tensor, dst_cache: torch.Tensor) -> torch.device:
+    """The device that the kernel runs on; refuses host memory that it cannot reach."""
+    for name, cache in (("src_cache", src_cache), ("dst_cache", dst_cache)):
+        if cache.device.type == "cpu" and not INTERPRETED.value and not cache.is_pinned():
+            raise ValueError(
+                f"{name}: expected GPU or pinned host memory, got pageable host memory; allocate "
+                "it with torch.empty(..., pin_memory=True)"
+            )
+    if src_cache.device.type != "cpu":
+        return src_cache.device
+    if dst_cache.device.type == "cpu" and not INTERPRETED.value:
+        raise ValueError("dst_cache: expected one cache on a GPU, got both in host memory")
+    return dst_cache.device
+
+
+def _plane_strides(cache: torch.Tensor) -> tuple[int, int, int]:
+    """Strides of K/V, layer and block; 0 for what a cache of one plane does not have."""
+    return cache.stride()[:3] if cache.dim() == 6 else (0, 0, cache.stride(0))
+
+
+@inplace_op("dst_cache")
+def swap_blocks(src_cache: torch.Tensor, dst_cache: torch.Tensor, src_to_dst: torch.Tensor) -> None:
+    """Copy whole blocks between a cache on a GPU and one in pinned host memory, in one launch.
+
+    The swapping of PagedAttention (Kwon et al., 2023): preempted sequences move out to host memory
+    and back. The caches have pools of their own, so block ids of the two are unrelated.
+
+    Args:
+        src_cache, dst_cache: (2, num_layers, num_blocks, block_size, num_kv_heads, head_dim), K and
+            V of all layers, or (num_blocks, block_size, num_kv_heads, head_dim), one of them; equal
+            but for num_blocks, and not overlapping in memory. Any strides, which may differ between
+            the two, but a contiguous last dimension. fp16, bf16, fp32, fp8 or 8-bit integers. At
+            least one lies on the GPU; one in host memory must be pinned.
+        src_to_dst: (num_pairs, 2) int64 on the GPU: block of src_cache, block of dst_cache. A pair
+            with a negative number is skipped. A source may be named often, a destination once.
+
+    Mutates dst_cache. Returns None. The copy runs on the current stream and is not waited for: the
+    host may read a dst_cache, or reuse a src_cache, of its own only after synchronising with it.
+
+    Raises:
+        ValueError: a shape, dtype, device or stride that does not fit, or host memory that is not
+            pinned; where src_to_dst lies in host memory also a block past the end or a repeated
+            destination. Nothing has been copied then.
+    """
+    device = _gpu_of(src_cache, dst_cache)
+    dims = ("2", "num_layers", "num_blocks", "block_size", "num_kv_heads", "head_dim")
+    dims = dims[-4:] if src_cache.dim() == 4 else dims
+    shape = dict.fromkeys(dims) | ({"2": 2} if len(dims) == 6 else {})
+    check_tensor("src_cache", src_cache, shape, dtypes=CACHE_DTYPES, device=src_cache.device)
+    shape = dict(zip(dims, src_cache.shape, strict=True)) | {"num_blocks": None}
+    dst_device = device if dst_cache.device.type != "cpu" else dst_cache.device
+    check_tensor("dst_cache", dst_cache, shape, dtypes=(src_cache.dtype,), device=dst_device)
+    check_block_pairs(
+        src_to_dst,
+        num_src_blocks=src_cache.shape[-4],
+        num_dst_blocks=dst_cache.shape[-4],
+        same_pool=False,
+        device=device,
+    )
+    num_pairs = src_to_dst.shape[0]
+    if num_pairs == 0 or src_cache.numel() == 0 or dst_cache.numel() == 0:
+        return
+    bits = BITS[src_cache.itemsize]
+    runs = block_runs(src_cache, dst_cache)
+    tile = swap_tile(runs.num_elements, src_cache.itemsize)
+    chunks = triton.cdiv(runs.num_elements, tile.elements)
+    num_layers = src_cache.shape[1] if len(dims) == 6 else 1
+    num_planes = 2 * num_layers if len(dims) == 6 else 1
+    num_tiles = num_pairs * num_planes * chunks
+    _swap_blocks_kernel[(swap_num_programs(num_tiles, target_of(device)),)](
+        src_cache.view(bits),
+        dst_cache.view(bits),
+        src_to_dst,
+        num_tiles,
+        num_planes,
+        num_layers,
+        src_to_dst.stride(0),
+        *_plane_strides(src_cache),
+        *runs.strides[0],
+        *_plane_strides(dst_cache),
+        *runs.strides[1],
+        CHUNKS=chunks,
+        NUM_ELEMENTS=runs.num_elements,
+        RUN=runs.run,
+        INNER_RUNS=runs.inner_runs,
+        TILE=tile.elements,
+        num_warps=tile.num_warps,
+    )

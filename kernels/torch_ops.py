@@ -1,0 +1,118 @@
+"""The kernels as PyTorch operators, `torch.ops.pagelab.*`, so that torch.compile and torch.export
+trace through them.
+
+A decorator on a launcher registers an operator of its name, with a schema from its annotations and
+a fake implementation (results without data), and returns a function that calls the operator while a
+tracer is at work and the launcher directly otherwise: eager calls do not pay for the dispatcher.
+Three kinds of op exist:
+
+    functional_op   returns fresh tensors
+    inplace_op      writes into named arguments and returns None
+    attention_op    writes to `out` and returns the LSE, since an operator may not return what it
+                    was given; the traced function allocates `out` where the caller did not
+
+The operators are for inference: they have no derivative. Under a bare FakeTensorMode or make_fx,
+where no compiler is at work, call `torch.ops.pagelab.*` themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+
+import torch
+
+_library = torch.library.Library("pagelab", "DEF")
+
+
+def _register(
+    name: str,
+    signature: inspect.Signature,
+    implementation: Callable,
+    fake: Callable,
+    mutates_args: tuple[str, ...] = (),
+) -> Callable:
+    """Define torch.ops.pagelab.<name>. torch.library.custom_op would add 20 us to every call."""
+
+    def prototype():
+        raise NotImplementedError
+
+    prototype.__signature__ = signature
+    schema = torch.library.infer_schema(prototype, mutates_args=mutates_args)
+    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"pagelab::{name}", fake, lib=_library)
+    return getattr(torch.ops.pagelab, name).default
+
+
+def _traced_or_eager(launch: Callable, traced: Callable) -> Callable:
+    """The public function: `traced` while torch.compile or torch.export looks, else `launch`."""
+
+    @functools.wraps(launch)
+    def op(*args, **kwargs):
+        if torch.compiler.is_compiling():
+            return traced(*args, **kwargs)
+        return launch(*args, **kwargs)
+
+    return op
+
+
+def functional_op(fake: Callable) -> Callable[[Callable], Callable]:
+    """Register a launcher that returns fresh tensors. `fake` makes them from the same arguments."""
+
+    def register(launch: Callable) -> Callable:
+        signature = inspect.signature(launch, eval_str=True)
+        return _traced_or_eager(launch, _register(launch.__name__, signature, launch, fake))
+
+    return register
+
+
+def inplace_op(*mutates_args: str) -> Callable[[Callable], Callable]:
+    """Register a launcher that writes into the named arguments and returns None."""
+
+    def fake(*_args, **_kwargs) -> None:
+        return None
+
+    def register(launch: Callable) -> Callable:
+        signature = inspect.signature(launch, eval_str=True)
+        name = launch.__name__.lstrip("_")
+        return _traced_or_eager(launch, _register(name, signature, launch, fake, mutates_args))
+
+    return register
+
+
+def attention_op(launch: Callable) -> Callable:
+    """Register an attention launcher: q first, `out` and `return_lse` keyword-only.
+
+    Its operator takes a required `out`, which it mutates, and returns the LSE, shaped like q
+    without head_dim, or an empty tensor without return_lse.
+    """
+    signature = inspect.signature(launch, eval_str=True)
+    parameters = [
+        p.replace(annotation=torch.Tensor, default=p.empty) if p.name == "out" else p
+        for p in signature.parameters.values()
+    ]
+
+    def implementation(q, *args, out, return_lse=False, **kwargs):
+        result = launch(q, *args, out=out, return_lse=return_lse, **kwargs)
+        return result[1] if return_lse else q.new_empty(0, dtype=torch.float32)
+
+    def fake(q, *_args, out, return_lse=False, **_kwargs):
+        return q.new_empty(q.shape[:-1] if return_lse else (0,), dtype=torch.float32)
+
+    op = _register(
+        launch.__name__,
+        signature.replace(parameters=parameters, return_annotation=torch.Tensor),
+        implementation,
+        fake,
+        mutates_args=("out",),
+    )
+
+    def traced(q, *args, out=None, return_lse=False, **kwargs):
+        if out is None:
+            out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        lse = op(q, *args, out=out, return_lse=return_lse, **kwargs)
+        return (out, lse) if return_lse else out
+
+    return _traced_or_eager(launch, traced)
