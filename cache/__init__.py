@@ -14,6 +14,7 @@ from cache.managers import (
 from cache.policies import POLICIES, EvictionPolicy, PriorityPolicy, make_policy
 from cache.replay import SimulationResult, simulate
 from cache.sequence import MultiModalInput, Sequence
+from cache.serving_replay import ServiceModel, ServingReplayResult, simulate_serving
 from cache.trace import Trace, TraceError, load_trace, save_trace
 from cache.workloads import WORKLOADS, make_workload
 
@@ -29,6 +30,8 @@ __all__ = [
     "OutOfBlocks",
     "PriorityPolicy",
     "Sequence",
+    "ServiceModel",
+    "ServingReplayResult",
     "SimulationResult",
     "Trace",
     "TraceError",
@@ -39,4 +42,5 @@ __all__ = [
     "make_workload",
     "save_trace",
     "simulate",
+    "simulate_serving",
 ]
