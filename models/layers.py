@@ -1,8 +1,8 @@
 """Layers of a decoder, each knowing which tensors of a checkpoint fill its parameters.
 
 Layers are named as in Hugging Face checkpoints; those that fuse several tensors of a checkpoint
-into one matrix list their parts.  ``checkpoint_tensors`` says where each tensor goes, and which part
-of it this rank holds: loading, random initialisation and sharding all follow from that.
+into one matrix list their parts.  ``checkpoint_tensors`` says where each tensor goes, and which
+part of it this rank holds: loading, random initialisation and sharding all follow from that.
 """
 
 from __future__ import annotations

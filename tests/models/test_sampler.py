@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from models.sampler import Sampler, mask_top_k_top_p, noise_seed
+from models.sampling_params import SamplingParams
+
+CPU = torch.device("cpu")
+DRAWS = 20_000
+LOGITS = torch.tensor([2.0, 0.5, 1.5, -1.0, 0.0, 1.49, -2.0, 0.7])
+
+
+def sample(logits, params, noise_seeds=None, seed=0):
+    rows = [params] * len(logits) if isinstance(params, SamplingParams) else params
+    return Sampler(CPU, seed)(logits, rows, noise_seeds or [None] * len(rows))
+
+
+def p_value(tokens: torch.Tensor, probs: torch.Tensor) -> float:
+    """Pearson's chi-square test that tokens were drawn from probs (fp64, zeros allowed)."""
+    counts = tokens.bincount(minlength=len(probs)).double()
+    assert (counts[probs == 0] == 0).all()
+    expected = probs[probs > 0] * len(tokens)
+    assert expected.min() >= 5
+    statistic = ((counts[probs > 0] - expected) ** 2 / expected).sum()
+    degrees = torch.tensor(float(len(expected) - 1)).double()
+    return float(torch.special.gammaincc(degrees / 2, statistic / 2))
+
+
+def softmax(logits, keep=None, temperature=1.0):
+    scores = logits.double() / temperature
+    if keep is not None:
+        scores = torch.full_like(scores, -math.inf).scatter(0, torch.tensor(keep), scores[keep])
+    return scores.softmax(0)
+
+
+DISTRIBUTIONS = {
+    "plain": (SamplingParams(), softmax(LOGITS)),
+    "cold": (SamplingParams(temperature=0.6), softmax(LOGITS, temperature=0.6)),
+    "hot": (SamplingParams(temperature=3.0), softmax(LOGITS, temperature=3.0)),
+    "top_k": (SamplingParams(top_k=3), softmax(LOGITS, [0, 2, 5])),
+    "top_k_above_vocab": (SamplingParams(top_k=100), softmax(LOGITS)),
+    # softmax: .344 .077 .209 .017 .047 .207 .006 .094 -> .344 + .209 < .7 <= .344 + .209 + .207
+    "top_p": (SamplingParams(top_p=0.7), softmax(LOGITS, [0, 2, 5])),
+    # among the top 2, token 0 has .62, so .6 is reached by it alone and .7 by both
+    "top_k_then_top_p": (SamplingParams(top_k=2, top_p=0.7), softmax(LOGITS, [0, 2])),
+    "top_p_after_temperature": (
+        SamplingParams(top_p=0.7, temperature=3.0),
+        softmax(LOGITS, [0, 1, 2, 5, 7], 3.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+@pytest.mark.parametrize("seeded", [False, True], ids=["shared_noise", "seeded"])
+def test_draws_follow_the_distribution(name, seeded):
+    params, probs = DISTRIBUTIONS[name]
+    seeds = [noise_seed(11, 0, i) for i in range(DRAWS)] if seeded else None
+    tokens = sample(LOGITS.expand(DRAWS, -1), params, seeds)
+    assert p_value(tokens, probs) > 1e-3
+
+
+def test_the_chi_square_test_notices_a_small_difference():
+    tokens = sample(LOGITS.expand(DRAWS, -1), SamplingParams())
+    assert p_value(tokens, softmax(LOGITS, temperature=1.1)) < 1e-6
+
+
+def test_outputs_of_a_seeded_request_are_independent():
+    """Pairs of draws at neighbouring positions fill the product of the distributions."""
+    logits, count = LOGITS[:3], 3000
+    tokens = sample(
+        logits.expand(2 * count, -1),
+        SamplingParams(),
+        [noise_seed(5, 0, i) for i in range(count)]
+        + [noise_seed(5, 0, i + 1) for i in range(count)],
+    )
+    pairs = tokens[:count] * 3 + tokens[count:]
+    assert p_value(pairs, torch.outer(softmax(logits), softmax(logits)).flatten()) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "params", [SamplingParams(seed=3), SamplingParams(seed=3, top_k=5, top_p=0.9)]
+)
+def test_a_seeded_row_ignores_its_neighbours(params):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, 50, generator=generator)
+    seed = noise_seed(3, 0, 7)
+    alone = sample(logits[:1], [params], [seed])
+    others = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.3),
+        SamplingParams(top_k=2),
+        SamplingParams(top_p=0.5),
+    ]
+    for sampler_seed in range(5):
+        batch = [*others[:2], params, *others[2:], params]
+        seeds = [None, 9, seed, None, 4, seed]
+        rows = torch.stack((*logits[1:3], logits[0], *logits[3:5], logits[0]))
+        tokens = sample(rows, batch, seeds, seed=sampler_seed)
+        assert tokens[2] == tokens[5] == alone
+
+
+def test_noise_seeds_differ_by_seed_sample_and_position():
+    seeds = {
+        noise_seed(s, n, p) for s in (0, 1, 2**40, 2**40 + 1) for n in range(10) for p in range(50)
+    }
+    assert len(seeds) == 4 * 10 * 50
+    assert all(0 <= seed < 2**32 for seed in seeds)
+
+
+def test_greedy_takes_the_most_likely_token_in_any_company():
+    logits = torch.randn(4, 30, generator=torch.Generator().manual_seed(1)).bfloat16()
+    greedy = SamplingParams(temperature=0.0)
+    expected = logits.argmax(-1)
+    assert torch.equal(sample(logits, greedy), expected)
+    mixed = [greedy, SamplingParams(), greedy, SamplingParams(top_k=3)]
+    assert torch.equal(sample(logits, mixed)[[0, 2]], expected[[0, 2]])
+
+
+def test_top_k_1_and_a_tiny_top_p_are_greedy():
+    logits = torch.randn(20, 30, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(sample(logits, SamplingParams(top_k=1)), logits.argmax(-1))
+    assert torch.equal(sample(logits, SamplingParams(top_p=1e-9)), logits.argmax(-1))
+
+
+def test_the_seed_of_the_sampler_fixes_requests_without_one():
+    logits = LOGITS.expand(100, -1)
+    assert torch.equal(sample(logits, SamplingParams()), sample(logits, SamplingParams()))
+    assert not torch.equal(
+        sample(logits, SamplingParams()), sample(logits, SamplingParams(), seed=1)
+    )
+    unseeded = Sampler(CPU)(logits, [SamplingParams()] * 100, [None] * 100)
+    assert not torch.equal(unseeded, Sampler(CPU)(logits, [SamplingParams()] * 100, [None] * 100))
+
+
+@given(data=st.data())
+def test_masks_keep_what_the_definitions_say(data):
+    vocab = data.draw(st.integers(1, 12))
+    values = data.draw(st.lists(st.integers(-6, 6), min_size=vocab, max_size=vocab))  # with ties
+    top_k = data.draw(st.integers(1, vocab))
+    top_p = data.draw(st.floats(0.05, 0.95))
+    logits = torch.tensor([values]).double() / 2
+    masked = mask_top_k_top_p(
+        logits, torch.tensor([top_k]), torch.tensor([top_p], dtype=torch.float64)
+    )[0]
+    order = sorted(range(vocab), key=lambda token: (-values[token], token))[:top_k]
+    weights = [math.exp(values[token] / 2) for token in order]
+    kept, reached = [], 0.0
+    for token, weight in zip(order, weights, strict=True):
+        if kept and abs(reached / sum(weights) - top_p) < 1e-9:
+            return  # undecidable in floating point
+        if reached / sum(weights) >= top_p:
+            break
+        kept.append(token)
+        reached += weight
+    assert masked.isfinite().nonzero().flatten().tolist() == sorted(kept)
+    assert torch.equal(masked[kept], logits[0, kept])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"n": 0}, "n=0"),
+        ({"n": True}, "n=True"),
+        ({"temperature": -0.1}, "temperature=-0.1"),
+        ({"temperature": math.nan}, "temperature=nan"),
+        ({"temperature": math.inf}, "temperature=inf"),
+        ({"top_k": -2}, "top_k=-2"),
+        ({"top_k": 1.5}, "top_k=1.5"),
+        ({"top_p": 0.0}, "top_p=0.0"),
+        ({"top_p": 1.01}, "top_p=1.01"),
+        ({"seed": 1.0}, "seed=1.0"),
+        ({"max_tokens": 0}, "max_tokens=0"),
+        ({"stop_token_ids": "ab"}, "stop_token_ids='ab'"),
+        ({"stop_token_ids": [-1]}, r"stop_token_ids=\[-1\]"),
+        ({"length_penalty": None}, "length_penalty=None"),
+        ({"beam_width": 2, "n": 3}, "beam_width=2: needs an int of at least n=3"),
+        ({"beam_width": 2, "seed": 1}, "beam search draws nothing"),
+        ({"beam_width": 2, "top_k": 1}, "beam search draws nothing"),
+        ({"beam_width": 2, "top_p": 0.5}, "beam search draws nothing"),
+    ],
+)
+def test_invalid_parameters_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**arguments)
+
+
+def test_stop_tokens_are_a_set_of_their_own():
+    stops = [3, 3, 1]
+    params = SamplingParams(stop_token_ids=stops)
+    stops.append(9)
+    assert params.stop_token_ids == {1, 3}
