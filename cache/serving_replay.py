@@ -184,6 +184,7 @@ def simulate_serving(
                     preempted = True
                     if victim is request:
                         break
+                    victim.seq.append_token(victim.token)  # its turn had not come yet
                 else:
                     at += 1
                     break
