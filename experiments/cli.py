@@ -9,14 +9,20 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 from tyro.extras import SubcommandApp
 
-from experiments.harness import Experiment, SweepReport, plot_results, run_sweep
+from experiments.harness import (
+    Experiment,
+    FolderInUse,
+    OptionsError,
+    SweepReport,
+    plot_results,
+    run_sweep,
+)
 from experiments.harness.environment import cuda_available
-from experiments.harness.store import FolderInUse
 from experiments.registry import EXPERIMENTS
 
 _RESULTS = Path("results")
@@ -54,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
         if exit.code:
             _print_options(arguments)
         return exit.code
-    except (ValueError, OSError, FolderInUse) as error:
+    except (OptionsError, FolderInUse) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -65,12 +71,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _app(*, quick: bool) -> SubcommandApp:
-    app, runs = SubcommandApp(), SubcommandApp()
-    for experiment in EXPERIMENTS.values():
-        runs.command(_run_command(experiment, quick=quick), name=experiment.name)
+    app, runs, plots = SubcommandApp(), SubcommandApp(), SubcommandApp()
+    for name, experiment in EXPERIMENTS.items():
+        runs.command(_run_command(experiment, quick=quick), name=name)
+        plots.command(_plot_command(experiment), name=name, help=experiment.figure)
     app.command(_list, name="list")
     app.command(runs, name="run", help="Run an experiment, or what is missing of it.")
-    app.command(_plot, name="plot")
+    app.command(plots, name="plot", help="Draw the figures of an experiment from its table.")
     app.command(_reproduce, name="reproduce")
     return app
 
@@ -108,25 +115,24 @@ def _run_command(experiment: Experiment, *, quick: bool) -> Callable[..., int]:
     return run
 
 
-Name = Annotated[Literal[tuple(EXPERIMENTS)], tyro.conf.Positional]  # type: ignore[valid-type]
+def _plot_command(experiment: Experiment) -> Callable[..., int]:
+    def plot(quick: bool = False, out: Path | None = None) -> int:
+        """Draw the figures again from rows.csv, for every device.
 
+        Args:
+            quick: Those of results/quick in place of results.
+            out: Folder of the results, in place of results.
+        """
+        folder = _folder(SweepOptions(quick=quick, out=out)) / experiment.name
+        tables = sorted(folder.glob("*/rows.csv"))
+        if not tables:
+            raise OptionsError(f"no rows.csv in a folder of {folder}: run the experiment first")
+        for table in tables:
+            for figure in plot_results(experiment, table.parent):
+                print(figure)
+        return 0
 
-def _plot(name: Name, quick: bool = False, out: Path | None = None) -> int:
-    """Draw the figures of an experiment again from its rows.csv, for every device.
-
-    Args:
-        name: The experiment.
-        quick: Those of results/quick in place of results.
-        out: Folder of the results, in place of results.
-    """
-    folder = _folder(SweepOptions(quick=quick, out=out)) / name
-    tables = sorted(folder.glob("*/rows.csv"))
-    if not tables:
-        raise FileNotFoundError(f"no rows.csv in a folder of {folder}: run the experiment first")
-    for table in tables:
-        for figure in plot_results(EXPERIMENTS[name], table.parent):
-            print(figure)
-    return 0
+    return plot
 
 
 def _reproduce(
@@ -146,7 +152,7 @@ def _reproduce(
         fresh: Run finished cells again.
     """
     if quick and full:
-        raise ValueError("give --quick or --full, not both")
+        raise OptionsError("give --quick or --full, not both")
     sweep = SweepOptions(quick=not full, out=out, jobs=jobs, fresh=fresh)
     failed = 0
     for experiment in EXPERIMENTS.values():
@@ -175,12 +181,13 @@ def _print_options(arguments: list[str]) -> None:
     """After an error in the command line: every option that its command knows."""
     names: list[str] = []
     match arguments:
-        case ["run", name, *_] if name in EXPERIMENTS:
-            for options in (SweepOptions, type(EXPERIMENTS[name].options)):
+        case ["run", name, *_] if experiment := EXPERIMENTS.get(name.replace("-", "_")):
+            for options in (SweepOptions, type(experiment.options)):
                 names += [field.name for field in dataclasses.fields(options)]
-        case ["plot" | "reproduce" as command, *_]:
-            function = {"plot": _plot, "reproduce": _reproduce}[command]
-            names += [name for name in inspect.signature(function).parameters if name != "name"]
+        case ["plot", *_]:
+            names += ["quick", "out"]
+        case ["reproduce", *_]:
+            names += inspect.signature(_reproduce).parameters
     if names:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in names)
         print(f"options here: {flags}", file=sys.stderr)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from experiments.harness.experiment import Absent, Cell, Experiment, InputFile, Options, Unavailable
-from experiments.harness.sweep import SweepReport, plot_results, run_sweep
+from experiments.harness.store import FolderInUse
+from experiments.harness.sweep import OptionsError, SweepReport, plot_results, run_sweep
 
 __all__ = [
     "Absent",
     "Cell",
     "Experiment",
+    "FolderInUse",
     "InputFile",
     "Options",
+    "OptionsError",
     "SweepReport",
     "Unavailable",
     "plot_results",

@@ -36,6 +36,10 @@ log.setLevel(logging.INFO)
 _ASSEMBLE_EVERY_S = 2.0
 
 
+class OptionsError(ValueError):
+    """Options that the experiment cannot serve."""
+
+
 @dataclass
 class SweepReport:
     """What became of a sweep."""
@@ -69,8 +73,8 @@ def run_sweep(
     GPU), ``fresh`` runs finished cells again, ``executor`` runs the cells elsewhere.  A cell that
     raises is reported, not raised.
 
-    Raises ValueError or OSError for options that the grid cannot serve, FolderInUse if another
-    sweep is writing to the folder.
+    Raises OptionsError for options that the grid cannot serve, FolderInUse if another sweep is
+    writing to the folder.
     """
     started = time.perf_counter()
     device = device_slug(experiment)
@@ -78,7 +82,7 @@ def run_sweep(
         one_at_a_time = experiment.timed or device != "cpu"
         jobs = 1 if one_at_a_time else len(os.sched_getaffinity(0))
     if jobs < 1:
-        raise ValueError(f"jobs must be at least 1, got {jobs}")
+        raise OptionsError(f"jobs must be at least 1, got {jobs}")
     cells, absent = _grid(experiment, options)
     store = Store(out / experiment.name / device)
     with store.locked(), _log_file(store.folder / "sweep.log"):
@@ -114,14 +118,17 @@ def plot_results(experiment: Experiment, folder: Path) -> list[Path]:
 def _grid(experiment: Experiment, options: Options) -> tuple[dict[str, Cell], list[str]]:
     """The cells by id, and the reasons for those that are absent."""
     cells, absent = {}, []
-    for cell in experiment.cells(options):
-        if isinstance(cell, Absent):
-            absent.append(cell.reason)
-        else:
-            cells[cell_id(experiment.name, cell)] = cell
+    try:
+        for cell in experiment.cells(options):
+            if isinstance(cell, Absent):
+                absent.append(cell.reason)
+            else:
+                cells[cell_id(experiment.name, cell)] = cell
+    except (ValueError, OSError) as error:
+        raise OptionsError(str(error)) from error
     if not cells:
         reasons = "; ".join(absent) or f"nothing follows from {options}"
-        raise ValueError(f"the grid of {experiment.name} is empty: {reasons}")
+        raise OptionsError(f"the grid of {experiment.name} is empty: {reasons}")
     return cells, absent
 
 

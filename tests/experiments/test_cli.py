@@ -1,0 +1,125 @@
+"""The real command line, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pandas as pd
+import pytest
+
+from experiments import cli
+from experiments.registry import EXPERIMENTS
+
+
+@pytest.fixture
+def refused(capsys):
+    """What an erroneous command line prints; it must end with status 2."""
+
+    def refused(*arguments: str) -> str:
+        assert cli.main(list(arguments)) == 2
+        return capsys.readouterr().err
+
+    return refused
+
+
+def test_list_shows_every_experiment_its_figure_and_whether_it_can_run(capsys):
+    assert cli.main(["list"]) == 0
+    output = capsys.readouterr().out
+    for experiment in EXPERIMENTS.values():
+        assert f"{experiment.name} " in output
+        assert experiment.figure in output
+    assert output.count("runs here") == len(EXPERIMENTS)
+
+
+@pytest.mark.parametrize("command", ["run", "plot"])
+def test_an_unknown_experiment_is_refused_naming_the_choices(refused, command):
+    error = refused(command, "evicton")
+    assert "evicton" in error
+    for name in EXPERIMENTS:
+        assert name.replace("_", "-") in error, "either spelling is understood"
+
+
+@pytest.mark.parametrize("arguments", [("run", "eviction"), ("plot", "eviction"), ("reproduce",)])
+def test_an_unknown_option_is_refused_naming_the_choices(refused, arguments):
+    error = refused(*arguments, "--no-such-option")
+    assert "--no-such-option" in error
+    for option in {"run": ("--policy", "--capacity-percent", "--jobs", "--out")}.get(
+        arguments[0], ("--quick", "--out")
+    ):
+        assert option in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("run", "eviction", "--policy", "lur"), r"'lur' is unknown; choose from .*lru"),
+        (("run", "eviction", "--policy", "none.py:Mine"), r"no file none\.py"),
+        (("run", "eviction", "--trace", "none.jsonl"), r"none\.jsonl"),
+        (("run", "eviction", "--capacity-percent", "0"), r"above 0 and at most 100, got 0"),
+        (("run", "eviction", "--jobs", "0"), r"jobs must be at least 1, got 0"),
+        (("run", "kernel_accuracy", "--kernel", "x"), r"'x' is unknown; .*paged_decode_attention"),
+        (("run", "kernel_accuracy", "--block-size", "0"), r"--block-size must be at least 1"),
+        (("run", "replay_speed", "--repeats", "0"), r"--repeats must be at least 1, got 0"),
+        (("reproduce", "--quick", "--full"), r"--quick or --full, not both"),
+    ],
+    ids=lambda value: "_".join(value).replace("--", "") if isinstance(value, tuple) else "",
+)
+def test_a_bad_value_is_refused_with_the_reason_and_writes_nothing(
+    refused, arguments, message, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert re.search(message, refused(*arguments))
+    assert not list(tmp_path.iterdir())
+
+
+def test_run_plot_and_resume(command_line, tmp_path):
+    folder = tmp_path / "results" / "tiny" / "cpu"
+    output = command_line("run", "tiny", "--seed", 3, tiny={}).stdout
+    assert "tiny: 4 cells, 4 run, 0 finished earlier" in output
+    assert "results/tiny/cpu/line.pdf" in output
+    assert list(pd.read_csv(folder / "rows.csv")["number"]) == [0, 0, 1, 1, 2, 2, 3, 3]
+
+    environment = json.loads((folder / "environment.json").read_text())
+    assert environment["command"] == "tiny_experiment.py run tiny --seed 3"
+    assert (environment["seed"], environment["cells"]) == (3, 4)
+
+    figure = (folder / "line.png").read_bytes()
+    (folder / "line.png").unlink()
+    assert "results/tiny/cpu/line.png" in command_line("plot", "tiny", tiny={}).stdout
+    assert (folder / "line.png").read_bytes() == figure
+
+
+def test_a_failing_cell_makes_the_run_fail_and_the_rest_is_kept(command_line, tmp_path):
+    result = command_line("run", "tiny", tiny={"raises": [1]}, status=1)
+    assert "3 run, 0 finished earlier, 1 FAILED" in result.stdout
+    assert "failed (1 of 4 cells): RuntimeError: this cell raises" in result.stderr
+    assert "Traceback" not in result.stderr
+    log = tmp_path / "results" / "tiny" / "cpu" / "sweep.log"
+    assert f"tracebacks: {log.relative_to(tmp_path)}" in result.stderr
+    assert "Traceback" in log.read_text()
+
+
+def test_reproduce_is_quick_by_default_and_spares_the_full_results(command_line, tmp_path):
+    output = command_line("reproduce", tiny={}).stdout
+    assert "tiny: 2 cells, 2 run" in output
+    assert (tmp_path / "results" / "quick" / "tiny" / "cpu" / "rows.csv").exists()
+    assert not (tmp_path / "results" / "tiny").exists()
+
+
+@pytest.mark.skipif("__import__('torch').cuda.is_available()")
+def test_what_needs_a_gpu_is_absent_without_one(command_line, tmp_path):
+    assert "cannot run here: no GPU here" in command_line("list", tiny={}).stdout
+    result = command_line("run", "tiny_gpu", tiny={"raises": [0]})
+    assert "4 cells, 0 run, 0 finished earlier, 4 absent" in result.stdout
+    assert "absent (4): there is no GPU here" in result.stderr
+    assert not (tmp_path / "results" / "tiny_gpu" / "cpu" / "rows.csv").exists()
+
+
+def test_an_experiment_may_be_spelt_with_hyphens(refused):
+    assert "repeats must be at least 1" in refused("run", "replay-speed", "--repeats", "0")
+
+
+def test_plot_without_a_table_says_to_run_first(refused, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "no rows.csv in a folder of results/eviction" in refused("plot", "eviction")

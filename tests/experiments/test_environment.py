@@ -1,0 +1,72 @@
+"""What is recorded beside a table."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+
+import pytest
+
+from experiments.harness import environment
+from experiments.registry import EXPERIMENTS
+
+
+@pytest.fixture(scope="module")
+def described():
+    command = ["python", "-m", "experiments", "run", "eviction", "--trace", "/data/a/chat.jsonl"]
+    return environment.describe(
+        EXPERIMENTS["eviction"], [*command, "--out=/data/out", "--policy", "mine/policy.py:Mine"]
+    )
+
+
+def test_names_what_a_result_depends_on(described):
+    assert re.fullmatch("[0-9a-f]{40}", described["commit"])
+    assert described["dirty"] in (True, False)
+    assert described["packages"]["numpy"] == __import__("numpy").__version__
+    assert described["python"].startswith("3.")
+    assert described["cpu"]["model"]
+    assert described["cpu"]["cores"] >= described["cpu"]["usable_cores"] >= 1
+    assert described["cpu"]["memory_gib"] > 0
+    assert isinstance(described["gpu"], list)
+
+
+def test_names_files_without_their_folders(described):
+    assert described["command"] == (
+        "python -m experiments run eviction --trace chat.jsonl --out=out --policy policy.py:Mine"
+    )
+    text = str(described)
+    for folder in (os.getcwd(), os.path.expanduser("~"), "/data"):
+        assert folder not in text
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    def git(*arguments):
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+        subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True)
+
+    git("init", "--quiet")
+    (tmp_path / "code.py").write_text("a = 1\n")
+    git("add", "code.py")
+    git("commit", "--quiet", "--message", "first")
+    monkeypatch.setattr(environment, "_REPOSITORY", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("file", "dirty"), [(None, False), ("results/rows.csv", False), ("code.py", True), ("n", True)]
+)
+def test_dirty_is_any_difference_but_results(repository, file, dirty):
+    if file:
+        (repository / file).parent.mkdir(exist_ok=True)
+        (repository / file).write_text("changed\n")
+    assert environment.describe(EXPERIMENTS["eviction"], [])["dirty"] is dirty
+
+
+def test_outside_a_repository_there_is_no_commit(tmp_path, monkeypatch):
+    monkeypatch.setattr(environment, "_REPOSITORY", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    described = environment.describe(EXPERIMENTS["eviction"], [])
+    assert described["commit"] is None
+    assert described["dirty"] is None

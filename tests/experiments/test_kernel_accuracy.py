@@ -1,0 +1,49 @@
+"""The experiment kernel_accuracy; the kernels themselves are tested in tests/kernels."""
+
+from __future__ import annotations
+
+import pandas as pd
+import pytest
+
+from experiments import kernel_accuracy
+from experiments.kernel_accuracy import KERNELS, KernelAccuracyOptions
+
+TINY = KernelAccuracyOptions(block_size=(7,), dtype=("float16", "float32"), head_dim=(16,))
+
+
+@pytest.fixture(scope="module")
+def rows():
+    cells = kernel_accuracy.cells(TINY)
+    return pd.DataFrame([row for cell in cells for row in kernel_accuracy.run_cell(cell)])
+
+
+def test_every_kernel_and_feature_is_within_the_bound(rows):
+    assert rows["passed"].all()
+    assert (rows["bound"] == 2 * rows["eager_error"] + 1e-5).all()
+    assert set(rows["kernel"]) == set(KERNELS)
+    for name, kernel in KERNELS.items():
+        of_kernel = rows[rows["kernel"] == name]
+        assert set(of_kernel["feature"]) == set(kernel.features)
+        assert len(of_kernel) == 2 * len(kernel.features) * of_kernel["result"].nunique()
+
+
+def test_features_change_what_is_computed(rows):
+    """A feature whose option did not arrive would repeat the errors of the plain kernel."""
+    decode = rows[(rows["kernel"] == "paged_decode_attention") & (rows["result"] == "LSE")]
+    errors = decode.pivot(index="feature", columns="dtype", values="eager_error")
+    for feature in set(errors.index) - {"none", "split"}:  # splits are the kernel's own affair
+        assert (errors.loc[feature] != errors.loc["none"]).any(), feature
+
+
+def test_figure_tells_of_a_result_above_the_bound(rows, tmp_path, monkeypatch):
+    drawn = []
+    save = kernel_accuracy.style.save
+    monkeypatch.setattr(
+        kernel_accuracy.style, "save", lambda figure, *a: drawn.append(figure) or save(figure, *a)
+    )
+    wrong = rows.assign(error=rows["error"].where(rows.index != 3, 1.0))
+    wrong["passed"] = wrong["error"] <= wrong["bound"]
+    assert len(kernel_accuracy.plot(wrong, tmp_path)) == 2
+    titles = [axis.get_title() for axis in drawn[0].axes]
+    assert sum("1 above the bound" in title for title in titles) == 1
+    assert sum("all within the bound" in title for title in titles) == len(titles) // 2 - 1

@@ -1,0 +1,46 @@
+"""The look of figures."""
+
+from __future__ import annotations
+
+import cache
+from experiments import style
+
+
+def draw(folder):
+    with style.figures():
+        figure, axes, spare = style.panel_grid(2, height=2)
+        for axis in axes:
+            axis.plot([1, 2], [3, 4], label="a line")
+        style.shared_legend(figure, spare)
+        return style.save(figure, folder, "figure")
+
+
+def test_the_same_figure_gives_the_same_bytes_in_both_formats(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    first, second = draw(tmp_path / "a"), draw(tmp_path / "b")
+    assert [path.name for path in first] == ["figure.pdf", "figure.png"]
+    assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
+
+
+def test_text_in_a_pdf_is_truetype_and_undated(tmp_path):
+    pdf = draw(tmp_path)[0].read_bytes()
+    assert b"/Type3" not in pdf
+    assert b"CreationDate" not in pdf
+
+
+def test_no_two_policies_look_alike():
+    lines = style.policy_lines([*cache.POLICIES, "infinite", "mine.py:A", "mine.py:B"])
+    looks = [
+        tuple(str(line[key]) for key in ("color", "marker", "linestyle", "markerfacecolor"))
+        for line in lines.values()
+    ]
+    assert len(set(looks)) == len(looks)
+    in_grey = [(*look[1:3], look[3] == "white") for look in looks]
+    repeated = len(in_grey) - len(set(in_grey))
+    assert repeated == 0, "marker and dashes tell lines apart without colour"
+
+
+def test_every_built_in_policy_has_a_look_and_a_name_of_its_own():
+    assert set(cache.POLICIES) <= set(style.POLICY_LABELS)
+    assert set(cache.POLICIES) <= set(style._POLICIES)
