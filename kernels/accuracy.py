@@ -135,6 +135,23 @@ class PagedBatch:
         """Positional arguments of paged_decode_attention."""
         return self.q, self.k_cache, self.v_cache, self.block_tables, self.context_lens
 
+    @property
+    def prefill_args(self) -> tuple[torch.Tensor, ...]:
+        """Positional arguments of paged_prefill_attention."""
+        return (
+            self.q,
+            self.k_cache,
+            self.v_cache,
+            self.block_tables,
+            self.cu_seqlens_q,
+            self.context_lens,
+        )
+
+    @property
+    def max_seqlen_q(self) -> int:
+        """Queries of the sequence that has most."""
+        return int(self.cu_seqlens_q.diff().max()) if len(self.context_lens) else 0
+
 
 def random_paged_batch(
     context_lens: Sequence[int],
@@ -153,23 +170,25 @@ def random_paged_batch(
     """Normally distributed queries, keys and values in a shuffled, poisoned paged cache.
 
     query_lens: queries per sequence, the last ones of its context; 1 each (decode) if None.
-    hidden_tokens: leading tokens of each sequence that no query may see (a window): their slots are
-        poisoned too, and table entries of blocks that hold nothing else are garbage.
+    hidden_tokens: leading tokens of each sequence that no query may see (a window; negative counts
+        as none): their slots are poisoned too, and table entries of blocks that hold nothing else
+        are garbage.
 
     Every block of the pool that no sequence uses, every slot past a context length and the padding
     of the tables (negative and huge ids) is poison: one read of it shows in the output.
     """
     generator = torch.Generator().manual_seed(seed)
+    placement = torch.Generator().manual_seed(seed + 1)  # values do not depend on the block size
     batch = len(context_lens)
     query_lens = [1] * batch if query_lens is None else list(query_lens)
-    hidden_tokens = [0] * batch if hidden_tokens is None else list(hidden_tokens)
+    hidden_tokens = [0] * batch if hidden_tokens is None else [max(0, n) for n in hidden_tokens]
     num_blocks_of = [-(-n // block_size) for n in context_lens]
     num_blocks = sum(num_blocks_of) + 3
-    ids = torch.randperm(num_blocks, generator=generator)
+    ids = torch.randperm(num_blocks, generator=placement)
 
     padding = torch.tensor([-1, 2**31 - 1, -(2**31), num_blocks + 7], dtype=torch.int32)
     max_blocks = max(num_blocks_of, default=0) + 2
-    tables = padding[torch.randint(0, 4, (batch, max_blocks), generator=generator)]
+    tables = padding[torch.randint(0, 4, (batch, max_blocks), generator=placement)]
     k_cache, v_cache = make_cache(
         num_blocks, block_size, num_kv_heads, head_dim, dtype=dtype, device=device, layout=layout
     )

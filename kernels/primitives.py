@@ -158,7 +158,7 @@ def normalise(acc, row_max, row_sum):
 
 @triton.jit
 def add_sinks(acc, row_max, row_sum, sinks):
-    """Add the sink logit of each row's head to its denominator; a row without weight stays empty."""
+    """Add each row's sink logit to its denominator; a row without weight stays empty."""
     sinks = tl.where(row_sum == 0.0, float("-inf"), sinks.to(tl.float32) * LOG2_E)
     new_max = tl.maximum(row_max, sinks)
     shift = finite_shift(new_max)
