@@ -11,10 +11,20 @@ from cache.managers import (
     UnsupportedByDesign,
     make_manager,
 )
+from cache.memory_usage import MemoryUsage
 from cache.policies import POLICIES, EvictionPolicy, PriorityPolicy, make_policy
 from cache.replay import SimulationResult, simulate
 from cache.sequence import MultiModalInput, Sequence
 from cache.serving_replay import ServiceModel, ServingReplayResult, simulate_serving
+from cache.sizing import (
+    block_bytes,
+    kv_cache_shape,
+    kv_heads_per_rank,
+    num_cpu_blocks,
+    num_gpu_blocks,
+    reservation_waste,
+    slot_bytes,
+)
 from cache.trace import Trace, TraceError, load_trace, save_trace
 from cache.workloads import WORKLOADS, make_workload
 
@@ -26,6 +36,7 @@ __all__ = [
     "CacheManager",
     "CacheStats",
     "EvictionPolicy",
+    "MemoryUsage",
     "MultiModalInput",
     "OutOfBlocks",
     "PriorityPolicy",
@@ -36,11 +47,18 @@ __all__ = [
     "Trace",
     "TraceError",
     "UnsupportedByDesign",
+    "block_bytes",
+    "kv_cache_shape",
+    "kv_heads_per_rank",
     "load_trace",
     "make_manager",
     "make_policy",
     "make_workload",
+    "num_cpu_blocks",
+    "num_gpu_blocks",
+    "reservation_waste",
     "save_trace",
     "simulate",
     "simulate_serving",
+    "slot_bytes",
 ]

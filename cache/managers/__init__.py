@@ -11,10 +11,20 @@ from cache.managers.base import (
     Copies,
     UnsupportedByDesign,
 )
+from cache.managers.contiguous import Contiguous
+from cache.managers.nano_vllm import NanoVLLM
+from cache.managers.paged import Paged
+from cache.managers.vllm_v0 import VLLMv0
 from cache.managers.vllm_v1 import VLLMv1
 from cache.policies.base import EvictionPolicy
 
-_BUILT_IN: tuple[type[CacheManager], ...] = (VLLMv1,)
+_BUILT_IN: tuple[type[CacheManager], ...] = (
+    Contiguous,
+    Paged,
+    NanoVLLM,
+    VLLMv0,
+    VLLMv1,
+)
 
 MANAGERS: dict[str, type[CacheManager]] = {manager.name: manager for manager in _BUILT_IN}
 """Cache managers by name."""
@@ -35,7 +45,8 @@ def make_manager(
     Args:
         policy: name of an eviction policy (or ``"file.py:Class"``), or a policy object, which
             then belongs to the manager.
-        hash_algorithm: a key of ``cache.hashing.HASH_ALGORITHMS``.
+        hash_algorithm: a key of ``cache.hashing.HASH_ALGORITHMS``; the default gives way to that
+            of the design, where it has one (Nano-vLLM: xxh64).
         enable_prefix_caching: False stores equal prefixes apart.
         design_options: go to the manager's class.
 
@@ -56,9 +67,10 @@ def make_manager(
     if manager_class.prefix_caching:
         design_options |= {
             "policy": policy,
-            "hash_algorithm": hash_algorithm,
             "enable_prefix_caching": enable_prefix_caching,
         }
+        if hash_algorithm != "xxh3_128":
+            design_options["hash_algorithm"] = hash_algorithm
     elif policy != "lru":
         raise UnsupportedByDesign(name, f"a policy ({policy!r})")
     elif hash_algorithm != "xxh3_128":
@@ -71,8 +83,12 @@ __all__ = [
     "AllocStatus",
     "CacheManager",
     "CacheStats",
+    "Contiguous",
     "Copies",
+    "NanoVLLM",
+    "Paged",
     "UnsupportedByDesign",
+    "VLLMv0",
     "VLLMv1",
     "make_manager",
 ]

@@ -43,6 +43,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     supports_fork = False
     supports_chunks = False
+    lookaheads = (0, 0, 1, 5)
     supports_reset = False
 
     def make_manager(self, data, num_blocks: int, block_size: int):
@@ -269,7 +270,7 @@ class ManagerMachine(RuleBasedStateMachine):
         seq = self.new_sequence(data)
         blocks, num_cached = self.manager.get_computed_blocks(seq)
         count = data.draw(st.integers(1, seq.num_tokens - num_cached), label="tokens")
-        ahead = data.draw(st.sampled_from([0, 0, 1, 5]), label="lookahead")
+        ahead = data.draw(st.sampled_from(self.lookaheads), label="lookahead")
         end = num_cached + count
         copies = self.attempt(
             Live(seq, 0, []),
@@ -287,7 +288,7 @@ class ManagerMachine(RuleBasedStateMachine):
         for token in data.draw(st.lists(TOKENS, min_size=1, max_size=3)):
             live.seq.append_token(token)
         end = data.draw(st.integers(live.stored + 1, live.seq.num_tokens), label="end")
-        ahead = data.draw(st.sampled_from([0, 0, 1, 5]), label="lookahead")
+        ahead = data.draw(st.sampled_from(self.lookaheads), label="lookahead")
         copies = self.attempt(
             live,
             end + ahead,

@@ -1,0 +1,16 @@
+"""Checks of arguments that are used all over the cache."""
+
+from __future__ import annotations
+
+import operator
+
+
+def at_least(least: int, name: str, value: int) -> int:
+    """``value`` as an int; ValueError, naming it, unless it is one of at least ``least``."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least or isinstance(value, bool):
+        raise ValueError(f"{name}={value!r}: needs an int of at least {least}")
+    return number

@@ -1,0 +1,237 @@
+"""The systems before paging: every sequence in one contiguous reservation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Literal, get_args
+
+from cache.buddy import BuddyAllocator
+from cache.checks import at_least
+from cache.managers.base import AllocStatus, CacheManager, CacheStats, Copies
+from cache.managers.tables import check_grew, check_holds_no_blocks, table_of
+from cache.memory_usage import MemoryUsage
+from cache.sequence import Sequence
+
+Reservation = Literal["max", "pow2", "oracle"]
+
+
+class _Run:
+    """The reservation of one sequence: a run of blocks."""
+
+    __slots__ = ("num_expected", "num_reserved", "num_tokens", "start")
+
+    def __init__(self, start: int, num_tokens: int, num_reserved: int, num_expected: int) -> None:
+        self.start = start  # its first block
+        self.num_tokens = num_tokens  # slots that hold a token
+        self.num_expected = num_expected  # slots that will hold one in the end
+        self.num_reserved = num_reserved  # slots kept for the sequence
+
+
+class Contiguous(CacheManager):
+    """One reservation per sequence, placed by a buddy allocator.
+
+    The three baselines of the PagedAttention paper (Kwon et al., SOSP 2023, section 6.1), which
+    stand for Orca and FasterTransformer:
+
+    * ``reservation="max"``: slots up to ``max_model_len``, whatever the sequence needs.
+    * ``"pow2"``: the prompt and the next power of two of the output, so at most twice the output
+      (25 output tokens reserve 32 slots).
+    * ``"oracle"``: exactly the final length, which no real system knows.
+
+    As there a buddy allocator decides where a reservation goes, so it takes a power of two of
+    blocks: what lies beyond the reservation is external fragmentation, and so are free blocks of
+    which no run is long enough.  Tables are ranges of blocks, so paged kernels can read them;
+    ``block_size=1`` reserves by the slot.
+
+    Args:
+        max_model_len: the longest sequence, in tokens; None: as long as the longest run.
+        final_length: tells how many tokens a sequence will have in the end.  ``"oracle"`` needs
+            it.  With it ``"pow2"`` reserves once, as the paper's does; without it the power of
+            two is that of the tokens generated so far, and a reservation that is outgrown grows
+            where it is or, if the blocks behind it are taken, moves: ``append`` then returns the
+            copies.  ``"max"`` uses it for ``memory_usage`` only.
+
+    Sequences longer than ``max_model_len`` or their ``final_length`` raise ValueError, except
+    that ``can_allocate`` answers NEVER.  Nothing is shared: neither prefixes nor forks.
+    """
+
+    name = "contiguous"
+    prefix_caching = False
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        reservation: Reservation = "max",
+        max_model_len: int | None = None,
+        final_length: Callable[[Sequence], int] | None = None,
+    ) -> None:
+        super().__init__(num_blocks, block_size)
+        if reservation not in get_args(Reservation):
+            choices = ", ".join(get_args(Reservation))
+            raise ValueError(f"reservation={reservation!r} is unknown; choose from {choices}")
+        if reservation == "oracle" and final_length is None:
+            raise ValueError(
+                "final_length=None: reservation='oracle' needs a function from a sequence to the "
+                "number of tokens that it will have in the end"
+            )
+        self._buddy = BuddyAllocator(self.num_blocks)
+        longest = self._buddy.longest_possible_run * self.block_size
+        self.reservation = reservation
+        self.max_model_len = at_least(
+            1, "max_model_len", longest if max_model_len is None else max_model_len
+        )
+        if self.max_model_len > longest:
+            raise ValueError(
+                f"max_model_len={max_model_len}: such a sequence never fits, the longest run of "
+                f"num_blocks={num_blocks} blocks has {longest} slots"
+            )
+        self._final_length = final_length
+        self._runs: dict[Hashable, _Run] = {}
+        self._num_allocations = 0
+        self._queried_tokens = 0
+        self._queried_blocks = 0
+        self._num_allocated = 0
+        self._num_copied = 0
+
+    def can_allocate(self, seq: Sequence) -> AllocStatus:
+        if seq.num_tokens > self.max_model_len:
+            return AllocStatus.NEVER
+        needed = self._run_length(self._reservation(seq)[0])
+        return AllocStatus.OK if needed <= self._buddy.longest_run else AllocStatus.LATER
+
+    def allocate(self, seq: Sequence) -> int:
+        check_holds_no_blocks(self._runs, seq)
+        reserved, expected = self._reservation(seq)
+        num_blocks = self._run_length(reserved)
+        start = self._buddy.allocate(num_blocks)
+        self._runs[seq.seq_id] = _Run(start, seq.num_tokens, reserved, expected)
+        seq.num_cached_tokens = 0
+        seq.num_computed_tokens = seq.num_tokens
+        self._num_allocations += 1
+        self._queried_tokens += seq.num_tokens
+        self._queried_blocks += seq.num_tokens // self.block_size
+        self._num_allocated += num_blocks
+        return 0
+
+    def append(self, seq: Sequence) -> Copies:
+        run = table_of(self._runs, seq)
+        check_grew(seq, run.num_tokens)
+        copies: Copies = []
+        if seq.num_tokens > run.num_reserved:
+            copies = self._grow(run, seq)
+        run.num_tokens = seq.num_computed_tokens = seq.num_tokens
+        return copies
+
+    def can_append(self, seq: Sequence) -> bool:
+        run = table_of(self._runs, seq)
+        if seq.num_tokens <= run.num_reserved:
+            return True
+        return self._buddy.can_grow(run.start, self._run_length(self._reservation(seq)[0]))
+
+    def free(self, seq: Sequence) -> None:
+        self._buddy.free(table_of(self._runs, seq).start)
+        del self._runs[seq.seq_id]
+        seq.num_cached_tokens = seq.num_computed_tokens = 0
+
+    def block_table(self, seq: Sequence) -> list[int]:
+        """Blocks of the tokens of ``seq``, in a row; further ones may be reserved behind them."""
+        run = table_of(self._runs, seq)
+        return list(range(run.start, run.start + self._blocks_of(run.num_tokens)))
+
+    def memory_usage(self, waiting: Sequence | None = None) -> MemoryUsage:
+        """What the slots are used for.
+
+        Without ``final_length`` nothing tells the slots that a sequence will use from those that
+        it will not, and all of them count as reserved.
+
+        Free slots are externally fragmented if there are enough of them for the reservation of
+        ``waiting`` (None: of ``max_model_len`` tokens), but not in one run.
+        """
+        length = self.max_model_len if waiting is None else self._reservation(waiting)[0]
+        free = self._buddy.num_free
+        fragmented = self._buddy.longest_run < self._run_length(length) <= free
+        runs = self._runs.values()
+        reserved = sum(run.num_reserved for run in runs)
+        expected = sum(run.num_expected for run in runs)
+        used = sum(run.num_tokens for run in runs)
+        beyond = (self.num_blocks - free) * self.block_size - reserved
+        return MemoryUsage(
+            used=used,
+            reserved=expected - used,
+            internal=reserved - expected,
+            external=beyond + (free * self.block_size if fragmented else 0),
+            free=0 if fragmented else free * self.block_size,
+        )
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks in no reservation; an allocation needs them in one run."""
+        return self._buddy.num_free
+
+    @property
+    def stats(self) -> CacheStats:
+        return CacheStats(
+            num_allocations=self._num_allocations,
+            queried_tokens=self._queried_tokens,
+            queried_blocks=self._queried_blocks,
+            allocated_blocks=self._num_allocated,
+            copied_blocks=self._num_copied,
+        )
+
+    def check_invariants(self) -> None:
+        self._buddy.check_invariants()
+        runs = {run.start: self._run_length(run.num_reserved) for run in self._runs.values()}
+        if runs != self._buddy.runs or len(runs) != len(self._runs):
+            raise AssertionError(f"reservations {runs}, runs in use {self._buddy.runs}")
+        for seq_id, run in self._runs.items():
+            if not 0 < run.num_tokens <= run.num_expected <= run.num_reserved:
+                raise AssertionError(
+                    f"{seq_id!r}: {run.num_tokens} tokens, {run.num_expected} in the end, "
+                    f"{run.num_reserved} reserved slots"
+                )
+
+    def _grow(self, run: _Run, seq: Sequence) -> Copies:
+        """Lengthen the reservation of ``seq``; returns the copies, if it moves."""
+        reserved, expected = self._reservation(seq)
+        before, after = self._run_length(run.num_reserved), self._run_length(reserved)
+        start = self._buddy.grow(run.start, after)
+        copies: Copies = []
+        if start == run.start:
+            self._num_allocated += after - before
+        else:
+            used = self._blocks_of(run.num_tokens)
+            copies = [(run.start + i, start + i) for i in range(used)]
+            self._num_allocated += after
+            self._num_copied += used
+        run.start, run.num_reserved, run.num_expected = start, reserved, expected
+        return copies
+
+    def _reservation(self, seq: Sequence) -> tuple[int, int]:
+        """Slots to reserve for ``seq``, and how many of them it is expected to use in the end.
+
+        Raises ValueError for a sequence that is longer than it may be.
+        """
+        num_tokens, longest = seq.num_tokens, self.max_model_len
+        final = longest if self._final_length is None else self._final_length(seq)
+        if not num_tokens <= final <= longest:
+            raise ValueError(
+                f"sequence {seq.seq_id!r}: {num_tokens} tokens, final length {final}, "
+                f"max_model_len={longest}; needs num_tokens <= final length <= max_model_len"
+            )
+        if self.reservation == "max":
+            return longest, final
+        if self.reservation == "oracle":
+            return final, final
+        known = num_tokens if self._final_length is None else final
+        outputs = 1 << max(0, known - seq.num_prompt_tokens - 1).bit_length()
+        reserved = min(seq.num_prompt_tokens + outputs, longest)
+        return reserved, min(final, reserved)
+
+    def _blocks_of(self, num_slots: int) -> int:
+        return -(-num_slots // self.block_size)
+
+    def _run_length(self, num_slots: int) -> int:
+        """Blocks of the run that a reservation of ``num_slots`` takes."""
+        return self._buddy.run_length(self._blocks_of(num_slots))

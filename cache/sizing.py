@@ -1,0 +1,142 @@
+"""How many blocks fit: sizes of blocks, pools and KV tensors from the shape of a model.
+
+All sizes are in bytes.  KV heads are those of the whole model; with tensor parallelism each rank
+stores its share of them in blocks of its own, and the results are those of one rank.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+from cache.checks import at_least
+
+
+def kv_heads_per_rank(num_kv_heads: int, tensor_parallel_size: int = 1) -> int:
+    """KV heads that one rank stores.
+
+    Heads are divided among the ranks; with more ranks than heads each head is stored by several
+    (as in Megatron-LM and vLLM).  Raises ValueError unless one number divides the other.
+    """
+    heads = at_least(1, "num_kv_heads", num_kv_heads)
+    ranks = at_least(1, "tensor_parallel_size", tensor_parallel_size)
+    if heads % ranks and ranks % heads:
+        raise ValueError(
+            f"tensor_parallel_size={ranks} does not fit num_kv_heads={heads}: "
+            "one must be a multiple of the other"
+        )
+    return max(1, heads // ranks)
+
+
+def slot_bytes(
+    *,
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype_bytes: int = 2,
+    tensor_parallel_size: int = 1,
+) -> int:
+    """Size of one token's K and V in all layers on one rank.
+
+    ``dtype_bytes`` is the size of a number in the cache: 2 for float16 and bfloat16.
+    """
+    return (
+        2
+        * at_least(1, "num_layers", num_layers)
+        * kv_heads_per_rank(num_kv_heads, tensor_parallel_size)
+        * at_least(1, "head_dim", head_dim)
+        * at_least(1, "dtype_bytes", dtype_bytes)
+    )
+
+
+def block_bytes(
+    *,
+    block_size: int,
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype_bytes: int = 2,
+    tensor_parallel_size: int = 1,
+) -> int:
+    """Size of one block of ``block_size`` tokens, K and V, in all layers on one rank.
+
+    block_size 4, 4 layers, 8 heads, head_dim 128 and float16 make 65,536 bytes.
+    """
+    return at_least(1, "block_size", block_size) * slot_bytes(
+        num_layers=num_layers,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype_bytes=dtype_bytes,
+        tensor_parallel_size=tensor_parallel_size,
+    )
+
+
+def num_gpu_blocks(
+    *,
+    total_bytes: int,
+    gpu_memory_utilization: float,
+    peak_bytes: int,
+    block_bytes: int,
+) -> int:
+    """Blocks that fit into the memory of a GPU besides the model.
+
+    ``floor((total_bytes * gpu_memory_utilization - peak_bytes) / block_bytes)``, where
+    ``peak_bytes`` is what a profiling run with the largest batch, without a cache, took at most.
+    The utilization counts as the decimal number it is written as, so that binary rounding never
+    costs a block.  Raises ValueError if not one block fits, and for bad arguments.
+    """
+    total = at_least(1, "total_bytes", total_bytes)
+    peak = at_least(0, "peak_bytes", peak_bytes)
+    size = at_least(1, "block_bytes", block_bytes)
+    utilization = gpu_memory_utilization
+    if isinstance(utilization, bool) or not 0 < utilization <= 1:
+        raise ValueError(
+            f"gpu_memory_utilization={utilization!r}: needs a number above 0 and at most 1"
+        )
+    usable = total * Fraction(repr(float(utilization)))
+    count = math.floor((usable - peak) / size)
+    if count < 1:
+        raise ValueError(
+            f"not one block fits: gpu_memory_utilization={utilization} of total_bytes={total} are "
+            f"{math.floor(usable)} bytes, the model takes peak_bytes={peak} at most, and a block "
+            f"needs block_bytes={size}; raise the utilization or choose a smaller model or block"
+        )
+    return count
+
+
+def num_cpu_blocks(*, swap_space_bytes: int, block_bytes: int) -> int:
+    """Blocks that fit into the swap space in host memory; 0 where none does."""
+    space = at_least(0, "swap_space_bytes", swap_space_bytes)
+    return space // at_least(1, "block_bytes", block_bytes)
+
+
+def kv_cache_shape(
+    *,
+    num_blocks: int,
+    block_size: int,
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    tensor_parallel_size: int = 1,
+) -> tuple[int, int, int, int, int, int]:
+    """Shape of one rank's KV tensor: ``(2, layers, blocks, block_size, heads, head_dim)``.
+
+    Index 0 of the first dimension is K, 1 is V; ``kv[0, layer]`` is the ``k_cache`` of the kernels.
+    """
+    return (
+        2,
+        at_least(1, "num_layers", num_layers),
+        at_least(1, "num_blocks", num_blocks),
+        at_least(1, "block_size", block_size),
+        kv_heads_per_rank(num_kv_heads, tensor_parallel_size),
+        at_least(1, "head_dim", head_dim),
+    )
+
+
+def reservation_waste(reserved_tokens: int, used_tokens: int) -> float:
+    """Share of a contiguous reservation that was never used: 8192 reserved, 792 used -> 0.903."""
+    reserved = at_least(1, "reserved_tokens", reserved_tokens)
+    used = at_least(0, "used_tokens", used_tokens)
+    if used > reserved:
+        raise ValueError(f"used_tokens={used} exceeds reserved_tokens={reserved}")
+    return 1 - used / reserved
