@@ -164,36 +164,41 @@ def check_block_tables(
     device: torch.device,
     query_lens: torch.Tensor | int = 1,
     window_size: int | None = None,
+    names: tuple[str, str, str] = ("block_tables", "context_lens", "batch"),
 ) -> None:
     """Check block tables against context lengths, their values too where they lie on the host.
 
     query_lens: queries at the end of each sequence, (batch,) or one number for all. Table entries
     wholly before the window of the first query are never read and may hold anything.
+    names: what the caller calls the tables, the lengths and their number.
     """
+    tables_name, lens_name, batch_name = names
     int32 = (torch.int32,)
     check_tensor(
-        "block_tables",
+        tables_name,
         block_tables,
-        {"batch": batch, "max_blocks": None},
+        {batch_name: batch, "max_blocks": None},
         dtypes=int32,
         device=device,
     )
-    check_tensor("context_lens", context_lens, {"batch": batch}, dtypes=int32, device=device)
+    check_tensor(lens_name, context_lens, {batch_name: batch}, dtypes=int32, device=device)
     if block_tables.device.type != "cpu" or batch == 0:
         return
     num_blocks, block_size = k_cache.shape[:2]
     max_blocks = block_tables.shape[1]
     if int(context_lens.min()) < 0:
-        raise ValueError(f"context_lens: expected lengths >= 0, got {int(context_lens.min())}")
+        raise ValueError(f"{lens_name}: expected lengths >= 0, got {int(context_lens.min())}")
     longest = int(context_lens.max())
     if longest > max_blocks * block_size:
         raise ValueError(
-            f"block_tables: {max_blocks} columns of block_size {block_size} hold "
-            f"{max_blocks * block_size} tokens, but context_lens reaches {longest}; "
+            f"{tables_name}: {max_blocks} columns of block_size {block_size} hold "
+            f"{max_blocks * block_size} tokens, but {lens_name} reaches {longest}; "
             f"needed are {-(-longest // block_size)} columns"
         )
     column = torch.arange(max_blocks)
     visible = column < ((context_lens + block_size - 1) // block_size)[:, None]
+    if isinstance(query_lens, torch.Tensor):
+        visible &= (query_lens > 0)[:, None]
     if window_size is not None:
         first_visible = context_lens - query_lens - window_size + 1
         visible &= (column + 1) * block_size > first_visible[:, None]
@@ -201,7 +206,7 @@ def check_block_tables(
     if invalid.any():
         row, col = invalid.nonzero()[0].tolist()
         raise ValueError(
-            f"block_tables: expected block ids from 0 to {num_blocks - 1} within the context, got "
+            f"{tables_name}: expected block ids from 0 to {num_blocks - 1} within the context, got "
             f"{int(block_tables[row, col])} at [{row}, {col}]"
         )
 

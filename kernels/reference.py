@@ -155,6 +155,8 @@ def paged_prefill_attention(
     starts = cu_seqlens_q.tolist()
     for i, context_len in enumerate(context_lens.tolist()):
         rows = slice(starts[i], starts[i + 1])
+        if rows.start == rows.stop:
+            continue
         first_position = context_len - (rows.stop - rows.start)
         first = 0 if window_size is None else max(0, first_position - window_size + 1)
         slopes = (
@@ -225,3 +227,58 @@ def slot_mapping_from_positions(
         block = int(block_tables[seq, column]) if mapped else -1
         slots.append(block * block_size + position % block_size if block >= 0 else -1)
     return torch.tensor(slots, dtype=torch.int64, device=positions.device)
+
+
+def shared_prefix_decode_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    prefix_block_tables: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    group_offsets: torch.Tensor,
+    suffix_block_tables: torch.Tensor,
+    suffix_lens: torch.Tensor,
+    *,
+    scale: float | None = None,
+    window_size: int | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    num_prefix_splits: int | None = None,
+    num_splits: int | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Twin of `kernels.shared_prefix_decode_attention` (the splits change nothing here)."""
+    out = torch.empty_like(q) if out is None else out
+    lse = torch.empty(q.shape[:2], dtype=q.dtype, device=q.device)
+    starts = group_offsets.tolist()
+    group_of = [g for g in range(len(prefix_lens)) for _ in range(starts[g], starts[g + 1])]
+    for i, group in enumerate(group_of):
+        prefix_len, suffix_len = int(prefix_lens[group]), int(suffix_lens[i])
+        context_len = prefix_len + suffix_len
+        first = 0 if window_size is None else max(0, context_len - window_size)
+        prefix_range = (prefix_block_tables[group], min(first, prefix_len), prefix_len)
+        suffix_range = (suffix_block_tables[i], max(0, first - prefix_len), suffix_len)
+        k, v = (
+            torch.cat([gather_tokens(cache, *prefix_range), gather_tokens(cache, *suffix_range)])
+            for cache in (k_cache, v_cache)
+        )
+        seq_out, seq_lse = attention(
+            q[i : i + 1],
+            k,
+            v,
+            q_positions=torch.tensor([context_len - 1], device=q.device),
+            k_positions=torch.arange(first, context_len, device=q.device),
+            scale=scale,
+            window_size=window_size,
+            softcap=softcap,
+            alibi_slopes=(
+                alibi_slopes[i]
+                if alibi_slopes is not None and alibi_slopes.dim() == 2
+                else alibi_slopes
+            ),
+            sinks=sinks,
+        )
+        out[i], lse[i] = seq_out[0], seq_lse[0]
+    return (out, lse) if return_lse else out

@@ -128,13 +128,19 @@ def decode_tile(
     return AttentionTile(tile_m, tile_n, num_warps, num_stages, precision)
 
 
-def decode_num_splits(num_programs: int, max_tokens: int, tile_n: int, target: Target) -> int:
+def decode_num_splits(
+    num_programs: int,
+    max_tokens: int,
+    tile_n: int,
+    target: Target,
+    resident_programs: int = PROGRAMS_PER_MULTIPROCESSOR,
+) -> int:
     """Splits per sequence that fill the GPU: the fewest within 85 % of the best wave efficiency.
 
     num_programs: of one split, batch times head tiles. max_tokens: the most that a sequence can
-    have. A split gets at least two tiles.
+    have. resident_programs: that fit a multiprocessor. A split gets at least two tiles.
     """
-    slots = target.num_multiprocessors * PROGRAMS_PER_MULTIPROCESSOR
+    slots = target.num_multiprocessors * resident_programs
     most = max(1, min(MAX_SPLITS, max_tokens // (2 * tile_n)))
 
     def efficiency(num_splits: int) -> float:
@@ -146,10 +152,29 @@ def decode_num_splits(num_programs: int, max_tokens: int, tile_n: int, target: T
 
 
 def prefill_tile(head_dim_padded: int, dtype: torch.dtype, target: Target) -> AttentionTile:
-    """Tile of the prefill kernel."""
+    """Tile of the prefill kernel; the same for every batch, so that results are batch-invariant.
+
+    Prefill is bound by the tensor cores, so a half-precision tile is as large as registers allow
+    without spilling under any combination of features. An accumulator of 128 rows leaves room for
+    64 keys at a time where the products read their operands from shared memory (wgmma on sm_90,
+    tcgen05 on sm_100), and for 32 where they pass through registers (mma.sync). The key tiles in
+    flight, see `decode_tile`, are what then fits shared memory.
+    """
     if target.backend == "interpreter":
         return AttentionTile(tile_m=32, tile_n=32, num_warps=4, num_stages=1, precision="ieee")
-    return AttentionTile(128, 64, 8, 5, "tf32x3")
+    if target.backend == "hip":
+        return AttentionTile(tile_m=64, tile_n=32, num_warps=4, num_stages=2, precision="ieee")
+    if dtype.itemsize == 4 and head_dim_padded <= 128:
+        return AttentionTile(tile_m=32, tile_n=32, num_warps=8, num_stages=3, precision="tf32x3")
+    if dtype.itemsize == 4:
+        return AttentionTile(tile_m=16, tile_n=16, num_warps=4, num_stages=2, precision="tf32x3")
+    if target.arch in (90, 100, 103):
+        tile_m, tile_n, num_stages = 128, 64 if head_dim_padded <= 128 else 32, 5
+    elif head_dim_padded <= 128:
+        tile_m, tile_n, num_stages = 128, 64 if head_dim_padded <= 64 else 32, 5
+    else:
+        tile_m, tile_n, num_stages = 64, 32, 3
+    return AttentionTile(tile_m, tile_n, num_warps=8, num_stages=num_stages, precision="tf32x3")
 
 
 def merge_tile(head_dim_padded: int) -> RowTile:

@@ -1,0 +1,454 @@
+"""Attention of many query tokens per sequence over a paged KV cache.
+
+Serves every step that is not pure decode: a whole prompt, a prompt whose prefix is cached, one
+chunk of a prompt, several proposed tokens to verify, and batches that mix these with single tokens.
+The queries of all sequences lie one after another (varlen), a sequence's being its last tokens.
+
+A program computes TILE_M rows of one KV head of one sequence. A row is a (query, head of the group)
+pair, row r = query r // GROUP_SIZE: the query heads that share a KV head (GQA) share its loads at
+any group size, and a sequence with a single query wastes as little as it can. The launch holds one
+program per tile of rows that total_q, batch and max_seqlen_q allow; which sequence a tile is of is
+looked up on the device. Of a sequence the last tiles, which see the most keys, start first.
+
+With t the position of a query, the keys it sees are [t - window_left, t + window_right], clipped to
+[0, context_len); causal attention is window_right = 0. Over the rows of a tile the keys fall into
+
+    some rows see them (left edge of the window) | every row sees them | some rows see them
+
+and only the outer two regions, a tile or two each, need masks; keys no row sees are never visited.
+Keys are walked in steps of TILE_N from the first visible one, whatever the block size. All of this
+depends on the sequence alone, so its result is bitwise the same in any batch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.checks import (
+    check_block_tables,
+    check_cu_seqlens,
+    check_grid_dim,
+    check_heads,
+    check_kv_cache,
+    check_out,
+    check_score_options,
+    check_tensor,
+)
+from kernels.primitives import (
+    LN_2,
+    add_sinks,
+    cast,
+    dot,
+    load_block_ids,
+    load_rows,
+    log2_scores,
+    normalise,
+    online_softmax_update,
+    slot_offsets,
+)
+from kernels.tiles import padded_dim, prefill_tile, target_of
+from kernels.torch_ops import attention_op
+
+# Wider windows than any context, small enough that adding a position stays within 32 bits.
+_NO_LIMIT = 2**30
+_SEARCH_WIDTH = 256
+
+
+@triton.jit
+def _locate_tile(
+    tile,
+    cu_seqlens_q_ptr,
+    batch,
+    GROUP_SIZE: tl.constexpr,
+    TILE_M: tl.constexpr,
+    SEARCH_WIDTH: tl.constexpr,
+):
+    """Sequence that a tile of the launch belongs to, and the tile's number inside it.
+
+    Sequence i owns the tiles from floor(cu_seqlens_q[i] * GROUP_SIZE / TILE_M) + i on: at least as
+    many as its rows need, at most one more. Counting the sequences that start at or before a tile
+    finds its owner with one wide load instead of a chain of dependent ones.
+    """
+    offs = tl.arange(0, SEARCH_WIDTH)
+    started = 0
+    for first in range(0, batch, SEARCH_WIDTH):
+        seqs = first + offs
+        starts = tl.load(cu_seqlens_q_ptr + seqs, mask=seqs < batch, other=0)
+        first_tiles = starts * GROUP_SIZE // TILE_M + seqs
+        started += tl.sum(((first_tiles <= tile) & (seqs < batch)).to(tl.int32))
+    seq = started - 1
+    return seq, tile - (tl.load(cu_seqlens_q_ptr + seq) * GROUP_SIZE // TILE_M + seq)
+
+
+@triton.jit(
+    do_not_specialize=["window_left", "window_right", "batch", "tiles_per_seq", "stride_table"]
+)
+def _paged_prefill_kernel(
+    out_ptr,
+    lse_ptr,
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    block_tables_ptr,
+    cu_seqlens_q_ptr,
+    context_lens_ptr,
+    kv_starts_ptr,
+    alibi_slopes_ptr,
+    sinks_ptr,
+    scale,
+    softcap,
+    window_left,
+    window_right,
+    batch,
+    tiles_per_seq,
+    stride_out_token,
+    stride_out_head,
+    stride_q_token,
+    stride_q_head,
+    stride_k_block,
+    stride_k_slot,
+    stride_k_head,
+    stride_v_block,
+    stride_v_slot,
+    stride_v_head,
+    stride_table,
+    stride_alibi_seq,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    SEARCH_WIDTH: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One program: TILE_M rows of one KV head of one sequence. Grid (tiles, NUM_KV_HEADS).
+
+    SEARCH_WIDTH 0: every sequence owns tiles_per_seq tiles; else the owner of a tile is looked up.
+    BLOCK_SIZE 0: not paged; the sequence lies in one piece, in entry 0 of its table row (in entry 0
+    of the cache without tables). kv_starts_ptr, if not None: where in its piece (or in the slots of
+    its table row) position 0 of a sequence lies.
+    """
+    MASK_DIMS: tl.constexpr = HEAD_DIM_PADDED != HEAD_DIM
+    NUM_Q_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP_SIZE
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1)
+    if SEARCH_WIDTH:
+        seq, tile = _locate_tile(tile, cu_seqlens_q_ptr, batch, GROUP_SIZE, TILE_M, SEARCH_WIDTH)
+    else:
+        seq = tile // tiles_per_seq
+        tile = tile % tiles_per_seq
+    first_token = tl.load(cu_seqlens_q_ptr + seq)
+    num_queries = tl.load(cu_seqlens_q_ptr + seq + 1) - first_token
+    first_row = tile * TILE_M
+    num_rows = num_queries * GROUP_SIZE
+    if first_row >= num_rows:
+        return
+
+    context_len = tl.load(context_lens_ptr + seq)
+    rows = first_row + tl.arange(0, TILE_M)
+    queries = rows // GROUP_SIZE
+    heads = kv_head * GROUP_SIZE + rows % GROUP_SIZE
+    positions_q = context_len - num_queries + queries
+    first_position = context_len - num_queries + first_row // GROUP_SIZE
+    last_row = tl.minimum(first_row + TILE_M, num_rows) - 1
+    last_position = context_len - num_queries + last_row // GROUP_SIZE
+
+    # [begin, end): keys that some row sees; [full_begin, full_end): whole tiles that all rows see.
+    begin, full_begin, seen_by_all = 0, 0, context_len
+    end = context_len
+    if HAS_LEFT:
+        begin = tl.maximum(first_position - window_left, 0)
+        masked_left = tl.maximum(last_position - window_left, 0) - begin
+        full_begin = begin + tl.cdiv(masked_left, TILE_N) * TILE_N
+    if HAS_RIGHT:
+        end = tl.minimum(last_position + window_right + 1, context_len)
+        seen_by_all = tl.minimum(first_position + window_right + 1, context_len)
+    full_end = full_begin + tl.maximum(seen_by_all - full_begin, 0) // TILE_N * TILE_N
+
+    offs_n = tl.arange(0, TILE_N)
+    offs_d = tl.arange(0, HEAD_DIM_PADDED)
+    dim_mask = offs_d < HEAD_DIM
+    qo_mask = (rows < num_rows)[:, None] & dim_mask[None, :]
+    tokens = (first_token + queries).to(tl.int64)
+    q_ptrs = q_ptr + tokens[:, None] * stride_q_token + heads[:, None] * stride_q_head
+    q = tl.load(q_ptrs + offs_d[None, :], mask=qo_mask, other=0.0)  # [TILE_M, HEAD_DIM_PADDED]
+    alibi_slopes = 0.0
+    if HAS_ALIBI:
+        slope_ptrs = alibi_slopes_ptr + seq.to(tl.int64) * stride_alibi_seq + heads
+        alibi_slopes = tl.load(slope_ptrs, mask=rows < num_rows, other=0.0)[:, None]
+
+    k_ptr = k_cache_ptr + kv_head.to(tl.int64) * stride_k_head
+    v_ptr = v_cache_ptr + kv_head.to(tl.int64) * stride_v_head
+    table_ptr = block_tables_ptr
+    if block_tables_ptr is not None:
+        table_ptr += seq.to(tl.int64) * stride_table
+        if BLOCK_SIZE == 0:
+            piece = tl.load(table_ptr).to(tl.int64)
+            k_ptr += piece * stride_k_block
+            v_ptr += piece * stride_v_block
+    kv_start = 0
+    if kv_starts_ptr is not None:
+        kv_start = tl.load(kv_starts_ptr + seq)
+    acc = tl.zeros([TILE_M, HEAD_DIM_PADDED], tl.float32)
+    row_max = tl.full([TILE_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([TILE_M], tl.float32)
+
+    for REGION in tl.static_range(0 if HAS_LEFT else 1, 3):
+        if REGION == 0:
+            loop_begin, loop_end = begin, tl.minimum(full_begin, end)
+        elif REGION == 1:
+            loop_begin, loop_end = full_begin, full_end
+        else:
+            loop_begin, loop_end = full_end, end
+        for start in tl.range(loop_begin, loop_end, TILE_N):
+            positions = start + offs_n
+            token_mask = positions < end
+            slots = positions + kv_start
+            if BLOCK_SIZE:
+                block_ids = load_block_ids(table_ptr, slots, token_mask, BLOCK_SIZE, REGION != 1)
+                k_rows = slot_offsets(block_ids, slots, stride_k_block, stride_k_slot, BLOCK_SIZE)
+                v_rows = slot_offsets(block_ids, slots, stride_v_block, stride_v_slot, BLOCK_SIZE)
+            else:
+                k_rows = slots.to(tl.int64) * stride_k_slot
+                v_rows = slots.to(tl.int64) * stride_v_slot
+            k_ptrs = k_ptr + k_rows[:, None] + offs_d[None, :]  # [TILE_N, HEAD_DIM_PADDED]
+            v_ptrs = v_ptr + v_rows[:, None] + offs_d[None, :]  # [TILE_N, HEAD_DIM_PADDED]
+            k = load_rows(k_ptrs, token_mask, dim_mask, REGION != 1, MASK_DIMS)
+            v = load_rows(v_ptrs, token_mask, dim_mask, REGION != 1, MASK_DIMS)
+
+            qk = dot(q, tl.trans(k), None, PRECISION)  # [TILE_M, TILE_N]
+            distances = positions_q[:, None] - positions[None, :]  # [TILE_M, TILE_N]
+            scores = log2_scores(
+                qk, scale, softcap, alibi_slopes, tl.abs(distances), HAS_SOFTCAP, HAS_ALIBI
+            )
+            if REGION != 1:
+                visible = token_mask[None, :]
+                if HAS_RIGHT:
+                    visible = visible & (distances >= -window_right)
+                if REGION == 0:
+                    visible = visible & (distances <= window_left)
+                scores = tl.where(visible, scores, float("-inf"))
+            acc, row_max, row_sum = online_softmax_update(
+                scores, v, acc, row_max, row_sum, PRECISION
+            )
+
+    if sinks_ptr is not None:
+        sinks = tl.load(sinks_ptr + heads, mask=rows < num_rows, other=0.0)
+        acc, row_max, row_sum = add_sinks(acc, row_max, row_sum, sinks)
+    out, lse = normalise(acc, row_max, row_sum)
+    out_ptrs = out_ptr + tokens[:, None] * stride_out_token + heads[:, None] * stride_out_head
+    tl.store(out_ptrs + offs_d[None, :], cast(out, out_ptr.dtype.element_ty), mask=qo_mask)
+    if lse_ptr is not None:
+        tl.store(lse_ptr + tokens * NUM_Q_HEADS + heads, lse * LN_2, mask=rows < num_rows)
+
+
+def launch_prefill(
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor,
+    context_lens: torch.Tensor,
+    *,
+    max_seqlen_q: int,
+    scale: float | None,
+    window: tuple[int | None, int | None],
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    kv_starts: torch.Tensor | None = None,
+    paged: bool = True,
+) -> None:
+    """Launch the kernel on checked arguments, those of `paged_prefill_attention` and, beyond them:
+
+    window: how many keys before and after its own position a query sees; None for all.
+    kv_starts: (batch,) int32, the slot of each sequence's position 0; None for slot 0.
+    paged: False when a sequence's keys lie in one piece: (num_pieces, slots, num_kv_heads,
+        head_dim), the piece of each sequence in block_tables (batch, 1), piece 0 if that is None.
+    """
+    total_q, num_q_heads, head_dim = q.shape
+    num_kv_heads = k_cache.shape[2]
+    group_size = num_q_heads // num_kv_heads
+    batch = context_lens.shape[0]
+    if total_q == 0 or batch == 0 or max_seqlen_q == 0:
+        return
+    head_dim_padded = padded_dim(head_dim)
+    tile = prefill_tile(head_dim_padded, k_cache.dtype, target_of(q.device))
+    tiles_per_seq = triton.cdiv(max_seqlen_q * group_size, tile.tile_m)
+    num_tiles = total_q * group_size // tile.tile_m + batch
+    search = num_tiles < batch * tiles_per_seq
+    if not search:
+        num_tiles = batch * tiles_per_seq
+    left, right = window
+    _paged_prefill_kernel[(num_tiles, num_kv_heads)](
+        out,
+        lse,
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        cu_seqlens_q,
+        context_lens,
+        kv_starts,
+        alibi_slopes,
+        sinks,
+        head_dim**-0.5 if scale is None else scale,
+        softcap,
+        0 if left is None else min(left, _NO_LIMIT),
+        0 if right is None else min(right, _NO_LIMIT),
+        batch,
+        tiles_per_seq,
+        *out.stride()[:2],
+        *q.stride()[:2],
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        0 if block_tables is None else block_tables.stride(0),
+        alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0,
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP_SIZE=group_size,
+        HEAD_DIM=head_dim,
+        HEAD_DIM_PADDED=head_dim_padded,
+        BLOCK_SIZE=k_cache.shape[1] if paged else 0,
+        TILE_M=tile.tile_m,
+        TILE_N=tile.tile_n,
+        SEARCH_WIDTH=_SEARCH_WIDTH if search else 0,
+        HAS_LEFT=left is not None,
+        HAS_RIGHT=right is not None,
+        HAS_SOFTCAP=softcap > 0,
+        HAS_ALIBI=alibi_slopes is not None,
+        PRECISION=tile.precision,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+@attention_op
+def paged_prefill_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    context_lens: torch.Tensor,
+    *,
+    max_seqlen_q: int,
+    scale: float | None = None,
+    window_size: int | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    causal: bool = True,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of the last tokens of each sequence over its paged KV cache.
+
+    The queries of sequence i are its last cu_seqlens_q[i + 1] - cu_seqlens_q[i] positions of
+    context_lens[i]; everything before them is its cached prefix. Keys and values of the queries
+    themselves are already in the cache. Covers prefill, prefix hits, chunked prefill, verification
+    of speculated tokens and mixed batches; a sequence may have one query, or none.
+
+    Args:
+        q: (total_q, num_q_heads, head_dim), fp16, bf16 or fp32; head_dim 16 to 256.
+        k_cache, v_cache: (num_blocks, block_size, num_kv_heads, head_dim) in q's dtype, any strides
+            but a contiguous last dimension. num_q_heads is a multiple of num_kv_heads.
+        block_tables: (batch, max_blocks) int32. Entries past a sequence's last block, and those
+            before the window of its first query, are never read.
+        cu_seqlens_q: (batch + 1,) int32, where in q each sequence's queries start, from 0. Rows of
+            q from cu_seqlens_q[-1] on (padding of a captured graph) are not computed.
+        context_lens: (batch,) int32, tokens per sequence including the queries.
+        max_seqlen_q: an upper bound of the queries of a sequence, known to the host.
+        scale: of the scores; head_dim ** -0.5 if None.
+        window_size: tokens up to and including its own that a query sees; None for all.
+        softcap: scores become softcap * tanh(score / softcap); 0 for none.
+        alibi_slopes: (num_q_heads,) or (batch, num_q_heads) fp32; adds -slope * |distance|.
+        sinks: (num_q_heads,) logits that join the softmax denominator without a value (gpt-oss).
+        causal: a query sees no later token (bottom-right aligned); if False it sees all of those in
+            the cache.
+        out: (total_q, num_q_heads, head_dim) to write to, in q's dtype or fp32; allocated if None.
+        return_lse: also return the LSE.
+
+    Returns:
+        The output, and with return_lse the LSE: (total_q, num_q_heads) fp32, natural log, the sink
+        included. A query that sees nothing gets zeros and -inf. A sequence's result is bitwise the
+        same whatever else is in the batch.
+
+    Mutates only out. Launches one kernel on a grid that depends on shapes and max_seqlen_q alone,
+    without host synchronisation: the call can be captured in a CUDA graph and replayed with other
+    lengths and tables.
+
+    Raises:
+        ValueError: a shape, dtype, device, stride or option that does not fit; where the tensors
+            lie in host memory also query starts that do not ascend or contradict max_seqlen_q, a
+            table too narrow for a context length, or an invalid block id.
+    """
+    check_kv_cache(k_cache, v_cache)
+    head_dim = k_cache.shape[3]
+    device = k_cache.device
+    dims = {"total_q": None, "num_q_heads": None, "head_dim": head_dim}
+    check_tensor("q", q, dims, dtypes=(k_cache.dtype,), device=device)
+    check_heads(q, k_cache)
+    total_q, num_q_heads, _ = q.shape
+    check_grid_dim("k_cache", "num_kv_heads", k_cache.shape[2])
+    check_tensor(
+        "context_lens", context_lens, {"batch": None}, dtypes=(torch.int32,), device=device
+    )
+    batch = context_lens.shape[0]
+    check_cu_seqlens(
+        "cu_seqlens_q",
+        cu_seqlens_q,
+        batch=batch,
+        total=total_q,
+        max_seqlen=max_seqlen_q,
+        device=device,
+    )
+    check_block_tables(
+        block_tables,
+        context_lens,
+        k_cache,
+        batch=batch,
+        device=device,
+        query_lens=cu_seqlens_q.diff() if device.type == "cpu" else 1,
+        window_size=window_size,
+    )
+    check_score_options(
+        batch=batch,
+        num_q_heads=num_q_heads,
+        device=device,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+    )
+    if out is None:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    else:
+        check_out(out, q, rows="total_q")
+    lse = q.new_empty(total_q, num_q_heads, dtype=torch.float32) if return_lse else None
+    launch_prefill(
+        out,
+        lse,
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        cu_seqlens_q,
+        context_lens,
+        max_seqlen_q=max_seqlen_q,
+        scale=scale,
+        window=(None if window_size is None else window_size - 1, 0 if causal else None),
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+    )
+    return (out, lse) if return_lse else out
