@@ -159,12 +159,27 @@ class CacheManager(abc.ABC):
         raise UnsupportedByDesign(self.name, "fork")
 
     def swap_out(self, seq: Sequence) -> Copies:
-        """Move ``seq`` to host memory; returns (device block, host block) pairs to copy now."""
+        """Move ``seq`` to host memory; returns (device block, host block) pairs to copy now.
+
+        Raises OutOfBlocks.  Until it is back only ``swap_in``, ``free`` and ``block_table`` (of
+        host blocks) take ``seq``.
+        """
         raise UnsupportedByDesign(self.name, "swap_out")
 
     def swap_in(self, seq: Sequence) -> Copies:
-        """Move ``seq`` back; returns (host block, device block) pairs to copy now."""
+        """Move ``seq`` back; returns (host block, device block) pairs to copy now.
+
+        Raises OutOfBlocks.
+        """
         raise UnsupportedByDesign(self.name, "swap_in")
+
+    def can_swap_out(self, seq: Sequence) -> bool:
+        """Whether ``swap_out(seq)`` would find enough free host blocks.  Changes nothing."""
+        raise UnsupportedByDesign(self.name, "can_swap_out")
+
+    def can_swap_in(self, seq: Sequence) -> AllocStatus:
+        """Whether ``seq`` can come back now and go on.  Changes nothing."""
+        raise UnsupportedByDesign(self.name, "can_swap_in")
 
     def get_computed_blocks(self, seq: Sequence) -> tuple[list[int], int]:
         """Cached blocks of the prefix of ``seq`` and how many tokens they hold.  Changes nothing.

@@ -95,6 +95,8 @@ def test_a_design_without_prefix_caching_refuses(option, value):
         ("fork", 2),
         ("swap_out", 1),
         ("swap_in", 1),
+        ("can_swap_out", 1),
+        ("can_swap_in", 1),
         ("get_computed_blocks", 1),
         ("allocate_slots", 2),
         ("reset_prefix_cache", 0),

@@ -1,0 +1,241 @@
+"""The physical blocks of one device in vLLM's first block manager, and its evictor."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Sequence as Blocks
+
+from cache.block_pool import OutOfBlocks
+from cache.policies.base import EvictionPolicy
+
+ContentKey = bytes | int
+"""What a block holds: the hash of a full block, or a number that no other content has."""
+
+
+class LRUEvictor(EvictionPolicy):
+    """vLLM's ``LRUEvictor``: oldest ``last_accessed`` first, then the largest number of tokens.
+
+    A block was last accessed when a sequence that held it was last scheduled, not when it was
+    freed, and of equally old blocks the one deepest in its prompt goes first; ties beyond these go
+    by the order of release.  The original walks over all the oldest blocks to find the deepest and
+    takes their times to rise in the order of release, which they need not; this is a heap with
+    lazy deletion, O(log n) amortised, and exact.
+    """
+
+    name = "lru"
+    queues_uncached = True
+
+    def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
+        self._last_accessed = [-math.inf] * capacity
+        self._depths = [0] * capacity
+        self._tickets = [0] * capacity  # of the heap entry that counts; 0 if not released
+        self._num_tickets = 0
+        self._heap: list[tuple[float, int, int, int]] = []
+        self._num_released = 0
+
+    def insert(self, block: int, key: Hashable, parent: Hashable | None, depth: int) -> None:
+        self._depths[block] = depth
+
+    def touch(self, block: int, time: float) -> None:
+        """A sequence that holds ``block`` was scheduled at ``time``, or at a later one before."""
+        self._last_accessed[block] = max(self._last_accessed[block], time)
+
+    def pin(self, block: int) -> None:
+        if not self._tickets[block]:
+            raise ValueError(f"pin: block {block} is in use already")
+        self._tickets[block] = 0
+        self._num_released -= 1
+
+    def release(self, block: int) -> None:
+        if self._tickets[block]:
+            raise ValueError(f"release: block {block} is released already")
+        self._num_tickets += 1
+        self._tickets[block] = self._num_tickets
+        self._num_released += 1
+        heapq.heappush(
+            self._heap,
+            (self._last_accessed[block], -self._depths[block], self._num_tickets, block),
+        )
+        if len(self._heap) > 2 * self._num_released + 64:
+            self._heap = [entry for entry in self._heap if self._counts(entry)]
+            heapq.heapify(self._heap)
+
+    def evict(self) -> int:
+        if not self._num_released:
+            raise IndexError("evict: no block is released")
+        entry = heapq.heappop(self._heap)
+        while not self._counts(entry):
+            entry = heapq.heappop(self._heap)
+        block = entry[-1]
+        self.discard(block)
+        return block
+
+    def discard(self, block: int) -> None:
+        self.pin(block)
+        self._last_accessed[block] = -math.inf
+
+    def __len__(self) -> int:
+        return self._num_released
+
+    def __iter__(self) -> Iterator[int]:
+        return (entry[-1] for entry in sorted(self._heap) if self._counts(entry))
+
+    def _counts(self, entry: tuple[float, int, int, int]) -> bool:
+        _, _, ticket, block = entry
+        return self._tickets[block] == ticket
+
+
+class BlockAllocator:
+    """The blocks of the GPU or of the CPU: who uses them and what they hold.
+
+    Every block in use has a content key, by which a sequence that moves from one device to the
+    other finds what has moved before.  A block without a user keeps the hash of its content, and
+    belongs to the evictor, until it is handed out again; a numbered content is lost at once.
+
+    With an evictor (vLLM's ``CachedBlockAllocator``) blocks are handed out in the order 0, 1 ...,
+    then by the evictor; without one (``UncachedBlockAllocator``) from a stack, highest first.
+
+    Attributes:
+        ref_counts: number of tables that hold each block; read-only to others.
+        keys: content key of each block, None if it holds nothing that counts; likewise.
+        computed: 1 for the blocks whose content was computed by a step that is over.
+        num_allocated, num_evicted: blocks handed out so far, and those of them that gave up a hash.
+    """
+
+    def __init__(self, num_blocks: int, evictor: EvictionPolicy | None) -> None:
+        if evictor is not None:
+            evictor.start(num_blocks)
+        self.num_blocks = num_blocks
+        self.evictor = evictor
+        self.ref_counts = [0] * num_blocks
+        self.keys: list[ContentKey | None] = [None] * num_blocks
+        self.computed = bytearray(num_blocks)
+        self.num_allocated = 0
+        self.num_evicted = 0
+        self._num_fresh = num_blocks if evictor is not None else 0
+        self._stack = list(range(num_blocks)) if evictor is None else []
+        self._index: dict[ContentKey, int] = {}
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks without a user, those with the evictor included."""
+        return self._num_fresh + len(self._stack) + len(self.evictor or ())
+
+    def free_blocks(self) -> list[int]:
+        """Blocks without a user, in the order in which they would be handed out now."""
+        fresh = range(self.num_blocks - self._num_fresh, self.num_blocks)
+        return [*fresh, *reversed(self._stack), *(self.evictor or ())]
+
+    def find(self, key: ContentKey) -> int | None:
+        """The block that holds ``key``, in use or with the evictor."""
+        return self._index.get(key)
+
+    def check_free(self, count: int) -> None:
+        """Raise OutOfBlocks unless ``count`` blocks are free."""
+        if count > self.num_free_blocks:
+            raise OutOfBlocks(count, self.num_free_blocks)
+
+    def share(self, block: int) -> None:
+        """Add a user to a block that was found; one without a user leaves the evictor as it is."""
+        if not self.ref_counts[block]:
+            self.evictor.pin(block)
+        self.ref_counts[block] += 1
+
+    def take(self, key: ContentKey, parent: ContentKey | None, depth: int) -> int:
+        """Hand out a block, of which there is one, for ``key`` at position ``depth``, one user."""
+        hashed = isinstance(key, bytes)
+        if hashed and self.evictor is not None:
+            self.evictor.miss(key)
+        if self._num_fresh:
+            block = self.num_blocks - self._num_fresh
+            self._num_fresh -= 1
+        elif self._stack:
+            block = self._stack.pop()
+        else:
+            block = self._evict()
+        self.num_allocated += 1
+        self.ref_counts[block] = 1
+        self.computed[block] = 0
+        self.keys[block] = key
+        self._index[key] = block
+        if hashed and self.evictor is not None:
+            self.evictor.insert(block, key, parent, depth)
+        return block
+
+    def rename(self, block: int, key: ContentKey, parent: ContentKey | None, depth: int) -> None:
+        """The content of ``block``, in use and numbered until now, has become ``key``."""
+        del self._index[self.keys[block]]
+        self.keys[block] = key
+        self._index[key] = block
+        if isinstance(key, bytes):
+            self.evictor.miss(key)
+            self.evictor.insert(block, key, parent, depth)
+
+    def release(self, blocks: Blocks[int], time: float, first_depth: int = 0) -> None:
+        """Remove a user, scheduled last at ``time``, from each of ``blocks``.
+
+        They are in the order of the sequence, from its position ``first_depth`` on.
+        """
+        idle = []
+        for i in reversed(range(len(blocks))):
+            block = blocks[i]
+            if isinstance(self.evictor, LRUEvictor):
+                self.evictor.touch(block, time)
+            self.ref_counts[block] -= 1
+            if self.ref_counts[block]:
+                continue
+            if isinstance(self.keys[block], bytes):
+                idle.append(block)
+                continue
+            del self._index[self.keys[block]]
+            self.keys[block] = None
+            if self.evictor is not None and self.evictor.queues_uncached:
+                self.evictor.insert(block, (None, block), None, first_depth + i)
+                idle.append(block)
+            else:
+                self._stack.append(block)
+        if idle:
+            self.evictor.release_many(idle)
+
+    def _evict(self) -> int:
+        block = self.evictor.evict()
+        if self.ref_counts[block]:
+            raise RuntimeError(
+                f"policy {self.evictor.name!r} evicted block {block}, which is in use"
+            )
+        if self.keys[block] is not None:
+            del self._index[self.keys[block]]
+            self.num_evicted += 1
+        return block
+
+    def check_invariants(self, users: dict[int, int]) -> None:
+        """Raise AssertionError unless all is consistent and ``users`` are the reference counts.
+
+        Every block is free, with the evictor or in use, and nothing twice; keys and index agree.
+        """
+        free = self.free_blocks()
+        if len(free) != len(set(free)) or len(free) != self.num_free_blocks:
+            raise AssertionError(f"a block is free twice: {sorted(free)}")
+        idle, evictable = set(free), set(self.evictor or ())
+        for block, (ref_count, key) in enumerate(zip(self.ref_counts, self.keys, strict=True)):
+            if ref_count != users.get(block, 0) or (ref_count == 0) != (block in idle):
+                raise AssertionError(
+                    f"block {block} has ref_count {ref_count}, is in {users.get(block, 0)} tables "
+                    f"and is {'free' if block in idle else 'not free'}"
+                )
+            if key is None:
+                wrong = ref_count > 0 or self.computed[block]
+            else:
+                wrong = self._index.get(key) != block
+                wrong |= ref_count == 0 and not (isinstance(key, bytes) and block in evictable)
+                wrong |= isinstance(key, int) and self.computed[block]
+            if wrong:
+                raise AssertionError(
+                    f"block {block} with ref_count {ref_count} holds {key!r}, "
+                    f"{'' if self.computed[block] else 'not '}computed; that key is "
+                    f"indexed as {self._index.get(key)}"
+                )
+        if len(self._index) != sum(key is not None for key in self.keys):
+            raise AssertionError(f"the index has {len(self._index)} entries, the blocks fewer")

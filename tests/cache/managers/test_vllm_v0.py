@@ -1,0 +1,697 @@
+"""vllm_v0: the worked examples, its own rules, and the faults that real systems had."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from cache import AllocStatus, OutOfBlocks, Sequence, UnsupportedByDesign, make_manager
+from cache.managers import VLLMv0
+from cache.managers.vllm_v0_allocator import LRUEvictor
+
+PROMPT = range(6)
+
+
+def manager_of(num_blocks: int = 10, block_size: int = 4, **options) -> VLLMv0:
+    return make_manager("vllm_v0", num_blocks=num_blocks, block_size=block_size, **options)
+
+
+def grow(manager: VLLMv0, seq: Sequence, *token_ids: int) -> list[tuple[int, int]]:
+    """Decode ``token_ids``; returns all copies."""
+    copies = []
+    for token_id in token_ids:
+        seq.append_token(token_id)
+        copies += manager.append(seq)
+        manager.check_invariants()
+    return copies
+
+
+def state_of(manager: VLLMv0, *seqs: Sequence):
+    pools = [
+        (pool.ref_counts[:], pool.keys[:], pool.computed[:], pool.free_blocks())
+        for pool in (manager.gpu, manager.cpu)
+    ]
+    counts = [(seq.num_cached_tokens, seq.num_computed_tokens) for seq in seqs]
+    return pools, counts, [manager.block_table(seq) for seq in seqs], manager.stats
+
+
+def started(manager: VLLMv0, seq_id, token_ids, **keys) -> Sequence:
+    seq = Sequence(seq_id, token_ids, **keys)
+    manager.allocate(seq)
+    manager.check_invariants()
+    return seq
+
+
+def used(manager: VLLMv0, seq_id, token_ids) -> None:
+    """A sequence that came, was computed and went."""
+    manager.free(started(manager, seq_id, token_ids))
+
+
+# Worked examples --------------------------------------------------------------------------------
+
+
+def test_worked_example_of_promotion():
+    manager = manager_of()
+    a = started(manager, "a", PROMPT)
+    grow(manager, a, 6, 7, 8)
+    assert manager.block_table(a) == [0, 1, 2]
+    b = Sequence("b", PROMPT)
+    assert manager.allocate(b) == 4
+    assert manager.block_table(b) == [0, 3]
+    grow(manager, b, 6)
+    assert manager.block_table(b) == [0, 3]
+    assert grow(manager, b, 7) == []
+    assert manager.block_table(b) == [0, 1]
+    assert manager.gpu.ref_counts[:4] == [2, 2, 1, 0]
+    assert manager.num_free_blocks == 7
+
+
+def test_promotion_to_a_block_of_the_evictor():
+    manager = manager_of()
+    a = started(manager, "a", PROMPT)
+    grow(manager, a, 6, 7, 8)
+    b = started(manager, "b", PROMPT)
+    manager.free(a)
+    assert grow(manager, b, 6, 7) == []
+    assert manager.block_table(b) == [0, 1]
+    assert manager.gpu.free_blocks() == [4, 5, 6, 7, 8, 9, 2, 3]  # never used, then by age
+
+
+def test_promotion_needs_no_free_block():
+    manager = manager_of(2)
+    a, b = started(manager, "a", [1] * 4), started(manager, "b", [1] * 3)
+    assert manager.num_free_blocks == 0
+    b.append_token(1)
+    assert manager.can_append(b)
+    assert manager.append(b) == []
+    assert manager.block_table(a) == manager.block_table(b) == [0]
+    assert manager.num_free_blocks == 1
+    manager.check_invariants()
+
+
+def test_worked_example_of_parallel_sampling():
+    manager = manager_of()
+    one = started(manager, "one", PROMPT)
+    other = one.fork("other")
+    manager.fork(one, other)
+    assert manager.block_table(other) == manager.block_table(one) == [0, 1]
+    assert manager.gpu.ref_counts[:2] == [2, 2]
+    assert grow(manager, other, 77) == [(1, 2)]
+    assert manager.block_table(other) == [0, 2]
+    assert grow(manager, one, 78) == []
+    assert manager.block_table(one) == [0, 1]
+    assert manager.stats.copied_blocks == 1
+
+
+def test_parallel_sampling_of_a_prompt_that_fills_its_blocks_copies_nothing():
+    manager = manager_of()
+    one = started(manager, "one", range(8))
+    other = one.fork("other")
+    manager.fork(one, other)
+    assert grow(manager, one, 8) == grow(manager, other, 9) == []
+    assert manager.block_table(one) == [0, 1, 2]
+    assert manager.block_table(other) == [0, 1, 3]
+    assert manager.gpu.ref_counts[:4] == [2, 2, 1, 1]
+
+
+def test_samples_that_agree_meet_in_one_block_without_a_copy():
+    manager = manager_of()
+    one = started(manager, "one", range(7))
+    other = one.fork("other")
+    manager.fork(one, other)
+    assert grow(manager, one, 7) == [(1, 2)]
+    assert grow(manager, other, 7) == []  # its block would be the same: no copy, but a switch
+    assert manager.block_table(one) == manager.block_table(other) == [0, 2]
+    assert manager.num_free_blocks == 8
+
+
+# Computed flags ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("over", ["mark", "append", "free", "swap_out"])
+def test_a_block_is_a_computed_hit_once_its_step_is_over(over):
+    manager = manager_of(num_cpu_blocks=10)
+    a = started(manager, "a", range(9))
+    assert manager.get_computed_blocks(Sequence("x", range(9))) == ([], 0)
+    b = Sequence("b", range(9))
+    assert manager.allocate(b) == 0  # the same step: shares the blocks, computes them as well
+    assert manager.block_table(b) == [0, 1, 3]
+    {
+        "mark": manager.mark_blocks_as_computed,
+        "append": lambda seq: grow(manager, seq, 9),
+        "free": manager.free,
+        "swap_out": manager.swap_out,
+    }[over](a)
+    manager.check_invariants()
+    assert manager.get_computed_blocks(Sequence("x", range(9))) == ([0, 1], 8)
+    c = Sequence("c", [*range(8), 50])
+    assert manager.allocate(c) == 8
+
+
+def test_a_block_filled_by_the_running_step_is_not_computed_yet():
+    manager = manager_of()
+    a = started(manager, "a", range(7))
+    grow(manager, a, 7)
+    assert manager.get_computed_blocks(Sequence("x", range(9))) == ([0], 4)
+    grow(manager, a, 8)
+    assert manager.get_computed_blocks(Sequence("x", range(9))) == ([0, 1], 8)
+
+
+def test_a_hole_in_the_prefix_ends_the_hits_but_not_the_sharing():
+    manager = manager_of(4, policy="mru")
+    used(manager, 0, range(12))
+    filler = started(manager, 1, [50] * 4)  # the fourth block
+    used(manager, 2, [60] * 4)  # evicts the head of the first prompt: the last to be released
+    found = [manager.gpu.find(key) for key in manager._hashes(Sequence(3, range(12)))]
+    assert [block is None for block in found].count(True) == 1
+    hole = found.index(None)
+    manager.free(filler)
+    seq = Sequence(3, [*range(12), 99])
+    assert manager.allocate(seq) == 4 * hole
+    table = manager.block_table(seq)
+    assert [table[i] for i in range(3) if i != hole] == [b for b in found if b is not None]
+    manager.check_invariants()
+
+
+# Watermark and evictor --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "status"),
+    [(7, "OK"), (8, "OK"), (9, "LATER"), (16, "LATER"), (17, "NEVER"), (99, "NEVER")],
+)
+def test_the_three_answers_of_the_watermark(num_tokens, status):
+    manager = manager_of(10, 2, watermark=0.25)  # 2 blocks are kept back
+    started(manager, "a", range(100, 108))  # 4 blocks: 6 are free
+    seq = Sequence("b", range(num_tokens))
+    before = state_of(manager)
+    assert manager.can_allocate(seq) is AllocStatus[status]
+    assert state_of(manager) == before
+
+
+def test_the_default_watermark_is_one_percent():
+    assert manager_of(99).watermark_blocks == 0
+    assert manager_of(250).watermark_blocks == 2
+
+
+def test_hits_count_as_needed_for_the_watermark():
+    manager = manager_of(4, watermark=0)
+    a = started(manager, "a", range(12))
+    assert manager.can_allocate(Sequence("b", range(12))) is AllocStatus.LATER
+    manager.mark_blocks_as_computed(a)
+    b = Sequence("b", [*range(12), 60])
+    assert manager.can_allocate(b) is AllocStatus.LATER
+    assert manager.allocate(b) == 12  # though vLLM's scheduler would not have asked
+    assert manager.num_free_blocks == 0
+
+
+def test_the_evictor_takes_the_oldest_access_and_then_the_deepest_block():
+    step = 0
+    manager = manager_of(9, clock=lambda: step)
+    a = started(manager, "a", range(8))
+    b = started(manager, "b", range(50, 62))
+    step = 1
+    c = started(manager, "c", range(80, 88))
+    for seq in (c, a, b):  # in another order than they were scheduled in
+        manager.free(seq)
+    # a: 0, 1; b: 2, 3, 4; c: 5, 6.  a and b tie: the third block of b goes first.
+    assert manager.gpu.free_blocks() == [7, 8, 4, 1, 3, 0, 2, 6, 5]
+    taken = [manager.block_table(started(manager, i, [i])) for i in range(9)]
+    assert taken == [[7], [8], [4], [1], [3], [0], [2], [6], [5]]
+    assert manager.stats.evicted_blocks == 7
+
+
+def test_a_shared_block_was_accessed_when_any_of_its_users_was():
+    step = 1
+    manager = manager_of(4, clock=lambda: step)
+    a = started(manager, "a", range(5))
+    old = started(manager, "old", range(50, 54))
+    step = 2
+    b = started(manager, "b", range(5))  # shares block 0 at a later step
+    manager.free(b)
+    manager.free(a)
+    manager.free(old)
+    assert manager.gpu.free_blocks() == [1, 2, 3, 0]
+
+
+# Sliding window ---------------------------------------------------------------------------------
+
+
+def test_a_sliding_window_reuses_blocks_modulo_the_window():
+    manager = manager_of(10, 4, sliding_window=7, enable_prefix_caching=False)
+    seq = started(manager, "a", range(9))
+    table = manager.block_table(seq)
+    assert table == [9, 8, 9]  # two blocks: the third logical block is the first one again
+    assert grow(manager, seq, *range(9, 17)) == []
+    assert manager.block_table(seq) == [9, 8, 9, 8, 9]
+    assert manager.num_free_blocks == 8
+    child = seq.fork("b")
+    manager.fork(seq, child)
+    assert manager.gpu.ref_counts[8:] == [2, 2]
+    assert grow(manager, child, 50) == [(9, 7)]
+    assert manager.block_table(child) == [7, 8, 7, 8, 7]
+    assert grow(manager, child, 51, 52, 53) == [(8, 6)]  # the next block, when its turn comes
+    manager.free(seq)
+    manager.free(child)
+    manager.check_invariants()
+    assert manager.num_free_blocks == 10
+
+
+def test_a_sliding_window_bounds_what_a_sequence_needs():
+    manager = manager_of(2, 4, sliding_window=8, enable_prefix_caching=False, watermark=0)
+    assert manager.can_allocate(Sequence(0, range(1000))) is AllocStatus.OK
+    seq = started(manager, 0, range(1000))
+    assert len(manager.block_table(seq)) == 250
+    assert not manager.num_free_blocks
+    assert grow(manager, seq, *range(20)) == []
+
+
+def test_a_sliding_window_is_refused_together_with_prefix_caching():
+    with pytest.raises(UnsupportedByDesign, match=r"'vllm_v0'.*sliding_window.*prefix caching"):
+        manager_of(sliding_window=8)
+
+
+# Swapping ---------------------------------------------------------------------------------------
+
+
+def test_swapping_moves_all_blocks_there_and_back():
+    manager = manager_of(4, num_cpu_blocks=3, enable_prefix_caching=False)
+    seq = started(manager, "a", range(9))
+    assert manager.block_table(seq) == [3, 2, 1]
+    assert manager.can_swap_out(seq)
+    assert manager.swap_out(seq) == [(3, 2), (2, 1), (1, 0)]
+    manager.check_invariants()
+    assert (manager.num_free_blocks, manager.num_free_cpu_blocks) == (4, 0)
+    assert manager.block_table(seq) == [2, 1, 0]
+    started(manager, "b", [7])
+    assert manager.can_swap_in(seq) is AllocStatus.LATER  # it would need a fourth block soon
+    manager.free(Sequence("b", [7]))
+    assert manager.can_swap_in(seq) is AllocStatus.OK
+    assert manager.swap_in(seq) == [(2, 3), (1, 2), (0, 1)]
+    assert manager.block_table(seq) == [3, 2, 1]
+    assert (manager.num_free_blocks, manager.num_free_cpu_blocks) == (1, 3)
+    assert seq.num_computed_tokens == 9
+    assert grow(manager, seq, 9) == []
+
+
+@pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
+def test_sharing_survives_a_trip_of_the_samples_one_by_one(caching):
+    manager = manager_of(10, num_cpu_blocks=10, enable_prefix_caching=caching)
+    one = started(manager, "one", PROMPT)
+    two = one.fork("two")
+    manager.fork(one, two)
+    assert len(manager.swap_out(one)) == 2
+    assert manager.swap_out(two) == []
+    assert manager.block_table(one) == manager.block_table(two)
+    assert manager.num_free_cpu_blocks == 8
+    manager.check_invariants()
+    back = manager.swap_in(two)
+    assert len(back) == (1 if caching else 2)  # the first block was with the GPU's evictor still
+    assert manager.swap_in(one) == []
+    assert manager.block_table(one) == manager.block_table(two)
+    assert manager.num_free_blocks == 8
+    manager.check_invariants()
+    assert len(grow(manager, one, 6)) == 1
+    assert grow(manager, two, 7) == []
+
+
+@pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
+def test_a_block_written_after_its_copy_left_is_not_taken_for_that_copy(caching):
+    manager = manager_of(10, num_cpu_blocks=10, enable_prefix_caching=caching)
+    one = started(manager, "one", PROMPT)
+    two = one.fork("two")
+    manager.fork(one, two)
+    manager.swap_out(one)
+    assert grow(manager, two, 6) == []  # in place: the CPU's copy lacks this token
+    partial = manager.block_table(two)[1]
+    copies = manager.swap_out(two)
+    assert [src for src, _ in copies] == [partial]
+    assert manager.block_table(one)[0] == manager.block_table(two)[0]
+    assert manager.block_table(one)[1] != manager.block_table(two)[1]
+    manager.check_invariants()
+
+
+def test_a_block_that_another_sequence_is_about_to_compute_is_copied_all_the_same():
+    manager = manager_of(4, num_cpu_blocks=4)
+    a = started(manager, "a", range(5))
+    manager.swap_out(a)
+    for i in range(4):  # nothing of a is left on the GPU
+        started(manager, i, [i])
+    for i in range(4):
+        manager.free(Sequence(i, [i]))
+    b = started(manager, "b", range(5))  # its step runs after this swap
+    shared = manager.block_table(b)[0]
+    copies = manager.swap_in(a)
+    assert len(copies) == 2
+    assert shared in [dst for _, dst in copies]
+    assert manager.block_table(a)[0] == shared
+    manager.check_invariants()
+
+
+def test_content_on_the_cpu_is_found_after_its_sequence_came_back():
+    manager = manager_of(10, num_cpu_blocks=4)
+    a = started(manager, "a", range(8))
+    assert len(manager.swap_out(a)) == 2
+    assert manager.swap_in(a) == []
+    assert manager.swap_out(a) == []
+    manager.check_invariants()
+    assert manager.num_free_cpu_blocks == 2
+
+
+@pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
+def test_swaps_that_fail_change_nothing(caching):
+    manager = manager_of(4, num_cpu_blocks=2, enable_prefix_caching=caching)
+    big, small = started(manager, "big", range(9)), started(manager, "small", range(50, 53))
+    before = state_of(manager, big, small)
+    assert not manager.can_swap_out(big)
+    with pytest.raises(OutOfBlocks, match="3 blocks are needed, 2 are free"):
+        manager.swap_out(big)
+    assert state_of(manager, big, small) == before
+    manager.swap_out(small)
+    filler = started(manager, "filler", range(70, 73))
+    before = state_of(manager, big, small, filler)
+    assert manager.can_swap_in(small) is AllocStatus.LATER
+    with pytest.raises(OutOfBlocks, match="1 blocks are needed, 0 are free"):
+        manager.swap_in(small)
+    assert state_of(manager, big, small, filler) == before
+
+
+def test_a_sequence_is_swapped_in_the_right_direction_only():
+    manager = manager_of(num_cpu_blocks=4)
+    seq = started(manager, "a", PROMPT)
+    for call in (manager.swap_in, manager.can_swap_in):
+        with pytest.raises(ValueError, match="sequence 'a' is not swapped out"):
+            call(seq)
+    manager.swap_out(seq)
+    for call in (manager.swap_out, manager.can_swap_out, manager.append, manager.can_append):
+        with pytest.raises(ValueError, match="sequence 'a' is swapped out"):
+            call(seq)
+    manager.free(seq)
+    manager.check_invariants()
+    assert manager.num_free_cpu_blocks == 4
+
+
+def test_a_sequence_as_long_as_the_cache_never_comes_back():
+    manager = manager_of(3, num_cpu_blocks=4)
+    seq = started(manager, "a", range(9))
+    manager.swap_out(seq)
+    assert manager.can_swap_in(seq) is AllocStatus.NEVER
+
+
+# Faults seen in real systems --------------------------------------------------------------------
+
+
+def test_no_stale_hash_on_a_reused_block():
+    manager = manager_of(2)
+    used(manager, 0, range(8))
+    hashes = manager._hashes(Sequence(1, range(8)))
+    partial = started(manager, 1, [7, 7, 7, 7, 7])
+    assert [manager.gpu.find(key) for key in hashes] == [None, None]
+    manager.free(partial)
+    assert manager.get_computed_blocks(Sequence(2, range(9))) == ([], 0)
+    manager.check_invariants()
+
+
+def test_no_stale_computed_flag_on_a_reused_block():
+    manager = manager_of(1)
+    used(manager, 0, [1] * 4)
+    started(manager, 1, [2] * 4)
+    assert manager.get_computed_blocks(Sequence(2, [2] * 5)) == ([], 0)
+
+
+@pytest.mark.parametrize("policy", ["lru", "fifo", "lfu", "arc"])
+def test_hits_are_untouched_when_the_allocation_fails(policy):
+    manager = manager_of(5, policy=policy)
+    used(manager, 0, range(8))
+    holder = started(manager, 1, [50] * 8)
+    before = state_of(manager, holder)
+    wanting = Sequence(2, [*range(8), *range(60, 72)])
+    with pytest.raises(OutOfBlocks):
+        manager.allocate(wanting)
+    assert state_of(manager, holder) == before
+    assert (wanting.num_cached_tokens, wanting.num_computed_tokens) == (0, 0)
+    manager.free(holder)
+    assert manager.allocate(wanting) == 8
+
+
+def test_a_hit_in_the_evictor_is_not_counted_as_free_capacity_too():
+    manager = manager_of(4)
+    used(manager, 0, range(8))
+    started(manager, 1, [50])
+    wanting = Sequence(2, [*range(8), *range(60, 68)])  # 2 hits, 2 new; but 3 blocks are free
+    assert manager.num_free_blocks == 3
+    with pytest.raises(OutOfBlocks, match="4 blocks are needed, 3 are free"):
+        manager.allocate(wanting)
+    assert manager.allocate(Sequence(3, [*range(8), 60])) == 8
+
+
+def evicted_after_hits(policy: str) -> set[str]:
+    """A is computed and hit twice, then B is computed, then one of both has to go."""
+    manager = manager_of(3, 2, policy=policy)
+    a, b, c = ([i, i, 0] for i in range(3))
+    for i, prompt in enumerate([a, a, a, b, c]):
+        seq = Sequence(i, prompt)
+        assert manager.allocate(seq) == (2 if i in (1, 2) else 0)
+        manager.free(seq)
+    found = {
+        name: manager.get_computed_blocks(Sequence(9, p))[1] for name, p in (("a", a), ("b", b))
+    }
+    return {name for name, num_cached in found.items() if not num_cached}
+
+
+def test_hit_counters_are_incremented():
+    assert evicted_after_hits("lfu") == {"b"}  # a was used three times, though longer ago
+
+
+def test_metadata_of_a_hit_is_kept_when_it_is_revived():
+    assert evicted_after_hits("fifo") == {"a"}  # a came in first, though it was used since
+    manager = manager_of()
+    used(manager, 0, range(9))
+    started(manager, 1, range(9))  # its step is not over, but that of the first user was
+    assert manager.get_computed_blocks(Sequence(2, range(9))) == ([0, 1], 8)
+
+
+def test_duplicates_of_the_same_step_share_their_blocks():
+    manager = manager_of()
+    twins = [started(manager, i, range(9)) for i in range(3)]
+    assert [seq.num_cached_tokens for seq in twins] == [0, 0, 0]
+    assert [manager.block_table(seq) for seq in twins] == [[0, 1, 2], [0, 1, 3], [0, 1, 4]]
+    for seq in twins:
+        manager.free(seq)
+        manager.check_invariants()
+        assert manager.get_computed_blocks(Sequence(9, range(9))) == ([0, 1], 8)
+
+
+def test_a_block_is_not_queued_as_free_twice():
+    manager = manager_of()
+    seq = started(manager, 0, range(9))
+    manager.free(seq)
+    before = state_of(manager)
+    with pytest.raises(ValueError, match="sequence 0 holds no blocks"):
+        manager.free(seq)
+    assert state_of(manager) == before
+    assert sorted(manager.gpu.free_blocks()) == list(range(10))
+    evictor = LRUEvictor()
+    evictor.start(2)
+    evictor.release(1)
+    with pytest.raises(ValueError, match="block 1 is released already"):
+        evictor.release(1)
+    with pytest.raises(ValueError, match="block 0 is in use already"):
+        evictor.pin(0)
+    assert list(evictor) == [1]
+    assert len(evictor) == 1
+
+
+def test_evictable_blocks_are_counted_once():
+    manager = manager_of(4)
+    free = [manager.num_free_blocks]
+    seqs = [Sequence(i, [*range(4), 10 + i]) for i in range(3)]
+    for seq in seqs:
+        manager.allocate(seq)
+        free.append(manager.num_free_blocks)
+    for seq in seqs:
+        manager.free(seq)
+        free.append(manager.num_free_blocks)
+    assert free == [4, 2, 1, 0, 1, 2, 4]
+
+
+def test_a_64_bit_hash_is_refused_because_tokens_are_not_compared():
+    with pytest.raises(ValueError, match=r"'xxh64'.*128 bits.*xxh3_128, sha256"):
+        manager_of(hash_algorithm="xxh64")
+
+
+def test_a_lora_name_that_equals_a_salt_shares_nothing():
+    manager = manager_of()
+    tables = []
+    for i, keys in enumerate([{"lora_name": "a"}, {"cache_salt": "a"}, {}]):
+        tables += manager.block_table(started(manager, i, range(9), **keys))
+    assert len(set(tables)) == 9
+
+
+def test_removal_from_the_middle_of_the_evictor_does_not_scan_it():
+    """With a scan these 40,000 removals would look at 2e9 entries, minutes of work."""
+    evictor = LRUEvictor()
+    evictor.start(100_000)
+    evictor.release_many(range(100_000))
+    began = time.perf_counter()
+    for i in range(20_000):
+        for block in (50_000 - i, 50_001 + i):
+            evictor.pin(block)
+            evictor.release(block)
+    assert time.perf_counter() - began < 5
+    assert len(evictor) == 100_000
+
+
+@pytest.mark.parametrize("swap", [False, True], ids=["recompute", "swap"])
+def test_preempting_and_resuming_makes_progress(swap):
+    manager = manager_of(6, 2, num_cpu_blocks=20 if swap else 0)
+    waiting = [Sequence(i, [i, i, 9]) for i in range(4)]
+    running, swapped, finished = [], [], []
+    for _ in range(200):
+        while swapped and manager.can_swap_in(swapped[0]) is AllocStatus.OK:
+            manager.swap_in(swapped[0])
+            running.append(swapped.pop(0))
+        while waiting and not swapped and manager.can_allocate(waiting[0]) is AllocStatus.OK:
+            manager.allocate(waiting[0])
+            running.append(waiting.pop(0))
+        for seq in list(running):
+            if seq not in running:
+                continue
+            seq.append_token(seq.seq_id)
+            while not manager.can_append(seq):
+                victim = running.pop()
+                if swap:
+                    manager.swap_out(victim)
+                    swapped.insert(0, victim)
+                else:
+                    manager.free(victim)
+                    waiting.insert(0, victim)
+                if victim is seq:
+                    break
+            else:
+                manager.append(seq)
+                if seq.num_tokens >= 9:
+                    manager.free(seq)
+                    running.remove(seq)
+                    finished.append(seq.seq_id)
+            manager.check_invariants()
+    assert sorted(finished) == [0, 1, 2, 3]
+    assert manager.num_free_blocks == 6
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 4])
+def test_a_whole_cached_prompt_leaves_its_last_block_to_compute(block_size):
+    manager = manager_of(10, block_size)
+    used(manager, 0, range(8))
+    seq = Sequence(1, range(8))
+    assert manager.allocate(seq) == 8 - block_size
+    assert manager.num_free_blocks == 10 - 8 // block_size  # that block is shared as well
+    assert len(grow(manager, seq, 8)) == 0
+
+
+@pytest.mark.parametrize("length", range(1, 10))
+@pytest.mark.parametrize("block_size", [1, 2, 3, 4])
+def test_block_boundaries(block_size, length):
+    manager = manager_of(40, block_size)
+    seq = started(manager, 0, range(length))
+    for token in range(length, length + 6):
+        assert len(manager.block_table(seq)) == -(-seq.num_tokens // block_size)
+        assert grow(manager, seq, token) == []
+    manager.free(seq)
+    at_once = Sequence(1, seq.token_ids)
+    assert manager.allocate(at_once) == (length + 5) // block_size * block_size
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_cpu_blocks": -1}, "num_cpu_blocks=-1"),
+        ({"num_cpu_blocks": 2.0}, "num_cpu_blocks=2.0"),
+        ({"watermark": -0.1}, "watermark=-0.1"),
+        ({"watermark": 1}, "watermark=1"),
+        ({"sliding_window": 0, "enable_prefix_caching": False}, "sliding_window=0"),
+        ({"sliding_window": -4, "enable_prefix_caching": False}, "sliding_window=-4"),
+        ({"policy": "mru2"}, "policy='mru2'"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        manager_of(**options)
+
+
+# Behaviour beyond these -------------------------------------------------------------------------
+
+
+def test_what_the_design_does_not_offer_names_it():
+    manager = manager_of()
+    seq = Sequence(0, PROMPT)
+    with pytest.raises(UnsupportedByDesign, match="'vllm_v0' does not offer allocate_slots"):
+        manager.allocate_slots(seq, 1)
+    with pytest.raises(UnsupportedByDesign, match="'vllm_v0' does not offer reset_prefix_cache"):
+        manager.reset_prefix_cache()
+    with pytest.raises(UnsupportedByDesign, match=r"policy.*without prefix caching"):
+        manager_of(policy="lfu", enable_prefix_caching=False)
+
+
+def test_append_that_finds_no_block_for_the_copy_changes_nothing():
+    manager = manager_of(2)
+    one = started(manager, 0, PROMPT)
+    other = one.fork(1)
+    manager.fork(one, other)
+    other.append_token(9)
+    before = state_of(manager, one, other)
+    assert not manager.can_append(other)
+    with pytest.raises(OutOfBlocks, match="1 blocks are needed, 0 are free"):
+        manager.append(other)
+    assert state_of(manager, one, other) == before
+    manager.free(one)
+    assert manager.append(other) == []
+
+
+@pytest.mark.parametrize(
+    "child",
+    [Sequence(1, range(5)), Sequence(1, PROMPT, lora_name="x")],
+    ids=["shorter", "other-adapter"],
+)
+def test_fork_refuses_a_child_whose_content_differs(child):
+    manager = manager_of()
+    parent = started(manager, 0, PROMPT)
+    with pytest.raises(ValueError, match="sequence 1 must be those of 0"):
+        manager.fork(parent, child)
+    assert manager.gpu.ref_counts[:3] == [1, 1, 0]
+
+
+def test_stats_count_the_allocations():
+    manager = manager_of(4)
+    used(manager, 0, range(9))
+    used(manager, 1, range(9))
+    used(manager, 2, range(50, 63))
+    stats = manager.stats
+    assert (stats.num_allocations, stats.queried_tokens, stats.hit_tokens) == (3, 31, 8)
+    assert (stats.queried_blocks, stats.hit_blocks) == (2 + 2 + 3, 2)
+    assert (stats.allocated_blocks, stats.evicted_blocks, stats.copied_blocks) == (8, 2, 0)
+
+
+@pytest.mark.parametrize("damage", ["ref_count", "key", "computed", "table", "free", "marked"])
+def test_check_invariants_sees_damage(damage):
+    manager = manager_of()
+    seq = started(manager, 0, range(9))
+    used(manager, 1, range(50, 59))
+    manager.check_invariants()
+    table = manager._tables[seq.seq_id]
+    if damage == "ref_count":
+        manager.gpu.ref_counts[0] = 2
+    elif damage == "key":
+        manager.gpu.keys[0], manager.gpu.keys[1] = manager.gpu.keys[1], manager.gpu.keys[0]
+    elif damage == "computed":
+        manager.gpu.computed[2] = 1
+    elif damage == "table":
+        table.blocks = [0, 1, 1]
+    elif damage == "free":
+        manager.gpu._stack.append(3)
+    else:
+        table.num_computed_blocks = 2
+    with pytest.raises(AssertionError):
+        manager.check_invariants()
