@@ -1,12 +1,13 @@
 """Triton kernels of the paged KV cache data path.
 
-    store_kvcache                 write new keys and values into their slots
-    slot_mapping_from_positions   token positions to slots, on the device
-    paged_decode_attention        one query per sequence over its paged cache, split-KV
-    paged_prefill_attention       many queries per sequence: prefill, cached prefixes, mixed batches
-    merge_attention_states        combine two partial attentions by their LSE
-    copy_blocks                   copy whole blocks inside a cache (copy-on-write)
-    swap_blocks                   copy whole blocks between GPU and pinned host memory
+    store_kvcache                   write new keys and values into their slots
+    slot_mapping_from_positions     token positions to slots, on the device
+    paged_decode_attention          one query per sequence over its paged cache, split-KV
+    paged_prefill_attention         many queries per sequence: prefill, prefix hits, mixed batches
+    shared_prefix_decode_attention  decode that reads a shared prefix once for its group
+    merge_attention_states          combine two partial attentions by their LSE
+    copy_blocks                     copy whole blocks inside a cache (copy-on-write)
+    swap_blocks                     copy whole blocks between GPU and pinned host memory
 
 Every op has a plain PyTorch twin of the same signature in `kernels.reference`. Ops run on a GPU, or
 on CPU tensors in Triton's interpreter when TRITON_INTERPRET=1 is in the environment before this
@@ -17,6 +18,7 @@ from kernels.copy_blocks import copy_blocks
 from kernels.merge_attention_states import merge_attention_states
 from kernels.paged_decode_attention import paged_decode_attention
 from kernels.paged_prefill_attention import paged_prefill_attention
+from kernels.shared_prefix_decode_attention import shared_prefix_decode_attention
 from kernels.slot_mapping_from_positions import slot_mapping_from_positions
 from kernels.store_kvcache import store_kvcache
 from kernels.swap_blocks import swap_blocks
@@ -26,6 +28,7 @@ __all__ = [
     "merge_attention_states",
     "paged_decode_attention",
     "paged_prefill_attention",
+    "shared_prefix_decode_attention",
     "slot_mapping_from_positions",
     "store_kvcache",
     "swap_blocks",

@@ -16,6 +16,7 @@ from kernels.copy_blocks import copy_blocks
 from kernels.merge_attention_states import merge_attention_states
 from kernels.paged_decode_attention import paged_decode_attention
 from kernels.paged_prefill_attention import paged_prefill_attention
+from kernels.shared_prefix_decode_attention import shared_prefix_decode_attention
 from kernels.slot_mapping_from_positions import slot_mapping_from_positions
 from kernels.store_kvcache import store_kvcache
 from kernels.swap_blocks import swap_blocks
@@ -109,6 +110,32 @@ def _prefill(
     return ShippedCall("paged_prefill_attention", config, run)
 
 
+def _shared_prefix(
+    head_dim: int, dtype: torch.dtype, group_size: int = 4, features: bool = False
+) -> ShippedCall:
+    num_q_heads = 8 * group_size
+    cache = _meta(4096, 16, 8, head_dim, dtype=dtype)
+    options = {"num_splits": 1}
+    if features:
+        per_head = _meta(num_q_heads, dtype=torch.float32)
+        options |= {"window_size": 1024, "softcap": 50.0, "return_lse": True}
+        options |= {"alibi_slopes": per_head, "sinks": per_head}
+    run = partial(
+        shared_prefix_decode_attention,
+        _meta(256, num_q_heads, head_dim, dtype=dtype),
+        cache,
+        cache,
+        _meta(4, 2048, dtype=torch.int32),
+        _meta(4, dtype=torch.int32),
+        _meta(5, dtype=torch.int32),
+        _meta(256, 16, dtype=torch.int32),
+        _meta(256, dtype=torch.int32),
+        **options,
+    )
+    config = f"{_name(dtype)} d{head_dim} g{group_size}" + (" features" if features else "")
+    return ShippedCall("shared_prefix_decode_attention", config, run)
+
+
 def _store_kvcache_calls() -> Iterator[ShippedCall]:
     for dtype in HALF_DTYPES:
         yield from (_store_kvcache(head_dim, dtype) for head_dim in HEAD_DIMS)
@@ -130,6 +157,14 @@ def _prefill_calls() -> Iterator[ShippedCall]:
         yield _prefill(128, dtype, group_size=71, batch=64)
         yield _prefill(128, dtype, block_size=256, batch=64)
         yield _prefill(128, dtype, features=True)
+
+
+def _shared_prefix_calls() -> Iterator[ShippedCall]:
+    for dtype in HALF_DTYPES:
+        for head_dim in HEAD_DIMS:
+            yield _shared_prefix(head_dim, dtype)
+        yield _shared_prefix(128, dtype, group_size=71)
+        yield _shared_prefix(128, dtype, features=True)
 
 
 def _block_copy_calls(op: str) -> Iterator[ShippedCall]:
@@ -167,6 +202,7 @@ _CALLS = {
     "store_kvcache": _store_kvcache_calls,
     "copy_blocks": partial(_block_copy_calls, "copy_blocks"),
     "swap_blocks": partial(_block_copy_calls, "swap_blocks"),
+    "shared_prefix_decode_attention": _shared_prefix_calls,
     "merge_attention_states": _merge_attention_states_calls,
     "slot_mapping_from_positions": _slot_mapping_calls,
     "paged_decode_attention": _decode_calls,
