@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from experiments import eviction, kernel_accuracy, replay_speed
+from experiments import eviction, kernel_accuracy, memory_waste, replay_speed
 from experiments.harness import Experiment
 
 EXPERIMENTS: dict[str, Experiment] = {
@@ -10,6 +10,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     for experiment in (
         eviction.EXPERIMENT,
         kernel_accuracy.EXPERIMENT,
+        memory_waste.EXPERIMENT,
         replay_speed.EXPERIMENT,
     )
 }

@@ -37,26 +37,31 @@ def load(source: Source) -> cache.Trace:
 
 
 def sources(
-    traces: Iterable[Path], *, seed: int, num_requests: int | None, directory: str | None = None
+    traces: Iterable[Path],
+    *,
+    seed: int,
+    num_requests: int | None,
+    directory: str | None = None,
+    lengths_suffice: bool = False,
 ) -> Iterator[Source | Absent]:
     """The named trace files; else those of ``directory``; else every synthetic workload.
 
     ``directory`` defaults to the environment variable TRACES_DIR.  A file that was named must be
-    readable and have block ids, or ValueError or OSError is raised; in a directory such a file is
-    absent.
+    readable and, unless ``lengths_suffice``, have block ids, or ValueError or OSError is raised; in
+    a directory such a file is absent.
     """
     traces = list(traces)
     directory = os.environ.get("TRACES_DIR", "") if directory is None else directory
     if traces:
         for path in traces:
-            if not cache.load_trace(path).has_blocks:
+            if not (cache.load_trace(path).has_blocks or lengths_suffice):
                 raise ValueError(f"{path} has lengths only: a replay needs block ids")
             yield InputFile.of(path)
     elif directory:
         paths = sorted(path for path in Path(directory).iterdir() if _is_trace(path))
         if not paths:
             raise ValueError(f"TRACES_DIR={directory} holds no {', '.join(_JSON_LINES)}")
-        yield from map(_found, paths)
+        yield from (_found(path, lengths_suffice) for path in paths)
     else:
         for name in cache.WORKLOADS:
             yield Workload(name, seed, num_requests)
@@ -66,9 +71,9 @@ def _is_trace(path: Path) -> bool:
     return path.name.endswith(_JSON_LINES + _CSV) and not path.name.startswith(".")
 
 
-def _found(path: Path) -> InputFile | Absent:
+def _found(path: Path, lengths_suffice: bool) -> InputFile | Absent:
     try:
-        if cache.load_trace(path).has_blocks:
+        if cache.load_trace(path).has_blocks or lengths_suffice:
             return InputFile.of(path)
         return Absent(f"{path.name} has lengths only")
     except cache.TraceError as error:

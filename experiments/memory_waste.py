@@ -1,0 +1,313 @@
+"""What KV cache memory is used for: contiguous reservations against pages of 1 to 256 tokens.
+
+Redoes figure 2 of the PagedAttention paper (Kwon et al., SOSP 2023): the share of the memory that
+holds tokens, is reserved for tokens to come, or is lost to internal and external fragmentation,
+for the systems before paging (reservations up to the maximum length, to a power of two, or to the
+final length) and for paging.
+
+Service model, where every block goes through a real manager:
+
+* Time is counted in decode steps: every running request gains one token a step.
+* Requests arrive in the pattern of the trace.  The distances are scaled so that, with unlimited
+  memory, the running requests would fill ``load`` times the cache on average; with a load above 1
+  requests queue for memory, as in the paper's measurements.
+* The queue is first come first served.  Each step admits requests while the first one of the
+  queue can be allocated; its prompt is stored in the same step.  A request leaves with its last
+  token.
+* When a running request finds no block, the one admitted last gives up its blocks and goes to the
+  head of the queue, and nobody is admitted until a request has left.
+* ``max_model_len`` is the next power of two of the longest request; the cache has the slots of
+  ``sequences_in_cache`` such requests (about 8 in the paper: OPT-13B, 2048 tokens, 15.7k slots).
+* Reservations that depend on the future know it: as in the paper, ``pow2`` is the next power of
+  two of the true output length.
+
+Memory is measured in every step in which a request waits for memory, after admission, and the mean
+is taken over these steps.  Free memory counts as external fragmentation if the waiting request
+would fit in it were it in one place.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tyro
+
+from cache import AllocStatus, MemoryUsage, OutOfBlocks, Sequence, make_manager
+from cache.managers import Contiguous, Paged
+from experiments import request_lengths, style, workloads
+from experiments.harness import Absent, Cell, Experiment, Options, Unavailable
+from experiments.request_lengths import RequestLengths
+from experiments.workloads import Source
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_RESERVATIONS = ("max", "pow2", "oracle")
+_KINDS = {
+    "used": ("token states", style.BLUE, ""),
+    "reserved": ("reserved", style.SKY, ""),
+    "internal": ("internal fragmentation", style.ORANGE, "////"),
+    "external": ("external fragmentation", style.RED, "\\\\\\\\"),
+    "free": ("free, but too little", "white", ""),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryWasteOptions(Options):
+    """The grid: traces x (reservations and block sizes)."""
+
+    trace: tyro.conf.UseAppendAction[tuple[Path, ...]] = ()
+    """A request trace (.jsonl, .csv, .zst). None: those in $TRACES_DIR, else synthetic ones."""
+    block_size: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    """Tokens per block of the paged cache."""
+    num_requests: int = 2_000
+    """Requests taken from each trace, at equal distances."""
+    sequences_in_cache: int = 8
+    """Size of the cache, in requests of the maximum length."""
+    load: float = 2.0
+    """Memory that the arriving requests would fill on average, in caches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryWasteCell(Cell):
+    source: Source
+    system: str
+    """A reservation, or "paged"."""
+    block_size: int
+    num_requests: int
+    sequences_in_cache: int
+    load: float
+
+    @property
+    def group(self) -> tuple[str, ...]:
+        return (self.source.name,)
+
+
+def cells(options: MemoryWasteOptions) -> Iterator[MemoryWasteCell | Absent]:
+    for name in ("num_requests", "sequences_in_cache", "load"):
+        if getattr(options, name) <= 0:
+            raise ValueError(f"--{name.replace('_', '-')} must be above 0")
+    systems = [(name, 1) for name in _RESERVATIONS]
+    systems += [("paged", block_size) for block_size in options.block_size]
+    for source in workloads.sources(
+        options.trace, seed=options.seed, num_requests=None, lengths_suffice=True
+    ):
+        if isinstance(source, Absent):
+            yield source
+            continue
+        for system, block_size in systems:
+            yield MemoryWasteCell(
+                seed=options.seed,
+                source=source,
+                system=system,
+                block_size=block_size,
+                num_requests=options.num_requests,
+                sequences_in_cache=options.sequences_in_cache,
+                load=options.load,
+            )
+
+
+def run_cell(cell: MemoryWasteCell) -> list[dict[str, Any]]:
+    lengths = request_lengths.sample(cell.source, cell.num_requests)
+    max_model_len = 1 << (lengths.longest - 1).bit_length()
+    num_slots = cell.sequences_in_cache * max_model_len
+    num_blocks = num_slots // cell.block_size
+    if cell.system == "paged":
+        manager = make_manager("paged", num_blocks=num_blocks, block_size=cell.block_size)
+    else:
+        manager = make_manager(
+            "contiguous",
+            num_blocks=num_blocks,
+            block_size=cell.block_size,
+            reservation=cell.system,
+            max_model_len=max_model_len,
+            final_length=lambda seq: lengths.prompts[seq.seq_id] + lengths.outputs[seq.seq_id],
+        )
+    result = serve(lengths, manager, arrival_steps(lengths, cell.load * num_slots))
+    return [
+        {
+            "trace": lengths.trace,
+            "system": cell.system,
+            "block_size": cell.block_size,
+            "requests": len(lengths),
+            "requests_left_out": lengths.num_left_out,
+            "max_model_len": max_model_len,
+            "cache_slots": num_slots,
+            "load": cell.load,
+            "steps": result.steps,
+            "measured_steps": result.measured_steps,
+            "mean_running": result.mean_running,
+            "preemptions": result.preemptions,
+            **{f"{kind}_fraction": share for kind, share in result.shares.items()},
+        }
+    ]
+
+
+def arrival_steps(lengths: RequestLengths, mean_slots: float) -> list[float]:
+    """Arrivals in decode steps, such that unlimited memory would hold ``mean_slots`` on average.
+
+    A request with p prompt and n output tokens holds p to p + n slots for n steps.
+    """
+    slot_steps = sum(
+        output * (prompt + (output + 1) / 2)
+        for prompt, output in zip(lengths.prompts, lengths.outputs, strict=True)
+    )
+    first, last = lengths.arrivals_ms[0], lengths.arrivals_ms[-1]
+    scale = slot_steps / mean_slots / max(last - first, 1)
+    return [(arrival - first) * scale for arrival in lengths.arrivals_ms]
+
+
+@dataclass(frozen=True)
+class ServingResult:
+    steps: int
+    measured_steps: int
+    """Steps in which a request waited for memory."""
+    mean_running: float
+    """Requests in these steps."""
+    preemptions: int
+    shares: dict[str, float]
+    """Mean share of the slots by kind (the fields of MemoryUsage) in these steps."""
+
+
+def serve(
+    lengths: RequestLengths, manager: Contiguous | Paged, arrivals: list[float]
+) -> ServingResult:
+    """Serve all requests by the service model of this file, and leave the manager empty.
+
+    The cache must hold a request of the maximum length: then the one admitted first always gains
+    its token, and the replay ends.  Raises Unavailable if no request ever waits for memory.
+    """
+    final = list(map(sum, zip(lengths.prompts, lengths.outputs, strict=True)))
+    upcoming = deque(range(len(lengths)))
+    queue: deque[Sequence] = deque()
+    running: list[Sequence] = []
+    totals = dict.fromkeys(_KINDS, 0)
+    step = measured = running_sum = preemptions = 0
+    admitting = True
+    while True:
+        staying = [seq for seq in running if seq.num_tokens < final[seq.seq_id]]
+        if len(staying) < len(running):
+            for seq in running:
+                if seq.num_tokens == final[seq.seq_id]:
+                    manager.free(seq)
+            running, admitting = staying, True
+        if not running and not queue:
+            if not upcoming:
+                break
+            step = max(step, math.ceil(arrivals[upcoming[0]]))
+        while upcoming and arrivals[upcoming[0]] <= step:
+            index = upcoming.popleft()
+            queue.append(Sequence(index, array("I", bytes(4 * lengths.prompts[index]))))
+        while admitting and queue and manager.can_allocate(queue[0]) is AllocStatus.OK:
+            running.append(queue.popleft())
+            manager.allocate(running[-1])
+        if queue:
+            usage = _usage(manager, queue[0])
+            for kind in totals:
+                totals[kind] += getattr(usage, kind)
+            measured += 1
+            running_sum += len(running)
+        at = 0
+        while at < len(running):
+            if running[at].num_tokens == final[running[at].seq_id]:
+                at += 1  # was preempted at its last token, which is stored now
+                continue
+            running[at].append_token(0)
+            while at < len(running) and not _append(manager, running[at]):
+                victim = running.pop()
+                manager.free(victim)
+                queue.appendleft(victim)
+                preemptions += 1
+                admitting = False
+            at += 1
+        step += 1
+    if not measured:
+        raise Unavailable("no request waited for memory: it takes a higher load")
+    slots = manager.num_blocks * manager.block_size * measured
+    return ServingResult(
+        steps=step,
+        measured_steps=measured,
+        mean_running=running_sum / measured,
+        preemptions=preemptions,
+        shares={kind: total / slots for kind, total in totals.items()},
+    )
+
+
+def _append(manager: Contiguous | Paged, seq: Sequence) -> bool:
+    try:
+        manager.append(seq)
+    except OutOfBlocks:
+        return False
+    return True
+
+
+def _usage(manager: Contiguous | Paged, waiting: Sequence) -> MemoryUsage:
+    if isinstance(manager, Contiguous):
+        return manager.memory_usage(waiting)
+    return manager.memory_usage()
+
+
+def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
+    """The figure memory_waste: a panel per trace, a stacked bar per system."""
+    with style.figures():
+        return style.save(_draw(rows), folder, "memory_waste")
+
+
+def _draw(rows: pd.DataFrame) -> Figure:
+    traces = rows["trace"].unique()
+    figure, axes, spare = style.panel_grid(len(traces), height=2.1, sharey=True)
+    for axis, trace in zip(axes, traces, strict=True):
+        _draw_bars(axis, rows[rows["trace"] == trace])
+    figure.supylabel("share of the KV cache memory (%)", fontsize=8)
+    style.shared_legend(figure, spare, columns=5)
+    return figure
+
+
+def _draw_bars(axis: Axes, rows: pd.DataFrame) -> None:
+    import numpy as np
+
+    contiguous = rows[rows["system"] != "paged"]
+    paged = rows[rows["system"] == "paged"].sort_values("block_size")
+    # Room between the reservations and the block sizes.
+    positions = [*range(len(contiguous)), *range(len(contiguous) + 1, len(rows) + 1)]
+    labels = [*contiguous["system"], *map(str, paged["block_size"])]
+    bottom = 0.0
+    for kind, (label, color, hatch) in _KINDS.items():
+        shares = [*contiguous[f"{kind}_fraction"], *paged[f"{kind}_fraction"]]
+        heights = 100 * np.array(shares)
+        axis.bar(
+            positions,
+            heights,
+            bottom=bottom,
+            width=0.85,
+            color=color,
+            hatch=hatch,
+            edgecolor="black",
+            linewidth=0.4,
+            label=label,
+        )
+        bottom = bottom + heights
+    first = rows.iloc[0]
+    axis.set(title=f"{first['trace']}\nmaximum length {first['max_model_len']:,}", ylim=(0, 100))
+    axis.set_xticks(positions, labels, rotation=90)
+    axis.set_xlabel("reservation | block size", fontsize=7)
+    axis.grid(axis="x", visible=False)
+
+
+EXPERIMENT = Experiment(
+    name="memory_waste",
+    figure="PagedAttention fig. 2: KV memory used, reserved and fragmented, contiguous vs paged",
+    options=MemoryWasteOptions(),
+    quick=MemoryWasteOptions(block_size=(1, 16, 64, 256), num_requests=300),
+    cells=cells,
+    run_cell=run_cell,
+    plot=plot,
+)
