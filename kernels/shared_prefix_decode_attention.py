@@ -49,7 +49,7 @@ from kernels.primitives import (
     online_softmax_update,
     slot_offsets,
 )
-from kernels.tiles import decode_num_splits, merge_tile, padded_dim, prefill_tile, target_of
+from kernels.tiles import decode_num_splits, merge_tile, padded_dim, shared_prefix_tile, target_of
 from kernels.torch_ops import attention_op
 
 _SEARCH_WIDTH = 64
@@ -98,8 +98,8 @@ def _shared_prefix_kernel(
     """One program: TILE_M rows of one KV head of one group x one split of its prefix.
 
     Grid (tiles, num_splits, NUM_KV_HEADS). out and lse are partial states, (batch, num_q_heads,
-    num_splits[, HEAD_DIM]) fp32, LSE in log2 units. Every LSE is written, -inf for a split without
-    tokens, whose output is not.
+    num_splits[, HEAD_DIM]) fp32, LSE in log2 units. Every state is written, as zeros
+    and -inf by a split without tokens.
     """
     NUM_Q_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP_SIZE
     MASK_DIMS: tl.constexpr = HEAD_DIM_PADDED != HEAD_DIM
@@ -115,26 +115,22 @@ def _shared_prefix_kernel(
 
     rows = tile * TILE_M + tl.arange(0, TILE_M)
     row_mask = rows < num_rows
-    seqs = (first_seq + rows // GROUP_SIZE).to(tl.int64)
+    seqs = first_seq + rows // GROUP_SIZE
     heads = kv_head * GROUP_SIZE + rows % GROUP_SIZE
-    states = (seqs * NUM_Q_HEADS + heads) * num_splits + split
     prefix_len = tl.load(prefix_lens_ptr + group)
     split_tokens = tl.cdiv(tl.cdiv(prefix_len, TILE_N), num_splits) * TILE_N
     begin = split * split_tokens
     end = tl.minimum(begin + split_tokens, prefix_len)
-    if begin >= end:
-        tl.store(lse_ptr + states, tl.full([TILE_M], float("-inf"), tl.float32), mask=row_mask)
-        return
 
     offs_n = tl.arange(0, TILE_N)
     offs_d = tl.arange(0, HEAD_DIM_PADDED)
     dim_mask = offs_d < HEAD_DIM
     qo_mask = row_mask[:, None] & dim_mask[None, :]
-    q_ptrs = q_ptr + seqs[:, None] * stride_q_seq + heads[:, None] * stride_q_head
+    q_ptrs = q_ptr + seqs.to(tl.int64)[:, None] * stride_q_seq + heads[:, None] * stride_q_head
     q = tl.load(q_ptrs + offs_d[None, :], mask=qo_mask, other=0.0)  # [TILE_M, HEAD_DIM_PADDED]
     alibi_slopes, context_lens = 0.0, prefix_len
     if HAS_ALIBI:
-        slope_ptrs = alibi_slopes_ptr + seqs * stride_alibi_seq + heads
+        slope_ptrs = alibi_slopes_ptr + seqs.to(tl.int64) * stride_alibi_seq + heads
         alibi_slopes = tl.load(slope_ptrs, mask=row_mask, other=0.0)[:, None]
     if HAS_ALIBI or USE_WINDOW:
         context_lens += tl.load(suffix_lens_ptr + seqs, mask=row_mask, other=0)[:, None]
@@ -192,6 +188,7 @@ def _shared_prefix_kernel(
             )
 
     out, lse = normalise(acc, row_max, row_sum)
+    states = (seqs.to(tl.int64) * NUM_Q_HEADS + heads) * num_splits + split
     tl.store(out_ptr + states[:, None] * HEAD_DIM + offs_d[None, :], out, mask=qo_mask)
     tl.store(lse_ptr + states, lse, mask=row_mask)
 
@@ -409,7 +406,7 @@ def shared_prefix_decode_attention(
     group_size = num_q_heads // num_kv_heads
     target = target_of(device)
     head_dim_padded = padded_dim(head_dim)
-    tile = prefill_tile(head_dim_padded, k_cache.dtype, target)
+    tile = shared_prefix_tile(head_dim_padded, k_cache.dtype, target)
     num_tiles = batch * group_size // tile.tile_m + num_groups
     if num_prefix_splits is None:
         max_tokens = prefix_block_tables.shape[1] * block_size

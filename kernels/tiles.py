@@ -10,7 +10,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -85,6 +85,11 @@ class RowTile:
 def store_tile(head_dim_padded: int) -> RowTile:
     """About 4096 elements per program: four 16-byte loads (fp16) of K and of V per thread."""
     return RowTile(rows=max(1, 4096 // head_dim_padded), num_warps=4)
+
+
+def rotary_tile(head_dim_padded: int) -> RowTile:
+    """Rows that a program of the rotary kernels turns: half a store tile, as they are fp32."""
+    return RowTile(rows=max(1, 2048 // head_dim_padded), num_warps=4)
 
 
 @dataclass(frozen=True)
@@ -175,6 +180,15 @@ def prefill_tile(head_dim_padded: int, dtype: torch.dtype, target: Target) -> At
     else:
         tile_m, tile_n, num_stages = 64, 32, 3
     return AttentionTile(tile_m, tile_n, num_warps=8, num_stages=num_stages, precision="tf32x3")
+
+
+def shared_prefix_tile(head_dim_padded: int, dtype: torch.dtype, target: Target) -> AttentionTile:
+    """Tile of the shared-prefix part of cascade decode, which is prefill in all but its output.
+
+    That is fp32 and takes twice the registers on its way out, too many of them at 128 x 256.
+    """
+    tile = prefill_tile(head_dim_padded, dtype, target)
+    return replace(tile, tile_m=min(tile.tile_m, 64)) if head_dim_padded > 128 else tile
 
 
 def merge_tile(head_dim_padded: int) -> RowTile:
