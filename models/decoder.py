@@ -147,6 +147,7 @@ class CausalLM(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
+        self.num_kv_heads_per_rank = len(tp.share(config.num_kv_heads, "num_kv_heads"))
         self.model = Decoder(config, backend, tp, max_positions)
         self.lm_head = (
             None

@@ -57,3 +57,33 @@ class TensorParallel:
         parts = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(parts, x.contiguous(), group=self.group)
         return torch.cat(parts, dim=-1)
+
+    def least(self, value: int, device: torch.device) -> int:
+        """The least of the ranks' values; ``device`` is where the group communicates."""
+        if self.size == 1:
+            return value
+        least = torch.tensor(value, device=device)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self.group)
+        return int(least)
+
+
+def join_tensor_parallel(size: int, device: torch.device) -> TensorParallel:
+    """This process's place in a group of ``size`` that torchrun started (or that is initialised).
+
+    All ranks then run the same program on the same requests: they schedule alike, and compute their
+    parts of every layer.  Raises ValueError if there are not ``size`` ranks.
+    """
+    if size == 1:
+        return TensorParallel()
+    if not dist.is_initialized():
+        if not dist.is_torchelastic_launched():
+            raise ValueError(
+                f"tensor_parallel_size={size}: needs {size} processes; start them with "
+                f"torchrun --nproc-per-node {size}"
+            )
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if dist.get_world_size() != size:
+        raise ValueError(
+            f"tensor_parallel_size={size}: torch.distributed has {dist.get_world_size()} ranks"
+        )
+    return TensorParallel(dist.get_rank(), size)

@@ -7,9 +7,13 @@ import os
 import pytest
 import torch
 
+from cache import make_manager
 from models.attention import AttentionMetadata, make_backend
 from models.config import ModelConfig
 from models.decoder import build_model
+from models.engine import Engine, longest_sequence
+from models.sampler import Sampler
+from models.scheduler import Scheduler
 from models.weights import load_weights
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -146,3 +150,137 @@ class PagedBatch:
 @pytest.fixture(scope="session")
 def paged_batch():
     return PagedBatch
+
+
+class SymbolicRunner:
+    """Stands in for a model: a slot holds a digest of the prefix whose K/V belong there.
+
+    Each step checks that every sequence finds its own prefix, whatever was shared, evicted, copied
+    or swapped before.  The logits that follow a prefix depend on the prefix alone.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, num_host_blocks: int = 0, vocab_size: int = 13
+    ) -> None:
+        self.block_size, self.vocab_size = block_size, vocab_size
+        self.blocks = [[None] * block_size for _ in range(num_blocks)]
+        self.host_blocks = [[None] * block_size for _ in range(num_host_blocks)]
+        self.steps = []
+
+    def run(self, step, manager) -> torch.Tensor:
+        self.steps.append(step)
+        for device, host in step.swap_out:
+            self.host_blocks[host] = self.blocks[device].copy()
+        for source, destination in step.copies:
+            self.blocks[destination] = self.blocks[source].copy()
+        for host, device in step.swap_in:
+            self.blocks[device] = self.host_blocks[host].copy()
+        prefixes = []
+        for seq, start, end in zip(step.sequences, step.starts, step.ends, strict=True):
+            prefixes.append(self.digests(seq.token_ids[:end]))
+            table = manager.block_table(seq)
+            for position in range(start, end):
+                block, offset = divmod(position, self.block_size)
+                self.blocks[table[block]][offset] = prefixes[-1][position]
+        logits = []
+        for seq, end, digests in zip(step.sequences, step.ends, prefixes, strict=True):
+            table = manager.block_table(seq)
+            stored = [slot for block in table for slot in self.blocks[block]][:end]
+            assert stored == digests, f"{seq!r} reads K/V that are not its own"
+            if end == seq.num_tokens:
+                logits.append(self.logits(digests[-1]))
+        return torch.stack(logits) if logits else torch.empty(0, self.vocab_size)
+
+    @staticmethod
+    def digests(token_ids) -> list[int]:
+        """A number for each prefix of the tokens."""
+        digest, digests = 0, []
+        for token in token_ids:
+            digest = hash((digest, token))
+            digests.append(digest)
+        return digests
+
+    def logits(self, digest: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(digest % 2**32)
+        return torch.randn(self.vocab_size, generator=generator) * 3
+
+    def greedy(self, prompt, count: int, stops=()) -> list[int]:
+        """The tokens that a greedy request must get."""
+        tokens = list(prompt)
+        while len(tokens) < len(prompt) + count and (
+            len(tokens) == len(prompt) or tokens[-1] not in stops
+        ):
+            tokens.append(int(self.logits(self.digests(tokens)[-1]).argmax()))
+        return tokens[len(prompt) :]
+
+
+@pytest.fixture(scope="session")
+def make_engine():
+    """make_engine(manager, num_blocks, block_size, ...) -> an engine over a SymbolicRunner."""
+
+    def make(
+        manager: str = "vllm_v1",
+        num_blocks: int = 16,
+        block_size: int = 4,
+        *,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 64,
+        num_host_blocks: int = 0,
+        chunked_prefill: bool = True,
+        max_model_len: int = 64,
+        eos: frozenset[int] = frozenset(),
+        **options,
+    ) -> Engine:
+        scheduler = Scheduler(
+            make_manager(manager, num_blocks=num_blocks, block_size=block_size, **options),
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            num_host_blocks=num_host_blocks,
+            chunked_prefill=chunked_prefill,
+        )
+        longest = longest_sequence(scheduler.manager, max_model_len)
+        if not scheduler.chunked_prefill:
+            longest = min(longest, max_num_batched_tokens)
+        runner = SymbolicRunner(num_blocks, block_size, num_host_blocks)
+        return Engine(
+            scheduler,
+            runner,
+            Sampler(torch.device("cpu"), 0),
+            max_model_len=longest,
+            vocab_size=runner.vocab_size,
+            eos_token_ids=eos,
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def serve():
+    """serve(engine) -> completions of every request by its id, once all are finished."""
+
+    def run(engine: Engine, max_steps: int = 2000) -> dict:
+        done = {}
+        for _ in range(max_steps):
+            if not engine.has_unfinished:
+                return done
+            _, finished = engine.step()
+            for request in finished:
+                done[request.request_id] = engine.completions(request)
+        raise AssertionError(f"not finished after {max_steps} steps: {engine.requests}")
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def assert_idle():
+    """assert_idle(engine): nothing is held, and nothing leaked."""
+
+    def check(engine: Engine) -> None:
+        assert not engine.requests
+        assert not engine.scheduler.has_unfinished
+        engine.manager.check_invariants()
+        assert engine.manager.num_free_blocks == engine.manager.num_blocks
+        num_host_blocks = len(engine.runner.host_blocks)
+        assert engine.scheduler.num_free_host_blocks == num_host_blocks
+
+    return check

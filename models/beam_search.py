@@ -1,0 +1,135 @@
+"""Beam search: the k most likely continuations, as sequences that share their prefixes' blocks.
+
+Beams are sequences like any other; the scheduler may run, preempt and resume them one by one.
+When each has its next logits, the beams of the request are replaced together: a beam with several
+successors is forked, which shares its blocks until one of them writes (copy-on-write), and one
+with none is freed (Kwon et al., 2023, section 4.4).
+
+The search is that of ``transformers`` with ``early_stopping=False``: a hypothesis that ends counts
+if it was among the k best of its step, its score is sum(log p) / number of tokens **
+length_penalty, and the search ends when no running beam, were it to end now, would beat the worst
+of the k best.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from models.sequence import FinishReason, Request, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """A finished beam."""
+
+    token_ids: list[int]
+    cumulative_logprob: float
+    score: float
+    finish_reason: FinishReason
+
+
+@dataclass(slots=True)
+class Expansion:
+    """What becomes of the beams of a request.
+
+    successors: for each beam that lives on, the tokens and cumulative log-probabilities of its
+        successors, the likeliest first.
+    dead: beams without a successor.
+    """
+
+    successors: list[tuple[Sequence, list[tuple[int, float]]]] = field(default_factory=list)
+    dead: list[Sequence] = field(default_factory=list)
+
+
+class BeamSearch:
+    """The state of one request's search.
+
+    Args:
+        request: with params.beam_width set and one sequence, the first beam.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.width: int = request.params.beam_width
+        self.beams: list[Sequence] = list(request.sequences)
+        self.finished: list[Hypothesis] = []
+        self._candidates: dict[int, list[tuple[float, int]]] = {}
+
+    def observe(self, seq: Sequence, logits: torch.Tensor) -> None:
+        """Take note of a beam's next logits, (vocab_size,)."""
+        logprobs = logits.float().log_softmax(dim=-1)
+        # However many of them end a text, `width` others are left.
+        count = min(self.width * (1 + len(self.request.stop_token_ids)), len(logprobs))
+        values, tokens = logprobs.topk(count)
+        self._candidates[seq.seq_id] = [
+            (seq.cumulative_logprob + value, token)
+            for value, token in zip(values.tolist(), tokens.tolist(), strict=True)
+        ]
+
+    def forget(self, seq: Sequence) -> None:
+        """A beam was preempted: its logits will be computed again."""
+        self._candidates.pop(seq.seq_id, None)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the logits of all beams are known."""
+        return len(self._candidates) == len(self.beams)
+
+    def expand(self) -> Expansion | None:
+        """Choose the next beams, all of whose logits are known; None if the search is over.
+
+        Neither appends nor frees anything; ``beams`` is to be set by the caller.
+        """
+        ranked = sorted(
+            (
+                (total, beam, token)
+                for beam in self.beams
+                for total, token in self._candidates[beam.seq_id]
+            ),
+            key=lambda candidate: -candidate[0],
+        )
+        self._candidates.clear()
+        num_tokens = self.beams[0].num_output_tokens + 1
+        is_last = num_tokens == self.request.max_tokens
+        chosen: list[tuple[float, Sequence, int]] = []
+        for rank, (total, beam, token) in enumerate(ranked):
+            stops = token in self.request.stop_token_ids
+            if rank < self.width and (stops or is_last):
+                reason = FinishReason.STOP if stops else FinishReason.LENGTH
+                self._finish(beam, token, total, reason)
+            if not stops and len(chosen) < self.width:
+                chosen.append((total, beam, token))
+        if is_last or not chosen or self._cannot_improve(chosen[0][0], num_tokens):
+            return None
+        by_beam: dict[int, list[tuple[int, float]]] = {}
+        for total, beam, token in chosen:
+            by_beam.setdefault(beam.seq_id, []).append((token, total))
+        expansion = Expansion()
+        for beam in self.beams:
+            if beam.seq_id in by_beam:
+                expansion.successors.append((beam, by_beam[beam.seq_id]))
+            else:
+                expansion.dead.append(beam)
+        return expansion
+
+    def best(self) -> list[Hypothesis]:
+        """The n best hypotheses, the best first."""
+        return self.finished[: self.request.params.n]
+
+    def _finish(self, beam: Sequence, token: int, total: float, reason: FinishReason) -> None:
+        token_ids = [*beam.output_token_ids, token]
+        score = self._score(total, len(token_ids))
+        self.finished.append(Hypothesis(token_ids, total, score, reason))
+        self.finished.sort(key=lambda hypothesis: -hypothesis.score)
+        del self.finished[self.width :]
+
+    def _cannot_improve(self, best_total: float, num_tokens: int) -> bool:
+        return (
+            len(self.finished) == self.width
+            and self._score(best_total, num_tokens) <= self.finished[-1].score
+        )
+
+    def _score(self, total: float, num_tokens: int) -> float:
+        return total / num_tokens**self.request.params.length_penalty

@@ -1,0 +1,115 @@
+"""Decoding replayed from CUDA graphs: one launch for all kernels of a step.
+
+A graph is captured for some batch sizes; a batch runs on the next larger one.  The rows that it
+does not fill are padding, with negative slots and contexts of length 0: they store nothing, attend
+to nothing, and cost little.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+
+import torch
+
+from models.attention import AttentionMetadata
+from models.decoder import CausalLM
+
+_WARM_UPS = 2  # compile, and fill lazily made workspaces, before the capture
+
+
+class DecodeGraphs:
+    """The decode step of a model for batches of up to ``max_num_seqs`` sequences.
+
+    Args:
+        kv_cache: of the model; the graphs read and write it where it lies.
+        max_blocks: most blocks of a sequence: the width of the block tables.
+        capture: turns a function without arguments, which reads and writes fixed tensors, into one
+            that repeats its work; a CUDA graph by default.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        kv_cache: torch.Tensor,
+        *,
+        max_num_seqs: int,
+        max_blocks: int,
+        capture: Callable[[Callable[[], None]], Callable[[], None]] | None = None,
+    ) -> None:
+        device = kv_cache.device
+        weight = model.model.embed_tokens.weight
+        hidden_size = weight.shape[1]
+        self._model, self._kv_cache = model, kv_cache
+        self.batch_sizes = _batch_sizes(max_num_seqs)
+        largest = self.batch_sizes[-1]
+
+        def fixed(shape: tuple[int, ...], dtype: torch.dtype, fill: int = 0) -> torch.Tensor:
+            return torch.full(shape, fill, dtype=dtype, device=device)
+
+        self._token_ids = fixed((largest,), torch.int64)
+        self._positions = fixed((largest,), torch.int64)
+        self._slot_mapping = fixed((largest,), torch.int64, -1)
+        self._block_tables = fixed((largest, max_blocks), torch.int32)
+        self._context_lens = fixed((largest,), torch.int32)
+        self._cu_seqlens = torch.arange(largest + 1, dtype=torch.int32, device=device)
+        self._hidden = torch.zeros(largest, hidden_size, dtype=weight.dtype, device=device)
+        self._max_context_len = max_blocks * kv_cache.shape[3]
+        self._pool: tuple[int, int] | None = None
+        # The largest first: the smaller ones then fit into its memory pool.
+        capture = capture or self._capture_cuda_graph
+        self._replays = {size: capture(self._step(size)) for size in reversed(self.batch_sizes)}
+
+    def fits(self, metadata: AttentionMetadata) -> bool:
+        """Whether the batch is one of decoding only, of a size that was captured."""
+        return metadata.max_seqlen_q == 1 and len(metadata.context_lens) <= self.batch_sizes[-1]
+
+    def run(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        """Hidden states of a batch that fits, (batch, hidden_size), until the next call."""
+        batch = len(token_ids)
+        size = self.batch_sizes[bisect.bisect_left(self.batch_sizes, batch)]
+        self._token_ids[:batch].copy_(token_ids)
+        self._positions[:batch].copy_(positions)
+        self._slot_mapping[:batch].copy_(metadata.slot_mapping)
+        self._slot_mapping[batch:size].fill_(-1)
+        self._block_tables[:batch, : metadata.block_tables.shape[1]].copy_(metadata.block_tables)
+        self._context_lens[:batch].copy_(metadata.context_lens)
+        self._context_lens[batch:size].zero_()
+        self._replays[size]()
+        return self._hidden[:batch]
+
+    def _step(self, size: int) -> Callable[[], None]:
+        metadata = AttentionMetadata(
+            slot_mapping=self._slot_mapping[:size],
+            block_tables=self._block_tables[:size],
+            cu_seqlens_q=self._cu_seqlens[: size + 1],
+            context_lens=self._context_lens[:size],
+            max_seqlen_q=1,
+            max_context_len=self._max_context_len,
+        )
+
+        def step() -> None:
+            hidden = self._model(
+                self._token_ids[:size], self._positions[:size], self._kv_cache, metadata
+            )
+            self._hidden[:size].copy_(hidden)
+
+        return step
+
+    @torch.inference_mode()
+    def _capture_cuda_graph(self, step: Callable[[], None]) -> Callable[[], None]:
+        for _ in range(_WARM_UPS):
+            step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            step()
+        self._pool = self._pool or graph.pool()
+        return graph.replay
+
+
+def _batch_sizes(largest: int) -> list[int]:
+    """1, 2, 4, then every multiple of 8, and the largest itself."""
+    return sorted({size for size in (1, 2, 4, *range(8, largest, 8), largest) if size <= largest})

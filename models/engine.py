@@ -1,0 +1,291 @@
+"""The loop that serves requests: schedule, run, sample; on token ids alone."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence as Items
+
+import torch
+
+import cache
+from cache import AllocStatus, CacheManager, UnsupportedByDesign
+from models.beam_search import BeamSearch
+from models.outputs import CompletionOutput, TokenOutput
+from models.runner import ModelRunner
+from models.sampler import Sampler
+from models.sampling_params import SamplingParams
+from models.scheduler import Scheduler, offers
+from models.sequence import FinishReason, Request, RequestStats, Sequence, Status
+
+
+class Engine:
+    """Serves requests, several at a time, one ``step`` after the other.
+
+    Args:
+        max_model_len: longest sequence, prompt included.  No longer than ``longest_sequence`` says.
+        vocab_size: of the model; token ids are below it.
+        eos_token_ids: end an output unless the request ignores them.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        sampler: Sampler,
+        *,
+        max_model_len: int,
+        vocab_size: int,
+        eos_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        self.scheduler, self.runner, self.sampler = scheduler, runner, sampler
+        self.manager: CacheManager = scheduler.manager
+        self.max_model_len, self.vocab_size = max_model_len, vocab_size
+        self.eos_token_ids = eos_token_ids
+        self.requests: dict[int, Request] = {}
+        """Unfinished requests by their id."""
+        self._request_ids = itertools.count()
+        self._seq_ids = itertools.count()
+        self._beam_searches: dict[int, BeamSearch] = {}
+        self._can_fork = offers(self.manager, "fork")
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.requests)
+
+    def check(self, prompt_token_ids: Items[int], params: SamplingParams) -> None:
+        """Raise what ``add`` would raise for this request."""
+        length = len(prompt_token_ids)
+        if not length:
+            raise ValueError("prompt: has no tokens; needs at least one")
+        largest = max(prompt_token_ids)
+        if min(prompt_token_ids) < 0 or largest >= self.vocab_size:
+            raise ValueError(
+                f"prompt: token ids from {min(prompt_token_ids)} to {largest}; needs ids from 0 to "
+                f"{self.vocab_size - 1}"
+            )
+        if length >= self.max_model_len:
+            raise ValueError(
+                f"prompt: has {length} tokens; needs at most {self.max_model_len - 1}, one less "
+                f"than max_model_len={self.max_model_len}, which model and KV cache allow"
+            )
+        width = max(params.n, params.beam_width or 1)
+        if width > self.scheduler.max_num_seqs:
+            name = "n" if params.beam_width is None else "beam_width"
+            raise ValueError(
+                f"{name}={width}: needs at most max_num_seqs={self.scheduler.max_num_seqs}"
+            )
+        if params.beam_width is not None:
+            self._check_beam_search(length, params)
+
+    def _check_beam_search(self, prompt_length: int, params: SamplingParams) -> None:
+        if not self._can_fork:
+            raise UnsupportedByDesign(self.manager.name, "fork, which beam search needs")
+        block_size = self.manager.block_size
+        longest = min(prompt_length + params.max_tokens, self.max_model_len)
+        needed = params.beam_width * -(-longest // block_size)
+        available = longest_sequence(self.manager, self.manager.num_blocks * block_size)
+        if needed > available // block_size:
+            raise ValueError(
+                f"beam_width={params.beam_width}: beams of {longest} tokens may need {needed} "
+                f"blocks, all at a time; the cache has {available // block_size}"
+            )
+
+    def add(self, prompt_token_ids: Items[int], params: SamplingParams) -> int:
+        """Put a request at the end of the line; returns its id.
+
+        Raises ValueError for a prompt that is empty, has ids out of range, or does not fit, and for
+        more outputs than max_num_seqs or the cache allow; UnsupportedByDesign for beam search with
+        a manager that cannot fork.
+        """
+        prompt = list(prompt_token_ids)
+        self.check(prompt, params)
+        stops = params.stop_token_ids | (frozenset() if params.ignore_eos else self.eos_token_ids)
+        request = Request(
+            request_id=next(self._request_ids),
+            prompt_token_ids=prompt,
+            params=params,
+            max_tokens=min(params.max_tokens, self.max_model_len - len(prompt)),
+            stop_token_ids=stops,
+            stats=RequestStats(arrival_time=time.perf_counter()),
+        )
+        num_outputs = params.n if params.beam_width is None else params.beam_width
+        num_sequences = 1 if self._can_fork else num_outputs
+        for index in range(num_sequences):
+            seq = Sequence(next(self._seq_ids), prompt, request, index)
+            seq.num_pending_forks = num_outputs - num_sequences
+            request.sequences.append(seq)
+            self.scheduler.add(seq)
+        if params.beam_width is not None:
+            self._beam_searches[request.request_id] = BeamSearch(request)
+        self.requests[request.request_id] = request
+        return request.request_id
+
+    def abort(self, request_id: int) -> Request:
+        """Cancel an unfinished request, keeping the tokens it has.  Raises KeyError without one."""
+        request = self.requests[request_id]
+        for seq in request.sequences:
+            if seq.status is not Status.FINISHED:
+                self._finish_sequence(seq, FinishReason.ABORT)
+        self._finish_request(request)
+        return request
+
+    def step(self) -> tuple[list[TokenOutput], list[Request]]:
+        """Compute one batch.  Returns the new tokens, and the requests that are finished by them.
+
+        Beam search has no tokens to tell before it is finished.
+        """
+        step = self.scheduler.schedule()
+        self._note_scheduled(step)
+        if not step.sequences:
+            return [], []
+        logits = self.runner.run(step, self.manager)
+        rows: list[int] = []
+        drawing: list[Sequence] = []
+        searches: dict[int, BeamSearch] = {}
+        complete = (
+            seq for seq, end in zip(step.sequences, step.ends, strict=True) if end == seq.num_tokens
+        )
+        for row, seq in enumerate(complete):
+            request_id = seq.request.request_id
+            search = self._beam_searches.get(request_id)
+            if search is not None:
+                search.observe(seq, logits[row])
+                searches[request_id] = search
+                continue
+            for drawer in (seq, *self._fork_samples(seq)):
+                rows.append(row)
+                drawing.append(drawer)
+
+        tokens = self._sample(logits, rows, drawing)
+        now = time.perf_counter()
+        outputs, finished = [], []
+        for seq, token in zip(drawing, tokens, strict=True):
+            outputs.append(self._append(seq, token, now))
+            if seq.status is Status.FINISHED and seq.request.is_finished:
+                finished.append(seq.request)
+        for search in searches.values():
+            if search.is_ready and self._advance(search, now):
+                finished.append(search.request)
+        for request in finished:
+            self._finish_request(request)
+        return outputs, finished
+
+    def completions(self, request: Request) -> list[CompletionOutput]:
+        """The outputs of a finished request, without text."""
+        search = self._beam_searches.pop(request.request_id, None)
+        if search is not None:
+            return [
+                CompletionOutput(
+                    index, best.token_ids, best.finish_reason,
+                    cumulative_logprob=best.cumulative_logprob,
+                )
+                for index, best in enumerate(search.best())
+            ]  # fmt: skip
+        return [
+            CompletionOutput(seq.index, seq.output_token_ids, seq.finish_reason)
+            for seq in sorted(request.sequences, key=lambda seq: seq.index)
+        ]
+
+    def _note_scheduled(self, step) -> None:
+        for seq in step.preempted:
+            search = self._beam_searches.get(seq.request.request_id)
+            if search is not None:
+                search.forget(seq)
+        for seq in step.sequences:
+            stats = seq.request.stats
+            if stats.first_scheduled_time is None:
+                stats.first_scheduled_time = time.perf_counter()
+                stats.num_cached_tokens = seq.num_cached_tokens
+
+    def _sample(
+        self, logits: torch.Tensor, rows: list[int], sequences: list[Sequence]
+    ) -> list[int]:
+        if not rows:
+            return []
+        if len(rows) != len(logits) or rows != list(range(len(rows))):
+            logits = logits[rows]
+        params = [seq.request.params for seq in sequences]
+        seeds = [seq.next_noise_seed for seq in sequences]
+        return self.sampler(logits, params, seeds).tolist()
+
+    def _append(self, seq: Sequence, token: int, now: float) -> TokenOutput:
+        seq.append_token(token)
+        request = seq.request
+        if request.stats.first_token_time is None:
+            request.stats.first_token_time = now
+        if token in request.stop_token_ids:
+            self._finish_sequence(seq, FinishReason.STOP)
+        elif seq.num_output_tokens == request.max_tokens:
+            self._finish_sequence(seq, FinishReason.LENGTH)
+        return TokenOutput(request.request_id, seq.index, token, seq.finish_reason)
+
+    def _fork(self, seq: Sequence, index: int) -> Sequence:
+        child = seq.fork(next(self._seq_ids))
+        child.index = index
+        self.manager.fork(seq, child)
+        self.scheduler.add_fork(child)
+        return child
+
+    def _fork_samples(self, seq: Sequence) -> list[Sequence]:
+        """The other samples of a prompt that has just been computed."""
+        children = [self._fork(seq, index) for index in range(1, 1 + seq.num_pending_forks)]
+        seq.num_pending_forks = 0
+        seq.request.sequences += children
+        return children
+
+    def _advance(self, search: BeamSearch, now: float) -> bool:
+        """Replace the beams of a search by their successors; True if it is over."""
+        request = search.request
+        if request.stats.first_token_time is None:
+            request.stats.first_token_time = now
+        expansion = search.expand()
+        if expansion is None:
+            for beam in search.beams:
+                self._finish_sequence(beam, FinishReason.LENGTH)
+            return True
+        beams = []
+        for beam, successors in expansion.successors:
+            beam.num_pending_forks = 0
+            children = [self._fork(beam, beam.index) for _ in successors[1:]]
+            for seq, (token, total) in zip((beam, *children), successors, strict=True):
+                seq.append_token(token)
+                seq.cumulative_logprob = total
+                beams.append(seq)
+        for beam in expansion.dead:
+            self.scheduler.finish(beam)
+        search.beams = request.sequences = beams
+        return False
+
+    def _finish_sequence(self, seq: Sequence, reason: FinishReason) -> None:
+        seq.finish_reason = reason
+        self.scheduler.finish(seq)
+
+    def _finish_request(self, request: Request) -> None:
+        del self.requests[request.request_id]
+        search = self._beam_searches.get(request.request_id)
+        if search is not None:
+            lengths = [len(hypothesis.token_ids) for hypothesis in search.best()]
+        else:
+            lengths = [seq.num_output_tokens for seq in request.sequences]
+        stats = request.stats
+        stats.finish_time = time.perf_counter()
+        stats.num_output_tokens = sum(lengths)
+        stats.longest_output = max(lengths, default=0)
+
+
+def longest_sequence(manager: CacheManager, limit: int) -> int:
+    """Most tokens, up to ``limit``, that a sequence of ``manager`` may have; 0 for none."""
+
+    def fits(num_blocks: int) -> bool:
+        probe = cache.Sequence(object(), bytes(min(limit, num_blocks * manager.block_size)))
+        return manager.can_allocate(probe) is not AllocStatus.NEVER
+
+    fitting, too_many = 0, min(manager.num_blocks, -(-limit // manager.block_size)) + 1
+    while too_many - fitting > 1:
+        middle = (fitting + too_many) // 2
+        if fits(middle):
+            fitting = middle
+        else:
+            too_many = middle
+    return min(limit, fitting * manager.block_size)

@@ -1,0 +1,117 @@
+"""Command line: ``python -m models.generate --model DIR --prompt "..."``."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from cache import UnsupportedByDesign
+from models.llm import LLM
+from models.outputs import RequestOutput
+from models.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Generate text with a Llama or Qwen3 checkpoint on a paged KV cache."""
+
+    model: Path
+    """Folder of a Hugging Face checkpoint."""
+    prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """A prompt; may be given several times."""
+    prompt_ids: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """A prompt as token ids, separated by commas; may be given several times."""
+    max_tokens: int = 64
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    n: int = 1
+    """Outputs per prompt."""
+    beam_width: int | None = None
+    seed: int | None = None
+    ignore_eos: bool = False
+    device: str | None = None
+    dtype: str | None = None
+    attention_backend: Literal["triton", "torch", "flash_attn"] | None = None
+    manager: str = "vllm_v1"
+    policy: str = "lru"
+    block_size: int = 16
+    num_blocks: int | None = None
+    max_model_len: int | None = None
+    prefix_caching: bool = True
+    preemption: Literal["recompute", "swap"] = "recompute"
+    random_weights: bool = False
+    """Ignore the checkpoint's weights."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns its exit status."""
+    args = tyro.cli(Arguments, prog="python -m models.generate", args=arguments)
+    try:
+        prompts = [*args.prompt, *map(_token_ids, args.prompt_ids)]
+        if not prompts:
+            raise ValueError("--prompt: needs at least one prompt")
+        params = SamplingParams(
+            n=args.n,
+            temperature=args.temperature,
+            top_k=args.top_k,
+            top_p=args.top_p,
+            seed=args.seed,
+            max_tokens=args.max_tokens,
+            ignore_eos=args.ignore_eos,
+            beam_width=args.beam_width,
+        )
+        llm = LLM(
+            args.model,
+            device=args.device,
+            dtype=args.dtype,
+            attention_backend=args.attention_backend,
+            manager=args.manager,
+            policy=args.policy,
+            block_size=args.block_size,
+            num_blocks=args.num_blocks,
+            max_model_len=args.max_model_len,
+            enable_prefix_caching=args.prefix_caching,
+            preemption=args.preemption,
+            random_weights=args.random_weights,
+        )
+        outputs = llm.generate(prompts, params)
+    except (ValueError, OSError, ImportError, UnsupportedByDesign) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for output in outputs:
+        _print(output)
+    return 0
+
+
+def _token_ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--prompt-ids {text!r}: needs ints separated by commas") from None
+
+
+def _print(output: RequestOutput) -> None:
+    prompt = output.prompt if output.prompt is not None else output.prompt_token_ids
+    print(f"prompt: {prompt}")
+    for completion in output.outputs:
+        text = completion.text if completion.text is not None else completion.token_ids
+        print(f"output {completion.index} ({completion.finish_reason}): {text}")
+    stats = output.stats
+    per_token = stats.time_per_output_token
+    line = (
+        f"{len(output.prompt_token_ids)} prompt tokens, {stats.num_cached_tokens} of them cached; "
+        f"{stats.num_output_tokens} tokens generated; "
+        f"first after {stats.time_to_first_token * 1e3:.1f} ms"
+    )
+    if per_token is not None:
+        line += f", then {per_token * 1e3:.2f} ms each"
+    print(line)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

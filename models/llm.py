@@ -1,0 +1,376 @@
+"""LLM: a checkpoint, a KV cache and an engine behind ``generate``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from cache import EvictionPolicy, make_manager
+from models.attention import make_backend
+from models.config import ModelConfig
+from models.decoder import build_model
+from models.engine import Engine, longest_sequence
+from models.memory import (
+    CPU_KV_CACHE_BYTES,
+    blocks_within,
+    num_gpu_blocks,
+    profile_peak_bytes,
+)
+from models.outputs import CompletionOutput, RequestOutput, TokenOutput
+from models.parallel import join_tensor_parallel
+from models.runner import ModelRunner
+from models.sampler import Sampler
+from models.sampling_params import SamplingParams
+from models.scheduler import Scheduler
+from models.sequence import Request
+from models.weights import load_weights, randomize_weights
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """Generates text with a Llama or Qwen3 model on a paged KV cache.
+
+        llm = LLM("path/to/Qwen3-0.6B")
+        [output] = llm.generate("The capital of France is", SamplingParams(temperature=0))
+        print(output.outputs[0].text)
+
+    Args:
+        model: folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer.json), or a
+            ModelConfig, which gets random weights.
+        device: "cuda" or "cpu"; a GPU if there is one.
+        dtype: of weights and KV cache: that of the checkpoint on a GPU, fp32 on a CPU.
+        attention_backend: "triton" (the usual one on a GPU), "torch" (on a CPU), "flash_attn".
+        manager: design of the cache manager, a key of ``cache.MANAGERS``.
+        policy: eviction policy, for designs with prefix caching.
+        block_size: tokens of a block.
+        num_blocks: blocks of the KV cache.  By default as many as fit: on a GPU into
+            gpu_memory_utilization of its memory, beside what a profiling run of the largest batch
+            took; on a CPU into 4 GiB, and no more than max_num_seqs of the longest sequences need.
+        num_host_blocks: blocks of host memory for preemption="swap"; by default num_blocks, but no
+            more than fit into 4 GiB.
+        max_model_len: longest sequence, prompt included; by default what model and cache allow.
+        max_num_seqs, max_num_batched_tokens: most sequences at a time, most tokens in a step.
+        enable_prefix_caching: share the K/V of equal prefixes.
+        enable_chunked_prefill: compute prompts in chunks where they exceed max_num_batched_tokens.
+        preemption: "recompute" or "swap": what becomes of the K/V of a sequence that has to yield.
+        tensor_parallel_size: number of processes, started by torchrun, that share the model.
+        hash_algorithm: of the prefix cache; the manager's own by default.
+        manager_options: further options of the manager's design.
+        random_weights: ignore the checkpoint's weights.
+        cuda_graphs: replay decoding from CUDA graphs; on a GPU by default, except for backends
+            that read lengths on the host.
+        seed: of random weights, and of requests without a seed of their own.
+
+    Raises ValueError, naming the argument or the file, for what does not fit together: an unknown
+    architecture, absent or mismatched weights, a cache that holds not one sequence ...;
+    FileNotFoundError for a folder that is not there; ImportError for an absent flash-attn.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | ModelConfig,
+        *,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | str | None = None,
+        attention_backend: str | None = None,
+        manager: str = "vllm_v1",
+        policy: str | EvictionPolicy = "lru",
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        num_host_blocks: int | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 8192,
+        enable_prefix_caching: bool = True,
+        enable_chunked_prefill: bool = True,
+        preemption: str = "recompute",
+        tensor_parallel_size: int = 1,
+        gpu_memory_utilization: float = 0.9,
+        hash_algorithm: str | None = None,
+        manager_options: Mapping[str, object] | None = None,
+        random_weights: bool = False,
+        cuda_graphs: bool | None = None,
+        seed: int = 0,
+    ) -> None:
+        if preemption not in ("recompute", "swap"):
+            raise ValueError(f"preemption={preemption!r}: choose from recompute, swap")
+        for name, value in (
+            ("block_size", block_size),
+            ("num_blocks", num_blocks),
+            ("num_host_blocks", num_host_blocks),
+            ("max_model_len", max_model_len),
+            ("max_num_seqs", max_num_seqs),
+            ("max_num_batched_tokens", max_num_batched_tokens),
+            ("tensor_parallel_size", tensor_parallel_size),
+        ):
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name}={value!r}: needs an int of at least 1")
+        folder = None if isinstance(model, ModelConfig) else Path(model)
+        config = model if folder is None else ModelConfig.from_folder(folder)
+        self.config = config
+        self.device = _device(device)
+        self.dtype = _dtype(dtype, config, self.device)
+        self.tokenizer = _tokenizer(folder)
+        backend = make_backend(attention_backend, self.device)
+        self._tp = join_tensor_parallel(tensor_parallel_size, self.device)
+        longest = min(
+            max_model_len or config.max_position_embeddings, config.max_position_embeddings
+        )
+        if max_model_len is not None and max_model_len > longest:
+            raise ValueError(f"max_model_len={max_model_len}: the model has {longest} positions")
+
+        self.model = build_model(
+            config,
+            backend,
+            dtype=self.dtype,
+            device=self.device,
+            max_positions=longest,
+            tp=self._tp,
+        )
+        if folder is None or random_weights:
+            randomize_weights(self.model, seed=seed, std=config.initializer_range)
+        else:
+            load_weights(self.model, folder)
+
+        block_bytes = config.kv_block_bytes(
+            block_size, self.dtype, tensor_parallel_size=tensor_parallel_size
+        )
+        if num_blocks is None:
+            num_blocks = self._default_num_blocks(
+                block_size, block_bytes, longest, max_num_seqs, max_num_batched_tokens,
+                gpu_memory_utilization,
+            )  # fmt: skip
+        if preemption == "recompute":
+            num_host_blocks = 0
+        elif num_host_blocks is None:
+            num_host_blocks = min(num_blocks, max(1, CPU_KV_CACHE_BYTES // block_bytes))
+        options = dict(manager_options or {})
+        if manager == "contiguous":
+            options.setdefault("final_length", _final_length)
+        if hash_algorithm is not None:
+            options["hash_algorithm"] = hash_algorithm
+        self.manager = make_manager(
+            manager,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            policy=policy,
+            enable_prefix_caching=enable_prefix_caching,
+            **options,
+        )
+        scheduler = Scheduler(
+            self.manager,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            num_host_blocks=num_host_blocks,
+            chunked_prefill=enable_chunked_prefill,
+        )
+        self.max_model_len = self._fit_max_model_len(max_model_len, longest, scheduler)
+        if cuda_graphs is None:
+            cuda_graphs = self.device.type == "cuda" and backend.name != "torch"
+        runner = ModelRunner(
+            self.model,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_host_blocks=num_host_blocks,
+            max_num_seqs=max_num_seqs,
+            max_model_len=self.max_model_len,
+            use_kernels=self.device.type == "cuda" or backend.name == "triton",
+            cuda_graphs=cuda_graphs,
+        )
+        self.engine = Engine(
+            scheduler,
+            runner,
+            Sampler(self.device, seed),
+            max_model_len=self.max_model_len,
+            vocab_size=config.vocab_size,
+            eos_token_ids=config.eos_token_ids,
+        )
+        self._prompts: dict[int, str] = {}
+        self._outbox: defaultdict[int, list[TokenOutput | RequestOutput]] = defaultdict(list)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Generate for one or several prompts, each a text or a list of token ids.
+
+        sampling_params: for all prompts, or one for each.
+
+        Returns one output per prompt, in order.  Raises ValueError for prompts or parameters that
+        do not fit; then nothing is generated.
+        """
+        request_ids = self._add_all(prompts, sampling_params)
+        done = {
+            event.request_id: event
+            for event in self._events(request_ids)
+            if isinstance(event, RequestOutput)
+        }
+        return [done[request_id] for request_id in request_ids]
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[TokenOutput | RequestOutput]:
+        """Generate as ``generate`` does; yields each token as it comes, and each request's outputs
+        when it is finished.  Tokens of beam search come with the outputs only.
+
+        Request ids rise in the order of the prompts.  Leaving the iteration cancels what remains.
+        """
+        return self._events(self._add_all(prompts, sampling_params))
+
+    def abort(self, request_id: int) -> None:
+        """Cancel a request that ``stream`` serves: its outputs, as far as they are, come next.
+
+        Raises KeyError for a request that is unknown or finished.
+        """
+        request = self.engine.abort(request_id)
+        self._outbox[request_id].append(self._output(request))
+
+    def _events(self, request_ids: list[int]) -> Iterator[TokenOutput | RequestOutput]:
+        """What happens to these requests, until all are finished.  Others advance as well, and
+        find what happened to them in the outbox."""
+        outbox = self._outbox
+        remaining = set(request_ids)
+        try:
+            while remaining:
+                for request_id in sorted(remaining):
+                    events, outbox[request_id] = outbox[request_id], []
+                    for event in events:
+                        if isinstance(event, RequestOutput):
+                            remaining.discard(request_id)
+                        yield event
+                if remaining and not any(outbox[request_id] for request_id in remaining):
+                    tokens, finished = self.engine.step()
+                    for token in tokens:
+                        outbox[token.request_id].append(token)
+                    for request in finished:
+                        outbox[request.request_id].append(self._output(request))
+        finally:
+            for request_id in request_ids:
+                if request_id in self.engine.requests:
+                    self._output(self.engine.abort(request_id))
+                del outbox[request_id]
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt.  Raises ValueError if the model came without a tokenizer."""
+        if self.tokenizer is None:
+            raise ValueError(
+                "prompts: a text needs a tokenizer.json in the model's folder; pass token ids"
+            )
+        return self.tokenizer.encode(text).ids
+
+    def _add_all(self, prompts, sampling_params) -> list[int]:
+        if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
+            prompts = [prompts]
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params or SamplingParams()] * len(prompts)
+        if len(sampling_params) != len(prompts):
+            raise ValueError(
+                f"sampling_params: {len(sampling_params)} for {len(prompts)} prompts; needs one "
+                "for all, or one for each"
+            )
+        tokens = [self.encode(p) if isinstance(p, str) else p for p in prompts]
+        for i, (ids, params) in enumerate(zip(tokens, sampling_params, strict=True)):
+            try:
+                self.engine.check(ids, params)
+            except ValueError as error:
+                raise ValueError(f"prompts[{i}]: {error}") from None
+        request_ids = []
+        for prompt, ids, params in zip(prompts, tokens, sampling_params, strict=True):
+            request_ids.append(self.engine.add(ids, params))
+            if isinstance(prompt, str):
+                self._prompts[request_ids[-1]] = prompt
+        return request_ids
+
+    def _output(self, request: Request) -> RequestOutput:
+        outputs = self.engine.completions(request)
+        if self.tokenizer is not None:
+            outputs = [self._with_text(output) for output in outputs]
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=self._prompts.pop(request.request_id, None),
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=outputs,
+            stats=request.stats,
+        )
+
+    def _with_text(self, output: CompletionOutput) -> CompletionOutput:
+        text = self.tokenizer.decode(output.token_ids, skip_special_tokens=True)
+        return dataclasses.replace(output, text=text)
+
+    def _default_num_blocks(
+        self,
+        block_size: int,
+        block_bytes: int,
+        max_model_len: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        gpu_memory_utilization: float,
+    ) -> int:
+        if not 0 < gpu_memory_utilization <= 1:
+            raise ValueError(
+                f"gpu_memory_utilization={gpu_memory_utilization!r}: needs a share in (0, 1]"
+            )
+        if self.device.type == "cpu":
+            wanted = max_num_seqs * -(-max_model_len // block_size)
+            fitting = blocks_within(CPU_KV_CACHE_BYTES, block_bytes, "KV cache on the CPU")
+            return min(wanted, fitting)
+        peak = profile_peak_bytes(
+            self.model,
+            num_tokens=max_num_batched_tokens,
+            num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            block_size=block_size,
+        )
+        total = torch.cuda.mem_get_info(self.device)[1]
+        fitting = num_gpu_blocks(total, gpu_memory_utilization, peak, block_bytes)
+        return self._tp.least(fitting, self.device)  # all ranks keep the same tables
+
+    def _fit_max_model_len(self, asked: int | None, longest: int, scheduler: Scheduler) -> int:
+        """The longest sequence that the cache, and without chunked prefill one step, can hold."""
+        fitting = longest_sequence(self.manager, longest)
+        limit = f"the KV cache of num_blocks={self.manager.num_blocks}"
+        if not scheduler.chunked_prefill and scheduler.max_num_batched_tokens < fitting:
+            fitting = scheduler.max_num_batched_tokens
+            limit = f"max_num_batched_tokens={fitting} without chunked prefill"
+        if fitting < 2:
+            raise ValueError(f"{limit} holds a sequence of {fitting} tokens; needs at least 2")
+        if asked is not None and asked > fitting:
+            raise ValueError(f"max_model_len={asked}: {limit} holds one of {fitting} tokens")
+        return fitting
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={str(device)!r}: there is no GPU here")
+    return device
+
+
+def _dtype(dtype: torch.dtype | str | None, config: ModelConfig, device: torch.device):
+    if dtype is None:
+        return config.dtype if device.type == "cuda" else torch.float32
+    chosen = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if chosen not in (torch.float16, torch.bfloat16, torch.float32):
+        raise ValueError(f"dtype={dtype!r}: choose from float16, bfloat16, float32")
+    return chosen
+
+
+def _tokenizer(folder: Path | None) -> Tokenizer | None:
+    path = None if folder is None else folder / "tokenizer.json"
+    return Tokenizer.from_file(str(path)) if path is not None and path.exists() else None
+
+
+def _final_length(seq) -> int:
+    """Tokens that a sequence has in the end, if it does not stop early: what an oracle knows."""
+    return getattr(seq, "max_num_tokens", seq.num_tokens)

@@ -1,0 +1,86 @@
+"""How many blocks the KV cache gets."""
+
+from __future__ import annotations
+
+import torch
+
+from models.attention import AttentionMetadata
+from models.decoder import CausalLM
+from models.runner import make_kv_cache
+
+CPU_KV_CACHE_BYTES = 4 << 30
+"""Most memory that the KV cache takes on a CPU if the number of blocks is not given."""
+
+
+def blocks_within(available_bytes: int, block_bytes: int, what: str) -> int:
+    """floor(available_bytes / block_bytes).  Raises ValueError, saying ``what`` it is, for none."""
+    num_blocks = available_bytes // block_bytes
+    if num_blocks < 1:
+        raise ValueError(
+            f"{what}: {max(0, available_bytes):,} bytes are left for the KV cache; one block needs "
+            f"{block_bytes:,}"
+        )
+    return num_blocks
+
+
+def num_gpu_blocks(total: int, utilization: float, peak: int, block_bytes: int) -> int:
+    """floor((total * utilization - peak) / block_bytes), as vLLM sizes its cache.
+
+    total: bytes of the GPU.  peak: most bytes in use during a profiling run, weights included.
+    """
+    return blocks_within(
+        int(total * utilization) - peak, block_bytes, f"gpu_memory_utilization={utilization}"
+    )
+
+
+@torch.inference_mode()
+def profile_peak_bytes(
+    model: CausalLM, *, num_tokens: int, num_seqs: int, max_model_len: int, block_size: int
+) -> int:
+    """Most bytes in use on the GPU while the model computes the largest batch it may meet.
+
+    ``num_tokens`` tokens of as few sequences as hold them, and the logits of ``num_seqs``; their
+    K/V are not stored.  Memory that other processes hold counts as well.
+    """
+    device = model.model.embed_tokens.weight.device
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    run_largest_batch(
+        model,
+        num_tokens=num_tokens,
+        num_seqs=num_seqs,
+        max_model_len=max_model_len,
+        block_size=block_size,
+    )
+    torch.cuda.synchronize(device)
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    return torch.cuda.max_memory_allocated(device) + others
+
+
+@torch.inference_mode()
+def run_largest_batch(
+    model: CausalLM, *, num_tokens: int, num_seqs: int, max_model_len: int, block_size: int
+) -> torch.Tensor:
+    """Compute num_tokens tokens of sequences of up to max_model_len, and num_seqs rows of logits,
+    without storing K/V: the cache of the run has a single block, which every table repeats."""
+    device = model.model.embed_tokens.weight.device
+    lengths = [max_model_len] * (num_tokens // max_model_len)
+    if num_tokens % max_model_len:
+        lengths.append(num_tokens % max_model_len)
+    lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    metadata = AttentionMetadata(
+        slot_mapping=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
+        block_tables=torch.zeros(
+            len(lengths), -(-max(lengths) // block_size), dtype=torch.int32, device=device
+        ),
+        cu_seqlens_q=torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0)),
+        context_lens=lens,
+        max_seqlen_q=max(lengths),
+        max_context_len=max(lengths),
+    )
+    token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    positions = torch.cat([torch.arange(length, device=device) for length in lengths])
+    hidden = model(token_ids, positions, make_kv_cache(model, 1, block_size), metadata)
+    rows = torch.zeros(num_seqs, dtype=torch.int64, device=device)
+    return model.logits(hidden[rows]).float()

@@ -1,0 +1,45 @@
+"""What a request returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from models.sequence import FinishReason, RequestStats
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One of the outputs of a request."""
+
+    index: int
+    token_ids: list[int]
+    """Generated tokens, the one that ended the output included."""
+    finish_reason: FinishReason
+    text: str | None = None
+    """Without special tokens; None if the model has no tokenizer."""
+    cumulative_logprob: float | None = None
+    """Sum of log p of the tokens; None but for beam search."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """The outputs of a prompt; of beam search the best first."""
+
+    request_id: int
+    prompt: str | None
+    """None if the prompt was given as tokens."""
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    stats: RequestStats
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """A new token of an output, as streamed."""
+
+    request_id: int
+    index: int
+    """Which of the request's outputs."""
+    token_id: int
+    finish_reason: FinishReason | None
+    """None while more tokens follow."""

@@ -1,0 +1,176 @@
+"""Runs the steps of the scheduler: moves blocks, prepares inputs, computes logits."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+import kernels
+from cache import CacheManager
+from kernels import reference
+from models.attention import AttentionMetadata
+from models.cuda_graphs import DecodeGraphs
+from models.decoder import CausalLM
+from models.scheduler import BlockPairs, Step
+
+
+class ModelRunner:
+    """A model and its KV cache.
+
+    Args:
+        model: with its weights.
+        num_blocks, block_size: of the KV cache, which lies beside the model and starts as zeros.
+        num_host_blocks: of the host's part of the cache, pinned if the model is on a GPU.
+        max_num_seqs, max_model_len: bounds of the batches to come.
+        use_kernels: move blocks by the Triton kernels; else by their plain PyTorch twins.
+        cuda_graphs: replay decoding from CUDA graphs, captured now.
+
+    Attributes:
+        kv_cache: (2, num_layers, num_blocks, block_size, num_kv_heads_per_rank, head_dim).
+        host_cache: the same with num_host_blocks, in host memory; None without any.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        *,
+        num_blocks: int,
+        block_size: int,
+        num_host_blocks: int = 0,
+        max_num_seqs: int,
+        max_model_len: int,
+        use_kernels: bool,
+        cuda_graphs: bool = False,
+    ) -> None:
+        self.model, self.block_size = model, block_size
+        weight = model.model.embed_tokens.weight
+        self.device = weight.device
+        self.kv_cache = make_kv_cache(model, num_blocks, block_size)
+        self.host_cache = None
+        if num_host_blocks:
+            shape = (*self.kv_cache.shape[:2], num_host_blocks, *self.kv_cache.shape[3:])
+            self.host_cache = torch.zeros(
+                shape, dtype=weight.dtype, pin_memory=self.device.type == "cuda"
+            )
+        ops = kernels if use_kernels else reference
+        self._copy_blocks, self._swap_blocks = ops.copy_blocks, ops.swap_blocks
+        self._graphs = None
+        if cuda_graphs:
+            self._graphs = DecodeGraphs(
+                model,
+                self.kv_cache,
+                max_num_seqs=max_num_seqs,
+                max_blocks=-(-max_model_len // block_size),
+            )
+
+    @torch.inference_mode()
+    def run(self, step: Step, manager: CacheManager) -> torch.Tensor:
+        """Move the blocks of a step and compute its tokens.
+
+        Returns the logits that follow the last token of each sequence all whose tokens are now
+        computed, (number of such sequences, vocab_size), in the order of the step.
+        """
+        self._move_blocks(step)
+        token_ids, positions, metadata, logit_rows = self.prepare(step, manager)
+        if self._graphs is not None and self._graphs.fits(metadata):
+            hidden = self._graphs.run(token_ids, positions, metadata)
+        else:
+            hidden = self.model(token_ids, positions, self.kv_cache, metadata)
+        return self.model.logits(hidden[logit_rows])
+
+    def prepare(
+        self, step: Step, manager: CacheManager
+    ) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata, torch.Tensor]:
+        """Inputs of the model for the tokens of a step, and the rows that logits are wanted of.
+
+        Returns token_ids and positions, (num_tokens,) int64 each, the metadata, and the rows,
+        (number of sequences whose last token is among them,) int64.
+        """
+        starts, ends = np.array(step.starts), np.array(step.ends)
+        tables = [manager.block_table(seq) for seq in step.sequences]
+        block_tables = np.zeros((len(tables), max(map(len, tables))), dtype=np.int32)
+        tokens = array("I")
+        for row, (seq, table) in enumerate(zip(step.sequences, tables, strict=True)):
+            block_tables[row, : len(table)] = table
+            tokens += seq.token_ids[step.starts[row] : step.ends[row]]
+
+        counts = ends - starts
+        cu_seqlens = np.concatenate(([0], counts.cumsum()))
+        rows = np.repeat(np.arange(len(counts)), counts)
+        positions = np.arange(len(tokens)) + (starts - cu_seqlens[:-1])[rows]
+        columns, offsets = np.divmod(positions, self.block_size)
+        slots = block_tables[rows, columns].astype(np.int64) * self.block_size + offsets
+        complete = [
+            end == len(seq.token_ids) for seq, end in zip(step.sequences, step.ends, strict=True)
+        ]
+        metadata = AttentionMetadata(
+            slot_mapping=self._upload(slots),
+            block_tables=self._upload(block_tables),
+            cu_seqlens_q=self._upload(cu_seqlens.astype(np.int32)),
+            context_lens=self._upload(ends.astype(np.int32)),
+            max_seqlen_q=int(counts.max()),
+            max_context_len=int(ends.max()),
+        )
+        token_ids = np.frombuffer(tokens, dtype=np.uint32).astype(np.int64)
+        return (
+            self._upload(token_ids),
+            self._upload(positions),
+            metadata,
+            self._upload(cu_seqlens[1:][complete] - 1),
+        )
+
+    def _move_blocks(self, step: Step) -> None:
+        if step.swap_out:
+            self._swap_blocks(self.kv_cache, self.host_cache, self._pairs(step.swap_out))
+        for batch in independent(step.copies):
+            self._copy_blocks(self.kv_cache, self._pairs(batch))
+        if step.swap_in:
+            self._swap_blocks(self.host_cache, self.kv_cache, self._pairs(step.swap_in))
+
+    def _pairs(self, pairs: BlockPairs) -> torch.Tensor:
+        return self._upload(np.array(pairs, dtype=np.int64))
+
+    def _upload(self, values: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(values)
+        if self.device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+
+def make_kv_cache(model: CausalLM, num_blocks: int, block_size: int) -> torch.Tensor:
+    """Zeros, (2, num_layers, num_blocks, block_size, num_kv_heads_per_rank, head_dim), beside the
+    model and in its dtype."""
+    weight = model.model.embed_tokens.weight
+    return torch.zeros(
+        2,
+        model.config.num_layers,
+        num_blocks,
+        block_size,
+        model.num_kv_heads_per_rank,
+        model.config.head_dim,
+        dtype=weight.dtype,
+        device=weight.device,
+    )
+
+
+def independent(pairs: BlockPairs) -> Iterable[BlockPairs]:
+    """Split copies, to be done in order, into batches each of which may be done in any order.
+
+    A batch ends before a pair that reads or overwrites a destination of it, or overwrites a source
+    of it.
+    """
+    batch: BlockPairs = []
+    sources: set[int] = set()
+    destinations: set[int] = set()
+    for src, dst in pairs:
+        if src in destinations or dst in destinations or dst in sources:
+            yield batch
+            batch, sources, destinations = [], set(), set()
+        batch.append((src, dst))
+        sources.add(src)
+        destinations.add(dst)
+    if batch:
+        yield batch

@@ -1,0 +1,251 @@
+"""Which sequences compute which tokens in the next step: continuous batching.
+
+Sequences stand in one line, ordered by the arrival of their requests, and are served in that order
+(FCFS), first those that hold blocks and then those that wait:
+
+* Running sequences get the tokens they lack: one when decoding, a chunk of their prompt otherwise.
+  If blocks run out, the youngest sequence that holds any is preempted.
+* Then waiting sequences are admitted while blocks, the token budget and the sequence budget last,
+  and not in a step that preempted one.  Nobody overtakes: a prompt too large for what is free now
+  waits at the head of the line.
+
+The oldest sequence can therefore always take what it needs, up to the whole cache, and every step
+computes tokens of it: there is no livelock.
+
+A preempted sequence returns to the head of the line.  By *recompute* its K/V are dropped, and
+computed again together with those of the tokens it has generated.  By *swap* they are copied to
+host memory and back (Kwon et al., 2023, section 4.5); where host memory is full it is recomputed.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import deque
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+from cache import AllocStatus, CacheManager, OutOfBlocks
+from models.sequence import Sequence, Status
+
+BlockPairs = list[tuple[int, int]]
+
+
+@dataclass(slots=True)
+class Step:
+    """What to do in one step.  The lists of blocks are to be copied before the model runs, in this
+    order: to host memory, within the cache, from host memory.
+
+    sequences[i] computes its tokens starts[i] to ends[i] - 1.
+    """
+
+    sequences: list[Sequence] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    swap_out: BlockPairs = field(default_factory=list)
+    """(device block, host block) pairs."""
+    copies: BlockPairs = field(default_factory=list)
+    """(source, destination) pairs; a later one may depend on an earlier."""
+    swap_in: BlockPairs = field(default_factory=list)
+    """(host block, device block) pairs."""
+    preempted: list[Sequence] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.ends) - sum(self.starts)
+
+
+class Scheduler:
+    """Serves sequences in order of arrival.
+
+    Args:
+        manager: of the blocks; all sequences that hold any are this scheduler's.
+        max_num_seqs: most sequences that hold blocks at a time.
+        max_num_batched_tokens: most tokens computed in one step.
+        num_host_blocks: blocks of host memory to swap to; 0 to recompute preempted sequences.
+        chunked_prefill: compute long prompts over several steps.  Without it, and with managers
+            whose design cannot do so, no sequence may be longer than max_num_batched_tokens.
+
+    Raises ValueError, naming the argument, for sizes out of range.
+    """
+
+    def __init__(
+        self,
+        manager: CacheManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        num_host_blocks: int = 0,
+        chunked_prefill: bool = True,
+    ) -> None:
+        for name, value, least in (
+            ("max_num_seqs", max_num_seqs, 1),
+            ("max_num_batched_tokens", max_num_batched_tokens, 1),
+            ("num_host_blocks", num_host_blocks, 0),
+        ):
+            if value < least:
+                raise ValueError(f"{name}={value!r}: needs an int of at least {least}")
+        self.manager = manager
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self._by_slots = offers(manager, "allocate_slots")
+        self.chunked_prefill = chunked_prefill and self._by_slots
+        self.running: list[Sequence] = []
+        self.waiting: deque[Sequence] = deque()
+        self._free_host_blocks = list(range(num_host_blocks))
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    @property
+    def num_free_host_blocks(self) -> int:
+        return len(self._free_host_blocks)
+
+    def add(self, seq: Sequence) -> None:
+        """Put a new sequence at the end of the line."""
+        self.waiting.append(seq)
+
+    def add_fork(self, seq: Sequence) -> None:
+        """Take over a sequence that has just got its blocks by ``manager.fork``."""
+        seq.status = Status.RUNNING
+        bisect.insort(self.running, seq, key=attrgetter("order"))
+
+    def finish(self, seq: Sequence) -> None:
+        """Remove a sequence wherever it is, and free what it holds.  Not between schedule and the
+        end of the step, if it is scheduled."""
+        if seq.status is Status.RUNNING:
+            self.running.remove(seq)
+            self.manager.free(seq)
+        elif seq.status is Status.WAITING:
+            self.waiting.remove(seq)
+            self._drop_host_copy(seq)
+        seq.status = Status.FINISHED
+
+    def schedule(self) -> Step:
+        """Choose the tokens of the next step and give them their slots.
+
+        After the step they count as computed: the caller must run all of it.  A sequence all whose
+        tokens are computed (a beam that waits for the others of its request) is passed over.
+        Raises RuntimeError if sequences wait that can never run.
+        """
+        step = Step()
+        budget = self._schedule_running(step)
+        if not step.preempted:
+            self._admit_waiting(step, budget)
+        if self.waiting and not (step.sequences or step.preempted):
+            head = self.waiting[0]
+            raise RuntimeError(
+                f"{head!r} waits, but nothing runs: {self.manager.num_free_blocks} of "
+                f"{self.manager.num_blocks} blocks are free, can_allocate says "
+                f"{self.manager.can_allocate(head).name}"
+            )
+        return step
+
+    def _schedule_running(self, step: Step) -> int:
+        """Returns what remains of the token budget."""
+        budget = self.max_num_batched_tokens
+        running, i = self.running, 0
+        while i < len(running) and budget > 0:
+            seq = running[i]
+            start = seq.num_computed_tokens
+            count = min(len(seq.token_ids) - start, budget)
+            if count == 0:
+                i += 1
+                continue
+            copies = self._extend(seq, count, step)
+            if copies is None:
+                break  # it was the youngest itself
+            step.copies += copies
+            step.sequences.append(seq)
+            step.starts.append(start)
+            step.ends.append(start + count)
+            budget -= count
+            i += 1
+        return budget
+
+    def _extend(self, seq: Sequence, count: int, step: Step) -> BlockPairs | None:
+        """Slots for the next ``count`` tokens, preempting the youngest; None if that is ``seq``."""
+        while True:
+            try:
+                if self._by_slots:
+                    return self.manager.allocate_slots(seq, count)
+                return self.manager.append(seq)
+            except OutOfBlocks:
+                victim = self.running.pop()
+                self._preempt(victim, step)
+                if victim is seq:
+                    return None
+
+    def _preempt(self, seq: Sequence, step: Step) -> None:
+        table = self.manager.block_table(seq)
+        num_blocks = -(-seq.num_computed_tokens // self.manager.block_size)
+        stats = seq.request.stats
+        if 0 < num_blocks <= len(self._free_host_blocks):
+            seq.host_blocks = [self._free_host_blocks.pop() for _ in range(num_blocks)]
+            seq.num_host_tokens = seq.num_computed_tokens
+            stats.num_swapped_tokens += seq.num_host_tokens
+            step.swap_out += zip(table, seq.host_blocks, strict=False)
+        self.manager.free(seq)
+        seq.status = Status.WAITING
+        stats.num_preemptions += 1
+        self.waiting.appendleft(seq)
+        step.preempted.append(seq)
+
+    def _admit_waiting(self, step: Step, budget: int) -> None:
+        slots = self.max_num_seqs - sum(1 + seq.num_pending_forks for seq in self.running)
+        while self.waiting and budget > 0:
+            seq = self.waiting[0]
+            slots -= 1 + seq.num_pending_forks
+            if slots < 0 or self.manager.can_allocate(seq) is not AllocStatus.OK:
+                return
+            scheduled = self._admit(seq, budget, step)
+            if scheduled is None:
+                return
+            start, end = scheduled
+            budget -= end - start
+            self.waiting.popleft()
+            seq.status = Status.RUNNING
+            bisect.insort(self.running, seq, key=attrgetter("order"))
+            step.sequences.append(seq)
+            step.starts.append(start)
+            step.ends.append(end)
+
+    def _admit(self, seq: Sequence, budget: int, step: Step) -> tuple[int, int] | None:
+        """Give a waiting sequence its blocks; returns its tokens to compute, or None if not now."""
+        length = len(seq.token_ids)
+        if self._by_slots:
+            hits, num_cached = self.manager.get_computed_blocks(seq)
+            start = max(num_cached, seq.num_host_tokens)
+            end = min(length, start + budget)
+            if end < length and not self.chunked_prefill:
+                return None
+            try:
+                self.manager.allocate_slots(seq, end - num_cached, hits)
+            except OutOfBlocks:
+                return None
+        else:
+            # How much is cached shows only afterwards: count on nothing.
+            if length - seq.num_host_tokens > budget:
+                return None
+            num_cached = self.manager.allocate(seq)
+            start, end = max(num_cached, seq.num_host_tokens), length
+        if seq.num_host_tokens:
+            self._restore(seq, num_cached, step)
+        return start, end
+
+    def _restore(self, seq: Sequence, num_cached: int, step: Step) -> None:
+        """Have the host copy of ``seq`` brought back, but for the blocks found in the cache."""
+        first = num_cached // self.manager.block_size
+        table = self.manager.block_table(seq)
+        step.swap_in += zip(seq.host_blocks[first:], table[first:], strict=False)
+        self._drop_host_copy(seq)
+
+    def _drop_host_copy(self, seq: Sequence) -> None:
+        """Host blocks are written at the earliest by the next step, after they have been read."""
+        self._free_host_blocks += seq.host_blocks
+        seq.host_blocks, seq.num_host_tokens = [], 0
+
+
+def offers(manager: CacheManager, method: str) -> bool:
+    """Whether the design of ``manager`` has an optional ``method`` of the interface."""
+    return getattr(type(manager), method) is not getattr(CacheManager, method)

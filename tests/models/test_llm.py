@@ -1,0 +1,322 @@
+"""LLM on tiny checkpoints: the tokens of transformers, whatever the cache does."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+
+import pytest
+import torch
+
+from cache import MANAGERS, CacheManager
+from models import LLM, FinishReason, ModelConfig, RequestOutput, SamplingParams, TokenOutput
+from models.generate import main
+
+MAX_TOKENS = 10
+GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+SHARED = [(i * 37 + 11) % 97 for i in range(26)]
+PROMPTS = [SHARED, [5], [*SHARED[:21], 1, 2, 3], [(i * 5) % 97 for i in range(17)], SHARED]
+
+
+@pytest.fixture(scope="module")
+def expected(make_checkpoint):
+    """expected(checkpoint) -> the greedy tokens of transformers for each prompt."""
+    known = {}
+
+    def generate(checkpoint):
+        if checkpoint not in known:
+            _, oracle = make_checkpoint(checkpoint)
+            known[checkpoint] = [
+                oracle.generate(torch.tensor([prompt]), max_new_tokens=MAX_TOKENS, do_sample=False)[
+                    0, len(prompt) :
+                ].tolist()
+                for prompt in PROMPTS
+            ]
+        return known[checkpoint]
+
+    return generate
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize(
+    ("block_size", "chunk", "caching", "checkpoint"),
+    [
+        (1, 9, True, "qwen3"),
+        (4, 64, True, "llama"),
+        (7, 9, False, "llama"),
+        (16, 64, True, "qwen3"),
+    ],
+)
+@pytest.mark.parametrize("manager", sorted(MANAGERS))
+def test_tokens_are_those_of_transformers(
+    manager, block_size, chunk, caching, checkpoint, preemption, make_checkpoint, expected
+):
+    chunks = MANAGERS[manager].allocate_slots is not CacheManager.allocate_slots
+    num_slots = 64 if manager == "contiguous" else 48  # too few for all prompts at a time
+    llm = LLM(
+        make_checkpoint(checkpoint)[0],
+        manager=manager,
+        block_size=block_size,
+        num_blocks=-(-num_slots // block_size),
+        max_num_batched_tokens=chunk if chunks else 64,
+        enable_prefix_caching=caching,
+        preemption=preemption,
+        manager_options={"reservation": "pow2"} if manager == "contiguous" else None,
+    )
+    outputs = llm.generate(PROMPTS, GREEDY)
+    assert tokens_of(outputs) == expected(checkpoint)
+    if manager != "contiguous":  # it reserves the whole output beforehand
+        assert sum(output.stats.num_preemptions for output in outputs) > 0
+    llm.manager.check_invariants()
+    assert llm.manager.num_free_blocks == llm.manager.num_blocks
+
+
+@pytest.mark.parametrize("checkpoint", ["llama_biased", "qwen3"])
+def test_the_kernels_give_the_same_tokens(checkpoint, make_checkpoint, expected):
+    llm = LLM(
+        make_checkpoint(checkpoint)[0],
+        attention_backend="triton",
+        block_size=3,
+        num_blocks=24,
+        max_num_batched_tokens=20,
+        preemption="swap",
+    )
+    outputs = llm.generate(PROMPTS[:3], SamplingParams(temperature=0, max_tokens=4))
+    assert tokens_of(outputs) == [tokens[:4] for tokens in expected(checkpoint)[:3]]
+
+
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.0])
+@pytest.mark.parametrize("stops", [None, [3, 10, 20, 30, 40, 50, 60, 70]], ids=["", "with_eos"])
+def test_beam_search_is_that_of_transformers(stops, length_penalty, make_checkpoint):
+    folder, oracle = make_checkpoint("llama")
+    llm = LLM(folder, block_size=4, num_blocks=64)
+    params = SamplingParams(
+        n=3, beam_width=4, max_tokens=9, length_penalty=length_penalty, stop_token_ids=stops or ()
+    )
+    for prompt, output in zip(PROMPTS[:3], llm.generate(PROMPTS[:3], params), strict=True):
+        theirs = oracle.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=9,
+            num_beams=4,
+            num_return_sequences=3,
+            do_sample=False,
+            length_penalty=length_penalty,
+            early_stopping=False,
+            eos_token_id=stops,
+            pad_token_id=0,
+            output_scores=True,
+            return_dict_in_generate=True,
+        )
+        for completion, ids, score in zip(
+            output.outputs, theirs.sequences.tolist(), theirs.sequences_scores, strict=True
+        ):
+            generated = ids[len(prompt) :]
+            ends = [i + 1 for i, token in enumerate(generated) if token in (stops or ())]
+            assert completion.token_ids == generated[: min(ends, default=9)]
+            ours = completion.cumulative_logprob / len(completion.token_ids) ** length_penalty
+            torch.testing.assert_close(torch.tensor(ours), score, rtol=1e-5, atol=1e-5)
+    assert llm.manager.stats.copied_blocks > 0
+    assert llm.manager.num_free_blocks == 64
+
+
+def test_streaming(make_checkpoint, expected):
+    llm = LLM(make_checkpoint("llama")[0], block_size=4)
+    tokens, finished = {}, []
+    for event in llm.stream(PROMPTS, GREEDY):
+        if isinstance(event, TokenOutput):
+            tokens.setdefault(event.request_id, []).append(event.token_id)
+            is_last = len(tokens[event.request_id]) == MAX_TOKENS
+            assert event.finish_reason == ("length" if is_last else None)
+        else:
+            finished.append(event)
+            assert event.outputs[0].token_ids == tokens[event.request_id]
+    assert [tokens[request_id] for request_id in sorted(tokens)] == expected("llama")
+    assert len(finished) == len(PROMPTS)
+
+
+def test_streams_may_interleave_with_each_other_and_with_generate(make_checkpoint, expected):
+    llm = LLM(make_checkpoint("llama")[0], block_size=4)
+    first = llm.stream(PROMPTS[0], GREEDY)
+    second = llm.stream(PROMPTS[1], GREEDY)
+    head = [next(first), next(second), next(second)]
+    assert tokens_of(llm.generate(PROMPTS[2:], GREEDY)) == expected("llama")[2:]
+    events = [*head[:1], *first], [*head[1:], *second]
+    for stream, tokens in zip(events, expected("llama"), strict=False):
+        assert [event.token_id for event in stream[:-1]] == tokens
+        assert stream[-1].outputs[0].token_ids == tokens
+
+
+def test_leaving_a_stream_cancels_it(make_checkpoint):
+    llm = LLM(make_checkpoint("llama")[0], block_size=4, num_blocks=32)
+    stream = llm.stream(PROMPTS, GREEDY)
+    list(itertools.islice(stream, 4))
+    assert llm.engine.has_unfinished
+    stream.close()
+    assert not llm.engine.has_unfinished
+    assert llm.manager.num_free_blocks == 32
+
+
+def test_abort_within_a_stream(make_checkpoint, expected):
+    llm = LLM(make_checkpoint("llama")[0], block_size=4, num_blocks=64)
+    done = {}
+    for event in llm.stream(PROMPTS[:2], GREEDY):
+        if isinstance(event, RequestOutput):
+            done[event.request_id] = event.outputs[0]
+        elif event.request_id == 0 and 0 not in done and event.token_id == expected("llama")[0][2]:
+            llm.abort(0)
+    assert done[0].finish_reason is FinishReason.ABORT
+    assert done[0].token_ids == expected("llama")[0][: len(done[0].token_ids)] != []
+    assert done[1].token_ids == expected("llama")[1]
+    with pytest.raises(KeyError):
+        llm.abort(0)
+
+
+def test_parameters_of_each_prompt(make_checkpoint, expected):
+    llm = LLM(make_checkpoint("llama")[0])
+    params = [SamplingParams(temperature=0, max_tokens=count) for count in (1, 4)]
+    assert tokens_of(llm.generate(PROMPTS[:2], params)) == [
+        tokens[:count] for tokens, count in zip(expected("llama"), (1, 4), strict=False)
+    ]
+    with pytest.raises(ValueError, match="sampling_params: 2 for 3 prompts"):
+        llm.generate(PROMPTS[:3], params)
+
+
+def test_the_seed_of_the_llm_fixes_unseeded_requests(make_checkpoint):
+    folder, _ = make_checkpoint("llama")
+
+    def run(seed):
+        return tokens_of(LLM(folder, seed=seed).generate(PROMPTS, SamplingParams(max_tokens=6)))
+
+    assert run(1) == run(1)
+    assert run(1) != run(2)
+
+
+def test_random_weights_from_a_config():
+    config = ModelConfig(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=40,
+        num_layers=1,
+        num_q_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+    )
+    first, again, other = (
+        tokens_of(LLM(config, seed=seed).generate([[1, 2, 3]], GREEDY)) for seed in (1, 1, 2)
+    )
+    assert first == again != other
+
+
+def test_the_longest_sequence(make_checkpoint):
+    folder, _ = make_checkpoint("llama")  # 256 positions
+    assert LLM(folder).max_model_len == 256
+    assert LLM(folder, max_model_len=100).max_model_len == 100
+    assert LLM(folder, num_blocks=3, block_size=7).max_model_len == 21
+    assert LLM(folder, num_blocks=300, manager="vllm_v0", block_size=1).max_model_len == 256
+    assert LLM(folder, num_blocks=200, manager="vllm_v0", block_size=1).max_model_len == 198
+    assert LLM(folder, manager="paged", max_num_batched_tokens=50).max_model_len == 50
+    assert LLM(folder, enable_chunked_prefill=False, max_num_batched_tokens=9).max_model_len == 9
+    [output] = LLM(folder).generate([[1] * 250], SamplingParams(max_tokens=50))
+    assert len(output.outputs[0].token_ids) == 6
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_blocks": 1, "block_size": 1}, "num_blocks=1 holds a sequence of 1 tokens; needs"),
+        ({"num_blocks": 4, "max_model_len": 65}, "max_model_len=65: the KV cache .* 64 tokens"),
+        ({"max_model_len": 257}, "max_model_len=257: the model has 256 positions"),
+        ({"manager": "vllm"}, "manager='vllm' is unknown"),
+        ({"policy": "best"}, "best"),
+        ({"preemption": "drop"}, "preemption='drop'"),
+        ({"block_size": 0}, "block_size=0"),
+        ({"num_blocks": 2.5}, "num_blocks=2.5"),
+        ({"dtype": "int8"}, "dtype='int8'"),
+        ({"dtype": torch.float64}, "dtype=torch.float64"),
+        ({"device": "cuda"}, "device='cuda': there is no GPU here"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2: needs 2 processes"),
+        ({"manager_options": {"watermark": 0.1}}, "no option watermark"),
+    ],
+)
+def test_options_that_do_not_fit_are_named(options, message, make_checkpoint):
+    if options.get("device") == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(ValueError, match=message):
+        LLM(make_checkpoint("llama")[0], **options)
+
+
+def test_prompts_that_do_not_fit_are_numbered(make_checkpoint):
+    llm = LLM(make_checkpoint("llama")[0], num_blocks=4)
+    with pytest.raises(ValueError, match=r"prompts\[1\]: prompt: has 64 tokens; needs at most 63"):
+        llm.generate([[1], [2] * 64], GREEDY)
+    with pytest.raises(ValueError, match=r"prompts: a text needs a tokenizer\.json"):
+        llm.generate("Hello", GREEDY)
+    assert not llm.engine.has_unfinished
+
+
+def test_a_folder_without_weights_and_one_without_config(make_checkpoint, tmp_path):
+    folder, _ = make_checkpoint("llama")
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        LLM(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"config\.json: no such file"):
+        LLM(tmp_path)
+    shutil.copy(folder / "config.json", tmp_path)
+    with pytest.raises(ValueError, match="no weights"):
+        LLM(tmp_path)
+    assert LLM(tmp_path, random_weights=True).max_model_len == 256
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"architectures": ["Mamba"]}))
+    with pytest.raises(ValueError, match="architecture Mamba is unknown"):
+        LLM(tmp_path)
+
+
+@pytest.fixture
+def text_checkpoint(make_checkpoint, tmp_path):
+    """A checkpoint whose tokenizer knows the words w0 to w96."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    folder = shutil.copytree(make_checkpoint("llama")[0], tmp_path / "text")
+    vocabulary = {f"w{i}": i for i in range(97)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_text_in_and_out(text_checkpoint, expected):
+    [output] = LLM(text_checkpoint).generate("w5", GREEDY)
+    assert output.prompt == "w5"
+    assert output.prompt_token_ids == [5]
+    assert output.outputs[0].text == " ".join(f"w{token}" for token in expected("llama")[1])
+
+
+def test_command_line(text_checkpoint, expected, capsys):
+    arguments = ["--model", str(text_checkpoint), "--temperature", "0", "--max-tokens", "10"]
+    assert main([*arguments, "--prompt", "w5", "--prompt-ids", "5", "--num-blocks", "8"]) == 0
+    printed = capsys.readouterr().out
+    text = " ".join(f"w{token}" for token in expected("llama")[1])
+    assert printed.count(f"output 0 (length): {text}\n") == 2
+    assert "prompt: w5\n" in printed
+    assert "prompt: [5]\n" in printed
+    assert "1 prompt tokens, 0 of them cached; 10 tokens generated; first after" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "/nonexistent", "--prompt", "a"], "error: model: no folder '/nonexistent'"),
+        (["--model", "{folder}"], "error: --prompt: needs at least one prompt"),
+        (["--model", "{folder}", "--prompt", "w1", "--n", "0"], "error: n=0"),
+        (["--model", "{folder}", "--prompt-ids", "1,x"], "error: --prompt-ids '1,x'"),
+    ],
+)
+def test_command_line_errors(arguments, message, text_checkpoint, capsys):
+    assert main([part.format(folder=text_checkpoint) for part in arguments]) == 2
+    assert message in capsys.readouterr().err

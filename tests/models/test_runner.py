@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from models.cuda_graphs import DecodeGraphs
+from models.llm import LLM
+from models.memory import blocks_within, num_gpu_blocks, run_largest_batch
+from models.runner import independent
+from models.sampling_params import SamplingParams
+from models.scheduler import Step
+
+GREEDY = SamplingParams(temperature=0, max_tokens=10)
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=12))
+def test_independent_batches_do_what_the_pairs_do_in_order(pairs):
+    expected = list(range(7))
+    for src, dst in pairs:
+        expected[dst] = expected[src]
+    actual = list(range(7))
+    for batch in independent(pairs):
+        before = actual.copy()
+        destinations = [dst for _, dst in batch]
+        assert len(set(destinations)) == len(destinations)
+        for src, dst in reversed(batch):  # any order would do
+            assert src == dst or src not in destinations
+            actual[dst] = before[src]
+    assert actual == expected
+
+
+def test_independent_copies_stay_together():
+    assert list(independent([(0, 1), (0, 2), (3, 4)])) == [[(0, 1), (0, 2), (3, 4)]]
+    assert list(independent([(0, 1), (1, 2)])) == [[(0, 1)], [(1, 2)]]
+    assert list(independent([])) == []
+
+
+@pytest.mark.parametrize("use_kernels", [False, True], ids=["twins", "kernels"])
+def test_swapped_blocks_come_back_bit_by_bit(use_kernels, make_checkpoint):
+    folder, _ = make_checkpoint("qwen3")
+    backend = "triton" if use_kernels else "torch"
+    llm = LLM(
+        folder,
+        attention_backend=backend,
+        block_size=3,
+        num_blocks=20,
+        num_host_blocks=5,
+        preemption="swap",
+    )
+    runner = llm.engine.runner
+    generator = torch.Generator().manual_seed(0)
+    runner.kv_cache.copy_(torch.randn(runner.kv_cache.shape, generator=generator))
+    before = runner.kv_cache.clone()
+    runner._move_blocks(Step(swap_out=[(3, 0), (17, 4), (5, 2)]))
+    assert torch.equal(runner.kv_cache, before)
+    assert torch.equal(runner.host_cache[:, :, [0, 4, 2]], before[:, :, [3, 17, 5]])
+    runner.kv_cache[:, :, [3, 17, 5]] = torch.nan
+    # Out, then copies, then in: block 9 gets what block 1 held, block 1 what was swapped out of 5.
+    runner._move_blocks(
+        Step(swap_out=[(2, 1)], copies=[(1, 9), (9, 2)], swap_in=[(0, 3), (4, 17), (2, 1)])
+    )
+    expected = before.clone()
+    expected[:, :, 9] = expected[:, :, 2] = before[:, :, 1]
+    expected[:, :, 1] = before[:, :, 5]
+    expected[:, :, 5] = torch.nan
+    torch.testing.assert_close(runner.kv_cache, expected, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(runner.host_cache[:, :, 1], before[:, :, 2])
+
+
+def test_a_preempted_sequence_finds_its_kv_as_it_left_them(make_checkpoint):
+    folder, _ = make_checkpoint("llama")
+    llm = LLM(folder, block_size=4, num_blocks=10, preemption="swap", enable_prefix_caching=False)
+    engine, runner = llm.engine, llm.engine.runner
+    engine.add(list(range(12)), SamplingParams(max_tokens=20, temperature=0))
+    engine.add(list(range(50, 62)), SamplingParams(max_tokens=20, temperature=0))
+    kept = None
+    restored = 0
+    schedule = engine.scheduler.schedule
+
+    def stored(seq, num_tokens):
+        blocks = engine.manager.block_table(seq)
+        return runner.kv_cache[:, :, blocks].flatten(2, 3)[:, :, :num_tokens].clone()
+
+    def watched():
+        nonlocal kept, restored
+        tables = {seq: stored(seq, seq.num_computed_tokens) for seq in engine.scheduler.running}
+        step = schedule()
+        for seq in step.preempted:
+            kept = (seq, tables[seq])
+        if step.swap_in:
+            move_blocks = runner._move_blocks
+
+            def moved(step):
+                nonlocal restored
+                move_blocks(step)
+                seq, before = kept
+                assert torch.equal(stored(seq, before.shape[2]), before)
+                restored += 1
+                runner._move_blocks = move_blocks
+
+            runner._move_blocks = moved
+        return step
+
+    engine.scheduler.schedule = watched
+    while engine.has_unfinished:
+        engine.step()
+    assert restored >= 1
+
+
+def test_a_padded_graph_decodes_as_the_model_does(make_checkpoint):
+    """The graphs' fixed tensors and padding, with a capture that simply runs the step again."""
+    folder, oracle = make_checkpoint("llama")
+    prompts = [[5, 6, 7], [1], [30, 31, 32, 33, 34], [9] * 17, [2, 4], [60]]
+    llm = LLM(folder, block_size=4, max_num_seqs=11, num_blocks=40)
+    expected = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)]
+    runner = llm.engine.runner
+    runner.kv_cache.fill_(torch.nan)
+    llm.manager.reset_prefix_cache()
+    captured, replayed = [], []
+
+    def capture(step):
+        captured.append(step)
+
+        def replay():
+            replayed.append(captured.index(step))
+            step()
+
+        return replay
+
+    runner._graphs = DecodeGraphs(
+        llm.model, runner.kv_cache, max_num_seqs=11, max_blocks=64, capture=capture
+    )
+    assert runner._graphs.batch_sizes == [1, 2, 4, 8, 11]
+    outputs = llm.generate(prompts, GREEDY)
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert replayed == [1] * 9  # six rows in the graph of eight, which was captured second
+    llm.generate(prompts[:1], GREEDY)
+    assert replayed[9:] == [4] * 9
+    torch.testing.assert_close(
+        oracle.generate(torch.tensor([prompts[0]]), max_new_tokens=10, do_sample=False)[0, 3:],
+        torch.tensor(expected[0]),
+    )
+
+
+def test_sizes_of_the_cache():
+    assert num_gpu_blocks(1000, 0.9, 100, 100) == 8
+    assert num_gpu_blocks(1000, 0.9, 101, 100) == 7
+    with pytest.raises(ValueError, match=r"gpu_memory_utilization=0.5: 0 bytes .* needs 100"):
+        num_gpu_blocks(1000, 0.5, 600, 100)
+    with pytest.raises(ValueError, match="cache: 99 bytes are left"):
+        blocks_within(99, 100, "cache")
+
+
+def test_the_profiling_run_is_the_largest_batch(load_model):
+    model = load_model("llama")
+    logits = run_largest_batch(model, num_tokens=50, num_seqs=7, max_model_len=20, block_size=4)
+    assert logits.shape == (7, 97)
+    assert logits.isfinite().all()
