@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import logging
@@ -17,7 +18,9 @@ from tyro.extras import SubcommandApp
 from experiments.harness import (
     Experiment,
     FolderInUse,
+    NoCluster,
     OptionsError,
+    RayCluster,
     SweepReport,
     plot_results,
     run_sweep,
@@ -41,6 +44,8 @@ class SweepOptions:
     """Worker processes. None: one a core, one alone for timings and on a GPU."""
     fresh: bool = False
     """Run finished cells again."""
+    ray: str | None = None
+    """Address of a Ray cluster that runs the cells ("auto", host:port). None: this machine."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -60,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
         if exit.code:
             _print_options(arguments)
         return exit.code
-    except (OptionsError, FolderInUse) as error:
+    except (OptionsError, FolderInUse, NoCluster) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -141,6 +146,7 @@ def _reproduce(
     out: Path | None = None,
     jobs: int | None = None,
     fresh: bool = False,
+    ray: str | None = None,
 ) -> int:
     """Run every experiment that can run here and draw every figure.
 
@@ -150,10 +156,11 @@ def _reproduce(
         out: Folder of the results, in place of these.
         jobs: Worker processes. None: one a core, one alone for timings and on a GPU.
         fresh: Run finished cells again.
+        ray: Address of a Ray cluster that runs the cells. None: this machine.
     """
     if quick and full:
         raise OptionsError("give --quick or --full, not both")
-    sweep = SweepOptions(quick=not full, out=out, jobs=jobs, fresh=fresh)
+    sweep = SweepOptions(quick=not full, out=out, jobs=jobs, fresh=fresh, ray=ray)
     failed = 0
     for experiment in EXPERIMENTS.values():
         options = experiment.options if full else experiment.quick
@@ -162,7 +169,15 @@ def _reproduce(
 
 
 def _run(experiment: Experiment, options: object, sweep: SweepOptions) -> SweepReport:
-    report = run_sweep(experiment, options, out=_folder(sweep), jobs=sweep.jobs, fresh=sweep.fresh)
+    with RayCluster(sweep.ray) if sweep.ray else contextlib.nullcontext() as cluster:
+        report = run_sweep(
+            experiment,
+            options,
+            out=_folder(sweep),
+            jobs=sweep.jobs,
+            fresh=sweep.fresh,
+            cluster=cluster,
+        )
     counts = [f"{report.finished} run", f"{report.reused} finished earlier"]
     if report.unavailable:
         counts.append(f"{report.unavailable.total()} absent")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from experiments.harness.experiment import Absent, Cell, Experiment, InputFile, Options, Unavailable
+from experiments.harness.ray_cluster import NoCluster, RayCluster
 from experiments.harness.store import FolderInUse
 from experiments.harness.sweep import OptionsError, SweepReport, plot_results, run_sweep
 
@@ -12,8 +13,10 @@ __all__ = [
     "Experiment",
     "FolderInUse",
     "InputFile",
+    "NoCluster",
     "Options",
     "OptionsError",
+    "RayCluster",
     "SweepReport",
     "Unavailable",
     "plot_results",

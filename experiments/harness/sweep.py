@@ -27,6 +27,7 @@ from experiments.harness.experiment import (
     identity,
     input_files,
 )
+from experiments.harness.ray_cluster import RayCluster
 from experiments.harness.store import Store
 from experiments.harness.workers import Executor, Outcome, Task, run_locally
 
@@ -66,18 +67,19 @@ def run_sweep(
     jobs: int | None = None,
     fresh: bool = False,
     executor: Executor | None = None,
+    cluster: RayCluster | None = None,
 ) -> SweepReport:
     """Run what is missing of the grid, write ``out/<experiment>/<device>/`` and draw its figures.
 
     ``jobs`` is the number of worker processes (None: one a core; one for timed cells and on a
-    GPU), ``fresh`` runs finished cells again, ``executor`` runs the cells elsewhere.  A cell that
-    raises is reported, not raised.
+    GPU), ``fresh`` runs finished cells again, ``executor`` runs the cells in some other way,
+    ``cluster`` on its machines.  A cell that raises is reported, not raised.
 
     Raises OptionsError for options that the grid cannot serve, FolderInUse if another sweep is
     writing to the folder.
     """
     started = time.perf_counter()
-    device = device_slug(experiment)
+    device = (cluster.device_slug if cluster else device_slug)(experiment)
     if jobs is None:
         one_at_a_time = experiment.timed or device != "cpu"
         jobs = 1 if one_at_a_time else len(os.sched_getaffinity(0))
@@ -95,7 +97,10 @@ def run_sweep(
         report.unavailable.update(absent)
         try:
             if tasks:
-                run = {"device": device, **describe(experiment, _command()), "seed": options.seed}
+                environment = (cluster.describe if cluster else describe)(experiment, _command())
+                run = {"device": device, **environment, "seed": options.seed}
+                if cluster:
+                    executor = partial(cluster.run, experiment)
                 sweep.run(tasks, executor or partial(run_locally, jobs=jobs), run)
         finally:
             sweep.assemble()

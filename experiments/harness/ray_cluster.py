@@ -1,0 +1,186 @@
+"""Runs tasks on the machines of a Ray cluster.
+
+The head node may be anywhere; what the machines need travels there: the repository as the working
+directory of the workers, and the input files of the cells as objects, written once per machine.
+They must have the packages of requirements.txt.  A cell whose machine dies is given to another
+one by Ray; its result arrives once or not at all, and only the driver writes to the results.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import tempfile
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.harness.environment import describe, device_slug
+from experiments.harness.experiment import Experiment, InputFile, input_files
+from experiments.harness.store import write_atomically
+from experiments.harness.workers import Outcome, Task, execute
+
+_REPOSITORY = Path(__file__).resolve().parents[2]
+_STAYS_HERE = [".git", ".venv", "results", "traces", "**/__pycache__", ".hypothesis"]
+_LIVES = 4
+"""How often a cell may be begun, as its machines die."""
+
+
+class NoCluster(RuntimeError):
+    """There is no Ray, or no cluster at the address."""
+
+
+class RayCluster:
+    """A connection to the cluster at ``address`` ("auto", "host:port", "ray://host:port").
+
+    A context manager, which disconnects.  Raises NoCluster.
+    """
+
+    def __init__(self, address: str) -> None:
+        try:
+            import ray
+        except ImportError:
+            raise NoCluster("--ray needs the package ray: pip install ray") from None
+        try:
+            _check_somebody_listens(address)
+            ray.init(
+                address,
+                log_to_driver=False,
+                logging_level="ERROR",
+                runtime_env={"working_dir": str(_REPOSITORY), "excludes": _STAYS_HERE},
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            raise NoCluster(f"--ray {address}: no cluster answers: {error}") from error
+        self._ray = ray
+
+    def __enter__(self) -> RayCluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ray.shutdown()
+
+    def device_slug(self, experiment: Experiment) -> str:
+        """The folder of the device that the cells will run on."""
+        return self._call(experiment, _remote_device, experiment.gpu)
+
+    def describe(self, experiment: Experiment, command: list[str]) -> dict[str, Any]:
+        """The environment of a machine that runs cells, and the cluster's machines."""
+        here = describe(experiment, command)
+        there = self._call(experiment, _remote_environment, experiment.gpu)
+        machines = [
+            {"cpus": node["Resources"].get("CPU", 0), "gpus": node["Resources"].get("GPU", 0)}
+            for node in self._nodes()
+        ]
+        return {
+            **there,
+            **{name: here[name] for name in ("command", "commit", "dirty")},
+            "ray": {"version": self._ray.__version__, "machines": machines},
+        }
+
+    def run(self, experiment: Experiment, tasks: Sequence[Task]) -> Generator[Outcome]:
+        """Run ``tasks``; an executor once ``experiment`` is bound.  Closing it ends the rest."""
+        ray = self._ray
+        begin = ray.remote(_execute).options(
+            max_retries=_LIVES - 1, **self._resources(experiment, whole_machine=experiment.timed)
+        )
+        contents: dict[str, Any] = {}
+        waiting = list(reversed(tasks))
+        running: dict[Any, Task] = {}
+        try:
+            while waiting or running:
+                # A few more than can run at once, so that no machine waits for the next one.
+                while waiting and len(running) < 2 * self._num_cpus():
+                    task = waiting.pop()
+                    files = sorted(input_files(task.cell), key=lambda file: file.sha256)
+                    for file in files:
+                        if file.sha256 not in contents:
+                            contents[file.sha256] = ray.put(file.path.read_bytes())
+                    refs = [contents[file.sha256] for file in files]
+                    running[begin.remote(task, files, *refs)] = task
+                (done, *_), _ = ray.wait(list(running))
+                task = running.pop(done)
+                try:
+                    yield ray.get(done)
+                except ray.exceptions.RayError as error:
+                    last_line = str(error).strip().splitlines()[-1]
+                    message = f"{type(error).__name__}: {last_line}"
+                    yield Outcome(task.key, "failed", [], message, str(error), 0.0)
+        finally:
+            for ref in running:
+                ray.cancel(ref, force=True)
+
+    def _call(self, experiment: Experiment, function: Any, *arguments: Any) -> Any:
+        remote = self._ray.remote(function).options(**self._resources(experiment))
+        return self._ray.get(remote.remote(*arguments))
+
+    def _nodes(self) -> list[dict[str, Any]]:
+        return [
+            node for node in self._ray.nodes() if node["Alive"] and node["Resources"].get("CPU")
+        ]
+
+    def _num_cpus(self) -> int:
+        return max(1, int(sum(node["Resources"]["CPU"] for node in self._nodes())))
+
+    def _resources(
+        self, experiment: Experiment, *, whole_machine: bool = False
+    ) -> dict[str, float]:
+        """What one cell is given: a core, and a GPU if it uses one and the cluster has any.
+
+        A cell that measures time is given a machine of its own.
+        """
+        nodes = self._nodes()
+        has_gpus = any(node["Resources"].get("GPU") for node in nodes)
+        return {
+            "num_cpus": min(n["Resources"]["CPU"] for n in nodes) if whole_machine else 1,
+            "num_gpus": 1 if experiment.gpu != "unused" and has_gpus else 0,
+        }
+
+
+def _check_somebody_listens(address: str) -> None:
+    """OSError at once where Ray would try for a minute."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if colon and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Device:
+    """What ``environment`` asks of an experiment, which itself need not travel."""
+
+    gpu: str
+
+
+def _remote_device(gpu: str) -> str:
+    return device_slug(_Device(gpu))
+
+
+def _remote_environment(gpu: str) -> dict[str, Any]:
+    return describe(_Device(gpu), [])
+
+
+def _execute(task: Task, files: list[InputFile], *contents: bytes) -> Outcome:
+    """Run ``task`` on this machine, with its input files from ``contents``."""
+    local = {}
+    for file, content in zip(files, contents, strict=True):
+        folder = Path(tempfile.gettempdir()) / f"pagelab-inputs-{os.getuid()}" / file.sha256
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / file.name
+        if not path.exists():
+            write_atomically(path, content)
+        local[file] = InputFile(path, file.sha256)
+    return execute(dataclasses.replace(task, cell=_relocated(task.cell, local)))
+
+
+def _relocated(value: Any, local: dict[InputFile, InputFile]) -> Any:
+    """``value`` (a cell, or part of one) with its files where they are on this machine."""
+    if isinstance(value, InputFile):
+        return local[value]
+    if isinstance(value, tuple):
+        return tuple(_relocated(item, local) for item in value)
+    if dataclasses.is_dataclass(value):
+        parts = {
+            f.name: _relocated(getattr(value, f.name), local) for f in dataclasses.fields(value)
+        }
+        return dataclasses.replace(value, **parts)
+    return value

@@ -1,0 +1,86 @@
+"""Sweeps on a real Ray cluster of several nodes on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+ray = pytest.importorskip("ray")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.xdist_group("ray"),
+]
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch):
+    """A head node without a core and two nodes of one core each, told to journal what they run."""
+    from ray.cluster_utils import Cluster
+
+    behaviour = {"journal": str(tmp_path / "journal"), "sleep": 1.0}
+    monkeypatch.setenv("TINY_BEHAVIOUR", json.dumps(behaviour))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), str(HERE.parents[1])]))
+    monkeypatch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    sizes = {"object_store_memory": 100 * 2**20, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **sizes})
+    try:
+        cluster.workers = [
+            cluster.add_node(num_cpus=1, object_store_memory=100 * 2**20) for _ in range(2)
+        ]
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def test_a_node_dies_and_no_cell_is_lost_or_doubled(command_line, cluster, journal, tmp_path):
+    data = tmp_path / "data.txt"
+    data.write_text("every cell reads this")
+    folder = tmp_path / "results" / "tiny" / "cpu"
+    process = command_line.start(
+        "run", "tiny", "--cells", 8, "--file", data, "--ray", cluster.address, tiny={}
+    )
+    deadline = time.monotonic() + 120
+    while len(list(folder.glob(".cells/*.json"))) < 2:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    cluster.remove_node(cluster.workers.pop(), allow_graceful=False)
+    output, errors = process.communicate(timeout=200)
+    assert process.returncode == 0, output + errors
+    assert "8 cells, 8 run" in output
+
+    rows = pd.read_csv(folder / "rows.csv")
+    assert list(rows["number"]) == [n for n in range(8) for _ in "ab"]
+    assert set(journal()) == set(range(8))
+    environment = json.loads((folder / "environment.json").read_text())
+    assert environment["ray"]["machines"] == [{"cpus": 1.0, "gpus": 0}] * 2
+    assert environment["commit"]
+
+    # Nothing is left to do, here or there.
+    assert (
+        "0 run, 8 finished earlier"
+        in command_line("run", "tiny", "--cells", 8, "--file", data, tiny={}).stdout
+    )
+
+
+def test_no_cluster_at_the_address(command_line):
+    process = command_line("run", "tiny", "--ray", "127.0.0.1:1", tiny={}, status=2)
+    assert "error: --ray 127.0.0.1:1: no cluster answers" in process.stderr
+
+
+def test_without_ray_the_option_says_what_to_install(monkeypatch):
+    from experiments.harness import NoCluster, RayCluster
+
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(NoCluster, match="--ray needs the package ray: pip install ray"):
+        RayCluster("auto")
