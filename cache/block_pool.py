@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
+from cache.content_index import ContentIndex
 from cache.policies.base import EvictionPolicy
 
 
@@ -44,24 +45,21 @@ class BlockPool:
 
     Attributes:
         ref_counts: number of tables that hold each block; read-only to others.
-        block_hashes: content hash under which each block is indexed, or None; read-only to others.
         policy: the eviction policy, started anew by the pool and owned by it.
         num_allocated, num_evicted: blocks handed out so far, and those of them that were
             cached-free before.
     """
 
-    def __init__(self, num_blocks: int, policy: EvictionPolicy) -> None:
+    def __init__(self, num_blocks: int, policy: EvictionPolicy, *, linked: bool = False) -> None:
         policy.start(num_blocks)
         self.num_blocks = num_blocks
         self.policy = policy
         self.ref_counts: list[int] = [0] * num_blocks
-        self.block_hashes: list[bytes | None] = [None] * num_blocks
         self.num_allocated = 0
         self.num_evicted = 0
         self._num_fresh = num_blocks
         self._free: list[int] = []  # a stack: free blocks that the policy does not queue
-        self._index: dict[bytes, int] = {}
-        self._duplicates: dict[bytes, list[int]] = {}  # blocks besides the one in the index
+        self._index = ContentIndex(num_blocks, linked=linked)
         # Policies that leave these as they are need not be called for every block.
         self._tells_misses = type(policy).miss is not EvictionPolicy.miss
         self._tells_inserts = type(policy).insert is not EvictionPolicy.insert
@@ -73,8 +71,13 @@ class BlockPool:
 
     @property
     def num_cached_blocks(self) -> int:
-        """Blocks whose content can be found, referenced or not."""
-        return len(self._index) + sum(map(len, self._duplicates.values()))
+        """Blocks whose content can be found, referenced or not.  O(num_blocks)."""
+        return len(self._index)
+
+    @property
+    def block_hashes(self) -> list[bytes | None]:
+        """Hash of what each block holds, None if that cannot be found.  A copy: O(num_blocks)."""
+        return self._index.hashes[: self.num_blocks]
 
     def free_blocks(self) -> Iterator[int]:
         """Blocks without a user, in the order in which they would be handed out now."""
@@ -82,17 +85,11 @@ class BlockPool:
         return chain(fresh, reversed(self._free), self.policy)
 
     def lookup(self, hashes: Sequence[bytes]) -> list[int]:
-        """Blocks of the longest leading run of ``hashes`` that is cached.  Changes nothing.
+        """Blocks of the longest run of ``hashes``, those of a prefix, that is cached.
 
-        Valid until blocks are allocated next.
+        Changes nothing.  Valid until blocks are allocated next.
         """
-        index, blocks = self._index, []
-        try:
-            for key in hashes:
-                blocks.append(index[key])
-        except KeyError:
-            pass
-        return blocks
+        return self._index.lookup(hashes)
 
     def num_revived(self, hits: Sequence[int]) -> int:
         """How many of ``hits`` have no user: taking them lowers the number of free blocks."""
@@ -111,13 +108,14 @@ class BlockPool:
         hashes: Sequence[bytes] = (),
         first: int = 0,
         last: int = 0,
+        previous: int | None = None,
     ) -> list[int]:
         """Add a user to each block of ``hits``, then hand out ``count`` blocks with one user.
 
         The hits leave the free blocks before any is handed out, so none of them is evicted for
         the request that hit it.  Returns the new blocks, whose former content is forgotten; those
         for the positions ``first`` to ``last - 1`` of the sequence, none by default, are cached
-        as by ``cache(blocks, hashes, first, last)``.
+        as by ``cache(blocks, hashes, first, last, previous)``.
         Raises OutOfBlocks and ValueError (a negative ``count``), changing nothing.
         """
         if count < 0:
@@ -130,18 +128,18 @@ class BlockPool:
         for block in hits:
             ref_counts[block] += 1
         self.num_allocated += count
-        blocks: list[int] = []
-        if self._tells_misses:  # one at a time: the victim may depend on the newcomer
-            for position in range(first, last):
-                if hashes[position] not in self._index:
-                    self.policy.miss(hashes[position])
-                blocks += self._take(1)
-                self._insert(blocks[-1:], hashes, position, position + 1)
-            blocks += self._take(count - len(blocks))
-        else:
-            blocks += self._take(count)
-            self._insert(blocks, hashes, first, last)
-        return blocks
+        if not self._tells_misses:
+            blocks = self._take(count)
+            self._insert(blocks[: last - first], hashes, first, last, previous)
+            return blocks
+        blocks = []  # one at a time: the victim may depend on the newcomer
+        for position in range(first, last):
+            self._tell_miss(hashes[position], previous)
+            taken = self._take(1)
+            self._insert(taken, hashes, position, position + 1, previous)
+            blocks += taken
+            previous = taken[0]
+        return blocks + self._take(count - len(blocks))
 
     def _take(self, count: int) -> list[int]:
         """Remove ``count`` blocks, which there are, from the free ones; each gets one user."""
@@ -163,66 +161,65 @@ class BlockPool:
 
     def _forget(self, evicted: list[int]) -> None:
         """Drop the content of ``evicted``, which the policy has just given up."""
-        index, duplicates = self._index, self._duplicates
-        ref_counts, block_hashes = self.ref_counts, self.block_hashes
-        for block in evicted:
-            if ref_counts[block]:
-                raise RuntimeError(
-                    f"policy {self.policy.name!r} evicted block {block}, which is in use"
-                )
-            key = block_hashes[block]
-            if key is None:
-                continue
-            block_hashes[block] = None
-            self.num_evicted += 1
-            if key not in duplicates:
-                del index[key]
-                continue
-            others = duplicates[key]
-            if index[key] == block:
-                index[key] = others.pop(0)
-            else:
-                others.remove(block)
-            if not others:
-                del duplicates[key]
+        if any(map(self.ref_counts.__getitem__, evicted)):
+            block = next(block for block in evicted if self.ref_counts[block])
+            raise RuntimeError(
+                f"policy {self.policy.name!r} evicted block {block}, which is in use"
+            )
+        self.num_evicted += self._index.remove(evicted)
 
     def share(self, blocks: Sequence[int]) -> None:
         """Add a user to each of ``blocks``, all of which are in use."""
         for block in blocks:
             self.ref_counts[block] += 1
 
-    def cache(self, blocks: Sequence[int], hashes: Sequence[bytes], first: int, last: int) -> None:
+    def cache(
+        self,
+        blocks: Sequence[int],
+        hashes: Sequence[bytes],
+        first: int,
+        last: int,
+        previous: int | None = None,
+    ) -> None:
         """Make the content of ``blocks`` findable under ``hashes[first:last]``.
 
         ``hashes`` are those of the whole sequence and ``blocks`` the ones at its positions
         ``first`` to ``last - 1``: in use, full, and not cached yet.  A hash that is cached already
-        stays with the block that has it, and the new block becomes its duplicate.
+        stays with the block that has it, and the new block becomes its duplicate.  ``previous``,
+        the block at position ``first - 1``, is needed if the pool is ``linked``.
         """
         if self._tells_misses:
-            for key in hashes[first:last]:
-                if key not in self._index:
-                    self.policy.miss(key)
-        self._insert(blocks, hashes, first, last)
+            for position, block in enumerate(blocks, first):
+                self._tell_miss(hashes[position], previous)
+                self._insert((block,), hashes, position, position + 1, previous)
+                previous = block
+        else:
+            self._insert(blocks, hashes, first, last, previous)
+
+    def _tell_miss(self, key: bytes, previous: int | None) -> None:
+        if self._index.follow(previous, key) is None:
+            self.policy.miss(key)
 
     def _insert(
-        self, blocks: Sequence[int], hashes: Sequence[bytes], first: int, last: int
+        self,
+        blocks: Sequence[int],
+        hashes: Sequence[bytes],
+        first: int,
+        last: int,
+        previous: int | None,
     ) -> None:
         """``cache`` for content whose absence the policy knows of.
 
         The policy is told of a block under its hash, or, for a duplicate, under a key of its own:
         no two blocks that a policy knows ever have the same key.
         """
-        index, block_hashes = self._index, self.block_hashes
         keys = hashes[first:last]
-        for block, key in zip(blocks, keys, strict=False):
-            block_hashes[block] = key
-            if index.setdefault(key, block) != block:
-                self._duplicates.setdefault(key, []).append(block)
+        duplicates = self._index.add(blocks, keys, previous)
         if not self._tells_inserts:
             return
         parent = hashes[first - 1] if first else None
-        for depth, (block, key) in enumerate(zip(blocks, keys, strict=False), first):
-            name = key if index[key] == block else (key, block)
+        for depth, (block, key) in enumerate(zip(blocks, keys, strict=True), first):
+            name = (key, block) if block in duplicates else key
             self.policy.insert(block, name, parent, depth)
             parent = key
 
@@ -230,22 +227,25 @@ class BlockPool:
         """Remove a user from each of ``blocks``, given from the first of the sequence to the last.
 
         Those without a user left become free or cached-free, the last of the sequence first.
+        Blocks that are cached come before those that are not.
         """
-        ref_counts, block_hashes = self.ref_counts, self.block_hashes
+        ref_counts, hashes = self.ref_counts, self._index.hashes
         released = []
         for block in reversed(blocks):
-            users = ref_counts[block] = ref_counts[block] - 1
-            if not users:
-                released.append(block)
-        uncached = [block for block in released if block_hashes[block] is None]
-        if uncached:
-            if self.policy.queues_uncached:
-                if self._tells_inserts:
-                    for block in uncached:
-                        self.policy.insert(block, (None, block), None, 0)
+            if ref_counts[block] > 1:
+                ref_counts[block] -= 1
             else:
-                self._free += reversed(uncached)
-                released = [block for block in released if block_hashes[block] is not None]
+                ref_counts[block] = 0
+                released.append(block)
+        num_uncached = 0
+        while num_uncached < len(released) and hashes[released[num_uncached]] is None:
+            num_uncached += 1
+        if num_uncached and not self.policy.queues_uncached:
+            self._free += reversed(released[:num_uncached])
+            del released[:num_uncached]
+        elif self._tells_inserts:
+            for block in released[:num_uncached]:
+                self.policy.insert(block, (None, block), None, 0)
         self.policy.release_many(released)
 
     def reset_prefix_cache(self) -> bool:
@@ -257,9 +257,7 @@ class BlockPool:
             for block in cached:
                 self.policy.discard(block)
             self._free += reversed(cached)
-        self.block_hashes = [None] * self.num_blocks
         self._index.clear()
-        self._duplicates.clear()
         return True
 
     def check_invariants(self) -> None:
@@ -268,6 +266,7 @@ class BlockPool:
         Every block is in one state only, the policy holds what it should and nothing twice,
         the index and the blocks agree.  O(num_blocks).
         """
+        self._index.check_invariants()
         num_blocks, policy = self.num_blocks, self.policy
         first_fresh = num_blocks - self._num_fresh
         queued = list(policy)
@@ -275,34 +274,18 @@ class BlockPool:
         _require(len(queued) == len(policy), f"policy has {len(queued)}, says {len(policy)} blocks")
         idle = [*range(first_fresh, num_blocks), *self._free, *queued]
         _require(len(idle) == len(set(idle)), f"a block is free twice: {sorted(idle)}")
-        idle = set(idle)
-        cached = set(queued) if not policy.queues_uncached else set()
-        for block in range(num_blocks):
-            users, key = self.ref_counts[block], self.block_hashes[block]
+        idle, queued = set(idle), set(queued)
+        for block, users in enumerate(self.ref_counts):
+            is_cached, is_idle = self._index.hashes[block] is not None, block in idle
             _require(users >= 0, f"block {block} has ref_count {users}")
-            _require(
-                (users == 0) == (block in idle),
-                f"block {block}: ref_count {users}, but {'free' if block in idle else 'not free'}",
-            )
-            if block in cached:
-                _require(key is not None, f"block {block} is in the policy without content")
-            elif not (policy.queues_uncached or users):
-                _require(key is None, f"block {block} is free with content {key!r}")
-            if block >= first_fresh:
-                _require(key is None, f"block {block} is fresh with content {key!r}")
-        indexed: dict[int, bytes] = {}
-        for key, block in self._index.items():
-            others = self._duplicates.get(key, ())
-            for holder in (block, *others):
-                _require(holder not in indexed, f"block {holder} is indexed twice")
-                indexed[holder] = key
-        for key, others in self._duplicates.items():
-            _require(key in self._index and len(others) > 0, f"duplicates of {key!r}: {others}")
-        for block, key in enumerate(self.block_hashes):
-            _require(
-                indexed.get(block) == key,
-                f"block {block} holds {key!r}, but is indexed as {indexed.get(block)!r}",
-            )
+            _require((users == 0) == is_idle, f"block {block}: ref_count {users}, free: {is_idle}")
+            if is_idle and not policy.queues_uncached:
+                _require(
+                    is_cached == (block in queued),
+                    f"free block {block}: cached {is_cached}, with the policy {block in queued}",
+                )
+            if is_idle and block not in queued:
+                _require(not is_cached, f"block {block} has content that nobody can evict")
 
 
 def _require(condition: bool, message: str) -> None:

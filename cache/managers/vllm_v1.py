@@ -78,7 +78,7 @@ class VLLMv1(CacheManager):
                 f"a digest of 128 bits or more; choose from {', '.join(strong)}"
             )
         self.enable_prefix_caching = enable_prefix_caching
-        self.pool = BlockPool(self.num_blocks, as_policy(policy))
+        self.pool = BlockPool(self.num_blocks, as_policy(policy), linked=True)
         self._tables: dict[Hashable, _Table] = {}
         self._num_allocations = 0
         self._queried_tokens = 0
@@ -210,12 +210,13 @@ class VLLMv1(CacheManager):
                 raise AssertionError(
                     f"block {block} has ref_count {ref_count} and is in {users[block]} tables"
                 )
+        block_hashes = self.pool.block_hashes
         for seq_id, table in self._tables.items():
             blocks, num_full = table.blocks, table.num_tokens // self.block_size
             num_cached = num_full if self.enable_prefix_caching else 0
             if len(set(blocks)) != len(blocks) or len(blocks) * self.block_size < table.num_tokens:
                 raise AssertionError(f"{seq_id!r}: table {blocks} for {table.num_tokens} tokens")
-            held = [self.pool.block_hashes[block] for block in blocks]
+            held = [block_hashes[block] for block in blocks]
             expected = table.hashes[:num_cached] + [None] * (len(blocks) - num_cached)
             if table.num_cached_blocks != num_cached or held != expected:
                 raise AssertionError(
@@ -258,9 +259,11 @@ class VLLMv1(CacheManager):
         if last > first:
             hashes = self._hasher.block_hashes(seq)
             if filled := blocks[first:last]:
-                self.pool.cache(filled, hashes, first, first + len(filled))
+                previous = blocks[first - 1] if first else None
+                self.pool.cache(filled, hashes, first, first + len(filled), previous)
                 first += len(filled)
-            blocks += self.pool.allocate(num_missing, hits, hashes, first, last)
+            previous = blocks[first - 1] if first else None
+            blocks += self.pool.allocate(num_missing, hits, hashes, first, last, previous)
             table.num_cached_blocks = last
         else:
             blocks += self.pool.allocate(num_missing, hits)

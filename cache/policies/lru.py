@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 
 from cache.policies.base import EvictionPolicy
@@ -14,13 +14,15 @@ class LRU(PriorityPolicy):
 
     With blocks released tail first this is the free queue of vLLM v1 (a doubly linked list with
     O(1) removal from the middle) and of Nano-vLLM.  Partial blocks wait in the same queue, as
-    they do there.
+    they do there.  ``priority`` says the same to the compiled replay.
 
-    The queue is a deque of releases from which nothing is removed in the middle.  A pin makes the
-    block's entry stale, and the block may queue up behind it again; stale entries are dropped when
-    they reach the front, or all together when they are the greater part.  Removal is so O(1)
-    amortised, and a whole prompt is released by one C call.  ``priority`` says the same to the
-    compiled replay.
+    The queue is made of runs: blocks that were released together, which is a prompt or its
+    suffix.  Evictions shorten the oldest run from the tail of its prompt, and a hit takes a prefix
+    off the head of a run, so both are slices of a list, done by C loops.  A block that is pinned
+    out of the middle of a run leaves its entry there as a stale one, to be dropped when it is met,
+    or together with all others when they are the greater part: O(1) amortised as well.
+
+    It trusts its owner to pin only what is released, and the other way round.
     """
 
     name = "lru"
@@ -32,8 +34,11 @@ class LRU(PriorityPolicy):
         return block.accessed
 
     def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
-        self._queue: deque[int] = deque()
-        self._stale: dict[int, int] = {}  # number of stale entries, the front ones, per block
+        self._runs: OrderedDict[int, list[int]] = OrderedDict()  # by age; head of the prompt first
+        self._run_with_head: dict[int, int] = {}
+        self._num_runs = 0  # ever made
+        self._stale: dict[int, int] = {}  # per block how many of its entries, the oldest, are stale
+        self._num_stale = 0
         self._num_released = 0
 
     insert = EvictionPolicy.insert  # remembers nothing of the content
@@ -51,33 +56,47 @@ class LRU(PriorityPolicy):
         self.pin_many((block,))
 
     def pin_many(self, blocks: Iterable[int]) -> None:
-        stale, blocks = self._stale, list(blocks)
-        for block in blocks:
-            stale[block] = stale.get(block, 0) + 1
+        blocks = list(blocks)
         self._num_released -= len(blocks)
+        start = 0
+        while start < len(blocks):
+            number = self._run_with_head.pop(blocks[start], None)
+            if number is None:
+                self._stale[blocks[start]] = self._stale.get(blocks[start], 0) + 1
+                self._num_stale += 1
+                start += 1
+                continue
+            run = self._runs[number]
+            length = _common_length(run, blocks[start:])
+            del run[:length]
+            start += length
+            self._keep(number, run)
+        if self._num_stale > self._num_released + 64:
+            self._drop_stale_entries()
 
     def release_many(self, blocks: Iterable[int]) -> None:
-        before = len(self._queue)
-        self._queue.extend(blocks)
-        self._num_released += len(self._queue) - before
-        if len(self._queue) > 2 * self._num_released + 64:
-            self._queue = deque(self)
-            self._stale.clear()
+        run = list(blocks)
+        self._num_released += len(run)
+        run.reverse()
+        self._num_runs += 1
+        self._keep(self._num_runs, run)
 
     def evict_many(self, count: int) -> list[int]:
         if count > self._num_released:
             raise IndexError(f"evict: count={count}, but {self._num_released} blocks are released")
-        stale, pop = self._stale, self._queue.popleft
+        self._num_released -= count
         victims: list[int] = []
         while len(victims) < count:
-            block = pop()
-            if block not in stale:
-                victims.append(block)
-            elif stale[block] > 1:
-                stale[block] -= 1
+            number, run = next(iter(self._runs.items()))
+            wanted = count - len(victims)
+            oldest = run[-wanted:][::-1]
+            if len(run) > wanted:
+                del run[-wanted:]
             else:
-                del stale[block]
-        self._num_released -= count
+                del self._runs[number]
+                if self._run_with_head.get(run[0]) == number:
+                    del self._run_with_head[run[0]]
+            victims += self._without_stale(oldest) if self._stale else oldest
         return victims
 
     def __len__(self) -> int:
@@ -85,8 +104,44 @@ class LRU(PriorityPolicy):
 
     def __iter__(self) -> Iterator[int]:
         stale = self._stale.copy()
-        for block in self._queue:
-            if stale.get(block):
-                stale[block] -= 1
-            else:
-                yield block
+        for run in self._runs.values():
+            for block in reversed(run):
+                if stale.get(block):
+                    stale[block] -= 1
+                else:
+                    yield block
+
+    def _keep(self, number: int, run: list[int]) -> None:
+        """Enter what is left of a run, or a new one."""
+        if run:
+            self._runs[number] = run
+            self._run_with_head[run[0]] = number
+        else:
+            self._runs.pop(number, None)
+
+    def _without_stale(self, entries: list[int]) -> list[int]:
+        """The live ones of ``entries``, which are met in this order and dropped."""
+        live = []
+        for block in entries:
+            count = self._stale.pop(block, 0)
+            if not count:
+                live.append(block)
+                continue
+            self._num_stale -= 1
+            if count > 1:
+                self._stale[block] = count - 1
+        return live
+
+    def _drop_stale_entries(self) -> None:
+        runs = self._runs
+        self._runs, self._run_with_head = OrderedDict(), {}
+        for number, run in runs.items():
+            self._keep(number, self._without_stale(run[::-1])[::-1])
+
+
+def _common_length(run: list[int], blocks: list[int]) -> int:
+    """Length of the longest common prefix."""
+    length = min(len(run), len(blocks))
+    if run[:length] == blocks[:length]:
+        return length
+    return next(i for i, (one, other) in enumerate(zip(run, blocks, strict=False)) if one != other)

@@ -106,6 +106,7 @@ def test_content_is_forgotten_only_when_the_block_is_handed_out_again():
     assert pool.allocate(1) == [1]
     assert pool.lookup([A, B]) == [0]
     assert pool.block_hashes == [A, None]
+    assert pool.num_cached_blocks == 1
     pool.check_invariants()
 
 
@@ -275,28 +276,20 @@ def break_negative_ref_count(pool):
     pool.ref_counts[3] = -1
 
 
-def break_stale_hash(pool):
-    pool.block_hashes[3] = D
+def break_hash_of_a_free_block(pool):
+    pool._index.add([3], [D], None)
 
 
-def break_fresh_hash(pool):
-    pool.block_hashes[5] = D
+def break_hash_of_a_fresh_block(pool):
+    pool._index.add([5], [D], None)
+
+
+def break_hash_of_a_released_block(pool):
+    pool._index.remove([1])
 
 
 def break_index(pool):
-    pool._index[B] = 0
-
-
-def break_duplicate(pool):
-    pool._duplicates[A].append(1)
-
-
-def break_empty_duplicates(pool):
-    pool._duplicates[B] = []
-
-
-def break_lost_duplicate(pool):
-    del pool._duplicates[A]
+    pool._index.hashes[0] = None
 
 
 def break_free_twice(pool):
