@@ -17,6 +17,7 @@ from models.scheduler import Scheduler
 from models.weights import load_weights
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+torch.set_num_threads(1)  # tiny matrices: threads would only wait for each other
 
 _TINY = {
     "vocab_size": 97,
