@@ -1,0 +1,223 @@
+"""The kernels of the paged cache, each with how ``kernel_accuracy`` compares it with its twin.
+
+To add a kernel: a function from a case to the accuracy of its results, and a line in ``KERNELS``.
+``kernels`` is imported inside, because TRITON_INTERPRET must be set before it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from kernels.accuracy import Accuracy, PagedBatch
+
+FEATURES = ("none", "window", "softcap", "alibi", "sinks", "split")
+"""Options of the attention kernels, taken one at a time."""
+
+_CONTEXT_LENS = (1, 37, 290)
+_QUERY_LENS = (1, 37, 20)
+_PREFIX_LENS = (150, 0)
+_GROUP_OFFSETS = (0, 2, 3)
+_NUM_KV_HEADS = 2
+_NUM_Q_HEADS = 6
+_WINDOW = 33
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a kernel is to be compared on."""
+
+    block_size: int
+    dtype: torch.dtype
+    head_dim: int
+    feature: str
+    seed: int
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """How a kernel is compared."""
+
+    check: Callable[[Case], dict[str, Accuracy]]
+    """The accuracy of each result by name, the output first."""
+    features: tuple[str, ...] = ("none",)
+    """Those of ``FEATURES`` that it has."""
+
+
+def _store_kvcache(case: Case) -> dict[str, Accuracy]:
+    import torch
+
+    from kernels import reference, store_kvcache
+    from kernels.accuracy import compare_with_twin
+
+    generator = torch.Generator().manual_seed(case.seed)
+    num_tokens = sum(_CONTEXT_LENS)
+    num_blocks = -(-num_tokens // case.block_size) + 3
+    qkv = torch.randn(
+        num_tokens, _NUM_Q_HEADS + 2 * _NUM_KV_HEADS, case.head_dim, generator=generator
+    ).to(case.device, case.dtype)
+    key, value = qkv[:, _NUM_Q_HEADS:].split(_NUM_KV_HEADS, dim=1)
+    slots = torch.randperm(num_blocks * case.block_size, generator=generator)[:num_tokens]
+    slots[::5] = -1  # padding, to be skipped
+    shape = (2, num_blocks, case.block_size, _NUM_KV_HEADS, case.head_dim)
+
+    def stored_by(op: Callable) -> Callable:
+        def stored(key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+            caches = torch.zeros(shape, dtype=key.dtype, device=key.device)
+            op(key, value, *caches, slots)
+            return caches
+
+        return stored
+
+    (caches,) = compare_with_twin(
+        stored_by(store_kvcache),
+        stored_by(reference.store_kvcache),
+        (key, value, slots.to(case.device)),
+    )
+    return {"K and V cache": caches}
+
+
+def _copy_blocks(case: Case) -> dict[str, Accuracy]:
+    import torch
+
+    from kernels import copy_blocks, reference
+    from kernels.accuracy import compare_with_twin
+
+    generator = torch.Generator().manual_seed(case.seed)
+    num_layers, num_blocks = 2, 9
+    shape = (2, num_layers, num_blocks, case.block_size, _NUM_KV_HEADS, case.head_dim)
+    caches = torch.randn(shape, generator=generator).to(case.device, case.dtype)
+    pairs = torch.randperm(num_blocks, generator=generator)[:8].view(4, 2)
+
+    def copied_by(op: Callable) -> Callable:
+        def copied(caches: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
+            caches = caches.clone()
+            op(caches, pairs)
+            return caches
+
+        return copied
+
+    (copied,) = compare_with_twin(
+        copied_by(copy_blocks),
+        copied_by(reference.copy_blocks),
+        (caches, pairs.to(case.device)),
+    )
+    return {"K and V cache": copied}
+
+
+def _paged_decode_attention(case: Case) -> dict[str, Accuracy]:
+    from kernels import paged_decode_attention, reference
+
+    batch = _batch(case, _CONTEXT_LENS, hidden_tokens=_outside_window(case, (1, 1, 1)))
+    return _compare_attention(
+        case, paged_decode_attention, reference.paged_decode_attention, batch.decode_args
+    )
+
+
+def _paged_prefill_attention(case: Case) -> dict[str, Accuracy]:
+    from kernels import paged_prefill_attention, reference
+
+    batch = _batch(
+        case,
+        _CONTEXT_LENS,
+        query_lens=_QUERY_LENS,
+        hidden_tokens=_outside_window(case, _QUERY_LENS),
+    )
+    return _compare_attention(
+        case,
+        paged_prefill_attention,
+        reference.paged_prefill_attention,
+        batch.prefill_args,
+        max_seqlen_q=max(_QUERY_LENS),
+    )
+
+
+def _shared_prefix_decode_attention(case: Case) -> dict[str, Accuracy]:
+    import torch
+
+    from kernels import reference, shared_prefix_decode_attention
+
+    num_groups, num_sequences = len(_PREFIX_LENS), len(_CONTEXT_LENS)
+    batch = _batch(
+        case,
+        (*_PREFIX_LENS, *_CONTEXT_LENS),
+        query_lens=(0,) * num_groups + (1,) * num_sequences,
+    )
+    prefix_tables, suffix_tables = batch.block_tables.split((num_groups, num_sequences))
+    prefix_lens, suffix_lens = batch.context_lens.split((num_groups, num_sequences))
+    group_offsets = torch.tensor(_GROUP_OFFSETS, dtype=torch.int32, device=case.device)
+    return _compare_attention(
+        case,
+        shared_prefix_decode_attention,
+        reference.shared_prefix_decode_attention,
+        (
+            batch.q,
+            batch.k_cache,
+            batch.v_cache,
+            prefix_tables,
+            prefix_lens,
+            group_offsets,
+            suffix_tables,
+            suffix_lens,
+        ),
+    )
+
+
+def _batch(case: Case, context_lens: tuple[int, ...], **options: Any) -> PagedBatch:
+    from kernels.accuracy import random_paged_batch
+
+    return random_paged_batch(
+        context_lens,
+        num_q_heads=_NUM_Q_HEADS,
+        num_kv_heads=_NUM_KV_HEADS,
+        head_dim=case.head_dim,
+        block_size=case.block_size,
+        dtype=case.dtype,
+        device=case.device,
+        seed=case.seed,
+        **options,
+    )
+
+
+def _outside_window(case: Case, query_lens: tuple[int, ...]) -> list[int] | None:
+    """Leading tokens of each sequence that no query sees, to be poisoned; None without a window."""
+    if case.feature != "window":
+        return None
+    lengths = zip(_CONTEXT_LENS, query_lens, strict=True)
+    return [max(0, context - query + 1 - _WINDOW) for context, query in lengths]
+
+
+def _compare_attention(
+    case: Case, op: Callable, twin: Callable, arguments: tuple, **options: Any
+) -> dict[str, Accuracy]:
+    import torch
+
+    from kernels.accuracy import compare_with_twin
+
+    heads = torch.arange(1, _NUM_Q_HEADS + 1, device=case.device) / _NUM_Q_HEADS
+    feature = {
+        "none": {},
+        "window": {"window_size": _WINDOW},
+        "softcap": {"softcap": 5.0},
+        "alibi": {"alibi_slopes": 2.0 ** (-8 * heads)},
+        "sinks": {"sinks": heads},
+        "split": {"num_splits": 3},
+    }[case.feature]
+    output, lse = compare_with_twin(op, twin, arguments, return_lse=True, **feature, **options)
+    return {"output": output, "LSE": lse}
+
+
+KERNELS = {
+    "store_kvcache": Kernel(_store_kvcache),
+    "copy_blocks": Kernel(_copy_blocks),
+    "paged_decode_attention": Kernel(_paged_decode_attention, FEATURES),
+    "shared_prefix_decode_attention": Kernel(_shared_prefix_decode_attention, FEATURES),
+    "paged_prefill_attention": Kernel(
+        _paged_prefill_attention, ("none", "window", "softcap", "alibi", "sinks")
+    ),
+}
