@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 
@@ -46,7 +47,7 @@ def max_error(actual: torch.Tensor, ref: torch.Tensor) -> float:
         return 0.0
     actual, ref = actual.double(), ref.double()
     error = torch.where(actual == ref, 0.0, (actual - ref).abs())
-    return error.nan_to_num(nan=math.inf).max().item()
+    return error.nan_to_num(nan=math.inf, posinf=math.inf).max().item()
 
 
 def accuracy(out: torch.Tensor, low: torch.Tensor, ref: torch.Tensor) -> Accuracy:
@@ -212,6 +213,39 @@ def random_paged_batch(
         block_tables=tables.to(device),
         context_lens=torch.tensor(context_lens, dtype=torch.int32, device=device),
         cu_seqlens_q=torch.tensor([0, *query_lens]).cumsum(0).to(device, torch.int32),
+    )
+
+
+def random_shared_prefix_args(
+    group_sizes: Sequence[int],
+    prefix_lens: Sequence[int],
+    suffix_lens: Sequence[int],
+    *,
+    window_size: int | None = None,
+    **shape,
+) -> tuple[torch.Tensor, ...]:
+    """Positional arguments of shared_prefix_decode_attention, as hostile as random_paged_batch.
+
+    group_sizes, prefix_lens: members and prefix of each group. suffix_lens: of each sequence.
+    window_size: poison what no member of a group sees. shape: as of random_paged_batch.
+    """
+    num_groups, starts = len(group_sizes), torch.tensor([0, *group_sizes]).cumsum(0).tolist()
+    members = [suffix_lens[a:b] for a, b in pairwise(starts)]
+    hidden = None
+    if window_size is not None:
+        visible = [window_size - min(suffixes, default=0) for suffixes in members]
+        hidden = [n - max(0, seen) for n, seen in zip(prefix_lens, visible, strict=True)]
+        hidden = [max(0, n) for n in (*hidden, *(n - window_size for n in suffix_lens))]
+    batch = random_paged_batch([*prefix_lens, *suffix_lens], hidden_tokens=hidden, **shape)
+    return (
+        batch.q[num_groups:],
+        batch.k_cache,
+        batch.v_cache,
+        batch.block_tables[:num_groups],
+        batch.context_lens[:num_groups],
+        torch.tensor(starts, dtype=torch.int32, device=batch.q.device),
+        batch.block_tables[num_groups:],
+        batch.context_lens[num_groups:],
     )
 
 

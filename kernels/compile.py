@@ -240,21 +240,25 @@ def read_resources(
 
 
 def compile_shipped(
-    arch: Architecture, ops: Sequence[str] | None = None
+    arch: Architecture, ops: Sequence[str] | None = None, match: str = ""
 ) -> Iterator[KernelResources]:
-    """Compile every shipped configuration (of the named ops) for one architecture.
+    """Compile the shipped configurations for one architecture.
 
-    A kernel that several configurations share word for word is reported once.
+    ops: names of ops, all if None. match: text that a configuration's name must contain. A kernel
+    that several configurations share word for word is reported once.
     """
     seen = set()
     for call in shipped_calls(ops):
+        if match not in call.config:
+            continue
         for jit_function, source, compiled in compile_call(call.run, arch):
             if compiled.hash not in seen:
                 seen.add(compiled.hash)
                 yield read_resources(call.op, call.config, arch, jit_function, source, compiled)
 
 
-def _table(rows: list[KernelResources]) -> str:
+def format_table(rows: list[KernelResources]) -> str:
+    """The rows as aligned text, one line each under a header."""
     columns = {
         "arch": lambda r: r.arch,
         "kernel": lambda r: r.kernel.strip("_").removesuffix("_kernel"),
@@ -286,16 +290,17 @@ def main(argv: list[str] | None = None) -> None:
         "--arch", action="append", choices=ARCHITECTURES, help="repeatable; default all"
     )
     parser.add_argument("--op", action="append", choices=OPS, help="repeatable; default all")
+    parser.add_argument("--match", default="", help="only configurations with this in their name")
     parser.add_argument("--json", action="store_true", help="one JSON object per kernel and line")
     options = parser.parse_args(argv)
     rows = []
     for name in options.arch or ARCHITECTURES:
-        for row in compile_shipped(ARCHITECTURES[name], options.op):
+        for row in compile_shipped(ARCHITECTURES[name], options.op, options.match):
             if options.json:
                 print(json.dumps(dataclasses.asdict(row)), flush=True)
             rows.append(row)
     if not options.json:
-        print(_table(rows))
+        print(format_table(rows))
 
 
 if __name__ == "__main__":

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import mmap
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
+from filelock import FileLock
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,3 +42,38 @@ def huge_cache(huge_tensor):
         return huge_tensor(*shape), huge_tensor(*shape)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def run_without_interpreter():
+    """Run `python ARGUMENTS` where kernels are compiled, not interpreted; returns its output."""
+
+    def run(*arguments: str) -> str:
+        env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        command = [sys.executable, *arguments]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def shipped_resources(tmp_path_factory, run_without_interpreter):
+    """Rows of `python -m kernels.compile --json`: shipped_resources(arch, op, ..., match="bf16").
+
+    A selection is compiled once for all pytest-xdist workers; across runs Triton's cache serves.
+    """
+    shared = tmp_path_factory.getbasetemp()
+    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
+
+    def resources(arch: str, *ops: str, match: str = "") -> list[dict]:
+        path = shared / f"resources-{'-'.join((arch, *ops, match))}.jsonl"
+        with FileLock(f"{path}.lock"):
+            if not path.exists():
+                flags = [flag for op in ops for flag in ("--op", op)]
+                flags += ["--arch", arch, "--match", match, "--json"]
+                path.write_text(run_without_interpreter("-m", "kernels.compile", *flags))
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+    return resources

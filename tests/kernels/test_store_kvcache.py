@@ -73,6 +73,26 @@ def test_more_rows_than_one_program(device):
     assert_stores_like_twin(key, value, k_cache, v_cache, torch.randperm(160, device=device)[:150])
 
 
+def test_cache_offsets_beyond_32_bits(huge_cache, device):
+    key, value = torch.randn(2, 3, 2, 64, device=device).half().unbind(0)
+    k_cache, v_cache = huge_cache(block_size=16, num_kv_heads=2, head_dim=64)
+    num_slots = k_cache.shape[0] * 16
+    slots = torch.tensor([num_slots - 1, 0, num_slots - 33], device=device)
+    store_kvcache(key, value, k_cache, v_cache, slots)
+    blocks, offsets = slots // 16, slots % 16
+    assert torch.equal(k_cache[blocks, offsets], key)
+    assert torch.equal(v_cache[blocks, offsets], value)
+
+
+def test_token_offsets_beyond_32_bits(huge_tensor, device):
+    wide = huge_tensor(3, 2**30 + 64)
+    assert wide.stride(0) * 2 > 2**31
+    key = wide[:, :64].view(3, 2, 32)
+    key.copy_(torch.randn(3, 2, 32, device=device))
+    k_cache, v_cache = make_cache(2, 4, 2, 32, dtype=torch.float16, device=device)
+    assert_stores_like_twin(key, key, k_cache, v_cache, torch.tensor([5, 0, 2], device=device))
+
+
 @pytest.mark.parametrize("num_tokens", [0, 3])
 def test_no_slots_writes_nothing(num_tokens, device):
     key, value = torch.randn(2, num_tokens, 1, 16, device=device).unbind(0)

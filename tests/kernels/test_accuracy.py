@@ -1,0 +1,146 @@
+"""The rule that judges the kernels, and the hostile inputs it judges them on."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from kernels.accuracy import (
+    LAYOUTS,
+    accuracy,
+    compare_with_twin,
+    make_cache,
+    max_error,
+    poison_,
+    random_paged_batch,
+)
+from kernels.reference import gather_tokens
+
+
+def test_rule_allows_twice_the_eager_error():
+    ref = torch.zeros(3, dtype=torch.float64)
+    low = torch.tensor([0.0, -0.5, 0.0])
+    assert accuracy(torch.tensor([1.0, 0.0, 0.0]), low, ref).passed
+    judged = accuracy(torch.tensor([1.0001, 0.0, 0.0]), low, ref)
+    assert not judged.passed
+    assert judged.error == pytest.approx(1.0001)
+    assert judged.eager_error == 0.5
+    assert judged.bound == pytest.approx(1.00001)
+
+
+def test_rule_allows_a_little_where_eager_is_exact():
+    zero = torch.zeros(1)
+    assert accuracy(torch.tensor([0.9e-5]), zero, zero).passed
+    assert not accuracy(torch.tensor([1.1e-5]), zero, zero).passed
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf, 0.0])
+def test_rule_rejects_wrong_infinities_and_nan(wrong):
+    ref = torch.tensor([math.inf, 1.0])
+    assert max_error(torch.tensor([wrong, 1.0]), ref) == (0.0 if wrong == math.inf else math.inf)
+    assert not accuracy(torch.tensor([math.inf, math.nan]), ref, ref).passed
+
+
+def test_rule_rejects_everything_where_eager_fails():
+    ref = torch.ones(1)
+    assert not accuracy(ref, torch.tensor([math.nan]), ref).passed
+
+
+def test_nan_is_never_equal():
+    nan = torch.tensor([math.nan])
+    assert max_error(nan, nan) == math.inf
+
+
+def test_shapes_must_agree():
+    with pytest.raises(ValueError, match=r"actual: expected shape \(2,\), got \(1,\)"):
+        max_error(torch.zeros(1), torch.zeros(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_poison_has_no_finite_number(dtype):
+    tensor = poison_(torch.zeros(2, 5, dtype=dtype))
+    assert not tensor.isfinite().any()
+    assert {str(x) for x in tensor.flatten().tolist()} == {"nan", "inf", "-inf"}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_caches_have_the_shape_of_the_contract_in_every_layout(layout):
+    for cache in make_cache(3, 4, 2, 16, dtype=torch.float16, device="cpu", layout=layout):
+        assert cache.shape == (3, 4, 2, 16)
+        assert cache.stride(-1) == 1
+    hnd = make_cache(3, 4, 2, 16, dtype=torch.float16, device="cpu", layout="HND")[0]
+    assert hnd.stride(2) > hnd.stride(1)
+
+
+def make(**overrides):
+    arguments = {
+        "context_lens": [5, 0, 16],
+        "num_q_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "block_size": 4,
+        "dtype": torch.float32,
+        "device": "cpu",
+    }
+    return random_paged_batch(**{**arguments, **overrides})
+
+
+def test_used_slots_are_finite_and_all_others_poison():
+    batch = make()
+    for cache in (batch.k_cache, batch.v_cache):
+        assert cache.isfinite().all(-1).sum() == (5 + 16) * 2
+        for row, length in enumerate([5, 0, 16]):
+            assert gather_tokens(cache, batch.block_tables[row], 0, length).isfinite().all()
+
+
+def test_tables_are_shuffled_and_their_padding_is_garbage():
+    batch = make()
+    used = [*batch.block_tables[0, :2].tolist(), *batch.block_tables[2, :4].tolist()]
+    assert len(set(used)) == 6
+    assert used != sorted(used)
+    padding = torch.cat(
+        [batch.block_tables[0, 2:], batch.block_tables[1], batch.block_tables[2, 4:]]
+    )
+    assert ((padding < 0) | (padding >= batch.k_cache.shape[0])).all()
+
+
+def test_hidden_tokens_are_poison_and_their_blocks_garbage():
+    batch = make(hidden_tokens=[-3, 0, 9])
+    table = batch.block_tables[2]
+    assert ((table[:2] < 0) | (table[:2] >= batch.k_cache.shape[0])).all()
+    assert not batch.k_cache[table[2], 0].isfinite().any()
+    assert batch.k_cache[table[2], 1:].isfinite().all()
+
+
+def test_values_do_not_depend_on_the_block_size():
+    one, other = make(), make(block_size=7)
+    assert torch.equal(one.q, other.q)
+    for cache in ("k_cache", "v_cache"):
+        tokens = [gather_tokens(getattr(b, cache), b.block_tables[2], 0, 16) for b in (one, other)]
+        assert torch.equal(*tokens)
+
+
+def test_select_takes_whole_sequences():
+    batch = make(query_lens=[2, 0, 3])
+    some = batch.select([2, 0])
+    assert torch.equal(some.q, torch.cat([batch.q[2:5], batch.q[:2]]))
+    assert some.cu_seqlens_q.tolist() == [0, 3, 5]
+    assert some.context_lens.tolist() == [16, 5]
+    assert torch.equal(some.block_tables, batch.block_tables[[2, 0]])
+
+
+def test_a_wrong_kernel_is_caught():
+    def twin(x, *, offset):
+        return x.sin() + offset
+
+    x = torch.linspace(0, 3, 50).half()
+    offset = torch.ones(50).half()
+    (right,) = compare_with_twin(twin, twin, [x], offset=offset)
+    assert right.passed
+    assert right.eager_error > 0
+    (wrong,) = compare_with_twin(
+        lambda x, offset: twin(x, offset=offset) + 0.01, twin, [x], offset=offset
+    )
+    assert not wrong.passed

@@ -1,0 +1,106 @@
+"""The tile table: what it promises to the kernels, for every shape and GPU."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kernels.tiles import (
+    MAX_SPLITS,
+    PROGRAMS_PER_MULTIPROCESSOR,
+    Target,
+    decode_num_splits,
+    decode_tile,
+    force_target,
+    padded_dim,
+    target_of,
+)
+
+H200 = Target("cuda", 90, 132)
+TARGETS = [
+    H200,
+    Target("cuda", 80, 108),
+    Target("cuda", 86, 84),
+    Target("cuda", 100, 148),
+    Target("cuda", 120, 170),
+    Target("hip", "gfx942", 304),
+    Target("interpreter", 0, 1),
+]
+SHARED_BYTES = {80: 164, 86: 100, 90: 228, 100: 228, 120: 100}
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "expected"), [(1, 16), (16, 16), (17, 32), (80, 128), (128, 128), (255, 256)]
+)
+def test_padded_dim(head_dim, expected):
+    assert padded_dim(head_dim) == expected
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda t: f"{t.backend}-{t.arch}")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("head_dim_padded", [16, 32, 64, 128, 256])
+def test_decode_tile_is_one_that_the_kernel_can_run(head_dim_padded, dtype, target):
+    for group_size in (1, 3, 8, 16, 17, 71, 128):
+        tile = decode_tile(group_size, head_dim_padded, dtype, target)
+        for size in (tile.tile_m, tile.tile_n):
+            assert size >= 16
+            assert size & (size - 1) == 0
+        buffers = max(1, (tile.num_stages - 1) // 2)
+        kv_bytes = buffers * 2 * tile.tile_n * head_dim_padded * dtype.itemsize
+        if target.backend == "cuda" and dtype != torch.float32:
+            limit = 1024 * SHARED_BYTES[target.arch]
+            assert kv_bytes < limit / PROGRAMS_PER_MULTIPROCESSOR
+
+
+@pytest.mark.parametrize(
+    ("batch", "max_tokens", "expected"),
+    [
+        pytest.param(64, 4096, 1, id="two full waves"),
+        pytest.param(33, 4096, 1, id="one full wave"),
+        pytest.param(1000, 32768, 1, id="many waves"),
+        pytest.param(1, 128, 1, id="nothing to split"),
+        pytest.param(1, 1, 1, id="one token"),
+        pytest.param(1, 0, 1, id="empty table"),
+        pytest.param(1, 512, 4, id="short context"),
+        pytest.param(1, 32768, 29, id="batch of one"),
+        pytest.param(40, 4096, 3, id="a wave and a bit"),
+    ],
+)
+def test_default_splits_on_an_h200_with_8_kv_heads(batch, max_tokens, expected):
+    assert decode_num_splits(batch * 8, max_tokens, 64, H200) == expected
+
+
+@given(
+    num_programs=st.integers(1, 5000),
+    max_tokens=st.integers(0, 200_000),
+    tile_n=st.sampled_from([16, 64, 128]),
+    target=st.sampled_from(TARGETS),
+)
+def test_default_splits_are_the_fewest_that_fill_the_gpu(num_programs, max_tokens, tile_n, target):
+    chosen = decode_num_splits(num_programs, max_tokens, tile_n, target)
+    slots = target.num_multiprocessors * PROGRAMS_PER_MULTIPROCESSOR
+    most = max(1, min(MAX_SPLITS, max_tokens // (2 * tile_n)))
+
+    def idle(num_splits):
+        return (
+            -(num_programs * num_splits)
+            % slots
+            / (slots * math.ceil(num_programs * num_splits / slots))
+        )
+
+    assert 1 <= chosen <= most
+    least_idle = min(map(idle, range(1, most + 1)))
+    assert 1 - idle(chosen) >= 0.85 * (1 - least_idle) - 1e-9
+    for fewer in range(1, chosen):
+        assert 1 - idle(fewer) < 0.85 * (1 - least_idle) + 1e-9
+
+
+def test_forced_target_ends_with_its_block(device):
+    own = target_of(torch.empty(0, device=device).device)
+    with force_target(H200):
+        assert target_of(device) == H200
+    assert target_of(torch.empty(0, device=device).device) == own
