@@ -82,14 +82,14 @@ class ContentIndex:
     def remove(self, blocks: Sequence[int]) -> int:
         """Forget the content of ``blocks``; returns how many of them had any."""
         known, links, back, no_block = self.hashes, self._next, self._previous, self._no_block
-        removed = 0
+        copies, removed = self._copies, 0
         for block in blocks:
             key = known[block]
             if key is None:
                 continue
             removed += 1
             known[block] = None
-            if key in self._copies:
+            if copies and key in copies:
                 self._remove_copy(block, key)
                 continue
             before, after = back[block], links[block]
