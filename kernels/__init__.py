@@ -1,6 +1,8 @@
 """Triton kernels of the paged KV cache data path.
 
     store_kvcache                   write new keys and values into their slots
+    rope_store_kvcache              rotate queries and keys and write keys and values
+    apply_rotary_embedding          rotary position embedding of queries or keys
     slot_mapping_from_positions     token positions to slots, on the device
     paged_decode_attention          one query per sequence over its paged cache, split-KV
     paged_prefill_attention         many queries per sequence: prefill, prefix hits, mixed batches
@@ -14,20 +16,24 @@ on CPU tensors in Triton's interpreter when TRITON_INTERPRET=1 is in the environ
 package is first imported.
 """
 
+from kernels.apply_rotary_embedding import apply_rotary_embedding
 from kernels.copy_blocks import copy_blocks
 from kernels.merge_attention_states import merge_attention_states
 from kernels.paged_decode_attention import paged_decode_attention
 from kernels.paged_prefill_attention import paged_prefill_attention
+from kernels.rope_store_kvcache import rope_store_kvcache
 from kernels.shared_prefix_decode_attention import shared_prefix_decode_attention
 from kernels.slot_mapping_from_positions import slot_mapping_from_positions
 from kernels.store_kvcache import store_kvcache
 from kernels.swap_blocks import swap_blocks
 
 __all__ = [
+    "apply_rotary_embedding",
     "copy_blocks",
     "merge_attention_states",
     "paged_decode_attention",
     "paged_prefill_attention",
+    "rope_store_kvcache",
     "shared_prefix_decode_attention",
     "slot_mapping_from_positions",
     "store_kvcache",

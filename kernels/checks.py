@@ -163,13 +163,14 @@ def check_block_tables(
     batch: int,
     device: torch.device,
     query_lens: torch.Tensor | int = 1,
-    window_size: int | None = None,
+    window_size: torch.Tensor | int | None = None,
     names: tuple[str, str, str] = ("block_tables", "context_lens", "batch"),
 ) -> None:
     """Check block tables against context lengths, their values too where they lie on the host.
 
-    query_lens: queries at the end of each sequence, (batch,) or one number for all. Table entries
-    wholly before the window of the first query are never read and may hold anything.
+    query_lens, window_size: queries at the end of each sequence and tokens that each sees, (batch,)
+    or one number for all. Table entries wholly before the window of the first query are never read
+    and may hold anything.
     names: what the caller calls the tables, the lengths and their number.
     """
     tables_name, lens_name, batch_name = names
@@ -209,6 +210,37 @@ def check_block_tables(
             f"{tables_name}: expected block ids from 0 to {num_blocks - 1} within the context, got "
             f"{int(block_tables[row, col])} at [{row}, {col}]"
         )
+
+
+def check_rotary(
+    positions: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    num_tokens: int,
+    head_dim: int,
+    device: torch.device,
+) -> None:
+    """Check rotary tables (num_positions, rotary_dim / 2) and the positions that index them."""
+    integers = (torch.int32, torch.int64)
+    check_tensor(
+        "positions", positions, {"num_tokens": num_tokens}, dtypes=integers, device=device
+    )
+    dims = dict.fromkeys(("num_positions", "rotary_dim / 2"))
+    check_tensor("cos", cos, dims, dtypes=FLOAT_DTYPES, device=device)
+    same_shape = dict(zip(dims, cos.shape, strict=True))
+    check_tensor("sin", sin, same_shape, dtypes=(cos.dtype,), device=device)
+    if not 2 <= 2 * cos.shape[1] <= head_dim:
+        raise ValueError(
+            f"cos: expected a rotary_dim from 2 to head_dim={head_dim}, got {2 * cos.shape[1]}"
+        )
+    if positions.device.type == "cpu" and num_tokens:
+        low, high = int(positions.min()), int(positions.max())
+        if low < 0 or high >= cos.shape[0]:
+            raise ValueError(
+                f"positions: expected rows of cos from 0 to {cos.shape[0] - 1}, "
+                f"got {low if low < 0 else high}"
+            )
 
 
 def check_score_options(

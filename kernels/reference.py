@@ -28,6 +28,48 @@ def store_kvcache(
     v_cache[slots // block_size, slots % block_size] = value[tokens]
 
 
+def apply_rotary_embedding(
+    x: torch.Tensor,
+    positions: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    interleaved: bool = False,
+) -> torch.Tensor:
+    """Twin of `kernels.apply_rotary_embedding`."""
+    half = cos.shape[1]
+    cos, sin = (table[positions.long(), None].to(x.dtype) for table in (cos, sin))
+    first, second = (
+        (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
+        if interleaved
+        else (slice(0, half), slice(half, 2 * half))
+    )
+    out = x.clone(memory_format=torch.contiguous_format)
+    out[..., first] = x[..., first] * cos - x[..., second] * sin
+    out[..., second] = x[..., second] * cos + x[..., first] * sin
+    return out
+
+
+def rope_store_kvcache(
+    query: torch.Tensor | None,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    interleaved: bool = False,
+) -> None:
+    """Twin of `kernels.rope_store_kvcache`."""
+    rotated = apply_rotary_embedding(key, positions, cos, sin, interleaved=interleaved)
+    store_kvcache(rotated, value, k_cache, v_cache, slot_mapping)
+    if query is not None:
+        query.copy_(apply_rotary_embedding(query, positions, cos, sin, interleaved=interleaved))
+
+
 def gather_tokens(
     cache: torch.Tensor, block_table: torch.Tensor, first: int, last: int
 ) -> torch.Tensor:

@@ -12,10 +12,12 @@ from functools import partial
 
 import torch
 
+from kernels.apply_rotary_embedding import apply_rotary_embedding
 from kernels.copy_blocks import copy_blocks
 from kernels.merge_attention_states import merge_attention_states
 from kernels.paged_decode_attention import paged_decode_attention
 from kernels.paged_prefill_attention import paged_prefill_attention
+from kernels.rope_store_kvcache import rope_store_kvcache
 from kernels.shared_prefix_decode_attention import shared_prefix_decode_attention
 from kernels.slot_mapping_from_positions import slot_mapping_from_positions
 from kernels.store_kvcache import store_kvcache
@@ -48,6 +50,26 @@ def _store_kvcache(head_dim: int, dtype: torch.dtype) -> ShippedCall:
     slots = _meta(256, dtype=torch.int64)
     run = partial(store_kvcache, key, key, cache, cache, slots)
     return ShippedCall("store_kvcache", f"{_name(dtype)} d{head_dim}", run)
+
+
+def _rotary_calls(op: str) -> Iterator[ShippedCall]:
+    """apply_rotary_embedding or rope_store_kvcache of a fused QKV projection, fp32 tables."""
+    tokens = _meta(256, dtype=torch.int64)
+    for dtype in HALF_DTYPES:
+        for head_dim in HEAD_DIMS:
+            query, key, value = _meta(256, 48, head_dim, dtype=dtype).split((32, 8, 8), dim=1)
+            cache = _meta(4096, 16, 8, head_dim, dtype=dtype)
+            tables = [_meta(8192, head_dim // 2, dtype=torch.float32)] * 2
+            config = f"{_name(dtype)} d{head_dim}"
+            for interleaved in (False, True):
+                if op == "apply_rotary_embedding":
+                    run = partial(apply_rotary_embedding, query, tokens, *tables)
+                else:
+                    run = partial(
+                        rope_store_kvcache, query, key, value, cache, cache, tokens, tokens, *tables
+                    )
+                name = f"{config} interleaved" if interleaved else config
+                yield ShippedCall(op, name, partial(run, interleaved=interleaved))
 
 
 def _decode(
@@ -155,7 +177,6 @@ def _prefill_calls() -> Iterator[ShippedCall]:
         for head_dim in HEAD_DIMS:
             yield _prefill(head_dim, dtype)
         yield _prefill(128, dtype, group_size=71, batch=64)
-        yield _prefill(128, dtype, block_size=256, batch=64)
         yield _prefill(128, dtype, features=True)
 
 
@@ -205,6 +226,8 @@ _CALLS = {
     "shared_prefix_decode_attention": _shared_prefix_calls,
     "merge_attention_states": _merge_attention_states_calls,
     "slot_mapping_from_positions": _slot_mapping_calls,
+    "rope_store_kvcache": partial(_rotary_calls, "rope_store_kvcache"),
+    "apply_rotary_embedding": partial(_rotary_calls, "apply_rotary_embedding"),
     "paged_decode_attention": _decode_calls,
     "paged_prefill_attention": _prefill_calls,
 }

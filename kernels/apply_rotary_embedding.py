@@ -1,0 +1,174 @@
+"""Rotary position embedding (RoPE; Su et al., 2021) of queries or keys.
+
+The first rotary_dim elements of a head form pairs; pair i of a token at position p is turned by an
+angle whose cosine and sine stand in cos[p, i] and sin[p, i]:
+
+    (a, b) -> (a cos - b sin, b cos + a sin)
+
+Pairs are (i, i + rotary_dim / 2) (GPT-NeoX, Llama) or, interleaved, (2 i, 2 i + 1) (GPT-J).
+Elements from rotary_dim on are left as they are.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.checks import FLOAT_DTYPES, check_rotary, check_tensor
+from kernels.primitives import cast
+from kernels.tiles import padded_dim, rotary_tile
+from kernels.torch_ops import functional_op
+
+
+@triton.jit
+def rotate_rows(
+    dst_ptrs,
+    src_ptrs,
+    cos_ptrs,
+    sin_ptrs,
+    row_mask,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    HALF_PADDED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Write rows of head_dim elements rotated. All pointers: [rows], to the start of each row.
+
+    HALF_PADDED: rotary_dim / 2 rounded up to a size that a tile can have. Source and destination
+    may be the same memory.
+    """
+    dtype: tl.constexpr = dst_ptrs.dtype.element_ty
+    HALF: tl.constexpr = ROTARY_DIM // 2
+    PAIRS: tl.constexpr = HEAD_DIM_PADDED // 2 if INTERLEAVED else HALF_PADDED
+    pairs = tl.arange(0, PAIRS)
+    pair_mask = row_mask[:, None] & (pairs < HALF)[None, :]  # [rows, PAIRS]
+    cos = tl.load(cos_ptrs[:, None] + pairs[None, :], mask=pair_mask, other=1.0).to(tl.float32)
+    sin = tl.load(sin_ptrs[:, None] + pairs[None, :], mask=pair_mask, other=0.0).to(tl.float32)
+    if INTERLEAVED:
+        offs_d = tl.arange(0, HEAD_DIM_PADDED)
+        mask = row_mask[:, None] & (offs_d < HEAD_DIM)[None, :]
+        x = tl.load(src_ptrs[:, None] + offs_d[None, :], mask=mask, other=0.0)
+        a, b = tl.split(tl.reshape(x, (x.shape[0], PAIRS, 2)))
+        new_a = cast(a.to(tl.float32) * cos - b.to(tl.float32) * sin, dtype)
+        new_b = cast(b.to(tl.float32) * cos + a.to(tl.float32) * sin, dtype)
+        rotated = (pairs < HALF)[None, :]
+        y = tl.join(tl.where(rotated, new_a, a), tl.where(rotated, new_b, b))
+        tl.store(dst_ptrs[:, None] + offs_d[None, :], tl.reshape(y, x.shape), mask=mask)
+    else:
+        a = tl.load(src_ptrs[:, None] + pairs[None, :], mask=pair_mask, other=0.0).to(tl.float32)
+        b = tl.load(src_ptrs[:, None] + HALF + pairs[None, :], mask=pair_mask, other=0.0).to(
+            tl.float32
+        )
+        tl.store(dst_ptrs[:, None] + pairs[None, :], cast(a * cos - b * sin, dtype), pair_mask)
+        tl.store(
+            dst_ptrs[:, None] + HALF + pairs[None, :], cast(b * cos + a * sin, dtype), pair_mask
+        )
+        if ROTARY_DIM < HEAD_DIM:
+            offs_d = tl.arange(0, HEAD_DIM_PADDED)
+            mask = row_mask[:, None] & ((offs_d >= ROTARY_DIM) & (offs_d < HEAD_DIM))[None, :]
+            x = tl.load(src_ptrs[:, None] + offs_d[None, :], mask=mask)
+            tl.store(dst_ptrs[:, None] + offs_d[None, :], x, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _apply_rotary_embedding_kernel(
+    out_ptr,
+    x_ptr,
+    positions_ptr,
+    cos_ptr,
+    sin_ptr,
+    num_rows,
+    stride_x_token,
+    stride_x_head,
+    stride_cos,
+    stride_sin,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    HALF_PADDED: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """One program: TILE_ROWS rows of head_dim elements; row = token * NUM_HEADS + head."""
+    rows = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    row_mask = rows < num_rows
+    tokens = rows // NUM_HEADS
+    heads = rows % NUM_HEADS
+    positions = tl.load(positions_ptr + tokens, mask=row_mask, other=0).to(tl.int64)
+    rotate_rows(
+        out_ptr + rows * HEAD_DIM,
+        x_ptr + tokens * stride_x_token + heads * stride_x_head,
+        cos_ptr + positions * stride_cos,
+        sin_ptr + positions * stride_sin,
+        row_mask,
+        HEAD_DIM,
+        HEAD_DIM_PADDED,
+        ROTARY_DIM,
+        HALF_PADDED,
+        INTERLEAVED,
+    )
+
+
+def _fake(x, positions, cos, sin, *, interleaved=False):
+    return x.new_empty(x.shape)
+
+
+@functional_op(fake=_fake)
+def apply_rotary_embedding(
+    x: torch.Tensor,
+    positions: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    interleaved: bool = False,
+) -> torch.Tensor:
+    """Rotary position embedding of queries or keys, each token at a position of its own.
+
+    Args:
+        x: (num_tokens, num_heads, head_dim), fp16, bf16 or fp32, any stride on the first two
+            dimensions.
+        positions: (num_tokens,) int32 or int64, rows of cos and sin.
+        cos, sin: (num_positions, rotary_dim / 2), any float dtype; rotary_dim <= head_dim. Products
+            are computed in fp32.
+        interleaved: pairs are (2 i, 2 i + 1) instead of (i, i + rotary_dim / 2).
+
+    Returns:
+        A new contiguous tensor shaped like x.
+
+    Raises:
+        ValueError: a shape, dtype, device or stride that does not fit; where the tensors lie in
+            host memory also a position outside cos.
+    """
+    dims = dict.fromkeys(("num_tokens", "num_heads", "head_dim"))
+    check_tensor("x", x, dims, dtypes=FLOAT_DTYPES)
+    num_tokens, num_heads, head_dim = x.shape
+    check_rotary(positions, cos, sin, num_tokens=num_tokens, head_dim=head_dim, device=x.device)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    num_rows = num_tokens * num_heads
+    if num_rows == 0:
+        return out
+    head_dim_padded = padded_dim(head_dim)
+    tile = rotary_tile(head_dim_padded)
+    _apply_rotary_embedding_kernel[(triton.cdiv(num_rows, tile.rows),)](
+        out,
+        x,
+        positions,
+        cos,
+        sin,
+        num_rows,
+        *x.stride()[:2],
+        cos.stride(0),
+        sin.stride(0),
+        NUM_HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        HEAD_DIM_PADDED=head_dim_padded,
+        ROTARY_DIM=2 * cos.shape[1],
+        HALF_PADDED=triton.next_power_of_2(cos.shape[1]),
+        TILE_ROWS=tile.rows,
+        INTERLEAVED=interleaved,
+        num_warps=tile.num_warps,
+    )
+    return out

@@ -1,0 +1,201 @@
+"""Rotate the queries and keys of new tokens and write keys and values into their cache slots.
+
+What a decoder layer does between its QKV projection and attention, in one launch: the rotated keys
+go straight into the cache instead of through memory. See `apply_rotary_embedding` for the rotation
+and `store_kvcache` for the slots.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.apply_rotary_embedding import rotate_rows
+from kernels.checks import check_kv_cache, check_rotary, check_slots, check_tensor
+from kernels.tiles import padded_dim, rotary_tile
+from kernels.torch_ops import inplace_op
+
+
+@triton.jit(do_not_specialize=["num_query_rows", "num_kv_rows"])
+def _rope_store_kvcache_kernel(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    slot_mapping_ptr,
+    positions_ptr,
+    cos_ptr,
+    sin_ptr,
+    num_query_rows,
+    num_kv_rows,
+    stride_query_token,
+    stride_query_head,
+    stride_key_token,
+    stride_key_head,
+    stride_value_token,
+    stride_value_head,
+    stride_k_block,
+    stride_k_slot,
+    stride_k_head,
+    stride_v_block,
+    stride_v_slot,
+    stride_v_head,
+    stride_cos,
+    stride_sin,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_Q_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    HALF_PADDED: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """One program: TILE_ROWS rows (token, head) of the keys and values, or of the queries.
+
+    Programs of keys and values come first, those of the queries after them.
+    """
+    kv_programs = tl.cdiv(num_kv_rows, TILE_ROWS)
+    program = tl.program_id(0).to(tl.int64)
+    if program < kv_programs:
+        rows = program * TILE_ROWS + tl.arange(0, TILE_ROWS)
+        tokens = rows // NUM_KV_HEADS
+        heads = rows % NUM_KV_HEADS
+        row_mask = rows < num_kv_rows
+        slots = tl.load(slot_mapping_ptr + tokens, mask=row_mask, other=-1).to(tl.int64)
+        row_mask &= slots >= 0
+        positions = tl.load(positions_ptr + tokens, mask=row_mask, other=0).to(tl.int64)
+        blocks = slots // BLOCK_SIZE
+        offsets = slots % BLOCK_SIZE
+        k_rows = blocks * stride_k_block + offsets * stride_k_slot + heads * stride_k_head
+        rotate_rows(
+            k_cache_ptr + k_rows,
+            key_ptr + tokens * stride_key_token + heads * stride_key_head,
+            cos_ptr + positions * stride_cos,
+            sin_ptr + positions * stride_sin,
+            row_mask,
+            HEAD_DIM,
+            HEAD_DIM_PADDED,
+            ROTARY_DIM,
+            HALF_PADDED,
+            INTERLEAVED,
+        )
+        offs_d = tl.arange(0, HEAD_DIM_PADDED)
+        mask = row_mask[:, None] & (offs_d < HEAD_DIM)[None, :]  # [TILE_ROWS, HEAD_DIM_PADDED]
+        value_rows = tokens * stride_value_token + heads * stride_value_head
+        v_rows = blocks * stride_v_block + offsets * stride_v_slot + heads * stride_v_head
+        value = tl.load(value_ptr + value_rows[:, None] + offs_d[None, :], mask=mask, other=0.0)
+        tl.store(v_cache_ptr + v_rows[:, None] + offs_d[None, :], value, mask=mask)
+    elif query_ptr is not None:
+        rows = (program - kv_programs) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+        tokens = rows // NUM_Q_HEADS
+        heads = rows % NUM_Q_HEADS
+        row_mask = rows < num_query_rows
+        positions = tl.load(positions_ptr + tokens, mask=row_mask, other=0).to(tl.int64)
+        query_rows = query_ptr + tokens * stride_query_token + heads * stride_query_head
+        rotate_rows(
+            query_rows,
+            query_rows,
+            cos_ptr + positions * stride_cos,
+            sin_ptr + positions * stride_sin,
+            row_mask,
+            HEAD_DIM,
+            HEAD_DIM_PADDED,
+            ROTARY_DIM,
+            HALF_PADDED,
+            INTERLEAVED,
+        )
+
+
+@inplace_op("query", "k_cache", "v_cache")
+def rope_store_kvcache(
+    query: torch.Tensor | None,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    interleaved: bool = False,
+) -> None:
+    """Rotate queries in place, and write rotated keys and plain values into a paged KV cache.
+
+    Args:
+        query: (num_tokens, num_q_heads, head_dim) to rotate in place, or None for none.
+        key, value: (num_tokens, num_kv_heads, head_dim). Of query, key and value any stride on the
+            first two dimensions, so that views of a fused QKV projection need no copy.
+        k_cache, v_cache: (num_blocks, block_size, num_kv_heads, head_dim), in the dtype of key, any
+            strides but a contiguous last dimension.
+        slot_mapping: (num_slots,) int32 or int64; slot = block_id * block_size + offset of token i.
+            A negative slot is skipped; with num_slots < num_tokens the remaining keys and values
+            are not written. Slots must differ from one another.
+        positions: (num_tokens,) int32 or int64, rows of cos and sin.
+        cos, sin: (num_positions, rotary_dim / 2), any float dtype; rotary_dim <= head_dim. Products
+            are computed in fp32.
+        interleaved: pairs are (2 i, 2 i + 1) instead of (i, i + rotary_dim / 2).
+
+    Mutates query, k_cache and v_cache; key stays as it is. Returns None.
+
+    Raises:
+        ValueError: a shape, dtype, device or stride that does not fit; where the tensors lie in
+            host memory also a slot past the end of the cache or a position outside cos. Nothing
+            has been written then.
+    """
+    check_kv_cache(k_cache, v_cache)
+    _, block_size, num_kv_heads, head_dim = k_cache.shape
+    device = k_cache.device
+    like_cache = {"dtypes": (k_cache.dtype,), "device": device}
+    rows = {"num_tokens": None, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    check_tensor("key", key, rows, **like_cache)
+    rows["num_tokens"] = num_tokens = key.shape[0]
+    check_tensor("value", value, rows, **like_cache)
+    if query is not None:
+        dims = {"num_tokens": num_tokens, "num_q_heads": None, "head_dim": head_dim}
+        check_tensor("query", query, dims, **like_cache)
+    check_slots(slot_mapping, k_cache, num_tokens=num_tokens)
+    check_rotary(positions, cos, sin, num_tokens=num_tokens, head_dim=head_dim, device=device)
+
+    num_q_heads = 0 if query is None else query.shape[1]
+    num_query_rows = num_tokens * num_q_heads
+    num_kv_rows = slot_mapping.shape[0] * num_kv_heads
+    if num_query_rows + num_kv_rows == 0:
+        return
+    head_dim_padded = padded_dim(head_dim)
+    tile = rotary_tile(head_dim_padded)
+    num_programs = triton.cdiv(num_kv_rows, tile.rows) + triton.cdiv(num_query_rows, tile.rows)
+    _rope_store_kvcache_kernel[(num_programs,)](
+        query,
+        key,
+        value,
+        k_cache,
+        v_cache,
+        slot_mapping,
+        positions,
+        cos,
+        sin,
+        num_query_rows,
+        num_kv_rows,
+        *((0, 0) if query is None else query.stride()[:2]),
+        *key.stride()[:2],
+        *value.stride()[:2],
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        cos.stride(0),
+        sin.stride(0),
+        BLOCK_SIZE=block_size,
+        NUM_Q_HEADS=max(1, num_q_heads),
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        HEAD_DIM_PADDED=head_dim_padded,
+        ROTARY_DIM=2 * cos.shape[1],
+        HALF_PADDED=triton.next_power_of_2(cos.shape[1]),
+        TILE_ROWS=tile.rows,
+        INTERLEAVED=interleaved,
+        num_warps=tile.num_warps,
+    )

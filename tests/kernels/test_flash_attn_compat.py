@@ -1,0 +1,484 @@
+"""The flash-attn entry points against an attention written out from flash-attn's documentation.
+
+flash-attn's own tests of both functions run on these too; how is said in docs/flash-attn-compat.md.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kernels import reference
+from kernels.accuracy import accuracy, bits, poison_, random_paged_batch
+from kernels.flash_attn_compat import flash_attn_varlen_func, flash_attn_with_kvcache
+
+# The interpreter computes rows and tiles that are masked afterwards, and numpy reports their NaNs.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+
+WINDOWS = [(-1, -1), (5, -1), (-1, 3), (0, 0), (7, 2), (1000, 1000), (40, 0)]
+
+
+def attend(q, k, v, *, causal, window_size, scale=None, softcap=0.0, slopes=None):
+    """Documented attention of one sequence in q's dtype: output and LSE, heads last but one."""
+    group_size = q.shape[1] // k.shape[1]
+    k, v = (x.to(q.dtype).repeat_interleave(group_size, dim=1) for x in (k, v))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scores = torch.einsum("qhd,khd->hqk", q * scale, k)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    own = torch.arange(len(q))[:, None] + len(k) - len(q)
+    distance = own - torch.arange(len(k))
+    if slopes is not None:
+        scores = scores - (slopes[:, None, None] * distance.abs()).to(q.dtype)
+    left, right = window_size
+    right = 0 if causal else right
+    hidden = (distance > left if left >= 0 else distance < -math.inf) | (
+        distance < -right if right >= 0 else distance < -math.inf
+    )
+    scores = scores.masked_fill(hidden, -math.inf)
+    weights = torch.softmax(scores, -1).nan_to_num(0.0)
+    lse = torch.logsumexp(scores, -1)
+    return torch.einsum("hqk,khd->qhd", weights, v), lse.masked_fill(lse == -math.inf, math.inf).T
+
+
+def assert_accurate(out, lse, sequences):
+    """out, lse: (total_q, nheads[, headdim]); sequences: (q, k, v, options of attend) of each."""
+    low = [attend(q, k, v, **options) for q, k, v, options in sequences]
+    ref = [attend(q.double(), k, v, **options) for q, k, v, options in sequences]
+    for actual, index in ((out, 0), (lse, 1)):
+        low_all, ref_all = (torch.cat([pair[index] for pair in part]) for part in (low, ref))
+        result = accuracy(actual.cpu(), low_all, ref_all)
+        assert result.passed, f"{('out', 'lse')[index]}: {result}, bound {result.bound:.3g}"
+
+
+def slopes_of(alibi_slopes, row):
+    if alibi_slopes is None or alibi_slopes.dim() == 1:
+        return alibi_slopes
+    return alibi_slopes[row]
+
+
+class Cache:
+    """A cache on the device with its tokens at hand: poisoned where no sequence has tokens."""
+
+    def __init__(
+        self, lens, capacity, *, block_size=None, heads=2, dim=16, dtype, device, rows=None
+    ):
+        """block_size None: contiguous, sequence i in row rows[i] (i if None)."""
+        generator = torch.Generator().manual_seed(0)
+        batch = len(lens)
+        if block_size is None:
+            self.rows = list(range(batch)) if rows is None else rows
+            shape = (max(self.rows, default=0) + 2, capacity, heads, dim)
+            self.table = None
+        else:
+            columns = -(-capacity // block_size)
+            ids = torch.randperm(batch * columns + 2, generator=generator)[: batch * columns]
+            self.table = ids.int().view(batch, columns)
+            shape = (batch * columns + 2, block_size, heads, dim)
+        self.k, self.v = (poison_(torch.empty(shape, dtype=dtype)) for _ in range(2))
+        for row, length in enumerate(lens):
+            for cache in (self.k, self.v):
+                tokens = torch.randn(length, heads, dim, generator=generator).to(dtype)
+                cache[self.where(row, torch.arange(length))] = tokens
+        self.k, self.v = self.k.to(device), self.v.to(device)
+        self.table = None if self.table is None else self.table.to(device)
+
+    def where(self, row, positions):
+        """Index of a sequence's positions in the cache."""
+        if self.table is None:
+            return self.rows[row], positions
+        block_size = self.k.shape[1]
+        return self.table[row].cpu()[positions // block_size].long(), positions % block_size
+
+    def tokens(self, cache, row, first, last):
+        return cache.cpu()[self.where(row, torch.arange(first, last))]
+
+
+@given(data=st.data())
+def test_with_kvcache_like_the_documentation(data, device):
+    def draw(name, strategy):
+        return data.draw(strategy, label=name)
+
+    dtype = draw("dtype", st.sampled_from([torch.float16, torch.float32]))
+    seqlen = draw("seqlen", st.sampled_from([1, 1, 2, 5, 20]))
+    seqlen_new = draw("seqlen_new", st.sampled_from([0, 1, seqlen]))
+    lens = draw("cache_seqlens", st.lists(st.integers(0, 40), min_size=1, max_size=2))
+    capacity = 40 + max(seqlen, seqlen_new)
+    batch, nheads_k = len(lens), 2
+    nheads = nheads_k * draw("group_size", st.sampled_from([1, 3]))
+    dim = draw("headdim", st.sampled_from([16, 24, 59]))
+    block_size = draw("block_size", st.sampled_from([None, None, 1, 7, 16, 256]))
+    use_batch_idx = block_size is None and draw("batch_idx", st.booleans())
+    rows = list(range(3, 3 - batch, -1)) if use_batch_idx else None
+    cache = Cache(
+        lens, capacity, block_size=block_size, heads=nheads_k, dim=dim, dtype=dtype, device=device,
+        rows=rows,
+    )  # fmt: skip
+
+    torch.manual_seed(draw("seed", st.integers(0, 2**16)))
+    q = torch.randn(batch, seqlen, nheads, dim).to(device, dtype)
+    options = {
+        "causal": draw("causal", st.booleans()),
+        "window_size": draw("window_size", st.sampled_from(WINDOWS)),
+        "softcap": draw("softcap", st.sampled_from([0.0, 5.0])),
+        "num_splits": draw("num_splits", st.sampled_from([0, 1, 3])),
+        "softmax_scale": draw("scale", st.sampled_from([None, 0.3])),
+    }
+    slopes = None
+    if draw("alibi", st.booleans()):
+        slopes = torch.rand(draw("slopes", st.sampled_from([(nheads,), (batch, nheads)])))
+        options["alibi_slopes"] = slopes.to(device)
+    leftpad = [0] * batch
+    if draw("leftpad", st.booleans()):
+        leftpad = [length // 3 for length in lens]
+        options["cache_leftpad"] = torch.tensor(leftpad, dtype=torch.int32, device=device)
+    q_seen, k_new, v_new = q, None, None
+    if seqlen_new:
+        k_new, v_new = torch.randn(2, batch, seqlen_new, nheads_k, dim).to(device, dtype)
+        if draw("rotary", st.booleans()):
+            half = draw("rotary_dim / 2", st.sampled_from([8, dim // 2]))
+            angle = 2 * math.pi * torch.rand(capacity + 256, half)
+            cos, sin = angle.cos(), angle.sin()
+            interleaved = draw("interleaved", st.booleans())
+            options |= {"rotary_cos": cos.to(device), "rotary_sin": sin.to(device)}
+            options["rotary_interleaved"] = interleaved
+
+            def rotate(x, steps):
+                positions = (torch.tensor(lens)[:, None] + steps).flatten()
+                wide = reference.apply_rotary_embedding(
+                    x.cpu().double().flatten(0, 1), positions, cos, sin, interleaved=interleaved
+                )
+                return wide.to(dtype).view(x.shape)
+
+            span = cache.k.shape[1] * (1 if cache.table is None else cache.table.shape[1])
+            left, right = options["window_size"]
+            right = 0 if options["causal"] else right
+            local = 0 <= left < span or 0 <= right < span
+            q_seen = rotate(q, torch.arange(seqlen) * local)
+            k_rotated = rotate(k_new, torch.arange(seqlen_new))
+        else:
+            k_rotated = k_new.cpu()
+
+    before = [bits(x.clone()) for x in (cache.k, cache.v)]
+    result, lse = flash_attn_with_kvcache(
+        q,
+        cache.k,
+        cache.v,
+        k_new,
+        v_new,
+        cache_seqlens=torch.tensor(lens, dtype=torch.int32, device=device),
+        cache_batch_idx=torch.tensor(rows, dtype=torch.int32, device=device) if rows else None,
+        block_table=cache.table,
+        return_softmax_lse=True,
+        **options,
+    )
+    assert result.shape == q.shape
+    assert lse.shape == (batch, nheads, seqlen)
+
+    for row, length in enumerate(lens):
+        if seqlen_new:
+            new = length, length + seqlen_new
+            error = (cache.tokens(cache.k, row, *new).double() - k_rotated[row].double()).abs()
+            # One rounding apart: the kernel rotates in fp32, the twin in fp64.
+            assert error.max() <= 4 * torch.finfo(dtype).eps
+            assert torch.equal(cache.tokens(cache.v, row, *new), v_new[row].cpu())
+            where = cache.where(row, torch.arange(*new))
+            for old, now in zip(before, (cache.k, cache.v), strict=True):
+                old[where] = bits(now)[where]
+    for old, now in zip(before, (cache.k, cache.v), strict=True):
+        assert torch.equal(old, bits(now)), "a slot changed that no new token belongs to"
+
+    shared = {name: options[name] for name in ("causal", "window_size", "softcap")}
+    shared["scale"] = options["softmax_scale"]
+    sequences = []
+    for row, length in enumerate(lens):
+        span = row, leftpad[row], length + seqlen_new
+        k, v = cache.tokens(cache.k, *span), cache.tokens(cache.v, *span)
+        sequences.append((q_seen[row].cpu(), k, v, shared | {"slopes": slopes_of(slopes, row)}))
+    assert_accurate(result.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1), sequences)
+
+
+@given(data=st.data())
+def test_varlen_like_the_documentation(data, device):
+    def draw(name, strategy):
+        return data.draw(strategy, label=name)
+
+    dtype = draw("dtype", st.sampled_from([torch.float16, torch.float32]))
+    paged = draw("paged", st.booleans())
+    lens = draw(
+        "(queries, keys)",
+        st.lists(st.tuples(st.integers(0, 40), st.integers(0, 60)), min_size=1, max_size=3)
+        | st.lists(st.tuples(st.just(1), st.integers(0, 60)), min_size=1, max_size=3),
+    )
+    lens_q, lens_k = zip(*lens, strict=True)
+    batch = random_paged_batch(
+        lens_k,
+        query_lens=lens_q,
+        num_q_heads=4,
+        num_kv_heads=2,
+        head_dim=draw("headdim", st.sampled_from([16, 40])),
+        block_size=draw("block_size", st.sampled_from([1, 7, 16])),
+        dtype=dtype,
+        device=device,
+        seed=draw("seed", st.integers(0, 2**16)),
+    )
+    gathered = [
+        [
+            reference.gather_tokens(cache, table, 0, n)
+            for table, n in zip(batch.block_tables, lens_k, strict=True)
+        ]
+        for cache in (batch.k_cache, batch.v_cache)
+    ]
+    keys, values = (batch.k_cache, batch.v_cache) if paged else map(torch.cat, gathered)
+    options = {
+        "causal": draw("causal", st.booleans()),
+        "window_size": draw("window_size", st.sampled_from(WINDOWS)),
+        "softcap": draw("softcap", st.sampled_from([0.0, 5.0])),
+    }
+    slopes = None
+    if draw("alibi", st.booleans()):
+        slopes = torch.rand(draw("slopes", st.sampled_from([(4,), (len(lens), 4)])))
+    out, lse, dropped = flash_attn_varlen_func(
+        batch.q,
+        keys,
+        values,
+        batch.cu_seqlens_q,
+        torch.tensor([0, *lens_k], device=device).cumsum(0).int(),
+        max(lens_q),
+        max(lens_k),
+        alibi_slopes=None if slopes is None else slopes.to(device),
+        block_table=batch.block_tables if paged else None,
+        return_attn_probs=True,
+        **options,
+    )
+    assert (out.shape, lse.shape) == (batch.q.shape, (4, len(batch.q)))
+    assert dropped.numel() == 0
+    queries = batch.q.cpu().split(list(lens_q))
+    sequences = [
+        (queries[i], k.cpu(), v.cpu(), options | {"slopes": slopes_of(slopes, i)})
+        for i, (k, v) in enumerate(zip(*gathered, strict=True))
+    ]
+    assert_accurate(out, lse.T, sequences)
+
+
+def kv_call(device, **overrides):
+    arguments = {
+        "q": torch.ones(2, 3, 4, 16),
+        "k_cache": torch.zeros(2, 8, 2, 16),
+        "v_cache": torch.zeros(2, 8, 2, 16),
+    }
+    arguments |= overrides
+    on_device = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in arguments.items()
+    }
+    return flash_attn_with_kvcache(**on_device), on_device
+
+
+def varlen_call(device, **overrides):
+    arguments = {
+        "q": torch.ones(5, 4, 16),
+        "k": torch.zeros(7, 2, 16),
+        "v": torch.zeros(7, 2, 16),
+        "cu_seqlens_q": torch.tensor([0, 2, 5]).int(),
+        "cu_seqlens_k": torch.tensor([0, 3, 7]).int(),
+        "max_seqlen_q": 3,
+        "max_seqlen_k": 4,
+    }
+    arguments |= overrides
+    on_device = {
+        name: value.to(device) if isinstance(value, torch.Tensor) and not value.is_meta else value
+        for name, value in arguments.items()
+    }
+    return flash_attn_varlen_func(**on_device)
+
+
+@pytest.mark.parametrize(
+    "seqlens", [None, 8, torch.tensor([8, 8]).int()], ids=["none", "int", "tensor"]
+)
+def test_ways_to_give_cache_seqlens(seqlens, device):
+    values = torch.randn(2, 8, 2, 16)
+    out, _ = kv_call(device, v_cache=values, cache_seqlens=seqlens)
+    mean = values.mean(1).repeat_interleave(2, dim=1)[:, None].expand(2, 3, 4, 16)
+    assert (out.cpu() - mean).abs().max() < 1e-6
+
+
+def test_int_cache_seqlens_of_a_paged_cache_counts_sequences_not_blocks(device):
+    table = torch.tensor([[4, 1], [0, 2], [3, 5]]).int()
+    k_cache, v_cache = torch.zeros(6, 4, 2, 16), torch.randn(6, 4, 2, 16)
+    out, _ = kv_call(
+        device, q=torch.ones(3, 1, 4, 16), k_cache=k_cache, v_cache=v_cache, block_table=table,
+        cache_seqlens=5,
+    )  # fmt: skip
+    tokens = v_cache[table.long()].flatten(1, 2)[:, :5]
+    assert (out[:, 0].cpu() - tokens.mean(1).repeat_interleave(2, dim=1)).abs().max() < 1e-6
+
+
+def test_strided_inputs_are_accepted(device):
+    """flash-attn copies inputs whose last dimension is not contiguous; caches may be views."""
+    q, k, v = torch.randn(3, 2, 3, 2, 16, device=device).unbind(0)
+    caches = torch.randn(2, 2, 2, 8, 16, device=device).transpose(2, 3)
+    transposed = [x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in (q, k, v)]
+    results = []
+    for inputs in ((q, k, v), transposed):
+        k_cache, v_cache = caches.clone().unbind(0)
+        lens = torch.tensor([3, 5], dtype=torch.int32, device=device)
+        out = flash_attn_with_kvcache(
+            inputs[0], k_cache, v_cache, *inputs[1:], cache_seqlens=lens, causal=True
+        )
+        results.append((out, k_cache, v_cache))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_rows_that_see_nothing_are_zero_with_infinite_lse(device):
+    """Five queries on two keys, causal: the picture in flash-attn's documentation."""
+    q = torch.randn(1, 5, 4, 16)
+    (out, lse), _ = kv_call(
+        device, q=q, k_cache=torch.randn(1, 8, 2, 16), v_cache=torch.ones(1, 8, 2, 16),
+        cache_seqlens=2, causal=True, return_softmax_lse=True,
+    )  # fmt: skip
+    assert not out[:, :3].any()
+    assert (lse[:, :, :3] == math.inf).all()
+    assert (out[:, 3:] == 1).all()
+    assert lse[:, :, 3:].isfinite().all()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_varlen_output_alone(deterministic, device):
+    out = varlen_call(device, deterministic=deterministic)
+    assert isinstance(out, torch.Tensor)
+    assert not out.any()
+
+
+def test_backward_pass_is_refused_when_it_is_run(device):
+    out = varlen_call(device, q=torch.ones(5, 4, 16, requires_grad=True))
+    assert not out.any()
+    with pytest.raises(NotImplementedError, match="flash_attn_varlen_func: the backward pass"):
+        out.sum().backward()
+    with torch.no_grad():
+        assert varlen_call(device, q=torch.ones(5, 4, 16, requires_grad=True)).grad_fn is None
+
+
+def test_refused_arguments_are_named(device):
+    with pytest.raises(NotImplementedError, match=r"dropout_p: only 0 is supported, got 0\.1"):
+        varlen_call(device, dropout_p=0.1)
+    with pytest.raises(NotImplementedError, match=r"cache_batch_idx: not supported .* block_table"):
+        kv_call(
+            device,
+            cache_batch_idx=torch.tensor([0, 1]).int(),
+            block_table=torch.tensor([[0], [1]]).int(),
+        )
+
+
+NEW = torch.ones(2, 3, 2, 16)
+TABLES = torch.ones(8, 8)
+SHORT_TABLES = {"rotary_cos": TABLES[:7], "rotary_sin": TABLES[:7]}
+WIDE_TABLES = dict.fromkeys(("rotary_cos", "rotary_sin"), torch.ones(8, 9))
+APPEND = {"k": NEW, "v": NEW, "cache_seqlens": 2}
+BAD_KV_CALLS = {
+    "k-without-v": ({"k": NEW, "cache_seqlens": 2}, "v: expected k and v together"),
+    "v-without-k": ({"v": NEW, "cache_seqlens": 2}, "k: expected k and v together"),
+    "k-without-seqlens": ({"k": NEW, "v": NEW}, "cache_seqlens: needed to append k and v"),
+    "cos-without-sin": ({"rotary_cos": TABLES}, "rotary_sin: expected .* together"),
+    "cos-without-k": ({"rotary_cos": TABLES, "rotary_sin": TABLES}, "rotary_cos: needs new keys"),
+    "cos-short": (
+        APPEND | SHORT_TABLES,
+        "rotary_cos: expected at least 8 rows, .* got 7",
+    ),
+    "cos-wide": (
+        APPEND | WIDE_TABLES,
+        "rotary_cos: expected a rotary_dim from 2 to headdim=16, got 18",
+    ),
+    "q-dtype": ({"q": torch.ones(2, 3, 4, 16).half()}, "q: expected dtype"),
+    "q-rank": ({"q": torch.ones(2, 4, 16)}, r"q: expected shape \(batch, seqlen, nheads,"),
+    "q-heads": (
+        {"q": torch.ones(2, 3, 3, 16)},
+        "q: expected a positive multiple of num_kv_heads=2",
+    ),
+    "k-shape": (APPEND | {"k": NEW[:1]}, "k: expected shape .*batch=2"),
+    "v-shape": (APPEND | {"v": NEW[:, :2]}, "v: expected shape .*seqlen_new=3"),
+    "batch": ({"q": torch.ones(3, 3, 4, 16)}, "k_cache: expected at least batch=3 rows, got 2"),
+    "seqlens-dtype": ({"cache_seqlens": torch.tensor([1, 2])}, "cache_seqlens: expected dtype"),
+    "seqlens-shape": ({"cache_seqlens": torch.tensor([1]).int()}, "cache_seqlens: expected shape"),
+    "leftpad-dtype": ({"cache_leftpad": torch.tensor([0, 0])}, "cache_leftpad: expected dtype"),
+    "batch_idx-shape": (
+        {"cache_batch_idx": torch.tensor([0]).int()},
+        "cache_batch_idx: expected shape",
+    ),
+    "table-dtype": ({"block_table": torch.zeros(2, 2).long()}, "block_table: expected dtype"),
+    "splits": ({"num_splits": -1}, "num_splits: expected from 1 to 65535, got -1"),
+    "softcap": ({"softcap": -1.0}, "softcap: expected 0"),
+    "alibi": ({"alibi_slopes": torch.ones(3)}, "alibi_slopes: expected shape"),
+}
+BAD_HOST_KV_CALLS = {
+    "overflow": ({"k": NEW, "v": NEW, "cache_seqlens": 6}, "cache_seqlens reaches 9"),
+    "batch_idx": ({"cache_batch_idx": torch.tensor([0, 2]).int()}, "cache_batch_idx: .* got 2"),
+    "table": ({"block_table": torch.tensor([[0], [-1]]).int()}, "block_table: expected block ids"),
+}
+
+
+@pytest.mark.parametrize(("bad", "message"), BAD_KV_CALLS.values(), ids=BAD_KV_CALLS)
+def test_bad_kvcache_calls(bad, message, device):
+    with pytest.raises(ValueError, match=message):
+        kv_call(device, **bad)
+
+
+@pytest.mark.parametrize(("bad", "message"), BAD_HOST_KV_CALLS.values(), ids=BAD_HOST_KV_CALLS)
+def test_bad_values_in_host_memory(bad, message, device):
+    if device.type != "cpu":
+        pytest.skip("values of GPU tensors are not checked: that would synchronise")
+    caches = {"k_cache": torch.zeros(2, 8, 2, 16), "v_cache": torch.zeros(2, 8, 2, 16)}
+    with pytest.raises(ValueError, match=message):
+        kv_call(device, **caches, **bad)
+    assert not caches["k_cache"].any()
+    assert not caches["v_cache"].any()
+
+
+BAD_VARLEN_CALLS = {
+    "q-dtype": ({"q": torch.ones(5, 4, 16).half()}, "q: expected dtype"),
+    "k-rank": ({"k": torch.ones(7, 1, 2, 16)}, r"k: expected shape \(total_k, nheads_k, headdim\)"),
+    "k-paged-rank": ({"block_table": torch.zeros(2, 1).int()}, r"k: expected shape \(num_blocks,"),
+    "v-shape": ({"v": torch.ones(6, 2, 16)}, "v: expected shape .*total_k=7"),
+    "heads": ({"q": torch.ones(5, 3, 16)}, "q: expected a positive multiple of num_kv_heads=2"),
+    "cu_q": ({"cu_seqlens_q": torch.tensor([0, 2, 5])}, "cu_seqlens_q: expected dtype"),
+    "cu_k": ({"cu_seqlens_k": torch.tensor([0, 7]).int()}, "cu_seqlens_k: expected shape"),
+    "alibi": ({"alibi_slopes": torch.ones(3)}, "alibi_slopes: expected shape"),
+}
+
+
+@pytest.mark.parametrize(("bad", "message"), BAD_VARLEN_CALLS.values(), ids=BAD_VARLEN_CALLS)
+def test_bad_varlen_calls(bad, message, device):
+    with pytest.raises(ValueError, match=message):
+        varlen_call(device, **bad)
+
+
+SIGNATURES = {
+    flash_attn_varlen_func: (
+        "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p=0.0 "
+        "softmax_scale=None causal=False window_size=(-1,-1) softcap=0.0 alibi_slopes=None "
+        "deterministic=False return_attn_probs=False block_table=None"
+    ),
+    flash_attn_with_kvcache: (
+        "q k_cache v_cache k=None v=None rotary_cos=None rotary_sin=None cache_seqlens=None "
+        "cache_batch_idx=None cache_leftpad=None block_table=None softmax_scale=None causal=False "
+        "window_size=(-1,-1) softcap=0.0 rotary_interleaved=True alibi_slopes=None num_splits=0 "
+        "return_softmax_lse=False"
+    ),
+}
+
+
+@pytest.mark.parametrize("function", SIGNATURES, ids=lambda function: function.__name__)
+def test_signature_is_that_of_flash_attn(function):
+    parameters = inspect.signature(function).parameters.values()
+    assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
+    written = [
+        p.name if p.default is p.empty else f"{p.name}={p.default}".replace(", ", ",")
+        for p in parameters
+    ]
+    assert " ".join(written) == SIGNATURES[function]

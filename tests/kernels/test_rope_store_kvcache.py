@@ -1,0 +1,143 @@
+"""rope_store_kvcache: rotation judged by the rule of kernels/accuracy.py, the rest bitwise."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kernels import apply_rotary_embedding, reference, rope_store_kvcache, store_kvcache
+from kernels.accuracy import LAYOUTS, accuracy, bits, make_cache
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+
+
+@given(data=st.data())
+def test_is_rotation_then_store(data, device):
+    def draw(name, strategy):
+        return data.draw(strategy, label=name)
+
+    block_size = draw("block_size", st.sampled_from([1, 3, 7, 16, 256]))
+    num_kv_heads = draw("num_kv_heads", st.integers(1, 3))
+    num_q_heads = draw("num_q_heads", st.sampled_from([None, 1, 4, 5]))
+    head_dim = draw("head_dim", st.sampled_from([16, 33, 64, 80]))
+    rotary_dim = draw("rotary_dim", st.sampled_from([2, 16, head_dim // 2 * 2]))
+    num_tokens = draw("num_tokens", st.integers(0, 20))
+    num_slots = draw("num_slots", st.integers(0, num_tokens))
+    dtype = draw("dtype", st.sampled_from(DTYPES))
+    interleaved = draw("interleaved", st.booleans())
+    torch.manual_seed(draw("seed", st.integers(0, 2**16)))
+
+    num_blocks = -(-num_tokens // block_size) + 2
+    k_cache, v_cache = make_cache(
+        num_blocks,
+        block_size,
+        num_kv_heads,
+        head_dim,
+        dtype=dtype,
+        device=device,
+        layout=draw("layout", st.sampled_from(LAYOUTS)),
+    )
+    heads = (num_q_heads or 0, num_kv_heads, num_kv_heads)
+    qkv = torch.randn(num_tokens, sum(heads), head_dim).to(device, dtype)
+    query, key, value = qkv.split(heads, dim=1)
+    slots = torch.randperm(num_blocks * block_size)[:num_slots]
+    slots[torch.rand(num_slots) < 0.2] = -1
+    slots = slots.to(device, draw("slot dtype", st.sampled_from([torch.int32, torch.int64])))
+    angle = 2 * math.pi * torch.rand(30, rotary_dim // 2)
+    rotary = (angle.cos().to(device), angle.sin().to(device))
+    positions = torch.randint(0, 30, (num_tokens,), device=device)
+
+    rotated_query, rotated_key = (
+        apply_rotary_embedding(x, positions, *rotary, interleaved=interleaved) for x in (query, key)
+    )
+    want_k, want_v = k_cache.clone(), v_cache.clone()
+    store_kvcache(rotated_key, value, want_k, want_v, slots)
+    given_query = query.clone()
+    kept = qkv[:, heads[0] :].clone()
+    assert (
+        rope_store_kvcache(
+            query if num_q_heads else None,
+            key,
+            value,
+            k_cache,
+            v_cache,
+            slots,
+            positions,
+            *rotary,
+            interleaved=interleaved,
+        )
+        is None
+    )
+    assert torch.equal(bits(k_cache), bits(want_k))
+    assert torch.equal(bits(v_cache), bits(want_v))
+    assert torch.equal(query, rotated_query)
+    assert torch.equal(qkv[:, heads[0] :], kept)
+
+    if num_q_heads:
+        low = reference.apply_rotary_embedding(
+            given_query, positions, *rotary, interleaved=interleaved
+        )
+        ref = reference.apply_rotary_embedding(
+            given_query.double(), positions, *rotary, interleaved=interleaved
+        )
+        result = accuracy(query, low, ref)
+        assert result.passed, result
+
+
+@pytest.mark.parametrize("with_query", [False, True])
+def test_twin_writes_the_same_slots(with_query, device):
+    query = torch.randn(5, 4, 32, device=device)
+    key, value = torch.randn(2, 5, 2, 32, device=device).unbind(0)
+    slots = torch.tensor([7, -1, 0], device=device)
+    angle = torch.rand(9, 8, device=device)
+    arguments = slots, torch.arange(5, device=device), angle.cos(), angle.sin()
+    results = []
+    for op in (rope_store_kvcache, reference.rope_store_kvcache):
+        q = query.clone()
+        k_cache, v_cache = torch.zeros(2, 2, 4, 2, 32, device=device)
+        op(q if with_query else None, key, value, k_cache, v_cache, *arguments)
+        results.append((q, k_cache, v_cache))
+    for a, b in zip(*results, strict=True):
+        assert (a - b).abs().max() < 1e-6
+    written = results[0][2].flatten(0, 1).any(-1).any(-1)
+    assert written.nonzero().squeeze(1).tolist() == [0, 7]
+
+
+BAD_CALLS = {
+    "key-heads": ({"key": torch.ones(4, 3, 16)}, r"key: .*num_kv_heads=2"),
+    "value-tokens": ({"value": torch.ones(3, 2, 16)}, "value: .*num_tokens=4"),
+    "query-tokens": ({"query": torch.ones(3, 6, 16)}, "query: expected shape .*num_tokens=4"),
+    "query-dtype": (
+        {"query": torch.ones(4, 6, 16).half()},
+        r"query: expected dtype torch\.float32",
+    ),
+    "slots-many": ({"slot_mapping": torch.arange(5)}, "slot_mapping: expected at most"),
+    "positions": ({"positions": torch.arange(5)}, "positions: expected shape .*num_tokens=4"),
+    "cos-wide": (dict.fromkeys(("cos", "sin"), torch.ones(9, 9)), "cos: .* head_dim=16, got 18"),
+    "sin": ({"sin": torch.ones(9, 7)}, "sin: expected shape"),
+}
+
+
+@pytest.mark.parametrize(("bad", "message"), BAD_CALLS.values(), ids=BAD_CALLS)
+def test_bad_input(bad, message, device):
+    call = {
+        "query": torch.ones(4, 6, 16),
+        "key": torch.ones(4, 2, 16),
+        "value": torch.ones(4, 2, 16),
+        "k_cache": torch.zeros(5, 4, 2, 16),
+        "v_cache": torch.zeros(5, 4, 2, 16),
+        "slot_mapping": torch.arange(4),
+        "positions": torch.arange(4),
+        "cos": torch.ones(9, 8),
+        "sin": torch.ones(9, 8),
+    }
+    call = {name: tensor.to(device) for name, tensor in (call | bad).items()}
+    with pytest.raises(ValueError, match=message):
+        rope_store_kvcache(**call)
+    assert not call["k_cache"].any()
+    assert not call["v_cache"].any()
+    assert (call["query"] == 1).all()
