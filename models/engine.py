@@ -223,8 +223,7 @@ class Engine:
     def _fork(self, seq: Sequence, index: int) -> Sequence:
         child = seq.fork(next(self._seq_ids))
         child.index = index
-        self.manager.fork(seq, child)
-        self.scheduler.add_fork(child)
+        self.scheduler.fork(seq, child)
         return child
 
     def _fork_samples(self, seq: Sequence) -> list[Sequence]:

@@ -15,6 +15,7 @@ from models.attention import AttentionMetadata
 from models.cuda_graphs import DecodeGraphs
 from models.decoder import CausalLM
 from models.scheduler import BlockPairs, Step
+from models.sequence import Sequence
 
 
 class ModelRunner:
@@ -90,7 +91,7 @@ class ModelRunner:
         (number of sequences whose last token is among them,) int64.
         """
         starts, ends = np.array(step.starts), np.array(step.ends)
-        tables = [manager.block_table(seq) for seq in step.sequences]
+        tables = [block_row(seq, manager) for seq in step.sequences]
         block_tables = np.zeros((len(tables), max(map(len, tables))), dtype=np.int32)
         tokens = array("I")
         for row, (seq, table) in enumerate(zip(step.sequences, tables, strict=True)):
@@ -154,6 +155,13 @@ def make_kv_cache(model: CausalLM, num_blocks: int, block_size: int) -> torch.Te
         dtype=weight.dtype,
         device=weight.device,
     )
+
+
+def block_row(seq: Sequence, manager: CacheManager) -> np.ndarray:
+    """Block table of a sequence, int32, asked for again only when it may have changed."""
+    if seq.block_row is None:
+        seq.block_row = np.array(manager.block_table(seq), dtype=np.int32)
+    return seq.block_row
 
 
 def independent(pairs: BlockPairs) -> Iterable[BlockPairs]:

@@ -88,6 +88,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self._by_slots = offers(manager, "allocate_slots")
+        self._block_size = manager.block_size
         self.chunked_prefill = chunked_prefill and self._by_slots
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
@@ -105,17 +106,21 @@ class Scheduler:
         """Put a new sequence at the end of the line."""
         self.waiting.append(seq)
 
-    def add_fork(self, seq: Sequence) -> None:
-        """Take over a sequence that has just got its blocks by ``manager.fork``."""
-        seq.status = Status.RUNNING
-        bisect.insort(self.running, seq, key=attrgetter("order"))
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let ``child``, a fork of the running ``parent``, share its blocks and run beside it."""
+        self.tell_manager(parent)
+        self.manager.fork(parent, child)
+        for seq in (parent, child):
+            seq.table_changed(owns_last_block=False)
+        child.status = Status.RUNNING
+        bisect.insort(self.running, child, key=attrgetter("order"))
 
     def finish(self, seq: Sequence) -> None:
         """Remove a sequence wherever it is, and free what it holds.  Not between schedule and the
         end of the step, if it is scheduled."""
         if seq.status is Status.RUNNING:
             self.running.remove(seq)
-            self.manager.free(seq)
+            self._free(seq)
         elif seq.status is Status.WAITING:
             self.waiting.remove(seq)
             self._drop_host_copy(seq)
@@ -142,25 +147,35 @@ class Scheduler:
         return step
 
     def _schedule_running(self, step: Step) -> int:
-        """Returns what remains of the token budget."""
+        """Returns what remains of the token budget.
+
+        A token that neither begins nor fills a block changes nothing that a manager decides.  Those
+        with ``allocate_slots`` are told of such tokens together with the next that does: that
+        keeps the cost of a step low (vLLM's managers are asked about every token).
+        """
         budget = self.max_num_batched_tokens
+        sequences, starts, ends = step.sequences, step.starts, step.ends
+        block_size, last_slot = self._block_size, self._block_size - 1
         running, i = self.running, 0
         while i < len(running) and budget > 0:
             seq = running[i]
-            start = seq.num_computed_tokens
-            count = min(len(seq.token_ids) - start, budget)
-            if count == 0:
-                i += 1
-                continue
-            copies = self._extend(seq, count, step)
-            if copies is None:
-                break  # it was the youngest itself
-            step.copies += copies
-            step.sequences.append(seq)
-            step.starts.append(start)
-            step.ends.append(start + count)
-            budget -= count
             i += 1
+            start = seq.num_computed_tokens
+            end = min(len(seq.token_ids), start + budget)
+            if end == start:
+                continue
+            if end == start + 1 and seq.owns_last_block and 0 < start % block_size < last_slot:
+                seq.num_computed_tokens = end
+                seq.num_untold_tokens += 1
+            else:
+                copies = self._extend(seq, end - start, step)
+                if copies is None:
+                    break  # it was the youngest itself
+                step.copies += copies
+            sequences.append(seq)
+            starts.append(start)
+            ends.append(end)
+            budget -= end - start
         return budget
 
     def _extend(self, seq: Sequence, count: int, step: Step) -> BlockPairs | None:
@@ -168,8 +183,11 @@ class Scheduler:
         while True:
             try:
                 if self._by_slots:
-                    return self.manager.allocate_slots(seq, count)
-                return self.manager.append(seq)
+                    copies = self.manager.allocate_slots(seq, seq.num_untold_tokens + count)
+                else:
+                    copies = self.manager.append(seq)
+                seq.table_changed(owns_last_block=self._by_slots)
+                return copies
             except OutOfBlocks:
                 victim = self.running.pop()
                 self._preempt(victim, step)
@@ -185,7 +203,7 @@ class Scheduler:
             seq.num_host_tokens = seq.num_computed_tokens
             stats.num_swapped_tokens += seq.num_host_tokens
             step.swap_out += zip(table, seq.host_blocks, strict=False)
-        self.manager.free(seq)
+        self._free(seq)
         seq.status = Status.WAITING
         stats.num_preemptions += 1
         self.waiting.appendleft(seq)
@@ -229,9 +247,22 @@ class Scheduler:
                 return None
             num_cached = self.manager.allocate(seq)
             start, end = max(num_cached, seq.num_host_tokens), length
+        seq.table_changed(owns_last_block=self._by_slots)
         if seq.num_host_tokens:
             self._restore(seq, num_cached, step)
         return start, end
+
+    def tell_manager(self, seq: Sequence) -> None:
+        """Make the manager's count of the tokens of a running sequence exact, as it must be before
+        a fork."""
+        if seq.num_untold_tokens:
+            self.manager.allocate_slots(seq, seq.num_untold_tokens)
+            seq.table_changed(owns_last_block=True)
+
+    def _free(self, seq: Sequence) -> None:
+        self.tell_manager(seq)
+        self.manager.free(seq)
+        seq.table_changed(owns_last_block=False)
 
     def _restore(self, seq: Sequence, num_cached: int, step: Step) -> None:
         """Have the host copy of ``seq`` brought back, but for the blocks found in the cache."""

@@ -12,6 +12,7 @@ from models.attention import AttentionMetadata, make_backend
 from models.config import ModelConfig
 from models.decoder import build_model
 from models.engine import Engine, longest_sequence
+from models.runner import block_row
 from models.sampler import Sampler
 from models.scheduler import Scheduler
 from models.weights import load_weights
@@ -179,13 +180,14 @@ class SymbolicRunner:
         prefixes = []
         for seq, start, end in zip(step.sequences, step.starts, step.ends, strict=True):
             prefixes.append(self.digests(seq.token_ids[:end]))
-            table = manager.block_table(seq)
+            table = block_row(seq, manager)
+            assert table.tolist() == manager.block_table(seq)
             for position in range(start, end):
                 block, offset = divmod(position, self.block_size)
                 self.blocks[table[block]][offset] = prefixes[-1][position]
         logits = []
         for seq, end, digests in zip(step.sequences, step.ends, prefixes, strict=True):
-            table = manager.block_table(seq)
+            table = block_row(seq, manager)
             stored = [slot for block in table for slot in self.blocks[block]][:end]
             assert stored == digests, f"{seq!r} reads K/V that are not its own"
             if end == seq.num_tokens:
