@@ -184,6 +184,31 @@ class Trace:
         first, last = self.timestamps_ms.searchsorted([start_ms, end_ms])
         return self[int(first) : int(last)]
 
+    def coarsened(self, factor: int) -> Trace:
+        """The same requests in blocks of ``factor * block_size`` tokens.
+
+        A coarse block is ``factor`` blocks in a row from the start of the prompt; those left over
+        at its end fill no coarse block and are dropped.
+        """
+        import numpy as np
+
+        if factor < 1:
+            raise ValueError(f"factor must be at least 1, got {factor}")
+        counts = np.diff(self.offsets) // factor
+        offsets = np.append(0, np.cumsum(counts))
+        # A block is unique to its prefix, so the last of a group names the group.
+        depths = np.arange(offsets[-1]) - np.repeat(offsets[:-1], counts)
+        last = np.repeat(self.offsets[:-1], counts) + depths * factor + factor - 1
+        return Trace(
+            self.name,
+            None if self.block_size is None else factor * self.block_size,
+            self.timestamps_ms,
+            self.input_lengths,
+            self.output_lengths,
+            _numbered_by_first_appearance(self.block_ids[last]),
+            offsets,
+        )
+
     def __len__(self) -> int:
         return self.num_requests
 

@@ -149,7 +149,7 @@ def shared_legend(figure: Figure, spare: Sequence[Axes] = (), columns: int = 6) 
         columns = 1 if len(entries) <= 8 else 2
         spare[0].legend(entries.values(), entries.keys(), loc="center", ncols=columns)
     else:
-        columns = min(columns, len(entries))
+        columns = min(columns, len(entries), max(1, int(figure.get_figwidth() / 1.1)))
         figure.legend(entries.values(), entries.keys(), loc="outside upper center", ncols=columns)
 
 

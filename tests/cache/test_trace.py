@@ -604,3 +604,18 @@ def test_published_traces_have_the_published_counts(
     assert trace.num_block_references == references
     assert trace.num_unique_blocks == unique
     assert trace.infinite_cache_hit_rate == pytest.approx(hit_rate, abs=5e-5)
+
+
+def test_coarsened_blocks_are_runs_of_blocks():
+    trace = Trace.from_requests(
+        [(0, 20, 1, [5, 6, 7, 8, 9]), (1, 16, 1, [5, 6, 7, 3]), (2, 4, 1, [5]), (3, 8, 1, [1, 2])],
+        name="t",
+        block_size=4,
+    )
+    coarse = trace.coarsened(2)
+    assert coarse.block_size == 8
+    assert [request.block_ids.tolist() for request in coarse] == [[0, 1], [0, 2], [], [3]]
+    assert coarse.input_lengths.tolist() == [20, 16, 4, 8]
+    assert trace.coarsened(1).digest == trace.digest
+    with pytest.raises(ValueError, match="factor must be at least 1, got 0"):
+        trace.coarsened(0)
