@@ -275,21 +275,22 @@ def _check_prefixes(
     k_cache: torch.Tensor,
     window_size: int | None,
 ) -> None:
-    """Check prefix tables like block tables; groups without members are never looked at."""
+    """Check prefix tables like block tables, apart from prefixes that nobody looks at."""
     num_groups = group_offsets.shape[0] - 1
-    query_lens = 1
-    if suffix_lens.device.type == "cpu" and suffix_lens.numel():
-        sizes = group_offsets.diff().tolist()
-        shortest = [part.min() if len(part) else 0 for part in suffix_lens.split(sizes)]
-        query_lens = 1 - torch.tensor(shortest)
-        prefix_lens = prefix_lens.where(group_offsets.diff() > 0, 0)
+    if suffix_lens.device.type == "cpu":
+        sizes = group_offsets.diff()
+        used = sizes > 0
+        if window_size is not None:  # what the member with the shortest suffix sees of the prefix
+            parts = suffix_lens.split(sizes.tolist())
+            window_size = torch.tensor([window_size - int(min(part, default=0)) for part in parts])
+            used &= window_size > 0
+        prefix_lens = prefix_lens.where(used, 0)
     check_block_tables(
         prefix_block_tables,
         prefix_lens,
         k_cache,
         batch=num_groups,
         device=k_cache.device,
-        query_lens=query_lens,
         window_size=window_size,
         names=("prefix_block_tables", "prefix_lens", "num_groups"),
     )
