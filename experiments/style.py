@@ -140,7 +140,10 @@ class Panels(NamedTuple):
 
 
 def shared_legend(figure: Figure, spare: Sequence[Axes] = (), columns: int = 6) -> None:
-    """One legend with each label of any panel once: in a spare place, else above the panels."""
+    """One legend with each label of any panel once: in a spare place, else above the panels.
+
+    Above, it takes up to ``columns`` columns, as many as the figure has room for.
+    """
     entries = {}
     for axis in figure.axes:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
@@ -149,8 +152,13 @@ def shared_legend(figure: Figure, spare: Sequence[Axes] = (), columns: int = 6) 
         columns = 1 if len(entries) <= 8 else 2
         spare[0].legend(entries.values(), entries.keys(), loc="center", ncols=columns)
     else:
-        columns = min(columns, len(entries), max(1, int(figure.get_figwidth() / 1.1)))
-        figure.legend(entries.values(), entries.keys(), loc="outside upper center", ncols=columns)
+        for ncols in range(min(columns, len(entries)), 0, -1):
+            legend = figure.legend(
+                entries.values(), entries.keys(), loc="outside upper center", ncols=ncols
+            )
+            if ncols == 1 or legend.get_window_extent().width <= figure.bbox.width:
+                break
+            legend.remove()
 
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:

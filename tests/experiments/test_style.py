@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 import cache
 from experiments import style
 
@@ -27,6 +29,20 @@ def test_text_in_a_pdf_is_truetype_and_undated(tmp_path):
     pdf = draw(tmp_path)[0].read_bytes()
     assert b"/Type3" not in pdf
     assert b"CreationDate" not in pdf
+
+
+@pytest.mark.parametrize("panels", [1, 2, 3, 5])
+def test_the_legend_stays_inside_the_figure(panels):
+    with style.figures():
+        figure, axes, spare = style.panel_grid(panels, height=2)
+        for name in cache.POLICIES:
+            axes[0].plot([1, 2], [3, 4], label=f"a policy called {name}")
+        style.shared_legend(figure, spare)
+        figure.canvas.draw()
+        legends = [*figure.legends, *(legend for a in spare if (legend := a.get_legend()))]
+        (box,) = (legend.get_window_extent() for legend in legends)
+        assert box.x0 >= 0
+        assert box.x1 <= figure.bbox.width
 
 
 def test_no_two_policies_look_alike():
