@@ -238,11 +238,8 @@ def swap_blocks(
 ) -> None:
     """Twin of `kernels.swap_blocks`."""
     source, destination = src_to_dst[(src_to_dst >= 0).all(dim=1)].unbind(1)
-    block_dim = src_cache.dim() - 4
-    blocks = src_cache.index_select(block_dim, source.to(src_cache.device))
-    dst_cache.index_copy_(
-        block_dim, destination.to(dst_cache.device), blocks.to(dst_cache.device)
-    )
+    blocks = src_cache.movedim(-4, 0)[source.to(src_cache.device)]
+    dst_cache.movedim(-4, 0)[destination.to(dst_cache.device)] = blocks.to(dst_cache.device)
 
 
 def merge_attention_states(

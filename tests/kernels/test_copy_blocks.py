@@ -1,0 +1,179 @@
+"""copy_blocks against its twin: exact copies, so every comparison is bitwise."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kernels import copy_blocks, reference
+from kernels.accuracy import LAYOUTS, bits, make_cache, poison_
+from kernels.block_layout import CACHE_DTYPES
+
+
+def pairs_of(*pairs, device):
+    return torch.tensor(pairs, dtype=torch.int64, device=device).reshape(-1, 2)
+
+
+def random_bits_(tensor):
+    """Any bit pattern, NaN payloads among them."""
+    view = tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.itemsize])
+    high = 2 ** (8 * tensor.itemsize - 1)
+    low, high = (0, 256) if tensor.itemsize == 1 else (-high, high)
+    view.copy_(torch.randint(low, high, view.shape))
+    return tensor
+
+
+def assert_copies_like_twin(caches, src_to_dst):
+    """caches: one tensor, or (k_cache, v_cache) per layer."""
+    if isinstance(caches, torch.Tensor):
+        planes, want = [caches], caches.clone()
+        want_planes = [want]
+    else:
+        planes = [plane for layer in caches for plane in layer]
+        want = [tuple(plane.clone() for plane in layer) for layer in caches]
+        want_planes = [plane for layer in want for plane in layer]
+    reference.copy_blocks(want, src_to_dst)
+    assert copy_blocks(caches, src_to_dst) is None
+    for plane, wanted in zip(planes, want_planes, strict=True):
+        assert torch.equal(bits(plane), bits(wanted))
+
+
+@given(data=st.data())
+def test_matches_twin(data, device):
+    draw = data.draw
+    block_size = draw(st.sampled_from([1, 2, 3, 7, 16, 100]), label="block_size")
+    num_kv_heads = draw(st.sampled_from([1, 2, 3]), label="num_kv_heads")
+    head_dim = draw(st.sampled_from([16, 24, 33, 80, 128]), label="head_dim")
+    num_layers = draw(st.integers(1, 3), label="num_layers")
+    num_blocks = draw(st.integers(1, 9), label="num_blocks")
+    dtype = draw(st.sampled_from(CACHE_DTYPES), label="dtype")
+    layout = draw(st.sampled_from(["one tensor", *LAYOUTS]), label="layout")
+    torch.manual_seed(draw(st.integers(0, 2**16), label="seed"))
+
+    if layout == "one tensor":
+        shape = (2, num_layers, num_blocks, block_size, num_kv_heads, head_dim)
+        caches = random_bits_(torch.empty(shape, dtype=dtype, device=device))
+    else:
+        shape = (num_blocks, block_size, num_kv_heads, head_dim)
+        options = {"dtype": torch.int8, "device": device, "layout": layout}
+        caches = []
+        for _ in range(num_layers):
+            layer = make_cache(*shape[:3], head_dim * dtype.itemsize, **options)
+            caches.append(tuple(random_bits_(plane).view(dtype) for plane in layer))
+    num_sources = draw(st.integers(1, num_blocks), label="num_sources")
+    shuffled = torch.randperm(num_blocks)
+    destinations = shuffled[num_sources:]
+    sources = shuffled[torch.randint(num_sources, (len(destinations),))]
+    padding = pairs_of((-1, 0), (0, -1), (-(2**40), 2**40), (int(shuffled[0]),) * 2, device="cpu")
+    pairs = torch.cat([torch.stack([sources, destinations], 1), padding])
+    assert_copies_like_twin(caches, pairs[torch.randperm(len(pairs))].to(device))
+
+
+@pytest.mark.parametrize("layout", ["heads-outside", "half-the-heads", "half-the-dims"])
+def test_strided_blocks(layout, device):
+    caches = {
+        "heads-outside": lambda: torch.randn(2, 3, 5, 2, 7, 24, device=device).transpose(3, 4),
+        "half-the-heads": lambda: torch.randn(2, 3, 5, 7, 4, 24, device=device)[:, :, :, :, :2],
+        "half-the-dims": lambda: torch.randn(2, 3, 5, 7, 2, 48, device=device)[..., :24],
+    }[layout]()
+    assert_copies_like_twin(caches, pairs_of((4, 0), (4, 2), device=device))
+
+
+def test_block_of_several_chunks(device):
+    cache = torch.randn(2, 1, 3, 100, 3, 80, device=device)
+    assert_copies_like_twin(cache, pairs_of((0, 2), device=device))
+
+
+def test_unaligned_cache(device):
+    flat = torch.randn(2 * 2 * 5 * 4 * 16 + 1, device=device)[1:]
+    cache = flat.view(2, 2, 5, 4, 1, 16)
+    assert_copies_like_twin(cache, pairs_of((0, 2), device=device))
+    assert_copies_like_twin([(cache[0, 0], cache[1, 0])], pairs_of((2, 1), device=device))
+
+
+def test_strided_pairs(device):
+    wide = torch.tensor([[0, 1, 77], [2, 3, 77]], dtype=torch.int64, device=device)
+    assert_copies_like_twin(torch.randn(2, 1, 4, 2, 1, 16, device=device), wide[:, :2])
+
+
+def test_no_pairs_writes_nothing(device):
+    cache = poison_(torch.empty(2, 1, 3, 4, 1, 16, device=device))
+    before = bits(cache).clone()
+    copy_blocks(cache, pairs_of(device=device))
+    copy_blocks([(cache[0, 0], cache[1, 0])], pairs_of((-1, -1), device=device))
+    assert torch.equal(bits(cache), before)
+
+
+def test_offsets_beyond_32_bits(device, huge_tensor):
+    num_blocks = 2**31 // (16 * 64) // 2 + 4
+    cache = huge_tensor(2, 2, num_blocks, 16, 1, 64)  # K and V, layers and blocks all reach past
+    last = num_blocks - 1
+    for plane in cache.flatten(0, 1):
+        plane[last] = torch.randn(16, 1, 64, device=device).half()
+    layers = [(cache[0, 0], cache[1, 0]), (cache[0, 1], cache[1, 1])]
+    copy_blocks(cache, pairs_of((last, last - 1), device=device))
+    copy_blocks(layers, pairs_of((last, last - 2), device=device))
+    for plane in cache.flatten(0, 1):
+        assert plane[last].any()
+        assert torch.equal(plane[last - 1], plane[last])
+        assert torch.equal(plane[last - 2], plane[last])
+        assert not plane[0].any()
+
+
+def layers_with(bad):
+    good = torch.zeros(5, 4, 2, 16)
+    return [(good, good.clone()), (good.clone(), bad)]
+
+
+BAD_CACHES = {
+    "rank": (torch.zeros(5, 4, 2, 16), r"caches: expected shape \(2=2, num_layers.*got \(5, 4"),
+    "not-k-and-v": (torch.zeros(3, 1, 5, 4, 2, 16), r"caches: .*got \(3, 1, 5, 4, 2, 16\)"),
+    "strided-dims": (torch.zeros(2, 1, 5, 4, 2, 32)[..., ::2], "caches: expected a contiguous"),
+    "dtype": (torch.zeros(2, 1, 5, 4, 2, 16).double(), "caches: expected dtype .*got torch.fl.*64"),
+    "empty-list": ([], "caches: expected one tensor .* got 0 layers"),
+    "triple": ([(torch.zeros(5, 4, 2, 16),) * 3], r"caches: .*got 1 layers of \[3\] tensors"),
+    "layer-shape": (
+        layers_with(torch.zeros(5, 4, 1, 16)),
+        r"caches\[1\]\[1\]: .*num_kv_heads=2.*got \(5, 4, 1, 16\)",
+    ),
+    "layer-dtype": (layers_with(torch.zeros(5, 4, 2, 16).half()), r"caches\[1\]\[1\]: .*dtype"),
+    "layer-strides": (
+        layers_with(torch.zeros(5, 2, 4, 16).transpose(1, 2)),
+        r"caches\[1\]\[1\]: expected the strides of caches\[0\]\[0\], \(128, 32, 16, 1\), got",
+    ),
+}
+
+
+@pytest.mark.parametrize(("caches", "message"), BAD_CACHES.values(), ids=BAD_CACHES)
+def test_bad_caches(caches, message, device):
+    moved = (
+        caches.to(device)
+        if isinstance(caches, torch.Tensor)
+        else [tuple(plane.to(device) for plane in layer) for layer in caches]
+    )
+    with pytest.raises(ValueError, match=message):
+        copy_blocks(moved, pairs_of((0, 1), device=device))
+
+
+BAD_PAIRS = {
+    "dtype": (torch.zeros(1, 2).int(), "src_to_dst: expected dtype torch.int64"),
+    "shape": (torch.zeros(2, 3).long(), r"src_to_dst: expected shape \(num_pairs, 2=2\)"),
+    "source": (torch.tensor([[5, 0]]), "src_to_dst: expected source blocks below 5, got 5"),
+    "destination": (torch.tensor([[0, 9]]), "expected destination blocks below 5, got 9"),
+    "repeated": (torch.tensor([[0, 2], [1, 2]]), "every destination once, got block 2"),
+    "chained": (torch.tensor([[0, 1], [1, 2]]), "source of another pair, got block 1;"),
+    "swapped": (torch.tensor([[3, 4], [4, 3]]), "source of another pair"),
+}
+
+
+@pytest.mark.parametrize(("pairs", "message"), BAD_PAIRS.values(), ids=BAD_PAIRS)
+def test_bad_pairs_copy_nothing(pairs, message, device):
+    if device.type != "cpu" and "expected dtype" not in message and "shape" not in message:
+        pytest.skip("values of GPU tensors are not checked: that would synchronise")
+    cache = torch.arange(2 * 5 * 16, device=device).float().view(2, 1, 5, 1, 1, 16)
+    before = cache.clone()
+    with pytest.raises(ValueError, match=message):
+        copy_blocks(cache, pairs.to(device))
+    assert torch.equal(cache, before)

@@ -1,0 +1,136 @@
+"""merge_attention_states against its twin, by the rule of kernels/accuracy.py."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kernels import merge_attention_states, reference
+from kernels.accuracy import compare_with_twin, max_error, poison_
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+
+
+def random_states(num_tokens, num_heads, head_dim, dtype, device, spread=3.0):
+    """(out, lse); an LSE far below the other part's is a weight that underflows."""
+    out = torch.randn(num_tokens, num_heads, head_dim).to(device, dtype)
+    return out, (spread * torch.randn(num_tokens, num_heads)).to(device)
+
+
+def assert_matches_twin(*states):
+    results = compare_with_twin(merge_attention_states, reference.merge_attention_states, states)
+    for name, result in zip(("out", "lse"), results, strict=True):
+        assert result.passed, f"{name}: {result}, bound {result.bound:.3g}"
+
+
+@given(data=st.data())
+def test_matches_twin(data, device):
+    draw = data.draw
+    num_tokens = draw(st.integers(0, 40), label="num_tokens")
+    num_heads = draw(st.sampled_from([1, 2, 3, 7]), label="num_heads")
+    head_dim = draw(st.sampled_from([16, 33, 80, 112, 128, 256]), label="head_dim")
+    dtype = draw(st.sampled_from(DTYPES), label="dtype")
+    spread = draw(st.sampled_from([0.0, 3.0, 100.0]), label="spread")
+    torch.manual_seed(draw(st.integers(0, 2**16), label="seed"))
+    shape = (num_tokens, num_heads, head_dim, dtype, device, spread)
+    (out_a, lse_a), (out_b, lse_b) = random_states(*shape), random_states(*shape)
+    for out, lse in ((out_a, lse_a), (out_b, lse_b)):
+        empty = torch.rand(num_tokens, num_heads) < 0.3
+        signs = torch.where(torch.rand(num_tokens, num_heads) < 0.5, -1.0, 1.0)
+        lse[empty] = math.inf * signs[empty].to(device)
+        out[empty] = poison_(torch.empty_like(out[empty]))
+    assert_matches_twin(out_a, lse_a, out_b, lse_b)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_two_empty_parts_give_zeros_and_minus_infinity(dtype, device):
+    out = poison_(torch.empty(2, 3, 80, dtype=dtype, device=device))
+    lse = torch.full((2, 3), -math.inf, device=device)
+    merged, merged_lse = merge_attention_states(out, lse, out, -lse)
+    assert not merged.any()
+    assert (merged_lse == -math.inf).all()
+
+
+@pytest.mark.parametrize("empty", [-math.inf, math.inf])
+def test_an_empty_part_changes_nothing(empty, device):
+    out, lse = random_states(4, 3, 64, torch.float16, device)
+    nothing = poison_(torch.empty_like(out)), torch.full_like(lse, empty)
+    for states in ((out, lse, *nothing), (*nothing, out, lse)):
+        merged, merged_lse = merge_attention_states(*states)
+        assert torch.equal(merged, out)
+        assert max_error(merged_lse, lse.double()) < 1e-6
+
+
+def test_merging_halves_gives_the_whole(device):
+    torch.manual_seed(0)
+    scores, v = 4 * torch.randn(5, 2, 60).double(), torch.randn(60, 2, 24).double()
+
+    def part(keys):
+        out = torch.einsum("qhk,khd->qhd", scores[..., keys].softmax(-1), v[keys])
+        return out.float().to(device), scores[..., keys].logsumexp(-1).float().to(device)
+
+    want, want_lse = part(slice(None))
+    out, lse = merge_attention_states(*part(slice(0, 13)), *part(slice(13, None)))
+    assert max_error(out, want.double()) < 2e-6
+    assert max_error(lse, want_lse.double()) < 2e-6
+
+
+def test_huge_lse_does_not_overflow(device):
+    out = torch.tensor([[[1.0] * 16]], device=device)
+    lse = torch.tensor([[3e38]], device=device)
+    merged, merged_lse = merge_attention_states(out, lse, 3 * out, lse)
+    assert (merged == 2).all()
+    assert merged_lse.item() == pytest.approx(3e38)
+
+
+def test_strided_inputs(device):
+    """Views of wider tensors, and an LSE kept as (heads, tokens)."""
+    (out_a, lse_a), (out_b, lse_b) = (
+        random_states(5, 3, 24, torch.float16, device) for _ in range(2)
+    )
+    want = merge_attention_states(out_a, lse_a, out_b, lse_b)
+    wide = torch.full((5, 6, 48), torch.nan, dtype=torch.float16, device=device)
+    wide[:, ::2, :24] = out_a
+    heads_first = out_b.transpose(0, 1).contiguous().transpose(0, 1)
+    got = merge_attention_states(wide[:, ::2, :24], lse_a.T.contiguous().T, heads_first, lse_b)
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+        assert a.is_contiguous()
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 16), (3, 0, 16)], ids=str)
+def test_nothing_to_merge(shape, device):
+    out, lse = torch.empty(shape, device=device), torch.empty(shape[:2], device=device)
+    merged, merged_lse = merge_attention_states(out, lse, out, lse)
+    assert merged.shape == shape
+    assert merged_lse.shape == shape[:2]
+
+
+BAD_CALLS = {
+    "rank": ({"out_a": torch.zeros(4, 16)}, r"out_a: expected shape .*got \(4, 16\)"),
+    "dtype": ({"out_a": torch.zeros(4, 2, 16).double()}, "out_a: expected dtype"),
+    "mixed-dtypes": (
+        {"out_b": torch.zeros(4, 2, 16).half()},
+        "out_b: expected dtype torch.float32",
+    ),
+    "other-shape": ({"out_b": torch.zeros(4, 3, 16)}, r"out_b: .*num_heads=2.*got \(4, 3, 16\)"),
+    "lse-shape": ({"lse_a": torch.zeros(2, 4)}, r"lse_a: expected shape \(num_tokens=4"),
+    "lse-dtype": ({"lse_b": torch.zeros(4, 2).half()}, "lse_b: expected dtype torch.float32"),
+    "strided": ({"out_b": torch.zeros(4, 2, 32)[..., ::2]}, "out_b: expected a contiguous last"),
+}
+
+
+@pytest.mark.parametrize(("bad", "message"), BAD_CALLS.values(), ids=BAD_CALLS)
+def test_bad_input(bad, message, device):
+    call = {
+        "out_a": torch.zeros(4, 2, 16),
+        "lse_a": torch.zeros(4, 2),
+        "out_b": torch.zeros(4, 2, 16),
+        "lse_b": torch.zeros(4, 2),
+    } | bad
+    with pytest.raises(ValueError, match=message):
+        merge_attention_states(**{k: v.to(device) for k, v in call.items()})

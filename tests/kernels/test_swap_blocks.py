@@ -1,0 +1,167 @@
+"""swap_blocks against its twin: exact copies, so every comparison is bitwise.
+
+On a GPU one cache lies there and the other in pinned host memory; in the interpreter both are on
+the host.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kernels import reference, swap_blocks
+from kernels.accuracy import bits, poison_
+from kernels.block_layout import CACHE_DTYPES
+
+
+def on_gpu(tensor, device):
+    return tensor.to(device)
+
+
+def on_host(tensor, device):
+    return tensor if device.type == "cpu" else tensor.pin_memory()
+
+
+DIRECTIONS = {"out": (on_gpu, on_host), "in": (on_host, on_gpu)}
+
+
+def random_cache(shape, dtype):
+    nbytes = (*shape[:-1], shape[-1] * dtype.itemsize)
+    return torch.randint(0, 256, nbytes, dtype=torch.uint8).view(dtype)
+
+
+def assert_swaps_like_twin(src_cache, dst_cache, src_to_dst):
+    want = dst_cache.clone()
+    before = bits(src_cache).clone()
+    reference.swap_blocks(src_cache, want, src_to_dst)
+    assert swap_blocks(src_cache, dst_cache, src_to_dst) is None
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    assert torch.equal(bits(dst_cache), bits(want))
+    assert torch.equal(bits(src_cache), before)
+
+
+@given(data=st.data())
+def test_matches_twin(data, device):
+    draw = data.draw
+    block_size = draw(st.sampled_from([1, 3, 7, 16, 100]), label="block_size")
+    num_kv_heads = draw(st.sampled_from([1, 2, 3]), label="num_kv_heads")
+    head_dim = draw(st.sampled_from([16, 24, 33, 128]), label="head_dim")
+    planes = draw(st.sampled_from([(), (2, 1), (2, 3)]), label="planes")
+    num_src, num_dst = (draw(st.integers(1, 6), label=f"num_{end}") for end in ("src", "dst"))
+    dtype = draw(st.sampled_from(CACHE_DTYPES), label="dtype")
+    src_place, dst_place = DIRECTIONS[draw(st.sampled_from(list(DIRECTIONS)), label="direction")]
+    torch.manual_seed(draw(st.integers(0, 2**16), label="seed"))
+
+    src_cache, dst_cache = (
+        place(
+            random_cache((*planes, num_blocks, block_size, num_kv_heads, head_dim), dtype), device
+        )
+        for place, num_blocks in ((src_place, num_src), (dst_place, num_dst))
+    )
+    destinations = torch.randperm(num_dst)[: draw(st.integers(0, num_dst), label="num_pairs")]
+    sources = torch.randint(num_src, (len(destinations),))
+    padding = torch.tensor([[-1, 0], [0, -1], [2**40, -(2**40)]])
+    pairs = torch.cat([torch.stack([sources, destinations], 1), padding])
+    assert_swaps_like_twin(src_cache, dst_cache, pairs[torch.randperm(len(pairs))].to(device))
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_caches_of_different_layouts(direction, device):
+    """A cache with heads outside slots on one side, views with strides on both."""
+    src_place, dst_place = DIRECTIONS[direction]
+    src_cache = src_place(torch.randn(2, 2, 5, 3, 7, 32), device).transpose(3, 4)[..., :24]
+    dst_cache = dst_place(torch.randn(2, 4, 6, 7, 3, 24), device)[:, ::2]
+    pairs = torch.tensor([[4, 0], [4, 5], [1, 2]], device=device)
+    assert_swaps_like_twin(src_cache, dst_cache, pairs)
+
+
+def test_programs_walk_many_tiles(device):
+    """More tiles than programs: 2 planes x 3 layers x 4 pairs x 2 chunks."""
+    src_cache = on_gpu(torch.randn(2, 3, 5, 48, 1, 128), device)
+    dst_cache = on_host(torch.zeros(2, 3, 5, 48, 1, 128), device)
+    pairs = torch.tensor([[0, 3], [1, 0], [2, 4], [4, 1]], device=device)
+    assert_swaps_like_twin(src_cache, dst_cache, pairs)
+
+
+def test_out_and_back_in(device):
+    cache = on_gpu(torch.randn(2, 2, 4, 5, 2, 16), device)
+    original = cache.clone()
+    host = on_host(poison_(torch.empty(2, 2, 9, 5, 2, 16)), device)
+    swap_blocks(cache, host, torch.tensor([[3, 8], [0, 2]], device=device))
+    poison_(cache[:, :, 3])
+    poison_(cache[:, :, 0])
+    swap_blocks(host, cache, torch.tensor([[2, 0], [8, 3]], device=device))
+    assert torch.equal(cache, original)
+
+
+@pytest.mark.parametrize("pairs", [torch.empty(0, 2).long(), torch.tensor([[-1, -1]])], ids=str)
+def test_no_pairs_write_nothing(pairs, device):
+    src_cache = on_gpu(torch.ones(3, 4, 1, 16), device)
+    dst_cache = on_host(poison_(torch.empty(3, 4, 1, 16)), device)
+    assert_swaps_like_twin(src_cache, dst_cache, pairs.to(device))
+
+
+def test_offsets_beyond_32_bits(device, huge_tensor):
+    if device.type != "cpu":
+        pytest.skip("would pin several GiB of host memory")
+    num_blocks = 2**31 // (16 * 64) // 2 + 4
+    src_cache = huge_tensor(2, 2, num_blocks, 16, 1, 64)
+    dst_cache = torch.zeros(2, 2, 2, 16, 1, 64, dtype=torch.float16)
+    for plane in src_cache.flatten(0, 1):
+        plane[-1] = torch.randn(16, 1, 64).half()
+    swap_blocks(src_cache, dst_cache, torch.tensor([[num_blocks - 1, 1]]))
+    assert torch.equal(dst_cache[:, :, 1], src_cache[:, :, -1])
+    swap_blocks(dst_cache, src_cache, torch.tensor([[1, num_blocks - 2]]))
+    assert torch.equal(src_cache[:, :, -2], src_cache[:, :, -1])
+    assert not src_cache[:, :, 0].any()
+
+
+BAD_CALLS = {
+    "rank": ({"src_cache": torch.zeros(5, 2, 16)}, r"src_cache: expected shape .*got \(5, 2, 16\)"),
+    "dst-rank": ({"dst_cache": torch.zeros(2, 1, 5, 4, 2, 16)}, "dst_cache: expected shape"),
+    "heads": ({"dst_cache": torch.zeros(9, 4, 1, 16)}, "dst_cache: .*num_kv_heads=2"),
+    "dtype": ({"dst_cache": torch.zeros(9, 4, 2, 16).half()}, "dst_cache: expected dtype"),
+    "strided": ({"src_cache": torch.zeros(5, 4, 2, 32)[..., ::2]}, "src_cache: .*contiguous last"),
+    "pairs-dtype": ({"src_to_dst": torch.zeros(1, 2).int()}, "src_to_dst: expected dtype"),
+    "pairs-shape": ({"src_to_dst": torch.zeros(2).long()}, "src_to_dst: expected shape"),
+    "source": ({"src_to_dst": torch.tensor([[5, 0]])}, "source blocks below 5, got 5"),
+    "destination": ({"src_to_dst": torch.tensor([[0, 9]])}, "destination blocks below 9, got 9"),
+    "repeated": ({"src_to_dst": torch.tensor([[0, 1], [2, 1]])}, "every destination once"),
+}
+
+
+@pytest.mark.parametrize(("bad", "message"), BAD_CALLS.values(), ids=BAD_CALLS)
+def test_bad_input(bad, message, device):
+    if device.type != "cpu" and ("blocks below" in message or "once" in message):
+        pytest.skip("values of GPU tensors are not checked: that would synchronise")
+    call = {
+        "src_cache": torch.ones(5, 4, 2, 16),
+        "dst_cache": torch.zeros(9, 4, 2, 16),
+        "src_to_dst": torch.tensor([[0, 1]]),
+    } | bad
+    call = {k: on_host(v, device) if k == "dst_cache" else v.to(device) for k, v in call.items()}
+    with pytest.raises(ValueError, match=message):
+        swap_blocks(**call)
+    assert not call["dst_cache"].any()
+
+
+WITHOUT_INTERPRETER = """
+import torch
+from kernels import swap_blocks
+gpu, host = torch.empty(5, 4, 2, 16, device="meta"), torch.zeros(5, 4, 2, 16)
+pairs = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+for caches in (gpu, host), (host, gpu), (host, host):
+    try:
+        swap_blocks(*caches, pairs)
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_pageable_host_memory_is_refused_outside_the_interpreter(run_without_interpreter):
+    errors = run_without_interpreter("-c", WITHOUT_INTERPRETER).splitlines()
+    assert [error.split(":")[0] for error in errors] == ["dst_cache", "src_cache", "src_cache"]
+    assert all("pin_memory=True" in error for error in errors)
