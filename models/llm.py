@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -114,7 +115,7 @@ class LLM:
         folder = None if isinstance(model, ModelConfig) else Path(model)
         config = model if folder is None else ModelConfig.from_folder(folder)
         self.config = config
-        self.device = _device(device)
+        self.device = _device(device, tensor_parallel_size)
         self.dtype = _dtype(dtype, config, self.device)
         self.tokenizer = _tokenizer(folder)
         backend = make_backend(attention_backend, self.device)
@@ -348,12 +349,17 @@ class LLM:
         return fitting
 
 
-def _device(device: str | torch.device | None) -> torch.device:
+def _device(device: str | torch.device | None, tensor_parallel_size: int) -> torch.device:
+    """The device asked for; each of several ranks on a machine has a GPU of its own."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device={str(device)!r}: there is no GPU here")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"device={str(device)!r}: there is no GPU here")
+        if device.index is None and tensor_parallel_size > 1:
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)  # kernels are launched on the current one
     return device
 
 

@@ -79,7 +79,7 @@ def join_tensor_parallel(size: int, device: torch.device) -> TensorParallel:
         if not dist.is_torchelastic_launched():
             raise ValueError(
                 f"tensor_parallel_size={size}: needs {size} processes; start them with "
-                f"torchrun --nproc-per-node {size}"
+                f"torchrun --nproc-per-node {size}, or use models.workers.start_workers"
             )
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     if dist.get_world_size() != size:

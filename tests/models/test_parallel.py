@@ -1,0 +1,111 @@
+"""Tensor parallelism over gloo: two processes on one CPU, forked so that they import nothing."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from models import LLM, SamplingParams
+from models.parallel import TensorParallel, join_tensor_parallel
+
+PROMPTS = [[(i * 37 + 11) % 97 for i in range(19)], [5], [(i * 5) % 97 for i in range(11)]]
+
+
+def run_ranks(target, *arguments, size: int = 2) -> list:
+    """What ``target(rank, *arguments)`` returns on each rank of a gloo group."""
+    context = multiprocessing.get_context("fork")
+    results = context.SimpleQueue()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+    def main(rank):
+        try:
+            dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size)
+            results.put((rank, target(rank, *arguments)))
+            dist.barrier()
+            dist.destroy_process_group()
+        except BaseException:
+            results.put((rank, traceback.format_exc()))
+            raise
+
+    processes = [context.Process(target=main, args=(rank,)) for rank in range(size)]
+    for process in processes:
+        process.start()
+    try:
+        by_rank = dict(results.get() for _ in processes)
+        for process in processes:
+            process.join(timeout=30)
+            assert process.exitcode == 0
+    finally:
+        for process in processes:
+            process.kill()
+    return [by_rank[rank] for rank in range(size)]
+
+
+def generate(rank, folder, tensor_parallel_size, **options):
+    llm = LLM(
+        folder, tensor_parallel_size=tensor_parallel_size, block_size=4, num_blocks=12, **options
+    )
+    greedy = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=10))
+    drawn = llm.generate(PROMPTS, SamplingParams(n=2, max_tokens=4))
+    kv_heads = llm.engine.runner.kv_cache.shape[-2]
+    tokens = [[out.token_ids for out in output.outputs] for output in (*greedy, *drawn)]
+    return tokens, kv_heads
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "kv_heads"), [("llama", 1), ("llama_biased", 1), ("qwen3", 1)]
+)
+def test_two_ranks_generate_what_one_does(checkpoint, kv_heads, make_checkpoint):
+    """llama: a KV head per rank.  qwen3: one KV head, which both ranks hold."""
+    folder, _ = make_checkpoint(checkpoint)
+    alone, all_kv_heads = generate(0, folder, 1, preemption="swap")
+    ranks = run_ranks(lambda rank: generate(rank, folder, 2, preemption="swap"))
+    assert [tokens for tokens, _ in ranks] == [alone, alone]
+    assert [heads for _, heads in ranks] == [kv_heads, kv_heads]
+    assert all_kv_heads == (1 if checkpoint == "qwen3" else 2)
+
+
+def test_collectives():
+    def both(rank):
+        tp = join_tensor_parallel(2, torch.device("cpu"))
+        x = torch.arange(3.0) + rank
+        gathered = tp.all_gather_last(x).tolist()
+        return tp.all_reduce(x).tolist(), gathered, tp.least(5 - rank, torch.device("cpu"))
+
+    expected = [1.0, 3.0, 5.0], [0.0, 1.0, 2.0, 1.0, 2.0, 3.0], 4
+    assert run_ranks(both) == [expected, expected]
+
+
+def test_alone_nothing_is_exchanged():
+    tp = join_tensor_parallel(1, torch.device("cpu"))
+    x = torch.ones(2)
+    assert tp == TensorParallel()
+    assert tp.all_reduce(x) is x
+    assert tp.all_gather_last(x) is x
+    assert tp.least(3, torch.device("cpu")) == 3
+    with pytest.raises(ValueError, match="start them with torchrun --nproc-per-node 3"):
+        join_tensor_parallel(3, torch.device("cpu"))
+
+
+def test_shares_of_heads():
+    assert [TensorParallel(rank, 2).share(6, "heads") for rank in range(2)] == [
+        range(0, 3),
+        range(3, 6),
+    ]
+    assert [TensorParallel(rank, 4).share(2, "heads") for rank in range(4)] == [
+        range(0, 1),
+        range(0, 1),
+        range(1, 2),
+        range(1, 2),
+    ]
+    with pytest.raises(ValueError, match="tensor_parallel_size=4 does not divide heads=6"):
+        TensorParallel(0, 4).share(6, "heads")
+    with pytest.raises(ValueError, match="rank=2, size=2"):
+        TensorParallel(2, 2)
