@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 
 from kernels import paged_decode_attention, paged_prefill_attention, reference
 from kernels.accuracy import LAYOUTS, compare_with_twin, max_error, random_paged_batch
+from kernels.compile import ARCHITECTURES
+from kernels.shipped import HEAD_DIMS
 
 # The interpreter computes rows and tiles that are masked afterwards, and numpy reports their NaNs.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
@@ -499,3 +501,77 @@ def test_good_call_is_accepted(device):
     call = good_call(device)
     assert paged_prefill_attention(**call) is call["out"]
     assert not call["out"].any()
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def compiled(request, shipped_resources):
+    """Every bf16 configuration on one architecture; fp16 where registers are scarcest."""
+    rows = shipped_resources(request.param, "paged_prefill_attention", match="bf16")
+    if request.param == "sm_90":
+        rows += shipped_resources(request.param, "paged_prefill_attention", match="fp16 d256")
+    return rows
+
+
+@pytest.mark.slow
+def test_compiled_configurations(compiled):
+    """No spills, 16-byte asynchronous copies of K and V, tensor cores in every product."""
+    configs = {row["config"] for row in compiled}
+    assert {f"bf16 d{head_dim} g4 b16" for head_dim in HEAD_DIMS} <= configs
+    assert {"bf16 d128 g71 b16 batch", "bf16 d128 g4 b16 features"} <= configs
+    for row in compiled:
+        constants, config = row["constants"], (row["arch"], row["config"])
+        assert row["local_bytes"] == 0, config
+        assert row["programs_per_multiprocessor"] >= 1, config
+        # Only block ids, lengths and what is per head are fetched by less than 16 bytes.
+        assert set(row["async_copies"]) == {"32", "128"}, config
+        assert set(row["global_loads"]) <= {"32", "128"}, config
+        assert set(row["global_stores"]) <= {"32", "128"}, config
+        # Each region of keys has a pipeline: its prologue fills the buffers, its body refills one
+        # (on sm_100, where products are asynchronous too, the body is peeled).
+        tile_bytes = 2 * 2 * constants["TILE_N"] * constants["HEAD_DIM_PADDED"]  # K and V
+        regions = 3 if constants["HAS_LEFT"] else 2
+        fills = regions * ((row["num_stages"] - 1) // 2 + 1)
+        copied = 16 * row["async_copies"]["128"] * 32 * row["num_warps"]
+        assert copied >= fills * tile_bytes, config
+        assert copied == fills * tile_bytes or row["arch"] == "sm_100", config
+        q_bytes = 2 * constants["TILE_M"] * constants["HEAD_DIM_PADDED"]
+        assert 16 * row["global_loads"]["128"] * 32 * row["num_warps"] == q_bytes, config
+        assert row["dots"] == row["tensor_core_dots"] >= 2 * regions, config
+        assert set(row["mma"]) == {MMA_FAMILY[row["arch"]]}, config
+
+
+MMA_FAMILY = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05"}
+
+SPECIALISATION = """
+import torch
+from kernels import paged_prefill_attention
+from kernels.compile import ARCHITECTURES, compile_call
+
+def meta(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+def prefill(total_q, batch, max_blocks, max_seqlen_q, window_size):
+    cache, lens = meta(1000, 16, 8, 64), meta(batch, dtype=torch.int32)
+    paged_prefill_attention(
+        meta(total_q, 32, 64), cache, cache, meta(batch, max_blocks, dtype=torch.int32),
+        meta(batch + 1, dtype=torch.int32), lens, max_seqlen_q=max_seqlen_q,
+        window_size=window_size,
+    )
+
+calls = [
+    lambda: prefill(1, 1, 1, 1, 1),
+    lambda: prefill(4096, 1, 255, 4096, 16),
+    lambda: prefill(4096, 64, 255, 4096, 1024),
+    lambda: prefill(100, 16, 2, 90, 1),
+]
+print(len({k[2].hash for call in calls for k in compile_call(call, ARCHITECTURES["sm_80"])}))
+"""
+
+
+@pytest.mark.slow
+def test_new_lengths_compile_nothing_new(run_without_interpreter):
+    """Two kernels: tiles owned by uniform sequences, and tiles whose sequence is looked up.
+
+    Launching on meta tensors also shows that grid and arguments depend on no device value.
+    """
+    assert int(run_without_interpreter("-c", SPECIALISATION)) == 2
