@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from experiments import eviction, kernel_accuracy, memory_waste, replay_speed
+from experiments import block_size, eviction, kernel_accuracy, memory_waste, replay_speed, sharing
 from experiments.harness import Experiment
 
 EXPERIMENTS: dict[str, Experiment] = {
     experiment.name: experiment
     for experiment in (
+        block_size.EXPERIMENT,
         eviction.EXPERIMENT,
         kernel_accuracy.EXPERIMENT,
         memory_waste.EXPERIMENT,
         replay_speed.EXPERIMENT,
+        sharing.EXPERIMENT,
     )
 }

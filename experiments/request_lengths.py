@@ -4,12 +4,33 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import cache
+from cache.workloads.draws import generator, log_normal_tokens
 from experiments import workloads
+from experiments.harness import Unavailable
 from experiments.workloads import Source
 
 MAX_OUTPUT_TOKENS = 100_000
 """A longer output is taken for a fault of the file and its request left out: in copies of Azure's
 2023 traces the last row ends in the number of requests, glued to the output length."""
+
+
+_SIGMA = 0.8
+
+
+@dataclass(frozen=True)
+class LogNormalLengths:
+    """Synthetic requests whose lengths are log-normal (sigma 0.8), prompt and output apart."""
+
+    prompt: int
+    """Median prompt tokens."""
+    output: int
+    """Median output tokens."""
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"log_normal_{self.prompt}_{self.output}"
 
 
 @dataclass(frozen=True)
@@ -23,7 +44,7 @@ class RequestLengths:
     outputs: list[int]
     """Generated tokens, at least 1."""
     num_left_out: int
-    """Requests of the trace with more than MAX_OUTPUT_TOKENS output tokens."""
+    """Requests of the trace that are too long: faults of the file, or beyond the given limit."""
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -34,12 +55,38 @@ class RequestLengths:
         return max(map(sum, zip(self.prompts, self.outputs, strict=True)))
 
 
-def sample(source: Source, num_requests: int) -> RequestLengths:
-    """``num_requests`` requests at equal distances over the whole trace (all, if it has fewer)."""
+def sample(
+    source: Source | LogNormalLengths, num_requests: int, *, max_tokens: int | None = None
+) -> RequestLengths:
+    """``num_requests`` requests at equal distances over the whole trace (all, if it has fewer).
+
+    Those of more than ``max_tokens`` prompt and output tokens are left out before.  Synthetic
+    requests arrive a millisecond apart.  Raises Unavailable if none remains.
+    """
     import numpy as np
 
-    trace = workloads.load(source)
-    possible = np.flatnonzero(trace.output_lengths <= MAX_OUTPUT_TOKENS)
+    if isinstance(source, LogNormalLengths):
+        rng = generator(source.seed)
+        trace = cache.Trace.from_requests(
+            (
+                (
+                    index,
+                    log_normal_tokens(rng, source.prompt, _SIGMA),
+                    log_normal_tokens(rng, source.output, _SIGMA),
+                    (),
+                )
+                for index in range(num_requests)
+            ),
+            name=source.name,
+        )
+    else:
+        trace = workloads.load(source)
+    allowed = trace.output_lengths <= MAX_OUTPUT_TOKENS
+    if max_tokens is not None:
+        allowed &= trace.input_lengths + trace.output_lengths <= max_tokens
+    possible = np.flatnonzero(allowed)
+    if not len(possible):
+        raise Unavailable(f"{trace.name} has no request of at most {max_tokens} tokens")
     count = min(num_requests, len(possible))
     chosen = possible[np.arange(count) * len(possible) // count]
     return RequestLengths(

@@ -1,0 +1,263 @@
+"""Memory saved by sharing blocks: parallel sampling and beam search with 2 to 6 sequences.
+
+Redoes figure 15 of the PagedAttention paper (Kwon et al., SOSP 2023): the blocks that sharing
+saves, as a share of the blocks that the same sequences would take apart.  A request of a trace is
+decoded with n sequences through a real cache manager: the prompt is allocated once and forked, and
+appending to a shared block copies it.  Requests do not share with each other (prefix caching is
+off).  Blocks are counted after every step; the saving is that of the sum over all steps of all
+requests.
+
+* Parallel sampling: n independent samples of the request's output length.
+* Beam search: n beams.  Which beams go on is random, in place of a model's scores: in each step
+  every beam but the best is dropped with probability ``drop_probability``, and its place is taken
+  by a fork of a beam drawn uniformly from those that were kept.  The higher the probability, the
+  younger the last common ancestor of the beams, and the more they share.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tyro
+
+from cache import CacheManager, Sequence, make_manager
+from experiments import request_lengths, style, workloads
+from experiments.harness import Absent, Cell, Experiment, Options
+from experiments.request_lengths import LogNormalLengths
+from experiments.workloads import Source
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+_PARALLEL_LINE = {"color": style.BLACK, "marker": "s", "label": "parallel sampling"}
+_BEAM_LINES = [
+    {"color": color, "marker": marker}
+    for color, marker in zip(
+        (style.SKY, style.BLUE, style.GREEN, style.ORANGE, style.RED), "vod^P", strict=True
+    )
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharingOptions(Options):
+    """The grid: traces x sequences x (parallel sampling and beam searches) x managers."""
+
+    trace: tyro.conf.UseAppendAction[tuple[Path, ...]] = ()
+    """A request trace (.jsonl, .csv, .zst). None: those in $TRACES_DIR, else synthetic ones."""
+    lengths: tuple[str, ...] = ("20:60", "160:340")
+    """Further synthetic requests, by median prompt and output tokens. The two are of the order of
+    the Alpaca and ShareGPT conversations that the paper used, shorter than those of the traces."""
+    num_sequences: tuple[int, ...] = (2, 3, 4, 5, 6)
+    """Samples or beams per request."""
+    drop_probability: tuple[float, ...] = (0.01, 0.05, 0.2)
+    """Chance of a beam to be dropped in a step."""
+    manager: tuple[str, ...] = ("vllm_v1",)
+    """A cache manager with fork."""
+    block_size: tuple[int, ...] = (16,)
+    num_requests: int = 50
+    """Requests taken from each trace, at equal distances."""
+    max_request_tokens: int = 16_384
+    """Longer requests are left out: forking one takes time in proportion to its length."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharingCell(Cell):
+    source: Source | LogNormalLengths
+    num_sequences: int
+    drop_probability: float | None
+    """None: parallel sampling."""
+    manager: str
+    block_size: int
+    num_requests: int
+    max_request_tokens: int
+
+    @property
+    def group(self) -> tuple[str, ...]:
+        return (self.source.name,)
+
+
+def cells(options: SharingOptions) -> Iterator[SharingCell | Absent]:
+    if options.num_requests < 1 or min(options.num_sequences) < 1:
+        raise ValueError("--num-requests and --num-sequences must be at least 1")
+    for probability in options.drop_probability:
+        if not 0 <= probability <= 1:
+            raise ValueError(f"--drop-probability must be from 0 to 1, got {probability}")
+    for name in options.manager:
+        make_manager(name, num_blocks=1, block_size=1)  # raises for an unknown one
+    sources = workloads.sources(
+        options.trace, seed=options.seed, num_requests=None, lengths_suffice=True
+    )
+    synthetic = [_log_normal(text, options.seed) for text in options.lengths]
+    for source in chain(synthetic, sources):
+        if isinstance(source, Absent):
+            yield source
+            continue
+        for manager in options.manager:
+            for block_size in options.block_size:
+                for probability in (None, *options.drop_probability):
+                    for num_sequences in options.num_sequences:
+                        yield SharingCell(
+                            seed=options.seed,
+                            source=source,
+                            num_sequences=num_sequences,
+                            drop_probability=probability,
+                            manager=manager,
+                            block_size=block_size,
+                            num_requests=options.num_requests,
+                            max_request_tokens=options.max_request_tokens,
+                        )
+
+
+def _log_normal(text: str, seed: int) -> LogNormalLengths:
+    prompt, _, output = text.partition(":")
+    if not (prompt.isdecimal() and output.isdecimal() and int(prompt) and int(output)):
+        raise ValueError(f"--lengths {text}: needs prompt and output tokens, as in 20:60")
+    return LogNormalLengths(int(prompt), int(output), seed)
+
+
+@dataclass
+class BlockSteps:
+    """Blocks, summed over steps."""
+
+    shared: int = 0
+    """In use."""
+    apart: int = 0
+    """That the same sequences would use if they shared nothing."""
+
+    @property
+    def saved_fraction(self) -> float:
+        return 1 - self.shared / self.apart
+
+
+def run_cell(cell: SharingCell) -> list[dict[str, Any]]:
+    lengths = request_lengths.sample(
+        cell.source, cell.num_requests, max_tokens=cell.max_request_tokens
+    )
+    blocks_per_sequence = -(-lengths.longest // cell.block_size)
+    manager = make_manager(
+        cell.manager,
+        num_blocks=(cell.num_sequences + 1) * blocks_per_sequence,  # 1 of room for watermarks
+        block_size=cell.block_size,
+        enable_prefix_caching=False,
+    )
+    rng = random.Random(cell.seed)
+    total = BlockSteps()
+    for prompt, output in zip(lengths.prompts, lengths.outputs, strict=True):
+        decode(
+            manager,
+            prompt_length=prompt,
+            output_length=output,
+            num_sequences=cell.num_sequences,
+            drop_probability=cell.drop_probability,
+            rng=rng,
+            total=total,
+        )
+    return [
+        {
+            "trace": lengths.trace,
+            "mode": "parallel" if cell.drop_probability is None else "beam",
+            "drop_probability": cell.drop_probability,
+            "num_sequences": cell.num_sequences,
+            "manager": cell.manager,
+            "block_size": cell.block_size,
+            "requests": len(lengths),
+            "requests_left_out": lengths.num_left_out,
+            "max_request_tokens": cell.max_request_tokens,
+            "mean_prompt_tokens": sum(lengths.prompts) / len(lengths),
+            "mean_output_tokens": sum(lengths.outputs) / len(lengths),
+            "block_steps": total.shared,
+            "block_steps_apart": total.apart,
+            "copied_blocks": manager.stats.copied_blocks,
+            "saved_fraction": total.saved_fraction,
+        }
+    ]
+
+
+def decode(
+    manager: CacheManager,
+    *,
+    prompt_length: int,
+    output_length: int,
+    num_sequences: int,
+    drop_probability: float | None,
+    rng: random.Random,
+    total: BlockSteps,
+) -> None:
+    """Decode one request in the empty ``manager``, add its blocks to ``total``, and free it."""
+    sequences = [Sequence(0, array("I", bytes(4 * prompt_length)))]
+    manager.allocate(sequences[0])
+    for seq_id in range(1, num_sequences):
+        sequences.append(_forked(manager, sequences[0], seq_id))
+    next_id = num_sequences
+    for length in range(prompt_length + 1, prompt_length + output_length + 1):
+        if drop_probability is not None and length > prompt_length + 1:
+            kept = [i == 0 or rng.random() >= drop_probability for i in range(num_sequences)]
+            parents = [seq for seq, stays in zip(sequences, kept, strict=True) if stays]
+            for i, stays in enumerate(kept):
+                if not stays:
+                    child = _forked(manager, rng.choice(parents), next_id)
+                    manager.free(sequences[i])
+                    sequences[i] = child
+                    next_id += 1
+        for token_id, seq in enumerate(sequences):
+            seq.append_token(token_id)
+            manager.append(seq)
+        total.shared += manager.num_blocks - manager.num_free_blocks
+        total.apart += num_sequences * -(-length // manager.block_size)
+    for seq in sequences:
+        manager.free(seq)
+
+
+def _forked(manager: CacheManager, parent: Sequence, seq_id: int) -> Sequence:
+    child = parent.fork(seq_id)
+    manager.fork(parent, child)
+    return child
+
+
+def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
+    """The figure sharing, a panel per trace, for the first manager and block size of the table."""
+    first = rows.iloc[0]
+    rows = rows[(rows["manager"] == first["manager"]) & (rows["block_size"] == first["block_size"])]
+    with style.figures():
+        return style.save(_draw(rows), folder, "sharing")
+
+
+def _draw(rows: pd.DataFrame) -> Figure:
+    traces = rows["trace"].unique()
+    probabilities = sorted(rows["drop_probability"].dropna().unique())
+    figure, axes, spare = style.panel_grid(len(traces), height=1.9, sharex=True, sharey=True)
+    for axis, trace in zip(axes, traces, strict=True):
+        of_trace = rows[rows["trace"] == trace].sort_values("num_sequences")
+        parallel = of_trace[of_trace["mode"] == "parallel"]
+        axis.plot(parallel["num_sequences"], 100 * parallel["saved_fraction"], **_PARALLEL_LINE)
+        for i, probability in enumerate(probabilities):
+            beam = of_trace[of_trace["drop_probability"] == probability]
+            line = _BEAM_LINES[i % len(_BEAM_LINES)]
+            label = f"beam search, drop probability {probability:g}"
+            axis.plot(beam["num_sequences"], 100 * beam["saved_fraction"], **line, label=label)
+        first = of_trace.iloc[0]
+        prompt, output = first["mean_prompt_tokens"], first["mean_output_tokens"]
+        axis.set(title=f"{trace}\n{prompt:,.0f} prompt, {output:,.0f} output tokens")
+        axis.set(ylim=(0, 100), xticks=sorted(of_trace["num_sequences"].unique()))
+    figure.supxlabel("sequences per request", fontsize=8)
+    figure.supylabel("blocks saved by sharing (%)", fontsize=8)
+    style.shared_legend(figure, spare, columns=2)
+    return figure
+
+
+EXPERIMENT = Experiment(
+    name="sharing",
+    figure="PagedAttention fig. 15: blocks saved by parallel sampling and beam search",
+    options=SharingOptions(),
+    quick=SharingOptions(num_sequences=(2, 4, 6), num_requests=8),
+    cells=cells,
+    run_cell=run_cell,
+    plot=plot,
+)

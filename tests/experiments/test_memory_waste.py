@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cache import make_manager
+from experiments import memory_waste, request_lengths
+from experiments.harness import InputFile, Unavailable
+from experiments.memory_waste import MemoryWasteOptions, arrival_steps, serve
+from experiments.request_lengths import RequestLengths
+
+SYSTEMS = ["max", "pow2", "oracle", "paged"]
+KINDS = ["used", "reserved", "internal", "external", "free"]
+
+
+def lengths_of(*requests: tuple[int, int], arrivals: list[float] | None = None) -> RequestLengths:
+    prompts, outputs = zip(*requests, strict=True)
+    arrivals = arrivals or [0.0] * len(requests)
+    return RequestLengths("tiny", arrivals, list(prompts), list(outputs), 0)
+
+
+def manager_of(system: str, lengths: RequestLengths, num_slots: int, block_size: int = 1):
+    if system == "paged":
+        return make_manager("paged", num_blocks=num_slots // block_size, block_size=block_size)
+    return make_manager(
+        "contiguous",
+        num_blocks=num_slots,
+        block_size=1,
+        reservation=system,
+        max_model_len=8,
+        final_length=lambda seq: lengths.prompts[seq.seq_id] + lengths.outputs[seq.seq_id],
+    )
+
+
+@pytest.fixture
+def azure_csv(tmp_path):
+    """A trace as Azure's copies have it: the request count, 41, is glued to the last output."""
+    rows = [f"2023-11-16 18:17:{i:02}.0000000,{20 + i},{5 + i % 3}" for i in range(40)]
+    rows.append("2023-11-16 18:17:41.0000000,30,17341")
+    rows[-1] += "9" * 2
+    path = tmp_path / "azure.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(rows) + "\n")
+    return path
+
+
+def test_shares_of_two_requests_by_hand():
+    # One request of 3 + 2 tokens at a time in 8 slots; the second waits for the first.
+    lengths = lengths_of((3, 2), (3, 2))
+    expected = {
+        # slots by kind while the second waits: steps with 3, then 4, then 5 tokens stored
+        "max": {"used": 3.5, "reserved": 1.5, "internal": 3, "external": 0, "free": 0},
+        "oracle": {"used": 3.5, "reserved": 1.5, "internal": 0, "external": 3, "free": 0},
+    }
+    for system, slots in expected.items():
+        manager = manager_of(system, lengths, 8)
+        result = serve(lengths, manager, [0.0, 0.0])
+        assert result.shares == {kind: slots[kind] / 8 for kind in KINDS}
+        assert (result.steps, result.measured_steps, result.mean_running) == (4, 2, 1)
+        assert manager.num_free_blocks == 8
+
+
+def test_pages_are_taken_until_one_is_preempted():
+    lengths = lengths_of((3, 2), (3, 2), (3, 2))
+    result = serve(lengths, manager_of("paged", lengths, 8), [0.0, 0.0, 0.0])
+    # The third waits while the first two store 3, then 4 tokens and fill the cache.  The second
+    # makes room for the fifth token of the first, comes back with its 4 tokens beside the third,
+    # and the third makes room for its fifth.
+    assert result.preemptions == 2
+    assert (result.steps, result.measured_steps, result.mean_running) == (4, 2, 2)
+    assert result.shares == {
+        "used": 7 / 8, "reserved": 0, "internal": 0, "external": 0, "free": 1 / 8
+    }  # fmt: skip
+
+
+def test_a_slot_of_pow2_that_the_output_does_not_reach_is_internal():
+    lengths = lengths_of((2, 3), (2, 3))
+    result = serve(lengths, manager_of("pow2", lengths, 8), [0.0, 0.0])
+    # 2 + 4 slots of a run of 8, 5 of them needed.
+    assert result.shares["internal"] == 1 / 8
+    assert result.shares["external"] == 2 / 8
+    assert result.shares["used"] == (2 + 3 + 4) / 3 / 8
+
+
+@given(
+    requests=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 3)), min_size=2, max_size=12),
+    gaps=st.lists(st.floats(0, 3), min_size=12, max_size=12),
+    system=st.sampled_from(SYSTEMS),
+    block_size=st.sampled_from([1, 2, 4, 8]),
+)
+def test_every_request_is_served_and_the_shares_add_up(requests, gaps, system, block_size):
+    lengths = lengths_of(*requests)
+    manager = manager_of(system, lengths, 16, block_size)
+    arrivals = [sum(gaps[:i]) for i in range(len(requests))]
+    try:
+        result = serve(lengths, manager, arrivals)
+    except Unavailable:
+        return
+    finally:
+        assert manager.num_free_blocks == manager.num_blocks
+        manager.check_invariants()
+        assert manager.stats.num_allocations >= len(requests)
+    assert math.isclose(sum(result.shares.values()), 1)
+    assert 0 < result.shares["used"] <= 1
+    assert result.steps >= max(output for _, output in requests)
+    assert (manager.stats.num_allocations == len(requests)) == (result.preemptions == 0)
+    if system == "paged":
+        assert result.shares["reserved"] == result.shares["external"] == 0
+    else:
+        assert result.preemptions == 0
+
+
+def test_without_a_queue_there_is_nothing_to_measure():
+    lengths = lengths_of((1, 1), (1, 1))
+    with pytest.raises(Unavailable, match="higher load"):
+        serve(lengths, manager_of("paged", lengths, 16), [0.0, 5.0])
+
+
+def test_arrivals_fill_the_wanted_memory():
+    lengths = lengths_of(*[(7, 4)] * 50, arrivals=[1000.0 + 10 * i for i in range(50)])
+    arrivals = arrival_steps(lengths, mean_slots=30)
+    assert arrivals[0] == 0
+    assert all(math.isclose(b - a, arrivals[1]) for a, b in pairwise(arrivals))
+    slot_steps = 50 * sum(7 + i for i in range(1, 5))
+    assert math.isclose(slot_steps / arrivals[-1], 30)
+
+
+def test_an_impossible_row_of_a_file_is_left_out_and_counted(azure_csv):
+    lengths = request_lengths.sample(InputFile.of(azure_csv), 1000)
+    assert (len(lengths), lengths.num_left_out) == (40, 1)
+    assert max(lengths.outputs) == 7
+
+
+def test_a_sample_is_spread_over_the_trace(azure_csv):
+    lengths = request_lengths.sample(InputFile.of(azure_csv), 4)
+    assert lengths.prompts == [20, 30, 40, 50]
+    assert lengths.longest == 50 + 5
+    lengths = request_lengths.sample(InputFile.of(azure_csv), 4, max_tokens=45)
+    assert max(map(sum, zip(lengths.prompts, lengths.outputs, strict=True))) <= 45
+    assert lengths.num_left_out == 1 + 20
+    with pytest.raises(Unavailable, match="azure has no request of at most 9 tokens"):
+        request_lengths.sample(InputFile.of(azure_csv), 4, max_tokens=9)
+
+
+def test_the_experiment_on_a_lengths_only_trace(azure_csv, tmp_path):
+    options = MemoryWasteOptions(
+        trace=(azure_csv,), block_size=(1, 16), num_requests=40, sequences_in_cache=2
+    )
+    cells = list(memory_waste.cells(options))
+    assert len(cells) == 5
+    rows = pd.DataFrame([row for cell in cells for row in memory_waste.run_cell(cell)])
+    shares = rows[[f"{kind}_fraction" for kind in KINDS]]
+    assert (abs(shares.sum(axis=1) - 1) < 1e-12).all()
+    assert set(rows["max_model_len"]) == {128}
+    assert set(rows["requests_left_out"]) == {1}
+    used = rows["used_fraction"]
+    assert used[0] < used[1] < used[3]  # max, pow2, pages of 1
+    assert used[4] < used[3]  # pages of 16
+    written = memory_waste.plot(rows, tmp_path)
+    assert [path.name for path in written] == ["memory_waste.pdf", "memory_waste.png"]
+    assert all(path.stat().st_size > 1000 for path in written)
+
+
+@pytest.mark.parametrize("option", ["num_requests", "sequences_in_cache", "load"])
+def test_bad_options_are_named(option):
+    with pytest.raises(ValueError, match=f"--{option.replace('_', '-')} must be above 0"):
+        list(memory_waste.cells(MemoryWasteOptions(**{option: 0})))
