@@ -23,13 +23,14 @@ from models.memory import (
     profile_peak_bytes,
 )
 from models.outputs import CompletionOutput, RequestOutput, TokenOutput
-from models.parallel import join_tensor_parallel
+from models.parallel import TensorParallel, is_distributed, join_tensor_parallel
 from models.runner import ModelRunner
 from models.sampler import Sampler
 from models.sampling_params import SamplingParams
 from models.scheduler import Scheduler
 from models.sequence import Request
 from models.weights import load_weights, randomize_weights
+from models.workers import LeadingEngine, start_workers
 
 Prompt = str | Sequence[int]
 
@@ -60,7 +61,9 @@ class LLM:
         enable_prefix_caching: share the K/V of equal prefixes.
         enable_chunked_prefill: compute prompts in chunks where they exceed max_num_batched_tokens.
         preemption: "recompute" or "swap": what becomes of the K/V of a sequence that has to yield.
-        tensor_parallel_size: number of processes, started by torchrun, that share the model.
+        tensor_parallel_size: number of processes, with a GPU each, that share the model: those
+            that torchrun started, each of which makes its LLM and serves the same prompts; or
+            else child processes of this one, which are started now.
         hash_algorithm: of the prefix cache; the manager's own by default.
         manager_options: further options of the manager's design.
         random_weights: ignore the checkpoint's weights.
@@ -99,6 +102,7 @@ class LLM:
         cuda_graphs: bool | None = None,
         seed: int = 0,
     ) -> None:
+        options_of_workers = {name: value for name, value in locals().items() if name != "self"}
         if preemption not in ("recompute", "swap"):
             raise ValueError(f"preemption={preemption!r}: choose from recompute, swap")
         for name, value in (
@@ -119,6 +123,11 @@ class LLM:
         self.dtype = _dtype(dtype, config, self.device)
         self.tokenizer = _tokenizer(folder)
         backend = make_backend(attention_backend, self.device)
+        for name in ("num_q_heads", "num_kv_heads", "intermediate_size"):
+            TensorParallel(0, tensor_parallel_size).share(getattr(config, name), name)
+        workers = None
+        if tensor_parallel_size > 1 and not is_distributed():
+            workers = start_workers(tensor_parallel_size, self.device, options_of_workers)
         self._tp = join_tensor_parallel(tensor_parallel_size, self.device)
         longest = min(
             max_model_len or config.max_position_embeddings, config.max_position_embeddings
@@ -192,6 +201,8 @@ class LLM:
             vocab_size=config.vocab_size,
             eos_token_ids=config.eos_token_ids,
         )
+        if workers is not None:
+            self.engine = LeadingEngine(self.engine, workers)
         self._prompts: dict[int, str] = {}
         self._outbox: defaultdict[int, list[TokenOutput | RequestOutput]] = defaultdict(list)
 
@@ -358,7 +369,9 @@ def _device(device: str | torch.device | None, tensor_parallel_size: int) -> tor
         if not torch.cuda.is_available():
             raise ValueError(f"device={str(device)!r}: there is no GPU here")
         if device.index is None and tensor_parallel_size > 1:
-            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            device = torch.device(
+                "cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device()))
+            )
         torch.cuda.set_device(device)  # kernels are launched on the current one
     return device
 

@@ -67,6 +67,11 @@ class TensorParallel:
         return int(least)
 
 
+def is_distributed() -> bool:
+    """Whether torch.distributed is initialised, or torchrun started this process."""
+    return dist.is_initialized() or dist.is_torchelastic_launched()
+
+
 def join_tensor_parallel(size: int, device: torch.device) -> TensorParallel:
     """This process's place in a group of ``size`` that torchrun started (or that is initialised).
 
@@ -76,7 +81,7 @@ def join_tensor_parallel(size: int, device: torch.device) -> TensorParallel:
     if size == 1:
         return TensorParallel()
     if not dist.is_initialized():
-        if not dist.is_torchelastic_launched():
+        if not is_distributed():
             raise ValueError(
                 f"tensor_parallel_size={size}: needs {size} processes; start them with "
                 f"torchrun --nproc-per-node {size}, or use models.workers.start_workers"

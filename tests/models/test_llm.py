@@ -241,7 +241,7 @@ def test_the_longest_sequence(make_checkpoint):
         ({"dtype": "int8"}, "dtype='int8'"),
         ({"dtype": torch.float64}, "dtype=torch.float64"),
         ({"device": "cuda"}, "device='cuda': there is no GPU here"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2: needs 2 processes"),
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 does not divide num_q_heads=4"),
         ({"manager_options": {"watermark": 0.1}}, "no option watermark"),
     ],
 )

@@ -72,6 +72,25 @@ def test_two_ranks_generate_what_one_does(checkpoint, kv_heads, make_checkpoint)
     assert all_kv_heads == (1 if checkpoint == "qwen3" else 2)
 
 
+def test_the_library_starts_the_other_rank_itself(make_checkpoint):
+    folder, _ = make_checkpoint("llama")
+    alone, _ = generate(0, folder, 1)
+    llm = LLM(folder, tensor_parallel_size=2, block_size=4, num_blocks=12)
+    try:
+        greedy = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=10))
+        assert [[output.outputs[0].token_ids] for output in greedy] == alone[:3]
+        stream = llm.stream(PROMPTS[0], SamplingParams(temperature=0, max_tokens=10))
+        next(stream)
+        stream.close()  # the workers must abort as well
+        beams = llm.generate(PROMPTS[1], SamplingParams(beam_width=2, max_tokens=3))
+        assert len(beams[0].outputs[0].token_ids) == 3
+        [again] = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=10))
+        assert [again.outputs[0].token_ids] == alone[0]
+    finally:
+        llm.engine.workers.close()
+    assert not dist.is_initialized()
+
+
 def test_collectives():
     def both(rank):
         tp = join_tensor_parallel(2, torch.device("cpu"))
