@@ -1,0 +1,213 @@
+"""Every op as a PyTorch operator: opcheck, torch.compile, torch.export, and what a call costs."""
+
+from __future__ import annotations
+
+import time
+import timeit
+import warnings
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import kernels
+from kernels.accuracy import bits, random_paged_batch, random_shared_prefix_args
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+
+SHAPE = {
+    "num_q_heads": 2,
+    "num_kv_heads": 1,
+    "head_dim": 16,
+    "block_size": 4,
+    "dtype": torch.float32,
+}
+
+
+def clean(tensor):
+    """Without the poison: opcheck compares everything it finds, and NaN is not equal to itself."""
+    return tensor.nan_to_num(0.0, 0.0, 0.0)
+
+
+def decode_call(device, **options):
+    q, k_cache, v_cache, *rest = random_paged_batch([5, 0], device=device, **SHAPE).decode_args
+    return (q, clean(k_cache), clean(v_cache), *rest), {"out": torch.zeros_like(q), **options}
+
+
+def prefill_call(device):
+    batch = random_paged_batch([5, 3], query_lens=[2, 1], device=device, **SHAPE)
+    q, k_cache, v_cache, *rest = batch.prefill_args
+    options = {"max_seqlen_q": 2, "out": torch.zeros_like(q), "return_lse": True}
+    return (q, clean(k_cache), clean(v_cache), *rest), options
+
+
+def cascade_call(device):
+    args = random_shared_prefix_args([2], [5], [1, 2], device=device, **SHAPE)
+    q, k_cache, v_cache, *rest = args
+    options = {"out": torch.zeros_like(q), "sinks": torch.ones(2, device=device)}
+    return (q, clean(k_cache), clean(v_cache), *rest), {**options, "return_lse": True}
+
+
+def rotary_args(device):
+    cos, sin = torch.rand(2, 8, 4, device=device).unbind(0)
+    return torch.tensor([0, 7], device=device), cos, sin
+
+
+def calls(device):
+    """Arguments of one call of every operator (several where paths differ)."""
+    cache = torch.randn(2, 2, 3, 4, 1, 16, device=device)
+    rows = torch.randn(2, 2, 1, 16, device=device)
+    slots = torch.tensor([5, -1], device=device)
+    pairs = torch.tensor([[0, 2], [-1, -1]], device=device)
+    host_cache = torch.zeros(2, 2, 5, 4, 1, 16, pin_memory=device.type == "cuda")
+    out, lse = torch.randn(2, 3, 2, 16, device=device), torch.randn(2, 3, 2, device=device)
+    tables = torch.tensor([[1, 0], [2, -1]], dtype=torch.int32, device=device)
+    layers = [plane.clone() for plane in cache.flatten(0, 1)]
+    return {
+        "apply_rotary_embedding": [((rows[0], *rotary_args(device)), {"interleaved": True})],
+        "copy_blocks": [(([cache.clone()], pairs), {}), ((layers, pairs), {})],
+        "merge_attention_states": [((out[0], lse[0], out[1], lse[1]), {})],
+        "paged_decode_attention": [
+            decode_call(device, return_lse=True),
+            decode_call(device, num_splits=2, window_size=3, softcap=5.0),
+        ],
+        "paged_prefill_attention": [prefill_call(device)],
+        "rope_store_kvcache": [
+            ((rows[0].clone(), *rows, *cache[:, 0].clone(), slots, *rotary_args(device)), {})
+        ],
+        "shared_prefix_decode_attention": [cascade_call(device)],
+        "slot_mapping_from_positions": [((slots, tables, slots * 0 + 1, 4), {})],
+        "store_kvcache": [((*rows, *cache[:, 0].clone(), slots), {})],
+        "swap_blocks": [((cache, host_cache, pairs), {})],
+    }
+
+
+MUTATED = {
+    "copy_blocks": {"planes"},
+    "paged_decode_attention": {"out"},
+    "paged_prefill_attention": {"out"},
+    "rope_store_kvcache": {"query", "k_cache", "v_cache"},
+    "shared_prefix_decode_attention": {"out"},
+    "store_kvcache": {"k_cache", "v_cache"},
+    "swap_blocks": {"dst_cache"},
+}
+
+
+def operator(name):
+    return getattr(torch.ops.pagelab, name).default
+
+
+def test_every_public_op_is_an_operator(device):
+    registered = torch._C._dispatch_get_all_op_names()
+    registered = {name.removeprefix("pagelab::") for name in registered if "pagelab::" in name}
+    assert registered == set(kernels.__all__) == set(calls(device))
+
+
+@pytest.mark.parametrize("name", kernels.__all__)
+def test_schema_names_what_is_mutated(name):
+    arguments = operator(name)._schema.arguments
+    mutated = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
+    assert mutated == MUTATED.get(name, set())
+
+
+@pytest.mark.parametrize("name", kernels.__all__)
+def test_opcheck(name, device):
+    for args, kwargs in calls(device)[name]:
+        torch.library.opcheck(operator(name), args, kwargs)
+
+
+class Step(torch.nn.Module):
+    """A decode step through most of the ops, with and without the optional results."""
+
+    def forward(self, key, value, caches, q, positions, tables, pairs):
+        seqs = torch.arange(len(positions), device=q.device)
+        context_lens = (positions + 1).int()
+        slots = kernels.slot_mapping_from_positions(positions, tables, seqs, caches.shape[3])
+        for k_cache, v_cache in zip(*caches, strict=True):
+            kernels.store_kvcache(key, value, k_cache, v_cache, slots)
+            args = (q, k_cache, v_cache, tables, context_lens)
+            a, lse_a = kernels.paged_decode_attention(*args, return_lse=True)
+            b = torch.empty_like(q)
+            kernels.paged_decode_attention(*args, window_size=2, num_splits=2, out=b)
+            q = kernels.merge_attention_states(a, lse_a, b, lse_a - 1)[0] + q
+        kernels.copy_blocks(caches, pairs)
+        kernels.copy_blocks([tuple(layer) for layer in caches.unbind(1)], pairs.flip(0))
+        return q
+
+
+def step_args(device):
+    torch.manual_seed(0)
+    return (
+        *torch.randn(2, 2, 1, 16, device=device).unbind(0),
+        torch.randn(2, 2, 6, 4, 1, 16, device=device),
+        torch.randn(2, 2, 16, device=device),
+        torch.tensor([5, 2], device=device),
+        torch.tensor([[1, 4], [3, -1]], dtype=torch.int32, device=device),
+        torch.tensor([[1, 0], [3, 5]], device=device),
+    )
+
+
+def trace(how):
+    if how == "compile":
+        torch._dynamo.reset()
+        return lambda args: torch.compile(Step(), backend="aot_eager", fullgraph=True)
+    strict = how == "export-strict"
+    return lambda args: torch.export.export(Step(), args, strict=strict).module()
+
+
+@pytest.mark.parametrize("how", ["compile", "export", "export-strict"])
+def test_traces_without_a_graph_break_and_computes_the_same(how, device):
+    args, want_args = step_args(device), step_args(device)
+    want = Step()(*want_args)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the tracers, about themselves
+        got = trace(how)(step_args(device))(*args)
+    assert torch.equal(got, want)
+    assert torch.equal(bits(args[2]), bits(want_args[2]))
+    assert not torch.equal(args[2], step_args(device)[2])
+
+
+class _OperatorCalls(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "pagelab":
+            self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_eager_calls_bypass_the_dispatcher(device):
+    with _OperatorCalls() as calls_seen:
+        Step()(*step_args(device))
+        operator("slot_mapping_from_positions")(*calls(device)["slot_mapping_from_positions"][0][0])
+    assert calls_seen.names == ["pagelab::slot_mapping_from_positions"]
+
+
+def overhead_per_call(device) -> dict[str, float]:
+    """Microseconds of CPU time that a call with nothing to do takes more than its launcher does.
+
+    `function`: of the public function; `operator`: of torch.ops, which traced graphs call.
+    """
+    empty = torch.empty(0, dtype=torch.int64, device=device)
+    args = (empty, torch.empty(0, 3, dtype=torch.int32, device=device), empty, 16)
+    function = kernels.slot_mapping_from_positions
+    ways = {
+        "launcher": function.__wrapped__,
+        "function": function,
+        "operator": operator("slot_mapping_from_positions"),
+    }
+    best = dict.fromkeys(ways, float("inf"))
+    for _ in range(40):  # in turn, so that a busy machine disturbs all alike
+        for name, call in ways.items():
+            seconds = timeit.timeit(lambda call=call: call(*args), time.process_time, number=100)
+            best[name] = min(best[name], seconds * 1e4)
+    return {name: best[name] - best["launcher"] for name in ("function", "operator")}
+
+
+def test_overhead_per_call(device, record_property):
+    overhead = overhead_per_call(device)
+    record_property("overhead_us", overhead)
+    assert overhead["function"] < 2
+    assert overhead["operator"] < 10
