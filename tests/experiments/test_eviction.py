@@ -36,6 +36,7 @@ def grid(**options):
     return list(eviction.cells(eviction.EvictionOptions(**options)))
 
 
+@pytest.mark.slow
 def test_the_command_line_from_a_trace_to_the_figure(command_line, trace, tmp_path):
     (tmp_path / "policy.py").write_text(OWN_POLICY)
     policies = ("lru", "sieve", "belady", "policy.py:Mine")
