@@ -15,6 +15,12 @@ from cache.managers.base import (
     Copies,
     as_policy,
 )
+from cache.managers.tables import (
+    check_grew,
+    check_holds_no_blocks,
+    check_shares_content,
+    table_of,
+)
 from cache.policies.base import EvictionPolicy
 from cache.sequence import Sequence
 
@@ -104,23 +110,18 @@ class VLLMv1(CacheManager):
         return AllocStatus.OK if needed <= free else AllocStatus.LATER
 
     def allocate(self, seq: Sequence) -> int:
-        self._check_has_no_blocks(seq)
+        check_holds_no_blocks(self._tables, seq)
         hits, num_cached = self.get_computed_blocks(seq)
         self._start(seq, hits, seq.num_tokens - num_cached, 0)
         return num_cached
 
     def append(self, seq: Sequence) -> Copies:
-        table = self._table(seq)
-        num_new_tokens = seq.num_tokens - table.num_tokens
-        if num_new_tokens < 1:
-            raise ValueError(
-                f"append: all {table.num_tokens} tokens of sequence {seq.seq_id!r} have a slot; "
-                "append a token to the sequence first"
-            )
-        return self._extend(seq, table, num_new_tokens, 0)
+        table = table_of(self._tables, seq)
+        check_grew(seq, table.num_tokens)
+        return self._extend(seq, table, seq.num_tokens - table.num_tokens, 0)
 
     def can_append(self, seq: Sequence) -> bool:
-        table = self._table(seq)
+        table = table_of(self._tables, seq)
         needed = self._num_missing(table, seq.num_tokens) + self._writes_to_shared_block(table)
         return needed <= self.pool.num_free_blocks
 
@@ -157,17 +158,10 @@ class VLLMv1(CacheManager):
         return []
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        table = self._table(parent)
-        self._check_has_no_blocks(child)
+        table = table_of(self._tables, parent)
+        check_holds_no_blocks(self._tables, child)
         stored = table.num_tokens
-        same_keys = (child.lora_name, child.cache_salt, child.mm_inputs) == (
-            parent.lora_name, parent.cache_salt, parent.mm_inputs
-        )  # fmt: skip
-        if not same_keys or child.token_ids[:stored] != parent.token_ids[:stored]:
-            raise ValueError(
-                f"child: the first {stored} tokens, the adapter, the multi-modal inputs and the "
-                f"salt of sequence {child.seq_id!r} must be those of {parent.seq_id!r}"
-            )
+        check_shares_content(parent, child, stored)
         blocks = table.blocks[: -(-stored // self.block_size)]
         self.pool.share(blocks)
         hashes = self._hasher.block_hashes(child) if self.enable_prefix_caching else []
@@ -175,12 +169,12 @@ class VLLMv1(CacheManager):
         child.num_cached_tokens = child.num_computed_tokens = stored
 
     def free(self, seq: Sequence) -> None:
-        self.pool.free(self._table(seq).blocks)
+        self.pool.free(table_of(self._tables, seq).blocks)
         del self._tables[seq.seq_id]
         seq.num_cached_tokens = seq.num_computed_tokens = 0
 
     def block_table(self, seq: Sequence) -> list[int]:
-        return self._table(seq).blocks.copy()
+        return table_of(self._tables, seq).blocks.copy()
 
     def reset_prefix_cache(self) -> bool:
         return self.pool.reset_prefix_cache()
@@ -287,13 +281,3 @@ class VLLMv1(CacheManager):
         """Whether the next token of ``table`` goes into a block that another table holds too."""
         position, offset = divmod(table.num_tokens, self.block_size)
         return offset > 0 and self.pool.ref_counts[table.blocks[position]] > 1
-
-    def _table(self, seq: Sequence) -> _Table:
-        table = self._tables.get(seq.seq_id)
-        if table is None:
-            raise ValueError(f"sequence {seq.seq_id!r} holds no blocks")
-        return table
-
-    def _check_has_no_blocks(self, seq: Sequence) -> None:
-        if seq.seq_id in self._tables:
-            raise ValueError(f"sequence {seq.seq_id!r} holds blocks already; free it first")

@@ -203,6 +203,44 @@ def test_a_policy_never_knows_two_blocks_under_one_key():
     assert [call[3:] for call in policy.calls if call[0] == "insert"] == [(None, 0), (A, 1)] * 2
 
 
+@pytest.mark.parametrize("at_once", [True, False])
+def test_duplicates_of_a_whole_prompt_in_a_linked_pool(at_once):
+    policy = Recorder()
+    pool = BlockPool(6, policy, linked=True)
+    cached(pool, A, B, C)
+    if at_once:
+        again = cached(pool, A, B, C)
+    else:
+        again = pool.allocate(3)
+        pool.cache(again, [A, B, C], 0, 3)
+    assert again == [3, 4, 5]
+    assert [call for call in policy.calls if call[0] == "miss"] == [
+        ("miss", A),
+        ("miss", B),
+        ("miss", C),
+    ]
+    assert policy.calls[-3:] == [
+        ("insert", 3, (A, 3), None, 0),
+        ("insert", 4, (B, 4), A, 1),
+        ("insert", 5, (C, 5), B, 2),
+    ]
+    pool.check_invariants()
+    assert pool.lookup([A, B, C]) == [0, 1, 2]
+
+
+def test_a_policy_that_ignores_misses_is_told_the_parents_too():
+    class Deaf(Recorder):
+        miss = EvictionPolicy.miss
+
+    policy = Deaf()
+    cached(pool_of(3, policy), A, B, C)
+    assert policy.calls == [
+        ("insert", 0, A, None, 0),
+        ("insert", 1, B, A, 1),
+        ("insert", 2, C, B, 2),
+    ]
+
+
 def test_a_policy_that_queues_blocks_without_content_is_told_of_them_first():
     class Queueing(Recorder):
         queues_uncached = True
