@@ -192,7 +192,7 @@ class Engine:
             search = self._beam_searches.get(seq.request.request_id)
             if search is not None:
                 search.forget(seq)
-        for seq in step.sequences:
+        for seq in step.admitted:
             stats = seq.request.stats
             if stats.first_scheduled_time is None:
                 stats.first_scheduled_time = time.perf_counter()
@@ -212,8 +212,9 @@ class Engine:
     def _append(self, seq: Sequence, token: int, now: float) -> TokenOutput:
         seq.append_token(token)
         request = seq.request
-        if request.stats.first_token_time is None:
-            request.stats.first_token_time = now
+        stats = request.stats
+        if stats.first_token_time is None:
+            stats.first_token_time = now
         if token in request.stop_token_ids:
             self._finish_sequence(seq, FinishReason.STOP)
         elif seq.num_output_tokens == request.max_tokens:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from models.sequence import FinishReason, RequestStats
 
@@ -33,8 +34,7 @@ class RequestOutput:
     stats: RequestStats
 
 
-@dataclass(frozen=True, slots=True)
-class TokenOutput:
+class TokenOutput(NamedTuple):
     """A new token of an output, as streamed."""
 
     request_id: int

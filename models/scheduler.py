@@ -48,6 +48,7 @@ class Step:
     swap_in: BlockPairs = field(default_factory=list)
     """(host block, device block) pairs."""
     preempted: list[Sequence] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -108,10 +109,11 @@ class Scheduler:
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let ``child``, a fork of the running ``parent``, share its blocks and run beside it."""
-        self.tell_manager(parent)
+        self._tell(parent)
         self.manager.fork(parent, child)
-        for seq in (parent, child):
-            seq.table_changed(owns_last_block=False)
+        child.num_told_tokens = child.num_computed_tokens
+        parent.quiet_until = child.quiet_until = 0  # the last block is shared
+        child.block_row = None
         child.status = Status.RUNNING
         bisect.insort(self.running, child, key=attrgetter("order"))
 
@@ -155,27 +157,25 @@ class Scheduler:
         """
         budget = self.max_num_batched_tokens
         sequences, starts, ends = step.sequences, step.starts, step.ends
-        block_size, last_slot = self._block_size, self._block_size - 1
-        running, i = self.running, 0
-        while i < len(running) and budget > 0:
-            seq = running[i]
-            i += 1
+        for seq in self.running:  # which a preemption shortens, at its end
             start = seq.num_computed_tokens
-            end = min(len(seq.token_ids), start + budget)
-            if end == start:
-                continue
-            if end == start + 1 and seq.owns_last_block and 0 < start % block_size < last_slot:
+            end = len(seq.token_ids)
+            if end == start + 1 and start < seq.quiet_until:
                 seq.num_computed_tokens = end
-                seq.num_untold_tokens += 1
-            else:
+            elif end > start:
+                end = min(end, start + budget)
                 copies = self._extend(seq, end - start, step)
                 if copies is None:
                     break  # it was the youngest itself
                 step.copies += copies
+            else:
+                continue
             sequences.append(seq)
             starts.append(start)
             ends.append(end)
             budget -= end - start
+            if not budget:
+                break
         return budget
 
     def _extend(self, seq: Sequence, count: int, step: Step) -> BlockPairs | None:
@@ -183,10 +183,11 @@ class Scheduler:
         while True:
             try:
                 if self._by_slots:
-                    copies = self.manager.allocate_slots(seq, seq.num_untold_tokens + count)
+                    count_untold = seq.num_computed_tokens - seq.num_told_tokens
+                    copies = self.manager.allocate_slots(seq, count_untold + count)
                 else:
                     copies = self.manager.append(seq)
-                seq.table_changed(owns_last_block=self._by_slots)
+                self._note_told(seq)
                 return copies
             except OutOfBlocks:
                 victim = self.running.pop()
@@ -224,6 +225,7 @@ class Scheduler:
             self.waiting.popleft()
             seq.status = Status.RUNNING
             bisect.insort(self.running, seq, key=attrgetter("order"))
+            step.admitted.append(seq)
             step.sequences.append(seq)
             step.starts.append(start)
             step.ends.append(end)
@@ -247,22 +249,36 @@ class Scheduler:
                 return None
             num_cached = self.manager.allocate(seq)
             start, end = max(num_cached, seq.num_host_tokens), length
-        seq.table_changed(owns_last_block=self._by_slots)
+        self._note_told(seq)
         if seq.num_host_tokens:
             self._restore(seq, num_cached, step)
         return start, end
 
-    def tell_manager(self, seq: Sequence) -> None:
-        """Make the manager's count of the tokens of a running sequence exact, as it must be before
-        a fork."""
-        if seq.num_untold_tokens:
-            self.manager.allocate_slots(seq, seq.num_untold_tokens)
-            seq.table_changed(owns_last_block=True)
+    def _note_told(self, seq: Sequence) -> None:
+        """The manager has been told of all computed tokens, and may have changed the table.
+
+        The last block is now the sequence's own: a shared one has been copied.
+        """
+        told = seq.num_computed_tokens
+        seq.num_told_tokens = told
+        seq.block_row = None
+        if self._by_slots:
+            seq.quiet_until = (
+                (told - 1) // self._block_size * self._block_size + self._block_size - 1
+            )
+
+    def _tell(self, seq: Sequence) -> None:
+        """Make the manager's count of the tokens of a running sequence exact."""
+        untold = seq.num_computed_tokens - seq.num_told_tokens
+        if untold:
+            self.manager.allocate_slots(seq, untold)
+            self._note_told(seq)
 
     def _free(self, seq: Sequence) -> None:
-        self.tell_manager(seq)
+        self._tell(seq)
         self.manager.free(seq)
-        seq.table_changed(owns_last_block=False)
+        seq.num_told_tokens = seq.quiet_until = 0
+        seq.block_row = None
 
     def _restore(self, seq: Sequence, num_cached: int, step: Step) -> None:
         """Have the host copy of ``seq`` brought back, but for the blocks found in the cache."""

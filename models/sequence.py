@@ -40,9 +40,8 @@ class Sequence(cache.sequence.Sequence):
         request: what it is an output of.
         index: which output.
         order: place in the line; lower goes first, wherever sequences compete.
-        num_untold_tokens: computed tokens that the manager has not been told of yet.
-        owns_last_block: tokens may be added to the last block without asking the manager, until it
-            is full.
+        num_told_tokens: computed tokens that the manager knows of; see Scheduler.
+        quiet_until: tokens at positions below this, next in line, concern the manager only later.
         block_row: the block table as the runner last saw it; None if it may have changed since.
         num_pending_forks: further sequences that fork from this one when its prompt is computed.
         host_blocks: blocks of host memory that hold its first ``num_host_tokens`` tokens' K/V.
@@ -62,8 +61,8 @@ class Sequence(cache.sequence.Sequence):
         self.index = index
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
-        self.num_untold_tokens = 0
-        self.owns_last_block = False
+        self.num_told_tokens = 0
+        self.quiet_until = 0
         self.block_row: np.ndarray | None = None
         self.num_pending_forks = 0
         self.host_blocks: list[int] = []
@@ -94,12 +93,6 @@ class Sequence(cache.sequence.Sequence):
         if seed is None:
             return None
         return noise_seed(seed, self.index, self.num_output_tokens)
-
-    def table_changed(self, *, owns_last_block: bool) -> None:
-        """The manager has just been told of all computed tokens, and may have changed the table."""
-        self.num_untold_tokens = 0
-        self.owns_last_block = owns_last_block
-        self.block_row = None
 
     def fork(self, seq_id: int) -> Sequence:
         """A copy with the same tokens, in no queue and with nothing in host memory."""
