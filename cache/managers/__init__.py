@@ -14,6 +14,7 @@ from cache.managers.base import (
 from cache.managers.contiguous import Contiguous
 from cache.managers.nano_vllm import NanoVLLM
 from cache.managers.paged import Paged
+from cache.managers.radix import Radix
 from cache.managers.vllm_v0 import VLLMv0
 from cache.managers.vllm_v1 import VLLMv1
 from cache.policies.base import EvictionPolicy
@@ -24,6 +25,7 @@ _BUILT_IN: tuple[type[CacheManager], ...] = (
     NanoVLLM,
     VLLMv0,
     VLLMv1,
+    Radix,
 )
 
 MANAGERS: dict[str, type[CacheManager]] = {manager.name: manager for manager in _BUILT_IN}
@@ -87,6 +89,7 @@ __all__ = [
     "Copies",
     "NanoVLLM",
     "Paged",
+    "Radix",
     "UnsupportedByDesign",
     "VLLMv0",
     "VLLMv1",
