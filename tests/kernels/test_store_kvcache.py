@@ -93,6 +93,15 @@ def test_token_offsets_beyond_32_bits(huge_tensor, device):
     assert_stores_like_twin(key, key, k_cache, v_cache, torch.tensor([5, 0, 2], device=device))
 
 
+@pytest.mark.parametrize("slot_dtype", [torch.int32, torch.int64], ids=str)
+def test_negative_slots_write_nothing_anywhere(slot_dtype, device):
+    key, value = torch.randn(2, 6, 2, 16, device=device).unbind(0)
+    around = [torch.zeros(6, 4, 2, 16, device=device) for _ in range(2)]
+    slots = torch.tensor([-1, -2, -4, -5, -8, -(2**31)], dtype=slot_dtype, device=device)
+    store_kvcache(key, value, around[0][3:], around[1][3:], slots)
+    assert not any(cache.any() for cache in around)
+
+
 @pytest.mark.parametrize("num_tokens", [0, 3])
 def test_no_slots_writes_nothing(num_tokens, device):
     key, value = torch.randn(2, num_tokens, 1, 16, device=device).unbind(0)
