@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from experiments import block_size, eviction, kernel_accuracy, memory_waste, replay_speed, sharing
+from experiments import (
+    block_size,
+    eviction,
+    kernel_accuracy,
+    manager_overhead,
+    memory_waste,
+    replay_speed,
+    sharing,
+)
 from experiments.harness import Experiment
 
 EXPERIMENTS: dict[str, Experiment] = {
@@ -11,6 +19,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         block_size.EXPERIMENT,
         eviction.EXPERIMENT,
         kernel_accuracy.EXPERIMENT,
+        manager_overhead.EXPERIMENT,
         memory_waste.EXPERIMENT,
         replay_speed.EXPERIMENT,
         sharing.EXPERIMENT,

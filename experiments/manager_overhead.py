@@ -1,0 +1,313 @@
+"""What a cache manager costs the engine: microseconds per block, against the size of the pool.
+
+A request of 4,096 tokens, half of them a cached prefix that it shares with others, goes through
+its whole cycle: hash the prompt, look it up, allocate, free.  The pool is full of other requests'
+cached blocks, so every new block evicts one.  All implementations see the same requests in turn,
+on one core, so that a machine that changes its speed does so for all.
+
+``cycle`` is timed as a whole.  For managers that can look up without allocating, every second
+request is taken apart instead: ``hash`` and ``lookup`` by asking twice, ``allocate`` less its own
+look-up, ``free``.  Making the ``Sequence`` itself is not part of a cycle and has a row of its own.
+vLLM's block pool and hashing run beside ours where vLLM is installed.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import time
+import tracemalloc
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cache
+from experiments import style
+from experiments.harness import Cell, Experiment, Options, Unavailable
+from experiments.rivals import VLLMBlockPool
+
+if TYPE_CHECKING:
+    import numpy as np
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+_BLOCK_SIZE = 16
+_PROMPT_TOKENS = 4096
+_PREFIX_TOKENS = 2048
+_VOCABULARY = 150_000
+_OURS = {
+    "vllm_v1": ("xxh3_128", "sha256"),
+    "vllm_v0": ("xxh3_128",),
+    "nano_vllm": ("xxh64",),
+    "radix": ("xxh3_128",),
+    "paged": (None,),
+}
+"""Managers and the hash algorithms they are measured with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ManagerOverheadOptions(Options):
+    """The grid: sizes of the pool; every implementation is run in each cell."""
+
+    pool_blocks: tuple[int, ...] = (1_000, 10_000, 100_000, 1_000_000)
+    """Blocks in the pool, of 16 tokens each."""
+    requests: int = 400
+    """Requests measured, after those that fill the pool."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ManagerOverheadCell(Cell):
+    pool_blocks: int
+    requests: int
+
+
+def cells(options: ManagerOverheadOptions) -> Iterator[ManagerOverheadCell]:
+    least = 2 * _PROMPT_TOKENS // _BLOCK_SIZE
+    for pool_blocks in options.pool_blocks:
+        if pool_blocks < least:
+            raise ValueError(f"--pool-blocks must be at least {least}, got {pool_blocks}")
+        if options.requests < 2:
+            raise ValueError(f"--requests must be at least 2, got {options.requests}")
+        yield ManagerOverheadCell(
+            seed=options.seed, pool_blocks=pool_blocks, requests=options.requests
+        )
+
+
+class _Ours:
+    """A manager of this repository."""
+
+    version = ""
+
+    def __init__(self, name: str, hash_algorithm: str | None, num_blocks: int) -> None:
+        self.name = name
+        self.hash_algorithm = hash_algorithm or ""
+        options = {"hash_algorithm": hash_algorithm} if hash_algorithm else {}
+        self.manager = cache.make_manager(
+            name, num_blocks=num_blocks, block_size=_BLOCK_SIZE, **options
+        )
+
+    def make(self, seq_id: int, token_ids: list[int]) -> cache.Sequence:
+        return cache.Sequence(seq_id, token_ids)
+
+    def cycle(self, seq: cache.Sequence) -> None:
+        self.manager.allocate(seq)
+        self.manager.free(seq)
+
+    def phases(self, seq: cache.Sequence) -> dict[str, float] | None:
+        """Seconds of each phase of one cycle; None if the design cannot be taken apart."""
+        manager, clock = self.manager, time.perf_counter
+        begin = clock()
+        try:
+            manager.get_computed_blocks(seq)
+        except cache.UnsupportedByDesign:
+            self.cycle(seq)
+            return None
+        hashed = clock()
+        manager.get_computed_blocks(seq)
+        found = clock()
+        manager.allocate(seq)
+        allocated = clock()
+        manager.free(seq)
+        freed = clock()
+        lookup = found - hashed
+        return {
+            "hash": hashed - begin - lookup,
+            "lookup": lookup,
+            "allocate": allocated - found - lookup,
+            "free": freed - allocated,
+        }
+
+
+class _VLLM(VLLMBlockPool):
+    """vLLM's block pool, in the form of ``_Ours``."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks, _BLOCK_SIZE)
+
+    def cycle(self, request) -> None:
+        self.hash(request)
+        self.free(self.allocate(request, self.lookup(request)))
+
+    def phases(self, request) -> dict[str, float]:
+        clock = time.perf_counter
+        times = [clock()]
+        self.hash(request)
+        times.append(clock())
+        hits = self.lookup(request)
+        times.append(clock())
+        blocks = self.allocate(request, hits)
+        times.append(clock())
+        self.free(blocks)
+        times.append(clock())
+        spans = (end - begin for begin, end in itertools.pairwise(times))
+        return dict(zip(("hash", "lookup", "allocate", "free"), spans, strict=True))
+
+
+def run_cell(cell: ManagerOverheadCell) -> list[dict[str, Any]]:
+    import numpy as np
+
+    makers = [
+        lambda name=name, algorithm=algorithm: _Ours(name, algorithm, cell.pool_blocks)
+        for name, algorithms in _OURS.items()
+        for algorithm in algorithms
+    ]
+    makers.append(lambda: _VLLM(cell.pool_blocks))
+    rows, implementations = [], []
+    for make in makers:
+        try:
+            implementation, seconds, mebibytes = _made(make)
+        except Unavailable:
+            continue
+        implementations.append(implementation)
+        rows.append(_row(cell, implementation, "make_pool", seconds=seconds, mebibytes=mebibytes))
+
+    prompts = _prompts(np.random.default_rng(cell.seed), cell.pool_blocks)
+    blocks = _PROMPT_TOKENS // _BLOCK_SIZE
+    new_blocks = (_PROMPT_TOKENS - _PREFIX_TOKENS) // _BLOCK_SIZE
+    spans = [defaultdict(list) for _ in implementations]
+    num_filling = 2 * cell.pool_blocks // new_blocks + 1
+    gc.collect()
+    gc.disable()  # its pauses fall on whoever happens to run
+    try:
+        for number in range(num_filling + cell.requests):
+            token_ids = next(prompts)
+            for implementation, span in zip(implementations, spans, strict=True):
+                begin = time.perf_counter()
+                request = implementation.make(number, token_ids)
+                made = time.perf_counter()
+                if number % 2:
+                    phases = implementation.phases(request) or {}
+                else:
+                    implementation.cycle(request)
+                    phases = {"cycle": time.perf_counter() - made, "sequence": made - begin}
+                if number >= num_filling:
+                    for phase, seconds in phases.items():
+                        span[phase].append(seconds)
+    finally:
+        gc.enable()
+    for implementation, span in zip(implementations, spans, strict=True):
+        for phase, seconds in span.items():
+            p10, p50, p90 = np.quantile(seconds, (0.1, 0.5, 0.9)) * 1e6 / blocks
+            rows.append(
+                _row(
+                    cell, implementation, phase,
+                    us_per_block=p50, us_per_block_p10=p10, us_per_block_p90=p90,
+                )
+            )  # fmt: skip
+    return rows
+
+
+def _made(make):
+    """What ``make`` makes, the seconds it takes and the MiB that Python allocates for it."""
+    begin = time.perf_counter()
+    made = make()
+    seconds = time.perf_counter() - begin
+    tracemalloc.start()
+    try:
+        again = make()
+        mebibytes = tracemalloc.get_traced_memory()[0] / 2**20
+    finally:
+        tracemalloc.stop()
+    del again
+    return made, seconds, mebibytes
+
+
+def _prompts(generator: np.random.Generator, pool_blocks: int) -> Iterator[list[int]]:
+    """Prompts whose first half is one of a few prefixes that stay in the cache."""
+    num_prefixes = min(200, max(1, pool_blocks * _BLOCK_SIZE // (8 * _PREFIX_TOKENS)))
+    prefixes = generator.integers(_VOCABULARY, size=(num_prefixes, _PREFIX_TOKENS)).tolist()
+    while True:
+        for prefix in prefixes:
+            rest = generator.integers(_VOCABULARY, size=_PROMPT_TOKENS - _PREFIX_TOKENS)
+            yield prefix + rest.tolist()
+
+
+def _row(cell: ManagerOverheadCell, implementation, phase: str, **values: float) -> dict[str, Any]:
+    return {
+        "pool_blocks": cell.pool_blocks,
+        "implementation": implementation.name,
+        "version": implementation.version,
+        "hash_algorithm": implementation.hash_algorithm,
+        "phase": phase,
+        "requests": cell.requests,
+        **{name: float(value) for name, value in values.items()},
+    }
+
+
+def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
+    """The figure manager_overhead (cycle against pool size, and what it is made of) and the table
+    summary.csv."""
+    rows = rows.fillna({"hash_algorithm": ""})
+    rows["name"] = rows["implementation"] + rows["hash_algorithm"].map(" ({})".format).where(
+        rows["hash_algorithm"] != "", ""
+    )
+    with style.figures():
+        written = style.save(_draw(rows), folder, "manager_overhead")
+    cycles = rows[rows["phase"] == "cycle"]
+    table = cycles.pivot(index="name", columns="pool_blocks", values="us_per_block")
+    made = rows[rows["phase"] == "make_pool"]
+    largest = made[made["pool_blocks"] == made["pool_blocks"].max()].set_index("name")
+    table["make_largest_pool_seconds"] = largest["seconds"]
+    table["largest_pool_mebibytes"] = largest["mebibytes"]
+    path = folder / "summary.csv"
+    style.write_atomically(path, table.sort_values(table.columns[0]).to_csv(float_format="%.3f"))
+    return [*written, path]
+
+
+_LINES = [
+    {"color": style.BLUE, "marker": "o"},
+    {"color": style.BLUE, "marker": "s", "linestyle": "dashed", "markerfacecolor": "white"},
+    {"color": style.GREEN, "marker": "^"},
+    {"color": style.ORANGE, "marker": "D"},
+    {"color": style.RED, "marker": "v"},
+    {"color": style.GREY, "marker": "x"},
+    {"color": style.BLACK, "marker": "P", "linestyle": "dashed"},
+]
+_PHASES = {
+    "hash": {"color": style.BLUE},
+    "lookup": {"color": style.ORANGE, "hatch": "//"},
+    "allocate": {"color": style.GREEN, "hatch": ".."},
+    "free": {"color": style.YELLOW, "hatch": "\\\\"},
+}
+
+
+def _draw(rows: pd.DataFrame) -> Figure:
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(7, 2.6))
+    cycles = rows[rows["phase"] == "cycle"]
+    for line, (name, curve) in zip(_LINES, cycles.groupby("name", sort=False), strict=False):
+        curve = curve.sort_values("pool_blocks")
+        left.plot(curve["pool_blocks"], curve["us_per_block"], label=name, **line)
+    left.axhline(0.5, color=style.GREY, linestyle="dotted", label="aim: 0.5 µs")
+    left.set(xscale="log", yscale="log", xlabel="pool (blocks)", ylabel="cycle (µs per block)")
+    left.set_title("whole cycle of a request")
+    left.set_ylim(bottom=0.004)  # room for the legend
+    left.legend(fontsize=5.5, ncols=2)
+
+    largest = rows[rows["pool_blocks"] == rows["pool_blocks"].max()]
+    phases = largest.pivot(index="name", columns="phase", values="us_per_block")
+    phases = phases.dropna(subset=list(_PHASES)) if set(_PHASES) <= set(phases) else phases[:0]
+    start = 0
+    for phase, look in _PHASES.items():
+        if len(phases):
+            bars = {"left": start, "label": phase, "edgecolor": "white", **look}
+            right.barh(phases.index, phases[phase], **bars)
+            start = start + phases[phase]
+    right.set(xlabel="µs per block", title=f"its parts, pool of {rows['pool_blocks'].max():,}")
+    right.legend(fontsize=6)
+    return figure
+
+
+EXPERIMENT = Experiment(
+    name="manager_overhead",
+    figure="microseconds per block of hash, lookup, allocate and free vs pool size, per manager",
+    options=ManagerOverheadOptions(),
+    quick=ManagerOverheadOptions(pool_blocks=(1_000, 10_000), requests=100),
+    cells=cells,
+    run_cell=run_cell,
+    plot=plot,
+    timed=True,
+)
