@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.driver import driver
@@ -232,7 +233,10 @@ def read_resources(
             )
             if (count := len(re.findall(pattern, ptx)))
         },
-        constants={names[path[0]]: value for path, value in source.constants.items()},
+        constants={
+            names[path[0]]: str(value) if isinstance(value, tl.dtype) else value
+            for path, value in source.constants.items()
+        },
         programs_per_multiprocessor=_programs_per_multiprocessor(
             arch, used["REG"], shared_bytes, compiled.metadata.num_warps
         ),

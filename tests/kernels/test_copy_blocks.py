@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from kernels import copy_blocks, reference
 from kernels.accuracy import LAYOUTS, bits, make_cache, poison_
 from kernels.block_layout import CACHE_DTYPES
+from kernels.compile import ARCHITECTURES
 
 
 def pairs_of(*pairs, device):
@@ -120,6 +121,18 @@ def test_offsets_beyond_32_bits(device, huge_tensor):
         assert torch.equal(plane[last - 1], plane[last])
         assert torch.equal(plane[last - 2], plane[last])
         assert not plane[0].any()
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_compiled_to_16_byte_accesses_without_spills(arch, memory_op_resources):
+    rows = memory_op_resources(arch, "copy_blocks")
+    assert {"fp16 d80", "fp16 d80 list"} <= {row["config"] for row in rows}
+    for row in rows:
+        bytes_per_access = 16 * 32 * row["num_warps"]
+        assert row["global_loads"]["128"] * bytes_per_access == 2 * row["constants"]["TILE"]
+        assert row["global_stores"] == {"128": row["global_loads"]["128"]}
+        assert set(row["global_loads"]) == {"64", "128"}  # 8 bytes: the pair, an address
+        assert row["local_bytes"] == 0
 
 
 def layers_with(bad):

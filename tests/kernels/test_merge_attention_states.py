@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kernels import merge_attention_states, reference
 from kernels.accuracy import compare_with_twin, max_error, poison_
+from kernels.compile import ARCHITECTURES
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
@@ -108,6 +109,19 @@ def test_nothing_to_merge(shape, device):
     merged, merged_lse = merge_attention_states(out, lse, out, lse)
     assert merged.shape == shape
     assert merged_lse.shape == shape[:2]
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_compiled_to_16_byte_accesses_without_spills(arch, memory_op_resources):
+    rows = memory_op_resources(arch, "merge_attention_states")
+    assert {"fp16 d80", "bf16 d80"} <= {row["config"] for row in rows}
+    for row in rows:
+        constants = row["constants"]
+        tile_bytes = 2 * constants["TILE_ROWS"] * constants["HEAD_DIM_PADDED"]
+        bytes_per_access = 16 * 32 * row["num_warps"]
+        assert row["global_loads"]["128"] * bytes_per_access == 2 * tile_bytes  # both parts
+        assert row["global_stores"]["128"] * bytes_per_access == tile_bytes
+        assert row["local_bytes"] == 0
 
 
 BAD_CALLS = {

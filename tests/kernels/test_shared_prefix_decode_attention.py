@@ -18,6 +18,7 @@ from kernels.accuracy import (
     max_error,
     random_shared_prefix_args,
 )
+from kernels.compile import ARCHITECTURES
 
 # The interpreter computes rows and tiles that are masked afterwards, and numpy reports their NaNs.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -240,6 +241,23 @@ def test_block_ids_beyond_32_bit_offsets(device, huge_cache):
     k, v = (torch.cat([c[last, :, 0], c[last - 1, :3, 0]]).double() for c in (k_cache, v_cache))
     want = torch.softmax(q[0].double() @ k.T * 64**-0.5, -1) @ v
     assert max_error(out[0], want) < 2e-3
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_compiled_for_tensor_cores_without_spills(arch, shipped_resources):
+    match = "bf16" if arch == "sm_90" else "bf16 d256"
+    rows = shipped_resources(arch, "shared_prefix_decode_attention", match=match)
+    prefix_rows = [row for row in rows if row["kernel"] == "_shared_prefix_kernel"]
+    assert "bf16 d256 g4" in {row["config"] for row in prefix_rows}
+    for row in prefix_rows:
+        assert row["dots"] == row["tensor_core_dots"] > 0
+        if arch == "sm_90":
+            assert set(row["mma"]) == {"wgmma"}
+        tile_bytes = 2 * 2 * row["constants"]["TILE_N"] * row["constants"]["HEAD_DIM_PADDED"]
+        assert 16 * row["async_copies"]["128"] * 32 * row["num_warps"] >= 2 * tile_bytes
+        assert set(row["async_copies"]) <= {"32", "128"}  # 4 bytes: block ids
+    assert {row["kernel"] for row in rows} >= {"_merge_prefix_kernel"}
+    assert {row["local_bytes"] for row in rows} == {0}
 
 
 BAD_CALLS = {

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kernels import reference, swap_blocks
 from kernels.accuracy import bits, poison_
 from kernels.block_layout import CACHE_DTYPES
+from kernels.compile import ARCHITECTURES
 
 
 def on_gpu(tensor, device):
@@ -117,6 +118,17 @@ def test_offsets_beyond_32_bits(device, huge_tensor):
     swap_blocks(dst_cache, src_cache, torch.tensor([[1, num_blocks - 2]]))
     assert torch.equal(src_cache[:, :, -2], src_cache[:, :, -1])
     assert not src_cache[:, :, 0].any()
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_compiled_to_16_byte_accesses_without_spills(arch, memory_op_resources):
+    rows = memory_op_resources(arch, "swap_blocks")
+    assert {"fp16 d80", "fp16 d80 hnd"} <= {row["config"] for row in rows}
+    for row in rows:
+        bytes_per_access = 16 * 32 * row["num_warps"]
+        assert row["global_loads"]["128"] * bytes_per_access == 2 * row["constants"]["TILE"]
+        assert row["global_stores"] == {"128": row["global_loads"]["128"]}
+        assert row["local_bytes"] == 0
 
 
 BAD_CALLS = {
