@@ -399,14 +399,14 @@ def flash_attn_with_kvcache(
         check_tensor("cache_leftpad", cache_leftpad, **per_sequence)
     window = _window(window_size, causal)
     filled = cache_seqlens + seqlen_new if seqlen_new else cache_seqlens
-    left = window[0] if cache_leftpad is None and k is None else None
+    left = window[0] if cache_leftpad is None else None
     check_block_tables(
         tables,
         filled,
         k_cache,
         batch=batch,
         device=device,
-        query_lens=seqlen,
+        query_lens=max(seqlen, seqlen_new),
         window_size=None if left is None else left + 1,
         names=(
             "cache_batch_idx" if block_table is None else "block_table",

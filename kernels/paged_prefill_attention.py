@@ -203,7 +203,7 @@ def _paged_prefill_kernel(
 
     for REGION in tl.static_range(0 if HAS_LEFT else 1, 3):
         if REGION == 0:
-            loop_begin, loop_end = begin, tl.minimum(full_begin, end)
+            loop_begin, loop_end = begin, full_begin
         elif REGION == 1:
             loop_begin, loop_end = full_begin, full_end
         else:

@@ -319,6 +319,25 @@ def test_int_cache_seqlens_of_a_paged_cache_counts_sequences_not_blocks(device):
     assert (out[:, 0].cpu() - tokens.mean(1).repeat_interleave(2, dim=1)).abs().max() < 1e-6
 
 
+def test_blocks_behind_the_window_may_be_gone(device):
+    """A sliding-window cache frees its oldest blocks: their table entries are never read."""
+    lens = torch.tensor([20], dtype=torch.int32, device=device)
+    caches = torch.randn(2, 8, 4, 2, 16, device=device)
+    table = torch.tensor([[3, 1, 5, 0, 2, 7]], dtype=torch.int32, device=device)
+    q, k, v = torch.randn(1, 2, 8, 16, device=device).split((4, 2, 2), dim=2)
+    results = []
+    for gone in (0, 3):
+        table[:, :gone] = -1
+        k_cache, v_cache = caches.clone().unbind(0)
+        out = flash_attn_with_kvcache(
+            q, k_cache, v_cache, k, v, cache_seqlens=lens, block_table=table, causal=True,
+            window_size=(8, 0),
+        )  # fmt: skip
+        results.append((out, k_cache, v_cache))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
 def test_strided_inputs_are_accepted(device):
     """flash-attn copies inputs whose last dimension is not contiguous; caches may be views."""
     q, k, v = torch.randn(3, 2, 3, 2, 16, device=device).unbind(0)
