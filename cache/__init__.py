@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cache.block_pool import OutOfBlocks
+from cache.event_log import Event, EventLog
 from cache.managers import (
     MANAGERS,
     AllocStatus,
@@ -35,6 +36,8 @@ __all__ = [
     "AllocStatus",
     "CacheManager",
     "CacheStats",
+    "Event",
+    "EventLog",
     "EvictionPolicy",
     "MemoryUsage",
     "MultiModalInput",

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from cache.content_index import ContentIndex
+from cache.event_log import EventLog
 from cache.policies.base import EvictionPolicy
 
 
@@ -50,7 +51,14 @@ class BlockPool:
             cached-free before.
     """
 
-    def __init__(self, num_blocks: int, policy: EvictionPolicy, *, linked: bool = False) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        policy: EvictionPolicy,
+        *,
+        linked: bool = False,
+        event_log: EventLog | None = None,
+    ) -> None:
         policy.start(num_blocks)
         self.num_blocks = num_blocks
         self.policy = policy
@@ -60,6 +68,7 @@ class BlockPool:
         self._num_fresh = num_blocks
         self._free: list[int] = []  # a stack: free blocks that the policy does not queue
         self._index = ContentIndex(num_blocks, linked=linked)
+        self._log = event_log
         # Policies that leave these as they are need not be called for every block.
         self._tells_misses = type(policy).miss is not EvictionPolicy.miss
         self._tells_inserts = type(policy).insert is not EvictionPolicy.insert
@@ -127,6 +136,8 @@ class BlockPool:
             self.policy.pin_many(revived)
         for block in hits:
             ref_counts[block] += 1
+        if self._log and hits:
+            self._log.record("hit", hits, map(self._index.hashes.__getitem__, hits))
         self.num_allocated += count
         if not self._tells_misses:
             blocks = self._take(count)
@@ -157,6 +168,8 @@ class BlockPool:
             blocks += evicted
         for block in blocks:
             ref_counts[block] = 1
+        if self._log:
+            self._log.record("allocated", blocks)
         return blocks
 
     def _forget(self, evicted: list[int]) -> None:
@@ -166,6 +179,10 @@ class BlockPool:
             raise RuntimeError(
                 f"policy {self.policy.name!r} evicted block {block}, which is in use"
             )
+        if self._log:
+            contents = {block: self._index.hashes[block] for block in evicted}
+            held = [block for block in evicted if contents[block] is not None]
+            self._log.record("evicted", held, map(contents.__getitem__, held))
         self.num_evicted += self._index.remove(evicted)
 
     def share(self, blocks: Sequence[int]) -> None:
@@ -215,6 +232,8 @@ class BlockPool:
         """
         keys = hashes[first:last]
         duplicates = self._index.add(blocks, keys, previous)
+        if self._log:
+            self._log.record("cached", blocks, keys)
         if not self._tells_inserts:
             return
         parent = hashes[first - 1] if first else None
@@ -237,6 +256,8 @@ class BlockPool:
             else:
                 ref_counts[block] = 0
                 released.append(block)
+        if self._log:
+            self._log.record("freed", released)
         num_uncached = 0
         while num_uncached < len(released) and hashes[released[num_uncached]] is None:
             num_uncached += 1

@@ -8,6 +8,7 @@ from collections.abc import Hashable
 from itertools import chain
 
 from cache.block_pool import BlockPool
+from cache.event_log import EventLog
 from cache.hashing import BlockHasher, ExtraKey
 from cache.managers.base import (
     AllocStatus,
@@ -97,11 +98,12 @@ class NanoVLLM(CacheManager):
         policy: str | EvictionPolicy = "lru",
         hash_algorithm: str = "xxh64",
         enable_prefix_caching: bool = True,
+        event_log: EventLog | None = None,
     ) -> None:
         super().__init__(num_blocks, block_size)
         self._hasher = BlockHasher(hash_algorithm, self.block_size)
         self.enable_prefix_caching = enable_prefix_caching
-        self.pool = BlockPool(self.num_blocks, as_policy(policy))
+        self.pool = BlockPool(self.num_blocks, as_policy(policy), event_log=event_log)
         self._contents: list[_Content | None] = [None] * self.num_blocks  # as of their last hash
         self._tables: dict[Hashable, _Table] = {}
         self._num_allocations = 0

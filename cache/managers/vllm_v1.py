@@ -7,6 +7,7 @@ from collections.abc import Hashable
 from itertools import chain
 
 from cache.block_pool import BlockPool
+from cache.event_log import EventLog
 from cache.hashing import HASH_ALGORITHMS, BlockHasher
 from cache.managers.base import (
     AllocStatus,
@@ -60,7 +61,8 @@ class VLLMv1(CacheManager):
 
     Unlike vLLM no block is set aside as a null block: all ``num_blocks`` can be used.
 
-    ``policy`` is the name of an eviction policy or an object, which then belongs to this manager.
+    ``policy`` is the name of an eviction policy or an object, which then belongs to this manager;
+    ``event_log`` is told what happens to every block.
     Raises ValueError for an unknown policy or algorithm, and for a digest below 128 bits.
     """
 
@@ -74,6 +76,7 @@ class VLLMv1(CacheManager):
         policy: str | EvictionPolicy = "lru",
         hash_algorithm: str = "xxh3_128",
         enable_prefix_caching: bool = True,
+        event_log: EventLog | None = None,
     ) -> None:
         super().__init__(num_blocks, block_size)
         self._hasher = BlockHasher(hash_algorithm, self.block_size)
@@ -84,7 +87,7 @@ class VLLMv1(CacheManager):
                 f"a digest of 128 bits or more; choose from {', '.join(strong)}"
             )
         self.enable_prefix_caching = enable_prefix_caching
-        self.pool = BlockPool(self.num_blocks, as_policy(policy), linked=True)
+        self.pool = BlockPool(self.num_blocks, as_policy(policy), linked=True, event_log=event_log)
         self._tables: dict[Hashable, _Table] = {}
         self._num_allocations = 0
         self._queried_tokens = 0

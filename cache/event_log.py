@@ -1,0 +1,110 @@
+"""What happened to every block, in order: for figures of lifetimes, reuse and usage."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable, Iterable
+from typing import Literal, NamedTuple
+
+Kind = Literal["allocated", "hit", "cached", "evicted", "freed"]
+
+
+class Event(NamedTuple):
+    """One thing that happened to one block."""
+
+    time: float
+    kind: Kind
+    """``allocated``: handed out to its first user.  ``hit``: its content was found and it got one
+    more user.  ``cached``: its content can be found from now on.  ``evicted``: its content was
+    given up, to hand it out again.  ``freed``: its last user left."""
+    block: int
+    content: Hashable
+    """Names the content that was found, cached or given up; None for other events."""
+
+
+class EventLog:
+    """Events of a manager made with ``event_log=``; costs memory for every one of them.
+
+    ``clock`` gives the time of an event, say the modelled or the wall-clock time; None counts the
+    entries, each of which may hold the same event of several blocks.
+    """
+
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        self.events: list[Event] = []
+        self._clock = clock or itertools.count().__next__
+
+    def record(self, kind: Kind, blocks: Iterable[int], contents: Iterable[Hashable] = ()) -> None:
+        """Append one event per block, all at the same time; ``contents`` go with the blocks."""
+        pairs = list(itertools.zip_longest(blocks, contents))
+        if pairs:
+            now = self._clock()
+            self.events += [Event(now, kind, block, content) for block, content in pairs]
+
+    def lifetimes(self) -> list[float]:
+        """Time from ``cached`` to ``evicted`` of every content that was evicted, in that order."""
+        cached_at: dict[int, float] = {}
+        lifetimes = []
+        for time, kind, block, _ in self.events:
+            if kind == "cached":
+                cached_at[block] = time
+            elif kind == "evicted":
+                lifetimes.append(time - cached_at.pop(block))
+        return lifetimes
+
+    def reuse_distances(self) -> list[int]:
+        """For every hit, how many different contents were used since the last use of this one.
+
+        The LRU stack distance (Mattson et al., 1970), over contents that were cached or hit: in an
+        LRU cache of more blocks than the distance the content would have been found.
+        """
+        uses = [event.content for event in self.events if event.kind in ("cached", "hit")]
+        is_hit = [event.kind == "hit" for event in self.events if event.kind in ("cached", "hit")]
+        latest: dict[Hashable, int] = {}
+        newer = _Fenwick(len(uses))  # marks the latest use of each content
+        distances = []
+        for now, (content, hit) in enumerate(zip(uses, is_hit, strict=True)):
+            before = latest.get(content)
+            if before is not None:
+                if hit:
+                    distances.append(newer.total(now) - newer.total(before + 1))
+                newer.add(before, -1)
+            newer.add(now, 1)
+            latest[content] = now
+        return distances
+
+    def usage(self) -> list[tuple[float, int]]:
+        """(time, blocks with a user) after every time at which that number changed."""
+        users: dict[int, bool] = {}
+        in_use = 0
+        steps: list[tuple[float, int]] = []
+        for time, kind, block, _ in self.events:
+            used = kind in ("allocated", "hit") or (kind != "freed" and users.get(block, False))
+            if used == users.get(block, False):
+                continue
+            users[block] = used
+            in_use += 1 if used else -1
+            if steps and steps[-1][0] == time:
+                steps.pop()
+            steps.append((time, in_use))
+        return steps
+
+
+class _Fenwick:
+    """Prefix sums of ``size`` counters under updates, O(log size) each (Fenwick, 1994)."""
+
+    def __init__(self, size: int) -> None:
+        self._sums = [0] * (size + 1)
+
+    def add(self, index: int, value: int) -> None:
+        index += 1
+        while index < len(self._sums):
+            self._sums[index] += value
+            index += index & -index
+
+    def total(self, end: int) -> int:
+        """Sum of the counters 0 to ``end - 1``."""
+        total = 0
+        while end:
+            total += self._sums[end]
+            end -= end & -end
+        return total
