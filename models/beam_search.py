@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from models.sequence import FinishReason, Request, Sequence
+from models.sequence import FinishReason, Request, Sequence, Status
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +68,15 @@ class BeamSearch:
             for value, token in zip(values.tolist(), tokens.tolist(), strict=True)
         ]
 
-    def forget(self, seq: Sequence) -> None:
-        """A beam was preempted: its logits will be computed again."""
-        self._candidates.pop(seq.seq_id, None)
-
     @property
     def is_ready(self) -> bool:
-        """Whether the logits of all beams are known."""
-        return len(self._candidates) == len(self.beams)
+        """Whether the logits of all beams are known, and all hold their blocks.
+
+        A beam may have been preempted after its logits were computed.
+        """
+        return len(self._candidates) == len(self.beams) and all(
+            beam.status is Status.RUNNING for beam in self.beams
+        )
 
     def expand(self) -> Expansion | None:
         """Choose the next beams, all of whose logits are known; None if the search is over.

@@ -137,21 +137,16 @@ class Engine:
         """
         step = self.scheduler.schedule()
         self._note_scheduled(step)
-        if not step.sequences:
-            return [], []
         logits = self.runner.run(step, self.manager)
         rows: list[int] = []
         drawing: list[Sequence] = []
-        searches: dict[int, BeamSearch] = {}
         complete = (
             seq for seq, end in zip(step.sequences, step.ends, strict=True) if end == seq.num_tokens
         )
         for row, seq in enumerate(complete):
-            request_id = seq.request.request_id
-            search = self._beam_searches.get(request_id)
+            search = self._beam_searches.get(seq.request.request_id)
             if search is not None:
                 search.observe(seq, logits[row])
-                searches[request_id] = search
                 continue
             for drawer in (seq, *self._fork_samples(seq)):
                 rows.append(row)
@@ -164,7 +159,7 @@ class Engine:
             outputs.append(self._append(seq, token, now))
             if seq.status is Status.FINISHED and seq.request.is_finished:
                 finished.append(seq.request)
-        for search in searches.values():
+        for search in self._beam_searches.values():
             if search.is_ready and self._advance(search, now):
                 finished.append(search.request)
         for request in finished:
@@ -188,10 +183,6 @@ class Engine:
         ]
 
     def _note_scheduled(self, step) -> None:
-        for seq in step.preempted:
-            search = self._beam_searches.get(seq.request.request_id)
-            if search is not None:
-                search.forget(seq)
         for seq in step.admitted:
             stats = seq.request.stats
             if stats.first_scheduled_time is None:

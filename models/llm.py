@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from cache import EvictionPolicy, make_manager
+from cache import MANAGERS, CacheManager, EvictionPolicy, make_manager
 from models.attention import make_backend
 from models.config import ModelConfig
 from models.decoder import build_model
@@ -163,6 +163,9 @@ class LLM:
         options = dict(manager_options or {})
         if manager == "contiguous":
             options.setdefault("final_length", _final_length)
+        if manager in MANAGERS and MANAGERS[manager].swap_out is not CacheManager.swap_out:
+            options.setdefault("num_cpu_blocks", num_host_blocks)
+            num_host_blocks = options["num_cpu_blocks"]
         if hash_algorithm is not None:
             options["hash_algorithm"] = hash_algorithm
         self.manager = make_manager(

@@ -75,6 +75,8 @@ class ModelRunner:
         computed, (number of such sequences, vocab_size), in the order of the step.
         """
         self._move_blocks(step)
+        if not step.sequences:
+            return self.kv_cache.new_empty(0, self.model.config.vocab_size)
         token_ids, positions, metadata, logit_rows = self.prepare(step, manager)
         if self._graphs is not None and self._graphs.fits(metadata):
             hidden = self._graphs.run(token_ids, positions, metadata)

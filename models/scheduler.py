@@ -62,7 +62,9 @@ class Scheduler:
         manager: of the blocks; all sequences that hold any are this scheduler's.
         max_num_seqs: most sequences that hold blocks at a time.
         max_num_batched_tokens: most tokens computed in one step.
-        num_host_blocks: blocks of host memory to swap to; 0 to recompute preempted sequences.
+        num_host_blocks: blocks of host memory to swap to; 0 to recompute preempted sequences.  A
+            manager whose design swaps by itself uses its own, of which it must have been given
+            as many.
         chunked_prefill: compute long prompts over several steps.  Without it, and with managers
             whose design cannot do so, no sequence may be longer than max_num_batched_tokens.
 
@@ -89,6 +91,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self._by_slots = offers(manager, "allocate_slots")
+        self._manager_swaps = offers(manager, "swap_out")
         self._block_size = manager.block_size
         self.chunked_prefill = chunked_prefill and self._by_slots
         self.running: list[Sequence] = []
@@ -101,6 +104,8 @@ class Scheduler:
 
     @property
     def num_free_host_blocks(self) -> int:
+        if self._manager_swaps:
+            return self.manager.num_free_cpu_blocks
         return len(self._free_host_blocks)
 
     def add(self, seq: Sequence) -> None:
@@ -125,6 +130,9 @@ class Scheduler:
             self._free(seq)
         elif seq.status is Status.WAITING:
             self.waiting.remove(seq)
+            if seq.is_swapped_by_manager:
+                self.manager.free(seq)
+                seq.is_swapped_by_manager = False
             self._drop_host_copy(seq)
         seq.status = Status.FINISHED
 
@@ -139,7 +147,7 @@ class Scheduler:
         budget = self._schedule_running(step)
         if not step.preempted:
             self._admit_waiting(step, budget)
-        if self.waiting and not (step.sequences or step.preempted):
+        if self.waiting and not (step.sequences or step.preempted or step.swap_in):
             head = self.waiting[0]
             raise RuntimeError(
                 f"{head!r} waits, but nothing runs: {self.manager.num_free_blocks} of "
@@ -196,42 +204,74 @@ class Scheduler:
                     return None
 
     def _preempt(self, seq: Sequence, step: Step) -> None:
-        table = self.manager.block_table(seq)
-        num_blocks = -(-seq.num_computed_tokens // self.manager.block_size)
         stats = seq.request.stats
-        if 0 < num_blocks <= len(self._free_host_blocks):
-            seq.host_blocks = [self._free_host_blocks.pop() for _ in range(num_blocks)]
-            seq.num_host_tokens = seq.num_computed_tokens
-            stats.num_swapped_tokens += seq.num_host_tokens
-            step.swap_out += zip(table, seq.host_blocks, strict=False)
-        self._free(seq)
+        num_tokens = seq.num_computed_tokens
+        pairs = self._swap_out(seq)
+        if pairs is not None:
+            step.swap_out += pairs
+            stats.num_swapped_tokens += num_tokens
+        if not seq.is_swapped_by_manager:
+            self._free(seq)
         seq.status = Status.WAITING
         stats.num_preemptions += 1
         self.waiting.appendleft(seq)
         step.preempted.append(seq)
+
+    def _swap_out(self, seq: Sequence) -> BlockPairs | None:
+        """The copies that save the K/V of a running sequence; None without room for them."""
+        if self._manager_swaps:
+            try:
+                pairs = self.manager.swap_out(seq)
+            except OutOfBlocks:
+                return None
+            seq.is_swapped_by_manager = True
+            seq.block_row = None
+            return pairs
+        num_blocks = -(-seq.num_computed_tokens // self._block_size)
+        if not 0 < num_blocks <= len(self._free_host_blocks):
+            return None
+        seq.host_blocks = [self._free_host_blocks.pop() for _ in range(num_blocks)]
+        seq.num_host_tokens = seq.num_computed_tokens
+        return list(zip(self.manager.block_table(seq), seq.host_blocks, strict=False))
 
     def _admit_waiting(self, step: Step, budget: int) -> None:
         slots = self.max_num_seqs - sum(1 + seq.num_pending_forks for seq in self.running)
         while self.waiting and budget > 0:
             seq = self.waiting[0]
             slots -= 1 + seq.num_pending_forks
-            if slots < 0 or self.manager.can_allocate(seq) is not AllocStatus.OK:
+            if slots < 0:
                 return
             scheduled = self._admit(seq, budget, step)
             if scheduled is None:
                 return
             start, end = scheduled
-            budget -= end - start
             self.waiting.popleft()
             seq.status = Status.RUNNING
             bisect.insort(self.running, seq, key=attrgetter("order"))
+            if start == end:
+                continue
+            budget -= end - start
             step.admitted.append(seq)
             step.sequences.append(seq)
             step.starts.append(start)
             step.ends.append(end)
 
     def _admit(self, seq: Sequence, budget: int, step: Step) -> tuple[int, int] | None:
-        """Give a waiting sequence its blocks; returns its tokens to compute, or None if not now."""
+        """Give a waiting sequence its blocks; returns its tokens to compute, or None if not now.
+
+        There are none for one that its manager swaps in: it is served with the running ones, from
+        the next step on, since another block may not be free yet.
+        """
+        if seq.is_swapped_by_manager:
+            try:
+                step.swap_in += self.manager.swap_in(seq)
+            except OutOfBlocks:
+                return None
+            seq.is_swapped_by_manager = False
+            self._note_told(seq)
+            return seq.num_computed_tokens, seq.num_computed_tokens
+        if self.manager.can_allocate(seq) is not AllocStatus.OK:
+            return None
         length = len(seq.token_ids)
         if self._by_slots:
             hits, num_cached = self.manager.get_computed_blocks(seq)

@@ -44,7 +44,9 @@ class Sequence(cache.sequence.Sequence):
         quiet_until: tokens at positions below this, next in line, concern the manager only later.
         block_row: the block table as the runner last saw it; None if it may have changed since.
         num_pending_forks: further sequences that fork from this one when its prompt is computed.
-        host_blocks: blocks of host memory that hold its first ``num_host_tokens`` tokens' K/V.
+        is_swapped_by_manager: the manager, whose design can do so, has swapped it out.
+        host_blocks: else the blocks of host memory that hold the K/V of its first
+            ``num_host_tokens`` tokens.
         cumulative_logprob: sum of log p over the generated tokens; kept by beam search only.
     """
 
@@ -65,6 +67,7 @@ class Sequence(cache.sequence.Sequence):
         self.quiet_until = 0
         self.block_row: np.ndarray | None = None
         self.num_pending_forks = 0
+        self.is_swapped_by_manager = False
         self.host_blocks: list[int] = []
         self.num_host_tokens = 0
         self.cumulative_logprob = 0.0
