@@ -124,6 +124,29 @@ def test_a_match_changes_nothing_and_a_lock_splits():
     tree.check_invariants()
 
 
+def test_a_lock_splits_a_node_that_is_locked_already():
+    tree = tree_of([1, 1, 2, 2, 3, 3])
+    long = tree.lock(match(tree, [1, 1, 2, 2, 3, 3]))
+    short = tree.lock(match(tree, [1, 1]))
+    assert shape(tree) == [(0, [0], 2), (1, [1, 2], 1)]
+    tree.unlock(long)
+    assert tree.num_evictable == 2
+    tree.unlock(short)
+    assert tree.num_evictable == 3
+    tree.check_invariants()
+
+
+def test_a_node_behind_an_adapter_is_split_and_evicted_as_any_other():
+    tree = RadixTree(2, make_policy("lru"), 9)
+    key = RadixKey(Sequence(0, [1, 1, 2, 2], lora_name="x"), 2)
+    tree.unlock(tree.insert(key, array("i", [0, 1]))[0])
+    tree.unlock(tree.lock(match(tree, [1, 1], lora_name="x")))
+    assert shape(tree) == [(0, [0], 0), (1, [1], 0)]
+    assert match(tree, [1, 1, 2, 2], lora_name="x").blocks.tolist() == [0, 1]
+    assert match(tree, [1, 1, 2, 2]).blocks.tolist() == []
+    assert evicted_in_order(tree) == [[1], [0]]
+
+
 def test_an_insert_takes_only_what_is_missing():
     tree = tree_of([1, 1, 2, 2])
     key = RadixKey(Sequence(0, [1, 1, 2, 2, 3, 3]), 2)
@@ -180,6 +203,14 @@ def test_the_policy_chooses_among_the_leaves(policy, order):
         tree.unlock(tree.lock(match(tree, [i, i])))
     assert isinstance(tree.leaves, RankedLeaves)
     assert evicted_in_order(tree) == order
+
+
+def test_gdsf_ages_the_leaves_with_its_clock():
+    tree = tree_of([0, 0], [1, 1], policy="gdsf")
+    tree.unlock(tree.lock(match(tree, [0, 0])))  # used twice: 2
+    assert tree.evict(1).tolist() == [1]  # used once: the clock is 1 from now on
+    tree.unlock(tree.insert(RadixKey(Sequence(2, [2, 2]), 2), array("i", [2]))[0])  # 1 + 1
+    assert evicted_in_order(tree) == [[0], [2]]
 
 
 @pytest.mark.parametrize("policy", ["arc", "s3fifo", "lru_k", "random", "sieve", "two_q"])
@@ -399,6 +430,22 @@ def test_a_first_chunk_behind_a_cached_prefix():
     manager.check_invariants()
 
 
+def test_lookahead_slots_stay_with_their_sequence():
+    manager = manager_of()
+    seq = Sequence(0, range(6))
+    manager.allocate_slots(seq, 6, num_lookahead_tokens=4)
+    assert manager.block_table(seq) == [0, 1, 2]
+    child = seq.fork(1)
+    manager.fork(seq, child)
+    manager.check_invariants()
+    assert manager.block_table(child) == [0, 1]
+    manager.free(child)
+    assert grow(manager, seq, 6, 7, 8) == []
+    assert manager.block_table(seq) == [0, 1, 2]
+    manager.free(seq)
+    assert manager.num_free_blocks == 10
+
+
 def test_worked_example_of_parallel_sampling():
     manager = manager_of()
     one = started(manager, "one", range(6))
@@ -577,13 +624,14 @@ def test_metadata_of_a_hit_is_kept_when_it_is_revived():
 
 
 def test_both_parts_of_a_split_node_keep_its_history():
-    manager = manager_of(9, 2, policy="fifo")
-    used(manager, 0, [1, 1, 2, 2, 0])
-    used(manager, 1, [9, 9, 0])
-    used(manager, 2, [1, 1, 3, 3, 0])  # splits the first; newer than [9, 9]
-    order = [node.blocks.tolist() for node in manager.tree.leaves]
-    assert order == [[1], [3], [5]]
-    assert evicted_in_order(manager.tree) == [[1], [3], [5], [0]]
+    tree = tree_of([1, 1, 2, 2], [8, 8], [9, 9], policy="fifo")
+    tree.unlock(tree.lock(match(tree, [1, 1])))  # both parts came in first
+    assert evicted_in_order(tree) == [[1], [0], [2], [3]]
+    tree = tree_of([1, 1, 2, 2], [8, 8], [8, 8], policy="lfu")
+    for _ in range(3):
+        tree.unlock(tree.lock(match(tree, [1, 1, 2, 2])))
+    tree.unlock(tree.lock(match(tree, [1, 1])))
+    assert evicted_in_order(tree) == [[2], [1], [0]]  # used 2, 4 and 5 times
 
 
 def test_a_block_is_not_free_twice():
@@ -630,6 +678,14 @@ def test_neither_locks_nor_evictions_scan_the_leaves():
     for i in range(20_000):
         assert tree.evict(1).tolist() == [(i * 7919) % 20_000]
     assert time.perf_counter() - began < 5
+
+
+def test_stale_entries_of_the_heap_are_dropped():
+    tree = tree_of([1, 1], [2, 2])
+    for _ in range(1000):
+        tree.unlock(tree.lock(match(tree, [1, 1])))
+    assert len(tree.leaves._heap) <= 2 * 2 + 64
+    assert evicted_in_order(tree) == [[1], [0]]
 
 
 def test_preempting_and_resuming_makes_progress():
