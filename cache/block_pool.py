@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
 from cache.content_index import ContentIndex
@@ -49,6 +49,7 @@ class BlockPool:
         policy: the eviction policy, started anew by the pool and owned by it.
         num_allocated, num_evicted: blocks handed out so far, and those of them that were
             cached-free before.
+        on_forget: called with blocks whose content is given up, if set.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class BlockPool:
         self._free: list[int] = []  # a stack: free blocks that the policy does not queue
         self._index = ContentIndex(num_blocks, linked=linked)
         self._log = event_log
+        self.on_forget: Callable[[list[int]], None] | None = None
         # Policies that leave these as they are need not be called for every block.
         self._tells_misses = type(policy).miss is not EvictionPolicy.miss
         self._tells_inserts = type(policy).insert is not EvictionPolicy.insert
@@ -183,6 +185,8 @@ class BlockPool:
             contents = {block: self._index.hashes[block] for block in evicted}
             held = [block for block in evicted if contents[block] is not None]
             self._log.record("evicted", held, map(contents.__getitem__, held))
+        if self.on_forget:
+            self.on_forget(evicted)
         self.num_evicted += self._index.remove(evicted)
 
     def share(self, blocks: Sequence[int]) -> None:

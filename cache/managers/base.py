@@ -109,6 +109,13 @@ class CacheManager(abc.ABC):
         Raises OutOfBlocks.  Sets ``seq.num_cached_tokens`` and ``seq.num_computed_tokens``.
         """
 
+    def take_copies(self) -> Copies:
+        """Copies that ``allocate`` calls since the last call of this ask for, to be run as others.
+
+        Only designs that reuse part of a block have any.
+        """
+        return []
+
     @abc.abstractmethod
     def append(self, seq: Sequence) -> Copies:
         """Make room for the tokens appended to ``seq`` since the last call, at least one.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Hashable
 from itertools import chain
@@ -22,6 +23,7 @@ from cache.managers.tables import (
     check_shares_content,
     table_of,
 )
+from cache.partial_blocks import PartialBlockIndex
 from cache.policies.base import EvictionPolicy
 from cache.sequence import Sequence
 
@@ -31,7 +33,7 @@ _MIN_DIGEST_SIZE = 16  # bytes: hits are believed without comparing tokens
 class _Table:
     """The blocks of one sequence."""
 
-    __slots__ = ("blocks", "hashes", "num_cached_blocks", "num_tokens")
+    __slots__ = ("blocks", "hashes", "num_cached_blocks", "num_computed_blocks", "num_tokens")
 
     def __init__(
         self, blocks: list[int], hashes: list[bytes], num_tokens: int, num_cached_blocks: int
@@ -40,6 +42,7 @@ class _Table:
         self.hashes = hashes  # of all full blocks: the list of the sequence, which grows with it
         self.num_tokens = num_tokens  # whose K/V are stored, or being stored by the running step
         self.num_cached_blocks = num_cached_blocks  # leading blocks whose content is indexed
+        self.num_computed_blocks = num_cached_blocks  # those whose K/V are there for certain
 
 
 class VLLMv1(CacheManager):
@@ -59,6 +62,13 @@ class VLLMv1(CacheManager):
       it (copy-on-write of the PagedAttention paper; vLLM v1 itself runs the samples of a prompt as
       requests of their own, which meet in the prefix cache).
 
+    * ``partial_block_reuse`` (beyond vLLM): where the cached prefix ends inside a block,
+      ``allocate`` copies the cached block that shares the longest beginning with the next one and
+      counts that beginning as cached.  ``take_copies`` gives the pairs, to be run before the step.
+      A block can be copied from once the step that filled it is over: ``mark_blocks_as_computed``
+      says so, and so does the next ``append`` or ``free`` of its sequence.  Blocks with
+      multi-modal inputs, and first blocks with an adapter or a salt, are left out.
+
     Unlike vLLM no block is set aside as a null block: all ``num_blocks`` can be used.
 
     ``policy`` is the name of an eviction policy or an object, which then belongs to this manager;
@@ -76,6 +86,7 @@ class VLLMv1(CacheManager):
         policy: str | EvictionPolicy = "lru",
         hash_algorithm: str = "xxh3_128",
         enable_prefix_caching: bool = True,
+        partial_block_reuse: bool = False,
         event_log: EventLog | None = None,
     ) -> None:
         super().__init__(num_blocks, block_size)
@@ -88,12 +99,19 @@ class VLLMv1(CacheManager):
             )
         self.enable_prefix_caching = enable_prefix_caching
         self.pool = BlockPool(self.num_blocks, as_policy(policy), linked=True, event_log=event_log)
+        self._partials = PartialBlockIndex() if partial_block_reuse else None
+        if partial_block_reuse and not enable_prefix_caching:
+            raise ValueError("partial_block_reuse=True needs enable_prefix_caching=True")
+        if self._partials:
+            self.pool.on_forget = self._partials.discard
+        self._copies: Copies = []
         self._tables: dict[Hashable, _Table] = {}
         self._num_allocations = 0
         self._queried_tokens = 0
         self._queried_blocks = 0
         self._hit_blocks = 0
         self._num_copied = 0
+        self._partial_tokens = 0
 
     def get_computed_blocks(self, seq: Sequence) -> tuple[list[int], int]:
         if not self.enable_prefix_caching:
@@ -115,12 +133,33 @@ class VLLMv1(CacheManager):
     def allocate(self, seq: Sequence) -> int:
         check_holds_no_blocks(self._tables, seq)
         hits, num_cached = self.get_computed_blocks(seq)
+        donor = self._partial_hit(seq, hits) if self._partials else None
+        if donor is None:
+            self._start(seq, hits, seq.num_tokens - num_cached, 0)
+            return num_cached
+        block, num_shared = donor
+        self.pool.allocate(0, [block])  # so that it is not handed out to this very sequence
+        num_hits = len(hits)
         self._start(seq, hits, seq.num_tokens - num_cached, 0)
-        return num_cached
+        self.pool.free([block])
+        self._copies.append((block, self._tables[seq.seq_id].blocks[num_hits]))
+        self._num_copied += 1
+        self._partial_tokens += num_shared
+        seq.num_cached_tokens += num_shared
+        return seq.num_cached_tokens
+
+    def take_copies(self) -> Copies:
+        copies, self._copies = self._copies, []
+        return copies
+
+    def mark_blocks_as_computed(self, seq: Sequence) -> None:
+        """The step that ``seq`` was scheduled for is over: its full blocks may be copied from."""
+        self._mark_as_computed(seq, table_of(self._tables, seq))
 
     def append(self, seq: Sequence) -> Copies:
         table = table_of(self._tables, seq)
         check_grew(seq, table.num_tokens)
+        self._mark_as_computed(seq, table)
         return self._extend(seq, table, seq.num_tokens - table.num_tokens, 0)
 
     def can_append(self, seq: Sequence) -> bool:
@@ -150,6 +189,7 @@ class VLLMv1(CacheManager):
                     f"computed_blocks: sequence {seq.seq_id!r} has blocks already, and these can "
                     "only go in front of its first chunk"
                 )
+            self._mark_as_computed(seq, table)
             return self._extend(seq, table, num_new_tokens, num_lookahead_tokens)
         hits = list(computed_blocks)
         if hits and hits != self.get_computed_blocks(seq)[0][: len(hits)]:
@@ -172,7 +212,9 @@ class VLLMv1(CacheManager):
         child.num_cached_tokens = child.num_computed_tokens = stored
 
     def free(self, seq: Sequence) -> None:
-        self.pool.free(table_of(self._tables, seq).blocks)
+        table = table_of(self._tables, seq)
+        self._mark_as_computed(seq, table)
+        self.pool.free(table.blocks)
         del self._tables[seq.seq_id]
         seq.num_cached_tokens = seq.num_computed_tokens = 0
 
@@ -180,7 +222,10 @@ class VLLMv1(CacheManager):
         return table_of(self._tables, seq).blocks.copy()
 
     def reset_prefix_cache(self) -> bool:
-        return self.pool.reset_prefix_cache()
+        done = self.pool.reset_prefix_cache()
+        if done and self._partials:
+            self._partials.clear()
+        return done
 
     @property
     def num_free_blocks(self) -> int:
@@ -191,7 +236,7 @@ class VLLMv1(CacheManager):
         return CacheStats(
             num_allocations=self._num_allocations,
             queried_tokens=self._queried_tokens,
-            hit_tokens=self._hit_blocks * self.block_size,
+            hit_tokens=self._hit_blocks * self.block_size + self._partial_tokens,
             queried_blocks=self._queried_blocks,
             hit_blocks=self._hit_blocks,
             allocated_blocks=self.pool.num_allocated,
@@ -220,6 +265,9 @@ class VLLMv1(CacheManager):
                     f"{seq_id!r}: {num_cached} of its blocks {blocks} should be cached, "
                     f"{table.num_cached_blocks} are, with hashes {held}"
                 )
+        for block, parent, tokens in self._partials or ():
+            if self._hasher.hash_block(parent, array("I", tokens)) != block_hashes[block]:
+                raise AssertionError(f"block {block} is offered for copies of what it has not")
 
     def _start(self, seq: Sequence, hits: list[int], num_new_tokens: int, lookahead: int) -> None:
         """Give ``seq`` a table that begins with ``hits``."""
@@ -266,6 +314,35 @@ class VLLMv1(CacheManager):
             blocks += self.pool.allocate(num_missing, hits)
         table.num_tokens = seq.num_computed_tokens = end
         return copies
+
+    def _partial_hit(self, seq: Sequence, hits: list[int]) -> tuple[int, int] | None:
+        """The block that begins like the one after ``hits``, and for how many tokens it does.
+
+        None if there is no such block, or no room for ``seq`` unless it is handed out.
+        """
+        start = len(hits) * self.block_size
+        end = min(start + self.block_size, seq.num_tokens - 1)
+        if end <= start or seq.extra_keys(start, end):
+            return None
+        parent = self._hasher.block_hashes(seq)[len(hits) - 1] if hits else None
+        found = self._partials.find(parent, seq.token_ids[start:end].tobytes())
+        if found is None:
+            return None
+        needed = -(-seq.num_tokens // self.block_size) - len(hits)
+        needed += self.pool.num_revived([*hits, found[0]])
+        return found if needed <= self.pool.num_free_blocks else None
+
+    def _mark_as_computed(self, seq: Sequence, table: _Table) -> None:
+        """Let parts of the blocks that were filled so far be reused."""
+        if not self._partials:
+            return
+        size, tokens = self.block_size, seq.token_ids
+        for position in range(table.num_computed_blocks, table.num_cached_blocks):
+            start, end = position * size, (position + 1) * size
+            if not seq.extra_keys(start, end):
+                parent = table.hashes[position - 1] if position else None
+                self._partials.add(table.blocks[position], parent, tokens[start:end].tobytes())
+        table.num_computed_blocks = table.num_cached_blocks
 
     def _copy_on_write(self, table: _Table) -> tuple[int, int]:
         """Replace the shared block that the next token of ``table`` goes into."""
