@@ -47,9 +47,9 @@ class Contiguous(CacheManager):
         max_model_len: the longest sequence, in tokens; None: as long as the longest run.
         final_length: tells how many tokens a sequence will have in the end.  ``"oracle"`` needs
             it.  With it ``"pow2"`` reserves once, as the paper's does; without it the power of
-            two is that of the tokens generated so far, and a reservation that is outgrown grows
-            where it is or, if the blocks behind it are taken, moves: ``append`` then returns the
-            copies.  ``"max"`` uses it for ``memory_usage`` only.
+            two is that of the tokens generated so far, and a reservation that is outgrown joins
+            its free buddies or, if they are in use, moves: where its first block changes,
+            ``append`` returns the copies.  ``"max"`` uses it for ``memory_usage`` only.
 
     Sequences longer than ``max_model_len`` or their ``final_length`` raise ValueError, except
     that ``can_allocate`` answers NEVER.  Nothing is shared: neither prefixes nor forks.
