@@ -16,7 +16,12 @@ from cache.memory_usage import MemoryUsage
 from cache.policies import POLICIES, EvictionPolicy, PriorityPolicy, make_policy
 from cache.replay import SimulationResult, simulate
 from cache.sequence import MultiModalInput, Sequence
-from cache.serving_replay import ServiceModel, ServingReplayResult, simulate_serving
+from cache.serving_replay import (
+    ServiceModel,
+    ServingReplayResult,
+    prompt_token_ids,
+    simulate_serving,
+)
 from cache.sizing import (
     block_bytes,
     kv_cache_shape,
@@ -59,6 +64,7 @@ __all__ = [
     "make_workload",
     "num_cpu_blocks",
     "num_gpu_blocks",
+    "prompt_token_ids",
     "reservation_waste",
     "save_trace",
     "simulate",

@@ -7,6 +7,9 @@ gain is kernel time.
 - ``hit_rate``: serial replay with ``policy`` of traces whose blocks are regrouped, in a cache of
   the same number of tokens whatever the block size, and in one that never evicts.  A trace cannot
   be cut finer than the blocks that it was published in.
+- ``partial_reuse``: the prompts, one after the other, through the manager ``vllm_v1`` with and
+  without reuse of parts of blocks, in the largest of the bounded caches.  What whole blocks lose
+  with their size, copies of parts bring back, down to the trace's own blocks.
 - ``waste``: each request by itself, when its last token is stored: slots of its blocks that are
   empty, as a share of all slots of its blocks.  From lengths alone, so any block size will do.
 """
@@ -45,17 +48,22 @@ class BlockSizeOptions(Options):
     """Tokens of the cache, in percent of the unique tokens of the trace."""
     block_size: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
     """Tokens per block; hit rates only for multiples of the trace's own."""
+    manager_tokens: int = 200_000_000
+    """Prompt tokens, from the start of each trace, that go through the manager."""
     num_requests: int | None = None
     """Requests of each synthetic trace. None: as many as the workload has by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSizeCell(Cell):
+    part: str
     source: Source
     block_size: int
     policy: str
-    capacity_percent: float | None
-    """None: waste alone; infinity: a cache that never evicts."""
+    capacity_percent: float
+    """Infinity: a cache that never evicts; 0 where there is no cache (waste)."""
+    partial_block_reuse: bool = False
+    manager_tokens: int = 0
 
     @property
     def group(self) -> tuple[str, ...]:
@@ -82,55 +90,105 @@ def cells(options: BlockSizeOptions) -> Iterator[BlockSizeCell | Absent]:
             continue
         trace = workloads.load(source)
         for block_size in options.block_size:
-            replayed = trace.has_blocks and not block_size % (trace.block_size or block_size + 1)
-            for percent in (None, *((*options.capacity_percent, float("inf")) if replayed else ())):
+            common = {
+                "seed": options.seed,
+                "source": source,
+                "block_size": block_size,
+                "policy": options.policy,
+            }
+            yield BlockSizeCell(part="waste", capacity_percent=0.0, **common)
+            if not trace.has_blocks or block_size % (trace.block_size or block_size + 1):
+                continue
+            for percent in (*options.capacity_percent, float("inf")):
+                yield BlockSizeCell(part="hit_rate", capacity_percent=percent, **common)
+            for reuse in (False, True):
                 yield BlockSizeCell(
-                    seed=options.seed,
-                    source=source,
-                    block_size=block_size,
-                    policy=options.policy,
-                    capacity_percent=percent,
+                    part="partial_reuse",
+                    capacity_percent=max(options.capacity_percent),
+                    partial_block_reuse=reuse,
+                    manager_tokens=options.manager_tokens,
+                    **common,
                 )
 
 
 def run_cell(cell: BlockSizeCell) -> list[dict[str, Any]]:
     trace = workloads.load(cell.source)
-    row = {"trace": trace.name, "block_size": cell.block_size}
-    if cell.capacity_percent is None:
-        return [{"part": "waste", **row, **_waste(trace, cell.block_size)}]
+    run = {"waste": _waste, "hit_rate": _hit_rate, "partial_reuse": _partial_reuse}[cell.part]
+    row = {"part": cell.part, "trace": trace.name, "block_size": cell.block_size}
+    return [{**row, **values} for values in run(cell, trace)]
+
+
+def _hit_rate(cell: BlockSizeCell, trace: cache.Trace) -> list[dict[str, Any]]:
     coarse = trace.coarsened(cell.block_size // trace.block_size)
     if not coarse.has_blocks:
         return []  # no prompt fills a block of this size
-    unbounded = cell.capacity_percent == float("inf")
-    unique_tokens = trace.num_unique_blocks * trace.block_size
-    share = 1.0 if unbounded else cell.capacity_percent / 100
-    capacity = max(1, int(unique_tokens * share) // cell.block_size)
-    if unbounded:
+    if cell.capacity_percent == float("inf"):
         capacity = coarse.num_unique_blocks
+    else:
+        capacity = _capacity_blocks(cell, trace)
     result = cache.simulate(coarse, policy=cell.policy, capacity_blocks=capacity)
     return [
         {
-            "part": "hit_rate",
-            **row,
             "policy": cell.policy,
-            "capacity_fraction": float("inf") if unbounded else share,
+            "capacity_fraction": cell.capacity_percent / 100,
             "capacity_tokens": capacity * cell.block_size,
+            "requests": trace.num_requests,
             "token_hit_rate": result.token_hit_rate,
         }
     ]
 
 
-def _waste(trace: cache.Trace, block_size: int) -> dict[str, Any]:
+def _partial_reuse(cell: BlockSizeCell, trace: cache.Trace) -> list[dict[str, Any]]:
+    num_requests = int(trace.input_lengths.cumsum().searchsorted(cell.manager_tokens, "right"))
+    capacity = _capacity_blocks(cell, trace)
+    manager = cache.make_manager(
+        "vllm_v1",
+        num_blocks=capacity,
+        block_size=cell.block_size,
+        policy=cell.policy,
+        partial_block_reuse=cell.partial_block_reuse,
+    )
+    too_long = 0
+    for index in range(num_requests):
+        seq = cache.Sequence(index, cache.prompt_token_ids(trace, index))
+        if manager.can_allocate(seq) is not cache.AllocStatus.OK:
+            too_long += 1
+            continue
+        manager.allocate(seq)
+        manager.take_copies()
+        manager.free(seq)
+    return [
+        {
+            "policy": cell.policy,
+            "capacity_fraction": cell.capacity_percent / 100,
+            "capacity_tokens": capacity * cell.block_size,
+            "partial_block_reuse": cell.partial_block_reuse,
+            "requests": num_requests,
+            "requests_beyond_the_cache": too_long,
+            "token_hit_rate": manager.stats.token_hit_rate,
+        }
+    ]
+
+
+def _capacity_blocks(cell: BlockSizeCell, trace: cache.Trace) -> int:
+    tokens = int(trace.num_unique_blocks * trace.block_size * cell.capacity_percent / 100)
+    return max(1, tokens // cell.block_size)
+
+
+def _waste(cell: BlockSizeCell, trace: cache.Trace) -> list[dict[str, Any]]:
+    block_size = cell.block_size
     sane = trace.output_lengths <= LONGEST_OUTPUT
     lengths = (trace.input_lengths + trace.output_lengths)[sane]
     slots = -(-lengths // block_size) * block_size
-    return {
-        "requests": int(sane.sum()),
-        "damaged_requests": int((~sane).sum()),
-        "stored_tokens": int(lengths.sum()),
-        "empty_slots": int((slots - lengths).sum()),
-        "waste": float((slots - lengths).sum() / slots.sum()),
-    }
+    return [
+        {
+            "requests": int(sane.sum()),
+            "damaged_requests": int((~sane).sum()),
+            "stored_tokens": int(lengths.sum()),
+            "empty_slots": int((slots - lengths).sum()),
+            "waste": float((slots - lengths).sum() / slots.sum()),
+        }
+    ]
 
 
 def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
@@ -149,27 +207,38 @@ _LINES = [
 
 
 def _draw(rows: pd.DataFrame) -> Figure:
-    hit_rates = rows[rows["part"] == "hit_rate"]
-    waste = rows[rows["part"] == "waste"]
-    capacities = sorted(hit_rates["capacity_fraction"].unique())
-    figure, axes, spare = style.panel_grid(len(capacities) + 1, height=2.1, columns=4)
     lines = {trace: _LINES[i % len(_LINES)] for i, trace in enumerate(rows["trace"].unique())}
-    for axis, capacity in zip(axes, [*capacities, None], strict=True):
-        if capacity is None:
-            part, column, title = waste, "waste", "empty slots of the blocks used"
-        else:
-            part = hit_rates[hit_rates["capacity_fraction"] == capacity]
-            column = "token_hit_rate"
-            unbounded = capacity == float("inf")
-            title = "infinite cache" if unbounded else f"cache of {100 * capacity:g} %"
-        for trace, curve in part.groupby("trace", sort=False):
+    hit_rates = rows[rows["part"] == "hit_rate"]
+    partial = rows[rows["part"] == "partial_reuse"]
+    panels = [
+        (
+            hit_rates[hit_rates["capacity_fraction"] == capacity],
+            "token_hit_rate",
+            "infinite cache" if capacity == float("inf") else f"cache of {100 * capacity:g} %",
+        )
+        for capacity in sorted(hit_rates["capacity_fraction"].unique())
+    ]
+    if len(partial):
+        share = partial["capacity_fraction"].iloc[0]
+        title = f"vllm_v1, cache of {100 * share:g} %\nhollow: parts of blocks reused"
+        panels.append((partial, "token_hit_rate", title))
+    panels.append((rows[rows["part"] == "waste"], "waste", "empty slots of the blocks used"))
+
+    figure, axes, spare = style.panel_grid(len(panels), height=2.1)
+    for axis, (part, column, title) in zip(axes, panels, strict=True):
+        hollow = part.get("partial_block_reuse", False)
+        for (trace, reuse), curve in part.assign(hollow=hollow == True).groupby(  # noqa: E712
+            ["trace", "hollow"], sort=False
+        ):
             curve = curve.sort_values("block_size")
-            axis.plot(curve["block_size"], 100 * curve[column], label=trace, **lines[trace])
+            look = {**lines[trace], **({"markerfacecolor": "white"} if reuse else {})}
+            label = None if reuse else trace
+            axis.plot(curve["block_size"], 100 * curve[column], label=label, **look)
         axis.set(title=title, ylim=(0, None))
         axis.set_xscale("log", base=4)
         axis.xaxis.set_major_formatter("{x:g}")
         axis.minorticks_off()
-        axis.set_ylabel("share of slots (%)" if capacity is None else "token hit rate (%)")
+        axis.set_ylabel("share of slots (%)" if column == "waste" else "token hit rate (%)")
     figure.supxlabel("block size (tokens)", fontsize=8)
     style.shared_legend(figure, spare, columns=5)
     return figure
