@@ -40,7 +40,8 @@ class LRUEvictor(EvictionPolicy):
 
     def touch(self, block: int, time: float) -> None:
         """A sequence that holds ``block`` was scheduled at ``time``, or at a later one before."""
-        self._last_accessed[block] = max(self._last_accessed[block], time)
+        if time > self._last_accessed[block]:
+            self._last_accessed[block] = time
 
     def pin(self, block: int) -> None:
         if not self._tickets[block]:
@@ -117,6 +118,7 @@ class BlockAllocator:
         self._num_fresh = num_blocks if evictor is not None else 0
         self._stack = list(range(num_blocks)) if evictor is None else []
         self._index: dict[ContentKey, int] = {}
+        self._touch = evictor.touch if isinstance(evictor, LRUEvictor) else None
 
     @property
     def num_free_blocks(self) -> int:
@@ -178,13 +180,13 @@ class BlockAllocator:
 
         They are in the order of the sequence, from its position ``first_depth`` on.
         """
-        idle = []
+        ref_counts, touch, idle = self.ref_counts, self._touch, []
         for i in reversed(range(len(blocks))):
             block = blocks[i]
-            if isinstance(self.evictor, LRUEvictor):
-                self.evictor.touch(block, time)
-            self.ref_counts[block] -= 1
-            if self.ref_counts[block]:
+            if touch is not None:
+                touch(block, time)
+            ref_counts[block] -= 1
+            if ref_counts[block]:
                 continue
             if isinstance(self.keys[block], bytes):
                 idle.append(block)
