@@ -43,6 +43,7 @@ from kernels.primitives import (
     dot,
     load_block_ids,
     load_rows,
+    locate_tile,
     log2_scores,
     normalise,
     online_softmax_update,
@@ -54,32 +55,6 @@ from kernels.torch_ops import attention_op
 # Wider windows than any context, small enough that adding a position stays within 32 bits.
 _NO_LIMIT = 2**30
 _SEARCH_WIDTH = 256
-
-
-@triton.jit
-def _locate_tile(
-    tile,
-    cu_seqlens_q_ptr,
-    batch,
-    GROUP_SIZE: tl.constexpr,
-    TILE_M: tl.constexpr,
-    SEARCH_WIDTH: tl.constexpr,
-):
-    """Sequence that a tile of the launch belongs to, and the tile's number inside it.
-
-    Sequence i owns the tiles from floor(cu_seqlens_q[i] * GROUP_SIZE / TILE_M) + i on: at least as
-    many as its rows need, at most one more. Counting the sequences that start at or before a tile
-    finds its owner with one wide load instead of a chain of dependent ones.
-    """
-    offs = tl.arange(0, SEARCH_WIDTH)
-    started = 0
-    for first in range(0, batch, SEARCH_WIDTH):
-        seqs = first + offs
-        starts = tl.load(cu_seqlens_q_ptr + seqs, mask=seqs < batch, other=0)
-        first_tiles = starts * GROUP_SIZE // TILE_M + seqs
-        started += tl.sum(((first_tiles <= tile) & (seqs < batch)).to(tl.int32))
-    seq = started - 1
-    return seq, tile - (tl.load(cu_seqlens_q_ptr + seq) * GROUP_SIZE // TILE_M + seq)
 
 
 @triton.jit(
@@ -141,7 +116,7 @@ def _paged_prefill_kernel(
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     if SEARCH_WIDTH:
-        seq, tile = _locate_tile(tile, cu_seqlens_q_ptr, batch, GROUP_SIZE, TILE_M, SEARCH_WIDTH)
+        seq, tile = locate_tile(tile, cu_seqlens_q_ptr, batch, GROUP_SIZE, TILE_M, SEARCH_WIDTH)
     else:
         seq = tile // tiles_per_seq
         tile = tile % tiles_per_seq

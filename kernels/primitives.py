@@ -30,6 +30,32 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def locate_tile(
+    tile,
+    cu_seqlens_q_ptr,
+    batch,
+    GROUP_SIZE: tl.constexpr,
+    TILE_M: tl.constexpr,
+    SEARCH_WIDTH: tl.constexpr,
+):
+    """Sequence that a tile of the launch belongs to, and the tile's number inside it.
+
+    Sequence i owns the tiles from floor(cu_seqlens_q[i] * GROUP_SIZE / TILE_M) + i on: at least as
+    many as its rows need, at most one more. Counting the sequences that start at or before a tile
+    finds its owner with one wide load instead of a chain of dependent ones.
+    """
+    offs = tl.arange(0, SEARCH_WIDTH)
+    started = 0
+    for first in range(0, batch, SEARCH_WIDTH):
+        seqs = first + offs
+        starts = tl.load(cu_seqlens_q_ptr + seqs, mask=seqs < batch, other=0)
+        first_tiles = starts * GROUP_SIZE // TILE_M + seqs
+        started += tl.sum(((first_tiles <= tile) & (seqs < batch)).to(tl.int32))
+    seq = started - 1
+    return seq, tile - (tl.load(cu_seqlens_q_ptr + seq) * GROUP_SIZE // TILE_M + seq)
+
+
+@triton.jit
 def load_block_ids(
     block_table_ptr, positions, mask, BLOCK_SIZE: tl.constexpr, MASKED: tl.constexpr
 ):

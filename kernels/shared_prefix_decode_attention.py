@@ -34,7 +34,6 @@ from kernels.checks import (
     check_tensor,
 )
 from kernels.paged_decode_attention import paged_decode_attention
-from kernels.paged_prefill_attention import _locate_tile
 from kernels.primitives import (
     LN_2,
     LOG2_E,
@@ -44,6 +43,7 @@ from kernels.primitives import (
     finite_shift,
     load_block_ids,
     load_rows,
+    locate_tile,
     log2_scores,
     normalise,
     online_softmax_update,
@@ -105,7 +105,7 @@ def _shared_prefix_kernel(
     MASK_DIMS: tl.constexpr = HEAD_DIM_PADDED != HEAD_DIM
     split = tl.program_id(1)
     kv_head = tl.program_id(2)
-    group, tile = _locate_tile(
+    group, tile = locate_tile(
         tl.program_id(0), group_offsets_ptr, num_groups, GROUP_SIZE, TILE_M, SEARCH_WIDTH
     )
     first_seq = tl.load(group_offsets_ptr + group)
