@@ -47,6 +47,10 @@ class AttentionBackend(Protocol):
 
     name: str
 
+    def can_capture(self, block_size: int) -> bool:
+        """Whether decoding can be captured in a CUDA graph: nothing is read on the host."""
+        ...
+
     def __call__(
         self,
         query: torch.Tensor,
@@ -75,6 +79,9 @@ class TritonBackend:
 
         self._kernels = kernels
 
+    def can_capture(self, block_size):
+        return True
+
     def __call__(self, query, key, value, k_cache, v_cache, metadata, *, scale):
         self._kernels.store_kvcache(key, value, k_cache, v_cache, metadata.slot_mapping)
         if metadata.max_seqlen_q == 1:
@@ -102,6 +109,9 @@ class TorchBackend:
     """
 
     name = "torch"
+
+    def can_capture(self, block_size):
+        return False
 
     def __call__(self, query, key, value, k_cache, v_cache, metadata, *, scale):
         block_size = k_cache.shape[1]
@@ -197,6 +207,10 @@ class FlashAttnBackend:
         import kernels  # not at the top: whether to interpret is decided by then
 
         self._flash_attn, self._kernels = module, kernels
+
+    def can_capture(self, block_size):
+        # The copy of the context would be made for the longest one there may be, in every layer.
+        return block_size % self.page_multiple == 0
 
     def __call__(self, query, key, value, k_cache, v_cache, metadata, *, scale):
         self._kernels.store_kvcache(key, value, k_cache, v_cache, metadata.slot_mapping)

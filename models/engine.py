@@ -84,11 +84,11 @@ class Engine:
         block_size = self.manager.block_size
         longest = min(prompt_length + params.max_tokens, self.max_model_len)
         needed = params.beam_width * -(-longest // block_size)
-        available = longest_sequence(self.manager, self.manager.num_blocks * block_size)
-        if needed > available // block_size:
+        available = longest_sequence(self.manager, needed * block_size) // block_size
+        if available < needed:
             raise ValueError(
                 f"beam_width={params.beam_width}: beams of {longest} tokens may need {needed} "
-                f"blocks, all at a time; the cache has {available // block_size}"
+                f"blocks, all at a time; the cache has {available}"
             )
 
     def add(self, prompt_token_ids: Items[int], params: SamplingParams) -> int:

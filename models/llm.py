@@ -67,8 +67,8 @@ class LLM:
         hash_algorithm: of the prefix cache; the manager's own by default.
         manager_options: further options of the manager's design.
         random_weights: ignore the checkpoint's weights.
-        cuda_graphs: replay decoding from CUDA graphs; on a GPU by default, except for backends
-            that read lengths on the host.
+        cuda_graphs: replay decoding from CUDA graphs; by default wherever that is possible: on a
+            GPU, with "triton", or with "flash_attn" if block_size is a multiple of 256.
         seed: of random weights, and of requests without a seed of their own.
 
     Raises ValueError, naming the argument or the file, for what does not fit together: an unknown
@@ -184,8 +184,12 @@ class LLM:
             chunked_prefill=enable_chunked_prefill,
         )
         self.max_model_len = self._fit_max_model_len(max_model_len, longest, scheduler)
-        if cuda_graphs is None:
-            cuda_graphs = self.device.type == "cuda" and backend.name != "torch"
+        can_capture = self.device.type == "cuda" and backend.can_capture(block_size)
+        if cuda_graphs and not can_capture:
+            raise ValueError(
+                f"cuda_graphs=True: cannot capture attention_backend={backend.name!r} with "
+                f"block_size={block_size} on {self.device}"
+            )
         runner = ModelRunner(
             self.model,
             num_blocks=num_blocks,
@@ -194,7 +198,7 @@ class LLM:
             max_num_seqs=max_num_seqs,
             max_model_len=self.max_model_len,
             use_kernels=self.device.type == "cuda" or backend.name == "triton",
-            cuda_graphs=cuda_graphs,
+            cuda_graphs=can_capture if cuda_graphs is None else cuda_graphs,
         )
         self.engine = Engine(
             scheduler,

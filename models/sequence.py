@@ -56,9 +56,8 @@ class Sequence(cache.sequence.Sequence):
         token_ids: Items[int],
         request: Request,
         index: int,
-        **content: object,
     ) -> None:
-        super().__init__(seq_id, token_ids, **content)
+        super().__init__(seq_id, token_ids)
         self.request = request
         self.index = index
         self.status = Status.WAITING

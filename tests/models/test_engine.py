@@ -171,6 +171,47 @@ def test_budgets_are_kept(make_engine, serve):
     assert max(len(step.sequences) for step in engine.runner.steps) == 3
 
 
+def test_places_of_samples_yet_to_fork_are_kept_free(make_engine):
+    engine = make_engine("vllm_v1", 64, 4, max_num_seqs=3, max_num_batched_tokens=10)
+    engine.add(prompt(9), SamplingParams(n=3, max_tokens=4))
+    engine.add(prompt(3, 1), GREEDY)
+    while engine.has_unfinished:
+        engine.step()
+        assert len(engine.scheduler.running) <= 3
+
+
+@pytest.mark.parametrize("manager", sorted(MANAGERS))
+def test_swapping_saves_every_computation(manager, make_engine, serve):
+    """With room in host memory, each token is computed once, however often it is preempted."""
+    engine = make_engine(manager, 16, num_host_blocks=64, enable_prefix_caching=False)
+    for seed, length in enumerate((20, 9, 14, 17, 6)):
+        engine.add(prompt(length, seed), GREEDY)
+    requests = list(engine.requests.values())
+    serve(engine)
+    if manager != "contiguous":  # which reserves everything beforehand
+        assert sum(request.stats.num_swapped_tokens for request in requests) > 0
+    computed = sum(step.num_tokens for step in engine.runner.steps)
+    assert computed == sum((20, 9, 14, 17, 6)) + 5 * (12 - 1)
+
+
+@pytest.mark.parametrize("manager", FORKING)
+def test_beams_compute_each_token_once(manager, make_engine, serve):
+    engine = make_engine(manager, 64, 5)
+    engine.add(prompt(7), SamplingParams(beam_width=3, max_tokens=9))
+    serve(engine)
+    assert sum(step.num_tokens for step in engine.runner.steps) == 7 + 3 * (9 - 1)
+
+
+def test_only_what_left_the_cache_is_swapped_in(make_engine, serve):
+    engine = make_engine("vllm_v1", 12, 4, num_host_blocks=16)
+    engine.add(prompt(16), SamplingParams(max_tokens=14, temperature=0))
+    engine.add(prompt(16), SamplingParams(max_tokens=14, temperature=0.5))
+    serve(engine)
+    out = sum(len(step.swap_out) for step in engine.runner.steps)
+    back = sum(len(step.swap_in) for step in engine.runner.steps)
+    assert out > back > 0  # the prompt's blocks stayed with the other request
+
+
 def test_decoding_goes_on_beside_the_chunks_of_a_prompt(make_engine):
     engine = make_engine("vllm_v1", 64, 4, max_num_batched_tokens=8)
     engine.add(prompt(4), SamplingParams(max_tokens=30))

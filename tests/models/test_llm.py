@@ -241,6 +241,7 @@ def test_the_longest_sequence(make_checkpoint):
         ({"dtype": "int8"}, "dtype='int8'"),
         ({"dtype": torch.float64}, "dtype=torch.float64"),
         ({"device": "cuda"}, "device='cuda': there is no GPU here"),
+        ({"cuda_graphs": True}, "cuda_graphs=True: cannot capture attention_backend='torch'"),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 does not divide num_q_heads=4"),
         ({"manager_options": {"watermark": 0.1}}, "no option watermark"),
     ],
