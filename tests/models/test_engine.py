@@ -203,7 +203,7 @@ def test_beams_compute_each_token_once(manager, make_engine, serve):
 
 
 def test_only_what_left_the_cache_is_swapped_in(make_engine, serve):
-    engine = make_engine("vllm_v1", 12, 4, num_host_blocks=16)
+    engine = make_engine("vllm_v1", 11, 4, num_host_blocks=16)
     engine.add(prompt(16), SamplingParams(max_tokens=14, temperature=0))
     engine.add(prompt(16), SamplingParams(max_tokens=14, temperature=0.5))
     serve(engine)
