@@ -203,16 +203,21 @@ def test_a_policy_never_knows_two_blocks_under_one_key():
     assert [call[3:] for call in policy.calls if call[0] == "insert"] == [(None, 0), (A, 1)] * 2
 
 
+@pytest.mark.parametrize("again_at_once", [True, False])
 @pytest.mark.parametrize("at_once", [True, False])
-def test_duplicates_of_a_whole_prompt_in_a_linked_pool(at_once):
+def test_duplicates_of_a_whole_prompt_in_a_linked_pool(at_once, again_at_once):
     policy = Recorder()
     pool = BlockPool(6, policy, linked=True)
-    cached(pool, A, B, C)
-    if at_once:
-        again = cached(pool, A, B, C)
-    else:
-        again = pool.allocate(3)
-        pool.cache(again, [A, B, C], 0, 3)
+
+    def prompt(at_once):
+        if at_once:
+            return cached(pool, A, B, C)
+        blocks = pool.allocate(3)
+        pool.cache(blocks, [A, B, C], 0, 3)
+        return blocks
+
+    prompt(at_once)
+    again = prompt(again_at_once)
     assert again == [3, 4, 5]
     assert [call for call in policy.calls if call[0] == "miss"] == [
         ("miss", A),

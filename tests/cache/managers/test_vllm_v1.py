@@ -644,6 +644,17 @@ def test_check_invariants_sees_a_wrong_table(damage):
         manager.check_invariants()
 
 
+def test_a_prompt_that_grows_stays_one_entry_of_the_index():
+    """Lookups follow links instead of the dictionary, whose cost grows with the pool."""
+    manager = manager_of(20)
+    seq = Sequence(0, range(18))
+    manager.allocate_slots(seq, 7)
+    manager.allocate_slots(seq, 11)
+    grow(manager, seq, *range(18, 40))
+    assert len(manager.pool._index._heads) == 1
+    assert manager.get_computed_blocks(Sequence(1, range(41)))[1] == 40
+
+
 def test_a_million_blocks_are_made_at_once():
     started = time.perf_counter()
     manager = manager_of(1_000_000, 16)
