@@ -134,7 +134,8 @@ class VLLMv0Machine(ManagerMachine):
             live.table = []
         self.mark_as_computed(live)
         plan = list(self.growth(Live(live.seq, 0 if is_new else live.stored, live.table), end))
-        table = live.table = self.manager.block_table(live.seq)
+        table = self.manager.block_table(live.seq)
+        live.table = []  # a block given up for a promotion may be handed out again at once
         assert len(table) == -(-end // self.block_size)
         taken, expected_copies = [], []
         for position, own, holder in plan:
@@ -152,6 +153,7 @@ class VLLMv0Machine(ManagerMachine):
             self.free_blocks.pop(holder, None)
         assert list(copies) == expected_copies
         self.take(taken)
+        live.table = table
         for src, dst in copies:
             self.copy(self.slots, src, self.slots, dst)
             self.release(src, 0, self.last_step[live.seq.seq_id])
