@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 from manager_machine import TOKENS, ManagerMachine
 
-from cache import AllocStatus, Sequence, UnsupportedByDesign, make_manager
+from cache import AllocStatus, CacheStats, Sequence, UnsupportedByDesign, make_manager
 from cache.buddy import BuddyAllocator, OutOfRuns
 from cache.managers import Contiguous
 from cache.memory_usage import MemoryUsage
@@ -273,6 +273,27 @@ def test_a_run_joins_the_free_one_before_it():
         copies = manager.append(high)
     assert copies == [(8 + i, i) for i in range(8)]
     assert manager.block_table(high) == list(range(9))
+
+
+def test_statistics():
+    manager = manager_of(16, 2, reservation="pow2")
+    first, second = Sequence(0, [1] * 7), Sequence(1, [1] * 4)
+    manager.allocate(first)  # 8 slots: 4 blocks
+    manager.allocate(second)  # 5 slots: 4 blocks
+    for _ in range(2):
+        second.append_token(1)
+        manager.append(second)  # within its blocks
+    for _ in range(2):
+        first.append_token(1)
+        manager.append(first)  # moves: 8 blocks, 4 of them copied
+    manager.free(second)
+    assert manager.stats == CacheStats(
+        num_allocations=2,
+        queried_tokens=11,
+        queried_blocks=3 + 2,
+        allocated_blocks=4 + 4 + 8,
+        copied_blocks=4,
+    )
 
 
 def test_sequences_longer_than_they_may_be():

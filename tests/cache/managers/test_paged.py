@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 from manager_machine import ManagerMachine
 
-from cache import AllocStatus, OutOfBlocks, Sequence, UnsupportedByDesign, make_manager
+from cache import AllocStatus, CacheStats, OutOfBlocks, Sequence, UnsupportedByDesign, make_manager
 from cache.managers import Paged
 from cache.sizing import slot_bytes
 
@@ -97,7 +97,19 @@ def test_equal_prompts_share_nothing():
     assert manager.allocate(first) == manager.allocate(second) == 0
     assert not set(manager.block_table(first)) & set(manager.block_table(second))
     assert manager.stats.token_hit_rate == 0
-    assert (manager.stats.queried_tokens, manager.stats.allocated_blocks) == (16, 4)
+
+
+def test_statistics():
+    manager = manager_of()
+    first, second = Sequence(0, range(7)), Sequence(1, range(4))
+    manager.allocate(first)
+    manager.allocate(second)
+    second.append_token(4)
+    manager.append(second)
+    manager.free(first)
+    assert manager.stats == CacheStats(
+        num_allocations=2, queried_tokens=11, queried_blocks=2, allocated_blocks=4
+    )
 
 
 def test_statuses_and_a_failing_append():
