@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from kernels import reference
+from kernels import flash_attn_compat, reference
 from models.attention import (
     AttentionMetadata,
     FlashAttnBackend,
@@ -169,6 +169,14 @@ def test_padding_of_a_captured_graph_changes_nothing(backend):
     assert (out_padded[4:] == 0).all()
     assert_close(k_padded, k_cache, rtol=0, atol=0, equal_nan=True)
     assert_close(v_padded, v_cache, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("case", ["decode", "mixed"])
+def test_flash_attn_is_called_as_its_signatures_say(case):
+    """Those of flash_attn_compat, which are flash-attn's own."""
+    batch = Case(*CASES[case], 16)
+    out, *_ = batch.run(FlashAttnBackend(flash_attn_compat))
+    assert_close(out, batch.expected()[0])
 
 
 def test_the_cpu_decodes_without_the_interpreter(monkeypatch):
