@@ -204,6 +204,37 @@ def test_with_kvcache_like_the_documentation(data, device):
     assert_accurate(result.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1), sequences)
 
 
+@pytest.mark.parametrize(
+    ("causal", "window_size", "moving"),
+    [
+        pytest.param(False, (-1, -1), False, id="full"),
+        pytest.param(True, (-1, -1), True, id="causal"),
+        pytest.param(False, (5, 5), True, id="window"),
+        pytest.param(False, (15, -1), True, id="left window"),
+        pytest.param(False, (16, 16), False, id="window as wide as the cache"),
+    ],
+)
+def test_positions_that_queries_are_rotated_at(causal, window_size, moving, device):
+    torch.manual_seed(0)
+    shape = {"block_size": None, "heads": 2, "dim": 16, "rows": None}
+    cache = Cache([6], 16, dtype=torch.float32, device=device, **shape)
+    q, (k, v) = torch.randn(1, 5, 4, 16), torch.randn(2, 1, 2, 2, 16)
+    angle = 2 * math.pi * torch.rand(16, 8)
+    tables = angle.cos(), angle.sin()
+    out, lse = flash_attn_with_kvcache(
+        *(x.to(device) for x in (q, cache.k, cache.v, k, v, *tables)),
+        cache_seqlens=6,
+        causal=causal,
+        window_size=window_size,
+        return_softmax_lse=True,
+    )
+    positions = 6 + torch.arange(5) * moving
+    rotated = reference.apply_rotary_embedding(q[0].double(), positions, *tables, interleaved=True)
+    keys, values = (cache.tokens(x, 0, 0, 8) for x in (cache.k, cache.v))
+    options = {"causal": causal, "window_size": window_size}
+    assert_accurate(out[0], lse[0].T, [(rotated.float(), keys, values, options)])
+
+
 @given(data=st.data())
 def test_varlen_like_the_documentation(data, device):
     def draw(name, strategy):
