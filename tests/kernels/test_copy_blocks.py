@@ -108,12 +108,12 @@ def test_no_pairs_writes_nothing(device):
 
 
 def test_offsets_beyond_32_bits(device, huge_tensor):
-    num_blocks = 2**31 // (16 * 64) // 2 + 4
-    cache = huge_tensor(2, 2, num_blocks, 16, 1, 64)  # K and V, layers and blocks all reach past
+    num_blocks = 2**31 // (16 * 64) // 3 + 4
+    cache = huge_tensor(2, 4, num_blocks, 16, 1, 64)  # the last layer of K starts past 2**31
     last = num_blocks - 1
     for plane in cache.flatten(0, 1):
         plane[last] = torch.randn(16, 1, 64, device=device).half()
-    layers = [(cache[0, 0], cache[1, 0]), (cache[0, 1], cache[1, 1])]
+    layers = [tuple(layer) for layer in cache.unbind(1)]
     copy_blocks(cache, pairs_of((last, last - 1), device=device))
     copy_blocks(layers, pairs_of((last, last - 2), device=device))
     for plane in cache.flatten(0, 1):
@@ -121,6 +121,17 @@ def test_offsets_beyond_32_bits(device, huge_tensor):
         assert torch.equal(plane[last - 1], plane[last])
         assert torch.equal(plane[last - 2], plane[last])
         assert not plane[0].any()
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2])
+def test_offsets_inside_a_block_beyond_32_bits(num_kv_heads, device, huge_tensor):
+    """Slots and heads outermost in memory: a block is spread over the whole cache."""
+    num_blocks = 2**31 // (2 * num_kv_heads * 64) // 2 + 8
+    cache = huge_tensor(3, num_kv_heads, 2, 1, num_blocks, 64).permute(2, 3, 4, 0, 1, 5)
+    cache[:, :, -1] = torch.randn(2, 1, 3, num_kv_heads, 64, device=device).half()
+    copy_blocks(cache, pairs_of((num_blocks - 1, num_blocks - 2), device=device))
+    assert torch.equal(cache[:, :, -2], cache[:, :, -1])
+    assert not cache[:, :, 0].any()
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -66,7 +66,7 @@ def test_slots_beyond_32_bits(device):
 def test_table_rows_beyond_32_bit_offsets(device, huge_tensor):
     tables = huge_tensor(9, 2**30).view(torch.int32)  # rows of 2 GiB
     tables[8, 1] = 5
-    positions = torch.tensor([3], device=device)
+    positions = torch.tensor([3], dtype=torch.int32, device=device)
     assert slot_mapping_from_positions(positions, tables, positions + 5, 2).tolist() == [11]
 
 

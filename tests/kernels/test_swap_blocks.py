@@ -108,9 +108,9 @@ def test_no_pairs_write_nothing(pairs, device):
 def test_offsets_beyond_32_bits(device, huge_tensor):
     if device.type != "cpu":
         pytest.skip("would pin several GiB of host memory")
-    num_blocks = 2**31 // (16 * 64) // 2 + 4
-    src_cache = huge_tensor(2, 2, num_blocks, 16, 1, 64)
-    dst_cache = torch.zeros(2, 2, 2, 16, 1, 64, dtype=torch.float16)
+    num_blocks = 2**31 // (16 * 64) // 3 + 4
+    src_cache = huge_tensor(2, 4, num_blocks, 16, 1, 64)  # the last layer of K starts past 2**31
+    dst_cache = torch.zeros(2, 4, 2, 16, 1, 64, dtype=torch.float16)
     for plane in src_cache.flatten(0, 1):
         plane[-1] = torch.randn(16, 1, 64).half()
     swap_blocks(src_cache, dst_cache, torch.tensor([[num_blocks - 1, 1]]))
