@@ -148,9 +148,12 @@ class Engine:
             if search is not None:
                 search.observe(seq, logits[row])
                 continue
-            for drawer in (seq, *self._fork_samples(seq)):
-                rows.append(row)
-                drawing.append(drawer)
+            rows.append(row)
+            drawing.append(seq)
+            if seq.num_pending_forks:
+                samples = self._fork_samples(seq)
+                rows += [row] * len(samples)
+                drawing += samples
 
         tokens = self._sample(logits, rows, drawing)
         now = time.perf_counter()
@@ -194,7 +197,7 @@ class Engine:
     ) -> list[int]:
         if not rows:
             return []
-        if len(rows) != len(logits) or rows != list(range(len(rows))):
+        if rows != list(range(len(logits))):
             logits = logits[rows]
         params = [seq.request.params for seq in sequences]
         seeds = [seq.next_noise_seed for seq in sequences]

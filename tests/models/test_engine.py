@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cache import MANAGERS, CacheManager, UnsupportedByDesign
+from cache import MANAGERS, POLICIES, CacheManager, UnsupportedByDesign
 from models.sampling_params import SamplingParams
 from models.sequence import FinishReason
 
@@ -50,6 +50,21 @@ def test_scarce_memory_changes_no_token(
         swapped = any(stat.num_swapped_tokens for stat in stats.values())
         assert swapped == (num_host_blocks == 100) or num_host_blocks == 3
     assert stats[0].num_preemptions == 0  # the oldest yields to nobody
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"belady"}))  # which needs the future
+@pytest.mark.parametrize("manager", ["vllm_v1", "radix"])
+def test_no_eviction_policy_changes_a_token(manager, policy, make_engine, serve, assert_idle):
+    engine = make_engine(manager, 16, policy=policy, max_num_batched_tokens=20)
+    shared = prompt(17)
+    prompts = [shared, prompt(5, 1), [*shared[:12], 1, 2], prompt(20, 2), shared, shared[:14]] * 2
+    requests = {engine.add(tokens, GREEDY): tokens for tokens in prompts}
+    done = serve(engine)
+    for request_id, tokens in requests.items():
+        assert done[request_id][0].token_ids == engine.runner.greedy(tokens, 12)
+    assert engine.manager.stats.evicted_blocks > 0
+    assert engine.manager.stats.hit_blocks > 0
     assert_idle(engine)
 
 
@@ -97,6 +112,25 @@ def test_samples_are_the_same_however_they_share(manager, make_engine, serve, as
     assert [output.token_ids for output in done[crowded]] == expected
     assert [output.index for output in done[crowded]] == [0, 1, 2]
     assert_idle(engine)
+
+
+def test_samples_beams_and_single_outputs_share_a_step(make_engine, serve):
+    """Each draws from its own row of logits, whichever rows the others take."""
+    kinds = [
+        SamplingParams(n=2, seed=3, max_tokens=5),
+        SamplingParams(beam_width=2, max_tokens=5),
+        SamplingParams(temperature=0, max_tokens=5),
+    ]
+    expected = []
+    for seed, params in enumerate(kinds):
+        engine = make_engine("vllm_v1", 64)
+        engine.add(prompt(7, seed), params)
+        expected.append(serve(engine)[0])
+    for order in itertools.permutations(range(3)):
+        engine = make_engine("vllm_v1", 64)
+        ids = {engine.add(prompt(7, i), kinds[i]): i for i in order}
+        done = serve(engine)
+        assert {i: done[request_id] for request_id, i in ids.items()} == dict(enumerate(expected))
 
 
 @pytest.mark.parametrize("manager", FORKING)
