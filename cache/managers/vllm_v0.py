@@ -160,7 +160,6 @@ class VLLMv0(CacheManager):
         table = _Table(self.gpu)
         self._extend(seq, table)
         self._tables[seq.seq_id] = table
-        table.num_computed_blocks = len(hits)
         seq.num_cached_tokens = num_cached
         self._num_allocations += 1
         self._queried_tokens += seq.num_tokens
@@ -190,7 +189,6 @@ class VLLMv0(CacheManager):
         copy = self._tables[child.seq_id] = _Table(self.gpu)
         copy.blocks = table.blocks.copy()
         copy.num_tokens = table.num_tokens
-        copy.num_computed_blocks = table.num_computed_blocks
         copy.last_accessed = table.last_accessed
         child.num_cached_tokens = child.num_computed_tokens = table.num_tokens
 

@@ -6,7 +6,14 @@ import time
 
 import pytest
 
-from cache import AllocStatus, OutOfBlocks, Sequence, UnsupportedByDesign, make_manager
+from cache import (
+    AllocStatus,
+    OutOfBlocks,
+    PriorityPolicy,
+    Sequence,
+    UnsupportedByDesign,
+    make_manager,
+)
 from cache.managers import VLLMv0
 from cache.managers.vllm_v0_allocator import LRUEvictor
 
@@ -87,6 +94,18 @@ def test_promotion_needs_no_free_block():
     assert manager.append(b) == []
     assert manager.block_table(a) == manager.block_table(b) == [0]
     assert manager.num_free_blocks == 1
+    manager.check_invariants()
+
+
+def test_the_block_given_up_for_a_promotion_can_take_the_next_token():
+    manager = manager_of(2)
+    used(manager, "a", [1] * 4)
+    b = started(manager, "b", [1] * 3)
+    for token_id in (1, 9):
+        b.append_token(token_id)
+    assert manager.can_append(b)
+    assert manager.append(b) == []
+    assert manager.block_table(b) == [0, 1]
     manager.check_invariants()
 
 
@@ -220,6 +239,81 @@ def test_the_evictor_takes_the_oldest_access_and_then_the_deepest_block():
     taken = [manager.block_table(started(manager, i, [i])) for i in range(9)]
     assert taken == [[7], [8], [4], [1], [3], [0], [2], [6], [5]]
     assert manager.stats.evicted_blocks == 7
+
+
+def test_blocks_filled_or_given_up_while_decoding_tie_by_their_depth_too():
+    manager = manager_of(9, clock=lambda: 1)
+    a, b = started(manager, "a", PROMPT), started(manager, "b", PROMPT)
+    other = started(manager, "other", range(50, 54))
+    grow(manager, a, 6, 7, 8)  # fills block 1 of [0, 1, 4]
+    manager.free(other)
+    assert grow(manager, b, 6, 7) == []  # from [0, 2] to [0, 1]
+    assert manager.gpu.free_blocks() == [5, 6, 7, 8, 2, 3]
+    manager.free(a)
+    manager.free(b)
+    assert manager.gpu.free_blocks() == [5, 6, 7, 8, 4, 2, 1, 3, 0]
+
+
+def test_the_time_of_access_goes_with_the_content():
+    evictor = LRUEvictor()
+    evictor.start(2)
+    evictor.touch(0, 5)
+    evictor.release(0)
+    assert evictor.evict() == 0
+    for block, step in ((1, 2), (0, 1)):  # a sequence that was swapped in has an older time
+        evictor.touch(block, step)
+        evictor.release(block)
+    assert list(evictor) == [0, 1]
+
+
+def test_stale_entries_of_the_evictor_are_dropped():
+    evictor = LRUEvictor()
+    evictor.start(2)
+    for _ in range(1000):
+        evictor.release(0)
+        evictor.pin(0)
+    evictor.release(1)
+    assert len(evictor._heap) <= 2 * 2 + 64
+    assert list(evictor) == [1]
+
+
+class Recorder(PriorityPolicy):
+    """FIFO that writes down what it is told."""
+
+    name = "recorder"
+
+    @staticmethod
+    def priority(block):
+        return block.inserted
+
+    def start(self, capacity, next_use=None):
+        super().start(capacity, next_use)
+        self.log = []
+
+    def miss(self, key):
+        self.log.append(("miss", key))
+
+    def insert(self, block, key, parent, depth):
+        super().insert(block, key, parent, depth)
+        self.log.append(("insert", block, key, parent, depth))
+
+    def evict(self):
+        self.log.append("evict")
+        return super().evict()
+
+
+def test_a_policy_is_told_of_content_before_room_is_made_for_it():
+    policy = Recorder()
+    manager = manager_of(2, policy=policy)
+    used(manager, "old", range(50, 58))
+    policy.log.clear()
+    seq = started(manager, "new", PROMPT)
+    grow(manager, seq, 6, 7)
+    first, second = manager._hashes(seq)
+    assert policy.log == [
+        ("miss", first), "evict", ("insert", 1, first, None, 0), "evict",
+        ("miss", second), ("insert", 0, second, first, 1),
+    ]  # fmt: skip
 
 
 def test_a_shared_block_was_accessed_when_any_of_its_users_was():
