@@ -223,9 +223,7 @@ def check_rotary(
 ) -> None:
     """Check rotary tables (num_positions, rotary_dim / 2) and the positions that index them."""
     integers = (torch.int32, torch.int64)
-    check_tensor(
-        "positions", positions, {"num_tokens": num_tokens}, dtypes=integers, device=device
-    )
+    check_tensor("positions", positions, {"num_tokens": num_tokens}, dtypes=integers, device=device)
     dims = dict.fromkeys(("num_positions", "rotary_dim / 2"))
     check_tensor("cos", cos, dims, dtypes=FLOAT_DTYPES, device=device)
     same_shape = dict(zip(dims, cos.shape, strict=True))

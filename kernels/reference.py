@@ -233,9 +233,7 @@ def copy_blocks(
         v_cache[destination] = v_cache[source]
 
 
-def swap_blocks(
-    src_cache: torch.Tensor, dst_cache: torch.Tensor, src_to_dst: torch.Tensor
-) -> None:
+def swap_blocks(src_cache: torch.Tensor, dst_cache: torch.Tensor, src_to_dst: torch.Tensor) -> None:
     """Twin of `kernels.swap_blocks`."""
     source, destination = src_to_dst[(src_to_dst >= 0).all(dim=1)].unbind(1)
     blocks = src_cache.movedim(-4, 0)[source.to(src_cache.device)]
