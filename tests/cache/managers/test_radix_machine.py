@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant
@@ -113,4 +114,4 @@ class RadixMachine(ManagerMachine):
 RadixMachine.TestCase.settings = settings(
     max_examples=12 * settings.default.max_examples, stateful_step_count=40
 )
-TestRadixMachine = RadixMachine.TestCase
+TestRadixMachine = pytest.mark.slow(RadixMachine.TestCase)
