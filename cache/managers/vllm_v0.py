@@ -8,6 +8,7 @@ from itertools import chain, count
 from typing import NamedTuple
 
 from cache.checks import at_least
+from cache.event_log import EventLog
 from cache.hashing import HASH_ALGORITHMS, BlockHasher
 from cache.managers.base import (
     AllocStatus,
@@ -85,6 +86,7 @@ class VLLMv0(CacheManager):
         watermark: share of the GPU blocks, in [0, 1).
         sliding_window: refused together with prefix caching (UnsupportedByDesign), as any other
             policy is without it.
+        event_log: is told what happens to every GPU block.
         clock: time of an allocation or an append; sequences with the same time were scheduled
             together and tie in the evictor.  By default each call has a time of its own.
 
@@ -106,6 +108,7 @@ class VLLMv0(CacheManager):
         watermark: float = 0.01,
         sliding_window: int | None = None,
         clock: Callable[[], float] | None = None,
+        event_log: EventLog | None = None,
     ) -> None:
         super().__init__(num_blocks, block_size)
         if not 0 <= watermark < 1:
@@ -124,12 +127,12 @@ class VLLMv0(CacheManager):
         self._window_blocks = self._check_window(sliding_window)
         if enable_prefix_caching:
             evictor = LRUEvictor() if policy == "lru" else as_policy(policy)
-            self.gpu = BlockAllocator(self.num_blocks, evictor)
+            self.gpu = BlockAllocator(self.num_blocks, evictor, event_log)
             self.cpu = BlockAllocator(self.num_cpu_blocks, LRUEvictor())
         elif policy != "lru":
             raise UnsupportedByDesign(self.name, f"a policy ({policy!r}) without prefix caching")
         else:
-            self.gpu = BlockAllocator(self.num_blocks, None)
+            self.gpu = BlockAllocator(self.num_blocks, None, event_log)
             self.cpu = BlockAllocator(self.num_cpu_blocks, None)
         self._clock = count(1).__next__ if clock is None else clock
         self._placeholders = count()

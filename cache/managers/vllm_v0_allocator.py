@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterator
 from collections.abc import Sequence as Blocks
 
 from cache.block_pool import OutOfBlocks
+from cache.event_log import EventLog
 from cache.policies.base import EvictionPolicy
 
 ContentKey = bytes | int
@@ -105,7 +106,12 @@ class BlockAllocator:
         num_allocated, num_evicted: blocks handed out so far, and those of them that gave up a hash.
     """
 
-    def __init__(self, num_blocks: int, evictor: EvictionPolicy | None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        evictor: EvictionPolicy | None,
+        event_log: EventLog | None = None,
+    ) -> None:
         if evictor is not None:
             evictor.start(num_blocks)
         self.num_blocks = num_blocks
@@ -118,6 +124,7 @@ class BlockAllocator:
         self._num_fresh = num_blocks if evictor is not None else 0
         self._stack = list(range(num_blocks)) if evictor is None else []
         self._index: dict[ContentKey, int] = {}
+        self._log = event_log
         self._touch = evictor.touch if isinstance(evictor, LRUEvictor) else None
 
     @property
@@ -144,6 +151,8 @@ class BlockAllocator:
         if not self.ref_counts[block]:
             self.evictor.pin(block)
         self.ref_counts[block] += 1
+        if self._log and isinstance(self.keys[block], bytes):
+            self._log.record("hit", (block,), (self.keys[block],))
 
     def take(self, key: ContentKey, parent: ContentKey | None, depth: int) -> int:
         """Hand out a block, of which there is one, for ``key`` at position ``depth``, one user."""
@@ -162,8 +171,10 @@ class BlockAllocator:
         self.computed[block] = 0
         self.keys[block] = key
         self._index[key] = block
+        if self._log:
+            self._log.record("allocated", (block,))
         if hashed and self.evictor is not None:
-            self.evictor.insert(block, key, parent, depth)
+            self._insert(block, key, parent, depth)
         return block
 
     def rename(self, block: int, key: ContentKey, parent: ContentKey | None, depth: int) -> None:
@@ -173,7 +184,12 @@ class BlockAllocator:
         self._index[key] = block
         if isinstance(key, bytes):
             self.evictor.miss(key)
-            self.evictor.insert(block, key, parent, depth)
+            self._insert(block, key, parent, depth)
+
+    def _insert(self, block: int, key: bytes, parent: ContentKey | None, depth: int) -> None:
+        self.evictor.insert(block, key, parent, depth)
+        if self._log:
+            self._log.record("cached", (block,), (key,))
 
     def release(self, blocks: Blocks[int], time: float, first_depth: int = 0) -> None:
         """Remove a user, scheduled last at ``time``, from each of ``blocks``.
@@ -181,6 +197,8 @@ class BlockAllocator:
         They are in the order of the sequence, from its position ``first_depth`` on.
         """
         ref_counts, touch, idle = self.ref_counts, self._touch, []
+        if self._log:
+            self._log.record("freed", [b for b in reversed(blocks) if ref_counts[b] == 1])
         for i in reversed(range(len(blocks))):
             block = blocks[i]
             if touch is not None:
@@ -208,6 +226,8 @@ class BlockAllocator:
                 f"policy {self.evictor.name!r} evicted block {block}, which is in use"
             )
         if self.keys[block] is not None:
+            if self._log:
+                self._log.record("evicted", (block,), (self.keys[block],))
             del self._index[self.keys[block]]
             self.num_evicted += 1
         return block

@@ -8,6 +8,7 @@ import pytest
 
 from cache import (
     AllocStatus,
+    EventLog,
     OutOfBlocks,
     PriorityPolicy,
     Sequence,
@@ -766,6 +767,27 @@ def test_stats_count_the_allocations():
     assert (stats.num_allocations, stats.queried_tokens, stats.hit_tokens) == (3, 31, 8)
     assert (stats.queried_blocks, stats.hit_blocks) == (2 + 2 + 3, 2)
     assert (stats.allocated_blocks, stats.evicted_blocks, stats.copied_blocks) == (8, 2, 0)
+
+
+def test_the_event_log_is_told_of_every_gpu_block():
+    log = EventLog()
+    manager = manager_of(2, event_log=log, num_cpu_blocks=2)
+    a = started(manager, "a", [1] * 3)
+    grow(manager, a, 1)
+    b = started(manager, "b", [1] * 3)
+    grow(manager, b, 1)
+    for seq in (a, b):
+        manager.free(seq)
+    used(manager, "c", [2] * 6)
+    (one,), (two,) = manager._hashes(a), manager._hashes(Sequence("c", [2] * 6))
+    assert [event[1:] for event in log.events] == [
+        ("allocated", 0, None), ("cached", 0, one), ("allocated", 1, None), ("freed", 1, None),
+        ("hit", 0, one), ("freed", 0, None),
+        ("allocated", 1, None), ("cached", 1, two), ("evicted", 0, one), ("allocated", 0, None),
+        ("freed", 0, None), ("freed", 1, None),
+    ]  # fmt: skip
+    assert log.reuse_distances() == [0]
+    assert [count for _, count in log.usage()] == [1, 2, 1, 0, 1, 2, 0]
 
 
 @pytest.mark.parametrize("damage", ["ref_count", "key", "computed", "table", "free", "marked"])
