@@ -227,6 +227,20 @@ def test_free_memory_without_a_run_is_external_fragmentation():
     assert manager.memory_usage().free == 12
 
 
+def test_a_waiting_request_needs_a_run_for_all_that_it_reserves():
+    manager = manager_of(32, reservation="pow2", final_length=lambda seq: seq.num_prompt_tokens + 3)
+    sequences = [Sequence(i, [1]) for i in range(4)]  # 1 + 4 slots in a run of 8
+    for seq in sequences:
+        manager.allocate(seq)
+    for seq in sequences:
+        if manager.block_table(seq)[0] in (0, 16):
+            manager.free(seq)
+    beyond = 2 * (8 - 5)
+    waiting = Sequence(9, [1] * 5)  # 5 + 4 slots in a run of 16, though it will use 8
+    assert manager.memory_usage(waiting).external == beyond + 16
+    assert manager.memory_usage(Sequence(9, [1] * 4)).external == beyond
+
+
 def test_an_outgrown_pow2_reservation_grows_where_it_is():
     manager = manager_of(16, reservation="pow2")
     seq = Sequence(0, [1] * 3)
@@ -273,6 +287,14 @@ def test_a_run_joins_the_free_one_before_it():
         copies = manager.append(high)
     assert copies == [(8 + i, i) for i in range(8)]
     assert manager.block_table(high) == list(range(9))
+
+
+def test_a_freed_sequence_has_nothing_computed():
+    manager = manager_of()
+    manager.allocate(seq := Sequence(0, range(5)))
+    assert (seq.num_cached_tokens, seq.num_computed_tokens) == (0, 5)
+    manager.free(seq)
+    assert (seq.num_cached_tokens, seq.num_computed_tokens) == (0, 0)
 
 
 def test_statistics():

@@ -243,6 +243,23 @@ def test_the_tokens_of_a_hit_are_compared():
     assert manager.get_computed_blocks(Sequence(1, [1, 2, 3, 4, 9])) == ([0], 4)
 
 
+def test_a_first_block_is_no_hit_for_a_later_one_of_equal_tokens_and_hash():
+    manager = with_colliding_hashes(manager_of(10, 2))
+    prompt = Sequence(0, [1, 1, 1, 1, 9])
+    manager.allocate(prompt)
+    assert manager.pool.lookup(manager._hasher.block_hashes(prompt)) == [0, 0]
+    assert manager.get_computed_blocks(Sequence(1, [1, 1, 1, 1, 9])) == ([0], 2)
+
+
+def test_a_freed_sequence_has_nothing_cached_or_computed():
+    manager = manager_of()
+    manager.allocate(Sequence(0, range(9)))
+    manager.allocate(seq := Sequence(1, range(9)))
+    assert (seq.num_cached_tokens, seq.num_computed_tokens) == (8, 9)
+    manager.free(seq)
+    assert (seq.num_cached_tokens, seq.num_computed_tokens) == (0, 0)
+
+
 @pytest.mark.parametrize(
     "keys", [{"lora_name": "a"}, {"cache_salt": "a"}, {"mm_inputs": [("a", 0, 4)]}]
 )

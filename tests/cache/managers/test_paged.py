@@ -99,6 +99,14 @@ def test_equal_prompts_share_nothing():
     assert manager.stats.token_hit_rate == 0
 
 
+def test_a_freed_sequence_has_nothing_computed():
+    manager = manager_of()
+    manager.allocate(seq := Sequence(0, range(5)))
+    assert (seq.num_cached_tokens, seq.num_computed_tokens) == (0, 5)
+    manager.free(seq)
+    assert (seq.num_cached_tokens, seq.num_computed_tokens) == (0, 0)
+
+
 def test_statistics():
     manager = manager_of()
     first, second = Sequence(0, range(7)), Sequence(1, range(4))
