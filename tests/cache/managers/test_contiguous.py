@@ -415,6 +415,38 @@ def test_buddies_split_and_join(num_blocks):
     assert buddy.longest_run == buddy.longest_possible_run == next_power_of_two(num_blocks + 1) // 2
 
 
+@pytest.mark.parametrize("count", range(1, 17))
+@pytest.mark.parametrize("block", range(16))
+def test_a_run_grows_over_free_buddies_on_both_sides(block, count):
+    buddy = BuddyAllocator(16)
+    for start in sorted([buddy.allocate(1) for _ in range(16)]):
+        if start != block:
+            buddy.free(start)
+    length = next_power_of_two(count)
+    assert buddy.can_grow(block, count)
+    assert buddy.grow(block, count) == block // length * length
+    assert buddy.runs == {block // length * length: length}
+    assert buddy.num_free == 16 - length
+    buddy.check_invariants()
+
+
+@pytest.mark.parametrize("count", range(2, 17))
+def test_a_run_beside_one_in_use_moves_if_another_is_as_long(count):
+    buddy = BuddyAllocator(16)
+    first, second = sorted([buddy.allocate(1), buddy.allocate(1)])
+    assert (first, second) == (0, 1)
+    assert buddy.can_grow(first, count) == (count <= 8)
+    if count <= 8:
+        length = next_power_of_two(count)
+        assert buddy.grow(first, count) == length
+        assert buddy.runs == {1: 1, length: length}
+    else:
+        with pytest.raises(OutOfRuns, match="a run of 16 blocks is needed, 14 are free, at most 8"):
+            buddy.grow(first, count)
+        assert buddy.runs == {0: 1, 1: 1}
+    buddy.check_invariants()
+
+
 def test_unjoined_buddies_are_seen():
     buddy = BuddyAllocator(4)
     buddy._free = [{}, {0: None, 2: None}, {}]
