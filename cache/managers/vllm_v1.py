@@ -214,6 +214,8 @@ class VLLMv1(CacheManager):
     def free(self, seq: Sequence) -> None:
         table = table_of(self._tables, seq)
         self._mark_as_computed(seq, table)
+        if self._copies:  # nobody took them, and their targets may soon be another's blocks
+            self._copies = [pair for pair in self._copies if pair[1] not in table.blocks]
         self.pool.free(table.blocks)
         del self._tables[seq.seq_id]
         seq.num_cached_tokens = seq.num_computed_tokens = 0

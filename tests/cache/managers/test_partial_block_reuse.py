@@ -119,6 +119,16 @@ def test_a_reset_forgets_parts_too():
     assert serve(manager, 1, [1, 2, 0, 0, 0])[0] == 0
 
 
+def test_copies_of_a_freed_sequence_are_void():
+    manager = make()
+    serve(manager, 0, [1, 2, 3, 4, 5])
+    gone, stays = cache.Sequence(1, [1, 2, 0, 0]), cache.Sequence(2, [1, 2, 3, 0])
+    manager.allocate(gone)
+    manager.allocate(stays)
+    manager.free(gone)
+    assert [target for _, target in manager.take_copies()] == manager.block_table(stays)
+
+
 def test_it_needs_prefix_caching():
     with pytest.raises(ValueError, match="partial_block_reuse=True needs enable_prefix_caching"):
         make(enable_prefix_caching=False)
