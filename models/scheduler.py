@@ -20,6 +20,7 @@ host memory and back (Kwon et al., 2023, section 4.5); where host memory is full
 from __future__ import annotations
 
 import bisect
+import contextlib
 from collections import deque
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -159,9 +160,10 @@ class Scheduler:
     def _schedule_running(self, step: Step) -> int:
         """Returns what remains of the token budget.
 
-        A token that neither begins nor fills a block changes nothing that a manager decides.  Those
-        with ``allocate_slots`` are told of such tokens together with the next that does: that
-        keeps the cost of a step low (vLLM's managers are asked about every token).
+        A token that begins no block needs nothing of a manager.  Those with ``allocate_slots`` are
+        told of such tokens together with the next that does, so a block that fills up can be found
+        one step later: that keeps the cost of a step low (vLLM's managers are asked about every
+        token).
         """
         budget = self.max_num_batched_tokens
         sequences, starts, ends = step.sequences, step.starts, step.ends
@@ -303,9 +305,7 @@ class Scheduler:
         seq.num_told_tokens = told
         seq.block_row = None
         if self._by_slots:
-            seq.quiet_until = (
-                (told - 1) // self._block_size * self._block_size + self._block_size - 1
-            )
+            seq.quiet_until = -(-told // self._block_size) * self._block_size
 
     def _tell(self, seq: Sequence) -> None:
         """Make the manager's count of the tokens of a running sequence exact."""
@@ -315,7 +315,10 @@ class Scheduler:
             self._note_told(seq)
 
     def _free(self, seq: Sequence) -> None:
-        self._tell(seq)
+        # A design that takes a block as soon as a token needs one may have none for the next:
+        # what it has not been told of is then not found again.
+        with contextlib.suppress(OutOfBlocks):
+            self._tell(seq)
         self.manager.free(seq)
         seq.num_told_tokens = seq.quiet_until = 0
         seq.block_row = None
