@@ -1,0 +1,90 @@
+"""The model shapes that experiments on the engine run, with random weights.
+
+How long a step takes depends on the shape and not on the values of the weights, so nothing needs to
+be downloaded.  What depends on the text (when an output ends, which tokens follow) is fixed by the
+experiments instead.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from models import LLM, ModelConfig
+
+_SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {  # 119 thousand parameters
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_layers": 2,
+        "num_q_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 16_384,
+        "tie_word_embeddings": True,
+    },
+    "llama-100m": {  # 100 million
+        "vocab_size": 32_000,
+        "hidden_size": 768,
+        "intermediate_size": 2_048,
+        "num_layers": 12,
+        "num_q_heads": 12,
+        "num_kv_heads": 4,
+        "head_dim": 64,
+        "max_position_embeddings": 16_384,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-0.6b": {  # as published: 596 million
+        "architecture": "Qwen3ForCausalLM",
+        "vocab_size": 151_936,
+        "hidden_size": 1_024,
+        "intermediate_size": 3_072,
+        "num_layers": 28,
+        "num_q_heads": 16,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40_960,
+        "rope_theta": 1_000_000.0,
+        "tie_word_embeddings": True,
+    },
+    "llama-8b": {  # Llama 3.1 as published: 8.03 billion
+        "vocab_size": 128_256,
+        "hidden_size": 4_096,
+        "intermediate_size": 14_336,
+        "num_layers": 32,
+        "num_q_heads": 32,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131_072,
+        "rope_theta": 500_000.0,
+    },
+}
+
+MODEL_NAMES: tuple[str, ...] = tuple(_SHAPES)
+"""Names that ``model_config`` knows, by rising size."""
+
+
+def default_model() -> str:
+    """The model that experiments run on this machine: qwen3-0.6b on a GPU, llama-100m on a CPU."""
+    import torch
+
+    return "qwen3-0.6b" if torch.cuda.is_available() else "llama-100m"
+
+
+def model_config(name: str) -> ModelConfig:
+    """The shape ``name``.  On a GPU its weights are bf16.  Raises ValueError for another name."""
+    import torch
+
+    from models import ModelConfig
+
+    if name not in _SHAPES:
+        raise ValueError(f"model={name!r} is unknown; choose from {', '.join(_SHAPES)}")
+    return ModelConfig(dtype=torch.bfloat16, **_SHAPES[name])
+
+
+def make_llm(name: str, **options: Any) -> LLM:
+    """An engine on the model ``name`` with random weights; ``options`` go to ``models.LLM``."""
+    from models import LLM
+
+    return LLM(model_config(name), **options)

@@ -1,0 +1,38 @@
+"""The models of the experiments on the engine."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from experiments.engine_models import MODEL_NAMES, default_model, make_llm, model_config
+from models import SamplingParams
+from models.attention import make_backend
+from models.decoder import build_model
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [("tiny", 0.119), ("llama-100m", 100), ("qwen3-0.6b", 596), ("llama-8b", 8030)],
+)
+def test_a_model_has_the_parameters_that_its_name_promises(name, millions):
+    model = build_model(
+        model_config(name),
+        make_backend("torch", torch.device("cpu")),
+        dtype=torch.bfloat16,
+        device=torch.device("meta"),
+        max_positions=1,
+    )
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=2e-3)
+
+
+def test_the_tiny_model_generates_and_the_default_one_is_known():
+    llm = make_llm("tiny", num_blocks=8, block_size=4, seed=3)
+    [output] = llm.generate([1, 2, 3], SamplingParams(max_tokens=5, temperature=0))
+    assert len(output.outputs[0].token_ids) == 5
+    assert default_model() in MODEL_NAMES
+
+
+def test_an_unknown_model_is_refused():
+    with pytest.raises(ValueError, match="model='gpt' is unknown; choose from tiny, llama-100m"):
+        make_llm("gpt")
