@@ -1,0 +1,508 @@
+"""Other implementations of paged decode and prefill, with the arguments of ours, to compare with.
+
+    flash_attn_2          flash-attn 2 (Dao, 2023) on the paged cache; block_size a multiple of 256
+    flash_attn_3          flash-attn 3 (Shah et al., 2024), for Hopper; any block size
+    flash_attn_4          flash-attn 4 (`flash_attn.cute`), for Hopper and Blackwell
+    torch_flash           the FlashAttention inside PyTorch (`torch.nn.attention.varlen`) on the
+                          paged cache, from PyTorch 2.12; block_size a multiple of 256
+    gather_flash_attn_2   the context copied into pages of 256 tokens first, for other block sizes
+    gather_torch_flash    likewise; before PyTorch 2.12 copied into packed sequences
+    gather_sdpa           the context copied to contiguous tensors, scaled_dot_product_attention
+    gather_naive          the same copy, then matmul, softmax and matmul
+
+A name that begins with gather_ says that every call makes the copy, which its time includes. The
+packages are imported on first use; none of them is needed to import this module.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
+
+PAGE_SIZE = 256
+"""Pages of flash-attn 2 hold a multiple of this many tokens."""
+
+
+class Unavailable(Exception):
+    """A baseline that cannot serve these inputs on this machine, and why."""
+
+
+class Baseline:
+    """One implementation. `decode` and `prefill` take and return what our ops do.
+
+    They raise Unavailable where `unavailable` has a reason, and leave other errors of the package
+    that they call as they are. Both cost no host synchronisation unless `prefill_syncs` says so.
+    """
+
+    name: str
+    prefill_syncs = False
+    """Whether `prefill` reads lengths on the host, so that no CUDA graph can capture it."""
+
+    def unavailable(self, q: torch.Tensor, k_cache: torch.Tensor) -> str | None:
+        """Why this baseline cannot serve such tensors here, or None if it can."""
+        return None
+
+    def decode(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        block_tables: torch.Tensor,
+        context_lens: torch.Tensor,
+        *,
+        scale: float | None = None,
+        window_size: int | None = None,
+    ) -> torch.Tensor:
+        """As `kernels.paged_decode_attention`: (batch, num_q_heads, head_dim)."""
+        self._check(q, k_cache)
+        return self._decode(q, k_cache, v_cache, block_tables, context_lens, scale, window_size)
+
+    def prefill(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        block_tables: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        context_lens: torch.Tensor,
+        *,
+        max_seqlen_q: int,
+        scale: float | None = None,
+        window_size: int | None = None,
+    ) -> torch.Tensor:
+        """As `kernels.paged_prefill_attention`, causal: (total_q, num_q_heads, head_dim)."""
+        self._check(q, k_cache)
+        return self._prefill(
+            q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens,
+            max_seqlen_q, scale, window_size,
+        )  # fmt: skip
+
+    def _check(self, q: torch.Tensor, k_cache: torch.Tensor) -> None:
+        if reason := self.unavailable(q, k_cache):
+            raise Unavailable(f"{self.name}: {reason}")
+
+
+class _Package(Baseline):
+    """A baseline from a package for GPUs.
+
+    module: stands in for the package, on any device; None imports it.
+    """
+
+    package: str
+    page_multiple = 1
+    dtypes = (torch.float16, torch.bfloat16)
+    min_capability = (8, 0)
+
+    def __init__(self, module: ModuleType | None = None) -> None:
+        self._given = module
+
+    @functools.cached_property
+    def _module(self) -> ModuleType | str:
+        """The package, or why it cannot be imported."""
+        if self._given is not None:
+            return self._given
+        try:
+            return importlib.import_module(self.package)
+        except (ImportError, OSError) as error:
+            return f"{self.package} cannot be imported: {error}"
+
+    def unavailable(self, q, k_cache):
+        if k_cache.dtype not in self.dtypes or q.dtype != k_cache.dtype:
+            return f"it takes fp16 and bf16, got q {q.dtype} and k_cache {k_cache.dtype}"
+        if q.shape[-1] % 8 or q.shape[-1] > 256:
+            return f"it takes a head_dim up to 256 in steps of 8, got {q.shape[-1]}"
+        if k_cache.shape[1] % self.page_multiple:
+            return f"block_size: needs a multiple of {self.page_multiple}, got {k_cache.shape[1]}"
+        if self._given is None and q.device.type != "cuda":
+            return "it runs on CUDA devices only"
+        if isinstance(self._module, str):
+            return self._module
+        if self._given is None and torch.cuda.get_device_capability(q.device) < self.min_capability:
+            return f"it needs compute capability {'.'.join(map(str, self.min_capability))}"
+        return None
+
+
+def _window(window_size: int | None) -> tuple[int, int]:
+    """flash-attn's (left, right) of causal attention to window_size tokens."""
+    return (-1, 0) if window_size is None else (window_size - 1, 0)
+
+
+def _cumulative(context_lens: torch.Tensor) -> torch.Tensor:
+    return F.pad(context_lens.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def _capacity(k_cache: torch.Tensor, block_tables: torch.Tensor) -> int:
+    """A bound on the context lengths that the host knows."""
+    return block_tables.shape[1] * k_cache.shape[1]
+
+
+class FlashAttention2(_Package):
+    name = "flash_attn_2"
+    package = "flash_attn"
+    page_multiple = PAGE_SIZE
+
+    def _decode(self, q, k_cache, v_cache, block_tables, context_lens, scale, window_size):
+        out = self._module.flash_attn_with_kvcache(
+            q[:, None],
+            k_cache,
+            v_cache,
+            cache_seqlens=context_lens,
+            block_table=block_tables,
+            softmax_scale=scale,
+            causal=True,
+            window_size=_window(window_size),
+        )
+        return out[:, 0]
+
+    def _prefill(
+        self, q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens,
+        max_seqlen_q, scale, window_size,
+    ):  # fmt: skip
+        return self._module.flash_attn_varlen_func(
+            q,
+            k_cache,
+            v_cache,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=_cumulative(context_lens),
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=_capacity(k_cache, block_tables),
+            softmax_scale=scale,
+            causal=True,
+            window_size=_window(window_size),
+            block_table=block_tables,
+        )
+
+
+class FlashAttention3(_Package):
+    name = "flash_attn_3"
+    package = "flash_attn_interface"
+    min_capability = (9, 0)
+
+    def _attend(self, q, k_cache, v_cache, block_tables, context_lens, scale, window_size, **rows):
+        return self._module.flash_attn_with_kvcache(
+            q,
+            k_cache,
+            v_cache,
+            cache_seqlens=context_lens,
+            page_table=block_tables,
+            softmax_scale=scale,
+            causal=True,
+            window_size=_window(window_size),
+            **rows,
+        )
+
+    def _decode(self, q, *arguments):
+        return self._attend(q[:, None], *arguments)[:, 0]
+
+    def _prefill(
+        self, q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens,
+        max_seqlen_q, scale, window_size,
+    ):  # fmt: skip
+        return self._attend(
+            q, k_cache, v_cache, block_tables, context_lens, scale, window_size,
+            cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
+        )  # fmt: skip
+
+
+class FlashAttention4(_Package):
+    name = "flash_attn_4"
+    package = "flash_attn.cute"
+    min_capability = (9, 0)
+
+    def _decode(self, q, k_cache, v_cache, block_tables, context_lens, scale, window_size):
+        starts = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
+        return self._prefill(
+            q, k_cache, v_cache, block_tables, starts, context_lens, 1, scale, window_size
+        )
+
+    def _prefill(
+        self, q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens,
+        max_seqlen_q, scale, window_size,
+    ):  # fmt: skip
+        result = self._module.flash_attn_varlen_func(
+            q,
+            k_cache,
+            v_cache,
+            cu_seqlens_q=cu_seqlens_q,
+            seqused_k=context_lens,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=_capacity(k_cache, block_tables),
+            page_table=block_tables,
+            softmax_scale=scale,
+            causal=True,
+            window_size=(None if window_size is None else window_size - 1, 0),
+            num_splits=0,  # as many as it thinks best
+        )
+        return result[0] if isinstance(result, tuple) else result
+
+
+class TorchFlash(_Package):
+    """PyTorch's own FlashAttention through its public function, whose arguments grew by version."""
+
+    name = "torch_flash"
+    package = "torch.nn.attention.varlen"
+    page_multiple = PAGE_SIZE
+
+    @functools.cached_property
+    def _knows(self) -> set[str]:
+        return set(inspect.signature(self._module.varlen_attn).parameters)
+
+    def unavailable(self, q, k_cache):
+        reason = super().unavailable(q, k_cache)
+        if reason is None and "block_table" not in self._knows:
+            return f"varlen_attn of PyTorch {torch.__version__} takes no block_table"
+        return reason
+
+    def _decode(self, q, k_cache, v_cache, block_tables, context_lens, scale, window_size):
+        starts = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
+        return self._prefill(
+            q, k_cache, v_cache, block_tables, starts, context_lens, 1, scale, window_size
+        )
+
+    def _prefill(
+        self, q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens,
+        max_seqlen_q, scale, window_size,
+    ):  # fmt: skip
+        return self._attend(
+            q, k_cache, v_cache, cu_seqlens_q, context_lens, max_seqlen_q,
+            _capacity(k_cache, block_tables), scale, window_size,
+            seqused_k=context_lens, block_table=block_tables,
+        )  # fmt: skip
+
+    def _attend(
+        self, q, keys, values, cu_seqlens_q, context_lens, max_seqlen_q, max_seqlen_k,
+        scale, window_size, **paged,
+    ):  # fmt: skip
+        options = {"scale": scale, "enable_gqa": q.shape[-2] != keys.shape[-2]}
+        known = {name: value for name, value in options.items() if name in self._knows}
+        if "window_size" in self._knows:
+            known["window_size"] = _window(window_size)
+        elif window_size is None:
+            known["is_causal"] = True
+        else:
+            raise Unavailable(f"varlen_attn of PyTorch {torch.__version__} takes no window_size")
+        return self._module.varlen_attn(
+            q, keys, values, cu_seqlens_q, _cumulative(context_lens), max_seqlen_q, max_seqlen_k,
+            **known, **paged,
+        )  # fmt: skip
+
+
+class _GatherPages(Baseline):
+    """A baseline for large pages on a cache of small blocks: copies the context to pages first."""
+
+    def __init__(self, inner: _Package) -> None:
+        self.inner = inner
+        self.name = f"gather_{inner.name}"
+
+    def unavailable(self, q, k_cache):
+        pages = k_cache.new_empty((1, PAGE_SIZE, *k_cache.shape[2:]), device="meta")
+        return self.inner.unavailable(q, pages)
+
+    def _decode(self, q, k_cache, v_cache, block_tables, *rest):
+        return self.inner._decode(q, *gather_pages(k_cache, v_cache, block_tables), *rest)
+
+    def _prefill(self, q, k_cache, v_cache, block_tables, *rest):
+        return self.inner._prefill(q, *gather_pages(k_cache, v_cache, block_tables), *rest)
+
+
+class _GatherTorchFlash(_GatherPages):
+    """Packs the context where varlen_attn takes no block table."""
+
+    inner: TorchFlash
+
+    def unavailable(self, q, k_cache):
+        pages = k_cache.new_empty((1, PAGE_SIZE, *k_cache.shape[2:]), device="meta")
+        return _Package.unavailable(self.inner, q, pages)
+
+    def _decode(self, q, k_cache, v_cache, block_tables, context_lens, scale, window_size):
+        starts = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
+        return self._prefill(
+            q, k_cache, v_cache, block_tables, starts, context_lens, 1, scale, window_size
+        )
+
+    def _prefill(
+        self, q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens,
+        max_seqlen_q, scale, window_size,
+    ):  # fmt: skip
+        if "block_table" in self.inner._knows:
+            return super()._prefill(
+                q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens,
+                max_seqlen_q, scale, window_size,
+            )  # fmt: skip
+        return self.inner._attend(
+            q, *gather_packed(k_cache, v_cache, block_tables, context_lens), cu_seqlens_q,
+            context_lens, max_seqlen_q, _capacity(k_cache, block_tables), scale, window_size,
+        )  # fmt: skip
+
+
+def gather_pages(
+    k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The blocks of every row of the table, copied into pages of PAGE_SIZE tokens.
+
+    Returns K and V, (batch * pages, PAGE_SIZE, num_kv_heads, head_dim), and their table, (batch,
+    pages) int32. Whatever garbage the padding of the table names is copied from some block.
+    """
+    num_blocks, block_size = k_cache.shape[:2]
+    batch, max_blocks = block_tables.shape
+    tables = block_tables.clamp(0, num_blocks - 1)
+    num_pages = max(1, -(-max_blocks * block_size // PAGE_SIZE))
+    if PAGE_SIZE % block_size == 0:
+        per_page = PAGE_SIZE // block_size
+        blocks = F.pad(tables, (0, num_pages * per_page - max_blocks)).flatten()
+        k, v = (cache.index_select(0, blocks) for cache in (k_cache, v_cache))
+    else:
+        positions = torch.arange(num_pages * PAGE_SIZE, device=k_cache.device)
+        columns = (positions // block_size).clamp(max=max_blocks - 1)
+        k, v = (cache[tables[:, columns], positions % block_size] for cache in (k_cache, v_cache))
+    pages = (batch * num_pages, PAGE_SIZE, *k_cache.shape[2:])
+    table = torch.arange(batch * num_pages, dtype=torch.int32, device=k_cache.device)
+    return k.reshape(pages), v.reshape(pages), table.view(batch, num_pages)
+
+
+def gather_packed(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of all sequences one after the other, (capacity, num_kv_heads, head_dim).
+
+    The host does not know the lengths, so there is room for as many tokens as the table can name;
+    rows past the last sequence repeat its last token.
+    """
+    block_size, batch = k_cache.shape[1], len(context_lens)
+    rows = torch.arange(batch * _capacity(k_cache, block_tables), device=k_cache.device)
+    ends = context_lens.cumsum(0)
+    seqs = torch.searchsorted(ends, rows, right=True).clamp(max=batch - 1)
+    last = (context_lens[seqs] - 1).clamp(min=0)
+    positions = torch.minimum(rows - (ends - context_lens)[seqs], last)
+    blocks = block_tables[seqs, positions // block_size].clamp(0, len(k_cache) - 1)
+    return tuple(cache[blocks, positions % block_size] for cache in (k_cache, v_cache))
+
+
+def gather_padded(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """K and V, (batch, capacity, num_kv_heads, head_dim); which tokens exist, (batch, capacity).
+
+    What lies past a context repeats its last token, so that no garbage takes part.
+    """
+    block_size = k_cache.shape[1]
+    positions = torch.arange(_capacity(k_cache, block_tables), device=k_cache.device)
+    nearest = torch.minimum(positions, (context_lens[:, None] - 1).clamp(min=0))
+    blocks = block_tables.gather(1, nearest // block_size).clamp(0, len(k_cache) - 1)
+    k, v = (cache[blocks, nearest % block_size] for cache in (k_cache, v_cache))
+    return k, v, positions < context_lens[:, None]
+
+
+class _Gather(Baseline):
+    """Attention of plain PyTorch on contiguous copies, in the dtype of the cache."""
+
+    prefill_syncs = True
+
+    def unavailable(self, q, k_cache):
+        if q.dtype != k_cache.dtype:
+            return f"q and k_cache must have one dtype, got {q.dtype} and {k_cache.dtype}"
+        return None
+
+    def _decode(self, q, k_cache, v_cache, block_tables, context_lens, scale, window_size):
+        keys, values, seen = gather_padded(k_cache, v_cache, block_tables, context_lens)
+        if window_size is not None:
+            positions = torch.arange(keys.shape[1], device=q.device)
+            seen = seen & (positions >= context_lens[:, None] - window_size)
+        # The query heads of a group are the rows of one query matrix: no copy of K and V per head.
+        queries = q.unflatten(1, (k_cache.shape[2], -1))
+        out = self._attend(
+            queries, keys.transpose(1, 2), values.transpose(1, 2), seen[:, None, None], scale
+        )
+        return out.flatten(1, 2).masked_fill((context_lens == 0)[:, None, None], 0.0)
+
+    def _prefill(
+        self, q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens,
+        max_seqlen_q, scale, window_size,
+    ):  # fmt: skip
+        out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+        starts, lengths = cu_seqlens_q.tolist(), context_lens.tolist()
+        for i, context_len in enumerate(lengths):
+            start, end = starts[i], starts[i + 1]
+            if start == end or context_len == 0:
+                continue
+            blocks = block_tables[i, : -(-context_len // k_cache.shape[1])]
+            keys, values = (
+                cache[blocks].flatten(0, 1)[:context_len].transpose(0, 1)[None]
+                for cache in (k_cache, v_cache)
+            )
+            attended = self._attend_causally(
+                q[start:end].transpose(0, 1)[None], keys, values, scale, window_size
+            )
+            out[start:end] = attended[0].transpose(0, 1)
+        return out
+
+
+def _causal_mask(num_queries: int, num_keys: int, window_size: int | None, device) -> torch.Tensor:
+    """Which keys a query at the end of the context sees, (num_queries, num_keys) bool."""
+    queries = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
+    distances = queries - torch.arange(num_keys, device=device)
+    seen = distances >= 0
+    return seen if window_size is None else seen & (distances < window_size)
+
+
+class GatherSdpa(_Gather):
+    name = "gather_sdpa"
+
+    def _attend(self, queries, keys, values, seen, scale):
+        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen, scale=scale)
+
+    def _attend_causally(self, queries, keys, values, scale, window_size):
+        num_queries, num_keys = queries.shape[2], keys.shape[2]
+        if window_size is None:
+            # Says which mask it is, so that PyTorch can choose its FlashAttention.
+            mask = causal_lower_right(num_queries, num_keys)
+        else:
+            mask = _causal_mask(num_queries, num_keys, window_size, queries.device)
+        return F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=True
+        )
+
+
+class GatherNaive(_Gather):
+    name = "gather_naive"
+
+    def _attend(self, queries, keys, values, seen, scale):
+        scale = queries.shape[-1] ** -0.5 if scale is None else scale
+        scores = (queries * scale) @ keys.transpose(-1, -2)
+        return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values
+
+    def _attend_causally(self, queries, keys, values, scale, window_size):
+        num_queries, num_keys, num_kv_heads = queries.shape[2], keys.shape[2], keys.shape[1]
+        seen = _causal_mask(num_queries, num_keys, window_size, queries.device)
+        grouped = queries.unflatten(1, (num_kv_heads, -1))  # [1, heads, group, queries, dim]
+        out = self._attend(grouped, keys[:, :, None], values[:, :, None], seen, scale)
+        return out.flatten(1, 2)
+
+
+_flash_attn_2, _torch_flash = FlashAttention2(), TorchFlash()
+BASELINES: dict[str, Baseline] = {
+    baseline.name: baseline
+    for baseline in (
+        _flash_attn_2,
+        FlashAttention3(),
+        FlashAttention4(),
+        _torch_flash,
+        _GatherPages(_flash_attn_2),
+        _GatherTorchFlash(_torch_flash),
+        GatherSdpa(),
+        GatherNaive(),
+    )
+}
+"""The baselines by name."""

@@ -1,0 +1,254 @@
+"""Baselines against the references: PyTorch's directly, packages through stand-ins on our kernels.
+
+The stand-ins have the packages' own argument names and defaults and compute by
+`kernels.flash_attn_compat`, so a wrongly mapped argument shows in the result.
+"""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kernels import baselines, flash_attn_compat, reference
+from kernels.accuracy import compare_with_twin, random_paged_batch
+from kernels.baselines import BASELINES, PAGE_SIZE, Unavailable
+
+CONTEXT_LENS = (1, 270, 0, 37)
+QUERY_LENS = (1, 20, 0, 5)
+
+
+def _flash_attn_3() -> SimpleNamespace:
+    def flash_attn_with_kvcache(
+        q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None,
+        cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, page_table=None,
+        cu_seqlens_q=None, cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None,
+        q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, causal=False,
+        window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=0,
+    ):  # fmt: skip
+        if cu_seqlens_q is None:
+            return flash_attn_compat.flash_attn_with_kvcache(
+                q, k_cache, v_cache, cache_seqlens=cache_seqlens, block_table=page_table,
+                softmax_scale=softmax_scale, causal=causal, window_size=window_size,
+            )  # fmt: skip
+        return _varlen(
+            q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, max_seqlen_q, page_table,
+            softmax_scale, causal, window_size,
+        )  # fmt: skip
+
+    return SimpleNamespace(flash_attn_with_kvcache=flash_attn_with_kvcache)
+
+
+def _varlen(q, k, v, cu_seqlens_q, lengths, max_q, table, scale, causal, window):
+    ends = baselines._cumulative(lengths)
+    return flash_attn_compat.flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, ends, max_q, table.shape[1] * k.shape[1], softmax_scale=scale,
+        causal=causal, window_size=window, block_table=table,
+    )  # fmt: skip
+
+
+def _flash_attn_4() -> SimpleNamespace:
+    def flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
+        seqused_q=None, seqused_k=None, page_table=None, softmax_scale=None, causal=False,
+        window_size=(None, None), softcap=0.0, num_splits=1,
+    ):  # fmt: skip
+        assert cu_seqlens_k is None, "page_table is not supported with cu_seqlens_k"
+        window = tuple(-1 if limit is None else limit for limit in window_size)
+        out = _varlen(
+            q, k, v, cu_seqlens_q, seqused_k, max_seqlen_q, page_table, softmax_scale, causal,
+            window,
+        )  # fmt: skip
+        return out, None
+
+    return SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func)
+
+
+def _torch_2_13() -> SimpleNamespace:
+    from torch.nn.attention.varlen import varlen_attn as real
+
+    def varlen_attn(*args, **kwargs):
+        call = inspect.signature(real).bind(*args, **kwargs)
+        call.apply_defaults()
+        a = SimpleNamespace(**call.arguments)
+        assert a.enable_gqa == (a.query.shape[1] != a.key.shape[2])
+        return _varlen(
+            a.query, a.key, a.value, a.cu_seq_q, a.seqused_k, a.max_q, a.block_table, a.scale,
+            False, a.window_size,
+        )  # fmt: skip
+
+    varlen_attn.__signature__ = inspect.signature(real)
+    return SimpleNamespace(varlen_attn=varlen_attn)
+
+
+def _torch_2_11() -> SimpleNamespace:
+    def varlen_attn(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None,
+        window_size=(-1, -1),
+    ):  # fmt: skip
+        return flash_attn_compat.flash_attn_varlen_func(
+            query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, softmax_scale=scale,
+            window_size=window_size,
+        )  # fmt: skip
+
+    return SimpleNamespace(varlen_attn=varlen_attn)
+
+
+STAND_INS = {
+    "flash_attn_2": (lambda: baselines.FlashAttention2(flash_attn_compat), PAGE_SIZE),
+    "flash_attn_3": (lambda: baselines.FlashAttention3(_flash_attn_3()), 24),
+    "flash_attn_4": (lambda: baselines.FlashAttention4(_flash_attn_4()), 24),
+    "torch_flash 2.13": (lambda: baselines.TorchFlash(_torch_2_13()), PAGE_SIZE),
+    "gather_flash_attn_2": (
+        lambda: baselines._GatherPages(baselines.FlashAttention2(flash_attn_compat)),
+        16,
+    ),
+    "gather_torch_flash 2.13": (
+        lambda: baselines._GatherTorchFlash(baselines.TorchFlash(_torch_2_13())),
+        24,
+    ),
+    "gather_torch_flash 2.11": (
+        lambda: baselines._GatherTorchFlash(baselines.TorchFlash(_torch_2_11())),
+        24,
+    ),
+    "gather_sdpa": (baselines.GatherSdpa, 24),
+    "gather_naive": (baselines.GatherNaive, 24),
+}
+
+
+@pytest.fixture(params=STAND_INS)
+def served(request):
+    """A baseline and a block size that it serves."""
+    make, block_size = STAND_INS[request.param]
+    return make(), block_size
+
+
+def _batch(block_size, context_lens=CONTEXT_LENS, query_lens=None, window_size=None, **options):
+    hidden = None
+    if window_size is not None:
+        lengths = zip(context_lens, query_lens or [1] * len(context_lens), strict=True)
+        hidden = [context - query + 1 - window_size for context, query in lengths]
+    shape = {"num_q_heads": 2, "num_kv_heads": 1, "head_dim": 16, "dtype": torch.float16}
+    return random_paged_batch(
+        context_lens,
+        query_lens=query_lens,
+        block_size=block_size,
+        device="cpu",
+        hidden_tokens=hidden,
+        **shape | options,
+    )
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"scale": 0.3, "window_size": 33}], ids=["plain", "scale and window"]
+)
+def test_decode(served, options):
+    baseline, block_size = served
+    batch = _batch(block_size)
+    (accuracy,) = compare_with_twin(
+        baseline.decode, reference.paged_decode_attention, batch.decode_args, **options
+    )
+    assert accuracy.passed, accuracy
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"scale": 0.3, "window_size": 33}], ids=["plain", "scale and window"]
+)
+def test_prefill_with_and_without_cached_prefix(served, options):
+    baseline, block_size = served
+    batch = _batch(block_size, query_lens=QUERY_LENS)
+    (accuracy,) = compare_with_twin(
+        baseline.prefill,
+        reference.paged_prefill_attention,
+        batch.prefill_args,
+        max_seqlen_q=max(QUERY_LENS),
+        **options,
+    )
+    assert accuracy.passed, accuracy
+
+
+@given(
+    block_size=st.sampled_from((1, 3, 16, 100, 256)),
+    context_lens=st.lists(st.integers(0, 300), min_size=1, max_size=4),
+    head_dim=st.sampled_from((16, 40)),
+    dtype=st.sampled_from((torch.float16, torch.bfloat16, torch.float32)),
+    data=st.data(),
+)
+@pytest.mark.parametrize("name", ["gather_sdpa", "gather_naive"])
+def test_pytorch_baselines_on_any_batch(name, block_size, context_lens, head_dim, dtype, data):
+    query_lens = [data.draw(st.integers(0, n)) for n in context_lens]
+    shape = {"head_dim": head_dim, "dtype": dtype}
+    decode = _batch(block_size, context_lens, **shape)
+    prefill = _batch(block_size, context_lens, query_lens, **shape)
+    baseline = BASELINES[name]
+    (decoded,) = compare_with_twin(
+        baseline.decode, reference.paged_decode_attention, decode.decode_args
+    )
+    (prefilled,) = compare_with_twin(
+        baseline.prefill,
+        reference.paged_prefill_attention,
+        prefill.prefill_args,
+        max_seqlen_q=max(query_lens),
+    )
+    assert decoded.passed, decoded
+    assert prefilled.passed, prefilled
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 24, 256, 300])
+def test_gathers_repeat_the_cache_token_for_token(block_size):
+    batch = _batch(block_size)
+    pages_k, _, table = baselines.gather_pages(batch.k_cache, batch.v_cache, batch.block_tables)
+    packed_k, _ = baselines.gather_packed(*batch.decode_args[1:])
+    padded_k, _, exists = baselines.gather_padded(*batch.decode_args[1:])
+    start = 0
+    for row, length in enumerate(CONTEXT_LENS):
+        expected = reference.gather_tokens(batch.k_cache, batch.block_tables[row], 0, length)
+        assert torch.equal(reference.gather_tokens(pages_k, table[row], 0, length), expected)
+        assert torch.equal(packed_k[start : start + length], expected)
+        assert torch.equal(padded_k[row, :length], expected)
+        assert exists[row].sum() == length
+        start += length
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU")
+@pytest.mark.parametrize("name", [n for n in BASELINES if n not in ("gather_sdpa", "gather_naive")])
+def test_packages_for_gpus_say_so_on_a_cpu(name):
+    batch = _batch(PAGE_SIZE)
+    baseline = BASELINES[name]
+    assert baseline.unavailable(batch.q, batch.k_cache) == "it runs on CUDA devices only"
+    with pytest.raises(Unavailable, match=f"{name}: it runs on CUDA devices only"):
+        baseline.decode(*batch.decode_args)
+    with pytest.raises(Unavailable, match=name):
+        baseline.prefill(*batch.prefill_args, max_seqlen_q=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "block_size", "options", "reason"),
+    [
+        ("flash_attn_2", 16, {}, "block_size: needs a multiple of 256, got 16"),
+        ("torch_flash", 16, {}, "block_size: needs a multiple of 256, got 16"),
+        ("flash_attn_3", 16, {"dtype": torch.float32}, "takes fp16 and bf16, got q torch.float32"),
+        ("flash_attn_2", 256, {"head_dim": 20}, "head_dim up to 256 in steps of 8, got 20"),
+        ("gather_flash_attn_2", 16, {"head_dim": 20}, "in steps of 8, got 20"),
+    ],
+)
+def test_reasons_name_what_is_needed(name, block_size, options, reason):
+    batch = _batch(block_size, **options)
+    assert reason in BASELINES[name].unavailable(batch.q, batch.k_cache)
+
+
+def test_an_absent_package_is_a_reason_not_an_error():
+    class Absent(baselines.FlashAttention2):
+        package = "no_such_package"
+
+    assert "no_such_package cannot be imported" in Absent()._module
+
+
+def test_old_pytorch_has_no_paged_varlen():
+    batch = _batch(PAGE_SIZE)
+    old = baselines.TorchFlash(_torch_2_11())
+    assert "takes no block_table" in old.unavailable(batch.q, batch.k_cache)
