@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from experiments import (
     block_size,
+    engine_overhead,
     eviction,
     kernel_accuracy,
     manager_overhead,
@@ -17,6 +18,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     experiment.name: experiment
     for experiment in (
         block_size.EXPERIMENT,
+        engine_overhead.EXPERIMENT,
         eviction.EXPERIMENT,
         kernel_accuracy.EXPERIMENT,
         manager_overhead.EXPERIMENT,

@@ -1,0 +1,301 @@
+"""What the engine costs beside the model: microseconds per step of scheduling, and the rest.
+
+A closed loop keeps a number of requests running: whenever one ends, the next begins.  Prompts and
+outputs are uniform between two lengths, by default those of the benchmark that Nano-vLLM publishes,
+and nothing is shared, so the managers do the most work.  Steps count once all requests run.
+
+* ``schedule``: the scheduler and the cache manager below it: choosing tokens, allocating, freeing.
+* ``prepare``: block tables, slots and positions as tensors.
+* ``model``: moving blocks, layers, logits.
+* ``rest``: sampling, appending tokens, bookkeeping of requests.
+
+Without a model (``model`` none) logits are zeros and no K/V are computed; what the host does is the
+same.  With one, ``share`` is the part that a phase has of the time of all steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cache
+from experiments import engine_models, style
+from experiments.harness import Cell, Experiment, Options
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import torch
+    from matplotlib.figure import Figure
+
+    from models import LLM
+
+_BLOCK_SIZE = 16
+_PHASES = ("schedule", "prepare", "model", "rest")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOverheadOptions(Options):
+    """The grid: managers x running sequences without a model, and running sequences with one."""
+
+    manager: tuple[str, ...] = ("vllm_v1", "nano_vllm", "radix", "vllm_v0", "paged")
+    """Cache managers; the first one also serves a model."""
+    num_sequences: tuple[int, ...] = (1, 4, 16, 64, 256, 1024)
+    """Requests running, without a model."""
+    lengths: tuple[int, int] = (100, 1024)
+    """Fewest and most tokens of a prompt, and of an output."""
+    num_steps: int = 500
+    """Steps that count, without a model."""
+    model: str = ""
+    """A shape of engine_models. Empty: qwen3-0.6b on a GPU, llama-100m on a CPU."""
+    model_num_sequences: tuple[int, ...] = (1, 8, 32)
+    """Requests running on the model."""
+    model_lengths: tuple[int, int] = (16, 128)
+    """Fewest and most tokens of a prompt, and of an output, on the model."""
+    model_num_steps: int = 100
+    """Steps that count on the model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOverheadCell(Cell):
+    model: str | None
+    """None: no model."""
+    manager: str
+    num_sequences: int
+    lengths: tuple[int, int]
+    num_steps: int
+
+
+def cells(options: EngineOverheadOptions) -> Iterator[EngineOverheadCell]:
+    for flag, (least, most) in (
+        ("--lengths", options.lengths),
+        ("--model-lengths", options.model_lengths),
+    ):
+        if not 1 <= least <= most:
+            raise ValueError(f"{flag} {least} {most}: needs two rising lengths of at least 1")
+    counts = (*options.num_sequences, *options.model_num_sequences)
+    if min((*counts, options.num_steps, options.model_num_steps)) < 1:
+        raise ValueError("numbers of sequences and steps must be at least 1")
+    for manager in options.manager:
+        cache.make_manager(manager, num_blocks=1, block_size=1)  # raises for an unknown one
+        for num_sequences in options.num_sequences:
+            yield EngineOverheadCell(
+                seed=options.seed,
+                model=None,
+                manager=manager,
+                num_sequences=num_sequences,
+                lengths=options.lengths,
+                num_steps=options.num_steps,
+            )
+    model = options.model or engine_models.default_model()
+    engine_models.model_config(model)  # raises for an unknown one
+    for num_sequences in options.model_num_sequences:
+        yield EngineOverheadCell(
+            seed=options.seed,
+            model=model,
+            manager=options.manager[0],
+            num_sequences=num_sequences,
+            lengths=options.model_lengths,
+            num_steps=options.model_num_steps,
+        )
+
+
+class _NoModel:
+    """In the place of a model: logits of zeros."""
+
+    def __init__(self, model) -> None:
+        self.config = model.config
+
+    def __call__(self, token_ids: torch.Tensor, *_) -> torch.Tensor:
+        return token_ids
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.new_zeros(len(hidden), 1)
+
+
+class _Stopwatch:
+    """Seconds that each phase takes of every step of an engine, whose methods it wraps."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._engine = engine = llm.engine
+        self._device = llm.device
+        self._spent: dict[str, float] = defaultdict(float)
+        self._wrap(engine.scheduler, "schedule", "schedule")
+        self._wrap(engine.scheduler, "finish", "schedule")
+        self._wrap(engine.runner, "prepare", "prepare")
+        self._wrap(engine.runner, "run", "run")
+
+    def _wrap(self, owner, method: str, phase: str) -> None:
+        call, spent = getattr(owner, method), self._spent
+
+        def timed(*args):
+            begin = time.perf_counter()
+            result = call(*args)
+            if phase == "run" and self._device.type == "cuda":
+                import torch
+
+                torch.cuda.synchronize(self._device)
+            spent[phase] += time.perf_counter() - begin
+            return result
+
+        setattr(owner, method, timed)
+
+    def step(self) -> tuple[int, dict[str, float]]:
+        """Run a step: requests that ended, and the seconds of each phase."""
+        self._spent.clear()
+        begin = time.perf_counter()
+        _, finished = self._engine.step()
+        total = time.perf_counter() - begin
+        spent = self._spent
+        return len(finished), {
+            "schedule": spent["schedule"],
+            "prepare": spent["prepare"],
+            "model": spent["run"] - spent["prepare"],
+            "rest": total - spent["schedule"] - spent["run"],
+        }
+
+
+def run_cell(cell: EngineOverheadCell) -> list[dict[str, Any]]:
+    import numpy as np
+
+    longest = 2 * cell.lengths[1]
+    blocks_per_sequence = -(-longest // _BLOCK_SIZE)
+    llm = engine_models.make_llm(
+        cell.model or "tiny",
+        manager=cell.manager,
+        block_size=_BLOCK_SIZE,
+        # With room for watermarks: nothing is preempted.
+        num_blocks=cell.num_sequences * blocks_per_sequence * 21 // 20 + 1,
+        max_num_seqs=cell.num_sequences,
+        max_model_len=longest,
+        max_num_batched_tokens=max(8192, longest),
+        seed=cell.seed,
+    )
+    if cell.model is None:
+        llm.engine.runner.model = _NoModel(llm.model)
+    stopwatch = _Stopwatch(llm)
+    generator = np.random.default_rng(cell.seed)
+    least, most = cell.lengths
+    for _ in range(cell.num_sequences):
+        # Somewhere on its way, so that the first ones do not all end together.
+        _add_request(llm, generator, cell.lengths, int(generator.integers(1, most + 1)))
+    while llm.engine.scheduler.waiting:
+        _replace(llm, generator, cell.lengths, stopwatch.step()[0])
+    spans = defaultdict(list)
+    for _ in range(cell.num_steps):
+        num_finished, seconds = stopwatch.step()
+        _replace(llm, generator, cell.lengths, num_finished)
+        for phase in _PHASES:
+            spans[phase].append(seconds[phase])
+    total = sum(map(sum, spans.values()))
+    rows = []
+    for phase in _PHASES:
+        p20, p50, p80 = np.quantile(spans[phase], (0.2, 0.5, 0.8)) * 1e6
+        rows.append(
+            {
+                "model": cell.model or "none",
+                "manager": cell.manager,
+                "num_sequences": cell.num_sequences,
+                "least_tokens": least,
+                "most_tokens": most,
+                "steps": cell.num_steps,
+                "phase": phase,
+                "us_per_step": float(p50),
+                "us_per_step_p20": float(p20),
+                "us_per_step_p80": float(p80),
+                "us_per_step_mean": float(np.mean(spans[phase])) * 1e6,
+                "share": sum(spans[phase]) / total if cell.model else None,
+            }
+        )
+    return rows
+
+
+def _add_request(llm: LLM, generator, lengths: tuple[int, int], num_output_tokens: int) -> None:
+    from models import SamplingParams
+
+    least, most = lengths
+    num_prompt_tokens = int(generator.integers(least, most + 1))
+    prompt = generator.integers(llm.config.vocab_size, size=num_prompt_tokens).tolist()
+    params = SamplingParams(temperature=0.0, max_tokens=num_output_tokens, ignore_eos=True)
+    llm.engine.add(prompt, params)
+
+
+def _replace(llm: LLM, generator, lengths: tuple[int, int], count: int) -> None:
+    """Add as many requests as have ended."""
+    least, most = lengths
+    for _ in range(count):
+        _add_request(llm, generator, lengths, int(generator.integers(least, most + 1)))
+
+
+def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
+    """The figure engine_overhead: scheduling without a model, and all parts of a step with one."""
+    with style.figures():
+        return style.save(_draw(rows), folder, "engine_overhead")
+
+
+_LINES = (
+    {"color": style.BLUE, "marker": "o"},
+    {"color": style.GREEN, "marker": "^", "linestyle": "dashed"},
+    {"color": style.RED, "marker": "v"},
+    {"color": style.ORANGE, "marker": "D", "linestyle": "dashed", "markerfacecolor": "white"},
+    {"color": style.GREY, "marker": "x"},
+)
+_PHASE_LINES = {
+    "schedule": _LINES[0],
+    "prepare": _LINES[1],
+    "rest": _LINES[3],
+    "model": {"color": style.BLACK, "marker": "s"},
+}
+
+
+def _draw(rows: pd.DataFrame) -> Figure:
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(7, 2.6))
+    scheduling = rows[(rows["model"] == "none") & (rows["phase"] == "schedule")]
+    groups = scheduling.groupby("manager", sort=False)
+    for i, (manager, curve) in enumerate(groups):
+        curve = curve.sort_values("num_sequences")
+        line = _LINES[i % len(_LINES)]
+        left.plot(curve["num_sequences"], curve["us_per_step"], label=manager, **line)
+    left.axhline(200, color=style.GREY, linestyle="dotted", label="aim at 256: 200 µs")
+    left.set(xscale="log", yscale="log", xlabel="running sequences")
+    left.set(ylabel="scheduler and manager\n(µs per step)", title="without a model, median")
+    left.legend(fontsize=6)
+
+    served = rows[rows["model"] != "none"]
+    for phase, line in _PHASE_LINES.items():
+        curve = served[served["phase"] == phase].sort_values("num_sequences")
+        right.plot(curve["num_sequences"], curve["us_per_step_mean"], label=phase, **line)
+    steps = served.groupby("num_sequences")["us_per_step_mean"].sum()
+    right.plot(steps.index, 0.05 * steps, color=style.GREY, linestyle="dotted", label="5 % of all")
+    title = f"{served['model'].iloc[0]}, mean" if len(served) else ""
+    right.set(xscale="log", yscale="log", xlabel="running sequences", title=title)
+    right.set_xticks(steps.index, steps.index.astype(str))
+    right.minorticks_off()
+    right.set(ylabel="time (µs per step)")
+    right.legend(fontsize=6, ncols=2)
+    return figure
+
+
+EXPERIMENT = Experiment(
+    name="engine_overhead",
+    figure="microseconds per step of scheduler, manager and input preparation vs batch size",
+    options=EngineOverheadOptions(),
+    quick=EngineOverheadOptions(
+        manager=("vllm_v1", "paged"),
+        num_sequences=(1, 16, 256),
+        num_steps=50,
+        model="tiny",
+        model_num_sequences=(1, 8),
+        model_num_steps=20,
+    ),
+    cells=cells,
+    run_cell=run_cell,
+    plot=plot,
+    gpu="optional",
+    timed=True,
+)
