@@ -9,9 +9,10 @@ where Triton would compile and launch, the compilation is taken over for the wan
 nothing is launched. What is compiled is therefore what would run, by construction.
 
 From the cubin (by cuobjdump, part of Triton's wheel), the PTX and the TTGIR come registers, local
-memory, shared memory, widths of global accesses and asynchronous copies, and tensor-core use. Needs
-a process without TRITON_INTERPRET. Triton caches compilations on disk by source hash, so a second
-run takes a fraction of the time.
+memory, shared memory, widths of global accesses and asynchronous copies, and tensor-core use; for
+AMD GPUs from the assembly, which ends in the same figures, and the TTGIR. Needs a process without
+TRITON_INTERPRET. Triton caches compilations on disk by source hash, so a second run takes a
+fraction of the time.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -33,38 +35,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.driver import driver
 
+from kernels.architectures import ARCHITECTURES, Architecture
 from kernels.primitives import INTERPRETED
-from kernels.shipped import OPS, shipped_calls
-from kernels.tiles import Target, force_target
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """A CUDA architecture; limits per multiprocessor from the CUDA programming guide."""
-
-    name: str
-    capability: int
-    num_multiprocessors: int
-    """Of its best known data-centre GPU, for default split counts."""
-    shared_bytes: int
-    registers: int = 65536
-    max_warps: int = 64
-    max_programs: int = 32
-
-
-ARCHITECTURES = {
-    arch.name: arch
-    for arch in (
-        Architecture("sm_80", 80, num_multiprocessors=108, shared_bytes=164 * 1024),
-        Architecture("sm_90", 90, num_multiprocessors=132, shared_bytes=228 * 1024),
-        Architecture("sm_100", 100, num_multiprocessors=148, shared_bytes=228 * 1024),
-    )
-}
+from kernels.shipped import OPS, ShippedCall, shipped_calls
+from kernels.tiles import force_target
 
 
 @dataclass(frozen=True)
 class KernelResources:
-    """What one compiled kernel uses. Counts are instructions in its PTX."""
+    """What one compiled kernel uses. Counts are instructions in its PTX or AMD assembly."""
 
     op: str
     config: str
@@ -75,7 +54,9 @@ class KernelResources:
     registers: int
     """Per thread."""
     local_bytes: int
-    """Stack and local memory per thread: 0 unless registers spill."""
+    """Stack and local (AMD: private) memory per thread: 0 unless registers spill."""
+    scalar_spills: int
+    """Scalar registers moved to lanes of vector registers, which costs moves; AMD only."""
     shared_bytes: int
     """Static and dynamic, per program."""
     global_loads: dict[int, int]
@@ -89,11 +70,15 @@ class KernelResources:
     tensor_core_dots: int
     """Those that run on tensor cores."""
     mma: dict[str, int]
-    """Tensor-core instructions by family: mma.sync, wgmma, tcgen05."""
+    """Tensor-core instructions by family: mma.sync, wgmma, tcgen05, mfma."""
+    signature: dict[str, str]
+    """Types of the kernel's run-time arguments: "i32", "*bf16" ..."""
     constants: dict[str, int | float | str | bool | None]
     """The kernel's compile-time constants (tile shape, features ...)."""
+    resident_programs: dict[str, int]
+    """Programs that fit a multiprocessor by each of its resources."""
     programs_per_multiprocessor: int
-    """Resident programs that registers, shared memory and warps allow."""
+    """The least of these."""
 
 
 class _CompileOnlyDriver:
@@ -142,7 +127,7 @@ def compile_call(call: Callable[[], object], arch: Architecture) -> list:
         raise RuntimeError(
             "kernels are bound to the interpreter: unset TRITON_INTERPRET to compile"
         )
-    target = GPUTarget("cuda", arch.capability, 32)
+    target = arch.compile_target
     compiled = []
 
     def take(jit_function, info) -> None:
@@ -150,13 +135,16 @@ def compile_call(call: Callable[[], object], arch: Architecture) -> list:
         options = {key: info[key] for key in ("num_warps", "num_stages", "num_ctas")}
         compiled.append((jit_function, source, triton.compile(source, target, options)))
 
-    tiles_target = Target("cuda", arch.capability, arch.num_multiprocessors)
-    with force_target(tiles_target), _taking_over_compilation(target, take):
+    with force_target(arch.tiles_target), _taking_over_compilation(target, take):
         call()
     return compiled
 
 
-def _resource_usage(cubin: bytes) -> dict[str, int]:
+def _count_widths(accesses: Iterable[int]) -> dict[int, int]:
+    return dict(sorted(Counter(accesses).items()))
+
+
+def _cubin_usage(cubin: bytes) -> dict[str, int]:
     """REG, STACK, SHARED and LOCAL as recorded in a cubin."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -166,16 +154,63 @@ def _resource_usage(cubin: bytes) -> dict[str, int]:
     return {key: int(value) for key, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
 
 
-def _access_widths(ptx: str, instruction: str) -> dict[int, int]:
+def _ptx_widths(ptx: str, instruction: str) -> dict[int, int]:
     """Count ld.global or st.global by width in bits: ld.global.v4.b32 is 128 bits."""
     accesses = re.findall(rf"\b{instruction}\S*?(?:\.v(\d))?\.[busf](\d+)\s", ptx)
-    return dict(sorted(Counter(int(vector or 1) * int(bits) for vector, bits in accesses).items()))
+    return _count_widths(int(vector or 1) * int(bits) for vector, bits in accesses)
 
 
-def _async_copy_widths(ptx: str) -> dict[int, int]:
-    """Count cp.async by width in bits; its third operand is a number of bytes."""
+def _cuda_resources(compiled) -> dict[str, Any]:
+    """The fields of KernelResources that a cubin and its PTX tell."""
+    used, ptx = _cubin_usage(compiled.asm["cubin"]), compiled.asm["ptx"]
+    # The third operand of cp.async is a number of bytes.
     copies = re.findall(r"\bcp\.async\.c[ag]\.\S+ \[[^]]+\], \[[^]]+\], (\w+)", ptx)
-    return dict(sorted(Counter(8 * int(size, 0) for size in copies).items()))
+    families = {
+        "mma.sync": r"\bmma\.sync",
+        "wgmma": r"\bwgmma\.mma_async",
+        "tcgen05": r"\btcgen05\.mma",
+    }
+    counts = {family: len(re.findall(pattern, ptx)) for family, pattern in families.items()}
+    return {
+        "registers": used["REG"],
+        "local_bytes": used["STACK"] + used["LOCAL"],
+        "scalar_spills": 0,
+        "shared_bytes": used["SHARED"] + compiled.metadata.shared,
+        "global_loads": _ptx_widths(ptx, "ld.global"),
+        "async_copies": _count_widths(8 * int(size, 0) for size in copies),
+        "global_stores": _ptx_widths(ptx, "st.global"),
+        "mma": {family: count for family, count in counts.items() if count},
+    }
+
+
+def _amd_widths(assembly: str, kind: str) -> dict[int, int]:
+    """Count loads or stores by width in bits: global_load_dwordx4 is 128 bits."""
+    units = {"byte": 8, "short": 16, "dword": 32}
+    pattern = rf"\b(?:global|buffer|flat)_{kind}_(?:[us]?(byte|short)\S*|(dword)(?:x(\d))?)\s"
+    return _count_widths(
+        units[part or dword] * int(times or 1)
+        for part, dword, times in re.findall(pattern, assembly)
+    )
+
+
+def _amd_resources(compiled) -> dict[str, Any]:
+    """The fields of KernelResources that AMD assembly tells, its metadata included."""
+    assembly = compiled.asm["amdgcn"]
+
+    def metadata(key: str) -> int:
+        return int(re.search(rf"^ +\.{key}: +(\d+)$", assembly, re.M).group(1))
+
+    mfma = len(re.findall(r"\bv_mfma_", assembly))
+    return {
+        "registers": metadata("vgpr_count"),
+        "local_bytes": metadata("private_segment_fixed_size"),
+        "scalar_spills": metadata("sgpr_spill_count"),
+        "shared_bytes": compiled.metadata.shared,
+        "global_loads": _amd_widths(assembly, "load"),
+        "async_copies": _amd_widths(assembly, "load_lds"),
+        "global_stores": _amd_widths(assembly, "store"),
+        "mma": {"mfma": mfma} if mfma else {},
+    }
 
 
 def _dots(ttgir: str) -> tuple[int, int]:
@@ -187,27 +222,17 @@ def _dots(ttgir: str) -> tuple[int, int]:
     return len(products), len(on_tensor_cores)
 
 
-def _programs_per_multiprocessor(
-    arch: Architecture, registers: int, shared_bytes: int, num_warps: int
-) -> int:
-    """Registers go to warps in units of 256; every program costs another 1 KiB of shared memory."""
-    registers_per_warp = -(-registers * 32 // 256) * 256
-    return min(
-        arch.registers // (registers_per_warp * num_warps),
-        arch.shared_bytes // (shared_bytes + 1024),
-        arch.max_warps // num_warps,
-        arch.max_programs,
-    )
-
-
 def read_resources(
     op: str, config: str, arch: Architecture, jit_function, source, compiled
 ) -> KernelResources:
     """KernelResources of one compiled kernel."""
-    used = _resource_usage(compiled.asm["cubin"])
-    ptx = compiled.asm["ptx"]
+    used = (_cuda_resources if arch.backend == "cuda" else _amd_resources)(compiled)
     dots, tensor_core_dots = _dots(compiled.asm["ttgir"])
-    shared_bytes = used["SHARED"] + compiled.metadata.shared
+    resident_programs = arch.resident_programs(
+        registers=used["registers"],
+        shared_bytes=used["shared_bytes"],
+        num_warps=compiled.metadata.num_warps,
+    )
     names = jit_function.arg_names
     return KernelResources(
         op=op,
@@ -216,31 +241,25 @@ def read_resources(
         arch=arch.name,
         num_warps=compiled.metadata.num_warps,
         num_stages=compiled.metadata.num_stages,
-        registers=used["REG"],
-        local_bytes=used["STACK"] + used["LOCAL"],
-        shared_bytes=shared_bytes,
-        global_loads=_access_widths(ptx, "ld.global"),
-        async_copies=_async_copy_widths(ptx),
-        global_stores=_access_widths(ptx, "st.global"),
+        **used,
         dots=dots,
         tensor_core_dots=tensor_core_dots,
-        mma={
-            family: count
-            for family, pattern in (
-                ("mma.sync", r"\bmma\.sync"),
-                ("wgmma", r"\bwgmma\.mma_async"),
-                ("tcgen05", r"\btcgen05\.mma"),
-            )
-            if (count := len(re.findall(pattern, ptx)))
-        },
+        signature={name: kind for name, kind in source.signature.items() if kind != "constexpr"},
         constants={
             names[path[0]]: str(value) if isinstance(value, tl.dtype) else value
             for path, value in source.constants.items()
         },
-        programs_per_multiprocessor=_programs_per_multiprocessor(
-            arch, used["REG"], shared_bytes, compiled.metadata.num_warps
-        ),
+        resident_programs=resident_programs,
+        programs_per_multiprocessor=min(resident_programs.values()),
     )
+
+
+def resources_of_call(call: ShippedCall, arch: Architecture) -> list[KernelResources]:
+    """Compile every kernel that `call` would launch, in the order of the launches."""
+    return [
+        read_resources(call.op, call.config, arch, *kernel)
+        for kernel in compile_call(call.run, arch)
+    ]
 
 
 def compile_shipped(
@@ -248,12 +267,12 @@ def compile_shipped(
 ) -> Iterator[KernelResources]:
     """Compile the shipped configurations for one architecture.
 
-    ops: names of ops, all if None. match: text that a configuration's name must contain. A kernel
-    that several configurations share word for word is reported once.
+    ops: names of ops, all if None. match: regular expression to be found in a configuration's name.
+    A kernel that several configurations share word for word is reported once.
     """
     seen = set()
     for call in shipped_calls(ops):
-        if match not in call.config:
+        if not re.search(match, call.config):
             continue
         for jit_function, source, compiled in compile_call(call.run, arch):
             if compiled.hash not in seen:
@@ -294,7 +313,9 @@ def main(argv: list[str] | None = None) -> None:
         "--arch", action="append", choices=ARCHITECTURES, help="repeatable; default all"
     )
     parser.add_argument("--op", action="append", choices=OPS, help="repeatable; default all")
-    parser.add_argument("--match", default="", help="only configurations with this in their name")
+    parser.add_argument(
+        "--match", default="", help="regular expression: only configurations with it in their name"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object per kernel and line")
     options = parser.parse_args(argv)
     rows = []

@@ -25,6 +25,8 @@ from kernels.swap_blocks import swap_blocks
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 HALF_DTYPES = (torch.float16, torch.bfloat16)
+# Caches beyond 2 GiB, as most are: Triton's AMD backend addresses smaller tensors with 32 bits.
+NUM_BLOCKS = 2**18
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ def _name(dtype: torch.dtype) -> str:
 
 def _store_kvcache(head_dim: int, dtype: torch.dtype) -> ShippedCall:
     key = _meta(256, 8, head_dim, dtype=dtype)
-    cache = _meta(4096, 16, 8, head_dim, dtype=dtype)
+    cache = _meta(NUM_BLOCKS, 16, 8, head_dim, dtype=dtype)
     slots = _meta(256, dtype=torch.int64)
     run = partial(store_kvcache, key, key, cache, cache, slots)
     return ShippedCall("store_kvcache", f"{_name(dtype)} d{head_dim}", run)
@@ -58,7 +60,7 @@ def _rotary_calls(op: str) -> Iterator[ShippedCall]:
     for dtype in HALF_DTYPES:
         for head_dim in HEAD_DIMS:
             query, key, value = _meta(256, 48, head_dim, dtype=dtype).split((32, 8, 8), dim=1)
-            cache = _meta(4096, 16, 8, head_dim, dtype=dtype)
+            cache = _meta(NUM_BLOCKS, 16, 8, head_dim, dtype=dtype)
             tables = [_meta(8192, head_dim // 2, dtype=torch.float32)] * 2
             config = f"{_name(dtype)} d{head_dim}"
             for interleaved in (False, True):
@@ -81,7 +83,7 @@ def _decode(
 ) -> ShippedCall:
     num_q_heads = 8 * group_size
     q = _meta(64, num_q_heads, head_dim, dtype=dtype)
-    cache = _meta(4096, 16, 8, head_dim, dtype=dtype)
+    cache = _meta(NUM_BLOCKS, 16, 8, head_dim, dtype=dtype)
     options = {"num_splits": num_splits}
     if features:
         per_head = _meta(num_q_heads, dtype=torch.float32)
@@ -110,7 +112,7 @@ def _prefill(
     features: bool = False,
 ) -> ShippedCall:
     num_q_heads = 8 * group_size
-    cache = _meta(4096, block_size, 8, head_dim, dtype=dtype)
+    cache = _meta(NUM_BLOCKS, block_size, 8, head_dim, dtype=dtype)
     options = {}
     if features:
         per_head = _meta(num_q_heads, dtype=torch.float32)
@@ -136,7 +138,7 @@ def _shared_prefix(
     head_dim: int, dtype: torch.dtype, group_size: int = 4, features: bool = False
 ) -> ShippedCall:
     num_q_heads = 8 * group_size
-    cache = _meta(4096, 16, 8, head_dim, dtype=dtype)
+    cache = _meta(NUM_BLOCKS, 16, 8, head_dim, dtype=dtype)
     options = {"num_splits": 1}
     if features:
         per_head = _meta(num_q_heads, dtype=torch.float32)

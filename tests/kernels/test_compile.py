@@ -1,4 +1,4 @@
-"""What the compiler makes of the shipped decode and store kernels, without a GPU.
+"""What the compiler makes of the shipped decode and store kernels, and of all kernels on gfx942.
 
 This is how performance is guarded where no GPU is: registers, shared memory, access widths and
 tensor-core instructions of the compiled kernels are asserted on.
@@ -10,20 +10,21 @@ import json
 
 import pytest
 
+from kernels.architectures import ARCHITECTURES, CUDA_ARCHITECTURES
 from kernels.compile import (
-    ARCHITECTURES,
     KernelResources,
     compile_call,
     format_table,
     main,
 )
 from kernels.shipped import HEAD_DIMS
+from kernels.shipped import OPS as ALL_OPS
 from kernels.tiles import PROGRAMS_PER_MULTIPROCESSOR
 
 OPS = ("store_kvcache", "paged_decode_attention")
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(scope="module", params=CUDA_ARCHITECTURES)
 def rows(request, shipped_resources):
     """Every kernel of both ops on one architecture; fp16 compiles like bf16, so once is enough."""
     return shipped_resources(request.param, *OPS, match="" if request.param == "sm_90" else "bf16")
@@ -96,10 +97,83 @@ def test_store_moves_rows_by_16_byte_accesses(rows):
         assert set(row["global_loads"]) <= {"64", "128"}  # 8 bytes: the slots
 
 
+AMD_CONFIGS = "^b16$|bf16 d80|fp16 d80 (list|hnd)|bf16 d256 g4|bf16 d128 g4 b16 features"
+ATTENTION_KERNELS = {"_paged_decode_kernel", "_paged_prefill_kernel", "_shared_prefix_kernel"}
+
+
+@pytest.fixture(scope="module")
+def amd_rows(shipped_resources):
+    """Every op on gfx942 at a padded head_dim; attention at the largest too, and with features."""
+    return shipped_resources("gfx942", match=AMD_CONFIGS)
+
+
+def test_every_op_compiles_for_amd_without_spills(amd_rows):
+    assert {row["op"] for row in amd_rows} == set(ALL_OPS)
+    assert {row["kernel"] for row in amd_rows} >= ATTENTION_KERNELS
+    for row in amd_rows:
+        assert row["local_bytes"] == 0, (row["kernel"], row["config"])
+        assert row["programs_per_multiprocessor"] >= 1, (row["kernel"], row["config"])
+
+
+def test_amd_attention_uses_matrix_cores_and_16_byte_loads(amd_rows):
+    """A wavefront is 64 threads; loads to registers take the place of asynchronous copies."""
+    for row in amd_rows:
+        if row["kernel"] not in ATTENTION_KERNELS:
+            continue
+        constants, config = row["constants"], (row["kernel"], row["config"])
+        regions = 2 + bool(constants.get("HAS_LEFT"))
+        assert row["dots"] == row["tensor_core_dots"] >= 2 * regions, config
+        assert row["mma"].keys() == {"mfma"}, config
+        # Every region of keys loads its K and V; what is narrower is block ids and lengths.
+        tile_bytes = 2 * 2 * constants["TILE_N"] * constants["HEAD_DIM_PADDED"]
+        assert 16 * row["global_loads"]["128"] * 64 * row["num_warps"] >= regions * tile_bytes
+        assert set(row["global_loads"]) <= {"32", "64", "128"}, config
+        if row["kernel"] == "_paged_decode_kernel":
+            assert row["programs_per_multiprocessor"] >= PROGRAMS_PER_MULTIPROCESSOR, config
+
+
+def test_amd_store_and_copies_move_16_bytes_at_a_time(amd_rows):
+    for row in amd_rows:
+        constants, accesses = row["constants"], 16 * 64 * row["num_warps"]
+        if row["op"] == "store_kvcache":
+            tile_bytes = 2 * 2 * constants["TILE_ROWS"] * constants["HEAD_DIM_PADDED"]
+        elif row["op"] in ("copy_blocks", "swap_blocks"):
+            tile_bytes = 2 * constants["TILE"]
+        else:
+            continue
+        assert accesses * row["global_loads"]["128"] >= tile_bytes, row["config"]
+        assert accesses * row["global_stores"]["128"] >= tile_bytes, row["config"]
+        assert set(row["global_stores"]) == {"128"}, row["config"]
+
+
+@pytest.mark.parametrize(
+    ("arch", "used", "expected"),
+    [
+        pytest.param("sm_90", (168, 106_240, 4), ("shared memory", 2), id="sm90-shared-memory"),
+        pytest.param("sm_90", (129, 0, 8), ("registers", 1), id="sm90-registers-in-units-of-8"),
+        pytest.param("sm_90", (128, 0, 8), ("registers", 2), id="sm90-registers"),
+        pytest.param("sm_80", (32, 0, 8), ("warps", 8), id="sm80-warps"),
+        pytest.param("sm_100", (16, 0, 1), ("programs", 32), id="sm100-programs"),
+        pytest.param("sm_80", (16, 166_912, 4), ("shared memory", 1), id="sm80-largest-program"),
+        pytest.param("gfx942", (129, 16384, 4), ("registers", 3), id="gfx942-registers"),
+        pytest.param("gfx942", (64, 16384, 4), ("shared memory", 4), id="gfx942-shared-memory"),
+        pytest.param("gfx942", (64, 0, 4), ("warps", 8), id="gfx942-warps"),
+    ],
+)
+def test_resident_programs(arch, used, expected):
+    """Against the occupancy calculators of the vendors."""
+    registers, shared_bytes, num_warps = used
+    resident = ARCHITECTURES[arch].resident_programs(
+        registers=registers, shared_bytes=shared_bytes, num_warps=num_warps
+    )
+    assert min(resident.items(), key=lambda item: item[1]) == expected
+
+
 SPECIALISATION = """
 import json, torch
 from kernels import paged_decode_attention, store_kvcache
-from kernels.compile import ARCHITECTURES, compile_call
+from kernels.architectures import ARCHITECTURES
+from kernels.compile import compile_call
 
 def meta(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="meta")

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from kernels import copy_blocks, reference
 from kernels.accuracy import LAYOUTS, bits, make_cache, poison_
+from kernels.architectures import CUDA_ARCHITECTURES
 from kernels.block_layout import CACHE_DTYPES
-from kernels.compile import ARCHITECTURES
 
 
 def pairs_of(*pairs, device):
@@ -134,7 +134,7 @@ def test_offsets_inside_a_block_beyond_32_bits(num_kv_heads, device, huge_tensor
     assert not cache[:, :, 0].any()
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", CUDA_ARCHITECTURES)
 def test_compiled_to_16_byte_accesses_without_spills(arch, memory_op_resources):
     rows = memory_op_resources(arch, "copy_blocks")
     assert {"fp16 d80", "fp16 d80 list"} <= {row["config"] for row in rows}

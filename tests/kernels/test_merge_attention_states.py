@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kernels import merge_attention_states, reference
 from kernels.accuracy import compare_with_twin, max_error, poison_
-from kernels.compile import ARCHITECTURES
+from kernels.architectures import CUDA_ARCHITECTURES
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
@@ -111,7 +111,7 @@ def test_nothing_to_merge(shape, device):
     assert merged_lse.shape == shape[:2]
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", CUDA_ARCHITECTURES)
 def test_compiled_to_16_byte_accesses_without_spills(arch, memory_op_resources):
     rows = memory_op_resources(arch, "merge_attention_states")
     assert {"fp16 d80", "bf16 d80"} <= {row["config"] for row in rows}

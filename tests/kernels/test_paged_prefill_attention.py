@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from kernels import paged_decode_attention, paged_prefill_attention, reference
 from kernels.accuracy import LAYOUTS, compare_with_twin, max_error, random_paged_batch
-from kernels.compile import ARCHITECTURES
+from kernels.architectures import CUDA_ARCHITECTURES
 from kernels.shipped import HEAD_DIMS
 
 # The interpreter computes rows and tiles that are masked afterwards, and numpy reports their NaNs.
@@ -505,7 +505,7 @@ def test_good_call_is_accepted(device):
     assert not call["out"].any()
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(scope="module", params=CUDA_ARCHITECTURES)
 def compiled(request, shipped_resources):
     """Every bf16 configuration on one architecture; fp16 where registers are scarcest."""
     rows = shipped_resources(request.param, "paged_prefill_attention", match="bf16")

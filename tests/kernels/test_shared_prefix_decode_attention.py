@@ -18,7 +18,7 @@ from kernels.accuracy import (
     max_error,
     random_shared_prefix_args,
 )
-from kernels.compile import ARCHITECTURES
+from kernels.architectures import CUDA_ARCHITECTURES
 
 # The interpreter computes rows and tiles that are masked afterwards, and numpy reports their NaNs.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -243,7 +243,7 @@ def test_block_ids_beyond_32_bit_offsets(device, huge_cache):
     assert max_error(out[0], want) < 2e-3
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", CUDA_ARCHITECTURES)
 def test_compiled_for_tensor_cores_without_spills(arch, shipped_resources):
     match = "bf16 d128" if arch == "sm_90" else "bf16 d256"
     rows = shipped_resources(arch, "shared_prefix_decode_attention", match=match)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from kernels import reference, swap_blocks
 from kernels.accuracy import bits, poison_
+from kernels.architectures import CUDA_ARCHITECTURES
 from kernels.block_layout import CACHE_DTYPES
-from kernels.compile import ARCHITECTURES
 
 
 def on_gpu(tensor, device):
@@ -120,7 +120,7 @@ def test_offsets_beyond_32_bits(device, huge_tensor):
     assert not src_cache[:, :, 0].any()
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", CUDA_ARCHITECTURES)
 def test_compiled_to_16_byte_accesses_without_spills(arch, memory_op_resources):
     rows = memory_op_resources(arch, "swap_blocks")
     assert {"fp16 d80", "fp16 d80 hnd"} <= {row["config"] for row in rows}
