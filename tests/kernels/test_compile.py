@@ -152,7 +152,7 @@ def test_amd_store_and_copies_move_16_bytes_at_a_time(amd_rows):
         pytest.param("sm_90", (168, 106_240, 4), ("shared memory", 2), id="sm90-shared-memory"),
         pytest.param("sm_90", (129, 0, 8), ("registers", 1), id="sm90-registers-in-units-of-8"),
         pytest.param("sm_90", (128, 0, 8), ("registers", 2), id="sm90-registers"),
-        pytest.param("sm_80", (32, 0, 8), ("warps", 8), id="sm80-warps"),
+        pytest.param("sm_80", (24, 0, 8), ("warps", 8), id="sm80-warps"),
         pytest.param("sm_100", (16, 0, 1), ("programs", 32), id="sm100-programs"),
         pytest.param("sm_80", (16, 166_912, 4), ("shared memory", 1), id="sm80-largest-program"),
         pytest.param("gfx942", (129, 16384, 4), ("registers", 3), id="gfx942-registers"),
