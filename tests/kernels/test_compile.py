@@ -157,7 +157,7 @@ def test_amd_store_and_copies_move_16_bytes_at_a_time(amd_rows):
         pytest.param("sm_80", (16, 166_912, 4), ("shared memory", 1), id="sm80-largest-program"),
         pytest.param("gfx942", (129, 16384, 4), ("registers", 3), id="gfx942-registers"),
         pytest.param("gfx942", (64, 16384, 4), ("shared memory", 4), id="gfx942-shared-memory"),
-        pytest.param("gfx942", (64, 0, 4), ("warps", 8), id="gfx942-warps"),
+        pytest.param("gfx942", (56, 0, 4), ("warps", 8), id="gfx942-warps"),
     ],
 )
 def test_resident_programs(arch, used, expected):
