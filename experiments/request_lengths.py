@@ -55,6 +55,23 @@ class RequestLengths:
         return max(map(sum, zip(self.prompts, self.outputs, strict=True)))
 
 
+def log_normal_trace(lengths: LogNormalLengths, num_requests: int) -> cache.Trace:
+    """``num_requests`` of these requests, a millisecond apart.  A longer trace begins with it."""
+    rng = generator(lengths.seed)
+    return cache.Trace.from_requests(
+        (
+            (
+                index,
+                log_normal_tokens(rng, lengths.prompt, _SIGMA),
+                log_normal_tokens(rng, lengths.output, _SIGMA),
+                (),
+            )
+            for index in range(num_requests)
+        ),
+        name=lengths.name,
+    )
+
+
 def sample(
     source: Source | LogNormalLengths, num_requests: int, *, max_tokens: int | None = None
 ) -> RequestLengths:
@@ -66,19 +83,7 @@ def sample(
     import numpy as np
 
     if isinstance(source, LogNormalLengths):
-        rng = generator(source.seed)
-        trace = cache.Trace.from_requests(
-            (
-                (
-                    index,
-                    log_normal_tokens(rng, source.prompt, _SIGMA),
-                    log_normal_tokens(rng, source.output, _SIGMA),
-                    (),
-                )
-                for index in range(num_requests)
-            ),
-            name=source.name,
-        )
+        trace = log_normal_trace(source, num_requests)
     else:
         trace = workloads.load(source)
     allowed = trace.output_lengths <= MAX_OUTPUT_TOKENS

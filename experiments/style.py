@@ -33,7 +33,8 @@ GREY = "#777777"
 _DASHES = {"dashed": (4, 1.5), "dotted": (1, 1.2), "dashdot": (4, 1.2, 1, 1.2)}
 
 
-def _line(color: str, marker: str, dashes: str = "solid", fill: bool = True) -> dict:
+def line(color: str, marker: str, dashes: str = "solid", fill: bool = True) -> dict:
+    """Line properties for ``Axes.plot``; ``dashes``: solid, dashed, dotted or dashdot."""
     return {
         "color": color,
         "marker": marker,
@@ -43,21 +44,21 @@ def _line(color: str, marker: str, dashes: str = "solid", fill: bool = True) -> 
 
 
 _POLICIES = {
-    "infinite": {**_line(GREY, "", "dotted"), "linewidth": 1.0},
-    "belady": _line(BLACK, "", "dashed"),
-    "lru": _line(BLUE, "o"),
-    "fifo": _line(ORANGE, "s"),
-    "lfu": _line(GREEN, "^"),
-    "slru": _line(SKY, "D"),
-    "lru_k": _line(RED, "v"),
-    "two_q": _line(PINK, "P"),
-    "arc": _line(RED, "X", "dashed"),
-    "s3fifo": _line(BLUE, "s", "dashed", fill=False),
-    "sieve": _line(GREEN, "o", "dashed", fill=False),
-    "mq": _line(ORANGE, "^", "dashed", fill=False),
-    "gdsf": _line(SKY, "v", "dashdot", fill=False),
-    "random": _line(GREY, "x"),
-    "mru": _line(GREY, "+", "dashdot"),
+    "infinite": {**line(GREY, "", "dotted"), "linewidth": 1.0},
+    "belady": line(BLACK, "", "dashed"),
+    "lru": line(BLUE, "o"),
+    "fifo": line(ORANGE, "s"),
+    "lfu": line(GREEN, "^"),
+    "slru": line(SKY, "D"),
+    "lru_k": line(RED, "v"),
+    "two_q": line(PINK, "P"),
+    "arc": line(RED, "X", "dashed"),
+    "s3fifo": line(BLUE, "s", "dashed", fill=False),
+    "sieve": line(GREEN, "o", "dashed", fill=False),
+    "mq": line(ORANGE, "^", "dashed", fill=False),
+    "gdsf": line(SKY, "v", "dashdot", fill=False),
+    "random": line(GREY, "x"),
+    "mru": line(GREY, "+", "dashdot"),
 }
 
 POLICY_LABELS = {
@@ -84,7 +85,7 @@ def policy_lines(policies: Iterable[str]) -> dict[str, dict]:
 
     A user's policy takes the next of a few thick lines that no known policy has.
     """
-    own = cycle([_line(RED, "*"), _line(PINK, "p"), _line(BLACK, "h")])
+    own = cycle([line(RED, "*"), line(PINK, "p"), line(BLACK, "h")])
     return {
         policy: {
             **(_POLICIES.get(policy) or {**next(own), "linewidth": 1.8, "markersize": 5}),
@@ -107,8 +108,10 @@ def figures() -> Iterator[None]:
         plt.close("all")
 
 
-def panel_grid(count: int, *, height: float, columns: int = 3, **options) -> Panels:
-    """``count`` panels in rows of up to ``columns``, each ``height`` inches high.
+def panel_grid(
+    count: int, *, height: float, width: float = 2.33, columns: int = 3, **options
+) -> Panels:
+    """``count`` panels in rows of up to ``columns``, each ``height`` inches high and ``width`` wide.
 
     ``options`` go to ``matplotlib.pyplot.subplots``.
     """
@@ -120,7 +123,7 @@ def panel_grid(count: int, *, height: float, columns: int = 3, **options) -> Pan
         rows,
         columns,
         squeeze=False,
-        figsize=(max(3.5, 2.33 * columns), 0.5 + height * rows),
+        figsize=(max(3.5, width * columns), 0.5 + height * rows),
         **options,
     )
     panels, spare = list(axes.flat[:count]), list(axes.flat[count:])
