@@ -1,0 +1,210 @@
+"""Times of GPU work, and the two rates of the card that they are held against.
+
+Every sample starts with a cold L2: a buffer larger than it is overwritten first, as
+`triton.testing.do_bench` does (`do_bench_cudagraph` does not).  With ``launch="graph"`` the work is
+captured in a CUDA graph and a sample is one replay, so that neither launches nor Python are in the
+time; with ``launch="eager"`` a sample is a call.  Times are of the device's clock, between two
+events.  Without a CUDA device there are no times.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+Launch = Literal["graph", "eager"]
+Ceiling = Literal["copy", "device_to_host", "host_to_device"]
+
+_MIN_SAMPLES, _MAX_SAMPLES = 7, 300
+_FLUSH_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class Times:
+    """Quantiles of one call's time in microseconds."""
+
+    p20: float
+    p50: float
+    p80: float
+    samples: int
+
+    def columns(self) -> dict[str, float | int]:
+        """As columns of a table."""
+        return {"p20_us": self.p20, "p50_us": self.p50, "p80_us": self.p80, "samples": self.samples}
+
+
+NO_TIMES = {"p20_us": None, "p50_us": None, "p80_us": None, "samples": 0}
+"""The columns of ``Times`` where nothing was timed."""
+
+
+def time_call(
+    call: Callable[[], object], *, launch: Launch = "graph", budget_ms: float = 60.0
+) -> Times:
+    """Time ``call``, which works on the current CUDA device.
+
+    budget_ms: device time to spend on samples, the overwriting of L2 included; at least 7 samples
+    are taken.  Raises RuntimeError without a CUDA device, and for a graph of work that cannot be
+    captured.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        raise RuntimeError("there is no CUDA device to time on")
+    for _ in range(2):  # compile, and load modules
+        call()
+    torch.cuda.synchronize()
+    return measure(
+        _captured(call) if launch == "graph" else call,
+        flush=_l2_buffer().zero_,
+        event=functools.partial(torch.cuda.Event, enable_timing=True),
+        synchronize=torch.cuda.synchronize,
+        budget_ms=budget_ms,
+    )
+
+
+def measure(
+    call: Callable[[], object],
+    *,
+    flush: Callable[[], object],
+    event: Callable[[], Any],
+    synchronize: Callable[[], None],
+    budget_ms: float,
+) -> Times:
+    """The sampling of ``time_call``: a flush and an event before each call, an event after it.
+
+    event: makes an object with ``record`` and ``elapsed_time(end)`` in milliseconds.
+    """
+
+    def sample(count: int) -> tuple[list[float], float]:
+        """``count`` times of the call, and the time of all this."""
+        pairs = [(event(), event()) for _ in range(count)]
+        for start, end in pairs:
+            flush()
+            start.record()
+            call()
+            end.record()
+        synchronize()
+        return [start.elapsed_time(end) for start, end in pairs], pairs[0][0].elapsed_time(
+            pairs[-1][1]
+        )
+
+    _, total_ms = sample(3)
+    per_sample = max(total_ms / 3, 1e-3)
+    count = max(_MIN_SAMPLES, min(_MAX_SAMPLES, int(budget_ms / per_sample)))
+    times, _ = sample(count)
+    return Times(*(1e3 * _quantile(times, q) for q in (0.2, 0.5, 0.8)), samples=count)
+
+
+def _quantile(values: list[float], q: float) -> float:
+    """Linear interpolation between order statistics, as NumPy's default."""
+    ordered = sorted(values)
+    place = q * (len(ordered) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+def _captured(call: Callable[[], object]) -> Callable[[], None]:
+    import torch
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+@functools.lru_cache(maxsize=1)
+def _l2_buffer() -> torch.Tensor:
+    import torch
+
+    l2_bytes = torch.cuda.get_device_properties().L2_cache_size
+    return torch.empty(max(_FLUSH_BYTES, 4 * l2_bytes), dtype=torch.int8, device="cuda")
+
+
+@functools.lru_cache
+def copy_bandwidth(ceiling: Ceiling = "copy") -> float:
+    """Bytes per second of a large copy on the device, or between it and pinned host memory.
+
+    On the device bytes read and bytes written both count.
+    """
+    import torch
+
+    num_elements = 2**30 if ceiling == "copy" else 2**27
+    on_device = torch.empty(num_elements, dtype=torch.bfloat16, device="cuda").normal_()
+    if ceiling == "copy":
+        other = torch.empty_like(on_device)
+    else:
+        other = torch.empty(num_elements, dtype=torch.bfloat16, pin_memory=True)
+    source, target = (other, on_device) if ceiling == "host_to_device" else (on_device, other)
+    times = time_call(lambda: target.copy_(source, non_blocking=True), budget_ms=100)
+    return (2 if ceiling == "copy" else 1) * source.nbytes / (times.p50 * 1e-6)
+
+
+@functools.lru_cache(maxsize=1)
+def matmul_rate() -> float:
+    """FLOP per second of an 8192 x 8192 x 8192 bf16 matrix product of random data."""
+    import torch
+
+    size = 8192
+    a, b = (torch.randn(size, size, device="cuda").bfloat16() for _ in range(2))
+    out = torch.empty_like(a)
+    seconds = time_call(lambda: torch.mm(a, b, out=out), budget_ms=100).p50 * 1e-6
+    return 2 * size**3 / seconds
+
+
+def timed_columns(
+    call: Callable[[], object],
+    *,
+    num_bytes: float,
+    flops: float,
+    ceiling: Ceiling = "copy",
+    launch: Launch,
+    budget_ms: float,
+) -> dict[str, Any]:
+    """Times of ``call`` and what they mean, as columns; without a CUDA device all None.
+
+    num_bytes, flops: the fewest that the call must move and do.  The peaks are what a copy and a
+    matrix product reached on this card in this process, the fractions are shares of them.
+    """
+    import torch
+
+    columns = {"launch": launch, "l2": "cold", "bytes": num_bytes, "flops": flops, **NO_TIMES}
+    names = ("gb_per_s", "tflop_per_s", "peak_gb_per_s", "peak_tflop_per_s")
+    columns |= dict.fromkeys((*names, "bandwidth_fraction", "matmul_fraction"))
+    if not torch.cuda.is_available():
+        return columns
+    bandwidth, rate = copy_bandwidth(ceiling), matmul_rate()
+    times = time_call(call, launch=launch, budget_ms=budget_ms)
+    seconds = times.p50 * 1e-6
+    return {
+        **columns,
+        **times.columns(),
+        "gb_per_s": num_bytes / seconds / 1e9,
+        "tflop_per_s": flops / seconds / 1e12,
+        "peak_gb_per_s": bandwidth / 1e9,
+        "peak_tflop_per_s": rate / 1e12,
+        "bandwidth_fraction": num_bytes / seconds / bandwidth,
+        "matmul_fraction": flops / seconds / rate,
+    }
+
+
+@contextlib.contextmanager
+def out_of_memory_is(error: type[Exception]):
+    """Turns the device's running out of memory into ``error``, and frees what is cached."""
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError as reason:
+        message = str(reason).split(". ")[0]
+    else:
+        return
+    torch.cuda.empty_cache()
+    raise error(message)
