@@ -5,7 +5,9 @@ fp64 and `low` the same eager computation in the kernel's dtype,
 
     max|out - ref| <= 2 * max|low - ref| + 1e-5
 
-so the tolerance follows from the data instead of being tuned. Inputs are hostile on purpose: block
+so the tolerance follows from the data instead of being tuned. With an fp8 cache `ref` and `low`
+read the same quantised numbers, times their scales in fp64 and in the queries' dtype: what is judged
+is the attention, not the quantisation, which has to be exact. Inputs are hostile on purpose: block
 tables are shuffled, their padding is garbage, and every slot that must not matter holds NaN or Inf.
 """
 
@@ -163,6 +165,7 @@ def random_paged_batch(
     block_size: int,
     dtype: torch.dtype,
     device: torch.device | str,
+    kv_dtype: torch.dtype | None = None,
     query_lens: Sequence[int] | None = None,
     layout: str = "NHD",
     seed: int = 0,
@@ -170,6 +173,7 @@ def random_paged_batch(
 ) -> PagedBatch:
     """Normally distributed queries, keys and values in a shuffled, poisoned paged cache.
 
+    dtype, kv_dtype: of the queries, and of the cache if that is another (fp8).
     query_lens: queries per sequence, the last ones of its context; 1 each (decode) if None.
     hidden_tokens: leading tokens of each sequence that no query may see (a window; negative counts
         as none): their slots are poisoned too, and table entries of blocks that hold nothing else
@@ -190,8 +194,9 @@ def random_paged_batch(
     padding = torch.tensor([-1, 2**31 - 1, -(2**31), num_blocks + 7], dtype=torch.int32)
     max_blocks = max(num_blocks_of, default=0) + 2
     tables = padding[torch.randint(0, 4, (batch, max_blocks), generator=placement)]
+    kv_dtype = kv_dtype or dtype
     k_cache, v_cache = make_cache(
-        num_blocks, block_size, num_kv_heads, head_dim, dtype=dtype, device=device, layout=layout
+        num_blocks, block_size, num_kv_heads, head_dim, dtype=kv_dtype, device=device, layout=layout
     )
     used = 0
     for row, (length, hidden) in enumerate(zip(context_lens, hidden_tokens, strict=True)):
@@ -203,7 +208,7 @@ def random_paged_batch(
         where = (blocks[positions // block_size].to(device), (positions % block_size).to(device))
         for cache in (k_cache, v_cache):
             rows = torch.randn(len(positions), num_kv_heads, head_dim, generator=generator)
-            cache[where] = rows.to(device, dtype)
+            bits(cache)[where] = bits(rows.to(device, kv_dtype))
 
     q = torch.randn(sum(query_lens), num_q_heads, head_dim, generator=generator)
     return PagedBatch(

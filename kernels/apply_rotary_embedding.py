@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from kernels.checks import FLOAT_DTYPES, check_rotary, check_tensor
+from kernels.fp8_cache import to_cache
 from kernels.primitives import cast
 from kernels.tiles import padded_dim, rotary_tile
 from kernels.torch_ops import functional_op
@@ -28,6 +29,7 @@ def rotate_rows(
     cos_ptrs,
     sin_ptrs,
     row_mask,
+    scales,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
@@ -36,10 +38,12 @@ def rotate_rows(
 ):
     """Write rows of head_dim elements rotated. All pointers: [rows], to the start of each row.
 
-    HALF_PADDED: rotary_dim / 2 rounded up to a size that a tile can have. Source and destination
-    may be the same memory.
+    scales: of rows that go to an fp8 cache, a scalar or [rows, 1], or None for 1. HALF_PADDED:
+    rotary_dim / 2 rounded up to a size that a tile can have. Source and destination may be the same
+    memory.
     """
-    dtype: tl.constexpr = dst_ptrs.dtype.element_ty
+    dtype: tl.constexpr = src_ptrs.dtype.element_ty
+    dst_dtype: tl.constexpr = dst_ptrs.dtype.element_ty
     HALF: tl.constexpr = ROTARY_DIM // 2
     PAIRS: tl.constexpr = HEAD_DIM_PADDED // 2 if INTERLEAVED else HALF_PADDED
     pairs = tl.arange(0, PAIRS)
@@ -55,20 +59,22 @@ def rotate_rows(
         new_b = cast(b.to(tl.float32) * cos + a.to(tl.float32) * sin, dtype)
         rotated = (pairs < HALF)[None, :]
         y = tl.join(tl.where(rotated, new_a, a), tl.where(rotated, new_b, b))
-        tl.store(dst_ptrs[:, None] + offs_d[None, :], tl.reshape(y, x.shape), mask=mask)
+        y = to_cache(tl.reshape(y, x.shape), scales, dst_dtype)
+        tl.store(dst_ptrs[:, None] + offs_d[None, :], y, mask=mask)
     else:
         a = tl.load(src_ptrs[:, None] + pairs[None, :], mask=pair_mask, other=0.0).to(tl.float32)
         b = tl.load(src_ptrs[:, None] + HALF + pairs[None, :], mask=pair_mask, other=0.0).to(
             tl.float32
         )
-        tl.store(dst_ptrs[:, None] + pairs[None, :], cast(a * cos - b * sin, dtype), pair_mask)
-        tl.store(
-            dst_ptrs[:, None] + HALF + pairs[None, :], cast(b * cos + a * sin, dtype), pair_mask
-        )
+        new_a = to_cache(cast(a * cos - b * sin, dtype), scales, dst_dtype)
+        new_b = to_cache(cast(b * cos + a * sin, dtype), scales, dst_dtype)
+        tl.store(dst_ptrs[:, None] + pairs[None, :], new_a, pair_mask)
+        tl.store(dst_ptrs[:, None] + HALF + pairs[None, :], new_b, pair_mask)
         if ROTARY_DIM < HEAD_DIM:
             offs_d = tl.arange(0, HEAD_DIM_PADDED)
             mask = row_mask[:, None] & ((offs_d >= ROTARY_DIM) & (offs_d < HEAD_DIM))[None, :]
             x = tl.load(src_ptrs[:, None] + offs_d[None, :], mask=mask)
+            x = to_cache(x, scales, dst_dtype)
             tl.store(dst_ptrs[:, None] + offs_d[None, :], x, mask=mask)
 
 
@@ -104,6 +110,7 @@ def _apply_rotary_embedding_kernel(
         cos_ptr + positions * stride_cos,
         sin_ptr + positions * stride_sin,
         row_mask,
+        None,
         HEAD_DIM,
         HEAD_DIM_PADDED,
         ROTARY_DIM,

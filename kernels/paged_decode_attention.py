@@ -31,6 +31,16 @@ from kernels.checks import (
     check_score_options,
     check_tensor,
 )
+from kernels.fp8_cache import (
+    CACHE_DTYPES,
+    Scale,
+    cache_argument,
+    check_cache_scales,
+    dtypes_beside,
+    from_cache,
+    load_scale,
+    scale_arguments,
+)
 from kernels.primitives import (
     LN_2,
     add_sinks,
@@ -71,6 +81,8 @@ def _paged_decode_kernel(
     context_lens_ptr,
     alibi_slopes_ptr,
     sinks_ptr,
+    k_scale,
+    v_scale,
     scale,
     softcap,
     window_size,
@@ -87,6 +99,8 @@ def _paged_decode_kernel(
     stride_v_head,
     stride_table,
     stride_alibi_seq,
+    stride_k_scale,
+    stride_v_scale,
     NUM_KV_HEADS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -136,6 +150,8 @@ def _paged_decode_kernel(
         slope_ptrs = alibi_slopes_ptr + seq * stride_alibi_seq + heads
         alibi_slopes = tl.load(slope_ptrs, mask=head_mask, other=0.0)[:, None]
 
+    if k_scale is not None:
+        scale *= load_scale(k_scale, kv_head, stride_k_scale)
     k_ptr = k_cache_ptr + kv_head.to(tl.int64) * stride_k_head
     v_ptr = v_cache_ptr + kv_head.to(tl.int64) * stride_v_head
     table_ptr = block_tables_ptr + seq * stride_table
@@ -158,7 +174,7 @@ def _paged_decode_kernel(
             k = load_rows(k_ptrs, token_mask, dim_mask, TAIL, MASK_DIMS)
             v = load_rows(v_ptrs, token_mask, dim_mask, TAIL, MASK_DIMS)
 
-            qk = dot(q, tl.trans(k), None, PRECISION)  # [TILE_M, TILE_N]
+            qk = dot(q, tl.trans(from_cache(k, q.dtype)), None, PRECISION)  # [TILE_M, TILE_N]
             distances = (context_len - 1 - positions)[None, :]
             scores = log2_scores(
                 qk, scale, softcap, alibi_slopes, distances, HAS_SOFTCAP, HAS_ALIBI
@@ -166,9 +182,11 @@ def _paged_decode_kernel(
             if TAIL:
                 scores = tl.where(token_mask[None, :], scores, float("-inf"))
             acc, row_max, row_sum = online_softmax_update(
-                scores, v, acc, row_max, row_sum, PRECISION
+                scores, from_cache(v, q.dtype), acc, row_max, row_sum, PRECISION
             )
 
+    if v_scale is not None:
+        acc *= load_scale(v_scale, kv_head, stride_v_scale)
     row_sum = tl.sum(row_sum, axis=1)
     if IS_SPLIT:
         out, lse = normalise(acc, row_max, row_sum)
@@ -265,6 +283,8 @@ def paged_decode_attention(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    k_scale: Scale = None,
+    v_scale: Scale = None,
     num_splits: int | None = None,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
@@ -277,8 +297,8 @@ def paged_decode_attention(
 
     Args:
         q: (batch, num_q_heads, head_dim), fp16, bf16 or fp32; head_dim 16 to 256. batch <= 65535.
-        k_cache, v_cache: (num_blocks, block_size, num_kv_heads, head_dim) in q's dtype, any strides
-            but a contiguous last dimension. num_q_heads is a multiple of num_kv_heads.
+        k_cache, v_cache: (num_blocks, block_size, num_kv_heads, head_dim) in q's dtype or fp8 e4m3,
+            any strides but a contiguous last dimension. num_q_heads is a multiple of num_kv_heads.
         block_tables: (batch, max_blocks) int32. Entries past a sequence's last block, and those
             before its window, are never read.
         context_lens: (batch,) int32, tokens per sequence including the current one.
@@ -287,6 +307,8 @@ def paged_decode_attention(
         softcap: scores become softcap * tanh(score / softcap); 0 for none.
         alibi_slopes: (num_q_heads,) or (batch, num_q_heads) fp32; adds -slope * distance.
         sinks: (num_q_heads,) logits that join the softmax denominator but carry no value (gpt-oss).
+        k_scale, v_scale: of an fp8 cache, whose keys and values are what it holds times these: a
+            number, or an fp32 tensor of one element or of num_kv_heads. None for 1.
         num_splits: programs that share a sequence's tokens. At a given num_splits the result of a
             sequence is bitwise the same whatever else is in the batch. None chooses from batch,
             num_kv_heads, max_blocks * block_size, window_size and the GPU, never from device
@@ -307,11 +329,12 @@ def paged_decode_attention(
         ValueError: a shape, dtype, device, stride or option that does not fit; where the tensors
             lie in host memory also a table too narrow for a context length, or an invalid block id.
     """
-    check_kv_cache(k_cache, v_cache)
+    check_kv_cache(k_cache, v_cache, dtypes=CACHE_DTYPES)
+    check_cache_scales(k_scale, v_scale, k_cache)
     _, block_size, num_kv_heads, head_dim = k_cache.shape
     device = k_cache.device
     dims = {"batch": None, "num_q_heads": None, "head_dim": head_dim}
-    check_tensor("q", q, dims, dtypes=(k_cache.dtype,), device=device)
+    check_tensor("q", q, dims, dtypes=dtypes_beside(k_cache), device=device)
     check_heads(q, k_cache)
     batch, num_q_heads, _ = q.shape
     check_grid_dim("q", "batch", batch)
@@ -343,7 +366,7 @@ def paged_decode_attention(
     group_size = num_q_heads // num_kv_heads
     target = target_of(device)
     head_dim_padded = padded_dim(head_dim)
-    tile = decode_tile(group_size, head_dim_padded, k_cache.dtype, target)
+    tile = decode_tile(group_size, head_dim_padded, q.dtype, target, k_cache.itemsize)
     head_tiles = num_kv_heads * triton.cdiv(group_size, tile.tile_m)
     if num_splits is None:
         max_tokens = block_tables.shape[1] * block_size
@@ -355,6 +378,8 @@ def paged_decode_attention(
         partial_out = torch.empty(*states, head_dim, dtype=torch.float32, device=device)
         partial_lse = torch.empty(states, dtype=torch.float32, device=device)
 
+    k_scale, stride_k_scale = scale_arguments(k_scale)
+    v_scale, stride_v_scale = scale_arguments(v_scale)
     window = 0 if window_size is None else window_size
     shared = {
         "HEAD_DIM": head_dim,
@@ -367,12 +392,14 @@ def paged_decode_attention(
         partial_out if is_split else out,
         partial_lse if is_split else lse,
         q,
-        k_cache,
-        v_cache,
+        cache_argument(k_cache),
+        cache_argument(v_cache),
         block_tables,
         context_lens,
         alibi_slopes,
         sinks,
+        k_scale,
+        v_scale,
         head_dim**-0.5 if scale is None else scale,
         softcap,
         window,
@@ -383,6 +410,8 @@ def paged_decode_attention(
         *v_cache.stride()[:3],
         block_tables.stride(0),
         alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0,
+        stride_k_scale,
+        stride_v_scale,
         NUM_KV_HEADS=num_kv_heads,
         GROUP_SIZE=group_size,
         BLOCK_SIZE=block_size,

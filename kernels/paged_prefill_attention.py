@@ -36,6 +36,16 @@ from kernels.checks import (
     check_score_options,
     check_tensor,
 )
+from kernels.fp8_cache import (
+    CACHE_DTYPES,
+    Scale,
+    cache_argument,
+    check_cache_scales,
+    dtypes_beside,
+    from_cache,
+    load_scale,
+    scale_arguments,
+)
 from kernels.primitives import (
     LN_2,
     add_sinks,
@@ -72,6 +82,8 @@ def _paged_prefill_kernel(
     kv_starts_ptr,
     alibi_slopes_ptr,
     sinks_ptr,
+    k_scale,
+    v_scale,
     scale,
     softcap,
     window_left,
@@ -90,6 +102,8 @@ def _paged_prefill_kernel(
     stride_v_head,
     stride_table,
     stride_alibi_seq,
+    stride_k_scale,
+    stride_v_scale,
     NUM_KV_HEADS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -160,6 +174,8 @@ def _paged_prefill_kernel(
         slope_ptrs = alibi_slopes_ptr + seq.to(tl.int64) * stride_alibi_seq + heads
         alibi_slopes = tl.load(slope_ptrs, mask=rows < num_rows, other=0.0)[:, None]
 
+    if k_scale is not None:
+        scale *= load_scale(k_scale, kv_head, stride_k_scale)
     k_ptr = k_cache_ptr + kv_head.to(tl.int64) * stride_k_head
     v_ptr = v_cache_ptr + kv_head.to(tl.int64) * stride_v_head
     table_ptr = block_tables_ptr
@@ -199,7 +215,7 @@ def _paged_prefill_kernel(
             k = load_rows(k_ptrs, token_mask, dim_mask, REGION != 1, MASK_DIMS)
             v = load_rows(v_ptrs, token_mask, dim_mask, REGION != 1, MASK_DIMS)
 
-            qk = dot(q, tl.trans(k), None, PRECISION)  # [TILE_M, TILE_N]
+            qk = dot(q, tl.trans(from_cache(k, q.dtype)), None, PRECISION)  # [TILE_M, TILE_N]
             distances = positions_q[:, None] - positions[None, :]  # [TILE_M, TILE_N]
             scores = log2_scores(
                 qk, scale, softcap, alibi_slopes, tl.abs(distances), HAS_SOFTCAP, HAS_ALIBI
@@ -212,9 +228,11 @@ def _paged_prefill_kernel(
                     visible = visible & (distances <= window_left)
                 scores = tl.where(visible, scores, float("-inf"))
             acc, row_max, row_sum = online_softmax_update(
-                scores, v, acc, row_max, row_sum, PRECISION
+                scores, from_cache(v, q.dtype), acc, row_max, row_sum, PRECISION
             )
 
+    if v_scale is not None:
+        acc *= load_scale(v_scale, kv_head, stride_v_scale)
     if sinks_ptr is not None:
         sinks = tl.load(sinks_ptr + heads, mask=rows < num_rows, other=0.0)
         acc, row_max, row_sum = add_sinks(acc, row_max, row_sum, sinks)
@@ -241,6 +259,8 @@ def launch_prefill(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    k_scale: Scale = None,
+    v_scale: Scale = None,
     kv_starts: torch.Tensor | None = None,
     paged: bool = True,
 ) -> None:
@@ -258,25 +278,29 @@ def launch_prefill(
     if total_q == 0 or batch == 0 or max_seqlen_q == 0:
         return
     head_dim_padded = padded_dim(head_dim)
-    tile = prefill_tile(head_dim_padded, k_cache.dtype, target_of(q.device))
+    tile = prefill_tile(head_dim_padded, q.dtype, target_of(q.device))
     tiles_per_seq = triton.cdiv(max_seqlen_q * group_size, tile.tile_m)
     num_tiles = total_q * group_size // tile.tile_m + batch
     search = num_tiles < batch * tiles_per_seq
     if not search:
         num_tiles = batch * tiles_per_seq
     left, right = window
+    k_scale, stride_k_scale = scale_arguments(k_scale)
+    v_scale, stride_v_scale = scale_arguments(v_scale)
     _paged_prefill_kernel[(num_tiles, num_kv_heads)](
         out,
         lse,
         q,
-        k_cache,
-        v_cache,
+        cache_argument(k_cache),
+        cache_argument(v_cache),
         block_tables,
         cu_seqlens_q,
         context_lens,
         kv_starts,
         alibi_slopes,
         sinks,
+        k_scale,
+        v_scale,
         head_dim**-0.5 if scale is None else scale,
         softcap,
         0 if left is None else min(left, _NO_LIMIT),
@@ -289,6 +313,8 @@ def launch_prefill(
         *v_cache.stride()[:3],
         0 if block_tables is None else block_tables.stride(0),
         alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0,
+        stride_k_scale,
+        stride_v_scale,
         NUM_KV_HEADS=num_kv_heads,
         GROUP_SIZE=group_size,
         HEAD_DIM=head_dim,
@@ -322,6 +348,8 @@ def paged_prefill_attention(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    k_scale: Scale = None,
+    v_scale: Scale = None,
     causal: bool = True,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
@@ -335,8 +363,8 @@ def paged_prefill_attention(
 
     Args:
         q: (total_q, num_q_heads, head_dim), fp16, bf16 or fp32; head_dim 16 to 256.
-        k_cache, v_cache: (num_blocks, block_size, num_kv_heads, head_dim) in q's dtype, any strides
-            but a contiguous last dimension. num_q_heads is a multiple of num_kv_heads.
+        k_cache, v_cache: (num_blocks, block_size, num_kv_heads, head_dim) in q's dtype or fp8 e4m3,
+            any strides but a contiguous last dimension. num_q_heads is a multiple of num_kv_heads.
         block_tables: (batch, max_blocks) int32. Entries past a sequence's last block, and those
             before the window of its first query, are never read.
         cu_seqlens_q: (batch + 1,) int32, where in q each sequence's queries start, from 0. Rows of
@@ -348,6 +376,8 @@ def paged_prefill_attention(
         softcap: scores become softcap * tanh(score / softcap); 0 for none.
         alibi_slopes: (num_q_heads,) or (batch, num_q_heads) fp32; adds -slope * |distance|.
         sinks: (num_q_heads,) logits that join the softmax denominator without a value (gpt-oss).
+        k_scale, v_scale: of an fp8 cache, whose keys and values are what it holds times these: a
+            number, or an fp32 tensor of one element or of num_kv_heads. None for 1.
         causal: a query sees no later token (bottom-right aligned); if False it sees all of those in
             the cache.
         out: (total_q, num_q_heads, head_dim) to write to, in q's dtype or fp32; allocated if None.
@@ -367,11 +397,12 @@ def paged_prefill_attention(
             lie in host memory also query starts that do not ascend or contradict max_seqlen_q, a
             table too narrow for a context length, or an invalid block id.
     """
-    check_kv_cache(k_cache, v_cache)
+    check_kv_cache(k_cache, v_cache, dtypes=CACHE_DTYPES)
+    check_cache_scales(k_scale, v_scale, k_cache)
     head_dim = k_cache.shape[3]
     device = k_cache.device
     dims = {"total_q": None, "num_q_heads": None, "head_dim": head_dim}
-    check_tensor("q", q, dims, dtypes=(k_cache.dtype,), device=device)
+    check_tensor("q", q, dims, dtypes=dtypes_beside(k_cache), device=device)
     check_heads(q, k_cache)
     total_q, num_q_heads, _ = q.shape
     check_grid_dim("k_cache", "num_kv_heads", k_cache.shape[2])
@@ -425,5 +456,7 @@ def paged_prefill_attention(
         softcap=softcap,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
     return (out, lse) if return_lse else out

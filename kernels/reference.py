@@ -2,8 +2,9 @@
 
 A twin computes in the dtype of its inputs. Called with fp64 inputs it is the reference; called with
 the kernel's own fp16 or bf16 inputs it is the eager low-precision computation whose error the
-kernels are judged by (kernels/accuracy.py). The twins loop over sequences on the host and
-synchronise freely.
+kernels are judged by (kernels/accuracy.py). Of an fp8 cache both read the same quantised numbers,
+in fp64 and in the dtype of the queries. The twins loop over sequences on the host and synchronise
+freely.
 """
 
 from __future__ import annotations
@@ -12,6 +13,29 @@ from collections.abc import Sequence
 
 import torch
 
+from kernels.fp8_cache import FP8_DTYPE, Scale
+
+
+def quantise(x: torch.Tensor, scale: Scale = None) -> torch.Tensor:
+    """(num_tokens, num_kv_heads, head_dim) as an fp8 cache holds it: x / scale in fp32, saturated.
+
+    scale: a number, one element, or one per head.
+    """
+    x = x.float() if scale is None else x.float() / per_head(scale)
+    return x.clamp(-448, 448).to(FP8_DTYPE)
+
+
+def dequantise(x: torch.Tensor, scale: Scale, dtype: torch.dtype) -> torch.Tensor:
+    """(..., num_kv_heads, head_dim) of a cache in `dtype`, times the scale of an fp8 cache."""
+    if scale is None:
+        return x.to(dtype)
+    return (x.to(torch.promote_types(dtype, torch.float32)) * per_head(scale)).to(dtype)
+
+
+def per_head(scale: torch.Tensor | float) -> torch.Tensor | float:
+    """A scale that broadcasts against (..., num_kv_heads, head_dim)."""
+    return scale.reshape(-1, 1) if isinstance(scale, torch.Tensor) else scale
+
 
 def store_kvcache(
     key: torch.Tensor,
@@ -19,13 +43,20 @@ def store_kvcache(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    *,
+    k_scale: Scale = None,
+    v_scale: Scale = None,
 ) -> None:
     """Twin of `kernels.store_kvcache`."""
     block_size = k_cache.shape[1]
     tokens = (slot_mapping >= 0).nonzero().squeeze(1)
     slots = slot_mapping[tokens].long()
-    k_cache[slots // block_size, slots % block_size] = key[tokens]
-    v_cache[slots // block_size, slots % block_size] = value[tokens]
+    where = (slots // block_size, slots % block_size)
+    for x, cache, scale in ((key, k_cache, k_scale), (value, v_cache, v_scale)):
+        if cache.dtype == FP8_DTYPE:  # which PyTorch does not index on a CPU
+            cache.view(torch.uint8)[where] = quantise(x[tokens], scale).view(torch.uint8)
+        else:
+            cache[where] = x[tokens]
 
 
 def apply_rotary_embedding(
@@ -62,10 +93,13 @@ def rope_store_kvcache(
     sin: torch.Tensor,
     *,
     interleaved: bool = False,
+    k_scale: Scale = None,
+    v_scale: Scale = None,
 ) -> None:
     """Twin of `kernels.rope_store_kvcache`."""
     rotated = apply_rotary_embedding(key, positions, cos, sin, interleaved=interleaved)
-    store_kvcache(rotated, value, k_cache, v_cache, slot_mapping)
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    store_kvcache(rotated, value, k_cache, v_cache, slot_mapping, **scales)
     if query is not None:
         query.copy_(apply_rotary_embedding(query, positions, cos, sin, interleaved=interleaved))
 
@@ -76,7 +110,10 @@ def gather_tokens(
     """Tokens [first, last) of one sequence, (last - first, num_kv_heads, head_dim)."""
     block_size = cache.shape[1]
     positions = torch.arange(first, last, device=cache.device)
-    return cache[block_table[positions // block_size].long(), positions % block_size]
+    where = (block_table[positions // block_size].long(), positions % block_size)
+    if cache.dtype == FP8_DTYPE:
+        return cache.view(torch.uint8)[where].view(FP8_DTYPE)
+    return cache[where]
 
 
 def attention(
@@ -143,6 +180,8 @@ def paged_decode_attention(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    k_scale: Scale = None,
+    v_scale: Scale = None,
     num_splits: int | None = None,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
@@ -152,6 +191,7 @@ def paged_decode_attention(
     lse = torch.empty(q.shape[:2], dtype=q.dtype, device=q.device)
     for i, context_len in enumerate(context_lens.tolist()):
         first = 0 if window_size is None else max(0, context_len - window_size)
+        context = (block_tables[i], first, context_len)
         slopes = (
             alibi_slopes[i]
             if alibi_slopes is not None and alibi_slopes.dim() == 2
@@ -159,8 +199,8 @@ def paged_decode_attention(
         )
         seq_out, seq_lse = attention(
             q[i : i + 1],
-            gather_tokens(k_cache, block_tables[i], first, context_len),
-            gather_tokens(v_cache, block_tables[i], first, context_len),
+            dequantise(gather_tokens(k_cache, *context), k_scale, q.dtype),
+            dequantise(gather_tokens(v_cache, *context), v_scale, q.dtype),
             q_positions=torch.tensor([context_len - 1], device=q.device),
             k_positions=torch.arange(first, context_len, device=q.device),
             scale=scale,
@@ -187,6 +227,8 @@ def paged_prefill_attention(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    k_scale: Scale = None,
+    v_scale: Scale = None,
     causal: bool = True,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
@@ -201,6 +243,7 @@ def paged_prefill_attention(
             continue
         first_position = context_len - (rows.stop - rows.start)
         first = 0 if window_size is None else max(0, first_position - window_size + 1)
+        context = (block_tables[i], first, context_len)
         slopes = (
             alibi_slopes[i]
             if alibi_slopes is not None and alibi_slopes.dim() == 2
@@ -208,8 +251,8 @@ def paged_prefill_attention(
         )
         out[rows], lse[rows] = attention(
             q[rows],
-            gather_tokens(k_cache, block_tables[i], first, context_len),
-            gather_tokens(v_cache, block_tables[i], first, context_len),
+            dequantise(gather_tokens(k_cache, *context), k_scale, q.dtype),
+            dequantise(gather_tokens(v_cache, *context), v_scale, q.dtype),
             q_positions=torch.arange(first_position, context_len, device=q.device),
             k_positions=torch.arange(first, context_len, device=q.device),
             scale=scale,
@@ -281,6 +324,8 @@ def shared_prefix_decode_attention(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    k_scale: Scale = None,
+    v_scale: Scale = None,
     num_prefix_splits: int | None = None,
     num_splits: int | None = None,
     out: torch.Tensor | None = None,
@@ -298,8 +343,13 @@ def shared_prefix_decode_attention(
         prefix_range = (prefix_block_tables[group], min(first, prefix_len), prefix_len)
         suffix_range = (suffix_block_tables[i], max(0, first - prefix_len), suffix_len)
         k, v = (
-            torch.cat([gather_tokens(cache, *prefix_range), gather_tokens(cache, *suffix_range)])
-            for cache in (k_cache, v_cache)
+            torch.cat(
+                [
+                    dequantise(gather_tokens(cache, *part), cache_scale, q.dtype)
+                    for part in (prefix_range, suffix_range)
+                ]
+            )
+            for cache, cache_scale in ((k_cache, k_scale), (v_cache, v_scale))
         )
         seq_out, seq_lse = attention(
             q[i : i + 1],

@@ -13,6 +13,16 @@ import triton.language as tl
 
 from kernels.apply_rotary_embedding import rotate_rows
 from kernels.checks import check_kv_cache, check_rotary, check_slots, check_tensor
+from kernels.fp8_cache import (
+    CACHE_DTYPES,
+    Scale,
+    cache_argument,
+    check_cache_scales,
+    dtypes_beside,
+    load_scale,
+    scale_arguments,
+    to_cache,
+)
 from kernels.tiles import padded_dim, rotary_tile
 from kernels.torch_ops import inplace_op
 
@@ -28,6 +38,8 @@ def _rope_store_kvcache_kernel(
     positions_ptr,
     cos_ptr,
     sin_ptr,
+    k_scale,
+    v_scale,
     num_query_rows,
     num_kv_rows,
     stride_query_token,
@@ -44,6 +56,8 @@ def _rope_store_kvcache_kernel(
     stride_v_head,
     stride_cos,
     stride_sin,
+    stride_k_scale,
+    stride_v_scale,
     BLOCK_SIZE: tl.constexpr,
     NUM_Q_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -71,12 +85,17 @@ def _rope_store_kvcache_kernel(
         blocks = slots // BLOCK_SIZE
         offsets = slots % BLOCK_SIZE
         k_rows = blocks * stride_k_block + offsets * stride_k_slot + heads * stride_k_head
+        if k_scale is not None:
+            k_scale = load_scale(k_scale, heads[:, None], stride_k_scale)
+        if v_scale is not None:
+            v_scale = load_scale(v_scale, heads[:, None], stride_v_scale)
         rotate_rows(
             k_cache_ptr + k_rows,
             key_ptr + tokens * stride_key_token + heads * stride_key_head,
             cos_ptr + positions * stride_cos,
             sin_ptr + positions * stride_sin,
             row_mask,
+            k_scale,
             HEAD_DIM,
             HEAD_DIM_PADDED,
             ROTARY_DIM,
@@ -88,6 +107,7 @@ def _rope_store_kvcache_kernel(
         value_rows = tokens * stride_value_token + heads * stride_value_head
         v_rows = blocks * stride_v_block + offsets * stride_v_slot + heads * stride_v_head
         value = tl.load(value_ptr + value_rows[:, None] + offs_d[None, :], mask=mask, other=0.0)
+        value = to_cache(value, v_scale, v_cache_ptr.dtype.element_ty)
         tl.store(v_cache_ptr + v_rows[:, None] + offs_d[None, :], value, mask=mask)
     elif query_ptr is not None:
         rows = (program - kv_programs) * TILE_ROWS + tl.arange(0, TILE_ROWS)
@@ -102,6 +122,7 @@ def _rope_store_kvcache_kernel(
             cos_ptr + positions * stride_cos,
             sin_ptr + positions * stride_sin,
             row_mask,
+            None,
             HEAD_DIM,
             HEAD_DIM_PADDED,
             ROTARY_DIM,
@@ -123,6 +144,8 @@ def rope_store_kvcache(
     sin: torch.Tensor,
     *,
     interleaved: bool = False,
+    k_scale: Scale = None,
+    v_scale: Scale = None,
 ) -> None:
     """Rotate queries in place, and write rotated keys and plain values into a paged KV cache.
 
@@ -130,8 +153,8 @@ def rope_store_kvcache(
         query: (num_tokens, num_q_heads, head_dim) to rotate in place, or None for none.
         key, value: (num_tokens, num_kv_heads, head_dim). Of query, key and value any stride on the
             first two dimensions, so that views of a fused QKV projection need no copy.
-        k_cache, v_cache: (num_blocks, block_size, num_kv_heads, head_dim), in the dtype of key, any
-            strides but a contiguous last dimension.
+        k_cache, v_cache: (num_blocks, block_size, num_kv_heads, head_dim), in the dtype of key or
+            fp8 e4m3, any strides but a contiguous last dimension.
         slot_mapping: (num_slots,) int32 or int64; slot = block_id * block_size + offset of token i.
             A negative slot is skipped; with num_slots < num_tokens the remaining keys and values
             are not written. Slots must differ from one another.
@@ -139,6 +162,8 @@ def rope_store_kvcache(
         cos, sin: (num_positions, rotary_dim / 2), any float dtype; rotary_dim <= head_dim. Products
             are computed in fp32.
         interleaved: pairs are (2 i, 2 i + 1) instead of (i, i + rotary_dim / 2).
+        k_scale, v_scale: of an fp8 cache, see `store_kvcache`. Rotated keys are rounded to their
+            own dtype first: what is stored is what rotating and storing one after the other stores.
 
     Mutates query, k_cache and v_cache; key stays as it is. Returns None.
 
@@ -147,17 +172,18 @@ def rope_store_kvcache(
             host memory also a slot past the end of the cache or a position outside cos. Nothing
             has been written then.
     """
-    check_kv_cache(k_cache, v_cache)
+    check_kv_cache(k_cache, v_cache, dtypes=CACHE_DTYPES)
+    check_cache_scales(k_scale, v_scale, k_cache)
     _, block_size, num_kv_heads, head_dim = k_cache.shape
     device = k_cache.device
-    like_cache = {"dtypes": (k_cache.dtype,), "device": device}
     rows = {"num_tokens": None, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-    check_tensor("key", key, rows, **like_cache)
+    check_tensor("key", key, rows, dtypes=dtypes_beside(k_cache), device=device)
+    like_key = {"dtypes": (key.dtype,), "device": device}
     rows["num_tokens"] = num_tokens = key.shape[0]
-    check_tensor("value", value, rows, **like_cache)
+    check_tensor("value", value, rows, **like_key)
     if query is not None:
         dims = {"num_tokens": num_tokens, "num_q_heads": None, "head_dim": head_dim}
-        check_tensor("query", query, dims, **like_cache)
+        check_tensor("query", query, dims, **like_key)
     check_slots(slot_mapping, k_cache, num_tokens=num_tokens)
     check_rotary(positions, cos, sin, num_tokens=num_tokens, head_dim=head_dim, device=device)
 
@@ -168,17 +194,21 @@ def rope_store_kvcache(
         return
     head_dim_padded = padded_dim(head_dim)
     tile = rotary_tile(head_dim_padded)
+    k_scale, stride_k_scale = scale_arguments(k_scale)
+    v_scale, stride_v_scale = scale_arguments(v_scale)
     num_programs = triton.cdiv(num_kv_rows, tile.rows) + triton.cdiv(num_query_rows, tile.rows)
     _rope_store_kvcache_kernel[(num_programs,)](
         query,
         key,
         value,
-        k_cache,
-        v_cache,
+        cache_argument(k_cache),
+        cache_argument(v_cache),
         slot_mapping,
         positions,
         cos,
         sin,
+        k_scale,
+        v_scale,
         num_query_rows,
         num_kv_rows,
         *((0, 0) if query is None else query.stride()[:2]),
@@ -188,6 +218,8 @@ def rope_store_kvcache(
         *v_cache.stride()[:3],
         cos.stride(0),
         sin.stride(0),
+        stride_k_scale,
+        stride_v_scale,
         BLOCK_SIZE=block_size,
         NUM_Q_HEADS=max(1, num_q_heads),
         NUM_KV_HEADS=num_kv_heads,

@@ -33,6 +33,16 @@ from kernels.checks import (
     check_score_options,
     check_tensor,
 )
+from kernels.fp8_cache import (
+    CACHE_DTYPES,
+    Scale,
+    cache_argument,
+    check_cache_scales,
+    dtypes_beside,
+    from_cache,
+    load_scale,
+    scale_arguments,
+)
 from kernels.paged_decode_attention import paged_decode_attention
 from kernels.primitives import (
     LN_2,
@@ -67,6 +77,8 @@ def _shared_prefix_kernel(
     group_offsets_ptr,
     suffix_lens_ptr,
     alibi_slopes_ptr,
+    k_scale,
+    v_scale,
     scale,
     softcap,
     window_size,
@@ -82,6 +94,8 @@ def _shared_prefix_kernel(
     stride_v_head,
     stride_table,
     stride_alibi_seq,
+    stride_k_scale,
+    stride_v_scale,
     NUM_KV_HEADS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -146,6 +160,8 @@ def _shared_prefix_kernel(
         begin += tl.maximum(first_seen - begin, 0) // TILE_N * TILE_N
     full_end = full_begin + tl.maximum(end - full_begin, 0) // TILE_N * TILE_N
 
+    if k_scale is not None:
+        scale *= load_scale(k_scale, kv_head, stride_k_scale)
     k_ptr = k_cache_ptr + kv_head.to(tl.int64) * stride_k_head
     v_ptr = v_cache_ptr + kv_head.to(tl.int64) * stride_v_head
     table_ptr = prefix_tables_ptr + group.to(tl.int64) * stride_table
@@ -173,7 +189,7 @@ def _shared_prefix_kernel(
             k = load_rows(k_ptrs, token_mask, dim_mask, REGION != 1, MASK_DIMS)
             v = load_rows(v_ptrs, token_mask, dim_mask, REGION != 1, MASK_DIMS)
 
-            qk = dot(q, tl.trans(k), None, PRECISION)  # [TILE_M, TILE_N]
+            qk = dot(q, tl.trans(from_cache(k, q.dtype)), None, PRECISION)  # [TILE_M, TILE_N]
             distances = context_lens - 1 - positions[None, :]
             scores = log2_scores(
                 qk, scale, softcap, alibi_slopes, distances, HAS_SOFTCAP, HAS_ALIBI
@@ -184,9 +200,11 @@ def _shared_prefix_kernel(
                     visible = visible & (positions[None, :] >= first_of_row)
                 scores = tl.where(visible, scores, float("-inf"))
             acc, row_max, row_sum = online_softmax_update(
-                scores, v, acc, row_max, row_sum, PRECISION
+                scores, from_cache(v, q.dtype), acc, row_max, row_sum, PRECISION
             )
 
+    if v_scale is not None:
+        acc *= load_scale(v_scale, kv_head, stride_v_scale)
     out, lse = normalise(acc, row_max, row_sum)
     states = (seqs.to(tl.int64) * NUM_Q_HEADS + heads) * num_splits + split
     tl.store(out_ptr + states[:, None] * HEAD_DIM + offs_d[None, :], out, mask=qo_mask)
@@ -312,6 +330,8 @@ def shared_prefix_decode_attention(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    k_scale: Scale = None,
+    v_scale: Scale = None,
     num_prefix_splits: int | None = None,
     num_splits: int | None = None,
     out: torch.Tensor | None = None,
@@ -325,8 +345,8 @@ def shared_prefix_decode_attention(
     Args:
         q: (batch, num_q_heads, head_dim), fp16, bf16 or fp32; head_dim 16 to 256. batch <= 65535.
             The members of a group are neighbours.
-        k_cache, v_cache: (num_blocks, block_size, num_kv_heads, head_dim) in q's dtype, any strides
-            but a contiguous last dimension. num_q_heads is a multiple of num_kv_heads.
+        k_cache, v_cache: (num_blocks, block_size, num_kv_heads, head_dim) in q's dtype or fp8 e4m3,
+            any strides but a contiguous last dimension. num_q_heads is a multiple of num_kv_heads.
         prefix_block_tables: (num_groups, max_prefix_blocks) int32, blocks of each group's prefix.
         prefix_lens: (num_groups,) int32, tokens of each prefix, not necessarily whole blocks. 0 for
             sequences that share nothing: any number of them may form one such group.
@@ -340,6 +360,8 @@ def shared_prefix_decode_attention(
         softcap: scores become softcap * tanh(score / softcap); 0 for none.
         alibi_slopes: (num_q_heads,) or (batch, num_q_heads) fp32; adds -slope * distance.
         sinks: (num_q_heads,) logits that join the softmax denominator once and attract no value.
+        k_scale, v_scale: of an fp8 cache, whose keys and values are what it holds times these: a
+            number, or an fp32 tensor of one element or of num_kv_heads. None for 1.
         num_prefix_splits: programs that share a prefix; num_splits: programs that share a suffix.
             At given numbers a sequence's result is bitwise the same whatever else is in the batch.
             None chooses from shapes and the GPU.
@@ -360,11 +382,12 @@ def shared_prefix_decode_attention(
             lie in host memory also group offsets that do not ascend from 0 to batch, a table too
             narrow for its length, or an invalid block id.
     """
-    check_kv_cache(k_cache, v_cache)
+    check_kv_cache(k_cache, v_cache, dtypes=CACHE_DTYPES)
+    check_cache_scales(k_scale, v_scale, k_cache)
     _, block_size, num_kv_heads, head_dim = k_cache.shape
     device = k_cache.device
     dims = {"batch": None, "num_q_heads": None, "head_dim": head_dim}
-    check_tensor("q", q, dims, dtypes=(k_cache.dtype,), device=device)
+    check_tensor("q", q, dims, dtypes=dtypes_beside(k_cache), device=device)
     check_heads(q, k_cache)
     batch, num_q_heads, _ = q.shape
     check_grid_dim("q", "batch", batch)
@@ -407,26 +430,30 @@ def shared_prefix_decode_attention(
     group_size = num_q_heads // num_kv_heads
     target = target_of(device)
     head_dim_padded = padded_dim(head_dim)
-    tile = shared_prefix_tile(head_dim_padded, k_cache.dtype, target)
+    tile = shared_prefix_tile(head_dim_padded, q.dtype, target)
     num_tiles = batch * group_size // tile.tile_m + num_groups
     if num_prefix_splits is None:
         max_tokens = prefix_block_tables.shape[1] * block_size
         num_prefix_splits = decode_num_splits(
             num_tiles * num_kv_heads, max_tokens, tile.tile_n, target, resident_programs=1
         )
+    k_scale, stride_k_scale = scale_arguments(k_scale)
+    v_scale, stride_v_scale = scale_arguments(v_scale)
     prefix_out = q.new_empty(batch, num_q_heads, num_prefix_splits, head_dim, dtype=torch.float32)
     prefix_lse = q.new_empty(batch, num_q_heads, num_prefix_splits, dtype=torch.float32)
     _shared_prefix_kernel[(num_tiles, num_prefix_splits, num_kv_heads)](
         prefix_out,
         prefix_lse,
         q,
-        k_cache,
-        v_cache,
+        cache_argument(k_cache),
+        cache_argument(v_cache),
         prefix_block_tables,
         prefix_lens,
         group_offsets,
         suffix_lens,
         alibi_slopes,
+        k_scale,
+        v_scale,
         head_dim**-0.5 if scale is None else scale,
         softcap,
         0 if window_size is None else window_size,
@@ -437,6 +464,8 @@ def shared_prefix_decode_attention(
         *v_cache.stride()[:3],
         prefix_block_tables.stride(0),
         alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0,
+        stride_k_scale,
+        stride_v_scale,
         NUM_KV_HEADS=num_kv_heads,
         GROUP_SIZE=group_size,
         HEAD_DIM=head_dim,
@@ -462,6 +491,8 @@ def shared_prefix_decode_attention(
         window_size=window_size,
         softcap=softcap,
         alibi_slopes=alibi_slopes,
+        k_scale=k_scale,
+        v_scale=v_scale,
         num_splits=num_splits,
         out=q.new_empty(q.shape, dtype=torch.float32),
         return_lse=True,

@@ -12,6 +12,16 @@ import triton
 import triton.language as tl
 
 from kernels.checks import check_kv_cache, check_slots, check_tensor
+from kernels.fp8_cache import (
+    CACHE_DTYPES,
+    Scale,
+    cache_argument,
+    check_cache_scales,
+    dtypes_beside,
+    load_scale,
+    scale_arguments,
+    to_cache,
+)
 from kernels.tiles import padded_dim, store_tile
 from kernels.torch_ops import inplace_op
 
@@ -23,6 +33,8 @@ def _store_kvcache_kernel(
     k_cache_ptr,
     v_cache_ptr,
     slot_mapping_ptr,
+    k_scale,
+    v_scale,
     num_rows,
     stride_key_token,
     stride_key_head,
@@ -34,6 +46,8 @@ def _store_kvcache_kernel(
     stride_v_block,
     stride_v_slot,
     stride_v_head,
+    stride_k_scale,
+    stride_v_scale,
     BLOCK_SIZE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -59,6 +73,12 @@ def _store_kvcache_kernel(
     offsets = slots % BLOCK_SIZE
     k_rows = blocks * stride_k_block + offsets * stride_k_slot + heads * stride_k_head
     v_rows = blocks * stride_v_block + offsets * stride_v_slot + heads * stride_v_head
+    if k_scale is not None:
+        k_scale = load_scale(k_scale, heads[:, None], stride_k_scale)
+    if v_scale is not None:
+        v_scale = load_scale(v_scale, heads[:, None], stride_v_scale)
+    key = to_cache(key, k_scale, k_cache_ptr.dtype.element_ty)
+    value = to_cache(value, v_scale, v_cache_ptr.dtype.element_ty)
     tl.store(k_cache_ptr + k_rows[:, None] + offs_d[None, :], key, mask=mask)
     tl.store(v_cache_ptr + v_rows[:, None] + offs_d[None, :], value, mask=mask)
 
@@ -70,6 +90,9 @@ def store_kvcache(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    *,
+    k_scale: Scale = None,
+    v_scale: Scale = None,
 ) -> None:
     """Write the keys and values of new tokens into a paged KV cache, in place.
 
@@ -78,11 +101,14 @@ def store_kvcache(
     Args:
         key, value: (num_tokens, num_kv_heads, head_dim), any strides on the first two dimensions,
             so that views of a fused QKV projection need no copy.
-        k_cache, v_cache: (num_blocks, block_size, num_kv_heads, head_dim), in the dtype of key, any
-            strides but a contiguous last dimension (NHD, HND, views of one layer).
+        k_cache, v_cache: (num_blocks, block_size, num_kv_heads, head_dim), in the dtype of key or
+            fp8 e4m3, any strides but a contiguous last dimension (NHD, HND, views of one layer).
         slot_mapping: (num_slots,) int32 or int64; slot = block_id * block_size + offset of token i.
             A negative slot is skipped. With num_slots < num_tokens (padding of a captured graph)
             the remaining tokens are not written. Slots must differ from one another.
+        k_scale, v_scale: of an fp8 cache, which holds x / scale, computed in fp32, rounded to
+            nearest even and saturated at +-448: a number, or an fp32 tensor of one element or of
+            num_kv_heads. None for 1.
 
     Mutates k_cache and v_cache. Returns None.
 
@@ -90,13 +116,14 @@ def store_kvcache(
         ValueError: a shape, dtype, device or stride that does not fit, or, where slot_mapping lies
             in host memory, a slot past the end of the cache. Nothing has been written then.
     """
-    check_kv_cache(k_cache, v_cache)
+    check_kv_cache(k_cache, v_cache, dtypes=CACHE_DTYPES)
+    check_cache_scales(k_scale, v_scale, k_cache)
     _, block_size, num_kv_heads, head_dim = k_cache.shape
     device = k_cache.device
     rows = {"num_tokens": None, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-    check_tensor("key", key, rows, dtypes=(k_cache.dtype,), device=device)
+    check_tensor("key", key, rows, dtypes=dtypes_beside(k_cache), device=device)
     rows["num_tokens"] = key.shape[0]
-    check_tensor("value", value, rows, dtypes=(k_cache.dtype,), device=device)
+    check_tensor("value", value, rows, dtypes=(key.dtype,), device=device)
     check_slots(slot_mapping, k_cache, num_tokens=key.shape[0])
 
     num_rows = slot_mapping.shape[0] * num_kv_heads
@@ -104,17 +131,23 @@ def store_kvcache(
         return
     head_dim_padded = padded_dim(head_dim)
     tile = store_tile(head_dim_padded)
+    k_scale, stride_k_scale = scale_arguments(k_scale)
+    v_scale, stride_v_scale = scale_arguments(v_scale)
     _store_kvcache_kernel[(triton.cdiv(num_rows, tile.rows),)](
         key,
         value,
-        k_cache,
-        v_cache,
+        cache_argument(k_cache),
+        cache_argument(v_cache),
         slot_mapping,
+        k_scale,
+        v_scale,
         num_rows,
         *key.stride()[:2],
         *value.stride()[:2],
         *k_cache.stride()[:3],
         *v_cache.stride()[:3],
+        stride_k_scale,
+        stride_v_scale,
         BLOCK_SIZE=block_size,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,

@@ -105,9 +105,13 @@ class AttentionTile:
 
 
 def decode_tile(
-    group_size: int, head_dim_padded: int, dtype: torch.dtype, target: Target
+    group_size: int,
+    head_dim_padded: int,
+    dtype: torch.dtype,
+    target: Target,
+    kv_itemsize: int | None = None,
 ) -> AttentionTile:
-    """Tile of the decode kernel.
+    """Tile of the decode kernel. kv_itemsize: bytes of an element of the cache, dtype's if None.
 
     Decode is bound by memory, so a tile is sized by the bytes of K and V it fetches. Triton's
     pipeliner keeps (num_stages - 1) / 2 of them in shared memory, because the loads have two levels
@@ -128,7 +132,8 @@ def decode_tile(
     if dtype == torch.float32:  # tf32x3 holds every operand three times
         tile_m, tile_bytes = 16, tile_bytes // 2
         num_warps = 8 if head_dim_padded > 128 else 4
-    tile_n = tile_bytes // (2 * head_dim_padded * dtype.itemsize)
+    kv_itemsize = kv_itemsize or dtype.itemsize
+    tile_n = tile_bytes // (2 * head_dim_padded * kv_itemsize)
     tile_n = min(256 // dtype.itemsize, max(16, tile_n))
     return AttentionTile(tile_m, tile_n, num_warps, num_stages, precision)
 

@@ -11,6 +11,9 @@ Three kinds of op exist:
     attention_op    writes to `out` and returns the LSE, since an operator may not return what it
                     was given; the traced function allocates `out` where the caller did not
 
+A schema has no type for "a number or a tensor", which the scales of an fp8 cache are: operators
+take tensors, and a traced call makes them of numbers.
+
 The operators are for inference: they have no derivative. Under a bare FakeTensorMode or make_fx,
 where no compiler is at work, call `torch.ops.pagelab.*` themselves.
 """
@@ -22,6 +25,8 @@ import inspect
 from collections.abc import Callable
 
 import torch
+
+from kernels.fp8_cache import Scale
 
 _library = torch.library.Library("pagelab", "DEF")
 
@@ -38,12 +43,26 @@ def _register(
     def prototype():
         raise NotImplementedError
 
-    prototype.__signature__ = signature
+    parameters = [
+        p.replace(annotation=torch.Tensor | None) if p.annotation == Scale else p
+        for p in signature.parameters.values()
+    ]
+    prototype.__signature__ = signature.replace(parameters=parameters)
     schema = torch.library.infer_schema(prototype, mutates_args=mutates_args)
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"pagelab::{name}", fake, lib=_library)
-    return getattr(torch.ops.pagelab, name).default
+    operator = getattr(torch.ops.pagelab, name).default
+    scales = [p.name for p in signature.parameters.values() if p.annotation == Scale]
+
+    def call(*args, **kwargs):
+        for scale in scales:
+            if isinstance(kwargs.get(scale), (int, float)):
+                device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))
+                kwargs[scale] = torch.full((), kwargs[scale], device=device)
+        return operator(*args, **kwargs)
+
+    return call if scales else operator
 
 
 def _traced_or_eager(launch: Callable, traced: Callable) -> Callable:

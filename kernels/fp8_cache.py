@@ -1,0 +1,145 @@
+"""fp8 KV caches: what a cache holds, as the kernels read and write it.
+
+An fp8 cache holds x / scale as e4m3 numbers (OCP: bias 7, largest 448, no infinity, NaN 0x7f and
+0xff), with a scale for K and one for V, of all heads or of each KV head. Storing saturates, so no
+finite number becomes NaN. A scale is constant within a program: that of K is folded into the scale
+of the scores, that of V into the output, and tiles are only converted.
+
+Kernels get such a cache as uint8. GPUs from sm_89 on convert by instruction; elsewhere, where
+Triton has no e4m3 type, bits are moved, with the same result.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.target_info import cuda_capability_geq, is_cuda
+
+from kernels.checks import FLOAT_DTYPES, check_tensor
+from kernels.primitives import INTERPRETED
+
+FP8_DTYPE = torch.float8_e4m3fn
+CACHE_DTYPES = (*FLOAT_DTYPES, FP8_DTYPE)
+Scale = torch.Tensor | float | None
+"""Scale of K or V in an fp8 cache: a number, an fp32 tensor of one or of num_kv_heads elements, or
+None for 1."""
+
+
+@triton.jit
+def load_scale(scale, kv_heads, stride):
+    """Scale of KV heads: a number as it is (no stride), or from memory, for all heads or each."""
+    if stride is None:
+        return scale
+    else:
+        return tl.load(scale + kv_heads * stride)
+
+
+@triton.jit
+def e4m3_to_float(bits, dtype: tl.constexpr):
+    """e4m3 numbers, uint8, to fp16, bf16 or fp32, exactly."""
+    if not INTERPRETED and cuda_capability_geq(8, 9):
+        x = bits.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:
+        # Exponent and mantissa at the place that fp16, of bias 15, has for them: x / 256, subnormal
+        # numbers included, and 1.875 for NaN, which alone overflows times 36000.
+        if not INTERPRETED and is_cuda():
+            x = bits.to(tl.float8e4b15, bitcast=True).to(tl.float16)  # does it four at a time
+        else:
+            wide = bits.to(tl.uint16)
+            x = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
+        x = x * 256.0 + x * 36000.0 * 0.0
+    if dtype == tl.float16:
+        return x
+    else:
+        return x.to(tl.float32).to(dtype)  # the direct way to bf16 is a slow instruction
+
+
+@triton.jit
+def float_to_e4m3(x):
+    """fp32 to e4m3, uint8: to nearest even, saturating at 448 in magnitude; NaN stays NaN."""
+    if not INTERPRETED and cuda_capability_geq(8, 9):
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        magnitude = tl.minimum(tl.abs(x), 448.0)
+        bits = magnitude.to(tl.int32, bitcast=True)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+        # Next to 2^14 fp32 numbers are 2^-9 apart, as the subnormal ones of e4m3 are.
+        subnormal = (magnitude + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+        code = tl.where(magnitude < 0.015625, subnormal, normal)
+        code = tl.where(x == x, code, 0x7F)
+        return (code | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def from_cache(x, dtype: tl.constexpr):
+    """Elements of a cache as operands of `dtype`, up to the scale of an fp8 cache."""
+    if x.dtype == tl.uint8:
+        return e4m3_to_float(x, dtype)
+    else:
+        return x
+
+
+@triton.jit
+def to_cache(x, scale, dtype: tl.constexpr):
+    """Elements as a cache of `dtype` holds them; scale: of an fp8 cache (uint8), or None for 1."""
+    if dtype == tl.uint8:
+        x = x.to(tl.float32)
+        if scale is not None:
+            x = tl.div_rn(x, scale)
+        return float_to_e4m3(x)
+    else:
+        return x
+
+
+def dtypes_beside(k_cache: torch.Tensor) -> tuple[torch.dtype, ...]:
+    """Dtypes that queries and new keys may have: the cache's own, any with an fp8 cache."""
+    return FLOAT_DTYPES if k_cache.dtype == FP8_DTYPE else (k_cache.dtype,)
+
+
+def check_cache_scales(k_scale: Scale, v_scale: Scale, k_cache: torch.Tensor) -> None:
+    """Check the scales of an fp8 cache: numbers, or fp32 tensors of one or num_kv_heads elements.
+
+    Raises:
+        ValueError: a scale with a cache that is not fp8; a number that is not positive and finite;
+            another shape, dtype or device.
+    """
+    num_kv_heads = k_cache.shape[2]
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is None:
+            continue
+        if k_cache.dtype != FP8_DTYPE:
+            raise ValueError(
+                f"{name}: expected None, as only {FP8_DTYPE} caches have scales, but the cache is "
+                f"{k_cache.dtype}"
+            )
+        if not isinstance(scale, torch.Tensor):
+            if not 0 < scale < math.inf:
+                raise ValueError(f"{name}: expected a positive finite number, got {scale}")
+        elif tuple(scale.shape) not in ((), (1,), (num_kv_heads,)):
+            raise ValueError(
+                f"{name}: expected shape (), (1) or (num_kv_heads={num_kv_heads}), "
+                f"got {tuple(scale.shape)}"
+            )
+        else:
+            check_tensor(
+                name,
+                scale.reshape(-1),
+                {"num_scales": None},
+                dtypes=(torch.float32,),
+                device=k_cache.device,
+            )
+
+
+def cache_argument(cache: torch.Tensor) -> torch.Tensor:
+    """A cache as kernels take it."""
+    return cache.view(torch.uint8) if cache.dtype == FP8_DTYPE else cache
+
+
+def scale_arguments(scale: Scale) -> tuple[torch.Tensor | float | None, int | None]:
+    """A checked scale as kernels take it, and for a tensor the stride from head to head."""
+    if isinstance(scale, torch.Tensor):
+        return scale, int(scale.numel() > 1)
+    return None if scale is None else float(scale), None
