@@ -10,6 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from models import LLM, ModelConfig
 
 _SHAPES: dict[str, dict[str, Any]] = {
@@ -88,3 +90,8 @@ def make_llm(name: str, **options: Any) -> LLM:
     from models import LLM
 
     return LLM(model_config(name), **options)
+
+
+def random_tokens(llm: LLM, generator: np.random.Generator, count: int) -> list[int]:
+    """``count`` token ids, drawn uniformly from the vocabulary of ``llm``."""
+    return generator.integers(llm.config.vocab_size, size=count).tolist()
