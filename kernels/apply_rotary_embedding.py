@@ -18,7 +18,7 @@ import triton.language as tl
 from kernels.checks import FLOAT_DTYPES, check_rotary, check_tensor
 from kernels.fp8_cache import to_cache
 from kernels.primitives import cast
-from kernels.tiles import padded_dim, rotary_tile
+from kernels.tiles import cdiv, next_power_of_2, padded_dim, rotary_tile
 from kernels.torch_ops import functional_op
 
 
@@ -159,7 +159,7 @@ def apply_rotary_embedding(
         return out
     head_dim_padded = padded_dim(head_dim)
     tile = rotary_tile(head_dim_padded)
-    _apply_rotary_embedding_kernel[(triton.cdiv(num_rows, tile.rows),)](
+    _apply_rotary_embedding_kernel[(cdiv(num_rows, tile.rows),)](
         out,
         x,
         positions,
@@ -173,7 +173,7 @@ def apply_rotary_embedding(
         HEAD_DIM=head_dim,
         HEAD_DIM_PADDED=head_dim_padded,
         ROTARY_DIM=2 * cos.shape[1],
-        HALF_PADDED=triton.next_power_of_2(cos.shape[1]),
+        HALF_PADDED=next_power_of_2(cos.shape[1]),
         TILE_ROWS=tile.rows,
         INTERLEAVED=interleaved,
         num_warps=tile.num_warps,

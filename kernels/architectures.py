@@ -51,7 +51,7 @@ class Architecture:
     ) -> dict[str, int]:
         """Programs that fit one multiprocessor by each of its resources; the least counts.
 
-        registers: per thread. shared_bytes: per program.
+        registers: per thread. shared_bytes: per program. What every kernel is bound by comes first.
         """
         registers_per_warp = max(1, -(-registers // _REGISTER_UNIT)) * _REGISTER_UNIT
         registers_per_warp *= self.warp_size

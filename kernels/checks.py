@@ -42,12 +42,16 @@ def check_tensor(
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
-    actual = tuple(tensor.shape)
-    if len(actual) != len(shape) or any(
-        want is not None and want != have for want, have in zip(shape.values(), actual, strict=True)
-    ):
+    actual = tensor.shape
+    fits = len(actual) == len(shape)
+    if fits:
+        for want, have in zip(shape.values(), actual):  # noqa: B905  strict=True is slower
+            if want is not None and want != have:
+                fits = False
+                break
+    if not fits:
         wanted = ", ".join(dim if size is None else f"{dim}={size}" for dim, size in shape.items())
-        raise ValueError(f"{name}: expected shape ({wanted}), got {actual}")
+        raise ValueError(f"{name}: expected shape ({wanted}), got {tuple(actual)}")
     if tensor.dtype not in dtypes:
         raise ValueError(f"{name}: expected dtype {_listed(dtypes)}, got {tensor.dtype}")
     if device is None:

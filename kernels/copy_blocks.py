@@ -22,7 +22,7 @@ from kernels.block_layout import (
     element_offsets,
 )
 from kernels.checks import check_grid_dim, check_tensor
-from kernels.tiles import copy_tile
+from kernels.tiles import cdiv, copy_tile
 from kernels.torch_ops import inplace_op
 
 
@@ -139,7 +139,7 @@ def _copy_blocks(planes: list[torch.Tensor], src_to_dst: torch.Tensor) -> None:
         alignment = 16 if aligned else first.itemsize
     runs = block_runs(first)
     tile = copy_tile(runs.num_elements, first.itemsize)
-    chunks = triton.cdiv(runs.num_elements, tile.elements)
+    chunks = cdiv(runs.num_elements, tile.elements)
     _copy_blocks_kernel[(num_pairs * chunks, num_planes)](
         planes_arg,
         src_to_dst,

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from kernels.checks import FLOAT_DTYPES, check_tensor
 from kernels.primitives import LN_2, LOG2_E, cast, finite_shift
-from kernels.tiles import merge_states_tile, padded_dim
+from kernels.tiles import cdiv, merge_states_tile, padded_dim
 from kernels.torch_ops import functional_op
 
 
@@ -126,7 +126,7 @@ def merge_attention_states(
         return out, lse.fill_(-torch.inf)
     head_dim_padded = padded_dim(head_dim)
     tile = merge_states_tile(head_dim_padded)
-    _merge_attention_states_kernel[(triton.cdiv(num_rows, tile.rows),)](
+    _merge_attention_states_kernel[(cdiv(num_rows, tile.rows),)](
         out,
         lse,
         out_a,

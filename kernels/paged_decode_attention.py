@@ -54,7 +54,7 @@ from kernels.primitives import (
     online_softmax_update,
     slot_offsets,
 )
-from kernels.tiles import decode_num_splits, decode_tile, merge_tile, padded_dim, target_of
+from kernels.tiles import cdiv, decode_num_splits, decode_tile, merge_tile, padded_dim, target_of
 from kernels.torch_ops import attention_op
 
 
@@ -367,7 +367,7 @@ def paged_decode_attention(
     target = target_of(device)
     head_dim_padded = padded_dim(head_dim)
     tile = decode_tile(group_size, head_dim_padded, q.dtype, target, k_cache.itemsize)
-    head_tiles = num_kv_heads * triton.cdiv(group_size, tile.tile_m)
+    head_tiles = num_kv_heads * cdiv(group_size, tile.tile_m)
     if num_splits is None:
         max_tokens = block_tables.shape[1] * block_size
         max_tokens = max_tokens if window_size is None else min(max_tokens, window_size)

@@ -59,7 +59,7 @@ from kernels.primitives import (
     online_softmax_update,
     slot_offsets,
 )
-from kernels.tiles import padded_dim, prefill_tile, target_of
+from kernels.tiles import cdiv, padded_dim, prefill_tile, target_of
 from kernels.torch_ops import attention_op
 
 # Wider windows than any context, small enough that adding a position stays within 32 bits.
@@ -279,7 +279,7 @@ def launch_prefill(
         return
     head_dim_padded = padded_dim(head_dim)
     tile = prefill_tile(head_dim_padded, q.dtype, target_of(q.device))
-    tiles_per_seq = triton.cdiv(max_seqlen_q * group_size, tile.tile_m)
+    tiles_per_seq = cdiv(max_seqlen_q * group_size, tile.tile_m)
     num_tiles = total_q * group_size // tile.tile_m + batch
     search = num_tiles < batch * tiles_per_seq
     if not search:

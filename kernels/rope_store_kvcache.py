@@ -23,7 +23,7 @@ from kernels.fp8_cache import (
     scale_arguments,
     to_cache,
 )
-from kernels.tiles import padded_dim, rotary_tile
+from kernels.tiles import cdiv, next_power_of_2, padded_dim, rotary_tile
 from kernels.torch_ops import inplace_op
 
 
@@ -196,7 +196,7 @@ def rope_store_kvcache(
     tile = rotary_tile(head_dim_padded)
     k_scale, stride_k_scale = scale_arguments(k_scale)
     v_scale, stride_v_scale = scale_arguments(v_scale)
-    num_programs = triton.cdiv(num_kv_rows, tile.rows) + triton.cdiv(num_query_rows, tile.rows)
+    num_programs = cdiv(num_kv_rows, tile.rows) + cdiv(num_query_rows, tile.rows)
     _rope_store_kvcache_kernel[(num_programs,)](
         query,
         key,
@@ -226,7 +226,7 @@ def rope_store_kvcache(
         HEAD_DIM=head_dim,
         HEAD_DIM_PADDED=head_dim_padded,
         ROTARY_DIM=2 * cos.shape[1],
-        HALF_PADDED=triton.next_power_of_2(cos.shape[1]),
+        HALF_PADDED=next_power_of_2(cos.shape[1]),
         TILE_ROWS=tile.rows,
         INTERLEAVED=interleaved,
         num_warps=tile.num_warps,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from kernels.checks import check_tensor
-from kernels.tiles import index_tile
+from kernels.tiles import cdiv, index_tile
 from kernels.torch_ops import functional_op
 
 
@@ -101,7 +101,7 @@ def slot_mapping_from_positions(
     if device.type == "cpu":
         _check_host_values(positions, block_tables, seq_ids, block_size)
     tile = index_tile()
-    _slot_mapping_kernel[(triton.cdiv(num_tokens, tile.elements),)](
+    _slot_mapping_kernel[(cdiv(num_tokens, tile.elements),)](
         slots,
         positions,
         block_tables,

@@ -22,7 +22,7 @@ from kernels.fp8_cache import (
     scale_arguments,
     to_cache,
 )
-from kernels.tiles import padded_dim, store_tile
+from kernels.tiles import cdiv, padded_dim, store_tile
 from kernels.torch_ops import inplace_op
 
 
@@ -133,7 +133,7 @@ def store_kvcache(
     tile = store_tile(head_dim_padded)
     k_scale, stride_k_scale = scale_arguments(k_scale)
     v_scale, stride_v_scale = scale_arguments(v_scale)
-    _store_kvcache_kernel[(triton.cdiv(num_rows, tile.rows),)](
+    _store_kvcache_kernel[(cdiv(num_rows, tile.rows),)](
         key,
         value,
         cache_argument(k_cache),

@@ -23,7 +23,7 @@ from kernels.block_layout import (
 )
 from kernels.checks import check_tensor
 from kernels.primitives import INTERPRETED
-from kernels.tiles import swap_num_programs, swap_tile, target_of
+from kernels.tiles import cdiv, swap_num_programs, swap_tile, target_of
 from kernels.torch_ops import inplace_op
 
 
@@ -138,7 +138,7 @@ def swap_blocks(src_cache: torch.Tensor, dst_cache: torch.Tensor, src_to_dst: to
     bits = BITS[src_cache.itemsize]
     runs = block_runs(src_cache, dst_cache)
     tile = swap_tile(runs.num_elements, src_cache.itemsize)
-    chunks = triton.cdiv(runs.num_elements, tile.elements)
+    chunks = cdiv(runs.num_elements, tile.elements)
     num_layers = src_cache.shape[1] if len(dims) == 6 else 1
     num_planes = 2 * num_layers if len(dims) == 6 else 1
     num_tiles = num_pairs * num_planes * chunks

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
-import triton
 
 from kernels.primitives import INTERPRETED
 
@@ -69,9 +68,20 @@ def target_of(device: torch.device) -> Target:
     return _cuda_target(device.index)
 
 
+# Triton's functions of these names serve kernels too, for which they spend microseconds a call.
+def cdiv(dividend: int, divisor: int) -> int:
+    """The quotient, rounded up."""
+    return -(-dividend // divisor)
+
+
+def next_power_of_2(number: int) -> int:
+    """The least power of two that is at least `number`, a positive one."""
+    return 1 << (number - 1).bit_length()
+
+
 def padded_dim(head_dim: int) -> int:
     """head_dim rounded up to a size that a tile can have: a power of two, at least 16."""
-    return max(16, triton.next_power_of_2(head_dim))
+    return max(16, next_power_of_2(head_dim))
 
 
 @dataclass(frozen=True)
@@ -82,11 +92,13 @@ class RowTile:
     num_warps: int
 
 
+@functools.cache
 def store_tile(head_dim_padded: int) -> RowTile:
     """About 4096 elements per program: four 16-byte loads (fp16) of K and of V per thread."""
     return RowTile(rows=max(1, 4096 // head_dim_padded), num_warps=4)
 
 
+@functools.cache
 def rotary_tile(head_dim_padded: int) -> RowTile:
     """Rows that a program of the rotary kernels turns: half a store tile, as they are fp32."""
     return RowTile(rows=max(1, 2048 // head_dim_padded), num_warps=4)
@@ -104,6 +116,7 @@ class AttentionTile:
     """`input_precision` of `tl.dot`, which matters for fp32 operands only."""
 
 
+@functools.cache
 def decode_tile(
     group_size: int,
     head_dim_padded: int,
@@ -119,7 +132,7 @@ def decode_tile(
     with about 100 KiB of shared memory leave room for two programs per multiprocessor. Larger
     groups take several tiles of rows: 64 rows at once would spill registers.
     """
-    tile_m = min(16 if head_dim_padded > 128 else 32, max(16, triton.next_power_of_2(group_size)))
+    tile_m = min(16 if head_dim_padded > 128 else 32, max(16, next_power_of_2(group_size)))
     num_warps = 4
     if target.backend == "interpreter":
         return AttentionTile(tile_m, tile_n=32, num_warps=num_warps, num_stages=1, precision="ieee")
@@ -138,6 +151,7 @@ def decode_tile(
     return AttentionTile(tile_m, tile_n, num_warps, num_stages, precision)
 
 
+@functools.lru_cache(maxsize=4096)
 def decode_num_splits(
     num_programs: int,
     max_tokens: int,
@@ -161,6 +175,7 @@ def decode_num_splits(
     return next(n for n in range(1, most + 1) if efficiency(n) >= 0.85 * best)
 
 
+@functools.cache
 def prefill_tile(head_dim_padded: int, dtype: torch.dtype, target: Target) -> AttentionTile:
     """Tile of the prefill kernel; the same for every batch, so that results are batch-invariant.
 
@@ -187,6 +202,7 @@ def prefill_tile(head_dim_padded: int, dtype: torch.dtype, target: Target) -> At
     return AttentionTile(tile_m, tile_n, num_warps=8, num_stages=num_stages, precision="tf32x3")
 
 
+@functools.cache
 def shared_prefix_tile(head_dim_padded: int, dtype: torch.dtype, target: Target) -> AttentionTile:
     """Tile of the shared-prefix part of cascade decode, which is prefill in all but its output.
 
@@ -196,11 +212,13 @@ def shared_prefix_tile(head_dim_padded: int, dtype: torch.dtype, target: Target)
     return replace(tile, tile_m=min(tile.tile_m, 64)) if head_dim_padded > 128 else tile
 
 
+@functools.cache
 def merge_tile(head_dim_padded: int) -> RowTile:
     """Partial states that the decode merge reads at a time, about 2048 fp32 numbers."""
     return RowTile(rows=max(4, 2048 // head_dim_padded), num_warps=4)
 
 
+@functools.cache
 def merge_states_tile(head_dim_padded: int) -> RowTile:
     """Rows of both parts that a program of merge_attention_states combines."""
     return RowTile(rows=max(1, 4096 // head_dim_padded), num_warps=4)
@@ -214,15 +232,17 @@ class FlatTile:
     num_warps: int
 
 
+@functools.cache
 def copy_tile(num_elements: int, itemsize: int) -> FlatTile:
     """Part of a block that a program of copy_blocks copies: four 16-byte loads per thread."""
-    elements = min(8192 // itemsize, triton.next_power_of_2(num_elements))
+    elements = min(8192 // itemsize, next_power_of_2(num_elements))
     return FlatTile(elements, num_warps=4)
 
 
+@functools.cache
 def swap_tile(num_elements: int, itemsize: int) -> FlatTile:
     """Part of a block that a program of swap_blocks copies at a time."""
-    elements = min(16384 // itemsize, triton.next_power_of_2(num_elements))
+    elements = min(16384 // itemsize, next_power_of_2(num_elements))
     return FlatTile(elements, num_warps=8)
 
 
