@@ -74,3 +74,59 @@ def journal(tmp_path: Path) -> Callable[[], Counter[int]]:
         return Counter(int(line.split()[0]) for line in lines)
 
     return read
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> dict:
+    """The figures that a plot function would save, by name; none is written."""
+    from experiments import style
+
+    figures = {}
+
+    def lay_out(figure, folder: Path, name: str) -> list[Path]:
+        figure.draw_without_rendering()
+        figures[name] = figure
+        return [folder / f"{name}.png"]
+
+    monkeypatch.setattr(style, "save", lay_out)
+    return figures
+
+
+@pytest.fixture
+def timed_rows() -> Callable:
+    """Made-up rows for the cells of a GPU experiment, to draw: timed_rows(cells, refused=())."""
+    import pandas as pd
+
+    def rows(cells, refused: tuple[str, ...] = ()) -> pd.DataFrame:
+        table = []
+        for index, cell in enumerate(cells):
+            shape = cell.shape
+            whole_pages = shape.block_size % 256 == 0
+            paged_only = cell.implementation in ("flash_attn_2", "torch_flash")
+            if cell.implementation in refused or (paged_only and not whole_pages):
+                continue
+            tokens = shape.batch * max(shape.context_len, shape.block_size)
+            slower = 1.2 + 0.2 * (index % 7)
+            num_bytes = 4096.0 * tokens
+            p50 = 5 + slower * num_bytes / 3e6
+            seconds = p50 * 1e-6
+            flops = 16384.0 * tokens * shape.query_len
+            table.append(
+                {
+                    **shape.columns(),
+                    "implementation": cell.implementation,
+                    "launch": "graph",
+                    "bytes": num_bytes,
+                    "flops": flops,
+                    "p20_us": 0.95 * p50,
+                    "p50_us": p50,
+                    "p80_us": 1.1 * p50,
+                    "peak_gb_per_s": 3000.0,
+                    "gb_per_s": num_bytes / seconds / 1e9,
+                    "bandwidth_fraction": num_bytes / seconds / 3e12,
+                    "matmul_fraction": min(0.9, flops / seconds / 7e14),
+                }
+            )
+        return pd.DataFrame(table)
+
+    return rows

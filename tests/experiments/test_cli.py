@@ -7,6 +7,7 @@ import re
 
 import pandas as pd
 import pytest
+import torch
 
 from experiments import cli
 from experiments.registry import EXPERIMENTS
@@ -29,7 +30,10 @@ def test_list_shows_every_experiment_its_figure_and_whether_it_can_run(capsys):
     for experiment in EXPERIMENTS.values():
         assert f"{experiment.name} " in output
         assert experiment.figure in output
-    assert output.count("runs here") == len(EXPERIMENTS)
+    gpu_only = sum(e.gpu == "required" for e in EXPERIMENTS.values())
+    absent = 0 if torch.cuda.is_available() else gpu_only
+    assert output.count("cannot run here") == absent
+    assert output.count("runs here") == len(EXPERIMENTS) - absent
 
 
 @pytest.mark.parametrize("command", ["run", "plot"])

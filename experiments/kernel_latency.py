@@ -1,0 +1,337 @@
+"""How long the data-path kernels take on a GPU, beside flash-attn, PyTorch and a naive twin.
+
+- ``decode``: one query per sequence, over batch, context and block size.
+- ``prefill``: (sequences, new tokens of each, context of each): without a cached prefix where the
+  last two are equal, with one where the context is longer.
+- ``store``: new tokens into random slots.  ``copy``: blocks of all layers inside a cache.
+  ``swap_out``, ``swap_in``: the same to pinned host memory and back.
+
+A cell first checks its result against fp64 by the rule of ``kernels/accuracy.py`` and fails,
+without a time, where it is wrong.  Times are p20, p50 and p80 of the device's clock with a cold L2,
+by replays of a CUDA graph where the work can be captured (``launch``), see ``gpu_timing.py``.
+Achieved bytes and operations per second are set against a copy and a bf16 matrix product that are
+timed in the same process.  Implementations whose names begin with gather_ first copy the context,
+in the time; see ``kernels/baselines.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from experiments import kernel_problems, style
+from experiments.gpu_timing import Launch
+from experiments.harness import Cell, Experiment, Options
+from experiments.kernel_problems import OURS, Shape
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+PARTS = ("decode", "prefill", "store", "copy", "swap_out", "swap_in")
+PAGED = (OURS, "flash_attn_2", "flash_attn_3", "flash_attn_4", "torch_flash")
+"""Attention on the blocks as they are."""
+GATHER = ("gather_flash_attn_2", "gather_torch_flash", "gather_sdpa", "gather_naive")
+"""For the blocks that flash-attn 2 refuses: behind a copy, any size is the same to them."""
+IMPLEMENTATIONS = {
+    "store": (OURS, "torch_index_put"),
+    "copy": (OURS, "torch_index_put"),
+    "swap_out": (OURS, "memcpy"),
+    "swap_in": (OURS, "memcpy"),
+}
+_PAGE = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelLatencyOptions(Options):
+    """The grid: parts x shapes x block sizes x implementations."""
+
+    part: tuple[Literal[PARTS], ...] = PARTS
+    batch: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    """Sequences of a decode step."""
+    context_len: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+    """Tokens of each sequence of a decode step."""
+    block_size: tuple[int, ...] = (16, 256)
+    prefill: tuple[tuple[int, int, int], ...] = (
+        (1, 512, 512),
+        (1, 2048, 2048),
+        (1, 8192, 8192),
+        (1, 32768, 32768),
+        (4, 2048, 2048),
+        (16, 1024, 1024),
+        (1, 512, 8192),
+        (1, 2048, 32768),
+        (4, 1024, 8192),
+        (16, 256, 4096),
+        (64, 4, 4096),
+    )
+    """Sequences, new tokens of each, and tokens of each with its cached prefix."""
+    store_tokens: tuple[int, ...] = (1, 16, 256, 4096, 65536)
+    move_tokens: tuple[int, ...] = (256, 1024, 4096, 32768)
+    """Tokens whose blocks, of every layer, copy and swap move."""
+    num_layers: int = 28
+    """Layers that copy and swap move the blocks of."""
+    num_q_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    dtype: Literal["float16", "bfloat16", "float32"] = "bfloat16"
+    kv_dtype: Literal["float8_e4m3fn"] | None = None
+    """Of the cache; that of the queries if None."""
+    launch: tuple[Launch, ...] = ("graph",)
+    """Replays of a CUDA graph, or calls from Python."""
+    budget_ms: float = 60.0
+    """Device time for the samples of a cell."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelLatencyCell(Cell):
+    shape: Shape
+    implementation: str
+    launch: Launch
+    budget_ms: float
+
+    @property
+    def group(self) -> tuple[str, ...]:
+        return (self.shape.op,)
+
+
+def cells(options: KernelLatencyOptions) -> Iterator[KernelLatencyCell]:
+    for batch, query_len, context_len in options.prefill:
+        if not 1 <= query_len <= context_len or batch < 1:
+            raise ValueError(
+                "--prefill: needs sequences, new tokens and at least as many tokens in all, got "
+                f"{batch} {query_len} {context_len}"
+            )
+    for name in ("batch", "context_len", "block_size", "store_tokens", "move_tokens"):
+        if min(getattr(options, name), default=1) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+    for shape in _shapes(options):
+        for implementation in implementations(shape):
+            for launch in options.launch:
+                yield KernelLatencyCell(
+                    seed=options.seed,
+                    shape=shape,
+                    implementation=implementation,
+                    launch=launch,
+                    budget_ms=options.budget_ms,
+                )
+
+
+def implementations(shape: Shape) -> tuple[str, ...]:
+    """What can be compared at a shape, as far as the shape tells."""
+    if shape.op in IMPLEMENTATIONS:
+        return IMPLEMENTATIONS[shape.op]
+    if shape.kv_dtype is not None:
+        return (OURS,)
+    return PAGED + (GATHER if shape.block_size % _PAGE else ())
+
+
+def _shapes(options: KernelLatencyOptions) -> Iterator[Shape]:
+    common = {
+        name: getattr(options, name)
+        for name in ("num_q_heads", "num_kv_heads", "head_dim", "dtype", "kv_dtype", "seed")
+    }
+    sizes = {
+        "decode": [
+            {"batch": batch, "context_len": context_len}
+            for context_len in options.context_len
+            for batch in options.batch
+        ],
+        "prefill": [
+            {"batch": batch, "query_len": query_len, "context_len": context_len}
+            for batch, query_len, context_len in options.prefill
+        ],
+        "store": [{"batch": tokens} for tokens in options.store_tokens],
+    }
+    for part in options.part:
+        for block_size in options.block_size:
+            moves = [
+                {"batch": -(-tokens // block_size), "num_layers": options.num_layers}
+                for tokens in options.move_tokens
+            ]
+            for size in sizes.get(part, moves):
+                yield Shape(op=part, block_size=block_size, **size, **common)
+
+
+def run_cell(cell: KernelLatencyCell) -> list[dict[str, Any]]:
+    return [
+        kernel_problems.run(
+            cell.shape, cell.implementation, launch=cell.launch, budget_ms=cell.budget_ms
+        )
+    ]
+
+
+_LOOKS = {
+    "flash_attn_2": {"color": style.RED, "marker": "s"},
+    "gather_flash_attn_2": {"color": style.RED, "marker": "s", "linestyle": "dotted"},
+    "flash_attn_3": {"color": style.ORANGE, "marker": "^"},
+    "flash_attn_4": {"color": style.PINK, "marker": "v"},
+    "torch_flash": {"color": style.GREEN, "marker": "D"},
+    "gather_torch_flash": {"color": style.GREEN, "marker": "D", "linestyle": "dotted"},
+    "gather_sdpa": {"color": style.SKY, "marker": "P", "linestyle": "dotted"},
+    "gather_naive": {"color": style.GREY, "marker": "X", "linestyle": "dotted"},
+    "torch_index_put": {"color": style.RED, "marker": "s"},
+    "memcpy": {"color": style.GREEN, "marker": "D"},
+}
+_OURS = (
+    {"color": style.BLUE, "marker": "o"},
+    {"color": style.BLACK, "marker": "o", "linestyle": "dashed"},
+)
+
+
+def lines(rows: pd.DataFrame) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
+    """Look with label, and rows, of each implementation and block size; ours come last, on top.
+
+    A hollow marker says that the copy of the context is in the time.
+    """
+    block_sizes = sorted(rows["block_size"].unique())
+    order = [name for name in (*_LOOKS, OURS) if name in set(rows["implementation"])]
+    for name in order:
+        for block_size, line in rows[rows["implementation"] == name].groupby("block_size"):
+            look = _LOOKS.get(name) or _OURS[block_sizes.index(block_size) % 2]
+            if name.startswith("gather"):
+                look = {**look, "markerfacecolor": "white"}
+            yield {**look, "label": f"{name}, block {block_size}"}, line
+
+
+def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
+    """The figures decode_latency, decode_bandwidth, prefill and moves, of what was timed."""
+    rows = rows[rows["p50_us"].notna()]
+    rows = rows[(rows["launch"] == "graph") | rows["implementation"].isin(_eager_only(rows))]
+    decode, prefill = (rows[rows["op"] == op] for op in ("decode", "prefill"))
+    moves = rows[rows["op"].isin(IMPLEMENTATIONS)]
+    written = []
+    with style.figures():
+        for name, part, draw in (
+            ("decode_latency", decode, _draw_latency),
+            ("decode_bandwidth", decode, _draw_bandwidth),
+            ("prefill", prefill, _draw_prefill),
+            ("moves", moves, _draw_moves),
+        ):
+            if len(part):
+                written += style.save(draw(part), folder, name)
+    return written
+
+
+def _eager_only(rows: pd.DataFrame) -> set[str]:
+    captured = rows.loc[rows["launch"] == "graph", "implementation"]
+    return set(rows["implementation"]) - set(captured)
+
+
+def _draw_latency(rows: pd.DataFrame) -> Figure:
+    def draw(axis: Axes, look: dict[str, Any], line: pd.DataFrame) -> None:
+        axis.plot(line["batch"], line["p50_us"], **look)
+        axis.fill_between(
+            line["batch"], line["p20_us"], line["p80_us"], color=look["color"], alpha=0.15, lw=0
+        )
+
+    def bound(axis: Axes, rows: pd.DataFrame) -> None:
+        best = rows.sort_values("batch").drop_duplicates("batch")
+        fastest = best["bytes"] / best["peak_gb_per_s"] / 1e3
+        axis.plot(best["batch"], fastest, "k--", lw=1, label="bound: bytes at copy bandwidth")
+        axis.set_yscale("log")
+
+    return _by_context(rows, draw, bound, "latency (µs), p50 and p20 to p80")
+
+
+def _draw_bandwidth(rows: pd.DataFrame) -> Figure:
+    def draw(axis: Axes, look: dict[str, Any], line: pd.DataFrame) -> None:
+        axis.plot(line["batch"], 100 * line["bandwidth_fraction"], **look)
+
+    def bound(axis: Axes, rows: pd.DataFrame) -> None:
+        axis.axhline(100, color="black", ls="dashed", lw=1, label="bound: copy bandwidth")
+        axis.set_ylim(0, 110)
+
+    return _by_context(rows, draw, bound, "K, V, queries and output\n(% of copy bandwidth)")
+
+
+def _by_context(rows: pd.DataFrame, draw: Any, bound: Any, label: str) -> Figure:
+    contexts = sorted(rows["context_len"].unique())
+    figure, axes, _ = style.panel_grid(len(contexts), height=1.9, sharex=True)
+    for axis, context_len in zip(axes, contexts, strict=True):
+        of_context = rows[rows["context_len"] == context_len]
+        for look, line in lines(of_context):
+            draw(axis, look, line.sort_values("batch"))
+        bound(axis, of_context)
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.set_title(f"context {context_len:,} tokens")
+    figure.supxlabel("batch (sequences)", fontsize=8)
+    figure.supylabel(label, fontsize=8)
+    style.shared_legend(figure, columns=4)
+    return figure
+
+
+def _draw_prefill(rows: pd.DataFrame) -> Figure:
+    import matplotlib.pyplot as plt
+
+    sizes = rows[["batch", "query_len", "context_len"]].drop_duplicates()
+    sizes = sizes.assign(cached=sizes["context_len"] > sizes["query_len"])
+    sizes = sizes.sort_values(["cached", "batch", "context_len"], ascending=[True, False, False])
+    places = {tuple(size[:3]): place for place, size in enumerate(sizes.itertuples(index=False))}
+    names = [
+        f"{batch} x {new:,}" + (f" after {context - new:,}" if context > new else "")
+        for batch, new, context in places
+    ]
+    figure, axis = plt.subplots(figsize=(5.2, 1.2 + 0.33 * len(names)))
+    drawn = list(lines(rows))
+    for index, (look, line) in enumerate(drawn):
+        size = line[["batch", "query_len", "context_len"]].itertuples(index=False, name=None)
+        beside = 0.5 * ((index + 0.5) / len(drawn) - 0.5)
+        heights = [places[values] + beside for values in size]
+        axis.plot(100 * line["matmul_fraction"], heights, **{**look, "linestyle": "none"})
+    axis.axvline(100, color="black", ls="dashed", lw=1, label="bound: bf16 matmul")
+    axis.set(xlim=(0, 105), xlabel="operations of visible pairs (% of the measured matmul rate)")
+    axis.set_yticks(range(len(names)), names)
+    axis.set_ylabel("sequences x new tokens")
+    style.shared_legend(figure, columns=3)
+    return figure
+
+
+_MOVES = {
+    "store": "store: of a device copy",
+    "copy": "copy: of a device copy",
+    "swap_out": "swap out: of a copy to the host",
+    "swap_in": "swap in: of a copy from the host",
+}
+
+
+def _draw_moves(rows: pd.DataFrame) -> Figure:
+    blocks = rows["batch"] * rows["block_size"]
+    rows = rows.assign(tokens=rows["batch"].where(rows["op"] == "store", blocks))
+    ops = [op for op in _MOVES if op in set(rows["op"])]
+    figure, axes, _ = style.panel_grid(len(ops), height=2.1, columns=2, sharey=True)
+    for axis, op in zip(axes, ops, strict=True):
+        for look, line in lines(rows[rows["op"] == op]):
+            line = line.sort_values("tokens")
+            axis.plot(line["tokens"], 100 * line["bandwidth_fraction"], **look)
+        axis.axhline(100, color="black", ls="dashed", lw=1, label="bound: measured copy")
+        axis.set(title=_MOVES[op], xlabel="tokens", ylim=(0, 115))
+        axis.set_xscale("log", base=4)
+        axis.xaxis.set_major_formatter("{x:g}")
+    figure.supylabel("bytes moved per second (% of the measured copy)", fontsize=8)
+    style.shared_legend(figure, columns=3)
+    return figure
+
+
+EXPERIMENT = Experiment(
+    name="kernel_latency",
+    figure="decode, prefill, store, copy and swap on a GPU vs flash-attn, PyTorch and naive",
+    options=KernelLatencyOptions(),
+    quick=KernelLatencyOptions(
+        batch=(1, 16, 64, 256),
+        context_len=(512, 4096),
+        prefill=((1, 2048, 2048), (4, 1024, 8192)),
+        store_tokens=(16, 4096),
+        move_tokens=(1024, 4096),
+        budget_ms=30.0,
+    ),
+    cells=cells,
+    run_cell=run_cell,
+    plot=plot,
+    gpu="required",
+    timed=True,
+)
