@@ -7,6 +7,8 @@ All raise before anything is written.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from kernels.primitives import INTERPRETED
@@ -14,6 +16,8 @@ from kernels.primitives import INTERPRETED
 MAX_GRID_YZ = 65535
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
+_CACHE_DIMS = dict.fromkeys(("num_blocks", "block_size", "num_kv_heads", "head_dim"))
+_INT32 = (torch.int32,)
 
 
 def _listed(items) -> str:
@@ -63,10 +67,17 @@ def check_tensor(
             )
     elif tensor.device != device:
         raise ValueError(f"{name}: expected a tensor on {device}, got one on {tensor.device}")
-    if not any_strides and actual[-1] > 1 and tensor.stride(-1) != 1:
+    if not any_strides and actual[-1] > 1 and tensor.stride()[-1] != 1:
         raise ValueError(
             f"{name}: expected a contiguous last dimension, got strides {tensor.stride()}"
         )
+
+
+def _like(tensor: torch.Tensor, other: torch.Tensor, dims: Sequence[str]) -> dict[str, int | None]:
+    """The shape of `other` for check_tensor; if `tensor` has it, the same without looking again."""
+    if getattr(tensor, "shape", None) == other.shape:
+        return dict.fromkeys(dims)
+    return dict(zip(dims, other.shape, strict=True))
 
 
 def check_kv_cache(
@@ -77,11 +88,11 @@ def check_kv_cache(
     device: torch.device | None = None,
 ) -> None:
     """Check a paged cache: both (num_blocks, block_size, num_kv_heads, head_dim), of one dtype."""
-    dims = dict.fromkeys(("num_blocks", "block_size", "num_kv_heads", "head_dim"))
-    check_tensor("k_cache", k_cache, dims, dtypes=dtypes, device=device)
-    same_shape = dict(zip(dims, k_cache.shape, strict=True))
-    check_tensor("v_cache", v_cache, same_shape, dtypes=(k_cache.dtype,), device=k_cache.device)
-    if 0 in k_cache.shape[1:]:
+    check_tensor("k_cache", k_cache, _CACHE_DIMS, dtypes=dtypes, device=device)
+    shape = _like(v_cache, k_cache, _CACHE_DIMS)
+    check_tensor("v_cache", v_cache, shape, dtypes=(k_cache.dtype,), device=k_cache.device)
+    _, block_size, num_kv_heads, head_dim = k_cache.shape
+    if not (block_size and num_kv_heads and head_dim):
         raise ValueError(
             "k_cache: expected block_size, num_kv_heads and head_dim of at least 1, got shape "
             f"{tuple(k_cache.shape)}"
@@ -90,7 +101,7 @@ def check_kv_cache(
 
 def check_heads(q: torch.Tensor, k_cache: torch.Tensor) -> None:
     """Check the head dimension and that the query heads divide evenly among the KV heads (GQA)."""
-    num_q_heads, head_dim = q.shape[-2:]
+    *_, num_q_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]
     if num_q_heads == 0 or num_q_heads % num_kv_heads:
         raise ValueError(
@@ -105,20 +116,17 @@ def check_heads(q: torch.Tensor, k_cache: torch.Tensor) -> None:
 
 def check_slots(slot_mapping: torch.Tensor, k_cache: torch.Tensor, *, num_tokens: int) -> None:
     """Check a slot mapping of at most num_tokens slots, host-resident values too."""
+    integers = (torch.int32, torch.int64)
     check_tensor(
-        "slot_mapping",
-        slot_mapping,
-        {"num_slots": None},
-        dtypes=(torch.int32, torch.int64),
-        device=k_cache.device,
+        "slot_mapping", slot_mapping, {"num_slots": None}, dtypes=integers, device=k_cache.device
     )
-    if slot_mapping.shape[0] > num_tokens:
+    num_slots = slot_mapping.shape[0]
+    if num_slots > num_tokens:
         raise ValueError(
-            f"slot_mapping: expected at most num_tokens={num_tokens} slots, "
-            f"got {slot_mapping.shape[0]}"
+            f"slot_mapping: expected at most num_tokens={num_tokens} slots, got {num_slots}"
         )
-    capacity = k_cache.shape[0] * k_cache.shape[1]
-    if slot_mapping.device.type == "cpu" and slot_mapping.numel():
+    if num_slots and slot_mapping.device.type == "cpu":
+        capacity = k_cache.shape[0] * k_cache.shape[1]
         largest = int(slot_mapping.max())
         if largest >= capacity:
             raise ValueError(
@@ -140,11 +148,11 @@ def check_cu_seqlens(
 
     Errors in max_seqlen are reported as of the argument max_seqlen_<suffix of name>.
     """
-    check_tensor(name, cu_seqlens, {"batch + 1": batch + 1}, dtypes=(torch.int32,), device=device)
+    check_tensor(name, cu_seqlens, {"batch + 1": batch + 1}, dtypes=_INT32, device=device)
     max_name = name.replace("cu_seqlens", "max_seqlen")
     if max_seqlen < 0:
         raise ValueError(f"{max_name}: expected at least 0, got {max_seqlen}")
-    if cu_seqlens.device.type != "cpu":
+    if device.type != "cpu":
         return
     lengths = cu_seqlens.diff()
     if cu_seqlens[0] != 0 or (lengths < 0).any() or cu_seqlens[-1] > total:
@@ -178,16 +186,10 @@ def check_block_tables(
     names: what the caller calls the tables, the lengths and their number.
     """
     tables_name, lens_name, batch_name = names
-    int32 = (torch.int32,)
-    check_tensor(
-        tables_name,
-        block_tables,
-        {batch_name: batch, "max_blocks": None},
-        dtypes=int32,
-        device=device,
-    )
-    check_tensor(lens_name, context_lens, {batch_name: batch}, dtypes=int32, device=device)
-    if block_tables.device.type != "cpu" or batch == 0:
+    shape = {batch_name: batch, "max_blocks": None}
+    check_tensor(tables_name, block_tables, shape, dtypes=_INT32, device=device)
+    check_tensor(lens_name, context_lens, {batch_name: batch}, dtypes=_INT32, device=device)
+    if device.type != "cpu" or batch == 0:
         return
     num_blocks, block_size = k_cache.shape[:2]
     max_blocks = block_tables.shape[1]
@@ -262,14 +264,14 @@ def check_score_options(
         )
     if not softcap >= 0:
         raise ValueError(f"softcap: expected 0 (off) or a positive cap, got {softcap}")
-    per_head = {"num_q_heads": num_q_heads}
     if alibi_slopes is not None:
-        shape = per_head
+        shape = {"num_q_heads": num_q_heads}
         if isinstance(alibi_slopes, torch.Tensor) and alibi_slopes.dim() == 2:
-            shape = {"batch": batch, **per_head}
+            shape = {"batch": batch, **shape}
         check_tensor("alibi_slopes", alibi_slopes, shape, dtypes=(torch.float32,), device=device)
     if sinks is not None:
-        check_tensor("sinks", sinks, per_head, dtypes=FLOAT_DTYPES, device=device)
+        shape = {"num_q_heads": num_q_heads}
+        check_tensor("sinks", sinks, shape, dtypes=FLOAT_DTYPES, device=device)
 
 
 def check_grid_dim(name: str, dim: str | None, size: int) -> None:
@@ -281,11 +283,6 @@ def check_grid_dim(name: str, dim: str | None, size: int) -> None:
 
 def check_out(out: torch.Tensor, q: torch.Tensor, *, rows: str = "batch") -> None:
     """Check a caller's output buffer: the shape and device of q, in q's dtype or fp32."""
-    dims = (rows, "num_q_heads", "head_dim")
-    check_tensor(
-        "out",
-        out,
-        dict(zip(dims, q.shape, strict=True)),
-        dtypes=tuple(dict.fromkeys((q.dtype, torch.float32))),
-        device=q.device,
-    )
+    shape = _like(out, q, (rows, "num_q_heads", "head_dim"))
+    dtypes = (q.dtype,) if q.dtype == torch.float32 else (q.dtype, torch.float32)
+    check_tensor("out", out, shape, dtypes=dtypes, device=q.device)
