@@ -48,6 +48,14 @@ class OwnPolicy:
     file: InputFile
     name: str
 
+    def __str__(self) -> str:
+        return f"{self.file.name}:{self.name}"
+
+    @property
+    def spec(self) -> str:
+        """What ``cache.make_policy`` takes."""
+        return f"{self.file.path}:{self.name}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvictionCell(Cell):
@@ -58,9 +66,7 @@ class EvictionCell(Cell):
 
     @property
     def policy_name(self) -> str:
-        if isinstance(self.policy, OwnPolicy):
-            return f"{self.policy.file.name}:{self.policy.name}"
-        return self.policy
+        return str(self.policy)
 
     @property
     def group(self) -> tuple[str, ...]:
@@ -71,7 +77,7 @@ def cells(options: EvictionOptions) -> Iterator[EvictionCell | Absent]:
     for percent in options.capacity_percent:
         if not 0 < percent <= 100:
             raise ValueError(f"--capacity-percent must be above 0 and at most 100, got {percent}")
-    policies = [_policy(name) for name in options.policy or cache.POLICIES]
+    policies = [named_policy(name) for name in options.policy or cache.POLICIES]
     sources = workloads.sources(options.trace, seed=options.seed, num_requests=options.num_requests)
     for source in sources:
         if isinstance(source, Absent):
@@ -87,7 +93,8 @@ def cells(options: EvictionOptions) -> Iterator[EvictionCell | Absent]:
         )
 
 
-def _policy(name: str) -> str | OwnPolicy:
+def named_policy(name: str) -> str | OwnPolicy:
+    """A policy as a cell holds it, from its name or file.py:Class.  Raises ValueError."""
     cache.make_policy(name)  # raises for an unknown one
     if ".py:" not in name:
         return name
@@ -99,7 +106,7 @@ def run_cell(cell: EvictionCell) -> list[dict[str, Any]]:
     trace = workloads.load(cell.source)
     capacity = max(1, int(trace.num_unique_blocks * cell.capacity_percent / 100))
     if isinstance(cell.policy, OwnPolicy):
-        policy = f"{cell.policy.file.path}:{cell.policy.name}"
+        policy = cell.policy.spec
     else:
         # Nothing is evicted from a pool that holds everything, by any policy.
         policy = "lru" if cell.policy == "infinite" else cell.policy

@@ -111,7 +111,7 @@ def figures() -> Iterator[None]:
 def panel_grid(
     count: int, *, height: float, width: float = 2.33, columns: int = 3, **options
 ) -> Panels:
-    """``count`` panels in rows of up to ``columns``, each ``height`` inches high and ``width`` wide.
+    """``count`` panels in rows of up to ``columns``, ``height`` by ``width`` inches each.
 
     ``options`` go to ``matplotlib.pyplot.subplots``.
     """
