@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from experiments import (
     block_size,
+    cascade,
     engine_overhead,
     eviction,
     kernel_accuracy,
@@ -19,6 +20,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     experiment.name: experiment
     for experiment in (
         block_size.EXPERIMENT,
+        cascade.EXPERIMENT,
         engine_overhead.EXPERIMENT,
         eviction.EXPERIMENT,
         kernel_accuracy.EXPERIMENT,
