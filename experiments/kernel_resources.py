@@ -1,0 +1,287 @@
+"""What every shipped kernel is compiled to on every architecture, and the time it takes at least.
+
+Compiled without a GPU (``kernels/compile.py``): registers, local and shared memory, how many
+programs and warps fit a multiprocessor and which resource stops the next one, the widths of global
+accesses, asynchronous copies and tensor-core instructions.  Beside them the roofline of named GPUs:
+the bytes and operations that a stated problem needs (``kernel_work.py``) over the peak rates of the
+datasheet (``gpus.py``).  That is a bound from below and not a measurement; how near to it a kernel
+comes only a GPU can tell.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tyro
+
+from experiments import style
+from experiments.gpus import GPUS
+from experiments.harness import Cell, Experiment, Options
+from experiments.kernel_work import kernel_name, work_of
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from experiments.gpus import Gpu
+    from kernels.compile import KernelResources
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelResourcesOptions(Options):
+    """The grid: shipped configurations of ops x architectures."""
+
+    op: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """An op by name. None: every one."""
+    arch: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """sm_80, sm_90, sm_100 or gfx942. None: every one."""
+    match: str = ""
+    """Regular expression: only configurations with it in their name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelResourcesCell(Cell):
+    op: str
+    config: str
+    arch: str
+
+    @property
+    def group(self) -> tuple[str, ...]:
+        return self.arch, self.op
+
+
+def cells(options: KernelResourcesOptions) -> Iterator[KernelResourcesCell]:
+    from kernels.architectures import ARCHITECTURES
+    from kernels.shipped import OPS, shipped_calls
+
+    for name, known in (("op", OPS), ("arch", tuple(ARCHITECTURES))):
+        for value in getattr(options, name):
+            if value not in known:
+                raise ValueError(f"--{name} {value!r} is unknown; choose from {', '.join(known)}")
+    for arch in options.arch or ARCHITECTURES:
+        for call in shipped_calls(options.op or None):
+            if re.search(options.match, call.config):
+                yield KernelResourcesCell(
+                    seed=options.seed, op=call.op, config=call.config, arch=arch
+                )
+
+
+def run_cell(cell: KernelResourcesCell) -> list[dict[str, Any]]:
+    os.environ.pop("TRITON_INTERPRET", None)  # read when kernels is first imported
+    from kernels.compile import ARCHITECTURES, resources_of_call
+    from kernels.shipped import shipped_calls
+
+    call = next(call for call in shipped_calls([cell.op]) if call.config == cell.config)
+    arch = ARCHITECTURES[cell.arch]
+    return [
+        {**_resources(row, arch.max_warps), **bound}
+        for row in resources_of_call(call, arch)
+        for bound in _bounds(row)
+    ]
+
+
+def _resources(row: KernelResources, max_warps: int) -> dict[str, Any]:
+    def narrower(accesses: dict[int, int]) -> int:
+        return sum(count for width, count in accesses.items() if width < 128)
+
+    resident = row.resident_programs
+    warps = row.programs_per_multiprocessor * row.num_warps
+    return {
+        "op": row.op,
+        "config": row.config,
+        "kernel": kernel_name(row),
+        "arch": row.arch,
+        "tile_m": row.constants.get("TILE_M"),
+        "tile_n": row.constants.get("TILE_N"),
+        "num_warps": row.num_warps,
+        "num_stages": row.num_stages,
+        "registers": row.registers,
+        "local_bytes": row.local_bytes,
+        "scalar_spills": row.scalar_spills,
+        "shared_bytes": row.shared_bytes,
+        "programs_by_registers": resident["registers"],
+        "programs_by_shared_memory": resident["shared memory"],
+        "programs_by_warps": resident["warps"],
+        "programs_by_programs": resident["programs"],
+        "programs_per_multiprocessor": row.programs_per_multiprocessor,
+        "limited_by": min(resident, key=resident.get),
+        "warps_per_multiprocessor": warps,
+        "occupancy": warps / max_warps,
+        "loads_128_bit": row.global_loads.get(128, 0),
+        "loads_narrower": narrower(row.global_loads),
+        "async_copies_128_bit": row.async_copies.get(128, 0),
+        "async_copies_narrower": narrower(row.async_copies),
+        "stores_128_bit": row.global_stores.get(128, 0),
+        "stores_narrower": narrower(row.global_stores),
+        "dots": row.dots,
+        "tensor_core_dots": row.tensor_core_dots,
+        "tensor_core_instructions": sum(row.mma.values()),
+        "tensor_core_family": " ".join(row.mma) or None,
+    }
+
+
+def _bounds(row: KernelResources) -> Iterator[dict[str, Any]]:
+    for gpu in GPUS:
+        if gpu.arch != row.arch:
+            continue
+        for work in work_of(row):
+            seconds, limit = work.bound(gpu)
+            yield {
+                "problem": work.problem,
+                "bytes_per_output": work.bytes / work.outputs,
+                "operations_per_output": work.operations / work.outputs,
+                "operations_per_byte": work.operations / work.bytes,
+                "gpu": gpu.name,
+                "bound_us": 1e6 * seconds,
+                "bound_by": limit,
+            }
+
+
+def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
+    """The figures resources, what kernels use, and roofline, what that bounds them to."""
+    with style.figures():
+        return [
+            *style.save(_draw_resources(rows), folder, "resources"),
+            *style.save(_draw_roofline(rows), folder, "roofline"),
+        ]
+
+
+_LIMITS = {
+    "registers": ("limited by registers", style.BLUE, "o"),
+    "shared memory": ("limited by shared memory", style.ORANGE, "s"),
+    "warps": ("as many warps as there can be", style.GREEN, "^"),
+    "programs": ("as many programs as there can be", style.RED, "v"),
+}
+_METRICS = {
+    "registers": ("registers per thread", 1),
+    "shared_bytes": ("shared memory per program (KiB)", 1024),
+    "occupancy": ("resident warps (% of the most)", 0.01),
+}
+
+
+def _draw_resources(rows: pd.DataFrame) -> Figure:
+    """A row of panels per metric, a column per architecture, a dot per compiled kernel."""
+    compiled = rows.drop_duplicates(["op", "config", "kernel", "arch"])
+    kernels = list(dict.fromkeys(compiled["kernel"]))[::-1]
+    archs = list(dict.fromkeys(compiled["arch"]))
+    figure, axes, _ = style.panel_grid(
+        len(_METRICS) * len(archs), height=0.35 + 0.14 * len(kernels), columns=len(archs)
+    )
+    for index, axis in enumerate(axes):
+        metric, arch = list(_METRICS)[index // len(archs)], archs[index % len(archs)]
+        label, unit = _METRICS[metric]
+        of_arch = compiled[compiled["arch"] == arch]
+        for limit, (name, color, marker) in _LIMITS.items():
+            dots = of_arch[of_arch["limited_by"] == limit].drop_duplicates(["kernel", metric])
+            places = dots["kernel"].map(kernels.index)
+            look = {"color": color, "marker": marker, "ms": 3, "linestyle": "none", "alpha": 0.8}
+            axis.plot(dots[metric] / unit, places, label=name, **look)
+        axis.set_ylim(-0.6, len(kernels) - 0.4)
+        axis.set_yticks(range(len(kernels)), kernels if index % len(archs) == 0 else [])
+        axis.set_xlim(0, 1.06 * max(1, compiled[metric].max() / unit))
+        axis.set_xlabel(label, fontsize=7)
+        axis.set_title(arch if index < len(archs) else "")
+    style.shared_legend(figure, columns=4)
+    return figure
+
+
+_GPU_LOOKS = (
+    {"color": style.GREEN, "marker": "^", "linestyle": "dashdot"},
+    {"color": style.SKY, "marker": "D", "linestyle": "dashed"},
+    {"color": style.BLUE, "marker": "o", "linestyle": "solid"},
+    {"color": style.BLACK, "marker": "s", "linestyle": (0, (6, 1, 1, 1))},
+    {"color": style.RED, "marker": "v", "linestyle": "dotted"},
+)
+
+
+def _draw_roofline(rows: pd.DataFrame) -> Figure:
+    """Left: the bound of the rate against intensity.  Right: of the time, on each GPU."""
+    import matplotlib.pyplot as plt
+
+    gpus = [gpu for gpu in GPUS if gpu.name in set(rows["gpu"])]
+    looks = {gpu.name: _GPU_LOOKS[GPUS.index(gpu)] for gpu in gpus}
+    typical = _typical(rows)
+    num_lines = typical["number"].nunique()
+    figure, (roof, times) = plt.subplots(
+        1, 2, figsize=(7, max(2.6, 0.9 + 0.21 * num_lines)), width_ratios=(1, 0.75)
+    )
+    _draw_roofs(roof, typical, gpus, looks)
+    _draw_bounds(times, typical, looks)
+    style.shared_legend(figure, columns=len(gpus))
+    return figure
+
+
+def _typical(rows: pd.DataFrame) -> pd.DataFrame:
+    """Of each kernel the plainest configuration at head_dim 128, bf16 where it has one; with a
+    number for each kernel and problem."""
+    names = rows.assign(
+        other_dim=~rows["config"].str.contains("d128"), length=rows["config"].str.len()
+    ).sort_values(["other_dim", "length", "config", "op"], kind="stable")
+    plainest = names.drop_duplicates("kernel")[["kernel", "op", "config"]]
+    typical = rows.merge(plainest, on=["kernel", "op", "config"])
+    return typical.assign(number=1 + typical.groupby(["kernel", "problem"], sort=False).ngroup())
+
+
+def _draw_roofs(axis: Axes, rows: pd.DataFrame, gpus: list[Gpu], looks: dict[str, dict]) -> None:
+    low, high = 0.1, 3e4
+    for gpu in gpus:
+        x = [low, gpu.half_flops / gpu.bandwidth, high]
+        y = [min(gpu.half_flops, intensity * gpu.bandwidth) / 1e12 for intensity in x]
+        axis.plot(x, y, markevery=[1], label=gpu.name, **looks[gpu.name])
+    lowest = min(gpus, key=lambda gpu: gpu.bandwidth)
+    of_gpu = rows[rows["gpu"] == lowest.name]
+    some = of_gpu[of_gpu["operations_per_byte"] > 0].sort_values("operations_per_byte")
+    intensity = some["operations_per_byte"]
+    # Kernels of much the same intensity get one label.
+    for _, near in some.groupby((intensity > 2 * intensity.shift()).cumsum()):
+        x = near["operations_per_byte"]
+        y = (x * lowest.bandwidth).clip(upper=lowest.half_flops) / 1e12
+        axis.plot(x, y, "o", color="black", ms=2.5)
+        axis.annotate(
+            ", ".join(map(str, sorted(near["number"]))),
+            (x.iloc[-1], y.iloc[-1]),
+            xytext=(4, -8),
+            textcoords="offset points",
+            fontsize=7,
+        )
+    none = ", ".join(map(str, of_gpu.loc[of_gpu["operations_per_byte"] == 0, "number"]))
+    if none:
+        text = f"no arithmetic: {none}"
+        axis.text(0.97, 0.04, text, transform=axis.transAxes, ha="right", fontsize=7)
+    axis.set(xscale="log", yscale="log", xlim=(low, high))
+    axis.set_xlabel("operations per byte of memory traffic")
+    axis.set_ylabel("bound of the rate (TFLOP/s)")
+
+
+def _draw_bounds(axis: Axes, rows: pd.DataFrame, looks: dict[str, dict]) -> None:
+    for gpu, dots in rows.groupby("gpu", sort=False):
+        look = {**looks[gpu], "linestyle": "none"}
+        axis.plot(dots["bound_us"], dots["number"], **look)
+    lines = rows.drop_duplicates("number")
+    labels = [
+        f"{r.kernel}, {r.config}  {r.number:>2}\n{r.problem}      " for r in lines.itertuples()
+    ]
+    axis.set_yticks(lines["number"], labels, fontsize=5.5)
+    axis.set(xscale="log", ylim=(lines["number"].max() + 0.6, 0.4))
+    axis.set_xlabel("lower bound of the time (µs),\nby datasheet, not measured")
+
+
+EXPERIMENT = Experiment(
+    name="kernel_resources",
+    figure="registers, shared memory, occupancy and roofline of every kernel, compiled, not run",
+    options=KernelResourcesOptions(),
+    quick=KernelResourcesOptions(
+        op=("store_kvcache", "paged_decode_attention", "paged_prefill_attention"),
+        arch=("sm_90",),
+        match="bf16 d128",
+    ),
+    cells=cells,
+    run_cell=run_cell,
+    plot=plot,
+)

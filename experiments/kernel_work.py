@@ -1,0 +1,248 @@
+"""Bytes that a kernel must move and operations that it must do, for a stated problem.
+
+From these and a GPU's datasheet follows the least time that a launch can take (the roofline of
+Williams, Waterman & Patterson, 2009).  Every operand is counted once, as if caches were perfect,
+and only what the result needs: no masked keys, no padding of head_dim or of tiles, no operations
+but the products of attention, the weighted sums of merges and rotations.
+
+With D the head dim, Hq and Hkv the query and KV heads, B sequences, L tokens of context, n splits,
+e_x the bytes of an element of x, a state D + 1 numbers of fp32, and an output an element of the
+result of the op:
+
+    kernel                    outputs          bytes                                    operations
+    paged_decode              B Hq D           2 B L Hkv D e_kv + B Hq D (e_q + e_out)   4 B L Hq D
+      one of n splits                          e_out D becomes n states
+    merge_splits              B Hq D           B Hq (n states + D e_out)                2 B Hq n D
+    paged_prefill, q queries  B q Hq D         2 B L Hkv D e_kv + B q Hq D (e_q + e_out) 4 B p Hq D
+      p = q (L - q) + q (q + 1) / 2 pairs of a query and a key that it sees
+    shared_prefix             B Hq D           2 L Hkv D e_kv + B Hq (D e_q + n states)  4 B L Hq D
+    merge_prefix              B Hq D           B Hq ((n + 1) states + D e_out)     2 B Hq (n + 1) D
+    merge_attention_states    T H D            T H (2 (D e_a + 4) + D e_out + 4)            4 T H D
+    store_kvcache             2 T Hkv D        T Hkv D (e_key + e_value + 2 e_kv) + T e_slot      0
+    rope_store_kvcache        T (Hq + 2 Hkv) D the same + 2 T Hq D e_q + rotation   3 T (Hq + Hkv) R
+    apply_rotary_embedding    T H D            T H D (e_x + e_out) + rotation                3 T H R
+      rotation = T (R e_cos + e_position), R the rotated dims: cos and sin of one position per token
+    copy_blocks, swap_blocks  elements copied  2 e per element (swap: e, by the link to the host) 0
+    slot_mapping              T                T (e_position + e_seq + 8) + 4 T / block size      0
+
+Attention also reads one 4-byte block id per block.  Windows are taken to be no shorter than the
+context, so that options cost no work that counts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from experiments.gpus import Gpu
+    from kernels.compile import KernelResources
+
+BATCH, CONTEXT, SPLITS = 64, 4096, 8
+PROMPT = 8192
+CHUNK, CHUNK_CONTEXT = 512, 32768
+GROUP, PREFIX = 256, 32768
+TOKENS = 8192
+PAIRS, PLANES = 64, 64
+
+
+@dataclass(frozen=True)
+class Work:
+    problem: str
+    outputs: int
+    """Elements of the op's result."""
+    bytes: int
+    """To and from the GPU's memory."""
+    operations: int
+    host_bytes: int = 0
+    """Over the link to the host."""
+
+    def bound(self, gpu: Gpu) -> tuple[float, str]:
+        """The least time on a GPU, in seconds, and what it is bound by."""
+        times = {
+            "memory": self.bytes / gpu.bandwidth,
+            "arithmetic": self.operations / gpu.half_flops,
+            "host link": self.host_bytes / gpu.host_bandwidth,
+        }
+        limit = max(times, key=times.get)
+        return times[limit], limit
+
+
+class _Kernel:
+    """Constants of a compiled kernel as attributes, and the sizes of what its pointers point to."""
+
+    def __init__(self, row: KernelResources) -> None:
+        self._signature = row.signature
+        self.__dict__.update(row.constants)
+
+    def size(self, *pointers: str) -> int:
+        """Bytes of one element of each of `pointers`, summed."""
+        kinds = (self._signature[pointer] for pointer in pointers)
+        return sum(int(re.search(r"\d+", kind).group()) // 8 for kind in kinds)
+
+    @property
+    def num_q_heads(self) -> int:
+        return self.NUM_KV_HEADS * self.GROUP_SIZE
+
+    def cache_bytes(self, batch: int, context: int) -> int:
+        """K, V and block ids of `batch` contexts."""
+        row = self.NUM_KV_HEADS * self.HEAD_DIM * self.size("k_cache_ptr", "v_cache_ptr")
+        return batch * (context * row + 4 * -(-context // self.BLOCK_SIZE))
+
+    def state_bytes(self, states: int) -> int:
+        return states * (self.HEAD_DIM + 1) * 4
+
+    def rotation_bytes(self) -> int:
+        """cos and sin of one position for each token."""
+        halves = self.size("cos_ptr", "sin_ptr") * self.ROTARY_DIM // 2
+        return TOKENS * (halves + self.size("positions_ptr"))
+
+
+def _decode(k: _Kernel) -> list[Work]:
+    rows = BATCH * k.num_q_heads
+    written = k.state_bytes(rows * SPLITS) if k.IS_SPLIT else rows * k.HEAD_DIM * k.size("out_ptr")
+    return [
+        Work(
+            f"{BATCH} sequences of {CONTEXT} tokens" + (f", {SPLITS} splits" * k.IS_SPLIT),
+            rows * k.HEAD_DIM,
+            k.cache_bytes(BATCH, CONTEXT) + rows * k.HEAD_DIM * k.size("q_ptr") + written,
+            4 * rows * CONTEXT * k.HEAD_DIM,
+        )
+    ]
+
+
+def _merge_splits(k: _Kernel) -> list[Work]:
+    outputs = BATCH * k.NUM_Q_HEADS * k.HEAD_DIM
+    return [
+        Work(
+            f"{BATCH} sequences, {SPLITS} splits",
+            outputs,
+            k.state_bytes(BATCH * k.NUM_Q_HEADS * SPLITS) + outputs * k.size("out_ptr"),
+            2 * outputs * SPLITS,
+        )
+    ]
+
+
+def _prefill(k: _Kernel) -> list[Work]:
+    def work(problem: str, queries: int, context: int) -> Work:
+        outputs = queries * k.num_q_heads * k.HEAD_DIM
+        seen = queries * (context - queries) + queries * (queries + 1) // 2
+        moved = k.cache_bytes(1, context) + outputs * k.size("q_ptr", "out_ptr")
+        return Work(problem, outputs, moved, 4 * seen * k.num_q_heads * k.HEAD_DIM)
+
+    return [
+        work(f"a prompt of {PROMPT} tokens", PROMPT, PROMPT),
+        work(f"{CHUNK} tokens, {CHUNK_CONTEXT - CHUNK} cached", CHUNK, CHUNK_CONTEXT),
+    ]
+
+
+def _shared_prefix(k: _Kernel) -> list[Work]:
+    outputs = GROUP * k.num_q_heads * k.HEAD_DIM
+    states = k.state_bytes(GROUP * k.num_q_heads * SPLITS)
+    return [
+        Work(
+            f"{GROUP} sharing {PREFIX} tokens, {SPLITS} splits",
+            outputs,
+            k.cache_bytes(1, PREFIX) + outputs * k.size("q_ptr") + states,
+            4 * outputs * PREFIX,
+        )
+    ]
+
+
+def _merge_prefix(k: _Kernel) -> list[Work]:
+    outputs = GROUP * k.NUM_Q_HEADS * k.HEAD_DIM
+    states = k.state_bytes(GROUP * k.NUM_Q_HEADS * (SPLITS + 1))
+    return [
+        Work(
+            f"{GROUP} sequences, {SPLITS} splits and a suffix",
+            outputs,
+            states + outputs * k.size("out_ptr"),
+            2 * outputs * (SPLITS + 1),
+        )
+    ]
+
+
+def _merge_attention_states(k: _Kernel) -> list[Work]:
+    outputs = TOKENS * k.NUM_HEADS * k.HEAD_DIM
+    lse = TOKENS * k.NUM_HEADS * k.size("lse_a_ptr", "lse_b_ptr", "lse_ptr")
+    moved = outputs * k.size("out_a_ptr", "out_b_ptr", "out_ptr") + lse
+    return [Work(f"{TOKENS} tokens", outputs, moved, 4 * outputs)]
+
+
+def _stored_bytes(k: _Kernel) -> int:
+    pointers = ("key_ptr", "value_ptr", "k_cache_ptr", "v_cache_ptr")
+    return TOKENS * (k.NUM_KV_HEADS * k.HEAD_DIM * k.size(*pointers) + k.size("slot_mapping_ptr"))
+
+
+def _store(k: _Kernel) -> list[Work]:
+    outputs = 2 * TOKENS * k.NUM_KV_HEADS * k.HEAD_DIM
+    return [Work(f"{TOKENS} tokens", outputs, _stored_bytes(k), 0)]
+
+
+def _rope_store(k: _Kernel) -> list[Work]:
+    queries = TOKENS * k.NUM_Q_HEADS * k.HEAD_DIM
+    moved = _stored_bytes(k) + 2 * queries * k.size("query_ptr") + k.rotation_bytes()
+    return [
+        Work(
+            f"{TOKENS} tokens",
+            queries + 2 * TOKENS * k.NUM_KV_HEADS * k.HEAD_DIM,
+            moved,
+            3 * TOKENS * (k.NUM_Q_HEADS + k.NUM_KV_HEADS) * k.ROTARY_DIM,
+        )
+    ]
+
+
+def _apply_rotary(k: _Kernel) -> list[Work]:
+    outputs = TOKENS * k.NUM_HEADS * k.HEAD_DIM
+    moved = outputs * k.size("x_ptr", "out_ptr") + k.rotation_bytes()
+    return [Work(f"{TOKENS} tokens", outputs, moved, 3 * TOKENS * k.NUM_HEADS * k.ROTARY_DIM)]
+
+
+def _copied(k: _Kernel) -> tuple[str, int]:
+    problem = f"{PAIRS} blocks, K and V of {PLANES // 2} layers"
+    return problem, PAIRS * PLANES * k.NUM_ELEMENTS
+
+
+def _copy_blocks(k: _Kernel) -> list[Work]:
+    problem, elements = _copied(k)
+    itemsize = int(k.DTYPE.lstrip("uint")) // 8
+    return [Work(problem, elements, 2 * elements * itemsize, 0)]
+
+
+def _swap_blocks(k: _Kernel) -> list[Work]:
+    problem, elements = _copied(k)
+    itemsize = k.size("src_ptr")
+    return [Work(problem, elements, elements * itemsize, 0, host_bytes=elements * itemsize)]
+
+
+def _slot_mapping(k: _Kernel) -> list[Work]:
+    moved = TOKENS * k.size("positions_ptr", "seq_ids_ptr", "slots_ptr")
+    return [Work(f"{TOKENS} tokens", TOKENS, moved + 4 * TOKENS // k.BLOCK_SIZE, 0)]
+
+
+_WORK: dict[str, Callable[[_Kernel], list[Work]]] = {
+    "paged_decode": _decode,
+    "merge_splits": _merge_splits,
+    "paged_prefill": _prefill,
+    "shared_prefix": _shared_prefix,
+    "merge_prefix": _merge_prefix,
+    "merge_attention_states": _merge_attention_states,
+    "store_kvcache": _store,
+    "rope_store_kvcache": _rope_store,
+    "apply_rotary_embedding": _apply_rotary,
+    "copy_blocks": _copy_blocks,
+    "swap_blocks": _swap_blocks,
+    "slot_mapping": _slot_mapping,
+}
+
+
+def kernel_name(row: KernelResources) -> str:
+    """The kernel's function without the underscore and `_kernel`."""
+    return row.kernel.strip("_").removesuffix("_kernel")
+
+
+def work_of(row: KernelResources) -> list[Work]:
+    """What one launch of a compiled kernel has to do, for each of its problems."""
+    return _WORK[kernel_name(row)](_Kernel(row))
