@@ -6,9 +6,9 @@ fp64 and `low` the same eager computation in the kernel's dtype,
     max|out - ref| <= 2 * max|low - ref| + 1e-5
 
 so the tolerance follows from the data instead of being tuned. With an fp8 cache `ref` and `low`
-read the same quantised numbers, times their scales in fp64 and in the queries' dtype: what is judged
-is the attention, not the quantisation, which has to be exact. Inputs are hostile on purpose: block
-tables are shuffled, their padding is garbage, and every slot that must not matter holds NaN or Inf.
+read the same quantised numbers, times their scales in fp64 and in the queries' dtype: judged is the
+attention, not the quantisation, which has to be exact. Inputs are hostile on purpose: block tables
+are shuffled, their padding is garbage, and every slot that must not matter holds NaN or Inf.
 """
 
 from __future__ import annotations

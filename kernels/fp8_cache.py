@@ -38,6 +38,15 @@ def load_scale(scale, kv_heads, stride):
 
 
 @triton.jit
+def load_row_scales(scale, kv_heads, stride):
+    """The same for rows of various heads, [rows]: a number, or [rows, 1]."""
+    if stride is None:
+        return scale
+    else:
+        return tl.load(scale + kv_heads * stride)[:, None]
+
+
+@triton.jit
 def e4m3_to_float(bits, dtype: tl.constexpr):
     """e4m3 numbers, uint8, to fp16, bf16 or fp32, exactly."""
     if not INTERPRETED and cuda_capability_geq(8, 9):
@@ -54,7 +63,7 @@ def e4m3_to_float(bits, dtype: tl.constexpr):
     if dtype == tl.float16:
         return x
     else:
-        return x.to(tl.float32).to(dtype)  # the direct way to bf16 is a slow instruction
+        return x.to(tl.float32).to(dtype)  # from fp16 to bf16 there is only a slow instruction
 
 
 @triton.jit
@@ -80,6 +89,16 @@ def from_cache(x, dtype: tl.constexpr):
         return e4m3_to_float(x, dtype)
     else:
         return x
+
+
+@triton.jit
+def values_from_cache(x, dtype: tl.constexpr):
+    """The same for values, which meet weights from 0 to 1: fp16 holds those better than bf16, and
+    e4m3 becomes fp16 at a quarter of the instructions."""
+    if x.dtype == tl.uint8 and dtype == tl.bfloat16:
+        return e4m3_to_float(x, tl.float16)
+    else:
+        return from_cache(x, dtype)
 
 
 @triton.jit

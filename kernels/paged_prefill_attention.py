@@ -45,6 +45,7 @@ from kernels.fp8_cache import (
     from_cache,
     load_scale,
     scale_arguments,
+    values_from_cache,
 )
 from kernels.primitives import (
     LN_2,
@@ -228,7 +229,7 @@ def _paged_prefill_kernel(
                     visible = visible & (distances <= window_left)
                 scores = tl.where(visible, scores, float("-inf"))
             acc, row_max, row_sum = online_softmax_update(
-                scores, from_cache(v, q.dtype), acc, row_max, row_sum, PRECISION
+                scores, values_from_cache(v, q.dtype), acc, row_max, row_sum, PRECISION
             )
 
     if v_scale is not None:

@@ -19,7 +19,7 @@ from kernels.fp8_cache import (
     cache_argument,
     check_cache_scales,
     dtypes_beside,
-    load_scale,
+    load_row_scales,
     scale_arguments,
     to_cache,
 )
@@ -86,9 +86,9 @@ def _rope_store_kvcache_kernel(
         offsets = slots % BLOCK_SIZE
         k_rows = blocks * stride_k_block + offsets * stride_k_slot + heads * stride_k_head
         if k_scale is not None:
-            k_scale = load_scale(k_scale, heads[:, None], stride_k_scale)
+            k_scale = load_row_scales(k_scale, heads, stride_k_scale)
         if v_scale is not None:
-            v_scale = load_scale(v_scale, heads[:, None], stride_v_scale)
+            v_scale = load_row_scales(v_scale, heads, stride_v_scale)
         rotate_rows(
             k_cache_ptr + k_rows,
             key_ptr + tokens * stride_key_token + heads * stride_key_head,

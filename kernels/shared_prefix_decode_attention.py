@@ -42,6 +42,7 @@ from kernels.fp8_cache import (
     from_cache,
     load_scale,
     scale_arguments,
+    values_from_cache,
 )
 from kernels.paged_decode_attention import paged_decode_attention
 from kernels.primitives import (
@@ -200,7 +201,7 @@ def _shared_prefix_kernel(
                     visible = visible & (positions[None, :] >= first_of_row)
                 scores = tl.where(visible, scores, float("-inf"))
             acc, row_max, row_sum = online_softmax_update(
-                scores, from_cache(v, q.dtype), acc, row_max, row_sum, PRECISION
+                scores, values_from_cache(v, q.dtype), acc, row_max, row_sum, PRECISION
             )
 
     if v_scale is not None:

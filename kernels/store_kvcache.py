@@ -18,7 +18,7 @@ from kernels.fp8_cache import (
     cache_argument,
     check_cache_scales,
     dtypes_beside,
-    load_scale,
+    load_row_scales,
     scale_arguments,
     to_cache,
 )
@@ -74,9 +74,9 @@ def _store_kvcache_kernel(
     k_rows = blocks * stride_k_block + offsets * stride_k_slot + heads * stride_k_head
     v_rows = blocks * stride_v_block + offsets * stride_v_slot + heads * stride_v_head
     if k_scale is not None:
-        k_scale = load_scale(k_scale, heads[:, None], stride_k_scale)
+        k_scale = load_row_scales(k_scale, heads, stride_k_scale)
     if v_scale is not None:
-        v_scale = load_scale(v_scale, heads[:, None], stride_v_scale)
+        v_scale = load_row_scales(v_scale, heads, stride_v_scale)
     key = to_cache(key, k_scale, k_cache_ptr.dtype.element_ty)
     value = to_cache(value, v_scale, v_cache_ptr.dtype.element_ty)
     tl.store(k_cache_ptr + k_rows[:, None] + offs_d[None, :], key, mask=mask)
