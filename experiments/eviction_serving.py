@@ -1,0 +1,388 @@
+"""Eviction policies in the engine: a slice of a trace served under each policy and capacity.
+
+What a hit rate is worth: the engine serves the first requests of a trace, in real time and with
+real (random-weight) attention, from KV caches of 5 to 40 % of the blocks of the slice, and the
+table has its hit rate, time to first token and throughput beside what two replays of the very same
+requests predict: the serial one (``cache.simulate``) and the one with overlapping requests
+(``cache.simulate_serving``), whose step times are measured on this machine before
+(``service_times``).  ``no_cache`` (prefix caching off) and ``infinite`` (nothing is ever evicted)
+are bounds of the engine's times, ``infinite`` and ``belady`` of the hit rate.  Belady's optimum
+needs the future, which an engine has not: it has a replayed hit rate and no engine run.
+
+Scale: each block of the trace becomes a block of ``tokens_per_block`` tokens in the engine, as many
+as keep the prompts of the slice within ``slice_tokens`` (the table says how many, and
+``length_divisor`` how many tokens of the trace one token stands for).  The engine's block size is
+the same, so its blocks are those of the replay, one for one.  A prompt has one token more than its
+blocks, since the engine always computes the last token of a prompt; outputs are divided likewise
+and cut to ``max_output_tokens``.  Requests arrive at the trace's own times (or by a Poisson
+process), with gaps scaled so that ``prompt_tokens_per_second`` arrive on average; choose it near
+what the model computes without a cache, so that hits decide whether queues grow.
+
+Where the engine's hit rate differs from the serial replay's, and why:
+
+* Serial arrivals (``--arrivals serial``: each request when the one before it is finished), outputs
+  of one token and a policy that does not queue uncached blocks (all but ``lru``): the engine's pool
+  of N + 1 blocks hits exactly what the replay of N blocks hits.  The extra block holds the last
+  token of the running prompt.
+* ``lru`` is vLLM's free queue: a finished prompt's partly filled last block waits in it like a
+  cached one.  With one token of output that is as if that block had a content of its own: the
+  replay, told so, agrees exactly on N blocks.
+* Outputs: decoded tokens fill blocks that no request of the trace asks for again.  They take room
+  while their request runs and, cached, until they are evicted.
+* Overlap: the blocks of all running requests are in use at a time, so that less is left to evict
+  from; a request is looked up when it is admitted, and its blocks are released when it is finished,
+  in another order than that of arrival.
+* Preempted requests are looked up again; only their first look-up counts here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import tyro
+
+import cache
+from experiments import engine_models, open_loop, style, workloads
+from experiments.eviction import OwnPolicy, named_policy
+from experiments.harness import Absent, Cell, Experiment, Options, Unavailable
+from experiments.scaled_trace import ScaledTrace, prompt_token_ids, shrink_blocks
+from experiments.service_times import measure_service
+from experiments.workloads import Source
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_UNLIMITED = ("infinite", "no_cache")
+"""Not policies: engines with room for everything, with and without prefix caching."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvictionServingOptions(Options):
+    """The grid: traces x policies x capacities."""
+
+    trace: tyro.conf.UseAppendAction[tuple[Path, ...]] = ()
+    """A request trace (.jsonl, .gz, .zst). None: those in $TRACES_DIR, else synthetic ones."""
+    policy: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A policy by name, or your own as file.py:Class. None: lru, fifo, lfu, s3fifo and belady."""
+    capacity_percent: tuple[float, ...] = (5, 10, 20, 40)
+    """Blocks of the cache, in percent of the unique blocks of the slice."""
+    num_requests: int = 400
+    """Requests of the slice."""
+    skip_requests: int = 0
+    """Requests of the trace before the slice."""
+    slice_tokens: int = 80_000
+    """Prompt tokens of the slice, at most, unless that leaves too few to tell blocks apart."""
+    max_output_tokens: int = 16
+    """Longest output."""
+    arrivals: Literal["trace", "poisson", "serial"] = "trace"
+    """Times of the trace scaled, a Poisson process, or each when the one before it is finished."""
+    prompt_tokens_per_second: float = 25_000.0
+    """Load: prompt tokens, cached or not, that arrive on average."""
+    manager: Literal["vllm_v1", "radix"] = "vllm_v1"
+    """Cache manager."""
+    model: str = "tiny"
+    """A shape of engine_models."""
+    threads: int = 1
+    """CPU threads of the model. More than one pays for larger ones on an idle machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvictionServingCell(Cell):
+    source: Source
+    policy: str | OwnPolicy
+    """A policy, "infinite" or "no_cache"."""
+    capacity_percent: float
+    num_requests: int
+    skip_requests: int
+    slice_tokens: int
+    max_output_tokens: int
+    arrivals: str
+    prompt_tokens_per_second: float
+    manager: str
+    model: str
+    threads: int
+
+    @property
+    def group(self) -> tuple[str, ...]:
+        return (self.source.name,)
+
+
+def cells(options: EvictionServingOptions) -> Iterator[EvictionServingCell | Absent]:
+    for percent in options.capacity_percent:
+        if not 0 < percent <= 100:
+            raise ValueError(f"--capacity-percent must be above 0 and at most 100, got {percent}")
+    for name in (
+        "num_requests", "slice_tokens", "max_output_tokens", "prompt_tokens_per_second", "threads",
+    ):  # fmt: skip
+        if getattr(options, name) <= 0:
+            raise ValueError(f"--{name.replace('_', '-')} must be above 0")
+    if options.skip_requests < 0:
+        raise ValueError(f"--skip-requests must be at least 0, got {options.skip_requests}")
+    engine_models.model_config(options.model)  # raises for an unknown one
+    default = ("lru", "fifo", "lfu", "s3fifo", "belady")
+    policies = [named_policy(name) for name in options.policy or default]
+    fixed = {
+        name: getattr(options, name)
+        for name in EvictionServingCell.__dataclass_fields__
+        if name not in ("source", "policy", "capacity_percent")
+    }
+    wanted = options.skip_requests + options.num_requests
+    for source in workloads.sources(options.trace, seed=options.seed, num_requests=wanted):
+        if isinstance(source, Absent):
+            yield source
+            continue
+        for policy in policies:
+            for percent in options.capacity_percent:
+                yield EvictionServingCell(
+                    source=source, policy=policy, capacity_percent=percent, **fixed
+                )
+        for policy in _UNLIMITED:
+            yield EvictionServingCell(source=source, policy=policy, capacity_percent=100.0, **fixed)
+
+
+def run_cell(cell: EvictionServingCell) -> list[dict[str, Any]]:
+    scaled = _slice(_grid_point_free(cell))
+    trace = scaled.trace
+    capacity = max(1, int(trace.num_unique_blocks * cell.capacity_percent / 100))
+    row = {
+        "trace": trace.name,
+        "policy": str(cell.policy),
+        "capacity_fraction": cell.capacity_percent / 100,
+        "capacity_blocks": capacity,
+        "arrivals": cell.arrivals,
+        "manager": cell.manager,
+        "model": cell.model,
+        "threads": cell.threads,
+        "requests": len(trace),
+        "requests_left_out": scaled.num_left_out,
+        "block_references": trace.num_block_references,
+        "unique_blocks": trace.num_unique_blocks,
+        "tokens_per_block": trace.block_size,
+        "length_divisor": scaled.divisor,
+        "mean_prompt_tokens": float(trace.input_lengths.mean()),
+        "mean_output_tokens": float(trace.output_lengths.mean()),
+        "offered_prompt_tokens_per_second": (
+            None if cell.arrivals == "serial" else cell.prompt_tokens_per_second
+        ),
+    }
+    if cell.policy != "no_cache":
+        policy = "lru" if cell.policy == "infinite" else _spec(cell.policy)
+        replay = cache.simulate(trace, policy=policy, capacity_blocks=capacity)
+        row |= {
+            "replay_block_hit_rate": replay.block_hit_rate,
+            "replay_evictions": replay.evictions,
+        }
+        if cache.make_policy(policy).needs_future:
+            return [row]
+    longest = int(_num_blocks(trace).max())
+    if capacity < longest:
+        raise Unavailable(
+            f"{trace.name}: a cache of {cell.capacity_percent:g} % of the blocks of the slice "
+            "does not hold its longest request"
+        )
+    return [row | _served(cell, trace, capacity)]
+
+
+def _served(cell: EvictionServingCell, trace: cache.Trace, capacity: int) -> dict[str, Any]:
+    """What the engine and the replay with overlapping requests measure."""
+    import numpy as np
+
+    service = measure_service(cell.model, threads=cell.threads, block_size=trace.block_size)
+    options = {
+        "num_blocks": capacity,
+        "block_size": trace.block_size,
+        "policy": _spec(cell.policy),
+        "enable_prefix_caching": cell.policy != "no_cache",
+    }
+    if cell.policy in _UNLIMITED:
+        options |= {"num_blocks": int(_num_blocks(trace).sum()), "policy": "lru"}
+    arrivals = _arrivals(cell, trace)
+    llm = engine_models.make_llm(cell.model, manager=cell.manager, seed=cell.seed, **options)
+    vocab_size = llm.config.vocab_size
+    prompts = [prompt_token_ids(trace, index, vocab_size) for index in range(len(trace))]
+    run = open_loop.serve(llm, prompts, trace.output_lengths.tolist(), arrivals)
+    requests, busy = run.requests, run.busy_seconds
+    hits = sum(request.num_cached_tokens // trace.block_size for request in requests)
+    row = {
+        "engine_block_hit_rate": hits / trace.num_block_references,
+        "engine_token_hit_rate": run.cached_prompt_fraction,
+        "engine_evictions": llm.manager.stats.evicted_blocks,
+        "preemptions": sum(request.num_preemptions for request in requests),
+        "mean_running": run.mean_of_steps("running"),
+        **open_loop.quantiles("ttft", [request.time_to_first_token for request in requests]),
+        **open_loop.quantiles("tpot", [request.time_per_output_token for request in requests]),
+        "seconds": run.seconds,
+        "busy_seconds": busy,
+        "requests_per_second": len(requests) / run.seconds,
+        "output_tokens_per_second": run.generated_tokens / run.seconds,
+        "prompt_tokens_per_busy_second": int(trace.input_lengths.sum()) / busy,
+    }
+    if arrivals is not None:
+        overlapping = cache.simulate_serving(
+            dataclasses.replace(trace, timestamps_ms=1000 * np.array(arrivals)),
+            manager=cache.make_manager(cell.manager, **options),
+            service=service,
+        )
+        row |= {
+            "overlap_block_hit_rate": overlapping.stats.block_hit_rate,
+            "overlap_ttft_mean_s": float(overlapping.ttft_seconds.mean()),
+            "overlap_preemptions": overlapping.preemptions,
+        }
+    return row | {
+        "service_step_s": service.step_seconds,
+        "service_prefill_tokens_per_second": service.prefill_tokens_per_second,
+        "service_decode_s_per_sequence": service.decode_seconds_per_sequence,
+    }
+
+
+def _grid_point_free(cell: EvictionServingCell) -> EvictionServingCell:
+    """The part of ``cell`` that the slice depends on."""
+    return dataclasses.replace(cell, policy="", capacity_percent=100.0)
+
+
+@functools.lru_cache(maxsize=1)
+def _slice(cell: EvictionServingCell) -> ScaledTrace:
+    trace = workloads.load(cell.source)
+    return shrink_blocks(
+        trace[cell.skip_requests : cell.skip_requests + cell.num_requests],
+        slice_tokens=cell.slice_tokens,
+        max_output_tokens=cell.max_output_tokens,
+        vocab_size=engine_models.model_config(cell.model).vocab_size,
+    )
+
+
+def _arrivals(cell: EvictionServingCell, trace: cache.Trace) -> list[float] | None:
+    import numpy as np
+
+    rate = cell.prompt_tokens_per_second / float(trace.input_lengths.mean())
+    if cell.arrivals == "serial":
+        return None
+    if cell.arrivals == "poisson":
+        return open_loop.poisson_arrivals(rate, len(trace), np.random.default_rng(cell.seed))
+    return open_loop.scaled_arrivals(trace.timestamps_ms.tolist(), rate)
+
+
+def _num_blocks(trace: cache.Trace):
+    """Blocks that each request takes in the end.  The K/V of the last token are never stored."""
+    return -(-(trace.input_lengths + trace.output_lengths - 1) // trace.block_size)
+
+
+def _spec(policy: str | OwnPolicy) -> str:
+    return policy.spec if isinstance(policy, OwnPolicy) else policy
+
+
+def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
+    """The figure eviction_serving, two panels per trace (hit rate, time to first token), and the
+    table summary.csv."""
+    with style.figures():
+        written = style.save(_draw(rows), folder, "eviction_serving")
+    table = folder / "summary.csv"
+    style.write_atomically(table, _summary(rows).to_csv(index=False, float_format="%.4g"))
+    return [*written, table]
+
+
+def _draw(rows: pd.DataFrame) -> Figure:
+    traces = rows["trace"].unique()
+    lines = style.policy_lines(rows["policy"].unique())
+    lines["no_cache"] = style.line(style.GREY, "", "dashdot") | {"label": "no prefix caching"}
+    figure, axes, _ = style.panel_grid(
+        2 * len(traces), columns=2, width=3.5, height=2.0, sharex=True
+    )
+    ticks = sorted(100 * rows[~rows["policy"].isin(_UNLIMITED)]["capacity_fraction"].unique())
+    for row, trace in enumerate(traces):
+        of_trace = rows[rows["trace"] == trace]
+        left, right = axes[2 * row : 2 * row + 2]
+        for policy, curve in of_trace.groupby("policy", sort=False):
+            curve = curve.sort_values("capacity_fraction")
+            _draw_hit_rate(left, policy, curve, lines[policy])
+            _draw_ttft(right, policy, curve, lines[policy])
+        first = of_trace.iloc[0]
+        left.set(title=_title(first), ylabel="block hit rate (%)", xscale="log")
+        right.set(title=_load(first), ylabel="mean time to first token (ms)", xscale="log")
+        for axis in (left, right):
+            axis.set_ylim(bottom=0)
+            axis.set_xticks(ticks, map("{:g}".format, ticks))
+            axis.xaxis.minorticks_off()
+    thin = {"color": style.BLACK, "linewidth": 0.8, "linestyle": (0, (1, 1.2))}
+    axes[-1].plot([], [], **thin, label="replay of the policy of that colour")
+    figure.supxlabel("cache size (% of the unique blocks of the slice)", fontsize=8)
+    style.shared_legend(figure, columns=5)
+    return figure
+
+
+def _draw_hit_rate(axis: Axes, policy: str, curve: pd.DataFrame, line: dict) -> None:
+    """The engine's hit rate, with the replay's as a thin dotted line; bounds by replay alone."""
+    if policy == "no_cache":
+        return
+    x, replayed = 100 * curve["capacity_fraction"], 100 * curve["replay_block_hit_rate"]
+    if policy == "infinite":
+        axis.axhline(replayed.iloc[0], **line)
+    elif not _has_engine(curve):
+        axis.plot(x, replayed, **line)
+    else:
+        axis.plot(x, replayed, color=line["color"], linewidth=0.8, linestyle=(0, (1, 1.2)))
+        axis.plot(x, 100 * curve["engine_block_hit_rate"], **line)
+
+
+def _draw_ttft(axis: Axes, policy: str, curve: pd.DataFrame, line: dict) -> None:
+    if not _has_engine(curve):
+        return
+    y = 1000 * curve["ttft_mean_s"]
+    if policy in _UNLIMITED:
+        axis.axhline(y.iloc[0], **line)
+    else:
+        axis.plot(100 * curve["capacity_fraction"], y, **line)
+
+
+def _has_engine(curve: pd.DataFrame) -> bool:
+    return "ttft_mean_s" in curve and curve["ttft_mean_s"].notna().any()
+
+
+def _title(row: pd.Series) -> str:
+    blocks = f"{row['requests']} requests, {row['unique_blocks']:,} unique blocks"
+    return f"{row['trace']}\n{blocks} of {row['tokens_per_block']} tokens"
+
+
+def _load(row: pd.Series) -> str:
+    load = row["offered_prompt_tokens_per_second"]
+    if load != load or load is None:
+        return f"{row['model']}\none request at a time"
+    return f"{row['model']}\n{load:,.0f} prompt tokens/s offered"
+
+
+def _summary(rows: pd.DataFrame) -> pd.DataFrame:
+    """Per trace, policy and capacity: the three hit rates, and the time to first token as a share
+    of that without prefix caching."""
+    columns = ["trace", "policy", "capacity_fraction", "replay_block_hit_rate"]
+    measured = ("overlap_block_hit_rate", "engine_block_hit_rate", "ttft_mean_s")
+    summary = rows[columns + [column for column in measured if column in rows]].copy()
+    if _has_engine(summary):
+        uncached = rows[rows["policy"] == "no_cache"].set_index("trace")["ttft_mean_s"]
+        summary["ttft_to_no_cache"] = summary["ttft_mean_s"] / summary["trace"].map(uncached)
+    return summary
+
+
+EXPERIMENT = Experiment(
+    name="eviction_serving",
+    figure="a slice of a trace served under each policy and capacity, beside what replays predict",
+    options=EvictionServingOptions(),
+    quick=EvictionServingOptions(
+        policy=("lru", "s3fifo", "belady"),
+        capacity_percent=(20, 40),
+        num_requests=60,
+        slice_tokens=12_000,
+        max_output_tokens=4,
+    ),
+    cells=cells,
+    run_cell=run_cell,
+    plot=plot,
+    gpu="optional",
+    timed=True,
+)

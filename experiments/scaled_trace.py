@@ -1,0 +1,168 @@
+"""Request traces made small enough for the model at hand, and token ids for their prompts.
+
+Real requests have thousands of tokens.  A model that runs on a laptop serves the same requests,
+with the same blocks in common, with every length divided by the same number: a block of 512 tokens
+becomes one of 8, say.  What depends on ratios stays as it is: which share of a prompt is in the
+cache, how many requests the cache holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cache import Trace
+from experiments.harness import Unavailable
+from experiments.request_lengths import MAX_OUTPUT_TOKENS
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass(frozen=True)
+class ScaledTrace:
+    """Requests to serve."""
+
+    trace: Trace
+    """With the lengths, and the tokens per block, that are served."""
+    divisor: float
+    """Tokens of the original trace for each token that is served."""
+    num_left_out: int
+    """Requests of the original that are not served."""
+
+
+def shrink(trace: Trace, *, mean_tokens: float, max_tokens: int, vocab_size: int) -> ScaledTrace:
+    """Divide all lengths by one number, so that a request has about ``mean_tokens`` tokens.
+
+    Prompt and output together are counted; a length is rounded up.  A block keeps a whole number
+    of tokens, enough of them to tell it from every other one (two, of a vocabulary of 512), which
+    is why the mean is met only about; where that takes it, blocks are joined to larger ones.
+
+    Requests of more than ``max_tokens`` tokens are left out afterwards, and before those whose
+    output is so long that it must be a fault of the file.  Raises Unavailable if none remains or
+    blocks are of unknown size.
+    """
+    import numpy as np
+
+    whole = len(trace)
+    trace = _select(trace, trace.output_lengths <= MAX_OUTPUT_TOKENS)
+    _require_requests(trace)
+    total = float(np.mean(trace.input_lengths + trace.output_lengths))
+    divisor = max(1.0, total / mean_tokens)
+    block_size = None
+    if trace.has_blocks:
+        _require_block_size(trace)
+        least = _num_digits(trace.num_unique_blocks, vocab_size)
+        block_size = max(least, round(trace.block_size / divisor))
+        trace = trace.coarsened(max(1, round(block_size * divisor / trace.block_size)))
+        divisor = trace.block_size / block_size
+    scaled = dataclasses.replace(
+        trace,
+        block_size=block_size,
+        input_lengths=_divided(trace.input_lengths, divisor),
+        output_lengths=_divided(trace.output_lengths, divisor),
+    )
+    served = _select(scaled, scaled.input_lengths + scaled.output_lengths <= max_tokens)
+    _require_requests(served)
+    return ScaledTrace(served, divisor, whole - len(served))
+
+
+def shrink_blocks(
+    trace: Trace, *, slice_tokens: int, max_output_tokens: int, vocab_size: int
+) -> ScaledTrace:
+    """Give each block as many tokens as keep all prompts together within ``slice_tokens``.
+
+    At least as many as tell it from every other block, and no more than it has.  A prompt is its
+    blocks, all of them full, and one token that is its own: the last token of a prompt is always
+    computed, and so it is no part of what can be found in the cache.  Outputs are divided by the
+    same number, rounded up, and cut to ``max_output_tokens``.  Requests without a block are left
+    out.
+
+    Raises Unavailable for a trace without blocks or with blocks of unknown size.
+    """
+    import numpy as np
+
+    counts = np.diff(trace.offsets)
+    whole = len(trace)
+    trace = _select(trace, counts > 0)
+    _require_requests(trace)
+    _require_block_size(trace)
+    counts = counts[counts > 0]
+    least = _num_digits(trace.num_unique_blocks, vocab_size)
+    block_size = max(least, min(trace.block_size, slice_tokens // int(counts.sum())))
+    divisor = trace.block_size / block_size
+    scaled = dataclasses.replace(
+        trace,
+        block_size=block_size,
+        input_lengths=counts * block_size + 1,
+        output_lengths=_divided(trace.output_lengths, divisor).clip(max=max_output_tokens),
+    )
+    return ScaledTrace(scaled, divisor, whole - len(trace))
+
+
+def prompt_token_ids(trace: Trace, index: int, vocab_size: int) -> list[int]:
+    """Token ids of request ``index`` that agree with another's as far as their blocks do.
+
+    The lower half of the vocabulary spells the blocks: the tokens of a block are the digits of its
+    id.  The upper half spells the number of the request, in what its prompt has beyond its blocks.
+    """
+    import numpy as np
+
+    length = int(trace.input_lengths[index])
+    base = vocab_size // 2
+    blocks = trace.block_ids[trace.offsets[index] : trace.offsets[index + 1]].astype(np.int64)
+    shared = np.empty(0, np.int64)
+    if len(blocks):
+        shared = _digits(blocks, trace.block_size, trace.num_unique_blocks, vocab_size)[:length]
+    own = _digits(np.array([index]), length - len(shared), len(trace), vocab_size)
+    return [*shared.tolist(), *(base + own).tolist()]
+
+
+def _digits(numbers: np.ndarray, count: int, bound: int, vocab_size: int) -> np.ndarray:
+    """``count`` digits of each of ``numbers``, which are below ``bound``: the lowest first, and
+    over again when there are no more."""
+    import numpy as np
+
+    base = vocab_size // 2
+    places = base ** (np.arange(count) % _num_digits(bound, vocab_size))
+    return (numbers[:, None] // places % base).ravel()
+
+
+def _num_digits(bound: int, vocab_size: int) -> int:
+    """Tokens that tell ``bound`` things apart."""
+    base, digits, told = vocab_size // 2, 1, vocab_size // 2
+    while told < bound:
+        digits, told = digits + 1, told * base
+    return digits
+
+
+def _divided(lengths: np.ndarray, divisor: float) -> np.ndarray:
+    import numpy as np
+
+    return np.maximum(np.ceil(lengths / divisor), 1).astype(np.int64)
+
+
+def _select(trace: Trace, keep: np.ndarray) -> Trace:
+    """The requests of ``trace`` where ``keep`` is True."""
+    if keep.all():
+        return trace
+    return Trace.from_requests(
+        (
+            (*request[:3], request.block_ids.tolist())
+            for request, kept in zip(trace, keep, strict=True)
+            if kept
+        ),
+        name=trace.name,
+        block_size=trace.block_size,
+    )
+
+
+def _require_requests(trace: Trace) -> None:
+    if not len(trace):
+        raise Unavailable(f"{trace.name} has no request that can be served at this scale")
+
+
+def _require_block_size(trace: Trace) -> None:
+    if trace.block_size is None:
+        raise Unavailable(f"{trace.name}: the tokens per block are unknown")

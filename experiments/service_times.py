@@ -1,0 +1,58 @@
+"""How long a step of the engine takes: the parameters of ``cache.ServiceModel``, measured."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+
+from cache import ServiceModel
+from experiments import engine_models, open_loop
+
+_SHORT, _LONG = 16, 512
+"""Prompts whose difference gives the time of a prompt token."""
+_BATCH = 16
+"""Sequences whose difference from one gives the time of a decoding sequence."""
+_REPETITIONS = 5
+
+
+@functools.lru_cache(maxsize=1)
+def measure_service(model: str, *, threads: int, block_size: int) -> ServiceModel:
+    """The service model of ``model`` (a shape of engine_models) on this machine, kept.
+
+    Medians: a step of a prompt of 512 tokens against one of 16, and a step that decodes 16
+    sequences against one that decodes a single one.  Attention to long contexts is not in the
+    model.  It also warms up the process: what is set up by the first steps is set up afterwards.
+    """
+    import torch
+
+    torch.set_num_threads(threads)
+    num_blocks = -(-_BATCH * (_SHORT + _REPETITIONS + 2) // block_size) + -(-_LONG // block_size)
+    llm = engine_models.make_llm(
+        model,
+        num_blocks=num_blocks + _BATCH,
+        block_size=block_size,
+        enable_prefix_caching=False,
+    )
+
+    def step_seconds(num_sequences: int, prompt_length: int, output_length: int) -> list[float]:
+        prompts = [[1] * prompt_length] * num_sequences
+        lengths = [output_length] * num_sequences
+        run = open_loop.serve(llm, prompts, lengths, [0.0] * num_sequences)
+        return [step.seconds for step in run.steps]
+
+    def prefill_seconds(length: int) -> float:
+        return statistics.median(step_seconds(1, length, 1)[0] for _ in range(_REPETITIONS))
+
+    def decode_seconds(num_sequences: int) -> float:
+        return statistics.median(step_seconds(num_sequences, _SHORT, _REPETITIONS + 2)[1:])
+
+    prefill_seconds(_LONG)
+    decode_seconds(_BATCH)
+    per_token = (prefill_seconds(_LONG) - prefill_seconds(_SHORT)) / (_LONG - _SHORT)
+    single = decode_seconds(1)
+    per_sequence = max(0.0, (decode_seconds(_BATCH) - single) / (_BATCH - 1))
+    return ServiceModel(
+        step_seconds=max(single - per_sequence, 1e-9),
+        prefill_tokens_per_second=1 / max(per_token, 1e-9),
+        decode_seconds_per_sequence=per_sequence,
+    )

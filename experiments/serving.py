@@ -1,0 +1,388 @@
+"""Serving under load: normalised latency and batched requests against the request rate.
+
+Redoes figures 12, 13 and 17 of the PagedAttention paper (Kwon et al., SOSP 2023).  The engine
+serves requests in real time that arrive open loop: by a Poisson process, as in the paper, or at a
+trace's own times.  All systems have the same engine, kernels, block size and KV memory
+(``sequences_in_cache`` sequences of the maximum length; about 8 in the paper: OPT-13B, 2048 tokens,
+15.7k slots).  They differ in how they give that memory out: how many requests fit into it at a time
+decides at which rate the queue begins to grow.
+
+* ``contiguous_max``, ``contiguous_pow2``, ``contiguous_oracle``: a reservation per request, up to
+  the maximum length, to the next power of two of the true output length, and to the true final
+  length; a buddy allocator places them (the paper's three versions of Orca).
+* ``paged``: blocks on demand, nothing shared.
+* ``vllm_v1``, ``vllm_v0``, ``nano_vllm``, ``radix``: also share the K/V of equal prefixes.  They
+  run where requests have prefixes in common (the paper's chat workload, figure 17).
+
+Normalised latency is the mean over requests of the time from arrival to the last token, divided by
+the output tokens.  The weights are random and outputs have exactly the length that the trace says.
+
+Scale: all lengths of a trace are divided by one number (``length_divisor`` in the table) so that a
+request has ``mean_tokens`` tokens on average, and requests beyond ``max_model_len`` are left out;
+the defaults keep the paper's ratio of the maximum to the mean (2048 to 499 tokens on ShareGPT) for
+a model that a laptop steps in milliseconds.  On a GPU, raise them with the model:
+
+    python -m experiments run serving --model qwen3-0.6b --mean-tokens 512 --max-model-len 2048 \\
+        --block-size 16 --sequences-in-cache 32 --duration-s 60 --request-rate 2 4 8 16 32
+
+A cell sends ``request_rate * duration_s`` requests and is stopped ``drain_s`` after the last was
+due.  If some are unfinished then, the cell is *saturated*: they count with the time that they have
+taken so far, so its latencies are lower bounds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import tyro
+
+from experiments import engine_models, open_loop, request_lengths, style, workloads
+from experiments.harness import Absent, Cell, Experiment, Options
+from experiments.request_lengths import LogNormalLengths
+from experiments.scaled_trace import ScaledTrace, prompt_token_ids, shrink
+from experiments.workloads import Source, Workload
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from models import LLM
+
+_SYSTEMS = {
+    "contiguous_max": ("contiguous (max)", style.line(style.RED, "v")),
+    "contiguous_pow2": ("contiguous (pow2)", style.line(style.ORANGE, "s")),
+    "contiguous_oracle": ("contiguous (oracle)", style.line(style.GREEN, "^", "dashed")),
+    "paged": ("paged", style.line(style.BLUE, "o")),
+    "vllm_v1": ("vllm_v1 (prefix caching)", style.line(style.BLACK, "D", "dashed")),
+    "radix": ("radix (prefix caching)", style.line(style.PINK, "X", "dotted")),
+    "vllm_v0": ("vllm_v0 (prefix caching)", style.line(style.SKY, "P", "dashdot")),
+    "nano_vllm": ("nano_vllm (prefix caching)", style.line(style.GREY, "p", "dashdot")),
+}
+"""Labels and lines."""
+_LENGTHS_ONLY = ("contiguous_max", "contiguous_pow2", "contiguous_oracle", "paged")
+_WITH_PREFIXES = ("contiguous_max", "contiguous_oracle", "paged", "vllm_v1", "radix")
+"""Systems that run by default."""
+_NUM_TRACE_REQUESTS = 2_000
+"""Beginning of a trace that requests are taken from, and that ``length_divisor`` is worked out
+from, so that it does not depend on how many are sent."""
+_NUM_WARM_UP_REQUESTS = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingOptions(Options):
+    """The grid: traces x systems x request rates."""
+
+    trace: tyro.conf.UseAppendAction[tuple[Path, ...]] = ()
+    """A request trace (.jsonl, .csv, .zst). None: those in $TRACES_DIR, else synthetic ones."""
+    system: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """contiguous_max, contiguous_pow2, contiguous_oracle, paged, vllm_v1, vllm_v0, nano_vllm or
+    radix. None: those that the figures of the paper have, by what the trace offers."""
+    request_rate: tuple[float, ...] = (25, 50, 100, 200, 400)
+    """Requests per second."""
+    arrivals: Literal["poisson", "trace"] = "poisson"
+    """A Poisson process, or the times of the trace with their gaps scaled to the rate."""
+    model: str = "tiny"
+    """A shape of engine_models."""
+    threads: int = 1
+    """CPU threads of the model. More than one pays for larger ones on an idle machine."""
+    mean_tokens: float = 64.0
+    """Mean length of a request, prompt and output, to which those of a trace are divided."""
+    max_model_len: int = 256
+    """Longest request, prompt and output; longer ones are left out."""
+    block_size: int = 4
+    """Tokens per block, of all systems."""
+    sequences_in_cache: int = 8
+    """KV memory of all systems, in requests of the maximum length."""
+    duration_s: float = 2.0
+    """Time in which requests arrive in each cell."""
+    drain_s: float = 2.0
+    """Time to finish them after that."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingCell(Cell):
+    source: Source | LogNormalLengths
+    system: str
+    request_rate: float
+    arrivals: str
+    model: str
+    threads: int
+    mean_tokens: float
+    max_model_len: int
+    block_size: int
+    sequences_in_cache: int
+    duration_s: float
+    drain_s: float
+
+    @property
+    def group(self) -> tuple[str, ...]:
+        return self.source.name, self.system
+
+
+def cells(options: ServingOptions) -> Iterator[ServingCell | Absent]:
+    for system in options.system:
+        if system not in _SYSTEMS:
+            raise ValueError(f"--system {system} is unknown; choose from {', '.join(_SYSTEMS)}")
+    for name in (
+        "request_rate", "threads", "mean_tokens", "duration_s", "drain_s", "sequences_in_cache",
+    ):  # fmt: skip
+        values = getattr(options, name)
+        if not all(value > 0 for value in (values if isinstance(values, tuple) else (values,))):
+            raise ValueError(f"--{name.replace('_', '-')} must be above 0, got {values}")
+    if options.block_size < 1 or options.max_model_len % options.block_size:
+        raise ValueError(
+            f"--block-size must divide --max-model-len {options.max_model_len}, "
+            f"got {options.block_size}"
+        )
+    engine_models.model_config(options.model)  # raises for an unknown one
+    for source in _sources(options):
+        if isinstance(source, Absent):
+            yield source
+            continue
+        for system in options.system or _default_systems(source):
+            for rate in options.request_rate:
+                yield ServingCell(
+                    seed=options.seed,
+                    source=source,
+                    system=system,
+                    request_rate=rate,
+                    **{
+                        name: getattr(options, name)
+                        for name in ServingCell.__dataclass_fields__
+                        if name not in ("seed", "source", "system", "request_rate")
+                    },
+                )
+
+
+def _sources(options: ServingOptions) -> Iterator[Source | LogNormalLengths | Absent]:
+    """Traces; without any, chat requests by their lengths alone and chats with their histories."""
+    found = list(
+        workloads.sources(
+            options.trace,
+            seed=options.seed,
+            num_requests=_NUM_TRACE_REQUESTS,
+            lengths_suffice=True,
+        )
+    )
+    if any(isinstance(source, Workload) for source in found):
+        found = [
+            LogNormalLengths(prompt=120, output=240, seed=options.seed),
+            Workload("multi_turn_chat", options.seed, _NUM_TRACE_REQUESTS),
+        ]
+    yield from found
+
+
+def _default_systems(source: Source | LogNormalLengths) -> tuple[str, ...]:
+    has_prefixes = not isinstance(source, LogNormalLengths) and workloads.load(source).has_blocks
+    return _WITH_PREFIXES if has_prefixes else _LENGTHS_ONLY
+
+
+def run_cell(cell: ServingCell) -> list[dict[str, Any]]:
+    import numpy as np
+
+    without_rate = dataclasses.replace(cell, request_rate=1.0)
+    scaled = _scaled(without_rate)
+    _warm_up(without_rate)
+    trace = scaled.trace.head(max(1, round(cell.request_rate * cell.duration_s)))
+    if cell.arrivals == "poisson":
+        rng = np.random.default_rng(cell.seed)
+        arrivals = open_loop.poisson_arrivals(cell.request_rate, len(trace), rng)
+    else:
+        arrivals = open_loop.scaled_arrivals(trace.timestamps_ms.tolist(), cell.request_rate)
+    llm = _make_llm(cell)
+    run = open_loop.serve(
+        llm,
+        [prompt_token_ids(trace, i, llm.config.vocab_size) for i in range(len(trace))],
+        trace.output_lengths.tolist(),
+        arrivals,
+        stop_s=arrivals[-1] + cell.drain_s,
+    )
+    manager, requests = llm.manager, run.requests
+    finished = sum(request.finished for request in requests)
+    return [
+        {
+            "trace": trace.name,
+            "arrivals": cell.arrivals,
+            "system": cell.system,
+            "model": cell.model,
+            "threads": cell.threads,
+            "request_rate": cell.request_rate,
+            "requests": len(requests),
+            "requests_finished": finished,
+            "saturated": run.saturated,
+            "normalized_latency_s": float(np.mean([r.normalized_latency for r in requests])),
+            "mean_batched_requests": run.mean_of_steps("running"),
+            "peak_batched_requests": max(step.running for step in run.steps),
+            "mean_waiting_requests": run.mean_of_steps("waiting"),
+            "mean_cache_usage": run.mean_of_steps("used_blocks") / manager.num_blocks,
+            "preemptions": sum(request.num_preemptions for request in requests),
+            "cached_prompt_fraction": run.cached_prompt_fraction,
+            "requests_per_second": finished / run.seconds,
+            "output_tokens_per_second": run.generated_tokens / run.seconds,
+            **open_loop.quantiles("ttft", [r.time_to_first_token for r in requests]),
+            **open_loop.quantiles("tpot", [r.time_per_output_token for r in requests]),
+            "seconds": run.seconds,
+            "length_divisor": scaled.divisor,
+            "requests_left_out": scaled.num_left_out,
+            "mean_prompt_tokens": float(trace.input_lengths.mean()),
+            "mean_output_tokens": float(trace.output_lengths.mean()),
+            "max_model_len": cell.max_model_len,
+            "cache_slots": manager.num_blocks * manager.block_size,
+            "block_size": cell.block_size,
+        }
+    ]
+
+
+@functools.lru_cache(maxsize=1)
+def _scaled(cell: ServingCell) -> ScaledTrace:
+    """The requests of ``cell``, whatever its rate."""
+    if isinstance(cell.source, LogNormalLengths):
+        trace = request_lengths.log_normal_trace(cell.source, _NUM_TRACE_REQUESTS)
+    else:
+        trace = workloads.load(cell.source).head(_NUM_TRACE_REQUESTS)
+    return shrink(
+        trace,
+        mean_tokens=cell.mean_tokens,
+        max_tokens=cell.max_model_len,
+        vocab_size=engine_models.model_config(cell.model).vocab_size,
+    )
+
+
+@functools.lru_cache(maxsize=1)
+def _warm_up(cell: ServingCell) -> None:
+    """Serve a few requests for nothing: the first ones of a process pay for what is set up then."""
+    trace = _scaled(cell).trace.head(_NUM_WARM_UP_REQUESTS)
+    llm = _make_llm(cell)
+    prompts = [prompt_token_ids(trace, i, llm.config.vocab_size) for i in range(len(trace))]
+    open_loop.serve(llm, prompts, trace.output_lengths.tolist(), [0.0] * len(prompts))
+
+
+def _make_llm(cell: ServingCell) -> LLM:
+    import torch
+
+    torch.set_num_threads(cell.threads)
+    manager, _, reservation = cell.system.partition("_")
+    options = {}
+    if manager == "contiguous":
+        options = {"reservation": reservation, "max_model_len": cell.max_model_len}
+    else:
+        manager = cell.system
+    return engine_models.make_llm(
+        cell.model,
+        manager=manager,
+        manager_options=options,
+        num_blocks=cell.sequences_in_cache * cell.max_model_len // cell.block_size,
+        block_size=cell.block_size,
+        max_model_len=cell.max_model_len,
+        seed=cell.seed,
+    )
+
+
+def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
+    """The figures serving (normalised latency and batched requests) and serving_tokens (time to
+    first token and per output token), two panels per trace, and the table summary.csv."""
+    written = []
+    with style.figures():
+        written += style.save(_draw(rows, _LATENCY_PANELS), folder, "serving")
+        written += style.save(_draw(rows, _TOKEN_PANELS), folder, "serving_tokens")
+    table = folder / "summary.csv"
+    style.write_atomically(table, _summary(rows).to_csv(index=False, float_format="%.4g"))
+    return [*written, table]
+
+
+_LATENCY_PANELS = {
+    "normalized_latency_s": ("normalised latency (s/token)", "log"),
+    "mean_batched_requests": ("batched requests (mean)", "linear"),
+}
+_TOKEN_PANELS = {
+    "ttft_p50_s": ("time to first token, median (s)", "log"),
+    "tpot_p50_s": ("time per output token, median (s)", "log"),
+}
+
+
+def _draw(rows: pd.DataFrame, panels: dict[str, tuple[str, str]]) -> Figure:
+    traces = rows["trace"].unique()
+    figure, axes, _ = style.panel_grid(
+        2 * len(traces), columns=2, height=2.1, width=3.5, sharex=True
+    )
+    for row, trace in enumerate(traces):
+        of_trace = rows[rows["trace"] == trace]
+        for axis, (column, (label, scale)) in zip(axes[2 * row :], panels.items(), strict=False):
+            _draw_systems(axis, of_trace, column)
+            axis.set(ylabel=label, xscale="log", yscale=scale, title=_title(of_trace.iloc[0]))
+            rates = sorted(rows["request_rate"].unique())
+            axis.set_xticks(rates, map("{:g}".format, rates))
+            axis.xaxis.minorticks_off()
+            if scale == "linear":
+                axis.set_ylim(bottom=0)
+    hollow = style.line(style.BLACK, "o", fill=False) | {"linestyle": "none"}
+    axes[-1].plot([], [], **hollow, label="saturated (lower bound)")
+    figure.supxlabel("request rate (requests/s)", fontsize=8)
+    style.shared_legend(figure, columns=4)
+    return figure
+
+
+def _draw_systems(axis: Axes, rows: pd.DataFrame, column: str) -> None:
+    """A line per system; white markers where it is saturated."""
+    for system, (label, line) in _SYSTEMS.items():
+        curve = rows[rows["system"] == system].sort_values("request_rate")
+        if not len(curve):
+            continue
+        axis.plot(curve["request_rate"], curve[column], **{**line, "label": label})
+        beyond = curve[curve["saturated"]]
+        hollow = {**line, "linestyle": "none", "markerfacecolor": "white"}
+        axis.plot(beyond["request_rate"], beyond[column], **hollow)
+
+
+def _title(row: pd.Series) -> str:
+    divided = "" if row["length_divisor"] == 1 else f", lengths / {row['length_divisor']:.3g}"
+    return f"{row['trace']}{divided}"
+
+
+def _summary(rows: pd.DataFrame) -> pd.DataFrame:
+    """Per trace and system: the highest rate that it kept up with (of those measured; none: 0),
+    and requests batched and latency at that rate and at the highest of all."""
+    table = []
+    for (trace, system), curve in rows.groupby(["trace", "system"], sort=False):
+        curve = curve.sort_values("request_rate")
+        kept_up = curve[~curve["saturated"]]
+        top = curve.iloc[-1]
+        table.append(
+            {
+                "trace": trace,
+                "system": system,
+                "highest_rate_kept_up": kept_up["request_rate"].max() if len(kept_up) else 0.0,
+                "requests_per_second_at_most": curve["requests_per_second"].max(),
+                "highest_rate": top["request_rate"],
+                "batched_requests_there": top["mean_batched_requests"],
+                "cached_prompt_fraction_there": top["cached_prompt_fraction"],
+                "preemptions_there": top["preemptions"],
+            }
+        )
+    return type(rows)(table)
+
+
+EXPERIMENT = Experiment(
+    name="serving",
+    figure="PagedAttention figs. 12, 13, 17: normalised latency, batched requests vs request rate",
+    options=ServingOptions(),
+    quick=ServingOptions(
+        system=("contiguous_max", "contiguous_oracle", "paged", "vllm_v1"),
+        request_rate=(50, 400),
+        mean_tokens=32,
+        max_model_len=128,
+        duration_s=0.2,
+        drain_s=0.2,
+    ),
+    cells=cells,
+    run_cell=run_cell,
+    plot=plot,
+    gpu="optional",
+    timed=True,
+)
