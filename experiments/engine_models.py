@@ -85,10 +85,17 @@ def model_config(name: str) -> ModelConfig:
     return ModelConfig(dtype=torch.bfloat16, **_SHAPES[name])
 
 
-def make_llm(name: str, **options: Any) -> LLM:
-    """An engine on the model ``name`` with random weights; ``options`` go to ``models.LLM``."""
+def make_llm(name: str, *, threads: int | None = None, **options: Any) -> LLM:
+    """An engine on the model ``name`` with random weights; ``options`` go to ``models.LLM``.
+
+    threads: that PyTorch computes with on the CPU, in this process from now on; None: as it is.
+    """
+    import torch
+
     from models import LLM
 
+    if threads is not None:
+        torch.set_num_threads(threads)
     return LLM(model_config(name), **options)
 
 

@@ -13,6 +13,7 @@ from experiments import (
     manager_overhead,
     memory_waste,
     replay_speed,
+    shared_prefix,
     sharing,
 )
 from experiments.harness import Experiment
@@ -30,6 +31,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         manager_overhead.EXPERIMENT,
         memory_waste.EXPERIMENT,
         replay_speed.EXPERIMENT,
+        shared_prefix.EXPERIMENT,
         sharing.EXPERIMENT,
     )
 }

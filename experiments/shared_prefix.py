@@ -1,0 +1,386 @@
+"""What a cached prefix saves: time to first token and throughput, measured on the engine.
+
+- ``ttft``: a prompt whose leading tokens are in the cache, alone in the engine; the time from its
+  arrival to its first token, by the engine's own statistics.  The K/V of the cached tokens are not
+  computed, but they are attended to, and the weights are read however few tokens remain.  So the
+  time falls short of the ideal line, on which it is in proportion to the tokens that are left.
+- ``throughput``: requests that arrive together and share a prefix, with and without prefix caching:
+  output tokens per second from their arrival to the last token.  As in figure 16 of the
+  PagedAttention paper (Kwon et al., SOSP 2023), the prefix is in the cache before they arrive, and
+  each has a suffix of its own.
+
+The weights are random, outputs have a fixed length, and every request's own tokens are new.  The
+requests of the first round are not counted: kernels are compiled and memory is touched there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import cache
+from experiments import engine_models, style
+from experiments.harness import Cell, Experiment, Options
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from models import LLM
+
+_MANAGERS = {
+    "vllm_v1": style.line(style.BLUE, "o"),
+    "vllm_v0": style.line(style.ORANGE, "s", "dashed"),
+    "nano_vllm": style.line(style.GREEN, "^", "dashdot"),
+    "radix": style.line(style.RED, "D", "dotted", fill=False),
+}
+"""Managers that cache prefixes, and their lines."""
+_QUANTILES = {"p20": 0.2, "p50": 0.5, "p80": 0.8}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedPrefixOptions(Options):
+    """The grid: managers x prompts x cached shares, and prefixes with and without caching."""
+
+    model: str | None = None
+    """A shape of experiments/engine_models.py. None: qwen3-0.6b on a GPU, llama-100m on a CPU."""
+    attention_backend: Literal["triton", "torch", "flash_attn"] | None = None
+    """None: triton on a GPU, torch on a CPU."""
+    manager: tuple[str, ...] = tuple(_MANAGERS)
+    """Managers with prefix caching; the throughput is that of the first."""
+    block_size: int = 16
+    prompt_tokens: tuple[int, ...] = (512, 1024, 2048)
+    """Lengths of the prompts whose first token is waited for."""
+    cached_percent: tuple[float, ...] = (0, 25, 50, 75, 90)
+    """Share of such a prompt that is cached, rounded down to whole blocks."""
+    prefix_tokens: tuple[int, ...] = (0, 128, 256, 512, 1024)
+    """Lengths of the prefix that the requests of a batch share."""
+    requests: int = 8
+    """Requests of a batch."""
+    suffix_tokens: int = 64
+    """Tokens of its own in each prompt of a batch."""
+    output_tokens: int = 32
+    """Tokens that each request of a batch generates."""
+    repeats: int = 5
+    """Measurements of each point."""
+    threads: int | None = None
+    """Threads of PyTorch on a CPU. None: a thread a core."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineCell(Cell):
+    """What both parts have in common."""
+
+    model: str
+    attention_backend: str | None
+    manager: str
+    block_size: int
+    repeats: int
+    threads: int | None
+
+    @property
+    def group(self) -> tuple[str, ...]:
+        return (self.model,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstTokenCell(EngineCell):
+    prompt_tokens: int
+    cached_percent: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThroughputCell(EngineCell):
+    prefix_caching: bool
+    prefix_tokens: int
+    requests: int
+    suffix_tokens: int
+    output_tokens: int
+
+
+def cells(options: SharedPrefixOptions) -> Iterator[EngineCell]:
+    _check(options)
+    common = {
+        "seed": options.seed,
+        "model": options.model or engine_models.default_model(),
+        "attention_backend": options.attention_backend,
+        "block_size": options.block_size,
+        "repeats": options.repeats,
+        "threads": options.threads,
+    }
+    engine_models.model_config(common["model"])  # raises for an unknown one
+    for prompt_tokens in options.prompt_tokens:
+        for manager in options.manager:
+            yield FirstTokenCell(
+                manager=manager,
+                prompt_tokens=prompt_tokens,
+                cached_percent=options.cached_percent,
+                **common,
+            )
+    for prefix_tokens in options.prefix_tokens:
+        for prefix_caching in (False, True):
+            yield ThroughputCell(
+                manager=options.manager[0],
+                prefix_caching=prefix_caching,
+                prefix_tokens=prefix_tokens,
+                requests=options.requests,
+                suffix_tokens=options.suffix_tokens,
+                output_tokens=options.output_tokens,
+                **common,
+            )
+
+
+def _check(options: SharedPrefixOptions) -> None:
+    sizes = ("block_size", "requests", "suffix_tokens", "output_tokens", "repeats", "threads")
+    for name in sizes:
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    for tokens in options.prompt_tokens:
+        if tokens < 1:
+            raise ValueError(f"--prompt-tokens must be at least 1, got {tokens}")
+    for tokens in options.prefix_tokens:
+        if tokens < 0:
+            raise ValueError(f"--prefix-tokens must be at least 0, got {tokens}")
+    for percent in options.cached_percent:
+        if not 0 <= percent < 100:
+            raise ValueError(f"--cached-percent must be at least 0 and below 100, got {percent}")
+    caching = [name for name, manager in cache.MANAGERS.items() if manager.prefix_caching]
+    for name in options.manager:
+        if name not in caching:
+            raise ValueError(f"--manager {name}: choose from {', '.join(caching)}")
+
+
+def run_cell(cell: EngineCell) -> list[dict[str, Any]]:
+    import torch
+
+    measure = _first_token if isinstance(cell, FirstTokenCell) else _throughput
+    llm, rows = measure(cell)
+    engine = {
+        "model": cell.model,
+        "dtype": str(llm.dtype).removeprefix("torch."),
+        "attention_backend": llm.model.model.layers[0].self_attn.backend.name,
+        "threads": torch.get_num_threads(),
+        "manager": cell.manager,
+        "block_size": cell.block_size,
+        "repeats": cell.repeats,
+    }
+    return [{**engine, **row} for row in rows]
+
+
+def _make_llm(cell: EngineCell, num_sequences: int, longest: int, **options: object) -> LLM:
+    """An engine whose cache holds ``num_sequences`` of ``longest`` tokens, and some more."""
+    return engine_models.make_llm(
+        cell.model,
+        attention_backend=cell.attention_backend,
+        manager=cell.manager,
+        block_size=cell.block_size,
+        num_blocks=(num_sequences + 2) * (longest // cell.block_size + 2),
+        seed=cell.seed,
+        threads=cell.threads,
+        **options,
+    )
+
+
+def _first_token(cell: FirstTokenCell) -> tuple[LLM, list[dict[str, Any]]]:
+    import numpy as np
+
+    from models import SamplingParams
+
+    length = cell.prompt_tokens
+    llm = _make_llm(cell, 2, length, max_num_seqs=1, max_num_batched_tokens=length + 1)
+    generator = np.random.default_rng(cell.seed)
+    one_token = SamplingParams(temperature=0, max_tokens=1)
+    shared = engine_models.random_tokens(llm, generator, length)
+    cached = [int(length * percent / 100) // cell.block_size * cell.block_size
+              for percent in cell.cached_percent]  # fmt: skip
+    seconds: list[list[float]] = [[] for _ in cached]
+    for _ in range(1 + cell.repeats):
+        for num_cached, measured in zip(cached, seconds, strict=True):
+            if num_cached:
+                llm.generate(shared[: num_cached + 1], one_token)
+            own = engine_models.random_tokens(llm, generator, length - num_cached)
+            [output] = llm.generate(shared[:num_cached] + own, one_token)
+            if output.stats.num_cached_tokens != num_cached:
+                raise RuntimeError(
+                    f"{cell.manager} found {output.stats.num_cached_tokens} of {num_cached} tokens"
+                )
+            measured.append(output.stats.time_to_first_token)
+    return llm, [
+        {
+            "part": "ttft",
+            "prompt_tokens": length,
+            "cached_tokens": num_cached,
+            "cached_fraction": num_cached / length,
+            **_quantiles("ttft_ms", [1e3 * value for value in measured[1:]]),
+        }
+        for num_cached, measured in zip(cached, seconds, strict=True)
+    ]
+
+
+def _throughput(cell: ThroughputCell) -> tuple[LLM, list[dict[str, Any]]]:
+    import numpy as np
+
+    from models import SamplingParams
+
+    prompt_tokens = cell.prefix_tokens + cell.suffix_tokens
+    llm = _make_llm(
+        cell,
+        cell.requests,
+        prompt_tokens + cell.output_tokens,
+        max_num_seqs=cell.requests,
+        enable_prefix_caching=cell.prefix_caching,
+    )
+    generator = np.random.default_rng(cell.seed)
+    params = SamplingParams(temperature=0, max_tokens=cell.output_tokens, ignore_eos=True)
+    prefix = engine_models.random_tokens(llm, generator, cell.prefix_tokens)
+    rates, cached = [], []
+    for _ in range(1 + cell.repeats):
+        prompts = [
+            prefix + engine_models.random_tokens(llm, generator, cell.suffix_tokens)
+            for _ in range(cell.requests)
+        ]
+        if cell.prefix_caching:
+            llm.generate(prompts[0][: cell.prefix_tokens + 1], SamplingParams(max_tokens=1))
+        stats = [output.stats for output in llm.generate(prompts, params)]
+        begin, end = min(s.arrival_time for s in stats), max(s.finish_time for s in stats)
+        rates.append(sum(s.num_output_tokens for s in stats) / (end - begin))
+        cached.append(sum(s.num_cached_tokens for s in stats) / cell.requests)
+    return llm, [
+        {
+            "part": "throughput",
+            "prefix_caching": cell.prefix_caching,
+            "prefix_tokens": cell.prefix_tokens,
+            "prompt_tokens": prompt_tokens,
+            "output_tokens": cell.output_tokens,
+            "requests": cell.requests,
+            "cached_tokens": cached[-1],
+            "cached_fraction": cached[-1] / prompt_tokens,
+            **_quantiles("output_tokens_per_second", rates[1:]),
+        }
+    ]
+
+
+def _quantiles(name: str, values: list[float]) -> dict[str, float]:
+    import numpy as np
+
+    return {f"{name}_{suffix}": np.quantile(values, q) for suffix, q in _QUANTILES.items()}
+
+
+def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
+    """The figure shared_prefix and the table summary.csv of what is gained."""
+    with style.figures():
+        written = style.save(_draw(rows), folder, "shared_prefix")
+    table = folder / "summary.csv"
+    style.write_atomically(table, summarise(rows).to_csv(index=False, float_format="%.4g"))
+    return [*written, table]
+
+
+def summarise(rows: pd.DataFrame) -> pd.DataFrame:
+    """How much sooner the first token comes than without a cached one (at best 1 / (1 - cached
+    fraction)), and how much the throughput grows by prefix caching; by medians."""
+    import pandas as pd
+
+    tables = []
+    first = rows[rows["part"] == "ttft"]
+    if len(first):
+        prompt = ["manager", "prompt_tokens"]
+        nothing_cached = first[first["cached_tokens"] == 0].set_index(prompt)["ttft_ms_p50"]
+        first = first.join(nothing_cached.rename("nothing_cached"), on=prompt)
+        first["gain"] = first["nothing_cached"] / first["ttft_ms_p50"]
+        first["ideal_gain"] = 1 / (1 - first["cached_fraction"])
+        tables.append(first)
+    batches = rows[rows["part"] == "throughput"]
+    if len(batches):
+        rates = batches.pivot(
+            index=["part", "manager", "prefix_tokens", "prompt_tokens"],
+            columns="prefix_caching",
+            values="output_tokens_per_second_p50",
+        ).reindex(columns=[False, True])
+        gain = (rates[True] / rates[False]).rename("gain")
+        tables.append(gain.dropna().reset_index())
+    columns = ["part", "manager", "prompt_tokens", "prefix_tokens", "cached_fraction", "gain"]
+    return pd.concat(tables).reindex(columns=[*columns, "ideal_gain"])
+
+
+def _draw(rows: pd.DataFrame) -> Figure:
+    first, batches = rows[rows["part"] == "ttft"], rows[rows["part"] == "throughput"]
+    lengths = sorted(first["prompt_tokens"].unique())
+    num_panels = len(lengths) + bool(len(batches))
+    figure, axes, _ = style.panel_grid(num_panels, height=2.2, width=3.5, columns=2)
+    for axis, length in zip(axes, lengths, strict=False):
+        _draw_first_token(axis, first[first["prompt_tokens"] == length])
+    if len(batches):
+        _draw_throughput(axes[-1], batches)
+    for axis in axes:
+        axis.set_ylim(bottom=0)
+        axis.legend()
+    return figure
+
+
+def _draw_first_token(axis: Axes, rows: pd.DataFrame) -> None:
+    for manager, curve in rows.groupby("manager", sort=False):
+        curve = curve.sort_values("cached_fraction")
+        look = _MANAGERS.get(manager, style.line(style.PINK, "P"))
+        _error_bars(axis, 100 * curve["cached_fraction"], curve, "ttft_ms", manager, look)
+    uncached = rows[rows["cached_tokens"] == 0]["ttft_ms_p50"]
+    if len(uncached):
+        ideal = {"color": style.BLACK, "linestyle": "dashed", "linewidth": 0.8}
+        label = "in proportion to uncached tokens"
+        axis.plot([0, 100], [uncached.iloc[0], 0], label=label, zorder=1, **ideal)
+    length = rows["prompt_tokens"].iloc[0]
+    axis.set(title=f"prompt of {length:,} tokens", xlabel="cached share of the prompt (%)")
+    axis.set_ylabel("time to first token (ms)")
+
+
+def _draw_throughput(axis: Axes, rows: pd.DataFrame) -> None:
+    looks = {
+        True: ("with prefix caching", style.line(style.BLUE, "o")),
+        False: ("without", style.line(style.GREY, "s", "dashed", fill=False)),
+    }
+    for caching, curve in rows.groupby("prefix_caching", sort=False):
+        curve = curve.sort_values("prefix_tokens")
+        label, look = looks[bool(caching)]
+        x = curve["prefix_tokens"]
+        _error_bars(axis, x, curve, "output_tokens_per_second", label, look)
+    row = rows.iloc[0]
+    own = row["prompt_tokens"] - row["prefix_tokens"]
+    axis.set_title(
+        f"{row['requests']:.0f} requests: shared prefix, {own:.0f} tokens of their own, "
+        f"{row['output_tokens']:.0f} generated ({row['manager']})",
+        fontsize=7,
+    )
+    axis.set(xlabel="shared prefix (tokens)", ylabel="output tokens/s")
+
+
+def _error_bars(axis: Axes, x, curve: pd.DataFrame, name: str, label: str, look: dict) -> None:
+    """A line through the medians, with bars from the 20th to the 80th percentile."""
+    low, median, high = (curve[f"{name}_{suffix}"] for suffix in _QUANTILES)
+    error = [median - low, high - median]
+    axis.errorbar(x, median, error, label=label, elinewidth=0.7, capsize=1.5, **look)
+
+
+EXPERIMENT = Experiment(
+    name="shared_prefix",
+    figure="PagedAttention fig. 16: time to first token and throughput with cached prefixes",
+    options=SharedPrefixOptions(),
+    quick=SharedPrefixOptions(
+        model="tiny",
+        manager=("vllm_v1", "radix"),
+        prompt_tokens=(512, 2048),
+        cached_percent=(0, 50, 90),
+        prefix_tokens=(0, 256, 1024),
+        requests=4,
+        output_tokens=8,
+        repeats=3,
+        threads=1,
+    ),
+    cells=cells,
+    run_cell=run_cell,
+    plot=plot,
+    gpu="optional",
+    timed=True,
+)
