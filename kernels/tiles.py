@@ -26,6 +26,13 @@ class Target:
     arch: int | str
     """Compute capability as an integer (90 for sm_90), or gfx name on hip."""
     num_multiprocessors: int
+    tiles: tuple[tuple[str, AttentionTile], ...] = ()
+    """(function of the table, tile): what it answers in place of its own choice. For sweeps over
+    tiles, see `force_target`."""
+
+    def forced_tile(self, function: str) -> AttentionTile | None:
+        """The tile that `function` is made to answer, if any."""
+        return dict(self.tiles).get(function)
 
 
 PROGRAMS_PER_MULTIPROCESSOR = 2
@@ -50,7 +57,10 @@ _forced_target: Target | None = None
 
 @contextlib.contextmanager
 def force_target(target: Target) -> Iterator[None]:
-    """Choose tiles for `target` whatever device the tensors are on (to compile without the GPU)."""
+    """Choose tiles for `target` whatever device the tensors are on.
+
+    To compile without the GPU, and, with `Target.tiles`, to run with other tiles than the table's.
+    """
     global _forced_target
     previous, _forced_target = _forced_target, target
     try:
@@ -130,8 +140,11 @@ def decode_tile(
     pipeliner keeps (num_stages - 1) / 2 of them in shared memory, because the loads have two levels
     (block ids, then rows): three of 32 KiB on sm_90 and sm_100, two on sm_80, two of 16 KiB on GPUs
     with about 100 KiB of shared memory leave room for two programs per multiprocessor. Larger
-    groups take several tiles of rows: 64 rows at once would spill registers.
+    groups take several tiles of rows: 64 rows at once would spill registers. A tile of an fp8 cache
+    holds twice the keys, whose conversion takes registers: with 32 rows they are 64 at most.
     """
+    if forced := target.forced_tile("decode_tile"):
+        return forced
     tile_m = min(16 if head_dim_padded > 128 else 32, max(16, next_power_of_2(group_size)))
     num_warps = 4
     if target.backend == "interpreter":
@@ -145,9 +158,12 @@ def decode_tile(
     if dtype == torch.float32:  # tf32x3 holds every operand three times
         tile_m, tile_bytes = 16, tile_bytes // 2
         num_warps = 8 if head_dim_padded > 128 else 4
+        kv_itemsize = dtype.itemsize
     kv_itemsize = kv_itemsize or dtype.itemsize
     tile_n = tile_bytes // (2 * head_dim_padded * kv_itemsize)
     tile_n = min(256 // dtype.itemsize, max(16, tile_n))
+    if kv_itemsize < dtype.itemsize:
+        tile_n = min(tile_n, 2048 // tile_m)
     return AttentionTile(tile_m, tile_n, num_warps, num_stages, precision)
 
 
@@ -185,6 +201,8 @@ def prefill_tile(head_dim_padded: int, dtype: torch.dtype, target: Target) -> At
     tcgen05 on sm_100), and for 32 where they pass through registers (mma.sync). The key tiles in
     flight, see `decode_tile`, are what then fits shared memory.
     """
+    if forced := target.forced_tile("prefill_tile"):
+        return forced
     if target.backend == "interpreter":
         return AttentionTile(tile_m=32, tile_n=32, num_warps=4, num_stages=1, precision="ieee")
     if target.backend == "hip":
@@ -208,6 +226,8 @@ def shared_prefix_tile(head_dim_padded: int, dtype: torch.dtype, target: Target)
 
     That is fp32 and takes twice the registers on its way out, too many of them at 128 x 256.
     """
+    if forced := target.forced_tile("shared_prefix_tile"):
+        return forced
     tile = prefill_tile(head_dim_padded, dtype, target)
     return replace(tile, tile_m=min(tile.tile_m, 64)) if head_dim_padded > 128 else tile
 

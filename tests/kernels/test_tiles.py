@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kernels import paged_decode_attention, tiles
+from kernels.accuracy import random_paged_batch
 from kernels.tiles import (
     MAX_SPLITS,
     PROGRAMS_PER_MULTIPROCESSOR,
+    AttentionTile,
     Target,
     decode_num_splits,
     decode_tile,
@@ -104,3 +108,46 @@ def test_forced_target_ends_with_its_block(device):
     with force_target(H200):
         assert target_of(device) == H200
     assert target_of(torch.empty(0, device=device).device) == own
+
+
+def test_a_target_can_carry_tiles_in_place_of_the_tables():
+    tile = AttentionTile(16, 16, num_warps=2, num_stages=1, precision="ieee")
+    arguments = {"decode_tile": (4, 128), "prefill_tile": (128,), "shared_prefix_tile": (128,)}
+
+    def answers(target: Target) -> dict[str, AttentionTile]:
+        return {
+            name: getattr(tiles, name)(*shape, torch.bfloat16, target)
+            for name, shape in arguments.items()
+        }
+
+    table = answers(H200)
+    assert tile not in table.values()
+    for name in ("decode_tile", "shared_prefix_tile"):
+        assert answers(replace(H200, tiles=((name, tile),))) == table | {name: tile}
+    prefill = answers(replace(H200, tiles=(("prefill_tile", tile),)))
+    assert prefill == table | {"prefill_tile": tile, "shared_prefix_tile": tile}
+
+
+def test_ops_run_with_the_tiles_of_a_forced_target(device):
+    """Tiles of 16 and of 32 tokens round differently, which tells which of them ran."""
+    batch = random_paged_batch(
+        (290,),
+        num_q_heads=2,
+        num_kv_heads=1,
+        head_dim=32,
+        block_size=16,
+        dtype=torch.float16,
+        device=device,
+    )
+    target = target_of(batch.q.device)
+    table = decode_tile(2, 32, torch.float16, target)
+    outputs = []
+    for tile_n in (32, 16, 32):
+        forced = (("decode_tile", replace(table, tile_n=tile_n)),)
+        out = torch.empty_like(batch.q, dtype=torch.float32)
+        with force_target(replace(target, tiles=forced)):
+            paged_decode_attention(*batch.decode_args, num_splits=1, out=out)
+        outputs.append(out)
+    assert torch.equal(outputs[0], outputs[2])
+    assert not torch.equal(outputs[0], outputs[1])
+    assert torch.allclose(outputs[0], outputs[1], atol=1e-3)
