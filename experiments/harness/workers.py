@@ -186,8 +186,10 @@ class _Worker:
 def _serve(connection: Connection, threads: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the sweep's to handle
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
-        os.environ.setdefault(variable, str(threads))
+    # PyTorch takes the largest that is set, so one that the user sets has to be that of all.
+    limit = os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    for variable in ("MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
+        os.environ.setdefault(variable, limit)
     while True:
         try:
             message = connection.recv_bytes()

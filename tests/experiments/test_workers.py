@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import defaultdict
 
 import pytest
@@ -48,6 +49,20 @@ def test_a_dying_worker_costs_its_own_cell_only(outcomes):
         3: "finished",
     }
     assert by_number[1].message == "its worker process died with exit code -9"
+
+
+@pytest.mark.parametrize("asked", [None, 1, 5])
+def test_workers_share_the_cores_unless_a_number_of_threads_is_asked_for(asked, tiny, monkeypatch):
+    for library in ("OMP", "MKL", "NUMBA"):
+        monkeypatch.delenv(f"{library}_NUM_THREADS", raising=False)
+    if asked:
+        monkeypatch.setenv("OMP_NUM_THREADS", str(asked))
+    cells = list(tiny.cells(tiny.TinyOptions(cells=2)))
+    tasks = [Task(str(cell.number), tiny.thread_limits, cell) for cell in cells]
+    expected = asked or max(1, len(os.sched_getaffinity(0)) // 2)
+    for outcome in run_locally(tasks, jobs=2):
+        assert set(outcome.rows[0].values()) == {expected}
+        assert len(outcome.rows[0]) == 3
 
 
 def test_no_task_no_worker():

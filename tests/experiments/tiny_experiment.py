@@ -78,6 +78,11 @@ def run_cell(cell: TinyCell) -> list[dict]:
     ]
 
 
+def thread_limits(cell: TinyCell) -> list[dict]:
+    """The row that tells how many threads the libraries of a worker may have."""
+    return [{name: int(os.environ[name]) for name in os.environ if name.endswith("_NUM_THREADS")}]
+
+
 def plot(rows, folder: Path) -> list[Path]:
     from experiments import style
 
