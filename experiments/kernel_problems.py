@@ -61,6 +61,8 @@ class Shape:
     dtype: str = "bfloat16"
     kv_dtype: str | None = None
     """Of the cache; ``dtype`` if None."""
+    num_splits: int | None = None
+    """Programs that share a sequence's tokens in decode; the op's own choice if None."""
     min_cache_elements: int = 0
     """Of K: blocks that nobody uses enlarge the cache, so that ids of used ones lie beyond."""
     seed: int = 0
@@ -68,7 +70,7 @@ class Shape:
     def columns(self) -> dict[str, Any]:
         """As columns of a table."""
         names = ("op", "batch", "context_len", "query_len", "prefix_len", "block_size")
-        names += ("num_q_heads", "num_kv_heads", "head_dim", "num_layers", "dtype")
+        names += ("num_q_heads", "num_kv_heads", "head_dim", "num_layers", "dtype", "num_splits")
         columns = {name: getattr(self, name) for name in names}
         return {**columns, "kv_dtype": self.kv_dtype or self.dtype}
 
@@ -287,7 +289,8 @@ def _decode(shape: Shape, device: torch.device) -> Problem:
 
     batch = _paged_batch(shape, device)
     scales = _scales(shape)
-    calls = {OURS: lambda: paged_decode_attention(*batch.decode_args, **scales)}
+    options = {"num_splits": shape.num_splits, **scales}
+    calls = {OURS: lambda: paged_decode_attention(*batch.decode_args, **options)}
     for name, baseline in BASELINES.items():
         calls[name] = functools.partial(baseline.decode, *batch.decode_args)
     return Problem(

@@ -15,6 +15,7 @@ from experiments import (
     replay_speed,
     shared_prefix,
     sharing,
+    tile_sweep,
 )
 from experiments.harness import Experiment
 
@@ -33,5 +34,6 @@ EXPERIMENTS: dict[str, Experiment] = {
         replay_speed.EXPERIMENT,
         shared_prefix.EXPERIMENT,
         sharing.EXPERIMENT,
+        tile_sweep.EXPERIMENT,
     )
 }

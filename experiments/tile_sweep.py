@@ -1,0 +1,322 @@
+"""Which tiles and split counts are fastest: what the table in ``kernels/tiles.py`` is written from.
+
+Tuning is offline: the table is a plain decision in the source, and this experiment says what it
+should decide on the GPU at hand.  Each cell runs an op with another tile than the table's, or with
+another number of splits, at a few shapes; the table's own choice is among them.  Results are
+checked and timed as in ``kernel_latency``.  A tile that needs more than the GPU has is absent.
+
+Beside the figures, ``decision.md`` ranks the tiles by their time relative to the table's choice
+(geometric mean over the shapes, so that no shape counts more than another) and names the best split
+count of every decode shape.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from experiments import kernel_problems, style
+from experiments.harness import Cell, Experiment, Options, Unavailable
+from experiments.harness.store import write_atomically
+from experiments.kernel_problems import OURS, Shape
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+    from kernels.tiles import AttentionTile, Target
+
+_TILE = ("tile_m", "tile_n", "num_warps", "num_stages")
+_TABLES = {"decode": "decode_tile", "prefill": "prefill_tile", "cascade": "shared_prefix_tile"}
+"""Functions of ``kernels/tiles.py`` by the op that asks them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TileSweepOptions(Options):
+    """The grid: tiles x shapes of decode and prefill, split counts x shapes of decode."""
+
+    part: tuple[Literal["decode", "prefill", "cascade", "splits"], ...] = (
+        "decode",
+        "splits",
+        "prefill",
+        "cascade",
+    )
+    decode: tuple[tuple[int, int], ...] = ((1, 8192), (16, 4096), (64, 4096), (256, 1024))
+    """Sequences and context of each."""
+    decode_tile: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] = (
+        (32, 64, 128),
+        (4, 8),
+        (3, 5, 7),
+    )
+    """Tokens of a tile, warps and pipeline stages to try in every combination."""
+    prefill: tuple[tuple[int, int, int], ...] = ((1, 8192, 8192), (4, 1024, 8192), (64, 4, 4096))
+    """Sequences, new tokens of each, and tokens of each with its cached prefix."""
+    prefill_tile: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]] = (
+        (64, 128),
+        (32, 64, 128),
+        (4, 8),
+        (3, 5),
+    )
+    """Rows and tokens of a tile, warps and pipeline stages."""
+    cascade: tuple[tuple[int, int], ...] = ((16, 8192), (256, 32768))
+    """Sequences and tokens of their shared prefix; tiles as for prefill."""
+    splits: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    splits_batch: tuple[int, ...] = (1, 4, 16, 64, 256)
+    splits_context: tuple[int, ...] = (1024, 8192, 32768)
+    block_size: int = 16
+    num_q_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    dtype: Literal["float16", "bfloat16", "float32"] = "bfloat16"
+    kv_dtype: Literal["float8_e4m3fn"] | None = None
+    budget_ms: float = 25.0
+    """Device time for the samples of a cell."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TileSweepCell(Cell):
+    part: str
+    shape: Shape
+    tile: tuple[int, ...] | None
+    """tile_m, tile_n, num_warps, num_stages; 0 is the table's. None: all the table's."""
+    budget_ms: float
+
+
+def cells(options: TileSweepOptions) -> Iterator[TileSweepCell]:
+    def shape(op: str, batch: int, context_len: int, **more: Any) -> Shape:
+        names = ("block_size", "num_q_heads", "num_kv_heads", "head_dim", "dtype", "kv_dtype")
+        common = {name: getattr(options, name) for name in (*names, "seed")}
+        return Shape(op=op, batch=batch, context_len=context_len, **common, **more)
+
+    def cell(part: str, at: Shape, tile: tuple[int, ...] | None) -> TileSweepCell:
+        return TileSweepCell(
+            seed=options.seed, part=part, shape=at, tile=tile, budget_ms=options.budget_ms
+        )
+
+    suffix = 16 * options.block_size
+    shapes = {
+        "decode": [shape("decode", *size) for size in options.decode],
+        "prefill": [shape("prefill", b, c, query_len=q) for b, q, c in options.prefill],
+        "cascade": [shape("cascade", b, p + suffix, prefix_len=p) for b, p in options.cascade],
+    }
+    tiles = {
+        "decode": [(0, *tile) for tile in itertools.product(*options.decode_tile)],
+        "prefill": list(itertools.product(*options.prefill_tile)),
+    }
+    tiles["cascade"] = tiles["prefill"]
+    for part in options.part:
+        if part == "splits":
+            sizes = itertools.product(options.splits_context, options.splits_batch)
+            for context_len, batch in sizes:
+                for splits in (None, *options.splits):
+                    yield cell(part, shape("decode", batch, context_len, num_splits=splits), None)
+            continue
+        for at in shapes[part]:
+            for tile in (None, *tiles[part]):
+                yield cell(part, at, tile)
+
+
+def run_cell(cell: TileSweepCell) -> list[dict[str, Any]]:
+    device = kernel_problems.use_device()
+    from triton.runtime.errors import OutOfResources
+
+    from kernels.tiles import force_target, target_of
+
+    target = target_of(device)
+    tile = table = table_tile(cell.shape, target)
+    if cell.tile is not None:
+        changes = {name: n for name, n in zip(_TILE, cell.tile, strict=True) if n}
+        tile = dataclasses.replace(table, **changes)
+        if tile == table:
+            raise Unavailable("the table's own choice, which has a cell of its own")
+        target = dataclasses.replace(target, tiles=((_TABLES[cell.shape.op], tile),))
+    try:
+        with force_target(target):
+            row = kernel_problems.run(cell.shape, OURS, budget_ms=cell.budget_ms)
+    except OutOfResources as error:
+        raise Unavailable(f"tile {dataclasses.astuple(tile)[:4]}: {error}") from error
+    columns = {name: getattr(tile, name) for name in _TILE}
+    by_table = cell.tile is None and cell.shape.num_splits is None
+    if cell.part == "splits":
+        row["num_splits"] = cell.shape.num_splits or _table_splits(cell.shape, table, target)
+    return [{"part": cell.part, "by_table": by_table, **columns, **row}]
+
+
+def table_tile(shape: Shape, target: Target) -> AttentionTile:
+    """What the table chooses for ``shape``."""
+    import torch
+
+    from kernels import tiles
+
+    head_dim, dtype = tiles.padded_dim(shape.head_dim), getattr(torch, shape.dtype)
+    if shape.op == "decode":
+        group_size = shape.num_q_heads // shape.num_kv_heads
+        itemsize = getattr(torch, shape.kv_dtype or shape.dtype).itemsize
+        return tiles.decode_tile(group_size, head_dim, dtype, target, itemsize)
+    return getattr(tiles, _TABLES[shape.op])(head_dim, dtype, target)
+
+
+def _table_splits(shape: Shape, tile: AttentionTile, target: Target) -> int:
+    """The number of splits that the table chooses for a decode step."""
+    from kernels import tiles
+
+    group_size = shape.num_q_heads // shape.num_kv_heads
+    programs = shape.batch * shape.num_kv_heads * tiles.cdiv(group_size, tile.tile_m)
+    capacity = tiles.cdiv(shape.context_len, shape.block_size) * shape.block_size
+    return tiles.decode_num_splits(programs, capacity, tile.tile_n, target)
+
+
+def relative_times(rows: pd.DataFrame, part: str) -> pd.DataFrame:
+    """Time of each tile over that of the table's choice: tiles by shapes, the fastest first.
+
+    Tiles that failed at one of the shapes are left out.
+    """
+    rows = rows[(rows["part"] == part) & rows["p50_us"].notna()]
+    sizes = zip(rows["batch"], rows["query_len"], rows["context_len"], strict=True)
+    rows = rows.assign(shape=["x".join(map(str, size)) for size in sizes])
+    times = rows.pivot_table("p50_us", list(_TILE), "shape")
+    table = rows[rows["by_table"]].groupby("shape")["p50_us"].first()
+    relative = (times / table).dropna()
+    return relative.loc[_geometric_mean(relative).sort_values().index]
+
+
+def _geometric_mean(relative: pd.DataFrame) -> pd.Series:
+    import numpy as np
+
+    return np.exp(np.log(relative).mean(axis=1))
+
+
+def decision(rows: pd.DataFrame) -> str:
+    """What the table should decide here, as text."""
+    first = rows.iloc[0]
+    kind = f"head_dim {first['head_dim']}, {first['dtype']}"
+    if first["kv_dtype"] != first["dtype"]:
+        kind += f", cache {first['kv_dtype']}"
+    lines = [f"# Tiles and splits by measurement ({kind})", ""]
+    for part, function in _TABLES.items():
+        relative = relative_times(rows, part)
+        if relative.empty:
+            continue
+        mean = _geometric_mean(relative)
+        chosen = rows[(rows["part"] == part) & rows["by_table"]].iloc[0]
+        lines += [
+            f"## `{function}`: now {tuple(int(chosen[name]) for name in _TILE)}",
+            "",
+            f"| ({', '.join(_TILE)}) | mean | {' | '.join(relative.columns)} |",
+            "|---|" + "---|" * (1 + len(relative.columns)),
+        ]
+        for tile, times in relative.head(8).iterrows():
+            cells = " | ".join(f"{time:.3f}" for time in (mean[tile], *times))
+            lines.append(f"| {tuple(map(int, tile))} | {cells} |")
+        lines += ["", "Time over that of the present choice, by sequences x queries x context.", ""]
+    splits = rows[(rows["part"] == "splits") & rows["p50_us"].notna()]
+    if len(splits):
+        lines += [
+            "## `decode_num_splits`",
+            "",
+            "| batch | context | now | best | time of best / now |",
+            "|---|---|---|---|---|",
+        ]
+        for (batch, context), group in splits.groupby(["batch", "context_len"]):
+            now = group[group["by_table"]]
+            best = group.loc[group["p50_us"].idxmin()]
+            if len(now):
+                gain = best["p50_us"] / now["p50_us"].iloc[0]
+                line = (batch, context, int(now["num_splits"].iloc[0]), int(best["num_splits"]))
+                lines.append(f"| {' | '.join(map(str, line))} | {gain:.3f} |")
+    return "\n".join(lines) + "\n"
+
+
+def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
+    """The figures tiles and splits, and decision.md."""
+    timed = rows[rows["p50_us"].notna()]
+    if timed.empty:
+        return []
+    path = folder / "decision.md"
+    write_atomically(path, decision(timed))
+    parts = [part for part in _TABLES if len(relative_times(timed, part))]
+    written = [path]
+    with style.figures():
+        if parts:
+            written += style.save(_draw_tiles(timed, parts), folder, "tiles")
+        if (timed["part"] == "splits").any():
+            written += style.save(_draw_splits(timed), folder, "splits")
+    return written
+
+
+_MARKERS = [(style.BLUE, "o"), (style.ORANGE, "s"), (style.GREEN, "^"), (style.RED, "v")]
+
+
+def _draw_tiles(rows: pd.DataFrame, parts: list[str]) -> Figure:
+    figure, axes, _ = style.panel_grid(len(parts), height=3.0, columns=3)
+    for axis, part in zip(axes, parts, strict=True):
+        relative = relative_times(rows, part).head(12)
+        places = range(len(relative))
+        axis.barh(
+            places, _geometric_mean(relative), color="#DDDDDD", edgecolor="black", lw=0.4,
+            label="geometric mean",
+        )  # fmt: skip
+        for (color, marker), (shape, times) in zip(
+            itertools.cycle(_MARKERS), relative.items(), strict=False
+        ):
+            axis.plot(times, places, marker, color=color, ms=3.5, label=shape)
+        axis.axvline(1, color="black", ls="dashed", lw=1)
+        axis.set_yticks(places, ["/".join(map(str, map(int, tile))) for tile in relative.index])
+        axis.invert_yaxis()
+        axis.set(title=_TABLES[part], xlabel="time / present choice")
+        axis.legend(fontsize=5, loc="lower left", frameon=True, framealpha=1)
+    figure.supylabel("tile_m/tile_n/num_warps/num_stages", fontsize=8)
+    return figure
+
+
+def _draw_splits(rows: pd.DataFrame) -> Figure:
+    rows = rows[rows["part"] == "splits"]
+    contexts = sorted(rows["context_len"].unique())
+    figure, axes, _ = style.panel_grid(len(contexts), height=2.3, sharey=True)
+    looks = [*_MARKERS, (style.PINK, "D"), (style.GREY, "P")]
+    for axis, context_len in zip(axes, contexts, strict=True):
+        of_context = rows[rows["context_len"] == context_len]
+        for (color, marker), (batch, line) in zip(
+            itertools.cycle(looks), of_context.groupby("batch"), strict=False
+        ):
+            tried = line[~line["by_table"]].sort_values("num_splits")
+            best = line["p50_us"].min()
+            axis.plot(
+                tried["num_splits"], tried["p50_us"] / best, color=color, marker=marker,
+                label=f"batch {batch}",
+            )  # fmt: skip
+            now = line[line["by_table"]]
+            axis.plot(now["num_splits"], now["p50_us"] / best, "k*", ms=7, label="present choice")
+        axis.axhline(1, color="black", ls="dashed", lw=0.8)
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log", base=2)
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.set(title=f"context {context_len:,} tokens", xlabel="splits of a sequence")
+    axes[0].set_ylabel("time / fastest of the line")
+    style.shared_legend(figure, columns=6)
+    return figure
+
+
+EXPERIMENT = Experiment(
+    name="tile_sweep",
+    figure="tiles and split counts of the attention kernels, tried out on a GPU",
+    options=TileSweepOptions(),
+    quick=TileSweepOptions(
+        part=("splits", "decode"),
+        decode=((64, 4096),),
+        decode_tile=((64, 128), (4,), (5, 7)),
+        splits=(1, 4, 16),
+        splits_batch=(1, 64),
+        splits_context=(8192,),
+    ),
+    cells=cells,
+    run_cell=run_cell,
+    plot=plot,
+    gpu="required",
+    timed=True,
+)
