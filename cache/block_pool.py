@@ -7,6 +7,7 @@ from itertools import chain
 
 from cache.content_index import ContentIndex
 from cache.event_log import EventLog
+from cache.hash_index import HashIndex
 from cache.policies.base import EvictionPolicy
 
 
@@ -57,7 +58,7 @@ class BlockPool:
         num_blocks: int,
         policy: EvictionPolicy,
         *,
-        linked: bool = False,
+        index: HashIndex | ContentIndex | None = None,
         event_log: EventLog | None = None,
     ) -> None:
         policy.start(num_blocks)
@@ -68,8 +69,9 @@ class BlockPool:
         self.num_evicted = 0
         self._num_fresh = num_blocks
         self._free: list[int] = []  # a stack: free blocks that the policy does not queue
-        self._index = ContentIndex(num_blocks, linked=linked)
+        self._index = HashIndex(num_blocks) if index is None else index
         self._log = event_log
+        self._contents: dict[int, bytes] = {}  # of cached blocks, while there is a log
         self.on_forget: Callable[[list[int]], None] | None = None
         # Policies that leave these as they are need not be called for every block.
         self._tells_misses = type(policy).miss is not EvictionPolicy.miss
@@ -87,8 +89,8 @@ class BlockPool:
 
     @property
     def block_hashes(self) -> list[bytes | None]:
-        """Hash of what each block holds, None if that cannot be found.  A copy: O(num_blocks)."""
-        return self._index.hashes[: self.num_blocks]
+        """Hash of what each block holds, None if that cannot be found.  O(num_blocks)."""
+        return self._index.contents()
 
     def free_blocks(self) -> Iterator[int]:
         """Blocks without a user, in the order in which they would be handed out now."""
@@ -136,10 +138,12 @@ class BlockPool:
         self.check_free(count + len(revived))
         if revived:
             self.policy.pin_many(revived)
-        for block in hits:
-            ref_counts[block] += 1
+        if len(revived) < len(hits):
+            self.share([block for block in hits if ref_counts[block]])
+        for block in revived:
+            ref_counts[block] = 1
         if self._log and hits:
-            self._log.record("hit", hits, map(self._index.hashes.__getitem__, hits))
+            self._log.record("hit", hits, map(self._contents.__getitem__, hits))
         self.num_allocated += count
         if not self._tells_misses:
             blocks = self._take(count)
@@ -147,7 +151,7 @@ class BlockPool:
             return blocks
         blocks = []  # one at a time: the victim may depend on the newcomer
         for position in range(first, last):
-            self._tell_miss(hashes[position], previous)
+            self._tell_miss(hashes[position], previous, position)
             taken = self._take(1)
             self._insert(taken, hashes, position, position + 1, previous)
             blocks += taken
@@ -182,9 +186,8 @@ class BlockPool:
                 f"policy {self.policy.name!r} evicted block {block}, which is in use"
             )
         if self._log:
-            contents = {block: self._index.hashes[block] for block in evicted}
-            held = [block for block in evicted if contents[block] is not None]
-            self._log.record("evicted", held, map(contents.__getitem__, held))
+            held = [block for block in evicted if block in self._contents]
+            self._log.record("evicted", held, map(self._contents.pop, held))
         if self.on_forget:
             self.on_forget(evicted)
         self.num_evicted += self._index.remove(evicted)
@@ -206,19 +209,19 @@ class BlockPool:
 
         ``hashes`` are those of the whole sequence and ``blocks`` the ones at its positions
         ``first`` to ``last - 1``: in use, full, and not cached yet.  A hash that is cached already
-        stays with the block that has it, and the new block becomes its duplicate.  ``previous``,
-        the block at position ``first - 1``, is needed if the pool is ``linked``.
+        stays with the block that has it, and the new block becomes its duplicate.  ``previous`` is
+        the block at position ``first - 1``, None for the first.
         """
         if self._tells_misses:
             for position, block in enumerate(blocks, first):
-                self._tell_miss(hashes[position], previous)
+                self._tell_miss(hashes[position], previous, position)
                 self._insert((block,), hashes, position, position + 1, previous)
                 previous = block
         else:
             self._insert(blocks, hashes, first, last, previous)
 
-    def _tell_miss(self, key: bytes, previous: int | None) -> None:
-        if self._index.follow(previous, key) is None:
+    def _tell_miss(self, key: bytes, previous: int | None, position: int) -> None:
+        if self._index.follow(previous, key, position) is None:
             self.policy.miss(key)
 
     def _insert(
@@ -235,9 +238,10 @@ class BlockPool:
         no two blocks that a policy knows ever have the same key.
         """
         keys = hashes[first:last]
-        duplicates = self._index.add(blocks, keys, previous)
+        duplicates = self._index.add(blocks, keys, previous, first)
         if self._log:
             self._log.record("cached", blocks, keys)
+            self._contents.update(zip(blocks, keys, strict=True))
         if not self._tells_inserts:
             return
         parent = hashes[first - 1] if first else None
@@ -252,7 +256,7 @@ class BlockPool:
         Those without a user left become free or cached-free, the last of the sequence first.
         Blocks that are cached come before those that are not.
         """
-        ref_counts, hashes = self.ref_counts, self._index.hashes
+        ref_counts, is_cached = self.ref_counts, self._index.holds
         released = []
         for block in reversed(blocks):
             if ref_counts[block] > 1:
@@ -263,7 +267,7 @@ class BlockPool:
         if self._log:
             self._log.record("freed", released)
         num_uncached = 0
-        while num_uncached < len(released) and hashes[released[num_uncached]] is None:
+        while num_uncached < len(released) and not is_cached(released[num_uncached]):
             num_uncached += 1
         if num_uncached and not self.policy.queues_uncached:
             self._free += reversed(released[:num_uncached])
@@ -283,6 +287,7 @@ class BlockPool:
                 self.policy.discard(block)
             self._free += reversed(cached)
         self._index.clear()
+        self._contents.clear()
         return True
 
     def check_invariants(self) -> None:
@@ -301,7 +306,7 @@ class BlockPool:
         _require(len(idle) == len(set(idle)), f"a block is free twice: {sorted(idle)}")
         idle, queued = set(idle), set(queued)
         for block, users in enumerate(self.ref_counts):
-            is_cached, is_idle = self._index.hashes[block] is not None, block in idle
+            is_cached, is_idle = self._index.holds(block), block in idle
             _require(users >= 0, f"block {block} has ref_count {users}")
             _require((users == 0) == is_idle, f"block {block}: ref_count {users}, free: {is_idle}")
             if is_idle and not policy.queues_uncached:

@@ -4,159 +4,243 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from cache.common_prefix import common_prefix_length
+
+
+class _Run:
+    """Blocks that hold consecutive contents of one chain."""
+
+    __slots__ = ("blocks", "depth", "keys")
+
+    def __init__(self, blocks: list[int], keys: bytearray, depth: int) -> None:
+        self.blocks = blocks
+        self.keys = keys  # the keys of their contents, one after the other
+        self.depth = depth  # position of the first in its prompt, in blocks
+
+
+_DUPLICATE = _Run([], bytearray(), 0)
+"""The run of all blocks that are duplicates."""
+
 
 class ContentIndex:
-    """Finds the blocks of a prefix by their chained hashes.
+    """Finds the blocks of a prefix by their chained hashes (keys of ``key_size`` bytes).
 
     Blocks with equal content (computed side by side) are all known; lookups find the *first* of
     them, the one that was added before the others that remain.  The rest are its duplicates.
 
-    In effect this is a dictionary from hash to first block.  But a lookup in a big dictionary
-    waits for memory at every step, so if ``linked`` only the blocks where a chain begins or
-    branches are in one: a first block is found either there or through the link from the first
-    block before it, never both.  Following links walks through blocks that were filled together,
-    and costs the same in a pool of any size.  It needs hashes that do not collide: a hash then
-    names the whole prefix, hence also the block before.
+    In effect this is a dictionary from key to first block.  But a lookup in a big dictionary
+    waits for memory at every block, and so does giving up the bytes object of every key.  So blocks
+    that were filled together stay together, in runs, with their keys in one string of bytes, and
+    only the first key of each run is in a dictionary: a prefix is found by comparing memory, and
+    costs the same in a pool of any size.  A run grows at its end, shrinks from its end (prompts are
+    evicted tail first), and falls into two where a block is taken out of its middle.
 
-    Attributes:
-        hashes: the content of each block, None where there is none that can be found; one None
-            more at the end, which stands for "no block".  Read-only to others.
+    It needs hashes that do not collide: a key then names the whole prefix, hence also the block
+    before and the position in the prompt.
     """
 
-    def __init__(self, num_blocks: int, *, linked: bool) -> None:
-        self._no_block = num_blocks
-        self._linked = linked
+    def __init__(self, num_blocks: int, key_size: int = 16) -> None:
+        self._num_blocks = num_blocks
+        self._key_size = key_size
         self.clear()
 
     def clear(self) -> None:
         """Forget all content."""
-        size = self._no_block + 1
-        self.hashes: list[bytes | None] = [None] * size
-        self._next = [self._no_block] * size  # the link from a first block to the one after it
-        self._previous = [self._no_block] * size  # the same link backwards
-        self._heads: dict[bytes, int] = {}  # first blocks that no link leads to
-        self._copies: dict[bytes, list[int]] = {}  # content in several blocks: first, duplicates
+        self._run_of: list[_Run | None] = [None] * self._num_blocks
+        self._runs: dict[bytes, _Run] = {}  # by their first key
+        self._duplicates: dict[int, list[int]] = {}  # of first blocks that have any
+        self._first_of: dict[int, int] = {}  # the first block, for each duplicate
 
-    def lookup(self, hashes: Sequence[bytes]) -> list[int]:
-        """Blocks of the longest run of ``hashes``, those of a prefix from its start, found here."""
-        known, links, heads = self.hashes, self._next, self._heads
-        blocks, block = [], self._no_block
-        for key in hashes:
-            block = links[block]
-            if known[block] != key:
-                block = heads.get(key)
-                if block is None:
-                    break
-            blocks.append(block)
+    def holds(self, block: int) -> bool:
+        """Whether ``block`` has content that can be found, or is a duplicate of such a block."""
+        return self._run_of[block] is not None
+
+    def lookup(self, keys: Sequence[bytes]) -> list[int]:
+        """Blocks of the longest run of ``keys``, those of a prefix from its start, found here."""
+        blocks: list[int] = []
+        packed = b"".join(keys)
+        while len(blocks) < len(keys):
+            run = self._runs.get(keys[len(blocks)])
+            if run is None:
+                break
+            start = len(blocks) * self._key_size
+            if packed.startswith(run.keys, start):
+                blocks += run.blocks
+            else:
+                num_bytes = common_prefix_length(run.keys, packed[start : start + len(run.keys)])
+                blocks += run.blocks[: num_bytes // self._key_size]
         return blocks
 
-    def follow(self, previous: int | None, key: bytes) -> int | None:
-        """The first block with content ``key``; ``previous`` holds the content before it."""
-        block = self._next[self._first(previous)]
-        return block if self.hashes[block] == key else self._heads.get(key)
+    def follow(self, previous: int | None, key: bytes, depth: int) -> int | None:
+        """The first block with content ``key``, which has position ``depth`` in its prompt.
 
-    def add(self, blocks: Sequence[int], keys: Sequence[bytes], previous: int | None) -> list[int]:
+        ``previous`` holds the content before it; None if ``key`` begins a prefix.
+        """
+        if previous is not None:
+            run = self._run_of[self._first_of.get(previous, previous)]
+            at = depth - run.depth
+            if run.keys.startswith(key, at * self._key_size):
+                return run.blocks[at]
+        run = self._runs.get(key)
+        return None if run is None else run.blocks[0]
+
+    def add(
+        self, blocks: Sequence[int], keys: Sequence[bytes], previous: int | None, depth: int
+    ) -> list[int]:
         """Enter ``blocks``, which have no content yet, under ``keys``, consecutive in a chain.
 
-        ``previous`` holds the content before the first of them and is in the index; None if that
-        begins the prefix, or the index is not linked.  Returns those that are duplicates.
+        ``previous`` holds the content before the first of them and is here; None if that begins
+        the prefix.  ``depth`` is the position of the first in its prompt.  Returns those that are
+        duplicates.
         """
-        known, links, heads, no_block = self.hashes, self._next, self._heads, self._no_block
+        if not blocks:
+            return []
+        if self.follow(previous, keys[0], depth) is None and self._runs.keys().isdisjoint(keys):
+            self._append(blocks, keys, previous, depth)
+            return []
         duplicates: list[int] = []
-        before = self._first(previous)
-        for block, key in zip(blocks, keys, strict=True):
-            known[block] = key
-            after = links[before]
-            if after == no_block and key not in heads and before != no_block:
-                links[before] = block
-                self._previous[block] = before
-                before = block
-                continue
-            first = after if known[after] == key else heads.setdefault(key, block)
-            if first != block:
-                self._copies.setdefault(key, [first]).append(block)
+        for at, (block, key) in enumerate(zip(blocks, keys, strict=True), depth):
+            first = self.follow(previous, key, at)
+            if first is None:
+                self._append((block,), (key,), previous, at)
+            else:
+                self._run_of[block] = _DUPLICATE
+                self._first_of[block] = first
+                self._duplicates.setdefault(first, []).append(block)
                 duplicates.append(block)
-            before = first if self._linked else no_block
+            previous = block
         return duplicates
+
+    def _append(
+        self, blocks: Sequence[int], keys: Sequence[bytes], previous: int | None, depth: int
+    ) -> None:
+        """Enter ``blocks``, of new content, in the run that ``previous`` ends, or a new one."""
+        previous = self._first_of.get(previous, previous)
+        run = None if previous is None else self._run_of[previous]
+        if run is None or run.blocks[-1] != previous:
+            run = self._runs[keys[0]] = _Run([], bytearray(), depth)
+        run.blocks += blocks
+        run.keys += b"".join(keys)
+        run_of = self._run_of
+        for block in blocks:
+            run_of[block] = run
 
     def remove(self, blocks: Sequence[int]) -> int:
         """Forget the content of ``blocks``; returns how many of them had any."""
-        known, links, back, no_block = self.hashes, self._next, self._previous, self._no_block
-        copies, removed = self._copies, 0
-        for block in blocks:
-            key = known[block]
-            if key is None:
+        removed = at = 0
+        while at < len(blocks):
+            block, count = blocks[at], 1
+            run = self._run_of[block]
+            if run is None:
+                at += 1
                 continue
-            removed += 1
-            known[block] = None
-            if copies and key in copies:
-                self._remove_copy(block, key)
-                continue
-            before, after = back[block], links[block]
-            if before != no_block:
-                links[before] = back[block] = no_block
+            if run is _DUPLICATE:
+                self._remove_duplicate(block)
+            elif block in self._duplicates:
+                self._replace_by_duplicate(run, block)
+            elif run.blocks[-1] == block:
+                count = self._remove_tail(run, blocks[at : at + len(run.blocks)])
             else:
-                del self._heads[key]
-            if after != no_block:
-                links[block] = back[after] = no_block
-                self._heads[known[after]] = after
+                self._cut(run, run.blocks.index(block))
+            at += count
+            removed += count
         return removed
 
-    def _remove_copy(self, block: int, key: bytes) -> None:
-        copies = self._copies[key]
-        was_first = copies[0] == block
-        copies.remove(block)
-        if was_first:  # the oldest duplicate takes its place
-            heir, no_block = copies[0], self._no_block
-            before, after = self._previous[block], self._next[block]
-            self._previous[block] = self._next[block] = no_block
-            self._previous[heir], self._next[heir] = before, after
-            if before != no_block:
-                self._next[before] = heir
-            else:
-                self._heads[key] = heir
-            if after != no_block:
-                self._previous[after] = heir
-        if len(copies) == 1:
-            del self._copies[key]
+    def _remove_tail(self, run: _Run, blocks: Sequence[int]) -> int:
+        """Remove ``blocks[0]``, which ends ``run``, and as many more as do so then, in order.
 
-    def _first(self, block: int | None) -> int:
-        """The first block with the content of ``block``, from which links go on."""
-        if block is None or not self._linked:
-            return self._no_block
-        copies = self._copies.get(self.hashes[block]) if self._copies else None
-        return block if copies is None else copies[0]
+        Stops before a block that has duplicates.  Returns how many have been removed.
+        """
+        count = common_prefix_length(run.blocks[: -len(blocks) - 1 : -1], blocks)
+        if self._duplicates and not self._duplicates.keys().isdisjoint(blocks[:count]):
+            count = next(at for at, block in enumerate(blocks) if block in self._duplicates)
+        if count == len(run.blocks):
+            del self._runs[bytes(run.keys[: self._key_size])]
+        del run.blocks[-count:], run.keys[-count * self._key_size :]
+        run_of = self._run_of
+        for block in blocks[:count]:
+            run_of[block] = None
+        return count
+
+    def _cut(self, run: _Run, at: int) -> None:
+        """Take the block at ``at`` out of ``run``: what comes before it and after it remain."""
+        size = self._key_size
+        self._run_of[run.blocks[at]] = None
+        del self._runs[bytes(run.keys[:size])]
+        end = at + 1
+        if 2 * at < len(run.blocks):  # the shorter part gets a new run
+            other = _Run(run.blocks[:at], run.keys[: at * size], run.depth)
+            del run.blocks[:end], run.keys[: end * size]
+            run.depth += end
+        else:
+            other = _Run(run.blocks[end:], run.keys[end * size :], run.depth + end)
+            del run.blocks[at:], run.keys[at * size :]
+        for part in (run, other):
+            if part.blocks:
+                self._runs[bytes(part.keys[:size])] = part
+        for moved in other.blocks:
+            self._run_of[moved] = other
+
+    def _remove_duplicate(self, block: int) -> None:
+        self._run_of[block] = None
+        first = self._first_of.pop(block)
+        self._duplicates[first].remove(block)
+        if not self._duplicates[first]:
+            del self._duplicates[first]
+
+    def _replace_by_duplicate(self, run: _Run, block: int) -> None:
+        """The oldest duplicate of ``block`` takes its place in ``run``."""
+        heir, *others = self._duplicates.pop(block)
+        run.blocks[run.blocks.index(block)] = heir
+        self._run_of[block], self._run_of[heir] = None, run
+        del self._first_of[heir]
+        if others:
+            self._duplicates[heir] = others
+            self._first_of.update(dict.fromkeys(others, heir))
+
+    def contents(self) -> list[bytes | None]:
+        """The key of each block's content, None where it has none.  O(number of blocks)."""
+        size = self._key_size
+        contents: list[bytes | None] = [None] * self._num_blocks
+        for run in self._runs.values():
+            for at, block in enumerate(run.blocks):
+                contents[block] = bytes(run.keys[at * size : (at + 1) * size])
+        for block, first in self._first_of.items():
+            contents[block] = contents[first]
+        return contents
 
     def __len__(self) -> int:
-        """Number of blocks with content, duplicates included."""
-        return sum(key is not None for key in self.hashes)
+        """Number of blocks with content, duplicates included.  O(number of blocks)."""
+        return self._num_blocks - self._run_of.count(None)
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless each content is found in one way.  O(number of blocks)."""
-        no_block = self._no_block
-        duplicates: set[int] = set()
-        for key, copies in self._copies.items():
-            _require(len(set(copies)) == len(copies) > 1, f"copies of {key!r}: {copies}")
-            _require(all(self.hashes[c] == key for c in copies), f"{copies} are not all {key!r}")
-            duplicates.update(copies[1:])
-        first_blocks: dict[bytes, int] = {}
-        for block, key in enumerate(self.hashes):
-            before, after = self._previous[block], self._next[block]
-            if key is None or block in duplicates:
-                _require(before == after == no_block, f"block {block} is linked: {before, after}")
-                continue
-            _require(key not in first_blocks, f"{block} and {first_blocks.get(key)} hold {key!r}")
-            first_blocks[key] = block
-            is_linked = before != no_block and self._next[before] == block
-            is_head = self._heads.get(key) == block
-            _require(is_linked != is_head, f"block {block}: linked {is_linked}, head {is_head}")
-            _require(is_linked or before == no_block, f"block {block} has no link from {before}")
-            _require(
-                after == no_block or self._previous[after] == block, f"{block} links to {after}"
-            )
-        _require(self.hashes[no_block] is None, "the end of the hashes is not None")
-        for key, block in self._heads.items():
-            _require(first_blocks.get(key) == block, f"head {block} does not hold {key!r}")
+        size = self._key_size
+        keys: set[bytes] = set()
+        placed: dict[int, _Run] = {}
+        for first_key, run in self._runs.items():
+            where = f"run of blocks {run.blocks}"
+            _require(0 < len(run.blocks) * size == len(run.keys), f"{where}: keys {run.keys}")
+            _require(run.keys[:size] == first_key, f"{where}: found by {first_key!r}")
+            _require(run.depth >= 0, f"{where}: depth {run.depth}")
+            for at, block in enumerate(run.blocks):
+                key = bytes(run.keys[at * size : (at + 1) * size])
+                _require(block not in placed, f"block {block} is in two places")
+                _require(key not in keys, f"content {key!r} is in two places")
+                placed[block] = run
+                keys.add(key)
+        for first, duplicates in self._duplicates.items():
+            _require(bool(duplicates), f"an empty list of duplicates of {first}")
+            _require(placed.get(first, _DUPLICATE) is not _DUPLICATE, f"{first} is in no run")
+            for block in duplicates:
+                _require(block not in placed, f"duplicate {block} is in two places")
+                _require(self._first_of.get(block) == first, f"{block} does not know {first}")
+                placed[block] = _DUPLICATE
+        num_duplicates = sum(map(len, self._duplicates.values()))
+        _require(len(self._first_of) == num_duplicates, f"firsts of others: {self._first_of}")
+        _require(len(self._run_of) == self._num_blocks, f"{len(self._run_of)} blocks")
+        for block, run in enumerate(self._run_of):
+            _require(placed.get(block) is run, f"block {block} does not know its run")
 
 
 def _require(condition: bool, message: str) -> None:

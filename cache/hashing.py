@@ -20,6 +20,7 @@ Nano-vLLM's; 64 bits are too few to stand alone, and its manager compares the to
 from __future__ import annotations
 
 import hashlib
+import itertools
 from array import array
 from collections.abc import Callable, Iterable
 from struct import Struct
@@ -92,6 +93,10 @@ def encode_extra_keys(keys: Iterable[ExtraKey]) -> bytes:
     return b"".join(encoded)
 
 
+_MANY = 16
+"""Blocks of tokens that are copied at a time: faster than one, and little memory."""
+
+
 class BlockHasher:
     """Computes the hash chains of sequences, for one block size and one algorithm."""
 
@@ -106,6 +111,7 @@ class BlockHasher:
         self._digest = HASH_ALGORITHMS[algorithm].digest
         self._root = bytes(self.digest_size)
         self._split = Struct(f"{4 * block_size}s").iter_unpack
+        self._split_many = Struct(f"{4 * block_size}s" * _MANY).iter_unpack
 
     def hash_block(
         self, parent: bytes | None, token_ids: Iterable[int], extra_keys: Iterable[ExtraKey] = ()
@@ -134,11 +140,14 @@ class BlockHasher:
         size, digest = self.block_size, self._digest
         first, last = len(chain), len(seq.token_ids) // size
         parent = chain[-1] if chain else self._root
-        blocks = self._split(memoryview(seq.token_ids)[first * size : last * size])
+        tokens = memoryview(seq.token_ids)
+        cut = last - (last - first) % _MANY
+        many = self._split_many(tokens[first * size : cut * size])
+        single = self._split(tokens[cut * size : last * size])
+        blocks = itertools.chain.from_iterable(itertools.chain(many, single))
         keyed = min(-(-seq.keyed_length // size), last)
         for depth in range(first, keyed):
-            (tokens,) = next(blocks)
             keys = seq.extra_keys(depth * size, (depth + 1) * size)
-            parent = digest(parent + tokens + encode_extra_keys(keys))
+            parent = digest(parent + next(blocks) + encode_extra_keys(keys))
             chain.append(parent)
-        chain += [parent := digest(parent + tokens) for (tokens,) in blocks]
+        chain += [parent := digest(parent + block) for block in blocks]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import defaultdict
 
+from cache.common_prefix import common_prefix_length
+
 _TOKEN_BYTES = 4
 
 
@@ -54,7 +56,7 @@ class PartialBlockIndex:
             return None
         at = bisect_left(siblings, (tokens,))
         best = max(
-            ((_num_common(found, tokens), -index, block)
+            ((common_prefix_length(found, tokens) // _TOKEN_BYTES, -index, block)
              for index, (found, block) in enumerate(siblings[max(0, at - 1) : at + 1])),
         )  # fmt: skip
         return (best[2], best[0]) if best[0] else None
@@ -62,13 +64,3 @@ class PartialBlockIndex:
     def __iter__(self):
         """(block, parent, tokens) of every block here."""
         return ((block, parent, tokens) for block, (parent, tokens) in self._entries.items())
-
-
-def _num_common(a: bytes, b: bytes) -> int:
-    """Length of the common beginning, in tokens."""
-    length = min(len(a), len(b))
-    difference = int.from_bytes(a[:length], "little") ^ int.from_bytes(b[:length], "little")
-    if not difference:
-        return length // _TOKEN_BYTES
-    lowest_bit = (difference & -difference).bit_length() - 1
-    return lowest_bit // (8 * _TOKEN_BYTES)

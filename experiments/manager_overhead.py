@@ -3,7 +3,9 @@
 A request of 4,096 tokens, half of them a cached prefix that it shares with others, goes through
 its whole cycle: hash the prompt, look it up, allocate, free.  The pool is full of other requests'
 cached blocks, so every new block evicts one.  All implementations see the same requests in turn,
-on one core, so that a machine that changes its speed does so for all.
+on one core, so that a machine that changes its speed does so for all.  A turn is ten requests: long
+enough that each finds its own state in the processor's caches, as in an engine that schedules many
+requests a step, and not that of the others.  Whose turn comes first rotates.
 
 ``cycle`` is timed as a whole.  For managers that can look up without allocating, every second
 request is taken apart instead: ``hash`` and ``lookup`` by asking twice, ``allocate`` less its own
@@ -37,6 +39,7 @@ _BLOCK_SIZE = 16
 _PROMPT_TOKENS = 4096
 _PREFIX_TOKENS = 2048
 _VOCABULARY = 150_000
+_REQUESTS_A_TURN = 10
 _OURS = {
     "vllm_v1": ("xxh3_128", "sha256"),
     "vllm_v0": ("xxh3_128",),
@@ -167,27 +170,23 @@ def run_cell(cell: ManagerOverheadCell) -> list[dict[str, Any]]:
     blocks = _PROMPT_TOKENS // _BLOCK_SIZE
     new_blocks = (_PROMPT_TOKENS - _PREFIX_TOKENS) // _BLOCK_SIZE
     spans = [defaultdict(list) for _ in implementations]
-    num_filling = 2 * cell.pool_blocks // new_blocks + 1
+    turns = list(zip(implementations, spans, strict=True))
+    num_filling = -(-2 * cell.pool_blocks // (new_blocks * _REQUESTS_A_TURN)) * _REQUESTS_A_TURN
     gc.collect()
     gc.disable()  # its pauses fall on whoever happens to run
     try:
-        for number in range(num_filling + cell.requests):
-            token_ids = next(prompts)
-            for implementation, span in zip(implementations, spans, strict=True):
-                begin = time.perf_counter()
-                request = implementation.make(number, token_ids)
-                made = time.perf_counter()
-                if number % 2:
-                    phases = implementation.phases(request) or {}
-                else:
-                    implementation.cycle(request)
-                    phases = {"cycle": time.perf_counter() - made, "sequence": made - begin}
-                if number >= num_filling:
-                    for phase, seconds in phases.items():
-                        span[phase].append(seconds)
+        for start in range(0, num_filling + cell.requests, _REQUESTS_A_TURN):
+            token_ids = list(itertools.islice(prompts, _REQUESTS_A_TURN))
+            first = start // _REQUESTS_A_TURN % len(turns)
+            for implementation, span in turns[first:] + turns[:first]:
+                for number, prompt in enumerate(token_ids, start):
+                    phases = _timed(implementation, number, prompt)
+                    if number >= num_filling:
+                        for phase, seconds in phases.items():
+                            span[phase].append(seconds)
     finally:
         gc.enable()
-    for implementation, span in zip(implementations, spans, strict=True):
+    for implementation, span in turns:
         for phase, seconds in span.items():
             p10, p50, p90 = np.quantile(seconds, (0.1, 0.5, 0.9)) * 1e6 / blocks
             rows.append(
@@ -197,6 +196,17 @@ def run_cell(cell: ManagerOverheadCell) -> list[dict[str, Any]]:
                 )
             )  # fmt: skip
     return rows
+
+
+def _timed(implementation, number: int, prompt: list[int]) -> dict[str, float]:
+    """Seconds that one request takes: every second one as a whole, the others phase by phase."""
+    begin = time.perf_counter()
+    request = implementation.make(number, prompt)
+    made = time.perf_counter()
+    if number % 2:
+        return implementation.phases(request) or {}
+    implementation.cycle(request)
+    return {"cycle": time.perf_counter() - made, "sequence": made - begin}
 
 
 def _made(make):

@@ -8,6 +8,7 @@ from collections.abc import Hashable
 from itertools import chain
 
 from cache.block_pool import BlockPool
+from cache.content_index import ContentIndex
 from cache.event_log import EventLog
 from cache.hashing import HASH_ALGORITHMS, BlockHasher
 from cache.managers.base import (
@@ -98,7 +99,12 @@ class VLLMv1(CacheManager):
                 f"a digest of 128 bits or more; choose from {', '.join(strong)}"
             )
         self.enable_prefix_caching = enable_prefix_caching
-        self.pool = BlockPool(self.num_blocks, as_policy(policy), linked=True, event_log=event_log)
+        self.pool = BlockPool(
+            self.num_blocks,
+            as_policy(policy),
+            index=ContentIndex(self.num_blocks, self._hasher.digest_size),
+            event_log=event_log,
+        )
         self._partials = PartialBlockIndex() if partial_block_reuse else None
         if partial_block_reuse and not enable_prefix_caching:
             raise ValueError("partial_block_reuse=True needs enable_prefix_caching=True")

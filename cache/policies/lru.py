@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 
+from cache.common_prefix import common_prefix_length
 from cache.policies.base import EvictionPolicy
 from cache.policies.priority import BlockHistory, PriorityPolicy
 
@@ -67,7 +68,7 @@ class LRU(PriorityPolicy):
                 start += 1
                 continue
             run = self._runs[number]
-            length = _common_length(run, blocks[start:])
+            length = common_prefix_length(run, blocks[start:])
             del run[:length]
             start += length
             self._keep(number, run)
@@ -137,11 +138,3 @@ class LRU(PriorityPolicy):
         self._runs, self._run_with_head = OrderedDict(), {}
         for number, run in runs.items():
             self._keep(number, self._without_stale(run[::-1])[::-1])
-
-
-def _common_length(run: list[int], blocks: list[int]) -> int:
-    """Length of the longest common prefix."""
-    length = min(len(run), len(blocks))
-    if run[:length] == blocks[:length]:
-        return length
-    return next(i for i, (one, other) in enumerate(zip(run, blocks, strict=False)) if one != other)

@@ -4,6 +4,7 @@ import pytest
 
 from cache import OutOfBlocks, make_policy
 from cache.block_pool import BlockPool
+from cache.content_index import ContentIndex
 from cache.policies.base import EvictionPolicy
 from cache.policies.lru import LRU
 
@@ -205,9 +206,9 @@ def test_a_policy_never_knows_two_blocks_under_one_key():
 
 @pytest.mark.parametrize("again_at_once", [True, False])
 @pytest.mark.parametrize("at_once", [True, False])
-def test_duplicates_of_a_whole_prompt_in_a_linked_pool(at_once, again_at_once):
+def test_duplicates_of_a_whole_prompt(at_once, again_at_once):
     policy = Recorder()
-    pool = BlockPool(6, policy, linked=True)
+    pool = BlockPool(6, policy, index=ContentIndex(6))
 
     def prompt(at_once):
         if at_once:
@@ -320,11 +321,11 @@ def break_negative_ref_count(pool):
 
 
 def break_hash_of_a_free_block(pool):
-    pool._index.add([3], [D], None)
+    pool._index.add([3], [D], None, 0)
 
 
 def break_hash_of_a_fresh_block(pool):
-    pool._index.add([5], [D], None)
+    pool._index.add([5], [D], None, 0)
 
 
 def break_hash_of_a_released_block(pool):
@@ -332,7 +333,7 @@ def break_hash_of_a_released_block(pool):
 
 
 def break_index(pool):
-    pool._index.hashes[0] = None
+    pool._index._hashes[0] = None
 
 
 def break_free_twice(pool):

@@ -1,4 +1,4 @@
-"""The content index against its definition: a dictionary from hash to blocks, oldest first."""
+"""Both indexes of contents against their definition: a dictionary from hash to blocks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cache.common_prefix import common_prefix_length
 from cache.content_index import ContentIndex
+from cache.hash_index import HashIndex
 
 NUM_BLOCKS = 12
 
@@ -49,12 +51,12 @@ class Model:
         return removed
 
 
-@pytest.mark.parametrize("linked", [True, False], ids=["linked", "unlinked"])
+@pytest.mark.parametrize("make", [ContentIndex, HashIndex])
 @given(seed=st.integers(0, 10**6))
-def test_index_equals_a_dictionary(linked, seed):
+def test_index_equals_a_dictionary(make, seed):
     """Tables of full blocks come and go, share, hold duplicates, lose blocks in any order."""
     rng = random.Random(seed)
-    index, model = ContentIndex(NUM_BLOCKS, linked=linked), Model()
+    index, model = make(NUM_BLOCKS), Model()
     tables: list[tuple[list[int], list[bytes]]] = []
     free = list(range(NUM_BLOCKS))
     for _ in range(60):
@@ -70,14 +72,14 @@ def test_index_equals_a_dictionary(linked, seed):
             blocks, keys = tables[rng.randrange(len(tables))]
             start = len(blocks)
             new = free[: min(len(keys) - start, rng.randrange(1, 4))]
-            if start and index.hashes[blocks[-1]] != keys[start - 1]:
+            if start and index.contents()[blocks[-1]] != keys[start - 1]:
                 continue  # the table has lost its last block
             if new:
                 previous = blocks[-1] if blocks else None
                 here = keys[start : start + len(new)]
                 follower = model.lookup([here[0]])
-                assert index.follow(previous, here[0]) == (follower[0] if follower else None)
-                assert index.add(new, here, previous) == model.add(new, here)
+                assert index.follow(previous, here[0], start) == (follower[0] if follower else None)
+                assert index.add(new, here, previous, start) == model.add(new, here)
                 blocks += new
                 free = free[len(new) :]
         else:
@@ -90,98 +92,236 @@ def test_index_equals_a_dictionary(linked, seed):
                         del blocks[blocks.index(block) :]
         index.check_invariants()
         held = {block: key for key, blocks in model.blocks_of.items() for block in blocks}
-        assert [held.get(block) for block in range(NUM_BLOCKS)] == index.hashes[:-1]
+        assert index.contents() == [held.get(block) for block in range(NUM_BLOCKS)]
+        assert [index.holds(block) for block in range(NUM_BLOCKS)] == [
+            block in held for block in range(NUM_BLOCKS)
+        ]
         assert len(index) == len(held)
+    index.clear()
+    index.check_invariants()
+    assert len(index) == 0
+
+
+def runs(index: ContentIndex) -> list[list[int]]:
+    """The runs of an index, by the position of their first block in the prompt."""
+    return [run.blocks for run in sorted(index._runs.values(), key=lambda run: run.depth)]
+
+
+KEYS = [key_of((i,)) for i in range(50)]
 
 
 def test_a_chain_is_one_entry_of_the_dictionary():
-    index = ContentIndex(100, linked=True)
-    keys = [key_of((i,)) for i in range(50)]
-    assert index.add(range(50), keys, None) == []
-    assert index._heads == {keys[0]: 0}
+    index = ContentIndex(100)
+    assert index.add(range(20), KEYS[:20], None, 0) == []
+    assert index.add(range(20, 50), KEYS[20:], 19, 20) == []
+    assert list(index._runs) == KEYS[:1]
     branch = key_of((99,))
-    index.add([50], [branch], 9)
-    assert index._heads == {keys[0]: 0, branch: 50}
-    assert index.lookup([*keys[:10], branch]) == [*range(10), 50]
-    index.remove([20])
-    assert index.lookup(keys) == list(range(20))
-    assert set(index._heads) == {keys[0], branch, keys[21]}
-    index.add([60], keys[20:21], 19)
-    assert index.lookup(keys) == [*range(20), 60, *range(21, 50)]
+    index.add([50], [branch], 9, 10)
+    assert list(index._runs) == [KEYS[0], branch]
+    assert index.lookup([*KEYS[:10], branch]) == [*range(10), 50]
+    index.add([51], [key_of((98,))], 50, 11)
+    assert runs(index) == [[*range(50)], [50, 51]]
 
 
-def test_a_duplicate_inherits_the_links():
-    index = ContentIndex(10, linked=True)
-    keys = [key_of((i,)) for i in range(3)]
-    index.add([0, 1, 2], keys, None)
-    assert index.add([3, 4], keys[1:], 0) == [3, 4]
-    index.remove([1])
-    assert index.lookup(keys) == [0, 3, 2]
-    index.remove([2])
-    assert index.lookup(keys) == [0, 3, 4]
-    assert len(index) == 3
+def test_blocks_leave_a_run_from_its_end_in_one_go():
+    index = ContentIndex(100)
+    index.add(range(50), KEYS, None, 0)
+    assert index.remove([49, 48, 47, 60, 46, 10]) == 5
+    assert runs(index) == [[*range(10)], [*range(11, 46)]]
+    assert index.lookup(KEYS) == [*range(10)]
+    assert index.remove([*range(9, -1, -1), 45]) == 11
+    assert runs(index) == [[*range(11, 45)]]
+    assert index.follow(None, KEYS[11], 11) == 11
     index.check_invariants()
 
 
-def break_link(index):
-    index._next[0] = index._no_block
+@pytest.mark.parametrize("at", [0, 1, 20, 24, 25, 48])
+def test_a_run_falls_in_two_where_a_block_leaves(at):
+    index = ContentIndex(100)
+    index.add(range(50), KEYS, None, 0)
+    assert index.remove([at]) == 1
+    assert runs(index) == [part for part in ([*range(at)], [*range(at + 1, 50)]) if part]
+    assert [run.depth for run in index._runs.values() if run.blocks[0] > at] == [at + 1]
+    index.check_invariants()
+    assert index.lookup(KEYS) == [*range(at)]
+    assert index.add([60], KEYS[at : at + 1], at - 1 if at else None, at) == []
+    assert index.lookup(KEYS) == [*range(at), 60, *range(at + 1, 50)]
+    assert index.add([61], KEYS[at + 1 : at + 2], 60, at + 1) == [61]
 
 
-def break_link_back(index):
-    index._previous[1] = index._no_block
+def test_content_whose_parent_is_gone_is_found_when_the_parent_returns():
+    index = ContentIndex(100)
+    index.add(range(5), KEYS[:5], None, 0)
+    index.remove([1, 2])
+    assert index.add([10, 11, 12, 13], KEYS[1:5], 0, 1) == [12, 13]
+    assert index.lookup(KEYS[:5]) == [0, 10, 11, 3, 4]
+    index.check_invariants()
 
 
-def break_link_to_another(index):
-    index._next[0] = 2
+def test_a_duplicate_takes_the_place_of_the_first():
+    index = ContentIndex(10)
+    index.add([0, 1, 2], KEYS[:3], None, 0)
+    assert index.add([3, 4], KEYS[1:3], 0, 1) == [3, 4]
+    assert index.add([5], KEYS[1:2], 0, 1) == [5]
+    assert index.remove([1]) == 1
+    index.check_invariants()
+    assert index.lookup(KEYS[:3]) == [0, 3, 2]
+    assert index.follow(5, KEYS[2], 2) == 2
+    assert index.remove([2, 3]) == 2
+    assert index.lookup(KEYS[:3]) == [0, 5, 4]
+    assert len(index) == 3
+    index.check_invariants()
+    assert index.add([6], KEYS[3:4], 4, 3) == []
+    assert runs(index) == [[0, 5, 4, 6]]
 
 
-def break_head(index):
-    index._heads[b"x"] = 0
+def test_a_run_is_not_removed_past_a_block_with_duplicates():
+    index = ContentIndex(10)
+    index.add([0, 1, 2, 3], KEYS[:4], None, 0)
+    index.add([4], KEYS[1:2], 0, 1)
+    assert index.remove([3, 2, 1]) == 3
+    assert index.lookup(KEYS[:4]) == [0, 4]
+    index.check_invariants()
 
 
-def break_lost_head(index):
-    index._heads.clear()
+def first_run(index):
+    return index._runs[KEYS[0]]
 
 
-def break_stale_hash(index):
-    index.hashes[7] = b"x"
+def break_lost_run(index):
+    index._runs.clear()
 
 
-def break_lost_hash(index):
-    index.hashes[1] = None
+def break_name_of_a_run(index):
+    index._runs[b"x" * 16] = index._runs.pop(KEYS[0])
 
 
-def break_second_way(index):
-    index._heads[index.hashes[1]] = 1
+def break_run_twice(index):
+    index._runs[b"x" * 16] = first_run(index)
 
 
-def break_copies(index):
-    index._copies[index.hashes[2]].append(1)
+def break_content_twice(index):
+    first_run(index).keys[16:32] = KEYS[0]
 
 
-def break_single_copy(index):
-    index._copies[index.hashes[2]].pop()
+def break_block_twice(index):
+    first_run(index).blocks[1] = 0
 
 
-def break_lost_copies(index):
-    index._copies.clear()
+def break_depth(index):
+    first_run(index).depth = -1
 
 
-def break_end(index):
-    index.hashes[-1] = b"x"
+def break_keys(index):
+    del first_run(index).keys[-1]
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [value for name, value in sorted(globals().items()) if name.startswith("break_")],
-    ids=lambda damage: damage.__name__,
-)
-def test_check_invariants_sees(damage):
-    index = ContentIndex(8, linked=True)
-    keys = [key_of((i,)) for i in range(3)]
-    index.add([0, 1, 2], keys, None)
-    index.add([3], keys[2:], 1)
+def break_empty_run(index):
+    index._runs[b""] = type(first_run(index))([], bytearray(), 0)
+
+
+def break_lost_block(index):
+    index._run_of[1] = None
+
+
+def break_stale_block(index):
+    index._run_of[7] = first_run(index)
+
+
+def break_duplicate_in_a_run(index):
+    index._run_of[3] = first_run(index)
+
+
+def break_duplicate_of_itself(index):
+    index._duplicates[2].append(2)
+
+
+def break_no_duplicates(index):
+    index._duplicates[0] = []
+
+
+def break_duplicates_of_nothing(index):
+    index._duplicates[7] = index._duplicates.pop(2)
+    index._first_of[3] = 7
+
+
+def break_first_of(index):
+    index._first_of[3] = 1
+
+
+def break_lost_first(index):
+    index._first_of.clear()
+
+
+def break_first_of_no_duplicate(index):
+    index._first_of[7] = 0
+
+
+def break_size(index):
+    index._run_of.append(None)
+
+
+def damages(prefix: str):
+    chosen = [value for name, value in sorted(globals().items()) if name.startswith(prefix)]
+    return pytest.mark.parametrize("damage", chosen, ids=lambda damage: damage.__name__)
+
+
+def sees(index, damage):
+    index.add([0, 1, 2], KEYS[:3], None, 0)
+    index.add([3], KEYS[2:3], 1, 2)
     index.check_invariants()
     damage(index)
     with pytest.raises(AssertionError):
         index.check_invariants()
+
+
+@damages("break_")
+def test_check_invariants_sees(damage):
+    sees(ContentIndex(8), damage)
+
+
+def spoil_hash(index):
+    index._hashes[7] = b"x"
+
+
+def spoil_lost_hash(index):
+    index._hashes[1] = None
+
+
+def spoil_lost_entry(index):
+    del index._first[KEYS[0]]
+
+
+def spoil_second_entry(index):
+    index._first[b"x"] = 0
+
+
+def spoil_duplicate_twice(index):
+    index._duplicates[KEYS[2]].append(2)
+
+
+def spoil_no_duplicates(index):
+    index._duplicates[KEYS[0]] = []
+
+
+def spoil_duplicates_of_nothing(index):
+    index._duplicates[b"x"] = [7]
+
+
+def spoil_size(index):
+    index._hashes.append(None)
+
+
+@damages("spoil_")
+def test_check_invariants_of_the_dictionary_sees(damage):
+    sees(HashIndex(8), damage)
+
+
+@given(st.lists(st.sampled_from("ab"), max_size=40), st.lists(st.sampled_from("ab"), max_size=40))
+def test_common_prefix_length(one, other):
+    expected = 0
+    while expected < min(len(one), len(other)) and one[expected] == other[expected]:
+        expected += 1
+    assert common_prefix_length(one, other) == expected
+    packed = "".join(one).encode(), bytearray("".join(other).encode())
+    assert common_prefix_length(*packed) == expected

@@ -651,7 +651,7 @@ def test_a_prompt_that_grows_stays_one_entry_of_the_index():
     manager.allocate_slots(seq, 7)
     manager.allocate_slots(seq, 11)
     grow(manager, seq, *range(18, 40))
-    assert len(manager.pool._index._heads) == 1
+    assert len(manager.pool._index._runs) == 1
     assert manager.get_computed_blocks(Sequence(1, range(41)))[1] == 40
 
 
