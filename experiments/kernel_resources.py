@@ -105,8 +105,10 @@ def _resources(row: KernelResources, max_warps: int) -> dict[str, Any]:
         "local_bytes": row.local_bytes,
         "scalar_spills": row.scalar_spills,
         "shared_bytes": row.shared_bytes,
+        "tensor_memory_columns": row.tensor_memory_columns,
         "programs_by_registers": resident["registers"],
-        "programs_by_shared_memory": resident["shared memory"],
+        "programs_by_shared_memory": resident.get("shared memory"),
+        "programs_by_tensor_memory": resident.get("tensor memory"),
         "programs_by_warps": resident["warps"],
         "programs_by_programs": resident["programs"],
         "programs_per_multiprocessor": row.programs_per_multiprocessor,
@@ -155,6 +157,7 @@ def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
 _LIMITS = {
     "registers": ("limited by registers", style.BLUE, "o"),
     "shared memory": ("limited by shared memory", style.ORANGE, "s"),
+    "tensor memory": ("limited by tensor memory", style.PINK, "D"),
     "warps": ("as many warps as there can be", style.GREEN, "^"),
     "programs": ("as many programs as there can be", style.RED, "v"),
 }
@@ -187,7 +190,7 @@ def _draw_resources(rows: pd.DataFrame) -> Figure:
         axis.set_xlim(0, 1.06 * max(1, compiled[metric].max() / unit))
         axis.set_xlabel(label, fontsize=7)
         axis.set_title(arch if index < len(archs) else "")
-    style.shared_legend(figure, columns=4)
+    style.shared_legend(figure, columns=5)
     return figure
 
 
@@ -221,8 +224,10 @@ def _typical(rows: pd.DataFrame) -> pd.DataFrame:
     """Of each kernel the plainest configuration at head_dim 128, bf16 where it has one; with a
     number for each kernel and problem."""
     names = rows.assign(
-        other_dim=~rows["config"].str.contains("d128"), length=rows["config"].str.len()
-    ).sort_values(["other_dim", "length", "config", "op"], kind="stable")
+        other_dtype=~rows["config"].str.startswith("bf16"),
+        other_dim=~rows["config"].str.contains("d128"),
+        length=rows["config"].str.len(),
+    ).sort_values(["other_dtype", "other_dim", "length", "op"], kind="stable")
     plainest = names.drop_duplicates("kernel")[["kernel", "op", "config"]]
     typical = rows.merge(plainest, on=["kernel", "op", "config"])
     return typical.assign(number=1 + typical.groupby(["kernel", "problem"], sort=False).ngroup())

@@ -37,6 +37,8 @@ class Architecture:
     max_warps: int = 64
     max_programs: int = 32
     warp_size: int = 32
+    tensor_memory_columns: int = 0
+    """Memory of the tensor cores (tcgen05), 128 x 32 bits each."""
 
     @property
     def compile_target(self) -> GPUTarget:
@@ -47,24 +49,26 @@ class Architecture:
         return Target(self.backend, self.version, self.num_multiprocessors)
 
     def resident_programs(
-        self, *, registers: int, shared_bytes: int, num_warps: int
+        self, *, registers: int, shared_bytes: int, num_warps: int, tensor_memory_columns: int = 0
     ) -> dict[str, int]:
-        """Programs that fit one multiprocessor by each of its resources; the least counts.
+        """Programs that fit one multiprocessor by each resource that they use; the least counts.
 
-        registers: per thread. shared_bytes: per program. What every kernel is bound by comes first.
+        registers: per thread; the others per program. What every kernel is bound by comes first.
         """
         registers_per_warp = max(1, -(-registers // _REGISTER_UNIT)) * _REGISTER_UNIT
         registers_per_warp *= self.warp_size
         warps = self.registers // _REGISTER_FILES // registers_per_warp * _REGISTER_FILES
-        shared_bytes += self.shared_bytes_reserved
-        return {
-            "registers": warps // num_warps,
-            "shared memory": self.shared_bytes // shared_bytes
-            if shared_bytes
-            else self.max_programs,
+        programs = {
             "warps": self.max_warps // num_warps,
             "programs": self.max_programs,
+            "registers": warps // num_warps,
         }
+        if shared_bytes:
+            shared_bytes += self.shared_bytes_reserved
+            programs["shared memory"] = self.shared_bytes // shared_bytes
+        if tensor_memory_columns:
+            programs["tensor memory"] = self.tensor_memory_columns // tensor_memory_columns
+        return programs
 
 
 ARCHITECTURES = {
@@ -72,7 +76,14 @@ ARCHITECTURES = {
     for arch in (
         Architecture("sm_80", "cuda", 80, num_multiprocessors=108, shared_bytes=164 * 1024),
         Architecture("sm_90", "cuda", 90, num_multiprocessors=132, shared_bytes=228 * 1024),
-        Architecture("sm_100", "cuda", 100, num_multiprocessors=148, shared_bytes=228 * 1024),
+        Architecture(
+            "sm_100",
+            "cuda",
+            100,
+            num_multiprocessors=148,
+            shared_bytes=228 * 1024,
+            tensor_memory_columns=512,
+        ),
         Architecture(
             "gfx942",
             "hip",

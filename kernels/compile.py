@@ -59,6 +59,8 @@ class KernelResources:
     """Scalar registers moved to lanes of vector registers, which costs moves; AMD only."""
     shared_bytes: int
     """Static and dynamic, per program."""
+    tensor_memory_columns: int
+    """Memory of the tensor cores, per program; sm_100 only."""
     global_loads: dict[int, int]
     """Loads to registers by width in bits."""
     async_copies: dict[int, int]
@@ -76,7 +78,7 @@ class KernelResources:
     constants: dict[str, int | float | str | bool | None]
     """The kernel's compile-time constants (tile shape, features ...)."""
     resident_programs: dict[str, int]
-    """Programs that fit a multiprocessor by each of its resources."""
+    """Programs that fit a multiprocessor by each resource that they use."""
     programs_per_multiprocessor: int
     """The least of these."""
 
@@ -176,6 +178,7 @@ def _cuda_resources(compiled) -> dict[str, Any]:
         "local_bytes": used["STACK"] + used["LOCAL"],
         "scalar_spills": 0,
         "shared_bytes": used["SHARED"] + compiled.metadata.shared,
+        "tensor_memory_columns": compiled.metadata.tmem_size,
         "global_loads": _ptx_widths(ptx, "ld.global"),
         "async_copies": _count_widths(8 * int(size, 0) for size in copies),
         "global_stores": _ptx_widths(ptx, "st.global"),
@@ -206,6 +209,7 @@ def _amd_resources(compiled) -> dict[str, Any]:
         "local_bytes": metadata("private_segment_fixed_size"),
         "scalar_spills": metadata("sgpr_spill_count"),
         "shared_bytes": compiled.metadata.shared,
+        "tensor_memory_columns": 0,
         "global_loads": _amd_widths(assembly, "load"),
         "async_copies": _amd_widths(assembly, "load_lds"),
         "global_stores": _amd_widths(assembly, "store"),
@@ -232,6 +236,7 @@ def read_resources(
         registers=used["registers"],
         shared_bytes=used["shared_bytes"],
         num_warps=compiled.metadata.num_warps,
+        tensor_memory_columns=used["tensor_memory_columns"],
     )
     names = jit_function.arg_names
     return KernelResources(

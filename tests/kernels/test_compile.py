@@ -154,6 +154,9 @@ def test_amd_store_and_copies_move_16_bytes_at_a_time(amd_rows):
         pytest.param("sm_90", (128, 0, 8), ("registers", 2), id="sm90-registers"),
         pytest.param("sm_80", (24, 0, 8), ("warps", 8), id="sm80-warps"),
         pytest.param("sm_100", (16, 0, 1), ("programs", 32), id="sm100-programs"),
+        pytest.param(
+            "sm_100", (64, 67_584, 4, 256), ("tensor memory", 2), id="sm100-tensor-memory"
+        ),
         pytest.param("sm_80", (16, 166_912, 4), ("shared memory", 1), id="sm80-largest-program"),
         pytest.param("gfx942", (129, 16384, 4), ("registers", 3), id="gfx942-registers"),
         pytest.param("gfx942", (64, 16384, 4), ("shared memory", 4), id="gfx942-shared-memory"),
@@ -161,10 +164,12 @@ def test_amd_store_and_copies_move_16_bytes_at_a_time(amd_rows):
     ],
 )
 def test_resident_programs(arch, used, expected):
-    """Against the occupancy calculators of the vendors."""
-    registers, shared_bytes, num_warps = used
+    registers, shared_bytes, num_warps, *tensor_memory = used
     resident = ARCHITECTURES[arch].resident_programs(
-        registers=registers, shared_bytes=shared_bytes, num_warps=num_warps
+        registers=registers,
+        shared_bytes=shared_bytes,
+        num_warps=num_warps,
+        tensor_memory_columns=sum(tensor_memory),
     )
     assert min(resident.items(), key=lambda item: item[1]) == expected
 
