@@ -279,7 +279,7 @@ def launch_prefill(
     if total_q == 0 or batch == 0 or max_seqlen_q == 0:
         return
     head_dim_padded = padded_dim(head_dim)
-    tile = prefill_tile(head_dim_padded, q.dtype, target_of(q.device))
+    tile = prefill_tile(head_dim_padded, q.dtype, target_of(q.device), k_cache.itemsize)
     tiles_per_seq = cdiv(max_seqlen_q * group_size, tile.tile_m)
     num_tiles = total_q * group_size // tile.tile_m + batch
     search = num_tiles < batch * tiles_per_seq

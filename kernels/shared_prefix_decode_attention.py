@@ -431,7 +431,7 @@ def shared_prefix_decode_attention(
     group_size = num_q_heads // num_kv_heads
     target = target_of(device)
     head_dim_padded = padded_dim(head_dim)
-    tile = shared_prefix_tile(head_dim_padded, q.dtype, target)
+    tile = shared_prefix_tile(head_dim_padded, q.dtype, target, k_cache.itemsize)
     num_tiles = batch * group_size // tile.tile_m + num_groups
     if num_prefix_splits is None:
         max_tokens = prefix_block_tables.shape[1] * block_size

@@ -2,6 +2,7 @@
 
 A configuration is a call that a tile table entry exists for; `kernels.compile` compiles what these
 calls would launch. Block size 16 is the smallest for which 16-byte accesses are promised.
+Configurations named fp8 have such a cache, scales per head, and bf16 queries, keys and values.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 
 from kernels.apply_rotary_embedding import apply_rotary_embedding
 from kernels.copy_blocks import copy_blocks
+from kernels.fp8_cache import FP8_DTYPE
 from kernels.merge_attention_states import merge_attention_states
 from kernels.paged_decode_attention import paged_decode_attention
 from kernels.paged_prefill_attention import paged_prefill_attention
@@ -43,14 +45,24 @@ def _meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _name(dtype: torch.dtype) -> str:
-    return {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
+    names = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", FP8_DTYPE: "fp8"}
+    return names[dtype]
+
+
+def _beside(dtype: torch.dtype) -> tuple[torch.dtype, dict[str, torch.Tensor]]:
+    """What goes with a cache of `dtype`: queries of it, or bf16 ones and scales for fp8."""
+    if dtype != FP8_DTYPE:
+        return dtype, {}
+    per_head = _meta(8, dtype=torch.float32)
+    return torch.bfloat16, {"k_scale": per_head, "v_scale": per_head}
 
 
 def _store_kvcache(head_dim: int, dtype: torch.dtype) -> ShippedCall:
-    key = _meta(256, 8, head_dim, dtype=dtype)
+    key_dtype, scales = _beside(dtype)
+    key = _meta(256, 8, head_dim, dtype=key_dtype)
     cache = _meta(NUM_BLOCKS, 16, 8, head_dim, dtype=dtype)
     slots = _meta(256, dtype=torch.int64)
-    run = partial(store_kvcache, key, key, cache, cache, slots)
+    run = partial(store_kvcache, key, key, cache, cache, slots, **scales)
     return ShippedCall("store_kvcache", f"{_name(dtype)} d{head_dim}", run)
 
 
@@ -82,9 +94,10 @@ def _decode(
     features: bool = False,
 ) -> ShippedCall:
     num_q_heads = 8 * group_size
-    q = _meta(64, num_q_heads, head_dim, dtype=dtype)
+    q_dtype, scales = _beside(dtype)
+    q = _meta(64, num_q_heads, head_dim, dtype=q_dtype)
     cache = _meta(NUM_BLOCKS, 16, 8, head_dim, dtype=dtype)
-    options = {"num_splits": num_splits}
+    options = {"num_splits": num_splits, **scales}
     if features:
         per_head = _meta(num_q_heads, dtype=torch.float32)
         options |= {"window_size": 1024, "softcap": 50.0, "return_lse": True}
@@ -112,15 +125,15 @@ def _prefill(
     features: bool = False,
 ) -> ShippedCall:
     num_q_heads = 8 * group_size
+    q_dtype, options = _beside(dtype)
     cache = _meta(NUM_BLOCKS, block_size, 8, head_dim, dtype=dtype)
-    options = {}
     if features:
         per_head = _meta(num_q_heads, dtype=torch.float32)
         options |= {"window_size": 1024, "softcap": 50.0, "return_lse": True}
         options |= {"alibi_slopes": per_head, "sinks": per_head}
     run = partial(
         paged_prefill_attention,
-        _meta(4096, num_q_heads, head_dim, dtype=dtype),
+        _meta(4096, num_q_heads, head_dim, dtype=q_dtype),
         cache,
         cache,
         _meta(batch, 256, dtype=torch.int32),
@@ -138,15 +151,16 @@ def _shared_prefix(
     head_dim: int, dtype: torch.dtype, group_size: int = 4, features: bool = False
 ) -> ShippedCall:
     num_q_heads = 8 * group_size
+    q_dtype, scales = _beside(dtype)
     cache = _meta(NUM_BLOCKS, 16, 8, head_dim, dtype=dtype)
-    options = {"num_splits": 1}
+    options = {"num_splits": 1, **scales}
     if features:
         per_head = _meta(num_q_heads, dtype=torch.float32)
         options |= {"window_size": 1024, "softcap": 50.0, "return_lse": True}
         options |= {"alibi_slopes": per_head, "sinks": per_head}
     run = partial(
         shared_prefix_decode_attention,
-        _meta(256, num_q_heads, head_dim, dtype=dtype),
+        _meta(256, num_q_heads, head_dim, dtype=q_dtype),
         cache,
         cache,
         _meta(4, 2048, dtype=torch.int32),
@@ -161,7 +175,7 @@ def _shared_prefix(
 
 
 def _store_kvcache_calls() -> Iterator[ShippedCall]:
-    for dtype in HALF_DTYPES:
+    for dtype in (*HALF_DTYPES, FP8_DTYPE):
         yield from (_store_kvcache(head_dim, dtype) for head_dim in HEAD_DIMS)
 
 
@@ -172,6 +186,10 @@ def _decode_calls() -> Iterator[ShippedCall]:
         yield _decode(128, dtype, group_size=71)
         yield _decode(128, dtype, num_splits=8)
         yield _decode(128, dtype, num_splits=8, features=True)
+    for head_dim in HEAD_DIMS:
+        yield _decode(head_dim, FP8_DTYPE)
+    yield _decode(128, FP8_DTYPE, group_size=71)
+    yield _decode(128, FP8_DTYPE, num_splits=8, features=True)
 
 
 def _prefill_calls() -> Iterator[ShippedCall]:
@@ -180,6 +198,9 @@ def _prefill_calls() -> Iterator[ShippedCall]:
             yield _prefill(head_dim, dtype)
         yield _prefill(128, dtype, group_size=71, batch=64)
         yield _prefill(128, dtype, features=True)
+    for head_dim in HEAD_DIMS:
+        yield _prefill(head_dim, FP8_DTYPE)
+    yield _prefill(128, FP8_DTYPE, features=True)
 
 
 def _shared_prefix_calls() -> Iterator[ShippedCall]:
@@ -188,6 +209,7 @@ def _shared_prefix_calls() -> Iterator[ShippedCall]:
             yield _shared_prefix(head_dim, dtype)
         yield _shared_prefix(128, dtype, group_size=71)
         yield _shared_prefix(128, dtype, features=True)
+    yield _shared_prefix(128, FP8_DTYPE)
 
 
 def _block_copy_calls(op: str) -> Iterator[ShippedCall]:

@@ -192,14 +192,18 @@ def decode_num_splits(
 
 
 @functools.cache
-def prefill_tile(head_dim_padded: int, dtype: torch.dtype, target: Target) -> AttentionTile:
+def prefill_tile(
+    head_dim_padded: int, dtype: torch.dtype, target: Target, kv_itemsize: int | None = None
+) -> AttentionTile:
     """Tile of the prefill kernel; the same for every batch, so that results are batch-invariant.
+    kv_itemsize: bytes of an element of the cache, dtype's if None.
 
     Prefill is bound by the tensor cores, so a half-precision tile is as large as registers allow
     without spilling under any combination of features. An accumulator of 128 rows leaves room for
     64 keys at a time where the products read their operands from shared memory (wgmma on sm_90,
     tcgen05 on sm_100), and for 32 where they pass through registers (mma.sync). The key tiles in
-    flight, see `decode_tile`, are what then fits shared memory.
+    flight, see `decode_tile`, are what then fits shared memory. fp8 keys and values are converted
+    in registers, of which 128 x 256 leaves too few on sm_100.
     """
     if forced := target.forced_tile("prefill_tile"):
         return forced
@@ -213,6 +217,8 @@ def prefill_tile(head_dim_padded: int, dtype: torch.dtype, target: Target) -> At
         return AttentionTile(tile_m=16, tile_n=16, num_warps=4, num_stages=2, precision="tf32x3")
     if target.arch in (90, 100, 103):
         tile_m, tile_n, num_stages = 128, 64 if head_dim_padded <= 128 else 32, 5
+        if target.arch != 90 and head_dim_padded > 128 and kv_itemsize == 1:
+            tile_m = 64
     elif head_dim_padded <= 128:
         tile_m, tile_n, num_stages = 128, 64 if head_dim_padded <= 64 else 32, 5
     else:
@@ -221,14 +227,16 @@ def prefill_tile(head_dim_padded: int, dtype: torch.dtype, target: Target) -> At
 
 
 @functools.cache
-def shared_prefix_tile(head_dim_padded: int, dtype: torch.dtype, target: Target) -> AttentionTile:
+def shared_prefix_tile(
+    head_dim_padded: int, dtype: torch.dtype, target: Target, kv_itemsize: int | None = None
+) -> AttentionTile:
     """Tile of the shared-prefix part of cascade decode, which is prefill in all but its output.
 
     That is fp32 and takes twice the registers on its way out, too many of them at 128 x 256.
     """
     if forced := target.forced_tile("shared_prefix_tile"):
         return forced
-    tile = prefill_tile(head_dim_padded, dtype, target)
+    tile = prefill_tile(head_dim_padded, dtype, target, kv_itemsize)
     return replace(tile, tile_m=min(tile.tile_m, 64)) if head_dim_padded > 128 else tile
 
 

@@ -27,7 +27,9 @@ OPS = ("store_kvcache", "paged_decode_attention")
 @pytest.fixture(scope="module", params=CUDA_ARCHITECTURES)
 def rows(request, shipped_resources):
     """Every kernel of both ops on one architecture; fp16 compiles like bf16, so once is enough."""
-    return shipped_resources(request.param, *OPS, match="" if request.param == "sm_90" else "bf16")
+    return shipped_resources(
+        request.param, *OPS, match="bf16|fp16" if request.param == "sm_90" else "bf16"
+    )
 
 
 def of_kernel(rows, name):
