@@ -71,6 +71,9 @@ def _flash_attn_4() -> SimpleNamespace:
 def _torch_2_13() -> SimpleNamespace:
     from torch.nn.attention.varlen import varlen_attn as real
 
+    if "block_table" not in inspect.signature(real).parameters:
+        pytest.skip("varlen_attn of this PyTorch takes no block_table")
+
     def varlen_attn(*args, **kwargs):
         call = inspect.signature(real).bind(*args, **kwargs)
         call.apply_defaults()
