@@ -1,0 +1,233 @@
+"""Throughput of the whole engine on a GPU, on the load that Nano-vLLM publishes its numbers for.
+
+256 requests at once, prompts and outputs of 100 to 1024 tokens drawn uniformly, sampled at
+temperature 0.6 without stopping early, on the shape of Qwen3-0.6B (random weights: the time of a
+step does not depend on them).  The draws are those of Nano-vLLM's bench.py, so the requests are the
+same ones: 133,966 output tokens.  Each engine serves them twice.  The first time nothing is cached;
+the second time every full block of the prompts is, which is what prefix caching can bring at most.
+Engines differ in attention backend and in whether decoding is replayed from CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from experiments import engine_models, kernel_problems, style
+from experiments.harness import Cell, Experiment, Options, Unavailable
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+    from models import LLM
+    from models.outputs import RequestOutput
+
+TEMPERATURE = 0.6
+LARGEST_TOKEN = 10_000
+_ENGINES = {
+    "triton, CUDA graphs": {"attention_backend": "triton", "cuda_graphs": True, "block_size": 16},
+    "triton, eager": {"attention_backend": "triton", "cuda_graphs": False, "block_size": 16},
+    "triton, CUDA graphs, block 256": {
+        "attention_backend": "triton",
+        "cuda_graphs": True,
+        "block_size": 256,
+    },
+    "flash_attn, CUDA graphs, block 256": {
+        "attention_backend": "flash_attn",
+        "cuda_graphs": True,
+        "block_size": 256,
+    },
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineThroughputOptions(Options):
+    """The grid: engines."""
+
+    engine: tuple[str, ...] = tuple(_ENGINES)
+    """Attention backend, way of decoding and block size, by name."""
+    model: str = "qwen3-0.6b"
+    """A shape of engine_models."""
+    num_requests: int = 256
+    lengths: tuple[int, int] = (100, 1024)
+    """Fewest and most tokens of a prompt, and of an output."""
+    max_model_len: int = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineThroughputCell(Cell):
+    engine: str
+    model: str
+    num_requests: int
+    lengths: tuple[int, int]
+    max_model_len: int
+
+
+def cells(options: EngineThroughputOptions) -> Iterator[EngineThroughputCell]:
+    fewest, most = options.lengths
+    if not 1 <= fewest <= most:
+        raise ValueError(f"--lengths: needs fewest and most tokens, got {fewest} {most}")
+    if options.num_requests < 1:
+        raise ValueError(f"--num-requests must be at least 1, got {options.num_requests}")
+    if options.model not in engine_models.MODEL_NAMES:
+        known = ", ".join(engine_models.MODEL_NAMES)
+        raise ValueError(f"model {options.model!r} is unknown; choose from {known}")
+    for engine in options.engine:
+        if engine not in _ENGINES:
+            raise ValueError(f"engine {engine!r} is unknown; choose from {'; '.join(_ENGINES)}")
+        yield EngineThroughputCell(
+            seed=options.seed,
+            engine=engine,
+            model=options.model,
+            num_requests=options.num_requests,
+            lengths=options.lengths,
+            max_model_len=options.max_model_len,
+        )
+
+
+def requests(
+    num_requests: int, lengths: tuple[int, int], *, seed: int, vocab_size: int
+) -> tuple[list[list[int]], list[int]]:
+    """Prompts and output lengths, drawn in the order of Nano-vLLM's bench.py."""
+    draw = random.Random(seed)
+    largest = min(LARGEST_TOKEN, vocab_size - 1)
+    prompts = [
+        [draw.randint(0, largest) for _ in range(draw.randint(*lengths))]
+        for _ in range(num_requests)
+    ]
+    return prompts, [draw.randint(*lengths) for _ in range(num_requests)]
+
+
+def run_cell(cell: EngineThroughputCell) -> list[dict[str, Any]]:
+    import torch
+
+    device = kernel_problems.use_device()
+    options = _ENGINES[cell.engine]
+    if options["cuda_graphs"] and device.type != "cuda":
+        raise Unavailable("CUDA graphs need a CUDA device")
+    try:
+        llm = engine_models.make_llm(
+            cell.model,
+            device=device,
+            max_num_seqs=cell.num_requests,
+            max_model_len=cell.max_model_len,
+            **options,
+        )
+    except ImportError as error:
+        raise Unavailable(f"{cell.engine}: {error}") from error
+    try:
+        return _serve(llm, cell)
+    finally:
+        del llm
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _serve(llm: LLM, cell: EngineThroughputCell) -> list[dict[str, Any]]:
+    import torch
+
+    from models import SamplingParams
+
+    timed = torch.cuda.is_available()
+    vocab_size = llm.config.vocab_size
+    prompts, output_lens = requests(
+        cell.num_requests, cell.lengths, seed=cell.seed, vocab_size=vocab_size
+    )
+    params = [
+        SamplingParams(temperature=TEMPERATURE, ignore_eos=True, max_tokens=count)
+        for count in output_lens
+    ]
+    # Compiles prefill and decode of one and of several sequences; shares no block with the load.
+    others = [[(token + 1) % vocab_size for token in prompt] for prompt in prompts[:4]]
+    for warm_up in (others[:1], others):
+        llm.generate(warm_up, SamplingParams(max_tokens=4, ignore_eos=True))
+    rows = []
+    for turn in ("nothing cached", "prompts cached"):
+        started = time.perf_counter()
+        outputs = llm.generate(prompts, params)
+        seconds = time.perf_counter() - started
+        rows.append(_row(cell, turn, outputs, seconds if timed else None))
+    return rows
+
+
+def _row(
+    cell: EngineThroughputCell, turn: str, outputs: list[RequestOutput], seconds: float | None
+) -> dict[str, Any]:
+    prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    output_tokens = sum(output.stats.num_output_tokens for output in outputs)
+    firsts = sorted(output.stats.time_to_first_token for output in outputs)
+    per_token = [output.stats.time_per_output_token for output in outputs]
+    per_token = [value for value in per_token if value is not None]
+    return {
+        "model": cell.model,
+        "engine": cell.engine,
+        **_ENGINES[cell.engine],
+        "turn": turn,
+        "requests": len(outputs),
+        "prompt_tokens": prompt_tokens,
+        "cached_tokens": sum(output.stats.num_cached_tokens for output in outputs),
+        "output_tokens": output_tokens,
+        "preemptions": sum(output.stats.num_preemptions for output in outputs),
+        "seconds": seconds,
+        "output_tokens_per_s": output_tokens / seconds if seconds else None,
+        "all_tokens_per_s": (prompt_tokens + output_tokens) / seconds if seconds else None,
+        "median_time_to_first_token_s": firsts[len(firsts) // 2] if seconds else None,
+        "mean_time_per_output_token_s": sum(per_token) / len(per_token) if seconds else None,
+    }
+
+
+def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
+    """The figure engine_throughput: output tokens per second, engine by engine."""
+    rows = rows[rows["seconds"].notna()]
+    if rows.empty:
+        return []
+    with style.figures():
+        return style.save(_draw(rows), folder, "engine_throughput")
+
+
+def _draw(rows: pd.DataFrame) -> Figure:
+    import matplotlib.pyplot as plt
+
+    engines = list(dict.fromkeys(rows["engine"]))
+    looks = {"nothing cached": (style.BLUE, ""), "prompts cached": (style.ORANGE, "////")}
+    figure, axis = plt.subplots(figsize=(5.2, 1.0 + 0.5 * len(engines)))
+    for index, (turn, (color, hatch)) in enumerate(looks.items()):
+        part = rows[rows["turn"] == turn]
+        places = [engines.index(engine) + 0.38 * (index - 0.5) for engine in part["engine"]]
+        bars = axis.barh(
+            places, part["output_tokens_per_s"], height=0.36, color=color, hatch=hatch,
+            edgecolor="black", lw=0.4, label=turn,
+        )  # fmt: skip
+        axis.bar_label(bars, fmt="{:,.0f}", padding=2, fontsize=6)
+    axis.set_yticks(range(len(engines)), engines)
+    axis.invert_yaxis()
+    axis.margins(x=0.12)
+    first = rows.iloc[0]
+    axis.set_xlabel(
+        f"output tokens per second ({first['model']}, {first['requests']} requests at once)"
+    )
+    axis.grid(axis="y", visible=False)
+    style.shared_legend(figure, columns=2)
+    return figure
+
+
+EXPERIMENT = Experiment(
+    name="engine_throughput",
+    figure="throughput of the engine on Nano-vLLM's published load, with and without prefix hits",
+    options=EngineThroughputOptions(),
+    quick=EngineThroughputOptions(
+        engine=("triton, CUDA graphs", "triton, eager"), num_requests=32, lengths=(32, 128)
+    ),
+    cells=cells,
+    run_cell=run_cell,
+    plot=plot,
+    gpu="required",
+    timed=True,
+)
