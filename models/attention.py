@@ -1,7 +1,8 @@
 """Attention of a batch of sequences over the paged KV cache, by one of three backends.
 
-A backend first stores the keys and values of the new tokens into their slots and then attends, so
-that a sequence may read blocks which another sequence of the same batch has just filled.
+A backend rotates queries and keys by their positions, stores the keys and values of the new tokens
+into their slots, and then attends: a sequence may read blocks which another sequence of the same
+batch has just filled.
 
     triton      the kernels of this repository
     torch       plain PyTorch: quick on a CPU, and a baseline elsewhere
@@ -18,6 +19,8 @@ from typing import Protocol
 
 import torch
 import torch.nn.functional as F
+
+from models.layers import Rotation, apply_rope
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,8 @@ class AttentionMetadata:
 
 
 class AttentionBackend(Protocol):
-    """Stores key and value into the cache, then attends causally over each sequence's context."""
+    """Rotates query and key, stores key and value into the cache, then attends causally over each
+    sequence's context."""
 
     name: str
 
@@ -56,17 +60,34 @@ class AttentionBackend(Protocol):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
+        rotation: Rotation,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         metadata: AttentionMetadata,
         *,
         scale: float,
     ) -> torch.Tensor:
-        """query: (num_tokens, num_q_heads, head_dim).  key, value: (num_tokens, num_kv_heads,
-        head_dim), any strides on the first two dimensions.  k_cache, v_cache: (num_blocks,
-        block_size, num_kv_heads, head_dim), views of one layer, mutated.  Returns query's shape.
+        """query: (num_tokens, num_q_heads, head_dim), may be mutated.  key, value: (num_tokens,
+        num_kv_heads, head_dim), any strides on the first two dimensions.  k_cache, v_cache:
+        (num_blocks, block_size, num_kv_heads, head_dim), views of one layer, mutated.  Returns
+        query's shape.
         """
         ...
+
+
+def _rope_store(kernels, query, key, value, rotation, k_cache, v_cache, metadata) -> None:
+    """Rotate query in place, and store rotated keys and values, in one launch."""
+    kernels.rope_store_kvcache(
+        query,
+        key,
+        value,
+        k_cache,
+        v_cache,
+        metadata.slot_mapping,
+        rotation.positions,
+        rotation.cos,
+        rotation.sin,
+    )
 
 
 class TritonBackend:
@@ -82,8 +103,8 @@ class TritonBackend:
     def can_capture(self, block_size):
         return True
 
-    def __call__(self, query, key, value, k_cache, v_cache, metadata, *, scale):
-        self._kernels.store_kvcache(key, value, k_cache, v_cache, metadata.slot_mapping)
+    def __call__(self, query, key, value, rotation, k_cache, v_cache, metadata, *, scale):
+        _rope_store(self._kernels, query, key, value, rotation, k_cache, v_cache, metadata)
         if metadata.max_seqlen_q == 1:
             return self._kernels.paged_decode_attention(
                 query, k_cache, v_cache, metadata.block_tables, metadata.context_lens, scale=scale
@@ -113,7 +134,8 @@ class TorchBackend:
     def can_capture(self, block_size):
         return False
 
-    def __call__(self, query, key, value, k_cache, v_cache, metadata, *, scale):
+    def __call__(self, query, key, value, rotation, k_cache, v_cache, metadata, *, scale):
+        query, key = (apply_rope(x, *rotation.of_tokens) for x in (query, key))
         block_size = k_cache.shape[1]
         slots = metadata.slot_mapping
         if bool((slots < 0).any()):
@@ -212,8 +234,8 @@ class FlashAttnBackend:
         # The copy of the context would be made for the longest one there may be, in every layer.
         return block_size % self.page_multiple == 0
 
-    def __call__(self, query, key, value, k_cache, v_cache, metadata, *, scale):
-        self._kernels.store_kvcache(key, value, k_cache, v_cache, metadata.slot_mapping)
+    def __call__(self, query, key, value, rotation, k_cache, v_cache, metadata, *, scale):
+        _rope_store(self._kernels, query, key, value, rotation, k_cache, v_cache, metadata)
         block_tables = metadata.block_tables
         if k_cache.shape[1] % self.page_multiple:
             k_cache, v_cache, block_tables = self._repage(k_cache, v_cache, metadata)

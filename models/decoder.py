@@ -16,9 +16,9 @@ from models.layers import (
     ColumnParallelLinear,
     RMSNorm,
     RotaryEmbedding,
+    Rotation,
     RowParallelLinear,
     VocabParallelEmbedding,
-    apply_rope,
 )
 from models.parallel import TensorParallel
 
@@ -58,7 +58,7 @@ class Attention(nn.Module):
     def forward(
         self,
         x: torch.Tensor,
-        rotation: tuple[torch.Tensor, torch.Tensor],
+        rotation: Rotation,
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
@@ -68,8 +68,8 @@ class Attention(nn.Module):
         query, key, value = qkv.split(self.num_heads, dim=1)
         if self.q_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        query, key = apply_rope(query, *rotation), apply_rope(key, *rotation)
-        out = self.backend(query, key, value, *kv_cache, metadata, scale=self.head_dim**-0.5)
+        scale = self.head_dim**-0.5
+        out = self.backend(query, key, value, rotation, *kv_cache, metadata, scale=scale)
         return self.o_proj(out.flatten(1))
 
 

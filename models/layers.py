@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -185,6 +186,22 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
     return frequencies * (kept + (1.0 - kept) / scaling.factor)
 
 
+@dataclass(frozen=True)
+class Rotation:
+    """How far the tokens of a batch are rotated; one for all layers."""
+
+    positions: torch.Tensor
+    """(num_tokens,) int64, rows of the tables."""
+    cos: torch.Tensor
+    """(num_positions, head_dim / 2) fp32."""
+    sin: torch.Tensor
+
+    @cached_property
+    def of_tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of each token, (num_tokens, 1, head_dim / 2) fp32 each."""
+        return self.cos[self.positions].unsqueeze(1), self.sin[self.positions].unsqueeze(1)
+
+
 class RotaryEmbedding(nn.Module):
     """Rotary position embedding (Su et al., 2021), pairing dimension i with i + head_dim / 2."""
 
@@ -195,10 +212,9 @@ class RotaryEmbedding(nn.Module):
         self.table: torch.Tensor
         self.register_buffer("table", torch.stack((angles.cos(), angles.sin())), persistent=False)
 
-    def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines of (num_tokens,) positions: (num_tokens, 1, head_dim / 2) fp32 each."""
-        cos, sin = self.table[:, positions].unsqueeze(2)
-        return cos, sin
+    def forward(self, positions: torch.Tensor) -> Rotation:
+        """The rotation of a batch by its (num_tokens,) positions."""
+        return Rotation(positions, *self.table)
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from models.attention import (
     TritonBackend,
     make_backend,
 )
+from models.layers import Rotation
 
 CPU = torch.device("cpu")
 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM = 6, 2, 16
@@ -74,7 +75,7 @@ class Case:
         tables = torch.full((len(needed), width), -1, dtype=torch.int32)
         self.k_cache = torch.full((num_blocks, block_size, NUM_KV_HEADS, HEAD_DIM), torch.nan)
         self.v_cache = self.k_cache.clone()
-        slots, first = [], 0
+        slots, all_positions, first = [], [], 0
         for i, (context_len, query_len) in enumerate(zip(context_lens, query_lens, strict=True)):
             tables[i, : needed[i]] = order[first : first + needed[i]]
             first += needed[i]
@@ -84,9 +85,12 @@ class Case:
             self.k_cache[blocks[:cached], offsets[:cached]] = randn(cached, NUM_KV_HEADS, HEAD_DIM)
             self.v_cache[blocks[:cached], offsets[:cached]] = randn(cached, NUM_KV_HEADS, HEAD_DIM)
             slots.append((blocks * block_size + offsets)[cached:])
+            all_positions.append(positions[cached:])
         num_tokens = sum(query_lens)
         qkv = randn(num_tokens, NUM_Q_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM)  # views of a fused QKV
         self.query, self.key, self.value = qkv.split([NUM_Q_HEADS, NUM_KV_HEADS, NUM_KV_HEADS], 1)
+        angles = randn(max(context_lens), HEAD_DIM // 2)
+        self.rotation = Rotation(torch.cat(all_positions), angles.cos(), angles.sin())
         self.metadata = AttentionMetadata(
             slot_mapping=torch.cat(slots),
             block_tables=tables,
@@ -98,15 +102,22 @@ class Case:
 
     def run(self, backend, *, scale: float = 0.3):
         caches = self.k_cache.clone(), self.v_cache.clone()
-        out = backend(self.query, self.key, self.value, *caches, self.metadata, scale=scale)
+        query = self.query.clone()  # which may be rotated in place
+        out = backend(
+            query, self.key, self.value, self.rotation, *caches, self.metadata, scale=scale
+        )
         return out, *caches
 
     def expected(self, scale: float = 0.3):
         k_cache, v_cache = self.k_cache.double(), self.v_cache.double()
-        slots = self.metadata.slot_mapping
-        reference.store_kvcache(self.key.double(), self.value.double(), k_cache, v_cache, slots)
+        query, key, value = self.query.double(), self.key.double(), self.value.double()
+        rotation = self.rotation
+        reference.rope_store_kvcache(
+            query, key, value, k_cache, v_cache, self.metadata.slot_mapping,
+            rotation.positions, rotation.cos, rotation.sin,
+        )  # fmt: skip
         out = reference.paged_prefill_attention(
-            self.query.double(),
+            query,
             k_cache,
             v_cache,
             self.metadata.block_tables,
@@ -164,6 +175,9 @@ def test_padding_of_a_captured_graph_changes_nothing(backend):
     batch.query, batch.key, batch.value = (
         torch.cat((x, torch.full_like(x[:2], 7.0))) for x in (batch.query, batch.key, batch.value)
     )
+    rotation = batch.rotation
+    positions = torch.cat((rotation.positions, torch.tensor([3, 0])))
+    batch.rotation = Rotation(positions, rotation.cos, rotation.sin)
     out_padded, k_padded, v_padded = batch.run(BACKENDS[backend]())
     assert_close(out_padded[:4], out)
     assert (out_padded[4:] == 0).all()

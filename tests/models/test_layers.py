@@ -69,20 +69,20 @@ def test_scores_depend_on_the_distance_alone(scaling, head_dim):
     q, k = torch.randn(2, 1, 1, head_dim, generator=generator, dtype=torch.float64)
     scores = [
         (
-            apply_rope(q, *rope(torch.tensor([start + 7])))
-            * apply_rope(k, *rope(torch.tensor([start])))
+            apply_rope(q, *rope(torch.tensor([start + 7])).of_tokens)
+            * apply_rope(k, *rope(torch.tensor([start])).of_tokens)
         ).sum()
         for start in (0, 1, 50, 92)
     ]
     assert_close(torch.stack(scores), scores[0].expand(4), rtol=1e-4, atol=1e-5)
-    still = apply_rope(q, *rope(torch.tensor([0])))
+    still = apply_rope(q, *rope(torch.tensor([0])).of_tokens)
     assert torch.equal(still, q)
 
 
 def test_rope_rotates_in_fp32_and_keeps_the_dtype():
     rope = RotaryEmbedding(config_with(None), 300)
     x = torch.randn(5, 3, 64, generator=torch.Generator().manual_seed(0)).half()
-    cos, sin = rope(torch.tensor([0, 5, 100, 200, 299]))
+    cos, sin = rope(torch.tensor([0, 5, 100, 200, 299])).of_tokens
     rotated = apply_rope(x, cos, sin)
     assert rotated.dtype == torch.float16
     assert torch.equal(rotated, apply_rope(x.float(), cos, sin).half())
