@@ -64,7 +64,8 @@ class Shape:
     num_splits: int | None = None
     """Programs that share a sequence's tokens in decode; the op's own choice if None."""
     min_cache_elements: int = 0
-    """Of K: blocks that nobody uses enlarge the cache, so that ids of used ones lie beyond."""
+    """Of K and of V (copy: of all planes): the cache is enlarged to so many, and those at its end
+    are used."""
     seed: int = 0
 
     def columns(self) -> dict[str, Any]:
@@ -95,26 +96,19 @@ class Problem:
     ceiling: Ceiling = "copy"
     """The measured rate that the bytes per second are held against."""
 
-    def checked(self, implementation: str) -> tuple[Callable[[], torch.Tensor], Accuracy]:
-        """An implementation that computes the right result, and how right.
+    def judged(self, implementation: str) -> Accuracy:
+        """How right the result of an implementation is.
 
-        Raises Unavailable where it cannot run here, WrongResult where the result is wrong.
+        Raises Unavailable where it cannot run here.
         """
         if reason := self.refused.get(implementation):
             raise Unavailable(f"{implementation}: {reason}")
-        call = self.implementations[implementation]
         if self.reset:
             self.reset()
         try:
-            accuracy = self.check(call())
+            return self.check(self.implementations[implementation]())
         except NotImplementedError as error:
             raise Unavailable(f"{implementation}: {error}") from error
-        if not accuracy.passed:
-            raise WrongResult(
-                f"{implementation} is wrong: error {accuracy.error:.3g}, bound "
-                f"{accuracy.bound:.3g}; no time is reported"
-            )
-        return call, accuracy
 
 
 def use_device() -> torch.device:
@@ -186,8 +180,9 @@ def _paged_batch(shape: Shape, device: torch.device) -> PagedBatch:
     used = shape.batch * blocks_per_seq
     elements = shape.block_size * shape.num_kv_heads * shape.head_dim
     num_blocks = max(used + 3, -(-shape.min_cache_elements // elements))
-    ids = torch.randperm(num_blocks, generator=generator, device=device)
-    tables = ids[num_blocks - used :].view(shape.batch, blocks_per_seq)
+    first = num_blocks - used
+    tables = first + torch.randperm(used, generator=generator, device=device)
+    tables = tables.view(shape.batch, blocks_per_seq)
     sizes = (num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
     nan = bits(torch.tensor(torch.nan).to(kv_dtype))
     caches = []
@@ -195,7 +190,7 @@ def _paged_batch(shape: Shape, device: torch.device) -> PagedBatch:
         cache = torch.empty(sizes, dtype=kv_dtype, device=device)
         _normal(cache, generator)
         as_bits = bits(cache)
-        as_bits[ids[: num_blocks - used][:3]] = nan.to(device)
+        as_bits[: min(first, 3)] = nan.to(device)
         if tail := shape.context_len % shape.block_size:
             as_bits[tables[:, -1], tail:] = nan.to(device)
         caches.append(cache)
@@ -403,7 +398,7 @@ def _exact(pairs: Callable[[], list[tuple[torch.Tensor, torch.Tensor]]]) -> Call
 
 
 def _store(shape: Shape, device: torch.device) -> Problem:
-    """``batch`` tokens to random slots of a cache with twice the room."""
+    """``batch`` tokens to random slots among twice as many."""
     import torch
 
     from kernels import reference, store_kvcache
@@ -419,8 +414,9 @@ def _store(shape: Shape, device: torch.device) -> Problem:
     heads = shape.num_q_heads + 2 * shape.num_kv_heads
     qkv = torch.empty(shape.batch, heads, shape.head_dim, dtype=dtype, device=device)
     key, value = qkv.normal_(generator=generator)[:, shape.num_q_heads :].chunk(2, dim=1)
-    slots = torch.randperm(num_blocks * shape.block_size, generator=generator, device=device)
-    slots = slots[-shape.batch :].contiguous()
+    room = 2 * shape.batch
+    slots = torch.randperm(room, generator=generator, device=device)[: shape.batch]
+    slots += num_blocks * shape.block_size - room
     scales = _scales(shape)
 
     def by_torch() -> None:
@@ -484,8 +480,8 @@ def _copy(shape: Shape, device: torch.device) -> Problem:
     num_blocks = max(2 * shape.batch, -(-shape.min_cache_elements // elements))
     generator = torch.Generator(device).manual_seed(shape.seed)
     caches = _normal(_block_cache(shape, num_blocks, device), generator)
-    ids = torch.randperm(num_blocks, generator=generator, device=device)
-    pairs = ids[-2 * shape.batch :].view(-1, 2).contiguous()
+    ids = torch.randperm(2 * shape.batch, generator=generator, device=device)
+    pairs = (ids + num_blocks - len(ids)).view(-1, 2)
     sources, targets = pairs.unbind(1)
 
     def by_torch() -> None:
@@ -563,11 +559,16 @@ def run(
     """
     with gpu_timing.out_of_memory_is(Unavailable):
         problem = problem_of(shape)
-        call, accuracy = problem.checked(implementation)
+        accuracy = problem.judged(implementation)
+        if not accuracy.passed:
+            raise WrongResult(
+                f"{implementation} is wrong: error {accuracy.error:.3g}, bound "
+                f"{accuracy.bound:.3g}; no time is reported"
+            )
         if implementation in problem.eager_only:
             launch = "eager"
         times = gpu_timing.timed_columns(
-            call,
+            problem.implementations[implementation],
             num_bytes=problem.num_bytes,
             flops=problem.flops,
             ceiling=problem.ceiling,

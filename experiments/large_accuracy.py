@@ -1,0 +1,168 @@
+"""Right at real sizes: every data-path kernel on a GPU against its reference, past 32-bit offsets.
+
+``kernel_accuracy`` and the tests go through every feature on small inputs; what those cannot show
+is shown here: thousands of blocks, many programs at a time, contexts of tens of thousands of
+tokens, and caches of more than 2^31 elements whose used blocks lie at the far end.  The rule is
+that of ``kernels/accuracy.py``; of attention some sequences and queries are compared, see
+``kernel_problems.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from experiments import gpu_timing, kernel_problems, style
+from experiments.harness import Cell, Experiment, Options, Unavailable
+from experiments.kernel_problems import OURS, Shape
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+FP8 = "float8_e4m3fn"
+PAST_32_BITS = 2**31 + 2**28
+"""Elements of a cache; copy, whose cache is one tensor, gets twice as many."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LargeAccuracyOptions(Options):
+    """The grid: shapes x dtypes."""
+
+    dtype: tuple[str, ...] = ("bfloat16", "float16", FP8)
+    """Of the cache; queries are bfloat16 beside an fp8 one."""
+    scale: int = 1
+    """Divides sequences and tokens: 1 for the real sizes."""
+    num_q_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    past_32_bits: bool = True
+    """Also caches whose offsets need more than 32 bits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LargeAccuracyCell(Cell):
+    shape: Shape
+    implementation: str
+
+
+# (op, sizes) of the real shapes; block sizes of all kinds.
+_SIZES: tuple[tuple[str, dict[str, int]], ...] = (
+    ("decode", {"batch": 64, "context_len": 4099, "block_size": 16}),
+    ("decode", {"batch": 3, "context_len": 32_771, "block_size": 256}),
+    ("decode", {"batch": 256, "context_len": 1027, "block_size": 24}),
+    ("decode", {"batch": 17, "context_len": 2051, "block_size": 1}),
+    ("prefill", {"batch": 1, "context_len": 8195, "query_len": 8195, "block_size": 16}),
+    ("prefill", {"batch": 4, "context_len": 8195, "query_len": 1027, "block_size": 100}),
+    ("prefill", {"batch": 64, "context_len": 4099, "query_len": 5, "block_size": 256}),
+    ("cascade", {"batch": 64, "context_len": 8192 + 259, "prefix_len": 8192, "block_size": 16}),
+    ("store", {"batch": 65_537, "block_size": 16}),
+    ("store", {"batch": 4099, "block_size": 7}),
+    ("copy", {"batch": 257, "block_size": 16, "num_layers": 28}),
+    ("swap_out", {"batch": 129, "block_size": 16, "num_layers": 28}),
+    ("swap_in", {"batch": 129, "block_size": 16, "num_layers": 28}),
+)
+_PAST_32_BITS: tuple[tuple[str, dict[str, int]], ...] = (
+    ("decode", {"batch": 16, "context_len": 2051, "block_size": 16}),
+    ("prefill", {"batch": 2, "context_len": 2051, "query_len": 1027, "block_size": 16}),
+    ("store", {"batch": 4099, "block_size": 16}),
+    ("copy", {"batch": 64, "block_size": 16, "num_layers": 4}),
+)
+_SCALED = ("batch", "context_len", "query_len", "prefix_len")
+
+
+def cells(options: LargeAccuracyOptions) -> Iterator[LargeAccuracyCell]:
+    if options.scale < 1:
+        raise ValueError(f"--scale must be at least 1, got {options.scale}")
+    heads = {name: getattr(options, name) for name in ("num_q_heads", "num_kv_heads", "head_dim")}
+    large = _PAST_32_BITS if options.past_32_bits else ()
+    for kind in options.dtype:
+        dtypes = {"dtype": "bfloat16", "kv_dtype": FP8} if kind == FP8 else {"dtype": kind}
+        for index, (op, sizes) in enumerate((*_SIZES, *large)):
+            sizes = _divided(sizes, options.scale)
+            elements = 0 if index < len(_SIZES) else PAST_32_BITS * (1 + (op == "copy"))
+            shape = Shape(
+                op=op, seed=options.seed, min_cache_elements=elements, **sizes, **dtypes, **heads
+            )
+            names = (OURS, "paged_decode") if op == "cascade" else (OURS,)
+            for implementation in names:
+                yield LargeAccuracyCell(
+                    seed=options.seed, shape=shape, implementation=implementation
+                )
+
+
+def _divided(sizes: dict[str, int], scale: int) -> dict[str, int]:
+    """Smaller sizes that still fit each other: a prefix is whole blocks of a longer context."""
+    small = {name: max(1, n // scale) if name in _SCALED else n for name, n in sizes.items()}
+    if scale > 1 and "prefix_len" in sizes:
+        block_size = sizes["block_size"]
+        small["prefix_len"] = max(block_size, small["prefix_len"] // block_size * block_size)
+        small["context_len"] = small["prefix_len"] + block_size + 3
+    if scale > 1 and "num_layers" in sizes:
+        small["num_layers"] = 2
+    return small
+
+
+def run_cell(cell: LargeAccuracyCell) -> list[dict[str, Any]]:
+    with gpu_timing.out_of_memory_is(Unavailable):
+        problem = kernel_problems.problem_of(cell.shape)
+        accuracy = problem.judged(cell.implementation)
+    return [
+        {
+            **cell.shape.columns(),
+            "implementation": cell.implementation,
+            "past_32_bits": cell.shape.min_cache_elements > 2**31,
+            "error": accuracy.error,
+            "eager_error": accuracy.eager_error,
+            "bound": accuracy.bound,
+            "passed": accuracy.passed,
+        }
+    ]
+
+
+def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
+    """The figure large_accuracy: error over bound of the attention ops, op by op."""
+    with style.figures():
+        return style.save(_draw(rows), folder, "large_accuracy")
+
+
+def _draw(rows: pd.DataFrame) -> Figure:
+    import matplotlib.pyplot as plt
+
+    looks = {
+        "bfloat16": {"color": style.RED, "marker": "s"},
+        "float16": {"color": style.BLUE, "marker": "o"},
+        FP8: {"color": style.GREEN, "marker": "^"},
+    }
+    names = [
+        f"{row.op}{', > 32 bits' if row.past_32_bits else ''}, block {row.block_size}"
+        for row in rows.itertuples()
+    ]
+    rows = rows.assign(name=names)
+    order = list(dict.fromkeys(names))
+    figure, axis = plt.subplots(figsize=(5.2, 1.0 + 0.2 * len(order)))
+    for kind, part in rows.groupby("kv_dtype", sort=False):
+        places = [order.index(name) for name in part["name"]]
+        # An exact copy that is wrong has an infinite error: drawn at the edge.
+        ratio = (part["error"] / part["bound"]).clip(upper=2)
+        axis.plot(ratio, places, ls="none", label=f"cache {kind}", **looks.get(kind, {}))
+    axis.axvline(1, color="black", ls="dashed", lw=1, label="bound")
+    axis.set_yticks(range(len(order)), order)
+    axis.invert_yaxis()
+    axis.set(xlim=(-0.05, 2.05), xlabel="kernel error / bound")
+    style.shared_legend(figure, columns=4)
+    return figure
+
+
+EXPERIMENT = Experiment(
+    name="large_accuracy",
+    figure="error of the kernels at real sizes on a GPU, past 32-bit offsets",
+    options=LargeAccuracyOptions(),
+    quick=LargeAccuracyOptions(dtype=("bfloat16",)),
+    cells=cells,
+    run_cell=run_cell,
+    plot=plot,
+    gpu="required",
+)

@@ -1,0 +1,49 @@
+"""The experiment large_accuracy, its shapes divided to a size for the interpreter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from experiments import large_accuracy
+from experiments.kernel_problems import OPS
+from experiments.large_accuracy import FP8, LargeAccuracyOptions
+
+TINY = LargeAccuracyOptions(
+    scale=300, num_q_heads=2, num_kv_heads=1, head_dim=16, past_32_bits=False
+)
+
+
+@pytest.mark.slow
+def test_every_op_and_dtype_is_right_and_drawn(drawn):
+    rows = [row for cell in large_accuracy.cells(TINY) for row in large_accuracy.run_cell(cell)]
+    table = pd.DataFrame(rows)
+    assert table["passed"].all()
+    assert set(table["kv_dtype"]) == {"bfloat16", "float16", FP8}
+    per_dtype = table.groupby("kv_dtype")["op"].apply(set)
+    assert all(ops == set(OPS) for ops in per_dtype)
+    large_accuracy.plot(table, Path())
+    (axis,) = drawn["large_accuracy"].axes
+    assert any("cascade, block 16" in tick.get_text() for tick in axis.get_yticklabels())
+
+
+def test_the_largest_caches_need_more_than_32_bits_and_fit_a_gpu():
+    cells = [
+        cell
+        for cell in large_accuracy.cells(LargeAccuracyOptions())
+        if cell.shape.min_cache_elements
+    ]
+    assert {cell.shape.op for cell in cells} == {"decode", "prefill", "store", "copy"}
+    for cell in cells:
+        shape = cell.shape
+        elements = shape.min_cache_elements // (2 if shape.op == "copy" else 1)
+        used = shape.batch * (shape.context_len or 2 * shape.block_size) * 8 * 128
+        assert elements - used > 2**31, "all that is used lies beyond"
+        assert 2 * elements * 2 < 80e9
+
+
+def test_scale_must_be_positive():
+    with pytest.raises(ValueError, match="--scale must be at least 1, got 0"):
+        list(large_accuracy.cells(LargeAccuracyOptions(scale=0)))
