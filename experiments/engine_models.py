@@ -102,3 +102,17 @@ def make_llm(name: str, *, threads: int | None = None, **options: Any) -> LLM:
 def random_tokens(llm: LLM, generator: np.random.Generator, count: int) -> list[int]:
     """``count`` token ids, drawn uniformly from the vocabulary of ``llm``."""
     return generator.integers(llm.config.vocab_size, size=count).tolist()
+
+
+def describe(llm: LLM) -> dict[str, Any]:
+    """Columns that say what an engine of ``make_llm`` computes with."""
+    import torch
+
+    return {
+        "dtype": str(llm.dtype).removeprefix("torch."),
+        "attention_backend": llm.model.model.layers[0].self_attn.backend.name,
+        "device": llm.device.type,
+        "threads": torch.get_num_threads(),
+        "manager": llm.manager.name,
+        "block_size": llm.manager.block_size,
+    }

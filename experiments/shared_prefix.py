@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import cache
-from experiments import engine_models, style
+from experiments import engine_models, quantiles, style
 from experiments.harness import Cell, Experiment, Options
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ _MANAGERS = {
     "radix": style.line(style.RED, "D", "dotted", fill=False),
 }
 """Managers that cache prefixes, and their lines."""
-_QUANTILES = {"p20": 0.2, "p50": 0.5, "p80": 0.8}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +147,8 @@ def _check(options: SharedPrefixOptions) -> None:
     for percent in options.cached_percent:
         if not 0 <= percent < 100:
             raise ValueError(f"--cached-percent must be at least 0 and below 100, got {percent}")
+    if not options.manager:
+        raise ValueError("--manager needs at least one")
     caching = [name for name, manager in cache.MANAGERS.items() if manager.prefix_caching]
     for name in options.manager:
         if name not in caching:
@@ -155,19 +156,9 @@ def _check(options: SharedPrefixOptions) -> None:
 
 
 def run_cell(cell: EngineCell) -> list[dict[str, Any]]:
-    import torch
-
     measure = _first_token if isinstance(cell, FirstTokenCell) else _throughput
     llm, rows = measure(cell)
-    engine = {
-        "model": cell.model,
-        "dtype": str(llm.dtype).removeprefix("torch."),
-        "attention_backend": llm.model.model.layers[0].self_attn.backend.name,
-        "threads": torch.get_num_threads(),
-        "manager": cell.manager,
-        "block_size": cell.block_size,
-        "repeats": cell.repeats,
-    }
+    engine = {"model": cell.model, **engine_models.describe(llm), "repeats": cell.repeats}
     return [{**engine, **row} for row in rows]
 
 
@@ -215,7 +206,7 @@ def _first_token(cell: FirstTokenCell) -> tuple[LLM, list[dict[str, Any]]]:
             "prompt_tokens": length,
             "cached_tokens": num_cached,
             "cached_fraction": num_cached / length,
-            **_quantiles("ttft_ms", [1e3 * value for value in measured[1:]]),
+            **quantiles.columns("ttft_ms", [1e3 * value for value in measured[1:]]),
         }
         for num_cached, measured in zip(cached, seconds, strict=True)
     ]
@@ -259,15 +250,9 @@ def _throughput(cell: ThroughputCell) -> tuple[LLM, list[dict[str, Any]]]:
             "requests": cell.requests,
             "cached_tokens": cached[-1],
             "cached_fraction": cached[-1] / prompt_tokens,
-            **_quantiles("output_tokens_per_second", rates[1:]),
+            **quantiles.columns("output_tokens_per_second", rates[1:]),
         }
     ]
-
-
-def _quantiles(name: str, values: list[float]) -> dict[str, float]:
-    import numpy as np
-
-    return {f"{name}_{suffix}": np.quantile(values, q) for suffix, q in _QUANTILES.items()}
 
 
 def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
@@ -308,7 +293,7 @@ def summarise(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _draw(rows: pd.DataFrame) -> Figure:
     first, batches = rows[rows["part"] == "ttft"], rows[rows["part"] == "throughput"]
-    lengths = sorted(first["prompt_tokens"].unique())
+    lengths = sorted(first["prompt_tokens"].unique()) if len(first) else []
     num_panels = len(lengths) + bool(len(batches))
     figure, axes, _ = style.panel_grid(num_panels, height=2.2, width=3.5, columns=2)
     for axis, length in zip(axes, lengths, strict=False):
@@ -325,7 +310,8 @@ def _draw_first_token(axis: Axes, rows: pd.DataFrame) -> None:
     for manager, curve in rows.groupby("manager", sort=False):
         curve = curve.sort_values("cached_fraction")
         look = _MANAGERS.get(manager, style.line(style.PINK, "P"))
-        _error_bars(axis, 100 * curve["cached_fraction"], curve, "ttft_ms", manager, look)
+        x = 100 * curve["cached_fraction"]
+        quantiles.error_bars(axis, x, curve, "ttft_ms", label=manager, **look)
     uncached = rows[rows["cached_tokens"] == 0]["ttft_ms_p50"]
     if len(uncached):
         ideal = {"color": style.BLACK, "linestyle": "dashed", "linewidth": 0.8}
@@ -345,7 +331,7 @@ def _draw_throughput(axis: Axes, rows: pd.DataFrame) -> None:
         curve = curve.sort_values("prefix_tokens")
         label, look = looks[bool(caching)]
         x = curve["prefix_tokens"]
-        _error_bars(axis, x, curve, "output_tokens_per_second", label, look)
+        quantiles.error_bars(axis, x, curve, "output_tokens_per_second", label=label, **look)
     row = rows.iloc[0]
     own = row["prompt_tokens"] - row["prefix_tokens"]
     axis.set_title(
@@ -354,13 +340,6 @@ def _draw_throughput(axis: Axes, rows: pd.DataFrame) -> None:
         fontsize=7,
     )
     axis.set(xlabel="shared prefix (tokens)", ylabel="output tokens/s")
-
-
-def _error_bars(axis: Axes, x, curve: pd.DataFrame, name: str, label: str, look: dict) -> None:
-    """A line through the medians, with bars from the 20th to the 80th percentile."""
-    low, median, high = (curve[f"{name}_{suffix}"] for suffix in _QUANTILES)
-    error = [median - low, high - median]
-    axis.errorbar(x, median, error, label=label, elinewidth=0.7, capsize=1.5, **look)
 
 
 EXPERIMENT = Experiment(

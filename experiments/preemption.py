@@ -1,0 +1,377 @@
+"""What becomes of a preempted sequence: its K/V swapped to host memory, or computed again.
+
+Redoes figure 19 of the PagedAttention paper (Kwon et al., SOSP 2023) on the engine.
+
+- ``cost``: one sequence, by its context length and the block size.  Swapping its blocks out and in
+  again is done by the runner that serves requests (``ModelRunner``), and so is recomputing: all
+  its tokens as one prompt, which is what a resumed sequence does.
+- ``serving``: requests that arrive together, in a cache that is too small for them, are served
+  with either way of preempting.  Normalised latency is the mean over requests of the time from
+  arrival to the last token, divided by the output tokens.  The cache has the same number of tokens
+  whatever the block size; prefix caching is off, as in the paper.  Which sequences are preempted
+  follows from the lengths alone, so repeats differ in nothing but time.
+
+On a GPU the blocks cross the bus to pinned memory.  Without one the "device" is host memory too,
+and swapping is a copy from host to host: the times hold for a CPU, and say nothing about a GPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import cache
+from experiments import engine_models, quantiles, style
+from experiments.harness import Cell, Experiment, Options
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from models import LLM
+
+_WAYS = {
+    "recompute": style.line(style.BLUE, "o"),
+    "swap": style.line(style.ORANGE, "s", "dashed"),
+}
+_COSTS = {
+    "recompute": ("recompute", _WAYS["recompute"]),
+    "swap": ("swap out and in", _WAYS["swap"]),
+    "swap_out": ("swap out", style.line(style.GREEN, "^", "dashdot")),
+    "swap_in": ("swap in", style.line(style.RED, "v", "dotted", fill=False)),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreemptionOptions(Options):
+    """The grid: block sizes x context lengths, and block sizes x ways of preempting."""
+
+    model: str | None = None
+    """A shape of experiments/engine_models.py. None: qwen3-0.6b on a GPU, llama-100m on a CPU."""
+    attention_backend: Literal["triton", "torch", "flash_attn"] | None = None
+    """None: triton on a GPU, torch on a CPU."""
+    manager: str = "vllm_v1"
+    """Manager of the cache that serves requests."""
+    block_size: tuple[int, ...] = (1, 4, 16, 64, 256)
+    """Tokens per block."""
+    context_tokens: tuple[int, ...] = (256, 1024)
+    """Lengths of the sequences that are moved and computed again."""
+    cache_tokens: int = 768
+    """Token slots of the cache that serves requests."""
+    requests: int = 16
+    prompt_tokens: tuple[int, int] = (32, 128)
+    """Fewest and most tokens of a prompt, drawn uniformly."""
+    output_tokens: tuple[int, int] = (32, 96)
+    """Fewest and most tokens of an output."""
+    repeats: int = 3
+    """Measurements of each cost."""
+    serving_repeats: int = 2
+    """How often the requests are served."""
+    threads: int | None = None
+    """Threads of PyTorch on a CPU. None: a thread a core."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineCell(Cell):
+    """What both parts have in common."""
+
+    model: str
+    attention_backend: str | None
+    block_size: int
+    repeats: int
+    threads: int | None
+
+    @property
+    def group(self) -> tuple[str, ...]:
+        return (self.model,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostCell(EngineCell):
+    context_tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingCell(EngineCell):
+    manager: str
+    way: str
+    cache_tokens: int
+    requests: int
+    prompt_tokens: tuple[int, int]
+    output_tokens: tuple[int, int]
+
+
+def cells(options: PreemptionOptions) -> Iterator[EngineCell]:
+    _check(options)
+    common = {
+        "seed": options.seed,
+        "model": options.model or engine_models.default_model(),
+        "attention_backend": options.attention_backend,
+        "threads": options.threads,
+    }
+    engine_models.model_config(common["model"])  # raises for an unknown one
+    cache.make_manager(options.manager, num_blocks=1, block_size=1)  # likewise
+    for block_size in options.block_size:
+        yield CostCell(
+            block_size=block_size,
+            context_tokens=options.context_tokens,
+            repeats=options.repeats,
+            **common,
+        )
+        for way in _WAYS:
+            yield ServingCell(
+                block_size=block_size,
+                manager=options.manager,
+                way=way,
+                cache_tokens=options.cache_tokens,
+                requests=options.requests,
+                prompt_tokens=options.prompt_tokens,
+                output_tokens=options.output_tokens,
+                repeats=options.serving_repeats,
+                **common,
+            )
+
+
+def _check(options: PreemptionOptions) -> None:
+    for name in ("requests", "repeats", "serving_repeats", "threads"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    for name in ("block_size", "context_tokens"):
+        if min(getattr(options, name), default=1) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+    for name in ("prompt_tokens", "output_tokens"):
+        least, most = getattr(options, name)
+        if not 1 <= least <= most:
+            raise ValueError(
+                f"--{name.replace('_', '-')} {least} {most}: needs two rising lengths of 1 or more"
+            )
+    longest = options.prompt_tokens[1] + options.output_tokens[1]
+    for block_size in options.block_size:
+        if options.cache_tokens // block_size < -(-longest // block_size):
+            raise ValueError(
+                f"--cache-tokens {options.cache_tokens}: does not hold a request of {longest} "
+                f"tokens in blocks of {block_size}"
+            )
+
+
+def run_cell(cell: EngineCell) -> list[dict[str, Any]]:
+    measure = _cost if isinstance(cell, CostCell) else _serving
+    llm, rows = measure(cell)
+    engine = {"model": cell.model, **engine_models.describe(llm), "repeats": cell.repeats}
+    return [{**engine, **row} for row in rows]
+
+
+def _make_llm(cell: EngineCell, **options: Any) -> LLM:
+    return engine_models.make_llm(
+        cell.model,
+        attention_backend=cell.attention_backend,
+        block_size=cell.block_size,
+        enable_prefix_caching=False,
+        seed=cell.seed,
+        threads=cell.threads,
+        **options,
+    )
+
+
+def _cost(cell: CostCell) -> tuple[LLM, list[dict[str, Any]]]:
+    import numpy as np
+
+    from models import SamplingParams
+
+    longest = max(cell.context_tokens)
+    num_blocks = longest // cell.block_size + 1
+    llm = _make_llm(
+        cell,
+        num_blocks=num_blocks,
+        num_host_blocks=num_blocks,
+        preemption="swap",
+        max_num_seqs=1,
+        max_num_batched_tokens=longest,
+    )
+    engine = llm.engine
+    generator = np.random.default_rng(cell.seed)
+    rows = []
+    for length in cell.context_tokens:
+        seconds: dict[str, list[float]] = {name: [] for name in _COSTS}
+        for _ in range(1 + cell.repeats):  # the first is not counted: kernels are compiled there
+            tokens = engine_models.random_tokens(llm, generator, length)
+            request_id = engine.add(tokens, SamplingParams(max_tokens=1))
+            for name, spent in sequence_costs(llm).items():
+                seconds[name].append(spent)
+            engine.abort(request_id)
+        block_bytes = llm.config.kv_block_bytes(cell.block_size, llm.dtype)
+        for name, values in seconds.items():
+            rows.append(
+                {
+                    "part": "cost",
+                    "way": name,
+                    "context_tokens": length,
+                    "blocks": -(-length // cell.block_size),
+                    "mebibytes": -(-length // cell.block_size) * block_bytes / 2**20,
+                    **quantiles.columns("ms", [1e3 * value for value in values[1:]]),
+                }
+            )
+    return llm, rows
+
+
+def sequence_costs(llm: LLM) -> dict[str, float]:
+    """Seconds of computing the one prompt that waits in ``llm``, all at once, and of swapping its
+    blocks out and back; on a GPU until it is done."""
+    from models.scheduler import Step
+
+    engine = llm.engine
+    runner, manager = engine.runner, engine.manager
+
+    def timed(step: Step) -> float:
+        return _seconds(llm, lambda: runner.run(step, manager))
+
+    step = engine.scheduler.schedule()
+    [seq] = step.sequences
+    blocks = manager.block_table(seq)
+    spent = {
+        "recompute": timed(step),
+        "swap_out": timed(Step(swap_out=[(block, host) for host, block in enumerate(blocks)])),
+        "swap_in": timed(Step(swap_in=list(enumerate(blocks)))),
+    }
+    return {**spent, "swap": spent["swap_out"] + spent["swap_in"]}
+
+
+def _seconds(llm: LLM, action: Callable[[], object]) -> float:
+    import torch
+
+    begin = time.perf_counter()
+    action()
+    if llm.device.type == "cuda":
+        torch.cuda.synchronize(llm.device)
+    return time.perf_counter() - begin
+
+
+def _serving(cell: ServingCell) -> tuple[LLM, list[dict[str, Any]]]:
+    import numpy as np
+
+    from models import SamplingParams
+
+    num_blocks = cell.cache_tokens // cell.block_size
+    longest = cell.prompt_tokens[1] + cell.output_tokens[1]
+    llm = _make_llm(
+        cell,
+        manager=cell.manager,
+        num_blocks=num_blocks,
+        num_host_blocks=cell.requests * -(-longest // cell.block_size),
+        preemption=cell.way,
+        max_num_seqs=cell.requests,
+    )
+    generator = np.random.default_rng(cell.seed)
+    prompt_lengths, output_lengths = (
+        generator.integers(least, most, size=cell.requests, endpoint=True).tolist()
+        for least, most in (cell.prompt_tokens, cell.output_tokens)
+    )
+    prompts = [engine_models.random_tokens(llm, generator, length) for length in prompt_lengths]
+    params = [
+        SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+        for length in output_lengths
+    ]
+    rates, latencies = [], []
+    warm_up = int(llm.device.type == "cuda")  # kernels are compiled there
+    for _ in range(warm_up + cell.repeats):
+        stats = [output.stats for output in llm.generate(prompts, params)]
+        end = max(s.finish_time for s in stats)
+        rates.append(sum(output_lengths) / (end - stats[0].arrival_time))
+        latencies.append(
+            np.mean([(s.finish_time - s.arrival_time) / s.num_output_tokens for s in stats])
+        )
+    return llm, [
+        {
+            "part": "serving",
+            "way": cell.way,
+            "cache_tokens": num_blocks * cell.block_size,
+            "requests": cell.requests,
+            "tokens": sum(prompt_lengths) + sum(output_lengths),
+            "output_tokens": sum(output_lengths),
+            "preemptions": sum(s.num_preemptions for s in stats),
+            "swapped_tokens": sum(s.num_swapped_tokens for s in stats),
+            **quantiles.columns("output_tokens_per_second", rates[warm_up:]),
+            **quantiles.columns("normalized_latency_ms", [1e3 * x for x in latencies[warm_up:]]),
+        }
+    ]
+
+
+def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
+    """The figure preemption: costs by context length, and what they do to requests served."""
+    with style.figures():
+        return style.save(_draw(rows), folder, "preemption")
+
+
+def _draw(rows: pd.DataFrame) -> Figure:
+    costs, serving = rows[rows["part"] == "cost"], rows[rows["part"] == "serving"]
+    lengths = sorted(costs["context_tokens"].unique()) if len(costs) else []
+    num_panels = len(lengths) + 2 * bool(len(serving))
+    figure, axes, _ = style.panel_grid(num_panels, height=2.1, width=3.5, columns=2)
+    for axis, length in zip(axes, lengths, strict=False):
+        _draw_costs(axis, costs[costs["context_tokens"] == length])
+    if len(serving):
+        _draw_serving(*axes[-2:], serving)
+    for axis in axes:
+        axis.set_xscale("log", base=4)
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.minorticks_off()
+        axis.set_xlabel("block size (tokens)")
+        axis.legend()
+    return figure
+
+
+def _draw_costs(axis: Axes, rows: pd.DataFrame) -> None:
+    for way, (label, look) in _COSTS.items():
+        curve = rows[rows["way"] == way].sort_values("block_size")
+        quantiles.error_bars(axis, curve["block_size"], curve, "ms", label=label, **look)
+    row = rows.iloc[0]
+    where = "host to host" if row["device"] == "cpu" else "GPU to host"
+    axis.set(
+        title=f"sequence of {row['context_tokens']:,.0f} tokens; swapping {where}",
+        yscale="log",
+        ylabel="time (ms)",
+    )
+
+
+def _draw_serving(latency: Axes, preemptions: Axes, rows: pd.DataFrame) -> None:
+    for way, curve in rows.groupby("way", sort=False):
+        curve = curve.sort_values("block_size")
+        look = {"label": way, **_WAYS[way]}
+        sizes = curve["block_size"]
+        quantiles.error_bars(latency, sizes, curve, "normalized_latency_ms", **look)
+        preemptions.plot(sizes, curve["preemptions"], **look)
+    row = rows.iloc[0]
+    latency.set(
+        title=f"{row['requests']:.0f} requests of {row['tokens'] / row['requests']:.0f} tokens, "
+        f"cache of {rows['cache_tokens'].max():,.0f}",
+        ylabel="normalised latency (ms/token)",
+        ylim=(0, None),
+    )
+    preemptions.set(title="the same requests", ylabel="preemptions", ylim=(0, None))
+
+
+EXPERIMENT = Experiment(
+    name="preemption",
+    figure="PagedAttention fig. 19: recompute vs swap vs block size",
+    options=PreemptionOptions(),
+    quick=PreemptionOptions(
+        model="tiny",
+        block_size=(4, 16, 64),
+        context_tokens=(256, 1024),
+        cache_tokens=256,
+        requests=8,
+        prompt_tokens=(16, 64),
+        output_tokens=(16, 64),
+        threads=1,
+    ),
+    cells=cells,
+    run_cell=run_cell,
+    plot=plot,
+    gpu="optional",
+    timed=True,
+)
