@@ -21,11 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import tyro
-
 import cache
 from experiments import style, workloads
-from experiments.harness import Absent, Cell, Experiment, Options
+from experiments.harness import Absent, Cell, Experiment, Options, Repeated
 from experiments.workloads import Source
 
 if TYPE_CHECKING:
@@ -40,7 +38,7 @@ LONGEST_OUTPUT = 100_000
 class BlockSizeOptions(Options):
     """The grid: traces x block sizes x cache sizes."""
 
-    trace: tyro.conf.UseAppendAction[tuple[Path, ...]] = ()
+    trace: Repeated[tuple[Path, ...]] = ()
     """A request trace (.jsonl, .csv, .gz, .zst). None: $TRACES_DIR's, else synthetic ones."""
     policy: str = "lru"
     """Eviction policy of the replays."""

@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import tyro
-
 import cache
 from experiments import style, workloads
-from experiments.harness import Absent, Cell, Experiment, InputFile, Options
+from experiments.harness import Absent, Cell, Experiment, InputFile, Options, Repeated
 from experiments.workloads import Source
 
 if TYPE_CHECKING:
@@ -31,9 +29,9 @@ _TICKS = (0.5, 1, 2, 5, 10, 20, 50, 100)
 class EvictionOptions(Options):
     """The grid: traces x policies x capacities."""
 
-    trace: tyro.conf.UseAppendAction[tuple[Path, ...]] = ()
+    trace: Repeated[tuple[Path, ...]] = ()
     """A request trace (.jsonl, .gz, .zst). None: those in $TRACES_DIR, else synthetic ones."""
-    policy: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    policy: Repeated[tuple[str, ...]] = ()
     """A policy by name, or your own as file.py:Class. None: every built-in one."""
     capacity_percent: tuple[float, ...] = (0.5, 1, 2, 3, 5, 7, 10, 20, 30, 50)
     """Blocks of the pool, in percent of the unique blocks of the trace."""

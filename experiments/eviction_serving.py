@@ -44,12 +44,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import tyro
-
 import cache
 from experiments import engine_models, open_loop, style, workloads
 from experiments.eviction import OwnPolicy, named_policy
-from experiments.harness import Absent, Cell, Experiment, Options, Unavailable
+from experiments.harness import Absent, Cell, Experiment, Options, Repeated, Unavailable
 from experiments.scaled_trace import ScaledTrace, prompt_token_ids, shrink_blocks
 from experiments.service_times import measure_service
 from experiments.workloads import Source
@@ -67,9 +65,9 @@ _UNLIMITED = ("infinite", "no_cache")
 class EvictionServingOptions(Options):
     """The grid: traces x policies x capacities."""
 
-    trace: tyro.conf.UseAppendAction[tuple[Path, ...]] = ()
+    trace: Repeated[tuple[Path, ...]] = ()
     """A request trace (.jsonl, .gz, .zst). None: those in $TRACES_DIR, else synthetic ones."""
-    policy: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    policy: Repeated[tuple[str, ...]] = ()
     """A policy by name, or your own as file.py:Class. None: lru, fifo, lfu, s3fifo and belady."""
     capacity_percent: tuple[float, ...] = (5, 10, 20, 40)
     """Blocks of the cache, in percent of the unique blocks of the slice."""

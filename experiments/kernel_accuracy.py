@@ -16,10 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import tyro
-
 from experiments import style
-from experiments.harness import Cell, Experiment, Options
+from experiments.harness import Cell, Experiment, Options, Repeated
 from experiments.kernel_checks import FEATURES, KERNELS, Case
 
 if TYPE_CHECKING:
@@ -38,7 +36,7 @@ _DTYPES = {
 class KernelAccuracyOptions(Options):
     """The grid: kernels x features x head dims x dtypes x block sizes."""
 
-    kernel: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    kernel: Repeated[tuple[str, ...]] = ()
     """A kernel by name. None: every one."""
     block_size: tuple[int, ...] = (1, 2, 3, 7, 16, 24, 32, 64, 100, 128, 256, 512, 1024)
     """Token slots per block."""

@@ -17,11 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import tyro
-
 from experiments import style
 from experiments.gpus import GPUS
-from experiments.harness import Cell, Experiment, Options
+from experiments.harness import Cell, Experiment, Options, Repeated
 from experiments.kernel_work import kernel_name, work_of
 
 if TYPE_CHECKING:
@@ -37,9 +35,9 @@ if TYPE_CHECKING:
 class KernelResourcesOptions(Options):
     """The grid: shipped configurations of ops x architectures."""
 
-    op: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    op: Repeated[tuple[str, ...]] = ()
     """An op by name. None: every one."""
-    arch: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    arch: Repeated[tuple[str, ...]] = ()
     """sm_80, sm_90, sm_100 or gfx942. None: every one."""
     match: str = ""
     """Regular expression: only configurations with it in their name."""

@@ -36,12 +36,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import tyro
-
 from cache import AllocStatus, MemoryUsage, OutOfBlocks, Sequence, make_manager
 from cache.managers import Contiguous, Paged
 from experiments import request_lengths, style, workloads
-from experiments.harness import Absent, Cell, Experiment, Options, Unavailable
+from experiments.harness import Absent, Cell, Experiment, Options, Repeated, Unavailable
 from experiments.request_lengths import RequestLengths
 from experiments.workloads import Source
 
@@ -64,7 +62,7 @@ _KINDS = {
 class MemoryWasteOptions(Options):
     """The grid: traces x (reservations and block sizes)."""
 
-    trace: tyro.conf.UseAppendAction[tuple[Path, ...]] = ()
+    trace: Repeated[tuple[Path, ...]] = ()
     """A request trace (.jsonl, .csv, .zst). None: those in $TRACES_DIR, else synthetic ones."""
     block_size: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     """Tokens per block of the paged cache."""

@@ -25,11 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import tyro
-
 import cache
 from experiments import style, workloads
-from experiments.harness import Absent, Cell, Experiment, Options
+from experiments.harness import Absent, Cell, Experiment, Options, Repeated
 from experiments.workloads import Source
 
 if TYPE_CHECKING:
@@ -45,7 +43,7 @@ _AIM = 3.0  # million block references per second
 class ReplaySpeedOptions(Options):
     """The grid: traces x policies."""
 
-    trace: tyro.conf.UseAppendAction[tuple[Path, ...]] = ()
+    trace: Repeated[tuple[Path, ...]] = ()
     """A request trace (.jsonl, .gz, .zst). None: those in $TRACES_DIR, else synthetic ones."""
     policy: tuple[Literal["lru", "fifo", "lfu", "belady"], ...] = ("lru", "fifo", "lfu", "belady")
     """Policies that both have."""

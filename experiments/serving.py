@@ -39,10 +39,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import tyro
-
 from experiments import engine_models, open_loop, request_lengths, style, workloads
-from experiments.harness import Absent, Cell, Experiment, Options
+from experiments.harness import Absent, Cell, Experiment, Options, Repeated
 from experiments.request_lengths import LogNormalLengths
 from experiments.scaled_trace import ScaledTrace, prompt_token_ids, shrink
 from experiments.workloads import Source, Workload
@@ -78,9 +76,9 @@ _NUM_WARM_UP_REQUESTS = 32
 class ServingOptions(Options):
     """The grid: traces x systems x request rates."""
 
-    trace: tyro.conf.UseAppendAction[tuple[Path, ...]] = ()
+    trace: Repeated[tuple[Path, ...]] = ()
     """A request trace (.jsonl, .csv, .zst). None: those in $TRACES_DIR, else synthetic ones."""
-    system: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    system: Repeated[tuple[str, ...]] = ()
     """contiguous_max, contiguous_pow2, contiguous_oracle, paged, vllm_v1, vllm_v0, nano_vllm or
     radix. None: those that the figures of the paper have, by what the trace offers."""
     request_rate: tuple[float, ...] = (25, 50, 100, 200, 400)

@@ -24,11 +24,9 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import tyro
-
 from cache import CacheManager, Sequence, make_manager
 from experiments import request_lengths, style, workloads
-from experiments.harness import Absent, Cell, Experiment, Options
+from experiments.harness import Absent, Cell, Experiment, Options, Repeated
 from experiments.request_lengths import LogNormalLengths
 from experiments.workloads import Source
 
@@ -49,7 +47,7 @@ _BEAM_LINES = [
 class SharingOptions(Options):
     """The grid: traces x sequences x (parallel sampling and beam searches) x managers."""
 
-    trace: tyro.conf.UseAppendAction[tuple[Path, ...]] = ()
+    trace: Repeated[tuple[Path, ...]] = ()
     """A request trace (.jsonl, .csv, .zst). None: those in $TRACES_DIR, else synthetic ones."""
     lengths: tuple[str, ...] = ("20:60", "160:340")
     """Further synthetic requests, by median prompt and output tokens. The two are of the order of

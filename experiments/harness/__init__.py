@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from experiments.harness.experiment import Absent, Cell, Experiment, InputFile, Options, Unavailable
+from experiments.harness.experiment import (
+    Absent,
+    Cell,
+    Experiment,
+    InputFile,
+    Options,
+    Repeated,
+    Unavailable,
+)
 from experiments.harness.ray_cluster import NoCluster, RayCluster
 from experiments.harness.store import FolderInUse
 from experiments.harness.sweep import OptionsError, SweepReport, plot_results, run_sweep
@@ -17,6 +25,7 @@ __all__ = [
     "Options",
     "OptionsError",
     "RayCluster",
+    "Repeated",
     "SweepReport",
     "Unavailable",
     "plot_results",

@@ -10,6 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+try:
+    from tyro.conf import UseAppendAction as Repeated
+except ImportError:  # experiments run without tyro too; their command line does not
+    Repeated = None
+"""``Repeated[tuple[X, ...]]``: an option that takes one value and may be given several times."""
+
 if TYPE_CHECKING:
     import pandas as pd
 
