@@ -121,6 +121,10 @@ class TritonBackend:
         )
 
 
+MASKED_QUERIES = 256
+"""Queries of a sequence that the torch backend masks at a time."""
+
+
 class TorchBackend:
     """PyTorch's scaled_dot_product_attention over the gathered context.
 
@@ -186,22 +190,50 @@ class TorchBackend:
             blocks = metadata.block_tables[i, :num_blocks]
             keys = k_cache[blocks].flatten(0, 1)[:context_len].transpose(0, 1)[None]
             values = v_cache[blocks].flatten(0, 1)[:context_len].transpose(0, 1)[None]
-            num_cached = context_len - (end - start)
-            seen = None
-            if num_cached:
-                seen = torch.ones(end - start, context_len, dtype=torch.bool, device=query.device)
-                seen = seen.tril(num_cached)
-            attended = F.scaled_dot_product_attention(
+            attended = _attend_causally(
                 query[start:end].transpose(0, 1)[None],
                 keys,
                 values,
-                attn_mask=seen,
-                is_causal=seen is None,
                 scale=scale,
                 enable_gqa=query.shape[1] != k_cache.shape[2],
             )
             out[start:end] = attended[0].transpose(0, 1)
         return out
+
+
+def _attend_causally(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, **options
+) -> torch.Tensor:
+    """Attention of the last positions of a sequence, which see all that came before them.
+
+    queries: (1, num_q_heads, num_queries, head_dim).  keys, values: (1, num_kv_heads, context_len,
+    head_dim).  Returns queries' shape.
+
+    Behind a cached prefix causality takes a mask, and what it hides is computed all the same.  So
+    a slice of the queries at a time attends to no more than the last of them may see.
+    """
+    num_queries, context_len = queries.shape[2], keys.shape[2]
+    num_cached = context_len - num_queries
+    if not num_cached:
+        return F.scaled_dot_product_attention(queries, keys, values, is_causal=True, **options)
+    parts = []
+    for start in range(0, num_queries, MASKED_QUERIES):
+        end = min(start + MASKED_QUERIES, num_queries)
+        seen = None
+        if end - start > 1:
+            shape = (end - start, num_cached + end)
+            seen = torch.ones(shape, dtype=torch.bool, device=queries.device)
+            seen = seen.tril(num_cached + start)
+        parts.append(
+            F.scaled_dot_product_attention(
+                queries[:, :, start:end],
+                keys[:, :, : num_cached + end],
+                values[:, :, : num_cached + end],
+                attn_mask=seen,
+                **options,
+            )
+        )
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
 class FlashAttnBackend:

@@ -147,6 +147,15 @@ def test_backends_store_and_attend(backend, case, block_size):
         assert_close(actual, expected, equal_nan=True)
 
 
+@pytest.mark.parametrize("num_queries", [1, 4, 9, 17])
+@pytest.mark.parametrize("case", ["prefill", "prefill_behind_cached_prefix", "mixed"])
+def test_torch_masks_a_slice_of_the_queries_at_a_time(case, num_queries, monkeypatch):
+    """Slices that divide the queries, that do not, and that are single ones."""
+    monkeypatch.setattr("models.attention.MASKED_QUERIES", num_queries)
+    batch = Case(*CASES[case], 3)
+    assert_close(batch.run(TorchBackend())[0], batch.expected()[0])
+
+
 @pytest.mark.parametrize("case", ["decode", "mixed"])
 def test_flash_attn_reads_pages_of_256_in_place(case):
     batch = Case(*CASES[case], 256)
