@@ -11,6 +11,8 @@ requests a step, and not that of the others.  Whose turn comes first rotates.
 request is taken apart instead: ``hash`` and ``lookup`` by asking twice, ``allocate`` less its own
 look-up, ``free``.  Making the ``Sequence`` itself is not part of a cycle and has a row of its own.
 vLLM's block pool and hashing run beside ours where vLLM is installed.
+
+The radix tree by itself is compared with SGLang's (``experiments/tree_overhead.py``).
 """
 
 from __future__ import annotations
@@ -26,9 +28,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cache
-from experiments import style
+from experiments import style, tree_overhead
 from experiments.harness import Cell, Experiment, Options, Unavailable
 from experiments.rivals import VLLMBlockPool
+from experiments.tree_overhead import TreeOverheadCell
 
 if TYPE_CHECKING:
     import numpy as np
@@ -58,6 +61,10 @@ class ManagerOverheadOptions(Options):
     """Blocks in the pool, of 16 tokens each."""
     requests: int = 400
     """Requests measured, after those that fill the pool."""
+    tree_page_sizes: tuple[int, ...] = (16, 1)
+    """Tokens in a block of the radix trees that are compared."""
+    tree_prompts: int = 2_000
+    """Prompts in each of these trees."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +73,7 @@ class ManagerOverheadCell(Cell):
     requests: int
 
 
-def cells(options: ManagerOverheadOptions) -> Iterator[ManagerOverheadCell]:
+def cells(options: ManagerOverheadOptions) -> Iterator[ManagerOverheadCell | TreeOverheadCell]:
     least = 2 * _PROMPT_TOKENS // _BLOCK_SIZE
     for pool_blocks in options.pool_blocks:
         if pool_blocks < least:
@@ -76,6 +83,14 @@ def cells(options: ManagerOverheadOptions) -> Iterator[ManagerOverheadCell]:
         yield ManagerOverheadCell(
             seed=options.seed, pool_blocks=pool_blocks, requests=options.requests
         )
+    for page_size in options.tree_page_sizes:
+        if page_size < 1 or tree_overhead.SHARED_TOKENS % page_size:
+            raise ValueError(
+                f"--tree-page-sizes must divide {tree_overhead.SHARED_TOKENS}, got {page_size}"
+            )
+        if options.tree_prompts < 1:
+            raise ValueError(f"--tree-prompts must be at least 1, got {options.tree_prompts}")
+        yield TreeOverheadCell(seed=options.seed, page_size=page_size, prompts=options.tree_prompts)
 
 
 class _Ours:
@@ -148,7 +163,13 @@ class _VLLM(VLLMBlockPool):
         return dict(zip(("hash", "lookup", "allocate", "free"), spans, strict=True))
 
 
-def run_cell(cell: ManagerOverheadCell) -> list[dict[str, Any]]:
+def run_cell(cell: ManagerOverheadCell | TreeOverheadCell) -> list[dict[str, Any]]:
+    if isinstance(cell, TreeOverheadCell):
+        return tree_overhead.run_cell(cell)
+    return _managers(cell)
+
+
+def _managers(cell: ManagerOverheadCell) -> list[dict[str, Any]]:
     import numpy as np
 
     makers = [
@@ -247,14 +268,24 @@ def _row(cell: ManagerOverheadCell, implementation, phase: str, **values: float)
 
 
 def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
-    """The figure manager_overhead (cycle against pool size, and what it is made of) and the table
-    summary.csv."""
-    rows = rows.fillna({"hash_algorithm": ""})
+    """The figures manager_overhead (cycle against pool size and its parts) and radix_tree, and the
+    tables summary.csv and radix_tree.csv; those that there are rows for."""
+    of_trees = rows["phase"].str.startswith("tree_")
+    written = []
+    with style.figures():
+        if not of_trees.all():
+            written += _plot_managers(rows[~of_trees], folder)
+        if of_trees.any():
+            written += tree_overhead.plot(rows[of_trees], folder)
+    return written
+
+
+def _plot_managers(rows: pd.DataFrame, folder: Path) -> list[Path]:
+    rows = rows.fillna({"hash_algorithm": ""}).astype({"pool_blocks": int})
     rows["name"] = rows["implementation"] + rows["hash_algorithm"].map(" ({})".format).where(
         rows["hash_algorithm"] != "", ""
     )
-    with style.figures():
-        written = style.save(_draw(rows), folder, "manager_overhead")
+    written = style.save(_draw(rows), folder, "manager_overhead")
     cycles = rows[rows["phase"] == "cycle"]
     table = cycles.pivot(index="name", columns="pool_blocks", values="us_per_block")
     made = rows[rows["phase"] == "make_pool"]
@@ -315,7 +346,7 @@ EXPERIMENT = Experiment(
     name="manager_overhead",
     figure="microseconds per block of hash, lookup, allocate and free vs pool size, per manager",
     options=ManagerOverheadOptions(),
-    quick=ManagerOverheadOptions(pool_blocks=(1_000, 10_000), requests=100),
+    quick=ManagerOverheadOptions(pool_blocks=(1_000, 10_000), requests=100, tree_prompts=200),
     cells=cells,
     run_cell=run_cell,
     plot=plot,

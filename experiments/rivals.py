@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 from experiments.harness import Unavailable
 
 
@@ -62,3 +64,61 @@ class VLLMBlockPool:
     def free(self, blocks: list) -> None:
         """Tail first."""
         self.pool.free_blocks(reversed(blocks))
+
+
+class SGLangRadixCache:
+    """SGLang's Python radix cache (``RadixCache``), without the memory pools around it.
+
+    Raises Unavailable if SGLang, or one with these interfaces (0.5.23), is not installed.
+    """
+
+    name = "SGLang"
+    hash_algorithm = ""
+
+    def __init__(self, page_size: int) -> None:
+        try:
+            import sglang
+            import torch
+            from sglang.srt.mem_cache.base_prefix_cache import (
+                EvictParams,
+                InsertParams,
+                MatchPrefixParams,
+            )
+            from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+        except ImportError as error:
+            raise Unavailable(f"SGLang 0.5.23 is not installed: {error}") from error
+        self.version = sglang.__version__
+        self._key = RadixKey
+        self._insert, self._match, self._evict = InsertParams, MatchPrefixParams, EvictParams
+        self._slots = torch.arange
+
+        class Slots:
+            """Takes back what is evicted, and does nothing with it."""
+
+            device = torch.device("cpu")
+
+            def free_segment(self, slots, start_pos: int = 0) -> None:
+                pass
+
+        self.tree = RadixCache.create_simulated(mock_allocator=Slots(), page_size=page_size)
+
+    def make(self, number: int, token_ids: list[int]):
+        """The tokens of a prompt, in the form that SGLang keeps them in, and its slots."""
+        first = number * len(token_ids)
+        return array("q", token_ids), self._slots(first, first + len(token_ids))
+
+    def insert(self, prompt) -> None:
+        token_ids, slots = prompt
+        self.tree.insert(self._insert(key=self._key(token_ids), value=slots))
+
+    def match(self, prompt) -> int:
+        """Cached tokens.  Unlike ours this does not yet give their slots."""
+        return self.tree.match_prefix(self._match(key=self._key(prompt[0]))).device_prefix_len
+
+    def evict(self, num_tokens: int) -> None:
+        self.tree.evict(self._evict(num_tokens=num_tokens))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the tree."""
+        return self.tree.evictable_size()

@@ -13,9 +13,14 @@ from experiments.rivals import VLLMBlockPool
 
 
 def test_the_command_line_from_managers_to_the_figure(command_line, tmp_path):
-    command_line("run", "manager_overhead", "--pool-blocks", 512, 1024, "--requests", 4)
+    options = ("--requests", 4, "--tree-prompts", 12)
+    command_line("run", "manager_overhead", "--pool-blocks", 512, 1024, *options)
     folder = tmp_path / "results" / "manager_overhead" / "cpu"
     rows = pd.read_csv(folder / "rows.csv")
+    of_trees = rows["phase"].str.startswith("tree_")
+    assert set(rows[of_trees]["page_size"]) == {16, 1}
+    assert (rows[of_trees]["us_per_prompt"] > 0).all()
+    rows = rows[~of_trees]
     ours = rows[rows["implementation"] == "vllm_v1"]
     assert set(ours["phase"]) == {
         "make_pool", "sequence", "cycle", "hash", "lookup", "allocate", "free",
@@ -26,7 +31,8 @@ def test_the_command_line_from_managers_to_the_figure(command_line, tmp_path):
     assert (timed["us_per_block"] <= timed["us_per_block_p90"]).all()
     summary = pd.read_csv(folder / "summary.csv")
     assert {"512", "1024", "make_largest_pool_seconds"} <= set(summary.columns)
-    assert (folder / "manager_overhead.png").stat().st_size > 10_000
+    for figure in ("manager_overhead.png", "radix_tree.png"):
+        assert (folder / figure).stat().st_size > 10_000
 
 
 def test_half_of_each_prompt_is_cached():
@@ -48,6 +54,9 @@ def test_half_of_each_prompt_is_cached():
     [
         ({"pool_blocks": (100,)}, "--pool-blocks must be at least 512, got 100"),
         ({"requests": 1}, "--requests must be at least 2, got 1"),
+        ({"tree_page_sizes": (16, 0)}, "--tree-page-sizes must divide 1024, got 0"),
+        ({"tree_page_sizes": (1000,)}, "--tree-page-sizes must divide 1024, got 1000"),
+        ({"tree_prompts": 0}, "--tree-prompts must be at least 1, got 0"),
     ],
 )
 def test_bad_options(options, message):

@@ -1,0 +1,223 @@
+"""What a radix tree costs: the part of ``manager_overhead`` that is about trees alone.
+
+Prompts of 4,096 tokens, the first 1,024 of which all share, are inserted into an empty tree, looked
+up, and evicted again.  Two ways to evict: as an engine does, the tokens of one prompt a call, while
+there are any; and everything in one call.  SGLang's Python radix cache runs beside ours where it is
+installed, prompt by prompt in turns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from array import array
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cache
+from cache.managers.radix_tree import RadixKey, RadixTree
+from experiments import style
+from experiments.harness import Cell, Unavailable
+from experiments.rivals import SGLangRadixCache
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+SHARED_TOKENS = 1024
+"""Whole pages, or the trees would share different parts of the prompts."""
+_PROMPT_TOKENS = 4096
+_VOCABULARY = 150_000
+_PROMPTS_A_TURN = 10
+_EVICTIONS_OF_ALL = 5
+
+OPERATIONS = {
+    "tree_insert": "insert",
+    "tree_match": "match",
+    "tree_evict": "evict, a prompt a call",
+    "tree_evict_all": "evict, all in one call",
+}
+"""Phases of the rows, and what the figure calls them."""
+
+_LOOKS = {
+    "radix": {"label": "ours", "color": style.RED},
+    "SGLang": {"label": "SGLang", "color": style.BLACK, "hatch": "//", "edgecolor": "white"},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeOverheadCell(Cell):
+    page_size: int
+    prompts: int
+
+
+class _Ours:
+    """The tree of manager ``radix``."""
+
+    name = "radix"
+    version = ""
+
+    def __init__(self, page_size: int, capacity: int) -> None:
+        self._page_size = page_size
+        self.tree = RadixTree(page_size, cache.make_policy("lru"), capacity)
+
+    def make(self, number: int, token_ids: list[int]):
+        """A sequence and its blocks."""
+        blocks = len(token_ids) // self._page_size
+        first = number * blocks
+        return cache.Sequence(number, token_ids), array("i", range(first, first + blocks))
+
+    def insert(self, prompt) -> None:
+        seq, blocks = prompt
+        node, _ = self.tree.insert(RadixKey(seq, self._page_size), blocks)
+        self.tree.unlock(node)
+
+    def match(self, prompt) -> int:
+        """Cached tokens.  Counts as a use of them, as in SGLang."""
+        seq, blocks = prompt
+        match = self.tree.match_prefix(RadixKey(seq, self._page_size), len(blocks))
+        self.tree.unlock(self.tree.lock(match))
+        return len(match.blocks) * self._page_size
+
+    def evict(self, num_tokens: int) -> None:
+        self.tree.evict(-(-num_tokens // self._page_size))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the tree."""
+        return self.tree.num_evictable * self._page_size
+
+
+def run_cell(cell: TreeOverheadCell) -> list[dict[str, Any]]:
+    import numpy as np
+
+    generator = np.random.default_rng(cell.seed)
+    shared = generator.integers(_VOCABULARY, size=SHARED_TOKENS).tolist()
+    trees = [_Ours(cell.page_size, cell.prompts * _PROMPT_TOKENS // cell.page_size)]
+    with contextlib.suppress(Unavailable):
+        trees.append(SGLangRadixCache(cell.page_size))
+    prompts: list[list[Any]] = [[] for _ in trees]
+    for number in range(cell.prompts):
+        rest = generator.integers(_VOCABULARY, size=_PROMPT_TOKENS - SHARED_TOKENS).tolist()
+        rest[0] = number  # no two share more by chance
+        for tree, made in zip(trees, prompts, strict=True):
+            made.append(tree.make(number, shared + rest))
+
+    gc.collect()
+    gc.disable()  # its pauses fall on whoever happens to run
+    try:
+        spans = _measure(trees, prompts)
+    finally:
+        gc.enable()
+    rows = []
+    for tree, span in zip(trees, spans, strict=True):
+        for phase, seconds in span.items():
+            p10, p50, p90 = np.quantile(seconds, (0.1, 0.5, 0.9)) * 1e6
+            rows.append(
+                {
+                    "page_size": cell.page_size,
+                    "implementation": tree.name,
+                    "version": tree.version,
+                    "phase": phase,
+                    "requests": cell.prompts,
+                    "us_per_prompt": float(p50),
+                    "us_per_prompt_p10": float(p10),
+                    "us_per_prompt_p90": float(p90),
+                }
+            )
+    return rows
+
+
+def _measure(trees: list[Any], prompts: list[list[Any]]) -> list[dict[str, list[float]]]:
+    """Per tree, for each phase the seconds that every prompt takes."""
+    spans = [defaultdict(list) for _ in trees]
+    turns = list(zip(trees, prompts, spans, strict=True))
+    num_prompts = len(prompts[0])
+    new_tokens = _PROMPT_TOKENS - SHARED_TOKENS
+    all_tokens = SHARED_TOKENS + num_prompts * new_tokens
+
+    def each_prompt(phase: str) -> None:
+        for start in range(0, num_prompts, _PROMPTS_A_TURN):
+            for tree, made, span in turns:
+                call = tree.insert if phase == "tree_insert" else tree.match
+                for prompt in made[start : start + _PROMPTS_A_TURN]:
+                    span[phase].append(_seconds(call, prompt))
+            turns.reverse()
+
+    each_prompt("tree_insert")
+    for tree, made, _ in turns:
+        found = tree.match(made[-1])
+        if (tree.num_tokens, found) != (all_tokens, _PROMPT_TOKENS):
+            raise RuntimeError(f"{tree.name}: {tree.num_tokens} tokens, {found} of a prompt found")
+    each_prompt("tree_match")
+    for _ in range(0, all_tokens, new_tokens):
+        for tree, _, span in turns:
+            tokens = min(new_tokens, tree.num_tokens)
+            span["tree_evict"].append(_seconds(tree.evict, tokens))
+    for _ in range(_EVICTIONS_OF_ALL):
+        for tree, made, span in turns:
+            for prompt in made:
+                tree.insert(prompt)
+            span["tree_evict_all"].append(_seconds(tree.evict, all_tokens) / num_prompts)
+    for tree, *_ in turns:
+        if tree.num_tokens:
+            raise RuntimeError(f"{tree.name}: {tree.num_tokens} tokens are left")
+    return spans
+
+
+def _seconds(call, argument) -> float:
+    begin = time.perf_counter()
+    call(argument)
+    return time.perf_counter() - begin
+
+
+def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
+    """The figure and the table radix_tree."""
+    names = [*OPERATIONS.values()]
+    rows = rows.assign(operation=rows["phase"].map(OPERATIONS))
+    table = rows.pivot(
+        index=["page_size", "operation"], columns="implementation", values="us_per_prompt"
+    )
+    table = table.sort_index(
+        level=1, key=lambda level: level.map(names.index), sort_remaining=False
+    )
+    path = folder / "radix_tree.csv"
+    style.write_atomically(path, table.to_csv(float_format="%.3f"))
+    return [*style.save(_draw(table, names), folder, "radix_tree"), path]
+
+
+def _draw(table: pd.DataFrame, operations: list[str]) -> Figure:
+    """Bars of each operation, a panel for every page size, on a logarithmic scale."""
+    page_sizes = sorted(table.index.unique("page_size"), reverse=True)
+    figure, panels, _ = style.panel_grid(
+        len(page_sizes), height=2.0, width=3.3, columns=2, sharey=True
+    )
+    present = [name for name in _LOOKS if name in table]
+    largest = table[present].max().max()
+    ticks = [tick for tick in (1, 3, 10, 30, 100, 300, 1000, 3000) if tick < 3 * largest]
+    width = 0.8 / len(present)
+    for axis, page_size in zip(panels, page_sizes, strict=True):
+        of_page = table.loc[page_size].reindex(operations)
+        for number, name in enumerate(present):
+            offset = (number - (len(present) - 1) / 2) * width
+            bars = axis.bar(
+                [at + offset for at in range(len(operations))],
+                of_page[name], width=width, **_LOOKS[name],
+            )  # fmt: skip
+            axis.bar_label(bars, fmt="%.2g", fontsize=5.5)
+        axis.set_xticks(range(len(operations)), [_wrapped(name) for name in operations])
+        axis.tick_params(axis="x", labelsize=6)
+        plural = "" if page_size == 1 else "s"
+        axis.set(title=f"pages of {page_size:g} token{plural}", yscale="log")
+        axis.set_yticks(ticks, map("{:g}".format, ticks))
+        axis.minorticks_off()
+    panels[0].set_ylabel("µs per prompt of 4,096 tokens")
+    style.shared_legend(figure)
+    return figure
+
+
+def _wrapped(operation: str) -> str:
+    return operation.replace(", ", ",\n")
