@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Hashable
 
-from cache.policies.queues import GhostList, QueuePolicy
+from cache.policies.queues import GhostList, Queue, QueuePolicy
 
 
 class ARC(QueuePolicy):
@@ -19,8 +18,8 @@ class ARC(QueuePolicy):
     name = "arc"
 
     def _reset(self) -> None:
-        self._t1 = OrderedDict()
-        self._t2 = OrderedDict()
+        self._t1 = Queue()
+        self._t2 = Queue()
         self._b1 = GhostList(self._capacity)
         self._b2 = GhostList(2 * self._capacity)
         self._p = 0.0

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Hashable
 
-from cache.policies.queues import GhostList, QueuePolicy
+from cache.policies.queues import GhostList, Queue, QueuePolicy
 
 
 class MQ(QueuePolicy):
@@ -32,7 +31,7 @@ class MQ(QueuePolicy):
         self.ghost_ratio = ghost_ratio
 
     def _reset(self) -> None:
-        self._queues = [OrderedDict() for _ in range(self.num_queues)]
+        self._queues = [Queue() for _ in range(self.num_queues)]
         self._ghosts = GhostList(int(self._capacity * self.ghost_ratio))
         self._remembered: dict[Hashable, int] = {}
         self._accesses: dict[int, int] = {}

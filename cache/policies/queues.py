@@ -9,8 +9,12 @@ from collections.abc import Callable, Hashable, Iterator
 
 from cache.policies.base import EvictionPolicy
 
-Queue = OrderedDict[int, None]
-"""Block ids from the oldest to the newest: a hash map over a linked list, O(1) everywhere."""
+
+class Queue(OrderedDict[int, None]):
+    """Block ids from the oldest to the newest: a hash map over a linked list, O(1) everywhere."""
+
+    num_released = 0
+    """How many of them may be evicted."""
 
 
 class QueuePolicy(EvictionPolicy):
@@ -25,7 +29,7 @@ class QueuePolicy(EvictionPolicy):
     def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
         self._capacity = capacity
         self._keys: dict[int, Hashable] = {}
-        self._queue_of: dict[int, Queue] = {}
+        self._queue_of: dict[int, Queue] = {}  # empty in a subclass with a list of its own
         self._pinned: set[int] = set()
         self._newcomers: set[int] = set()
         self._reset()
@@ -44,11 +48,15 @@ class QueuePolicy(EvictionPolicy):
         if block not in self._keys:
             raise KeyError(block)
         self._pinned.add(block)
+        if (queue := self._queue_of.get(block)) is not None:
+            queue.num_released -= 1
 
     def release(self, block: int) -> None:
         if block not in self._pinned:
             raise ValueError(f"release: block {block} is released already")
         self._pinned.remove(block)
+        if (queue := self._queue_of.get(block)) is not None:
+            queue.num_released += 1
         if block in self._newcomers:
             self._newcomers.remove(block)
             self._settle(block)
@@ -101,24 +109,30 @@ class QueuePolicy(EvictionPolicy):
         self._queue_of[block].move_to_end(block)
 
     def _remove(self, block: int) -> None:
-        """Take ``block`` out of its queue."""
-        del self._queue_of.pop(block)[block]
+        """Take ``block``, a released one, out of its queue."""
+        queue = self._queue_of.pop(block)
+        queue.num_released -= 1
+        del queue[block]
 
     def _move(self, block: int, queue: Queue) -> None:
         """Make ``block`` the newest of ``queue``, taking it out of the one it was in."""
+        is_released = block not in self._pinned
         if (old := self._queue_of.get(block)) is not None:
             del old[block]
+            old.num_released -= is_released
         queue[block] = None
+        queue.num_released += is_released
         self._queue_of[block] = queue
 
     def _oldest(self, queue: Queue) -> int | None:
         """The oldest released block of ``queue``; None if all of it is in use."""
-        for _ in range(len(queue)):
+        if not queue.num_released:
+            return None  # as a whole round would find
+        while True:
             block = next(iter(queue))
             if block not in self._pinned:
                 return block
             queue.move_to_end(block)
-        return None
 
     def _first_of(self, *queues: Queue) -> int:
         """The oldest released block of the first queue that has one."""

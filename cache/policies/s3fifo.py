@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Hashable
 
-from cache.policies.queues import GhostList, QueuePolicy
+from cache.policies.queues import GhostList, Queue, QueuePolicy
 
 
 class S3FIFO(QueuePolicy):
@@ -35,8 +34,8 @@ class S3FIFO(QueuePolicy):
         self.promote_after = promote_after
 
     def _reset(self) -> None:
-        self._small = OrderedDict()
-        self._main = OrderedDict()
+        self._small = Queue()
+        self._main = Queue()
         self._small_size = int(self._capacity * self.small_ratio)
         self._main_size = self._capacity - self._small_size
         self._ghosts = GhostList(int(self._capacity * self.ghost_ratio))

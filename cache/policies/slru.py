@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
-from cache.policies.queues import QueuePolicy
+from cache.policies.queues import Queue, QueuePolicy
 
 
 class SLRU(QueuePolicy):
@@ -25,7 +23,7 @@ class SLRU(QueuePolicy):
         self.segments = segments
 
     def _reset(self) -> None:
-        self._queues = [OrderedDict() for _ in range(self.segments)]
+        self._queues = [Queue() for _ in range(self.segments)]
         self._level: dict[int, int] = {}
         self._share = self._capacity // self.segments
 

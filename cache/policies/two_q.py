@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Hashable
 
-from cache.policies.queues import GhostList, QueuePolicy
+from cache.policies.queues import GhostList, Queue, QueuePolicy
 
 
 class TwoQ(QueuePolicy):
@@ -27,8 +26,8 @@ class TwoQ(QueuePolicy):
         self.out_ratio = out_ratio
 
     def _reset(self) -> None:
-        self._incoming = OrderedDict()
-        self._main = OrderedDict()
+        self._incoming = Queue()
+        self._main = Queue()
         self._ghosts = GhostList(int(self._capacity * self.out_ratio))
         self._returning: set[Hashable] = set()
         self._in_size = int(self._capacity * self.in_ratio)
