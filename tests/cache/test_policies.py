@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -119,6 +121,38 @@ def test_many_blocks_in_use_do_not_slow_priority_eviction():
     policy._pop_entry = counted
     assert policy.evict_many(1000) == list(range(2000, 3000))
     assert pops == 3000
+
+
+@pytest.mark.parametrize("name", sorted({"arc", "mq", "s3fifo", "sieve", "slru", "two_q"}))
+def test_many_blocks_in_use_do_not_slow_queue_eviction(name):
+    """They stay in their queue, which is not to be walked for every victim from another one."""
+    released, in_use = 300, 700
+    policy = make_policy(name)
+    policy.start(released + in_use)
+    for block in range(released):
+        policy.insert(block, block, None, 0)
+        policy.release(block)
+    for _ in range(3):  # accessed again: the queue of the frequent, where there is one
+        for block in range(released):
+            policy.pin(block)
+            policy.release(block)
+    for block in range(released, released + in_use):
+        policy.miss(block)
+        policy.insert(block, block, None, 0)
+
+    calls = 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        victims = [policy.evict() for _ in range(released)]
+    finally:
+        sys.setprofile(None)
+    assert sorted(victims) == list(range(released))
+    assert calls < 60 * released  # a walk for each would be 700 and more
 
 
 @pytest.mark.parametrize(
