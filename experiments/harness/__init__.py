@@ -14,6 +14,7 @@ from experiments.harness.experiment import (
 from experiments.harness.ray_cluster import NoCluster, RayCluster
 from experiments.harness.store import FolderInUse
 from experiments.harness.sweep import OptionsError, SweepReport, plot_results, run_sweep
+from experiments.harness.workers import LastingWorker
 
 __all__ = [
     "Absent",
@@ -21,6 +22,7 @@ __all__ = [
     "Experiment",
     "FolderInUse",
     "InputFile",
+    "LastingWorker",
     "NoCluster",
     "Options",
     "OptionsError",

@@ -68,12 +68,14 @@ def run_sweep(
     fresh: bool = False,
     executor: Executor | None = None,
     cluster: RayCluster | None = None,
+    draw: bool = True,
 ) -> SweepReport:
     """Run what is missing of the grid, write ``out/<experiment>/<device>/`` and draw its figures.
 
     ``jobs`` is the number of worker processes (None: one a core; one for timed cells and on a
     GPU), ``fresh`` runs finished cells again, ``executor`` runs the cells in some other way,
-    ``cluster`` on its machines.  A cell that raises is reported, not raised.
+    ``cluster`` on its machines.  A cell that raises is reported, not raised.  Without ``draw``
+    there are no figures.
 
     Raises OptionsError for options that the grid cannot serve, FolderInUse if another sweep is
     writing to the folder.
@@ -105,7 +107,7 @@ def run_sweep(
         finally:
             sweep.assemble()
         sweep.summarise()
-        if sweep.records:
+        if draw and sweep.records:
             report.figures = plot_results(experiment, store.folder)
         report.seconds = time.perf_counter() - started
         log.info("done in %.1f s", report.seconds)

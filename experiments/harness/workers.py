@@ -91,8 +91,10 @@ def run_locally(tasks: Sequence[Task], *, jobs: int) -> Generator[Outcome]:
         while busy := {w.connection: w for w in workers if w.task is not None}:
             for connection in wait(list(busy)):
                 worker = busy[connection]
-                yield worker.take_outcome()
-                if not worker.alive:
+                outcome = worker.take_outcome()
+                yield outcome
+                if _is_spent(worker, outcome):
+                    worker.stop()
                     workers.remove(worker)
                     worker = _Worker(threads)
                     workers.append(worker)
@@ -100,6 +102,55 @@ def run_locally(tasks: Sequence[Task], *, jobs: int) -> Generator[Outcome]:
     finally:
         for worker in workers:
             worker.stop()
+
+
+class LastingWorker:
+    """An executor of one process that goes on from sweep to sweep, with all that is set up in it.
+
+    deadline: when ``time.monotonic`` reaches it no task begins, and one that runs is given up; the
+    remaining tasks have no outcome.  A context manager, which ends the process.
+    """
+
+    def __init__(self, deadline: float = float("inf")) -> None:
+        self.deadline = deadline
+        self._worker: _Worker | None = None
+
+    def __enter__(self) -> LastingWorker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def __call__(self, tasks: Sequence[Task]) -> Generator[Outcome]:
+        if self._worker is not None and self._worker.task is not None:
+            self._end()  # a sweep was left while it ran
+        for task in tasks:
+            remaining = self.deadline - time.monotonic()
+            if remaining <= 0:
+                return
+            if self._worker is None:
+                self._worker = _Worker(len(os.sched_getaffinity(0)))
+            worker = self._worker
+            worker.give(task)
+            timeout = None if remaining == float("inf") else remaining
+            if not worker.connection.poll(timeout):
+                self._end()
+                return
+            outcome = worker.take_outcome()
+            if _is_spent(worker, outcome):
+                self._end()
+            yield outcome
+
+    def _end(self) -> None:
+        if self._worker is not None:
+            self._worker.stop()
+            self._worker = None
+
+
+def _is_spent(worker: _Worker, outcome: Outcome) -> bool:
+    """Whether the process can run no further task: it is dead, or its CUDA context is, in which
+    every call fails after one that went wrong on the device."""
+    return not worker.alive or (outcome.status == "failed" and "CUDA" in outcome.message)
 
 
 class _Waiting:

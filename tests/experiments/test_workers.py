@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections import defaultdict
 
 import pytest
 
-from experiments.harness.workers import Task, run_locally
+from experiments.harness.workers import LastingWorker, Task, run_locally
 
 
 @pytest.fixture
@@ -67,3 +68,62 @@ def test_workers_share_the_cores_unless_a_number_of_threads_is_asked_for(asked, 
 
 def test_no_task_no_worker():
     assert list(run_locally([], jobs=2)) == []
+
+
+@pytest.fixture
+def lasting(tiny, tmp_path, monkeypatch):
+    """Run tiny cells on a LastingWorker; returns outcomes and the processes they ran in."""
+    journal = tmp_path / "journal"
+
+    def run(worker, behaviour=None, cells=2):
+        journal.write_text("")
+        given = {"journal": str(journal), **(behaviour or {})}
+        # A worker that runs keeps its environment, so behaviour counts for fresh ones only.
+        monkeypatch.setenv("TINY_BEHAVIOUR", json.dumps(given))
+        tasks = [
+            Task(str(cell.number), tiny.run_cell, cell)
+            for cell in tiny.cells(tiny.TinyOptions(cells=cells))
+        ]
+        outcomes = list(worker(tasks))
+        return outcomes, [line.split()[1] for line in journal.read_text().splitlines()]
+
+    return run
+
+
+def test_a_lasting_worker_serves_one_sweep_after_the_other(lasting):
+    with LastingWorker() as worker:
+        first, processes = lasting(worker)
+        second, more = lasting(worker)
+    assert [outcome.status for outcome in (*first, *second)] == ["finished"] * 4
+    assert len({*processes, *more}) == 1
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "fresh"),
+    [
+        ({"raises": [0]}, False),
+        ({"raises": [0], "message": "CUDA error: an illegal memory access"}, True),
+        ({"dies": [0]}, True),
+    ],
+    ids=["error", "CUDA error", "death"],
+)
+@pytest.mark.parametrize("executor", ["lasting", "local"])
+def test_a_fresh_process_follows_where_the_old_one_is_spent(lasting, executor, behaviour, fresh):
+    with LastingWorker() as worker:
+        run = worker if executor == "lasting" else lambda tasks: run_locally(tasks, jobs=1)
+        outcomes, processes = lasting(run, behaviour, cells=3)
+    assert [outcome.status for outcome in outcomes] == ["failed", "finished", "finished"]
+    assert len(set(processes)) == 1 + fresh
+
+
+def test_at_the_deadline_what_runs_is_given_up_and_nothing_begins(lasting):
+    with LastingWorker() as worker:
+        lasting(worker, {"sleep": 60}, cells=0)
+        started = time.monotonic()
+        worker.deadline = started + 3
+        outcomes, processes = lasting(worker, {"sleep": 60})
+        assert (outcomes, time.monotonic() - started < 30) == ([], True)
+        assert len(processes) <= 1
+        assert lasting(worker)[0] == []
+        worker.deadline = float("inf")
+        assert len(lasting(worker)[0]) == 2

@@ -54,7 +54,7 @@ def run_cell(cell: TinyCell) -> list[dict]:
 
     journal: file to which each run of a cell appends its number and process; sleep: seconds that
     the first cell takes, the later the less; raises, dies, unavailable: numbers of the cells that
-    do; no_scalar: the row holds a list.
+    do; message: of the errors raised; no_scalar: the row holds a list.
     """
     import numpy as np
 
@@ -64,7 +64,7 @@ def run_cell(cell: TinyCell) -> list[dict]:
             journal.write(f"{cell.number} {os.getpid()}\n")
     time.sleep(behaviour.get("sleep", 0) * (1 - cell.number / cell.of))
     if cell.number in behaviour.get("raises", ()):
-        raise RuntimeError("this cell raises")
+        raise RuntimeError(behaviour.get("message", "this cell raises"))
     if cell.number in behaviour.get("dies", ()):
         os.kill(os.getpid(), signal.SIGKILL)
     if cell.number in behaviour.get("unavailable", ()):
