@@ -1,8 +1,7 @@
-"""What the block size costs: hits lost to coarse blocks, and slots left empty in last blocks.
+"""What the block size costs: hits lost to coarse blocks, empty slots in last ones, kernel time.
 
-The trade-off of fig. 18 of the PagedAttention paper (Kwon et al., SOSP 2023), for the cache alone.
-Small blocks match a shared prefix more closely and waste less of their last block; what large ones
-gain is kernel time.
+The trade-off of fig. 18 of the PagedAttention paper (Kwon et al., SOSP 2023).  Small blocks match a
+shared prefix more closely and waste less of their last block; what large ones gain is kernel time.
 
 - ``hit_rate``: serial replay with ``policy`` of traces whose blocks are regrouped, in a cache of
   the same number of tokens whatever the block size, and in one that never evicts.  A trace cannot
@@ -12,6 +11,8 @@ gain is kernel time.
   with their size, copies of parts bring back, down to the trace's own blocks.
 - ``waste``: each request by itself, when its last token is stored: slots of its blocks that are
   empty, as a share of all slots of its blocks.  From lengths alone, so any block size will do.
+- ``latency``: a decode step on a GPU over caches of each block size, powers of two and others,
+  timed and checked as in ``kernel_latency``.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import cache
-from experiments import style, workloads
+from experiments import kernel_problems, style, workloads
 from experiments.harness import Absent, Cell, Experiment, Options, Repeated
+from experiments.harness.environment import cuda_available
+from experiments.kernel_problems import OURS, Shape
 from experiments.workloads import Source
 
 if TYPE_CHECKING:
@@ -36,8 +39,14 @@ LONGEST_OUTPUT = 100_000
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSizeOptions(Options):
-    """The grid: traces x block sizes x cache sizes."""
+    """The grid: traces x block sizes x cache sizes, and contexts x block sizes on a GPU."""
 
+    part: tuple[Literal["hit_rate", "partial_reuse", "waste", "latency"], ...] = (
+        "hit_rate",
+        "partial_reuse",
+        "waste",
+        "latency",
+    )
     trace: Repeated[tuple[Path, ...]] = ()
     """A request trace (.jsonl, .csv, .gz, .zst). None: $TRACES_DIR's, else synthetic ones."""
     policy: str = "lru"
@@ -50,6 +59,27 @@ class BlockSizeOptions(Options):
     """Prompt tokens, from the start of each trace, that go through the manager."""
     num_requests: int | None = None
     """Requests of each synthetic trace. None: as many as the workload has by itself."""
+    latency_block_size: tuple[int, ...] = (1, 2, 3, 4, 8, 16, 24, 32, 64, 100, 128, 256, 512, 1024)
+    """Tokens per block of the decode steps."""
+    latency_context_len: tuple[int, ...] = (1024, 4096, 16384)
+    """Tokens of each sequence of the decode steps."""
+    latency_batch: int = 64
+    """Sequences of the decode steps."""
+    latency_implementation: tuple[str, ...] = (OURS, "flash_attn_2", "flash_attn_3")
+    """Ours, or a baseline of kernels/baselines.py."""
+    budget_ms: float = 60.0
+    """Device time for the samples of a decode step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatencyCell(Cell):
+    shape: Shape
+    implementation: str
+    budget_ms: float
+
+    @property
+    def group(self) -> tuple[str, ...]:
+        return ("latency",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,14 +98,45 @@ class BlockSizeCell(Cell):
         return (self.source.name,)
 
 
-def cells(options: BlockSizeOptions) -> Iterator[BlockSizeCell | Absent]:
+def cells(options: BlockSizeOptions) -> Iterator[BlockSizeCell | LatencyCell | Absent]:
     cache.make_policy(options.policy)  # raises for an unknown one
-    for block_size in options.block_size:
-        if block_size < 1:
-            raise ValueError(f"--block-size must be at least 1, got {block_size}")
+    for name in ("block_size", "latency_block_size", "latency_context_len"):
+        if (least := min(getattr(options, name), default=1)) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {least}")
+    if options.latency_batch < 1:
+        raise ValueError(f"--latency-batch must be at least 1, got {options.latency_batch}")
     for percent in options.capacity_percent:
         if not 0 < percent <= 100:
             raise ValueError(f"--capacity-percent must be above 0 and at most 100, got {percent}")
+    if "latency" in options.part:
+        if cuda_available():
+            yield from _latency_cells(options)
+        else:
+            yield Absent("latency: there is no GPU here")
+    if set(options.part) - {"latency"}:
+        yield from _trace_cells(options)
+
+
+def _latency_cells(options: BlockSizeOptions) -> Iterator[LatencyCell]:
+    for context_len in options.latency_context_len:
+        for block_size in options.latency_block_size:
+            shape = Shape(
+                op="decode",
+                batch=options.latency_batch,
+                context_len=context_len,
+                block_size=block_size,
+                seed=options.seed,
+            )
+            for implementation in options.latency_implementation:
+                yield LatencyCell(
+                    seed=options.seed,
+                    shape=shape,
+                    implementation=implementation,
+                    budget_ms=options.budget_ms,
+                )
+
+
+def _trace_cells(options: BlockSizeOptions) -> Iterator[BlockSizeCell | Absent]:
     sources = workloads.sources(
         options.trace,
         seed=options.seed,
@@ -94,22 +155,28 @@ def cells(options: BlockSizeOptions) -> Iterator[BlockSizeCell | Absent]:
                 "block_size": block_size,
                 "policy": options.policy,
             }
-            yield BlockSizeCell(part="waste", capacity_percent=0.0, **common)
+            if "waste" in options.part:
+                yield BlockSizeCell(part="waste", capacity_percent=0.0, **common)
             if not trace.has_blocks or block_size % (trace.block_size or block_size + 1):
                 continue
-            for percent in (*options.capacity_percent, float("inf")):
-                yield BlockSizeCell(part="hit_rate", capacity_percent=percent, **common)
-            for reuse in (False, True):
-                yield BlockSizeCell(
-                    part="partial_reuse",
-                    capacity_percent=max(options.capacity_percent),
-                    partial_block_reuse=reuse,
-                    manager_tokens=options.manager_tokens,
-                    **common,
-                )
+            if "hit_rate" in options.part:
+                for percent in (*options.capacity_percent, float("inf")):
+                    yield BlockSizeCell(part="hit_rate", capacity_percent=percent, **common)
+            if "partial_reuse" in options.part:
+                for reuse in (False, True):
+                    yield BlockSizeCell(
+                        part="partial_reuse",
+                        capacity_percent=max(options.capacity_percent),
+                        partial_block_reuse=reuse,
+                        manager_tokens=options.manager_tokens,
+                        **common,
+                    )
 
 
-def run_cell(cell: BlockSizeCell) -> list[dict[str, Any]]:
+def run_cell(cell: BlockSizeCell | LatencyCell) -> list[dict[str, Any]]:
+    if isinstance(cell, LatencyCell):
+        row = kernel_problems.run(cell.shape, cell.implementation, budget_ms=cell.budget_ms)
+        return [{"part": "latency", **row}]
     trace = workloads.load(cell.source)
     run = {"waste": _waste, "hit_rate": _hit_rate, "partial_reuse": _partial_reuse}[cell.part]
     row = {"part": cell.part, "trace": trace.name, "block_size": cell.block_size}
@@ -190,9 +257,60 @@ def _waste(cell: BlockSizeCell, trace: cache.Trace) -> list[dict[str, Any]]:
 
 
 def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
-    """The figure block_size: hit rates and waste against the block size."""
+    """The figures block_size, hit rates and waste against the block size, and, where a GPU was,
+    block_size_latency."""
+    latency = rows[rows["part"] == "latency"]
+    if len(latency):
+        latency = latency[latency["p50_us"].notna()]
+    of_traces = rows[rows["part"] != "latency"]
+    written = []
     with style.figures():
-        return style.save(_draw(rows), folder, "block_size")
+        if len(of_traces):
+            written += style.save(_draw(of_traces), folder, "block_size")
+        if len(latency):
+            written += style.save(_draw_latency(latency), folder, "block_size_latency")
+    return written
+
+
+_IMPLEMENTATIONS = {
+    OURS: {"color": style.BLUE, "marker": "o"},
+    "flash_attn_2": {"color": style.RED, "marker": "s"},
+    "flash_attn_3": {"color": style.ORANGE, "marker": "^"},
+}
+
+
+def _draw_latency(rows: pd.DataFrame) -> Figure:
+    """Latency above, share of the copy bandwidth below, a column per context."""
+    contexts = sorted(rows["context_len"].unique())
+    figure, axes, _ = style.panel_grid(
+        2 * len(contexts), height=2.0, columns=len(contexts), sharex=True
+    )
+    for column, context_len in enumerate(contexts):
+        latency, bandwidth = axes[column], axes[column + len(contexts)]
+        of_context = rows[rows["context_len"] == context_len].sort_values("block_size")
+        for name, line in of_context.groupby("implementation", sort=False):
+            look = {**_IMPLEMENTATIONS.get(name, {"color": style.GREY, "marker": "x"})}
+            look["label"] = name
+            latency.plot(line["block_size"], line["p50_us"], **look)
+            spread = (line["p20_us"], line["p80_us"])
+            latency.fill_between(line["block_size"], *spread, color=look["color"], alpha=0.2, lw=0)
+            bandwidth.plot(line["block_size"], 100 * line["bandwidth_fraction"], **look)
+        # From the implementation-independent bytes: the same whatever the block size.
+        fastest = (of_context["bytes"] / of_context["peak_gb_per_s"]).iloc[0] / 1e3
+        bound = {"color": "black", "ls": "dashed", "lw": 1, "label": "bound: copy bandwidth"}
+        latency.axhline(fastest, **bound)
+        bandwidth.axhline(100, **bound)
+        latency.set(title=f"context {context_len:,} tokens", ylim=(0, None))
+        bandwidth.set_ylim(0, 110)
+        bandwidth.set_xscale("log", base=4)
+        bandwidth.xaxis.set_major_formatter("{x:g}")
+        bandwidth.minorticks_off()
+    axes[0].set_ylabel("latency (µs)")
+    axes[len(contexts)].set_ylabel("% of copy bandwidth")
+    batch = rows["batch"].iloc[0]
+    figure.supxlabel(f"block size (tokens); decode of {batch} sequences", fontsize=8)
+    style.shared_legend(figure, columns=4)
+    return figure
 
 
 _LINES = [
@@ -244,10 +362,17 @@ def _draw(rows: pd.DataFrame) -> Figure:
 
 EXPERIMENT = Experiment(
     name="block_size",
-    figure="PagedAttention fig. 18: hit rate and wasted slots vs block size",
+    figure="PagedAttention fig. 18: hit rate, wasted slots and kernel latency vs block size",
     options=BlockSizeOptions(),
-    quick=BlockSizeOptions(num_requests=1_000, block_size=(1, 4, 16, 64, 256, 1024)),
+    quick=BlockSizeOptions(
+        num_requests=1_000,
+        block_size=(1, 4, 16, 64, 256, 1024),
+        latency_block_size=(1, 16, 24, 256),
+        latency_context_len=(4096,),
+        budget_ms=30.0,
+    ),
     cells=cells,
     run_cell=run_cell,
     plot=plot,
+    gpu="optional",
 )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pandas as pd
 import pytest
 
 import cache
 from cache.trace import Trace
+from experiments import block_size
 
 
 @pytest.fixture
@@ -56,13 +59,13 @@ def test_the_command_line_from_traces_to_the_figure(command_line, traces, tmp_pa
     ("options", "message"),
     [
         (("--block-size", 0), "--block-size must be at least 1, got 0"),
+        (("--latency-block-size", 0), "--latency-block-size must be at least 1, got 0"),
+        (("--latency-context-len", 0), "--latency-context-len must be at least 1, got 0"),
         (("--capacity-percent", 101), "--capacity-percent must be above 0 and at most 100"),
         (("--policy", "lruu"), "policy='lruu' is unknown; choose from"),
     ],
 )
 def test_bad_options(options, message):
-    from experiments import block_size
-
     field = options[0].removeprefix("--").replace("-", "_")
     value = options[1] if field == "policy" else (options[1],)
     with pytest.raises(ValueError, match=message):
@@ -70,11 +73,50 @@ def test_bad_options(options, message):
 
 
 def test_a_trace_without_full_blocks_has_waste_only(tmp_path):
-    from experiments import block_size
-
     path = tmp_path / "short.jsonl"
     rows = [(0, 20, 1, [0]), (1, 20, 1, [0])]
     cache.save_trace(Trace.from_requests(rows, name="short", block_size=16), path)
     options = block_size.BlockSizeOptions(trace=(path,), block_size=(16, 32))
-    parts = [row["part"] for c in block_size.cells(options) for row in block_size.run_cell(c)]
+    cells = (c for c in block_size.cells(options) if isinstance(c, block_size.BlockSizeCell))
+    parts = [row["part"] for c in cells for row in block_size.run_cell(c)]
     assert parts.count("waste") == 2
+
+
+def test_latency_is_absent_without_a_gpu_and_can_be_run_alone(monkeypatch):
+    only = block_size.BlockSizeOptions(part=("latency",))
+    monkeypatch.setattr(block_size, "cuda_available", lambda: False)
+    (absent,) = block_size.cells(only)
+    assert absent.reason == "latency: there is no GPU here"
+    monkeypatch.setattr(block_size, "cuda_available", lambda: True)
+    cells = list(block_size.cells(only))
+    assert len(cells) == 3 * 14 * 3
+    assert all(cell.shape.op == "decode" for cell in cells)
+
+
+def test_decode_is_right_at_odd_block_sizes(monkeypatch):
+    monkeypatch.setattr(block_size, "cuda_available", lambda: True)
+    options = block_size.BlockSizeOptions(
+        part=("latency",),
+        latency_block_size=(3, 24),
+        latency_context_len=(10,),
+        latency_batch=1,
+        latency_implementation=("pagelab",),
+        budget_ms=1.0,
+    )
+    rows = [row for cell in block_size.cells(options) for row in block_size.run_cell(cell)]
+    assert [row["block_size"] for row in rows] == [3, 24]
+    assert all(row["part"] == "latency" and row["error"] <= row["bound"] for row in rows)
+
+
+def test_the_latency_figure_has_bounds(monkeypatch, timed_rows, drawn):
+    monkeypatch.setattr(block_size, "cuda_available", lambda: True)
+    rows = timed_rows(block_size.cells(block_size.BlockSizeOptions(part=("latency",))))
+    rows = rows.assign(part="latency")
+    block_size.plot(rows, Path())
+    assert set(drawn) == {"block_size_latency"}
+    axes = drawn["block_size_latency"].axes
+    assert len(axes) == 6
+    assert all(
+        "bound: copy bandwidth" in {line.get_label() for line in axis.get_lines()} for axis in axes
+    )
+    assert block_size.plot(rows.assign(p50_us=float("nan")), Path()) == []
