@@ -1,0 +1,51 @@
+"""Two eviction policies of one's own, and how to see where they land between LRU and the optimum.
+
+    .venv/bin/python -m experiments run eviction --policy lru --policy belady \\
+        --policy docs/examples/my_policy.py:TailFirst --policy docs/examples/my_policy.py:Clock
+
+The engine takes them too: ``LLM(model, policy="docs/examples/my_policy.py:Clock")``.
+"""
+
+from __future__ import annotations
+
+from cache.policies import PriorityPolicy, QueuePolicy
+from cache.policies.queues import Queue
+
+
+class TailFirst(PriorityPolicy):
+    """LRU that gives up the deep blocks of a prompt sooner than its beginning.
+
+    A policy that is one number per block needs nothing else; the replay compiles it.
+    """
+
+    @staticmethod
+    def priority(block):  # the released block with the smallest number is evicted first
+        return block.accessed - 100.0 * block.depth
+
+
+class Clock(QueuePolicy):
+    """FIFO with a second chance (Corbató, 1968): blocks that were hit go round once more.
+
+    A policy that keeps state of its own says where a new block goes, what a hit changes and which
+    block to give up; ``cache/policies/base.py`` has the whole interface.
+    """
+
+    def _reset(self) -> None:
+        self._queue = Queue()
+        self._referenced: set[int] = set()
+
+    def _admit(self, block: int) -> None:
+        self._move(block, self._queue)
+
+    def _hit(self, block: int) -> None:
+        self._referenced.add(block)
+
+    def _choose(self) -> int:
+        while (block := self._oldest(self._queue)) in self._referenced:
+            self._referenced.remove(block)
+            self._move(block, self._queue)
+        return block
+
+    def _remove(self, block: int) -> None:
+        super()._remove(block)
+        self._referenced.discard(block)
