@@ -221,6 +221,23 @@ def random_paged_batch(
     )
 
 
+SCALES = ("none", "number", "tensor", "per head")
+
+
+def random_scales(kind: str, num_kv_heads: int, device: torch.device | str) -> dict[str, object]:
+    """k_scale and v_scale of an fp8 cache; kind: of SCALES."""
+    if kind == "none":
+        return {}
+    if kind == "number":
+        return {"k_scale": 0.7, "v_scale": 1.3}
+    k_scale, v_scale = 0.25 + torch.rand(
+        2, num_kv_heads, generator=torch.Generator().manual_seed(3)
+    ).to(device)
+    if kind == "tensor":
+        return {"k_scale": k_scale[0], "v_scale": v_scale[:1]}
+    return {"k_scale": k_scale, "v_scale": v_scale}
+
+
 def random_shared_prefix_args(
     group_sizes: Sequence[int],
     prefix_lens: Sequence[int],

@@ -22,7 +22,7 @@ from kernels.checks import FLOAT_DTYPES, check_tensor
 from kernels.primitives import INTERPRETED
 
 FP8_DTYPE = torch.float8_e4m3fn
-CACHE_DTYPES = (*FLOAT_DTYPES, FP8_DTYPE)
+KV_DTYPES = (*FLOAT_DTYPES, FP8_DTYPE)
 Scale = torch.Tensor | float | None
 """Scale of K or V in an fp8 cache: a number, an fp32 tensor of one or of num_kv_heads elements, or
 None for 1."""

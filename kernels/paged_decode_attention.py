@@ -32,7 +32,7 @@ from kernels.checks import (
     check_tensor,
 )
 from kernels.fp8_cache import (
-    CACHE_DTYPES,
+    KV_DTYPES,
     Scale,
     cache_argument,
     check_cache_scales,
@@ -330,7 +330,7 @@ def paged_decode_attention(
         ValueError: a shape, dtype, device, stride or option that does not fit; where the tensors
             lie in host memory also a table too narrow for a context length, or an invalid block id.
     """
-    check_kv_cache(k_cache, v_cache, dtypes=CACHE_DTYPES)
+    check_kv_cache(k_cache, v_cache, dtypes=KV_DTYPES)
     check_cache_scales(k_scale, v_scale, k_cache)
     _, block_size, num_kv_heads, head_dim = k_cache.shape
     device = k_cache.device

@@ -37,7 +37,7 @@ from kernels.checks import (
     check_tensor,
 )
 from kernels.fp8_cache import (
-    CACHE_DTYPES,
+    KV_DTYPES,
     Scale,
     cache_argument,
     check_cache_scales,
@@ -398,7 +398,7 @@ def paged_prefill_attention(
             lie in host memory also query starts that do not ascend or contradict max_seqlen_q, a
             table too narrow for a context length, or an invalid block id.
     """
-    check_kv_cache(k_cache, v_cache, dtypes=CACHE_DTYPES)
+    check_kv_cache(k_cache, v_cache, dtypes=KV_DTYPES)
     check_cache_scales(k_scale, v_scale, k_cache)
     head_dim = k_cache.shape[3]
     device = k_cache.device

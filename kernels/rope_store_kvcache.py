@@ -14,7 +14,7 @@ import triton.language as tl
 from kernels.apply_rotary_embedding import rotate_rows
 from kernels.checks import check_kv_cache, check_rotary, check_slots, check_tensor
 from kernels.fp8_cache import (
-    CACHE_DTYPES,
+    KV_DTYPES,
     Scale,
     cache_argument,
     check_cache_scales,
@@ -172,7 +172,7 @@ def rope_store_kvcache(
             host memory also a slot past the end of the cache or a position outside cos. Nothing
             has been written then.
     """
-    check_kv_cache(k_cache, v_cache, dtypes=CACHE_DTYPES)
+    check_kv_cache(k_cache, v_cache, dtypes=KV_DTYPES)
     check_cache_scales(k_scale, v_scale, k_cache)
     _, block_size, num_kv_heads, head_dim = k_cache.shape
     device = k_cache.device

@@ -34,7 +34,7 @@ from kernels.checks import (
     check_tensor,
 )
 from kernels.fp8_cache import (
-    CACHE_DTYPES,
+    KV_DTYPES,
     Scale,
     cache_argument,
     check_cache_scales,
@@ -383,7 +383,7 @@ def shared_prefix_decode_attention(
             lie in host memory also group offsets that do not ascend from 0 to batch, a table too
             narrow for its length, or an invalid block id.
     """
-    check_kv_cache(k_cache, v_cache, dtypes=CACHE_DTYPES)
+    check_kv_cache(k_cache, v_cache, dtypes=KV_DTYPES)
     check_cache_scales(k_scale, v_scale, k_cache)
     _, block_size, num_kv_heads, head_dim = k_cache.shape
     device = k_cache.device

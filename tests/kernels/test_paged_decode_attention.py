@@ -15,7 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels import paged_decode_attention, reference
-from kernels.accuracy import LAYOUTS, compare_with_twin, random_paged_batch
+from kernels.accuracy import (
+    LAYOUTS,
+    SCALES,
+    compare_with_twin,
+    random_paged_batch,
+    random_scales,
+)
+from kernels.fp8_cache import FP8_DTYPE
 
 # The interpreter computes rows and tiles that are masked afterwards, and numpy reports their NaNs.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -65,6 +72,7 @@ def test_matches_twin_on_any_shape(data, device):
     longest = 110 if device.type == "cpu" else 2000  # the interpreter is slow, and its tiles small
     context_lens = draw("context_lens", st.lists(st.integers(0, longest), min_size=1, max_size=3))
     window_size = draw("window_size", st.none() | st.integers(1, 120))
+    scales = draw("scales of an fp8 cache", st.none() | st.sampled_from(SCALES))
     batch = random_paged_batch(
         context_lens,
         num_q_heads=num_q_heads,
@@ -72,6 +80,7 @@ def test_matches_twin_on_any_shape(data, device):
         head_dim=draw("head_dim", st.sampled_from([16, 24, 33, 64, 80, 112])),
         block_size=draw("block_size", st.sampled_from([1, 2, 3, 7, 16, 24, 100, 256])),
         dtype=draw("dtype", st.sampled_from(DTYPES)),
+        kv_dtype=None if scales is None else FP8_DTYPE,
         device=device,
         layout=draw("layout", st.sampled_from(LAYOUTS)),
         seed=draw("seed", st.integers(0, 2**16)),
@@ -89,7 +98,49 @@ def test_matches_twin_on_any_shape(data, device):
         options["alibi_slopes"] = torch.rand(shape, generator=generator).to(device)
     if draw("sinks", st.booleans()):
         options["sinks"] = 3 * torch.randn(num_q_heads, generator=generator).to(device)
+    if scales is not None:
+        options |= random_scales(scales, num_kv_heads, device)
     assert_matches_twin(batch, **options)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "head_dim", "dtype", "scales"),
+    [
+        (1, 80, torch.float16, "number"),
+        (7, 112, torch.bfloat16, "per head"),
+        (16, 128, torch.bfloat16, "none"),
+        (24, 64, torch.float32, "tensor"),
+        (256, 96, torch.float16, "per head"),
+    ],
+)
+def test_fp8_caches(block_size, head_dim, dtype, scales, device):
+    lens = [70, 0, 33]
+    batch = make_batch(
+        lens,
+        device,
+        num_q_heads=6,
+        head_dim=head_dim,
+        block_size=block_size,
+        dtype=dtype,
+        kv_dtype=FP8_DTYPE,
+        hidden_tokens=[n - 50 for n in lens],
+    )
+    options = {"window_size": 50, "softcap": 20.0, **random_scales(scales, 2, device)}
+    for num_splits in (1, 2):
+        assert_matches_twin(batch, num_splits=num_splits, **options)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_equal_scales_are_bitwise_alike_in_every_form(num_splits, device):
+    batch = make_batch([70, 5], device, kv_dtype=FP8_DTYPE)
+    forms = [0.5, torch.tensor(0.5), torch.tensor([0.5]), torch.tensor([0.5, 0.5])]
+    forms = [form.to(device) if isinstance(form, torch.Tensor) else form for form in forms]
+    results = [decode(batch, k_scale=form, v_scale=form, num_splits=num_splits) for form in forms]
+    for result in results[1:]:
+        assert_bitwise_equal(result, results[0])
+    one = decode(batch, k_scale=1.0, v_scale=torch.ones(2, device=device), num_splits=num_splits)
+    assert_bitwise_equal(one, decode(batch, num_splits=num_splits))
+    assert not torch.equal(one[0], results[0][0])
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 7, 16, 24, 100, 256, 1024])
@@ -182,23 +233,27 @@ def test_empty_batch(device):
     assert (out.shape, lse.shape) == ((0, 4, 32), (0, 4))
 
 
+@pytest.mark.parametrize("kv_dtype", [None, FP8_DTYPE], ids=["fp16", "fp8"])
 @pytest.mark.parametrize("num_splits", [1, 2, 4])
-def test_batch_invariance(num_splits, device):
+def test_batch_invariance(num_splits, kv_dtype, device):
     lens = [90, 0, 33, 1, 64]
-    batch = make_batch(lens, device, block_size=7)
+    batch = make_batch(lens, device, block_size=7, kv_dtype=kv_dtype)
     sinks = torch.randn(4, device=device)
     options = {"num_splits": num_splits, "window_size": 70, "sinks": sinks}
+    if kv_dtype is not None:
+        options |= random_scales("per head", 2, device)
     out, lse = decode(batch, **options)
     for rows in ([4, 2, 0, 3, 1], [0], [2], [3, 3, 0]):
         some_out, some_lse = decode(batch.select(rows), **options)
         assert_bitwise_equal([some_out, some_lse], [out[rows], lse[rows]])
 
 
-def test_block_size_changes_nothing(device):
-    batch = make_batch([90, 33, 1], device, block_size=1)
+@pytest.mark.parametrize("kv_dtype", [None, FP8_DTYPE], ids=["fp16", "fp8"])
+def test_block_size_changes_nothing(kv_dtype, device):
+    batch = make_batch([90, 33, 1], device, block_size=1, kv_dtype=kv_dtype)
     expected = decode(batch, num_splits=2)
     for block_size in (3, 16, 100):
-        other = make_batch([90, 33, 1], device, block_size=block_size)
+        other = make_batch([90, 33, 1], device, block_size=block_size, kv_dtype=kv_dtype)
         assert torch.equal(other.q, batch.q)
         assert_bitwise_equal(decode(other, num_splits=2), expected)
 

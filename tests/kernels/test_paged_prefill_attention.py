@@ -16,8 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels import paged_decode_attention, paged_prefill_attention, reference
-from kernels.accuracy import LAYOUTS, compare_with_twin, max_error, random_paged_batch
+from kernels.accuracy import (
+    LAYOUTS,
+    SCALES,
+    compare_with_twin,
+    max_error,
+    random_paged_batch,
+    random_scales,
+)
 from kernels.architectures import CUDA_ARCHITECTURES
+from kernels.fp8_cache import FP8_DTYPE
 from kernels.shipped import HEAD_DIMS
 
 # The interpreter computes rows and tiles that are masked afterwards, and numpy reports their NaNs.
@@ -85,6 +93,7 @@ def test_matches_twin_on_any_shape(data, device):
         *draw("(context, queries)", st.lists(lens, min_size=1, max_size=3)), strict=True
     )
     window_size = draw("window_size", st.none() | st.integers(1, 80))
+    scales = draw("scales of an fp8 cache", st.none() | st.sampled_from(SCALES))
     batch = random_paged_batch(
         context_lens,
         query_lens=query_lens,
@@ -93,6 +102,7 @@ def test_matches_twin_on_any_shape(data, device):
         head_dim=draw("head_dim", st.sampled_from([16, 24, 33, 64, 80, 112])),
         block_size=draw("block_size", st.sampled_from([1, 2, 3, 7, 16, 24, 100, 256])),
         dtype=draw("dtype", st.sampled_from(DTYPES)),
+        kv_dtype=None if scales is None else FP8_DTYPE,
         device=device,
         layout=draw("layout", st.sampled_from(LAYOUTS)),
         seed=draw("seed", st.integers(0, 2**16)),
@@ -111,6 +121,34 @@ def test_matches_twin_on_any_shape(data, device):
         options["alibi_slopes"] = torch.rand(*shape, num_q_heads, generator=generator).to(device)
     if draw("sinks", st.booleans()):
         options["sinks"] = 3 * torch.randn(num_q_heads, generator=generator).to(device)
+    if scales is not None:
+        options |= random_scales(scales, num_kv_heads, device)
+    assert_matches_twin(batch, **options)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "head_dim", "dtype", "scales"),
+    [
+        (1, 80, torch.float16, "number"),
+        (7, 112, torch.bfloat16, "per head"),
+        (16, 128, torch.bfloat16, "none"),
+        (24, 64, torch.float32, "tensor"),
+        (256, 96, torch.float16, "per head"),
+    ],
+)
+def test_fp8_caches(block_size, head_dim, dtype, scales, device):
+    lens = [70, 0, 40], [20, 0, 40]
+    batch = make_batch(
+        *lens,
+        device,
+        num_q_heads=6,
+        head_dim=head_dim,
+        block_size=block_size,
+        dtype=dtype,
+        kv_dtype=FP8_DTYPE,
+        hidden_tokens=hidden_tokens(*lens, 30),
+    )
+    options = {"window_size": 30, "softcap": 20.0, **random_scales(scales, 2, device)}
     assert_matches_twin(batch, **options)
 
 
@@ -187,9 +225,10 @@ def test_single_queries_agree_with_decode(device):
     assert max_error(lse, decode_lse) < 1e-5
 
 
+@pytest.mark.parametrize("kv_dtype", [None, FP8_DTYPE], ids=["fp32", "fp8"])
 @pytest.mark.parametrize("chunk", [5, 13, 32])
-def test_chunks_agree_with_the_whole(chunk, device):
-    whole = make_batch([45], [45], device, dtype=torch.float32)
+def test_chunks_agree_with_the_whole(chunk, kv_dtype, device):
+    whole = make_batch([45], [45], device, dtype=torch.float32, kv_dtype=kv_dtype)
     expected = prefill(whole)
     for start in range(0, 45, chunk):
         stop = min(start + chunk, 45)
@@ -203,10 +242,13 @@ def test_chunks_agree_with_the_whole(chunk, device):
             assert max_error(actual, wanted[start:stop]) < 2e-6
 
 
-def test_batch_invariance(device):
+@pytest.mark.parametrize("kv_dtype", [None, FP8_DTYPE], ids=["fp16", "fp8"])
+def test_batch_invariance(kv_dtype, device):
     """Tiles are found by search or, in uniform batches, by division: both give the same bits."""
-    batch = make_batch(**MIXED, device=device, block_size=7)
+    batch = make_batch(**MIXED, device=device, block_size=7, kv_dtype=kv_dtype)
     options = {"window_size": 50, "sinks": torch.randn(4, device=device)}
+    if kv_dtype is not None:
+        options |= random_scales("per head", 2, device)
     out, lse = prefill(batch, **options)
     starts = batch.cu_seqlens_q.tolist()
     for rows in ([4, 2, 0, 3, 5, 1], [3], [3, 3, 5]):

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels import apply_rotary_embedding, reference, rope_store_kvcache, store_kvcache
-from kernels.accuracy import LAYOUTS, accuracy, bits, make_cache
+from kernels.accuracy import LAYOUTS, SCALES, accuracy, bits, make_cache, random_scales
+from kernels.fp8_cache import FP8_DTYPE
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
@@ -28,6 +29,8 @@ def test_is_rotation_then_store(data, device):
     num_tokens = draw("num_tokens", st.integers(0, 20))
     num_slots = draw("num_slots", st.integers(0, num_tokens))
     dtype = draw("dtype", st.sampled_from(DTYPES))
+    scale_kind = draw("scales of an fp8 cache", st.none() | st.sampled_from(SCALES))
+    scales = {} if scale_kind is None else random_scales(scale_kind, num_kv_heads, device)
     interleaved = draw("interleaved", st.booleans())
     torch.manual_seed(draw("seed", st.integers(0, 2**16)))
 
@@ -37,7 +40,7 @@ def test_is_rotation_then_store(data, device):
         block_size,
         num_kv_heads,
         head_dim,
-        dtype=dtype,
+        dtype=dtype if scale_kind is None else FP8_DTYPE,
         device=device,
         layout=draw("layout", st.sampled_from(LAYOUTS)),
     )
@@ -55,7 +58,7 @@ def test_is_rotation_then_store(data, device):
         apply_rotary_embedding(x, positions, *rotary, interleaved=interleaved) for x in (query, key)
     )
     want_k, want_v = k_cache.clone(), v_cache.clone()
-    store_kvcache(rotated_key, value, want_k, want_v, slots)
+    store_kvcache(rotated_key, value, want_k, want_v, slots, **scales)
     given_query = query.clone()
     kept = qkv[:, heads[0] :].clone()
     assert (
@@ -69,6 +72,7 @@ def test_is_rotation_then_store(data, device):
             positions,
             *rotary,
             interleaved=interleaved,
+            **scales,
         )
         is None
     )
@@ -86,6 +90,22 @@ def test_is_rotation_then_store(data, device):
         )
         result = accuracy(query, low, ref)
         assert result.passed, result
+
+
+@pytest.mark.parametrize("scales", SCALES)
+def test_twin_of_fp8_caches(scales, device):
+    """Where rotated keys are exact, since every angle is 0, the twin stores the same bits."""
+    key, value = torch.randn(2, 5, 2, 32, device=device).half().unbind(0)
+    slots, positions = torch.tensor([7, -1, 0], device=device), torch.arange(5, device=device)
+    cos, sin = torch.ones(9, 8, device=device), torch.zeros(9, 8, device=device)
+    results = []
+    for op in (rope_store_kvcache, reference.rope_store_kvcache):
+        caches = torch.zeros(2, 2, 4, 2, 32, device=device).to(FP8_DTYPE)
+        arguments = None, key, value, *caches, slots, positions, cos, sin
+        op(*arguments, **random_scales(scales, 2, device))
+        results.append(bits(caches))
+    assert torch.equal(*results)
+    assert results[0].any()
 
 
 @pytest.mark.parametrize("with_query", [False, True])

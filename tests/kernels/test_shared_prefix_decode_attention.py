@@ -14,11 +14,14 @@ from hypothesis import strategies as st
 from kernels import paged_decode_attention, reference, shared_prefix_decode_attention
 from kernels.accuracy import (
     LAYOUTS,
+    SCALES,
     compare_with_twin,
     max_error,
+    random_scales,
     random_shared_prefix_args,
 )
 from kernels.architectures import CUDA_ARCHITECTURES
+from kernels.fp8_cache import FP8_DTYPE
 
 # The interpreter computes rows and tiles that are masked afterwards, and numpy reports their NaNs.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -73,6 +76,7 @@ def test_matches_twin_on_any_shape(data, device):
     prefix_lens = [draw("prefix_len", st.integers(0, 70)) for _ in group_sizes]
     suffix_lens = [draw("suffix_len", st.integers(0, 40)) for _ in range(sum(group_sizes))]
     window_size = draw("window_size", st.none() | st.integers(1, 100))
+    scales = draw("scales of an fp8 cache", st.none() | st.sampled_from(SCALES))
     args = random_shared_prefix_args(
         group_sizes,
         prefix_lens,
@@ -83,6 +87,7 @@ def test_matches_twin_on_any_shape(data, device):
         head_dim=draw("head_dim", st.sampled_from([16, 33, 80])),
         block_size=draw("block_size", st.sampled_from([1, 3, 7, 16, 100])),
         dtype=draw("dtype", st.sampled_from([torch.float16, torch.bfloat16, torch.float32])),
+        kv_dtype=None if scales is None else FP8_DTYPE,
         device=device,
         layout=draw("layout", st.sampled_from(LAYOUTS)),
         seed=draw("seed", st.integers(0, 2**16)),
@@ -100,7 +105,24 @@ def test_matches_twin_on_any_shape(data, device):
         options["alibi_slopes"] = torch.rand(shape, generator=generator).to(device)
     if draw("sinks", st.booleans()):
         options["sinks"] = 3 * torch.randn(num_q_heads, generator=generator).to(device)
+    if scales is not None:
+        options |= random_scales(scales, num_kv_heads, device)
     assert_matches_twin(args, **options)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "head_dim", "dtype", "scales"),
+    [
+        (1, 80, torch.bfloat16, "per head"),
+        (7, 112, torch.float16, "tensor"),
+        (256, 128, torch.bfloat16, "number"),
+    ],
+)
+def test_fp8_caches(block_size, head_dim, dtype, scales, device):
+    shape = {"block_size": block_size, "head_dim": head_dim, "dtype": dtype}
+    args = make_args([2, 1], [50, 0], [3, 40, 0], device, kv_dtype=FP8_DTYPE, **shape)
+    options = {"num_prefix_splits": 2, **random_scales(scales, 2, device)}
+    assert_matches_twin(args, window_size=45, **options)
 
 
 @pytest.mark.parametrize(
@@ -194,10 +216,13 @@ def test_prefix_of_an_empty_group_is_not_looked_at(device):
     assert torch.equal(shared_prefix_decode_attention(**args), want)
 
 
-def test_batch_invariant(device):
+@pytest.mark.parametrize("kv_dtype", [None, FP8_DTYPE], ids=["fp16", "fp8"])
+def test_batch_invariant(kv_dtype, device):
     """A sequence's result is bitwise the same alone, in its group and among other groups."""
     options = {"num_prefix_splits": 2, "num_splits": 2, "return_lse": True, "window_size": 60}
-    args = make_args([3, 2], [70, 40], [5, 20, 9, 30, 40], device)
+    if kv_dtype is not None:
+        options |= random_scales("per head", 2, device)
+    args = make_args([3, 2], [70, 40], [5, 20, 9, 30, 40], device, kv_dtype=kv_dtype)
     together = shared_prefix_decode_attention(*args, **options)
     q, k_cache, v_cache, prefix_tables, prefix_lens, _, tables, lens = args
     for i, group in ((1, 0), (4, 1)):

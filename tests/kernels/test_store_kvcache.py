@@ -1,4 +1,4 @@
-"""store_kvcache against its twin: exact copies, so every comparison is bitwise."""
+"""store_kvcache against its twin: copies and quantisation are exact, so comparisons are bitwise."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels import reference, store_kvcache
-from kernels.accuracy import bits, make_cache
+from kernels.accuracy import SCALES, bits, make_cache, random_scales
+from kernels.fp8_cache import FP8_DTYPE
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
@@ -26,10 +27,10 @@ def head_major(num_tokens, num_kv_heads, head_dim, dtype, device):
     return kv[0].transpose(0, 1), kv[1].transpose(0, 1)
 
 
-def assert_stores_like_twin(key, value, k_cache, v_cache, slot_mapping):
+def assert_stores_like_twin(key, value, k_cache, v_cache, slot_mapping, **scales):
     want_k, want_v = k_cache.clone(), v_cache.clone()
-    reference.store_kvcache(key, value, want_k, want_v, slot_mapping)
-    assert store_kvcache(key, value, k_cache, v_cache, slot_mapping) is None
+    reference.store_kvcache(key, value, want_k, want_v, slot_mapping, **scales)
+    assert store_kvcache(key, value, k_cache, v_cache, slot_mapping, **scales) is None
     assert torch.equal(bits(k_cache), bits(want_k))
     assert torch.equal(bits(v_cache), bits(want_v))
 
@@ -47,16 +48,25 @@ def test_matches_twin(data, device):
     layout = draw(st.sampled_from(["NHD", "HND", "layer"]), label="layout")
     source = draw(st.sampled_from([fused_qkv, head_major]), label="source")
     slot_dtype = draw(st.sampled_from([torch.int32, torch.int64]), label="slot_dtype")
+    scale_kind = draw(st.none() | st.sampled_from(SCALES), label="scales of an fp8 cache")
+    scales = {} if scale_kind is None else random_scales(scale_kind, num_kv_heads, device)
+    cache_dtype = dtype if scale_kind is None else FP8_DTYPE
     torch.manual_seed(draw(st.integers(0, 2**16), label="seed"))
 
     key, value = source(num_tokens, num_kv_heads, head_dim, dtype, device)
     k_cache, v_cache = make_cache(
-        num_blocks, block_size, num_kv_heads, head_dim, dtype=dtype, device=device, layout=layout
+        num_blocks,
+        block_size,
+        num_kv_heads,
+        head_dim,
+        dtype=cache_dtype,
+        device=device,
+        layout=layout,
     )
     slots = torch.randperm(num_blocks * block_size)[:num_slots]
     skipped = torch.rand(num_slots) < 0.2
     slots[skipped] = torch.randint(-(2**31), 0, (int(skipped.sum()),))
-    assert_stores_like_twin(key, value, k_cache, v_cache, slots.to(device, slot_dtype))
+    assert_stores_like_twin(key, value, k_cache, v_cache, slots.to(device, slot_dtype), **scales)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,0 +1,243 @@
+"""fp8 KV caches: every code and every rounding, arguments, and what the compiler makes of them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import kernels
+from kernels import flash_attn_compat, paged_decode_attention, store_kvcache
+from kernels.accuracy import bits, random_paged_batch, random_shared_prefix_args
+from kernels.architectures import CUDA_ARCHITECTURES
+from kernels.fp8_cache import FP8_DTYPE
+from kernels.shipped import HEAD_DIMS
+from kernels.tiles import PROGRAMS_PER_MULTIPROCESSOR
+
+# Results with NaN are wanted here, and numpy reports them.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+
+
+def every_code(device):
+    """All 256 codes, a token of 16 elements each 16."""
+    return torch.arange(256, dtype=torch.uint8, device=device).view(16, 1, 1, 16).view(FP8_DTYPE)
+
+
+def every_number(dtype, device):
+    """All fp16 or bf16 numbers; of fp32 those on, around and between the codes, and extremes."""
+    if dtype != torch.float32:
+        return torch.arange(-(2**15), 2**15, dtype=torch.int16, device=device).view(dtype)
+    codes = every_code("cpu").flatten()[:127].float()
+    x = torch.cat([codes, (codes[1:] + codes[:-1]) / 2])
+    x = torch.cat([x, x.nextafter(torch.tensor(math.inf)), x.nextafter(torch.tensor(0.0))])
+    extremes = [464.0, 464.1, 1e30, math.inf, math.nan, 1e-30, 2.0**-10, 1.1 * 2.0**-10]
+    x = torch.cat([x, torch.tensor(extremes)])
+    return torch.cat([x, -x]).to(device)
+
+
+def stored(x, scale):
+    """What the store leaves of the numbers x in an fp8 cache."""
+    numbers = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % 16)).view(-1, 1, 16)
+    cache = torch.zeros(len(numbers), 1, 1, 16, device=x.device).to(FP8_DTYPE)
+    slots = torch.arange(len(numbers), device=x.device)
+    store_kvcache(numbers, numbers, cache, cache, slots, k_scale=scale, v_scale=scale)
+    return cache.flatten()[: x.numel()]
+
+
+@pytest.mark.parametrize("scale", [None, 1.0, 0.37, 3e-6, 2000.0], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_number_is_stored_as_pytorch_converts_it(dtype, scale, device):
+    x = every_number(dtype, device)
+    want = (x.float() / (1.0 if scale is None else scale)).clamp(-448, 448).to(FP8_DTYPE)
+    for form in (scale,) if scale is None else (scale, torch.tensor(scale, device=device)):
+        got = stored(x, form)
+        assert torch.equal(got.float().isnan(), x.isnan())
+        assert torch.equal(bits(got)[~x.isnan()], bits(want)[~x.isnan()])
+
+
+@pytest.mark.parametrize("scale", [None, 0.25])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_code_is_read_exactly(dtype, scale, device):
+    """A sequence of one token returns its value; with unit vectors as queries its LSEs are
+    its key."""
+    v_cache = every_code(device)
+    k_cache = torch.zeros(16, 1, 1, 16, device=device).to(FP8_DTYPE)
+    tables = torch.arange(16, dtype=torch.int32, device=device)[:, None]
+    lens = torch.ones(16, dtype=torch.int32, device=device)
+    q = torch.zeros(16, 1, 16, device=device, dtype=dtype)
+    out = paged_decode_attention(q, k_cache, v_cache, tables, lens, v_scale=scale)
+    want = v_cache[:, 0].to(dtype) * (scale or 1.0)
+    assert torch.equal(out.nan_to_num(), want.nan_to_num())
+    assert torch.equal(out.isnan(), want.isnan())
+
+    q = torch.eye(16, device=device, dtype=dtype).repeat(16, 1, 1)
+    keys = every_code(device).float().nan_to_num()  # a NaN would reach the products of its row
+    options = {"k_scale": scale, "scale": 1.0, "return_lse": True}
+    _, lse = paged_decode_attention(q, keys.to(FP8_DTYPE), k_cache, tables, lens, **options)
+    torch.testing.assert_close(lse, keys[:, 0, 0] * (scale or 1.0), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+@pytest.mark.parametrize("which", ["k", "v"])
+def test_nan_in_a_used_slot_stays_in_its_sequence(which, code, device):
+    shape = {"num_q_heads": 2, "num_kv_heads": 1, "head_dim": 16, "block_size": 4}
+    batch = random_paged_batch(
+        [9, 9], dtype=torch.float16, kv_dtype=FP8_DTYPE, device=device, **shape
+    )
+    expected = paged_decode_attention(*batch.decode_args)
+    bits({"k": batch.k_cache, "v": batch.v_cache}[which])[batch.block_tables[1, 0], 3] = code
+    out = paged_decode_attention(*batch.decode_args)
+    assert torch.equal(out[0], expected[0])
+    assert out[1].isnan().all()
+    assert expected.isfinite().all()
+
+
+def op_calls(device):
+    """Arguments of every op that takes scales, with 2 KV heads of head_dim 16."""
+    shape = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16, "block_size": 4}
+    shape |= {"dtype": torch.float16, "kv_dtype": FP8_DTYPE, "device": device}
+    batch = random_paged_batch([5, 3], query_lens=[2, 1], **shape)
+    rows = torch.ones(2, 2, 16, dtype=torch.float16, device=device)
+    slots = torch.tensor([0, 5], device=device)
+    angles = torch.ones(8, 8, device=device)
+    store = (rows, rows, batch.k_cache, batch.v_cache, slots)
+    return {
+        "store_kvcache": (store, {}),
+        "rope_store_kvcache": ((None, *store, slots, angles, angles), {}),
+        "paged_decode_attention": (random_paged_batch([5, 3], **shape).decode_args, {}),
+        "paged_prefill_attention": (batch.prefill_args, {"max_seqlen_q": 2}),
+        "shared_prefix_decode_attention": (random_shared_prefix_args([1], [5], [1], **shape), {}),
+    }
+
+
+OPS = (
+    "store_kvcache",
+    "rope_store_kvcache",
+    "paged_decode_attention",
+    "paged_prefill_attention",
+    "shared_prefix_decode_attention",
+)
+BAD_SCALES = {
+    "zero": (0.0, r"expected a positive finite number, got 0\.0"),
+    "negative": (-1, "expected a positive finite number, got -1"),
+    "infinite": (math.inf, "expected a positive finite number, got inf"),
+    "nan": (math.nan, "expected a positive finite number, got nan"),
+    "heads": (torch.ones(3), r"expected shape \(\), \(1\) or \(num_kv_heads=2\), got \(3,\)"),
+    "rank": (torch.ones(1, 2), r"expected shape .* got \(1, 2\)"),
+    "dtype": (torch.ones(2).half(), "expected dtype torch.float32, got torch.float16"),
+    "strided": (torch.ones(4)[::2], "expected a contiguous last dimension"),
+    "device": (torch.ones(2, device="meta"), "expected a tensor on .* got one on meta"),
+}
+
+
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+@pytest.mark.parametrize(("scale", "message"), BAD_SCALES.values(), ids=BAD_SCALES)
+@pytest.mark.parametrize("op", OPS)
+def test_bad_scales(op, scale, message, name, device):
+    args, options = op_calls(device)[op]
+    before = [bits(arg).clone() for arg in args if isinstance(arg, torch.Tensor)]
+    if isinstance(scale, torch.Tensor) and not scale.is_meta:
+        scale = scale.to(device)
+    with pytest.raises(ValueError, match=f"{name}: {message}"):
+        getattr(kernels, op)(*args, **options, **{name: scale})
+    for arg, bytes_before in zip((a for a in args if a is not None), before, strict=True):
+        assert torch.equal(bits(arg), bytes_before)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_scales_need_an_fp8_cache(op, device):
+    args, options = op_calls(device)[op]
+    args = [
+        arg.half() if isinstance(arg, torch.Tensor) and arg.dtype == FP8_DTYPE else arg
+        for arg in args
+    ]
+    with pytest.raises(ValueError, match=r"v_scale: expected None, as only .*e4m3fn caches have"):
+        getattr(kernels, op)(*args, **options, v_scale=1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float8_e4m3fnuz], ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_other_fp8_formats_are_refused(op, dtype, device):
+    args, options = op_calls(device)[op]
+    args = [
+        arg.view(dtype) if isinstance(arg, torch.Tensor) and arg.dtype == FP8_DTYPE else arg
+        for arg in args
+    ]
+    with pytest.raises(ValueError, match=f"k_cache: expected dtype .*got {dtype}"):
+        getattr(kernels, op)(*args, **options)
+
+
+def test_keys_and_values_of_one_dtype(device):
+    args, _ = op_calls(device)["store_kvcache"]
+    with pytest.raises(ValueError, match=r"value: expected dtype torch\.float16, got .*32"):
+        store_kvcache(args[0], args[1].float(), *args[2:])
+
+
+def test_flash_attn_compat_refuses_fp8_caches(device):
+    """flash-attn 2 has none."""
+    q = torch.ones(1, 1, 1, 16, dtype=torch.float16, device=device)
+    cache = torch.ones(1, 4, 1, 16, device=device).to(FP8_DTYPE)
+    with pytest.raises(ValueError, match=r"k_cache: expected dtype .*, got torch\.float8_e4m3fn"):
+        flash_attn_compat.flash_attn_with_kvcache(q, cache, cache)
+
+
+@pytest.fixture(scope="module", params=CUDA_ARCHITECTURES)
+def compiled(request, shipped_resources):
+    """Decode of every head_dim on sm_90, else of one; store, and prefill short of registers."""
+    ops = [op for op in OPS if op != "rope_store_kvcache"]
+    decode = "fp8 .*g4$|fp8 .*g71" if request.param == "sm_90" else "fp8 d80 g4$"
+    return shipped_resources(request.param, *ops, match=f"{decode}|fp8 d80$|fp8 d256 .*b16")
+
+
+@pytest.mark.slow
+def test_compiled_configurations(compiled):
+    """No spills, wide accesses, tensor cores in every product, two decode programs together."""
+    seen = {(row["kernel"], row["config"]) for row in compiled}
+    assert ("_store_kvcache_kernel", "fp8 d80") in seen
+    assert ("_paged_prefill_kernel", "fp8 d256 g4 b16") in seen
+    if compiled[0]["arch"] == "sm_90":
+        assert {("_paged_decode_kernel", f"fp8 d{head_dim} g4") for head_dim in HEAD_DIMS} <= seen
+        assert ("_shared_prefix_kernel", "fp8 d128 g4") in seen
+    for row in compiled:
+        assert row["local_bytes"] == 0, (row["arch"], row["kernel"], row["config"])
+        if row["kernel"] == "_store_kvcache_kernel":
+            assert_store_is_wide(row)
+        elif not row["kernel"].startswith("_merge"):
+            assert_attention_is_wide(row)
+
+
+def assert_store_is_wide(row):
+    elements = 2 * row["constants"]["TILE_ROWS"] * row["constants"]["HEAD_DIM_PADDED"]  # K and V
+    threads = 32 * row["num_warps"]
+    assert 16 * row["global_loads"]["128"] * threads == 2 * elements
+    assert 16 * row["global_stores"]["128"] * threads == elements
+    assert set(row["global_stores"]) == {"128"}
+    assert set(row["global_loads"]) <= {"32", "64", "128"}  # 8 bytes: slots; 4: scales
+
+
+def assert_attention_is_wide(row):
+    constants, config = row["constants"], (row["arch"], row["kernel"], row["config"])
+    regions = 3 if constants.get("HAS_LEFT") else 2
+    decode = row["kernel"] == "_paged_decode_kernel"
+    assert row["dots"] == row["tensor_core_dots"] >= 2 * regions, config
+    assert row["mma"], config
+    assert row["programs_per_multiprocessor"] >= (PROGRAMS_PER_MULTIPROCESSOR if decode else 1)
+    # The prologue of a pipeline fills its buffers and its body refills one. mma.sync takes its
+    # operands from registers; of values, whose elements of one byte it cannot transpose on their
+    # way from shared memory, eight lie together there, and are copied together.
+    copies = row["async_copies"]
+    tile_bytes = constants["TILE_N"] * constants["HEAD_DIM_PADDED"]  # of K, and of V
+    pipelines = 1 if decode else regions
+    fills = pipelines * ((row["num_stages"] - 1) // 2 + 1)
+    threads = 32 * row["num_warps"]
+    if "mma.sync" in row["mma"]:
+        assert 16 * copies["128"] * threads == fills * tile_bytes, config
+        assert 8 * copies["64"] * threads == fills * tile_bytes, config
+        assert set(copies) == {"32", "64", "128"}, config
+    else:
+        assert 16 * copies["128"] * threads >= 2 * fills * tile_bytes, config
+        assert set(copies) == {"32", "128"}, config
+    assert set(row["global_loads"]) <= {"32", "128"}, config
