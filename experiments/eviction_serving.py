@@ -1,13 +1,14 @@
 """Eviction policies in the engine: a slice of a trace served under each policy and capacity.
 
 What a hit rate is worth: the engine serves the first requests of a trace, in real time and with
-real (random-weight) attention, from KV caches of 5 to 40 % of the blocks of the slice, and the
+real (random-weight) attention, from KV caches of 10 to 40 % of the blocks of the slice, and the
 table has its hit rate, time to first token and throughput beside what two replays of the very same
 requests predict: the serial one (``cache.simulate``) and the one with overlapping requests
 (``cache.simulate_serving``), whose step times are measured on this machine before
-(``service_times``).  ``no_cache`` (prefix caching off) and ``infinite`` (nothing is ever evicted)
-are bounds of the engine's times, ``infinite`` and ``belady`` of the hit rate.  Belady's optimum
-needs the future, which an engine has not: it has a replayed hit rate and no engine run.
+(``service_times``).  ``no_cache`` (prefix caching off, in the same memory) and ``infinite`` (room
+for everything, so nothing is ever evicted) bound the engine's times, ``infinite`` and ``belady``
+the hit rate.  Belady's optimum needs the future, which an engine has not: it has a replayed hit
+rate and no engine run.
 
 Scale: each block of the trace becomes a block of ``tokens_per_block`` tokens in the engine, as many
 as keep the prompts of the slice within ``slice_tokens`` (the table says how many, and
@@ -57,8 +58,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_UNLIMITED = ("infinite", "no_cache")
-"""Not policies: engines with room for everything, with and without prefix caching."""
+_NO_CACHE, _INFINITE = "no_cache", "infinite"
+"""In place of a policy: no prefix caching, and room for everything."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,19 +70,19 @@ class EvictionServingOptions(Options):
     """A request trace (.jsonl, .gz, .zst). None: those in $TRACES_DIR, else synthetic ones."""
     policy: Repeated[tuple[str, ...]] = ()
     """A policy by name, or your own as file.py:Class. None: lru, fifo, lfu, s3fifo and belady."""
-    capacity_percent: tuple[float, ...] = (5, 10, 20, 40)
+    capacity_percent: tuple[float, ...] = (10, 20, 40)
     """Blocks of the cache, in percent of the unique blocks of the slice."""
-    num_requests: int = 400
-    """Requests of the slice."""
+    num_requests: int = 600
+    """Requests of the slice, at most."""
     skip_requests: int = 0
     """Requests of the trace before the slice."""
-    slice_tokens: int = 80_000
-    """Prompt tokens of the slice, at most, unless that leaves too few to tell blocks apart."""
+    slice_tokens: int = 60_000
+    """Prompt tokens of the slice, at most: decides how many stand for a block of the trace."""
     max_output_tokens: int = 16
     """Longest output."""
     arrivals: Literal["trace", "poisson", "serial"] = "trace"
     """Times of the trace scaled, a Poisson process, or each when the one before it is finished."""
-    prompt_tokens_per_second: float = 25_000.0
+    prompt_tokens_per_second: float = 20_000.0
     """Load: prompt tokens, cached or not, that arrive on average."""
     manager: Literal["vllm_v1", "radix"] = "vllm_v1"
     """Cache manager."""
@@ -95,7 +96,7 @@ class EvictionServingOptions(Options):
 class EvictionServingCell(Cell):
     source: Source
     policy: str | OwnPolicy
-    """A policy, "infinite" or "no_cache"."""
+    """A policy, "no_cache" or "infinite"."""
     capacity_percent: float
     num_requests: int
     skip_requests: int
@@ -136,17 +137,16 @@ def cells(options: EvictionServingOptions) -> Iterator[EvictionServingCell | Abs
         if isinstance(source, Absent):
             yield source
             continue
-        for policy in policies:
+        for policy in [*policies, _NO_CACHE]:
             for percent in options.capacity_percent:
                 yield EvictionServingCell(
                     source=source, policy=policy, capacity_percent=percent, **fixed
                 )
-        for policy in _UNLIMITED:
-            yield EvictionServingCell(source=source, policy=policy, capacity_percent=100.0, **fixed)
+        yield EvictionServingCell(source=source, policy=_INFINITE, capacity_percent=100.0, **fixed)
 
 
 def run_cell(cell: EvictionServingCell) -> list[dict[str, Any]]:
-    scaled = _slice(_grid_point_free(cell))
+    scaled = _slice(_of_slice(cell))
     trace = scaled.trace
     capacity = max(1, int(trace.num_unique_blocks * cell.capacity_percent / 100))
     row = {
@@ -170,8 +170,8 @@ def run_cell(cell: EvictionServingCell) -> list[dict[str, Any]]:
             None if cell.arrivals == "serial" else cell.prompt_tokens_per_second
         ),
     }
-    if cell.policy != "no_cache":
-        policy = "lru" if cell.policy == "infinite" else _spec(cell.policy)
+    if cell.policy != _NO_CACHE:
+        policy = _spec(cell.policy)
         replay = cache.simulate(trace, policy=policy, capacity_blocks=capacity)
         row |= {
             "replay_block_hit_rate": replay.block_hit_rate,
@@ -197,10 +197,10 @@ def _served(cell: EvictionServingCell, trace: cache.Trace, capacity: int) -> dic
         "num_blocks": capacity,
         "block_size": trace.block_size,
         "policy": _spec(cell.policy),
-        "enable_prefix_caching": cell.policy != "no_cache",
+        "enable_prefix_caching": cell.policy != _NO_CACHE,
     }
-    if cell.policy in _UNLIMITED:
-        options |= {"num_blocks": int(_num_blocks(trace).sum()), "policy": "lru"}
+    if cell.policy == _INFINITE:
+        options["num_blocks"] = int(_num_blocks(trace).sum())
     arrivals = _arrivals(cell, trace)
     llm = engine_models.make_llm(cell.model, manager=cell.manager, seed=cell.seed, **options)
     vocab_size = llm.config.vocab_size
@@ -240,7 +240,7 @@ def _served(cell: EvictionServingCell, trace: cache.Trace, capacity: int) -> dic
     }
 
 
-def _grid_point_free(cell: EvictionServingCell) -> EvictionServingCell:
+def _of_slice(cell: EvictionServingCell) -> EvictionServingCell:
     """The part of ``cell`` that the slice depends on."""
     return dataclasses.replace(cell, policy="", capacity_percent=100.0)
 
@@ -273,7 +273,10 @@ def _num_blocks(trace: cache.Trace):
 
 
 def _spec(policy: str | OwnPolicy) -> str:
-    return policy.spec if isinstance(policy, OwnPolicy) else policy
+    """What ``cache.make_policy`` takes."""
+    if isinstance(policy, OwnPolicy):
+        return policy.spec
+    return "lru" if policy in (_NO_CACHE, _INFINITE) else policy  # where none is asked
 
 
 def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
@@ -289,11 +292,11 @@ def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
 def _draw(rows: pd.DataFrame) -> Figure:
     traces = rows["trace"].unique()
     lines = style.policy_lines(rows["policy"].unique())
-    lines["no_cache"] = style.line(style.GREY, "", "dashdot") | {"label": "no prefix caching"}
+    lines[_NO_CACHE] = style.line(style.GREY, "", "dashdot") | {"label": "no prefix caching"}
     figure, axes, _ = style.panel_grid(
         2 * len(traces), columns=2, width=3.5, height=2.0, sharex=True
     )
-    ticks = sorted(100 * rows[~rows["policy"].isin(_UNLIMITED)]["capacity_fraction"].unique())
+    ticks = sorted(100 * rows[rows["policy"] != _INFINITE]["capacity_fraction"].unique())
     for row, trace in enumerate(traces):
         of_trace = rows[rows["trace"] == trace]
         left, right = axes[2 * row : 2 * row + 2]
@@ -303,9 +306,10 @@ def _draw(rows: pd.DataFrame) -> Figure:
             _draw_ttft(right, policy, curve, lines[policy])
         first = of_trace.iloc[0]
         left.set(title=_title(first), ylabel="block hit rate (%)", xscale="log")
-        right.set(title=_load(first), ylabel="mean time to first token (ms)", xscale="log")
+        right.set(title=_load(first), ylabel="time to first token (ms)", xscale="log")
+        right.set_yscale("log")
+        left.set_ylim(bottom=0)
         for axis in (left, right):
-            axis.set_ylim(bottom=0)
             axis.set_xticks(ticks, map("{:g}".format, ticks))
             axis.xaxis.minorticks_off()
     thin = {"color": style.BLACK, "linewidth": 0.8, "linestyle": (0, (1, 1.2))}
@@ -317,10 +321,10 @@ def _draw(rows: pd.DataFrame) -> Figure:
 
 def _draw_hit_rate(axis: Axes, policy: str, curve: pd.DataFrame, line: dict) -> None:
     """The engine's hit rate, with the replay's as a thin dotted line; bounds by replay alone."""
-    if policy == "no_cache":
+    if policy == _NO_CACHE:
         return
     x, replayed = 100 * curve["capacity_fraction"], 100 * curve["replay_block_hit_rate"]
-    if policy == "infinite":
+    if policy == _INFINITE:
         axis.axhline(replayed.iloc[0], **line)
     elif not _has_engine(curve):
         axis.plot(x, replayed, **line)
@@ -333,7 +337,7 @@ def _draw_ttft(axis: Axes, policy: str, curve: pd.DataFrame, line: dict) -> None
     if not _has_engine(curve):
         return
     y = 1000 * curve["ttft_mean_s"]
-    if policy in _UNLIMITED:
+    if policy == _INFINITE:
         axis.axhline(y.iloc[0], **line)
     else:
         axis.plot(100 * curve["capacity_fraction"], y, **line)
@@ -357,13 +361,16 @@ def _load(row: pd.Series) -> str:
 
 def _summary(rows: pd.DataFrame) -> pd.DataFrame:
     """Per trace, policy and capacity: the three hit rates, and the time to first token as a share
-    of that without prefix caching."""
+    of that without prefix caching in the same memory."""
     columns = ["trace", "policy", "capacity_fraction", "replay_block_hit_rate"]
     measured = ("overlap_block_hit_rate", "engine_block_hit_rate", "ttft_mean_s")
     summary = rows[columns + [column for column in measured if column in rows]].copy()
     if _has_engine(summary):
-        uncached = rows[rows["policy"] == "no_cache"].set_index("trace")["ttft_mean_s"]
-        summary["ttft_to_no_cache"] = summary["ttft_mean_s"] / summary["trace"].map(uncached)
+        at = ["trace", "capacity_fraction"]
+        uncached = rows[rows["policy"] == _NO_CACHE].set_index(at)["ttft_mean_s"]
+        summary["ttft_to_no_cache"] = (
+            summary["ttft_mean_s"] / uncached.reindex(summary.set_index(at).index).to_numpy()
+        )
     return summary
 
 

@@ -73,23 +73,24 @@ def shrink_blocks(
 ) -> ScaledTrace:
     """Give each block as many tokens as keep all prompts together within ``slice_tokens``.
 
-    At least as many as tell it from every other block, and no more than it has.  A prompt is its
+    At least as many as tell it from every other block, and no more than it has; where that makes
+    the prompts too long together, the last requests are left out.  A prompt is its
     blocks, all of them full, and one token that is its own: the last token of a prompt is always
     computed, and so it is no part of what can be found in the cache.  Outputs are divided by the
     same number, rounded up, and cut to ``max_output_tokens``.  Requests without a block are left
     out.
 
-    Raises Unavailable for a trace without blocks or with blocks of unknown size.
+    Raises Unavailable for blocks of unknown size, and if no request remains.
     """
     import numpy as np
 
-    counts = np.diff(trace.offsets)
     whole = len(trace)
-    trace = _select(trace, counts > 0)
-    _require_requests(trace)
     _require_block_size(trace)
-    counts = counts[counts > 0]
     least = _num_digits(trace.num_unique_blocks, vocab_size)
+    counts = np.diff(trace.offsets)
+    trace = _select(trace, (counts > 0) & (least * counts.cumsum() <= slice_tokens))
+    _require_requests(trace)
+    counts = np.diff(trace.offsets)
     block_size = max(least, min(trace.block_size, slice_tokens // int(counts.sum())))
     divisor = trace.block_size / block_size
     scaled = dataclasses.replace(
