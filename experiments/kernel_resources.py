@@ -171,6 +171,9 @@ def _draw_resources(rows: pd.DataFrame) -> Figure:
     compiled = rows.drop_duplicates(["op", "config", "kernel", "arch"])
     kernels = list(dict.fromkeys(compiled["kernel"]))[::-1]
     archs = list(dict.fromkeys(compiled["arch"]))
+    limits = {
+        limit: look for limit, look in _LIMITS.items() if limit in set(compiled["limited_by"])
+    }
     figure, axes, _ = style.panel_grid(
         len(_METRICS) * len(archs), height=0.35 + 0.14 * len(kernels), columns=len(archs)
     )
@@ -178,7 +181,7 @@ def _draw_resources(rows: pd.DataFrame) -> Figure:
         metric, arch = list(_METRICS)[index // len(archs)], archs[index % len(archs)]
         label, unit = _METRICS[metric]
         of_arch = compiled[compiled["arch"] == arch]
-        for limit, (name, color, marker) in _LIMITS.items():
+        for limit, (name, color, marker) in limits.items():
             dots = of_arch[of_arch["limited_by"] == limit].drop_duplicates(["kernel", metric])
             places = dots["kernel"].map(kernels.index)
             look = {"color": color, "marker": marker, "ms": 3, "linestyle": "none", "alpha": 0.8}
@@ -188,7 +191,7 @@ def _draw_resources(rows: pd.DataFrame) -> Figure:
         axis.set_xlim(0, 1.06 * max(1, compiled[metric].max() / unit))
         axis.set_xlabel(label, fontsize=7)
         axis.set_title(arch if index < len(archs) else "")
-    style.shared_legend(figure, columns=5)
+    style.shared_legend(figure, columns=4)
     return figure
 
 

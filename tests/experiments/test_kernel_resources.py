@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pandas as pd
@@ -122,3 +123,31 @@ def test_bad_options(option, message):
     options = kernel_resources.KernelResourcesOptions(**option)
     with pytest.raises(ValueError, match=message):
         list(kernel_resources.cells(options))
+
+
+COMMITTED = Path(__file__).parents[2] / "results" / "kernel_resources" / "cpu" / "rows.csv"
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "gfx942"])
+def test_the_committed_table_is_within_the_bars(arch):
+    """Every shipped configuration in fp16 and bf16, of which the kernel tests compile a part."""
+    rows = pd.read_csv(COMMITTED).query("arch == @arch")
+    for dtype in ("fp16", "bf16"):
+        for head_dim in (64, 80, 96, 128, 256):
+            configs = set(rows[rows["kernel"] == "paged_decode"]["config"])
+            assert f"{dtype} d{head_dim} g4" in configs
+            configs = set(rows[rows["kernel"] == "paged_prefill"]["config"])
+            assert f"{dtype} d{head_dim} g4 b16" in configs
+    assert (rows["local_bytes"] == 0).all()
+    assert (rows["dots"] == rows["tensor_core_dots"]).all()
+    attention = rows[rows["kernel"].isin(["paged_decode", "paged_prefill", "shared_prefix"])]
+    assert (attention["tensor_core_instructions"] > 0).all()
+    wide = "loads_128_bit" if arch == "gfx942" else "async_copies_128_bit"
+    assert (attention[wide] > 0).all()
+    decode = rows[rows["kernel"] == "paged_decode"]
+    if arch == "gfx942":  # which Triton converts e4m3 for by a dozen instructions
+        decode = decode[~decode["config"].str.startswith("fp8")]
+    assert (decode["programs_per_multiprocessor"] >= 2).all()
+    prefill = rows[rows["kernel"] == "paged_prefill"]
+    family = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma"}[arch]
+    assert set(prefill["tensor_core_family"]) == {family}
