@@ -51,7 +51,7 @@ from experiments.eviction import OwnPolicy, named_policy
 from experiments.harness import Absent, Cell, Experiment, Options, Repeated, Unavailable
 from experiments.scaled_trace import ScaledTrace, prompt_token_ids, shrink_blocks
 from experiments.service_times import measure_service
-from experiments.workloads import Source
+from experiments.workloads import Source, Workload
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 
 _NO_CACHE, _INFINITE = "no_cache", "infinite"
 """In place of a policy: no prefix caching, and room for everything."""
+_WORKLOADS = ("multi_turn_chat", "agent_loops")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,8 +133,7 @@ def cells(options: EvictionServingOptions) -> Iterator[EvictionServingCell | Abs
         for name in EvictionServingCell.__dataclass_fields__
         if name not in ("source", "policy", "capacity_percent")
     }
-    wanted = options.skip_requests + options.num_requests
-    for source in workloads.sources(options.trace, seed=options.seed, num_requests=wanted):
+    for source in _sources(options):
         if isinstance(source, Absent):
             yield source
             continue
@@ -143,6 +143,14 @@ def cells(options: EvictionServingOptions) -> Iterator[EvictionServingCell | Abs
                     source=source, policy=policy, capacity_percent=percent, **fixed
                 )
         yield EvictionServingCell(source=source, policy=_INFINITE, capacity_percent=100.0, **fixed)
+
+
+def _sources(options: EvictionServingOptions) -> Iterator[Source | Absent]:
+    """Traces; without any, the synthetic workloads in which long prompts come back."""
+    wanted = options.skip_requests + options.num_requests
+    for source in workloads.sources(options.trace, seed=options.seed, num_requests=wanted):
+        if not isinstance(source, Workload) or source.name in _WORKLOADS:
+            yield source
 
 
 def run_cell(cell: EvictionServingCell) -> list[dict[str, Any]]:
@@ -379,10 +387,10 @@ EXPERIMENT = Experiment(
     figure="a slice of a trace served under each policy and capacity, beside what replays predict",
     options=EvictionServingOptions(),
     quick=EvictionServingOptions(
-        policy=("lru", "s3fifo", "belady"),
-        capacity_percent=(20, 40),
-        num_requests=60,
-        slice_tokens=12_000,
+        policy=("lru", "belady"),
+        capacity_percent=(40, 80),
+        num_requests=40,
+        slice_tokens=4_000,
         max_output_tokens=4,
     ),
     cells=cells,

@@ -160,20 +160,14 @@ def cells(options: ServingOptions) -> Iterator[ServingCell | Absent]:
 
 def _sources(options: ServingOptions) -> Iterator[Source | LogNormalLengths | Absent]:
     """Traces; without any, chat requests by their lengths alone and chats with their histories."""
-    found = list(
-        workloads.sources(
-            options.trace,
-            seed=options.seed,
-            num_requests=_NUM_TRACE_REQUESTS,
-            lengths_suffice=True,
-        )
-    )
-    if any(isinstance(source, Workload) for source in found):
-        found = [
-            LogNormalLengths(prompt=120, output=240, seed=options.seed),
-            Workload("multi_turn_chat", options.seed, _NUM_TRACE_REQUESTS),
-        ]
-    yield from found
+    for source in workloads.sources(
+        options.trace, seed=options.seed, num_requests=_NUM_TRACE_REQUESTS, lengths_suffice=True
+    ):
+        if not isinstance(source, Workload):
+            yield source
+        elif source.name == "multi_turn_chat":
+            yield LogNormalLengths(prompt=120, output=240, seed=options.seed)
+            yield source
 
 
 def _default_systems(source: Source | LogNormalLengths) -> tuple[str, ...]:
@@ -371,7 +365,7 @@ EXPERIMENT = Experiment(
     figure="PagedAttention figs. 12, 13, 17: normalised latency, batched requests vs request rate",
     options=ServingOptions(),
     quick=ServingOptions(
-        system=("contiguous_max", "contiguous_oracle", "paged", "vllm_v1"),
+        system=("contiguous_max", "paged", "vllm_v1"),
         request_rate=(50, 400),
         mean_tokens=32,
         max_model_len=128,

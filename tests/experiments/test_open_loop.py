@@ -1,0 +1,187 @@
+"""Requests served in real time, and what is computed of such a run."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from experiments.engine_models import make_llm
+from experiments.open_loop import (
+    Run,
+    Served,
+    Step,
+    poisson_arrivals,
+    quantiles,
+    scaled_arrivals,
+    serve,
+)
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture
+def llm():
+    return make_llm("tiny", num_blocks=64, block_size=4, max_model_len=64)
+
+
+def served(**values) -> Served:
+    defaults = {
+        "arrived_s": 1.0,
+        "prompt_length": 10,
+        "output_length": 5,
+        "stopped_s": 3.0,
+        "finished": True,
+        "first_token_s": 1.5,
+        "was_scheduled": True,
+        "num_cached_tokens": 4,
+        "num_preemptions": 0,
+    }
+    return Served(**{**defaults, **values})
+
+
+def step(at_s: float, running: int = 1, used_blocks: int = 0, seconds: float = 0.1) -> Step:
+    return Step(at_s, seconds, running, 0, used_blocks)
+
+
+def test_poisson_arrivals():
+    def arrivals(rate, seed=0, count=20_000):
+        return np.array(poisson_arrivals(rate, count, np.random.default_rng(seed)))
+
+    times = arrivals(50.0)
+    gaps = np.diff(times)
+    assert times[0] == 0
+    assert (gaps > 0).all()
+    assert gaps.mean() == pytest.approx(1 / 50, rel=0.03)
+    assert gaps.std() == pytest.approx(1 / 50, rel=0.05)  # exponential: as large as the mean
+    np.testing.assert_allclose(arrivals(100.0), times / 2)
+    assert (arrivals(50.0, seed=1, count=9)[1:] != times[1:9]).all()
+    assert len(arrivals(50.0, count=1)) == 1
+
+
+def test_scaled_arrivals_keep_the_pattern_of_the_trace():
+    assert scaled_arrivals([1000.0, 1000.0, 4000.0, 7000.0], rate=10) == pytest.approx(
+        [0, 0, 0.15, 0.3]
+    )
+    assert scaled_arrivals([5.0, 5.0], rate=10) == [0, 0]
+    assert scaled_arrivals([5.0], rate=10) == [0]
+
+
+def test_normalised_latency_is_from_arrival_to_end_per_output_token():
+    request = served()
+    assert request.normalized_latency == 0.4
+    assert request.time_to_first_token == 0.5
+    assert request.time_per_output_token == 1.5 / 4
+
+
+def test_requests_that_were_given_up_count_with_the_time_so_far():
+    running = served(finished=False)
+    assert (running.normalized_latency, running.time_to_first_token) == (0.4, 0.5)
+    assert running.time_per_output_token is None
+    waiting = served(finished=False, first_token_s=None, was_scheduled=False)
+    assert waiting.time_to_first_token == 2.0
+    assert served(output_length=1).time_per_output_token is None
+
+
+def test_steps_count_while_requests_arrive():
+    """What comes after the last arrival only drains the queue."""
+    steps = [step(0.5, 2, 10), step(1.0, 4, 20), step(9.0, 100, 100)]
+    run = Run([served(arrived_s=0.0), served(arrived_s=1.0)], steps)
+    assert run.mean_of_steps("running") == 3
+    assert run.mean_of_steps("used_blocks") == 15
+    assert run.busy_seconds == pytest.approx(0.3)
+    burst = Run([served(arrived_s=0.0)], steps)  # all steps come after: then all count
+    assert burst.mean_of_steps("running") == pytest.approx(106 / 3)
+
+
+def test_cached_prompt_tokens_are_counted_of_those_that_were_looked_up():
+    unscheduled = served(was_scheduled=False, num_cached_tokens=0, prompt_length=1000)
+    assert Run([served(), served(num_cached_tokens=8), unscheduled]).cached_prompt_fraction == 0.6
+    assert Run([unscheduled]).cached_prompt_fraction == 0
+
+
+def test_quantiles():
+    columns = quantiles("ttft", [*np.arange(101) / 100, None])
+    assert columns == pytest.approx(
+        {"ttft_mean_s": 0.5, "ttft_p50_s": 0.5, "ttft_p90_s": 0.9, "ttft_p99_s": 0.99}
+    )
+    assert set(quantiles("tpot", [None, None]).values()) == {None}
+
+
+def test_requests_are_served_when_they_are_due(llm):
+    arrivals = [0.0, 0.05, 0.05, 0.3]
+    lengths = [3, 1, 8, 2]
+    run = serve(llm, [[i] * 10 for i in range(4)], lengths, arrivals)
+    assert [request.arrived_s for request in run.requests] == pytest.approx(arrivals)
+    assert all(request.finished for request in run.requests)
+    assert not run.saturated
+    assert run.generated_tokens == sum(lengths)
+    assert [request.prompt_length for request in run.requests] == [10] * 4
+    for request in run.requests:
+        assert 0 < request.time_to_first_token <= request.stopped_s - request.arrived_s
+    assert run.seconds >= 0.3
+    assert run.busy_seconds < run.seconds  # it slept before the last one
+    assert llm.manager.num_free_blocks == 64
+
+
+def test_what_falls_due_during_a_step_has_waited_for_it(llm, monkeypatch):
+    """Open loop: the clock of a request does not start when the engine gets round to it."""
+    engine_step = llm.engine.step
+
+    def slow_step():
+        import time
+
+        time.sleep(0.05)
+        return engine_step()
+
+    monkeypatch.setattr(llm.engine, "step", slow_step)
+    run = serve(llm, [[1] * 4, [2] * 4], [1, 1], [0.0, 0.01])
+    second = run.requests[1]
+    assert second.arrived_s == pytest.approx(0.01)
+    assert second.time_to_first_token >= 0.04 + 0.05
+    assert [s.running for s in run.steps] == [1, 1]
+    assert all(s.seconds >= 0.05 for s in run.steps)
+
+
+def test_one_after_the_other(llm):
+    run = serve(llm, [[i] * 10 for i in range(5)], [3] * 5, None)
+    assert {s.running for s in run.steps} == {1}
+    assert len(run.steps) == 15
+    for before, after in zip(run.requests, run.requests[1:], strict=False):
+        assert after.arrived_s >= before.stopped_s
+
+
+def test_a_load_beyond_what_is_served_is_stopped_and_marked(llm):
+    """All but the first requests are unfinished; those not due yet are no part of the run."""
+    run = serve(llm, [[1] * 30] * 200, [30] * 200, [0.0] * 150 + [60.0] * 50, stop_s=0.1)
+    assert run.saturated
+    assert len(run.requests) == 150
+    unfinished = [request for request in run.requests if not request.finished]
+    assert unfinished
+    assert all(request.stopped_s == run.seconds for request in unfinished)
+    assert any(request.first_token_s is None for request in unfinished)
+    assert 0.1 <= run.seconds < 5
+    assert not llm.engine.has_unfinished
+    assert llm.manager.num_free_blocks == 64
+
+
+def test_an_idle_engine_is_stopped_too(llm):
+    run = serve(llm, [[1] * 4] * 2, [1, 1], [0.0, 60.0], stop_s=0.05)
+    assert len(run.requests) == 1
+    assert not run.saturated
+    assert 0.05 <= run.seconds < 5
+
+
+def test_the_batch_is_what_fits_into_the_cache(llm):
+    """64 blocks hold seven prompts of 9 blocks, but only six such sequences of 10 blocks."""
+    run = serve(llm, [[i] * 36 for i in range(10)], [4] * 10, [0.0] * 10)
+    assert [(s.running, s.waiting) for s in run.steps[:2]] == [(7, 3), (6, 4)]
+    assert [s.used_blocks for s in run.steps[:2]] == [63, 60]
+    assert sum(request.num_preemptions for request in run.requests) == 1
+    assert all(request.finished for request in run.requests)
+
+
+def test_hits_are_those_of_the_first_look_up(llm):
+    run = serve(llm, [list(range(20)), list(range(20))], [1, 1], None)
+    assert [request.num_cached_tokens for request in run.requests] == [0, 16]
+    assert run.cached_prompt_fraction == 0.4
