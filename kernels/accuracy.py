@@ -208,7 +208,7 @@ def random_paged_batch(
         where = (blocks[positions // block_size].to(device), (positions % block_size).to(device))
         for cache in (k_cache, v_cache):
             rows = torch.randn(len(positions), num_kv_heads, head_dim, generator=generator)
-            bits(cache)[where] = bits(rows.to(device, kv_dtype))
+            cache[where] = rows.to(device, kv_dtype)
 
     q = torch.randn(sum(query_lens), num_q_heads, head_dim, generator=generator)
     return PagedBatch(

@@ -53,10 +53,7 @@ def store_kvcache(
     slots = slot_mapping[tokens].long()
     where = (slots // block_size, slots % block_size)
     for x, cache, scale in ((key, k_cache, k_scale), (value, v_cache, v_scale)):
-        if cache.dtype == FP8_DTYPE:  # which PyTorch does not index on a CPU
-            cache.view(torch.uint8)[where] = quantise(x[tokens], scale).view(torch.uint8)
-        else:
-            cache[where] = x[tokens]
+        cache[where] = quantise(x[tokens], scale) if cache.dtype == FP8_DTYPE else x[tokens]
 
 
 def apply_rotary_embedding(
@@ -110,10 +107,7 @@ def gather_tokens(
     """Tokens [first, last) of one sequence, (last - first, num_kv_heads, head_dim)."""
     block_size = cache.shape[1]
     positions = torch.arange(first, last, device=cache.device)
-    where = (block_table[positions // block_size].long(), positions % block_size)
-    if cache.dtype == FP8_DTYPE:
-        return cache.view(torch.uint8)[where].view(FP8_DTYPE)
-    return cache[where]
+    return cache[block_table[positions // block_size].long(), positions % block_size]
 
 
 def attention(

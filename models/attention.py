@@ -50,6 +50,8 @@ class AttentionBackend(Protocol):
     sequence's context."""
 
     name: str
+    has_fp8_cache: bool
+    """Whether the cache may be fp8 e4m3."""
 
     def can_capture(self, block_size: int) -> bool:
         """Whether decoding can be captured in a CUDA graph: nothing is read on the host."""
@@ -66,16 +68,24 @@ class AttentionBackend(Protocol):
         metadata: AttentionMetadata,
         *,
         scale: float,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
     ) -> torch.Tensor:
         """query: (num_tokens, num_q_heads, head_dim), may be mutated.  key, value: (num_tokens,
         num_kv_heads, head_dim), any strides on the first two dimensions.  k_cache, v_cache:
-        (num_blocks, block_size, num_kv_heads, head_dim), views of one layer, mutated.  Returns
+        (num_blocks, block_size, num_kv_heads, head_dim), views of one layer, mutated, in the dtype
+        of key or fp8 e4m3, which holds keys / k_scale and values / v_scale (None for 1).  Returns
         query's shape.
+
+        All keys and values are read from the cache, those of this batch too: what a query sees
+        does not depend on which tokens are computed together.
         """
         ...
 
 
-def _rope_store(kernels, query, key, value, rotation, k_cache, v_cache, metadata) -> None:
+def _rope_store(
+    kernels, query, key, value, rotation, k_cache, v_cache, metadata, **cache_scales
+) -> None:
     """Rotate query in place, and store rotated keys and values, in one launch."""
     kernels.rope_store_kvcache(
         query,
@@ -87,6 +97,7 @@ def _rope_store(kernels, query, key, value, rotation, k_cache, v_cache, metadata
         rotation.positions,
         rotation.cos,
         rotation.sin,
+        **cache_scales,
     )
 
 
@@ -94,6 +105,7 @@ class TritonBackend:
     """The Triton kernels: one query per sequence by the decode kernel, all else by prefill."""
 
     name = "triton"
+    has_fp8_cache = True
 
     def __init__(self) -> None:
         import kernels  # not at the top: whether to interpret is decided by then
@@ -103,21 +115,24 @@ class TritonBackend:
     def can_capture(self, block_size):
         return True
 
-    def __call__(self, query, key, value, rotation, k_cache, v_cache, metadata, *, scale):
-        _rope_store(self._kernels, query, key, value, rotation, k_cache, v_cache, metadata)
+    def __call__(
+        self, query, key, value, rotation, k_cache, v_cache, metadata, *, scale, **cache_scales
+    ):
+        caches = (k_cache, v_cache)
+        _rope_store(self._kernels, query, key, value, rotation, *caches, metadata, **cache_scales)
+        options = {"scale": scale, **cache_scales}
         if metadata.max_seqlen_q == 1:
             return self._kernels.paged_decode_attention(
-                query, k_cache, v_cache, metadata.block_tables, metadata.context_lens, scale=scale
+                query, *caches, metadata.block_tables, metadata.context_lens, **options
             )
         return self._kernels.paged_prefill_attention(
             query,
-            k_cache,
-            v_cache,
+            *caches,
             metadata.block_tables,
             metadata.cu_seqlens_q,
             metadata.context_lens,
             max_seqlen_q=metadata.max_seqlen_q,
-            scale=scale,
+            **options,
         )
 
 
@@ -134,12 +149,33 @@ class TorchBackend:
     """
 
     name = "torch"
+    has_fp8_cache = True
+
+    def __init__(self) -> None:
+        from kernels import reference  # not at the top: whether to interpret is decided by then
+
+        self._quantise, self._dequantise = reference.quantise, reference.dequantise
 
     def can_capture(self, block_size):
         return False
 
-    def __call__(self, query, key, value, rotation, k_cache, v_cache, metadata, *, scale):
+    def __call__(
+        self,
+        query,
+        key,
+        value,
+        rotation,
+        k_cache,
+        v_cache,
+        metadata,
+        *,
+        scale,
+        k_scale=None,
+        v_scale=None,
+    ):
         query, key = (apply_rope(x, *rotation.of_tokens) for x in (query, key))
+        if k_cache.dtype != key.dtype:
+            key, value = self._quantise(key, k_scale), self._quantise(value, v_scale)
         block_size = k_cache.shape[1]
         slots = metadata.slot_mapping
         if bool((slots < 0).any()):
@@ -148,9 +184,10 @@ class TorchBackend:
         k_cache[slots // block_size, slots % block_size] = key
         v_cache[slots // block_size, slots % block_size] = value
         attend = self._decode if metadata.max_seqlen_q == 1 else self._prefill
-        return attend(query, k_cache, v_cache, metadata, scale)
+        return attend(query, ((k_cache, k_scale), (v_cache, v_scale)), metadata, scale)
 
-    def _decode(self, query, k_cache, v_cache, metadata, scale):
+    def _decode(self, query, caches, metadata, scale):
+        k_cache = caches[0][0]
         block_size, num_kv_heads, head_dim = k_cache.shape[1:]
         lengths = metadata.context_lens[:, None].long()
         longest = int(lengths.max()) if len(lengths) else 0
@@ -160,12 +197,12 @@ class TorchBackend:
         nearest = torch.minimum(positions, (lengths - 1).clamp(min=0))
         blocks = metadata.block_tables.long().gather(1, nearest // block_size)
         slots = blocks.masked_fill(lengths == 0, 0) * block_size + nearest % block_size
+        rows = (cache.flatten(0, 1).index_select(0, slots.flatten()) for cache, _ in caches)
         keys, values = (
-            cache.flatten(0, 1)
-            .index_select(0, slots.flatten())
+            self._dequantise(part, cache_scale, query.dtype)
             .view(*slots.shape, num_kv_heads, head_dim)
             .transpose(1, 2)
-            for cache in (k_cache, v_cache)
+            for part, (_, cache_scale) in zip(rows, caches, strict=True)
         )
         # The query heads of a group are rows of one query matrix: no copy of K and V per head.
         queries = query.unflatten(
@@ -178,8 +215,8 @@ class TorchBackend:
         out = out.reshape(-1, query.shape[1], head_dim)
         return out.masked_fill((lengths == 0)[:, :, None], 0.0)
 
-    def _prefill(self, query, k_cache, v_cache, metadata, scale):
-        block_size = k_cache.shape[1]
+    def _prefill(self, query, caches, metadata, scale):
+        _, block_size, num_kv_heads, _ = caches[0][0].shape
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         starts = metadata.cu_seqlens_q.tolist()
         for i, context_len in enumerate(metadata.context_lens.tolist()):
@@ -188,14 +225,18 @@ class TorchBackend:
                 continue
             num_blocks = -(-context_len // block_size)
             blocks = metadata.block_tables[i, :num_blocks]
-            keys = k_cache[blocks].flatten(0, 1)[:context_len].transpose(0, 1)[None]
-            values = v_cache[blocks].flatten(0, 1)[:context_len].transpose(0, 1)[None]
+            keys, values = (
+                self._dequantise(
+                    cache[blocks].flatten(0, 1)[:context_len], cache_scale, query.dtype
+                ).transpose(0, 1)[None]
+                for cache, cache_scale in caches
+            )
             attended = _attend_causally(
                 query[start:end].transpose(0, 1)[None],
                 keys,
                 values,
                 scale=scale,
-                enable_gqa=query.shape[1] != k_cache.shape[2],
+                enable_gqa=query.shape[1] != num_kv_heads,
             )
             out[start:end] = attended[0].transpose(0, 1)
         return out
@@ -248,6 +289,7 @@ class FlashAttnBackend:
     """
 
     name = "flash_attn"
+    has_fp8_cache = False
     page_multiple = 256
 
     def __init__(self, module: ModuleType | None = None) -> None:
@@ -266,7 +308,20 @@ class FlashAttnBackend:
         # The copy of the context would be made for the longest one there may be, in every layer.
         return block_size % self.page_multiple == 0
 
-    def __call__(self, query, key, value, rotation, k_cache, v_cache, metadata, *, scale):
+    def __call__(
+        self,
+        query,
+        key,
+        value,
+        rotation,
+        k_cache,
+        v_cache,
+        metadata,
+        *,
+        scale,
+        k_scale=None,
+        v_scale=None,
+    ):
         _rope_store(self._kernels, query, key, value, rotation, k_cache, v_cache, metadata)
         block_tables = metadata.block_tables
         if k_cache.shape[1] % self.page_multiple:

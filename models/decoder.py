@@ -54,6 +54,9 @@ class Attention(nn.Module):
         )
         self.q_norm = RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else None
+        # Of an fp8 cache, where a checkpoint has them; see `models.weights.load_kv_scales`.
+        self.k_scale: float | None = None
+        self.v_scale: float | None = None
 
     def forward(
         self,
@@ -68,8 +71,17 @@ class Attention(nn.Module):
         query, key, value = qkv.split(self.num_heads, dim=1)
         if self.q_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        scale = self.head_dim**-0.5
-        out = self.backend(query, key, value, rotation, *kv_cache, metadata, scale=scale)
+        out = self.backend(
+            query,
+            key,
+            value,
+            rotation,
+            *kv_cache,
+            metadata,
+            scale=self.head_dim**-0.5,
+            k_scale=self.k_scale,
+            v_scale=self.v_scale,
+        )
         return self.o_proj(out.flatten(1))
 
 
@@ -166,7 +178,7 @@ class CausalLM(nn.Module):
 
         token_ids, positions: (num_tokens,) int64.
         kv_cache: (2, num_layers, num_blocks, block_size, num_kv_heads_per_rank, head_dim) in the
-            model's dtype; receives the K/V of these tokens.
+            model's dtype or fp8 e4m3; receives the K/V of these tokens.
         Returns (num_tokens, hidden_size).
         """
         return self.model(token_ids, positions, kv_cache, metadata)

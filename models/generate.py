@@ -36,6 +36,8 @@ class Arguments:
     ignore_eos: bool = False
     device: str | None = None
     dtype: str | None = None
+    kv_cache_dtype: Literal["fp8_e4m3"] | None = None
+    """One byte per element of the KV cache; that of dtype by default."""
     attention_backend: Literal["triton", "torch", "flash_attn"] | None = None
     manager: str = "vllm_v1"
     policy: str = "lru"
@@ -69,6 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
             args.model,
             device=args.device,
             dtype=args.dtype,
+            kv_cache_dtype=args.kv_cache_dtype,
             attention_backend=args.attention_backend,
             manager=args.manager,
             policy=args.policy,

@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer
 
 from cache import MANAGERS, CacheManager, EvictionPolicy, make_manager
-from models.attention import make_backend
+from models.attention import AttentionBackend, make_backend
 from models.config import ModelConfig
 from models.decoder import build_model
 from models.engine import Engine, longest_sequence
@@ -29,7 +29,7 @@ from models.sampler import Sampler
 from models.sampling_params import SamplingParams
 from models.scheduler import Scheduler
 from models.sequence import Request
-from models.weights import load_weights, randomize_weights
+from models.weights import load_kv_scales, load_weights, randomize_weights
 from models.workers import LeadingEngine, start_workers
 
 Prompt = str | Sequence[int]
@@ -47,6 +47,9 @@ class LLM:
             ModelConfig, which gets random weights.
         device: "cuda" or "cpu"; a GPU if there is one.
         dtype: of weights and KV cache: that of the checkpoint on a GPU, fp32 on a CPU.
+        kv_cache_dtype: "fp8_e4m3" for a KV cache of one byte per element; None for dtype.  Needs
+            "triton" or "torch".  Keys and values are divided by the scales that a checkpoint has
+            for them (one each per layer, as for vLLM), else by 1; beyond 448 they saturate.
         attention_backend: "triton" (the usual one on a GPU), "torch" (on a CPU), "flash_attn".
         manager: design of the cache manager, a key of ``cache.MANAGERS``.
         policy: eviction policy, for designs with prefix caching.
@@ -82,6 +85,7 @@ class LLM:
         *,
         device: str | torch.device | None = None,
         dtype: torch.dtype | str | None = None,
+        kv_cache_dtype: str | None = None,
         attention_backend: str | None = None,
         manager: str = "vllm_v1",
         policy: str | EvictionPolicy = "lru",
@@ -123,6 +127,7 @@ class LLM:
         self.dtype = _dtype(dtype, config, self.device)
         self.tokenizer = _tokenizer(folder)
         backend = make_backend(attention_backend, self.device)
+        kv_dtype = _kv_dtype(kv_cache_dtype, self.dtype, backend)
         for name in ("num_q_heads", "num_kv_heads", "intermediate_size"):
             TensorParallel(0, tensor_parallel_size).share(getattr(config, name), name)
         workers = None
@@ -147,13 +152,15 @@ class LLM:
             randomize_weights(self.model, seed=seed, std=config.initializer_range)
         else:
             load_weights(self.model, folder)
+            if kv_cache_dtype is not None:
+                load_kv_scales(self.model, folder)
 
         block_bytes = config.kv_block_bytes(
-            block_size, self.dtype, tensor_parallel_size=tensor_parallel_size
+            block_size, kv_dtype, tensor_parallel_size=tensor_parallel_size
         )
         if num_blocks is None:
             num_blocks = self._default_num_blocks(
-                block_size, block_bytes, longest, max_num_seqs, max_num_batched_tokens,
+                block_size, block_bytes, kv_dtype, longest, max_num_seqs, max_num_batched_tokens,
                 gpu_memory_utilization,
             )  # fmt: skip
         if preemption == "recompute":
@@ -194,6 +201,7 @@ class LLM:
             self.model,
             num_blocks=num_blocks,
             block_size=block_size,
+            kv_dtype=kv_dtype,
             num_host_blocks=num_host_blocks,
             max_num_seqs=max_num_seqs,
             max_model_len=self.max_model_len,
@@ -329,6 +337,7 @@ class LLM:
         self,
         block_size: int,
         block_bytes: int,
+        kv_dtype: torch.dtype,
         max_model_len: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
@@ -348,6 +357,7 @@ class LLM:
             num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             block_size=block_size,
+            kv_dtype=kv_dtype,
         )
         total = torch.cuda.mem_get_info(self.device)[1]
         fitting = num_gpu_blocks(total, gpu_memory_utilization, peak, block_bytes)
@@ -390,6 +400,21 @@ def _dtype(dtype: torch.dtype | str | None, config: ModelConfig, device: torch.d
     if chosen not in (torch.float16, torch.bfloat16, torch.float32):
         raise ValueError(f"dtype={dtype!r}: choose from float16, bfloat16, float32")
     return chosen
+
+
+def _kv_dtype(
+    kv_cache_dtype: str | None, dtype: torch.dtype, backend: AttentionBackend
+) -> torch.dtype:
+    if kv_cache_dtype is None:
+        return dtype
+    if kv_cache_dtype != "fp8_e4m3":
+        raise ValueError(f"kv_cache_dtype={kv_cache_dtype!r}: choose from None, 'fp8_e4m3'")
+    if not backend.has_fp8_cache:
+        raise ValueError(
+            f"kv_cache_dtype={kv_cache_dtype!r}: attention_backend={backend.name!r} has no fp8 "
+            "cache; use 'triton' or 'torch'"
+        )
+    return torch.float8_e4m3fn
 
 
 def _tokenizer(folder: Path | None) -> Tokenizer | None:

@@ -35,7 +35,13 @@ def num_gpu_blocks(total: int, utilization: float, peak: int, block_bytes: int) 
 
 @torch.inference_mode()
 def profile_peak_bytes(
-    model: CausalLM, *, num_tokens: int, num_seqs: int, max_model_len: int, block_size: int
+    model: CausalLM,
+    *,
+    num_tokens: int,
+    num_seqs: int,
+    max_model_len: int,
+    block_size: int,
+    kv_dtype: torch.dtype | None = None,
 ) -> int:
     """Most bytes in use on the GPU while the model computes the largest batch it may meet.
 
@@ -51,6 +57,7 @@ def profile_peak_bytes(
         num_seqs=num_seqs,
         max_model_len=max_model_len,
         block_size=block_size,
+        kv_dtype=kv_dtype,
     )
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
@@ -60,10 +67,18 @@ def profile_peak_bytes(
 
 @torch.inference_mode()
 def run_largest_batch(
-    model: CausalLM, *, num_tokens: int, num_seqs: int, max_model_len: int, block_size: int
+    model: CausalLM,
+    *,
+    num_tokens: int,
+    num_seqs: int,
+    max_model_len: int,
+    block_size: int,
+    kv_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Compute num_tokens tokens of sequences of up to max_model_len, and num_seqs rows of logits,
-    without storing K/V: the cache of the run has a single block, which every table repeats."""
+    without storing K/V: the cache of the run has a single block, which every table repeats.
+
+    kv_dtype: of the cache; the model's if None."""
     device = model.model.embed_tokens.weight.device
     lengths = [max_model_len] * (num_tokens // max_model_len)
     if num_tokens % max_model_len:
@@ -81,6 +96,6 @@ def run_largest_batch(
     )
     token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
     positions = torch.cat([torch.arange(length, device=device) for length in lengths])
-    hidden = model(token_ids, positions, make_kv_cache(model, 1, block_size), metadata)
+    hidden = model(token_ids, positions, make_kv_cache(model, 1, block_size, kv_dtype), metadata)
     rows = torch.zeros(num_seqs, dtype=torch.int64, device=device)
     return model.logits(hidden[rows]).float()

@@ -24,6 +24,7 @@ class ModelRunner:
     Args:
         model: with its weights.
         num_blocks, block_size: of the KV cache, which lies beside the model and starts as zeros.
+        kv_dtype: of the KV cache; the model's if None.
         num_host_blocks: of the host's part of the cache, pinned if the model is on a GPU.
         max_num_seqs, max_model_len: bounds of the batches to come.
         use_kernels: move blocks by the Triton kernels; else by their plain PyTorch twins.
@@ -40,6 +41,7 @@ class ModelRunner:
         *,
         num_blocks: int,
         block_size: int,
+        kv_dtype: torch.dtype | None = None,
         num_host_blocks: int = 0,
         max_num_seqs: int,
         max_model_len: int,
@@ -49,12 +51,12 @@ class ModelRunner:
         self.model, self.block_size = model, block_size
         weight = model.model.embed_tokens.weight
         self.device = weight.device
-        self.kv_cache = make_kv_cache(model, num_blocks, block_size)
+        self.kv_cache = make_kv_cache(model, num_blocks, block_size, kv_dtype)
         self.host_cache = None
         if num_host_blocks:
             shape = (*self.kv_cache.shape[:2], num_host_blocks, *self.kv_cache.shape[3:])
             self.host_cache = torch.zeros(
-                shape, dtype=weight.dtype, pin_memory=self.device.type == "cuda"
+                shape, dtype=self.kv_cache.dtype, pin_memory=self.device.type == "cuda"
             )
         ops = kernels if use_kernels else reference
         self._copy_blocks, self._swap_blocks = ops.copy_blocks, ops.swap_blocks
@@ -76,7 +78,8 @@ class ModelRunner:
         """
         self._move_blocks(step)
         if not step.sequences:
-            return self.kv_cache.new_empty(0, self.model.config.vocab_size)
+            weight = self.model.model.embed_tokens.weight
+            return weight.new_empty(0, self.model.config.vocab_size)
         token_ids, positions, metadata, logit_rows = self.prepare(step, manager)
         if self._graphs is not None and self._graphs.fits(metadata):
             hidden = self._graphs.run(token_ids, positions, metadata)
@@ -143,9 +146,11 @@ class ModelRunner:
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
 
-def make_kv_cache(model: CausalLM, num_blocks: int, block_size: int) -> torch.Tensor:
+def make_kv_cache(
+    model: CausalLM, num_blocks: int, block_size: int, dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """Zeros, (2, num_layers, num_blocks, block_size, num_kv_heads_per_rank, head_dim), beside the
-    model and in its dtype."""
+    model, in its dtype or the one given."""
     weight = model.model.embed_tokens.weight
     return torch.zeros(
         2,
@@ -154,7 +159,7 @@ def make_kv_cache(model: CausalLM, num_blocks: int, block_size: int) -> torch.Te
         block_size,
         model.num_kv_heads_per_rank,
         model.config.head_dim,
-        dtype=weight.dtype,
+        dtype=dtype or weight.dtype,
         device=weight.device,
     )
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ from torch import nn
 from models.layers import CheckpointTensor
 
 _INDEX = "model.safetensors.index.json"
+_KV_SCALE = re.compile(r"(.*\.self_attn)\.(?:attn\.|k_proj\.(?=k)|v_proj\.(?=v))?([kv]_scale)")
 _DERIVED = ("rotary_emb.inv_freq",)  # buffers that old checkpoints carry and nobody needs
 
 
@@ -35,7 +38,8 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
     """Fill ``model`` from the safetensors in ``folder``, each rank reading its part only.
 
     Of a sharded checkpoint one shard is open at a time, and one tensor at a time is in memory
-    besides the model.  An ``lm_head.weight`` beside tied embeddings is ignored.
+    besides the model.  An ``lm_head.weight`` beside tied embeddings is ignored, and so are the
+    scales of an fp8 KV cache, which ``load_kv_scales`` reads.
 
     Raises WeightsError, naming the file and the tensors, if there are no weights, a shard is absent
     or damaged, a tensor is missing, unexpected or of another shape.  The model is then unusable.
@@ -46,7 +50,8 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
     for path in _weight_files(Path(folder)):
         for name, part in _read(path, expected):
             if part is None:
-                if not name.endswith(_DERIVED) and not _is_tied_head(name, expected):
+                ignored = name.endswith(_DERIVED) or _KV_SCALE.fullmatch(name)
+                if not ignored and not _is_tied_head(name, expected):
                     unexpected.append(name)
             elif missing.pop(name, None) is None:
                 raise WeightsError(f"{path}: tensor {name} is in another shard as well")
@@ -58,6 +63,30 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
         raise WeightsError(
             f"{folder}: tensors that this architecture does not have: {_some(sorted(unexpected))}"
         )
+
+
+def load_kv_scales(model: nn.Module, folder: str | Path) -> None:
+    """Give each attention layer the scales of an fp8 KV cache that the checkpoint has for it.
+
+    They are tensors of one element, named as those that vLLM reads: <layer>.self_attn.k_scale and
+    v_scale, or those below self_attn.attn, or k_scale below k_proj and v_scale below v_proj.
+
+    Raises WeightsError for one that is not a positive finite number or belongs to no layer.
+    """
+    for path in _weight_files(Path(folder)):
+        with safe_open(path, framework="pt") as shard:
+            for name in shard.keys():  # noqa: SIM118  (not a dict)
+                match = _KV_SCALE.fullmatch(name)
+                if match is None:
+                    continue
+                scale = shard.get_tensor(name)
+                if scale.numel() != 1 or not 0 < scale.item() < math.inf:
+                    raise WeightsError(f"{path}: {name} needs one positive number, is {scale}")
+                try:
+                    layer = model.get_submodule(match[1])
+                except AttributeError:
+                    raise WeightsError(f"{path}: {name} is of no layer of the model") from None
+                setattr(layer, match[2], scale.item())
 
 
 def randomize_weights(model: nn.Module, *, seed: int = 0, std: float = 0.02) -> None:

@@ -100,11 +100,18 @@ class Case:
             max_context_len=max(context_lens),
         )
 
-    def run(self, backend, *, scale: float = 0.3):
+    def run(self, backend, *, scale: float = 0.3, **cache_scales):
         caches = self.k_cache.clone(), self.v_cache.clone()
         query = self.query.clone()  # which may be rotated in place
         out = backend(
-            query, self.key, self.value, self.rotation, *caches, self.metadata, scale=scale
+            query,
+            self.key,
+            self.value,
+            self.rotation,
+            *caches,
+            self.metadata,
+            scale=scale,
+            **cache_scales,
         )
         return out, *caches
 
@@ -154,6 +161,32 @@ def test_torch_masks_a_slice_of_the_queries_at_a_time(case, num_queries, monkeyp
     monkeypatch.setattr("models.attention.MASKED_QUERIES", num_queries)
     batch = Case(*CASES[case], 3)
     assert_close(batch.run(TorchBackend())[0], batch.expected()[0])
+
+
+@pytest.mark.parametrize("scales", [{}, {"k_scale": 0.5, "v_scale": 0.03}], ids=["", "scaled"])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_backends_store_and_attend_to_fp8(backend, case, scales):
+    """What queries see of this batch's own keys and values is what the cache holds of them."""
+    batch = Case(*CASES[case], 3)
+    batch.k_cache, batch.v_cache = (
+        cache.to(torch.float8_e4m3fn) for cache in (batch.k_cache, batch.v_cache)
+    )
+    out, *caches = batch.run(BACKENDS[backend](), **scales)
+    metadata, rotation = batch.metadata, batch.rotation
+    query, expected = batch.query.clone(), [batch.k_cache.clone(), batch.v_cache.clone()]
+    reference.rope_store_kvcache(
+        query, batch.key, batch.value, *expected, metadata.slot_mapping,
+        rotation.positions, rotation.cos, rotation.sin, **scales,
+    )  # fmt: skip
+    for actual, wanted in zip(caches, expected, strict=True):
+        assert_close(actual.float(), wanted.float(), rtol=0, atol=0, equal_nan=True)
+    expected_out = reference.paged_prefill_attention(
+        query.double(), *(cache.double() for cache in expected), metadata.block_tables,
+        metadata.cu_seqlens_q, metadata.context_lens, max_seqlen_q=metadata.max_seqlen_q,
+        scale=0.3, **scales,
+    )  # fmt: skip
+    assert_close(out, expected_out.float())
 
 
 @pytest.mark.parametrize("case", ["decode", "mixed"])

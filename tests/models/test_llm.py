@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import shutil
+import types
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from cache import MANAGERS, CacheManager
 from models import LLM, FinishReason, ModelConfig, RequestOutput, SamplingParams, TokenOutput
+from models.attention import FlashAttnBackend
 from models.generate import main
 
 MAX_TOKENS = 10
@@ -88,6 +92,122 @@ def test_the_kernels_give_the_same_tokens(checkpoint, make_checkpoint, expected)
     )
     outputs = llm.generate(PROMPTS[:3], SamplingParams(temperature=0, max_tokens=4))
     assert tokens_of(outputs) == [tokens[:4] for tokens in expected(checkpoint)[:3]]
+
+
+@pytest.fixture(scope="module")
+def fp8_tokens(make_checkpoint):
+    """fp8_tokens(checkpoint) -> the tokens with an fp8 cache that has room for everything."""
+
+    def generate(checkpoint):
+        llm = LLM(make_checkpoint(checkpoint)[0], kv_cache_dtype="fp8_e4m3", num_blocks=100)
+        assert llm.engine.runner.kv_cache.dtype == torch.float8_e4m3fn
+        outputs = [llm.generate(prompt, GREEDY)[0] for prompt in PROMPTS]
+        return tokens_of(outputs)
+
+    return functools.cache(generate)
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize(
+    ("block_size", "chunk", "caching", "checkpoint", "manager"),
+    [
+        (1, 9, True, "qwen3", "vllm_v1"),
+        (4, 64, True, "llama", "vllm_v0"),
+        (7, 9, False, "llama", "radix"),
+        (16, 64, True, "qwen3", "nano_vllm"),
+    ],
+)
+def test_an_fp8_cache_gives_the_same_tokens_however_it_is_managed(
+    manager, block_size, chunk, caching, checkpoint, preemption, make_checkpoint, fp8_tokens
+):
+    """Queries read what is stored of the keys and values of their own chunk, too."""
+    llm = LLM(
+        make_checkpoint(checkpoint)[0],
+        kv_cache_dtype="fp8_e4m3",
+        manager=manager,
+        block_size=block_size,
+        num_blocks=-(-48 // block_size),
+        max_num_batched_tokens=chunk,
+        enable_prefix_caching=caching,
+        preemption=preemption,
+    )
+    outputs = llm.generate(PROMPTS, GREEDY)
+    assert tokens_of(outputs) == fp8_tokens(checkpoint)
+    assert sum(output.stats.num_preemptions for output in outputs) > 0
+
+
+def test_an_fp8_cache_changes_tokens(fp8_tokens, expected):
+    """Or else the tests of it would say nothing."""
+    assert fp8_tokens("llama") != expected("llama")
+
+
+def test_the_kernels_give_the_same_tokens_with_an_fp8_cache(make_checkpoint, fp8_tokens):
+    llm = LLM(
+        make_checkpoint("llama")[0],
+        kv_cache_dtype="fp8_e4m3",
+        attention_backend="triton",
+        block_size=3,
+        num_blocks=24,
+        max_num_batched_tokens=20,
+        preemption="swap",
+    )
+    outputs = llm.generate(PROMPTS[:3], SamplingParams(temperature=0, max_tokens=4))
+    assert tokens_of(outputs) == [tokens[:4] for tokens in fp8_tokens("llama")[:3]]
+
+
+def test_copy_on_write_of_an_fp8_cache(make_checkpoint):
+    """Parallel samples share the prompt's last block until each writes to a copy of it."""
+    params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=6)
+    results = []
+    for block_size in (1, 4):  # without and with copies
+        llm = LLM(
+            make_checkpoint("llama")[0],
+            kv_cache_dtype="fp8_e4m3",
+            block_size=block_size,
+            num_blocks=64,
+        )
+        [output] = llm.generate(SHARED, params)
+        results.append([sample.token_ids for sample in output.outputs])
+    assert results[0] == results[1]
+    assert len({tuple(tokens) for tokens in results[0]}) > 1
+
+
+def test_flash_attn_has_no_fp8_cache(make_checkpoint, monkeypatch):
+    backend = types.SimpleNamespace(name="flash_attn", has_fp8_cache=FlashAttnBackend.has_fp8_cache)
+    monkeypatch.setattr("models.llm.make_backend", lambda name, device: backend)
+    with pytest.raises(ValueError, match="'fp8_e4m3': attention_backend='flash_attn' has no fp8"):
+        LLM(make_checkpoint("llama")[0], kv_cache_dtype="fp8_e4m3", attention_backend="flash_attn")
+
+
+def test_an_fp8_cache_is_sized_by_its_bytes(make_checkpoint, monkeypatch):
+    folder, _ = make_checkpoint("llama")  # 2 layers, 2 KV heads of head_dim 16
+    monkeypatch.setattr("models.llm.CPU_KV_CACHE_BYTES", 100 * 4 * 2 * 2 * 2 * 16)
+    assert LLM(folder, block_size=4, kv_cache_dtype="fp8_e4m3").manager.num_blocks == 100
+    assert LLM(folder, block_size=4).manager.num_blocks == 25
+    llm = LLM(folder, block_size=4, kv_cache_dtype="fp8_e4m3", preemption="swap")
+    assert llm.engine.runner.host_cache.dtype == torch.float8_e4m3fn
+
+
+def test_scales_of_the_checkpoint(make_checkpoint, tmp_path):
+    """A cache that holds halves with a scale of 2 gives the tokens of one with a scale of 1."""
+    folder = tmp_path / "scaled"
+    shutil.copytree(make_checkpoint("llama")[0], folder)
+    llm = LLM(folder, kv_cache_dtype="fp8_e4m3", num_blocks=20)
+    unscaled = llm.generate(SHARED, GREEDY)
+    before = llm.engine.runner.kv_cache.float()
+    names = [
+        f"model.layers.{layer}.self_attn.{part}.{kind}_scale"
+        for layer, part, kind in [(0, "k_proj", "k"), (0, "v_proj", "v"), (1, "attn", "v")]
+    ]
+    save_file({name: torch.tensor(2.0) for name in names}, folder / "scales.safetensors")
+    llm = LLM(folder, kv_cache_dtype="fp8_e4m3", num_blocks=20)
+    assert tokens_of(llm.generate(SHARED, GREEDY)) == tokens_of(unscaled)
+    # Halves of numbers below 2^-5 are subnormal in e4m3 and lose a bit.
+    after = llm.engine.runner.kv_cache.float()
+    torch.testing.assert_close(after[:, 0] * 2, before[:, 0], rtol=0.08, atol=2**-8)
+    torch.testing.assert_close(after[1, 1] * 2, before[1, 1], rtol=0.08, atol=2**-8)
+    torch.testing.assert_close(after[0, 1], before[0, 1], rtol=0.08, atol=2**-8)
+    assert tokens_of(LLM(folder).generate(SHARED, GREEDY))  # ignored without an fp8 cache
 
 
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.0])
@@ -239,6 +359,7 @@ def test_the_longest_sequence(make_checkpoint):
         ({"block_size": 0}, "block_size=0"),
         ({"num_blocks": 2.5}, "num_blocks=2.5"),
         ({"dtype": "int8"}, "dtype='int8'"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8': choose from None, 'fp8_e4m3'"),
         ({"dtype": torch.float64}, "dtype=torch.float64"),
         ({"device": "cuda"}, "device='cuda': there is no GPU here"),
         ({"cuda_graphs": True}, "cuda_graphs=True: cannot capture attention_backend='torch'"),

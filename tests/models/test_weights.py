@@ -11,7 +11,13 @@ from models.attention import TorchBackend
 from models.config import ModelConfig
 from models.decoder import build_model
 from models.parallel import TensorParallel
-from models.weights import WeightsError, checkpoint_tensors, load_weights, randomize_weights
+from models.weights import (
+    WeightsError,
+    checkpoint_tensors,
+    load_kv_scales,
+    load_weights,
+    randomize_weights,
+)
 
 NAMES = ["llama", "llama_biased", "qwen3"]
 
@@ -109,6 +115,38 @@ def test_old_buffers_and_a_tied_head_are_ignored(folder):
 
     rewrite(folder, change)
     load_weights(empty_model(folder), folder)
+
+
+@pytest.mark.parametrize("spelling", ["", "attn.", "{kind}_proj."], ids=["plain", "attn", "proj"])
+def test_scales_of_an_fp8_cache(spelling, folder):
+    layers = "model.layers.{}.self_attn."
+    scales = {
+        layers.format(layer) + spelling.format(kind=kind) + f"{kind}_scale": torch.tensor([value])
+        for layer, kind, value in [(0, "k", 0.25), (0, "v", 0.5), (1, "v", 2.0)]
+    }
+    rewrite(folder, lambda tensors: tensors.update(scales))
+    model = empty_model(folder)
+    load_weights(model, folder)  # ignores them
+    load_kv_scales(model, folder)
+    first, second = (layer.self_attn for layer in model.model.layers)
+    assert (first.k_scale, first.v_scale) == (0.25, 0.5)
+    assert (second.k_scale, second.v_scale) == (None, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "scale", "message"),
+    [
+        ("model.layers.0.self_attn.k_scale", torch.ones(2), "k_scale needs one positive number"),
+        ("model.layers.0.self_attn.k_scale", torch.tensor(-1.0), "k_scale needs one positive"),
+        ("model.layers.0.self_attn.v_scale", torch.tensor(torch.inf), "v_scale needs one positive"),
+        ("model.layers.7.self_attn.v_scale", torch.tensor(1.0), "is of no layer of the model"),
+    ],
+    ids=["shape", "negative", "infinite", "layer"],
+)
+def test_scales_that_do_not_fit_are_named(name, scale, message, folder):
+    rewrite(folder, lambda tensors: tensors.update({name: scale}))
+    with pytest.raises(WeightsError, match=message):
+        load_kv_scales(empty_model(folder), folder)
 
 
 @pytest.mark.parametrize(
