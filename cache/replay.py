@@ -179,8 +179,8 @@ def _replay_in_python(trace: Trace, policy: EvictionPolicy, capacity: int):
     next_use: dict[int, float] = {}
     uses_of = _request_next_uses(trace, capacity) if policy.needs_future else None
     policy.start(capacity, next_use.__getitem__ if policy.needs_future else None)
-    miss, insert, pin = policy.miss, policy.insert, policy.pin
-    release_many = policy.release_many
+    insert, pin, release_many = policy.insert, policy.pin, policy.release_many
+    miss = policy.miss if type(policy).miss is not EvictionPolicy.miss else None
 
     resident: set[int] = set()
     hits = np.zeros(trace.num_requests, np.int64)
@@ -189,24 +189,24 @@ def _replay_in_python(trace: Trace, policy: EvictionPolicy, capacity: int):
         start = offsets[request]
         blocks = block_ids[start : min(offsets[request + 1], start + capacity)]
         missing = []
-        parent = None
         for depth, block in enumerate(blocks):
             if block in resident:
                 pin(block)
             else:
-                missing.append((block, parent, depth))
-            parent = block
-        hits[request] = missing[0][2] if missing else len(blocks)
-        for block, parent, depth in missing:
-            miss(block)
+                missing.append(depth)
+        hits[request] = missing[0] if missing else len(blocks)
+        for depth in missing:
+            block = blocks[depth]
+            if miss is not None:
+                miss(block)
             if len(resident) == capacity:
                 resident.remove(policy.evict())
                 evictions += 1
             resident.add(block)
-            insert(block, block, parent, depth)
+            insert(block, block, blocks[depth - 1] if depth else None, depth)
         if uses_of is not None:
             next_use.update(zip(blocks, uses_of(request), strict=True))
-        release_many(reversed(blocks))
+        release_many(blocks[::-1])
     return hits, evictions
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 
 from cache.policies.priority import BlockHistory, PriorityPolicy
 
@@ -28,11 +28,9 @@ class LRUK(PriorityPolicy):
         super().start(capacity, next_use)
         self._last_accesses: dict[int, deque[int]] = {}
 
-    def insert(self, block: int, key: Hashable, parent: Hashable | None, depth: int) -> None:
-        super().insert(block, key, parent, depth)
-        self._last_accesses[block] = deque(maxlen=self.k)
-
     def priority(self, block: BlockHistory) -> float:
+        if block.accesses == 1:  # new content
+            self._last_accesses[block.block] = deque(maxlen=self.k)
         accesses = self._last_accesses[block.block]
         accesses.append(block.accessed)
         return accesses[0] if len(accesses) == self.k else -math.inf

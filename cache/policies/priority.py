@@ -141,13 +141,13 @@ class PriorityPolicy(EvictionPolicy):
         inserted = record.inserted or self._time
         priority = self.priority(
             BlockHistory(
-                block=block,
-                accessed=self._time,
-                inserted=inserted,
-                accesses=record.accesses + 1,
-                next_use=math.nan if self._next_use is None else self._next_use(block),
-                depth=record.depth,
-                clock=self._clock,
+                block,
+                self._time,
+                inserted,
+                record.accesses + 1,
+                math.nan if self._next_use is None else self._next_use(block),
+                record.depth,
+                self._clock,
             )
         )
         if priority != priority:
