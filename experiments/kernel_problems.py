@@ -16,7 +16,7 @@ import functools
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from experiments import gpu_timing
@@ -91,18 +91,14 @@ class Problem:
     """Undoes what an implementation wrote to its inputs."""
     eager_only: frozenset[str] = frozenset()
     """Implementations that no CUDA graph can capture."""
-    refused: dict[str, str] = field(default_factory=dict)
-    """Implementations that cannot serve this shape here, and why."""
     ceiling: Ceiling = "copy"
     """The measured rate that the bytes per second are held against."""
 
     def judged(self, implementation: str) -> Accuracy:
         """How right the result of an implementation is.
 
-        Raises Unavailable where it cannot run here.
+        Raises Unavailable where its package does not have what it takes.
         """
-        if reason := self.refused.get(implementation):
-            raise Unavailable(f"{implementation}: {reason}")
         if self.reset:
             self.reset()
         try:
@@ -119,6 +115,24 @@ def use_device() -> torch.device:
         return torch.device("cuda", torch.cuda.current_device())
     os.environ["TRITON_INTERPRET"] = "1"
     return torch.device("cpu")
+
+
+def refusal(shape: Shape, implementation: str) -> str | None:
+    """Why an implementation cannot serve a shape here, or None; no problem need be made for it."""
+    import torch
+
+    device = use_device()
+    from kernels.baselines import BASELINES
+
+    if implementation in BASELINES:
+        dtype, kv_dtype = _dtypes(shape)
+        q = torch.empty(1, shape.num_q_heads, shape.head_dim, dtype=dtype, device=device)
+        block = (1, shape.block_size, shape.num_kv_heads, shape.head_dim)
+        k_cache = torch.empty(block, dtype=kv_dtype, device=device)
+        return BASELINES[implementation].unavailable(q, k_cache)
+    if implementation == "torch_index_put" and shape.op == "store" and _is_fp8(shape):
+        return "it does not quantise"
+    return None
 
 
 _kept: dict[Shape, Problem] = {}
@@ -298,7 +312,6 @@ def _decode(shape: Shape, device: torch.device) -> Problem:
             [(seq, 0, 1) for seq in _some(shape.batch)],
             **scales,
         ),
-        refused=_refusals(batch),
     )
 
 
@@ -327,15 +340,7 @@ def _prefill(shape: Shape, device: torch.device) -> Problem:
             **scales,
         ),
         eager_only=frozenset(n for n, baseline in BASELINES.items() if baseline.prefill_syncs),
-        refused=_refusals(batch),
     )
-
-
-def _refusals(batch: PagedBatch) -> dict[str, str]:
-    from kernels.baselines import BASELINES
-
-    reasons = {name: b.unavailable(batch.q, batch.k_cache) for name, b in BASELINES.items()}
-    return {name: reason for name, reason in reasons.items() if reason}
 
 
 def _cascade(shape: Shape, device: torch.device) -> Problem:
@@ -439,7 +444,6 @@ def _store(shape: Shape, device: torch.device) -> Problem:
         },
         check=_exact(lambda: [(bits(cache)[slots[some]].view(x.dtype), x) for cache, x in rows]),
         reset=caches.zero_,
-        refused={"torch_index_put": "it does not quantise"} if scales else {},
     )
 
 
@@ -557,6 +561,8 @@ def run(
     Times are None without a CUDA device.  Raises Unavailable where the implementation cannot run
     here, and WrongResult.
     """
+    if reason := refusal(shape, implementation):
+        raise Unavailable(f"{implementation}: {reason}")
     with gpu_timing.out_of_memory_is(Unavailable):
         problem = problem_of(shape)
         accuracy = problem.judged(implementation)

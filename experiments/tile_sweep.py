@@ -127,13 +127,12 @@ def run_cell(cell: TileSweepCell) -> list[dict[str, Any]]:
     from kernels.tiles import force_target, target_of
 
     target = target_of(device)
-    tile = table = table_tile(cell.shape, target)
+    table = table_tile(cell.shape, target)
     if cell.tile is not None:
-        changes = {name: n for name, n in zip(_TILE, cell.tile, strict=True) if n}
-        tile = dataclasses.replace(table, **changes)
-        if tile == table:
+        target = with_tile(cell.shape, cell.tile, target)
+        if table_tile(cell.shape, target) == table:
             raise Unavailable("the table's own choice, which has a cell of its own")
-        target = dataclasses.replace(target, tiles=((_TABLES[cell.shape.op], tile),))
+    tile = table_tile(cell.shape, target)
     try:
         with force_target(target):
             row = kernel_problems.run(cell.shape, OURS, budget_ms=cell.budget_ms)
@@ -158,6 +157,16 @@ def table_tile(shape: Shape, target: Target) -> AttentionTile:
         itemsize = getattr(torch, shape.kv_dtype or shape.dtype).itemsize
         return tiles.decode_tile(group_size, head_dim, dtype, target, itemsize)
     return getattr(tiles, _TABLES[shape.op])(head_dim, dtype, target)
+
+
+def with_tile(shape: Shape, tile: tuple[int, ...], target: Target) -> Target:
+    """``target`` with this tile_m, tile_n, num_warps and num_stages for the op of ``shape``.
+
+    A 0 leaves the choice to the table.
+    """
+    changes = {name: n for name, n in zip(_TILE, tile, strict=True) if n}
+    changed = dataclasses.replace(table_tile(shape, target), **changes)
+    return dataclasses.replace(target, tiles=((_TABLES[shape.op], changed),))
 
 
 def _table_splits(shape: Shape, tile: AttentionTile, target: Target) -> int:

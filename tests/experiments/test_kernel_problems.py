@@ -10,7 +10,7 @@ import torch
 from experiments import kernel_problems
 from experiments.gpu_timing import NO_TIMES
 from experiments.harness import Unavailable
-from experiments.kernel_problems import OURS, Shape, WrongResult, problem_of, run
+from experiments.kernel_problems import OURS, Shape, WrongResult, problem_of, refusal, run
 
 _HEADS = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 32}
 SHAPES = {
@@ -39,7 +39,7 @@ def test_every_implementation_is_right_or_says_why_it_cannot_run(shape):
     assert OURS in problem.implementations
     served = 0
     for implementation in problem.implementations:
-        if implementation in problem.refused:
+        if refusal(shape, implementation):
             with pytest.raises(Unavailable, match=implementation):
                 run(shape, implementation)
             continue
@@ -49,6 +49,14 @@ def test_every_implementation_is_right_or_says_why_it_cannot_run(shape):
         assert row["bytes"] > 0
         served += 1
     assert served >= 2
+
+
+def test_what_cannot_be_served_is_known_before_inputs_are_made():
+    huge = {"batch": 2**40, "context_len": 2**40, "block_size": 16}
+    with pytest.raises(Unavailable, match=r"flash_attn_2: .*multiple of 256, got 16"):
+        run(Shape(op="decode", **huge), "flash_attn_2")
+    with pytest.raises(Unavailable, match="torch_index_put: it does not quantise"):
+        run(Shape(op="store", kv_dtype="float8_e4m3fn", **huge), "torch_index_put")
 
 
 @on_cpu

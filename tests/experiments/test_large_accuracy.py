@@ -12,18 +12,16 @@ from experiments.kernel_problems import OPS
 from experiments.large_accuracy import FP8, LargeAccuracyOptions
 
 TINY = LargeAccuracyOptions(
-    scale=300, num_q_heads=2, num_kv_heads=1, head_dim=16, past_32_bits=False
+    scale=700, num_q_heads=2, num_kv_heads=1, head_dim=16, past_32_bits=False, dtype=(FP8,)
 )
 
 
-@pytest.mark.slow
-def test_every_op_and_dtype_is_right_and_drawn(drawn):
+def test_every_op_is_right_and_drawn(drawn):
     rows = [row for cell in large_accuracy.cells(TINY) for row in large_accuracy.run_cell(cell)]
     table = pd.DataFrame(rows)
     assert table["passed"].all()
-    assert set(table["kv_dtype"]) == {"bfloat16", "float16", FP8}
-    per_dtype = table.groupby("kv_dtype")["op"].apply(set)
-    assert all(ops == set(OPS) for ops in per_dtype)
+    assert set(table["kv_dtype"]) == {FP8}
+    assert set(table["op"]) == set(OPS)
     large_accuracy.plot(table, Path())
     (axis,) = drawn["large_accuracy"].axes
     assert any("cascade, block 16" in tick.get_text() for tick in axis.get_yticklabels())

@@ -1,0 +1,156 @@
+"""Compiles, beside a GPU experiment and before it gets there, the kernels that it will launch.
+
+A GPU experiment on one process spends more time in the compiler than on the GPU, while the other
+cores idle.  The shapes of its cells are known beforehand, so other processes call the ops on meta
+tensors of these shapes, by which ``kernels/compile.py`` compiles what would be launched; the result
+lies in Triton's cache when the experiment looks for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from experiments.kernel_problems import OURS, Shape
+
+if TYPE_CHECKING:
+    import torch
+
+    from kernels.tiles import Target
+
+
+@dataclass(frozen=True)
+class Job:
+    """An op at a shape, with a tile of another size than the table's or not."""
+
+    shape: Shape
+    tile: tuple[int, ...] | None
+    """As in ``tile_sweep.TileSweepCell``."""
+
+
+def jobs_of(cells: Iterable[Any]) -> list[Job]:
+    """What the cells launch of ours, each once; other experiments' cells are passed over."""
+    jobs = (
+        Job(cell.shape, getattr(cell, "tile", None))
+        for cell in cells
+        if isinstance(getattr(cell, "shape", None), Shape)
+        and getattr(cell, "implementation", OURS) == OURS
+    )
+    return list(dict.fromkeys(jobs))
+
+
+class CompileAhead:
+    """Processes that compile for the GPU of this one into TRITON_CACHE_DIR.
+
+    A context manager, which ends them.  Errors are left to the experiment that will meet them.
+    """
+
+    def __init__(self, num_processes: int) -> None:
+        import torch
+
+        properties = torch.cuda.get_device_properties()
+        arch = properties.major * 10 + properties.minor
+        self._gpu = (arch, properties.multi_processor_count)
+        self._pool = multiprocessing.get_context("spawn").Pool(num_processes, _without_gpu)
+
+    def __enter__(self) -> CompileAhead:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.terminate()
+
+    def add(self, jobs: Iterable[Job]) -> None:
+        """Compile ``jobs`` after those that were added before; returns at once."""
+        for job in jobs:
+            self._pool.apply_async(compile_job, (job, *self._gpu))
+
+
+def _without_gpu() -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.nice(5)
+
+
+def compile_job(job: Job, arch: int, num_multiprocessors: int) -> int:
+    """Compile what a job launches on a GPU; returns how many kernels that are.
+
+    arch: compute capability as an integer.  Must run without TRITON_INTERPRET.
+    """
+    from kernels.architectures import ARCHITECTURES
+    from kernels.compile import compile_call
+    from kernels.tiles import force_target
+
+    known = ARCHITECTURES[f"sm_{arch}"]
+    target = dataclasses.replace(known, num_multiprocessors=num_multiprocessors)
+
+    def call() -> None:
+        with force_target(_with_tile(job, target.tiles_target)):
+            launch_on_meta(job.shape)
+
+    return len(compile_call(call, target))
+
+
+def _with_tile(job: Job, target: Target) -> Target:
+    if job.tile is None:
+        return target
+    from experiments import tile_sweep
+
+    return tile_sweep.with_tile(job.shape, job.tile, target)
+
+
+def launch_on_meta(shape: Shape) -> None:
+    """Call our op for ``shape`` on meta tensors, with the strides that its problem would have."""
+    import torch
+
+    import kernels
+
+    dtype = getattr(torch, shape.dtype)
+    kv_dtype = getattr(torch, shape.kv_dtype or shape.dtype)
+
+    def meta(*sizes: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(sizes, dtype=dtype, device="meta")
+
+    def int32(*sizes: int) -> torch.Tensor:
+        return meta(*sizes, dtype=torch.int32)
+
+    heads = (shape.block_size, shape.num_kv_heads, shape.head_dim)
+    num_blocks = 16  # compiled code does not depend on it
+    cache = meta(num_blocks, *heads, dtype=kv_dtype)
+    scales = {"k_scale": 1.0, "v_scale": 1.0} if kv_dtype.itemsize == 1 else {}
+    q = meta(shape.batch * shape.query_len, shape.num_q_heads, shape.head_dim)
+    lengths = int32(shape.batch)
+
+    def table(rows: int, tokens: int) -> torch.Tensor:
+        return int32(rows, -(-tokens // shape.block_size))
+
+    if shape.op == "decode":
+        tables = table(shape.batch, shape.context_len)
+        options = {"num_splits": shape.num_splits, **scales}
+        kernels.paged_decode_attention(q, cache, cache, tables, lengths, **options)
+    elif shape.op == "prefill":
+        tables = table(shape.batch, shape.context_len)
+        starts = int32(shape.batch + 1)
+        kernels.paged_prefill_attention(
+            q, cache, cache, tables, starts, lengths, max_seqlen_q=shape.query_len, **scales
+        )
+    elif shape.op == "cascade":
+        own = shape.context_len - shape.prefix_len
+        kernels.shared_prefix_decode_attention(
+            q, cache, cache, table(1, shape.prefix_len), int32(1), int32(2),
+            table(shape.batch, own), lengths, **scales,
+        )  # fmt: skip
+    elif shape.op == "store":
+        qkv = meta(shape.batch, shape.num_q_heads + 2 * shape.num_kv_heads, shape.head_dim)
+        key, value = qkv[:, shape.num_q_heads :].chunk(2, dim=1)
+        slots = meta(shape.batch, dtype=torch.int64)
+        kernels.store_kvcache(key, value, cache, cache, slots, **scales)
+    else:
+        pairs = meta(shape.batch, 2, dtype=torch.int64)
+        caches = meta(2, shape.num_layers, num_blocks, *heads, dtype=kv_dtype)
+        if shape.op == "copy":
+            kernels.copy_blocks(caches, pairs)
+        else:
+            kernels.swap_blocks(caches, meta(*caches.shape, dtype=kv_dtype), pairs)

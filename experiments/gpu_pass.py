@@ -1,0 +1,467 @@
+"""Ten minutes on a GPU: ``python -m experiments gpu-pass --out DIR --minutes 9``.
+
+Measures in order of importance until the time is up: rates of the card, correctness, latencies of
+every kernel beside the baselines, tiles and split counts to choose from, block sizes, throughput of
+the engine, eviction policies served.  Each stage is a registered experiment on a chosen grid, run
+by the harness, so a result is stored as soon as it is there.  Stages of one experiment share its
+table.  ``DIR`` holds few files, each replaced in one step while the pass goes on:
+
+    summary.txt            what was done and found, for reading
+    rows.csv               the rows of all experiments
+    decision.md            what ``kernels/tiles.py`` should decide, from the tile sweep
+    environment.json       commit, packages, GPU, driver
+    results.tar.gz         experiment/device/ as in results/: tables, environments, figures
+    compile-cache.tar.xz   the compiled kernels
+
+A pass that was killed goes on where it stopped: with the same ``--out``, on this machine or, from
+results.tar.gz and compile-cache.tar.xz, on another.  ``--tiny`` goes through the same stages at
+tiny sizes, on a CPU in Triton's interpreter, where there are no times.  Needs PyTorch 2.11 and
+Triton 3.6 or later, pandas, matplotlib and tqdm; flash-attn is compared with where it is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import dataclasses
+import hashlib
+import importlib
+import io
+import itertools
+import json
+import logging
+import os
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from experiments import tile_sweep
+from experiments.compile_ahead import CompileAhead, jobs_of
+from experiments.harness import (
+    Experiment,
+    LastingWorker,
+    Options,
+    OptionsError,
+    plot_results,
+    run_sweep,
+)
+from experiments.harness.environment import cuda_available, describe
+from experiments.harness.store import write_atomically
+from experiments.harness.workers import Outcome, Task
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_PUBLISH_EVERY_S = 20.0
+_RESERVED_S = 15.0
+"""At the end, to write everything out."""
+_CACHE_EVERY_S = 150.0
+_KEPT_SUFFIXES = {".cubin", ".json", ".so"}
+"""What a later run needs of Triton's cache; its other files are stages of the compilation."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """An experiment on a grid of its own."""
+
+    name: str
+    experiment: str
+    """Its name, which is that of its module."""
+    options: dict[str, Any]
+    tiny: dict[str, Any] | None = field(default_factory=dict)
+    """Options that differ with --tiny; None: left out there."""
+
+    def load(self, *, tiny: bool) -> tuple[Experiment, Options]:
+        """The experiment, which may run without a GPU if tiny, and its options."""
+        experiment = _experiment(self.experiment)
+        if tiny:
+            experiment = dataclasses.replace(experiment, gpu="optional")
+        values = self.options | (self.tiny if tiny else {})
+        return experiment, dataclasses.replace(experiment.options, **values)
+
+
+_TINY_HEADS = {"num_q_heads": 2, "num_kv_heads": 1, "head_dim": 16}
+_TINY_LATENCY = {
+    **_TINY_HEADS,
+    "batch": (2,),
+    "context_len": (20,),
+    "prefill": ((1, 5, 20),),
+    "store_tokens": (3,),
+    "move_tokens": (20,),
+    "num_layers": 1,
+}
+STAGES: tuple[Stage, ...] = (
+    Stage("rates", "gpu_rates", {}),
+    Stage(
+        "accuracy",
+        "kernel_accuracy",
+        {
+            "block_size": (16,),
+            "dtype": ("bfloat16", "float16"),
+            "head_dim": (128,),
+            "feature": ("none",),
+        },
+        {"head_dim": (16,), "dtype": ("bfloat16",), "block_size": (7,)},
+    ),
+    Stage(
+        "large_accuracy",
+        "large_accuracy",
+        {},
+        {**_TINY_HEADS, "scale": 1000, "past_32_bits": False, "dtype": ("bfloat16",)},
+    ),
+    Stage(
+        "decode",
+        "kernel_latency",
+        {"part": ("decode",), "batch": (1, 8, 64, 256), "context_len": (512, 4096, 32768)},
+        _TINY_LATENCY,
+    ),
+    Stage("prefill", "kernel_latency", {"part": ("prefill",)}, _TINY_LATENCY),
+    Stage(
+        "moves",
+        "kernel_latency",
+        {
+            "part": ("store", "copy", "swap_out", "swap_in"),
+            "store_tokens": (16, 256, 4096, 65536),
+            "move_tokens": (256, 4096),
+        },
+        _TINY_LATENCY,
+    ),
+    Stage(
+        "cascade",
+        "cascade",
+        {"prefix_len": (1024, 8192, 32768), "batch": (1, 16, 64, 256)},
+        {**_TINY_HEADS, "prefix_len": (16,), "suffix_len": 4, "batch": (2,)},
+    ),
+    Stage(
+        "splits",
+        "tile_sweep",
+        {"part": ("splits",)},
+        {**_TINY_HEADS, "splits": (2,), "splits_batch": (1,), "splits_context": (70,)},
+    ),
+    Stage(
+        "tiles",
+        "tile_sweep",
+        {"part": ("decode", "prefill", "cascade")},
+        {
+            **_TINY_HEADS,
+            "decode": ((1, 20),),
+            "decode_tile": ((16,), (4,), (1,)),
+            "prefill": ((1, 5, 20),),
+            "prefill_tile": ((16,), (16,), (4,), (1,)),
+            "cascade": ((2, 16),),
+        },
+    ),
+    Stage(
+        "features",
+        "kernel_accuracy",
+        {"block_size": (16,), "dtype": ("bfloat16",), "head_dim": (128,)},
+        None,
+    ),
+    Stage(
+        "block_size",
+        "block_size",
+        {"part": ("latency",)},
+        {
+            "latency_block_size": (3,),
+            "latency_context_len": (5,),
+            "latency_batch": 1,
+            "latency_implementation": ("pagelab",),
+        },
+    ),
+    Stage(
+        "engine_throughput",
+        "engine_throughput",
+        {},
+        {
+            "model": "tiny",
+            "num_requests": 1,
+            "lengths": (3, 3),
+            "max_model_len": 32,
+            "engine": ("triton, CUDA graphs", "triton, eager"),
+        },
+    ),
+    Stage(
+        "eager_decode",
+        "kernel_latency",
+        {
+            "part": ("decode",),
+            "launch": ("eager",),
+            "batch": (1, 16, 64),
+            "context_len": (512, 4096),
+        },
+        None,
+    ),
+    Stage(
+        "eviction_serving",
+        "eviction_serving",
+        {
+            "model": "qwen3-0.6b",
+            "capacity_percent": (10, 40),
+            "prompt_tokens_per_second": 100_000.0,
+        },
+        None,
+    ),
+    Stage("all_latencies", "kernel_latency", {}, None),
+)
+"""In order of importance."""
+
+
+class GpuPass:
+    """One pass: the stages that fit the time, and the files in ``out`` that tell of them."""
+
+    def __init__(self, out: Path, work: Path, *, deadline: float, tiny: bool) -> None:
+        self.out, self.work, self.deadline, self.tiny = out, work, deadline, tiny
+        self.results = work / "results"
+        self.compile_cache = work / "triton-cache"
+        self.failed = 0
+        self._started = self._published = self._cached = time.monotonic()
+        self._lines: list[str] = []
+        self._grids: dict[str, list[Options]] = {}
+        """Of the stages so far, by experiment."""
+        self._settled: dict[str, Outcome] = {}
+        """Cells without a result in this pass: not to be tried again by a later stage."""
+        out.mkdir(parents=True, exist_ok=True)
+        for folder, archive in (
+            (self.results, "results.tar.gz"),
+            (self.compile_cache, "compile-cache.tar.xz"),
+        ):
+            if not folder.exists():
+                folder.mkdir(parents=True)
+                _unpack(out / archive, folder)
+        os.environ["TRITON_CACHE_DIR"] = str(self.compile_cache)
+
+    def run(self, stages: Sequence[Stage] = STAGES) -> int:
+        """Run ``stages`` until the time is up; returns how many cells failed."""
+        any_device = dataclasses.replace(stages[0].load(tiny=self.tiny)[0], gpu="optional")
+        environment = json.dumps(describe(any_device, _command()), indent=2, ensure_ascii=False)
+        write_atomically(self.out / "environment.json", environment + "\n")
+        stages = [stage for stage in stages if not (self.tiny and stage.tiny is None)]
+        with LastingWorker(self.deadline) as worker, self._compiling(stages):
+            for stage in stages:
+                if time.monotonic() >= self.deadline:
+                    self.say(f"{stage.name}: not reached")
+                    continue
+                self._run_stage(stage, worker)
+                self.publish()
+        self._draw(stages)
+        self.publish(compiled=True)
+        return self.failed
+
+    @contextlib.contextmanager
+    def _compiling(self, stages: Sequence[Stage]) -> Iterator[None]:
+        """Other cores compile what the stages will launch."""
+        spare = len(os.sched_getaffinity(0)) - 3
+        if self.tiny or spare < 1:
+            yield
+            return
+        with CompileAhead(min(spare, 12)) as processes:
+            for stage in stages:
+                with contextlib.suppress(ImportError, ValueError, OSError):
+                    experiment, options = stage.load(tiny=False)
+                    processes.add(jobs_of(experiment.cells(options)))
+            yield
+
+    def say(self, text: str) -> None:
+        """A line of the summary, which is printed too."""
+        line = f"[{time.monotonic() - self._started:5.0f} s] {text}"
+        print(line, flush=True)
+        self._lines.append(line)
+
+    def _run_stage(self, stage: Stage, worker: LastingWorker) -> None:
+        def execute(tasks: Sequence[Task]) -> Generator[Outcome]:
+            yield from (self._settled[task.key] for task in tasks if task.key in self._settled)
+            for outcome in worker([task for task in tasks if task.key not in self._settled]):
+                if outcome.status != "finished":
+                    self._settled[outcome.key] = outcome
+                self.failed += outcome.status == "failed"
+                yield outcome
+                if time.monotonic() - self._published > _PUBLISH_EVERY_S:
+                    self.publish()
+
+        try:
+            experiment, options = stage.load(tiny=self.tiny)
+            grids = self._grids.setdefault(experiment.name, [])
+            grids.append(options)
+            # With the cells of earlier stages, which are finished, so that the table has them all.
+            whole = dataclasses.replace(
+                experiment,
+                cells=lambda _: itertools.chain.from_iterable(map(experiment.cells, grids)),
+            )
+            report = run_sweep(whole, options, out=self.results, executor=execute, draw=False)
+        except (ImportError, OptionsError) as error:
+            self.say(f"{stage.name}: absent: {error}")
+            return
+        absent, failed = report.unavailable.total(), report.failed.total()
+        done = report.finished + report.reused
+        counts = [f"{report.finished} cells run, {report.reused} finished earlier"]
+        counts += [f"{n} {what}" for n, what in ((absent, "absent"), (failed, "FAILED")) if n]
+        if (left := report.cells - done - absent - failed) > 0:
+            counts.append(f"{left} left when the time was up")
+        self.say(f"{stage.name}: {', '.join(counts)} ({report.seconds:.0f} s)")
+        for reasons in (report.unavailable, report.failed):
+            for reason, count in reasons.most_common(8):
+                self.say(f"    {count} x {reason[:300]}")
+        for table in self._tables(experiment.name):
+            import pandas as pd
+
+            rows = pd.read_csv(table)
+            for column in ("part", "op", "launch"):
+                values = getattr(options, {"op": "part"}.get(column, column), None)
+                if values and column in rows and set(values) <= set(rows[column]):
+                    rows = rows[rows[column].isin(values)]
+            for line in digest(rows).splitlines():
+                self.say(f"    {line}")
+
+    def _tables(self, experiment: str = "*") -> list[Path]:
+        return sorted(self.results.glob(f"{experiment}/*/rows.csv"))
+
+    def _draw(self, stages: Sequence[Stage]) -> None:
+        """Figures, and the decision of the tile sweep, as far as time allows."""
+        for name in dict.fromkeys(stage.experiment for stage in stages):
+            for table in self._tables(name):
+                if time.monotonic() >= self.deadline + _RESERVED_S / 2:
+                    return
+                try:
+                    plot_results(_experiment(name), table.parent)
+                except Exception as error:  # must not cost the pass what it has measured
+                    self.say(f"{name}: no figures: {type(error).__name__}: {error}")
+        for decision in self.results.glob("tile_sweep/*/decision.md"):
+            write_atomically(self.out / "decision.md", decision.read_text())
+
+    def publish(self, *, compiled: bool = False) -> None:
+        """Replace the files in ``out`` by what there is now.
+
+        compiled: the compiled kernels too, which takes longer; else only when they are old.
+        """
+        write_atomically(self.out / "summary.txt", "\n".join(self._lines) + "\n")
+        write_atomically(self.out / "rows.csv", _joined(self._tables()))
+        write_atomically(self.out / "results.tar.gz", _packed(self.results, "gz"))
+        self._published = time.monotonic()
+        if compiled or self._published - self._cached > _CACHE_EVERY_S:
+            cache = _packed(self.compile_cache, "xz", lambda path: path.suffix in _KEPT_SUFFIXES)
+            write_atomically(self.out / "compile-cache.tar.xz", cache)
+            self._published = self._cached = time.monotonic()
+
+
+def _experiment(name: str) -> Experiment:
+    return importlib.import_module(f"experiments.{name}").EXPERIMENT
+
+
+def _joined(tables: Sequence[Path]) -> str:
+    """The tables below each other, with the experiment of each row."""
+    rows = []
+    for table in tables:
+        with table.open(newline="") as file:
+            rows += [{"experiment": table.parts[-3], **row} for row in csv.DictReader(file)]
+    text = io.StringIO()
+    columns = dict.fromkeys(column for row in rows for column in row)
+    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _packed(
+    folder: Path, compression: str, keep: Callable[[Path], bool] = lambda path: True
+) -> bytes:
+    """The files of ``folder`` as a tar archive; files that go while it is made are left out."""
+    content = io.BytesIO()
+    options = {"preset": 1} if compression == "xz" else {"compresslevel": 5}
+    with tarfile.open(fileobj=content, mode=f"w:{compression}", **options) as archive:
+        for path in sorted(folder.rglob("*")):
+            if keep(path) and path.is_file() and not path.name.endswith(".tmp"):
+                with contextlib.suppress(FileNotFoundError):
+                    archive.add(path, path.relative_to(folder), recursive=False)
+    return content.getvalue()
+
+
+def _unpack(archive: Path, folder: Path) -> None:
+    if archive.exists():
+        with tarfile.open(archive) as content:
+            content.extractall(folder, filter="data")
+
+
+def digest(rows: pd.DataFrame) -> str:
+    """What a table says, in few lines."""
+    lines = []
+    if "passed" in rows:
+        wrong = rows[~rows["passed"]]
+        lines.append(f"{len(rows) - len(wrong)} of {len(rows)} results within the bound")
+        if len(wrong):
+            names = ("op", "kernel", "result", "feature", "dtype", "kv_dtype", "block_size")
+            shown = [name for name in (*names, "error", "bound") if name in wrong]
+            lines.append(wrong[shown].head(20).to_string(index=False))
+    if "by_table" in rows:
+        return tile_sweep.decision(rows) if rows["p50_us"].notna().any() else ""
+    if "p50_us" in rows and "implementation" in rows and rows["p50_us"].notna().any():
+        names = ["op", "batch", "query_len", "prefix_len", "context_len", "block_size"]
+        names = [name for name in names if rows[name].nunique() > 1]
+        best = rows.assign(
+            shape=rows[names or ["op"]].astype(str).agg(" ".join, axis=1),
+            column=rows["implementation"].str.replace("flash_attn", "fa"),
+        )
+        ours = best[best["implementation"] == "pagelab"].groupby("shape", sort=False)
+        table = best.pivot_table("p50_us", "shape", "column", sort=False)
+        for name, column in (("copy %", "bandwidth_fraction"), ("matmul %", "matmul_fraction")):
+            table[name] = 100 * ours[column].max()
+        table.index.name = " ".join(names)
+        lines.append("p50 in µs; shares of the measured rates are pagelab's")
+        lines.append(table.head(40).to_string(float_format="{:.1f}".format, na_rep="-"))
+    for names in (
+        ["what", "value", "unit"],
+        ["engine", "turn", "seconds", "output_tokens_per_s", "cached_tokens"],
+    ):
+        if set(names) <= set(rows.columns):
+            lines.append(rows[names].to_string(index=False))
+    return "\n".join(lines)
+
+
+def _command() -> list[str]:
+    return ["python", "-m", "experiments", "gpu-pass", *sys.argv[2:]]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command line; returns 1 if a cell failed, 2 if there is nothing to run on."""
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments gpu-pass",
+        description=__doc__.split("\n\n")[1],
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--minutes", type=float, default=9.0, help="time for everything")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes, on a CPU without times")
+    parser.add_argument("--work", type=Path, help="folder for work in progress; default temporary")
+    parser.add_argument(
+        "--stage", action="append", choices=[stage.name for stage in STAGES], metavar="NAME",
+        help="only this stage, repeatable: " + ", ".join(stage.name for stage in STAGES),
+    )  # fmt: skip
+    options = parser.parse_args(arguments)
+    deadline = time.monotonic() + 60 * options.minutes - _RESERVED_S
+    if not options.tiny and not cuda_available():
+        print("error: there is no GPU here; --tiny tries the stages without one", file=sys.stderr)
+        return 2
+    if options.minutes * 60 <= _RESERVED_S:
+        print(f"error: --minutes must be above {_RESERVED_S / 60}", file=sys.stderr)
+        return 2
+    work = options.work or _work_folder(options.out)
+    console = logging.StreamHandler()
+    console.setLevel(logging.ERROR)
+    log = logging.getLogger("experiments")
+    log.addHandler(console)
+    try:
+        run = GpuPass(options.out, work, deadline=deadline, tiny=options.tiny)
+        wanted = [s for s in STAGES if not options.stage or s.name in options.stage]
+        return int(run.run(wanted) > 0)
+    finally:
+        log.removeHandler(console)
+
+
+def _work_folder(out: Path) -> Path:
+    """The same folder for the same ``out``, so that a killed pass is found again."""
+    name = hashlib.sha256(str(out.resolve()).encode()).hexdigest()[:12]
+    return Path(tempfile.gettempdir()) / f"pagelab-gpu-pass-{os.getuid()}-{name}"

@@ -1,0 +1,151 @@
+"""gpu-pass: all stages at tiny sizes by the real command line, killed, resumed, out of time."""
+
+from __future__ import annotations
+
+import csv
+import json
+import signal
+import tarfile
+import time
+
+import pandas as pd
+import pytest
+import torch
+
+from experiments import gpu_pass
+from experiments.gpu_pass import STAGES, GpuPass, digest
+
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU")
+
+
+def test_stages_are_experiments_with_options_of_theirs():
+    for stage in STAGES:
+        for tiny in (False, True) if stage.tiny is not None else (False,):
+            experiment, options = stage.load(tiny=tiny)
+            assert experiment.name == stage.experiment
+            assert isinstance(options, type(experiment.options))
+    assert len({stage.name for stage in STAGES}) == len(STAGES)
+
+
+@pytest.mark.slow
+@on_cpu
+def test_a_tiny_pass_runs_every_stage_without_times_and_resumes_elsewhere(command_line, tmp_path):
+    out = tmp_path / "out"
+    first = command_line("gpu-pass", "--tiny", "--out", out, "--work", tmp_path / "here").stdout
+    files = {path.name for path in out.iterdir()}
+    assert files == {
+        "summary.txt", "rows.csv", "environment.json", "results.tar.gz", "compile-cache.tar.xz",
+    }  # fmt: skip
+    assert (out / "summary.txt").read_text() == first
+
+    rows = list(csv.DictReader((out / "rows.csv").open()))
+    tiny = {stage.experiment for stage in STAGES if stage.tiny is not None} - {"block_size"}
+    assert {row["experiment"] for row in rows} == tiny
+    assert not any(row["p50_us"] or row["output_tokens_per_s"] for row in rows)
+    assert all(float(row["error"]) <= float(row["bound"]) for row in rows if row["bound"])
+    # Stages of one experiment share a table.
+    ops = {row["op"] for row in rows if row["experiment"] == "kernel_latency"}
+    assert ops == {"decode", "prefill", "store", "copy", "swap_out", "swap_in"}
+    assert json.loads((out / "environment.json").read_text())["packages"]["torch"]
+    with tarfile.open(out / "results.tar.gz") as results:
+        assert "kernel_latency/cpu/rows.csv" in results.getnames()
+
+    stages = ("--stage", "large_accuracy", "--stage", "moves")
+    elsewhere = ("--out", out, "--work", tmp_path / "there")
+    again = command_line("gpu-pass", "--tiny", *elsewhere, *stages).stdout
+    assert "large_accuracy: 0 cells run, 14 finished earlier" in again
+    assert "moves: 0 cells run, 16 finished earlier" in again
+
+
+@on_cpu
+def test_a_killed_pass_keeps_what_it_had(command_line, tmp_path):
+    out = tmp_path / "out"
+    command = ("gpu-pass", "--tiny", "--out", out, "--work", tmp_path / "work")
+    stages = ("--stage", "rates", "--stage", "cascade")
+    process = command_line.start(*command, *stages)
+    deadline = time.monotonic() + 60
+    while not (out / "rows.csv").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    kept = list(csv.DictReader((out / "rows.csv").open()))
+    assert {row["experiment"] for row in kept} >= {"gpu_rates"}
+    output = command_line(*command, "--stage", "rates").stdout
+    assert "rates: 0 cells run, 4 finished earlier" in output
+
+
+@on_cpu
+def test_without_time_no_stage_begins(tmp_path, capsys):
+    run = GpuPass(tmp_path / "out", tmp_path / "work", deadline=time.monotonic(), tiny=True)
+    assert run.run() == 0
+    reached = [line for line in capsys.readouterr().out.splitlines() if "not reached" not in line]
+    assert reached == []
+    assert (tmp_path / "out" / "results.tar.gz").exists()
+
+
+@on_cpu
+def test_a_gpu_is_asked_for(command_line, tmp_path):
+    result = command_line("gpu-pass", "--out", tmp_path / "out", status=2)
+    assert "there is no GPU here; --tiny tries the stages without one" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_wrong_result_makes_the_pass_fail_and_is_told(tmp_path, monkeypatch, capsys):
+    from experiments.harness.workers import Outcome
+
+    def executor(self, tasks):
+        for task in tasks:
+            message = "WrongResult: pagelab is wrong: error 1, bound 0.1; no time is reported"
+            yield Outcome(task.key, "failed", [], message, "", 0.0)
+
+    monkeypatch.setattr(gpu_pass.LastingWorker, "__call__", executor)
+    run = GpuPass(tmp_path / "out", tmp_path / "work", deadline=time.monotonic() + 60, tiny=True)
+    stages = [stage for stage in STAGES if stage.name in ("decode", "prefill")]
+    # 14 cells of each stage; those of the first are not tried again by the second.
+    assert run.run(stages) == 28
+    output = capsys.readouterr().out
+    assert "decode: 0 cells run, 0 finished earlier, 14 FAILED" in output
+    assert "28 x WrongResult: pagelab is wrong" in output
+
+
+def test_digests_show_what_was_measured():
+    shape = {"op": "decode", "batch": [1, 1, 8], "query_len": 1, "prefix_len": 0}
+    timed = pd.DataFrame(
+        {
+            **shape,
+            "context_len": 512,
+            "block_size": 256,
+            "implementation": ["pagelab", "flash_attn_2", "pagelab"],
+            "p50_us": [12.5, 14.0, 90.0],
+            "bandwidth_fraction": [0.5, 0.45, 0.9],
+            "matmul_fraction": 0.01,
+        }
+    )
+    lines = digest(timed).splitlines()
+    assert lines[1].split() == ["column", "pagelab", "fa_2", "copy", "%", "matmul", "%"]
+    assert lines[3].split() == ["1", "12.5", "14.0", "50.0", "1.0"]
+    assert lines[4].split() == ["8", "90.0", "-", "90.0", "1.0"]
+
+    judged = pd.DataFrame(
+        {"op": ["store", "copy"], "passed": [True, False], "error": [0.0, 3.0], "bound": 1e-5}
+    )
+    assert "1 of 2 results within the bound" in digest(judged)
+    assert "copy" in digest(judged)
+    assert "store" not in digest(judged)
+
+    rates = pd.DataFrame({"what": ["copy"], "value": [3012.3], "unit": ["GB/s"]})
+    assert "3012.3" in digest(rates)
+
+
+def test_a_digest_of_the_tile_sweep_is_its_decision():
+    row = {"part": "decode", "batch": 1, "query_len": 1, "context_len": 512, "p50_us": 10.0}
+    row |= {"tile_m": 16, "num_warps": 4, "num_stages": 5, "num_splits": None, "head_dim": 128}
+    row |= {"dtype": "bfloat16", "kv_dtype": "bfloat16"}
+    rows = pd.DataFrame(
+        [
+            {**row, "by_table": True, "tile_n": 64},
+            {**row, "by_table": False, "tile_n": 32, "p50_us": 5.0},
+        ]
+    )
+    assert "| (16, 32, 4, 5) | 0.500 | 0.500 |" in digest(rows)
+    assert digest(rows.assign(p50_us=float("nan"))) == ""
