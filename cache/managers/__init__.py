@@ -38,7 +38,7 @@ def make_manager(
     num_blocks: int,
     block_size: int,
     policy: str | EvictionPolicy = "lru",
-    hash_algorithm: str = "xxh3_128",
+    hash_algorithm: str | None = None,
     enable_prefix_caching: bool = True,
     **design_options,
 ) -> CacheManager:
@@ -47,14 +47,14 @@ def make_manager(
     Args:
         policy: name of an eviction policy (or ``"file.py:Class"``), or a policy object, which
             then belongs to the manager.
-        hash_algorithm: a key of ``cache.hashing.HASH_ALGORITHMS``; the default gives way to that
-            of the design, where it has one (Nano-vLLM: xxh64).
+        hash_algorithm: a key of ``cache.hashing.HASH_ALGORITHMS``; None: the design's own, which
+            is xxh64 for Nano-vLLM and xxh3_128 for the others that hash.
         enable_prefix_caching: False stores equal prefixes apart.
         design_options: go to the manager's class.
 
     Raises ValueError for an unknown manager, policy, algorithm or option (naming the choices)
     and for sizes below 1, and UnsupportedByDesign for a policy or an algorithm given to a design
-    without prefix caching.
+    that has no use for it.
     """
     manager_class = MANAGERS.get(name)
     if manager_class is None:
@@ -71,11 +71,11 @@ def make_manager(
             "policy": policy,
             "enable_prefix_caching": enable_prefix_caching,
         }
-        if hash_algorithm != "xxh3_128":
+        if hash_algorithm is not None:
             design_options["hash_algorithm"] = hash_algorithm
     elif policy != "lru":
         raise UnsupportedByDesign(name, f"a policy ({policy!r})")
-    elif hash_algorithm != "xxh3_128":
+    elif hash_algorithm is not None:
         raise UnsupportedByDesign(name, f"a hash_algorithm ({hash_algorithm!r})")
     return manager_class(num_blocks, block_size, **design_options)
 

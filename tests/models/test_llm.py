@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from cache import MANAGERS, CacheManager
+from cache import MANAGERS, CacheManager, Sequence
 from models import LLM, FinishReason, ModelConfig, RequestOutput, SamplingParams, TokenOutput
 from models.attention import FlashAttnBackend
 from models.generate import main
@@ -442,3 +442,33 @@ def test_command_line(text_checkpoint, expected, capsys):
 def test_command_line_errors(arguments, message, text_checkpoint, capsys):
     assert main([part.format(folder=text_checkpoint) for part in arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "num_blocks", "reserved"),
+    [(40, 64, 16), (33, 64, 16), (32, 64, 8), (None, 256, 64), (None, 8, 8), (None, 11, 8)],
+)
+def test_contiguous_reserves_for_the_longest_sequence(
+    make_checkpoint, max_model_len, num_blocks, reserved
+):
+    """In blocks of 4, a power of two: what LLM is told, else what model and cache allow."""
+    llm = LLM(
+        make_checkpoint("llama")[0],
+        manager="contiguous",
+        block_size=4,
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+    )
+    llm.manager.allocate(Sequence("any", [1, 2, 3]))
+    assert llm.manager.num_blocks - llm.manager.num_free_blocks == reserved
+
+
+def test_contiguous_refuses_a_longest_sequence_that_never_fits(make_checkpoint):
+    with pytest.raises(ValueError, match=r"max_model_len=48: .*num_blocks=11 blocks has 32 slots"):
+        LLM(
+            make_checkpoint("llama")[0],
+            manager="contiguous",
+            block_size=4,
+            num_blocks=11,
+            max_model_len=48,
+        )
