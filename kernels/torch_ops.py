@@ -59,7 +59,7 @@ def _register(
         for scale in scales:
             if isinstance(kwargs.get(scale), (int, float)):
                 device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))
-                kwargs[scale] = torch.full((), kwargs[scale], device=device)
+                kwargs[scale] = torch.full((), kwargs[scale], dtype=torch.float32, device=device)
         return operator(*args, **kwargs)
 
     return call if scales else operator

@@ -34,6 +34,15 @@ def decode_call(device, **options):
     return (q, clean(k_cache), clean(v_cache), *rest), {"out": torch.zeros_like(q), **options}
 
 
+def with_fp8_cache(call, *caches):
+    """The same call with an fp8 cache and scales. caches: positions of k_cache and v_cache."""
+    args, options = list(call[0]), dict(call[1])
+    for i in caches:
+        args[i] = args[i].to(torch.float8_e4m3fn)
+    scale = torch.tensor(0.5, device=args[caches[0]].device)
+    return tuple(args), {**options, "k_scale": scale, "v_scale": scale[None]}
+
+
 def prefill_call(device):
     batch = random_paged_batch([5, 3], query_lens=[2, 1], device=device, **SHAPE)
     q, k_cache, v_cache, *rest = batch.prefill_args
@@ -70,14 +79,28 @@ def calls(device):
         "paged_decode_attention": [
             decode_call(device, return_lse=True),
             decode_call(device, num_splits=2, window_size=3, softcap=5.0),
+            with_fp8_cache(decode_call(device), 1, 2),
         ],
-        "paged_prefill_attention": [prefill_call(device)],
+        "paged_prefill_attention": [
+            prefill_call(device),
+            with_fp8_cache(prefill_call(device), 1, 2),
+        ],
         "rope_store_kvcache": [
-            ((rows[0].clone(), *rows, *cache[:, 0].clone(), slots, *rotary_args(device)), {})
+            rope_store := (
+                (rows[0].clone(), *rows, *cache[:, 0].clone(), slots, *rotary_args(device)),
+                {},
+            ),
+            with_fp8_cache(rope_store, 3, 4),
         ],
-        "shared_prefix_decode_attention": [cascade_call(device)],
+        "shared_prefix_decode_attention": [
+            cascade_call(device),
+            with_fp8_cache(cascade_call(device), 1, 2),
+        ],
         "slot_mapping_from_positions": [((slots, tables, slots * 0 + 1, 4), {})],
-        "store_kvcache": [((*rows, *cache[:, 0].clone(), slots), {})],
+        "store_kvcache": [
+            store := ((*rows, *cache[:, 0].clone(), slots), {}),
+            with_fp8_cache(store, 2, 3),
+        ],
         "swap_blocks": [((cache, host_cache, pairs), {})],
     }
 
@@ -91,6 +114,14 @@ MUTATED = {
     "store_kvcache": {"k_cache", "v_cache"},
     "swap_blocks": {"dst_cache"},
 }
+
+
+OPCHECKS = (
+    "test_schema",
+    "test_autograd_registration",
+    "test_faketensor",
+    "test_aot_dispatch_dynamic",
+)
 
 
 def operator(name):
@@ -113,7 +144,10 @@ def test_schema_names_what_is_mutated(name):
 @pytest.mark.parametrize("name", kernels.__all__)
 def test_opcheck(name, device):
     for args, kwargs in calls(device)[name]:
-        torch.library.opcheck(operator(name), args, kwargs)
+        # test_schema compares arguments before and after, which PyTorch cannot do with fp8.
+        has_fp8 = any(getattr(arg, "dtype", None) == torch.float8_e4m3fn for arg in args)
+        tests = OPCHECKS[1:] if has_fp8 else OPCHECKS
+        torch.library.opcheck(operator(name), args, kwargs, test_utils=tests)
 
 
 class Step(torch.nn.Module):
@@ -165,6 +199,41 @@ def test_traces_without_a_graph_break_and_computes_the_same(how, device):
     assert torch.equal(got, want)
     assert torch.equal(bits(args[2]), bits(want_args[2]))
     assert not torch.equal(args[2], step_args(device)[2])
+
+
+@pytest.mark.parametrize("how", ["compile", "export"])
+def test_numbers_as_scales_of_an_fp8_cache_are_traced(how, device):
+    """Schemas have no type for "a number or a tensor"; the traced call makes tensors of numbers."""
+
+    class Fp8Step(torch.nn.Module):
+        def forward(self, key, value, q, k_cache, v_cache, slots, tables, lens):
+            scales = {"k_scale": 0.5, "v_scale": 2}
+            kernels.store_kvcache(key, value, k_cache, v_cache, slots, **scales)
+            return kernels.paged_decode_attention(q, k_cache, v_cache, tables, lens, **scales)
+
+    torch.manual_seed(0)
+    rows, q = torch.randn(2, 2, 1, 16, device=device), torch.randn(1, 2, 16, device=device)
+    slots = torch.tensor([4, 5], device=device)
+    tables = torch.tensor([[1]], dtype=torch.int32, device=device)
+    lens = torch.tensor([2], dtype=torch.int32, device=device)
+
+    def arguments():
+        caches = torch.zeros(2, 3, 4, 1, 16, device=device).to(torch.float8_e4m3fn)
+        return (*rows, q, *caches, slots, tables, lens)
+
+    want_args, got_args = arguments(), arguments()
+    want = Fp8Step()(*want_args)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the tracers, about themselves
+        if how == "compile":
+            torch._dynamo.reset()
+            traced = torch.compile(Fp8Step(), backend="aot_eager", fullgraph=True)
+        else:
+            traced = torch.export.export(Fp8Step(), arguments()).module()
+        got = traced(*got_args)
+    assert torch.equal(got, want)
+    assert torch.equal(bits(got_args[3]), bits(want_args[3]))
+    assert bits(got_args[3]).any()
 
 
 class _OperatorCalls(TorchDispatchMode):
