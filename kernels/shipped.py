@@ -91,12 +91,13 @@ def _decode(
     dtype: torch.dtype,
     group_size: int = 4,
     num_splits: int = 1,
+    block_size: int = 16,
     features: bool = False,
 ) -> ShippedCall:
     num_q_heads = 8 * group_size
     q_dtype, scales = _beside(dtype)
     q = _meta(64, num_q_heads, head_dim, dtype=q_dtype)
-    cache = _meta(NUM_BLOCKS, 16, 8, head_dim, dtype=dtype)
+    cache = _meta(NUM_BLOCKS, block_size, 8, head_dim, dtype=dtype)
     options = {"num_splits": num_splits, **scales}
     if features:
         per_head = _meta(num_q_heads, dtype=torch.float32)
@@ -112,6 +113,7 @@ def _decode(
         **options,
     )
     config = f"{_name(dtype)} d{head_dim} g{group_size}"
+    config += f" b{block_size}" if block_size != 16 else ""
     config += (" split" if num_splits > 1 else "") + (" features" if features else "")
     return ShippedCall("paged_decode_attention", config, run)
 
@@ -186,6 +188,8 @@ def _decode_calls() -> Iterator[ShippedCall]:
         yield _decode(128, dtype, group_size=71)
         yield _decode(128, dtype, num_splits=8)
         yield _decode(128, dtype, num_splits=8, features=True)
+    yield _decode(128, torch.bfloat16, block_size=24)
+    yield _decode(128, torch.bfloat16, block_size=256)
     for head_dim in HEAD_DIMS:
         yield _decode(head_dim, FP8_DTYPE)
     yield _decode(128, FP8_DTYPE, group_size=71)
@@ -198,6 +202,7 @@ def _prefill_calls() -> Iterator[ShippedCall]:
             yield _prefill(head_dim, dtype)
         yield _prefill(128, dtype, group_size=71, batch=64)
         yield _prefill(128, dtype, features=True)
+    yield _prefill(128, torch.bfloat16, block_size=256)
     for head_dim in HEAD_DIMS:
         yield _prefill(head_dim, FP8_DTYPE)
     yield _prefill(128, FP8_DTYPE, features=True)
