@@ -29,6 +29,7 @@ _DTYPES = {
     "float16": {"color": style.BLUE, "marker": "o"},
     "bfloat16": {"color": style.RED, "marker": "s"},
     "float32": {"color": style.GREEN, "marker": "^"},
+    "fp8": {"color": style.ORANGE, "marker": "D"},
 }
 
 
@@ -40,11 +41,13 @@ class KernelAccuracyOptions(Options):
     """A kernel by name. None: every one."""
     block_size: tuple[int, ...] = (1, 2, 3, 7, 16, 24, 32, 64, 100, 128, 256, 512, 1024)
     """Token slots per block."""
-    dtype: tuple[Literal["float16", "bfloat16", "float32"], ...] = (
+    dtype: tuple[Literal["float16", "bfloat16", "float32", "fp8"], ...] = (
         "float16",
         "bfloat16",
         "float32",
+        "fp8",
     )
+    """fp8: an fp8 (e4m3) cache with a scale per head, and bfloat16 queries, keys and values."""
     head_dim: tuple[int, ...] = (16, 64, 80, 96, 112, 128, 256)
     feature: tuple[Literal[FEATURES], ...] = FEATURES
     """Options of the attention kernels, one at a time."""
@@ -95,11 +98,12 @@ def run_cell(cell: KernelAccuracyCell) -> list[dict[str, Any]]:
         os.environ["TRITON_INTERPRET"] = "1"  # read when kernels is first imported
     case = Case(
         cell.block_size,
-        getattr(torch, cell.dtype),
+        torch.bfloat16 if cell.dtype == "fp8" else getattr(torch, cell.dtype),
         cell.head_dim,
         cell.feature,
         cell.seed,
         torch.device(device),
+        fp8_cache=cell.dtype == "fp8",
     )
     return [
         {

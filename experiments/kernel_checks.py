@@ -33,10 +33,27 @@ class Case:
 
     block_size: int
     dtype: torch.dtype
+    """Of queries, new keys and values, and the cache unless that is fp8."""
     head_dim: int
     feature: str
     seed: int
     device: torch.device
+    fp8_cache: bool = False
+    """Whether the cache is fp8 (e4m3) with a scale per head.  The attention kernels are judged on
+    what it holds, the store on what PyTorch's own conversion makes of the same numbers."""
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        import torch
+
+        return torch.float8_e4m3fn if self.fp8_cache else self.dtype
+
+    @property
+    def scales(self) -> dict[str, Any]:
+        """k_scale and v_scale of an fp8 cache."""
+        from kernels.accuracy import random_scales
+
+        return random_scales("per head", _NUM_KV_HEADS, self.device) if self.fp8_cache else {}
 
 
 @dataclass(frozen=True)
@@ -68,8 +85,9 @@ def _store_kvcache(case: Case) -> dict[str, Accuracy]:
 
     def stored_by(op: Callable) -> Callable:
         def stored(key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-            caches = torch.zeros(shape, dtype=key.dtype, device=key.device)
-            op(key, value, *caches, slots)
+            dtype = case.cache_dtype if case.fp8_cache else key.dtype
+            caches = torch.zeros(shape, dtype=dtype, device=key.device)
+            op(key, value, *caches, slots, **case.scales)
             return caches
 
         return stored
@@ -91,7 +109,7 @@ def _copy_blocks(case: Case) -> dict[str, Accuracy]:
     generator = torch.Generator().manual_seed(case.seed)
     num_layers, num_blocks = 2, 9
     shape = (2, num_layers, num_blocks, case.block_size, _NUM_KV_HEADS, case.head_dim)
-    caches = torch.randn(shape, generator=generator).to(case.device, case.dtype)
+    caches = torch.randn(shape, generator=generator).to(case.device, case.cache_dtype)
     pairs = torch.randperm(num_blocks, generator=generator)[:8].view(4, 2)
 
     def copied_by(op: Callable) -> Callable:
@@ -178,6 +196,7 @@ def _batch(case: Case, context_lens: tuple[int, ...], **options: Any) -> PagedBa
         head_dim=case.head_dim,
         block_size=case.block_size,
         dtype=case.dtype,
+        kv_dtype=case.cache_dtype,
         device=case.device,
         seed=case.seed,
         **options,
@@ -208,7 +227,8 @@ def _compare_attention(
         "sinks": {"sinks": heads},
         "split": {"num_splits": 3},
     }[case.feature]
-    output, lse = compare_with_twin(op, twin, arguments, return_lse=True, **feature, **options)
+    options |= {"return_lse": True, **feature, **case.scales}
+    output, lse = compare_with_twin(op, twin, arguments, **options)
     return {"output": output, "LSE": lse}
 
 

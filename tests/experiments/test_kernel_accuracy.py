@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pandas as pd
 import pytest
 
@@ -26,6 +28,20 @@ def test_every_kernel_and_feature_is_within_the_bound(rows):
         of_kernel = rows[rows["kernel"] == name]
         assert set(of_kernel["feature"]) == set(kernel.features)
         assert len(of_kernel) == len(kernel.features) * of_kernel["result"].nunique()
+
+
+@pytest.mark.slow
+def test_every_kernel_is_within_the_bound_on_an_fp8_cache():
+    """Which takes the place of the cache: quantised numbers give results of their own."""
+    options = dataclasses.replace(TINY, dtype=("fp8",), feature=("none", "window"))
+    fp8 = pd.DataFrame(
+        [row for cell in kernel_accuracy.cells(options) for row in kernel_accuracy.run_cell(cell)]
+    )
+    assert fp8["passed"].all()
+    assert set(fp8["kernel"]) == set(KERNELS)
+    exact = fp8["kernel"].isin(["store_kvcache", "copy_blocks"])
+    assert (fp8.loc[exact, "error"] == 0).all()
+    assert (fp8.loc[~exact, "eager_error"] > 0).all()
 
 
 def test_features_change_what_is_computed(rows):
