@@ -107,6 +107,7 @@ def requests(
 def run_cell(cell: EngineThroughputCell) -> list[dict[str, Any]]:
     import torch
 
+    kernel_problems.release()  # the engine takes what memory there is
     device = kernel_problems.use_device()
     options = _ENGINES[cell.engine]
     if options["cuda_graphs"] and device.type != "cuda":

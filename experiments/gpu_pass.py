@@ -76,6 +76,8 @@ class Stage:
     options: dict[str, Any]
     tiny: dict[str, Any] | None = field(default_factory=dict)
     """Options that differ with --tiny; None: left out there."""
+    fills_gpu: bool = False
+    """It leaves little of the GPU's memory, so it is begun and followed by a fresh process."""
 
     def load(self, *, tiny: bool) -> tuple[Experiment, Options]:
         """The experiment, which may run without a GPU if tiny, and its options."""
@@ -185,6 +187,7 @@ STAGES: tuple[Stage, ...] = (
             "max_model_len": 32,
             "engine": ("triton, CUDA graphs", "triton, eager"),
         },
+        fills_gpu=True,
     ),
     Stage(
         "eager_decode",
@@ -206,6 +209,7 @@ STAGES: tuple[Stage, ...] = (
             "prompt_tokens_per_second": 100_000.0,
         },
         None,
+        fills_gpu=True,
     ),
     Stage("all_latencies", "kernel_latency", {}, None),
 )
@@ -247,7 +251,11 @@ class GpuPass:
                 if time.monotonic() >= self.deadline:
                     self.say(f"{stage.name}: not reached")
                     continue
+                if stage.fills_gpu:
+                    worker.end()
                 self._run_stage(stage, worker)
+                if stage.fills_gpu:
+                    worker.end()
                 self.publish()
         self._draw(stages)
         self.publish(compiled=True)

@@ -142,14 +142,18 @@ def problem_of(shape: Shape) -> Problem:
     """The problem at ``shape``.  The last one is kept; it goes before the next is made, since the
     inputs of either may fill the card."""
     if shape not in _kept:
-        device = use_device()
-        _kept.clear()
-        if device.type == "cuda":
-            import torch
-
-            torch.cuda.empty_cache()
-        _kept[shape] = OPS[shape.op](shape, device)
+        release()
+        _kept[shape] = OPS[shape.op](shape, use_device())
     return _kept[shape]
+
+
+def release() -> None:
+    """Free the device memory of the last problem."""
+    import torch
+
+    _kept.clear()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _dtypes(shape: Shape) -> tuple[torch.dtype, torch.dtype]:

@@ -119,11 +119,17 @@ class LastingWorker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end()
+        self.end()
+
+    def end(self) -> None:
+        """End the process, which gives up what it holds; the next task gets a fresh one."""
+        if self._worker is not None:
+            self._worker.stop()
+            self._worker = None
 
     def __call__(self, tasks: Sequence[Task]) -> Generator[Outcome]:
         if self._worker is not None and self._worker.task is not None:
-            self._end()  # a sweep was left while it ran
+            self.end()  # a sweep was left while it ran
         for task in tasks:
             remaining = self.deadline - time.monotonic()
             if remaining <= 0:
@@ -134,17 +140,12 @@ class LastingWorker:
             worker.give(task)
             timeout = None if remaining == float("inf") else remaining
             if not worker.connection.poll(timeout):
-                self._end()
+                self.end()
                 return
             outcome = worker.take_outcome()
             if _is_spent(worker, outcome):
-                self._end()
+                self.end()
             yield outcome
-
-    def _end(self) -> None:
-        if self._worker is not None:
-            self._worker.stop()
-            self._worker = None
 
 
 def _is_spent(worker: _Worker, outcome: Outcome) -> bool:

@@ -1,0 +1,88 @@
+"""What is compiled ahead is what a launch looks for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments import cascade, kernel_latency, tile_sweep
+from experiments.compile_ahead import jobs_of, launch_on_meta
+from experiments.kernel_problems import OPS, Shape
+
+
+def test_every_shape_of_ours_is_a_job_once():
+    grids = (
+        kernel_latency.cells(kernel_latency.KernelLatencyOptions()),
+        cascade.cells(cascade.CascadeOptions()),
+        tile_sweep.cells(tile_sweep.TileSweepOptions()),
+    )
+    for cells in map(list, grids):
+        jobs = jobs_of(cells)
+        shapes = {cell.shape for cell in cells}
+        assert {job.shape for job in jobs} == shapes
+        assert len(set(jobs)) == len(jobs)
+
+
+def test_cells_of_other_experiments_are_passed_over():
+    assert jobs_of([object()]) == []
+
+
+_DRIVE = """
+import sys
+from pathlib import Path
+
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from experiments.compile_ahead import Job, compile_job, launch_on_meta
+from experiments.kernel_problems import Shape
+from kernels.architectures import ARCHITECTURES
+from kernels.compile import _CompileOnlyDriver
+from kernels.tiles import force_target
+
+arch = ARCHITECTURES["sm_90"]
+cubins = lambda: sorted(path.parent.name for path in Path(sys.argv[1]).rglob("*.cubin"))
+shape = Shape(op=sys.argv[2], batch=20, context_len=64, block_size=16, head_dim=64)
+assert compile_job(Job(shape, None), 90, arch.num_multiprocessors) >= 1
+ahead = cubins()
+assert ahead
+
+# A launch as Triton does it, up to where it has looked for the compiled kernel.
+run = JITFunction.run
+JITFunction.run = lambda self, *args, **options: run(self, *args, **{**options, "warmup": True})
+driver.set_active(_CompileOnlyDriver(arch.compile_target))
+with force_target(arch.tiles_target):
+    launch_on_meta(shape)
+assert cubins() == ahead, "the launch compiled something else"
+
+if sys.argv[2] == "decode":
+    compile_job(Job(shape, (0, 32, 4, 3)), 90, arch.num_multiprocessors)
+    assert len(cubins()) > len(ahead), "another tile is another kernel"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", ["decode", "store"])
+def test_a_launch_finds_what_was_compiled(op, tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", _DRIVE, str(tmp_path), op]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("kv_dtype", [None, "float8_e4m3fn"])
+def test_every_op_can_be_called_on_meta_tensors(op, kv_dtype, monkeypatch):
+    """Their checks pass; what a launch would do is cut off."""
+    from triton.runtime.interpreter import GridExecutor
+
+    launched = []
+    monkeypatch.setattr(GridExecutor, "__call__", lambda *a, **k: launched.append(a))
+    sizes = {"context_len": 64, "prefix_len": 32 if op == "cascade" else 0, "query_len": 1}
+    launch_on_meta(Shape(op=op, batch=5, block_size=16, kv_dtype=kv_dtype, num_layers=2, **sizes))
+    assert launched
