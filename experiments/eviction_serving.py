@@ -21,13 +21,18 @@ what the model computes without a cache, so that hits decide whether queues grow
 
 Where the engine's hit rate differs from the serial replay's, and why:
 
-* Serial arrivals (``--arrivals serial``: each request when the one before it is finished), outputs
-  of one token and a policy that does not queue uncached blocks (all but ``lru``): the engine's pool
-  of N + 1 blocks hits exactly what the replay of N blocks hits.  The extra block holds the last
-  token of the running prompt.
+* Nowhere with serial arrivals (``--arrivals serial``: each request when the one before it is
+  finished), outputs of one token and a policy that gives up a prompt from its tail (``lfu``,
+  ``lru_k``, ``gdsf``): the engine's pool of N + 1 blocks hits exactly what the replay of N blocks
+  hits.  The extra block holds the last token of the running prompt.
 * ``lru`` is vLLM's free queue: a finished prompt's partly filled last block waits in it like a
-  cached one.  With one token of output that is as if that block had a content of its own: the
-  replay, told so, agrees exactly on N blocks.
+  cached one.  That is as if it had a content of its own: the replay, told so, agrees exactly on N
+  blocks.
+* Policies that give up the head of a prompt before its tail (``fifo``, ``mru``, ``random``) leave
+  tails that cannot be hit.  The replay finds them in the pool when the prompt comes back, and
+  inserts the head alone; the engine computes all of it again, into further blocks.
+* Policies that divide the pool into queues (``s3fifo``, ``slru``, ``two_q``, ``arc``) divide one of
+  another size, N + 1.
 * Outputs: decoded tokens fill blocks that no request of the trace asks for again.  They take room
   while their request runs and, cached, until they are evicted.
 * Overlap: the blocks of all running requests are in use at a time, so that less is left to evict
@@ -178,7 +183,9 @@ def run_cell(cell: EvictionServingCell) -> list[dict[str, Any]]:
             None if cell.arrivals == "serial" else cell.prompt_tokens_per_second
         ),
     }
-    if cell.policy != _NO_CACHE:
+    if cell.policy == _INFINITE:
+        row |= {"replay_block_hit_rate": trace.infinite_cache_hit_rate, "replay_evictions": 0}
+    elif cell.policy != _NO_CACHE:
         policy = _spec(cell.policy)
         replay = cache.simulate(trace, policy=policy, capacity_blocks=capacity)
         row |= {

@@ -1,0 +1,242 @@
+"""The experiment eviction_serving."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import cache
+from cache import ServiceModel, Trace
+from experiments import eviction_serving
+from experiments.harness import Absent, Unavailable
+from experiments.service_times import measure_service
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("traces") / "chat.jsonl.gz"
+    cache.save_trace(cache.make_workload("multi_turn_chat", num_requests=60, seed=3), path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _no_traces_dir(monkeypatch):
+    monkeypatch.delenv("TRACES_DIR", raising=False)
+
+
+def grid(**options):
+    return list(eviction_serving.cells(eviction_serving.EvictionServingOptions(**options)))
+
+
+def run_one(trace, policy, percent=30, **options):
+    """The row of one policy or bound; the slice is small enough for a second or less."""
+    sizes = {"slice_tokens": 8_000, "max_output_tokens": 4, "prompt_tokens_per_second": 40_000}
+    cells = grid(trace=(trace,), capacity_percent=(percent,), **{**sizes, **options})
+    cell = dataclasses.replace(cells[0], policy=policy)
+    (row,) = eviction_serving.run_cell(cell)
+    return row
+
+
+def served_slice(trace, **options) -> Trace:
+    """The trace that ``run_one`` serves."""
+    cell = grid(trace=(trace,), slice_tokens=8_000, **options)[0]
+    return eviction_serving._slice(cell).trace
+
+
+@pytest.mark.slow
+def test_the_command_line_from_a_trace_to_the_figure(command_line, trace, tmp_path):
+    policies = ("s3fifo", "sieve")
+    options = [word for policy in policies for word in ("--policy", policy)]
+    output = command_line(
+        "run", "eviction_serving", "--trace", trace, *options, "--capacity-percent", 40, 80,
+        "--num-requests", 30, "--slice-tokens", 3000, "--max-output-tokens", 2,
+    ).stdout  # fmt: skip
+    assert "eviction_serving: 7 cells, 7 run" in output
+
+    folder = tmp_path / "results" / "eviction_serving" / "cpu"
+    rows = pd.read_csv(folder / "rows.csv")
+    assert list(rows["policy"]) == ["s3fifo"] * 2 + ["sieve"] * 2 + ["no_cache"] * 2 + ["infinite"]
+    assert set(rows["requests"]) == {30}
+    assert rows.groupby("policy")["engine_block_hit_rate"].max()["no_cache"] == 0
+    assert (rows["ttft_p50_s"] <= rows["ttft_p90_s"]).all()
+    for column in ("busy_seconds", "requests_per_second", "service_step_s"):
+        assert (rows[column] > 0).all()
+    infinite = rows.iloc[-1]
+    assert infinite["engine_block_hit_rate"] == pytest.approx(infinite["replay_block_hit_rate"])
+    assert infinite["engine_evictions"] == 0
+    assert (folder / "eviction_serving.png").stat().st_size > 10_000
+    summary = pd.read_csv(folder / "summary.csv")
+    at = summary.set_index(["policy", "capacity_fraction"])["ttft_to_no_cache"]
+    assert at["no_cache"].tolist() == [1, 1]
+    ttft = rows.set_index(["policy", "capacity_fraction"])["ttft_mean_s"]
+    expected = ttft["s3fifo", 0.8] / ttft["no_cache", 0.8]
+    assert at["s3fifo", 0.8] == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("policy", ["lfu", "lru_k"])
+def test_one_request_at_a_time_the_engine_hits_what_the_replay_hits(trace, policy):
+    """Of policies that give up a prompt from its tail.  The engine's pool has one block more: that
+    of the last token of the running prompt."""
+    serial = {"arrivals": "serial", "max_output_tokens": 1}
+    row = run_one(trace, policy, **serial)
+    slice_ = served_slice(trace, **serial)
+    replay = cache.simulate(slice_, policy=policy, capacity_blocks=row["capacity_blocks"] - 1)
+    assert 0 < replay.hit_blocks < slice_.infinite_cache_hit_rate * slice_.num_block_references
+    assert row["engine_block_hit_rate"] == replay.block_hit_rate
+    assert row["engine_evictions"] == replay.evictions
+    assert row["preemptions"] == 0
+    assert row["mean_running"] == 1
+
+
+def test_one_request_at_a_time_lru_queues_the_partial_blocks_too(trace):
+    """vLLM's free queue: as if the last token of each prompt were a block of its own."""
+    serial = {"arrivals": "serial", "max_output_tokens": 1}
+    row = run_one(trace, "lru", **serial)
+    slice_ = served_slice(trace, **serial)
+    own = slice_.num_unique_blocks
+    with_tails = Trace.from_requests(
+        (
+            (*request[:3], [*request.block_ids.tolist(), own + index])
+            for index, request in enumerate(slice_)
+        ),
+        name="with tails",
+        block_size=slice_.block_size,
+    )
+    replay = cache.simulate(with_tails, policy="lru", capacity_blocks=row["capacity_blocks"])
+    hits = row["engine_block_hit_rate"] * slice_.num_block_references
+    assert hits == pytest.approx(replay.hit_blocks)
+    assert row["engine_block_hit_rate"] < row["replay_block_hit_rate"]
+
+
+def test_the_rows_have_the_engine_beside_both_replays(trace):
+    row = run_one(trace, "sieve")
+    slice_ = served_slice(trace)
+    replay = cache.simulate(slice_, policy="sieve", capacity_blocks=row["capacity_blocks"])
+    assert row["capacity_blocks"] == int(0.3 * slice_.num_unique_blocks)
+    assert row["replay_block_hit_rate"] == replay.block_hit_rate
+    assert row["replay_evictions"] == replay.evictions
+    assert row["tokens_per_block"] == slice_.block_size == 8_000 // slice_.num_block_references
+    assert row["length_divisor"] == 16 / slice_.block_size
+    for prefix in ("engine", "overlap"):
+        assert 0 < row[f"{prefix}_block_hit_rate"] <= slice_.infinite_cache_hit_rate
+    ratio = row["engine_token_hit_rate"] / row["engine_block_hit_rate"]
+    tokens = slice_.num_block_references * slice_.block_size / slice_.input_lengths.sum()
+    assert ratio == pytest.approx(tokens)
+    assert row["overlap_ttft_mean_s"] > 0
+
+
+def test_arrivals_offer_the_load(trace):
+    for arrivals in ("trace", "poisson"):
+        cell = grid(trace=(trace,), arrivals=arrivals, prompt_tokens_per_second=5_000)[0]
+        served = eviction_serving._slice(cell).trace
+        times = eviction_serving._arrivals(cell, served)
+        assert len(times) == len(served)
+        offered = served.input_lengths.mean() * (len(times) - 1) / times[-1]
+        assert offered == pytest.approx(5_000, rel=1e-9 if arrivals == "trace" else 0.5)
+    stretched = np.diff(served.timestamps_ms)
+    cell = dataclasses.replace(cell, arrivals="trace")
+    times = np.diff(eviction_serving._arrivals(cell, served))
+    np.testing.assert_allclose(times / times.sum(), stretched / stretched.sum())
+
+
+def test_bounds(trace):
+    infinite = run_one(trace, "infinite", percent=100)
+    assert infinite["engine_evictions"] == infinite["replay_evictions"] == 0
+    assert infinite["engine_block_hit_rate"] == infinite["replay_block_hit_rate"]
+    off = run_one(trace, "no_cache")
+    assert off["engine_block_hit_rate"] == off["engine_token_hit_rate"] == 0
+    assert "replay_block_hit_rate" not in off
+    assert off["capacity_blocks"] < infinite["capacity_blocks"]
+    belady = run_one(trace, "belady")
+    assert "engine_block_hit_rate" not in belady
+    sieve = cache.simulate(
+        served_slice(trace), policy="sieve", capacity_blocks=belady["capacity_blocks"]
+    )
+    assert sieve.block_hit_rate < belady["replay_block_hit_rate"]
+    assert belady["replay_block_hit_rate"] <= infinite["replay_block_hit_rate"]
+
+
+def test_the_radix_manager_serves_the_slice_too(trace):
+    row = run_one(trace, "lru", manager="radix")
+    assert row["manager"] == "radix"
+    assert row["engine_block_hit_rate"] > 0
+
+
+def test_a_cache_that_does_not_hold_the_longest_request_is_unavailable(trace):
+    with pytest.raises(Unavailable, match="does not hold its longest request"):
+        run_one(trace, "lru", percent=1)
+
+
+def test_a_slice_from_the_middle(trace):
+    loaded = cache.load_trace(trace)
+    middle = served_slice(trace, skip_requests=20, num_requests=15)
+    assert len(middle) == 15
+    assert middle.timestamps_ms.tolist() == loaded.timestamps_ms[20:35].tolist()
+
+
+def test_the_grid(trace):
+    cells = grid(trace=(trace,))
+    policies = [str(cell.policy) for cell in cells]
+    assert policies[-1] == "infinite"
+    assert set(policies) == {"lru", "fifo", "lfu", "s3fifo", "belady", "no_cache", "infinite"}
+    assert len(cells) == 6 * 3 + 1
+    assert {cell.source.name for cell in grid()} == {"multi_turn_chat", "agent_loops"}
+
+
+def test_an_own_policy_from_a_file(trace, tmp_path):
+    path = tmp_path / "policy.py"
+    path.write_text("from cache.policies.sieve import Sieve\n\nclass Mine(Sieve):\n    pass\n")
+    cell = grid(trace=(trace,), policy=(f"{path}:Mine",))[0]
+    assert str(cell.policy) == "policy.py:Mine"
+    mine = run_one(trace, cell.policy, arrivals="serial", max_output_tokens=1)
+    sieve = run_one(trace, "sieve", arrivals="serial", max_output_tokens=1)
+    assert mine["policy"] == "policy.py:Mine"
+    assert mine["engine_block_hit_rate"] == sieve["engine_block_hit_rate"]
+
+
+@pytest.mark.parametrize("policy", ["s3fifo", "belady"])
+def test_plots_what_there_is(trace, tmp_path, policy):
+    """Without bounds, and without any engine run."""
+    rows = pd.DataFrame([run_one(trace, policy, arrivals="serial", max_output_tokens=1)])
+    files = eviction_serving.plot(rows, tmp_path)
+    assert [file.name for file in files] == [
+        "eviction_serving.pdf", "eviction_serving.png", "summary.csv",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"capacity_percent": (0,)}, "--capacity-percent must be above 0 and at most 100, got 0"),
+        ({"num_requests": 0}, "--num-requests must be above 0"),
+        ({"skip_requests": -1}, "--skip-requests must be at least 0, got -1"),
+        ({"policy": ("lru2",)}, "lru2"),
+        ({"model": "gpt"}, "model='gpt' is unknown"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        grid(**options)
+
+
+def test_lengths_alone_are_absent(tmp_path, monkeypatch):
+    line = "2023-11-16 18:15:46.68,374,44\n"
+    (tmp_path / "azure.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + line)
+    monkeypatch.setenv("TRACES_DIR", str(tmp_path))
+    assert grid() == [Absent("azure.csv has lengths only")]
+
+
+def test_service_times_are_measured():
+    service = measure_service("tiny", threads=1, block_size=4)
+    assert isinstance(service, ServiceModel)
+    assert 1e-5 < service.step_seconds < 1
+    assert 100 < service.prefill_tokens_per_second < 1e9
+    assert service.decode_seconds_per_sequence >= 0
+    assert measure_service("tiny", threads=1, block_size=4) is service
