@@ -12,7 +12,9 @@ batch has just filled.
 from __future__ import annotations
 
 import importlib
+import math
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Protocol
@@ -139,13 +141,18 @@ class TritonBackend:
 MASKED_QUERIES = 256
 """Queries of a sequence that the torch backend masks at a time."""
 
+GATHERED_BYTES = 2 << 20
+"""Most bytes of keys, in the dtype of the queries, that the torch backend gathers at a time on a
+CPU: they stay in its cache, and in memory that the allocator keeps."""
+
 
 class TorchBackend:
     """PyTorch's scaled_dot_product_attention over the gathered context.
 
-    Decoding gathers the whole batch, shorter sequences padded with repetitions of their last token
-    (never with slots of others, which may hold NaN) and masked.  Longer queries go sequence by
-    sequence.  Lengths are read on the host: on a GPU that synchronises.
+    Decoding gathers the context of several sequences, shorter ones padded with repetitions of
+    their last token (never with slots of others, which may hold NaN) and masked: of the whole batch
+    on a GPU, of as many as fit into a CPU's cache there.  Longer queries go sequence by sequence.
+    Lengths are read on the host: on a GPU that synchronises.
     """
 
     name = "torch"
@@ -187,15 +194,24 @@ class TorchBackend:
         return attend(query, ((k_cache, k_scale), (v_cache, v_scale)), metadata, scale)
 
     def _decode(self, query, caches, metadata, scale):
-        k_cache = caches[0][0]
-        block_size, num_kv_heads, head_dim = k_cache.shape[1:]
-        lengths = metadata.context_lens[:, None].long()
-        longest = int(lengths.max()) if len(lengths) else 0
+        num_kv_heads, head_dim = caches[0][0].shape[2:]
+        limit = GATHERED_BYTES // (num_kv_heads * head_dim * query.itemsize)
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        lengths = metadata.context_lens.tolist()
+        for some in padded_runs(lengths, limit if query.device.type == "cpu" else math.inf):
+            tables, context_lens = metadata.block_tables[some], metadata.context_lens[some]
+            out[some] = self._decode_padded(query[some], caches, tables, context_lens, scale)
+        return out
+
+    def _decode_padded(self, query, caches, block_tables, context_lens, scale):
+        block_size, num_kv_heads, head_dim = caches[0][0].shape[1:]
+        lengths = context_lens[:, None].long()
+        longest = int(lengths.max())
         if longest == 0:
             return torch.zeros_like(query)
         positions = torch.arange(longest, device=query.device)
         nearest = torch.minimum(positions, (lengths - 1).clamp(min=0))
-        blocks = metadata.block_tables.long().gather(1, nearest // block_size)
+        blocks = block_tables.long().gather(1, nearest // block_size)
         slots = blocks.masked_fill(lengths == 0, 0) * block_size + nearest % block_size
         rows = (cache.flatten(0, 1).index_select(0, slots.flatten()) for cache, _ in caches)
         keys, values = (
@@ -227,7 +243,9 @@ class TorchBackend:
             blocks = metadata.block_tables[i, :num_blocks]
             keys, values = (
                 self._dequantise(
-                    cache[blocks].flatten(0, 1)[:context_len], cache_scale, query.dtype
+                    cache.index_select(0, blocks).flatten(0, 1)[:context_len],
+                    cache_scale,
+                    query.dtype,
                 ).transpose(0, 1)[None]
                 for cache, cache_scale in caches
             )
@@ -240,6 +258,19 @@ class TorchBackend:
             )
             out[start:end] = attended[0].transpose(0, 1)
         return out
+
+
+def padded_runs(lengths: list[int], limit: float) -> Iterator[slice]:
+    """Cut a batch into runs of sequences that, each padded to the longest of its run, have up to
+    ``limit`` tokens in all; a longer sequence is a run of its own."""
+    first, longest = 0, 0
+    for index, length in enumerate(lengths):
+        longest = max(longest, length)
+        if index > first and longest * (index + 1 - first) > limit:
+            yield slice(first, index)
+            first, longest = index, length
+    if lengths:
+        yield slice(first, len(lengths))
 
 
 def _attend_causally(

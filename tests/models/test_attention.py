@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import itertools
+import math
 import types
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from kernels import flash_attn_compat, reference
@@ -13,6 +17,7 @@ from models.attention import (
     TorchBackend,
     TritonBackend,
     make_backend,
+    padded_runs,
 )
 from models.layers import Rotation
 
@@ -187,6 +192,27 @@ def test_backends_store_and_attend_to_fp8(backend, case, scales):
         scale=0.3, **scales,
     )  # fmt: skip
     assert_close(out, expected_out.float())
+
+
+@pytest.mark.parametrize("num_bytes", [1, 2000, 6000])
+@pytest.mark.parametrize("case", ["decode", "decode_equal_lengths"])
+def test_torch_gathers_a_part_of_the_batch_at_a_time(case, num_bytes, monkeypatch):
+    monkeypatch.setattr("models.attention.GATHERED_BYTES", num_bytes)
+    batch = Case(*CASES[case], 3)
+    assert_close(batch.run(TorchBackend())[0], batch.expected()[0])
+
+
+@given(st.lists(st.integers(0, 9), max_size=12), st.integers(0, 30) | st.just(math.inf))
+def test_padded_runs_are_the_longest_within_the_limit(lengths, limit):
+    def padded(run):
+        return max(run, default=0) * len(run)
+
+    runs = [lengths[some] for some in padded_runs(lengths, limit)]
+    assert list(itertools.chain(*runs)) == lengths
+    assert all(runs)
+    assert all(padded(run) <= limit or len(run) == 1 for run in runs)
+    for run, following in itertools.pairwise(runs):
+        assert padded([*run, following[0]]) > limit
 
 
 @pytest.mark.parametrize("case", ["decode", "mixed"])
