@@ -26,6 +26,7 @@ import enum
 import operator
 from dataclasses import dataclass
 
+from cache.memory_usage import MemoryUsage
 from cache.policies import EvictionPolicy, make_policy
 from cache.sequence import Sequence
 
@@ -155,6 +156,13 @@ class CacheManager(abc.ABC):
 
         For tests and debugging: costs as much as looking at every block.
         """
+
+    def memory_usage(self) -> MemoryUsage:
+        """What the slots of the cache are used for now.  Costs as much as looking at every table.
+
+        Cached content that nobody uses counts as free.
+        """
+        raise UnsupportedByDesign(self.name, "memory_usage")
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let ``child`` share the blocks of all tokens that ``parent`` has stored.

@@ -19,6 +19,7 @@ from cache.managers.base import (
     as_policy,
 )
 from cache.managers.tables import check_grew, check_holds_no_blocks, table_of
+from cache.memory_usage import MemoryUsage, usage_of_tables
 from cache.policies.base import EvictionPolicy
 from cache.sequence import Sequence
 
@@ -206,6 +207,12 @@ class NanoVLLM(CacheManager):
             hit_blocks=self._hit_blocks,
             allocated_blocks=self.pool.num_allocated,
             evicted_blocks=self.pool.num_evicted,
+        )
+
+    def memory_usage(self) -> MemoryUsage:
+        tables = self._tables.values()
+        return usage_of_tables(
+            self.num_blocks, self.block_size, ((t.blocks, t.num_tokens) for t in tables)
         )
 
     def check_invariants(self) -> None:

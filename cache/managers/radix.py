@@ -8,6 +8,8 @@ from collections.abc import Hashable
 from itertools import chain
 
 from cache.block_pool import OutOfBlocks
+from cache.event_log import EventLog
+from cache.hashing import BlockHasher
 from cache.managers.base import (
     AllocStatus,
     CacheManager,
@@ -23,6 +25,7 @@ from cache.managers.tables import (
     check_shares_content,
     table_of,
 )
+from cache.memory_usage import MemoryUsage, usage_of_tables
 from cache.policies.base import EvictionPolicy
 from cache.sequence import Sequence
 
@@ -61,6 +64,9 @@ class Radix(CacheManager):
     ``lfu``, ``fifo``, ``mru``, ``gdsf``, a user's ``PriorityPolicy``) sees the history of the node,
     as SGLang's strategies do; any other is told of a node as of its last block, which is in use for
     as long as the node is locked or has children.
+
+    ``event_log`` is told what happens to every block; contents are named by chained hashes, which
+    are computed for the log alone.
     """
 
     name = "radix"
@@ -73,6 +79,7 @@ class Radix(CacheManager):
         policy: str | EvictionPolicy = "lru",
         hash_algorithm: str | None = None,
         enable_prefix_caching: bool = True,
+        event_log: EventLog | None = None,
     ) -> None:
         super().__init__(num_blocks, block_size)
         if hash_algorithm is not None:
@@ -91,6 +98,9 @@ class Radix(CacheManager):
         self._hit_blocks = 0
         self._num_allocated = 0
         self._num_copied = 0
+        self._log = event_log
+        self._log_hasher = BlockHasher("xxh3_128", self.block_size)
+        self._contents: dict[int, bytes] = {}  # of the blocks in the tree, while there is a log
 
     def get_computed_blocks(self, seq: Sequence) -> tuple[list[int], int]:
         blocks = self._match(seq).blocks.tolist()
@@ -171,12 +181,15 @@ class Radix(CacheManager):
         table = table_of(self._tables, seq)
         node, rest = table.node, table.num_in_tree
         filled = self._own_full_blocks(table)
+        duplicates = added = array("i")
         if filled:
             key = RadixKey(seq, self.block_size)
             node, num_duplicates = self.tree.insert(key, filled, node, rest)
-            self._free += filled[:num_duplicates]
+            duplicates, added = filled[:num_duplicates], filled[num_duplicates:]
+            self._log_cached(seq, added, rest + num_duplicates)
             rest += len(filled)
-        self._give_back(table.blocks[rest:])
+        self._give_back(duplicates + table.blocks[rest:])
+        self._log_unlocked(table.node, added)
         self.tree.unlock(node)
         del self._tables[seq.seq_id]
         seq.num_cached_tokens = seq.num_computed_tokens = 0
@@ -188,6 +201,7 @@ class Radix(CacheManager):
         if self._tables:
             return False
         self._free += self.tree.clear()
+        self._contents.clear()
         return True
 
     @property
@@ -205,6 +219,12 @@ class Radix(CacheManager):
             allocated_blocks=self._num_allocated,
             evicted_blocks=self.tree.num_evicted,
             copied_blocks=self._num_copied,
+        )
+
+    def memory_usage(self) -> MemoryUsage:
+        tables = self._tables.values()
+        return usage_of_tables(
+            self.num_blocks, self.block_size, ((t.blocks, t.num_tokens) for t in tables)
         )
 
     def check_invariants(self) -> None:
@@ -250,6 +270,8 @@ class Radix(CacheManager):
         needed = self._num_blocks(end + lookahead) - num_hits
         self._check_free(needed + self.tree.num_unlocked(match))
         node = self.tree.lock(match)  # before anything is evicted
+        if self._log and num_hits:
+            self._log.record("hit", match.blocks, map(self._contents.__getitem__, match.blocks))
         table = _Table(match.blocks, node, num_hits, num_cached)
         self._extend(seq, table, end, lookahead)
         self._publish(seq, table)
@@ -285,6 +307,7 @@ class Radix(CacheManager):
         key = RadixKey(seq, self.block_size)
         if not self.tree.holds(table.node, key, table.num_in_tree):
             table.node, _ = self.tree.insert(key, filled, table.node, table.num_in_tree)
+            self._log_cached(seq, filled, table.num_in_tree)
             table.num_in_tree += len(filled)
 
     def _own_full_blocks(self, table: _Table) -> array:
@@ -311,23 +334,48 @@ class Radix(CacheManager):
         self._num_allocated += count
         count -= len(blocks)
         if count > len(self._free):
-            self._free += self.tree.evict(count - len(self._free))
+            evicted = self.tree.evict(count - len(self._free))
+            if self._log:
+                self._log.record("evicted", evicted, map(self._contents.pop, evicted))
+            self._free += evicted
         split = len(self._free) - count
         blocks += self._free[split:]
         del self._free[split:]
+        if self._log:
+            self._log.record("allocated", blocks)
         return blocks
 
     def _give_back(self, blocks: array) -> None:
         """Remove a user from blocks that are not in the tree."""
-        if not self._extra_users:
-            self._free += blocks
-            return
-        for block in blocks:
-            users = self._extra_users.pop(block, 0)
-            if not users:
-                self._free.append(block)
-            elif users > 1:
-                self._extra_users[block] = users - 1
+        if self._extra_users:
+            last_users = array("i")
+            for block in blocks:
+                users = self._extra_users.pop(block, 0)
+                if not users:
+                    last_users.append(block)
+                elif users > 1:
+                    self._extra_users[block] = users - 1
+            blocks = last_users
+        self._free += blocks
+        if self._log:
+            self._log.record("freed", blocks)
+
+    def _log_cached(self, seq: Sequence, blocks: array, first: int) -> None:
+        """``blocks``, those of ``seq`` from position ``first`` on, have entered the tree."""
+        if self._log:
+            contents = self._log_hasher.block_hashes(seq)[first : first + len(blocks)]
+            self._log.record("cached", blocks, contents)
+            self._contents.update(zip(blocks, contents, strict=True))
+
+    def _log_unlocked(self, node: RadixNode, added: array) -> None:
+        """A user of ``node``, and of the blocks ``added`` below it, is about to leave."""
+        if self._log:
+            freed = added[::-1]
+            while node is not self.tree.root:
+                if node.lock_ref == 1:
+                    freed += node.blocks[::-1]
+                node = node.parent
+            self._log.record("freed", freed)
 
     def _check_free(self, count: int) -> None:
         if count > self.num_free_blocks:

@@ -25,6 +25,7 @@ from cache.managers.tables import (
     table_of,
 )
 from cache.managers.vllm_v0_allocator import BlockAllocator, LRUEvictor
+from cache.memory_usage import MemoryUsage, usage_of_tables
 from cache.policies.base import EvictionPolicy
 from cache.sequence import Sequence
 
@@ -188,7 +189,7 @@ class VLLMv0(CacheManager):
         check_holds_no_blocks(self._tables, child)
         check_shares_content(parent, child, table.num_tokens)
         for block in table.blocks:
-            self.gpu.share(block)
+            self.gpu.share(block, found=False)
         copy = self._tables[child.seq_id] = _Table(self.gpu)
         copy.blocks = table.blocks.copy()
         copy.num_tokens = table.num_tokens
@@ -252,6 +253,13 @@ class VLLMv0(CacheManager):
             allocated_blocks=self.gpu.num_allocated,
             evicted_blocks=self.gpu.num_evicted,
             copied_blocks=self._num_copied,
+        )
+
+    def memory_usage(self) -> MemoryUsage:
+        """Of GPU memory."""
+        tables = [t for t in self._tables.values() if t.allocator is self.gpu]
+        return usage_of_tables(
+            self.num_blocks, self.block_size, ((t.blocks, t.num_tokens) for t in tables)
         )
 
     def check_invariants(self) -> None:

@@ -146,12 +146,15 @@ class BlockAllocator:
         if count > self.num_free_blocks:
             raise OutOfBlocks(count, self.num_free_blocks)
 
-    def share(self, block: int) -> None:
-        """Add a user to a block that was found; one without a user leaves the evictor as it is."""
+    def share(self, block: int, *, found: bool = True) -> None:
+        """Add a user to a block; one without a user leaves the evictor as it is.
+
+        ``found`` says that it was found by its content.
+        """
         if not self.ref_counts[block]:
             self.evictor.pin(block)
         self.ref_counts[block] += 1
-        if self._log and isinstance(self.keys[block], bytes):
+        if self._log and found and isinstance(self.keys[block], bytes):
             self._log.record("hit", (block,), (self.keys[block],))
 
     def take(self, key: ContentKey, parent: ContentKey | None, depth: int) -> int:

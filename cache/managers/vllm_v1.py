@@ -24,6 +24,7 @@ from cache.managers.tables import (
     check_shares_content,
     table_of,
 )
+from cache.memory_usage import MemoryUsage, usage_of_tables
 from cache.partial_blocks import PartialBlockIndex
 from cache.policies.base import EvictionPolicy
 from cache.sequence import Sequence
@@ -250,6 +251,12 @@ class VLLMv1(CacheManager):
             allocated_blocks=self.pool.num_allocated,
             evicted_blocks=self.pool.num_evicted,
             copied_blocks=self._num_copied,
+        )
+
+    def memory_usage(self) -> MemoryUsage:
+        tables = self._tables.values()
+        return usage_of_tables(
+            self.num_blocks, self.block_size, ((t.blocks, t.num_tokens) for t in tables)
         )
 
     def check_invariants(self) -> None:
