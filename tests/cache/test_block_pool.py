@@ -378,3 +378,10 @@ def test_check_invariants_sees(damage):
     damage(pool)
     with pytest.raises(AssertionError):
         pool.check_invariants()
+
+
+def test_content_that_nobody_can_evict_is_seen_with_any_policy():
+    pool = pool_of(3)
+    pool._index.add([2], [A], None, 0)
+    with pytest.raises(AssertionError, match="block 2 has content that nobody can evict"):
+        pool.check_invariants()

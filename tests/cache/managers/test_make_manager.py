@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
-from cache import MANAGERS, CacheManager, Sequence, UnsupportedByDesign, make_manager
+from cache import MANAGERS, CacheManager, CacheStats, Sequence, UnsupportedByDesign, make_manager
 from cache import managers as registry
 from cache.policies.fifo import FIFO
 
@@ -31,6 +33,22 @@ def test_a_design_that_hashes_nothing_refuses_every_hash_algorithm(name):
     make_manager(name, num_blocks=8, block_size=4, hash_algorithm=None)
     with pytest.raises(UnsupportedByDesign, match=r"a hash_algorithm \('xxh3_128'\)"):
         make_manager(name, num_blocks=8, block_size=4, hash_algorithm="xxh3_128")
+
+
+@pytest.mark.parametrize("name", sorted(MANAGERS))
+def test_statistics_begin_at_nothing_and_are_a_snapshot(name):
+    manager = make_manager(name, num_blocks=8, block_size=4)
+    before = manager.stats
+    assert before == CacheStats()
+    assert set(dataclasses.asdict(before).values()) == {0}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        before.hit_blocks = 1
+    manager.allocate(Sequence(0, [1, 2, 3, 4, 5]))
+    assert before.allocated_blocks == 0 < manager.stats.allocated_blocks
+    usage = manager.memory_usage()
+    assert usage.num_slots == 32
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        usage.free = 1
 
 
 def test_an_unknown_manager_names_the_choices():
@@ -116,6 +134,7 @@ def test_a_design_without_prefix_caching_refuses(option, value):
         ("get_computed_blocks", 1),
         ("allocate_slots", 2),
         ("reset_prefix_cache", 0),
+        ("memory_usage", 0),
     ],
 )
 def test_what_a_design_does_not_offer_names_the_design(feature, arguments):
