@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from experiments.harness import Unavailable
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -89,6 +91,8 @@ def make_llm(name: str, *, threads: int | None = None, **options: Any) -> LLM:
     """An engine on the model ``name`` with random weights; ``options`` go to ``models.LLM``.
 
     threads: that PyTorch computes with on the CPU, in this process from now on; None: as it is.
+
+    Raises Unavailable where a package is not installed that the attention backend needs.
     """
     import torch
 
@@ -96,7 +100,10 @@ def make_llm(name: str, *, threads: int | None = None, **options: Any) -> LLM:
 
     if threads is not None:
         torch.set_num_threads(threads)
-    return LLM(model_config(name), **options)
+    try:
+        return LLM(model_config(name), **options)
+    except ImportError as error:
+        raise Unavailable(str(error)) from error
 
 
 def random_tokens(llm: LLM, generator: np.random.Generator, count: int) -> list[int]:

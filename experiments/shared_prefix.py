@@ -51,11 +51,11 @@ class SharedPrefixOptions(Options):
     manager: tuple[str, ...] = tuple(_MANAGERS)
     """Managers with prefix caching; the throughput is that of the first."""
     block_size: int = 16
-    prompt_tokens: tuple[int, ...] = (512, 1024, 2048)
+    prompt_tokens: tuple[int, ...] = (512, 2048)
     """Lengths of the prompts whose first token is waited for."""
     cached_percent: tuple[float, ...] = (0, 25, 50, 75, 90)
     """Share of such a prompt that is cached, rounded down to whole blocks."""
-    prefix_tokens: tuple[int, ...] = (0, 128, 256, 512, 1024)
+    prefix_tokens: tuple[int, ...] = (0, 128, 512, 1024)
     """Lengths of the prefix that the requests of a batch share."""
     requests: int = 8
     """Requests of a batch."""
@@ -63,7 +63,7 @@ class SharedPrefixOptions(Options):
     """Tokens of its own in each prompt of a batch."""
     output_tokens: int = 32
     """Tokens that each request of a batch generates."""
-    repeats: int = 5
+    repeats: int = 4
     """Measurements of each point."""
     threads: int | None = None
     """Threads of PyTorch on a CPU. None: a thread a core."""
@@ -295,14 +295,15 @@ def _draw(rows: pd.DataFrame) -> Figure:
     first, batches = rows[rows["part"] == "ttft"], rows[rows["part"] == "throughput"]
     lengths = sorted(first["prompt_tokens"].unique()) if len(first) else []
     num_panels = len(lengths) + bool(len(batches))
-    figure, axes, _ = style.panel_grid(num_panels, height=2.2, width=3.5, columns=2)
+    columns = 3 if num_panels == 3 else 2
+    figure, axes, _ = style.panel_grid(num_panels, height=2.2, columns=columns)
     for axis, length in zip(axes, lengths, strict=False):
         _draw_first_token(axis, first[first["prompt_tokens"] == length])
     if len(batches):
         _draw_throughput(axes[-1], batches)
     for axis in axes:
         axis.set_ylim(bottom=0)
-        axis.legend()
+        axis.legend(fontsize=6)
     return figure
 
 
@@ -315,7 +316,7 @@ def _draw_first_token(axis: Axes, rows: pd.DataFrame) -> None:
     uncached = rows[rows["cached_tokens"] == 0]["ttft_ms_p50"]
     if len(uncached):
         ideal = {"color": style.BLACK, "linestyle": "dashed", "linewidth": 0.8}
-        label = "in proportion to uncached tokens"
+        label = "ideal: as the uncached tokens"
         axis.plot([0, 100], [uncached.iloc[0], 0], label=label, zorder=1, **ideal)
     length = rows["prompt_tokens"].iloc[0]
     axis.set(title=f"prompt of {length:,} tokens", xlabel="cached share of the prompt (%)")
@@ -325,20 +326,15 @@ def _draw_first_token(axis: Axes, rows: pd.DataFrame) -> None:
 def _draw_throughput(axis: Axes, rows: pd.DataFrame) -> None:
     looks = {
         True: ("with prefix caching", style.line(style.BLUE, "o")),
-        False: ("without", style.line(style.GREY, "s", "dashed", fill=False)),
+        False: ("without it", style.line(style.GREY, "s", "dashed", fill=False)),
     }
-    for caching, curve in rows.groupby("prefix_caching", sort=False):
-        curve = curve.sort_values("prefix_tokens")
-        label, look = looks[bool(caching)]
+    for caching, (label, look) in looks.items():
+        curve = rows[rows["prefix_caching"] == caching].sort_values("prefix_tokens")
         x = curve["prefix_tokens"]
         quantiles.error_bars(axis, x, curve, "output_tokens_per_second", label=label, **look)
     row = rows.iloc[0]
-    own = row["prompt_tokens"] - row["prefix_tokens"]
-    axis.set_title(
-        f"{row['requests']:.0f} requests: shared prefix, {own:.0f} tokens of their own, "
-        f"{row['output_tokens']:.0f} generated ({row['manager']})",
-        fontsize=7,
-    )
+    own, output = row["prompt_tokens"] - row["prefix_tokens"], row["output_tokens"]
+    axis.set_title(f"{row['requests']:.0f} requests: +{own:.0f} tokens in, {output:.0f} out")
     axis.set(xlabel="shared prefix (tokens)", ylabel="output tokens/s")
 
 

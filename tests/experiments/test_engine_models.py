@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from experiments.engine_models import MODEL_NAMES, default_model, make_llm, model_config
+from experiments.harness import Unavailable
 from models import SamplingParams
 from models.attention import make_backend
 from models.decoder import build_model
@@ -31,6 +32,15 @@ def test_the_tiny_model_generates_and_the_default_one_is_known():
     [output] = llm.generate([1, 2, 3], SamplingParams(max_tokens=5, temperature=0))
     assert len(output.outputs[0].token_ids) == 5
     assert default_model() in MODEL_NAMES
+
+
+def test_without_flash_attn_its_cells_are_absent(monkeypatch):
+    def make_backend(name, device):
+        raise ImportError(f"attention_backend={name!r} needs the package flash-attn")
+
+    monkeypatch.setattr("models.llm.make_backend", make_backend)
+    with pytest.raises(Unavailable, match="'flash_attn' needs the package flash-attn"):
+        make_llm("tiny", attention_backend="flash_attn")
 
 
 def test_an_unknown_model_is_refused():
