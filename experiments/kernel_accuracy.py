@@ -79,6 +79,8 @@ def cells(options: KernelAccuracyOptions) -> Iterator[KernelAccuracyCell]:
                 continue
             for head_dim in options.head_dim:
                 for dtype in options.dtype:
+                    if dtype == "fp8" and not KERNELS[kernel].touches_cache:
+                        continue
                     for block_size in options.block_size:
                         yield KernelAccuracyCell(
                             seed=options.seed,

@@ -64,6 +64,8 @@ class Kernel:
     """The accuracy of each result by name, the output first."""
     features: tuple[str, ...] = ("none",)
     """Those of ``FEATURES`` that it has."""
+    touches_cache: bool = True
+    """Whether the dtype of the cache matters to it."""
 
 
 def _store_kvcache(case: Case) -> dict[str, Accuracy]:
@@ -126,6 +128,134 @@ def _copy_blocks(case: Case) -> dict[str, Accuracy]:
         (caches, pairs.to(case.device)),
     )
     return {"K and V cache": copied}
+
+
+def _swap_blocks(case: Case) -> dict[str, Accuracy]:
+    import torch
+
+    from kernels import reference, swap_blocks
+    from kernels.accuracy import compare_with_twin
+
+    generator = torch.Generator().manual_seed(case.seed)
+    num_layers, num_blocks = 2, 5
+    shape = (2, num_layers, num_blocks, case.block_size, _NUM_KV_HEADS, case.head_dim)
+    caches = torch.randn(shape, generator=generator).to(case.device, case.cache_dtype)
+    pairs = torch.stack([torch.randperm(num_blocks, generator=generator) for _ in range(2)], 1)
+
+    def through_the_host(op: Callable) -> Callable:
+        def swapped(caches: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
+            pinned = {"pin_memory": caches.device.type == "cuda"}
+            host = torch.zeros(shape, dtype=caches.dtype, **pinned)
+            back = torch.zeros_like(caches)
+            op(caches, host, pairs)
+            op(host, back, pairs.flip(1)[:3].contiguous())
+            return back
+
+        return swapped
+
+    (swapped,) = compare_with_twin(
+        through_the_host(swap_blocks),
+        through_the_host(reference.swap_blocks),
+        (caches, pairs.to(case.device)),
+    )
+    return {"K and V cache": swapped}
+
+
+def _rotary_inputs(case: Case) -> tuple[torch.Tensor, ...]:
+    """A fused QKV projection, positions, and fp32 tables of their cosines and sines."""
+    import torch
+
+    generator = torch.Generator().manual_seed(case.seed)
+    num_tokens = sum(_CONTEXT_LENS)
+    heads = _NUM_Q_HEADS + 2 * _NUM_KV_HEADS
+    qkv = torch.randn(num_tokens, heads, case.head_dim, generator=generator)
+    positions = torch.randint(0, 500, (num_tokens,), generator=generator)
+    frequencies = 10_000.0 ** -torch.linspace(0, 1, case.head_dim // 2)
+    angles = torch.arange(500)[:, None] * frequencies
+    tables = angles.cos().to(case.device), angles.sin().to(case.device)
+    return qkv.to(case.device, case.dtype), positions.to(case.device), *tables
+
+
+def _apply_rotary_embedding(case: Case) -> dict[str, Accuracy]:
+    from kernels import apply_rotary_embedding, reference
+    from kernels.accuracy import compare_with_twin
+
+    qkv, positions, cos, sin = _rotary_inputs(case)
+    (rotated,) = compare_with_twin(
+        apply_rotary_embedding,
+        reference.apply_rotary_embedding,
+        (qkv[:, :_NUM_Q_HEADS], positions, cos, sin),
+    )
+    return {"output": rotated}
+
+
+def _rope_store_kvcache(case: Case) -> dict[str, Accuracy]:
+    import torch
+
+    from kernels import reference, rope_store_kvcache
+    from kernels.accuracy import compare_with_twin
+
+    qkv, positions, cos, sin = _rotary_inputs(case)
+    num_tokens = len(qkv)
+    num_blocks = -(-num_tokens // case.block_size) + 3
+    generator = torch.Generator().manual_seed(case.seed)
+    slots = torch.randperm(num_blocks * case.block_size, generator=generator)[:num_tokens]
+    slots[::5] = -1  # padding, to be skipped
+    sizes = (2, num_blocks, case.block_size, _NUM_KV_HEADS, case.head_dim)
+
+    def stored_by(op: Callable) -> Callable:
+        def stored(qkv: torch.Tensor, slots: torch.Tensor, *rotary: torch.Tensor) -> tuple:
+            dtype = case.cache_dtype if case.fp8_cache else qkv.dtype
+            caches = torch.zeros(sizes, dtype=dtype, device=qkv.device)
+            heads = (_NUM_Q_HEADS, _NUM_KV_HEADS, _NUM_KV_HEADS)
+            query, key, value = qkv.clone().split(heads, dim=1)
+            op(query, key, value, *caches, slots, *rotary, **case.scales)
+            return caches, query
+
+        return stored
+
+    caches, query = compare_with_twin(
+        stored_by(rope_store_kvcache),
+        stored_by(reference.rope_store_kvcache),
+        (qkv, slots.to(case.device), positions, cos, sin),
+    )
+    return {"K and V cache": caches, "query": query}
+
+
+def _merge_attention_states(case: Case) -> dict[str, Accuracy]:
+    import torch
+
+    from kernels import merge_attention_states, reference
+    from kernels.accuracy import compare_with_twin
+
+    generator = torch.Generator().manual_seed(case.seed)
+    parts = []
+    for _ in range(2):
+        out = torch.randn(67, _NUM_Q_HEADS, case.head_dim, generator=generator)
+        lse = torch.randn(67, _NUM_Q_HEADS, generator=generator)
+        lse[torch.rand(67, _NUM_Q_HEADS, generator=generator) < 0.2] = -torch.inf  # no keys
+        parts += [out.to(case.device, case.dtype), lse.to(case.device)]
+    output, lse = compare_with_twin(merge_attention_states, reference.merge_attention_states, parts)
+    return {"output": output, "LSE": lse}
+
+
+def _slot_mapping_from_positions(case: Case) -> dict[str, Accuracy]:
+    import torch
+
+    from kernels import reference, slot_mapping_from_positions
+    from kernels.accuracy import compare_with_twin
+
+    batch = _batch(case, _CONTEXT_LENS)
+    positions = torch.cat([torch.arange(length) for length in _CONTEXT_LENS])
+    positions[::7] = -1  # padding, to be skipped
+    seq_ids = torch.arange(len(_CONTEXT_LENS)).repeat_interleave(torch.tensor(_CONTEXT_LENS))
+    arguments = (positions.to(case.device), batch.block_tables, seq_ids.to(case.device))
+    (slots,) = compare_with_twin(
+        slot_mapping_from_positions,
+        reference.slot_mapping_from_positions,
+        (*arguments, case.block_size),
+    )
+    return {"slots": slots}
 
 
 def _paged_decode_attention(case: Case) -> dict[str, Accuracy]:
@@ -234,7 +364,12 @@ def _compare_attention(
 
 KERNELS = {
     "store_kvcache": Kernel(_store_kvcache),
+    "rope_store_kvcache": Kernel(_rope_store_kvcache),
+    "apply_rotary_embedding": Kernel(_apply_rotary_embedding, touches_cache=False),
+    "slot_mapping_from_positions": Kernel(_slot_mapping_from_positions, touches_cache=False),
     "copy_blocks": Kernel(_copy_blocks),
+    "swap_blocks": Kernel(_swap_blocks),
+    "merge_attention_states": Kernel(_merge_attention_states, touches_cache=False),
     "paged_decode_attention": Kernel(_paged_decode_attention, FEATURES),
     "shared_prefix_decode_attention": Kernel(_shared_prefix_decode_attention, FEATURES),
     "paged_prefill_attention": Kernel(

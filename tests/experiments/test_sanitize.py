@@ -1,0 +1,40 @@
+"""The command that compute-sanitizer watches, as a plain run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from experiments import kernel_checks, sanitize
+from kernels.accuracy import Accuracy
+
+
+def test_every_kernel_of_the_package_has_a_case():
+    import kernels
+
+    assert set(kernel_checks.KERNELS) == set(kernels.__all__)
+    cases = list(sanitize.cases(list(kernel_checks.KERNELS), cache_dtypes=("fp16", "fp8")))
+    assert {name for name, _ in cases} == set(kernels.__all__)
+    decode = {case.feature for name, case in cases if name == "paged_decode_attention"}
+    assert decode == {"none", "window", "split"}
+
+
+def test_a_plain_run_is_clean():
+    kernels = ("store_kvcache", "slot_mapping_from_positions", "merge_attention_states")
+    flags = [flag for name in kernels for flag in ("--kernel", name)]
+    command = [sys.executable, "-m", "experiments.sanitize", *flags, "--cache-dtype", "fp16"]
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert all(line.startswith("ok") for line in lines)
+    assert len(lines) == 2 + 2 + 2 * 2  # two block sizes; a merge has an output and an LSE
+
+
+def test_a_wrong_result_fails_the_run(monkeypatch, capsys):
+    wrong = kernel_checks.Kernel(lambda case: {"output": Accuracy(1.0, 0.0)})
+    monkeypatch.setitem(kernel_checks.KERNELS, "copy_blocks", wrong)
+    assert sanitize.main(["--kernel", "copy_blocks", "--cache-dtype", "fp16"]) == 1
+    assert "WRONG  copy_blocks, none, block 7, fp16 cache: output" in capsys.readouterr().out
