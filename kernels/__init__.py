@@ -11,6 +11,8 @@
     copy_blocks                     copy whole blocks inside a cache (copy-on-write)
     swap_blocks                     copy whole blocks between GPU and pinned host memory
 
+Caches are fp16, bf16, fp32 or fp8 (e4m3) with scales, see `kernels.fp8_cache`.
+
 Every op has a plain PyTorch twin of the same signature in `kernels.reference`. Ops run on a GPU, or
 on CPU tensors in Triton's interpreter when TRITON_INTERPRET=1 is in the environment before this
 package is first imported.

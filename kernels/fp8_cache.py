@@ -39,7 +39,7 @@ def load_scale(scale, kv_heads, stride):
 
 @triton.jit
 def load_row_scales(scale, kv_heads, stride):
-    """The same for rows of various heads, [rows]: a number, or [rows, 1]."""
+    """The same for rows of various heads, [rows]: a number, or [rows, 1]. None stays None."""
     if stride is None:
         return scale
     else:

@@ -85,17 +85,15 @@ def _rope_store_kvcache_kernel(
         blocks = slots // BLOCK_SIZE
         offsets = slots % BLOCK_SIZE
         k_rows = blocks * stride_k_block + offsets * stride_k_slot + heads * stride_k_head
-        if k_scale is not None:
-            k_scale = load_row_scales(k_scale, heads, stride_k_scale)
-        if v_scale is not None:
-            v_scale = load_row_scales(v_scale, heads, stride_v_scale)
+        k_scales = load_row_scales(k_scale, heads, stride_k_scale)
+        v_scales = load_row_scales(v_scale, heads, stride_v_scale)
         rotate_rows(
             k_cache_ptr + k_rows,
             key_ptr + tokens * stride_key_token + heads * stride_key_head,
             cos_ptr + positions * stride_cos,
             sin_ptr + positions * stride_sin,
             row_mask,
-            k_scale,
+            k_scales,
             HEAD_DIM,
             HEAD_DIM_PADDED,
             ROTARY_DIM,
@@ -107,7 +105,7 @@ def _rope_store_kvcache_kernel(
         value_rows = tokens * stride_value_token + heads * stride_value_head
         v_rows = blocks * stride_v_block + offsets * stride_v_slot + heads * stride_v_head
         value = tl.load(value_ptr + value_rows[:, None] + offs_d[None, :], mask=mask, other=0.0)
-        value = to_cache(value, v_scale, v_cache_ptr.dtype.element_ty)
+        value = to_cache(value, v_scales, v_cache_ptr.dtype.element_ty)
         tl.store(v_cache_ptr + v_rows[:, None] + offs_d[None, :], value, mask=mask)
     elif query_ptr is not None:
         rows = (program - kv_programs) * TILE_ROWS + tl.arange(0, TILE_ROWS)

@@ -69,9 +69,11 @@ def _store_kvcache(head_dim: int, dtype: torch.dtype) -> ShippedCall:
 def _rotary_calls(op: str) -> Iterator[ShippedCall]:
     """apply_rotary_embedding or rope_store_kvcache of a fused QKV projection, fp32 tables."""
     tokens = _meta(256, dtype=torch.int64)
-    for dtype in HALF_DTYPES:
+    for dtype in HALF_DTYPES if op == "apply_rotary_embedding" else (*HALF_DTYPES, FP8_DTYPE):
+        query_dtype, scales = _beside(dtype)
         for head_dim in HEAD_DIMS:
-            query, key, value = _meta(256, 48, head_dim, dtype=dtype).split((32, 8, 8), dim=1)
+            qkv = _meta(256, 48, head_dim, dtype=query_dtype)
+            query, key, value = qkv.split((32, 8, 8), dim=1)
             cache = _meta(NUM_BLOCKS, 16, 8, head_dim, dtype=dtype)
             tables = [_meta(8192, head_dim // 2, dtype=torch.float32)] * 2
             config = f"{_name(dtype)} d{head_dim}"
@@ -79,9 +81,8 @@ def _rotary_calls(op: str) -> Iterator[ShippedCall]:
                 if op == "apply_rotary_embedding":
                     run = partial(apply_rotary_embedding, query, tokens, *tables)
                 else:
-                    run = partial(
-                        rope_store_kvcache, query, key, value, cache, cache, tokens, tokens, *tables
-                    )
+                    arguments = (query, key, value, cache, cache, tokens, tokens, *tables)
+                    run = partial(rope_store_kvcache, *arguments, **scales)
                 name = f"{config} interleaved" if interleaved else config
                 yield ShippedCall(op, name, partial(run, interleaved=interleaved))
 

@@ -12,7 +12,6 @@ from kernels import flash_attn_compat, paged_decode_attention, store_kvcache
 from kernels.accuracy import bits, random_paged_batch, random_shared_prefix_args
 from kernels.architectures import CUDA_ARCHITECTURES
 from kernels.fp8_cache import FP8_DTYPE
-from kernels.shipped import HEAD_DIMS
 from kernels.tiles import PROGRAMS_PER_MULTIPROCESSOR
 
 # Results with NaN are wanted here, and numpy reports them.
@@ -186,10 +185,9 @@ def test_flash_attn_compat_refuses_fp8_caches(device):
 
 @pytest.fixture(scope="module", params=CUDA_ARCHITECTURES)
 def compiled(request, shipped_resources):
-    """Decode of every head_dim on sm_90, else of one; store, and prefill short of registers."""
-    ops = [op for op in OPS if op != "rope_store_kvcache"]
-    decode = "fp8 .*g4$|fp8 .*g71" if request.param == "sm_90" else "fp8 d80 g4$"
-    return shipped_resources(request.param, *ops, match=f"{decode}|fp8 d80$|fp8 d256 .*b16")
+    """Decode of every padded head_dim on sm_90, else of one; stores; prefill short of registers."""
+    decode = "fp8 d(64|80|128|256) g4$|fp8 .*g71" if request.param == "sm_90" else "fp8 d80 g4$"
+    return shipped_resources(request.param, *OPS, match=f"{decode}|fp8 d80$|fp8 d256 .*b16")
 
 
 @pytest.mark.slow
@@ -199,12 +197,17 @@ def test_compiled_configurations(compiled):
     assert ("_store_kvcache_kernel", "fp8 d80") in seen
     assert ("_paged_prefill_kernel", "fp8 d256 g4 b16") in seen
     if compiled[0]["arch"] == "sm_90":
-        assert {("_paged_decode_kernel", f"fp8 d{head_dim} g4") for head_dim in HEAD_DIMS} <= seen
+        decode = {
+            ("_paged_decode_kernel", f"fp8 d{head_dim} g4") for head_dim in (64, 80, 128, 256)
+        }
+        assert decode <= seen
         assert ("_shared_prefix_kernel", "fp8 d128 g4") in seen
     for row in compiled:
         assert row["local_bytes"] == 0, (row["arch"], row["kernel"], row["config"])
         if row["kernel"] == "_store_kvcache_kernel":
             assert_store_is_wide(row)
+        elif row["kernel"] == "_rope_store_kvcache_kernel":
+            assert min(map(int, row["global_stores"])) >= 64  # 8 bytes: half a rotated key of e4m3
         elif not row["kernel"].startswith("_merge"):
             assert_attention_is_wide(row)
 
@@ -241,3 +244,39 @@ def assert_attention_is_wide(row):
         assert 16 * copies["128"] * threads >= 2 * fills * tile_bytes, config
         assert set(copies) == {"32", "128"}, config
     assert set(row["global_loads"]) <= {"32", "128"}, config
+
+
+FORMS = """
+import torch
+from kernels import paged_decode_attention, rope_store_kvcache, store_kvcache
+from kernels.architectures import ARCHITECTURES
+from kernels.compile import compile_call
+
+def meta(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+rows, ints = meta(8, 2, 64), meta(8, dtype=torch.int64)
+cache, table = meta(9, 16, 2, 64, dtype=torch.float8_e4m3fn), meta(8, 32, dtype=torch.float32)
+tables, lens = meta(8, 4, dtype=torch.int32), meta(8, dtype=torch.int32)
+heads = meta(2, dtype=torch.float32)
+calls = [
+    lambda scales: store_kvcache(rows, rows, cache, cache, ints, **scales),
+    lambda scales: rope_store_kvcache(
+        rows, rows, rows, cache, cache, ints, ints, table, table, **scales
+    ),
+    lambda scales: paged_decode_attention(rows, cache, cache, tables, lens, **scales),
+]
+forms = [{}, {"k_scale": 0.5, "v_scale": 2.0}, {"k_scale": heads[0]}, {"v_scale": heads}]
+for call in calls:
+    hashes = set()
+    for scales in forms if call is not calls[-1] else forms[:2]:
+        compiled = compile_call(lambda: call(scales), ARCHITECTURES["sm_80"])
+        hashes.add(compiled[0][2].hash)
+    print(len(hashes))
+"""
+
+
+@pytest.mark.slow
+def test_every_form_of_scale_compiles(run_without_interpreter):
+    """What the interpreter lets pass: a name that is a pointer here and a tensor there."""
+    assert run_without_interpreter("-c", FORMS).split() == ["4", "4", "2"]
