@@ -285,7 +285,7 @@ EXPERIMENT = Experiment(
     quick=KernelResourcesOptions(
         op=("store_kvcache", "paged_decode_attention", "paged_prefill_attention"),
         arch=("sm_90",),
-        match="bf16 d128",
+        match=r"^bf16 d128( g4( b16| split)?)?$",
     ),
     cells=cells,
     run_cell=run_cell,
