@@ -69,8 +69,8 @@ BAD_CALLS = {
     ),
     "cache-dtype": (
         kv(5, 4, 2, 16, dtype=torch.float64),
-        "k_cache: expected dtype torch.float16 or torch.bfloat16 or torch.float32, "
-        "got torch.float64",
+        "k_cache: expected dtype torch.float16 or torch.bfloat16 or torch.float32 or "
+        "torch.float8_e4m3fn, got torch.float64",
     ),
     "cache-strided": (
         {"k_cache": torch.zeros(5, 4, 2, 32)[..., ::2]},
