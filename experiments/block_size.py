@@ -324,21 +324,24 @@ _LINES = [
 
 def _draw(rows: pd.DataFrame) -> Figure:
     lines = {trace: _LINES[i % len(_LINES)] for i, trace in enumerate(rows["trace"].unique())}
-    hit_rates = rows[rows["part"] == "hit_rate"]
-    partial = rows[rows["part"] == "partial_reuse"]
+    hit_rates, partial, waste = (
+        rows[rows["part"] == part] for part in ("hit_rate", "partial_reuse", "waste")
+    )
+    capacities = sorted(hit_rates["capacity_fraction"].unique()) if len(hit_rates) else []
     panels = [
         (
             hit_rates[hit_rates["capacity_fraction"] == capacity],
             "token_hit_rate",
             "infinite cache" if capacity == float("inf") else f"cache of {100 * capacity:g} %",
         )
-        for capacity in sorted(hit_rates["capacity_fraction"].unique())
+        for capacity in capacities
     ]
     if len(partial):
         share = partial["capacity_fraction"].iloc[0]
         title = f"vllm_v1, cache of {100 * share:g} %\nhollow: parts of blocks reused"
         panels.append((partial, "token_hit_rate", title))
-    panels.append((rows[rows["part"] == "waste"], "waste", "empty slots of the blocks used"))
+    if len(waste):
+        panels.append((waste, "waste", "empty slots of the blocks used"))
 
     figure, axes, spare = style.panel_grid(len(panels), height=2.1)
     for axis, (part, column, title) in zip(axes, panels, strict=True):

@@ -55,6 +55,17 @@ def test_the_command_line_from_traces_to_the_figure(command_line, traces, tmp_pa
     assert waste["waste"].is_monotonic_increasing
 
 
+@pytest.mark.parametrize("part", ["hit_rate", "partial_reuse", "waste"])
+def test_each_part_alone_has_a_figure(traces, tmp_path, part):
+    options = block_size.BlockSizeOptions(
+        part=(part,), trace=traces[:1], block_size=(16, 32), capacity_percent=(20,)
+    )
+    rows = [row for cell in block_size.cells(options) for row in block_size.run_cell(cell)]
+    assert {row["part"] for row in rows} == {part}
+    block_size.plot(pd.DataFrame(rows), tmp_path)
+    assert (tmp_path / "block_size.png").stat().st_size > 5_000
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
