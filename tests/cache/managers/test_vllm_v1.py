@@ -416,6 +416,18 @@ def test_a_bad_number_of_tokens_changes_nothing(num_new_tokens):
     assert state_of(manager, seq) == before
 
 
+def test_tokens_behind_computed_blocks_are_counted_from_there():
+    manager = manager_of()
+    manager.allocate(Sequence(0, range(14)))
+    seq = Sequence(1, range(14))
+    hits, num_cached = manager.get_computed_blocks(seq)
+    assert (len(hits), num_cached) == (3, 12)
+    with pytest.raises(ValueError, match="needs 1 to 2 new ones"):
+        manager.allocate_slots(seq, 3, hits)
+    manager.allocate_slots(seq, 2, hits)
+    assert manager.block_table(seq) == [0, 1, 2, 4]
+
+
 # Behaviour beyond the examples ----------------------------------------------------------------
 
 
@@ -644,8 +656,27 @@ def test_check_invariants_sees_a_wrong_table(damage):
         manager.check_invariants()
 
 
+@pytest.mark.parametrize("damage", ["pool", "a block twice", "too few blocks"])
+def test_check_invariants_sees_damage_without_prefix_caching(damage):
+    """Where no hash would give it away."""
+    manager = manager_of(enable_prefix_caching=False)
+    manager.allocate(Sequence(0, range(9)))
+    manager.check_invariants()
+    table = manager._tables[0]
+    if damage == "pool":
+        manager.pool._num_fresh -= 1
+    elif damage == "a block twice":
+        table.blocks[1] = 0
+        manager.pool.ref_counts[:3] = [2, 0, 1]
+        manager.pool._free.append(1)
+    else:
+        table.num_tokens = 13
+    with pytest.raises(AssertionError):
+        manager.check_invariants()
+
+
 def test_a_prompt_that_grows_stays_one_entry_of_the_index():
-    """Lookups follow links instead of the dictionary, whose cost grows with the pool."""
+    """Lookups compare memory instead of asking a dictionary, whose cost grows with the pool."""
     manager = manager_of(20)
     seq = Sequence(0, range(18))
     manager.allocate_slots(seq, 7)
