@@ -49,8 +49,8 @@ def check_tensor(
     actual = tensor.shape
     fits = len(actual) == len(shape)
     if fits:
-        for want, have in zip(shape.values(), actual):  # noqa: B905  strict=True is slower
-            if want is not None and want != have:
+        for dim, size in enumerate(shape.values()):
+            if size is not None and size != actual[dim]:
                 fits = False
                 break
     if not fits:
@@ -67,7 +67,7 @@ def check_tensor(
             )
     elif tensor.device != device:
         raise ValueError(f"{name}: expected a tensor on {device}, got one on {tensor.device}")
-    if not any_strides and actual[-1] > 1 and tensor.stride()[-1] != 1:
+    if not any_strides and tensor.stride()[-1] != 1 and actual[-1] > 1:
         raise ValueError(
             f"{name}: expected a contiguous last dimension, got strides {tensor.stride()}"
         )
