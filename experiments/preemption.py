@@ -367,6 +367,7 @@ EXPERIMENT = Experiment(
         requests=8,
         prompt_tokens=(16, 64),
         output_tokens=(16, 64),
+        serving_repeats=1,
         threads=1,
     ),
     cells=cells,
