@@ -81,7 +81,10 @@ def cells(options: KernelAccuracyOptions) -> Iterator[KernelAccuracyCell]:
                 for dtype in options.dtype:
                     if dtype == "fp8" and not KERNELS[kernel].touches_cache:
                         continue
-                    for block_size in options.block_size:
+                    block_sizes = options.block_size
+                    if not KERNELS[kernel].knows_blocks:
+                        block_sizes = block_sizes[:1]
+                    for block_size in block_sizes:
                         yield KernelAccuracyCell(
                             seed=options.seed,
                             kernel=kernel,
