@@ -17,7 +17,8 @@ the same, so its blocks are those of the replay, one for one.  A prompt has one 
 blocks, since the engine always computes the last token of a prompt; outputs are divided likewise
 and cut to ``max_output_tokens``.  Requests arrive at the trace's own times (or by a Poisson
 process), with gaps scaled so that ``prompt_tokens_per_second`` arrive on average; choose it near
-what the model computes without a cache, so that hits decide whether queues grow.
+what the model computes without a cache, so that hits decide whether queues grow.  The smaller the
+blocks and the model, the more the manager's and the policy's time per block weigh in these times.
 
 Where the engine's hit rate differs from the serial replay's, and why:
 
@@ -75,7 +76,7 @@ class EvictionServingOptions(Options):
     trace: Repeated[tuple[Path, ...]] = ()
     """A request trace (.jsonl, .gz, .zst). None: those in $TRACES_DIR, else synthetic ones."""
     policy: Repeated[tuple[str, ...]] = ()
-    """A policy by name, or your own as file.py:Class. None: lru, fifo, lfu, s3fifo and belady."""
+    """A policy by name, or your own as file.py:Class. None: lru, fifo, lfu, arc and belady."""
     capacity_percent: tuple[float, ...] = (10, 20, 40)
     """Blocks of the cache, in percent of the unique blocks of the slice."""
     num_requests: int = 600
@@ -131,7 +132,7 @@ def cells(options: EvictionServingOptions) -> Iterator[EvictionServingCell | Abs
     if options.skip_requests < 0:
         raise ValueError(f"--skip-requests must be at least 0, got {options.skip_requests}")
     engine_models.model_config(options.model)  # raises for an unknown one
-    default = ("lru", "fifo", "lfu", "s3fifo", "belady")
+    default = ("lru", "fifo", "lfu", "arc", "belady")
     policies = [named_policy(name) for name in options.policy or default]
     fixed = {
         name: getattr(options, name)
@@ -304,6 +305,9 @@ def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
     return [*written, table]
 
 
+_REPLAY = {"linewidth": 0.8, "linestyle": (0, (1, 1.2))}
+
+
 def _draw(rows: pd.DataFrame) -> Figure:
     traces = rows["trace"].unique()
     lines = style.policy_lines(rows["policy"].unique())
@@ -323,12 +327,12 @@ def _draw(rows: pd.DataFrame) -> Figure:
         left.set(title=_title(first), ylabel="block hit rate (%)", xscale="log")
         right.set(title=_load(first), ylabel="time to first token (ms)", xscale="log")
         right.set_yscale("log")
+        style.plain_log_ticks(right.yaxis)
         left.set_ylim(bottom=0)
         for axis in (left, right):
             axis.set_xticks(ticks, map("{:g}".format, ticks))
             axis.xaxis.minorticks_off()
-    thin = {"color": style.BLACK, "linewidth": 0.8, "linestyle": (0, (1, 1.2))}
-    axes[-1].plot([], [], **thin, label="replay of the policy of that colour")
+    axes[-1].plot([], [], color=style.BLACK, **_REPLAY, label="the same policy replayed")
     figure.supxlabel("cache size (% of the unique blocks of the slice)", fontsize=8)
     style.shared_legend(figure, columns=5)
     return figure
@@ -344,7 +348,7 @@ def _draw_hit_rate(axis: Axes, policy: str, curve: pd.DataFrame, line: dict) -> 
     elif not _has_engine(curve):
         axis.plot(x, replayed, **line)
     else:
-        axis.plot(x, replayed, color=line["color"], linewidth=0.8, linestyle=(0, (1, 1.2)))
+        axis.plot(x, replayed, color=line["color"], **_REPLAY)
         axis.plot(x, 100 * curve["engine_block_hit_rate"], **line)
 
 
@@ -370,8 +374,8 @@ def _title(row: pd.Series) -> str:
 def _load(row: pd.Series) -> str:
     load = row["offered_prompt_tokens_per_second"]
     if load != load or load is None:
-        return f"{row['model']}\none request at a time"
-    return f"{row['model']}\n{load:,.0f} prompt tokens/s offered"
+        return f"model {row['model']}\none request at a time"
+    return f"model {row['model']}\n{load:,.0f} prompt tokens/s offered"
 
 
 def _summary(rows: pd.DataFrame) -> pd.DataFrame:

@@ -289,29 +289,32 @@ def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
 
 
 _LATENCY_PANELS = {
-    "normalized_latency_s": ("normalised latency (s/token)", "log"),
-    "mean_batched_requests": ("batched requests (mean)", "linear"),
+    "normalized_latency_s": "normalised latency (ms/token)",
+    "mean_batched_requests": "batched requests (mean)",
 }
 _TOKEN_PANELS = {
-    "ttft_p50_s": ("time to first token, median (s)", "log"),
-    "tpot_p50_s": ("time per output token, median (s)", "log"),
+    "ttft_p50_s": "time to first token, median (ms)",
+    "tpot_p50_s": "time per token, median (ms)",
 }
 
 
-def _draw(rows: pd.DataFrame, panels: dict[str, tuple[str, str]]) -> Figure:
+def _draw(rows: pd.DataFrame, panels: dict[str, str]) -> Figure:
     traces = rows["trace"].unique()
+    rates = sorted(rows["request_rate"].unique())
     figure, axes, _ = style.panel_grid(
         2 * len(traces), columns=2, height=2.1, width=3.5, sharex=True
     )
     for row, trace in enumerate(traces):
         of_trace = rows[rows["trace"] == trace]
-        for axis, (column, (label, scale)) in zip(axes[2 * row :], panels.items(), strict=False):
+        for axis, (column, label) in zip(axes[2 * row :], panels.items(), strict=False):
             _draw_systems(axis, of_trace, column)
-            axis.set(ylabel=label, xscale="log", yscale=scale, title=_title(of_trace.iloc[0]))
-            rates = sorted(rows["request_rate"].unique())
+            axis.set(ylabel=label, xscale="log", title=_title(of_trace.iloc[0]))
             axis.set_xticks(rates, map("{:g}".format, rates))
             axis.xaxis.minorticks_off()
-            if scale == "linear":
+            if column.endswith("_s"):
+                axis.set_yscale("log")
+                style.plain_log_ticks(axis.yaxis)
+            else:
                 axis.set_ylim(bottom=0)
     hollow = style.line(style.BLACK, "o", fill=False) | {"linestyle": "none"}
     axes[-1].plot([], [], **hollow, label="saturated (lower bound)")
@@ -321,20 +324,22 @@ def _draw(rows: pd.DataFrame, panels: dict[str, tuple[str, str]]) -> Figure:
 
 
 def _draw_systems(axis: Axes, rows: pd.DataFrame, column: str) -> None:
-    """A line per system; white markers where it is saturated."""
+    """A line per system, times in ms; white markers where it is saturated."""
+    unit = 1000 if column.endswith("_s") else 1
     for system, (label, line) in _SYSTEMS.items():
         curve = rows[rows["system"] == system].sort_values("request_rate")
         if not len(curve):
             continue
-        axis.plot(curve["request_rate"], curve[column], **{**line, "label": label})
+        axis.plot(curve["request_rate"], unit * curve[column], **{**line, "label": label})
         beyond = curve[curve["saturated"]]
         hollow = {**line, "linestyle": "none", "markerfacecolor": "white"}
-        axis.plot(beyond["request_rate"], beyond[column], **hollow)
+        axis.plot(beyond["request_rate"], unit * beyond[column], **hollow)
 
 
 def _title(row: pd.Series) -> str:
-    divided = "" if row["length_divisor"] == 1 else f", lengths / {row['length_divisor']:.3g}"
-    return f"{row['trace']}{divided}"
+    divisor = row["length_divisor"]
+    divided = f"{divisor:,.0f}" if divisor >= 100 else f"{divisor:.3g}"
+    return row["trace"] if divisor == 1 else f"{row['trace']}, lengths / {divided}"
 
 
 def _summary(rows: pd.DataFrame) -> pd.DataFrame:

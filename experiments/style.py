@@ -13,6 +13,7 @@ from experiments.harness.store import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 _STYLE_FILE = Path(__file__).with_name("pagelab.mplstyle")
@@ -140,6 +141,15 @@ class Panels(NamedTuple):
     figure: Figure
     axes: list[Axes]
     spare: list[Axes]
+
+
+def plain_log_ticks(axis: Axis) -> None:
+    """Ticks of a logarithmic ``axes.xaxis`` or ``yaxis`` at 1, 2, 5, 10 ..., as plain numbers."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter("{x:g}")
 
 
 def shared_legend(figure: Figure, spare: Sequence[Axes] = (), columns: int = 6) -> None:

@@ -185,7 +185,7 @@ def test_the_grid(trace):
     cells = grid(trace=(trace,))
     policies = [str(cell.policy) for cell in cells]
     assert policies[-1] == "infinite"
-    assert set(policies) == {"lru", "fifo", "lfu", "s3fifo", "belady", "no_cache", "infinite"}
+    assert set(policies) == {"lru", "fifo", "lfu", "arc", "belady", "no_cache", "infinite"}
     assert len(cells) == 6 * 3 + 1
     assert {cell.source.name for cell in grid()} == {"multi_turn_chat", "agent_loops"}
 
