@@ -36,6 +36,7 @@ import sys
 import tarfile
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -305,6 +306,10 @@ class GpuPass:
         except (ImportError, OptionsError) as error:
             self.say(f"{stage.name}: absent: {error}")
             return
+        except Exception:  # what the other stages have to tell must not be lost with it
+            self.failed += 1
+            self.say(f"{stage.name}: FAILED: {traceback.format_exc()}")
+            return
         absent, failed = report.unavailable.total(), report.failed.total()
         done = report.finished + report.reused
         counts = [f"{report.finished} cells run, {report.reused} finished earlier"]
@@ -319,10 +324,11 @@ class GpuPass:
             import pandas as pd
 
             rows = pd.read_csv(table)
-            for column in ("part", "op", "launch"):
-                values = getattr(options, {"op": "part"}.get(column, column), None)
-                if values and column in rows and set(values) <= set(rows[column]):
-                    rows = rows[rows[column].isin(values)]
+            parts = getattr(options, "part", ())
+            for column in ("part", "op"):
+                if column in rows and set(parts) & set(rows[column]):
+                    rows = rows[rows[column].isin(parts)]
+                    break
             for line in digest(rows).splitlines():
                 self.say(f"    {line}")
 
@@ -412,9 +418,10 @@ def digest(rows: pd.DataFrame) -> str:
         names = [name for name in names if rows[name].nunique() > 1]
         best = rows.assign(
             shape=rows[names or ["op"]].astype(str).agg(" ".join, axis=1),
-            column=rows["implementation"].str.replace("flash_attn", "fa"),
+            column=rows["implementation"].str.replace("flash_attn", "fa")
+            + rows["launch"].map({"eager": " (eager)"}).fillna(""),
         )
-        ours = best[best["implementation"] == "pagelab"].groupby("shape", sort=False)
+        ours = best[best["column"] == "pagelab"].groupby("shape", sort=False)
         table = best.pivot_table("p50_us", "shape", "column", sort=False)
         for name, column in (("copy %", "bandwidth_fraction"), ("matmul %", "matmul_fraction")):
             table[name] = 100 * ours[column].max()

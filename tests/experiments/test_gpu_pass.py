@@ -108,6 +108,18 @@ def test_a_wrong_result_makes_the_pass_fail_and_is_told(tmp_path, monkeypatch, c
     assert "28 x WrongResult: pagelab is wrong" in output
 
 
+def test_a_stage_that_breaks_does_not_end_the_pass(tmp_path, monkeypatch, capsys):
+    def broken(*_, **__):
+        raise RuntimeError("disk full")
+
+    monkeypatch.setattr(gpu_pass, "run_sweep", broken)
+    run = GpuPass(tmp_path / "out", tmp_path / "work", deadline=time.monotonic() + 60, tiny=True)
+    assert run.run([stage for stage in STAGES if stage.name in ("rates", "decode")]) == 2
+    output = capsys.readouterr().out
+    assert output.count("RuntimeError: disk full") == 2
+    assert "decode: FAILED" in output
+
+
 def test_digests_show_what_was_measured():
     shape = {"op": "decode", "batch": [1, 1, 8], "query_len": 1, "prefix_len": 0}
     timed = pd.DataFrame(
@@ -116,13 +128,14 @@ def test_digests_show_what_was_measured():
             "context_len": 512,
             "block_size": 256,
             "implementation": ["pagelab", "flash_attn_2", "pagelab"],
+            "launch": ["graph", "eager", "graph"],
             "p50_us": [12.5, 14.0, 90.0],
             "bandwidth_fraction": [0.5, 0.45, 0.9],
             "matmul_fraction": 0.01,
         }
     )
     lines = digest(timed).splitlines()
-    assert lines[1].split() == ["column", "pagelab", "fa_2", "copy", "%", "matmul", "%"]
+    assert lines[1].split() == ["column", "pagelab", "fa_2", "(eager)", "copy", "%", "matmul", "%"]
     assert lines[3].split() == ["1", "12.5", "14.0", "50.0", "1.0"]
     assert lines[4].split() == ["8", "90.0", "-", "90.0", "1.0"]
 
