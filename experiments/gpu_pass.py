@@ -142,6 +142,18 @@ STAGES: tuple[Stage, ...] = (
         {**_TINY_HEADS, "prefix_len": (16,), "suffix_len": 4, "batch": (2,)},
     ),
     Stage(
+        "decode_fp8",
+        "kernel_latency",
+        {
+            "part": ("decode",),
+            "batch": (1, 64, 256),
+            "context_len": (4096, 32768),
+            "block_size": (16,),
+            "kv_dtype": "float8_e4m3fn",
+        },
+        None,
+    ),
+    Stage(
         "splits",
         "tile_sweep",
         {"part": ("splits",)},
@@ -414,8 +426,8 @@ def digest(rows: pd.DataFrame) -> str:
     if "by_table" in rows:
         return tile_sweep.decision(rows) if rows["p50_us"].notna().any() else ""
     if "p50_us" in rows and "implementation" in rows and rows["p50_us"].notna().any():
-        names = ["op", "batch", "query_len", "prefix_len", "context_len", "block_size"]
-        names = [name for name in names if rows[name].nunique() > 1]
+        names = ["op", "batch", "query_len", "prefix_len", "context_len", "block_size", "kv_dtype"]
+        names = [name for name in names if name in rows and rows[name].nunique() > 1]
         best = rows.assign(
             shape=rows[names or ["op"]].astype(str).agg(" ".join, axis=1),
             column=rows["implementation"].str.replace("flash_attn", "fa")
