@@ -237,6 +237,6 @@ def test_service_times_are_measured():
     service = measure_service("tiny", threads=1, block_size=4)
     assert isinstance(service, ServiceModel)
     assert 1e-5 < service.step_seconds < 1
-    assert 100 < service.prefill_tokens_per_second < 1e9
+    assert 100 < service.prefill_tokens_per_second <= 1e9
     assert service.decode_seconds_per_sequence >= 0
     assert measure_service("tiny", threads=1, block_size=4) is service
