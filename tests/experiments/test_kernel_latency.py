@@ -83,7 +83,15 @@ def test_bad_options(options, message):
 
 def test_figures_of_a_table_with_times(timed_rows, drawn):
     some = KernelLatencyOptions(batch=(1, 8, 64, 256), context_len=(512, 4096))
-    rows = timed_rows(kernel_latency.cells(some), refused=("flash_attn_4",))
+    fp8 = KernelLatencyOptions(
+        part=("decode",),
+        batch=(8, 64),
+        context_len=(512,),
+        block_size=(16,),
+        kv_dtype="float8_e4m3fn",
+    )
+    cells = [*kernel_latency.cells(some), *kernel_latency.cells(fp8)]
+    rows = timed_rows(cells, refused=("flash_attn_4",))
     kernel_latency.plot(rows, Path())
     assert set(drawn) == {"decode_latency", "decode_bandwidth", "prefill", "moves"}
     latency = drawn["decode_latency"]
@@ -91,7 +99,10 @@ def test_figures_of_a_table_with_times(timed_rows, drawn):
     labels = {line.get_label() for line in latency.axes[0].get_lines()}
     assert {f"{OURS}, block 16", f"{OURS}, block 256", "flash_attn_2, block 256"} <= labels
     assert "bound: bytes at copy bandwidth" in labels
+    assert f"{OURS}, block 16, fp8 cache" in labels
     assert not any("flash_attn_4" in label for label in labels)
+    for line in latency.axes[0].get_lines():
+        assert len(set(line.get_xdata())) == len(line.get_xdata()), "one point per batch size"
 
 
 def test_a_table_without_times_has_no_figures(timed_rows):
