@@ -680,6 +680,32 @@ def test_neither_locks_nor_evictions_scan_the_leaves():
     assert time.perf_counter() - began < 5
 
 
+def test_a_policy_is_told_the_history_of_a_node():
+    """Counted in unlocks, from the first; both parts of a split node keep it."""
+    seen = []
+
+    class Told(PriorityPolicy):
+        name = "told"
+
+        @staticmethod
+        def priority(block):
+            seen.append(block)
+            return block.accessed
+
+    tree = RadixTree(2, Told(), 10)
+    node, _ = tree.insert(RadixKey(Sequence(0, [1, 1, 2, 2, 3, 3]), 2), array("i", [7, 8, 9]))
+    tree.unlock(node)
+    assert [(b.block, b.accesses, b.inserted, b.accessed, b.depth) for b in seen] == [
+        (9, 1, 1, 1, 2)
+    ]
+    other, _ = tree.insert(RadixKey(Sequence(1, [1, 1, 4, 4]), 2), array("i", [6, 5]))
+    tree.unlock(other)
+    tree.unlock(tree.lock(tree.match_prefix(RadixKey(Sequence(2, [1, 1, 2, 2, 3, 3]), 2), 3)))
+    assert [(b.block, b.accesses, b.inserted, b.accessed) for b in seen[1:]] == [
+        (5, 1, 2, 2), (9, 2, 1, 3),
+    ]  # fmt: skip
+
+
 def test_stale_entries_of_the_heap_are_dropped():
     tree = tree_of([1, 1], [2, 2])
     for _ in range(1000):
