@@ -62,7 +62,7 @@ class PreemptionOptions(Options):
     """Lengths of the sequences that are moved and computed again."""
     cache_tokens: int = 768
     """Token slots of the cache that serves requests."""
-    requests: int = 16
+    requests: int = 12
     prompt_tokens: tuple[int, int] = (32, 128)
     """Fewest and most tokens of a prompt, drawn uniformly."""
     output_tokens: tuple[int, int] = (32, 96)
