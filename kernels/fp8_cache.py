@@ -102,6 +102,27 @@ def values_from_cache(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def value_ptrs(ptrs, PAIRED: tl.constexpr):
+    """Pointers to rows of values, to pairs of elements if PAIRED."""
+    if PAIRED:
+        return ptrs.to(tl.pointer_type(tl.uint16))
+    else:
+        return ptrs
+
+
+@triton.jit
+def values_of_pairs(pairs, dtype: tl.constexpr):
+    """Pairs of values, uint16, as for `values_from_cache`: the elements 0, 2, ... and 1, 3, ...
+
+    mma.sync wants values transposed on their way from shared memory to registers. There is an
+    instruction for that, of elements of two bytes: bytes would be fetched one by one.
+    """
+    even = values_from_cache((pairs & 0xFF).to(tl.uint8), dtype)
+    odd = values_from_cache((pairs >> 8).to(tl.uint8), dtype)
+    return even, odd
+
+
+@triton.jit
 def to_cache(x, scale, dtype: tl.constexpr):
     """Elements as a cache of `dtype` holds them; scale: of an fp8 cache (uint8), or None for 1."""
     if dtype == tl.uint8:
@@ -155,6 +176,14 @@ def check_cache_scales(k_scale: Scale, v_scale: Scale, k_cache: torch.Tensor) ->
 def cache_argument(cache: torch.Tensor) -> torch.Tensor:
     """A cache as kernels take it."""
     return cache.view(torch.uint8) if cache.dtype == FP8_DTYPE else cache
+
+
+def has_value_pairs(v_cache: torch.Tensor) -> bool:
+    """Whether the values of an fp8 cache can be read in pairs: no row starts at an odd address."""
+    starts = (v_cache.data_ptr(), *v_cache.stride()[:3])
+    head_dim = v_cache.shape[3]
+    even = head_dim % 2 == 0 and all(start % 2 == 0 for start in starts)
+    return v_cache.dtype == FP8_DTYPE and head_dim > 16 and even
 
 
 def scale_arguments(scale: Scale) -> tuple[torch.Tensor | float | None, int | None]:

@@ -38,12 +38,16 @@ from kernels.fp8_cache import (
     check_cache_scales,
     dtypes_beside,
     from_cache,
+    has_value_pairs,
     load_scale,
     scale_arguments,
+    value_ptrs,
     values_from_cache,
+    values_of_pairs,
 )
 from kernels.primitives import (
     LN_2,
+    accumulate,
     add_sinks,
     cast,
     dot,
@@ -53,6 +57,7 @@ from kernels.primitives import (
     log2_scores,
     normalise,
     online_softmax_update,
+    online_softmax_weights,
     slot_offsets,
 )
 from kernels.tiles import cdiv, decode_num_splits, decode_tile, merge_tile, padded_dim, target_of
@@ -114,6 +119,7 @@ def _paged_decode_kernel(
     HAS_ALIBI: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
+    PAIRED_VALUES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One program: TILE_M query heads of one KV head x one split of one sequence.
@@ -122,9 +128,12 @@ def _paged_decode_kernel(
     programs that read neighbouring memory run together. With IS_SPLIT out and lse are the partial
     states, (batch, num_q_heads, num_splits[, HEAD_DIM]) fp32, LSE in log2 units; a split without
     tokens leaves its part unwritten. Without, they are the results and lse_ptr may be None.
+    PAIRED_VALUES: read the values of an fp8 cache in pairs; even and odd elements have an
+    accumulator each, until the end.
     """
     NUM_Q_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP_SIZE
     MASK_DIMS: tl.constexpr = HEAD_DIM_PADDED != HEAD_DIM
+    PAIR: tl.constexpr = 2 if PAIRED_VALUES else 1
     M_TILES: tl.constexpr = (GROUP_SIZE + TILE_M - 1) // TILE_M
     kv_head = tl.program_id(0) // M_TILES
     offs_m = (tl.program_id(0) % M_TILES) * TILE_M + tl.arange(0, TILE_M)
@@ -143,6 +152,7 @@ def _paged_decode_kernel(
     heads = (kv_head * GROUP_SIZE + offs_m).to(tl.int64)
     head_mask = offs_m < GROUP_SIZE
     dim_mask = offs_d < HEAD_DIM
+    offs_v = tl.arange(0, HEAD_DIM_PADDED // PAIR)
     qo_mask = head_mask[:, None] & dim_mask[None, :]
     q_ptrs = q_ptr + seq * stride_q_seq + heads[:, None] * stride_q_head + offs_d[None, :]
     q = tl.load(q_ptrs, mask=qo_mask, other=0.0)  # [TILE_M, HEAD_DIM_PADDED]
@@ -156,7 +166,8 @@ def _paged_decode_kernel(
     k_ptr = k_cache_ptr + kv_head.to(tl.int64) * stride_k_head
     v_ptr = v_cache_ptr + kv_head.to(tl.int64) * stride_v_head
     table_ptr = block_tables_ptr + seq * stride_table
-    acc = tl.zeros([TILE_M, HEAD_DIM_PADDED], tl.float32)
+    acc = tl.zeros([TILE_M, HEAD_DIM_PADDED // PAIR], tl.float32)
+    acc_odd = acc
     row_max = tl.full([TILE_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([TILE_M, TILE_N], tl.float32)
 
@@ -171,9 +182,10 @@ def _paged_decode_kernel(
             k_rows = slot_offsets(block_ids, positions, stride_k_block, stride_k_slot, BLOCK_SIZE)
             v_rows = slot_offsets(block_ids, positions, stride_v_block, stride_v_slot, BLOCK_SIZE)
             k_ptrs = k_ptr + k_rows[:, None] + offs_d[None, :]  # [TILE_N, HEAD_DIM_PADDED]
-            v_ptrs = v_ptr + v_rows[:, None] + offs_d[None, :]  # [TILE_N, HEAD_DIM_PADDED]
+            v_ptrs = value_ptrs(v_ptr + v_rows[:, None], PAIRED_VALUES)
+            v_ptrs += offs_v[None, :]  # [TILE_N, HEAD_DIM_PADDED // PAIR]
             k = load_rows(k_ptrs, token_mask, dim_mask, TAIL, MASK_DIMS)
-            v = load_rows(v_ptrs, token_mask, dim_mask, TAIL, MASK_DIMS)
+            v = load_rows(v_ptrs, token_mask, offs_v < HEAD_DIM // PAIR, TAIL, MASK_DIMS)
 
             qk = dot(q, tl.trans(from_cache(k, q.dtype)), None, PRECISION)  # [TILE_M, TILE_N]
             distances = (context_len - 1 - positions)[None, :]
@@ -182,10 +194,18 @@ def _paged_decode_kernel(
             )
             if TAIL:
                 scores = tl.where(token_mask[None, :], scores, float("-inf"))
-            acc, row_max, row_sum = online_softmax_update(
-                scores, values_from_cache(v, q.dtype), acc, row_max, row_sum, PRECISION
-            )
+            if PAIRED_VALUES:
+                p, alpha, row_max, row_sum = online_softmax_weights(scores, row_max, row_sum)
+                even, odd = values_of_pairs(v, q.dtype)
+                acc = accumulate(p, even, acc, alpha, PRECISION)
+                acc_odd = accumulate(p, odd, acc_odd, alpha, PRECISION)
+            else:
+                acc, row_max, row_sum = online_softmax_update(
+                    scores, values_from_cache(v, q.dtype), acc, row_max, row_sum, PRECISION
+                )
 
+    if PAIRED_VALUES:
+        acc = tl.reshape(tl.join(acc, acc_odd), (TILE_M, HEAD_DIM_PADDED))
     if v_scale is not None:
         acc *= load_scale(v_scale, kv_head, stride_v_scale)
     row_sum = tl.sum(row_sum, axis=1)
@@ -420,6 +440,7 @@ def paged_decode_attention(
         HAS_SOFTCAP=softcap > 0,
         HAS_ALIBI=alibi_slopes is not None,
         IS_SPLIT=is_split,
+        PAIRED_VALUES=target.backend != "hip" and has_value_pairs(v_cache),
         PRECISION=tile.precision,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

@@ -153,6 +153,13 @@ def online_softmax_update(scores, v, acc, row_max, row_sum, PRECISION: tl.conste
     the keys of a tile are spread over warps, summing once after the last tile spares a reduction
     across them per tile. Returns the new (acc, row_max, row_sum).
     """
+    p, alpha, row_max, row_sum = online_softmax_weights(scores, row_max, row_sum)
+    return accumulate(p, v, acc, alpha, PRECISION), row_max, row_sum
+
+
+@triton.jit
+def online_softmax_weights(scores, row_max, row_sum):
+    """The part of the update that is before V: (p, a, new row_max, new row_sum)."""
     new_max = tl.maximum(row_max, tl.max(scores, axis=1))
     shift = finite_shift(new_max)
     alpha = tl.exp2(row_max - shift)
@@ -161,10 +168,15 @@ def online_softmax_update(scores, v, acc, row_max, row_sum, PRECISION: tl.conste
         row_sum = row_sum * alpha + tl.sum(p, axis=1)
     else:
         row_sum = row_sum * alpha[:, None] + p
+    return p, alpha, new_max, row_sum
+
+
+@triton.jit
+def accumulate(p, v, acc, alpha, PRECISION: tl.constexpr):
+    """a acc + p V, the products in V's dtype."""
     if not INTERPRETED:
         p = p.to(v.dtype)
-    acc = dot(p, v, acc * alpha[:, None], PRECISION)
-    return acc, new_max, row_sum
+    return dot(p, v, acc * alpha[:, None], PRECISION)
 
 
 @triton.jit

@@ -228,15 +228,13 @@ def assert_attention_is_wide(row):
     assert row["dots"] == row["tensor_core_dots"] >= 2 * regions, config
     assert row["mma"], config
     assert row["programs_per_multiprocessor"] >= (PROGRAMS_PER_MULTIPROCESSOR if decode else 1)
-    # The prologue of a pipeline fills its buffers and its body refills one. mma.sync takes its
-    # operands from registers; of values, whose elements of one byte it cannot transpose on their
-    # way from shared memory, eight lie together there, and are copied together.
+    # The prologue of a pipeline fills its buffers and its body refills one. Prefill by mma.sync
+    # reads values byte by byte from shared memory, where eight lie and are copied together.
     copies = row["async_copies"]
     tile_bytes = constants["TILE_N"] * constants["HEAD_DIM_PADDED"]  # of K, and of V
-    pipelines = 1 if decode else regions
-    fills = pipelines * ((row["num_stages"] - 1) // 2 + 1)
+    fills = (1 if decode else regions) * ((row["num_stages"] - 1) // 2 + 1)
     threads = 32 * row["num_warps"]
-    if "mma.sync" in row["mma"]:
+    if not decode and "mma.sync" in row["mma"]:
         assert 16 * copies["128"] * threads == fills * tile_bytes, config
         assert 8 * copies["64"] * threads == fills * tile_bytes, config
         assert set(copies) == {"32", "64", "128"}, config
