@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from experiments import kernel_problems
+from experiments import attention_problems
 from experiments.gpu_timing import NO_TIMES
 from experiments.harness import Unavailable
 from experiments.kernel_problems import OURS, Shape, WrongResult, problem_of, refusal, run
@@ -85,7 +85,7 @@ def test_a_wrong_result_gets_no_time(shape, monkeypatch):
 
 def test_all_unused_slots_are_poison():
     shape = SHAPES["decode"]
-    batch = kernel_problems._paged_batch(shape, torch.device("cpu"))
+    batch = attention_problems._paged_batch(shape, torch.device("cpu"))
     used = set(batch.block_tables.flatten().tolist())
     assert len(used) == batch.block_tables.numel()
     for cache in (batch.k_cache, batch.v_cache):
@@ -119,7 +119,7 @@ def test_an_enlarged_cache_is_used_at_its_end(name):
     shape = dataclasses.replace(SHAPES[name], min_cache_elements=200_000)
     assert run(shape, OURS)["error"] == pytest.approx(0, abs=0.01)
     if name == "decode":
-        batch = kernel_problems._paged_batch(shape, torch.device("cpu"))
+        batch = attention_problems._paged_batch(shape, torch.device("cpu"))
         assert batch.k_cache.numel() >= 200_000
         used = batch.block_tables.flatten()
         assert sorted(used.tolist()) == list(range(len(batch.k_cache) - 9, len(batch.k_cache)))
@@ -127,8 +127,8 @@ def test_an_enlarged_cache_is_used_at_its_end(name):
 
 def test_the_sample_repeats_rows_of_the_batch():
     shape = Shape(op="prefill", batch=3, context_len=37, query_len=19, block_size=7, **_HEADS)
-    batch = kernel_problems._paged_batch(shape, torch.device("cpu"))
-    small, queries = kernel_problems._sample(batch, [(0, 0, 4), (2, 15, 4)])
+    batch = attention_problems._paged_batch(shape, torch.device("cpu"))
+    small, queries = attention_problems._sample(batch, [(0, 0, 4), (2, 15, 4)])
     assert queries.tolist() == [0, 1, 2, 3, 53, 54, 55, 56]
     assert small.context_lens.tolist() == [37 - 19 + 4, 37]
     for row, seq in ((0, 0), (1, 2)):
