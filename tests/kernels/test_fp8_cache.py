@@ -185,8 +185,8 @@ def test_flash_attn_compat_refuses_fp8_caches(device):
 
 @pytest.fixture(scope="module", params=CUDA_ARCHITECTURES)
 def compiled(request, shipped_resources):
-    """Decode of every padded head_dim on sm_90, else of one; stores; prefill short of registers."""
-    decode = "fp8 d(64|80|128|256) g4$|fp8 .*g71" if request.param == "sm_90" else "fp8 d80 g4$"
+    """Decode of several head_dims on sm_90, else of one; stores; prefill short of registers."""
+    decode = "fp8 d(80|128|256) g4$|fp8 .*g71" if request.param == "sm_90" else "fp8 d80 g4$"
     return shipped_resources(request.param, *OPS, match=f"{decode}|fp8 d80$|fp8 d256 .*b16")
 
 
@@ -197,9 +197,7 @@ def test_compiled_configurations(compiled):
     assert ("_store_kvcache_kernel", "fp8 d80") in seen
     assert ("_paged_prefill_kernel", "fp8 d256 g4 b16") in seen
     if compiled[0]["arch"] == "sm_90":
-        decode = {
-            ("_paged_decode_kernel", f"fp8 d{head_dim} g4") for head_dim in (64, 80, 128, 256)
-        }
+        decode = {("_paged_decode_kernel", f"fp8 d{head_dim} g4") for head_dim in (80, 128, 256)}
         assert decode <= seen
         assert ("_shared_prefix_kernel", "fp8 d128 g4") in seen
     for row in compiled:
@@ -264,10 +262,10 @@ calls = [
     ),
     lambda scales: paged_decode_attention(rows, cache, cache, tables, lens, **scales),
 ]
-forms = [{}, {"k_scale": 0.5, "v_scale": 2.0}, {"k_scale": heads[0]}, {"v_scale": heads}]
+forms = [{}, {"k_scale": 0.5, "v_scale": heads}, {"k_scale": heads[0]}]
 for call in calls:
     hashes = set()
-    for scales in forms if call is not calls[-1] else forms[:2]:
+    for scales in forms if call is not calls[-1] else forms[1:2]:
         compiled = compile_call(lambda: call(scales), ARCHITECTURES["sm_80"])
         hashes.add(compiled[0][2].hash)
     print(len(hashes))
@@ -277,4 +275,4 @@ for call in calls:
 @pytest.mark.slow
 def test_every_form_of_scale_compiles(run_without_interpreter):
     """What the interpreter lets pass: a name that is a pointer here and a tensor there."""
-    assert run_without_interpreter("-c", FORMS).split() == ["4", "4", "2"]
+    assert run_without_interpreter("-c", FORMS).split() == ["3", "3", "1"]
