@@ -46,7 +46,7 @@ from kernels.tiles import force_target
 
 arch = ARCHITECTURES["sm_90"]
 cubins = lambda: sorted(path.parent.name for path in Path(sys.argv[1]).rglob("*.cubin"))
-shape = Shape(op=sys.argv[2], batch=20, context_len=64, block_size=16, head_dim=64)
+shape = Shape(op="decode", batch=20, context_len=64, block_size=16, head_dim=64)
 assert compile_job(Job(shape, None), 90, arch.num_multiprocessors) >= 1
 ahead = cubins()
 assert ahead
@@ -59,18 +59,16 @@ with force_target(arch.tiles_target):
     launch_on_meta(shape)
 assert cubins() == ahead, "the launch compiled something else"
 
-if sys.argv[2] == "decode":
-    compile_job(Job(shape, (0, 32, 4, 3)), 90, arch.num_multiprocessors)
-    assert len(cubins()) > len(ahead), "another tile is another kernel"
+compile_job(Job(shape, (0, 32, 4, 3)), 90, arch.num_multiprocessors)
+assert len(cubins()) > len(ahead), "another tile is another kernel"
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("op", ["decode", "store"])
-def test_a_launch_finds_what_was_compiled(op, tmp_path):
+def test_a_launch_finds_what_was_compiled(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-c", _DRIVE, str(tmp_path), op]
+    command = [sys.executable, "-c", _DRIVE, str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
