@@ -256,7 +256,10 @@ def _throughput(cell: ThroughputCell) -> tuple[LLM, list[dict[str, Any]]]:
 
 
 def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
-    """The figure shared_prefix and the table summary.csv of what is gained."""
+    """The figure shared_prefix and the table summary.csv of what is gained.
+
+    In the figure, the gain of the first manager at the largest cached share is written as ÷.
+    """
     with style.figures():
         written = style.save(_draw(rows), folder, "shared_prefix")
     table = folder / "summary.csv"
@@ -302,12 +305,15 @@ def _draw(rows: pd.DataFrame) -> Figure:
     if len(batches):
         _draw_throughput(axes[-1], batches)
     for axis in axes:
-        axis.set_ylim(bottom=0)
-        axis.legend(fontsize=6)
+        axis.set_ylim(0, 1.1 * axis.get_ylim()[1])
+        axis.legend(fontsize=6, loc="upper right")
     return figure
 
 
 def _draw_first_token(axis: Axes, rows: pd.DataFrame) -> None:
+    unit = "ms" if rows["ttft_ms_p50"].max() < 1000 else "s"
+    times = [f"ttft_ms_{suffix}" for suffix in ("p20", "p50", "p80")]
+    rows = rows.assign(**(rows[times] / (1 if unit == "ms" else 1000)))
     for manager, curve in rows.groupby("manager", sort=False):
         curve = curve.sort_values("cached_fraction")
         look = _MANAGERS.get(manager, style.line(style.PINK, "P"))
@@ -316,19 +322,20 @@ def _draw_first_token(axis: Axes, rows: pd.DataFrame) -> None:
     uncached = rows[rows["cached_tokens"] == 0]["ttft_ms_p50"]
     if len(uncached):
         ideal = {"color": style.BLACK, "linestyle": "dashed", "linewidth": 0.8}
-        label = "ideal: as the uncached tokens"
+        label = "ideal: uncached share"
         axis.plot([0, 100], [uncached.iloc[0], 0], label=label, zorder=1, **ideal)
         most = rows[rows["manager"] == rows["manager"].iloc[0]].nlargest(1, "cached_fraction")
+        share, time = most[["cached_fraction", "ttft_ms_p50"]].iloc[0]
         axis.annotate(
-            f"÷ {uncached.iloc[0] / most['ttft_ms_p50'].iloc[0]:.1f}",
-            (100 * most["cached_fraction"].iloc[0], most["ttft_ms_p50"].iloc[0]),
+            f"÷ {uncached.iloc[0] / time:.1f}",
+            (100 * share, time),
             xytext=(0, 6),
             textcoords="offset points",
             fontsize=7,
         )
     length = rows["prompt_tokens"].iloc[0]
     axis.set(title=f"prompt of {length:,} tokens", xlabel="cached share of the prompt (%)")
-    axis.set_ylabel("time to first token (ms)")
+    axis.set_ylabel(f"time to first token ({unit})")
 
 
 def _draw_throughput(axis: Axes, rows: pd.DataFrame) -> None:
@@ -340,9 +347,7 @@ def _draw_throughput(axis: Axes, rows: pd.DataFrame) -> None:
         curve = rows[rows["prefix_caching"] == caching].sort_values("prefix_tokens")
         x = curve["prefix_tokens"]
         quantiles.error_bars(axis, x, curve, "output_tokens_per_second", label=label, **look)
-    row = rows.iloc[0]
-    own, output = row["prompt_tokens"] - row["prefix_tokens"], row["output_tokens"]
-    axis.set_title(f"{row['requests']:.0f} requests: +{own:.0f} tokens in, {output:.0f} out")
+    axis.set_title(f"batches of {rows['requests'].iloc[0]:.0f} requests")
     axis.set(xlabel="shared prefix (tokens)", ylabel="output tokens/s")
 
 
