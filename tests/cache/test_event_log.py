@@ -222,3 +222,10 @@ def test_a_radix_log_tells_of_duplicates_and_of_evictions():
     evicted = {event.block: event.content for event in log.events if event.kind == "evicted"}
     assert evicted == contents
     manager.check_invariants()
+
+
+def test_slots_to_look_ahead_hold_no_token():
+    manager = cache.make_manager("vllm_v1", num_blocks=9, block_size=2)
+    manager.allocate_slots(cache.Sequence(0, [1, 2, 3]), 3, num_lookahead_tokens=4)
+    usage = manager.memory_usage()
+    assert (usage.used, usage.internal, usage.free) == (3, 5, 10)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import cache
 from cache.policies import POLICIES, EvictionPolicy, PriorityPolicy, make_policy
 
 CAPACITY = 8
@@ -261,3 +262,10 @@ def test_a_priority_that_is_not_a_number_is_refused(user_file):
     with pytest.raises(ValueError, match="priority of block 0 is NaN"):
         policy.release(0)
     assert len(policy) == 0
+
+
+@pytest.mark.parametrize("option", [{"ghost_ratio": 0}, {"promote_after": 1}])
+def test_s3fifo_takes_its_least_options(option):
+    trace = cache.make_workload("rag", seed=0, num_requests=20)
+    result = cache.simulate(trace, policy="s3fifo", capacity_blocks=200, **option)
+    assert result.evictions > 0
