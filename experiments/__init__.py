@@ -1,5 +1,12 @@
 """Experiments: grids of cells that become one table, its environment and its figures.
 
-An experiment is one file that ends in an ``Experiment``, listed in ``registry.py``.  The machinery
-that runs it, resumes it and writes its results is in ``harness/``.
+An experiment is one file that ends in an ``Experiment``, listed in ``registry.py``.  What they share:
+
+harness/     runs cells, resumes sweeps, writes results
+load/        traces and lengths, models and arrivals for experiments on caches and engines
+bench/       problems with their right answers, work and times for experiments on kernels
+style        the look of figures; quantiles: repeated measurements in them
+rivals       cache code of other systems, run beside ours
+
+``cli.py`` is the command line; ``gpu_pass.py`` and ``sanitize.py`` are commands of their own.
 """

@@ -23,11 +23,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import cache
-from experiments import kernel_problems, style, workloads
+from experiments import style
+from experiments.bench import kernel_problems
+from experiments.bench.kernel_problems import OURS, Shape
 from experiments.harness import Absent, Cell, Experiment, Options, Repeated
 from experiments.harness.environment import cuda_available
-from experiments.kernel_problems import OURS, Shape
-from experiments.workloads import Source
+from experiments.load import workloads
+from experiments.load.workloads import Source
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from experiments import kernel_problems, style
+from experiments import style
+from experiments.bench import kernel_problems
+from experiments.bench.kernel_problems import OURS, Shape
 from experiments.harness import Cell, Experiment, Options
-from experiments.kernel_problems import OURS, Shape
 
 if TYPE_CHECKING:
     import pandas as pd

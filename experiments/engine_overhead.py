@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cache
-from experiments import engine_models, style
+from experiments import style
 from experiments.harness import Cell, Experiment, Options
+from experiments.load import engine_models
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments import engine_models, kernel_problems, style
+from experiments import style
+from experiments.bench import kernel_problems
 from experiments.harness import Cell, Experiment, Options, Unavailable
+from experiments.load import engine_models
 
 if TYPE_CHECKING:
     import pandas as pd

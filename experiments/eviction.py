@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cache
-from experiments import style, workloads
+from experiments import style
 from experiments.harness import Absent, Cell, Experiment, InputFile, Options, Repeated
-from experiments.workloads import Source
+from experiments.load import workloads
+from experiments.load.workloads import Source
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -52,12 +52,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import cache
-from experiments import engine_models, open_loop, style, workloads
+from experiments import style
 from experiments.eviction import OwnPolicy, named_policy
 from experiments.harness import Absent, Cell, Experiment, Options, Repeated, Unavailable
-from experiments.scaled_trace import ScaledTrace, prompt_token_ids, shrink_blocks
-from experiments.service_times import measure_service
-from experiments.workloads import Source, Workload
+from experiments.load import engine_models, open_loop, workloads
+from experiments.load.scaled_trace import ScaledTrace, prompt_token_ids, shrink_blocks
+from experiments.load.service_times import measure_service
+from experiments.load.workloads import Source, Workload
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -43,7 +43,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments import tile_sweep
-from experiments.compile_ahead import CompileAhead, jobs_of
+from experiments.bench.compile_ahead import CompileAhead, jobs_of
 from experiments.harness import (
     Experiment,
     LastingWorker,

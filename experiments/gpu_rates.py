@@ -1,7 +1,7 @@
 """What the GPU can do at best: copy bandwidth, transfers to and from the host, and matrix products.
 
 The ceilings that the other GPU experiments hold their results against (they measure them again in
-their own process).  See ``gpu_timing.py`` for what is copied and multiplied.
+their own process).  See ``bench/gpu_timing.py`` for what is copied and multiplied.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments import gpu_timing, style
+from experiments import style
+from experiments.bench import gpu_timing
 from experiments.harness import Cell, Experiment, Options
 
 if TYPE_CHECKING:

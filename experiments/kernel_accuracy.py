@@ -5,7 +5,7 @@ done eagerly in the kernel's dtype (plus 1e-5), see ``kernels/accuracy.py``.  Bl
 shuffled, and slots that must not matter hold NaN and infinity.  Without a GPU the kernels run in
 Triton's interpreter, which checks the algorithm but not the GPU's arithmetic.  The data are the
 same for every block size, so a line that is not flat shows its influence on the result.  The
-comparisons themselves are in ``kernel_checks.py``.
+comparisons themselves are in ``bench/kernel_checks.py``.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from experiments import style
+from experiments.bench.kernel_checks import FEATURES, KERNELS, Case
 from experiments.harness import Cell, Experiment, Options, Repeated
-from experiments.kernel_checks import FEATURES, KERNELS, Case
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -8,7 +8,7 @@
 
 A cell first checks its result against fp64 by the rule of ``kernels/accuracy.py`` and fails,
 without a time, where it is wrong.  Times are p20, p50 and p80 of the device's clock with a cold L2,
-by replays of a CUDA graph where the work can be captured (``launch``), see ``gpu_timing.py``.
+by replays of a CUDA graph where the work can be captured (``launch``), see ``bench/gpu_timing.py``.
 Achieved bytes and operations per second are set against a copy and a bf16 matrix product that are
 timed in the same process.  Implementations whose names begin with gather_ first copy the context,
 in the time; see ``kernels/baselines.py``.
@@ -21,10 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from experiments import kernel_problems, style
-from experiments.gpu_timing import Launch
+from experiments import style
+from experiments.bench import kernel_problems
+from experiments.bench.gpu_timing import Launch
+from experiments.bench.kernel_problems import OURS, Shape
 from experiments.harness import Cell, Experiment, Options
-from experiments.kernel_problems import OURS, Shape
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -3,9 +3,9 @@
 Compiled without a GPU (``kernels/compile.py``): registers, local and shared memory, how many
 programs and warps fit a multiprocessor and which resource stops the next one, the widths of global
 accesses, asynchronous copies and tensor-core instructions.  Beside them the roofline of named GPUs:
-the bytes and operations that a stated problem needs (``kernel_work.py``) over the peak rates of the
-datasheet (``gpus.py``).  That is a bound from below and not a measurement; how near to it a kernel
-comes only a GPU can tell.
+the bytes and operations that a stated problem needs (``bench/kernel_work.py``) over the peak rates
+of the datasheet (``bench/gpus.py``).  That is a bound from below and not a measurement; how near to
+it a kernel comes only a GPU can tell.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments import style
-from experiments.gpus import GPUS
+from experiments.bench.gpus import GPUS
+from experiments.bench.kernel_work import kernel_name, work_of
 from experiments.harness import Cell, Experiment, Options, Repeated
-from experiments.kernel_work import kernel_name, work_of
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from experiments.gpus import Gpu
+    from experiments.bench.gpus import Gpu
     from kernels.compile import KernelResources
 
 

@@ -4,7 +4,7 @@
 is shown here: thousands of blocks, many programs at a time, contexts of tens of thousands of
 tokens, and caches of more than 2^31 elements whose used blocks lie at the far end.  The rule is
 that of ``kernels/accuracy.py``; of attention some sequences and queries are compared, see
-``kernel_problems.py``.
+``bench/kernel_problems.py``.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments import gpu_timing, kernel_problems, style
+from experiments import style
+from experiments.bench import gpu_timing, kernel_problems
+from experiments.bench.kernel_problems import OURS, Shape
 from experiments.harness import Cell, Experiment, Options, Unavailable
-from experiments.kernel_problems import OURS, Shape
 
 if TYPE_CHECKING:
     import pandas as pd

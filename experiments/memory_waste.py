@@ -38,10 +38,11 @@ from typing import TYPE_CHECKING, Any
 
 from cache import AllocStatus, MemoryUsage, OutOfBlocks, Sequence, make_manager
 from cache.managers import Contiguous, Paged
-from experiments import request_lengths, style, workloads
+from experiments import style
 from experiments.harness import Absent, Cell, Experiment, Options, Repeated, Unavailable
-from experiments.request_lengths import RequestLengths
-from experiments.workloads import Source
+from experiments.load import request_lengths, workloads
+from experiments.load.request_lengths import RequestLengths
+from experiments.load.workloads import Source
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import cache
-from experiments import engine_models, quantiles, style
+from experiments import quantiles, style
 from experiments.harness import Cell, Experiment, Options
+from experiments.load import engine_models
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -51,7 +52,7 @@ class PreemptionOptions(Options):
     """The grid: block sizes x context lengths, and block sizes x ways of preempting."""
 
     model: str | None = None
-    """A shape of experiments/engine_models.py. None: qwen3-0.6b on a GPU, llama-100m on a CPU."""
+    """A shape of load/engine_models.py. None: qwen3-0.6b on a GPU, llama-100m on a CPU."""
     attention_backend: Literal["triton", "torch", "flash_attn"] | None = None
     """None: triton on a GPU, torch on a CPU."""
     manager: str = "vllm_v1"

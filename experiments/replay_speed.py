@@ -26,9 +26,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import cache
-from experiments import style, workloads
+from experiments import style
 from experiments.harness import Absent, Cell, Experiment, Options, Repeated
-from experiments.workloads import Source
+from experiments.load import workloads
+from experiments.load.workloads import Source
 
 if TYPE_CHECKING:
     import numpy as np

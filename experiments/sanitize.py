@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from experiments.kernel_checks import Case
+    from experiments.bench.kernel_checks import Case
 
 _BLOCK_SIZES = (7, 16)
 _HEAD_DIM = 80
@@ -31,8 +31,8 @@ def cases(kernels: Sequence[str], *, cache_dtypes: Sequence[str]) -> Iterator[tu
     """Kernels by name and the cases to run them on."""
     import torch
 
-    from experiments.kernel_checks import KERNELS, Case
-    from experiments.kernel_problems import use_device
+    from experiments.bench.kernel_checks import KERNELS, Case
+    from experiments.bench.kernel_problems import use_device
 
     device = use_device()
     for name in kernels:
@@ -60,7 +60,7 @@ def cases(kernels: Sequence[str], *, cache_dtypes: Sequence[str]) -> Iterator[tu
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns 1 if a result is wrong."""
-    from experiments.kernel_checks import KERNELS
+    from experiments.bench.kernel_checks import KERNELS
 
     parser = argparse.ArgumentParser(
         prog="python -m experiments.sanitize", description=__doc__.split("\n")[0]

@@ -39,11 +39,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from experiments import engine_models, open_loop, request_lengths, style, workloads
+from experiments import style
 from experiments.harness import Absent, Cell, Experiment, Options, Repeated
-from experiments.request_lengths import LogNormalLengths
-from experiments.scaled_trace import ScaledTrace, prompt_token_ids, shrink
-from experiments.workloads import Source, Workload
+from experiments.load import engine_models, open_loop, request_lengths, workloads
+from experiments.load.request_lengths import LogNormalLengths
+from experiments.load.scaled_trace import ScaledTrace, prompt_token_ids, shrink
+from experiments.load.workloads import Source, Workload
 
 if TYPE_CHECKING:
     import pandas as pd

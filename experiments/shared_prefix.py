@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import cache
-from experiments import engine_models, quantiles, style
+from experiments import quantiles, style
 from experiments.harness import Cell, Experiment, Options
+from experiments.load import engine_models
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -45,7 +46,7 @@ class SharedPrefixOptions(Options):
     """The grid: managers x prompts x cached shares, and prefixes with and without caching."""
 
     model: str | None = None
-    """A shape of experiments/engine_models.py. None: qwen3-0.6b on a GPU, llama-100m on a CPU."""
+    """A shape of load/engine_models.py. None: qwen3-0.6b on a GPU, llama-100m on a CPU."""
     attention_backend: Literal["triton", "torch", "flash_attn"] | None = None
     """None: triton on a GPU, torch on a CPU."""
     manager: tuple[str, ...] = tuple(_MANAGERS)

@@ -25,10 +25,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cache import CacheManager, Sequence, make_manager
-from experiments import request_lengths, style, workloads
+from experiments import style
 from experiments.harness import Absent, Cell, Experiment, Options, Repeated
-from experiments.request_lengths import LogNormalLengths
-from experiments.workloads import Source
+from experiments.load import request_lengths, workloads
+from experiments.load.request_lengths import LogNormalLengths
+from experiments.load.workloads import Source
 
 if TYPE_CHECKING:
     import pandas as pd

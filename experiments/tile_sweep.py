@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from experiments import kernel_problems, style
+from experiments import style
+from experiments.bench import kernel_problems
+from experiments.bench.kernel_problems import OURS, Shape
 from experiments.harness import Cell, Experiment, Options, Unavailable
 from experiments.harness.store import write_atomically
-from experiments.kernel_problems import OURS, Shape
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -14,7 +14,7 @@ import cache
 from cache import ServiceModel, Trace
 from experiments import eviction_serving
 from experiments.harness import Absent, Unavailable
-from experiments.service_times import measure_service
+from experiments.load.service_times import measure_service
 
 torch.set_num_threads(1)
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from experiments import kernel_latency
+from experiments.bench.kernel_problems import OPS
 from experiments.harness import Unavailable
 from experiments.kernel_latency import OURS, KernelLatencyOptions
-from experiments.kernel_problems import OPS
 from kernels.baselines import BASELINES
 
 TINY = KernelLatencyOptions(

@@ -9,8 +9,8 @@ import pandas as pd
 import pytest
 
 from experiments import kernel_resources
-from experiments.gpus import GPUS
-from experiments.kernel_work import Work, work_of
+from experiments.bench.gpus import GPUS
+from experiments.bench.kernel_work import Work, work_of
 
 H200 = next(gpu for gpu in GPUS if gpu.name == "H200 SXM")
 

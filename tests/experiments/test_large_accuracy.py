@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from experiments import large_accuracy
-from experiments.kernel_problems import OPS
+from experiments.bench.kernel_problems import OPS
 from experiments.large_accuracy import FP8, LargeAccuracyOptions
 
 TINY = LargeAccuracyOptions(

@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache import make_manager
-from experiments import memory_waste, request_lengths
+from experiments import memory_waste
 from experiments.harness import InputFile, Unavailable
+from experiments.load import request_lengths
+from experiments.load.request_lengths import RequestLengths
 from experiments.memory_waste import MemoryWasteOptions, arrival_steps, serve
-from experiments.request_lengths import RequestLengths
 
 SYSTEMS = ["max", "pow2", "oracle", "paged"]
 KINDS = ["used", "reserved", "internal", "external", "free"]

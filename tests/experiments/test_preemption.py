@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from experiments import preemption
-from experiments.engine_models import make_llm
+from experiments.load.engine_models import make_llm
 from experiments.preemption import CostCell, PreemptionOptions, ServingCell
 from models import SamplingParams
 

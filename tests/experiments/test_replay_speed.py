@@ -9,7 +9,7 @@ import pytest
 import cache
 from experiments import replay_speed
 from experiments.harness import Absent
-from experiments.workloads import Workload
+from experiments.load.workloads import Workload
 
 libcachesim = pytest.importorskip("libcachesim")
 

@@ -6,7 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from experiments import kernel_checks, sanitize
+from experiments import sanitize
+from experiments.bench import kernel_checks
 from kernels.accuracy import Accuracy
 
 

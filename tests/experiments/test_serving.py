@@ -11,8 +11,8 @@ import torch
 import cache
 from experiments import serving
 from experiments.harness import Absent
-from experiments.open_loop import Run, Served, Step
-from experiments.request_lengths import LogNormalLengths
+from experiments.load.open_loop import Run, Served, Step
+from experiments.load.request_lengths import LogNormalLengths
 
 torch.set_num_threads(1)
 TINY = {"duration_s": 0.1, "drain_s": 5.0, "mean_tokens": 24.0, "max_model_len": 64}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cache import UnsupportedByDesign, make_manager
 from experiments import sharing
-from experiments.request_lengths import LogNormalLengths
+from experiments.load.request_lengths import LogNormalLengths
 from experiments.sharing import BlockSteps, SharingCell, SharingOptions, decode
 
 

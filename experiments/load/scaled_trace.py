@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from cache import Trace
 from experiments.harness import Unavailable
-from experiments.request_lengths import MAX_OUTPUT_TOKENS
+from experiments.load.request_lengths import MAX_OUTPUT_TOKENS
 
 if TYPE_CHECKING:
     import numpy as np

@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from experiments.gpus import Gpu
+    from experiments.bench.gpus import Gpu
     from kernels.compile import KernelResources
 
 BATCH, CONTEXT, SPLITS = 64, 4096, 8

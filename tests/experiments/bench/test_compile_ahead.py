@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from experiments import cascade, kernel_latency, tile_sweep
-from experiments.compile_ahead import jobs_of, launch_on_meta
-from experiments.kernel_problems import OPS, Shape
+from experiments.bench.compile_ahead import jobs_of, launch_on_meta
+from experiments.bench.kernel_problems import OPS, Shape
 
 
 def test_every_shape_of_ours_is_a_job_once():
@@ -38,8 +38,8 @@ from pathlib import Path
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from experiments.compile_ahead import Job, compile_job, launch_on_meta
-from experiments.kernel_problems import Shape
+from experiments.bench.compile_ahead import Job, compile_job, launch_on_meta
+from experiments.bench.kernel_problems import Shape
 from kernels.architectures import ARCHITECTURES
 from kernels.compile import _CompileOnlyDriver
 from kernels.tiles import force_target
@@ -67,7 +67,7 @@ assert len(cubins()) > len(ahead), "another tile is another kernel"
 @pytest.mark.slow
 def test_a_launch_finds_what_was_compiled(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[3])}
     command = [sys.executable, "-c", _DRIVE, str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from experiments import gpu_timing
+from experiments.bench import gpu_timing
 
 
 class Device:

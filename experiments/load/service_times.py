@@ -6,7 +6,7 @@ import functools
 import statistics
 
 from cache import ServiceModel
-from experiments import engine_models, open_loop
+from experiments.load import engine_models, open_loop
 
 _SHORT, _LONG = 16, 512
 """Prompts whose difference gives the time of a prompt token."""

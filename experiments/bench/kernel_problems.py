@@ -11,17 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from experiments import gpu_timing
-from experiments.attention_problems import cascade_problem, decode_problem, prefill_problem
-from experiments.gpu_timing import Launch
-from experiments.harness import Unavailable
-from experiments.move_problems import (
+from experiments.bench import gpu_timing
+from experiments.bench.attention_problems import cascade_problem, decode_problem, prefill_problem
+from experiments.bench.gpu_timing import Launch
+from experiments.bench.move_problems import (
     copy_problem,
     store_problem,
     swap_in_problem,
     swap_out_problem,
 )
-from experiments.problem import (
+from experiments.bench.problem import (
     OURS,
     Problem,
     Shape,
@@ -30,6 +29,7 @@ from experiments.problem import (
     is_fp8,
     use_device,
 )
+from experiments.harness import Unavailable
 
 if TYPE_CHECKING:
     import torch

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.engine_models import make_llm
-from experiments.open_loop import (
+from experiments.load.engine_models import make_llm
+from experiments.load.open_loop import (
     Run,
     Served,
     Step,

@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 import torch
 
-from experiments import attention_problems
-from experiments.gpu_timing import NO_TIMES
+from experiments.bench import attention_problems
+from experiments.bench.gpu_timing import NO_TIMES
+from experiments.bench.kernel_problems import OURS, Shape, WrongResult, problem_of, refusal, run
 from experiments.harness import Unavailable
-from experiments.kernel_problems import OURS, Shape, WrongResult, problem_of, refusal, run
 
 _HEADS = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 32}
 SHAPES = {

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from experiments.gpu_timing import Ceiling
+from experiments.bench.gpu_timing import Ceiling
 from experiments.harness import Unavailable
 
 if TYPE_CHECKING:

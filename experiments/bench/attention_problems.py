@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from experiments.problem import OURS, Problem, Shape, dtypes, fill_normal, scales_of, some_of
+from experiments.bench.problem import OURS, Problem, Shape, dtypes, fill_normal, scales_of, some_of
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import cache
 from cache import Trace
 from experiments.harness import Unavailable
-from experiments.scaled_trace import prompt_token_ids, shrink, shrink_blocks
+from experiments.load.scaled_trace import prompt_token_ids, shrink, shrink_blocks
 
 REQUESTS = [
     # Blocks of 512 tokens; the last one of a prompt is partly filled, as in Mooncake's traces.

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from experiments.kernel_problems import OURS, Shape
+from experiments.bench.kernel_problems import OURS, Shape
 
 if TYPE_CHECKING:
     import torch

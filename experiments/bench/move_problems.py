@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from experiments.problem import (
+from experiments.bench.problem import (
     FP8_SCALE,
     OURS,
     Problem,

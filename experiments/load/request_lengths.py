@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import cache
 from cache.workloads.draws import generator, log_normal_tokens
-from experiments import workloads
 from experiments.harness import Unavailable
-from experiments.workloads import Source
+from experiments.load import workloads
+from experiments.load.workloads import Source
 
 MAX_OUTPUT_TOKENS = 100_000
 """A longer output is taken for a fault of the file and its request left out: in copies of Azure's

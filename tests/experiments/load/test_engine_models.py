@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from experiments.engine_models import MODEL_NAMES, default_model, make_llm, model_config
 from experiments.harness import Unavailable
+from experiments.load.engine_models import MODEL_NAMES, default_model, make_llm, model_config
 from models import SamplingParams
 from models.attention import make_backend
 from models.decoder import build_model

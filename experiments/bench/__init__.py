@@ -1,0 +1,1 @@
+"""What the experiments on kernels are made of: problems and their right answers, work, times."""
