@@ -1,6 +1,6 @@
 """Experiments: grids of cells that become one table, its environment and its figures.
 
-An experiment is one file that ends in an ``Experiment``, listed in ``registry.py``.  What they share:
+An experiment is one file that ends in an ``Experiment``, listed in ``registry.py``.  They share:
 
 harness/     runs cells, resumes sweeps, writes results
 load/        traces and lengths, models and arrivals for experiments on caches and engines

@@ -38,7 +38,7 @@ def make_manager(
     num_blocks: int,
     block_size: int,
     policy: str | EvictionPolicy = "lru",
-    hash_algorithm: str | None = None,
+    hash_algorithm: str = "xxh3_128",
     enable_prefix_caching: bool = True,
     **design_options,
 ) -> CacheManager:
@@ -47,8 +47,8 @@ def make_manager(
     Args:
         policy: name of an eviction policy (or ``"file.py:Class"``), or a policy object, which
             then belongs to the manager.
-        hash_algorithm: a key of ``cache.hashing.HASH_ALGORITHMS``; None: the design's own, which
-            is xxh64 for Nano-vLLM and xxh3_128 for the others that hash.
+        hash_algorithm: a key of ``cache.hashing.HASH_ALGORITHMS``.  The default gives way to what
+            the design is made for: xxh64 for Nano-vLLM, nothing where no block is hashed.
         enable_prefix_caching: False stores equal prefixes apart.
         design_options: go to the manager's class.
 
@@ -71,11 +71,11 @@ def make_manager(
             "policy": policy,
             "enable_prefix_caching": enable_prefix_caching,
         }
-        if hash_algorithm is not None:
+        if hash_algorithm != "xxh3_128":
             design_options["hash_algorithm"] = hash_algorithm
     elif policy != "lru":
         raise UnsupportedByDesign(name, f"a policy ({policy!r})")
-    elif hash_algorithm is not None:
+    elif hash_algorithm != "xxh3_128":
         raise UnsupportedByDesign(name, f"a hash_algorithm ({hash_algorithm!r})")
     return manager_class(num_blocks, block_size, **design_options)
 
