@@ -192,7 +192,10 @@ EXPERIMENT = Experiment(
     figure="error of every kernel against fp64 over block sizes, dtypes, head dims and features",
     options=KernelAccuracyOptions(),
     quick=KernelAccuracyOptions(
-        block_size=(1, 3, 7, 16, 100, 256), head_dim=(80,), feature=("none", "window", "split")
+        block_size=(1, 7, 16, 256),
+        dtype=("float16", "fp8"),
+        head_dim=(80,),
+        feature=("none", "split"),
     ),
     cells=cells,
     run_cell=run_cell,
