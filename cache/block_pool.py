@@ -147,7 +147,8 @@ class BlockPool:
         self.num_allocated += count
         if not self._tells_misses:
             blocks = self._take(count)
-            self._insert(blocks[: last - first], hashes, first, last, previous)
+            if first < last:
+                self._insert(blocks[: last - first], hashes, first, last, previous)
             return blocks
         blocks = []  # one at a time: the victim may depend on the newcomer
         for position in range(first, last):

@@ -140,6 +140,9 @@ class BlockHasher:
         size, digest = self.block_size, self._digest
         first, last = len(chain), len(seq.token_ids) // size
         parent = chain[-1] if chain else self._root
+        if last == first + 1 and seq.keyed_length <= first * size:  # one that decoding has filled
+            chain.append(digest(parent + seq.token_ids[first * size : last * size].tobytes()))
+            return
         tokens = memoryview(seq.token_ids)
         cut = last - (last - first) % _MANY
         many = self._split_many(tokens[first * size : cut * size])

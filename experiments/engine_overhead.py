@@ -277,7 +277,7 @@ def _draw(rows: pd.DataFrame) -> Figure:
     right.set(xscale="log", yscale="log", xlabel="running sequences", title=title)
     right.set_xticks(steps.index, steps.index.astype(str))
     right.minorticks_off()
-    right.set(ylabel="time (µs per step)")
+    right.set(ylabel="time (µs per step)", ylim=(None, 10 * right.get_ylim()[1]))
     right.legend(fontsize=6, ncols=2)
     return figure
 

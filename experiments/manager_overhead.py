@@ -325,7 +325,7 @@ def _draw(rows: pd.DataFrame) -> Figure:
     left.axhline(0.5, color=style.GREY, linestyle="dotted", label="aim: 0.5 µs")
     left.set(xscale="log", yscale="log", xlabel="pool (blocks)", ylabel="cycle (µs per block)")
     left.set_title("whole cycle of a request")
-    left.set_ylim(bottom=0.0015)  # room for the legend
+    left.set_ylim(bottom=0.0006)  # room for the legend
     left.legend(fontsize=5.5, ncols=2)
 
     largest = rows[rows["pool_blocks"] == rows["pool_blocks"].max()]

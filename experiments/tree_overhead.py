@@ -207,7 +207,8 @@ def _draw(table: pd.DataFrame, operations: list[str]) -> Figure:
                 [at + offset for at in range(len(operations))],
                 of_page[name], width=width, **_LOOKS[name],
             )  # fmt: skip
-            axis.bar_label(bars, fmt="%.2g", fontsize=5.5)
+            labels = [f"{value:.1f}" if value < 10 else f"{value:.0f}" for value in of_page[name]]
+            axis.bar_label(bars, labels, fontsize=5.5)
         axis.set_xticks(range(len(operations)), [_wrapped(name) for name in operations])
         axis.tick_params(axis="x", labelsize=6)
         plural = "" if page_size == 1 else "s"

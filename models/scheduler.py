@@ -237,7 +237,10 @@ class Scheduler:
         return list(zip(self.manager.block_table(seq), seq.host_blocks, strict=False))
 
     def _admit_waiting(self, step: Step, budget: int) -> None:
-        slots = self.max_num_seqs - sum(1 + seq.num_pending_forks for seq in self.running)
+        if not self.waiting:
+            return
+        num_forks = sum(map(attrgetter("num_pending_forks"), self.running))
+        slots = self.max_num_seqs - len(self.running) - num_forks
         while self.waiting and budget > 0:
             seq = self.waiting[0]
             slots -= 1 + seq.num_pending_forks
