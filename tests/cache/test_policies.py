@@ -77,6 +77,62 @@ def test_evict_many_is_all_or_nothing(name):
     assert sorted(policy) == [1, 2]
 
 
+def victims(policy: EvictionPolicy, keys: str) -> str:
+    """What is evicted from 3 blocks when contents, a letter each, are asked for in turn."""
+    policy.start(3)
+    block_of: dict[str, int] = {}
+    evicted = ""
+    for key in keys:
+        if key in block_of:
+            policy.pin(block_of[key])
+        else:
+            policy.miss(key)
+            block = len(block_of)
+            if block == 3:
+                block = policy.evict()
+                [lost] = [held for held, where in block_of.items() if where == block]
+                del block_of[lost]
+                evicted += lost
+            block_of[key] = block
+            policy.insert(block, key, None, 0)
+        policy.release(block_of[key])
+    return evicted
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "keys", "expected"),
+    [
+        ("lru", {}, "abcade", "bc"),
+        ("fifo", {}, "abcade", "ab"),
+        ("mru", {}, "abcad", "a"),
+        ("lfu", {}, "aabbcde", "cd"),
+        ("lfu", {}, "aaabcdefgh", "bcdef"),
+        ("gdsf", {}, "aaabcdefgh", "bcdea"),  # d to g begin at the value of what went before them
+        ("lru_k", {"k": 1}, "aabbccad", "b"),
+        ("lru_k", {"k": 2}, "aabbccad", "a"),  # second last accesses: a 2, b 3, c 5
+        ("lru_k", {"k": 2}, "aabbcde", "cd"),  # a single access each
+        ("lru_k", {"k": 3}, "aaabbccde", "bc"),  # fewer than 3 accesses: in the order of entry
+        ("sieve", {}, "abcadefg", "bcde"),  # the hand passes a once, and goes on from there
+        ("sieve", {}, "abcadcde", "ba"),  # it clears c and d, and then meets a, cleared before
+    ],
+)
+def test_victims_worked_out_by_hand(name, options, keys, expected):
+    assert victims(make_policy(name, **options), keys) == expected
+
+
+def test_random_draws_from_all_released_blocks():
+    policy = started("random")
+    for block in range(CAPACITY):
+        policy.insert(block, block, None, 0)
+    drawn = set()
+    for _ in range(100):
+        policy.release_many(range(CAPACITY))
+        drawn.add(policy.evict())
+        for block in list(policy):
+            policy.pin(block)
+    assert drawn == set(range(CAPACITY))
+
+
 # lru trusts its owner: the check would cost as much as the pin.
 @pytest.mark.parametrize("name", sorted(set(POLICIES) - {"lru"}))
 def test_a_block_in_use_cannot_be_pinned_or_discarded(name):
