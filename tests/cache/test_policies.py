@@ -113,6 +113,9 @@ def victims(policy: EvictionPolicy, keys: str) -> str:
         ("lru_k", {"k": 2}, "aabbcde", "cd"),  # a single access each
         ("lru_k", {"k": 3}, "aaabbccde", "bc"),  # fewer than 3 accesses: in the order of entry
         ("sieve", {}, "abcadefg", "bcde"),  # the hand passes a once, and goes on from there
+        # A1in holds 1; a and b come back while remembered; b, which leaves Am, is not remembered.
+        ("two_q", {"in_ratio": 0.5, "out_ratio": 1.4}, "abcdaefbagbh", "abcdebfg"),
+        ("two_q", {"in_ratio": 0.5, "out_ratio": 0}, "abcdaefb", "abcda"),
         ("sieve", {}, "abcadcde", "ba"),  # it clears c and d, and then meets a, cleared before
     ],
 )
