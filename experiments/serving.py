@@ -82,7 +82,7 @@ class ServingOptions(Options):
     system: Repeated[tuple[str, ...]] = ()
     """contiguous_max, contiguous_pow2, contiguous_oracle, paged, vllm_v1, vllm_v0, nano_vllm or
     radix. None: those that the figures of the paper have, by what the trace offers."""
-    request_rate: tuple[float, ...] = (25, 50, 100, 200, 400)
+    request_rate: tuple[float, ...] = (12.5, 25, 50, 100, 200)
     """Requests per second."""
     arrivals: Literal["poisson", "trace"] = "poisson"
     """A Poisson process, or the times of the trace with their gaps scaled to the rate."""
@@ -90,17 +90,17 @@ class ServingOptions(Options):
     """A shape of engine_models."""
     threads: int = 1
     """CPU threads of the model. More than one pays for larger ones on an idle machine."""
-    mean_tokens: float = 64.0
+    mean_tokens: float = 256.0
     """Mean length of a request, prompt and output, to which those of a trace are divided."""
-    max_model_len: int = 256
+    max_model_len: int = 1024
     """Longest request, prompt and output; longer ones are left out."""
     block_size: int = 4
     """Tokens per block, of all systems."""
     sequences_in_cache: int = 8
     """KV memory of all systems, in requests of the maximum length."""
-    duration_s: float = 2.0
+    duration_s: float = 4.0
     """Time in which requests arrive in each cell."""
-    drain_s: float = 2.0
+    drain_s: float = 4.0
     """Time to finish them after that."""
 
 
