@@ -202,7 +202,7 @@ def test_the_highest_rate_kept_up_with():
         ({"system": ("orca",)}, "--system orca is unknown; choose from contiguous_max"),
         ({"request_rate": (5, 0)}, r"--request-rate must be above 0, got \(5, 0\)"),
         ({"drain_s": 0}, "--drain-s must be above 0"),
-        ({"block_size": 5}, "--block-size must divide --max-model-len 256, got 5"),
+        ({"block_size": 5}, "--block-size must divide --max-model-len 1024, got 5"),
         ({"model": "gpt"}, "model='gpt' is unknown"),
     ],
 )
