@@ -106,6 +106,16 @@ def test_the_last_admitted_is_preempted_and_resumed():
     assert result.recomputed_tokens == 1
 
 
+def test_a_victim_whose_turn_had_not_come_keeps_the_token_of_the_step_before():
+    # The first needs a second block with its fifth token, and takes that of the second request.
+    rows = [(0, 4, 4, [0]), (0, 2, 4, [])]
+    trace = Trace.from_requests(rows, name="two", block_size=4)
+    manager = cache.make_manager("paged", num_blocks=2, block_size=4)
+    result = simulate_serving(trace, manager=manager, service=SERVICE)
+    assert (result.finished, result.preemptions) == (2, 1)
+    assert result.recomputed_tokens == 3  # two of the prompt and the one generated
+
+
 def test_twice_the_rate_halves_the_gaps():
     rows = [(0, 4, 1, [0]), (100_000, 4, 1, [1])]
     trace = Trace.from_requests(rows, name="two", block_size=4)
