@@ -153,7 +153,7 @@ def apply_rotary_embedding(
     check_tensor("x", x, dims, dtypes=FLOAT_DTYPES)
     num_tokens, num_heads, head_dim = x.shape
     check_rotary(positions, cos, sin, num_tokens=num_tokens, head_dim=head_dim, device=x.device)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out = torch.empty(num_tokens, num_heads, head_dim, dtype=x.dtype, device=x.device)
     num_rows = num_tokens * num_heads
     if num_rows == 0:
         return out

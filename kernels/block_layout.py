@@ -82,7 +82,7 @@ def check_block_pairs(
     """
     pairs = {"num_pairs": None, "2": 2}
     check_tensor("src_to_dst", src_to_dst, pairs, dtypes=(torch.int64,), device=device)
-    if src_to_dst.device.type != "cpu":
+    if not src_to_dst.is_cpu:
         return
     active = src_to_dst[(src_to_dst >= 0).all(dim=1)]
     for column, limit in ((0, num_src_blocks), (1, num_dst_blocks)):

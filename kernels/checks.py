@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from kernels.primitives import INTERPRETED
 
@@ -17,7 +18,10 @@ MAX_GRID_YZ = 65535
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 _CACHE_DIMS = dict.fromkeys(("num_blocks", "block_size", "num_kv_heads", "head_dim"))
+_ROTARY_DIMS = dict.fromkeys(("num_positions", "rotary_dim / 2"))
+_SLOT_DIMS = {"num_slots": None}
 _INT32 = (torch.int32,)
+_INTEGERS = (torch.int32, torch.int64)
 
 
 def _listed(items) -> str:
@@ -44,7 +48,7 @@ def check_tensor(
         ValueError: wrong shape, dtype or device, last dimension not contiguous, or a CPU tensor
             outside the interpreter.
     """
-    if not isinstance(tensor, torch.Tensor):
+    if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
     actual = tensor.shape
     fits = len(actual) == len(shape)
@@ -59,7 +63,7 @@ def check_tensor(
     if tensor.dtype not in dtypes:
         raise ValueError(f"{name}: expected dtype {_listed(dtypes)}, got {tensor.dtype}")
     if device is None:
-        if tensor.device.type == "cpu" and not INTERPRETED.value:
+        if tensor.is_cpu and not INTERPRETED.value:
             raise ValueError(
                 f"{name}: got a CPU tensor, but the kernels were compiled for a GPU; pass a GPU "
                 "tensor, or set TRITON_INTERPRET=1 in the environment before importing kernels to "
@@ -73,11 +77,18 @@ def check_tensor(
         )
 
 
-def _like(tensor: torch.Tensor, other: torch.Tensor, dims: Sequence[str]) -> dict[str, int | None]:
-    """The shape of `other` for check_tensor; if `tensor` has it, the same without looking again."""
-    if getattr(tensor, "shape", None) == other.shape:
-        return dict.fromkeys(dims)
-    return dict(zip(dims, other.shape, strict=True))
+def check_like(name: str, tensor: torch.Tensor, other: torch.Tensor, dims: Sequence[str]) -> None:
+    """Check that a tensor has shape, dtype and device of another one; dims: what these have."""
+    if (
+        isinstance(tensor, Tensor)
+        and tensor.shape == other.shape
+        and tensor.dtype == other.dtype
+        and tensor.device == other.device
+        and tensor.stride()[-1] == 1
+    ):
+        return
+    shape = dict(zip(dims, other.shape, strict=True))
+    check_tensor(name, tensor, shape, dtypes=(other.dtype,), device=other.device)
 
 
 def check_kv_cache(
@@ -89,8 +100,7 @@ def check_kv_cache(
 ) -> None:
     """Check a paged cache: both (num_blocks, block_size, num_kv_heads, head_dim), of one dtype."""
     check_tensor("k_cache", k_cache, _CACHE_DIMS, dtypes=dtypes, device=device)
-    shape = _like(v_cache, k_cache, _CACHE_DIMS)
-    check_tensor("v_cache", v_cache, shape, dtypes=(k_cache.dtype,), device=k_cache.device)
+    check_like("v_cache", v_cache, k_cache, _CACHE_DIMS)
     _, block_size, num_kv_heads, head_dim = k_cache.shape
     if not (block_size and num_kv_heads and head_dim):
         raise ValueError(
@@ -101,7 +111,8 @@ def check_kv_cache(
 
 def check_heads(q: torch.Tensor, k_cache: torch.Tensor) -> None:
     """Check the head dimension and that the query heads divide evenly among the KV heads (GQA)."""
-    *_, num_q_heads, head_dim = q.shape
+    shape = q.shape
+    num_q_heads, head_dim = shape[-2], shape[-1]
     num_kv_heads = k_cache.shape[2]
     if num_q_heads == 0 or num_q_heads % num_kv_heads:
         raise ValueError(
@@ -116,16 +127,14 @@ def check_heads(q: torch.Tensor, k_cache: torch.Tensor) -> None:
 
 def check_slots(slot_mapping: torch.Tensor, k_cache: torch.Tensor, *, num_tokens: int) -> None:
     """Check a slot mapping of at most num_tokens slots, host-resident values too."""
-    integers = (torch.int32, torch.int64)
-    check_tensor(
-        "slot_mapping", slot_mapping, {"num_slots": None}, dtypes=integers, device=k_cache.device
-    )
+    device = k_cache.device
+    check_tensor("slot_mapping", slot_mapping, _SLOT_DIMS, dtypes=_INTEGERS, device=device)
     num_slots = slot_mapping.shape[0]
     if num_slots > num_tokens:
         raise ValueError(
             f"slot_mapping: expected at most num_tokens={num_tokens} slots, got {num_slots}"
         )
-    if num_slots and slot_mapping.device.type == "cpu":
+    if num_slots and slot_mapping.is_cpu:
         capacity = k_cache.shape[0] * k_cache.shape[1]
         largest = int(slot_mapping.max())
         if largest >= capacity:
@@ -152,7 +161,7 @@ def check_cu_seqlens(
     max_name = name.replace("cu_seqlens", "max_seqlen")
     if max_seqlen < 0:
         raise ValueError(f"{max_name}: expected at least 0, got {max_seqlen}")
-    if device.type != "cpu":
+    if not cu_seqlens.is_cpu:
         return
     lengths = cu_seqlens.diff()
     if cu_seqlens[0] != 0 or (lengths < 0).any() or cu_seqlens[-1] > total:
@@ -189,7 +198,7 @@ def check_block_tables(
     shape = {batch_name: batch, "max_blocks": None}
     check_tensor(tables_name, block_tables, shape, dtypes=_INT32, device=device)
     check_tensor(lens_name, context_lens, {batch_name: batch}, dtypes=_INT32, device=device)
-    if device.type != "cpu" or batch == 0:
+    if not context_lens.is_cpu or batch == 0:
         return
     num_blocks, block_size = k_cache.shape[:2]
     max_blocks = block_tables.shape[1]
@@ -228,17 +237,15 @@ def check_rotary(
     device: torch.device,
 ) -> None:
     """Check rotary tables (num_positions, rotary_dim / 2) and the positions that index them."""
-    integers = (torch.int32, torch.int64)
-    check_tensor("positions", positions, {"num_tokens": num_tokens}, dtypes=integers, device=device)
-    dims = dict.fromkeys(("num_positions", "rotary_dim / 2"))
-    check_tensor("cos", cos, dims, dtypes=FLOAT_DTYPES, device=device)
-    same_shape = dict(zip(dims, cos.shape, strict=True))
-    check_tensor("sin", sin, same_shape, dtypes=(cos.dtype,), device=device)
+    shape = {"num_tokens": num_tokens}
+    check_tensor("positions", positions, shape, dtypes=_INTEGERS, device=device)
+    check_tensor("cos", cos, _ROTARY_DIMS, dtypes=FLOAT_DTYPES, device=device)
+    check_like("sin", sin, cos, _ROTARY_DIMS)
     if not 2 <= 2 * cos.shape[1] <= head_dim:
         raise ValueError(
             f"cos: expected a rotary_dim from 2 to head_dim={head_dim}, got {2 * cos.shape[1]}"
         )
-    if positions.device.type == "cpu" and num_tokens:
+    if num_tokens and positions.is_cpu:
         low, high = int(positions.min()), int(positions.max())
         if low < 0 or high >= cos.shape[0]:
             raise ValueError(
@@ -283,6 +290,10 @@ def check_grid_dim(name: str, dim: str | None, size: int) -> None:
 
 def check_out(out: torch.Tensor, q: torch.Tensor, *, rows: str = "batch") -> None:
     """Check a caller's output buffer: the shape and device of q, in q's dtype or fp32."""
-    shape = _like(out, q, (rows, "num_q_heads", "head_dim"))
-    dtypes = (q.dtype,) if q.dtype == torch.float32 else (q.dtype, torch.float32)
-    check_tensor("out", out, shape, dtypes=dtypes, device=q.device)
+    dims = (rows, "num_q_heads", "head_dim")
+    if getattr(out, "dtype", None) == q.dtype:
+        check_like("out", out, q, dims)
+    else:
+        shape = dict(zip(dims, q.shape, strict=True))
+        dtypes = tuple(dict.fromkeys((q.dtype, torch.float32)))
+        check_tensor("out", out, shape, dtypes=dtypes, device=q.device)

@@ -21,7 +21,7 @@ from kernels.block_layout import (
     check_block_pairs,
     element_offsets,
 )
-from kernels.checks import check_grid_dim, check_tensor
+from kernels.checks import check_grid_dim, check_like, check_tensor
 from kernels.tiles import cdiv, copy_tile
 from kernels.torch_ops import inplace_op
 
@@ -92,13 +92,7 @@ def _check_planes(planes: list[torch.Tensor]) -> None:
     check_tensor("caches[0][0]", first, dims, dtypes=CACHE_DTYPES)
     for index, plane in enumerate(planes):
         name = f"caches[{index // 2}][{index % 2}]"
-        check_tensor(
-            name,
-            plane,
-            dict(zip(dims, first.shape, strict=True)),
-            dtypes=(first.dtype,),
-            device=first.device,
-        )
+        check_like(name, plane, first, dims)
         if plane.stride() != first.stride():
             raise ValueError(
                 f"{name}: expected the strides of caches[0][0], {first.stride()}, "

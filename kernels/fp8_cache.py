@@ -12,6 +12,7 @@ Triton has no e4m3 type, bits are moved, with the same result.
 from __future__ import annotations
 
 import math
+from numbers import Real
 
 import torch
 import triton
@@ -143,9 +144,12 @@ def check_cache_scales(k_scale: Scale, v_scale: Scale, k_cache: torch.Tensor) ->
     """Check the scales of an fp8 cache: numbers, or fp32 tensors of one or num_kv_heads elements.
 
     Raises:
+        TypeError: neither a number nor a tensor.
         ValueError: a scale with a cache that is not fp8; a number that is not positive and finite;
             another shape, dtype or device.
     """
+    if k_scale is None and v_scale is None:
+        return
     num_kv_heads = k_cache.shape[2]
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is None:
@@ -155,22 +159,27 @@ def check_cache_scales(k_scale: Scale, v_scale: Scale, k_cache: torch.Tensor) ->
                 f"{name}: expected None, as only {FP8_DTYPE} caches have scales, but the cache is "
                 f"{k_cache.dtype}"
             )
-        if not isinstance(scale, torch.Tensor):
-            if not 0 < scale < math.inf:
-                raise ValueError(f"{name}: expected a positive finite number, got {scale}")
-        elif tuple(scale.shape) not in ((), (1,), (num_kv_heads,)):
-            raise ValueError(
-                f"{name}: expected shape (), (1) or (num_kv_heads={num_kv_heads}), "
-                f"got {tuple(scale.shape)}"
-            )
-        else:
+        if isinstance(scale, torch.Tensor):
+            if scale.shape not in ((), (1,), (num_kv_heads,)):
+                raise ValueError(
+                    f"{name}: expected shape (), (1) or (num_kv_heads={num_kv_heads}), "
+                    f"got {tuple(scale.shape)}"
+                )
+            dims = dict.fromkeys(range(scale.dim()))
             check_tensor(
                 name,
-                scale.reshape(-1),
-                {"num_scales": None},
+                scale,
+                dims,
                 dtypes=(torch.float32,),
                 device=k_cache.device,
+                any_strides=not dims,
             )
+        elif not isinstance(scale, Real):
+            raise TypeError(
+                f"{name}: expected a number, a torch.Tensor or None, got {type(scale).__name__}"
+            )
+        elif not 0 < scale < math.inf:
+            raise ValueError(f"{name}: expected a positive finite number, got {scale}")
 
 
 def cache_argument(cache: torch.Tensor) -> torch.Tensor:
@@ -180,10 +189,11 @@ def cache_argument(cache: torch.Tensor) -> torch.Tensor:
 
 def has_value_pairs(v_cache: torch.Tensor) -> bool:
     """Whether the values of an fp8 cache can be read in pairs: no row starts at an odd address."""
-    starts = (v_cache.data_ptr(), *v_cache.stride()[:3])
+    if v_cache.dtype != FP8_DTYPE:
+        return False
     head_dim = v_cache.shape[3]
-    even = head_dim % 2 == 0 and all(start % 2 == 0 for start in starts)
-    return v_cache.dtype == FP8_DTYPE and head_dim > 16 and even
+    starts = (v_cache.data_ptr(), *v_cache.stride()[:3])
+    return head_dim > 16 and head_dim % 2 == 0 and not any(start % 2 for start in starts)
 
 
 def scale_arguments(scale: Scale) -> tuple[torch.Tensor | float | None, int | None]:

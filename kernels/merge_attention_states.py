@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.checks import FLOAT_DTYPES, check_tensor
+from kernels.checks import FLOAT_DTYPES, check_like, check_tensor
 from kernels.primitives import LN_2, LOG2_E, cast, finite_shift
 from kernels.tiles import cdiv, merge_states_tile, padded_dim
 from kernels.torch_ops import functional_op
@@ -111,15 +111,14 @@ def merge_attention_states(
     """
     dims = ("num_tokens", "num_heads", "head_dim")
     check_tensor("out_a", out_a, dict.fromkeys(dims), dtypes=FLOAT_DTYPES)
-    shape = dict(zip(dims, out_a.shape, strict=True))
+    check_like("out_b", out_b, out_a, dims)
     device = out_a.device
-    check_tensor("out_b", out_b, shape, dtypes=(out_a.dtype,), device=device)
-    num_tokens, num_heads, head_dim = shape.values()
+    num_tokens, num_heads, head_dim = out_a.shape
     rows = {"num_tokens": num_tokens, "num_heads": num_heads}
     for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
         check_tensor(name, lse, rows, dtypes=(torch.float32,), device=device, any_strides=True)
 
-    out = torch.empty(out_a.shape, dtype=out_a.dtype, device=device)
+    out = torch.empty(num_tokens, num_heads, head_dim, dtype=out_a.dtype, device=device)
     lse = torch.empty(num_tokens, num_heads, dtype=torch.float32, device=device)
     num_rows = num_tokens * num_heads
     if out.numel() == 0:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from kernels.apply_rotary_embedding import rotate_rows
-from kernels.checks import check_kv_cache, check_rotary, check_slots, check_tensor
+from kernels.checks import check_kv_cache, check_like, check_rotary, check_slots, check_tensor
 from kernels.fp8_cache import (
     KV_DTYPES,
     Scale,
@@ -176,12 +176,11 @@ def rope_store_kvcache(
     device = k_cache.device
     rows = {"num_tokens": None, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     check_tensor("key", key, rows, dtypes=dtypes_beside(k_cache), device=device)
-    like_key = {"dtypes": (key.dtype,), "device": device}
-    rows["num_tokens"] = num_tokens = key.shape[0]
-    check_tensor("value", value, rows, **like_key)
+    check_like("value", value, key, rows)
+    num_tokens = key.shape[0]
     if query is not None:
         dims = {"num_tokens": num_tokens, "num_q_heads": None, "head_dim": head_dim}
-        check_tensor("query", query, dims, **like_key)
+        check_tensor("query", query, dims, dtypes=(key.dtype,), device=device)
     check_slots(slot_mapping, k_cache, num_tokens=num_tokens)
     check_rotary(positions, cos, sin, num_tokens=num_tokens, head_dim=head_dim, device=device)
 

@@ -98,7 +98,7 @@ def slot_mapping_from_positions(
     slots = torch.empty(num_tokens, dtype=torch.int64, device=device)
     if num_tokens == 0:
         return slots
-    if device.type == "cpu":
+    if positions.is_cpu:
         _check_host_values(positions, block_tables, seq_ids, block_size)
     tile = index_tile()
     _slot_mapping_kernel[(cdiv(num_tokens, tile.elements),)](

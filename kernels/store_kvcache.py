@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.checks import check_kv_cache, check_slots, check_tensor
+from kernels.checks import check_kv_cache, check_like, check_slots, check_tensor
 from kernels.fp8_cache import (
     KV_DTYPES,
     Scale,
@@ -117,11 +117,9 @@ def store_kvcache(
     check_kv_cache(k_cache, v_cache, dtypes=KV_DTYPES)
     check_cache_scales(k_scale, v_scale, k_cache)
     _, block_size, num_kv_heads, head_dim = k_cache.shape
-    device = k_cache.device
     rows = {"num_tokens": None, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-    check_tensor("key", key, rows, dtypes=dtypes_beside(k_cache), device=device)
-    rows["num_tokens"] = key.shape[0]
-    check_tensor("value", value, rows, dtypes=(key.dtype,), device=device)
+    check_tensor("key", key, rows, dtypes=dtypes_beside(k_cache), device=k_cache.device)
+    check_like("value", value, key, rows)
     check_slots(slot_mapping, k_cache, num_tokens=key.shape[0])
 
     num_rows = slot_mapping.shape[0] * num_kv_heads

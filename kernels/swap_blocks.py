@@ -76,14 +76,14 @@ def _swap_blocks_kernel(
 def _gpu_of(src_cache: torch.Tensor, dst_cache: torch.Tensor) -> torch.device:
     """The device that the kernel runs on; refuses host memory that it cannot reach."""
     for name, cache in (("src_cache", src_cache), ("dst_cache", dst_cache)):
-        if cache.device.type == "cpu" and not INTERPRETED.value and not cache.is_pinned():
+        if cache.is_cpu and not INTERPRETED.value and not cache.is_pinned():
             raise ValueError(
                 f"{name}: expected GPU or pinned host memory, got pageable host memory; allocate "
                 "it with torch.empty(..., pin_memory=True)"
             )
-    if src_cache.device.type != "cpu":
+    if not src_cache.is_cpu:
         return src_cache.device
-    if dst_cache.device.type == "cpu" and not INTERPRETED.value:
+    if dst_cache.is_cpu and not INTERPRETED.value:
         raise ValueError("dst_cache: expected one cache on a GPU, got both in host memory")
     return dst_cache.device
 
@@ -123,7 +123,7 @@ def swap_blocks(src_cache: torch.Tensor, dst_cache: torch.Tensor, src_to_dst: to
     shape = dict.fromkeys(dims) | ({"2": 2} if len(dims) == 6 else {})
     check_tensor("src_cache", src_cache, shape, dtypes=CACHE_DTYPES, device=src_cache.device)
     shape = dict(zip(dims, src_cache.shape, strict=True)) | {"num_blocks": None}
-    dst_device = device if dst_cache.device.type != "cpu" else dst_cache.device
+    dst_device = dst_cache.device if dst_cache.is_cpu else device
     check_tensor("dst_cache", dst_cache, shape, dtypes=(src_cache.dtype,), device=dst_device)
     check_block_pairs(
         src_to_dst,
