@@ -56,8 +56,10 @@ def main(arguments: list[str] | None = None) -> int:
     log = logging.getLogger("experiments")
     log.addHandler(console)
     try:
-        return _app(quick="--quick" in arguments).cli(
+        return _app(arguments).cli(
             prog="python -m experiments",
+            description="The experiments. One more command, gpu-pass, measures what matters most "
+            "where a GPU is there for minutes only: see gpu-pass --help.",
             args=arguments,
             config=(tyro.conf.FlagCreatePairsOff,),
         )
@@ -75,9 +77,17 @@ def main(arguments: list[str] | None = None) -> int:
         log.removeHandler(console)
 
 
-def _app(*, quick: bool) -> SubcommandApp:
+def _app(arguments: list[str]) -> SubcommandApp:
+    """The commands; of the experiments the one that ``arguments`` name, else all.
+
+    So an error in an option suggests those of this experiment and not of every other.
+    """
     app, runs, plots = SubcommandApp(), SubcommandApp(), SubcommandApp()
+    quick = "--quick" in arguments
+    named = _named(arguments)
     for name, experiment in EXPERIMENTS.items():
+        if named not in (None, experiment):
+            continue
         runs.command(_run_command(experiment, quick=quick), name=name)
         plots.command(_plot_command(experiment), name=name, help=experiment.figure)
     app.command(_list, name="list")
@@ -85,6 +95,14 @@ def _app(*, quick: bool) -> SubcommandApp:
     app.command(plots, name="plot", help="Draw the figures of an experiment from its table.")
     app.command(_reproduce, name="reproduce")
     return app
+
+
+def _named(arguments: list[str]) -> Experiment | None:
+    """The experiment that a command line begins with, as in ``run eviction``."""
+    match arguments:
+        case ["run" | "plot", name, *_]:
+            return EXPERIMENTS.get(name.replace("-", "_"))
+    return None
 
 
 def _list() -> int:
@@ -196,9 +214,12 @@ def _print_options(arguments: list[str]) -> None:
     """After an error in the command line: every option that its command knows."""
     names: list[str] = []
     match arguments:
-        case ["run", name, *_] if experiment := EXPERIMENTS.get(name.replace("-", "_")):
+        case ["run", *_] if experiment := _named(arguments):
             for options in (SweepOptions, type(experiment.options)):
-                names += [field.name for field in dataclasses.fields(options)]
+                names += [
+                    f"no-{field.name}" if field.default is True else field.name
+                    for field in dataclasses.fields(options)
+                ]
         case ["plot", *_]:
             names += ["quick", "out"]
         case ["reproduce", *_]:

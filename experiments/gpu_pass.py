@@ -166,9 +166,9 @@ STAGES: tuple[Stage, ...] = (
         {
             **_TINY_HEADS,
             "decode": ((1, 20),),
-            "decode_tile": ((16,), (4,), (1,)),
+            "decode_tile": ((16, 4, 1),),
             "prefill": ((1, 5, 20),),
-            "prefill_tile": ((16,), (16,), (4,), (1,)),
+            "prefill_tile": ((16, 16, 4, 1),),
             "cascade": ((2, 16),),
         },
     ),

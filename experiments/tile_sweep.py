@@ -48,21 +48,16 @@ class TileSweepOptions(Options):
     )
     decode: tuple[tuple[int, int], ...] = ((1, 8192), (16, 4096), (64, 4096), (256, 1024))
     """Sequences and context of each."""
-    decode_tile: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] = (
-        (32, 64, 128),
-        (4, 8),
-        (3, 5, 7),
+    decode_tile: tuple[tuple[int, int, int], ...] = tuple(
+        itertools.product((32, 64, 128), (4, 8), (3, 5, 7))
     )
-    """Tokens of a tile, warps and pipeline stages to try in every combination."""
+    """Tokens of a tile, warps and pipeline stages of each."""
     prefill: tuple[tuple[int, int, int], ...] = ((1, 8192, 8192), (4, 1024, 8192), (64, 4, 4096))
     """Sequences, new tokens of each, and tokens of each with its cached prefix."""
-    prefill_tile: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]] = (
-        (64, 128),
-        (32, 64, 128),
-        (4, 8),
-        (3, 5),
+    prefill_tile: tuple[tuple[int, int, int, int], ...] = tuple(
+        itertools.product((64, 128), (32, 64, 128), (4, 8), (3, 5))
     )
-    """Rows and tokens of a tile, warps and pipeline stages."""
+    """Rows and tokens of a tile, warps and pipeline stages of each."""
     cascade: tuple[tuple[int, int], ...] = ((16, 8192), (256, 32768))
     """Sequences and tokens of their shared prefix; tiles as for prefill."""
     splits: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
@@ -105,8 +100,8 @@ def cells(options: TileSweepOptions) -> Iterator[TileSweepCell]:
         "cascade": [shape("cascade", b, p + suffix, prefix_len=p) for b, p in options.cascade],
     }
     tiles = {
-        "decode": [(0, *tile) for tile in itertools.product(*options.decode_tile)],
-        "prefill": list(itertools.product(*options.prefill_tile)),
+        "decode": [(0, *tile) for tile in options.decode_tile],
+        "prefill": list(options.prefill_tile),
     }
     tiles["cascade"] = tiles["prefill"]
     for part in options.part:
@@ -319,7 +314,7 @@ EXPERIMENT = Experiment(
     quick=TileSweepOptions(
         part=("splits", "decode"),
         decode=((64, 4096),),
-        decode_tile=((64, 128), (4,), (5, 7)),
+        decode_tile=((64, 4, 5), (64, 4, 7), (128, 4, 5), (128, 4, 7)),
         splits=(1, 4, 16),
         splits_batch=(1, 64),
         splits_context=(8192,),

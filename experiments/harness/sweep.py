@@ -77,8 +77,8 @@ def run_sweep(
     ``cluster`` on its machines.  A cell that raises is reported, not raised.  Without ``draw``
     there are no figures.
 
-    Raises OptionsError for options that the grid cannot serve, FolderInUse if another sweep is
-    writing to the folder.
+    Raises OptionsError for options that the grid cannot serve and for a folder that cannot be made,
+    FolderInUse if another sweep is writing to it.
     """
     started = time.perf_counter()
     device = (cluster.device_slug if cluster else device_slug)(experiment)
@@ -88,7 +88,10 @@ def run_sweep(
     if jobs < 1:
         raise OptionsError(f"jobs must be at least 1, got {jobs}")
     cells, absent = _grid(experiment, options)
-    store = Store(out / experiment.name / device)
+    try:
+        store = Store(out / experiment.name / device)
+    except OSError as error:
+        raise OptionsError(f"--out: cannot write to {error.filename}: {error.strerror}") from error
     with store.locked(), _log_file(store.folder / "sweep.log"):
         sweep = _Sweep(experiment, store, cells, fresh=fresh)
         report = sweep.report

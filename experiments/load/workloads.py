@@ -54,10 +54,14 @@ def sources(
     directory = os.environ.get("TRACES_DIR", "") if directory is None else directory
     if traces:
         for path in traces:
+            if path.is_dir():
+                raise ValueError(f"{path} is a folder: name its files, or set TRACES_DIR to it")
             if not (cache.load_trace(path).has_blocks or lengths_suffice):
                 raise ValueError(f"{path} has lengths only: a replay needs block ids")
             yield InputFile.of(path)
     elif directory:
+        if not Path(directory).is_dir():
+            raise ValueError(f"TRACES_DIR={directory} is not a folder")
         paths = sorted(path for path in Path(directory).iterdir() if _is_trace(path))
         if not paths:
             raise ValueError(f"TRACES_DIR={directory} holds no {', '.join(_JSON_LINES)}")

@@ -60,6 +60,8 @@ def test_an_unknown_option_is_refused_naming_the_choices(refused, arguments):
         (("run", "eviction", "--policy", "lur"), r"'lur' is unknown; choose from .*lru"),
         (("run", "eviction", "--policy", "none.py:Mine"), r"no file none\.py"),
         (("run", "eviction", "--trace", "none.jsonl"), r"none\.jsonl"),
+        (("run", "eviction", "--trace", "/"), r"/ is a folder: .* TRACES_DIR"),
+        (("run", "eviction", "--out", "/dev/null/x"), r"--out: cannot write to /dev/null/x"),
         (("run", "eviction", "--capacity-percent", "0"), r"above 0 and at most 100, got 0"),
         (("run", "eviction", "--jobs", "0"), r"jobs must be at least 1, got 0"),
         (("run", "kernel_accuracy", "--kernel", "x"), r"'x' is unknown; .*paged_decode_attention"),
@@ -75,6 +77,33 @@ def test_a_bad_value_is_refused_with_the_reason_and_writes_nothing(
     monkeypatch.chdir(tmp_path)
     assert re.search(message, refused(*arguments))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_folder_of_traces_is_refused_naming_the_variable(refused, monkeypatch):
+    monkeypatch.setenv("TRACES_DIR", "/no/such/folder")
+    assert "TRACES_DIR=/no/such/folder is not a folder" in refused("run", "eviction")
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_the_help_of_an_experiment_shows_the_options_that_an_error_names(name, capsys):
+    assert cli.main(["run", name, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert cli.main(["run", name, "--no-such-option"]) == 2
+    *_, known = capsys.readouterr().err.splitlines()
+    options = re.findall(r"--[\w-]+", known)
+    assert len(options) == len(vars(EXPERIMENTS[name].options)) + len(vars(cli.SweepOptions()))
+    assert set(options) <= set(re.findall(r"--[\w-]+", shown))
+
+
+def test_a_misspelt_option_suggests_those_of_its_experiment_alone(refused):
+    error = refused("run", "eviction", "--polcy", "lru")
+    assert "--policy" in error
+    assert "eviction-serving" not in error
+
+
+def test_the_help_tells_of_the_gpu_pass(capsys):
+    assert cli.main(["--help"]) == 0
+    assert "gpu-pass --help" in capsys.readouterr().out
 
 
 def test_run_plot_and_resume(command_line, tmp_path):

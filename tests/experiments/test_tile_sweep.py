@@ -15,7 +15,7 @@ from experiments.tile_sweep import TileSweepOptions
 TINY = TileSweepOptions(
     part=("decode", "splits"),  # tests of gpu-pass run the others
     decode=((2, 40),),
-    decode_tile=((16,), (4,), (1,)),
+    decode_tile=((16, 4, 1),),
     splits=(1, 3),
     splits_batch=(2,),
     splits_context=(70,),
@@ -43,9 +43,7 @@ def test_every_part_runs_with_the_tables_tile_and_with_another():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="knows the interpreter's tiles")
 def test_the_tables_own_tile_is_not_run_twice():
-    same = TileSweepOptions(
-        **{**vars(TINY), "part": ("decode",), "decode_tile": ((32,), (4,), (1,))}
-    )
+    same = TileSweepOptions(**{**vars(TINY), "part": ("decode",), "decode_tile": ((32, 4, 1),)})
     cell = list(tile_sweep.cells(same))[1]
     with pytest.raises(Unavailable, match="the table's own choice"):
         tile_sweep.run_cell(cell)
