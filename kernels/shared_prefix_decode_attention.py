@@ -424,7 +424,8 @@ def shared_prefix_decode_attention(
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     else:
         check_out(out, q)
-    lse = q.new_empty(batch, num_q_heads, dtype=torch.float32) if return_lse else None
+    fp32 = {"dtype": torch.float32, "device": device}
+    lse = torch.empty(batch, num_q_heads, **fp32) if return_lse else None
     if batch == 0:
         return (out, lse) if return_lse else out
 
@@ -440,8 +441,8 @@ def shared_prefix_decode_attention(
         )
     k_scale, stride_k_scale = scale_arguments(k_scale)
     v_scale, stride_v_scale = scale_arguments(v_scale)
-    prefix_out = q.new_empty(batch, num_q_heads, num_prefix_splits, head_dim, dtype=torch.float32)
-    prefix_lse = q.new_empty(batch, num_q_heads, num_prefix_splits, dtype=torch.float32)
+    prefix_out = torch.empty(batch, num_q_heads, num_prefix_splits, head_dim, **fp32)
+    prefix_lse = torch.empty(batch, num_q_heads, num_prefix_splits, **fp32)
     _shared_prefix_kernel[(num_tiles, num_prefix_splits, num_kv_heads)](
         prefix_out,
         prefix_lse,
@@ -495,7 +496,7 @@ def shared_prefix_decode_attention(
         k_scale=k_scale,
         v_scale=v_scale,
         num_splits=num_splits,
-        out=q.new_empty(q.shape, dtype=torch.float32),
+        out=torch.empty(*q.shape, **fp32),
         return_lse=True,
     )
     merge = merge_tile(head_dim_padded)

@@ -1,0 +1,308 @@
+"""What a call of each op costs the host: our Python, Triton's launch, and PyTorch's dispatcher.
+
+Three ways are timed in turn, none of which waits for a kernel:
+
+- ``checks``: the public function with its launches left out: argument checks, choice of tiles,
+  allocation of results and scratch, and putting the kernels' arguments together;
+- ``call``: the public function as it is.  The rest of it is Triton's launch, of one kernel or more;
+- ``dispatcher``: an operator of the same schema that does nothing.  Graphs of torch.compile pay for
+  it on top, as they call ``torch.ops.pagelab``; calls of the public functions go round it.
+
+On a GPU a launch includes the driver's.  Elsewhere tensors are meta tensors, which like those of a
+GPU have no values for the host to check, and a launch ends where Triton would call the driver.  An
+engine that replays CUDA graphs pays for none of this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from experiments import style
+from experiments.harness import Cell, Experiment, Options
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import torch
+    from matplotlib.figure import Figure
+
+WAYS = ("checks", "call", "dispatcher")
+_CALLS_A_SAMPLE = 5
+_ARCH = "sm_90"
+"""What Triton would launch for where there is no GPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOverheadOptions(Options):
+    """Every op at the shapes of a decode step, 64 sequences; bf16, 32 query heads, 8 KV heads."""
+
+    num_samples: int = 1000
+    """Samples of each way of calling, of 5 calls."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOverheadCell(Cell):
+    num_samples: int
+
+
+def cells(options: LaunchOverheadOptions) -> Iterator[LaunchOverheadCell]:
+    if options.num_samples < 1:
+        raise ValueError(f"--num-samples must be at least 1, got {options.num_samples}")
+    yield LaunchOverheadCell(seed=options.seed, num_samples=options.num_samples)
+
+
+def run_cell(cell: LaunchOverheadCell) -> list[dict[str, Any]]:
+    os.environ.pop("TRITON_INTERPRET", None)  # read when kernels is first imported
+    import numpy as np
+    import torch
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "meta")
+    on_gpu = device.type == "cuda"
+    rows = []
+    with contextlib.nullcontext() if on_gpu else _launches_that_end_at_the_driver():
+        for config, call in _calls(device).items():
+            num_launches, spans = _measure(call, cell.num_samples, on_gpu)
+            for way, seconds in spans.items():
+                p20, p50, p80 = np.quantile(seconds, (0.2, 0.5, 0.8)) * 1e6
+                rows.append(
+                    {
+                        "op": call.func.__name__,
+                        "config": config,
+                        "tensors": device.type,
+                        "num_launches": num_launches,
+                        "way": way,
+                        "us_per_call": float(p50),
+                        "us_per_call_p20": float(p20),
+                        "us_per_call_p80": float(p80),
+                    }
+                )
+    return rows
+
+
+def _calls(device: torch.device) -> dict[str, partial]:
+    """Calls of the public functions by configuration.
+
+    Integers are zeros, which are valid anywhere: contexts of no tokens, and nothing to move.
+    """
+    import torch
+
+    import kernels
+
+    batch, num_q_heads, num_kv_heads, head_dim, block_size = 64, 32, 8, 128, 16
+
+    def tensor(*shape: int, dtype=torch.bfloat16, device=device, **options) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device, **options).zero_()
+
+    in_host_memory = {"device": "cpu", "pin_memory": True} if device.type == "cuda" else {}
+    caches_shape = (2, 32, 64, block_size, num_kv_heads, head_dim)
+    caches, host_caches = tensor(*caches_shape), tensor(*caches_shape, **in_host_memory)
+    layers = [tuple(layer) for layer in caches.unbind(1)]
+    kv, kv8 = layers[0], tensor(*caches_shape[1:], dtype=torch.float8_e4m3fn).unbind(0)[:2]
+    scales = dict.fromkeys(("k_scale", "v_scale"), tensor(num_kv_heads, dtype=torch.float32))
+    q, new = tensor(batch, num_q_heads, head_dim), [tensor(batch, num_kv_heads, head_dim)] * 2
+    out, lse = tensor(*q.shape), tensor(batch, num_q_heads, dtype=torch.float32)
+    lens, starts = tensor(batch, dtype=torch.int32), tensor(batch + 1, dtype=torch.int32)
+    tables, slots = tensor(batch, 256, dtype=torch.int32), tensor(batch, dtype=torch.int64)
+    groups = (tables[:4], lens[:4], starts[:5])
+    pairs = tensor(8, 2, dtype=torch.int64)
+    rotary = (slots, *[tensor(4096, head_dim // 2, dtype=torch.float32)] * 2)
+    decode = partial(kernels.paged_decode_attention, q)
+    whole, split = {"num_splits": 1, "out": out}, {"num_splits": 8, "out": out}
+    calls = {
+        "store": partial(kernels.store_kvcache, *new, *kv, slots),
+        "store, fp8": partial(kernels.store_kvcache, *new, *kv8, slots, **scales),
+        "rotate and store": partial(kernels.rope_store_kvcache, q, *new, *kv, slots, *rotary),
+        "rotate": partial(kernels.apply_rotary_embedding, q, *rotary),
+        "slot mapping": partial(
+            kernels.slot_mapping_from_positions, slots, tables, slots, block_size
+        ),
+        "decode": partial(decode, *kv, tables, lens, **whole),
+        "decode, fp8": partial(decode, *kv8, tables, lens, **whole, **scales),
+        "decode, 8 splits": partial(decode, *kv, tables, lens, **split),
+        "prefill": partial(
+            kernels.paged_prefill_attention, q, *kv, tables, starts, lens, max_seqlen_q=1, out=out
+        ),
+        "shared prefix": partial(
+            kernels.shared_prefix_decode_attention, q, *kv, *groups, tables, lens, **whole
+        ),
+        "merge": partial(kernels.merge_attention_states, q, lse, q, lse),
+        "copy": partial(kernels.copy_blocks, caches, pairs),
+        "copy, list of layers": partial(kernels.copy_blocks, layers, pairs),
+        "swap": partial(kernels.swap_blocks, caches, host_caches, pairs),
+    }
+    return calls
+
+
+@functools.cache
+def _operators_that_do_nothing() -> tuple[torch.library.Library, dict[str, Callable]]:
+    """By name an operator with the schema of each op, and the library that they live as long as.
+
+    Those of the ops would not do: of meta tensors, they call their fake implementations.
+    """
+    import torch
+
+    import kernels
+
+    library = torch.library.Library("pagelab_nothing", "DEF")
+    operators = {}
+    for name in kernels.__all__:
+        schema = getattr(torch.ops.pagelab, name).default._schema
+        tensors = (torch.empty(0),) * len(schema.returns)
+        result = tensors if len(tensors) > 1 else tensors[0] if tensors else None
+        library.define(str(schema).removeprefix("pagelab::"))
+        nothing = lambda *_args, result=result, **_options: result  # noqa: E731
+        library.impl(name, nothing, "CompositeExplicitAutograd")
+        operators[name] = getattr(torch.ops.pagelab_nothing, name).default
+    return library, operators
+
+
+def _dispatch(call: partial) -> partial:
+    """The call by way of an operator that does nothing."""
+    _, operators = _operators_that_do_nothing()
+    name, args = call.func.__name__, call.args
+    if name == "copy_blocks":  # whose operator takes a flat list
+        caches = args[0]
+        is_list = isinstance(caches, list)
+        args = ([plane for layer in caches for plane in layer] if is_list else [caches], *args[1:])
+    return partial(operators[name], *args, **call.keywords)
+
+
+class _DriverWithoutGpu:
+    """What Triton asks its driver for on the way to a launch."""
+
+    def __init__(self, target) -> None:
+        self.get_current_target = lambda: target
+        self.get_current_device = lambda: 0
+        self.get_current_stream = lambda _device: 0
+
+
+class _KernelWithoutGpu:
+    """In the place of a compiled kernel."""
+
+    function, packed_metadata = 0, ()
+
+    def launch_metadata(self, *_) -> None: ...
+
+    def run(self, *_) -> None: ...
+
+
+@contextlib.contextmanager
+def _launches_that_end_at_the_driver() -> Iterator[None]:
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    from kernels.architectures import ARCHITECTURES
+    from kernels.tiles import force_target
+
+    def compile_nothing(self, key, _signature, device, *_) -> _KernelWithoutGpu:
+        compiled, *_ = self.device_caches[device]
+        return compiled.setdefault(key, _KernelWithoutGpu())
+
+    arch = ARCHITECTURES[_ARCH]
+    previous = driver._active
+    driver.set_active(_DriverWithoutGpu(arch.compile_target))
+    try:
+        with (
+            mock.patch.object(JITFunction, "_do_compile", compile_nothing),
+            force_target(arch.tiles_target),
+        ):
+            yield
+    finally:
+        driver._active = previous
+
+
+def _measure(call: partial, num_samples: int, on_gpu: bool) -> tuple[int, dict[str, list[float]]]:
+    """Kernels that a call launches, and samples of the seconds that each way of calling takes."""
+    import torch
+    from triton.runtime.jit import JITFunction
+
+    launches = []
+    count = {"__getitem__": lambda _, grid: lambda *_args, **_options: launches.append(grid)}
+    nothing = {"__getitem__": lambda _, _grid: lambda *_args, **_options: None}
+    dispatch = _dispatch(call)
+    with mock.patch.multiple(JITFunction, **count):
+        call()
+    call()  # compiles
+    spans = {way: [] for way in WAYS}
+    gc.disable()
+    try:
+        for _ in range(num_samples):
+            with mock.patch.multiple(JITFunction, **nothing):
+                spans["checks"].append(_seconds(call))
+            spans["call"].append(_seconds(call))
+            spans["dispatcher"].append(_seconds(dispatch))
+            if on_gpu:
+                torch.cuda.synchronize()  # or the queue of launches would fill up and block
+    finally:
+        gc.enable()
+    return len(launches), spans
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    for _ in range(_CALLS_A_SAMPLE):
+        call()
+    return (time.perf_counter() - begin) / _CALLS_A_SAMPLE
+
+
+def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
+    """The figure launch_overhead and its table, of medians."""
+    table = rows.pivot(index="config", columns="way", values="us_per_call")
+    table = table.loc[rows["config"].unique()]
+    parts = table[["checks"]].assign(
+        launch=table["call"] - table["checks"], dispatcher=table["dispatcher"]
+    )
+    path = folder / "launch_overhead.csv"
+    style.write_atomically(path, parts.to_csv(float_format="%.2f"))
+    with style.figures():
+        figure = _draw(parts, rows["tensors"].iloc[0])
+        return [*style.save(figure, folder, "launch_overhead"), path]
+
+
+def _draw(parts: pd.DataFrame, tensors: str) -> Figure:
+    """A bar for each configuration: checks, launch, and what the dispatcher would add."""
+    import matplotlib.pyplot as plt
+
+    until = "" if tensors == "cuda" else ", up to the driver"
+    looks = {
+        "checks": {"label": "checks, tiles, allocation", "color": style.BLUE},
+        "launch": {"label": f"Triton's launch{until}", "color": style.ORANGE},
+        "dispatcher": {
+            "label": "dispatcher, in compiled graphs",
+            "color": "white",
+            "edgecolor": style.BLACK,
+            "hatch": "////",
+        },
+    }
+    figure, axis = plt.subplots(figsize=(5, 0.8 + 0.2 * len(parts)))
+    start = 0 * parts["checks"]
+    for part, look in looks.items():
+        axis.barh(parts.index, parts[part], left=start, **{"lw": 0.4, **look})
+        start = start + parts[part]
+    axis.invert_yaxis()
+    axis.grid(axis="y", visible=False)
+    axis.set_xlabel("host time (µs per call)")
+    axis.legend(fontsize=6)
+    return figure
+
+
+EXPERIMENT = Experiment(
+    name="launch_overhead",
+    figure="host time of a call of each op: checks, Triton's launch, PyTorch's dispatcher",
+    options=LaunchOverheadOptions(),
+    quick=LaunchOverheadOptions(num_samples=20),
+    cells=cells,
+    run_cell=run_cell,
+    plot=plot,
+    gpu="optional",
+    timed=True,
+)
