@@ -9,6 +9,7 @@ runner             a step's inputs, block moves and logits; cuda_graphs: decodin
 sampler            next tokens; beam_search: next beams
 engine             the loop over these; memory: how large its cache is
 llm                all of it behind ``LLM(...).generate``; workers: its tensor-parallel ranks
+prompts, streams   texts and token ids in, events of each caller's requests out
 generate           the command line
 """
 

@@ -169,6 +169,21 @@ class Engine:
             self._finish_request(request)
         return outputs, finished
 
+    def restart(self, scheduler: Scheduler) -> list[Request]:
+        """Cancel all requests, keeping the tokens they have, and go on with another scheduler.
+
+        For when ``step`` has raised: what the manager then counts as cached may not be in the
+        cache.  ``scheduler`` has a new manager of the same size.  Returns the requests.
+        """
+        requests = list(self.requests.values())
+        for request in requests:
+            for seq in request.sequences:
+                if seq.status is not Status.FINISHED:
+                    seq.status, seq.finish_reason = Status.FINISHED, FinishReason.ABORT
+            self._finish_request(request)
+        self.scheduler, self.manager = scheduler, scheduler.manager
+        return requests
+
     def completions(self, request: Request) -> list[CompletionOutput]:
         """The outputs of a finished request, without text."""
         search = self._beam_searches.pop(request.request_id, None)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
 
 from cache import MANAGERS, CacheManager, EvictionPolicy, make_manager
 from models.attention import AttentionBackend, make_backend
@@ -22,17 +19,16 @@ from models.memory import (
     num_gpu_blocks,
     profile_peak_bytes,
 )
-from models.outputs import CompletionOutput, RequestOutput, TokenOutput
+from models.outputs import RequestOutput, TokenOutput
 from models.parallel import TensorParallel, is_distributed, join_tensor_parallel
+from models.prompts import Prompt, list_prompts, load_tokenizer, to_token_ids
 from models.runner import ModelRunner
 from models.sampler import Sampler
 from models.sampling_params import SamplingParams
 from models.scheduler import Scheduler
-from models.sequence import Request
+from models.streams import NewRequest, Streams
 from models.weights import load_kv_scales, load_weights, randomize_weights
 from models.workers import LeadingEngine, start_workers
-
-Prompt = str | Sequence[int]
 
 
 class LLM:
@@ -41,6 +37,9 @@ class LLM:
         llm = LLM("path/to/Qwen3-0.6B")
         [output] = llm.generate("The capital of France is", SamplingParams(temperature=0))
         print(output.outputs[0].text)
+
+    Several threads may generate at a time.  A step that raises (KeyboardInterrupt, out of memory
+    ...) cancels all requests and empties the cache; after that the LLM serves as before.
 
     Args:
         model: folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer.json), or a
@@ -120,12 +119,14 @@ class LLM:
         ):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name}={value!r}: needs an int of at least 1")
+        if not isinstance(seed, int):
+            raise ValueError(f"seed={seed!r}: needs an int")
         folder = None if isinstance(model, ModelConfig) else Path(model)
         config = model if folder is None else ModelConfig.from_folder(folder)
         self.config = config
         self.device = _device(device, tensor_parallel_size)
         self.dtype = _dtype(dtype, config, self.device)
-        self.tokenizer = _tokenizer(folder)
+        self.tokenizer = load_tokenizer(folder)
         backend = make_backend(attention_backend, self.device)
         kv_dtype = _kv_dtype(kv_cache_dtype, self.dtype, backend)
         for name in ("num_q_heads", "num_kv_heads", "intermediate_size"):
@@ -177,21 +178,24 @@ class LLM:
             num_host_blocks = options["num_cpu_blocks"]
         if hash_algorithm is not None:
             options["hash_algorithm"] = hash_algorithm
-        self.manager = make_manager(
-            manager,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            policy=policy,
-            enable_prefix_caching=enable_prefix_caching,
-            **options,
-        )
-        scheduler = Scheduler(
-            self.manager,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            num_host_blocks=num_host_blocks,
-            chunked_prefill=enable_chunked_prefill,
-        )
+
+        def new_scheduler() -> Scheduler:
+            return Scheduler(
+                make_manager(
+                    manager,
+                    num_blocks=num_blocks,
+                    block_size=block_size,
+                    policy=policy,
+                    enable_prefix_caching=enable_prefix_caching,
+                    **options,
+                ),
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                num_host_blocks=num_host_blocks,
+                chunked_prefill=enable_chunked_prefill,
+            )
+
+        scheduler = new_scheduler()
         self.max_model_len = self._fit_max_model_len(max_model_len, longest, scheduler)
         can_capture = self.device.type == "cuda" and backend.can_capture(block_size)
         if cuda_graphs and not can_capture:
@@ -220,8 +224,12 @@ class LLM:
         )
         if workers is not None:
             self.engine = LeadingEngine(self.engine, workers)
-        self._prompts: dict[int, str] = {}
-        self._outbox: defaultdict[int, list[TokenOutput | RequestOutput]] = defaultdict(list)
+        self._streams = Streams(self.engine, new_scheduler, self.tokenizer)
+
+    @property
+    def manager(self) -> CacheManager:
+        """The cache manager; another one after a step that raised."""
+        return self.engine.manager
 
     def generate(
         self,
@@ -235,13 +243,9 @@ class LLM:
         Returns one output per prompt, in order.  Raises ValueError for prompts or parameters that
         do not fit; then nothing is generated.
         """
-        request_ids = self._add_all(prompts, sampling_params)
-        done = {
-            event.request_id: event
-            for event in self._events(request_ids)
-            if isinstance(event, RequestOutput)
-        }
-        return [done[request_id] for request_id in request_ids]
+        events = self.stream(prompts, sampling_params)
+        done = [event for event in events if isinstance(event, RequestOutput)]
+        return sorted(done, key=lambda output: output.request_id)
 
     def stream(
         self,
@@ -253,52 +257,26 @@ class LLM:
 
         Request ids rise in the order of the prompts.  Leaving the iteration cancels what remains.
         """
-        return self._events(self._add_all(prompts, sampling_params))
+        return self._streams.open(self._requests(prompts, sampling_params))
 
     def abort(self, request_id: int) -> None:
         """Cancel a request that ``stream`` serves: its outputs, as far as they are, come next.
 
         Raises KeyError for a request that is unknown or finished.
         """
-        request = self.engine.abort(request_id)
-        self._outbox[request_id].append(self._output(request))
-
-    def _events(self, request_ids: list[int]) -> Iterator[TokenOutput | RequestOutput]:
-        """What happens to these requests, until all are finished.  Others advance as well, and
-        find what happened to them in the outbox."""
-        outbox = self._outbox
-        remaining = set(request_ids)
-        try:
-            while remaining:
-                for request_id in sorted(remaining):
-                    events, outbox[request_id] = outbox[request_id], []
-                    for event in events:
-                        if isinstance(event, RequestOutput):
-                            remaining.discard(request_id)
-                        yield event
-                if remaining and not any(outbox[request_id] for request_id in remaining):
-                    tokens, finished = self.engine.step()
-                    for token in tokens:
-                        outbox[token.request_id].append(token)
-                    for request in finished:
-                        outbox[request.request_id].append(self._output(request))
-        finally:
-            for request_id in request_ids:
-                if request_id in self.engine.requests:
-                    self._output(self.engine.abort(request_id))
-                del outbox[request_id]
+        self._streams.abort(request_id)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt.  Raises ValueError if the model came without a tokenizer."""
         if self.tokenizer is None:
             raise ValueError(
-                "prompts: a text needs a tokenizer.json in the model's folder; pass token ids"
+                "prompt: a text needs a tokenizer.json in the model's folder; pass token ids"
             )
         return self.tokenizer.encode(text).ids
 
-    def _add_all(self, prompts, sampling_params) -> list[int]:
-        if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
-            prompts = [prompts]
+    def _requests(self, prompts, sampling_params) -> list[NewRequest]:
+        """Each prompt with its parameters, once all of them are known to fit."""
+        prompts = list_prompts(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or SamplingParams()] * len(prompts)
         if len(sampling_params) != len(prompts):
@@ -306,34 +284,18 @@ class LLM:
                 f"sampling_params: {len(sampling_params)} for {len(prompts)} prompts; needs one "
                 "for all, or one for each"
             )
-        tokens = [self.encode(p) if isinstance(p, str) else p for p in prompts]
-        for i, (ids, params) in enumerate(zip(tokens, sampling_params, strict=True)):
+        requests = []
+        for i, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True)):
+            if not isinstance(params, SamplingParams):
+                raise ValueError(f"sampling_params[{i}]={params!r}: needs SamplingParams")
             try:
-                self.engine.check(ids, params)
+                text = prompt if isinstance(prompt, str) else None
+                tokens = to_token_ids(prompt) if text is None else self.encode(text)
+                self.engine.check(tokens, params)
             except ValueError as error:
                 raise ValueError(f"prompts[{i}]: {error}") from None
-        request_ids = []
-        for prompt, ids, params in zip(prompts, tokens, sampling_params, strict=True):
-            request_ids.append(self.engine.add(ids, params))
-            if isinstance(prompt, str):
-                self._prompts[request_ids[-1]] = prompt
-        return request_ids
-
-    def _output(self, request: Request) -> RequestOutput:
-        outputs = self.engine.completions(request)
-        if self.tokenizer is not None:
-            outputs = [self._with_text(output) for output in outputs]
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt=self._prompts.pop(request.request_id, None),
-            prompt_token_ids=request.prompt_token_ids,
-            outputs=outputs,
-            stats=request.stats,
-        )
-
-    def _with_text(self, output: CompletionOutput) -> CompletionOutput:
-        text = self.tokenizer.decode(output.token_ids, skip_special_tokens=True)
-        return dataclasses.replace(output, text=text)
+            requests.append(NewRequest(tokens, params, text))
+        return requests
 
     def _default_num_blocks(
         self,
@@ -367,8 +329,8 @@ class LLM:
 
     def _fit_max_model_len(self, asked: int | None, longest: int, scheduler: Scheduler) -> int:
         """The longest sequence that the cache, and without chunked prefill one step, can hold."""
-        fitting = longest_sequence(self.manager, longest)
-        limit = f"the KV cache of num_blocks={self.manager.num_blocks}"
+        fitting = longest_sequence(scheduler.manager, longest)
+        limit = f"the KV cache of num_blocks={scheduler.manager.num_blocks}"
         if not scheduler.chunked_prefill and scheduler.max_num_batched_tokens < fitting:
             fitting = scheduler.max_num_batched_tokens
             limit = f"max_num_batched_tokens={fitting} without chunked prefill"
@@ -417,11 +379,6 @@ def _kv_dtype(
             "cache; use 'triton' or 'torch'"
         )
     return torch.float8_e4m3fn
-
-
-def _tokenizer(folder: Path | None) -> Tokenizer | None:
-    path = None if folder is None else folder / "tokenizer.json"
-    return Tokenizer.from_file(str(path)) if path is not None and path.exists() else None
 
 
 def _final_length(seq) -> int:

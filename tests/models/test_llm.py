@@ -378,7 +378,7 @@ def test_prompts_that_do_not_fit_are_numbered(make_checkpoint):
     llm = LLM(make_checkpoint("llama")[0], num_blocks=4)
     with pytest.raises(ValueError, match=r"prompts\[1\]: prompt: has 64 tokens; needs at most 63"):
         llm.generate([[1], [2] * 64], GREEDY)
-    with pytest.raises(ValueError, match=r"prompts: a text needs a tokenizer\.json"):
+    with pytest.raises(ValueError, match=r"prompts\[0\]: prompt: a text needs a tokenizer\.json"):
         llm.generate("Hello", GREEDY)
     assert not llm.engine.has_unfinished
 

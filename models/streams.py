@@ -1,0 +1,138 @@
+"""Streams of events from one engine: every caller gets what happens to its own requests."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+from tokenizers import Tokenizer
+
+from models.engine import Engine
+from models.outputs import CompletionOutput, RequestOutput, TokenOutput
+from models.sampling_params import SamplingParams
+from models.scheduler import Scheduler
+from models.sequence import Request
+
+Event = TokenOutput | RequestOutput
+
+
+class NewRequest(NamedTuple):
+    token_ids: list[int]
+    params: SamplingParams
+    text: str | None
+    """Of the prompt, if it was given as one."""
+
+
+class Streams:
+    """Steps an engine for whoever waits for an event.  Any thread may call anything.
+
+    A step that raises cancels all requests and empties the cache, of which nobody knows what it
+    holds then; the caller whose step it was gets the exception.
+
+    Args:
+        new_scheduler: makes what serves instead of the engine's scheduler after such a step.
+        tokenizer: for the texts of outputs; None without.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        new_scheduler: Callable[[], Scheduler],
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        self._engine, self._new_scheduler, self._tokenizer = engine, new_scheduler, tokenizer
+        self._lock = threading.Lock()  # held by whoever uses the engine or what follows
+        self._texts: dict[int, str | None] = {}
+        self._outbox: defaultdict[int, list[Event]] = defaultdict(list)
+        self._abandoned: list[int] = []  # the only one that changes without the lock
+
+    def open(self, requests: Iterable[NewRequest]) -> Iterator[Event]:
+        """Add requests; an iterator over what happens to them, until all are finished.
+
+        Closing or dropping it cancels what remains.
+        """
+        request_ids = []
+        with self._lock:
+            for request in requests:
+                request_ids.append(self._engine.add(request.token_ids, request.params))
+                self._texts[request_ids[-1]] = request.text
+        events = self._events(request_ids)
+        next(events)  # only a generator that has begun gets to its `finally`
+        return events
+
+    def abort(self, request_id: int) -> None:
+        """Cancel a request, whose output comes next.  Raises KeyError if it is not being served."""
+        with self._lock:
+            self._deliver([self._engine.abort(request_id)])
+
+    def _events(self, request_ids: list[int]) -> Iterator[Event]:
+        remaining = set(request_ids)
+        try:
+            yield None
+            while remaining:
+                for event in self._next_events(remaining):
+                    if isinstance(event, RequestOutput):
+                        remaining.discard(event.request_id)
+                    yield event
+        finally:
+            self._abandon(remaining)
+
+    def _next_events(self, request_ids: set[int]) -> list[Event]:
+        """What happened to these requests, after another step if nothing did."""
+        with self._lock:
+            try:
+                if not any(request_id in self._outbox for request_id in request_ids):
+                    self._step()
+                return [e for id_ in sorted(request_ids) for e in self._outbox.pop(id_, ())]
+            finally:
+                self._cancel_abandoned()
+
+    def _step(self) -> None:
+        try:
+            tokens, finished = self._engine.step()
+        except BaseException:
+            self._deliver(self._engine.restart(self._new_scheduler()))
+            raise
+        for token in tokens:
+            self._outbox[token.request_id].append(token)
+        self._deliver(finished)
+
+    def _deliver(self, finished: Iterable[Request]) -> None:
+        for request in finished:
+            outputs = self._engine.completions(request)
+            if self._tokenizer is not None:
+                outputs = [self._with_text(output) for output in outputs]
+            output = RequestOutput(
+                request_id=request.request_id,
+                prompt=self._texts.pop(request.request_id),
+                prompt_token_ids=request.prompt_token_ids,
+                outputs=outputs,
+                stats=request.stats,
+            )
+            self._outbox[request.request_id].append(output)
+
+    def _with_text(self, output: CompletionOutput) -> CompletionOutput:
+        text = self._tokenizer.decode(output.token_ids, skip_special_tokens=True)
+        return dataclasses.replace(output, text=text)
+
+    def _abandon(self, request_ids: Iterable[int]) -> None:
+        """Cancel requests: now, or if somebody uses the engine, when they are done.
+
+        That may be the same thread: the garbage collector drops iterators at any time.
+        """
+        self._abandoned.extend(request_ids)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._cancel_abandoned()
+            finally:
+                self._lock.release()
+
+    def _cancel_abandoned(self) -> None:
+        while self._abandoned:
+            request_id = self._abandoned.pop()
+            if request_id in self._engine.requests:
+                self._deliver([self._engine.abort(request_id)])
+            self._outbox.pop(request_id, None)

@@ -1,0 +1,158 @@
+"""Callers that come, go and fail at any time, over the engine's stand-in for a model."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+
+from cache import MANAGERS, make_manager
+from cache.policies.arc import ARC
+from models import FinishReason, RequestOutput, SamplingParams
+from models.scheduler import Scheduler
+from models.streams import NewRequest, Streams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=9)
+PROMPTS = [[(i * i + seed) % 13 for i in range(length)] for seed, length in enumerate((17, 3, 20))]
+
+
+def requests(*prompts, params=GREEDY) -> list[NewRequest]:
+    return [NewRequest(prompt, params, None) for prompt in prompts]
+
+
+def outputs(events) -> list[list[int]]:
+    finished = [event for event in events if isinstance(event, RequestOutput)]
+    finished.sort(key=lambda output: output.request_id)
+    return [output.outputs[0].token_ids for output in finished]
+
+
+@pytest.fixture
+def make_streams(make_engine):
+    """make_streams(manager, ...) -> streams, and their engine."""
+
+    def make(manager: str = "vllm_v1", num_blocks: int = 16, num_host_blocks: int = 0, **options):
+        engine = make_engine(manager, num_blocks, num_host_blocks=num_host_blocks, **options)
+        if manager == "vllm_v0":
+            options["num_cpu_blocks"] = num_host_blocks
+
+        def new_scheduler() -> Scheduler:
+            return Scheduler(
+                make_manager(manager, num_blocks=num_blocks, block_size=4, **options),
+                max_num_seqs=8,
+                max_num_batched_tokens=64,
+                num_host_blocks=num_host_blocks,
+            )
+
+        return Streams(engine, new_scheduler, None), engine
+
+    return make
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 16], ids=["recompute", "swap"])
+@pytest.mark.parametrize("manager", sorted(MANAGERS))
+def test_nothing_is_found_in_the_cache_that_a_failed_step_did_not_store(
+    manager, num_host_blocks, make_streams, assert_idle, monkeypatch
+):
+    for failing_step in range(9):
+        streams, engine = make_streams(manager, num_host_blocks=num_host_blocks)
+        run, countdown = engine.runner.run, iter(range(failing_step))
+
+        def fail(step, manager, run=run, countdown=countdown):
+            if next(countdown, None) is None:
+                monkeypatch.undo()
+                raise KeyboardInterrupt
+            return run(step, manager)
+
+        monkeypatch.setattr(engine.runner, "run", fail)
+        with pytest.raises(KeyboardInterrupt):
+            list(streams.open(requests(*PROMPTS)))
+        expected = [engine.runner.greedy(prompt, 9) for prompt in PROMPTS]
+        assert outputs(streams.open(requests(*PROMPTS))) == expected  # the runner checks each slot
+        assert_idle(engine)
+
+
+def test_a_policy_object_outlives_a_failed_step(make_streams, assert_idle, monkeypatch):
+    streams, engine = make_streams(policy=ARC())
+    list(streams.open(requests(*PROMPTS)))
+    monkeypatch.setattr(engine.runner, "run", lambda step, manager: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        list(streams.open(requests(PROMPTS[0])))
+    monkeypatch.undo()
+    for _ in range(3):  # evicts
+        expected = [engine.runner.greedy(prompt, 9) for prompt in PROMPTS]
+        assert outputs(streams.open(requests(*PROMPTS))) == expected
+    assert_idle(engine)
+
+
+def test_a_failed_step_cancels_the_requests_of_others(make_streams, monkeypatch):
+    streams, engine = make_streams()
+    other = streams.open(requests(PROMPTS[0]))
+    first = next(other)
+    monkeypatch.setattr(engine.runner, "run", lambda step, manager: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        list(streams.open(requests(PROMPTS[1])))
+    monkeypatch.undo()
+    [output] = [event for event in other if isinstance(event, RequestOutput)]
+    assert output.outputs[0].finish_reason is FinishReason.ABORT
+    assert output.outputs[0].token_ids == [first.token_id]
+    assert output.stats.finish_time is not None
+
+
+def test_a_stream_that_never_began_is_cancelled(make_streams, assert_idle):
+    streams, engine = make_streams()
+    stream = streams.open(requests(*PROMPTS))
+    assert len(engine.requests) == 3
+    del stream
+    assert_idle(engine)
+
+
+def test_a_stream_dropped_during_a_step_is_cancelled_after_it(
+    make_streams, assert_idle, monkeypatch
+):
+    """As when the garbage collector finds it just then."""
+    streams, engine = make_streams()
+    dropped = streams.open(requests(PROMPTS[1], PROMPTS[2]))
+    next(dropped)
+    run = engine.runner.run
+
+    def drop_and_run(step, manager):
+        dropped.close()
+        assert len(engine.requests) == 3
+        return run(step, manager)
+
+    stream = streams.open(requests(PROMPTS[0]))
+    monkeypatch.setattr(engine.runner, "run", drop_and_run)
+    first = next(stream)
+    assert list(engine.requests) == [first.request_id]
+    monkeypatch.undo()
+    expected = engine.runner.greedy(PROMPTS[0], 9)
+    assert [first.token_id, *(event.token_id for event in [*stream][:-1])] == expected
+    assert_idle(engine)
+
+
+def test_several_threads(make_streams, assert_idle):
+    streams, engine = make_streams(num_blocks=20)
+    expected = [engine.runner.greedy(prompt, 9) for prompt in PROMPTS]
+    wrong = []
+
+    def serve(first: int) -> None:
+        for i in range(first, first + 6):
+            cycle = [streams.open(requests(PROMPTS[i % 3]))]
+            cycle.append(cycle)
+            next(cycle[0])
+            del cycle  # is collected some time, in any thread
+            if outputs(streams.open(requests(PROMPTS[i % 3]))) != [expected[i % 3]]:
+                wrong.append(i)
+
+    threads = [threading.Thread(target=serve, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not wrong
+    gc.collect()
+    assert_idle(engine)
+    assert not streams._outbox
+    assert not streams._texts
