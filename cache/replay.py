@@ -81,7 +81,8 @@ def simulate(
     A ``PriorityPolicy`` that numba can compile runs compiled, any other policy in Python.
 
     Raises ValueError for a capacity below 1, options next to a policy object, an unknown policy or
-    option, or a trace without block ids; TraceError for a file that cannot be read.
+    option, a priority that is not a number, or a trace without block ids; RuntimeError for a policy
+    that evicts what it must not; TraceError for a file that cannot be read.
     """
     if isinstance(capacity_blocks, bool) or not isinstance(capacity_blocks, int):
         raise ValueError(f"capacity_blocks must be an int, got {capacity_blocks!r}")
@@ -116,7 +117,7 @@ def simulate(
     seconds = time.perf_counter() - started
 
     return SimulationResult(
-        policy=policy.name or type(policy).__name__,
+        policy=policy.name,
         capacity_blocks=capacity_blocks,
         num_requests=trace.num_requests,
         block_references=trace.num_block_references,
@@ -195,12 +196,18 @@ def _replay_in_python(trace: Trace, policy: EvictionPolicy, capacity: int):
             else:
                 missing.append(depth)
         hits[request] = missing[0] if missing else len(blocks)
+        in_use = set(blocks) if len(resident) + len(missing) > capacity else ()
         for depth in missing:
             block = blocks[depth]
             if miss is not None:
                 miss(block)
             if len(resident) == capacity:
-                resident.remove(policy.evict())
+                victim = policy.evict()
+                if victim not in resident or victim in in_use:
+                    raise RuntimeError(
+                        f"policy {policy.name!r}: evict() gave {victim!r}, not a released block"
+                    )
+                resident.remove(victim)
                 evictions += 1
             resident.add(block)
             insert(block, block, blocks[depth - 1] if depth else None, depth)

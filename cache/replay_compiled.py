@@ -129,7 +129,7 @@ def compile_replay(priority: Callable[[BlockHistory], float]) -> Callable:
                     )
                 )
                 if priority != priority:
-                    raise ValueError("the policy's priority of a block is NaN")
+                    raise ValueError("the policy's priority of a block is nan, not a number")
                 if priority == block.priority:
                     if not block.queued:  # it was dropped while in use and takes its place again
                         block.queued = True

@@ -76,11 +76,7 @@ class RankedLeaves(Leaves):
             depth=node.depth + tail,
             clock=self._clock,
         )
-        priority = self._policy.priority(history)
-        if priority != priority:
-            raise ValueError(
-                f"policy {self._policy.name!r}: the priority of block {node.blocks[tail]} is NaN"
-            )
+        priority = self._policy.rank(history)
         self._num_tickets += 1
         self._num_leaves += 1
         node.ticket = self._num_tickets

@@ -13,8 +13,10 @@ A block is *in use* between ``insert`` or ``pin`` and the next ``release``.  Blo
 together are released tail first (the deepest block of the prompt, then its parents), so a policy
 that breaks ties by the order of release gives up a prompt from its end, as vLLM v1 does.
 
-A new policy is a subclass of this class, or, if it can be written as one number per block, a
-subclass of :class:`cache.policies.priority.PriorityPolicy`, which the replay compiles.
+A new policy is a subclass of this class or of one of the two that do part of the work:
+:class:`cache.policies.priority.PriorityPolicy` for what can be written as one number per block,
+which the replay compiles, and :class:`cache.policies.queues.QueuePolicy` for what consists of
+queues.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ class EvictionPolicy(abc.ABC):
     """Chooses which unused block to give up.  One object serves one pool at a time."""
 
     name: str = ""
-    """Registry name, as in ``make_policy(name)``."""
+    """Registry name, as in ``make_policy(name)``; a class that gives none is called by its own."""
 
     needs_future: bool = False
     """True for offline policies: ``start`` must be given ``next_use``."""
@@ -38,6 +40,11 @@ class EvictionPolicy(abc.ABC):
     False: the pool hands them out before it asks the policy; the policy never sees them.
     True: they are released to the policy like any other block (vLLM v1's single free queue).
     """
+
+    def __init_subclass__(cls, **options) -> None:
+        super().__init_subclass__(**options)
+        if "name" not in vars(cls):
+            cls.name = cls.__name__
 
     @abc.abstractmethod
     def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:

@@ -70,6 +70,20 @@ class PriorityPolicy(EvictionPolicy):
     def priority(block: BlockHistory) -> float:
         """The value of keeping the block; the smallest is evicted first."""
 
+    def rank(self, block: BlockHistory) -> float:
+        """``priority(block)``; ValueError if that is not a number."""
+        priority = self.priority(block)
+        try:
+            is_number = not math.isnan(priority)
+        except TypeError:
+            is_number = False
+        if not is_number:
+            raise ValueError(
+                f"policy {self.name!r}: the priority of block {block.block} is {priority!r}, "
+                "not a number"
+            )
+        return priority
+
     def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
         self._next_use = self._require_future(next_use) if self.needs_future else next_use
         self._records: dict[int, _Record] = {}
@@ -139,7 +153,7 @@ class PriorityPolicy(EvictionPolicy):
         if not record.pinned:
             raise ValueError(f"release: block {block} is released already")
         inserted = record.inserted or self._time
-        priority = self.priority(
+        priority = self.rank(
             BlockHistory(
                 block,
                 self._time,
@@ -150,8 +164,6 @@ class PriorityPolicy(EvictionPolicy):
                 self._clock,
             )
         )
-        if priority != priority:
-            raise ValueError(f"policy {self.name!r}: the priority of block {block} is NaN")
         record.inserted = inserted
         record.accesses += 1
         record.pinned = False

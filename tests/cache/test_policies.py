@@ -272,6 +272,14 @@ class Unfinished(PriorityPolicy):
 class NotANumber(PriorityPolicy):
     def priority(self, block):
         return float("nan")
+
+class AString(PriorityPolicy):
+    def priority(self, block):
+        return str(block.accessed)
+
+class Forgotten(PriorityPolicy):
+    def priority(self, block):
+        block.accessed
 '''
 
 
@@ -314,11 +322,14 @@ def test_bad_user_files(user_file, tmp_path, spec, message):
         make_policy(spec.format(**names))
 
 
-def test_a_priority_that_is_not_a_number_is_refused(user_file):
-    policy = make_policy(f"{user_file}:NotANumber")
+@pytest.mark.parametrize(
+    ("name", "value"), [("NotANumber", "nan"), ("AString", "'1'"), ("Forgotten", "None")]
+)
+def test_a_priority_that_is_not_a_number_is_refused(user_file, name, value):
+    policy = make_policy(f"{user_file}:{name}")
     policy.start(4)
     policy.insert(0, "a", None, 0)
-    with pytest.raises(ValueError, match="priority of block 0 is NaN"):
+    with pytest.raises(ValueError, match=f"'{name}': the priority of block 0 is {value}, not"):
         policy.release(0)
     assert len(policy) == 0
 

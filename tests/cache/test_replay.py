@@ -215,3 +215,15 @@ def test_a_trace_of_lengths_only_is_refused():
     trace = Trace.from_requests([(0, 10, 1, [])], name="azure")
     with pytest.raises(ValueError, match="'azure' has lengths only"):
         cache.simulate(trace, policy="lru", capacity_blocks=4)
+
+
+@pytest.mark.parametrize(
+    ("victim", "given"),
+    [(lambda pool: 2, "2"), (lambda pool: 7, "7"), (lambda pool: "0", "'0'")],
+    ids=["in-use", "not-in-the-pool", "not-a-block"],
+)
+def test_a_policy_that_evicts_what_it_must_not_is_named(victim, given):
+    broken = type("Broken", (POLICIES["fifo"],), {"evict": victim})()
+    trace = trace_of([(0, 1), (2, 3)])  # the second request brings 2 and 3 into a pool of 3
+    with pytest.raises(RuntimeError, match=rf"'Broken': evict\(\) gave {given}, not a released"):
+        cache.simulate(trace, policy=broken, capacity_blocks=3)

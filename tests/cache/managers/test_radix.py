@@ -256,7 +256,7 @@ def test_a_users_policy_ranks_the_leaves_too():
     assert isinstance(RadixTree(2, Stateful(), 9).leaves, PolicyLeaves)
     tree = RadixTree(2, NotANumber(), 100)
     node, _ = tree.insert(RadixKey(Sequence(0, [1, 1]), 2), array("i", [7]))
-    with pytest.raises(ValueError, match="'nan': the priority of block 7 is NaN"):
+    with pytest.raises(ValueError, match="'nan': the priority of block 7 is nan"):
         tree.unlock(node)
 
 
