@@ -48,6 +48,13 @@ FAMILIES: dict[str, Family] = {
 """Architectures by the name that config.json gives them."""
 
 
+def _need_numbers(config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise ValueError(f"{name}={value!r}: needs a positive number")
+
+
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
     """How RoPE's frequencies are stretched for contexts beyond those of pre-training.
@@ -69,6 +76,13 @@ class RopeScaling:
             raise UnsupportedModel(
                 f"rope_type={self.rope_type!r}: these decoders know default, linear and llama3"
             )
+        _need_numbers(
+            self,
+            "factor",
+            "low_freq_factor",
+            "high_freq_factor",
+            "original_max_position_embeddings",
+        )
         if not self.factor >= 1:
             raise ValueError(f"factor={self.factor!r}: RoPE is stretched by a factor of 1 or more")
         if self.rope_type == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
@@ -135,11 +149,11 @@ class ModelConfig:
             raise ValueError(
                 f"head_dim={self.head_dim}: RoPE rotates pairs and needs an even number"
             )
-        if not (self.rms_norm_eps > 0 and self.rope_theta > 0):
-            raise ValueError(
-                f"rms_norm_eps={self.rms_norm_eps!r}, rope_theta={self.rope_theta!r}: "
-                "both need to be positive"
-            )
+        _need_numbers(self, "rms_norm_eps", "rope_theta", "initializer_range")
+        for name in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ValueError(f"{name}={value!r}: needs true or false")
 
     @property
     def qk_norm(self) -> bool:
@@ -251,11 +265,21 @@ def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
         raise UnsupportedModel(f"hidden_act={activation!r}: these decoders have SwiGLU (silu) only")
     if "quantization_config" in fields:
         raise UnsupportedModel("quantization_config: quantised checkpoints are not supported")
-    if fields.get("use_sliding_window") or "sliding_attention" in fields.get("layer_types", ()):
+    if fields.get("use_sliding_window"):
         raise UnsupportedModel("use_sliding_window: layers with a sliding window are not supported")
+    other_layers = set(fields.get("layer_types", ())) - {"full_attention"}
+    if other_layers:
+        raise UnsupportedModel(
+            f"layer_types: these decoders have full_attention only, not "
+            f"{', '.join(map(str, sorted(other_layers)))}"
+        )
 
 
 def _head_dim(hidden_size: int, num_q_heads: int) -> int:
+    if not isinstance(hidden_size, int) or not isinstance(num_q_heads, int):
+        raise ValueError(
+            f"hidden_size={hidden_size!r}, num_attention_heads={num_q_heads!r}: both need an int"
+        )
     if num_q_heads < 1 or hidden_size % num_q_heads:
         raise ValueError(
             f"hidden_size={hidden_size} does not divide among num_attention_heads={num_q_heads}, "
@@ -265,9 +289,21 @@ def _head_dim(hidden_size: int, num_q_heads: int) -> int:
 
 
 def _rope(fields: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """RoPE's base and scaling: fields of their own until transformers 5, then one object."""
-    parameters = dict(fields.get("rope_parameters", fields.get("rope_scaling", {})))
-    theta = float(parameters.get("rope_theta", fields["rope_theta"]))
+    """RoPE's base and scaling: fields of their own until transformers 5, then one object.
+
+    Of the two names for that object transformers prefers rope_scaling, and so do we."""
+    parameters = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+    if not isinstance(parameters, Mapping):
+        raise ValueError(f"field 'rope_scaling': expected a JSON object, got {parameters!r}")
+    if any(isinstance(value, Mapping) for value in parameters.values()):
+        raise UnsupportedModel("rope_parameters: RoPE that differs among layers is not supported")
+    parameters = {name: value for name, value in parameters.items() if value is not None}
+    partial = parameters.get("partial_rotary_factor", fields.get("partial_rotary_factor", 1))
+    if partial != 1:
+        raise UnsupportedModel(
+            f"partial_rotary_factor={partial!r}: these decoders rotate all of head_dim"
+        )
+    theta = parameters.get("rope_theta", fields["rope_theta"])
     rope_type = parameters.get("rope_type", parameters.get("type", "default"))
     if rope_type == "default":
         return theta, None
@@ -279,9 +315,7 @@ def _rope(fields: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
         if missing:
             raise ValueError(f"rope scaling of type 'llama3': field {missing[0]!r} is missing")
     options = {name: parameters[name] for name in names if name in parameters}
-    return theta, RopeScaling(
-        rope_type=rope_type, factor=float(parameters.get("factor", 1.0)), **options
-    )
+    return theta, RopeScaling(rope_type=rope_type, factor=parameters.get("factor", 1.0), **options)
 
 
 def _dtype(fields: Mapping[str, Any]) -> torch.dtype:

@@ -89,6 +89,12 @@ def test_the_format_of_transformers_5_means_the_same():
     assert ModelConfig.from_dict(new) == ModelConfig.from_dict(LLAMA_31)
 
 
+def test_rope_scaling_goes_before_rope_parameters():
+    """As in transformers, where a config has both."""
+    both = LLAMA_31 | {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}
+    assert ModelConfig.from_dict(both) == ModelConfig.from_dict(LLAMA_31)
+
+
 @pytest.mark.parametrize("checkpoint", ["llama", "llama_biased", "qwen3"])
 def test_a_saved_checkpoint_is_read(checkpoint, make_checkpoint):
     folder, oracle = make_checkpoint(checkpoint)
@@ -132,7 +138,13 @@ def test_a_missing_field_is_named(name):
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"use_sliding_window": True}, "use_sliding_window"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "use_sliding_window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types: .* not sliding"),
+        ({"layer_types": ["chunked_attention"]}, "layer_types: .* not chunked_attention"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        (
+            {"rope_scaling": None, "rope_parameters": {"full_attention": {"rope_theta": 5.0}}},
+            "RoPE that differs among layers",
+        ),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn'"),
         ({"torch_dtype": "int8"}, "dtype='int8'"),
     ],
@@ -155,6 +167,13 @@ def test_what_the_decoders_cannot_do_is_refused(change, message):
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "'low_freq_factor' is missing"),
         ({"rope_scaling": {"rope_type": "linear"}}, "'factor' is missing"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "factor=0.5"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "factor='2': needs a positive"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": None}}, "'factor' is missing"),
+        ({"rope_scaling": "linear"}, "field 'rope_scaling': expected a JSON object, got 'linear'"),
+        ({"rope_theta": "big"}, "rope_theta='big': needs a positive number"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps='1e-6': needs a positive number"),
+        ({"attention_bias": "false"}, "attention_bias='false': needs true or false"),
+        ({"num_attention_heads": "8"}, "num_attention_heads='8': both need an int"),
     ],
 )
 def test_malformed_fields_are_named(change, message):
