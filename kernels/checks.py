@@ -8,6 +8,7 @@ All raise before anything is written.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 
 import torch
 from torch import Tensor
@@ -75,6 +76,18 @@ def check_tensor(
         raise ValueError(
             f"{name}: expected a contiguous last dimension, got strides {tensor.stride()}"
         )
+
+
+def as_integer(name: str, value: object) -> int:
+    """An integer argument as an int; one of NumPy, or a tensor of one element, serves too.
+
+    Raises:
+        TypeError: not an integer.
+    """
+    try:
+        return index(value)
+    except TypeError:
+        raise TypeError(f"{name}: expected an integer, got {type(value).__name__}") from None
 
 
 def check_like(name: str, tensor: torch.Tensor, other: torch.Tensor, dims: Sequence[str]) -> None:

@@ -6,7 +6,7 @@ a fake implementation (results without data), and returns a function that calls 
 tracer is at work and the launcher directly otherwise: eager calls do not pay for the dispatcher.
 Three kinds of op exist:
 
-    functional_op   returns fresh tensors
+    functional_op   returns fresh tensors; may also write into named arguments
     inplace_op      writes into named arguments and returns None
     attention_op    writes to `out` and returns the LSE, since an operator may not return what it
                     was given; the traced function allocates `out` where the caller did not
@@ -77,21 +77,10 @@ def _traced_or_eager(launch: Callable, traced: Callable) -> Callable:
     return op
 
 
-def functional_op(fake: Callable) -> Callable[[Callable], Callable]:
+def functional_op(
+    fake: Callable, mutates_args: tuple[str, ...] = ()
+) -> Callable[[Callable], Callable]:
     """Register a launcher that returns fresh tensors. `fake` makes them from the same arguments."""
-
-    def register(launch: Callable) -> Callable:
-        signature = inspect.signature(launch, eval_str=True)
-        return _traced_or_eager(launch, _register(launch.__name__, signature, launch, fake))
-
-    return register
-
-
-def inplace_op(*mutates_args: str) -> Callable[[Callable], Callable]:
-    """Register a launcher that writes into the named arguments and returns None."""
-
-    def fake(*_args, **_kwargs) -> None:
-        return None
 
     def register(launch: Callable) -> Callable:
         signature = inspect.signature(launch, eval_str=True)
@@ -99,6 +88,11 @@ def inplace_op(*mutates_args: str) -> Callable[[Callable], Callable]:
         return _traced_or_eager(launch, _register(name, signature, launch, fake, mutates_args))
 
     return register
+
+
+def inplace_op(*mutates_args: str) -> Callable[[Callable], Callable]:
+    """Register a launcher that writes into the named arguments and returns None."""
+    return functional_op(lambda *_args, **_kwargs: None, mutates_args)
 
 
 def attention_op(launch: Callable) -> Callable:

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels
 from kernels.accuracy import bits, random_paged_batch, random_shared_prefix_args
+from kernels.flash_attn_compat import flash_attn_varlen_func, flash_attn_with_kvcache
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
@@ -22,6 +23,9 @@ SHAPE = {
     "block_size": 4,
     "dtype": torch.float32,
 }
+
+
+FLASH_ATTN = ("flash_attn_kvcache", "flash_attn_varlen")
 
 
 def clean(tensor):
@@ -57,6 +61,26 @@ def cascade_call(device):
     return (q, clean(k_cache), clean(v_cache), *rest), {**options, "return_lse": True}
 
 
+def flash_attn_calls(device):
+    """Of flash_attn_kvcache, on a paged and a contiguous cache, and of flash_attn_varlen."""
+    q, k, v = torch.randn(3, 2, 1, 1, 16, device=device).unbind(0)
+    k_cache, v_cache = torch.randn(2, 4, 8, 1, 16, device=device).unbind(0)
+    lens, starts = (
+        torch.tensor(values, dtype=torch.int32, device=device) for values in ([3, 5], [0, 1, 3])
+    )
+    tables, angles = lens[:, None] - 3, torch.rand(8, 4, device=device)
+    same = {"scale": None, "window": [4, 0], "softcap": 0.0, "alibi_slopes": None}
+    options = same | {"rotary_interleaved": True, "num_splits": 0, "return_lse": True}
+    new = (q, k_cache.clone(), v_cache.clone(), k, v, angles, angles, lens, None, None, tables)
+    old = (q, k_cache, v_cache, None, None, None, None, lens, None, lens - 3, None)
+    packed = torch.randn(3, 1, 16, device=device)
+    varlen = (packed, packed, packed, starts, starts, 2, 2)
+    return {
+        "flash_attn_kvcache": [(new, options), (old, options | {"return_lse": False})],
+        "flash_attn_varlen": [(varlen, same | {"block_table": None, "return_lse": True})],
+    }
+
+
 def rotary_args(device):
     cos, sin = torch.rand(2, 8, 4, device=device).unbind(0)
     return torch.tensor([0, 7], device=device), cos, sin
@@ -73,6 +97,7 @@ def calls(device):
     tables = torch.tensor([[1, 0], [2, -1]], dtype=torch.int32, device=device)
     layers = [plane.clone() for plane in cache.flatten(0, 1)]
     return {
+        **flash_attn_calls(device),
         "apply_rotary_embedding": [((rows[0], *rotary_args(device)), {"interleaved": True})],
         "copy_blocks": [(([cache.clone()], pairs), {}), ((layers, pairs), {})],
         "merge_attention_states": [((out[0], lse[0], out[1], lse[1]), {})],
@@ -107,6 +132,7 @@ def calls(device):
 
 MUTATED = {
     "copy_blocks": {"planes"},
+    "flash_attn_kvcache": {"k_cache", "v_cache"},
     "paged_decode_attention": {"out"},
     "paged_prefill_attention": {"out"},
     "rope_store_kvcache": {"query", "k_cache", "v_cache"},
@@ -131,17 +157,17 @@ def operator(name):
 def test_every_public_op_is_an_operator(device):
     registered = torch._C._dispatch_get_all_op_names()
     registered = {name.removeprefix("pagelab::") for name in registered if "pagelab::" in name}
-    assert registered == set(kernels.__all__) == set(calls(device))
+    assert registered == set(calls(device)) == {*kernels.__all__, *FLASH_ATTN}
 
 
-@pytest.mark.parametrize("name", kernels.__all__)
+@pytest.mark.parametrize("name", [*kernels.__all__, *FLASH_ATTN])
 def test_schema_names_what_is_mutated(name):
     arguments = operator(name)._schema.arguments
     mutated = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
     assert mutated == MUTATED.get(name, set())
 
 
-@pytest.mark.parametrize("name", kernels.__all__)
+@pytest.mark.parametrize("name", [*kernels.__all__, *FLASH_ATTN])
 def test_opcheck(name, device):
     for args, kwargs in calls(device)[name]:
         # test_schema compares arguments before and after, which PyTorch cannot do with fp8.
@@ -234,6 +260,51 @@ def test_numbers_as_scales_of_an_fp8_cache_are_traced(how, device):
     assert torch.equal(got, want)
     assert torch.equal(bits(got_args[3]), bits(want_args[3]))
     assert bits(got_args[3]).any()
+
+
+def flash_attn_step(q, k, v, k_cache, v_cache, lens, starts, table):
+    """Every path of both flash-attn functions: append, prefill, decode, packed and paged keys."""
+    caches, new = (k_cache, v_cache), (k, v)
+    a = flash_attn_with_kvcache(q, *caches, *new, cache_seqlens=lens, causal=True)
+    b = flash_attn_with_kvcache(
+        a[:, :1], *caches, cache_seqlens=5, block_table=table, window_size=(3, 1)
+    )
+    packed = (a + b).flatten(0, 1)
+    c = flash_attn_varlen_func(packed, packed, packed, starts, starts, 2, 2, causal=True)
+    d, lse, _ = flash_attn_varlen_func(
+        c, *caches, starts, starts, 2, 2, return_attn_probs=True, block_table=table
+    )
+    return d, lse
+
+
+@pytest.mark.parametrize("how", ["compile", "dynamic", "export"])
+def test_flash_attn_functions_trace_without_a_graph_break(how, device):
+    class Module(torch.nn.Module):
+        forward = staticmethod(flash_attn_step)
+
+    def arguments():
+        torch.manual_seed(0)
+        integers = ([1, 4], [0, 2, 4], [[1, 0], [2, 3]])
+        return (
+            *torch.randn(3, 2, 2, 1, 16, device=device).unbind(0),
+            *torch.randn(2, 4, 8, 1, 16, device=device).unbind(0),
+            *(torch.tensor(i, dtype=torch.int32, device=device) for i in integers),
+        )
+
+    got_args, want_args = arguments(), arguments()
+    want = flash_attn_step(*want_args)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the tracers, about themselves
+        if how == "export":
+            traced = torch.export.export(Module(), arguments()).module()
+        else:
+            torch._dynamo.reset()
+            traced = torch.compile(
+                Module(), backend="aot_eager", fullgraph=True, dynamic=how == "dynamic"
+            )
+        got = traced(*got_args)
+    for a, b in zip((*got, *got_args), (*want, *want_args), strict=True):
+        assert torch.equal(a, b)
 
 
 class _OperatorCalls(TorchDispatchMode):

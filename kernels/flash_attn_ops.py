@@ -1,0 +1,389 @@
+"""What flash-attn's entry points (kernels/flash_attn_compat.py) do, as operators.
+
+Everything is one kernel call on a cache: a contiguous cache is a paged one whose blocks are as long
+as a whole sequence, packed keys are a single such block in which every sequence has its own start,
+and left padding is a start too. A batch of single queries runs the split-KV decode kernel, any
+other the prefill kernel.
+
+Arguments are those of flash-attn's functions. `scale` is the softmax_scale, `window` (left, right)
+with -1 for no limit and causality in it; without `return_lse` the LSE that is returned is empty.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from kernels.apply_rotary_embedding import apply_rotary_embedding
+from kernels.checks import (
+    FLOAT_DTYPES,
+    check_block_tables,
+    check_cu_seqlens,
+    check_grid_dim,
+    check_heads,
+    check_kv_cache,
+    check_like,
+    check_score_options,
+    check_tensor,
+)
+from kernels.paged_decode_attention import paged_decode_attention
+from kernels.paged_prefill_attention import launch_prefill
+from kernels.rope_store_kvcache import rope_store_kvcache
+from kernels.slot_mapping_from_positions import slot_mapping_from_positions
+from kernels.store_kvcache import store_kvcache
+from kernels.torch_ops import functional_op
+
+_INT32 = (torch.int32,)
+_ROTARY_DIMS = dict.fromkeys(("seqlen_ro", "rotary_dim / 2"))
+
+
+def _contiguous_rows(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """The tensor with a contiguous last dimension, which flash-attn too makes by a copy."""
+    if not isinstance(tensor, torch.Tensor) or tensor.dim() == 0 or tensor.stride(-1) == 1:
+        return tensor
+    return tensor.contiguous()
+
+
+def _limit(size: int) -> int | None:
+    """A side of a window as our own ops have it: None for no limit."""
+    return None if size < 0 else size
+
+
+def _attend(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor | None,
+    context_lens: torch.Tensor,
+    *,
+    max_seqlen_q: int,
+    window: tuple[int, int],
+    num_splits: int = 0,
+    kv_starts: torch.Tensor | None = None,
+    paged: bool = True,
+    return_lse: bool,
+    **options,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of q, (total_q, num_q_heads, head_dim), and its LSE, (total_q, num_q_heads).
+
+    cu_seqlens_q None: one query per sequence, whose keys start at slot 0 and need block_tables.
+    """
+    left, right = map(_limit, window)
+    if cu_seqlens_q is None:
+        result = paged_decode_attention(
+            q,
+            k_cache,
+            v_cache,
+            block_tables,
+            context_lens,
+            window_size=None if left is None else left + 1,
+            num_splits=num_splits or None,
+            return_lse=return_lse,
+            **options,
+        )
+        out, lse = result if return_lse else (result, None)
+    else:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
+        launch_prefill(
+            out,
+            lse,
+            q,
+            k_cache,
+            v_cache,
+            block_tables,
+            cu_seqlens_q,
+            context_lens,
+            max_seqlen_q=max_seqlen_q,
+            window=(left, right),
+            kv_starts=kv_starts,
+            paged=paged,
+            **options,
+        )
+    if lse is None:
+        return out, q.new_empty(0, dtype=torch.float32)
+    # flash-attn marks a row that sees nothing by +inf.
+    return out, lse.masked_fill_(lse == -math.inf, math.inf)
+
+
+def _fake_varlen(q, *_args, return_lse, **_options):
+    lse_shape = (q.shape[1], q.shape[0]) if return_lse else (0,)
+    return q.new_empty(q.shape), q.new_empty(lse_shape, dtype=torch.float32)
+
+
+@functional_op(fake=_fake_varlen)
+def flash_attn_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    scale: float | None,
+    window: Sequence[int],
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and LSE, (nheads, total_q), of `flash_attn_varlen_func`."""
+    q, k, v = map(_contiguous_rows, (q, k, v))
+    dims = ("total_k", "nheads_k", "headdim")
+    if block_table is not None:
+        dims = ("num_blocks", "block_size", *dims[1:])
+    check_tensor("k", k, dict.fromkeys(dims), dtypes=FLOAT_DTYPES)
+    check_like("v", v, k, dims)
+    device = k.device
+    k_cache, v_cache = (k, v) if block_table is not None else (k[None], v[None])
+    shape = {"total_q": None, "nheads": None, "headdim": k.shape[-1]}
+    check_tensor("q", q, shape, dtypes=(k.dtype,), device=device)
+    check_heads(q, k_cache)
+    check_tensor("cu_seqlens_q", cu_seqlens_q, {"batch + 1": None}, dtypes=_INT32, device=device)
+    batch = cu_seqlens_q.shape[0] - 1
+    check_cu_seqlens(
+        "cu_seqlens_q",
+        cu_seqlens_q,
+        batch=batch,
+        total=q.shape[0],
+        max_seqlen=max_seqlen_q,
+        device=device,
+    )
+    capacity = k.shape[0]
+    if block_table is not None:
+        dims = {"batch": batch, "max_blocks": None}
+        check_tensor("block_table", block_table, dims, dtypes=_INT32, device=device)
+        capacity = block_table.numel() * k.shape[1]
+    check_cu_seqlens(
+        "cu_seqlens_k",
+        cu_seqlens_k,
+        batch=batch,
+        total=capacity,
+        max_seqlen=max_seqlen_k,
+        device=device,
+    )
+    check_score_options(
+        batch=batch,
+        num_q_heads=q.shape[1],
+        device=device,
+        window_size=None,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=None,
+    )
+    context_lens = cu_seqlens_k.diff()
+    if block_table is not None:
+        check_block_tables(
+            block_table,
+            context_lens,
+            k_cache,
+            batch=batch,
+            device=device,
+            query_lens=cu_seqlens_q.diff() if device.type == "cpu" else 1,
+            window_size=None if window[0] < 0 else window[0] + 1,
+            names=("block_table", "cu_seqlens_k", "batch"),
+        )
+    # Then every sequence has one query, since cu_seqlens_q ends at total_q.
+    single_queries = max_seqlen_q == 1 and q.shape[0] == batch and block_table is not None
+    out, lse = _attend(
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        None if single_queries else cu_seqlens_q,
+        context_lens,
+        max_seqlen_q=max_seqlen_q,
+        window=window,
+        kv_starts=cu_seqlens_k[:-1] if block_table is None else None,
+        paged=block_table is not None,
+        scale=scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        return_lse=return_lse,
+    )
+    return out, lse.T.contiguous() if return_lse else lse
+
+
+def _positions(starts: torch.Tensor, count: int) -> torch.Tensor:
+    """(batch * count,): of each sequence the positions starts[i], starts[i] + 1, ..."""
+    if count == 1:
+        return starts
+    steps = torch.arange(count, dtype=starts.dtype, device=starts.device)
+    return (starts[:, None] + steps).flatten()
+
+
+def _append(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    tables: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    rotary: tuple[torch.Tensor, torch.Tensor] | None,
+    interleaved: bool,
+) -> None:
+    """Write k and v, (batch, seqlen_new, nheads_k, headdim), behind the cached tokens."""
+    batch, seqlen_new = k.shape[:2]
+    positions = _positions(cache_seqlens, seqlen_new)
+    tokens = torch.arange(batch * seqlen_new, dtype=torch.int32, device=k.device)
+    seq_ids = tokens if seqlen_new == 1 else tokens // seqlen_new
+    slots = slot_mapping_from_positions(positions, tables, seq_ids, k_cache.shape[1])
+    k, v = k.flatten(0, 1), v.flatten(0, 1)
+    if rotary is None:
+        store_kvcache(k, v, k_cache, v_cache, slots)
+    else:
+        rope_store_kvcache(
+            None, k, v, k_cache, v_cache, slots, positions, *rotary, interleaved=interleaved
+        )
+
+
+def _check_rotary_tables(cos, sin, *, head_dim: int, capacity: int, device: torch.device) -> None:
+    check_tensor("rotary_cos", cos, _ROTARY_DIMS, dtypes=FLOAT_DTYPES, device=device)
+    check_like("rotary_sin", sin, cos, _ROTARY_DIMS)
+    seqlen_ro, half = cos.shape
+    if not 2 <= 2 * half <= head_dim:
+        raise ValueError(
+            f"rotary_cos: expected a rotary_dim from 2 to headdim={head_dim}, got {2 * half}"
+        )
+    if seqlen_ro < capacity:
+        raise ValueError(
+            f"rotary_cos: expected at least {capacity} rows, the capacity of the cache per "
+            f"sequence, got {seqlen_ro}"
+        )
+
+
+def _fake_with_kvcache(q, *_args, return_lse, **_options):
+    batch, seqlen, nheads, _ = q.shape
+    lse_shape = (batch, nheads, seqlen) if return_lse else (0,)
+    return q.new_empty(q.shape), q.new_empty(lse_shape, dtype=torch.float32)
+
+
+@functional_op(fake=_fake_with_kvcache, mutates_args=("k_cache", "v_cache"))
+def flash_attn_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    rotary_cos: torch.Tensor | None,
+    rotary_sin: torch.Tensor | None,
+    cache_seqlens: torch.Tensor | None,
+    cache_batch_idx: torch.Tensor | None,
+    cache_leftpad: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    *,
+    scale: float | None,
+    window: Sequence[int],
+    softcap: float,
+    rotary_interleaved: bool,
+    alibi_slopes: torch.Tensor | None,
+    num_splits: int,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and LSE, (batch, nheads, seqlen), of `flash_attn_with_kvcache`."""
+    q, k, v, cache_batch_idx, block_table = map(
+        _contiguous_rows, (q, k, v, cache_batch_idx, block_table)
+    )
+    check_kv_cache(k_cache, v_cache)
+    num_rows, block_size, nheads_k, head_dim = k_cache.shape
+    device = k_cache.device
+    like_cache = {"dtypes": (k_cache.dtype,), "device": device}
+    shape = {"batch": None, "seqlen": None, "nheads": None, "headdim": head_dim}
+    check_tensor("q", q, shape, **like_cache)
+    check_heads(q, k_cache)
+    batch, seqlen, nheads, _ = q.shape
+    seqlen_new = 0
+    if k is not None:
+        shape = {"batch": batch, "seqlen_new": None, "nheads_k": nheads_k, "headdim": head_dim}
+        check_tensor("k", k, shape, **like_cache)
+        check_like("v", v, k, shape)
+        seqlen_new = k.shape[1]
+
+    per_sequence = {"shape": {"batch": batch}, "dtypes": _INT32, "device": device}
+    tables = block_table
+    if cache_batch_idx is not None:
+        check_tensor("cache_batch_idx", cache_batch_idx, **per_sequence)
+        tables = cache_batch_idx[:, None]
+    elif block_table is None:
+        if batch > num_rows:
+            raise ValueError(f"k_cache: expected at least batch={batch} rows, got {num_rows}")
+        tables = torch.arange(batch, dtype=torch.int32, device=device)[:, None]
+    else:
+        dims = {"batch": batch, "max_blocks": None}
+        check_tensor("block_table", block_table, dims, dtypes=_INT32, device=device)
+    capacity = tables.shape[1] * block_size
+    if cache_seqlens is None:
+        cache_seqlens = torch.full((batch,), capacity, dtype=torch.int32, device=device)
+    check_tensor("cache_seqlens", cache_seqlens, **per_sequence)
+    if cache_leftpad is not None:
+        check_tensor("cache_leftpad", cache_leftpad, **per_sequence)
+    filled = cache_seqlens + seqlen_new if seqlen_new else cache_seqlens
+    left = window[0] if cache_leftpad is None else -1
+    check_block_tables(
+        tables,
+        filled,
+        k_cache,
+        batch=batch,
+        device=device,
+        query_lens=max(seqlen, seqlen_new),
+        window_size=None if left < 0 else left + 1,
+        names=(
+            "cache_batch_idx" if block_table is None else "block_table",
+            "cache_seqlens",
+            "batch",
+        ),
+    )
+    check_score_options(
+        batch=batch,
+        num_q_heads=nheads,
+        device=device,
+        window_size=None,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=None,
+    )
+    if num_splits != 0:
+        check_grid_dim("num_splits", None, num_splits)
+    rotary = None
+    if rotary_cos is not None:
+        rotary = (rotary_cos, rotary_sin)
+        _check_rotary_tables(*rotary, head_dim=head_dim, capacity=capacity, device=device)
+
+    q = q.flatten(0, 1)
+    if rotary is not None:
+        # Like flash-attn, a window as wide as the cache does not count as one.
+        if any(0 <= limit < capacity for limit in window):
+            positions = _positions(cache_seqlens, seqlen)
+        else:
+            positions = cache_seqlens.repeat_interleave(seqlen, output_size=batch * seqlen)
+        q = apply_rotary_embedding(q, positions, *rotary, interleaved=rotary_interleaved)
+    if seqlen_new:
+        _append(k, v, k_cache, v_cache, tables, cache_seqlens, rotary, rotary_interleaved)
+    cu_seqlens_q = None
+    if seqlen != 1 or cache_leftpad is not None:
+        cu_seqlens_q = torch.arange(batch + 1, dtype=torch.int32, device=device) * seqlen
+    out, lse = _attend(
+        q,
+        k_cache,
+        v_cache,
+        tables,
+        cu_seqlens_q,
+        filled if cache_leftpad is None else filled - cache_leftpad,
+        max_seqlen_q=seqlen,
+        window=window,
+        num_splits=num_splits,
+        kv_starts=cache_leftpad,
+        paged=block_table is not None,
+        scale=scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        return_lse=return_lse,
+    )
+    out = out.unflatten(0, (batch, seqlen))
+    if return_lse:
+        lse = lse.unflatten(0, (batch, seqlen)).transpose(1, 2).contiguous()
+    return out, lse
