@@ -17,6 +17,8 @@ from models.layers import CheckpointTensor
 
 _INDEX = "model.safetensors.index.json"
 _KV_SCALE = re.compile(r"(.*\.self_attn)\.(?:attn\.|k_proj\.(?=k)|v_proj\.(?=v))?([kv]_scale)")
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_DTYPES = ("F64", "F32", "F16", "BF16")
 _DERIVED = ("rotary_emb.inv_freq",)  # buffers that old checkpoints carry and nobody needs
 
 
@@ -38,25 +40,38 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
     """Fill ``model`` from the safetensors in ``folder``, each rank reading its part only.
 
     Of a sharded checkpoint one shard is open at a time, and one tensor at a time is in memory
-    besides the model.  An ``lm_head.weight`` beside tied embeddings is ignored, and so are the
-    scales of an fp8 KV cache, which ``load_kv_scales`` reads.
+    besides the model.  Tied embeddings may have both names.  Scales of an fp8 KV cache are left to
+    ``load_kv_scales``.
 
     Raises WeightsError, naming the file and the tensors, if there are no weights, a shard is absent
-    or damaged, a tensor is missing, unexpected or of another shape.  The model is then unusable.
+    or damaged, a tensor is missing, unexpected, quantised or of another shape, or embeddings that
+    are tied differ.  The model is then unusable.
     """
     expected = checkpoint_tensors(model)
-    missing = dict(expected)
+    twin = {}  # the other name of a tensor that has two
+    if _HEAD not in expected:
+        expected[_HEAD] = expected[_EMBEDDING]
+        twin = {_HEAD: _EMBEDDING, _EMBEDDING: _HEAD}
+    filled: set[str] = set()
     unexpected = []
     for path in _weight_files(Path(folder)):
         for name, part in _read(path, expected):
             if part is None:
-                ignored = name.endswith(_DERIVED) or _KV_SCALE.fullmatch(name)
-                if not ignored and not _is_tied_head(name, expected):
+                if not (name.endswith(_DERIVED) or _KV_SCALE.fullmatch(name)):
                     unexpected.append(name)
-            elif missing.pop(name, None) is None:
+                continue
+            if name in filled:
                 raise WeightsError(f"{path}: tensor {name} is in another shard as well")
-            else:
-                expected[name].target.copy_(part)
+            filled.add(name)
+            target = expected[name].target
+            if twin.get(name) not in filled:
+                target.copy_(part)
+            elif not torch.equal(part.to(target.device, target.dtype), target):
+                raise WeightsError(
+                    f"{path}: {name} differs from {twin[name]}, to which config.json ties it; "
+                    "set tie_word_embeddings to false there to have both"
+                )
+    missing = [name for name in expected.keys() - filled if twin.get(name) not in filled]
     if missing:
         raise WeightsError(f"{folder}: missing tensors: {_some(sorted(missing))}")
     if unexpected:
@@ -144,13 +159,14 @@ def _read(
                     raise WeightsError(
                         f"{path}: tensor {name} has shape {shape}, the model needs {tensor.shape}"
                     )
+                if stored.get_dtype() not in _DTYPES:
+                    raise WeightsError(
+                        f"{path}: tensor {name} has dtype {stored.get_dtype()}: quantised "
+                        f"checkpoints are not supported, only {', '.join(_DTYPES)}"
+                    )
                 yield name, stored[tensor.index]
     except SafetensorError as error:
         raise WeightsError(f"{path}: {error}") from None
-
-
-def _is_tied_head(name: str, expected: dict[str, CheckpointTensor]) -> bool:
-    return name == "lm_head.weight" and name not in expected
 
 
 def _some(names: list[str], limit: int = 5) -> str:

@@ -117,6 +117,20 @@ def test_old_buffers_and_a_tied_head_are_ignored(folder):
     load_weights(empty_model(folder), folder)
 
 
+def test_tied_embeddings_may_go_by_the_name_of_the_head(folder):
+    expected = empty_model(folder)
+    load_weights(expected, folder)
+    rewrite(
+        folder,
+        lambda tensors: tensors.update(
+            {"lm_head.weight": tensors.pop("model.embed_tokens.weight")}
+        ),
+    )
+    model = empty_model(folder)
+    load_weights(model, folder)
+    assert torch.equal(model.model.embed_tokens.weight, expected.model.embed_tokens.weight)
+
+
 @pytest.mark.parametrize("spelling", ["", "attn.", "{kind}_proj."], ids=["plain", "attn", "proj"])
 def test_scales_of_an_fp8_cache(spelling, folder):
     layers = "model.layers.{}.self_attn."
@@ -164,8 +178,20 @@ def test_scales_that_do_not_fit_are_named(name, scale, message, folder):
             lambda tensors: tensors.update({"model.norm.weight": torch.ones(63)}),
             r"model\.norm\.weight has shape \(63,\), the model needs \(64,\)",
         ),
+        (
+            lambda tensors: tensors.update({"model.norm.weight": torch.ones(64).to(torch.int8)}),
+            r"model\.norm\.weight has dtype I8: quantised",
+        ),
+        (
+            lambda tensors: tensors.update({"lm_head.weight": torch.ones(97, 64)}),
+            r"model\.embed_tokens\.weight differs from lm_head\.weight, to which config\.json ties",
+        ),
+        (
+            lambda tensors: tensors.pop("model.embed_tokens.weight"),
+            r"missing tensors: lm_head\.weight, model\.embed_tokens\.weight",
+        ),
     ],
-    ids=["missing", "unexpected", "shape"],
+    ids=["missing", "unexpected", "shape", "quantised", "untied", "no_embedding"],
 )
 def test_tensors_that_do_not_fit_are_named(folder, change, message):
     rewrite(folder, change)
