@@ -334,13 +334,13 @@ def _draw(rows: pd.DataFrame) -> Figure:
         (
             hit_rates[hit_rates["capacity_fraction"] == capacity],
             "token_hit_rate",
-            "infinite cache" if capacity == float("inf") else f"cache of {100 * capacity:g} %",
+            "infinite cache" if capacity == float("inf") else f"cache of {_share(capacity)}",
         )
         for capacity in capacities
     ]
     if len(partial):
         share = partial["capacity_fraction"].iloc[0]
-        title = f"vllm_v1, cache of {100 * share:g} %\nhollow: parts of blocks reused"
+        title = f"vllm_v1, {_share(share)}\nhollow: parts of blocks reused"
         panels.append((partial, "token_hit_rate", title))
     if len(waste):
         panels.append((waste, "waste", "empty slots of the blocks used"))
@@ -355,7 +355,7 @@ def _draw(rows: pd.DataFrame) -> Figure:
             look = {**lines[trace], **({"markerfacecolor": "white"} if reuse else {})}
             label = None if reuse else trace
             axis.plot(curve["block_size"], 100 * curve[column], label=label, **look)
-        axis.set(title=title, ylim=(0, None))
+        axis.set(title=title, ylim=(0, None if column == "waste" else 100))
         axis.set_xscale("log", base=4)
         axis.xaxis.set_major_formatter("{x:g}")
         axis.minorticks_off()
@@ -363,6 +363,10 @@ def _draw(rows: pd.DataFrame) -> Figure:
     figure.supxlabel("block size (tokens)", fontsize=8)
     style.shared_legend(figure, spare, columns=5)
     return figure
+
+
+def _share(capacity_fraction: float) -> str:
+    return f"{100 * capacity_fraction:g} % of unique tokens"
 
 
 EXPERIMENT = Experiment(

@@ -117,7 +117,7 @@ def run_cell(cell: KernelAccuracyCell) -> list[dict[str, Any]]:
             "feature": cell.feature,
             "head_dim": cell.head_dim,
             "dtype": cell.dtype,
-            "block_size": cell.block_size,
+            "block_size": cell.block_size if KERNELS[cell.kernel].knows_blocks else None,
             "interpreted": device == "cpu",
             "error": accuracy.error,
             "eager_error": accuracy.eager_error,
@@ -141,13 +141,17 @@ def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
 
 def _draw(rows: pd.DataFrame, draw_panel: Callable, label: str) -> Figure:
     kernels = rows["kernel"].unique()
-    block_sizes = sorted(rows["block_size"].unique())
+    block_sizes = sorted(rows["block_size"].dropna().astype(int).unique())
     figure, axes, spare = style.panel_grid(len(kernels), height=1.8, sharex=True)
     for axis, kernel in zip(axes, kernels, strict=True):
         of_kernel = rows[rows["kernel"] == kernel]
-        # Block sizes are no scale: 3 and 100 matter as much as the powers of two.
-        place = of_kernel["block_size"].map(block_sizes.index)
-        draw_panel(axis, of_kernel.assign(place=place))
+        if of_kernel["block_size"].isna().all():
+            draw_panel(axis, of_kernel.assign(place=(len(block_sizes) - 1) / 2))
+            axis.set_xlabel("knows no blocks")
+        else:
+            # Block sizes are no scale: 3 and 100 matter as much as the powers of two.
+            place = of_kernel["block_size"].map(block_sizes.index)
+            draw_panel(axis, of_kernel.assign(place=place))
         axis.set_xticks(range(len(block_sizes)), map(str, block_sizes), rotation=45)
     where = "; kernels run in Triton's interpreter" if rows["interpreted"].all() else ""
     figure.supxlabel(f"block size (tokens){where}", fontsize=8)

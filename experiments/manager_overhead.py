@@ -287,13 +287,12 @@ def _plot_managers(rows: pd.DataFrame, folder: Path) -> list[Path]:
     )
     written = style.save(_draw(rows), folder, "manager_overhead")
     cycles = rows[rows["phase"] == "cycle"]
-    table = cycles.pivot(index="name", columns="pool_blocks", values="us_per_block")
-    made = rows[rows["phase"] == "make_pool"]
-    largest = made[made["pool_blocks"] == made["pool_blocks"].max()].set_index("name")
-    table["make_largest_pool_seconds"] = largest["seconds"]
-    table["largest_pool_mebibytes"] = largest["mebibytes"]
+    key = ["name", "pool_blocks"]
+    table = cycles[[*key, "us_per_block"]].rename(columns={"us_per_block": "cycle_us_per_block"})
+    made = rows.loc[rows["phase"] == "make_pool", [*key, "seconds", "mebibytes"]]
+    table = table.merge(made.rename(columns={"seconds": "make_pool_seconds"}), on=key)
     path = folder / "summary.csv"
-    style.write_atomically(path, table.sort_values(table.columns[0]).to_csv(float_format="%.3f"))
+    style.write_atomically(path, table.sort_values(key).to_csv(index=False, float_format="%.3f"))
     return [*written, path]
 
 
@@ -317,16 +316,14 @@ _PHASES = {
 def _draw(rows: pd.DataFrame) -> Figure:
     import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(7, 2.6))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(7, 2.9))
     cycles = rows[rows["phase"] == "cycle"]
     for line, (name, curve) in zip(_LINES, cycles.groupby("name", sort=False), strict=False):
         curve = curve.sort_values("pool_blocks")
         left.plot(curve["pool_blocks"], curve["us_per_block"], label=name, **line)
-    left.axhline(0.5, color=style.GREY, linestyle="dotted", label="aim: 0.5 µs")
     left.set(xscale="log", yscale="log", xlabel="pool (blocks)", ylabel="cycle (µs per block)")
     left.set_title("whole cycle of a request")
-    left.set_ylim(bottom=0.0006)  # room for the legend
-    left.legend(fontsize=5.5, ncols=2)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside upper center", ncols=4)
 
     largest = rows[rows["pool_blocks"] == rows["pool_blocks"].max()]
     phases = largest.pivot(index="name", columns="phase", values="us_per_block")
@@ -338,7 +335,7 @@ def _draw(rows: pd.DataFrame) -> Figure:
             right.barh(phases.index, phases[phase], **bars)
             start = start + phases[phase]
     right.set(xlabel="µs per block", title=f"its parts, pool of {rows['pool_blocks'].max():,}")
-    right.legend(fontsize=6)
+    right.legend(loc="lower right")
     return figure
 
 

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _LIBCACHESIM = {"lru": "LRU", "fifo": "FIFO", "lfu": "LFU", "belady": "Belady"}
-_AIM = 3.0  # million block references per second
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,14 +207,11 @@ def _draw(speeds: pd.DataFrame) -> Figure:
             )
             error = [spread["median"] - spread["min"], spread["max"] - spread["median"]]
             axis.errorbar(x, spread["median"], error, fmt="none", ecolor="black", elinewidth=0.7)
-        axis.axhline(
-            _AIM, color="black", linestyle="dashed", linewidth=0.8, label="aim: 3 million/s"
-        )
         axis.set_xticks(range(len(policies)), [style.POLICY_LABELS[p].split()[0] for p in policies])
         axis.set(title=trace, yscale="log")
-        axis.yaxis.set_major_formatter("{x:g}")
+        style.plain_log_ticks(axis.yaxis)
         axis.grid(axis="x", visible=False)
-    figure.supylabel("block references per second (millions)", fontsize=8)
+    figure.supylabel("million block references/s", fontsize=8)
     style.shared_legend(figure, spare)
     return figure
 

@@ -185,7 +185,8 @@ def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
         level=1, key=lambda level: level.map(names.index), sort_remaining=False
     )
     path = folder / "radix_tree.csv"
-    style.write_atomically(path, table.to_csv(float_format="%.3f"))
+    medians = table.add_suffix("_us_per_prompt").reset_index().astype({"page_size": int})
+    style.write_atomically(path, medians.to_csv(index=False, float_format="%.3f"))
     return [*style.save(_draw(table, names), folder, "radix_tree"), path]
 
 

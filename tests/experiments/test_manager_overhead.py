@@ -30,7 +30,12 @@ def test_the_command_line_from_managers_to_the_figure(command_line, tmp_path):
     assert (timed["us_per_block_p10"] <= timed["us_per_block"]).all()
     assert (timed["us_per_block"] <= timed["us_per_block_p90"]).all()
     summary = pd.read_csv(folder / "summary.csv")
-    assert {"512", "1024", "make_largest_pool_seconds"} <= set(summary.columns)
+    columns = ["name", "pool_blocks", "cycle_us_per_block", "make_pool_seconds", "mebibytes"]
+    assert list(summary.columns) == columns
+    assert (
+        len(summary) == 2 * rows.groupby(["implementation", "hash_algorithm"], dropna=False).ngroups
+    )
+    assert not summary.isna().any(axis=None)
     for figure in ("manager_overhead.png", "radix_tree.png"):
         assert (folder / figure).stat().st_size > 10_000
 

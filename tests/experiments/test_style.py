@@ -60,3 +60,23 @@ def test_no_two_policies_look_alike():
 def test_every_built_in_policy_has_a_look_and_a_name_of_its_own():
     assert set(cache.POLICIES) <= set(style.POLICY_LABELS)
     assert set(cache.POLICIES) <= set(style._POLICIES)
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(1.2, 5.5), (2, 5000), (16, 25), (0.03, 0.2)], ids=lambda value: f"{value:g}"
+)
+def test_a_logarithmic_axis_has_ticks_enough_as_plain_numbers(low, high):
+    with style.figures():
+        figure, (axis,), _ = style.panel_grid(1, height=2)
+        axis.set_yscale("log")
+        axis.plot([0, 1], [low, high])
+        style.plain_log_ticks(axis.yaxis)
+        figure.canvas.draw()
+        bottom, top = axis.get_ylim()
+        seen = {
+            label.get_text()
+            for tick, label in zip(axis.get_yticks(), axis.get_yticklabels(), strict=True)
+            if bottom <= tick <= top
+        }
+        assert len(seen) >= 2 + (high > 2 * low)
+        assert not any("{" in text for text in seen), "no powers in TeX"

@@ -47,7 +47,7 @@ def test_rows_and_figure(monkeypatch, tmp_path, page_size):
     assert (rows["us_per_prompt"] <= rows["us_per_prompt_p90"]).all()
     tree_overhead.plot(rows, tmp_path)
     table = pd.read_csv(tmp_path / "radix_tree.csv", index_col=["page_size", "operation"])
-    assert list(table.columns) == ["SGLang", "radix"]
+    assert list(table.columns) == ["SGLang_us_per_prompt", "radix_us_per_prompt"]
     assert list(table.loc[page_size].index) == list(OPERATIONS.values())
     assert (tmp_path / "radix_tree.png").stat().st_size > 10_000
 
