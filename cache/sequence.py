@@ -37,7 +37,9 @@ class Sequence:
         num_prompt_tokens: number of tokens the sequence was made with.
         num_cached_tokens: leading tokens whose K/V were found when the sequence was allocated.
         num_computed_tokens: leading tokens whose K/V have a place: computed, or being computed by
-            the step that is scheduled.  A manager writes these two, and reads neither.
+            the step that is scheduled.  A manager writes these two, so a sequence is with one
+            manager at a time; the caller may count on where that needs no call, see
+            :mod:`cache.managers.base`.
         hash_chains: digests of the full blocks, by (algorithm, block size); kept by
             :class:`cache.hashing.BlockHasher`.
 

@@ -20,7 +20,6 @@ host memory and back (Kwon et al., 2023, section 4.5); where host memory is full
 from __future__ import annotations
 
 import bisect
-import contextlib
 from collections import deque
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -115,11 +114,9 @@ class Scheduler:
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let ``child``, a fork of the running ``parent``, share its blocks and run beside it."""
-        self._tell(parent)
         self.manager.fork(parent, child)
-        child.num_told_tokens = child.num_computed_tokens
         parent.quiet_until = child.quiet_until = 0  # the last block is shared
-        child.block_row = None
+        parent.block_row = child.block_row = None
         child.status = Status.RUNNING
         bisect.insort(self.running, child, key=attrgetter("order"))
 
@@ -160,10 +157,9 @@ class Scheduler:
     def _schedule_running(self, step: Step) -> int:
         """Returns what remains of the token budget.
 
-        A token that begins no block needs nothing of a manager.  Those with ``allocate_slots`` are
-        told of such tokens together with the next that does, so a block that fills up can be found
-        one step later: that keeps the cost of a step low (vLLM's managers are asked about every
-        token).
+        A token that goes to a slot which its sequence has needs nothing of the manager, who takes
+        note of it at the next one that does.  So a block that fills up can be found one step
+        later: that keeps the cost of a step low (vLLM's managers are asked about every token).
         """
         budget = self.max_num_batched_tokens
         sequences, starts, ends = step.sequences, step.starts, step.ends
@@ -193,11 +189,10 @@ class Scheduler:
         while True:
             try:
                 if self._by_slots:
-                    count_untold = seq.num_computed_tokens - seq.num_told_tokens
-                    copies = self.manager.allocate_slots(seq, count_untold + count)
+                    copies = self.manager.allocate_slots(seq, count)
                 else:
                     copies = self.manager.append(seq)
-                self._note_told(seq)
+                self._note_blocks(seq)
                 return copies
             except OutOfBlocks:
                 victim = self.running.pop()
@@ -227,6 +222,7 @@ class Scheduler:
             except OutOfBlocks:
                 return None
             seq.is_swapped_by_manager = True
+            seq.quiet_until = 0
             seq.block_row = None
             return pairs
         num_blocks = -(-seq.num_computed_tokens // self._block_size)
@@ -273,7 +269,6 @@ class Scheduler:
             except OutOfBlocks:
                 return None
             seq.is_swapped_by_manager = False
-            self._note_told(seq)
             return seq.num_computed_tokens, seq.num_computed_tokens
         if self.manager.can_allocate(seq) is not AllocStatus.OK:
             return None
@@ -294,36 +289,19 @@ class Scheduler:
                 return None
             num_cached = self.manager.allocate(seq)
             start, end = max(num_cached, seq.num_host_tokens), length
-        self._note_told(seq)
+        self._note_blocks(seq)
         if seq.num_host_tokens:
             self._restore(seq, num_cached, step)
         return start, end
 
-    def _note_told(self, seq: Sequence) -> None:
-        """The manager has been told of all computed tokens, and may have changed the table.
-
-        The last block is now the sequence's own: a shared one has been copied.
-        """
-        told = seq.num_computed_tokens
-        seq.num_told_tokens = told
+    def _note_blocks(self, seq: Sequence) -> None:
+        """The manager has made room: the rest of the last block is the sequence's own."""
+        seq.quiet_until = self.manager.num_slots(seq)
         seq.block_row = None
-        if self._by_slots:
-            seq.quiet_until = -(-told // self._block_size) * self._block_size
-
-    def _tell(self, seq: Sequence) -> None:
-        """Make the manager's count of the tokens of a running sequence exact."""
-        untold = seq.num_computed_tokens - seq.num_told_tokens
-        if untold:
-            self.manager.allocate_slots(seq, untold)
-            self._note_told(seq)
 
     def _free(self, seq: Sequence) -> None:
-        # A design that takes a block as soon as a token needs one may have none for the next:
-        # what it has not been told of is then not found again.
-        with contextlib.suppress(OutOfBlocks):
-            self._tell(seq)
         self.manager.free(seq)
-        seq.num_told_tokens = seq.quiet_until = 0
+        seq.quiet_until = 0
         seq.block_row = None
 
     def _restore(self, seq: Sequence, num_cached: int, step: Step) -> None:

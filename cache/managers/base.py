@@ -14,6 +14,12 @@ How an engine uses it:
     ...                                         # compute and store those of the new token
     manager.free(seq)                           # done, or preempted: allocate(seq) resumes it
 
+A token that goes to a slot which its sequence has already needs no call.  After an ``allocate`` or
+an ``append``, and until the sequence is forked or swapped, the caller may raise
+``seq.num_computed_tokens`` itself, up to ``num_slots(seq)``, for tokens that it stores.  The next
+call about the sequence takes note: a block that they have filled can be found from then on.  An
+engine saves most of its calls that way.
+
 A call that raises has changed nothing.  ``copies`` hold until the next call that changes the
 manager: run them, in order, before K or V are written; those of a sequence that is freed first
 are void.
@@ -128,6 +134,14 @@ class CacheManager(abc.ABC):
     @abc.abstractmethod
     def can_append(self, seq: Sequence) -> bool:
         """Whether ``append(seq)`` would find enough free blocks.  Changes nothing."""
+
+    def num_slots(self, seq: Sequence) -> int:
+        """Tokens of ``seq`` that can be stored before its next call.
+
+        Valid after ``allocate``, ``append`` and ``allocate_slots``, until ``seq`` is forked or
+        swapped.
+        """
+        return -(-seq.num_computed_tokens // self.block_size) * self.block_size
 
     @abc.abstractmethod
     def free(self, seq: Sequence) -> None:

@@ -8,21 +8,21 @@ from typing import Literal, get_args
 from cache.buddy import BuddyAllocator
 from cache.checks import at_least
 from cache.managers.base import AllocStatus, CacheManager, CacheStats, Copies
-from cache.managers.tables import check_grew, check_holds_no_blocks, table_of
+from cache.managers.tables import Table, check_grew, check_holds_no_blocks, table_of
 from cache.memory_usage import MemoryUsage
 from cache.sequence import Sequence
 
 Reservation = Literal["max", "pow2", "oracle"]
 
 
-class _Run:
+class _Run(Table):
     """The reservation of one sequence: a run of blocks."""
 
-    __slots__ = ("num_expected", "num_reserved", "num_tokens", "start")
+    __slots__ = ("num_expected", "num_reserved", "start")
 
-    def __init__(self, start: int, num_tokens: int, num_reserved: int, num_expected: int) -> None:
+    def __init__(self, seq: Sequence, start: int, num_reserved: int, num_expected: int) -> None:
+        super().__init__(seq)
         self.start = start  # its first block
-        self.num_tokens = num_tokens  # slots that hold a token
         self.num_expected = num_expected  # slots that will hold one in the end
         self.num_reserved = num_reserved  # slots kept for the sequence
 
@@ -106,7 +106,7 @@ class Contiguous(CacheManager):
         reserved, expected = self._reservation(seq)
         num_blocks = self._run_length(reserved)
         start = self._buddy.allocate(num_blocks)
-        self._runs[seq.seq_id] = _Run(start, seq.num_tokens, reserved, expected)
+        self._runs[seq.seq_id] = _Run(seq, start, reserved, expected)
         seq.num_cached_tokens = 0
         seq.num_computed_tokens = seq.num_tokens
         self._num_allocations += 1
@@ -121,7 +121,8 @@ class Contiguous(CacheManager):
         copies: Copies = []
         if seq.num_tokens > run.num_reserved:
             copies = self._grow(run, seq)
-        run.num_tokens = seq.num_computed_tokens = seq.num_tokens
+        run.seq = seq
+        seq.num_computed_tokens = seq.num_tokens
         return copies
 
     def can_append(self, seq: Sequence) -> bool:
@@ -129,6 +130,10 @@ class Contiguous(CacheManager):
         if seq.num_tokens <= run.num_reserved:
             return True
         return self._buddy.can_grow(run.start, self._run_length(self._reservation(seq)[0]))
+
+    def num_slots(self, seq: Sequence) -> int:
+        """Those of its last block that it is expected to use."""
+        return min(super().num_slots(seq), table_of(self._runs, seq).num_expected)
 
     def free(self, seq: Sequence) -> None:
         self._buddy.free(table_of(self._runs, seq).start)

@@ -18,7 +18,7 @@ from cache.managers.base import (
     UnsupportedByDesign,
     as_policy,
 )
-from cache.managers.tables import check_grew, check_holds_no_blocks, table_of
+from cache.managers.tables import Table, check_grew, check_holds_no_blocks, table_of
 from cache.memory_usage import MemoryUsage, usage_of_tables
 from cache.policies.base import EvictionPolicy
 from cache.sequence import Sequence
@@ -49,15 +49,15 @@ class _Content:
         return True
 
 
-class _Table:
+class _Table(Table):
     """The blocks of one sequence."""
 
-    __slots__ = ("blocks", "num_hashed", "num_tokens")
+    __slots__ = ("blocks", "num_hashed")
 
-    def __init__(self, hits: list[int], num_tokens: int) -> None:
+    def __init__(self, seq: Sequence, hits: list[int]) -> None:
+        super().__init__(seq)
         self.blocks = hits.copy()
         self.num_hashed = len(hits)  # leading blocks that can be found by their hash
-        self.num_tokens = num_tokens  # stored, or being stored by the running step
 
 
 class NanoVLLM(CacheManager):
@@ -186,7 +186,9 @@ class NanoVLLM(CacheManager):
         return []
 
     def free(self, seq: Sequence) -> None:
-        self.pool.free(table_of(self._tables, seq).blocks)
+        table = table_of(self._tables, seq)
+        self._index_filled(seq, table, seq.num_computed_tokens)
+        self.pool.free(table.blocks)
         del self._tables[seq.seq_id]
         seq.num_cached_tokens = seq.num_computed_tokens = 0
 
@@ -226,20 +228,22 @@ class NanoVLLM(CacheManager):
             if self.pool.block_hashes[block] is not None and self._contents[block] is None:
                 raise AssertionError(f"block {block} is cached, but its tokens are not known")
         for seq_id, table in self._tables.items():
-            blocks, num_full = table.blocks, table.num_tokens // self.block_size
-            num_hashed = num_full if self.enable_prefix_caching else 0
+            blocks, num_full = table.blocks, self._num_full(table.num_tokens)
             if len(set(blocks)) != len(blocks) or len(blocks) * self.block_size < table.num_tokens:
                 raise AssertionError(f"{seq_id!r}: table {blocks} for {table.num_tokens} tokens")
             hashed = [self.pool.block_hashes[block] is not None for block in blocks]
-            if table.num_hashed != num_hashed or sum(hashed[:num_hashed]) != sum(hashed):
+            unnoted = num_full - table.num_hashed
+            if not table.may_lack(unnoted, self.block_size) or (
+                sum(hashed[: table.num_hashed]) != sum(hashed)
+            ):
                 raise AssertionError(
-                    f"{seq_id!r}: the first {num_hashed} of its blocks should be findable, "
+                    f"{seq_id!r}: the first {num_full} of its blocks should be findable, "
                     f"{table.num_hashed} are said to be, of {hashed}"
                 )
 
     def _start(self, seq: Sequence, hits: list[int], end: int) -> None:
         """Give ``seq`` a table that begins with ``hits``, and store its tokens up to ``end``."""
-        table = _Table(hits, len(hits) * self.block_size)
+        table = _Table(seq, hits)
         self._extend(seq, table, end, hits)
         self._tables[seq.seq_id] = table
         seq.num_cached_tokens = len(hits) * self.block_size
@@ -255,25 +259,37 @@ class NanoVLLM(CacheManager):
 
         ``hits`` are the blocks that ``table`` has if it is a new one.
         """
-        blocks, first = table.blocks, table.num_hashed
-        num_missing = self._blocks_for(seq) - len(blocks)
+        num_missing = self._blocks_for(seq) - len(table.blocks)
         if not hits:  # else the allocation is the first change, and checks by itself
             self.pool.check_free(num_missing)
-        last = end // self.block_size if self.enable_prefix_caching else 0
+        self._index_filled(seq, table, end)
+        first, last = table.num_hashed, self._num_full(end)
+        hashes = self._hasher.block_hashes(seq) if last > first else ()
+        table.blocks += self.pool.allocate(num_missing, hits, hashes, first, last)
+        self._note_contents(seq, table, last)
+        table.seq = seq
+        seq.num_computed_tokens = end
+
+    def _index_filled(self, seq: Sequence, table: _Table, end: int) -> None:
+        """Make those blocks of ``table`` findable that the tokens up to ``end`` have filled."""
+        first, last = table.num_hashed, min(self._num_full(end), len(table.blocks))
         if last > first:
             hashes = self._hasher.block_hashes(seq)
-            filled = blocks[first:last]
-            if filled:
-                self.pool.cache(filled, hashes, first, first + len(filled))
-            blocks += self.pool.allocate(num_missing, hits, hashes, first + len(filled), last)
-            parent = self._contents[blocks[first - 1]] if first else None
-            for depth in range(first, last):
-                parent = self._content(seq, depth, parent)
-                self._contents[blocks[depth]] = parent
-            table.num_hashed = last
-        else:
-            blocks += self.pool.allocate(num_missing, hits)
-        table.num_tokens = seq.num_computed_tokens = end
+            self.pool.cache(table.blocks[first:last], hashes, first, last)
+            self._note_contents(seq, table, last)
+
+    def _note_contents(self, seq: Sequence, table: _Table, last: int) -> None:
+        """The blocks of ``table`` before position ``last`` are all findable now."""
+        first = table.num_hashed
+        parent = self._contents[table.blocks[first - 1]] if first else None
+        for depth in range(first, last):
+            parent = self._content(seq, depth, parent)
+            self._contents[table.blocks[depth]] = parent
+        table.num_hashed = max(first, last)
+
+    def _num_full(self, num_tokens: int) -> int:
+        """Blocks that ``num_tokens`` fill and that are to be findable."""
+        return num_tokens // self.block_size if self.enable_prefix_caching else 0
 
     def _content(self, seq: Sequence, depth: int, parent: _Content | None) -> _Content:
         """Content of the full block of ``seq`` at ``depth``."""

@@ -9,19 +9,19 @@ from itertools import chain
 from cache.block_pool import OutOfBlocks
 from cache.checks import at_least
 from cache.managers.base import AllocStatus, CacheManager, CacheStats, Copies
-from cache.managers.tables import check_grew, check_holds_no_blocks, table_of
+from cache.managers.tables import Table, check_grew, check_holds_no_blocks, table_of
 from cache.memory_usage import MemoryUsage
 from cache.sequence import Sequence
 
 
-class _Table:
+class _Table(Table):
     """The blocks of one sequence; all but the last are full."""
 
-    __slots__ = ("blocks", "num_tokens")
+    __slots__ = ("blocks",)
 
-    def __init__(self) -> None:
+    def __init__(self, seq: Sequence) -> None:
+        super().__init__(seq)
         self.blocks: list[int] = []
-        self.num_tokens = 0
 
 
 class Paged(CacheManager):
@@ -59,7 +59,7 @@ class Paged(CacheManager):
 
     def allocate(self, seq: Sequence) -> int:
         check_holds_no_blocks(self._tables, seq)
-        table = _Table()
+        table = _Table(seq)
         self._extend(table, seq)
         self._tables[seq.seq_id] = table
         seq.num_cached_tokens = 0
@@ -141,7 +141,8 @@ class Paged(CacheManager):
         split = len(self._free) - count
         table.blocks += self._free[split:]
         del self._free[split:]
-        table.num_tokens = seq.num_computed_tokens = seq.num_tokens
+        table.seq = seq
+        seq.num_computed_tokens = seq.num_tokens
         self._num_allocated += count
 
     def _num_missing(self, table: _Table, seq: Sequence) -> int:

@@ -20,6 +20,7 @@ from cache.managers.base import (
 )
 from cache.managers.radix_tree import Match, RadixKey, RadixNode, RadixTree
 from cache.managers.tables import (
+    Table,
     check_grew,
     check_holds_no_blocks,
     check_shares_content,
@@ -30,16 +31,16 @@ from cache.policies.base import EvictionPolicy
 from cache.sequence import Sequence
 
 
-class _Table:
+class _Table(Table):
     """The blocks of one sequence: first those of the tree, then its own."""
 
-    __slots__ = ("blocks", "node", "num_in_tree", "num_tokens")
+    __slots__ = ("blocks", "node", "num_in_tree")
 
-    def __init__(self, blocks: array, node: RadixNode, num_in_tree: int, num_tokens: int) -> None:
+    def __init__(self, seq: Sequence, blocks: array, node: RadixNode, num_in_tree: int) -> None:
+        super().__init__(seq)
         self.blocks = blocks
         self.node = node  # where the blocks of the tree end; locked
         self.num_in_tree = num_in_tree
-        self.num_tokens = num_tokens  # whose K/V are stored, or being stored by the running step
 
 
 class Radix(CacheManager):
@@ -174,7 +175,7 @@ class Radix(CacheManager):
         blocks = table.blocks[: self._num_blocks(table.num_tokens)]
         self._extra_users.update(blocks[table.num_in_tree :])
         self.tree.share(table.node)
-        self._tables[child.seq_id] = _Table(blocks, table.node, table.num_in_tree, table.num_tokens)
+        self._tables[child.seq_id] = _Table(child, blocks, table.node, table.num_in_tree)
         child.num_cached_tokens = child.num_computed_tokens = table.num_tokens
 
     def free(self, seq: Sequence) -> None:
@@ -272,7 +273,8 @@ class Radix(CacheManager):
         node = self.tree.lock(match)  # before anything is evicted
         if self._log and num_hits:
             self._log.record("hit", match.blocks, map(self._contents.__getitem__, match.blocks))
-        table = _Table(match.blocks, node, num_hits, num_cached)
+        table = _Table(seq, match.blocks, node, num_hits)
+        seq.num_computed_tokens = num_cached
         self._extend(seq, table, end, lookahead)
         self._publish(seq, table)
         self._tables[seq.seq_id] = table
@@ -296,7 +298,8 @@ class Radix(CacheManager):
             self._num_copied += 1
             copies.append((shared, table.blocks[position]))
         table.blocks += self._take(missing)
-        table.num_tokens = seq.num_computed_tokens = end
+        table.seq = seq
+        seq.num_computed_tokens = end
         return copies
 
     def _publish(self, seq: Sequence, table: _Table) -> None:

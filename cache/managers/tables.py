@@ -1,4 +1,4 @@
-"""What managers that keep a table per sequence check in the same way."""
+"""What the tables of managers have in common, and what is checked of them in the same way."""
 
 from __future__ import annotations
 
@@ -7,10 +7,32 @@ from typing import TypeVar
 
 from cache.sequence import Sequence
 
-Table = TypeVar("Table")
+
+class Table:
+    """What a sequence holds, and the sequence, which itself counts the tokens that are stored."""
+
+    __slots__ = ("seq",)
+
+    def __init__(self, seq: Sequence) -> None:
+        self.seq = seq
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose K/V are stored, or being stored by the running step."""
+        return self.seq.num_computed_tokens
+
+    def may_lack(self, num_blocks: int, block_size: int) -> bool:
+        """Whether the manager may not know yet that ``num_blocks`` of its full blocks are full.
+
+        That is so of the last one if the caller has counted the tokens that filled it.
+        """
+        return num_blocks == 0 or (num_blocks == 1 and self.num_tokens % block_size == 0)
 
 
-def table_of(tables: Mapping[Hashable, Table], seq: Sequence) -> Table:
+AnyTable = TypeVar("AnyTable", bound=Table)
+
+
+def table_of(tables: Mapping[Hashable, AnyTable], seq: Sequence) -> AnyTable:
     """The table of ``seq``; ValueError if it holds no blocks."""
     table = tables.get(seq.seq_id)
     if table is None:
@@ -18,7 +40,7 @@ def table_of(tables: Mapping[Hashable, Table], seq: Sequence) -> Table:
     return table
 
 
-def check_holds_no_blocks(tables: Mapping[Hashable, Table], seq: Sequence) -> None:
+def check_holds_no_blocks(tables: Mapping[Hashable, AnyTable], seq: Sequence) -> None:
     """Raise ValueError if ``seq`` has a table."""
     if seq.seq_id in tables:
         raise ValueError(f"sequence {seq.seq_id!r} holds blocks already; free it first")

@@ -19,6 +19,7 @@ from cache.managers.base import (
     as_policy,
 )
 from cache.managers.tables import (
+    Table,
     check_grew,
     check_holds_no_blocks,
     check_shares_content,
@@ -32,15 +33,16 @@ from cache.sequence import Sequence
 _MIN_DIGEST_SIZE = 16  # bytes: hits are believed without comparing tokens
 
 
-class _Table:
+class _Table(Table):
     """The physical blocks of one sequence, all on the device of ``allocator``."""
 
-    __slots__ = ("allocator", "blocks", "last_accessed", "num_computed_blocks", "num_tokens")
+    __slots__ = ("allocator", "blocks", "last_accessed", "num_computed_blocks", "num_noted_tokens")
 
-    def __init__(self, allocator: BlockAllocator) -> None:
+    def __init__(self, seq: Sequence, allocator: BlockAllocator) -> None:
+        super().__init__(seq)
         self.allocator = allocator
         self.blocks: list[int] = []  # with a sliding window a ring, logical block i in i % window
-        self.num_tokens = 0  # whose K/V are stored, or being stored by the running step
+        self.num_noted_tokens = 0  # those of them that the keys of the blocks take into account
         self.num_computed_blocks = 0  # leading blocks that are known to be marked as computed
         self.last_accessed = 0.0
 
@@ -89,7 +91,8 @@ class VLLMv0(CacheManager):
             policy is without it.
         event_log: is told what happens to every GPU block.
         clock: time of an allocation or an append; sequences with the same time were scheduled
-            together and tie in the evictor.  By default each call has a time of its own.
+            together and tie in the evictor.  By default each call has a time of its own.  Tokens
+            that needed no call are dated by the next.
 
     Raises ValueError for values out of range and for a digest below 128 bits (vLLM's own hash had
     64, and tokens are not compared).
@@ -161,8 +164,8 @@ class VLLMv0(CacheManager):
     def allocate(self, seq: Sequence) -> int:
         check_holds_no_blocks(self._tables, seq)
         hits, num_cached = self.get_computed_blocks(seq)
-        table = _Table(self.gpu)
-        self._extend(seq, table)
+        table = _Table(seq, self.gpu)
+        self._extend(seq, table, seq.num_tokens)
         self._tables[seq.seq_id] = table
         seq.num_cached_tokens = num_cached
         self._num_allocations += 1
@@ -174,30 +177,36 @@ class VLLMv0(CacheManager):
     def append(self, seq: Sequence) -> Copies:
         table = self._table_on(self.gpu, seq)
         check_grew(seq, table.num_tokens)
-        return self._extend(seq, table)
+        return self._extend(seq, table, seq.num_tokens)
 
     def can_append(self, seq: Sequence) -> bool:
         table = self._table_on(self.gpu, seq)
-        return self._num_needed(table, self._plan(seq, table)) <= self.gpu.num_free_blocks
+        plan = self._plan(seq, table, seq.num_tokens)
+        return self._num_needed(table, plan) <= self.gpu.num_free_blocks
 
     def mark_blocks_as_computed(self, seq: Sequence) -> None:
         """The step that ``seq`` was scheduled for is over: its full blocks are computed hits."""
-        self._mark_as_computed(self._table_on(self.gpu, seq))
+        table = self._table_on(self.gpu, seq)
+        self._note_stored(table)
+        self._mark_as_computed(table)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         table = self._table_on(self.gpu, parent)
         check_holds_no_blocks(self._tables, child)
         check_shares_content(parent, child, table.num_tokens)
+        self._note_stored(table)
         for block in table.blocks:
             self.gpu.share(block, found=False)
-        copy = self._tables[child.seq_id] = _Table(self.gpu)
+        copy = self._tables[child.seq_id] = _Table(child, self.gpu)
         copy.blocks = table.blocks.copy()
-        copy.num_tokens = table.num_tokens
+        copy.num_noted_tokens = table.num_tokens
         copy.last_accessed = table.last_accessed
         child.num_cached_tokens = child.num_computed_tokens = table.num_tokens
 
     def free(self, seq: Sequence) -> None:
         table = table_of(self._tables, seq)
+        if table.allocator is self.gpu:
+            self._note_stored(table)
         self._mark_as_computed(table)
         table.allocator.release(table.blocks, table.last_accessed)
         del self._tables[seq.seq_id]
@@ -224,6 +233,7 @@ class VLLMv0(CacheManager):
     def swap_out(self, seq: Sequence) -> Copies:
         table = self._table_on(self.gpu, seq)
         self.cpu.check_free(self._num_missing(table, self.cpu))
+        self._note_stored(table)
         self._mark_as_computed(table)
         return self._move(table, self.cpu)
 
@@ -272,17 +282,26 @@ class VLLMv0(CacheManager):
             if len(set(blocks)) != len(blocks) or len(blocks) != self._num_physical(needed):
                 raise AssertionError(f"{seq_id!r}: {blocks} for {table.num_tokens} tokens")
             keys = [table.allocator.keys[block] for block in blocks]
-            num_hashed = table.num_tokens // self.block_size if self.enable_prefix_caching else 0
+            num_full = table.num_tokens // self.block_size
+            num_noted = table.num_noted_tokens // self.block_size
+            num_hashed = num_noted if self.enable_prefix_caching else 0
             hashed = [isinstance(key, bytes) for key in keys]
-            if hashed != [i < num_hashed for i in range(len(blocks))]:
-                raise AssertionError(f"{seq_id!r}: {num_hashed} blocks are full, but keys {keys}")
+            if not table.may_lack(num_full - num_noted, self.block_size) or (
+                hashed != [i < num_hashed for i in range(len(blocks))]
+            ):
+                raise AssertionError(f"{seq_id!r}: {num_full} blocks are full, but keys {keys}")
             computed = [table.allocator.computed[b] for b in blocks[: table.num_computed_blocks]]
             if not all(computed):
                 raise AssertionError(f"{seq_id!r}: {computed} computed of its first {blocks}")
 
-    def _extend(self, seq: Sequence, table: _Table) -> Copies:
-        """Make room in ``table``, a GPU one, for all tokens of ``seq``."""
-        plan = self._plan(seq, table)
+    def _note_stored(self, table: _Table) -> None:
+        """Take tokens into account that the caller has counted in: they may have filled a block."""
+        if table.num_noted_tokens < table.num_tokens:
+            self._extend(table.seq, table, table.num_tokens)  # which takes no block
+
+    def _extend(self, seq: Sequence, table: _Table, end: int) -> Copies:
+        """Make room in ``table``, a GPU one, for the tokens of ``seq`` up to ``end``."""
+        plan = self._plan(seq, table, end)
         self.gpu.check_free(self._num_needed(table, plan))
         self._mark_as_computed(table)
         for position, _, found in plan:  # first what makes room, then hits, then new blocks
@@ -295,14 +314,15 @@ class VLLMv0(CacheManager):
         copies: Copies = []
         for growth in plan:
             copies += self._grow(table, *growth)
-        table.num_tokens = seq.num_computed_tokens = seq.num_tokens
+        table.seq = seq
+        table.num_noted_tokens = seq.num_computed_tokens = end
         table.last_accessed = self._clock()
         return copies
 
-    def _plan(self, seq: Sequence, table: _Table) -> list[_Growth]:
-        """The logical blocks that the new tokens of ``seq`` go to, each physical one once."""
-        first, last = table.num_tokens // self.block_size, (seq.num_tokens - 1) // self.block_size
-        hashes = self._hashes(seq)
+    def _plan(self, seq: Sequence, table: _Table, end: int) -> list[_Growth]:
+        """The logical blocks that new tokens up to ``end`` go to, each physical one once."""
+        first, last = table.num_noted_tokens // self.block_size, (end - 1) // self.block_size
+        hashes = self._hashes(seq)[: end // self.block_size]
         keys = [hashes[i] if i < len(hashes) else None for i in range(first, last + 1)]
         plan = [
             _Growth(position, key, None if key is None else self.gpu.find(key))
@@ -337,6 +357,7 @@ class VLLMv0(CacheManager):
         if own is not None and gpu.ref_counts[own] == 1:  # written in place
             if key is not None:
                 gpu.rename(own, key, parent, position)
+                gpu.computed[own] = (position + 1) * self.block_size <= table.num_tokens
             elif self.cpu.find(gpu.keys[own]) is not None:  # a copy there is another content now
                 gpu.rename(own, next(self._placeholders), None, position)
             return []
@@ -379,7 +400,7 @@ class VLLMv0(CacheManager):
 
     def _mark_as_computed(self, table: _Table) -> None:
         if self.enable_prefix_caching:
-            num_full = table.num_tokens // self.block_size
+            num_full = table.num_noted_tokens // self.block_size
             for block in table.blocks[table.num_computed_blocks : num_full]:
                 table.allocator.computed[block] = 1
             table.num_computed_blocks = num_full

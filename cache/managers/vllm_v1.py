@@ -19,6 +19,7 @@ from cache.managers.base import (
     as_policy,
 )
 from cache.managers.tables import (
+    Table,
     check_grew,
     check_holds_no_blocks,
     check_shares_content,
@@ -32,17 +33,17 @@ from cache.sequence import Sequence
 _MIN_DIGEST_SIZE = 16  # bytes: hits are believed without comparing tokens
 
 
-class _Table:
+class _Table(Table):
     """The blocks of one sequence."""
 
-    __slots__ = ("blocks", "hashes", "num_cached_blocks", "num_computed_blocks", "num_tokens")
+    __slots__ = ("blocks", "hashes", "num_cached_blocks", "num_computed_blocks")
 
     def __init__(
-        self, blocks: list[int], hashes: list[bytes], num_tokens: int, num_cached_blocks: int
+        self, seq: Sequence, blocks: list[int], hashes: list[bytes], num_cached_blocks: int
     ) -> None:
+        super().__init__(seq)
         self.blocks = blocks
         self.hashes = hashes  # of all full blocks: the list of the sequence, which grows with it
-        self.num_tokens = num_tokens  # whose K/V are stored, or being stored by the running step
         self.num_cached_blocks = num_cached_blocks  # leading blocks whose content is indexed
         self.num_computed_blocks = num_cached_blocks  # those whose K/V are there for certain
 
@@ -167,7 +168,7 @@ class VLLMv1(CacheManager):
         table = table_of(self._tables, seq)
         check_grew(seq, table.num_tokens)
         self._mark_as_computed(seq, table)
-        return self._extend(seq, table, seq.num_tokens - table.num_tokens, 0)
+        return self._extend(seq, table, seq.num_tokens, 0)
 
     def can_append(self, seq: Sequence) -> bool:
         table = table_of(self._tables, seq)
@@ -197,7 +198,7 @@ class VLLMv1(CacheManager):
                     "only go in front of its first chunk"
                 )
             self._mark_as_computed(seq, table)
-            return self._extend(seq, table, num_new_tokens, num_lookahead_tokens)
+            return self._extend(seq, table, start + num_new_tokens, num_lookahead_tokens)
         hits = list(computed_blocks)
         if hits and hits != self.get_computed_blocks(seq)[0][: len(hits)]:
             raise ValueError(
@@ -212,14 +213,16 @@ class VLLMv1(CacheManager):
         check_holds_no_blocks(self._tables, child)
         stored = table.num_tokens
         check_shares_content(parent, child, stored)
+        self._index_filled(parent, table, stored)
         blocks = table.blocks[: -(-stored // self.block_size)]
         self.pool.share(blocks)
         hashes = self._hasher.block_hashes(child) if self.enable_prefix_caching else []
-        self._tables[child.seq_id] = _Table(blocks, hashes, stored, table.num_cached_blocks)
+        self._tables[child.seq_id] = _Table(child, blocks, hashes, table.num_cached_blocks)
         child.num_cached_tokens = child.num_computed_tokens = stored
 
     def free(self, seq: Sequence) -> None:
         table = table_of(self._tables, seq)
+        self._index_filled(seq, table, table.num_tokens)
         self._mark_as_computed(seq, table)
         if self._copies:  # nobody took them, and their targets may soon be another's blocks
             self._copies = [pair for pair in self._copies if pair[1] not in table.blocks]
@@ -269,16 +272,17 @@ class VLLMv1(CacheManager):
                 )
         block_hashes = self.pool.block_hashes
         for seq_id, table in self._tables.items():
-            blocks, num_full = table.blocks, table.num_tokens // self.block_size
-            num_cached = num_full if self.enable_prefix_caching else 0
+            blocks = table.blocks
+            num_cached = table.num_cached_blocks
             if len(set(blocks)) != len(blocks) or len(blocks) * self.block_size < table.num_tokens:
                 raise AssertionError(f"{seq_id!r}: table {blocks} for {table.num_tokens} tokens")
             held = [block_hashes[block] for block in blocks]
             expected = table.hashes[:num_cached] + [None] * (len(blocks) - num_cached)
-            if table.num_cached_blocks != num_cached or held != expected:
+            unnoted = self._num_cacheable(table.num_tokens) - num_cached
+            if not table.may_lack(unnoted, self.block_size) or held != expected:
                 raise AssertionError(
-                    f"{seq_id!r}: {num_cached} of its blocks {blocks} should be cached, "
-                    f"{table.num_cached_blocks} are, with hashes {held}"
+                    f"{seq_id!r}: of the blocks {blocks} for {table.num_tokens} tokens "
+                    f"{num_cached} are cached, with hashes {held}"
                 )
         for block, parent, tokens in self._partials or ():
             if self._hasher.hash_block(parent, array("I", tokens)) != block_hashes[block]:
@@ -288,10 +292,11 @@ class VLLMv1(CacheManager):
         """Give ``seq`` a table that begins with ``hits``."""
         num_hits = len(hits)
         hashes = self._hasher.block_hashes(seq) if self.enable_prefix_caching else []
-        table = _Table(hits, hashes, num_hits * self.block_size, num_hits)
-        self._extend(seq, table, num_new_tokens, lookahead, hits)
+        table = _Table(seq, hits, hashes, num_hits)
+        num_cached = num_hits * self.block_size
+        self._extend(seq, table, num_cached + num_new_tokens, lookahead, is_new=True)
         self._tables[seq.seq_id] = table
-        seq.num_cached_tokens = num_hits * self.block_size
+        seq.num_cached_tokens = num_cached
         self._num_allocations += 1
         self._queried_tokens += seq.num_tokens
         self._queried_blocks += seq.num_tokens // self.block_size
@@ -301,34 +306,46 @@ class VLLMv1(CacheManager):
         self,
         seq: Sequence,
         table: _Table,
-        num_new_tokens: int,
+        end: int,
         lookahead: int,
-        hits: list[int] | tuple[int, ...] = (),
+        *,
+        is_new: bool = False,
     ) -> Copies:
-        """Add slots to ``table``; ``hits`` are the blocks it has if it is a new one."""
-        blocks, first = table.blocks, table.num_cached_blocks
-        end = table.num_tokens + num_new_tokens
+        """Add slots up to ``end`` to ``table``, which has nothing but its hits if it is new."""
+        blocks, hits = table.blocks, table.blocks if is_new else ()
         num_missing = self._num_missing(table, end + lookahead)
         copies: Copies = []
-        if not hits:  # else the allocation is the first change, and checks by itself
+        if not is_new:  # else the allocation is the first change, and checks by itself
             shared = self._writes_to_shared_block(table)
             self.pool.check_free(num_missing + shared)
             if shared:
                 copies.append(self._copy_on_write(table))
-        last = end // self.block_size if self.enable_prefix_caching else 0
+            self._index_filled(seq, table, end)
+        first, last = table.num_cached_blocks, self._num_cacheable(end)
         if last > first:
             hashes = self._hasher.block_hashes(seq)
-            if filled := blocks[first:last]:
-                previous = blocks[first - 1] if first else None
-                self.pool.cache(filled, hashes, first, first + len(filled), previous)
-                first += len(filled)
             previous = blocks[first - 1] if first else None
             blocks += self.pool.allocate(num_missing, hits, hashes, first, last, previous)
             table.num_cached_blocks = last
         else:
             blocks += self.pool.allocate(num_missing, hits)
-        table.num_tokens = seq.num_computed_tokens = end
+        table.seq = seq
+        seq.num_computed_tokens = end
         return copies
+
+    def _index_filled(self, seq: Sequence, table: _Table, end: int) -> None:
+        """Cache the blocks of ``table`` that the tokens up to ``end`` have filled."""
+        blocks, first = table.blocks, table.num_cached_blocks
+        last = min(self._num_cacheable(end), len(blocks))
+        if last > first:
+            hashes = self._hasher.block_hashes(seq)
+            previous = blocks[first - 1] if first else None
+            self.pool.cache(blocks[first:last], hashes, first, last, previous)
+            table.num_cached_blocks = last
+
+    def _num_cacheable(self, num_tokens: int) -> int:
+        """Blocks that ``num_tokens`` fill and that are to be cached."""
+        return num_tokens // self.block_size if self.enable_prefix_caching else 0
 
     def _partial_hit(self, seq: Sequence, hits: list[int]) -> tuple[int, int] | None:
         """The block that begins like the one after ``hits``, and for how many tokens it does.

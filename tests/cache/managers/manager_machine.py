@@ -36,6 +36,10 @@ class Live:
     seq: Sequence
     stored: int
     table: list[int]
+    noted: int = 0
+    """Stored tokens that its last call knows of."""
+    num_slots: int = 0
+    """Tokens that can be stored before its next call."""
 
 
 class ManagerMachine(RuleBasedStateMachine):
@@ -60,6 +64,9 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def observe(self, live: Live, taken: list[int]) -> None:
         """A call succeeded: ``live`` has its new table; ``taken`` are the blocks handed out."""
+
+    def observe_noted(self, live: Live) -> None:
+        """The manager has taken note of all stored tokens of ``live``."""
 
     def observe_free(self, live: Live) -> None:
         """``live`` has given its blocks back."""
@@ -115,8 +122,16 @@ class ManagerMachine(RuleBasedStateMachine):
             assert self.users(block) == 1, f"block {block} is written while shared"
             self.slots[block, offset] = self.content(live.seq, position)
         live.stored = end
+        live.num_slots = self.manager.num_slots(live.seq)
+        assert end <= live.num_slots <= len(live.table) * self.block_size
         assert live.seq.num_computed_tokens == end
         self.observe(live, taken)
+        self.note(live)
+
+    def note(self, live: Live) -> None:
+        """A call about ``live`` tells the manager of the tokens that were stored without one."""
+        live.noted = live.stored
+        self.observe_noted(live)
 
     def attempt(self, live: Live, end: int, call):
         """``call()``, or None if it found too few blocks, which must be so and change nothing."""
@@ -208,10 +223,26 @@ class ManagerMachine(RuleBasedStateMachine):
         if copies is not None:
             self.write(live, end, copies)
 
+    @rule(data=st.data(), token=TOKENS)
+    @precondition(lambda self: any(live.stored < live.num_slots for live in self.live.values()))
+    def store_without_a_call(self, data, token):
+        """The caller counts a token itself that goes to a slot which its sequence has."""
+        choices = sorted(key for key, live in self.live.items() if live.stored < live.num_slots)
+        live = self.live[data.draw(st.sampled_from(choices), label="sequence")]
+        if live.stored == live.seq.num_tokens:
+            live.seq.append_token(token)
+        block = live.table[live.stored // self.block_size]
+        assert self.users(block) == 1, f"block {block} is written while shared"
+        self.slots[block, live.stored % self.block_size] = self.content(live.seq, live.stored)
+        live.seq.num_computed_tokens += 1
+        live.stored += 1
+
     @rule(data=st.data())
     @precondition(lambda self: self.live)
     def free(self, data):
-        live = self.live.pop(self.pick(data).seq.seq_id)
+        live = self.pick(data)
+        self.note(live)
+        del self.live[live.seq.seq_id]
         self.manager.free(live.seq)
         self.history.append(list(live.seq.token_ids))
         self.observe_free(live)
@@ -220,8 +251,9 @@ class ManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     def preempt(self, data):
         live = self.pick(data)
+        self.note(live)
         self.waiting.append(live.seq)
-        self.live.pop(live.seq.seq_id)
+        del self.live[live.seq.seq_id]
         self.manager.free(live.seq)
         self.observe_free(live)
 
@@ -258,11 +290,14 @@ class ManagerMachine(RuleBasedStateMachine):
         for token in ahead:
             child.append_token(token)
         free = self.manager.num_free_blocks
+        self.note(parent)
         self.manager.fork(parent.seq, child)
         assert self.manager.num_free_blocks == free
         table = self.manager.block_table(child)
         assert table == parent.table[: -(-parent.stored // self.block_size)]
-        self.live[child.seq_id] = Live(child, parent.stored, table)
+        assert child.num_computed_tokens == child.num_cached_tokens == parent.stored
+        parent.num_slots = 0
+        self.live[child.seq_id] = Live(child, parent.stored, table, parent.stored)
 
     @rule(data=st.data())
     @precondition(lambda self: self.supports_chunks)

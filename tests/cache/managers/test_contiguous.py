@@ -381,8 +381,8 @@ def test_what_the_design_does_not_offer(call):
     [
         (lambda m: m._buddy.free(m._runs[0].start), "runs in use"),
         (lambda m: m._buddy.allocate(1), "runs in use"),
-        (lambda m: setattr(m._runs[0], "num_tokens", 6), "6 tokens, 5 in the end"),
-        (lambda m: setattr(m._runs[0], "num_tokens", 0), "0 tokens"),
+        (lambda m: setattr(m._runs[0].seq, "num_computed_tokens", 6), "6 tokens, 5 in the end"),
+        (lambda m: setattr(m._runs[0].seq, "num_computed_tokens", 0), "0 tokens"),
         (lambda m: m._buddy._free[3].clear(), "the runs end at|begins at"),
         (lambda m: m._buddy._free[0].update({0: None}), "begins at"),
         (lambda m: setattr(m._buddy, "num_free", 9), "num_free is 9, the free runs have 8"),

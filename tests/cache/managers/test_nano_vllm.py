@@ -84,6 +84,8 @@ class NanoVLLMMachine(ManagerMachine):
         for block in taken:
             self.free_ids.remove(block)
             self.hashed.pop(block, None)
+
+    def observe_noted(self, live):
         if self.caching:
             for i in range(live.stored // self.block_size):
                 last = (i + 1) * self.block_size - 1
@@ -380,7 +382,7 @@ def test_what_the_design_does_not_offer(call):
         (lambda m: m.pool.ref_counts.__setitem__(0, 2), "block 0 has ref_count 2 and is in 1"),
         (lambda m: m._contents.__setitem__(1, None), "block 1 is cached, but"),
         (lambda m: m._tables[0].blocks.append(0), "ref_count 1 and is in 2"),
-        (lambda m: setattr(m._tables[0], "num_tokens", 13), "for 13 tokens"),
+        (lambda m: setattr(m._tables[0].seq, "num_computed_tokens", 13), "for 13 tokens"),
         (lambda m: setattr(m._tables[0], "num_hashed", 1), "first 2 .* 1 are said"),
     ],
     ids=["ref_count", "content", "twice", "short", "hashed"],

@@ -7,6 +7,7 @@ from array import array
 
 import pytest
 from hypothesis import settings
+from hypothesis.stateful import invariant
 from manager_machine import ManagerMachine
 
 from cache import AllocStatus, CacheStats, OutOfBlocks, Sequence, UnsupportedByDesign, make_manager
@@ -32,14 +33,18 @@ class PagedMachine(ManagerMachine):
     def observe(self, live, taken):
         assert set(taken) <= self.free_set
         self.free_set -= set(taken)
-        size = self.block_size
-        filled = [min(size, live.stored - i * size) for i in range(len(live.table))]
-        table = list(zip(live.table, filled, strict=True))
-        assert self.manager.filled_block_table(live.seq) == table
-        unfilled = sum(len(o.table) * size - o.stored for o in self.live.values())
+
+    @invariant()
+    def filled_slots_are_counted(self):
+        size, lives = self.block_size, self.live.values()
+        for live in lives:
+            filled = [min(size, live.stored - i * size) for i in range(len(live.table))]
+            table = list(zip(live.table, filled, strict=True))
+            assert self.manager.filled_block_table(live.seq) == table
+        unfilled = sum(len(live.table) * size - live.stored for live in lives)
         assert self.manager.fragmented_bytes() == 3 * unfilled
         usage = self.manager.memory_usage()
-        assert usage.used == sum(o.stored for o in self.live.values())
+        assert usage.used == sum(live.stored for live in lives)
         assert usage.internal == unfilled
         assert usage.num_slots == self.num_blocks * size
 
@@ -170,7 +175,7 @@ def test_a_slot_has_bytes(value):
         (lambda m: m._free.append(m._tables[0].blocks[0]), "either free or in one table"),
         (lambda m: m._free.pop(), "either free or in one table"),
         (lambda m: m._free.append(4), r"no blocks \[4\]"),
-        (lambda m: setattr(m._tables[0], "num_tokens", 4), "2 blocks for 4 tokens"),
+        (lambda m: setattr(m._tables[0].seq, "num_computed_tokens", 4), "2 blocks for 4 tokens"),
     ],
     ids=["free and used", "lost", "unknown", "empty block"],
 )

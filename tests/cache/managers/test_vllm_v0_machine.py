@@ -70,7 +70,7 @@ class VLLMv0Machine(ManagerMachine):
 
     def growth(self, live, end):
         """(logical block, its own block or None, the block that holds its content or None)."""
-        first, last = live.stored // self.block_size, (end - 1) // self.block_size
+        first, last = live.noted // self.block_size, (end - 1) // self.block_size
         for position in range(first, min(last + 1, first + self.ring)):
             slot = position % self.ring
             own = live.table[slot] if slot < len(live.table) else None
@@ -126,14 +126,31 @@ class VLLMv0Machine(ManagerMachine):
                 self.slots.pop((block, offset), None)
 
     def mark_as_computed(self, live):
-        self.computed.update(live.table[: live.stored // self.block_size] if self.caching else ())
+        self.computed.update(live.table[: live.noted // self.block_size] if self.caching else ())
+
+    def note(self, live):
+        if live.noted == live.stored:
+            return
+        self.mark_as_computed(live)
+        for position, own, holder in list(self.growth(live, live.stored)):
+            content = self.full_content(live.seq, position, live.stored)
+            if holder is not None:
+                live.table = [*live.table[:position], holder]
+                self.release(own, position, self.last_step[live.seq.seq_id])
+                self.free_blocks.pop(holder, None)
+            elif content is not None:
+                self.cached[own] = content
+                self.computed.add(own)
+        live.noted = live.stored
+        self.last_step[live.seq.seq_id] = self.step
 
     def write(self, live, end, copies=()):
         is_new = live.seq.seq_id not in self.last_step
         if is_new:  # its hits are shared in the same way as blocks that are not computed yet
             live.table = []
         self.mark_as_computed(live)
-        plan = list(self.growth(Live(live.seq, 0 if is_new else live.stored, live.table), end))
+        stored = 0 if is_new else live.stored
+        plan = list(self.growth(live, end))
         table = self.manager.block_table(live.seq)
         live.table = []  # a block given up for a promotion may be handed out again at once
         assert len(table) == -(-end // self.block_size)
@@ -163,11 +180,15 @@ class VLLMv0Machine(ManagerMachine):
             if self.others(slot[0], live):
                 assert self.slots.get(slot, content) == content, "written while shared"
             self.slots[slot] = content
-        for position, _, _ in plan:
+        for position, own, _ in plan:
             content = self.full_content(live.seq, position, end)
             if content is not None:
                 self.cached[table[position]] = content
-        live.stored = end
+            stored_before = (position + 1) * self.block_size <= stored
+            if stored_before and self.caching and table[position] == own:
+                self.computed.add(own)
+        live.stored = live.noted = end
+        live.num_slots = self.manager.num_slots(live.seq)
         self.last_step[live.seq.seq_id] = self.step
         assert live.seq.num_computed_tokens == end
 
@@ -221,13 +242,15 @@ class VLLMv0Machine(ManagerMachine):
         child = parent.seq.fork(self.next_id)
         for token in ahead:
             child.append_token(token)
+        self.note(parent)
         free = self.manager.num_free_blocks
         self.manager.fork(parent.seq, child)
         assert self.manager.num_free_blocks == free
         table = self.manager.block_table(child)
         assert table == parent.table
         assert child.num_computed_tokens == child.num_cached_tokens == parent.stored
-        self.live[child.seq_id] = Live(child, parent.stored, table)
+        parent.num_slots = 0
+        self.live[child.seq_id] = Live(child, parent.stored, table, parent.stored)
         self.last_step[child.seq_id] = self.last_step[parent.seq.seq_id]
 
     @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), max_size=9))
@@ -254,6 +277,7 @@ class VLLMv0Machine(ManagerMachine):
     def step_is_over(self, data):
         live = self.pick(data)
         self.manager.mark_blocks_as_computed(live.seq)
+        self.note(live)
         self.mark_as_computed(live)
 
     @rule(data=st.data())
@@ -269,6 +293,7 @@ class VLLMv0Machine(ManagerMachine):
             assert self.snapshot() == before
             return
         copies = self.manager.swap_out(live.seq)
+        self.note(live)
         for src, dst in copies:
             assert src in live.table
             self.copy(self.slots, src, self.host_slots, dst)
@@ -279,6 +304,7 @@ class VLLMv0Machine(ManagerMachine):
             self.release(live.table[depth], depth, step)
         assert self.manager.num_free_blocks >= free_on_gpu
         live.table = self.manager.block_table(live.seq)
+        live.num_slots = 0
         self.swapped[live.seq.seq_id] = live
 
     def missing_on_gpu(self, live):

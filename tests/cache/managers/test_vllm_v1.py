@@ -650,8 +650,10 @@ def test_check_invariants_sees_a_wrong_table(damage):
         table.blocks = [2, 1, 0]
     elif damage == "hash":
         table.hashes = table.hashes[::-1]
+    elif damage == "num_tokens":
+        seq.num_computed_tokens += 4
     else:
-        setattr(table, damage, getattr(table, damage) + 4)
+        table.num_cached_blocks += 4
     with pytest.raises(AssertionError):
         manager.check_invariants()
 
@@ -670,7 +672,7 @@ def test_check_invariants_sees_damage_without_prefix_caching(damage):
         manager.pool.ref_counts[:3] = [2, 0, 1]
         manager.pool._free.append(1)
     else:
-        table.num_tokens = 13
+        table.seq.num_computed_tokens = 13
     with pytest.raises(AssertionError):
         manager.check_invariants()
 

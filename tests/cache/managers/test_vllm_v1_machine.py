@@ -58,6 +58,8 @@ class VLLMv1Machine(ManagerMachine):
         for block in taken:
             self.queue.remove(block)
             self.cached.pop(block, None)
+
+    def observe_noted(self, live: Live) -> None:
         if self.caching:
             for i in range(live.stored // self.block_size):
                 last = (i + 1) * self.block_size - 1
