@@ -40,7 +40,7 @@ def load_scale(scale, kv_heads, stride):
 
 @triton.jit
 def load_row_scales(scale, kv_heads, stride):
-    """The same for rows of various heads, [rows]: a number, or [rows, 1]. None stays None."""
+    """The same for rows of various heads, [rows]: a number, or [rows, 1]."""
     if stride is None:
         return scale
     else:

@@ -85,8 +85,11 @@ def _rope_store_kvcache_kernel(
         blocks = slots // BLOCK_SIZE
         offsets = slots % BLOCK_SIZE
         k_rows = blocks * stride_k_block + offsets * stride_k_slot + heads * stride_k_head
-        k_scales = load_row_scales(k_scale, heads, stride_k_scale)
-        v_scales = load_row_scales(v_scale, heads, stride_v_scale)
+        k_scales, v_scales = k_scale, v_scale
+        if k_scale is not None:
+            k_scales = load_row_scales(k_scale, heads, stride_k_scale)
+        if v_scale is not None:
+            v_scales = load_row_scales(v_scale, heads, stride_v_scale)
         rotate_rows(
             k_cache_ptr + k_rows,
             key_ptr + tokens * stride_key_token + heads * stride_key_head,

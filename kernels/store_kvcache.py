@@ -73,10 +73,12 @@ def _store_kvcache_kernel(
     offsets = slots % BLOCK_SIZE
     k_rows = blocks * stride_k_block + offsets * stride_k_slot + heads * stride_k_head
     v_rows = blocks * stride_v_block + offsets * stride_v_slot + heads * stride_v_head
-    k_scales = load_row_scales(k_scale, heads, stride_k_scale)
-    v_scales = load_row_scales(v_scale, heads, stride_v_scale)
-    key = to_cache(key, k_scales, k_cache_ptr.dtype.element_ty)
-    value = to_cache(value, v_scales, v_cache_ptr.dtype.element_ty)
+    if k_scale is not None:
+        k_scale = load_row_scales(k_scale, heads, stride_k_scale)
+    if v_scale is not None:
+        v_scale = load_row_scales(v_scale, heads, stride_v_scale)
+    key = to_cache(key, k_scale, k_cache_ptr.dtype.element_ty)
+    value = to_cache(value, v_scale, v_cache_ptr.dtype.element_ty)
     tl.store(k_cache_ptr + k_rows[:, None] + offs_d[None, :], key, mask=mask)
     tl.store(v_cache_ptr + v_rows[:, None] + offs_d[None, :], value, mask=mask)
 
