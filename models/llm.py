@@ -28,7 +28,7 @@ from models.sampling_params import SamplingParams
 from models.scheduler import Scheduler
 from models.streams import NewRequest, Streams
 from models.weights import load_kv_scales, load_weights, randomize_weights
-from models.workers import LeadingEngine, start_workers
+from models.workers import LeadingEngine, has_workers, start_workers
 
 
 class LLM:
@@ -39,7 +39,8 @@ class LLM:
         print(output.outputs[0].text)
 
     Several threads may generate at a time.  A step that raises (KeyboardInterrupt, out of memory
-    ...) cancels all requests and empties the cache; after that the LLM serves as before.
+    ...) cancels all requests and empties the cache; after that the LLM serves as before, unless
+    its tensor-parallel ranks, which then end, were started by it.
 
     Args:
         model: folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer.json), or a
@@ -132,7 +133,7 @@ class LLM:
         for name in ("num_q_heads", "num_kv_heads", "intermediate_size"):
             TensorParallel(0, tensor_parallel_size).share(getattr(config, name), name)
         workers = None
-        if tensor_parallel_size > 1 and not is_distributed():
+        if tensor_parallel_size > 1 and (has_workers() or not is_distributed()):
             workers = start_workers(tensor_parallel_size, self.device, options_of_workers)
         self._tp = join_tensor_parallel(tensor_parallel_size, self.device)
         longest = min(

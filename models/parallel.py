@@ -7,6 +7,7 @@ so that each half of a layer needs a single all-reduce.
 
 from __future__ import annotations
 
+import atexit
 from dataclasses import dataclass
 
 import torch
@@ -87,8 +88,14 @@ def join_tensor_parallel(size: int, device: torch.device) -> TensorParallel:
                 f"torchrun --nproc-per-node {size}, or use models.workers.start_workers"
             )
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        atexit.register(_leave)  # gloo aborts a process that ends without
     if dist.get_world_size() != size:
         raise ValueError(
             f"tensor_parallel_size={size}: torch.distributed has {dist.get_world_size()} ranks"
         )
     return TensorParallel(dist.get_rank(), size)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

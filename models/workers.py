@@ -7,7 +7,7 @@ else, so it is enough that each does what the first does, in the same order: add
 from __future__ import annotations
 
 import multiprocessing
-import socket
+import signal
 import weakref
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
@@ -19,20 +19,61 @@ import torch.distributed as dist
 from models.engine import Engine
 from models.outputs import TokenOutput
 from models.sampling_params import SamplingParams
+from models.scheduler import Scheduler
 from models.sequence import Request
+
+_HOST = "127.0.0.1"
 
 
 class Workers:
-    """Ranks 1 to size - 1.  They end by ``close``, with this object, or with this process."""
+    """Ranks 1 to size - 1.  They end by ``close``, with this object, or with this process.
+
+    is_led: whether rank 0 has got its engine as well.
+    """
 
     def __init__(self, processes: list[BaseProcess], connections: list[Connection]) -> None:
-        self._connections = connections
+        self._processes, self._connections = processes, connections
+        self.is_led = False
         self.close = weakref.finalize(self, _close, processes, connections)
+        _started.add(self)
+
+    def wait_until_ready(self) -> None:
+        """Raises RuntimeError if a worker ends before it is ready to join."""
+        for rank, connection in enumerate(self._connections, start=1):
+            try:
+                connection.recv()
+            except EOFError:
+                raise RuntimeError(
+                    f"tensor-parallel rank {rank} ended as it started.  Is this a script without "
+                    '`if __name__ == "__main__":`?  The ranks import it.'
+                ) from None
 
     def tell(self, method: str, *arguments: object) -> None:
-        """Have the engine of every worker call a method."""
+        """Have the engine of every worker call a method.  RuntimeError if one has ended."""
+        for rank, connection in enumerate(self._connections, start=1):
+            try:
+                connection.send((method, arguments))
+            except OSError:
+                raise RuntimeError(
+                    f"tensor-parallel rank {rank} has ended, on its own or since a step failed: "
+                    "make a new LLM"
+                ) from None
+
+    def kill(self) -> None:
+        """Close without waiting for what they compute."""
         for connection in self._connections:
-            connection.send((method, arguments))
+            connection.close()
+        for process in self._processes:
+            process.kill()
+        self.close()
+
+
+_started: weakref.WeakSet[Workers] = weakref.WeakSet()
+
+
+def has_workers() -> bool:
+    """Whether workers of this process are running, which it then leads as rank 0."""
+    return any(workers.close.alive for workers in _started)
 
 
 class LeadingEngine:
@@ -40,14 +81,15 @@ class LeadingEngine:
 
     def __init__(self, engine: Engine, workers: Workers) -> None:
         self._engine, self.workers = engine, workers
+        workers.is_led = True
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._engine, name)
 
     def add(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> int:
-        request_id = self._engine.add(prompt_token_ids, params)
+        self._engine.check(prompt_token_ids, params)
         self.workers.tell("add", list(prompt_token_ids), params)
-        return request_id
+        return self._engine.add(prompt_token_ids, params)
 
     def abort(self, request_id: int) -> Request:
         request = self._engine.abort(request_id)
@@ -58,57 +100,78 @@ class LeadingEngine:
         self.workers.tell("step")
         return self._engine.step()
 
+    def restart(self, scheduler: Scheduler) -> list[Request]:
+        """As Engine.restart; but the ranks have lost each other, and this engine serves no more."""
+        self.workers.kill()
+        return self._engine.restart(scheduler)
+
 
 def start_workers(size: int, device: torch.device, llm_options: Mapping[str, object]) -> Workers:
     """Start the ranks 1 to size - 1, and join them as rank 0.
 
     llm_options: arguments of LLM in the workers, which must be picklable.  The workers import the
     main module, so a script that starts them needs ``if __name__ == "__main__":``.
+
+    Raises ValueError if this process has workers already, RuntimeError if a worker does not start.
     """
+    for others in _started:
+        if others.close.alive and others.is_led:
+            raise ValueError(
+                f"tensor_parallel_size={size}: this process leads the ranks of another LLM; drop "
+                "that one first"
+            )
+        others.kill()  # a traceback may keep those of an LLM that failed to begin
     context = multiprocessing.get_context("spawn")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    store = dist.TCPStore(_HOST, 0, size, is_master=True, wait_for_workers=False)
     processes, connections = [], []
-    for rank in range(1, size):
-        connection, theirs = context.Pipe()
-        process = context.Process(
-            target=_work,
-            args=(rank, size, device.type, address, dict(llm_options), theirs),
-            daemon=True,
-        )
-        process.start()
-        theirs.close()
-        processes.append(process)
-        connections.append(connection)
     workers = Workers(processes, connections)
     try:
-        _join(0, size, device.type, address)
+        for rank in range(1, size):
+            connection, theirs = context.Pipe()
+            process = context.Process(
+                target=_work,
+                args=(rank, size, device.type, store.port, dict(llm_options), theirs),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            processes.append(process)
+            connections.append(connection)
+        workers.wait_until_ready()
+        _join(0, size, device.type, store)
     except BaseException:
-        workers.close()
+        workers.kill()
         raise
     return workers
 
 
-def _join(rank: int, size: int, device_type: str, address: str) -> None:
+def _join(rank: int, size: int, device_type: str, store: dist.Store) -> None:
     if device_type == "cuda":
         torch.cuda.set_device(rank)
     backend = "nccl" if device_type == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=address, rank=rank, world_size=size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
 
 
 def _work(
     rank: int,
     size: int,
     device_type: str,
-    address: str,
+    port: int,
     llm_options: dict[str, object],
     connection: Connection,
 ) -> None:
     from models.llm import LLM
 
-    _join(rank, size, device_type, address)
-    engine = LLM(**llm_options).engine
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0 to answer
+    connection.send("ready")
+    _join(rank, size, device_type, dist.TCPStore(_HOST, port, size, is_master=False))
+    try:
+        _serve(LLM(**llm_options).engine, connection)
+    finally:
+        dist.destroy_process_group()
+
+
+def _serve(engine: Engine, connection: Connection) -> None:
     while True:
         try:
             method, arguments = connection.recv()
@@ -121,11 +184,13 @@ def _work(
 
 
 def _close(processes: list[BaseProcess], connections: list[Connection]) -> None:
-    for connection in connections:
-        connection.close()
-    for process in processes:
-        process.join(timeout=10)
-        if process.is_alive():
-            process.kill()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    try:
+        for connection in connections:
+            connection.close()
+        for process in processes:
+            process.join(timeout=10)
+            if process.is_alive():
+                process.kill()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

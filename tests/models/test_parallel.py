@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from models import LLM, SamplingParams
 from models.parallel import TensorParallel, join_tensor_parallel
+from models.workers import has_workers, start_workers
 
 PROMPTS = [[(i * 37 + 11) % 97 for i in range(19)], [5], [(i * 5) % 97 for i in range(11)]]
 
@@ -88,9 +89,26 @@ def test_the_library_starts_the_other_rank_itself(make_checkpoint):
         assert len(beams[0].outputs[0].token_ids) == 3
         [again] = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=10))
         assert [again.outputs[0].token_ids] == alone[0]
+        with pytest.raises(ValueError, match="this process leads the ranks of another LLM"):
+            LLM(folder, tensor_parallel_size=2, num_blocks=12)
+        for child in multiprocessing.active_children():
+            child.kill()
+            child.join()
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="tensor-parallel rank 1 has ended"):
+                llm.generate(PROMPTS)
+        assert not llm.engine.has_unfinished
     finally:
         llm.engine.workers.close()
     assert not dist.is_initialized()
+
+
+def test_a_rank_that_does_not_start_is_noticed(monkeypatch):
+    monkeypatch.setattr("models.workers._work", repr)  # takes no six arguments
+    with pytest.raises(RuntimeError, match=r'rank 1 ended as it started.*__name__ == "__main__"'):
+        start_workers(2, torch.device("cpu"), {})
+    assert not dist.is_initialized()
+    assert not has_workers()
 
 
 def test_collectives():
