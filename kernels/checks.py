@@ -7,6 +7,7 @@ All raise before anything is written.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from operator import index
 
@@ -88,6 +89,18 @@ def as_integer(name: str, value: object) -> int:
         return index(value)
     except TypeError:
         raise TypeError(f"{name}: expected an integer, got {type(value).__name__}") from None
+
+
+def check_integer(name: str, value: int) -> None:
+    """Check that an argument is an int, which alone Triton takes for an integer."""
+    if type(value) is not int:
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+
+
+def check_number(name: str, value: float) -> None:
+    """Check that an argument is a float or an int."""
+    if not isinstance(value, (float, int)):
+        raise TypeError(f"{name}: expected a float or an int, got {type(value).__name__}")
 
 
 def check_like(name: str, tensor: torch.Tensor, other: torch.Tensor, dims: Sequence[str]) -> None:
@@ -172,6 +185,7 @@ def check_cu_seqlens(
     """
     check_tensor(name, cu_seqlens, {"batch + 1": batch + 1}, dtypes=_INT32, device=device)
     max_name = name.replace("cu_seqlens", "max_seqlen")
+    check_integer(max_name, max_seqlen)
     if max_seqlen < 0:
         raise ValueError(f"{max_name}: expected at least 0, got {max_seqlen}")
     if not cu_seqlens.is_cpu:
@@ -276,14 +290,20 @@ def check_score_options(
     softcap: float,
     alibi_slopes: torch.Tensor | None,
     sinks: torch.Tensor | None,
+    scale: float | None = None,
 ) -> None:
-    """Check what modifies the scores: window_size, softcap, alibi_slopes and sinks."""
-    if window_size is not None and window_size < 1:
-        raise ValueError(
-            f"window_size: expected None (no window) or at least 1 token, got {window_size}"
-        )
-    if not softcap >= 0:
-        raise ValueError(f"softcap: expected 0 (off) or a positive cap, got {softcap}")
+    """Check what makes the scores: window_size, softcap, alibi_slopes, sinks and scale."""
+    if scale is not None:
+        check_number("scale", scale)
+    if window_size is not None:
+        check_integer("window_size", window_size)
+        if window_size < 1:
+            raise ValueError(
+                f"window_size: expected None (no window) or at least 1 token, got {window_size}"
+            )
+    check_number("softcap", softcap)
+    if not 0 <= softcap < math.inf:
+        raise ValueError(f"softcap: expected 0 (off) or a positive finite cap, got {softcap}")
     if alibi_slopes is not None:
         shape = {"num_q_heads": num_q_heads}
         if isinstance(alibi_slopes, torch.Tensor) and alibi_slopes.dim() == 2:
@@ -296,6 +316,7 @@ def check_score_options(
 
 def check_grid_dim(name: str, dim: str | None, size: int) -> None:
     """Check a size that becomes a secondary launch dimension, which CUDA limits to 65535."""
+    check_integer(name, size)
     if not 1 <= size <= MAX_GRID_YZ and not (dim and size == 0):
         what = f"{dim} " if dim else ""
         raise ValueError(f"{name}: expected {what}from 1 to {MAX_GRID_YZ}, got {size}")

@@ -359,9 +359,6 @@ def paged_decode_attention(
     check_heads(q, k_cache)
     batch, num_q_heads, _ = q.shape
     check_grid_dim("q", "batch", batch)
-    check_block_tables(
-        block_tables, context_lens, k_cache, batch=batch, device=device, window_size=window_size
-    )
     check_score_options(
         batch=batch,
         num_q_heads=num_q_heads,
@@ -370,6 +367,10 @@ def paged_decode_attention(
         softcap=softcap,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
+        scale=scale,
+    )
+    check_block_tables(
+        block_tables, context_lens, k_cache, batch=batch, device=device, window_size=window_size
     )
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)

@@ -419,15 +419,6 @@ def paged_prefill_attention(
         max_seqlen=max_seqlen_q,
         device=device,
     )
-    check_block_tables(
-        block_tables,
-        context_lens,
-        k_cache,
-        batch=batch,
-        device=device,
-        query_lens=cu_seqlens_q.diff() if device.type == "cpu" else 1,
-        window_size=window_size,
-    )
     check_score_options(
         batch=batch,
         num_q_heads=num_q_heads,
@@ -436,6 +427,16 @@ def paged_prefill_attention(
         softcap=softcap,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
+        scale=scale,
+    )
+    check_block_tables(
+        block_tables,
+        context_lens,
+        k_cache,
+        batch=batch,
+        device=device,
+        query_lens=cu_seqlens_q.diff() if device.type == "cpu" else 1,
+        window_size=window_size,
     )
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)

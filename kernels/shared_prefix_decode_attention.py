@@ -396,6 +396,16 @@ def shared_prefix_decode_attention(
     check_tensor("prefix_lens", prefix_lens, {"num_groups": None}, dtypes=int32, device=device)
     num_groups = prefix_lens.shape[0]
     _check_groups(group_offsets, num_groups=num_groups, batch=batch, device=device)
+    check_score_options(
+        batch=batch,
+        num_q_heads=num_q_heads,
+        device=device,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        scale=scale,
+    )
     check_block_tables(
         suffix_block_tables,
         suffix_lens,
@@ -407,15 +417,6 @@ def shared_prefix_decode_attention(
     )
     _check_prefixes(
         prefix_block_tables, prefix_lens, group_offsets, suffix_lens, k_cache, window_size
-    )
-    check_score_options(
-        batch=batch,
-        num_q_heads=num_q_heads,
-        device=device,
-        window_size=window_size,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
     )
     for name, number in (("num_prefix_splits", num_prefix_splits), ("num_splits", num_splits)):
         if number is not None:
