@@ -85,8 +85,11 @@ class Sampler:
             return logits.argmax(dim=-1)
         greedy = logits.argmax(dim=-1) if any(p.temperature == 0 for p in params) else None
         device, vocab_size = logits.device, logits.shape[-1]
-        temperatures = torch.tensor([p.temperature or 1.0 for p in params], device=device)
-        scores = logits.float() / temperatures[:, None]
+        # What fp32 holds, and logits divided by it: else the largest may all become inf, or NaN.
+        temperatures = [
+            min(max(p.temperature, 1e-30), 1e30) if p.temperature else 1.0 for p in params
+        ]
+        scores = logits.float() / torch.tensor(temperatures, device=device)[:, None]
 
         top_ks = top_ps = None
         if any(0 < p.top_k < vocab_size for p in params):

@@ -127,6 +127,18 @@ def test_top_k_1_and_a_tiny_top_p_are_greedy():
     assert torch.equal(sample(logits, SamplingParams(top_p=1e-9)), logits.argmax(-1))
 
 
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"top_k": 5}], ids=["", "top_p", "top_k"])
+def test_extreme_temperatures(options):
+    logits = torch.randn(50, 8, generator=torch.Generator().manual_seed(1))
+    for temperature in (1e-5, 1e-30, 1e-40, 5e-324):
+        cold = sample(logits, SamplingParams(temperature=temperature, **options))
+        assert torch.equal(cold, logits.argmax(-1))
+    logits = torch.tensor([0.0, -math.inf, 1.0, 2.0]).expand(DRAWS, -1)
+    for temperature in (1e5, 1e38, 1e300, 10**400):
+        hot = sample(logits, SamplingParams(temperature=temperature, **options))
+        assert p_value(hot, torch.tensor([1.0, 0.0, 1.0, 1.0]).double() / 3) > 1e-3
+
+
 def test_the_seed_of_the_sampler_fixes_requests_without_one():
     logits = LOGITS.expand(100, -1)
     assert torch.equal(sample(logits, SamplingParams()), sample(logits, SamplingParams()))
