@@ -116,15 +116,24 @@ class BeamSearch:
         return expansion
 
     def best(self) -> list[Hypothesis]:
-        """The n best hypotheses, the best first."""
-        return self.finished[: self.request.params.n]
+        """The n best hypotheses, the best first; beams that were cancelled count as well."""
+        cancelled = [
+            Hypothesis(
+                beam.output_token_ids,
+                beam.cumulative_logprob,
+                self._score(beam.cumulative_logprob, beam.num_output_tokens),
+                beam.finish_reason,
+            )
+            for beam in self.beams
+            if beam.finish_reason is FinishReason.ABORT and beam.num_output_tokens
+        ]
+        return _ranked(self.finished + cancelled)[: self.request.params.n]
 
     def _finish(self, beam: Sequence, token: int, total: float, reason: FinishReason) -> None:
         token_ids = [*beam.output_token_ids, token]
         score = self._score(total, len(token_ids))
-        self.finished.append(Hypothesis(token_ids, total, score, reason))
-        self.finished.sort(key=lambda hypothesis: -hypothesis.score)
-        del self.finished[self.width :]
+        hypothesis = Hypothesis(token_ids, total, score, reason)
+        self.finished = _ranked([*self.finished, hypothesis])[: self.width]
 
     def _cannot_improve(self, best_total: float, num_tokens: int) -> bool:
         return (
@@ -134,3 +143,7 @@ class BeamSearch:
 
     def _score(self, total: float, num_tokens: int) -> float:
         return total / num_tokens**self.request.params.length_penalty
+
+
+def _ranked(hypotheses: list[Hypothesis]) -> list[Hypothesis]:
+    return sorted(hypotheses, key=lambda hypothesis: -hypothesis.score)

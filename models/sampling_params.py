@@ -76,10 +76,10 @@ class SamplingParams:
         )
         object.__setattr__(self, "stop_token_ids", frozenset(stop_token_ids))
         _need(
-            _is_number(self.length_penalty),
+            _is_number(self.length_penalty) and abs(self.length_penalty) <= 100,
             "length_penalty",
             self.length_penalty,
-            "a number",
+            "a number from -100 to 100",
         )
         if self.beam_width is None:
             return
@@ -89,10 +89,11 @@ class SamplingParams:
             self.beam_width,
             f"an int of at least n={self.n}, or None",
         )
-        if self.seed is not None or self.top_k > 0 or self.top_p < 1:
+        draws = self.temperature not in (0, 1) or self.top_k > 0 or self.top_p < 1
+        if draws or self.seed is not None:
             raise ValueError(
-                f"beam_width={self.beam_width!r}: beam search draws nothing, so seed, top_k and "
-                "top_p have no meaning; leave them out"
+                f"beam_width={self.beam_width!r}: beam search draws nothing, so seed, temperature, "
+                "top_k and top_p have no meaning; leave them out"
             )
 
 

@@ -277,6 +277,25 @@ def test_abort_frees_everything_at_any_time(make_engine, assert_idle):
         assert_idle(engine)
 
 
+def test_a_cancelled_beam_search_returns_its_beams(make_engine, serve):
+    params = SamplingParams(beam_width=3, n=2, max_tokens=4)
+    engine = make_engine("vllm_v1", 64)
+    engine.add(prompt(6), params)
+    expected = serve(engine)[0]
+    params = SamplingParams(beam_width=3, n=2, max_tokens=9)
+    request_id = engine.add(prompt(6), params)
+    for _ in range(4):
+        engine.step()
+    request = engine.abort(request_id)
+    outputs = engine.completions(request)
+    assert {output.finish_reason for output in outputs} == {FinishReason.ABORT}
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
+    assert outputs[0].cumulative_logprob == pytest.approx(expected[0].cumulative_logprob)
+    assert request.stats.num_output_tokens == 8
+    engine.add(prompt(6), params)
+    assert engine.completions(engine.abort(2)) == []  # no token yet
+
+
 def test_statistics(make_engine, serve):
     engine = make_engine("vllm_v1", 64)
     request = engine.requests[engine.add(prompt(6), SamplingParams(n=2, max_tokens=5))]
