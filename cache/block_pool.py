@@ -133,17 +133,9 @@ class BlockPool:
         """
         if count < 0:
             raise ValueError(f"count={count}: cannot hand out a negative number of blocks")
-        ref_counts = self.ref_counts
-        revived = [block for block in hits if not ref_counts[block]]
-        self.check_free(count + len(revived))
-        if revived:
-            self.policy.pin_many(revived)
-        if len(revived) < len(hits):
-            self.share([block for block in hits if ref_counts[block]])
-        for block in revived:
-            ref_counts[block] = 1
-        if self._log and hits:
-            self._log.record("hit", hits, map(self._contents.__getitem__, hits))
+        self.check_free(count + self.num_revived(hits) if hits else count)
+        if hits:
+            self._revive(hits)
         self.num_allocated += count
         if not self._tells_misses:
             blocks = self._take(count)
@@ -158,6 +150,19 @@ class BlockPool:
             blocks += taken
             previous = taken[0]
         return blocks + self._take(count - len(blocks))
+
+    def _revive(self, hits: Sequence[int]) -> None:
+        """Add a user to each of ``hits``, also those that have none."""
+        ref_counts = self.ref_counts
+        revived = [block for block in hits if not ref_counts[block]]
+        if revived:
+            self.policy.pin_many(revived)
+        if len(revived) < len(hits):
+            self.share([block for block in hits if ref_counts[block]])
+        for block in revived:
+            ref_counts[block] = 1
+        if self._log:
+            self._log.record("hit", hits, map(self._contents.__getitem__, hits))
 
     def _take(self, count: int) -> list[int]:
         """Remove ``count`` blocks, which there are, from the free ones; each gets one user."""

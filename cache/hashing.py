@@ -110,6 +110,7 @@ class BlockHasher:
         self.digest_size = HASH_ALGORITHMS[algorithm].digest_size
         self._digest = HASH_ALGORITHMS[algorithm].digest
         self._root = bytes(self.digest_size)
+        self._name = (algorithm, block_size)
         self._split = Struct(f"{4 * block_size}s").iter_unpack
         self._split_many = Struct(f"{4 * block_size}s" * _MANY).iter_unpack
 
@@ -131,7 +132,7 @@ class BlockHasher:
         The list is kept with the sequence and extended as it grows, each block being hashed once.
         It must not be modified; it stays valid, and it may grow at the next call.
         """
-        chain = seq.hash_chains.setdefault((self.algorithm, self.block_size), [])
+        chain = seq.hash_chains.setdefault(self._name, [])
         if len(chain) < len(seq.token_ids) // self.block_size:
             self._extend(chain, seq)
         return chain

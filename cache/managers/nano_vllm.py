@@ -187,7 +187,7 @@ class NanoVLLM(CacheManager):
 
     def free(self, seq: Sequence) -> None:
         table = table_of(self._tables, seq)
-        self._index_filled(seq, table, seq.num_computed_tokens)
+        self._index_filled(seq, table, self._num_full(table.num_tokens))
         self.pool.free(table.blocks)
         del self._tables[seq.seq_id]
         seq.num_cached_tokens = seq.num_computed_tokens = 0
@@ -262,20 +262,21 @@ class NanoVLLM(CacheManager):
         num_missing = self._blocks_for(seq) - len(table.blocks)
         if not hits:  # else the allocation is the first change, and checks by itself
             self.pool.check_free(num_missing)
-        self._index_filled(seq, table, end)
-        first, last = table.num_hashed, self._num_full(end)
+        last = self._num_full(end)
+        self._index_filled(seq, table, last)
+        first = table.num_hashed
         hashes = self._hasher.block_hashes(seq) if last > first else ()
         table.blocks += self.pool.allocate(num_missing, hits, hashes, first, last)
         self._note_contents(seq, table, last)
         table.seq = seq
         seq.num_computed_tokens = end
 
-    def _index_filled(self, seq: Sequence, table: _Table, end: int) -> None:
-        """Make those blocks of ``table`` findable that the tokens up to ``end`` have filled."""
-        first, last = table.num_hashed, min(self._num_full(end), len(table.blocks))
-        if last > first:
-            hashes = self._hasher.block_hashes(seq)
-            self.pool.cache(table.blocks[first:last], hashes, first, last)
+    def _index_filled(self, seq: Sequence, table: _Table, last: int) -> None:
+        """Make the first ``last`` blocks, which are full, findable as far as ``table`` has them."""
+        first = table.num_hashed
+        if filled := table.blocks[first:last]:
+            last = first + len(filled)
+            self.pool.cache(filled, self._hasher.block_hashes(seq), first, last)
             self._note_contents(seq, table, last)
 
     def _note_contents(self, seq: Sequence, table: _Table, last: int) -> None:

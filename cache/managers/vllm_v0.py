@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable
 from itertools import chain, count
-from typing import NamedTuple
 
 from cache.checks import at_least
 from cache.event_log import EventLog
@@ -47,12 +46,9 @@ class _Table(Table):
         self.last_accessed = 0.0
 
 
-class _Growth(NamedTuple):
-    """What becomes of one logical block when its sequence grows."""
-
-    position: int
-    key: bytes | None  # hash of the block, if it is full afterwards
-    found: int | None  # block that holds this content already
+_Growth = tuple[int, bytes | None, int | None, int | None]
+"""What becomes of one logical block when its sequence grows: its position, its hash if it is full
+afterwards, the physical block that the table has for it, and the one that holds this content."""
 
 
 class VLLMv0(CacheManager):
@@ -182,7 +178,7 @@ class VLLMv0(CacheManager):
     def can_append(self, seq: Sequence) -> bool:
         table = self._table_on(self.gpu, seq)
         plan = self._plan(seq, table, seq.num_tokens)
-        return self._num_needed(table, plan) <= self.gpu.num_free_blocks
+        return self._num_needed(plan) <= self.gpu.num_free_blocks
 
     def mark_blocks_as_computed(self, seq: Sequence) -> None:
         """The step that ``seq`` was scheduled for is over: its full blocks are computed hits."""
@@ -302,15 +298,14 @@ class VLLMv0(CacheManager):
     def _extend(self, seq: Sequence, table: _Table, end: int) -> Copies:
         """Make room in ``table``, a GPU one, for the tokens of ``seq`` up to ``end``."""
         plan = self._plan(seq, table, end)
-        self.gpu.check_free(self._num_needed(table, plan))
+        self.gpu.check_free(self._num_needed(plan))
         self._mark_as_computed(table)
-        for position, _, found in plan:  # first what makes room, then hits, then new blocks
-            if found is not None and position < len(table.blocks):
-                self.gpu.release(table.blocks[position:], table.last_accessed, position)
-                del table.blocks[position:]
-        for _, _, found in plan:
-            if found is not None:
-                self.gpu.share(found)
+        hits = [growth for growth in plan if growth[-1] is not None]
+        for position, _, own, _ in hits:  # first what makes room, then hits, then new blocks
+            if own is not None:
+                self.gpu.release([table.blocks.pop()], table.last_accessed, position)
+        for *_, found in hits:
+            self.gpu.share(found)
         copies: Copies = []
         for growth in plan:
             copies += self._grow(table, *growth)
@@ -322,19 +317,22 @@ class VLLMv0(CacheManager):
     def _plan(self, seq: Sequence, table: _Table, end: int) -> list[_Growth]:
         """The logical blocks that new tokens up to ``end`` go to, each physical one once."""
         first, last = table.num_noted_tokens // self.block_size, (end - 1) // self.block_size
-        hashes = self._hashes(seq)[: end // self.block_size]
-        keys = [hashes[i] if i < len(hashes) else None for i in range(first, last + 1)]
-        plan = [
-            _Growth(position, key, None if key is None else self.gpu.find(key))
-            for position, key in enumerate(keys, first)
-        ]
-        return plan[: self._window_blocks]
+        num_full = end // self.block_size if self.enable_prefix_caching else 0
+        hashes, blocks, ring = self._hashes(seq), table.blocks, self._window_blocks
+        plan = []
+        for position in range(first, last + 1)[:ring]:
+            slot = position % ring if ring else position
+            own = blocks[slot] if slot < len(blocks) else None
+            if position < num_full:
+                plan.append((position, hashes[position], own, self.gpu.find(hashes[position])))
+            else:
+                plan.append((position, None, own, None))
+        return plan
 
-    def _num_needed(self, table: _Table, plan: list[_Growth]) -> int:
+    def _num_needed(self, plan: list[_Growth]) -> int:
         """Blocks by which the free ones shrink: negative if a promotion gives one back."""
         ref_counts, needed = self.gpu.ref_counts, 0
-        for position, _, found in plan:
-            own = self._own(table, position)
+        for _, _, own, found in plan:
             if found is not None:
                 needed += ref_counts[found] == 0
                 needed -= own is not None and ref_counts[own] == 1
@@ -342,17 +340,14 @@ class VLLMv0(CacheManager):
                 needed += own is None or ref_counts[own] > 1
         return needed
 
-    def _own(self, table: _Table, position: int) -> int | None:
-        """The physical block that ``table`` has for a logical one."""
-        slot = position % self._window_blocks if self._window_blocks else position
-        return table.blocks[slot] if slot < len(table.blocks) else None
-
-    def _grow(self, table: _Table, position: int, key: bytes | None, found: int | None) -> Copies:
+    def _grow(
+        self, table: _Table, position: int, key: bytes | None, own: int | None, found: int | None
+    ) -> Copies:
         """Carry out one part of a plan; ``found`` has its new user, the own block was freed."""
         if found is not None:
             table.blocks.append(found)
             return []
-        gpu, own = self.gpu, self._own(table, position)
+        gpu = self.gpu
         parent = gpu.keys[table.blocks[position - 1]] if key is not None and position else None
         if own is not None and gpu.ref_counts[own] == 1:  # written in place
             if key is not None:
@@ -400,10 +395,10 @@ class VLLMv0(CacheManager):
 
     def _mark_as_computed(self, table: _Table) -> None:
         if self.enable_prefix_caching:
-            num_full = table.num_noted_tokens // self.block_size
-            for block in table.blocks[table.num_computed_blocks : num_full]:
+            first, last = table.num_computed_blocks, table.num_noted_tokens // self.block_size
+            for block in table.blocks[first:last]:
                 table.allocator.computed[block] = 1
-            table.num_computed_blocks = num_full
+            table.num_computed_blocks = last
 
     def _status(self, needed: int) -> AllocStatus:
         if self.num_blocks - needed < self.watermark_blocks:

@@ -213,7 +213,7 @@ class VLLMv1(CacheManager):
         check_holds_no_blocks(self._tables, child)
         stored = table.num_tokens
         check_shares_content(parent, child, stored)
-        self._index_filled(parent, table, stored)
+        self._index_filled(parent, table, self._num_cacheable(stored))
         blocks = table.blocks[: -(-stored // self.block_size)]
         self.pool.share(blocks)
         hashes = self._hasher.block_hashes(child) if self.enable_prefix_caching else []
@@ -222,7 +222,7 @@ class VLLMv1(CacheManager):
 
     def free(self, seq: Sequence) -> None:
         table = table_of(self._tables, seq)
-        self._index_filled(seq, table, table.num_tokens)
+        self._index_filled(seq, table, self._num_cacheable(table.num_tokens))
         self._mark_as_computed(seq, table)
         if self._copies:  # nobody took them, and their targets may soon be another's blocks
             self._copies = [pair for pair in self._copies if pair[1] not in table.blocks]
@@ -314,14 +314,15 @@ class VLLMv1(CacheManager):
         """Add slots up to ``end`` to ``table``, which has nothing but its hits if it is new."""
         blocks, hits = table.blocks, table.blocks if is_new else ()
         num_missing = self._num_missing(table, end + lookahead)
+        last = self._num_cacheable(end)
         copies: Copies = []
         if not is_new:  # else the allocation is the first change, and checks by itself
             shared = self._writes_to_shared_block(table)
             self.pool.check_free(num_missing + shared)
             if shared:
                 copies.append(self._copy_on_write(table))
-            self._index_filled(seq, table, end)
-        first, last = table.num_cached_blocks, self._num_cacheable(end)
+            self._index_filled(seq, table, last)
+        first = table.num_cached_blocks
         if last > first:
             hashes = self._hasher.block_hashes(seq)
             previous = blocks[first - 1] if first else None
@@ -333,14 +334,13 @@ class VLLMv1(CacheManager):
         seq.num_computed_tokens = end
         return copies
 
-    def _index_filled(self, seq: Sequence, table: _Table, end: int) -> None:
-        """Cache the blocks of ``table`` that the tokens up to ``end`` have filled."""
+    def _index_filled(self, seq: Sequence, table: _Table, last: int) -> None:
+        """Cache the first ``last`` blocks, which are full, as far as ``table`` has them."""
         blocks, first = table.blocks, table.num_cached_blocks
-        last = min(self._num_cacheable(end), len(blocks))
-        if last > first:
-            hashes = self._hasher.block_hashes(seq)
+        if filled := blocks[first:last]:
+            last = first + len(filled)
             previous = blocks[first - 1] if first else None
-            self.pool.cache(blocks[first:last], hashes, first, last, previous)
+            self.pool.cache(filled, self._hasher.block_hashes(seq), first, last, previous)
             table.num_cached_blocks = last
 
     def _num_cacheable(self, num_tokens: int) -> int:

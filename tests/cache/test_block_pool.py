@@ -280,7 +280,7 @@ def test_a_policy_that_evicts_a_block_in_use_is_caught():
     pool = pool_of(2, Careless())
     cached(pool, A)
     pool.free(cached(pool, B))
-    with pytest.raises(RuntimeError, match=r"'plain_lru' evicted block 0, which is in use"):
+    with pytest.raises(RuntimeError, match="'Careless' evicted block 0, which is in use"):
         pool.allocate(1)
 
 
