@@ -30,6 +30,12 @@ def _listed(items) -> str:
     return " or ".join(str(item) for item in items)
 
 
+def check_is_tensor(name: str, tensor: torch.Tensor) -> None:
+    """Check that an argument is a tensor of any kind."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+
+
 def check_tensor(
     name: str,
     tensor: torch.Tensor,
@@ -50,8 +56,7 @@ def check_tensor(
         ValueError: wrong shape, dtype or device, last dimension not contiguous, or a CPU tensor
             outside the interpreter.
     """
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+    check_is_tensor(name, tensor)
     actual = tensor.shape
     fits = len(actual) == len(shape)
     if fits:

@@ -184,10 +184,13 @@ def copy_blocks(
     if isinstance(caches, torch.Tensor):
         _copy_blocks([caches], src_to_dst)
         return
-    planes = [plane for layer in caches for plane in layer]
-    if not planes or any(len(layer) != 2 for layer in caches):
+    try:
+        layers = [tuple(layer) for layer in caches]
+    except TypeError:
+        layers = []
+    if not layers or any(len(layer) != 2 for layer in layers):
         raise ValueError(
             "caches: expected one tensor of six dimensions, or one (k_cache, v_cache) per layer, "
-            f"got {len(caches)} layers of {[len(layer) for layer in caches]} tensors"
+            f"got {type(caches).__name__} of {len(layers)} layers of {[*map(len, layers)]} tensors"
         )
-    _copy_blocks(planes, src_to_dst)
+    _copy_blocks([plane for layer in layers for plane in layer], src_to_dst)

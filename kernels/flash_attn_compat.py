@@ -14,7 +14,7 @@ from operator import index
 
 import torch
 
-from kernels.checks import FLOAT_DTYPES, as_integer, check_tensor
+from kernels.checks import as_integer, check_number
 from kernels.flash_attn_ops import flash_attn_kvcache, flash_attn_varlen
 
 
@@ -92,6 +92,8 @@ def flash_attn_varlen_func(
     """
     if dropout_p:
         raise NotImplementedError(f"dropout_p: only 0 is supported, got {dropout_p}")
+    if softmax_scale is not None:
+        check_number("softmax_scale", softmax_scale)
     inputs = (q, k, v)
     out, lse = flash_attn_varlen(
         *(x.detach() if isinstance(x, torch.Tensor) else x for x in inputs),
@@ -183,10 +185,9 @@ def flash_attn_with_kvcache(
     if rotary_cos is not None and k is None:
         raise ValueError("rotary_cos: needs new keys to rotate, got k=None")
 
-    if isinstance(cache_seqlens, int):
-        dims = dict.fromkeys(("batch", "seqlen", "nheads", "headdim"))
-        check_tensor("q", q, dims, dtypes=FLOAT_DTYPES, any_strides=True)
-        cache_seqlens = torch.full(q.shape[:1], cache_seqlens, dtype=torch.int32, device=q.device)
+    if softmax_scale is not None:
+        check_number("softmax_scale", softmax_scale)
+    is_int = isinstance(cache_seqlens, int)
     out, lse = flash_attn_kvcache(
         q,
         k_cache,
@@ -195,7 +196,8 @@ def flash_attn_with_kvcache(
         v,
         rotary_cos,
         rotary_sin,
-        cache_seqlens,
+        None if is_int else cache_seqlens,
+        cache_seqlens if is_int else None,
         cache_batch_idx,
         cache_leftpad,
         block_table,

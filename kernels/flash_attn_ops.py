@@ -144,6 +144,8 @@ def flash_attn_varlen(
     check_tensor("q", q, shape, dtypes=(k.dtype,), device=device)
     check_heads(q, k_cache)
     check_tensor("cu_seqlens_q", cu_seqlens_q, {"batch + 1": None}, dtypes=_INT32, device=device)
+    if cu_seqlens_q.shape[0] == 0:
+        raise ValueError("cu_seqlens_q: expected batch + 1 numbers from 0, got none")
     batch = cu_seqlens_q.shape[0] - 1
     check_cu_seqlens(
         "cu_seqlens_q",
@@ -272,6 +274,7 @@ def flash_attn_kvcache(
     rotary_cos: torch.Tensor | None,
     rotary_sin: torch.Tensor | None,
     cache_seqlens: torch.Tensor | None,
+    cache_seqlen: int | None,
     cache_batch_idx: torch.Tensor | None,
     cache_leftpad: torch.Tensor | None,
     block_table: torch.Tensor | None,
@@ -284,7 +287,10 @@ def flash_attn_kvcache(
     num_splits: int,
     return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and LSE, (batch, nheads, seqlen), of `flash_attn_with_kvcache`."""
+    """Output and LSE, (batch, nheads, seqlen), of `flash_attn_with_kvcache`.
+
+    cache_seqlens: a tensor, or None where cache_seqlen is the same for all, and that None for full.
+    """
     q, k, v, cache_batch_idx, block_table = map(
         _contiguous_rows, (q, k, v, cache_batch_idx, block_table)
     )
@@ -317,7 +323,13 @@ def flash_attn_kvcache(
         check_tensor("block_table", block_table, dims, dtypes=_INT32, device=device)
     capacity = tables.shape[1] * block_size
     if cache_seqlens is None:
-        cache_seqlens = torch.full((batch,), capacity, dtype=torch.int32, device=device)
+        cache_seqlen = capacity if cache_seqlen is None else cache_seqlen
+        if not 0 <= cache_seqlen <= capacity - seqlen_new:
+            raise ValueError(
+                f"cache_seqlens: expected 0 to {capacity - seqlen_new}, as a sequence may have "
+                f"{capacity} tokens, of which {seqlen_new} are new, got {cache_seqlen}"
+            )
+        cache_seqlens = torch.full((batch,), cache_seqlen, dtype=torch.int32, device=device)
     check_tensor("cache_seqlens", cache_seqlens, **per_sequence)
     if cache_leftpad is not None:
         check_tensor("cache_leftpad", cache_leftpad, **per_sequence)

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.checks import check_tensor
+from kernels.checks import check_integer, check_tensor
 from kernels.tiles import cdiv, index_tile
 from kernels.torch_ops import functional_op
 
@@ -93,6 +93,7 @@ def slot_mapping_from_positions(
     tables = dict.fromkeys(("num_seqs", "max_blocks"))
     check_tensor("block_tables", block_tables, tables, dtypes=(torch.int32,), device=device)
     check_tensor("seq_ids", seq_ids, {"num_tokens": num_tokens}, dtypes=integers, device=device)
+    check_integer("block_size", block_size)
     if block_size < 1:
         raise ValueError(f"block_size: expected at least 1, got {block_size}")
     slots = torch.empty(num_tokens, dtype=torch.int64, device=device)

@@ -23,6 +23,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from itertools import chain
 
 import torch
 
@@ -65,6 +66,23 @@ def _register(
     return call if scales else operator
 
 
+def _on_its_gpu(launch: Callable) -> Callable:
+    """The launcher on the GPU of its tensors, be it the current device, where Triton launches, or
+    another one."""
+
+    @functools.wraps(launch)
+    def launch_there(*args, **kwargs):
+        for arg in chain(args, kwargs.values()):
+            if getattr(arg, "is_cuda", False):
+                if (gpu := arg.get_device()) == torch.cuda.current_device():
+                    break
+                with torch.cuda.device(gpu):
+                    return launch(*args, **kwargs)
+        return launch(*args, **kwargs)
+
+    return launch_there
+
+
 def _traced_or_eager(launch: Callable, traced: Callable) -> Callable:
     """The public function: `traced` while torch.compile or torch.export looks, else `launch`."""
 
@@ -83,6 +101,7 @@ def functional_op(
     """Register a launcher that returns fresh tensors. `fake` makes them from the same arguments."""
 
     def register(launch: Callable) -> Callable:
+        launch = _on_its_gpu(launch)
         signature = inspect.signature(launch, eval_str=True)
         name = launch.__name__.lstrip("_")
         return _traced_or_eager(launch, _register(name, signature, launch, fake, mutates_args))
@@ -101,6 +120,7 @@ def attention_op(launch: Callable) -> Callable:
     Its operator takes a required `out`, which it mutates, and returns the LSE, shaped like q
     without head_dim, or an empty tensor without return_lse.
     """
+    launch = _on_its_gpu(launch)
     signature = inspect.signature(launch, eval_str=True)
     parameters = [
         p.replace(annotation=torch.Tensor, default=p.empty) if p.name == "out" else p

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -115,11 +116,15 @@ BAD_CALLS = {
     ),
     "softcap-negative": (
         {"softcap": -1.0},
-        "softcap: expected 0 (off) or a positive cap, got -1.0",
+        "softcap: expected 0 (off) or a positive finite cap, got -1.0",
     ),
     "softcap-nan": (
         {"softcap": math.nan},
-        "softcap: expected 0 (off) or a positive cap, got nan",
+        "softcap: expected 0 (off) or a positive finite cap, got nan",
+    ),
+    "softcap-infinite": (
+        {"softcap": math.inf},
+        "softcap: expected 0 (off) or a positive finite cap, got inf",
     ),
     "alibi-heads": (
         {"alibi_slopes": torch.zeros(5)},
@@ -219,9 +224,36 @@ def test_good_input_is_accepted(device):
     assert not paged_decode_attention(**call).any()
 
 
-def test_argument_that_is_no_tensor(device):
-    with pytest.raises(TypeError, match=r"^q: expected a torch\.Tensor, got NoneType$"):
-        paged_decode_attention(**good_call(device) | {"q": None})
+NO_TENSORS = (None, 1.5, [[1.0]], np.ones((2, 4, 16)))
+
+
+@pytest.mark.parametrize("value", NO_TENSORS, ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "block_tables", "context_lens"])
+def test_argument_that_is_no_tensor(name, value, device):
+    wanted = f"^{name}: expected a torch.Tensor, got {type(value).__name__}$"
+    with pytest.raises(TypeError, match=wanted):
+        paged_decode_attention(**good_call(device) | {name: value})
+
+
+BAD_NUMBERS = {
+    "scale": ("0.1", np.float32(0.1), torch.tensor(0.1), [0.1]),
+    "softcap": (None, "1", np.float32(1), torch.tensor(1.0)),
+    "window_size": ("4", 4.0, True, np.int64(4), torch.tensor(4)),
+    "num_splits": ("2", 2.0, True, np.int64(2), torch.tensor(2)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(name, value) for name, values in BAD_NUMBERS.items() for value in values],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_number_of_a_type_that_triton_does_not_take(name, value, device):
+    call = good_call(device)
+    wanted = rf"^{name}: expected .*, got {type(value).__name__}$"
+    with pytest.raises(TypeError, match=wanted):
+        paged_decode_attention(**call, **{name: value})
+    assert (call["out"] == 1).all()
 
 
 def test_checks_read_no_values_of_tensors_off_the_host():

@@ -12,6 +12,8 @@ from kernels.accuracy import LAYOUTS, bits, make_cache, poison_
 from kernels.architectures import CUDA_ARCHITECTURES
 from kernels.block_layout import CACHE_DTYPES
 
+ALIKE = [layout for layout in LAYOUTS if layout != "unlike"]  # K and V must have one layout
+
 
 def pairs_of(*pairs, device):
     return torch.tensor(pairs, dtype=torch.int64, device=device).reshape(-1, 2)
@@ -50,7 +52,7 @@ def test_matches_twin(data, device):
     num_layers = draw(st.integers(1, 3), label="num_layers")
     num_blocks = draw(st.integers(1, 9), label="num_blocks")
     dtype = draw(st.sampled_from(CACHE_DTYPES), label="dtype")
-    layout = draw(st.sampled_from(["one tensor", *LAYOUTS]), label="layout")
+    layout = draw(st.sampled_from(["one tensor", *ALIKE]), label="layout")
     torch.manual_seed(draw(st.integers(0, 2**16), label="seed"))
 
     if layout == "one tensor":
@@ -156,8 +158,11 @@ BAD_CACHES = {
     "not-k-and-v": (torch.zeros(3, 1, 5, 4, 2, 16), r"caches: .*got \(3, 1, 5, 4, 2, 16\)"),
     "strided-dims": (torch.zeros(2, 1, 5, 4, 2, 32)[..., ::2], "caches: expected a contiguous"),
     "dtype": (torch.zeros(2, 1, 5, 4, 2, 16).double(), "caches: expected dtype .*got torch.fl.*64"),
-    "empty-list": ([], "caches: expected one tensor .* got 0 layers"),
-    "triple": ([(torch.zeros(5, 4, 2, 16),) * 3], r"caches: .*got 1 layers of \[3\] tensors"),
+    "empty-list": ([], "caches: expected one tensor .* got list of 0 layers"),
+    "triple": (
+        [(torch.zeros(5, 4, 2, 16),) * 3],
+        r"caches: .*got list of 1 layers of \[3\] tensors",
+    ),
     "layer-shape": (
         layers_with(torch.zeros(5, 4, 1, 16)),
         r"caches\[1\]\[1\]: .*num_kv_heads=2.*got \(5, 4, 1, 16\)",
@@ -179,6 +184,12 @@ def test_bad_caches(caches, message, device):
     )
     with pytest.raises(ValueError, match=message):
         copy_blocks(moved, pairs_of((0, 1), device=device))
+
+
+@pytest.mark.parametrize("caches", [None, 3, [1, 2], "kv"], ids=repr)
+def test_caches_that_are_none(caches, device):
+    with pytest.raises(ValueError, match=r"^caches: expected one tensor of six dimensions, or one"):
+        copy_blocks(caches, pairs_of((0, 1), device=device))
 
 
 BAD_PAIRS = {

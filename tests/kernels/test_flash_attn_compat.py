@@ -9,6 +9,7 @@ import inspect
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -387,6 +388,18 @@ def test_strided_inputs_are_accepted(device):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("name", ["block_table", "cache_batch_idx"])
+def test_strided_indices_are_accepted(name, device):
+    """Here too flash-attn makes a copy."""
+    values = [[1, 0], [2, 3]] if name == "block_table" else [1, 0]
+    plain = torch.tensor(values, dtype=torch.int32)
+    strided = torch.stack([plain, plain - 9], dim=-1)[..., 0]
+    v_cache = torch.randn(4, 8, 2, 16)
+    caches = {"k_cache": torch.randn(4, 8, 2, 16), "v_cache": v_cache, "cache_seqlens": 7}
+    out, _ = kv_call(device, **caches, **{name: plain})
+    assert torch.equal(kv_call(device, **caches, **{name: strided})[0], out)
+
+
 def test_rows_that_see_nothing_are_zero_with_infinite_lse(device):
     """Five queries on two keys, causal: the picture in flash-attn's documentation."""
     q = torch.randn(1, 5, 4, 16)
@@ -466,9 +479,21 @@ BAD_KV_CALLS = {
     "splits": ({"num_splits": -1}, "num_splits: expected from 1 to 65535, got -1"),
     "softcap": ({"softcap": -1.0}, "softcap: expected 0"),
     "alibi": ({"alibi_slopes": torch.ones(3)}, "alibi_slopes: expected shape"),
+    "overflow": (
+        {"k": NEW, "v": NEW, "cache_seqlens": 6},
+        "cache_seqlens: expected 0 to 5, .* 8 tokens, of which 3 are new, got 6",
+    ),
+    "seqlens-negative": ({"cache_seqlens": -1}, "cache_seqlens: expected 0 to 8, .* got -1"),
+    "seqlens-huge": ({"cache_seqlens": 2**40}, "cache_seqlens: expected 0 to 8, "),
+    "window": ({"window_size": (1, 2, 3)}, r"window_size: expected two integers .*\(1, 2, 3\)"),
+    "window-none": ({"window_size": None}, "window_size: expected two integers .*None"),
+    "window-floats": ({"window_size": (1.5, 0)}, "window_size: expected two integers"),
 }
 BAD_HOST_KV_CALLS = {
-    "overflow": ({"k": NEW, "v": NEW, "cache_seqlens": 6}, "cache_seqlens reaches 9"),
+    "overflow": (
+        {"k": NEW, "v": NEW, "cache_seqlens": torch.tensor([2, 6]).int()},
+        "cache_seqlens reaches 9",
+    ),
     "batch_idx": ({"cache_batch_idx": torch.tensor([0, 2]).int()}, "cache_batch_idx: .* got 2"),
     "table": ({"block_table": torch.tensor([[0], [-1]]).int()}, "block_table: expected block ids"),
 }
@@ -498,6 +523,7 @@ BAD_VARLEN_CALLS = {
     "v-shape": ({"v": torch.ones(6, 2, 16)}, "v: expected shape .*total_k=7"),
     "heads": ({"q": torch.ones(5, 3, 16)}, "q: expected a positive multiple of num_kv_heads=2"),
     "cu_q": ({"cu_seqlens_q": torch.tensor([0, 2, 5])}, "cu_seqlens_q: expected dtype"),
+    "cu_q-empty": ({"cu_seqlens_q": torch.ones(0).int()}, "cu_seqlens_q: expected batch . 1"),
     "cu_k": ({"cu_seqlens_k": torch.tensor([0, 7]).int()}, "cu_seqlens_k: expected shape"),
     "alibi": ({"alibi_slopes": torch.ones(3)}, "alibi_slopes: expected shape"),
 }
@@ -507,6 +533,38 @@ BAD_VARLEN_CALLS = {
 def test_bad_varlen_calls(bad, message, device):
     with pytest.raises(ValueError, match=message):
         varlen_call(device, **bad)
+
+
+NO_NUMBERS = {
+    "softmax_scale": (np.float32(1), torch.tensor(1.0), "1"),
+    "softcap": (None, np.float32(1), torch.tensor(1.0)),
+}
+
+
+@pytest.mark.parametrize("call", [kv_call, varlen_call], ids=["kvcache", "varlen"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(name, value) for name, values in NO_NUMBERS.items() for value in values],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_arguments_that_are_no_numbers_are_named(call, name, value, device):
+    wanted = f"^{name}: expected a float or an int, got {type(value).__name__}$"
+    with pytest.raises(TypeError, match=wanted):
+        call(device, **{name: value})
+
+
+def test_integers_of_numpy_and_tensors_are_numbers(device):
+    out = varlen_call(device, max_seqlen_q=np.int64(3), max_seqlen_k=torch.tensor(9))
+    assert torch.equal(out, varlen_call(device))
+    for wrong in (3.0, "3", torch.tensor([3, 3])):
+        with pytest.raises(TypeError, match=r"^max_seqlen_q: expected an integer, got "):
+            varlen_call(device, max_seqlen_q=wrong)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"])
+def test_argument_that_is_no_tensor(name, device):
+    with pytest.raises(TypeError, match=rf"^{name}: expected a torch\.Tensor, got list$"):
+        varlen_call(device, **{name: [0, 1]})
 
 
 SIGNATURES = {

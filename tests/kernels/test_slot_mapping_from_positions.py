@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -118,6 +119,14 @@ def test_bad_input(bad, message, device):
     call = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in call.items()}
     with pytest.raises(ValueError, match=message):
         slot_mapping_from_positions(**call)
+
+
+@pytest.mark.parametrize("block_size", [4.0, "4", np.int64(4), torch.tensor(4)], ids=type)
+def test_block_size_that_is_no_int(block_size, device):
+    positions, tables = torch.tensor([0], device=device), torch.zeros(1, 1).int().to(device)
+    wanted = f"^block_size: expected an int, got {type(block_size).__name__}$"
+    with pytest.raises(TypeError, match=wanted):
+        slot_mapping_from_positions(positions, tables, positions, block_size)
 
 
 def test_position_past_the_table_on_a_gpu_is_no_slot(device):

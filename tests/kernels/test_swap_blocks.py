@@ -160,6 +160,14 @@ def test_bad_input(bad, message, device):
     assert not call["dst_cache"].any()
 
 
+@pytest.mark.parametrize("name", ["src_cache", "dst_cache", "src_to_dst"])
+def test_argument_that_is_no_tensor(name, device):
+    cache, pairs = torch.ones(5, 4, 2, 16, device=device), torch.zeros(1, 2, device=device).long()
+    call = {"src_cache": cache, "dst_cache": cache.clone(), "src_to_dst": pairs} | {name: [0, 1]}
+    with pytest.raises(TypeError, match=rf"^{name}: expected a torch\.Tensor, got list$"):
+        swap_blocks(**call)
+
+
 WITHOUT_INTERPRETER = """
 import torch
 from kernels import swap_blocks

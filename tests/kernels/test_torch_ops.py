@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import timeit
 import warnings
@@ -11,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels
+from kernels import torch_ops
 from kernels.accuracy import bits, random_paged_batch, random_shared_prefix_args
 from kernels.flash_attn_compat import flash_attn_varlen_func, flash_attn_with_kvcache
 
@@ -71,8 +73,21 @@ def flash_attn_calls(device):
     tables, angles = lens[:, None] - 3, torch.rand(8, 4, device=device)
     same = {"scale": None, "window": [4, 0], "softcap": 0.0, "alibi_slopes": None}
     options = same | {"rotary_interleaved": True, "num_splits": 0, "return_lse": True}
-    new = (q, k_cache.clone(), v_cache.clone(), k, v, angles, angles, lens, None, None, tables)
-    old = (q, k_cache, v_cache, None, None, None, None, lens, None, lens - 3, None)
+    new = (
+        q,
+        k_cache.clone(),
+        v_cache.clone(),
+        k,
+        v,
+        angles,
+        angles,
+        lens,
+        None,
+        None,
+        None,
+        tables,
+    )
+    old = (q, k_cache, v_cache, None, None, None, None, None, 5, None, lens - 3, None)
     packed = torch.randn(3, 1, 16, device=device)
     varlen = (packed, packed, packed, starts, starts, 2, 2)
     return {
@@ -323,6 +338,33 @@ def test_eager_calls_bypass_the_dispatcher(device):
         Step()(*step_args(device))
         operator("slot_mapping_from_positions")(*calls(device)["slot_mapping_from_positions"][0][0])
     assert calls_seen.names == ["pagelab::slot_mapping_from_positions"]
+
+
+class _TensorOfGpu1:
+    is_cuda = True
+
+    def get_device(self):
+        return 1
+
+
+@pytest.mark.parametrize("current", [0, 1])
+def test_launchers_run_with_the_gpu_of_their_tensors_as_the_current_one(current, monkeypatch):
+    """As in flash-attn: Triton launches on the current device, wherever the tensors are."""
+    entered = []
+
+    @contextlib.contextmanager
+    def enter(index):
+        entered.append(index)
+        yield
+        entered.append("left")
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device", enter)
+    launch = torch_ops._on_its_gpu(lambda *_args, **_kwargs: list(entered))
+    expected = [1] if current == 0 else []
+    assert launch(None, torch.empty(0), _TensorOfGpu1()) == expected
+    assert launch(x=_TensorOfGpu1())[-1:] == expected
+    assert entered.count("left") == 2 * len(expected)
 
 
 def overhead_per_call(device) -> dict[str, float]:
