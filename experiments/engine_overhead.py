@@ -42,7 +42,7 @@ _PHASES = ("schedule", "prepare", "model", "rest")
 class EngineOverheadOptions(Options):
     """The grid: managers x running sequences without a model, and running sequences with one."""
 
-    manager: tuple[str, ...] = ("vllm_v1", "nano_vllm", "radix", "vllm_v0", "paged")
+    manager: tuple[str, ...] = ("vllm_v1", *sorted(set(cache.MANAGERS) - {"vllm_v1"}))
     """Cache managers; the first one also serves a model."""
     num_sequences: tuple[int, ...] = (1, 4, 16, 64, 256, 1024)
     """Requests running, without a model."""
@@ -163,7 +163,8 @@ def run_cell(cell: EngineOverheadCell) -> list[dict[str, Any]]:
     import numpy as np
 
     longest = 2 * cell.lengths[1]
-    blocks_per_sequence = -(-longest // _BLOCK_SIZE)
+    # A power of two, as contiguous reserves them.
+    blocks_per_sequence = 1 << (-(-longest // _BLOCK_SIZE) - 1).bit_length()
     llm = engine_models.make_llm(
         cell.model or "tiny",
         manager=cell.manager,
@@ -243,6 +244,7 @@ _LINES = (
     {"color": style.RED, "marker": "v"},
     {"color": style.ORANGE, "marker": "D", "linestyle": "dashed", "markerfacecolor": "white"},
     {"color": style.GREY, "marker": "x"},
+    {"color": style.PINK, "marker": "s", "markerfacecolor": "white"},
 )
 _PHASE_LINES = {
     "schedule": _LINES[0],
