@@ -63,6 +63,8 @@ _PUBLISH_EVERY_S = 20.0
 _RESERVED_S = 15.0
 """At the end, to write everything out."""
 _CACHE_EVERY_S = 150.0
+_CELL_LIMIT_S = 120.0
+"""A cell that takes longer is given up: a kernel that hangs must not cost the other stages."""
 _KEPT_SUFFIXES = {".cubin", ".json", ".so"}
 """What a later run needs of Triton's cache; its other files are stages of the compilation."""
 
@@ -259,7 +261,7 @@ class GpuPass:
         environment = json.dumps(describe(any_device, _command()), indent=2, ensure_ascii=False)
         write_atomically(self.out / "environment.json", environment + "\n")
         stages = [stage for stage in stages if not (self.tiny and stage.tiny is None)]
-        with LastingWorker(self.deadline) as worker, self._compiling(stages):
+        with LastingWorker(self.deadline, _CELL_LIMIT_S) as worker, self._compiling(stages):
             for stage in stages:
                 if time.monotonic() >= self.deadline:
                     self.say(f"{stage.name}: not reached")

@@ -63,7 +63,8 @@ def _without_folders(argument: str) -> str:
 
 
 def _git_state() -> tuple[str | None, bool | None]:
-    """Commit and whether files other than results differ from it; None outside a repository."""
+    """Commit and whether files other than results differ from it; None outside a repository, where
+    PAGELAB_COMMIT may name the commit of the copy."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(
@@ -74,7 +75,7 @@ def _git_state() -> tuple[str | None, bool | None]:
         commit = git("rev-parse", "HEAD").strip()
         return commit, bool(git("status", "--porcelain", "--", ".", ":(exclude)results"))
     except (OSError, subprocess.CalledProcessError):
-        return None, None
+        return os.environ.get("PAGELAB_COMMIT"), None
 
 
 def _cpu_model() -> str:

@@ -108,11 +108,12 @@ class LastingWorker:
     """An executor of one process that goes on from sweep to sweep, with all that is set up in it.
 
     deadline: when ``time.monotonic`` reaches it no task begins, and one that runs is given up; the
-    remaining tasks have no outcome.  A context manager, which ends the process.
+    remaining tasks have no outcome.  limit_s: seconds after which a task is given up as failed: a
+    kernel may never end.  A context manager, which ends the process.
     """
 
-    def __init__(self, deadline: float = float("inf")) -> None:
-        self.deadline = deadline
+    def __init__(self, deadline: float = float("inf"), limit_s: float = float("inf")) -> None:
+        self.deadline, self.limit_s = deadline, limit_s
         self._worker: _Worker | None = None
 
     def __enter__(self) -> LastingWorker:
@@ -138,10 +139,14 @@ class LastingWorker:
                 self._worker = _Worker(len(os.sched_getaffinity(0)))
             worker = self._worker
             worker.give(task)
-            timeout = None if remaining == float("inf") else remaining
-            if not worker.connection.poll(timeout):
+            timeout = min(remaining, self.limit_s)
+            if not worker.connection.poll(None if timeout == float("inf") else timeout):
                 self.end()
-                return
+                if remaining <= self.limit_s:
+                    return
+                message = f"TimeoutError: no result after {timeout:g} s"
+                yield Outcome(task.key, "failed", [], message, "", timeout)
+                continue
             outcome = worker.take_outcome()
             if _is_spent(worker, outcome):
                 self.end()

@@ -70,3 +70,10 @@ def test_outside_a_repository_there_is_no_commit(tmp_path, monkeypatch):
     described = environment.describe(EXPERIMENTS["eviction"], [])
     assert described["commit"] is None
     assert described["dirty"] is None
+
+
+def test_a_copy_without_its_repository_can_be_told_its_commit(tmp_path, monkeypatch):
+    monkeypatch.setattr(environment, "_REPOSITORY", tmp_path)
+    assert environment._git_state() == (None, None)
+    monkeypatch.setenv("PAGELAB_COMMIT", "c0ffee")
+    assert environment._git_state() == ("c0ffee", None)

@@ -127,3 +127,14 @@ def test_at_the_deadline_what_runs_is_given_up_and_nothing_begins(lasting):
         assert lasting(worker)[0] == []
         worker.deadline = float("inf")
         assert len(lasting(worker)[0]) == 2
+
+
+def test_a_task_beyond_its_limit_fails_and_the_next_gets_a_fresh_process(lasting):
+    with LastingWorker(limit_s=1.0) as worker:
+        outcomes, _ = lasting(worker, {"sleep": 60}, cells=1)
+        assert [outcome.status for outcome in outcomes] == ["failed"]
+        assert outcomes[0].message == "TimeoutError: no result after 1 s"
+        worker.limit_s = float("inf")
+        outcomes, processes = lasting(worker)
+    assert [outcome.status for outcome in outcomes] == ["finished"] * 2
+    assert len(set(processes)) == 1
