@@ -244,7 +244,7 @@ class LLM:
         Returns one output per prompt, in order.  Raises ValueError for prompts or parameters that
         do not fit; then nothing is generated.
         """
-        events = self.stream(prompts, sampling_params)
+        events = self._streams.open(self._requests(prompts, sampling_params))
         done = [event for event in events if isinstance(event, RequestOutput)]
         return sorted(done, key=lambda output: output.request_id)
 
@@ -258,7 +258,7 @@ class LLM:
 
         Request ids rise in the order of the prompts.  Leaving the iteration cancels what remains.
         """
-        return self._streams.open(self._requests(prompts, sampling_params))
+        return self._streams.open(self._requests(prompts, sampling_params), texts=True)
 
     def abort(self, request_id: int) -> None:
         """Cancel a request that ``stream`` serves: its outputs, as far as they are, come next.
@@ -346,6 +346,8 @@ def _device(device: str | torch.device | None, tensor_parallel_size: int) -> tor
     """The device asked for; each of several ranks on a machine has a GPU of its own."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if str(device).partition(":")[0] not in ("cpu", "cuda"):
+        raise ValueError(f"device={str(device)!r}: choose from cpu, cuda")
     device = torch.device(device)
     if device.type == "cuda":
         if not torch.cuda.is_available():

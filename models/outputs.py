@@ -43,3 +43,6 @@ class TokenOutput(NamedTuple):
     token_id: int
     finish_reason: FinishReason | None
     """None while more tokens follow."""
+    text: str | None = None
+    """What it adds to the text: nothing until a character is complete, or of special tokens.  None
+    if the model has no tokenizer."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 
 from models.engine import Engine
 from models.outputs import CompletionOutput, RequestOutput, TokenOutput
@@ -49,8 +50,10 @@ class Streams:
         self._outbox: defaultdict[int, list[Event]] = defaultdict(list)
         self._abandoned: list[int] = []  # the only one that changes without the lock
 
-    def open(self, requests: Iterable[NewRequest]) -> Iterator[Event]:
+    def open(self, requests: Iterable[NewRequest], *, texts: bool = False) -> Iterator[Event]:
         """Add requests; an iterator over what happens to them, until all are finished.
+
+        texts: give tokens their texts, if there is a tokenizer.
 
         Closing or dropping it cancels what remains.
         """
@@ -59,7 +62,7 @@ class Streams:
             for request in requests:
                 request_ids.append(self._engine.add(request.token_ids, request.params))
                 self._texts[request_ids[-1]] = request.text
-        events = self._events(request_ids)
+        events = self._events(request_ids, texts and self._tokenizer is not None)
         next(events)  # only a generator that has begun gets to its `finally`
         return events
 
@@ -68,14 +71,19 @@ class Streams:
         with self._lock:
             self._deliver([self._engine.abort(request_id)])
 
-    def _events(self, request_ids: list[int]) -> Iterator[Event]:
+    def _events(self, request_ids: list[int], texts: bool) -> Iterator[Event]:
         remaining = set(request_ids)
+        decoders = defaultdict(lambda: DecodeStream(skip_special_tokens=True))
         try:
             yield None
             while remaining:
                 for event in self._next_events(remaining):
                     if isinstance(event, RequestOutput):
                         remaining.discard(event.request_id)
+                    elif texts:
+                        decoder = decoders[event.request_id, event.index]
+                        text = decoder.step(self._tokenizer, event.token_id)
+                        event = event._replace(text=text or "")
                     yield event
         finally:
             self._abandon(remaining)

@@ -250,6 +250,7 @@ def test_streaming(make_checkpoint, expected):
     for event in llm.stream(PROMPTS, GREEDY):
         if isinstance(event, TokenOutput):
             tokens.setdefault(event.request_id, []).append(event.token_id)
+            assert event.text is None  # there is no tokenizer
             is_last = len(tokens[event.request_id]) == MAX_TOKENS
             assert event.finish_reason == ("length" if is_last else None)
         else:
@@ -362,6 +363,8 @@ def test_the_longest_sequence(make_checkpoint):
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8': choose from None, 'fp8_e4m3'"),
         ({"dtype": torch.float64}, "dtype=torch.float64"),
         ({"device": "cuda"}, "device='cuda': there is no GPU here"),
+        ({"device": "gpu"}, "device='gpu': choose from cpu, cuda"),
+        ({"seed": None}, "seed=None: needs an int"),
         ({"cuda_graphs": True}, "cuda_graphs=True: cannot capture attention_backend='torch'"),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 does not divide num_q_heads=4"),
         ({"manager_options": {"watermark": 0.1}}, "no option watermark"),
@@ -417,6 +420,31 @@ def test_text_in_and_out(text_checkpoint, expected):
     assert output.prompt == "w5"
     assert output.prompt_token_ids == [5]
     assert output.outputs[0].text == " ".join(f"w{token}" for token in expected("llama")[1])
+
+
+def test_streamed_texts_add_up(make_checkpoint, tmp_path):
+    """Also of characters that take several tokens: here each byte is one."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    folder = shutil.copytree(make_checkpoint("llama")[0], tmp_path / "bytes")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[-97:]  # most are parts of characters
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    llm = LLM(folder)
+    prompts = [[i] for i in range(10)]
+    texts, complete = {}, 0
+    for event in llm.stream(prompts, SamplingParams(n=2, max_tokens=30, seed=1, temperature=3.0)):
+        if isinstance(event, TokenOutput):
+            key = event.request_id, event.index
+            texts[key] = texts.get(key, "") + event.text
+        else:
+            for output in event.outputs:
+                streamed = texts[event.request_id, output.index]
+                assert output.text.startswith(streamed)
+                assert set(output.text[len(streamed) :]) <= {"\N{REPLACEMENT CHARACTER}"}
+                complete += sum(letter > "\x7f" for letter in streamed.replace("\ufffd", ""))
+    assert complete > 10
 
 
 def test_command_line(text_checkpoint, expected, capsys):
