@@ -267,7 +267,8 @@ def _draw(rows: pd.DataFrame) -> Figure:
     left.axhline(200, color=style.GREY, linestyle="dotted", label="aim at 256: 200 µs")
     left.set(xscale="log", yscale="log", xlabel="running sequences")
     left.set(ylabel="scheduler and manager\n(µs per step)", title="without a model, median")
-    left.legend(fontsize=6)
+    left.set_ylim(top=10 * left.get_ylim()[1])
+    left.legend(fontsize=6, ncols=2)
 
     served = rows[rows["model"] != "none"]
     for phase, line in _PHASE_LINES.items():

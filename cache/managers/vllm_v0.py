@@ -24,7 +24,7 @@ from cache.managers.tables import (
     check_shares_content,
     table_of,
 )
-from cache.managers.vllm_v0_allocator import BlockAllocator, LRUEvictor
+from cache.managers.vllm_v0_allocator import BlockAllocator, ContentKey, LRUEvictor
 from cache.memory_usage import MemoryUsage, usage_of_tables
 from cache.policies.base import EvictionPolicy
 from cache.sequence import Sequence
@@ -307,8 +307,13 @@ class VLLMv0(CacheManager):
         for *_, found in hits:
             self.gpu.share(found)
         copies: Copies = []
-        for growth in plan:
-            copies += self._grow(table, *growth)
+        for position, key, own, found in plan:
+            if found is not None:
+                table.blocks.append(found)
+            elif own is None:
+                table.blocks.append(self._take(table, position, key))
+            else:
+                copies += self._write_to(table, position, key, own)
         table.seq = seq
         table.num_noted_tokens = seq.num_computed_tokens = end
         table.last_accessed = self._clock()
@@ -340,31 +345,30 @@ class VLLMv0(CacheManager):
                 needed += own is None or ref_counts[own] > 1
         return needed
 
-    def _grow(
-        self, table: _Table, position: int, key: bytes | None, own: int | None, found: int | None
-    ) -> Copies:
-        """Carry out one part of a plan; ``found`` has its new user, the own block was freed."""
-        if found is not None:
-            table.blocks.append(found)
-            return []
+    def _take(self, table: _Table, position: int, key: bytes | None) -> int:
+        """A new block for position ``position`` of ``table``."""
+        if key is None:
+            return self.gpu.take(next(self._placeholders), None, position)
+        return self.gpu.take(key, self._key_before(table, position), position)
+
+    def _write_to(self, table: _Table, position: int, key: bytes | None, own: int) -> Copies:
+        """New tokens go to a block that ``table`` has; it is copied first if it is shared."""
         gpu = self.gpu
-        parent = gpu.keys[table.blocks[position - 1]] if key is not None and position else None
-        if own is not None and gpu.ref_counts[own] == 1:  # written in place
-            if key is not None:
-                gpu.rename(own, key, parent, position)
-                gpu.computed[own] = (position + 1) * self.block_size <= table.num_tokens
-            elif self.cpu.find(gpu.keys[own]) is not None:  # a copy there is another content now
-                gpu.rename(own, next(self._placeholders), None, position)
-            return []
-        new_key = next(self._placeholders) if key is None else key
-        new = gpu.take(new_key, parent, position)
-        if own is None:
-            table.blocks.append(new)
-            return []
-        table.blocks[table.blocks.index(own)] = new
-        gpu.release([own], table.last_accessed, position)
-        self._num_copied += 1
-        return [(own, new)]
+        if gpu.ref_counts[own] > 1:
+            new = self._take(table, position, key)
+            table.blocks[table.blocks.index(own)] = new
+            gpu.release([own], table.last_accessed, position)
+            self._num_copied += 1
+            return [(own, new)]
+        if key is not None:
+            gpu.rename(own, key, self._key_before(table, position), position)
+            gpu.computed[own] = (position + 1) * self.block_size <= table.num_tokens
+        elif self.cpu.find(gpu.keys[own]) is not None:  # a copy there is another content now
+            gpu.rename(own, next(self._placeholders), None, position)
+        return []
+
+    def _key_before(self, table: _Table, position: int) -> ContentKey | None:
+        return self.gpu.keys[table.blocks[position - 1]] if position else None
 
     def _move(self, table: _Table, target: BlockAllocator) -> Copies:
         """Give ``table`` blocks of ``target``, which has enough, for those it has."""

@@ -67,10 +67,9 @@ class LRUEvictor(EvictionPolicy):
     def evict(self) -> int:
         if not self._num_released:
             raise IndexError("evict: no block is released")
-        entry = heapq.heappop(self._heap)
-        while not self._counts(entry):
-            entry = heapq.heappop(self._heap)
-        block = entry[-1]
+        *_, ticket, block = heapq.heappop(self._heap)
+        while self._tickets[block] != ticket:
+            *_, ticket, block = heapq.heappop(self._heap)
         self.discard(block)
         return block
 
