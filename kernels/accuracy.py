@@ -20,7 +20,7 @@ from itertools import pairwise
 
 import torch
 
-LAYOUTS = ("NHD", "HND", "layer", "interleaved")
+LAYOUTS = ("NHD", "HND", "layer", "interleaved", "unlike")
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,15 @@ def make_cache(
 
     layout: how it lies in memory. "NHD": as the shape says. "HND": heads outside slots. "layer":
     one layer of a (2, num_layers, ...) tensor. "interleaved": K and V of a block side by side.
+    "unlike": K interleaved, V HND, so that all their strides differ.
     """
+    if layout == "unlike":
+        options = {"dtype": dtype, "device": device}
+        sizes = (num_blocks, block_size, num_kv_heads, head_dim)
+        return (
+            make_cache(*sizes, layout="interleaved", **options)[0],
+            make_cache(*sizes, layout="HND", **options)[1],
+        )
     shape = {
         "NHD": (2, num_blocks, block_size, num_kv_heads, head_dim),
         "HND": (2, num_blocks, num_kv_heads, block_size, head_dim),

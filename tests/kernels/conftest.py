@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import mmap
 import os
@@ -42,6 +43,44 @@ def huge_cache(huge_tensor):
         return huge_tensor(*shape), huge_tensor(*shape)
 
     return make
+
+
+@pytest.fixture
+def far_apart(huge_tensor):
+    """Copy fp16 tensors so that what is next along their first dimension is 2**30 elements away."""
+
+    def move(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        wide = huge_tensor(max(map(len, tensors)), 2**30 + 2**16)
+        moved, used = [], 0
+        for tensor in tensors:
+            numel = tensor[0].numel()
+            place = wide[: len(tensor), used : used + numel].unflatten(1, tensor.shape[1:])
+            moved.append(place.copy_(tensor))
+            used += numel
+        return moved
+
+    return move
+
+
+@pytest.fixture
+def at_the_edge(device):
+    """Copy a tensor to the end of the memory that there is: an access past it ends the process."""
+    if device.type != "cpu":
+        pytest.skip("compute-sanitizer checks this on a GPU")
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        num_bytes = tensor.numel() * tensor.itemsize
+        end = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        memory = mmap.mmap(-1, end + mmap.PAGESIZE)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        no_access = ctypes.CDLL(None, use_errno=True).mprotect
+        assert no_access(ctypes.c_void_p(address + end), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+        moved = torch.frombuffer(
+            memory, dtype=tensor.dtype, count=tensor.numel(), offset=end - num_bytes
+        )
+        return moved.view(tensor.shape).copy_(tensor)
+
+    return move
 
 
 @pytest.fixture(scope="session")

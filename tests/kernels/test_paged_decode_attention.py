@@ -174,11 +174,6 @@ def test_cache_layouts_are_bitwise_alike(layout, device):
     assert_bitwise_equal(decode(batch), decode(contiguous))
 
 
-def test_k_and_v_of_different_strides(device):
-    batch = make_batch([70, 5], device)
-    assert_matches_twin(replace(batch, v_cache=make_batch([70, 5], device, layout="HND").v_cache))
-
-
 def test_strided_query_table_and_output(device):
     batch = make_batch([70, 5], device)
     wide_q = torch.full((2, 3, 4, 32), torch.nan, dtype=batch.q.dtype, device=device)
@@ -384,3 +379,36 @@ def test_replay_of_a_cuda_graph_with_other_lengths(num_splits, device):
     batch.context_lens.copy_(other.context_lens)
     graph.replay()
     assert_bitwise_equal(captured, eager)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_head_and_sequence_offsets_beyond_32_bits(num_splits, far_apart, device):
+    batch = make_batch([40, 23, 5], device, num_q_heads=3, num_kv_heads=3)
+    heads_first = [cache.permute(2, 0, 1, 3) for cache in (batch.k_cache, batch.v_cache)]
+    q, out, *caches = far_apart(batch.q, torch.empty_like(batch.q), *heads_first)
+    k_cache, v_cache = (cache.permute(1, 2, 0, 3) for cache in caches)
+    far = replace(batch, q=q, k_cache=k_cache, v_cache=v_cache)
+    actual = decode(far, num_splits=num_splits, out=out)
+    assert_bitwise_equal(actual, decode(batch, num_splits=num_splits))
+
+
+def test_more_splits_than_the_merge_reads_at_a_time(device):
+    """The last of them weighs most, so what was merged before has to be scaled down."""
+    batch = make_batch([1100], device, num_q_heads=1, num_kv_heads=1, head_dim=256)
+    last = batch.block_tables[0, 1099 // 16], 1099 % 16
+    batch.k_cache[last] = batch.q[0] / 2
+    assert_matches_twin(batch, num_splits=100)
+
+
+@pytest.mark.parametrize("options", [{}, {"window_size": 20}, {"num_splits": 2}], ids=str)
+def test_nothing_past_the_end_is_accessed(options, at_the_edge, device):
+    """Block tables exactly as wide as the longest sequence needs, blocks of one slot."""
+    batch = make_batch([5, 37], device, head_dim=33, block_size=1)
+    per_head = {"alibi_slopes": torch.rand(2, 4), "sinks": torch.rand(4)}
+    options = options | {name: at_the_edge(values) for name, values in per_head.items()}
+    expected = decode(batch, **options)
+    names = ("q", "k_cache", "v_cache", "context_lens")
+    edge = {name: at_the_edge(getattr(batch, name)) for name in names}
+    edge["block_tables"] = at_the_edge(batch.block_tables[:, :37])
+    out = at_the_edge(torch.empty_like(batch.q))
+    assert_bitwise_equal(decode(replace(batch, **edge), out=out, **options), expected)

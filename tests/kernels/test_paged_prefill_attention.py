@@ -619,3 +619,26 @@ def test_new_lengths_compile_nothing_new(run_without_interpreter):
     Launching on meta tensors also shows that grid and arguments depend on no device value.
     """
     assert int(run_without_interpreter("-c", SPECIALISATION)) == 2
+
+
+def test_head_and_token_offsets_beyond_32_bits(far_apart, device):
+    batch = make_batch([40, 23], [2, 1], device, num_q_heads=3, num_kv_heads=3)
+    heads_first = [cache.permute(2, 0, 1, 3) for cache in (batch.k_cache, batch.v_cache)]
+    q, out, *caches = far_apart(batch.q, torch.empty_like(batch.q), *heads_first)
+    k_cache, v_cache = (cache.permute(1, 2, 0, 3) for cache in caches)
+    far = replace(batch, q=q, k_cache=k_cache, v_cache=v_cache)
+    assert_bitwise_equal(prefill(far, out=out), prefill(batch))
+
+
+@pytest.mark.parametrize("options", [{}, {"window_size": 20}, {"causal": False}], ids=str)
+def test_nothing_past_the_end_is_accessed(options, at_the_edge, device):
+    """Block tables exactly as wide as the longest sequence needs, blocks of one slot."""
+    batch = make_batch([5, 37], [5, 3], device, head_dim=33, block_size=1)
+    per_head = {"alibi_slopes": torch.rand(2, 4), "sinks": torch.rand(4)}
+    options = options | {name: at_the_edge(values) for name, values in per_head.items()}
+    expected = prefill(batch, **options)
+    names = ("q", "k_cache", "v_cache", "context_lens", "cu_seqlens_q")
+    edge = {name: at_the_edge(getattr(batch, name)) for name in names}
+    edge["block_tables"] = at_the_edge(batch.block_tables[:, :37])
+    out = at_the_edge(torch.empty_like(batch.q))
+    assert_bitwise_equal(prefill(replace(batch, **edge), out=out, **options), expected)

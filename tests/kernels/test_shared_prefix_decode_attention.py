@@ -343,3 +343,43 @@ def test_bad_input(bad, message, device):
     bad = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in bad.items()}
     with pytest.raises(ValueError, match=message):
         shared_prefix_decode_attention(**{**good, **bad})
+
+
+def test_k_and_v_of_unlike_strides(device):
+    assert_matches_twin(make_args([2, 1], [40, 7], [3, 20, 5], device, layout="unlike"))
+
+
+@pytest.mark.parametrize("num_prefix_splits", [1, 2])
+def test_head_and_sequence_offsets_beyond_32_bits(num_prefix_splits, far_apart, device):
+    args = make_args([3], [40], [3, 20, 5], device, num_q_heads=3, num_kv_heads=3)
+    q, k_cache, v_cache, *rest = args
+    heads_first = [cache.permute(2, 0, 1, 3) for cache in (k_cache, v_cache)]
+    far_q, out, *caches = far_apart(q, torch.empty_like(q), *heads_first)
+    far_args = (far_q, *(cache.permute(1, 2, 0, 3) for cache in caches), *rest)
+    options = {"num_prefix_splits": num_prefix_splits}
+    shared_prefix_decode_attention(*far_args, out=out, **options)
+    assert torch.equal(out, shared_prefix_decode_attention(*args, **options))
+
+
+def test_more_splits_than_the_merge_reads_at_a_time(device):
+    """The last of them weighs most, so what was merged before has to be scaled down."""
+    shape = {"num_q_heads": 1, "num_kv_heads": 1, "head_dim": 256}
+    args = make_args([2], [600], [3, 20], device, **shape)
+    q, k_cache, _, prefix_tables, *_ = args
+    k_cache[prefix_tables[0, 599 // 16], 599 % 16] = q[0] / 2
+    assert_matches_twin(args, num_prefix_splits=100)
+
+
+@pytest.mark.parametrize("options", [{}, {"window_size": 20}, {"num_prefix_splits": 2}], ids=str)
+def test_nothing_past_the_end_is_accessed(options, at_the_edge, device):
+    """Tables exactly as wide as the longest sequence needs, blocks of one slot."""
+    args = make_args([1, 1], [7, 37], [3, 20], device, head_dim=33, block_size=1)
+    per_head = {"alibi_slopes": torch.rand(2, 4), "sinks": torch.rand(4)}
+    options = options | {name: at_the_edge(values) for name, values in per_head.items()}
+    expected = shared_prefix_decode_attention(*args, **options)
+    edge = dict(zip(NAMES, args, strict=True))
+    edge["prefix_block_tables"] = edge["prefix_block_tables"][:, :37]
+    edge["suffix_block_tables"] = edge["suffix_block_tables"][:, :20]
+    out = at_the_edge(torch.empty_like(edge["q"]))
+    shared_prefix_decode_attention(*map(at_the_edge, edge.values()), out=out, **options)
+    assert torch.equal(out, expected)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels import reference, store_kvcache
-from kernels.accuracy import SCALES, bits, make_cache, random_scales
+from kernels.accuracy import LAYOUTS, SCALES, bits, make_cache, random_scales
 from kernels.fp8_cache import FP8_DTYPE
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
@@ -25,6 +25,13 @@ def head_major(num_tokens, num_kv_heads, head_dim, dtype, device):
     """key and value computed as (heads, tokens, dim) and transposed."""
     kv = torch.randn(2, num_kv_heads, num_tokens, head_dim, device=device).to(dtype)
     return kv[0].transpose(0, 1), kv[1].transpose(0, 1)
+
+
+def unlike(*shape_dtype_device):
+    """key of a fused projection, value transposed: none of their strides agree."""
+    key, _ = fused_qkv(*shape_dtype_device)
+    _, value = head_major(*shape_dtype_device)
+    return key, value
 
 
 def assert_stores_like_twin(key, value, k_cache, v_cache, slot_mapping, **scales):
@@ -45,8 +52,8 @@ def test_matches_twin(data, device):
     num_tokens = draw(st.integers(0, min(40, num_blocks * block_size)), label="num_tokens")
     num_slots = draw(st.integers(0, num_tokens), label="num_slots")
     dtype = draw(st.sampled_from(DTYPES), label="dtype")
-    layout = draw(st.sampled_from(["NHD", "HND", "layer"]), label="layout")
-    source = draw(st.sampled_from([fused_qkv, head_major]), label="source")
+    layout = draw(st.sampled_from(LAYOUTS), label="layout")
+    source = draw(st.sampled_from([fused_qkv, head_major, unlike]), label="source")
     slot_dtype = draw(st.sampled_from([torch.int32, torch.int64]), label="slot_dtype")
     scale_kind = draw(st.none() | st.sampled_from(SCALES), label="scales of an fp8 cache")
     scales = {} if scale_kind is None else random_scales(scale_kind, num_kv_heads, device)
@@ -202,3 +209,25 @@ def test_not_a_tensor(device):
     cache = torch.zeros(1, 1, 1, 16, device=device)
     with pytest.raises(TypeError, match=r"key: expected a torch\.Tensor, got list"):
         store_kvcache([1.0], cache[0], cache, cache, torch.tensor([0]))
+
+
+def test_key_and_value_of_unlike_strides_into_caches_of_unlike_strides(device):
+    key, value = unlike(9, 2, 32, torch.float16, device)
+    caches = make_cache(3, 4, 2, 32, dtype=torch.float16, device=device, layout="unlike")
+    assert_stores_like_twin(key, value, *caches, torch.randperm(12, device=device)[:9])
+
+
+def test_head_offsets_beyond_32_bits(far_apart, device):
+    key, value = torch.randn(2, 3, 3, 32, device=device).half().unbind(0)
+    heads_first = torch.zeros(3, 2, 4, 32, dtype=torch.float16, device=device)
+    caches = (cache.permute(1, 2, 0, 3) for cache in far_apart(heads_first, heads_first))
+    assert_stores_like_twin(key, value, *caches, torch.tensor([5, 0, 2], device=device))
+
+
+def test_nothing_past_the_end_is_accessed(at_the_edge, device):
+    key, value = (at_the_edge(t) for t in torch.randn(2, 3, 3, 33, device=device).unbind(0))
+    k_cache, v_cache = (at_the_edge(torch.zeros(2, 3, 3, 33)) for _ in range(2))
+    slots = at_the_edge(torch.tensor([5, 0, 2]))
+    store_kvcache(key, value, k_cache, v_cache, slots)
+    assert torch.equal(k_cache.view(6, 3, 33)[slots], key)
+    assert torch.equal(v_cache.view(6, 3, 33)[slots], value)
