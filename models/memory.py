@@ -7,6 +7,8 @@ import torch
 from models.attention import AttentionMetadata
 from models.decoder import CausalLM
 from models.runner import make_kv_cache
+from models.sampler import Sampler
+from models.sampling_params import SamplingParams
 
 CPU_KV_CACHE_BYTES = 4 << 30
 """Most memory that the KV cache takes on a CPU if the number of blocks is not given."""
@@ -43,15 +45,16 @@ def profile_peak_bytes(
     block_size: int,
     kv_dtype: torch.dtype | None = None,
 ) -> int:
-    """Most bytes in use on the GPU while the model computes the largest batch it may meet.
+    """Most bytes in use on the GPU for the largest batch that the model may meet.
 
-    ``num_tokens`` tokens of as few sequences as hold them, and the logits of ``num_seqs``; their
-    K/V are not stored.  Memory that other processes hold counts as well.
+    ``num_tokens`` tokens of as few sequences as hold them, the logits of ``num_seqs``, and their
+    next tokens by top-p sampling, which sorts them; K/V are not stored.  Memory that other
+    processes hold counts as well; that of CUDA graphs, captured later, does not.
     """
     device = model.model.embed_tokens.weight.device
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
-    run_largest_batch(
+    logits = run_largest_batch(
         model,
         num_tokens=num_tokens,
         num_seqs=num_seqs,
@@ -59,6 +62,7 @@ def profile_peak_bytes(
         block_size=block_size,
         kv_dtype=kv_dtype,
     )
+    Sampler(device)(logits, [SamplingParams(top_p=0.5)] * num_seqs, [None] * num_seqs)
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)
@@ -98,4 +102,4 @@ def run_largest_batch(
     positions = torch.cat([torch.arange(length, device=device) for length in lengths])
     hidden = model(token_ids, positions, make_kv_cache(model, 1, block_size, kv_dtype), metadata)
     rows = torch.zeros(num_seqs, dtype=torch.int64, device=device)
-    return model.logits(hidden[rows]).float()
+    return model.logits(hidden[rows])
