@@ -30,10 +30,9 @@ def _listed(items) -> str:
     return " or ".join(str(item) for item in items)
 
 
-def check_is_tensor(name: str, tensor: torch.Tensor) -> None:
-    """Check that an argument is a tensor of any kind."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+def not_a_tensor(name: str, value: object) -> TypeError:
+    """The error of an argument that should be a tensor."""
+    return TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
 
 
 def check_tensor(
@@ -56,7 +55,8 @@ def check_tensor(
         ValueError: wrong shape, dtype or device, last dimension not contiguous, or a CPU tensor
             outside the interpreter.
     """
-    check_is_tensor(name, tensor)
+    if not isinstance(tensor, Tensor):
+        raise not_a_tensor(name, tensor)
     actual = tensor.shape
     fits = len(actual) == len(shape)
     if fits:

@@ -32,6 +32,11 @@ class _ForwardOnly(torch.autograd.Function):
         )
 
 
+def _detached(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """The tensor without its gradient, so that compiled code does not look for a derivative."""
+    return tensor.detach() if getattr(tensor, "requires_grad", False) else tensor
+
+
 def _window(window_size, causal: bool) -> tuple[int, int]:
     """(left, right) with -1 for no limit; causal attention sees no later key."""
     try:
@@ -96,7 +101,7 @@ def flash_attn_varlen_func(
         check_number("softmax_scale", softmax_scale)
     inputs = (q, k, v)
     out, lse = flash_attn_varlen(
-        *(x.detach() if isinstance(x, torch.Tensor) else x for x in inputs),
+        *map(_detached, inputs),
         cu_seqlens_q,
         cu_seqlens_k,
         as_integer("max_seqlen_q", max_seqlen_q),
@@ -167,7 +172,8 @@ def flash_attn_with_kvcache(
         (batch, seqlen, nheads, headdim), and with return_softmax_lse the LSE, (batch, nheads,
         seqlen) fp32. A query that sees nothing gets zeros and +inf.
 
-    Mutates k_cache and v_cache if k and v are given. No host synchronisation.
+    Mutates k_cache and v_cache if k and v are given. No host synchronisation. Results do not
+    require gradients.
 
     Raises:
         NotImplementedError: cache_batch_idx together with block_table.
@@ -189,11 +195,11 @@ def flash_attn_with_kvcache(
         check_number("softmax_scale", softmax_scale)
     is_int = isinstance(cache_seqlens, int)
     out, lse = flash_attn_kvcache(
-        q,
+        _detached(q),
         k_cache,
         v_cache,
-        k,
-        v,
+        _detached(k),
+        _detached(v),
         rotary_cos,
         rotary_sin,
         None if is_int else cache_seqlens,

@@ -21,7 +21,7 @@ from kernels.block_layout import (
     check_block_pairs,
     element_offsets,
 )
-from kernels.checks import check_is_tensor, check_tensor
+from kernels.checks import check_tensor, not_a_tensor
 from kernels.primitives import INTERPRETED
 from kernels.tiles import cdiv, swap_num_programs, swap_tile, target_of
 from kernels.torch_ops import inplace_op
@@ -76,7 +76,8 @@ def _swap_blocks_kernel(
 def _gpu_of(src_cache: torch.Tensor, dst_cache: torch.Tensor) -> torch.device:
     """The device that the kernel runs on; refuses host memory that it cannot reach."""
     for name, cache in (("src_cache", src_cache), ("dst_cache", dst_cache)):
-        check_is_tensor(name, cache)
+        if not isinstance(cache, torch.Tensor):
+            raise not_a_tensor(name, cache)
         if cache.is_cpu and not INTERPRETED.value and not cache.is_pinned():
             raise ValueError(
                 f"{name}: expected GPU or pinned host memory, got pageable host memory; allocate "

@@ -429,6 +429,24 @@ def test_backward_pass_is_refused_when_it_is_run(device):
         assert varlen_call(device, q=torch.ones(5, 4, 16, requires_grad=True)).grad_fn is None
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_results_on_a_cache_require_no_gradients(compiled, device):
+    """As in flash-attn, where the function is not differentiable."""
+
+    def call(q, k_cache, v_cache, new):
+        out = flash_attn_with_kvcache(q, k_cache, v_cache, new, new, cache_seqlens=4)
+        return out + 1
+
+    if compiled:
+        torch._dynamo.reset()
+        call = torch.compile(call, backend="aot_eager", fullgraph=True)
+    caches = torch.randn(2, 2, 8, 2, 16, device=device).unbind(0)
+    q, new = (torch.randn(2, 1, n, 16, device=device).requires_grad_() for n in (4, 2))
+    out = call(q, *caches, new)
+    assert not out.requires_grad
+    assert torch.equal(caches[0][:, 4], new[:, 0])
+
+
 def test_refused_arguments_are_named(device):
     with pytest.raises(NotImplementedError, match=r"dropout_p: only 0 is supported, got 0\.1"):
         varlen_call(device, dropout_p=0.1)
