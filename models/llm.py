@@ -352,11 +352,12 @@ def _device(device: str | torch.device | None, tensor_parallel_size: int) -> tor
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise ValueError(f"device={str(device)!r}: there is no GPU here")
-        if device.index is None and tensor_parallel_size > 1:
+        if device.index is None:
+            index = os.environ.get("LOCAL_RANK") if tensor_parallel_size > 1 else None
             device = torch.device(
-                "cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device()))
+                "cuda", torch.cuda.current_device() if index is None else int(index)
             )
-        torch.cuda.set_device(device)  # kernels are launched on the current one
+        torch.cuda.set_device(device)  # kernels are launched on the current one; needs an index
     return device
 
 
