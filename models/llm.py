@@ -30,6 +30,12 @@ from models.streams import NewRequest, Streams
 from models.weights import load_kv_scales, load_weights, randomize_weights
 from models.workers import LeadingEngine, has_workers, start_workers
 
+_NOT_SERVED = {
+    "sliding_window": "gives up K/V that these models, which attend to the whole context, read",
+    "partial_block_reuse": "the engine shares whole blocks only",
+}
+"""Options of managers that are for replays."""
+
 
 class LLM:
     """Generates text with a Llama or Qwen3 model on a paged KV cache.
@@ -170,6 +176,9 @@ class LLM:
         elif num_host_blocks is None:
             num_host_blocks = min(num_blocks, max(1, CPU_KV_CACHE_BYTES // block_bytes))
         options = dict(manager_options or {})
+        for name, reason in _NOT_SERVED.items():
+            if options.get(name):
+                raise ValueError(f"manager_options: {name}={options[name]!r}: {reason}")
         if manager == "contiguous":
             options.setdefault("final_length", _final_length)
             longest_run = block_size << max(0, num_blocks.bit_length() - 1)

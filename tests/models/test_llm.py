@@ -368,6 +368,18 @@ def test_the_longest_sequence(make_checkpoint):
         ({"cuda_graphs": True}, "cuda_graphs=True: cannot capture attention_backend='torch'"),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 does not divide num_q_heads=4"),
         ({"manager_options": {"watermark": 0.1}}, "no option watermark"),
+        (
+            {
+                "manager": "vllm_v0",
+                "enable_prefix_caching": False,
+                "manager_options": {"sliding_window": 32},
+            },
+            "sliding_window=32: gives up K/V that these models, which attend to the whole context",
+        ),
+        (
+            {"manager_options": {"partial_block_reuse": True}},
+            "partial_block_reuse=True: the engine",
+        ),
     ],
 )
 def test_options_that_do_not_fit_are_named(options, message, make_checkpoint):
