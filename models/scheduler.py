@@ -261,9 +261,12 @@ class Scheduler:
         """Give a waiting sequence its blocks; returns its tokens to compute, or None if not now.
 
         There are none for one that its manager swaps in: it is served with the running ones, from
-        the next step on, since another block may not be free yet.
+        the next step on.  Beside others it waits until it can go on then, or it would be swapped
+        out again at once.
         """
         if seq.is_swapped_by_manager:
+            if step.sequences and self.manager.can_swap_in(seq) is not AllocStatus.OK:
+                return None
             try:
                 step.swap_in += self.manager.swap_in(seq)
             except OutOfBlocks:

@@ -228,6 +228,16 @@ def test_swapping_saves_every_computation(manager, make_engine, serve):
     assert computed == sum((20, 9, 14, 17, 6)) + 5 * (12 - 1)
 
 
+def test_a_sequence_comes_back_when_it_can_go_on(make_engine, serve):
+    """The blocks of the younger one are free again at once, but not the next that it needs."""
+    engine = make_engine("vllm_v0", 4, 16, num_host_blocks=4, enable_prefix_caching=False)
+    engine.add(prompt(2), SamplingParams(temperature=0, max_tokens=14, ignore_eos=True))
+    younger = engine.requests[engine.add(prompt(46, 1), GREEDY)]
+    serve(engine)
+    assert younger.stats.num_preemptions == 1
+    assert sum(len(step.swap_out) for step in engine.runner.steps) == 3
+
+
 @pytest.mark.parametrize("manager", FORKING)
 def test_beams_compute_each_token_once(manager, make_engine, serve):
     engine = make_engine(manager, 64, 5)
