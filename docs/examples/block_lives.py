@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--policy", default="lru")
     parser.add_argument("--num-blocks", type=int, default=4_000, help="blocks of the cache")
     parser.add_argument("--requests", type=int, default=1_000, help="of the synthetic trace")
-    parser.add_argument("--out", type=Path, default=Path("block_lives.png"))
+    parser.add_argument("--out", type=Path, default=Path("results/quick/block_lives.png"))
     args = parser.parse_args()
 
     if args.trace is None:
@@ -48,6 +48,7 @@ def main() -> None:
     )
     with style.figures():
         figure = draw(log, args.num_blocks)
+        args.out.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(args.out)
     print(f"wrote {args.out}")
 
