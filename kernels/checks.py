@@ -122,16 +122,36 @@ def check_like(name: str, tensor: torch.Tensor, other: torch.Tensor, dims: Seque
     check_tensor(name, tensor, shape, dtypes=(other.dtype,), device=other.device)
 
 
+def check_writable(name: str, tensor: torch.Tensor) -> None:
+    """Check that elements of a tensor that is written to do not share memory, as expanded ones do.
+
+    Several programs would write to one place, and a rotation in place be applied several times.
+    """
+    strides = tensor.stride()
+    if 0 in strides and any(n > 1 for n, s in zip(tensor.shape, strides, strict=True) if s == 0):
+        raise ValueError(
+            f"{name}: expected memory of its own for every element to be written, got an expanded "
+            f"tensor of shape {tuple(tensor.shape)} and strides {strides}"
+        )
+
+
 def check_kv_cache(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     *,
     dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES,
     device: torch.device | None = None,
+    written: bool = False,
 ) -> None:
-    """Check a paged cache: both (num_blocks, block_size, num_kv_heads, head_dim), of one dtype."""
+    """Check a paged cache: both (num_blocks, block_size, num_kv_heads, head_dim), of one dtype.
+
+    written: whether the op writes to it.
+    """
     check_tensor("k_cache", k_cache, _CACHE_DIMS, dtypes=dtypes, device=device)
     check_like("v_cache", v_cache, k_cache, _CACHE_DIMS)
+    if written:
+        check_writable("k_cache", k_cache)
+        check_writable("v_cache", v_cache)
     _, block_size, num_kv_heads, head_dim = k_cache.shape
     if not (block_size and num_kv_heads and head_dim):
         raise ValueError(
@@ -336,3 +356,4 @@ def check_out(out: torch.Tensor, q: torch.Tensor, *, rows: str = "batch") -> Non
         shape = dict(zip(dims, q.shape, strict=True))
         dtypes = tuple(dict.fromkeys((q.dtype, torch.float32)))
         check_tensor("out", out, shape, dtypes=dtypes, device=q.device)
+    check_writable("out", out)

@@ -21,7 +21,7 @@ from kernels.block_layout import (
     check_block_pairs,
     element_offsets,
 )
-from kernels.checks import check_grid_dim, check_like, check_tensor
+from kernels.checks import check_grid_dim, check_like, check_tensor, check_writable
 from kernels.tiles import cdiv, copy_tile
 from kernels.torch_ops import inplace_op
 
@@ -110,6 +110,7 @@ def _copy_blocks(planes: list[torch.Tensor], src_to_dst: torch.Tensor) -> None:
         check_tensor("caches", first, dict.fromkeys(dims) | {"2": 2}, dtypes=CACHE_DTYPES)
     else:
         _check_planes(planes)
+    check_writable("caches", first)
     num_blocks = first.shape[-4]
     check_block_pairs(
         src_to_dst,

@@ -294,7 +294,7 @@ def flash_attn_kvcache(
     q, k, v, cache_batch_idx, block_table = map(
         _contiguous_rows, (q, k, v, cache_batch_idx, block_table)
     )
-    check_kv_cache(k_cache, v_cache)
+    check_kv_cache(k_cache, v_cache, written=k is not None)
     num_rows, block_size, nheads_k, head_dim = k_cache.shape
     device = k_cache.device
     like_cache = {"dtypes": (k_cache.dtype,), "device": device}

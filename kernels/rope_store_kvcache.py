@@ -12,7 +12,14 @@ import triton
 import triton.language as tl
 
 from kernels.apply_rotary_embedding import rotate_rows
-from kernels.checks import check_kv_cache, check_like, check_rotary, check_slots, check_tensor
+from kernels.checks import (
+    check_kv_cache,
+    check_like,
+    check_rotary,
+    check_slots,
+    check_tensor,
+    check_writable,
+)
 from kernels.fp8_cache import (
     KV_DTYPES,
     Scale,
@@ -173,7 +180,7 @@ def rope_store_kvcache(
             host memory also a slot past the end of the cache or a position outside cos. Nothing
             has been written then.
     """
-    check_kv_cache(k_cache, v_cache, dtypes=KV_DTYPES)
+    check_kv_cache(k_cache, v_cache, dtypes=KV_DTYPES, written=True)
     check_cache_scales(k_scale, v_scale, k_cache)
     _, block_size, num_kv_heads, head_dim = k_cache.shape
     device = k_cache.device
@@ -184,6 +191,7 @@ def rope_store_kvcache(
     if query is not None:
         dims = {"num_tokens": num_tokens, "num_q_heads": None, "head_dim": head_dim}
         check_tensor("query", query, dims, dtypes=(key.dtype,), device=device)
+        check_writable("query", query)
     check_slots(slot_mapping, k_cache, num_tokens=num_tokens)
     check_rotary(positions, cos, sin, num_tokens=num_tokens, head_dim=head_dim, device=device)
 

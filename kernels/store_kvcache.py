@@ -116,7 +116,7 @@ def store_kvcache(
         ValueError: a shape, dtype, device or stride that does not fit, or, where slot_mapping lies
             in host memory, a slot past the end of the cache. Nothing has been written then.
     """
-    check_kv_cache(k_cache, v_cache, dtypes=KV_DTYPES)
+    check_kv_cache(k_cache, v_cache, dtypes=KV_DTYPES, written=True)
     check_cache_scales(k_scale, v_scale, k_cache)
     _, block_size, num_kv_heads, head_dim = k_cache.shape
     rows = {"num_tokens": None, "num_kv_heads": num_kv_heads, "head_dim": head_dim}

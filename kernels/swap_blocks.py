@@ -21,7 +21,7 @@ from kernels.block_layout import (
     check_block_pairs,
     element_offsets,
 )
-from kernels.checks import check_tensor, not_a_tensor
+from kernels.checks import check_tensor, check_writable, not_a_tensor
 from kernels.primitives import INTERPRETED
 from kernels.tiles import cdiv, swap_num_programs, swap_tile, target_of
 from kernels.torch_ops import inplace_op
@@ -127,6 +127,7 @@ def swap_blocks(src_cache: torch.Tensor, dst_cache: torch.Tensor, src_to_dst: to
     shape = dict(zip(dims, src_cache.shape, strict=True)) | {"num_blocks": None}
     dst_device = dst_cache.device if dst_cache.is_cpu else device
     check_tensor("dst_cache", dst_cache, shape, dtypes=(src_cache.dtype,), device=dst_device)
+    check_writable("dst_cache", dst_cache)
     check_block_pairs(
         src_to_dst,
         num_src_blocks=src_cache.shape[-4],

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import kernels
 from kernels import checks, paged_decode_attention
 
 
@@ -153,6 +154,46 @@ BAD_CALLS = {
         "out: expected dtype torch.float32, got torch.float16",
     ),
 }
+
+SHARED_MEMORY = {
+    "out": lambda call: paged_decode_attention(**call),
+    "k_cache": lambda call: kernels.store_kvcache(**call),
+    "v_cache": lambda call: kernels.rope_store_kvcache(**call),
+    "query": lambda call: kernels.rope_store_kvcache(**call),
+    "dst_cache": lambda call: kernels.swap_blocks(**call),
+    "caches": lambda call: kernels.copy_blocks(**call),
+}
+
+
+@pytest.mark.parametrize("name", SHARED_MEMORY)
+def test_expanded_tensors_are_not_written_to(name, device):
+    rows, caches = torch.ones(1, 2, 16, device=device), torch.ones(2, 5, 4, 2, 16, device=device)
+    store = {"key": rows, "value": rows, "k_cache": caches[0], "v_cache": caches[1]}
+    store["slot_mapping"] = torch.tensor([3], device=device)
+    angles = torch.zeros(9, 4, device=device)
+    rotary = {"positions": store["slot_mapping"], "cos": angles, "sin": angles}
+    pairs = {"src_to_dst": torch.tensor([[0, 1]], device=device)}
+    call, shape = {
+        "out": (good_call(device), (2, 4, 16)),
+        "k_cache": (store, (5, 4, 2, 16)),
+        "v_cache": ({"query": None, **store, **rotary}, (5, 4, 2, 16)),
+        "query": ({**store, **rotary}, (1, 8, 16)),
+        "dst_cache": ({"src_cache": caches[0], **pairs}, (5, 4, 2, 16)),
+        "caches": (pairs, (2, 3, 5, 4, 2, 16)),
+    }[name]
+    expanded = torch.full((16,), 7.0, device=device).expand(shape)
+    with pytest.raises(ValueError, match=rf"^{name}: expected memory of its own for every element"):
+        SHARED_MEMORY[name](call | {name: expanded})
+    assert (expanded == 7).all()
+
+
+def test_a_dimension_of_one_may_have_any_stride(device):
+    call = good_call(device)
+    one = {name: call[name][:1] for name in ("q", "block_tables", "context_lens")}
+    out = torch.ones(4, 16, device=device)[None].as_strided((1, 4, 16), (0, 16, 1))
+    paged_decode_attention(**call | one | {"out": out})
+    assert not out.any()
+
 
 BAD_HOST_VALUES = {
     "lens-negative": (
