@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import cache
 from experiments import quantiles, style
-from experiments.harness import Cell, Experiment, Options
+from experiments.harness import Experiment, Options
 from experiments.load import engine_models
+from experiments.load.engine_models import EngineCell
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -74,21 +75,6 @@ class PreemptionOptions(Options):
     """How often the requests are served."""
     threads: int | None = None
     """Threads of PyTorch on a CPU. None: a thread a core."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineCell(Cell):
-    """What both parts have in common."""
-
-    model: str
-    attention_backend: str | None
-    block_size: int
-    repeats: int
-    threads: int | None
-
-    @property
-    def group(self) -> tuple[str, ...]:
-        return (self.model,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,20 +149,7 @@ def _check(options: PreemptionOptions) -> None:
 def run_cell(cell: EngineCell) -> list[dict[str, Any]]:
     measure = _cost if isinstance(cell, CostCell) else _serving
     llm, rows = measure(cell)
-    engine = {"model": cell.model, **engine_models.describe(llm), "repeats": cell.repeats}
-    return [{**engine, **row} for row in rows]
-
-
-def _make_llm(cell: EngineCell, **options: Any) -> LLM:
-    return engine_models.make_llm(
-        cell.model,
-        attention_backend=cell.attention_backend,
-        block_size=cell.block_size,
-        enable_prefix_caching=False,
-        seed=cell.seed,
-        threads=cell.threads,
-        **options,
-    )
+    return [{**cell.describe(llm), **row} for row in rows]
 
 
 def _cost(cell: CostCell) -> tuple[LLM, list[dict[str, Any]]]:
@@ -186,8 +159,8 @@ def _cost(cell: CostCell) -> tuple[LLM, list[dict[str, Any]]]:
 
     longest = max(cell.context_tokens)
     num_blocks = longest // cell.block_size + 1
-    llm = _make_llm(
-        cell,
+    llm = cell.make_llm(
+        enable_prefix_caching=False,
         num_blocks=num_blocks,
         num_host_blocks=num_blocks,
         preemption="swap",
@@ -259,9 +232,9 @@ def _serving(cell: ServingCell) -> tuple[LLM, list[dict[str, Any]]]:
 
     num_blocks = cell.cache_tokens // cell.block_size
     longest = cell.prompt_tokens[1] + cell.output_tokens[1]
-    llm = _make_llm(
-        cell,
+    llm = cell.make_llm(
         manager=cell.manager,
+        enable_prefix_caching=False,
         num_blocks=num_blocks,
         num_host_blocks=cell.requests * -(-longest // cell.block_size),
         preemption=cell.way,

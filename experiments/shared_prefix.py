@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import cache
 from experiments import quantiles, style
-from experiments.harness import Cell, Experiment, Options
+from experiments.harness import Experiment, Options
 from experiments.load import engine_models
+from experiments.load.engine_models import EngineCell
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -71,29 +72,15 @@ class SharedPrefixOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineCell(Cell):
-    """What both parts have in common."""
-
-    model: str
-    attention_backend: str | None
-    manager: str
-    block_size: int
-    repeats: int
-    threads: int | None
-
-    @property
-    def group(self) -> tuple[str, ...]:
-        return (self.model,)
-
-
-@dataclass(frozen=True, kw_only=True)
 class FirstTokenCell(EngineCell):
+    manager: str
     prompt_tokens: int
     cached_percent: tuple[float, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ThroughputCell(EngineCell):
+    manager: str
     prefix_caching: bool
     prefix_tokens: int
     requests: int
@@ -159,22 +146,12 @@ def _check(options: SharedPrefixOptions) -> None:
 def run_cell(cell: EngineCell) -> list[dict[str, Any]]:
     measure = _first_token if isinstance(cell, FirstTokenCell) else _throughput
     llm, rows = measure(cell)
-    engine = {"model": cell.model, **engine_models.describe(llm), "repeats": cell.repeats}
-    return [{**engine, **row} for row in rows]
+    return [{**cell.describe(llm), **row} for row in rows]
 
 
-def _make_llm(cell: EngineCell, num_sequences: int, longest: int, **options: object) -> LLM:
-    """An engine whose cache holds ``num_sequences`` of ``longest`` tokens, and some more."""
-    return engine_models.make_llm(
-        cell.model,
-        attention_backend=cell.attention_backend,
-        manager=cell.manager,
-        block_size=cell.block_size,
-        num_blocks=(num_sequences + 2) * (longest // cell.block_size + 2),
-        seed=cell.seed,
-        threads=cell.threads,
-        **options,
-    )
+def _num_blocks(cell: EngineCell, num_sequences: int, longest: int) -> int:
+    """Blocks that hold ``num_sequences`` of ``longest`` tokens, and some more."""
+    return (num_sequences + 2) * (longest // cell.block_size + 2)
 
 
 def _first_token(cell: FirstTokenCell) -> tuple[LLM, list[dict[str, Any]]]:
@@ -183,7 +160,12 @@ def _first_token(cell: FirstTokenCell) -> tuple[LLM, list[dict[str, Any]]]:
     from models import SamplingParams
 
     length = cell.prompt_tokens
-    llm = _make_llm(cell, 2, length, max_num_seqs=1, max_num_batched_tokens=length + 1)
+    llm = cell.make_llm(
+        manager=cell.manager,
+        num_blocks=_num_blocks(cell, 2, length),
+        max_num_seqs=1,
+        max_num_batched_tokens=length + 1,
+    )
     generator = np.random.default_rng(cell.seed)
     one_token = SamplingParams(temperature=0, max_tokens=1)
     shared = engine_models.random_tokens(llm, generator, length)
@@ -219,10 +201,9 @@ def _throughput(cell: ThroughputCell) -> tuple[LLM, list[dict[str, Any]]]:
     from models import SamplingParams
 
     prompt_tokens = cell.prefix_tokens + cell.suffix_tokens
-    llm = _make_llm(
-        cell,
-        cell.requests,
-        prompt_tokens + cell.output_tokens,
+    llm = cell.make_llm(
+        manager=cell.manager,
+        num_blocks=_num_blocks(cell, cell.requests, prompt_tokens + cell.output_tokens),
         max_num_seqs=cell.requests,
         enable_prefix_caching=cell.prefix_caching,
     )

@@ -7,9 +7,10 @@ experiments instead.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from experiments.harness import Unavailable
+from experiments.harness import Cell, Unavailable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -104,6 +105,36 @@ def make_llm(name: str, *, threads: int | None = None, **options: Any) -> LLM:
         return LLM(model_config(name), **options)
     except ImportError as error:
         raise Unavailable(str(error)) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineCell(Cell):
+    """A cell that measures something ``repeats`` times on an engine of its own."""
+
+    model: str
+    attention_backend: str | None
+    block_size: int
+    repeats: int
+    threads: int | None
+
+    @property
+    def group(self) -> tuple[str, ...]:
+        return (self.model,)
+
+    def make_llm(self, **options: Any) -> LLM:
+        """The engine; ``options`` go to ``models.LLM``."""
+        return make_llm(
+            self.model,
+            attention_backend=self.attention_backend,
+            block_size=self.block_size,
+            seed=self.seed,
+            threads=self.threads,
+            **options,
+        )
+
+    def describe(self, llm: LLM) -> dict[str, Any]:
+        """Columns of every row that was measured on ``llm``."""
+        return {"model": self.model, **describe(llm), "repeats": self.repeats}
 
 
 def random_tokens(llm: LLM, generator: np.random.Generator, count: int) -> list[int]:
