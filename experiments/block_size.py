@@ -49,6 +49,7 @@ class BlockSizeOptions(Options):
         "waste",
         "latency",
     )
+    """Hit rates, reuse of parts of blocks, empty slots, latency of decode (on a GPU)."""
     trace: Repeated[tuple[Path, ...]] = ()
     """A request trace (.jsonl, .csv, .gz, .zst). None: $TRACES_DIR's, else synthetic ones."""
     policy: str = "lru"

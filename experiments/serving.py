@@ -80,8 +80,7 @@ class ServingOptions(Options):
     trace: Repeated[tuple[Path, ...]] = ()
     """A request trace (.jsonl, .csv, .zst). None: those in $TRACES_DIR, else synthetic ones."""
     system: Repeated[tuple[str, ...]] = ()
-    """contiguous_max, contiguous_pow2, contiguous_oracle, paged, vllm_v1, vllm_v0, nano_vllm or
-    radix. None: those that the figures of the paper have, by what the trace offers."""
+    """A manager, or contiguous_(max|pow2|oracle). None: the paper's, by what the trace offers."""
     request_rate: tuple[float, ...] = (12.5, 25, 50, 100, 200)
     """Requests per second."""
     arrivals: Literal["poisson", "trace"] = "poisson"

@@ -50,9 +50,9 @@ class SharingOptions(Options):
 
     trace: Repeated[tuple[Path, ...]] = ()
     """A request trace (.jsonl, .csv, .zst). None: those in $TRACES_DIR, else synthetic ones."""
+    # Of the order of the paper's Alpaca and ShareGPT conversations, shorter than the traces' own.
     lengths: tuple[str, ...] = ("20:60", "160:340")
-    """Further synthetic requests, by median prompt and output tokens. The two are of the order of
-    the Alpaca and ShareGPT conversations that the paper used, shorter than those of the traces."""
+    """Further synthetic requests, by median prompt and output tokens."""
     num_sequences: tuple[int, ...] = (2, 3, 4, 5, 6)
     """Samples or beams per request."""
     drop_probability: tuple[float, ...] = (0.01, 0.05, 0.2)
