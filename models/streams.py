@@ -99,6 +99,8 @@ class Streams:
                 self._cancel_abandoned()
 
     def _step(self) -> None:
+        if not self._engine.has_unfinished:
+            raise RuntimeError("requests were finished or aborted past the streams that serve them")
         try:
             tokens, finished = self._engine.step()
         except BaseException:

@@ -131,6 +131,15 @@ def test_a_stream_dropped_during_a_step_is_cancelled_after_it(
     assert_idle(engine)
 
 
+def test_requests_that_are_taken_away_are_not_waited_for(make_streams):
+    streams, engine = make_streams()
+    stream = streams.open(requests(PROMPTS[0]))
+    next(stream)
+    engine.abort(0)
+    with pytest.raises(RuntimeError, match="aborted past the streams"):
+        next(stream)
+
+
 def test_several_threads(make_streams, assert_idle):
     streams, engine = make_streams(num_blocks=20)
     expected = [engine.runner.greedy(prompt, 9) for prompt in PROMPTS]
