@@ -121,8 +121,8 @@ def merge_attention_states(
     out = torch.empty(num_tokens, num_heads, head_dim, dtype=out_a.dtype, device=device)
     lse = torch.empty(num_tokens, num_heads, dtype=torch.float32, device=device)
     num_rows = num_tokens * num_heads
-    if out.numel() == 0:
-        return out, lse.fill_(-torch.inf)
+    if num_rows == 0:
+        return out, lse
     head_dim_padded = padded_dim(head_dim)
     tile = merge_states_tile(head_dim_padded)
     _merge_attention_states_kernel[(cdiv(num_rows, tile.rows),)](

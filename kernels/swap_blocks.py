@@ -112,8 +112,9 @@ def swap_blocks(src_cache: torch.Tensor, dst_cache: torch.Tensor, src_to_dst: to
             with a negative number is skipped. A source may be named often, a destination once.
 
     Mutates dst_cache. Returns None. The copy runs on the current stream and is not waited for: the
-    host may read a dst_cache of its own, or overwrite or free either cache, only after synchronising
-    with it. (PyTorch takes note of its own copies alone before it hands pinned memory out again.)
+    host may read a dst_cache of its own, or overwrite or free a cache of its own, only after
+    synchronising with it (PyTorch, before it hands pinned memory out again, minds its own copies
+    alone).
 
     Raises:
         ValueError: a shape, dtype, device or stride that does not fit, or host memory that is not

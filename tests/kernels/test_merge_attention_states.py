@@ -33,7 +33,7 @@ def test_matches_twin(data, device):
     draw = data.draw
     num_tokens = draw(st.integers(0, 40), label="num_tokens")
     num_heads = draw(st.sampled_from([1, 2, 3, 7]), label="num_heads")
-    head_dim = draw(st.sampled_from([16, 33, 80, 112, 128, 256]), label="head_dim")
+    head_dim = draw(st.sampled_from([0, 1, 16, 33, 80, 112, 128, 256]), label="head_dim")
     dtype = draw(st.sampled_from(DTYPES), label="dtype")
     spread = draw(st.sampled_from([0.0, 3.0, 100.0]), label="spread")
     torch.manual_seed(draw(st.integers(0, 2**16), label="seed"))
