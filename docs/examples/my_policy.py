@@ -15,7 +15,8 @@ from cache.policies.queues import Queue
 class TailFirst(PriorityPolicy):
     """LRU that gives up the deep blocks of a prompt sooner than its beginning.
 
-    A policy that is one number per block needs nothing else; the replay compiles it.
+    A policy that is one number per block needs nothing else; the replay compiles it.  What else a
+    block tells: ``BlockHistory`` in ``cache/policies/priority.py``.
     """
 
     @staticmethod
@@ -26,8 +27,9 @@ class TailFirst(PriorityPolicy):
 class Clock(QueuePolicy):
     """FIFO with a second chance (Corbató, 1968): blocks that were hit go round once more.
 
-    A policy that keeps state of its own says where a new block goes, what a hit changes and which
-    block to give up; ``cache/policies/base.py`` has the whole interface.
+    A policy made of queues says where a new block goes, what a hit changes and which block to give
+    up; ``QueuePolicy`` in ``cache/policies/queues.py`` does the rest.  For anything else there is
+    the whole interface, in ``cache/policies/base.py``.
     """
 
     def _reset(self) -> None:
