@@ -34,7 +34,7 @@ class Attention(nn.Module):
         super().__init__()
         hidden, head_dim = config.hidden_size, config.head_dim
         q_heads = tp.share(config.num_q_heads, "num_q_heads")
-        kv_heads = tp.share(config.num_kv_heads, "num_kv_heads")
+        kv_heads = tp.share(config.num_kv_heads, "num_kv_heads", repeat=True)
         q_columns = _head_columns(q_heads, head_dim)
         kv_columns = _head_columns(kv_heads, head_dim)
         q_size, kv_size = config.num_q_heads * head_dim, config.num_kv_heads * head_dim
@@ -159,7 +159,7 @@ class CausalLM(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self.num_kv_heads_per_rank = len(tp.share(config.num_kv_heads, "num_kv_heads"))
+        self.num_kv_heads_per_rank = len(tp.share(config.num_kv_heads, "num_kv_heads", repeat=True))
         self.model = Decoder(config, backend, tp, max_positions)
         self.lm_head = (
             None

@@ -137,7 +137,8 @@ class LLM:
         backend = make_backend(attention_backend, self.device)
         kv_dtype = _kv_dtype(kv_cache_dtype, self.dtype, backend)
         for name in ("num_q_heads", "num_kv_heads", "intermediate_size"):
-            TensorParallel(0, tensor_parallel_size).share(getattr(config, name), name)
+            first = TensorParallel(0, tensor_parallel_size)
+            first.share(getattr(config, name), name, repeat=name == "num_kv_heads")
         workers = None
         if tensor_parallel_size > 1 and (has_workers() or not is_distributed()):
             workers = start_workers(tensor_parallel_size, self.device, options_of_workers)

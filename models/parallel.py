@@ -30,17 +30,19 @@ class TensorParallel:
         if not 0 <= self.rank < self.size:
             raise ValueError(f"rank={self.rank}, size={self.size}: needs 0 <= rank < size")
 
-    def share(self, count: int, what: str) -> range:
+    def share(self, count: int, what: str, *, repeat: bool = False) -> range:
         """The contiguous part of ``count`` items that this rank holds.
 
-        ``count`` is divisible by size; or size by count, and then several ranks hold the same item
-        (KV heads, of which a model may have fewer than there are GPUs).
-        Raises ValueError, naming ``what`` is split, for anything else.
+        repeat: where there are fewer items than ranks, several ranks may hold the same one.  For
+            KV heads; of what the ranks' outputs are summed over, each part must be one rank's.
+
+        Raises ValueError, naming ``what`` is split, unless count is divisible by size (or size by
+        count, with ``repeat``).
         """
         if count % self.size == 0:
             each = count // self.size
             return range(self.rank * each, (self.rank + 1) * each)
-        if self.size % count == 0:
+        if repeat and self.size % count == 0:
             item = self.rank // (self.size // count)
             return range(item, item + 1)
         raise ValueError(f"tensor_parallel_size={self.size} does not divide {what}={count}")

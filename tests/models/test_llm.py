@@ -367,6 +367,7 @@ def test_the_longest_sequence(make_checkpoint):
         ({"seed": None}, "seed=None: needs an int"),
         ({"cuda_graphs": True}, "cuda_graphs=True: cannot capture attention_backend='torch'"),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 does not divide num_q_heads=4"),
+        ({"tensor_parallel_size": 8}, "tensor_parallel_size=8 does not divide num_q_heads=4"),
         ({"manager_options": {"watermark": 0.1}}, "no option watermark"),
         (
             {

@@ -138,13 +138,15 @@ def test_shares_of_heads():
         range(0, 3),
         range(3, 6),
     ]
-    assert [TensorParallel(rank, 4).share(2, "heads") for rank in range(4)] == [
+    assert [TensorParallel(rank, 4).share(2, "heads", repeat=True) for rank in range(4)] == [
         range(0, 1),
         range(0, 1),
         range(1, 2),
         range(1, 2),
     ]
     with pytest.raises(ValueError, match="tensor_parallel_size=4 does not divide heads=6"):
-        TensorParallel(0, 4).share(6, "heads")
+        TensorParallel(0, 4).share(6, "heads", repeat=True)
+    with pytest.raises(ValueError, match="tensor_parallel_size=4 does not divide heads=2"):
+        TensorParallel(0, 4).share(2, "heads")  # the ranks' outputs are summed: twice too much
     with pytest.raises(ValueError, match="rank=2, size=2"):
         TensorParallel(2, 2)
