@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -43,3 +45,17 @@ def poisoned_memory():
     yield
     torch.utils.deterministic.fill_uninitialized_memory = previous
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch):
+    """A stand-in for a CUDA device with 32 MiB, on machines without one; see fake_cuda.py."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a real GPU")
+    spec = importlib.util.spec_from_file_location(
+        "fake_cuda", Path(__file__).with_name("fake_cuda.py")
+    )
+    fake_cuda = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fake_cuda)
+    with fake_cuda.fake_gpu(monkeypatch, total_bytes=2**25) as device:
+        yield device

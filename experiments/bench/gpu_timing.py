@@ -24,6 +24,8 @@ Ceiling = Literal["copy", "device_to_host", "host_to_device"]
 
 _MIN_SAMPLES, _MAX_SAMPLES = 7, 300
 _FLUSH_BYTES = 256 * 2**20
+_COPIED_BYTES, _TRANSFERRED_BYTES = 2**31, 2**28
+_MATMUL_SIZE = 8192
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,7 @@ def copy_bandwidth(ceiling: Ceiling = "copy") -> float:
     """
     import torch
 
-    num_elements = 2**30 if ceiling == "copy" else 2**27
+    num_elements = (_COPIED_BYTES if ceiling == "copy" else _TRANSFERRED_BYTES) // 2
     on_device = torch.empty(num_elements, dtype=torch.bfloat16, device="cuda").normal_()
     if ceiling == "copy":
         other = torch.empty_like(on_device)
@@ -156,7 +158,7 @@ def matmul_rate() -> float:
     """FLOP per second of an 8192 x 8192 x 8192 bf16 matrix product of random data."""
     import torch
 
-    size = 8192
+    size = _MATMUL_SIZE
     a, b = (torch.randn(size, size, device="cuda").bfloat16() for _ in range(2))
     out = torch.empty_like(a)
     seconds = time_call(lambda: torch.mm(a, b, out=out), budget_ms=100).p50 * 1e-6

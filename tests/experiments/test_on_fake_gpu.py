@@ -1,0 +1,163 @@
+"""The GPU experiments' host code, from cells to rows with times, at tiny sizes.
+
+On the stand-in of ``tests/fake_cuda.py``; kernels are interpreted, and the times mean nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+
+import pandas as pd
+import pytest
+
+from experiments import (
+    cascade,
+    engine_throughput,
+    gpu_rates,
+    kernel_accuracy,
+    kernel_latency,
+    large_accuracy,
+    tile_sweep,
+)
+from experiments.bench import gpu_timing, kernel_problems
+from experiments.harness.environment import device_slug
+from experiments.load import engine_models
+
+HEADS = {"num_q_heads": 2, "num_kv_heads": 1, "head_dim": 16}
+
+
+@pytest.fixture(autouse=True)
+def small_gpu(fake_gpu, monkeypatch):
+    """Rates of small copies and products, and few samples."""
+    sizes = {"_FLUSH_BYTES": 64, "_COPIED_BYTES": 4096, "_TRANSFERRED_BYTES": 4096}
+    sizes |= {"_MATMUL_SIZE": 32, "_MIN_SAMPLES": 1, "_MAX_SAMPLES": 1}
+    for name, size in sizes.items():
+        monkeypatch.setattr(gpu_timing, name, size)
+    cached = (gpu_timing._l2_buffer, gpu_timing.copy_bandwidth, gpu_timing.matmul_rate)
+    for function in cached:
+        function.cache_clear()
+    yield fake_gpu
+    kernel_problems.release()
+    for function in cached:
+        function.cache_clear()
+
+
+def rows_of(experiment, options, implementations=None) -> list[dict]:
+    cells = experiment.cells(options)
+    if implementations:
+        cells = (cell for cell in cells if cell.implementation in implementations)
+    return list(itertools.chain.from_iterable(map(experiment.run_cell, cells)))
+
+
+def test_results_go_to_a_folder_of_the_gpu():
+    assert device_slug(kernel_latency.EXPERIMENT) == "nvidia-h200"
+
+
+def test_rates():
+    rows = rows_of(gpu_rates, gpu_rates.GpuRatesOptions())
+    assert [row["rate"] for row in rows] == ["copy", "device_to_host", "host_to_device", "matmul"]
+    assert all(row["value"] > 0 for row in rows)
+
+
+def test_every_op_is_checked_captured_and_timed(small_gpu):
+    options = kernel_latency.KernelLatencyOptions(
+        **HEADS,
+        batch=(2,),
+        context_len=(9,),
+        block_size=(4,),
+        prefill=((1, 3, 9),),
+        store_tokens=(3,),
+        move_tokens=(8,),
+        num_layers=1,
+    )
+    names = ("pagelab", "gather_naive", "torch_index_put", "memcpy")
+    rows = rows_of(kernel_latency, options, names)
+    assert small_gpu.replays > 0
+    launches = {(row["op"], row["implementation"]): row["launch"] for row in rows}
+    eager = {("prefill", "gather_naive"), ("swap_out", "memcpy"), ("swap_in", "memcpy")}
+    assert {key for key, launch in launches.items() if launch == "eager"} == eager
+    assert {op for op, name in launches if name == "pagelab"} == set(kernel_latency.PARTS)
+    assert len(launches) == 12
+    for row in rows:
+        assert 0 < row["p20_us"] <= row["p50_us"] <= row["p80_us"]
+        seconds = row["p50_us"] * 1e-6
+        assert row["bandwidth_fraction"] * row["peak_gb_per_s"] == pytest.approx(row["gb_per_s"])
+        assert row["gb_per_s"] == pytest.approx(row["bytes"] / seconds / 1e9)
+
+
+def test_packages_that_are_not_there_are_absent_with_the_reason():
+    options = kernel_latency.KernelLatencyOptions(**HEADS, batch=(1,), context_len=(9,))
+    cells = list(kernel_latency.cells(dataclasses.replace(options, part=("decode",))))
+    cells = [cell for cell in cells if cell.implementation == "flash_attn_3"]
+    for cell in cells:
+        with pytest.raises(kernel_problems.Unavailable, match="flash_attn_interface cannot be"):
+            kernel_latency.run_cell(cell)
+
+
+def test_shared_prefixes():
+    options = cascade.CascadeOptions(
+        **HEADS, prefix_len=(16,), suffix_len=4, batch=(2,), block_size=4
+    )
+    rows = rows_of(cascade, options)
+    assert [row["implementation"] for row in rows] == ["pagelab", "paged_decode"]
+    assert all(row["launch"] == "graph" and row["p50_us"] for row in rows)
+
+
+def test_tiles_and_splits_that_are_not_the_tables():
+    options = tile_sweep.TileSweepOptions(
+        **HEADS,
+        part=("decode", "splits"),
+        decode=((1, 20),),
+        decode_tile=((16, 4, 1),),
+        splits=(2,),
+        splits_batch=(1,),
+        splits_context=(40,),
+    )
+    rows = rows_of(tile_sweep, options)
+    assert [(row["part"], row["by_table"]) for row in rows] == [
+        ("decode", True),
+        ("decode", False),
+        ("splits", True),
+        ("splits", False),
+    ]
+    table, forced = rows[:2]
+    # The table's tile is that of the GPU, not of the interpreter.
+    assert (table["num_stages"], forced["tile_n"], forced["num_stages"]) == (7, 16, 1)
+    assert "decode_tile" in tile_sweep.decision(pd.DataFrame(rows))
+
+
+def test_accuracy_at_both_kinds_of_sizes():
+    options = {"block_size": (7,), "dtype": ("float16",), "head_dim": (16,), "feature": ("none",)}
+    kernels = ("swap_blocks", "store_kvcache", "paged_decode_attention")
+    rows = rows_of(
+        kernel_accuracy, kernel_accuracy.KernelAccuracyOptions(kernel=kernels, **options)
+    )
+    assert {row["kernel"] for row in rows} == set(kernels)
+    assert not any(row["interpreted"] for row in rows)
+    large = large_accuracy.LargeAccuracyOptions(
+        **HEADS, scale=1000, past_32_bits=False, dtype=("float8_e4m3fn",)
+    )
+    rows += rows_of(large_accuracy, large)
+    assert all(row["passed"] for row in rows)
+
+
+def test_throughput_of_the_engine(small_gpu, monkeypatch):
+    few = {"num_blocks": 40, "max_num_batched_tokens": 64}
+    monkeypatch.setattr(
+        engine_throughput.engine_models,
+        "make_llm",
+        functools.partial(engine_models.make_llm, **few),
+    )
+    options = engine_throughput.EngineThroughputOptions(
+        model="tiny",
+        num_requests=1,
+        lengths=(17, 17),
+        max_model_len=64,
+        engine=("triton, CUDA graphs",),
+    )
+    rows = rows_of(engine_throughput, options)
+    assert [row["cached_tokens"] for row in rows] == [0, 16]
+    assert all(row["output_tokens_per_s"] > 0 for row in rows)
+    assert small_gpu.replays > 0

@@ -1,0 +1,372 @@
+"""A stand-in for a CUDA device, to try out host code that otherwise runs on GPU machines alone.
+
+Tensors on it report cuda:0 and keep their data in host memory; PyTorch's ops run on the CPU and the
+kernels in Triton's interpreter.  What a GPU would refuse is refused: operands on two devices, a
+generator of the other device, pageable host memory in a kernel, and, while a graph is captured,
+whatever makes the host wait.  What a capture computes is NaN until the graph is replayed, which
+repeats its ops and launches in place.  Waits, launches, replays and the memory of live tensors are
+counted.
+
+A dry run of host code: it says nothing of speed, of compiled kernels, or of work that overlaps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import time
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._utils import _get_device_index
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+_aten = torch.ops.aten
+_PINNING = {_aten.pin_memory.default, _aten._pin_memory.default}
+_INDEXING = {_aten.index.Tensor, _aten.index_put_.default, _aten.index_put.default}
+_SUBSCRIPTS = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+_READ_BY_THE_HOST = {
+    _aten._local_scalar_dense.default,
+    _aten.nonzero.default,
+    _aten.masked_select.default,
+    _aten.equal.default,
+}
+_UNINITIALISED = {_aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default}
+
+
+class CudaTensor(torch.Tensor):
+    """Reports CUDA; ``host`` has its data.  PyTorch's C++ is told that it is a meta tensor: of a
+    CUDA tensor's device it would ask the driver."""
+
+    @staticmethod
+    def __new__(cls, host: torch.Tensor) -> CudaTensor:
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            host.size(),
+            strides=host.stride(),
+            storage_offset=host.storage_offset(),
+            dtype=host.dtype,
+            device="meta",
+        )
+
+    def __init__(self, host: torch.Tensor) -> None:
+        self.host = host
+
+    device = property(lambda self: CUDA)
+    is_cuda = property(lambda self: True)
+    is_cpu = is_meta = property(lambda self: False)
+
+    def data_ptr(self) -> int:
+        return self.host.data_ptr()
+
+    def cpu(self) -> torch.Tensor:
+        return _gpu.run(_aten._to_copy.default, (self,), {"device": CPU})
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def __repr__(self) -> str:
+        return f"{self.host!r} on {CUDA}"
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return _gpu.run(func, args, kwargs or {})
+
+
+class _Ops(TorchDispatchMode):
+    """Ops without a tensor: those that make one."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return _gpu.run(func, args, kwargs or {})
+
+
+class _Functions(TorchFunctionMode):
+    """What PyTorch's C++ does to arguments before the ops, where it would ask the driver."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = CUDA
+        if func is torch.Tensor.to:
+            args = tuple(CUDA if _is_cuda(arg) else arg for arg in args)
+            if isinstance(args[0], CudaTensor):  # it is there already
+                args = tuple(arg for arg in args if arg is not CUDA)
+                if kwargs.get("device") is CUDA:
+                    del kwargs["device"]
+                if len(args) == 1 and kwargs.keys() <= {"non_blocking"}:
+                    return args[0]
+        if func in _SUBSCRIPTS and isinstance(args[0], CudaTensor):
+            places = args[1] if isinstance(args[1], tuple) else (args[1],)
+            places = tuple(torch.tensor(p).to(CUDA) if type(p) is list else p for p in places)
+            args = (args[0], places, *args[2:])
+        if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") is CUDA:
+            return func(*args, **{**kwargs, "device": CPU}).to(CUDA)
+        if kwargs.get("device") in ("meta", torch.device("meta")):
+            with _gpu.wanting_meta_tensors():
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _is_cuda(value: object) -> bool:
+    return isinstance(value, (str, torch.device)) and str(value) in ("cuda", "cuda:0")
+
+
+class _Generator(torch.Generator):
+    def __new__(cls, device: torch.device | str = CPU) -> _Generator:
+        made = super().__new__(cls, CPU)
+        # An op is given another Python object of the same generator.
+        _gpu.serves[made._cdata] = torch.device(device).type
+        return made
+
+
+class _Event:
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, end: _Event) -> float:
+        return 1e3 * (end.at - self.at)
+
+
+class _Graph:
+    def __init__(self) -> None:
+        self.work: list[Callable[[], None]] = []
+
+    def pool(self) -> tuple[int, int]:
+        return 0, 1
+
+    def replay(self) -> None:
+        _gpu.replays += 1
+        for repeat in self.work:
+            repeat()
+
+
+class FakeGpu:
+    def __init__(self, total_bytes: int) -> None:
+        self.total_bytes = total_bytes
+        self.allocated = self.peak = 0
+        """Bytes of the tensors that live, and the most since the peak was reset."""
+        self.waits = self.launches = self.replays = 0
+        self.serves: dict[int, str] = {}
+        """Type of the device that a generator was made for."""
+        self._capturing: _Graph | None = None
+        self._captured: list[torch.Tensor] = []
+        self._pinned: dict[int, StorageWeakRef] = {}
+        self._meta_is_meant = False
+
+    def run(self, func, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """An op of PyTorch."""
+        if func is _aten.is_pinned.default:
+            return self.is_pinned(args[0])
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        on_gpu = [t for t in tensors if isinstance(t, CudaTensor)]
+        to_gpu, pin = bool(on_gpu), kwargs.get("pin_memory") or func in _PINNING
+        if func is _aten.copy_.default:
+            to_gpu = isinstance(args[0], CudaTensor)
+        elif (device := kwargs.get("device")) is not None:
+            kind = torch.device(device).type
+            to_gpu = kind == "cuda" or (kind == "meta" and not self._meta_is_meant)
+        if not (on_gpu or to_gpu or pin):
+            return func(*args, **kwargs)
+        self._check(func, args, kwargs, tensors, to_gpu)
+        given = {id(t.host): t for t in on_gpu}
+        args, kwargs = tree_map_only(CudaTensor, lambda t: t.host, (args, kwargs))
+        kwargs.pop("pin_memory", None)
+        if to_gpu and kwargs.get("device") is not None:
+            kwargs["device"] = CPU
+        with _on_the_host():
+            made = args[0].clone() if func in _PINNING else func(*args, **kwargs)
+            if func is _aten._to_copy.default and made is args[0]:
+                made = made.clone()
+        if self._capturing is not None:
+            self._record(func, args, kwargs, made)
+        if pin:
+            storage = made.untyped_storage()
+            self._pinned[storage._cdata] = StorageWeakRef(storage)
+        to_gpu = to_gpu and not pin
+
+        def result(host: torch.Tensor) -> torch.Tensor:
+            if id(host) in given:
+                return given[id(host)]
+            return self._hold(host) if to_gpu else host
+
+        return tree_map_only(torch.Tensor, result, made)
+
+    def _check(self, func, args, kwargs, tensors: list[torch.Tensor], to_gpu: bool) -> None:
+        """Refuse what a GPU would, and count what the host waits for."""
+        on_host = [t for t in tensors if not isinstance(t, CudaTensor)]
+        if func in (_aten.copy_.default, _aten._to_copy.default):
+            if any(isinstance(t, CudaTensor) != to_gpu for t in tensors):
+                non_blocking = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
+                if not (non_blocking and all(map(self.is_pinned, on_host))):
+                    self.wait("a copy between host and device")
+        elif func in _INDEXING and isinstance(args[0], CudaTensor):
+            indices = [index for index in args[1] if index is not None]
+            if not all(isinstance(index, CudaTensor) for index in indices):
+                self.wait("indexing by host memory")
+            if any(index.dtype == torch.bool for index in indices):
+                self.wait("indexing by a mask")
+        elif len(on_host) < len(tensors) and any(t.dim() and t.numel() for t in on_host):
+            raise RuntimeError(f"Expected all tensors on one device, {func} got {CUDA} and {CPU}")
+        if func in _READ_BY_THE_HOST:
+            self.wait(func)
+        if generator := kwargs.get("generator"):
+            serves = self.serves.get(generator._cdata, "cpu")
+            if (serves == "cuda") != to_gpu:
+                raise RuntimeError(f"{func}: got a generator of {serves}")
+
+    def wait(self, why: object = "synchronize") -> None:
+        """The host waits for the device."""
+        if self._capturing is not None:
+            raise RuntimeError(
+                f"CUDA error: operation not permitted when stream is capturing: {why}"
+            )
+        self.waits += 1
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        if isinstance(tensor, CudaTensor):
+            return False
+        known = self._pinned.get(tensor.untyped_storage()._cdata)
+        return known is not None and not known.expired()
+
+    def _hold(self, host: torch.Tensor) -> CudaTensor:
+        storage = host.untyped_storage()
+        if not hasattr(storage, "is_counted"):
+            storage.is_counted = True
+            self._count(storage.nbytes())
+            weakref.finalize(storage, self._count, -storage.nbytes())
+        with torch.inference_mode(False):
+            return CudaTensor(host)
+
+    def _count(self, num_bytes: int) -> None:
+        self.allocated += num_bytes
+        self.peak = max(self.peak, self.allocated)
+
+    @contextlib.contextmanager
+    def wanting_meta_tensors(self) -> Iterator[None]:
+        self._meta_is_meant = True
+        yield
+        self._meta_is_meant = False
+
+    @contextlib.contextmanager
+    def capture(self, graph: _Graph, pool: object = None) -> Iterator[None]:
+        """torch.cuda.graph."""
+        self.wait()
+        self._capturing = graph
+        try:
+            yield
+        finally:
+            self._capturing, captured = None, self._captured
+            self._captured = []
+        with _on_the_host():
+            for tensor in captured:
+                if tensor.dtype.is_floating_point and tensor.itemsize > 1:
+                    tensor.fill_(torch.nan)
+
+    def _record(self, func, args, kwargs, made) -> None:
+        old = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if _is_tensor(t)}
+        fresh = [_is_tensor(t) and t.untyped_storage()._cdata not in old for t in tree_leaves(made)]
+        self._captured += [t for t, new in zip(tree_leaves(made), fresh, strict=True) if new]
+        if func in _UNINITIALISED or not (any(fresh) or func._schema.is_mutable):
+            return
+
+        def repeat() -> None:
+            with _on_the_host():
+                again = tree_leaves(func(*args, **kwargs))
+                for before, now, new in zip(tree_leaves(made), again, fresh, strict=True):
+                    if new:
+                        before.copy_(now)
+
+        self._capturing.work.append(repeat)
+
+    def launch(self, grid_launch: Callable, executor, args: tuple, kwargs: dict) -> None:
+        """A kernel on a grid."""
+        for value in (*args, *kwargs.values()):
+            on_host = _is_tensor(value) and not isinstance(value, CudaTensor)
+            if on_host and not self.is_pinned(value):
+                raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
+        args, kwargs = tree_map_only(CudaTensor, lambda t: t.host, (args, kwargs))
+
+        def launch() -> None:
+            self.launches += 1
+            with _on_the_host():
+                grid_launch(executor, *args, **kwargs)
+
+        launch()
+        if self._capturing is not None:
+            self._capturing.work.append(launch)
+
+    def answers(self) -> dict[str, Callable]:
+        """Functions of torch.cuda."""
+        name, total = "NVIDIA H200", self.total_bytes
+        properties = types.SimpleNamespace(
+            name=name, major=9, minor=0, multi_processor_count=132, L2_cache_size=2**10
+        )
+        return {
+            "_lazy_init": lambda: None,
+            "is_available": lambda: True,
+            "current_device": lambda: 0,
+            "set_device": _get_device_index,  # which refuses a device without an index
+            "get_device_properties": lambda device=None: properties,
+            "get_device_name": lambda device=None: name,
+            "get_device_capability": lambda device=None: (9, 0),
+            "mem_get_info": lambda device=None: (total - self.allocated, total),
+            "memory_reserved": lambda device=None: self.allocated,
+            "max_memory_allocated": lambda device=None: self.peak,
+            "reset_peak_memory_stats": lambda device=None: setattr(self, "peak", self.allocated),
+            "empty_cache": lambda: None,
+            "synchronize": lambda device=None: self.wait(),
+            "is_current_stream_capturing": lambda: self._capturing is not None,
+            "Event": _Event,
+            "CUDAGraph": _Graph,
+            "graph": self.capture,
+        }
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _on_the_host() -> contextlib.AbstractContextManager:
+    """What an op makes here must be usable in and outside of inference mode."""
+    return torch.inference_mode(False)
+
+
+_gpu: FakeGpu
+
+
+@contextlib.contextmanager
+def fake_gpu(monkeypatch, total_bytes: int) -> Iterator[FakeGpu]:
+    """Inside, torch.cuda has one H200 of so much memory.  Triton has to be in its interpreter."""
+    global _gpu
+    from triton import language as tl
+    from triton.runtime.interpreter import GridExecutor
+
+    from kernels import tiles
+
+    _gpu = FakeGpu(total_bytes)
+    for name, answer in _gpu.answers().items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    monkeypatch.setattr(torch, "Generator", _Generator)
+    grid_launch = GridExecutor.__call__
+    monkeypatch.setattr(
+        GridExecutor, "__call__", lambda executor, *a, **k: _gpu.launch(grid_launch, executor, a, k)
+    )
+    # On the host the ops behave as on a GPU; the kernels know that they are interpreted.
+    for name in ("tiles", "checks", "swap_blocks"):
+        module = importlib.import_module(f"kernels.{name}")
+        monkeypatch.setattr(module, "INTERPRETED", tl.constexpr(False))
+    try:
+        with _Functions(), _Ops():
+            yield _gpu
+    finally:
+        tiles._cuda_target.cache_clear()

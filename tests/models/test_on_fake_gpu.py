@@ -1,0 +1,64 @@
+"""The engine's way on a GPU, host code alone: CUDA graphs, pinned memory, the profiling run.
+
+On the stand-in of ``tests/fake_cuda.py``; kernels are interpreted, nothing is compiled or timed.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from models import LLM, ModelConfig, SamplingParams
+
+CONFIG = ModelConfig(
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=32,
+    num_layers=1,
+    num_q_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
+    max_position_embeddings=128,
+    initializer_range=0.4,
+    tie_word_embeddings=True,
+)
+PROMPTS = [[1, 2, 3, 4, 5], [5, 6] * 5]
+OPTIONS = {"dtype": "float32", "block_size": 4, "max_num_seqs": 2, "max_num_batched_tokens": 16}
+
+
+def tokens(llm: LLM, max_tokens: int) -> list:
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return tokens(LLM(CONFIG, device="cpu", attention_backend="torch", **OPTIONS), 12)
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_graphs_decode_as_the_cpu_does_with_one_wait_a_step(preemption, expected, fake_gpu):
+    llm = LLM(CONFIG, num_blocks=9, max_model_len=32, preemption=preemption, **OPTIONS)
+    assert llm.device == torch.device("cuda", 0)
+    steps, step = [], llm.engine.runner.run
+    llm.engine.runner.run = lambda *args: steps.append(1) or step(*args)
+    waits, replays = fake_gpu.waits, fake_gpu.replays
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    outputs = llm.generate(PROMPTS, params)
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert sum(output.stats.num_preemptions for output in outputs) >= 1
+    swapped = sum(output.stats.num_swapped_tokens for output in outputs)
+    assert (swapped > 0) == (preemption == "swap")
+    assert fake_gpu.waits - waits == len(steps), "only for the sampled tokens"
+    assert len(steps) > fake_gpu.replays - replays >= 11
+
+
+def test_the_cache_fills_the_share_of_memory_that_the_largest_batch_leaves(fake_gpu):
+    options = {"gpu_memory_utilization": 0.8, "max_model_len": 64, "cuda_graphs": False}
+    llm = LLM(CONFIG, **options, **OPTIONS)
+    limit = 0.8 * fake_gpu.total_bytes
+    assert 0.75 * fake_gpu.total_bytes < fake_gpu.allocated <= limit
+    torch.cuda.reset_peak_memory_stats()
+    sampled = SamplingParams(top_p=0.9, max_tokens=2)
+    llm.generate([[7] * 14, [8, 9]], sampled)
+    assert fake_gpu.allocated < fake_gpu.peak <= limit
