@@ -46,6 +46,8 @@ class Arguments:
     max_model_len: int | None = None
     prefix_caching: bool = True
     preemption: Literal["recompute", "swap"] = "recompute"
+    tensor_parallel_size: int = 1
+    """Processes, with a GPU each, that share the model."""
     random_weights: bool = False
     """Ignore the checkpoint's weights."""
 
@@ -80,6 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
             max_model_len=args.max_model_len,
             enable_prefix_caching=args.prefix_caching,
             preemption=args.preemption,
+            tensor_parallel_size=args.tensor_parallel_size,
             random_weights=args.random_weights,
         )
         outputs = llm.generate(prompts, params)

@@ -92,9 +92,10 @@ class Streams:
         """What happened to these requests, after another step if nothing did."""
         with self._lock:
             try:
-                if not any(request_id in self._outbox for request_id in request_ids):
+                if not self._outbox.keys() & request_ids:
                     self._step()
-                return [e for id_ in sorted(request_ids) for e in self._outbox.pop(id_, ())]
+                ready = sorted(self._outbox.keys() & request_ids)
+                return [event for request_id in ready for event in self._outbox.pop(request_id)]
             finally:
                 self._cancel_abandoned()
 

@@ -478,6 +478,10 @@ def test_command_line(text_checkpoint, expected, capsys):
         (["--model", "{folder}"], "error: --prompt: needs at least one prompt"),
         (["--model", "{folder}", "--prompt", "w1", "--n", "0"], "error: n=0"),
         (["--model", "{folder}", "--prompt-ids", "1,x"], "error: --prompt-ids '1,x'"),
+        (
+            ["--model", "{folder}", "--prompt", "w1", "--tensor-parallel-size", "3"],
+            "error: tensor_parallel_size=3 does not divide",
+        ),
     ],
 )
 def test_command_line_errors(arguments, message, text_checkpoint, capsys):
