@@ -73,11 +73,11 @@ def _on_its_gpu(launch: Callable) -> Callable:
     @functools.wraps(launch)
     def launch_there(*args, **kwargs):
         for arg in chain(args, kwargs.values()):
-            if getattr(arg, "is_cuda", False):
-                if (gpu := arg.get_device()) == torch.cuda.current_device():
-                    break
-                with torch.cuda.device(gpu):
-                    return launch(*args, **kwargs)
+            if not getattr(arg, "is_cpu", True):  # the first tensor that lies on a device
+                if arg.is_cuda and (gpu := arg.get_device()) != torch.cuda.current_device():
+                    with torch.cuda.device(gpu):
+                        return launch(*args, **kwargs)
+                break
         return launch(*args, **kwargs)
 
     return launch_there

@@ -341,7 +341,7 @@ def test_eager_calls_bypass_the_dispatcher(device):
 
 
 class _TensorOfGpu1:
-    is_cuda = True
+    is_cpu, is_cuda = False, True
 
     def get_device(self):
         return 1
