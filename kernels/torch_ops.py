@@ -59,7 +59,8 @@ def _register(
     def call(*args, **kwargs):
         for scale in scales:
             if isinstance(kwargs.get(scale), (int, float)):
-                device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))
+                tensors = chain(args, kwargs.values())
+                device = next(arg.device for arg in tensors if isinstance(arg, torch.Tensor))
                 kwargs[scale] = torch.full((), kwargs[scale], dtype=torch.float32, device=device)
         return operator(*args, **kwargs)
 

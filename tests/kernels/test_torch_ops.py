@@ -249,7 +249,8 @@ def test_numbers_as_scales_of_an_fp8_cache_are_traced(how, device):
     class Fp8Step(torch.nn.Module):
         def forward(self, key, value, q, k_cache, v_cache, slots, tables, lens):
             scales = {"k_scale": 0.5, "v_scale": 2}
-            kernels.store_kvcache(key, value, k_cache, v_cache, slots, **scales)
+            rows = {"key": key, "value": value, "slot_mapping": slots}
+            kernels.store_kvcache(**rows, k_cache=k_cache, v_cache=v_cache, **scales)
             return kernels.paged_decode_attention(q, k_cache, v_cache, tables, lens, **scales)
 
     torch.manual_seed(0)
