@@ -1,14 +1,21 @@
 """Eviction policies in the engine: a slice of a trace served under each policy and capacity.
 
-What a hit rate is worth: the engine serves the first requests of a trace, in real time and with
-real (random-weight) attention, from KV caches of 10 to 40 % of the blocks of the slice, and the
-table has its hit rate, time to first token and throughput beside what two replays of the very same
-requests predict: the serial one (``cache.simulate``) and the one with overlapping requests
-(``cache.simulate_serving``), whose step times are measured on this machine before
-(``service_times``).  ``no_cache`` (prefix caching off, in the same memory) and ``infinite`` (room
-for everything, so nothing is ever evicted) bound the engine's times, ``infinite`` and ``belady``
-the hit rate.  Belady's optimum needs the future, which an engine has not: it has a replayed hit
-rate and no engine run.
+What a hit rate is worth: the engine serves the first requests of a trace from KV caches of 10 to
+40 % of the blocks of the slice, and the table has its hit rate, time to first token and throughput
+beside what two replays of the very same requests predict: the serial one (``cache.simulate``) and
+the one with overlapping requests (``cache.simulate_serving``).  ``no_cache`` (prefix caching off,
+in the same memory) and ``infinite`` (room for everything, so nothing is ever evicted) bound the
+engine's times, ``infinite`` and ``belady`` the hit rate.  Belady's optimum needs the future, which
+an engine has not: it has a replayed hit rate and no engine run.
+
+Time is modelled: scheduling, hits, evictions and attention (of random weights) are the engine's on
+the small ``model``, and each step is taken to last as long as one of ``timed_model`` with as many
+prompt tokens and decoding sequences, by a linear model whose three parameters are measured on this
+machine before (``service_times``).  So policies differ by what they keep, and by nothing else:
+measured, the time of a small model is mostly that of Python, and differs more from run to run than
+from policy to policy.  What is not in these times is the policy's own work (``manager_overhead``
+has it) and that of attention to long contexts.  ``--real-time`` serves in real time instead, as
+fast as ``model`` is; the replay has the modelled time of ``model`` then.
 
 Scale: each block of the trace becomes a block of ``tokens_per_block`` tokens in the engine, as many
 as keep the prompts of the slice within ``slice_tokens`` (the table says how many, and
@@ -16,9 +23,8 @@ as keep the prompts of the slice within ``slice_tokens`` (the table says how man
 the same, so its blocks are those of the replay, one for one.  A prompt has one token more than its
 blocks, since the engine always computes the last token of a prompt; outputs are divided likewise
 and cut to ``max_output_tokens``.  Requests arrive at the trace's own times (or by a Poisson
-process), with gaps scaled so that ``prompt_tokens_per_second`` arrive on average; choose it near
-what the model computes without a cache, so that hits decide whether queues grow.  The smaller the
-blocks and the model, the more the manager's and the policy's time per block weigh in these times.
+process), with gaps scaled so that on average ``load`` times as many prompt tokens arrive as can be
+computed; with a load near 1, hits decide whether queues grow.
 
 Where the engine's hit rate differs from the serial replay's, and why:
 
@@ -90,14 +96,18 @@ class EvictionServingOptions(Options):
     """Longest output."""
     arrivals: Literal["trace", "poisson", "serial"] = "trace"
     """Times of the trace scaled, a Poisson process, or each when the one before it is finished."""
-    prompt_tokens_per_second: float = 20_000.0
-    """Load: prompt tokens, cached or not, that arrive on average."""
+    load: float = 1.0
+    """Prompt tokens, cached or not, that arrive on average while one can be computed."""
     manager: Literal["vllm_v1", "radix"] = "vllm_v1"
     """Cache manager."""
     model: str = "tiny"
-    """A shape of engine_models."""
+    """A shape of engine_models, which computes the tokens."""
+    timed_model: str | None = None
+    """The shape whose steps say how long one lasts. None: qwen3-0.6b on a GPU, else llama-100m."""
+    real_time: bool = False
+    """Let steps last as long as they take."""
     threads: int = 1
-    """CPU threads of the model. More than one pays for larger ones on an idle machine."""
+    """CPU threads of the models. More than one pays for larger ones on an idle machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,9 +121,11 @@ class EvictionServingCell(Cell):
     slice_tokens: int
     max_output_tokens: int
     arrivals: str
-    prompt_tokens_per_second: float
+    load: float
     manager: str
     model: str
+    timed_model: str | None
+    """None: in real time."""
     threads: int
 
     @property
@@ -125,21 +137,22 @@ def cells(options: EvictionServingOptions) -> Iterator[EvictionServingCell | Abs
     for percent in options.capacity_percent:
         if not 0 < percent <= 100:
             raise ValueError(f"--capacity-percent must be above 0 and at most 100, got {percent}")
-    for name in (
-        "num_requests", "slice_tokens", "max_output_tokens", "prompt_tokens_per_second", "threads",
-    ):  # fmt: skip
+    for name in ("num_requests", "slice_tokens", "max_output_tokens", "load", "threads"):
         if getattr(options, name) <= 0:
             raise ValueError(f"--{name.replace('_', '-')} must be above 0")
     if options.skip_requests < 0:
         raise ValueError(f"--skip-requests must be at least 0, got {options.skip_requests}")
-    engine_models.model_config(options.model)  # raises for an unknown one
+    timed_model = options.timed_model or engine_models.default_model()
+    for model in (options.model, timed_model):
+        engine_models.model_config(model)  # raises for an unknown one
     default = ("lru", "fifo", "lfu", "arc", "belady")
     policies = [named_policy(name) for name in options.policy or default]
     fixed = {
         name: getattr(options, name)
         for name in EvictionServingCell.__dataclass_fields__
-        if name not in ("source", "policy", "capacity_percent")
+        if name not in ("source", "policy", "capacity_percent", "timed_model")
     }
+    fixed["timed_model"] = None if options.real_time else timed_model
     for source in _sources(options):
         if isinstance(source, Absent):
             yield source
@@ -172,6 +185,7 @@ def run_cell(cell: EvictionServingCell) -> list[dict[str, Any]]:
         "arrivals": cell.arrivals,
         "manager": cell.manager,
         "model": cell.model,
+        "timed_model": cell.timed_model or "real time",
         "threads": cell.threads,
         "requests": len(trace),
         "requests_left_out": scaled.num_left_out,
@@ -181,9 +195,7 @@ def run_cell(cell: EvictionServingCell) -> list[dict[str, Any]]:
         "length_divisor": scaled.divisor,
         "mean_prompt_tokens": float(trace.input_lengths.mean()),
         "mean_output_tokens": float(trace.output_lengths.mean()),
-        "offered_prompt_tokens_per_second": (
-            None if cell.arrivals == "serial" else cell.prompt_tokens_per_second
-        ),
+        "load": None if cell.arrivals == "serial" else cell.load,
     }
     if cell.policy == _INFINITE:
         row |= {"replay_block_hit_rate": trace.infinite_cache_hit_rate, "replay_evictions": 0}
@@ -209,7 +221,7 @@ def _served(cell: EvictionServingCell, trace: cache.Trace, capacity: int) -> dic
     """What the engine and the replay with overlapping requests measure."""
     import numpy as np
 
-    service = measure_service(cell.model, threads=cell.threads, block_size=trace.block_size)
+    service = measure_service(cell.timed_model or cell.model, threads=cell.threads)
     options = {
         "num_blocks": capacity,
         "block_size": trace.block_size,
@@ -218,11 +230,17 @@ def _served(cell: EvictionServingCell, trace: cache.Trace, capacity: int) -> dic
     }
     if cell.policy == _INFINITE:
         options["num_blocks"] = int(_num_blocks(trace).sum())
-    arrivals = _arrivals(cell, trace)
+    arrivals = _arrivals(cell, trace, service)
     llm = engine_models.make_llm(cell.model, manager=cell.manager, seed=cell.seed, **options)
     vocab_size = llm.config.vocab_size
     prompts = [prompt_token_ids(trace, index, vocab_size) for index in range(len(trace))]
-    run = open_loop.serve(llm, prompts, trace.output_lengths.tolist(), arrivals)
+    run = open_loop.serve(
+        llm,
+        prompts,
+        trace.output_lengths.tolist(),
+        arrivals,
+        service=service if cell.timed_model else None,
+    )
     requests, busy = run.requests, run.busy_seconds
     hits = sum(request.num_cached_tokens // trace.block_size for request in requests)
     row = {
@@ -251,6 +269,9 @@ def _served(cell: EvictionServingCell, trace: cache.Trace, capacity: int) -> dic
             "overlap_preemptions": overlapping.preemptions,
         }
     return row | {
+        "offered_prompt_tokens_per_second": (
+            None if arrivals is None else cell.load * service.prefill_tokens_per_second
+        ),
         "service_step_s": service.step_seconds,
         "service_prefill_tokens_per_second": service.prefill_tokens_per_second,
         "service_decode_s_per_sequence": service.decode_seconds_per_sequence,
@@ -273,10 +294,13 @@ def _slice(cell: EvictionServingCell) -> ScaledTrace:
     )
 
 
-def _arrivals(cell: EvictionServingCell, trace: cache.Trace) -> list[float] | None:
+def _arrivals(
+    cell: EvictionServingCell, trace: cache.Trace, service: cache.ServiceModel
+) -> list[float] | None:
     import numpy as np
 
-    rate = cell.prompt_tokens_per_second / float(trace.input_lengths.mean())
+    offered = cell.load * service.prefill_tokens_per_second
+    rate = offered / float(trace.input_lengths.mean())
     if cell.arrivals == "serial":
         return None
     if cell.arrivals == "poisson":
@@ -373,10 +397,11 @@ def _title(row: pd.Series) -> str:
 
 
 def _load(row: pd.Series) -> str:
-    load = row["offered_prompt_tokens_per_second"]
+    load, model = row["load"], row["timed_model"]
+    title = f"{row['model']} in real time" if model == "real time" else f"modelled time of {model}"
     if load != load or load is None:
-        return f"model {row['model']}\none request at a time"
-    return f"model {row['model']}\n{load:,.0f} prompt tokens/s offered"
+        return f"{title}\none request at a time"
+    return f"{title}\n{load:g} x the prompt tokens that it can compute offered"
 
 
 def _summary(rows: pd.DataFrame) -> pd.DataFrame:
@@ -404,6 +429,7 @@ EXPERIMENT = Experiment(
         num_requests=40,
         slice_tokens=4_000,
         max_output_tokens=4,
+        timed_model="tiny",
     ),
     cells=cells,
     run_cell=run_cell,

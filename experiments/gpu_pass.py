@@ -218,11 +218,7 @@ STAGES: tuple[Stage, ...] = (
     Stage(
         "eviction_serving",
         "eviction_serving",
-        {
-            "model": "qwen3-0.6b",
-            "capacity_percent": (10, 40),
-            "prompt_tokens_per_second": 100_000.0,
-        },
+        {"model": "qwen3-0.6b", "real_time": True, "capacity_percent": (10, 40)},
         None,
         fills_gpu=True,
     ),

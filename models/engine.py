@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 
 import torch
@@ -26,6 +27,9 @@ class Engine:
         max_model_len: longest sequence, prompt included.  No longer than ``longest_sequence`` says.
         vocab_size: of the model; token ids are below it.
         eos_token_ids: end an output unless the request ignores them.
+
+    Attributes:
+        clock: tells the times of statistics, in seconds; ``time.perf_counter``.
     """
 
     def __init__(
@@ -42,6 +46,7 @@ class Engine:
         self.manager: CacheManager = scheduler.manager
         self.max_model_len, self.vocab_size = max_model_len, vocab_size
         self.eos_token_ids = eos_token_ids
+        self.clock: Callable[[], float] = time.perf_counter
         self.requests: dict[int, Request] = {}
         """Unfinished requests by their id."""
         self._request_ids = itertools.count()
@@ -107,7 +112,7 @@ class Engine:
             params=params,
             max_tokens=min(params.max_tokens, self.max_model_len - len(prompt)),
             stop_token_ids=stops,
-            stats=RequestStats(arrival_time=time.perf_counter()),
+            stats=RequestStats(arrival_time=self.clock()),
         )
         num_outputs = params.n if params.beam_width is None else params.beam_width
         num_sequences = 1 if self._can_fork else num_outputs
@@ -156,7 +161,7 @@ class Engine:
                 drawing += samples
 
         tokens = self._sample(logits, rows, drawing)
-        now = time.perf_counter()
+        now = self.clock()
         outputs, finished = [], []
         for seq, token in zip(drawing, tokens, strict=True):
             outputs.append(self._append(seq, token, now))
@@ -204,7 +209,7 @@ class Engine:
         for seq in step.admitted:
             stats = seq.request.stats
             if stats.first_scheduled_time is None:
-                stats.first_scheduled_time = time.perf_counter()
+                stats.first_scheduled_time = self.clock()
                 stats.num_cached_tokens = seq.num_cached_tokens
 
     def _sample(
@@ -278,7 +283,7 @@ class Engine:
         else:
             lengths = [seq.num_output_tokens for seq in request.sequences]
         stats = request.stats
-        stats.finish_time = time.perf_counter()
+        stats.finish_time = self.clock()
         stats.num_output_tokens = sum(lengths)
         stats.longest_output = max(lengths, default=0)
 

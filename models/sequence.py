@@ -104,7 +104,7 @@ class Sequence(cache.sequence.Sequence):
 
 @dataclass(slots=True)
 class RequestStats:
-    """What happened to a request.  Times are those of ``time.perf_counter``, in seconds."""
+    """What happened to a request.  Times are those of the engine's clock, in seconds."""
 
     arrival_time: float
     first_scheduled_time: float | None = None

@@ -1,22 +1,28 @@
-"""Requests served by the engine in real time, as their clients send them.
+"""Requests served by the engine, as their clients send them.
 
 Open loop: a request arrives when its time has come, however busy the engine is, so a load beyond
 what the engine can serve builds up a queue.  A request counts as arrived at the time it was due,
 also if a step was being computed then.
+
+Time is real, or modelled: then a step lasts as long as a service model says, and time passes at
+once.  What the scheduler, the manager and the policy decide is the engine's own either way.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from cache import ServiceModel
     from models import LLM
+    from models.engine import Engine
     from models.sequence import RequestStats
 
 
@@ -137,16 +143,58 @@ def serve(
     arrivals_s: Sequence[float] | None,
     *,
     stop_s: float | None = None,
+    service: ServiceModel | None = None,
 ) -> Run:
     """Serve requests of exactly these lengths, decoded greedily; the engine is idle afterwards.
 
     arrivals_s: ascending, in seconds from now; None: each request arrives when the one before it
         is finished.
     stop_s: give up at this time whatever is unfinished.
+    service: how long a step lasts; None: as long as it takes.
     """
+    if service is None:
+        return _serve(llm.engine, prompts, output_lengths, arrivals_s, stop_s, time.sleep)
+    with _modelled_time(llm.engine, service) as sleep:
+        return _serve(llm.engine, prompts, output_lengths, arrivals_s, stop_s, sleep)
+
+
+@contextlib.contextmanager
+def _modelled_time(engine: Engine, service: ServiceModel) -> Iterator[Callable[[float], None]]:
+    """Have ``service`` say how long the steps of ``engine`` last; yields how to sleep then."""
+    clock, runner, now = engine.clock, engine.runner, 0.0
+    compute = runner.run
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    def run(step, manager):
+        logits = compute(step, manager)
+        decoding = sum(
+            end == start + 1 and start >= seq.num_prompt_tokens
+            for seq, start, end in zip(step.sequences, step.starts, step.ends, strict=True)
+        )
+        sleep(service.duration(step.num_tokens - decoding, decoding))
+        return logits
+
+    engine.clock, runner.run = lambda: now, run
+    try:
+        yield sleep
+    finally:
+        engine.clock, runner.run = clock, compute
+
+
+def _serve(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    output_lengths: Sequence[int],
+    arrivals_s: Sequence[float] | None,
+    stop_s: float | None,
+    sleep: Callable[[float], None],
+) -> Run:
     from models import SamplingParams
 
-    engine, clock = llm.engine, time.perf_counter
+    clock = engine.clock
     run = Run()
     stats: dict[int, RequestStats] = {}
     finished: set[int] = set()
@@ -174,7 +222,7 @@ def serve(
             if arrived == len(prompts):
                 break
             wake = arrivals_s[arrived] if stop_s is None else min(arrivals_s[arrived], stop_s)
-            time.sleep(max(0.0, wake - (clock() - begin)))
+            sleep(max(0.0, wake - (clock() - begin)))
             continue
         step_begin = clock()
         tokens, done = engine.step()

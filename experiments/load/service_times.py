@@ -13,10 +13,11 @@ _SHORT, _LONG = 16, 512
 _BATCH = 16
 """Sequences whose difference from one gives the time of a decoding sequence."""
 _REPETITIONS = 5
+_BLOCK_SIZE = 16
 
 
 @functools.lru_cache(maxsize=1)
-def measure_service(model: str, *, threads: int, block_size: int) -> ServiceModel:
+def measure_service(model: str, *, threads: int) -> ServiceModel:
     """The service model of ``model`` (a shape of engine_models) on this machine, kept.
 
     Medians: a step of a prompt of 512 tokens against one of 16, and a step that decodes 16
@@ -26,11 +27,11 @@ def measure_service(model: str, *, threads: int, block_size: int) -> ServiceMode
     import torch
 
     torch.set_num_threads(threads)
-    num_blocks = -(-_BATCH * (_SHORT + _REPETITIONS + 2) // block_size) + -(-_LONG // block_size)
+    most_tokens = max(_BATCH * (_SHORT + _REPETITIONS + 2), _LONG)
     llm = engine_models.make_llm(
         model,
-        num_blocks=num_blocks + _BATCH,
-        block_size=block_size,
+        num_blocks=most_tokens // _BLOCK_SIZE + 2 * _BATCH,
+        block_size=_BLOCK_SIZE,
         enable_prefix_caching=False,
     )
 

@@ -37,7 +37,7 @@ def grid(**options):
 
 def run_one(trace, policy, percent=30, **options):
     """The row of one policy or bound; the slice is small enough for a second or less."""
-    sizes = {"slice_tokens": 8_000, "max_output_tokens": 4, "prompt_tokens_per_second": 40_000}
+    sizes = {"slice_tokens": 8_000, "max_output_tokens": 4, "timed_model": "tiny"}
     cells = grid(trace=(trace,), capacity_percent=(percent,), **{**sizes, **options})
     cell = dataclasses.replace(cells[0], policy=policy)
     (row,) = eviction_serving.run_cell(cell)
@@ -57,6 +57,7 @@ def test_the_command_line_from_a_trace_to_the_figure(command_line, trace, tmp_pa
     output = command_line(
         "run", "eviction_serving", "--trace", trace, *options, "--capacity-percent", 40, 80,
         "--num-requests", 30, "--slice-tokens", 3000, "--max-output-tokens", 2,
+        "--timed-model", "tiny",
     ).stdout  # fmt: skip
     assert "eviction_serving: 7 cells, 7 run" in output
 
@@ -132,17 +133,35 @@ def test_the_rows_have_the_engine_beside_both_replays(trace):
     assert row["overlap_ttft_mean_s"] > 0
 
 
+def test_modelled_times_are_those_of_the_same_requests_replayed(trace):
+    """Where nothing is preempted or computed in chunks: two schedulers, one result."""
+    rows = [run_one(trace, policy) for policy in ("lfu", "lru", "no_cache")]
+    for row in rows:
+        assert row["ttft_mean_s"] == pytest.approx(row["overlap_ttft_mean_s"], rel=1e-9)
+        assert row["engine_block_hit_rate"] == row["overlap_block_hit_rate"]
+        assert row["ttft_p50_s"] > row["service_step_s"]
+    assert max(row["ttft_mean_s"] for row in rows[:2]) < 0.5 * rows[2]["ttft_mean_s"]
+
+
+def test_real_time(trace):
+    row = run_one(trace, "lru", real_time=True)
+    assert row["timed_model"] == "real time"
+    assert row["offered_prompt_tokens_per_second"] == row["service_prefill_tokens_per_second"]
+    assert row["ttft_p50_s"] > 0
+
+
 def test_arrivals_offer_the_load(trace):
+    service = ServiceModel(prefill_tokens_per_second=10_000)
     for arrivals in ("trace", "poisson"):
-        cell = grid(trace=(trace,), arrivals=arrivals, prompt_tokens_per_second=5_000)[0]
+        cell = grid(trace=(trace,), arrivals=arrivals, load=0.5)[0]
         served = eviction_serving._slice(cell).trace
-        times = eviction_serving._arrivals(cell, served)
+        times = eviction_serving._arrivals(cell, served, service)
         assert len(times) == len(served)
         offered = served.input_lengths.mean() * (len(times) - 1) / times[-1]
         assert offered == pytest.approx(5_000, rel=1e-9 if arrivals == "trace" else 0.5)
     stretched = np.diff(served.timestamps_ms)
     cell = dataclasses.replace(cell, arrivals="trace")
-    times = np.diff(eviction_serving._arrivals(cell, served))
+    times = np.diff(eviction_serving._arrivals(cell, served, service))
     np.testing.assert_allclose(times / times.sum(), stretched / stretched.sum())
 
 
@@ -219,6 +238,8 @@ def test_plots_what_there_is(trace, tmp_path, policy):
         ({"skip_requests": -1}, "--skip-requests must be at least 0, got -1"),
         ({"policy": ("lru2",)}, "lru2"),
         ({"model": "gpt"}, "model='gpt' is unknown"),
+        ({"timed_model": "gpt"}, "model='gpt' is unknown"),
+        ({"load": 0}, "--load must be above 0"),
     ],
 )
 def test_bad_options(options, message):
@@ -234,9 +255,9 @@ def test_lengths_alone_are_absent(tmp_path, monkeypatch):
 
 
 def test_service_times_are_measured():
-    service = measure_service("tiny", threads=1, block_size=4)
+    service = measure_service("tiny", threads=1)
     assert isinstance(service, ServiceModel)
     assert 1e-5 < service.step_seconds < 1
     assert 100 < service.prefill_tokens_per_second <= 1e9
     assert service.decode_seconds_per_sequence >= 0
-    assert measure_service("tiny", threads=1, block_size=4) is service
+    assert measure_service("tiny", threads=1) is service

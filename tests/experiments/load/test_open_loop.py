@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from cache import ServiceModel
 from experiments.load.engine_models import make_llm
 from experiments.load.open_loop import (
     Run,
@@ -106,6 +107,22 @@ def test_quantiles():
         {"ttft_mean_s": 0.5, "ttft_p50_s": 0.5, "ttft_p90_s": 0.9, "ttft_p99_s": 0.99}
     )
     assert set(quantiles("tpot", [None, None]).values()) == {None}
+
+
+def test_modelled_time_passes_as_the_service_model_says(llm):
+    service = ServiceModel(
+        step_seconds=0.5, prefill_tokens_per_second=10, decode_seconds_per_sequence=0.25
+    )
+    prompts = [[1] * 10, [2] * 20, [3] * 5]
+    clock = llm.engine.clock
+    run = serve(llm, prompts, [3, 1, 2], [0.0, 1.0, 100.0], service=service)
+    assert [step.seconds for step in run.steps] == [1.5, 2.75, 0.75, 1.0, 0.75]
+    assert [step.at_s for step in run.steps] == [1.5, 4.25, 5.0, 101.0, 101.75]
+    assert [request.time_to_first_token for request in run.requests] == [1.5, 3.25, 1.0]
+    assert [request.stopped_s for request in run.requests] == [5.0, 4.25, 101.75]
+    assert run.seconds == 101.75
+    assert llm.engine.clock is clock
+    assert serve(llm, prompts[:1], [1], [0.0]).seconds < 1.5  # real again
 
 
 def test_requests_are_served_when_they_are_due(llm):
