@@ -29,7 +29,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 _aten = torch.ops.aten
-_PINNING = {_aten.pin_memory.default, _aten._pin_memory.default}
 _INDEXING = {_aten.index.Tensor, _aten.index_put_.default, _aten.index_put.default}
 _SUBSCRIPTS = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _READ_BY_THE_HOST = {
@@ -81,10 +80,15 @@ class CudaTensor(torch.Tensor):
 
 
 class _Ops(TorchDispatchMode):
-    """Ops without a tensor: those that make one."""
+    """Ops without a tensor, those that make one, too; composed ones as what they consist of, also
+    in inference mode, which does not take them apart before."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return _gpu.run(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+            with self:
+                return func.decompose(*args, **kwargs)
+        return _gpu.run(func, args, kwargs)
 
 
 class _Functions(TorchFunctionMode):
@@ -169,7 +173,7 @@ class FakeGpu:
             return self.is_pinned(args[0])
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         on_gpu = [t for t in tensors if isinstance(t, CudaTensor)]
-        to_gpu, pin = bool(on_gpu), kwargs.get("pin_memory") or func in _PINNING
+        to_gpu, pin = bool(on_gpu), kwargs.get("pin_memory") or func is _aten._pin_memory.default
         if func is _aten.copy_.default:
             to_gpu = isinstance(args[0], CudaTensor)
         elif (device := kwargs.get("device")) is not None:
@@ -184,7 +188,7 @@ class FakeGpu:
         if to_gpu and kwargs.get("device") is not None:
             kwargs["device"] = CPU
         with _on_the_host():
-            made = args[0].clone() if func in _PINNING else func(*args, **kwargs)
+            made = args[0].clone() if func is _aten._pin_memory.default else func(*args, **kwargs)
             if func is _aten._to_copy.default and made is args[0]:
                 made = made.clone()
         if self._capturing is not None:
