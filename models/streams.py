@@ -57,13 +57,17 @@ class Streams:
 
         Closing or dropping it cancels what remains.
         """
-        request_ids = []
-        with self._lock:
-            for request in requests:
-                request_ids.append(self._engine.add(request.token_ids, request.params))
-                self._texts[request_ids[-1]] = request.text
+        request_ids: list[int] = []
         events = self._events(request_ids, texts and self._tokenizer is not None)
         next(events)  # only a generator that has begun gets to its `finally`
+        try:
+            with self._lock:
+                for request in requests:
+                    request_ids.append(self._engine.add(request.token_ids, request.params))
+                    self._texts[request_ids[-1]] = request.text
+        except BaseException:
+            events.close()
+            raise
         return events
 
     def abort(self, request_id: int) -> None:
@@ -72,10 +76,10 @@ class Streams:
             self._deliver([self._engine.abort(request_id)])
 
     def _events(self, request_ids: list[int], texts: bool) -> Iterator[Event]:
-        remaining = set(request_ids)
         decoders = defaultdict(lambda: DecodeStream(skip_special_tokens=True))
         try:
             yield None
+            remaining = set(request_ids)
             while remaining:
                 for event in self._next_events(remaining):
                     if isinstance(event, RequestOutput):
@@ -86,7 +90,7 @@ class Streams:
                         event = event._replace(text=text or "")
                     yield event
         finally:
-            self._abandon(remaining)
+            self._abandon(request_ids)
 
     def _next_events(self, request_ids: set[int]) -> list[Event]:
         """What happened to these requests, after another step if nothing did."""
@@ -118,7 +122,7 @@ class Streams:
                 outputs = [self._with_text(output) for output in outputs]
             output = RequestOutput(
                 request_id=request.request_id,
-                prompt=self._texts.pop(request.request_id),
+                prompt=self._texts.pop(request.request_id, None),
                 prompt_token_ids=request.prompt_token_ids,
                 outputs=outputs,
                 stats=request.stats,

@@ -131,6 +131,22 @@ def test_a_stream_dropped_during_a_step_is_cancelled_after_it(
     assert_idle(engine)
 
 
+def test_requests_are_added_all_or_none(make_streams, assert_idle, monkeypatch):
+    streams, engine = make_streams()
+    add = engine.add
+
+    def fail_at_the_third(token_ids, params):
+        if len(engine.requests) == 2:
+            raise KeyboardInterrupt
+        return add(token_ids, params)
+
+    monkeypatch.setattr(engine, "add", fail_at_the_third)
+    with pytest.raises(KeyboardInterrupt):
+        streams.open(requests(*PROMPTS))
+    assert_idle(engine)
+    assert not streams._texts
+
+
 def test_requests_that_are_taken_away_are_not_waited_for(make_streams):
     streams, engine = make_streams()
     stream = streams.open(requests(PROMPTS[0]))
