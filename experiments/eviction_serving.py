@@ -350,7 +350,7 @@ def _draw(rows: pd.DataFrame) -> Figure:
             _draw_ttft(right, policy, curve, lines[policy])
         first = of_trace.iloc[0]
         left.set(title=_title(first), ylabel="block hit rate (%)", xscale="log")
-        right.set(title=_load(first), ylabel="time to first token (ms)", xscale="log")
+        right.set(title=_load(first), ylabel="time to first token (s)", xscale="log")
         right.set_yscale("log")
         style.plain_log_ticks(right.yaxis)
         left.set_ylim(bottom=0)
@@ -380,7 +380,7 @@ def _draw_hit_rate(axis: Axes, policy: str, curve: pd.DataFrame, line: dict) -> 
 def _draw_ttft(axis: Axes, policy: str, curve: pd.DataFrame, line: dict) -> None:
     if not _has_engine(curve):
         return
-    y = 1000 * curve["ttft_mean_s"]
+    y = curve["ttft_mean_s"]
     if policy == _INFINITE:
         axis.axhline(y.iloc[0], **line)
     else:
@@ -401,7 +401,7 @@ def _load(row: pd.Series) -> str:
     title = f"{row['model']} in real time" if model == "real time" else f"modelled time of {model}"
     if load != load or load is None:
         return f"{title}\none request at a time"
-    return f"{title}\n{load:g} x the prompt tokens that it can compute offered"
+    return f"{title}\noffered: {load:g} x the prompt tokens that it can compute"
 
 
 def _summary(rows: pd.DataFrame) -> pd.DataFrame:
