@@ -62,6 +62,9 @@ class CudaTensor(torch.Tensor):
     is_cuda = property(lambda self: True)
     is_cpu = is_meta = property(lambda self: False)
 
+    def get_device(self) -> int:
+        return CUDA.index
+
     def data_ptr(self) -> int:
         return self.host.data_ptr()
 
