@@ -142,10 +142,11 @@ class Scheduler:
         Raises RuntimeError if sequences wait that can never run.
         """
         step = Step()
+        num_waiting = len(self.waiting)
         budget = self._schedule_running(step)
         if not step.preempted:
             self._admit_waiting(step, budget)
-        if self.waiting and not (step.sequences or step.preempted or step.swap_in):
+        if self.waiting and not step.sequences and len(self.waiting) == num_waiting:
             head = self.waiting[0]
             raise RuntimeError(
                 f"{head!r} waits, but nothing runs: {self.manager.num_free_blocks} of "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 
 import pytest
 from hypothesis import settings
@@ -238,6 +239,19 @@ def test_a_sequence_comes_back_when_it_can_go_on(make_engine, serve):
     assert sum(len(step.swap_out) for step in engine.runner.steps) == 3
 
 
+def test_a_sequence_may_come_back_without_a_copy_and_alone(make_engine, serve, assert_idle):
+    """All its blocks were still in the cache; the next in line does not fit beside it."""
+    engine = make_engine("vllm_v0", 8, 4, num_host_blocks=8)
+    engine.add(prompt(13), SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    younger = engine.requests[engine.add(prompt(15, 1), GREEDY)]
+    engine.add(prompt(28, 2), SamplingParams(temperature=0, max_tokens=3))
+    serve(engine)
+    assert younger.stats.num_swapped_tokens == 16
+    assert sum(len(step.swap_in) for step in engine.runner.steps) == 0
+    assert [] in [step.sequences for step in engine.runner.steps]
+    assert_idle(engine)
+
+
 @pytest.mark.parametrize("manager", FORKING)
 def test_beams_compute_each_token_once(manager, make_engine, serve):
     engine = make_engine(manager, 64, 5)
@@ -419,10 +433,11 @@ class EngineMachine(RuleBasedStateMachine):
         manager=st.sampled_from(sorted(MANAGERS)),
         block_size=st.sampled_from([1, 2, 4, 5]),
         num_host_blocks=st.sampled_from([0, 4, 30]),
-        budget=st.sampled_from([4, 16, 40]),
+        budget=st.sampled_from([1, 4, 16, 40]),
+        max_num_seqs=st.sampled_from([1, 3, 5]),
         caching=st.booleans(),
     )
-    def start(self, manager, block_size, num_host_blocks, budget, caching):
+    def start(self, manager, block_size, num_host_blocks, budget, max_num_seqs, caching):
         num_blocks = -(-40 // block_size)
         if manager not in CHUNKED:
             budget = 40
@@ -431,7 +446,7 @@ class EngineMachine(RuleBasedStateMachine):
             num_blocks,
             block_size,
             num_host_blocks=num_host_blocks,
-            max_num_seqs=5,
+            max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             enable_prefix_caching=caching,
             eos=frozenset({0}),
@@ -439,6 +454,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.forks = manager in FORKING
         self.swaps = overrides(MANAGERS[manager], "swap_out")
         self.greedy = {}
+        self.preemptions = Counter()
         self.ids = itertools.count()
 
     @rule(
@@ -460,7 +476,7 @@ class EngineMachine(RuleBasedStateMachine):
         try:
             request_id = self.engine.add(tokens, params)
         except ValueError as error:
-            assert kind == "beams" or "prompt: has" in str(error)  # noqa: PT017
+            assert kind == "beams" or "prompt: has" in str(error) or "n=" in str(error)  # noqa: PT017
             return
         if kind == "greedy":
             count = min(max_tokens, self.engine.max_model_len - length)
@@ -470,7 +486,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 4))
     def step(self, count):
         for _ in range(count):
-            self.check_finished(self.engine.step()[1])
+            self.check_step()
 
     @precondition(lambda self: self.engine.has_unfinished)
     @rule(data=st.data())
@@ -478,13 +494,39 @@ class EngineMachine(RuleBasedStateMachine):
         request_id = data.draw(st.sampled_from(sorted(self.engine.requests)))
         self.engine.completions(self.engine.abort(request_id))
 
-    def check_finished(self, finished):
+    def check_step(self):
+        """A step keeps its budgets and serves the oldest request, whose beams may wait, though,
+        for one that its manager is bringing back."""
+        oldest = min(self.engine.requests, default=None)
+        _, finished = self.engine.step()
+        [*_, step] = self.engine.runner.steps
+        scheduler = self.engine.scheduler
+        assert step.num_tokens <= scheduler.max_num_batched_tokens
+        assert len(step.sequences) <= scheduler.max_num_seqs
+        assert all(start < end for start, end in zip(step.starts, step.ends, strict=True))
+        served = {seq.request.request_id for seq in step.sequences}
+        assert oldest is None or oldest in served or self.swaps
+        self.preemptions.update(seq.request.request_id for seq in step.preempted)
         for request in finished:
             outputs = self.engine.completions(request)
+            self.check_statistics(request, outputs)
             assert len(outputs) == request.params.n
             assert all(0 < len(output.token_ids) <= request.max_tokens for output in outputs)
             if request.request_id in self.greedy:
                 assert outputs[0].token_ids == self.greedy[request.request_id]
+
+    def check_statistics(self, request, outputs):
+        stats, lengths = request.stats, [len(output.token_ids) for output in outputs]
+        times = [
+            stats.arrival_time,
+            stats.first_scheduled_time,
+            stats.first_token_time,
+            stats.finish_time,
+        ]
+        assert times == sorted(times)
+        assert 0 <= stats.num_cached_tokens < len(request.prompt_token_ids)
+        assert stats.num_preemptions == self.preemptions[request.request_id]
+        assert (stats.num_output_tokens, stats.longest_output) == (sum(lengths), max(lengths))
 
     @invariant()
     def is_consistent(self):
@@ -493,7 +535,8 @@ class EngineMachine(RuleBasedStateMachine):
         engine = self.engine
         engine.manager.check_invariants()
         running, waiting = engine.scheduler.running, engine.scheduler.waiting
-        assert sum(1 + seq.num_pending_forks for seq in running) <= 5
+        num_seqs = sum(1 + seq.num_pending_forks for seq in running)
+        assert num_seqs <= engine.scheduler.max_num_seqs
         in_line = [*running, *waiting]
         assert len({seq.seq_id for seq in in_line}) == len(in_line)
         orders = [seq.order for seq in running]
@@ -509,7 +552,7 @@ class EngineMachine(RuleBasedStateMachine):
         for _ in range(3000):
             if not self.engine.has_unfinished:
                 break
-            self.check_finished(self.engine.step()[1])
+            self.check_step()
         self.assert_idle(self.engine)
 
 
