@@ -164,8 +164,7 @@ def flash_attn_with_kvcache(
         softcap: scores become softcap * tanh(score / softcap); 0 for none.
         rotary_interleaved: pairs are (2 i, 2 i + 1) instead of (i, i + rotary_dim / 2).
         alibi_slopes: (nheads,) or (batch, nheads) fp32; adds -slope * |distance of positions|.
-        num_splits: of the keys among programs where seqlen is 1; 0 chooses. Elsewhere there is no
-            split.
+        num_splits: programs that share the keys of a query; 0 chooses.
         return_softmax_lse: also return the LSE.
 
     Returns:

@@ -101,6 +101,7 @@ def _attend(
             window=(left, right),
             kv_starts=kv_starts,
             paged=paged,
+            num_splits=num_splits or None,
             **options,
         )
     if lse is None:

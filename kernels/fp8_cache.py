@@ -145,8 +145,8 @@ def check_cache_scales(k_scale: Scale, v_scale: Scale, k_cache: torch.Tensor) ->
 
     Raises:
         TypeError: neither a number nor a tensor.
-        ValueError: a scale with a cache that is not fp8; a number that is not positive and finite;
-            another shape, dtype or device.
+        ValueError: a scale with a cache that is not fp8; one that is not positive and finite (a
+            tensor's only where it lies in host memory); another shape, dtype or device.
     """
     if k_scale is None and v_scale is None:
         return
@@ -174,6 +174,8 @@ def check_cache_scales(k_scale: Scale, v_scale: Scale, k_cache: torch.Tensor) ->
                 device=k_cache.device,
                 any_strides=not dims,
             )
+            if scale.device.type == "cpu" and not ((scale > 0) & scale.isfinite()).all():
+                raise ValueError(f"{name}: expected positive finite scales, got {scale.tolist()}")
         elif not isinstance(scale, Real):
             raise TypeError(
                 f"{name}: expected a number, a torch.Tensor or None, got {type(scale).__name__}"

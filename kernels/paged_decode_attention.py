@@ -3,8 +3,7 @@
 Decode reads every cached key and value once and does little with them, so the design follows the
 memory: the query heads that share a KV head (GQA) are packed into the rows of one tile and read it
 together; a sequence's tokens are divided among `num_splits` programs (flash-decoding) where batch
-and heads alone do not fill the GPU, each leaving a partial softmax state for a second kernel to
-merge.
+and heads alone do not fill the GPU, and a second kernel merges what they leave (split_states.py).
 
 A program walks its tokens in tiles of TILE_N, whatever the block size: every lane looks up its own
 block id. The compiler's pipeliner fetches ids, keys and values some tiles ahead by asynchronous
@@ -13,7 +12,6 @@ context_len) and tiles start at its first token; only a last, shorter tile ever 
 
 Split s of n takes the tiles [s * t, (s + 1) * t), t = ceil(tiles / n), of its own sequence: nothing
 depends on the rest of the batch, which makes the result batch-invariant at a given num_splits.
-Partial states are merged as out = sum_s w_s out_s / sum_s w_s with w_s = 2^(lse_s - max lse).
 """
 
 from __future__ import annotations
@@ -49,34 +47,26 @@ from kernels.primitives import (
     LN_2,
     accumulate,
     add_sinks,
+    attention_scores,
     cast,
     dot,
-    finite_shift,
+    folds_scale,
     load_block_ids,
     load_rows,
-    log2_scores,
     normalise,
     online_softmax_update,
     online_softmax_weights,
+    score_unit,
     slot_offsets,
 )
-from kernels.tiles import cdiv, decode_num_splits, decode_tile, merge_tile, padded_dim, target_of
+from kernels.split_states import SplitStates
+from kernels.tiles import cdiv, decode_num_splits, decode_tile, padded_dim, target_of
 from kernels.torch_ops import attention_op
 
 
-@triton.jit
-def _visible_tiles(
-    context_len, window_size, num_splits, USE_WINDOW: tl.constexpr, TILE_N: tl.constexpr
-):
-    """First visible token of a sequence and the number of tokens each of its splits takes."""
-    first = 0
-    if USE_WINDOW:
-        first = tl.maximum(context_len - window_size, 0)
-    num_tiles = tl.cdiv(tl.maximum(context_len - first, 0), TILE_N)
-    return first, tl.cdiv(num_tiles, num_splits) * TILE_N
-
-
-@triton.jit(do_not_specialize=["window_size", "num_splits", "stride_table"])
+@triton.jit(
+    do_not_specialize=["window_size", "num_splits", "first_state", "num_states", "stride_table"]
+)
 def _paged_decode_kernel(
     out_ptr,
     lse_ptr,
@@ -93,6 +83,8 @@ def _paged_decode_kernel(
     softcap,
     window_size,
     num_splits,
+    first_state,
+    num_states,
     stride_out_seq,
     stride_out_head,
     stride_q_seq,
@@ -115,9 +107,9 @@ def _paged_decode_kernel(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     USE_WINDOW: tl.constexpr,
+    FOLD_SCALE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     PAIRED_VALUES: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -125,9 +117,9 @@ def _paged_decode_kernel(
     """One program: TILE_M query heads of one KV head x one split of one sequence.
 
     Grid (NUM_KV_HEADS * ceil(GROUP_SIZE / TILE_M), num_splits, batch): heads run fastest, so that
-    programs that read neighbouring memory run together. With IS_SPLIT out and lse are the partial
-    states, (batch, num_q_heads, num_splits[, HEAD_DIM]) fp32, LSE in log2 units; a split without
-    tokens leaves its part unwritten. Without, they are the results and lse_ptr may be None.
+    programs that read neighbouring memory run together. With IS_SPLIT out and lse are split states,
+    of which the launch writes those from first_state on. Without, they are the results and lse_ptr
+    may be None.
     PAIRED_VALUES: read the values of an fp8 cache in pairs; even and odd elements have an
     accumulator each, until the end.
     """
@@ -141,16 +133,22 @@ def _paged_decode_kernel(
     seq = tl.program_id(2).to(tl.int64)
 
     context_len = tl.load(context_lens_ptr + seq)
-    first, split_tokens = _visible_tiles(context_len, window_size, num_splits, USE_WINDOW, TILE_N)
+    first = 0
+    if USE_WINDOW:
+        first = tl.maximum(context_len - window_size, 0)
+    num_tiles = tl.cdiv(tl.maximum(context_len - first, 0), TILE_N)
+    split_tokens = tl.cdiv(num_tiles, num_splits) * TILE_N
     begin = first + split * split_tokens
     end = tl.minimum(begin + split_tokens, context_len)
+    heads = (kv_head * GROUP_SIZE + offs_m).to(tl.int64)
+    head_mask = offs_m < GROUP_SIZE
+    states = (seq * NUM_Q_HEADS + heads) * num_states + first_state + split
     if IS_SPLIT and begin >= end:
+        tl.store(lse_ptr + states, float("-inf"), mask=head_mask)
         return
 
     offs_n = tl.arange(0, TILE_N)
     offs_d = tl.arange(0, HEAD_DIM_PADDED)
-    heads = (kv_head * GROUP_SIZE + offs_m).to(tl.int64)
-    head_mask = offs_m < GROUP_SIZE
     dim_mask = offs_d < HEAD_DIM
     offs_v = tl.arange(0, HEAD_DIM_PADDED // PAIR)
     qo_mask = head_mask[:, None] & dim_mask[None, :]
@@ -163,6 +161,7 @@ def _paged_decode_kernel(
 
     if k_scale is not None:
         scale *= load_scale(k_scale, kv_head, stride_k_scale)
+    unit = score_unit(scale, FOLD_SCALE)
     k_ptr = k_cache_ptr + kv_head.to(tl.int64) * stride_k_head
     v_ptr = v_cache_ptr + kv_head.to(tl.int64) * stride_v_head
     table_ptr = block_tables_ptr + seq * stride_table
@@ -189,19 +188,19 @@ def _paged_decode_kernel(
 
             qk = dot(q, tl.trans(from_cache(k, q.dtype)), None, PRECISION)  # [TILE_M, TILE_N]
             distances = (context_len - 1 - positions)[None, :]
-            scores = log2_scores(
-                qk, scale, softcap, alibi_slopes, distances, HAS_SOFTCAP, HAS_ALIBI
+            scores = attention_scores(
+                qk, scale, softcap, alibi_slopes, distances, FOLD_SCALE, HAS_SOFTCAP, HAS_ALIBI
             )
             if TAIL:
                 scores = tl.where(token_mask[None, :], scores, float("-inf"))
             if PAIRED_VALUES:
-                p, alpha, row_max, row_sum = online_softmax_weights(scores, row_max, row_sum)
+                p, alpha, row_max, row_sum = online_softmax_weights(scores, unit, row_max, row_sum)
                 even, odd = values_of_pairs(v, q.dtype)
                 acc = accumulate(p, even, acc, alpha, PRECISION)
                 acc_odd = accumulate(p, odd, acc_odd, alpha, PRECISION)
             else:
                 acc, row_max, row_sum = online_softmax_update(
-                    scores, values_from_cache(v, q.dtype), acc, row_max, row_sum, PRECISION
+                    scores, unit, values_from_cache(v, q.dtype), acc, row_max, row_sum, PRECISION
                 )
 
     if PAIRED_VALUES:
@@ -211,11 +210,10 @@ def _paged_decode_kernel(
     row_sum = tl.sum(row_sum, axis=1)
     if IS_SPLIT:
         out, lse = normalise(acc, row_max, row_sum)
-        states = (seq * NUM_Q_HEADS + heads) * num_splits + split
         tl.store(out_ptr + states[:, None] * HEAD_DIM + offs_d[None, :], out, mask=qo_mask)
         tl.store(lse_ptr + states, lse, mask=head_mask)
     else:
-        if HAS_SINKS:
+        if sinks_ptr is not None:
             sinks = tl.load(sinks_ptr + heads, mask=head_mask, other=0.0)
             acc, row_max, row_sum = add_sinks(acc, row_max, row_sum, sinks)
         out, lse = normalise(acc, row_max, row_sum)
@@ -225,70 +223,96 @@ def _paged_decode_kernel(
             tl.store(lse_ptr + seq * NUM_Q_HEADS + heads, lse * LN_2, mask=head_mask)
 
 
-@triton.jit(do_not_specialize=["window_size", "num_splits"])
-def _merge_splits_kernel(
-    out_ptr,
-    lse_ptr,
-    partial_out_ptr,
-    partial_lse_ptr,
-    context_lens_ptr,
-    sinks_ptr,
-    window_size,
-    num_splits,
-    stride_out_seq,
-    stride_out_head,
-    NUM_Q_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_PADDED: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TILE_SPLITS: tl.constexpr,
-    USE_WINDOW: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-):
-    """Merge the partial states of one query head of one sequence. Grid (NUM_Q_HEADS, batch).
+def choose_num_splits(
+    q: torch.Tensor, k_cache: torch.Tensor, block_tables: torch.Tensor, window_size: int | None
+) -> int:
+    """Splits of the tokens of a sequence, from shapes and the GPU, never from device values."""
+    group_size = q.shape[1] // k_cache.shape[2]
+    target = target_of(q.device)
+    tile = decode_tile(group_size, padded_dim(q.shape[2]), q.dtype, target, k_cache.itemsize)
+    max_tokens = block_tables.shape[1] * k_cache.shape[1]
+    max_tokens = max_tokens if window_size is None else min(max_tokens, window_size)
+    programs = q.shape[0] * k_cache.shape[2] * cdiv(group_size, tile.tile_m)
+    return decode_num_splits(programs, max_tokens, tile.tile_n, target)
 
-    Splits are merged TILE_SPLITS at a time, in order. Those that had no tokens are not read.
+
+def launch_decode(
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    *,
+    scale: float | None,
+    window_size: int | None,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None = None,
+    k_scale: Scale,
+    v_scale: Scale,
+    num_splits: int = 1,
+    first_state: int | None = None,
+) -> None:
+    """Launch the kernel on checked arguments, those of `paged_decode_attention` and, beyond them:
+
+    first_state: not None if out and lse are those of SplitStates; num_splits of these are written,
+        from first_state on. The sinks are then left to their merging.
     """
-    head = tl.program_id(0).to(tl.int64)
-    seq = tl.program_id(1).to(tl.int64)
-    context_len = tl.load(context_lens_ptr + seq)
-    first, split_tokens = _visible_tiles(context_len, window_size, num_splits, USE_WINDOW, TILE_N)
-    used_splits = tl.cdiv(tl.maximum(context_len - first, 0), tl.maximum(split_tokens, 1))
-
-    offs_s = tl.arange(0, TILE_SPLITS)
-    offs_d = tl.arange(0, HEAD_DIM_PADDED)
-    dim_mask = offs_d < HEAD_DIM
-    acc = tl.zeros([1, HEAD_DIM_PADDED], tl.float32)
-    row_max = tl.full([1], float("-inf"), tl.float32)
-    row_sum = tl.zeros([1], tl.float32)
-    states_ptr = (seq * NUM_Q_HEADS + head) * num_splits
-    for start in range(0, used_splits, TILE_SPLITS):
-        splits = start + offs_s
-        split_mask = splits < used_splits
-        states = states_ptr + splits
-        lse = tl.load(partial_lse_ptr + states, mask=split_mask, other=float("-inf"))
-        out = tl.load(
-            partial_out_ptr + states[:, None] * HEAD_DIM + offs_d[None, :],
-            mask=split_mask[:, None] & dim_mask[None, :],
-            other=0.0,
-        )  # [TILE_SPLITS, HEAD_DIM_PADDED]
-        new_max = tl.maximum(row_max, tl.max(lse, axis=0))
-        shift = finite_shift(new_max)
-        alpha = tl.exp2(row_max - shift)
-        weights = tl.exp2(lse - shift)  # [TILE_SPLITS]
-        acc = acc * alpha[:, None] + tl.sum(weights[:, None] * out, axis=0)[None, :]
-        row_sum = row_sum * alpha + tl.sum(weights, axis=0)
-        row_max = new_max
-
-    if HAS_SINKS:
-        sinks = tl.load(sinks_ptr + head)
-        acc, row_max, row_sum = add_sinks(acc, row_max, row_sum, sinks)
-    out, lse = normalise(acc, row_max, row_sum)
-    out_ptrs = out_ptr + seq * stride_out_seq + head * stride_out_head + offs_d[None, :]
-    tl.store(out_ptrs, cast(out, out_ptr.dtype.element_ty), mask=dim_mask[None, :])
-    if lse_ptr is not None:
-        lse_ptrs = lse_ptr + seq * NUM_Q_HEADS + head + tl.arange(0, 1)
-        tl.store(lse_ptrs, lse * LN_2)
+    batch, num_q_heads, head_dim = q.shape
+    _, block_size, num_kv_heads, _ = k_cache.shape
+    group_size = num_q_heads // num_kv_heads
+    target = target_of(q.device)
+    head_dim_padded = padded_dim(head_dim)
+    tile = decode_tile(group_size, head_dim_padded, q.dtype, target, k_cache.itemsize)
+    scale = head_dim**-0.5 if scale is None else scale
+    k_scale, stride_k_scale = scale_arguments(k_scale)
+    v_scale, stride_v_scale = scale_arguments(v_scale)
+    is_split = first_state is not None
+    _paged_decode_kernel[(num_kv_heads * cdiv(group_size, tile.tile_m), num_splits, batch)](
+        out,
+        lse,
+        q,
+        cache_argument(k_cache),
+        cache_argument(v_cache),
+        block_tables,
+        context_lens,
+        alibi_slopes,
+        sinks,
+        k_scale,
+        v_scale,
+        scale,
+        softcap,
+        0 if window_size is None else window_size,
+        num_splits,
+        first_state or 0,
+        lse.shape[2] if is_split else 0,
+        *out.stride()[:2],
+        *q.stride()[:2],
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        block_tables.stride(0),
+        alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0,
+        stride_k_scale,
+        stride_v_scale,
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP_SIZE=group_size,
+        HEAD_DIM=head_dim,
+        HEAD_DIM_PADDED=head_dim_padded,
+        BLOCK_SIZE=block_size,
+        TILE_M=tile.tile_m,
+        TILE_N=tile.tile_n,
+        USE_WINDOW=window_size is not None,
+        FOLD_SCALE=folds_scale(scale, softcap, alibi_slopes),
+        HAS_SOFTCAP=softcap > 0,
+        HAS_ALIBI=alibi_slopes is not None,
+        IS_SPLIT=is_split,
+        PAIRED_VALUES=target.backend != "hip" and has_value_pairs(v_cache),
+        PRECISION=tile.precision,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
 
 
 @attention_op
@@ -352,7 +376,7 @@ def paged_decode_attention(
     """
     check_kv_cache(k_cache, v_cache, dtypes=KV_DTYPES)
     check_cache_scales(k_scale, v_scale, k_cache)
-    _, block_size, num_kv_heads, head_dim = k_cache.shape
+    head_dim = k_cache.shape[3]
     device = k_cache.device
     dims = {"batch": None, "num_q_heads": None, "head_dim": head_dim}
     check_tensor("q", q, dims, dtypes=dtypes_beside(k_cache), device=device)
@@ -385,83 +409,16 @@ def paged_decode_attention(
     if batch == 0:
         return (out, lse) if return_lse else out
 
-    group_size = num_q_heads // num_kv_heads
-    target = target_of(device)
-    head_dim_padded = padded_dim(head_dim)
-    tile = decode_tile(group_size, head_dim_padded, q.dtype, target, k_cache.itemsize)
-    head_tiles = num_kv_heads * cdiv(group_size, tile.tile_m)
-    if num_splits is None:
-        max_tokens = block_tables.shape[1] * block_size
-        max_tokens = max_tokens if window_size is None else min(max_tokens, window_size)
-        num_splits = decode_num_splits(batch * head_tiles, max_tokens, tile.tile_n, target)
-    is_split = num_splits > 1
-    if is_split:
-        states = (batch, num_q_heads, num_splits)
-        partial_out = torch.empty(*states, head_dim, dtype=torch.float32, device=device)
-        partial_lse = torch.empty(states, dtype=torch.float32, device=device)
-
-    k_scale, stride_k_scale = scale_arguments(k_scale)
-    v_scale, stride_v_scale = scale_arguments(v_scale)
-    window = 0 if window_size is None else window_size
-    shared = {
-        "HEAD_DIM": head_dim,
-        "HEAD_DIM_PADDED": head_dim_padded,
-        "TILE_N": tile.tile_n,
-        "USE_WINDOW": window_size is not None,
-        "HAS_SINKS": sinks is not None,
-    }
-    _paged_decode_kernel[(head_tiles, num_splits, batch)](
-        partial_out if is_split else out,
-        partial_lse if is_split else lse,
-        q,
-        cache_argument(k_cache),
-        cache_argument(v_cache),
-        block_tables,
-        context_lens,
-        alibi_slopes,
-        sinks,
-        k_scale,
-        v_scale,
-        head_dim**-0.5 if scale is None else scale,
-        softcap,
-        window,
-        num_splits,
-        *out.stride()[:2],
-        *q.stride()[:2],
-        *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
-        block_tables.stride(0),
-        alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0,
-        stride_k_scale,
-        stride_v_scale,
-        NUM_KV_HEADS=num_kv_heads,
-        GROUP_SIZE=group_size,
-        BLOCK_SIZE=block_size,
-        TILE_M=tile.tile_m,
-        HAS_SOFTCAP=softcap > 0,
-        HAS_ALIBI=alibi_slopes is not None,
-        IS_SPLIT=is_split,
-        PAIRED_VALUES=target.backend != "hip" and has_value_pairs(v_cache),
-        PRECISION=tile.precision,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        **shared,
-    )
-    if is_split:
-        merge = merge_tile(head_dim_padded)
-        _merge_splits_kernel[(num_q_heads, batch)](
-            out,
-            lse,
-            partial_out,
-            partial_lse,
-            context_lens,
-            sinks,
-            window,
-            num_splits,
-            *out.stride()[:2],
-            NUM_Q_HEADS=num_q_heads,
-            TILE_SPLITS=merge.rows,
-            num_warps=merge.num_warps,
-            **shared,
+    options = {"scale": scale, "window_size": window_size, "softcap": softcap}
+    options |= {"alibi_slopes": alibi_slopes, "k_scale": k_scale, "v_scale": v_scale}
+    call = (q, k_cache, v_cache, block_tables, context_lens)
+    num_splits = num_splits or choose_num_splits(q, k_cache, block_tables, window_size)
+    if num_splits == 1:
+        launch_decode(out, lse, *call, sinks=sinks, **options)
+    else:
+        states = SplitStates.empty(q, num_splits)
+        launch_decode(
+            states.out, states.lse, *call, num_splits=num_splits, first_state=0, **options
         )
+        states.merge_into(out, lse, sinks=sinks)
     return (out, lse) if return_lse else out

@@ -16,8 +16,10 @@ With t the position of a query, the keys it sees are [t - window_left, t + windo
     some rows see them (left edge of the window) | every row sees them | some rows see them
 
 and only the outer two regions, a tile or two each, need masks; keys no row sees are never visited.
-Keys are walked in steps of TILE_N from the first visible one, whatever the block size. All of this
-depends on the sequence alone, so its result is bitwise the same in any batch.
+Keys are walked in steps of TILE_N from the first visible one, whatever the block size. With few
+queries behind a long cached prefix the tiles of rows do not fill the GPU; `num_splits` programs can
+then share the keys of a tile (split_states.py). All of this depends on the sequence alone, so its
+result is bitwise the same in any batch.
 """
 
 from __future__ import annotations
@@ -50,17 +52,27 @@ from kernels.fp8_cache import (
 from kernels.primitives import (
     LN_2,
     add_sinks,
+    attention_scores,
     cast,
     dot,
+    folds_scale,
     load_block_ids,
     load_rows,
     locate_tile,
-    log2_scores,
     normalise,
     online_softmax_update,
+    score_unit,
     slot_offsets,
 )
-from kernels.tiles import cdiv, padded_dim, prefill_tile, target_of
+from kernels.split_states import SplitStates
+from kernels.tiles import (
+    cdiv,
+    padded_dim,
+    prefill_num_splits,
+    prefill_tile,
+    shared_prefix_tile,
+    target_of,
+)
 from kernels.torch_ops import attention_op
 
 # Wider windows than any context, small enough that adding a position stays within 32 bits.
@@ -69,7 +81,14 @@ _SEARCH_WIDTH = 256
 
 
 @triton.jit(
-    do_not_specialize=["window_left", "window_right", "batch", "tiles_per_seq", "stride_table"]
+    do_not_specialize=[
+        "window_left",
+        "window_right",
+        "batch",
+        "tiles_per_seq",
+        "num_splits",
+        "stride_table",
+    ]
 )
 def _paged_prefill_kernel(
     out_ptr,
@@ -91,6 +110,7 @@ def _paged_prefill_kernel(
     window_right,
     batch,
     tiles_per_seq,
+    num_splits,
     stride_out_token,
     stride_out_head,
     stride_q_token,
@@ -115,12 +135,16 @@ def _paged_prefill_kernel(
     SEARCH_WIDTH: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
+    FOLD_SCALE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program: TILE_M rows of one KV head of one sequence. Grid (tiles, NUM_KV_HEADS).
+    """One program: TILE_M rows of one KV head of one sequence x one split of the keys they see.
 
+    Grid (tiles, NUM_KV_HEADS, num_splits). With IS_SPLIT out and lse are split states; without,
+    num_splits is 1, they are the results and lse_ptr may be None.
     SEARCH_WIDTH 0: every sequence owns tiles_per_seq tiles; else the owner of a tile is looked up.
     BLOCK_SIZE 0: not paged; the sequence lies in one piece, in entry 0 of its table row (in entry 0
     of the cache without tables). kv_starts_ptr, if not None: where in its piece (or in the slots of
@@ -163,20 +187,34 @@ def _paged_prefill_kernel(
         seen_by_all = tl.minimum(first_position + window_right + 1, context_len)
     full_end = full_begin + tl.maximum(seen_by_all - full_begin, 0) // TILE_N * TILE_N
 
+    tokens = (first_token + queries).to(tl.int64)
+    row_mask = rows < num_rows
+    if IS_SPLIT:
+        states = (tokens * NUM_Q_HEADS + heads) * num_splits + tl.program_id(2)
+        num_tiles = tl.cdiv(tl.maximum(end - begin, 0), TILE_N)
+        split_tokens = tl.cdiv(num_tiles, num_splits) * TILE_N
+        begin += tl.program_id(2) * split_tokens
+        end = tl.minimum(begin + split_tokens, end)
+        if begin >= end:
+            tl.store(lse_ptr + states, float("-inf"), mask=row_mask)
+            return
+        full_begin = tl.minimum(tl.maximum(full_begin, begin), end)
+        full_end = tl.minimum(tl.maximum(full_end, full_begin), end)
+
     offs_n = tl.arange(0, TILE_N)
     offs_d = tl.arange(0, HEAD_DIM_PADDED)
     dim_mask = offs_d < HEAD_DIM
-    qo_mask = (rows < num_rows)[:, None] & dim_mask[None, :]
-    tokens = (first_token + queries).to(tl.int64)
+    qo_mask = row_mask[:, None] & dim_mask[None, :]
     q_ptrs = q_ptr + tokens[:, None] * stride_q_token + heads[:, None] * stride_q_head
     q = tl.load(q_ptrs + offs_d[None, :], mask=qo_mask, other=0.0)  # [TILE_M, HEAD_DIM_PADDED]
     alibi_slopes = 0.0
     if HAS_ALIBI:
         slope_ptrs = alibi_slopes_ptr + seq.to(tl.int64) * stride_alibi_seq + heads
-        alibi_slopes = tl.load(slope_ptrs, mask=rows < num_rows, other=0.0)[:, None]
+        alibi_slopes = tl.load(slope_ptrs, mask=row_mask, other=0.0)[:, None]
 
     if k_scale is not None:
         scale *= load_scale(k_scale, kv_head, stride_k_scale)
+    unit = score_unit(scale, FOLD_SCALE)
     k_ptr = k_cache_ptr + kv_head.to(tl.int64) * stride_k_head
     v_ptr = v_cache_ptr + kv_head.to(tl.int64) * stride_v_head
     table_ptr = block_tables_ptr
@@ -217,31 +255,37 @@ def _paged_prefill_kernel(
             v = load_rows(v_ptrs, token_mask, dim_mask, REGION != 1, MASK_DIMS)
 
             qk = dot(q, tl.trans(from_cache(k, q.dtype)), None, PRECISION)  # [TILE_M, TILE_N]
-            distances = positions_q[:, None] - positions[None, :]  # [TILE_M, TILE_N]
-            scores = log2_scores(
-                qk, scale, softcap, alibi_slopes, tl.abs(distances), HAS_SOFTCAP, HAS_ALIBI
+            offsets = positions_q[:, None] - positions[None, :]  # [TILE_M, TILE_N]
+            distances = tl.abs(offsets)
+            scores = attention_scores(
+                qk, scale, softcap, alibi_slopes, distances, FOLD_SCALE, HAS_SOFTCAP, HAS_ALIBI
             )
             if REGION != 1:
                 visible = token_mask[None, :]
                 if HAS_RIGHT:
-                    visible = visible & (distances >= -window_right)
+                    visible = visible & (offsets >= -window_right)
                 if REGION == 0:
-                    visible = visible & (distances <= window_left)
+                    visible = visible & (offsets <= window_left)
                 scores = tl.where(visible, scores, float("-inf"))
             acc, row_max, row_sum = online_softmax_update(
-                scores, values_from_cache(v, q.dtype), acc, row_max, row_sum, PRECISION
+                scores, unit, values_from_cache(v, q.dtype), acc, row_max, row_sum, PRECISION
             )
 
     if v_scale is not None:
         acc *= load_scale(v_scale, kv_head, stride_v_scale)
-    if sinks_ptr is not None:
-        sinks = tl.load(sinks_ptr + heads, mask=rows < num_rows, other=0.0)
-        acc, row_max, row_sum = add_sinks(acc, row_max, row_sum, sinks)
-    out, lse = normalise(acc, row_max, row_sum)
-    out_ptrs = out_ptr + tokens[:, None] * stride_out_token + heads[:, None] * stride_out_head
-    tl.store(out_ptrs + offs_d[None, :], cast(out, out_ptr.dtype.element_ty), mask=qo_mask)
-    if lse_ptr is not None:
-        tl.store(lse_ptr + tokens * NUM_Q_HEADS + heads, lse * LN_2, mask=rows < num_rows)
+    if IS_SPLIT:
+        out, lse = normalise(acc, row_max, row_sum)
+        tl.store(out_ptr + states[:, None] * HEAD_DIM + offs_d[None, :], out, mask=qo_mask)
+        tl.store(lse_ptr + states, lse, mask=row_mask)
+    else:
+        if sinks_ptr is not None:
+            sinks = tl.load(sinks_ptr + heads, mask=row_mask, other=0.0)
+            acc, row_max, row_sum = add_sinks(acc, row_max, row_sum, sinks)
+        out, lse = normalise(acc, row_max, row_sum)
+        out_ptrs = out_ptr + tokens[:, None] * stride_out_token + heads[:, None] * stride_out_head
+        tl.store(out_ptrs + offs_d[None, :], cast(out, out_ptr.dtype.element_ty), mask=qo_mask)
+        if lse_ptr is not None:
+            tl.store(lse_ptr + tokens * NUM_Q_HEADS + heads, lse * LN_2, mask=row_mask)
 
 
 def launch_prefill(
@@ -264,6 +308,7 @@ def launch_prefill(
     v_scale: Scale = None,
     kv_starts: torch.Tensor | None = None,
     paged: bool = True,
+    num_splits: int | None = 1,
 ) -> None:
     """Launch the kernel on checked arguments, those of `paged_prefill_attention` and, beyond them:
 
@@ -271,6 +316,7 @@ def launch_prefill(
     kv_starts: (batch,) int32, the slot of each sequence's position 0; None for slot 0.
     paged: False when a sequence's keys lie in one piece: (num_pieces, slots, num_kv_heads,
         head_dim), the piece of each sequence in block_tables (batch, 1), piece 0 if that is None.
+    num_splits: None chooses.
     """
     total_q, num_q_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]
@@ -279,18 +325,31 @@ def launch_prefill(
     if total_q == 0 or batch == 0 or max_seqlen_q == 0:
         return
     head_dim_padded = padded_dim(head_dim)
-    tile = prefill_tile(head_dim_padded, q.dtype, target_of(q.device), k_cache.itemsize)
-    tiles_per_seq = cdiv(max_seqlen_q * group_size, tile.tile_m)
-    num_tiles = total_q * group_size // tile.tile_m + batch
-    search = num_tiles < batch * tiles_per_seq
-    if not search:
-        num_tiles = batch * tiles_per_seq
+    target = target_of(q.device)
+
+    def count_tiles(tile_m: int) -> tuple[int, int]:  # in all, and of a sequence
+        tiles_per_seq = cdiv(max_seqlen_q * group_size, tile_m)
+        return min(batch * tiles_per_seq, total_q * group_size // tile_m + batch), tiles_per_seq
+
+    tile = prefill_tile(head_dim_padded, q.dtype, target, k_cache.itemsize)
     left, right = window
+    if num_splits is None:
+        max_tokens = k_cache.shape[1] * (block_tables.shape[1] if paged else 1)
+        if left is not None and right is not None:
+            max_tokens = min(max_tokens, max_seqlen_q + left + right)
+        programs = count_tiles(tile.tile_m)[0] * num_kv_heads
+        num_splits = prefill_num_splits(programs, max_tokens, tile.tile_n, target)
+    is_split = num_splits > 1
+    if is_split:
+        states = SplitStates.empty(q, num_splits)
+        tile = shared_prefix_tile(head_dim_padded, q.dtype, target, k_cache.itemsize)
+    num_tiles, tiles_per_seq = count_tiles(tile.tile_m)
+    scale = head_dim**-0.5 if scale is None else scale
     k_scale, stride_k_scale = scale_arguments(k_scale)
     v_scale, stride_v_scale = scale_arguments(v_scale)
-    _paged_prefill_kernel[(num_tiles, num_kv_heads)](
-        out,
-        lse,
+    _paged_prefill_kernel[(num_tiles, num_kv_heads, num_splits)](
+        states.out if is_split else out,
+        states.lse if is_split else lse,
         q,
         cache_argument(k_cache),
         cache_argument(v_cache),
@@ -302,12 +361,13 @@ def launch_prefill(
         sinks,
         k_scale,
         v_scale,
-        head_dim**-0.5 if scale is None else scale,
+        scale,
         softcap,
         0 if left is None else min(left, _NO_LIMIT),
         0 if right is None else min(right, _NO_LIMIT),
         batch,
         tiles_per_seq,
+        num_splits,
         *out.stride()[:2],
         *q.stride()[:2],
         *k_cache.stride()[:3],
@@ -323,15 +383,19 @@ def launch_prefill(
         BLOCK_SIZE=k_cache.shape[1] if paged else 0,
         TILE_M=tile.tile_m,
         TILE_N=tile.tile_n,
-        SEARCH_WIDTH=_SEARCH_WIDTH if search else 0,
+        SEARCH_WIDTH=_SEARCH_WIDTH if num_tiles < batch * tiles_per_seq else 0,
         HAS_LEFT=left is not None,
         HAS_RIGHT=right is not None,
+        FOLD_SCALE=folds_scale(scale, softcap, alibi_slopes),
         HAS_SOFTCAP=softcap > 0,
         HAS_ALIBI=alibi_slopes is not None,
+        IS_SPLIT=is_split,
         PRECISION=tile.precision,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
+    if is_split:
+        states.merge_into(out, lse, sinks=sinks, cu_seqlens=cu_seqlens_q)
 
 
 @attention_op
@@ -352,6 +416,7 @@ def paged_prefill_attention(
     k_scale: Scale = None,
     v_scale: Scale = None,
     causal: bool = True,
+    num_splits: int | None = 1,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -381,17 +446,21 @@ def paged_prefill_attention(
             number, or an fp32 tensor of one element or of num_kv_heads. None for 1.
         causal: a query sees no later token (bottom-right aligned); if False it sees all of those in
             the cache.
+        num_splits: programs that share the keys of a tile of queries. At a given num_splits the
+            result of a sequence is bitwise the same whatever else is in the batch. None splits
+            where the queries do not fill the GPU, chosen from total_q, batch, max_seqlen_q,
+            num_kv_heads, max_blocks * block_size, window_size and the GPU, never from device
+            values: it pays for few queries behind a long cached prefix.
         out: (total_q, num_q_heads, head_dim) to write to, in q's dtype or fp32; allocated if None.
         return_lse: also return the LSE.
 
     Returns:
         The output, and with return_lse the LSE: (total_q, num_q_heads) fp32, natural log, the sink
-        included. A query that sees nothing gets zeros and -inf. A sequence's result is bitwise the
-        same whatever else is in the batch.
+        included. A query that sees nothing gets zeros and -inf.
 
-    Mutates only out. Launches one kernel on a grid that depends on shapes and max_seqlen_q alone,
-    without host synchronisation: the call can be captured in a CUDA graph and replayed with other
-    lengths and tables.
+    Mutates only out. Launches one kernel, or two if num_splits > 1, on grids that depend on shapes
+    and max_seqlen_q alone, without host synchronisation: the call can be captured in a CUDA graph
+    and replayed with other lengths and tables.
 
     Raises:
         ValueError: a shape, dtype, device, stride or option that does not fit; where the tensors
@@ -438,6 +507,8 @@ def paged_prefill_attention(
         query_lens=cu_seqlens_q.diff() if device.type == "cpu" else 1,
         window_size=window_size,
     )
+    if num_splits is not None:
+        check_grid_dim("num_splits", None, num_splits)
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     else:
@@ -460,5 +531,6 @@ def paged_prefill_attention(
         sinks=sinks,
         k_scale=k_scale,
         v_scale=v_scale,
+        num_splits=num_splits,
     )
     return (out, lse) if return_lse else out

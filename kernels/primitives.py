@@ -8,17 +8,20 @@ elements. The product of block id and stride exceeds 32 bits on every large cach
 are widened to 64 bits where they meet (one wide multiply) and not before. Positions are divided as
 unsigned numbers: a signed division by a constant costs several instructions more.
 
-Online softmax (Milakov & Gimelshein, 2018; FlashAttention). Scores are kept in units of log2, so
-that a weight is one `exp2`: with s the scores times log2(e), a tile updates, row by row,
+Online softmax (Milakov & Gimelshein, 2018; FlashAttention). Weights are powers of two: with u the
+unit of the scores s, in log2 (scale * log2(e) for plain products), a tile updates, row by row,
 
-    m' = max(m, max(s))    a = 2^(m - m')    p = 2^(s - m')
-    l' = a l + sum(p)      acc' = a acc + p V
+    m' = max(m, u max(s))    a = 2^(m - m')    p = 2^(u s - m')
+    l' = a l + sum(p)        acc' = a acc + p V
 
-A row that has seen nothing but -inf keeps m = -inf, l = 0 and acc = 0 rather than NaN.
+so that scaling takes no instruction of its own: u s - m' is one multiply-add. The maximum commutes
+with u as u > 0. A row that has seen nothing but -inf keeps m = -inf, l = 0 and acc = 0 rather than
+NaN.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -119,25 +122,38 @@ def tanh(x):
     return tl.where(tl.abs(x) < 0.25, near, tl.where(x < 0, -far, far))
 
 
+def folds_scale(scale: float, softcap: float, alibi_slopes: torch.Tensor | None) -> bool:
+    """Whether kernels may scale scores with their exponent, FOLD_SCALE: only what comes before."""
+    return scale > 0 and not softcap and alibi_slopes is None
+
+
 @triton.jit
-def log2_scores(
+def score_unit(scale, FOLD_SCALE: tl.constexpr):
+    """Unit in log2 of the scores; not 0, which would make NaN of the -inf of a masked score."""
+    return tl.maximum(scale * LOG2_E, 1e-37) if FOLD_SCALE else 1.0
+
+
+@triton.jit
+def attention_scores(
     qk,
     scale,
     softcap,
     alibi_slopes,
     distances,
+    FOLD_SCALE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
 ):
-    """Raw products to scores in units of log2: scale, then softcap, then ALiBi.
+    """Raw products to scores in units of `score_unit`: scale, then softcap, then ALiBi.
 
     qk: [queries, keys] fp32. alibi_slopes: [queries, 1] fp32. distances: how far each key lies
     before its query, >= 0, broadcastable to qk. Softcap is softcap * tanh(score / softcap)
     (Gemma 2), the ALiBi bias -slope * distance (Press et al., 2022).
     """
+    scores = qk
     if HAS_SOFTCAP:
         scores = tanh(qk * (scale / softcap)) * (softcap * LOG2_E)
-    else:
+    elif not FOLD_SCALE:
         scores = qk * (scale * LOG2_E)
     if HAS_ALIBI:
         scores -= alibi_slopes * LOG2_E * distances
@@ -145,25 +161,25 @@ def log2_scores(
 
 
 @triton.jit
-def online_softmax_update(scores, v, acc, row_max, row_sum, PRECISION: tl.constexpr):
+def online_softmax_update(scores, unit, v, acc, row_max, row_sum, PRECISION: tl.constexpr):
     """Fold one tile of keys into the running state; see the head of this file.
 
-    scores: [queries, keys] fp32, log2 units. v: [keys, dims]. acc: [queries, dims] fp32. row_max:
-    [queries] fp32. row_sum: l, [queries] fp32, or [queries, keys] whose sum over keys is l: where
-    the keys of a tile are spread over warps, summing once after the last tile spares a reduction
-    across them per tile. Returns the new (acc, row_max, row_sum).
+    scores: [queries, keys] fp32, in units of `unit`. v: [keys, dims]. acc: [queries, dims] fp32.
+    row_max: [queries] fp32, in log2. row_sum: l, [queries] fp32, or [queries, keys] whose sum over
+    keys is l: where the keys of a tile are spread over warps, summing once after the last tile
+    spares a reduction across them per tile. Returns the new (acc, row_max, row_sum).
     """
-    p, alpha, row_max, row_sum = online_softmax_weights(scores, row_max, row_sum)
+    p, alpha, row_max, row_sum = online_softmax_weights(scores, unit, row_max, row_sum)
     return accumulate(p, v, acc, alpha, PRECISION), row_max, row_sum
 
 
 @triton.jit
-def online_softmax_weights(scores, row_max, row_sum):
+def online_softmax_weights(scores, unit, row_max, row_sum):
     """The part of the update that is before V: (p, a, new row_max, new row_sum)."""
-    new_max = tl.maximum(row_max, tl.max(scores, axis=1))
+    new_max = tl.maximum(row_max, tl.max(scores, axis=1) * unit)
     shift = finite_shift(new_max)
     alpha = tl.exp2(row_max - shift)
-    p = tl.exp2(scores - shift[:, None])
+    p = tl.exp2(scores * unit - shift[:, None])
     if len(row_sum.shape) == 1:
         row_sum = row_sum * alpha + tl.sum(p, axis=1)
     else:

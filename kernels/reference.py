@@ -224,10 +224,11 @@ def paged_prefill_attention(
     k_scale: Scale = None,
     v_scale: Scale = None,
     causal: bool = True,
+    num_splits: int | None = 1,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Twin of `kernels.paged_prefill_attention` (max_seqlen_q changes nothing here)."""
+    """Twin of `kernels.paged_prefill_attention`; max_seqlen_q, num_splits change nothing here."""
     out = torch.empty_like(q) if out is None else out
     lse = torch.empty(q.shape[:2], dtype=q.dtype, device=q.device)
     starts = cu_seqlens_q.tolist()

@@ -3,7 +3,7 @@
 Plain decode reads a system prompt once per sequence that starts with it. Here attention is split by
 keys instead (Hydragen, Juravsky et al., 2024; FlashInfer's cascade): first the queries of a group,
 all their heads packed into the rows of one tile, against the group's prefix; then each sequence
-against its own suffix (paged_decode_attention); then the parts are merged by their LSE.
+against its own suffix (paged_decode_attention.py); both leave split states, which are then merged.
 
 With group members x heads in the rows, the prefix part has the shape of prefill: the work per byte
 grows with the group. A program takes TILE_M rows of one KV head of one group (row r = member
@@ -44,29 +44,29 @@ from kernels.fp8_cache import (
     scale_arguments,
     values_from_cache,
 )
-from kernels.paged_decode_attention import paged_decode_attention
+from kernels.paged_decode_attention import choose_num_splits, launch_decode
 from kernels.primitives import (
-    LN_2,
-    LOG2_E,
-    add_sinks,
-    cast,
+    attention_scores,
     dot,
-    finite_shift,
+    folds_scale,
     load_block_ids,
     load_rows,
     locate_tile,
-    log2_scores,
     normalise,
     online_softmax_update,
+    score_unit,
     slot_offsets,
 )
-from kernels.tiles import decode_num_splits, merge_tile, padded_dim, shared_prefix_tile, target_of
+from kernels.split_states import SplitStates
+from kernels.tiles import decode_num_splits, padded_dim, shared_prefix_tile, target_of
 from kernels.torch_ops import attention_op
 
 _SEARCH_WIDTH = 64
 
 
-@triton.jit(do_not_specialize=["window_size", "num_groups", "num_splits", "stride_table"])
+@triton.jit(
+    do_not_specialize=["window_size", "num_groups", "num_splits", "num_states", "stride_table"]
+)
 def _shared_prefix_kernel(
     out_ptr,
     lse_ptr,
@@ -85,6 +85,7 @@ def _shared_prefix_kernel(
     window_size,
     num_groups,
     num_splits,
+    num_states,
     stride_q_seq,
     stride_q_head,
     stride_k_block,
@@ -106,15 +107,15 @@ def _shared_prefix_kernel(
     TILE_N: tl.constexpr,
     SEARCH_WIDTH: tl.constexpr,
     USE_WINDOW: tl.constexpr,
+    FOLD_SCALE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One program: TILE_M rows of one KV head of one group x one split of its prefix.
 
-    Grid (tiles, num_splits, NUM_KV_HEADS). out and lse are partial states, (batch, num_q_heads,
-    num_splits[, HEAD_DIM]) fp32, LSE in log2 units. Every state is written, as zeros
-    and -inf by a split without tokens.
+    Grid (tiles, num_splits, NUM_KV_HEADS). out and lse are split states, of which the launch writes
+    the first num_splits.
     """
     NUM_Q_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP_SIZE
     MASK_DIMS: tl.constexpr = HEAD_DIM_PADDED != HEAD_DIM
@@ -163,6 +164,7 @@ def _shared_prefix_kernel(
 
     if k_scale is not None:
         scale *= load_scale(k_scale, kv_head, stride_k_scale)
+    unit = score_unit(scale, FOLD_SCALE)
     k_ptr = k_cache_ptr + kv_head.to(tl.int64) * stride_k_head
     v_ptr = v_cache_ptr + kv_head.to(tl.int64) * stride_v_head
     table_ptr = prefix_tables_ptr + group.to(tl.int64) * stride_table
@@ -192,8 +194,8 @@ def _shared_prefix_kernel(
 
             qk = dot(q, tl.trans(from_cache(k, q.dtype)), None, PRECISION)  # [TILE_M, TILE_N]
             distances = context_lens - 1 - positions[None, :]
-            scores = log2_scores(
-                qk, scale, softcap, alibi_slopes, distances, HAS_SOFTCAP, HAS_ALIBI
+            scores = attention_scores(
+                qk, scale, softcap, alibi_slopes, distances, FOLD_SCALE, HAS_SOFTCAP, HAS_ALIBI
             )
             if REGION != 1:
                 visible = token_mask[None, :]
@@ -201,71 +203,15 @@ def _shared_prefix_kernel(
                     visible = visible & (positions[None, :] >= first_of_row)
                 scores = tl.where(visible, scores, float("-inf"))
             acc, row_max, row_sum = online_softmax_update(
-                scores, values_from_cache(v, q.dtype), acc, row_max, row_sum, PRECISION
+                scores, unit, values_from_cache(v, q.dtype), acc, row_max, row_sum, PRECISION
             )
 
     if v_scale is not None:
         acc *= load_scale(v_scale, kv_head, stride_v_scale)
     out, lse = normalise(acc, row_max, row_sum)
-    states = (seqs.to(tl.int64) * NUM_Q_HEADS + heads) * num_splits + split
+    states = (seqs.to(tl.int64) * NUM_Q_HEADS + heads) * num_states + split
     tl.store(out_ptr + states[:, None] * HEAD_DIM + offs_d[None, :], out, mask=qo_mask)
     tl.store(lse_ptr + states, lse, mask=row_mask)
-
-
-@triton.jit(do_not_specialize=["num_splits"])
-def _merge_prefix_kernel(
-    out_ptr,
-    lse_ptr,
-    prefix_out_ptr,
-    prefix_lse_ptr,
-    suffix_out_ptr,
-    suffix_lse_ptr,
-    sinks_ptr,
-    num_splits,
-    stride_out_seq,
-    stride_out_head,
-    NUM_Q_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_PADDED: tl.constexpr,
-    TILE_SPLITS: tl.constexpr,
-):
-    """Merge the prefix splits of one query head of one sequence into its suffix state.
-
-    Grid (NUM_Q_HEADS, batch). States with an LSE of -inf are not read.
-    """
-    row = tl.program_id(1).to(tl.int64) * NUM_Q_HEADS + tl.program_id(0)
-    offs_s = tl.arange(0, TILE_SPLITS)
-    offs_d = tl.arange(0, HEAD_DIM_PADDED)
-    dim_mask = offs_d < HEAD_DIM
-    one = tl.arange(0, 1)
-    row_max = tl.load(suffix_lse_ptr + row + one) * LOG2_E  # [1]
-    row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
-    acc = tl.load(suffix_out_ptr + row * HEAD_DIM + offs_d, mask=dim_mask, other=0.0)[None, :]
-    for start in range(0, num_splits, TILE_SPLITS):
-        splits = start + offs_s
-        states = row * num_splits + splits
-        lse = tl.load(prefix_lse_ptr + states, mask=splits < num_splits, other=float("-inf"))
-        out = tl.load(
-            prefix_out_ptr + states[:, None] * HEAD_DIM + offs_d[None, :],
-            mask=(lse > float("-inf"))[:, None] & dim_mask[None, :],
-            other=0.0,
-        )  # [TILE_SPLITS, HEAD_DIM_PADDED]
-        new_max = tl.maximum(row_max, tl.max(lse, axis=0))
-        shift = finite_shift(new_max)
-        alpha = tl.exp2(row_max - shift)
-        weights = tl.exp2(lse - shift)  # [TILE_SPLITS]
-        acc = acc * alpha[:, None] + tl.sum(weights[:, None] * out, axis=0)[None, :]
-        row_sum = row_sum * alpha + tl.sum(weights, axis=0)
-        row_max = new_max
-
-    if sinks_ptr is not None:
-        sinks = tl.load(sinks_ptr + tl.program_id(0))
-        acc, row_max, row_sum = add_sinks(acc, row_max, row_sum, sinks)
-    out, lse = normalise(acc, row_max, row_sum)
-    out_ptr += tl.program_id(1).to(tl.int64) * stride_out_seq + tl.program_id(0) * stride_out_head
-    tl.store(out_ptr + offs_d[None, :], cast(out, out_ptr.dtype.element_ty), mask=dim_mask[None, :])
-    if lse_ptr is not None:
-        tl.store(lse_ptr + row + one, lse * LN_2)
 
 
 def _check_groups(
@@ -374,9 +320,9 @@ def shared_prefix_decode_attention(
         included. Neither prefix nor suffix gives zeros and -inf. Table entries past a length, or
         before the window of all that share them, are never read.
 
-    Mutates only out. Launches three kernels (four if num_splits > 1) on grids that depend on shapes
-    alone, without host synchronisation: the call can be captured in a CUDA graph and replayed with
-    other groups, lengths and tables.
+    Mutates only out. Launches three kernels on grids that depend on shapes alone, without host
+    synchronisation: the call can be captured in a CUDA graph and replayed with other groups,
+    lengths and tables.
 
     Raises:
         ValueError: a shape, dtype, device, stride or option that does not fit; where the tensors
@@ -440,13 +386,14 @@ def shared_prefix_decode_attention(
         num_prefix_splits = decode_num_splits(
             num_tiles * num_kv_heads, max_tokens, tile.tile_n, target, resident_programs=1
         )
+    scale = head_dim**-0.5 if scale is None else scale
     k_scale, stride_k_scale = scale_arguments(k_scale)
     v_scale, stride_v_scale = scale_arguments(v_scale)
-    prefix_out = torch.empty(batch, num_q_heads, num_prefix_splits, head_dim, **fp32)
-    prefix_lse = torch.empty(batch, num_q_heads, num_prefix_splits, **fp32)
+    num_splits = num_splits or choose_num_splits(q, k_cache, suffix_block_tables, window_size)
+    states = SplitStates.empty(q, num_prefix_splits + num_splits)
     _shared_prefix_kernel[(num_tiles, num_prefix_splits, num_kv_heads)](
-        prefix_out,
-        prefix_lse,
+        states.out,
+        states.lse,
         q,
         cache_argument(k_cache),
         cache_argument(v_cache),
@@ -457,11 +404,12 @@ def shared_prefix_decode_attention(
         alibi_slopes,
         k_scale,
         v_scale,
-        head_dim**-0.5 if scale is None else scale,
+        scale,
         softcap,
         0 if window_size is None else window_size,
         num_groups,
         num_prefix_splits,
+        states.num_splits,
         *q.stride()[:2],
         *k_cache.stride()[:3],
         *v_cache.stride()[:3],
@@ -478,13 +426,16 @@ def shared_prefix_decode_attention(
         TILE_N=tile.tile_n,
         SEARCH_WIDTH=_SEARCH_WIDTH,
         USE_WINDOW=window_size is not None,
+        FOLD_SCALE=folds_scale(scale, softcap, alibi_slopes),
         HAS_SOFTCAP=softcap > 0,
         HAS_ALIBI=alibi_slopes is not None,
         PRECISION=tile.precision,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    suffix_out, suffix_lse = paged_decode_attention(
+    launch_decode(
+        states.out,
+        states.lse,
         q,
         k_cache,
         v_cache,
@@ -497,24 +448,7 @@ def shared_prefix_decode_attention(
         k_scale=k_scale,
         v_scale=v_scale,
         num_splits=num_splits,
-        out=torch.empty(*q.shape, **fp32),
-        return_lse=True,
+        first_state=num_prefix_splits,
     )
-    merge = merge_tile(head_dim_padded)
-    _merge_prefix_kernel[(num_q_heads, batch)](
-        out,
-        lse,
-        prefix_out,
-        prefix_lse,
-        suffix_out,
-        suffix_lse,
-        sinks,
-        num_prefix_splits,
-        *out.stride()[:2],
-        NUM_Q_HEADS=num_q_heads,
-        HEAD_DIM=head_dim,
-        HEAD_DIM_PADDED=head_dim_padded,
-        TILE_SPLITS=merge.rows,
-        num_warps=merge.num_warps,
-    )
+    states.merge_into(out, lse, sinks=sinks)
     return (out, lse) if return_lse else out

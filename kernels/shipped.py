@@ -124,11 +124,13 @@ def _prefill(
     dtype: torch.dtype,
     group_size: int = 4,
     batch: int = 1,
+    num_splits: int = 1,
     block_size: int = 16,
     features: bool = False,
 ) -> ShippedCall:
     num_q_heads = 8 * group_size
-    q_dtype, options = _beside(dtype)
+    q_dtype, scales = _beside(dtype)
+    options = {"num_splits": num_splits, **scales}
     cache = _meta(NUM_BLOCKS, block_size, 8, head_dim, dtype=dtype)
     if features:
         per_head = _meta(num_q_heads, dtype=torch.float32)
@@ -146,7 +148,8 @@ def _prefill(
         **options,
     )
     config = f"{_name(dtype)} d{head_dim} g{group_size} b{block_size}"
-    config += (" batch" if batch > 1 else "") + (" features" if features else "")
+    config += (" batch" if batch > 1 else "") + (" split" if num_splits > 1 else "")
+    config += " features" if features else ""
     return ShippedCall("paged_prefill_attention", config, run)
 
 
@@ -203,10 +206,13 @@ def _prefill_calls() -> Iterator[ShippedCall]:
             yield _prefill(head_dim, dtype)
         yield _prefill(128, dtype, group_size=71, batch=64)
         yield _prefill(128, dtype, features=True)
+        yield _prefill(128, dtype, num_splits=8)
+        yield _prefill(256, dtype, num_splits=8, features=True)
     yield _prefill(128, torch.bfloat16, block_size=256)
     for head_dim in HEAD_DIMS:
         yield _prefill(head_dim, FP8_DTYPE)
     yield _prefill(128, FP8_DTYPE, features=True)
+    yield _prefill(128, FP8_DTYPE, num_splits=8)
 
 
 def _shared_prefix_calls() -> Iterator[ShippedCall]:

@@ -226,13 +226,24 @@ def prefill_tile(
     return AttentionTile(tile_m, tile_n, num_warps=8, num_stages=num_stages, precision="tf32x3")
 
 
+def prefill_num_splits(num_programs: int, max_tokens: int, tile_n: int, target: Target) -> int:
+    """Splits of the keys of prefill: as many as the GPU runs at once beside one another, of which
+    each gets at least eight tiles.
+
+    num_programs: of one split, an upper bound. max_tokens: the most keys that a query can see.
+    """
+    most = min(MAX_SPLITS, max_tokens // (8 * tile_n))
+    return max(1, min(target.num_multiprocessors // max(1, num_programs), most))
+
+
 @functools.cache
 def shared_prefix_tile(
     head_dim_padded: int, dtype: torch.dtype, target: Target, kv_itemsize: int | None = None
 ) -> AttentionTile:
-    """Tile of the shared-prefix part of cascade decode, which is prefill in all but its output.
+    """Tile of the shared-prefix part of cascade decode, which is prefill in all but its output, and
+    of prefill that leaves split states.
 
-    That is fp32 and takes twice the registers on its way out, too many of them at 128 x 256.
+    The output is fp32 and takes twice the registers on its way out, too many of them at 128 x 256.
     """
     if forced := target.forced_tile("shared_prefix_tile"):
         return forced

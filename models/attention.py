@@ -134,6 +134,7 @@ class TritonBackend:
             metadata.cu_seqlens_q,
             metadata.context_lens,
             max_seqlen_q=metadata.max_seqlen_q,
+            num_splits=None,
             **options,
         )
 

@@ -15,8 +15,8 @@ result of the op:
     merge_splits              B Hq D           B Hq (n states + D e_out)                2 B Hq n D
     paged_prefill, q queries  B q Hq D         2 B L Hkv D e_kv + B q Hq D (e_q + e_out) 4 B p Hq D
       p = q (L - q) + q (q + 1) / 2 pairs of a query and a key that it sees
+      one of n splits                          e_out D becomes n states
     shared_prefix             B Hq D           2 L Hkv D e_kv + B Hq (D e_q + n states)  4 B L Hq D
-    merge_prefix              B Hq D           B Hq ((n + 1) states + D e_out)     2 B Hq (n + 1) D
     merge_attention_states    T H D            T H (2 (D e_a + 4) + D e_out + 4)            4 T H D
     store_kvcache             2 T Hkv D        T Hkv D (e_key + e_value + 2 e_kv) + T e_slot      0
     rope_store_kvcache        T (Hq + 2 Hkv) D the same + 2 T Hq D e_q + rotation   3 T (Hq + Hkv) R
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 BATCH, CONTEXT, SPLITS = 64, 4096, 8
 PROMPT = 8192
-CHUNK, CHUNK_CONTEXT = 512, 32768
+CHUNK, FEW, CHUNK_CONTEXT = 512, 16, 32768
 GROUP, PREFIX = 256, 32768
 TOKENS = 8192
 PAIRS, PLANES = 64, 64
@@ -129,9 +129,15 @@ def _prefill(k: _Kernel) -> list[Work]:
     def work(problem: str, queries: int, context: int) -> Work:
         outputs = queries * k.num_q_heads * k.HEAD_DIM
         seen = queries * (context - queries) + queries * (queries + 1) // 2
-        moved = k.cache_bytes(1, context) + outputs * k.size("q_ptr", "out_ptr")
+        written = outputs * k.size("out_ptr")
+        if k.IS_SPLIT:
+            written = k.state_bytes(queries * k.num_q_heads * SPLITS)
+        moved = k.cache_bytes(1, context) + outputs * k.size("q_ptr") + written
         return Work(problem, outputs, moved, 4 * seen * k.num_q_heads * k.HEAD_DIM)
 
+    if k.IS_SPLIT:
+        cached = CHUNK_CONTEXT - FEW
+        return [work(f"{FEW} tokens, {cached} cached, {SPLITS} splits", FEW, CHUNK_CONTEXT)]
     return [
         work(f"a prompt of {PROMPT} tokens", PROMPT, PROMPT),
         work(f"{CHUNK} tokens, {CHUNK_CONTEXT - CHUNK} cached", CHUNK, CHUNK_CONTEXT),
@@ -147,19 +153,6 @@ def _shared_prefix(k: _Kernel) -> list[Work]:
             outputs,
             k.cache_bytes(1, PREFIX) + outputs * k.size("q_ptr") + states,
             4 * outputs * PREFIX,
-        )
-    ]
-
-
-def _merge_prefix(k: _Kernel) -> list[Work]:
-    outputs = GROUP * k.NUM_Q_HEADS * k.HEAD_DIM
-    states = k.state_bytes(GROUP * k.NUM_Q_HEADS * (SPLITS + 1))
-    return [
-        Work(
-            f"{GROUP} sequences, {SPLITS} splits and a suffix",
-            outputs,
-            states + outputs * k.size("out_ptr"),
-            2 * outputs * (SPLITS + 1),
         )
     ]
 
@@ -227,7 +220,6 @@ _WORK: dict[str, Callable[[_Kernel], list[Work]]] = {
     "merge_splits": _merge_splits,
     "paged_prefill": _prefill,
     "shared_prefix": _shared_prefix,
-    "merge_prefix": _merge_prefix,
     "merge_attention_states": _merge_attention_states,
     "store_kvcache": _store,
     "rope_store_kvcache": _rope_store,

@@ -63,10 +63,13 @@ def test_a_split_decode_writes_states_in_place_of_its_output():
 def test_prefill_counts_what_each_query_sees():
     pointers = dict.fromkeys(("out", "q", "k_cache", "v_cache"), "fp16")
     heads = {"NUM_KV_HEADS": 2, "GROUP_SIZE": 3, "HEAD_DIM": 80, "BLOCK_SIZE": 16}
-    prompt, chunk = work_of(compiled("paged_prefill", pointers, **heads))
+    prompt, chunk = work_of(compiled("paged_prefill", pointers, **heads, IS_SPLIT=False))
+    (few,) = work_of(compiled("paged_prefill", pointers, **heads, IS_SPLIT=True))
     assert prompt.operations == 4 * 6 * 80 * sum(range(1, 8193))
     assert chunk.operations == 4 * 6 * 80 * sum(range(32768 - 512 + 1, 32768 + 1))
     assert chunk.bytes == 32768 * 2 * 2 * 80 * 2 + 2048 * 4 + 2 * 512 * 6 * 80 * 2
+    states = 16 * 6 * 8 * (80 + 1) * 4
+    assert few.bytes == 32768 * 2 * 2 * 80 * 2 + 2048 * 4 + 16 * 6 * 80 * 2 + states
     assert prompt.bound(H200)[1] == chunk.bound(H200)[1] == "arithmetic"
 
 

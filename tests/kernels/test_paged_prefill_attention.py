@@ -112,6 +112,7 @@ def test_matches_twin_on_any_shape(data, device):
     options = {
         "window_size": window_size,
         "causal": draw("causal", st.booleans()),
+        "num_splits": draw("num_splits", st.sampled_from([1, None, 2, 3, 7])),
         "scale": draw("scale", st.sampled_from([None, 0.5, -0.2])),
         "softcap": draw("softcap", st.sampled_from([0.0, 0.5, 30.0])),
         "max_seqlen_q": batch.max_seqlen_q + draw("slack of max_seqlen_q", st.integers(0, 40)),
@@ -149,7 +150,8 @@ def test_fp8_caches(block_size, head_dim, dtype, scales, device):
         hidden_tokens=hidden_tokens(*lens, 30),
     )
     options = {"window_size": 30, "softcap": 20.0, **random_scales(scales, 2, device)}
-    assert_matches_twin(batch, **options)
+    for num_splits in (1, 3):
+        assert_matches_twin(batch, num_splits=num_splits, **options)
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 7, 16, 24, 100, 256, 1024])
@@ -191,14 +193,26 @@ def test_kinds_of_batches(lens, dtype, device):
 def test_windows(causal, window_size, device):
     lens = [50, 45], [50, 9]
     batch = make_batch(*lens, device, hidden_tokens=hidden_tokens(*lens, window_size), block_size=7)
-    assert_matches_twin(batch, window_size=window_size, causal=causal)
+    for num_splits in (1, 2):
+        options = {"window_size": window_size, "causal": causal, "num_splits": num_splits}
+        assert_matches_twin(batch, **options)
 
 
-def test_window_far_from_the_first_token(device):
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_window_far_from_the_first_token(num_splits, device):
     """The masked left region alone reaches past the last visible key."""
     lens = [200], [3]
     batch = make_batch(*lens, device, hidden_tokens=hidden_tokens(*lens, 4))
-    assert_matches_twin(batch, window_size=4)
+    assert_matches_twin(batch, window_size=4, num_splits=num_splits)
+
+
+@pytest.mark.parametrize("window_size", [None, 33, 75, 120])
+@pytest.mark.parametrize("num_splits", [2, 3, 4, 5, 40])
+def test_split_keys(num_splits, window_size, device):
+    """Splits that end inside each region of keys, and splits without keys."""
+    lens = [200, 97, 0, 1, 64], [50, 1, 0, 1, 64]
+    batch = make_batch(*lens, device, hidden_tokens=hidden_tokens(*lens, window_size))
+    assert_matches_twin(batch, num_splits=num_splits, window_size=window_size)
 
 
 @pytest.mark.parametrize("query_len", [2, 40, 64])
@@ -242,11 +256,12 @@ def test_chunks_agree_with_the_whole(chunk, kv_dtype, device):
             assert max_error(actual, wanted[start:stop]) < 2e-6
 
 
+@pytest.mark.parametrize("num_splits", [1, 2])
 @pytest.mark.parametrize("kv_dtype", [None, FP8_DTYPE], ids=["fp16", "fp8"])
-def test_batch_invariance(kv_dtype, device):
+def test_batch_invariance(kv_dtype, num_splits, device):
     """Tiles are found by search or, in uniform batches, by division: both give the same bits."""
     batch = make_batch(**MIXED, device=device, block_size=7, kv_dtype=kv_dtype)
-    options = {"window_size": 50, "sinks": torch.randn(4, device=device)}
+    options = {"window_size": 50, "sinks": torch.randn(4, device=device), "num_splits": num_splits}
     if kv_dtype is not None:
         options |= random_scales("per head", 2, device)
     out, lse = prefill(batch, **options)
@@ -301,12 +316,13 @@ def test_strided_query_table_and_output(device):
     assert not out[:, :, 0].any()
 
 
-def test_rows_past_the_last_query_are_not_written(device):
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_rows_past_the_last_query_are_not_written(num_splits, device):
     batch = make_batch([40, 5], [9, 2], device)
     padded = replace(batch, q=torch.cat([batch.q, torch.full_like(batch.q, torch.nan)]))
     out = torch.full_like(padded.q, 7.0)
-    prefill(padded, out=out)
-    assert torch.equal(out[:11], prefill(batch)[0])
+    prefill(padded, out=out, num_splits=num_splits)
+    assert torch.equal(out[:11], prefill(batch, num_splits=num_splits)[0])
     assert (out[11:] == 7).all()
 
 
@@ -352,11 +368,13 @@ def test_scores_of_minus_infinity(tokens, device):
     assert_matches_twin(batch)
 
 
+@pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
-def test_only_scores_of_minus_infinity(sinks, device):
+def test_only_scores_of_minus_infinity(sinks, num_splits, device):
     batch = make_batch([75, 3], [20, 2], device)
     rule_out(batch, 0, range(75))
-    out, lse = prefill(batch, sinks=torch.ones(4, device=device) if sinks else None)
+    sinks = torch.ones(4, device=device) if sinks else None
+    out, lse = prefill(batch, sinks=sinks, num_splits=num_splits)
     assert not out[:20].any()
     assert (lse[:20] == -math.inf).all()
     assert torch.isfinite(out[20:]).all()
@@ -562,9 +580,12 @@ def test_compiled_configurations(compiled):
     configs = {row["config"] for row in compiled}
     assert {f"bf16 d{head_dim} g4 b16" for head_dim in HEAD_DIMS} <= configs
     assert {"bf16 d128 g71 b16 batch", "bf16 d128 g4 b16 features"} <= configs
+    assert {"bf16 d128 g4 b16 split", "bf16 d256 g4 b16 split features"} <= configs
     for row in compiled:
         constants, config = row["constants"], (row["arch"], row["config"])
         assert row["local_bytes"] == 0, config
+        if row["kernel"] == "_merge_splits_kernel":
+            continue
         assert row["programs_per_multiprocessor"] >= 1, config
         # Only block ids, lengths and what is per head are fetched by less than 16 bytes.
         assert set(row["async_copies"]) == {"32", "128"}, config
@@ -594,12 +615,12 @@ from kernels.compile import ARCHITECTURES, compile_call
 def meta(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="meta")
 
-def prefill(total_q, batch, max_blocks, max_seqlen_q, window_size):
+def prefill(total_q, batch, max_blocks, max_seqlen_q, window_size, num_splits=1):
     cache, lens = meta(1000, 16, 8, 64), meta(batch, dtype=torch.int32)
     paged_prefill_attention(
         meta(total_q, 32, 64), cache, cache, meta(batch, max_blocks, dtype=torch.int32),
         meta(batch + 1, dtype=torch.int32), lens, max_seqlen_q=max_seqlen_q,
-        window_size=window_size,
+        window_size=window_size, num_splits=num_splits,
     )
 
 calls = [
@@ -607,6 +628,8 @@ calls = [
     lambda: prefill(4096, 1, 255, 4096, 16),
     lambda: prefill(4096, 64, 255, 4096, 1024),
     lambda: prefill(100, 16, 2, 90, 1),
+    lambda: prefill(16, 1, 2000, 16, 1024, 2),
+    lambda: prefill(17, 1, 999, 17, 16, 9),
 ]
 print(len({k[2].hash for call in calls for k in compile_call(call, ARCHITECTURES["sm_80"])}))
 """
@@ -614,11 +637,12 @@ print(len({k[2].hash for call in calls for k in compile_call(call, ARCHITECTURES
 
 @pytest.mark.slow
 def test_new_lengths_compile_nothing_new(run_without_interpreter):
-    """Two kernels: tiles owned by uniform sequences, and tiles whose sequence is looked up.
+    """Two kernels: tiles owned by uniform sequences, and tiles whose sequence is looked up. Of the
+    first one that leaves split states, and the kernel that merges these.
 
     Launching on meta tensors also shows that grid and arguments depend on no device value.
     """
-    assert int(run_without_interpreter("-c", SPECIALISATION)) == 2
+    assert int(run_without_interpreter("-c", SPECIALISATION)) == 4
 
 
 def test_head_and_token_offsets_beyond_32_bits(far_apart, device):
@@ -630,7 +654,9 @@ def test_head_and_token_offsets_beyond_32_bits(far_apart, device):
     assert_bitwise_equal(prefill(far, out=out), prefill(batch))
 
 
-@pytest.mark.parametrize("options", [{}, {"window_size": 20}, {"causal": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"window_size": 20}, {"causal": False}, {"num_splits": 2}], ids=str
+)
 def test_nothing_past_the_end_is_accessed(options, at_the_edge, device):
     """Block tables exactly as wide as the longest sequence needs, blocks of one slot."""
     batch = make_batch([5, 37], [5, 3], device, head_dim=33, block_size=1)

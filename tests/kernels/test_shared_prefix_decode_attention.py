@@ -281,7 +281,7 @@ def test_compiled_for_tensor_cores_without_spills(arch, shipped_resources):
         tile_bytes = 2 * 2 * row["constants"]["TILE_N"] * row["constants"]["HEAD_DIM_PADDED"]
         assert 16 * row["async_copies"]["128"] * 32 * row["num_warps"] >= 2 * tile_bytes
         assert set(row["async_copies"]) <= {"32", "128"}  # 4 bytes: block ids
-    assert {row["kernel"] for row in rows} >= {"_merge_prefix_kernel"}
+    assert {row["kernel"] for row in rows} >= {"_merge_splits_kernel"}
     assert {row["local_bytes"] for row in rows} == {0}
 
 

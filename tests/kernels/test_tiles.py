@@ -21,6 +21,7 @@ from kernels.tiles import (
     decode_tile,
     force_target,
     padded_dim,
+    prefill_num_splits,
     target_of,
 )
 
@@ -101,6 +102,23 @@ def test_default_splits_are_the_fewest_that_fill_the_gpu(num_programs, max_token
     assert 1 - idle(chosen) >= 0.85 * (1 - least_idle) - 1e-9
     for fewer in range(1, chosen):
         assert 1 - idle(fewer) < 0.85 * (1 - least_idle) + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("programs", "max_tokens", "expected"),
+    [
+        pytest.param(8, 32768, 16, id="one tile of rows and 8 heads"),
+        pytest.param(66, 32768, 2, id="half of the GPU"),
+        pytest.param(67, 32768, 1, id="more than half of it"),
+        pytest.param(5000, 32768, 1, id="many tiles of rows"),
+        pytest.param(8, 4096, 8, id="short context"),
+        pytest.param(8, 1023, 1, id="nothing to split"),
+        pytest.param(0, 0, 1, id="nothing"),
+        pytest.param(1, 10**6, 128, id="the most"),
+    ],
+)
+def test_prefill_splits_on_an_h200(programs, max_tokens, expected):
+    assert prefill_num_splits(programs, max_tokens, 64, H200) == expected
 
 
 def test_forced_target_ends_with_its_block(device):

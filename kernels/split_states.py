@@ -1,0 +1,136 @@
+"""Keys divided among programs (flash-decoding, Dao et al., 2023): what the programs leave, merged.
+
+A launch that splits the keys of a query row leaves a partial softmax state for each split, its
+output and LSE over the keys of that split. Merged they are the attention over all keys:
+
+    out = sum_s w_s out_s / sum_s w_s    with w_s = 2^(lse_s - max lse)
+
+A split without keys leaves an LSE of -inf and no output; that is never read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.primitives import LN_2, add_sinks, cast, finite_shift, normalise
+from kernels.tiles import merge_tile, padded_dim
+
+
+@triton.jit(do_not_specialize=["num_splits", "batch"])
+def _merge_splits_kernel(
+    out_ptr,
+    lse_ptr,
+    partial_out_ptr,
+    partial_lse_ptr,
+    sinks_ptr,
+    cu_seqlens_ptr,
+    batch,
+    num_splits,
+    stride_out_token,
+    stride_out_head,
+    NUM_Q_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    TILE_SPLITS: tl.constexpr,
+):
+    """Merge the states of one query head of one token, in order. Grid (num_tokens * NUM_Q_HEADS).
+
+    cu_seqlens_ptr, if not None: tokens from cu_seqlens[batch] on are padding without states.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    token, head = row // NUM_Q_HEADS, row % NUM_Q_HEADS
+    if cu_seqlens_ptr is not None and token >= tl.load(cu_seqlens_ptr + batch):
+        return
+
+    offs_s = tl.arange(0, TILE_SPLITS)
+    offs_d = tl.arange(0, HEAD_DIM_PADDED)
+    dim_mask = offs_d < HEAD_DIM
+    acc = tl.zeros([1, HEAD_DIM_PADDED], tl.float32)
+    row_max = tl.full([1], float("-inf"), tl.float32)
+    row_sum = tl.zeros([1], tl.float32)
+    for start in range(0, num_splits, TILE_SPLITS):
+        splits = start + offs_s
+        states = row * num_splits + splits
+        lse = tl.load(partial_lse_ptr + states, mask=splits < num_splits, other=float("-inf"))
+        out = tl.load(
+            partial_out_ptr + states[:, None] * HEAD_DIM + offs_d[None, :],
+            mask=(lse > float("-inf"))[:, None] & dim_mask[None, :],
+            other=0.0,
+        )  # [TILE_SPLITS, HEAD_DIM_PADDED]
+        new_max = tl.maximum(row_max, tl.max(lse, axis=0))
+        shift = finite_shift(new_max)
+        alpha = tl.exp2(row_max - shift)
+        weights = tl.exp2(lse - shift)  # [TILE_SPLITS]
+        acc = acc * alpha[:, None] + tl.sum(weights[:, None] * out, axis=0)[None, :]
+        row_sum = row_sum * alpha + tl.sum(weights, axis=0)
+        row_max = new_max
+
+    if sinks_ptr is not None:
+        acc, row_max, row_sum = add_sinks(acc, row_max, row_sum, tl.load(sinks_ptr + head))
+    out, lse = normalise(acc, row_max, row_sum)
+    out_ptrs = out_ptr + token * stride_out_token + head * stride_out_head + offs_d[None, :]
+    tl.store(out_ptrs, cast(out, out_ptr.dtype.element_ty), mask=dim_mask[None, :])
+    if lse_ptr is not None:
+        tl.store(lse_ptr + row + tl.arange(0, 1), lse * LN_2)
+
+
+@dataclass(frozen=True)
+class SplitStates:
+    """Partial softmax states of query rows."""
+
+    out: torch.Tensor
+    """(num_tokens, num_q_heads, num_splits, head_dim) fp32."""
+    lse: torch.Tensor
+    """(num_tokens, num_q_heads, num_splits) fp32, in units of log2."""
+
+    @classmethod
+    def empty(cls, q: torch.Tensor, num_splits: int) -> SplitStates:
+        """Room for the states of q, (num_tokens, num_q_heads, head_dim)."""
+        num_tokens, num_q_heads, head_dim = q.shape
+        states = (num_tokens, num_q_heads, num_splits)
+        options = {"dtype": torch.float32, "device": q.device}
+        return cls(torch.empty(*states, head_dim, **options), torch.empty(states, **options))
+
+    @property
+    def num_splits(self) -> int:
+        """Splits of a row."""
+        return self.lse.shape[2]
+
+    def merge_into(
+        self,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        *,
+        sinks: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+    ) -> None:
+        """Write the attention over all keys to out, (num_tokens, num_q_heads, head_dim), and its
+        LSE, natural log, to lse, (num_tokens, num_q_heads) fp32.
+
+        sinks: (num_q_heads,) logits that join the denominator. cu_seqlens: (batch + 1,) int32;
+        tokens from its last entry on are left as they are, as they have no states.
+        """
+        num_tokens, num_q_heads, num_splits = self.lse.shape
+        head_dim = out.shape[2]
+        head_dim_padded = padded_dim(head_dim)
+        tile = merge_tile(head_dim_padded)
+        _merge_splits_kernel[(num_tokens * num_q_heads,)](
+            out,
+            lse,
+            self.out,
+            self.lse,
+            sinks,
+            cu_seqlens,
+            0 if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+            num_splits,
+            *out.stride()[:2],
+            NUM_Q_HEADS=num_q_heads,
+            HEAD_DIM=head_dim,
+            HEAD_DIM_PADDED=head_dim_padded,
+            TILE_SPLITS=tile.rows,
+            num_warps=tile.num_warps,
+        )
