@@ -473,7 +473,7 @@ BAD_CALLS = {
     ),
     "softcap-negative": (
         bad(softcap=-1.0),
-        r"softcap: expected 0 \(off\) or a positive cap, got -1.0",
+        r"softcap: expected 0 \(off\) or a positive finite cap, got -1.0",
     ),
     "alibi-batch": (
         bad(alibi_slopes=torch.zeros(3, 4)),
