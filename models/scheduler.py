@@ -10,7 +10,7 @@ Sequences stand in one line, ordered by the arrival of their requests, and are s
   waits at the head of the line.
 
 The oldest sequence can therefore always take what it needs, up to the whole cache, and every step
-computes tokens of it: there is no livelock.
+computes tokens of it or brings it back: there is no livelock.
 
 A preempted sequence returns to the head of the line.  By *recompute* its K/V are dropped, and
 computed again together with those of the tokens it has generated.  By *swap* they are copied to
