@@ -158,8 +158,14 @@ STAGES: tuple[Stage, ...] = (
     Stage(
         "splits",
         "tile_sweep",
-        {"part": ("splits",)},
-        {**_TINY_HEADS, "splits": (2,), "splits_batch": (1,), "splits_context": (70,)},
+        {"part": ("splits", "prefill_splits")},
+        {
+            **_TINY_HEADS,
+            "splits": (2,),
+            "splits_batch": (1,),
+            "splits_context": (70,),
+            "splits_prefill": ((1, 3, 70),),
+        },
     ),
     Stage(
         "tiles",

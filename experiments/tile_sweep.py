@@ -34,15 +34,18 @@ if TYPE_CHECKING:
 _TILE = ("tile_m", "tile_n", "num_warps", "num_stages")
 _TABLES = {"decode": "decode_tile", "prefill": "prefill_tile", "cascade": "shared_prefix_tile"}
 """Functions of ``kernels/tiles.py`` by the op that asks them."""
+_SPLITS = {"splits": "decode_num_splits", "prefill_splits": "prefill_num_splits"}
+"""The same by part."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TileSweepOptions(Options):
-    """The grid: tiles x shapes of decode and prefill, split counts x shapes of decode."""
+    """The grid: tiles x shapes, and split counts x shapes of decode and prefill."""
 
-    part: tuple[Literal["decode", "prefill", "cascade", "splits"], ...] = (
+    part: tuple[Literal["decode", "prefill", "cascade", "splits", "prefill_splits"], ...] = (
         "decode",
         "splits",
+        "prefill_splits",
         "prefill",
         "cascade",
     )
@@ -63,6 +66,13 @@ class TileSweepOptions(Options):
     splits: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     splits_batch: tuple[int, ...] = (1, 4, 16, 64, 256)
     splits_context: tuple[int, ...] = (1024, 8192, 32768)
+    splits_prefill: tuple[tuple[int, int, int], ...] = (
+        (1, 16, 32768),
+        (4, 16, 32768),
+        (1, 128, 32768),
+        (1, 16, 4096),
+    )
+    """Few queries behind a long prefix: sequences, new tokens and all tokens of each."""
     block_size: int = 16
     num_q_heads: int = 32
     num_kv_heads: int = 8
@@ -104,12 +114,17 @@ def cells(options: TileSweepOptions) -> Iterator[TileSweepCell]:
         "prefill": list(options.prefill_tile),
     }
     tiles["cascade"] = tiles["prefill"]
+    decode_sizes = itertools.product(options.splits_context, options.splits_batch)
+    split_sizes = {
+        "splits": [("decode", batch, 1, context_len) for context_len, batch in decode_sizes],
+        "prefill_splits": [("prefill", *size) for size in options.splits_prefill],
+    }
     for part in options.part:
-        if part == "splits":
-            sizes = itertools.product(options.splits_context, options.splits_batch)
-            for context_len, batch in sizes:
+        if part in _SPLITS:
+            for op, batch, queries, context_len in split_sizes[part]:
                 for splits in (None, *options.splits):
-                    yield cell(part, shape("decode", batch, context_len, num_splits=splits), None)
+                    size = {"query_len": queries, "num_splits": splits}
+                    yield cell(part, shape(op, batch, context_len, **size), None)
             continue
         for at in shapes[part]:
             for tile in (None, *tiles[part]):
@@ -136,7 +151,7 @@ def run_cell(cell: TileSweepCell) -> list[dict[str, Any]]:
         raise Unavailable(f"tile {dataclasses.astuple(tile)[:4]}: {error}") from error
     columns = {name: getattr(tile, name) for name in _TILE}
     by_table = cell.tile is None and cell.shape.num_splits is None
-    if cell.part == "splits":
+    if cell.part in _SPLITS:
         row["num_splits"] = cell.shape.num_splits or _table_splits(cell.shape, table, target)
     return [{"part": cell.part, "by_table": by_table, **columns, **row}]
 
@@ -166,12 +181,18 @@ def with_tile(shape: Shape, tile: tuple[int, ...], target: Target) -> Target:
 
 
 def _table_splits(shape: Shape, tile: AttentionTile, target: Target) -> int:
-    """The number of splits that the table chooses for a decode step."""
+    """The number of splits that the table chooses."""
     from kernels import tiles
+    from kernels.paged_prefill_attention import count_tiles
 
     group_size = shape.num_q_heads // shape.num_kv_heads
-    programs = shape.batch * shape.num_kv_heads * tiles.cdiv(group_size, tile.tile_m)
     capacity = tiles.cdiv(shape.context_len, shape.block_size) * shape.block_size
+    if shape.op == "prefill":
+        sizes = (shape.batch * shape.query_len, shape.batch, shape.query_len)
+        num_tiles, _ = count_tiles(*sizes, group_size, tile.tile_m)
+        programs = num_tiles * shape.num_kv_heads
+        return tiles.prefill_num_splits(programs, capacity, tile.tile_n, target)
+    programs = shape.batch * shape.num_kv_heads * tiles.cdiv(group_size, tile.tile_m)
     return tiles.decode_num_splits(programs, capacity, tile.tile_n, target)
 
 
@@ -218,21 +239,24 @@ def decision(rows: pd.DataFrame) -> str:
             cells = " | ".join(f"{time:.3f}" for time in (mean[tile], *times))
             lines.append(f"| {tuple(map(int, tile))} | {cells} |")
         lines += ["", "Time over that of the present choice, by sequences x queries x context.", ""]
-    splits = rows[(rows["part"] == "splits") & rows["p50_us"].notna()]
-    if len(splits):
+    for part, function in _SPLITS.items():
+        splits = rows[(rows["part"] == part) & rows["p50_us"].notna()]
+        if splits.empty:
+            continue
         lines += [
-            "## `decode_num_splits`",
+            f"## `{function}`",
             "",
-            "| batch | context | now | best | time of best / now |",
-            "|---|---|---|---|---|",
+            "| batch | queries | context | now | best | time of best / now |",
+            "|---|---|---|---|---|---|",
         ]
-        for (batch, context), group in splits.groupby(["batch", "context_len"]):
+        for shape, group in splits.groupby(["batch", "query_len", "context_len"]):
             now = group[group["by_table"]]
             best = group.loc[group["p50_us"].idxmin()]
             if len(now):
                 gain = best["p50_us"] / now["p50_us"].iloc[0]
-                line = (batch, context, int(now["num_splits"].iloc[0]), int(best["num_splits"]))
+                line = (*shape, int(now["num_splits"].iloc[0]), int(best["num_splits"]))
                 lines.append(f"| {' | '.join(map(str, line))} | {gain:.3f} |")
+        lines.append("")
     return "\n".join(lines) + "\n"
 
 
@@ -248,7 +272,7 @@ def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
     with style.figures():
         if parts:
             written += style.save(_draw_tiles(timed, parts), folder, "tiles")
-        if (timed["part"] == "splits").any():
+        if timed["part"].isin(_SPLITS).any():
             written += style.save(_draw_splits(timed), folder, "splits")
     return written
 
@@ -279,12 +303,10 @@ def _draw_tiles(rows: pd.DataFrame, parts: list[str]) -> Figure:
 
 
 def _draw_splits(rows: pd.DataFrame) -> Figure:
-    rows = rows[rows["part"] == "splits"]
-    contexts = sorted(rows["context_len"].unique())
-    figure, axes, _ = style.panel_grid(len(contexts), height=2.3, sharey=True)
+    panels = list(rows[rows["part"].isin(_SPLITS)].groupby(["query_len", "context_len"]))
+    figure, axes, _ = style.panel_grid(len(panels), height=2.3, sharey=True)
     looks = [*_MARKERS, (style.PINK, "D"), (style.GREY, "P")]
-    for axis, context_len in zip(axes, contexts, strict=True):
-        of_context = rows[rows["context_len"] == context_len]
+    for axis, ((queries, context_len), of_context) in zip(axes, panels, strict=True):
         for (color, marker), (batch, line) in zip(
             itertools.cycle(looks), of_context.groupby("batch"), strict=False
         ):
@@ -301,7 +323,8 @@ def _draw_splits(rows: pd.DataFrame) -> Figure:
         axis.set_yscale("log", base=2)
         axis.xaxis.set_major_formatter("{x:g}")
         axis.yaxis.set_major_formatter("{x:g}")
-        axis.set(title=f"context {context_len:,} tokens", xlabel="splits of a sequence")
+        title = f"{queries} new of {context_len:,} tokens"
+        axis.set(title=title, xlabel="splits of a sequence")
     axes[0].set_ylabel("time / fastest of the line")
     style.shared_legend(figure, columns=6)
     return figure

@@ -288,6 +288,14 @@ def _paged_prefill_kernel(
             tl.store(lse_ptr + tokens * NUM_Q_HEADS + heads, lse * LN_2, mask=row_mask)
 
 
+def count_tiles(
+    total_q: int, batch: int, max_seqlen_q: int, group_size: int, tile_m: int
+) -> tuple[int, int]:
+    """Tiles of rows that a launch holds for a KV head, in all and of a sequence."""
+    tiles_per_seq = cdiv(max_seqlen_q * group_size, tile_m)
+    return min(batch * tiles_per_seq, total_q * group_size // tile_m + batch), tiles_per_seq
+
+
 def launch_prefill(
     out: torch.Tensor,
     lse: torch.Tensor | None,
@@ -326,24 +334,20 @@ def launch_prefill(
         return
     head_dim_padded = padded_dim(head_dim)
     target = target_of(q.device)
-
-    def count_tiles(tile_m: int) -> tuple[int, int]:  # in all, and of a sequence
-        tiles_per_seq = cdiv(max_seqlen_q * group_size, tile_m)
-        return min(batch * tiles_per_seq, total_q * group_size // tile_m + batch), tiles_per_seq
-
     tile = prefill_tile(head_dim_padded, q.dtype, target, k_cache.itemsize)
     left, right = window
     if num_splits is None:
         max_tokens = k_cache.shape[1] * (block_tables.shape[1] if paged else 1)
         if left is not None and right is not None:
             max_tokens = min(max_tokens, max_seqlen_q + left + right)
-        programs = count_tiles(tile.tile_m)[0] * num_kv_heads
+        num_tiles, _ = count_tiles(total_q, batch, max_seqlen_q, group_size, tile.tile_m)
+        programs = num_tiles * num_kv_heads
         num_splits = prefill_num_splits(programs, max_tokens, tile.tile_n, target)
     is_split = num_splits > 1
     if is_split:
         states = SplitStates.empty(q, num_splits)
         tile = shared_prefix_tile(head_dim_padded, q.dtype, target, k_cache.itemsize)
-    num_tiles, tiles_per_seq = count_tiles(tile.tile_m)
+    num_tiles, tiles_per_seq = count_tiles(total_q, batch, max_seqlen_q, group_size, tile.tile_m)
     scale = head_dim**-0.5 if scale is None else scale
     k_scale, stride_k_scale = scale_arguments(k_scale)
     v_scale, stride_v_scale = scale_arguments(v_scale)

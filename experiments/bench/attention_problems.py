@@ -156,9 +156,8 @@ def prefill_problem(shape: Shape, device: torch.device) -> Problem:
 
     batch = _paged_batch(shape, device)
     scales, longest = scales_of(shape), shape.query_len
-    calls = {
-        OURS: lambda: paged_prefill_attention(*batch.prefill_args, max_seqlen_q=longest, **scales)
-    }
+    options = {"max_seqlen_q": longest, "num_splits": shape.num_splits, **scales}
+    calls = {OURS: lambda: paged_prefill_attention(*batch.prefill_args, **options)}
     for name, baseline in BASELINES.items():
         calls[name] = functools.partial(baseline.prefill, *batch.prefill_args, max_seqlen_q=longest)
     count = min(_QUERIES_CHECKED, longest)

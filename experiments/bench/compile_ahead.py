@@ -133,9 +133,8 @@ def launch_on_meta(shape: Shape) -> None:
     elif shape.op == "prefill":
         tables = table(shape.batch, shape.context_len)
         starts = int32(shape.batch + 1)
-        kernels.paged_prefill_attention(
-            q, cache, cache, tables, starts, lengths, max_seqlen_q=shape.query_len, **scales
-        )
+        options = {"max_seqlen_q": shape.query_len, "num_splits": shape.num_splits, **scales}
+        kernels.paged_prefill_attention(q, cache, cache, tables, starts, lengths, **options)
     elif shape.op == "cascade":
         own = shape.context_len - shape.prefix_len
         kernels.shared_prefix_decode_attention(

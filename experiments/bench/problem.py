@@ -48,7 +48,7 @@ class Shape:
     kv_dtype: str | None = None
     """Of the cache; ``dtype`` if None."""
     num_splits: int | None = None
-    """Programs that share a sequence's tokens in decode; the op's own choice if None."""
+    """Programs that share a sequence's tokens, in decode and prefill; the op's choice if None."""
     min_cache_elements: int = 0
     """Of K and of V (copy: of all planes): the cache is enlarged to so many, and those at its end
     are used."""

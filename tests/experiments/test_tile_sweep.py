@@ -13,12 +13,13 @@ from experiments.harness import Unavailable
 from experiments.tile_sweep import TileSweepOptions
 
 TINY = TileSweepOptions(
-    part=("decode", "splits"),  # tests of gpu-pass run the others
+    part=("decode", "splits", "prefill_splits"),  # tests of gpu-pass run the others
     decode=((2, 40),),
     decode_tile=((16, 4, 1),),
     splits=(1, 3),
     splits_batch=(2,),
     splits_context=(70,),
+    splits_prefill=((1, 3, 70),),
     num_q_heads=4,
     num_kv_heads=2,
     head_dim=32,
@@ -31,12 +32,13 @@ def test_every_part_runs_with_the_tables_tile_and_with_another():
         [row for cell in tile_sweep.cells(TINY) for row in tile_sweep.run_cell(cell)]
     )
     assert (rows["error"] <= rows["bound"]).all()
-    tried = rows[rows["part"] != "splits"]
+    tried = rows[rows["part"] == "decode"]
     assert list(tried["by_table"]) == [True, False]
     assert set(tried.loc[~tried["by_table"], "tile_n"]) == {16}
-    splits = rows[rows["part"] == "splits"]
-    assert list(splits.loc[~splits["by_table"], "num_splits"]) == [1, 3]
-    assert splits.loc[splits["by_table"], "num_splits"].item() >= 1
+    for part in ("splits", "prefill_splits"):
+        splits = rows[rows["part"] == part]
+        assert list(splits.loc[~splits["by_table"], "num_splits"]) == [1, 3]
+        assert splits.loc[splits["by_table"], "num_splits"].item() >= 1
     if not torch.cuda.is_available():
         assert rows["p50_us"].isna().all()
 
@@ -87,7 +89,7 @@ def test_the_decision_names_the_best_tile_and_split_count(rows, drawn, tmp_path)
     assert "`decode_tile`: now (16, 64, 4, 5)" in text
     first = next(line for line in text.splitlines() if line.startswith("| (16"))
     assert first == "| (16, 128, 8, 3) | 0.500 | 0.500 | 0.500 |"
-    assert "| 1 | 8192 | 16 | 4 | 0.800 |" in text
+    assert "| 1 | 1 | 8192 | 16 | 4 | 0.800 |" in text
 
 
 def test_without_times_there_is_no_decision(rows):
