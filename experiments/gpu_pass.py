@@ -221,6 +221,7 @@ STAGES: tuple[Stage, ...] = (
         },
         None,
     ),
+    Stage("launch_overhead", "launch_overhead", {"num_samples": 200}, None),
     Stage(
         "eviction_serving",
         "eviction_serving",
