@@ -265,9 +265,12 @@ class NanoVLLM(CacheManager):
         last = self._num_full(end)
         self._index_filled(seq, table, last)
         first = table.num_hashed
-        hashes = self._hasher.block_hashes(seq) if last > first else ()
-        table.blocks += self.pool.allocate(num_missing, hits, hashes, first, last)
-        self._note_contents(seq, table, last)
+        if last > first:
+            hashes = self._hasher.block_hashes(seq)
+            table.blocks += self.pool.allocate(num_missing, hits, hashes, first, last)
+            self._note_contents(seq, table, last)
+        else:
+            table.blocks += self.pool.allocate(num_missing, hits)
         table.seq = seq
         seq.num_computed_tokens = end
 
@@ -286,7 +289,7 @@ class NanoVLLM(CacheManager):
         for depth in range(first, last):
             parent = self._content(seq, depth, parent)
             self._contents[table.blocks[depth]] = parent
-        table.num_hashed = max(first, last)
+        table.num_hashed = last
 
     def _num_full(self, num_tokens: int) -> int:
         """Blocks that ``num_tokens`` fill and that are to be findable."""
