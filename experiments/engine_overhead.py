@@ -264,7 +264,6 @@ def _draw(rows: pd.DataFrame) -> Figure:
         curve = curve.sort_values("num_sequences")
         line = _LINES[i % len(_LINES)]
         left.plot(curve["num_sequences"], curve["us_per_step"], label=manager, **line)
-    left.axhline(200, color=style.GREY, linestyle="dotted", label="aim at 256: 200 µs")
     left.set(xscale="log", yscale="log", xlabel="running sequences")
     left.set(ylabel="scheduler and manager\n(µs per step)", title="without a model, median")
     left.set_ylim(top=10 * left.get_ylim()[1])

@@ -129,7 +129,8 @@ class BlockAllocator:
     @property
     def num_free_blocks(self) -> int:
         """Blocks without a user, those with the evictor included."""
-        return self._num_fresh + len(self._stack) + len(self.evictor or ())
+        released = 0 if self.evictor is None else len(self.evictor)
+        return self._num_fresh + len(self._stack) + released
 
     def free_blocks(self) -> list[int]:
         """Blocks without a user, in the order in which they would be handed out now."""
