@@ -208,8 +208,7 @@ def _draw(speeds: pd.DataFrame) -> Figure:
             error = [spread["median"] - spread["min"], spread["max"] - spread["median"]]
             axis.errorbar(x, spread["median"], error, fmt="none", ecolor="black", elinewidth=0.7)
         axis.set_xticks(range(len(policies)), [style.POLICY_LABELS[p].split()[0] for p in policies])
-        axis.set(title=trace, yscale="log")
-        style.plain_log_ticks(axis.yaxis)
+        axis.set(title=trace)
         axis.grid(axis="x", visible=False)
     figure.supylabel("million block references/s", fontsize=8)
     style.shared_legend(figure, spare)

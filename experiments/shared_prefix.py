@@ -240,7 +240,7 @@ def _throughput(cell: ThroughputCell) -> tuple[LLM, list[dict[str, Any]]]:
 def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
     """The figure shared_prefix and the table summary.csv of what is gained.
 
-    In the figure, the gain of the first manager at the largest cached share is written as ÷.
+    The figure writes out the gain of the first manager at the largest cached share.
     """
     with style.figures():
         written = style.save(_draw(rows), folder, "shared_prefix")
@@ -307,13 +307,14 @@ def _draw_first_token(axis: Axes, rows: pd.DataFrame) -> None:
         label = "ideal: uncached share"
         axis.plot([0, 100], [uncached.iloc[0], 0], label=label, zorder=1, **ideal)
         most = rows[rows["manager"] == rows["manager"].iloc[0]].nlargest(1, "cached_fraction")
-        share, time = most[["cached_fraction", "ttft_ms_p50"]].iloc[0]
+        manager, share, time = most[["manager", "cached_fraction", "ttft_ms_p50"]].iloc[0]
         axis.annotate(
-            f"÷ {uncached.iloc[0] / time:.1f}",
+            f"{manager}: {uncached.iloc[0] / time:.1f} times sooner",
             (100 * share, time),
-            xytext=(0, 6),
+            xytext=(-5, -8),
             textcoords="offset points",
-            fontsize=7,
+            horizontalalignment="right",
+            fontsize=6,
         )
     length = rows["prompt_tokens"].iloc[0]
     axis.set(title=f"prompt of {length:,} tokens", xlabel="cached share of the prompt (%)")
