@@ -378,7 +378,5 @@ KERNELS = {
     ),
     "paged_decode_attention": Kernel(_paged_decode_attention, FEATURES),
     "shared_prefix_decode_attention": Kernel(_shared_prefix_decode_attention, FEATURES),
-    "paged_prefill_attention": Kernel(
-        _paged_prefill_attention, ("none", "window", "softcap", "alibi", "sinks")
-    ),
+    "paged_prefill_attention": Kernel(_paged_prefill_attention, FEATURES),
 }
