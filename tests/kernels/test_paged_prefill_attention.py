@@ -210,7 +210,7 @@ def test_window_far_from_the_first_token(num_splits, device):
 @pytest.mark.parametrize("num_splits", [2, 3, 4, 5, 40])
 def test_split_keys(num_splits, window_size, device):
     """Splits that end inside each region of keys, and splits without keys."""
-    lens = [200, 97, 0, 1, 64], [50, 1, 0, 1, 64]
+    lens = [200, 97, 0, 1, 40], [12, 1, 0, 1, 17]
     batch = make_batch(*lens, device, hidden_tokens=hidden_tokens(*lens, window_size))
     assert_matches_twin(batch, num_splits=num_splits, window_size=window_size)
 
