@@ -427,7 +427,7 @@ BAD_CALLS = {
         r"q: expected dtype torch\.float32, got torch\.float16",
     ),
     "q-strided": (
-        bad(q=torch.zeros(5, 4, 32)[..., ::2]),
+        bad(q=torch.zeros(5, 16, 4).mT),
         "q: expected a contiguous last dimension, got strides",
     ),
     "q-heads": (

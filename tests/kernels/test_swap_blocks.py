@@ -136,7 +136,7 @@ BAD_CALLS = {
     "dst-rank": ({"dst_cache": torch.zeros(2, 1, 5, 4, 2, 16)}, "dst_cache: expected shape"),
     "heads": ({"dst_cache": torch.zeros(9, 4, 1, 16)}, "dst_cache: .*num_kv_heads=2"),
     "dtype": ({"dst_cache": torch.zeros(9, 4, 2, 16).half()}, "dst_cache: expected dtype"),
-    "strided": ({"src_cache": torch.zeros(5, 4, 2, 32)[..., ::2]}, "src_cache: .*contiguous last"),
+    "strided": ({"src_cache": torch.zeros(5, 4, 16, 2).mT}, "src_cache: .*contiguous last"),
     "pairs-dtype": ({"src_to_dst": torch.zeros(1, 2).int()}, "src_to_dst: expected dtype"),
     "pairs-shape": ({"src_to_dst": torch.zeros(2).long()}, "src_to_dst: expected shape"),
     "source": ({"src_to_dst": torch.tensor([[5, 0]])}, "source blocks below 5, got 5"),
