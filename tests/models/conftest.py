@@ -7,14 +7,14 @@ import os
 import pytest
 import torch
 
-from cache import MANAGERS, CacheManager, make_manager
+from cache import make_manager
+from cache.serving.engine import Engine
+from cache.serving.scheduler import Scheduler
 from models.attention import AttentionMetadata, make_backend
 from models.config import ModelConfig
 from models.decoder import build_model
-from models.engine import Engine, longest_sequence
 from models.runner import block_row
 from models.sampler import Sampler
-from models.scheduler import Scheduler
 from models.weights import load_weights
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -178,7 +178,8 @@ class SymbolicRunner:
         for host, device in step.swap_in:
             self.blocks[device] = self.host_blocks[host].copy()
         prefixes = []
-        for seq, start, end in zip(step.sequences, step.starts, step.ends, strict=True):
+        for seq, start in zip(step.sequences, step.starts, strict=True):
+            end = seq.num_computed_tokens
             prefixes.append(self.digests(seq.token_ids[:end]))
             table = block_row(seq, manager)
             assert table.tolist() == manager.block_table(seq)
@@ -186,7 +187,8 @@ class SymbolicRunner:
                 block, offset = divmod(position, self.block_size)
                 self.blocks[table[block]][offset] = prefixes[-1][position]
         logits = []
-        for seq, end, digests in zip(step.sequences, step.ends, prefixes, strict=True):
+        for seq, digests in zip(step.sequences, prefixes, strict=True):
+            end = seq.num_computed_tokens
             table = block_row(seq, manager)
             stored = [slot for block in table for slot in self.blocks[block]][:end]
             assert stored == digests, f"{seq!r} reads K/V that are not its own"
@@ -234,8 +236,6 @@ def make_engine():
         eos: frozenset[int] = frozenset(),
         **options,
     ) -> Engine:
-        if MANAGERS[manager].swap_out is not CacheManager.swap_out:
-            options["num_cpu_blocks"] = num_host_blocks
         scheduler = Scheduler(
             make_manager(manager, num_blocks=num_blocks, block_size=block_size, **options),
             max_num_seqs=max_num_seqs,
@@ -243,9 +243,7 @@ def make_engine():
             num_host_blocks=num_host_blocks,
             chunked_prefill=chunked_prefill,
         )
-        longest = longest_sequence(scheduler.manager, max_model_len)
-        if not scheduler.chunked_prefill:
-            longest = min(longest, max_num_batched_tokens)
+        longest = scheduler.longest_sequence(max_model_len)
         runner = SymbolicRunner(num_blocks, block_size, num_host_blocks)
         return Engine(
             scheduler,

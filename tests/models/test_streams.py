@@ -9,8 +9,8 @@ import pytest
 
 from cache import MANAGERS, make_manager
 from cache.policies.arc import ARC
+from cache.serving.scheduler import Scheduler
 from models import FinishReason, RequestOutput, SamplingParams
-from models.scheduler import Scheduler
 from models.streams import NewRequest, Streams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=9)
@@ -33,8 +33,6 @@ def make_streams(make_engine):
 
     def make(manager: str = "vllm_v1", num_blocks: int = 16, num_host_blocks: int = 0, **options):
         engine = make_engine(manager, num_blocks, num_host_blocks=num_host_blocks, **options)
-        if manager == "vllm_v0":
-            options["num_cpu_blocks"] = num_host_blocks
 
         def new_scheduler() -> Scheduler:
             return Scheduler(

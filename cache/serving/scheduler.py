@@ -20,14 +20,16 @@ host memory and back (Kwon et al., 2023, section 4.5); where host memory is full
 from __future__ import annotations
 
 import bisect
+from array import array
 from collections import deque
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from cache import AllocStatus, CacheManager, OutOfBlocks
-from models.sequence import Sequence, Status
-
-BlockPairs = list[tuple[int, int]]
+from cache.block_pool import OutOfBlocks
+from cache.checks import at_least
+from cache.managers.base import AllocStatus, CacheManager, Copies
+from cache.sequence import Sequence
+from cache.serving.request import ScheduledSequence, Status
 
 
 @dataclass(slots=True)
@@ -35,24 +37,21 @@ class Step:
     """What to do in one step.  The lists of blocks are to be copied before the model runs, in this
     order: to host memory, within the cache, from host memory.
 
-    sequences[i] computes its tokens starts[i] to ends[i] - 1.
+    sequences[i] computes its tokens from starts[i] to its num_computed_tokens - 1.
     """
 
-    sequences: list[Sequence] = field(default_factory=list)
+    sequences: list[ScheduledSequence] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)
-    swap_out: BlockPairs = field(default_factory=list)
+    num_tokens: int = 0
+    """Tokens to compute, over all sequences."""
+    swap_out: Copies = field(default_factory=list)
     """(device block, host block) pairs."""
-    copies: BlockPairs = field(default_factory=list)
+    copies: Copies = field(default_factory=list)
     """(source, destination) pairs; a later one may depend on an earlier."""
-    swap_in: BlockPairs = field(default_factory=list)
+    swap_in: Copies = field(default_factory=list)
     """(host block, device block) pairs."""
-    preempted: list[Sequence] = field(default_factory=list)
-    admitted: list[Sequence] = field(default_factory=list)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(self.ends) - sum(self.starts)
+    preempted: list[ScheduledSequence] = field(default_factory=list)
+    admitted: list[ScheduledSequence] = field(default_factory=list)
 
 
 class Scheduler:
@@ -62,9 +61,7 @@ class Scheduler:
         manager: of the blocks; all sequences that hold any are this scheduler's.
         max_num_seqs: most sequences that hold blocks at a time.
         max_num_batched_tokens: most tokens computed in one step.
-        num_host_blocks: blocks of host memory to swap to; 0 to recompute preempted sequences.  A
-            manager whose design swaps by itself uses its own, of which it must have been given
-            as many.
+        num_host_blocks: blocks of host memory to swap to; 0 to recompute preempted sequences.
         chunked_prefill: compute long prompts over several steps.  Without it, and with managers
             whose design cannot do so, no sequence may be longer than max_num_batched_tokens.
 
@@ -80,23 +77,14 @@ class Scheduler:
         num_host_blocks: int = 0,
         chunked_prefill: bool = True,
     ) -> None:
-        for name, value, least in (
-            ("max_num_seqs", max_num_seqs, 1),
-            ("max_num_batched_tokens", max_num_batched_tokens, 1),
-            ("num_host_blocks", num_host_blocks, 0),
-        ):
-            if value < least:
-                raise ValueError(f"{name}={value!r}: needs an int of at least {least}")
         self.manager = manager
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_seqs = at_least(1, "max_num_seqs", max_num_seqs)
+        self.max_num_batched_tokens = at_least(1, "max_num_batched_tokens", max_num_batched_tokens)
         self._by_slots = offers(manager, "allocate_slots")
-        self._manager_swaps = offers(manager, "swap_out")
-        self._block_size = manager.block_size
         self.chunked_prefill = chunked_prefill and self._by_slots
-        self.running: list[Sequence] = []
-        self.waiting: deque[Sequence] = deque()
-        self._free_host_blocks = list(range(num_host_blocks))
+        self.running: list[ScheduledSequence] = []
+        self.waiting: deque[ScheduledSequence] = deque()
+        self._free_host_blocks = list(range(at_least(0, "num_host_blocks", num_host_blocks)))
 
     @property
     def has_unfinished(self) -> bool:
@@ -104,15 +92,26 @@ class Scheduler:
 
     @property
     def num_free_host_blocks(self) -> int:
-        if self._manager_swaps:
-            return self.manager.num_free_cpu_blocks
         return len(self._free_host_blocks)
 
-    def add(self, seq: Sequence) -> None:
+    def longest_sequence(self, limit: int) -> int:
+        """Most tokens, up to ``limit``, that a sequence may have: what the cache and, without
+        chunked prefill, one step can hold; 0 for none."""
+        block_size = self.manager.block_size
+
+        def never_fits(num_blocks: int) -> bool:
+            tokens = array("I", bytes(4 * min(limit, num_blocks * block_size)))
+            return self.manager.can_allocate(Sequence(object(), tokens)) is AllocStatus.NEVER
+
+        sizes = range(1, min(self.manager.num_blocks, -(-limit // block_size)) + 1)
+        longest = min(limit, bisect.bisect_left(sizes, True, key=never_fits) * block_size)
+        return longest if self.chunked_prefill else min(longest, self.max_num_batched_tokens)
+
+    def add(self, seq: ScheduledSequence) -> None:
         """Put a new sequence at the end of the line."""
         self.waiting.append(seq)
 
-    def fork(self, parent: Sequence, child: Sequence) -> None:
+    def fork(self, parent: ScheduledSequence, child: ScheduledSequence) -> None:
         """Let ``child``, a fork of the running ``parent``, share its blocks and run beside it."""
         self.manager.fork(parent, child)
         parent.quiet_until = child.quiet_until = 0  # the last block is shared
@@ -120,7 +119,7 @@ class Scheduler:
         child.status = Status.RUNNING
         bisect.insort(self.running, child, key=attrgetter("order"))
 
-    def finish(self, seq: Sequence) -> None:
+    def finish(self, seq: ScheduledSequence) -> None:
         """Remove a sequence wherever it is, and free what it holds.  Not between schedule and the
         end of the step, if it is scheduled."""
         if seq.status is Status.RUNNING:
@@ -128,9 +127,6 @@ class Scheduler:
             self._free(seq)
         elif seq.status is Status.WAITING:
             self.waiting.remove(seq)
-            if seq.is_swapped_by_manager:
-                self.manager.free(seq)
-                seq.is_swapped_by_manager = False
             self._drop_host_copy(seq)
         seq.status = Status.FINISHED
 
@@ -142,11 +138,11 @@ class Scheduler:
         Raises RuntimeError if sequences wait that can never run.
         """
         step = Step()
-        num_waiting = len(self.waiting)
         budget = self._schedule_running(step)
-        if not step.preempted:
-            self._admit_waiting(step, budget)
-        if self.waiting and not step.sequences and len(self.waiting) == num_waiting:
+        if self.waiting and not step.preempted:
+            budget = self._admit_waiting(step, budget)
+        step.num_tokens = self.max_num_batched_tokens - budget
+        if self.waiting and not (step.sequences or step.admitted or step.preempted):
             head = self.waiting[0]
             raise RuntimeError(
                 f"{head!r} waits, but nothing runs: {self.manager.num_free_blocks} of "
@@ -163,7 +159,7 @@ class Scheduler:
         later: that keeps the cost of a step low (vLLM's managers are asked about every token).
         """
         budget = self.max_num_batched_tokens
-        sequences, starts, ends = step.sequences, step.starts, step.ends
+        sequences, starts = step.sequences, step.starts
         for seq in self.running:  # which a preemption shortens, at its end
             start = seq.num_computed_tokens
             end = len(seq.token_ids)
@@ -179,13 +175,12 @@ class Scheduler:
                 continue
             sequences.append(seq)
             starts.append(start)
-            ends.append(end)
             budget -= end - start
             if not budget:
                 break
         return budget
 
-    def _extend(self, seq: Sequence, count: int, step: Step) -> BlockPairs | None:
+    def _extend(self, seq: ScheduledSequence, count: int, step: Step) -> Copies | None:
         """Slots for the next ``count`` tokens, preempting the youngest; None if that is ``seq``."""
         while True:
             try:
@@ -201,82 +196,51 @@ class Scheduler:
                 if victim is seq:
                     return None
 
-    def _preempt(self, seq: Sequence, step: Step) -> None:
+    def _preempt(self, seq: ScheduledSequence, step: Step) -> None:
+        """Send ``seq`` back to the head of the line, its K/V to host memory if they fit there."""
         stats = seq.request.stats
-        num_tokens = seq.num_computed_tokens
-        pairs = self._swap_out(seq)
-        if pairs is not None:
-            step.swap_out += pairs
-            stats.num_swapped_tokens += num_tokens
-        if not seq.is_swapped_by_manager:
-            self._free(seq)
+        num_blocks = -(-seq.num_computed_tokens // self.manager.block_size)
+        if 0 < num_blocks <= len(self._free_host_blocks):
+            seq.host_blocks = [self._free_host_blocks.pop() for _ in range(num_blocks)]
+            seq.num_host_tokens = seq.num_computed_tokens
+            stats.num_swapped_tokens += seq.num_computed_tokens
+            step.swap_out += zip(self.manager.block_table(seq), seq.host_blocks, strict=False)
+        else:
+            seq.num_dropped_tokens = seq.num_computed_tokens
+        self._free(seq)
         seq.status = Status.WAITING
         stats.num_preemptions += 1
         self.waiting.appendleft(seq)
         step.preempted.append(seq)
 
-    def _swap_out(self, seq: Sequence) -> BlockPairs | None:
-        """The copies that save the K/V of a running sequence; None without room for them."""
-        if self._manager_swaps:
-            try:
-                pairs = self.manager.swap_out(seq)
-            except OutOfBlocks:
-                return None
-            seq.is_swapped_by_manager = True
-            seq.quiet_until = 0
-            seq.block_row = None
-            return pairs
-        num_blocks = -(-seq.num_computed_tokens // self._block_size)
-        if not 0 < num_blocks <= len(self._free_host_blocks):
-            return None
-        seq.host_blocks = [self._free_host_blocks.pop() for _ in range(num_blocks)]
-        seq.num_host_tokens = seq.num_computed_tokens
-        return list(zip(self.manager.block_table(seq), seq.host_blocks, strict=False))
-
-    def _admit_waiting(self, step: Step, budget: int) -> None:
-        if not self.waiting:
-            return
+    def _admit_waiting(self, step: Step, budget: int) -> int:
+        """Returns what remains of the token budget."""
         num_forks = sum(map(attrgetter("num_pending_forks"), self.running))
-        slots = self.max_num_seqs - len(self.running) - num_forks
+        places = self.max_num_seqs - len(self.running) - num_forks
         while self.waiting and budget > 0:
             seq = self.waiting[0]
-            slots -= 1 + seq.num_pending_forks
-            if slots < 0:
-                return
-            scheduled = self._admit(seq, budget, step)
-            if scheduled is None:
-                return
-            start, end = scheduled
+            places -= 1 + seq.num_pending_forks
+            if places < 0:
+                break
+            start = self._admit(seq, budget, step)
+            if start is None:
+                break
             self.waiting.popleft()
             seq.status = Status.RUNNING
             bisect.insort(self.running, seq, key=attrgetter("order"))
-            if start == end:
-                continue
-            budget -= end - start
             step.admitted.append(seq)
-            step.sequences.append(seq)
-            step.starts.append(start)
-            step.ends.append(end)
+            if start < seq.num_computed_tokens:  # else a beam that waits for the others
+                step.sequences.append(seq)
+                step.starts.append(start)
+                budget -= seq.num_computed_tokens - start
+        return budget
 
-    def _admit(self, seq: Sequence, budget: int, step: Step) -> tuple[int, int] | None:
-        """Give a waiting sequence its blocks; returns its tokens to compute, or None if not now.
-
-        There are none for one that its manager swaps in: it is served with the running ones, from
-        the next step on.  Beside others it waits until it can go on then, or it would be swapped
-        out again at once.
-        """
-        if seq.is_swapped_by_manager:
-            if step.sequences and self.manager.can_swap_in(seq) is not AllocStatus.OK:
-                return None
-            try:
-                step.swap_in += self.manager.swap_in(seq)
-            except OutOfBlocks:
-                return None
-            seq.is_swapped_by_manager = False
-            return seq.num_computed_tokens, seq.num_computed_tokens
+    def _admit(self, seq: ScheduledSequence, budget: int, step: Step) -> int | None:
+        """Give a waiting sequence its blocks and what they held in host memory; returns the first
+        token that it computes, or None if it has to wait."""
         if self.manager.can_allocate(seq) is not AllocStatus.OK:
             return None
-        length = len(seq.token_ids)
+        length = seq.num_tokens
         if self._by_slots:
             hits, num_cached = self.manager.get_computed_blocks(seq)
             start = max(num_cached, seq.num_host_tokens)
@@ -292,30 +256,28 @@ class Scheduler:
             if length - seq.num_host_tokens > budget:
                 return None
             num_cached = self.manager.allocate(seq)
-            start, end = max(num_cached, seq.num_host_tokens), length
+            start = max(num_cached, seq.num_host_tokens)
         self._note_blocks(seq)
-        if seq.num_host_tokens:
-            self._restore(seq, num_cached, step)
-        return start, end
+        if seq.host_blocks:  # brought back, but for the blocks found in the cache
+            first = num_cached // self.manager.block_size
+            table = self.manager.block_table(seq)
+            step.swap_in += zip(seq.host_blocks[first:], table[first:], strict=False)
+            self._drop_host_copy(seq)
+        seq.request.stats.num_recomputed_tokens += max(0, seq.num_dropped_tokens - start)
+        seq.num_dropped_tokens = 0
+        return start
 
-    def _note_blocks(self, seq: Sequence) -> None:
+    def _note_blocks(self, seq: ScheduledSequence) -> None:
         """The manager has made room: the rest of the last block is the sequence's own."""
         seq.quiet_until = self.manager.num_slots(seq)
         seq.block_row = None
 
-    def _free(self, seq: Sequence) -> None:
+    def _free(self, seq: ScheduledSequence) -> None:
         self.manager.free(seq)
         seq.quiet_until = 0
         seq.block_row = None
 
-    def _restore(self, seq: Sequence, num_cached: int, step: Step) -> None:
-        """Have the host copy of ``seq`` brought back, but for the blocks found in the cache."""
-        first = num_cached // self.manager.block_size
-        table = self.manager.block_table(seq)
-        step.swap_in += zip(seq.host_blocks[first:], table[first:], strict=False)
-        self._drop_host_copy(seq)
-
-    def _drop_host_copy(self, seq: Sequence) -> None:
+    def _drop_host_copy(self, seq: ScheduledSequence) -> None:
         """Host blocks are written at the earliest by the next step, after they have been read."""
         self._free_host_blocks += seq.host_blocks
         seq.host_blocks, seq.num_host_tokens = [], 0
