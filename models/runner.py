@@ -164,9 +164,9 @@ def make_kv_cache(
 
 def block_row(seq: ScheduledSequence, manager: CacheManager) -> np.ndarray:
     """Block table of a sequence, int32, asked for again only when it may have changed."""
-    if seq.block_row is None:
-        seq.block_row = np.array(manager.block_table(seq), dtype=np.int32)
-    return seq.block_row
+    if seq.block_row is None or seq.block_row[0] != seq.table_version:
+        seq.block_row = seq.table_version, np.array(manager.block_table(seq), dtype=np.int32)
+    return seq.block_row[1]
 
 
 def independent(pairs: Copies) -> Iterable[Copies]:

@@ -22,7 +22,7 @@ from cache.serving.request import (
     Status,
 )
 from cache.serving.sampling_params import SamplingParams
-from cache.serving.scheduler import Scheduler, Step, offers
+from cache.serving.scheduler import Scheduler, Step
 
 
 class Runner(Protocol):
@@ -81,7 +81,7 @@ class Engine:
         self._request_ids = itertools.count()
         self._seq_ids = itertools.count()
         self._beam_searches: dict[int, BeamSearch] = {}
-        self._can_fork = offers(self.manager, "fork")
+        self._can_fork = self.manager.can_fork
 
     @property
     def has_unfinished(self) -> bool:

@@ -192,11 +192,11 @@ def engine_without_model(
     Where the design of ``manager`` cannot compute a prompt in chunks, a step may have as many
     tokens as the longest sequence.
     """
+    if not manager.can_chunk:
+        max_num_batched_tokens = max(max_num_batched_tokens, max_model_len)
     scheduler = Scheduler(
         manager, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
     )
-    if not scheduler.chunked_prefill:
-        scheduler.max_num_batched_tokens = max(max_num_batched_tokens, max_model_len)
     model = NoModel()
     return Engine(scheduler, model, model, max_model_len=max_model_len)
 

@@ -39,7 +39,7 @@ class ScheduledSequence(Sequence):
         request: what it is an output of.
         index: which output.
         order: place in the line; lower goes first, wherever sequences compete.
-        block_row: what the runner keeps of the block table.
+        block_row: what the runner keeps: a ``table_version`` and the block table as it was then.
         num_pending_forks: further sequences that fork from this one when its prompt is computed.
         host_blocks: blocks of host memory that hold the K/V of its first ``num_host_tokens``
             tokens.
@@ -54,8 +54,7 @@ class ScheduledSequence(Sequence):
         self.order = (request.request_id, seq_id)
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
-        self.quiet_until = 0
-        self.block_row: np.ndarray | None = None
+        self.block_row: tuple[int, np.ndarray] | None = None
         self.num_pending_forks = 0
         self.host_blocks: list[int] = []
         self.num_host_tokens = 0
@@ -79,7 +78,6 @@ class ScheduledSequence(Sequence):
         """A copy with the same tokens, in no queue and with nothing in host memory."""
         child = super().fork(seq_id)
         child.order = (self.request.request_id, seq_id)
-        child.block_row = None
         child.host_blocks, child.num_host_tokens = [], 0
         child.num_pending_forks = 0
         return child

@@ -80,8 +80,7 @@ class Scheduler:
         self.manager = manager
         self.max_num_seqs = at_least(1, "max_num_seqs", max_num_seqs)
         self.max_num_batched_tokens = at_least(1, "max_num_batched_tokens", max_num_batched_tokens)
-        self._by_slots = offers(manager, "allocate_slots")
-        self.chunked_prefill = chunked_prefill and self._by_slots
+        self.chunked_prefill = chunked_prefill and manager.can_chunk
         self.running: list[ScheduledSequence] = []
         self.waiting: deque[ScheduledSequence] = deque()
         self._free_host_blocks = list(range(at_least(0, "num_host_blocks", num_host_blocks)))
@@ -114,8 +113,6 @@ class Scheduler:
     def fork(self, parent: ScheduledSequence, child: ScheduledSequence) -> None:
         """Let ``child``, a fork of the running ``parent``, share its blocks and run beside it."""
         self.manager.fork(parent, child)
-        parent.quiet_until = child.quiet_until = 0  # the last block is shared
-        parent.block_row = child.block_row = None
         child.status = Status.RUNNING
         bisect.insort(self.running, child, key=attrgetter("order"))
 
@@ -124,7 +121,7 @@ class Scheduler:
         end of the step, if it is scheduled."""
         if seq.status is Status.RUNNING:
             self.running.remove(seq)
-            self._free(seq)
+            self.manager.free(seq)
         elif seq.status is Status.WAITING:
             self.waiting.remove(seq)
             self._drop_host_copy(seq)
@@ -152,49 +149,28 @@ class Scheduler:
         return step
 
     def _schedule_running(self, step: Step) -> int:
-        """Returns what remains of the token budget.
-
-        A token that goes to a slot which its sequence has needs nothing of the manager, who takes
-        note of it at the next one that does.  So a block that fills up can be found one step
-        later: that keeps the cost of a step low (vLLM's managers are asked about every token).
-        """
+        """Returns what remains of the token budget."""
         budget = self.max_num_batched_tokens
-        sequences, starts = step.sequences, step.starts
         for seq in self.running:  # which a preemption shortens, at its end
             start = seq.num_computed_tokens
-            end = len(seq.token_ids)
-            if end == start + 1 and start < seq.quiet_until:
-                seq.num_computed_tokens = end
-            elif end > start:
-                end = min(end, start + budget)
-                copies = self._extend(seq, end - start, step)
-                if copies is None:
-                    break  # it was the youngest itself
-                step.copies += copies
-            else:
+            count = min(len(seq.token_ids) - start, budget)
+            if not count:
                 continue
-            sequences.append(seq)
-            starts.append(start)
-            budget -= end - start
+            while True:
+                try:
+                    step.copies += self.manager.allocate_slots(seq, count)
+                    break
+                except OutOfBlocks:
+                    victim = self.running.pop()
+                    self._preempt(victim, step)
+                    if victim is seq:
+                        return budget
+            step.sequences.append(seq)
+            step.starts.append(start)
+            budget -= count
             if not budget:
                 break
         return budget
-
-    def _extend(self, seq: ScheduledSequence, count: int, step: Step) -> Copies | None:
-        """Slots for the next ``count`` tokens, preempting the youngest; None if that is ``seq``."""
-        while True:
-            try:
-                if self._by_slots:
-                    copies = self.manager.allocate_slots(seq, count)
-                else:
-                    copies = self.manager.append(seq)
-                self._note_blocks(seq)
-                return copies
-            except OutOfBlocks:
-                victim = self.running.pop()
-                self._preempt(victim, step)
-                if victim is seq:
-                    return None
 
     def _preempt(self, seq: ScheduledSequence, step: Step) -> None:
         """Send ``seq`` back to the head of the line, its K/V to host memory if they fit there."""
@@ -207,7 +183,7 @@ class Scheduler:
             step.swap_out += zip(self.manager.block_table(seq), seq.host_blocks, strict=False)
         else:
             seq.num_dropped_tokens = seq.num_computed_tokens
-        self._free(seq)
+        self.manager.free(seq)
         seq.status = Status.WAITING
         stats.num_preemptions += 1
         self.waiting.appendleft(seq)
@@ -240,24 +216,15 @@ class Scheduler:
         token that it computes, or None if it has to wait."""
         if self.manager.can_allocate(seq) is not AllocStatus.OK:
             return None
-        length = seq.num_tokens
-        if self._by_slots:
-            hits, num_cached = self.manager.get_computed_blocks(seq)
-            start = max(num_cached, seq.num_host_tokens)
-            end = min(length, start + budget)
-            if end < length and not self.chunked_prefill:
-                return None
-            try:
-                self.manager.allocate_slots(seq, end - num_cached, hits)
-            except OutOfBlocks:
-                return None
-        else:
-            # How much is cached shows only afterwards: count on nothing.
-            if length - seq.num_host_tokens > budget:
-                return None
-            num_cached = self.manager.allocate(seq)
-            start = max(num_cached, seq.num_host_tokens)
-        self._note_blocks(seq)
+        hits, num_cached = self.manager.get_computed_blocks(seq)
+        start = max(num_cached, seq.num_host_tokens)
+        end = min(seq.num_tokens, start + budget)
+        if end < seq.num_tokens and not self.chunked_prefill:
+            return None
+        try:
+            self.manager.allocate_slots(seq, end - num_cached, hits)
+        except OutOfBlocks:
+            return None
         if seq.host_blocks:  # brought back, but for the blocks found in the cache
             first = num_cached // self.manager.block_size
             table = self.manager.block_table(seq)
@@ -267,22 +234,7 @@ class Scheduler:
         seq.num_dropped_tokens = 0
         return start
 
-    def _note_blocks(self, seq: ScheduledSequence) -> None:
-        """The manager has made room: the rest of the last block is the sequence's own."""
-        seq.quiet_until = self.manager.num_slots(seq)
-        seq.block_row = None
-
-    def _free(self, seq: ScheduledSequence) -> None:
-        self.manager.free(seq)
-        seq.quiet_until = 0
-        seq.block_row = None
-
     def _drop_host_copy(self, seq: ScheduledSequence) -> None:
         """Host blocks are written at the earliest by the next step, after they have been read."""
         self._free_host_blocks += seq.host_blocks
         seq.host_blocks, seq.num_host_tokens = [], 0
-
-
-def offers(manager: CacheManager, method: str) -> bool:
-    """Whether the design of ``manager`` has an optional ``method`` of the interface."""
-    return getattr(type(manager), method) is not getattr(CacheManager, method)
