@@ -144,18 +144,20 @@ class BlockPool:
         Its first ``num_cached`` blocks, the new ones included, are cached as by ``cache``.
         Raises OutOfBlocks, changing nothing.
         """
-        blocks = table.blocks
         if count <= 0:
             self.cache(table, num_cached)
             return
         check_free(count, self.num_free_blocks)
+        blocks = table.blocks
+        num_held = len(blocks)
         if not self._tells_misses:
-            if table.num_cached_blocks < len(blocks):
-                self.cache(table, min(num_cached, len(blocks)))
+            if table.num_cached_blocks < min(num_held, num_cached):
+                self._insert(table, min(num_held, num_cached))
             blocks += self._take(count)
-            self.cache(table, num_cached)
+            if table.num_cached_blocks < num_cached:
+                self._insert(table, num_cached)
             return
-        end = len(blocks) + count
+        end = num_held + count
         while table.num_cached_blocks < num_cached:  # the victim may depend on the newcomer
             self._tell_miss(table)
             if table.num_cached_blocks == len(blocks):
@@ -187,14 +189,18 @@ class BlockPool:
         revived = [block for block in hits if not ref_counts[block]]
         if revived:
             self.policy.pin_many(revived)
-        self.share(hits)
+        if len(revived) < len(hits):
+            self.share([block for block in hits if ref_counts[block]])
+        for block in revived:
+            ref_counts[block] = 1
         if self._log:
             self._log.record("hit", hits, map(self._contents.__getitem__, hits))
 
     def share(self, blocks: Sequence[int]) -> None:
         """Add a user to each of ``blocks``, all of which are in use."""
+        ref_counts = self.ref_counts
         for block in blocks:
-            self.ref_counts[block] += 1
+            ref_counts[block] += 1
 
     def _take(self, count: int) -> list[int]:
         """Remove ``count`` blocks, which there are, from the free ones; each gets one user."""

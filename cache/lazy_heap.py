@@ -25,9 +25,9 @@ class LazyHeap(Generic[Item]):
         """Enter ``item``.  Raises ValueError if it is here already."""
         if item in self._tickets:
             raise ValueError(f"push: {item!r} is here already")
-        self._num_tickets += 1
-        self._tickets[item] = self._num_tickets
-        heapq.heappush(self._heap, (priority, self._num_tickets, item))
+        ticket = self._num_tickets = self._num_tickets + 1
+        self._tickets[item] = ticket
+        heapq.heappush(self._heap, (priority, ticket, item))
         if len(self._heap) > 2 * len(self._tickets) + 64:
             self._heap = [entry for entry in self._heap if self._counts(entry)]
             heapq.heapify(self._heap)
@@ -39,10 +39,10 @@ class LazyHeap(Generic[Item]):
     def pop(self) -> tuple[Any, Item]:
         """Remove the first item; returns (priority, item).  Raises IndexError if there is none."""
         while True:
-            entry = heapq.heappop(self._heap)
-            if self._counts(entry):
-                del self._tickets[entry[2]]
-                return entry[0], entry[2]
+            priority, ticket, item = heapq.heappop(self._heap)
+            if self._tickets.get(item) == ticket:
+                del self._tickets[item]
+                return priority, item
 
     def __contains__(self, item: Item) -> bool:
         return item in self._tickets

@@ -32,12 +32,13 @@ from __future__ import annotations
 
 import abc
 import enum
+import sys
 from collections.abc import Hashable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from cache.block_pool import check_free
+from cache.block_pool import OutOfBlocks
 from cache.checks import at_least, require
 from cache.memory_usage import MemoryUsage, usage_of_tables
 from cache.policies import EvictionPolicy, make_policy
@@ -110,15 +111,17 @@ class Table:
         seq: the sequence, which itself counts the tokens that are stored.
         blocks: its blocks in the order of its tokens; further ones may follow.
         num_noted_tokens: stored tokens that the design knows of; the others are in the last block.
+        max_tokens: no more are stored before the design is asked, though the last block has room.
         is_swapped_out: whether the blocks are those of host memory.
     """
 
-    __slots__ = ("blocks", "is_swapped_out", "num_noted_tokens", "seq")
+    __slots__ = ("blocks", "is_swapped_out", "max_tokens", "num_noted_tokens", "seq")
 
     def __init__(self, seq: Sequence) -> None:
         self.seq = seq
         self.blocks: Items[int] = []
         self.num_noted_tokens = 0
+        self.max_tokens = sys.maxsize
         self.is_swapped_out = False
 
 
@@ -237,7 +240,6 @@ class CacheManager(abc.ABC):
         seq: Sequence,
         num_new_tokens: int,
         computed_blocks: Items[int] = (),
-        *,
         num_lookahead_tokens: int = 0,
     ) -> Copies:
         """Give slots to the next ``num_new_tokens`` tokens of ``seq``.
@@ -253,8 +255,9 @@ class CacheManager(abc.ABC):
         if (
             start < end <= seq.num_slots
             and end <= len(seq.token_ids)
-            and not (computed_blocks or num_lookahead_tokens)
-        ):
+            and not computed_blocks
+            and not num_lookahead_tokens
+        ):  # a decoded token as a rule: asked of every sequence in every step
             seq.num_computed_tokens = end
             return []
         table = self._tables.get(seq.seq_id)
@@ -326,9 +329,9 @@ class CacheManager(abc.ABC):
             self._catch_up(table)
         self._release(table)
         del self._tables[seq.seq_id]
-        for holder in {table.seq, seq}:
-            holder.num_cached_tokens = holder.num_computed_tokens = holder.num_slots = 0
-            holder.table_version += 1
+        if table.seq is not seq:
+            _clear(table.seq)
+        _clear(seq)
 
     def block_table(self, seq: Sequence) -> list[int]:
         """Block ids of ``seq`` in the order of its tokens.  A copy: it does not grow later."""
@@ -452,9 +455,7 @@ class CacheManager(abc.ABC):
         self._hit_tokens += prefix.num_tokens
         self._hit_blocks += num_hits
         seq.num_cached_tokens = prefix.num_tokens
-        table.num_noted_tokens = seq.num_computed_tokens = end
-        seq.num_slots = self._end_of_slots(table, end)
-        seq.table_version += 1
+        self._count(table, seq, end)
 
     def _grow(self, table: Table, seq: Sequence, end: int, num_slots: int) -> Copies:
         """Store the tokens of ``seq`` up to ``end`` in ``table``, which gets ``num_slots``."""
@@ -463,10 +464,15 @@ class CacheManager(abc.ABC):
             seq.num_computed_tokens = table.seq.num_computed_tokens
             table.seq = seq
         copies = self._extend(table, end, num_slots)
-        table.num_noted_tokens = seq.num_computed_tokens = end
-        seq.num_slots = self._end_of_slots(table, end)
-        seq.table_version += 1
+        self._count(table, seq, end)
         return copies
+
+    def _count(self, table: Table, seq: Sequence, end: int) -> None:
+        """The design has given ``table`` slots for the tokens up to ``end``."""
+        table.num_noted_tokens = seq.num_computed_tokens = end
+        end += -end % self.block_size  # the last block is the sequence's own
+        seq.num_slots = end if end < table.max_tokens else table.max_tokens
+        seq.table_version += 1
 
     def _catch_up(self, table: Table) -> None:
         """Let the design take note of the tokens that were only counted."""
@@ -499,7 +505,9 @@ class CacheManager(abc.ABC):
             raise ValueError(f"sequence {seq.seq_id!r} holds blocks already; free it first")
 
     def _check_free(self, count: int) -> None:
-        check_free(count, self.num_free_blocks)
+        free = self.num_free_blocks
+        if count > free:
+            raise OutOfBlocks(count, free)
 
     def _refuse_unless(self, offered: bool, feature: str) -> None:
         if not offered:
@@ -561,10 +569,6 @@ class CacheManager(abc.ABC):
         """Blocks of a table of ``num_slots`` slots."""
         return -(-num_slots // self.block_size)
 
-    def _end_of_slots(self, table: Any, end: int) -> int:
-        """Up to where ``table`` has slots of its own in the block that the last token is in."""
-        return -(-end // self.block_size) * self.block_size
-
     def _num_handed_out(self) -> tuple[int, int]:
         """Blocks handed out so far, and those of them that gave up cached content."""
         return self._num_allocated, 0
@@ -587,6 +591,11 @@ class CacheManager(abc.ABC):
 
 
 _NOTHING = Prefix()
+
+
+def _clear(seq: Sequence) -> None:
+    seq.num_cached_tokens = seq.num_computed_tokens = seq.num_slots = 0
+    seq.table_version += 1
 
 
 def as_policy(policy: str | EvictionPolicy) -> EvictionPolicy:

@@ -15,14 +15,16 @@ Reservation = Literal["max", "pow2", "oracle"]
 
 
 class _Run(Table):
-    """The reservation of one sequence: a run of blocks."""
+    """The reservation of one sequence: a run of blocks.
 
-    __slots__ = ("num_expected", "num_reserved", "start")
+    ``max_tokens`` is what the sequence is expected to have in the end.
+    """
+
+    __slots__ = ("num_reserved", "start")
 
     def __init__(self, seq: Sequence) -> None:
         super().__init__(seq)
         self.start = 0  # its first block
-        self.num_expected = 0  # slots that will hold a token in the end
         self.num_reserved = 0  # slots kept for the sequence
 
 
@@ -97,7 +99,7 @@ class Contiguous(CacheManager):
 
     def can_append(self, seq: Sequence) -> bool:
         run = self._table_of(seq)
-        if seq.num_tokens <= run.num_expected:
+        if seq.num_tokens <= run.max_tokens:
             return True
         return self._buddy.can_grow(run.start, self._run_length(self._reservation(seq)[0]))
 
@@ -115,7 +117,7 @@ class Contiguous(CacheManager):
         fragmented = self._buddy.longest_run < self._run_length(length) <= free
         runs = self._tables.values()
         reserved = sum(run.num_reserved for run in runs)
-        expected = sum(run.num_expected for run in runs)
+        expected = sum(run.max_tokens for run in runs)
         used = sum(run.seq.num_computed_tokens for run in runs)
         beyond = (self.num_blocks - free) * self.block_size - reserved
         return MemoryUsage(
@@ -143,29 +145,25 @@ class Contiguous(CacheManager):
         for seq_id, run in tables.items():
             stored = run.seq.num_computed_tokens
             require(
-                0 < stored <= run.num_expected <= run.num_reserved,
-                f"{seq_id!r}: {stored} tokens, {run.num_expected} in the end, "
+                0 < stored <= run.max_tokens <= run.num_reserved,
+                f"{seq_id!r}: {stored} tokens, {run.max_tokens} in the end, "
                 f"{run.num_reserved} reserved slots",
             )
 
     def _begin(self, run: _Run, prefix: Prefix, num_slots: int) -> None:
-        reserved, run.num_expected = self._reservation(run.seq)
+        reserved, run.max_tokens = self._reservation(run.seq)
         num_blocks = self._run_length(reserved)
         run.start = self._buddy.allocate(num_blocks)
         run.num_reserved = reserved
         self._num_allocated += num_blocks
 
     def _extend(self, run: _Run, end: int, num_slots: int) -> Copies:
-        copies = self._lengthen(run) if end > run.num_expected else []
+        copies = self._lengthen(run) if end > run.max_tokens else []
         run.blocks = range(run.start, run.start + self._num_blocks_for(end))
         return copies
 
     def _release(self, run: _Run) -> None:
         self._buddy.free(run.start)
-
-    def _end_of_slots(self, run: _Run, end: int) -> int:
-        """Those of its last block that it is expected to use."""
-        return min(super()._end_of_slots(run, end), run.num_expected)
 
     def _lengthen(self, run: _Run) -> Copies:
         """Lengthen the reservation of ``run``; returns the copies, if it moves."""
@@ -179,7 +177,7 @@ class Contiguous(CacheManager):
             copies = list(zip(run.blocks, range(start, self.num_blocks), strict=False))
             self._num_allocated += after
             self._num_copied += len(copies)
-        run.start, run.num_reserved, run.num_expected = start, reserved, expected
+        run.start, run.num_reserved, run.max_tokens = start, reserved, expected
         return copies
 
     def _reservation(self, seq: Sequence) -> tuple[int, int]:

@@ -114,7 +114,8 @@ class NanoVLLM(PooledManager):
 
     def _extend(self, table: PooledTable, end: int, num_slots: int) -> Copies:
         first = table.num_cached_blocks
-        super()._extend(table, end, len(table.seq.token_ids))
+        count = -(-len(table.seq.token_ids) // self.block_size) - len(table.blocks)
+        self.pool.extend(table, count, self._num_findable(table, end))
         self._note_contents(table, first)
         return []
 

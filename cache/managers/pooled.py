@@ -6,13 +6,13 @@ from collections import Counter
 from itertools import chain
 from typing import ClassVar
 
-from cache.block_pool import BlockPool, check_free
+from cache.block_pool import BlockPool
 from cache.checks import require
 from cache.content_index import ContentIndex
 from cache.event_log import EventLog
 from cache.hash_index import HashIndex
 from cache.hashing import BlockHasher, collision_free_hasher
-from cache.managers.base import CacheManager, Copies, Prefix, Table, as_policy
+from cache.managers.base import CacheManager, Prefix, Table, as_policy
 from cache.policies.base import EvictionPolicy
 from cache.sequence import Sequence
 
@@ -97,17 +97,12 @@ class PooledManager(CacheManager):
         hits = prefix.blocks or []
         if hits:
             needed = self._num_blocks_for(num_slots) - len(hits) + self.pool.num_revived(hits)
-            check_free(needed, self.pool.num_free_blocks)
+            self._check_free(needed)
             self.pool.revive(hits)
             table.hashes = self._hasher.block_hashes(table.seq)
         table.blocks = hits
         table.num_cached_blocks = len(hits)
         table.num_noted_tokens = len(hits) * self.block_size
-
-    def _extend(self, table: PooledTable, end: int, num_slots: int) -> Copies:
-        count = -(-num_slots // self.block_size) - len(table.blocks)
-        self.pool.extend(table, count, self._num_findable(table, end))
-        return []
 
     def _note_stored(self, table: PooledTable, end: int) -> None:
         self.pool.cache(table, self._num_findable(table, end))

@@ -129,7 +129,7 @@ class Radix(CacheManager):
 
     def _match(self, seq: Sequence, limit: int) -> Prefix:
         match = self.tree.match_prefix(RadixKey(seq, self.block_size), limit)
-        return Prefix(match.blocks, len(match.blocks) * self.block_size, where=match)
+        return Prefix(match.blocks, len(match.blocks) * self.block_size, match)
 
     def _num_revived(self, prefix: Prefix) -> int:
         return 0 if prefix.where is None else self.tree.num_unlocked(prefix.where)

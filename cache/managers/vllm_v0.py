@@ -186,9 +186,10 @@ class VLLMv0(CacheManager):
 
     def _match(self, seq: Sequence, limit: int) -> Prefix:
         blocks: list[int] = []
+        find, computed = self.gpu.find, self.gpu.computed
         for key in self._hashes(seq)[:limit]:
-            block = self.gpu.find(key)
-            if block is None or not self.gpu.computed[block]:
+            block = find(key)
+            if block is None or not computed[block]:
                 break
             blocks.append(block)
         return Prefix(blocks, len(blocks) * self.block_size)
@@ -255,12 +256,12 @@ class VLLMv0(CacheManager):
         first, last = table.num_noted_tokens // self.block_size, (end - 1) // self.block_size
         num_full = end // self.block_size if self.enable_prefix_caching else 0
         hashes, blocks, ring = self._hashes(table.seq), table.blocks, self._window_blocks
-        plan = []
+        plan, find = [], self.gpu.find
         for position in range(first, last + 1)[:ring]:
             slot = position % ring if ring else position
             own = blocks[slot] if slot < len(blocks) else None
             if position < num_full:
-                plan.append((position, hashes[position], own, self.gpu.find(hashes[position])))
+                plan.append((position, hashes[position], own, find(hashes[position])))
             else:
                 plan.append((position, None, own, None))
         return plan

@@ -41,14 +41,16 @@ class LRUEvictor(EvictionPolicy):
             self._last_accessed[block] = time
 
     def pin(self, block: int) -> None:
-        if block not in self._heap:
-            raise ValueError(f"pin: block {block} is in use already")
-        self._heap.remove(block)
+        try:
+            self._heap.remove(block)
+        except KeyError:
+            raise ValueError(f"pin: block {block} is in use already") from None
 
     def release(self, block: int) -> None:
-        if block in self._heap:
-            raise ValueError(f"release: block {block} is released already")
-        self._heap.push(block, (self._last_accessed[block], -self._depths[block]))
+        try:
+            self._heap.push(block, (self._last_accessed[block], -self._depths[block]))
+        except ValueError:
+            raise ValueError(f"release: block {block} is released already") from None
 
     def evict(self) -> int:
         if not len(self._heap):
@@ -82,6 +84,8 @@ class BlockAllocator:
         ref_counts: number of tables that hold each block; read-only to others.
         keys: content key of each block, None if it holds nothing that counts; likewise.
         computed: 1 for the blocks whose content was computed by a step that is over.
+        find: the function from a content key to the block that holds it, in use or with the
+            evictor; None if there is none.
         num_allocated, num_evicted: blocks handed out so far, and those of them that gave up a hash.
     """
 
@@ -103,6 +107,7 @@ class BlockAllocator:
         self._num_fresh = num_blocks if evictor is not None else 0
         self._stack = list(range(num_blocks)) if evictor is None else []
         self._index: dict[ContentKey, int] = {}
+        self.find = self._index.get
         self._log = event_log
         self._touch = evictor.touch if isinstance(evictor, LRUEvictor) else None
 
@@ -116,10 +121,6 @@ class BlockAllocator:
         """Blocks without a user, in the order in which they would be handed out now."""
         fresh = range(self.num_blocks - self._num_fresh, self.num_blocks)
         return [*fresh, *reversed(self._stack), *(self.evictor or ())]
-
-    def find(self, key: ContentKey) -> int | None:
-        """The block that holds ``key``, in use or with the evictor."""
-        return self._index.get(key)
 
     def share(self, block: int, *, found: bool = True) -> None:
         """Add a user to a block; one without a user leaves the evictor as it is.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 
-from cache.block_pool import check_free
 from cache.checks import require
 from cache.event_log import EventLog
 from cache.managers.base import Copies, Prefix
@@ -111,7 +110,7 @@ class VLLMv1(PooledManager):
         if found is None:
             return prefix
         block, num_shared = found
-        return Prefix(prefix.blocks, prefix.num_tokens + num_shared, where=block)
+        return Prefix(prefix.blocks, prefix.num_tokens + num_shared, block)
 
     def _begin(self, table: _Table, prefix: Prefix, num_slots: int) -> None:
         super()._begin(table, prefix, num_slots)
@@ -121,17 +120,24 @@ class VLLMv1(PooledManager):
             self.pool.revive([table.donor])  # so that it is not handed out to this very sequence
 
     def _extend(self, table: _Table, end: int, num_slots: int) -> Copies:
+        pool, blocks = self.pool, table.blocks
+        num_held = len(blocks)
+        count = -(-num_slots // self.block_size) - num_held
         copies: Copies = []
-        if self._writes_to_shared_block(table):
-            check_free(self._num_missing(table, num_slots) + 1, self.pool.num_free_blocks)
-            copies.append(self._copy_on_write(table))
+        position, offset = divmod(table.num_noted_tokens, self.block_size)
+        if offset and pool.ref_counts[blocks[position]] > 1:
+            self._check_free(max(0, count) + 1)
+            shared = blocks[position]
+            (blocks[position],) = pool.allocate(1)
+            pool.free([shared])
+            self._num_copied += 1
+            copies.append((shared, blocks[position]))
         if self._partials:
             self._mark_as_computed(table)
-        num_blocks = len(table.blocks)
-        super()._extend(table, end, num_slots)
+        pool.extend(table, count, self._num_findable(table, end))
         if table.donor is not None:
-            self.pool.free([table.donor])
-            self._copies.append((table.donor, table.blocks[num_blocks]))
+            pool.free([table.donor])
+            self._copies.append((table.donor, blocks[num_held]))
             self._num_copied += 1
             table.donor = None
         return copies
@@ -186,12 +192,3 @@ class VLLMv1(PooledManager):
                 tokens = seq.token_ids[start:end].tobytes()
                 self._partials.add(table.blocks[position], parent, tokens)
         table.num_computed_blocks = table.num_cached_blocks
-
-    def _copy_on_write(self, table: _Table) -> tuple[int, int]:
-        """Replace the shared block that the next token of ``table`` goes into."""
-        position = table.num_noted_tokens // self.block_size
-        shared = table.blocks[position]
-        (table.blocks[position],) = self.pool.allocate(1)
-        self.pool.free([shared])
-        self._num_copied += 1
-        return shared, table.blocks[position]
