@@ -96,19 +96,18 @@ class ModelRunner:
         Returns token_ids and positions, (num_tokens,) int64 each, the metadata, and the rows,
         (number of sequences whose last token is among them,) int64.
         """
-        starts = np.array(step.starts)
+        counts = np.array(step.counts)
         ends = np.array([seq.num_computed_tokens for seq in step.sequences])
         tables = [block_row(seq, manager) for seq in step.sequences]
         block_tables = np.zeros((len(tables), max(map(len, tables))), dtype=np.int32)
         tokens = array("I")
-        for row, (seq, start) in enumerate(zip(step.sequences, step.starts, strict=True)):
+        for row, (seq, count) in enumerate(zip(step.sequences, step.counts, strict=True)):
             block_tables[row, : len(tables[row])] = tables[row]
-            tokens += seq.token_ids[start : seq.num_computed_tokens]
+            tokens += seq.token_ids[seq.num_computed_tokens - count : seq.num_computed_tokens]
 
-        counts = ends - starts
         cu_seqlens = np.concatenate(([0], counts.cumsum()))
         rows = np.repeat(np.arange(len(counts)), counts)
-        positions = np.arange(len(tokens)) + (starts - cu_seqlens[:-1])[rows]
+        positions = np.arange(len(tokens)) + (ends - counts - cu_seqlens[:-1])[rows]
         columns, offsets = np.divmod(positions, self.block_size)
         slots = block_tables[rows, columns].astype(np.int64) * self.block_size + offsets
         complete = [seq.num_computed_tokens == len(seq.token_ids) for seq in step.sequences]

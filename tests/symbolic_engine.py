@@ -40,16 +40,12 @@ class SymbolicRunner:
             self.blocks[destination] = self.blocks[source].copy()
         for host, device in step.swap_in:
             self.blocks[device] = self.host_blocks[host].copy()
-        for seq, start in zip(step.sequences, step.starts, strict=True):
+        for seq, count in zip(step.sequences, step.counts, strict=True):
             table, digests = manager.block_table(seq), self.digests(seq.token_ids)
-            assert start < seq.num_computed_tokens <= len(digests)
-            for position in range(start, seq.num_computed_tokens):
+            assert 0 < count <= seq.num_computed_tokens <= len(digests)
+            for position in range(seq.num_computed_tokens - count, seq.num_computed_tokens):
                 block, offset = divmod(position, self.block_size)
                 self.blocks[table[block]][offset] = digests[position]
-        assert step.num_tokens == sum(
-            seq.num_computed_tokens - start
-            for seq, start in zip(step.sequences, step.starts, strict=True)
-        )
         logits = []
         for seq in step.sequences:
             digests = self.digests(seq.token_ids[: seq.num_computed_tokens])

@@ -69,8 +69,8 @@ class ServiceModel:
         """Seconds that a step of the scheduler takes: a sequence decodes that computes one token
         behind its prompt."""
         decoding = sum(
-            start >= seq.num_prompt_tokens and seq.num_computed_tokens == start + 1
-            for seq, start in zip(step.sequences, step.starts, strict=True)
+            count == 1 and seq.num_computed_tokens > seq.num_prompt_tokens
+            for seq, count in zip(step.sequences, step.counts, strict=True)
         )
         return self.duration(step.num_tokens - decoding, decoding)
 

@@ -23,6 +23,7 @@ import bisect
 from array import array
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import islice
 from operator import attrgetter
 
 from cache.block_pool import OutOfBlocks
@@ -37,13 +38,11 @@ class Step:
     """What to do in one step.  The lists of blocks are to be copied before the model runs, in this
     order: to host memory, within the cache, from host memory.
 
-    sequences[i] computes its tokens from starts[i] to its num_computed_tokens - 1.
+    sequences[i] computes counts[i] tokens: the last of its num_computed_tokens.
     """
 
     sequences: list[ScheduledSequence] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    num_tokens: int = 0
-    """Tokens to compute, over all sequences."""
+    counts: list[int] = field(default_factory=list)
     swap_out: Copies = field(default_factory=list)
     """(device block, host block) pairs."""
     copies: Copies = field(default_factory=list)
@@ -52,6 +51,16 @@ class Step:
     """(host block, device block) pairs."""
     preempted: list[ScheduledSequence] = field(default_factory=list)
     admitted: list[ScheduledSequence] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to compute, over all sequences."""
+        return sum(self.counts)
+
+    def add(self, seq: ScheduledSequence, count: int) -> None:
+        """Have ``seq`` compute ``count`` tokens."""
+        self.sequences.append(seq)
+        self.counts.append(count)
 
 
 class Scheduler:
@@ -137,8 +146,7 @@ class Scheduler:
         step = Step()
         budget = self._schedule_running(step)
         if self.waiting and not step.preempted:
-            budget = self._admit_waiting(step, budget)
-        step.num_tokens = self.max_num_batched_tokens - budget
+            self._admit_waiting(step, budget)
         if self.waiting and not (step.sequences or step.admitted or step.preempted):
             head = self.waiting[0]
             raise RuntimeError(
@@ -151,26 +159,34 @@ class Scheduler:
     def _schedule_running(self, step: Step) -> int:
         """Returns what remains of the token budget."""
         budget = self.max_num_batched_tokens
-        for seq in self.running:  # which a preemption shortens, at its end
-            start = seq.num_computed_tokens
-            count = min(len(seq.token_ids) - start, budget)
-            if not count:
-                continue
-            while True:
-                try:
-                    step.copies += self.manager.allocate_slots(seq, count)
-                    break
-                except OutOfBlocks:
-                    victim = self.running.pop()
-                    self._preempt(victim, step)
-                    if victim is seq:
-                        return budget
-            step.sequences.append(seq)
-            step.starts.append(start)
-            budget -= count
-            if not budget:
+        line = iter(self.running)  # which a preemption shortens, at its end
+        while budget:
+            num_before = len(step.sequences)
+            seq = self.manager.count_decoded(islice(line, budget), step.sequences)
+            num_counted = len(step.sequences) - num_before
+            step.counts += [1] * num_counted
+            budget -= num_counted
+            if seq is None:
                 break
+            count = min(seq.num_tokens - seq.num_computed_tokens, budget)
+            if count:
+                if not self._give_slots(seq, count, step):
+                    break
+                step.add(seq, count)
+                budget -= count
         return budget
+
+    def _give_slots(self, seq: ScheduledSequence, count: int, step: Step) -> bool:
+        """Slots for ``count`` more tokens, preempting the youngest; False if that is ``seq``."""
+        while True:
+            try:
+                step.copies += self.manager.allocate_slots(seq, count)
+                return True
+            except OutOfBlocks:
+                victim = self.running.pop()
+                self._preempt(victim, step)
+                if victim is seq:
+                    return False
 
     def _preempt(self, seq: ScheduledSequence, step: Step) -> None:
         """Send ``seq`` back to the head of the line, its K/V to host memory if they fit there."""
@@ -189,8 +205,7 @@ class Scheduler:
         self.waiting.appendleft(seq)
         step.preempted.append(seq)
 
-    def _admit_waiting(self, step: Step, budget: int) -> int:
-        """Returns what remains of the token budget."""
+    def _admit_waiting(self, step: Step, budget: int) -> None:
         num_forks = sum(map(attrgetter("num_pending_forks"), self.running))
         places = self.max_num_seqs - len(self.running) - num_forks
         while self.waiting and budget > 0:
@@ -198,22 +213,20 @@ class Scheduler:
             places -= 1 + seq.num_pending_forks
             if places < 0:
                 break
-            start = self._admit(seq, budget, step)
-            if start is None:
+            count = self._admit(seq, budget, step)
+            if count is None:
                 break
             self.waiting.popleft()
             seq.status = Status.RUNNING
             bisect.insort(self.running, seq, key=attrgetter("order"))
             step.admitted.append(seq)
-            if start < seq.num_computed_tokens:  # else a beam that waits for the others
-                step.sequences.append(seq)
-                step.starts.append(start)
-                budget -= seq.num_computed_tokens - start
-        return budget
+            if count:  # else a beam that waits for the others
+                step.add(seq, count)
+                budget -= count
 
     def _admit(self, seq: ScheduledSequence, budget: int, step: Step) -> int | None:
-        """Give a waiting sequence its blocks and what they held in host memory; returns the first
-        token that it computes, or None if it has to wait."""
+        """Give a waiting sequence its blocks and what they held in host memory; returns how many
+        tokens it computes, or None if it has to wait."""
         if self.manager.can_allocate(seq) is not AllocStatus.OK:
             return None
         hits, num_cached = self.manager.get_computed_blocks(seq)
@@ -232,7 +245,7 @@ class Scheduler:
             self._drop_host_copy(seq)
         seq.request.stats.num_recomputed_tokens += max(0, seq.num_dropped_tokens - start)
         seq.num_dropped_tokens = 0
-        return start
+        return end - start
 
     def _drop_host_copy(self, seq: ScheduledSequence) -> None:
         """Host blocks are written at the earliest by the next step, after they have been read."""
