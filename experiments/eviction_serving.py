@@ -58,11 +58,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import cache
-from experiments import style
+from cache.serving import open_loop
+from experiments import quantiles, style
 from experiments.eviction import OwnPolicy, named_policy
 from experiments.harness import Absent, Cell, Experiment, Options, Repeated, Unavailable
-from experiments.load import engine_models, open_loop, workloads
-from experiments.load.scaled_trace import ScaledTrace, prompt_token_ids, shrink_blocks
+from experiments.load import engine_models, workloads
+from experiments.load.scaled_trace import ScaledTrace, shrink_blocks
 from experiments.load.service_times import measure_service
 from experiments.load.workloads import Source, Workload
 
@@ -233,9 +234,9 @@ def _served(cell: EvictionServingCell, trace: cache.Trace, capacity: int) -> dic
     arrivals = _arrivals(cell, trace, service)
     llm = engine_models.make_llm(cell.model, manager=cell.manager, seed=cell.seed, **options)
     vocab_size = llm.config.vocab_size
-    prompts = [prompt_token_ids(trace, index, vocab_size) for index in range(len(trace))]
+    prompts = [cache.prompt_token_ids(trace, index, vocab_size) for index in range(len(trace))]
     run = open_loop.serve(
-        llm,
+        llm.engine,
         prompts,
         trace.output_lengths.tolist(),
         arrivals,
@@ -249,8 +250,8 @@ def _served(cell: EvictionServingCell, trace: cache.Trace, capacity: int) -> dic
         "engine_evictions": llm.manager.stats.evicted_blocks,
         "preemptions": sum(request.num_preemptions for request in requests),
         "mean_running": run.mean_of_steps("running"),
-        **open_loop.quantiles("ttft", [request.time_to_first_token for request in requests]),
-        **open_loop.quantiles("tpot", [request.time_per_output_token for request in requests]),
+        **quantiles.of_times("ttft", [request.time_to_first_token for request in requests]),
+        **quantiles.of_times("tpot", [request.time_per_output_token for request in requests]),
         "seconds": run.seconds,
         "busy_seconds": busy,
         "requests_per_second": len(requests) / run.seconds,

@@ -39,11 +39,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from experiments import style
+import cache
+from cache.serving import open_loop
+from experiments import quantiles, style
 from experiments.harness import Absent, Cell, Experiment, Options, Repeated
-from experiments.load import engine_models, open_loop, request_lengths, workloads
+from experiments.load import engine_models, request_lengths, workloads
 from experiments.load.request_lengths import LogNormalLengths
-from experiments.load.scaled_trace import ScaledTrace, prompt_token_ids, shrink
+from experiments.load.scaled_trace import ScaledTrace, shrink
 from experiments.load.workloads import Source, Workload
 
 if TYPE_CHECKING:
@@ -189,8 +191,8 @@ def run_cell(cell: ServingCell) -> list[dict[str, Any]]:
         arrivals = open_loop.scaled_arrivals(trace.timestamps_ms.tolist(), cell.request_rate)
     llm = _make_llm(cell)
     run = open_loop.serve(
-        llm,
-        [prompt_token_ids(trace, i, llm.config.vocab_size) for i in range(len(trace))],
+        llm.engine,
+        [cache.prompt_token_ids(trace, i, llm.config.vocab_size) for i in range(len(trace))],
         trace.output_lengths.tolist(),
         arrivals,
         stop_s=arrivals[-1] + cell.drain_s,
@@ -217,8 +219,8 @@ def run_cell(cell: ServingCell) -> list[dict[str, Any]]:
             "cached_prompt_fraction": run.cached_prompt_fraction,
             "requests_per_second": finished / run.seconds,
             "output_tokens_per_second": run.generated_tokens / run.seconds,
-            **open_loop.quantiles("ttft", [r.time_to_first_token for r in requests]),
-            **open_loop.quantiles("tpot", [r.time_per_output_token for r in requests]),
+            **quantiles.of_times("ttft", [r.time_to_first_token for r in requests]),
+            **quantiles.of_times("tpot", [r.time_per_output_token for r in requests]),
             "seconds": run.seconds,
             "length_divisor": scaled.divisor,
             "requests_left_out": scaled.num_left_out,
@@ -251,8 +253,8 @@ def _warm_up(cell: ServingCell) -> None:
     """Serve a few requests for nothing: the first ones of a process pay for what is set up then."""
     trace = _scaled(cell).trace.head(_NUM_WARM_UP_REQUESTS)
     llm = _make_llm(cell)
-    prompts = [prompt_token_ids(trace, i, llm.config.vocab_size) for i in range(len(trace))]
-    open_loop.serve(llm, prompts, trace.output_lengths.tolist(), [0.0] * len(prompts))
+    prompts = [cache.prompt_token_ids(trace, i, llm.config.vocab_size) for i in range(len(trace))]
+    open_loop.serve(llm.engine, prompts, trace.output_lengths.tolist(), [0.0] * len(prompts))
 
 
 def _make_llm(cell: ServingCell) -> LLM:

@@ -33,7 +33,7 @@ from __future__ import annotations
 import abc
 import enum
 import sys
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -296,6 +296,22 @@ class CacheManager(abc.ABC):
             )
         self._start(seq, prefix, end, end + num_lookahead_tokens)
         return []
+
+    def count_decoded(self, seqs: Iterable[Sequence], counted: list[Sequence]) -> Sequence | None:
+        """``allocate_slots(seq, 1)`` for one sequence after the other that lacks one token only,
+        while that takes no more than counting it.
+
+        Appends these to ``counted``; returns the first other one, which is left as it is, or None.
+        For an engine with many sequences: a call each would cost several times as much.
+        """
+        for seq in seqs:
+            stored = seq.num_computed_tokens
+            if stored < seq.num_slots and len(seq.token_ids) == stored + 1:
+                seq.num_computed_tokens = stored + 1
+                counted.append(seq)
+            else:
+                return seq
+        return None
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let ``child`` share the blocks of all tokens that ``parent`` has stored.
