@@ -258,10 +258,11 @@ def load_trace(path: str | os.PathLike, *, block_size: int | None = None) -> Tra
     first rule that admits one, or else the one whole number that fits.  Otherwise None.
 
     Raises TraceError (a ValueError) that names file, line and reason for anything malformed: an
-    unknown extension, a corrupt or truncated stream, a line that does not parse, a missing field, a
-    timestamp that is not a finite number, a length that is not an integer of at least 0,
-    ``hash_ids`` that are not integers or repeat within a request, no request at all.  Raises
-    ValueError for a ``block_size`` below 1 and OSError for a file that cannot be opened.
+    unknown extension, a corrupt or truncated stream, a line of more than 16 MiB, a line that does
+    not parse, a missing field, a timestamp that is not a finite number, a length that is not an
+    integer of at least 0, ``hash_ids`` that are not integers or repeat within a request, no request
+    at all.  Raises ValueError for a ``block_size`` below 1 and OSError for a file that cannot be
+    opened.  The file is read as a stream, so that its compression cannot fill the memory.
     """
     path = Path(path)
     name, file_format, _ = split_suffixes(path)

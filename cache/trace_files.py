@@ -26,7 +26,12 @@ from typing import BinaryIO
 COMPRESSIONS = (".gz", ".zst")
 FORMATS = (".jsonl", ".csv")
 
+MAX_LINE_BYTES = 1 << 24
+"""A longer line is an error: what a request takes in memory is bounded, whatever the file says."""
+
 _CHUNK_BYTES = 1 << 20
+_COMPRESSED_CHUNK_BYTES = 256
+"""Zstandard can say 128 KiB in 4 bytes: this much at once is at most 8 MiB."""
 _MOONCAKE_FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 _AZURE_FIELDS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
@@ -58,8 +63,8 @@ def split_suffixes(path: Path) -> tuple[str, str | None, str | None]:
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield the lines of a trace file that are not blank, decompressed, with their numbers from 1.
 
-    Raises TraceError for an unknown extension and a broken stream; OSError for a file that cannot
-    be opened.
+    Raises TraceError for an unknown extension, a broken stream and a line of more than
+    ``MAX_LINE_BYTES``; OSError for a file that cannot be opened.
     """
     _, file_format, compression = split_suffixes(path)
     if file_format is None and compression is None:
@@ -70,13 +75,18 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     with open(path, "rb") as file:
         try:
             for chunk in _chunks(file, compression):
-                for piece in chunk.splitlines(keepends=True):
-                    line += piece
-                    if piece.endswith(b"\n"):
-                        if not line.isspace():
-                            yield number, bytes(line)
-                        number, line = number + 1, bytearray()
-        except _BrokenStream as error:
+                pieces = chunk.split(b"\n")
+                line += pieces[0]
+                if len(line) > MAX_LINE_BYTES:
+                    raise _Unreadable(f"a line of more than {MAX_LINE_BYTES:,} bytes")
+                if len(pieces) == 1:
+                    continue
+                pieces[0], line = bytes(line), bytearray(pieces.pop())
+                for text in pieces:
+                    if text and not text.isspace():
+                        yield number, text
+                    number += 1
+        except _Unreadable as error:
             raise TraceError(path, number, str(error)) from None
     if line.strip():
         yield number, bytes(line)
@@ -177,7 +187,7 @@ def _compressed(file: BinaryIO, compression: str | None):
     return contextlib.nullcontext(file)
 
 
-class _BrokenStream(Exception):
+class _Unreadable(Exception):
     pass
 
 
@@ -204,18 +214,18 @@ def _chunks(file: BinaryIO, compression: str | None) -> Iterator[bytes]:
         new_frame, kind = zstandard.ZstdDecompressor().decompressobj, "zstandard"
         broken = zstandard.ZstdError
     frame = None
-    while data := file.read(_CHUNK_BYTES):
+    while data := file.read(_COMPRESSED_CHUNK_BYTES):
         while data:
             frame = frame or new_frame()
             try:
                 yield frame.decompress(data)
             except broken as error:
-                raise _BrokenStream(f"corrupt {kind} stream: {error}") from None
+                raise _Unreadable(f"corrupt {kind} stream: {error}") from None
             data = b""
             if frame.eof:
                 data, frame = frame.unused_data, None
     if frame is not None:
-        raise _BrokenStream(f"truncated {kind} stream: the file ends too early")
+        raise _Unreadable(f"truncated {kind} stream: the file ends too early")
 
 
 def _mooncake_record(text: str) -> tuple:

@@ -8,6 +8,7 @@ import pickle
 import struct
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -270,6 +271,19 @@ def test_a_second_frame_cut_short_is_an_error(tmp_path, compress):
     for end in range(1, len(frames[1])):
         with pytest.raises(TraceError, match="truncated"):
             load_trace(written(tmp_path, frames[0] + frames[1][:end], name))
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
+def test_a_line_without_end_is_an_error_after_16_mib(tmp_path, suffix):
+    longest = json_lines(record())[:-1].ljust((1 << 24) - 1) + b"\n"
+    assert len(load_trace(written(tmp_path, compressed(longest, suffix), "t" + suffix))) == 1
+    endless = compressed(longest + bytes(1 << 28 if suffix == ".jsonl.zst" else 1 << 25), suffix)
+    tracemalloc.start()
+    with pytest.raises(TraceError, match=r"t.*:2: a line of more than 16,777,216 bytes"):
+        load_trace(written(tmp_path, endless, "t" + suffix))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 27
 
 
 @pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl.zst"])
