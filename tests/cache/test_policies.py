@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+import re
 import sys
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
@@ -375,6 +376,18 @@ class AString(PriorityPolicy):
 class Forgotten(PriorityPolicy):
     def priority(self, block):
         block.accessed
+
+class WantsArguments(Deepest):
+    def __init__(self, size):
+        self.size = size
+
+class Raises(Deepest):
+    def __init__(self):
+        {}["PAGELAB_SIZE"]
+
+class Leaves(Deepest):
+    def __init__(self):
+        raise SystemExit(3)
 '''
 
 
@@ -407,14 +420,21 @@ def test_user_policy_from_a_file(user_file):
         ("{file}:Depest", "has no eviction policy class Depest; it defines Deepest, InPlainPython"),
         ("{file}:Unfinished", "Unfinished does not define priority"),
         ("{broken}:Deepest", "importing .* failed: ZeroDivisionError"),
+        ("{leaves}:Deepest", "importing .* failed: SystemExit: no policy here"),
+        ("{file}:WantsArguments", "cannot be made: TypeError: .* missing 1 required .* 'size'"),
+        ("{file}:Raises", "cannot be made: KeyError: 'PAGELAB_SIZE'"),
+        ("{file}:Leaves", "cannot be made: SystemExit: 3"),
     ],
 )
 def test_bad_user_files(user_file, tmp_path, spec, message):
     broken = tmp_path / "broken.py"
     broken.write_text("1 / 0\n")
-    names = {"file": user_file, "missing": tmp_path / "missing.py", "broken": broken}
-    with pytest.raises(ValueError, match=message):
-        make_policy(spec.format(**names))
+    leaves = tmp_path / "leaves.py"
+    leaves.write_text("import sys\nsys.exit('no policy here')\n")
+    missing = tmp_path / "missing.py"
+    spec = spec.format(file=user_file, missing=missing, broken=broken, leaves=leaves)
+    with pytest.raises(ValueError, match=f"'{re.escape(spec)}'.*{message}"):
+        make_policy(spec)
 
 
 @pytest.mark.parametrize(
