@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import reprlib
 
 
 def at_least(least: int, name: str, value: int) -> int:
@@ -12,7 +13,7 @@ def at_least(least: int, name: str, value: int) -> int:
     except TypeError:
         number = least - 1
     if number < least or isinstance(value, bool):
-        raise ValueError(f"{name}={value!r}: needs an int of at least {least}")
+        raise ValueError(f"{name}={reprlib.repr(value)}: needs an int of at least {least}")
     return number
 
 

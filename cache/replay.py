@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import os
 import time
 from dataclasses import dataclass
@@ -178,7 +177,13 @@ def _replay_in_python(trace: Trace, policy: EvictionPolicy, capacity: int):
     offsets = trace.offsets.tolist()
     block_ids = trace.block_ids.tolist()
     next_use: dict[int, float] = {}
-    uses_of = _request_next_uses(trace, capacity) if policy.needs_future else None
+    next_uses = None
+    if policy.needs_future:
+        from cache.replay_compiled import next_uses_of
+
+        next_uses = next_uses_of(
+            trace.block_ids, trace.offsets, trace.num_unique_blocks, capacity
+        ).tolist()
     policy.start(capacity, next_use.__getitem__ if policy.needs_future else None)
     insert, pin, release_many = policy.insert, policy.pin, policy.release_many
     miss = policy.miss if type(policy).miss is not EvictionPolicy.miss else None
@@ -211,21 +216,7 @@ def _replay_in_python(trace: Trace, policy: EvictionPolicy, capacity: int):
                 evictions += 1
             resident.add(block)
             insert(block, block, blocks[depth - 1] if depth else None, depth)
-        if uses_of is not None:
-            next_use.update(zip(blocks, uses_of(request), strict=True))
+        if next_uses is not None:
+            next_use.update(zip(blocks, next_uses[start : start + len(blocks)], strict=True))
         release_many(blocks[::-1])
     return hits, evictions
-
-
-def _request_next_uses(trace: Trace, capacity: int):
-    """A function from a request to the next uses of its participating blocks."""
-    offsets = trace.offsets.tolist()
-    block_ids = trace.block_ids.tolist()
-    upcoming: dict[int, int] = {}
-    next_uses: list[list[float]] = [[] for _ in range(trace.num_requests)]
-    for request in range(trace.num_requests - 1, -1, -1):
-        start = offsets[request]
-        for block in block_ids[start : min(offsets[request + 1], start + capacity)]:
-            next_uses[request].append(upcoming.get(block, math.inf))
-            upcoming[block] = request
-    return next_uses.__getitem__

@@ -46,7 +46,7 @@ def compile_replay(priority: Callable[[BlockHistory], float]) -> Callable:
         blocks = np.zeros(num_unique, _BLOCK)
         blocks["pinned_by"][:] = -1
         next_uses = (
-            _next_uses(block_ids, offsets, num_unique, capacity)
+            next_uses_of(block_ids, offsets, num_unique, capacity)
             if needs_future
             else np.empty(0, np.float64)
         )
@@ -223,7 +223,7 @@ def _drop_stale(queue, head, tail, blocks):
 
 
 @numba.njit
-def _next_uses(block_ids, offsets, num_unique, capacity):
+def next_uses_of(block_ids, offsets, num_unique, capacity):
     """For each reference the next request that uses the block (inf: none), beyond-pool ones aside.
 
     Only the first ``capacity`` blocks of a request take part in the replay, so a block further

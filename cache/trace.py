@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import numbers
 import os
 import reprlib
+import sys
 from array import array
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cache.trace_files import TraceError, read_records, split_suffixes, write_lines
+from cache.checks import at_least
+from cache.trace_files import RecordParser, TraceError, read_lines, split_suffixes, write_lines
 
 if TYPE_CHECKING:
     import numpy as np
@@ -109,14 +110,11 @@ class Trace:
         number, a length that is not an integer of at least 0, block ids that are not integers or
         repeat within a request, and a ``block_size`` below 1.
         """
-        block_size = _checked_block_size(block_size)
-        builder = _TraceBuilder()
-        for index, request in enumerate(requests):
-            try:
-                builder.add(*request)
-            except ValueError as error:
-                raise ValueError(f"requests[{index}]: {error}") from None
-        return builder.build(name, block_size)
+
+        def error(index: int, reason: str) -> ValueError:
+            return ValueError(f"requests[{index}]: {reason}")
+
+        return _collected(enumerate(requests), tuple, error, name, block_size)
 
     @property
     def num_requests(self) -> int:
@@ -194,19 +192,18 @@ class Trace:
 
         if factor < 1:
             raise ValueError(f"factor must be at least 1, got {factor}")
-        counts = np.diff(self.offsets) // factor
-        offsets = np.append(0, np.cumsum(counts))
         # A block is unique to its prefix, so the last of a group names the group.
-        depths = np.arange(offsets[-1]) - np.repeat(offsets[:-1], counts)
-        last = np.repeat(self.offsets[:-1], counts) + depths * factor + factor - 1
-        return Trace(
-            self.name,
-            None if self.block_size is None else factor * self.block_size,
-            self.timestamps_ms,
-            self.input_lengths,
-            self.output_lengths,
-            _numbered_by_first_appearance(self.block_ids[last]),
-            offsets,
+        block_ids, offsets = _picked(
+            self.block_ids,
+            self.offsets[:-1] + factor - 1,
+            np.diff(self.offsets) // factor,
+            factor,
+        )
+        return replace(
+            self,
+            block_size=None if self.block_size is None else factor * self.block_size,
+            block_ids=block_ids,
+            offsets=offsets,
         )
 
     def __len__(self) -> int:
@@ -235,16 +232,15 @@ class Trace:
     def _sliced(self, start: int, stop: int, step: int) -> Trace:
         if step != 1:
             raise ValueError(f"a trace is sliced with step 1, got {step}")
-        stop = max(start, stop)
-        offsets = self.offsets[start : stop + 1]
-        return Trace(
-            self.name,
-            self.block_size,
-            self.timestamps_ms[start:stop],
-            self.input_lengths[start:stop],
-            self.output_lengths[start:stop],
-            _numbered_by_first_appearance(self.block_ids[offsets[0] : offsets[-1]]),
-            offsets - offsets[0],
+        rows = slice(start, max(start, stop))
+        offsets = self.offsets[start : rows.stop + 1]
+        return replace(
+            self,
+            timestamps_ms=self.timestamps_ms[rows],
+            input_lengths=self.input_lengths[rows],
+            output_lengths=self.output_lengths[rows],
+            block_ids=_numbered_by_first_appearance(self.block_ids[offsets[0] : offsets[-1]]),
+            offsets=offsets - offsets[0],
         )
 
 
@@ -262,23 +258,19 @@ def load_trace(path: str | os.PathLike, *, block_size: int | None = None) -> Tra
     first rule that admits one, or else the one whole number that fits.  Otherwise None.
 
     Raises TraceError (a ValueError) that names file, line and reason for anything malformed: an
-    unknown extension, a corrupt or truncated stream, a line that does not parse, a missing field, a
-    timestamp that is not a finite number, a length that is not an integer of at least 0,
-    ``hash_ids`` that are not integers or repeat within a request, no request at all.  Raises
-    ValueError for a ``block_size`` below 1 and OSError for a file that cannot be opened.
+    unknown extension, a corrupt or truncated stream, a line of more than 16 MiB, a line that does
+    not parse, a missing field, a timestamp that is not a finite number, a length that is not an
+    integer of at least 0, ``hash_ids`` that are not integers or repeat within a request, no request
+    at all.  Raises ValueError for a ``block_size`` below 1 and OSError for a file that cannot be
+    opened.  The file is read as a stream, so that its compression cannot fill the memory.
     """
-    block_size = _checked_block_size(block_size)
     path = Path(path)
-    builder = _TraceBuilder()
-    line = 1
-    for line, record in read_records(path):
-        try:
-            builder.add(*record)
-        except ValueError as error:
-            raise TraceError(path, line, str(error)) from None
-    if not builder.timestamps_ms:
-        raise TraceError(path, line, "the file holds no requests")
-    return builder.build(split_suffixes(path)[0], block_size)
+    name, file_format, _ = split_suffixes(path)
+    parse = RecordParser(file_format)
+    trace = _collected(read_lines(path), parse, partial(TraceError, path), name, block_size)
+    if not trace:
+        raise TraceError(path, 1, "the file holds no requests")
+    return trace
 
 
 def save_trace(trace: Trace, path: str | os.PathLike) -> None:
@@ -287,87 +279,84 @@ def save_trace(trace: Trace, path: str | os.PathLike) -> None:
     ``path`` ends in ``.jsonl``, ``.jsonl.gz`` or ``.jsonl.zst`` (else ValueError) and is replaced
     at once, when everything is written.  The format has no place for name and block size.
     """
-    with write_lines(Path(path)) as write:
-        for request in trace:
-            timestamp = request.timestamp_ms
-            record = {
-                "timestamp": int(timestamp) if timestamp.is_integer() else timestamp,
-                "input_length": request.input_length,
-                "output_length": request.output_length,
-                "hash_ids": request.block_ids.tolist(),
-            }
-            write(json.dumps(record, separators=(",", ":")))
+    write_lines(Path(path), map(_json_line, trace))
 
 
-class _TraceBuilder:
-    """Collects checked requests in compact arrays."""
+def _json_line(request: TraceRequest) -> str:
+    timestamp = request.timestamp_ms
+    record = {
+        "timestamp": int(timestamp) if timestamp.is_integer() else timestamp,
+        "input_length": request.input_length,
+        "output_length": request.output_length,
+        "hash_ids": request.block_ids.tolist(),
+    }
+    return json.dumps(record, separators=(",", ":"))
 
-    def __init__(self):
-        self.timestamps_ms = array("d")
-        self.input_lengths = array("q")
-        self.output_lengths = array("q")
-        self.block_ids = array("i")
-        self.offsets = array("q", [0])
-        # An unknown id gets the next dense one, at the speed of a dictionary lookup.
-        self._dense_ids = defaultdict()
-        self._dense_ids.default_factory = self._dense_ids.__len__
 
-    def add(self, timestamp_ms, input_length, output_length, hash_ids) -> None:
-        """Take one request; ValueError names the field that is wrong and adds nothing."""
-        timestamp_ms = _checked_timestamp(timestamp_ms)
-        input_length = _checked_length("input_length", input_length)
-        output_length = _checked_length("output_length", output_length)
-        hash_ids = _checked_ids(hash_ids)
-        self.timestamps_ms.append(timestamp_ms)
-        self.input_lengths.append(input_length)
-        self.output_lengths.append(output_length)
-        self.block_ids.extend(map(self._dense_ids.__getitem__, hash_ids))
-        self.offsets.append(len(self.block_ids))
+def _collected(
+    rows: Iterable[tuple[int, Any]],
+    parse: Callable[[Any], tuple | None],
+    error: Callable[[int, str], ValueError],
+    name: str,
+    block_size: int | None,
+) -> Trace:
+    """The trace of the requests that ``parse`` finds in rows, each with its place.
 
-    def build(self, name: str, block_size: int | None) -> Trace:
-        import numpy as np
+    ``parse`` gives None for a row that is no request.  What is wrong with a row is raised as
+    ``error(place, reason)``.
+    """
+    import numpy as np
 
-        timestamps_ms = np.array(self.timestamps_ms, np.float64)
-        input_lengths = np.array(self.input_lengths, np.int64)
-        output_lengths = np.array(self.output_lengths, np.int64)
-        block_ids = np.array(self.block_ids, np.int32)
-        offsets = np.array(self.offsets, np.int64)
-        if np.any(timestamps_ms[1:] < timestamps_ms[:-1]):
-            order = np.argsort(timestamps_ms, kind="stable")
-            timestamps_ms = timestamps_ms[order]
-            input_lengths, output_lengths = input_lengths[order], output_lengths[order]
-            counts = np.diff(offsets)[order]
-            starts, offsets = offsets[:-1][order], np.append(0, np.cumsum(counts))
-            gather = np.arange(len(block_ids)) + np.repeat(starts - offsets[:-1], counts)
-            block_ids = _numbered_by_first_appearance(block_ids[gather])
-        if block_size is None:
-            block_size = _infer_block_size(input_lengths, np.diff(offsets))
-        return Trace(
-            name, block_size, timestamps_ms, input_lengths, output_lengths, block_ids, offsets
+    if block_size is not None:
+        block_size = at_least(1, "block_size", block_size)
+    timestamps, inputs, outputs = array("d"), array("q"), array("q")
+    blocks, ends = array("i"), array("q", [0])
+    # An unknown id gets the next dense one, at the speed of a dictionary lookup.
+    dense_ids = defaultdict()
+    dense_ids.default_factory = dense_ids.__len__
+    for place, row in rows:
+        try:
+            if (request := parse(row)) is None:
+                continue
+            timestamp, input_length, output_length, hash_ids = request
+            timestamps.append(_timestamp(timestamp))
+            inputs.append(_length("input_length", input_length))
+            outputs.append(_length("output_length", output_length))
+            blocks.extend(map(dense_ids.__getitem__, _ids(hash_ids)))
+            ends.append(len(blocks))
+        except (ValueError, RecursionError) as reason:
+            raise error(place, str(reason)) from None
+
+    timestamps_ms = np.array(timestamps, np.float64)
+    input_lengths, output_lengths = np.array(inputs, np.int64), np.array(outputs, np.int64)
+    block_ids, offsets = np.array(blocks, np.int32), np.array(ends, np.int64)
+    if (timestamps_ms[1:] < timestamps_ms[:-1]).any():
+        order = np.argsort(timestamps_ms, kind="stable")
+        timestamps_ms = timestamps_ms[order]
+        input_lengths, output_lengths = input_lengths[order], output_lengths[order]
+        block_ids, offsets = _picked(block_ids, offsets[:-1][order], np.diff(offsets)[order])
+    if block_size is None:
+        block_size = _infer_block_size(input_lengths, np.diff(offsets))
+    return Trace(name, block_size, timestamps_ms, input_lengths, output_lengths, block_ids, offsets)
+
+
+def _timestamp(value) -> float:
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not abs(value) <= sys.float_info.max:
+        raise ValueError(
+            f"timestamp must be a finite number of milliseconds, got {reprlib.repr(value)}"
         )
+    return float(value)
 
 
-def _checked_timestamp(value) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise ValueError(f"timestamp must be a number of milliseconds, got {reprlib.repr(value)}")
-    try:
-        timestamp = float(value)
-    except OverflowError:
-        timestamp = math.inf
-    if not math.isfinite(timestamp):
-        raise ValueError(f"timestamp must be finite, got {reprlib.repr(value)}")
-    return timestamp
+def _length(field: str, value) -> int:
+    length = at_least(0, field, value)
+    if length >= 1 << 63:
+        raise ValueError(f"{field}={reprlib.repr(value)}: must fit 64 bits")
+    return length
 
 
-def _checked_length(field: str, value) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise ValueError(f"{field} must be an integer, got {reprlib.repr(value)}")
-    if not 0 <= value < 1 << 63:
-        raise ValueError(f"{field} must be at least 0 and fit 64 bits, got {reprlib.repr(value)}")
-    return int(value)
-
-
-def _checked_ids(values) -> Sequence[int]:
+def _ids(values) -> Sequence[int]:
     if hasattr(values, "tolist"):
         values = values.tolist()
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
@@ -376,22 +365,26 @@ def _checked_ids(values) -> Sequence[int]:
         wrong = next(value for value in values if type(value) is not int)
         raise ValueError(f"hash_ids must be integers, got {reprlib.repr(wrong)}")
     if len(set(values)) != len(values):
-        seen = set()
-        repeated = next(value for value in values if value in seen or seen.add(value))
+        ((repeated, _),) = Counter(values).most_common(1)
         raise ValueError(
-            f"hash_ids repeat {repeated}: an id is unique to its prefix, so it cannot come twice"
+            f"hash_ids repeat {reprlib.repr(repeated)}: an id is unique to its prefix, so it "
+            "cannot come twice"
         )
     return values
 
 
-def _checked_block_size(block_size: int | None) -> int | None:
-    if block_size is None:
-        return None
-    if isinstance(block_size, bool) or not isinstance(block_size, numbers.Integral):
-        raise ValueError(f"block_size must be an integer or None, got {block_size!r}")
-    if block_size < 1:
-        raise ValueError(f"block_size must be at least 1, got {block_size}")
-    return int(block_size)
+def _picked(
+    block_ids: np.ndarray, starts: np.ndarray, counts: np.ndarray, step: int = 1
+) -> tuple[np.ndarray, np.ndarray]:
+    """``(block_ids, offsets)`` of requests that have ``counts[i]`` of ``block_ids`` each.
+
+    They are the ones at ``starts[i]``, ``starts[i] + step`` and so on.
+    """
+    import numpy as np
+
+    offsets = np.append(0, np.cumsum(counts))
+    positions = np.repeat(starts - step * offsets[:-1], counts) + step * np.arange(offsets[-1])
+    return _numbered_by_first_appearance(block_ids[positions]), offsets
 
 
 def _numbered_by_first_appearance(ids: np.ndarray) -> np.ndarray:
@@ -409,32 +402,21 @@ def _numbered_by_first_appearance(ids: np.ndarray) -> np.ndarray:
 def _infer_block_size(input_lengths: np.ndarray, num_blocks: np.ndarray) -> int | None:
     if not num_blocks.any():
         return None
-    intervals = [
-        _ceil_interval(input_lengths, num_blocks),
-        _floor_interval(input_lengths, num_blocks),
-    ]
+    intervals = [_sizes_that_fit(input_lengths, num_blocks)]
+    filled = input_lengths > 0
+    if (filled == (num_blocks > 0)).all():
+        # The last block counts if a token is in it: as if full blocks followed the first token.
+        intervals.insert(0, _sizes_that_fit(input_lengths[filled] - 1, num_blocks[filled] - 1))
     for smallest, largest in intervals:
         power = 1 << (smallest - 1).bit_length()
         if power <= largest:
             return power if 2 * power > largest else None
-    for smallest, largest in intervals:
-        if smallest == largest:
-            return smallest
-    return None
+    return next((smallest for smallest, largest in intervals if smallest == largest), None)
 
 
-def _ceil_interval(input_lengths, num_blocks) -> tuple[int, float]:
-    """Smallest and largest block size for which every block, full or not, has an id."""
-    if ((input_lengths == 0) != (num_blocks == 0)).any():
-        return 1, 0
-    filled, several = num_blocks > 0, num_blocks > 1
-    smallest = -(-input_lengths[filled] // num_blocks[filled])
-    largest = (input_lengths[several] - 1) // (num_blocks[several] - 1)
-    return int(smallest.max()), int(largest.min()) if len(largest) else math.inf
-
-
-def _floor_interval(input_lengths, num_blocks) -> tuple[int, float]:
-    """Smallest and largest block size for which exactly the full blocks have an id."""
-    filled = num_blocks > 0
-    smallest = input_lengths // (num_blocks + 1) + 1
-    return int(smallest.max()), int((input_lengths[filled] // num_blocks[filled]).min())
+def _sizes_that_fit(input_lengths: np.ndarray, num_full: np.ndarray) -> tuple[int, int]:
+    """Smallest and largest block size with ``num_full == input_lengths // size``."""
+    smallest = input_lengths // (num_full + 1) + 1
+    several = num_full > 0
+    largest = input_lengths[several] // num_full[several]
+    return int(smallest.max()), int(largest.min(initial=1 << 62))

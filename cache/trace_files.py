@@ -15,15 +15,23 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 COMPRESSIONS = (".gz", ".zst")
 FORMATS = (".jsonl", ".csv")
 
+MAX_LINE_BYTES = 1 << 24
+"""A longer line is an error: what a request takes in memory is bounded, whatever the file says."""
+
 _CHUNK_BYTES = 1 << 20
+_COMPRESSED_CHUNK_BYTES = 256
+"""Zstandard can say 128 KiB in 4 bytes: this much at once is at most 8 MiB."""
 _MOONCAKE_FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 _AZURE_FIELDS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
@@ -52,44 +60,99 @@ def split_suffixes(path: Path) -> tuple[str, str | None, str | None]:
     return name, file_format, compression
 
 
-def read_records(path: Path) -> Iterator[tuple[int, tuple]]:
-    """Yield ``(line, (timestamp_ms, input_length, output_length, hash_ids))`` in file order.
+def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a trace file that are not blank, decompressed, with their numbers from 1.
 
-    The format is the extension's; a file named only ``.gz`` or ``.zst`` is told by its first line.
-    Blank lines are skipped, further fields ignored.  Values come as the file has them, unchecked.
-    CSV timestamps become milliseconds since the first row (precise to 1 us) and ``hash_ids`` ().
-
-    Raises TraceError for an unknown extension, a broken stream, a line that does not parse and a
-    missing field; OSError for a file that cannot be opened.
+    Raises TraceError for an unknown extension, a broken stream and a line of more than
+    ``MAX_LINE_BYTES``; OSError for a file that cannot be opened.
     """
     _, file_format, compression = split_suffixes(path)
     if file_format is None and compression is None:
         raise TraceError(
             path, 1, f"unknown extension {path.suffix!r}; known: {_known_extensions(FORMATS)}"
         )
-    lines = _lines(path, compression)
-    first = next(lines, None)
-    if first is None:
-        raise TraceError(path, 1, "the file is empty")
-    if file_format is None:
-        file_format = ".jsonl" if first[1].lstrip().startswith(b"{") else ".csv"
+    number, line = 1, bytearray()
+    with open(path, "rb") as file:
+        try:
+            for chunk in _chunks(file, compression):
+                pieces = chunk.split(b"\n")
+                line += pieces[0]
+                if len(line) > MAX_LINE_BYTES:
+                    raise _Unreadable(f"a line of more than {MAX_LINE_BYTES:,} bytes")
+                if len(pieces) == 1:
+                    continue
+                pieces[0], line = bytes(line), bytearray(pieces.pop())
+                for text in pieces:
+                    if text and not text.isspace():
+                        yield number, text
+                    number += 1
+        except _Unreadable as error:
+            raise TraceError(path, number, str(error)) from None
+    if line.strip():
+        yield number, bytes(line)
 
-    if file_format == ".jsonl":
-        parse = _parse_mooncake
-        yield first[0], _located(path, first, parse)
-    else:
-        parse = _located(path, first, _azure_parser)
-    for line in lines:
-        yield line[0], _located(path, line, parse)
+
+class RecordParser:
+    """Parses the lines of one file in order.
+
+    A call gives ``(timestamp_ms, input_length, output_length, hash_ids)``, or None for the header
+    of a CSV file.  ``file_format`` None is told by the first line.  Further fields are ignored.
+    Values come as the file has them, unchecked; CSV timestamps become milliseconds since the first
+    row (precise to 1 us) and ``hash_ids`` ().  Raises ValueError for a line that does not parse and
+    a missing field.
+    """
+
+    def __init__(self, file_format: str | None):
+        self._format = file_format
+        self._columns: list[str] | None = None
+        self._start: datetime | None = None
+
+    def __call__(self, line: bytes) -> tuple | None:
+        try:
+            text = line.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"not UTF-8 text: {error.reason} at byte {error.start + 1}") from None
+        if self._format is None:
+            self._format = ".jsonl" if text.lstrip().startswith("{") else ".csv"
+        if self._format == ".jsonl":
+            return _mooncake_record(text)
+        cells = [cell.strip() for cell in text.split(",")]
+        if self._columns is None:
+            self._columns = cells
+            missing = [field for field in _AZURE_FIELDS if field not in cells]
+            if missing:
+                raise ValueError(
+                    f"a CSV trace starts with a header that names {', '.join(_AZURE_FIELDS)}; "
+                    f"missing {', '.join(missing)} in {reprlib.repr(','.join(cells))}"
+                )
+            return None
+        return self._azure_record(cells)
+
+    def _azure_record(self, cells: list[str]) -> tuple:
+        if len(cells) != len(self._columns):
+            raise ValueError(f"needs {len(self._columns)} columns, got {len(cells)}")
+        row = dict(zip(self._columns, cells, strict=True))
+        when, *lengths = (row[field] for field in _AZURE_FIELDS)
+        try:
+            moment = datetime.fromisoformat(when)
+        except ValueError:
+            raise ValueError(
+                f"TIMESTAMP must be a date and time, got {reprlib.repr(when)}"
+            ) from None
+        for field, length in zip(_AZURE_FIELDS[1:], lengths, strict=True):
+            if not re.fullmatch("-?[0-9]+", length):
+                raise ValueError(f"{field} must be an integer, got {reprlib.repr(length)}")
+        # The 2024 files carry a time zone, the 2023 files do not: taken as UTC.
+        moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+        self._start = self._start or moment
+        return (moment - self._start) / timedelta(milliseconds=1), *map(int, lengths), ()
 
 
-@contextlib.contextmanager
-def write_lines(path: Path):
-    """A context whose value writes one line of text; ``path`` is replaced when it ends well.
+def write_lines(path: Path, lines: Iterable[str]) -> None:
+    """Write lines of text, compressed as the extension says; the same lines give the same bytes.
 
-    Compressed as the extension says; the same lines give the same bytes.  A failure leaves what
-    was at ``path`` untouched.  Raises ValueError for an extension other than ``.jsonl``,
-    ``.jsonl.gz`` and ``.jsonl.zst``.
+    ``path`` is replaced when everything is written; a failure leaves what was there untouched.
+    Raises ValueError for an extension other than ``.jsonl``, ``.jsonl.gz`` and ``.jsonl.zst``.
     """
     _, file_format, compression = split_suffixes(path)
     if file_format != ".jsonl":
@@ -98,20 +161,9 @@ def write_lines(path: Path):
         )
     temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
     try:
-        with contextlib.ExitStack() as stack:
-            stream = stack.enter_context(open(temporary, "xb"))
-            if compression == ".gz":
-                import gzip
-
-                stream = stack.enter_context(
-                    gzip.GzipFile(filename="", mode="wb", fileobj=stream, mtime=0)
-                )
-            elif compression == ".zst":
-                import zstandard
-
-                compressor = zstandard.ZstdCompressor(level=10, write_checksum=True)
-                stream = stack.enter_context(compressor.stream_writer(stream, closefd=False))
-            yield lambda text: stream.write(text.encode() + b"\n")
+        with open(temporary, "xb") as file, _compressed(file, compression) as stream:
+            for line in lines:
+                stream.write(line.encode() + b"\n")
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -122,145 +174,68 @@ def _known_extensions(formats: tuple[str, ...]) -> str:
     return ", ".join(form + compression for form in formats for compression in ("", *COMPRESSIONS))
 
 
-def _lines(path: Path, compression: str | None) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not blank, numbered from 1."""
-    number = 0
-    rest = b""
-    try:
-        for chunk in _chunks(path, compression):
-            *lines, rest = (rest + chunk).split(b"\n")
-            for line in lines:
-                number += 1
-                if line and not line.isspace():
-                    yield number, line
-    except _BrokenStream as error:
-        raise TraceError(path, number + 1, str(error)) from error.__cause__
-    if rest and not rest.isspace():
-        yield number + 1, rest
+def _compressed(file: BinaryIO, compression: str | None):
+    if compression == ".gz":
+        import gzip
+
+        return gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0)
+    if compression == ".zst":
+        import zstandard
+
+        compressor = zstandard.ZstdCompressor(level=10, write_checksum=True)
+        return compressor.stream_writer(file, closefd=False)
+    return contextlib.nullcontext(file)
 
 
-class _BrokenStream(Exception):
+class _Unreadable(Exception):
     pass
 
 
-def _chunks(path: Path, compression: str | None) -> Iterator[bytes]:
-    with open(path, "rb") as file:
-        if compression == ".gz":
-            yield from _gzip_chunks(file)
-        elif compression == ".zst":
-            yield from _zstandard_chunks(file)
-        else:
-            while chunk := file.read(_CHUNK_BYTES):
-                yield chunk
+def _chunks(file: BinaryIO, compression: str | None) -> Iterator[bytes]:
+    """The content of ``file``.
 
+    The frames of a compressed file (gzip calls them members) are followed here: zstandard's own
+    reader takes a truncated file for a complete one.
+    """
+    if compression is None:
+        yield from iter(partial(file.read, _CHUNK_BYTES), b"")
+        return
+    if compression == ".gz":
+        import zlib
 
-def _gzip_chunks(file) -> Iterator[bytes]:
-    import gzip
-    import zlib
+        new_frame, kind, broken = (
+            partial(zlib.decompressobj, 16 + zlib.MAX_WBITS),
+            "gzip",
+            zlib.error,
+        )
+    else:
+        import zstandard
 
-    with gzip.GzipFile(fileobj=file) as stream:
-        while True:
-            try:
-                chunk = stream.read(_CHUNK_BYTES)
-            except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-                raise _BrokenStream(f"corrupt or truncated gzip stream: {error}") from error
-            if not chunk:
-                return
-            yield chunk
-
-
-def _zstandard_chunks(file) -> Iterator[bytes]:
-    # zstandard's own stream reader takes a truncated file for a complete one, so the frames (a
-    # file may have several) are followed here.
-    import zstandard
-
-    decompressor = zstandard.ZstdDecompressor()
+        new_frame, kind = zstandard.ZstdDecompressor().decompressobj, "zstandard"
+        broken = zstandard.ZstdError
     frame = None
-    while data := file.read(_CHUNK_BYTES):
+    while data := file.read(_COMPRESSED_CHUNK_BYTES):
         while data:
-            frame = frame or decompressor.decompressobj()
+            frame = frame or new_frame()
             try:
-                chunk = frame.decompress(data)
-            except zstandard.ZstdError as error:
-                raise _BrokenStream(f"corrupt zstandard stream: {error}") from error
+                yield frame.decompress(data)
+            except broken as error:
+                raise _Unreadable(f"corrupt {kind} stream: {error}") from None
             data = b""
             if frame.eof:
                 data, frame = frame.unused_data, None
-            if chunk:
-                yield chunk
     if frame is not None:
-        raise _BrokenStream("truncated zstandard stream: the file ends inside a frame")
+        raise _Unreadable(f"truncated {kind} stream: the file ends too early")
 
 
-def _located(path: Path, line: tuple[int, bytes], parse):
-    """``parse`` of the line, its ValueError turned into a TraceError that says where."""
-    number, text = line
+def _mooncake_record(text: str) -> tuple:
     try:
-        return parse(text)
-    except (ValueError, RecursionError) as error:
-        raise TraceError(path, number, str(error)) from None
-
-
-def _parse_mooncake(line: bytes) -> tuple:
-    try:
-        record = json.loads(line)
+        record = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"malformed JSON: {error.msg} at column {error.colno}") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 text: {error.reason} at byte {error.start + 1}") from None
     if not isinstance(record, dict):
         raise ValueError(f"must be a JSON object, got {reprlib.repr(record)}")
     try:
         return tuple([record[field] for field in _MOONCAKE_FIELDS])
     except KeyError as error:
         raise ValueError(f"missing field {error.args[0]!r}") from None
-
-
-def _azure_parser(header: bytes):
-    """The parser of the rows below ``header``; timestamps count from the first row parsed."""
-    columns = _cells(header)
-    missing = [field for field in _AZURE_FIELDS if field not in columns]
-    if missing:
-        raise ValueError(
-            f"a CSV trace starts with a header that names {', '.join(_AZURE_FIELDS)}; "
-            f"missing {', '.join(missing)} in {reprlib.repr(','.join(columns))}"
-        )
-    indices = [columns.index(field) for field in _AZURE_FIELDS]
-    start = None
-
-    def parse(line: bytes) -> tuple:
-        nonlocal start
-        cells = _cells(line)
-        if len(cells) != len(columns):
-            raise ValueError(f"needs {len(columns)} columns, got {len(cells)}")
-        when, context_tokens, generated_tokens = (cells[index] for index in indices)
-        moment = _moment(when)
-        input_length = _integer("ContextTokens", context_tokens)
-        output_length = _integer("GeneratedTokens", generated_tokens)
-        start = start or moment
-        return (moment - start) / timedelta(milliseconds=1), input_length, output_length, ()
-
-    return parse
-
-
-def _cells(line: bytes) -> list[str]:
-    try:
-        return [cell.strip() for cell in line.decode("utf-8-sig").split(",")]
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 text: {error.reason} at byte {error.start + 1}") from None
-
-
-def _moment(text: str) -> datetime:
-    """The 2024 files carry a time zone, the 2023 files do not: taken as UTC."""
-    try:
-        moment = datetime.fromisoformat(text)
-    except ValueError:
-        raise ValueError(f"TIMESTAMP must be a date and time, got {reprlib.repr(text)}") from None
-    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
-
-
-def _integer(field: str, text: str) -> int:
-    digits = text.removeprefix("-")
-    if not (digits.isascii() and digits.isdigit()):
-        raise ValueError(f"{field} must be an integer, got {reprlib.repr(text)}")
-    return int(text)

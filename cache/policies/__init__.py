@@ -37,8 +37,9 @@ POLICIES: dict[str, type[EvictionPolicy]] = {policy.name: policy for policy in _
 def make_policy(name: str, **options) -> EvictionPolicy:
     """Make a policy from its name, or from ``"path/to/file.py:ClassName"``.
 
-    ``options`` go to the class.  Raises ValueError for an unknown name or option (naming the
-    choices), a file that cannot be imported, or a class that is not an ``EvictionPolicy``.
+    ``options`` go to the class.  Raises ValueError, naming the policy, for an unknown name or
+    option (listing the choices), an option that is missing, a file that cannot be imported, a class
+    that is not an ``EvictionPolicy`` and a constructor that raises.
     """
     policy_class = _load_class(name) if ".py:" in name else POLICIES.get(name)
     if policy_class is None:
@@ -54,7 +55,11 @@ def make_policy(name: str, **options) -> EvictionPolicy:
             f"policy {name!r} has no option {', '.join(unknown)}; "
             f"its options: {', '.join(accepted) or 'none'}"
         )
-    return policy_class(**options)
+    try:
+        return policy_class(**options)
+    except (Exception, SystemExit) as error:
+        what = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise ValueError(f"policy {name!r} cannot be made: {what}{error}") from error
 
 
 def _load_class(spec: str) -> type[EvictionPolicy]:
@@ -69,7 +74,7 @@ def _load_class(spec: str) -> type[EvictionPolicy]:
     sys.modules[module_name] = module
     try:
         module_spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[module_name]
         raise ValueError(
             f"policy={spec!r}: importing {path} failed: {type(error).__name__}: {error}"

@@ -23,7 +23,6 @@ class ARC(QueuePolicy):
         self._b1 = GhostList(self._capacity)
         self._b2 = GhostList(2 * self._capacity)
         self._p = 0.0
-        self._returning: set[Hashable] = set()
         self._missed_in: GhostList | None = None
 
     def miss(self, key: Hashable) -> None:
@@ -37,12 +36,11 @@ class ARC(QueuePolicy):
         else:
             self._missed_in = None
             return
-        self._returning.add(key)
+        self._returning[key] = 0
 
     def _admit(self, block: int) -> None:
-        key = self._keys[block]
-        self._move(block, self._t2 if key in self._returning else self._t1)
-        self._returning.discard(key)
+        returns = self._keys[block] in self._returning
+        self._move(block, self._t2 if returns else self._t1)
 
     def _hit(self, block: int) -> None:
         self._move(block, self._t2)

@@ -13,15 +13,15 @@ A block is *in use* between ``insert`` or ``pin`` and the next ``release``.  Blo
 together are released tail first (the deepest block of the prompt, then its parents), so a policy
 that breaks ties by the order of release gives up a prompt from its end, as vLLM v1 does.
 
-A new policy is a subclass of this class or of one of the two that do part of the work:
-:class:`cache.policies.priority.PriorityPolicy` for what can be written as one number per block,
-which the replay compiles, and :class:`cache.policies.queues.QueuePolicy` for what consists of
-queues.
+A new policy subclasses :class:`cache.policies.priority.PriorityPolicy` if one number per block
+ranks the blocks (the replay compiles it), :class:`cache.policies.queues.QueuePolicy` if it keeps
+blocks in queues, and this class otherwise.
 """
 
 from __future__ import annotations
 
 import abc
+import copy
 from collections.abc import Callable, Hashable, Iterable, Iterator
 
 
@@ -37,8 +37,8 @@ class EvictionPolicy(abc.ABC):
     queues_uncached: bool = False
     """How a block pool treats free blocks whose content cannot be found again (partial blocks).
 
-    False: the pool hands them out before it asks the policy; the policy never sees them.
-    True: they are released to the policy like any other block (vLLM v1's single free queue).
+    False: the pool hands them out before it asks the policy, which never sees them.
+    True: the pool releases them to the policy like any other block (vLLM v1's single free queue).
     """
 
     def __init_subclass__(cls, **options) -> None:
@@ -90,9 +90,11 @@ class EvictionPolicy(abc.ABC):
     def __len__(self) -> int:
         """Number of released blocks."""
 
-    @abc.abstractmethod
     def __iter__(self) -> Iterator[int]:
         """Released blocks in the order in which ``evict`` would return them now."""
+        rehearsal = copy.deepcopy(self)
+        while len(rehearsal):
+            yield rehearsal.evict()
 
     def pin_many(self, blocks: Iterable[int]) -> None:
         """``pin`` each of ``blocks``, in order."""

@@ -19,9 +19,9 @@ class LRU(PriorityPolicy):
 
     The queue is made of runs: blocks that were released together, which is a prompt or its
     suffix.  Evictions shorten the oldest run from the tail of its prompt, and a hit takes a prefix
-    off the head of a run, so both are slices of a list, done by C loops.  A block that is pinned
-    out of the middle of a run leaves its entry there as a stale one, to be dropped when it is met,
-    or together with all others when they are the greater part: O(1) amortised as well.
+    off the head of a run, so both slice a list in C loops.  Pinning a block out of the middle of a
+    run leaves a stale entry there, which an eviction drops when it meets it, or a pin drops with
+    all others when they are the greater part: O(1) amortised as well.
 
     It trusts its owner to pin only what is released, and the other way round.
     """

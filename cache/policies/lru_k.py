@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 
+from cache.checks import at_least
 from cache.policies.priority import BlockHistory, PriorityPolicy
 
 
@@ -20,9 +21,7 @@ class LRUK(PriorityPolicy):
     name = "lru_k"
 
     def __init__(self, k: int = 2) -> None:
-        if k < 1:
-            raise ValueError(f"k must be at least 1, got {k}")
-        self.k = k
+        self.k = at_least(1, "k", k)
 
     def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
         super().start(capacity, next_use)

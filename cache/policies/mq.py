@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
+from cache.checks import at_least
 from cache.policies.queues import GhostList, Queue, QueuePolicy
 
 
@@ -20,30 +19,21 @@ class MQ(QueuePolicy):
     def __init__(
         self, num_queues: int = 8, life_time: int = 10_000, ghost_ratio: float = 4.0
     ) -> None:
-        if num_queues < 1:
-            raise ValueError(f"num_queues must be at least 1, got {num_queues}")
-        if life_time < 1:
-            raise ValueError(f"life_time must be at least 1 access, got {life_time}")
         if ghost_ratio < 0:
             raise ValueError(f"ghost_ratio must not be negative, got {ghost_ratio}")
-        self.num_queues = num_queues
-        self.life_time = life_time
+        self.num_queues = at_least(1, "num_queues", num_queues)
+        self.life_time = at_least(1, "life_time", life_time)
         self.ghost_ratio = ghost_ratio
 
     def _reset(self) -> None:
         self._queues = [Queue() for _ in range(self.num_queues)]
         self._ghosts = GhostList(int(self._capacity * self.ghost_ratio))
-        self._remembered: dict[Hashable, int] = {}
         self._accesses: dict[int, int] = {}
         self._expires: dict[int, int] = {}
         self._time = 0
 
-    def miss(self, key: Hashable) -> None:
-        if (accesses := self._ghosts.take(key)) is not None:
-            self._remembered[key] = accesses
-
     def _admit(self, block: int) -> None:
-        self._accesses[block] = self._remembered.pop(self._keys[block], 0)
+        self._accesses[block] = self._returning.get(self._keys[block], 0)
         self._access(block)
 
     def _hit(self, block: int) -> None:

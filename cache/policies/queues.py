@@ -1,11 +1,10 @@
-"""What policies made of several queues have in common."""
+"""Policies that keep blocks in queues, and remember keys of evicted ones."""
 
 from __future__ import annotations
 
 import abc
-import copy
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 
 from cache.policies.base import EvictionPolicy
 
@@ -22,8 +21,11 @@ class QueuePolicy(EvictionPolicy):
 
     A subclass says where a block goes when it comes in (``_admit``), what an access to a resident
     block changes (``_hit``) and which block to give up (``_choose``).  Blocks in use stay in their
-    queues, so that the queue lengths that such policies steer by are those of their papers; one
-    that is found at the head of a queue when a victim is wanted goes round again.
+    queues, so that the queue lengths that such policies steer by are those of their papers; a
+    search for a victim that meets one at the head of its queue moves it to the end.
+
+    A subclass that remembers evicted keys makes ``_ghosts`` in ``_reset``, adds to it in
+    ``_choose`` and finds in ``_returning`` what it held of a key that came back.
     """
 
     def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
@@ -32,7 +34,13 @@ class QueuePolicy(EvictionPolicy):
         self._queue_of: dict[int, Queue] = {}  # empty in a subclass with a list of its own
         self._pinned: set[int] = set()
         self._newcomers: set[int] = set()
+        self._ghosts = GhostList(0)
+        self._returning: dict[Hashable, int] = {}  # taken from the ghosts, to be admitted next
         self._reset()
+
+    def miss(self, key: Hashable) -> None:
+        if (value := self._ghosts.take(key)) is not None:
+            self._returning[key] = value
 
     def insert(self, block: int, key: Hashable, parent: Hashable | None, depth: int) -> None:
         if block in self._keys:
@@ -41,6 +49,7 @@ class QueuePolicy(EvictionPolicy):
         self._pinned.add(block)
         self._newcomers.add(block)
         self._admit(block)
+        self._returning.pop(key, None)
 
     def pin(self, block: int) -> None:
         if block in self._pinned:
@@ -79,11 +88,6 @@ class QueuePolicy(EvictionPolicy):
 
     def __len__(self) -> int:
         return len(self._keys) - len(self._pinned)
-
-    def __iter__(self) -> Iterator[int]:
-        rehearsal = copy.deepcopy(self)
-        while len(rehearsal):
-            yield rehearsal.evict()
 
     @abc.abstractmethod
     def _reset(self) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from cache.policies.base import EvictionPolicy
 
@@ -44,11 +43,6 @@ class Random(EvictionPolicy):
 
     def __len__(self) -> int:
         return len(self._released)
-
-    def __iter__(self) -> Iterator[int]:
-        rehearsal = copy.deepcopy(self)
-        while len(rehearsal):
-            yield rehearsal.evict()
 
     def _take(self, position: int) -> int:
         """Remove the block at ``position``, filling the gap with the last one."""

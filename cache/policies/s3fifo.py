@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
+from cache.checks import at_least
 from cache.policies.queues import GhostList, Queue, QueuePolicy
 
 
@@ -27,11 +26,9 @@ class S3FIFO(QueuePolicy):
             raise ValueError(f"small_ratio must lie between 0 and 1, got {small_ratio}")
         if ghost_ratio < 0:
             raise ValueError(f"ghost_ratio must not be negative, got {ghost_ratio}")
-        if promote_after < 1:
-            raise ValueError(f"promote_after must be at least 1, got {promote_after}")
         self.small_ratio = small_ratio
         self.ghost_ratio = ghost_ratio
-        self.promote_after = promote_after
+        self.promote_after = at_least(1, "promote_after", promote_after)
 
     def _reset(self) -> None:
         self._small = Queue()
@@ -39,20 +36,14 @@ class S3FIFO(QueuePolicy):
         self._small_size = int(self._capacity * self.small_ratio)
         self._main_size = self._capacity - self._small_size
         self._ghosts = GhostList(int(self._capacity * self.ghost_ratio))
-        self._returning: set[Hashable] = set()
         self._accesses: dict[int, int] = {}
         self._filling = True
 
-    def miss(self, key: Hashable) -> None:
-        if self._ghosts.take(key) is not None:
-            self._returning.add(key)
-
     def _admit(self, block: int) -> None:
-        key = self._keys[block]
         self._accesses[block] = 0
-        to_main = key in self._returning or (self._filling and len(self._small) >= self._small_size)
+        small_is_full = self._filling and len(self._small) >= self._small_size
+        to_main = small_is_full or self._keys[block] in self._returning
         self._move(block, self._main if to_main else self._small)
-        self._returning.discard(key)
 
     def _hit(self, block: int) -> None:
         self._accesses[block] += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cache.checks import at_least
 from cache.policies.queues import Queue, QueuePolicy
 
 
@@ -18,9 +19,7 @@ class SLRU(QueuePolicy):
     name = "slru"
 
     def __init__(self, segments: int = 4) -> None:
-        if segments < 1:
-            raise ValueError(f"segments must be at least 1, got {segments}")
-        self.segments = segments
+        self.segments = at_least(1, "segments", segments)
 
     def _reset(self) -> None:
         self._queues = [Queue() for _ in range(self.segments)]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
 from cache.policies.queues import GhostList, Queue, QueuePolicy
 
 
@@ -29,17 +27,11 @@ class TwoQ(QueuePolicy):
         self._incoming = Queue()
         self._main = Queue()
         self._ghosts = GhostList(int(self._capacity * self.out_ratio))
-        self._returning: set[Hashable] = set()
         self._in_size = int(self._capacity * self.in_ratio)
 
-    def miss(self, key: Hashable) -> None:
-        if self._ghosts.take(key) is not None:
-            self._returning.add(key)
-
     def _admit(self, block: int) -> None:
-        key = self._keys[block]
-        self._move(block, self._main if key in self._returning else self._incoming)
-        self._returning.discard(key)
+        returns = self._keys[block] in self._returning
+        self._move(block, self._main if returns else self._incoming)
 
     def _hit(self, block: int) -> None:
         if self._queue_of[block] is self._main:

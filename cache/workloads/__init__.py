@@ -1,7 +1,8 @@
 """Seeded synthetic workloads, for machines without traces and for questions traces cannot answer.
 
-A workload is a function in a file of its own that returns a ``Trace``; its keyword arguments are
-its options.  A new one is one file and one line in ``WORKLOADS``.
+A workload is a generator of requests in a file of its own, which ``@workload`` turns into a
+function that returns a ``Trace``; its keyword arguments are its options.  A new one is one file and
+one name in ``WORKLOADS``.
 
 All of them number full blocks only: block ``k`` of a prompt is its tokens ``k * block_size`` to
 ``(k + 1) * block_size - 1`` together with everything before them, so two requests share an id if
@@ -16,7 +17,6 @@ from collections.abc import Callable
 from cache.trace import Trace
 from cache.workloads.agent_loops import agent_loops
 from cache.workloads.multi_turn_chat import multi_turn_chat
-from cache.workloads.options import check_options
 from cache.workloads.parallel_sampling import parallel_sampling
 from cache.workloads.rag import rag
 from cache.workloads.shared_system_prompts import shared_system_prompts
@@ -24,11 +24,8 @@ from cache.workloads.shared_system_prompts import shared_system_prompts
 __all__ = ["WORKLOADS", "make_workload"]
 
 WORKLOADS: dict[str, Callable[..., Trace]] = {
-    "shared_system_prompts": shared_system_prompts,
-    "multi_turn_chat": multi_turn_chat,
-    "agent_loops": agent_loops,
-    "parallel_sampling": parallel_sampling,
-    "rag": rag,
+    make.__name__: make
+    for make in (shared_system_prompts, multi_turn_chat, agent_loops, parallel_sampling, rag)
 }
 
 
@@ -50,9 +47,6 @@ def make_workload(
     """
     if name not in WORKLOADS:
         raise ValueError(f"unknown workload {name!r}; choose from {', '.join(WORKLOADS)}")
-    for option, value in (("block_size", block_size), ("num_requests", num_requests)):
-        if value is not None:
-            options[option] = value
-    options["seed"] = seed
-    check_options(name, WORKLOADS[name], options)
+    common = {"seed": seed, "block_size": block_size, "num_requests": num_requests}
+    options |= {option: value for option, value in common.items() if value is not None}
     return WORKLOADS[name](**options)

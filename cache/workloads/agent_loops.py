@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import islice
+from functools import partial
 
-from cache.trace import Trace
 from cache.workloads.draws import (
     Zipf,
     generator,
@@ -19,11 +18,14 @@ from cache.workloads.options import (
     NonNegative,
     Positive,
     Probability,
+    Requests,
     Seed,
+    workload,
 )
 from cache.workloads.prompts import Prompt, PromptSpace
 
 
+@workload
 def agent_loops(
     *,
     num_requests: Count = 2000,
@@ -47,7 +49,7 @@ def agent_loops(
     mean_subagent_steps: AtLeastOne = 8.0,
     max_context_tokens: Count = 16384,
     summary_tokens: Positive = 500.0,
-) -> Trace:
+) -> Requests:
     """Tool-calling agents: each step appends the model's call and the tool's result.
 
     Nearly all of a prompt was in the previous one, seconds ago; but while a person or a sub-agent
@@ -75,13 +77,9 @@ def agent_loops(
     arrivals_rng, sessions_rng = generator(seed).spawn(2)
     space = PromptSpace(block_size)
     popularity = Zipf(num_agents, zipf_exponent)
+    tokens = partial(log_normal_tokens, sigma=length_sigma)
     system_prompts = [
-        space.extended(
-            space.empty,
-            space.new_text(),
-            log_normal_tokens(sessions_rng, system_tokens, length_sigma),
-        )
-        for _ in range(num_agents)
+        space.extended(space.empty, tokens(sessions_rng, system_tokens)) for _ in range(num_agents)
     ]
 
     def session(arrival_ms: int):
@@ -92,32 +90,24 @@ def agent_loops(
 
     def agent(rng, now: float, system_prompt: Prompt, mean_steps: float, spawns: float):
         """Yield the requests of one agent; return when it ends and the length of its answer."""
-
-        def followed(prompt: Prompt, median_tokens: float) -> Prompt:
-            length = log_normal_tokens(rng, median_tokens, length_sigma)
-            return space.extended(prompt, space.new_text(), length)
-
-        prompt = task = followed(system_prompt, task_tokens)
+        prompt = task = space.extended(system_prompt, tokens(rng, task_tokens))
         while True:
-            output_length = log_normal_tokens(rng, output_tokens, length_sigma)
+            output_length = tokens(rng, output_tokens)
             if prompt.num_tokens + output_length > max_context_tokens and prompt is not task:
-                prompt = followed(task, summary_tokens)
-            yield round(now), prompt.num_tokens, output_length, prompt.block_ids
+                prompt = space.extended(task, tokens(rng, summary_tokens))
+            yield round(now), prompt, output_length
             now += output_length * ms_per_output_token
             if rng.random() < 1 / mean_steps:
                 return now, output_length
-            prompt = space.extended(prompt, space.new_text(), output_length)
+            prompt = space.extended(prompt, output_length)
             if rng.random() < spawns:
                 now, result_length = yield from agent(
                     rng, now, system_prompt, mean_subagent_steps, 0
                 )
-                prompt = space.extended(prompt, space.new_text(), result_length)
+                prompt = space.extended(prompt, result_length)
                 continue
-            prompt = followed(prompt, tool_result_tokens)
+            prompt = space.extended(prompt, tokens(rng, tool_result_tokens))
             waits = pause_seconds if rng.random() < pause_probability else tool_seconds
             now += 1000 * log_normal(rng, waits, time_sigma)
 
-    requests = interleaved(poisson_arrivals_ms(arrivals_rng, session_rate), session)
-    return Trace.from_requests(
-        islice(requests, num_requests), name="agent_loops", block_size=block_size
-    )
+    return interleaved(poisson_arrivals_ms(arrivals_rng, session_rate), session)

@@ -76,18 +76,15 @@ def interleaved(
     ``session(arrival_ms)`` iterates over the requests of one session: tuples that begin with their
     timestamp, ascending, the first at ``arrival_ms``.
     """
-    running: list[tuple[int, int, tuple, Iterator[tuple]]] = []
-    arrival = next(arrivals_ms)
-    for number in itertools.count():
-        while running and running[0][0] < arrival:
-            _, running_number, request, rest = running[0]
+    waiting: list[tuple[int, int, tuple, Iterator[tuple]]] = []  # for the time of the next request
+
+    def wait(number: int, requests: Iterator[tuple]) -> None:
+        if (request := next(requests, None)) is not None:
+            heapq.heappush(waiting, (request[0], number, request, requests))
+
+    for number, arrival in enumerate(arrivals_ms):
+        while waiting and waiting[0][0] < arrival:
+            _, earlier, request, rest = heapq.heappop(waiting)
             yield request
-            following = next(rest, None)
-            if following is None:
-                heapq.heappop(running)
-            else:
-                heapq.heapreplace(running, (following[0], running_number, following, rest))
-        started = session(arrival)
-        first = next(started)
-        heapq.heappush(running, (first[0], number, first, started))
-        arrival = next(arrivals_ms)
+            wait(earlier, rest)
+        wait(number, session(arrival))

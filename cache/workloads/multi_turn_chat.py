@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import count, islice
+from functools import partial
+from itertools import count
 
-from cache.trace import Trace
 from cache.workloads.draws import (
     Zipf,
     generator,
@@ -13,10 +13,19 @@ from cache.workloads.draws import (
     log_normal_tokens,
     poisson_arrivals_ms,
 )
-from cache.workloads.options import AtLeastOne, Count, NonNegative, Positive, Seed
+from cache.workloads.options import (
+    AtLeastOne,
+    Count,
+    NonNegative,
+    Positive,
+    Requests,
+    Seed,
+    workload,
+)
 from cache.workloads.prompts import PromptSpace
 
 
+@workload
 def multi_turn_chat(
     *,
     num_requests: Count = 3000,
@@ -34,7 +43,7 @@ def multi_turn_chat(
     think_sigma: NonNegative = 1.2,
     ms_per_output_token: NonNegative = 20.0,
     max_context_tokens: Count = 8192,
-) -> Trace:
+) -> Requests:
     """Conversations: a prompt is the previous prompt, the previous answer and a new message.
 
     A conversation is wanted again after its user's think time or, after the last turn, never:
@@ -57,12 +66,9 @@ def multi_turn_chat(
     arrivals_rng, sessions_rng = generator(seed).spawn(2)
     space = PromptSpace(block_size)
     popularity = Zipf(num_system_prompts, zipf_exponent)
+    tokens = partial(log_normal_tokens, sigma=length_sigma)
     system_prompts = [
-        space.extended(
-            space.empty,
-            space.new_text(),
-            log_normal_tokens(sessions_rng, system_tokens, length_sigma),
-        )
+        space.extended(space.empty, tokens(sessions_rng, system_tokens))
         for _ in range(num_system_prompts)
     ]
 
@@ -72,19 +78,15 @@ def multi_turn_chat(
         prompt = system_prompts[popularity.draw(rng)]
         now = arrival_ms
         for turn in count():
-            message_length = log_normal_tokens(rng, message_tokens, length_sigma)
-            output_length = log_normal_tokens(rng, output_tokens, length_sigma)
-            prompt = space.extended(prompt, space.new_text(), message_length)
+            prompt = space.extended(prompt, tokens(rng, message_tokens))
+            output_length = tokens(rng, output_tokens)
             if turn and prompt.num_tokens + output_length > max_context_tokens:
                 return
-            yield round(now), prompt.num_tokens, output_length, prompt.block_ids
+            yield round(now), prompt, output_length
             if rng.random() < 1 / mean_turns:
                 return
-            prompt = space.extended(prompt, space.new_text(), output_length)
+            prompt = space.extended(prompt, output_length)
             now += output_length * ms_per_output_token
             now += 1000 * log_normal(rng, think_seconds, think_sigma)
 
-    requests = interleaved(poisson_arrivals_ms(arrivals_rng, session_rate), conversation)
-    return Trace.from_requests(
-        islice(requests, num_requests), name="multi_turn_chat", block_size=block_size
-    )
+    return interleaved(poisson_arrivals_ms(arrivals_rng, session_rate), conversation)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import islice
+from functools import partial
 
-from cache.trace import Trace
 from cache.workloads.draws import Zipf, generator, log_normal_tokens, poisson_arrivals_ms
-from cache.workloads.options import Count, NonNegative, Positive, Seed
+from cache.workloads.options import Count, NonNegative, Positive, Requests, Seed, workload
 from cache.workloads.prompts import PromptSpace
 
 
+@workload
 def parallel_sampling(
     *,
     num_requests: Count = 4000,
@@ -24,7 +24,7 @@ def parallel_sampling(
     question_tokens: Positive = 200.0,
     output_tokens: Positive = 400.0,
     length_sigma: NonNegative = 0.8,
-) -> Trace:
+) -> Requests:
     """Rollouts and best-of-n: each prompt comes ``num_samples`` times at the same instant.
 
     Prompts are those of a data set, gone through pass after pass in a new order each time.  Between
@@ -43,27 +43,17 @@ def parallel_sampling(
         length_sigma: Standard deviation of the logarithm of every length (log-normal).
     """
     rng = generator(seed)
+    tokens = partial(log_normal_tokens, rng, sigma=length_sigma)
     space = PromptSpace(block_size)
     popularity = Zipf(num_templates, zipf_exponent)
-
-    def followed(prompt, median_tokens: float):
-        length = log_normal_tokens(rng, median_tokens, length_sigma)
-        return space.extended(prompt, space.new_text(), length)
-
-    templates = [followed(space.empty, template_tokens) for _ in range(num_templates)]
+    templates = [space.extended(space.empty, tokens(template_tokens)) for _ in range(num_templates)]
     prompts = [
-        followed(templates[popularity.draw(rng)], question_tokens) for _ in range(num_prompts)
+        space.extended(templates[popularity.draw(rng)], tokens(question_tokens))
+        for _ in range(num_prompts)
     ]
-
-    def requests():
-        arrivals = poisson_arrivals_ms(rng, prompt_rate)
-        while True:
-            for index in rng.permutation(num_prompts):
-                arrival, prompt = next(arrivals), prompts[index]
-                for _ in range(num_samples):
-                    output_length = log_normal_tokens(rng, output_tokens, length_sigma)
-                    yield arrival, prompt.num_tokens, output_length, prompt.block_ids
-
-    return Trace.from_requests(
-        islice(requests(), num_requests), name="parallel_sampling", block_size=block_size
-    )
+    arrivals = poisson_arrivals_ms(rng, prompt_rate)
+    while True:
+        for index in rng.permutation(num_prompts):
+            arrival = next(arrivals)
+            for _ in range(num_samples):
+                yield arrival, prompts[index], tokens(output_tokens)

@@ -17,8 +17,8 @@ class Prompt:
     num_tokens: int
     block_ids: list[int]
     """Its full blocks.  Shared with other prompts: not to be changed."""
-    tail: tuple[tuple[int, int, int], ...]
-    """The tokens after the last full block as ``(text, start, stop)``."""
+    tail: tuple[int, ...]
+    """The tokens after the last full block: ``text, start, stop`` of one text after the other."""
 
 
 class PromptSpace:
@@ -31,42 +31,25 @@ class PromptSpace:
         self.block_size = block_size
         self.empty = Prompt(0, [], ())
         self._num_texts = 0
-        self._num_blocks = 0
-        # Full blocks inside one text that follow a parent, by (parent, text, first token).
-        self._runs: dict[tuple[int, int, int], list[int]] = {}
-        # Blocks of several texts, by parent and tokens.
-        self._mixed: dict[tuple[int, tuple[tuple[int, int, int], ...]], int] = {}
+        self._ids: dict[tuple[int, ...], int] = {}  # by parent block and tokens
 
     def new_text(self) -> int:
         """A text that no prompt contains yet."""
         self._num_texts += 1
         return self._num_texts - 1
 
-    def extended(self, prompt: Prompt, text: int, num_tokens: int) -> Prompt:
-        """``prompt`` followed by the first ``num_tokens`` tokens of ``text``."""
-        block_ids, tail = prompt.block_ids, prompt.tail
-        start = 0
-        if tail and num_tokens:
-            in_tail = prompt.num_tokens % self.block_size
-            start = min(self.block_size - in_tail, num_tokens)
-            tail = (*tail, (text, 0, start))
-            if in_tail + start == self.block_size:
-                key = (block_ids[-1] if block_ids else -1, tail)
-                if key not in self._mixed:
-                    self._mixed[key] = self._new_block()
-                block_ids = [*block_ids, self._mixed[key]]
-                tail = ()
-        num_full = (num_tokens - start) // self.block_size
-        if num_full:
-            run = self._runs.setdefault((block_ids[-1] if block_ids else -1, text, start), [])
-            while len(run) < num_full:
-                run.append(self._new_block())
-            block_ids = block_ids + run[:num_full]
-            start += num_full * self.block_size
+    def extended(self, prompt: Prompt, num_tokens: int, text: int | None = None) -> Prompt:
+        """``prompt`` followed by the first ``num_tokens`` tokens of ``text`` (None: a new one)."""
+        text = self.new_text() if text is None else text
+        block_ids, tail = prompt.block_ids.copy(), prompt.tail
+        parent = block_ids[-1] if block_ids else -1
+        start, stop = 0, self.block_size - prompt.num_tokens % self.block_size
+        while stop <= num_tokens:
+            key = (parent, *tail, text, start, stop)
+            parent = self._ids.setdefault(key, len(self._ids))
+            block_ids.append(parent)
+            tail = ()
+            start, stop = stop, stop + self.block_size
         if start < num_tokens:
-            tail = ((text, start, num_tokens),)
+            tail += (text, start, num_tokens)
         return Prompt(prompt.num_tokens + num_tokens, block_ids, tail)
-
-    def _new_block(self) -> int:
-        self._num_blocks += 1
-        return self._num_blocks - 1

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import islice
+from functools import partial
 
-from cache.trace import Trace
 from cache.workloads.draws import Zipf, generator, log_normal_tokens, poisson_arrivals_ms
-from cache.workloads.options import Count, NonNegative, Positive, Seed
+from cache.workloads.options import Count, NonNegative, Positive, Requests, Seed, workload
 from cache.workloads.prompts import PromptSpace
 
 
+@workload
 def rag(
     *,
     num_requests: Count = 2500,
@@ -24,7 +24,7 @@ def rag(
     question_tokens: Positive = 30.0,
     output_tokens: Positive = 150.0,
     length_sigma: NonNegative = 0.8,
-) -> Trace:
+) -> Requests:
     """Questions over retrieved documents: system prompt, documents in random order, question.
 
     A document's blocks are reusable only behind the same documents in the same order, so most of
@@ -46,22 +46,13 @@ def rag(
             f"and {num_documents}"
         )
     rng = generator(seed)
+    tokens = partial(log_normal_tokens, rng, sigma=length_sigma)
     space = PromptSpace(block_size)
     popularity = Zipf(num_documents, zipf_exponent)
-    system_prompt = space.extended(space.empty, space.new_text(), system_tokens)
-    documents = [
-        (space.new_text(), log_normal_tokens(rng, document_tokens, length_sigma))
-        for _ in range(num_documents)
-    ]
-
-    def requests():
-        for arrival in poisson_arrivals_ms(rng, request_rate):
-            prompt = system_prompt
-            for document in popularity.draw_distinct(rng, documents_per_request):
-                prompt = space.extended(prompt, *documents[document])
-            question_length = log_normal_tokens(rng, question_tokens, length_sigma)
-            prompt = space.extended(prompt, space.new_text(), question_length)
-            output_length = log_normal_tokens(rng, output_tokens, length_sigma)
-            yield arrival, prompt.num_tokens, output_length, prompt.block_ids
-
-    return Trace.from_requests(islice(requests(), num_requests), name="rag", block_size=block_size)
+    system_prompt = space.extended(space.empty, system_tokens)
+    documents = [(tokens(document_tokens), space.new_text()) for _ in range(num_documents)]
+    for arrival in poisson_arrivals_ms(rng, request_rate):
+        prompt = system_prompt
+        for document in popularity.draw_distinct(rng, documents_per_request):
+            prompt = space.extended(prompt, *documents[document])
+        yield arrival, space.extended(prompt, tokens(question_tokens)), tokens(output_tokens)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import islice
+from functools import partial
 
-from cache.trace import Trace
 from cache.workloads.draws import Zipf, generator, log_normal_tokens, poisson_arrivals_ms
-from cache.workloads.options import Count, NonNegative, Positive, Seed
+from cache.workloads.options import Count, NonNegative, Positive, Requests, Seed, workload
 from cache.workloads.prompts import PromptSpace
 
 
+@workload
 def shared_system_prompts(
     *,
     num_requests: Count = 4000,
@@ -22,7 +22,7 @@ def shared_system_prompts(
     message_tokens: Positive = 80.0,
     output_tokens: Positive = 150.0,
     length_sigma: NonNegative = 0.8,
-) -> Trace:
+) -> Requests:
     """Independent requests: one of many system prompts, then a message that never comes again.
 
     The cacheable part is a static Zipf popularity, the rest a stream of blocks used once: the
@@ -37,25 +37,12 @@ def shared_system_prompts(
         length_sigma: Standard deviation of the logarithm of every length (log-normal).
     """
     rng = generator(seed)
+    tokens = partial(log_normal_tokens, rng, sigma=length_sigma)
     space = PromptSpace(block_size)
     popularity = Zipf(num_system_prompts, zipf_exponent)
     system_prompts = [
-        space.extended(
-            space.empty, space.new_text(), log_normal_tokens(rng, system_tokens, length_sigma)
-        )
-        for _ in range(num_system_prompts)
+        space.extended(space.empty, tokens(system_tokens)) for _ in range(num_system_prompts)
     ]
-
-    def requests():
-        for arrival in poisson_arrivals_ms(rng, request_rate):
-            prompt = space.extended(
-                system_prompts[popularity.draw(rng)],
-                space.new_text(),
-                log_normal_tokens(rng, message_tokens, length_sigma),
-            )
-            output_length = log_normal_tokens(rng, output_tokens, length_sigma)
-            yield arrival, prompt.num_tokens, output_length, prompt.block_ids
-
-    return Trace.from_requests(
-        islice(requests(), num_requests), name="shared_system_prompts", block_size=block_size
-    )
+    for arrival in poisson_arrivals_ms(rng, request_rate):
+        system_prompt = system_prompts[popularity.draw(rng)]
+        yield arrival, space.extended(system_prompt, tokens(message_tokens)), tokens(output_tokens)
