@@ -121,18 +121,14 @@ def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
     """The figure hit_rate, a panel per trace, and the table summary.csv."""
     with style.figures():
         written = style.save(_draw(rows), folder, "hit_rate")
-    table = folder / "summary.csv"
-    style.write_atomically(table, _summary(rows).to_csv(index=False, float_format="%.4f"))
-    return [*written, table]
+    return written + style.save_table(_summary(rows), folder, "summary")
 
 
 def _draw(rows: pd.DataFrame) -> Figure:
-    traces = rows["trace"].unique()
     lines = style.policy_lines(rows["policy"].unique())
-    figure, axes, spare = style.panel_grid(len(traces), height=2.1, sharex=True)
+    figure, axes, spare = style.panel_grid(rows["trace"].nunique(), height=2.1, sharex=True)
     ticks = [tick for tick in _TICKS if tick <= 100 * _bounded(rows)["capacity_fraction"].max()]
-    for axis, trace in zip(axes, traces, strict=True):
-        of_trace = rows[rows["trace"] == trace]
+    for axis, (_, of_trace) in zip(axes, rows.groupby("trace", sort=False), strict=True):
         for policy, curve in of_trace.groupby("policy", sort=False):
             if policy == "infinite":
                 axis.axhline(100 * curve["block_hit_rate"].iloc[0], **lines[policy])
@@ -140,9 +136,8 @@ def _draw(rows: pd.DataFrame) -> Figure:
                 curve = curve.sort_values("capacity_fraction")
                 x, y = 100 * curve["capacity_fraction"], 100 * curve["block_hit_rate"]
                 axis.plot(x, y, **lines[policy])
-        axis.set(title=_title(of_trace.iloc[0]), xscale="log", ylim=(0, None))
-        axis.set_xticks(ticks, map("{:g}".format, ticks))
-        axis.minorticks_off()
+        axis.set(title=_title(of_trace.iloc[0]), ylim=(0, None))
+        style.log_x(axis, ticks)
     figure.supxlabel("pool size (% of the unique blocks of the trace)", fontsize=8)
     figure.supylabel("block hit rate (%)", fontsize=8)
     style.shared_legend(figure, spare)

@@ -1,22 +1,39 @@
-"""Repeated measurements as three columns of a table, and as a line with error bars."""
+"""Repeated measurements as columns of a table, and as a line with error bars."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-_QUANTILES = {"p20": 0.2, "p50": 0.5, "p80": 0.8}
+_SPREAD = {"_p20": 0.2, "_p50": 0.5, "_p80": 0.8}
+_OF_TIMES = {"_mean_s": None, "_p50_s": 0.5, "_p90_s": 0.9, "_p99_s": 0.99}
 
 
-def columns(name: str, values: Sequence[float]) -> dict[str, float]:
-    """``<name>_p20``, ``_p50`` (the median) and ``_p80`` of ``values``, at least one."""
+def of_times(name: str, seconds: Iterable[float | None]) -> dict[str, float | None]:
+    """``<name>_mean_s``, ``_p50_s``, ``_p90_s`` and ``_p99_s``."""
+    return columns(name, seconds, _OF_TIMES)
+
+
+def columns(
+    name: str, values: Iterable[float | None], at: Mapping[str, float | None] = _SPREAD
+) -> dict[str, float | None]:
+    """Quantiles of the ``values`` that are known, as columns of a row; None without any.
+
+    at: from what follows ``name`` in a column to its quantile, interpolated; None: the mean.
+    """
     import numpy as np
 
-    return {f"{name}_{suffix}": float(np.quantile(values, q)) for suffix, q in _QUANTILES.items()}
+    known = [value for value in values if value is not None]
+    if not known:
+        return dict.fromkeys(name + suffix for suffix in at)
+    return {
+        name + suffix: float(np.mean(known) if q is None else np.quantile(known, q))
+        for suffix, q in at.items()
+    }
 
 
 def error_bars(axis: Axes, x: pd.Series, rows: pd.DataFrame, name: str, **look: object) -> None:
@@ -24,6 +41,6 @@ def error_bars(axis: Axes, x: pd.Series, rows: pd.DataFrame, name: str, **look: 
 
     ``look`` goes to ``Axes.errorbar``.
     """
-    low, median, high = (rows[f"{name}_{suffix}"] for suffix in _QUANTILES)
+    low, median, high = (rows[name + suffix] for suffix in _SPREAD)
     error = [median - low, high - median]
     axis.errorbar(x, median, error, elinewidth=0.7, capsize=1.5, **look)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from experiments.harness.store import write_atomically
 
 if TYPE_CHECKING:
+    import pandas as pd
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
@@ -143,6 +144,16 @@ class Panels(NamedTuple):
     spare: list[Axes]
 
 
+def log_x(axes: Axes, ticks: Sequence[float] = (), base: int = 10) -> None:
+    """A logarithmic x axis with these ticks, or the powers of ``base``, as plain numbers."""
+    axes.set_xscale("log", base=base)
+    if len(ticks):
+        axes.set_xticks(ticks, map("{:g}".format, ticks))
+    else:
+        axes.xaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
+
+
 def plain_log_ticks(axis: Axis) -> None:
     """Ticks of a logarithmic ``axes.xaxis`` or ``yaxis``, whose data are drawn, as plain numbers.
 
@@ -176,6 +187,13 @@ def shared_legend(figure: Figure, spare: Sequence[Axes] = (), columns: int = 6) 
             if ncols == 1 or legend.get_window_extent().width <= figure.bbox.width:
                 break
             legend.remove()
+
+
+def save_table(table: pd.DataFrame, folder: Path, name: str, digits: str = "%.4f") -> list[Path]:
+    """Write ``name``.csv, floats as ``digits`` says."""
+    path = folder / f"{name}.csv"
+    write_atomically(path, table.to_csv(index=False, float_format=digits))
+    return [path]
 
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:
