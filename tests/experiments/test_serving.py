@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pandas as pd
 import pytest
 import torch
 
-import cache
 from experiments import serving
-from experiments.harness import Absent
 from experiments.load.open_loop import Run, Served, Step
 from experiments.load.request_lengths import LogNormalLengths
 
@@ -24,7 +20,7 @@ def _no_traces_dir(monkeypatch):
 
 
 def grid(**options):
-    return list(serving.cells(serving.ServingOptions(**options)))
+    return list(serving.EXPERIMENT.checked_cells(serving.Serving(**options)))
 
 
 def request(**values) -> Served:
@@ -51,39 +47,25 @@ def run_one(system, trace=None, **options):
 
 
 @pytest.mark.slow
-def test_the_command_line_from_lengths_to_the_figures(command_line, tmp_path):
-    systems = ("contiguous_max", "vllm_v1")
-    options = [word for system in systems for word in ("--system", system)]
-    output = command_line(
-        "run", "serving", *options, "--request-rate", 50, 2000, "--duration-s", 0.05,
-        "--drain-s", 0.05, "--mean-tokens", 24, "--max-model-len", 64,
-    ).stdout  # fmt: skip
-    assert "serving: 8 cells, 8 run" in output
-
-    folder = tmp_path / "results" / "serving" / "cpu"
-    rows = pd.read_csv(folder / "rows.csv")
-    assert list(rows["trace"].unique()) == ["log_normal_120_240", "multi_turn_chat"]
-    assert list(rows["system"].unique()) == list(systems)
-    assert set(rows["cache_slots"]) == {8 * 64}  # the same memory for all
-    assert set(rows["requests"]) <= {2, 100}
-    assert (rows["requests_finished"] <= rows["requests"]).all()
+def test_a_tiny_run_has_the_same_memory_for_all_and_says_what_is_saturated(tiny_run):
+    run = tiny_run("serving")
+    rows = run.rows
+    assert set(rows["cache_slots"]) == {8 * 64}
+    assert set(rows["requests"]) <= {2, 60}
     assert (rows["saturated"] == (rows["requests_finished"] < rows["requests"])).all()
     assert (rows["normalized_latency_s"] > 0).all()
     assert (rows["ttft_p50_s"] <= rows["ttft_p99_s"]).all()
-    assert rows[rows["system"] == "contiguous_max"]["peak_batched_requests"].max() <= 8
-    assert (rows[rows["system"] != "vllm_v1"]["cached_prompt_fraction"] == 0).all()
-    files = {"serving.pdf", "serving.png", "serving_tokens.pdf", "serving_tokens.png"}
-    assert files <= {path.name for path in folder.iterdir()}
-    summary = pd.read_csv(folder / "summary.csv")
-    assert len(summary) == 4
-    assert set(summary["highest_rate"]) == {2000}
+    reserved = rows[rows["system"] == "contiguous_max"]
+    assert reserved["peak_batched_requests"].max() <= 8
+    assert (reserved["cached_prompt_fraction"] == 0).all()
+    assert list(run.summary["highest_rate"]) == [2000, 2000]
 
 
 def test_the_default_grid_has_lengths_alone_and_chats_with_common_prefixes():
     cells = grid()
-    lengths = [cell for cell in cells if isinstance(cell.source, LogNormalLengths)]
+    lengths = [cell for cell in cells if isinstance(cell.trace, LogNormalLengths)]
     chats = [cell for cell in cells if cell not in lengths]
-    assert {cell.source.name for cell in chats} == {"multi_turn_chat"}
+    assert {cell.trace.name for cell in chats} == {"multi_turn_chat"}
     assert {cell.system for cell in lengths} == {
         "contiguous_max", "contiguous_pow2", "contiguous_oracle", "paged",
     }  # fmt: skip
@@ -194,38 +176,3 @@ def test_the_highest_rate_kept_up_with():
     assert (paged["highest_rate_kept_up"], paged["requests_per_second_at_most"]) == (20, 25)
     assert (paged["batched_requests_there"], paged["preemptions_there"]) == (30, 7)
     assert contiguous["highest_rate_kept_up"] == 0
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"system": ("orca",)}, "--system orca is unknown; choose from contiguous_max"),
-        ({"request_rate": (5, 0)}, r"--request-rate must be above 0, got \(5, 0\)"),
-        ({"drain_s": 0}, "--drain-s must be above 0"),
-        ({"block_size": 5}, "--block-size must divide --max-model-len 1024, got 5"),
-        ({"model": "gpt"}, "model='gpt' is unknown"),
-    ],
-)
-def test_bad_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        grid(**options)
-
-
-def test_broken_files_of_a_traces_folder_are_absent(tmp_path, monkeypatch):
-    (tmp_path / "broken.jsonl").write_text('{"timestamp": 1}\n')
-    cache.save_trace(
-        cache.make_workload("multi_turn_chat", num_requests=5), tmp_path / "chat.jsonl"
-    )
-    monkeypatch.setenv("TRACES_DIR", str(tmp_path))
-    items = grid()
-    assert [item.reason for item in items if isinstance(item, Absent)] == [
-        "broken.jsonl:1: missing field 'input_length'"
-    ]
-    assert {i.source.name for i in items if not isinstance(i, Absent)} == {"chat.jsonl"}
-
-
-def test_options_and_cells_have_the_same_fields():
-    fields = {field.name for field in dataclasses.fields(serving.ServingCell)}
-    assert fields - {"source"} == {
-        field.name for field in dataclasses.fields(serving.ServingOptions)
-    } - {"trace"}
