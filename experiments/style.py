@@ -157,14 +157,13 @@ def log_x(axes: Axes, ticks: Sequence[float] = (), base: int = 10) -> None:
 def plain_log_ticks(axis: Axis) -> None:
     """Ticks of a logarithmic ``axes.xaxis`` or ``yaxis``, whose data are drawn, as plain numbers.
 
-    At 1, 2, 5, 10 ...; closer ones where the axis spans too little for three of these.  An axis
-    without data stays as it is.
+    At 1, 2, 5, 10 ...; closer ones where the axis spans too little for three of these.
     """
     from matplotlib.ticker import LogLocator, NullLocator
 
     low, high = axis.get_view_interval()
-    if low <= 0:
-        return
+    if low <= 0:  # there are no data
+        axis.set_view_interval(1, 10, ignore=True)
     axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high > 10 * low else (1, 1.5, 2, 3, 5, 7)))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter("{x:g}")

@@ -122,7 +122,7 @@ def inputs(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("inputs")
     names = {"chat": "chat.jsonl.gz", "lengths": "azure.csv", "policy": "policy.py"}
     paths = {name: folder / file for name, file in names.items()}
-    chats = cache.make_workload("multi_turn_chat", num_requests=60, block_size=16)
+    chats = cache.make_workload("multi_turn_chat", seed=3, num_requests=60)
     cache.save_trace(chats, paths["chat"])
     rows = [f"2023-11-16 18:17:{i:02}.0000000,{20 + i},{5 + i % 3}" for i in range(40)]
     # As in Azure's copies: the number of requests is glued to the last output.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import pandas as pd
 import pytest
 import torch
 
+from cache import ServiceModel
 from experiments import serving
 from experiments.load.open_loop import Run, Served, Step
 from experiments.load.request_lengths import LogNormalLengths
@@ -15,8 +18,12 @@ TINY = {"duration_s": 0.1, "drain_s": 5.0, "mean_tokens": 24.0, "max_model_len":
 
 
 @pytest.fixture(autouse=True)
-def _no_traces_dir(monkeypatch):
+def _modelled_time(monkeypatch):
+    """A step takes 2 ms, and more with its tokens, however busy the machine is."""
     monkeypatch.delenv("TRACES_DIR", raising=False)
+    service = ServiceModel(step_seconds=0.002, prefill_tokens_per_second=100_000)
+    modelled = functools.partial(serving.open_loop.serve, service=service)
+    monkeypatch.setattr(serving.open_loop, "serve", modelled)
 
 
 def grid(**options):
@@ -51,7 +58,7 @@ def test_a_tiny_run_has_the_same_memory_for_all_and_says_what_is_saturated(tiny_
     run = tiny_run("serving")
     rows = run.rows
     assert set(rows["cache_slots"]) == {8 * 64}
-    assert set(rows["requests"]) <= {2, 60}
+    assert set(rows["requests"]) <= {2, 59}
     assert (rows["saturated"] == (rows["requests_finished"] < rows["requests"])).all()
     assert (rows["normalized_latency_s"] > 0).all()
     assert (rows["ttft_p50_s"] <= rows["ttft_p99_s"]).all()
@@ -113,7 +120,7 @@ def test_saturated_cells_say_so_and_count_what_was_given_up():
     row = run_one("contiguous_max", request_rate=(20_000,), duration_s=0.01, drain_s=0.01)
     assert row["saturated"]
     assert row["requests_finished"] < row["requests"] == 200
-    assert row["seconds"] < 5
+    assert 0.02 <= row["seconds"] < 0.03
     assert row["ttft_p99_s"] >= 0.01
 
 

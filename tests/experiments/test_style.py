@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 import cache
@@ -63,7 +65,9 @@ def test_every_built_in_policy_has_a_look_and_a_name_of_its_own():
 
 
 @pytest.mark.parametrize(
-    ("low", "high"), [(1.2, 5.5), (2, 5000), (16, 25), (0.03, 0.2)], ids=lambda value: f"{value:g}"
+    ("low", "high"),
+    [(1.2, 5.5), (2, 5000), (16, 25), (0.03, 0.2), (math.nan, math.nan)],
+    ids=lambda value: f"{value:g}",
 )
 def test_a_logarithmic_axis_has_ticks_enough_as_plain_numbers(low, high):
     with style.figures():
