@@ -160,6 +160,7 @@ def _draw(speeds: pd.DataFrame) -> Figure:
     figure, axes, spare = style.panel_grid(speeds["trace"].nunique(), height=1.8, sharey=True)
     for axis, (trace, of_trace) in zip(axes, speeds.groupby("trace", sort=False), strict=True):
         policies = of_trace["policy"].unique()
+        labels = [line["label"] for line in style.policy_lines(policies).values()]
         implementations = [name for name in looks if name in set(of_trace["implementation"])]
         width = 0.8 / len(implementations)
         for index, implementation in enumerate(implementations):
@@ -176,7 +177,7 @@ def _draw(speeds: pd.DataFrame) -> Figure:
             )
             error = [spread["median"] - spread["min"], spread["max"] - spread["median"]]
             axis.errorbar(x, spread["median"], error, fmt="none", ecolor="black", elinewidth=0.7)
-        axis.set_xticks(range(len(policies)), [style.POLICY_LABELS[p].split()[0] for p in policies])
+        axis.set_xticks(range(len(policies)), [label.split()[0] for label in labels])
         axis.set(title=trace)
         axis.grid(axis="x", visible=False)
     figure.supylabel("million block references/s", fontsize=8)

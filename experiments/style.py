@@ -46,39 +46,21 @@ def line(color: str, marker: str, dashes: str = "solid", fill: bool = True) -> d
 
 
 _POLICIES = {
-    "infinite": {**line(GREY, "", "dotted"), "linewidth": 1.0},
-    "belady": line(BLACK, "", "dashed"),
-    "lru": line(BLUE, "o"),
-    "fifo": line(ORANGE, "s"),
-    "lfu": line(GREEN, "^"),
-    "slru": line(SKY, "D"),
-    "lru_k": line(RED, "v"),
-    "two_q": line(PINK, "P"),
-    "arc": line(RED, "X", "dashed"),
-    "s3fifo": line(BLUE, "s", "dashed", fill=False),
-    "sieve": line(GREEN, "o", "dashed", fill=False),
-    "mq": line(ORANGE, "^", "dashed", fill=False),
-    "gdsf": line(SKY, "v", "dashdot", fill=False),
-    "random": line(GREY, "x"),
-    "mru": line(GREY, "+", "dashdot"),
-}
-
-POLICY_LABELS = {
-    "infinite": "infinite cache",
-    "belady": "Belady (optimum)",
-    "lru": "LRU",
-    "fifo": "FIFO",
-    "lfu": "LFU",
-    "slru": "SLRU",
-    "lru_k": "LRU-K",
-    "two_q": "2Q",
-    "arc": "ARC",
-    "s3fifo": "S3-FIFO",
-    "sieve": "SIEVE",
-    "mq": "MQ",
-    "gdsf": "GDSF",
-    "random": "random",
-    "mru": "MRU",
+    "infinite": ("infinite cache", {**line(GREY, "", "dotted"), "linewidth": 1.0}),
+    "belady": ("Belady (optimum)", line(BLACK, "", "dashed")),
+    "lru": ("LRU", line(BLUE, "o")),
+    "fifo": ("FIFO", line(ORANGE, "s")),
+    "lfu": ("LFU", line(GREEN, "^")),
+    "slru": ("SLRU", line(SKY, "D")),
+    "lru_k": ("LRU-K", line(RED, "v")),
+    "two_q": ("2Q", line(PINK, "P")),
+    "arc": ("ARC", line(RED, "X", "dashed")),
+    "s3fifo": ("S3-FIFO", line(BLUE, "s", "dashed", fill=False)),
+    "sieve": ("SIEVE", line(GREEN, "o", "dashed", fill=False)),
+    "mq": ("MQ", line(ORANGE, "^", "dashed", fill=False)),
+    "gdsf": ("GDSF", line(SKY, "v", "dashdot", fill=False)),
+    "random": ("random", line(GREY, "x")),
+    "mru": ("MRU", line(GREY, "+", "dashdot")),
 }
 
 
@@ -88,13 +70,14 @@ def policy_lines(policies: Iterable[str]) -> dict[str, dict]:
     A user's policy takes the next of a few thick lines that no known policy has.
     """
     own = cycle([line(RED, "*"), line(PINK, "p"), line(BLACK, "h")])
-    return {
-        policy: {
-            **(_POLICIES.get(policy) or {**next(own), "linewidth": 1.8, "markersize": 5}),
-            "label": POLICY_LABELS.get(policy, policy),
-        }
-        for policy in policies
-    }
+    lines = {}
+    for policy in policies:
+        if policy in _POLICIES:
+            label, look = _POLICIES[policy]
+        else:
+            label, look = policy, {**next(own), "linewidth": 1.8, "markersize": 5}
+        lines[policy] = {**look, "label": label}
+    return lines
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from experiments import eviction_serving
 from experiments.eviction_serving import EvictionServing
 from experiments.harness import Absent, Unavailable
 from experiments.load import service_times
+from experiments.load.scaled_trace import shrink_blocks
 
 torch.set_num_threads(1)
 
@@ -44,10 +45,11 @@ def run_one(trace, policy, percent=30, **options):
     return row
 
 
-def served_slice(trace, **options) -> Trace:
+def served_slice(trace, skip_requests=0, num_requests=600, max_output_tokens=16, **_) -> Trace:
     """The trace that ``run_one`` serves."""
-    cell = grid(trace=(trace,), slice_tokens=8_000, **options)[0]
-    return eviction_serving._slice(cell).trace
+    part = cache.load_trace(trace)[skip_requests : skip_requests + num_requests]
+    sizes = {"slice_tokens": 8_000, "max_output_tokens": max_output_tokens}
+    return shrink_blocks(part, **sizes, vocab_size=512).trace
 
 
 @pytest.mark.slow
@@ -184,10 +186,11 @@ def test_a_cache_that_does_not_hold_the_longest_request_is_unavailable(trace):
 
 
 def test_a_slice_from_the_middle(trace):
-    loaded = cache.load_trace(trace)
-    middle = served_slice(trace, skip_requests=20, num_requests=15)
-    assert len(middle) == 15
-    assert middle.timestamps_ms.tolist() == loaded.timestamps_ms[20:35].tolist()
+    middle = {"skip_requests": 20, "num_requests": 15}
+    row = run_one(trace, "lru", percent=100, **middle)
+    served = served_slice(trace, **middle)
+    assert (row["requests"], len(served)) == (15, 15)
+    assert row["mean_prompt_tokens"] == served.input_lengths.mean()
 
 
 def test_the_grid(trace):

@@ -60,8 +60,13 @@ def test_no_two_policies_look_alike():
 
 
 def test_every_built_in_policy_has_a_look_and_a_name_of_its_own():
-    assert set(cache.POLICIES) <= set(style.POLICY_LABELS)
-    assert set(cache.POLICIES) <= set(style._POLICIES)
+    lines = style.policy_lines([*cache.POLICIES, "mine.py:A"])
+    own = lines.pop("mine.py:A")
+    assert (own["label"], own["linewidth"]) == ("mine.py:A", 1.8)
+    assert not any("linewidth" in line for line in lines.values())
+    labels = {line["label"] for line in lines.values()}
+    assert len(labels) == len(cache.POLICIES)
+    assert "2Q" in labels
 
 
 @pytest.mark.parametrize(
