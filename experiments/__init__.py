@@ -6,7 +6,7 @@ harness/     runs cells, resumes sweeps, writes results
 load/        traces and lengths, models and arrivals for experiments on caches and engines
 bench/       problems with their right answers, work and times for experiments on kernels
 style        the look of figures; quantiles: repeated measurements in them
-rivals       cache code of other systems, run beside ours
+manager_overhead/  beside caches of other systems
 
 ``cli.py`` is the command line; ``gpu_pass.py`` and ``sanitize.py`` are commands of their own.
 """

@@ -26,58 +26,55 @@ import cache
 from experiments import style
 from experiments.bench import kernel_problems
 from experiments.bench.kernel_problems import OURS, Shape
-from experiments.harness import Absent, Cell, Experiment, Options, Repeated
+from experiments.eviction import Policy
+from experiments.harness import Absent, Axis, Count, Experiment, Options, Percent, Positive, grid
 from experiments.harness.environment import cuda_available
 from experiments.load import workloads
-from experiments.load.workloads import Source
+from experiments.load.request_lengths import MAX_OUTPUT_TOKENS
+from experiments.load.workloads import OnTraces, Source
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-LONGEST_OUTPUT = 100_000
-"""Requests that claim to have generated more tokens than this are damaged rows, and left out."""
-
 
 @dataclass(frozen=True, kw_only=True)
-class BlockSizeOptions(Options):
+class BlockSize(OnTraces):
     """The grid: traces x block sizes x cache sizes, and contexts x block sizes on a GPU."""
 
-    part: tuple[Literal["hit_rate", "partial_reuse", "waste", "latency"], ...] = (
+    part: Axis[Literal["hit_rate", "partial_reuse", "waste", "latency"]] = (
         "hit_rate",
         "partial_reuse",
         "waste",
         "latency",
     )
     """Hit rates, reuse of parts of blocks, empty slots, latency of decode (on a GPU)."""
-    trace: Repeated[tuple[Path, ...]] = ()
-    """A request trace (.jsonl, .csv, .gz, .zst). None: $TRACES_DIR's, else synthetic ones."""
-    policy: str = "lru"
+    policy: Policy = "lru"
     """Eviction policy of the replays."""
-    capacity_percent: tuple[float, ...] = (2, 10)
+    capacity_percent: Axis[Percent] = (2, 10)
     """Tokens of the cache, in percent of the unique tokens of the trace."""
-    block_size: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+    block_size: Axis[Count] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
     """Tokens per block; hit rates only for multiples of the trace's own."""
-    manager_tokens: int = 200_000_000
+    manager_tokens: Count = 200_000_000
     """Prompt tokens, from the start of each trace, that go through the manager."""
-    num_requests: int | None = None
+    num_requests: Count | None = None
     """Requests of each synthetic trace. None: as many as the workload has by itself."""
-    latency_block_size: tuple[int, ...] = (1, 2, 3, 4, 8, 16, 24, 32, 64, 100, 128, 256, 512, 1024)
+    latency_block_size: Axis[Count] = (1, 2, 3, 4, 8, 16, 24, 32, 64, 100, 128, 256, 512, 1024)
     """Tokens per block of the decode steps."""
-    latency_context_len: tuple[int, ...] = (1024, 4096, 16384)
+    latency_context_len: Axis[Count] = (1024, 4096, 16384)
     """Tokens of each sequence of the decode steps."""
-    latency_batch: int = 64
+    latency_batch: Count = 64
     """Sequences of the decode steps."""
-    latency_implementation: tuple[str, ...] = (OURS, "flash_attn_2", "flash_attn_3")
+    latency_implementation: Axis[str] = (OURS, "flash_attn_2", "flash_attn_3")
     """Ours, or a baseline of kernels/baselines.py."""
-    budget_ms: float = 60.0
+    budget_ms: Positive = 60.0
     """Device time for the samples of a decode step."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatencyCell(Cell):
-    shape: Shape
-    implementation: str
+class Latency(Options):
+    shape: Axis[Shape]
+    implementation: Axis[str]
     budget_ms: float
 
     @property
@@ -86,107 +83,69 @@ class LatencyCell(Cell):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockSizeCell(Cell):
+class OfTrace(OnTraces):
     part: str
-    source: Source
-    block_size: int
+    block_size: Axis[int]
     policy: str
-    capacity_percent: float
+    capacity_percent: Axis[float]
     """Infinity: a cache that never evicts; 0 where there is no cache (waste)."""
-    partial_block_reuse: bool = False
-    manager_tokens: int = 0
-
-    @property
-    def group(self) -> tuple[str, ...]:
-        return (self.source.name,)
+    partial_block_reuse: Axis[bool]
+    manager_tokens: int
 
 
-def cells(options: BlockSizeOptions) -> Iterator[BlockSizeCell | LatencyCell | Absent]:
-    cache.make_policy(options.policy)  # raises for an unknown one
-    for name in ("block_size", "latency_block_size", "latency_context_len"):
-        if (least := min(getattr(options, name), default=1)) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {least}")
-    if options.latency_batch < 1:
-        raise ValueError(f"--latency-batch must be at least 1, got {options.latency_batch}")
-    for percent in options.capacity_percent:
-        if not 0 < percent <= 100:
-            raise ValueError(f"--capacity-percent must be above 0 and at most 100, got {percent}")
+def cells(options: BlockSize) -> Iterator[Latency | OfTrace | Absent]:
     if "latency" in options.part:
         if cuda_available():
             yield from _latency_cells(options)
         else:
             yield Absent("latency: there is no GPU here")
     if set(options.part) - {"latency"}:
-        yield from _trace_cells(options)
+        for source in options.sources(options.num_requests, lengths_suffice=True):
+            yield from [source] if isinstance(source, Absent) else _trace_cells(options, source)
 
 
-def _latency_cells(options: BlockSizeOptions) -> Iterator[LatencyCell]:
-    for context_len in options.latency_context_len:
-        for block_size in options.latency_block_size:
-            shape = Shape(
-                op="decode",
-                batch=options.latency_batch,
-                context_len=context_len,
-                block_size=block_size,
-                seed=options.seed,
-            )
-            for implementation in options.latency_implementation:
-                yield LatencyCell(
-                    seed=options.seed,
-                    shape=shape,
-                    implementation=implementation,
-                    budget_ms=options.budget_ms,
-                )
+def _latency_cells(options: BlockSize) -> Iterator[Latency]:
+    sizes = {"op": "decode", "batch": options.latency_batch, "seed": options.seed}
+    shapes = [
+        Shape(context_len=context_len, block_size=block_size, **sizes)
+        for context_len in options.latency_context_len
+        for block_size in options.latency_block_size
+    ]
+    yield from grid(options, Latency, shape=shapes, implementation=options.latency_implementation)
 
 
-def _trace_cells(options: BlockSizeOptions) -> Iterator[BlockSizeCell | Absent]:
-    sources = workloads.sources(
-        options.trace,
-        seed=options.seed,
-        num_requests=options.num_requests,
-        lengths_suffice=True,
-    )
-    for source in sources:
-        if isinstance(source, Absent):
-            yield source
-            continue
-        trace = workloads.load(source)
-        for block_size in options.block_size:
-            common = {
-                "seed": options.seed,
-                "source": source,
-                "block_size": block_size,
-                "policy": options.policy,
-            }
-            if "waste" in options.part:
-                yield BlockSizeCell(part="waste", capacity_percent=0.0, **common)
-            if not trace.has_blocks or block_size % (trace.block_size or block_size + 1):
-                continue
-            if "hit_rate" in options.part:
-                for percent in (*options.capacity_percent, float("inf")):
-                    yield BlockSizeCell(part="hit_rate", capacity_percent=percent, **common)
-            if "partial_reuse" in options.part:
-                for reuse in (False, True):
-                    yield BlockSizeCell(
-                        part="partial_reuse",
-                        capacity_percent=max(options.capacity_percent),
-                        partial_block_reuse=reuse,
-                        manager_tokens=options.manager_tokens,
-                        **common,
-                    )
+def _trace_cells(options: BlockSize, source: Source) -> Iterator[OfTrace]:
+    trace = workloads.load(source)
+    own = trace.block_size if trace.has_blocks else None
+    multiples = [size for size in options.block_size if own and size % own == 0]
+    caches = (*options.capacity_percent, float("inf"))
+    largest = [max(options.capacity_percent)]
+    not_here = {"capacity_percent": [0.0], "partial_block_reuse": [False], "manager_tokens": 0}
+    parts = {
+        "waste": not_here,
+        "hit_rate": not_here | {"block_size": multiples, "capacity_percent": caches},
+        "partial_reuse": {
+            "block_size": multiples,
+            "capacity_percent": largest,
+            "partial_block_reuse": [False, True],
+        },
+    }
+    for part, values in parts.items():
+        if part in options.part:
+            yield from grid(options, OfTrace, trace=[source], part=part, **values)
 
 
-def run_cell(cell: BlockSizeCell | LatencyCell) -> list[dict[str, Any]]:
-    if isinstance(cell, LatencyCell):
+def run_cell(cell: OfTrace | Latency) -> list[dict[str, Any]]:
+    if isinstance(cell, Latency):
         row = kernel_problems.run(cell.shape, cell.implementation, budget_ms=cell.budget_ms)
         return [{"part": "latency", **row}]
-    trace = workloads.load(cell.source)
+    trace = workloads.load(cell.trace)
     run = {"waste": _waste, "hit_rate": _hit_rate, "partial_reuse": _partial_reuse}[cell.part]
     row = {"part": cell.part, "trace": trace.name, "block_size": cell.block_size}
     return [{**row, **values} for values in run(cell, trace)]
 
 
-def _hit_rate(cell: BlockSizeCell, trace: cache.Trace) -> list[dict[str, Any]]:
+def _hit_rate(cell: OfTrace, trace: cache.Trace) -> list[dict[str, Any]]:
     coarse = trace.coarsened(cell.block_size // trace.block_size)
     if not coarse.has_blocks:
         return []  # no prompt fills a block of this size
@@ -206,7 +165,7 @@ def _hit_rate(cell: BlockSizeCell, trace: cache.Trace) -> list[dict[str, Any]]:
     ]
 
 
-def _partial_reuse(cell: BlockSizeCell, trace: cache.Trace) -> list[dict[str, Any]]:
+def _partial_reuse(cell: OfTrace, trace: cache.Trace) -> list[dict[str, Any]]:
     num_requests = int(trace.input_lengths.cumsum().searchsorted(cell.manager_tokens, "right"))
     capacity = _capacity_blocks(cell, trace)
     manager = cache.make_manager(
@@ -238,14 +197,14 @@ def _partial_reuse(cell: BlockSizeCell, trace: cache.Trace) -> list[dict[str, An
     ]
 
 
-def _capacity_blocks(cell: BlockSizeCell, trace: cache.Trace) -> int:
+def _capacity_blocks(cell: OfTrace, trace: cache.Trace) -> int:
     tokens = int(trace.num_unique_blocks * trace.block_size * cell.capacity_percent / 100)
     return max(1, tokens // cell.block_size)
 
 
-def _waste(cell: BlockSizeCell, trace: cache.Trace) -> list[dict[str, Any]]:
+def _waste(cell: OfTrace, trace: cache.Trace) -> list[dict[str, Any]]:
     block_size = cell.block_size
-    sane = trace.output_lengths <= LONGEST_OUTPUT
+    sane = trace.output_lengths <= MAX_OUTPUT_TOKENS
     lengths = (trace.input_lengths + trace.output_lengths)[sane]
     slots = -(-lengths // block_size) * block_size
     return [
@@ -305,9 +264,7 @@ def _draw_latency(rows: pd.DataFrame) -> Figure:
         bandwidth.axhline(100, **bound)
         latency.set(title=f"context {context_len:,} tokens", ylim=(0, None))
         bandwidth.set_ylim(0, 110)
-        bandwidth.set_xscale("log", base=4)
-        bandwidth.xaxis.set_major_formatter("{x:g}")
-        bandwidth.minorticks_off()
+        style.log_x(bandwidth, base=4)
     axes[0].set_ylabel("latency (µs)")
     axes[len(contexts)].set_ylabel("% of copy bandwidth")
     batch = rows["batch"].iloc[0]
@@ -357,9 +314,7 @@ def _draw(rows: pd.DataFrame) -> Figure:
             label = None if reuse else trace
             axis.plot(curve["block_size"], 100 * curve[column], label=label, **look)
         axis.set(title=title, ylim=(0, None if column == "waste" else 100))
-        axis.set_xscale("log", base=4)
-        axis.xaxis.set_major_formatter("{x:g}")
-        axis.minorticks_off()
+        style.log_x(axis, base=4)
         axis.set_ylabel("share of slots (%)" if column == "waste" else "token hit rate (%)")
     figure.supxlabel("block size (tokens)", fontsize=8)
     style.shared_legend(figure, spare, columns=5)
@@ -373,8 +328,8 @@ def _share(capacity_fraction: float) -> str:
 EXPERIMENT = Experiment(
     name="block_size",
     figure="PagedAttention fig. 18: hit rate, wasted slots and kernel latency vs block size",
-    options=BlockSizeOptions(),
-    quick=BlockSizeOptions(
+    options=BlockSize(),
+    quick=BlockSize(
         num_requests=1_000,
         block_size=(1, 4, 16, 64, 256, 1024),
         latency_block_size=(1, 16, 24, 256),

@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cache
-from experiments import style
-from experiments.harness import Cell, Experiment, Options
+from experiments import quantiles, style
+from experiments.harness import Axis, Count, Experiment, GridOnly, Lengths, Options, grid
 from experiments.load import engine_models
+from experiments.load.engine_models import Manager, Model
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -36,72 +37,42 @@ if TYPE_CHECKING:
 
 _BLOCK_SIZE = 16
 _PHASES = ("schedule", "prepare", "model", "rest")
+_QUANTILES = {"": 0.5, "_p20": 0.2, "_p80": 0.8, "_mean": None}
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineOverheadOptions(Options):
+class EngineOverhead(Options):
     """The grid: managers x running sequences without a model, and running sequences with one."""
 
-    manager: tuple[str, ...] = ("vllm_v1", *sorted(set(cache.MANAGERS) - {"vllm_v1"}))
+    manager: Axis[Manager] = ("vllm_v1", *sorted(set(cache.MANAGERS) - {"vllm_v1"}))
     """Cache managers; the first one also serves a model."""
-    num_sequences: tuple[int, ...] = (1, 4, 16, 64, 256, 1024)
+    num_sequences: Axis[Count] = (1, 4, 16, 64, 256, 1024)
     """Requests running, without a model."""
-    lengths: tuple[int, int] = (100, 1024)
+    lengths: Lengths = (100, 1024)
     """Fewest and most tokens of a prompt, and of an output."""
-    num_steps: int = 500
+    num_steps: Count = 500
     """Steps that count, without a model."""
-    model: str = ""
-    """A shape of engine_models. Empty: qwen3-0.6b on a GPU, llama-100m on a CPU."""
-    model_num_sequences: tuple[int, ...] = (1, 8, 32)
+    model: Model | None = None
+    """A shape of engine_models. None: qwen3-0.6b on a GPU, llama-100m on a CPU."""
+    model_num_sequences: GridOnly[tuple[Count, ...]] = (1, 8, 32)
     """Requests running on the model."""
-    model_lengths: tuple[int, int] = (16, 128)
+    model_lengths: GridOnly[Lengths] = (16, 128)
     """Fewest and most tokens of a prompt, and of an output, on the model."""
-    model_num_steps: int = 100
+    model_num_steps: GridOnly[Count] = 100
     """Steps that count on the model."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineOverheadCell(Cell):
-    model: str | None
-    """None: no model."""
-    manager: str
-    num_sequences: int
-    lengths: tuple[int, int]
-    num_steps: int
-
-
-def cells(options: EngineOverheadOptions) -> Iterator[EngineOverheadCell]:
-    for flag, (least, most) in (
-        ("--lengths", options.lengths),
-        ("--model-lengths", options.model_lengths),
-    ):
-        if not 1 <= least <= most:
-            raise ValueError(f"{flag} {least} {most}: needs two rising lengths of at least 1")
-    counts = (*options.num_sequences, *options.model_num_sequences)
-    if min((*counts, options.num_steps, options.model_num_steps)) < 1:
-        raise ValueError("numbers of sequences and steps must be at least 1")
-    for manager in options.manager:
-        cache.make_manager(manager, num_blocks=1, block_size=1)  # raises for an unknown one
-        for num_sequences in options.num_sequences:
-            yield EngineOverheadCell(
-                seed=options.seed,
-                model=None,
-                manager=manager,
-                num_sequences=num_sequences,
-                lengths=options.lengths,
-                num_steps=options.num_steps,
-            )
-    model = options.model or engine_models.default_model()
-    engine_models.model_config(model)  # raises for an unknown one
-    for num_sequences in options.model_num_sequences:
-        yield EngineOverheadCell(
-            seed=options.seed,
-            model=model,
-            manager=options.manager[0],
-            num_sequences=num_sequences,
-            lengths=options.model_lengths,
-            num_steps=options.model_num_steps,
-        )
+def cells(options: EngineOverhead) -> Iterator[EngineOverhead]:
+    """``model`` is None where there is no model."""
+    yield from grid(options, model=None)
+    yield from grid(
+        options,
+        model=options.model or engine_models.default_model(),
+        manager=options.manager[:1],
+        num_sequences=options.model_num_sequences,
+        lengths=options.model_lengths,
+        num_steps=options.model_num_steps,
+    )
 
 
 class _NoModel:
@@ -159,7 +130,7 @@ class _Stopwatch:
         }
 
 
-def run_cell(cell: EngineOverheadCell) -> list[dict[str, Any]]:
+def run_cell(cell: EngineOverhead) -> list[dict[str, Any]]:
     import numpy as np
 
     longest = 2 * cell.lengths[1]
@@ -186,33 +157,27 @@ def run_cell(cell: EngineOverheadCell) -> list[dict[str, Any]]:
         _add_request(llm, generator, cell.lengths, int(generator.integers(1, most + 1)))
     while llm.engine.scheduler.waiting:
         _replace(llm, generator, cell.lengths, stopwatch.step()[0])
-    spans = defaultdict(list)
+    spans = {phase: [] for phase in _PHASES}
     for _ in range(cell.num_steps):
         num_finished, seconds = stopwatch.step()
         _replace(llm, generator, cell.lengths, num_finished)
-        for phase in _PHASES:
-            spans[phase].append(seconds[phase])
+        for phase, of_phase in spans.items():
+            of_phase.append(seconds[phase])
     total = sum(map(sum, spans.values()))
-    rows = []
-    for phase in _PHASES:
-        p20, p50, p80 = np.quantile(spans[phase], (0.2, 0.5, 0.8)) * 1e6
-        rows.append(
-            {
-                "model": cell.model or "none",
-                "manager": cell.manager,
-                "num_sequences": cell.num_sequences,
-                "least_tokens": least,
-                "most_tokens": most,
-                "steps": cell.num_steps,
-                "phase": phase,
-                "us_per_step": float(p50),
-                "us_per_step_p20": float(p20),
-                "us_per_step_p80": float(p80),
-                "us_per_step_mean": float(np.mean(spans[phase])) * 1e6,
-                "share": sum(spans[phase]) / total if cell.model else None,
-            }
-        )
-    return rows
+    return [
+        {
+            "model": cell.model or "none",
+            "manager": cell.manager,
+            "num_sequences": cell.num_sequences,
+            "least_tokens": least,
+            "most_tokens": most,
+            "steps": cell.num_steps,
+            "phase": phase,
+            **quantiles.columns("us_per_step", [1e6 * s for s in seconds], _QUANTILES),
+            "share": sum(seconds) / total if cell.model else None,
+        }
+        for phase, seconds in spans.items()
+    ]
 
 
 def _add_request(llm: LLM, generator, lengths: tuple[int, int], num_output_tokens: int) -> None:
@@ -287,8 +252,8 @@ def _draw(rows: pd.DataFrame) -> Figure:
 EXPERIMENT = Experiment(
     name="engine_overhead",
     figure="microseconds per step of scheduler, manager and input preparation vs batch size",
-    options=EngineOverheadOptions(),
-    quick=EngineOverheadOptions(
+    options=EngineOverhead(),
+    quick=EngineOverhead(
         manager=("vllm_v1", "paged"),
         num_sequences=(1, 16, 256),
         num_steps=50,

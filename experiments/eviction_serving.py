@@ -60,12 +60,25 @@ from typing import TYPE_CHECKING, Any, Literal
 import cache
 from cache.serving import open_loop
 from experiments import quantiles, style
-from experiments.eviction import OwnPolicy, named_policy
-from experiments.harness import Absent, Cell, Experiment, Options, Repeated, Unavailable
+from experiments.eviction import OwnPolicy, Policy, named_policy
+from experiments.harness import (
+    Absent,
+    Axis,
+    Count,
+    Experiment,
+    GridOnly,
+    Natural,
+    Percent,
+    Positive,
+    Repeated,
+    Unavailable,
+    grid,
+)
 from experiments.load import engine_models, workloads
+from experiments.load.engine_models import Model
 from experiments.load.scaled_trace import ScaledTrace, shrink_blocks
 from experiments.load.service_times import measure_service
-from experiments.load.workloads import Source, Workload
+from experiments.load.workloads import OnTraces, Workload
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -78,103 +91,56 @@ _WORKLOADS = ("multi_turn_chat", "agent_loops")
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvictionServingOptions(Options):
+class EvictionServing(OnTraces):
     """The grid: traces x policies x capacities."""
 
-    trace: Repeated[tuple[Path, ...]] = ()
-    """A request trace (.jsonl, .gz, .zst). None: those in $TRACES_DIR, else synthetic ones."""
-    policy: Repeated[tuple[str, ...]] = ()
+    policy: Repeated[Axis[Policy]] = ()
     """A policy by name, or your own as file.py:Class. None: lru, fifo, lfu, arc and belady."""
-    capacity_percent: tuple[float, ...] = (10, 20, 40)
+    capacity_percent: Axis[Percent] = (10, 20, 40)
     """Blocks of the cache, in percent of the unique blocks of the slice."""
-    num_requests: int = 600
+    num_requests: Count = 600
     """Requests of the slice, at most."""
-    skip_requests: int = 0
+    skip_requests: Natural = 0
     """Requests of the trace before the slice."""
-    slice_tokens: int = 60_000
+    slice_tokens: Count = 60_000
     """Prompt tokens of the slice, at most: decides how many stand for a block of the trace."""
-    max_output_tokens: int = 16
+    max_output_tokens: Count = 16
     """Longest output."""
     arrivals: Literal["trace", "poisson", "serial"] = "trace"
     """Times of the trace scaled, a Poisson process, or each when the one before it is finished."""
-    load: float = 1.0
+    load: Positive = 1.0
     """Prompt tokens, cached or not, that arrive on average while one can be computed."""
     manager: Literal["vllm_v1", "radix"] = "vllm_v1"
     """Cache manager."""
-    model: str = "tiny"
+    model: Model = "tiny"
     """A shape of engine_models, which computes the tokens."""
-    timed_model: str | None = None
+    timed_model: Model | None = None
     """The shape whose steps say how long one lasts. None: qwen3-0.6b on a GPU, else llama-100m."""
-    real_time: bool = False
+    real_time: GridOnly[bool] = False
     """Let steps last as long as they take."""
-    threads: int = 1
+    threads: Count = 1
     """CPU threads of the models. More than one pays for larger ones on an idle machine."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvictionServingCell(Cell):
-    source: Source
-    policy: str | OwnPolicy
-    """A policy, "no_cache" or "infinite"."""
-    capacity_percent: float
-    num_requests: int
-    skip_requests: int
-    slice_tokens: int
-    max_output_tokens: int
-    arrivals: str
-    load: float
-    manager: str
-    model: str
-    timed_model: str | None
-    """None: in real time."""
-    threads: int
+def cells(options: EvictionServing) -> Iterator[EvictionServing | Absent]:
+    """Of traces; without any, of the synthetic workloads in which long prompts come back.
 
-    @property
-    def group(self) -> tuple[str, ...]:
-        return (self.source.name,)
-
-
-def cells(options: EvictionServingOptions) -> Iterator[EvictionServingCell | Absent]:
-    for percent in options.capacity_percent:
-        if not 0 < percent <= 100:
-            raise ValueError(f"--capacity-percent must be above 0 and at most 100, got {percent}")
-    for name in ("num_requests", "slice_tokens", "max_output_tokens", "load", "threads"):
-        if getattr(options, name) <= 0:
-            raise ValueError(f"--{name.replace('_', '-')} must be above 0")
-    if options.skip_requests < 0:
-        raise ValueError(f"--skip-requests must be at least 0, got {options.skip_requests}")
-    timed_model = options.timed_model or engine_models.default_model()
-    for model in (options.model, timed_model):
-        engine_models.model_config(model)  # raises for an unknown one
+    Policies, and the two bounds in the place of one; ``timed_model`` is None in real time.
+    """
+    traces = [
+        source
+        for source in options.sources(options.skip_requests + options.num_requests)
+        if not isinstance(source, Workload) or source.name in _WORKLOADS
+    ]
     default = ("lru", "fifo", "lfu", "arc", "belady")
-    policies = [named_policy(name) for name in options.policy or default]
-    fixed = {
-        name: getattr(options, name)
-        for name in EvictionServingCell.__dataclass_fields__
-        if name not in ("source", "policy", "capacity_percent", "timed_model")
-    }
-    fixed["timed_model"] = None if options.real_time else timed_model
-    for source in _sources(options):
-        if isinstance(source, Absent):
-            yield source
-            continue
-        for policy in [*policies, _NO_CACHE]:
-            for percent in options.capacity_percent:
-                yield EvictionServingCell(
-                    source=source, policy=policy, capacity_percent=percent, **fixed
-                )
-        yield EvictionServingCell(source=source, policy=_INFINITE, capacity_percent=100.0, **fixed)
+    policies = [*map(named_policy, options.policy or default), _NO_CACHE]
+    timed = None if options.real_time else options.timed_model or engine_models.default_model()
+    yield from grid(options, trace=traces, policy=policies, timed_model=timed)
+    no_bound = {"policy": [_INFINITE], "capacity_percent": [100.0]}
+    yield from grid(options, trace=traces, **no_bound, timed_model=timed)
 
 
-def _sources(options: EvictionServingOptions) -> Iterator[Source | Absent]:
-    """Traces; without any, the synthetic workloads in which long prompts come back."""
-    wanted = options.skip_requests + options.num_requests
-    for source in workloads.sources(options.trace, seed=options.seed, num_requests=wanted):
-        if not isinstance(source, Workload) or source.name in _WORKLOADS:
-            yield source
-
-
-def run_cell(cell: EvictionServingCell) -> list[dict[str, Any]]:
+def run_cell(cell: EvictionServing) -> list[dict[str, Any]]:
     scaled = _slice(_of_slice(cell))
     trace = scaled.trace
     capacity = max(1, int(trace.num_unique_blocks * cell.capacity_percent / 100))
@@ -218,7 +184,7 @@ def run_cell(cell: EvictionServingCell) -> list[dict[str, Any]]:
     return [row | _served(cell, trace, capacity)]
 
 
-def _served(cell: EvictionServingCell, trace: cache.Trace, capacity: int) -> dict[str, Any]:
+def _served(cell: EvictionServing, trace: cache.Trace, capacity: int) -> dict[str, Any]:
     """What the engine and the replay with overlapping requests measure."""
     import numpy as np
 
@@ -279,14 +245,14 @@ def _served(cell: EvictionServingCell, trace: cache.Trace, capacity: int) -> dic
     }
 
 
-def _of_slice(cell: EvictionServingCell) -> EvictionServingCell:
+def _of_slice(cell: EvictionServing) -> EvictionServing:
     """The part of ``cell`` that the slice depends on."""
     return dataclasses.replace(cell, policy="", capacity_percent=100.0)
 
 
 @functools.lru_cache(maxsize=1)
-def _slice(cell: EvictionServingCell) -> ScaledTrace:
-    trace = workloads.load(cell.source)
+def _slice(cell: EvictionServing) -> ScaledTrace:
+    trace = workloads.load(cell.trace)
     return shrink_blocks(
         trace[cell.skip_requests : cell.skip_requests + cell.num_requests],
         slice_tokens=cell.slice_tokens,
@@ -296,7 +262,7 @@ def _slice(cell: EvictionServingCell) -> ScaledTrace:
 
 
 def _arrivals(
-    cell: EvictionServingCell, trace: cache.Trace, service: cache.ServiceModel
+    cell: EvictionServing, trace: cache.Trace, service: cache.ServiceModel
 ) -> list[float] | None:
     import numpy as np
 
@@ -326,38 +292,31 @@ def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
     table summary.csv."""
     with style.figures():
         written = style.save(_draw(rows), folder, "eviction_serving")
-    table = folder / "summary.csv"
-    style.write_atomically(table, _summary(rows).to_csv(index=False, float_format="%.4g"))
-    return [*written, table]
+    return written + style.save_table(_summary(rows), folder, "summary", "%.4g")
 
 
 _REPLAY = {"linewidth": 0.8, "linestyle": (0, (1, 1.2))}
 
 
 def _draw(rows: pd.DataFrame) -> Figure:
-    traces = rows["trace"].unique()
     lines = style.policy_lines(rows["policy"].unique())
     lines[_NO_CACHE] = style.line(style.GREY, "", "dashdot") | {"label": "no prefix caching"}
     figure, axes, _ = style.panel_grid(
-        2 * len(traces), columns=2, width=3.5, height=2.0, sharex=True
+        2 * rows["trace"].nunique(), columns=2, width=3.5, height=2.0, sharex=True
     )
     ticks = sorted(100 * rows[rows["policy"] != _INFINITE]["capacity_fraction"].unique())
-    for row, trace in enumerate(traces):
-        of_trace = rows[rows["trace"] == trace]
+    for row, (_, of_trace) in enumerate(rows.groupby("trace", sort=False)):
         left, right = axes[2 * row : 2 * row + 2]
         for policy, curve in of_trace.groupby("policy", sort=False):
             curve = curve.sort_values("capacity_fraction")
             _draw_hit_rate(left, policy, curve, lines[policy])
             _draw_ttft(right, policy, curve, lines[policy])
         first = of_trace.iloc[0]
-        left.set(title=_title(first), ylabel="block hit rate (%)", xscale="log")
-        right.set(title=_load(first), ylabel="time to first token (s)", xscale="log")
-        right.set_yscale("log")
-        style.plain_log_ticks(right.yaxis)
-        left.set_ylim(bottom=0)
+        left.set(title=_title(first), ylabel="block hit rate (%)", ylim=(0, None))
+        right.set(title=_load(first), ylabel="time to first token (s)", yscale="log")
         for axis in (left, right):
-            axis.set_xticks(ticks, map("{:g}".format, ticks))
-            axis.xaxis.minorticks_off()
+            style.log_x(axis, ticks)
+        style.plain_log_ticks(right.yaxis)
     axes[-1].plot([], [], color=style.BLACK, **_REPLAY, label="the same policy replayed")
     figure.supxlabel("cache size (% of the unique blocks of the slice)", fontsize=8)
     style.shared_legend(figure, columns=5)
@@ -423,8 +382,8 @@ def _summary(rows: pd.DataFrame) -> pd.DataFrame:
 EXPERIMENT = Experiment(
     name="eviction_serving",
     figure="a slice of a trace served under each policy and capacity, beside what replays predict",
-    options=EvictionServingOptions(),
-    quick=EvictionServingOptions(
+    options=EvictionServing(),
+    quick=EvictionServing(
         policy=("lru", "belady"),
         capacity_percent=(40, 80),
         num_requests=40,

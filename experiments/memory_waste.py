@@ -39,10 +39,10 @@ from cache.serving import open_loop
 from cache.serving.open_loop import engine_without_model
 from cache.serving.scheduler import Scheduler, Step
 from experiments import style
-from experiments.harness import Absent, Cell, Experiment, Options, Repeated, Unavailable
-from experiments.load import request_lengths, workloads
+from experiments.harness import Absent, Axis, Count, Experiment, Positive, Unavailable, grid
+from experiments.load import request_lengths
 from experiments.load.request_lengths import RequestLengths
-from experiments.load.workloads import Source
+from experiments.load.workloads import OnTraces
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -60,62 +60,33 @@ _KINDS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryWasteOptions(Options):
+class MemoryWaste(OnTraces):
     """The grid: traces x (reservations and block sizes)."""
 
-    trace: Repeated[tuple[Path, ...]] = ()
-    """A request trace (.jsonl, .csv, .zst). None: those in $TRACES_DIR, else synthetic ones."""
-    block_size: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    block_size: Axis[Count] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     """Tokens per block of the paged cache."""
-    num_requests: int = 2_000
+    num_requests: Count = 2_000
     """Requests taken from each trace, at equal distances."""
-    sequences_in_cache: int = 8
+    sequences_in_cache: Count = 8
     """Size of the cache, in requests of the maximum length."""
-    load: float = 2.0
+    load: Positive = 2.0
     """Memory that the arriving requests would fill on average, in caches."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryWasteCell(Cell):
-    source: Source
-    system: str
+class SystemCell(MemoryWaste):
+    system: Axis[str]
     """A reservation, or "paged"."""
-    block_size: int
-    num_requests: int
-    sequences_in_cache: int
-    load: float
-
-    @property
-    def group(self) -> tuple[str, ...]:
-        return (self.source.name,)
 
 
-def cells(options: MemoryWasteOptions) -> Iterator[MemoryWasteCell | Absent]:
-    for name in ("num_requests", "sequences_in_cache", "load"):
-        if getattr(options, name) <= 0:
-            raise ValueError(f"--{name.replace('_', '-')} must be above 0")
-    systems = [(name, 1) for name in _RESERVATIONS]
-    systems += [("paged", block_size) for block_size in options.block_size]
-    for source in workloads.sources(
-        options.trace, seed=options.seed, num_requests=None, lengths_suffice=True
-    ):
-        if isinstance(source, Absent):
-            yield source
-            continue
-        for system, block_size in systems:
-            yield MemoryWasteCell(
-                seed=options.seed,
-                source=source,
-                system=system,
-                block_size=block_size,
-                num_requests=options.num_requests,
-                sequences_in_cache=options.sequences_in_cache,
-                load=options.load,
-            )
+def cells(options: MemoryWaste) -> Iterator[SystemCell | Absent]:
+    traces = [*options.sources(lengths_suffice=True)]
+    yield from grid(options, SystemCell, trace=traces, system=_RESERVATIONS, block_size=[1])
+    yield from grid(options, SystemCell, trace=traces, system=["paged"])
 
 
-def run_cell(cell: MemoryWasteCell) -> list[dict[str, Any]]:
-    lengths = request_lengths.sample(cell.source, cell.num_requests)
+def run_cell(cell: SystemCell) -> list[dict[str, Any]]:
+    lengths = request_lengths.sample(cell.trace, cell.num_requests)
     max_model_len = 1 << (lengths.longest - 1).bit_length()
     num_slots = cell.sequences_in_cache * max_model_len
     num_blocks = num_slots // cell.block_size
@@ -242,10 +213,9 @@ def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
 
 
 def _draw(rows: pd.DataFrame) -> Figure:
-    traces = rows["trace"].unique()
-    figure, axes, spare = style.panel_grid(len(traces), height=2.1, sharey=True)
-    for axis, trace in zip(axes, traces, strict=True):
-        _draw_bars(axis, rows[rows["trace"] == trace])
+    figure, axes, spare = style.panel_grid(rows["trace"].nunique(), height=2.1, sharey=True)
+    for axis, (_, of_trace) in zip(axes, rows.groupby("trace", sort=False), strict=True):
+        _draw_bars(axis, of_trace)
     figure.supylabel("share of the KV cache memory (%)", fontsize=8)
     style.shared_legend(figure, spare, columns=5)
     return figure
@@ -285,8 +255,8 @@ def _draw_bars(axis: Axes, rows: pd.DataFrame) -> None:
 EXPERIMENT = Experiment(
     name="memory_waste",
     figure="PagedAttention fig. 2: KV memory used, reserved and fragmented, contiguous vs paged",
-    options=MemoryWasteOptions(),
-    quick=MemoryWasteOptions(block_size=(1, 16, 64, 256), num_requests=300),
+    options=MemoryWaste(),
+    quick=MemoryWaste(block_size=(1, 16, 64, 256), num_requests=300),
     cells=cells,
     run_cell=run_cell,
     plot=plot,

@@ -21,13 +21,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import cache
 from experiments import quantiles, style
-from experiments.harness import Experiment, Options
+from experiments.harness import Axis, Count, Experiment, Lengths, grid
 from experiments.load import engine_models
-from experiments.load.engine_models import EngineCell
+from experiments.load.engine_models import EngineOptions, Manager
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -49,94 +48,46 @@ _COSTS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreemptionOptions(Options):
-    """The grid: block sizes x context lengths, and block sizes x ways of preempting."""
-
-    model: str | None = None
-    """A shape of load/engine_models.py. None: qwen3-0.6b on a GPU, llama-100m on a CPU."""
-    attention_backend: Literal["triton", "torch", "flash_attn"] | None = None
-    """None: triton on a GPU, torch on a CPU."""
-    manager: str = "vllm_v1"
-    """Manager of the cache that serves requests."""
-    block_size: tuple[int, ...] = (1, 4, 16, 64, 256)
+class _Engines(EngineOptions):
+    block_size: Axis[Count] = (1, 4, 16, 64, 256)
     """Tokens per block."""
-    context_tokens: tuple[int, ...] = (256, 1024)
-    """Lengths of the sequences that are moved and computed again."""
-    cache_tokens: int = 768
-    """Token slots of the cache that serves requests."""
-    requests: int = 12
-    prompt_tokens: tuple[int, int] = (32, 128)
-    """Fewest and most tokens of a prompt, drawn uniformly."""
-    output_tokens: tuple[int, int] = (32, 96)
-    """Fewest and most tokens of an output."""
-    repeats: int = 3
-    """Measurements of each cost."""
-    serving_repeats: int = 2
-    """How often the requests are served."""
-    threads: int | None = None
-    """Threads of PyTorch on a CPU. None: a thread a core."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class CostCell(EngineCell):
+class Cost(_Engines):
     context_tokens: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServingCell(EngineCell):
+class Serving(_Engines):
     manager: str
-    way: str
+    way: Axis[str]
     cache_tokens: int
     requests: int
     prompt_tokens: tuple[int, int]
     output_tokens: tuple[int, int]
 
 
-def cells(options: PreemptionOptions) -> Iterator[EngineCell]:
-    _check(options)
-    common = {
-        "seed": options.seed,
-        "model": options.model or engine_models.default_model(),
-        "attention_backend": options.attention_backend,
-        "threads": options.threads,
-    }
-    engine_models.model_config(common["model"])  # raises for an unknown one
-    cache.make_manager(options.manager, num_blocks=1, block_size=1)  # likewise
-    for block_size in options.block_size:
-        yield CostCell(
-            block_size=block_size,
-            context_tokens=options.context_tokens,
-            repeats=options.repeats,
-            **common,
-        )
-        for way in _WAYS:
-            yield ServingCell(
-                block_size=block_size,
-                manager=options.manager,
-                way=way,
-                cache_tokens=options.cache_tokens,
-                requests=options.requests,
-                prompt_tokens=options.prompt_tokens,
-                output_tokens=options.output_tokens,
-                repeats=options.serving_repeats,
-                **common,
-            )
+@dataclass(frozen=True, kw_only=True)
+class Preemption(_Engines):
+    """The grid: block sizes x context lengths, and block sizes x ways of preempting."""
+
+    manager: Manager = "vllm_v1"
+    """Manager of the cache that serves requests."""
+    context_tokens: Axis[Count] = (256, 1024)
+    """Lengths of the sequences that are moved and computed again."""
+    cache_tokens: Count = 768
+    """Token slots of the cache that serves requests."""
+    requests: Count = 12
+    prompt_tokens: Lengths = (32, 128)
+    """Fewest and most tokens of a prompt, drawn uniformly."""
+    output_tokens: Lengths = (32, 96)
+    """Fewest and most tokens of an output."""
+    serving_repeats: Count = 2
+    """How often the requests are served."""
 
 
-def _check(options: PreemptionOptions) -> None:
-    for name in ("requests", "repeats", "serving_repeats", "threads"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-    for name in ("block_size", "context_tokens"):
-        if min(getattr(options, name), default=1) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
-    for name in ("prompt_tokens", "output_tokens"):
-        least, most = getattr(options, name)
-        if not 1 <= least <= most:
-            raise ValueError(
-                f"--{name.replace('_', '-')} {least} {most}: needs two rising lengths of 1 or more"
-            )
+def cells(options: Preemption) -> Iterator[Cost | Serving]:
     longest = options.prompt_tokens[1] + options.output_tokens[1]
     for block_size in options.block_size:
         if options.cache_tokens // block_size < -(-longest // block_size):
@@ -144,15 +95,18 @@ def _check(options: PreemptionOptions) -> None:
                 f"--cache-tokens {options.cache_tokens}: does not hold a request of {longest} "
                 f"tokens in blocks of {block_size}"
             )
+    model = options.model or engine_models.default_model()
+    yield from grid(options, Cost, model=model)
+    yield from grid(options, Serving, model=model, way=_WAYS, repeats=options.serving_repeats)
 
 
-def run_cell(cell: EngineCell) -> list[dict[str, Any]]:
-    measure = _cost if isinstance(cell, CostCell) else _serving
+def run_cell(cell: Cost | Serving) -> list[dict[str, Any]]:
+    measure = _cost if isinstance(cell, Cost) else _serving
     llm, rows = measure(cell)
     return [{**cell.describe(llm), **row} for row in rows]
 
 
-def _cost(cell: CostCell) -> tuple[LLM, list[dict[str, Any]]]:
+def _cost(cell: Cost) -> tuple[LLM, list[dict[str, Any]]]:
     import numpy as np
 
     from models import SamplingParams
@@ -225,7 +179,7 @@ def _seconds(llm: LLM, action: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def _serving(cell: ServingCell) -> tuple[LLM, list[dict[str, Any]]]:
+def _serving(cell: Serving) -> tuple[LLM, list[dict[str, Any]]]:
     import numpy as np
 
     from models import SamplingParams
@@ -291,9 +245,7 @@ def _draw(rows: pd.DataFrame) -> Figure:
     if len(serving):
         _draw_serving(*axes[-2:], serving)
     for axis in axes:
-        axis.set_xscale("log", base=4)
-        axis.xaxis.set_major_formatter("{x:g}")
-        axis.minorticks_off()
+        style.log_x(axis, base=4)
         axis.set_xlabel("block size (tokens)")
         axis.legend()
     return figure
@@ -332,8 +284,8 @@ def _draw_serving(latency: Axes, preemptions: Axes, rows: pd.DataFrame) -> None:
 EXPERIMENT = Experiment(
     name="preemption",
     figure="PagedAttention fig. 19: recompute vs swap vs block size",
-    options=PreemptionOptions(),
-    quick=PreemptionOptions(
+    options=Preemption(),
+    quick=Preemption(
         model="tiny",
         block_size=(4, 16, 64),
         context_tokens=(256, 1024),

@@ -1,36 +1,39 @@
-"""Measurements as quantiles in columns of a table, and as a line with error bars."""
+"""Repeated measurements as columns of a table, and as a line with error bars."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-_PERCENTS = (20, 50, 80)
-
-
-def columns(
-    name: str, values: Iterable[float], percents: Sequence[int] = _PERCENTS, unit: str = ""
-) -> dict[str, float | None]:
-    """``<name>_p20<unit>``, ``_p50`` (the median) ... of ``values``; None without any."""
-    import numpy as np
-
-    values = list(values)
-    return {
-        f"{name}_p{percent}{unit}": float(np.quantile(values, percent / 100)) if values else None
-        for percent in percents
-    }
+_SPREAD = {"_p20": 0.2, "_p50": 0.5, "_p80": 0.8}
+_OF_TIMES = {"_mean_s": None, "_p50_s": 0.5, "_p90_s": 0.9, "_p99_s": 0.99}
 
 
 def of_times(name: str, seconds: Iterable[float | None]) -> dict[str, float | None]:
-    """``<name>_mean_s``, ``_p50_s``, ``_p90_s`` and ``_p99_s`` of the times that are known; None
-    without any."""
-    known = [value for value in seconds if value is not None]
-    mean = sum(known) / len(known) if known else None
-    return {f"{name}_mean_s": mean, **columns(name, known, (50, 90, 99), "_s")}
+    """``<name>_mean_s``, ``_p50_s``, ``_p90_s`` and ``_p99_s``."""
+    return columns(name, seconds, _OF_TIMES)
+
+
+def columns(
+    name: str, values: Iterable[float | None], at: Mapping[str, float | None] = _SPREAD
+) -> dict[str, float | None]:
+    """Quantiles of the ``values`` that are known, as columns of a row; None without any.
+
+    at: from what follows ``name`` in a column to its quantile, interpolated; None: the mean.
+    """
+    import numpy as np
+
+    known = [value for value in values if value is not None]
+    if not known:
+        return dict.fromkeys(name + suffix for suffix in at)
+    return {
+        name + suffix: float(np.mean(known) if q is None else np.quantile(known, q))
+        for suffix, q in at.items()
+    }
 
 
 def error_bars(axis: Axes, x: pd.Series, rows: pd.DataFrame, name: str, **look: object) -> None:
@@ -38,6 +41,6 @@ def error_bars(axis: Axes, x: pd.Series, rows: pd.DataFrame, name: str, **look: 
 
     ``look`` goes to ``Axes.errorbar``.
     """
-    low, median, high = (rows[f"{name}_p{percent}"] for percent in _PERCENTS)
+    low, median, high = (rows[name + suffix] for suffix in _SPREAD)
     error = [median - low, high - median]
     axis.errorbar(x, median, error, elinewidth=0.7, capsize=1.5, **look)

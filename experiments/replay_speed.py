@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import cache
 from experiments import style
-from experiments.harness import Absent, Cell, Experiment, Options, Repeated
+from experiments.harness import Absent, Axis, Count, Experiment, GridOnly, Percent, grid
 from experiments.load import workloads
-from experiments.load.workloads import Source
+from experiments.load.workloads import OnTraces
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,63 +40,35 @@ _LIBCACHESIM = {"lru": "LRU", "fifo": "FIFO", "lfu": "LFU", "belady": "Belady"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplaySpeedOptions(Options):
+class ReplaySpeed(OnTraces):
     """The grid: traces x policies."""
 
-    trace: Repeated[tuple[Path, ...]] = ()
-    """A request trace (.jsonl, .gz, .zst). None: those in $TRACES_DIR, else synthetic ones."""
-    policy: tuple[Literal["lru", "fifo", "lfu", "belady"], ...] = ("lru", "fifo", "lfu", "belady")
+    policy: Axis[Literal["lru", "fifo", "lfu", "belady"]] = ("lru", "fifo", "lfu", "belady")
     """Policies that both have."""
-    capacity_percent: float = 10.0
+    capacity_percent: Percent = 10.0
     """Blocks of the pool, in percent of the unique blocks of the trace."""
-    repeats: int = 7
+    repeats: Count = 7
     """Timings of each; the median is drawn."""
-    num_requests: int = 20_000
+    num_requests: GridOnly[Count] = 20_000
     """Requests of each synthetic trace."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplaySpeedCell(Cell):
-    source: Source
-    policy: str
-    capacity_percent: float
-    repeats: int
+class ReplaySpeedCell(ReplaySpeed):
     libcachesim: bool
     """Whether libcachesim takes part."""
 
-    @property
-    def group(self) -> tuple[str, ...]:
-        return (self.source.name,)
 
-
-def cells(options: ReplaySpeedOptions) -> Iterator[ReplaySpeedCell | Absent]:
-    if not 0 < options.capacity_percent <= 100:
-        raise ValueError(
-            f"--capacity-percent must be above 0 and at most 100, got {options.capacity_percent}"
-        )
-    if options.repeats < 1:
-        raise ValueError(f"--repeats must be at least 1, got {options.repeats}")
+def cells(options: ReplaySpeed) -> Iterator[ReplaySpeedCell | Absent]:
     libcachesim = importlib.util.find_spec("libcachesim") is not None
     if not libcachesim:
         yield Absent("libcachesim is not installed")
-    sources = workloads.sources(options.trace, seed=options.seed, num_requests=options.num_requests)
-    for source in sources:
-        if isinstance(source, Absent):
-            yield source
-            continue
-        for policy in options.policy:
-            yield ReplaySpeedCell(
-                seed=options.seed,
-                source=source,
-                policy=policy,
-                capacity_percent=options.capacity_percent,
-                repeats=options.repeats,
-                libcachesim=libcachesim,
-            )
+    traces = options.sources(options.num_requests)
+    yield from grid(options, ReplaySpeedCell, trace=traces, libcachesim=libcachesim)
 
 
 def run_cell(cell: ReplaySpeedCell) -> list[dict[str, Any]]:
-    trace = workloads.load(cell.source)
+    trace = workloads.load(cell.trace)
     capacity = max(1, int(trace.num_unique_blocks * cell.capacity_percent / 100))
     common = {
         "trace": trace.name,
@@ -173,24 +145,22 @@ def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
     summary = medians.add_suffix("_million_references_per_second")
     if "libcachesim" in medians:
         summary["ratio"] = medians["pagelab"] / medians["libcachesim"]
-    table = folder / "summary.csv"
-    style.write_atomically(table, summary.reset_index().to_csv(index=False, float_format="%.3f"))
+    table = style.save_table(summary.reset_index(), folder, "summary", "%.3f")
     with style.figures():
-        return [*style.save(_draw(speeds), folder, "replay_speed"), table]
+        return style.save(_draw(speeds), folder, "replay_speed") + table
 
 
 def _draw(speeds: pd.DataFrame) -> Figure:
     import numpy as np
 
-    traces = speeds["trace"].unique()
     looks = {
         "pagelab": {"color": style.BLUE, "label": "cache.simulate"},
         "libcachesim": {"color": style.ORANGE, "hatch": "////", "label": "libcachesim"},
     }
-    figure, axes, spare = style.panel_grid(len(traces), height=1.8, sharey=True)
-    for axis, trace in zip(axes, traces, strict=True):
-        of_trace = speeds[speeds["trace"] == trace]
+    figure, axes, spare = style.panel_grid(speeds["trace"].nunique(), height=1.8, sharey=True)
+    for axis, (trace, of_trace) in zip(axes, speeds.groupby("trace", sort=False), strict=True):
         policies = of_trace["policy"].unique()
+        labels = [line["label"] for line in style.policy_lines(policies).values()]
         implementations = [name for name in looks if name in set(of_trace["implementation"])]
         width = 0.8 / len(implementations)
         for index, implementation in enumerate(implementations):
@@ -207,7 +177,7 @@ def _draw(speeds: pd.DataFrame) -> Figure:
             )
             error = [spread["median"] - spread["min"], spread["max"] - spread["median"]]
             axis.errorbar(x, spread["median"], error, fmt="none", ecolor="black", elinewidth=0.7)
-        axis.set_xticks(range(len(policies)), [style.POLICY_LABELS[p].split()[0] for p in policies])
+        axis.set_xticks(range(len(policies)), [label.split()[0] for label in labels])
         axis.set(title=trace)
         axis.grid(axis="x", visible=False)
     figure.supylabel("million block references/s", fontsize=8)
@@ -218,8 +188,8 @@ def _draw(speeds: pd.DataFrame) -> Figure:
 EXPERIMENT = Experiment(
     name="replay_speed",
     figure="block references per second of the trace replay, beside libcachesim",
-    options=ReplaySpeedOptions(),
-    quick=ReplaySpeedOptions(repeats=3, num_requests=5_000),
+    options=ReplaySpeed(),
+    quick=ReplaySpeed(repeats=3, num_requests=5_000),
     cells=cells,
     run_cell=run_cell,
     plot=plot,

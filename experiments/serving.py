@@ -37,16 +37,26 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import cache
 from cache.serving import open_loop
 from experiments import quantiles, style
-from experiments.harness import Absent, Cell, Experiment, Options, Repeated
+from experiments.harness import (
+    Absent,
+    Axis,
+    Count,
+    Experiment,
+    Positive,
+    Repeated,
+    grid,
+    one_of,
+)
 from experiments.load import engine_models, request_lengths, workloads
+from experiments.load.engine_models import Model
 from experiments.load.request_lengths import LogNormalLengths
 from experiments.load.scaled_trace import ScaledTrace, shrink
-from experiments.load.workloads import Source, Workload
+from experiments.load.workloads import OnTraces, Source, Workload
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -76,108 +86,60 @@ _NUM_WARM_UP_REQUESTS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServingOptions(Options):
+class Serving(OnTraces):
     """The grid: traces x systems x request rates."""
 
-    trace: Repeated[tuple[Path, ...]] = ()
-    """A request trace (.jsonl, .csv, .zst). None: those in $TRACES_DIR, else synthetic ones."""
-    system: Repeated[tuple[str, ...]] = ()
+    system: Repeated[Axis[Annotated[str, one_of(_SYSTEMS)]]] = ()
     """A manager, or contiguous_(max|pow2|oracle). None: the paper's, by what the trace offers."""
-    request_rate: tuple[float, ...] = (12.5, 25, 50, 100, 200)
+    request_rate: Axis[Positive] = (12.5, 25, 50, 100, 200)
     """Requests per second."""
     arrivals: Literal["poisson", "trace"] = "poisson"
     """A Poisson process, or the times of the trace with their gaps scaled to the rate."""
-    model: str = "tiny"
+    model: Model = "tiny"
     """A shape of engine_models."""
-    threads: int = 1
+    threads: Count = 1
     """CPU threads of the model. More than one pays for larger ones on an idle machine."""
-    mean_tokens: float = 256.0
+    mean_tokens: Positive = 256.0
     """Mean length of a request, prompt and output, to which those of a trace are divided."""
-    max_model_len: int = 1024
+    max_model_len: Count = 1024
     """Longest request, prompt and output; longer ones are left out."""
-    block_size: int = 4
+    block_size: Count = 4
     """Tokens per block, of all systems."""
-    sequences_in_cache: int = 8
+    sequences_in_cache: Count = 8
     """KV memory of all systems, in requests of the maximum length."""
-    duration_s: float = 4.0
+    duration_s: Positive = 4.0
     """Time in which requests arrive in each cell."""
-    drain_s: float = 4.0
+    drain_s: Positive = 4.0
     """Time to finish them after that."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServingCell(Cell):
-    source: Source | LogNormalLengths
-    system: str
-    request_rate: float
-    arrivals: str
-    model: str
-    threads: int
-    mean_tokens: float
-    max_model_len: int
-    block_size: int
-    sequences_in_cache: int
-    duration_s: float
-    drain_s: float
 
     @property
     def group(self) -> tuple[str, ...]:
-        return self.source.name, self.system
+        return self.trace.name, self.system
 
 
-def cells(options: ServingOptions) -> Iterator[ServingCell | Absent]:
-    for system in options.system:
-        if system not in _SYSTEMS:
-            raise ValueError(f"--system {system} is unknown; choose from {', '.join(_SYSTEMS)}")
-    for name in (
-        "request_rate", "threads", "mean_tokens", "duration_s", "drain_s", "sequences_in_cache",
-    ):  # fmt: skip
-        values = getattr(options, name)
-        if not all(value > 0 for value in (values if isinstance(values, tuple) else (values,))):
-            raise ValueError(f"--{name.replace('_', '-')} must be above 0, got {values}")
-    if options.block_size < 1 or options.max_model_len % options.block_size:
+def cells(options: Serving) -> Iterator[Serving | Absent]:
+    """Of traces; without any, of chat requests by their lengths alone and with their histories."""
+    if options.max_model_len % options.block_size:
         raise ValueError(
-            f"--block-size must divide --max-model-len {options.max_model_len}, "
-            f"got {options.block_size}"
+            f"--block-size {options.block_size}: needs a divisor of --max-model-len "
+            f"{options.max_model_len}"
         )
-    engine_models.model_config(options.model)  # raises for an unknown one
-    for source in _sources(options):
-        if isinstance(source, Absent):
-            yield source
-            continue
-        for system in options.system or _default_systems(source):
-            for rate in options.request_rate:
-                yield ServingCell(
-                    seed=options.seed,
-                    source=source,
-                    system=system,
-                    request_rate=rate,
-                    **{
-                        name: getattr(options, name)
-                        for name in ServingCell.__dataclass_fields__
-                        if name not in ("seed", "source", "system", "request_rate")
-                    },
-                )
+    for source in options.sources(_NUM_TRACE_REQUESTS, lengths_suffice=True):
+        traces = [source]
+        if isinstance(source, Workload):
+            by_length = LogNormalLengths(prompt=120, output=240, seed=options.seed)
+            traces = [by_length, source] if source.name == "multi_turn_chat" else []
+        for trace in traces:
+            systems = options.system or _default_systems(trace)
+            yield from grid(options, trace=[trace], system=systems)
 
 
-def _sources(options: ServingOptions) -> Iterator[Source | LogNormalLengths | Absent]:
-    """Traces; without any, chat requests by their lengths alone and chats with their histories."""
-    for source in workloads.sources(
-        options.trace, seed=options.seed, num_requests=_NUM_TRACE_REQUESTS, lengths_suffice=True
-    ):
-        if not isinstance(source, Workload):
-            yield source
-        elif source.name == "multi_turn_chat":
-            yield LogNormalLengths(prompt=120, output=240, seed=options.seed)
-            yield source
-
-
-def _default_systems(source: Source | LogNormalLengths) -> tuple[str, ...]:
-    has_prefixes = not isinstance(source, LogNormalLengths) and workloads.load(source).has_blocks
+def _default_systems(trace: Source | LogNormalLengths | Absent) -> tuple[str, ...]:
+    has_prefixes = isinstance(trace, Source) and workloads.load(trace).has_blocks
     return _WITH_PREFIXES if has_prefixes else _LENGTHS_ONLY
 
 
-def run_cell(cell: ServingCell) -> list[dict[str, Any]]:
+def run_cell(cell: Serving) -> list[dict[str, Any]]:
     import numpy as np
 
     without_rate = dataclasses.replace(cell, request_rate=1.0)
@@ -234,12 +196,12 @@ def run_cell(cell: ServingCell) -> list[dict[str, Any]]:
 
 
 @functools.lru_cache(maxsize=1)
-def _scaled(cell: ServingCell) -> ScaledTrace:
+def _scaled(cell: Serving) -> ScaledTrace:
     """The requests of ``cell``, whatever its rate."""
-    if isinstance(cell.source, LogNormalLengths):
-        trace = request_lengths.log_normal_trace(cell.source, _NUM_TRACE_REQUESTS)
+    if isinstance(cell.trace, LogNormalLengths):
+        trace = request_lengths.log_normal_trace(cell.trace, _NUM_TRACE_REQUESTS)
     else:
-        trace = workloads.load(cell.source).head(_NUM_TRACE_REQUESTS)
+        trace = workloads.load(cell.trace).head(_NUM_TRACE_REQUESTS)
     return shrink(
         trace,
         mean_tokens=cell.mean_tokens,
@@ -249,7 +211,7 @@ def _scaled(cell: ServingCell) -> ScaledTrace:
 
 
 @functools.lru_cache(maxsize=1)
-def _warm_up(cell: ServingCell) -> None:
+def _warm_up(cell: Serving) -> None:
     """Serve a few requests for nothing: the first ones of a process pay for what is set up then."""
     trace = _scaled(cell).trace.head(_NUM_WARM_UP_REQUESTS)
     llm = _make_llm(cell)
@@ -257,7 +219,7 @@ def _warm_up(cell: ServingCell) -> None:
     open_loop.serve(llm.engine, prompts, trace.output_lengths.tolist(), [0.0] * len(prompts))
 
 
-def _make_llm(cell: ServingCell) -> LLM:
+def _make_llm(cell: Serving) -> LLM:
     import torch
 
     torch.set_num_threads(cell.threads)
@@ -285,9 +247,7 @@ def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
     with style.figures():
         written += style.save(_draw(rows, _LATENCY_PANELS), folder, "serving")
         written += style.save(_draw(rows, _TOKEN_PANELS), folder, "serving_tokens")
-    table = folder / "summary.csv"
-    style.write_atomically(table, _summary(rows).to_csv(index=False, float_format="%.4g"))
-    return [*written, table]
+    return written + style.save_table(_summary(rows), folder, "summary", "%.4g")
 
 
 _LATENCY_PANELS = {
@@ -301,18 +261,15 @@ _TOKEN_PANELS = {
 
 
 def _draw(rows: pd.DataFrame, panels: dict[str, str]) -> Figure:
-    traces = rows["trace"].unique()
     rates = sorted(rows["request_rate"].unique())
     figure, axes, _ = style.panel_grid(
-        2 * len(traces), columns=2, height=2.1, width=3.5, sharex=True
+        2 * rows["trace"].nunique(), columns=2, height=2.1, width=3.5, sharex=True
     )
-    for row, trace in enumerate(traces):
-        of_trace = rows[rows["trace"] == trace]
+    for row, (_, of_trace) in enumerate(rows.groupby("trace", sort=False)):
         for axis, (column, label) in zip(axes[2 * row :], panels.items(), strict=False):
             _draw_systems(axis, of_trace, column)
-            axis.set(ylabel=label, xscale="log", title=_title(of_trace.iloc[0]))
-            axis.set_xticks(rates, map("{:g}".format, rates))
-            axis.xaxis.minorticks_off()
+            axis.set(ylabel=label, title=_title(of_trace.iloc[0]))
+            style.log_x(axis, rates)
             if column.endswith("_s"):
                 axis.set_yscale("log")
                 style.plain_log_ticks(axis.yaxis)
@@ -370,8 +327,8 @@ def _summary(rows: pd.DataFrame) -> pd.DataFrame:
 EXPERIMENT = Experiment(
     name="serving",
     figure="PagedAttention figs. 12, 13, 17: normalised latency, batched requests vs request rate",
-    options=ServingOptions(),
-    quick=ServingOptions(
+    options=Serving(),
+    quick=Serving(
         system=("contiguous_max", "paged", "vllm_v1"),
         request_rate=(50, 400),
         mean_tokens=32,

@@ -18,13 +18,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import cache
 from experiments import quantiles, style
-from experiments.harness import Experiment, Options
+from experiments.harness import Axis, Count, Experiment, Natural, Needs, grid, one_of
 from experiments.load import engine_models
-from experiments.load.engine_models import EngineCell
+from experiments.load.engine_models import EngineOptions
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -42,119 +42,71 @@ _MANAGERS = {
 """Managers that cache prefixes, and their lines."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SharedPrefixOptions(Options):
-    """The grid: managers x prompts x cached shares, and prefixes with and without caching."""
+_CACHING = [name for name, manager in cache.MANAGERS.items() if manager.prefix_caching]
+_Share = Annotated[float, Needs("a number from 0 to below 100", lambda value: 0 <= value < 100)]
 
-    model: str | None = None
-    """A shape of load/engine_models.py. None: qwen3-0.6b on a GPU, llama-100m on a CPU."""
-    attention_backend: Literal["triton", "torch", "flash_attn"] | None = None
-    """None: triton on a GPU, torch on a CPU."""
-    manager: tuple[str, ...] = tuple(_MANAGERS)
+
+@dataclass(frozen=True, kw_only=True)
+class _Engines(EngineOptions):
+    manager: Axis[Annotated[str, one_of(_CACHING)]] = tuple(_MANAGERS)
     """Managers with prefix caching; the throughput is that of the first."""
-    block_size: int = 16
-    prompt_tokens: tuple[int, ...] = (512, 2048)
-    """Lengths of the prompts whose first token is waited for."""
-    cached_percent: tuple[float, ...] = (0, 25, 50, 75, 90)
-    """Share of such a prompt that is cached, rounded down to whole blocks."""
-    prefix_tokens: tuple[int, ...] = (0, 128, 512, 1024)
-    """Lengths of the prefix that the requests of a batch share."""
-    requests: int = 8
-    """Requests of a batch."""
-    suffix_tokens: int = 64
-    """Tokens of its own in each prompt of a batch."""
-    output_tokens: int = 32
-    """Tokens that each request of a batch generates."""
-    repeats: int = 4
-    """Measurements of each point."""
-    threads: int | None = None
-    """Threads of PyTorch on a CPU. None: a thread a core."""
+    block_size: Count = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class FirstTokenCell(EngineCell):
-    manager: str
-    prompt_tokens: int
+class FirstToken(_Engines):
+    prompt_tokens: Axis[int]
     cached_percent: tuple[float, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ThroughputCell(EngineCell):
-    manager: str
-    prefix_caching: bool
-    prefix_tokens: int
+class Throughput(_Engines):
+    prefix_tokens: Axis[int]
+    prefix_caching: Axis[bool]
     requests: int
     suffix_tokens: int
     output_tokens: int
 
 
-def cells(options: SharedPrefixOptions) -> Iterator[EngineCell]:
-    _check(options)
-    common = {
-        "seed": options.seed,
-        "model": options.model or engine_models.default_model(),
-        "attention_backend": options.attention_backend,
-        "block_size": options.block_size,
-        "repeats": options.repeats,
-        "threads": options.threads,
-    }
-    engine_models.model_config(common["model"])  # raises for an unknown one
-    for prompt_tokens in options.prompt_tokens:
-        for manager in options.manager:
-            yield FirstTokenCell(
-                manager=manager,
-                prompt_tokens=prompt_tokens,
-                cached_percent=options.cached_percent,
-                **common,
-            )
-    for prefix_tokens in options.prefix_tokens:
-        for prefix_caching in (False, True):
-            yield ThroughputCell(
-                manager=options.manager[0],
-                prefix_caching=prefix_caching,
-                prefix_tokens=prefix_tokens,
-                requests=options.requests,
-                suffix_tokens=options.suffix_tokens,
-                output_tokens=options.output_tokens,
-                **common,
-            )
+@dataclass(frozen=True, kw_only=True)
+class SharedPrefix(_Engines):
+    """The grid: managers x prompts x cached shares, and prefixes with and without caching."""
+
+    prompt_tokens: Axis[Count] = (512, 2048)
+    """Lengths of the prompts whose first token is waited for."""
+    cached_percent: Axis[_Share] = (0, 25, 50, 75, 90)
+    """Share of such a prompt that is cached, rounded down to whole blocks."""
+    prefix_tokens: Axis[Natural] = (0, 128, 512, 1024)
+    """Lengths of the prefix that the requests of a batch share."""
+    requests: Count = 8
+    """Requests of a batch."""
+    suffix_tokens: Count = 64
+    """Tokens of its own in each prompt of a batch."""
+    output_tokens: Count = 32
+    """Tokens that each request of a batch generates."""
+    repeats: Count = 4
+    """Measurements of each point."""
 
 
-def _check(options: SharedPrefixOptions) -> None:
-    sizes = ("block_size", "requests", "suffix_tokens", "output_tokens", "repeats", "threads")
-    for name in sizes:
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-    for tokens in options.prompt_tokens:
-        if tokens < 1:
-            raise ValueError(f"--prompt-tokens must be at least 1, got {tokens}")
-    for tokens in options.prefix_tokens:
-        if tokens < 0:
-            raise ValueError(f"--prefix-tokens must be at least 0, got {tokens}")
-    for percent in options.cached_percent:
-        if not 0 <= percent < 100:
-            raise ValueError(f"--cached-percent must be at least 0 and below 100, got {percent}")
-    if not options.manager:
-        raise ValueError("--manager needs at least one")
-    caching = [name for name, manager in cache.MANAGERS.items() if manager.prefix_caching]
-    for name in options.manager:
-        if name not in caching:
-            raise ValueError(f"--manager {name}: choose from {', '.join(caching)}")
+def cells(options: SharedPrefix) -> Iterator[FirstToken | Throughput]:
+    model = options.model or engine_models.default_model()
+    first = options.manager[:1]
+    yield from grid(options, FirstToken, model=model)
+    yield from grid(options, Throughput, model=model, manager=first, prefix_caching=(False, True))
 
 
-def run_cell(cell: EngineCell) -> list[dict[str, Any]]:
-    measure = _first_token if isinstance(cell, FirstTokenCell) else _throughput
+def run_cell(cell: FirstToken | Throughput) -> list[dict[str, Any]]:
+    measure = _first_token if isinstance(cell, FirstToken) else _throughput
     llm, rows = measure(cell)
     return [{**cell.describe(llm), **row} for row in rows]
 
 
-def _num_blocks(cell: EngineCell, num_sequences: int, longest: int) -> int:
+def _num_blocks(cell: _Engines, num_sequences: int, longest: int) -> int:
     """Blocks that hold ``num_sequences`` of ``longest`` tokens, and some more."""
     return (num_sequences + 2) * (longest // cell.block_size + 2)
 
 
-def _first_token(cell: FirstTokenCell) -> tuple[LLM, list[dict[str, Any]]]:
+def _first_token(cell: FirstToken) -> tuple[LLM, list[dict[str, Any]]]:
     import numpy as np
 
     from models import SamplingParams
@@ -195,7 +147,7 @@ def _first_token(cell: FirstTokenCell) -> tuple[LLM, list[dict[str, Any]]]:
     ]
 
 
-def _throughput(cell: ThroughputCell) -> tuple[LLM, list[dict[str, Any]]]:
+def _throughput(cell: Throughput) -> tuple[LLM, list[dict[str, Any]]]:
     import numpy as np
 
     from models import SamplingParams
@@ -244,9 +196,7 @@ def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
     """
     with style.figures():
         written = style.save(_draw(rows), folder, "shared_prefix")
-    table = folder / "summary.csv"
-    style.write_atomically(table, summarise(rows).to_csv(index=False, float_format="%.4g"))
-    return [*written, table]
+    return written + style.save_table(summarise(rows), folder, "summary", "%.4g")
 
 
 def summarise(rows: pd.DataFrame) -> pd.DataFrame:
@@ -337,8 +287,8 @@ def _draw_throughput(axis: Axes, rows: pd.DataFrame) -> None:
 EXPERIMENT = Experiment(
     name="shared_prefix",
     figure="PagedAttention fig. 16: time to first token and throughput with cached prefixes",
-    options=SharedPrefixOptions(),
-    quick=SharedPrefixOptions(
+    options=SharedPrefix(),
+    quick=SharedPrefix(
         model="tiny",
         manager=("vllm_v1", "radix"),
         prompt_tokens=(512, 2048),

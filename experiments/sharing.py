@@ -20,16 +20,16 @@ import random
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cache import CacheManager, Sequence, make_manager
 from experiments import style
-from experiments.harness import Absent, Cell, Experiment, Options, Repeated
-from experiments.load import request_lengths, workloads
+from experiments.harness import Absent, Axis, Count, Experiment, GridOnly, Needs, grid
+from experiments.load import request_lengths
+from experiments.load.engine_models import Manager
 from experiments.load.request_lengths import LogNormalLengths
-from experiments.load.workloads import Source
+from experiments.load.workloads import OnTraces
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -44,81 +44,44 @@ _BEAM_LINES = [
 ]
 
 
+def _log_normal(text: str, seed: int) -> LogNormalLengths | None:
+    prompt, _, output = text.partition(":")
+    if prompt.isdecimal() and output.isdecimal() and int(prompt) and int(output):
+        return LogNormalLengths(int(prompt), int(output), seed)
+    return None
+
+
+_Lengths = Needs("prompt and output tokens, as in 20:60", lambda text: _log_normal(text, 0))
+_Probability = Needs("a number from 0 to 1", lambda value: 0 <= value <= 1)
+
+
 @dataclass(frozen=True, kw_only=True)
-class SharingOptions(Options):
+class Sharing(OnTraces):
     """The grid: traces x sequences x (parallel sampling and beam searches) x managers."""
 
-    trace: Repeated[tuple[Path, ...]] = ()
-    """A request trace (.jsonl, .csv, .zst). None: those in $TRACES_DIR, else synthetic ones."""
     # Of the order of the paper's Alpaca and ShareGPT conversations, shorter than the traces' own.
-    lengths: tuple[str, ...] = ("20:60", "160:340")
+    lengths: GridOnly[tuple[Annotated[str, _Lengths], ...]] = ("20:60", "160:340")
     """Further synthetic requests, by median prompt and output tokens."""
-    num_sequences: tuple[int, ...] = (2, 3, 4, 5, 6)
+    num_sequences: Axis[Count] = (2, 3, 4, 5, 6)
     """Samples or beams per request."""
-    drop_probability: tuple[float, ...] = (0.01, 0.05, 0.2)
-    """Chance of a beam to be dropped in a step."""
-    manager: tuple[str, ...] = ("vllm_v1",)
+    drop_probability: Axis[Annotated[float, _Probability]] = (0.01, 0.05, 0.2)
+    """Chance of a beam to be dropped in a step.  None in a cell: parallel sampling."""
+    manager: Axis[Manager] = ("vllm_v1",)
     """A cache manager with fork."""
-    block_size: tuple[int, ...] = (16,)
-    num_requests: int = 50
+    block_size: Axis[Count] = (16,)
+    num_requests: Count = 50
     """Requests taken from each trace, at equal distances."""
-    max_request_tokens: int = 16_384
+    max_request_tokens: Count = 16_384
     """Longer requests are left out: forking one takes time in proportion to its length."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SharingCell(Cell):
-    source: Source | LogNormalLengths
-    num_sequences: int
-    drop_probability: float | None
-    """None: parallel sampling."""
-    manager: str
-    block_size: int
-    num_requests: int
-    max_request_tokens: int
-
-    @property
-    def group(self) -> tuple[str, ...]:
-        return (self.source.name,)
-
-
-def cells(options: SharingOptions) -> Iterator[SharingCell | Absent]:
-    if options.num_requests < 1 or min(options.num_sequences) < 1:
-        raise ValueError("--num-requests and --num-sequences must be at least 1")
-    for probability in options.drop_probability:
-        if not 0 <= probability <= 1:
-            raise ValueError(f"--drop-probability must be from 0 to 1, got {probability}")
-    for name in options.manager:
-        make_manager(name, num_blocks=1, block_size=1)  # raises for an unknown one
-    sources = workloads.sources(
-        options.trace, seed=options.seed, num_requests=None, lengths_suffice=True
-    )
+def cells(options: Sharing) -> Iterator[Sharing | Absent]:
     synthetic = [_log_normal(text, options.seed) for text in options.lengths]
-    for source in chain(synthetic, sources):
-        if isinstance(source, Absent):
-            yield source
-            continue
-        for manager in options.manager:
-            for block_size in options.block_size:
-                for probability in (None, *options.drop_probability):
-                    for num_sequences in options.num_sequences:
-                        yield SharingCell(
-                            seed=options.seed,
-                            source=source,
-                            num_sequences=num_sequences,
-                            drop_probability=probability,
-                            manager=manager,
-                            block_size=block_size,
-                            num_requests=options.num_requests,
-                            max_request_tokens=options.max_request_tokens,
-                        )
-
-
-def _log_normal(text: str, seed: int) -> LogNormalLengths:
-    prompt, _, output = text.partition(":")
-    if not (prompt.isdecimal() and output.isdecimal() and int(prompt) and int(output)):
-        raise ValueError(f"--lengths {text}: needs prompt and output tokens, as in 20:60")
-    return LogNormalLengths(int(prompt), int(output), seed)
+    yield from grid(
+        options,
+        trace=[*synthetic, *options.sources(lengths_suffice=True)],
+        drop_probability=(None, *options.drop_probability),
+    )
 
 
 @dataclass
@@ -135,9 +98,9 @@ class BlockSteps:
         return 1 - self.shared / self.apart
 
 
-def run_cell(cell: SharingCell) -> list[dict[str, Any]]:
+def run_cell(cell: Sharing) -> list[dict[str, Any]]:
     lengths = request_lengths.sample(
-        cell.source, cell.num_requests, max_tokens=cell.max_request_tokens
+        cell.trace, cell.num_requests, max_tokens=cell.max_request_tokens
     )
     blocks_per_sequence = -(-lengths.longest // cell.block_size)
     manager = make_manager(
@@ -229,11 +192,12 @@ def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
 
 
 def _draw(rows: pd.DataFrame) -> Figure:
-    traces = rows["trace"].unique()
     probabilities = sorted(rows["drop_probability"].dropna().unique())
-    figure, axes, spare = style.panel_grid(len(traces), height=1.9, sharex=True, sharey=True)
-    for axis, trace in zip(axes, traces, strict=True):
-        of_trace = rows[rows["trace"] == trace].sort_values("num_sequences")
+    figure, axes, spare = style.panel_grid(
+        rows["trace"].nunique(), height=1.9, sharex=True, sharey=True
+    )
+    for axis, (trace, of_trace) in zip(axes, rows.groupby("trace", sort=False), strict=True):
+        of_trace = of_trace.sort_values("num_sequences")
         parallel = of_trace[of_trace["mode"] == "parallel"]
         axis.plot(parallel["num_sequences"], 100 * parallel["saved_fraction"], **_PARALLEL_LINE)
         for i, probability in enumerate(probabilities):
@@ -254,8 +218,8 @@ def _draw(rows: pd.DataFrame) -> Figure:
 EXPERIMENT = Experiment(
     name="sharing",
     figure="PagedAttention fig. 15: blocks saved by parallel sampling and beam search",
-    options=SharingOptions(),
-    quick=SharingOptions(num_sequences=(2, 4, 6), num_requests=8),
+    options=Sharing(),
+    quick=Sharing(num_sequences=(2, 4, 6), num_requests=8),
     cells=cells,
     run_cell=run_cell,
     plot=plot,

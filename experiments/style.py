@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from experiments.harness.store import write_atomically
 
 if TYPE_CHECKING:
+    import pandas as pd
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
@@ -45,39 +46,21 @@ def line(color: str, marker: str, dashes: str = "solid", fill: bool = True) -> d
 
 
 _POLICIES = {
-    "infinite": {**line(GREY, "", "dotted"), "linewidth": 1.0},
-    "belady": line(BLACK, "", "dashed"),
-    "lru": line(BLUE, "o"),
-    "fifo": line(ORANGE, "s"),
-    "lfu": line(GREEN, "^"),
-    "slru": line(SKY, "D"),
-    "lru_k": line(RED, "v"),
-    "two_q": line(PINK, "P"),
-    "arc": line(RED, "X", "dashed"),
-    "s3fifo": line(BLUE, "s", "dashed", fill=False),
-    "sieve": line(GREEN, "o", "dashed", fill=False),
-    "mq": line(ORANGE, "^", "dashed", fill=False),
-    "gdsf": line(SKY, "v", "dashdot", fill=False),
-    "random": line(GREY, "x"),
-    "mru": line(GREY, "+", "dashdot"),
-}
-
-POLICY_LABELS = {
-    "infinite": "infinite cache",
-    "belady": "Belady (optimum)",
-    "lru": "LRU",
-    "fifo": "FIFO",
-    "lfu": "LFU",
-    "slru": "SLRU",
-    "lru_k": "LRU-K",
-    "two_q": "2Q",
-    "arc": "ARC",
-    "s3fifo": "S3-FIFO",
-    "sieve": "SIEVE",
-    "mq": "MQ",
-    "gdsf": "GDSF",
-    "random": "random",
-    "mru": "MRU",
+    "infinite": ("infinite cache", {**line(GREY, "", "dotted"), "linewidth": 1.0}),
+    "belady": ("Belady (optimum)", line(BLACK, "", "dashed")),
+    "lru": ("LRU", line(BLUE, "o")),
+    "fifo": ("FIFO", line(ORANGE, "s")),
+    "lfu": ("LFU", line(GREEN, "^")),
+    "slru": ("SLRU", line(SKY, "D")),
+    "lru_k": ("LRU-K", line(RED, "v")),
+    "two_q": ("2Q", line(PINK, "P")),
+    "arc": ("ARC", line(RED, "X", "dashed")),
+    "s3fifo": ("S3-FIFO", line(BLUE, "s", "dashed", fill=False)),
+    "sieve": ("SIEVE", line(GREEN, "o", "dashed", fill=False)),
+    "mq": ("MQ", line(ORANGE, "^", "dashed", fill=False)),
+    "gdsf": ("GDSF", line(SKY, "v", "dashdot", fill=False)),
+    "random": ("random", line(GREY, "x")),
+    "mru": ("MRU", line(GREY, "+", "dashdot")),
 }
 
 
@@ -87,13 +70,14 @@ def policy_lines(policies: Iterable[str]) -> dict[str, dict]:
     A user's policy takes the next of a few thick lines that no known policy has.
     """
     own = cycle([line(RED, "*"), line(PINK, "p"), line(BLACK, "h")])
-    return {
-        policy: {
-            **(_POLICIES.get(policy) or {**next(own), "linewidth": 1.8, "markersize": 5}),
-            "label": POLICY_LABELS.get(policy, policy),
-        }
-        for policy in policies
-    }
+    lines = {}
+    for policy in policies:
+        if policy in _POLICIES:
+            label, look = _POLICIES[policy]
+        else:
+            label, look = policy, {**next(own), "linewidth": 1.8, "markersize": 5}
+        lines[policy] = {**look, "label": label}
+    return lines
 
 
 @contextmanager
@@ -143,6 +127,16 @@ class Panels(NamedTuple):
     spare: list[Axes]
 
 
+def log_x(axes: Axes, ticks: Sequence[float] = (), base: int = 10) -> None:
+    """A logarithmic x axis with these ticks, or the powers of ``base``, as plain numbers."""
+    axes.set_xscale("log", base=base)
+    if len(ticks):
+        axes.set_xticks(ticks, map("{:g}".format, ticks))
+    else:
+        axes.xaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
+
+
 def plain_log_ticks(axis: Axis) -> None:
     """Ticks of a logarithmic ``axes.xaxis`` or ``yaxis``, whose data are drawn, as plain numbers.
 
@@ -151,6 +145,8 @@ def plain_log_ticks(axis: Axis) -> None:
     from matplotlib.ticker import LogLocator, NullLocator
 
     low, high = axis.get_view_interval()
+    if low <= 0:  # there are no data
+        axis.set_view_interval(1, 10, ignore=True)
     axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high > 10 * low else (1, 1.5, 2, 3, 5, 7)))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter("{x:g}")
@@ -176,6 +172,13 @@ def shared_legend(figure: Figure, spare: Sequence[Axes] = (), columns: int = 6) 
             if ncols == 1 or legend.get_window_extent().width <= figure.bbox.width:
                 break
             legend.remove()
+
+
+def save_table(table: pd.DataFrame, folder: Path, name: str, digits: str = "%.4f") -> list[Path]:
+    """Write ``name``.csv, floats as ``digits`` says."""
+    path = folder / f"{name}.csv"
+    write_atomically(path, table.to_csv(index=False, float_format=digits))
+    return [path]
 
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:

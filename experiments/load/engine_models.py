@@ -8,9 +8,10 @@ experiments instead.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from experiments.harness import Cell, Unavailable
+import cache
+from experiments.harness import Count, Options, Unavailable, one_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -107,15 +108,23 @@ def make_llm(name: str, *, threads: int | None = None, **options: Any) -> LLM:
         raise Unavailable(str(error)) from error
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineCell(Cell):
-    """A cell that measures something ``repeats`` times on an engine of its own."""
+Model = Annotated[str, one_of(MODEL_NAMES)]
+Manager = Annotated[str, one_of(cache.MANAGERS)]
 
-    model: str
-    attention_backend: str | None
-    block_size: int
-    repeats: int
-    threads: int | None
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(Options):
+    """Options of cells that measure something ``repeats`` times on an engine of their own, with
+    blocks of ``block_size``."""
+
+    model: Model | None = None
+    """A shape of load/engine_models.py. None: qwen3-0.6b on a GPU, llama-100m on a CPU."""
+    attention_backend: Literal["triton", "torch", "flash_attn"] | None = None
+    """None: triton on a GPU, torch on a CPU."""
+    repeats: Count = 3
+    """Measurements of each point."""
+    threads: Count | None = None
+    """Threads of PyTorch on a CPU. None: a thread a core."""
 
     @property
     def group(self) -> tuple[str, ...]:

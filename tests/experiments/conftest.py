@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import importlib.util
+import io
 import json
 import os
 import signal
@@ -10,9 +13,14 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
+import pandas as pd
 import pytest
+
+import cache
+from experiments import cli
 
 REPOSITORY = Path(__file__).parents[2]
 TINY = Path(__file__).with_name("tiny_experiment.py")
@@ -67,6 +75,100 @@ def tiny():
     sys.path.remove(str(TINY.parent))
 
 
+TINY_RUNS = {
+    "block_size": "--trace {chat} --trace {lengths} --block-size 4 16 32 64 --capacity-percent 20",
+    "engine_overhead": "--num-sequences 1 2 --lengths 2 5 --num-steps 5 --model tiny "
+    "--manager vllm_v1 --model-num-sequences 2 --model-lengths 2 5 --model-num-steps 5",
+    "eviction": "--trace {chat} --capacity-percent 5 20 "
+    "--policy lru --policy sieve --policy belady --policy {policy}:Mine",
+    "eviction_serving": "--trace {chat} --policy s3fifo --policy belady --capacity-percent 40 80 "
+    "--num-requests 30 --slice-tokens 3000 --max-output-tokens 2 --timed-model tiny",
+    "manager_overhead": "--pool-blocks 512 1024 --requests 4 --tree-prompts 12",
+    "memory_waste": "--trace {lengths} --block-size 1 16 --num-requests 40 --sequences-in-cache 2",
+    "preemption": "--model tiny --threads 1 --block-size 4 16 --context-tokens 32 "
+    "--cache-tokens 64 --requests 4 --prompt-tokens 4 12 --output-tokens 12 24 "
+    "--serving-repeats 1",
+    "replay_speed": "--trace {chat} --repeats 2",
+    "serving": "--trace {chat} --system contiguous_max --system vllm_v1 --request-rate 50 2000 "
+    "--duration-s 0.05 --drain-s 0.05 --mean-tokens 24 --max-model-len 64",
+    "shared_prefix": "--model tiny --manager vllm_v1 radix --block-size 8 --prompt-tokens 64 "
+    "--cached-percent 0 50 --prefix-tokens 0 32 --requests 2 --output-tokens 3 --repeats 2 "
+    "--threads 1",
+    "sharing": "--trace {lengths} --num-sequences 2 3 --drop-probability 0.1 --num-requests 3",
+}
+"""Options of the smallest run of each experiment that shows all of its rows."""
+
+
+@dataclass(frozen=True)
+class TinyRun:
+    """A finished run by the command line."""
+
+    command: list[str]
+    folder: Path
+    output: str
+
+    @property
+    def rows(self) -> pd.DataFrame:
+        return pd.read_csv(self.folder / "rows.csv")
+
+    @property
+    def summary(self) -> pd.DataFrame:
+        return pd.read_csv(self.folder / "summary.csv")
+
+
+@pytest.fixture(scope="session")
+def inputs(tmp_path_factory) -> dict[str, Path]:
+    """A trace of 60 chats in blocks of 16, lengths with a damaged last row, and a policy."""
+    folder = tmp_path_factory.mktemp("inputs")
+    names = {"chat": "chat.jsonl.gz", "lengths": "azure.csv", "policy": "policy.py"}
+    paths = {name: folder / file for name, file in names.items()}
+    chats = cache.make_workload("multi_turn_chat", seed=3, num_requests=60)
+    cache.save_trace(chats, paths["chat"])
+    rows = [f"2023-11-16 18:17:{i:02}.0000000,{20 + i},{5 + i % 3}" for i in range(40)]
+    # As in Azure's copies: the number of requests is glued to the last output.
+    rows.append("2023-11-16 18:17:41.0000000,30,1734199")
+    paths["lengths"].write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows, ""]))
+    paths["policy"].write_text(
+        "from cache.policies.sieve import Sieve\n\n\nclass Mine(Sieve):\n    pass\n"
+    )
+    return paths
+
+
+@pytest.fixture(scope="session")
+def command(inputs) -> Callable[..., str]:
+    """Run a command line in this process; returns what it prints, which must end with status 0."""
+
+    def run(*words: object) -> str:
+        printed = io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+            patch.delenv("TRACES_DIR", raising=False)
+            assert cli.main(list(map(str, words))) == 0
+        return printed.getvalue()
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def tiny_run(inputs, command, tmp_path_factory) -> Callable[[str], TinyRun]:
+    """The tiny run of an experiment, by name; made once for all processes that run tests."""
+    base = tmp_path_factory.getbasetemp()
+    out = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "tiny_runs"
+    out.mkdir(exist_ok=True)
+
+    def run(name: str) -> TinyRun:
+        if name == "replay_speed":
+            pytest.importorskip("libcachesim")
+        words = ["run", name, *TINY_RUNS[name].format(**inputs).split(), "--out", str(out)]
+        printed = out / f"{name}.txt"
+        with (out / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not printed.exists():
+                printed.write_text(command(*words, "--jobs", 1))
+        return TinyRun(words, out / name / "cpu", printed.read_text())
+
+    return run
+
+
 @pytest.fixture
 def journal(tmp_path: Path) -> Callable[[], Counter[int]]:
     """How often each tiny cell was run with ``{"journal": str(tmp_path / "journal")}``."""
@@ -98,7 +200,6 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> dict:
 @pytest.fixture
 def timed_rows() -> Callable:
     """Made-up rows for the cells of a GPU experiment, to draw: timed_rows(cells, refused=())."""
-    import pandas as pd
 
     def rows(cells, refused: tuple[str, ...] = ()) -> pd.DataFrame:
         table = []

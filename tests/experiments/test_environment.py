@@ -64,16 +64,12 @@ def test_dirty_is_any_difference_but_results(repository, file, dirty):
     assert environment.describe(EXPERIMENTS["eviction"], [])["dirty"] is dirty
 
 
-def test_outside_a_repository_there_is_no_commit(tmp_path, monkeypatch):
+@pytest.mark.parametrize("told", [None, "c0ffee"])
+def test_a_copy_without_its_repository_has_the_commit_that_it_is_told(tmp_path, monkeypatch, told):
     monkeypatch.setattr(environment, "_REPOSITORY", tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    monkeypatch.delenv("PAGELAB_COMMIT", raising=False)
+    if told:
+        monkeypatch.setenv("PAGELAB_COMMIT", told)
     described = environment.describe(EXPERIMENTS["eviction"], [])
-    assert described["commit"] is None
-    assert described["dirty"] is None
-
-
-def test_a_copy_without_its_repository_can_be_told_its_commit(tmp_path, monkeypatch):
-    monkeypatch.setattr(environment, "_REPOSITORY", tmp_path)
-    assert environment._git_state() == (None, None)
-    monkeypatch.setenv("PAGELAB_COMMIT", "c0ffee")
-    assert environment._git_state() == ("c0ffee", None)
+    assert (described["commit"], described["dirty"]) == (told, None)

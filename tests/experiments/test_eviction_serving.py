@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import shutil
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 
 import cache
 from cache import ServiceModel, Trace
 from experiments import eviction_serving
+from experiments.eviction_serving import EvictionServing
 from experiments.harness import Absent, Unavailable
-from experiments.load.service_times import measure_service
+from experiments.load import service_times
+from experiments.load.scaled_trace import shrink_blocks
 
 torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="module")
-def trace(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("traces") / "chat.jsonl.gz"
-    cache.save_trace(cache.make_workload("multi_turn_chat", num_requests=60, seed=3), path)
-    return path
+@pytest.fixture
+def trace(inputs) -> Path:
+    return inputs["chat"]
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +33,7 @@ def _no_traces_dir(monkeypatch):
 
 
 def grid(**options):
-    return list(eviction_serving.cells(eviction_serving.EvictionServingOptions(**options)))
+    return list(eviction_serving.EXPERIMENT.checked_cells(EvictionServing(**options)))
 
 
 def run_one(trace, policy, percent=30, **options):
@@ -44,37 +45,28 @@ def run_one(trace, policy, percent=30, **options):
     return row
 
 
-def served_slice(trace, **options) -> Trace:
+def served_slice(trace, skip_requests=0, num_requests=600, max_output_tokens=16, **_) -> Trace:
     """The trace that ``run_one`` serves."""
-    cell = grid(trace=(trace,), slice_tokens=8_000, **options)[0]
-    return eviction_serving._slice(cell).trace
+    part = cache.load_trace(trace)[skip_requests : skip_requests + num_requests]
+    sizes = {"slice_tokens": 8_000, "max_output_tokens": max_output_tokens}
+    return shrink_blocks(part, **sizes, vocab_size=512).trace
 
 
 @pytest.mark.slow
-def test_the_command_line_from_a_trace_to_the_figure(command_line, trace, tmp_path):
-    policies = ("s3fifo", "sieve")
-    options = [word for policy in policies for word in ("--policy", policy)]
-    output = command_line(
-        "run", "eviction_serving", "--trace", trace, *options, "--capacity-percent", 40, 80,
-        "--num-requests", 30, "--slice-tokens", 3000, "--max-output-tokens", 2,
-        "--timed-model", "tiny",
-    ).stdout  # fmt: skip
-    assert "eviction_serving: 7 cells, 7 run" in output
-
-    folder = tmp_path / "results" / "eviction_serving" / "cpu"
-    rows = pd.read_csv(folder / "rows.csv")
-    assert list(rows["policy"]) == ["s3fifo"] * 2 + ["sieve"] * 2 + ["no_cache"] * 2 + ["infinite"]
+def test_the_tiny_run_has_bounds_and_ratios_to_no_cache(tiny_run):
+    run = tiny_run("eviction_serving")
+    rows = run.rows
+    assert list(rows["policy"]) == ["s3fifo"] * 2 + ["belady"] * 2 + ["no_cache"] * 2 + ["infinite"]
     assert set(rows["requests"]) == {30}
     assert rows.groupby("policy")["engine_block_hit_rate"].max()["no_cache"] == 0
-    assert (rows["ttft_p50_s"] <= rows["ttft_p90_s"]).all()
+    served = rows[rows["policy"] != "belady"]
+    assert (served["ttft_p50_s"] <= served["ttft_p90_s"]).all()
     for column in ("busy_seconds", "requests_per_second", "service_step_s"):
-        assert (rows[column] > 0).all()
+        assert (served[column] > 0).all()
     infinite = rows.iloc[-1]
     assert infinite["engine_block_hit_rate"] == pytest.approx(infinite["replay_block_hit_rate"])
     assert infinite["engine_evictions"] == 0
-    assert (folder / "eviction_serving.png").stat().st_size > 10_000
-    summary = pd.read_csv(folder / "summary.csv")
-    at = summary.set_index(["policy", "capacity_fraction"])["ttft_to_no_cache"]
+    at = run.summary.set_index(["policy", "capacity_fraction"])["ttft_to_no_cache"]
     assert at["no_cache"].tolist() == [1, 1]
     ttft = rows.set_index(["policy", "capacity_fraction"])["ttft_mean_s"]
     expected = ttft["s3fifo", 0.8] / ttft["no_cache", 0.8]
@@ -194,10 +186,11 @@ def test_a_cache_that_does_not_hold_the_longest_request_is_unavailable(trace):
 
 
 def test_a_slice_from_the_middle(trace):
-    loaded = cache.load_trace(trace)
-    middle = served_slice(trace, skip_requests=20, num_requests=15)
-    assert len(middle) == 15
-    assert middle.timestamps_ms.tolist() == loaded.timestamps_ms[20:35].tolist()
+    middle = {"skip_requests": 20, "num_requests": 15}
+    row = run_one(trace, "lru", percent=100, **middle)
+    served = served_slice(trace, **middle)
+    assert (row["requests"], len(served)) == (15, 15)
+    assert row["mean_prompt_tokens"] == served.input_lengths.mean()
 
 
 def test_the_grid(trace):
@@ -206,58 +199,33 @@ def test_the_grid(trace):
     assert policies[-1] == "infinite"
     assert set(policies) == {"lru", "fifo", "lfu", "arc", "belady", "no_cache", "infinite"}
     assert len(cells) == 6 * 3 + 1
-    assert {cell.source.name for cell in grid()} == {"multi_turn_chat", "agent_loops"}
+    assert {cell.trace.name for cell in grid()} == {"multi_turn_chat", "agent_loops"}
 
 
-def test_an_own_policy_from_a_file(trace, tmp_path):
-    path = tmp_path / "policy.py"
-    path.write_text("from cache.policies.sieve import Sieve\n\nclass Mine(Sieve):\n    pass\n")
-    cell = grid(trace=(trace,), policy=(f"{path}:Mine",))[0]
+def test_an_own_policy_from_a_file(trace, inputs):
+    serial = {"arrivals": "serial", "max_output_tokens": 1}
+    cell = grid(trace=(trace,), policy=(f"{inputs['policy']}:Mine",))[0]
     assert str(cell.policy) == "policy.py:Mine"
-    mine = run_one(trace, cell.policy, arrivals="serial", max_output_tokens=1)
-    sieve = run_one(trace, "sieve", arrivals="serial", max_output_tokens=1)
+    mine, sieve = run_one(trace, cell.policy, **serial), run_one(trace, "sieve", **serial)
     assert mine["policy"] == "policy.py:Mine"
     assert mine["engine_block_hit_rate"] == sieve["engine_block_hit_rate"]
 
 
-@pytest.mark.parametrize("policy", ["s3fifo", "belady"])
-def test_plots_what_there_is(trace, tmp_path, policy):
-    """Without bounds, and without any engine run."""
-    rows = pd.DataFrame([run_one(trace, policy, arrivals="serial", max_output_tokens=1)])
-    files = eviction_serving.plot(rows, tmp_path)
-    assert [file.name for file in files] == [
-        "eviction_serving.pdf", "eviction_serving.png", "summary.csv",
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"capacity_percent": (0,)}, "--capacity-percent must be above 0 and at most 100, got 0"),
-        ({"num_requests": 0}, "--num-requests must be above 0"),
-        ({"skip_requests": -1}, "--skip-requests must be at least 0, got -1"),
-        ({"policy": ("lru2",)}, "lru2"),
-        ({"model": "gpt"}, "model='gpt' is unknown"),
-        ({"timed_model": "gpt"}, "model='gpt' is unknown"),
-        ({"load": 0}, "--load must be above 0"),
-    ],
-)
-def test_bad_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        grid(**options)
-
-
-def test_lengths_alone_are_absent(tmp_path, monkeypatch):
-    line = "2023-11-16 18:15:46.68,374,44\n"
-    (tmp_path / "azure.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + line)
+def test_lengths_alone_are_absent(inputs, monkeypatch, tmp_path):
+    shutil.copy(inputs["lengths"], tmp_path)
     monkeypatch.setenv("TRACES_DIR", str(tmp_path))
     assert grid() == [Absent("azure.csv has lengths only")]
 
 
-def test_service_times_are_measured():
-    service = measure_service("tiny", threads=1)
-    assert isinstance(service, ServiceModel)
-    assert 1e-5 < service.step_seconds < 1
-    assert 100 < service.prefill_tokens_per_second <= 1e9
-    assert service.decode_seconds_per_sequence >= 0
-    assert measure_service("tiny", threads=1) is service
+def test_service_times_are_those_of_the_steps(monkeypatch):
+    """On an engine whose steps last as long as a known service model says."""
+    known = ServiceModel(
+        step_seconds=0.004, prefill_tokens_per_second=20_000, decode_seconds_per_sequence=0.0003
+    )
+    timed = functools.partial(service_times.open_loop.serve, service=known)
+    monkeypatch.setattr(service_times.open_loop, "serve", timed)
+    service_times.measure_service.cache_clear()
+    measured = service_times.measure_service("tiny", threads=1)
+    assert service_times.measure_service("tiny", threads=1) is measured
+    service_times.measure_service.cache_clear()
+    assert dataclasses.astuple(measured) == pytest.approx(dataclasses.astuple(known))

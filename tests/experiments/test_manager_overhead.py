@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -9,17 +11,16 @@ import pytest
 import cache
 from experiments import manager_overhead
 from experiments.harness import Unavailable
-from experiments.rivals import VLLMBlockPool
+from experiments.manager_overhead import trees
+from experiments.manager_overhead.baselines import SGLangRadixCache, VLLMBlockPool
 
 
-def test_the_command_line_from_managers_to_the_figure(command_line, tmp_path):
-    options = ("--requests", 4, "--tree-prompts", 12)
-    command_line("run", "manager_overhead", "--pool-blocks", 512, 1024, *options)
-    folder = tmp_path / "results" / "manager_overhead" / "cpu"
-    rows = pd.read_csv(folder / "rows.csv")
+@pytest.mark.slow
+def test_every_manager_has_every_phase_and_its_quantiles(tiny_run):
+    run = tiny_run("manager_overhead")
+    rows = run.rows
     of_trees = rows["phase"].str.startswith("tree_")
     assert set(rows[of_trees]["page_size"]) == {16, 1}
-    assert (rows[of_trees]["us_per_prompt"] > 0).all()
     rows = rows[~of_trees]
     ours = rows[rows["implementation"] == "vllm_v1"]
     assert set(ours["phase"]) == {
@@ -29,15 +30,11 @@ def test_the_command_line_from_managers_to_the_figure(command_line, tmp_path):
     timed = rows[rows["phase"] != "make_pool"]
     assert (timed["us_per_block_p10"] <= timed["us_per_block"]).all()
     assert (timed["us_per_block"] <= timed["us_per_block_p90"]).all()
-    summary = pd.read_csv(folder / "summary.csv")
     columns = ["name", "pool_blocks", "cycle_us_per_block", "make_pool_seconds", "mebibytes"]
-    assert list(summary.columns) == columns
-    assert (
-        len(summary) == 2 * rows.groupby(["implementation", "hash_algorithm"], dropna=False).ngroups
-    )
-    assert not summary.isna().any(axis=None)
-    for figure in ("manager_overhead.png", "radix_tree.png"):
-        assert (folder / figure).stat().st_size > 10_000
+    assert list(run.summary.columns) == columns
+    groups = rows.groupby(["implementation", "hash_algorithm"], dropna=False).ngroups
+    assert len(run.summary) == 2 * groups
+    assert not run.summary.isna().any(axis=None)
 
 
 def test_half_of_each_prompt_is_cached():
@@ -55,21 +52,50 @@ def test_half_of_each_prompt_is_cached():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("package", "baseline", "message"),
     [
-        ({"pool_blocks": (100,)}, "--pool-blocks must be at least 512, got 100"),
-        ({"requests": 1}, "--requests must be at least 2, got 1"),
-        ({"tree_page_sizes": (16, 0)}, "--tree-page-sizes must divide 1024, got 0"),
-        ({"tree_page_sizes": (1000,)}, "--tree-page-sizes must divide 1024, got 1000"),
-        ({"tree_prompts": 0}, "--tree-prompts must be at least 1, got 0"),
+        ("vllm", lambda: VLLMBlockPool(64, 16), "vLLM 0.11 is not installed"),
+        ("sglang", lambda: SGLangRadixCache(16), "SGLang 0.5.23 is not installed"),
     ],
 )
-def test_bad_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        list(manager_overhead.cells(manager_overhead.ManagerOverheadOptions(**options)))
+def test_without_its_package_a_baseline_is_absent(monkeypatch, package, baseline, message):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(Unavailable, match=message):
+        baseline()
 
 
-def test_without_vllm_its_rows_are_absent(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "vllm", None)
-    with pytest.raises(Unavailable, match=r"vLLM 0.11 is not installed"):
-        VLLMBlockPool(64, 16)
+class Baseline(trees._Ours):
+    """Stands in for SGLang's tree."""
+
+    name = "SGLang"
+    version = "0.0"
+
+    def __init__(self, page_size: int) -> None:
+        super().__init__(page_size, 1_000_000)
+
+
+class Forgetful(Baseline):
+    def insert(self, prompt) -> None:
+        super().insert((prompt[0], prompt[1][:-1]))
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 1024])
+def test_trees_rows_and_figure(monkeypatch, tmp_path, page_size):
+    monkeypatch.setattr(trees, "SGLangRadixCache", Baseline)
+    rows = pd.DataFrame(trees.run_cell(trees.Trees(page_size=page_size, prompts=23)))
+    assert set(zip(rows["implementation"], rows["phase"], strict=True)) == {
+        (name, phase) for name in ("radix", "SGLang") for phase in trees.OPERATIONS
+    }
+    assert (rows["us_per_prompt_p10"] > 0).all()
+    assert (rows["us_per_prompt_p10"] <= rows["us_per_prompt"]).all()
+    assert (rows["us_per_prompt"] <= rows["us_per_prompt_p90"]).all()
+    trees.plot(rows, tmp_path)
+    table = pd.read_csv(tmp_path / "radix_tree.csv", index_col=["page_size", "operation"])
+    assert list(table.columns) == ["SGLang_us_per_prompt", "radix_us_per_prompt"]
+    assert list(table.loc[page_size].index) == list(trees.OPERATIONS.values())
+
+
+def test_a_tree_that_does_less_work_is_no_comparison(monkeypatch):
+    monkeypatch.setattr(trees, "SGLangRadixCache", Forgetful)
+    with pytest.raises(RuntimeError, match=r"SGLang: .* tokens, 4080 of a prompt found"):
+        trees.run_cell(trees.Trees(page_size=16, prompts=3))

@@ -3,17 +3,15 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
-import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cache import make_manager
-from experiments import memory_waste
 from experiments.harness import InputFile, Unavailable
 from experiments.load import request_lengths
 from experiments.load.request_lengths import RequestLengths
-from experiments.memory_waste import MemoryWasteOptions, arrival_steps, serve
+from experiments.memory_waste import arrival_steps, serve
 
 SYSTEMS = ["max", "pow2", "oracle", "paged"]
 KINDS = ["used", "reserved", "internal", "external", "free"]
@@ -36,17 +34,6 @@ def manager_of(system: str, lengths: RequestLengths, num_slots: int, block_size:
         max_model_len=8,
         final_length=lambda seq: lengths.prompts[seq.seq_id] + lengths.outputs[seq.seq_id],
     )
-
-
-@pytest.fixture
-def azure_csv(tmp_path):
-    """A trace as Azure's copies have it: the request count, 41, is glued to the last output."""
-    rows = [f"2023-11-16 18:17:{i:02}.0000000,{20 + i},{5 + i % 3}" for i in range(40)]
-    rows.append("2023-11-16 18:17:41.0000000,30,17341")
-    rows[-1] += "9" * 2
-    path = tmp_path / "azure.csv"
-    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(rows) + "\n")
-    return path
 
 
 def test_shares_of_two_requests_by_hand():
@@ -128,43 +115,30 @@ def test_arrivals_fill_the_wanted_memory():
     assert math.isclose(slot_steps / arrivals[-1], 30)
 
 
-def test_an_impossible_row_of_a_file_is_left_out_and_counted(azure_csv):
-    lengths = request_lengths.sample(InputFile.of(azure_csv), 1000)
+def test_an_impossible_row_of_a_file_is_left_out_and_counted(inputs):
+    lengths = request_lengths.sample(InputFile.of(inputs["lengths"]), 1000)
     assert (len(lengths), lengths.num_left_out) == (40, 1)
     assert max(lengths.outputs) == 7
 
 
-def test_a_sample_is_spread_over_the_trace(azure_csv):
-    lengths = request_lengths.sample(InputFile.of(azure_csv), 4)
+def test_a_sample_is_spread_over_the_trace(inputs):
+    lengths = request_lengths.sample(InputFile.of(inputs["lengths"]), 4)
     assert lengths.prompts == [20, 30, 40, 50]
     assert lengths.longest == 50 + 5
-    lengths = request_lengths.sample(InputFile.of(azure_csv), 4, max_tokens=45)
+    lengths = request_lengths.sample(InputFile.of(inputs["lengths"]), 4, max_tokens=45)
     assert max(map(sum, zip(lengths.prompts, lengths.outputs, strict=True))) <= 45
     assert lengths.num_left_out == 1 + 20
     with pytest.raises(Unavailable, match="azure has no request of at most 9 tokens"):
-        request_lengths.sample(InputFile.of(azure_csv), 4, max_tokens=9)
+        request_lengths.sample(InputFile.of(inputs["lengths"]), 4, max_tokens=9)
 
 
-def test_the_experiment_on_a_lengths_only_trace(azure_csv, tmp_path):
-    options = MemoryWasteOptions(
-        trace=(azure_csv,), block_size=(1, 16), num_requests=40, sequences_in_cache=2
-    )
-    cells = list(memory_waste.cells(options))
-    assert len(cells) == 5
-    rows = pd.DataFrame([row for cell in cells for row in memory_waste.run_cell(cell)])
+@pytest.mark.slow
+def test_pages_hold_more_than_reservations_and_every_slot_is_accounted_for(tiny_run):
+    rows = tiny_run("memory_waste").rows
     shares = rows[[f"{kind}_fraction" for kind in KINDS]]
     assert (abs(shares.sum(axis=1) - 1) < 1e-12).all()
     assert set(rows["max_model_len"]) == {128}
     assert set(rows["requests_left_out"]) == {1}
-    used = rows["used_fraction"]
-    assert used[0] < used[1] < used[3]  # max, pow2, pages of 1
-    assert used[4] < used[3]  # pages of 16
-    written = memory_waste.plot(rows, tmp_path)
-    assert [path.name for path in written] == ["memory_waste.pdf", "memory_waste.png"]
-    assert all(path.stat().st_size > 1000 for path in written)
-
-
-@pytest.mark.parametrize("option", ["num_requests", "sequences_in_cache", "load"])
-def test_bad_options_are_named(option):
-    with pytest.raises(ValueError, match=f"--{option.replace('_', '-')} must be above 0"):
-        list(memory_waste.cells(MemoryWasteOptions(**{option: 0})))
+    used = rows.set_index(["system", "block_size"])["used_fraction"]
+    assert used["max", 1] < used["pow2", 1] < used["paged", 1]
+    assert used["paged", 16] < used["paged", 1]

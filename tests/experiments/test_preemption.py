@@ -2,45 +2,27 @@
 
 from __future__ import annotations
 
-import pandas as pd
 import pytest
 import torch
 
 from experiments import preemption
 from experiments.load.engine_models import make_llm
-from experiments.preemption import CostCell, PreemptionOptions, ServingCell
+from experiments.preemption import Cost, Preemption, Serving
 from models import SamplingParams
 
-COMMON = {"seed": 0, "model": "tiny", "attention_backend": None, "threads": 1, "repeats": 2}
 
-
-def cost_cell(**parameters) -> CostCell:
-    return CostCell(**{**COMMON, "block_size": 16, "context_tokens": (40,), **parameters})
-
-
-def serving_cell(**parameters) -> ServingCell:
-    defaults = {
-        "block_size": 4,
-        "manager": "vllm_v1",
-        "way": "swap",
-        "cache_tokens": 64,
-        "requests": 4,
-        "prompt_tokens": (4, 12),
-        "output_tokens": (12, 24),
-    }
-    return ServingCell(**{**COMMON, **defaults, **parameters})
+def cell_of(part: type, way: str = "swap", **options):
+    """The cell of a part that is run on a tiny model."""
+    lengths = {"context_tokens": (40,), "prompt_tokens": (4, 12), "output_tokens": (12, 24)}
+    load = {"cache_tokens": 64, "requests": 4, "repeats": 2, "serving_repeats": 2, "threads": 1}
+    options = Preemption(model="tiny", **{**lengths, **load, "block_size": (4,), **options})
+    cells = preemption.EXPERIMENT.checked_cells(options)
+    return next(c for c in cells if isinstance(c, part) and getattr(c, "way", way) == way)
 
 
 @pytest.mark.slow
-def test_the_command_line_to_the_figure(command_line, tmp_path):
-    grid = ("--model", "tiny", "--block-size", 4, 16, "--context-tokens", 32, "--threads", 1)
-    load = ("--cache-tokens", 64, "--requests", 4, "--prompt-tokens", 4, 12)
-    output = command_line(
-        "run", "preemption", *grid, *load, "--output-tokens", 12, 24, "--serving-repeats", 1
-    ).stdout
-    assert "preemption: 6 cells, 6 run" in output
-    [folder] = (tmp_path / "results" / "preemption").iterdir()
-    rows = pd.read_csv(folder / "rows.csv")
+def test_the_tiny_run_has_every_cost_and_both_ways(tiny_run):
+    rows = tiny_run("preemption").rows
     costs, serving = rows[rows["part"] == "cost"], rows[rows["part"] == "serving"]
     assert set(costs["way"]) == {"recompute", "swap", "swap_out", "swap_in"}
     assert list(costs["blocks"]) == [8] * 4 + [2] * 4
@@ -49,11 +31,10 @@ def test_the_command_line_to_the_figure(command_line, tmp_path):
     assert (serving["preemptions"] > 0).any()
     assert (serving["normalized_latency_ms_p20"] > 0).all()
     assert (serving["output_tokens_per_second_p20"] > 0).all()
-    assert (folder / "preemption.png").stat().st_size > 10_000
 
 
 def test_costs_are_of_the_blocks_that_hold_the_context():
-    rows = preemption.run_cell(cost_cell(block_size=16, context_tokens=(40, 64)))
+    rows = preemption.run_cell(cell_of(Cost, block_size=(16,), context_tokens=(40, 64)))
     by_length = {row["context_tokens"]: row for row in rows if row["way"] == "swap"}
     assert {length: row["blocks"] for length, row in by_length.items()} == {40: 3, 64: 4}
     # 2 layers, K and V, 2 heads of 16, fp32: 512 bytes a token
@@ -84,8 +65,8 @@ def test_what_is_timed_computes_and_moves_the_sequence():
 
 @pytest.mark.parametrize("manager", ["vllm_v1", "vllm_v0", "paged"])
 def test_only_swapping_moves_tokens(manager):
-    [swap] = preemption.run_cell(serving_cell(manager=manager))
-    [recompute] = preemption.run_cell(serving_cell(manager=manager, way="recompute"))
+    [swap] = preemption.run_cell(cell_of(Serving, manager=manager))
+    [recompute] = preemption.run_cell(cell_of(Serving, "recompute", manager=manager))
     assert swap["preemptions"] > 0 < recompute["preemptions"]
     assert swap["swapped_tokens"] > 0 == recompute["swapped_tokens"]
     for row in (swap, recompute):
@@ -98,39 +79,10 @@ def test_only_swapping_moves_tokens(manager):
 
 
 def test_a_cache_with_room_for_all_preempts_nobody():
-    [row] = preemption.run_cell(serving_cell(cache_tokens=4 * 36))
+    [row] = preemption.run_cell(cell_of(Serving, cache_tokens=4 * 36))
     assert (row["preemptions"], row["swapped_tokens"]) == (0, 0)
 
 
 def test_the_cache_has_as_many_tokens_whatever_the_block_size():
-    options = PreemptionOptions(model="tiny", cache_tokens=300)
-    sizes = {c.block_size: c.cache_tokens for c in preemption.cells(options)
-             if isinstance(c, ServingCell)}  # fmt: skip
-    assert sizes == dict.fromkeys(options.block_size, 300)
-    [row] = preemption.run_cell(serving_cell(block_size=7))
+    [row] = preemption.run_cell(cell_of(Serving, block_size=(7,)))
     assert row["cache_tokens"] == 63
-
-
-def test_plots_what_there_is(tmp_path):
-    for cell in (cost_cell(), serving_cell(requests=1)):
-        files = preemption.plot(pd.DataFrame(preemption.run_cell(cell)), tmp_path)
-        assert [file.name for file in files] == ["preemption.pdf", "preemption.png"]
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"cache_tokens": 150}, "--cache-tokens 150: does not hold a request of 224 tokens in"),
-        ({"block_size": (0,)}, "--block-size must be at least 1"),
-        ({"context_tokens": (5, 0)}, "--context-tokens must be at least 1"),
-        ({"prompt_tokens": (9, 8)}, "--prompt-tokens 9 8: needs two rising lengths of 1 or more"),
-        ({"output_tokens": (0, 8)}, "--output-tokens 0 8: needs two rising"),
-        ({"serving_repeats": 0}, "--serving-repeats must be at least 1, got 0"),
-        ({"threads": 0}, "--threads must be at least 1, got 0"),
-        ({"manager": "vllm_v9"}, "manager='vllm_v9' is unknown"),
-        ({"model": "gpt"}, "model='gpt' is unknown"),
-    ],
-)
-def test_bad_options_are_named(options, says):
-    with pytest.raises(ValueError, match=says):
-        list(preemption.cells(PreemptionOptions(**options)))

@@ -9,9 +9,8 @@ import pytest
 import cache
 from experiments import replay_speed
 from experiments.harness import Absent
-from experiments.load.workloads import Workload
 
-libcachesim = pytest.importorskip("libcachesim")
+pytest.importorskip("libcachesim")
 
 
 def test_the_stream_says_when_each_block_comes_next():
@@ -22,53 +21,28 @@ def test_the_stream_says_when_each_block_comes_next():
     assert set(records["size"]) == {1}
 
 
-@pytest.fixture
-def rows():
-    source = Workload("shared_system_prompts", seed=0, num_requests=50)
-    return [
-        row
-        for policy in ("lru", "fifo", "lfu", "belady")
-        for row in replay_speed.run_cell(
-            replay_speed.ReplaySpeedCell(
-                seed=0,
-                source=source,
-                policy=policy,
-                capacity_percent=10,
-                repeats=3,
-                libcachesim=True,
-            )
-        )
-    ]
-
-
-def test_both_replay_the_same_stream_in_turn(rows):
-    table = pd.DataFrame(rows)
-    assert list(table["implementation"]) == ["pagelab", "libcachesim"] * 12
-    trace = cache.make_workload("shared_system_prompts", seed=0, num_requests=50)
-    assert set(table["block_references"]) == {trace.num_block_references}
-    assert (table["references_per_second"] * table["replay_seconds"]).to_numpy() == pytest.approx(
-        trace.num_block_references
-    )
+@pytest.mark.slow
+def test_both_replay_the_same_stream_in_turn(tiny_run, inputs):
+    run = tiny_run("replay_speed")
+    table = run.rows
+    assert list(table["implementation"]) == ["pagelab", "libcachesim"] * 8
+    references = cache.load_trace(inputs["chat"]).num_block_references
+    assert set(table["block_references"]) == {references}
+    spent = table["references_per_second"] * table["replay_seconds"]
+    assert spent.to_numpy() == pytest.approx(references)
     rates = table.groupby(["policy", "implementation"])["block_hit_rate"].first().unstack()
     # Per request and per reference differ a little, except for blocks that never return.
     assert (rates["pagelab"] - rates["libcachesim"]).abs().max() < 0.05
-
-
-def test_figure_and_medians(rows, tmp_path):
-    table = pd.DataFrame(rows)
-    files = replay_speed.plot(table, tmp_path)
-    assert [file.name for file in files] == ["replay_speed.pdf", "replay_speed.png", "summary.csv"]
-    summary = pd.read_csv(tmp_path / "summary.csv").set_index("policy")
     lru = table[(table["policy"] == "lru") & (table["implementation"] == "pagelab")]
-    median = lru["references_per_second"].median() / 1e6
+    summary = run.summary.set_index("policy")
     assert summary.loc["lru", "pagelab_million_references_per_second"] == pytest.approx(
-        median, abs=1e-3
+        lru["references_per_second"].median() / 1e6, abs=1e-3
     )
 
 
 def test_without_libcachesim_ours_is_timed_alone(monkeypatch, tmp_path):
     monkeypatch.setattr(replay_speed.importlib.util, "find_spec", lambda name: None)
-    options = replay_speed.ReplaySpeedOptions(policy=("lru",), num_requests=20, repeats=1)
+    options = replay_speed.ReplaySpeed(policy=("lru",), num_requests=20, repeats=1)
     absent, *cells = replay_speed.cells(options)
     assert absent == Absent("libcachesim is not installed")
     monkeypatch.undo()

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 
 import pandas as pd
 import pytest
 import torch
 
 import cache
+from cache import ServiceModel
 from cache.serving.open_loop import Run, Served, StepRecord
 from experiments import serving
-from experiments.harness import Absent
 from experiments.load.request_lengths import LogNormalLengths
 
 torch.set_num_threads(1)
+CACHING = ("vllm_v1", "vllm_v0", "radix", "nano_vllm")
 TINY = {"duration_s": 0.1, "drain_s": 5.0, "mean_tokens": 24.0, "max_model_len": 64}
 
 
 @pytest.fixture(autouse=True)
-def _no_traces_dir(monkeypatch):
+def _modelled_time(monkeypatch):
+    """A step takes 2 ms, and more with its tokens, however busy the machine is."""
     monkeypatch.delenv("TRACES_DIR", raising=False)
+    service = ServiceModel(step_seconds=0.002, prefill_tokens_per_second=100_000)
+    modelled = functools.partial(serving.open_loop.serve, service=service)
+    monkeypatch.setattr(serving.open_loop, "serve", modelled)
 
 
 def grid(**options):
-    return list(serving.cells(serving.ServingOptions(**options)))
+    return list(serving.EXPERIMENT.checked_cells(serving.Serving(**options)))
 
 
 def request(**values) -> Served:
@@ -51,39 +56,25 @@ def run_one(system, trace=None, **options):
 
 
 @pytest.mark.slow
-def test_the_command_line_from_lengths_to_the_figures(command_line, tmp_path):
-    systems = ("contiguous_max", "vllm_v1")
-    options = [word for system in systems for word in ("--system", system)]
-    output = command_line(
-        "run", "serving", *options, "--request-rate", 50, 2000, "--duration-s", 0.05,
-        "--drain-s", 0.05, "--mean-tokens", 24, "--max-model-len", 64,
-    ).stdout  # fmt: skip
-    assert "serving: 8 cells, 8 run" in output
-
-    folder = tmp_path / "results" / "serving" / "cpu"
-    rows = pd.read_csv(folder / "rows.csv")
-    assert list(rows["trace"].unique()) == ["log_normal_120_240", "multi_turn_chat"]
-    assert list(rows["system"].unique()) == list(systems)
-    assert set(rows["cache_slots"]) == {8 * 64}  # the same memory for all
-    assert set(rows["requests"]) <= {2, 100}
-    assert (rows["requests_finished"] <= rows["requests"]).all()
+def test_a_tiny_run_has_the_same_memory_for_all_and_says_what_is_saturated(tiny_run):
+    run = tiny_run("serving")
+    rows = run.rows
+    assert set(rows["cache_slots"]) == {8 * 64}
+    assert rows["requests"].between(1, 59).all()
     assert (rows["saturated"] == (rows["requests_finished"] < rows["requests"])).all()
     assert (rows["normalized_latency_s"] > 0).all()
     assert (rows["ttft_p50_s"] <= rows["ttft_p99_s"]).all()
-    assert rows[rows["system"] == "contiguous_max"]["peak_batched_requests"].max() <= 8
-    assert (rows[rows["system"] != "vllm_v1"]["cached_prompt_fraction"] == 0).all()
-    files = {"serving.pdf", "serving.png", "serving_tokens.pdf", "serving_tokens.png"}
-    assert files <= {path.name for path in folder.iterdir()}
-    summary = pd.read_csv(folder / "summary.csv")
-    assert len(summary) == 4
-    assert set(summary["highest_rate"]) == {2000}
+    reserved = rows[rows["system"] == "contiguous_max"]
+    assert reserved["peak_batched_requests"].max() <= 8
+    assert (reserved["cached_prompt_fraction"] == 0).all()
+    assert list(run.summary["highest_rate"]) == [2000, 2000]
 
 
 def test_the_default_grid_has_lengths_alone_and_chats_with_common_prefixes():
     cells = grid()
-    lengths = [cell for cell in cells if isinstance(cell.source, LogNormalLengths)]
+    lengths = [cell for cell in cells if isinstance(cell.trace, LogNormalLengths)]
     chats = [cell for cell in cells if cell not in lengths]
-    assert {cell.source.name for cell in chats} == {"multi_turn_chat"}
+    assert {cell.trace.name for cell in chats} == {"multi_turn_chat"}
     assert {cell.system for cell in lengths} == {
         "contiguous_max", "contiguous_pow2", "contiguous_oracle", "paged",
     }  # fmt: skip
@@ -102,7 +93,10 @@ def test_a_trace_of_lengths_runs_the_systems_without_prefix_caching(tmp_path):
     assert row["seconds"] >= 19 / 400
 
 
-@pytest.mark.parametrize("system", serving._SYSTEMS)
+@pytest.mark.parametrize(
+    "system",
+    [*(f"contiguous_{size}" for size in ("max", "pow2", "oracle")), "paged", *CACHING],
+)
 def test_every_system_serves_every_request_in_the_same_memory(system):
     row = run_one(system, request_rate=(200,))
     assert row["system"] == system
@@ -110,9 +104,7 @@ def test_every_system_serves_every_request_in_the_same_memory(system):
     assert row["cache_slots"] == 512
     assert 0 < row["mean_cache_usage"] <= 1
     assert 0 < row["normalized_latency_s"] < 5
-    assert (row["cached_prompt_fraction"] > 0) == (
-        system in ("vllm_v1", "vllm_v0", "radix", "nano_vllm")
-    )
+    assert (row["cached_prompt_fraction"] > 0) == (system in CACHING)
 
 
 def test_paging_batches_more_requests_than_reservations():
@@ -131,7 +123,7 @@ def test_saturated_cells_say_so_and_count_what_was_given_up():
     row = run_one("contiguous_max", request_rate=(20_000,), duration_s=0.01, drain_s=0.01)
     assert row["saturated"]
     assert row["requests_finished"] < row["requests"] == 200
-    assert row["seconds"] < 5
+    assert 0.02 <= row["seconds"] < 0.03
     assert row["ttft_p99_s"] >= 0.01
 
 
@@ -194,38 +186,3 @@ def test_the_highest_rate_kept_up_with():
     assert (paged["highest_rate_kept_up"], paged["requests_per_second_at_most"]) == (20, 25)
     assert (paged["batched_requests_there"], paged["preemptions_there"]) == (30, 7)
     assert contiguous["highest_rate_kept_up"] == 0
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"system": ("orca",)}, "--system orca is unknown; choose from contiguous_max"),
-        ({"request_rate": (5, 0)}, r"--request-rate must be above 0, got \(5, 0\)"),
-        ({"drain_s": 0}, "--drain-s must be above 0"),
-        ({"block_size": 5}, "--block-size must divide --max-model-len 1024, got 5"),
-        ({"model": "gpt"}, "model='gpt' is unknown"),
-    ],
-)
-def test_bad_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        grid(**options)
-
-
-def test_broken_files_of_a_traces_folder_are_absent(tmp_path, monkeypatch):
-    (tmp_path / "broken.jsonl").write_text('{"timestamp": 1}\n')
-    cache.save_trace(
-        cache.make_workload("multi_turn_chat", num_requests=5), tmp_path / "chat.jsonl"
-    )
-    monkeypatch.setenv("TRACES_DIR", str(tmp_path))
-    items = grid()
-    assert [item.reason for item in items if isinstance(item, Absent)] == [
-        "broken.jsonl:1: missing field 'input_length'"
-    ]
-    assert {i.source.name for i in items if not isinstance(i, Absent)} == {"chat.jsonl"}
-
-
-def test_options_and_cells_have_the_same_fields():
-    fields = {field.name for field in dataclasses.fields(serving.ServingCell)}
-    assert fields - {"source"} == {
-        field.name for field in dataclasses.fields(serving.ServingOptions)
-    } - {"trace"}

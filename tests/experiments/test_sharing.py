@@ -2,16 +2,16 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
-import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import cache
 from cache import UnsupportedByDesign, make_manager
 from experiments import sharing
-from experiments.load.request_lengths import LogNormalLengths
-from experiments.sharing import BlockSteps, SharingCell, SharingOptions, decode
+from experiments.sharing import BlockSteps, Sharing, decode
 
 
 def decoded(
@@ -96,61 +96,39 @@ def test_the_saving_is_bounded(prompt, output, num_sequences, drop_probability, 
     assert blocks <= total.shared <= total.apart - shared_prompt
 
 
-def cell_of(**parameters) -> SharingCell:
-    defaults = {
-        "seed": 0,
-        "source": LogNormalLengths(20, 60, 0),
-        "num_sequences": 2,
-        "drop_probability": None,
-        "manager": "vllm_v1",
-        "block_size": 16,
-        "num_requests": 10,
-        "max_request_tokens": 16_384,
-    }
-    return SharingCell(**{**defaults, **parameters})
+def cell_of(**options) -> Sharing:
+    defaults = {"lengths": ("20:60",), "num_sequences": (2,), "num_requests": 10}
+    options = Sharing(drop_probability=(), **{**defaults, **options})
+    return next(iter(sharing.cells(options)))
+
+
+def saved(cell: Sharing) -> float:
+    return sharing.run_cell(cell)[0]["saved_fraction"]
 
 
 def test_the_same_seed_gives_the_same_row():
-    cell = cell_of(drop_probability=0.2)
+    cell = replace(cell_of(), drop_probability=0.2)
     assert sharing.run_cell(cell) == sharing.run_cell(cell)
-    assert sharing.run_cell(cell) != sharing.run_cell(cell_of(drop_probability=0.2, seed=1))
+    assert sharing.run_cell(cell) != sharing.run_cell(replace(cell, seed=1))
 
 
 def test_more_sequences_and_more_drops_save_more():
-    def saved(**parameters) -> float:
-        return sharing.run_cell(cell_of(**parameters))[0]["saved_fraction"]
+    cell = cell_of()
+    assert 0 < saved(cell) < saved(replace(cell, num_sequences=4))
+    rare, often = (saved(replace(cell, drop_probability=p)) for p in (0.01, 0.3))
+    assert saved(cell) < rare < often
 
-    assert 0 < saved() < saved(num_sequences=4)
-    assert saved() < saved(drop_probability=0.01) < saved(drop_probability=0.3)
 
-
-def test_the_experiment_and_its_figure(tmp_path, monkeypatch):
+def test_the_grid_has_synthetic_lengths_beside_the_traces(monkeypatch):
     monkeypatch.delenv("TRACES_DIR", raising=False)
-    options = SharingOptions(num_sequences=(2, 3), drop_probability=(0.1,), num_requests=3)
-    cells = [c for c in sharing.cells(options) if isinstance(c.source, LogNormalLengths)]
-    assert len(cells) == 8
-    rows = pd.DataFrame([row for cell in cells for row in sharing.run_cell(cell)])
-    assert list(rows["trace"].unique()) == ["log_normal_20_60", "log_normal_160_340"]
-    written = sharing.plot(rows, tmp_path)
-    assert [path.name for path in written] == ["sharing.pdf", "sharing.png"]
+    cells = list(sharing.cells(Sharing(num_sequences=(2, 3), drop_probability=(0.1,))))
+    names = list(dict.fromkeys(cell.trace.name for cell in cells))
+    assert names == ["log_normal_20_60", "log_normal_160_340", *cache.WORKLOADS]
+    assert [(c.num_sequences, c.drop_probability) for c in cells[:4]] == [
+        (2, None), (2, 0.1), (3, None), (3, 0.1),
+    ]  # fmt: skip
 
 
 def test_a_manager_without_fork_says_so():
     with pytest.raises(UnsupportedByDesign, match="'nano_vllm' does not offer fork"):
-        sharing.run_cell(cell_of(manager="nano_vllm"))
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"lengths": ("20",)}, "--lengths 20: needs prompt and output"),
-        ({"lengths": ("0:5",)}, "--lengths 0:5"),
-        ({"drop_probability": (1.5,)}, "--drop-probability must be from 0 to 1, got 1.5"),
-        ({"num_sequences": (0,)}, "--num-sequences must be at least 1"),
-        ({"num_requests": 0}, "--num-requests and"),
-        ({"manager": ("vllm_v9",)}, "manager='vllm_v9' is unknown"),
-    ],
-)
-def test_bad_options_are_named(options, says):
-    with pytest.raises(ValueError, match=says):
-        list(sharing.cells(SharingOptions(**options)))
+        sharing.run_cell(cell_of(manager=("nano_vllm",)))

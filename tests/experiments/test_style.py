@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 import cache
@@ -58,12 +60,19 @@ def test_no_two_policies_look_alike():
 
 
 def test_every_built_in_policy_has_a_look_and_a_name_of_its_own():
-    assert set(cache.POLICIES) <= set(style.POLICY_LABELS)
-    assert set(cache.POLICIES) <= set(style._POLICIES)
+    lines = style.policy_lines([*cache.POLICIES, "mine.py:A"])
+    own = lines.pop("mine.py:A")
+    assert (own["label"], own["linewidth"]) == ("mine.py:A", 1.8)
+    assert not any("linewidth" in line for line in lines.values())
+    labels = {line["label"] for line in lines.values()}
+    assert len(labels) == len(cache.POLICIES)
+    assert "2Q" in labels
 
 
 @pytest.mark.parametrize(
-    ("low", "high"), [(1.2, 5.5), (2, 5000), (16, 25), (0.03, 0.2)], ids=lambda value: f"{value:g}"
+    ("low", "high"),
+    [(1.2, 5.5), (2, 5000), (16, 25), (0.03, 0.2), (math.nan, math.nan)],
+    ids=lambda value: f"{value:g}",
 )
 def test_a_logarithmic_axis_has_ticks_enough_as_plain_numbers(low, high):
     with style.figures():

@@ -12,26 +12,26 @@ request is taken apart instead: ``hash`` and ``lookup`` by asking twice, ``alloc
 look-up, ``free``.  Making the ``Sequence`` itself is not part of a cycle and has a row of its own.
 vLLM's block pool and hashing run beside ours where vLLM is installed.
 
-The radix tree by itself is compared with SGLang's (``experiments/tree_overhead.py``).
+The radix tree by itself is compared with SGLang's (``trees.py``).
 """
 
 from __future__ import annotations
 
-import gc
 import itertools
 import time
 import tracemalloc
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import cache
-from experiments import style, tree_overhead
-from experiments.harness import Cell, Experiment, Options, Unavailable
-from experiments.rivals import VLLMBlockPool
-from experiments.tree_overhead import TreeOverheadCell
+from experiments import quantiles, style
+from experiments.harness import Axis, Count, Experiment, Needs, Options, Unavailable, grid
+from experiments.manager_overhead import trees
+from experiments.manager_overhead.baselines import VLLMBlockPool
 
 if TYPE_CHECKING:
     import numpy as np
@@ -53,44 +53,38 @@ _OURS = {
 """Managers and the hash algorithms they are measured with."""
 
 
+_QUANTILES = {"": 0.5, "_p10": 0.1, "_p90": 0.9}
+_LEAST_BLOCKS = 2 * _PROMPT_TOKENS // _BLOCK_SIZE
+_PoolBlocks = Needs(f"an int of at least {_LEAST_BLOCKS}", lambda count: count >= _LEAST_BLOCKS)
+_PageSize = Needs(
+    f"a divisor of {trees.SHARED_TOKENS}",
+    lambda size: size >= 1 and trees.SHARED_TOKENS % size == 0,
+)
+
+
 @dataclass(frozen=True, kw_only=True)
-class ManagerOverheadOptions(Options):
+class Managers(Options):
+    pool_blocks: Axis[Annotated[int, _PoolBlocks]] = (1_000, 10_000, 100_000, 1_000_000)
+    """Blocks in the pool, of 16 tokens each."""
+    requests: Annotated[int, Needs("an int of at least 2", lambda count: count >= 2)] = 400
+    """Requests measured, after those that fill the pool."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ManagerOverhead(Managers):
     """The grid: sizes of the pool; every implementation is run in each cell."""
 
-    pool_blocks: tuple[int, ...] = (1_000, 10_000, 100_000, 1_000_000)
-    """Blocks in the pool, of 16 tokens each."""
-    requests: int = 400
-    """Requests measured, after those that fill the pool."""
-    tree_page_sizes: tuple[int, ...] = (16, 1)
+    tree_page_sizes: tuple[Annotated[int, _PageSize], ...] = (16, 1)
     """Tokens in a block of the radix trees that are compared."""
-    tree_prompts: int = 2_000
+    tree_prompts: Count = 2_000
     """Prompts in each of these trees."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ManagerOverheadCell(Cell):
-    pool_blocks: int
-    requests: int
-
-
-def cells(options: ManagerOverheadOptions) -> Iterator[ManagerOverheadCell | TreeOverheadCell]:
-    least = 2 * _PROMPT_TOKENS // _BLOCK_SIZE
-    for pool_blocks in options.pool_blocks:
-        if pool_blocks < least:
-            raise ValueError(f"--pool-blocks must be at least {least}, got {pool_blocks}")
-        if options.requests < 2:
-            raise ValueError(f"--requests must be at least 2, got {options.requests}")
-        yield ManagerOverheadCell(
-            seed=options.seed, pool_blocks=pool_blocks, requests=options.requests
-        )
-    for page_size in options.tree_page_sizes:
-        if page_size < 1 or tree_overhead.SHARED_TOKENS % page_size:
-            raise ValueError(
-                f"--tree-page-sizes must divide {tree_overhead.SHARED_TOKENS}, got {page_size}"
-            )
-        if options.tree_prompts < 1:
-            raise ValueError(f"--tree-prompts must be at least 1, got {options.tree_prompts}")
-        yield TreeOverheadCell(seed=options.seed, page_size=page_size, prompts=options.tree_prompts)
+def cells(options: ManagerOverhead) -> Iterator[Managers | trees.Trees]:
+    yield from grid(options, Managers)
+    yield from grid(
+        options, trees.Trees, page_size=options.tree_page_sizes, prompts=options.tree_prompts
+    )
 
 
 class _Ours:
@@ -138,84 +132,45 @@ class _Ours:
         }
 
 
-class _VLLM(VLLMBlockPool):
-    """vLLM's block pool, in the form of ``_Ours``."""
-
-    def __init__(self, num_blocks: int) -> None:
-        super().__init__(num_blocks, _BLOCK_SIZE)
-
-    def cycle(self, request) -> None:
-        self.hash(request)
-        self.free(self.allocate(request, self.lookup(request)))
-
-    def phases(self, request) -> dict[str, float]:
-        clock = time.perf_counter
-        times = [clock()]
-        self.hash(request)
-        times.append(clock())
-        hits = self.lookup(request)
-        times.append(clock())
-        blocks = self.allocate(request, hits)
-        times.append(clock())
-        self.free(blocks)
-        times.append(clock())
-        spans = (end - begin for begin, end in itertools.pairwise(times))
-        return dict(zip(("hash", "lookup", "allocate", "free"), spans, strict=True))
+def run_cell(cell: Managers | trees.Trees) -> list[dict[str, Any]]:
+    return trees.run_cell(cell) if isinstance(cell, trees.Trees) else _managers(cell)
 
 
-def run_cell(cell: ManagerOverheadCell | TreeOverheadCell) -> list[dict[str, Any]]:
-    if isinstance(cell, TreeOverheadCell):
-        return tree_overhead.run_cell(cell)
-    return _managers(cell)
-
-
-def _managers(cell: ManagerOverheadCell) -> list[dict[str, Any]]:
+def _managers(cell: Managers) -> list[dict[str, Any]]:
     import numpy as np
 
     makers = [
-        lambda name=name, algorithm=algorithm: _Ours(name, algorithm, cell.pool_blocks)
+        partial(_Ours, name, algorithm, cell.pool_blocks)
         for name, algorithms in _OURS.items()
         for algorithm in algorithms
     ]
-    makers.append(lambda: _VLLM(cell.pool_blocks))
     rows, implementations = [], []
-    for make in makers:
+    for make in (*makers, partial(VLLMBlockPool, cell.pool_blocks, _BLOCK_SIZE)):
         try:
-            implementation, seconds, mebibytes = _made(make)
+            implementation, made = _made(make)
         except Unavailable:
             continue
         implementations.append(implementation)
-        rows.append(_row(cell, implementation, "make_pool", seconds=seconds, mebibytes=mebibytes))
+        rows.append({**_describe(cell, implementation, "make_pool"), **made})
 
     prompts = _prompts(np.random.default_rng(cell.seed), cell.pool_blocks)
-    blocks = _PROMPT_TOKENS // _BLOCK_SIZE
     new_blocks = (_PROMPT_TOKENS - _PREFIX_TOKENS) // _BLOCK_SIZE
-    spans = [defaultdict(list) for _ in implementations]
-    turns = list(zip(implementations, spans, strict=True))
+    turns = [(implementation, defaultdict(list)) for implementation in implementations]
     num_filling = -(-2 * cell.pool_blocks // (new_blocks * _REQUESTS_A_TURN)) * _REQUESTS_A_TURN
-    gc.collect()
-    gc.disable()  # its pauses fall on whoever happens to run
-    try:
+    with trees.without_collection():
         for start in range(0, num_filling + cell.requests, _REQUESTS_A_TURN):
             token_ids = list(itertools.islice(prompts, _REQUESTS_A_TURN))
             first = start // _REQUESTS_A_TURN % len(turns)
-            for implementation, span in turns[first:] + turns[:first]:
+            for implementation, spans in turns[first:] + turns[:first]:
                 for number, prompt in enumerate(token_ids, start):
                     phases = _timed(implementation, number, prompt)
                     if number >= num_filling:
                         for phase, seconds in phases.items():
-                            span[phase].append(seconds)
-    finally:
-        gc.enable()
-    for implementation, span in turns:
-        for phase, seconds in span.items():
-            p10, p50, p90 = np.quantile(seconds, (0.1, 0.5, 0.9)) * 1e6 / blocks
-            rows.append(
-                _row(
-                    cell, implementation, phase,
-                    us_per_block=p50, us_per_block_p10=p10, us_per_block_p90=p90,
-                )
-            )  # fmt: skip
+                            spans[phase].append(1e6 * seconds * _BLOCK_SIZE / _PROMPT_TOKENS)
+    for implementation, spans in turns:
+        for phase, us in spans.items():
+            us_per_block = quantiles.columns("us_per_block", us, _QUANTILES)
+            rows.append({**_describe(cell, implementation, phase), **us_per_block})
     return rows
 
 
@@ -230,8 +185,8 @@ def _timed(implementation, number: int, prompt: list[int]) -> dict[str, float]:
     return {"cycle": time.perf_counter() - made, "sequence": made - begin}
 
 
-def _made(make):
-    """What ``make`` makes, the seconds it takes and the MiB that Python allocates for it."""
+def _made(make: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
+    """What ``make`` makes, and the seconds it takes and MiB that Python allocates for it."""
     begin = time.perf_counter()
     made = make()
     seconds = time.perf_counter() - begin
@@ -242,7 +197,7 @@ def _made(make):
     finally:
         tracemalloc.stop()
     del again
-    return made, seconds, mebibytes
+    return made, {"seconds": seconds, "mebibytes": mebibytes}
 
 
 def _prompts(generator: np.random.Generator, pool_blocks: int) -> Iterator[list[int]]:
@@ -255,7 +210,7 @@ def _prompts(generator: np.random.Generator, pool_blocks: int) -> Iterator[list[
             yield prefix + rest.tolist()
 
 
-def _row(cell: ManagerOverheadCell, implementation, phase: str, **values: float) -> dict[str, Any]:
+def _describe(cell: Managers, implementation, phase: str) -> dict[str, Any]:
     return {
         "pool_blocks": cell.pool_blocks,
         "implementation": implementation.name,
@@ -263,7 +218,6 @@ def _row(cell: ManagerOverheadCell, implementation, phase: str, **values: float)
         "hash_algorithm": implementation.hash_algorithm,
         "phase": phase,
         "requests": cell.requests,
-        **{name: float(value) for name, value in values.items()},
     }
 
 
@@ -276,7 +230,7 @@ def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
         if not of_trees.all():
             written += _plot_managers(rows[~of_trees], folder)
         if of_trees.any():
-            written += tree_overhead.plot(rows[of_trees], folder)
+            written += trees.plot(rows[of_trees], folder)
     return written
 
 
@@ -291,9 +245,7 @@ def _plot_managers(rows: pd.DataFrame, folder: Path) -> list[Path]:
     table = cycles[[*key, "us_per_block"]].rename(columns={"us_per_block": "cycle_us_per_block"})
     made = rows.loc[rows["phase"] == "make_pool", [*key, "seconds", "mebibytes"]]
     table = table.merge(made.rename(columns={"seconds": "make_pool_seconds"}), on=key)
-    path = folder / "summary.csv"
-    style.write_atomically(path, table.sort_values(key).to_csv(index=False, float_format="%.3f"))
-    return [*written, path]
+    return written + style.save_table(table.sort_values(key), folder, "summary", "%.3f")
 
 
 _LINES = [
@@ -342,8 +294,8 @@ def _draw(rows: pd.DataFrame) -> Figure:
 EXPERIMENT = Experiment(
     name="manager_overhead",
     figure="microseconds per block of hash, lookup, allocate and free vs pool size, per manager",
-    options=ManagerOverheadOptions(),
-    quick=ManagerOverheadOptions(pool_blocks=(1_000, 10_000), requests=100, tree_prompts=200),
+    options=ManagerOverhead(),
+    quick=ManagerOverhead(pool_blocks=(1_000, 10_000), requests=100, tree_prompts=200),
     cells=cells,
     run_cell=run_cell,
     plot=plot,

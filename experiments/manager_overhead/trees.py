@@ -13,15 +13,16 @@ import gc
 import time
 from array import array
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cache
 from cache.managers.radix_tree import RadixKey, RadixTree
-from experiments import style
-from experiments.harness import Cell, Unavailable
-from experiments.rivals import SGLangRadixCache
+from experiments import quantiles, style
+from experiments.harness import Axis, Options, Unavailable
+from experiments.manager_overhead.baselines import SGLangRadixCache
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -48,9 +49,12 @@ _LOOKS = {
 }
 
 
+_QUANTILES = {"": 0.5, "_p10": 0.1, "_p90": 0.9}
+
+
 @dataclass(frozen=True, kw_only=True)
-class TreeOverheadCell(Cell):
-    page_size: int
+class Trees(Options):
+    page_size: Axis[int]
     prompts: int
 
 
@@ -91,7 +95,7 @@ class _Ours:
         return self.tree.num_evictable * self._page_size
 
 
-def run_cell(cell: TreeOverheadCell) -> list[dict[str, Any]]:
+def run_cell(cell: Trees) -> list[dict[str, Any]]:
     import numpy as np
 
     generator = np.random.default_rng(cell.seed)
@@ -106,29 +110,31 @@ def run_cell(cell: TreeOverheadCell) -> list[dict[str, Any]]:
         for tree, made in zip(trees, prompts, strict=True):
             made.append(tree.make(number, shared + rest))
 
-    gc.collect()
-    gc.disable()  # its pauses fall on whoever happens to run
-    try:
+    with without_collection():
         spans = _measure(trees, prompts)
+    return [
+        {
+            "page_size": cell.page_size,
+            "implementation": tree.name,
+            "version": tree.version,
+            "phase": phase,
+            "requests": cell.prompts,
+            **quantiles.columns("us_per_prompt", [1e6 * s for s in seconds], _QUANTILES),
+        }
+        for tree, of_tree in zip(trees, spans, strict=True)
+        for phase, seconds in of_tree.items()
+    ]
+
+
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """Keep Python's garbage collector out: its pauses would fall on whoever happens to run."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
     finally:
         gc.enable()
-    rows = []
-    for tree, span in zip(trees, spans, strict=True):
-        for phase, seconds in span.items():
-            p10, p50, p90 = np.quantile(seconds, (0.1, 0.5, 0.9)) * 1e6
-            rows.append(
-                {
-                    "page_size": cell.page_size,
-                    "implementation": tree.name,
-                    "version": tree.version,
-                    "phase": phase,
-                    "requests": cell.prompts,
-                    "us_per_prompt": float(p50),
-                    "us_per_prompt_p10": float(p10),
-                    "us_per_prompt_p90": float(p90),
-                }
-            )
-    return rows
 
 
 def _measure(trees: list[Any], prompts: list[list[Any]]) -> list[dict[str, list[float]]]:
@@ -184,10 +190,9 @@ def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
     table = table.sort_index(
         level=1, key=lambda level: level.map(names.index), sort_remaining=False
     )
-    path = folder / "radix_tree.csv"
     medians = table.add_suffix("_us_per_prompt").reset_index().astype({"page_size": int})
-    style.write_atomically(path, medians.to_csv(index=False, float_format="%.3f"))
-    return [*style.save(_draw(table, names), folder, "radix_tree"), path]
+    written = style.save_table(medians, folder, "radix_tree", "%.3f")
+    return style.save(_draw(table, names), folder, "radix_tree") + written
 
 
 def _draw(table: pd.DataFrame, operations: list[str]) -> Figure:

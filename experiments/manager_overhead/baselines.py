@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from array import array
 
 from experiments.harness import Unavailable
@@ -64,6 +66,24 @@ class VLLMBlockPool:
     def free(self, blocks: list) -> None:
         """Tail first."""
         self.pool.free_blocks(reversed(blocks))
+
+    def cycle(self, request) -> None:
+        self.hash(request)
+        self.free(self.allocate(request, self.lookup(request)))
+
+    def phases(self, request) -> dict[str, float]:
+        """Seconds of each phase of one cycle."""
+        times = [time.perf_counter()]
+        self.hash(request)
+        times.append(time.perf_counter())
+        hits = self.lookup(request)
+        times.append(time.perf_counter())
+        blocks = self.allocate(request, hits)
+        times.append(time.perf_counter())
+        self.free(blocks)
+        times.append(time.perf_counter())
+        spans = (end - begin for begin, end in itertools.pairwise(times))
+        return dict(zip(("hash", "lookup", "allocate", "free"), spans, strict=True))
 
 
 class SGLangRadixCache:
