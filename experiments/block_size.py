@@ -69,7 +69,7 @@ class BlockSizeOptions(Options):
     latency_batch: int = 64
     """Sequences of the decode steps."""
     latency_implementation: tuple[str, ...] = (OURS, "flash_attn_2", "flash_attn_3")
-    """Ours, or a baseline of kernels/baselines.py."""
+    """Ours, or a baseline of kernels/testing/baselines.py."""
     budget_ms: float = 60.0
     """Device time for the samples of a decode step."""
 

@@ -1,9 +1,9 @@
 """Error of every kernel against fp64, beside the error that PyTorch makes in the same dtype.
 
 The rule is flash-attn's: the kernel may be at most twice as far from fp64 as the same computation
-done eagerly in the kernel's dtype (plus 1e-5), see ``kernels/accuracy.py``.  Block tables are
-shuffled, and slots that must not matter hold NaN and infinity.  Without a GPU the kernels run in
-Triton's interpreter, which checks the algorithm but not the GPU's arithmetic.  The data are the
+done eagerly in the kernel's dtype (plus 1e-5), see ``kernels/testing/accuracy.py``.  Block tables
+are shuffled, and slots that must not matter hold NaN and infinity.  Without a GPU the kernels run
+in Triton's interpreter, which checks the algorithm but not the GPU's arithmetic.  The data are the
 same for every block size, so a line that is not flat shows its influence on the result.  The
 comparisons themselves are in ``bench/kernel_checks.py``.
 """

@@ -1,4 +1,4 @@
-"""How long the data-path kernels take on a GPU, beside flash-attn, PyTorch and a naive twin.
+"""How long the data-path kernels take on a GPU, beside flash-attn, PyTorch and a naive attention.
 
 - ``decode``: one query per sequence, over batch, context and block size.
 - ``prefill``: (sequences, new tokens of each, context of each): without a cached prefix where the
@@ -6,12 +6,12 @@
 - ``store``: new tokens into random slots.  ``copy``: blocks of all layers inside a cache.
   ``swap_out``, ``swap_in``: the same to pinned host memory and back.
 
-A cell first checks its result against fp64 by the rule of ``kernels/accuracy.py`` and fails,
-without a time, where it is wrong.  Times are p20, p50 and p80 of the device's clock with a cold L2,
-by replays of a CUDA graph where the work can be captured (``launch``), see ``bench/gpu_timing.py``.
-Achieved bytes and operations per second are set against a copy and a bf16 matrix product that are
-timed in the same process.  Implementations whose names begin with gather_ first copy the context,
-in the time; see ``kernels/baselines.py``.
+A cell first checks its result against fp64 by the rule of ``kernels/testing/accuracy.py`` and
+fails, without a time, where it is wrong.  Times are p20, p50 and p80 of the device's clock with a
+cold L2, by replays of a CUDA graph where the work can be captured (``launch``), see
+``bench/gpu_timing.py``.  Achieved bytes and operations per second are set against a copy and a bf16
+matrix product that are timed in the same process.  Implementations whose names begin with gather_
+first copy the context, in the time; see ``kernels/testing/baselines.py``.
 """
 
 from __future__ import annotations

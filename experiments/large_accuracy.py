@@ -3,7 +3,7 @@
 ``kernel_accuracy`` and the tests go through every feature on small inputs; what those cannot show
 is shown here: thousands of blocks, many programs at a time, contexts of tens of thousands of
 tokens, and caches of more than 2^31 elements whose used blocks lie at the far end.  The rule is
-that of ``kernels/accuracy.py``; of attention some sequences and queries are compared, see
+that of ``kernels/testing/accuracy.py``; of attention some sequences and queries are compared, see
 ``bench/kernel_problems.py``.
 """
 

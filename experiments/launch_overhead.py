@@ -200,7 +200,7 @@ def _launches_that_end_at_the_driver() -> Iterator[None]:
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
-    from kernels.architectures import ARCHITECTURES
+    from kernels.compiled.architectures import ARCHITECTURES
     from kernels.tiles import force_target
 
     def compile_nothing(self, key, _signature, device, *_) -> _KernelWithoutGpu:

@@ -2,8 +2,8 @@
 
 A GPU experiment on one process spends more time in the compiler than on the GPU, while the other
 cores idle.  The shapes of its cells are known beforehand, so other processes call the ops on meta
-tensors of these shapes, by which ``kernels/compile.py`` compiles what would be launched; the result
-lies in Triton's cache when the experiment looks for it.
+tensors of these shapes, by which ``kernels/compiled/compile.py`` compiles what would be launched;
+the result lies in Triton's cache when the experiment looks for it.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def compile_job(job: Job, arch: int, num_multiprocessors: int) -> int:
 
     arch: compute capability as an integer.  Must run without TRITON_INTERPRET.
     """
-    from kernels.architectures import ARCHITECTURES
-    from kernels.compile import compile_call
+    from kernels.compiled.architectures import ARCHITECTURES
+    from kernels.compiled.compile import compile_call
     from kernels.tiles import force_target
 
     known = ARCHITECTURES[f"sm_{arch}"]

@@ -1,9 +1,10 @@
 """Problems of real size for the data-path kernels: inputs made on the device, and what is right.
 
 A problem is an op at a shape, with the implementations of it that are to be compared, the fewest
-bytes and operations that it takes, and a check of a result by the rule of ``kernels/accuracy.py``.
-How they are made: ``attention_problems.py`` and ``move_problems.py``.  ``run`` gives a row of a
-table: an implementation at a shape, checked and timed.
+bytes and operations that it takes, and a check of a result by the rule of
+``kernels/testing/accuracy.py``.  How they are made: ``attention_problems.py`` and
+``move_problems.py``.  ``run`` gives a row of a table: an implementation at a shape, checked and
+timed.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def refusal(shape: Shape, implementation: str) -> str | None:
     import torch
 
     device = use_device()
-    from kernels.baselines import BASELINES
+    from kernels.testing.baselines import BASELINES
 
     if implementation in BASELINES:
         dtype, kv_dtype = dtypes(shape)

@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from experiments.bench.gpus import Gpu
-    from kernels.compile import KernelResources
+    from kernels.compiled.compile import KernelResources
 
 BATCH, CONTEXT, SPLITS = 64, 4096, 8
 PROMPT = 8192

@@ -13,7 +13,7 @@ from experiments.harness import Unavailable
 if TYPE_CHECKING:
     import torch
 
-    from kernels.accuracy import Accuracy
+    from kernels.testing.accuracy import Accuracy
 
 OURS = "pagelab"
 """What our kernels are called among the implementations."""

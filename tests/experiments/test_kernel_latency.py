@@ -12,7 +12,7 @@ from experiments import kernel_latency
 from experiments.bench.kernel_problems import OPS
 from experiments.harness import Unavailable
 from experiments.kernel_latency import OURS, KernelLatencyOptions
-from kernels.baselines import BASELINES
+from kernels.testing.baselines import BASELINES
 
 TINY = KernelLatencyOptions(
     batch=(1, 2),

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels import paged_decode_attention, tiles
-from kernels.accuracy import random_paged_batch
+from kernels.testing.inputs import random_paged_batch
 from kernels.tiles import (
     MAX_SPLITS,
     PROGRAMS_PER_MULTIPROCESSOR,

@@ -40,8 +40,8 @@ from triton.runtime.jit import JITFunction
 
 from experiments.bench.compile_ahead import Job, compile_job, launch_on_meta
 from experiments.bench.kernel_problems import Shape
-from kernels.architectures import ARCHITECTURES
-from kernels.compile import _CompileOnlyDriver
+from kernels.compiled.architectures import ARCHITECTURES
+from kernels.compiled.compile import _CompileOnlyDriver
 from kernels.tiles import force_target
 
 arch = ARCHITECTURES["sm_90"]

@@ -1,7 +1,7 @@
 """The configurations the kernels are shipped in, as calls of the public ops on meta tensors.
 
-A configuration is a call that a tile table entry exists for; `kernels.compile` compiles what these
-calls would launch. Block size 16 is the smallest for which 16-byte accesses are promised.
+A configuration is a call that a tile table entry exists for; `kernels.compiled.compile` compiles
+what these calls would launch. Block size 16 is the smallest that 16-byte accesses are promised for.
 Configurations named fp8 have such a cache, scales per head, and bf16 queries, keys and values.
 """
 
