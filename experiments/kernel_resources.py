@@ -3,9 +3,9 @@
 Compiled without a GPU (``kernels/compiled/compile.py``): registers, local and shared memory, how
 many programs and warps fit a multiprocessor and which resource stops the next one, the widths of
 global accesses, asynchronous copies and tensor-core instructions.  Beside them the roofline of
-named GPUs: the bytes and operations that a stated problem needs (``bench/kernel_work.py``) over the peak
-rates of the datasheet (``bench/gpus.py``).  That is a bound from below and not a measurement; how
-near to it a kernel comes only a GPU can tell.
+named GPUs: the bytes and operations that a stated problem needs (``bench/kernel_work.py``) over the
+peak rates of the datasheet (``bench/gpus.py``).  That is a bound from below and not a measurement;
+how near to it a kernel comes only a GPU can tell.
 """
 
 from __future__ import annotations

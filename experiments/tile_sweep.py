@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kernels.tiles import AttentionTile, Target
 
 _TILE = ("tile_m", "tile_n", "num_warps", "num_stages")
-_TABLES = {"decode": "decode_tile", "prefill": "prefill_tile", "cascade": "shared_prefix_tile"}
+_TABLES = {"decode": "decode_tile", "prefill": "prefill_tile", "cascade": "split_prefill_tile"}
 """Functions of ``kernels/tiles.py`` by the op that asks them."""
 _SPLITS = {"splits": "decode_num_splits", "prefill_splits": "prefill_num_splits"}
 """The same by part."""

@@ -46,7 +46,7 @@ def _flash_attn_3() -> SimpleNamespace:
 
 
 def _varlen(q, k, v, cu_seqlens_q, lengths, max_q, table, scale, causal, window):
-    ends = baselines._cumulative(lengths)
+    ends = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     return flash_attn_compat.flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, ends, max_q, table.shape[1] * k.shape[1], softmax_scale=scale,
         causal=causal, window_size=window, block_table=table,
