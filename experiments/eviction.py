@@ -11,33 +11,30 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import cache
 from experiments import style
-from experiments.harness import Absent, Cell, Experiment, InputFile, Options, Repeated
+from experiments.harness import (
+    Absent,
+    Axis,
+    Count,
+    Experiment,
+    GridOnly,
+    InputFile,
+    Needs,
+    Percent,
+    Repeated,
+    grid,
+)
 from experiments.load import workloads
-from experiments.load.workloads import Source
+from experiments.load.workloads import OnTraces
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
 _TICKS = (0.5, 1, 2, 5, 10, 20, 50, 100)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvictionOptions(Options):
-    """The grid: traces x policies x capacities."""
-
-    trace: Repeated[tuple[Path, ...]] = ()
-    """A request trace (.jsonl, .gz, .zst). None: those in $TRACES_DIR, else synthetic ones."""
-    policy: Repeated[tuple[str, ...]] = ()
-    """A policy by name, or your own as file.py:Class. None: every built-in one."""
-    capacity_percent: tuple[float, ...] = (0.5, 1, 2, 3, 5, 7, 10, 20, 30, 50)
-    """Blocks of the pool, in percent of the unique blocks of the trace."""
-    num_requests: int | None = None
-    """Requests of each synthetic trace. None: as many as the workload has by itself."""
 
 
 @dataclass(frozen=True)
@@ -56,53 +53,43 @@ class OwnPolicy:
         return f"{self.file.path}:{self.name}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvictionCell(Cell):
-    source: Source
-    policy: str | OwnPolicy
-    """A policy, or "infinite"."""
-    capacity_percent: float
+Policy = Annotated[str, Needs("a policy", lambda name: cache.make_policy(name) is not None)]
 
-    @property
-    def policy_name(self) -> str:
-        return str(self.policy)
+
+@dataclass(frozen=True, kw_only=True)
+class Eviction(OnTraces):
+    """The grid: traces x policies x capacities."""
+
+    policy: Repeated[Axis[Policy]] = ()
+    """A policy by name, or your own as file.py:Class. None: every built-in one."""
+    capacity_percent: Axis[Percent] = (0.5, 1, 2, 3, 5, 7, 10, 20, 30, 50)
+    """Blocks of the pool, in percent of the unique blocks of the trace."""
+    num_requests: GridOnly[Count | None] = None
+    """Requests of each synthetic trace. None: as many as the workload has by itself."""
 
     @property
     def group(self) -> tuple[str, ...]:
-        return self.policy_name, self.source.name
+        return str(self.policy), self.trace.name
 
 
-def cells(options: EvictionOptions) -> Iterator[EvictionCell | Absent]:
-    for percent in options.capacity_percent:
-        if not 0 < percent <= 100:
-            raise ValueError(f"--capacity-percent must be above 0 and at most 100, got {percent}")
-    policies = [named_policy(name) for name in options.policy or cache.POLICIES]
-    sources = workloads.sources(options.trace, seed=options.seed, num_requests=options.num_requests)
-    for source in sources:
-        if isinstance(source, Absent):
-            yield source
-            continue
-        for policy in policies:
-            for percent in options.capacity_percent:
-                yield EvictionCell(
-                    seed=options.seed, source=source, policy=policy, capacity_percent=percent
-                )
-        yield EvictionCell(
-            seed=options.seed, source=source, policy="infinite", capacity_percent=100.0
-        )
+def cells(options: Eviction) -> Iterator[Eviction | Absent]:
+    """Policies, and "infinite" in the place of one."""
+    policies = map(named_policy, options.policy or cache.POLICIES)
+    traces = [*options.sources(options.num_requests)]
+    yield from grid(options, trace=traces, policy=policies)
+    yield from grid(options, trace=traces, policy=["infinite"], capacity_percent=[100.0])
 
 
 def named_policy(name: str) -> str | OwnPolicy:
-    """A policy as a cell holds it, from its name or file.py:Class.  Raises ValueError."""
-    cache.make_policy(name)  # raises for an unknown one
+    """A policy as a cell holds it, from its name or file.py:Class."""
     if ".py:" not in name:
         return name
     path, _, class_name = name.rpartition(":")
     return OwnPolicy(InputFile.of(Path(path)), class_name)
 
 
-def run_cell(cell: EvictionCell) -> list[dict[str, Any]]:
-    trace = workloads.load(cell.source)
+def run_cell(cell: Eviction) -> list[dict[str, Any]]:
+    trace = workloads.load(cell.trace)
     capacity = max(1, int(trace.num_unique_blocks * cell.capacity_percent / 100))
     if isinstance(cell.policy, OwnPolicy):
         policy = cell.policy.spec
@@ -117,7 +104,7 @@ def run_cell(cell: EvictionCell) -> list[dict[str, Any]]:
             "requests": trace.num_requests,
             "block_references": trace.num_block_references,
             "unique_blocks": trace.num_unique_blocks,
-            "policy": cell.policy_name,
+            "policy": str(cell.policy),
             "capacity_fraction": cell.capacity_percent / 100,
             "capacity_blocks": capacity,
             "block_hit_rate": result.block_hit_rate,
@@ -188,8 +175,8 @@ def _summary(rows: pd.DataFrame) -> pd.DataFrame:
 EXPERIMENT = Experiment(
     name="eviction",
     figure="hit rate vs capacity per eviction policy, with the optimum and the infinite cache",
-    options=EvictionOptions(),
-    quick=EvictionOptions(capacity_percent=(0.5, 1, 2, 5, 10, 20, 50), num_requests=1_000),
+    options=Eviction(),
+    quick=Eviction(capacity_percent=(0.5, 1, 2, 5, 10, 20, 50), num_requests=1_000),
     cells=cells,
     run_cell=run_cell,
     plot=plot,

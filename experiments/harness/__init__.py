@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from experiments.harness.experiment import (
+from experiments.harness.experiment import Cell, Experiment, InputFile, Unavailable
+from experiments.harness.grid import (
     Absent,
-    Cell,
-    Experiment,
-    InputFile,
+    Axis,
+    Count,
+    GridOnly,
+    Lengths,
+    Natural,
+    Needs,
     Options,
+    Percent,
+    Positive,
     Repeated,
-    Unavailable,
+    grid,
+    one_of,
 )
 from experiments.harness.ray_cluster import NoCluster, RayCluster
 from experiments.harness.store import FolderInUse
@@ -18,18 +25,28 @@ from experiments.harness.workers import LastingWorker
 
 __all__ = [
     "Absent",
+    "Axis",
     "Cell",
+    "Count",
     "Experiment",
     "FolderInUse",
+    "GridOnly",
     "InputFile",
     "LastingWorker",
+    "Lengths",
+    "Natural",
+    "Needs",
     "NoCluster",
     "Options",
     "OptionsError",
+    "Percent",
+    "Positive",
     "RayCluster",
     "Repeated",
     "SweepReport",
     "Unavailable",
+    "grid",
+    "one_of",
     "plot_results",
     "run_sweep",
 ]

@@ -5,16 +5,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-try:
-    from tyro.conf import UseAppendAction as Repeated
-except ImportError:  # experiments run without tyro too; their command line does not
-    Repeated = None
-"""``Repeated[tuple[X, ...]]``: an option that takes one value and may be given several times."""
+from experiments.harness.grid import Absent, Options, check, grid
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -22,21 +18,6 @@ if TYPE_CHECKING:
 
 class Unavailable(Exception):
     """Raised by ``run_cell``: this cell cannot run on this machine, and why."""
-
-
-@dataclass(frozen=True)
-class Absent:
-    """Yielded by ``cells`` in place of cells that cannot be made, and why."""
-
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """Base of an experiment's options: frozen, typed, every field with a default."""
-
-    seed: int = 0
-    """Seed of everything random."""
 
 
 @dataclass(frozen=True)
@@ -57,31 +38,16 @@ class InputFile:
         return self.path.name
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cell:
-    """One point of a grid.  Subclasses add the parameters, which alone decide its result.
-
-    Fields are numbers, strings, None, ``InputFile``, tuples of these and dataclasses of these.
-    """
-
-    seed: int
-
-    @property
-    def group(self) -> tuple[str, ...]:
-        """Cells with equal groups share expensive set-up, so one worker should run them.
-
-        The longer the common beginning of two groups, the more they share.
-        """
-        return ()
+Cell = Options  # until the GPU experiments have one class for both
 
 
 @dataclass(frozen=True)
 class Experiment:
     """One figure (or a family of them) and how to get it.
 
-    ``cells`` raises ValueError or OSError for options it cannot serve.  ``run_cell`` runs in a
-    worker process, returns rows of scalars and raises ``Unavailable`` where it cannot run.
-    ``plot`` draws from the table alone, which may lack cells, and returns the files it wrote.
+    ``run_cell`` runs in a worker process, returns rows of scalars and raises ``Unavailable`` where
+    it cannot run.  ``plot`` draws from the table alone, which may lack cells, and returns the files
+    it wrote.
     """
 
     name: str
@@ -91,12 +57,27 @@ class Experiment:
     """The full grid."""
     quick: Options
     """The same experiment in well under a minute."""
-    cells: Callable[[Any], Iterable[Cell | Absent]]
     run_cell: Callable[[Any], list[dict[str, Any]]]
     plot: Callable[[pd.DataFrame, Path], Sequence[Path]]
+    cells: Callable[[Any], Iterable[Options | Absent]] = grid
+    """From options to cells; raises ValueError or OSError for options that it cannot serve."""
     gpu: Literal["unused", "optional", "required"] = "unused"
     timed: bool = False
     """Cells measure time, so by default they run one after the other."""
+
+    def checked_cells(self, options: Options) -> Iterator[Options | Absent]:
+        """The cells of ``options``, and each ``Absent`` once.
+
+        Raises ValueError, naming the option, or OSError.
+        """
+        check(options)
+        told = set()
+        for cell in self.cells(options):
+            if not isinstance(cell, Absent):
+                yield cell
+            elif cell not in told:
+                told.add(cell)
+                yield cell
 
 
 def identity(value: Any) -> Any:
@@ -112,7 +93,7 @@ def identity(value: Any) -> Any:
     raise TypeError(f"a cell may not hold a {type(value).__name__}: {value!r}")
 
 
-def cell_id(experiment: str, cell: Cell) -> str:
+def cell_id(experiment: str, cell: Options) -> str:
     """Name of the cell's result: the same for the same parameters and input contents."""
     document = json.dumps([experiment, identity(cell)], sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(document.encode()).hexdigest()[:24]

@@ -18,15 +18,8 @@ from typing import Any
 from tqdm import tqdm
 
 from experiments.harness.environment import describe, device_slug
-from experiments.harness.experiment import (
-    Absent,
-    Cell,
-    Experiment,
-    Options,
-    cell_id,
-    identity,
-    input_files,
-)
+from experiments.harness.experiment import Experiment, cell_id, identity, input_files
+from experiments.harness.grid import Absent, Options
 from experiments.harness.ray_cluster import RayCluster
 from experiments.harness.store import Store
 from experiments.harness.workers import Executor, Outcome, Task, run_locally
@@ -125,11 +118,11 @@ def plot_results(experiment: Experiment, folder: Path) -> list[Path]:
     return list(experiment.plot(rows, folder))
 
 
-def _grid(experiment: Experiment, options: Options) -> tuple[dict[str, Cell], list[str]]:
+def _grid(experiment: Experiment, options: Options) -> tuple[dict[str, Options], list[str]]:
     """The cells by id, and the reasons for those that are absent."""
     cells, absent = {}, []
     try:
-        for cell in experiment.cells(options):
+        for cell in experiment.checked_cells(options):
             if isinstance(cell, Absent):
                 absent.append(cell.reason)
             else:
@@ -146,7 +139,7 @@ class _Sweep:
     """A sweep under way: the records of its finished cells, and what else became of cells."""
 
     def __init__(
-        self, experiment: Experiment, store: Store, cells: dict[str, Cell], *, fresh: bool
+        self, experiment: Experiment, store: Store, cells: dict[str, Options], *, fresh: bool
     ) -> None:
         self.experiment, self.store, self.cells = experiment, store, cells
         if fresh:

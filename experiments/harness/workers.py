@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, Literal
 
-from experiments.harness.experiment import Cell, Unavailable
+from experiments.harness.experiment import Unavailable
+from experiments.harness.grid import Options
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Task:
 
     key: str
     run_cell: Callable[[Any], list[dict[str, Any]]]
-    cell: Cell
+    cell: Options
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,10 @@ def test_an_unknown_option_is_refused_naming_the_choices(refused, arguments):
         (("run", "eviction", "--trace", "none.jsonl"), r"none\.jsonl"),
         (("run", "eviction", "--trace", "/"), r"/ is a folder: .* TRACES_DIR"),
         (("run", "eviction", "--out", "/dev/null/x"), r"--out: cannot write to /dev/null/x"),
-        (("run", "eviction", "--capacity-percent", "0"), r"above 0 and at most 100, got 0"),
+        (
+            ("run", "eviction", "--capacity-percent", "0"),
+            r"--capacity-percent 0: needs a number above",
+        ),
         (("run", "eviction", "--jobs", "0"), r"jobs must be at least 1, got 0"),
         (("run", "kernel_accuracy", "--kernel", "x"), r"'x' is unknown; .*paged_decode_attention"),
         (("run", "kernel_accuracy", "--block-size", "0"), r"--block-size must be at least 1"),

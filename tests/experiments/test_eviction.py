@@ -33,7 +33,7 @@ def _no_traces_dir(monkeypatch):
 
 
 def grid(**options):
-    return list(eviction.cells(eviction.EvictionOptions(**options)))
+    return list(eviction.EXPERIMENT.checked_cells(eviction.Eviction(**options)))
 
 
 @pytest.mark.slow
@@ -80,8 +80,8 @@ def test_the_command_line_from_a_trace_to_the_figure(command_line, trace, tmp_pa
 
 def test_without_a_trace_every_synthetic_workload_is_replayed():
     cells = grid(policy=("lru",), capacity_percent=(10,), seed=4)
-    assert [cell.source.name for cell in cells if cell.policy == "lru"] == list(cache.WORKLOADS)
-    assert {cell.source.seed for cell in cells} == {4}
+    assert [cell.trace.name for cell in cells if cell.policy == "lru"] == list(cache.WORKLOADS)
+    assert {cell.trace.seed for cell in cells} == {4}
     assert len(grid()) == len(cache.WORKLOADS) * (10 * len(cache.POLICIES) + 1)
 
 
@@ -107,7 +107,7 @@ def test_a_traces_folder_gives_what_can_be_replayed_and_the_reason_for_the_rest(
         "azure.csv has lengths only",
         "broken.jsonl:1: missing field 'input_length'",
     ]
-    assert {i.source.name for i in items if not isinstance(i, Absent)} == {"chat.jsonl.gz"}
+    assert {i.trace.name for i in items if not isinstance(i, Absent)} == {"chat.jsonl.gz"}
 
 
 def test_a_named_trace_that_cannot_be_replayed_is_an_error(tmp_path):

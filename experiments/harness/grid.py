@@ -1,0 +1,167 @@
+"""Options, and the grid of cells that they stand for.
+
+An experiment has one frozen dataclass.  On the command line its instance is the options; a cell is
+an instance with one value on each axis:
+
+    @dataclass(frozen=True, kw_only=True)
+    class Waste(Options):
+        block_size: Axis[Count] = (1, 16)  # --block-size 1 16
+        load: Positive = 2.0
+
+    list(grid(Waste())) == [Waste(block_size=1), Waste(block_size=16)]
+
+What a value needs stands in its type (``Count``, ``Positive``, ``Annotated[str, one_of(...)]``) and
+is checked before the grid is made: ``--load 0: needs a number above 0``.  Where an axis holds other
+things in a cell than on the command line, as a trace's digest in place of its path, the
+experiment's ``cells`` gives them: ``grid(options, trace=sources(...))``.  Parts of an experiment
+with axes of their own have a class of cells each: ``grid(options, Part)`` takes the fields that
+``Part`` has.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal, TypeVar
+
+try:
+    from tyro.conf import UseAppendAction as Repeated
+except ImportError:  # experiments run without tyro too; their command line does not
+    Repeated = Annotated[TypeVar("T"), None]
+"""``Repeated[Axis[X]]``: an axis whose option takes one value and may be given several times."""
+
+
+@dataclass(frozen=True)
+class _Mark:
+    name: str
+
+
+T = TypeVar("T")
+_AXIS, _GRID_ONLY = _Mark("axis"), _Mark("grid only")
+Axis = Annotated[tuple[T, ...], _AXIS]
+"""``Axis[X]``: several X in the options, at least one unless none is the default; one in a cell."""
+GridOnly = Annotated[T, _GRID_ONLY]
+"""``GridOnly[X]``: an option that decides which cells there are, and is None in each."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a value must be, in ``Annotated[X, Needs("...", test)]``; None is always allowed.
+
+    ``test`` may raise a ValueError that says better than ``what`` why the value will not do.
+    """
+
+    what: str
+    test: Callable[[Any], bool]
+
+
+def one_of(names: Iterable[str]) -> Needs:
+    """One of ``names``."""
+    return Needs(f"one of {', '.join(names)}", frozenset(names).__contains__)
+
+
+Count = Annotated[int, Needs("an int of at least 1", lambda value: value >= 1)]
+Natural = Annotated[int, Needs("an int of at least 0", lambda value: value >= 0)]
+Positive = Annotated[float, Needs("a number above 0", lambda value: 0 < value < float("inf"))]
+Percent = Annotated[float, Needs("a number above 0, at most 100", lambda value: 0 < value <= 100)]
+Lengths = Annotated[
+    tuple[int, int], Needs("fewest and most, at least 1", lambda pair: 1 <= pair[0] <= pair[1])
+]
+"""Fewest and most tokens."""
+
+
+@dataclass(frozen=True)
+class Absent:
+    """Yielded by ``cells`` in place of cells that cannot be made, and why."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Base of an experiment's options and cells: frozen, typed, every option with a default.
+
+    In a cell, fields are numbers, strings, None, ``InputFile``, tuples of these and dataclasses of
+    these; they alone decide its result.
+    """
+
+    seed: Natural = 0
+    """Seed of everything random."""
+
+    @property
+    def group(self) -> tuple[str, ...]:
+        """Cells with equal groups share expensive set-up, so one worker should run them.
+
+        The longer the common beginning of two groups, the more they share.
+        """
+        return ()
+
+
+def grid(options: Options, cell: type | None = None, /, **values: Any) -> Iterator[Any]:
+    """Yield a cell for each combination of one value per axis; the last axis changes fastest.
+
+    cell: the class of the cells.  None: that of ``options``.
+    values: of some fields, in place of the options'; of an axis, all of them.  An ``Absent`` among
+        them is yielded as it is.
+    """
+    cell = cell or type(options)
+    axes = {}
+    for name, hint in _hints(cell).items():
+        marks = typing.get_args(hint)
+        if name not in values:
+            values[name] = None if _GRID_ONLY in marks else getattr(options, name)
+        if _AXIS in marks and values[name] is not None:
+            axes[name] = tuple(values[name])
+    yield from (value for axis in axes.values() for value in axis if isinstance(value, Absent))
+    present = ([value for value in axis if not isinstance(value, Absent)] for axis in axes.values())
+    for point in itertools.product(*present):
+        yield cell(**{**values, **dict(zip(axes, point, strict=True))})
+
+
+def check(options: Options) -> None:
+    """Raise ValueError, naming the option, for a value that its annotation does not allow."""
+    defaults = {field.name: field.default for field in fields(options)}
+    for name, hint in _hints(type(options)).items():
+        flag, value = f"--{name.replace('_', '-')}", getattr(options, name)
+        if _AXIS in typing.get_args(hint) and not value and defaults[name]:
+            raise ValueError(f"{flag}: needs at least one value")
+        _check(flag, value, hint)
+
+
+def _check(flag: str, value: Any, hint: Any) -> None:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    shown = " ".join(map(_shown, value)) if isinstance(value, tuple) else _shown(value)
+    if value is None:
+        return
+    if origin is Annotated:
+        for needs in arguments[1:]:
+            try:
+                allowed = not isinstance(needs, Needs) or needs.test(value)
+            except ValueError as error:
+                raise ValueError(f"{flag} {shown}: {error}") from error
+            if not allowed:
+                raise ValueError(f"{flag} {shown}: needs {needs.what}")
+        _check(flag, value, arguments[0])
+    elif origin is Literal and value not in arguments:
+        raise ValueError(f"{flag} {shown}: needs one of {', '.join(map(str, arguments))}")
+    elif origin in (types.UnionType, typing.Union):
+        _check(flag, value, arguments[0])
+    elif origin is tuple:
+        each = itertools.repeat(arguments[0]) if arguments[-1] is ... else arguments
+        for item, item_hint in zip(value, each, strict=False):
+            _check(flag, item, item_hint)
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    """The annotations of the fields of a dataclass, in their order."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return {field.name: hints[field.name] for field in fields(cls)}
