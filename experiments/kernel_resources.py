@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from experiments import style
 from experiments.bench.gpus import GPUS
 from experiments.bench.kernel_work import kernel_name, work_of
-from experiments.harness import Cell, Experiment, Options, Repeated
+from experiments.harness import Axis, Experiment, Options, Repeated
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -35,16 +35,16 @@ if TYPE_CHECKING:
 class KernelResourcesOptions(Options):
     """The grid: shipped configurations of ops x architectures."""
 
-    op: Repeated[tuple[str, ...]] = ()
+    op: Repeated[Axis[str]] = ()
     """An op by name. None: every one."""
-    arch: Repeated[tuple[str, ...]] = ()
+    arch: Repeated[Axis[str]] = ()
     """sm_80, sm_90, sm_100 or gfx942. None: every one."""
     match: str = ""
     """Regular expression: only configurations with it in their name."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class KernelResourcesCell(Cell):
+class KernelResourcesCell(Options):
     op: str
     config: str
     arch: str

@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from experiments.bench.kernel_problems import OURS, Shape
+from experiments.bench.tiles import with_tile
 
 if TYPE_CHECKING:
     import torch
-
-    from kernels.tiles import Target
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Job:
 
     shape: Shape
     tile: tuple[int, ...] | None
-    """As in ``tile_sweep.TileSweepCell``."""
+    """As in ``tiles.with_tile``; None for the table's."""
 
 
 def jobs_of(cells: Iterable[Any]) -> list[Job]:
@@ -87,18 +86,13 @@ def compile_job(job: Job, arch: int, num_multiprocessors: int) -> int:
     target = dataclasses.replace(known, num_multiprocessors=num_multiprocessors)
 
     def call() -> None:
-        with force_target(_with_tile(job, target.tiles_target)):
+        tiles = target.tiles_target
+        if job.tile is not None:
+            tiles = with_tile(job.shape, job.tile, tiles)
+        with force_target(tiles):
             launch_on_meta(job.shape)
 
     return len(compile_call(call, target))
-
-
-def _with_tile(job: Job, target: Target) -> Target:
-    if job.tile is None:
-        return target
-    from experiments import tile_sweep
-
-    return tile_sweep.with_tile(job.shape, job.tile, target)
 
 
 def launch_on_meta(shape: Shape) -> None:

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from experiments import cascade, kernel_latency, tile_sweep
 from experiments.bench.compile_ahead import jobs_of, launch_on_meta
 from experiments.bench.kernel_problems import OPS, Shape
+from experiments.gpu import cascade, kernel_latency, tile_sweep
 
 
 def test_every_shape_of_ours_is_a_job_once():
     grids = (
-        kernel_latency.cells(kernel_latency.KernelLatencyOptions()),
-        cascade.cells(cascade.CascadeOptions()),
-        tile_sweep.cells(tile_sweep.TileSweepOptions()),
+        kernel_latency.cells(kernel_latency.KernelLatency()),
+        cascade.cells(cascade.Cascade()),
+        tile_sweep.cells(tile_sweep.TileSweep()),
     )
     for cells in map(list, grids):
         jobs = jobs_of(cells)
