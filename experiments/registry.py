@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from experiments import (
     block_size,
-    cascade,
     engine_overhead,
-    engine_throughput,
     eviction,
     eviction_serving,
-    gpu_rates,
     kernel_accuracy,
-    kernel_latency,
     kernel_resources,
-    large_accuracy,
     launch_overhead,
     manager_overhead,
     memory_waste,
@@ -22,6 +17,12 @@ from experiments import (
     serving,
     shared_prefix,
     sharing,
+)
+from experiments.gpu import (
+    cascade,
+    engine_throughput,
+    kernel_latency,
+    large_accuracy,
     tile_sweep,
 )
 from experiments.harness import Experiment
@@ -35,7 +36,6 @@ EXPERIMENTS: dict[str, Experiment] = {
         engine_throughput.EXPERIMENT,
         eviction.EXPERIMENT,
         eviction_serving.EXPERIMENT,
-        gpu_rates.EXPERIMENT,
         kernel_accuracy.EXPERIMENT,
         kernel_latency.EXPERIMENT,
         kernel_resources.EXPERIMENT,

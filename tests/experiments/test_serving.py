@@ -8,7 +8,6 @@ import pandas as pd
 import pytest
 import torch
 
-import cache
 from cache import ServiceModel
 from cache.serving.open_loop import Run, Served, StepRecord
 from experiments import serving
