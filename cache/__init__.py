@@ -16,8 +16,8 @@ from cache.memory_usage import MemoryUsage
 from cache.policies import POLICIES, EvictionPolicy, PriorityPolicy, make_policy
 from cache.replay import SimulationResult, simulate
 from cache.sequence import MultiModalInput, Sequence
-from cache.serving_replay import (
-    ServiceModel,
+from cache.serving.open_loop import ServiceModel
+from cache.serving.replay import (
     ServingReplayResult,
     prompt_token_ids,
     simulate_serving,

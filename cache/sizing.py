@@ -89,11 +89,7 @@ def num_gpu_blocks(
     peak = at_least(0, "peak_bytes", peak_bytes)
     size = at_least(1, "block_bytes", block_bytes)
     utilization = gpu_memory_utilization
-    if isinstance(utilization, bool) or not 0 < utilization <= 1:
-        raise ValueError(
-            f"gpu_memory_utilization={utilization!r}: needs a number above 0 and at most 1"
-        )
-    usable = total * Fraction(repr(float(utilization)))
+    usable = total * utilization_share(utilization)
     count = math.floor((usable - peak) / size)
     if count < 1:
         raise ValueError(
@@ -102,6 +98,16 @@ def num_gpu_blocks(
             f"needs block_bytes={size}; raise the utilization or choose a smaller model or block"
         )
     return count
+
+
+def utilization_share(gpu_memory_utilization: float) -> Fraction:
+    """The share exactly as it is written in decimal.  ValueError unless it is in (0, 1]."""
+    utilization = gpu_memory_utilization
+    if isinstance(utilization, bool) or not 0 < utilization <= 1:
+        raise ValueError(
+            f"gpu_memory_utilization={utilization!r}: needs a number above 0 and at most 1"
+        )
+    return Fraction(repr(float(utilization)))
 
 
 def num_cpu_blocks(*, swap_space_bytes: int, block_bytes: int) -> int:

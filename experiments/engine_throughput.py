@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
+    from cache.serving.outputs import RequestOutput
     from models import LLM
-    from models.outputs import RequestOutput
 
 TEMPERATURE = 0.6
 LARGEST_TOKEN = 10_000

@@ -58,6 +58,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import cache
+from cache.serving import open_loop
 from experiments import quantiles, style
 from experiments.eviction import OwnPolicy, Policy, named_policy
 from experiments.harness import (
@@ -73,9 +74,9 @@ from experiments.harness import (
     Unavailable,
     grid,
 )
-from experiments.load import engine_models, open_loop, workloads
+from experiments.load import engine_models, workloads
 from experiments.load.engine_models import Model
-from experiments.load.scaled_trace import ScaledTrace, prompt_token_ids, shrink_blocks
+from experiments.load.scaled_trace import ScaledTrace, shrink_blocks
 from experiments.load.service_times import measure_service
 from experiments.load.workloads import OnTraces, Workload
 
@@ -199,9 +200,9 @@ def _served(cell: EvictionServing, trace: cache.Trace, capacity: int) -> dict[st
     arrivals = _arrivals(cell, trace, service)
     llm = engine_models.make_llm(cell.model, manager=cell.manager, seed=cell.seed, **options)
     vocab_size = llm.config.vocab_size
-    prompts = [prompt_token_ids(trace, index, vocab_size) for index in range(len(trace))]
+    prompts = [cache.prompt_token_ids(trace, index, vocab_size) for index in range(len(trace))]
     run = open_loop.serve(
-        llm,
+        llm.engine,
         prompts,
         trace.output_lengths.tolist(),
         arrivals,

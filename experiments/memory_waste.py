@@ -7,37 +7,37 @@ final length) and for paging.
 
 Service model, where every block goes through a real manager:
 
-* Time is counted in decode steps: every running request gains one token a step.
+* Requests are served by the engine's own scheduler, without a model: first come first served, and
+  when a running request finds no block the youngest gives up its own and goes to the head of the
+  line (see :mod:`cache.serving.scheduler`).
+* Time is counted in steps: each takes 1, computes the whole prompt of every request it admits and
+  one token of the others.  The last token of a request is never stored.
 * Requests arrive in the pattern of the trace.  The distances are scaled so that, with unlimited
   memory, the running requests would fill ``load`` times the cache on average; with a load above 1
   requests queue for memory, as in the paper's measurements.
-* The queue is first come first served.  Each step admits requests while the first one of the
-  queue can be allocated; its prompt is stored in the same step.  A request leaves with its last
-  token.
-* When a running request finds no block, the one admitted last gives up its blocks and goes to the
-  head of the queue, and nobody is admitted until a request has left.
 * ``max_model_len`` is the next power of two of the longest request; the cache has the slots of
   ``sequences_in_cache`` such requests (about 8 in the paper: OPT-13B, 2048 tokens, 15.7k slots).
 * Reservations that depend on the future know it: as in the paper, ``pow2`` is the next power of
   two of the true output length.
 
-Memory is measured in every step in which a request waits for memory, after admission, and the mean
-is taken over these steps.  Free memory counts as external fragmentation if the waiting request
+Memory is measured in every step in which a request waits, after admission, and the mean is taken
+over these steps.  Free memory counts as external fragmentation if the waiting request
 would fit in it were it in one place.
 """
 
 from __future__ import annotations
 
 import math
-from array import array
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cache import AllocStatus, MemoryUsage, OutOfBlocks, Sequence, make_manager
+from cache import ServiceModel, make_manager
 from cache.managers import Contiguous, Paged
+from cache.serving import open_loop
+from cache.serving.open_loop import engine_without_model
+from cache.serving.scheduler import Scheduler, Step
 from experiments import style
 from experiments.harness import Absent, Axis, Count, Experiment, Positive, Unavailable, grid
 from experiments.load import request_lengths
@@ -135,6 +135,11 @@ def arrival_steps(lengths: RequestLengths, mean_slots: float) -> list[float]:
     return [(arrival - first) * scale for arrival in lengths.arrivals_ms]
 
 
+_DECODE_STEPS = ServiceModel(
+    step_seconds=1.0, prefill_tokens_per_second=math.inf, decode_seconds_per_sequence=0.0
+)
+
+
 @dataclass(frozen=True)
 class ServingResult:
     steps: int
@@ -152,77 +157,53 @@ def serve(
 ) -> ServingResult:
     """Serve all requests by the service model of this file, and leave the manager empty.
 
-    The cache must hold a request of the maximum length: then the one admitted first always gains
-    its token, and the replay ends.  Raises Unavailable if no request ever waits for memory.
+    The cache must hold a request of the maximum length.  Raises Unavailable if no request ever
+    waits for memory.
     """
-    final = list(map(sum, zip(lengths.prompts, lengths.outputs, strict=True)))
-    upcoming = deque(range(len(lengths)))
-    queue: deque[Sequence] = deque()
-    running: list[Sequence] = []
-    totals = dict.fromkeys(_KINDS, 0)
-    step = measured = running_sum = preemptions = 0
-    admitting = True
-    while True:
-        staying = [seq for seq in running if seq.num_tokens < final[seq.seq_id]]
-        if len(staying) < len(running):
-            for seq in running:
-                if seq.num_tokens == final[seq.seq_id]:
-                    manager.free(seq)
-            running, admitting = staying, True
-        if not running and not queue:
-            if not upcoming:
-                break
-            step = max(step, math.ceil(arrivals[upcoming[0]]))
-        while upcoming and arrivals[upcoming[0]] <= step:
-            index = upcoming.popleft()
-            queue.append(Sequence(index, array("I", bytes(4 * lengths.prompts[index]))))
-        while admitting and queue and manager.can_allocate(queue[0]) is AllocStatus.OK:
-            running.append(queue.popleft())
-            manager.allocate(running[-1])
-        if queue:
-            usage = _usage(manager, queue[0])
-            for kind in totals:
-                totals[kind] += getattr(usage, kind)
-            measured += 1
-            running_sum += len(running)
-        at = 0
-        while at < len(running):
-            if running[at].num_tokens == final[running[at].seq_id]:
-                at += 1  # was preempted at its last token, which is stored now
-                continue
-            running[at].append_token(0)
-            while at < len(running) and not _append(manager, running[at]):
-                victim = running.pop()
-                manager.free(victim)
-                queue.appendleft(victim)
-                preemptions += 1
-                admitting = False
-            at += 1
-        step += 1
-    if not measured:
+    engine = engine_without_model(
+        manager,
+        max_num_seqs=len(lengths),
+        max_num_batched_tokens=sum(lengths.prompts) + len(lengths),
+        max_model_len=lengths.longest,
+    )
+    engine.runner = measured = _MemoryOfSteps(engine.scheduler)
+    run = open_loop.serve(
+        engine,
+        [bytes(length) for length in lengths.prompts],
+        lengths.outputs,
+        list(map(math.ceil, arrivals)),
+        service=_DECODE_STEPS,
+    )
+    if not measured.steps:
         raise Unavailable("no request waited for memory: it takes a higher load")
-    slots = manager.num_blocks * manager.block_size * measured
+    slots = manager.num_blocks * manager.block_size * measured.steps
     return ServingResult(
-        steps=step,
-        measured_steps=measured,
-        mean_running=running_sum / measured,
-        preemptions=preemptions,
-        shares={kind: total / slots for kind, total in totals.items()},
+        steps=len(run.steps),
+        measured_steps=measured.steps,
+        mean_running=measured.running / measured.steps,
+        preemptions=sum(request.num_preemptions for request in run.requests),
+        shares={kind: total / slots for kind, total in measured.slots.items()},
     )
 
 
-def _append(manager: Contiguous | Paged, seq: Sequence) -> bool:
-    try:
-        manager.append(seq)
-    except OutOfBlocks:
-        return False
-    return True
+class _MemoryOfSteps:
+    """A runner that computes nothing and sums up what memory is used for while a request waits."""
 
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self.steps = self.running = 0
+        self.slots = dict.fromkeys(_KINDS, 0)
 
-def _usage(manager: Contiguous | Paged, waiting: Sequence) -> MemoryUsage:
-    if isinstance(manager, Contiguous):
-        return manager.memory_usage(waiting)
-    return manager.memory_usage()
+    def run(self, step: Step, manager: Contiguous | Paged) -> None:
+        waiting = self._scheduler.waiting
+        if not waiting:
+            return
+        of_waiting = (waiting[0],) if isinstance(manager, Contiguous) else ()
+        usage = manager.memory_usage(*of_waiting)
+        for kind in self.slots:
+            self.slots[kind] += getattr(usage, kind)
+        self.steps += 1
+        self.running += len(self._scheduler.running)
 
 
 def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:

@@ -150,7 +150,7 @@ def _cost(cell: Cost) -> tuple[LLM, list[dict[str, Any]]]:
 def sequence_costs(llm: LLM) -> dict[str, float]:
     """Seconds of computing the one prompt that waits in ``llm``, all at once, and of swapping its
     blocks out and back; on a GPU until it is done."""
-    from models.scheduler import Step
+    from cache.serving.scheduler import Step
 
     engine = llm.engine
     runner, manager = engine.runner, engine.manager

@@ -39,6 +39,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import cache
+from cache.serving import open_loop
 from experiments import quantiles, style
 from experiments.harness import (
     Absent,
@@ -50,10 +52,10 @@ from experiments.harness import (
     grid,
     one_of,
 )
-from experiments.load import engine_models, open_loop, request_lengths, workloads
+from experiments.load import engine_models, request_lengths, workloads
 from experiments.load.engine_models import Model
 from experiments.load.request_lengths import LogNormalLengths
-from experiments.load.scaled_trace import ScaledTrace, prompt_token_ids, shrink
+from experiments.load.scaled_trace import ScaledTrace, shrink
 from experiments.load.workloads import OnTraces, Source, Workload
 
 if TYPE_CHECKING:
@@ -151,8 +153,8 @@ def run_cell(cell: Serving) -> list[dict[str, Any]]:
         arrivals = open_loop.scaled_arrivals(trace.timestamps_ms.tolist(), cell.request_rate)
     llm = _make_llm(cell)
     run = open_loop.serve(
-        llm,
-        [prompt_token_ids(trace, i, llm.config.vocab_size) for i in range(len(trace))],
+        llm.engine,
+        [cache.prompt_token_ids(trace, i, llm.config.vocab_size) for i in range(len(trace))],
         trace.output_lengths.tolist(),
         arrivals,
         stop_s=arrivals[-1] + cell.drain_s,
@@ -213,8 +215,8 @@ def _warm_up(cell: Serving) -> None:
     """Serve a few requests for nothing: the first ones of a process pay for what is set up then."""
     trace = _scaled(cell).trace.head(_NUM_WARM_UP_REQUESTS)
     llm = _make_llm(cell)
-    prompts = [prompt_token_ids(trace, i, llm.config.vocab_size) for i in range(len(trace))]
-    open_loop.serve(llm, prompts, trace.output_lengths.tolist(), [0.0] * len(prompts))
+    prompts = [cache.prompt_token_ids(trace, i, llm.config.vocab_size) for i in range(len(trace))]
+    open_loop.serve(llm.engine, prompts, trace.output_lengths.tolist(), [0.0] * len(prompts))
 
 
 def _make_llm(cell: Serving) -> LLM:

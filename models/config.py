@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 
+from cache import block_bytes
+from cache.checks import at_least
+
 _DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
@@ -137,9 +140,7 @@ class ModelConfig:
             "head_dim",
             "max_position_embeddings",
         ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name}={value!r}: needs an int of at least 1")
+            at_least(1, name, getattr(self, name))
         if self.num_q_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_q_heads={self.num_q_heads}: needs a multiple of "
@@ -163,9 +164,14 @@ class ModelConfig:
         self, block_size: int, dtype: torch.dtype, *, tensor_parallel_size: int = 1
     ) -> int:
         """Bytes of one block of ``block_size`` tokens on one rank: K and V of all layers."""
-        kv_heads_per_rank = max(1, self.num_kv_heads // tensor_parallel_size)
-        per_token = self.num_layers * 2 * kv_heads_per_rank * self.head_dim * dtype.itemsize
-        return block_size * per_token
+        return block_bytes(
+            block_size=block_size,
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            dtype_bytes=dtype.itemsize,
+            tensor_parallel_size=tensor_parallel_size,
+        )
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:

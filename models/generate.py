@@ -10,9 +10,9 @@ from typing import Annotated, Literal
 import tyro
 
 from cache import UnsupportedByDesign
+from cache.serving.outputs import RequestOutput
+from cache.serving.sampling_params import SamplingParams
 from models.llm import LLM
-from models.outputs import RequestOutput
-from models.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)

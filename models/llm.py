@@ -8,33 +8,43 @@ from pathlib import Path
 
 import torch
 
-from cache import MANAGERS, CacheManager, EvictionPolicy, make_manager
+from cache import CacheManager, EvictionPolicy, make_manager, num_cpu_blocks, num_gpu_blocks
+from cache.checks import at_least
+from cache.serving.engine import Engine
+from cache.serving.outputs import RequestOutput, TokenOutput
+from cache.serving.sampling_params import SamplingParams
+from cache.serving.scheduler import Scheduler
+from cache.sizing import utilization_share
 from models.attention import AttentionBackend, make_backend
 from models.config import ModelConfig
 from models.decoder import build_model
-from models.engine import Engine, longest_sequence
-from models.memory import (
-    CPU_KV_CACHE_BYTES,
-    blocks_within,
-    num_gpu_blocks,
-    profile_peak_bytes,
-)
-from models.outputs import RequestOutput, TokenOutput
+from models.memory import profile_peak_bytes
 from models.parallel import TensorParallel, is_distributed, join_tensor_parallel
 from models.prompts import Prompt, list_prompts, load_tokenizer, to_token_ids
 from models.runner import ModelRunner
 from models.sampler import Sampler
-from models.sampling_params import SamplingParams
-from models.scheduler import Scheduler
 from models.streams import NewRequest, Streams
 from models.weights import load_kv_scales, load_weights, randomize_weights
-from models.workers import LeadingEngine, has_workers, start_workers
+from models.workers import LeadingEngine, Workers, has_workers, start_workers
+
+CPU_KV_CACHE_BYTES = 4 << 30
+"""Most memory that the KV cache takes on a CPU if the number of blocks is not given."""
 
 _NOT_SERVED = {
     "sliding_window": "gives up K/V that these models, which attend to the whole context, read",
     "partial_block_reuse": "the engine shares whole blocks only",
 }
 """Options of managers that are for replays."""
+
+_SIZES = (
+    "block_size",
+    "num_blocks",
+    "num_host_blocks",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "tensor_parallel_size",
+)
 
 
 class LLM:
@@ -112,43 +122,29 @@ class LLM:
         cuda_graphs: bool | None = None,
         seed: int = 0,
     ) -> None:
-        options_of_workers = {name: value for name, value in locals().items() if name != "self"}
+        arguments = {name: value for name, value in locals().items() if name != "self"}
         if preemption not in ("recompute", "swap"):
             raise ValueError(f"preemption={preemption!r}: choose from recompute, swap")
-        for name, value in (
-            ("block_size", block_size),
-            ("num_blocks", num_blocks),
-            ("num_host_blocks", num_host_blocks),
-            ("max_model_len", max_model_len),
-            ("max_num_seqs", max_num_seqs),
-            ("max_num_batched_tokens", max_num_batched_tokens),
-            ("tensor_parallel_size", tensor_parallel_size),
-        ):
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name}={value!r}: needs an int of at least 1")
+        for name in _SIZES:
+            if arguments[name] is not None:
+                at_least(1, name, arguments[name])
+        utilization_share(gpu_memory_utilization)
         if not isinstance(seed, int):
             raise ValueError(f"seed={seed!r}: needs an int")
+        options = _manager_options(manager_options, hash_algorithm)
         folder = None if isinstance(model, ModelConfig) else Path(model)
-        config = model if folder is None else ModelConfig.from_folder(folder)
-        self.config = config
+        self.config = config = model if folder is None else ModelConfig.from_folder(folder)
         self.device = _device(device, tensor_parallel_size)
         self.dtype = _dtype(dtype, config, self.device)
         self.tokenizer = load_tokenizer(folder)
         backend = make_backend(attention_backend, self.device)
         kv_dtype = _kv_dtype(kv_cache_dtype, self.dtype, backend)
-        for name in ("num_q_heads", "num_kv_heads", "intermediate_size"):
-            first = TensorParallel(0, tensor_parallel_size)
-            first.share(getattr(config, name), name, repeat=name == "num_kv_heads")
-        workers = None
-        if tensor_parallel_size > 1 and (has_workers() or not is_distributed()):
-            workers = start_workers(tensor_parallel_size, self.device, options_of_workers)
-        self._tp = join_tensor_parallel(tensor_parallel_size, self.device)
-        longest = min(
-            max_model_len or config.max_position_embeddings, config.max_position_embeddings
-        )
-        if max_model_len is not None and max_model_len > longest:
-            raise ValueError(f"max_model_len={max_model_len}: the model has {longest} positions")
+        positions = config.max_position_embeddings
+        if max_model_len is not None and max_model_len > positions:
+            raise ValueError(f"max_model_len={max_model_len}: the model has {positions} positions")
+        longest = max_model_len or positions
 
+        workers = self._join_ranks(tensor_parallel_size, arguments)
         self.model = build_model(
             config,
             backend,
@@ -168,27 +164,22 @@ class LLM:
             block_size, kv_dtype, tensor_parallel_size=tensor_parallel_size
         )
         if num_blocks is None:
-            num_blocks = self._default_num_blocks(
-                block_size, block_bytes, kv_dtype, longest, max_num_seqs, max_num_batched_tokens,
-                gpu_memory_utilization,
-            )  # fmt: skip
+            batch = {"num_seqs": max_num_seqs, "max_model_len": longest, "block_size": block_size}
+            if self.device.type == "cpu":
+                num_blocks = _num_blocks_on_cpu(block_bytes, **batch)
+            else:
+                peak = profile_peak_bytes(
+                    self.model, num_tokens=max_num_batched_tokens, kv_dtype=kv_dtype, **batch
+                )
+                num_blocks = self._num_blocks_on_gpu(block_bytes, peak, gpu_memory_utilization)
         if preemption == "recompute":
             num_host_blocks = 0
         elif num_host_blocks is None:
             num_host_blocks = min(num_blocks, max(1, CPU_KV_CACHE_BYTES // block_bytes))
-        options = dict(manager_options or {})
-        for name, reason in _NOT_SERVED.items():
-            if options.get(name):
-                raise ValueError(f"manager_options: {name}={options[name]!r}: {reason}")
         if manager == "contiguous":
             options.setdefault("final_length", _final_length)
             longest_run = block_size << max(0, num_blocks.bit_length() - 1)
             options.setdefault("max_model_len", max_model_len or min(longest, longest_run))
-        if manager in MANAGERS and MANAGERS[manager].swap_out is not CacheManager.swap_out:
-            options.setdefault("num_cpu_blocks", num_host_blocks)
-            num_host_blocks = options["num_cpu_blocks"]
-        if hash_algorithm is not None:
-            options["hash_algorithm"] = hash_algorithm
 
         def new_scheduler() -> Scheduler:
             return Scheduler(
@@ -207,7 +198,7 @@ class LLM:
             )
 
         scheduler = new_scheduler()
-        self.max_model_len = self._fit_max_model_len(max_model_len, longest, scheduler)
+        self.max_model_len = _fit_max_model_len(max_model_len, longest, scheduler)
         can_capture = self.device.type == "cuda" and backend.can_capture(block_size)
         if cuda_graphs and not can_capture:
             raise ValueError(
@@ -308,48 +299,65 @@ class LLM:
             requests.append(NewRequest(tokens, params, text))
         return requests
 
-    def _default_num_blocks(
-        self,
-        block_size: int,
-        block_bytes: int,
-        kv_dtype: torch.dtype,
-        max_model_len: int,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        gpu_memory_utilization: float,
-    ) -> int:
-        if not 0 < gpu_memory_utilization <= 1:
-            raise ValueError(
-                f"gpu_memory_utilization={gpu_memory_utilization!r}: needs a share in (0, 1]"
-            )
-        if self.device.type == "cpu":
-            wanted = max_num_seqs * -(-max_model_len // block_size)
-            fitting = blocks_within(CPU_KV_CACHE_BYTES, block_bytes, "KV cache on the CPU")
-            return min(wanted, fitting)
-        peak = profile_peak_bytes(
-            self.model,
-            num_tokens=max_num_batched_tokens,
-            num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-            block_size=block_size,
-            kv_dtype=kv_dtype,
+    def _join_ranks(self, size: int, arguments: Mapping[str, object]) -> Workers | None:
+        """Take a place among the ranks; the others, if this process starts them, as workers."""
+        for name in ("num_q_heads", "num_kv_heads", "intermediate_size"):
+            first = TensorParallel(0, size)
+            first.share(getattr(self.config, name), name, repeat=name == "num_kv_heads")
+        workers = None
+        if size > 1 and (has_workers() or not is_distributed()):
+            workers = start_workers(size, self.device, arguments)
+        self._tp = join_tensor_parallel(size, self.device)
+        return workers
+
+    def _num_blocks_on_gpu(self, block_bytes: int, peak_bytes: int, utilization: float) -> int:
+        fitting = num_gpu_blocks(
+            total_bytes=torch.cuda.mem_get_info(self.device)[1],
+            gpu_memory_utilization=utilization,
+            peak_bytes=peak_bytes,
+            block_bytes=block_bytes,
         )
-        total = torch.cuda.mem_get_info(self.device)[1]
-        fitting = num_gpu_blocks(total, gpu_memory_utilization, peak, block_bytes)
         return self._tp.least(fitting, self.device)  # all ranks keep the same tables
 
-    def _fit_max_model_len(self, asked: int | None, longest: int, scheduler: Scheduler) -> int:
-        """The longest sequence that the cache, and without chunked prefill one step, can hold."""
-        fitting = longest_sequence(scheduler.manager, longest)
+
+def _manager_options(
+    options: Mapping[str, object] | None, hash_algorithm: str | None
+) -> dict[str, object]:
+    """Options of the manager's design, but for those that this engine cannot serve."""
+    options = dict(options or {})
+    for name, reason in _NOT_SERVED.items():
+        if options.get(name):
+            raise ValueError(f"manager_options: {name}={options[name]!r}: {reason}")
+    if hash_algorithm is not None:
+        options["hash_algorithm"] = hash_algorithm
+    return options
+
+
+def _num_blocks_on_cpu(
+    block_bytes: int, *, num_seqs: int, max_model_len: int, block_size: int
+) -> int:
+    """What the largest batch needs, up to CPU_KV_CACHE_BYTES."""
+    fitting = num_cpu_blocks(swap_space_bytes=CPU_KV_CACHE_BYTES, block_bytes=block_bytes)
+    if not fitting:
+        raise ValueError(
+            f"block_size={block_size}: a block needs {block_bytes:,} bytes, and the KV cache on a "
+            f"CPU gets {CPU_KV_CACHE_BYTES:,}; give num_blocks, or choose a smaller block"
+        )
+    return min(num_seqs * -(-max_model_len // block_size), fitting)
+
+
+def _fit_max_model_len(asked: int | None, longest: int, scheduler: Scheduler) -> int:
+    """The longest sequence that the cache, and without chunked prefill one step, can hold."""
+    fitting = scheduler.longest_sequence(longest)
+    if not scheduler.chunked_prefill and fitting == scheduler.max_num_batched_tokens:
+        limit = f"max_num_batched_tokens={fitting} without chunked prefill"
+    else:
         limit = f"the KV cache of num_blocks={scheduler.manager.num_blocks}"
-        if not scheduler.chunked_prefill and scheduler.max_num_batched_tokens < fitting:
-            fitting = scheduler.max_num_batched_tokens
-            limit = f"max_num_batched_tokens={fitting} without chunked prefill"
-        if fitting < 2:
-            raise ValueError(f"{limit} holds a sequence of {fitting} tokens; needs at least 2")
-        if asked is not None and asked > fitting:
-            raise ValueError(f"max_model_len={asked}: {limit} holds one of {fitting} tokens")
-        return fitting
+    if fitting < 2:
+        raise ValueError(f"{limit} holds a sequence of {fitting} tokens; needs at least 2")
+    if asked is not None and asked > fitting:
+        raise ValueError(f"max_model_len={asked}: {limit} holds one of {fitting} tokens")
+    return fitting
 
 
 def _device(device: str | torch.device | None, tensor_parallel_size: int) -> torch.device:

@@ -1,38 +1,14 @@
-"""How many blocks the KV cache gets."""
+"""How much memory the largest batch takes: what remains is for the KV cache."""
 
 from __future__ import annotations
 
 import torch
 
+from cache.serving.sampling_params import SamplingParams
 from models.attention import AttentionMetadata
 from models.decoder import CausalLM
 from models.runner import make_kv_cache
 from models.sampler import Sampler
-from models.sampling_params import SamplingParams
-
-CPU_KV_CACHE_BYTES = 4 << 30
-"""Most memory that the KV cache takes on a CPU if the number of blocks is not given."""
-
-
-def blocks_within(available_bytes: int, block_bytes: int, what: str) -> int:
-    """floor(available_bytes / block_bytes).  Raises ValueError, saying ``what`` it is, for none."""
-    num_blocks = available_bytes // block_bytes
-    if num_blocks < 1:
-        raise ValueError(
-            f"{what}: {max(0, available_bytes):,} bytes are left for the KV cache; one block needs "
-            f"{block_bytes:,}"
-        )
-    return num_blocks
-
-
-def num_gpu_blocks(total: int, utilization: float, peak: int, block_bytes: int) -> int:
-    """floor((total * utilization - peak) / block_bytes), as vLLM sizes its cache.
-
-    total: bytes of the GPU.  peak: most bytes in use during a profiling run, weights included.
-    """
-    return blocks_within(
-        int(total * utilization) - peak, block_bytes, f"gpu_memory_utilization={utilization}"
-    )
 
 
 @torch.inference_mode()

@@ -9,13 +9,14 @@ import numpy as np
 import torch
 
 import kernels
-from cache import CacheManager
+from cache import CacheManager, kv_cache_shape
+from cache.managers.base import Copies
+from cache.serving.request import ScheduledSequence
+from cache.serving.scheduler import Step
 from kernels import reference
 from models.attention import AttentionMetadata
 from models.cuda_graphs import DecodeGraphs
 from models.decoder import CausalLM
-from models.scheduler import BlockPairs, Step
-from models.sequence import Sequence
 
 
 class ModelRunner:
@@ -27,7 +28,7 @@ class ModelRunner:
         kv_dtype: of the KV cache; the model's if None.
         num_host_blocks: of the host's part of the cache, pinned if the model is on a GPU.
         max_num_seqs, max_model_len: bounds of the batches to come.
-        use_kernels: move blocks by the Triton kernels; else by their plain PyTorch twins.
+        use_kernels: move blocks by the Triton kernels; else by their plain PyTorch references.
         cuda_graphs: replay decoding from CUDA graphs, captured now.
 
     Attributes:
@@ -95,23 +96,21 @@ class ModelRunner:
         Returns token_ids and positions, (num_tokens,) int64 each, the metadata, and the rows,
         (number of sequences whose last token is among them,) int64.
         """
-        starts, ends = np.array(step.starts), np.array(step.ends)
+        counts = np.array(step.counts)
+        ends = np.array([seq.num_computed_tokens for seq in step.sequences])
         tables = [block_row(seq, manager) for seq in step.sequences]
         block_tables = np.zeros((len(tables), max(map(len, tables))), dtype=np.int32)
         tokens = array("I")
-        for row, (seq, table) in enumerate(zip(step.sequences, tables, strict=True)):
-            block_tables[row, : len(table)] = table
-            tokens += seq.token_ids[step.starts[row] : step.ends[row]]
+        for row, (seq, count) in enumerate(zip(step.sequences, step.counts, strict=True)):
+            block_tables[row, : len(tables[row])] = tables[row]
+            tokens += seq.token_ids[seq.num_computed_tokens - count : seq.num_computed_tokens]
 
-        counts = ends - starts
         cu_seqlens = np.concatenate(([0], counts.cumsum()))
         rows = np.repeat(np.arange(len(counts)), counts)
-        positions = np.arange(len(tokens)) + (starts - cu_seqlens[:-1])[rows]
+        positions = np.arange(len(tokens)) + (ends - counts - cu_seqlens[:-1])[rows]
         columns, offsets = np.divmod(positions, self.block_size)
         slots = block_tables[rows, columns].astype(np.int64) * self.block_size + offsets
-        complete = [
-            end == len(seq.token_ids) for seq, end in zip(step.sequences, step.ends, strict=True)
-        ]
+        complete = [seq.num_computed_tokens == len(seq.token_ids) for seq in step.sequences]
         metadata = AttentionMetadata(
             slot_mapping=self._upload(slots),
             block_tables=self._upload(block_tables),
@@ -136,7 +135,7 @@ class ModelRunner:
         if step.swap_in:
             self._swap_blocks(self.host_cache, self.kv_cache, self._pairs(step.swap_in))
 
-    def _pairs(self, pairs: BlockPairs) -> torch.Tensor:
+    def _pairs(self, pairs: Copies) -> torch.Tensor:
         return self._upload(np.array(pairs, dtype=np.int64))
 
     def _upload(self, values: np.ndarray) -> torch.Tensor:
@@ -152,32 +151,30 @@ def make_kv_cache(
     """Zeros, (2, num_layers, num_blocks, block_size, num_kv_heads_per_rank, head_dim), beside the
     model, in its dtype or the one given."""
     weight = model.model.embed_tokens.weight
-    return torch.zeros(
-        2,
-        model.config.num_layers,
-        num_blocks,
-        block_size,
-        model.num_kv_heads_per_rank,
-        model.config.head_dim,
-        dtype=dtype or weight.dtype,
-        device=weight.device,
+    shape = kv_cache_shape(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_layers=model.config.num_layers,
+        num_kv_heads=model.num_kv_heads_per_rank,
+        head_dim=model.config.head_dim,
     )
+    return torch.zeros(shape, dtype=dtype or weight.dtype, device=weight.device)
 
 
-def block_row(seq: Sequence, manager: CacheManager) -> np.ndarray:
+def block_row(seq: ScheduledSequence, manager: CacheManager) -> np.ndarray:
     """Block table of a sequence, int32, asked for again only when it may have changed."""
-    if seq.block_row is None:
-        seq.block_row = np.array(manager.block_table(seq), dtype=np.int32)
-    return seq.block_row
+    if seq.block_row is None or seq.block_row[0] != seq.table_version:
+        seq.block_row = seq.table_version, np.array(manager.block_table(seq), dtype=np.int32)
+    return seq.block_row[1]
 
 
-def independent(pairs: BlockPairs) -> Iterable[BlockPairs]:
+def independent(pairs: Copies) -> Iterable[Copies]:
     """Split copies, to be done in order, into batches each of which may be done in any order.
 
     A batch ends before a pair that reads or overwrites a destination of it, or overwrites a source
     of it.
     """
-    batch: BlockPairs = []
+    batch: Copies = []
     sources: set[int] = set()
     destinations: set[int] = set()
     for src, dst in pairs:

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
-from models.sampling_params import SamplingParams
+from cache.serving.request import ScheduledSequence
+from cache.serving.sampling_params import SamplingParams
 
 
 def noise_seed(seed: int, sample: int, position: int) -> int:
@@ -65,6 +66,30 @@ class Sampler:
             self._shared.seed()
         else:
             self._shared.manual_seed(noise_seed(seed, -1, -1))
+
+    def draw(
+        self, logits: torch.Tensor, rows: list[int], sequences: Sequence[ScheduledSequence]
+    ) -> list[int]:
+        """A next token for each sequence, from its row of ``logits``, (num_rows, vocab_size).
+
+        Sequences of a request with a seed draw noise that depends on the seed, on which output
+        they are and on how many tokens they have, and on nothing else.
+        """
+        if rows != list(range(len(logits))):
+            logits = logits[rows]
+        params = [seq.request.params for seq in sequences]
+        seeds = [
+            None if p.seed is None else noise_seed(p.seed, seq.index, seq.num_output_tokens)
+            for p, seq in zip(params, sequences, strict=True)
+        ]
+        return self(logits, params, seeds).tolist()
+
+    def likeliest(self, logits: torch.Tensor, row: int, count: int) -> list[tuple[float, int]]:
+        """The ``count`` likeliest next tokens of a row (all, if there are fewer), the likeliest
+        first, as (log p, token)."""
+        logprobs = logits[row].float().log_softmax(dim=-1)
+        values, tokens = logprobs.topk(min(count, len(logprobs)))
+        return list(zip(values.tolist(), tokens.tolist(), strict=True))
 
     def __call__(
         self,

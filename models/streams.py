@@ -11,11 +11,11 @@ from typing import NamedTuple
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from models.engine import Engine
-from models.outputs import CompletionOutput, RequestOutput, TokenOutput
-from models.sampling_params import SamplingParams
-from models.scheduler import Scheduler
-from models.sequence import Request
+from cache.serving.engine import Engine
+from cache.serving.outputs import CompletionOutput, RequestOutput, TokenOutput
+from cache.serving.request import Request
+from cache.serving.sampling_params import SamplingParams
+from cache.serving.scheduler import Scheduler
 
 Event = TokenOutput | RequestOutput
 

@@ -16,11 +16,11 @@ from multiprocessing.process import BaseProcess
 import torch
 import torch.distributed as dist
 
-from models.engine import Engine
-from models.outputs import TokenOutput
-from models.sampling_params import SamplingParams
-from models.scheduler import Scheduler
-from models.sequence import Request
+from cache.serving.engine import Engine
+from cache.serving.outputs import TokenOutput
+from cache.serving.request import Request
+from cache.serving.sampling_params import SamplingParams
+from cache.serving.scheduler import Scheduler
 
 _HOST = "127.0.0.1"
 

@@ -1,4 +1,4 @@
-"""Request traces made small enough for the model at hand, and token ids for their prompts.
+"""Request traces made small enough for the model at hand.
 
 Real requests have thousands of tokens.  A model that runs on a laptop serves the same requests,
 with the same blocks in common, with every length divided by the same number: a block of 512 tokens
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cache import Trace
+from cache.serving.replay import num_digits
 from experiments.harness import Unavailable
 from experiments.load.request_lengths import MAX_OUTPUT_TOKENS
 
@@ -53,7 +54,7 @@ def shrink(trace: Trace, *, mean_tokens: float, max_tokens: int, vocab_size: int
     block_size = None
     if trace.has_blocks:
         _require_block_size(trace)
-        least = _num_digits(trace.num_unique_blocks, vocab_size)
+        least = num_digits(trace.num_unique_blocks, vocab_size // 2)
         block_size = max(least, round(trace.block_size / divisor))
         trace = trace.coarsened(max(1, round(block_size * divisor / trace.block_size)))
         divisor = trace.block_size / block_size
@@ -86,7 +87,7 @@ def shrink_blocks(
 
     whole = len(trace)
     _require_block_size(trace)
-    least = _num_digits(trace.num_unique_blocks, vocab_size)
+    least = num_digits(trace.num_unique_blocks, vocab_size // 2)
     counts = np.diff(trace.offsets)
     trace = _select(trace, (counts > 0) & (least * counts.cumsum() <= slice_tokens))
     _require_requests(trace)
@@ -100,42 +101,6 @@ def shrink_blocks(
         output_lengths=_divided(trace.output_lengths, divisor).clip(max=max_output_tokens),
     )
     return ScaledTrace(scaled, divisor, whole - len(trace))
-
-
-def prompt_token_ids(trace: Trace, index: int, vocab_size: int) -> list[int]:
-    """Token ids of request ``index`` that agree with another's as far as their blocks do.
-
-    The lower half of the vocabulary spells the blocks: the tokens of a block are the digits of its
-    id.  The upper half spells the number of the request, in what its prompt has beyond its blocks.
-    """
-    import numpy as np
-
-    length = int(trace.input_lengths[index])
-    base = vocab_size // 2
-    blocks = trace.block_ids[trace.offsets[index] : trace.offsets[index + 1]].astype(np.int64)
-    shared = np.empty(0, np.int64)
-    if len(blocks):
-        shared = _digits(blocks, trace.block_size, trace.num_unique_blocks, vocab_size)[:length]
-    own = _digits(np.array([index]), length - len(shared), len(trace), vocab_size)
-    return [*shared.tolist(), *(base + own).tolist()]
-
-
-def _digits(numbers: np.ndarray, count: int, bound: int, vocab_size: int) -> np.ndarray:
-    """``count`` digits of each of ``numbers``, which are below ``bound``: the lowest first, and
-    over again when there are no more."""
-    import numpy as np
-
-    base = vocab_size // 2
-    places = base ** (np.arange(count) % _num_digits(bound, vocab_size))
-    return (numbers[:, None] // places % base).ravel()
-
-
-def _num_digits(bound: int, vocab_size: int) -> int:
-    """Tokens that tell ``bound`` things apart."""
-    base, digits, told = vocab_size // 2, 1, vocab_size // 2
-    while told < bound:
-        digits, told = digits + 1, told * base
-    return digits
 
 
 def _divided(lengths: np.ndarray, divisor: float) -> np.ndarray:

@@ -6,7 +6,8 @@ import functools
 import statistics
 
 from cache import ServiceModel
-from experiments.load import engine_models, open_loop
+from cache.serving import open_loop
+from experiments.load import engine_models
 
 _SHORT, _LONG = 16, 512
 """Prompts whose difference gives the time of a prompt token."""
@@ -38,7 +39,7 @@ def measure_service(model: str, *, threads: int) -> ServiceModel:
     def step_seconds(num_sequences: int, prompt_length: int, output_length: int) -> list[float]:
         prompts = [[1] * prompt_length] * num_sequences
         lengths = [output_length] * num_sequences
-        run = open_loop.serve(llm, prompts, lengths, [0.0] * num_sequences)
+        run = open_loop.serve(llm.engine, prompts, lengths, [0.0] * num_sequences)
         return [step.seconds for step in run.steps]
 
     def prefill_seconds(length: int) -> float:

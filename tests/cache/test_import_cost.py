@@ -19,9 +19,9 @@ HEAVY = {
 
 PROGRAM = """
 import sys, time
-started = time.perf_counter()
+started = time.process_time()
 import cache
-print(time.perf_counter() - started)
+print(time.process_time() - started)
 print(*sys.modules, sep="\\n")
 """
 
@@ -31,6 +31,6 @@ def test_importing_cache_loads_nothing_heavy():
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
     )
     seconds, *modules = found.stdout.splitlines()
-    assert "cache.managers.vllm_v1" in modules
+    assert {"cache.managers.vllm_v1", "cache.serving.scheduler"} <= set(modules)
     assert not HEAVY & set(modules)
-    assert float(seconds) < 1.0  # milliseconds, with ample room for a busy machine
+    assert float(seconds) < 1.0  # milliseconds, with ample room for a slow machine

@@ -53,16 +53,14 @@ def test_shares_of_two_requests_by_hand():
 
 
 def test_pages_are_taken_until_one_is_preempted():
-    lengths = lengths_of((3, 2), (3, 2), (3, 2))
+    lengths = lengths_of((3, 3), (3, 3), (3, 3))
     result = serve(lengths, manager_of("paged", lengths, 8), [0.0, 0.0, 0.0])
     # The third waits while the first two store 3, then 4 tokens and fill the cache.  The second
-    # makes room for the fifth token of the first, comes back with its 4 tokens beside the third,
-    # and the third makes room for its fifth.
-    assert result.preemptions == 2
-    assert (result.steps, result.measured_steps, result.mean_running) == (4, 2, 2)
-    assert result.shares == {
-        "used": 7 / 8, "reserved": 0, "internal": 0, "external": 0, "free": 1 / 8
-    }  # fmt: skip
+    # makes room for the fifth token of the first, and comes back with its 5 beside the third.
+    assert result.preemptions == 1
+    assert (result.steps, result.measured_steps, result.mean_running) == (6, 3, 5 / 3)
+    shares = {"used": (6 + 8 + 5) / 24, "reserved": 0, "internal": 0, "external": 0, "free": 5 / 24}
+    assert result.shares == shares
 
 
 def test_a_slot_of_pow2_that_the_output_does_not_reach_is_internal():

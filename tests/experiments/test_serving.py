@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from cache import ServiceModel
+from cache.serving.open_loop import Run, Served, StepRecord
 from experiments import serving
-from experiments.load.open_loop import Run, Served, Step
 from experiments.load.request_lengths import LogNormalLengths
 
 torch.set_num_threads(1)
@@ -132,7 +132,7 @@ def test_the_row_is_computed_of_the_run(monkeypatch):
             request(output_length=2, num_cached_tokens=4),
             request(finished=False, output_length=4, stopped_s=4.0, num_preemptions=3),
         ],
-        [Step(0.5, 0.5, 1, 0, 32), Step(1.0, 0.5, 2, 3, 64)],
+        [StepRecord(0.5, 0.5, 1, 0, 32), StepRecord(1.0, 0.5, 2, 3, 64)],
         seconds=4.0,
         generated_tokens=6,
     )
@@ -154,7 +154,7 @@ def test_cells_of_all_rates_serve_the_same_requests_in_the_same_pattern(monkeypa
 
     def record(llm, prompts, lengths, arrivals, stop_s=None):
         calls.append((prompts, lengths, arrivals, stop_s))
-        return Run([request()], [Step(0.5, 0.5, 1, 0, 32)], seconds=1.0)
+        return Run([request()], [StepRecord(0.5, 0.5, 1, 0, 32)], seconds=1.0)
 
     monkeypatch.setattr(serving.open_loop, "serve", record)
     monkeypatch.setattr(serving, "_warm_up", lambda cell: None)

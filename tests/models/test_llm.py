@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from cache import MANAGERS, CacheManager, Sequence
+from cache import MANAGERS, Sequence
 from models import LLM, FinishReason, ModelConfig, RequestOutput, SamplingParams, TokenOutput
 from models.attention import FlashAttnBackend
 from models.generate import main
@@ -60,7 +60,7 @@ def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
 def test_tokens_are_those_of_transformers(
     manager, block_size, chunk, caching, checkpoint, preemption, make_checkpoint, expected
 ):
-    chunks = MANAGERS[manager].allocate_slots is not CacheManager.allocate_slots
+    chunks = MANAGERS[manager].can_chunk
     num_slots = 64 if manager == "contiguous" else 48  # too few for all prompts at a time
     llm = LLM(
         make_checkpoint(checkpoint)[0],
@@ -340,10 +340,7 @@ def test_the_longest_sequence(make_checkpoint):
     assert LLM(folder).max_model_len == 256
     assert LLM(folder, max_model_len=100).max_model_len == 100
     assert LLM(folder, num_blocks=3, block_size=7).max_model_len == 21
-    assert LLM(folder, num_blocks=300, manager="vllm_v0", block_size=1).max_model_len == 256
-    assert LLM(folder, num_blocks=200, manager="vllm_v0", block_size=1).max_model_len == 198
-    assert LLM(folder, manager="paged", max_num_batched_tokens=50).max_model_len == 50
-    assert LLM(folder, enable_chunked_prefill=False, max_num_batched_tokens=9).max_model_len == 9
+    assert LLM(folder, manager="vllm_v0", max_num_batched_tokens=50).max_model_len == 50
     [output] = LLM(folder).generate([[1] * 250], SamplingParams(max_tokens=50))
     assert len(output.outputs[0].token_ids) == 6
 
@@ -365,6 +362,7 @@ def test_the_longest_sequence(make_checkpoint):
         ({"device": "cuda"}, "device='cuda': there is no GPU here"),
         ({"device": "gpu"}, "device='gpu': choose from cpu, cuda"),
         ({"seed": None}, "seed=None: needs an int"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization=1.5: needs a number above 0"),
         ({"cuda_graphs": True}, "cuda_graphs=True: cannot capture attention_backend='torch'"),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 does not divide num_q_heads=4"),
         ({"tensor_parallel_size": 8}, "tensor_parallel_size=8 does not divide num_q_heads=4"),

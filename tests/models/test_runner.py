@@ -5,12 +5,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cache.serving.sampling_params import SamplingParams
+from cache.serving.scheduler import Step
 from models.cuda_graphs import DecodeGraphs
 from models.llm import LLM
-from models.memory import blocks_within, num_gpu_blocks, run_largest_batch
+from models.memory import run_largest_batch
 from models.runner import independent
-from models.sampling_params import SamplingParams
-from models.scheduler import Step
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
 
@@ -142,15 +142,6 @@ def test_a_padded_graph_decodes_as_the_model_does(make_checkpoint):
         oracle.generate(torch.tensor([prompts[0]]), max_new_tokens=10, do_sample=False)[0, 3:],
         torch.tensor(expected[0]),
     )
-
-
-def test_sizes_of_the_cache():
-    assert num_gpu_blocks(1000, 0.9, 100, 100) == 8
-    assert num_gpu_blocks(1000, 0.9, 101, 100) == 7
-    with pytest.raises(ValueError, match=r"gpu_memory_utilization=0.5: 0 bytes .* needs 100"):
-        num_gpu_blocks(1000, 0.5, 600, 100)
-    with pytest.raises(ValueError, match="cache: 99 bytes are left"):
-        blocks_within(99, 100, "cache")
 
 
 def test_the_profiling_run_is_the_largest_batch(load_model):

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cache.serving.sampling_params import SamplingParams
 from models.sampler import Sampler, mask_top_k_top_p, noise_seed
-from models.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
 DRAWS = 20_000

@@ -6,11 +6,11 @@ import gc
 import threading
 
 import pytest
+from symbolic_engine import assert_idle, make_engine
 
-from cache import MANAGERS, make_manager
+from cache import MANAGERS
 from cache.policies.arc import ARC
 from models import FinishReason, RequestOutput, SamplingParams
-from models.scheduler import Scheduler
 from models.streams import NewRequest, Streams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=9)
@@ -27,32 +27,18 @@ def outputs(events) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in finished]
 
 
-@pytest.fixture
-def make_streams(make_engine):
-    """make_streams(manager, ...) -> streams, and their engine."""
-
-    def make(manager: str = "vllm_v1", num_blocks: int = 16, num_host_blocks: int = 0, **options):
-        engine = make_engine(manager, num_blocks, num_host_blocks=num_host_blocks, **options)
-        if manager == "vllm_v0":
-            options["num_cpu_blocks"] = num_host_blocks
-
-        def new_scheduler() -> Scheduler:
-            return Scheduler(
-                make_manager(manager, num_blocks=num_blocks, block_size=4, **options),
-                max_num_seqs=8,
-                max_num_batched_tokens=64,
-                num_host_blocks=num_host_blocks,
-            )
-
-        return Streams(engine, new_scheduler, None), engine
-
-    return make
+def make_streams(manager: str = "vllm_v1", num_blocks: int = 16, **options):
+    """Streams, and their engine."""
+    engine = make_engine(manager, num_blocks, **options)
+    return Streams(
+        engine, lambda: make_engine(manager, num_blocks, **options).scheduler, None
+    ), engine
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 16], ids=["recompute", "swap"])
 @pytest.mark.parametrize("manager", sorted(MANAGERS))
 def test_nothing_is_found_in_the_cache_that_a_failed_step_did_not_store(
-    manager, num_host_blocks, make_streams, assert_idle, monkeypatch
+    manager, num_host_blocks, monkeypatch
 ):
     for failing_step in range(9):
         streams, engine = make_streams(manager, num_host_blocks=num_host_blocks)
@@ -72,7 +58,7 @@ def test_nothing_is_found_in_the_cache_that_a_failed_step_did_not_store(
         assert_idle(engine)
 
 
-def test_a_policy_object_outlives_a_failed_step(make_streams, assert_idle, monkeypatch):
+def test_a_policy_object_outlives_a_failed_step(monkeypatch):
     streams, engine = make_streams(policy=ARC())
     list(streams.open(requests(*PROMPTS)))
     monkeypatch.setattr(engine.runner, "run", lambda step, manager: 1 / 0)
@@ -85,7 +71,7 @@ def test_a_policy_object_outlives_a_failed_step(make_streams, assert_idle, monke
     assert_idle(engine)
 
 
-def test_a_failed_step_cancels_the_requests_of_others(make_streams, monkeypatch):
+def test_a_failed_step_cancels_the_requests_of_others(monkeypatch):
     streams, engine = make_streams()
     other = streams.open(requests(PROMPTS[0]))
     first = next(other)
@@ -99,7 +85,7 @@ def test_a_failed_step_cancels_the_requests_of_others(make_streams, monkeypatch)
     assert output.stats.finish_time is not None
 
 
-def test_a_stream_that_never_began_is_cancelled(make_streams, assert_idle):
+def test_a_stream_that_never_began_is_cancelled():
     streams, engine = make_streams()
     stream = streams.open(requests(*PROMPTS))
     assert len(engine.requests) == 3
@@ -107,9 +93,7 @@ def test_a_stream_that_never_began_is_cancelled(make_streams, assert_idle):
     assert_idle(engine)
 
 
-def test_a_stream_dropped_during_a_step_is_cancelled_after_it(
-    make_streams, assert_idle, monkeypatch
-):
+def test_a_stream_dropped_during_a_step_is_cancelled_after_it(monkeypatch):
     """As when the garbage collector finds it just then."""
     streams, engine = make_streams()
     dropped = streams.open(requests(PROMPTS[1], PROMPTS[2]))
@@ -131,7 +115,7 @@ def test_a_stream_dropped_during_a_step_is_cancelled_after_it(
     assert_idle(engine)
 
 
-def test_requests_are_added_all_or_none(make_streams, assert_idle, monkeypatch):
+def test_requests_are_added_all_or_none(monkeypatch):
     streams, engine = make_streams()
     add = engine.add
 
@@ -147,7 +131,7 @@ def test_requests_are_added_all_or_none(make_streams, assert_idle, monkeypatch):
     assert not streams._texts
 
 
-def test_requests_that_are_taken_away_are_not_waited_for(make_streams):
+def test_requests_that_are_taken_away_are_not_waited_for():
     streams, engine = make_streams()
     stream = streams.open(requests(PROMPTS[0]))
     next(stream)
@@ -156,7 +140,7 @@ def test_requests_that_are_taken_away_are_not_waited_for(make_streams):
         next(stream)
 
 
-def test_several_threads(make_streams, assert_idle):
+def test_several_threads():
     streams, engine = make_streams(num_blocks=20)
     expected = [engine.runner.greedy(prompt, 9) for prompt in PROMPTS]
     wrong = []

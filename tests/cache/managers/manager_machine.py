@@ -122,7 +122,7 @@ class ManagerMachine(RuleBasedStateMachine):
             assert self.users(block) == 1, f"block {block} is written while shared"
             self.slots[block, offset] = self.content(live.seq, position)
         live.stored = end
-        live.num_slots = self.manager.num_slots(live.seq)
+        live.num_slots = live.seq.num_slots
         assert end <= live.num_slots <= len(live.table) * self.block_size
         assert live.seq.num_computed_tokens == end
         self.observe(live, taken)
@@ -234,7 +234,7 @@ class ManagerMachine(RuleBasedStateMachine):
         block = live.table[live.stored // self.block_size]
         assert self.users(block) == 1, f"block {block} is written while shared"
         self.slots[block, live.stored % self.block_size] = self.content(live.seq, live.stored)
-        live.seq.num_computed_tokens += 1
+        assert self.manager.allocate_slots(live.seq, 1) == []
         live.stored += 1
 
     @rule(data=st.data())

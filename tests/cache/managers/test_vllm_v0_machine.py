@@ -188,7 +188,7 @@ class VLLMv0Machine(ManagerMachine):
             if stored_before and self.caching and table[position] == own:
                 self.computed.add(own)
         live.stored = live.noted = end
-        live.num_slots = self.manager.num_slots(live.seq)
+        live.num_slots = live.seq.num_slots
         self.last_step[live.seq.seq_id] = self.step
         assert live.seq.num_computed_tokens == end
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import cache
 from cache import Trace
 from experiments.harness import Unavailable
-from experiments.load.scaled_trace import prompt_token_ids, shrink, shrink_blocks
+from experiments.load.scaled_trace import shrink, shrink_blocks
 
 REQUESTS = [
     # Blocks of 512 tokens; the last one of a prompt is partly filled, as in Mooncake's traces.
@@ -114,7 +114,7 @@ def test_prompts_agree_exactly_as_far_as_their_blocks(data, vocab_size):
     trace = shrink_blocks(
         trace, slice_tokens=slice_tokens, max_output_tokens=1, vocab_size=vocab_size
     ).trace
-    prompts = [prompt_token_ids(trace, index, vocab_size) for index in range(len(trace))]
+    prompts = [cache.prompt_token_ids(trace, index, vocab_size) for index in range(len(trace))]
     size = trace.block_size
     for i, mine in enumerate(prompts):
         assert len(mine) == trace.input_lengths[i]
@@ -134,7 +134,7 @@ def test_prompts_agree_exactly_as_far_as_their_blocks(data, vocab_size):
 def test_what_lies_beyond_the_blocks_is_a_requests_own():
     """Lengths alone share nothing, not even with request 256 of a vocabulary of 512."""
     trace = Trace.from_requests([(i, 8, 1, ()) for i in range(300)], name="t")
-    prompts = {tuple(prompt_token_ids(trace, index, 512)) for index in range(300)}
+    prompts = {tuple(cache.prompt_token_ids(trace, index, 512)) for index in range(300)}
     assert len(prompts) == 300
 
 
@@ -145,7 +145,7 @@ def test_the_engine_and_the_replay_see_the_same_blocks():
     manager = cache.make_manager("vllm_v1", num_blocks=5_000, block_size=trace.block_size)
     hits = []
     for index in range(len(trace)):
-        seq = cache.Sequence(index, prompt_token_ids(trace, index, 512))
+        seq = cache.Sequence(index, cache.prompt_token_ids(trace, index, 512))
         hits.append(manager.allocate(seq) // trace.block_size)
         manager.free(seq)
     assert sum(hits) / trace.num_block_references == pytest.approx(trace.infinite_cache_hit_rate)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
 
@@ -9,54 +10,71 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from symbolic_engine import GREEDY, assert_idle, make_engine, prompt, serve
 
-from cache import MANAGERS, POLICIES, CacheManager, UnsupportedByDesign
-from models.sampling_params import SamplingParams
-from models.sequence import FinishReason
+from cache import MANAGERS, POLICIES, UnsupportedByDesign
+from cache.serving.request import FinishReason
+from cache.serving.sampling_params import SamplingParams
 
-
-def overrides(manager: type[CacheManager], method: str) -> bool:
-    return getattr(manager, method) is not getattr(CacheManager, method)
-
-
-CHUNKED = [name for name in sorted(MANAGERS) if overrides(MANAGERS[name], "allocate_slots")]
-FORKING = [name for name in sorted(MANAGERS) if overrides(MANAGERS[name], "fork")]
+CHUNKED = [name for name in sorted(MANAGERS) if MANAGERS[name].can_chunk]
+FORKING = [name for name in sorted(MANAGERS) if MANAGERS[name].can_fork]
 assert {"vllm_v1", "nano_vllm"} <= set(CHUNKED)
 assert {"vllm_v1", "vllm_v0"} <= set(FORKING)
-GREEDY = SamplingParams(temperature=0, max_tokens=12)
+SAMPLES = SamplingParams(n=3, seed=5, max_tokens=9)
+BEAMS = SamplingParams(beam_width=3, n=3, max_tokens=8)
 
 
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return [(seed * 7 + i * i + i // 3) % 13 for i in range(length)]
+@functools.cache
+def alone(length: int, seed: int, params: SamplingParams):
+    """The outputs of ``prompt(length, seed)``, computed without others and with ample memory."""
+    engine = make_engine("vllm_v1", 64)
+    engine.add(prompt(length, seed), params)
+    return serve(engine)[0]
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 100, 3], ids=["recompute", "swap", "little_swap"])
-@pytest.mark.parametrize("block_size", [1, 4, 7])
+@pytest.mark.parametrize(("block_size", "budget"), [(1, 10), (4, 64), (4, 6), (7, 11)])
 @pytest.mark.parametrize("manager", sorted(MANAGERS))
-def test_scarce_memory_changes_no_token(
-    manager, block_size, num_host_blocks, make_engine, serve, assert_idle
-):
-    engine = make_engine(manager, -(-64 // block_size), block_size, num_host_blocks=num_host_blocks)
+def test_scarce_memory_changes_no_output(manager, block_size, budget, num_host_blocks):
+    """Greedy requests, parallel samples and beams, chunked and preempted in every design."""
+    if manager not in CHUNKED:
+        budget = 64
+    engine = make_engine(
+        manager,
+        -(-64 // block_size),
+        block_size,
+        num_host_blocks=num_host_blocks,
+        max_num_batched_tokens=budget,
+    )
     shared = prompt(17)
-    prompts = [shared, prompt(5, 1), [*shared[:12], 1, 2], prompt(20, 2), shared, prompt(1, 3)]
-    requests = {engine.add(tokens, GREEDY): tokens for tokens in prompts}
-    stats = {request_id: engine.requests[request_id].stats for request_id in requests}
+    greedy = [shared, prompt(5, 1), [*shared[:12], 1, 2], prompt(20, 2), shared, prompt(1, 3)]
+    expected = {engine.add(tokens, GREEDY): [engine.runner.greedy(tokens, 12)] for tokens in greedy}
+    several = [(10, 0, SAMPLES), (6, 0, BEAMS), (9, 1, BEAMS), (7, 4, SAMPLES)]
+    for length, seed, params in several:
+        if params is SAMPLES or manager in FORKING:
+            request_id = engine.add(prompt(length, seed), params)
+            expected[request_id] = [output.token_ids for output in alone(length, seed, params)]
+    stats = [request.stats for request in engine.requests.values()]
     done = serve(engine)
-    for request_id, tokens in requests.items():
-        [output] = done[request_id]
-        assert output.token_ids == engine.runner.greedy(tokens, 12)
-        assert output.finish_reason is FinishReason.LENGTH
+    for request_id, outputs in done.items():
+        assert [output.token_ids for output in outputs] == expected[request_id]
+        assert [output.index for output in outputs] == list(range(len(outputs)))
+        assert {output.finish_reason for output in outputs} == {FinishReason.LENGTH}
+    assert done.keys() == expected.keys()
+    assert max(step.num_tokens for step in engine.runner.steps) <= budget
     if manager != "contiguous":  # which reserves the longest sequence for each
-        assert any(stat.num_preemptions for stat in stats.values())
-        swapped = any(stat.num_swapped_tokens for stat in stats.values())
+        assert any(stat.num_preemptions for stat in stats)
+        swapped = any(stat.num_swapped_tokens for stat in stats)
         assert swapped == (num_host_blocks == 100) or num_host_blocks == 3
+        recomputed = sum(stat.num_recomputed_tokens for stat in stats)
+        assert (recomputed > 0) == (num_host_blocks == 0) or num_host_blocks == 3
     assert stats[0].num_preemptions == 0  # the oldest yields to nobody
     assert_idle(engine)
 
 
 @pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"belady"}))  # which needs the future
 @pytest.mark.parametrize("manager", ["vllm_v1", "radix"])
-def test_no_eviction_policy_changes_a_token(manager, policy, make_engine, serve, assert_idle):
+def test_no_eviction_policy_changes_a_token(manager, policy):
     engine = make_engine(manager, 16, policy=policy, max_num_batched_tokens=20)
     shared = prompt(17)
     prompts = [shared, prompt(5, 1), [*shared[:12], 1, 2], prompt(20, 2), shared, shared[:14]] * 2
@@ -69,74 +87,31 @@ def test_no_eviction_policy_changes_a_token(manager, policy, make_engine, serve,
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("manager", CHUNKED)
-@pytest.mark.parametrize("budget", [1, 3, 10])
-def test_chunks_of_a_prompt(manager, budget, make_engine, serve, assert_idle):
-    engine = make_engine(manager, max_num_batched_tokens=budget)
-    prompts = [prompt(30), prompt(9, 1), prompt(30)[:25]]
-    requests = {engine.add(tokens, GREEDY): tokens for tokens in prompts}
-    done = serve(engine)
-    for request_id, tokens in requests.items():
-        assert done[request_id][0].token_ids == engine.runner.greedy(tokens, 12)
-    assert max(step.num_tokens for step in engine.runner.steps) == budget
-    assert_idle(engine)
-
-
-def test_a_cached_prefix_is_not_computed_again(make_engine, serve):
+def test_a_cached_prefix_is_not_computed_again():
     engine = make_engine("vllm_v1", 32)
     first, again = prompt(22), [*prompt(22)[:18], 3, 1, 2]
     for tokens, cached in ((first, 0), (again, 16), (first, 20), (again, 20)):
         request = engine.requests[engine.add(tokens, GREEDY)]
         serve(engine)
         assert request.stats.num_cached_tokens == cached
-    engine = make_engine("vllm_v1", 32, enable_prefix_caching=False)
-    for _ in range(2):
-        request = engine.requests[engine.add(first, GREEDY)]
-        serve(engine)
-        assert request.stats.num_cached_tokens == 0
 
 
-@pytest.mark.parametrize("manager", sorted(MANAGERS))
-def test_samples_are_the_same_however_they_share(manager, make_engine, serve, assert_idle):
-    """Requests with a seed get the same tokens from every design, alone or in a crowd."""
-    params = SamplingParams(n=3, seed=5, max_tokens=9)
-    alone = make_engine("vllm_v1", 64)
-    alone.add(prompt(10), params)
-    expected = [output.token_ids for output in serve(alone)[0]]
-    assert len({tuple(tokens) for tokens in expected}) == 3
-
-    engine = make_engine(manager, 16)
-    engine.add(prompt(20, 3), SamplingParams(temperature=2.0))
-    crowded = engine.add(prompt(10), params)
-    engine.add(prompt(7, 4), SamplingParams(n=2, temperature=0.5))
-    done = serve(engine)
-    assert [output.token_ids for output in done[crowded]] == expected
-    assert [output.index for output in done[crowded]] == [0, 1, 2]
-    assert_idle(engine)
-
-
-def test_samples_beams_and_single_outputs_share_a_step(make_engine, serve):
+def test_samples_beams_and_single_outputs_share_a_step():
     """Each draws from its own row of logits, whichever rows the others take."""
-    kinds = [
-        SamplingParams(n=2, seed=3, max_tokens=5),
-        SamplingParams(beam_width=2, max_tokens=5),
-        SamplingParams(temperature=0, max_tokens=5),
-    ]
-    expected = []
-    for seed, params in enumerate(kinds):
-        engine = make_engine("vllm_v1", 64)
-        engine.add(prompt(7, seed), params)
-        expected.append(serve(engine)[0])
+    kinds = [SAMPLES, BEAMS, GREEDY]
+    expected = {i: alone(7, i, params) for i, params in enumerate(kinds)}
     for order in itertools.permutations(range(3)):
         engine = make_engine("vllm_v1", 64)
         ids = {engine.add(prompt(7, i), kinds[i]): i for i in order}
         done = serve(engine)
-        assert {i: done[request_id] for request_id, i in ids.items()} == dict(enumerate(expected))
+        assert {i: done[request_id] for request_id, i in ids.items()} == expected
+    outputs = [output.token_ids for output in expected[0]]
+    assert len(set(map(tuple, outputs))) == 3
 
 
 @pytest.mark.parametrize("manager", FORKING)
 @pytest.mark.parametrize(("length", "copies"), [(8, 0), (10, 2)], ids=["aligned", "partial"])
-def test_samples_share_the_blocks_of_the_prompt(manager, length, copies, make_engine, serve):
+def test_samples_share_the_blocks_of_the_prompt(manager, length, copies):
     engine = make_engine(manager, 32, enable_prefix_caching=False)
     engine.add(prompt(length), SamplingParams(n=3, max_tokens=4))
     engine.step()
@@ -145,29 +120,32 @@ def test_samples_share_the_blocks_of_the_prompt(manager, length, copies, make_en
     assert sum(len(step.copies) for step in engine.runner.steps) == copies
 
 
-def test_end_of_text_and_stop_tokens(make_engine, serve, assert_idle):
+@pytest.mark.parametrize("manager", FORKING)
+def test_beams_compute_each_token_once(manager):
+    engine = make_engine(manager, 64, 5)
+    engine.add(prompt(7), BEAMS)
+    serve(engine)
+    assert sum(step.num_tokens for step in engine.runner.steps) == 7 + 3 * (8 - 1)
+
+
+def test_end_of_text_and_stop_tokens():
     expected = make_engine().runner.greedy(prompt(6), 12)
     firsts = [token for i, token in enumerate(expected) if token not in expected[:i]]
     stop, eos = firsts[1], firsts[3]  # so that each way to end differs
     engine = make_engine(eos=frozenset({eos}))
-    cases = [
-        (GREEDY, expected[: expected.index(eos) + 1], FinishReason.STOP),
-        (SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), expected, "length"),
-        (
-            SamplingParams(temperature=0, stop_token_ids=[stop], ignore_eos=True),
-            expected[: expected.index(stop) + 1],
-            "stop",
-        ),
-        (SamplingParams(temperature=0, max_tokens=1), expected[:1], "length"),
-    ]
-    for params, tokens, reason in cases:
+    to_the_end = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+    for params, count, reason in (
+        (GREEDY, expected.index(eos) + 1, "stop"),
+        (SamplingParams(**to_the_end), 12, "length"),
+        (SamplingParams(**to_the_end, stop_token_ids=[stop]), expected.index(stop) + 1, "stop"),
+        (SamplingParams(temperature=0, max_tokens=1), 1, "length"),
+    ):
         request_id = engine.add(prompt(6), params)
         [output] = serve(engine)[request_id]
-        assert (output.token_ids, output.finish_reason) == (tokens, reason)
-    assert_idle(engine)
+        assert (output.token_ids, output.finish_reason) == (expected[:count], reason)
 
 
-def test_a_sequence_ends_where_the_cache_does(make_engine, serve, assert_idle):
+def test_a_sequence_ends_where_the_cache_does():
     engine = make_engine("vllm_v1", 5, 4, max_model_len=64)
     assert engine.max_model_len == 20
     request_id = engine.add(prompt(15), SamplingParams(temperature=0, max_tokens=50))
@@ -177,7 +155,32 @@ def test_a_sequence_ends_where_the_cache_does(make_engine, serve, assert_idle):
     assert_idle(engine)
 
 
-def test_the_line_is_served_in_order(make_engine, serve):
+@pytest.mark.parametrize(
+    ("options", "longest"),
+    [
+        ({"num_blocks": 3, "block_size": 7}, 21),
+        ({"num_blocks": 3, "block_size": 7, "max_model_len": 20}, 20),
+        (
+            {
+                "manager": "vllm_v0",
+                "num_blocks": 200,
+                "block_size": 1,
+                "max_model_len": 256,
+                "max_num_batched_tokens": 256,
+            },
+            198,
+        ),
+        ({"manager": "vllm_v0", "max_num_batched_tokens": 50}, 50),
+        ({"chunked_prefill": False, "max_num_batched_tokens": 9}, 9),
+        ({"max_num_batched_tokens": 9}, 64),
+        ({"num_blocks": 1, "block_size": 1}, 1),
+    ],
+)
+def test_the_longest_sequence(options, longest):
+    assert make_engine(**options).max_model_len == longest
+
+
+def test_the_line_is_served_in_order():
     """A prompt that fits does not overtake one that does not yet."""
     engine = make_engine("paged", 8, 4)
     engine.add(prompt(20), SamplingParams(max_tokens=10))
@@ -185,82 +188,42 @@ def test_the_line_is_served_in_order(make_engine, serve):
     small = engine.add(prompt(2, 2), GREEDY)
     engine.step()
     assert [seq.request.request_id for seq in engine.scheduler.running] == [0]
-    waiting = [seq.request.request_id for seq in engine.scheduler.waiting]
-    assert waiting == [large, small]
-    stats = [engine.requests[request_id].stats for request_id in (large, small)]
-    serve(engine)
-    assert stats[0].first_scheduled_time <= stats[1].first_scheduled_time
+    assert [seq.request.request_id for seq in engine.scheduler.waiting] == [large, small]
+    assert list(serve(engine)) == [0, large, small]
 
 
-def test_budgets_are_kept(make_engine, serve):
+def test_budgets_are_kept():
+    """Also the places of samples that have yet to fork."""
     engine = make_engine("vllm_v1", 200, 4, max_num_seqs=3, max_num_batched_tokens=10)
     for seed in range(8):
         engine.add(prompt(9, seed), GREEDY)
-    engine.add(prompt(9, 9), SamplingParams(n=3, max_tokens=3))
-    most = 0
+    engine.add(prompt(9, 9), SamplingParams(n=3, max_tokens=4))
+    engine.add(prompt(3, 1), GREEDY)
+    running = set()
     while engine.has_unfinished:
         engine.step()
-        most = max(most, len(engine.scheduler.running))
-    assert most == 3
+        running.add(len(engine.scheduler.running))
+    assert max(running) == 3
     assert max(step.num_tokens for step in engine.runner.steps) == 10
     assert max(len(step.sequences) for step in engine.runner.steps) == 3
 
 
-def test_places_of_samples_yet_to_fork_are_kept_free(make_engine):
-    engine = make_engine("vllm_v1", 64, 4, max_num_seqs=3, max_num_batched_tokens=10)
-    engine.add(prompt(9), SamplingParams(n=3, max_tokens=4))
-    engine.add(prompt(3, 1), GREEDY)
-    while engine.has_unfinished:
-        engine.step()
-        assert len(engine.scheduler.running) <= 3
-
-
 @pytest.mark.parametrize("manager", sorted(MANAGERS))
-def test_swapping_saves_every_computation(manager, make_engine, serve):
+def test_swapping_saves_every_computation(manager):
     """With room in host memory, each token is computed once, however often it is preempted."""
     engine = make_engine(manager, 16, num_host_blocks=64, enable_prefix_caching=False)
-    for seed, length in enumerate((20, 9, 14, 17, 6)):
+    lengths = (20, 9, 14, 17, 6)
+    for seed, length in enumerate(lengths):
         engine.add(prompt(length, seed), GREEDY)
     requests = list(engine.requests.values())
     serve(engine)
     if manager != "contiguous":  # which reserves everything beforehand
         assert sum(request.stats.num_swapped_tokens for request in requests) > 0
     computed = sum(step.num_tokens for step in engine.runner.steps)
-    assert computed == sum((20, 9, 14, 17, 6)) + 5 * (12 - 1)
+    assert computed == sum(lengths) + 5 * (12 - 1)
 
 
-def test_a_sequence_comes_back_when_it_can_go_on(make_engine, serve):
-    """The blocks of the younger one are free again at once, but not the next that it needs."""
-    engine = make_engine("vllm_v0", 4, 16, num_host_blocks=4, enable_prefix_caching=False)
-    engine.add(prompt(2), SamplingParams(temperature=0, max_tokens=14, ignore_eos=True))
-    younger = engine.requests[engine.add(prompt(46, 1), GREEDY)]
-    serve(engine)
-    assert younger.stats.num_preemptions == 1
-    assert sum(len(step.swap_out) for step in engine.runner.steps) == 3
-
-
-def test_a_sequence_may_come_back_without_a_copy_and_alone(make_engine, serve, assert_idle):
-    """All its blocks were still in the cache; the next in line does not fit beside it."""
-    engine = make_engine("vllm_v0", 8, 4, num_host_blocks=8)
-    engine.add(prompt(13), SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
-    younger = engine.requests[engine.add(prompt(15, 1), GREEDY)]
-    engine.add(prompt(28, 2), SamplingParams(temperature=0, max_tokens=3))
-    serve(engine)
-    assert younger.stats.num_swapped_tokens == 16
-    assert sum(len(step.swap_in) for step in engine.runner.steps) == 0
-    assert [] in [step.sequences for step in engine.runner.steps]
-    assert_idle(engine)
-
-
-@pytest.mark.parametrize("manager", FORKING)
-def test_beams_compute_each_token_once(manager, make_engine, serve):
-    engine = make_engine(manager, 64, 5)
-    engine.add(prompt(7), SamplingParams(beam_width=3, max_tokens=9))
-    serve(engine)
-    assert sum(step.num_tokens for step in engine.runner.steps) == 7 + 3 * (9 - 1)
-
-
-def test_only_what_left_the_cache_is_swapped_in(make_engine, serve):
+def test_only_what_left_the_cache_is_swapped_in():
     engine = make_engine("vllm_v1", 11, 4, num_host_blocks=16)
     engine.add(prompt(16), SamplingParams(max_tokens=14, temperature=0))
     engine.add(prompt(16), SamplingParams(max_tokens=14, temperature=0.5))
@@ -270,7 +233,21 @@ def test_only_what_left_the_cache_is_swapped_in(make_engine, serve):
     assert out > back > 0  # the prompt's blocks stayed with the other request
 
 
-def test_decoding_goes_on_beside_the_chunks_of_a_prompt(make_engine):
+def test_dropped_tokens_are_computed_again():
+    """Two prompts of 4 fit into 3 blocks of 4, their next tokens do not."""
+    engine = make_engine("paged", 3, 4)
+    older, younger = (
+        engine.requests[engine.add(prompt(4, seed), SamplingParams(max_tokens=5))].stats
+        for seed in (0, 1)
+    )
+    serve(engine)
+    assert (older.num_preemptions, older.num_recomputed_tokens) == (0, 0)
+    assert (younger.num_preemptions, younger.num_recomputed_tokens) == (1, 4)
+    computed = sum(step.num_tokens for step in engine.runner.steps)
+    assert computed == 2 * (4 + 4) + 4
+
+
+def test_decoding_goes_on_beside_the_chunks_of_a_prompt():
     engine = make_engine("vllm_v1", 64, 4, max_num_batched_tokens=8)
     engine.add(prompt(4), SamplingParams(max_tokens=30))
     engine.step()
@@ -281,7 +258,7 @@ def test_decoding_goes_on_beside_the_chunks_of_a_prompt(make_engine):
         assert engine.runner.steps[-1].num_tokens == 8
 
 
-def test_abort_frees_everything_at_any_time(make_engine, assert_idle):
+def test_abort_frees_everything_at_any_time():
     for num_steps in range(14):
         engine = make_engine("vllm_v1", 9, 4, num_host_blocks=9)
         ids = [
@@ -301,11 +278,10 @@ def test_abort_frees_everything_at_any_time(make_engine, assert_idle):
         assert_idle(engine)
 
 
-def test_a_cancelled_beam_search_returns_its_beams(make_engine, serve):
+def test_a_cancelled_beam_search_returns_its_beams():
     params = SamplingParams(beam_width=3, n=2, max_tokens=4)
+    expected = alone(6, 0, params)
     engine = make_engine("vllm_v1", 64)
-    engine.add(prompt(6), params)
-    expected = serve(engine)[0]
     params = SamplingParams(beam_width=3, n=2, max_tokens=9)
     request_id = engine.add(prompt(6), params)
     for _ in range(4):
@@ -317,26 +293,26 @@ def test_a_cancelled_beam_search_returns_its_beams(make_engine, serve):
     assert outputs[0].cumulative_logprob == pytest.approx(expected[0].cumulative_logprob)
     assert request.stats.num_output_tokens == 8
     engine.add(prompt(6), params)
-    assert engine.completions(engine.abort(2)) == []  # no token yet
+    assert engine.completions(engine.abort(1)) == []  # no token yet
 
 
-def test_statistics(make_engine, serve):
+def test_statistics():
     engine = make_engine("vllm_v1", 64)
-    request = engine.requests[engine.add(prompt(6), SamplingParams(n=2, max_tokens=5))]
-    assert request.stats.time_to_first_token is None
-    assert request.stats.time_per_output_token is None
+    times = itertools.count(100)
+    engine.clock = lambda: float(next(times))
+    stats = engine.requests[engine.add(prompt(6), SamplingParams(n=2, max_tokens=5))].stats
+    assert stats.time_to_first_token is None
+    assert stats.time_per_output_token is None
     serve(engine)
-    stats = request.stats
-    times = [
-        stats.arrival_time,
-        stats.first_scheduled_time,
-        stats.first_token_time,
-        stats.finish_time,
-    ]
-    assert times == sorted(times)
-    assert stats.time_to_first_token == stats.first_token_time - stats.arrival_time
-    assert stats.time_per_output_token == (stats.finish_time - stats.first_token_time) / 4
+    # The clock is read at arrival, when the prompt is scheduled, after each step and at the end.
+    assert (stats.arrival_time, stats.first_scheduled_time) == (100, 101)
+    assert (stats.first_token_time, stats.finish_time) == (102, 107)
+    assert stats.time_to_first_token == 2
+    assert stats.time_per_output_token == 5 / 4
     assert (stats.num_output_tokens, stats.longest_output) == (10, 5)
+    single = engine.requests[engine.add(prompt(6), SamplingParams(max_tokens=1))].stats
+    serve(engine)
+    assert single.time_per_output_token is None
 
 
 @pytest.mark.parametrize(
@@ -351,83 +327,26 @@ def test_statistics(make_engine, serve):
         (prompt(9), SamplingParams(beam_width=2), r"may need 10 blocks, all at a time; .* has 5"),
     ],
 )
-def test_requests_that_cannot_be_served_are_refused(tokens, params, message, make_engine):
+def test_requests_that_cannot_be_served_are_refused(tokens, params, message):
     engine = make_engine("vllm_v1", 5, 4)
     with pytest.raises(ValueError, match=message):
         engine.add(tokens, params)
     assert not engine.has_unfinished
 
 
-def test_beam_search_needs_a_manager_that_forks(make_engine):
+@pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens", "num_host_blocks"])
+def test_sizes_of_a_scheduler_are_checked(name):
+    with pytest.raises(ValueError, match=f"{name}=-1: needs an int of at least"):
+        make_engine(**{name: -1})
+
+
+def test_beam_search_needs_a_manager_that_forks():
     with pytest.raises(UnsupportedByDesign, match=r"paged.*fork, which beam search needs"):
         make_engine("paged").add([1], SamplingParams(beam_width=2))
 
 
-@pytest.mark.parametrize("manager", FORKING)
-@pytest.mark.parametrize("num_host_blocks", [0, 40], ids=["recompute", "swap"])
-def test_beams_are_the_same_under_preemption(
-    manager, num_host_blocks, make_engine, serve, assert_idle
-):
-    beams = SamplingParams(beam_width=3, n=3, max_tokens=8)
-    prompts = [prompt(6), prompt(9, 1), prompt(4, 2)]
-    expected = []
-    for tokens in prompts:
-        engine = make_engine(manager, 64)
-        engine.add(tokens, beams)
-        expected.append(serve(engine)[0])
-    engine = make_engine(manager, 18, num_host_blocks=num_host_blocks)
-    engine.add(prompt(20, 5), SamplingParams(max_tokens=20))
-    requests = [engine.requests[engine.add(tokens, beams)] for tokens in prompts]
-    done = serve(engine)
-    assert [done[request.request_id] for request in requests] == expected
-    assert sum(request.stats.num_preemptions for request in requests) > 0
-    assert_idle(engine)
-
-
-@pytest.mark.parametrize("manager", FORKING)
-@pytest.mark.parametrize("num_host_blocks", [0, 40], ids=["recompute", "swap"])
-def test_a_beam_may_be_preempted_while_it_waits_for_another(
-    manager, num_host_blocks, make_engine, serve, assert_idle
-):
-    beams = SamplingParams(beam_width=2, n=2, max_tokens=7)
-    engine = make_engine(manager, 40, num_host_blocks=num_host_blocks)
-    engine.add(prompt(6), beams)
-    expected = serve(engine)[0]
-    scheduler = engine.scheduler
-    engine.add(prompt(6), beams)
-    for _ in range(3):
-        engine.step()
-    first, second = scheduler.running
-    preempt = scheduler._preempt
-
-    def preempt_in_next_step(seq):
-        schedule = scheduler._schedule_running
-
-        def scheduled(step):
-            scheduler.running.remove(seq)
-            preempt(seq, step)
-            scheduler._schedule_running = schedule
-            return schedule(step)
-
-        scheduler._schedule_running = scheduled
-
-    preempt_in_next_step(second)
-    engine.step()  # the first beam has its logits now, and waits for the second
-    assert scheduler.running == [first]
-    assert first.num_computed_tokens == first.num_tokens
-    preempt_in_next_step(first)
-    engine.step()
-    assert scheduler.running == []
-    assert engine._beam_searches[1]._candidates.keys() == {first.seq_id}
-    assert serve(engine)[1] == expected
-    assert_idle(engine)
-
-
 class EngineMachine(RuleBasedStateMachine):
     """Requests come, go and are cancelled at random; memory is scarce."""
-
-    make_engine = None  # set by the test
-    assert_idle = None
 
     @initialize(
         manager=st.sampled_from(sorted(MANAGERS)),
@@ -441,7 +360,7 @@ class EngineMachine(RuleBasedStateMachine):
         num_blocks = -(-40 // block_size)
         if manager not in CHUNKED:
             budget = 40
-        self.engine = self.make_engine(
+        self.engine = make_engine(
             manager,
             num_blocks,
             block_size,
@@ -452,7 +371,6 @@ class EngineMachine(RuleBasedStateMachine):
             eos=frozenset({0}),
         )
         self.forks = manager in FORKING
-        self.swaps = overrides(MANAGERS[manager], "swap_out")
         self.greedy = {}
         self.preemptions = Counter()
         self.ids = itertools.count()
@@ -495,17 +413,15 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.completions(self.engine.abort(request_id))
 
     def check_step(self):
-        """A step keeps its budgets and serves the oldest request, whose beams may wait, though,
-        for one that its manager is bringing back."""
+        """A step keeps its budgets and serves the oldest request, or brings beams of it back."""
         oldest = min(self.engine.requests, default=None)
         _, finished = self.engine.step()
         [*_, step] = self.engine.runner.steps
         scheduler = self.engine.scheduler
         assert step.num_tokens <= scheduler.max_num_batched_tokens
         assert len(step.sequences) <= scheduler.max_num_seqs
-        assert all(start < end for start, end in zip(step.starts, step.ends, strict=True))
-        served = {seq.request.request_id for seq in step.sequences}
-        assert oldest is None or oldest in served or self.swaps
+        served = {seq.request.request_id for seq in (*step.sequences, *step.admitted)}
+        assert oldest is None or oldest in served
         self.preemptions.update(seq.request.request_id for seq in step.preempted)
         for request in finished:
             outputs = self.engine.completions(request)
@@ -542,9 +458,8 @@ class EngineMachine(RuleBasedStateMachine):
         orders = [seq.order for seq in running]
         assert orders == sorted(orders)
         assert [seq.order for seq in waiting] == sorted(seq.order for seq in waiting)
-        if not self.swaps:  # by itself
-            held = sum(len(seq.host_blocks) for seq in in_line)
-            assert held + engine.scheduler.num_free_host_blocks == len(engine.runner.host_blocks)
+        held = sum(len(seq.host_blocks) for seq in in_line)
+        assert held + engine.scheduler.num_free_host_blocks == len(engine.runner.host_blocks)
 
     def teardown(self):
         if not hasattr(self, "engine"):
@@ -553,18 +468,8 @@ class EngineMachine(RuleBasedStateMachine):
             if not self.engine.has_unfinished:
                 break
             self.check_step()
-        self.assert_idle(self.engine)
+        assert_idle(self.engine)
 
 
-def test_random_requests_leave_nothing_behind(make_engine, assert_idle):
-    machine = type(
-        "Machine",
-        (EngineMachine,),
-        {"make_engine": staticmethod(make_engine), "assert_idle": staticmethod(assert_idle)},
-    )
-    from hypothesis.stateful import run_state_machine_as_test
-
-    profile = settings.get_profile(settings.get_current_profile_name())
-    run_state_machine_as_test(
-        machine, settings=settings(profile, stateful_step_count=30, max_examples=40)
-    )
+TestEngineMachine = EngineMachine.TestCase
+TestEngineMachine.settings = settings(stateful_step_count=30, max_examples=40)

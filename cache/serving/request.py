@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence as Items
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import numpy as np
+from cache.sequence import Sequence
 
-import cache.sequence
-from models.sampler import noise_seed
-from models.sampling_params import SamplingParams
+if TYPE_CHECKING:
+    import numpy as np
+
+    from cache.serving.sampling_params import SamplingParams
 
 
 class Status(enum.Enum):
@@ -30,48 +32,34 @@ class FinishReason(enum.StrEnum):
     """Cancelled by the caller."""
 
 
-class Sequence(cache.sequence.Sequence):
-    """One output of a request: its tokens, its state, and what a swap left in host memory.
-
-    ``num_computed_tokens``, kept by manager and scheduler, counts the tokens whose K/V are in the
-    cache, or are being computed by the step that is scheduled.
+class ScheduledSequence(Sequence):
+    """One output of a request: its tokens, its state, and what a preemption left of it.
 
     Attributes:
         request: what it is an output of.
         index: which output.
         order: place in the line; lower goes first, wherever sequences compete.
-        quiet_until: tokens at positions below this go to slots that it has; see Scheduler.
-        block_row: the block table as the runner last saw it; None if it may have changed since.
+        block_row: what the runner keeps: a ``table_version`` and the block table as it was then.
         num_pending_forks: further sequences that fork from this one when its prompt is computed.
-        is_swapped_by_manager: the manager, whose design can do so, has swapped it out.
-        host_blocks: else the blocks of host memory that hold the K/V of its first
-            ``num_host_tokens`` tokens.
+        host_blocks: blocks of host memory that hold the K/V of its first ``num_host_tokens``
+            tokens.
+        num_dropped_tokens: tokens whose K/V the last preemption dropped; 0 once it is back.
         cumulative_logprob: sum of log p over the generated tokens; kept by beam search only.
     """
 
-    def __init__(
-        self,
-        seq_id: int,
-        token_ids: Items[int],
-        request: Request,
-        index: int,
-    ) -> None:
+    def __init__(self, seq_id: int, token_ids: Iterable[int], request: Request, index: int) -> None:
         super().__init__(seq_id, token_ids)
         self.request = request
         self.index = index
+        self.order = (request.request_id, seq_id)
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
-        self.quiet_until = 0
-        self.block_row: np.ndarray | None = None
+        self.block_row: tuple[int, np.ndarray] | None = None
         self.num_pending_forks = 0
-        self.is_swapped_by_manager = False
         self.host_blocks: list[int] = []
         self.num_host_tokens = 0
+        self.num_dropped_tokens = 0
         self.cumulative_logprob = 0.0
-
-    @property
-    def order(self) -> tuple[int, int]:
-        return self.request.request_id, self.seq_id
 
     @property
     def num_output_tokens(self) -> int:
@@ -86,17 +74,10 @@ class Sequence(cache.sequence.Sequence):
         """Tokens, prompt included, at which it ends at the latest."""
         return self.num_prompt_tokens + self.request.max_tokens
 
-    @property
-    def next_noise_seed(self) -> int | None:
-        """Seed of the noise that draws its next token; None if the request has no seed."""
-        seed = self.request.params.seed
-        if seed is None:
-            return None
-        return noise_seed(seed, self.index, self.num_output_tokens)
-
-    def fork(self, seq_id: int) -> Sequence:
+    def fork(self, seq_id: int) -> ScheduledSequence:
         """A copy with the same tokens, in no queue and with nothing in host memory."""
         child = super().fork(seq_id)
+        child.order = (self.request.request_id, seq_id)
         child.host_blocks, child.num_host_tokens = [], 0
         child.num_pending_forks = 0
         return child
@@ -115,7 +96,9 @@ class RequestStats:
     num_preemptions: int = 0
     """How often one of its sequences lost its blocks to an older one."""
     num_swapped_tokens: int = 0
-    """Tokens whose K/V were moved to host memory by preemptions."""
+    """Tokens whose K/V preemptions moved to host memory."""
+    num_recomputed_tokens: int = 0
+    """Tokens whose K/V preemptions dropped, and that were computed again."""
     num_output_tokens: int = 0
     """Over all outputs."""
     longest_output: int = 0
@@ -138,7 +121,7 @@ class RequestStats:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A prompt, its parameters, and the sequences that came of it.
+    """A prompt, its parameters, and the sequences that came of it: at least one.
 
     max_tokens: most tokens to generate: those asked for, or fewer if the longest sequence that
         model and cache allow is shorter.
@@ -146,12 +129,16 @@ class Request:
     """
 
     request_id: int
-    prompt_token_ids: list[int]
     params: SamplingParams
     max_tokens: int
     stop_token_ids: frozenset[int]
     stats: RequestStats
-    sequences: list[Sequence] = field(default_factory=list)
+    sequences: list[ScheduledSequence] = field(default_factory=list)
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        seq = self.sequences[0]
+        return seq.token_ids[: seq.num_prompt_tokens].tolist()
 
     @property
     def is_finished(self) -> bool:

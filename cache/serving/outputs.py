@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from models.sequence import FinishReason, RequestStats
+from cache.serving.request import FinishReason, RequestStats
 
 
 @dataclass(frozen=True, slots=True)

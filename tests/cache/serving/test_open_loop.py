@@ -1,29 +1,45 @@
-"""Requests served in real time, and what is computed of such a run."""
+"""Requests served at their times, and what is computed of such a run."""
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
-import torch
 
-from cache import ServiceModel
-from experiments.load.engine_models import make_llm
-from experiments.load.open_loop import (
+from cache import ServiceModel, make_manager
+from cache.serving.open_loop import (
     Run,
     Served,
-    Step,
+    StepRecord,
+    engine_without_model,
     poisson_arrivals,
-    quantiles,
     scaled_arrivals,
     serve,
 )
 
-torch.set_num_threads(1)
+
+@pytest.fixture
+def engine():
+    manager = make_manager("vllm_v1", num_blocks=64, block_size=4)
+    return engine_without_model(
+        manager, max_num_seqs=256, max_num_batched_tokens=8192, max_model_len=64
+    )
 
 
 @pytest.fixture
-def llm():
-    return make_llm("tiny", num_blocks=64, block_size=4, max_model_len=64)
+def real_time(engine, monkeypatch):
+    """A clock in the place of the real one; a step of ``engine`` takes 1/16 s, a look nothing."""
+    now = 1024.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    engine_step = engine.step
+    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(engine, "clock", lambda: now)
+    monkeypatch.setattr(engine, "step", lambda: [sleep(1 / 16), engine_step()][1])
 
 
 def served(**values) -> Served:
@@ -41,8 +57,8 @@ def served(**values) -> Served:
     return Served(**{**defaults, **values})
 
 
-def step(at_s: float, running: int = 1, used_blocks: int = 0, seconds: float = 0.1) -> Step:
-    return Step(at_s, seconds, running, 0, used_blocks)
+def step(at_s: float, running: int = 1, used_blocks: int = 0, seconds: float = 0.1) -> StepRecord:
+    return StepRecord(at_s, seconds, running, 0, used_blocks)
 
 
 def test_poisson_arrivals():
@@ -101,104 +117,98 @@ def test_cached_prompt_tokens_are_counted_of_those_that_were_looked_up():
     assert Run([unscheduled]).cached_prompt_fraction == 0
 
 
-def test_quantiles():
-    columns = quantiles("ttft", [*np.arange(101) / 100, None])
-    assert columns == pytest.approx(
-        {"ttft_mean_s": 0.5, "ttft_p50_s": 0.5, "ttft_p90_s": 0.9, "ttft_p99_s": 0.99}
-    )
-    assert set(quantiles("tpot", [None, None]).values()) == {None}
-
-
-def test_modelled_time_passes_as_the_service_model_says(llm):
+def test_modelled_time_passes_as_the_service_model_says(engine):
     service = ServiceModel(
         step_seconds=0.5, prefill_tokens_per_second=10, decode_seconds_per_sequence=0.25
     )
     prompts = [[1] * 10, [2] * 20, [3] * 5]
-    clock = llm.engine.clock
-    run = serve(llm, prompts, [3, 1, 2], [0.0, 1.0, 100.0], service=service)
+    clock, run_step = engine.clock, engine.runner.run
+    run = serve(engine, prompts, [3, 1, 2], [0.0, 1.0, 100.0], service=service)
     assert [step.seconds for step in run.steps] == [1.5, 2.75, 0.75, 1.0, 0.75]
     assert [step.at_s for step in run.steps] == [1.5, 4.25, 5.0, 101.0, 101.75]
     assert [request.time_to_first_token for request in run.requests] == [1.5, 3.25, 1.0]
     assert [request.stopped_s for request in run.requests] == [5.0, 4.25, 101.75]
     assert run.seconds == 101.75
-    assert llm.engine.clock is clock
-    assert serve(llm, prompts[:1], [1], [0.0]).seconds < 1.5  # real again
+    assert (engine.clock, engine.runner.run) == (clock, run_step)
 
 
-def test_requests_are_served_when_they_are_due(llm):
-    arrivals = [0.0, 0.05, 0.05, 0.3]
-    lengths = [3, 1, 8, 2]
-    run = serve(llm, [[i] * 10 for i in range(4)], lengths, arrivals)
-    assert [request.arrived_s for request in run.requests] == pytest.approx(arrivals)
+def test_only_tokens_behind_the_prompt_are_decoded(engine):
+    """The last chunk of a prompt may be one token, too."""
+    engine.scheduler.max_num_batched_tokens = 8
+    service = ServiceModel(
+        step_seconds=1, prefill_tokens_per_second=1, decode_seconds_per_sequence=100
+    )
+    run = serve(engine, [[1] * 9], [2], [0.0], service=service)
+    assert [step.seconds for step in run.steps] == [1 + 8, 1 + 1, 1 + 100]
+
+
+@pytest.mark.usefixtures("real_time")
+def test_requests_are_served_when_they_are_due(engine):
+    """Open loop: the clock of a request does not start when the engine gets round to it."""
+    arrivals = [0, 1 / 64, 1 / 16, 5 / 16]
+    lengths = [3, 1, 2, 1]
+    run = serve(engine, [[i] * 10 for i in range(4)], lengths, arrivals)
+    assert [request.arrived_s for request in run.requests] == arrivals
+    assert [request.stopped_s for request in run.requests] == [3 / 16, 2 / 16, 3 / 16, 6 / 16]
+    waits = [request.time_to_first_token for request in run.requests]
+    assert waits == [1 / 16, 7 / 64, 1 / 16, 1 / 16]
     assert all(request.finished for request in run.requests)
     assert not run.saturated
     assert run.generated_tokens == sum(lengths)
     assert [request.prompt_length for request in run.requests] == [10] * 4
-    for request in run.requests:
-        assert 0 < request.time_to_first_token <= request.stopped_s - request.arrived_s
-    assert run.seconds >= 0.3
-    assert run.busy_seconds < run.seconds  # it slept before the last one
-    assert llm.manager.num_free_blocks == 64
+    assert [step.running for step in run.steps] == [1, 3, 2, 1]
+    assert (run.seconds, run.busy_seconds) == (6 / 16, 4 / 16)  # it slept before the last one
+    assert engine.manager.num_free_blocks == 64
 
 
-def test_what_falls_due_during_a_step_has_waited_for_it(llm, monkeypatch):
-    """Open loop: the clock of a request does not start when the engine gets round to it."""
-    engine_step = llm.engine.step
-
-    def slow_step():
-        import time
-
-        time.sleep(0.05)
-        return engine_step()
-
-    monkeypatch.setattr(llm.engine, "step", slow_step)
-    run = serve(llm, [[1] * 4, [2] * 4], [1, 1], [0.0, 0.01])
-    second = run.requests[1]
-    assert second.arrived_s == pytest.approx(0.01)
-    assert second.time_to_first_token >= 0.04 + 0.05
-    assert [s.running for s in run.steps] == [1, 1]
-    assert all(s.seconds >= 0.05 for s in run.steps)
+def test_real_time_is_that_of_the_engine(engine):
+    before = time.perf_counter()
+    run = serve(engine, [[1] * 4] * 2, [2, 1], [0.0, 0.02])
+    assert 0.02 <= run.seconds <= time.perf_counter() - before
 
 
-def test_one_after_the_other(llm):
-    run = serve(llm, [[i] * 10 for i in range(5)], [3] * 5, None)
+@pytest.mark.usefixtures("real_time")
+def test_one_after_the_other(engine):
+    run = serve(engine, [[i] * 10 for i in range(5)], [3] * 5, None)
     assert {s.running for s in run.steps} == {1}
     assert len(run.steps) == 15
     for before, after in zip(run.requests, run.requests[1:], strict=False):
         assert after.arrived_s >= before.stopped_s
 
 
-def test_a_load_beyond_what_is_served_is_stopped_and_marked(llm):
+@pytest.mark.usefixtures("real_time")
+def test_a_load_beyond_what_is_served_is_stopped_and_marked(engine):
     """All but the first requests are unfinished; those not due yet are no part of the run."""
-    run = serve(llm, [[1] * 30] * 200, [30] * 200, [0.0] * 150 + [60.0] * 50, stop_s=0.1)
+    lengths = [2, *[30] * 199]
+    run = serve(engine, [[1] * 30] * 200, lengths, [0.0] * 150 + [60.0] * 50, stop_s=5 / 32)
     assert run.saturated
     assert len(run.requests) == 150
-    unfinished = [request for request in run.requests if not request.finished]
-    assert unfinished
-    assert all(request.stopped_s == run.seconds for request in unfinished)
-    assert any(request.first_token_s is None for request in unfinished)
-    assert 0.1 <= run.seconds < 5
-    assert not llm.engine.has_unfinished
-    assert llm.manager.num_free_blocks == 64
+    assert [request.finished for request in run.requests] == [True] + [False] * 149
+    assert run.seconds == 3 / 16
+    assert all(request.stopped_s == run.seconds for request in run.requests[1:])
+    assert run.requests[-1].first_token_s is None
+    assert not engine.has_unfinished
+    assert engine.manager.num_free_blocks == 64
 
 
-def test_an_idle_engine_is_stopped_too(llm):
-    run = serve(llm, [[1] * 4] * 2, [1, 1], [0.0, 60.0], stop_s=0.05)
+@pytest.mark.usefixtures("real_time")
+def test_an_idle_engine_is_stopped_too(engine):
+    run = serve(engine, [[1] * 4] * 2, [1, 1], [0.0, 60.0], stop_s=3 / 32)
     assert len(run.requests) == 1
     assert not run.saturated
-    assert 0.05 <= run.seconds < 5
+    assert run.seconds == 3 / 32
 
 
-def test_the_batch_is_what_fits_into_the_cache(llm):
+def test_the_batch_is_what_fits_into_the_cache(engine):
     """64 blocks hold seven prompts of 9 blocks, but only six such sequences of 10 blocks."""
-    run = serve(llm, [[i] * 36 for i in range(10)], [4] * 10, [0.0] * 10)
+    run = serve(engine, [[i] * 36 for i in range(10)], [4] * 10, [0.0] * 10)
     assert [(s.running, s.waiting) for s in run.steps[:2]] == [(7, 3), (6, 4)]
     assert [s.used_blocks for s in run.steps[:2]] == [63, 60]
     assert sum(request.num_preemptions for request in run.requests) == 1
     assert all(request.finished for request in run.requests)
 
 
-def test_hits_are_those_of_the_first_look_up(llm):
-    run = serve(llm, [list(range(20)), list(range(20))], [1, 1], None)
+def test_hits_are_those_of_the_first_look_up(engine):
+    run = serve(engine, [list(range(20)), list(range(20))], [1, 1], None)
     assert [request.num_cached_tokens for request in run.requests] == [0, 16]
     assert run.cached_prompt_fraction == 0.4

@@ -1,4 +1,7 @@
-"""The loop that serves requests: schedule, run, sample; on token ids alone."""
+"""The loop that serves requests: schedule, run, sample; on token ids alone.
+
+Logits are made by the runner and read by the sampler; the engine only hands them on.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +9,52 @@ import itertools
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from typing import Any, Protocol
 
-import torch
+from cache.managers.base import CacheManager, UnsupportedByDesign
+from cache.serving.beam_search import BeamSearch
+from cache.serving.outputs import CompletionOutput, TokenOutput
+from cache.serving.request import (
+    FinishReason,
+    Request,
+    RequestStats,
+    ScheduledSequence,
+    Status,
+)
+from cache.serving.sampling_params import SamplingParams
+from cache.serving.scheduler import Scheduler, Step
 
-import cache
-from cache import AllocStatus, CacheManager, UnsupportedByDesign
-from models.beam_search import BeamSearch
-from models.outputs import CompletionOutput, TokenOutput
-from models.runner import ModelRunner
-from models.sampler import Sampler
-from models.sampling_params import SamplingParams
-from models.scheduler import Scheduler, offers
-from models.sequence import FinishReason, Request, RequestStats, Sequence, Status
+
+class Runner(Protocol):
+    """Computes steps."""
+
+    def run(self, step: Step, manager: CacheManager) -> Any:
+        """Move the blocks of a step and compute its tokens.
+
+        Returns the logits that follow the last token of each sequence all whose tokens are now
+        computed, a row each, in the order of the step.
+        """
+
+
+class Sampler(Protocol):
+    """Chooses tokens."""
+
+    def draw(self, logits: Any, rows: list[int], sequences: list[ScheduledSequence]) -> Items[int]:
+        """A next token for each sequence, by the parameters of its request.
+
+        rows: the row of ``logits`` that each draws from.
+        """
+
+    def likeliest(self, logits: Any, row: int, count: int) -> list[tuple[float, int]]:
+        """The ``count`` likeliest next tokens (all, if there are fewer), as (log p, token)."""
 
 
 class Engine:
     """Serves requests, several at a time, one ``step`` after the other.
 
     Args:
-        max_model_len: longest sequence, prompt included.  No longer than ``longest_sequence`` says.
-        vocab_size: of the model; token ids are below it.
+        max_model_len: longest sequence, prompt included.  No longer than the scheduler's.
+        vocab_size: of the model; token ids are below it.  None: any will do.
         eos_token_ids: end an output unless the request ignores them.
 
     Attributes:
@@ -35,11 +64,11 @@ class Engine:
     def __init__(
         self,
         scheduler: Scheduler,
-        runner: ModelRunner,
+        runner: Runner,
         sampler: Sampler,
         *,
         max_model_len: int,
-        vocab_size: int,
+        vocab_size: int | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
     ) -> None:
         self.scheduler, self.runner, self.sampler = scheduler, runner, sampler
@@ -52,7 +81,7 @@ class Engine:
         self._request_ids = itertools.count()
         self._seq_ids = itertools.count()
         self._beam_searches: dict[int, BeamSearch] = {}
-        self._can_fork = offers(self.manager, "fork")
+        self._can_fork = self.manager.can_fork
 
     @property
     def has_unfinished(self) -> bool:
@@ -63,12 +92,13 @@ class Engine:
         length = len(prompt_token_ids)
         if not length:
             raise ValueError("prompt: has no tokens; needs at least one")
-        largest = max(prompt_token_ids)
-        if min(prompt_token_ids) < 0 or largest >= self.vocab_size:
-            raise ValueError(
-                f"prompt: token ids from {min(prompt_token_ids)} to {largest}; needs ids from 0 to "
-                f"{self.vocab_size - 1}"
-            )
+        if self.vocab_size is not None:
+            least, largest = min(prompt_token_ids), max(prompt_token_ids)
+            if least < 0 or largest >= self.vocab_size:
+                raise ValueError(
+                    f"prompt: token ids from {least} to {largest}; needs ids from 0 to "
+                    f"{self.vocab_size - 1}"
+                )
         if length >= self.max_model_len:
             raise ValueError(
                 f"prompt: has {length} tokens; needs at most {self.max_model_len - 1}, one less "
@@ -89,7 +119,7 @@ class Engine:
         block_size = self.manager.block_size
         longest = min(prompt_length + params.max_tokens, self.max_model_len)
         needed = params.beam_width * -(-longest // block_size)
-        available = longest_sequence(self.manager, needed * block_size) // block_size
+        available = self.scheduler.longest_sequence(needed * block_size) // block_size
         if available < needed:
             raise ValueError(
                 f"beam_width={params.beam_width}: beams of {longest} tokens may need {needed} "
@@ -103,21 +133,19 @@ class Engine:
         more outputs than max_num_seqs or the cache allow; UnsupportedByDesign for beam search with
         a manager that cannot fork.
         """
-        prompt = list(prompt_token_ids)
-        self.check(prompt, params)
+        self.check(prompt_token_ids, params)
         stops = params.stop_token_ids | (frozenset() if params.ignore_eos else self.eos_token_ids)
         request = Request(
             request_id=next(self._request_ids),
-            prompt_token_ids=prompt,
             params=params,
-            max_tokens=min(params.max_tokens, self.max_model_len - len(prompt)),
+            max_tokens=min(params.max_tokens, self.max_model_len - len(prompt_token_ids)),
             stop_token_ids=stops,
             stats=RequestStats(arrival_time=self.clock()),
         )
         num_outputs = params.n if params.beam_width is None else params.beam_width
         num_sequences = 1 if self._can_fork else num_outputs
         for index in range(num_sequences):
-            seq = Sequence(next(self._seq_ids), prompt, request, index)
+            seq = ScheduledSequence(next(self._seq_ids), prompt_token_ids, request, index)
             seq.num_pending_forks = num_outputs - num_sequences
             request.sequences.append(seq)
             self.scheduler.add(seq)
@@ -144,14 +172,12 @@ class Engine:
         self._note_scheduled(step)
         logits = self.runner.run(step, self.manager)
         rows: list[int] = []
-        drawing: list[Sequence] = []
-        complete = (
-            seq for seq, end in zip(step.sequences, step.ends, strict=True) if end == seq.num_tokens
-        )
+        drawing: list[ScheduledSequence] = []
+        complete = [seq for seq in step.sequences if seq.num_computed_tokens == len(seq.token_ids)]
         for row, seq in enumerate(complete):
             search = self._beam_searches.get(seq.request.request_id)
             if search is not None:
-                search.observe(seq, logits[row])
+                search.observe(seq, self.sampler.likeliest(logits, row, search.num_candidates))
                 continue
             rows.append(row)
             drawing.append(seq)
@@ -160,7 +186,7 @@ class Engine:
                 rows += [row] * len(samples)
                 drawing += samples
 
-        tokens = self._sample(logits, rows, drawing)
+        tokens = self.sampler.draw(logits, rows, drawing) if drawing else ()
         now = self.clock()
         outputs, finished = [], []
         for seq, token in zip(drawing, tokens, strict=True):
@@ -212,18 +238,7 @@ class Engine:
                 stats.first_scheduled_time = self.clock()
                 stats.num_cached_tokens = seq.num_cached_tokens
 
-    def _sample(
-        self, logits: torch.Tensor, rows: list[int], sequences: list[Sequence]
-    ) -> list[int]:
-        if not rows:
-            return []
-        if rows != list(range(len(logits))):
-            logits = logits[rows]
-        params = [seq.request.params for seq in sequences]
-        seeds = [seq.next_noise_seed for seq in sequences]
-        return self.sampler(logits, params, seeds).tolist()
-
-    def _append(self, seq: Sequence, token: int, now: float) -> TokenOutput:
+    def _append(self, seq: ScheduledSequence, token: int, now: float) -> TokenOutput:
         seq.append_token(token)
         request = seq.request
         stats = request.stats
@@ -235,13 +250,13 @@ class Engine:
             self._finish_sequence(seq, FinishReason.LENGTH)
         return TokenOutput(request.request_id, seq.index, token, seq.finish_reason)
 
-    def _fork(self, seq: Sequence, index: int) -> Sequence:
+    def _fork(self, seq: ScheduledSequence, index: int) -> ScheduledSequence:
         child = seq.fork(next(self._seq_ids))
         child.index = index
         self.scheduler.fork(seq, child)
         return child
 
-    def _fork_samples(self, seq: Sequence) -> list[Sequence]:
+    def _fork_samples(self, seq: ScheduledSequence) -> list[ScheduledSequence]:
         """The other samples of a prompt that has just been computed."""
         children = [self._fork(seq, index) for index in range(1, 1 + seq.num_pending_forks)]
         seq.num_pending_forks = 0
@@ -271,7 +286,7 @@ class Engine:
         search.beams = request.sequences = beams
         return False
 
-    def _finish_sequence(self, seq: Sequence, reason: FinishReason) -> None:
+    def _finish_sequence(self, seq: ScheduledSequence, reason: FinishReason) -> None:
         seq.finish_reason = reason
         self.scheduler.finish(seq)
 
@@ -286,20 +301,3 @@ class Engine:
         stats.finish_time = self.clock()
         stats.num_output_tokens = sum(lengths)
         stats.longest_output = max(lengths, default=0)
-
-
-def longest_sequence(manager: CacheManager, limit: int) -> int:
-    """Most tokens, up to ``limit``, that a sequence of ``manager`` may have; 0 for none."""
-
-    def fits(num_blocks: int) -> bool:
-        probe = cache.Sequence(object(), bytes(min(limit, num_blocks * manager.block_size)))
-        return manager.can_allocate(probe) is not AllocStatus.NEVER
-
-    fitting, too_many = 0, min(manager.num_blocks, -(-limit // manager.block_size)) + 1
-    while too_many - fitting > 1:
-        middle = (fitting + too_many) // 2
-        if fits(middle):
-            fitting = middle
-        else:
-            too_many = middle
-    return min(limit, fitting * manager.block_size)

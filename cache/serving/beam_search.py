@@ -15,9 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
-
-from models.sequence import FinishReason, Request, Sequence, Status
+from cache.serving.request import FinishReason, Request, ScheduledSequence, Status
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +37,10 @@ class Expansion:
     dead: beams without a successor.
     """
 
-    successors: list[tuple[Sequence, list[tuple[int, float]]]] = field(default_factory=list)
-    dead: list[Sequence] = field(default_factory=list)
+    successors: list[tuple[ScheduledSequence, list[tuple[int, float]]]] = field(
+        default_factory=list
+    )
+    dead: list[ScheduledSequence] = field(default_factory=list)
 
 
 class BeamSearch:
@@ -53,20 +53,20 @@ class BeamSearch:
     def __init__(self, request: Request) -> None:
         self.request = request
         self.width: int = request.params.beam_width
-        self.beams: list[Sequence] = list(request.sequences)
+        self.beams: list[ScheduledSequence] = list(request.sequences)
         self.finished: list[Hypothesis] = []
         self._candidates: dict[int, list[tuple[float, int]]] = {}
 
-    def observe(self, seq: Sequence, logits: torch.Tensor) -> None:
-        """Take note of a beam's next logits, (vocab_size,)."""
-        logprobs = logits.float().log_softmax(dim=-1)
-        # However many of them end a text, `width` others are left.
-        count = min(self.width * (1 + len(self.request.stop_token_ids)), len(logprobs))
-        values, tokens = logprobs.topk(count)
-        self._candidates[seq.seq_id] = [
-            (seq.cumulative_logprob + value, token)
-            for value, token in zip(values.tolist(), tokens.tolist(), strict=True)
-        ]
+    @property
+    def num_candidates(self) -> int:
+        """Likeliest next tokens of a beam to choose from: however many of them end a text,
+        ``width`` others are left."""
+        return self.width * (1 + len(self.request.stop_token_ids))
+
+    def observe(self, seq: ScheduledSequence, candidates: list[tuple[float, int]]) -> None:
+        """Take note of a beam's likeliest next tokens, as (log p, token)."""
+        total = seq.cumulative_logprob
+        self._candidates[seq.seq_id] = [(total + logprob, token) for logprob, token in candidates]
 
     @property
     def is_ready(self) -> bool:
@@ -94,7 +94,7 @@ class BeamSearch:
         self._candidates.clear()
         num_tokens = self.beams[0].num_output_tokens + 1
         is_last = num_tokens == self.request.max_tokens
-        chosen: list[tuple[float, Sequence, int]] = []
+        chosen: list[tuple[float, ScheduledSequence, int]] = []
         for rank, (total, beam, token) in enumerate(ranked):
             stops = token in self.request.stop_token_ids
             if rank < self.width and (stops or is_last):
@@ -129,7 +129,9 @@ class BeamSearch:
         ]
         return _ranked(self.finished + cancelled)[: self.request.params.n]
 
-    def _finish(self, beam: Sequence, token: int, total: float, reason: FinishReason) -> None:
+    def _finish(
+        self, beam: ScheduledSequence, token: int, total: float, reason: FinishReason
+    ) -> None:
         token_ids = [*beam.output_token_ids, token]
         score = self._score(total, len(token_ids))
         hypothesis = Hypothesis(token_ids, total, score, reason)

@@ -1,0 +1,58 @@
+"""A priority queue from whose middle items can be taken: a heap with lazy deletion."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable, Iterator
+from typing import Any, Generic, TypeVar
+
+Item = TypeVar("Item", bound=Hashable)
+
+
+class LazyHeap(Generic[Item]):
+    """Items by rising priority, those of equal priority in the order in which they came in.
+
+    An item that is removed leaves its entry in the heap.  It is dropped when it comes to the top,
+    or together with all others like it when they are the greater part: O(log n) amortised.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[Any, int, Item]] = []  # (priority, ticket, item)
+        self._tickets: dict[Item, int] = {}  # of the entries that count
+        self._num_tickets = 0
+
+    def push(self, item: Item, priority: Any) -> None:
+        """Enter ``item``.  Raises ValueError if it is here already."""
+        if item in self._tickets:
+            raise ValueError(f"push: {item!r} is here already")
+        ticket = self._num_tickets = self._num_tickets + 1
+        self._tickets[item] = ticket
+        heapq.heappush(self._heap, (priority, ticket, item))
+        if len(self._heap) > 2 * len(self._tickets) + 64:
+            self._heap = [entry for entry in self._heap if self._counts(entry)]
+            heapq.heapify(self._heap)
+
+    def remove(self, item: Item) -> None:
+        """Take ``item`` out, wherever it is.  Raises KeyError if it is not here."""
+        del self._tickets[item]
+
+    def pop(self) -> tuple[Any, Item]:
+        """Remove the first item; returns (priority, item).  Raises IndexError if there is none."""
+        while True:
+            priority, ticket, item = heapq.heappop(self._heap)
+            if self._tickets.get(item) == ticket:
+                del self._tickets[item]
+                return priority, item
+
+    def __contains__(self, item: Item) -> bool:
+        return item in self._tickets
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+    def __iter__(self) -> Iterator[Item]:
+        """The items in the order in which ``pop`` would return them now."""
+        return (entry[2] for entry in sorted(self._heap) if self._counts(entry))
+
+    def _counts(self, entry: tuple[Any, int, Item]) -> bool:
+        return self._tickets.get(entry[2]) == entry[1]

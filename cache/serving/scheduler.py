@@ -1,0 +1,253 @@
+"""Which sequences compute which tokens in the next step: continuous batching.
+
+Sequences stand in one line, ordered by the arrival of their requests, and are served in that order
+(FCFS), first those that hold blocks and then those that wait:
+
+* Running sequences get the tokens they lack: one when decoding, a chunk of their prompt otherwise.
+  If blocks run out, the youngest sequence that holds any is preempted.
+* Then waiting sequences are admitted while blocks, the token budget and the sequence budget last,
+  and not in a step that preempted one.  Nobody overtakes: a prompt too large for what is free now
+  waits at the head of the line.
+
+The oldest sequence can therefore always take what it needs, up to the whole cache, and every step
+computes tokens of it or brings it back: there is no livelock.
+
+A preempted sequence returns to the head of the line.  By *recompute* its K/V are dropped, and
+computed again together with those of the tokens it has generated.  By *swap* they are copied to
+host memory and back (Kwon et al., 2023, section 4.5); where host memory is full it is recomputed.
+"""
+
+from __future__ import annotations
+
+import bisect
+from array import array
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import islice
+from operator import attrgetter
+
+from cache.block_pool import OutOfBlocks
+from cache.checks import at_least
+from cache.managers.base import AllocStatus, CacheManager, Copies
+from cache.sequence import Sequence
+from cache.serving.request import ScheduledSequence, Status
+
+
+@dataclass(slots=True)
+class Step:
+    """What to do in one step.  The lists of blocks are to be copied before the model runs, in this
+    order: to host memory, within the cache, from host memory.
+
+    sequences[i] computes counts[i] tokens: the last of its num_computed_tokens.
+    """
+
+    sequences: list[ScheduledSequence] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    swap_out: Copies = field(default_factory=list)
+    """(device block, host block) pairs."""
+    copies: Copies = field(default_factory=list)
+    """(source, destination) pairs; a later one may depend on an earlier."""
+    swap_in: Copies = field(default_factory=list)
+    """(host block, device block) pairs."""
+    preempted: list[ScheduledSequence] = field(default_factory=list)
+    admitted: list[ScheduledSequence] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to compute, over all sequences."""
+        return sum(self.counts)
+
+    def add(self, seq: ScheduledSequence, count: int) -> None:
+        """Have ``seq`` compute ``count`` tokens."""
+        self.sequences.append(seq)
+        self.counts.append(count)
+
+
+class Scheduler:
+    """Serves sequences in order of arrival.
+
+    Args:
+        manager: of the blocks; all sequences that hold any are this scheduler's.
+        max_num_seqs: most sequences that hold blocks at a time.
+        max_num_batched_tokens: most tokens computed in one step.
+        num_host_blocks: blocks of host memory to swap to; 0 to recompute preempted sequences.
+        chunked_prefill: compute long prompts over several steps.  Without it, and with managers
+            whose design cannot do so, no sequence may be longer than max_num_batched_tokens.
+
+    Raises ValueError, naming the argument, for sizes out of range.
+    """
+
+    def __init__(
+        self,
+        manager: CacheManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        num_host_blocks: int = 0,
+        chunked_prefill: bool = True,
+    ) -> None:
+        self.manager = manager
+        self.max_num_seqs = at_least(1, "max_num_seqs", max_num_seqs)
+        self.max_num_batched_tokens = at_least(1, "max_num_batched_tokens", max_num_batched_tokens)
+        self.chunked_prefill = chunked_prefill and manager.can_chunk
+        self.running: list[ScheduledSequence] = []
+        self.waiting: deque[ScheduledSequence] = deque()
+        self._free_host_blocks = list(range(at_least(0, "num_host_blocks", num_host_blocks)))
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    @property
+    def num_free_host_blocks(self) -> int:
+        return len(self._free_host_blocks)
+
+    def longest_sequence(self, limit: int) -> int:
+        """Most tokens, up to ``limit``, that a sequence may have: what the cache and, without
+        chunked prefill, one step can hold; 0 for none."""
+        block_size = self.manager.block_size
+
+        def never_fits(num_blocks: int) -> bool:
+            tokens = array("I", bytes(4 * min(limit, num_blocks * block_size)))
+            return self.manager.can_allocate(Sequence(object(), tokens)) is AllocStatus.NEVER
+
+        sizes = range(1, min(self.manager.num_blocks, -(-limit // block_size)) + 1)
+        longest = min(limit, bisect.bisect_left(sizes, True, key=never_fits) * block_size)
+        return longest if self.chunked_prefill else min(longest, self.max_num_batched_tokens)
+
+    def add(self, seq: ScheduledSequence) -> None:
+        """Put a new sequence at the end of the line."""
+        self.waiting.append(seq)
+
+    def fork(self, parent: ScheduledSequence, child: ScheduledSequence) -> None:
+        """Let ``child``, a fork of the running ``parent``, share its blocks and run beside it."""
+        self.manager.fork(parent, child)
+        child.status = Status.RUNNING
+        bisect.insort(self.running, child, key=attrgetter("order"))
+
+    def finish(self, seq: ScheduledSequence) -> None:
+        """Remove a sequence wherever it is, and free what it holds.  Not between schedule and the
+        end of the step, if it is scheduled."""
+        if seq.status is Status.RUNNING:
+            self.running.remove(seq)
+            self.manager.free(seq)
+        elif seq.status is Status.WAITING:
+            self.waiting.remove(seq)
+            self._drop_host_copy(seq)
+        seq.status = Status.FINISHED
+
+    def schedule(self) -> Step:
+        """Choose the tokens of the next step and give them their slots.
+
+        After the step they count as computed: the caller must run all of it.  A sequence all whose
+        tokens are computed (a beam that waits for the others of its request) is passed over.
+        Raises RuntimeError if sequences wait that can never run.
+        """
+        step = Step()
+        budget = self._schedule_running(step)
+        if self.waiting and not step.preempted:
+            self._admit_waiting(step, budget)
+        if self.waiting and not (step.sequences or step.admitted or step.preempted):
+            head = self.waiting[0]
+            raise RuntimeError(
+                f"{head!r} waits, but nothing runs: {self.manager.num_free_blocks} of "
+                f"{self.manager.num_blocks} blocks are free, can_allocate says "
+                f"{self.manager.can_allocate(head).name}"
+            )
+        return step
+
+    def _schedule_running(self, step: Step) -> int:
+        """Returns what remains of the token budget."""
+        budget = self.max_num_batched_tokens
+        line = iter(self.running)  # which a preemption shortens, at its end
+        while budget:
+            num_before = len(step.sequences)
+            seq = self.manager.count_decoded(islice(line, budget), step.sequences)
+            num_counted = len(step.sequences) - num_before
+            step.counts += [1] * num_counted
+            budget -= num_counted
+            if seq is None:
+                break
+            count = min(seq.num_tokens - seq.num_computed_tokens, budget)
+            if count:
+                if not self._give_slots(seq, count, step):
+                    break
+                step.add(seq, count)
+                budget -= count
+        return budget
+
+    def _give_slots(self, seq: ScheduledSequence, count: int, step: Step) -> bool:
+        """Slots for ``count`` more tokens, preempting the youngest; False if that is ``seq``."""
+        while True:
+            try:
+                step.copies += self.manager.allocate_slots(seq, count)
+                return True
+            except OutOfBlocks:
+                victim = self.running.pop()
+                self._preempt(victim, step)
+                if victim is seq:
+                    return False
+
+    def _preempt(self, seq: ScheduledSequence, step: Step) -> None:
+        """Send ``seq`` back to the head of the line, its K/V to host memory if they fit there."""
+        stats = seq.request.stats
+        num_blocks = -(-seq.num_computed_tokens // self.manager.block_size)
+        if 0 < num_blocks <= len(self._free_host_blocks):
+            seq.host_blocks = [self._free_host_blocks.pop() for _ in range(num_blocks)]
+            seq.num_host_tokens = seq.num_computed_tokens
+            stats.num_swapped_tokens += seq.num_computed_tokens
+            step.swap_out += zip(self.manager.block_table(seq), seq.host_blocks, strict=False)
+        else:
+            seq.num_dropped_tokens = seq.num_computed_tokens
+        self.manager.free(seq)
+        seq.status = Status.WAITING
+        stats.num_preemptions += 1
+        self.waiting.appendleft(seq)
+        step.preempted.append(seq)
+
+    def _admit_waiting(self, step: Step, budget: int) -> None:
+        num_forks = sum(map(attrgetter("num_pending_forks"), self.running))
+        places = self.max_num_seqs - len(self.running) - num_forks
+        while self.waiting and budget > 0:
+            seq = self.waiting[0]
+            places -= 1 + seq.num_pending_forks
+            if places < 0:
+                break
+            count = self._admit(seq, budget, step)
+            if count is None:
+                break
+            self.waiting.popleft()
+            seq.status = Status.RUNNING
+            bisect.insort(self.running, seq, key=attrgetter("order"))
+            step.admitted.append(seq)
+            if count:  # else a beam that waits for the others
+                step.add(seq, count)
+                budget -= count
+
+    def _admit(self, seq: ScheduledSequence, budget: int, step: Step) -> int | None:
+        """Give a waiting sequence its blocks and what they held in host memory; returns how many
+        tokens it computes, or None if it has to wait."""
+        if self.manager.can_allocate(seq) is not AllocStatus.OK:
+            return None
+        hits, num_cached = self.manager.get_computed_blocks(seq)
+        start = max(num_cached, seq.num_host_tokens)
+        end = min(seq.num_tokens, start + budget)
+        if end < seq.num_tokens and not self.chunked_prefill:
+            return None
+        try:
+            self.manager.allocate_slots(seq, end - num_cached, hits)
+        except OutOfBlocks:
+            return None
+        if seq.host_blocks:  # brought back, but for the blocks found in the cache
+            first = num_cached // self.manager.block_size
+            table = self.manager.block_table(seq)
+            step.swap_in += zip(seq.host_blocks[first:], table[first:], strict=False)
+            self._drop_host_copy(seq)
+        seq.request.stats.num_recomputed_tokens += max(0, seq.num_dropped_tokens - start)
+        seq.num_dropped_tokens = 0
+        return end - start
+
+    def _drop_host_copy(self, seq: ScheduledSequence) -> None:
+        """Host blocks are written at the earliest by the next step, after they have been read."""
+        self._free_host_blocks += seq.host_blocks
+        seq.host_blocks, seq.num_host_tokens = [], 0

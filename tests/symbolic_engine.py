@@ -1,0 +1,154 @@
+"""An engine whose model is a stand-in that checks every slot which a sequence reads."""
+
+from __future__ import annotations
+
+import math
+import random
+
+from cache import make_manager
+from cache.serving.engine import Engine
+from cache.serving.request import ScheduledSequence
+from cache.serving.sampling_params import SamplingParams
+from cache.serving.scheduler import Scheduler, Step
+
+VOCAB_SIZE = 13
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return [(seed * 7 + i * i + i // 3) % VOCAB_SIZE for i in range(length)]
+
+
+class SymbolicRunner:
+    """Stands in for a model: a slot holds a digest of the prefix whose K/V belong there.
+
+    Each step checks that every sequence finds its own prefix, whatever was shared, evicted, copied
+    or swapped before.  The logits that follow a prefix depend on the prefix alone.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
+        self.block_size = block_size
+        self.blocks = [[None] * block_size for _ in range(num_blocks)]
+        self.host_blocks = [[None] * block_size for _ in range(num_host_blocks)]
+        self.steps: list[Step] = []
+
+    def run(self, step: Step, manager) -> list[list[float]]:
+        self.steps.append(step)
+        for device, host in step.swap_out:
+            self.host_blocks[host] = self.blocks[device].copy()
+        for source, destination in step.copies:
+            self.blocks[destination] = self.blocks[source].copy()
+        for host, device in step.swap_in:
+            self.blocks[device] = self.host_blocks[host].copy()
+        for seq, count in zip(step.sequences, step.counts, strict=True):
+            table, digests = manager.block_table(seq), self.digests(seq.token_ids)
+            assert 0 < count <= seq.num_computed_tokens <= len(digests)
+            for position in range(seq.num_computed_tokens - count, seq.num_computed_tokens):
+                block, offset = divmod(position, self.block_size)
+                self.blocks[table[block]][offset] = digests[position]
+        logits = []
+        for seq in step.sequences:
+            digests = self.digests(seq.token_ids[: seq.num_computed_tokens])
+            slots = [slot for block in manager.block_table(seq) for slot in self.blocks[block]]
+            assert slots[: len(digests)] == digests, f"{seq!r} reads K/V that are not its own"
+            if len(digests) == seq.num_tokens:
+                logits.append(self.logits(digests[-1]))
+        return logits
+
+    @staticmethod
+    def digests(token_ids) -> list[int]:
+        """A number for each prefix of the tokens."""
+        digest, digests = 0, []
+        for token in token_ids:
+            digest = hash((digest, token))
+            digests.append(digest)
+        return digests
+
+    @staticmethod
+    def logits(digest: int) -> list[float]:
+        generator = random.Random(digest)
+        return [generator.gauss(0, 3) for _ in range(VOCAB_SIZE)]
+
+    def greedy(self, prompt, count: int, stops=()) -> list[int]:
+        """The tokens that a greedy request must get."""
+        tokens = list(prompt)
+        while len(tokens) < len(prompt) + count and (
+            len(tokens) == len(prompt) or tokens[-1] not in stops
+        ):
+            logits = self.logits(self.digests(tokens)[-1])
+            tokens.append(logits.index(max(logits)))
+        return tokens[len(prompt) :]
+
+
+class SymbolicSampler:
+    """Greedy, or by noise that depends on seed, output and position alone."""
+
+    def draw(self, logits, rows: list[int], sequences: list[ScheduledSequence]) -> list[int]:
+        tokens = []
+        for row, seq in zip(rows, sequences, strict=True):
+            params = seq.request.params
+            scores = logits[row]
+            if params.temperature:
+                noise = random.Random(f"{params.seed} {seq.index} {seq.num_output_tokens}")
+                scores = [
+                    score / params.temperature - math.log(noise.expovariate(1)) for score in scores
+                ]
+            tokens.append(scores.index(max(scores)))
+        return tokens
+
+    def likeliest(self, logits, row: int, count: int) -> list[tuple[float, int]]:
+        total = math.log(sum(map(math.exp, logits[row])))
+        ranked = sorted(range(VOCAB_SIZE), key=lambda token: -logits[row][token])
+        return [(logits[row][token] - total, token) for token in ranked[:count]]
+
+
+def make_engine(
+    manager: str = "vllm_v1",
+    num_blocks: int = 16,
+    block_size: int = 4,
+    *,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 64,
+    num_host_blocks: int = 0,
+    chunked_prefill: bool = True,
+    max_model_len: int = 64,
+    eos: frozenset[int] = frozenset(),
+    **options,
+) -> Engine:
+    """An engine over a SymbolicRunner."""
+    scheduler = Scheduler(
+        make_manager(manager, num_blocks=num_blocks, block_size=block_size, **options),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        num_host_blocks=num_host_blocks,
+        chunked_prefill=chunked_prefill,
+    )
+    return Engine(
+        scheduler,
+        SymbolicRunner(num_blocks, block_size, num_host_blocks),
+        SymbolicSampler(),
+        max_model_len=scheduler.longest_sequence(max_model_len),
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=eos,
+    )
+
+
+def serve(engine: Engine, max_steps: int = 2000) -> dict:
+    """Completions of every request by its id, once all are finished."""
+    done = {}
+    for _ in range(max_steps):
+        if not engine.has_unfinished:
+            return done
+        _, finished = engine.step()
+        for request in finished:
+            done[request.request_id] = engine.completions(request)
+    raise AssertionError(f"not finished after {max_steps} steps: {engine.requests}")
+
+
+def assert_idle(engine: Engine) -> None:
+    """Nothing is held, and nothing leaked."""
+    assert not engine.requests
+    assert not engine.scheduler.has_unfinished
+    engine.manager.check_invariants()
+    assert engine.manager.num_free_blocks == engine.manager.num_blocks
+    assert engine.scheduler.num_free_host_blocks == len(engine.runner.host_blocks)
