@@ -4,9 +4,9 @@ An experiment is one file that ends in an ``Experiment``, listed in ``registry.p
 
 harness/     runs cells, resumes sweeps, writes results
 load/        traces and lengths, models and arrivals for experiments on caches and engines
+gpu/         experiments that need a GPU
 bench/       problems with their right answers, work and times for experiments on kernels
 style        the look of figures; quantiles: repeated measurements in them
-manager_overhead/  beside caches of other systems
 
-``cli.py`` is the command line; ``gpu_pass.py`` and ``sanitize.py`` are commands of their own.
+``cli.py`` is the command line; ``gpu/gpu_pass.py`` and ``sanitize.py`` are commands of their own.
 """

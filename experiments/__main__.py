@@ -6,7 +6,7 @@ import sys
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["gpu-pass"]:  # needs less than the rest of the command line
-        from experiments.gpu_pass import main as gpu_pass
+        from experiments.gpu.gpu_pass import main as gpu_pass
 
         raise SystemExit(gpu_pass(sys.argv[2:]))
     from experiments.cli import main

@@ -66,7 +66,7 @@ class BlockSize(OnTraces):
     latency_batch: Count = 64
     """Sequences of the decode steps."""
     latency_implementation: Axis[str] = (OURS, "flash_attn_2", "flash_attn_3")
-    """Ours, or a baseline of kernels/baselines.py."""
+    """Ours, or a baseline of kernels/testing/baselines.py."""
     budget_ms: Positive = 60.0
     """Device time for the samples of a decode step."""
 

@@ -1,9 +1,9 @@
 """Error of every kernel against fp64, beside the error that PyTorch makes in the same dtype.
 
 The rule is flash-attn's: the kernel may be at most twice as far from fp64 as the same computation
-done eagerly in the kernel's dtype (plus 1e-5), see ``kernels/accuracy.py``.  Block tables are
-shuffled, and slots that must not matter hold NaN and infinity.  Without a GPU the kernels run in
-Triton's interpreter, which checks the algorithm but not the GPU's arithmetic.  The data are the
+done eagerly in the kernel's dtype (plus 1e-5), see ``kernels/testing/accuracy.py``.  Block tables
+are shuffled, and slots that must not matter hold NaN and infinity.  Without a GPU the kernels run
+in Triton's interpreter, which checks the algorithm but not the GPU's arithmetic.  The data are the
 same for every block size, so a line that is not flat shows its influence on the result.  The
 comparisons themselves are in ``bench/kernel_checks.py``.
 """
@@ -14,11 +14,11 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from experiments import style
 from experiments.bench.kernel_checks import FEATURES, KERNELS, Case
-from experiments.harness import Cell, Experiment, Options, Repeated
+from experiments.harness import Axis, Count, Experiment, Options, Repeated, grid, one_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -34,68 +34,38 @@ _DTYPES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class KernelAccuracyOptions(Options):
+class KernelAccuracy(Options):
     """The grid: kernels x features x head dims x dtypes x block sizes."""
 
-    kernel: Repeated[tuple[str, ...]] = ()
+    kernel: Repeated[Axis[Annotated[str, one_of(KERNELS)]]] = ()
     """A kernel by name. None: every one."""
-    block_size: tuple[int, ...] = (1, 2, 3, 7, 16, 24, 32, 64, 100, 128, 256, 512, 1024)
+    block_size: Axis[Count] = (1, 2, 3, 7, 16, 24, 32, 64, 100, 128, 256, 512, 1024)
     """Token slots per block."""
-    dtype: tuple[Literal["float16", "bfloat16", "float32", "fp8"], ...] = (
-        "float16",
-        "bfloat16",
-        "float32",
-        "fp8",
-    )
+    dtype: Axis[Literal["float16", "bfloat16", "float32", "fp8"]] = tuple(_DTYPES)
     """fp8: an fp8 (e4m3) cache with a scale per head, and bfloat16 queries, keys and values."""
-    head_dim: tuple[int, ...] = (16, 64, 80, 96, 112, 128, 256)
-    feature: tuple[Literal[FEATURES], ...] = FEATURES
+    head_dim: Axis[Count] = (16, 64, 80, 96, 112, 128, 256)
+    feature: Axis[Literal[FEATURES]] = FEATURES
     """Options of the attention kernels, one at a time."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class KernelAccuracyCell(Cell):
-    kernel: str
-    block_size: int
-    dtype: str
-    head_dim: int
-    feature: str
 
     @property
     def group(self) -> tuple[str, ...]:
         return self.kernel, self.dtype
 
 
-def cells(options: KernelAccuracyOptions) -> Iterator[KernelAccuracyCell]:
-    for name in options.kernel:
-        if name not in KERNELS:
-            raise ValueError(f"kernel {name!r} is unknown; choose from {', '.join(KERNELS)}")
-    for name in ("block_size", "head_dim"):
-        if min(getattr(options, name), default=1) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
-    for kernel in options.kernel or KERNELS:
-        for feature in options.feature:
-            if feature not in KERNELS[kernel].features:
-                continue
-            for head_dim in options.head_dim:
-                for dtype in options.dtype:
-                    if dtype == "fp8" and not KERNELS[kernel].touches_cache:
-                        continue
-                    block_sizes = options.block_size
-                    if not KERNELS[kernel].knows_blocks:
-                        block_sizes = block_sizes[:1]
-                    for block_size in block_sizes:
-                        yield KernelAccuracyCell(
-                            seed=options.seed,
-                            kernel=kernel,
-                            block_size=block_size,
-                            dtype=dtype,
-                            head_dim=head_dim,
-                            feature=feature,
-                        )
+def cells(options: KernelAccuracy) -> Iterator[KernelAccuracy]:
+    """What a kernel does not know it is not varied over."""
+    for name in options.kernel or KERNELS:
+        kernel = KERNELS[name]
+        yield from grid(
+            options,
+            kernel=[name],
+            block_size=options.block_size if kernel.knows_blocks else options.block_size[:1],
+            dtype=[d for d in options.dtype if d != "fp8" or kernel.touches_cache],
+            feature=[f for f in options.feature if f in kernel.features],
+        )
 
 
-def run_cell(cell: KernelAccuracyCell) -> list[dict[str, Any]]:
+def run_cell(cell: KernelAccuracy) -> list[dict[str, Any]]:
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -194,8 +164,8 @@ def _draw_ratio(axis: Axes, rows: pd.DataFrame) -> None:
 EXPERIMENT = Experiment(
     name="kernel_accuracy",
     figure="error of every kernel against fp64 over block sizes, dtypes, head dims and features",
-    options=KernelAccuracyOptions(),
-    quick=KernelAccuracyOptions(
+    options=KernelAccuracy(),
+    quick=KernelAccuracy(
         block_size=(1, 7, 16, 256),
         dtype=("float16", "fp8"),
         head_dim=(80,),

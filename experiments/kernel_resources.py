@@ -1,11 +1,11 @@
 """What every shipped kernel is compiled to on every architecture, and the time it takes at least.
 
-Compiled without a GPU (``kernels/compile.py``): registers, local and shared memory, how many
-programs and warps fit a multiprocessor and which resource stops the next one, the widths of global
-accesses, asynchronous copies and tensor-core instructions.  Beside them the roofline of named GPUs:
-the bytes and operations that a stated problem needs (``bench/kernel_work.py``) over the peak rates
-of the datasheet (``bench/gpus.py``).  That is a bound from below and not a measurement; how near to
-it a kernel comes only a GPU can tell.
+Compiled without a GPU (``kernels/compiled/compile.py``): registers, local and shared memory, how
+many programs and warps fit a multiprocessor and which resource stops the next one, the widths of
+global accesses, asynchronous copies and tensor-core instructions.  Beside them the roofline of
+named GPUs: the bytes and operations that a stated problem needs (``bench/kernel_work.py``) over the
+peak rates of the datasheet (``bench/gpus.py``).  That is a bound from below and not a measurement;
+how near to it a kernel comes only a GPU can tell.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from experiments import style
 from experiments.bench.gpus import GPUS
 from experiments.bench.kernel_work import kernel_name, work_of
-from experiments.harness import Cell, Experiment, Options, Repeated
+from experiments.harness import Axis, Experiment, Options, Repeated
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -28,23 +28,23 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from experiments.bench.gpus import Gpu
-    from kernels.compile import KernelResources
+    from kernels.compiled.compile import KernelResources
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelResourcesOptions(Options):
     """The grid: shipped configurations of ops x architectures."""
 
-    op: Repeated[tuple[str, ...]] = ()
+    op: Repeated[Axis[str]] = ()
     """An op by name. None: every one."""
-    arch: Repeated[tuple[str, ...]] = ()
+    arch: Repeated[Axis[str]] = ()
     """sm_80, sm_90, sm_100 or gfx942. None: every one."""
     match: str = ""
     """Regular expression: only configurations with it in their name."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class KernelResourcesCell(Cell):
+class KernelResourcesCell(Options):
     op: str
     config: str
     arch: str
@@ -55,8 +55,8 @@ class KernelResourcesCell(Cell):
 
 
 def cells(options: KernelResourcesOptions) -> Iterator[KernelResourcesCell]:
-    from kernels.architectures import ARCHITECTURES
-    from kernels.shipped import OPS, shipped_calls
+    from kernels.compiled.architectures import ARCHITECTURES
+    from kernels.compiled.shipped import OPS, shipped_calls
 
     for name, known in (("op", OPS), ("arch", tuple(ARCHITECTURES))):
         for value in getattr(options, name):
@@ -72,8 +72,8 @@ def cells(options: KernelResourcesOptions) -> Iterator[KernelResourcesCell]:
 
 def run_cell(cell: KernelResourcesCell) -> list[dict[str, Any]]:
     os.environ.pop("TRITON_INTERPRET", None)  # read when kernels is first imported
-    from kernels.compile import ARCHITECTURES, resources_of_call
-    from kernels.shipped import shipped_calls
+    from kernels.compiled.compile import ARCHITECTURES, resources_of_call
+    from kernels.compiled.shipped import shipped_calls
 
     call = next(call for call in shipped_calls([cell.op]) if call.config == cell.config)
     arch = ARCHITECTURES[cell.arch]

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from experiments import style
-from experiments.harness import Cell, Experiment, Options
+from experiments.harness import Count, Experiment, Options
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -42,25 +42,14 @@ _ARCH = "sm_90"
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchOverheadOptions(Options):
+class LaunchOverhead(Options):
     """Every op at the shapes of a decode step, 64 sequences; bf16, 32 query heads, 8 KV heads."""
 
-    num_samples: int = 1000
+    num_samples: Count = 1000
     """Samples of each way of calling, of 5 calls."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LaunchOverheadCell(Cell):
-    num_samples: int
-
-
-def cells(options: LaunchOverheadOptions) -> Iterator[LaunchOverheadCell]:
-    if options.num_samples < 1:
-        raise ValueError(f"--num-samples must be at least 1, got {options.num_samples}")
-    yield LaunchOverheadCell(seed=options.seed, num_samples=options.num_samples)
-
-
-def run_cell(cell: LaunchOverheadCell) -> list[dict[str, Any]]:
+def run_cell(cell: LaunchOverhead) -> list[dict[str, Any]]:
     os.environ.pop("TRITON_INTERPRET", None)  # read when kernels is first imported
     import numpy as np
     import torch
@@ -200,7 +189,7 @@ def _launches_that_end_at_the_driver() -> Iterator[None]:
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
-    from kernels.architectures import ARCHITECTURES
+    from kernels.compiled.architectures import ARCHITECTURES
     from kernels.tiles import force_target
 
     def compile_nothing(self, key, _signature, device, *_) -> _KernelWithoutGpu:
@@ -299,9 +288,8 @@ def _draw(parts: pd.DataFrame, tensors: str) -> Figure:
 EXPERIMENT = Experiment(
     name="launch_overhead",
     figure="host time of a call of each op: checks, Triton's launch, PyTorch's dispatcher",
-    options=LaunchOverheadOptions(),
-    quick=LaunchOverheadOptions(num_samples=20),
-    cells=cells,
+    options=LaunchOverhead(),
+    quick=LaunchOverhead(num_samples=20),
     run_cell=run_cell,
     plot=plot,
     gpu="optional",

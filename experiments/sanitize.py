@@ -5,7 +5,7 @@
 
 The cases are those of ``kernel_checks``: hostile block tables, poison in every slot that must not
 be read, contexts that end inside a tile.  Each runs with and without split-KV and with a window
-where the kernel has these, on fp16 and on fp8 caches, and is compared with its twin as well.
+where the kernel has these, on fp16 and on fp8 caches, and is compared with its reference as well.
 PyTorch's caching allocator is switched off, so that reading past a tensor is reading past an
 allocation.  Without a GPU the kernels run in the interpreter, which tells whether the command
 itself works.

@@ -13,7 +13,7 @@
 
 Caches are fp16, bf16, fp32 or fp8 (e4m3) with scales, see `kernels.fp8_cache`.
 
-Every op has a plain PyTorch twin of the same signature in `kernels.reference`. Ops run on a GPU, or
+`kernels.reference` has every op in plain PyTorch, with the same signature. Ops run on a GPU, or
 on CPU tensors in Triton's interpreter when TRITON_INTERPRET=1 is in the environment before this
 package is first imported. They are for inference: no result requires gradients.
 """

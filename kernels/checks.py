@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Real
 from operator import index
 
 import torch
@@ -18,6 +19,11 @@ from kernels.primitives import INTERPRETED
 
 MAX_GRID_YZ = 65535
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+FP8_DTYPE = torch.float8_e4m3fn
+KV_DTYPES = (*FLOAT_DTYPES, FP8_DTYPE)
+Scale = torch.Tensor | float | None
+"""Scale of K or V in an fp8 cache: a number, an fp32 tensor of one or of num_kv_heads elements, or
+None for 1."""
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 _CACHE_DIMS = dict.fromkeys(("num_blocks", "block_size", "num_kv_heads", "head_dim"))
 _ROTARY_DIMS = dict.fromkeys(("num_positions", "rotary_dim / 2"))
@@ -160,6 +166,55 @@ def check_kv_cache(
         )
 
 
+def dtypes_beside(k_cache: torch.Tensor) -> tuple[torch.dtype, ...]:
+    """Dtypes that queries and new keys may have: the cache's own, any with an fp8 cache."""
+    return FLOAT_DTYPES if k_cache.dtype == FP8_DTYPE else (k_cache.dtype,)
+
+
+def check_cache_scales(k_scale: Scale, v_scale: Scale, k_cache: torch.Tensor) -> None:
+    """Check the scales of an fp8 cache: numbers, or fp32 tensors of one or num_kv_heads elements.
+
+    Raises:
+        TypeError: neither a number nor a tensor.
+        ValueError: a scale with a cache that is not fp8; one that is not positive and finite (a
+            tensor's only where it lies in host memory); another shape, dtype or device.
+    """
+    if k_scale is None and v_scale is None:
+        return
+    num_kv_heads = k_cache.shape[2]
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is None:
+            continue
+        if k_cache.dtype != FP8_DTYPE:
+            raise ValueError(
+                f"{name}: expected None, as only {FP8_DTYPE} caches have scales, but the cache is "
+                f"{k_cache.dtype}"
+            )
+        if isinstance(scale, torch.Tensor):
+            if scale.shape not in ((), (1,), (num_kv_heads,)):
+                raise ValueError(
+                    f"{name}: expected shape (), (1) or (num_kv_heads={num_kv_heads}), "
+                    f"got {tuple(scale.shape)}"
+                )
+            dims = dict.fromkeys(range(scale.dim()))
+            check_tensor(
+                name,
+                scale,
+                dims,
+                dtypes=(torch.float32,),
+                device=k_cache.device,
+                any_strides=not dims,
+            )
+            if scale.device.type == "cpu" and not ((scale > 0) & scale.isfinite()).all():
+                raise ValueError(f"{name}: expected positive finite scales, got {scale.tolist()}")
+        elif not isinstance(scale, Real):
+            raise TypeError(
+                f"{name}: expected a number, a torch.Tensor or None, got {type(scale).__name__}"
+            )
+        elif not 0 < scale < math.inf:
+            raise ValueError(f"{name}: expected a positive finite number, got {scale}")
+
+
 def check_heads(q: torch.Tensor, k_cache: torch.Tensor) -> None:
     """Check the head dimension and that the query heads divide evenly among the KV heads (GQA)."""
     shape = q.shape
@@ -234,7 +289,6 @@ def check_block_tables(
     k_cache: torch.Tensor,
     *,
     batch: int,
-    device: torch.device,
     query_lens: torch.Tensor | int = 1,
     window_size: torch.Tensor | int | None = None,
     names: tuple[str, str, str] = ("block_tables", "context_lens", "batch"),
@@ -247,6 +301,7 @@ def check_block_tables(
     names: what the caller calls the tables, the lengths and their number.
     """
     tables_name, lens_name, batch_name = names
+    device = k_cache.device
     shape = {batch_name: batch, "max_blocks": None}
     check_tensor(tables_name, block_tables, shape, dtypes=_INT32, device=device)
     check_tensor(lens_name, context_lens, {batch_name: batch}, dtypes=_INT32, device=device)
@@ -307,17 +362,16 @@ def check_rotary(
 
 
 def check_score_options(
-    *,
-    batch: int,
-    num_q_heads: int,
-    device: torch.device,
+    q: torch.Tensor,
     window_size: int | None,
     softcap: float,
     alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
+    sinks: torch.Tensor | None = None,
     scale: float | None = None,
+    *,
+    batch: int,
 ) -> None:
-    """Check what makes the scores: window_size, softcap, alibi_slopes, sinks and scale."""
+    """Check what makes the scores of q, (..., num_q_heads, head_dim), of `batch` sequences."""
     if scale is not None:
         check_number("scale", scale)
     if window_size is not None:
@@ -330,13 +384,13 @@ def check_score_options(
     if not 0 <= softcap < math.inf:
         raise ValueError(f"softcap: expected 0 (off) or a positive finite cap, got {softcap}")
     if alibi_slopes is not None:
-        shape = {"num_q_heads": num_q_heads}
+        shape = {"num_q_heads": q.shape[-2]}
         if isinstance(alibi_slopes, torch.Tensor) and alibi_slopes.dim() == 2:
             shape = {"batch": batch, **shape}
-        check_tensor("alibi_slopes", alibi_slopes, shape, dtypes=(torch.float32,), device=device)
+        check_tensor("alibi_slopes", alibi_slopes, shape, dtypes=(torch.float32,), device=q.device)
     if sinks is not None:
-        shape = {"num_q_heads": num_q_heads}
-        check_tensor("sinks", sinks, shape, dtypes=FLOAT_DTYPES, device=device)
+        shape = {"num_q_heads": q.shape[-2]}
+        check_tensor("sinks", sinks, shape, dtypes=FLOAT_DTYPES, device=q.device)
 
 
 def check_grid_dim(name: str, dim: str | None, size: int) -> None:
@@ -345,6 +399,23 @@ def check_grid_dim(name: str, dim: str | None, size: int) -> None:
     if not 1 <= size <= MAX_GRID_YZ and not (dim and size == 0):
         what = f"{dim} " if dim else ""
         raise ValueError(f"{name}: expected {what}from 1 to {MAX_GRID_YZ}, got {size}")
+
+
+def check_queries(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k_scale: Scale,
+    v_scale: Scale,
+    *,
+    rows: str,
+) -> None:
+    """Check the queries of an attention op, (rows, num_q_heads, head_dim), its cache and scales."""
+    check_kv_cache(k_cache, v_cache, dtypes=KV_DTYPES)
+    check_cache_scales(k_scale, v_scale, k_cache)
+    dims = {rows: None, "num_q_heads": None, "head_dim": k_cache.shape[3]}
+    check_tensor("q", q, dims, dtypes=dtypes_beside(k_cache), device=k_cache.device)
+    check_heads(q, k_cache)
 
 
 def check_out(out: torch.Tensor, q: torch.Tensor, *, rows: str = "batch") -> None:
@@ -357,3 +428,14 @@ def check_out(out: torch.Tensor, q: torch.Tensor, *, rows: str = "batch") -> Non
         dtypes = tuple(dict.fromkeys((q.dtype, torch.float32)))
         check_tensor("out", out, shape, dtypes=dtypes, device=q.device)
     check_writable("out", out)
+
+
+def results_of(
+    q: torch.Tensor, out: torch.Tensor | None, return_lse: bool, *, rows: str = "batch"
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What an attention op writes its output and LSE to: `out` if given, checked, or a new one."""
+    if out is None:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    else:
+        check_out(out, q, rows=rows)
+    return out, q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None

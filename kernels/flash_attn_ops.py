@@ -169,15 +169,7 @@ def flash_attn_varlen(
         max_seqlen=max_seqlen_k,
         device=device,
     )
-    check_score_options(
-        batch=batch,
-        num_q_heads=q.shape[1],
-        device=device,
-        window_size=None,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=None,
-    )
+    check_score_options(q, None, softcap, alibi_slopes, batch=batch)
     context_lens = cu_seqlens_k.diff()
     if block_table is not None:
         check_block_tables(
@@ -185,7 +177,6 @@ def flash_attn_varlen(
             context_lens,
             k_cache,
             batch=batch,
-            device=device,
             query_lens=cu_seqlens_q.diff() if device.type == "cpu" else 1,
             window_size=None if window[0] < 0 else window[0] + 1,
             names=("block_table", "cu_seqlens_k", "batch"),
@@ -302,7 +293,7 @@ def flash_attn_kvcache(
     shape = {"batch": None, "seqlen": None, "nheads": None, "headdim": head_dim}
     check_tensor("q", q, shape, **like_cache)
     check_heads(q, k_cache)
-    batch, seqlen, nheads, _ = q.shape
+    batch, seqlen = q.shape[:2]
     seqlen_new = 0
     if k is not None:
         shape = {"batch": batch, "seqlen_new": None, "nheads_k": nheads_k, "headdim": head_dim}
@@ -341,7 +332,6 @@ def flash_attn_kvcache(
         filled,
         k_cache,
         batch=batch,
-        device=device,
         query_lens=max(seqlen, seqlen_new),
         window_size=None if left < 0 else left + 1,
         names=(
@@ -350,15 +340,7 @@ def flash_attn_kvcache(
             "batch",
         ),
     )
-    check_score_options(
-        batch=batch,
-        num_q_heads=nheads,
-        device=device,
-        window_size=None,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=None,
-    )
+    check_score_options(q, None, softcap, alibi_slopes, batch=batch)
     if num_splits != 0:
         check_grid_dim("num_splits", None, num_splits)
     rotary = None

@@ -11,22 +11,13 @@ Triton has no e4m3 type, bits are moved, with the same result.
 
 from __future__ import annotations
 
-import math
-from numbers import Real
-
 import torch
 import triton
 import triton.language as tl
 from triton.language.target_info import cuda_capability_geq, is_cuda
 
-from kernels.checks import FLOAT_DTYPES, check_tensor
+from kernels.checks import FP8_DTYPE, Scale
 from kernels.primitives import INTERPRETED
-
-FP8_DTYPE = torch.float8_e4m3fn
-KV_DTYPES = (*FLOAT_DTYPES, FP8_DTYPE)
-Scale = torch.Tensor | float | None
-"""Scale of K or V in an fp8 cache: a number, an fp32 tensor of one or of num_kv_heads elements, or
-None for 1."""
 
 
 @triton.jit
@@ -133,55 +124,6 @@ def to_cache(x, scale, dtype: tl.constexpr):
         return float_to_e4m3(x)
     else:
         return x
-
-
-def dtypes_beside(k_cache: torch.Tensor) -> tuple[torch.dtype, ...]:
-    """Dtypes that queries and new keys may have: the cache's own, any with an fp8 cache."""
-    return FLOAT_DTYPES if k_cache.dtype == FP8_DTYPE else (k_cache.dtype,)
-
-
-def check_cache_scales(k_scale: Scale, v_scale: Scale, k_cache: torch.Tensor) -> None:
-    """Check the scales of an fp8 cache: numbers, or fp32 tensors of one or num_kv_heads elements.
-
-    Raises:
-        TypeError: neither a number nor a tensor.
-        ValueError: a scale with a cache that is not fp8; one that is not positive and finite (a
-            tensor's only where it lies in host memory); another shape, dtype or device.
-    """
-    if k_scale is None and v_scale is None:
-        return
-    num_kv_heads = k_cache.shape[2]
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if scale is None:
-            continue
-        if k_cache.dtype != FP8_DTYPE:
-            raise ValueError(
-                f"{name}: expected None, as only {FP8_DTYPE} caches have scales, but the cache is "
-                f"{k_cache.dtype}"
-            )
-        if isinstance(scale, torch.Tensor):
-            if scale.shape not in ((), (1,), (num_kv_heads,)):
-                raise ValueError(
-                    f"{name}: expected shape (), (1) or (num_kv_heads={num_kv_heads}), "
-                    f"got {tuple(scale.shape)}"
-                )
-            dims = dict.fromkeys(range(scale.dim()))
-            check_tensor(
-                name,
-                scale,
-                dims,
-                dtypes=(torch.float32,),
-                device=k_cache.device,
-                any_strides=not dims,
-            )
-            if scale.device.type == "cpu" and not ((scale > 0) & scale.isfinite()).all():
-                raise ValueError(f"{name}: expected positive finite scales, got {scale.tolist()}")
-        elif not isinstance(scale, Real):
-            raise TypeError(
-                f"{name}: expected a number, a torch.Tensor or None, got {type(scale).__name__}"
-            )
-        elif not 0 < scale < math.inf:
-            raise ValueError(f"{name}: expected a positive finite number, got {scale}")
 
 
 def cache_argument(cache: torch.Tensor) -> torch.Tensor:

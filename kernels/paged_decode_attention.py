@@ -23,18 +23,13 @@ import triton.language as tl
 from kernels.checks import (
     check_block_tables,
     check_grid_dim,
-    check_heads,
-    check_kv_cache,
-    check_out,
+    check_queries,
     check_score_options,
-    check_tensor,
+    results_of,
 )
 from kernels.fp8_cache import (
-    KV_DTYPES,
     Scale,
     cache_argument,
-    check_cache_scales,
-    dtypes_beside,
     from_cache,
     has_value_pairs,
     load_scale,
@@ -374,38 +369,14 @@ def paged_decode_attention(
         ValueError: a shape, dtype, device, stride or option that does not fit; where the tensors
             lie in host memory also a table too narrow for a context length, or an invalid block id.
     """
-    check_kv_cache(k_cache, v_cache, dtypes=KV_DTYPES)
-    check_cache_scales(k_scale, v_scale, k_cache)
-    head_dim = k_cache.shape[3]
-    device = k_cache.device
-    dims = {"batch": None, "num_q_heads": None, "head_dim": head_dim}
-    check_tensor("q", q, dims, dtypes=dtypes_beside(k_cache), device=device)
-    check_heads(q, k_cache)
-    batch, num_q_heads, _ = q.shape
+    check_queries(q, k_cache, v_cache, k_scale, v_scale, rows="batch")
+    batch = q.shape[0]
     check_grid_dim("q", "batch", batch)
-    check_score_options(
-        batch=batch,
-        num_q_heads=num_q_heads,
-        device=device,
-        window_size=window_size,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        scale=scale,
-    )
-    check_block_tables(
-        block_tables, context_lens, k_cache, batch=batch, device=device, window_size=window_size
-    )
-    if out is None:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    else:
-        check_out(out, q)
+    check_score_options(q, window_size, softcap, alibi_slopes, sinks, scale, batch=batch)
+    check_block_tables(block_tables, context_lens, k_cache, batch=batch, window_size=window_size)
+    out, lse = results_of(q, out, return_lse)
     if num_splits is not None:
         check_grid_dim("num_splits", None, num_splits)
-
-    lse = (
-        torch.empty(batch, num_q_heads, dtype=torch.float32, device=device) if return_lse else None
-    )
     if batch == 0:
         return (out, lse) if return_lse else out
 

@@ -20,6 +20,11 @@ Keys are walked in steps of TILE_N from the first visible one, whatever the bloc
 queries behind a long cached prefix the tiles of rows do not fill the GPU; `num_splits` programs can
 then share the keys of a tile (split_states.py). All of this depends on the sequence alone, so its
 result is bitwise the same in any batch.
+
+The prefix of cascade (shared_prefix_decode_attention.py) is computed here too: the "sequence" is a
+group, its queries are the members' single ones, and each stands behind a suffix of its own, so that
+the windows of the rows begin anywhere. A member's result must not depend on who else is in the
+group: there tiles and splits start at fixed positions, whatever part of them the windows leave.
 """
 
 from __future__ import annotations
@@ -32,18 +37,14 @@ from kernels.checks import (
     check_block_tables,
     check_cu_seqlens,
     check_grid_dim,
-    check_heads,
-    check_kv_cache,
-    check_out,
+    check_queries,
     check_score_options,
     check_tensor,
+    results_of,
 )
 from kernels.fp8_cache import (
-    KV_DTYPES,
     Scale,
     cache_argument,
-    check_cache_scales,
-    dtypes_beside,
     from_cache,
     load_scale,
     scale_arguments,
@@ -70,7 +71,7 @@ from kernels.tiles import (
     padded_dim,
     prefill_num_splits,
     prefill_tile,
-    shared_prefix_tile,
+    split_prefill_tile,
     target_of,
 )
 from kernels.torch_ops import attention_op
@@ -87,6 +88,7 @@ _SEARCH_WIDTH = 256
         "batch",
         "tiles_per_seq",
         "num_splits",
+        "num_states",
         "stride_table",
     ]
 )
@@ -100,6 +102,7 @@ def _paged_prefill_kernel(
     cu_seqlens_q_ptr,
     context_lens_ptr,
     kv_starts_ptr,
+    suffix_lens_ptr,
     alibi_slopes_ptr,
     sinks_ptr,
     k_scale,
@@ -111,6 +114,7 @@ def _paged_prefill_kernel(
     batch,
     tiles_per_seq,
     num_splits,
+    num_states,
     stride_out_token,
     stride_out_head,
     stride_q_token,
@@ -143,13 +147,16 @@ def _paged_prefill_kernel(
 ):
     """One program: TILE_M rows of one KV head of one sequence x one split of the keys they see.
 
-    Grid (tiles, NUM_KV_HEADS, num_splits). With IS_SPLIT out and lse are split states; without,
-    num_splits is 1, they are the results and lse_ptr may be None.
+    Grid (tiles, NUM_KV_HEADS, num_splits). With IS_SPLIT out and lse are split states, of which the
+    launch writes the first num_splits; without, num_splits is 1, they are the results and lse_ptr
+    may be None.
     SEARCH_WIDTH 0: every sequence owns tiles_per_seq tiles; else the owner of a tile is looked up.
     BLOCK_SIZE 0: not paged; the sequence lies in one piece, in entry 0 of its table row (in entry 0
     of the cache without tables). kv_starts_ptr, if not None: where in its piece (or in the slots of
-    its table row) position 0 of a sequence lies.
+    its table row) position 0 of a sequence lies. suffix_lens_ptr, if not None: how far behind the
+    last key each query stands (cascade); needs IS_SPLIT and no right limit.
     """
+    IS_PREFIX: tl.constexpr = suffix_lens_ptr is not None
     MASK_DIMS: tl.constexpr = HEAD_DIM_PADDED != HEAD_DIM
     NUM_Q_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP_SIZE
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -168,18 +175,26 @@ def _paged_prefill_kernel(
 
     context_len = tl.load(context_lens_ptr + seq)
     rows = first_row + tl.arange(0, TILE_M)
+    row_mask = rows < num_rows
     queries = rows // GROUP_SIZE
+    tokens = (first_token + queries).to(tl.int64)
     heads = kv_head * GROUP_SIZE + rows % GROUP_SIZE
-    positions_q = context_len - num_queries + queries
-    first_position = context_len - num_queries + first_row // GROUP_SIZE
-    last_row = tl.minimum(first_row + TILE_M, num_rows) - 1
-    last_position = context_len - num_queries + last_row // GROUP_SIZE
+    if IS_PREFIX:
+        positions_q = context_len - 1 + tl.load(suffix_lens_ptr + tokens, mask=row_mask, other=0)
+        last_position = tl.max(tl.where(row_mask, positions_q, 0))
+        first_position = tl.min(tl.where(row_mask, positions_q, last_position))
+    else:
+        positions_q = context_len - num_queries + queries
+        first_position = context_len - num_queries + first_row // GROUP_SIZE
+        last_row = tl.minimum(first_row + TILE_M, num_rows) - 1
+        last_position = context_len - num_queries + last_row // GROUP_SIZE
 
     # [begin, end): keys that some row sees; [full_begin, full_end): whole tiles that all rows see.
     begin, full_begin, seen_by_all = 0, 0, context_len
-    end = context_len
+    first_seen, end = 0, context_len
     if HAS_LEFT:
-        begin = tl.maximum(first_position - window_left, 0)
+        first_seen = tl.maximum(first_position - window_left, 0)
+        begin = first_seen // TILE_N * TILE_N if IS_PREFIX else first_seen
         masked_left = tl.maximum(last_position - window_left, 0) - begin
         full_begin = begin + tl.cdiv(masked_left, TILE_N) * TILE_N
     if HAS_RIGHT:
@@ -187,14 +202,14 @@ def _paged_prefill_kernel(
         seen_by_all = tl.minimum(first_position + window_right + 1, context_len)
     full_end = full_begin + tl.maximum(seen_by_all - full_begin, 0) // TILE_N * TILE_N
 
-    tokens = (first_token + queries).to(tl.int64)
-    row_mask = rows < num_rows
     if IS_SPLIT:
-        states = (tokens * NUM_Q_HEADS + heads) * num_splits + tl.program_id(2)
-        num_tiles = tl.cdiv(tl.maximum(end - begin, 0), TILE_N)
+        states = (tokens * NUM_Q_HEADS + heads) * num_states + tl.program_id(2)
+        first_split = 0 if IS_PREFIX else begin
+        num_tiles = tl.cdiv(tl.maximum(end - first_split, 0), TILE_N)
         split_tokens = tl.cdiv(num_tiles, num_splits) * TILE_N
-        begin += tl.program_id(2) * split_tokens
-        end = tl.minimum(begin + split_tokens, end)
+        split_begin = first_split + tl.program_id(2) * split_tokens
+        begin = tl.maximum(begin, split_begin)
+        end = tl.minimum(split_begin + split_tokens, end)
         if begin >= end:
             tl.store(lse_ptr + states, float("-inf"), mask=row_mask)
             return
@@ -209,7 +224,8 @@ def _paged_prefill_kernel(
     q = tl.load(q_ptrs + offs_d[None, :], mask=qo_mask, other=0.0)  # [TILE_M, HEAD_DIM_PADDED]
     alibi_slopes = 0.0
     if HAS_ALIBI:
-        slope_ptrs = alibi_slopes_ptr + seq.to(tl.int64) * stride_alibi_seq + heads
+        slope_seqs = tokens if IS_PREFIX else seq.to(tl.int64)
+        slope_ptrs = alibi_slopes_ptr + slope_seqs * stride_alibi_seq + heads
         alibi_slopes = tl.load(slope_ptrs, mask=row_mask, other=0.0)[:, None]
 
     if k_scale is not None:
@@ -241,6 +257,8 @@ def _paged_prefill_kernel(
         for start in tl.range(loop_begin, loop_end, TILE_N):
             positions = start + offs_n
             token_mask = positions < end
+            if IS_PREFIX and REGION == 0:
+                token_mask &= positions >= first_seen
             slots = positions + kv_start
             if BLOCK_SIZE:
                 block_ids = load_block_ids(table_ptr, slots, token_mask, BLOCK_SIZE, REGION != 1)
@@ -317,6 +335,7 @@ def launch_prefill(
     kv_starts: torch.Tensor | None = None,
     paged: bool = True,
     num_splits: int | None = 1,
+    suffix_lens: torch.Tensor | None = None,
 ) -> None:
     """Launch the kernel on checked arguments, those of `paged_prefill_attention` and, beyond them:
 
@@ -325,6 +344,8 @@ def launch_prefill(
     paged: False when a sequence's keys lie in one piece: (num_pieces, slots, num_kv_heads,
         head_dim), the piece of each sequence in block_tables (batch, 1), piece 0 if that is None.
     num_splits: None chooses.
+    suffix_lens: (total_q,) int32, how far behind the last key each query stands (cascade). Then out
+        and lse are those of SplitStates, of which the first num_splits are written.
     """
     total_q, num_q_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]
@@ -343,17 +364,21 @@ def launch_prefill(
         num_tiles, _ = count_tiles(total_q, batch, max_seqlen_q, group_size, tile.tile_m)
         programs = num_tiles * num_kv_heads
         num_splits = prefill_num_splits(programs, max_tokens, tile.tile_n, target)
-    is_split = num_splits > 1
+    merges = num_splits > 1 and suffix_lens is None
+    is_split = merges or suffix_lens is not None
     if is_split:
+        tile = split_prefill_tile(head_dim_padded, q.dtype, target, k_cache.itemsize)
+    result = out, lse
+    if merges:
         states = SplitStates.empty(q, num_splits)
-        tile = shared_prefix_tile(head_dim_padded, q.dtype, target, k_cache.itemsize)
+        out, lse = states.out, states.lse
     num_tiles, tiles_per_seq = count_tiles(total_q, batch, max_seqlen_q, group_size, tile.tile_m)
     scale = head_dim**-0.5 if scale is None else scale
     k_scale, stride_k_scale = scale_arguments(k_scale)
     v_scale, stride_v_scale = scale_arguments(v_scale)
     _paged_prefill_kernel[(num_tiles, num_kv_heads, num_splits)](
-        states.out if is_split else out,
-        states.lse if is_split else lse,
+        out,
+        lse,
         q,
         cache_argument(k_cache),
         cache_argument(v_cache),
@@ -361,6 +386,7 @@ def launch_prefill(
         cu_seqlens_q,
         context_lens,
         kv_starts,
+        suffix_lens,
         alibi_slopes,
         sinks,
         k_scale,
@@ -372,7 +398,8 @@ def launch_prefill(
         batch,
         tiles_per_seq,
         num_splits,
-        *out.stride()[:2],
+        lse.shape[2] if is_split else 0,
+        *result[0].stride()[:2],
         *q.stride()[:2],
         *k_cache.stride()[:3],
         *v_cache.stride()[:3],
@@ -398,8 +425,8 @@ def launch_prefill(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    if is_split:
-        states.merge_into(out, lse, sinks=sinks, cu_seqlens=cu_seqlens_q)
+    if merges:
+        states.merge_into(*result, sinks=sinks, cu_seqlens=cu_seqlens_q)
 
 
 @attention_op
@@ -471,53 +498,25 @@ def paged_prefill_attention(
             lie in host memory also query starts that do not ascend or contradict max_seqlen_q, a
             table too narrow for a context length, or an invalid block id.
     """
-    check_kv_cache(k_cache, v_cache, dtypes=KV_DTYPES)
-    check_cache_scales(k_scale, v_scale, k_cache)
-    head_dim = k_cache.shape[3]
-    device = k_cache.device
-    dims = {"total_q": None, "num_q_heads": None, "head_dim": head_dim}
-    check_tensor("q", q, dims, dtypes=dtypes_beside(k_cache), device=device)
-    check_heads(q, k_cache)
-    total_q, num_q_heads, _ = q.shape
+    check_queries(q, k_cache, v_cache, k_scale, v_scale, rows="total_q")
     check_grid_dim("k_cache", "num_kv_heads", k_cache.shape[2])
-    check_tensor(
-        "context_lens", context_lens, {"batch": None}, dtypes=(torch.int32,), device=device
-    )
+    lens = {"batch": None}
+    check_tensor("context_lens", context_lens, lens, dtypes=(torch.int32,), device=q.device)
     batch = context_lens.shape[0]
-    check_cu_seqlens(
-        "cu_seqlens_q",
-        cu_seqlens_q,
-        batch=batch,
-        total=total_q,
-        max_seqlen=max_seqlen_q,
-        device=device,
-    )
-    check_score_options(
-        batch=batch,
-        num_q_heads=num_q_heads,
-        device=device,
-        window_size=window_size,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        scale=scale,
-    )
+    starts = {"batch": batch, "total": q.shape[0], "max_seqlen": max_seqlen_q}
+    check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, **starts, device=q.device)
+    check_score_options(q, window_size, softcap, alibi_slopes, sinks, scale, batch=batch)
     check_block_tables(
         block_tables,
         context_lens,
         k_cache,
         batch=batch,
-        device=device,
-        query_lens=cu_seqlens_q.diff() if device.type == "cpu" else 1,
+        query_lens=cu_seqlens_q.diff() if q.is_cpu else 1,
         window_size=window_size,
     )
     if num_splits is not None:
         check_grid_dim("num_splits", None, num_splits)
-    if out is None:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    else:
-        check_out(out, q, rows="total_q")
-    lse = q.new_empty(total_q, num_q_heads, dtype=torch.float32) if return_lse else None
+    out, lse = results_of(q, out, return_lse, rows="total_q")
     launch_prefill(
         out,
         lse,

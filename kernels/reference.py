@@ -1,10 +1,10 @@
-"""Plain PyTorch twins of the ops: same signatures, written to be read.
+"""The ops in plain PyTorch: same signatures, written to be read.
 
-A twin computes in the dtype of its inputs. Called with fp64 inputs it is the reference; called with
-the kernel's own fp16 or bf16 inputs it is the eager low-precision computation whose error the
-kernels are judged by (kernels/accuracy.py). Of an fp8 cache both read the same quantised numbers,
-in fp64 and in the dtype of the queries. The twins loop over sequences on the host and synchronise
-freely.
+A reference computes in the dtype of its inputs. Called with fp64 inputs it gives the result that
+kernels are compared with; called with the kernel's own fp16 or bf16 inputs it is the eager
+low-precision computation whose error they are judged by (kernels/testing/accuracy.py). Of an fp8
+cache both read the same quantised numbers, in fp64 and in the dtype of the queries. References loop
+over sequences on the host and synchronise freely.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def store_kvcache(
     k_scale: Scale = None,
     v_scale: Scale = None,
 ) -> None:
-    """Twin of `kernels.store_kvcache`."""
+    """Reference of `kernels.store_kvcache`."""
     block_size = k_cache.shape[1]
     tokens = (slot_mapping >= 0).nonzero().squeeze(1)
     slots = slot_mapping[tokens].long()
@@ -64,7 +64,7 @@ def apply_rotary_embedding(
     *,
     interleaved: bool = False,
 ) -> torch.Tensor:
-    """Twin of `kernels.apply_rotary_embedding`."""
+    """Reference of `kernels.apply_rotary_embedding`."""
     half = cos.shape[1]
     cos, sin = (table[positions.long(), None].to(x.dtype) for table in (cos, sin))
     first, second = (
@@ -93,7 +93,7 @@ def rope_store_kvcache(
     k_scale: Scale = None,
     v_scale: Scale = None,
 ) -> None:
-    """Twin of `kernels.rope_store_kvcache`."""
+    """Reference of `kernels.rope_store_kvcache`."""
     rotated = apply_rotary_embedding(key, positions, cos, sin, interleaved=interleaved)
     scales = {"k_scale": k_scale, "v_scale": v_scale}
     store_kvcache(rotated, value, k_cache, v_cache, slot_mapping, **scales)
@@ -180,7 +180,7 @@ def paged_decode_attention(
     out: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Twin of `kernels.paged_decode_attention` (num_splits changes nothing here)."""
+    """Reference of `kernels.paged_decode_attention` (num_splits changes nothing here)."""
     out = torch.empty_like(q) if out is None else out
     lse = torch.empty(q.shape[:2], dtype=q.dtype, device=q.device)
     for i, context_len in enumerate(context_lens.tolist()):
@@ -228,7 +228,7 @@ def paged_prefill_attention(
     out: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Twin of `kernels.paged_prefill_attention`; max_seqlen_q, num_splits change nothing here."""
+    """Reference of `kernels.paged_prefill_attention`; num_splits changes nothing here."""
     out = torch.empty_like(q) if out is None else out
     lse = torch.empty(q.shape[:2], dtype=q.dtype, device=q.device)
     starts = cu_seqlens_q.tolist()
@@ -263,7 +263,7 @@ def paged_prefill_attention(
 def copy_blocks(
     caches: torch.Tensor | Sequence[tuple[torch.Tensor, torch.Tensor]], src_to_dst: torch.Tensor
 ) -> None:
-    """Twin of `kernels.copy_blocks`."""
+    """Reference of `kernels.copy_blocks`."""
     layers = caches.unbind(1) if isinstance(caches, torch.Tensor) else caches
     source, destination = src_to_dst[(src_to_dst >= 0).all(dim=1)].unbind(1)
     for k_cache, v_cache in layers:
@@ -272,7 +272,7 @@ def copy_blocks(
 
 
 def swap_blocks(src_cache: torch.Tensor, dst_cache: torch.Tensor, src_to_dst: torch.Tensor) -> None:
-    """Twin of `kernels.swap_blocks`."""
+    """Reference of `kernels.swap_blocks`."""
     source, destination = src_to_dst[(src_to_dst >= 0).all(dim=1)].unbind(1)
     blocks = src_cache.movedim(-4, 0)[source.to(src_cache.device)]
     dst_cache.movedim(-4, 0)[destination.to(dst_cache.device)] = blocks.to(dst_cache.device)
@@ -281,7 +281,7 @@ def swap_blocks(src_cache: torch.Tensor, dst_cache: torch.Tensor, src_to_dst: to
 def merge_attention_states(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Twin of `kernels.merge_attention_states`."""
+    """Reference of `kernels.merge_attention_states`."""
     parts_lse = torch.stack([lse_a, lse_b])
     parts_lse = parts_lse.masked_fill(parts_lse == torch.inf, -torch.inf)
     lse = torch.logsumexp(parts_lse, 0)
@@ -294,7 +294,7 @@ def merge_attention_states(
 def slot_mapping_from_positions(
     positions: torch.Tensor, block_tables: torch.Tensor, seq_ids: torch.Tensor, block_size: int
 ) -> torch.Tensor:
-    """Twin of `kernels.slot_mapping_from_positions`."""
+    """Reference of `kernels.slot_mapping_from_positions`."""
     slots = []
     for position, seq in zip(positions.tolist(), seq_ids.tolist(), strict=True):
         column = position // block_size
@@ -326,7 +326,7 @@ def shared_prefix_decode_attention(
     out: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Twin of `kernels.shared_prefix_decode_attention` (the splits change nothing here)."""
+    """Reference of `kernels.shared_prefix_decode_attention` (the splits change nothing here)."""
     out = torch.empty_like(q) if out is None else out
     lse = torch.empty(q.shape[:2], dtype=q.dtype, device=q.device)
     starts = group_offsets.tolist()

@@ -13,23 +13,17 @@ import triton.language as tl
 
 from kernels.apply_rotary_embedding import rotate_rows
 from kernels.checks import (
+    KV_DTYPES,
+    check_cache_scales,
     check_kv_cache,
     check_like,
     check_rotary,
     check_slots,
     check_tensor,
     check_writable,
-)
-from kernels.fp8_cache import (
-    KV_DTYPES,
-    Scale,
-    cache_argument,
-    check_cache_scales,
     dtypes_beside,
-    load_row_scales,
-    scale_arguments,
-    to_cache,
 )
+from kernels.fp8_cache import Scale, cache_argument, load_row_scales, scale_arguments, to_cache
 from kernels.tiles import cdiv, next_power_of_2, padded_dim, rotary_tile
 from kernels.torch_ops import inplace_op
 

@@ -11,17 +11,16 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.checks import check_kv_cache, check_like, check_slots, check_tensor
-from kernels.fp8_cache import (
+from kernels.checks import (
     KV_DTYPES,
-    Scale,
-    cache_argument,
     check_cache_scales,
+    check_kv_cache,
+    check_like,
+    check_slots,
+    check_tensor,
     dtypes_beside,
-    load_row_scales,
-    scale_arguments,
-    to_cache,
 )
+from kernels.fp8_cache import Scale, cache_argument, load_row_scales, scale_arguments, to_cache
 from kernels.tiles import cdiv, padded_dim, store_tile
 from kernels.torch_ops import inplace_op
 

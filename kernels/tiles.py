@@ -237,15 +237,14 @@ def prefill_num_splits(num_programs: int, max_tokens: int, tile_n: int, target: 
 
 
 @functools.cache
-def shared_prefix_tile(
+def split_prefill_tile(
     head_dim_padded: int, dtype: torch.dtype, target: Target, kv_itemsize: int | None = None
 ) -> AttentionTile:
-    """Tile of the shared-prefix part of cascade decode, which is prefill in all but its output, and
-    of prefill that leaves split states.
+    """Tile of the prefill kernel where it leaves split states: split keys, the prefix of cascade.
 
     The output is fp32 and takes twice the registers on its way out, too many of them at 128 x 256.
     """
-    if forced := target.forced_tile("shared_prefix_tile"):
+    if forced := target.forced_tile("split_prefill_tile"):
         return forced
     tile = prefill_tile(head_dim_padded, dtype, target, kv_itemsize)
     return replace(tile, tile_m=min(tile.tile_m, 64)) if head_dim_padded > 128 else tile

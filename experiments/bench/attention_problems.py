@@ -17,7 +17,7 @@ from experiments.bench.problem import OURS, Problem, Shape, dtypes, fill_normal,
 if TYPE_CHECKING:
     import torch
 
-    from kernels.accuracy import PagedBatch
+    from kernels.testing.inputs import PagedBatch
 
 _QUERIES_CHECKED = 16
 
@@ -26,7 +26,8 @@ def _paged_batch(shape: Shape, device: torch.device) -> PagedBatch:
     """Sequences of equal length in a shuffled cache; slots without a token hold NaN."""
     import torch
 
-    from kernels.accuracy import PagedBatch, bits
+    from kernels.testing.accuracy import bits
+    from kernels.testing.inputs import PagedBatch
 
     dtype, kv_dtype = dtypes(shape)
     generator = torch.Generator(device).manual_seed(shape.seed)
@@ -68,7 +69,7 @@ def _sample(batch: PagedBatch, rows: list[tuple[int, int, int]]) -> tuple[PagedB
     """
     import torch
 
-    from kernels.accuracy import PagedBatch
+    from kernels.testing.inputs import PagedBatch
 
     device, block_size = batch.q.device, batch.k_cache.shape[1]
     starts, lengths = batch.cu_seqlens_q.tolist(), batch.context_lens.tolist()
@@ -98,24 +99,24 @@ def _sample(batch: PagedBatch, rows: list[tuple[int, int, int]]) -> tuple[PagedB
 
 def _blocks(cache: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Copies of some blocks, bit for bit: PyTorch does not index fp8 everywhere."""
-    from kernels.accuracy import bits
+    from kernels.testing.accuracy import bits
 
     return bits(cache)[ids].view(cache.dtype)
 
 
 def _judge(op: str, batch: PagedBatch, rows: list, **options: Any) -> Callable:
-    """How a result for ``batch`` is judged: on some rows, against the twin of ``op``."""
+    """How a result for ``batch`` is judged: on some rows, against the reference of ``op``."""
     from kernels import reference
-    from kernels.accuracy import accuracy
+    from kernels.testing.accuracy import accuracy
 
     small, queries = _sample(batch, rows)
-    twin = getattr(reference, op)
+    reference_op = getattr(reference, op)
     if op == "paged_prefill_attention":
         options["max_seqlen_q"] = max(count for _, _, count in rows)
         args, wide = small.prefill_args, small.double().prefill_args
     else:
         args, wide = small.decode_args, small.double().decode_args
-    low, ref = twin(*args, **options), twin(*wide, **options)
+    low, ref = reference_op(*args, **options), reference_op(*wide, **options)
     return lambda out: accuracy(out[queries], low, ref)
 
 
@@ -129,7 +130,7 @@ def _attention_bytes(shape: Shape, kv_tokens: int) -> int:
 
 def decode_problem(shape: Shape, device: torch.device) -> Problem:
     from kernels import paged_decode_attention
-    from kernels.baselines import BASELINES
+    from kernels.testing.baselines import BASELINES
 
     batch = _paged_batch(shape, device)
     scales = scales_of(shape)
@@ -152,7 +153,7 @@ def decode_problem(shape: Shape, device: torch.device) -> Problem:
 
 def prefill_problem(shape: Shape, device: torch.device) -> Problem:
     from kernels import paged_prefill_attention
-    from kernels.baselines import BASELINES
+    from kernels.testing.baselines import BASELINES
 
     batch = _paged_batch(shape, device)
     scales, longest = scales_of(shape), shape.query_len
@@ -182,7 +183,8 @@ def cascade_problem(shape: Shape, device: torch.device) -> Problem:
     import torch
 
     from kernels import paged_decode_attention, shared_prefix_decode_attention
-    from kernels.accuracy import PagedBatch, bits
+    from kernels.testing.accuracy import bits
+    from kernels.testing.inputs import PagedBatch
 
     if shape.prefix_len % shape.block_size:
         raise ValueError(

@@ -2,8 +2,8 @@
 
 A GPU experiment on one process spends more time in the compiler than on the GPU, while the other
 cores idle.  The shapes of its cells are known beforehand, so other processes call the ops on meta
-tensors of these shapes, by which ``kernels/compile.py`` compiles what would be launched; the result
-lies in Triton's cache when the experiment looks for it.
+tensors of these shapes, by which ``kernels/compiled/compile.py`` compiles what would be launched;
+the result lies in Triton's cache when the experiment looks for it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from experiments.bench.kernel_problems import OURS, Shape
+from experiments.bench.tiles import with_tile
 
 if TYPE_CHECKING:
     import torch
-
-    from kernels.tiles import Target
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Job:
 
     shape: Shape
     tile: tuple[int, ...] | None
-    """As in ``tile_sweep.TileSweepCell``."""
+    """As in ``tiles.with_tile``; None for the table's."""
 
 
 def jobs_of(cells: Iterable[Any]) -> list[Job]:
@@ -79,26 +78,21 @@ def compile_job(job: Job, arch: int, num_multiprocessors: int) -> int:
 
     arch: compute capability as an integer.  Must run without TRITON_INTERPRET.
     """
-    from kernels.architectures import ARCHITECTURES
-    from kernels.compile import compile_call
+    from kernels.compiled.architectures import ARCHITECTURES
+    from kernels.compiled.compile import compile_call
     from kernels.tiles import force_target
 
     known = ARCHITECTURES[f"sm_{arch}"]
     target = dataclasses.replace(known, num_multiprocessors=num_multiprocessors)
 
     def call() -> None:
-        with force_target(_with_tile(job, target.tiles_target)):
+        tiles = target.tiles_target
+        if job.tile is not None:
+            tiles = with_tile(job.shape, job.tile, tiles)
+        with force_target(tiles):
             launch_on_meta(job.shape)
 
     return len(compile_call(call, target))
-
-
-def _with_tile(job: Job, target: Target) -> Target:
-    if job.tile is None:
-        return target
-    from experiments import tile_sweep
-
-    return tile_sweep.with_tile(job.shape, job.tile, target)
 
 
 def launch_on_meta(shape: Shape) -> None:

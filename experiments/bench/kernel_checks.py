@@ -1,4 +1,4 @@
-"""The kernels of the paged cache, each with how ``kernel_accuracy`` compares it with its twin.
+"""The kernels of the paged cache, each with how ``kernel_accuracy`` compares it with its reference.
 
 To add a kernel: a function from a case to the accuracy of its results, and a line in ``KERNELS``.
 ``kernels`` is imported inside, because TRITON_INTERPRET must be set before it is.
@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from kernels.accuracy import Accuracy, PagedBatch
+    from kernels.testing.accuracy import Accuracy
+    from kernels.testing.inputs import PagedBatch
 
 FEATURES = ("none", "window", "softcap", "alibi", "sinks", "split")
 """Options of the attention kernels, taken one at a time."""
@@ -52,7 +53,7 @@ class Case:
     @property
     def scales(self) -> dict[str, Any]:
         """k_scale and v_scale of an fp8 cache."""
-        from kernels.accuracy import random_scales
+        from kernels.testing.inputs import random_scales
 
         return random_scales("per head", _NUM_KV_HEADS, self.device) if self.fp8_cache else {}
 
@@ -75,7 +76,7 @@ def _store_kvcache(case: Case) -> dict[str, Accuracy]:
     import torch
 
     from kernels import reference, store_kvcache
-    from kernels.accuracy import compare_with_twin
+    from kernels.testing.accuracy import compare_with_reference
 
     generator = torch.Generator().manual_seed(case.seed)
     num_tokens = sum(_CONTEXT_LENS)
@@ -97,7 +98,7 @@ def _store_kvcache(case: Case) -> dict[str, Accuracy]:
 
         return stored
 
-    (caches,) = compare_with_twin(
+    (caches,) = compare_with_reference(
         stored_by(store_kvcache),
         stored_by(reference.store_kvcache),
         (key, value, slots.to(case.device)),
@@ -109,7 +110,7 @@ def _copy_blocks(case: Case) -> dict[str, Accuracy]:
     import torch
 
     from kernels import copy_blocks, reference
-    from kernels.accuracy import compare_with_twin
+    from kernels.testing.accuracy import compare_with_reference
 
     generator = torch.Generator().manual_seed(case.seed)
     num_layers, num_blocks = 2, 9
@@ -125,7 +126,7 @@ def _copy_blocks(case: Case) -> dict[str, Accuracy]:
 
         return copied
 
-    (copied,) = compare_with_twin(
+    (copied,) = compare_with_reference(
         copied_by(copy_blocks),
         copied_by(reference.copy_blocks),
         (caches, pairs.to(case.device)),
@@ -137,7 +138,7 @@ def _swap_blocks(case: Case) -> dict[str, Accuracy]:
     import torch
 
     from kernels import reference, swap_blocks
-    from kernels.accuracy import compare_with_twin
+    from kernels.testing.accuracy import compare_with_reference
 
     generator = torch.Generator().manual_seed(case.seed)
     num_layers, num_blocks = 2, 3
@@ -156,7 +157,7 @@ def _swap_blocks(case: Case) -> dict[str, Accuracy]:
 
         return swapped
 
-    (swapped,) = compare_with_twin(
+    (swapped,) = compare_with_reference(
         through_the_host(swap_blocks),
         through_the_host(reference.swap_blocks),
         (caches, pairs.to(case.device)),
@@ -180,10 +181,10 @@ def _rotary_inputs(case: Case) -> tuple[torch.Tensor, ...]:
 
 def _apply_rotary_embedding(case: Case) -> dict[str, Accuracy]:
     from kernels import apply_rotary_embedding, reference
-    from kernels.accuracy import compare_with_twin
+    from kernels.testing.accuracy import compare_with_reference
 
     qkv, positions, cos, sin = _rotary_inputs(case)
-    (rotated,) = compare_with_twin(
+    (rotated,) = compare_with_reference(
         apply_rotary_embedding,
         reference.apply_rotary_embedding,
         (qkv[:, :_NUM_Q_HEADS], positions, cos, sin),
@@ -195,7 +196,7 @@ def _rope_store_kvcache(case: Case) -> dict[str, Accuracy]:
     import torch
 
     from kernels import reference, rope_store_kvcache
-    from kernels.accuracy import compare_with_twin
+    from kernels.testing.accuracy import compare_with_reference
 
     qkv, positions, cos, sin = _rotary_inputs(case)
     num_tokens = len(qkv)
@@ -216,7 +217,7 @@ def _rope_store_kvcache(case: Case) -> dict[str, Accuracy]:
 
         return stored
 
-    caches, query = compare_with_twin(
+    caches, query = compare_with_reference(
         stored_by(rope_store_kvcache),
         stored_by(reference.rope_store_kvcache),
         (qkv, slots.to(case.device), positions, cos, sin),
@@ -228,7 +229,7 @@ def _merge_attention_states(case: Case) -> dict[str, Accuracy]:
     import torch
 
     from kernels import merge_attention_states, reference
-    from kernels.accuracy import compare_with_twin
+    from kernels.testing.accuracy import compare_with_reference
 
     generator = torch.Generator().manual_seed(case.seed)
     parts = []
@@ -237,7 +238,9 @@ def _merge_attention_states(case: Case) -> dict[str, Accuracy]:
         lse = torch.randn(23, _NUM_Q_HEADS, generator=generator)
         lse[torch.rand(23, _NUM_Q_HEADS, generator=generator) < 0.2] = -torch.inf  # no keys
         parts += [out.to(case.device, case.dtype), lse.to(case.device)]
-    output, lse = compare_with_twin(merge_attention_states, reference.merge_attention_states, parts)
+    output, lse = compare_with_reference(
+        merge_attention_states, reference.merge_attention_states, parts
+    )
     return {"output": output, "LSE": lse}
 
 
@@ -245,14 +248,14 @@ def _slot_mapping_from_positions(case: Case) -> dict[str, Accuracy]:
     import torch
 
     from kernels import reference, slot_mapping_from_positions
-    from kernels.accuracy import compare_with_twin
+    from kernels.testing.accuracy import compare_with_reference
 
     batch = _batch(case, _CONTEXT_LENS)
     positions = torch.cat([torch.arange(length) for length in _CONTEXT_LENS])
     positions[::7] = -1  # padding, to be skipped
     seq_ids = torch.arange(len(_CONTEXT_LENS)).repeat_interleave(torch.tensor(_CONTEXT_LENS))
     arguments = (positions.to(case.device), batch.block_tables, seq_ids.to(case.device))
-    (slots,) = compare_with_twin(
+    (slots,) = compare_with_reference(
         slot_mapping_from_positions,
         reference.slot_mapping_from_positions,
         (*arguments, case.block_size),
@@ -319,7 +322,7 @@ def _shared_prefix_decode_attention(case: Case) -> dict[str, Accuracy]:
 
 
 def _batch(case: Case, context_lens: tuple[int, ...], **options: Any) -> PagedBatch:
-    from kernels.accuracy import random_paged_batch
+    from kernels.testing.inputs import random_paged_batch
 
     return random_paged_batch(
         context_lens,
@@ -344,11 +347,11 @@ def _outside_window(case: Case, query_lens: tuple[int, ...]) -> list[int] | None
 
 
 def _compare_attention(
-    case: Case, op: Callable, twin: Callable, arguments: tuple, **options: Any
+    case: Case, op: Callable, reference_op: Callable, arguments: tuple, **options: Any
 ) -> dict[str, Accuracy]:
     import torch
 
-    from kernels.accuracy import compare_with_twin
+    from kernels.testing.accuracy import compare_with_reference
 
     heads = torch.arange(1, _NUM_Q_HEADS + 1, device=case.device) / _NUM_Q_HEADS
     feature = {
@@ -360,7 +363,7 @@ def _compare_attention(
         "split": {"num_splits": 3},
     }[case.feature]
     options |= {"return_lse": True, **feature, **case.scales}
-    output, lse = compare_with_twin(op, twin, arguments, **options)
+    output, lse = compare_with_reference(op, reference_op, arguments, **options)
     return {"output": output, "LSE": lse}
 
 

@@ -1,14 +1,16 @@
 """Problems of real size for the data-path kernels: inputs made on the device, and what is right.
 
 A problem is an op at a shape, with the implementations of it that are to be compared, the fewest
-bytes and operations that it takes, and a check of a result by the rule of ``kernels/accuracy.py``.
-How they are made: ``attention_problems.py`` and ``move_problems.py``.  ``run`` gives a row of a
-table: an implementation at a shape, checked and timed.
+bytes and operations that it takes, and a check of a result by the rule of
+``kernels/testing/accuracy.py``.  How they are made: ``attention_problems.py`` and
+``move_problems.py``.  ``run`` gives a row of a table: an implementation at a shape, checked and
+timed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from experiments.bench import gpu_timing
@@ -22,6 +24,7 @@ from experiments.bench.move_problems import (
 )
 from experiments.bench.problem import (
     OURS,
+    OnHeads,
     Problem,
     Shape,
     WrongResult,
@@ -29,7 +32,7 @@ from experiments.bench.problem import (
     is_fp8,
     use_device,
 )
-from experiments.harness import Unavailable
+from experiments.harness import Options, Unavailable
 
 if TYPE_CHECKING:
     import torch
@@ -37,13 +40,17 @@ if TYPE_CHECKING:
 __all__ = [
     "OPS",
     "OURS",
+    "OnHeads",
     "Problem",
     "Shape",
+    "Timed",
     "WrongResult",
     "problem_of",
     "refusal",
     "release",
     "run",
+    "run_timed",
+    "timed_cells",
     "use_device",
 ]
 
@@ -64,7 +71,7 @@ def refusal(shape: Shape, implementation: str) -> str | None:
     import torch
 
     device = use_device()
-    from kernels.baselines import BASELINES
+    from kernels.testing.baselines import BASELINES
 
     if implementation in BASELINES:
         dtype, kv_dtype = dtypes(shape)
@@ -134,3 +141,40 @@ def run(
         "bound": accuracy.bound,
         **times,
     }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed(Options):
+    """A cell: an implementation at a shape, checked and timed."""
+
+    shape: Shape
+    implementation: str
+    launch: Launch
+    budget_ms: float
+
+    @property
+    def group(self) -> tuple[str, ...]:
+        return (self.shape.op,)
+
+
+def timed_cells(
+    options: OnHeads,
+    shape: Shape,
+    implementations: Iterable[str],
+    launches: Iterable[Launch] = ("graph",),
+) -> Iterator[Timed]:
+    """The cells of one shape."""
+    for implementation in implementations:
+        for launch in launches:
+            yield Timed(
+                seed=options.seed,
+                shape=shape,
+                implementation=implementation,
+                launch=launch,
+                budget_ms=options.budget_ms,
+            )
+
+
+def run_timed(cell: Timed) -> list[dict[str, Any]]:
+    """The row of a cell."""
+    return [run(cell.shape, cell.implementation, launch=cell.launch, budget_ms=cell.budget_ms)]

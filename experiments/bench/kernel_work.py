@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from experiments.bench.gpus import Gpu
-    from kernels.compile import KernelResources
+    from kernels.compiled.compile import KernelResources
 
 BATCH, CONTEXT, SPLITS = 64, 4096, 8
 PROMPT = 8192
@@ -231,7 +231,10 @@ _WORK: dict[str, Callable[[_Kernel], list[Work]]] = {
 
 
 def kernel_name(row: KernelResources) -> str:
-    """The kernel's function without the underscore and `_kernel`."""
+    """The kernel's function without the underscore and `_kernel`; shared_prefix where prefill's
+    computes the prefix of cascade."""
+    if "suffix_lens_ptr" in row.signature:
+        return "shared_prefix"
     return row.kernel.strip("_").removesuffix("_kernel")
 
 

@@ -24,12 +24,12 @@ from experiments.bench.problem import (
 if TYPE_CHECKING:
     import torch
 
-    from kernels.accuracy import Accuracy
+    from kernels.testing.accuracy import Accuracy
 
 
 def _exact(pairs: Callable[[], list[tuple[torch.Tensor, torch.Tensor]]]) -> Callable:
     """A check of moved memory: the tensors of each pair agree bit for bit."""
-    from kernels.accuracy import Accuracy, bits
+    from kernels.testing.accuracy import Accuracy, bits
 
     def check(_: object) -> Accuracy:
         same = all((bits(a).cpu() == bits(b).cpu()).all() for a, b in pairs())
@@ -43,7 +43,7 @@ def store_problem(shape: Shape, device: torch.device) -> Problem:
     import torch
 
     from kernels import reference, store_kvcache
-    from kernels.accuracy import bits
+    from kernels.testing.accuracy import bits
 
     dtype, kv_dtype = dtypes(shape)
     generator = torch.Generator(device).manual_seed(shape.seed)
@@ -87,7 +87,7 @@ def _moved_blocks(
     shape: Shape, source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor
 ) -> dict[str, Any]:
     """Bytes, check and reset of ops that copy whole blocks."""
-    from kernels.accuracy import bits
+    from kernels.testing.accuracy import bits
 
     some = [tuple(pair) for pair in pairs[some_of(len(pairs))].tolist()]
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from experiments.bench.gpu_timing import Ceiling
-from experiments.harness import Unavailable
+from experiments.harness import Count, Options, Positive, Unavailable
 
 if TYPE_CHECKING:
     import torch
 
-    from kernels.accuracy import Accuracy
+    from kernels.testing.accuracy import Accuracy
 
 OURS = "pagelab"
 """What our kernels are called among the implementations."""
@@ -60,6 +60,25 @@ class Shape:
         names += ("num_q_heads", "num_kv_heads", "head_dim", "num_layers", "dtype", "num_splits")
         columns = {name: getattr(self, name) for name in names}
         return {**columns, "kv_dtype": self.kv_dtype or self.dtype}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnHeads(Options):
+    """Options of experiments that time ops: what all their shapes have in common."""
+
+    num_q_heads: Count = 32
+    num_kv_heads: Count = 8
+    head_dim: Count = 128
+    dtype: Literal["float16", "bfloat16", "float32"] = "bfloat16"
+    kv_dtype: Literal["float8_e4m3fn"] | None = None
+    """Of the cache; that of the queries if None."""
+    budget_ms: Positive = 60.0
+    """Device time for the samples of a cell."""
+
+    def shape(self, op: str, **sizes: Any) -> Shape:
+        """``op`` at these sizes."""
+        names = ("num_q_heads", "num_kv_heads", "head_dim", "dtype", "kv_dtype", "seed")
+        return Shape(op=op, **{name: getattr(self, name) for name in names}, **sizes)
 
 
 @dataclass

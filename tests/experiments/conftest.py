@@ -226,6 +226,7 @@ def timed_rows() -> Callable:
                     "p50_us": p50,
                     "p80_us": 1.1 * p50,
                     "peak_gb_per_s": 3000.0,
+                    "peak_tflop_per_s": 700.0,
                     "gb_per_s": num_bytes / seconds / 1e9,
                     "bandwidth_fraction": num_bytes / seconds / 3e12,
                     "matmul_fraction": min(0.9, flops / seconds / 7e14),

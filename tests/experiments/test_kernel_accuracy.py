@@ -8,9 +8,9 @@ import pandas as pd
 import pytest
 
 from experiments import kernel_accuracy
-from experiments.kernel_accuracy import KERNELS, KernelAccuracyOptions
+from experiments.kernel_accuracy import KERNELS, KernelAccuracy
 
-TINY = KernelAccuracyOptions(block_size=(7,), dtype=("float16",), head_dim=(16,))
+TINY = KernelAccuracy(block_size=(7,), dtype=("float16",), head_dim=(16,))
 
 
 @pytest.fixture(scope="module")

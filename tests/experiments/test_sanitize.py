@@ -8,7 +8,7 @@ from pathlib import Path
 
 from experiments import sanitize
 from experiments.bench import kernel_checks
-from kernels.accuracy import Accuracy
+from kernels.testing.accuracy import Accuracy
 
 
 def test_every_kernel_of_the_package_has_a_case():

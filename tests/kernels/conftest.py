@@ -99,7 +99,7 @@ def run_without_interpreter():
 
 @pytest.fixture(scope="session")
 def shipped_resources(tmp_path_factory, run_without_interpreter):
-    """Rows of `python -m kernels.compile --json`: shipped_resources(arch, op, ..., match="bf16").
+    """Rows of `kernels.compiled.compile --json`: shipped_resources(arch, op, ..., match="bf16").
 
     A selection is compiled once for all pytest-xdist workers; across runs Triton's cache serves.
     """
@@ -112,7 +112,7 @@ def shipped_resources(tmp_path_factory, run_without_interpreter):
             if not path.exists():
                 flags = [flag for op in ops for flag in ("--op", op)]
                 flags += ["--arch", arch, "--match", match, "--json"]
-                path.write_text(run_without_interpreter("-m", "kernels.compile", *flags))
+                path.write_text(run_without_interpreter("-m", "kernels.compiled.compile", *flags))
         return [json.loads(line) for line in path.read_text().splitlines()]
 
     return resources

@@ -7,16 +7,9 @@ import math
 import pytest
 import torch
 
-from kernels.accuracy import (
-    LAYOUTS,
-    accuracy,
-    compare_with_twin,
-    make_cache,
-    max_error,
-    poison_,
-    random_paged_batch,
-)
 from kernels.reference import gather_tokens
+from kernels.testing.accuracy import accuracy, compare_with_reference, max_error
+from kernels.testing.inputs import LAYOUTS, make_cache, poison_, random_paged_batch
 
 
 def test_rule_allows_twice_the_eager_error():
@@ -132,15 +125,15 @@ def test_select_takes_whole_sequences():
 
 
 def test_a_wrong_kernel_is_caught():
-    def twin(x, *, offset):
+    def reference_op(x, *, offset):
         return x.sin() + offset
 
     x = torch.linspace(0, 3, 50).half()
     offset = torch.ones(50).half()
-    (right,) = compare_with_twin(twin, twin, [x], offset=offset)
+    (right,) = compare_with_reference(reference_op, reference_op, [x], offset=offset)
     assert right.passed
     assert right.eager_error > 0
-    (wrong,) = compare_with_twin(
-        lambda x, offset: twin(x, offset=offset) + 0.01, twin, [x], offset=offset
+    (wrong,) = compare_with_reference(
+        lambda x, offset: reference_op(x, offset=offset) + 0.01, reference_op, [x], offset=offset
     )
     assert not wrong.passed

@@ -1,4 +1,4 @@
-"""apply_rotary_embedding against its twin in fp64, by the rule of kernels/accuracy.py."""
+"""apply_rotary_embedding against its reference in fp64."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels import apply_rotary_embedding, reference
-from kernels.accuracy import bits, compare_with_twin
+from kernels.testing.accuracy import bits, compare_with_reference
 
 # numpy reports the NaNs that a test puts past rotary_dim.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
@@ -24,7 +24,7 @@ def tables(num_positions, rotary_dim, dtype, device):
 
 
 @given(data=st.data())
-def test_matches_twin(data, device):
+def test_matches_reference(data, device):
     def draw(name, strategy):
         return data.draw(strategy, label=name)
 
@@ -41,7 +41,7 @@ def test_matches_twin(data, device):
         positions = positions.int()
     cos, sin = tables(50, rotary_dim, table_dtype, device)
     before = x.clone()
-    (result,) = compare_with_twin(
+    (result,) = compare_with_reference(
         apply_rotary_embedding,
         reference.apply_rotary_embedding,
         (x, positions, cos, sin),

@@ -14,9 +14,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels import baselines, flash_attn_compat, reference
-from kernels.accuracy import compare_with_twin, random_paged_batch
-from kernels.baselines import BASELINES, PAGE_SIZE, Unavailable
+from kernels import flash_attn_compat, reference
+from kernels.testing import baselines
+from kernels.testing.accuracy import compare_with_reference
+from kernels.testing.baselines import BASELINES, PAGE_SIZE, Unavailable
+from kernels.testing.inputs import random_paged_batch
 
 CONTEXT_LENS = (1, 270, 0, 37)
 QUERY_LENS = (1, 20, 0, 5)
@@ -44,7 +46,7 @@ def _flash_attn_3() -> SimpleNamespace:
 
 
 def _varlen(q, k, v, cu_seqlens_q, lengths, max_q, table, scale, causal, window):
-    ends = baselines._cumulative(lengths)
+    ends = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     return flash_attn_compat.flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, ends, max_q, table.shape[1] * k.shape[1], softmax_scale=scale,
         causal=causal, window_size=window, block_table=table,
@@ -152,7 +154,7 @@ def _batch(block_size, context_lens=CONTEXT_LENS, query_lens=None, window_size=N
 def test_decode(served, options):
     baseline, block_size = served
     batch = _batch(block_size)
-    (accuracy,) = compare_with_twin(
+    (accuracy,) = compare_with_reference(
         baseline.decode, reference.paged_decode_attention, batch.decode_args, **options
     )
     assert accuracy.passed, accuracy
@@ -164,7 +166,7 @@ def test_decode(served, options):
 def test_prefill_with_and_without_cached_prefix(served, options):
     baseline, block_size = served
     batch = _batch(block_size, query_lens=QUERY_LENS)
-    (accuracy,) = compare_with_twin(
+    (accuracy,) = compare_with_reference(
         baseline.prefill,
         reference.paged_prefill_attention,
         batch.prefill_args,
@@ -188,10 +190,10 @@ def test_pytorch_baselines_on_any_batch(name, block_size, context_lens, head_dim
     decode = _batch(block_size, context_lens, **shape)
     prefill = _batch(block_size, context_lens, query_lens, **shape)
     baseline = BASELINES[name]
-    (decoded,) = compare_with_twin(
+    (decoded,) = compare_with_reference(
         baseline.decode, reference.paged_decode_attention, decode.decode_args
     )
-    (prefilled,) = compare_with_twin(
+    (prefilled,) = compare_with_reference(
         baseline.prefill,
         reference.paged_prefill_attention,
         prefill.prefill_args,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.accuracy import LAYOUTS, make_cache
 from kernels.block_layout import block_runs
+from kernels.testing.inputs import LAYOUTS, make_cache
 
 
 def offsets_of(cache):

@@ -302,9 +302,8 @@ def test_checks_read_no_values_of_tensors_off_the_host():
     cache = torch.empty(5, 4, 2, 16, device="meta")
     lens = torch.empty(3, dtype=torch.int32, device="meta")
     tables = torch.empty(3, 2, dtype=torch.int32, device="meta")
-    device = cache.device
     checks.check_kv_cache(cache, cache)
-    checks.check_block_tables(tables, lens, cache, batch=3, device=device, window_size=2)
+    checks.check_block_tables(tables, lens, cache, batch=3, window_size=2)
     checks.check_slots(lens, cache, num_tokens=3)
     with pytest.raises(RuntimeError):
         lens.max().item()

@@ -10,15 +10,15 @@ import json
 
 import pytest
 
-from kernels.architectures import ARCHITECTURES, CUDA_ARCHITECTURES
-from kernels.compile import (
+from kernels.compiled.architectures import ARCHITECTURES, CUDA_ARCHITECTURES
+from kernels.compiled.compile import (
     KernelResources,
     compile_call,
     format_table,
     main,
 )
-from kernels.shipped import HEAD_DIMS
-from kernels.shipped import OPS as ALL_OPS
+from kernels.compiled.shipped import HEAD_DIMS
+from kernels.compiled.shipped import OPS as ALL_OPS
 from kernels.tiles import PROGRAMS_PER_MULTIPROCESSOR
 
 OPS = ("store_kvcache", "paged_decode_attention")
@@ -181,8 +181,8 @@ def test_resident_programs(arch, used, expected):
 SPECIALISATION = """
 import json, torch
 from kernels import paged_decode_attention, store_kvcache
-from kernels.architectures import ARCHITECTURES
-from kernels.compile import compile_call
+from kernels.compiled.architectures import ARCHITECTURES
+from kernels.compiled.compile import compile_call
 
 def meta(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="meta")

@@ -1,4 +1,4 @@
-"""copy_blocks against its twin: exact copies, so every comparison is bitwise."""
+"""copy_blocks against its reference: exact copies, so every comparison is bitwise."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels import copy_blocks, reference
-from kernels.accuracy import LAYOUTS, bits, make_cache, poison_
-from kernels.architectures import CUDA_ARCHITECTURES
 from kernels.block_layout import CACHE_DTYPES
+from kernels.compiled.architectures import CUDA_ARCHITECTURES
+from kernels.testing.accuracy import bits
+from kernels.testing.inputs import LAYOUTS, make_cache, poison_
 
 ALIKE = [layout for layout in LAYOUTS if layout != "unlike"]  # K and V must have one layout
 
@@ -28,7 +29,7 @@ def random_bits_(tensor):
     return tensor
 
 
-def assert_copies_like_twin(caches, src_to_dst):
+def assert_copies_like_reference(caches, src_to_dst):
     """caches: one tensor, or (k_cache, v_cache) per layer."""
     if isinstance(caches, torch.Tensor):
         planes, want = [caches], caches.clone()
@@ -44,7 +45,7 @@ def assert_copies_like_twin(caches, src_to_dst):
 
 
 @given(data=st.data())
-def test_matches_twin(data, device):
+def test_matches_reference(data, device):
     draw = data.draw
     block_size = draw(st.sampled_from([1, 2, 3, 7, 16, 100]), label="block_size")
     num_kv_heads = draw(st.sampled_from([1, 2, 3]), label="num_kv_heads")
@@ -71,7 +72,7 @@ def test_matches_twin(data, device):
     sources = shuffled[torch.randint(num_sources, (len(destinations),))]
     padding = pairs_of((-1, 0), (0, -1), (-(2**40), 2**40), (int(shuffled[0]),) * 2, device="cpu")
     pairs = torch.cat([torch.stack([sources, destinations], 1), padding])
-    assert_copies_like_twin(caches, pairs[torch.randperm(len(pairs))].to(device))
+    assert_copies_like_reference(caches, pairs[torch.randperm(len(pairs))].to(device))
 
 
 @pytest.mark.parametrize("layout", ["heads-outside", "half-the-heads", "half-the-dims"])
@@ -81,24 +82,24 @@ def test_strided_blocks(layout, device):
         "half-the-heads": lambda: torch.randn(2, 3, 5, 7, 4, 24, device=device)[:, :, :, :, :2],
         "half-the-dims": lambda: torch.randn(2, 3, 5, 7, 2, 48, device=device)[..., :24],
     }[layout]()
-    assert_copies_like_twin(caches, pairs_of((4, 0), (4, 2), device=device))
+    assert_copies_like_reference(caches, pairs_of((4, 0), (4, 2), device=device))
 
 
 def test_block_of_several_chunks(device):
     cache = torch.randn(2, 1, 3, 100, 3, 80, device=device)
-    assert_copies_like_twin(cache, pairs_of((0, 2), device=device))
+    assert_copies_like_reference(cache, pairs_of((0, 2), device=device))
 
 
 def test_unaligned_cache(device):
     flat = torch.randn(2 * 2 * 5 * 4 * 16 + 1, device=device)[1:]
     cache = flat.view(2, 2, 5, 4, 1, 16)
-    assert_copies_like_twin(cache, pairs_of((0, 2), device=device))
-    assert_copies_like_twin([(cache[0, 0], cache[1, 0])], pairs_of((2, 1), device=device))
+    assert_copies_like_reference(cache, pairs_of((0, 2), device=device))
+    assert_copies_like_reference([(cache[0, 0], cache[1, 0])], pairs_of((2, 1), device=device))
 
 
 def test_strided_pairs(device):
     wide = torch.tensor([[0, 1, 77], [2, 3, 77]], dtype=torch.int64, device=device)
-    assert_copies_like_twin(torch.randn(2, 1, 4, 2, 1, 16, device=device), wide[:, :2])
+    assert_copies_like_reference(torch.randn(2, 1, 4, 2, 1, 16, device=device), wide[:, :2])
 
 
 def test_no_pairs_writes_nothing(device):

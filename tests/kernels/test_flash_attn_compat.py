@@ -16,8 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels import reference
-from kernels.accuracy import accuracy, bits, poison_, random_paged_batch
 from kernels.flash_attn_compat import flash_attn_varlen_func, flash_attn_with_kvcache
+from kernels.testing.accuracy import accuracy, bits
+from kernels.testing.inputs import poison_, random_paged_batch
 
 # The interpreter computes rows and tiles that are masked afterwards, and numpy reports their NaNs.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
@@ -186,7 +187,7 @@ def test_with_kvcache_like_the_documentation(data, device):
         if seqlen_new:
             new = length, length + seqlen_new
             error = (cache.tokens(cache.k, row, *new).double() - k_rotated[row].double()).abs()
-            # One rounding apart: the kernel rotates in fp32, the twin in fp64.
+            # One rounding apart: the kernel rotates in fp32, the reference in fp64.
             assert error.max() <= 4 * torch.finfo(dtype).eps
             assert torch.equal(cache.tokens(cache.v, row, *new), v_new[row].cpu())
             where = cache.where(row, torch.arange(*new))
@@ -613,7 +614,7 @@ def test_signature_is_that_of_flash_attn(function):
 
 LAUNCHES = """
 import json, torch
-from kernels.compile import ARCHITECTURES, compile_call
+from kernels.compiled.compile import ARCHITECTURES, compile_call
 from kernels.flash_attn_compat import flash_attn_varlen_func, flash_attn_with_kvcache
 
 def meta(*shape, dtype=torch.float16):

@@ -9,9 +9,10 @@ import torch
 
 import kernels
 from kernels import flash_attn_compat, paged_decode_attention, store_kvcache
-from kernels.accuracy import bits, random_paged_batch, random_shared_prefix_args
-from kernels.architectures import CUDA_ARCHITECTURES
+from kernels.compiled.architectures import CUDA_ARCHITECTURES
 from kernels.fp8_cache import FP8_DTYPE
+from kernels.testing.accuracy import bits
+from kernels.testing.inputs import random_paged_batch, random_shared_prefix_args
 from kernels.tiles import PROGRAMS_PER_MULTIPROCESSOR
 
 # Results with NaN are wanted here, and numpy reports them.
@@ -245,8 +246,8 @@ def assert_attention_is_wide(row):
 FORMS = """
 import torch
 from kernels import paged_decode_attention, rope_store_kvcache, store_kvcache
-from kernels.architectures import ARCHITECTURES
-from kernels.compile import compile_call
+from kernels.compiled.architectures import ARCHITECTURES
+from kernels.compiled.compile import compile_call
 
 def meta(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="meta")

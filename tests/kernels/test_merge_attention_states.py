@@ -1,4 +1,4 @@
-"""merge_attention_states against its twin, by the rule of kernels/accuracy.py."""
+"""merge_attention_states against its reference, by the rule of kernels/testing/accuracy.py."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels import merge_attention_states, reference
-from kernels.accuracy import compare_with_twin, max_error, poison_
-from kernels.architectures import CUDA_ARCHITECTURES
+from kernels.compiled.architectures import CUDA_ARCHITECTURES
+from kernels.testing.accuracy import compare_with_reference, max_error
+from kernels.testing.inputs import poison_
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
@@ -22,14 +23,16 @@ def random_states(num_tokens, num_heads, head_dim, dtype, device, spread=3.0):
     return out, (spread * torch.randn(num_tokens, num_heads)).to(device)
 
 
-def assert_matches_twin(*states):
-    results = compare_with_twin(merge_attention_states, reference.merge_attention_states, states)
+def assert_matches_reference(*states):
+    results = compare_with_reference(
+        merge_attention_states, reference.merge_attention_states, states
+    )
     for name, result in zip(("out", "lse"), results, strict=True):
         assert result.passed, f"{name}: {result}, bound {result.bound:.3g}"
 
 
 @given(data=st.data())
-def test_matches_twin(data, device):
+def test_matches_reference(data, device):
     draw = data.draw
     num_tokens = draw(st.integers(0, 40), label="num_tokens")
     num_heads = draw(st.sampled_from([1, 2, 3, 7]), label="num_heads")
@@ -44,7 +47,7 @@ def test_matches_twin(data, device):
         signs = torch.where(torch.rand(num_tokens, num_heads) < 0.5, -1.0, 1.0)
         lse[empty] = math.inf * signs[empty].to(device)
         out[empty] = poison_(torch.empty_like(out[empty]))
-    assert_matches_twin(out_a, lse_a, out_b, lse_b)
+    assert_matches_reference(out_a, lse_a, out_b, lse_b)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

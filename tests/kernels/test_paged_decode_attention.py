@@ -1,4 +1,4 @@
-"""paged_decode_attention against its twin in fp64, by the rule of kernels/accuracy.py.
+"""paged_decode_attention against its reference in fp64.
 
 Every batch has shuffled block tables with garbage padding, and NaN or Inf in every slot that must
 not matter.
@@ -15,14 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels import paged_decode_attention, reference
-from kernels.accuracy import (
-    LAYOUTS,
-    SCALES,
-    compare_with_twin,
-    random_paged_batch,
-    random_scales,
-)
 from kernels.fp8_cache import FP8_DTYPE
+from kernels.testing.accuracy import compare_with_reference
+from kernels.testing.inputs import LAYOUTS, SCALES, random_paged_batch, random_scales
 
 # The interpreter computes rows and tiles that are masked afterwards, and numpy reports their NaNs.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -41,8 +36,8 @@ def make_batch(context_lens, device, **overrides):
     return random_paged_batch(context_lens, device=device, **{**shape, **overrides})
 
 
-def assert_matches_twin(batch, **options):
-    results = compare_with_twin(
+def assert_matches_reference(batch, **options):
+    results = compare_with_reference(
         paged_decode_attention,
         reference.paged_decode_attention,
         batch.decode_args,
@@ -63,7 +58,7 @@ def assert_bitwise_equal(actual, expected):
 
 
 @given(data=st.data())
-def test_matches_twin_on_any_shape(data, device):
+def test_matches_reference_on_any_shape(data, device):
     def draw(name, strategy):
         return data.draw(strategy, label=name)
 
@@ -100,7 +95,7 @@ def test_matches_twin_on_any_shape(data, device):
         options["sinks"] = 3 * torch.randn(num_q_heads, generator=generator).to(device)
     if scales is not None:
         options |= random_scales(scales, num_kv_heads, device)
-    assert_matches_twin(batch, **options)
+    assert_matches_reference(batch, **options)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +122,7 @@ def test_fp8_caches(block_size, head_dim, dtype, scales, device):
     )
     options = {"window_size": 50, "softcap": 20.0, **random_scales(scales, 2, device)}
     for num_splits in (1, 2):
-        assert_matches_twin(batch, num_splits=num_splits, **options)
+        assert_matches_reference(batch, num_splits=num_splits, **options)
 
 
 @pytest.mark.parametrize("num_splits", [1, 2])
@@ -146,28 +141,28 @@ def test_equal_scales_are_bitwise_alike_in_every_form(num_splits, device):
 @pytest.mark.parametrize("block_size", [1, 2, 3, 7, 16, 24, 100, 256, 1024])
 def test_block_sizes(block_size, device):
     lens = [1, block_size, min(block_size + 1, 300), 75]
-    assert_matches_twin(make_batch(lens, device, block_size=block_size), num_splits=2)
+    assert_matches_reference(make_batch(lens, device, block_size=block_size), num_splits=2)
 
 
 @pytest.mark.parametrize("head_dim", [16, 17, 48, 64, 80, 96, 112, 128, 160, 192, 255, 256])
 def test_head_dims(head_dim, device):
-    assert_matches_twin(make_batch([45, 3], device, head_dim=head_dim), num_splits=2)
+    assert_matches_reference(make_batch([45, 3], device, head_dim=head_dim), num_splits=2)
 
 
 @pytest.mark.parametrize("group_size", [1, 3, 5, 7, 8, 16, 17, 71])
 def test_group_sizes(group_size, device):
     batch = make_batch([45, 3], device, num_q_heads=2 * group_size)
-    assert_matches_twin(batch, alibi_slopes=torch.rand(2 * group_size, device=device))
+    assert_matches_reference(batch, alibi_slopes=torch.rand(2 * group_size, device=device))
 
 
 def test_group_takes_several_tiles_at_head_dim_256(device):
-    assert_matches_twin(make_batch([45], device, num_q_heads=71, num_kv_heads=1, head_dim=256))
+    assert_matches_reference(make_batch([45], device, num_q_heads=71, num_kv_heads=1, head_dim=256))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_cache_layouts_are_bitwise_alike(layout, device):
     batch = make_batch([70, 5], device, layout=layout)
-    assert_matches_twin(batch)
+    assert_matches_reference(batch)
     contiguous = replace(
         batch, k_cache=batch.k_cache.contiguous(), v_cache=batch.v_cache.contiguous()
     )
@@ -220,7 +215,7 @@ def test_empty_sequences(num_splits, sinks, device):
     assert not out[0].any()
     assert not out[2].any()
     assert (lse[[0, 2]] == -math.inf).all()
-    assert_matches_twin(batch, num_splits=num_splits, sinks=sinks)
+    assert_matches_reference(batch, num_splits=num_splits, sinks=sinks)
 
 
 def test_empty_batch(device):
@@ -254,14 +249,14 @@ def test_block_size_changes_nothing(kv_dtype, device):
 
 
 def test_more_splits_than_tokens(device):
-    assert_matches_twin(make_batch([90, 2, 0], device), num_splits=40)
+    assert_matches_reference(make_batch([90, 2, 0], device), num_splits=40)
 
 
 @pytest.mark.parametrize("window_size", [1, 16, 31, 32, 33, 89, 90, 91, 10**9])
 def test_windows(window_size, device):
     hidden = [n - window_size for n in (90, 40)]
     batch = make_batch([90, 40], device, block_size=7, hidden_tokens=hidden)
-    assert_matches_twin(batch, window_size=window_size, num_splits=2)
+    assert_matches_reference(batch, window_size=window_size, num_splits=2)
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
@@ -292,7 +287,7 @@ def rule_out(batch, row, tokens):
 def test_scores_of_minus_infinity(tokens, num_splits, device):
     batch = make_batch([75, 3], device)
     rule_out(batch, 0, tokens)
-    assert_matches_twin(batch, num_splits=num_splits)
+    assert_matches_reference(batch, num_splits=num_splits)
 
 
 @pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
@@ -326,7 +321,7 @@ def test_huge_scores_do_not_overflow(num_splits, device):
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_extreme_sinks(sink, num_splits, device):
     sinks = torch.tensor([sink, 0.0, 1.0, sink], device=device)
-    assert_matches_twin(make_batch([75, 3], device), num_splits=num_splits, sinks=sinks)
+    assert_matches_reference(make_batch([75, 3], device), num_splits=num_splits, sinks=sinks)
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
@@ -397,7 +392,7 @@ def test_more_splits_than_the_merge_reads_at_a_time(device):
     batch = make_batch([1100], device, num_q_heads=1, num_kv_heads=1, head_dim=256)
     last = batch.block_tables[0, 1099 // 16], 1099 % 16
     batch.k_cache[last] = batch.q[0] / 2
-    assert_matches_twin(batch, num_splits=100)
+    assert_matches_reference(batch, num_splits=100)
 
 
 @pytest.mark.parametrize("options", [{}, {"window_size": 20}, {"num_splits": 2}], ids=str)

@@ -1,4 +1,4 @@
-"""paged_prefill_attention against its twin in fp64, by the rule of kernels/accuracy.py.
+"""paged_prefill_attention against its reference in fp64.
 
 Every batch has shuffled block tables with garbage padding, and NaN or Inf in every slot that must
 not matter.
@@ -16,17 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels import paged_decode_attention, paged_prefill_attention, reference
-from kernels.accuracy import (
-    LAYOUTS,
-    SCALES,
-    compare_with_twin,
-    max_error,
-    random_paged_batch,
-    random_scales,
-)
-from kernels.architectures import CUDA_ARCHITECTURES
+from kernels.compiled.architectures import CUDA_ARCHITECTURES
+from kernels.compiled.shipped import HEAD_DIMS
 from kernels.fp8_cache import FP8_DTYPE
-from kernels.shipped import HEAD_DIMS
+from kernels.testing.accuracy import compare_with_reference, max_error
+from kernels.testing.inputs import LAYOUTS, SCALES, random_paged_batch, random_scales
 
 # The interpreter computes rows and tiles that are masked afterwards, and numpy reports their NaNs.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
@@ -53,8 +47,8 @@ def prefill(batch, **options):
     return paged_prefill_attention(*batch.prefill_args, **options)
 
 
-def assert_matches_twin(batch, **options):
-    results = compare_with_twin(
+def assert_matches_reference(batch, **options):
+    results = compare_with_reference(
         paged_prefill_attention,
         reference.paged_prefill_attention,
         batch.prefill_args,
@@ -80,7 +74,7 @@ def hidden_tokens(context_lens, query_lens, window_size):
 
 
 @given(data=st.data())
-def test_matches_twin_on_any_shape(data, device):
+def test_matches_reference_on_any_shape(data, device):
     def draw(name, strategy):
         return data.draw(strategy, label=name)
 
@@ -124,7 +118,7 @@ def test_matches_twin_on_any_shape(data, device):
         options["sinks"] = 3 * torch.randn(num_q_heads, generator=generator).to(device)
     if scales is not None:
         options |= random_scales(scales, num_kv_heads, device)
-    assert_matches_twin(batch, **options)
+    assert_matches_reference(batch, **options)
 
 
 @pytest.mark.parametrize(
@@ -151,23 +145,23 @@ def test_fp8_caches(block_size, head_dim, dtype, scales, device):
     )
     options = {"window_size": 30, "softcap": 20.0, **random_scales(scales, 2, device)}
     for num_splits in (1, 3):
-        assert_matches_twin(batch, num_splits=num_splits, **options)
+        assert_matches_reference(batch, num_splits=num_splits, **options)
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 7, 16, 24, 100, 256, 1024])
 def test_block_sizes(block_size, device):
-    assert_matches_twin(make_batch([50, 40], [50, 9], device, block_size=block_size))
+    assert_matches_reference(make_batch([50, 40], [50, 9], device, block_size=block_size))
 
 
 @pytest.mark.parametrize("head_dim", [16, 17, 80, 96, 112, 128, 160, 255, 256])
 def test_head_dims(head_dim, device):
-    assert_matches_twin(make_batch([40, 37], [7, 3], device, head_dim=head_dim))
+    assert_matches_reference(make_batch([40, 37], [7, 3], device, head_dim=head_dim))
 
 
 @pytest.mark.parametrize("group_size", [1, 3, 5, 7, 8, 16, 17, 71])
 def test_group_sizes(group_size, device):
     batch = make_batch([20, 37], [4, 1], device, num_q_heads=2 * group_size)
-    assert_matches_twin(batch, alibi_slopes=torch.rand(2 * group_size, device=device))
+    assert_matches_reference(batch, alibi_slopes=torch.rand(2 * group_size, device=device))
 
 
 @pytest.mark.parametrize(
@@ -183,7 +177,7 @@ def test_group_sizes(group_size, device):
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_kinds_of_batches(lens, dtype, device):
-    assert_matches_twin(make_batch(*lens, device, dtype=dtype))
+    assert_matches_reference(make_batch(*lens, device, dtype=dtype))
 
 
 @pytest.mark.parametrize(
@@ -195,7 +189,7 @@ def test_windows(causal, window_size, device):
     batch = make_batch(*lens, device, hidden_tokens=hidden_tokens(*lens, window_size), block_size=7)
     for num_splits in (1, 2):
         options = {"window_size": window_size, "causal": causal, "num_splits": num_splits}
-        assert_matches_twin(batch, **options)
+        assert_matches_reference(batch, **options)
 
 
 @pytest.mark.parametrize("num_splits", [1, 2])
@@ -203,7 +197,7 @@ def test_window_far_from_the_first_token(num_splits, device):
     """The masked left region alone reaches past the last visible key."""
     lens = [200], [3]
     batch = make_batch(*lens, device, hidden_tokens=hidden_tokens(*lens, 4))
-    assert_matches_twin(batch, window_size=4, num_splits=num_splits)
+    assert_matches_reference(batch, window_size=4, num_splits=num_splits)
 
 
 @pytest.mark.parametrize("window_size", [None, 33, 75, 120])
@@ -212,7 +206,7 @@ def test_split_keys(num_splits, window_size, device):
     """Splits that end inside each region of keys, and splits without keys."""
     lens = [200, 97, 0, 1, 40], [12, 1, 0, 1, 17]
     batch = make_batch(*lens, device, hidden_tokens=hidden_tokens(*lens, window_size))
-    assert_matches_twin(batch, num_splits=num_splits, window_size=window_size)
+    assert_matches_reference(batch, num_splits=num_splits, window_size=window_size)
 
 
 @pytest.mark.parametrize("query_len", [2, 40, 64])
@@ -226,7 +220,7 @@ def test_queries_before_the_first_token_see_nothing(query_len, device):
     expected = prefill(make_batch([5], [5], device).select([0]))
     assert torch.isfinite(lse[~blind]).all()
     assert out[~blind].shape == expected[0].shape
-    assert_matches_twin(batch)
+    assert_matches_reference(batch)
 
 
 def test_single_queries_agree_with_decode(device):
@@ -291,7 +285,7 @@ def test_block_size_changes_nothing(device):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_cache_layouts_are_bitwise_alike(layout, device):
     batch = make_batch([40, 5], [9, 2], device, layout=layout)
-    assert_matches_twin(batch)
+    assert_matches_reference(batch)
     contiguous = replace(
         batch, k_cache=batch.k_cache.contiguous(), v_cache=batch.v_cache.contiguous()
     )
@@ -365,7 +359,7 @@ def rule_out(batch, row, tokens):
 def test_scores_of_minus_infinity(tokens, device):
     batch = make_batch([75, 3], [20, 2], device)
     rule_out(batch, 0, tokens)
-    assert_matches_twin(batch)
+    assert_matches_reference(batch)
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
@@ -610,7 +604,7 @@ MMA_FAMILY = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05"}
 SPECIALISATION = """
 import torch
 from kernels import paged_prefill_attention
-from kernels.compile import ARCHITECTURES, compile_call
+from kernels.compiled.compile import ARCHITECTURES, compile_call
 
 def meta(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="meta")

@@ -1,4 +1,4 @@
-"""rope_store_kvcache: rotation judged by the rule of kernels/accuracy.py, the rest bitwise."""
+"""rope_store_kvcache: the rotation is judged in fp64, the rest bitwise."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels import apply_rotary_embedding, reference, rope_store_kvcache, store_kvcache
-from kernels.accuracy import LAYOUTS, SCALES, accuracy, bits, make_cache, random_scales
 from kernels.fp8_cache import FP8_DTYPE
+from kernels.testing.accuracy import accuracy, bits
+from kernels.testing.inputs import LAYOUTS, SCALES, make_cache, random_scales
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
@@ -93,8 +94,8 @@ def test_is_rotation_then_store(data, device):
 
 
 @pytest.mark.parametrize("scales", SCALES)
-def test_twin_of_fp8_caches(scales, device):
-    """Where rotated keys are exact, since every angle is 0, the twin stores the same bits."""
+def test_reference_of_fp8_caches(scales, device):
+    """Where rotated keys are exact, since every angle is 0, the reference stores the same bits."""
     key, value = torch.randn(2, 5, 2, 32, device=device).half().unbind(0)
     slots, positions = torch.tensor([7, -1, 0], device=device), torch.arange(5, device=device)
     cos, sin = torch.ones(9, 8, device=device), torch.zeros(9, 8, device=device)
@@ -109,7 +110,7 @@ def test_twin_of_fp8_caches(scales, device):
 
 
 @pytest.mark.parametrize("with_query", [False, True])
-def test_twin_writes_the_same_slots(with_query, device):
+def test_reference_writes_the_same_slots(with_query, device):
     query = torch.randn(5, 4, 32, device=device)
     key, value = torch.randn(2, 5, 2, 32, device=device).unbind(0)
     slots = torch.tensor([7, -1, 0], device=device)

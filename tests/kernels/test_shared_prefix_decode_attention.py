@@ -1,5 +1,5 @@
-"""shared_prefix_decode_attention against its twin and against plain decode, in fp64, by the rule of
-kernels/accuracy.py, on poisoned caches and garbage tables.
+"""shared_prefix_decode_attention against its reference and against plain decode, on poisoned
+caches and garbage tables.
 """
 
 from __future__ import annotations
@@ -12,16 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import paged_decode_attention, reference, shared_prefix_decode_attention
-from kernels.accuracy import (
-    LAYOUTS,
-    SCALES,
-    compare_with_twin,
-    max_error,
-    random_scales,
-    random_shared_prefix_args,
-)
-from kernels.architectures import CUDA_ARCHITECTURES
+from kernels.compiled.architectures import CUDA_ARCHITECTURES
 from kernels.fp8_cache import FP8_DTYPE
+from kernels.testing.accuracy import compare_with_reference, max_error
+from kernels.testing.inputs import LAYOUTS, SCALES, random_scales, random_shared_prefix_args
 
 # The interpreter computes rows and tiles that are masked afterwards, and numpy reports their NaNs.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -52,8 +46,8 @@ def make_args(group_sizes, prefix_lens, suffix_lens, device, **overrides):
     )
 
 
-def assert_matches_twin(args, **options):
-    results = compare_with_twin(
+def assert_matches_reference(args, **options):
+    results = compare_with_reference(
         shared_prefix_decode_attention,
         reference.shared_prefix_decode_attention,
         args,
@@ -66,7 +60,7 @@ def assert_matches_twin(args, **options):
 
 @settings(max_examples=8)
 @given(data=st.data())
-def test_matches_twin_on_any_shape(data, device):
+def test_matches_reference_on_any_shape(data, device):
     def draw(name, strategy):
         return data.draw(strategy, label=name)
 
@@ -107,7 +101,7 @@ def test_matches_twin_on_any_shape(data, device):
         options["sinks"] = 3 * torch.randn(num_q_heads, generator=generator).to(device)
     if scales is not None:
         options |= random_scales(scales, num_kv_heads, device)
-    assert_matches_twin(args, **options)
+    assert_matches_reference(args, **options)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +116,7 @@ def test_fp8_caches(block_size, head_dim, dtype, scales, device):
     shape = {"block_size": block_size, "head_dim": head_dim, "dtype": dtype}
     args = make_args([2, 1], [50, 0], [3, 40, 0], device, kv_dtype=FP8_DTYPE, **shape)
     options = {"num_prefix_splits": 2, **random_scales(scales, 2, device)}
-    assert_matches_twin(args, window_size=45, **options)
+    assert_matches_reference(args, window_size=45, **options)
 
 
 @pytest.mark.parametrize(
@@ -176,19 +170,19 @@ def test_group_of_several_tiles(device):
     num_members = 12 if device.type == "cpu" else 100
     lens = [1] * (num_members + 2)
     args = make_args([num_members, 2], [40, 33], lens, device, num_q_heads=3, num_kv_heads=1)
-    assert_matches_twin(args, num_prefix_splits=2)
+    assert_matches_reference(args, num_prefix_splits=2)
 
 
 def test_heads_of_one_sequence_take_several_tiles(device):
     args = make_args([2], [20], [3, 1], device, num_q_heads=71, num_kv_heads=1)
-    assert_matches_twin(args, window_size=10, alibi_slopes=torch.rand(71, device=device))
+    assert_matches_reference(args, window_size=10, alibi_slopes=torch.rand(71, device=device))
 
 
 def test_more_groups_than_one_search_step(device):
     sizes = [int(group in (0, 63, 64, 69)) for group in range(70)]
     prefix_lens = [group if size else 0 for group, size in enumerate(sizes)]
     args = make_args(sizes, prefix_lens, [2] * 4, device, num_q_heads=1, num_kv_heads=1)
-    assert_matches_twin(args)
+    assert_matches_reference(args)
 
 
 def test_nothing_to_attend_to(device):
@@ -346,7 +340,7 @@ def test_bad_input(bad, message, device):
 
 
 def test_k_and_v_of_unlike_strides(device):
-    assert_matches_twin(make_args([2, 1], [40, 7], [3, 20, 5], device, layout="unlike"))
+    assert_matches_reference(make_args([2, 1], [40, 7], [3, 20, 5], device, layout="unlike"))
 
 
 @pytest.mark.parametrize("num_prefix_splits", [1, 2])
@@ -367,7 +361,7 @@ def test_more_splits_than_the_merge_reads_at_a_time(device):
     args = make_args([2], [600], [3, 20], device, **shape)
     q, k_cache, _, prefix_tables, *_ = args
     k_cache[prefix_tables[0, 599 // 16], 599 % 16] = q[0] / 2
-    assert_matches_twin(args, num_prefix_splits=100)
+    assert_matches_reference(args, num_prefix_splits=100)
 
 
 @pytest.mark.parametrize("options", [{}, {"window_size": 20}, {"num_prefix_splits": 2}], ids=str)

@@ -1,4 +1,4 @@
-"""slot_mapping_from_positions against its twin, exactly."""
+"""slot_mapping_from_positions against its reference, exactly."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels import reference, slot_mapping_from_positions
-from kernels.accuracy import random_paged_batch
+from kernels.testing.inputs import random_paged_batch
 
 
-def assert_matches_twin(*args):
+def assert_matches_reference(*args):
     slots = slot_mapping_from_positions(*args)
     assert slots.dtype == torch.int64
     assert torch.equal(slots, reference.slot_mapping_from_positions(*args))
@@ -20,7 +20,7 @@ def assert_matches_twin(*args):
 
 
 @given(data=st.data())
-def test_matches_twin(data, device):
+def test_matches_reference(data, device):
     draw = data.draw
     block_size = draw(st.sampled_from([1, 2, 3, 7, 16, 24, 100, 1024]), label="block_size")
     lens = draw(st.lists(st.integers(0, 300), min_size=1, max_size=4), label="lens")
@@ -42,7 +42,7 @@ def test_matches_twin(data, device):
     padding = torch.rand(len(keep)) < 0.2
     positions[padding] = torch.randint(-(2**31), 0, (int(padding.sum()),))
     seq_ids[padding] = torch.randint(-(2**31), 2**31, (int(padding.sum()),))
-    assert_matches_twin(
+    assert_matches_reference(
         positions.to(device, draw(dtypes, label="positions")),
         tables,
         seq_ids.to(device, draw(dtypes, label="seq_ids")),
@@ -54,14 +54,14 @@ def test_worked_example(device):
     tables = torch.tensor([[3, 1, -1], [2, 0, 7]], dtype=torch.int32, device=device)
     positions = torch.tensor([0, 5, 9, 11, -1, 10, 14], device=device)
     seq_ids = torch.tensor([0, 0, 0, 1, 99, 0, 1], device=device)
-    slots = assert_matches_twin(positions, tables, seq_ids, 5)
+    slots = assert_matches_reference(positions, tables, seq_ids, 5)
     assert slots.tolist() == [15, 5, 9, 36, -1, -1, 39]  # position 10 of row 0: entry -1
 
 
 def test_slots_beyond_32_bits(device):
     tables = torch.tensor([[2**31 - 1]], dtype=torch.int32, device=device)
     zero = torch.zeros(1, dtype=torch.int32, device=device)
-    assert assert_matches_twin(zero + 15, tables, zero, 16).tolist() == [(2**31 - 1) * 16 + 15]
+    assert assert_matches_reference(zero + 15, tables, zero, 16).tolist() == [(2**31 - 1) * 16 + 15]
 
 
 def test_table_rows_beyond_32_bit_offsets(device, huge_tensor):
@@ -75,13 +75,13 @@ def test_strided_table(device):
     wide = torch.arange(40, dtype=torch.int32, device=device).view(4, 10)
     positions = torch.tensor([0, 9], device=device)
     seq_ids = torch.tensor([1, 3], device=device)
-    assert assert_matches_twin(positions, wide[:, 2:7], seq_ids, 4).tolist() == [48, 137]
+    assert assert_matches_reference(positions, wide[:, 2:7], seq_ids, 4).tolist() == [48, 137]
 
 
 def test_no_tokens(device):
     empty = torch.empty(0, dtype=torch.int64, device=device)
     tables = torch.empty(0, 3, dtype=torch.int32, device=device)
-    assert assert_matches_twin(empty, tables, empty, 16).shape == (0,)
+    assert assert_matches_reference(empty, tables, empty, 16).shape == (0,)
 
 
 BAD_CALLS = {
@@ -134,4 +134,4 @@ def test_position_past_the_table_on_a_gpu_is_no_slot(device):
         pytest.skip("host values are checked instead")
     tables = torch.zeros(1, 2, dtype=torch.int32, device=device)
     positions = torch.tensor([7, 8], device=device)
-    assert assert_matches_twin(positions, tables, positions * 0, 4).tolist() == [3, -1]
+    assert assert_matches_reference(positions, tables, positions * 0, 4).tolist() == [3, -1]

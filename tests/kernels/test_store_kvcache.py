@@ -1,4 +1,4 @@
-"""store_kvcache against its twin: copies and quantisation are exact, so comparisons are bitwise."""
+"""store_kvcache against its reference: all of it is exact, so comparisons are bitwise."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels import reference, store_kvcache
-from kernels.accuracy import LAYOUTS, SCALES, bits, make_cache, random_scales
 from kernels.fp8_cache import FP8_DTYPE
+from kernels.testing.accuracy import bits
+from kernels.testing.inputs import LAYOUTS, SCALES, make_cache, random_scales
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
@@ -34,7 +35,7 @@ def unlike(*shape_dtype_device):
     return key, value
 
 
-def assert_stores_like_twin(key, value, k_cache, v_cache, slot_mapping, **scales):
+def assert_stores_like_reference(key, value, k_cache, v_cache, slot_mapping, **scales):
     want_k, want_v = k_cache.clone(), v_cache.clone()
     reference.store_kvcache(key, value, want_k, want_v, slot_mapping, **scales)
     assert store_kvcache(key, value, k_cache, v_cache, slot_mapping, **scales) is None
@@ -43,7 +44,7 @@ def assert_stores_like_twin(key, value, k_cache, v_cache, slot_mapping, **scales
 
 
 @given(data=st.data())
-def test_matches_twin(data, device):
+def test_matches_reference(data, device):
     draw = data.draw
     block_size = draw(st.sampled_from([1, 2, 3, 7, 16, 24, 100, 256]), label="block_size")
     num_kv_heads = draw(st.sampled_from([1, 2, 3, 8]), label="num_kv_heads")
@@ -73,7 +74,9 @@ def test_matches_twin(data, device):
     slots = torch.randperm(num_blocks * block_size)[:num_slots]
     skipped = torch.rand(num_slots) < 0.2
     slots[skipped] = torch.randint(-(2**31), 0, (int(skipped.sum()),))
-    assert_stores_like_twin(key, value, k_cache, v_cache, slots.to(device, slot_dtype), **scales)
+    assert_stores_like_reference(
+        key, value, k_cache, v_cache, slots.to(device, slot_dtype), **scales
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -81,13 +84,15 @@ def test_copies_bit_patterns_of_nan_and_inf(dtype, device):
     key = torch.full((2, 1, 16), torch.nan, dtype=dtype, device=device)
     value = torch.full((2, 1, 16), -torch.inf, dtype=dtype, device=device)
     k_cache, v_cache = make_cache(1, 4, 1, 16, dtype=dtype, device=device)
-    assert_stores_like_twin(key, value, k_cache, v_cache, torch.tensor([3, 0], device=device))
+    assert_stores_like_reference(key, value, k_cache, v_cache, torch.tensor([3, 0], device=device))
 
 
 def test_more_rows_than_one_program(device):
     key, value = torch.randn(2, 150, 3, 64, device=device).unbind(0)
     k_cache, v_cache = make_cache(20, 8, 3, 64, dtype=torch.float32, device=device)
-    assert_stores_like_twin(key, value, k_cache, v_cache, torch.randperm(160, device=device)[:150])
+    assert_stores_like_reference(
+        key, value, k_cache, v_cache, torch.randperm(160, device=device)[:150]
+    )
 
 
 def test_cache_offsets_beyond_32_bits(huge_cache, device):
@@ -107,7 +112,7 @@ def test_token_offsets_beyond_32_bits(huge_tensor, device):
     key = wide[:, :64].view(3, 2, 32)
     key.copy_(torch.randn(3, 2, 32, device=device))
     k_cache, v_cache = make_cache(2, 4, 2, 32, dtype=torch.float16, device=device)
-    assert_stores_like_twin(key, key, k_cache, v_cache, torch.tensor([5, 0, 2], device=device))
+    assert_stores_like_reference(key, key, k_cache, v_cache, torch.tensor([5, 0, 2], device=device))
 
 
 @pytest.mark.parametrize("slot_dtype", [torch.int32, torch.int64], ids=str)
@@ -214,14 +219,14 @@ def test_not_a_tensor(device):
 def test_key_and_value_of_unlike_strides_into_caches_of_unlike_strides(device):
     key, value = unlike(9, 2, 32, torch.float16, device)
     caches = make_cache(3, 4, 2, 32, dtype=torch.float16, device=device, layout="unlike")
-    assert_stores_like_twin(key, value, *caches, torch.randperm(12, device=device)[:9])
+    assert_stores_like_reference(key, value, *caches, torch.randperm(12, device=device)[:9])
 
 
 def test_head_offsets_beyond_32_bits(far_apart, device):
     key, value = torch.randn(2, 3, 3, 32, device=device).half().unbind(0)
     heads_first = torch.zeros(3, 2, 4, 32, dtype=torch.float16, device=device)
     caches = (cache.permute(1, 2, 0, 3) for cache in far_apart(heads_first, heads_first))
-    assert_stores_like_twin(key, value, *caches, torch.tensor([5, 0, 2], device=device))
+    assert_stores_like_reference(key, value, *caches, torch.tensor([5, 0, 2], device=device))
 
 
 def test_nothing_past_the_end_is_accessed(at_the_edge, device):

@@ -1,4 +1,4 @@
-"""swap_blocks against its twin: exact copies, so every comparison is bitwise.
+"""swap_blocks against its reference: exact copies, so every comparison is bitwise.
 
 On a GPU one cache lies there and the other in pinned host memory; in the interpreter both are on
 the host.
@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels import reference, swap_blocks
-from kernels.accuracy import bits, poison_
-from kernels.architectures import CUDA_ARCHITECTURES
 from kernels.block_layout import CACHE_DTYPES
+from kernels.compiled.architectures import CUDA_ARCHITECTURES
+from kernels.testing.accuracy import bits
+from kernels.testing.inputs import poison_
 
 
 def on_gpu(tensor, device):
@@ -33,7 +34,7 @@ def random_cache(shape, dtype):
     return torch.randint(0, 256, nbytes, dtype=torch.uint8).view(dtype)
 
 
-def assert_swaps_like_twin(src_cache, dst_cache, src_to_dst):
+def assert_swaps_like_reference(src_cache, dst_cache, src_to_dst):
     want = dst_cache.clone()
     before = bits(src_cache).clone()
     reference.swap_blocks(src_cache, want, src_to_dst)
@@ -45,7 +46,7 @@ def assert_swaps_like_twin(src_cache, dst_cache, src_to_dst):
 
 
 @given(data=st.data())
-def test_matches_twin(data, device):
+def test_matches_reference(data, device):
     draw = data.draw
     block_size = draw(st.sampled_from([1, 3, 7, 16, 100]), label="block_size")
     num_kv_heads = draw(st.sampled_from([1, 2, 3]), label="num_kv_heads")
@@ -66,7 +67,7 @@ def test_matches_twin(data, device):
     sources = torch.randint(num_src, (len(destinations),))
     padding = torch.tensor([[-1, 0], [0, -1], [2**40, -(2**40)]])
     pairs = torch.cat([torch.stack([sources, destinations], 1), padding])
-    assert_swaps_like_twin(src_cache, dst_cache, pairs[torch.randperm(len(pairs))].to(device))
+    assert_swaps_like_reference(src_cache, dst_cache, pairs[torch.randperm(len(pairs))].to(device))
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -76,7 +77,7 @@ def test_caches_of_different_layouts(direction, device):
     src_cache = src_place(torch.randn(2, 2, 5, 3, 7, 32), device).transpose(3, 4)[..., :24]
     dst_cache = dst_place(torch.randn(2, 4, 6, 7, 3, 24), device)[:, ::2]
     pairs = torch.tensor([[4, 0], [4, 5], [1, 2]], device=device)
-    assert_swaps_like_twin(src_cache, dst_cache, pairs)
+    assert_swaps_like_reference(src_cache, dst_cache, pairs)
 
 
 def test_programs_walk_many_tiles(device):
@@ -84,7 +85,7 @@ def test_programs_walk_many_tiles(device):
     src_cache = on_gpu(torch.randn(2, 3, 5, 48, 1, 128), device)
     dst_cache = on_host(torch.zeros(2, 3, 5, 48, 1, 128), device)
     pairs = torch.tensor([[0, 3], [1, 0], [2, 4], [4, 1]], device=device)
-    assert_swaps_like_twin(src_cache, dst_cache, pairs)
+    assert_swaps_like_reference(src_cache, dst_cache, pairs)
 
 
 def test_out_and_back_in(device):
@@ -102,7 +103,7 @@ def test_out_and_back_in(device):
 def test_no_pairs_write_nothing(pairs, device):
     src_cache = on_gpu(torch.ones(3, 4, 1, 16), device)
     dst_cache = on_host(poison_(torch.empty(3, 4, 1, 16)), device)
-    assert_swaps_like_twin(src_cache, dst_cache, pairs.to(device))
+    assert_swaps_like_reference(src_cache, dst_cache, pairs.to(device))
 
 
 def test_offsets_beyond_32_bits(device, huge_tensor):

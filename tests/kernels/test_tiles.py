@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels import paged_decode_attention, tiles
-from kernels.accuracy import random_paged_batch
+from kernels.testing.inputs import random_paged_batch
 from kernels.tiles import (
     MAX_SPLITS,
     PROGRAMS_PER_MULTIPROCESSOR,
@@ -130,7 +130,7 @@ def test_forced_target_ends_with_its_block(device):
 
 def test_a_target_can_carry_tiles_in_place_of_the_tables():
     tile = AttentionTile(16, 16, num_warps=2, num_stages=1, precision="ieee")
-    arguments = {"decode_tile": (4, 128), "prefill_tile": (128,), "shared_prefix_tile": (128,)}
+    arguments = {"decode_tile": (4, 128), "prefill_tile": (128,), "split_prefill_tile": (128,)}
 
     def answers(target: Target) -> dict[str, AttentionTile]:
         return {
@@ -140,10 +140,10 @@ def test_a_target_can_carry_tiles_in_place_of_the_tables():
 
     table = answers(H200)
     assert tile not in table.values()
-    for name in ("decode_tile", "shared_prefix_tile"):
+    for name in ("decode_tile", "split_prefill_tile"):
         assert answers(replace(H200, tiles=((name, tile),))) == table | {name: tile}
     prefill = answers(replace(H200, tiles=(("prefill_tile", tile),)))
-    assert prefill == table | {"prefill_tile": tile, "shared_prefix_tile": tile}
+    assert prefill == table | {"prefill_tile": tile, "split_prefill_tile": tile}
 
 
 def test_ops_run_with_the_tiles_of_a_forced_target(device):

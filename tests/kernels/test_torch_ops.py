@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels
 from kernels import torch_ops
-from kernels.accuracy import bits, random_paged_batch, random_shared_prefix_args
 from kernels.flash_attn_compat import flash_attn_varlen_func, flash_attn_with_kvcache
+from kernels.testing.accuracy import bits
+from kernels.testing.inputs import random_paged_batch, random_shared_prefix_args
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from experiments import cascade, kernel_latency, tile_sweep
 from experiments.bench.compile_ahead import jobs_of, launch_on_meta
 from experiments.bench.kernel_problems import OPS, Shape
+from experiments.gpu import cascade, kernel_latency, tile_sweep
 
 
 def test_every_shape_of_ours_is_a_job_once():
     grids = (
-        kernel_latency.cells(kernel_latency.KernelLatencyOptions()),
-        cascade.cells(cascade.CascadeOptions()),
-        tile_sweep.cells(tile_sweep.TileSweepOptions()),
+        kernel_latency.cells(kernel_latency.KernelLatency()),
+        cascade.cells(cascade.Cascade()),
+        tile_sweep.cells(tile_sweep.TileSweep()),
     )
     for cells in map(list, grids):
         jobs = jobs_of(cells)
@@ -40,8 +40,8 @@ from triton.runtime.jit import JITFunction
 
 from experiments.bench.compile_ahead import Job, compile_job, launch_on_meta
 from experiments.bench.kernel_problems import Shape
-from kernels.architectures import ARCHITECTURES
-from kernels.compile import _CompileOnlyDriver
+from kernels.compiled.architectures import ARCHITECTURES
+from kernels.compiled.compile import _CompileOnlyDriver
 from kernels.tiles import force_target
 
 arch = ARCHITECTURES["sm_90"]

@@ -12,16 +12,9 @@ import itertools
 import pandas as pd
 import pytest
 
-from experiments import (
-    cascade,
-    engine_throughput,
-    gpu_rates,
-    kernel_accuracy,
-    kernel_latency,
-    large_accuracy,
-    tile_sweep,
-)
+from experiments import kernel_accuracy
 from experiments.bench import gpu_timing, kernel_problems
+from experiments.gpu import cascade, engine_throughput, kernel_latency, large_accuracy, tile_sweep
 from experiments.harness.environment import device_slug
 from experiments.load import engine_models
 
@@ -45,7 +38,8 @@ def small_gpu(fake_gpu, monkeypatch):
 
 
 def rows_of(experiment, options, implementations=None) -> list[dict]:
-    cells = experiment.cells(options)
+    experiment = experiment.EXPERIMENT
+    cells = experiment.checked_cells(options)
     if implementations:
         cells = (cell for cell in cells if cell.implementation in implementations)
     return list(itertools.chain.from_iterable(map(experiment.run_cell, cells)))
@@ -55,14 +49,8 @@ def test_results_go_to_a_folder_of_the_gpu():
     assert device_slug(kernel_latency.EXPERIMENT) == "nvidia-h200"
 
 
-def test_rates():
-    rows = rows_of(gpu_rates, gpu_rates.GpuRatesOptions())
-    assert [row["rate"] for row in rows] == ["copy", "device_to_host", "host_to_device", "matmul"]
-    assert all(row["value"] > 0 for row in rows)
-
-
 def test_every_op_is_checked_captured_and_timed(small_gpu):
-    options = kernel_latency.KernelLatencyOptions(
+    options = kernel_latency.KernelLatency(
         **HEADS,
         batch=(2,),
         context_len=(9,),
@@ -80,6 +68,9 @@ def test_every_op_is_checked_captured_and_timed(small_gpu):
     assert {key for key, launch in launches.items() if launch == "eager"} == eager
     assert {op for op, name in launches if name == "pagelab"} == set(kernel_latency.PARTS)
     assert len(launches) == 12
+    found = kernel_latency.rates(pd.DataFrame(rows))
+    assert len(found) == 4
+    assert (found["value"] > 0).all()
     for row in rows:
         assert 0 < row["p20_us"] <= row["p50_us"] <= row["p80_us"]
         seconds = row["p50_us"] * 1e-6
@@ -88,25 +79,23 @@ def test_every_op_is_checked_captured_and_timed(small_gpu):
 
 
 def test_packages_that_are_not_there_are_absent_with_the_reason():
-    options = kernel_latency.KernelLatencyOptions(**HEADS, batch=(1,), context_len=(9,))
+    options = kernel_latency.KernelLatency(**HEADS, batch=(1,), context_len=(9,))
     cells = list(kernel_latency.cells(dataclasses.replace(options, part=("decode",))))
     cells = [cell for cell in cells if cell.implementation == "flash_attn_3"]
     for cell in cells:
         with pytest.raises(kernel_problems.Unavailable, match="flash_attn_interface cannot be"):
-            kernel_latency.run_cell(cell)
+            kernel_problems.run_timed(cell)
 
 
 def test_shared_prefixes():
-    options = cascade.CascadeOptions(
-        **HEADS, prefix_len=(16,), suffix_len=4, batch=(2,), block_size=4
-    )
+    options = cascade.Cascade(**HEADS, prefix_len=(16,), suffix_len=4, batch=(2,), block_size=4)
     rows = rows_of(cascade, options)
     assert [row["implementation"] for row in rows] == ["pagelab", "paged_decode"]
     assert all(row["launch"] == "graph" and row["p50_us"] for row in rows)
 
 
 def test_tiles_and_splits_that_are_not_the_tables():
-    options = tile_sweep.TileSweepOptions(
+    options = tile_sweep.TileSweep(
         **HEADS,
         part=("decode", "splits"),
         decode=((1, 20),),
@@ -131,12 +120,10 @@ def test_tiles_and_splits_that_are_not_the_tables():
 def test_accuracy_at_both_kinds_of_sizes():
     options = {"block_size": (7,), "dtype": ("float16",), "head_dim": (16,), "feature": ("none",)}
     kernels = ("swap_blocks", "store_kvcache", "paged_decode_attention")
-    rows = rows_of(
-        kernel_accuracy, kernel_accuracy.KernelAccuracyOptions(kernel=kernels, **options)
-    )
+    rows = rows_of(kernel_accuracy, kernel_accuracy.KernelAccuracy(kernel=kernels, **options))
     assert {row["kernel"] for row in rows} == set(kernels)
     assert not any(row["interpreted"] for row in rows)
-    large = large_accuracy.LargeAccuracyOptions(
+    large = large_accuracy.LargeAccuracy(
         **HEADS, scale=1000, past_32_bits=False, dtype=("float8_e4m3fn",)
     )
     rows += rows_of(large_accuracy, large)
@@ -150,7 +137,7 @@ def test_throughput_of_the_engine(small_gpu, monkeypatch):
         "make_llm",
         functools.partial(engine_models.make_llm, **few),
     )
-    options = engine_throughput.EngineThroughputOptions(
+    options = engine_throughput.EngineThroughput(
         model="tiny",
         num_requests=1,
         lengths=(17, 17),

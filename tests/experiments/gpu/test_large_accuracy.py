@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pandas as pd
-import pytest
 
-from experiments import large_accuracy
 from experiments.bench.kernel_problems import OPS
-from experiments.large_accuracy import FP8, LargeAccuracyOptions
+from experiments.gpu import large_accuracy
+from experiments.gpu.large_accuracy import FP8, LargeAccuracy
 
-TINY = LargeAccuracyOptions(
+TINY = LargeAccuracy(
     scale=700, num_q_heads=2, num_kv_heads=1, head_dim=16, past_32_bits=False, dtype=(FP8,)
 )
 
@@ -29,9 +28,7 @@ def test_every_op_is_right_and_drawn(drawn):
 
 def test_the_largest_caches_need_more_than_32_bits_and_fit_a_gpu():
     cells = [
-        cell
-        for cell in large_accuracy.cells(LargeAccuracyOptions())
-        if cell.shape.min_cache_elements
+        cell for cell in large_accuracy.cells(LargeAccuracy()) if cell.shape.min_cache_elements
     ]
     assert {cell.shape.op for cell in cells} == {"decode", "prefill", "store", "copy"}
     for cell in cells:
@@ -40,8 +37,3 @@ def test_the_largest_caches_need_more_than_32_bits_and_fit_a_gpu():
         used = shape.batch * (shape.context_len or 2 * shape.block_size) * 8 * 128
         assert elements - used > 2**31, "all that is used lies beyond"
         assert 2 * elements * 2 < 80e9
-
-
-def test_scale_must_be_positive():
-    with pytest.raises(ValueError, match="--scale must be at least 1, got 0"):
-        list(large_accuracy.cells(LargeAccuracyOptions(scale=0)))

@@ -1,7 +1,7 @@
 """The configurations the kernels are shipped in, as calls of the public ops on meta tensors.
 
-A configuration is a call that a tile table entry exists for; `kernels.compile` compiles what these
-calls would launch. Block size 16 is the smallest for which 16-byte accesses are promised.
+A configuration is a call that a tile table entry exists for; `kernels.compiled.compile` compiles
+what these calls would launch. Block size 16 is the smallest that 16-byte accesses are promised for.
 Configurations named fp8 have such a cache, scales per head, and bf16 queries, keys and values.
 """
 
@@ -49,6 +49,10 @@ def _name(dtype: torch.dtype) -> str:
     return names[dtype]
 
 
+def _cache(head_dim: int, dtype: torch.dtype, block_size: int = 16) -> torch.Tensor:
+    return _meta(NUM_BLOCKS, block_size, 8, head_dim, dtype=dtype)
+
+
 def _beside(dtype: torch.dtype) -> tuple[torch.dtype, dict[str, torch.Tensor]]:
     """What goes with a cache of `dtype`: queries of it, or bf16 ones and scales for fp8."""
     if dtype != FP8_DTYPE:
@@ -57,13 +61,14 @@ def _beside(dtype: torch.dtype) -> tuple[torch.dtype, dict[str, torch.Tensor]]:
     return torch.bfloat16, {"k_scale": per_head, "v_scale": per_head}
 
 
-def _store_kvcache(head_dim: int, dtype: torch.dtype) -> ShippedCall:
-    key_dtype, scales = _beside(dtype)
-    key = _meta(256, 8, head_dim, dtype=key_dtype)
-    cache = _meta(NUM_BLOCKS, 16, 8, head_dim, dtype=dtype)
-    slots = _meta(256, dtype=torch.int64)
-    run = partial(store_kvcache, key, key, cache, cache, slots, **scales)
-    return ShippedCall("store_kvcache", f"{_name(dtype)} d{head_dim}", run)
+def _store_kvcache_calls() -> Iterator[ShippedCall]:
+    for dtype in (*HALF_DTYPES, FP8_DTYPE):
+        key_dtype, scales = _beside(dtype)
+        for head_dim in HEAD_DIMS:
+            key, cache = _meta(256, 8, head_dim, dtype=key_dtype), _cache(head_dim, dtype)
+            slots = _meta(256, dtype=torch.int64)
+            run = partial(store_kvcache, key, key, cache, cache, slots, **scales)
+            yield ShippedCall("store_kvcache", f"{_name(dtype)} d{head_dim}", run)
 
 
 def _rotary_calls(op: str) -> Iterator[ShippedCall]:
@@ -74,7 +79,7 @@ def _rotary_calls(op: str) -> Iterator[ShippedCall]:
         for head_dim in HEAD_DIMS:
             qkv = _meta(256, 48, head_dim, dtype=query_dtype)
             query, key, value = qkv.split((32, 8, 8), dim=1)
-            cache = _meta(NUM_BLOCKS, 16, 8, head_dim, dtype=dtype)
+            cache = _cache(head_dim, dtype)
             tables = [_meta(8192, head_dim // 2, dtype=torch.float32)] * 2
             config = f"{_name(dtype)} d{head_dim}"
             for interleaved in (False, True):
@@ -87,102 +92,59 @@ def _rotary_calls(op: str) -> Iterator[ShippedCall]:
                 yield ShippedCall(op, name, partial(run, interleaved=interleaved))
 
 
-def _decode(
+def _attention(
+    op: Callable,
+    metadata: tuple[torch.Tensor, ...],
+    num_tokens: int,
     head_dim: int,
     dtype: torch.dtype,
+    *,
     group_size: int = 4,
     num_splits: int = 1,
     block_size: int = 16,
     features: bool = False,
+    named: str = "",
+    **options,
 ) -> ShippedCall:
+    """An attention op on 8 KV heads. metadata: what follows the caches; named: in the config."""
     num_q_heads = 8 * group_size
     q_dtype, scales = _beside(dtype)
-    q = _meta(64, num_q_heads, head_dim, dtype=q_dtype)
-    cache = _meta(NUM_BLOCKS, block_size, 8, head_dim, dtype=dtype)
-    options = {"num_splits": num_splits, **scales}
+    options |= {"num_splits": num_splits, **scales}
     if features:
         per_head = _meta(num_q_heads, dtype=torch.float32)
         options |= {"window_size": 1024, "softcap": 50.0, "return_lse": True}
         options |= {"alibi_slopes": per_head, "sinks": per_head}
-    run = partial(
-        paged_decode_attention,
-        q,
-        cache,
-        cache,
-        _meta(64, 256, dtype=torch.int32),
-        _meta(64, dtype=torch.int32),
-        **options,
-    )
-    config = f"{_name(dtype)} d{head_dim} g{group_size}"
-    config += f" b{block_size}" if block_size != 16 else ""
-    config += (" split" if num_splits > 1 else "") + (" features" if features else "")
-    return ShippedCall("paged_decode_attention", config, run)
+    q = _meta(num_tokens, num_q_heads, head_dim, dtype=q_dtype)
+    cache = _cache(head_dim, dtype, block_size)
+    config = f"{_name(dtype)} d{head_dim} g{group_size}{named}"
+    config += " split" * (num_splits > 1) + " features" * features
+    return ShippedCall(op.__name__, config, partial(op, q, cache, cache, *metadata, **options))
+
+
+def _int32(*shape: int) -> torch.Tensor:
+    return _meta(*shape, dtype=torch.int32)
+
+
+def _decode(head_dim: int, dtype: torch.dtype, block_size: int = 16, **options) -> ShippedCall:
+    named = f" b{block_size}" if block_size != 16 else ""
+    options |= {"block_size": block_size, "named": named}
+    metadata = (_int32(64, 256), _int32(64))
+    return _attention(paged_decode_attention, metadata, 64, head_dim, dtype, **options)
 
 
 def _prefill(
-    head_dim: int,
-    dtype: torch.dtype,
-    group_size: int = 4,
-    batch: int = 1,
-    num_splits: int = 1,
-    block_size: int = 16,
-    features: bool = False,
+    head_dim: int, dtype: torch.dtype, batch: int = 1, block_size: int = 16, **options
 ) -> ShippedCall:
-    num_q_heads = 8 * group_size
-    q_dtype, scales = _beside(dtype)
-    options = {"num_splits": num_splits, **scales}
-    cache = _meta(NUM_BLOCKS, block_size, 8, head_dim, dtype=dtype)
-    if features:
-        per_head = _meta(num_q_heads, dtype=torch.float32)
-        options |= {"window_size": 1024, "softcap": 50.0, "return_lse": True}
-        options |= {"alibi_slopes": per_head, "sinks": per_head}
-    run = partial(
-        paged_prefill_attention,
-        _meta(4096, num_q_heads, head_dim, dtype=q_dtype),
-        cache,
-        cache,
-        _meta(batch, 256, dtype=torch.int32),
-        _meta(batch + 1, dtype=torch.int32),
-        _meta(batch, dtype=torch.int32),
-        max_seqlen_q=4096,
-        **options,
-    )
-    config = f"{_name(dtype)} d{head_dim} g{group_size} b{block_size}"
-    config += (" batch" if batch > 1 else "") + (" split" if num_splits > 1 else "")
-    config += " features" if features else ""
-    return ShippedCall("paged_prefill_attention", config, run)
+    named = f" b{block_size}" + " batch" * (batch > 1)
+    options |= {"block_size": block_size, "named": named, "max_seqlen_q": 4096}
+    metadata = (_int32(batch, 256), _int32(batch + 1), _int32(batch))
+    return _attention(paged_prefill_attention, metadata, 4096, head_dim, dtype, **options)
 
 
-def _shared_prefix(
-    head_dim: int, dtype: torch.dtype, group_size: int = 4, features: bool = False
-) -> ShippedCall:
-    num_q_heads = 8 * group_size
-    q_dtype, scales = _beside(dtype)
-    cache = _meta(NUM_BLOCKS, 16, 8, head_dim, dtype=dtype)
-    options = {"num_splits": 1, **scales}
-    if features:
-        per_head = _meta(num_q_heads, dtype=torch.float32)
-        options |= {"window_size": 1024, "softcap": 50.0, "return_lse": True}
-        options |= {"alibi_slopes": per_head, "sinks": per_head}
-    run = partial(
-        shared_prefix_decode_attention,
-        _meta(256, num_q_heads, head_dim, dtype=q_dtype),
-        cache,
-        cache,
-        _meta(4, 2048, dtype=torch.int32),
-        _meta(4, dtype=torch.int32),
-        _meta(5, dtype=torch.int32),
-        _meta(256, 16, dtype=torch.int32),
-        _meta(256, dtype=torch.int32),
-        **options,
-    )
-    config = f"{_name(dtype)} d{head_dim} g{group_size}" + (" features" if features else "")
-    return ShippedCall("shared_prefix_decode_attention", config, run)
-
-
-def _store_kvcache_calls() -> Iterator[ShippedCall]:
-    for dtype in (*HALF_DTYPES, FP8_DTYPE):
-        yield from (_store_kvcache(head_dim, dtype) for head_dim in HEAD_DIMS)
+def _shared_prefix(head_dim: int, dtype: torch.dtype, **options) -> ShippedCall:
+    prefixes = (_int32(4, 2048), _int32(4), _int32(5))
+    metadata = (*prefixes, _int32(256, 16), _int32(256))
+    return _attention(shared_prefix_decode_attention, metadata, 256, head_dim, dtype, **options)
 
 
 def _decode_calls() -> Iterator[ShippedCall]:

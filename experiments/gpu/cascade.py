@@ -8,15 +8,15 @@ are checked against fp64 and timed as in ``kernel_latency``.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 from experiments import style
-from experiments.bench import kernel_problems
-from experiments.bench.kernel_problems import OURS, Shape
-from experiments.harness import Cell, Experiment, Options
+from experiments.bench.kernel_problems import OURS, OnHeads, Timed, run_timed, timed_cells
+from experiments.harness import Count, Experiment
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -26,66 +26,32 @@ PLAIN = "paged_decode"
 
 
 @dataclass(frozen=True, kw_only=True)
-class CascadeOptions(Options):
+class Cascade(OnHeads):
     """The grid: prefix lengths x batch sizes, shared-prefix and plain decode."""
 
-    prefix_len: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384, 32768)
+    prefix_len: tuple[Count, ...] = (1024, 2048, 4096, 8192, 16384, 32768)
     """Tokens that all sequences share; whole blocks."""
-    suffix_len: int = 256
+    suffix_len: Count = 256
     """Tokens of its own of each sequence."""
-    batch: tuple[int, ...] = (1, 4, 16, 64, 256)
-    block_size: int = 16
-    num_q_heads: int = 32
-    num_kv_heads: int = 8
-    head_dim: int = 128
-    dtype: Literal["float16", "bfloat16", "float32"] = "bfloat16"
-    budget_ms: float = 60.0
-    """Device time for the samples of a cell."""
+    batch: tuple[Count, ...] = (1, 4, 16, 64, 256)
+    block_size: Count = 16
 
 
-@dataclass(frozen=True, kw_only=True)
-class CascadeCell(Cell):
-    shape: Shape
-    implementation: str
-    budget_ms: float
-
-
-def cells(options: CascadeOptions) -> Iterator[CascadeCell]:
-    for name in ("suffix_len", "block_size"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
-    if min(options.batch, default=1) < 1:
-        raise ValueError("--batch must be at least 1")
-    for prefix_len in options.prefix_len:
-        if prefix_len < 1 or prefix_len % options.block_size:
+def cells(options: Cascade) -> Iterator[Timed]:
+    for prefix_len, batch in itertools.product(options.prefix_len, options.batch):
+        if prefix_len % options.block_size:
             raise ValueError(
-                f"--prefix-len must be a multiple of the block size {options.block_size}, "
-                f"got {prefix_len}"
+                f"--prefix-len {prefix_len}: needs a multiple of the block size "
+                f"{options.block_size}"
             )
-        for batch in options.batch:
-            shape = Shape(
-                op="cascade",
-                batch=batch,
-                context_len=prefix_len + options.suffix_len,
-                prefix_len=prefix_len,
-                block_size=options.block_size,
-                num_q_heads=options.num_q_heads,
-                num_kv_heads=options.num_kv_heads,
-                head_dim=options.head_dim,
-                dtype=options.dtype,
-                seed=options.seed,
-            )
-            for implementation in (OURS, PLAIN):
-                yield CascadeCell(
-                    seed=options.seed,
-                    shape=shape,
-                    implementation=implementation,
-                    budget_ms=options.budget_ms,
-                )
-
-
-def run_cell(cell: CascadeCell) -> list[dict[str, Any]]:
-    return [kernel_problems.run(cell.shape, cell.implementation, budget_ms=cell.budget_ms)]
+        shape = options.shape(
+            "cascade",
+            batch=batch,
+            context_len=prefix_len + options.suffix_len,
+            prefix_len=prefix_len,
+            block_size=options.block_size,
+        )
+        yield from timed_cells(options, shape, (OURS, PLAIN))
 
 
 def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
@@ -139,17 +105,17 @@ def _draw(rows: pd.DataFrame) -> Figure:
 
 def _prefix_bytes(rows: pd.DataFrame) -> pd.Series:
     """K and V of the prefix."""
-    itemsize = rows["kv_dtype"].map(lambda name: 4 if name == "float32" else 2)
+    itemsize = rows["kv_dtype"].map({"float32": 4, "float8_e4m3fn": 1}).fillna(2)
     return 2 * rows["prefix_len"] * rows["num_kv_heads"] * rows["head_dim"] * itemsize
 
 
 EXPERIMENT = Experiment(
     name="cascade",
     figure="shared-prefix decode vs plain decode on a GPU, over prefix length and batch",
-    options=CascadeOptions(),
-    quick=CascadeOptions(prefix_len=(1024, 8192, 32768), batch=(1, 16, 256), budget_ms=30.0),
+    options=Cascade(),
+    quick=Cascade(prefix_len=(1024, 8192, 32768), batch=(1, 16, 256), budget_ms=30.0),
     cells=cells,
-    run_cell=run_cell,
+    run_cell=run_timed,
     plot=plot,
     gpu="required",
     timed=True,

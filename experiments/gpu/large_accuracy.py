@@ -3,7 +3,7 @@
 ``kernel_accuracy`` and the tests go through every feature on small inputs; what those cannot show
 is shown here: thousands of blocks, many programs at a time, contexts of tens of thousands of
 tokens, and caches of more than 2^31 elements whose used blocks lie at the far end.  The rule is
-that of ``kernels/accuracy.py``; of attention some sequences and queries are compared, see
+that of ``kernels/testing/accuracy.py``; of attention some sequences and queries are compared, see
 ``bench/kernel_problems.py``.
 """
 
@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from experiments import style
 from experiments.bench import gpu_timing, kernel_problems
 from experiments.bench.kernel_problems import OURS, Shape
-from experiments.harness import Cell, Experiment, Options, Unavailable
+from experiments.harness import Axis, Count, Experiment, Options, Unavailable, grid
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -29,24 +29,24 @@ PAST_32_BITS = 2**31 + 2**28
 
 
 @dataclass(frozen=True, kw_only=True)
-class LargeAccuracyOptions(Options):
+class LargeAccuracy(Options):
     """The grid: shapes x dtypes."""
 
-    dtype: tuple[str, ...] = ("bfloat16", "float16", FP8)
+    dtype: tuple[Literal["bfloat16", "float16", FP8], ...] = ("bfloat16", "float16", FP8)
     """Of the cache; queries are bfloat16 beside an fp8 one."""
-    scale: int = 1
+    scale: Count = 1
     """Divides sequences and tokens: 1 for the real sizes."""
-    num_q_heads: int = 32
-    num_kv_heads: int = 8
-    head_dim: int = 128
+    num_q_heads: Count = 32
+    num_kv_heads: Count = 8
+    head_dim: Count = 128
     past_32_bits: bool = True
     """Also caches whose offsets need more than 32 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LargeAccuracyCell(Cell):
-    shape: Shape
-    implementation: str
+class LargeAccuracyCell(Options):
+    shape: Axis[Shape]
+    implementation: Axis[str]
 
 
 # (op, sizes) of the real shapes; block sizes of all kinds.
@@ -74,9 +74,7 @@ _PAST_32_BITS: tuple[tuple[str, dict[str, int]], ...] = (
 _SCALED = ("batch", "context_len", "query_len", "prefix_len")
 
 
-def cells(options: LargeAccuracyOptions) -> Iterator[LargeAccuracyCell]:
-    if options.scale < 1:
-        raise ValueError(f"--scale must be at least 1, got {options.scale}")
+def cells(options: LargeAccuracy) -> Iterator[LargeAccuracyCell]:
     heads = {name: getattr(options, name) for name in ("num_q_heads", "num_kv_heads", "head_dim")}
     large = _PAST_32_BITS if options.past_32_bits else ()
     for kind in options.dtype:
@@ -88,10 +86,7 @@ def cells(options: LargeAccuracyOptions) -> Iterator[LargeAccuracyCell]:
                 op=op, seed=options.seed, min_cache_elements=elements, **sizes, **dtypes, **heads
             )
             names = (OURS, "paged_decode") if op == "cascade" else (OURS,)
-            for implementation in names:
-                yield LargeAccuracyCell(
-                    seed=options.seed, shape=shape, implementation=implementation
-                )
+            yield from grid(options, LargeAccuracyCell, shape=[shape], implementation=names)
 
 
 def _divided(sizes: dict[str, int], scale: int) -> dict[str, int]:
@@ -160,8 +155,8 @@ def _draw(rows: pd.DataFrame) -> Figure:
 EXPERIMENT = Experiment(
     name="large_accuracy",
     figure="error of the kernels at real sizes on a GPU, past 32-bit offsets",
-    options=LargeAccuracyOptions(),
-    quick=LargeAccuracyOptions(dtype=("bfloat16",)),
+    options=LargeAccuracy(),
+    quick=LargeAccuracy(dtype=("bfloat16",)),
     cells=cells,
     run_cell=run_cell,
     plot=plot,

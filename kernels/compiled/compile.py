@@ -1,7 +1,7 @@
 """Compile the kernels for GPUs that are not here and read what the compiler made of them.
 
-    python -m kernels.compile                                  # every shipped configuration
-    python -m kernels.compile --arch sm_90 --op store_kvcache --json
+    python -m kernels.compiled.compile                           # every shipped configuration
+    python -m kernels.compiled.compile --arch sm_90 --op store_kvcache --json
 
 The public ops are called on meta tensors (shapes and strides without memory) under a stand-in for
 the GPU driver: the launcher chooses tiles and specialises arguments as it would on the GPU, and
@@ -35,9 +35,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.driver import driver
 
-from kernels.architectures import ARCHITECTURES, Architecture
+from kernels.compiled.architectures import ARCHITECTURES, Architecture
+from kernels.compiled.shipped import OPS, ShippedCall, shipped_calls
 from kernels.primitives import INTERPRETED
-from kernels.shipped import OPS, ShippedCall, shipped_calls
 from kernels.tiles import force_target
 
 
@@ -312,7 +312,7 @@ def format_table(rows: list[KernelResources]) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m kernels.compile", description=__doc__.split("\n")[0]
+        prog="python -m kernels.compiled.compile", description=__doc__.split("\n")[0]
     )
     parser.add_argument(
         "--arch", action="append", choices=ARCHITECTURES, help="repeatable; default all"

@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import torch
@@ -31,6 +32,44 @@ PAGE_SIZE = 256
 
 class Unavailable(Exception):
     """A baseline that cannot serve these inputs on this machine, and why."""
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """The arguments of `Baseline.prefill`, or of `Baseline.decode` as those of prefill."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    block_tables: torch.Tensor
+    cu_seqlens_q: torch.Tensor | None
+    """None for decode."""
+    context_lens: torch.Tensor
+    max_seqlen_q: int
+    scale: float | None
+    window_size: int | None
+
+    @property
+    def starts(self) -> torch.Tensor:
+        """Where each sequence's queries start, (batch + 1,)."""
+        if self.cu_seqlens_q is not None:
+            return self.cu_seqlens_q
+        return torch.arange(len(self.q) + 1, dtype=torch.int32, device=self.q.device)
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """flash-attn's (left, right) of causal attention to window_size tokens."""
+        return (-1, 0) if self.window_size is None else (self.window_size - 1, 0)
+
+    @property
+    def ends(self) -> torch.Tensor:
+        """Cumulative context lengths, (batch + 1,)."""
+        return F.pad(self.context_lens.cumsum(0, dtype=torch.int32), (1, 0))
+
+    @property
+    def capacity(self) -> int:
+        """A bound on the context lengths that the host knows."""
+        return _capacity(self.k_cache, self.block_tables)
 
 
 class Baseline:
@@ -61,7 +100,8 @@ class Baseline:
     ) -> torch.Tensor:
         """As `kernels.paged_decode_attention`: (batch, num_q_heads, head_dim)."""
         self._check(q, k_cache)
-        return self._decode(q, k_cache, v_cache, block_tables, context_lens, scale, window_size)
+        context = (k_cache, v_cache, block_tables, None, context_lens)
+        return self._decode(_Batch(q, *context, 1, scale, window_size))
 
     def prefill(
         self,
@@ -78,14 +118,15 @@ class Baseline:
     ) -> torch.Tensor:
         """As `kernels.paged_prefill_attention`, causal: (total_q, num_q_heads, head_dim)."""
         self._check(q, k_cache)
-        return self._prefill(
-            q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens,
-            max_seqlen_q, scale, window_size,
-        )  # fmt: skip
+        context = (k_cache, v_cache, block_tables, cu_seqlens_q, context_lens)
+        return self._prefill(_Batch(q, *context, max_seqlen_q, scale, window_size))
 
     def _check(self, q: torch.Tensor, k_cache: torch.Tensor) -> None:
         if reason := self.unavailable(q, k_cache):
             raise Unavailable(f"{self.name}: {reason}")
+
+    def _decode(self, batch: _Batch) -> torch.Tensor:
+        return self._prefill(batch)
 
 
 class _Package(Baseline):
@@ -128,17 +169,8 @@ class _Package(Baseline):
         return None
 
 
-def _window(window_size: int | None) -> tuple[int, int]:
-    """flash-attn's (left, right) of causal attention to window_size tokens."""
-    return (-1, 0) if window_size is None else (window_size - 1, 0)
-
-
-def _cumulative(context_lens: torch.Tensor) -> torch.Tensor:
-    return F.pad(context_lens.cumsum(0, dtype=torch.int32), (1, 0))
-
-
 def _capacity(k_cache: torch.Tensor, block_tables: torch.Tensor) -> int:
-    """A bound on the context lengths that the host knows."""
+    """Tokens that a row of the table can name."""
     return block_tables.shape[1] * k_cache.shape[1]
 
 
@@ -147,35 +179,32 @@ class FlashAttention2(_Package):
     package = "flash_attn"
     page_multiple = PAGE_SIZE
 
-    def _decode(self, q, k_cache, v_cache, block_tables, context_lens, scale, window_size):
+    def _decode(self, batch):
         out = self._module.flash_attn_with_kvcache(
-            q[:, None],
-            k_cache,
-            v_cache,
-            cache_seqlens=context_lens,
-            block_table=block_tables,
-            softmax_scale=scale,
+            batch.q[:, None],
+            batch.k_cache,
+            batch.v_cache,
+            cache_seqlens=batch.context_lens,
+            block_table=batch.block_tables,
+            softmax_scale=batch.scale,
             causal=True,
-            window_size=_window(window_size),
+            window_size=batch.window,
         )
         return out[:, 0]
 
-    def _prefill(
-        self, q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens,
-        max_seqlen_q, scale, window_size,
-    ):  # fmt: skip
+    def _prefill(self, batch):
         return self._module.flash_attn_varlen_func(
-            q,
-            k_cache,
-            v_cache,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=_cumulative(context_lens),
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=_capacity(k_cache, block_tables),
-            softmax_scale=scale,
+            batch.q,
+            batch.k_cache,
+            batch.v_cache,
+            cu_seqlens_q=batch.starts,
+            cu_seqlens_k=batch.ends,
+            max_seqlen_q=batch.max_seqlen_q,
+            max_seqlen_k=batch.capacity,
+            softmax_scale=batch.scale,
             causal=True,
-            window_size=_window(window_size),
-            block_table=block_tables,
+            window_size=batch.window,
+            block_table=batch.block_tables,
         )
 
 
@@ -184,30 +213,25 @@ class FlashAttention3(_Package):
     package = "flash_attn_interface"
     min_capability = (9, 0)
 
-    def _attend(self, q, k_cache, v_cache, block_tables, context_lens, scale, window_size, **rows):
+    def _attend(self, q, batch, **rows):
         return self._module.flash_attn_with_kvcache(
             q,
-            k_cache,
-            v_cache,
-            cache_seqlens=context_lens,
-            page_table=block_tables,
-            softmax_scale=scale,
+            batch.k_cache,
+            batch.v_cache,
+            cache_seqlens=batch.context_lens,
+            page_table=batch.block_tables,
+            softmax_scale=batch.scale,
             causal=True,
-            window_size=_window(window_size),
+            window_size=batch.window,
             **rows,
         )
 
-    def _decode(self, q, *arguments):
-        return self._attend(q[:, None], *arguments)[:, 0]
+    def _decode(self, batch):
+        return self._attend(batch.q[:, None], batch)[:, 0]
 
-    def _prefill(
-        self, q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens,
-        max_seqlen_q, scale, window_size,
-    ):  # fmt: skip
-        return self._attend(
-            q, k_cache, v_cache, block_tables, context_lens, scale, window_size,
-            cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
-        )  # fmt: skip
+    def _prefill(self, batch):
+        rows = {"cu_seqlens_q": batch.starts, "max_seqlen_q": batch.max_seqlen_q}
+        return self._attend(batch.q, batch, **rows)
 
 
 class FlashAttention4(_Package):
@@ -215,28 +239,19 @@ class FlashAttention4(_Package):
     package = "flash_attn.cute"
     min_capability = (9, 0)
 
-    def _decode(self, q, k_cache, v_cache, block_tables, context_lens, scale, window_size):
-        starts = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
-        return self._prefill(
-            q, k_cache, v_cache, block_tables, starts, context_lens, 1, scale, window_size
-        )
-
-    def _prefill(
-        self, q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens,
-        max_seqlen_q, scale, window_size,
-    ):  # fmt: skip
+    def _prefill(self, batch):
         result = self._module.flash_attn_varlen_func(
-            q,
-            k_cache,
-            v_cache,
-            cu_seqlens_q=cu_seqlens_q,
-            seqused_k=context_lens,
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=_capacity(k_cache, block_tables),
-            page_table=block_tables,
-            softmax_scale=scale,
+            batch.q,
+            batch.k_cache,
+            batch.v_cache,
+            cu_seqlens_q=batch.starts,
+            seqused_k=batch.context_lens,
+            max_seqlen_q=batch.max_seqlen_q,
+            max_seqlen_k=batch.capacity,
+            page_table=batch.block_tables,
+            softmax_scale=batch.scale,
             causal=True,
-            window_size=(None if window_size is None else window_size - 1, 0),
+            window_size=(None if batch.window_size is None else batch.window_size - 1, 0),
             num_splits=0,  # as many as it thinks best
         )
         return result[0] if isinstance(result, tuple) else result
@@ -259,38 +274,21 @@ class TorchFlash(_Package):
             return f"varlen_attn of PyTorch {torch.__version__} takes no block_table"
         return reason
 
-    def _decode(self, q, k_cache, v_cache, block_tables, context_lens, scale, window_size):
-        starts = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
-        return self._prefill(
-            q, k_cache, v_cache, block_tables, starts, context_lens, 1, scale, window_size
-        )
+    def _prefill(self, batch):
+        paged = {"seqused_k": batch.context_lens, "block_table": batch.block_tables}
+        return self._attend(batch, batch.k_cache, batch.v_cache, **paged)
 
-    def _prefill(
-        self, q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens,
-        max_seqlen_q, scale, window_size,
-    ):  # fmt: skip
-        return self._attend(
-            q, k_cache, v_cache, cu_seqlens_q, context_lens, max_seqlen_q,
-            _capacity(k_cache, block_tables), scale, window_size,
-            seqused_k=context_lens, block_table=block_tables,
-        )  # fmt: skip
-
-    def _attend(
-        self, q, keys, values, cu_seqlens_q, context_lens, max_seqlen_q, max_seqlen_k,
-        scale, window_size, **paged,
-    ):  # fmt: skip
-        options = {"scale": scale, "enable_gqa": q.shape[-2] != keys.shape[-2]}
+    def _attend(self, batch, keys, values, **paged):
+        options = {"scale": batch.scale, "enable_gqa": batch.q.shape[-2] != keys.shape[-2]}
         known = {name: value for name, value in options.items() if name in self._knows}
         if "window_size" in self._knows:
-            known["window_size"] = _window(window_size)
-        elif window_size is None:
+            known["window_size"] = batch.window
+        elif batch.window_size is None:
             known["is_causal"] = True
         else:
             raise Unavailable(f"varlen_attn of PyTorch {torch.__version__} takes no window_size")
-        return self._module.varlen_attn(
-            q, keys, values, cu_seqlens_q, _cumulative(context_lens), max_seqlen_q, max_seqlen_k,
-            **known, **paged,
-        )  # fmt: skip
+        lengths = (batch.starts, batch.ends, batch.max_seqlen_q, batch.capacity)
+        return self._module.varlen_attn(batch.q, keys, values, *lengths, **known, **paged)
 
 
 class _GatherPages(Baseline):
@@ -302,13 +300,20 @@ class _GatherPages(Baseline):
 
     def unavailable(self, q, k_cache):
         pages = k_cache.new_empty((1, PAGE_SIZE, *k_cache.shape[2:]), device="meta")
+        return self._refusal(q, pages)
+
+    def _refusal(self, q, pages):
         return self.inner.unavailable(q, pages)
 
-    def _decode(self, q, k_cache, v_cache, block_tables, *rest):
-        return self.inner._decode(q, *gather_pages(k_cache, v_cache, block_tables), *rest)
+    def _in_pages(self, batch: _Batch) -> _Batch:
+        k, v, table = gather_pages(batch.k_cache, batch.v_cache, batch.block_tables)
+        return replace(batch, k_cache=k, v_cache=v, block_tables=table)
 
-    def _prefill(self, q, k_cache, v_cache, block_tables, *rest):
-        return self.inner._prefill(q, *gather_pages(k_cache, v_cache, block_tables), *rest)
+    def _decode(self, batch):
+        return self.inner._decode(self._in_pages(batch))
+
+    def _prefill(self, batch):
+        return self.inner._prefill(self._in_pages(batch))
 
 
 class _GatherTorchFlash(_GatherPages):
@@ -316,29 +321,17 @@ class _GatherTorchFlash(_GatherPages):
 
     inner: TorchFlash
 
-    def unavailable(self, q, k_cache):
-        pages = k_cache.new_empty((1, PAGE_SIZE, *k_cache.shape[2:]), device="meta")
+    def _refusal(self, q, pages):
         return _Package.unavailable(self.inner, q, pages)
 
-    def _decode(self, q, k_cache, v_cache, block_tables, context_lens, scale, window_size):
-        starts = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
-        return self._prefill(
-            q, k_cache, v_cache, block_tables, starts, context_lens, 1, scale, window_size
-        )
+    def _decode(self, batch):
+        return self._prefill(batch)
 
-    def _prefill(
-        self, q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens,
-        max_seqlen_q, scale, window_size,
-    ):  # fmt: skip
+    def _prefill(self, batch):
         if "block_table" in self.inner._knows:
-            return super()._prefill(
-                q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens,
-                max_seqlen_q, scale, window_size,
-            )  # fmt: skip
-        return self.inner._attend(
-            q, *gather_packed(k_cache, v_cache, block_tables, context_lens), cu_seqlens_q,
-            context_lens, max_seqlen_q, _capacity(k_cache, block_tables), scale, window_size,
-        )  # fmt: skip
+            return super()._prefill(batch)
+        context = (batch.k_cache, batch.v_cache, batch.block_tables, batch.context_lens)
+        return self.inner._attend(batch, *gather_packed(*context))
 
 
 def gather_pages(
@@ -415,37 +408,33 @@ class _Gather(Baseline):
             return f"q and k_cache must have one dtype, got {q.dtype} and {k_cache.dtype}"
         return None
 
-    def _decode(self, q, k_cache, v_cache, block_tables, context_lens, scale, window_size):
-        keys, values, seen = gather_padded(k_cache, v_cache, block_tables, context_lens)
-        if window_size is not None:
-            positions = torch.arange(keys.shape[1], device=q.device)
-            seen = seen & (positions >= context_lens[:, None] - window_size)
+    def _decode(self, batch):
+        lens = batch.context_lens
+        keys, values, seen = gather_padded(batch.k_cache, batch.v_cache, batch.block_tables, lens)
+        if batch.window_size is not None:
+            positions = torch.arange(keys.shape[1], device=lens.device)
+            seen = seen & (positions >= lens[:, None] - batch.window_size)
         # The query heads of a group are the rows of one query matrix: no copy of K and V per head.
-        queries = q.unflatten(1, (k_cache.shape[2], -1))
-        out = self._attend(
-            queries, keys.transpose(1, 2), values.transpose(1, 2), seen[:, None, None], scale
-        )
-        return out.flatten(1, 2).masked_fill((context_lens == 0)[:, None, None], 0.0)
+        queries = batch.q.unflatten(1, (keys.shape[2], -1))
+        keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+        out = self._attend(queries, keys, values, seen[:, None, None], batch.scale)
+        return out.flatten(1, 2).masked_fill((lens == 0)[:, None, None], 0.0)
 
-    def _prefill(
-        self, q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens,
-        max_seqlen_q, scale, window_size,
-    ):  # fmt: skip
-        out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-        starts, lengths = cu_seqlens_q.tolist(), context_lens.tolist()
-        for i, context_len in enumerate(lengths):
-            start, end = starts[i], starts[i + 1]
-            if start == end or context_len == 0:
+    def _prefill(self, batch):
+        out = torch.zeros_like(batch.q, memory_format=torch.contiguous_format)
+        starts = batch.starts.tolist()
+        for i, context_len in enumerate(batch.context_lens.tolist()):
+            rows = slice(starts[i], starts[i + 1])
+            if rows.start == rows.stop or context_len == 0:
                 continue
-            blocks = block_tables[i, : -(-context_len // k_cache.shape[1])]
+            blocks = batch.block_tables[i, : -(-context_len // batch.k_cache.shape[1])]
             keys, values = (
                 cache[blocks].flatten(0, 1)[:context_len].transpose(0, 1)[None]
-                for cache in (k_cache, v_cache)
+                for cache in (batch.k_cache, batch.v_cache)
             )
-            attended = self._attend_causally(
-                q[start:end].transpose(0, 1)[None], keys, values, scale, window_size
-            )
-            out[start:end] = attended[0].transpose(0, 1)
+            queries = batch.q[rows].transpose(0, 1)[None]
+            attended = self._attend_causally(queries, keys, values, batch.scale, batch.window_size)
+            out[rows] = attended[0].transpose(0, 1)
         return out
 
 

@@ -8,11 +8,11 @@ import pandas as pd
 import pytest
 import torch
 
-from experiments import engine_throughput
-from experiments.engine_throughput import EngineThroughputOptions
-from experiments.harness import Unavailable
+from experiments.gpu import engine_throughput
+from experiments.gpu.engine_throughput import EngineThroughput
+from experiments.harness import Unavailable, grid
 
-TINY = EngineThroughputOptions(model="tiny", num_requests=3, lengths=(17, 20), max_model_len=64)
+TINY = EngineThroughput(model="tiny", num_requests=3, lengths=(17, 20), max_model_len=64)
 
 
 def test_the_load_is_the_one_that_nano_vllm_publishes():
@@ -27,7 +27,7 @@ def test_engines_serve_the_load_twice_and_the_second_time_from_the_cache(monkeyp
     on_cpu = {"attention_backend": "torch", "cuda_graphs": False, "block_size": 16}
     monkeypatch.setitem(engine_throughput._ENGINES, "triton, eager", on_cpu)
     rows = []
-    for cell in engine_throughput.cells(TINY):
+    for cell in grid(TINY):
         if "graphs" in cell.engine:
             with pytest.raises(Unavailable, match="CUDA graphs need a CUDA device"):
                 engine_throughput.run_cell(cell)
@@ -44,27 +44,13 @@ def test_engines_serve_the_load_twice_and_the_second_time_from_the_cache(monkeyp
         assert row["output_tokens_per_s"] is None
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"engine": ("vllm",)}, "engine 'vllm' is unknown; choose from triton"),
-        ({"model": "gpt"}, "model 'gpt' is unknown; choose from .*qwen3-0.6b"),
-        ({"lengths": (5, 4)}, "--lengths: needs fewest and most tokens, got 5 4"),
-        ({"num_requests": 0}, "--num-requests must be at least 1, got 0"),
-    ],
-)
-def test_bad_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        list(engine_throughput.cells(EngineThroughputOptions(**options)))
-
-
 def test_the_figure_shows_both_turns_of_each_engine(drawn):
     table = pd.DataFrame(
         {
             "engine": engine, "turn": turn, "seconds": 1.0, "output_tokens_per_s": 1000.0 + i,
             "model": "qwen3-0.6b", "requests": 256,
         }
-        for i, engine in enumerate(EngineThroughputOptions().engine)
+        for i, engine in enumerate(EngineThroughput().engine)
         for turn in ("nothing cached", "prompts cached")
     )  # fmt: skip
     engine_throughput.plot(table, Path())

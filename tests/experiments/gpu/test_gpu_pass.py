@@ -12,8 +12,8 @@ import pandas as pd
 import pytest
 import torch
 
-from experiments import gpu_pass
-from experiments.gpu_pass import STAGES, GpuPass, digest
+from experiments.gpu import gpu_pass
+from experiments.gpu.gpu_pass import STAGES, GpuPass, digest
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def test_stages_are_experiments_with_options_of_theirs():
     for stage in STAGES:
         for tiny in (False, True) if stage.tiny is not None else (False,):
             experiment, options = stage.load(tiny=tiny)
-            assert experiment.name == stage.experiment
+            assert experiment.name == stage.experiment.split(".")[-1]
             assert isinstance(options, type(experiment.options))
     assert len({stage.name for stage in STAGES}) == len(STAGES)
 
@@ -46,8 +46,8 @@ def test_a_tiny_pass_runs_every_stage_without_times_and_resumes_elsewhere(comman
     assert (out / "summary.txt").read_text() == first
 
     rows = list(csv.DictReader((out / "rows.csv").open()))
-    tiny = {stage.experiment for stage in STAGES if stage.tiny is not None} - {"block_size"}
-    assert {row["experiment"] for row in rows} == tiny
+    tiny = {stage.experiment.split(".")[-1] for stage in STAGES if stage.tiny is not None}
+    assert {row["experiment"] for row in rows} == tiny - {"block_size"}
     assert not any(row["p50_us"] or row["output_tokens_per_s"] for row in rows)
     assert all(float(row["error"]) <= float(row["bound"]) for row in rows if row["bound"])
     # Stages of one experiment share a table.
@@ -68,7 +68,7 @@ def test_a_tiny_pass_runs_every_stage_without_times_and_resumes_elsewhere(comman
 def test_a_killed_pass_keeps_what_it_had(command_line, tmp_path, capsys):
     out = tmp_path / "out"
     command = ("gpu-pass", "--tiny", "--out", out, "--work", tmp_path / "work")
-    stages = ("--stage", "rates", "--stage", "cascade")
+    stages = ("--stage", "accuracy", "--stage", "cascade")
     process = command_line.start(*command, *stages)
     deadline = time.monotonic() + 60
     while not (out / "rows.csv").exists() and time.monotonic() < deadline:
@@ -76,9 +76,9 @@ def test_a_killed_pass_keeps_what_it_had(command_line, tmp_path, capsys):
     process.send_signal(signal.SIGKILL)
     process.communicate()
     kept = list(csv.DictReader((out / "rows.csv").open()))
-    assert {row["experiment"] for row in kept} >= {"gpu_rates"}
-    assert gpu_pass.main([*map(str, command[1:]), "--stage", "rates"]) == 0
-    assert "rates: 0 cells run, 4 finished earlier" in capsys.readouterr().out
+    assert {row["experiment"] for row in kept} >= {"kernel_accuracy"}
+    assert gpu_pass.main([*map(str, command[1:]), "--stage", "accuracy"]) == 0
+    assert "accuracy: 0 cells run, 10 finished earlier" in capsys.readouterr().out
 
 
 @on_cpu
@@ -122,7 +122,7 @@ def test_a_stage_that_breaks_does_not_end_the_pass(tmp_path, monkeypatch, capsys
 
     monkeypatch.setattr(gpu_pass, "run_sweep", broken)
     run = GpuPass(tmp_path / "out", tmp_path / "work", deadline=time.monotonic() + 60, tiny=True)
-    assert run.run([stage for stage in STAGES if stage.name in ("rates", "decode")]) == 2
+    assert run.run([stage for stage in STAGES if stage.name in ("accuracy", "decode")]) == 2
     output = capsys.readouterr().out
     assert output.count("RuntimeError: disk full") == 2
     assert "decode: FAILED" in output
@@ -140,9 +140,13 @@ def test_digests_show_what_was_measured():
             "p50_us": [12.5, 14.0, 90.0],
             "bandwidth_fraction": [0.5, 0.45, 0.9],
             "matmul_fraction": 0.01,
+            "peak_gb_per_s": 3012.3,
+            "peak_tflop_per_s": 700.0,
         }
     )
     lines = digest(timed).splitlines()
+    rates = "device copy, read and written: 3,012 GB/s; bf16 matrix product: 700 TFLOP/s"
+    assert lines.pop(0) == rates
     assert lines[1].split() == ["column", "pagelab", "fa_2", "(eager)", "copy", "%", "matmul", "%"]
     assert lines[3].split() == ["1", "12.5", "14.0", "50.0", "1.0"]
     assert lines[4].split() == ["8", "90.0", "-", "90.0", "1.0"]
@@ -153,9 +157,6 @@ def test_digests_show_what_was_measured():
     assert "1 of 2 results within the bound" in digest(judged)
     assert "copy" in digest(judged)
     assert "store" not in digest(judged)
-
-    rates = pd.DataFrame({"what": ["copy"], "value": [3012.3], "unit": ["GB/s"]})
-    assert "3012.3" in digest(rates)
 
 
 def test_a_digest_of_the_tile_sweep_is_its_decision():

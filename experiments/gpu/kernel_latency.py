@@ -1,4 +1,4 @@
-"""How long the data-path kernels take on a GPU, beside flash-attn, PyTorch and a naive twin.
+"""How long the data-path kernels take on a GPU, beside flash-attn, PyTorch and a naive attention.
 
 - ``decode``: one query per sequence, over batch, context and block size.
 - ``prefill``: (sequences, new tokens of each, context of each): without a cached prefix where the
@@ -6,26 +6,26 @@
 - ``store``: new tokens into random slots.  ``copy``: blocks of all layers inside a cache.
   ``swap_out``, ``swap_in``: the same to pinned host memory and back.
 
-A cell first checks its result against fp64 by the rule of ``kernels/accuracy.py`` and fails,
-without a time, where it is wrong.  Times are p20, p50 and p80 of the device's clock with a cold L2,
-by replays of a CUDA graph where the work can be captured (``launch``), see ``bench/gpu_timing.py``.
-Achieved bytes and operations per second are set against a copy and a bf16 matrix product that are
-timed in the same process.  Implementations whose names begin with gather_ first copy the context,
-in the time; see ``kernels/baselines.py``.
+A cell first checks its result against fp64 by the rule of ``kernels/testing/accuracy.py`` and
+fails, without a time, where it is wrong.  Times are p20, p50 and p80 of the device's clock with a
+cold L2, by replays of a CUDA graph where the work can be captured (``launch``), see
+``bench/gpu_timing.py``.  Achieved bytes and operations per second are set against a copy and a bf16
+matrix product that are timed in the same process.  Implementations whose names begin with gather_
+first copy the context, in the time; see ``kernels/testing/baselines.py``.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from experiments import style
-from experiments.bench import kernel_problems
 from experiments.bench.gpu_timing import Launch
-from experiments.bench.kernel_problems import OURS, Shape
-from experiments.harness import Cell, Experiment, Options
+from experiments.bench.kernel_problems import OURS, OnHeads, Shape, Timed, run_timed, timed_cells
+from experiments.harness import Count, Experiment, Needs
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -46,17 +46,26 @@ IMPLEMENTATIONS = {
 _PAGE = 256
 
 
+Prefill = Annotated[
+    tuple[int, int, int],
+    Needs(
+        "sequences, new tokens, and at least as many tokens in all",
+        lambda sizes: sizes[0] >= 1 and 1 <= sizes[1] <= sizes[2],
+    ),
+]
+
+
 @dataclass(frozen=True, kw_only=True)
-class KernelLatencyOptions(Options):
+class KernelLatency(OnHeads):
     """The grid: parts x shapes x block sizes x implementations."""
 
     part: tuple[Literal[PARTS], ...] = PARTS
-    batch: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    batch: tuple[Count, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     """Sequences of a decode step."""
-    context_len: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+    context_len: tuple[Count, ...] = (512, 1024, 2048, 4096, 8192, 16384, 32768)
     """Tokens of each sequence of a decode step."""
-    block_size: tuple[int, ...] = (16, 256)
-    prefill: tuple[tuple[int, int, int], ...] = (
+    block_size: tuple[Count, ...] = (16, 256)
+    prefill: tuple[Prefill, ...] = (
         (1, 512, 512),
         (1, 2048, 2048),
         (1, 8192, 8192),
@@ -71,55 +80,18 @@ class KernelLatencyOptions(Options):
         (64, 4, 4096),
     )
     """Sequences, new tokens of each, and tokens of each with its cached prefix."""
-    store_tokens: tuple[int, ...] = (1, 16, 256, 4096, 65536)
-    move_tokens: tuple[int, ...] = (256, 1024, 4096, 32768)
+    store_tokens: tuple[Count, ...] = (1, 16, 256, 4096, 65536)
+    move_tokens: tuple[Count, ...] = (256, 1024, 4096, 32768)
     """Tokens whose blocks, of every layer, copy and swap move."""
-    num_layers: int = 28
+    num_layers: Count = 28
     """Layers that copy and swap move the blocks of."""
-    num_q_heads: int = 32
-    num_kv_heads: int = 8
-    head_dim: int = 128
-    dtype: Literal["float16", "bfloat16", "float32"] = "bfloat16"
-    kv_dtype: Literal["float8_e4m3fn"] | None = None
-    """Of the cache; that of the queries if None."""
     launch: tuple[Launch, ...] = ("graph",)
     """Replays of a CUDA graph, or calls from Python."""
-    budget_ms: float = 60.0
-    """Device time for the samples of a cell."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class KernelLatencyCell(Cell):
-    shape: Shape
-    implementation: str
-    launch: Launch
-    budget_ms: float
-
-    @property
-    def group(self) -> tuple[str, ...]:
-        return (self.shape.op,)
-
-
-def cells(options: KernelLatencyOptions) -> Iterator[KernelLatencyCell]:
-    for batch, query_len, context_len in options.prefill:
-        if not 1 <= query_len <= context_len or batch < 1:
-            raise ValueError(
-                "--prefill: needs sequences, new tokens and at least as many tokens in all, got "
-                f"{batch} {query_len} {context_len}"
-            )
-    for name in ("batch", "context_len", "block_size", "store_tokens", "move_tokens"):
-        if min(getattr(options, name), default=1) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+def cells(options: KernelLatency) -> Iterator[Timed]:
     for shape in _shapes(options):
-        for implementation in implementations(shape):
-            for launch in options.launch:
-                yield KernelLatencyCell(
-                    seed=options.seed,
-                    shape=shape,
-                    implementation=implementation,
-                    launch=launch,
-                    budget_ms=options.budget_ms,
-                )
+        yield from timed_cells(options, shape, implementations(shape), options.launch)
 
 
 def implementations(shape: Shape) -> tuple[str, ...]:
@@ -131,17 +103,10 @@ def implementations(shape: Shape) -> tuple[str, ...]:
     return PAGED + (GATHER if shape.block_size % _PAGE else ())
 
 
-def _shapes(options: KernelLatencyOptions) -> Iterator[Shape]:
-    common = {
-        name: getattr(options, name)
-        for name in ("num_q_heads", "num_kv_heads", "head_dim", "dtype", "kv_dtype", "seed")
-    }
+def _shapes(options: KernelLatency) -> Iterator[Shape]:
+    decode = itertools.product(options.context_len, options.batch)
     sizes = {
-        "decode": [
-            {"batch": batch, "context_len": context_len}
-            for context_len in options.context_len
-            for batch in options.batch
-        ],
+        "decode": [{"batch": batch, "context_len": length} for length, batch in decode],
         "prefill": [
             {"batch": batch, "query_len": query_len, "context_len": context_len}
             for batch, query_len, context_len in options.prefill
@@ -155,15 +120,7 @@ def _shapes(options: KernelLatencyOptions) -> Iterator[Shape]:
                 for tokens in options.move_tokens
             ]
             for size in sizes.get(part, moves):
-                yield Shape(op=part, block_size=block_size, **size, **common)
-
-
-def run_cell(cell: KernelLatencyCell) -> list[dict[str, Any]]:
-    return [
-        kernel_problems.run(
-            cell.shape, cell.implementation, launch=cell.launch, budget_ms=cell.budget_ms
-        )
-    ]
+                yield options.shape(part, block_size=block_size, **size)
 
 
 _LOOKS = {
@@ -205,8 +162,10 @@ def lines(rows: pd.DataFrame) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
 
 
 def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
-    """The figures decode_latency, decode_bandwidth, prefill and moves, of what was timed."""
+    """The figures decode_latency, decode_bandwidth, prefill and moves, of what was timed, and
+    gpu_rates, of what the GPU can do at best."""
     rows = rows[rows["p50_us"].notna()]
+    everything = rows
     rows = rows[(rows["launch"] == "graph") | rows["implementation"].isin(_eager_only(rows))]
     decode, prefill = (rows[rows["op"] == op] for op in ("decode", "prefill"))
     moves = rows[rows["op"].isin(IMPLEMENTATIONS)]
@@ -217,10 +176,36 @@ def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
             ("decode_bandwidth", decode, _draw_bandwidth),
             ("prefill", prefill, _draw_prefill),
             ("moves", moves, _draw_moves),
+            ("gpu_rates", everything, _draw_rates),
         ):
             if len(part):
                 written += style.save(draw(part), folder, name)
     return written
+
+
+def rates(rows: pd.DataFrame) -> pd.DataFrame:
+    """What the GPU did at best, as the cells measured it: columns what, value and unit."""
+    import pandas as pd
+
+    links = {"swap_out": "to pinned host memory", "swap_in": "from pinned host memory"}
+    kind = rows["op"].map(links).fillna("device copy, read and written")
+    bandwidths = rows.groupby(kind, sort=False)["peak_gb_per_s"].median()
+    found = [(what, value, "GB/s") for what, value in bandwidths.items()]
+    found.append(("bf16 matrix product", rows["peak_tflop_per_s"].median(), "TFLOP/s"))
+    return pd.DataFrame(found, columns=["what", "value", "unit"])
+
+
+def _draw_rates(rows: pd.DataFrame) -> Figure:
+    """A bar for each rate."""
+    found = rates(rows)
+    figure, axes, _ = style.panel_grid(found["unit"].nunique(), height=1.6, columns=2)
+    for axis, (unit, part) in zip(axes, found.groupby("unit"), strict=True):
+        bars = axis.barh(part["what"], part["value"], color=style.SKY, edgecolor="black", lw=0.4)
+        axis.bar_label(bars, fmt="{:,.0f}", padding=2, fontsize=6)
+        axis.margins(x=0.2)
+        axis.set_xlabel(unit)
+        axis.grid(axis="y", visible=False)
+    return figure
 
 
 def _eager_only(rows: pd.DataFrame) -> set[str]:
@@ -328,8 +313,8 @@ def _draw_moves(rows: pd.DataFrame) -> Figure:
 EXPERIMENT = Experiment(
     name="kernel_latency",
     figure="decode, prefill, store, copy and swap on a GPU vs flash-attn, PyTorch and naive",
-    options=KernelLatencyOptions(),
-    quick=KernelLatencyOptions(
+    options=KernelLatency(),
+    quick=KernelLatency(
         batch=(1, 16, 64, 256),
         context_len=(512, 4096),
         prefill=((1, 2048, 2048), (4, 1024, 8192)),
@@ -338,7 +323,7 @@ EXPERIMENT = Experiment(
         budget_ms=30.0,
     ),
     cells=cells,
-    run_cell=run_cell,
+    run_cell=run_timed,
     plot=plot,
     gpu="required",
     timed=True,

@@ -8,11 +8,11 @@ import pandas as pd
 import pytest
 import torch
 
-from experiments import tile_sweep
+from experiments.gpu import tile_sweep
+from experiments.gpu.tile_sweep import TileSweep
 from experiments.harness import Unavailable
-from experiments.tile_sweep import TileSweepOptions
 
-TINY = TileSweepOptions(
+TINY = TileSweep(
     part=("decode", "splits", "prefill_splits"),  # tests of gpu-pass run the others
     decode=((2, 40),),
     decode_tile=((16, 4, 1),),
@@ -45,7 +45,7 @@ def test_every_part_runs_with_the_tables_tile_and_with_another():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="knows the interpreter's tiles")
 def test_the_tables_own_tile_is_not_run_twice():
-    same = TileSweepOptions(**{**vars(TINY), "part": ("decode",), "decode_tile": ((32, 4, 1),)})
+    same = TileSweep(**{**vars(TINY), "part": ("decode",), "decode_tile": ((32, 4, 1),)})
     cell = list(tile_sweep.cells(same))[1]
     with pytest.raises(Unavailable, match="the table's own choice"):
         tile_sweep.run_cell(cell)

@@ -1,10 +1,11 @@
 """Ten minutes on a GPU: ``python -m experiments gpu-pass --out DIR --minutes 9``.
 
-Measures in order of importance until the time is up: rates of the card, correctness, latencies of
-every kernel beside the baselines, tiles and split counts to choose from, block sizes, throughput of
-the engine, eviction policies served.  Each stage is a registered experiment on a chosen grid, run
-by the harness, so a result is stored as soon as it is there.  Stages of one experiment share its
-table.  ``DIR`` holds few files, each replaced in one step while the pass goes on:
+Measures in order of importance until the time is up: correctness, latencies of every kernel beside
+the baselines and the rates of the card, tiles and split counts to choose from, block sizes,
+throughput of the engine, eviction policies served.  Each stage is a registered experiment on a
+chosen grid, run by the harness, so a result is stored as soon as it is there.  Stages of one
+experiment share its table.  ``DIR`` holds few files, each replaced in one step while the pass goes
+on:
 
     summary.txt            what was done and found, for reading
     rows.csv               the rows of all experiments
@@ -42,8 +43,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments import tile_sweep
 from experiments.bench.compile_ahead import CompileAhead, jobs_of
+from experiments.gpu import kernel_latency, tile_sweep
 from experiments.harness import (
     Experiment,
     LastingWorker,
@@ -75,7 +76,7 @@ class Stage:
 
     name: str
     experiment: str
-    """Its name, which is that of its module."""
+    """Its module in ``experiments``, which ends with its name."""
     options: dict[str, Any]
     tiny: dict[str, Any] | None = field(default_factory=dict)
     """Options that differ with --tiny; None: left out there."""
@@ -102,7 +103,6 @@ _TINY_LATENCY = {
     "num_layers": 1,
 }
 STAGES: tuple[Stage, ...] = (
-    Stage("rates", "gpu_rates", {}),
     Stage(
         "accuracy",
         "kernel_accuracy",
@@ -116,20 +116,20 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage(
         "large_accuracy",
-        "large_accuracy",
+        "gpu.large_accuracy",
         {},
         {**_TINY_HEADS, "scale": 1000, "past_32_bits": False, "dtype": ("bfloat16",)},
     ),
     Stage(
         "decode",
-        "kernel_latency",
+        "gpu.kernel_latency",
         {"part": ("decode",), "batch": (1, 8, 64, 256), "context_len": (512, 4096, 32768)},
         _TINY_LATENCY,
     ),
-    Stage("prefill", "kernel_latency", {"part": ("prefill",)}, _TINY_LATENCY),
+    Stage("prefill", "gpu.kernel_latency", {"part": ("prefill",)}, _TINY_LATENCY),
     Stage(
         "moves",
-        "kernel_latency",
+        "gpu.kernel_latency",
         {
             "part": ("store", "copy", "swap_out", "swap_in"),
             "store_tokens": (16, 256, 4096, 65536),
@@ -139,13 +139,13 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage(
         "cascade",
-        "cascade",
+        "gpu.cascade",
         {"prefix_len": (1024, 8192, 32768), "batch": (1, 16, 64, 256)},
         {**_TINY_HEADS, "prefix_len": (16,), "suffix_len": 4, "batch": (2,)},
     ),
     Stage(
         "decode_fp8",
-        "kernel_latency",
+        "gpu.kernel_latency",
         {
             "part": ("decode",),
             "batch": (1, 64, 256),
@@ -157,7 +157,7 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage(
         "splits",
-        "tile_sweep",
+        "gpu.tile_sweep",
         {"part": ("splits", "prefill_splits")},
         {
             **_TINY_HEADS,
@@ -169,7 +169,7 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage(
         "tiles",
-        "tile_sweep",
+        "gpu.tile_sweep",
         {"part": ("decode", "prefill", "cascade")},
         {
             **_TINY_HEADS,
@@ -199,7 +199,7 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage(
         "engine_throughput",
-        "engine_throughput",
+        "gpu.engine_throughput",
         {},
         {
             "model": "tiny",
@@ -212,7 +212,7 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage(
         "eager_decode",
-        "kernel_latency",
+        "gpu.kernel_latency",
         {
             "part": ("decode",),
             "launch": ("eager",),
@@ -229,7 +229,7 @@ STAGES: tuple[Stage, ...] = (
         None,
         fills_gpu=True,
     ),
-    Stage("all_latencies", "kernel_latency", {}, None),
+    Stage("all_latencies", "gpu.kernel_latency", {}, None),
 )
 """In order of importance."""
 
@@ -354,14 +354,15 @@ class GpuPass:
 
     def _draw(self, stages: Sequence[Stage]) -> None:
         """Figures, and the decision of the tile sweep, as far as time allows."""
-        for name in dict.fromkeys(stage.experiment for stage in stages):
-            for table in self._tables(name):
+        for module in dict.fromkeys(stage.experiment for stage in stages):
+            experiment = _experiment(module)
+            for table in self._tables(experiment.name):
                 if time.monotonic() >= self.deadline + _RESERVED_S / 2:
                     return
                 try:
-                    plot_results(_experiment(name), table.parent)
+                    plot_results(experiment, table.parent)
                 except Exception as error:  # must not cost the pass what it has measured
-                    self.say(f"{name}: no figures: {type(error).__name__}: {error}")
+                    self.say(f"{experiment.name}: no figures: {type(error).__name__}: {error}")
         for decision in self.results.glob("tile_sweep/*/decision.md"):
             write_atomically(self.out / "decision.md", decision.read_text())
 
@@ -380,8 +381,8 @@ class GpuPass:
             self._published = self._cached = time.monotonic()
 
 
-def _experiment(name: str) -> Experiment:
-    return importlib.import_module(f"experiments.{name}").EXPERIMENT
+def _experiment(module: str) -> Experiment:
+    return importlib.import_module(f"experiments.{module}").EXPERIMENT
 
 
 def _joined(tables: Sequence[Path]) -> str:
@@ -443,12 +444,12 @@ def digest(rows: pd.DataFrame) -> str:
         for name, column in (("copy %", "bandwidth_fraction"), ("matmul %", "matmul_fraction")):
             table[name] = 100 * ours[column].max()
         table.index.name = " ".join(names)
+        if "peak_gb_per_s" in rows:
+            rates = kernel_latency.rates(rows).itertuples(index=False)
+            lines.append("; ".join(f"{what}: {value:,.0f} {unit}" for what, value, unit in rates))
         lines.append("p50 in µs; shares of the measured rates are pagelab's")
         lines.append(table.head(40).to_string(float_format="{:.1f}".format, na_rep="-"))
-    for names in (
-        ["what", "value", "unit"],
-        ["engine", "turn", "seconds", "output_tokens_per_s", "cached_tokens"],
-    ):
+    for names in (["engine", "turn", "seconds", "output_tokens_per_s", "cached_tokens"],):
         if set(names) <= set(rows.columns):
             lines.append(rows[names].to_string(index=False))
     return "\n".join(lines)

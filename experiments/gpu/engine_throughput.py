@@ -13,14 +13,21 @@ from __future__ import annotations
 import gc
 import random
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from experiments import style
 from experiments.bench import kernel_problems
-from experiments.harness import Cell, Experiment, Options, Unavailable
+from experiments.harness import (
+    Axis,
+    Count,
+    Experiment,
+    Lengths,
+    Options,
+    Unavailable,
+    one_of,
+)
 from experiments.load import engine_models
 
 if TYPE_CHECKING:
@@ -49,48 +56,17 @@ _ENGINES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineThroughputOptions(Options):
+class EngineThroughput(Options):
     """The grid: engines."""
 
-    engine: tuple[str, ...] = tuple(_ENGINES)
+    engine: Axis[Annotated[str, one_of(_ENGINES)]] = tuple(_ENGINES)
     """Attention backend, way of decoding and block size, by name."""
-    model: str = "qwen3-0.6b"
+    model: Annotated[str, one_of(engine_models.MODEL_NAMES)] = "qwen3-0.6b"
     """A shape of engine_models."""
-    num_requests: int = 256
-    lengths: tuple[int, int] = (100, 1024)
+    num_requests: Count = 256
+    lengths: Lengths = (100, 1024)
     """Fewest and most tokens of a prompt, and of an output."""
-    max_model_len: int = 4096
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineThroughputCell(Cell):
-    engine: str
-    model: str
-    num_requests: int
-    lengths: tuple[int, int]
-    max_model_len: int
-
-
-def cells(options: EngineThroughputOptions) -> Iterator[EngineThroughputCell]:
-    fewest, most = options.lengths
-    if not 1 <= fewest <= most:
-        raise ValueError(f"--lengths: needs fewest and most tokens, got {fewest} {most}")
-    if options.num_requests < 1:
-        raise ValueError(f"--num-requests must be at least 1, got {options.num_requests}")
-    if options.model not in engine_models.MODEL_NAMES:
-        known = ", ".join(engine_models.MODEL_NAMES)
-        raise ValueError(f"model {options.model!r} is unknown; choose from {known}")
-    for engine in options.engine:
-        if engine not in _ENGINES:
-            raise ValueError(f"engine {engine!r} is unknown; choose from {'; '.join(_ENGINES)}")
-        yield EngineThroughputCell(
-            seed=options.seed,
-            engine=engine,
-            model=options.model,
-            num_requests=options.num_requests,
-            lengths=options.lengths,
-            max_model_len=options.max_model_len,
-        )
+    max_model_len: Count = 4096
 
 
 def requests(
@@ -106,7 +82,7 @@ def requests(
     return prompts, [draw.randint(*lengths) for _ in range(num_requests)]
 
 
-def run_cell(cell: EngineThroughputCell) -> list[dict[str, Any]]:
+def run_cell(cell: EngineThroughput) -> list[dict[str, Any]]:
     import torch
 
     kernel_problems.release()  # the engine takes what memory there is
@@ -133,7 +109,7 @@ def run_cell(cell: EngineThroughputCell) -> list[dict[str, Any]]:
             torch.cuda.empty_cache()
 
 
-def _serve(llm: LLM, cell: EngineThroughputCell) -> list[dict[str, Any]]:
+def _serve(llm: LLM, cell: EngineThroughput) -> list[dict[str, Any]]:
     import torch
 
     from models import SamplingParams
@@ -161,7 +137,7 @@ def _serve(llm: LLM, cell: EngineThroughputCell) -> list[dict[str, Any]]:
 
 
 def _row(
-    cell: EngineThroughputCell, turn: str, outputs: list[RequestOutput], seconds: float | None
+    cell: EngineThroughput, turn: str, outputs: list[RequestOutput], seconds: float | None
 ) -> dict[str, Any]:
     prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     output_tokens = sum(output.stats.num_output_tokens for output in outputs)
@@ -224,11 +200,10 @@ def _draw(rows: pd.DataFrame) -> Figure:
 EXPERIMENT = Experiment(
     name="engine_throughput",
     figure="throughput of the engine on Nano-vLLM's published load, with and without prefix hits",
-    options=EngineThroughputOptions(),
-    quick=EngineThroughputOptions(
+    options=EngineThroughput(),
+    quick=EngineThroughput(
         engine=("triton, CUDA graphs", "triton, eager"), num_requests=32, lengths=(32, 128)
     ),
-    cells=cells,
     run_cell=run_cell,
     plot=plot,
     gpu="required",

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from experiments import style
 from experiments.bench import kernel_problems
-from experiments.bench.kernel_problems import OURS, Shape
-from experiments.harness import Cell, Experiment, Options, Unavailable
+from experiments.bench.kernel_problems import OURS, OnHeads, Shape
+from experiments.bench.tiles import TABLES, TILE, table_tile, with_tile
+from experiments.harness import Axis, Count, Experiment, Options, Positive, Unavailable, grid
 from experiments.harness.store import write_atomically
 
 if TYPE_CHECKING:
@@ -31,15 +32,12 @@ if TYPE_CHECKING:
 
     from kernels.tiles import AttentionTile, Target
 
-_TILE = ("tile_m", "tile_n", "num_warps", "num_stages")
-_TABLES = {"decode": "decode_tile", "prefill": "prefill_tile", "cascade": "shared_prefix_tile"}
-"""Functions of ``kernels/tiles.py`` by the op that asks them."""
 _SPLITS = {"splits": "decode_num_splits", "prefill_splits": "prefill_num_splits"}
-"""The same by part."""
+"""Functions of ``kernels/tiles.py`` that choose split counts, by part."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class TileSweepOptions(Options):
+class TileSweep(OnHeads):
     """The grid: tiles x shapes, and split counts x shapes of decode and prefill."""
 
     part: tuple[Literal["decode", "prefill", "cascade", "splits", "prefill_splits"], ...] = (
@@ -73,62 +71,55 @@ class TileSweepOptions(Options):
         (1, 16, 4096),
     )
     """Few queries behind a long prefix: sequences, new tokens and all tokens of each."""
-    block_size: int = 16
-    num_q_heads: int = 32
-    num_kv_heads: int = 8
-    head_dim: int = 128
-    dtype: Literal["float16", "bfloat16", "float32"] = "bfloat16"
-    kv_dtype: Literal["float8_e4m3fn"] | None = None
-    budget_ms: float = 25.0
+    block_size: Count = 16
+    budget_ms: Positive = 25.0
     """Device time for the samples of a cell."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class TileSweepCell(Cell):
+class TileSweepCell(Options):
     part: str
-    shape: Shape
-    tile: tuple[int, ...] | None
+    shape: Axis[Shape]
+    tile: Axis[tuple[int, ...] | None]
     """tile_m, tile_n, num_warps, num_stages; 0 is the table's. None: all the table's."""
     budget_ms: float
 
 
-def cells(options: TileSweepOptions) -> Iterator[TileSweepCell]:
+def cells(options: TileSweep) -> Iterator[TileSweepCell]:
     def shape(op: str, batch: int, context_len: int, **more: Any) -> Shape:
-        names = ("block_size", "num_q_heads", "num_kv_heads", "head_dim", "dtype", "kv_dtype")
-        common = {name: getattr(options, name) for name in (*names, "seed")}
-        return Shape(op=op, batch=batch, context_len=context_len, **common, **more)
-
-    def cell(part: str, at: Shape, tile: tuple[int, ...] | None) -> TileSweepCell:
-        return TileSweepCell(
-            seed=options.seed, part=part, shape=at, tile=tile, budget_ms=options.budget_ms
-        )
+        sizes = {"batch": batch, "context_len": context_len, "block_size": options.block_size}
+        return options.shape(op, **sizes, **more)
 
     suffix = 16 * options.block_size
-    shapes = {
-        "decode": [shape("decode", *size) for size in options.decode],
-        "prefill": [shape("prefill", b, c, query_len=q) for b, q, c in options.prefill],
-        "cascade": [shape("cascade", b, p + suffix, prefix_len=p) for b, p in options.cascade],
-    }
-    tiles = {
-        "decode": [(0, *tile) for tile in options.decode_tile],
-        "prefill": list(options.prefill_tile),
-    }
-    tiles["cascade"] = tiles["prefill"]
+    decode_tiles = [(0, *tile) for tile in options.decode_tile]
     decode_sizes = itertools.product(options.splits_context, options.splits_batch)
-    split_sizes = {
-        "splits": [("decode", batch, 1, context_len) for context_len, batch in decode_sizes],
-        "prefill_splits": [("prefill", *size) for size in options.splits_prefill],
+    splits = (None, *options.splits)
+    shapes_and_tiles = {
+        "decode": ([shape("decode", *size) for size in options.decode], decode_tiles),
+        "prefill": (
+            [shape("prefill", b, c, query_len=q) for b, q, c in options.prefill],
+            options.prefill_tile,
+        ),
+        "cascade": (
+            [shape("cascade", b, p + suffix, prefix_len=p) for b, p in options.cascade],
+            options.prefill_tile,
+        ),
+        "splits": (
+            [shape("decode", b, c, num_splits=n) for c, b in decode_sizes for n in splits],
+            (),
+        ),
+        "prefill_splits": (
+            [
+                shape("prefill", b, c, query_len=q, num_splits=n)
+                for b, q, c in options.splits_prefill
+                for n in splits
+            ],
+            (),
+        ),
     }
     for part in options.part:
-        if part in _SPLITS:
-            for op, batch, queries, context_len in split_sizes[part]:
-                for splits in (None, *options.splits):
-                    size = {"query_len": queries, "num_splits": splits}
-                    yield cell(part, shape(op, batch, context_len, **size), None)
-            continue
-        for at in shapes[part]:
-            for tile in (None, *tiles[part]):
-                yield cell(part, at, tile)
+        shapes, tiles = shapes_and_tiles[part]
+        yield from grid(options, TileSweepCell, part=part, shape=shapes, tile=(None, *tiles))
 
 
 def run_cell(cell: TileSweepCell) -> list[dict[str, Any]]:
@@ -149,35 +140,11 @@ def run_cell(cell: TileSweepCell) -> list[dict[str, Any]]:
             row = kernel_problems.run(cell.shape, OURS, budget_ms=cell.budget_ms)
     except OutOfResources as error:
         raise Unavailable(f"tile {dataclasses.astuple(tile)[:4]}: {error}") from error
-    columns = {name: getattr(tile, name) for name in _TILE}
+    columns = {name: getattr(tile, name) for name in TILE}
     by_table = cell.tile is None and cell.shape.num_splits is None
     if cell.part in _SPLITS:
         row["num_splits"] = cell.shape.num_splits or _table_splits(cell.shape, table, target)
     return [{"part": cell.part, "by_table": by_table, **columns, **row}]
-
-
-def table_tile(shape: Shape, target: Target) -> AttentionTile:
-    """What the table chooses for ``shape``."""
-    import torch
-
-    from kernels import tiles
-
-    head_dim, dtype = tiles.padded_dim(shape.head_dim), getattr(torch, shape.dtype)
-    if shape.op == "decode":
-        group_size = shape.num_q_heads // shape.num_kv_heads
-        itemsize = getattr(torch, shape.kv_dtype or shape.dtype).itemsize
-        return tiles.decode_tile(group_size, head_dim, dtype, target, itemsize)
-    return getattr(tiles, _TABLES[shape.op])(head_dim, dtype, target)
-
-
-def with_tile(shape: Shape, tile: tuple[int, ...], target: Target) -> Target:
-    """``target`` with this tile_m, tile_n, num_warps and num_stages for the op of ``shape``.
-
-    A 0 leaves the choice to the table.
-    """
-    changes = {name: n for name, n in zip(_TILE, tile, strict=True) if n}
-    changed = dataclasses.replace(table_tile(shape, target), **changes)
-    return dataclasses.replace(target, tiles=((_TABLES[shape.op], changed),))
 
 
 def _table_splits(shape: Shape, tile: AttentionTile, target: Target) -> int:
@@ -204,7 +171,7 @@ def relative_times(rows: pd.DataFrame, part: str) -> pd.DataFrame:
     rows = rows[(rows["part"] == part) & rows["p50_us"].notna()]
     sizes = zip(rows["batch"], rows["query_len"], rows["context_len"], strict=True)
     rows = rows.assign(shape=["x".join(map(str, size)) for size in sizes])
-    times = rows.pivot_table("p50_us", list(_TILE), "shape")
+    times = rows.pivot_table("p50_us", list(TILE), "shape")
     table = rows[rows["by_table"]].groupby("shape")["p50_us"].first()
     relative = (times / table).dropna()
     return relative.loc[_geometric_mean(relative).sort_values().index]
@@ -223,16 +190,16 @@ def decision(rows: pd.DataFrame) -> str:
     if first["kv_dtype"] != first["dtype"]:
         kind += f", cache {first['kv_dtype']}"
     lines = [f"# Tiles and splits by measurement ({kind})", ""]
-    for part, function in _TABLES.items():
+    for part, function in TABLES.items():
         relative = relative_times(rows, part)
         if relative.empty:
             continue
         mean = _geometric_mean(relative)
         chosen = rows[(rows["part"] == part) & rows["by_table"]].iloc[0]
         lines += [
-            f"## `{function}`: now {tuple(int(chosen[name]) for name in _TILE)}",
+            f"## `{function}`: now {tuple(int(chosen[name]) for name in TILE)}",
             "",
-            f"| ({', '.join(_TILE)}) | mean | {' | '.join(relative.columns)} |",
+            f"| ({', '.join(TILE)}) | mean | {' | '.join(relative.columns)} |",
             "|---|" + "---|" * (1 + len(relative.columns)),
         ]
         for tile, times in relative.head(8).iterrows():
@@ -267,7 +234,7 @@ def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
         return []
     path = folder / "decision.md"
     write_atomically(path, decision(timed))
-    parts = [part for part in _TABLES if len(relative_times(timed, part))]
+    parts = [part for part in TABLES if len(relative_times(timed, part))]
     written = [path]
     with style.figures():
         if parts:
@@ -296,7 +263,7 @@ def _draw_tiles(rows: pd.DataFrame, parts: list[str]) -> Figure:
         axis.axvline(1, color="black", ls="dashed", lw=1)
         axis.set_yticks(places, ["/".join(map(str, map(int, tile))) for tile in relative.index])
         axis.invert_yaxis()
-        axis.set(title=_TABLES[part], xlabel="time / present choice")
+        axis.set(title=TABLES[part], xlabel="time / present choice")
         axis.legend(fontsize=5, loc="lower left", frameon=True, framealpha=1)
     figure.supylabel("tile_m/tile_n/num_warps/num_stages", fontsize=8)
     return figure
@@ -333,8 +300,8 @@ def _draw_splits(rows: pd.DataFrame) -> Figure:
 EXPERIMENT = Experiment(
     name="tile_sweep",
     figure="tiles and split counts of the attention kernels, tried out on a GPU",
-    options=TileSweepOptions(),
-    quick=TileSweepOptions(
+    options=TileSweep(),
+    quick=TileSweep(
         part=("splits", "decode"),
         decode=((64, 4096),),
         decode_tile=((64, 4, 5), (64, 4, 7), (128, 4, 5), (128, 4, 7)),
