@@ -7,7 +7,6 @@ load/        traces and lengths, models and arrivals for experiments on caches a
 gpu/         experiments that need a GPU
 bench/       problems with their right answers, work and times for experiments on kernels
 style        the look of figures; quantiles: repeated measurements in them
-manager_overhead/  beside caches of other systems
 
 ``cli.py`` is the command line; ``gpu/gpu_pass.py`` and ``sanitize.py`` are commands of their own.
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from experiments.harness.experiment import Cell, Experiment, InputFile, Unavailable
+from experiments.harness.experiment import Experiment, InputFile, Unavailable
 from experiments.harness.grid import (
     Absent,
     Axis,
@@ -26,7 +26,6 @@ from experiments.harness.workers import LastingWorker
 __all__ = [
     "Absent",
     "Axis",
-    "Cell",
     "Count",
     "Experiment",
     "FolderInUse",

@@ -38,9 +38,6 @@ class InputFile:
         return self.path.name
 
 
-Cell = Options  # until the GPU experiments have one class for both
-
-
 @dataclass(frozen=True)
 class Experiment:
     """One figure (or a family of them) and how to get it.

@@ -146,7 +146,7 @@ def test_an_empty_grid_is_an_error_that_changes_nothing(run, tmp_path):
 
 def test_a_cell_may_not_hold_what_has_no_identity(tiny, tmp_path):
     def cells(options):
-        yield tiny.TinyCell(seed=0, number={1, 2}, of=1, file=None, groups=1)
+        yield tiny.TinyCell(number={1, 2}, of=1)
 
     with pytest.raises(TypeError, match="may not hold a set"):
         run_sweep(replace(tiny.EXPERIMENT, cells=cells), tiny.TinyOptions(), out=tmp_path)

@@ -13,25 +13,33 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from experiments.harness import Absent, Cell, Experiment, InputFile, Options, Unavailable
+from experiments.harness import (
+    Absent,
+    Axis,
+    Experiment,
+    GridOnly,
+    InputFile,
+    Natural,
+    Options,
+    Unavailable,
+    grid,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TinyOptions(Options):
-    cells: int = 4
+    cells: GridOnly[Natural] = 4
     groups: int = 1
     file: Path | None = None
     """A file that every cell reads."""
-    absent: tuple[str, ...] = ()
+    absent: GridOnly[tuple[str, ...]] = ()
     """Reasons for cells that cannot be made."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class TinyCell(Cell):
-    number: int
+class TinyCell(TinyOptions):
+    number: Axis[int]
     of: int
-    file: InputFile | None
-    groups: int
 
     @property
     def group(self) -> tuple[str, ...]:
@@ -39,14 +47,9 @@ class TinyCell(Cell):
 
 
 def cells(options: TinyOptions) -> Iterator[TinyCell | Absent]:
-    if options.cells < 0:
-        raise ValueError(f"--cells must be at least 0, got {options.cells}")
     yield from map(Absent, options.absent)
     file = options.file and InputFile.of(options.file)
-    for number in range(options.cells):
-        yield TinyCell(
-            seed=options.seed, number=number, of=options.cells, file=file, groups=options.groups
-        )
+    yield from grid(options, TinyCell, number=range(options.cells), of=options.cells, file=file)
 
 
 def run_cell(cell: TinyCell) -> list[dict]:
