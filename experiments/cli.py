@@ -53,6 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     console = logging.StreamHandler()
     console.setLevel(logging.WARNING)
+    console.setFormatter(_Console())
     log = logging.getLogger("experiments")
     log.addHandler(console)
     try:
@@ -67,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
         if exit.code:
             _print_options(arguments)
         return exit.code
-    except (OptionsError, FolderInUse, NoCluster) as error:
+    except (OptionsError, FolderInUse, NoCluster, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -75,6 +76,18 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
     finally:
         log.removeHandler(console)
+
+
+class _Console(logging.Formatter):
+    """Errors in red, if somebody looks."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return (
+            f"\033[31m{text}\033[0m"
+            if record.levelno >= logging.ERROR and sys.stderr.isatty()
+            else text
+        )
 
 
 def _app(arguments: list[str]) -> SubcommandApp:
@@ -123,8 +136,7 @@ def _list() -> int:
 
 def _run_command(experiment: Experiment, *, quick: bool) -> Callable[..., int]:
     def run(sweep: SweepOptions, options: object) -> int:
-        report = _run(experiment, options, sweep)
-        return int(bool(report.failed))
+        return int(_run(experiment, options, sweep).went_wrong)
 
     default = experiment.quick if quick else experiment.options
     run.__doc__ = experiment.figure
@@ -179,11 +191,11 @@ def _reproduce(
     if quick and full:
         raise OptionsError("give --quick or --full, not both")
     sweep = SweepOptions(quick=not full, out=out, jobs=jobs, fresh=fresh, ray=ray)
-    failed = 0
-    for experiment in EXPERIMENTS.values():
-        options = experiment.options if full else experiment.quick
-        failed += _run(experiment, options, sweep).failed.total()
-    return int(failed > 0)
+    reports = [
+        _run(experiment, experiment.options if full else experiment.quick, sweep)
+        for experiment in EXPERIMENTS.values()
+    ]
+    return int(any(report.went_wrong for report in reports))
 
 
 def _run(experiment: Experiment, options: object, sweep: SweepOptions) -> SweepReport:
@@ -201,6 +213,8 @@ def _run(experiment: Experiment, options: object, sweep: SweepOptions) -> SweepR
         counts.append(f"{report.unavailable.total()} absent")
     if report.failed:
         counts.append(f"{report.failed.total()} FAILED")
+    if report.wrong:
+        counts.append(f"{len(report.wrong)} rows WRONG")
     print(
         f"{experiment.name}: {report.cells} cells, {', '.join(counts)} ({report.seconds:.1f} s)",
         *(f"  {figure}" for figure in report.figures),

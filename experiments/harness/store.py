@@ -4,6 +4,7 @@
     sweep.log                             what happened, appended to; not for the repository
     .cells/<cell id>.json                 one finished cell
     .cells/runs/<run id>.json             the environment of one run of the sweep
+    .cells/code/<digest>.json             the code that finished cells come from
     .cells/lock                           held by the running sweep
 
 A file appears under its name only when it is whole, so a sweep may be killed at any instruction.
@@ -14,6 +15,8 @@ from __future__ import annotations
 import contextlib
 import csv
 import fcntl
+import functools
+import hashlib
 import io
 import json
 import os
@@ -29,10 +32,13 @@ class FolderInUse(RuntimeError):
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace ``path`` by ``content`` in one step."""
+    """Replace ``path`` by ``content`` in one step.  Raises OSError, naming ``path``."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-    temporary.replace(path)
+    try:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        temporary.replace(path)
+    except OSError as error:  # of a full disk has no name
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 class Store:
@@ -42,7 +48,11 @@ class Store:
         self.folder = folder
         self._cells = folder / ".cells"
         self._runs = self._cells / "runs"
-        self._runs.mkdir(parents=True, exist_ok=True)
+        self._code = self._cells / "code"
+        for made in (self._runs, self._code):
+            made.mkdir(parents=True, exist_ok=True)
+        self._load_run = functools.cache(lambda run: _read(self._runs / f"{run}.json", "commit"))
+        self._load_code = functools.cache(lambda digest: _read(self._code / f"{digest}.json"))
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -75,6 +85,7 @@ class Store:
         for folder, pattern in (
             (self._cells, ".*.tmp"),
             (self._runs, ".*.tmp"),
+            (self._code, ".*.tmp"),
             (self.folder, ".rows.csv.*.tmp"),
             (self.folder, ".environment.json.*.tmp"),
         ):
@@ -82,20 +93,32 @@ class Store:
                 leftover.unlink()
 
     def load_cell(self, cell_id: str) -> dict[str, Any] | None:
-        """What ``save_cell`` stored, or None."""
-        try:
-            return json.loads((self._cells / f"{cell_id}.json").read_bytes())
-        except FileNotFoundError:
+        """What ``save_cell`` stored, with its code, or None.
+
+        Raises ValueError, naming the file, if that or another that it needs is damaged or gone.
+        """
+        path = self._cells / f"{cell_id}.json"
+        if not path.exists():
             return None
+        record = _read(path, "run", "rows", "code")
+        self._load_run(record["run"])
+        return {**record, "code": self._load_code(record["code"])}
 
     def save_cell(self, cell_id: str, record: dict[str, Any]) -> None:
-        write_atomically(self._cells / f"{cell_id}.json", json.dumps(record))
+        """Store a finished cell, which has "run", "rows" and "code"."""
+        code = json.dumps(record["code"], sort_keys=True)
+        digest = hashlib.sha256(code.encode()).hexdigest()[:24]
+        path = self._code / f"{digest}.json"
+        if not path.exists():
+            write_atomically(path, code)
+        write_atomically(self._cells / f"{cell_id}.json", json.dumps({**record, "code": digest}))
 
     def discard_cell(self, cell_id: str) -> None:
         (self._cells / f"{cell_id}.json").unlink(missing_ok=True)
 
     def load_run(self, run_id: str) -> dict[str, Any]:
-        return json.loads((self._runs / f"{run_id}.json").read_bytes())
+        """What ``save_run`` stored.  Raises ValueError, naming the file, without it."""
+        return self._load_run(run_id)
 
     def save_run(self, run_id: str, environment: dict[str, Any]) -> None:
         write_atomically(self._runs / f"{run_id}.json", json.dumps(environment))
@@ -112,3 +135,15 @@ class Store:
     def write_environment(self, environment: dict[str, Any]) -> None:
         text = json.dumps(environment, indent=2, ensure_ascii=False)
         write_atomically(self.folder / "environment.json", text + "\n")
+
+
+def _read(path: Path, *keys: str) -> dict[str, Any]:
+    """The JSON object in ``path``, which has ``keys``.  Raises ValueError, naming the file."""
+    try:
+        document = json.loads(path.read_bytes())
+        missing = [key for key in keys if key not in document]
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    if missing or not isinstance(document, dict):
+        raise ValueError(f"{path}: has no {', '.join(missing) or 'object'}")
+    return document

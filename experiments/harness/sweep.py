@@ -20,6 +20,7 @@ from tqdm import tqdm
 from experiments.harness.environment import describe, device_slug
 from experiments.harness.experiment import Experiment, cell_id, identity, input_files
 from experiments.harness.grid import Absent, Options
+from experiments.harness.provenance import Changes
 from experiments.harness.ray_cluster import RayCluster
 from experiments.harness.store import Store
 from experiments.harness.workers import Executor, Outcome, Task, run_locally
@@ -28,6 +29,7 @@ log = logging.getLogger("experiments")
 log.setLevel(logging.INFO)
 
 _ASSEMBLE_EVERY_S = 2.0
+_MOST_TOLD = 10
 
 
 class OptionsError(ValueError):
@@ -48,8 +50,15 @@ class SweepReport:
     """Reasons why cells could not run here, and how many."""
     failed: Counter[str] = field(default_factory=Counter)
     """Errors of the cells that failed, and how many."""
+    wrong: list[str] = field(default_factory=list)
+    """Rows, of this run or an earlier one, whose check failed: their ``passed`` is False."""
     figures: list[Path] = field(default_factory=list)
     seconds: float = 0.0
+
+    @property
+    def went_wrong(self) -> bool:
+        """Whether a cell failed or a result is wrong."""
+        return bool(self.failed or self.wrong)
 
 
 def run_sweep(
@@ -145,9 +154,27 @@ class _Sweep:
         if fresh:
             for key in cells:
                 store.discard_cell(key)
-        stored = ((key, store.load_cell(key)) for key in cells)
-        self.records = {key: record for key, record in stored if record is not None}
+        self.records = self._reusable()
         self.report = SweepReport(store.folder, cells=len(cells), reused=len(self.records))
+
+    def _reusable(self) -> dict[str, dict[str, Any]]:
+        """The records of cells that an earlier run finished with the code that is here now."""
+        records, changes, outdated = {}, Changes(), Counter()
+        for key in self.cells:
+            try:
+                record = self.store.load_cell(key)
+            except ValueError as error:
+                log.warning("a cell is run again, what is stored of it is damaged: %s", error)
+                continue
+            if record is None:
+                continue
+            if changed := changes.since(record["code"]):
+                outdated[tuple(changed)] += 1
+            else:
+                records[key] = record
+        for changed, count in outdated.items():
+            log.warning("%d cells are run again, for this changed: %s", count, ", ".join(changed))
+        return records
 
     def missing(self) -> list[Task]:
         return [
@@ -158,7 +185,6 @@ class _Sweep:
 
     def run(self, tasks: list[Task], execute: Executor, environment: dict[str, Any]) -> None:
         """Run ``tasks`` and store each as it finishes."""
-        self._tell_of_other_commits(environment["commit"])
         now = datetime.now(UTC)
         run_id = f"{now:%Y%m%dT%H%M%S.%fZ}-{os.getpid()}"
         self.store.save_run(run_id, {"started": now.isoformat(timespec="seconds"), **environment})
@@ -179,18 +205,17 @@ class _Sweep:
                     self.assemble()
                     assembled_at = time.monotonic()
 
-    def _tell_of_other_commits(self, commit: str | None) -> None:
-        runs = Counter(record["run"] for record in self.records.values())
-        for run, count in runs.items():
-            other = self.store.load_run(run)["commit"]
-            if other != commit:
-                log.warning("keeps %d cells of commit %s; --fresh runs them again", count, other)
-
     def _settle(self, outcome: Outcome, run_id: str) -> None:
         """Store a finished cell, or log why there is none."""
         cell = identity(self.cells[outcome.key])
         if outcome.status == "finished":
-            record = {"cell": cell, "run": run_id, "seconds": outcome.seconds, "rows": outcome.rows}
+            record = {
+                "cell": cell,
+                "run": run_id,
+                "seconds": outcome.seconds,
+                "rows": outcome.rows,
+                "code": outcome.code,
+            }
             self.store.save_cell(outcome.key, record)
             self.records[outcome.key] = record
             self.report.finished += 1
@@ -225,12 +250,26 @@ class _Sweep:
                 "inputs": [{"file": name, "sha256": sha256} for name, sha256 in sorted(files)],
                 "unavailable_cells": dict(sorted(self.report.unavailable.items())),
                 "failed_cells": self.report.failed.total(),
+                "failed_checks": len(self._wrong()),
                 "earlier_runs": earlier,
             }
         )
 
+    def _wrong(self) -> list[str]:
+        rows = (row for record in self.records.values() for row in record["rows"])
+        return [
+            ", ".join(f"{name}={value}" for name, value in row.items() if name != "passed")
+            for row in rows
+            if row.get("passed") is False
+        ]
+
     def summarise(self) -> None:
-        """Tell, on the console too, what is absent or failed."""
+        """Tell, on the console too, what is absent, failed or wrong."""
+        self.report.wrong = self._wrong()
+        for row in self.report.wrong[:_MOST_TOLD]:
+            log.error("wrong: %s", row)
+        if len(self.report.wrong) > _MOST_TOLD:
+            log.error("wrong: %d rows more", len(self.report.wrong) - _MOST_TOLD)
         for reason, count in self.report.unavailable.items():
             log.warning("absent (%d): %s", count, reason)
         for error, count in self.report.failed.items():

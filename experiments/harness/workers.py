@@ -19,12 +19,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any, Literal
 
 from experiments.harness.experiment import Unavailable
 from experiments.harness.grid import Options
+from experiments.harness.provenance import Code, imported_code
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class Outcome:
     details: str
     """The traceback of a failure."""
     seconds: float
+    code: Code = field(default_factory=dict)
+    """What its result depends on besides the cell."""
 
 
 Executor = Callable[[Sequence[Task]], Generator[Outcome]]
@@ -66,7 +69,8 @@ def execute(task: Task) -> Outcome:
         status = "failed"
         message = f"{type(error).__name__}: {error}"
         details = traceback.format_exc()
-    return Outcome(task.key, status, rows, message, details, time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    return Outcome(task.key, status, rows, message, details, seconds, imported_code())
 
 
 def _plain(rows: Any) -> list[dict[str, Any]]:

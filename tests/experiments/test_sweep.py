@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import sys
+import types
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +14,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from experiments.harness import plot_results, run_sweep, sweep
-from experiments.harness.store import FolderInUse, Store
+from experiments.harness import plot_results, provenance, run_sweep, sweep
+from experiments.harness.store import FolderInUse, Store, write_atomically
 from experiments.harness.workers import execute
 
 
@@ -152,7 +156,7 @@ def test_a_cell_may_not_hold_what_has_no_identity(tiny, tmp_path):
         run_sweep(replace(tiny.EXPERIMENT, cells=cells), tiny.TinyOptions(), out=tmp_path)
 
 
-def test_cells_of_other_commits_are_kept_and_named(run, folder, monkeypatch, caplog):
+def test_an_environment_tells_of_every_commit_that_made_rows(run, folder, monkeypatch):
     def commit(name):
         describe = sweep.describe
         monkeypatch.setattr(
@@ -164,10 +168,92 @@ def test_cells_of_other_commits_are_kept_and_named(run, folder, monkeypatch, cap
     assert environment(folder)["earlier_runs"] == []
     commit("second")
     run()
-    assert "keeps 2 cells of commit first" in caplog.text
     now = environment(folder)
     assert (now["commit"], now["cells"]) == ("second", 2)
     assert [(e["commit"], e["cells"]) for e in now["earlier_runs"]] == [("first", 2)]
+
+
+@pytest.fixture
+def imported_file(tmp_path, monkeypatch):
+    """A module that the cells have imported from the repository; nobody changes it meanwhile."""
+    file = tmp_path / "repository" / "kernel.py"
+    file.parent.mkdir()
+    file.write_text("key")
+    os.utime(file, (0, 0))
+    module = types.ModuleType("kernel_of_a_test")
+    module.__file__ = str(file)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(provenance, "_REPOSITORY", file.parent)
+    monkeypatch.setattr(provenance, "_imported", {})
+    return file
+
+
+def test_cells_are_run_again_when_code_that_they_imported_has_changed(
+    run, imported_file, caplog, monkeypatch
+):
+    run()
+    assert run().reused == 4
+    imported_file.write_text("key + 1")
+    assert run().finished == 4
+    assert "4 cells are run again, for this changed: kernel.py" in caplog.text
+    monkeypatch.setattr(provenance, "_imported", {})
+    os.utime(imported_file, (0, 0))
+    assert run().finished == 4, "of a file that changes while cells run nothing is known"
+    assert run().reused == 4
+    imported_file.unlink()
+    monkeypatch.setattr(provenance, "_imported", {})
+    monkeypatch.delitem(sys.modules, "kernel_of_a_test")
+    assert run().finished == 4
+
+
+def test_cells_are_run_again_with_another_triton(run, caplog, monkeypatch):
+    monkeypatch.setattr(provenance, "_imported", {})
+    monkeypatch.setitem(sys.modules, "triton", types.ModuleType("triton"))
+    run(cells=1)
+    monkeypatch.setattr(provenance.importlib.metadata, "version", lambda package: "99.0")
+    assert run(cells=1).finished == 1
+    assert "triton" in caplog.text
+
+
+@pytest.mark.parametrize("damage", ["{", "[]"])
+@pytest.mark.parametrize("pattern", ["*.json", "runs/*.json", "code/*.json"])
+def test_a_damaged_record_is_named_and_its_cell_run_again(run, folder, caplog, pattern, damage):
+    run(cells=1)
+    before = (folder / "rows.csv").read_bytes()
+    (damaged,) = (folder / ".cells").glob(pattern)
+    damaged.write_text(damage)
+    assert run(cells=1).finished == 1
+    assert str(damaged) in caplog.text
+    assert (folder / "rows.csv").read_bytes() == before
+    assert run(cells=1).reused == 1
+
+
+def test_a_run_whose_file_is_missing_has_its_cells_run_again(run, folder, caplog):
+    run(cells=2)
+    (missing,) = (folder / ".cells" / "runs").iterdir()
+    missing.unlink()
+    assert run(cells=2).finished == 2
+    assert str(missing) in caplog.text
+
+
+def test_a_row_whose_check_failed_is_counted_and_told_until_it_is_right(run, folder, caplog):
+    assert not run(cells=2).wrong
+    report = run({"wrong": [1]}, cells=2, fresh=True)
+    (told,) = set(report.wrong)
+    assert report.went_wrong
+    assert told == f"number=1, half=False, value={1 / 3}, note=None"
+    assert f"wrong: {told}" in caplog.text
+    assert environment(folder)["failed_checks"] == 1
+    assert run(cells=2).wrong == [told], "reused, it is still wrong"
+
+
+def test_a_full_disk_is_told_with_the_path(tmp_path, monkeypatch):
+    def full(path, content):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*rows\.csv'"):
+        write_atomically(tmp_path / "rows.csv", "1")
 
 
 def test_a_folder_that_another_sweep_holds_is_refused_by_name(run, folder):
