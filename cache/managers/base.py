@@ -236,7 +236,7 @@ class CacheManager(abc.ABC):
         table = self._table_on_device(seq)
         return self._num_needed(table, len(seq.token_ids)) <= self.num_free_blocks
 
-    def allocate_slots(
+    def allocate_slots(  # CPython would call one with keyword-only parameters more slowly
         self,
         seq: Sequence,
         num_new_tokens: int,
@@ -463,6 +463,7 @@ class CacheManager(abc.ABC):
         if table.seq is not seq:  # another object of the same id
             seq.num_cached_tokens = table.seq.num_cached_tokens
             seq.num_computed_tokens = table.seq.num_computed_tokens
+            table.seq.num_slots = 0
             table.seq = seq
         copies = self._extend(table, end, num_slots)
         self._count(table, seq, end)
