@@ -102,36 +102,6 @@ def test_uncached_blocks_go_first_if_the_policy_does_not_want_them():
     assert pool.num_evicted == 1
 
 
-def test_lookup_finds_the_leading_run():
-    pool = pool_of(8)
-    blocks = cached(pool, A, B, C)
-    assert pool.lookup([A, B, C, D]) == blocks
-    assert pool.lookup([A, D, C]) == blocks[:1]
-    assert pool.lookup([D, A]) == []
-    assert pool.lookup([]) == []
-
-
-def test_content_is_forgotten_only_when_the_block_is_handed_out_again():
-    pool = pool_of(2)
-    pool.free(cached(pool, A, B))
-    assert pool.lookup([A, B]) == [0, 1]
-    assert pool.allocate(1) == [1]
-    assert pool.lookup([A, B]) == [0]
-    assert pool.block_hashes == [A, None]
-    assert pool.num_cached_blocks == 1
-    pool.check_invariants()
-
-
-def test_hits_leave_the_free_blocks_before_any_is_handed_out():
-    pool = pool_of(3)
-    pool.free(cached(pool, A, B, C))
-    hits = pool.lookup([A, B])
-    pool.revive(hits)
-    assert pool.allocate(1) == [2]
-    assert pool.ref_counts == [1, 1, 1]
-    assert pool.lookup([A, B]) == hits
-
-
 @pytest.mark.parametrize("policy", [LRU, PlainLRU, Recorder])
 def test_a_failed_allocation_changes_nothing(policy):
     pool = pool_of(4, policy())
@@ -165,23 +135,9 @@ def test_a_table_is_extended_and_cached_as_far_as_it_is_full(policy):
     pool.check_invariants()
 
 
-def test_a_hit_in_use_costs_no_free_block():
-    pool = pool_of(2)
-    blocks = cached(pool, A)
-    assert pool.num_revived(blocks) == 0
-    pool.revive(blocks)
-    assert pool.allocate(1) == [1]
-    assert pool.ref_counts == [2, 1]
-    pool.free(blocks)
-    assert pool.num_free_blocks == 0
-    pool.free(blocks)
-    assert pool.num_revived(blocks) == 1
-
-
 def test_the_oldest_of_several_blocks_with_one_content_is_found_while_it_lasts():
     pool = pool_of(3)
     copies = [cached(pool, A)[0] for _ in range(3)]
-    assert pool.num_cached_blocks == 3
     assert pool.lookup([A]) == copies[:1]
     pool.free(copies[1:2])
     pool.free(copies[:1])
@@ -195,7 +151,6 @@ def test_the_oldest_of_several_blocks_with_one_content_is_found_while_it_lasts()
     pool.check_invariants()
     assert pool.allocate(1) == [2]
     assert pool.lookup([A]) == []
-    assert pool.num_cached_blocks == 0
     pool.check_invariants()
 
 
@@ -329,7 +284,6 @@ def test_reset_forgets_everything_once_no_block_is_in_use(policy):
     order = list(pool.free_blocks())
     assert pool.reset_prefix_cache()
     assert pool.lookup([A]) == []
-    assert pool.num_cached_blocks == 0
     assert list(pool.free_blocks()) == order
     pool.check_invariants()
     assert cached(pool, A, B, C, D) == order

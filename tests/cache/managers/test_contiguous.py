@@ -122,21 +122,6 @@ def test_an_outgrown_pow2_reservation_moves_if_its_neighbour_is_in_use():
     manager.check_invariants()
 
 
-def test_a_run_joins_the_free_one_before_it():
-    manager = manager_of(16, reservation="pow2")
-    first, second = Sequence(0, [1] * 7), Sequence(1, [1] * 7)
-    manager.allocate(first)
-    manager.allocate(second)
-    low, high = sorted([first, second], key=manager.block_table)
-    manager.free(low)
-    for _ in range(2):
-        high.append_token(1)
-        assert manager.can_append(high)
-        copies = manager.append(high)
-    assert copies == [(8 + i, i) for i in range(8)]
-    assert manager.block_table(high) == list(range(9))
-
-
 def test_statistics():
     manager = manager_of(16, 2, reservation="pow2")
     first, second = Sequence(0, [1] * 7), Sequence(1, [1] * 4)

@@ -56,11 +56,12 @@ class CachingMachine(ManagerMachine):
         return hits
 
 
-class PooledMachine(CachingMachine):
-    """vllm_v1 and nano_vllm: free blocks in a queue, and per block the content of its hash."""
+class VLLMv1Machine(CachingMachine):
+    """The model keeps the queue of free blocks and, per block, the content of its hash."""
+
+    name = "vllm_v1"
 
     def make_manager(self, data, num_blocks, block_size):
-        self.name = data.draw(st.sampled_from(["vllm_v1", "vllm_v1", "nano_vllm"]), label="name")
         # One block in each position; lru twice as often, since its queue is predicted exactly.
         self.policy = data.draw(st.sampled_from([*ONLINE_POLICIES, "lru"]), label="policy")
         self.caching = data.draw(st.sampled_from([True, True, True, False]), label="caching")
@@ -123,6 +124,10 @@ class PooledMachine(CachingMachine):
         assert held == sorted(self.cached)
         users = Counter(block for live in self.live.values() for block in live.table)
         assert self.manager.pool.ref_counts == [users[b] for b in range(self.num_blocks)]
+
+
+class NanoVLLMMachine(VLLMv1Machine):
+    name = "nano_vllm"
 
 
 class RadixMachine(CachingMachine):
@@ -323,7 +328,8 @@ class ContiguousMachine(ManagerMachine):
 
 # Tests per machine, as a multiple of the profile's examples.
 for machine, factor in (
-    (PagedMachine, 2), (ContiguousMachine, 5), (PooledMachine, 17), (RadixMachine, 12),
+    (PagedMachine, 2), (ContiguousMachine, 5), (NanoVLLMMachine, 6), (VLLMv1Machine, 11),
+    (RadixMachine, 10),
 ):  # fmt: skip
     machine.TestCase.settings = settings(
         max_examples=factor * settings.default.max_examples, stateful_step_count=40
@@ -331,5 +337,6 @@ for machine, factor in (
 
 TestPaged = PagedMachine.TestCase
 TestContiguous = ContiguousMachine.TestCase
-TestPooled = pytest.mark.slow(PooledMachine.TestCase)
+TestNanoVLLM = pytest.mark.slow(NanoVLLMMachine.TestCase)
+TestVLLMv1 = pytest.mark.slow(VLLMv1Machine.TestCase)
 TestRadix = pytest.mark.slow(RadixMachine.TestCase)
