@@ -102,11 +102,6 @@ class BlockPool:
         return self._num_fresh + len(self._free) + len(self.policy)
 
     @property
-    def num_cached_blocks(self) -> int:
-        """Blocks whose content can be found, referenced or not.  O(num_blocks)."""
-        return len(self._index)
-
-    @property
     def block_hashes(self) -> list[bytes | None]:
         """Hash of what each block holds, None if that cannot be found.  O(num_blocks)."""
         return self._index.contents()

@@ -132,8 +132,9 @@ class CacheManager(abc.ABC):
     ``allocate`` of one that does, raise ValueError.  What a design does not offer, by the class
     attributes ``can_...``, raises UnsupportedByDesign.
 
-    A design defines ``_extend``, ``_release`` and ``num_free_blocks``; what else it may define
-    stands at the end of the class.
+    A design defines ``_extend``, ``_release`` and ``num_free_blocks``, and with ``can_fork`` also
+    ``_share(table, copy)``, with ``can_swap`` ``_move_out(table)`` and ``_move_in(table)``, with
+    ``can_reset`` ``_forget()``.  What else it may define stands at the end of the class.
     """
 
     name: str = ""
@@ -235,7 +236,7 @@ class CacheManager(abc.ABC):
         table = self._table_on_device(seq)
         return self._num_needed(table, len(seq.token_ids)) <= self.num_free_blocks
 
-    def allocate_slots(
+    def allocate_slots(  # CPython would call one with keyword-only parameters more slowly
         self,
         seq: Sequence,
         num_new_tokens: int,
@@ -478,6 +479,7 @@ class CacheManager(abc.ABC):
         if table.seq is not seq:  # another object of the same id
             seq.num_cached_tokens = table.seq.num_cached_tokens
             seq.num_computed_tokens = table.seq.num_computed_tokens
+            table.seq.num_slots = 0
             table.seq = seq
         copies = self._extend(table, end, num_slots)
         self._count(table, seq, end)
@@ -588,22 +590,6 @@ class CacheManager(abc.ABC):
     def _num_handed_out(self) -> tuple[int, int]:
         """Blocks handed out so far, and those of them that gave up cached content."""
         return self._num_allocated, 0
-
-    def _share(self, table: Any, copy: Any) -> None:
-        """Fork: let ``copy`` have the blocks of ``table`` too."""
-        raise NotImplementedError
-
-    def _move_out(self, table: Any) -> Copies:
-        """Swap out."""
-        raise NotImplementedError
-
-    def _move_in(self, table: Any) -> Copies:
-        """Swap in."""
-        raise NotImplementedError
-
-    def _forget(self) -> None:
-        """Forget all cached content, which nobody uses."""
-        raise NotImplementedError
 
 
 _NOTHING = Prefix()
