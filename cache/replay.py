@@ -77,7 +77,8 @@ def simulate(
 
     ``trace`` is a path or what ``load_trace`` or ``make_workload`` gave; ``policy`` a name
     (``options`` are the policy's), ``"file.py:Class"``, or a policy object, which is started anew.
-    A ``PriorityPolicy`` that numba can compile runs compiled, any other policy in Python.
+    A ``PriorityPolicy`` that numba can compile runs compiled, any other policy in Python, and so
+    does one whose priorities need integers beyond 2**53, which compiled arithmetic would change.
 
     Raises ValueError for a capacity below 1, options next to a policy object, an unknown policy or
     option, a priority that is not a number, or a trace without block ids; RuntimeError for a policy
@@ -101,17 +102,20 @@ def simulate(
         raise ValueError(f"trace {trace.name!r} has lengths only; a replay needs block ids")
 
     replay = _compiled(policy)
-    compiled = replay is not None
     started = time.perf_counter()
-    if compiled:
-        hits, evictions = replay(
-            trace.block_ids,
-            trace.offsets,
-            trace.num_unique_blocks,
-            capacity_blocks,
-            policy.needs_future,
-        )
-    else:
+    if replay is not None:
+        try:
+            hits, evictions = replay(
+                trace.block_ids,
+                trace.offsets,
+                trace.num_unique_blocks,
+                capacity_blocks,
+                policy.needs_future,
+            )
+        except OverflowError:  # the policy's integers need Python's
+            replay = None
+            started = time.perf_counter()
+    if replay is None:
         hits, evictions = _replay_in_python(trace, policy, capacity_blocks)
     seconds = time.perf_counter() - started
 
@@ -125,7 +129,7 @@ def simulate(
         hit_tokens=_hit_tokens(trace, hits),
         evictions=int(evictions),
         replay_seconds=seconds,
-        compiled=compiled,
+        compiled=replay is not None,
     )
 
 
@@ -156,7 +160,7 @@ def _compiled(policy: EvictionPolicy):
 def _warmed_up(priority, needs_future: bool):
     """The replay of ``priority``, compiled by a tiny replay so that no measured time includes it.
 
-    None if numba cannot compile ``priority``.
+    None if numba cannot compile ``priority`` or its integers are too large at once.
     """
     import numba
     import numpy as np
@@ -166,7 +170,7 @@ def _warmed_up(priority, needs_future: bool):
     replay = compile_replay(priority)
     try:
         replay(np.zeros(1, np.int32), np.array([0, 1], np.int64), 1, 1, needs_future)
-    except numba.core.errors.NumbaError:
+    except (numba.core.errors.NumbaError, OverflowError):
         return None
     return replay
 

@@ -27,6 +27,8 @@ _BLOCK = np.dtype(
     ],
     align=True,
 )
+_EXACT = 2.0**53
+"""Up to here every integer is a float64."""
 _ENTRY = np.dtype([("priority", np.float64), ("ticket", np.int64), ("block", np.int64)])
 
 
@@ -36,6 +38,9 @@ def compile_replay(priority: Callable[[BlockHistory], float]) -> Callable:
     Returns ``replay(block_ids, offsets, num_unique, capacity, needs_future)`` ->
     ``(hit_blocks per request, evictions)``.  Raises numba's own error, at the first call, if
     ``priority`` is beyond it.
+
+    Python's integers have no end, int64 wraps around and float64 rounds.  So ``priority`` is
+    computed in both, and ``replay`` raises OverflowError where they differ or reach 2**53.
     """
     compiled_priority = numba.njit(priority)
 
@@ -117,19 +122,33 @@ def compile_replay(priority: Callable[[BlockHistory], float]) -> Callable:
                 block.accesses += 1
                 if block.inserted == 0:
                     block.inserted = time
+                next_use = next_uses[at] if needs_future else np.nan
                 priority = compiled_priority(
                     BlockHistory(
                         np.int64(block_id),
                         time,
                         np.int64(block.inserted),
                         np.int64(block.accesses),
-                        next_uses[at] if needs_future else np.nan,
+                        next_use,
                         np.int64(block.depth),
                         clock,
                     )
                 )
-                if priority != priority:
+                in_floats = compiled_priority(
+                    BlockHistory(
+                        np.float64(block_id),
+                        np.float64(time),
+                        np.float64(block.inserted),
+                        np.float64(block.accesses),
+                        next_use,
+                        np.float64(block.depth),
+                        clock,
+                    )
+                )
+                if in_floats != in_floats:
                     raise ValueError("the policy's priority of a block is nan, not a number")
+                if in_floats != priority or _EXACT < abs(in_floats) < np.inf:
+                    raise OverflowError("a priority is beyond 64 bits")
                 if priority == block.priority:
                     if not block.queued:  # it was dropped while in use and takes its place again
                         block.queued = True

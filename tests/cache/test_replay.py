@@ -56,10 +56,12 @@ def replay_by_definition(trace: Trace, policy: str, capacity: int) -> tuple[list
     return hits, evictions
 
 
-def python_twin(policy: str) -> PriorityPolicy:
+def in_python(policy: str) -> PriorityPolicy:
     """The same policy in a form that the replay does not compile."""
     base = POLICIES[policy]
-    return type("Twin", (base,), {"compilable": False, "evict": lambda self: base.evict(self)})()
+    return type(
+        "InPython", (base,), {"compilable": False, "evict": lambda self: base.evict(self)}
+    )()
 
 
 @pytest.mark.parametrize("policy", DEFINITIONS)
@@ -67,7 +69,7 @@ def python_twin(policy: str) -> PriorityPolicy:
 def test_replay_is_its_definition(policy, trace, capacity):
     hits, evictions = replay_by_definition(trace, policy, capacity)
     compiled = cache.simulate(trace, policy=policy, capacity_blocks=capacity)
-    interpreted = cache.simulate(trace, policy=python_twin(policy), capacity_blocks=capacity)
+    interpreted = cache.simulate(trace, policy=in_python(policy), capacity_blocks=capacity)
     assert compiled.compiled
     assert not interpreted.compiled
     for result in (compiled, interpreted):
@@ -83,11 +85,34 @@ def test_compiled_equals_python_on_a_long_trace(policy):
     for fraction in (0.02, 0.1, 0.4):
         capacity = int(trace.num_unique_blocks * fraction)
         compiled = cache.simulate(trace, policy=policy, capacity_blocks=capacity)
-        interpreted = cache.simulate(trace, policy=python_twin(policy), capacity_blocks=capacity)
+        interpreted = cache.simulate(trace, policy=in_python(policy), capacity_blocks=capacity)
         assert compiled.compiled
         assert not interpreted.compiled
         assert compiled.hit_blocks == interpreted.hit_blocks
         assert compiled.evictions == interpreted.evictions > capacity
+
+
+@pytest.mark.parametrize(
+    ("priority", "compiles"),
+    [
+        (lambda b: b.accessed * 1000 - b.depth, True),
+        (lambda b: b.accessed * 10**17 + b.depth * 3, False),  # wraps around in int64
+        (lambda b: b.accessed * 10**17 % 1009 + b.depth, False),  # on the way
+        (lambda b: b.accessed * 2**52 + b.depth, False),  # rounded in float64
+    ],
+    ids=["small", "beyond_int64", "beyond_int64_on_the_way", "beyond_float64"],
+)
+def test_large_priorities_give_what_python_gives(priority, compiles):
+    trace = cache.make_workload("multi_turn_chat", seed=3, num_requests=300)
+    static = type("Static", (PriorityPolicy,), {"priority": staticmethod(priority)})()
+    bound = type("Bound", (PriorityPolicy,), {"priority": lambda self, block: priority(block)})()
+    capacity = trace.num_unique_blocks // 10
+    results = [
+        cache.simulate(trace, policy=policy, capacity_blocks=capacity) for policy in (static, bound)
+    ]
+    assert [result.compiled for result in results] == [compiles, False]
+    assert results[0].hit_blocks == results[1].hit_blocks
+    assert results[0].evictions == results[1].evictions
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
