@@ -18,7 +18,7 @@ RESULTS = Path(__file__).parents[2] / "results"
 NUM_CELLS = {
     "block_size": 20,
     "engine_overhead": 3,
-    "eviction": 7,
+    "eviction": 9,
     "eviction_serving": 7,
     "manager_overhead": 4,
     "memory_waste": 5,
