@@ -175,13 +175,15 @@ class BlockPool:
             self._tell_miss(table)
             self._insert(table, table.num_cached_blocks + 1)
 
-    def revive(self, hits: Sequence[int]) -> None:
+    def revive(self, hits: Sequence[int], count: int = 0) -> None:
         """Add a user to each of ``hits``, which were looked up, also to those that have none.
 
         They leave the free blocks, so that none of them is evicted for the request that hit it.
+        Raises OutOfBlocks, changing nothing, unless ``count`` blocks are free beside them.
         """
         ref_counts = self.ref_counts
         revived = [block for block in hits if not ref_counts[block]]
+        check_free(count + len(revived), self.num_free_blocks)
         if revived:
             self.policy.pin_many(revived)
         if len(revived) < len(hits):

@@ -193,11 +193,11 @@ def test_blocks_filled_or_given_up_while_decoding_tie_by_their_depth_too():
 def test_the_time_of_access_goes_with_the_content():
     evictor = LRUEvictor()
     evictor.start(2)
-    evictor.touch(0, 5)
+    evictor.touch([0], 5)
     evictor.release(0)
     assert evictor.evict() == 0
     for block, step in ((1, 2), (0, 1)):  # a sequence that was swapped in has an older time
-        evictor.touch(block, step)
+        evictor.touch([block], step)
         evictor.release(block)
     assert list(evictor) == [0, 1]
 
