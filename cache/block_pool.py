@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
+from typing import Protocol
 
+from cache.checks import require
 from cache.content_index import ContentIndex
 from cache.event_log import EventLog
 from cache.hash_index import HashIndex
@@ -23,6 +25,23 @@ class OutOfBlocks(RuntimeError):
         super().__init__(f"{needed} blocks are needed, {free} are free")
         self.needed = needed
         self.free = free
+
+
+def check_free(needed: int, free: int) -> None:
+    """Raise OutOfBlocks if more blocks are ``needed`` than are ``free``."""
+    if needed > free:
+        raise OutOfBlocks(needed, free)
+
+
+class CachedTable(Protocol):
+    """What a pool knows of a sequence whose full blocks it caches."""
+
+    blocks: list[int]
+    """Its blocks in order, all in use."""
+    hashes: list[bytes]
+    """Hashes of its full blocks, at least of those that are to be cached."""
+    num_cached_blocks: int
+    """Leading blocks that are cached already; the pool counts them."""
 
 
 class BlockPool:
@@ -83,11 +102,6 @@ class BlockPool:
         return self._num_fresh + len(self._free) + len(self.policy)
 
     @property
-    def num_cached_blocks(self) -> int:
-        """Blocks whose content can be found, referenced or not.  O(num_blocks)."""
-        return len(self._index)
-
-    @property
     def block_hashes(self) -> list[bytes | None]:
         """Hash of what each block holds, None if that cannot be found.  O(num_blocks)."""
         return self._index.contents()
@@ -109,52 +123,67 @@ class BlockPool:
         ref_counts = self.ref_counts
         return sum([not ref_counts[block] for block in hits])
 
-    def check_free(self, count: int) -> None:
-        """Raise OutOfBlocks unless ``count`` blocks are free."""
-        if count > self.num_free_blocks:
-            raise OutOfBlocks(count, self.num_free_blocks)
+    def allocate(self, count: int) -> list[int]:
+        """Hand out ``count`` blocks with one user each, whose former content is forgotten.
 
-    def allocate(
-        self,
-        count: int,
-        hits: Sequence[int] = (),
-        hashes: Sequence[bytes] = (),
-        first: int = 0,
-        last: int = 0,
-        previous: int | None = None,
-    ) -> list[int]:
-        """Add a user to each block of ``hits``, then hand out ``count`` blocks with one user.
-
-        The hits leave the free blocks before any is handed out, so none of them is evicted for
-        the request that hit it.  Returns the new blocks, whose former content is forgotten; those
-        for the positions ``first`` to ``last - 1`` of the sequence, none by default, are cached
-        as by ``cache(blocks, hashes, first, last, previous)``.
         Raises OutOfBlocks and ValueError (a negative ``count``), changing nothing.
         """
         if count < 0:
             raise ValueError(f"count={count}: cannot hand out a negative number of blocks")
-        self.check_free(count + self.num_revived(hits) if hits else count)
-        if hits:
-            self._revive(hits)
-        self.num_allocated += count
-        if not self._tells_misses:
-            blocks = self._take(count)
-            if first < last:
-                self._insert(blocks[: last - first], hashes, first, last, previous)
-            return blocks
-        blocks = []  # one at a time: the victim may depend on the newcomer
-        for position in range(first, last):
-            self._tell_miss(hashes[position], previous, position)
-            taken = self._take(1)
-            self._insert(taken, hashes, position, position + 1, previous)
-            blocks += taken
-            previous = taken[0]
-        return blocks + self._take(count - len(blocks))
+        check_free(count, self.num_free_blocks)
+        return self._take(count)
 
-    def _revive(self, hits: Sequence[int]) -> None:
-        """Add a user to each of ``hits``, also those that have none."""
+    def extend(self, table: CachedTable, count: int, num_cached: int) -> None:
+        """Hand out ``count`` blocks, none if that is negative, to the end of ``table``.
+
+        Its first ``num_cached`` blocks, the new ones included, are cached as by ``cache``.
+        Raises OutOfBlocks, changing nothing.
+        """
+        if count <= 0:
+            self.cache(table, num_cached)
+            return
+        check_free(count, self.num_free_blocks)
+        blocks = table.blocks
+        num_held = len(blocks)
+        if not self._tells_misses:
+            if table.num_cached_blocks < min(num_held, num_cached):
+                self._insert(table, min(num_held, num_cached))
+            blocks += self._take(count)
+            if table.num_cached_blocks < num_cached:
+                self._insert(table, num_cached)
+            return
+        end = num_held + count
+        while table.num_cached_blocks < num_cached:  # the victim may depend on the newcomer
+            self._tell_miss(table)
+            if table.num_cached_blocks == len(blocks):
+                blocks += self._take(1)
+            self._insert(table, table.num_cached_blocks + 1)
+        blocks += self._take(end - len(blocks))
+
+    def cache(self, table: CachedTable, num_cached: int) -> None:
+        """Make the content of the first ``num_cached`` blocks of ``table`` findable.
+
+        They are in use and full.  A hash that is cached already stays with the block that has it,
+        and the new block becomes its duplicate.
+        """
+        if table.num_cached_blocks >= num_cached:
+            return
+        if not self._tells_misses:
+            self._insert(table, num_cached)
+            return
+        while table.num_cached_blocks < num_cached:
+            self._tell_miss(table)
+            self._insert(table, table.num_cached_blocks + 1)
+
+    def revive(self, hits: Sequence[int], count: int = 0) -> None:
+        """Add a user to each of ``hits``, which were looked up, also to those that have none.
+
+        They leave the free blocks, so that none of them is evicted for the request that hit it.
+        Raises OutOfBlocks, changing nothing, unless ``count`` blocks are free beside them.
+        """
         ref_counts = self.ref_counts
         revived = [block for block in hits if not ref_counts[block]]
+        check_free(count + len(revived), self.num_free_blocks)
         if revived:
             self.policy.pin_many(revived)
         if len(revived) < len(hits):
@@ -164,9 +193,16 @@ class BlockPool:
         if self._log:
             self._log.record("hit", hits, map(self._contents.__getitem__, hits))
 
+    def share(self, blocks: Sequence[int]) -> None:
+        """Add a user to each of ``blocks``, all of which are in use."""
+        ref_counts = self.ref_counts
+        for block in blocks:
+            ref_counts[block] += 1
+
     def _take(self, count: int) -> list[int]:
         """Remove ``count`` blocks, which there are, from the free ones; each gets one user."""
         ref_counts = self.ref_counts
+        self.num_allocated += count
         first = self.num_blocks - self._num_fresh
         blocks = list(range(first, first + min(count, self._num_fresh)))
         self._num_fresh -= len(blocks)
@@ -198,59 +234,30 @@ class BlockPool:
             self.on_forget(evicted)
         self.num_evicted += self._index.remove(evicted)
 
-    def share(self, blocks: Sequence[int]) -> None:
-        """Add a user to each of ``blocks``, all of which are in use."""
-        for block in blocks:
-            self.ref_counts[block] += 1
-
-    def cache(
-        self,
-        blocks: Sequence[int],
-        hashes: Sequence[bytes],
-        first: int,
-        last: int,
-        previous: int | None = None,
-    ) -> None:
-        """Make the content of ``blocks`` findable under ``hashes[first:last]``.
-
-        ``hashes`` are those of the whole sequence and ``blocks`` the ones at its positions
-        ``first`` to ``last - 1``: in use, full, and not cached yet.  A hash that is cached already
-        stays with the block that has it, and the new block becomes its duplicate.  ``previous`` is
-        the block at position ``first - 1``, None for the first.
-        """
-        if self._tells_misses:
-            for position, block in enumerate(blocks, first):
-                self._tell_miss(hashes[position], previous, position)
-                self._insert((block,), hashes, position, position + 1, previous)
-                previous = block
-        else:
-            self._insert(blocks, hashes, first, last, previous)
-
-    def _tell_miss(self, key: bytes, previous: int | None, position: int) -> None:
+    def _tell_miss(self, table: CachedTable) -> None:
+        """The policy learns of the first block of ``table`` to cache, if no other has its hash."""
+        position = table.num_cached_blocks
+        key, previous = table.hashes[position], table.blocks[position - 1] if position else None
         if self._index.follow(previous, key, position) is None:
             self.policy.miss(key)
 
-    def _insert(
-        self,
-        blocks: Sequence[int],
-        hashes: Sequence[bytes],
-        first: int,
-        last: int,
-        previous: int | None,
-    ) -> None:
+    def _insert(self, table: CachedTable, num_cached: int) -> None:
         """``cache`` for content whose absence the policy knows of.
 
         The policy is told of a block under its hash, or, for a duplicate, under a key of its own:
         no two blocks that a policy knows ever have the same key.
         """
-        keys = hashes[first:last]
+        first = table.num_cached_blocks
+        table.num_cached_blocks = num_cached
+        blocks, keys = table.blocks[first:num_cached], table.hashes[first:num_cached]
+        previous = table.blocks[first - 1] if first else None
         duplicates = self._index.add(blocks, keys, previous, first)
         if self._log:
             self._log.record("cached", blocks, keys)
             self._contents.update(zip(blocks, keys, strict=True))
         if not self._tells_inserts:
             return
-        parent = hashes[first - 1] if first else None
+        parent = table.hashes[first - 1] if first else None
         for depth, (block, key) in enumerate(zip(blocks, keys, strict=True), first):
             name = (key, block) if block in duplicates else key
             self.policy.insert(block, name, parent, depth)
@@ -306,24 +313,19 @@ class BlockPool:
         num_blocks, policy = self.num_blocks, self.policy
         first_fresh = num_blocks - self._num_fresh
         queued = list(policy)
-        _require(0 <= self._num_fresh <= num_blocks, f"{self._num_fresh} fresh blocks")
-        _require(len(queued) == len(policy), f"policy has {len(queued)}, says {len(policy)} blocks")
+        require(0 <= self._num_fresh <= num_blocks, f"{self._num_fresh} fresh blocks")
+        require(len(queued) == len(policy), f"policy has {len(queued)}, says {len(policy)} blocks")
         idle = [*range(first_fresh, num_blocks), *self._free, *queued]
-        _require(len(idle) == len(set(idle)), f"a block is free twice: {sorted(idle)}")
+        require(len(idle) == len(set(idle)), f"a block is free twice: {sorted(idle)}")
         idle, queued = set(idle), set(queued)
         for block, users in enumerate(self.ref_counts):
             is_cached, is_idle = self._index.holds(block), block in idle
-            _require(users >= 0, f"block {block} has ref_count {users}")
-            _require((users == 0) == is_idle, f"block {block}: ref_count {users}, free: {is_idle}")
+            require(users >= 0, f"block {block} has ref_count {users}")
+            require((users == 0) == is_idle, f"block {block}: ref_count {users}, free: {is_idle}")
             if is_idle and not policy.queues_uncached:
-                _require(
+                require(
                     is_cached == (block in queued),
                     f"free block {block}: cached {is_cached}, with the policy {block in queued}",
                 )
             if is_idle and block not in queued:
-                _require(not is_cached, f"block {block} has content that nobody can evict")
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise AssertionError(message)
+                require(not is_cached, f"block {block} has content that nobody can evict")

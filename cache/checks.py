@@ -1,4 +1,4 @@
-"""Checks of arguments that are used all over the cache."""
+"""Checks that are used all over the cache: of arguments, and of the cache's own state."""
 
 from __future__ import annotations
 
@@ -15,3 +15,9 @@ def at_least(least: int, name: str, value: int) -> int:
     if number < least or isinstance(value, bool):
         raise ValueError(f"{name}={reprlib.repr(value)}: needs an int of at least {least}")
     return number
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise AssertionError(``message``), also under ``python -O``, unless ``condition`` holds."""
+    if not condition:
+        raise AssertionError(message)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from cache.checks import require
 from cache.common_prefix import common_prefix_length
 
 
@@ -209,10 +210,6 @@ class ContentIndex:
             contents[block] = contents[first]
         return contents
 
-    def __len__(self) -> int:
-        """Number of blocks with content, duplicates included.  O(number of blocks)."""
-        return self._num_blocks - self._run_of.count(None)
-
     def check_invariants(self) -> None:
         """Raise AssertionError unless each content is found in one way.  O(number of blocks)."""
         size = self._key_size
@@ -220,29 +217,24 @@ class ContentIndex:
         placed: dict[int, _Run] = {}
         for first_key, run in self._runs.items():
             where = f"run of blocks {run.blocks}"
-            _require(0 < len(run.blocks) * size == len(run.keys), f"{where}: keys {run.keys}")
-            _require(run.keys[:size] == first_key, f"{where}: found by {first_key!r}")
-            _require(run.depth >= 0, f"{where}: depth {run.depth}")
+            require(0 < len(run.blocks) * size == len(run.keys), f"{where}: keys {run.keys}")
+            require(run.keys[:size] == first_key, f"{where}: found by {first_key!r}")
+            require(run.depth >= 0, f"{where}: depth {run.depth}")
             for at, block in enumerate(run.blocks):
                 key = bytes(run.keys[at * size : (at + 1) * size])
-                _require(block not in placed, f"block {block} is in two places")
-                _require(key not in keys, f"content {key!r} is in two places")
+                require(block not in placed, f"block {block} is in two places")
+                require(key not in keys, f"content {key!r} is in two places")
                 placed[block] = run
                 keys.add(key)
         for first, duplicates in self._duplicates.items():
-            _require(bool(duplicates), f"an empty list of duplicates of {first}")
-            _require(placed.get(first, _DUPLICATE) is not _DUPLICATE, f"{first} is in no run")
+            require(bool(duplicates), f"an empty list of duplicates of {first}")
+            require(placed.get(first, _DUPLICATE) is not _DUPLICATE, f"{first} is in no run")
             for block in duplicates:
-                _require(block not in placed, f"duplicate {block} is in two places")
-                _require(self._first_of.get(block) == first, f"{block} does not know {first}")
+                require(block not in placed, f"duplicate {block} is in two places")
+                require(self._first_of.get(block) == first, f"{block} does not know {first}")
                 placed[block] = _DUPLICATE
         num_duplicates = sum(map(len, self._duplicates.values()))
-        _require(len(self._first_of) == num_duplicates, f"firsts of others: {self._first_of}")
-        _require(len(self._run_of) == self._num_blocks, f"{len(self._run_of)} blocks")
+        require(len(self._first_of) == num_duplicates, f"firsts of others: {self._first_of}")
+        require(len(self._run_of) == self._num_blocks, f"{len(self._run_of)} blocks")
         for block, run in enumerate(self._run_of):
-            _require(placed.get(block) is run, f"block {block} does not know its run")
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise AssertionError(message)
+            require(placed.get(block) is run, f"block {block} does not know its run")

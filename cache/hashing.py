@@ -21,18 +21,13 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from array import array
 from collections.abc import Callable, Iterable
 from struct import Struct
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import xxhash
 
-if TYPE_CHECKING:
-    from cache.sequence import Sequence
-
-ExtraKey = tuple[str | bytes | int, ...]
-"""What kind of key it is, then its parts: ``("lora", "adapter-7")``."""
+from cache.sequence import ExtraKey, Sequence, pack_token_ids
 
 
 class HashAlgorithm(NamedTuple):
@@ -52,29 +47,6 @@ HASH_ALGORITHMS: dict[str, HashAlgorithm] = {
     "xxh64": HashAlgorithm(xxhash.xxh64_digest, 8),
 }
 """The choices for ``hash_algorithm``."""
-
-
-def pack_token_ids(token_ids: Iterable[int]) -> array:
-    """Copy token ids into an ``array`` of unsigned 32-bit integers.
-
-    Raises ValueError, naming the position, for an id that is not an int in [0, 2**32).
-    """
-    if not isinstance(token_ids, list | tuple | array):
-        token_ids = list(token_ids)
-    try:
-        return array("I", token_ids)
-    except (OverflowError, TypeError):
-        for position, token_id in enumerate(token_ids):
-            check_token_id(token_id, f"token_ids[{position}]")
-        raise
-
-
-def check_token_id(token_id: int, name: str = "token_id") -> None:
-    """Raise ValueError unless ``token_id`` is an int in [0, 2**32)."""
-    try:
-        array("I", (token_id,))
-    except (OverflowError, TypeError):
-        raise ValueError(f"{name}={token_id!r}: a token id is an int in [0, 2**32)") from None
 
 
 def encode_extra_keys(keys: Iterable[ExtraKey]) -> bytes:
@@ -155,3 +127,22 @@ class BlockHasher:
             parent = digest(parent + next(blocks) + encode_extra_keys(keys))
             chain.append(parent)
         chain += [parent := digest(parent + block) for block in blocks]
+
+
+_MIN_DIGEST_SIZE = 16
+"""Bytes that make hits believable without comparing tokens."""
+
+
+def collision_free_hasher(manager: str, algorithm: str, block_size: int) -> BlockHasher:
+    """The hasher of a ``manager`` that does not compare tokens.
+
+    Raises ValueError for an unknown algorithm and for a digest below 128 bits.
+    """
+    hasher = BlockHasher(algorithm, block_size)
+    if hasher.digest_size < _MIN_DIGEST_SIZE:
+        strong = [n for n, a in HASH_ALGORITHMS.items() if a.digest_size >= _MIN_DIGEST_SIZE]
+        raise ValueError(
+            f"hash_algorithm={algorithm!r}: {manager} does not compare tokens and needs "
+            f"a digest of 128 bits or more; choose from {', '.join(strong)}"
+        )
+    return hasher

@@ -7,7 +7,8 @@ from array import array
 from collections.abc import Hashable, Iterable
 from typing import NamedTuple, Self
 
-from cache.hashing import ExtraKey, check_token_id, pack_token_ids
+ExtraKey = tuple[str | bytes | int, ...]
+"""What kind of key it is, then its parts: ``("lora", "adapter-7")``."""
 
 
 class MultiModalInput(NamedTuple):
@@ -37,12 +38,15 @@ class Sequence:
         num_prompt_tokens: number of tokens the sequence was made with.
         num_cached_tokens: leading tokens whose K/V were found when the sequence was allocated.
         num_computed_tokens: leading tokens whose K/V have a place: computed, or being computed by
-            the step that is scheduled.  A manager writes these two, so a sequence is with one
-            manager at a time; the caller may count on where that needs no call, see
-            :mod:`cache.managers.base`.
+            the step that is scheduled.
+        num_slots: tokens that can be stored, in slots that are the sequence's own, before the
+            manager has to look for others.
+        table_version: rises whenever the block table may have changed, so that what was made of
+            the table can be kept until then.
         hash_chains: digests of the full blocks, by (algorithm, block size); kept by
             :class:`cache.hashing.BlockHasher`.
 
+    Only the manager writes the four counters, so a sequence is with one manager at a time.
     Raises ValueError, naming the argument, for anything else.
     """
 
@@ -62,6 +66,8 @@ class Sequence:
         self.num_prompt_tokens = len(self.token_ids)
         self.num_cached_tokens = 0
         self.num_computed_tokens = 0
+        self.num_slots = 0
+        self.table_version = 0
         self.lora_name = _check_key("lora_name", lora_name, str | int)
         self.cache_salt = _check_key("cache_salt", cache_salt, str | bytes)
         self.mm_inputs = _check_mm_inputs(mm_inputs, self.num_prompt_tokens)
@@ -77,7 +83,7 @@ class Sequence:
         try:
             self.token_ids.append(token_id)
         except (OverflowError, TypeError):
-            check_token_id(token_id)
+            _check_token_id(token_id, "token_id")
             raise
 
     def fork(self, seq_id: Hashable) -> Self:
@@ -90,7 +96,7 @@ class Sequence:
         child.seq_id = seq_id
         child.token_ids = self.token_ids[:]
         child.hash_chains = {name: chain[:] for name, chain in self.hash_chains.items()}
-        child.num_cached_tokens = child.num_computed_tokens = 0
+        child.num_cached_tokens = child.num_computed_tokens = child.num_slots = 0
         return child
 
     @property
@@ -124,6 +130,28 @@ class Sequence:
             f"{type(self).__name__}(seq_id={self.seq_id!r}, num_tokens={self.num_tokens}, "
             f"num_prompt_tokens={self.num_prompt_tokens})"
         )
+
+
+def pack_token_ids(token_ids: Iterable[int]) -> array:
+    """Copy token ids into an ``array`` of unsigned 32-bit integers.
+
+    Raises ValueError, naming the position, for an id that is not an int in [0, 2**32).
+    """
+    if not isinstance(token_ids, list | tuple | array):
+        token_ids = list(token_ids)
+    try:
+        return array("I", token_ids)
+    except (OverflowError, TypeError):
+        for position, token_id in enumerate(token_ids):
+            _check_token_id(token_id, f"token_ids[{position}]")
+        raise
+
+
+def _check_token_id(token_id: int, name: str) -> None:
+    try:
+        array("I", (token_id,))
+    except (OverflowError, TypeError):
+        raise ValueError(f"{name}={token_id!r}: a token id is an int in [0, 2**32)") from None
 
 
 def _check_key(name: str, value, types):

@@ -16,7 +16,7 @@ from models.outputs import CompletionOutput, TokenOutput
 from models.runner import ModelRunner
 from models.sampler import Sampler
 from models.sampling_params import SamplingParams
-from models.scheduler import Scheduler, offers
+from models.scheduler import Scheduler
 from models.sequence import FinishReason, Request, RequestStats, Sequence, Status
 
 
@@ -52,7 +52,7 @@ class Engine:
         self._request_ids = itertools.count()
         self._seq_ids = itertools.count()
         self._beam_searches: dict[int, BeamSearch] = {}
-        self._can_fork = offers(self.manager, "fork")
+        self._can_fork = self.manager.can_fork
 
     @property
     def has_unfinished(self) -> bool:

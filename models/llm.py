@@ -184,7 +184,7 @@ class LLM:
             options.setdefault("final_length", _final_length)
             longest_run = block_size << max(0, num_blocks.bit_length() - 1)
             options.setdefault("max_model_len", max_model_len or min(longest, longest_run))
-        if manager in MANAGERS and MANAGERS[manager].swap_out is not CacheManager.swap_out:
+        if manager in MANAGERS and MANAGERS[manager].can_swap:
             options.setdefault("num_cpu_blocks", num_host_blocks)
             num_host_blocks = options["num_cpu_blocks"]
         if hash_algorithm is not None:

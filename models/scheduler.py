@@ -90,10 +90,9 @@ class Scheduler:
         self.manager = manager
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self._by_slots = offers(manager, "allocate_slots")
-        self._manager_swaps = offers(manager, "swap_out")
+        self._manager_swaps = manager.can_swap
         self._block_size = manager.block_size
-        self.chunked_prefill = chunked_prefill and self._by_slots
+        self.chunked_prefill = chunked_prefill and manager.can_chunk
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self._free_host_blocks = list(range(num_host_blocks))
@@ -115,7 +114,6 @@ class Scheduler:
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let ``child``, a fork of the running ``parent``, share its blocks and run beside it."""
         self.manager.fork(parent, child)
-        parent.quiet_until = child.quiet_until = 0  # the last block is shared
         parent.block_row = child.block_row = None
         child.status = Status.RUNNING
         bisect.insort(self.running, child, key=attrgetter("order"))
@@ -167,16 +165,14 @@ class Scheduler:
         for seq in self.running:  # which a preemption shortens, at its end
             start = seq.num_computed_tokens
             end = len(seq.token_ids)
-            if end == start + 1 and start < seq.quiet_until:
-                seq.num_computed_tokens = end
-            elif end > start:
-                end = min(end, start + budget)
-                copies = self._extend(seq, end - start, step)
-                if copies is None:
-                    break  # it was the youngest itself
-                step.copies += copies
-            else:
+            if end == start:
                 continue
+            if end > start + budget:
+                end = start + budget
+            copies = self._extend(seq, end - start, step)
+            if copies is None:
+                break  # it was the youngest itself
+            step.copies += copies
             sequences.append(seq)
             starts.append(start)
             ends.append(end)
@@ -189,11 +185,10 @@ class Scheduler:
         """Slots for the next ``count`` tokens, preempting the youngest; None if that is ``seq``."""
         while True:
             try:
-                if self._by_slots:
-                    copies = self.manager.allocate_slots(seq, count)
-                else:
-                    copies = self.manager.append(seq)
-                self._note_blocks(seq)
+                version = seq.table_version
+                copies = self.manager.allocate_slots(seq, count)
+                if seq.table_version != version:
+                    seq.block_row = None
                 return copies
             except OutOfBlocks:
                 victim = self.running.pop()
@@ -223,7 +218,6 @@ class Scheduler:
             except OutOfBlocks:
                 return None
             seq.is_swapped_by_manager = True
-            seq.quiet_until = 0
             seq.block_row = None
             return pairs
         num_blocks = -(-seq.num_computed_tokens // self._block_size)
@@ -277,35 +271,22 @@ class Scheduler:
         if self.manager.can_allocate(seq) is not AllocStatus.OK:
             return None
         length = len(seq.token_ids)
-        if self._by_slots:
-            hits, num_cached = self.manager.get_computed_blocks(seq)
-            start = max(num_cached, seq.num_host_tokens)
-            end = min(length, start + budget)
-            if end < length and not self.chunked_prefill:
-                return None
-            try:
-                self.manager.allocate_slots(seq, end - num_cached, hits)
-            except OutOfBlocks:
-                return None
-        else:
-            # How much is cached shows only afterwards: count on nothing.
-            if length - seq.num_host_tokens > budget:
-                return None
-            num_cached = self.manager.allocate(seq)
-            start, end = max(num_cached, seq.num_host_tokens), length
-        self._note_blocks(seq)
+        hits, num_cached = self.manager.get_computed_blocks(seq)
+        start = max(num_cached, seq.num_host_tokens)
+        end = min(length, start + budget)
+        if end < length and not self.chunked_prefill:
+            return None
+        try:
+            self.manager.allocate_slots(seq, end - num_cached, hits)
+        except OutOfBlocks:
+            return None
+        seq.block_row = None
         if seq.num_host_tokens:
             self._restore(seq, num_cached, step)
         return start, end
 
-    def _note_blocks(self, seq: Sequence) -> None:
-        """The manager has made room: the rest of the last block is the sequence's own."""
-        seq.quiet_until = self.manager.num_slots(seq)
-        seq.block_row = None
-
     def _free(self, seq: Sequence) -> None:
         self.manager.free(seq)
-        seq.quiet_until = 0
         seq.block_row = None
 
     def _restore(self, seq: Sequence, num_cached: int, step: Step) -> None:
@@ -319,8 +300,3 @@ class Scheduler:
         """Host blocks are written at the earliest by the next step, after they have been read."""
         self._free_host_blocks += seq.host_blocks
         seq.host_blocks, seq.num_host_tokens = [], 0
-
-
-def offers(manager: CacheManager, method: str) -> bool:
-    """Whether the design of ``manager`` has an optional ``method`` of the interface."""
-    return getattr(type(manager), method) is not getattr(CacheManager, method)

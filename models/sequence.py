@@ -33,14 +33,13 @@ class FinishReason(enum.StrEnum):
 class Sequence(cache.sequence.Sequence):
     """One output of a request: its tokens, its state, and what a swap left in host memory.
 
-    ``num_computed_tokens``, kept by manager and scheduler, counts the tokens whose K/V are in the
+    ``num_computed_tokens``, kept by the manager, counts the tokens whose K/V are in the
     cache, or are being computed by the step that is scheduled.
 
     Attributes:
         request: what it is an output of.
         index: which output.
         order: place in the line; lower goes first, wherever sequences compete.
-        quiet_until: tokens at positions below this go to slots that it has; see Scheduler.
         block_row: the block table as the runner last saw it; None if it may have changed since.
         num_pending_forks: further sequences that fork from this one when its prompt is computed.
         is_swapped_by_manager: the manager, whose design can do so, has swapped it out.
@@ -61,7 +60,6 @@ class Sequence(cache.sequence.Sequence):
         self.index = index
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
-        self.quiet_until = 0
         self.block_row: np.ndarray | None = None
         self.num_pending_forks = 0
         self.is_swapped_by_manager = False

@@ -1,24 +1,27 @@
-"""The interface of all cache managers.
+"""The interface of all cache managers, and what they have in common.
 
 A manager owns the block ids of one cache and decides which sequence's tokens live in which block.
 It moves no data: it tells the caller what to copy, and the caller's kernels write K and V at
 ``slot = block_table[position // block_size] * block_size + position % block_size``.
 
-How an engine uses it:
+``allocate_slots`` gives a sequence slots for its next tokens, be they a prompt, a chunk of one, or
+a token that was decoded:
 
     if manager.can_allocate(seq) is AllocStatus.OK:
-        num_cached = manager.allocate(seq)      # K/V of these leading tokens are there already
+        blocks, num_cached = manager.get_computed_blocks(seq)   # K/V of these tokens are there
+        manager.allocate_slots(seq, seq.num_tokens - num_cached, blocks)
         ...                                     # compute and store those of the other tokens
     seq.append_token(token_id)
-    copies = manager.append(seq)                # (src, dst) blocks, to be copied before the step
+    copies = manager.allocate_slots(seq, 1)     # (src, dst) blocks, to be copied before the step
     ...                                         # compute and store those of the new token
-    manager.free(seq)                           # done, or preempted: allocate(seq) resumes it
+    manager.free(seq)                           # done, or preempted: the same again resumes it
 
-A token that goes to a slot which its sequence has already needs no call.  After an ``allocate`` or
-an ``append``, and until the sequence is forked or swapped, the caller may raise
-``seq.num_computed_tokens`` itself, up to ``num_slots(seq)``, for tokens that it stores.  The next
-call about the sequence takes note: a block that they have filled can be found from then on.  An
-engine saves most of its calls that way.
+``allocate(seq)`` and ``append(seq)`` are the same for all tokens of a new sequence and for all
+tokens that lack a slot.
+
+New tokens that fit below ``seq.num_slots``, in slots that are the sequence's own, are only counted
+by ``allocate_slots``.  The design takes note of them at the next call about the sequence that asks
+it for more: a block that they have filled can be found from then on.  ``append`` asks each time.
 
 A call that raises has changed nothing.  ``copies`` hold until the next call that changes the
 manager: run them, in order, before K or V are written; those of a sequence that is freed first
@@ -29,10 +32,15 @@ from __future__ import annotations
 
 import abc
 import enum
-import operator
+import sys
+from collections.abc import Hashable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from cache.memory_usage import MemoryUsage
+from cache.block_pool import OutOfBlocks
+from cache.checks import at_least, require
+from cache.memory_usage import MemoryUsage, usage_of_tables
 from cache.policies import EvictionPolicy, make_policy
 from cache.sequence import Sequence
 
@@ -86,11 +94,42 @@ class CacheStats:
         return self.hit_blocks / self.queried_blocks if self.queried_blocks else 0.0
 
 
+Prefix = tuple[Items[int], int, Any]
+"""The cached beginning of a sequence: its blocks, the number of tokens whose K/V are there (those
+of the blocks, unless part of a further one is copied), and what else the design knows of it."""
+
+
+class Table:
+    """What a sequence holds.
+
+    Attributes:
+        seq: the sequence, which itself counts the tokens that are stored.
+        blocks: its blocks in the order of its tokens; further ones may follow.
+        num_noted_tokens: stored tokens that the design knows of; the others are in the last block.
+        max_tokens: no more are stored before the design is asked, though the last block has room.
+        is_swapped_out: whether the blocks are those of host memory.
+    """
+
+    __slots__ = ("blocks", "is_swapped_out", "max_tokens", "num_noted_tokens", "seq")
+
+    def __init__(self, seq: Sequence) -> None:
+        self.seq = seq
+        self.blocks: Items[int] = []
+        self.num_noted_tokens = 0
+        self.max_tokens = sys.maxsize
+        self.is_swapped_out = False
+
+
 class CacheManager(abc.ABC):
     """Maps the tokens of sequences to the blocks ``0 .. num_blocks - 1`` of ``block_size`` tokens.
 
     Sequences are told apart by ``seq_id``.  Calls about a sequence that holds no blocks, or
-    ``allocate`` of one that does, raise ValueError.
+    ``allocate`` of one that does, raise ValueError.  What a design does not offer, by the class
+    attributes ``can_...``, raises UnsupportedByDesign.
+
+    A design defines ``_extend``, ``_release`` and ``num_free_blocks``, and with ``can_fork`` also
+    ``_share(table, copy)``, with ``can_swap`` ``_move_out(table)`` and ``_move_in(table)``, with
+    ``can_reset`` ``_forget()``.  What else it may define stands at the end of the class.
     """
 
     name: str = ""
@@ -100,21 +139,72 @@ class CacheManager(abc.ABC):
     """Whether the design shares equal prefixes: takes a policy, a hash algorithm and
     ``enable_prefix_caching``."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.num_blocks = _check_positive("num_blocks", num_blocks)
-        self.block_size = _check_positive("block_size", block_size)
+    can_chunk: bool = True
+    """Whether a prompt can be given its slots over several calls."""
 
-    @abc.abstractmethod
+    can_look_ahead: bool = False
+    """Whether ``allocate_slots`` takes ``num_lookahead_tokens``."""
+
+    can_fork: bool = False
+    """Whether sequences can share the blocks of their common beginning by ``fork``."""
+
+    can_swap: bool = False
+    """Whether the design has blocks of host memory of its own, and moves sequences there."""
+
+    can_reset: bool = False
+    """Whether cached content can be forgotten."""
+
+    _table_class: ClassVar[type[Table]] = Table
+
+    def __init__(
+        self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = False
+    ) -> None:
+        self.num_blocks = at_least(1, "num_blocks", num_blocks)
+        self.block_size = at_least(1, "block_size", block_size)
+        self.enable_prefix_caching = enable_prefix_caching
+        self._tables: dict[Hashable, Table] = {}
+        self._num_allocations = 0
+        self._queried_tokens = 0
+        self._queried_blocks = 0
+        self._hit_tokens = 0
+        self._hit_blocks = 0
+        self._num_allocated = 0
+        self._num_copied = 0
+
+    # The interface ------------------------------------------------------------------------------
+
+    def get_computed_blocks(self, seq: Sequence) -> tuple[list[int], int]:
+        """Cached blocks of the prefix of ``seq`` and how many tokens they hold.  Changes nothing.
+
+        At least one token is left to compute.  Valid until the next call that changes the manager.
+        """
+        blocks, num_tokens, _ = self._find(seq)
+        return list(blocks), num_tokens
+
     def can_allocate(self, seq: Sequence) -> AllocStatus:
         """Whether ``allocate(seq)`` would succeed.  Changes nothing; true until the next change."""
+        needed = -(-len(seq.token_ids) // self.block_size)
+        if needed > self.num_blocks:
+            return AllocStatus.NEVER
+        free = self.num_free_blocks
+        if needed > free:  # unless others use the cached part of the prefix already
+            prefix = self._find(seq)
+            needed -= len(prefix[0]) - self._num_revived(prefix)
+        return AllocStatus.OK if needed <= free else AllocStatus.LATER
 
-    @abc.abstractmethod
     def allocate(self, seq: Sequence) -> int:
-        """Give ``seq`` the blocks for all its tokens; returns how many leading tokens are cached.
+        """Give ``seq`` slots for all its tokens; returns how many leading tokens are cached.
 
         The K/V of the others, at least one, are to be computed by the caller in this step.
-        Raises OutOfBlocks.  Sets ``seq.num_cached_tokens`` and ``seq.num_computed_tokens``.
+        Raises OutOfBlocks.  Sets ``seq.num_cached_tokens``, ``seq.num_computed_tokens`` and
+        ``seq.num_slots``.
         """
+        if seq.seq_id in self._tables:
+            raise ValueError(f"sequence {seq.seq_id!r} holds blocks already; free it first")
+        num_tokens = len(seq.token_ids)
+        prefix = self._find_for_allocate(seq) if self.enable_prefix_caching else _NOTHING
+        self._start(seq, prefix, num_tokens, num_tokens)
+        return prefix[1]
 
     def take_copies(self) -> Copies:
         """Copies that ``allocate`` calls since the last call of this ask for, to be run as others.
@@ -123,69 +213,128 @@ class CacheManager(abc.ABC):
         """
         return []
 
-    @abc.abstractmethod
     def append(self, seq: Sequence) -> Copies:
-        """Make room for the tokens appended to ``seq`` since the last call, at least one.
+        """Give slots to the tokens of ``seq`` that lack one, at least one.
 
-        Returns the (src, dst) blocks to copy before these tokens' K/V are written.  Raises
-        OutOfBlocks.  Sets ``seq.num_computed_tokens``.
+        Returns and raises what ``allocate_slots`` does.  Blocks that they fill can be found at
+        once.
         """
+        table = self._table_on_device(seq)
+        num_tokens, stored = len(seq.token_ids), table.seq.num_computed_tokens
+        if num_tokens <= stored:
+            raise ValueError(
+                f"append: all {stored} tokens of sequence {seq.seq_id!r} have a slot; "
+                "append a token to the sequence first"
+            )
+        return self._grow(table, seq, num_tokens, num_tokens)
 
-    @abc.abstractmethod
     def can_append(self, seq: Sequence) -> bool:
         """Whether ``append(seq)`` would find enough free blocks.  Changes nothing."""
+        table = self._table_on_device(seq)
+        return self._num_needed(table, len(seq.token_ids)) <= self.num_free_blocks
 
-    def num_slots(self, seq: Sequence) -> int:
-        """Tokens of ``seq`` that can be stored before its next call.
+    def allocate_slots(  # CPython would call one with keyword-only parameters more slowly
+        self,
+        seq: Sequence,
+        num_new_tokens: int,
+        computed_blocks: Items[int] = (),
+        num_lookahead_tokens: int = 0,
+    ) -> Copies:
+        """Give slots to the next ``num_new_tokens`` tokens of ``seq``.
 
-        Valid after ``allocate``, ``append`` and ``allocate_slots``, until ``seq`` is forked or
-        swapped.
+        ``computed_blocks``, from ``get_computed_blocks``, go in front of the first of them.
+        ``num_lookahead_tokens`` further slots are for draft tokens.  Returns the (src, dst) blocks
+        to copy before the K/V of these tokens are written.  Raises OutOfBlocks, and ValueError for
+        numbers out of range and for blocks that do not hold the prefix.  Sets
+        ``seq.num_computed_tokens`` and ``seq.num_slots``.
         """
-        return -(-seq.num_computed_tokens // self.block_size) * self.block_size
-
-    @abc.abstractmethod
-    def free(self, seq: Sequence) -> None:
-        """Take back the blocks of ``seq``: it is finished, or preempted.
-
-        Sets ``seq.num_cached_tokens`` and ``seq.num_computed_tokens`` to 0.
-        """
-
-    @abc.abstractmethod
-    def block_table(self, seq: Sequence) -> list[int]:
-        """Block ids of ``seq`` in the order of its tokens.  A copy: it does not grow later."""
-
-    @property
-    @abc.abstractmethod
-    def num_free_blocks(self) -> int:
-        """Blocks that an allocation could take now."""
-
-    @property
-    @abc.abstractmethod
-    def stats(self) -> CacheStats:
-        """A snapshot of the counters."""
-
-    @abc.abstractmethod
-    def check_invariants(self) -> None:
-        """Raise AssertionError, saying what is wrong, unless all state is consistent.
-
-        For tests and debugging: costs as much as looking at every block.
-        """
-
-    def memory_usage(self) -> MemoryUsage:
-        """What the slots of the cache are used for now.  Costs as much as looking at every table.
-
-        Cached content that nobody uses counts as free.
-        """
-        raise UnsupportedByDesign(self.name, "memory_usage")
+        start = seq.num_computed_tokens
+        end = start + num_new_tokens
+        if (
+            start < end <= seq.num_slots
+            and end <= len(seq.token_ids)
+            and not computed_blocks
+            and not num_lookahead_tokens
+        ):  # a decoded token as a rule: asked of every sequence in every step
+            seq.num_computed_tokens = end
+            return []
+        table = self._tables.get(seq.seq_id)
+        if table is None:
+            start = len(computed_blocks) * self.block_size
+        else:
+            start = table.seq.num_computed_tokens
+        end = start + num_new_tokens
+        if not start < end <= len(seq.token_ids) or num_lookahead_tokens < 0:
+            missing = len(seq.token_ids) - start
+            raise ValueError(
+                f"num_new_tokens={num_new_tokens}, num_lookahead_tokens={num_lookahead_tokens}: "
+                f"{start} of the {seq.num_tokens} tokens of sequence {seq.seq_id!r} have a slot, "
+                f"so needs 1 to {missing} new ones, and none or more to look ahead"
+            )
+        if num_lookahead_tokens and not self.can_look_ahead:
+            raise UnsupportedByDesign(self.name, "num_lookahead_tokens")
+        if table is not None:
+            if computed_blocks:
+                raise ValueError(
+                    f"computed_blocks: sequence {seq.seq_id!r} has blocks already, and these can "
+                    "only go in front of its first chunk"
+                )
+            if table.is_swapped_out:
+                self._table_on_device(seq)
+            return self._grow(table, seq, end, end + num_lookahead_tokens)
+        if end < len(seq.token_ids) and not self.can_chunk:
+            raise UnsupportedByDesign(
+                self.name, f"chunks ({num_new_tokens} of {seq.num_tokens - start} tokens)"
+            )
+        prefix = self._find(seq, len(computed_blocks)) if computed_blocks else _NOTHING
+        if list(prefix[0]) != list(computed_blocks):
+            raise ValueError(
+                f"computed_blocks={list(computed_blocks)}: these do not hold the prefix of "
+                f"sequence {seq.seq_id!r} (any more); ask get_computed_blocks again"
+            )
+        self._start(seq, prefix, end, end + num_lookahead_tokens)
+        return []
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let ``child`` share the blocks of all tokens that ``parent`` has stored.
 
-        The tokens of ``child`` begin with these.  Takes no block.  Later the first ``append`` of
-        either to a shared, partly filled block copies it.  Sets ``child.num_cached_tokens`` and
-        ``child.num_computed_tokens``.
+        The tokens of ``child`` begin with these.  Takes no block.  Later the first new token of
+        either that goes to a shared, partly filled block has it copied.  Sets the counters of
+        ``child``.
         """
-        raise UnsupportedByDesign(self.name, "fork")
+        self._refuse_unless(self.can_fork, "fork")
+        table = self._table_on_device(parent)
+        if child.seq_id in self._tables:
+            raise ValueError(f"child: sequence {child.seq_id!r} holds blocks already")
+        stored = table.seq.num_computed_tokens
+        _check_shares_content(parent, child, stored)
+        self._catch_up(table)
+        copy = self._table_class(child)
+        copy.num_noted_tokens = stored
+        self._share(table, copy)
+        self._tables[child.seq_id] = copy
+        child.num_cached_tokens = child.num_computed_tokens = stored
+        for seq in (table.seq, child):
+            seq.num_slots = stored  # the rest of the last block is nobody's own
+            seq.table_version += 1
+
+    def free(self, seq: Sequence) -> None:
+        """Take back the blocks of ``seq``: it is finished, or preempted.
+
+        Sets its counters to 0.
+        """
+        table = self._table_of(seq)
+        if table.num_noted_tokens < table.seq.num_computed_tokens:
+            self._catch_up(table)
+        self._release(table)
+        del self._tables[seq.seq_id]
+        if table.seq is not seq:
+            _clear(table.seq)
+        _clear(seq)
+
+    def block_table(self, seq: Sequence) -> list[int]:
+        """Block ids of ``seq`` in the order of its tokens.  A copy: it does not grow later."""
+        return list(self._table_of(seq).blocks)
 
     def swap_out(self, seq: Sequence) -> Copies:
         """Move ``seq`` to host memory; returns (device block, host block) pairs to copy now.
@@ -193,14 +342,26 @@ class CacheManager(abc.ABC):
         Raises OutOfBlocks.  Until it is back only ``swap_in``, ``free`` and ``block_table`` (of
         host blocks) take ``seq``.
         """
-        raise UnsupportedByDesign(self.name, "swap_out")
+        self._refuse_unless(self.can_swap, "swap_out")
+        table = self._table_on_device(seq)
+        copies = self._move_out(table)
+        table.is_swapped_out = True
+        table.seq.num_slots = 0
+        table.seq.table_version += 1
+        return copies
 
     def swap_in(self, seq: Sequence) -> Copies:
         """Move ``seq`` back; returns (host block, device block) pairs to copy now.
 
         Raises OutOfBlocks.
         """
-        raise UnsupportedByDesign(self.name, "swap_in")
+        self._refuse_unless(self.can_swap, "swap_in")
+        table = self._table_on_host(seq)
+        copies = self._move_in(table)
+        table.is_swapped_out = False
+        table.seq.num_slots = table.seq.num_computed_tokens  # others may share its last block
+        table.seq.table_version += 1
+        return copies
 
     def can_swap_out(self, seq: Sequence) -> bool:
         """Whether ``swap_out(seq)`` would find enough free host blocks.  Changes nothing."""
@@ -210,32 +371,212 @@ class CacheManager(abc.ABC):
         """Whether ``seq`` can come back now and go on.  Changes nothing."""
         raise UnsupportedByDesign(self.name, "can_swap_in")
 
-    def get_computed_blocks(self, seq: Sequence) -> tuple[list[int], int]:
-        """Cached blocks of the prefix of ``seq`` and how many tokens they hold.  Changes nothing.
-
-        Valid until the next call that changes the manager.
-        """
-        raise UnsupportedByDesign(self.name, "get_computed_blocks")
-
-    def allocate_slots(
-        self,
-        seq: Sequence,
-        num_new_tokens: int,
-        computed_blocks: list[int] | tuple[int, ...] = (),
-        *,
-        num_lookahead_tokens: int = 0,
-    ) -> Copies:
-        """Make room for the next ``num_new_tokens`` tokens of ``seq`` (chunked prefill).
-
-        ``computed_blocks``, from ``get_computed_blocks``, go in front of the first chunk.
-        ``num_lookahead_tokens`` further slots are for draft tokens.  Returns and raises what
-        ``append`` does.
-        """
-        raise UnsupportedByDesign(self.name, "allocate_slots")
-
     def reset_prefix_cache(self) -> bool:
         """Forget all cached content, as after a change of weights.  False if blocks are in use."""
-        raise UnsupportedByDesign(self.name, "reset_prefix_cache")
+        self._refuse_unless(self.can_reset, "reset_prefix_cache")
+        if self._tables:
+            return False
+        self._forget()
+        return True
+
+    @property
+    @abc.abstractmethod
+    def num_free_blocks(self) -> int:
+        """Blocks that an allocation could take now."""
+
+    @property
+    def stats(self) -> CacheStats:
+        """A snapshot of the counters, which are those of the device."""
+        allocated, evicted = self._num_handed_out()
+        return CacheStats(
+            num_allocations=self._num_allocations,
+            queried_tokens=self._queried_tokens,
+            hit_tokens=self._hit_tokens,
+            queried_blocks=self._queried_blocks,
+            hit_blocks=self._hit_blocks,
+            allocated_blocks=allocated,
+            evicted_blocks=evicted,
+            copied_blocks=self._num_copied,
+        )
+
+    def memory_usage(self) -> MemoryUsage:
+        """What the slots of the cache are used for now.  Costs as much as looking at every table.
+
+        Cached content that nobody uses counts as free.
+        """
+        tables = [table for table in self._tables.values() if not table.is_swapped_out]
+        return usage_of_tables(
+            self.num_blocks,
+            self.block_size,
+            ((table.blocks, table.seq.num_computed_tokens) for table in tables),
+        )
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError, saying what is wrong, unless all state is consistent.
+
+        For tests and debugging: costs as much as looking at every block.
+        """
+        for seq_id, table in self._tables.items():
+            blocks, stored = table.blocks, table.seq.num_computed_tokens
+            require(
+                len(set(blocks)) == len(blocks) >= self._num_blocks_for(stored),
+                f"{seq_id!r}: table {blocks} for {stored} tokens",
+            )
+            end = -(-table.num_noted_tokens // self.block_size) * self.block_size
+            require(
+                0 < table.num_noted_tokens <= stored <= end,
+                f"{seq_id!r}: {stored} tokens are stored, {table.num_noted_tokens} of them noted",
+            )
+            require(
+                table.seq.num_slots <= end,
+                f"{seq_id!r}: {table.seq.num_slots} slots, the last block ends at {end}",
+            )
+
+    # What the designs have in common ------------------------------------------------------------
+
+    def _find(self, seq: Sequence, limit: int | None = None) -> Prefix:
+        """The cached prefix of ``seq`` in at most ``limit`` blocks, which leaves a token over."""
+        if not self.enable_prefix_caching:
+            return _NOTHING
+        longest = (len(seq.token_ids) - 1) // self.block_size
+        return self._match(seq, longest if limit is None else min(limit, longest))
+
+    def _start(self, seq: Sequence, prefix: Prefix, end: int, num_slots: int) -> None:
+        """Give ``seq`` a table that begins with ``prefix``."""
+        table = self._table_class(seq)
+        blocks, num_cached, _ = prefix
+        num_hits = len(blocks)  # which become those of the table
+        self._begin(table, prefix, num_slots)
+        self._extend(table, end, num_slots)
+        self._tables[seq.seq_id] = table
+        self._num_allocations += 1
+        self._queried_tokens += len(seq.token_ids)
+        self._queried_blocks += len(seq.token_ids) // self.block_size
+        self._hit_tokens += num_cached
+        self._hit_blocks += num_hits
+        seq.num_cached_tokens = num_cached
+        self._count(table, seq, end)
+
+    def _grow(self, table: Table, seq: Sequence, end: int, num_slots: int) -> Copies:
+        """Store the tokens of ``seq`` up to ``end`` in ``table``, which gets ``num_slots``."""
+        if table.seq is not seq:  # another object of the same id
+            seq.num_cached_tokens = table.seq.num_cached_tokens
+            seq.num_computed_tokens = table.seq.num_computed_tokens
+            table.seq.num_slots = 0
+            table.seq = seq
+        copies = self._extend(table, end, num_slots)
+        self._count(table, seq, end)
+        return copies
+
+    def _count(self, table: Table, seq: Sequence, end: int) -> None:
+        """The design has given ``table`` slots for the tokens up to ``end``."""
+        table.num_noted_tokens = seq.num_computed_tokens = end
+        end += -end % self.block_size  # the last block is the sequence's own
+        seq.num_slots = end if end < table.max_tokens else table.max_tokens
+        seq.table_version += 1
+
+    def _catch_up(self, table: Table) -> None:
+        """Let the design take note of the tokens that were only counted."""
+        stored = table.seq.num_computed_tokens
+        if table.num_noted_tokens < stored:
+            self._note_stored(table, stored)
+            table.num_noted_tokens = stored
+
+    def _table_of(self, seq: Sequence) -> Any:
+        """The table of ``seq``; ValueError if it holds no blocks."""
+        table = self._tables.get(seq.seq_id)
+        if table is None:
+            raise ValueError(f"sequence {seq.seq_id!r} holds no blocks")
+        return table
+
+    def _table_on_device(self, seq: Sequence) -> Any:
+        table = self._table_of(seq)
+        if table.is_swapped_out:
+            raise ValueError(f"sequence {seq.seq_id!r} is swapped out")
+        return table
+
+    def _table_on_host(self, seq: Sequence) -> Any:
+        table = self._table_of(seq)
+        if not table.is_swapped_out:
+            raise ValueError(f"sequence {seq.seq_id!r} is not swapped out")
+        return table
+
+    def _check_free(self, count: int) -> None:
+        free = self.num_free_blocks
+        if count > free:
+            raise OutOfBlocks(count, free)
+
+    def _refuse_unless(self, offered: bool, feature: str) -> None:
+        if not offered:
+            raise UnsupportedByDesign(self.name, feature)
+
+    def _num_missing(self, table: Table, num_slots: int) -> int:
+        """Blocks that ``table`` lacks to have ``num_slots`` slots."""
+        return max(0, self._num_blocks_for(num_slots) - len(table.blocks))
+
+    def _writes_to_shared_block(self, table: Table) -> bool:
+        """Whether the next token of ``table`` goes into a block that another table holds too."""
+        position, offset = divmod(table.num_noted_tokens, self.block_size)
+        return offset > 0 and self._is_shared(table.blocks[position])
+
+    # What a design is made of -------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def _extend(self, table: Any, end: int, num_slots: int) -> Copies:
+        """Give ``table`` the blocks of ``num_slots`` tokens, those up to ``end`` being stored.
+
+        The tokens from ``table.num_noted_tokens`` on are new, or were only counted until now.
+        Returns the copies to make before they are written.  Raises OutOfBlocks, changing nothing.
+        """
+
+    @abc.abstractmethod
+    def _release(self, table: Any) -> None:
+        """Take back the blocks of ``table``."""
+
+    def _match(self, seq: Sequence, limit: int) -> Prefix:
+        """The longest cached prefix of ``seq`` of at most ``limit`` blocks.  Changes nothing."""
+        return _NOTHING
+
+    def _find_for_allocate(self, seq: Sequence) -> Prefix:
+        """What ``allocate`` begins with: the cached prefix of ``seq``."""
+        return self._find(seq)
+
+    def _num_revived(self, prefix: Prefix) -> int:
+        """Free blocks that taking ``prefix``, whose blocks others may use, takes."""
+        return 0
+
+    def _begin(self, table: Any, prefix: Prefix, num_slots: int) -> None:  # noqa: B027
+        """Let the new ``table`` begin with ``prefix``.
+
+        Raises OutOfBlocks, changing nothing, unless it can be extended to ``num_slots`` then.
+        """
+
+    def _note_stored(self, table: Any, end: int) -> None:  # noqa: B027
+        """The tokens of ``table`` up to ``end``, all in slots it has, are stored."""
+
+    def _num_needed(self, table: Any, end: int) -> int:
+        """Free blocks that ``_extend`` takes to store the tokens of ``table`` up to ``end``."""
+        return self._num_missing(table, end) + self._writes_to_shared_block(table)
+
+    def _is_shared(self, block: int) -> bool:
+        """Whether several tables hold ``block``, into which the next token of one goes."""
+        return False
+
+    def _num_blocks_for(self, num_slots: int) -> int:
+        """Blocks of a table of ``num_slots`` slots."""
+        return -(-num_slots // self.block_size)
+
+    def _num_handed_out(self) -> tuple[int, int]:
+        """Blocks handed out so far, and those of them that gave up cached content."""
+        return self._num_allocated, 0
+
+
+_NOTHING: Prefix = (), 0, None
+
+
+def _clear(seq: Sequence) -> None:
+    seq.num_cached_tokens = seq.num_computed_tokens = seq.num_slots = 0
+    seq.table_version += 1
 
 
 def as_policy(policy: str | EvictionPolicy) -> EvictionPolicy:
@@ -247,11 +588,13 @@ def as_policy(policy: str | EvictionPolicy) -> EvictionPolicy:
     return make_policy(policy)
 
 
-def _check_positive(name: str, value: int) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = 0
-    if number < 1 or isinstance(value, bool):
-        raise ValueError(f"{name}={value!r}: needs an int of at least 1")
-    return number
+def _check_shares_content(parent: Sequence, child: Sequence, num_tokens: int) -> None:
+    """Raise ValueError unless the K/V of the first ``num_tokens`` of both must be the same."""
+    same_keys = (child.lora_name, child.cache_salt, child.mm_inputs) == (
+        parent.lora_name, parent.cache_salt, parent.mm_inputs
+    )  # fmt: skip
+    if not same_keys or child.token_ids[:num_tokens] != parent.token_ids[:num_tokens]:
+        raise ValueError(
+            f"child: the first {num_tokens} tokens, the adapter, the multi-modal inputs and the "
+            f"salt of sequence {child.seq_id!r} must be those of {parent.seq_id!r}"
+        )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Literal, get_args
 
 from cache.buddy import BuddyAllocator
-from cache.checks import at_least
-from cache.managers.base import AllocStatus, CacheManager, CacheStats, Copies
-from cache.managers.tables import Table, check_grew, check_holds_no_blocks, table_of
+from cache.checks import at_least, require
+from cache.managers.base import AllocStatus, CacheManager, Copies, Prefix, Table
 from cache.memory_usage import MemoryUsage
 from cache.sequence import Sequence
 
@@ -16,15 +15,17 @@ Reservation = Literal["max", "pow2", "oracle"]
 
 
 class _Run(Table):
-    """The reservation of one sequence: a run of blocks."""
+    """The reservation of one sequence: a run of blocks.
 
-    __slots__ = ("num_expected", "num_reserved", "start")
+    ``max_tokens`` is what the sequence is expected to have in the end.
+    """
 
-    def __init__(self, seq: Sequence, start: int, num_reserved: int, num_expected: int) -> None:
+    __slots__ = ("num_reserved", "start")
+
+    def __init__(self, seq: Sequence) -> None:
         super().__init__(seq)
-        self.start = start  # its first block
-        self.num_expected = num_expected  # slots that will hold one in the end
-        self.num_reserved = num_reserved  # slots kept for the sequence
+        self.start = 0  # its first block
+        self.num_reserved = 0  # slots kept for the sequence
 
 
 class Contiguous(CacheManager):
@@ -57,6 +58,7 @@ class Contiguous(CacheManager):
 
     name = "contiguous"
     prefix_caching = False
+    _table_class = _Run
 
     def __init__(
         self,
@@ -88,12 +90,6 @@ class Contiguous(CacheManager):
                 f"num_blocks={num_blocks} blocks has {longest} slots"
             )
         self._final_length = final_length
-        self._runs: dict[Hashable, _Run] = {}
-        self._num_allocations = 0
-        self._queried_tokens = 0
-        self._queried_blocks = 0
-        self._num_allocated = 0
-        self._num_copied = 0
 
     def can_allocate(self, seq: Sequence) -> AllocStatus:
         if seq.num_tokens > self.max_model_len:
@@ -101,49 +97,11 @@ class Contiguous(CacheManager):
         needed = self._run_length(self._reservation(seq)[0])
         return AllocStatus.OK if needed <= self._buddy.longest_run else AllocStatus.LATER
 
-    def allocate(self, seq: Sequence) -> int:
-        check_holds_no_blocks(self._runs, seq)
-        reserved, expected = self._reservation(seq)
-        num_blocks = self._run_length(reserved)
-        start = self._buddy.allocate(num_blocks)
-        self._runs[seq.seq_id] = _Run(seq, start, reserved, expected)
-        seq.num_cached_tokens = 0
-        seq.num_computed_tokens = seq.num_tokens
-        self._num_allocations += 1
-        self._queried_tokens += seq.num_tokens
-        self._queried_blocks += seq.num_tokens // self.block_size
-        self._num_allocated += num_blocks
-        return 0
-
-    def append(self, seq: Sequence) -> Copies:
-        run = table_of(self._runs, seq)
-        check_grew(seq, run.num_tokens)
-        copies: Copies = []
-        if seq.num_tokens > run.num_reserved:
-            copies = self._grow(run, seq)
-        run.seq = seq
-        seq.num_computed_tokens = seq.num_tokens
-        return copies
-
     def can_append(self, seq: Sequence) -> bool:
-        run = table_of(self._runs, seq)
-        if seq.num_tokens <= run.num_reserved:
+        run = self._table_of(seq)
+        if seq.num_tokens <= run.max_tokens:
             return True
         return self._buddy.can_grow(run.start, self._run_length(self._reservation(seq)[0]))
-
-    def num_slots(self, seq: Sequence) -> int:
-        """Those of its last block that it is expected to use."""
-        return min(super().num_slots(seq), table_of(self._runs, seq).num_expected)
-
-    def free(self, seq: Sequence) -> None:
-        self._buddy.free(table_of(self._runs, seq).start)
-        del self._runs[seq.seq_id]
-        seq.num_cached_tokens = seq.num_computed_tokens = 0
-
-    def block_table(self, seq: Sequence) -> list[int]:
-        """Blocks of the tokens of ``seq``, in a row; further ones may be reserved behind them."""
-        run = table_of(self._runs, seq)
-        return list(range(run.start, run.start + self._blocks_of(run.num_tokens)))
 
     def memory_usage(self, waiting: Sequence | None = None) -> MemoryUsage:
         """What the slots are used for.
@@ -157,10 +115,10 @@ class Contiguous(CacheManager):
         length = self.max_model_len if waiting is None else self._reservation(waiting)[0]
         free = self._buddy.num_free
         fragmented = self._buddy.longest_run < self._run_length(length) <= free
-        runs = self._runs.values()
+        runs = self._tables.values()
         reserved = sum(run.num_reserved for run in runs)
-        expected = sum(run.num_expected for run in runs)
-        used = sum(run.num_tokens for run in runs)
+        expected = sum(run.max_tokens for run in runs)
+        used = sum(run.seq.num_computed_tokens for run in runs)
         beyond = (self.num_blocks - free) * self.block_size - reserved
         return MemoryUsage(
             used=used,
@@ -175,42 +133,51 @@ class Contiguous(CacheManager):
         """Blocks in no reservation; an allocation needs them in one run."""
         return self._buddy.num_free
 
-    @property
-    def stats(self) -> CacheStats:
-        return CacheStats(
-            num_allocations=self._num_allocations,
-            queried_tokens=self._queried_tokens,
-            queried_blocks=self._queried_blocks,
-            allocated_blocks=self._num_allocated,
-            copied_blocks=self._num_copied,
-        )
-
     def check_invariants(self) -> None:
+        super().check_invariants()
         self._buddy.check_invariants()
-        runs = {run.start: self._run_length(run.num_reserved) for run in self._runs.values()}
-        if runs != self._buddy.runs or len(runs) != len(self._runs):
-            raise AssertionError(f"reservations {runs}, runs in use {self._buddy.runs}")
-        for seq_id, run in self._runs.items():
-            if not 0 < run.num_tokens <= run.num_expected <= run.num_reserved:
-                raise AssertionError(
-                    f"{seq_id!r}: {run.num_tokens} tokens, {run.num_expected} in the end, "
-                    f"{run.num_reserved} reserved slots"
-                )
+        tables = self._tables
+        runs = {run.start: self._run_length(run.num_reserved) for run in tables.values()}
+        require(
+            runs == self._buddy.runs and len(runs) == len(tables),
+            f"reservations {runs}, runs in use {self._buddy.runs}",
+        )
+        for seq_id, run in tables.items():
+            stored = run.seq.num_computed_tokens
+            require(
+                0 < stored <= run.max_tokens <= run.num_reserved,
+                f"{seq_id!r}: {stored} tokens, {run.max_tokens} in the end, "
+                f"{run.num_reserved} reserved slots",
+            )
 
-    def _grow(self, run: _Run, seq: Sequence) -> Copies:
-        """Lengthen the reservation of ``seq``; returns the copies, if it moves."""
-        reserved, expected = self._reservation(seq)
+    def _begin(self, run: _Run, prefix: Prefix, num_slots: int) -> None:
+        reserved, run.max_tokens = self._reservation(run.seq)
+        num_blocks = self._run_length(reserved)
+        run.start = self._buddy.allocate(num_blocks)
+        run.num_reserved = reserved
+        self._num_allocated += num_blocks
+
+    def _extend(self, run: _Run, end: int, num_slots: int) -> Copies:
+        copies = self._lengthen(run) if end > run.max_tokens else []
+        run.blocks = range(run.start, run.start + self._num_blocks_for(end))
+        return copies
+
+    def _release(self, run: _Run) -> None:
+        self._buddy.free(run.start)
+
+    def _lengthen(self, run: _Run) -> Copies:
+        """Lengthen the reservation of ``run``; returns the copies, if it moves."""
+        reserved, expected = self._reservation(run.seq)
         before, after = self._run_length(run.num_reserved), self._run_length(reserved)
         start = self._buddy.grow(run.start, after)
         copies: Copies = []
         if start == run.start:
             self._num_allocated += after - before
         else:
-            used = self._blocks_of(run.num_tokens)
-            copies = [(run.start + i, start + i) for i in range(used)]
+            copies = list(zip(run.blocks, range(start, self.num_blocks), strict=False))
             self._num_allocated += after
-            self._num_copied += used
-        run.start, run.num_reserved, run.num_expected = start, reserved, expected
+            self._num_copied += len(copies)
+        run.start, run.num_reserved, run.max_tokens = start, reserved, expected
         return copies
 
     def _reservation(self, seq: Sequence) -> tuple[int, int]:
@@ -234,9 +201,6 @@ class Contiguous(CacheManager):
         reserved = min(seq.num_prompt_tokens + outputs, longest)
         return reserved, min(final, reserved)
 
-    def _blocks_of(self, num_slots: int) -> int:
-        return -(-num_slots // self.block_size)
-
     def _run_length(self, num_slots: int) -> int:
         """Blocks of the run that a reservation of ``num_slots`` takes."""
-        return self._buddy.run_length(self._blocks_of(num_slots))
+        return self._buddy.run_length(self._num_blocks_for(num_slots))

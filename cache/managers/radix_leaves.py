@@ -1,4 +1,4 @@
-"""Which leaf of a radix tree goes next: an eviction policy asked about nodes instead of blocks.
+"""The nodes of a radix tree, and which leaf goes next: a policy asked about nodes, not blocks.
 
 SGLang ranks the leaves that nobody uses by one number a node (its eviction strategies), and looks
 at all of them anew for every eviction; here they wait in a heap.  Policies that are no such number
@@ -8,19 +8,48 @@ keep a structure of their own and are told of a node as if it were its last bloc
 from __future__ import annotations
 
 import abc
-import heapq
 import inspect
 import math
+from array import array
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import xxhash
 
+from cache.lazy_heap import LazyHeap
 from cache.policies.base import EvictionPolicy
 from cache.policies.priority import BlockHistory, PriorityPolicy
 
-if TYPE_CHECKING:
-    from cache.managers.radix_tree import RadixNode
+
+class RadixNode:
+    """A run of blocks.
+
+    Attributes:
+        key: the tokens of its blocks, 4 bytes each.
+        extra: encoding of the extra keys that begin in its first block.
+        blocks: block ids, ``array('i')``, at least one but for the root.
+        depth: position of its first block in the prompt, in blocks.
+        lock_ref: users of this node and of all nodes below; not evictable unless 0.
+        accessed, inserted, accesses: times of the last and the first unlock, and their number.
+    """
+
+    __slots__ = (
+        "accessed", "accesses", "blocks", "children", "depth", "extra", "inserted", "key",
+        "lock_ref", "parent",
+    )  # fmt: skip
+
+    def __init__(
+        self, parent: RadixNode | None, extra: bytes, key: bytes, blocks: array, depth: int
+    ) -> None:
+        self.parent = parent
+        self.children: dict[bytes, RadixNode] = {}
+        self.extra = extra
+        self.key = key
+        self.blocks = blocks
+        self.depth = depth
+        self.lock_ref = 0
+        self.accessed = 0
+        self.inserted = 0
+        self.accesses = 0
 
 
 class Leaves(abc.ABC):
@@ -60,9 +89,7 @@ class RankedLeaves(Leaves):
 
     def __init__(self, policy: PriorityPolicy) -> None:
         self._policy = policy
-        self._heap: list[tuple[float, int, RadixNode]] = []
-        self._num_tickets = 0
-        self._num_leaves = 0
+        self._heap: LazyHeap[RadixNode] = LazyHeap()
         self._clock = 0.0
 
     def add(self, node: RadixNode) -> None:
@@ -76,31 +103,20 @@ class RankedLeaves(Leaves):
             depth=node.depth + tail,
             clock=self._clock,
         )
-        priority = self._policy.rank(history)
-        self._num_tickets += 1
-        self._num_leaves += 1
-        node.ticket = self._num_tickets
-        heapq.heappush(self._heap, (priority, node.ticket, node))
-        if len(self._heap) > 2 * self._num_leaves + 64:
-            self._heap = [entry for entry in self._heap if entry[1] == entry[2].ticket]
-            heapq.heapify(self._heap)
+        self._heap.push(node, self._policy.rank(history))
 
     def remove(self, node: RadixNode) -> None:
-        node.ticket = 0
-        self._num_leaves -= 1
+        self._heap.remove(node)
 
     def pop(self) -> RadixNode:
-        while True:
-            self._clock, ticket, node = heapq.heappop(self._heap)
-            if ticket == node.ticket:
-                self.remove(node)
-                return node
+        self._clock, node = self._heap.pop()
+        return node
 
     def __len__(self) -> int:
-        return self._num_leaves
+        return len(self._heap)
 
     def __iter__(self) -> Iterator[RadixNode]:
-        return (node for _, ticket, node in sorted(self._heap) if ticket == node.ticket)
+        return iter(self._heap)
 
 
 class PolicyLeaves(Leaves):

@@ -16,10 +16,12 @@ from bisect import bisect_right
 from itertools import chain
 from typing import NamedTuple
 
-from cache.hashing import ExtraKey, encode_extra_keys
-from cache.managers.radix_leaves import make_leaves
+from cache.checks import require
+from cache.common_prefix import common_prefix_length
+from cache.hashing import encode_extra_keys
+from cache.managers.radix_leaves import RadixNode, make_leaves
 from cache.policies.base import EvictionPolicy
-from cache.sequence import Sequence
+from cache.sequence import ExtraKey, Sequence
 
 _TOKEN_BYTES = 4
 
@@ -68,40 +70,6 @@ def _extras(seq: Sequence, block_size: int) -> dict[int, bytes]:
         block, offset = divmod(start, block_size)
         keys.setdefault(block, []).append(("mm", content_hash, offset, length))
     return {block: encode_extra_keys(block_keys) for block, block_keys in keys.items()}
-
-
-class RadixNode:
-    """A run of blocks.
-
-    Attributes:
-        key: the tokens of its blocks, 4 bytes each.
-        extra: encoding of the extra keys that begin in its first block.
-        blocks: block ids, ``array('i')``, at least one but for the root.
-        depth: position of its first block in the prompt, in blocks.
-        lock_ref: users of this node and of all nodes below; not evictable unless 0.
-        accessed, inserted, accesses: times of the last and the first unlock, and their number.
-        ticket: belongs to the leaves.
-    """
-
-    __slots__ = (
-        "accessed", "accesses", "blocks", "children", "depth", "extra", "inserted", "key",
-        "lock_ref", "parent", "ticket",
-    )  # fmt: skip
-
-    def __init__(
-        self, parent: RadixNode | None, extra: bytes, key: bytes, blocks: array, depth: int
-    ) -> None:
-        self.parent = parent
-        self.children: dict[bytes, RadixNode] = {}
-        self.extra = extra
-        self.key = key
-        self.blocks = blocks
-        self.depth = depth
-        self.lock_ref = 0
-        self.accessed = 0
-        self.inserted = 0
-        self.accesses = 0
-        self.ticket = 0
 
 
 class Match(NamedTuple):
@@ -267,18 +235,10 @@ class RadixTree:
         width, data, tokens = self._width, key.data, child.key
         start, size = position * width, len(child.blocks)
         high = min(size, key.run_end(position, limit) - position)
-        if data.startswith(tokens if high == size else tokens[: high * width], start):
+        tokens = tokens if high == size else tokens[: high * width]
+        if data.startswith(tokens, start):
             return high
-        low = 1
-        high -= 1
-        while low < high:  # the first ``low`` blocks are equal
-            middle = (low + high + 1) // 2
-            same = tokens[low * width : middle * width]
-            if data.startswith(same, start + low * width):
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        return common_prefix_length(tokens, data[start : start + len(tokens)]) // width
 
     def _add_user(self, node: RadixNode) -> None:
         if not node.lock_ref:
@@ -328,9 +288,9 @@ class RadixTree:
             locks_below = 0
             for name, child in node.children.items():
                 where = f"node at depth {child.depth} with blocks {child.blocks}"
-                _require(child.parent is node, f"{where}: wrong parent")
-                _require(child.depth == node.depth + len(node.blocks), f"{where}: wrong depth")
-                _require(
+                require(child.parent is node, f"{where}: wrong parent")
+                require(child.depth == node.depth + len(node.blocks), f"{where}: wrong depth")
+                require(
                     name == child.extra + child.key[: self._width]
                     and len(child.key) == len(child.blocks) * self._width > 0,
                     f"{where}: {len(child.key)} bytes of tokens under the name {name!r}",
@@ -339,23 +299,18 @@ class RadixTree:
                 nodes.append(child)
                 if not child.lock_ref and not child.children:
                     evictable.add(child)
-            _require(
+            require(
                 node is self.root or node.lock_ref >= locks_below,
                 f"node with blocks {node.blocks}: {node.lock_ref} users, {locks_below} below",
             )
         leaves = list(self.leaves)
-        _require(
+        require(
             len(leaves) == len(set(leaves)) == len(self.leaves) and set(leaves) == evictable,
             f"leaves {[n.blocks for n in leaves]}, should be {[n.blocks for n in evictable]}",
         )
         unlocked = sum(len(node.blocks) for node in nodes if not node.lock_ref)
-        _require(
+        require(
             self.num_evictable == unlocked,
             f"num_evictable is {self.num_evictable}, {unlocked} blocks are unlocked",
         )
         return nodes[1:]
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise AssertionError(message)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from collections.abc import Sequence as Blocks
 
-from cache.block_pool import OutOfBlocks
 from cache.event_log import EventLog
+from cache.lazy_heap import LazyHeap
 from cache.policies.base import EvictionPolicy
 
 ContentKey = bytes | int
@@ -21,8 +20,8 @@ class LRUEvictor(EvictionPolicy):
     A block was last accessed when a sequence that held it was last scheduled, not when it was
     freed, and of equally old blocks the one deepest in its prompt goes first; ties beyond these go
     by the order of release.  The original walks over all the oldest blocks to find the deepest and
-    takes their times to rise in the order of release, which they need not; this is a heap with
-    lazy deletion, O(log n) amortised, and exact.
+    takes their times to rise in the order of release, which they need not; this is exact, and
+    O(log n) amortised.
     """
 
     name = "lru"
@@ -31,46 +30,40 @@ class LRUEvictor(EvictionPolicy):
     def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
         self._last_accessed = [-math.inf] * capacity
         self._depths = [0] * capacity
-        self._tickets = [0] * capacity  # of the heap entry that counts; 0 if not released
-        self._num_tickets = 0
-        self._heap: list[tuple[float, int, int, int]] = []
-        self._num_released = 0
+        self._heap: LazyHeap[int] = LazyHeap()
 
     def insert(self, block: int, key: Hashable, parent: Hashable | None, depth: int) -> None:
         self._depths[block] = depth
 
-    def touch(self, block: int, time: float) -> None:
-        """A sequence that holds ``block`` was scheduled at ``time``, or at a later one before."""
-        if time > self._last_accessed[block]:
-            self._last_accessed[block] = time
+    def touch(self, blocks: Iterable[int], time: float) -> None:
+        """A sequence that holds ``blocks`` was scheduled at ``time``."""
+        last_accessed = self._last_accessed
+        for block in blocks:
+            if time > last_accessed[block]:  # else another was scheduled later
+                last_accessed[block] = time
 
     def pin(self, block: int) -> None:
-        if not self._tickets[block]:
-            raise ValueError(f"pin: block {block} is in use already")
-        self._tickets[block] = 0
-        self._num_released -= 1
+        try:
+            self._heap.remove(block)
+        except KeyError:
+            raise ValueError(f"pin: block {block} is in use already") from None
 
     def release(self, block: int) -> None:
-        if self._tickets[block]:
-            raise ValueError(f"release: block {block} is released already")
-        self._num_tickets += 1
-        self._tickets[block] = self._num_tickets
-        self._num_released += 1
-        heapq.heappush(
-            self._heap,
-            (self._last_accessed[block], -self._depths[block], self._num_tickets, block),
-        )
-        if len(self._heap) > 2 * self._num_released + 64:
-            self._heap = [entry for entry in self._heap if self._counts(entry)]
-            heapq.heapify(self._heap)
+        self.release_many((block,))
+
+    def release_many(self, blocks: Iterable[int]) -> None:
+        push, last_accessed, depths = self._heap.push, self._last_accessed, self._depths
+        for block in blocks:
+            try:
+                push(block, last_accessed[block], -depths[block])
+            except ValueError:
+                raise ValueError(f"release: block {block} is released already") from None
 
     def evict(self) -> int:
-        if not self._num_released:
+        if not len(self._heap):
             raise IndexError("evict: no block is released")
-        *_, ticket, block = heapq.heappop(self._heap)
-        while self._tickets[block] != ticket:
-            *_, ticket, block = heapq.heappop(self._heap)
-        self.discard(block)
+        _, block = self._heap.pop()
+        self._last_accessed[block] = -math.inf
         return block
 
     def discard(self, block: int) -> None:
@@ -78,14 +71,10 @@ class LRUEvictor(EvictionPolicy):
         self._last_accessed[block] = -math.inf
 
     def __len__(self) -> int:
-        return self._num_released
+        return len(self._heap)
 
     def __iter__(self) -> Iterator[int]:
-        return (entry[-1] for entry in sorted(self._heap) if self._counts(entry))
-
-    def _counts(self, entry: tuple[float, int, int, int]) -> bool:
-        _, _, ticket, block = entry
-        return self._tickets[block] == ticket
+        return iter(self._heap)
 
 
 class BlockAllocator:
@@ -102,6 +91,8 @@ class BlockAllocator:
         ref_counts: number of tables that hold each block; read-only to others.
         keys: content key of each block, None if it holds nothing that counts; likewise.
         computed: 1 for the blocks whose content was computed by a step that is over.
+        find: the function from a content key to the block that holds it, in use or with the
+            evictor; None if there is none.
         num_allocated, num_evicted: blocks handed out so far, and those of them that gave up a hash.
     """
 
@@ -123,6 +114,7 @@ class BlockAllocator:
         self._num_fresh = num_blocks if evictor is not None else 0
         self._stack = list(range(num_blocks)) if evictor is None else []
         self._index: dict[ContentKey, int] = {}
+        self.find = self._index.get
         self._log = event_log
         self._touch = evictor.touch if isinstance(evictor, LRUEvictor) else None
 
@@ -136,15 +128,6 @@ class BlockAllocator:
         """Blocks without a user, in the order in which they would be handed out now."""
         fresh = range(self.num_blocks - self._num_fresh, self.num_blocks)
         return [*fresh, *reversed(self._stack), *(self.evictor or ())]
-
-    def find(self, key: ContentKey) -> int | None:
-        """The block that holds ``key``, in use or with the evictor."""
-        return self._index.get(key)
-
-    def check_free(self, count: int) -> None:
-        """Raise OutOfBlocks unless ``count`` blocks are free."""
-        if count > self.num_free_blocks:
-            raise OutOfBlocks(count, self.num_free_blocks)
 
     def share(self, block: int, *, found: bool = True) -> None:
         """Add a user to a block; one without a user leaves the evictor as it is.
@@ -199,13 +182,13 @@ class BlockAllocator:
 
         They are in the order of the sequence, from its position ``first_depth`` on.
         """
-        ref_counts, touch, idle = self.ref_counts, self._touch, []
+        ref_counts, idle = self.ref_counts, []
+        if self._touch is not None:
+            self._touch(blocks, time)
         if self._log:
             self._log.record("freed", [b for b in reversed(blocks) if ref_counts[b] == 1])
         for i in reversed(range(len(blocks))):
             block = blocks[i]
-            if touch is not None:
-                touch(block, time)
             ref_counts[block] -= 1
             if ref_counts[block]:
                 continue

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from cache.lazy_heap import LazyHeap
 
-
 OPERATIONS = st.tuples(
     st.sampled_from(["push", "pop", "remove"]), st.integers(0, 5), st.integers(0, 3)
 )

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from cache import MANAGERS, CacheManager, make_manager
+from cache import MANAGERS, make_manager
 from models.attention import AttentionMetadata, make_backend
 from models.config import ModelConfig
 from models.decoder import build_model
@@ -234,7 +234,7 @@ def make_engine():
         eos: frozenset[int] = frozenset(),
         **options,
     ) -> Engine:
-        if MANAGERS[manager].swap_out is not CacheManager.swap_out:
+        if MANAGERS[manager].can_swap:
             options["num_cpu_blocks"] = num_host_blocks
         scheduler = Scheduler(
             make_manager(manager, num_blocks=num_blocks, block_size=block_size, **options),

@@ -10,17 +10,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cache import MANAGERS, POLICIES, CacheManager, UnsupportedByDesign
+from cache import MANAGERS, POLICIES, UnsupportedByDesign
 from models.sampling_params import SamplingParams
 from models.sequence import FinishReason
 
-
-def overrides(manager: type[CacheManager], method: str) -> bool:
-    return getattr(manager, method) is not getattr(CacheManager, method)
-
-
-CHUNKED = [name for name in sorted(MANAGERS) if overrides(MANAGERS[name], "allocate_slots")]
-FORKING = [name for name in sorted(MANAGERS) if overrides(MANAGERS[name], "fork")]
+CHUNKED = [name for name in sorted(MANAGERS) if MANAGERS[name].can_chunk]
+FORKING = [name for name in sorted(MANAGERS) if MANAGERS[name].can_fork]
 assert {"vllm_v1", "nano_vllm"} <= set(CHUNKED)
 assert {"vllm_v1", "vllm_v0"} <= set(FORKING)
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -452,7 +447,7 @@ class EngineMachine(RuleBasedStateMachine):
             eos=frozenset({0}),
         )
         self.forks = manager in FORKING
-        self.swaps = overrides(MANAGERS[manager], "swap_out")
+        self.swaps = MANAGERS[manager].can_swap
         self.greedy = {}
         self.preemptions = Counter()
         self.ids = itertools.count()
