@@ -133,6 +133,8 @@ def victims(policy: EvictionPolicy, keys: Iterable, capacity: int = 3) -> list:
         # A1in holds 1; a and b come back while remembered; b, which leaves Am, is not remembered.
         ("two_q", {"in_ratio": 0.5, "out_ratio": 1.4}, "abcdaefbagbh", "abcdebfg"),
         ("two_q", {"in_ratio": 0.5, "out_ratio": 0}, "abcdaefb", "abcda"),
+        # e comes back from B2 when T1 is as long as the target 1: its c goes, not b of T2.
+        ("arc", {}, "eebdcbde", "bdec"),
         ("sieve", {}, "abcadcde", "ba"),  # it clears c and d, and then meets a, cleared before
     ],
 )
