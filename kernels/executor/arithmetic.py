@@ -173,7 +173,11 @@ def _extremum(integer, ignoring_nan):
 
     def translate(translation: Translation) -> Step:
         if not _is_float(translation.kind):
-            translation.expect()
+            translation.expect("relu")
+            if "relu" in translation.parts:  # negative results become 0
+                return elementwise(
+                    translation, lambda a, b: np.maximum(integer(a, b), 0), translation.kind
+                )
             return elementwise(translation, integer, translation.kind)
         choose = integer if "NaN" in translation.parts else ignoring_nan
 

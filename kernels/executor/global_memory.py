@@ -60,7 +60,7 @@ class TensorWindow:
         dimensions that overlap are only checked as a span."""
         dims = [(n, s) for n, s in zip(self.sizes, self.strides, strict=True) if n > 1 and s]
         dims.sort(key=lambda dim: -dim[1])
-        inner = [*dims[1:], (1, self.itemsize)]
+        inner = [*dims[1:], (1, self.itemsize)][: len(dims)]
         reaches = [stride >= n * s for (_, stride), (n, s) in zip(dims, inner, strict=True)]
         covered = self.itemsize
         for n, _ in dims:

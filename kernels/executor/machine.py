@@ -21,7 +21,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 # Modules that enter their instructions in the table.
-from kernels.executor import accesses, arithmetic, conversions, matrix, warps  # noqa: F401
+from kernels.executor import (  # noqa: F401
+    accesses,
+    arithmetic,
+    conversions,
+    matrix,
+    warpgroup,
+    warps,
+)
 from kernels.executor.copies import CopyQueue
 from kernels.executor.faults import Fault, FaultKind
 from kernels.executor.global_memory import GlobalMemory
@@ -100,7 +107,8 @@ class Batch:
     """Programs of a launch that run together.
 
     Attributes that instructions use: num_threads; registers; special (registers by name); shared,
-    memory, copies, products; program_of_thread (index in the launch).
+    memory, copies, products; program_of_thread (index in the launch); at and mask (the instruction
+    that runs and the threads that stand at it).
     """
 
     def __init__(self, launch: Launch, programs: Sequence[int], rng: random.Random | None):
@@ -131,6 +139,7 @@ class Batch:
         self._resume = np.zeros(self.num_threads, np.int64)
         self._groups: dict[int, _Group] = {}
         self.at = 0
+        self.mask: np.ndarray | None = None
 
     def _special_registers(self, programs: Sequence[int]) -> dict[str, np.ndarray]:
         threads, warps = self.threads_per_program, self.launch.num_warps
@@ -242,6 +251,7 @@ class Batch:
         """Run a group until it branches apart, waits, ends, meets another or has had its turn."""
         steps, executed, groups = self.launch.kernel.steps, self.launch.executed, self._groups
         mask, num_warps = group.mask, group.num_warps
+        self.mask = mask
         labels = self.launch.kernel.program.labels
         done = 0
         while at < len(steps):

@@ -19,7 +19,7 @@ import numpy as np
 from kernels.executor.formats import bf16_to_f32, drop_to_tf32, f8_values
 from kernels.executor.operands import Step, Translation, Unsupported, instruction
 
-_BITS = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8}
+BITS = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8}
 _SHAPES = {("f16", 8), ("f16", 16), ("bf16", 8), ("bf16", 16), ("tf32", 4), ("tf32", 8)}
 _SHAPES |= {("e4m3", 16), ("e4m3", 32), ("e5m2", 16), ("e5m2", 32)}
 
@@ -59,7 +59,7 @@ def _mma(translation: Translation) -> Step:
     if (a_kind, k) not in _SHAPES or (b_kind, k) not in _SHAPES:
         raise Unsupported(f"k{k} of .{a_kind} and .{b_kind}")
     target, a, b, c = translation.operands
-    per_register = 32 // _BITS[a_kind]
+    per_register = 32 // BITS[a_kind]
     num_k = k // (4 * per_register)  # registers along k
     if (len(a), len(b), len(c), len(target)) != (2 * num_k, num_k, 4, 4):
         raise Unsupported("the number of registers does not fit")
