@@ -101,31 +101,39 @@ def _is_element(offset, window, windows):
 
 
 @numba.njit(cache=True)
-def _locate(address, size, alignment, windows, num_arguments):
-    """(code, window, offset) of an access; code 0 if all is well."""
-    top = np.int64(address >> np.uint64(_WINDOW_BITS))
-    window = -1
-    if top > 0:
-        if top <= num_arguments:
-            window = top - 1
-    else:
-        for candidate in range(num_arguments, len(windows.base)):
-            first = windows.base[candidate]
-            if first <= address and address < first + np.uint64(windows.span[candidate]):
-                window = candidate
-                break
-    if window < 0:
-        return _OUTSIDE, -1, np.int64(address)
+def _check(address, size, alignment, window, windows):
+    """(code, offset) of an access to a tensor; code 0 if all is well."""
     offset = np.int64(address - windows.base[window])
     if offset < 0 or offset + size > windows.span[window]:
-        return _OUTSIDE, window, offset
+        return _OUTSIDE, offset
     if address % np.uint64(alignment) != 0:
-        return _MISALIGNED, window, offset
+        return _MISALIGNED, offset
     if windows.num_dims[window] > 0 and not (
         _is_element(offset, window, windows) and _is_element(offset + size - 1, window, windows)
     ):
-        return _HOLE, window, offset
-    return 0, window, offset
+        return _HOLE, offset
+    return 0, offset
+
+
+@numba.njit(cache=True)
+def _locate(address, size, alignment, windows, num_arguments):
+    """(code, window, offset) of an access; code 0 if all is well.
+
+    Of the tensors that tables name several may begin at one address; one that fits is enough.
+    """
+    top = np.int64(address >> np.uint64(_WINDOW_BITS))
+    if 0 < top <= num_arguments:
+        code, offset = _check(address, size, alignment, top - 1, windows)
+        return code, top - 1, offset
+    worst, window, place = _OUTSIDE, -1, np.int64(address)
+    if top == 0:
+        for candidate in range(num_arguments, len(windows.base)):
+            code, offset = _check(address, size, alignment, candidate, windows)
+            if code == 0:
+                return code, candidate, offset
+            if 0 <= offset < windows.span[candidate]:
+                worst, window, place = code, candidate, offset
+    return worst, window, place
 
 
 @numba.njit(cache=True)

@@ -63,9 +63,8 @@ class AddressBook:
                 continue
             for address in set(table.flatten().tolist()) & self._tensors.keys():
                 alive = [ref() for ref in self._tensors[address].values()]
-                found = [window_of(f"tensor at {address:#x}", t) for t in alive if t is not None]
-                if found:
-                    windows.append(max(found, key=lambda window: window.span))
+                name = f"tensor at {address:#x}"
+                windows += [window_of(name, tensor) for tensor in alive if tensor is not None]
         return windows
 
 
