@@ -33,7 +33,13 @@ Architectures: sm_75 to sm_90. sm_100's kernels use tcgen05 and tensor memory, w
 """
 
 from kernels.executor.faults import Fault, FaultKind, UnknownInstruction
-from kernels.executor.launch import MULTIPROCESSORS, Execution, LaunchRecord, execute_ptx
+from kernels.executor.launch import (
+    MULTIPROCESSORS,
+    Execution,
+    LaunchRecord,
+    execute_ptx,
+    run_ptx,
+)
 
 __all__ = [
     "MULTIPROCESSORS",
@@ -43,4 +49,5 @@ __all__ = [
     "LaunchRecord",
     "UnknownInstruction",
     "execute_ptx",
+    "run_ptx",
 ]

@@ -13,7 +13,7 @@ import importlib
 import struct
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -128,6 +128,33 @@ def _pack(kernel: Kernel, arguments: list, pointers: Iterator[int]) -> bytes:
         elif value is not None:
             struct.pack_into("<Q", packed, offset, next(pointers))
     return bytes(packed)
+
+
+def run_ptx(
+    ptx: str,
+    arguments: Sequence[torch.Tensor | float],
+    *,
+    grid: tuple[int, int, int] = (1, 1, 1),
+    num_warps: int = 1,
+    shared_bytes: int = 0,
+    seed: int | None = None,
+) -> Launch:
+    """Execute one kernel given as PTX, without Triton: its parameters are `arguments` in order.
+
+    Returns the launch that was run. Raises Fault and UnknownInstruction.
+    """
+    kernel = _kernel(ptx)
+    parameters = kernel.program.parameters
+    kinds = {"u": "i", "s": "i", "b": "i", "f": "fp"}
+    named = [
+        (name, "*" if isinstance(value, torch.Tensor) else kinds[kind[0]] + kind[1:], value)
+        for (name, kind), value in zip(parameters, arguments, strict=True)
+    ]
+    memory = GlobalMemory([window_of(name, v) for name, kind, v in named if kind == "*"])
+    packed = _pack(kernel, named, iter(memory.pointers))
+    launch = Launch(kernel, grid, num_warps, shared_bytes, memory, packed, seed)
+    launch.run()
+    return launch
 
 
 _SESSIONS: list[_Session] = []

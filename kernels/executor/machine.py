@@ -53,7 +53,8 @@ class Kernel:
         self.steps = [translate(self.program, one) for one in self.program.instructions]
         self.parameter_offsets: dict[str, int] = {}
         at = 0
-        for name, size in self.program.parameters:
+        for name, kind in self.program.parameters:
+            size = int(kind[1:]) // 8
             at = -(-at // size) * size
             self.parameter_offsets[name] = at
             at += size
@@ -222,16 +223,19 @@ class Batch:
         if self._rng is None:
             at = min(self._groups)
             return at, self._groups.pop(at), MAX_INSTRUCTIONS
-        at = self._rng.choice(sorted(self._groups))
-        group = self._groups.pop(at)
-        by_warp = self.every(group.mask).reshape(-1, 32)
-        warps = np.flatnonzero(by_warp.any(1))
+        ready, passed = {}, np.zeros(self.num_threads // 32, np.bool_)
+        for at in sorted(self._groups):  # of a warp, the threads that are furthest behind
+            here = self.every(self._groups[at].mask).reshape(-1, 32).any(1)
+            if (here & ~passed).any():
+                ready[at] = here & ~passed
+            passed |= here
+        at = self._rng.choice(list(ready))
+        warps = np.flatnonzero(ready[at])
         chosen = [warp for warp in warps if self._rng.random() < 0.5] or [self._rng.choice(warps)]
+        by_warp = self.every(self._groups.pop(at).mask).reshape(-1, 32)
         part = np.zeros_like(by_warp)
         part[chosen] = by_warp[chosen]
-        rest = by_warp & ~part
-        if rest.any():
-            self._join(at, rest.reshape(-1))
+        self._join(at, (by_warp & ~part).reshape(-1))
         return at, self._group(part.reshape(-1)), self._rng.randrange(1, 400)
 
     def _group(self, mask: np.ndarray) -> _Group:

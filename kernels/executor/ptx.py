@@ -59,8 +59,8 @@ class Program:
     name: str
     target: str
     """"sm_80", "sm_90a" ..."""
-    parameters: list[tuple[str, int]]
-    """Name and size in bytes of each, in order."""
+    parameters: list[tuple[str, str]]
+    """Name and type ("u64", "f32" ...) of each, in order."""
     instructions: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
     """Index of the instruction that a label stands before."""
@@ -198,7 +198,7 @@ def parse(ptx: str) -> Program:
     program = Program(
         name=entry[1],
         target=re.search(r"\.target\s+(\w+)", ptx)[1],
-        parameters=[(name, _width(kind) // 8) for kind, name in _PARAMETER.findall(entry[2])],
+        parameters=[(name, kind) for kind, name in _PARAMETER.findall(entry[2])],
         shared_symbols=frozenset(shared),
     )
     _Reader(program).read(ptx[ptx.index("{", entry.end()) + 1 :])
