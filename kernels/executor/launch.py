@@ -25,6 +25,7 @@ from triton.runtime.driver import driver
 from kernels.executor.global_memory import GlobalMemory
 from kernels.executor.machine import Kernel, Launch
 from kernels.executor.tensors import AddressBook, FreshMemory, window_of
+from kernels.primitives import INTERPRETED
 from kernels.tiles import Target, force_target
 
 MULTIPROCESSORS = {"sm_75": 40, "sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132}
@@ -269,7 +270,7 @@ def execute_ptx(
     if architecture not in MULTIPROCESSORS:
         known = ", ".join(MULTIPROCESSORS)
         raise ValueError(f"architecture: expected one of {known}, got {architecture!r}")
-    if triton.knobs.runtime.interpret:
+    if INTERPRETED.value:
         raise RuntimeError(
             "kernels are bound to the interpreter: unset TRITON_INTERPRET to execute PTX"
         )
