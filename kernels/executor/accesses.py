@@ -134,7 +134,9 @@ def _hint(translation: Translation) -> Step:
 
 def _matrices(translation: Translation) -> tuple[int, bool]:
     """(number of 8x8 matrices, whether they are transposed) of ldmatrix or stmatrix."""
-    translation.expect("sync", "aligned", "m8n8", "x1", "x2", "x4", "trans", "shared", "shared::cta")
+    translation.expect(
+        "sync", "aligned", "m8n8", "x1", "x2", "x4", "trans", "shared", "shared::cta"
+    )
     if translation.kind != "b16":
         raise Unsupported("only matrices of 16-bit elements are known")
     return int(translation.one_of(("x1", "x2", "x4"))[1:]), "trans" in translation.parts
@@ -159,9 +161,7 @@ def _ldmatrix(translation: Translation) -> Step:
 
     def load(batch, mask):
         batch.whole_warps(mask)
-        rows = batch.shared.load(
-            batch, address(batch), _rows_of(batch.every(mask), count), 16
-        )
+        rows = batch.shared.load(batch, address(batch), _rows_of(batch.every(mask), count), 16)
         matrices = rows.view(np.uint16).reshape(-1, 4, 8, 8)
         if transposed:
             matrices = matrices.transpose(0, 1, 3, 2)

@@ -30,7 +30,6 @@ from kernels.executor.operands import (
 )
 
 
-
 def _is_float(kind: str) -> bool:
     return "f" in kind
 
@@ -128,7 +127,10 @@ def _mad(translation: Translation) -> Step:
     wide = DTYPES[_doubled(kind)]
     target, *factors, addend = translation.operands
     first, second = (translation.read(factor, kind) for factor in factors)
-    third, write = translation.read(addend, _doubled(kind)), translation.write(target, _doubled(kind))
+    third, write = (
+        translation.read(addend, _doubled(kind)),
+        translation.write(target, _doubled(kind)),
+    )
     return lambda batch, mask: write(
         batch, mask, first(batch).astype(wide) * second(batch).astype(wide) + third(batch)
     )
@@ -244,7 +246,9 @@ def _shift(translation: Translation) -> Step:
         if left:
             done = np.where(by < width, a << clamped, dtype.type(0))
         else:
-            done = np.where(by < width, a >> clamped, (a >> most) if kind[0] == "s" else dtype.type(0))
+            done = np.where(
+                by < width, a >> clamped, (a >> most) if kind[0] == "s" else dtype.type(0)
+            )
         write(batch, mask, done)
 
     return shift
@@ -418,5 +422,3 @@ def _selp(translation: Translation) -> Step:
     return lambda batch, mask: write(
         batch, mask, np.where(predicate(batch), first(batch), second(batch))
     )
-
-

@@ -97,7 +97,9 @@ def _fma(typing_context, a, b, c):
 @numba.njit(cache=True)
 def _fused_multiply_add(a, b, c, out):
     for i in range(len(out)):
-        out[i] = _fma(a[i if len(a) > 1 else 0], b[i if len(b) > 1 else 0], c[i if len(c) > 1 else 0])
+        out[i] = _fma(
+            a[i if len(a) > 1 else 0], b[i if len(b) > 1 else 0], c[i if len(c) > 1 else 0]
+        )
 
 
 def fused_multiply_add(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:

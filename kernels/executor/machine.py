@@ -120,14 +120,10 @@ class Batch:
         self.memory = launch.memory
         self.arguments = launch.arguments
         self.parameter_offsets = launch.kernel.parameter_offsets
-        self.shared = SharedMemory(
-            self.num_programs, launch.shared_bytes, self.threads_per_program
-        )
+        self.shared = SharedMemory(self.num_programs, launch.shared_bytes, self.threads_per_program)
         self.copies = CopyQueue(self)
         self.products = MatrixQueue(self)
-        self.program_of_thread = np.repeat(
-            np.array(programs, np.int32), self.threads_per_program
-        )
+        self.program_of_thread = np.repeat(np.array(programs, np.int32), self.threads_per_program)
         # Of a register that nothing wrote every bit is 1: a NaN, and no address.
         self.registers = [
             np.ones(1, np.bool_) if width == 1 else np.full(1, 2**width - 1, UNSIGNED[width])
@@ -186,7 +182,9 @@ class Batch:
             )
         return some
 
-    def fault(self, kind: FaultKind, detail: str, thread: int, *, address=None, tensor=None) -> Fault:
+    def fault(
+        self, kind: FaultKind, detail: str, thread: int, *, address=None, tensor=None
+    ) -> Fault:
         """The fault of the instruction that runs now; thread: index in the batch."""
         one = self.launch.kernel.program.instructions[self.at]
         return Fault(

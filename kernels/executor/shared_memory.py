@@ -249,9 +249,7 @@ class SharedMemory:
         """Bytes at `offsets` of a program, read by wgmma until `give_back`."""
         out = np.empty(len(offsets), np.uint8)
         self._report[1] = thread
-        _take_operand(
-            offsets, program, out, self._shape, self.epochs, self.state, self._report
-        )
+        _take_operand(offsets, program, out, self._shape, self.epochs, self.state, self._report)
         self._check(batch, 1, "read by wgmma")
         return out
 

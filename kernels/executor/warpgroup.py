@@ -110,8 +110,10 @@ def _multiply(translation: Translation) -> Step:
         raise Unsupported("these immediates are not known")
     if len(target) != n // 2:
         raise Unsupported("the number of registers does not fit")
-    read_a = [translation.read(one, "b32" if in_registers else "b64")
-              for one in (a if in_registers else (a,))]
+    read_a = [
+        translation.read(one, "b32" if in_registers else "b64")
+        for one in (a if in_registers else (a,))
+    ]
     read_b, keep = translation.read(b, "b64"), translation.read(scale_d, "pred")
     accumulators = [register.index for register in target]
     fenced = accumulators + ([register.index for register in a] if in_registers else [])

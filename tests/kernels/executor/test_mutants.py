@@ -1,0 +1,152 @@
+"""Mutants of our own kernels: one line of their PTX is broken, and what the executor says of it.
+
+A mutant is caught if execution raises a Fault ("fault"), or if the result fails the accuracy rule or
+differs from that of the kernel as it is, bit by bit ("result"). The rest changes nothing that a
+correct kernel promises: a second barrier beside another, a mask that a later mask implies, or a wait
+that another wait covers. Needs `--executor`; `-s` prints the table.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import pytest
+import torch
+
+from kernels import merge_attention_states, paged_decode_attention, paged_prefill_attention
+from kernels import store_kvcache
+from kernels.accuracy import random_paged_batch
+from kernels.executor import Fault, execute_ptx
+
+SHAPE = {"num_kv_heads": 1, "head_dim": 64, "block_size": 16, "device": "cpu"}
+
+
+def _next_wait(matched: re.Match) -> str:
+    return f"{matched[1]}{int(matched[2]) + 1};"
+
+
+def _full_size(matched: re.Match) -> str:
+    return f"{matched[1]};"
+
+
+# name: (pattern of a line, what it becomes). The first pattern that matches a line breaks it.
+MUTATIONS = {
+    "barrier removed": (r"^\s*bar\.sync\s+0;$", ""),
+    "copy wait weakened": (r"(\bcp\.async\.wait_group\s+)(\d+);", _next_wait),
+    "copy mask dropped": (r"(\bcp\.async\.c[ag]\.\S+ \[.*?\], \[.*?\], \w+), %r\d+;", _full_size),
+    "load mask dropped": (r"@!?%p\d+ (ld\.global)", r"\1"),
+    "store mask dropped": (r"@!?%p\d+ (st\.global)", r"\1"),
+    "mask off by one": (r"\bsetp\.lt\.s(32|64)\b", r"setp.le.s\1"),
+    "shared offset": (r"(\b(?:st\.shared|ldmatrix)\S* .*?\[ ?%r\d+) ?(?:\+ ?0 ?)?\]", r"\1+64]"),
+    "proxy fence removed": (r"^\s*fence\.proxy\.async\S*;$", ""),
+    "wgmma fence removed": (r"^\s*wgmma\.fence\S*;$", ""),
+    "wgmma wait removed": (r"^\s*wgmma\.wait_group\S*\s+0;$", ""),
+}
+# Of each mutation, the least part that is caught, over all kernels below.
+LEAST_CAUGHT = {
+    "barrier removed": 0.5,
+    "copy wait weakened": 0.3,
+    "copy mask dropped": 0.5,
+    "load mask dropped": 0.5,
+    "store mask dropped": 0.5,
+    "mask off by one": 0.3,
+    "shared offset": 0.9,
+    "proxy fence removed": 0.5,
+    "wgmma fence removed": 0.9,
+    "wgmma wait removed": 0.9,
+}
+MOST_OF_A_KIND = 6
+
+
+def _store():
+    generator = torch.Generator().manual_seed(0)
+    key, value = torch.randn(2, 5, 1, 64, generator=generator).half()
+    caches = torch.zeros(2, 2, 16, 1, 64, dtype=torch.float16)
+    store_kvcache(key, value, *caches, torch.tensor([3, -1, 31, 0, 7]))
+    return caches
+
+
+def _hostile_batch(context_lens: list[int], **shape):
+    """A batch for which masks matter: block 0, which stands in for blocks that are not loaded, is
+    NaN, and the table ends where the longest sequence does."""
+    batch = random_paged_batch(context_lens, num_q_heads=4, dtype=torch.float16, **SHAPE, **shape)
+    caches = [
+        torch.cat([torch.full_like(cache[:1], torch.nan), cache])
+        for cache in (batch.k_cache, batch.v_cache)
+    ]
+    width = -(-max(context_lens) // SHAPE["block_size"])
+    tables = batch.block_tables[:, :width].clamp(max=2**31 - 2) + 1
+    return (batch.q, *caches, tables), batch
+
+
+def _decode():
+    arguments, batch = _hostile_batch([530, 37])  # several tiles without masks, and one with
+    return paged_decode_attention(*arguments, batch.context_lens)
+
+
+def _prefill():
+    arguments, batch = _hostile_batch([280, 70], query_lens=[40, 3])
+    lengths = batch.cu_seqlens_q, batch.context_lens
+    return paged_prefill_attention(*arguments, *lengths, max_seqlen_q=40)
+
+
+def _merge():
+    generator = torch.Generator().manual_seed(0)
+    outs = torch.randn(2, 3, 5, 64, generator=generator).half()
+    return merge_attention_states(outs[0], torch.zeros(3, 5), outs[1], torch.ones(3, 5))[0]
+
+
+KERNELS = {"store": _store, "decode": _decode, "prefill": _prefill, "merge": _merge}
+
+
+def mutants_of(ptx: str) -> list[tuple[str, str]]:
+    """(mutation, PTX), at most MOST_OF_A_KIND of each mutation, spread over the kernel."""
+    lines, found = ptx.split("\n"), {name: [] for name in MUTATIONS}
+    for number, line in enumerate(lines):
+        for name, (pattern, replacement) in MUTATIONS.items():
+            broken, count = re.subn(pattern, replacement, line)
+            if count:
+                found[name].append("\n".join([*lines[:number], broken, *lines[number + 1 :]]))
+                break
+    chosen = []
+    for name, texts in found.items():
+        step = max(1, len(texts) // MOST_OF_A_KIND)
+        chosen += [(name, text) for text in texts[::step][:MOST_OF_A_KIND]]
+    return chosen
+
+
+def outcome(run, architecture: str, text: str, expected: torch.Tensor) -> str:
+    """ "fault", "result" or "unnoticed"."""
+    try:
+        with execute_ptx(architecture, edit=lambda _name, _ptx: text):
+            result = run()
+    except Fault:
+        return "fault"
+    same = torch.equal(result.view(torch.int16), expected.view(torch.int16))
+    return "unnoticed" if same else "result"
+
+
+def test_mutants_are_caught(request):
+    architecture = request.config.getoption("--executor").removeprefix("ptx-")
+    table: dict[tuple[str, str], Counter] = {}
+    for kernel, run in KERNELS.items():
+        seen = {}
+        with execute_ptx(
+            architecture, edit=lambda name, ptx, seen=seen: seen.setdefault(name, ptx)
+        ):
+            expected = run()
+        (ptx,) = seen.values()
+        for mutation, text in mutants_of(ptx):
+            row = table.setdefault((kernel, mutation), Counter())
+            row[outcome(run, architecture, text, expected)] += 1
+
+    print(f"\n{architecture}: mutants, faults, wrong results, unnoticed")
+    for (kernel, mutation), row in table.items():
+        counts = [row.total(), row["fault"], row["result"], row["unnoticed"]]
+        print(f"{kernel:10}{mutation:22}", *(f"{count:4}" for count in counts))
+    assert sum(row.total() for row in table.values()) >= 50
+    for mutation, least in LEAST_CAUGHT.items():
+        rows = sum((row for (_, name), row in table.items() if name == mutation), Counter())
+        if rows:
+            assert rows["fault"] + rows["result"] >= least * rows.total(), (mutation, rows)
