@@ -45,7 +45,7 @@ def _check_vector(translation: Translation, registers: tuple) -> None:
 @instruction("ld")
 def _ld(translation: Translation) -> Step:
     space, kind = _space(translation), translation.kind
-    target, source, *hints = translation.operands
+    target, source, *_hints = translation.operands
     if space == "param":
         return _load_parameter(translation, target, source, kind)
     targets = _registers(target)
@@ -81,7 +81,7 @@ def _st(translation: Translation) -> Step:
     space, kind = _space(translation), translation.kind
     if space == "param":
         raise Unsupported("parameters are read-only")
-    target, source, *hints = translation.operands
+    target, source, *_hints = translation.operands
     sources = _registers(source)
     _check_vector(translation, sources)
     address = translation.address(target)

@@ -1,8 +1,8 @@
 """cp.async: asynchronous copies of each thread, in groups (PTX ISA 9.7.9.25.3).
 
-A thread's copies since its last commit_group make up its next group; wait_group n waits until at most
-its n youngest groups are pending. Data arrive when they are waited for; until then nobody may touch
-their place, which shared memory checks, so that it makes no difference when they arrive.
+A thread's copies since its last commit_group make up its next group; wait_group n waits until at
+most its n youngest groups are pending. Data arrive when they are waited for; until then nobody may
+touch their place, which shared memory checks, so that it makes no difference when they arrive.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the executor raises: faults of the executed kernel, and instructions that it does not know."""
+"""What the executor raises: faults of a kernel, and instructions that it does not know."""
 
 from __future__ import annotations
 

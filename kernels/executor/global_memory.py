@@ -218,8 +218,8 @@ class GlobalMemory:
         for number, tensor in enumerate(self.tensors):
             dims = tensor.nested()
             num_dims[number] = len(dims)
-            for place, (sizes[number, place], strides[number, place]) in enumerate(dims):
-                pass
+            for place, dim in enumerate(dims):
+                sizes[number, place], strides[number, place] = dim
 
         def column(values, dtype=np.int64):
             return np.array(list(values), dtype)

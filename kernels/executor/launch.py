@@ -29,9 +29,10 @@ from kernels.primitives import INTERPRETED
 from kernels.tiles import Target, force_target
 
 MULTIPROCESSORS = {"sm_75": 40, "sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132}
+MULTIPROCESSORS |= {"sm_100": 148}
 """Architectures that can be executed, with the multiprocessors of their best known GPU, which
-default split counts depend on."""
-_SHARED_BYTES = {75: 65536, 80: 166912, 86: 101376, 89: 101376, 90: 232448}
+default split counts depend on. On sm_100 kernels with tcgen05 are refused."""
+_SHARED_BYTES = {75: 65536, 80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448}
 _FORMATS = {"i1": "?", "i8": "b", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "u32": "I"}
 _FORMATS |= {"i64": "q", "u64": "Q", "fp32": "f", "f32": "f", "fp64": "d"}
 _GATES = ("kernels.checks", "kernels.swap_blocks")
@@ -212,7 +213,7 @@ class _Driver:
         return {"max_shared_mem": _SHARED_BYTES[self._target.arch]}
 
     def remember_ptx(self, _module, _function, name: str, files: dict, _hash) -> None:
-        """Hook that Triton calls before it loads a kernel; files: what compilation left, by name."""
+        """Hook that Triton calls before it loads a kernel; files: what compilation left."""
         self._ptx[name] = Path(next(path for path in files.values() if str(path).endswith(".ptx")))
 
     def load_binary(self, name: str, _binary, shared_bytes: int, _device):

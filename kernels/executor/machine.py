@@ -20,15 +20,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-# Modules that enter their instructions in the table.
-from kernels.executor import (  # noqa: F401
-    accesses,
-    arithmetic,
-    conversions,
-    matrix,
-    warpgroup,
-    warps,
-)
+import kernels.executor.instructions  # noqa: F401  (enters them in the table)
 from kernels.executor.copies import CopyQueue
 from kernels.executor.faults import Fault, FaultKind
 from kernels.executor.global_memory import GlobalMemory

@@ -1,7 +1,7 @@
 """Tensor-core products of a warp: mma.sync (PTX ISA 9.7.14).
 
-Fragments (figures of 9.7.14.5): thread 4 g + t of a warp holds, in units of 32-bit registers of
-1, 2 or 4 elements, of A rows g (even registers) and g + 8 (odd ones), of B column g, and in both the
+Fragments (figures of 9.7.14.5): thread 4 g + t of a warp holds, in units of 32-bit registers of 1,
+2 or 4 elements, of A rows g (even registers) and g + 8 (odd ones), of B column g, and in both the
 elements from t * unit on, in the first half of k for the first registers and the second for the
 others; of C and D the elements (g, 2 t), (g, 2 t + 1), (g + 8, 2 t), (g + 8, 2 t + 1).
 

@@ -44,6 +44,11 @@ PACKED |= {"e5m2x2": "b16", "f32x2": "b64"}
 """Types without a NumPy dtype, by the bits that registers hold them as."""
 
 
+def is_float(kind: str) -> bool:
+    """Whether a PTX type is one of floating-point numbers."""
+    return "f" in kind
+
+
 class Unsupported(Exception):
     """Raised while translating: this form of the instruction is not known; the text says why."""
 

@@ -23,7 +23,7 @@ class Register:
 
 @dataclass(frozen=True)
 class Address:
-    """`[base + offset]`: base is a register, a name (parameter, shared memory) or absolute (None)."""
+    """`[base + offset]`; base: a register, a name (parameter, shared memory) or None for 0."""
 
     base: Register | str | None
     offset: int
@@ -42,7 +42,7 @@ Operand = Register | Address | Negated | tuple | str
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction. `parts` is the opcode split at its dots; `predicate` is (register, negated)."""
+    """One instruction. parts: the opcode split at its dots; predicate: (register, negated)."""
 
     opcode: str
     parts: tuple[str, ...]
@@ -149,17 +149,16 @@ class _Reader:
         if text[0] == "." or not matched:
             raise UnknownInstruction(self.program.name, text, self.location)
         negated, predicate, opcode, rest = matched.groups()
-        operands = (_OPERAND.findall if "{" in rest else _split_at_commas)(rest)
+        split = (_OPERAND.findall if "{" in rest else _split_at_commas)(rest)
+        try:
+            operands = tuple(self.operand(operand) for operand in split if operand.strip())
+        except (ValueError, IndexError):
+            why = "its operands cannot be read"
+            raise UnknownInstruction(self.program.name, text, self.location, why) from None
         guard = None if predicate is None else (self.register(predicate), negated == "!")
+        parts = tuple(opcode.split("."))
         self.program.instructions.append(
-            Instruction(
-                opcode,
-                tuple(opcode.split(".")),
-                tuple(self.operand(operand) for operand in operands if operand.strip()),
-                guard,
-                self.location,
-                text,
-            )
+            Instruction(opcode, parts, operands, guard, self.location, text)
         )
 
     def read(self, body: str) -> None:

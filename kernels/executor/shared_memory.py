@@ -2,8 +2,8 @@
 
 Every byte remembers who wrote it and who read it since the program's last barrier. Between barriers
 warps run in no order, so two warps may not touch a byte if one of them writes it, unless both write
-the same value, as the compiler lets warps do that hold the same part of a result; the threads of one
-warp are taken to run together. Dynamic shared memory holds nothing at the start, and what
+the same value, as the compiler lets warps do that hold the same part of a result; the threads of
+one warp are taken to run together. Dynamic shared memory holds nothing at the start, and what
 nothing wrote may not be read.
 
 cp.async (PTX ISA 9.7.9.25) writes at some time between its issue and the wait that covers it. Until

@@ -1,7 +1,7 @@
 """Products of a warp group, four warps, with operands in shared memory: wgmma (PTX ISA 9.7.15).
 
-D, m64nN: warp w of the group holds rows 16 w to 16 w + 15; its thread 4 g + t holds in register i row
-g + 8 (i / 2 % 2), column 8 (i / 4) + 2 t + i % 2. A in registers is laid out as for mma.m16n8.
+D, m64nN: warp w of the group holds rows 16 w to 16 w + 15; its thread 4 g + t holds in register i
+row g + 8 (i / 2 % 2), column 8 (i / 4) + 2 t + i % 2. A in registers is laid out as for mma.m16n8.
 
 A matrix in shared memory is found by a descriptor (9.7.15.5.1.2.2): start, leading and stride byte
 offsets in units of 16 bytes in bits 0-13, 16-29 and 32-45, swizzling in bits 62-63. It is made of
@@ -9,9 +9,10 @@ rows of w = 128, 64, 32 (swizzled) or 16 bytes (not). "Rows" run along k if the 
 along m or n if transposed (9.7.15.5.1.2.1); with chunks of 16 bytes, c counted along the row and r
 across:
 
-    K-major, swizzled       start + r % 8 * w + r / 8 * stride + 16 c
-    K-major, not swizzled   start + r % 8 * 16 + r / 8 * stride + c * leading
-    MN-major, swizzled      start + r % 8 * w + r / 8 * stride + c % (w / 16) * 16 + c / (w / 16) * leading
+    start + r % 8 * w + r / 8 * stride + ...
+        ... + 16 c                                               K-major, swizzled
+        ... + c * leading                                        K-major, not swizzled
+        ... + c % (w / 16) * 16 + c / (w / 16) * leading         MN-major, swizzled
 
 Swizzling exchanges chunks: of the address, bits 4-6 (128), 4-5 (64) or 4 (32) are combined by
 exclusive or with bits 7-9, 7-8 or 7.
@@ -192,7 +193,7 @@ def _registers_of_result(rows: np.ndarray, n: int) -> np.ndarray:
 
 @instruction("fence", "membar")
 def _fence(translation: Translation) -> Step:
-    """fence.proxy.async: what these threads see of shared memory, the async proxy sees (9.7.13.4)."""
+    """fence.proxy.async: the async proxy sees what these threads see (9.7.13.4)."""
     opcode = translation.instruction.opcode
     if opcode not in ("fence.proxy.async", "fence.proxy.async.shared::cta"):
         raise Unsupported("fences of this kind are not known")

@@ -49,7 +49,8 @@ def _bar(translation: Translation) -> Step:
 
 @instruction("shfl")
 def _shfl(translation: Translation) -> Step:
-    """Take a register of another thread of the warp; in PTX's words, 9.7.9.6: bits 12-8 of c are the
+    """Take a register of another thread of the warp; in PTX's words, 9.7.9.6: bits 12-8 of c are
+    the
     segment mask and bits 4-0 the clamp; out of range a thread gets its own value."""
     mode = translation.one_of(("up", "down", "bfly", "idx"))
     translation.expect("sync", mode)

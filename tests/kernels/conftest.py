@@ -18,7 +18,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--executor",
         metavar="ptx-ARCH",
-        help="execute the PTX compiled for ARCH (sm_80, sm_90 ...) in place of Triton's interpreter",
+        help="execute the PTX compiled for ARCH (sm_80, sm_90 ...), not Triton's interpreter",
     )
 
 

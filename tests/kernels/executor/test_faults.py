@@ -189,8 +189,8 @@ class TestAsynchronousCopies:
         body = (
             "setp.lt.u32 %p1, %r0, 8; selp.b32 %r8, 8, 0, %p1;"
             + COPY.replace("0x10;", "0x10, %r8;")
-            + "cp.async.wait_all; ld.shared.b32 %r3, [%r2+4]; ld.shared.b32 %r4, [%r2+8]; shl.b64 %d13, %d10, 3;"
-            "add.s64 %d14, %d1, %d13; st.global.v2.b32 [%d14], {%r3, %r4};"
+            + "cp.async.wait_all; ld.shared.b32 %r3, [%r2+4]; ld.shared.b32 %r4, [%r2+8];"
+            "shl.b64 %d13, %d10, 3; add.s64 %d14, %d1, %d13; st.global.v2.b32 [%d14], {%r3, %r4};"
         )
         run_body(body, given[:32], out, shared_bytes=512)
         expected = torch.zeros(32, 2, dtype=torch.int32)
@@ -252,7 +252,10 @@ class TestControlFlow:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("tcgen05.wait.ld.sync.aligned;", "tcgen05.wait.ld.sync.aligned"),
+        ("tcgen05.wait::ld.sync.aligned;", "tcgen05.wait::ld.sync.aligned"),
+        ("tcgen05.mma.cta_group::1.kind::f16 [ %r1 + 0 ], %d1, %d2, %r2, %p1;", "tcgen05.mma"),
+        ("tcgen05.st.sync.aligned.32x32b.x2.b32 [%r1 + 0], {%r2, %r3};", "tcgen05.st"),
+        ("mbarrier.try_wait.parity.shared.b64 %p1, [%r1 + %r2], 0;", "mbarrier.try_wait"),
         ("atom.global.add.u32 %r1, [%d0], 1;", "atom.global.add.u32"),
         ("add.sat.s32 %r1, %r0, 1;", ".sat is not known"),
         ("mov.u32 %r1, %clock;", "special register %clock"),

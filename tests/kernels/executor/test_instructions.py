@@ -88,7 +88,7 @@ INTEGER = {
 
 @pytest.mark.parametrize("opcode", INTEGER)
 def test_integers(compute, opcode):
-    pairs = [pair for pair in PAIRS if pair[1] or "div" not in opcode and "rem" not in opcode]
+    pairs = [pair for pair in PAIRS if pair[1] or ("div" not in opcode and "rem" not in opcode)]
     expected = [INTEGER[opcode](*pair) & 0xFFFFFFFF for pair in pairs]
     assert compute(f"{opcode} %r4, %r1, %r2;", pairs) == expected
 
@@ -187,9 +187,14 @@ def test_maximum_and_nan(compute, opcode, nan):
 
 @pytest.mark.parametrize(
     ("comparison", "holds", "of_nan"),
-    [("lt", lambda a, b: a < b, False), ("ne", lambda a, b: a != b, False)]
-    + [("neu", lambda a, b: a != b, True), ("geu", lambda a, b: a >= b, True)]
-    + [("equ", lambda a, b: a == b, True), ("num", lambda a, b: True, False)],
+    [
+        ("lt", lambda a, b: a < b, False),
+        ("ne", lambda a, b: a != b, False),
+        ("neu", lambda a, b: a != b, True),
+        ("geu", lambda a, b: a >= b, True),
+        ("equ", lambda a, b: a == b, True),
+        ("num", lambda a, b: True, False),
+    ],
 )
 def test_comparisons_of_floats(compute, comparison, holds, of_nan):
     pairs = [(bits_of(a), bits_of(b)) for a in FLOATS for b in FLOATS]
@@ -325,10 +330,12 @@ def test_matrices_and_products_of_a_warp(run_body, kind, dtype, transposed):
     and.b32 %r15, %r0, 7; shl.b32 %r16, %r15, 5; shr.u32 %r17, %r0, 3; and.b32 %r17, %r17, 1;
     shl.b32 %r18, %r17, 4; add.s32 %r19, %r16, %r18;
     {"shl.b32 %r19, %r0, 4; and.b32 %r19, %r19, 255;" if transposed else ""}
-    ldmatrix.sync.aligned.m8n8.x2{".trans" if transposed else ""}.shared.b16 {{%r24, %r25}}, [%r19+512];
+    ldmatrix.sync.aligned.m8n8.x2{".trans" if transposed else ""}.shared.b16
+      {{%r24, %r25}}, [%r19+512];
     mov.b32 %r30, 0f3F800000;
     mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32
-      {{%r40, %r41, %r42, %r43}}, {{%r20, %r21, %r22, %r23}}, {{%r24, %r25}}, {{%r30, %r30, %r30, %r30}};
+      {{%r40, %r41, %r42, %r43}}, {{%r20, %r21, %r22, %r23}}, {{%r24, %r25}},
+      {{%r30, %r30, %r30, %r30}};
     shr.u32 %r50, %r0, 2; and.b32 %r51, %r0, 3; shl.b32 %r52, %r50, 5; shl.b32 %r53, %r51, 3;
     add.s32 %r54, %r52, %r53; cvt.u64.u32 %d13, %r54; add.s64 %d14, %d1, %d13;
     st.global.v2.b32 [%d14], {{%r40, %r41}};

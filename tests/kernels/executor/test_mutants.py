@@ -1,9 +1,9 @@
 """Mutants of our own kernels: one line of their PTX is broken, and what the executor says of it.
 
-A mutant is caught if execution raises a Fault ("fault"), or if the result fails the accuracy rule or
-differs from that of the kernel as it is, bit by bit ("result"). The rest changes nothing that a
-correct kernel promises: a second barrier beside another, a mask that a later mask implies, or a wait
-that another wait covers. Needs `--executor`; `-s` prints the table.
+A mutant is caught if execution raises a Fault ("fault"), or if the result fails the accuracy rule
+or differs from that of the kernel as it is, bit by bit ("result"). The rest changes nothing that a
+correct kernel promises: a second barrier beside another, a mask that a later mask implies, or a
+wait that another wait covers. Needs `--executor`; `-s` prints the table.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-import pytest
 import torch
 
-from kernels import merge_attention_states, paged_decode_attention, paged_prefill_attention
-from kernels import store_kvcache
+from kernels import (
+    merge_attention_states,
+    paged_decode_attention,
+    paged_prefill_attention,
+    store_kvcache,
+)
 from kernels.accuracy import random_paged_batch
 from kernels.executor import Fault, execute_ptx
 
@@ -82,13 +85,13 @@ def _hostile_batch(context_lens: list[int], **shape):
 
 def _decode():
     arguments, batch = _hostile_batch([530, 37])  # several tiles without masks, and one with
-    return paged_decode_attention(*arguments, batch.context_lens)
+    return paged_decode_attention(*arguments, batch.context_lens, num_splits=1)
 
 
 def _prefill():
     arguments, batch = _hostile_batch([280, 70], query_lens=[40, 3])
     lengths = batch.cu_seqlens_q, batch.context_lens
-    return paged_prefill_attention(*arguments, *lengths, max_seqlen_q=40)
+    return paged_prefill_attention(*arguments, *lengths, max_seqlen_q=40, num_splits=1)
 
 
 def _merge():
