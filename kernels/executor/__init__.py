@@ -31,9 +31,11 @@ known: decode and all that only moves memory, but not prefill.
     global_memory.py, shared_memory.py, copies.py, matrix_queue.py    memory and what is in flight
     machine.py        programs, groups of threads, barriers, order
     launch.py, tensors.py    Triton's launches
+    counts.py         what a launch did, counted
     faults.py         what is raised
 """
 
+from kernels.executor.counts import Counts
 from kernels.executor.faults import Fault, FaultKind, UnknownInstruction
 from kernels.executor.launch import (
     MULTIPROCESSORS,
@@ -45,6 +47,7 @@ from kernels.executor.launch import (
 
 __all__ = [
     "MULTIPROCESSORS",
+    "Counts",
     "Execution",
     "Fault",
     "FaultKind",

@@ -256,10 +256,11 @@ class GlobalMemory:
     def load(self, batch, addresses, mask, size: int, sizes=None, alignment: int = 0) -> np.ndarray:
         """Bytes [threads, size] at the addresses; sizes: fewer bytes for each thread, uint32."""
         out = np.zeros((len(addresses), size), np.uint8)
+        mask = batch.every(mask)
         sizes = np.array([size], np.int64) if sizes is None else sizes.astype(np.int64)
         _load(
             addresses,
-            batch.every(mask),
+            mask,
             sizes,
             alignment or size,
             out,
@@ -271,13 +272,16 @@ class GlobalMemory:
         )
         if self._report[0]:
             self._fail(batch, size, "read")
+        if batch.launch.tally is not None:
+            batch.launch.tally.global_access(addresses, mask, sizes, "read")
         return out
 
     def store(self, batch, addresses, mask, data: np.ndarray) -> None:
         """Write bytes [threads, size]."""
+        mask = batch.every(mask)
         _store(
             addresses,
-            batch.every(mask),
+            mask,
             data.shape[1],
             data,
             batch.program_of_thread,
@@ -288,6 +292,20 @@ class GlobalMemory:
         )
         if self._report[0]:
             self._fail(batch, data.shape[1], "written")
+        if batch.launch.tally is not None:
+            sizes = np.array([data.shape[1]], np.int64)
+            batch.launch.tally.global_access(addresses, mask, sizes, "written")
+
+    def distinct_lines(self) -> int:
+        """How many lines of 128 bytes programs have touched so far."""
+        _, writers, readers = self._shadows
+        lines = set()
+        for number, tensor in enumerate(self.tensors):
+            first = int(self._windows.shadow[number])
+            part = slice(first, first + tensor.span)
+            touched = (writers[part] != 0) | (readers[part] != 0)
+            lines.update(((np.flatnonzero(touched) + tensor.address) // 128).tolist())
+        return len(lines)
 
     def _fail(self, batch, size: int, done: str) -> None:
         code, thread, window, offset, other = map(int, self._report)

@@ -22,6 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
+from kernels.executor.counts import Counts, Tally
 from kernels.executor.global_memory import GlobalMemory
 from kernels.executor.machine import Kernel, Launch
 from kernels.executor.tensors import AddressBook, FreshMemory, window_of
@@ -49,6 +50,8 @@ class LaunchRecord:
     seconds: float
     warp_instructions: int
     """Instructions, counted once for each warp that executed them."""
+    counts: Counts | None = None
+    """What else was counted, if `execute_ptx` was asked to."""
 
 
 @dataclass
@@ -79,6 +82,7 @@ class _Session:
     execution: Execution
     seed: int | None
     edit: Callable[[str, str], str] | None
+    count: bool
     fresh: FreshMemory
     addresses: AddressBook
 
@@ -101,6 +105,7 @@ class _Session:
             memory,
             _pack(kernel, arguments, iter(memory.pointers)),
             self.seed,
+            Tally() if self.count else None,
         )
         launch.run()
         self.execution.launches.append(
@@ -110,6 +115,7 @@ class _Session:
                 num_warps,
                 time.perf_counter() - started,
                 int(launch.executed.sum()),
+                launch.tally.finish(launch) if self.count else None,
             )
         )
 
@@ -140,10 +146,10 @@ def run_ptx(
     num_warps: int = 1,
     shared_bytes: int = 0,
     seed: int | None = None,
-) -> Launch:
+) -> Counts:
     """Execute one kernel given as PTX, without Triton: its parameters are `arguments` in order.
 
-    Returns the launch that was run. Raises Fault and UnknownInstruction.
+    Returns what was counted. Raises Fault and UnknownInstruction.
     """
     kernel = _kernel(ptx)
     parameters = kernel.program.parameters
@@ -154,9 +160,9 @@ def run_ptx(
     ]
     memory = GlobalMemory([window_of(name, v) for name, kind, v in named if kind == "*"])
     packed = _pack(kernel, named, iter(memory.pointers))
-    launch = Launch(kernel, grid, num_warps, shared_bytes, memory, packed, seed)
+    launch = Launch(kernel, grid, num_warps, shared_bytes, memory, packed, seed, Tally())
     launch.run()
-    return launch
+    return launch.tally.finish(launch)
 
 
 _SESSIONS: list[_Session] = []
@@ -250,6 +256,7 @@ def execute_ptx(
     *,
     seed: int | None = None,
     edit: Callable[[str, str], str] | None = None,
+    count: bool = False,
 ) -> Iterator[Execution]:
     """Execute the PTX of every Triton kernel that is launched inside, on CPU tensors.
 
@@ -258,6 +265,7 @@ def execute_ptx(
         seed: run programs in random order and their warps in random turns; None runs them in step.
         edit: called with a kernel's name and its PTX, returns the PTX to execute instead; for tests
             of what the checks find.
+        count: whether launches are recorded with their `Counts`.
 
     Yields:
         an Execution, to which each launch is added when it has run.
@@ -285,7 +293,7 @@ def execute_ptx(
         addresses = stack.enter_context(AddressBook())
         stack.enter_context(_cpu_tensors_are_welcome())
         stack.enter_context(force_target(target))
-        session = _Session(Execution(architecture), seed, edit, fresh, addresses)
+        session = _Session(Execution(architecture), seed, edit, count, fresh, addresses)
         _SESSIONS.append(session)
         stack.callback(_SESSIONS.remove, session)
         driver.set_active(ours)

@@ -22,6 +22,7 @@ import numpy as np
 
 import kernels.executor.instructions  # noqa: F401  (enters them in the table)
 from kernels.executor.copies import CopyQueue
+from kernels.executor.counts import Tally
 from kernels.executor.faults import Fault, FaultKind
 from kernels.executor.global_memory import GlobalMemory
 from kernels.executor.matrix_queue import MatrixQueue
@@ -64,6 +65,8 @@ class Launch:
     memory: GlobalMemory
     arguments: bytes
     seed: int | None = None
+    tally: Tally | None = None
+    """Counts accesses, if there is one."""
     executed: np.ndarray = field(init=False)
     """How many warps have executed each instruction, by its index."""
 

@@ -218,6 +218,7 @@ class SharedMemory:
             self._report,
         )
         self._check(batch, size, "read")
+        self._tally(batch, addresses, mask, size)
         return out
 
     def store(self, batch, addresses, mask, data: np.ndarray, alignment: int = 0) -> None:
@@ -234,12 +235,14 @@ class SharedMemory:
             self._report,
         )
         self._check(batch, size, "written")
+        self._tally(batch, addresses, mask, size)
 
     def issue_copies(self, batch, addresses, mask, size: int) -> None:
         """Asynchronous copies begin: their bytes belong to nobody until `land_copies`."""
         mask = batch.every(mask)
         _issue(addresses, mask, size, self._shape, self.epochs, self.state, self._report)
         self._check(batch, size, "overwritten by an asynchronous copy")
+        self._tally(batch, addresses, mask, size)
 
     def land_copies(self, addresses, mask, data: np.ndarray) -> None:
         """The data of copies arrives."""
@@ -264,6 +267,10 @@ class SharedMemory:
         seen = state.write_epoch[part] < self.epochs[program]
         seen |= np.isin(state.writer[part], warps)
         state.unfenced[part][seen] = 0
+
+    def _tally(self, batch, addresses, mask, size: int) -> None:
+        if batch.launch.tally is not None:
+            batch.launch.tally.shared_access(addresses, mask, size)
 
     def _check(self, batch, size: int, done: str) -> None:
         code, thread, address, other = map(int, self._report)

@@ -42,6 +42,22 @@ def run_body():
     return run
 
 
+def pytest_configure(config):
+    config.addinivalue_line(
+        "markers", "executor: all kernel tests on the executor; minutes to hours, only with -m"
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave out what is marked `executor` unless it is asked for."""
+    if "executor" in (config.getoption("markexpr", "") or ""):
+        return
+    left_out = [item for item in items if item.get_closest_marker("executor")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("executor")]
+
+
 _NEED_COMPILED_KERNELS = ("test_ops.py", "test_mutants.py")
 
 
