@@ -4,8 +4,8 @@ A request is one instruction of one warp. In global memory it moves sectors of 3
 in lines of 128. Shared memory has 32 banks of 4 bytes; threads that want 4 bytes or less are served
 all 32 at once, of 8 bytes 16 at a time, of 16 bytes (and rows of ldmatrix) 8 at a time, and each
 such pass takes as many wavefronts as the busiest bank has different words. A bank conflict is a
-wavefront beyond one per pass. These are counts of what the PTX asks for: the machine code, which ptxas makes,
-may join, split or drop instructions, and caches are not looked at.
+wavefront beyond one per pass. These are counts of what the PTX asks for: the machine code, which
+ptxas makes, may join, split or drop instructions, and caches are not looked at.
 """
 
 from __future__ import annotations

@@ -146,19 +146,27 @@ def run_ptx(
     num_warps: int = 1,
     shared_bytes: int = 0,
     seed: int | None = None,
+    fresh: FreshMemory | None = None,
 ) -> Counts:
     """Execute one kernel given as PTX, without Triton: its parameters are `arguments` in order.
+    fresh: knows which memory nothing has written.
 
     Returns what was counted. Raises Fault and UnknownInstruction.
     """
     kernel = _kernel(ptx)
     parameters = kernel.program.parameters
-    kinds = {"u": "i", "s": "i", "b": "i", "f": "fp"}
+    kinds = {"u": "u", "s": "i", "b": "u", "f": "fp"}
     named = [
         (name, "*" if isinstance(value, torch.Tensor) else kinds[kind[0]] + kind[1:], value)
         for (name, kind), value in zip(parameters, arguments, strict=True)
     ]
-    memory = GlobalMemory([window_of(name, v) for name, kind, v in named if kind == "*"])
+    memory = GlobalMemory(
+        [
+            window_of(name, value, fresh.unwritten(value) if fresh else 0)
+            for name, kind, value in named
+            if kind.startswith("*")
+        ]
+    )
     packed = _pack(kernel, named, iter(memory.pointers))
     launch = Launch(kernel, grid, num_warps, shared_bytes, memory, packed, seed, Tally())
     launch.run()
