@@ -18,6 +18,32 @@ from filelock import FileLock
 sys.path.insert(0, str(Path(__file__).parent))
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--executor",
+        metavar="ptx-ARCH",
+        help="execute the PTX compiled for ARCH (sm_80, sm_90 ...), not Triton's interpreter",
+    )
+
+
+def pytest_configure(config):
+    if config.getoption("--executor"):
+        os.environ.pop("TRITON_INTERPRET", None)  # before kernels, and Triton, are imported
+
+
+@pytest.fixture(autouse=True)
+def _executor(request):
+    """Runs each test's kernels as `--executor` says."""
+    chosen = request.config.getoption("--executor", None)
+    if chosen is None:
+        yield
+        return
+    from kernels.executor import execute_ptx
+
+    with execute_ptx(chosen.removeprefix("ptx-")):
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _poisoned_memory(poisoned_memory):
     return poisoned_memory

@@ -1,0 +1,194 @@
+"""Loads, stores and asynchronous copies (PTX ISA 9.7.9), ldmatrix and stmatrix (9.7.14.5).
+
+Accesses must be aligned to their size, vectors to that of the whole vector. Cache operators and
+hints of eviction do not change what is read and are accepted as they are.
+"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from kernels.executor.operands import (
+    DTYPES,
+    PACKED,
+    Step,
+    Translation,
+    Unsupported,
+    instruction,
+)
+from kernels.executor.ptx import Address
+
+_HINTS = re.compile(r"ca|cg|cs|lu|cv|wb|wt|nc|weak|L1::.*|L2::.*")
+
+
+def _space(translation: Translation) -> str:
+    """The state space; raises for forms of the access that are not known."""
+    known = ("global", "shared", "shared::cta", "param", "v2", "v4", "v8")
+    for part in translation.parts[1:-1]:
+        if part not in known and not _HINTS.fullmatch(part):
+            raise Unsupported(f".{part} is not known")
+    return translation.one_of(("global", "shared", "shared::cta", "param"))
+
+
+def _registers(operand) -> tuple:
+    return operand if isinstance(operand, tuple) else (operand,)
+
+
+def _check_vector(translation: Translation, registers: tuple) -> None:
+    vector = translation.one_of(("v2", "v4", "v8"), default="v1")
+    if int(vector[1:]) != len(registers):
+        raise Unsupported(f"{len(registers)} registers for .{vector}")
+
+
+@instruction("ld")
+def _ld(translation: Translation) -> Step:
+    space, kind = _space(translation), translation.kind
+    target, source, *_hints = translation.operands
+    if space == "param":
+        return _load_parameter(translation, target, source, kind)
+    targets = _registers(target)
+    _check_vector(translation, targets)
+    address, dtype = translation.address(source), DTYPES[PACKED.get(kind, kind)]
+    writes = [translation.write(one, kind) for one in targets]
+    size = np.dtype(dtype).itemsize * len(targets)
+
+    def load(batch, mask):
+        memory = batch.memory if space == "global" else batch.shared
+        values = memory.load(batch, address(batch), mask, size).view(dtype)
+        for number, write in enumerate(writes):
+            write(batch, mask, np.ascontiguousarray(values[:, number]))
+
+    return load
+
+
+def _load_parameter(translation: Translation, target, source: Address, kind: str) -> Step:
+    name, dtype = source.base, DTYPES[kind]
+    if name not in dict(translation.program.parameters):
+        raise Unsupported(f"{name!r} is no parameter")
+    write = translation.write(target, kind)
+
+    def load(batch, mask):
+        at = batch.parameter_offsets[name] + source.offset
+        write(batch, mask, np.frombuffer(batch.arguments, dtype, 1, at))
+
+    return load
+
+
+@instruction("st")
+def _st(translation: Translation) -> Step:
+    space, kind = _space(translation), translation.kind
+    if space == "param":
+        raise Unsupported("parameters are read-only")
+    target, source, *_hints = translation.operands
+    sources = _registers(source)
+    _check_vector(translation, sources)
+    address = translation.address(target)
+    dtype = DTYPES[PACKED.get(kind, kind)]
+    reads = [translation.read(one, kind) for one in sources]
+
+    def store(batch, mask):
+        values = np.empty((batch.num_threads, len(reads)), dtype)
+        for number, read in enumerate(reads):
+            values[:, number] = read(batch)
+        memory = batch.memory if space == "global" else batch.shared
+        memory.store(batch, address(batch), mask, values.view(np.uint8))
+
+    return store
+
+
+@instruction("cp")
+def _cp(translation: Translation) -> Step:
+    opcode = translation.instruction.opcode
+    if opcode == "cp.async.commit_group":
+        return lambda batch, mask: batch.copies.commit(batch.every(mask))
+    if opcode == "cp.async.wait_all":
+        return lambda batch, mask: batch.copies.wait_all(batch.every(mask))
+    if opcode == "cp.async.wait_group":
+        most = int(translation.operands[0], 0)
+        return lambda batch, mask: batch.copies.wait(batch.every(mask), most)
+    if not re.match(r"cp\.async\.c[ag]\.shared(::cta)?\.global(\.L2::\w+)*$", opcode):
+        raise Unsupported("this form of cp is not known")
+    target, source, size, *rest = translation.operands
+    to, origin, size = translation.address(target), translation.address(source), int(size, 0)
+    read_size = translation.read(rest[0], "u32") if rest else None
+
+    def copy(batch, mask):
+        """Of `size` bytes the first read_size are read, the others are zeros."""
+        active, sizes = batch.every(mask), None
+        reading = active
+        if read_size is not None:
+            sizes = batch.full(read_size(batch))
+            reading = active & (sizes > 0)
+        data = batch.memory.load(batch, origin(batch), reading, size, sizes, alignment=size)
+        batch.copies.issue(to(batch), active, data)
+
+    return copy
+
+
+@instruction("prefetch", "prefetchu", "createpolicy", "applypriority", "discard")
+def _hint(translation: Translation) -> Step:
+    raise Unsupported("hints of this kind are not known")
+
+
+def _matrices(translation: Translation) -> tuple[int, bool]:
+    """(number of 8x8 matrices, whether they are transposed) of ldmatrix or stmatrix."""
+    translation.expect(
+        "sync", "aligned", "m8n8", "x1", "x2", "x4", "trans", "shared", "shared::cta"
+    )
+    if translation.kind != "b16":
+        raise Unsupported("only matrices of 16-bit elements are known")
+    return int(translation.one_of(("x1", "x2", "x4"))[1:]), "trans" in translation.parts
+
+
+def _rows_of(mask: np.ndarray, count: int) -> np.ndarray:
+    """The threads of a mask that give addresses of rows: the first 8 * count of each warp."""
+    return mask & (np.arange(len(mask)) % 32 < 8 * count)
+
+
+@instruction("ldmatrix")
+def _ldmatrix(translation: Translation) -> Step:
+    """8x8 matrices of 16-bit elements. Thread 8 i + r gives the address of row r, 16 bytes, of
+    matrix i; register i of thread 4 r + c gets the elements 2 c and 2 c + 1 of row r, or with
+    .trans of column r."""
+    count, transposed = _matrices(translation)
+    targets, source = translation.operands
+    writes = [translation.write(target, "b32") for target in _registers(targets)]
+    address = translation.address(source)
+    if len(writes) != count:
+        raise Unsupported(f"{len(writes)} registers for .x{count}")
+
+    def load(batch, mask):
+        batch.whole_warps(mask)
+        rows = batch.shared.load(batch, address(batch), _rows_of(batch.every(mask), count), 16)
+        matrices = rows.view(np.uint16).reshape(-1, 4, 8, 8)
+        if transposed:
+            matrices = matrices.transpose(0, 1, 3, 2)
+        for number, write in enumerate(writes):
+            fragment = np.ascontiguousarray(matrices[:, number]).view(np.uint32)
+            write(batch, mask, fragment.reshape(-1))
+
+    return load
+
+
+@instruction("stmatrix")
+def _stmatrix(translation: Translation) -> Step:
+    """The reverse of ldmatrix."""
+    count, transposed = _matrices(translation)
+    target, sources = translation.operands
+    reads = [translation.read(source, "b32") for source in _registers(sources)]
+    address = translation.address(target)
+    if len(reads) != count:
+        raise Unsupported(f"{len(reads)} registers for .x{count}")
+
+    def store(batch, mask):
+        batch.whole_warps(mask)
+        matrices = np.zeros((batch.num_threads // 32, 4, 8, 8), np.uint16)
+        for number, read in enumerate(reads):
+            matrix = batch.full(read(batch)).view(np.uint16).reshape(-1, 8, 8)
+            matrices[:, number] = matrix.transpose(0, 2, 1) if transposed else matrix
+        rows = matrices.reshape(batch.num_threads, 8).view(np.uint8)
+        batch.shared.store(batch, address(batch), _rows_of(batch.every(mask), count), rows)
+
+    return store

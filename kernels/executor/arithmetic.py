@@ -1,0 +1,208 @@
+"""Integer and floating-point arithmetic (PTX ISA 9.7.1, 9.7.3 to 9.7.5).
+
+Integers wrap around. f32 rounds to nearest even and keeps subnormal numbers unless the instruction
+says .ftz, which takes and gives subnormal numbers as zeros. The approximations (ex2, lg2, rcp,
+rsqrt, sqrt.approx, div.full, div.approx, tanh) are given nearly exactly, well within the error that
+the ISA allows a GPU; a GPU's last bits may differ. fma rounds once. f16 and bf16 are computed in
+f64, which holds their products and sums, and rounded once.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import numpy as np
+
+from kernels.executor.formats import (
+    bf16_to_f32,
+    f32_to_bf16,
+    flush_subnormals,
+    fused_multiply_add,
+)
+from kernels.executor.operands import (
+    DTYPES,
+    PACKED,
+    Step,
+    Translation,
+    Unsupported,
+    elementwise,
+    instruction,
+    is_float,
+)
+
+
+def _floats(translation: Translation, compute, *known: str) -> Step:
+    """A floating-point instruction; `compute` gets f32, f64, or for narrower types f64 arrays."""
+    translation.expect("rn", "ftz", "approx", "full", *known)
+    kind = translation.kind
+    if kind == "f64":
+        return elementwise(translation, compute, kind)
+    if kind == "f32":
+        if "ftz" not in translation.parts:
+            return elementwise(translation, lambda *a: compute(*a).astype(np.float32), kind)
+        return elementwise(
+            translation,
+            lambda *a: flush_subnormals(compute(*map(flush_subnormals, a)).astype(np.float32)),
+            kind,
+        )
+    if "ftz" in translation.parts:
+        raise Unsupported(f".ftz of .{kind} is not known")
+    bits = PACKED.get(kind, "b16")
+
+    def narrow(*arrays):
+        n = max(map(len, arrays))
+        dtype = {"bf16": np.uint16, "bf16x2": np.uint16, "f32x2": np.float32}.get(kind, np.float16)
+        values = [np.broadcast_to(a, n).copy().view(dtype) for a in arrays]
+        if dtype == np.uint16:
+            done = compute(*[bf16_to_f32(value).astype(np.float64) for value in values])
+            return f32_to_bf16(done).view(DTYPES[bits])
+        done = compute(*[value.astype(np.float64) for value in values])
+        return done.astype(dtype).view(DTYPES[bits])
+
+    return elementwise(translation, narrow, bits)
+
+
+def _arithmetic(integer, floating):
+    """Translator of an opcode for integers and floating-point numbers alike."""
+
+    def translate(translation: Translation) -> Step:
+        if is_float(translation.kind):
+            return _floats(translation, floating)
+        translation.expect("lo")
+        return elementwise(translation, integer, translation.kind)
+
+    return translate
+
+
+def _doubled(kind: str) -> str:
+    return f"{kind[0]}{2 * int(kind[1:])}"
+
+
+def _high_half(kind: str):
+    """The upper half of a product, for types of up to 64 bits."""
+    width = int(kind[1:])
+    if width < 64:
+        wide = DTYPES[_doubled(kind)]
+        return lambda a, b: ((a.astype(wide) * b.astype(wide)) >> wide(width)).astype(DTYPES[kind])
+
+    def exact(a, b):
+        product = (a.astype(object) * b.astype(object)) >> width
+        return np.array(product & (2**64 - 1), np.uint64).view(DTYPES[kind])
+
+    return exact
+
+
+instruction("add")(_arithmetic(operator.add, operator.add))
+instruction("sub")(_arithmetic(operator.sub, operator.sub))
+instruction("neg")(_arithmetic(operator.neg, operator.neg))
+instruction("abs")(_arithmetic(np.abs, np.abs))
+
+
+@instruction("mul")
+def _mul(translation: Translation) -> Step:
+    kind = translation.kind
+    if is_float(kind):
+        return _floats(translation, operator.mul)
+    if "wide" in translation.parts:
+        wide = DTYPES[_doubled(kind)]
+        return elementwise(
+            translation, lambda a, b: a.astype(wide) * b.astype(wide), kind, _doubled(kind)
+        )
+    if "hi" in translation.parts:
+        return elementwise(translation, _high_half(kind), kind)
+    translation.expect("lo")
+    return elementwise(translation, operator.mul, kind)
+
+
+@instruction("mad")
+def _mad(translation: Translation) -> Step:
+    kind = translation.kind
+    if "wide" not in translation.parts:
+        translation.expect("lo")
+        return elementwise(translation, lambda a, b, c: a * b + c, kind)
+    translation.expect("wide")
+    wide = DTYPES[_doubled(kind)]
+    target, *factors, addend = translation.operands
+    first, second = (translation.read(factor, kind) for factor in factors)
+    third, write = (
+        translation.read(addend, _doubled(kind)),
+        translation.write(target, _doubled(kind)),
+    )
+    return lambda batch, mask: write(
+        batch, mask, first(batch).astype(wide) * second(batch).astype(wide) + third(batch)
+    )
+
+
+@instruction("fma")
+def _fma(translation: Translation) -> Step:
+    if translation.kind == "f32":
+        return _floats(translation, fused_multiply_add)
+    if translation.kind == "f64":
+        raise Unsupported("fused products in f64")
+    return _floats(translation, lambda a, b, c: a * b + c)
+
+
+def _divide(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Quotient towards zero and remainder; by zero (undefined in PTX) all ones, the dividend."""
+    by_zero = b == 0
+    b = np.where(by_zero, b.dtype.type(1), b)
+    if a.dtype.kind == "u":
+        quotient = a // b
+    else:  # floor division, mended where signs differ and it is not exact
+        quotient = a // b
+        quotient = quotient + ((quotient * b != a) & ((a < 0) != (b < 0))).astype(a.dtype)
+    quotient = np.where(by_zero, ~a.dtype.type(0), quotient)
+    return quotient, np.where(by_zero, a, a - quotient * b)
+
+
+@instruction("div")
+def _div(translation: Translation) -> Step:
+    if is_float(translation.kind):
+        return _floats(translation, operator.truediv)
+    return elementwise(translation, lambda a, b: _divide(a, b)[0], translation.kind)
+
+
+@instruction("rem")
+def _rem(translation: Translation) -> Step:
+    return elementwise(translation, lambda a, b: _divide(a, b)[1], translation.kind)
+
+
+def _extremum(integer, ignoring_nan):
+    """min and max: of a NaN and a number the number, with .NaN the NaN (9.7.3.11, 9.7.3.12)."""
+
+    def translate(translation: Translation) -> Step:
+        if not is_float(translation.kind):
+            translation.expect("relu")
+            if "relu" in translation.parts:  # negative results become 0
+                return elementwise(
+                    translation, lambda a, b: np.maximum(integer(a, b), 0), translation.kind
+                )
+            return elementwise(translation, integer, translation.kind)
+        choose = integer if "NaN" in translation.parts else ignoring_nan
+
+        def compute(first, *others):
+            for other in others:  # two or, from sm_100 on, three
+                first = choose(first, other)
+            return first
+
+        return _floats(translation, compute, "NaN")
+
+    return translate
+
+
+instruction("min")(_extremum(np.minimum, np.fmin))
+instruction("max")(_extremum(np.maximum, np.fmax))
+
+
+def _function(compute):
+    return lambda translation: _floats(translation, compute)
+
+
+instruction("ex2")(_function(np.exp2))
+instruction("lg2")(_function(np.log2))
+instruction("rcp")(_function(lambda a: 1 / a))
+instruction("sqrt")(_function(np.sqrt))
+instruction("rsqrt")(_function(lambda a: 1 / np.sqrt(a)))
+instruction("tanh")(_function(np.tanh))
+instruction("sin")(_function(np.sin))
+instruction("cos")(_function(np.cos))

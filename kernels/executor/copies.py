@@ -1,0 +1,57 @@
+"""cp.async: asynchronous copies of each thread, in groups (PTX ISA 9.7.9.25.3).
+
+A thread's copies since its last commit_group make up its next group; wait_group n waits until at
+most its n youngest groups are pending. Data arrive when they are waited for; until then nobody may
+touch their place, which shared memory checks, so that it makes no difference when they arrive.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass
+class _Copies:
+    """The copies that one instruction issued."""
+
+    addresses: np.ndarray
+    data: np.ndarray
+    pending: np.ndarray  # threads whose copy has not arrived
+    group: np.ndarray  # of each thread: the number of groups that it had committed before
+
+
+class CopyQueue:
+    """Copies in flight of all threads of a batch."""
+
+    def __init__(self, batch):
+        self._batch = batch
+        self._committed = np.zeros(batch.num_threads, np.int64)
+        self._queue: list[_Copies] = []
+
+    def issue(self, addresses: np.ndarray, mask: np.ndarray, data: np.ndarray) -> None:
+        """The masked threads copy the bytes data[thread] to their addresses."""
+        self._batch.shared.issue_copies(self._batch, addresses, mask, data.shape[1])
+        self._queue.append(_Copies(addresses, data, mask.copy(), self._committed.copy()))
+
+    def commit(self, mask: np.ndarray) -> None:
+        """Close the group of each masked thread."""
+        self._committed += mask
+
+    def wait(self, mask: np.ndarray, most_pending: int) -> None:
+        """Let all but the `most_pending` youngest groups of the masked threads arrive."""
+        still = []
+        for copies in self._queue:
+            arriving = copies.pending & mask & (copies.group < self._committed - most_pending)
+            if arriving.any():
+                self._batch.shared.land_copies(copies.addresses, arriving, copies.data)
+                copies.pending = copies.pending & ~arriving
+            if copies.pending.any():
+                still.append(copies)
+        self._queue = still
+
+    def wait_all(self, mask: np.ndarray) -> None:
+        """Let everything that the masked threads issued arrive, committed or not."""
+        self.commit(mask)
+        self.wait(mask, 0)

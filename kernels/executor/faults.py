@@ -1,0 +1,73 @@
+"""What the executor raises: faults of a kernel, and instructions that it does not know."""
+
+from __future__ import annotations
+
+import enum
+
+
+class FaultKind(enum.Enum):
+    """Kinds of faults; the value is how a message begins."""
+
+    OUT_OF_BOUNDS = "access out of bounds"
+    MISALIGNED = "misaligned access"
+    UNWRITTEN = "read of memory that nothing wrote"
+    SHARED_RACE = "race in shared memory"
+    GLOBAL_RACE = "race between programs"
+    COPY_IN_FLIGHT = "asynchronous copy in flight"
+    MATRIX_IN_FLIGHT = "asynchronous matrix product in flight"
+    FENCE = "missing fence"
+    BARRIER = "barrier that not all threads reach"
+    DIVERGENCE = "warp instruction without the whole warp"
+    TRAP = "trap"
+    ENDLESS = "endless execution"
+
+
+class Fault(Exception):
+    """The kernel did what a GPU forbids or leaves undefined.
+
+    Attributes:
+        kind: FaultKind.
+        kernel: name of the kernel.
+        program: (x, y, z) of the program, as `tl.program_id` gives them.
+        thread: index of the (first) thread within its program.
+        location: source line, "file.py:line:column", from where it was inlined after "@".
+        instruction: the PTX instruction.
+        address: address of the access: offset in shared memory, or byte offset from the start of
+            `tensor`; None if no memory is concerned.
+        tensor: name of the kernel's argument that the access belongs to, None if not global.
+    """
+
+    def __init__(
+        self,
+        kind: FaultKind,
+        detail: str,
+        *,
+        kernel: str,
+        program: tuple[int, int, int],
+        thread: int,
+        location: str,
+        instruction: str,
+        address: int | None = None,
+        tensor: str | None = None,
+    ):
+        self.kind, self.kernel, self.program, self.thread = kind, kernel, program, thread
+        self.location, self.instruction = location, instruction
+        self.address, self.tensor = address, tensor
+        super().__init__(
+            f"{kind.value}: {detail}; {kernel}, program {program}, thread {thread}, "
+            f"at {location or 'an unknown line'} ({instruction})"
+        )
+
+
+class UnknownInstruction(NotImplementedError):
+    """The kernel has an instruction that the executor does not know; nothing was executed.
+
+    Attributes: instruction (PTX text), location (source line).
+    """
+
+    def __init__(self, kernel: str, instruction: str, location: str, why: str = ""):
+        self.instruction, self.location = instruction, location
+        super().__init__(
+            f"{kernel}: the executor does not know the instruction {instruction!r} at "
+            f"{location or 'an unknown line'}{': ' + why if why else ''}"
+        )

@@ -1,0 +1,109 @@
+"""Number formats that NumPy lacks, and operations on f32 that round once.
+
+bf16 is the upper half of f32; rounding to it is to nearest even, and every NaN becomes 0x7fff (PTX
+ISA 9.7.9.21, cvt). e4m3 (bias 7, largest 448, NaN 0x7f and 0xff, no infinity) and e5m2 (bias 15,
+largest 57344, infinities) are those of the Open Compute Project. tf32 is f32 of which the lower 13
+bits do not count.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numba
+import numpy as np
+from numba.core import types
+from numba.extending import intrinsic
+
+LEAST_NORMAL = np.float32(2.0**-126)
+
+
+def bf16_to_f32(bits: np.ndarray) -> np.ndarray:
+    """bf16 as uint16 to float32, exactly."""
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def f32_to_bf16(x: np.ndarray) -> np.ndarray:
+    """float32, or a float64 that is rounded to odd first, to bf16 as uint16."""
+    if x.dtype == np.float64:
+        x = _to_odd_f32(x)
+    bits = np.ascontiguousarray(x).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return np.where(np.isnan(x), np.uint16(0x7FFF), rounded.astype(np.uint16))
+
+
+def _to_odd_f32(x: np.ndarray) -> np.ndarray:
+    """float64 to float32 so that a second rounding to fewer bits gives what one would have given:
+    towards zero, the last bit set if anything was lost."""
+    near = x.astype(np.float32)
+    bits = near.view(np.uint32).copy()
+    with np.errstate(invalid="ignore"):
+        too_far = np.abs(near.astype(np.float64)) > np.abs(x)
+        inexact = np.isfinite(near) & (near != x)
+    bits = np.where(too_far & np.isfinite(x), bits - np.uint32(1), bits)
+    return np.where(inexact, bits | np.uint32(1), bits).view(np.float32)
+
+
+def flush_subnormals(x: np.ndarray) -> np.ndarray:
+    """.ftz: subnormal numbers to zeros of their sign."""
+    return np.where(np.abs(x) < LEAST_NORMAL, np.copysign(np.float32(0), x), x)
+
+
+def drop_to_tf32(bits: np.ndarray) -> np.ndarray:
+    """The f32 number that a tf32 operand, uint32, stands for."""
+    return (bits & np.uint32(0xFFFFE000)).view(np.float32)
+
+
+@functools.cache
+def f8_values(kind: str) -> np.ndarray:
+    """float32 value of each of the 256 codes of "e4m3" or "e5m2"."""
+    exponent_bits, mantissa_bits, bias = {"e4m3": (4, 3, 7), "e5m2": (5, 2, 15)}[kind]
+    codes = np.arange(256)
+    exponent = codes >> mantissa_bits & ((1 << exponent_bits) - 1)
+    mantissa = codes & ((1 << mantissa_bits) - 1)
+    normal = (1 + mantissa / 2**mantissa_bits) * 2.0 ** (exponent - bias)
+    subnormal = mantissa / 2**mantissa_bits * 2.0 ** (1 - bias)
+    values = np.where(exponent == 0, subnormal, normal)
+    if kind == "e4m3":
+        values[codes & 127 == 127] = np.nan
+    else:
+        values[codes & 124 == 124] = np.nan
+        values[codes & 127 == 124] = np.inf
+    return np.where(codes & 128, -values, values).astype(np.float32)
+
+
+def f32_to_f8(x: np.ndarray, kind: str) -> np.ndarray:
+    """float32 to codes of "e4m3" or "e5m2", uint8: to nearest even, saturating (.satfinite)."""
+    values = f8_values(kind)[:128]
+    finite = values[np.isfinite(values)].astype(np.float64)
+    middles = (finite[1:] + finite[:-1]) / 2
+    size = np.abs(x).astype(np.float64)
+    below = np.searchsorted(middles, size, side="left")  # a tie goes to the code below ...
+    at_tie = below < len(middles)
+    at_tie &= middles[np.minimum(below, len(middles) - 1)] == size
+    code = np.where(at_tie & (below % 2 == 1), below + 1, below)  # ... unless that is odd
+    code = np.where(np.isnan(x), 0x7F, code).astype(np.uint8)
+    return code | np.where(np.signbit(x), np.uint8(0x80), np.uint8(0))
+
+
+@intrinsic
+def _fma(typing_context, a, b, c):
+    def generate(context, builder, signature, arguments):
+        return builder.fma(*arguments)
+
+    return types.float32(types.float32, types.float32, types.float32), generate
+
+
+@numba.njit(cache=True)
+def _fused_multiply_add(a, b, c, out):
+    for i in range(len(out)):
+        out[i] = _fma(
+            a[i if len(a) > 1 else 0], b[i if len(b) > 1 else 0], c[i if len(c) > 1 else 0]
+        )
+
+
+def fused_multiply_add(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """a * b + c of float32 arrays (of one length, or of one element), rounded once."""
+    out = np.empty(max(len(a), len(b), len(c)), np.float32)
+    _fused_multiply_add(a, b, c, out)
+    return out

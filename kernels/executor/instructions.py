@@ -1,0 +1,11 @@
+"""All instructions that are known: importing these modules enters them in the table."""
+
+from kernels.executor import (  # noqa: F401
+    accesses,
+    arithmetic,
+    conversions,
+    logic,
+    matrix,
+    warpgroup,
+    warps,
+)

@@ -1,0 +1,313 @@
+"""Ordinary launches of Triton kernels, executed here: `with execute_ptx("sm_90"): op(cpu_tensors)`.
+
+Inside, Triton has a driver of ours: it compiles for the named architecture as it would where such
+a GPU is, down to PTX (ptxas is not run), and a launch executes that PTX on the tensors. The ops'
+own launchers, checks, tiles and split counts for the architecture are what runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import struct
+import time
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from kernels.executor.counts import Counts, Tally
+from kernels.executor.global_memory import GlobalMemory
+from kernels.executor.machine import Kernel, Launch
+from kernels.executor.tensors import AddressBook, FreshMemory, window_of
+from kernels.primitives import INTERPRETED
+from kernels.tiles import Target, force_target
+
+MULTIPROCESSORS = {"sm_75": 40, "sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132}
+MULTIPROCESSORS |= {"sm_100": 148}
+"""Architectures that can be executed, with the multiprocessors of their best known GPU, which
+default split counts depend on. On sm_100 kernels with tcgen05 are refused."""
+_SHARED_BYTES = {75: 65536, 80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448}
+_FORMATS = {"i1": "?", "i8": "b", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "u32": "I"}
+_FORMATS |= {"i64": "q", "u64": "Q", "fp32": "f", "f32": "f", "fp64": "d"}
+_GATES = ("kernels.checks", "kernels.swap_blocks")
+"""Modules whose INTERPRETED says on the host whether kernels take CPU tensors."""
+
+
+@dataclass(frozen=True)
+class LaunchRecord:
+    """One launch that was executed."""
+
+    kernel: str
+    grid: tuple[int, int, int]
+    num_warps: int
+    seconds: float
+    warp_instructions: int
+    """Instructions, counted once for each warp that executed them."""
+    counts: Counts | None = None
+    """What else was counted, if `execute_ptx` was asked to."""
+
+
+@dataclass
+class Execution:
+    """What ran inside one `execute_ptx`, in order."""
+
+    architecture: str
+    launches: list[LaunchRecord] = field(default_factory=list)
+
+    @property
+    def num_programs(self) -> int:
+        return sum(x * y * z for x, y, z in (launch.grid for launch in self.launches))
+
+    @property
+    def warp_instructions(self) -> int:
+        return sum(launch.warp_instructions for launch in self.launches)
+
+    @property
+    def seconds(self) -> float:
+        """Spent executing, without compiling and reading PTX."""
+        return sum(launch.seconds for launch in self.launches)
+
+
+@dataclass
+class _Session:
+    """One `with execute_ptx`."""
+
+    execution: Execution
+    seed: int | None
+    edit: Callable[[str, str], str] | None
+    count: bool
+    fresh: FreshMemory
+    addresses: AddressBook
+
+    def run(self, function: _Function, grid, num_warps: int, arguments: list) -> None:
+        ptx = self.edit(function.name, function.ptx) if self.edit else function.ptx
+        kernel = _kernel(ptx)
+        started = time.perf_counter()
+        tensors = [
+            window_of(name, value, self.fresh.unwritten(value))
+            for name, kind, value in arguments
+            if kind.startswith("*") and value is not None
+        ]
+        tables = self.addresses.named_in([value for _, kind, value in arguments if kind == "*i64"])
+        memory = GlobalMemory(tensors, tables)
+        launch = Launch(
+            kernel,
+            grid,
+            num_warps,
+            function.shared_bytes,
+            memory,
+            _pack(kernel, arguments, iter(memory.pointers)),
+            self.seed,
+            Tally() if self.count else None,
+        )
+        launch.run()
+        self.execution.launches.append(
+            LaunchRecord(
+                kernel.program.name,
+                grid,
+                num_warps,
+                time.perf_counter() - started,
+                int(launch.executed.sum()),
+                launch.tally.finish(launch) if self.count else None,
+            )
+        )
+
+
+@functools.lru_cache(maxsize=512)
+def _kernel(ptx: str) -> Kernel:
+    return Kernel(ptx)
+
+
+def _pack(kernel: Kernel, arguments: list, pointers: Iterator[int]) -> bytes:
+    """The kernel's parameters as they lie in memory; those that Triton adds at the end are 0."""
+    packed = bytearray(kernel.parameter_bytes)
+    offsets = iter(kernel.parameter_offsets.values())
+    for _, kind, value in arguments:
+        offset = next(offsets)
+        if not kind.startswith("*"):
+            struct.pack_into("<" + _FORMATS[kind], packed, offset, value)
+        elif value is not None:
+            struct.pack_into("<Q", packed, offset, next(pointers))
+    return bytes(packed)
+
+
+def run_ptx(
+    ptx: str,
+    arguments: Sequence[torch.Tensor | float],
+    *,
+    grid: tuple[int, int, int] = (1, 1, 1),
+    num_warps: int = 1,
+    shared_bytes: int = 0,
+    seed: int | None = None,
+    fresh: FreshMemory | None = None,
+) -> Counts:
+    """Execute one kernel given as PTX, without Triton: its parameters are `arguments` in order.
+    fresh: knows which memory nothing has written.
+
+    Returns what was counted. Raises Fault and UnknownInstruction.
+    """
+    kernel = _kernel(ptx)
+    parameters = kernel.program.parameters
+    kinds = {"u": "u", "s": "i", "b": "u", "f": "fp"}
+    named = [
+        (name, "*" if isinstance(value, torch.Tensor) else kinds[kind[0]] + kind[1:], value)
+        for (name, kind), value in zip(parameters, arguments, strict=True)
+    ]
+    memory = GlobalMemory(
+        [
+            window_of(name, value, fresh.unwritten(value) if fresh else 0)
+            for name, kind, value in named
+            if kind.startswith("*")
+        ]
+    )
+    packed = _pack(kernel, named, iter(memory.pointers))
+    launch = Launch(kernel, grid, num_warps, shared_bytes, memory, packed, seed, Tally())
+    launch.run()
+    return launch.tally.finish(launch)
+
+
+_SESSIONS: list[_Session] = []
+
+
+@dataclass(frozen=True)
+class _Function:
+    """What Triton holds as the handle of a loaded kernel."""
+
+    name: str
+    ptx: str
+    shared_bytes: int
+
+
+class _Launcher:
+    """Triton makes one of each compiled kernel and calls it to launch."""
+
+    def __init__(self, source, metadata):
+        self._arguments = [(str(name), kind) for name, kind in source.signature.items()]
+        self._num_warps = metadata.num_warps
+
+    def __call__(self, x, y, z, _stream, function, _packed, _metadata, _enter, _exit, *values):
+        arguments = [
+            (name, kind, value)
+            for (name, kind), value in zip(self._arguments, values, strict=True)
+            if kind != "constexpr"
+        ]
+        if x and y and z:
+            _SESSIONS[-1].run(function, (x, y, z), self._num_warps, arguments)
+
+
+class _Driver:
+    """A Triton driver for a GPU that is not here."""
+
+    launcher_cls = _Launcher
+
+    def __init__(self, target: GPUTarget):
+        self._target, self._ptx = target, {}
+        self.utils = self
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> str:
+        return f"executor:{self._target.arch}"
+
+    def get_current_stream(self, _device) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def get_device_properties(self, _device) -> dict[str, int]:
+        return {"max_shared_mem": _SHARED_BYTES[self._target.arch]}
+
+    def remember_ptx(self, _module, _function, name: str, files: dict, _hash) -> None:
+        """Hook that Triton calls before it loads a kernel; files: what compilation left."""
+        self._ptx[name] = Path(next(path for path in files.values() if str(path).endswith(".ptx")))
+
+    def load_binary(self, name: str, _binary, shared_bytes: int, _device):
+        function = _Function(name, self._ptx.pop(name).read_text(), shared_bytes)
+        return None, function, 0, 0, 1024
+
+
+def _stop_at_ptx(*arguments):
+    """Hook into Triton's compilation, which asks without arguments for a key of what we change."""
+    if not arguments:
+        return "PTX only", "PTX only"
+    _backend, stages, *_ = arguments
+    stages["cubin"] = lambda _ptx, _metadata: b""
+    return None
+
+
+@contextlib.contextmanager
+def _cpu_tensors_are_welcome() -> Iterator[None]:
+    """The ops refuse CPU tensors unless kernels are interpreted; here they are executed."""
+    modules = [importlib.import_module(name) for name in _GATES]
+    gates = [module.INTERPRETED for module in modules]
+    for module in modules:
+        module.INTERPRETED = types.SimpleNamespace(value=True)
+    try:
+        yield
+    finally:
+        for module, gate in zip(modules, gates, strict=True):
+            module.INTERPRETED = gate
+
+
+@contextlib.contextmanager
+def execute_ptx(
+    architecture: str = "sm_90",
+    *,
+    seed: int | None = None,
+    edit: Callable[[str, str], str] | None = None,
+    count: bool = False,
+) -> Iterator[Execution]:
+    """Execute the PTX of every Triton kernel that is launched inside, on CPU tensors.
+
+    Args:
+        architecture: what to compile for: one of MULTIPROCESSORS.
+        seed: run programs in random order and their warps in random turns; None runs them in step.
+        edit: called with a kernel's name and its PTX, returns the PTX to execute instead; for tests
+            of what the checks find.
+        count: whether launches are recorded with their `Counts`.
+
+    Yields:
+        an Execution, to which each launch is added when it has run.
+
+    Raises:
+        ValueError: an architecture that is not known.
+        RuntimeError: the process runs kernels in Triton's interpreter.
+        Fault: (from a launch) the kernel did what a GPU forbids. What it wrote before remains.
+        UnknownInstruction: (from a launch) the kernel has an instruction that is not known.
+    """
+    if architecture not in MULTIPROCESSORS:
+        known = ", ".join(MULTIPROCESSORS)
+        raise ValueError(f"architecture: expected one of {known}, got {architecture!r}")
+    if INTERPRETED.value:
+        raise RuntimeError(
+            "kernels are bound to the interpreter: unset TRITON_INTERPRET to execute PTX"
+        )
+    version = int(architecture.removeprefix("sm_"))
+    ours = _Driver(GPUTarget("cuda", version, 32))
+    target = Target("cuda", version, MULTIPROCESSORS[architecture])
+    runtime = triton.knobs.runtime
+    previous_driver, previous_hook = driver._active, runtime.add_stages_inspection_hook
+    with contextlib.ExitStack() as stack:
+        fresh = stack.enter_context(FreshMemory())
+        addresses = stack.enter_context(AddressBook())
+        stack.enter_context(_cpu_tensors_are_welcome())
+        stack.enter_context(force_target(target))
+        session = _Session(Execution(architecture), seed, edit, count, fresh, addresses)
+        _SESSIONS.append(session)
+        stack.callback(_SESSIONS.remove, session)
+        driver.set_active(ours)
+        stack.callback(setattr, driver, "_active", previous_driver)
+        runtime.add_stages_inspection_hook = _stop_at_ptx
+        stack.callback(setattr, runtime, "add_stages_inspection_hook", previous_hook)
+        runtime.kernel_load_start_hook.add(ours.remember_ptx)
+        stack.callback(runtime.kernel_load_start_hook.remove, ours.remember_ptx)
+        yield session.execution

@@ -1,0 +1,227 @@
+"""Bits, comparisons and selection (PTX ISA 9.7.1.22-23, 9.7.6, 9.7.8)."""
+
+from __future__ import annotations
+
+import operator
+
+import numpy as np
+
+from kernels.executor.formats import bf16_to_f32, flush_subnormals
+from kernels.executor.operands import (
+    DTYPES,
+    PACKED,
+    Step,
+    Translation,
+    Unsupported,
+    elementwise,
+    instruction,
+    is_float,
+)
+
+
+def _bitwise(compute):
+    def translate(translation: Translation) -> Step:
+        translation.expect()
+        return elementwise(translation, compute, translation.kind)
+
+    return translate
+
+
+instruction("and")(_bitwise(operator.and_))
+instruction("or")(_bitwise(operator.or_))
+instruction("xor")(_bitwise(operator.xor))
+instruction("not")(_bitwise(operator.invert))
+
+
+@instruction("shl", "shr")
+def _shift(translation: Translation) -> Step:
+    """Shifts; an amount beyond the width counts as the width (9.7.8.7, 9.7.8.8)."""
+    translation.expect()
+    kind, left = translation.kind, translation.parts[0] == "shl"
+    dtype = np.dtype(DTYPES[kind])
+    width = dtype.itemsize * 8
+    most = dtype.type(width - 1)
+    target, value, amount = translation.operands
+    value, amount = translation.read(value, kind), translation.read(amount, "u32")
+    write = translation.write(target, kind)
+
+    def shift(batch, mask):
+        a, by = value(batch), amount(batch)
+        clamped = np.minimum(by, np.uint32(width - 1)).astype(dtype)
+        if left:
+            done = np.where(by < width, a << clamped, dtype.type(0))
+        else:
+            done = np.where(
+                by < width, a >> clamped, (a >> most) if kind[0] == "s" else dtype.type(0)
+            )
+        write(batch, mask, done)
+
+    return shift
+
+
+@instruction("bfe")
+def _bfe(translation: Translation) -> Step:
+    """Extract a field, its sign extended for signed types (9.7.1.22); 32 and 64 bits."""
+    kind = translation.kind
+    width = int(kind[1:])
+    target, value, start, length = translation.operands
+    value = translation.read(value, f"u{width}")
+    start, length = translation.read(start, "u32"), translation.read(length, "u32")
+    write = translation.write(target, f"b{width}")
+    if width == 64:
+        raise Unsupported("fields of 64-bit numbers")
+
+    def extract(batch, mask):
+        a = value(batch).astype(np.int64)
+        at, size = start(batch).astype(np.int64) & 255, length(batch).astype(np.int64) & 255
+        if kind[0] == "s":
+            a = a.astype(np.uint32).view(np.int32).astype(np.int64)
+            top = np.minimum(at + size - 1, width - 1)
+            sign = np.where(size > 0, a >> top & 1, 0)
+        else:
+            sign = np.zeros_like(a)
+        at, size = np.minimum(at, 63), np.minimum(size, 32)
+        low = (np.int64(1) << size) - 1
+        present = (a & 0xFFFFFFFF) >> at & low
+        held = np.clip(width - at, 0, size)  # bits beyond the top repeat the sign
+        above = low & ~((np.int64(1) << held) - 1)
+        field = present | np.where(sign > 0, above | ~low, 0)
+        write(batch, mask, (field & 0xFFFFFFFF).astype(np.uint32))
+
+    return extract
+
+
+@instruction("bfi")
+def _bfi(translation: Translation) -> Step:
+    """Insert a field of a into b (9.7.1.23); 32 bits."""
+    if translation.kind != "b32":
+        raise Unsupported("only fields of 32-bit numbers are known")
+
+    def insert(a, b, start, length):
+        start, length = start.astype(np.uint64) & 255, length.astype(np.uint64) & 255
+        start, length = np.minimum(start, 63), np.minimum(length, 32)
+        field = ((np.uint64(1) << length) - np.uint64(1)) << start
+        return ((b & ~field) | ((a.astype(np.uint64) << start) & field)).astype(np.uint32)
+
+    return elementwise(translation, insert, "b32")
+
+
+@instruction("lop3")
+def _lop3(translation: Translation) -> Step:
+    """Any function of three bits by its table (9.7.8.6): bit 4a + 2b + c of it is the result."""
+    *operands, table = translation.operands
+    table = int(table, 0)
+    translation.operands = tuple(operands)
+
+    def combine(a, b, c):
+        result = np.zeros(max(map(len, (a, b, c))), np.uint32)
+        for row in range(8):
+            if table >> row & 1:
+                chosen = (x if row & bit else ~x for x, bit in ((a, 4), (b, 2), (c, 1)))
+                first, second, third = chosen
+                result = result | (first & second & third)
+        return result
+
+    return elementwise(translation, combine, "b32")
+
+
+@instruction("prmt")
+def _prmt(translation: Translation) -> Step:
+    """Pick four of eight bytes, or replicate their signs (9.7.9.7); the mode without a name."""
+    translation.expect()
+
+    def permute(a, b, selectors):
+        both = a.astype(np.uint64) | (b.astype(np.uint64) << np.uint64(32))
+        result = np.zeros(max(map(len, (a, b, selectors))), np.uint32)
+        for place in range(4):
+            selector = selectors >> np.uint32(4 * place)
+            shift = (selector & np.uint32(7)).astype(np.uint64) * np.uint64(8)
+            byte = ((both >> shift) & np.uint64(255)).astype(np.uint32)
+            sign = np.where(byte & np.uint32(128), np.uint32(255), np.uint32(0))
+            byte = np.where(selector & np.uint32(8), sign, byte)
+            result = result | (byte << np.uint32(8 * place))
+        return result
+
+    return elementwise(translation, permute, "b32")
+
+
+@instruction("popc", "clz", "brev")
+def _count_bits(translation: Translation) -> Step:
+    width = int(translation.kind[1:])
+    count = {
+        "popc": lambda x: x.bit_count(),
+        "clz": lambda x: width - x.bit_length(),
+        "brev": lambda x: int(f"{x:0{width}b}"[::-1], 2),
+    }[translation.parts[0]]
+    result = f"b{width}" if translation.parts[0] == "brev" else "u32"
+    dtype = DTYPES[result]
+
+    def compute(a):
+        return np.array([count(int(x)) for x in a], dtype)
+
+    return elementwise(translation, compute, f"b{width}", result)
+
+
+_COMPARISONS = {
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "lo": np.less,
+    "ls": np.less_equal,
+    "hi": np.greater,
+    "hs": np.greater_equal,
+    # Of floating-point numbers: with u true for a NaN, without false, also "ne" (9.7.6, set).
+    "equ": lambda a, b: ~((a < b) | (a > b)),
+    "neu": lambda a, b: ~(a == b),
+    "ltu": lambda a, b: ~(a >= b),
+    "leu": lambda a, b: ~(a > b),
+    "gtu": lambda a, b: ~(a <= b),
+    "geu": lambda a, b: ~(a < b),
+    "num": lambda a, b: ~(np.isnan(a) | np.isnan(b)),
+    "nan": lambda a, b: np.isnan(a) | np.isnan(b),
+}
+_COMBINATIONS = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
+
+
+@instruction("setp")
+def _setp(translation: Translation) -> Step:
+    """Compare, and combine with a predicate if the opcode names how."""
+    kind, name = translation.kind, translation.parts[1]
+    translation.expect(name, "ftz", *_COMBINATIONS)
+    compare = _COMPARISONS[name]
+    if is_float(kind) and name == "ne":
+        compare = lambda a, b: (a < b) | (a > b)  # noqa: E731
+    target, first, second, *third = translation.operands
+    if isinstance(target, tuple):
+        raise Unsupported("two destinations")
+    source = PACKED.get(kind, kind)
+    first, second = translation.read(first, source), translation.read(second, source)
+    combine = _COMBINATIONS[translation.one_of(_COMBINATIONS)] if third else None
+    third = translation.read(third[0], "pred") if third else None
+    write = translation.write(target, "pred")
+    convert = {"bf16": bf16_to_f32}.get(kind, lambda a: a)
+    if "ftz" in translation.parts:
+        convert = flush_subnormals
+
+    def set_predicate(batch, mask):
+        holds = compare(convert(first(batch)), convert(second(batch)))
+        if combine is not None:
+            holds = combine(holds, third(batch))
+        write(batch, mask, holds)
+
+    return set_predicate
+
+
+@instruction("selp")
+def _selp(translation: Translation) -> Step:
+    translation.expect()
+    kind = translation.kind
+    target, first, second, predicate = translation.operands
+    first, second = translation.read(first, kind), translation.read(second, kind)
+    predicate, write = translation.read(predicate, "pred"), translation.write(target, kind)
+    return lambda batch, mask: write(
+        batch, mask, np.where(predicate(batch), first(batch), second(batch))
+    )

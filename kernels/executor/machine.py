@@ -1,0 +1,322 @@
+"""Programs that run: threads, control flow, barriers, and the order in which warps take turns.
+
+A batch holds several programs of a launch; an instruction is executed for all of its threads that
+stand at it at once. Threads that branch apart form groups, which meet again where one comes to
+where another stands: the group that is furthest behind runs first. With a seed, groups are cut into
+warps at random and run in random turns, and programs enter batches in random order. What a correct
+kernel computes does not depend on it; a fault may show only in some orders, though most are found
+in any, because checks go by barriers and waits and not by the order that happened.
+
+bar.sync (PTX ISA 9.7.13.1) lets nobody pass before all threads of the program have come to it. A
+thread that has ended never comes.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+import kernels.executor.instructions  # noqa: F401  (enters them in the table)
+from kernels.executor.copies import CopyQueue
+from kernels.executor.counts import Tally
+from kernels.executor.faults import Fault, FaultKind
+from kernels.executor.global_memory import GlobalMemory
+from kernels.executor.matrix_queue import MatrixQueue
+from kernels.executor.operands import UNSIGNED, translate
+from kernels.executor.ptx import Program, parse
+from kernels.executor.shared_memory import SharedMemory
+from kernels.executor.signals import Barrier, Branch, Exit
+
+MAX_THREADS = 2048
+"""Threads of a batch; more spread the cost of an instruction, until registers leave the cache."""
+MAX_INSTRUCTIONS = 20_000_000
+"""Instructions that a batch may execute: a program that loops forever is a fault."""
+
+
+class Kernel:
+    """A kernel ready to run: its program, and each instruction as a function."""
+
+    def __init__(self, ptx: str):
+        """Raises UnknownInstruction where the program has one."""
+        self.program: Program = parse(ptx)
+        self.steps = [translate(self.program, one) for one in self.program.instructions]
+        self.parameter_offsets: dict[str, int] = {}
+        at = 0
+        for name, kind in self.program.parameters:
+            size = int(kind[1:]) // 8
+            at = -(-at // size) * size
+            self.parameter_offsets[name] = at
+            at += size
+        self.parameter_bytes = at
+
+
+@dataclass
+class Launch:
+    """One launch: the kernel, the grid, and memory. `arguments` are the kernel's parameters."""
+
+    kernel: Kernel
+    grid: tuple[int, int, int]
+    num_warps: int
+    shared_bytes: int
+    memory: GlobalMemory
+    arguments: bytes
+    seed: int | None = None
+    tally: Tally | None = None
+    """Counts accesses, if there is one."""
+    executed: np.ndarray = field(init=False)
+    """How many warps have executed each instruction, by its index."""
+
+    def __post_init__(self):
+        self.executed = np.zeros(len(self.kernel.steps) + 1, np.int64)
+
+    def coordinates(self, program: int) -> tuple[int, int, int]:
+        """(x, y, z) of a program of the grid."""
+        x, y, _ = self.grid
+        return program % x, program // x % y, program // (x * y)
+
+    def run(self) -> None:
+        """Execute every program. Raises Fault."""
+        order = list(range(math.prod(self.grid)))
+        rng = None if self.seed is None else random.Random(self.seed)
+        if rng is not None:
+            rng.shuffle(order)
+        at_once = max(1, MAX_THREADS // (32 * self.num_warps))
+        with np.errstate(all="ignore"):
+            for first in range(0, len(order), at_once):
+                Batch(self, order[first : first + at_once], rng).run()
+
+
+@dataclass
+class _Group:
+    """Threads that stand at the same instruction."""
+
+    mask: np.ndarray | None
+    """None: all threads of the batch."""
+    num_warps: int
+
+
+class Batch:
+    """Programs of a launch that run together.
+
+    Attributes that instructions use: num_threads; registers; special (registers by name); shared,
+    memory, copies, products; program_of_thread (index in the launch); at and mask (the instruction
+    that runs and the threads that stand at it).
+    """
+
+    def __init__(self, launch: Launch, programs: Sequence[int], rng: random.Random | None):
+        self.launch, self._rng = launch, rng
+        self.threads_per_program = 32 * launch.num_warps
+        self.num_programs = len(programs)
+        self.num_threads = self.num_programs * self.threads_per_program
+        self.memory = launch.memory
+        self.arguments = launch.arguments
+        self.parameter_offsets = launch.kernel.parameter_offsets
+        self.shared = SharedMemory(self.num_programs, launch.shared_bytes, self.threads_per_program)
+        self.copies = CopyQueue(self)
+        self.products = MatrixQueue(self)
+        self.program_of_thread = np.repeat(np.array(programs, np.int32), self.threads_per_program)
+        # Of a register that nothing wrote every bit is 1: a NaN, and no address.
+        self.registers = [
+            np.ones(1, np.bool_) if width == 1 else np.full(1, 2**width - 1, UNSIGNED[width])
+            for width in launch.kernel.program.widths
+        ]
+        self.special = self._special_registers(programs)
+        self._everyone = np.ones(self.num_threads, np.bool_)
+        self._ended = np.zeros(self.num_threads, np.bool_)
+        self._waiting = np.zeros(self.num_threads, np.bool_)
+        self._resume = np.zeros(self.num_threads, np.int64)
+        self._groups: dict[int, _Group] = {}
+        self.at = 0
+        self.mask: np.ndarray | None = None
+
+    def _special_registers(self, programs: Sequence[int]) -> dict[str, np.ndarray]:
+        threads, warps = self.threads_per_program, self.launch.num_warps
+        grid = self.launch.grid
+        zero, one = np.zeros(1, np.uint32), np.ones(1, np.uint32)
+        special = {f"%tid.{axis}": zero for axis in "yz"} | {f"%ntid.{axis}": one for axis in "yz"}
+        special["%ntid.x"] = np.full(1, threads, np.uint32)
+        special["%tid.x"] = np.tile(np.arange(threads, dtype=np.uint32), self.num_programs)
+        special["%laneid"] = np.arange(self.num_threads, dtype=np.uint32) % np.uint32(32)
+        warp = np.repeat(np.arange(warps, dtype=np.uint32), 32)
+        special["%warpid"] = np.tile(warp, self.num_programs)
+        places = np.array([self.launch.coordinates(program) for program in programs], np.uint32)
+        for axis, column, size in zip("xyz", places.T, grid, strict=True):
+            special[f"%nctaid.{axis}"] = np.full(1, size, np.uint32)
+            same = (column == column[0]).all()
+            special[f"%ctaid.{axis}"] = column[:1] if same else np.repeat(column, threads)
+        return special
+
+    # -- what instructions need
+
+    def full(self, array: np.ndarray) -> np.ndarray:
+        """A register's array with one element per thread."""
+        if len(array) == self.num_threads:
+            return np.ascontiguousarray(array)
+        return np.full(self.num_threads, array[0])
+
+    def every(self, mask: np.ndarray | None) -> np.ndarray:
+        """A mask as an array."""
+        return self._everyone if mask is None else mask
+
+    def whole_warps(self, mask: np.ndarray | None) -> np.ndarray | None:
+        """Which warps a mask holds, None for all. Raises Fault if it holds part of one, which
+        instructions with .aligned forbid."""
+        if mask is None:
+            return None
+        by_warp = mask.reshape(-1, 32)
+        some, every = by_warp.any(1), by_warp.all(1)
+        if (some != every).any():
+            warp = int(np.flatnonzero(some != every)[0])
+            thread = 32 * warp + int(np.flatnonzero(~by_warp[warp])[0])
+            raise self.fault(
+                FaultKind.DIVERGENCE, "a thread of the warp does not take part", thread
+            )
+        return some
+
+    def fault(
+        self, kind: FaultKind, detail: str, thread: int, *, address=None, tensor=None
+    ) -> Fault:
+        """The fault of the instruction that runs now; thread: index in the batch."""
+        one = self.launch.kernel.program.instructions[self.at]
+        return Fault(
+            kind,
+            detail,
+            kernel=self.launch.kernel.program.name,
+            program=self.launch.coordinates(int(self.program_of_thread[thread])),
+            thread=thread % self.threads_per_program,
+            location=one.location,
+            instruction=one.text,
+            address=address,
+            tensor=tensor,
+        )
+
+    # -- control
+
+    def run(self) -> None:
+        """Run until every thread has ended. Raises Fault."""
+        self._join(0, self._everyone)
+        executed = 0
+        while True:
+            while self._groups:
+                executed += self._run_group(*self._next_group())
+                if executed > MAX_INSTRUCTIONS:
+                    thread = int(np.flatnonzero(~self._ended)[0])
+                    detail = f"{MAX_INSTRUCTIONS} instructions and no end"
+                    raise self.fault(FaultKind.ENDLESS, detail, thread)
+            if not self._waiting.any():
+                return
+            self._open_barriers(at_end=True)
+
+    def _next_group(self) -> tuple[int, _Group, int]:
+        """(instruction, group, most instructions to run) of the group whose turn it is."""
+        if self._rng is None:
+            at = min(self._groups)
+            return at, self._groups.pop(at), MAX_INSTRUCTIONS
+        ready, passed = {}, np.zeros(self.num_threads // 32, np.bool_)
+        for at in sorted(self._groups):  # of a warp, the threads that are furthest behind
+            here = self.every(self._groups[at].mask).reshape(-1, 32).any(1)
+            if (here & ~passed).any():
+                ready[at] = here & ~passed
+            passed |= here
+        at = self._rng.choice(list(ready))
+        warps = np.flatnonzero(ready[at])
+        chosen = [warp for warp in warps if self._rng.random() < 0.5] or [self._rng.choice(warps)]
+        by_warp = self.every(self._groups.pop(at).mask).reshape(-1, 32)
+        part = np.zeros_like(by_warp)
+        part[chosen] = by_warp[chosen]
+        self._join(at, (by_warp & ~part).reshape(-1))
+        return at, self._group(part.reshape(-1)), self._rng.randrange(1, 400)
+
+    def _group(self, mask: np.ndarray) -> _Group:
+        if mask.all():
+            return _Group(None, self.num_threads // 32)
+        return _Group(mask, int(mask.reshape(-1, 32).any(1).sum()))
+
+    def _join(self, at: int, mask: np.ndarray) -> None:
+        """Threads come to instruction `at`."""
+        if not mask.any():
+            return
+        if at in self._groups:
+            mask = mask | self.every(self._groups[at].mask)
+        self._groups[at] = self._group(mask)
+
+    def _run_group(self, at: int, group: _Group, budget: int) -> int:
+        """Run a group until it branches apart, waits, ends, meets another or has had its turn."""
+        steps, executed, groups = self.launch.kernel.steps, self.launch.executed, self._groups
+        mask, num_warps = group.mask, group.num_warps
+        self.mask = mask
+        labels = self.launch.kernel.program.labels
+        done = 0
+        while at < len(steps):
+            self.at = at
+            signal = steps[at](self, mask)
+            executed[at] += num_warps
+            done += 1
+            at += 1
+            if signal is not None:
+                if isinstance(signal, Branch):
+                    target = labels[signal.target]
+                    if signal.mask is not None and signal.mask is not mask:
+                        self._join(target, signal.mask)
+                        self._join(at, self.every(mask) & ~signal.mask)
+                        return done
+                    at = target
+                elif isinstance(signal, Exit):
+                    self._end(self.every(mask if signal.mask is None else signal.mask))
+                    if signal.mask is not None:
+                        self._join(at, self.every(mask) & ~signal.mask)
+                    return done
+                elif isinstance(signal, Barrier) and not self._arrive(at, mask, signal.mask):
+                    return done
+            if done >= budget or at in groups:
+                self._join(at, self.every(mask))
+                return done
+        self._end(self.every(mask))
+        return done
+
+    def _end(self, mask: np.ndarray) -> None:
+        self._ended |= mask
+
+    def _arrive(self, at: int, mask: np.ndarray | None, waiting: np.ndarray | None) -> bool:
+        """A group comes to a barrier, or (predicated) `waiting` of it; whether all of it goes on at
+        once."""
+        self.whole_warps(waiting)
+        if mask is None and waiting is None and not self._waiting.any():
+            self.shared.epochs += 1
+            return True
+        waiting = self.every(mask if waiting is None else waiting)
+        self._join(at, self.every(mask) & ~waiting)
+        self._waiting |= waiting
+        self._resume[waiting] = at
+        self._open_barriers()
+        return False
+
+    def _open_barriers(self, at_end: bool = False) -> None:
+        """Let programs pass whose threads are all there. at_end: nobody else can come any more.
+
+        Programs wait for one another, if they can, to go on together."""
+        by_program = self._waiting.reshape(self.num_programs, -1)
+        complete = by_program.all(1)
+        if at_end and not complete.all():
+            lost = by_program.any(1) & ~complete
+            if lost.any():
+                self._fail_barrier(int(np.flatnonzero(lost)[0]), by_program)
+        if not complete.any() or (self._groups and not at_end and self._rng is None):
+            return
+        self.shared.epochs[complete] += 1
+        passing = np.repeat(complete, self.threads_per_program)
+        self._waiting &= ~passing
+        for at in np.unique(self._resume[passing]):
+            self._join(int(at), passing & (self._resume == at))
+
+    def _fail_barrier(self, program: int, by_program: np.ndarray) -> None:
+        first = program * self.threads_per_program
+        thread = first + int(np.flatnonzero(by_program[program])[0])
+        missing = np.flatnonzero(~by_program[program])
+        self.at = int(self._resume[thread]) - 1
+        detail = f"{len(missing)} threads, the first of them {missing[0]}, ended without it"
+        raise self.fault(FaultKind.BARRIER, detail, thread)

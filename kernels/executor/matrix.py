@@ -1,0 +1,92 @@
+"""Tensor-core products of a warp: mma.sync (PTX ISA 9.7.14).
+
+Fragments (figures of 9.7.14.5): thread 4 g + t of a warp holds, in units of 32-bit registers of 1,
+2 or 4 elements, of A rows g (even registers) and g + 8 (odd ones), of B column g, and in both the
+elements from t * unit on, in the first half of k for the first registers and the second for the
+others; of C and D the elements (g, 2 t), (g, 2 t + 1), (g + 8, 2 t), (g + 8, 2 t + 1).
+
+A product's terms are exact; they and the accumulator are added in f64 and rounded once to f32,
+which is at least as exact as any GPU. What a GPU's own adder truncates stays unseen.
+"""
+
+from __future__ import annotations
+
+import re
+
+import numba
+import numpy as np
+
+from kernels.executor.formats import bf16_to_f32, drop_to_tf32, f8_values
+from kernels.executor.operands import Step, Translation, Unsupported, instruction
+
+BITS = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8}
+_SHAPES = {("f16", 8), ("f16", 16), ("bf16", 8), ("bf16", 16), ("tf32", 4), ("tf32", 8)}
+_SHAPES |= {("e4m3", 16), ("e4m3", 32), ("e5m2", 16), ("e5m2", 32)}
+
+
+def operand_values(bits: np.ndarray, kind: str) -> np.ndarray:
+    """32-bit registers (or any bytes) of `kind` as float32, elements in order, flat."""
+    if kind == "f16":
+        return bits.view(np.float16).astype(np.float32)
+    if kind == "bf16":
+        return bf16_to_f32(bits.view(np.uint16))
+    if kind == "tf32":
+        return drop_to_tf32(bits.view(np.uint32))
+    return f8_values(kind)[bits.view(np.uint8)]
+
+
+@numba.njit(cache=True)
+def _multiply(a, b, c):
+    """d[w] = a[w] @ b[w].T + c[w]: [warps, 16, k], [warps, 8, k], [warps, 16, 8]."""
+    d = np.empty(c.shape, np.float32)
+    for warp in range(a.shape[0]):
+        for row in range(a.shape[1]):
+            for column in range(b.shape[1]):
+                total = np.float64(c[warp, row, column])
+                for k in range(a.shape[2]):
+                    total += np.float64(a[warp, row, k]) * np.float64(b[warp, column, k])
+                d[warp, row, column] = np.float32(total)
+    return d
+
+
+@instruction("mma")
+def _mma(translation: Translation) -> Step:
+    pattern = r"mma\.sync\.aligned\.m16n8k(\d+)\.row\.col\.f32\.(\w+)\.(\w+)\.f32"
+    matched = re.fullmatch(pattern, translation.instruction.opcode)
+    if not matched:
+        raise Unsupported("this form of mma is not known")
+    k, a_kind, b_kind = int(matched[1]), matched[2], matched[3]
+    if (a_kind, k) not in _SHAPES or (b_kind, k) not in _SHAPES:
+        raise Unsupported(f"k{k} of .{a_kind} and .{b_kind}")
+    target, a, b, c = translation.operands
+    per_register = 32 // BITS[a_kind]
+    num_k = k // (4 * per_register)  # registers along k
+    if (len(a), len(b), len(c), len(target)) != (2 * num_k, num_k, 4, 4):
+        raise Unsupported("the number of registers does not fit")
+    read_a = [translation.read(one, "b32") for one in a]
+    read_b = [translation.read(one, "b32") for one in b]
+    read_c = [translation.read(one, "f32") for one in c]
+    writes = [translation.write(one, "f32") for one in target]
+
+    def multiply(batch, mask):
+        batch.whole_warps(mask)
+        warps = batch.num_threads // 32
+
+        def values(reads, kind):
+            """[warps, registers, g, elements of t = 0 to 3]"""
+            bits = np.stack([batch.full(read(batch)) for read in reads])
+            both = operand_values(bits, kind).reshape(len(reads), warps, 8, 4 * per_register)
+            return both.transpose(1, 0, 2, 3)
+
+        rows = values(read_a, a_kind).reshape(warps, num_k, 2, 8, -1)
+        rows = np.ascontiguousarray(rows.transpose(0, 2, 3, 1, 4)).reshape(warps, 16, k)
+        columns = values(read_b, b_kind).transpose(0, 2, 1, 3)
+        columns = np.ascontiguousarray(columns).reshape(warps, 8, k)
+        sums = np.stack([batch.full(read(batch)) for read in read_c], 1)
+        sums = sums.reshape(warps, 8, 4, 2, 2).transpose(0, 3, 1, 2, 4)
+        done = _multiply(rows, columns, np.ascontiguousarray(sums).reshape(warps, 16, 8))
+        done = done.reshape(warps, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, -1)
+        for write, result in zip(writes, np.ascontiguousarray(done), strict=True):
+            write(batch, mask, result)
+
+    return multiply

@@ -1,0 +1,141 @@
+"""wgmma in flight: whose registers may not be touched, whose operands may not be overwritten.
+
+A product is computed when it is issued. From then until the wait that covers it (PTX ISA 9.7.15:
+wgmma.commit_group, wgmma.wait_group) its accumulators hold an `InFlight`, which raises for a thread
+that reads them, and shared memory knows that its operands are being read.
+
+wgmma.fence orders accesses of registers before a product: accumulators and operands in registers
+may not have changed since the thread's last fence, but by other products.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kernels.executor.faults import FaultKind
+
+
+class InFlight:
+    """A register that a product will have written; stands where its array would."""
+
+    def __init__(self, batch, array: np.ndarray, threads: np.ndarray):
+        self.batch, self.array, self.threads = batch, array, threads
+
+    def _arrived(self) -> np.ndarray:
+        early = self.threads & self.batch.every(self.batch.mask)
+        if early.any():
+            raise self.batch.fault(
+                FaultKind.MATRIX_IN_FLIGHT,
+                "a register of a wgmma that has not been waited for",
+                int(np.flatnonzero(early)[0]),
+            )
+        return self.array
+
+    def view(self, dtype):
+        return self._arrived().view(dtype)
+
+    def astype(self, dtype):
+        return self._arrived().astype(dtype)
+
+    def __array__(self, dtype=None, copy=None):
+        return self._arrived()
+
+
+@dataclass
+class _Product:
+    pending: np.ndarray  # threads that have not waited for it
+    group: np.ndarray  # of each thread: the number of groups that it had committed before
+    registers: list[int]
+    operands: list[tuple[int, np.ndarray]]  # (program of the batch, bytes of its shared memory)
+
+
+class MatrixQueue:
+    """wgmma in flight of all threads of a batch."""
+
+    def __init__(self, batch):
+        self._batch = batch
+        self._committed = np.zeros(batch.num_threads, np.int64)
+        self._queue: list[_Product] = []
+        self._fences: list[tuple[np.ndarray, list]] = []
+
+    def fence(self, mask: np.ndarray) -> None:
+        """wgmma.fence: the registers as they are now are what products may use."""
+        older = [(threads & ~mask, seen) for threads, seen in self._fences]
+        self._fences = [fence for fence in older if fence[0].any()]
+        self._fences.append((mask.copy(), list(self._batch.registers)))
+
+    def check_fenced(self, mask: np.ndarray, registers: list[int]) -> None:
+        """Raise Fault unless these registers are as they were at the last fence of each thread."""
+        lacking = mask.copy()
+        for threads, seen in self._fences:
+            here = threads & mask
+            lacking &= ~threads
+            for index in registers:
+                now, then = self._batch.registers[index], seen[index]
+                if now is then or isinstance(now, InFlight) or not here.any():
+                    continue
+                changed = np.ones(1, np.bool_)
+                if not isinstance(then, InFlight):
+                    changed = now != then
+                lacking |= here & changed
+        if lacking.any():
+            raise self._batch.fault(
+                FaultKind.FENCE,
+                "a register of wgmma changed since the last wgmma.fence, or there was none",
+                int(np.flatnonzero(lacking)[0]),
+            )
+
+    def accumulator(self, index: int) -> np.ndarray:
+        """A register for a product that adds to it, which may follow another one at once."""
+        held = self._batch.registers[index]
+        return self._batch.full(held.array if isinstance(held, InFlight) else held)
+
+    def issue(self, mask: np.ndarray, results: dict[int, np.ndarray], operands: list) -> None:
+        """A product of the masked threads begins: its result by register, its operands."""
+        registers = self._batch.registers
+        for index, result in results.items():
+            threads = mask
+            before = self.accumulator(index)
+            if isinstance(registers[index], InFlight):
+                threads = mask | registers[index].threads
+            registers[index] = InFlight(self._batch, np.where(mask, result, before), threads)
+        self._queue.append(_Product(mask.copy(), self._committed.copy(), [*results], operands))
+
+    def commit(self, mask: np.ndarray) -> None:
+        """Close the group of each masked thread."""
+        self._committed += mask
+
+    def wait(self, mask: np.ndarray, most_pending: int) -> None:
+        """Let all but the `most_pending` youngest groups of the masked threads end."""
+        still = []
+        for product in self._queue:
+            ending = product.pending & mask & (product.group < self._committed - most_pending)
+            product.pending = product.pending & ~ending
+            by_program = product.pending.reshape(self._batch.num_programs, -1).any(1)
+            held = []
+            for program, offsets in product.operands:
+                if by_program[program]:
+                    held.append((program, offsets))
+                else:
+                    self._batch.shared.give_back(program, offsets)
+            product.operands = held
+            if product.pending.any():
+                still.append(product)
+        self._queue = still
+        self._release()
+
+    def _release(self) -> None:
+        """Hand out registers that no product in flight will write."""
+        registers = self._batch.registers
+        busy: dict[int, np.ndarray] = {}
+        for product in self._queue:
+            for index in product.registers:
+                busy[index] = busy.get(index, False) | product.pending
+        for index, held in enumerate(registers):
+            if isinstance(held, InFlight):
+                if index in busy:
+                    held.threads = busy[index]
+                else:
+                    registers[index] = held.array

@@ -1,0 +1,241 @@
+"""How instructions read and write registers, and the table that instructions enter themselves in.
+
+A register of a batch is a NumPy array of unsigned integers (booleans for predicates), with one
+element per thread, or with one element in all where every thread holds the same value. Arrays are
+never written in place, so registers may share one. An instruction is translated once into a
+function `step(batch, mask)`; mask says which threads execute it, None for all.
+
+Widths follow the PTX ISA, "Operand size exceeding instruction-type size" (9.4.1): of a wider source
+register the low bits count; a narrower result is extended by its sign if its type is signed, and by
+zeros otherwise.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kernels.executor.faults import UnknownInstruction
+from kernels.executor.ptx import Address, Instruction, Negated, Operand, Program, Register
+
+if TYPE_CHECKING:
+    from kernels.executor.machine import Batch
+
+Read = Callable[["Batch"], np.ndarray]
+Write = Callable[["Batch", np.ndarray | None, np.ndarray], None]
+Step = Callable[["Batch", np.ndarray | None], object]
+
+UNSIGNED = {1: np.bool_, 8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
+SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
+DTYPES = {
+    **{f"{letter}{width}": UNSIGNED[width] for letter in "bu" for width in (8, 16, 32, 64)},
+    **{f"s{width}": SIGNED[width] for width in SIGNED},
+    "f16": np.float16,
+    "f32": np.float32,
+    "f64": np.float64,
+    "pred": np.bool_,
+}
+"""NumPy dtype of each PTX type that NumPy has."""
+PACKED = {"bf16": "b16", "f16x2": "b32", "bf16x2": "b32", "tf32": "b32", "e4m3x2": "b16"}
+PACKED |= {"e5m2x2": "b16", "f32x2": "b64"}
+"""Types without a NumPy dtype, by the bits that registers hold them as."""
+
+
+def is_float(kind: str) -> bool:
+    """Whether a PTX type is one of floating-point numbers."""
+    return "f" in kind
+
+
+class Unsupported(Exception):
+    """Raised while translating: this form of the instruction is not known; the text says why."""
+
+
+class Translation:
+    """One instruction on its way to a `step`: reads and writes of its operands."""
+
+    def __init__(self, program: Program, instruction: Instruction):
+        self.program, self.instruction = program, instruction
+        self.parts, self.operands = instruction.parts, instruction.operands
+
+    @property
+    def kind(self) -> str:
+        """The last part of the opcode, as a rule the type of the operands."""
+        return self.parts[-1]
+
+    def expect(self, *known: str) -> None:
+        """Raise unless every part of the opcode but the first and the last is among `known`."""
+        for part in self.parts[1:-1]:
+            if part not in known:
+                raise Unsupported(f".{part} is not known")
+
+    def one_of(self, choices, default=None):
+        """The part of the opcode that is among `choices`."""
+        found = [part for part in self.parts[1:] if part in choices]
+        if len(found) > 1 or (not found and default is None):
+            raise Unsupported(f"expected one of {', '.join(choices)}")
+        return found[0] if found else default
+
+    def read(self, operand: Operand, kind: str) -> Read:
+        """How to get an operand as an array of the dtype of `kind`."""
+        dtype = DTYPES[PACKED.get(kind, kind)]
+        if isinstance(operand, Negated):
+            inner = self.read(operand.register, "pred")
+            return lambda batch: ~inner(batch)
+        if isinstance(operand, Register):
+            index, width = operand.index, operand.width
+            wanted = 1 if kind == "pred" else np.dtype(dtype).itemsize * 8
+            if width == 1 or wanted == 1:
+                if width != wanted:
+                    raise Unsupported("a predicate is no number")
+                return lambda batch: batch.registers[index]
+            if width == wanted:
+                return lambda batch: batch.registers[index].view(dtype)
+            if width < wanted:
+                raise Unsupported(f"a {width}-bit register cannot be read as .{kind}")
+            low = UNSIGNED[wanted]
+            return lambda batch: batch.registers[index].astype(low).view(dtype)
+        if not isinstance(operand, str):
+            raise Unsupported("expected a register or an immediate")
+        if operand.startswith("%"):
+            return self._special(operand, dtype)
+        constant = self._constant(operand, kind, dtype)
+        return lambda batch: constant
+
+    def _special(self, name: str, dtype) -> Read:
+        if name not in SPECIAL_REGISTERS:
+            raise Unsupported(f"special register {name} is not known")
+        return lambda batch: batch.special[name].astype(dtype, copy=False)
+
+    def _constant(self, text: str, kind: str, dtype) -> np.ndarray:
+        if text in self.program.shared_symbols:
+            return np.zeros(1, dtype)
+        if re.fullmatch(r"0[fF][0-9A-Fa-f]{8}", text):
+            return np.array([int(text[2:], 16)], np.uint32).view(dtype)
+        if re.fullmatch(r"0[dD][0-9A-Fa-f]{16}", text):
+            return np.array([int(text[2:], 16)], np.uint64).view(dtype)
+        try:
+            value = int(text.rstrip("U"), 0)
+        except ValueError:
+            raise Unsupported(f"operand {text!r} is not known") from None
+        if kind == "pred":
+            return np.array([value != 0])
+        width = np.dtype(dtype).itemsize * 8
+        return np.array([value & ((1 << width) - 1)], UNSIGNED[width]).view(dtype)
+
+    def write(self, operand: Operand, kind: str) -> Write:
+        """How to store an array of the dtype of `kind` into a register; "_" takes none."""
+        if operand == "_":
+            return lambda batch, mask, value: None
+        if not isinstance(operand, Register):
+            raise Unsupported("expected a register as destination")
+        index, width = operand.index, operand.width
+        if kind == "pred" or width == 1:
+            if kind != "pred" or width != 1:
+                raise Unsupported("a predicate is no number")
+
+            def as_stored(value):
+                return value
+        else:
+            dtype = np.dtype(DTYPES[PACKED.get(kind, kind)])
+            stored = UNSIGNED[width]
+            if dtype.itemsize * 8 > width:
+                raise Unsupported(f"a {width}-bit register cannot hold .{kind}")
+            if dtype.itemsize * 8 == width:
+
+                def as_stored(value):
+                    return value.view(stored)
+            elif kind[0] == "s":
+
+                def as_stored(value):
+                    return value.astype(SIGNED[width]).view(stored)
+            else:
+                raw = UNSIGNED[dtype.itemsize * 8]
+
+                def as_stored(value):
+                    return value.view(raw).astype(stored)
+
+        def write(batch, mask, value):
+            value = as_stored(value)
+            registers = batch.registers
+            registers[index] = value if mask is None else np.where(mask, value, registers[index])
+
+        return write
+
+    def address(self, operand: Operand) -> Read:
+        """How to get the bytes' addresses, uint64, one per thread."""
+        if not isinstance(operand, Address):
+            raise Unsupported("expected an address")
+        offset = np.uint64(operand.offset & (2**64 - 1))
+        if isinstance(operand.base, Register):
+            base = self.read(operand.base, f"u{operand.base.width}")
+            return lambda batch: batch.full(base(batch).astype(np.uint64) + offset)
+        if operand.base is not None and operand.base not in self.program.shared_symbols:
+            raise Unsupported(f"{operand.base!r} is not known")
+        return lambda batch: np.full(batch.num_threads, offset, np.uint64)
+
+
+SPECIAL_REGISTERS = frozenset(
+    f"%{name}.{axis}" for name in ("tid", "ntid", "ctaid", "nctaid") for axis in "xyz"
+) | {"%laneid", "%warpid"}
+
+_TRANSLATORS: dict[str, Callable[[Translation], Step]] = {}
+
+
+def instruction(*names: str):
+    """Enter a translator, `(Translation) -> step`, for opcodes that begin with one of `names`."""
+
+    def enter(translate):
+        for name in names:
+            if name in _TRANSLATORS:
+                raise ValueError(f"names: {name} is known already")
+            _TRANSLATORS[name] = translate
+        return translate
+
+    return enter
+
+
+def elementwise(translation: Translation, compute, kind: str, result: str | None = None) -> Step:
+    """The step that computes the first operand from the others, thread by thread, all of `kind`."""
+    target, *sources = translation.operands
+    reads = [translation.read(source, kind) for source in sources]
+    write = translation.write(target, result or kind)
+    if len(reads) == 1:
+        (read,) = reads
+        return lambda batch, mask: write(batch, mask, compute(read(batch)))
+    if len(reads) == 2:
+        first, second = reads
+        return lambda batch, mask: write(batch, mask, compute(first(batch), second(batch)))
+    return lambda batch, mask: write(batch, mask, compute(*[read(batch) for read in reads]))
+
+
+def translate(program: Program, one: Instruction) -> Step:
+    """An instruction as a step. Raises UnknownInstruction."""
+    translator = _TRANSLATORS.get(one.parts[0])
+    if translator is None:
+        raise UnknownInstruction(program.name, one.text, one.location)
+    translation = Translation(program, one)
+    try:
+        step = translator(translation)
+    except (Unsupported, KeyError, ValueError) as error:
+        why = str(error) if isinstance(error, Unsupported) else f"{error!r} is not known"
+        raise UnknownInstruction(program.name, one.text, one.location, why) from None
+    if one.predicate is None:
+        return step
+    register, negated = one.predicate
+    index = register.index
+
+    def guarded(batch, mask):
+        taken = batch.registers[index]
+        taken = ~taken if negated else taken
+        if mask is not None:
+            taken = taken & mask
+        if taken.all():
+            return step(batch, mask)
+        if taken.any():
+            return step(batch, batch.full(taken))
+        return None
+
+    return guarded

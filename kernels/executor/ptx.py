@@ -1,0 +1,204 @@
+"""PTX text to a list of instructions (PTX ISA, chapters 4 to 6: syntax, state spaces, operands).
+
+Only what a compiler emits for one kernel is read: one `.entry`, registers, dynamic shared memory,
+blocks with registers of their own (inline assembly), `.loc` lines. Other variables of a module
+(LLVM leaves strings there) are not read: an instruction that names one is not known.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from kernels.executor.faults import UnknownInstruction
+
+
+@dataclass(frozen=True)
+class Register:
+    """A register: its place in the register file and its declared width in bits, 1 for .pred."""
+
+    index: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Address:
+    """`[base + offset]`; base: a register, a name (parameter, shared memory) or None for 0."""
+
+    base: Register | str | None
+    offset: int
+
+
+@dataclass(frozen=True)
+class Negated:
+    """`!%p`, a predicate operand."""
+
+    register: Register
+
+
+Operand = Register | Address | Negated | tuple | str
+"""A str is a special register, an immediate, a label, or "_", which takes no value."""
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction. parts: the opcode split at its dots; predicate: (register, negated)."""
+
+    opcode: str
+    parts: tuple[str, ...]
+    operands: tuple[Operand, ...]
+    predicate: tuple[Register, bool] | None
+    location: str
+    text: str
+
+
+@dataclass
+class Program:
+    """The kernel of a PTX text."""
+
+    name: str
+    target: str
+    """"sm_80", "sm_90a" ..."""
+    parameters: list[tuple[str, str]]
+    """Name and type ("u64", "f32" ...) of each, in order."""
+    instructions: list[Instruction] = field(default_factory=list)
+    labels: dict[str, int] = field(default_factory=dict)
+    """Index of the instruction that a label stands before."""
+    widths: list[int] = field(default_factory=list)
+    """Width in bits of each register, 1 for predicates."""
+    shared_symbols: frozenset[str] = frozenset()
+    """Names of dynamic shared memory, all of which begin at 0."""
+
+
+_TOKEN = re.compile(
+    r"""\s*(?:
+        \.loc\s+(?P<file>\d+)\s+(?P<line>\d+)\s+(?P<column>\d+)[^\n/]*(?://[ ]*(?P<where>[^\n]*))?
+      | //[^\n]*
+      | (?P<scope>[{}])
+      | (?P<label>[\w$]+):(?!:)
+      | (?P<statement>[^;{}][^;]*);
+    )""",
+    re.VERBOSE,
+)
+_INSTRUCTION = re.compile(r"(?:@(!?)([%\w$]+)\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTALL)
+_OPERAND = re.compile(r"\{[^}]*\}|\[[^]]*\]|[^,\s]+")
+_REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+(.*)", re.DOTALL)
+_PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+(?:\.ptr[^,\n]*\s)?(\w+)")
+
+
+def _width(kind: str) -> int:
+    return 1 if kind == "pred" else int(kind[1:])
+
+
+def _where(text: str) -> str:
+    """The comment behind `.loc`: the line, and that of the outermost caller if it was inlined."""
+    places = re.findall(r"[^\s@\[\]]+:\d+:\d+", text)
+    if not places:
+        return text.strip()
+    return places[0] if len(places) == 1 else f"{places[0]} @ {places[-1]}"
+
+
+def _split_at_commas(text: str) -> list[str]:
+    return text.split(",")
+
+
+class _Reader:
+    """State of reading one kernel: registers by name, innermost block last."""
+
+    def __init__(self, program: Program):
+        self.program = program
+        self.scopes: list[dict[str, Register]] = [{}]
+        self.location = ""
+
+    def declare(self, kind: str, names: str) -> None:
+        for name in re.split(r"\s*,\s*", names.strip()):
+            counted = re.fullmatch(r"(%?[\w$]+)<(\d+)>", name)
+            every = [f"{counted[1]}{i}" for i in range(int(counted[2]))] if counted else [name]
+            for one in every:
+                self.scopes[-1][one] = Register(len(self.program.widths), _width(kind))
+                self.program.widths.append(_width(kind))
+
+    def register(self, name: str) -> Register | None:
+        return next((scope[name] for scope in reversed(self.scopes) if name in scope), None)
+
+    def operand(self, text: str) -> Operand:
+        text = text.strip()
+        if text[0] == "{":
+            return tuple(self.operand(part) for part in text[1:-1].split(","))
+        if text[0] == "[":
+            base, _, offset = text[1:-1].partition("+")
+            base, offset = base.strip(), int(offset.strip() or "0", 0)
+            if re.fullmatch(r"-?(0x)?[\da-fA-F]+", base):
+                return Address(None, int(base, 0) + offset)
+            return Address(self.register(base) or base, offset)
+        if "|" in text:
+            return tuple(self.operand(part) for part in text.split("|"))
+        if text[0] == "!":
+            return Negated(self.register(text[1:].strip()))
+        return self.register(text) or text
+
+    def statement(self, text: str) -> None:
+        text = re.sub(r"//[^\n]*", "", text)
+        if declared := _REGISTERS.fullmatch(text.strip()):
+            self.declare(*declared.groups())
+            return
+        text = " ".join(text.split())
+        if not text or text.startswith(".pragma"):
+            return
+        matched = _INSTRUCTION.fullmatch(text)
+        if text[0] == "." or not matched:
+            raise UnknownInstruction(self.program.name, text, self.location)
+        negated, predicate, opcode, rest = matched.groups()
+        split = (_OPERAND.findall if "{" in rest else _split_at_commas)(rest)
+        try:
+            operands = tuple(self.operand(operand) for operand in split if operand.strip())
+        except (ValueError, IndexError):
+            why = "its operands cannot be read"
+            raise UnknownInstruction(self.program.name, text, self.location, why) from None
+        guard = None if predicate is None else (self.register(predicate), negated == "!")
+        parts = tuple(opcode.split("."))
+        self.program.instructions.append(
+            Instruction(opcode, parts, operands, guard, self.location, text)
+        )
+
+    def read(self, body: str) -> None:
+        at = 0
+        while token := _TOKEN.match(body, at):
+            at = token.end()
+            if token["line"]:
+                place = token["where"] or f"file {token['file']}:{token['line']}:{token['column']}"
+                self.location = _where(place)
+            elif token["scope"] == "{":
+                self.scopes.append({})
+            elif token["scope"] == "}":
+                self.scopes.pop()
+                if not self.scopes:
+                    return
+            elif token["label"]:
+                self.program.labels[token["label"]] = len(self.program.instructions)
+            elif token["statement"]:
+                self.statement(token["statement"])
+        raise ValueError(f"{self.program.name}: PTX ends inside the kernel: {body[at : at + 80]!r}")
+
+
+def parse(ptx: str) -> Program:
+    """Read the one kernel of a PTX text.
+
+    Raises:
+        ValueError: no kernel, or more than one.
+        UnknownInstruction: a declaration that is not known.
+    """
+    entries = list(re.finditer(r"\.entry\s+([\w$]+)\s*\(([^)]*)\)", ptx))
+    if len(entries) != 1:
+        raise ValueError(f"ptx: expected one .entry, found {len(entries)}")
+    entry = entries[0]
+    head = re.sub(r"//[^\n]*", "", ptx[: entry.start()])
+    shared = re.findall(r"\.extern\s+\.shared[^;]*?([\w$]+)\[\]\s*;", head)
+    program = Program(
+        name=entry[1],
+        target=re.search(r"\.target\s+(\w+)", ptx)[1],
+        parameters=[(name, kind) for kind, name in _PARAMETER.findall(entry[2])],
+        shared_symbols=frozenset(shared),
+    )
+    _Reader(program).read(ptx[ptx.index("{", entry.end()) + 1 :])
+    return program

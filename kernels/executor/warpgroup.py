@@ -1,0 +1,207 @@
+"""Products of a warp group, four warps, with operands in shared memory: wgmma (PTX ISA 9.7.15).
+
+D, m64nN: warp w of the group holds rows 16 w to 16 w + 15; its thread 4 g + t holds in register i
+row g + 8 (i / 2 % 2), column 8 (i / 4) + 2 t + i % 2. A in registers is laid out as for mma.m16n8.
+
+A matrix in shared memory is found by a descriptor (9.7.15.5.1.2.2): start, leading and stride byte
+offsets in units of 16 bytes in bits 0-13, 16-29 and 32-45, swizzling in bits 62-63. It is made of
+rows of w = 128, 64, 32 (swizzled) or 16 bytes (not). "Rows" run along k if the matrix is K-major,
+along m or n if transposed (9.7.15.5.1.2.1); with chunks of 16 bytes, c counted along the row and r
+across:
+
+    start + r % 8 * w + r / 8 * stride + ...
+        ... + 16 c                                               K-major, swizzled
+        ... + c * leading                                        K-major, not swizzled
+        ... + c % (w / 16) * 16 + c / (w / 16) * leading         MN-major, swizzled
+
+Swizzling exchanges chunks: of the address, bits 4-6 (128), 4-5 (64) or 4 (32) are combined by
+exclusive or with bits 7-9, 7-8 or 7.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import numpy as np
+
+from kernels.executor.faults import FaultKind
+from kernels.executor.matrix import BITS, operand_values
+from kernels.executor.operands import Step, Translation, Unsupported, instruction
+
+_SWIZZLES = {0: 16, 1: 128, 2: 64, 3: 32}
+
+
+@functools.lru_cache(maxsize=4096)
+def descriptor_offsets(
+    descriptor: int, rows: int, bytes_of_k: int, itemsize: int, transposed: bool
+) -> np.ndarray:
+    """Place in shared memory of each byte of a [rows, k] matrix, flat.
+
+    Raises:
+        Unsupported: a form of matrix that is not known.
+    """
+    if descriptor >> 49 & 7:
+        raise Unsupported("descriptors with a base offset")
+    start, leading, stride = ((descriptor >> at & 0x3FFF) << 4 for at in (0, 16, 32))
+    width = _SWIZZLES[descriptor >> 62]
+    row = np.arange(rows)[:, None, None]
+    k = np.arange(bytes_of_k // itemsize)[None, :, None]
+    byte = np.arange(itemsize)[None, None, :]
+    if transposed:
+        row, k = k, row
+    chunk, inside = k * itemsize // 16, k * itemsize % 16 + byte
+    address = start + row // 8 * stride
+    if width == 16:
+        if transposed:
+            raise Unsupported("transposed matrices without swizzling")
+        address = address + row % 8 * 16 + chunk * leading
+    elif transposed:
+        per_row = width // 16
+        address = address + row % 8 * width + chunk % per_row * 16 + chunk // per_row * leading
+    else:
+        address = address + row % 8 * width + chunk * 16
+    address = address ^ ((address >> 7 & (width // 16 - 1)) << 4)
+    return np.ascontiguousarray(np.broadcast_arrays(address + inside, byte)[0]).reshape(-1)
+
+
+@instruction("wgmma")
+def _wgmma(translation: Translation) -> Step:
+    opcode = translation.instruction.opcode
+    known = {
+        "wgmma.fence.sync.aligned": lambda batch, mask: batch.products.fence(batch.every(mask)),
+        "wgmma.commit_group.sync.aligned": lambda batch, mask: batch.products.commit(
+            batch.every(mask)
+        ),
+    }
+    if opcode in known:
+        act = known[opcode]
+    elif opcode == "wgmma.wait_group.sync.aligned":
+        most = int(translation.operands[0], 0)
+
+        def act(batch, mask):
+            batch.products.wait(batch.every(mask), most)
+    else:
+        return _multiply(translation)
+
+    def step(batch, mask):
+        batch.whole_warps(mask)
+        act(batch, mask)
+
+    return step
+
+
+def _flag(text) -> int:
+    return int(text, 0)
+
+
+def _multiply(translation: Translation) -> Step:
+    pattern = r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(\d+)\.f32\.(\w+)\.(\w+)"
+    matched = re.fullmatch(pattern, translation.instruction.opcode)
+    if not matched or matched[3] not in BITS or matched[4] not in BITS:
+        raise Unsupported("this form of wgmma is not known")
+    n, a_kind, b_kind = int(matched[1]), matched[3], matched[4]
+    itemsize = BITS[a_kind] // 8
+    if int(matched[2]) * itemsize != 32:
+        raise Unsupported(f"k{matched[2]} of .{a_kind}")
+    target, a, b, scale_d, scale_a, scale_b, *transposed = translation.operands
+    in_registers = isinstance(a, tuple)
+    flags = [_flag(text) for text in transposed] or [0] * (2 - in_registers)
+    if _flag(scale_a) != 1 or _flag(scale_b) != 1 or len(flags) != 2 - in_registers:
+        raise Unsupported("these immediates are not known")
+    if len(target) != n // 2:
+        raise Unsupported("the number of registers does not fit")
+    read_a = [
+        translation.read(one, "b32" if in_registers else "b64")
+        for one in (a if in_registers else (a,))
+    ]
+    read_b, keep = translation.read(b, "b64"), translation.read(scale_d, "pred")
+    accumulators = [register.index for register in target]
+    fenced = accumulators + ([register.index for register in a] if in_registers else [])
+
+    def multiply(batch, mask):
+        """Group by group: the descriptors are the same for all threads of one."""
+        batch.whole_warps(mask)
+        active = batch.every(mask)
+        batch.products.check_fenced(active, fenced)
+        a_bits = [batch.full(read(batch)) for read in read_a]
+        b_bits, keeps = batch.full(read_b(batch)), batch.full(keep(batch))
+        sums = np.stack([batch.products.accumulator(i).view(np.float32) for i in accumulators])
+        results, operands = sums.copy(), []
+        for first in _groups(batch, active):
+            threads = slice(first, first + 128)
+
+            def operand(bits, kind, rows, is_transposed, threads=threads, first=first):
+                matrix, taken = _fetch(batch, bits[threads], kind, rows, is_transposed, first)
+                operands.append(taken)
+                return matrix
+
+            if in_registers:
+                left = _rows_of_registers([bits[threads] for bits in a_bits], a_kind)
+            else:
+                left = operand(a_bits[0], a_kind, 64, flags[0])
+            right = operand(b_bits, b_kind, n, flags[-1])
+            done = left.astype(np.float64) @ right.T.astype(np.float64)
+            if keeps[first]:
+                done += _rows_of_result(sums[:, threads], n)
+            results[:, threads] = _registers_of_result(done.astype(np.float32), n)
+        bits = results.view(np.uint32)
+        batch.products.issue(active, dict(zip(accumulators, bits, strict=True)), operands)
+
+    return multiply
+
+
+def _groups(batch, active: np.ndarray) -> list[int]:
+    """First threads of the warp groups that take part, as wholes."""
+    by_group = active.reshape(-1, 128)
+    some, every = by_group.any(1), by_group.all(1)
+    if (some != every).any():
+        thread = 128 * int(np.flatnonzero(some != every)[0])
+        raise batch.fault(FaultKind.DIVERGENCE, "a warp of the group does not take part", thread)
+    return [128 * int(group) for group in np.flatnonzero(every)]
+
+
+def _fetch(batch, descriptors, kind: str, rows: int, transposed: int, thread: int):
+    """A [rows, k] matrix from shared memory as f32, and what of the memory it takes."""
+    if (descriptors != descriptors[0]).any():
+        detail = "threads of a warp group give different descriptors"
+        raise batch.fault(FaultKind.DIVERGENCE, detail, thread)
+    itemsize = BITS[kind] // 8
+    offsets = descriptor_offsets(int(descriptors[0]), rows, 32, itemsize, bool(transposed))
+    program = thread // batch.threads_per_program
+    data = batch.shared.take_operand(batch, program, thread, offsets)
+    return operand_values(data, kind).reshape(rows, -1), (program, offsets)
+
+
+def _rows_of_registers(bits: list[np.ndarray], kind: str) -> np.ndarray:
+    """A from four registers of 128 threads: [64, k]."""
+    values = operand_values(np.stack(bits), kind).reshape(2, 2, 4, 8, -1)  # k half, row half, w, g
+    return values.transpose(2, 1, 3, 0, 4).reshape(64, -1)
+
+
+def _rows_of_result(registers: np.ndarray, n: int) -> np.ndarray:
+    """[n / 2, 128 threads] to [64, n]."""
+    split = registers.reshape(n // 8, 2, 2, 4, 8, 4)  # column / 8, row half, pair, w, g, t
+    return split.transpose(3, 1, 4, 0, 5, 2).reshape(64, n)
+
+
+def _registers_of_result(rows: np.ndarray, n: int) -> np.ndarray:
+    """The reverse of `_rows_of_result`."""
+    split = rows.reshape(4, 2, 8, n // 8, 4, 2)
+    return split.transpose(3, 1, 5, 0, 2, 4).reshape(n // 2, 128)
+
+
+@instruction("fence", "membar")
+def _fence(translation: Translation) -> Step:
+    """fence.proxy.async: the async proxy sees what these threads see (9.7.13.4)."""
+    opcode = translation.instruction.opcode
+    if opcode not in ("fence.proxy.async", "fence.proxy.async.shared::cta"):
+        raise Unsupported("fences of this kind are not known")
+
+    def fence(batch, mask):
+        warps = np.flatnonzero(batch.every(mask).reshape(-1, 32).any(1))
+        per_program = batch.threads_per_program // 32
+        for program in np.unique(warps // per_program):
+            batch.shared.fence(int(program), warps)
+
+    return fence

@@ -1,0 +1,68 @@
+"""Kernels written as PTX, run one by one."""
+
+from __future__ import annotations
+
+import pytest
+
+HEAD = """
+.version 8.7
+.target sm_90a
+.address_size 64
+.extern .shared .align 16 .b8 global_smem[];
+.visible .entry broken({parameters})
+{{
+	.reg .pred %p<8>;
+	.reg .b16 %h<16>;
+	.reg .b32 %r<96>;
+	.reg .b64 %d<32>;
+	.loc 1 7 3 // broken.py:7:3
+{body}
+	ret;
+}}
+"""
+
+
+def kernel_text(body: str, num_tensors: int = 1, scalars: str = "") -> str:
+    """PTX of a kernel: tensors are in %d0, %d1 ..., the thread's index is in %r0 and %d10."""
+    kinds = ["u64"] * num_tensors + scalars.split()
+    parameters = ", ".join(f".param .{kind} p{number}" for number, kind in enumerate(kinds))
+    loads = [f"ld.param.b64 %d{number}, [p{number}];" for number in range(num_tensors)]
+    lines = [*loads, "mov.u32 %r0, %tid.x;", "cvt.u64.u32 %d10, %r0;", body]
+    return HEAD.format(parameters=parameters, body="\n".join(lines))
+
+
+@pytest.fixture
+def run_body():
+    """Run a kernel given as the body that `kernel_text` takes, on tensors."""
+    from kernels.executor import run_ptx  # not before `--executor` has been looked at
+
+    def run(body: str, *tensors, **options):
+        return run_ptx(kernel_text(body, len(tensors)), tensors, **options)
+
+    return run
+
+
+def pytest_configure(config):
+    config.addinivalue_line(
+        "markers", "executor: all kernel tests on the executor; minutes to hours, only with -m"
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave out what is marked `executor` unless it is asked for."""
+    if "executor" in (config.getoption("markexpr", "") or ""):
+        return
+    left_out = [item for item in items if item.get_closest_marker("executor")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("executor")]
+
+
+_NEED_COMPILED_KERNELS = ("test_ops.py", "test_mutants.py")
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Tests of compiled kernels are there only where kernels are not bound to the interpreter."""
+    if collection_path.name in _NEED_COMPILED_KERNELS and not config.getoption("--executor", None):
+        return True
+    return None

@@ -1,0 +1,94 @@
+"""Counts of small kernels, known beforehand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+ADDRESS = "mul.wide.u32 %d11, %r0, {stride}; add.s64 %d12, %d0, %d11;"
+
+
+def memory(num_bytes: int) -> torch.Tensor:
+    """Bytes that begin where a line of 128 does."""
+    room = torch.zeros(num_bytes + 128, dtype=torch.uint8)
+    skipped = -room.data_ptr() % 128
+    return room[skipped : skipped + num_bytes]
+
+
+@pytest.mark.parametrize(
+    ("access", "stride", "sectors", "lines"),
+    [
+        ("ld.global.b32 %r1, [%d12];", 4, 4, 1),
+        ("ld.global.b32 %r1, [%d12];", 0, 1, 1),
+        ("ld.global.b32 %r1, [%d12];", 8, 8, 2),
+        ("ld.global.b32 %r1, [%d12];", 128, 32, 32),
+        ("ld.global.b32 %r1, [%d12+16];", 4, 5, 2),
+        ("ld.global.b8 %r1, [%d12];", 1, 1, 1),
+        ("ld.global.v4.b32 {%r1, %r2, %r3, %r4}, [%d12];", 16, 16, 4),
+        ("st.global.v2.b32 [%d12], {%r1, %r2};", 8, 8, 2),
+    ],
+)
+def test_sectors_and_lines(run_body, access, stride, sectors, lines):
+    counts = run_body(ADDRESS.format(stride=stride) + access, memory(128 * 32))
+    assert (counts.requests, counts.sectors, counts.lines) == (1, sectors, lines)
+    assert counts.distinct_lines == lines
+
+
+def test_masked_threads_and_programs(run_body):
+    """Three programs of two warps read the same 8 numbers."""
+    body = "and.b32 %r2, %r0, 31; setp.lt.u32 %p1, %r2, 8; mul.wide.u32 %d11, %r2, 4;"
+    body += "add.s64 %d12, %d0, %d11; @%p1 ld.global.b32 %r1, [%d12];"
+    counts = run_body(body, memory(128), grid=(3, 1, 1), num_warps=2)
+    assert (counts.requests, counts.sectors, counts.lines) == (6, 6, 6)
+    assert (counts.read_bytes, counts.distinct_lines) == (6 * 32, 1)
+    assert counts.instructions["global load"] == 6
+    assert counts.sectors_per_request == 1.0
+
+
+@pytest.mark.parametrize(
+    ("access", "stride", "wavefronts", "conflicts"),
+    [
+        ("st.shared.b32 [%r2], %r0;", 4, 1, 0),
+        ("st.shared.b32 [%r2], %r0;", 8, 2, 1),
+        ("st.shared.b32 [%r2], %r0;", 128, 32, 31),
+        ("st.shared.b32 [%r2], %r0;", 132, 1, 0),
+        ("st.shared.b16 [%r2], %h0;", 2, 1, 0),
+        ("st.shared.v2.b32 [%r2], {%r0, %r1};", 8, 2, 0),
+        ("st.shared.v4.b32 [%r2], {%r0, %r1, %r0, %r1};", 16, 4, 0),
+        ("st.shared.v4.b32 [%r2], {%r0, %r1, %r0, %r1};", 32, 8, 4),
+    ],
+)
+def test_wavefronts_and_bank_conflicts(run_body, access, stride, wavefronts, conflicts):
+    body = f"mul.lo.s32 %r2, %r0, {stride}; {access}"
+    counts = run_body(body, memory(4), shared_bytes=132 * 32)
+    assert (counts.wavefronts, counts.bank_conflicts) == (wavefronts, conflicts)
+
+
+def test_all_threads_may_read_one_word(run_body):
+    body = "st.shared.b32 [0], %r5; ld.shared.b32 %r1, [0];"
+    counts = run_body(body, memory(4), shared_bytes=4)
+    assert (counts.wavefronts, counts.bank_conflicts) == (2, 0)
+
+
+@pytest.mark.parametrize(("row", "wavefronts"), [(16, 4), (128, 32), (144, 4)])
+def test_ldmatrix(run_body, row, wavefronts):
+    """Eight rows of a matrix in different banks, in the same, and padded apart."""
+    fill = f"mul.lo.s32 %r2, %r0, {row}; st.shared.v4.b32 [%r2], {{%r0, %r0, %r0, %r0}};"
+    body = fill + "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r3, %r4, %r5, %r6}, [%r2];"
+    counts = run_body(body, memory(4), shared_bytes=144 * 32)
+    assert counts.wavefronts == 2 * wavefronts
+
+
+def test_classes_tensor_operations_and_barriers(run_body):
+    body = """
+    mov.b32 %r1, 0; bar.sync 0; add.s32 %r2, %r1, 1; bar.sync 0;
+    mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32
+      {%r4, %r5, %r6, %r7}, {%r1, %r1, %r1, %r1}, {%r1, %r1}, {%r1, %r1, %r1, %r1};
+    add.f32 %r8, %r4, %r5; cvt.rn.f16.f32 %h1, %r8;
+    """
+    counts = run_body(body, memory(4), num_warps=3)
+    assert counts.tensor_operations == 3 * 2 * 16 * 8 * 16
+    assert counts.barriers == 3 * 2
+    expected = {"tensor core": 3, "synchronisation": 6, "floating point": 3, "integer": 3}
+    expected |= {"move": 6, "conversion": 6, "control": 3, "parameter": 3}
+    assert counts.instructions == expected

@@ -1,0 +1,273 @@
+"""Every kind of fault, shown by a small kernel that has it and by one that has it mended."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.executor import Fault, FaultKind, UnknownInstruction
+
+LOAD = "shl.b64 %d11, %d10, 2; add.s64 %d12, %d0, %d11; ld.global.b32 %r1, [%d12+{offset}];"
+STORE = "shl.b64 %d11, %d10, 2; add.s64 %d12, %d0, %d11; st.global.b32 [%d12+{offset}], %r0;"
+# Shared memory: thread t stores at 4 t, and loads from 4 (t ^ 32), which another warp stored.
+TO_SHARED = "shl.b32 %r2, %r0, 2; st.shared.b32 [%r2], %r0;"
+FROM_OTHER_WARP = "xor.b32 %r3, %r2, 128; ld.shared.b32 %r4, [%r3];"
+COPY = (
+    "shl.b32 %r2, %r0, 4; shl.b64 %d11, %d10, 4; add.s64 %d12, %d0, %d11;"
+    "cp.async.cg.shared.global [%r2], [%d12], 0x10; cp.async.commit_group;"
+)
+
+
+def caught(run_body, body: str, *tensors, **options) -> Fault:
+    with pytest.raises(Fault) as raised:
+        run_body(body, *tensors, **options)
+    return raised.value
+
+
+def numbers(count: int) -> torch.Tensor:
+    return torch.arange(count, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("offset", "count", "address"),
+    [(4, 32, 128), (-4, 32, -4), (0, 31, 124), (1 << 20, 32, 1 << 20)],
+    ids=["past the end", "before the start", "one too few", "far away"],
+)
+@pytest.mark.parametrize("access", [LOAD, STORE])
+def test_global_access_outside_its_tensor(run_body, access, offset, count, address):
+    """Also where a neighbour in memory is a tensor of the launch."""
+    whole = numbers(96)
+    fault = caught(run_body, access.format(offset=offset), whole[32 : 32 + count], whole)
+    assert fault.kind is FaultKind.OUT_OF_BOUNDS
+    assert (fault.tensor, fault.address) == ("p0", address)
+    assert fault.location == "broken.py:7:3"
+    assert "broken, program (0, 0, 0)" in str(fault)
+    run_body(access.format(offset=0), numbers(32))
+
+
+def test_thread_and_program_of_a_fault(run_body):
+    body = (
+        "mov.u32 %r1, %ctaid.y; mad.lo.s32 %r2, %r1, 32, %r0; mul.wide.s32 %d11, %r2, 4;"
+        "add.s64 %d12, %d0, %d11; ld.global.b32 %r3, [%d12];"
+    )
+    fault = caught(run_body, body, numbers(75), grid=(1, 3, 1))
+    assert (fault.program, fault.thread) == ((0, 2, 0), 11)
+    assert fault.instruction == "ld.global.b32 %r3, [%d12]"
+
+
+def test_access_between_rows_of_a_strided_view(run_body):
+    rows = numbers(8 * 6).view(8, 6)[:, :4]  # thread t reads row t / 4, column t % 4 ...
+    body = (
+        "shr.u32 %r1, %r0, 2; and.b32 %r2, %r0, 3; mad.lo.s32 %r3, %r1, 6, %r2;"
+        "mul.wide.s32 %d11, %r3, 4; add.s64 %d12, %d0, %d11; ld.global.b32 %r4, [%d12+{offset}];"
+    )
+    run_body(body.format(offset=0), rows)
+    fault = caught(run_body, body.format(offset=4), rows)
+    assert fault.kind is FaultKind.OUT_OF_BOUNDS
+    assert "between the rows" in str(fault)
+    assert fault.thread == 3
+
+
+def test_misaligned_global_access(run_body):
+    body = "ld.global.v4.b32 {%r1, %r2, %r3, %r4}, [%d0+OFFSET];"
+    for aligned in (0, 16):
+        run_body(body.replace("OFFSET", str(aligned)), numbers(16))
+    fault = caught(run_body, body.replace("OFFSET", "8"), numbers(16))
+    assert fault.kind is FaultKind.MISALIGNED
+
+
+def test_shared_access_outside_or_misaligned(run_body):
+    body = "shl.b32 %r2, %r0, 2; st.shared.b32 [%r2+{offset}], %r0;"
+    run_body(body.format(offset=0), numbers(1), shared_bytes=128)
+    past = caught(run_body, body.format(offset=4), numbers(1), shared_bytes=128)
+    assert (past.kind, past.thread, past.address) == (FaultKind.OUT_OF_BOUNDS, 31, 128)
+    before = caught(run_body, body.format(offset=-4), numbers(1), shared_bytes=128)
+    assert before.kind is FaultKind.OUT_OF_BOUNDS
+    odd = caught(run_body, body.format(offset=2), numbers(1), shared_bytes=256)
+    assert odd.kind is FaultKind.MISALIGNED
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_race_between_warps(run_body, seed):
+    options = {"num_warps": 2, "shared_bytes": 256, "seed": seed}
+    run_body(f"{TO_SHARED} bar.sync 0; {FROM_OTHER_WARP}", numbers(1), **options)
+    fault = caught(run_body, f"{TO_SHARED} {FROM_OTHER_WARP}", numbers(1), **options)
+    # In an order in which the other warp has not stored yet, it is a read of nothing.
+    assert fault.kind in (FaultKind.SHARED_RACE, FaultKind.UNWRITTEN)
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_write_after_read_of_another_warp(run_body, seed):
+    body = f"{TO_SHARED} bar.sync 0; {FROM_OTHER_WARP} BARRIER add.s32 %r5, %r0, 1; "
+    body += "st.shared.b32 [%r2], %r5;"
+    options = {"num_warps": 2, "shared_bytes": 256, "seed": seed}
+    run_body(body.replace("BARRIER", "bar.sync 0;"), numbers(1), **options)
+    fault = caught(run_body, body.replace("BARRIER", ""), numbers(1), **options)
+    assert fault.kind is FaultKind.SHARED_RACE
+
+
+def test_two_warps_may_store_the_same_value_but_no_other(run_body):
+    body = "and.b32 %r1, %r0, 31; shl.b32 %r2, %r1, 2; st.shared.b32 [%r2], {value};"
+    options = {"num_warps": 2, "shared_bytes": 128}
+    run_body(body.format(value="%r1"), numbers(1), **options)
+    fault = caught(run_body, body.format(value="%r0"), numbers(1), **options)
+    assert fault.kind is FaultKind.SHARED_RACE
+
+
+def test_shared_memory_that_nothing_wrote(run_body):
+    fault = caught(run_body, "ld.shared.b32 %r1, [16];", numbers(1), shared_bytes=32)
+    assert (fault.kind, fault.address) == (FaultKind.UNWRITTEN, 16)
+
+
+@pytest.mark.parametrize("order", ["store, then load", "load, then store", "store, then store"])
+@pytest.mark.parametrize("seed", [None, 3])
+def test_race_between_programs(run_body, order, seed):
+    """Programs meet at element 0, or each keep to an element of their own."""
+    load, store = "ld.global.b32 %r1, [%d12];", "st.global.b32 [%d12], %r0;"
+    first, second = (store if "store" in word else load for word in order.split(", then "))
+    body = "mov.u32 %r2, %ctaid.x; mul.wide.u32 %d11, %r2, {stride}; add.s64 %d12, %d0, %d11;"
+    body += first + second
+    run_body(body.format(stride=4), numbers(40), grid=(40, 1, 1), seed=seed)
+    fault = caught(run_body, body.format(stride=0), numbers(40), grid=(40, 1, 1), seed=seed)
+    assert fault.kind is FaultKind.GLOBAL_RACE
+
+
+def test_races_are_seen_through_tensors_that_overlap(run_body):
+    whole = numbers(64)
+    body = (
+        "mov.u32 %r2, %ctaid.x; setp.eq.s32 %p1, %r2, 0;"
+        "@%p1 st.global.b32 [%d0], %r0; @!%p1 ld.global.b32 %r1, [%d1];"
+    )
+    run_body(body, whole[:32], whole[32:], grid=(2, 1, 1))
+    fault = caught(run_body, body, whole[:32], whole[:8], grid=(2, 1, 1))
+    assert fault.kind is FaultKind.GLOBAL_RACE
+
+
+class TestAsynchronousCopies:
+    TENSOR = numbers(128)
+
+    def test_used_before_its_wait(self, run_body):
+        """The copy lands late."""
+        body = COPY + "{wait} ld.shared.b32 %r4, [%r2];"
+        run_body(body.format(wait="cp.async.wait_group 0;"), self.TENSOR, shared_bytes=512)
+        for wait in ("", "cp.async.wait_group 1;"):
+            fault = caught(run_body, body.format(wait=wait), self.TENSOR, shared_bytes=512)
+            assert fault.kind is FaultKind.COPY_IN_FLIGHT
+
+    def test_waiting_for_an_older_group_only(self, run_body):
+        second = COPY.replace("[%r2]", "[%r2+512]")
+        body = f"{COPY} {second} cp.async.wait_group 1; ld.shared.b32 %r4, [%r2+{{at}}];"
+        run_body(body.format(at=0), self.TENSOR, shared_bytes=1024)
+        fault = caught(run_body, body.format(at=512), self.TENSOR, shared_bytes=1024)
+        assert fault.kind is FaultKind.COPY_IN_FLIGHT
+
+    def test_other_warps_need_a_barrier_after_the_wait(self, run_body):
+        body = COPY + "cp.async.wait_group 0; {barrier} xor.b32 %r3, %r2, 512;"
+        body += "ld.shared.b32 %r4, [%r3];"
+        options = {"num_warps": 2, "shared_bytes": 1024}
+        run_body(body.format(barrier="bar.sync 0;"), numbers(256), **options)
+        fault = caught(run_body, body.format(barrier=""), numbers(256), **options)
+        assert fault.kind is FaultKind.SHARED_RACE
+
+    def test_overwrites_what_is_still_read(self, run_body):
+        """The copy lands early."""
+        prepare = "shl.b32 %r5, %r0, 2; st.shared.b32 [%r5], %r0; bar.sync 0;"
+        body = prepare + "xor.b32 %r6, %r5, 128; ld.shared.b32 %r7, [%r6]; {barrier}" + COPY
+        options = {"num_warps": 2, "shared_bytes": 1024}
+        run_body(body.format(barrier="bar.sync 0;"), numbers(256), **options)
+        fault = caught(run_body, body.format(barrier=""), numbers(256), **options)
+        assert fault.kind is FaultKind.SHARED_RACE
+        assert "overwritten by an asynchronous copy" in str(fault)
+
+    def test_store_into_a_copy_in_flight(self, run_body):
+        body = COPY + "st.shared.b32 [%r2], %r0;"
+        fault = caught(run_body, body, self.TENSOR, shared_bytes=512)
+        assert fault.kind is FaultKind.COPY_IN_FLIGHT
+
+    def test_what_is_not_read_is_zero(self, run_body):
+        out, given = torch.full((64,), -1, dtype=torch.int32), numbers(128) + 1
+        body = (
+            "setp.lt.u32 %p1, %r0, 8; selp.b32 %r8, 8, 0, %p1;"
+            + COPY.replace("0x10;", "0x10, %r8;")
+            + "cp.async.wait_all; ld.shared.b32 %r3, [%r2+4]; ld.shared.b32 %r4, [%r2+8];"
+            "shl.b64 %d13, %d10, 3; add.s64 %d14, %d1, %d13; st.global.v2.b32 [%d14], {%r3, %r4};"
+        )
+        run_body(body, given[:32], out, shared_bytes=512)
+        expected = torch.zeros(32, 2, dtype=torch.int32)
+        expected[:8, 0] = given[:32].view(8, 4)[:, 1]
+        assert torch.equal(out.view(32, 2), expected)
+
+
+class TestControlFlow:
+    def test_barrier_that_a_warp_never_reaches(self, run_body):
+        body = "setp.lt.u32 %p1, %r0, 32; @%p1 bra SKIP; bar.sync 0; SKIP: mov.u32 %r1, %r0;"
+        run_body(body, numbers(1), num_warps=1)
+        for seed in (None, 0):
+            fault = caught(run_body, body, numbers(1), num_warps=3, seed=seed)
+            assert fault.kind is FaultKind.BARRIER
+            assert fault.thread == 32
+            assert "bar.sync" in fault.instruction
+
+    def test_barrier_within_a_divergent_warp(self, run_body):
+        body = "setp.lt.u32 %p1, %r0, 7; @%p1 bra SKIP; bar.sync 0; SKIP: mov.u32 %r1, %r0;"
+        fault = caught(run_body, body, numbers(1))
+        assert fault.kind is FaultKind.DIVERGENCE
+
+    @pytest.mark.parametrize("last", [30, 31])
+    def test_shuffle_from_a_thread_that_is_elsewhere(self, run_body, last):
+        body = f"setp.gt.u32 %p1, %r0, {last}; @%p1 bra SKIP;"
+        body += "shfl.sync.bfly.b32 %r1, %r0, 1, 31, -1; SKIP: mov.u32 %r2, %r0;"
+        if last == 31:
+            run_body(body, numbers(1))
+        else:
+            assert caught(run_body, body, numbers(1)).kind is FaultKind.DIVERGENCE
+
+    def test_ldmatrix_by_a_part_of_a_warp(self, run_body):
+        body = "setp.lt.u32 %p1, %r0, 16; shl.b32 %r1, %r0, 4;"
+        body += "@%p1 ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r2}, [%r1];"
+        fault = caught(run_body, body, numbers(1), shared_bytes=512)
+        assert fault.kind is FaultKind.DIVERGENCE
+
+    def test_trap(self, run_body):
+        assert caught(run_body, "trap;", numbers(1)).kind is FaultKind.TRAP
+
+    def test_endless_loop(self, run_body, monkeypatch):
+        monkeypatch.setattr("kernels.executor.machine.MAX_INSTRUCTIONS", 1000)
+        assert caught(run_body, "AGAIN: bra AGAIN;", numbers(1)).kind is FaultKind.ENDLESS
+
+    @pytest.mark.parametrize("seed", [None, 0, 1, 2])
+    def test_threads_of_a_warp_loop_differently_and_meet_again(self, run_body, seed):
+        """Thread t counts to t % 5; then all exchange their counts."""
+        out = torch.zeros(64, dtype=torch.int32)
+        body = (
+            "rem.u32 %r1, %r0, 5; mov.u32 %r2, 0;"
+            "AGAIN: setp.ge.u32 %p1, %r2, %r1; @%p1 bra DONE; add.s32 %r2, %r2, 1; bra.uni AGAIN;"
+            "DONE: bar.sync 0; shfl.sync.bfly.b32 %r3, %r2, 1, 31, -1; shl.b64 %d11, %d10, 2;"
+            "add.s64 %d12, %d0, %d11; st.global.b32 [%d12], %r3;"
+        )
+        run_body(body, out, num_warps=2, seed=seed)
+        assert out.tolist() == [(thread ^ 1) % 5 for thread in range(64)]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("tcgen05.wait::ld.sync.aligned;", "tcgen05.wait::ld.sync.aligned"),
+        ("tcgen05.mma.cta_group::1.kind::f16 [ %r1 + 0 ], %d1, %d2, %r2, %p1;", "tcgen05.mma"),
+        ("tcgen05.st.sync.aligned.32x32b.x2.b32 [%r1 + 0], {%r2, %r3};", "tcgen05.st"),
+        ("mbarrier.try_wait.parity.shared.b64 %p1, [%r1 + %r2], 0;", "mbarrier.try_wait"),
+        ("atom.global.add.u32 %r1, [%d0], 1;", "atom.global.add.u32"),
+        ("add.sat.s32 %r1, %r0, 1;", ".sat is not known"),
+        ("mov.u32 %r1, %clock;", "special register %clock"),
+        ("bar.sync 1, 64;", "only barrier 0"),
+        ("cvt.rn.f16.s64 %r1, %d0;", "cvt.rn.f16.s64"),
+    ],
+)
+def test_an_unknown_instruction_is_refused_by_name(run_body, text, why):
+    """Before anything is executed."""
+    tensor = numbers(32)
+    body = STORE.format(offset=0).replace("%r0", "%r7") + text
+    with pytest.raises(UnknownInstruction, match=r"broken.py:7:3") as raised:
+        run_body(body, tensor)
+    assert why in str(raised.value)
+    assert torch.equal(tensor, numbers(32))

@@ -1,0 +1,360 @@
+"""Instructions one by one, against their meaning computed otherwise: by Python's integers, by exact
+fractions, by PyTorch's conversions, by matrix products."""
+
+from __future__ import annotations
+
+import random
+import struct
+from fractions import Fraction
+
+import pytest
+import torch
+
+WORDS = [0, 1, 2, 7, 31, 32, 33, 255, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 0xDEADBEEF, 0x80000001]
+FLOATS = [0.0, -0.0, 1.0, -1.5, 3.0e38, 1e-40, -1e-38, float("inf"), float("nan"), 65504.0, 65520.0]
+FLOATS += [0.1, 448.0, 464.0, 500.0, -0.001, 2**-9, 2**-10, 3 * 2**-10, 1 + 2**-8, 1 + 3 * 2**-8]
+
+
+def signed(x: int, width: int = 32) -> int:
+    x &= (1 << width) - 1
+    return x - (1 << width) if x >> (width - 1) else x
+
+
+def bits_of(x: float) -> int:
+    return struct.unpack("<I", struct.pack("<f", x))[0]
+
+
+def float_of(word: int) -> float:
+    return struct.unpack("<f", struct.pack("<I", word & 0xFFFFFFFF))[0]
+
+
+@pytest.fixture
+def compute(run_body):
+    """Run instructions on triples of 32-bit words, one triple per thread, in %r1, %r2 and %r3;
+    returns what is then in %r4 (or %d4, with wide)."""
+
+    def run(text: str, triples: list[tuple], *, wide: bool = False) -> list[int]:
+        columns = [[row[i] if i < len(row) else 0 for row in triples] for i in range(3)]
+        count = -(-len(triples) // 32) * 32
+        given = torch.zeros(3, count, dtype=torch.int64)
+        for column, values in zip(given, columns, strict=True):
+            column[: len(values)] = torch.tensor(values)
+        given = given.where(given < 2**31, given - 2**32).to(torch.int32)
+        out = torch.zeros(count, dtype=torch.int64)
+        loads = "".join(f"ld.global.b32 %r{i + 1}, [%d12+{4 * count * i}];" for i in range(3))
+        result = "" if wide else "cvt.u64.u32 %d4, %r4;"
+        run_body(
+            f"shl.b64 %d11, %d10, 2; add.s64 %d12, %d0, %d11; {loads} {text} {result}"
+            "shl.b64 %d13, %d10, 3; add.s64 %d14, %d1, %d13; st.global.b64 [%d14], %d4;",
+            given.flatten(),
+            out,
+            num_warps=count // 32,
+        )
+        mask = 2**64 - 1 if wide else 2**32 - 1
+        return [value & mask for value in out[: len(triples)].tolist()]
+
+    return run
+
+
+PAIRS = [(a, b) for a in WORDS for b in WORDS]
+TRIPLES = [tuple(random.Random(seed).choices(WORDS, k=3)) for seed in range(200)]
+
+
+def _truncated(a: int, b: int) -> int:
+    return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+
+
+INTEGER = {
+    "add.s32": lambda a, b: a + b,
+    "sub.s32": lambda a, b: a - b,
+    "mul.lo.s32": lambda a, b: a * b,
+    "mul.hi.u32": lambda a, b: a * b >> 32,
+    "mul.hi.s32": lambda a, b: signed(a) * signed(b) >> 32,
+    "min.s32": lambda a, b: min(signed(a), signed(b)),
+    "max.u32": lambda a, b: max(a, b),
+    "min.relu.s32": lambda a, b: max(0, min(signed(a), signed(b))),
+    "and.b32": lambda a, b: a & b,
+    "or.b32": lambda a, b: a | b,
+    "xor.b32": lambda a, b: a ^ b,
+    "shl.b32": lambda a, b: a << b if b < 32 else 0,
+    "shr.u32": lambda a, b: a >> b if b < 32 else 0,
+    "shr.s32": lambda a, b: signed(a) >> min(b, 31),
+    "div.u32": lambda a, b: a // b,
+    "rem.u32": lambda a, b: a % b,
+    "div.s32": lambda a, b: _truncated(signed(a), signed(b)),
+    "rem.s32": lambda a, b: signed(a) - signed(b) * _truncated(signed(a), signed(b)),
+}
+
+
+@pytest.mark.parametrize("opcode", INTEGER)
+def test_integers(compute, opcode):
+    pairs = [pair for pair in PAIRS if pair[1] or ("div" not in opcode and "rem" not in opcode)]
+    expected = [INTEGER[opcode](*pair) & 0xFFFFFFFF for pair in pairs]
+    assert compute(f"{opcode} %r4, %r1, %r2;", pairs) == expected
+
+
+@pytest.mark.parametrize("letter", "us")
+def test_products_of_twice_the_width(compute, letter):
+    values = (lambda x: x) if letter == "u" else signed
+    text = f"cvt.s64.s32 %d5, %r3; mad.wide.{letter}32 %d4, %r1, %r2, %d5;"
+    expected = [(values(a) * values(b) + signed(c)) & (2**64 - 1) for a, b, c in TRIPLES]
+    assert compute(text, TRIPLES, wide=True) == expected
+
+
+@pytest.mark.parametrize("kind", ["u32", "s32"])
+def test_field_extraction(compute, kind):
+    def extract(a, start, length):
+        start, length = start & 255, length & 255
+        value = a if kind == "u32" else signed(a)  # beyond the top the sign repeats
+        field = (value >> start) & ((1 << length) - 1)
+        if kind == "s32" and length:
+            top = value >> min(start + length - 1, 31) & 1
+            field |= -1 << length if top else 0
+        return field & 0xFFFFFFFF
+
+    fields = [
+        (a, start, length) for a in WORDS for start in (0, 5, 31) for length in (0, 1, 8, 27, 32)
+    ]
+    expected = [extract(*field) for field in fields]
+    assert compute(f"bfe.{kind} %r4, %r1, %r2, %r3;", fields) == expected
+
+
+@pytest.mark.parametrize("table", [0x80, 0x96, 0xF8, 0x1B])
+def test_functions_of_three_bits_by_table(compute, table):
+    def combine(words):
+        result = 0
+        for place in range(32):
+            a, b, c = (word >> place & 1 for word in words)
+            result |= (table >> (4 * a + 2 * b + c) & 1) << place
+        return result
+
+    got = compute(f"lop3.b32 %r4, %r1, %r2, %r3, {table:#x};", TRIPLES)
+    assert got == [combine(triple) for triple in TRIPLES]
+
+
+def test_bytes_are_permuted(compute):
+    def permute(a, b, selectors):
+        data, result = (b << 32 | a).to_bytes(8, "little"), 0
+        for place in range(4):
+            selector = selectors >> 4 * place & 15
+            byte = data[selector & 7]
+            result |= (255 * (byte >> 7) if selector & 8 else byte) << 8 * place
+        return result
+
+    assert compute("prmt.b32 %r4, %r1, %r2, %r3;", TRIPLES) == [permute(*t) for t in TRIPLES]
+
+
+@pytest.mark.parametrize("opcode", ["add.f32", "sub.f32", "mul.f32", "div.rn.f32"])
+def test_floats_round_to_nearest_even(compute, opcode):
+    pairs = [(bits_of(a), bits_of(b)) for a in FLOATS for b in FLOATS]
+    got = torch.tensor([float_of(x) for x in compute(f"{opcode} %r4, %r1, %r2;", pairs)])
+    a, b = (torch.tensor([float_of(pair[i]) for pair in pairs]) for i in range(2))
+    expected = {"add": a + b, "sub": a - b, "mul": a * b, "div": a / b}[opcode[:3]]
+    assert torch.equal(got.nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+def test_fused_products_round_once(compute):
+    rng = random.Random(0)
+    triples = [
+        tuple(bits_of(rng.uniform(-2, 2) * 2.0 ** rng.randrange(-20, 20)) for _ in range(3))
+        for _ in range(500)
+    ]
+    # Rounded to f64 first, these would be rounded the wrong way: a tie that a tiny addend breaks.
+    triples.append((bits_of(1 + 2**-12), bits_of(1 + 2**-12), bits_of(2.0**-80)))
+    for word, triple in zip(
+        compute("fma.rn.f32 %r4, %r1, %r2, %r3;", triples), triples, strict=True
+    ):
+        a, b, c = (Fraction(float_of(x)) for x in triple)
+        exact, got = a * b + c, Fraction(float_of(word))
+        near = [Fraction(float_of(word + step)) for step in (-1, 1)]
+        assert all(abs(got - exact) <= abs(other - exact) for other in near)
+
+
+def test_subnormal_numbers_are_flushed_where_asked(compute):
+    tiny = [(bits_of(1e-40), bits_of(2.0)), (bits_of(-1e-40), bits_of(2.0))]
+    kept = [float_of(x) for x in compute("mul.f32 %r4, %r1, %r2;", tiny)]
+    assert kept[0] == -kept[1] != 0.0
+    flushed = compute("mul.ftz.f32 %r4, %r1, %r2;", tiny)
+    assert flushed == [0, 0x80000000]
+
+
+@pytest.mark.parametrize(("opcode", "nan"), [("max.f32", False), ("max.NaN.f32", True)])
+def test_maximum_and_nan(compute, opcode, nan):
+    pairs = [(bits_of(float("nan")), bits_of(2.0)), (bits_of(-1.0), bits_of(float("nan")))]
+    got = [float_of(x) for x in compute(f"{opcode} %r4, %r1, %r2;", pairs)]
+    assert all(x != x for x in got) if nan else got == [2.0, -1.0]
+
+
+@pytest.mark.parametrize(
+    ("comparison", "holds", "of_nan"),
+    [
+        ("lt", lambda a, b: a < b, False),
+        ("ne", lambda a, b: a != b, False),
+        ("neu", lambda a, b: a != b, True),
+        ("geu", lambda a, b: a >= b, True),
+        ("equ", lambda a, b: a == b, True),
+        ("num", lambda a, b: True, False),
+    ],
+)
+def test_comparisons_of_floats(compute, comparison, holds, of_nan):
+    pairs = [(bits_of(a), bits_of(b)) for a in FLOATS for b in FLOATS]
+    text = f"setp.{comparison}.f32 %p1, %r1, %r2; selp.b32 %r4, 1, 0, %p1;"
+    for got, pair in zip(compute(text, pairs), pairs, strict=True):
+        a, b = map(float_of, pair)
+        assert got == (of_nan if a != a or b != b else holds(a, b))
+
+
+def test_comparisons_of_integers_know_their_sign(compute):
+    text = "setp.lt.{} %p1, %r1, %r2; selp.b32 %r4, 1, 0, %p1;"
+    assert compute(text.format("u32"), PAIRS) == [a < b for a, b in PAIRS]
+    assert compute(text.format("s32"), PAIRS) == [signed(a) < signed(b) for a, b in PAIRS]
+
+
+ALL_16 = [(low | (low + 1) << 16,) for low in range(0, 1 << 16, 2)]
+NARROW = {
+    "cvt.rn.f16x2.f32": (torch.float16, torch.int16),
+    "cvt.rn.bf16x2.f32": (torch.bfloat16, torch.int16),
+}
+
+
+def _hard_floats() -> torch.Tensor:
+    """Floats at, and next to, the middle between neighbours of narrower formats."""
+    halves = torch.arange(0x7C00, dtype=torch.int16).view(torch.float16).float()
+    middles = (halves[1:] + halves[:-1]) / 2
+    bf16 = (torch.arange(0x7F80) << 16).to(torch.int32).view(torch.float32)
+    values = torch.cat([halves, middles, bf16, (bf16[1:] + bf16[:-1]) / 2])[::7]
+    around = torch.cat(
+        [values, values.nextafter(torch.tensor(9e9)), values.nextafter(torch.tensor(0.0))]
+    )
+    return torch.cat([around, -around])[:20480]
+
+
+@pytest.mark.parametrize("opcode", NARROW)
+def test_conversion_to_narrower_floats(compute, opcode):
+    values = _hard_floats()
+    words = values.view(torch.int32).tolist()
+    pairs = [(a & 0xFFFFFFFF, b & 0xFFFFFFFF) for a, b in zip(words[::2], words[1::2], strict=True)]
+    dtype, integer = NARROW[opcode]
+    got = []
+    for first in range(0, len(pairs), 1024):
+        got += compute(f"{opcode} %r4, %r2, %r1;", pairs[first : first + 1024])
+    expected = values.to(dtype).view(integer).tolist()
+    both = [x for word in got for x in (signed(word, 16), signed(word >> 16, 16))]
+    assert both == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)]
+)
+def test_fp8_both_ways(compute, kind, dtype):
+    codes = torch.arange(256, dtype=torch.uint8)
+    values = codes.view(dtype).float()
+    pairs = [(int(low) | int(high) << 8,) for low, high in codes.view(-1, 2)]
+    text = f"cvt.u16.u32 %h1, %r1; cvt.rn.f16x2.{kind}x2 %r4, %h1;"
+    words = compute(text, pairs)
+    got = torch.tensor([signed(x, 16) for w in words for x in (w, w >> 16)], dtype=torch.int16)
+    assert torch.equal(
+        got.view(torch.float16).float().nan_to_num(nan=-7.0), values.nan_to_num(nan=-7.0)
+    )
+
+    finite = values[values.isfinite()].unique()
+    middles = (finite[1:] + finite[:-1]) / 2
+    hard = torch.cat([finite, middles, middles * (1 + 1e-6), middles * (1 - 1e-6)])
+    hard = torch.cat([hard, torch.tensor([1e9, -1e9, float("inf"), float("nan")])])
+    hard = torch.cat([hard, hard.new_zeros(len(hard) % 2)])
+    most = float(finite.max())
+    expected = hard.clamp(-most, most).to(dtype).view(torch.uint8).tolist()
+    words = [x & 0xFFFFFFFF for x in hard.view(torch.int32).tolist()]
+    text = f"cvt.rn.satfinite.{kind}x2.f32 %h1, %r2, %r1; cvt.u32.u16 %r4, %h1;"
+    got = compute(text, [*zip(words[::2], words[1::2], strict=True)])
+    codes = [x for word in got for x in (word & 255, word >> 8)]
+    nan = {0x7E, 0x7F, 0x7D}
+    assert all(a == b or {a & 127, b & 127} <= nan for a, b in zip(codes, expected, strict=True))
+
+
+def test_integers_from_floats_saturate(compute):
+    given = [(bits_of(x),) for x in (1.5, 2.5, -2.5, 3e9, -3e9, float("nan"), float("inf"))]
+    got = [signed(x) for x in compute("cvt.rni.s32.f32 %r4, %r1;", given)]
+    assert got == [2, 2, -2, 2**31 - 1, -(2**31), 0, 2**31 - 1]
+    got = [signed(x) for x in compute("cvt.rzi.s32.f32 %r4, %r1;", given)]
+    assert got == [1, 2, -2, 2**31 - 1, -(2**31), 0, 2**31 - 1]
+
+
+@pytest.mark.parametrize(
+    ("mode", "argument", "control", "source"),
+    [
+        ("bfly", 5, 31, lambda lane: lane ^ 5),
+        ("up", 3, 0, lambda lane: lane - 3 if lane >= 3 else lane),
+        ("down", 3, 31, lambda lane: lane + 3 if lane + 3 <= 31 else lane),
+        ("idx", 9, 31, lambda lane: 9),
+        ("idx", 9, 0x181F, lambda lane: (lane & 24) | 1),
+        ("down", 2, 0x1C1F, lambda lane: lane + 2 if lane % 4 < 2 else lane),
+    ],
+)
+def test_shuffles(compute, mode, argument, control, source):
+    words = [(lane * lane + 1,) for lane in range(32)]
+    got = compute(f"shfl.sync.{mode}.b32 %r4, %r1, {argument}, {control}, -1;", words)
+    assert got == [source(lane) ** 2 + 1 for lane in range(32)]
+
+
+def test_reductions_of_a_warp(compute):
+    words = [(lane * 977 % 101 - 50 & 0xFFFFFFFF,) for lane in range(64)]
+    mask = "mov.u32 %r5, 0xffffffff;"
+    got = compute(f"{mask} redux.sync.max.s32 %r4, %r1, %r5;", words)
+    for first in (0, 32):
+        most = max(signed(word) for (word,) in words[first : first + 32])
+        assert {signed(x) for x in got[first : first + 32]} == {most}
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("f16", torch.float16), ("bf16", torch.bfloat16)])
+@pytest.mark.parametrize("transposed", [False, True], ids=["", "trans"])
+def test_matrices_and_products_of_a_warp(run_body, kind, dtype, transposed):
+    """A 16x16 and B (8 columns, or rows if transposed, of 16) by ldmatrix; D is A B + C."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(n, 16, generator=generator).to(dtype) for n in (16, 8))
+    stored_b = b.T.contiguous() if transposed else b
+    given = torch.cat([a.flatten(), stored_b.flatten(), torch.zeros(128, dtype=dtype)])
+    out = torch.zeros(16, 8)
+    # Rows of A are 32 bytes; matrix 0 is rows 0-7, k 0-7; 1: rows 8-15; 2 and 3: k 8-15.
+    body = f"""
+    shl.b32 %r1, %r0, 4; shl.b64 %d11, %d10, 4; add.s64 %d12, %d0, %d11;
+    ld.global.v4.b32 {{%r4, %r5, %r6, %r7}}, [%d12];
+    st.shared.v4.b32 [%r1], {{%r4, %r5, %r6, %r7}};
+    setp.lt.u32 %p1, %r0, 16;
+    @%p1 ld.global.v4.b32 {{%r4, %r5, %r6, %r7}}, [%d12+512];
+    @%p1 st.shared.v4.b32 [%r1+512], {{%r4, %r5, %r6, %r7}};
+    bar.sync 0;
+    and.b32 %r10, %r0, 15; shl.b32 %r11, %r10, 5; shr.u32 %r12, %r0, 4; shl.b32 %r13, %r12, 4;
+    add.s32 %r14, %r11, %r13;
+    ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{%r20, %r21, %r22, %r23}}, [%r14];
+    and.b32 %r15, %r0, 7; shl.b32 %r16, %r15, 5; shr.u32 %r17, %r0, 3; and.b32 %r17, %r17, 1;
+    shl.b32 %r18, %r17, 4; add.s32 %r19, %r16, %r18;
+    {"shl.b32 %r19, %r0, 4; and.b32 %r19, %r19, 255;" if transposed else ""}
+    ldmatrix.sync.aligned.m8n8.x2{".trans" if transposed else ""}.shared.b16
+      {{%r24, %r25}}, [%r19+512];
+    mov.b32 %r30, 0f3F800000;
+    mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32
+      {{%r40, %r41, %r42, %r43}}, {{%r20, %r21, %r22, %r23}}, {{%r24, %r25}},
+      {{%r30, %r30, %r30, %r30}};
+    shr.u32 %r50, %r0, 2; and.b32 %r51, %r0, 3; shl.b32 %r52, %r50, 5; shl.b32 %r53, %r51, 3;
+    add.s32 %r54, %r52, %r53; cvt.u64.u32 %d13, %r54; add.s64 %d14, %d1, %d13;
+    st.global.v2.b32 [%d14], {{%r40, %r41}};
+    st.global.v2.b32 [%d14+256], {{%r42, %r43}};
+    """
+    run_body(body, given.view(torch.int16), out, shared_bytes=1024)
+    exact = a.double() @ b.double().T + 1
+    assert torch.equal(out, exact.float())
+
+
+def test_stmatrix_is_the_reverse_of_ldmatrix(run_body):
+    values, out = torch.arange(128, dtype=torch.int32), torch.zeros(128, dtype=torch.int32)
+    body = """
+    shl.b32 %r1, %r0, 4; shl.b64 %d11, %d10, 4; add.s64 %d12, %d0, %d11; add.s64 %d13, %d1, %d11;
+    ld.global.v4.b32 {%r4, %r5, %r6, %r7}, [%d12];
+    stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%r1], {%r4, %r5, %r6, %r7};
+    bar.sync 0;
+    ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%r8, %r9, %r10, %r11}, [%r1];
+    st.global.v4.b32 [%d13], {%r8, %r9, %r10, %r11};
+    """
+    run_body(body, values, out, shared_bytes=512)
+    assert torch.equal(out, values)

@@ -1,0 +1,171 @@
+"""Mutants of our own kernels: one line of their PTX is broken, and what the executor says of it.
+
+A mutant is caught if execution raises a Fault, or if the result differs from that of the kernel as
+it is, bit by bit. Not each of the others was looked into; those that were do not matter: a copy
+mask that keeps a tile ahead from being fetched which nobody uses, a mask of rows that are masked
+again where they are stored, a comparison whose sides are never equal, a barrier that another
+follows before anything is shared, a fence with another behind it. Needs `--executor`; `-s` prints
+the table. Triton 3.7.1, mutants: faults + wrong results of all:
+
+                             sm_80                             sm_90
+                       store  decode  prefill  merge    store  decode  prefill  merge
+    barrier removed            5+0/6   4+0/6                   5+0/6   4+0/6
+    copy wait weakened         3+0/4   6+0/6                   4+0/5   6+0/6
+    copy mask dropped          0+0/6   0+0/6                   0+0/6   0+0/6
+    load mask dropped   6+0/6  1+2/6   4+0/5    6+0/6   6+0/6  1+2/6   4+0/5    6+0/6
+    store mask dropped  6+0/6  1+0/1   4+0/4    5+0/5   6+0/6  1+0/1   4+0/4    5+0/5
+    mask off by one     1+0/4  2+1/6   0+0/6    2+0/5   1+0/4  2+2/6   0+0/6    2+0/5
+    shared offset              3+2/6   4+2/6                   1+4/6   5+0/6
+    proxy fence removed                                                2+0/4
+    wgmma fence removed                                                3+0/4
+    wgmma wait removed                                                 4+0/4
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import torch
+
+from kernels import (
+    merge_attention_states,
+    paged_decode_attention,
+    paged_prefill_attention,
+    store_kvcache,
+)
+from kernels.accuracy import random_paged_batch
+from kernels.executor import Fault, execute_ptx
+
+SHAPE = {"num_kv_heads": 1, "head_dim": 64, "block_size": 16, "device": "cpu"}
+
+
+def _next_wait(matched: re.Match) -> str:
+    return f"{matched[1]}{int(matched[2]) + 1};"
+
+
+def _full_size(matched: re.Match) -> str:
+    return f"{matched[1]};"
+
+
+# name: (pattern of a line, what it becomes). The first pattern that matches a line breaks it.
+MUTATIONS = {
+    "barrier removed": (r"^\s*bar\.sync\s+0;$", ""),
+    "copy wait weakened": (r"(\bcp\.async\.wait_group\s+)(\d+);", _next_wait),
+    "copy mask dropped": (r"(\bcp\.async\.c[ag]\.\S+ \[.*?\], \[.*?\], \w+), %r\d+;", _full_size),
+    "load mask dropped": (r"@!?%p\d+ (ld\.global)", r"\1"),
+    "store mask dropped": (r"@!?%p\d+ (st\.global)", r"\1"),
+    "mask off by one": (r"\bsetp\.lt\.s(32|64)\b", r"setp.le.s\1"),
+    "shared offset": (r"(\b(?:st\.shared|ldmatrix)\S* .*?\[ ?%r\d+) ?(?:\+ ?0 ?)?\]", r"\1+64]"),
+    "proxy fence removed": (r"^\s*fence\.proxy\.async\S*;$", ""),
+    "wgmma fence removed": (r"^\s*wgmma\.fence\S*;$", ""),
+    "wgmma wait removed": (r"^\s*wgmma\.wait_group\S*\s+0;$", ""),
+}
+# Of each mutation, the least part that is caught, over all kernels below. A dropped copy mask only
+# fetches a tile ahead that nobody uses, from block 0 where ids are masked: a fault only where the
+# block table ends.
+LEAST_CAUGHT = {
+    "barrier removed": 0.5,
+    "copy wait weakened": 0.6,
+    "load mask dropped": 0.6,
+    "store mask dropped": 0.8,
+    "mask off by one": 0.15,
+    "shared offset": 0.7,
+    "proxy fence removed": 0.4,
+    "wgmma fence removed": 0.6,
+    "wgmma wait removed": 1.0,
+}
+MOST_OF_A_KIND = 6
+
+
+def _store():
+    generator = torch.Generator().manual_seed(0)
+    key, value = torch.randn(2, 5, 1, 64, generator=generator).half()
+    caches = torch.zeros(2, 2, 16, 1, 64, dtype=torch.float16)
+    store_kvcache(key, value, *caches, torch.tensor([3, -1, 31, 0, 7]))
+    return caches
+
+
+def _hostile_batch(context_lens: list[int], **shape):
+    """A batch for which masks matter: block 0, which stands in for blocks that are not loaded, is
+    NaN, and the table ends where the longest sequence does."""
+    batch = random_paged_batch(context_lens, num_q_heads=4, dtype=torch.float16, **SHAPE, **shape)
+    caches = [
+        torch.cat([torch.full_like(cache[:1], torch.nan), cache])
+        for cache in (batch.k_cache, batch.v_cache)
+    ]
+    width = -(-max(context_lens) // SHAPE["block_size"])
+    tables = batch.block_tables[:, :width].clamp(max=2**31 - 2) + 1
+    return (batch.q, *caches, tables), batch
+
+
+def _decode():
+    arguments, batch = _hostile_batch([37, 530])  # several tiles without masks, and one with
+    return paged_decode_attention(*arguments, batch.context_lens, num_splits=1)
+
+
+def _prefill():
+    arguments, batch = _hostile_batch([70, 280], query_lens=[3, 40])
+    lengths = batch.cu_seqlens_q, batch.context_lens
+    return paged_prefill_attention(*arguments, *lengths, max_seqlen_q=40, num_splits=1)
+
+
+def _merge():
+    generator = torch.Generator().manual_seed(0)
+    outs = torch.randn(2, 3, 5, 64, generator=generator).half()
+    return merge_attention_states(outs[0], torch.zeros(3, 5), outs[1], torch.ones(3, 5))[0]
+
+
+KERNELS = {"store": _store, "decode": _decode, "prefill": _prefill, "merge": _merge}
+
+
+def mutants_of(ptx: str) -> list[tuple[str, str]]:
+    """(mutation, PTX), at most MOST_OF_A_KIND of each mutation, spread over the kernel."""
+    lines, found = ptx.split("\n"), {name: [] for name in MUTATIONS}
+    for number, line in enumerate(lines):
+        for name, (pattern, replacement) in MUTATIONS.items():
+            broken, count = re.subn(pattern, replacement, line)
+            if count:
+                found[name].append("\n".join([*lines[:number], broken, *lines[number + 1 :]]))
+                break
+    chosen = []
+    for name, texts in found.items():
+        step = max(1, len(texts) // MOST_OF_A_KIND)
+        chosen += [(name, text) for text in texts[::step][:MOST_OF_A_KIND]]
+    return chosen
+
+
+def outcome(run, architecture: str, text: str, expected: torch.Tensor) -> str:
+    """ "fault", "result" or "unnoticed"."""
+    try:
+        with execute_ptx(architecture, edit=lambda _name, _ptx: text):
+            result = run()
+    except Fault:
+        return "fault"
+    same = torch.equal(result.view(torch.int16), expected.view(torch.int16))
+    return "unnoticed" if same else "result"
+
+
+def test_mutants_are_caught(request):
+    architecture = request.config.getoption("--executor").removeprefix("ptx-")
+    table: dict[tuple[str, str], Counter] = {}
+    for kernel, run in KERNELS.items():
+        seen = {}
+        with execute_ptx(
+            architecture, edit=lambda name, ptx, seen=seen: seen.setdefault(name, ptx)
+        ):
+            expected = run()
+        (ptx,) = seen.values()
+        for mutation, text in mutants_of(ptx):
+            row = table.setdefault((kernel, mutation), Counter())
+            row[outcome(run, architecture, text, expected)] += 1
+
+    print(f"\n{architecture}: mutants, faults, wrong results, unnoticed")
+    for (kernel, mutation), row in table.items():
+        counts = [row.total(), row["fault"], row["result"], row["unnoticed"]]
+        print(f"{kernel:10}{mutation:22}", *(f"{count:4}" for count in counts))
+    assert sum(row.total() for row in table.values()) >= 50
+    for mutation, least in LEAST_CAUGHT.items():
+        rows = sum((row for (_, name), row in table.items() if name == mutation), Counter())
+        if rows:
+            assert rows["fault"] + rows["result"] >= least * rows.total(), (mutation, rows)

@@ -1,0 +1,37 @@
+"""`test_ops.py` on the PTX of each architecture, in a process where kernels are not interpreted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+def test_every_op_dtype_and_feature(architecture, run_without_interpreter):
+    tests = str(Path(__file__).with_name("test_ops.py"))
+    options = ["-q", "-p", "no:randomly", "-p", "no:cacheprovider", "--timeout", "600"]
+    output = run_without_interpreter(
+        "-m", "pytest", tests, "--executor", f"ptx-{architecture}", *options
+    )
+    assert " passed" in output.splitlines()[-1]
+    assert "skipped" not in output
+
+
+def test_the_interpreter_and_the_executor_exclude_each_other():
+    from kernels.executor import execute_ptx
+    from kernels.primitives import INTERPRETED
+
+    if not INTERPRETED.value:
+        pytest.skip("kernels are compiled in this process")
+    with pytest.raises(RuntimeError, match="unset TRITON_INTERPRET"), execute_ptx("sm_80"):
+        pass
+
+
+def test_unknown_architectures_are_refused():
+    from kernels.executor import execute_ptx
+
+    with pytest.raises(ValueError, match=r"architecture: expected one of sm_75, .*, got 'sm_70'"):
+        execute_ptx("sm_70").__enter__()
