@@ -34,8 +34,8 @@ from kernels import (
     paged_prefill_attention,
     store_kvcache,
 )
-from kernels.accuracy import random_paged_batch
 from kernels.executor import Fault, execute_ptx
+from kernels.testing.accuracy import random_paged_batch
 
 SHAPE = {"num_kv_heads": 1, "head_dim": 64, "block_size": 16, "device": "cpu"}
 
