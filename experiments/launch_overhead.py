@@ -165,15 +165,6 @@ def _dispatch(call: partial) -> partial:
     return partial(operators[name], *args, **call.keywords)
 
 
-class _DriverWithoutGpu:
-    """What Triton asks its driver for on the way to a launch."""
-
-    def __init__(self, target) -> None:
-        self.get_current_target = lambda: target
-        self.get_current_device = lambda: 0
-        self.get_current_stream = lambda _device: 0
-
-
 class _KernelWithoutGpu:
     """In the place of a compiled kernel."""
 
@@ -190,6 +181,7 @@ def _launches_that_end_at_the_driver() -> Iterator[None]:
     from triton.runtime.jit import JITFunction
 
     from kernels.compiled.architectures import ARCHITECTURES
+    from kernels.compiled.compile import DriverWithoutGpu
     from kernels.tiles import force_target
 
     def compile_nothing(self, key, _signature, device, *_) -> _KernelWithoutGpu:
@@ -199,7 +191,7 @@ def _launches_that_end_at_the_driver() -> Iterator[None]:
 
     arch = ARCHITECTURES[_ARCH]
     previous = driver._active
-    driver.set_active(_DriverWithoutGpu(arch.compile_target))
+    driver.set_active(DriverWithoutGpu(arch.compile_target))
     try:
         with (
             mock.patch.object(JITFunction, "_do_compile", compile_nothing),

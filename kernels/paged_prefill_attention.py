@@ -177,7 +177,7 @@ def _paged_prefill_kernel(
     rows = first_row + tl.arange(0, TILE_M)
     row_mask = rows < num_rows
     queries = rows // GROUP_SIZE
-    tokens = (first_token + queries).to(tl.int64)
+    tokens = first_token + queries
     heads = kv_head * GROUP_SIZE + rows % GROUP_SIZE
     if IS_PREFIX:
         positions_q = context_len - 1 + tl.load(suffix_lens_ptr + tokens, mask=row_mask, other=0)
@@ -200,31 +200,30 @@ def _paged_prefill_kernel(
     if HAS_RIGHT:
         end = tl.minimum(last_position + window_right + 1, context_len)
         seen_by_all = tl.minimum(first_position + window_right + 1, context_len)
-    full_end = full_begin + tl.maximum(seen_by_all - full_begin, 0) // TILE_N * TILE_N
-
     if IS_SPLIT:
-        states = (tokens * NUM_Q_HEADS + heads) * num_states + tl.program_id(2)
         first_split = 0 if IS_PREFIX else begin
         num_tiles = tl.cdiv(tl.maximum(end - first_split, 0), TILE_N)
         split_tokens = tl.cdiv(num_tiles, num_splits) * TILE_N
         split_begin = first_split + tl.program_id(2) * split_tokens
         begin = tl.maximum(begin, split_begin)
         end = tl.minimum(split_begin + split_tokens, end)
-        if begin >= end:
+        if not IS_PREFIX and begin >= end:  # large groups leave no registers for this way out
+            states = (tokens.to(tl.int64) * NUM_Q_HEADS + heads) * num_states + tl.program_id(2)
             tl.store(lse_ptr + states, float("-inf"), mask=row_mask)
             return
-        full_begin = tl.minimum(tl.maximum(full_begin, begin), end)
-        full_end = tl.minimum(tl.maximum(full_end, full_begin), end)
+        full_begin = tl.maximum(full_begin, begin)
+        seen_by_all = tl.minimum(seen_by_all, end)
+    full_end = full_begin + tl.maximum(seen_by_all - full_begin, 0) // TILE_N * TILE_N
 
     offs_n = tl.arange(0, TILE_N)
     offs_d = tl.arange(0, HEAD_DIM_PADDED)
     dim_mask = offs_d < HEAD_DIM
     qo_mask = row_mask[:, None] & dim_mask[None, :]
-    q_ptrs = q_ptr + tokens[:, None] * stride_q_token + heads[:, None] * stride_q_head
+    q_ptrs = q_ptr + tokens.to(tl.int64)[:, None] * stride_q_token + heads[:, None] * stride_q_head
     q = tl.load(q_ptrs + offs_d[None, :], mask=qo_mask, other=0.0)  # [TILE_M, HEAD_DIM_PADDED]
     alibi_slopes = 0.0
     if HAS_ALIBI:
-        slope_seqs = tokens if IS_PREFIX else seq.to(tl.int64)
+        slope_seqs = tokens.to(tl.int64) if IS_PREFIX else seq.to(tl.int64)
         slope_ptrs = alibi_slopes_ptr + slope_seqs * stride_alibi_seq + heads
         alibi_slopes = tl.load(slope_ptrs, mask=row_mask, other=0.0)[:, None]
 
@@ -249,7 +248,7 @@ def _paged_prefill_kernel(
 
     for REGION in tl.static_range(0 if HAS_LEFT else 1, 3):
         if REGION == 0:
-            loop_begin, loop_end = begin, full_begin
+            loop_begin, loop_end = begin, tl.minimum(full_begin, end) if IS_SPLIT else full_begin
         elif REGION == 1:
             loop_begin, loop_end = full_begin, full_end
         else:
@@ -292,6 +291,8 @@ def _paged_prefill_kernel(
     if v_scale is not None:
         acc *= load_scale(v_scale, kv_head, stride_v_scale)
     if IS_SPLIT:
+        # Not kept from above, where it would take registers of the loop.
+        states = (tokens.to(tl.int64) * NUM_Q_HEADS + heads) * num_states + tl.program_id(2)
         out, lse = normalise(acc, row_max, row_sum)
         tl.store(out_ptr + states[:, None] * HEAD_DIM + offs_d[None, :], out, mask=qo_mask)
         tl.store(lse_ptr + states, lse, mask=row_mask)
@@ -300,6 +301,7 @@ def _paged_prefill_kernel(
             sinks = tl.load(sinks_ptr + heads, mask=row_mask, other=0.0)
             acc, row_max, row_sum = add_sinks(acc, row_max, row_sum, sinks)
         out, lse = normalise(acc, row_max, row_sum)
+        tokens = tokens.to(tl.int64)
         out_ptrs = out_ptr + tokens[:, None] * stride_out_token + heads[:, None] * stride_out_head
         tl.store(out_ptrs + offs_d[None, :], cast(out, out_ptr.dtype.element_ty), mask=qo_mask)
         if lse_ptr is not None:

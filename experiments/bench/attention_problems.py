@@ -12,11 +12,21 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from experiments.bench.problem import OURS, Problem, Shape, dtypes, fill_normal, scales_of, some_of
+from experiments.bench.problem import (
+    OURS,
+    Problem,
+    Shape,
+    dtypes,
+    fill_normal,
+    generator_of,
+    scales_of,
+    some_of,
+)
 
 if TYPE_CHECKING:
     import torch
 
+    from kernels.testing.accuracy import Accuracy
     from kernels.testing.inputs import PagedBatch
 
 _QUERIES_CHECKED = 16
@@ -30,7 +40,7 @@ def _paged_batch(shape: Shape, device: torch.device) -> PagedBatch:
     from kernels.testing.inputs import PagedBatch
 
     dtype, kv_dtype = dtypes(shape)
-    generator = torch.Generator(device).manual_seed(shape.seed)
+    generator = generator_of(shape, device)
     blocks_per_seq = -(-shape.context_len // shape.block_size)
     used = shape.batch * blocks_per_seq
     elements = shape.block_size * shape.num_kv_heads * shape.head_dim
@@ -106,18 +116,27 @@ def _blocks(cache: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 def _judge(op: str, batch: PagedBatch, rows: list, **options: Any) -> Callable:
     """How a result for ``batch`` is judged: on some rows, against the reference of ``op``."""
-    from kernels import reference
-    from kernels.testing.accuracy import accuracy
 
-    small, queries = _sample(batch, rows)
-    reference_op = getattr(reference, op)
-    if op == "paged_prefill_attention":
-        options["max_seqlen_q"] = max(count for _, _, count in rows)
-        args, wide = small.prefill_args, small.double().prefill_args
-    else:
-        args, wide = small.decode_args, small.double().decode_args
-    low, ref = reference_op(*args, **options), reference_op(*wide, **options)
-    return lambda out: accuracy(out[queries], low, ref)
+    @functools.cache
+    def expected() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        from kernels import reference
+
+        small, queries = _sample(batch, rows)
+        right = getattr(reference, op)
+        if op == "paged_prefill_attention":
+            options["max_seqlen_q"] = max(count for _, _, count in rows)
+            args, wide = small.prefill_args, small.double().prefill_args
+        else:
+            args, wide = small.decode_args, small.double().decode_args
+        return queries, right(*args, **options), right(*wide, **options)
+
+    def check(out: torch.Tensor) -> Accuracy:
+        from kernels.testing.accuracy import accuracy
+
+        queries, low, ref = expected()
+        return accuracy(out[queries], low, ref)
+
+    return check
 
 
 def _attention_bytes(shape: Shape, kv_tokens: int) -> int:

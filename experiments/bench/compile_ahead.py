@@ -13,13 +13,10 @@ import multiprocessing
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from experiments.bench.kernel_problems import OURS, Shape
+from experiments.bench.kernel_problems import OPS, OURS, Shape
 from experiments.bench.tiles import with_tile
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)
@@ -96,54 +93,7 @@ def compile_job(job: Job, arch: int, num_multiprocessors: int) -> int:
 
 
 def launch_on_meta(shape: Shape) -> None:
-    """Call our op for ``shape`` on meta tensors, with the strides that its problem would have."""
+    """Call our op for ``shape`` on its problem's inputs, made of meta tensors."""
     import torch
 
-    import kernels
-
-    dtype = getattr(torch, shape.dtype)
-    kv_dtype = getattr(torch, shape.kv_dtype or shape.dtype)
-
-    def meta(*sizes: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-        return torch.empty(sizes, dtype=dtype, device="meta")
-
-    def int32(*sizes: int) -> torch.Tensor:
-        return meta(*sizes, dtype=torch.int32)
-
-    heads = (shape.block_size, shape.num_kv_heads, shape.head_dim)
-    num_blocks = 16  # compiled code does not depend on it
-    cache = meta(num_blocks, *heads, dtype=kv_dtype)
-    scales = {"k_scale": 1.0, "v_scale": 1.0} if kv_dtype.itemsize == 1 else {}
-    q = meta(shape.batch * shape.query_len, shape.num_q_heads, shape.head_dim)
-    lengths = int32(shape.batch)
-
-    def table(rows: int, tokens: int) -> torch.Tensor:
-        return int32(rows, -(-tokens // shape.block_size))
-
-    if shape.op == "decode":
-        tables = table(shape.batch, shape.context_len)
-        options = {"num_splits": shape.num_splits, **scales}
-        kernels.paged_decode_attention(q, cache, cache, tables, lengths, **options)
-    elif shape.op == "prefill":
-        tables = table(shape.batch, shape.context_len)
-        starts = int32(shape.batch + 1)
-        options = {"max_seqlen_q": shape.query_len, "num_splits": shape.num_splits, **scales}
-        kernels.paged_prefill_attention(q, cache, cache, tables, starts, lengths, **options)
-    elif shape.op == "cascade":
-        own = shape.context_len - shape.prefix_len
-        kernels.shared_prefix_decode_attention(
-            q, cache, cache, table(1, shape.prefix_len), int32(1), int32(2),
-            table(shape.batch, own), lengths, **scales,
-        )  # fmt: skip
-    elif shape.op == "store":
-        qkv = meta(shape.batch, shape.num_q_heads + 2 * shape.num_kv_heads, shape.head_dim)
-        key, value = qkv[:, shape.num_q_heads :].chunk(2, dim=1)
-        slots = meta(shape.batch, dtype=torch.int64)
-        kernels.store_kvcache(key, value, cache, cache, slots, **scales)
-    else:
-        pairs = meta(shape.batch, 2, dtype=torch.int64)
-        caches = meta(2, shape.num_layers, num_blocks, *heads, dtype=kv_dtype)
-        if shape.op == "copy":
-            kernels.copy_blocks(caches, pairs)
-        else:
-            kernels.swap_blocks(caches, meta(*caches.shape, dtype=kv_dtype), pairs)
+    OPS[shape.op](shape, torch.device("meta")).implementations[OURS]()

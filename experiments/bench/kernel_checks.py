@@ -6,8 +6,10 @@ To add a kernel: a function from a case to the accuracy of its results, and a li
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -57,6 +59,20 @@ class Case:
 
         return random_scales("per head", _NUM_KV_HEADS, self.device) if self.fp8_cache else {}
 
+    def zeros(self, shape: tuple[int, ...], *, like: torch.Tensor) -> torch.Tensor:
+        """Caches beside new keys ``like`` these."""
+        import torch
+
+        dtype = self.cache_dtype if self.fp8_cache else like.dtype
+        return torch.zeros(shape, dtype=dtype, device=like.device)
+
+    def layers(self, num_blocks: int, generator: torch.Generator) -> torch.Tensor:
+        """K and V of two layers, random."""
+        import torch
+
+        shape = (2, 2, num_blocks, self.block_size, _NUM_KV_HEADS, self.head_dim)
+        return torch.randn(shape, generator=generator).to(self.device, self.cache_dtype)
+
 
 @dataclass(frozen=True)
 class Kernel:
@@ -72,97 +88,84 @@ class Kernel:
     """Whether the block size matters to it."""
 
 
+def _judge(
+    case: Case, op: str, inputs: Sequence[Any], run: Callable | None = None, **options: Any
+) -> list[Accuracy]:
+    """The results of an op and of its reference compared.  run: calls either on the inputs and
+    returns what is to be compared; None: what the call returns."""
+    import kernels
+    from kernels import reference
+    from kernels.testing.accuracy import compare_with_reference
+
+    def called(module: ModuleType) -> Callable:
+        function = getattr(module, op)
+        return functools.partial(run, function) if run else function
+
+    inputs = [x.to(case.device) if hasattr(x, "to") else x for x in inputs]
+    return list(compare_with_reference(called(kernels), called(reference), inputs, **options))
+
+
+def _tokens_to_store(case: Case, num_tokens: int, generator: torch.Generator) -> tuple:
+    """Slots of new tokens, some to be skipped, and the shape of the caches that they are in."""
+    import torch
+
+    num_blocks = -(-num_tokens // case.block_size) + 3
+    slots = torch.randperm(num_blocks * case.block_size, generator=generator)[:num_tokens]
+    slots[::5] = -1
+    return slots, (2, num_blocks, case.block_size, _NUM_KV_HEADS, case.head_dim)
+
+
 def _store_kvcache(case: Case) -> dict[str, Accuracy]:
     import torch
 
-    from kernels import reference, store_kvcache
-    from kernels.testing.accuracy import compare_with_reference
-
     generator = torch.Generator().manual_seed(case.seed)
     num_tokens = sum(_CONTEXT_LENS)
-    num_blocks = -(-num_tokens // case.block_size) + 3
-    qkv = torch.randn(
-        num_tokens, _NUM_Q_HEADS + 2 * _NUM_KV_HEADS, case.head_dim, generator=generator
-    ).to(case.device, case.dtype)
-    key, value = qkv[:, _NUM_Q_HEADS:].split(_NUM_KV_HEADS, dim=1)
-    slots = torch.randperm(num_blocks * case.block_size, generator=generator)[:num_tokens]
-    slots[::5] = -1  # padding, to be skipped
-    shape = (2, num_blocks, case.block_size, _NUM_KV_HEADS, case.head_dim)
+    heads = _NUM_Q_HEADS + 2 * _NUM_KV_HEADS
+    qkv = torch.randn(num_tokens, heads, case.head_dim, generator=generator)
+    key, value = qkv.to(case.device, case.dtype)[:, _NUM_Q_HEADS:].split(_NUM_KV_HEADS, dim=1)
+    slots, shape = _tokens_to_store(case, num_tokens, generator)
 
-    def stored_by(op: Callable) -> Callable:
-        def stored(key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-            dtype = case.cache_dtype if case.fp8_cache else key.dtype
-            caches = torch.zeros(shape, dtype=dtype, device=key.device)
-            op(key, value, *caches, slots, **case.scales)
-            return caches
+    def stored(op: Callable, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor):
+        caches = case.zeros(shape, like=key)
+        op(key, value, *caches, slots, **case.scales)
+        return caches
 
-        return stored
-
-    (caches,) = compare_with_reference(
-        stored_by(store_kvcache),
-        stored_by(reference.store_kvcache),
-        (key, value, slots.to(case.device)),
-    )
+    (caches,) = _judge(case, "store_kvcache", (key, value, slots), stored)
     return {"K and V cache": caches}
 
 
 def _copy_blocks(case: Case) -> dict[str, Accuracy]:
     import torch
 
-    from kernels import copy_blocks, reference
-    from kernels.testing.accuracy import compare_with_reference
-
     generator = torch.Generator().manual_seed(case.seed)
-    num_layers, num_blocks = 2, 9
-    shape = (2, num_layers, num_blocks, case.block_size, _NUM_KV_HEADS, case.head_dim)
-    caches = torch.randn(shape, generator=generator).to(case.device, case.cache_dtype)
-    pairs = torch.randperm(num_blocks, generator=generator)[:8].view(4, 2)
+    caches, pairs = case.layers(9, generator), torch.randperm(9, generator=generator)[:8]
 
-    def copied_by(op: Callable) -> Callable:
-        def copied(caches: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
-            caches = caches.clone()
-            op(caches, pairs)
-            return caches
+    def copied(op: Callable, caches: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
+        caches = caches.clone()
+        op(caches, pairs)
+        return caches
 
-        return copied
-
-    (copied,) = compare_with_reference(
-        copied_by(copy_blocks),
-        copied_by(reference.copy_blocks),
-        (caches, pairs.to(case.device)),
-    )
-    return {"K and V cache": copied}
+    (result,) = _judge(case, "copy_blocks", (caches, pairs.view(4, 2)), copied)
+    return {"K and V cache": result}
 
 
 def _swap_blocks(case: Case) -> dict[str, Accuracy]:
     import torch
 
-    from kernels import reference, swap_blocks
-    from kernels.testing.accuracy import compare_with_reference
-
     generator = torch.Generator().manual_seed(case.seed)
-    num_layers, num_blocks = 2, 3
-    shape = (2, num_layers, num_blocks, case.block_size, _NUM_KV_HEADS, case.head_dim)
-    caches = torch.randn(shape, generator=generator).to(case.device, case.cache_dtype)
-    pairs = torch.stack([torch.randperm(num_blocks, generator=generator) for _ in range(2)], 1)
+    caches = case.layers(3, generator)
+    pairs = torch.stack([torch.randperm(3, generator=generator) for _ in range(2)], 1)
 
-    def through_the_host(op: Callable) -> Callable:
-        def swapped(caches: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
-            pinned = {"pin_memory": caches.device.type == "cuda"}
-            host = torch.zeros(shape, dtype=caches.dtype, **pinned)
-            back = torch.zeros_like(caches)
-            op(caches, host, pairs)
-            op(host, back, pairs.flip(1)[:2].contiguous())
-            return back
+    def swapped(op: Callable, caches: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
+        pinned = {"pin_memory": caches.device.type == "cuda"}
+        host = torch.zeros(caches.shape, dtype=caches.dtype, **pinned)
+        back = torch.zeros_like(caches)
+        op(caches, host, pairs)
+        op(host, back, pairs.flip(1)[:2].contiguous())
+        return back
 
-        return swapped
-
-    (swapped,) = compare_with_reference(
-        through_the_host(swap_blocks),
-        through_the_host(reference.swap_blocks),
-        (caches, pairs.to(case.device)),
-    )
-    return {"K and V cache": swapped}
+    (result,) = _judge(case, "swap_blocks", (caches, pairs), swapped)
+    return {"K and V cache": result}
 
 
 def _rotary_inputs(case: Case) -> tuple[torch.Tensor, ...]:
@@ -175,61 +178,35 @@ def _rotary_inputs(case: Case) -> tuple[torch.Tensor, ...]:
     positions = torch.randint(0, 500, (_ROTARY_TOKENS,), generator=generator)
     frequencies = 10_000.0 ** -torch.linspace(0, 1, case.head_dim // 2)
     angles = torch.arange(500)[:, None] * frequencies
-    tables = angles.cos().to(case.device), angles.sin().to(case.device)
-    return qkv.to(case.device, case.dtype), positions.to(case.device), *tables
+    return qkv.to(case.device, case.dtype), positions, angles.cos(), angles.sin()
 
 
 def _apply_rotary_embedding(case: Case) -> dict[str, Accuracy]:
-    from kernels import apply_rotary_embedding, reference
-    from kernels.testing.accuracy import compare_with_reference
-
-    qkv, positions, cos, sin = _rotary_inputs(case)
-    (rotated,) = compare_with_reference(
-        apply_rotary_embedding,
-        reference.apply_rotary_embedding,
-        (qkv[:, :_NUM_Q_HEADS], positions, cos, sin),
-    )
+    qkv, *rotary = _rotary_inputs(case)
+    (rotated,) = _judge(case, "apply_rotary_embedding", (qkv[:, :_NUM_Q_HEADS], *rotary))
     return {"output": rotated}
 
 
 def _rope_store_kvcache(case: Case) -> dict[str, Accuracy]:
     import torch
 
-    from kernels import reference, rope_store_kvcache
-    from kernels.testing.accuracy import compare_with_reference
-
-    qkv, positions, cos, sin = _rotary_inputs(case)
-    num_tokens = len(qkv)
-    num_blocks = -(-num_tokens // case.block_size) + 3
+    qkv, *rotary = _rotary_inputs(case)
     generator = torch.Generator().manual_seed(case.seed)
-    slots = torch.randperm(num_blocks * case.block_size, generator=generator)[:num_tokens]
-    slots[::5] = -1  # padding, to be skipped
-    sizes = (2, num_blocks, case.block_size, _NUM_KV_HEADS, case.head_dim)
+    slots, shape = _tokens_to_store(case, len(qkv), generator)
 
-    def stored_by(op: Callable) -> Callable:
-        def stored(qkv: torch.Tensor, slots: torch.Tensor, *rotary: torch.Tensor) -> tuple:
-            dtype = case.cache_dtype if case.fp8_cache else qkv.dtype
-            caches = torch.zeros(sizes, dtype=dtype, device=qkv.device)
-            heads = (_NUM_Q_HEADS, _NUM_KV_HEADS, _NUM_KV_HEADS)
-            query, key, value = qkv.clone().split(heads, dim=1)
-            op(query, key, value, *caches, slots, *rotary, **case.scales)
-            return caches, query
+    def stored(op: Callable, qkv: torch.Tensor, slots: torch.Tensor, *rotary: torch.Tensor):
+        caches = case.zeros(shape, like=qkv)
+        heads = (_NUM_Q_HEADS, _NUM_KV_HEADS, _NUM_KV_HEADS)
+        query, key, value = qkv.clone().split(heads, dim=1)
+        op(query, key, value, *caches, slots, *rotary, **case.scales)
+        return caches, query
 
-        return stored
-
-    caches, query = compare_with_reference(
-        stored_by(rope_store_kvcache),
-        stored_by(reference.rope_store_kvcache),
-        (qkv, slots.to(case.device), positions, cos, sin),
-    )
+    caches, query = _judge(case, "rope_store_kvcache", (qkv, slots, *rotary), stored)
     return {"K and V cache": caches, "query": query}
 
 
 def _merge_attention_states(case: Case) -> dict[str, Accuracy]:
     import torch
-
-    from kernels import merge_attention_states, reference
-    from kernels.testing.accuracy import compare_with_reference
 
     generator = torch.Generator().manual_seed(case.seed)
     parts = []
@@ -237,88 +214,47 @@ def _merge_attention_states(case: Case) -> dict[str, Accuracy]:
         out = torch.randn(23, _NUM_Q_HEADS, case.head_dim, generator=generator)
         lse = torch.randn(23, _NUM_Q_HEADS, generator=generator)
         lse[torch.rand(23, _NUM_Q_HEADS, generator=generator) < 0.2] = -torch.inf  # no keys
-        parts += [out.to(case.device, case.dtype), lse.to(case.device)]
-    output, lse = compare_with_reference(
-        merge_attention_states, reference.merge_attention_states, parts
-    )
+        parts += [out.to(case.dtype), lse]
+    output, lse = _judge(case, "merge_attention_states", parts)
     return {"output": output, "LSE": lse}
 
 
 def _slot_mapping_from_positions(case: Case) -> dict[str, Accuracy]:
     import torch
 
-    from kernels import reference, slot_mapping_from_positions
-    from kernels.testing.accuracy import compare_with_reference
-
     batch = _batch(case, _CONTEXT_LENS)
     positions = torch.cat([torch.arange(length) for length in _CONTEXT_LENS])
     positions[::7] = -1  # padding, to be skipped
     seq_ids = torch.arange(len(_CONTEXT_LENS)).repeat_interleave(torch.tensor(_CONTEXT_LENS))
-    arguments = (positions.to(case.device), batch.block_tables, seq_ids.to(case.device))
-    (slots,) = compare_with_reference(
-        slot_mapping_from_positions,
-        reference.slot_mapping_from_positions,
-        (*arguments, case.block_size),
-    )
+    inputs = (positions, batch.block_tables, seq_ids, case.block_size)
+    (slots,) = _judge(case, "slot_mapping_from_positions", inputs)
     return {"slots": slots}
 
 
 def _paged_decode_attention(case: Case) -> dict[str, Accuracy]:
-    from kernels import paged_decode_attention, reference
-
     batch = _batch(case, _CONTEXT_LENS, hidden_tokens=_outside_window(case, (1, 1, 1)))
-    return _compare_attention(
-        case, paged_decode_attention, reference.paged_decode_attention, batch.decode_args
-    )
+    return _judge_attention(case, "paged_decode_attention", batch.decode_args)
 
 
 def _paged_prefill_attention(case: Case) -> dict[str, Accuracy]:
-    from kernels import paged_prefill_attention, reference
-
-    batch = _batch(
-        case,
-        _CONTEXT_LENS,
-        query_lens=_QUERY_LENS,
-        hidden_tokens=_outside_window(case, _QUERY_LENS),
-    )
-    return _compare_attention(
-        case,
-        paged_prefill_attention,
-        reference.paged_prefill_attention,
-        batch.prefill_args,
-        max_seqlen_q=max(_QUERY_LENS),
-    )
+    hidden = _outside_window(case, _QUERY_LENS)
+    batch = _batch(case, _CONTEXT_LENS, query_lens=_QUERY_LENS, hidden_tokens=hidden)
+    longest = {"max_seqlen_q": max(_QUERY_LENS)}
+    return _judge_attention(case, "paged_prefill_attention", batch.prefill_args, **longest)
 
 
 def _shared_prefix_decode_attention(case: Case) -> dict[str, Accuracy]:
     import torch
 
-    from kernels import reference, shared_prefix_decode_attention
-
-    num_groups, num_sequences = len(_PREFIX_LENS), len(_CONTEXT_LENS)
-    batch = _batch(
-        case,
-        (*_PREFIX_LENS, *_CONTEXT_LENS),
-        query_lens=(0,) * num_groups + (1,) * num_sequences,
-    )
-    prefix_tables, suffix_tables = batch.block_tables.split((num_groups, num_sequences))
-    prefix_lens, suffix_lens = batch.context_lens.split((num_groups, num_sequences))
-    group_offsets = torch.tensor(_GROUP_OFFSETS, dtype=torch.int32, device=case.device)
-    return _compare_attention(
-        case,
-        shared_prefix_decode_attention,
-        reference.shared_prefix_decode_attention,
-        (
-            batch.q,
-            batch.k_cache,
-            batch.v_cache,
-            prefix_tables,
-            prefix_lens,
-            group_offsets,
-            suffix_tables,
-            suffix_lens,
-        ),
-    )
+    parts = len(_PREFIX_LENS), len(_CONTEXT_LENS)
+    queries = (0,) * parts[0] + (1,) * parts[1]
+    batch = _batch(case, (*_PREFIX_LENS, *_CONTEXT_LENS), query_lens=queries)
+    prefix_tables, suffix_tables = batch.block_tables.split(parts)
+    prefix_lens, suffix_lens = batch.context_lens.split(parts)
+    groups = torch.tensor(_GROUP_OFFSETS, dtype=torch.int32)
+    shared = (prefix_tables, prefix_lens, groups, suffix_tables, suffix_lens)
+    inputs = (batch.q, batch.k_cache, batch.v_cache, *shared)
+    return _judge_attention(case, "shared_prefix_decode_attention", inputs)
 
 
 def _batch(case: Case, context_lens: tuple[int, ...], **options: Any) -> PagedBatch:
@@ -346,12 +282,10 @@ def _outside_window(case: Case, query_lens: tuple[int, ...]) -> list[int] | None
     return [max(0, context - query + 1 - _WINDOW) for context, query in lengths]
 
 
-def _compare_attention(
-    case: Case, op: Callable, reference_op: Callable, arguments: tuple, **options: Any
+def _judge_attention(
+    case: Case, op: str, inputs: Sequence[torch.Tensor], **options: Any
 ) -> dict[str, Accuracy]:
     import torch
-
-    from kernels.testing.accuracy import compare_with_reference
 
     heads = torch.arange(1, _NUM_Q_HEADS + 1, device=case.device) / _NUM_Q_HEADS
     feature = {
@@ -363,7 +297,7 @@ def _compare_attention(
         "split": {"num_splits": 3},
     }[case.feature]
     options |= {"return_lse": True, **feature, **case.scales}
-    output, lse = compare_with_reference(op, reference_op, arguments, **options)
+    output, lse = _judge(case, op, inputs, **options)
     return {"output": output, "LSE": lse}
 
 

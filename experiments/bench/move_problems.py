@@ -17,6 +17,7 @@ from experiments.bench.problem import (
     Shape,
     dtypes,
     fill_normal,
+    generator_of,
     scales_of,
     some_of,
 )
@@ -46,7 +47,7 @@ def store_problem(shape: Shape, device: torch.device) -> Problem:
     from kernels.testing.accuracy import bits
 
     dtype, kv_dtype = dtypes(shape)
-    generator = torch.Generator(device).manual_seed(shape.seed)
+    generator = generator_of(shape, device)
     elements = shape.block_size * shape.num_kv_heads * shape.head_dim
     num_blocks = 2 * -(-shape.batch // shape.block_size)
     num_blocks = max(num_blocks, -(-shape.min_cache_elements // elements))
@@ -89,16 +90,18 @@ def _moved_blocks(
     """Bytes, check and reset of ops that copy whole blocks."""
     from kernels.testing.accuracy import bits
 
-    some = [tuple(pair) for pair in pairs[some_of(len(pairs))].tolist()]
+    @functools.cache
+    def some() -> list[list[int]]:
+        return pairs[some_of(len(pairs))].tolist()
 
     def reset() -> None:
-        for _, block in some:
+        for _, block in some():
             bits(target[:, :, block]).zero_()
 
     return {
         "num_bytes": len(pairs) * source[:, :, 0].nbytes,
         "flops": 0,
-        "check": _exact(lambda: [(source[:, :, a], target[:, :, b]) for a, b in some]),
+        "check": _exact(lambda: [(source[:, :, a], target[:, :, b]) for a, b in some()]),
         "reset": reset,
     }
 
@@ -118,7 +121,7 @@ def copy_problem(shape: Shape, device: torch.device) -> Problem:
 
     elements = shape.block_size * shape.num_kv_heads * shape.head_dim * 2 * shape.num_layers
     num_blocks = max(2 * shape.batch, -(-shape.min_cache_elements // elements))
-    generator = torch.Generator(device).manual_seed(shape.seed)
+    generator = generator_of(shape, device)
     caches = fill_normal(_block_cache(shape, num_blocks, device), generator)
     ids = torch.randperm(2 * shape.batch, generator=generator, device=device)
     pairs = (ids + num_blocks - len(ids)).view(-1, 2)
@@ -140,9 +143,10 @@ def _swap(shape: Shape, device: torch.device, *, out: bool) -> Problem:
 
     from kernels import swap_blocks
 
-    generator = torch.Generator(device).manual_seed(shape.seed)
+    generator = generator_of(shape, device)
     on_gpu = fill_normal(_block_cache(shape, 2 * shape.batch, device), generator)
-    on_host = _block_cache(shape, shape.batch, "cpu", pin_memory=device.type == "cuda")
+    host = "meta" if device.type == "meta" else "cpu"
+    on_host = _block_cache(shape, shape.batch, host, pin_memory=device.type == "cuda")
     on_host.copy_(on_gpu[:, :, : shape.batch])
     gpu_ids = torch.randperm(2 * shape.batch, generator=generator, device=device)[: shape.batch]
     host_ids = torch.randperm(shape.batch, generator=generator, device=device)
@@ -150,7 +154,7 @@ def _swap(shape: Shape, device: torch.device, *, out: bool) -> Problem:
         source, target, pairs = on_gpu, on_host, torch.stack([gpu_ids, host_ids], dim=1)
     else:
         source, target, pairs = on_host, on_gpu, torch.stack([host_ids, gpu_ids], dim=1)
-    on_the_host = pairs.tolist()
+    on_the_host = [] if device.type == "meta" else pairs.tolist()
 
     def by_memcpy() -> None:
         for a, b in on_the_host:

@@ -128,7 +128,14 @@ def dtypes(shape: Shape) -> tuple[torch.dtype, torch.dtype]:
     return getattr(torch, shape.dtype), getattr(torch, shape.kv_dtype or shape.dtype)
 
 
-def fill_normal(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def generator_of(shape: Shape, device: torch.device) -> torch.Generator | None:
+    """What the inputs of ``shape`` are drawn from; None for meta tensors, which have no values."""
+    import torch
+
+    return None if device.type == "meta" else torch.Generator(device).manual_seed(shape.seed)
+
+
+def fill_normal(tensor: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
     """Fill with normally distributed numbers, an fp8 tensor as quantised by 1 / FP8_SCALE."""
     import torch
 

@@ -83,7 +83,7 @@ class KernelResources:
     """The least of these."""
 
 
-class _CompileOnlyDriver:
+class DriverWithoutGpu:
     """The part of Triton's driver interface that precedes a launch."""
 
     def __init__(self, target: GPUTarget):
@@ -108,7 +108,7 @@ def _taking_over_compilation(target: GPUTarget, take: Callable) -> Iterator[None
         return True
 
     previous_driver, previous_hook = driver._active, triton.knobs.runtime.jit_cache_hook
-    driver.set_active(_CompileOnlyDriver(target))
+    driver.set_active(DriverWithoutGpu(target))
     triton.knobs.runtime.jit_cache_hook = hook
     try:
         yield

@@ -104,6 +104,8 @@ manager_overhead --requests 1: needs an int of at least 2
 manager_overhead --tree-page-sizes 16 0| --tree-page-sizes 0: needs a divisor of 1024
 manager_overhead --tree-page-sizes 1000: needs a divisor of 1024
 manager_overhead --tree-prompts 0: AT_LEAST_1
+kernel_accuracy --kernel x: needs one of .*copy_blocks
+kernel_accuracy --block-size 0: AT_LEAST_1
 memory_waste --sequences-in-cache 0: AT_LEAST_1
 memory_waste --load 0: NOT_ABOVE_0
 preemption --cache-tokens 150: does not hold a request of 224 tokens in blocks of 1

@@ -1,4 +1,5 @@
-"""Fixtures of the kernel tests. They always run with poisoned fresh memory."""
+"""Fixtures of the kernel tests, which always run with poisoned fresh memory, and a path to import
+``op_calls`` and ``attention_ops`` by, which are no package's modules."""
 
 from __future__ import annotations
 
@@ -8,10 +9,13 @@ import mmap
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from filelock import FileLock
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -102,7 +102,7 @@ def test_store_moves_rows_by_16_byte_accesses(rows):
 
 
 AMD_CONFIGS = "^b16$|bf16 d80|fp16 d80 (list|hnd)|bf16 d256 g4|bf16 d128 g4 b16 features"
-ATTENTION_KERNELS = {"_paged_decode_kernel", "_paged_prefill_kernel", "_shared_prefix_kernel"}
+ATTENTION_KERNELS = {"_paged_decode_kernel", "_paged_prefill_kernel"}
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from op_calls import good_call, on_device
 
 from kernels import reference
 from kernels.flash_attn_compat import flash_attn_varlen_func, flash_attn_with_kvcache
@@ -301,35 +302,13 @@ def test_varlen_like_the_documentation(data, device):
 
 
 def kv_call(device, **overrides):
-    arguments = {
-        "q": torch.ones(2, 3, 4, 16),
-        "k_cache": torch.zeros(2, 8, 2, 16),
-        "v_cache": torch.zeros(2, 8, 2, 16),
-    }
-    arguments |= overrides
-    on_device = {
-        name: value.to(device) if isinstance(value, torch.Tensor) else value
-        for name, value in arguments.items()
-    }
-    return flash_attn_with_kvcache(**on_device), on_device
+    call = good_call("flash_attn_with_kvcache") | overrides
+    return flash_attn_with_kvcache(**on_device(call, device))
 
 
 def varlen_call(device, **overrides):
-    arguments = {
-        "q": torch.ones(5, 4, 16),
-        "k": torch.zeros(7, 2, 16),
-        "v": torch.zeros(7, 2, 16),
-        "cu_seqlens_q": torch.tensor([0, 2, 5]).int(),
-        "cu_seqlens_k": torch.tensor([0, 3, 7]).int(),
-        "max_seqlen_q": 3,
-        "max_seqlen_k": 4,
-    }
-    arguments |= overrides
-    on_device = {
-        name: value.to(device) if isinstance(value, torch.Tensor) and not value.is_meta else value
-        for name, value in arguments.items()
-    }
-    return flash_attn_varlen_func(**on_device)
+    call = good_call("flash_attn_varlen_func") | overrides
+    return flash_attn_varlen_func(**on_device(call, device))
 
 
 @pytest.mark.parametrize(
@@ -337,7 +316,7 @@ def varlen_call(device, **overrides):
 )
 def test_ways_to_give_cache_seqlens(seqlens, device):
     values = torch.randn(2, 8, 2, 16)
-    out, _ = kv_call(device, v_cache=values, cache_seqlens=seqlens)
+    out = kv_call(device, v_cache=values, cache_seqlens=seqlens)
     mean = values.mean(1).repeat_interleave(2, dim=1)[:, None].expand(2, 3, 4, 16)
     assert (out.cpu() - mean).abs().max() < 1e-6
 
@@ -345,7 +324,7 @@ def test_ways_to_give_cache_seqlens(seqlens, device):
 def test_int_cache_seqlens_of_a_paged_cache_counts_sequences_not_blocks(device):
     table = torch.tensor([[4, 1], [0, 2], [3, 5]]).int()
     k_cache, v_cache = torch.zeros(6, 4, 2, 16), torch.randn(6, 4, 2, 16)
-    out, _ = kv_call(
+    out = kv_call(
         device, q=torch.ones(3, 1, 4, 16), k_cache=k_cache, v_cache=v_cache, block_table=table,
         cache_seqlens=5,
     )  # fmt: skip
@@ -397,14 +376,14 @@ def test_strided_indices_are_accepted(name, device):
     strided = torch.stack([plain, plain - 9], dim=-1)[..., 0]
     v_cache = torch.randn(4, 8, 2, 16)
     caches = {"k_cache": torch.randn(4, 8, 2, 16), "v_cache": v_cache, "cache_seqlens": 7}
-    out, _ = kv_call(device, **caches, **{name: plain})
-    assert torch.equal(kv_call(device, **caches, **{name: strided})[0], out)
+    out = kv_call(device, **caches, **{name: plain})
+    assert torch.equal(kv_call(device, **caches, **{name: strided}), out)
 
 
 def test_rows_that_see_nothing_are_zero_with_infinite_lse(device):
     """Five queries on two keys, causal: the picture in flash-attn's documentation."""
     q = torch.randn(1, 5, 4, 16)
-    (out, lse), _ = kv_call(
+    out, lse = kv_call(
         device, q=q, k_cache=torch.randn(1, 8, 2, 16), v_cache=torch.ones(1, 8, 2, 16),
         cache_seqlens=2, causal=True, return_softmax_lse=True,
     )  # fmt: skip
@@ -459,131 +438,12 @@ def test_refused_arguments_are_named(device):
         )
 
 
-NEW = torch.ones(2, 3, 2, 16)
-TABLES = torch.ones(8, 8)
-SHORT_TABLES = {"rotary_cos": TABLES[:7], "rotary_sin": TABLES[:7]}
-WIDE_TABLES = dict.fromkeys(("rotary_cos", "rotary_sin"), torch.ones(8, 9))
-APPEND = {"k": NEW, "v": NEW, "cache_seqlens": 2}
-BAD_KV_CALLS = {
-    "k-without-v": ({"k": NEW, "cache_seqlens": 2}, "v: expected k and v together"),
-    "v-without-k": ({"v": NEW, "cache_seqlens": 2}, "k: expected k and v together"),
-    "k-without-seqlens": ({"k": NEW, "v": NEW}, "cache_seqlens: needed to append k and v"),
-    "cos-without-sin": ({"rotary_cos": TABLES}, "rotary_sin: expected .* together"),
-    "cos-without-k": ({"rotary_cos": TABLES, "rotary_sin": TABLES}, "rotary_cos: needs new keys"),
-    "cos-short": (
-        APPEND | SHORT_TABLES,
-        "rotary_cos: expected at least 8 rows, .* got 7",
-    ),
-    "cos-wide": (
-        APPEND | WIDE_TABLES,
-        "rotary_cos: expected a rotary_dim from 2 to headdim=16, got 18",
-    ),
-    "q-dtype": ({"q": torch.ones(2, 3, 4, 16).half()}, "q: expected dtype"),
-    "q-rank": ({"q": torch.ones(2, 4, 16)}, r"q: expected shape \(batch, seqlen, nheads,"),
-    "q-heads": (
-        {"q": torch.ones(2, 3, 3, 16)},
-        "q: expected a positive multiple of num_kv_heads=2",
-    ),
-    "k-shape": (APPEND | {"k": NEW[:1]}, "k: expected shape .*batch=2"),
-    "v-shape": (APPEND | {"v": NEW[:, :2]}, "v: expected shape .*seqlen_new=3"),
-    "batch": ({"q": torch.ones(3, 3, 4, 16)}, "k_cache: expected at least batch=3 rows, got 2"),
-    "seqlens-dtype": ({"cache_seqlens": torch.tensor([1, 2])}, "cache_seqlens: expected dtype"),
-    "seqlens-shape": ({"cache_seqlens": torch.tensor([1]).int()}, "cache_seqlens: expected shape"),
-    "leftpad-dtype": ({"cache_leftpad": torch.tensor([0, 0])}, "cache_leftpad: expected dtype"),
-    "batch_idx-shape": (
-        {"cache_batch_idx": torch.tensor([0]).int()},
-        "cache_batch_idx: expected shape",
-    ),
-    "table-dtype": ({"block_table": torch.zeros(2, 2).long()}, "block_table: expected dtype"),
-    "splits": ({"num_splits": -1}, "num_splits: expected from 1 to 65535, got -1"),
-    "softcap": ({"softcap": -1.0}, "softcap: expected 0"),
-    "alibi": ({"alibi_slopes": torch.ones(3)}, "alibi_slopes: expected shape"),
-    "overflow": (
-        {"k": NEW, "v": NEW, "cache_seqlens": 6},
-        "cache_seqlens: expected 0 to 5, .* 8 tokens, of which 3 are new, got 6",
-    ),
-    "seqlens-negative": ({"cache_seqlens": -1}, "cache_seqlens: expected 0 to 8, .* got -1"),
-    "seqlens-huge": ({"cache_seqlens": 2**40}, "cache_seqlens: expected 0 to 8, "),
-    "window": ({"window_size": (1, 2, 3)}, r"window_size: expected two integers .*\(1, 2, 3\)"),
-    "window-none": ({"window_size": None}, "window_size: expected two integers .*None"),
-    "window-floats": ({"window_size": (1.5, 0)}, "window_size: expected two integers"),
-}
-BAD_HOST_KV_CALLS = {
-    "overflow": (
-        {"k": NEW, "v": NEW, "cache_seqlens": torch.tensor([2, 6]).int()},
-        "cache_seqlens reaches 9",
-    ),
-    "batch_idx": ({"cache_batch_idx": torch.tensor([0, 2]).int()}, "cache_batch_idx: .* got 2"),
-    "table": ({"block_table": torch.tensor([[0], [-1]]).int()}, "block_table: expected block ids"),
-}
-
-
-@pytest.mark.parametrize(("bad", "message"), BAD_KV_CALLS.values(), ids=BAD_KV_CALLS)
-def test_bad_kvcache_calls(bad, message, device):
-    with pytest.raises(ValueError, match=message):
-        kv_call(device, **bad)
-
-
-@pytest.mark.parametrize(("bad", "message"), BAD_HOST_KV_CALLS.values(), ids=BAD_HOST_KV_CALLS)
-def test_bad_values_in_host_memory(bad, message, device):
-    if device.type != "cpu":
-        pytest.skip("values of GPU tensors are not checked: that would synchronise")
-    caches = {"k_cache": torch.zeros(2, 8, 2, 16), "v_cache": torch.zeros(2, 8, 2, 16)}
-    with pytest.raises(ValueError, match=message):
-        kv_call(device, **caches, **bad)
-    assert not caches["k_cache"].any()
-    assert not caches["v_cache"].any()
-
-
-BAD_VARLEN_CALLS = {
-    "q-dtype": ({"q": torch.ones(5, 4, 16).half()}, "q: expected dtype"),
-    "k-rank": ({"k": torch.ones(7, 1, 2, 16)}, r"k: expected shape \(total_k, nheads_k, headdim\)"),
-    "k-paged-rank": ({"block_table": torch.zeros(2, 1).int()}, r"k: expected shape \(num_blocks,"),
-    "v-shape": ({"v": torch.ones(6, 2, 16)}, "v: expected shape .*total_k=7"),
-    "heads": ({"q": torch.ones(5, 3, 16)}, "q: expected a positive multiple of num_kv_heads=2"),
-    "cu_q": ({"cu_seqlens_q": torch.tensor([0, 2, 5])}, "cu_seqlens_q: expected dtype"),
-    "cu_q-empty": ({"cu_seqlens_q": torch.ones(0).int()}, "cu_seqlens_q: expected batch . 1"),
-    "cu_k": ({"cu_seqlens_k": torch.tensor([0, 7]).int()}, "cu_seqlens_k: expected shape"),
-    "alibi": ({"alibi_slopes": torch.ones(3)}, "alibi_slopes: expected shape"),
-}
-
-
-@pytest.mark.parametrize(("bad", "message"), BAD_VARLEN_CALLS.values(), ids=BAD_VARLEN_CALLS)
-def test_bad_varlen_calls(bad, message, device):
-    with pytest.raises(ValueError, match=message):
-        varlen_call(device, **bad)
-
-
-NO_NUMBERS = {
-    "softmax_scale": (np.float32(1), torch.tensor(1.0), "1"),
-    "softcap": (None, np.float32(1), torch.tensor(1.0)),
-}
-
-
-@pytest.mark.parametrize("call", [kv_call, varlen_call], ids=["kvcache", "varlen"])
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [(name, value) for name, values in NO_NUMBERS.items() for value in values],
-    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
-)
-def test_arguments_that_are_no_numbers_are_named(call, name, value, device):
-    wanted = f"^{name}: expected a float or an int, got {type(value).__name__}$"
-    with pytest.raises(TypeError, match=wanted):
-        call(device, **{name: value})
-
-
 def test_integers_of_numpy_and_tensors_are_numbers(device):
     out = varlen_call(device, max_seqlen_q=np.int64(3), max_seqlen_k=torch.tensor(9))
     assert torch.equal(out, varlen_call(device))
     for wrong in (3.0, "3", torch.tensor([3, 3])):
         with pytest.raises(TypeError, match=r"^max_seqlen_q: expected an integer, got "):
             varlen_call(device, max_seqlen_q=wrong)
-
-
-@pytest.mark.parametrize("name", ["q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"])
-def test_argument_that_is_no_tensor(name, device):
-    with pytest.raises(TypeError, match=rf"^{name}: expected a torch\.Tensor, got list$"):
-        varlen_call(device, **{name: [0, 1]})
 
 
 SIGNATURES = {

@@ -6,13 +6,13 @@ import math
 
 import pytest
 import torch
+from op_calls import FP8_OPS
 
-import kernels
-from kernels import flash_attn_compat, paged_decode_attention, store_kvcache
+from kernels import paged_decode_attention, store_kvcache
 from kernels.compiled.architectures import CUDA_ARCHITECTURES
 from kernels.fp8_cache import FP8_DTYPE
 from kernels.testing.accuracy import bits
-from kernels.testing.inputs import random_paged_batch, random_shared_prefix_args
+from kernels.testing.inputs import random_paged_batch
 from kernels.tiles import PROGRAMS_PER_MULTIPROCESSOR
 
 # Results with NaN are wanted here, and numpy reports them.
@@ -95,100 +95,11 @@ def test_nan_in_a_used_slot_stays_in_its_sequence(which, code, device):
     assert expected.isfinite().all()
 
 
-def op_calls(device):
-    """Arguments of every op that takes scales, with 2 KV heads of head_dim 16."""
-    shape = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16, "block_size": 4}
-    shape |= {"dtype": torch.float16, "kv_dtype": FP8_DTYPE, "device": device}
-    batch = random_paged_batch([5, 3], query_lens=[2, 1], **shape)
-    rows = torch.ones(2, 2, 16, dtype=torch.float16, device=device)
-    slots = torch.tensor([0, 5], device=device)
-    angles = torch.ones(8, 8, device=device)
-    store = (rows, rows, batch.k_cache, batch.v_cache, slots)
-    return {
-        "store_kvcache": (store, {}),
-        "rope_store_kvcache": ((None, *store, slots, angles, angles), {}),
-        "paged_decode_attention": (random_paged_batch([5, 3], **shape).decode_args, {}),
-        "paged_prefill_attention": (batch.prefill_args, {"max_seqlen_q": 2}),
-        "shared_prefix_decode_attention": (random_shared_prefix_args([1], [5], [1], **shape), {}),
-    }
-
-
-OPS = (
-    "store_kvcache",
-    "rope_store_kvcache",
-    "paged_decode_attention",
-    "paged_prefill_attention",
-    "shared_prefix_decode_attention",
-)
-BAD_SCALES = {
-    "zero": (0.0, r"expected a positive finite number, got 0\.0"),
-    "negative": (-1, "expected a positive finite number, got -1"),
-    "infinite": (math.inf, "expected a positive finite number, got inf"),
-    "nan": (math.nan, "expected a positive finite number, got nan"),
-    "heads": (torch.ones(3), r"expected shape \(\), \(1\) or \(num_kv_heads=2\), got \(3,\)"),
-    "rank": (torch.ones(1, 2), r"expected shape .* got \(1, 2\)"),
-    "dtype": (torch.ones(2).half(), "expected dtype torch.float32, got torch.float16"),
-    "strided": (torch.ones(4)[::2], "expected a contiguous last dimension"),
-    "device": (torch.ones(2, device="meta"), "expected a tensor on .* got one on meta"),
-}
-
-
-@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
-@pytest.mark.parametrize(("scale", "message"), BAD_SCALES.values(), ids=BAD_SCALES)
-@pytest.mark.parametrize("op", OPS)
-def test_bad_scales(op, scale, message, name, device):
-    args, options = op_calls(device)[op]
-    before = [bits(arg).clone() for arg in args if isinstance(arg, torch.Tensor)]
-    if isinstance(scale, torch.Tensor) and not scale.is_meta:
-        scale = scale.to(device)
-    with pytest.raises(ValueError, match=f"{name}: {message}"):
-        getattr(kernels, op)(*args, **options, **{name: scale})
-    for arg, bytes_before in zip((a for a in args if a is not None), before, strict=True):
-        assert torch.equal(bits(arg), bytes_before)
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_scales_need_an_fp8_cache(op, device):
-    args, options = op_calls(device)[op]
-    args = [
-        arg.half() if isinstance(arg, torch.Tensor) and arg.dtype == FP8_DTYPE else arg
-        for arg in args
-    ]
-    with pytest.raises(ValueError, match=r"v_scale: expected None, as only .*e4m3fn caches have"):
-        getattr(kernels, op)(*args, **options, v_scale=1.0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float8_e4m3fnuz], ids=str)
-@pytest.mark.parametrize("op", OPS)
-def test_other_fp8_formats_are_refused(op, dtype, device):
-    args, options = op_calls(device)[op]
-    args = [
-        arg.view(dtype) if isinstance(arg, torch.Tensor) and arg.dtype == FP8_DTYPE else arg
-        for arg in args
-    ]
-    with pytest.raises(ValueError, match=f"k_cache: expected dtype .*got {dtype}"):
-        getattr(kernels, op)(*args, **options)
-
-
-def test_keys_and_values_of_one_dtype(device):
-    args, _ = op_calls(device)["store_kvcache"]
-    with pytest.raises(ValueError, match=r"value: expected dtype torch\.float16, got .*32"):
-        store_kvcache(args[0], args[1].float(), *args[2:])
-
-
-def test_flash_attn_compat_refuses_fp8_caches(device):
-    """flash-attn 2 has none."""
-    q = torch.ones(1, 1, 1, 16, dtype=torch.float16, device=device)
-    cache = torch.ones(1, 4, 1, 16, device=device).to(FP8_DTYPE)
-    with pytest.raises(ValueError, match=r"k_cache: expected dtype .*, got torch\.float8_e4m3fn"):
-        flash_attn_compat.flash_attn_with_kvcache(q, cache, cache)
-
-
 @pytest.fixture(scope="module", params=CUDA_ARCHITECTURES)
 def compiled(request, shipped_resources):
     """Decode of several head_dims on sm_90, else of one; stores; prefill short of registers."""
     decode = "fp8 d(80|128|256) g4$|fp8 .*g71" if request.param == "sm_90" else "fp8 d80 g4$"
-    return shipped_resources(request.param, *OPS, match=f"{decode}|fp8 d80$|fp8 d256 .*b16")
+    return shipped_resources(request.param, *FP8_OPS, match=f"{decode}|fp8 d80$|fp8 d256 .*b16")
 
 
 @pytest.mark.slow
@@ -200,7 +111,7 @@ def test_compiled_configurations(compiled):
     if compiled[0]["arch"] == "sm_90":
         decode = {("_paged_decode_kernel", f"fp8 d{head_dim} g4") for head_dim in (80, 128, 256)}
         assert decode <= seen
-        assert ("_shared_prefix_kernel", "fp8 d128 g4") in seen
+        assert ("_paged_prefill_kernel", "fp8 d128 g4") in seen  # the prefix of cascade
     for row in compiled:
         assert row["local_bytes"] == 0, (row["arch"], row["kernel"], row["config"])
         if row["kernel"] == "_store_kvcache_kernel":

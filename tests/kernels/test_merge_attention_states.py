@@ -125,29 +125,3 @@ def test_compiled_to_16_byte_accesses_without_spills(arch, memory_op_resources):
         assert row["global_loads"]["128"] * bytes_per_access == 2 * tile_bytes  # both parts
         assert row["global_stores"]["128"] * bytes_per_access == tile_bytes
         assert row["local_bytes"] == 0
-
-
-BAD_CALLS = {
-    "rank": ({"out_a": torch.zeros(4, 16)}, r"out_a: expected shape .*got \(4, 16\)"),
-    "dtype": ({"out_a": torch.zeros(4, 2, 16).double()}, "out_a: expected dtype"),
-    "mixed-dtypes": (
-        {"out_b": torch.zeros(4, 2, 16).half()},
-        "out_b: expected dtype torch.float32",
-    ),
-    "other-shape": ({"out_b": torch.zeros(4, 3, 16)}, r"out_b: .*num_heads=2.*got \(4, 3, 16\)"),
-    "lse-shape": ({"lse_a": torch.zeros(2, 4)}, r"lse_a: expected shape \(num_tokens=4"),
-    "lse-dtype": ({"lse_b": torch.zeros(4, 2).half()}, "lse_b: expected dtype torch.float32"),
-    "strided": ({"out_b": torch.zeros(4, 16, 2).mT}, "out_b: expected a contiguous last"),
-}
-
-
-@pytest.mark.parametrize(("bad", "message"), BAD_CALLS.values(), ids=BAD_CALLS)
-def test_bad_input(bad, message, device):
-    call = {
-        "out_a": torch.zeros(4, 2, 16),
-        "lse_a": torch.zeros(4, 2),
-        "out_b": torch.zeros(4, 2, 16),
-        "lse_b": torch.zeros(4, 2),
-    } | bad
-    with pytest.raises(ValueError, match=message):
-        merge_attention_states(**{k: v.to(device) for k, v in call.items()})

@@ -41,7 +41,7 @@ from triton.runtime.jit import JITFunction
 from experiments.bench.compile_ahead import Job, compile_job, launch_on_meta
 from experiments.bench.kernel_problems import Shape
 from kernels.compiled.architectures import ARCHITECTURES
-from kernels.compiled.compile import _CompileOnlyDriver
+from kernels.compiled.compile import DriverWithoutGpu
 from kernels.tiles import force_target
 
 arch = ARCHITECTURES["sm_90"]
@@ -54,7 +54,7 @@ assert ahead
 # A launch as Triton does it, up to where it has looked for the compiled kernel.
 run = JITFunction.run
 JITFunction.run = lambda self, *args, **options: run(self, *args, **{**options, "warmup": True})
-driver.set_active(_CompileOnlyDriver(arch.compile_target))
+driver.set_active(DriverWithoutGpu(arch.compile_target))
 with force_target(arch.tiles_target):
     launch_on_meta(shape)
 assert cubins() == ahead, "the launch compiled something else"

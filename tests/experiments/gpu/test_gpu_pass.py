@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import signal
 import tarfile
 import time
@@ -78,7 +79,8 @@ def test_a_killed_pass_keeps_what_it_had(command_line, tmp_path, capsys):
     kept = list(csv.DictReader((out / "rows.csv").open()))
     assert {row["experiment"] for row in kept} >= {"kernel_accuracy"}
     assert gpu_pass.main([*map(str, command[1:]), "--stage", "accuracy"]) == 0
-    assert "accuracy: 0 cells run, 10 finished earlier" in capsys.readouterr().out
+    resumed = re.search(r"accuracy: \d+ cells run, (\d+) finished earlier", capsys.readouterr().out)
+    assert int(resumed[1]) >= len({row["kernel"] for row in kept} - {""}) > 0
 
 
 @on_cpu

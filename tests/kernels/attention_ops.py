@@ -1,0 +1,167 @@
+"""The attention ops behind one face, for tests of what they have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+import kernels
+from kernels import reference
+from kernels.testing.accuracy import compare_with_reference
+from kernels.testing.inputs import random_paged_batch, random_shared_prefix_args
+
+SHAPE = {
+    "num_q_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 32,
+    "block_size": 16,
+    "dtype": torch.float16,
+}
+
+
+def same(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
+    """Whether all results agree bit for bit."""
+    return all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+def hidden_tokens(context_lens, query_lens, window_size):
+    """Tokens before the window of each sequence's first query (all, if it has none)."""
+    if window_size is None:
+        return None
+    lens = zip(context_lens, query_lens, strict=True)
+    return [n if q == 0 else max(0, n - q + 1 - window_size) for n, q in lens]
+
+
+@dataclass(frozen=True)
+class AttentionOp:
+    """An attention op. `usual`, `few`, `two` (equal) and `none`: lengths of sequences.
+
+    The first sequence (of shared prefixes: the first prefix) of `usual` has 75 tokens.
+    """
+
+    name: str
+    op: str
+    arguments: Callable[..., dict[str, Any]]
+    """From lengths, window_size (what it hides is poison) and a shape."""
+    usual: tuple
+    few: tuple
+    two: tuple
+    none: tuple
+    lengths: st.SearchStrategy
+    tables: tuple[str, ...] = ("block_tables",)
+    lens: tuple[str, ...] = ("context_lens",)
+
+    @property
+    def function(self) -> Callable:
+        return getattr(kernels, self.op)
+
+    def call(self, device, lengths=None, *, window_size=None, **shape) -> dict[str, Any]:
+        """Arguments by name."""
+        lengths = self.usual if lengths is None else lengths
+        call = self.arguments(lengths, window_size, device=device, **SHAPE | shape)
+        return call if window_size is None else {**call, "window_size": window_size}
+
+    def splits(self, number: int | None) -> dict[str, int | None]:
+        """So many splits of every part of the keys."""
+        both = {"num_prefix_splits": number} if self.name == "shared_prefix" else {}
+        return both | {"num_splits": number}
+
+    def batch_of(self, call) -> int:
+        """Sequences of a call."""
+        return len(call[self.lens[-1]])
+
+    def run(self, call, num_splits: int | None = 1):
+        """Output and LSE."""
+        return self.function(**call, **self.splits(num_splits), return_lse=True)
+
+    def assert_matches_reference(self, call, num_splits: int | None = None) -> None:
+        """Output and LSE, judged by the rule of kernels/testing/accuracy.py."""
+        options = dict(call) if num_splits is None else call | self.splits(num_splits)
+        expected = getattr(reference, self.op)
+        results = compare_with_reference(self.function, expected, (), **options, return_lse=True)
+        for name, result in zip(("out", "lse"), results, strict=True):
+            assert result.passed, f"{name}: {result}, bound {result.bound:.3g}"
+
+
+def _decode(context_lens, window_size, **shape):
+    hidden = hidden_tokens(context_lens, [1] * len(context_lens), window_size)
+    batch = random_paged_batch(context_lens, hidden_tokens=hidden, **shape)
+    names = ("q", "k_cache", "v_cache", "block_tables", "context_lens")
+    return dict(zip(names, batch.decode_args, strict=True))
+
+
+def _prefill(lengths, window_size, **shape):
+    context_lens, query_lens = zip(*lengths, strict=True) if lengths else ((), ())
+    hidden = hidden_tokens(context_lens, query_lens, window_size)
+    batch = random_paged_batch(context_lens, query_lens=query_lens, hidden_tokens=hidden, **shape)
+    names = ("q", "k_cache", "v_cache", "block_tables", "cu_seqlens_q", "context_lens")
+    call = dict(zip(names, batch.prefill_args, strict=True))
+    return {**call, "max_seqlen_q": batch.max_seqlen_q}
+
+
+def _shared_prefix(lengths, window_size, **shape):
+    args = random_shared_prefix_args(*lengths, window_size=window_size, **shape)
+    return dict(zip(PREFIX_ARGUMENTS, args, strict=True))
+
+
+PREFIX_ARGUMENTS = (
+    "q",
+    "k_cache",
+    "v_cache",
+    "prefix_block_tables",
+    "prefix_lens",
+    "group_offsets",
+    "suffix_block_tables",
+    "suffix_lens",
+)
+_queries_of = st.integers(0, 70).flatmap(
+    lambda n: st.tuples(st.just(n), st.integers(0, n) | st.integers(0, min(n, 2)))
+)
+_group = st.tuples(st.integers(0, 70), st.lists(st.integers(0, 40), max_size=2))
+OPS = {
+    op.name: op
+    for op in (
+        AttentionOp(
+            "decode",
+            "paged_decode_attention",
+            _decode,
+            usual=(75, 0, 33),
+            few=(40, 5),
+            two=(75, 75),
+            none=(),
+            lengths=st.lists(st.integers(0, 110), min_size=1, max_size=3),
+        ),
+        AttentionOp(
+            "prefill",
+            "paged_prefill_attention",
+            _prefill,
+            usual=((75, 20), (0, 0), (40, 3)),
+            few=((40, 9), (5, 2)),
+            two=((75, 20), (75, 20)),
+            none=(),
+            lengths=st.lists(_queries_of, min_size=1, max_size=3),
+        ),
+        AttentionOp(
+            "shared_prefix",
+            "shared_prefix_decode_attention",
+            _shared_prefix,
+            usual=((2, 1), (75, 0), (3, 40, 0)),
+            few=((1, 1), (7, 37), (3, 20)),
+            two=((1, 1), (75, 75), (30, 30)),
+            none=((), (), ()),
+            lengths=st.lists(_group, min_size=1, max_size=3).map(
+                lambda groups: (
+                    [len(suffixes) for _, suffixes in groups],
+                    [prefix for prefix, _ in groups],
+                    [length for _, suffixes in groups for length in suffixes],
+                )
+            ),
+            tables=("prefix_block_tables", "suffix_block_tables"),
+            lens=("prefix_lens", "suffix_lens"),
+        ),
+    )
+}

@@ -1,0 +1,292 @@
+"""What holds for every attention op: decode, prefill and decode of shared prefixes.
+
+Each is compared with its reference in fp64 on shuffled block tables with garbage padding, where NaN
+or Inf lies in every slot that must not matter. What only one of them has is in its own file.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from attention_ops import OPS, same
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kernels.fp8_cache import FP8_DTYPE
+from kernels.testing.inputs import LAYOUTS, SCALES, random_scales
+
+# The interpreter computes rows and tiles that are masked afterwards, and numpy reports their NaNs.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+every_op = pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+without_prefix = pytest.mark.parametrize(
+    "op", [op for name, op in OPS.items() if name != "shared_prefix"], ids=["decode", "prefill"]
+)
+whole_and_split = pytest.mark.parametrize("num_splits", [1, 3])
+
+
+@given(data=st.data())
+@every_op
+def test_matches_reference_on_any_shape(op, data, device):
+    def draw(name, strategy):
+        return data.draw(strategy, label=name)
+
+    num_kv_heads = draw("num_kv_heads", st.integers(1, 2))
+    num_q_heads = num_kv_heads * draw("group_size", st.sampled_from([1, 2, 3, 5, 8]))
+    window_size = draw("window_size", st.none() | st.integers(1, 110))
+    scales = draw("scales of an fp8 cache", st.none() | st.sampled_from(SCALES))
+    call = op.call(
+        device,
+        draw("lengths", op.lengths),
+        window_size=window_size,
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=draw("head_dim", st.sampled_from([16, 24, 33, 64, 80, 112])),
+        block_size=draw("block_size", st.sampled_from([1, 2, 3, 7, 16, 24, 100, 256])),
+        dtype=draw("dtype", st.sampled_from(DTYPES)),
+        kv_dtype=None if scales is None else FP8_DTYPE,
+        layout=draw("layout", st.sampled_from(LAYOUTS)),
+        seed=draw("seed", st.integers(0, 2**16)),
+    )
+    generator = torch.Generator().manual_seed(0)
+    call |= {
+        "scale": draw("scale", st.sampled_from([None, 0.5, -0.2])),
+        "softcap": draw("softcap", st.sampled_from([0.0, 0.5, 30.0])),
+        **op.splits(draw("num_splits", st.sampled_from([None, 1, 2, 3, 7]))),
+    }
+    if op.name == "prefill":
+        call["causal"] = draw("causal", st.booleans())
+        call["max_seqlen_q"] += draw("slack of max_seqlen_q", st.integers(0, 40))
+    if draw("alibi", st.booleans()):
+        shape = draw("alibi shape", st.sampled_from([(), (op.batch_of(call),)]))
+        call["alibi_slopes"] = torch.rand(*shape, num_q_heads, generator=generator).to(device)
+    if draw("sinks", st.booleans()):
+        call["sinks"] = 3 * torch.randn(num_q_heads, generator=generator).to(device)
+    if scales is not None:
+        call |= random_scales(scales, num_kv_heads, device)
+    op.assert_matches_reference(call)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "head_dim", "dtype", "scales"),
+    [
+        (1, 80, torch.float16, "number"),
+        (7, 112, torch.bfloat16, "per head"),
+        (16, 128, torch.bfloat16, "none"),
+        (24, 64, torch.float32, "tensor"),
+        (256, 96, torch.float16, "per head"),
+    ],
+)
+@every_op
+def test_fp8_caches(op, block_size, head_dim, dtype, scales, device):
+    shape = {"block_size": block_size, "head_dim": head_dim, "dtype": dtype}
+    call = op.call(device, window_size=45, num_q_heads=6, kv_dtype=FP8_DTYPE, **shape)
+    call |= {"softcap": 20.0, **random_scales(scales, 2, device)}
+    for num_splits in (1, 2):
+        op.assert_matches_reference(call, num_splits)
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3, 7, 16, 24, 100, 256, 1024])
+@without_prefix
+def test_block_sizes(op, block_size, device):
+    op.assert_matches_reference(op.call(device, block_size=block_size), num_splits=2)
+
+
+@pytest.mark.parametrize("head_dim", [16, 17, 48, 80, 96, 112, 128, 160, 255, 256])
+@without_prefix
+def test_head_dims(op, head_dim, device):
+    op.assert_matches_reference(op.call(device, op.few, head_dim=head_dim), num_splits=2)
+
+
+@pytest.mark.parametrize("group_size", [1, 3, 5, 7, 8, 16, 17, 71])
+@every_op
+def test_group_sizes(op, group_size, device):
+    call = op.call(device, op.few, num_q_heads=2 * group_size)
+    op.assert_matches_reference(call | {"alibi_slopes": torch.rand(2 * group_size, device=device)})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@every_op
+def test_cache_layouts_are_bitwise_alike(op, layout, device):
+    call = op.call(device, op.few, layout=layout)
+    op.assert_matches_reference(call)
+    contiguous = {name: call[name].contiguous() for name in ("k_cache", "v_cache")}
+    assert same(op.run(call), op.run(call | contiguous))
+
+
+@every_op
+@whole_and_split
+def test_strided_query_tables_and_output(op, num_splits, device):
+    call = op.call(device, op.few)
+    expected = op.run(call, num_splits)
+    rows = len(call["q"])
+    wide_q = torch.full((rows, 3, 4, 32), torch.nan, dtype=torch.float16, device=device)
+    wide_q[:, 1] = call["q"]
+    strided = {"q": wide_q[:, 1]}
+    for name in op.tables:
+        batch, columns = call[name].shape
+        wide = torch.full((batch, 40), -7, dtype=torch.int32, device=device)
+        strided[name] = wide[:, 10 : 10 + columns].copy_(call[name])
+    out = torch.zeros(rows, 4, 2, 32, dtype=torch.float16, device=device)
+    result, lse = op.run(call | strided | {"out": out[:, :, 1]}, num_splits)
+    assert result.data_ptr() == out[:, :, 1].data_ptr()
+    assert same((out[:, :, 1], lse), expected)
+    assert not out[:, :, 0].any()
+
+
+@every_op
+@whole_and_split
+def test_result_is_written_to_out_in_its_dtype(op, num_splits, device):
+    call = op.call(device, op.few)
+    expected, _ = op.run(call, num_splits)
+    out = torch.empty_like(call["q"])
+    assert op.run(call | {"out": out}, num_splits)[0] is out
+    assert torch.equal(out, expected)
+    wide = torch.empty(call["q"].shape, dtype=torch.float32, device=device)
+    op.run(call | {"out": wide}, num_splits)
+    assert torch.equal(wide.half(), expected)
+    assert not torch.equal(wide, wide.half().float())
+
+
+@every_op
+def test_lse_is_returned_only_when_asked_for(op, device):
+    call = op.call(device, op.few)
+    out = op.function(**call)
+    assert isinstance(out, torch.Tensor)
+    with_lse, lse = op.run(call)
+    assert torch.equal(out, with_lse)
+    assert (lse.shape, lse.dtype) == (out.shape[:2], torch.float32)
+
+
+@every_op
+def test_empty_batch(op, device):
+    out, lse = op.run(op.call(device, op.none))
+    assert (out.shape, lse.shape) == ((0, 4, 32), (0, 4))
+
+
+@pytest.mark.parametrize("kv_dtype", [None, FP8_DTYPE], ids=["fp16", "fp8"])
+@every_op
+def test_block_size_changes_nothing(op, kv_dtype, device):
+    one, *others = (
+        op.run(op.call(device, block_size=size, kv_dtype=kv_dtype), num_splits=2)
+        for size in (1, 3, 16, 100)
+    )
+    assert all(same(other, one) for other in others)
+
+
+def rule_out(call, table, tokens):
+    """Give tokens of a table's first row a score of -inf, by queries of a unit vector."""
+    call["q"].zero_()[..., 0] = 1
+    block_size = call["k_cache"].shape[1]
+    for token in tokens:
+        block = call[table][0, token // block_size]
+        call["k_cache"][block, token % block_size, :, 0] = -math.inf
+
+
+@pytest.mark.parametrize(
+    "tokens", [range(40), range(35, 74), range(74)], ids=["head", "middle", "all but last"]
+)
+@whole_and_split
+@every_op
+def test_scores_of_minus_infinity(op, num_splits, tokens, device):
+    call = op.call(device)
+    rule_out(call, op.tables[0], tokens)
+    op.assert_matches_reference(call, num_splits)
+
+
+@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
+@whole_and_split
+@without_prefix
+def test_only_scores_of_minus_infinity(op, num_splits, sinks, device):
+    call = op.call(device)
+    rule_out(call, op.tables[0], range(75))
+    first = slice(0, 1 if op.name == "decode" else 20)  # queries of the first sequence
+    out, lse = op.run(call | {"sinks": torch.ones(4, device=device) if sinks else None}, num_splits)
+    assert not out[first].any()
+    assert (lse[first] == -math.inf).all()
+    assert out.isfinite().all()
+
+
+@whole_and_split
+@every_op
+def test_nan_in_a_used_slot_stays_in_its_sequence(op, num_splits, device):
+    call = op.call(device, op.two)
+    expected = op.run(call, num_splits)
+    call["v_cache"][call[op.tables[-1]][1, 0], 1] = math.nan
+    out, lse = op.run(call, num_splits)
+    half = len(out) // 2
+    assert torch.equal(out[:half], expected[0][:half])
+    assert out[half:].isnan().all()
+    assert torch.equal(lse, expected[1])
+
+
+@whole_and_split
+@every_op
+def test_block_offsets_beyond_32_bits(op, num_splits, huge_cache, device):
+    call = op.call(device, op.few, head_dim=64)
+    expected = op.run(call, num_splits)
+    num_blocks = len(call["k_cache"])
+    caches = dict(zip(("k_cache", "v_cache"), huge_cache(16, 2, 64), strict=True))
+    far = len(caches["k_cache"]) - 1 - torch.arange(num_blocks, device=device)
+    assert int(far.min()) * caches["k_cache"].stride(0) > 2**31
+    for name, cache in caches.items():
+        cache[far] = call[name]
+    for name in op.tables:
+        table = call[name]
+        used = (table >= 0) & (table < num_blocks)
+        call[name] = torch.where(used, far[table.clamp(0, num_blocks - 1).long()].int(), table)
+    assert same(op.run(call | caches, num_splits), expected)
+
+
+@whole_and_split
+@every_op
+def test_head_and_token_offsets_beyond_32_bits(op, num_splits, far_apart, device):
+    call = op.call(device, op.few, num_q_heads=3, num_kv_heads=3)
+    heads_first = [call[name].permute(2, 0, 1, 3) for name in ("k_cache", "v_cache")]
+    q, out, *caches = far_apart(call["q"], torch.empty_like(call["q"]), *heads_first)
+    k_cache, v_cache = (cache.permute(1, 2, 0, 3) for cache in caches)
+    far = {"q": q, "out": out, "k_cache": k_cache, "v_cache": v_cache}
+    assert same(op.run(call | far, num_splits), op.run(call, num_splits))
+
+
+@pytest.mark.parametrize("options", [{}, {"window_size": 20}, {"causal": False}], ids=str)
+@whole_and_split
+@every_op
+def test_nothing_past_the_end_is_accessed(op, num_splits, options, at_the_edge, device):
+    """Block tables exactly as wide as the longest sequence needs, blocks of one slot."""
+    if "causal" in options and op.name != "prefill":
+        pytest.skip("an option of prefill")
+    call = op.call(device, op.few, head_dim=33, block_size=1) | options
+    call |= {"alibi_slopes": torch.rand(op.batch_of(call), 4), "sinks": torch.rand(4)}
+    expected = op.run(call, num_splits)
+    for table, lens in zip(op.tables, op.lens, strict=True):
+        call[table] = call[table][:, : int(call[lens].max())]
+    call["out"] = torch.empty_like(call["q"])
+    edge = {name: at_the_edge(v) for name, v in call.items() if isinstance(v, torch.Tensor)}
+    assert same(op.run(call | edge, num_splits), expected)
+
+
+@pytest.mark.parametrize("num_splits", [None, 1, 4])
+@every_op
+def test_replay_of_a_cuda_graph_with_other_lengths(op, num_splits, device):
+    if device.type != "cuda":
+        pytest.skip("CUDA graphs need a GPU")
+    call = op.call(device)
+    shorter = {name: call[name] // 2 for name in op.lens}
+    op.run(call, num_splits)  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.graph(graph):
+            captured = op.run(call, num_splits)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    eager = op.run(call | shorter, num_splits)
+    for name, lens in shorter.items():
+        call[name].copy_(lens)
+    graph.replay()
+    assert same(captured, eager)

@@ -1,0 +1,571 @@
+"""Bad input of every op: the message names the argument, what came and what is needed, and nothing
+has been written.
+
+A table has (message, arguments that differ from the op's good call); "..." in a message stands for
+anything.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from op_calls import ATTENTION, FP8_OPS, function, good_call, i32, i64, kv, on_device, ones, zeros
+
+from kernels import checks, paged_decode_attention
+from kernels.fp8_cache import FP8_DTYPE
+from kernels.testing.accuracy import bits
+
+CONTIGUOUS = "expected a contiguous last dimension, got strides"
+EVERY_ATTENTION_OP = (
+    ("q: expected shape (..., num_q_heads, head_dim=16), got (2, 64)", {"q": zeros(2, 64)}),
+    ("q: expected shape (..., head_dim=16), got (2, 4, 17)", {"q": zeros(2, 4, 17)}),
+    ("q: expected dtype torch.float32, got torch.float16", {"q": zeros(2, 4, 16).half()}),
+    (f"q: {CONTIGUOUS} (64, 1, 4)", {"q": zeros(2, 16, 4).mT}),
+    ("q: expected a positive multiple of num_kv_heads=2 ... got 5", {"q": zeros(2, 5, 16)}),
+    ("q: expected a positive multiple of num_kv_heads=2 ... got 0", {"q": zeros(2, 0, 16)}),
+    (
+        "q: expected a tensor on {device}, got one on meta",
+        {"q": torch.zeros(2, 4, 16, device="meta")},
+    ),
+    (
+        "k_cache: expected shape (num_blocks, block_size, num_kv_heads, head_dim), got (5, 4, 32)",
+        kv(5, 4, 32),
+    ),
+    (
+        "v_cache: expected shape (num_blocks=5, block_size=4, num_kv_heads=2, head_dim=16), "
+        "got (5, 4, 1, 16)",
+        {"v_cache": zeros(5, 4, 1, 16)},
+    ),
+    (
+        "v_cache: expected dtype torch.float32, got torch.float16",
+        {"v_cache": zeros(5, 4, 2, 16).half()},
+    ),
+    (
+        "k_cache: expected dtype torch.float16 or torch.bfloat16 or torch.float32 or "
+        "torch.float8_e4m3fn, got torch.float64",
+        kv(5, 4, 2, 16, dtype=torch.float64),
+    ),
+    (f"k_cache: {CONTIGUOUS}", {"k_cache": zeros(5, 4, 16, 2).mT}),
+    (
+        "k_cache: expected block_size, num_kv_heads and head_dim of at least 1, got shape "
+        "(5, 0, 2, 16)",
+        kv(5, 0, 2, 16),
+    ),
+    ("q: expected a head_dim from 16 to 256, got 8", {"q": zeros(2, 4, 8), **kv(5, 4, 2, 8)}),
+    ("q: expected a head_dim from 16 to 256, got 257", {"q": zeros(2, 4, 257), **kv(5, 4, 2, 257)}),
+    ("window_size: expected None (no window) or at least 1 token, got 0", {"window_size": 0}),
+    ("softcap: expected 0 (off) or a positive finite cap, got -1.0", {"softcap": -1.0}),
+    ("softcap: expected 0 (off) or a positive finite cap, got nan", {"softcap": math.nan}),
+    ("softcap: expected 0 (off) or a positive finite cap, got inf", {"softcap": math.inf}),
+    ("alibi_slopes: expected shape (num_q_heads=4), got (5,)", {"alibi_slopes": zeros(5)}),
+    (
+        "alibi_slopes: expected shape (batch=2, num_q_heads=4), got (3, 4)",
+        {"alibi_slopes": zeros(3, 4)},
+    ),
+    (
+        "alibi_slopes: expected dtype torch.float32, got torch.float16",
+        {"alibi_slopes": zeros(4).half()},
+    ),
+    ("sinks: expected shape (num_q_heads=4), got (2,)", {"sinks": zeros(2)}),
+    ("num_splits: expected from 1 to 65535, got 0", {"num_splits": 0}),
+    ("num_splits: expected from 1 to 65535, got 65536", {"num_splits": 65536}),
+    (
+        "out: expected shape (...=2, num_q_heads=4, head_dim=16), got (2, 4, 17)",
+        {"out": zeros(2, 4, 17)},
+    ),
+    ("out: expected dtype torch.float32, got torch.float16", {"out": zeros(2, 4, 16).half()}),
+)
+WIDE = dict.fromkeys(("cos", "sin"), ones(9, 9))
+SHORT = dict.fromkeys(("rotary_cos", "rotary_sin"), ones(7, 8))
+NEW = ones(2, 3, 2, 16)
+APPEND = {"k": NEW, "v": NEW, "cache_seqlens": 2}
+GOOD_LAYER = (zeros(5, 4, 2, 16), zeros(5, 4, 2, 16))
+TABLES = (
+    (
+        "block_tables: expected shape (batch=2, max_blocks), got (3, 2)",
+        {"block_tables": i32(*3 * [[0, 0]])},
+    ),
+    (
+        "block_tables: expected dtype torch.int32, got torch.int64",
+        {"block_tables": i64([0, 1], [2, 3])},
+    ),
+    (f"block_tables: {CONTIGUOUS}", {"block_tables": i32([0, 1], [2, 3]).mT}),
+    ("context_lens: expected dtype torch.int32, got torch.float32", {"context_lens": ones(2)}),
+)
+BAD_CALLS = {
+    "paged_decode_attention": (
+        ("q: expected batch from 1 to 65535, got 65536", {"q": zeros(65536, 4, 16)}),
+        *TABLES,
+        ("context_lens: expected shape (batch=2), got (2, 1)", {"context_lens": i32([1], [1])}),
+    ),
+    "paged_prefill_attention": (
+        *TABLES,
+        ("context_lens: expected shape (batch), got (2, 1)", {"context_lens": i32([1], [1])}),
+        ("cu_seqlens_q: expected shape (batch + 1=3), got (2,)", {"cu_seqlens_q": i32(0, 2)}),
+        (
+            "cu_seqlens_q: expected dtype torch.int32, got torch.int64",
+            {"cu_seqlens_q": i64(0, 1, 2)},
+        ),
+        ("max_seqlen_q: expected at least 0, got -1", {"max_seqlen_q": -1}),
+    ),
+    "shared_prefix_decode_attention": (
+        ("q: expected batch from 1 to 65535, got 65536", {"q": zeros(65536, 4, 16)}),
+        ("prefix_lens: expected shape (num_groups)", {"prefix_lens": i32([1], [1])}),
+        (
+            "prefix_block_tables: expected shape (num_groups=2, max_blocks), got (3, 2)",
+            {"prefix_block_tables": i32(*3 * [[0, 0]])},
+        ),
+        (
+            "suffix_block_tables: expected shape (batch=2, max_blocks), got (3, 2)",
+            {"suffix_block_tables": i32(*3 * [[0, 0]])},
+        ),
+        ("suffix_lens: expected shape (batch=2), got (4,)", {"suffix_lens": i32(1, 1, 1, 1)}),
+        (
+            "group_offsets: expected shape (num_groups + 1=3), got (2,)",
+            {"group_offsets": i32(0, 2)},
+        ),
+        ("group_offsets: expected dtype torch.int32", {"group_offsets": i64(0, 1, 2)}),
+        ("num_prefix_splits: expected from 1 to 65535, got 0", {"num_prefix_splits": 0}),
+    ),
+    "store_kvcache": (
+        ("key: ...num_kv_heads=2, head_dim=16), got (4, 3, 16)", {"key": zeros(4, 3, 16)}),
+        ("key: expected shape ...got (4, 32)", {"key": zeros(4, 32)}),
+        ("key: expected dtype torch.float32, got torch.float16", {"key": zeros(4, 2, 16).half()}),
+        ("key: expected a tensor on", {"key": torch.zeros(4, 2, 16, device="meta")}),
+        ("value: ...num_tokens=4...got (3, 2, 16)", {"value": zeros(3, 2, 16)}),
+        (f"value: {CONTIGUOUS}", {"value": zeros(4, 16, 2).mT}),
+        ("v_cache: ...block_size=4...got (5, 3, 2, 16)", {"v_cache": zeros(5, 3, 2, 16)}),
+        ("v_cache: expected dtype torch.float32", {"v_cache": zeros(5, 4, 2, 16).half()}),
+        ("k_cache: expected dtype ...got torch.int32", {"k_cache": zeros(5, 4, 2, 16).int()}),
+        ("k_cache: expected block_size", kv(5, 0, 2, 16)),
+        ("slot_mapping: expected dtype torch.int32 or torch.int64", {"slot_mapping": zeros(4)}),
+        (
+            "slot_mapping: expected at most num_tokens=4 slots, got 5",
+            {"slot_mapping": torch.arange(5)},
+        ),
+        (f"slot_mapping: {CONTIGUOUS}", {"slot_mapping": torch.arange(8)[::2]}),
+        (
+            "slot_mapping: expected shape (num_slots), got (4, 1)",
+            {"slot_mapping": zeros(4, 1).int()},
+        ),
+    ),
+    "rope_store_kvcache": (
+        ("key: ...num_kv_heads=2", {"key": ones(4, 3, 16)}),
+        ("value: ...num_tokens=4", {"value": ones(3, 2, 16)}),
+        ("query: expected shape ...num_tokens=4", {"query": ones(3, 6, 16)}),
+        ("query: expected dtype torch.float32", {"query": ones(4, 6, 16).half()}),
+        ("slot_mapping: expected at most", {"slot_mapping": torch.arange(5)}),
+        ("positions: expected shape ...num_tokens=4", {"positions": torch.arange(5)}),
+        ("cos: ... head_dim=16, got 18", WIDE),
+        ("sin: expected shape", {"sin": ones(9, 7)}),
+    ),
+    "apply_rotary_embedding": (
+        ("x: expected shape (num_tokens, num_heads, head_dim)", {"x": zeros(4, 32)}),
+        ("x: expected dtype", {"x": zeros(4, 2, 16).double()}),
+        ("positions: ...num_tokens=4", {"positions": torch.arange(3)}),
+        ("positions: expected dtype", {"positions": zeros(4)}),
+        ("cos: expected shape", {"cos": zeros(9)}),
+        ("cos: ... head_dim=16, got 18", WIDE),
+        ("cos: ... from 2 ... got 0", dict.fromkeys(("cos", "sin"), zeros(9, 0))),
+        ("sin: expected shape ...num_positions=9", {"sin": zeros(8, 8)}),
+        ("sin: expected dtype torch.float32", {"sin": zeros(9, 8).half()}),
+    ),
+    "merge_attention_states": (
+        ("out_a: expected shape ...got (4, 16)", {"out_a": zeros(4, 16)}),
+        ("out_a: expected dtype", {"out_a": zeros(4, 2, 16).double()}),
+        ("out_b: expected dtype torch.float32", {"out_b": zeros(4, 2, 16).half()}),
+        ("out_b: ...num_heads=2...got (4, 3, 16)", {"out_b": zeros(4, 3, 16)}),
+        ("lse_a: expected shape (num_tokens=4", {"lse_a": zeros(2, 4)}),
+        ("lse_b: expected dtype torch.float32", {"lse_b": zeros(4, 2).half()}),
+        (f"out_b: {CONTIGUOUS}", {"out_b": zeros(4, 16, 2).mT}),
+    ),
+    "slot_mapping_from_positions": (
+        ("positions: expected dtype torch.int32 or", {"positions": zeros(2)}),
+        ("positions: expected shape", {"positions": i64([0], [1])}),
+        ("seq_ids: ...num_tokens=2), got (3,)", {"seq_ids": i64(0, 0, 0)}),
+        ("block_tables: expected dtype", {"block_tables": i64([0, 0, 0])}),
+        ("block_tables: expected shape", {"block_tables": i32(0, 0, 0)}),
+        ("block_size: expected at least 1, got 0", {"block_size": 0}),
+    ),
+    "copy_blocks": (
+        ("caches: expected shape (2=2, num_layers...got (5, 4", {"caches": zeros(5, 4, 2, 16)}),
+        ("caches: ...got (3, 1, 5, 4, 2, 16)", {"caches": zeros(3, 1, 5, 4, 2, 16)}),
+        (f"caches: {CONTIGUOUS}", {"caches": zeros(2, 1, 5, 4, 16, 2).mT}),
+        (
+            "caches: expected dtype ...got torch.float64",
+            {"caches": zeros(2, 1, 5, 4, 2, 16).double()},
+        ),
+        ("caches: expected one tensor ... got list of 0 layers", {"caches": []}),
+        ("caches: ...got list of 1 layers of [3] tensors", {"caches": [(*GOOD_LAYER, zeros(1))]}),
+        *[
+            ("caches: expected one tensor of six dimensions, or one", {"caches": c})
+            for c in (None, 3, [1, 2], "kv")
+        ],
+        (
+            "caches[1][1]: ...num_kv_heads=2...got (5, 4, 1, 16)",
+            {"caches": [GOOD_LAYER, (GOOD_LAYER[0], zeros(5, 4, 1, 16))]},
+        ),
+        (
+            "caches[1][1]: ...dtype",
+            {"caches": [GOOD_LAYER, (GOOD_LAYER[0], zeros(5, 4, 2, 16).half())]},
+        ),
+        (
+            "caches[1][1]: expected the strides of caches[0][0], (128, 32, 16, 1), got",
+            {"caches": [GOOD_LAYER, (GOOD_LAYER[0], zeros(5, 2, 4, 16).transpose(1, 2))]},
+        ),
+        ("src_to_dst: expected dtype torch.int64", {"src_to_dst": i32([0, 0])}),
+        ("src_to_dst: expected shape (num_pairs, 2=2)", {"src_to_dst": i64([0, 0, 0])}),
+    ),
+    "swap_blocks": (
+        ("src_cache: expected shape ...got (5, 2, 16)", {"src_cache": zeros(5, 2, 16)}),
+        ("dst_cache: expected shape", {"dst_cache": zeros(2, 1, 5, 4, 2, 16)}),
+        ("dst_cache: ...num_kv_heads=2", {"dst_cache": zeros(9, 4, 1, 16)}),
+        ("dst_cache: expected dtype", {"dst_cache": zeros(9, 4, 2, 16).half()}),
+        (f"src_cache: {CONTIGUOUS}", {"src_cache": zeros(5, 4, 16, 2).mT}),
+        ("src_to_dst: expected dtype", {"src_to_dst": i32([0, 0])}),
+        ("src_to_dst: expected shape", {"src_to_dst": i64(0, 0)}),
+    ),
+    "flash_attn_with_kvcache": (
+        ("v: expected k and v together", {"k": NEW, "cache_seqlens": 2}),
+        ("k: expected k and v together", {"v": NEW, "cache_seqlens": 2}),
+        ("cache_seqlens: needed to append k and v", {"k": NEW, "v": NEW}),
+        ("rotary_sin: expected ... together", {"rotary_cos": ones(8, 8)}),
+        ("rotary_cos: needs new keys", {"rotary_cos": ones(8, 8), "rotary_sin": ones(8, 8)}),
+        ("rotary_cos: expected at least 8 rows, ... got 7", APPEND | SHORT),
+        (
+            "rotary_cos: expected a rotary_dim from 2 to headdim=16, got 18",
+            APPEND | dict.fromkeys(SHORT, ones(8, 9)),
+        ),
+        ("q: expected dtype", {"q": ones(2, 3, 4, 16).half()}),
+        ("q: expected shape (batch, seqlen, nheads,", {"q": ones(2, 4, 16)}),
+        ("q: expected a positive multiple of num_kv_heads=2", {"q": ones(2, 3, 3, 16)}),
+        ("k: expected shape ...batch=2", APPEND | {"k": NEW[:1]}),
+        ("v: expected shape ...seqlen_new=3", APPEND | {"v": NEW[:, :2]}),
+        ("k_cache: expected at least batch=3 rows, got 2", {"q": ones(3, 3, 4, 16)}),
+        ("k_cache: expected dtype ..., got torch.float8_e4m3fn", kv(2, 8, 2, 16, dtype=FP8_DTYPE)),
+        ("cache_seqlens: expected dtype", {"cache_seqlens": i64(1, 2)}),
+        ("cache_seqlens: expected shape", {"cache_seqlens": i32(1)}),
+        ("cache_leftpad: expected dtype", {"cache_leftpad": i64(0, 0)}),
+        ("cache_batch_idx: expected shape", {"cache_batch_idx": i32(0)}),
+        ("block_table: expected dtype", {"block_table": i64([0, 0], [0, 0])}),
+        ("num_splits: expected from 1 to 65535, got -1", {"num_splits": -1}),
+        ("softcap: expected 0", {"softcap": -1.0}),
+        ("alibi_slopes: expected shape", {"alibi_slopes": ones(3)}),
+        (
+            "cache_seqlens: expected 0 to 5, ... 8 tokens, of which 3 are new, got 6",
+            APPEND | {"cache_seqlens": 6},
+        ),
+        ("cache_seqlens: expected 0 to 8, ... got -1", {"cache_seqlens": -1}),
+        ("cache_seqlens: expected 0 to 8, ", {"cache_seqlens": 2**40}),
+        ("window_size: expected two integers ...(1, 2, 3)", {"window_size": (1, 2, 3)}),
+        ("window_size: expected two integers ...None", {"window_size": None}),
+        ("window_size: expected two integers", {"window_size": (1.5, 0)}),
+    ),
+    "flash_attn_varlen_func": (
+        ("q: expected dtype", {"q": ones(5, 4, 16).half()}),
+        ("k: expected shape (total_k, nheads_k, headdim)", {"k": ones(7, 1, 2, 16)}),
+        ("k: expected shape (num_blocks,", {"block_table": i32([0], [0])}),
+        ("v: expected shape ...total_k=7", {"v": ones(6, 2, 16)}),
+        ("q: expected a positive multiple of num_kv_heads=2", {"q": ones(5, 3, 16)}),
+        ("cu_seqlens_q: expected dtype", {"cu_seqlens_q": i64(0, 2, 5)}),
+        ("cu_seqlens_q: expected batch + 1", {"cu_seqlens_q": i32()}),
+        ("cu_seqlens_k: expected shape", {"cu_seqlens_k": i32(0, 7)}),
+        ("alibi_slopes: expected shape", {"alibi_slopes": ones(3)}),
+    ),
+}
+BAD_TABLES = (
+    ("context_lens: expected lengths >= 0, got -1", {"context_lens": i32(-1, 3)}),
+    (
+        "block_tables: 2 columns of block_size 4 hold 8 tokens, but context_lens reaches 9; "
+        "needed are 3 columns",
+        {"context_lens": i32(1, 9)},
+    ),
+    (
+        "block_tables: expected block ids from 0 to 4 within the context, got -1 at [1, 1]",
+        {"block_tables": i32([0, 1], [2, -1])},
+    ),
+    (
+        "block_tables: expected block ids from 0 to 4 within the context, got 5 at [0, 0]",
+        {"block_tables": i32([5, 1], [2, 3])},
+    ),
+    (
+        "block_tables: expected block ids from 0 to 4 within the context, got -1 at [0, 0]",
+        {"block_tables": i32([-1, 1], [-1, 3]), "window_size": 5},
+    ),
+)
+BAD_PAIRS = (
+    ("src_to_dst: expected source blocks below 5, got 5", {"src_to_dst": i64([5, 0])}),
+    ("src_to_dst: expected destination blocks below ..., got 9", {"src_to_dst": i64([0, 9])}),
+    ("src_to_dst: ...every destination once, got block 2", {"src_to_dst": i64([0, 2], [1, 2])}),
+)
+BAD_SLOT = ("slot_mapping: expected slots below 20 ...got 20", {"slot_mapping": i64(20)})
+BAD_POSITIONS = tuple(
+    (f"positions: expected rows of cos from 0 to 8, got {p}", {"positions": i64(0, p, 1, 2)})
+    for p in (-1, 9)
+)
+BAD_HOST_VALUES = {
+    "paged_decode_attention": BAD_TABLES,
+    "paged_prefill_attention": (
+        *BAD_TABLES,
+        (
+            "cu_seqlens_q: ... ascend from 0 to at most 2, got [0, 2, 1]",
+            {"cu_seqlens_q": i32(0, 2, 1)},
+        ),
+        ("cu_seqlens_q: ...got [1, 1, 2]", {"cu_seqlens_q": i32(1, 1, 2)}),
+        ("cu_seqlens_q: ... at most 2, got [0, 1, 3]", {"cu_seqlens_q": i32(0, 1, 3)}),
+        ("max_seqlen_q: expected at least 1, ..., got 0", {"max_seqlen_q": 0}),
+    ),
+    "shared_prefix_decode_attention": (
+        (
+            "prefix_block_tables: 2 columns ... but prefix_lens reaches 99",
+            {"prefix_lens": i32(7, 99)},
+        ),
+        (
+            "prefix_block_tables: expected block ids from 0",
+            {"prefix_block_tables": i32([0, 1], [-1, 1])},
+        ),
+        (
+            "suffix_block_tables: 2 columns ... but suffix_lens reaches 99",
+            {"suffix_lens": i32(1, 99)},
+        ),
+        (
+            "group_offsets: expected values that ascend from 0 to batch=2, got [0, 1, 1]",
+            {"group_offsets": i32(0, 1, 1)},
+        ),
+        ("group_offsets: expected values that ascend", {"group_offsets": i32(0, 3, 2)}),
+    ),
+    "store_kvcache": (BAD_SLOT,),
+    "rope_store_kvcache": (BAD_SLOT, *BAD_POSITIONS),
+    "apply_rotary_embedding": BAD_POSITIONS,
+    "slot_mapping_from_positions": (
+        (
+            "positions: expected positions below 12 (3 columns of block_size 4), got 12",
+            {"positions": i64(0, 12)},
+        ),
+        (
+            "seq_ids: expected rows of block_tables from 0 to 1, got 2",
+            {"seq_ids": i64(0, 2)},
+        ),
+        ("seq_ids: expected rows ...got -1", {"seq_ids": i64(-1, 0)}),
+    ),
+    "copy_blocks": (
+        *BAD_PAIRS,
+        (
+            "src_to_dst: ...source of another pair, got block 1;",
+            {"src_to_dst": i64([0, 1], [1, 2])},
+        ),
+        ("src_to_dst: ...source of another pair", {"src_to_dst": i64([3, 4], [4, 3])}),
+    ),
+    "swap_blocks": BAD_PAIRS,
+    "flash_attn_with_kvcache": (
+        ("cache_batch_idx: ...cache_seqlens reaches 9", APPEND | {"cache_seqlens": i32(2, 6)}),
+        ("cache_batch_idx: ... got 2", {"cache_batch_idx": i32(0, 2)}),
+        ("block_table: expected block ids", {"block_table": i32([0], [-1])}),
+    ),
+}
+
+
+def listed(table):
+    return [
+        pytest.param(op, message, arguments, id=f"{op}-{message}")
+        for op, cases in table.items()
+        for message, arguments in cases
+    ]
+
+
+def tensors_of(value):
+    if isinstance(value, torch.Tensor):
+        return [] if value.is_meta else [value]
+    items = value.values() if isinstance(value, dict) else value
+    nested = isinstance(value, (dict, list, tuple))
+    return [tensor for item in items for tensor in tensors_of(item)] if nested else []
+
+
+def assert_rejected(op, message, arguments, device, error=ValueError):
+    """The op raises what begins with the message, before it has written anything."""
+    call = on_device(good_call(op) | arguments, device)
+    before = [bits(t).clone() if t.is_floating_point() else t.clone() for t in tensors_of(call)]
+    with pytest.raises(error) as raised:
+        function(op)(**call)
+    pattern = re.escape(message.replace("{device}", str(device))).replace(r"\.\.\.", ".*")
+    assert re.match(pattern, str(raised.value)), raised.value
+    for tensor, old in zip(tensors_of(call), before, strict=True):
+        assert torch.equal(bits(tensor) if tensor.is_floating_point() else tensor, old)
+
+
+@pytest.mark.parametrize("op", [*BAD_CALLS])
+def test_good_call_is_accepted(op, device):
+    call = on_device(good_call(op), device)
+    result = function(op)(**call)
+    if "out" in call:
+        assert result is call["out"]
+
+
+@pytest.mark.parametrize(
+    ("op", "message", "arguments"),
+    [*listed(dict.fromkeys(ATTENTION, EVERY_ATTENTION_OP)), *listed(BAD_CALLS)],
+)
+def test_bad_input(op, message, arguments, device):
+    assert_rejected(op, message, arguments, device)
+
+
+@pytest.mark.parametrize(("op", "message", "arguments"), listed(BAD_HOST_VALUES))
+def test_bad_values_in_host_memory(op, message, arguments, device):
+    if device.type != "cpu":
+        pytest.skip("values of GPU tensors are not checked: that would synchronise")
+    assert_rejected(op, message, arguments, device)
+
+
+BAD_SCALES = (
+    ("expected a positive finite number, got 0.0", 0.0),
+    ("expected a positive finite number, got -1", -1),
+    ("expected a positive finite number, got inf", math.inf),
+    ("expected a positive finite number, got nan", math.nan),
+    ("expected shape (), (1) or (num_kv_heads=2), got (3,)", ones(3)),
+    ("expected shape ... got (1, 2)", ones(1, 2)),
+    ("expected dtype torch.float32, got torch.float16", ones(2).half()),
+    ("expected a contiguous last dimension", ones(4)[::2]),
+    ("expected a tensor on ... got one on meta", torch.ones(2, device="meta")),
+)
+
+
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+@pytest.mark.parametrize(
+    ("message", "scale"), BAD_SCALES, ids=[message for message, _ in BAD_SCALES]
+)
+@pytest.mark.parametrize("op", FP8_OPS)
+def test_bad_scales(op, message, scale, name, device):
+    fp8 = {name: zeros(5, 4, 2, 16, dtype=FP8_DTYPE) for name in ("k_cache", "v_cache")}
+    assert_rejected(op, f"{name}: {message}", {**fp8, name: scale}, device)
+
+
+@pytest.mark.parametrize("op", FP8_OPS)
+def test_scales_need_an_fp8_cache(op, device):
+    message = "v_scale: expected None, as only ...e4m3fn caches have"
+    assert_rejected(op, message, {"v_scale": 1.0}, device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float8_e4m3fnuz], ids=str)
+@pytest.mark.parametrize("op", FP8_OPS)
+def test_other_fp8_formats_are_refused(op, dtype, device):
+    message = f"k_cache: expected dtype ...got {dtype}"
+    assert_rejected(op, message, kv(5, 4, 2, 16, dtype=dtype), device)
+
+
+def test_keys_and_values_beside_an_fp8_cache_have_one_dtype(device):
+    rows = {"key": ones(4, 2, 16).half(), **kv(5, 4, 2, 16, dtype=FP8_DTYPE)}
+    message = "value: expected dtype torch.float16, got torch.float32"
+    assert_rejected("store_kvcache", message, rows, device)
+
+
+NO_TENSORS = (None, 1.5, [[1.0]], np.ones((2, 4, 16)))
+TENSORS = {
+    "paged_decode_attention": ("q", "k_cache", "v_cache", "block_tables", "context_lens"),
+    "store_kvcache": ("key", "value", "k_cache", "v_cache", "slot_mapping"),
+    "swap_blocks": ("src_cache", "dst_cache", "src_to_dst"),
+    "flash_attn_varlen_func": ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"),
+}
+
+
+@pytest.mark.parametrize("value", NO_TENSORS, ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(("op", "name"), [(op, name) for op in TENSORS for name in TENSORS[op]])
+def test_argument_that_is_no_tensor(op, name, value, device):
+    message = f"{name}: expected a torch.Tensor, got {type(value).__name__}"
+    assert_rejected(op, message, {name: value}, device, TypeError)
+
+
+NO_NUMBERS = {
+    "paged_decode_attention": {
+        "scale": ("0.1", np.float32(0.1), torch.tensor(0.1), [0.1]),
+        "softcap": (None, "1", np.float32(1), torch.tensor(1.0)),
+        "window_size": ("4", 4.0, True, np.int64(4), torch.tensor(4)),
+        "num_splits": ("2", 2.0, True, np.int64(2), torch.tensor(2)),
+    },
+    "slot_mapping_from_positions": {"block_size": (4.0, "4", np.int64(4), torch.tensor(4))},
+    "flash_attn_with_kvcache": {
+        "softmax_scale": (np.float32(1), torch.tensor(1.0), "1"),
+        "softcap": (None, np.float32(1), torch.tensor(1.0)),
+    },
+    "flash_attn_varlen_func": {
+        "softmax_scale": (np.float32(1), torch.tensor(1.0), "1"),
+        "softcap": (None, np.float32(1), torch.tensor(1.0)),
+        "max_seqlen_q": (3.0, "3"),
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "value"),
+    [(op, name, v) for op, table in NO_NUMBERS.items() for name in table for v in table[name]],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_number_of_a_type_that_triton_does_not_take(op, name, value, device):
+    message = f"{name}: expected a... got {type(value).__name__}"
+    assert_rejected(op, message, {name: value}, device, TypeError)
+
+
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [
+        ("paged_decode_attention", "out"),
+        ("store_kvcache", "k_cache"),
+        ("rope_store_kvcache", "v_cache"),
+        ("rope_store_kvcache", "query"),
+        ("swap_blocks", "dst_cache"),
+        ("copy_blocks", "caches"),
+    ],
+)
+def test_expanded_tensors_are_not_written_to(op, name, device):
+    call = on_device(good_call(op), device)
+    expanded = torch.full((16,), 7.0, device=device).expand(call[name].shape)
+    with pytest.raises(ValueError, match=rf"^{name}: expected memory of its own for every element"):
+        function(op)(**call | {name: expanded})
+    assert (expanded == 7).all()
+
+
+def test_a_dimension_of_one_may_have_any_stride(device):
+    call = on_device(good_call("paged_decode_attention"), device)
+    one = {name: call[name][:1] for name in ("q", "block_tables", "context_lens")}
+    out = ones(4, 16).to(device)[None].as_strided((1, 4, 16), (0, 16, 1))
+    paged_decode_attention(**call | one | {"out": out})
+    assert not out.any()
+
+
+def test_table_entries_before_the_window_may_hold_anything(device):
+    call = good_call("paged_decode_attention") | {"block_tables": i32([-1, 1], [-1, 3])}
+    paged_decode_attention(**on_device(call, device), window_size=3)
+
+
+def test_checks_read_no_values_of_tensors_off_the_host():
+    """On meta tensors, which have no values, everything that would synchronise a GPU fails."""
+    cache = torch.empty(5, 4, 2, 16, device="meta")
+    lens = torch.empty(3, dtype=torch.int32, device="meta")
+    tables = torch.empty(3, 2, dtype=torch.int32, device="meta")
+    checks.check_kv_cache(cache, cache)
+    checks.check_block_tables(tables, lens, cache, batch=3, window_size=2)
+    checks.check_slots(lens, cache, num_tokens=3)
+    with pytest.raises(RuntimeError):
+        lens.max().item()
+
+
+def test_cpu_tensors_need_the_interpreter():
+    script = """
+import torch
+from kernels import store_kvcache
+t = torch.zeros(1, 1, 16)
+store_kvcache(t, t, t[None], t[None], torch.zeros(1, dtype=torch.int64))
+"""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 1
+    assert "ValueError: k_cache: got a CPU tensor" in run.stderr
+    assert "set TRITON_INTERPRET=1 in the environment before importing kernels" in run.stderr
