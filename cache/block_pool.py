@@ -102,11 +102,6 @@ class BlockPool:
         return self._num_fresh + len(self._free) + len(self.policy)
 
     @property
-    def num_cached_blocks(self) -> int:
-        """Blocks whose content can be found, referenced or not.  O(num_blocks)."""
-        return len(self._index)
-
-    @property
     def block_hashes(self) -> list[bytes | None]:
         """Hash of what each block holds, None if that cannot be found.  O(num_blocks)."""
         return self._index.contents()
@@ -180,13 +175,15 @@ class BlockPool:
             self._tell_miss(table)
             self._insert(table, table.num_cached_blocks + 1)
 
-    def revive(self, hits: Sequence[int]) -> None:
+    def revive(self, hits: Sequence[int], count: int = 0) -> None:
         """Add a user to each of ``hits``, which were looked up, also to those that have none.
 
         They leave the free blocks, so that none of them is evicted for the request that hit it.
+        Raises OutOfBlocks, changing nothing, unless ``count`` blocks are free beside them.
         """
         ref_counts = self.ref_counts
         revived = [block for block in hits if not ref_counts[block]]
+        check_free(count + len(revived), self.num_free_blocks)
         if revived:
             self.policy.pin_many(revived)
         if len(revived) < len(hits):

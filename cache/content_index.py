@@ -210,10 +210,6 @@ class ContentIndex:
             contents[block] = contents[first]
         return contents
 
-    def __len__(self) -> int:
-        """Number of blocks with content, duplicates included.  O(number of blocks)."""
-        return self._num_blocks - self._run_of.count(None)
-
     def check_invariants(self) -> None:
         """Raise AssertionError unless each content is found in one way.  O(number of blocks)."""
         size = self._key_size

@@ -74,10 +74,6 @@ class HashIndex:
         """The hash of each block's content, None where it has none.  O(number of blocks)."""
         return self._hashes.copy()
 
-    def __len__(self) -> int:
-        """Number of blocks with content, duplicates included.  O(number of blocks)."""
-        return self._num_blocks - self._hashes.count(None)
-
     def check_invariants(self) -> None:
         """Raise AssertionError unless each block is entered under its hash, once."""
         entered: dict[int, bytes] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Hashable, Iterator
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 Item = TypeVar("Item", bound=Hashable)
 
@@ -12,22 +12,23 @@ Item = TypeVar("Item", bound=Hashable)
 class LazyHeap(Generic[Item]):
     """Items by rising priority, those of equal priority in the order in which they came in.
 
+    A priority is a number, or several of which a later one settles ties of those before.
     An item that is removed leaves its entry in the heap.  It is dropped when it comes to the top,
     or together with all others like it when they are the greater part: O(log n) amortised.
     """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[Any, int, Item]] = []  # (priority, ticket, item)
+        self._heap: list[tuple] = []  # (*priority, ticket, item)
         self._tickets: dict[Item, int] = {}  # of the entries that count
         self._num_tickets = 0
 
-    def push(self, item: Item, priority: Any) -> None:
+    def push(self, item: Item, *priority: float) -> None:
         """Enter ``item``.  Raises ValueError if it is here already."""
         if item in self._tickets:
             raise ValueError(f"push: {item!r} is here already")
         ticket = self._num_tickets = self._num_tickets + 1
         self._tickets[item] = ticket
-        heapq.heappush(self._heap, (priority, ticket, item))
+        heapq.heappush(self._heap, priority + (ticket, item))  # noqa: RUF005
         if len(self._heap) > 2 * len(self._tickets) + 64:
             self._heap = [entry for entry in self._heap if self._counts(entry)]
             heapq.heapify(self._heap)
@@ -36,13 +37,17 @@ class LazyHeap(Generic[Item]):
         """Take ``item`` out, wherever it is.  Raises KeyError if it is not here."""
         del self._tickets[item]
 
-    def pop(self) -> tuple[Any, Item]:
-        """Remove the first item; returns (priority, item).  Raises IndexError if there is none."""
+    def pop(self) -> tuple[float, Item]:
+        """Remove the first item; returns the first number of its priority, and the item.
+
+        Raises IndexError if there is none.
+        """
         while True:
-            priority, ticket, item = heapq.heappop(self._heap)
-            if self._tickets.get(item) == ticket:
+            entry = heapq.heappop(self._heap)
+            item = entry[-1]
+            if self._tickets.get(item) == entry[-2]:
                 del self._tickets[item]
-                return priority, item
+                return entry[0], item
 
     def __contains__(self, item: Item) -> bool:
         return item in self._tickets
@@ -52,7 +57,7 @@ class LazyHeap(Generic[Item]):
 
     def __iter__(self) -> Iterator[Item]:
         """The items in the order in which ``pop`` would return them now."""
-        return (entry[2] for entry in sorted(self._heap) if self._counts(entry))
+        return (entry[-1] for entry in sorted(self._heap) if self._counts(entry))
 
-    def _counts(self, entry: tuple[Any, int, Item]) -> bool:
-        return self._tickets.get(entry[2]) == entry[1]
+    def _counts(self, entry: tuple) -> bool:
+        return self._tickets.get(entry[-1]) == entry[-2]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from cache.serving.sampling_params import SamplingParams
@@ -12,32 +14,17 @@ from models.sampler import Sampler
 
 
 @torch.inference_mode()
-def profile_peak_bytes(
-    model: CausalLM,
-    *,
-    num_tokens: int,
-    num_seqs: int,
-    max_model_len: int,
-    block_size: int,
-    kv_dtype: torch.dtype | None = None,
-) -> int:
+def profile_peak_bytes(model: CausalLM, *, num_seqs: int, **batch: Any) -> int:
     """Most bytes in use on the GPU for the largest batch that the model may meet.
 
-    ``num_tokens`` tokens of as few sequences as hold them, the logits of ``num_seqs``, and their
-    next tokens by top-p sampling, which sorts them; K/V are not stored.  Memory that other
-    processes hold counts as well; that of CUDA graphs, captured later, does not.
+    The batch is that of ``run_largest_batch``, with next tokens by top-p sampling, which sorts the
+    logits.  Memory that other processes hold counts as well; that of CUDA graphs, captured later,
+    does not.
     """
     device = model.model.embed_tokens.weight.device
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
-    logits = run_largest_batch(
-        model,
-        num_tokens=num_tokens,
-        num_seqs=num_seqs,
-        max_model_len=max_model_len,
-        block_size=block_size,
-        kv_dtype=kv_dtype,
-    )
+    logits = run_largest_batch(model, num_seqs=num_seqs, **batch)
     Sampler(device)(logits, [SamplingParams(top_p=0.5)] * num_seqs, [None] * num_seqs)
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
@@ -55,10 +42,12 @@ def run_largest_batch(
     block_size: int,
     kv_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Compute num_tokens tokens of sequences of up to max_model_len, and num_seqs rows of logits,
-    without storing K/V: the cache of the run has a single block, which every table repeats.
+    """Compute num_tokens tokens of as few sequences of up to max_model_len as hold them, and
+    num_seqs rows of logits, without storing K/V: the cache has a single block, which every table
+    repeats.
 
-    kv_dtype: of the cache; the model's if None."""
+    kv_dtype: of the cache; the model's if None.
+    """
     device = model.model.embed_tokens.weight.device
     lengths = [max_model_len] * (num_tokens // max_model_len)
     if num_tokens % max_model_len:

@@ -48,10 +48,10 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
     are tied differ.  The model is then unusable.
     """
     expected = checkpoint_tensors(model)
-    twin = {}  # the other name of a tensor that has two
+    tied_to = {}  # the other name of a tensor that has two
     if _HEAD not in expected:
         expected[_HEAD] = expected[_EMBEDDING]
-        twin = {_HEAD: _EMBEDDING, _EMBEDDING: _HEAD}
+        tied_to = {_HEAD: _EMBEDDING, _EMBEDDING: _HEAD}
     filled: set[str] = set()
     unexpected = []
     for path in _weight_files(Path(folder)):
@@ -64,14 +64,14 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
                 raise WeightsError(f"{path}: tensor {name} is in another shard as well")
             filled.add(name)
             target = expected[name].target
-            if twin.get(name) not in filled:
+            if tied_to.get(name) not in filled:
                 target.copy_(part)
             elif not torch.equal(part.to(target.device, target.dtype), target):
                 raise WeightsError(
-                    f"{path}: {name} differs from {twin[name]}, to which config.json ties it; "
+                    f"{path}: {name} differs from {tied_to[name]}, to which config.json ties it; "
                     "set tie_word_embeddings to false there to have both"
                 )
-    missing = [name for name in expected.keys() - filled if twin.get(name) not in filled]
+    missing = [name for name in expected.keys() - filled if tied_to.get(name) not in filled]
     if missing:
         raise WeightsError(f"{folder}: missing tensors: {_some(sorted(missing))}")
     if unexpected:

@@ -36,7 +36,7 @@ import sys
 from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from cache.block_pool import OutOfBlocks
 from cache.checks import at_least, require
@@ -94,14 +94,9 @@ class CacheStats:
         return self.hit_blocks / self.queried_blocks if self.queried_blocks else 0.0
 
 
-class Prefix(NamedTuple):
-    """The cached beginning of a sequence."""
-
-    blocks: Items[int] = ()
-    num_tokens: int = 0
-    """Tokens whose K/V are there: those of the blocks, unless part of a further one is copied."""
-    where: Any = None
-    """What else the design knows of it."""
+Prefix = tuple[Items[int], int, Any]
+"""The cached beginning of a sequence: its blocks, the number of tokens whose K/V are there (those
+of the blocks, unless part of a further one is copied), and what else the design knows of it."""
 
 
 class Table:
@@ -132,8 +127,9 @@ class CacheManager(abc.ABC):
     ``allocate`` of one that does, raise ValueError.  What a design does not offer, by the class
     attributes ``can_...``, raises UnsupportedByDesign.
 
-    A design defines ``_extend``, ``_release`` and ``num_free_blocks``; what else it may define
-    stands at the end of the class.
+    A design defines ``_extend``, ``_release`` and ``num_free_blocks``, and with ``can_fork`` also
+    ``_share(table, copy)``, with ``can_swap`` ``_move_out(table)`` and ``_move_in(table)``, with
+    ``can_reset`` ``_forget()``.  What else it may define stands at the end of the class.
     """
 
     name: str = ""
@@ -182,8 +178,8 @@ class CacheManager(abc.ABC):
 
         At least one token is left to compute.  Valid until the next call that changes the manager.
         """
-        prefix = self._find(seq)
-        return list(prefix.blocks), prefix.num_tokens
+        blocks, num_tokens, _ = self._find(seq)
+        return list(blocks), num_tokens
 
     def can_allocate(self, seq: Sequence) -> AllocStatus:
         """Whether ``allocate(seq)`` would succeed.  Changes nothing; true until the next change."""
@@ -193,7 +189,7 @@ class CacheManager(abc.ABC):
         free = self.num_free_blocks
         if needed > free:  # unless others use the cached part of the prefix already
             prefix = self._find(seq)
-            needed -= len(prefix.blocks) - self._num_revived(prefix)
+            needed -= len(prefix[0]) - self._num_revived(prefix)
         return AllocStatus.OK if needed <= free else AllocStatus.LATER
 
     def allocate(self, seq: Sequence) -> int:
@@ -203,10 +199,12 @@ class CacheManager(abc.ABC):
         Raises OutOfBlocks.  Sets ``seq.num_cached_tokens``, ``seq.num_computed_tokens`` and
         ``seq.num_slots``.
         """
-        self._check_holds_no_blocks(seq)
+        if seq.seq_id in self._tables:
+            raise ValueError(f"sequence {seq.seq_id!r} holds blocks already; free it first")
         num_tokens = len(seq.token_ids)
-        self._start(seq, self._find_for_allocate(seq), num_tokens, num_tokens)
-        return seq.num_cached_tokens
+        prefix = self._find_for_allocate(seq) if self.enable_prefix_caching else _NOTHING
+        self._start(seq, prefix, num_tokens, num_tokens)
+        return prefix[1]
 
     def take_copies(self) -> Copies:
         """Copies that ``allocate`` calls since the last call of this ask for, to be run as others.
@@ -235,7 +233,7 @@ class CacheManager(abc.ABC):
         table = self._table_on_device(seq)
         return self._num_needed(table, len(seq.token_ids)) <= self.num_free_blocks
 
-    def allocate_slots(
+    def allocate_slots(  # CPython would call one with keyword-only parameters more slowly
         self,
         seq: Sequence,
         num_new_tokens: int,
@@ -289,7 +287,7 @@ class CacheManager(abc.ABC):
                 self.name, f"chunks ({num_new_tokens} of {seq.num_tokens - start} tokens)"
             )
         prefix = self._find(seq, len(computed_blocks)) if computed_blocks else _NOTHING
-        if list(prefix.blocks) != list(computed_blocks):
+        if list(prefix[0]) != list(computed_blocks):
             raise ValueError(
                 f"computed_blocks={list(computed_blocks)}: these do not hold the prefix of "
                 f"sequence {seq.seq_id!r} (any more); ask get_computed_blocks again"
@@ -322,7 +320,8 @@ class CacheManager(abc.ABC):
         """
         self._refuse_unless(self.can_fork, "fork")
         table = self._table_on_device(parent)
-        self._check_holds_no_blocks(child)
+        if child.seq_id in self._tables:
+            raise ValueError(f"child: sequence {child.seq_id!r} holds blocks already")
         stored = table.seq.num_computed_tokens
         _check_shares_content(parent, child, stored)
         self._catch_up(table)
@@ -341,7 +340,7 @@ class CacheManager(abc.ABC):
         Sets its counters to 0.
         """
         table = self._table_of(seq)
-        if not table.is_swapped_out:
+        if table.num_noted_tokens < table.seq.num_computed_tokens:
             self._catch_up(table)
         self._release(table)
         del self._tables[seq.seq_id]
@@ -461,16 +460,17 @@ class CacheManager(abc.ABC):
     def _start(self, seq: Sequence, prefix: Prefix, end: int, num_slots: int) -> None:
         """Give ``seq`` a table that begins with ``prefix``."""
         table = self._table_class(seq)
-        num_hits = len(prefix.blocks)  # which become those of the table
+        blocks, num_cached, _ = prefix
+        num_hits = len(blocks)  # which become those of the table
         self._begin(table, prefix, num_slots)
         self._extend(table, end, num_slots)
         self._tables[seq.seq_id] = table
         self._num_allocations += 1
         self._queried_tokens += len(seq.token_ids)
         self._queried_blocks += len(seq.token_ids) // self.block_size
-        self._hit_tokens += prefix.num_tokens
+        self._hit_tokens += num_cached
         self._hit_blocks += num_hits
-        seq.num_cached_tokens = prefix.num_tokens
+        seq.num_cached_tokens = num_cached
         self._count(table, seq, end)
 
     def _grow(self, table: Table, seq: Sequence, end: int, num_slots: int) -> Copies:
@@ -478,6 +478,7 @@ class CacheManager(abc.ABC):
         if table.seq is not seq:  # another object of the same id
             seq.num_cached_tokens = table.seq.num_cached_tokens
             seq.num_computed_tokens = table.seq.num_computed_tokens
+            table.seq.num_slots = 0
             table.seq = seq
         copies = self._extend(table, end, num_slots)
         self._count(table, seq, end)
@@ -515,10 +516,6 @@ class CacheManager(abc.ABC):
         if not table.is_swapped_out:
             raise ValueError(f"sequence {seq.seq_id!r} is not swapped out")
         return table
-
-    def _check_holds_no_blocks(self, seq: Sequence) -> None:
-        if seq.seq_id in self._tables:
-            raise ValueError(f"sequence {seq.seq_id!r} holds blocks already; free it first")
 
     def _check_free(self, count: int) -> None:
         free = self.num_free_blocks
@@ -589,24 +586,8 @@ class CacheManager(abc.ABC):
         """Blocks handed out so far, and those of them that gave up cached content."""
         return self._num_allocated, 0
 
-    def _share(self, table: Any, copy: Any) -> None:
-        """Fork: let ``copy`` have the blocks of ``table`` too."""
-        raise NotImplementedError
 
-    def _move_out(self, table: Any) -> Copies:
-        """Swap out."""
-        raise NotImplementedError
-
-    def _move_in(self, table: Any) -> Copies:
-        """Swap in."""
-        raise NotImplementedError
-
-    def _forget(self) -> None:
-        """Forget all cached content, which nobody uses."""
-        raise NotImplementedError
-
-
-_NOTHING = Prefix()
+_NOTHING: Prefix = (), 0, None
 
 
 def _clear(seq: Sequence) -> None:

@@ -101,13 +101,13 @@ class NanoVLLM(PooledManager):
     def _match(self, seq: Sequence, limit: int) -> Prefix:
         hits: list[int] = []
         parent = None
-        for depth, block in enumerate(super()._match(seq, limit).blocks):
+        for depth, block in enumerate(super()._match(seq, limit)[0]):
             content = self._contents[block]
             if not content.equals(self._content(seq, depth, parent)):
                 break
             hits.append(block)
             parent = content
-        return Prefix(hits, len(hits) * self.block_size)
+        return hits, len(hits) * self.block_size, None
 
     def _begin(self, table: PooledTable, prefix: Prefix, num_slots: int) -> None:
         super()._begin(table, prefix, table.seq.num_tokens)

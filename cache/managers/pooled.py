@@ -88,17 +88,15 @@ class PooledManager(CacheManager):
 
     def _match(self, seq: Sequence, limit: int) -> Prefix:
         blocks = self.pool.lookup(self._hasher.block_hashes(seq)[:limit])
-        return Prefix(blocks, len(blocks) * self.block_size)
+        return blocks, len(blocks) * self.block_size, None
 
     def _num_revived(self, prefix: Prefix) -> int:
-        return self.pool.num_revived(prefix.blocks)
+        return self.pool.num_revived(prefix[0])
 
     def _begin(self, table: PooledTable, prefix: Prefix, num_slots: int) -> None:
-        hits = prefix.blocks or []
+        hits = prefix[0] or []
         if hits:
-            needed = self._num_blocks_for(num_slots) - len(hits) + self.pool.num_revived(hits)
-            self._check_free(needed)
-            self.pool.revive(hits)
+            self.pool.revive(hits, self._num_blocks_for(num_slots) - len(hits))
             table.hashes = self._hasher.block_hashes(table.seq)
         table.blocks = hits
         table.num_cached_blocks = len(hits)

@@ -129,23 +129,24 @@ class Radix(CacheManager):
 
     def _match(self, seq: Sequence, limit: int) -> Prefix:
         match = self.tree.match_prefix(RadixKey(seq, self.block_size), limit)
-        return Prefix(match.blocks, len(match.blocks) * self.block_size, match)
+        return match.blocks, len(match.blocks) * self.block_size, match
 
     def _num_revived(self, prefix: Prefix) -> int:
-        return 0 if prefix.where is None else self.tree.num_unlocked(prefix.where)
+        match = prefix[-1]
+        return 0 if match is None else self.tree.num_unlocked(match)
 
     def _begin(self, table: _Table, prefix: Prefix, num_slots: int) -> None:
-        hits = prefix.blocks
+        hits, num_cached, match = prefix
         if not hits:
             table.node = self.tree.root
             return
         needed = self._num_blocks_for(num_slots) - len(hits)
-        self._check_free(needed + self.tree.num_unlocked(prefix.where))
-        table.node = self.tree.lock(prefix.where)  # before anything is evicted
+        self._check_free(needed + self.tree.num_unlocked(match))
+        table.node = self.tree.lock(match)  # before anything is evicted
         if self._log:
             self._log.record("hit", hits, map(self._contents.__getitem__, hits))
         table.blocks, table.num_in_tree = hits, len(hits)
-        table.num_noted_tokens = prefix.num_tokens
+        table.num_noted_tokens = num_cached
 
     def _extend(self, table: _Table, end: int, num_slots: int) -> Copies:
         missing = self._num_missing(table, num_slots)
@@ -182,7 +183,8 @@ class Radix(CacheManager):
             self._log_cached(table.seq, added, rest + num_duplicates)
             rest += len(filled)
         self._give_back(duplicates + table.blocks[rest:])
-        self._log_unlocked(table.node, added)
+        if self._log:
+            self._log_unlocked(self._log, table.node, added)
         self.tree.unlock(node)
 
     def _is_shared(self, block: int) -> bool:
@@ -259,12 +261,11 @@ class Radix(CacheManager):
             self._log.record("cached", blocks, contents)
             self._contents.update(zip(blocks, contents, strict=True))
 
-    def _log_unlocked(self, node: RadixNode, added: array) -> None:
+    def _log_unlocked(self, log: EventLog, node: RadixNode, added: array) -> None:
         """A user of ``node``, and of the blocks ``added`` below it, is about to leave."""
-        if self._log:
-            freed = added[::-1]
-            while node is not self.tree.root:
-                if node.lock_ref == 1:
-                    freed += node.blocks[::-1]
-                node = node.parent
-            self._log.record("freed", freed)
+        freed = added[::-1]
+        while node is not self.tree.root:
+            if node.lock_ref == 1:
+                freed += node.blocks[::-1]
+            node = node.parent
+        log.record("freed", freed)

@@ -192,7 +192,7 @@ class VLLMv0(CacheManager):
             if block is None or not computed[block]:
                 break
             blocks.append(block)
-        return Prefix(blocks, len(blocks) * self.block_size)
+        return blocks, len(blocks) * self.block_size, None
 
     def _extend(self, table: _Table, end: int, num_slots: int) -> Copies:
         plan = self._plan(table, end)
@@ -202,8 +202,8 @@ class VLLMv0(CacheManager):
         for position, _, own, _ in hits:  # first what makes room, then hits, then new blocks
             if own is not None:
                 self.gpu.release([table.blocks.pop()], table.last_accessed, position)
-        for *_, found in hits:
-            self.gpu.share(found)
+        for growth in hits:
+            self.gpu.share(growth[-1])
         copies: Copies = []
         for position, key, own, found in plan:
             if found is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from collections.abc import Sequence as Blocks
 
 from cache.event_log import EventLog
@@ -35,10 +35,12 @@ class LRUEvictor(EvictionPolicy):
     def insert(self, block: int, key: Hashable, parent: Hashable | None, depth: int) -> None:
         self._depths[block] = depth
 
-    def touch(self, block: int, time: float) -> None:
-        """A sequence that holds ``block`` was scheduled at ``time``, or at a later one before."""
-        if time > self._last_accessed[block]:
-            self._last_accessed[block] = time
+    def touch(self, blocks: Iterable[int], time: float) -> None:
+        """A sequence that holds ``blocks`` was scheduled at ``time``."""
+        last_accessed = self._last_accessed
+        for block in blocks:
+            if time > last_accessed[block]:  # else another was scheduled later
+                last_accessed[block] = time
 
     def pin(self, block: int) -> None:
         try:
@@ -47,10 +49,15 @@ class LRUEvictor(EvictionPolicy):
             raise ValueError(f"pin: block {block} is in use already") from None
 
     def release(self, block: int) -> None:
-        try:
-            self._heap.push(block, (self._last_accessed[block], -self._depths[block]))
-        except ValueError:
-            raise ValueError(f"release: block {block} is released already") from None
+        self.release_many((block,))
+
+    def release_many(self, blocks: Iterable[int]) -> None:
+        push, last_accessed, depths = self._heap.push, self._last_accessed, self._depths
+        for block in blocks:
+            try:
+                push(block, last_accessed[block], -depths[block])
+            except ValueError:
+                raise ValueError(f"release: block {block} is released already") from None
 
     def evict(self) -> int:
         if not len(self._heap):
@@ -175,13 +182,13 @@ class BlockAllocator:
 
         They are in the order of the sequence, from its position ``first_depth`` on.
         """
-        ref_counts, touch, idle = self.ref_counts, self._touch, []
+        ref_counts, idle = self.ref_counts, []
+        if self._touch is not None:
+            self._touch(blocks, time)
         if self._log:
             self._log.record("freed", [b for b in reversed(blocks) if ref_counts[b] == 1])
         for i in reversed(range(len(blocks))):
             block = blocks[i]
-            if touch is not None:
-                touch(block, time)
             ref_counts[block] -= 1
             if ref_counts[block]:
                 continue

@@ -105,18 +105,18 @@ class VLLMv1(PooledManager):
             )
 
     def _find_for_allocate(self, seq: Sequence) -> Prefix:
-        prefix = self._find(seq)
-        found = self._partial_hit(seq, prefix.blocks) if self._partials else None
+        prefix = hits, num_tokens, _ = self._find(seq)
+        found = self._partial_hit(seq, hits) if self._partials else None
         if found is None:
             return prefix
         block, num_shared = found
-        return Prefix(prefix.blocks, prefix.num_tokens + num_shared, block)
+        return hits, num_tokens + num_shared, block
 
     def _begin(self, table: _Table, prefix: Prefix, num_slots: int) -> None:
         super()._begin(table, prefix, num_slots)
         table.num_computed_blocks = table.num_cached_blocks
-        if prefix.where is not None:
-            table.donor = prefix.where
+        table.donor = prefix[-1]
+        if table.donor is not None:
             self.pool.revive([table.donor])  # so that it is not handed out to this very sequence
 
     def _extend(self, table: _Table, end: int, num_slots: int) -> Copies:

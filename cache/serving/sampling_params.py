@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from cache.checks import at_least
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
@@ -39,58 +41,49 @@ class SamplingParams:
     length_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        _need(_is_int(self.n) and self.n >= 1, "n", self.n, "an int of at least 1")
-        _need(
-            _is_number(self.temperature) and 0 <= self.temperature < float("inf"),
-            "temperature",
-            self.temperature,
-            "a finite number, 0 (greedy) or more",
-        )
-        _need(
-            _is_int(self.top_k) and self.top_k >= -1,
-            "top_k",
-            self.top_k,
-            "an int of at least 1, or 0 or -1 for all tokens",
-        )
-        _need(
-            _is_number(self.top_p) and 0 < self.top_p <= 1,
-            "top_p",
-            self.top_p,
-            "a number above 0 and up to 1",
-        )
-        _need(self.seed is None or _is_int(self.seed), "seed", self.seed, "an int or None")
-        _need(
-            _is_int(self.max_tokens) and self.max_tokens >= 1,
-            "max_tokens",
-            self.max_tokens,
-            "an int of at least 1",
-        )
-        stop_token_ids = self.stop_token_ids
-        _need(
-            isinstance(stop_token_ids, Collection)
-            and not isinstance(stop_token_ids, str | bytes)
-            and all(_is_int(token) and token >= 0 for token in stop_token_ids),
-            "stop_token_ids",
-            stop_token_ids,
-            "a collection of token ids",
-        )
-        object.__setattr__(self, "stop_token_ids", frozenset(stop_token_ids))
-        _need(
-            _is_number(self.length_penalty) and abs(self.length_penalty) <= 100,
-            "length_penalty",
-            self.length_penalty,
-            "a number from -100 to 100",
-        )
-        if self.beam_width is None:
-            return
-        _need(
-            _is_int(self.beam_width) and self.beam_width >= self.n,
-            "beam_width",
-            self.beam_width,
-            f"an int of at least n={self.n}, or None",
-        )
+        stops = self.stop_token_ids
+        at_least(1, "n", self.n)
+        at_least(1, "max_tokens", self.max_tokens)
+        for name, valid, what in (
+            (
+                "temperature",
+                _is_number(self.temperature) and 0 <= self.temperature < float("inf"),
+                "a finite number, 0 (greedy) or more",
+            ),
+            (
+                "top_k",
+                _is_int(self.top_k) and self.top_k >= -1,
+                "an int of at least 1, or 0 or -1 for all tokens",
+            ),
+            (
+                "top_p",
+                _is_number(self.top_p) and 0 < self.top_p <= 1,
+                "a number above 0 and up to 1",
+            ),
+            ("seed", self.seed is None or _is_int(self.seed), "an int or None"),
+            (
+                "stop_token_ids",
+                isinstance(stops, Collection)
+                and not isinstance(stops, str | bytes)
+                and all(_is_int(token) and token >= 0 for token in stops),
+                "a collection of token ids",
+            ),
+            (
+                "length_penalty",
+                _is_number(self.length_penalty) and abs(self.length_penalty) <= 100,
+                "a number from -100 to 100",
+            ),
+            (
+                "beam_width",
+                self.beam_width is None or (_is_int(self.beam_width) and self.beam_width >= self.n),
+                f"an int of at least n={self.n}, or None",
+            ),
+        ):
+            if not valid:
+                raise ValueError(f"{name}={getattr(self, name)!r}: needs {what}")
+        object.__setattr__(self, "stop_token_ids", frozenset(stops))
         draws = self.temperature not in (0, 1) or self.top_k > 0 or self.top_p < 1
-        if draws or self.seed is not None:
+        if self.beam_width is not None and (draws or self.seed is not None):
             raise ValueError(
                 f"beam_width={self.beam_width!r}: beam search draws nothing, so seed, temperature, "
                 "top_k and top_p have no meaning; leave them out"
@@ -103,8 +96,3 @@ def _is_int(value: object) -> bool:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value == value
-
-
-def _need(valid: bool, name: str, value: object, what: str) -> None:
-    if not valid:
-        raise ValueError(f"{name}={value!r}: needs {what}")

@@ -159,16 +159,17 @@ class Scheduler:
     def _schedule_running(self, step: Step) -> int:
         """Returns what remains of the token budget."""
         budget = self.max_num_batched_tokens
+        sequences, counts = step.sequences, step.counts
         line = iter(self.running)  # which a preemption shortens, at its end
-        while budget:
-            num_before = len(step.sequences)
-            seq = self.manager.count_decoded(islice(line, budget), step.sequences)
-            num_counted = len(step.sequences) - num_before
-            step.counts += [1] * num_counted
-            budget -= num_counted
+        while budget > 0:
+            seqs = line if len(self.running) <= budget else islice(line, budget)
+            seq = self.manager.count_decoded(seqs, sequences)
+            counted = len(sequences) - len(counts)
+            counts += [1] * counted
+            budget -= counted
             if seq is None:
                 break
-            count = min(seq.num_tokens - seq.num_computed_tokens, budget)
+            count = min(len(seq.token_ids) - seq.num_computed_tokens, budget)
             if count:
                 if not self._give_slots(seq, count, step):
                     break

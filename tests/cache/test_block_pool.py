@@ -52,9 +52,20 @@ def pool_of(num_blocks: int, policy: EvictionPolicy | None = None) -> BlockPool:
     return BlockPool(num_blocks, LRU() if policy is None else policy)
 
 
+class Table:
+    """A sequence's blocks: ``hits`` that are cached already, then none yet."""
+
+    def __init__(self, hashes, hits=()):
+        self.hashes = hashes
+        self.blocks = list(hits)
+        self.num_cached_blocks = len(self.blocks)
+
+
 def cached(pool: BlockPool, *hashes: bytes) -> list[int]:
     """Blocks in use with the content ``hashes``."""
-    return pool.allocate(len(hashes), (), hashes, 0, len(hashes))
+    table = Table(hashes)
+    pool.extend(table, len(hashes), len(hashes))
+    return table.blocks
 
 
 def test_blocks_never_used_come_first_and_in_order():
@@ -91,68 +102,42 @@ def test_uncached_blocks_go_first_if_the_policy_does_not_want_them():
     assert pool.num_evicted == 1
 
 
-def test_lookup_finds_the_leading_run():
-    pool = pool_of(8)
-    blocks = cached(pool, A, B, C)
-    assert pool.lookup([A, B, C, D]) == blocks
-    assert pool.lookup([A, D, C]) == blocks[:1]
-    assert pool.lookup([D, A]) == []
-    assert pool.lookup([]) == []
-
-
-def test_content_is_forgotten_only_when_the_block_is_handed_out_again():
-    pool = pool_of(2)
-    pool.free(cached(pool, A, B))
-    assert pool.lookup([A, B]) == [0, 1]
-    assert pool.allocate(1) == [1]
-    assert pool.lookup([A, B]) == [0]
-    assert pool.block_hashes == [A, None]
-    assert pool.num_cached_blocks == 1
-    pool.check_invariants()
-
-
-def test_hits_leave_the_free_blocks_before_any_is_handed_out():
-    pool = pool_of(3)
-    pool.free(cached(pool, A, B, C))
-    hits = pool.lookup([A, B])
-    assert pool.allocate(1, hits) == [2]
-    assert pool.ref_counts == [1, 1, 1]
-    assert pool.lookup([A, B]) == hits
-
-
 @pytest.mark.parametrize("policy", [LRU, PlainLRU, Recorder])
 def test_a_failed_allocation_changes_nothing(policy):
     pool = pool_of(4, policy())
     pool.free(cached(pool, A, B))
-    in_use = cached(pool, C)
+    cached(pool, C)
     before = pool.ref_counts[:], pool.block_hashes[:], list(pool.free_blocks())
-    for count, hits in [(4, ()), (2, [0, 1]), (3, [0]), (4, in_use)]:
+    table = Table([D, E, F, A])
+    for call in (lambda: pool.allocate(4), lambda: pool.extend(table, 4, 4)):
         with pytest.raises(OutOfBlocks) as error:
-            pool.allocate(count, hits, [D, E, F], 0, 3)
-        assert error.value.needed == count + len([b for b in hits if b not in in_use])
-        assert error.value.free == 3
+            call()
+        assert (error.value.needed, error.value.free) == (4, 3)
         assert before == (pool.ref_counts, pool.block_hashes, list(pool.free_blocks()))
-        assert pool.num_allocated == 3
+        assert (pool.num_allocated, table.blocks, table.num_cached_blocks) == (3, [], 0)
         pool.check_invariants()
-    assert pool.allocate(1, [0, 1]) == [3]
 
 
-def test_a_hit_in_use_costs_no_free_block():
-    pool = pool_of(2)
-    blocks = cached(pool, A)
-    assert pool.num_revived(blocks) == 0
-    assert pool.allocate(1, blocks) == [1]
-    assert pool.ref_counts == [2, 1]
-    pool.free(blocks)
-    assert pool.num_free_blocks == 0
-    pool.free(blocks)
-    assert pool.num_revived(blocks) == 1
+@pytest.mark.parametrize("policy", [LRU, PlainLRU, Recorder])
+def test_a_table_is_extended_and_cached_as_far_as_it_is_full(policy):
+    pool = pool_of(6, policy())
+    table = Table([A, B, C, D])
+    pool.extend(table, 2, 1)
+    assert (table.blocks, table.num_cached_blocks) == ([0, 1], 1)
+    pool.extend(table, -3, 1)  # has more than it needs
+    pool.extend(table, 0, 2)
+    assert (table.blocks, pool.lookup(table.hashes)) == ([0, 1], [0, 1])
+    pool.extend(table, 1, 2)
+    pool.extend(table, 2, 4)  # one that it has, one that it gets, and one not to be cached
+    assert (table.blocks, pool.lookup(table.hashes)) == ([0, 1, 2, 3, 4], [0, 1, 2, 3])
+    assert table.num_cached_blocks == 4
+    assert pool.num_allocated == 5
+    pool.check_invariants()
 
 
 def test_the_oldest_of_several_blocks_with_one_content_is_found_while_it_lasts():
     pool = pool_of(3)
     copies = [cached(pool, A)[0] for _ in range(3)]
-    assert pool.num_cached_blocks == 3
     assert pool.lookup([A]) == copies[:1]
     pool.free(copies[1:2])
     pool.free(copies[:1])
@@ -166,7 +151,6 @@ def test_the_oldest_of_several_blocks_with_one_content_is_found_while_it_lasts()
     pool.check_invariants()
     assert pool.allocate(1) == [2]
     assert pool.lookup([A]) == []
-    assert pool.num_cached_blocks == 0
     pool.check_invariants()
 
 
@@ -181,15 +165,17 @@ def test_what_a_policy_is_told():
         ("insert", 1, B, A, 1),
     ]
     policy.calls.clear()
-    partial = pool.allocate(1)
+    table = Table([A, B, C], blocks)
+    pool.extend(table, 1, 2)
     assert policy.calls == []
-    pool.cache(partial, [A, B, C], 2, 3)
+    pool.cache(table, 3)
     assert policy.calls == [("miss", C), ("insert", 2, C, B, 2)]
     policy.calls.clear()
-    pool.free([*blocks, *partial])
+    pool.free(table.blocks)
     assert policy.calls == [("release", 2, 1, 0)]
     policy.calls.clear()
-    pool.allocate(1, [0], [A, D], 1, 2)  # A is there; D takes the place of C
+    pool.revive([0])
+    pool.extend(Table([A, D], [0]), 1, 2)  # A is there; D takes the place of C
     assert policy.calls == [("pin", 0), ("miss", D), ("evict", 2), ("insert", 2, D, A, 1)]
 
 
@@ -213,9 +199,10 @@ def test_duplicates_of_a_whole_prompt(at_once, again_at_once):
     def prompt(at_once):
         if at_once:
             return cached(pool, A, B, C)
-        blocks = pool.allocate(3)
-        pool.cache(blocks, [A, B, C], 0, 3)
-        return blocks
+        table = Table([A, B, C])
+        pool.extend(table, 3, 0)
+        pool.cache(table, 3)
+        return table.blocks
 
     prompt(at_once)
     again = prompt(again_at_once)
@@ -297,7 +284,6 @@ def test_reset_forgets_everything_once_no_block_is_in_use(policy):
     order = list(pool.free_blocks())
     assert pool.reset_prefix_cache()
     assert pool.lookup([A]) == []
-    assert pool.num_cached_blocks == 0
     assert list(pool.free_blocks()) == order
     pool.check_invariants()
     assert cached(pool, A, B, C, D) == order
@@ -312,59 +298,23 @@ def test_a_negative_count_is_refused():
     assert pool.num_free_blocks == 2
 
 
-def break_ref_count(pool):
-    pool.ref_counts[0] = 0
+DAMAGES = {
+    "ref_count": lambda pool: pool.ref_counts.__setitem__(0, 0),
+    "negative_ref_count": lambda pool: pool.ref_counts.__setitem__(3, -1),
+    "hash_of_a_free_block": lambda pool: pool._index.add([3], [D], None, 0),
+    "hash_of_a_fresh_block": lambda pool: pool._index.add([5], [D], None, 0),
+    "hash_of_a_released_block": lambda pool: pool._index.remove([1]),
+    "index": lambda pool: pool._index._hashes.__setitem__(0, None),
+    "free_twice": lambda pool: pool._free.append(pool._free[0]),
+    "lost_free_block": lambda pool: pool._free.pop(),
+    "released_twice": lambda pool: pool.policy.release(1),
+    "count_of_policy": lambda pool: setattr(pool.policy, "_num_released", 2),
+    "uncached_in_policy": lambda pool: pool.policy.release(pool._free.pop()),
+    "fresh_count": lambda pool: setattr(pool, "_num_fresh", -1),
+}
 
 
-def break_negative_ref_count(pool):
-    pool.ref_counts[3] = -1
-
-
-def break_hash_of_a_free_block(pool):
-    pool._index.add([3], [D], None, 0)
-
-
-def break_hash_of_a_fresh_block(pool):
-    pool._index.add([5], [D], None, 0)
-
-
-def break_hash_of_a_released_block(pool):
-    pool._index.remove([1])
-
-
-def break_index(pool):
-    pool._index._hashes[0] = None
-
-
-def break_free_twice(pool):
-    pool._free.append(pool._free[0])
-
-
-def break_lost_free_block(pool):
-    pool._free.pop()
-
-
-def break_released_twice(pool):
-    pool.policy.release(1)
-
-
-def break_count_of_policy(pool):
-    pool.policy._num_released += 1
-
-
-def break_uncached_in_policy(pool):
-    pool.policy.release(pool._free.pop())
-
-
-def break_fresh_count(pool):
-    pool._num_fresh = -1
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [value for name, value in sorted(globals().items()) if name.startswith("break_")],
-    ids=lambda damage: damage.__name__,
-)
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_check_invariants_sees(damage):
     pool = pool_of(6, PlainLRU())
     (first,) = cached(pool, A)  # 0: in use and cached, with the duplicate 2

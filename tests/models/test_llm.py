@@ -46,8 +46,7 @@ def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
-@pytest.mark.parametrize(
+SCARCE = pytest.mark.parametrize(
     ("block_size", "chunk", "caching", "checkpoint"),
     [
         (1, 9, True, "qwen3"),
@@ -56,42 +55,39 @@ def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
         (16, 64, True, "qwen3"),
     ],
 )
+"""Chunked or not, with and without prefix caching."""
+
+
+def scarce_llm(folder, manager, block_size, chunk, caching, **options) -> LLM:
+    """An LLM whose cache has too few blocks for all prompts at a time."""
+    num_slots = 48
+    if manager == "contiguous":
+        num_slots, options["manager_options"] = 64, {"reservation": "pow2"}
+    return LLM(
+        folder,
+        manager=manager,
+        block_size=block_size,
+        num_blocks=-(-num_slots // block_size),
+        max_num_batched_tokens=chunk if MANAGERS[manager].can_chunk else 64,
+        enable_prefix_caching=caching,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@SCARCE
 @pytest.mark.parametrize("manager", sorted(MANAGERS))
 def test_tokens_are_those_of_transformers(
     manager, block_size, chunk, caching, checkpoint, preemption, make_checkpoint, expected
 ):
-    chunks = MANAGERS[manager].can_chunk
-    num_slots = 64 if manager == "contiguous" else 48  # too few for all prompts at a time
-    llm = LLM(
-        make_checkpoint(checkpoint)[0],
-        manager=manager,
-        block_size=block_size,
-        num_blocks=-(-num_slots // block_size),
-        max_num_batched_tokens=chunk if chunks else 64,
-        enable_prefix_caching=caching,
-        preemption=preemption,
-        manager_options={"reservation": "pow2"} if manager == "contiguous" else None,
-    )
+    folder, _ = make_checkpoint(checkpoint)
+    llm = scarce_llm(folder, manager, block_size, chunk, caching, preemption=preemption)
     outputs = llm.generate(PROMPTS, GREEDY)
     assert tokens_of(outputs) == expected(checkpoint)
     if manager != "contiguous":  # it reserves the whole output beforehand
         assert sum(output.stats.num_preemptions for output in outputs) > 0
     llm.manager.check_invariants()
     assert llm.manager.num_free_blocks == llm.manager.num_blocks
-
-
-@pytest.mark.parametrize("checkpoint", ["llama_biased", "qwen3"])
-def test_the_kernels_give_the_same_tokens(checkpoint, make_checkpoint, expected):
-    llm = LLM(
-        make_checkpoint(checkpoint)[0],
-        attention_backend="triton",
-        block_size=3,
-        num_blocks=24,
-        max_num_batched_tokens=20,
-        preemption="swap",
-    )
-    outputs = llm.generate(PROMPTS[:3], SamplingParams(temperature=0, max_tokens=4))
-    assert tokens_of(outputs) == [tokens[:4] for tokens in expected(checkpoint)[:3]]
 
 
 @pytest.fixture(scope="module")
@@ -108,29 +104,15 @@ def fp8_tokens(make_checkpoint):
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
-@pytest.mark.parametrize(
-    ("block_size", "chunk", "caching", "checkpoint", "manager"),
-    [
-        (1, 9, True, "qwen3", "vllm_v1"),
-        (4, 64, True, "llama", "vllm_v0"),
-        (7, 9, False, "llama", "radix"),
-        (16, 64, True, "qwen3", "nano_vllm"),
-    ],
-)
+@SCARCE
 def test_an_fp8_cache_gives_the_same_tokens_however_it_is_managed(
-    manager, block_size, chunk, caching, checkpoint, preemption, make_checkpoint, fp8_tokens
+    block_size, chunk, caching, checkpoint, preemption, make_checkpoint, fp8_tokens
 ):
     """Queries read what is stored of the keys and values of their own chunk, too."""
-    llm = LLM(
-        make_checkpoint(checkpoint)[0],
-        kv_cache_dtype="fp8_e4m3",
-        manager=manager,
-        block_size=block_size,
-        num_blocks=-(-48 // block_size),
-        max_num_batched_tokens=chunk,
-        enable_prefix_caching=caching,
-        preemption=preemption,
-    )
+    manager = {1: "vllm_v1", 4: "vllm_v0", 7: "radix", 16: "nano_vllm"}[block_size]
+    options = {"preemption": preemption, "kv_cache_dtype": "fp8_e4m3"}
+    folder, _ = make_checkpoint(checkpoint)
+    llm = scarce_llm(folder, manager, block_size, chunk, caching, **options)
     outputs = llm.generate(PROMPTS, GREEDY)
     assert tokens_of(outputs) == fp8_tokens(checkpoint)
     assert sum(output.stats.num_preemptions for output in outputs) > 0
@@ -141,10 +123,16 @@ def test_an_fp8_cache_changes_tokens(fp8_tokens, expected):
     assert fp8_tokens("llama") != expected("llama")
 
 
-def test_the_kernels_give_the_same_tokens_with_an_fp8_cache(make_checkpoint, fp8_tokens):
+@pytest.mark.parametrize(
+    ("checkpoint", "kv_cache_dtype"),
+    [("llama_biased", None), ("qwen3", None), ("llama", "fp8_e4m3")],
+)
+def test_the_kernels_give_the_same_tokens(
+    checkpoint, kv_cache_dtype, make_checkpoint, expected, fp8_tokens
+):
     llm = LLM(
-        make_checkpoint("llama")[0],
-        kv_cache_dtype="fp8_e4m3",
+        make_checkpoint(checkpoint)[0],
+        kv_cache_dtype=kv_cache_dtype,
         attention_backend="triton",
         block_size=3,
         num_blocks=24,
@@ -152,7 +140,8 @@ def test_the_kernels_give_the_same_tokens_with_an_fp8_cache(make_checkpoint, fp8
         preemption="swap",
     )
     outputs = llm.generate(PROMPTS[:3], SamplingParams(temperature=0, max_tokens=4))
-    assert tokens_of(outputs) == [tokens[:4] for tokens in fp8_tokens("llama")[:3]]
+    tokens = (fp8_tokens if kv_cache_dtype else expected)(checkpoint)
+    assert tokens_of(outputs) == [output[:4] for output in tokens[:3]]
 
 
 def test_copy_on_write_of_an_fp8_cache(make_checkpoint):

@@ -10,8 +10,8 @@ a copy copies a block's slots.  After every step
 - free and used blocks add up, and the manager's own invariants hold,
 - a call that failed has changed nothing that can be seen.
 
-A manager's test file subclasses ``ManagerMachine``, says how to make the manager and which
-features its design has, and may predict more (``expected_hits``, ``blocks_needed``, ``observe``).
+A design's machine says how to make the manager and may predict more (``expected_hits``,
+``blocks_needed``, ``observe``).
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ import pytest
 from hypothesis import note
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from manager_helpers import state_of
 
-from cache import AllocStatus, OutOfBlocks, Sequence
+from cache import POLICIES, AllocStatus, OutOfBlocks, Sequence
 
 TOKENS = st.integers(0, 1)
 BLOCK_SIZES = st.sampled_from([1, 2, 3, 4, 16])
+ONLINE_POLICIES = sorted(name for name, policy in POLICIES.items() if not policy.needs_future)
 
 
 @dataclass
@@ -37,18 +39,11 @@ class Live:
     stored: int
     table: list[int]
     noted: int = 0
-    """Stored tokens that its last call knows of."""
-    num_slots: int = 0
-    """Tokens that can be stored before its next call."""
+    """Stored tokens that its manager knows of, the others being counted only."""
 
 
 class ManagerMachine(RuleBasedStateMachine):
-    """Rules that every design has; subclasses switch features on and say how a manager is made."""
-
-    supports_fork = False
-    supports_chunks = False
-    lookaheads = (0, 0, 1, 5)
-    supports_reset = False
+    """Rules for what the design under test offers."""
 
     def make_manager(self, data, num_blocks: int, block_size: int):
         """The manager under test, of ``num_blocks`` blocks of ``block_size`` tokens."""
@@ -56,11 +51,32 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def expected_hits(self, seq: Sequence) -> int | None:
         """Cached tokens that an allocation of ``seq`` must report; None if not predicted."""
-        return None
+        return 0
 
-    def blocks_needed(self, live: Live, end: int) -> int | None:
-        """Free blocks that storing up to ``end`` tokens takes; None if not predicted."""
-        return None
+    def expected_status(self, seq: Sequence) -> AllocStatus:
+        """What ``can_allocate`` must say."""
+        if -(-seq.num_tokens // self.block_size) > self.num_blocks:
+            return AllocStatus.NEVER
+        enough = self.blocks_needed(Live(seq, 0, []), seq.num_tokens) <= self.num_free
+        return AllocStatus.OK if enough else AllocStatus.LATER
+
+    def blocks_needed(self, live: Live, end: int) -> int:
+        """Free blocks that storing up to ``end`` tokens takes."""
+        table, needed = live.table, -(-end // self.block_size)
+        if live.seq.seq_id not in self.live:
+            table, _ = self.manager.get_computed_blocks(live.seq)
+            return needed - len(table) + sum(self.users(block) == 0 for block in table)
+        partial = live.stored % self.block_size
+        copied = partial and self.users(table[live.stored // self.block_size]) > 1
+        return max(0, needed - len(table)) + bool(copied)
+
+    def expected_slots(self, live: Live) -> int:
+        """What ``num_slots`` must be after a call that made room."""
+        return -(-live.stored // self.block_size) * self.block_size
+
+    def tokens_to_come(self, seq: Sequence) -> int:
+        """How many tokens ``seq`` may still generate."""
+        return 99
 
     def observe(self, live: Live, taken: list[int]) -> None:
         """A call succeeded: ``live`` has its new table; ``taken`` are the blocks handed out."""
@@ -68,13 +84,15 @@ class ManagerMachine(RuleBasedStateMachine):
     def observe_noted(self, live: Live) -> None:
         """The manager has taken note of all stored tokens of ``live``."""
 
+    def observe_fork(self, parent: Live, child: Live) -> None:
+        """``child`` shares the blocks of ``parent``."""
+
     def observe_free(self, live: Live) -> None:
         """``live`` has given its blocks back."""
 
-    def snapshot(self):
-        """Everything that a failing call must leave as it was."""
-        tables = {key: self.manager.block_table(live.seq) for key, live in self.live.items()}
-        return tables, self.manager.num_free_blocks, self.manager.stats
+    @property
+    def num_free(self) -> int:
+        return self.manager.num_free_blocks
 
     @initialize(data=st.data(), block_size=BLOCK_SIZES, num_blocks=st.integers(1, 20))
     def start(self, data, block_size, num_blocks):
@@ -85,6 +103,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.slots: dict[tuple[int, int], tuple] = {}
         self.history: list[list[int]] = [[]]
         self.next_id = 0
+        self.versions: dict[tuple[int, int], list[int]] = {}
 
     # Content ------------------------------------------------------------------------------------
 
@@ -122,10 +141,9 @@ class ManagerMachine(RuleBasedStateMachine):
             assert self.users(block) == 1, f"block {block} is written while shared"
             self.slots[block, offset] = self.content(live.seq, position)
         live.stored = end
-        live.num_slots = live.seq.num_slots
-        assert end <= live.num_slots <= len(live.table) * self.block_size
         assert live.seq.num_computed_tokens == end
         self.observe(live, taken)
+        assert live.seq.num_slots == self.expected_slots(live)
         self.note(live)
 
     def note(self, live: Live) -> None:
@@ -134,23 +152,16 @@ class ManagerMachine(RuleBasedStateMachine):
         self.observe_noted(live)
 
     def attempt(self, live: Live, end: int, call):
-        """``call()``, or None if it found too few blocks, which must be so and change nothing."""
-        needed, free, before = (
-            self.blocks_needed(live, end),
-            self.manager.num_free_blocks,
-            self.snapshot(),
-        )
-        error = None
-        try:
-            result = call()
-        except OutOfBlocks as failure:
-            error, result = failure, None
-        if needed is not None:
-            assert (error is not None) == (needed > free)
-        if error is not None:
-            assert error.free == free < error.needed
-            assert self.snapshot() == before, "a failed call has changed something"
-        return result
+        """``call()``, or None if it finds too few blocks, as must be, and changes nothing."""
+        needed, free = self.blocks_needed(live, end), self.num_free
+        if needed <= free:
+            return call()
+        before = state_of(self.manager)
+        with pytest.raises(OutOfBlocks) as failure:
+            call()
+        assert failure.value.free == free < failure.value.needed
+        assert state_of(self.manager) == before, "a failed call has changed something"
+        return None
 
     # Rules --------------------------------------------------------------------------------------
 
@@ -193,13 +204,12 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def allocate(self, seq: Sequence) -> bool:
         status = self.manager.can_allocate(seq)
+        assert status is self.expected_status(seq)
         num_cached = self.attempt(
             Live(seq, 0, []), seq.num_tokens, lambda: self.manager.allocate(seq)
         )
-        assert (status is AllocStatus.OK) == (num_cached is not None)
-        if status is AllocStatus.NEVER:
-            assert seq.num_tokens > self.block_size * self.num_blocks
         if num_cached is None:
+            assert status is not AllocStatus.OK
             assert self.live or status is AllocStatus.NEVER, "an empty cache has room"
             return False
         prefix = self.manager.block_table(seq)[: -(-num_cached // self.block_size)]
@@ -210,12 +220,18 @@ class ManagerMachine(RuleBasedStateMachine):
     def allocate_new(self, data):
         self.allocate(self.new_sequence(data))
 
-    @rule(data=st.data(), token=TOKENS)
-    @precondition(lambda self: self.live)
-    def append(self, data, token):
-        live = self.pick(data)
-        if live.stored == live.seq.num_tokens:
+    def decode(self, live: Live, tokens: list[int]) -> bool:
+        """The sequence generates ``tokens``; whether it has any that lack a slot then."""
+        for token in tokens[: self.tokens_to_come(live.seq)]:
             live.seq.append_token(token)
+        return live.stored < live.seq.num_tokens
+
+    @rule(data=st.data(), tokens=st.lists(TOKENS, min_size=1, max_size=1) | st.lists(TOKENS))
+    @precondition(lambda self: self.live)
+    def append(self, data, tokens):
+        live = self.pick(data)
+        if not self.decode(live, tokens):
+            return
         possible = self.manager.can_append(live.seq)
         end = live.seq.num_tokens
         copies = self.attempt(live, end, lambda: self.manager.append(live.seq))
@@ -223,19 +239,40 @@ class ManagerMachine(RuleBasedStateMachine):
         if copies is not None:
             self.write(live, end, copies)
 
-    @rule(data=st.data(), token=TOKENS)
-    @precondition(lambda self: any(live.stored < live.num_slots for live in self.live.values()))
-    def store_without_a_call(self, data, token):
-        """The caller counts a token itself that goes to a slot which its sequence has."""
-        choices = sorted(key for key, live in self.live.items() if live.stored < live.num_slots)
-        live = self.live[data.draw(st.sampled_from(choices), label="sequence")]
-        if live.stored == live.seq.num_tokens:
-            live.seq.append_token(token)
+    @rule(data=st.data(), tokens=st.lists(TOKENS, min_size=1, max_size=3))
+    @precondition(lambda self: self.live)
+    def allocate_slots(self, data, tokens):
+        """For chunks and decoded tokens alike; those that have a slot already are only counted."""
+        live = self.pick(data)
+        if not self.decode(live, tokens):
+            return
+        ends = st.just(live.stored + 1) | st.integers(live.stored + 1, live.seq.num_tokens)
+        end = data.draw(ends, label="end")
+        ahead = self.draw_lookahead(data)
+        num_slots = live.seq.num_slots
+        copies = self.attempt(
+            live,
+            end + ahead,
+            lambda: self.manager.allocate_slots(
+                live.seq, end - live.stored, num_lookahead_tokens=ahead
+            ),
+        )
+        if copies is None:
+            return
+        if ahead or end > num_slots:
+            self.write(live, end, copies)
+            return
+        assert copies == []
         block = live.table[live.stored // self.block_size]
         assert self.users(block) == 1, f"block {block} is written while shared"
-        self.slots[block, live.stored % self.block_size] = self.content(live.seq, live.stored)
-        assert self.manager.allocate_slots(live.seq, 1) == []
-        live.stored += 1
+        for position in range(live.stored, end):
+            self.slots[block, position % self.block_size] = self.content(live.seq, position)
+        live.stored = end
+        assert (live.seq.num_computed_tokens, live.seq.num_slots) == (end, num_slots)
+
+    def draw_lookahead(self, data) -> int:
+        choices = [0, 0, 1, 5] if self.manager.can_look_ahead else [0]
+        return data.draw(st.sampled_from(choices), label="lookahead")
 
     @rule(data=st.data())
     @precondition(lambda self: self.live)
@@ -266,7 +303,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     @precondition(lambda self: self.live)
     def misuse(self, data):
-        live, before = self.pick(data), self.snapshot()
+        live, before = self.pick(data), state_of(self.manager)
         stranger = Sequence("stranger", [0])
         calls = [
             lambda: self.manager.allocate(live.seq),
@@ -279,33 +316,33 @@ class ManagerMachine(RuleBasedStateMachine):
         for call in calls:
             with pytest.raises(ValueError, match="sequence"):
                 call()
-        assert self.snapshot() == before
+        assert state_of(self.manager) == before
 
     @rule(data=st.data(), ahead=st.lists(TOKENS, max_size=2))
-    @precondition(lambda self: self.supports_fork and self.live)
+    @precondition(lambda self: self.manager.can_fork and self.live)
     def fork(self, data, ahead):
         parent = self.pick(data)
         self.next_id += 1
         child = parent.seq.fork(self.next_id)
         for token in ahead:
             child.append_token(token)
-        free = self.manager.num_free_blocks
         self.note(parent)
         self.manager.fork(parent.seq, child)
-        assert self.manager.num_free_blocks == free
         table = self.manager.block_table(child)
-        assert table == parent.table[: -(-parent.stored // self.block_size)]
+        assert table == parent.table[: len(table)]
+        assert len(table) == -(-parent.stored // self.block_size)
         assert child.num_computed_tokens == child.num_cached_tokens == parent.stored
-        parent.num_slots = 0
+        assert child.num_slots == parent.seq.num_slots == parent.stored
         self.live[child.seq_id] = Live(child, parent.stored, table, parent.stored)
+        self.observe_fork(parent, self.live[child.seq_id])
 
     @rule(data=st.data())
-    @precondition(lambda self: self.supports_chunks)
+    @precondition(lambda self: self.manager.can_chunk)
     def allocate_first_chunk(self, data):
         seq = self.new_sequence(data)
         blocks, num_cached = self.manager.get_computed_blocks(seq)
         count = data.draw(st.integers(1, seq.num_tokens - num_cached), label="tokens")
-        ahead = data.draw(st.sampled_from(self.lookaheads), label="lookahead")
+        ahead = self.draw_lookahead(data)
         end = num_cached + count
         copies = self.attempt(
             Live(seq, 0, []),
@@ -316,37 +353,19 @@ class ManagerMachine(RuleBasedStateMachine):
             assert copies == []
             self.adopt(seq, num_cached, end, blocks)
 
-    @rule(data=st.data())
-    @precondition(lambda self: self.supports_chunks and self.live)
-    def allocate_next_chunk(self, data):
-        live = self.pick(data)
-        for token in data.draw(st.lists(TOKENS, min_size=1, max_size=3)):
-            live.seq.append_token(token)
-        end = data.draw(st.integers(live.stored + 1, live.seq.num_tokens), label="end")
-        ahead = data.draw(st.sampled_from(self.lookaheads), label="lookahead")
-        copies = self.attempt(
-            live,
-            end + ahead,
-            lambda: self.manager.allocate_slots(
-                live.seq, end - live.stored, num_lookahead_tokens=ahead
-            ),
-        )
-        if copies is not None:
-            self.write(live, end, copies)
-
     @rule(now=st.integers(0, 4).map(lambda n: n == 0))
-    @precondition(lambda self: self.supports_reset)
+    @precondition(lambda self: self.manager.can_reset)
     def reset(self, now):
         if not now:
             return
-        before = self.snapshot()
+        before = state_of(self.manager)
         if self.manager.reset_prefix_cache():
             assert not self.live
             self.slots.clear()
             self.observe_reset()
         else:
             assert self.live
-            assert self.snapshot() == before
+            assert state_of(self.manager) == before
 
     def observe_reset(self) -> None:
         """All cached content was forgotten."""
@@ -370,3 +389,19 @@ class ManagerMachine(RuleBasedStateMachine):
             for position in range(live.stored):
                 found = self.stored_at(live.table, position)
                 assert found == self.content(live.seq, position), (live.seq, position)
+
+    @invariant()
+    def tables_change_with_their_versions(self):
+        for seq_id, live in self.live.items():
+            version, table = live.seq.table_version, self.manager.block_table(live.seq)
+            assert self.versions.setdefault((seq_id, version), table) == table
+
+    def teardown(self):
+        if hasattr(self, "manager"):
+            for live in self.live.values():
+                self.manager.free(live.seq)
+            self.manager.check_invariants()
+            assert self.num_free == self.num_blocks
+            if self.manager.can_reset:
+                assert self.manager.reset_prefix_cache()
+                self.manager.check_invariants()

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import invariant, precondition, rule
-from manager_machine import TOKENS, ManagerMachine
 
-from cache import AllocStatus, CacheStats, Sequence, UnsupportedByDesign, make_manager
+from cache import AllocStatus, CacheStats, MemoryUsage, Sequence, make_manager
 from cache.buddy import BuddyAllocator, OutOfRuns
 from cache.managers import Contiguous
-from cache.memory_usage import MemoryUsage
 
 
 def manager_of(num_blocks: int = 16, block_size: int = 1, **options) -> Contiguous:
@@ -19,154 +14,7 @@ def manager_of(num_blocks: int = 16, block_size: int = 1, **options) -> Contiguo
 
 
 def next_power_of_two(number: int) -> int:
-    power = 1
-    while power < number:
-        power *= 2
-    return power
-
-
-class ContiguousMachine(ManagerMachine):
-    """The model keeps the range of blocks of each sequence and looks for aligned free ranges."""
-
-    def make_manager(self, data, num_blocks, block_size):
-        self.runs: dict[int, range] = {}
-        self.reserved: dict[int, int] = {}
-        self.final: dict[int, int] = {}
-        self.reservation = data.draw(st.sampled_from(["max", "pow2", "oracle"]))
-        self.knows = self.reservation == "oracle" or data.draw(st.booleans(), label="knows")
-        longest = next_power_of_two(num_blocks + 1) // 2 * block_size
-        self.max_model_len = data.draw(st.just(longest) | st.integers(1, longest), label="longest")
-        return manager_of(
-            num_blocks,
-            block_size,
-            reservation=self.reservation,
-            max_model_len=self.max_model_len,
-            final_length=(lambda seq: self.final[seq.seq_id]) if self.knows else None,
-        )
-
-    def new_sequence(self, data):
-        seq = super().new_sequence(data)
-        ahead = data.draw(st.integers(0, 3 * self.block_size), label="tokens to come")
-        self.final[seq.seq_id] = min(seq.num_tokens + ahead, self.max_model_len)
-        return seq
-
-    def limit(self, seq) -> int:
-        return self.final[seq.seq_id] if self.knows else self.max_model_len
-
-    def to_reserve(self, seq) -> int:
-        if self.reservation == "max":
-            return self.max_model_len
-        if self.reservation == "oracle":
-            return self.final[seq.seq_id]
-        length = self.final[seq.seq_id] if self.knows else seq.num_tokens
-        outputs = next_power_of_two(max(1, length - seq.num_prompt_tokens))
-        return min(seq.num_prompt_tokens + outputs, self.max_model_len)
-
-    def run_length(self, slots: int) -> int:
-        return next_power_of_two(-(-slots // self.block_size))
-
-    def fits(self, length: int, *without: int) -> bool:
-        used = {b for seq_id, run in self.runs.items() if seq_id not in without for b in run}
-        starts = range(0, self.num_blocks - length + 1, length)
-        return any(used.isdisjoint(range(start, start + length)) for start in starts)
-
-    def attempt(self, live, end, call):
-        seq_id, before, free = live.seq.seq_id, self.snapshot(), self.manager.num_free_blocks
-        enough = seq_id in self.reserved and end <= self.reserved[seq_id]
-        needed = self.run_length(self.to_reserve(live.seq))
-        if enough or self.fits(needed, seq_id):
-            return call()
-        with pytest.raises(OutOfRuns) as failure:
-            call()
-        error = failure.value
-        assert (error.needed, error.free) == (needed, free)
-        assert error.longest_run < needed
-        assert error.longest_run == 0 or self.fits(error.longest_run)
-        assert not self.fits(2 * error.longest_run or 1)
-        assert self.snapshot() == before, "a failed call has changed something"
-        return None
-
-    def allocate(self, seq):
-        if seq.num_tokens <= self.max_model_len:
-            return super().allocate(seq)
-        before = self.snapshot()
-        assert self.manager.can_allocate(seq) is AllocStatus.NEVER
-        with pytest.raises(ValueError, match="max_model_len"):
-            self.manager.allocate(seq)
-        assert self.snapshot() == before
-        return False
-
-    @rule(data=st.data(), token=TOKENS)
-    @precondition(lambda self: self.live)
-    def append(self, data, token):
-        live = self.pick(data)
-        if live.stored == live.seq.num_tokens:
-            if live.stored == self.limit(live.seq):
-                return
-            live.seq.append_token(token)
-        possible = self.manager.can_append(live.seq)
-        end = live.seq.num_tokens
-        copies = self.attempt(live, end, lambda: self.manager.append(live.seq))
-        assert possible == (copies is not None)
-        if copies is not None:
-            self.write(live, end, copies)
-
-    def write(self, live, end, copies=()):
-        if copies:  # all at once: the new place may reach into the old one, behind the copies
-            sources, targets = zip(*copies, strict=True)
-            assert list(sources) == live.table
-            assert not set(sources) & set(targets)
-            offsets = range(self.block_size)
-            held = {(b, o): self.slots.pop((b, o), None) for b in sources for o in offsets}
-            for source, target in copies:
-                for offset in offsets:
-                    self.slots[target, offset] = held[source, offset]
-            live.table = list(targets)
-        super().write(live, end)
-
-    def observe(self, live, taken):
-        seq_id, table = live.seq.seq_id, live.table
-        assert table == list(range(table[0], table[0] + -(-live.stored // self.block_size)))
-        if live.stored > self.reserved.get(seq_id, 0):
-            self.reserved[seq_id] = self.to_reserve(live.seq)
-        run = range(table[0], table[0] + self.run_length(self.reserved[seq_id]))
-        self.runs.pop(seq_id, None)
-        assert set(run).isdisjoint(block for other in self.runs.values() for block in other)
-        assert run.start % len(run) == 0
-        assert run.stop <= self.num_blocks
-        self.runs[seq_id] = run
-
-    def observe_free(self, live):
-        del self.runs[live.seq.seq_id], self.reserved[live.seq.seq_id]
-
-    @invariant()
-    def blocks_add_up(self):
-        used = sum(map(len, self.runs.values()))
-        assert self.manager.num_free_blocks == self.num_blocks - used
-
-    @invariant()
-    def memory_adds_up(self):
-        usage = self.manager.memory_usage()
-        stored = sum(live.stored for live in self.live.values())
-        reserved = sum(self.reserved.values())
-        assert usage.num_slots == self.num_blocks * self.block_size
-        assert usage.used == stored
-        assert usage.used + usage.reserved + usage.internal == reserved
-        if self.knows:
-            final = sum(self.final[seq_id] for seq_id in self.live)
-            assert (usage.reserved, usage.internal) == (final - stored, reserved - final)
-        beyond = sum(map(len, self.runs.values())) * self.block_size - reserved
-        free = usage.num_slots - reserved - beyond
-        needed = self.run_length(self.max_model_len)
-        fragmented = not self.fits(needed) and free >= needed * self.block_size
-        assert usage.external == beyond + (free if fragmented else 0)
-        assert usage.free == (0 if fragmented else free)
-
-
-ContiguousMachine.TestCase.settings = settings(
-    max_examples=5 * settings.default.max_examples, stateful_step_count=40
-)
-TestContiguousMachine = ContiguousMachine.TestCase
+    return 1 << (number - 1).bit_length()
 
 
 def test_worked_example_of_a_reservation_up_to_the_maximum():
@@ -274,29 +122,6 @@ def test_an_outgrown_pow2_reservation_moves_if_its_neighbour_is_in_use():
     manager.check_invariants()
 
 
-def test_a_run_joins_the_free_one_before_it():
-    manager = manager_of(16, reservation="pow2")
-    first, second = Sequence(0, [1] * 7), Sequence(1, [1] * 7)
-    manager.allocate(first)
-    manager.allocate(second)
-    low, high = sorted([first, second], key=manager.block_table)
-    manager.free(low)
-    for _ in range(2):
-        high.append_token(1)
-        assert manager.can_append(high)
-        copies = manager.append(high)
-    assert copies == [(8 + i, i) for i in range(8)]
-    assert manager.block_table(high) == list(range(9))
-
-
-def test_a_freed_sequence_has_nothing_computed():
-    manager = manager_of()
-    manager.allocate(seq := Sequence(0, range(5)))
-    assert (seq.num_cached_tokens, seq.num_computed_tokens) == (0, 5)
-    manager.free(seq)
-    assert (seq.num_cached_tokens, seq.num_computed_tokens) == (0, 0)
-
-
 def test_statistics():
     manager = manager_of(16, 2, reservation="pow2")
     first, second = Sequence(0, [1] * 7), Sequence(1, [1] * 4)
@@ -359,35 +184,17 @@ def test_bad_options(options, says):
 
 
 @pytest.mark.parametrize(
-    "call",
-    [
-        lambda manager, seq: manager.fork(seq, seq.fork(1)),
-        lambda manager, seq: manager.swap_out(seq),
-        lambda manager, seq: manager.get_computed_blocks(seq),
-        lambda manager, seq: manager.allocate_slots(seq, 1),
-        lambda manager, seq: manager.reset_prefix_cache(),
-    ],
-    ids=["fork", "swap_out", "get_computed_blocks", "allocate_slots", "reset_prefix_cache"],
-)
-def test_what_the_design_does_not_offer(call):
-    manager, seq = manager_of(), Sequence(0, range(5))
-    manager.allocate(seq)
-    with pytest.raises(UnsupportedByDesign, match="'contiguous' does not offer"):
-        call(manager, seq)
-
-
-@pytest.mark.parametrize(
     ("break_it", "says"),
     [
-        (lambda m: m._buddy.free(m._runs[0].start), "runs in use"),
+        (lambda m: m._buddy.free(m._tables[0].start), "runs in use"),
         (lambda m: m._buddy.allocate(1), "runs in use"),
-        (lambda m: setattr(m._runs[0].seq, "num_computed_tokens", 6), "6 tokens, 5 in the end"),
-        (lambda m: setattr(m._runs[0].seq, "num_computed_tokens", 0), "0 tokens"),
+        (lambda m: setattr(m._tables[0], "max_tokens", 4), "5 tokens, 4 in the end"),
+        (lambda m: setattr(m._tables[0], "num_reserved", 4), "5 in the end, 4 reserved|runs in"),
         (lambda m: m._buddy._free[3].clear(), "the runs end at|begins at"),
         (lambda m: m._buddy._free[0].update({0: None}), "begins at"),
         (lambda m: setattr(m._buddy, "num_free", 9), "num_free is 9, the free runs have 8"),
     ],
-    ids=["freed", "leaked", "overfull", "empty", "lost", "free and used", "miscounted"],
+    ids=["freed", "leaked", "overfull", "unreserved", "lost", "free and used", "miscounted"],
 )
 def test_check_invariants_sees(break_it, says):
     manager = manager_of(

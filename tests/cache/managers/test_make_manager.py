@@ -1,11 +1,8 @@
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
-from cache import MANAGERS, CacheManager, CacheStats, Sequence, UnsupportedByDesign, make_manager
-from cache import managers as registry
+from cache import MANAGERS, CacheManager, UnsupportedByDesign, make_manager
 from cache.policies.fifo import FIFO
 
 
@@ -33,22 +30,6 @@ def test_a_design_that_hashes_nothing_refuses_every_hash_algorithm_but_the_defau
     make_manager(name, num_blocks=8, block_size=4, hash_algorithm="xxh3_128")
     with pytest.raises(UnsupportedByDesign, match=r"a hash_algorithm \('sha256'\)"):
         make_manager(name, num_blocks=8, block_size=4, hash_algorithm="sha256")
-
-
-@pytest.mark.parametrize("name", sorted(MANAGERS))
-def test_statistics_begin_at_nothing_and_are_a_snapshot(name):
-    manager = make_manager(name, num_blocks=8, block_size=4)
-    before = manager.stats
-    assert before == CacheStats()
-    assert set(dataclasses.asdict(before).values()) == {0}
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        before.hit_blocks = 1
-    manager.allocate(Sequence(0, [1, 2, 3, 4, 5]))
-    assert before.allocated_blocks == 0 < manager.stats.allocated_blocks
-    usage = manager.memory_usage()
-    assert usage.num_slots == 32
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        usage.free = 1
 
 
 def test_an_unknown_manager_names_the_choices():
@@ -91,53 +72,14 @@ def test_a_policy_of_the_users_own_file(tmp_path):
     assert manager.pool.policy.name == "mine"
 
 
-class NoSharing(CacheManager):
-    """A design without prefix caching, forks and all the rest."""
-
-    name = "no_sharing"
-    prefix_caching = False
-
-    def __init__(self, num_blocks, block_size, *, reservation="max"):
-        super().__init__(num_blocks, block_size)
-        self.reservation = reservation
-
-    can_allocate = allocate = append = can_append = free = block_table = check_invariants = None
-    num_free_blocks = stats = None
-
-
-@pytest.fixture
-def no_sharing(monkeypatch):
-    monkeypatch.setitem(registry.MANAGERS, "no_sharing", NoSharing)
-
-
-@pytest.mark.usefixtures("no_sharing")
 def test_a_design_without_prefix_caching_gets_its_own_options_only():
-    manager = make_manager("no_sharing", num_blocks=8, block_size=4, reservation="pow2")
+    manager = make_manager("contiguous", num_blocks=8, block_size=4, reservation="pow2")
     assert manager.reservation == "pow2"
+    assert not manager.enable_prefix_caching
 
 
-@pytest.mark.usefixtures("no_sharing")
+@pytest.mark.parametrize("name", ["contiguous", "paged"])
 @pytest.mark.parametrize(("option", "value"), [("policy", "fifo"), ("hash_algorithm", "sha256")])
-def test_a_design_without_prefix_caching_refuses(option, value):
-    with pytest.raises(UnsupportedByDesign, match=f"'no_sharing' does not offer a {option}"):
-        make_manager("no_sharing", num_blocks=8, block_size=4, **{option: value})
-
-
-@pytest.mark.parametrize(
-    ("feature", "arguments"),
-    [
-        ("fork", 2),
-        ("swap_out", 1),
-        ("swap_in", 1),
-        ("can_swap_out", 1),
-        ("can_swap_in", 1),
-        ("get_computed_blocks", 1),
-        ("allocate_slots", 2),
-        ("reset_prefix_cache", 0),
-        ("memory_usage", 0),
-    ],
-)
-def test_what_a_design_does_not_offer_names_the_design(feature, arguments):
-    manager = NoSharing(8, 4)
-    with pytest.raises(UnsupportedByDesign, match=f"'no_sharing' does not offer {feature}"):
-        getattr(manager, feature)(*[Sequence(0, [1])] * arguments)
+def test_a_design_without_prefix_caching_refuses(name, option, value):
+    with pytest.raises(UnsupportedByDesign, match=f"'{name}' does not offer a {option}"):
+        make_manager(name, num_blocks=8, block_size=4, **{option: value})

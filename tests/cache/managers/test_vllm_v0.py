@@ -2,58 +2,18 @@
 
 from __future__ import annotations
 
-import time
+import functools
 
+import manager_helpers
 import pytest
+from manager_helpers import grow, started, state_of, used
 
-from cache import (
-    AllocStatus,
-    EventLog,
-    OutOfBlocks,
-    PriorityPolicy,
-    Sequence,
-    UnsupportedByDesign,
-    make_manager,
-)
-from cache.managers import VLLMv0
+from cache import AllocStatus, EventLog, OutOfBlocks, PriorityPolicy, Sequence, UnsupportedByDesign
 from cache.managers.vllm_v0_allocator import LRUEvictor
 
+manager_of = functools.partial(manager_helpers.manager_of, "vllm_v0")
+
 PROMPT = range(6)
-
-
-def manager_of(num_blocks: int = 10, block_size: int = 4, **options) -> VLLMv0:
-    return make_manager("vllm_v0", num_blocks=num_blocks, block_size=block_size, **options)
-
-
-def grow(manager: VLLMv0, seq: Sequence, *token_ids: int) -> list[tuple[int, int]]:
-    """Decode ``token_ids``; returns all copies."""
-    copies = []
-    for token_id in token_ids:
-        seq.append_token(token_id)
-        copies += manager.append(seq)
-        manager.check_invariants()
-    return copies
-
-
-def state_of(manager: VLLMv0, *seqs: Sequence):
-    pools = [
-        (pool.ref_counts[:], pool.keys[:], pool.computed[:], pool.free_blocks())
-        for pool in (manager.gpu, manager.cpu)
-    ]
-    counts = [(seq.num_cached_tokens, seq.num_computed_tokens) for seq in seqs]
-    return pools, counts, [manager.block_table(seq) for seq in seqs], manager.stats
-
-
-def started(manager: VLLMv0, seq_id, token_ids, **keys) -> Sequence:
-    seq = Sequence(seq_id, token_ids, **keys)
-    manager.allocate(seq)
-    manager.check_invariants()
-    return seq
-
-
-def used(manager: VLLMv0, seq_id, token_ids) -> None:
-    """A sequence that came, was computed and went."""
-    manager.free(started(manager, seq_id, token_ids))
 
 
 # Worked examples --------------------------------------------------------------------------------
@@ -108,31 +68,6 @@ def test_the_block_given_up_for_a_promotion_can_take_the_next_token():
     assert manager.append(b) == []
     assert manager.block_table(b) == [0, 1]
     manager.check_invariants()
-
-
-def test_worked_example_of_parallel_sampling():
-    manager = manager_of()
-    one = started(manager, "one", PROMPT)
-    other = one.fork("other")
-    manager.fork(one, other)
-    assert manager.block_table(other) == manager.block_table(one) == [0, 1]
-    assert manager.gpu.ref_counts[:2] == [2, 2]
-    assert grow(manager, other, 77) == [(1, 2)]
-    assert manager.block_table(other) == [0, 2]
-    assert grow(manager, one, 78) == []
-    assert manager.block_table(one) == [0, 1]
-    assert manager.stats.copied_blocks == 1
-
-
-def test_parallel_sampling_of_a_prompt_that_fills_its_blocks_copies_nothing():
-    manager = manager_of()
-    one = started(manager, "one", range(8))
-    other = one.fork("other")
-    manager.fork(one, other)
-    assert grow(manager, one, 8) == grow(manager, other, 9) == []
-    assert manager.block_table(one) == [0, 1, 2]
-    assert manager.block_table(other) == [0, 1, 3]
-    assert manager.gpu.ref_counts[:4] == [2, 2, 1, 1]
 
 
 def test_samples_that_agree_meet_in_one_block_without_a_copy():
@@ -258,24 +193,13 @@ def test_blocks_filled_or_given_up_while_decoding_tie_by_their_depth_too():
 def test_the_time_of_access_goes_with_the_content():
     evictor = LRUEvictor()
     evictor.start(2)
-    evictor.touch(0, 5)
+    evictor.touch([0], 5)
     evictor.release(0)
     assert evictor.evict() == 0
     for block, step in ((1, 2), (0, 1)):  # a sequence that was swapped in has an older time
-        evictor.touch(block, step)
+        evictor.touch([block], step)
         evictor.release(block)
     assert list(evictor) == [0, 1]
-
-
-def test_stale_entries_of_the_evictor_are_dropped():
-    evictor = LRUEvictor()
-    evictor.start(2)
-    for _ in range(1000):
-        evictor.release(0)
-        evictor.pin(0)
-    evictor.release(1)
-    assert len(evictor._heap) <= 2 * 2 + 64
-    assert list(evictor) == [1]
 
 
 class Recorder(PriorityPolicy):
@@ -458,18 +382,18 @@ def test_content_on_the_cpu_is_found_after_its_sequence_came_back():
 def test_swaps_that_fail_change_nothing(caching):
     manager = manager_of(4, num_cpu_blocks=2, enable_prefix_caching=caching)
     big, small = started(manager, "big", range(9)), started(manager, "small", range(50, 53))
-    before = state_of(manager, big, small)
+    before = state_of(manager)
     assert not manager.can_swap_out(big)
     with pytest.raises(OutOfBlocks, match="3 blocks are needed, 2 are free"):
         manager.swap_out(big)
-    assert state_of(manager, big, small) == before
+    assert state_of(manager) == before
     manager.swap_out(small)
-    filler = started(manager, "filler", range(70, 73))
-    before = state_of(manager, big, small, filler)
+    started(manager, "filler", range(70, 73))
+    before = state_of(manager)
     assert manager.can_swap_in(small) is AllocStatus.LATER
     with pytest.raises(OutOfBlocks, match="1 blocks are needed, 0 are free"):
         manager.swap_in(small)
-    assert state_of(manager, big, small, filler) == before
+    assert state_of(manager) == before
 
 
 def test_a_sequence_is_swapped_in_the_right_direction_only():
@@ -497,74 +421,11 @@ def test_a_sequence_as_long_as_the_cache_never_comes_back():
 # Faults seen in real systems --------------------------------------------------------------------
 
 
-def test_no_stale_hash_on_a_reused_block():
-    manager = manager_of(2)
-    used(manager, 0, range(8))
-    hashes = manager._hashes(Sequence(1, range(8)))
-    partial = started(manager, 1, [7, 7, 7, 7, 7])
-    assert [manager.gpu.find(key) for key in hashes] == [None, None]
-    manager.free(partial)
-    assert manager.get_computed_blocks(Sequence(2, range(9))) == ([], 0)
-    manager.check_invariants()
-
-
 def test_no_stale_computed_flag_on_a_reused_block():
     manager = manager_of(1)
     used(manager, 0, [1] * 4)
     started(manager, 1, [2] * 4)
     assert manager.get_computed_blocks(Sequence(2, [2] * 5)) == ([], 0)
-
-
-@pytest.mark.parametrize("policy", ["lru", "fifo", "lfu", "arc"])
-def test_hits_are_untouched_when_the_allocation_fails(policy):
-    manager = manager_of(5, policy=policy)
-    used(manager, 0, range(8))
-    holder = started(manager, 1, [50] * 8)
-    before = state_of(manager, holder)
-    wanting = Sequence(2, [*range(8), *range(60, 72)])
-    with pytest.raises(OutOfBlocks):
-        manager.allocate(wanting)
-    assert state_of(manager, holder) == before
-    assert (wanting.num_cached_tokens, wanting.num_computed_tokens) == (0, 0)
-    manager.free(holder)
-    assert manager.allocate(wanting) == 8
-
-
-def test_a_hit_in_the_evictor_is_not_counted_as_free_capacity_too():
-    manager = manager_of(4)
-    used(manager, 0, range(8))
-    started(manager, 1, [50])
-    wanting = Sequence(2, [*range(8), *range(60, 68)])  # 2 hits, 2 new; but 3 blocks are free
-    assert manager.num_free_blocks == 3
-    with pytest.raises(OutOfBlocks, match="4 blocks are needed, 3 are free"):
-        manager.allocate(wanting)
-    assert manager.allocate(Sequence(3, [*range(8), 60])) == 8
-
-
-def evicted_after_hits(policy: str) -> set[str]:
-    """A is computed and hit twice, then B is computed, then one of both has to go."""
-    manager = manager_of(3, 2, policy=policy)
-    a, b, c = ([i, i, 0] for i in range(3))
-    for i, prompt in enumerate([a, a, a, b, c]):
-        seq = Sequence(i, prompt)
-        assert manager.allocate(seq) == (2 if i in (1, 2) else 0)
-        manager.free(seq)
-    found = {
-        name: manager.get_computed_blocks(Sequence(9, p))[1] for name, p in (("a", a), ("b", b))
-    }
-    return {name for name, num_cached in found.items() if not num_cached}
-
-
-def test_hit_counters_are_incremented():
-    assert evicted_after_hits("lfu") == {"b"}  # a was used three times, though longer ago
-
-
-def test_metadata_of_a_hit_is_kept_when_it_is_revived():
-    assert evicted_after_hits("fifo") == {"a"}  # a came in first, though it was used since
-    manager = manager_of()
-    used(manager, 0, range(9))
-    started(manager, 1, range(9))  # its step is not over, but that of the first user was
-    assert manager.get_computed_blocks(Sequence(2, range(9))) == ([0, 1], 8)
 
 
 def test_duplicates_of_the_same_step_share_their_blocks():
@@ -578,124 +439,9 @@ def test_duplicates_of_the_same_step_share_their_blocks():
         assert manager.get_computed_blocks(Sequence(9, range(9))) == ([0, 1], 8)
 
 
-def test_a_block_is_not_queued_as_free_twice():
-    manager = manager_of()
-    seq = started(manager, 0, range(9))
-    manager.free(seq)
-    before = state_of(manager)
-    with pytest.raises(ValueError, match="sequence 0 holds no blocks"):
-        manager.free(seq)
-    assert state_of(manager) == before
-    assert sorted(manager.gpu.free_blocks()) == list(range(10))
-    evictor = LRUEvictor()
-    evictor.start(2)
-    evictor.release(1)
-    with pytest.raises(ValueError, match="block 1 is released already"):
-        evictor.release(1)
-    with pytest.raises(ValueError, match="block 0 is in use already"):
-        evictor.pin(0)
-    assert list(evictor) == [1]
-    assert len(evictor) == 1
-
-
-def test_evictable_blocks_are_counted_once():
-    manager = manager_of(4)
-    free = [manager.num_free_blocks]
-    seqs = [Sequence(i, [*range(4), 10 + i]) for i in range(3)]
-    for seq in seqs:
-        manager.allocate(seq)
-        free.append(manager.num_free_blocks)
-    for seq in seqs:
-        manager.free(seq)
-        free.append(manager.num_free_blocks)
-    assert free == [4, 2, 1, 0, 1, 2, 4]
-
-
 def test_a_64_bit_hash_is_refused_because_tokens_are_not_compared():
     with pytest.raises(ValueError, match=r"'xxh64'.*128 bits.*xxh3_128, sha256"):
         manager_of(hash_algorithm="xxh64")
-
-
-def test_a_lora_name_that_equals_a_salt_shares_nothing():
-    manager = manager_of()
-    tables = []
-    for i, keys in enumerate([{"lora_name": "a"}, {"cache_salt": "a"}, {}]):
-        tables += manager.block_table(started(manager, i, range(9), **keys))
-    assert len(set(tables)) == 9
-
-
-def test_removal_from_the_middle_of_the_evictor_does_not_scan_it():
-    """With a scan these 40,000 removals would look at 2e9 entries, minutes of work."""
-    evictor = LRUEvictor()
-    evictor.start(100_000)
-    evictor.release_many(range(100_000))
-    began = time.perf_counter()
-    for i in range(20_000):
-        for block in (50_000 - i, 50_001 + i):
-            evictor.pin(block)
-            evictor.release(block)
-    assert time.perf_counter() - began < 5
-    assert len(evictor) == 100_000
-
-
-@pytest.mark.parametrize("swap", [False, True], ids=["recompute", "swap"])
-def test_preempting_and_resuming_makes_progress(swap):
-    manager = manager_of(6, 2, num_cpu_blocks=20 if swap else 0)
-    waiting = [Sequence(i, [i, i, 9]) for i in range(4)]
-    running, swapped, finished = [], [], []
-    for _ in range(200):
-        while swapped and manager.can_swap_in(swapped[0]) is AllocStatus.OK:
-            manager.swap_in(swapped[0])
-            running.append(swapped.pop(0))
-        while waiting and not swapped and manager.can_allocate(waiting[0]) is AllocStatus.OK:
-            manager.allocate(waiting[0])
-            running.append(waiting.pop(0))
-        for seq in list(running):
-            if seq not in running:
-                continue
-            seq.append_token(seq.seq_id)
-            while not manager.can_append(seq):
-                victim = running.pop()
-                if swap:
-                    manager.swap_out(victim)
-                    swapped.insert(0, victim)
-                else:
-                    manager.free(victim)
-                    waiting.insert(0, victim)
-                if victim is seq:
-                    break
-            else:
-                manager.append(seq)
-                if seq.num_tokens >= 9:
-                    manager.free(seq)
-                    running.remove(seq)
-                    finished.append(seq.seq_id)
-            manager.check_invariants()
-    assert sorted(finished) == [0, 1, 2, 3]
-    assert manager.num_free_blocks == 6
-
-
-@pytest.mark.parametrize("block_size", [1, 2, 4])
-def test_a_whole_cached_prompt_leaves_its_last_block_to_compute(block_size):
-    manager = manager_of(10, block_size)
-    used(manager, 0, range(8))
-    seq = Sequence(1, range(8))
-    assert manager.allocate(seq) == 8 - block_size
-    assert manager.num_free_blocks == 10 - 8 // block_size  # that block is shared as well
-    assert len(grow(manager, seq, 8)) == 0
-
-
-@pytest.mark.parametrize("length", range(1, 10))
-@pytest.mark.parametrize("block_size", [1, 2, 3, 4])
-def test_block_boundaries(block_size, length):
-    manager = manager_of(40, block_size)
-    seq = started(manager, 0, range(length))
-    for token in range(length, length + 6):
-        assert len(manager.block_table(seq)) == -(-seq.num_tokens // block_size)
-        assert grow(manager, seq, token) == []
-    manager.free(seq)
-    at_once = Sequence(1, seq.token_ids)
-    assert manager.allocate(at_once) == (length + 5) // block_size * block_size
 
 
 @pytest.mark.parametrize(
@@ -717,56 +463,6 @@ def test_bad_options_are_refused(options, message):
 
 
 # Behaviour beyond these -------------------------------------------------------------------------
-
-
-def test_what_the_design_does_not_offer_names_it():
-    manager = manager_of()
-    seq = Sequence(0, PROMPT)
-    with pytest.raises(UnsupportedByDesign, match="'vllm_v0' does not offer allocate_slots"):
-        manager.allocate_slots(seq, 1)
-    with pytest.raises(UnsupportedByDesign, match="'vllm_v0' does not offer reset_prefix_cache"):
-        manager.reset_prefix_cache()
-    with pytest.raises(UnsupportedByDesign, match=r"policy.*without prefix caching"):
-        manager_of(policy="lfu", enable_prefix_caching=False)
-
-
-def test_append_that_finds_no_block_for_the_copy_changes_nothing():
-    manager = manager_of(2)
-    one = started(manager, 0, PROMPT)
-    other = one.fork(1)
-    manager.fork(one, other)
-    other.append_token(9)
-    before = state_of(manager, one, other)
-    assert not manager.can_append(other)
-    with pytest.raises(OutOfBlocks, match="1 blocks are needed, 0 are free"):
-        manager.append(other)
-    assert state_of(manager, one, other) == before
-    manager.free(one)
-    assert manager.append(other) == []
-
-
-@pytest.mark.parametrize(
-    "child",
-    [Sequence(1, range(5)), Sequence(1, PROMPT, lora_name="x")],
-    ids=["shorter", "other-adapter"],
-)
-def test_fork_refuses_a_child_whose_content_differs(child):
-    manager = manager_of()
-    parent = started(manager, 0, PROMPT)
-    with pytest.raises(ValueError, match="sequence 1 must be those of 0"):
-        manager.fork(parent, child)
-    assert manager.gpu.ref_counts[:3] == [1, 1, 0]
-
-
-def test_stats_count_the_allocations():
-    manager = manager_of(4)
-    used(manager, 0, range(9))
-    used(manager, 1, range(9))
-    used(manager, 2, range(50, 63))
-    stats = manager.stats
-    assert (stats.num_allocations, stats.queried_tokens, stats.hit_tokens) == (3, 31, 8)
-    assert (stats.queried_blocks, stats.hit_blocks) == (2 + 2 + 3, 2)
-    assert (stats.allocated_blocks, stats.evicted_blocks, stats.copied_blocks) == (8, 2, 0)
 
 
 def test_the_event_log_is_told_of_every_gpu_block():

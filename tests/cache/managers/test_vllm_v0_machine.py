@@ -8,16 +8,13 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
-from manager_machine import Live, ManagerMachine
+from manager_helpers import manager_of, state_of
+from manager_machine import ONLINE_POLICIES, Live, ManagerMachine
 
-from cache import POLICIES, AllocStatus, OutOfBlocks, make_manager
-
-ONLINE_POLICIES = sorted(name for name, policy in POLICIES.items() if not policy.needs_future)
+from cache import AllocStatus, OutOfBlocks
 
 
 class VLLMv0Machine(ManagerMachine):
-    supports_fork = True
-
     def make_manager(self, data, num_blocks, block_size):
         self.caching = data.draw(st.sampled_from([True, True, False]), label="caching")
         self.policy, window = "lru", None
@@ -40,10 +37,10 @@ class VLLMv0Machine(ManagerMachine):
         self.free_blocks = {block: (-1, 0, block) for block in range(num_blocks)}
         self.last_accessed = [-1] * num_blocks
         self.num_released = num_blocks
-        return make_manager(
+        return manager_of(
             "vllm_v0",
-            num_blocks=num_blocks,
-            block_size=block_size,
+            num_blocks,
+            block_size,
             policy=self.policy,
             enable_prefix_caching=self.caching,
             num_cpu_blocks=self.num_cpu_blocks,
@@ -188,7 +185,7 @@ class VLLMv0Machine(ManagerMachine):
             if stored_before and self.caching and table[position] == own:
                 self.computed.add(own)
         live.stored = live.noted = end
-        live.num_slots = live.seq.num_slots
+        assert live.seq.num_slots == self.expected_slots(live)
         self.last_step[live.seq.seq_id] = self.step
         assert live.seq.num_computed_tokens == end
 
@@ -204,12 +201,8 @@ class VLLMv0Machine(ManagerMachine):
         for depth in reversed(range(min(len(live.table), self.ring))):
             self.release(live.table[depth], depth, step)
 
-    def snapshot(self):
-        state = [
-            (*pool.ref_counts, *pool.keys, *pool.computed, *pool.free_blocks())
-            for pool in (self.manager.gpu, self.manager.cpu)
-        ]
-        return *super().snapshot(), state
+    def observe_fork(self, parent, child):
+        self.last_step[child.seq.seq_id] = self.last_step[parent.seq.seq_id]
 
     # Rules --------------------------------------------------------------------------------------
 
@@ -219,54 +212,8 @@ class VLLMv0Machine(ManagerMachine):
         enough = self.manager.num_free_blocks - needed >= self.watermark_blocks
         return AllocStatus.OK if enough else AllocStatus.LATER
 
-    def allocate(self, seq):
-        needed = min(-(-seq.num_tokens // self.block_size), self.ring)
-        status = self.manager.can_allocate(seq)
-        assert status == self.status(needed)
-        num_cached = self.attempt(
-            Live(seq, 0, []), seq.num_tokens, lambda: self.manager.allocate(seq)
-        )
-        if num_cached is None:
-            assert status is not AllocStatus.OK
-            assert self.live or needed > self.num_blocks
-            return False
-        prefix = self.manager.block_table(seq)[: num_cached // self.block_size]
-        self.adopt(seq, num_cached, seq.num_tokens, prefix)
-        return True
-
-    @rule(data=st.data(), ahead=st.lists(st.integers(0, 1), max_size=2))
-    @precondition(lambda self: self.live)
-    def fork(self, data, ahead):
-        parent = self.pick(data)
-        self.next_id += 1
-        child = parent.seq.fork(self.next_id)
-        for token in ahead:
-            child.append_token(token)
-        self.note(parent)
-        free = self.manager.num_free_blocks
-        self.manager.fork(parent.seq, child)
-        assert self.manager.num_free_blocks == free
-        table = self.manager.block_table(child)
-        assert table == parent.table
-        assert child.num_computed_tokens == child.num_cached_tokens == parent.stored
-        parent.num_slots = 0
-        self.live[child.seq_id] = Live(child, parent.stored, table, parent.stored)
-        self.last_step[child.seq_id] = self.last_step[parent.seq.seq_id]
-
-    @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), max_size=9))
-    @precondition(lambda self: self.live)
-    def append_many(self, data, tokens):
-        live = self.pick(data)
-        for token in tokens:
-            live.seq.append_token(token)
-        if live.seq.num_tokens == live.stored:
-            return
-        possible = self.manager.can_append(live.seq)
-        end = live.seq.num_tokens
-        copies = self.attempt(live, end, lambda: self.manager.append(live.seq))
-        assert possible == (copies is not None)
-        if copies is not None:
-            self.write(live, end, copies)
+    def expected_status(self, seq):
+        return self.status(min(-(-seq.num_tokens // self.block_size), self.ring))
 
     @rule()
     def next_step(self):
@@ -285,12 +232,12 @@ class VLLMv0Machine(ManagerMachine):
     def swap_out(self, data):
         live = self.pick(data)
         possible = self.manager.can_swap_out(live.seq)
-        free_on_gpu, before = self.manager.num_free_blocks, self.snapshot()
+        free_on_gpu, before = self.manager.num_free_blocks, state_of(self.manager)
         if not possible:
             with pytest.raises(OutOfBlocks) as failure:
                 self.manager.swap_out(live.seq)
             assert failure.value.free == self.manager.num_free_cpu_blocks < failure.value.needed
-            assert self.snapshot() == before
+            assert state_of(self.manager) == before
             return
         copies = self.manager.swap_out(live.seq)
         self.note(live)
@@ -304,7 +251,7 @@ class VLLMv0Machine(ManagerMachine):
             self.release(live.table[depth], depth, step)
         assert self.manager.num_free_blocks >= free_on_gpu
         live.table = self.manager.block_table(live.seq)
-        live.num_slots = 0
+        assert live.seq.num_slots == 0
         self.swapped[live.seq.seq_id] = live
 
     def missing_on_gpu(self, live):
@@ -325,11 +272,11 @@ class VLLMv0Machine(ManagerMachine):
         assert status == self.status(num_physical + 1)
         if self.missing_on_gpu(live) > self.manager.num_free_blocks:
             assert status is not AllocStatus.OK
-            before = self.snapshot()
+            before = state_of(self.manager)
             with pytest.raises(OutOfBlocks) as failure:
                 self.manager.swap_in(live.seq)
             assert failure.value.needed == self.missing_on_gpu(live)
-            assert self.snapshot() == before
+            assert state_of(self.manager) == before
             return
         copies = self.manager.swap_in(live.seq)
         del self.swapped[live.seq.seq_id]
@@ -368,17 +315,18 @@ class VLLMv0Machine(ManagerMachine):
     @precondition(lambda self: self.swapped)
     def misuse_swapped(self, data):
         live = self.swapped[data.draw(st.sampled_from(sorted(self.swapped)), label="sequence")]
-        before = self.snapshot()
+        before = state_of(self.manager)
         child = live.seq.fork("child")
         for call in (
             lambda: self.manager.append(live.seq),
             lambda: self.manager.can_append(live.seq),
             lambda: self.manager.swap_out(live.seq),
             lambda: self.manager.fork(live.seq, child),
+            lambda: self.manager.mark_blocks_as_computed(live.seq),
         ):
             with pytest.raises(ValueError, match="is swapped out"):
                 call()
-        assert self.snapshot() == before
+        assert state_of(self.manager) == before
 
     @invariant()
     def stored_tokens_are_unchanged(self):
@@ -411,11 +359,10 @@ class VLLMv0Machine(ManagerMachine):
 
     def teardown(self):
         if hasattr(self, "manager"):
-            for live in [*self.live.values(), *self.swapped.values()]:
+            for live in self.swapped.values():
                 self.manager.free(live.seq)
-            self.manager.check_invariants()
-            assert self.manager.num_free_blocks == self.num_blocks
             assert self.manager.num_free_cpu_blocks == self.num_cpu_blocks
+        super().teardown()
 
 
 VLLMv0Machine.TestCase.settings = settings(

@@ -1,0 +1,768 @@
+"""What every manager does, and the faults of real systems that none may have."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import pytest
+from manager_helpers import (
+    CACHING,
+    FORKING,
+    NAMES,
+    cached,
+    grow,
+    manager_of,
+    started,
+    state_of,
+    used,
+)  # fmt: skip
+
+from cache import AllocStatus, CacheManager, CacheStats, OutOfBlocks, Sequence, UnsupportedByDesign
+from cache.managers import MANAGERS
+
+CHUNKING = [name for name in NAMES if MANAGERS[name].can_chunk]
+LOOKING_AHEAD = [name for name in NAMES if MANAGERS[name].can_look_ahead]
+RESETTING = [name for name in NAMES if MANAGERS[name].can_reset]
+PAGED = [name for name in NAMES if name != "contiguous"]
+ONLINE_POLICIES = ["lru", "fifo", "lfu", "arc", "s3fifo"]
+
+every_manager = pytest.mark.parametrize("name", NAMES)
+caching_manager = pytest.mark.parametrize("name", CACHING)
+forking_manager = pytest.mark.parametrize("name", FORKING)
+
+
+# What a design can do ---------------------------------------------------------------------------
+
+
+def test_the_designs_differ_in_what_they_offer():
+    offered = {
+        name: "".join(
+            letter
+            for letter, attribute in [
+                ("p", "prefix_caching"), ("c", "can_chunk"), ("l", "can_look_ahead"),
+                ("f", "can_fork"), ("s", "can_swap"), ("r", "can_reset"),
+            ]
+            if getattr(MANAGERS[name], attribute)
+        )
+        for name in NAMES
+    }  # fmt: skip
+    assert offered == {
+        "contiguous": "c",
+        "paged": "c",
+        "nano_vllm": "pc",
+        "vllm_v0": "pfs",
+        "vllm_v1": "pclfr",
+        "radix": "pclfr",
+    }
+
+
+REFUSED = {
+    "fork": ("can_fork", lambda m, seq: m.fork(seq, seq.fork(1))),
+    "swap_out": ("can_swap", lambda m, seq: m.swap_out(seq)),
+    "swap_in": ("can_swap", lambda m, seq: m.swap_in(seq)),
+    "can_swap_out": ("can_swap", lambda m, seq: m.can_swap_out(seq)),
+    "can_swap_in": ("can_swap", lambda m, seq: m.can_swap_in(seq)),
+    "reset_prefix_cache": ("can_reset", lambda m, seq: m.reset_prefix_cache()),
+    "num_lookahead_tokens": (
+        "can_look_ahead",
+        lambda m, seq: m.allocate_slots(Sequence(1, [1]), 1, num_lookahead_tokens=2),
+    ),
+    "chunks": ("can_chunk", lambda m, seq: m.allocate_slots(Sequence(1, [1, 2]), 1)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "feature"),
+    [(n, f) for n in NAMES for f, (can, _) in REFUSED.items() if not getattr(MANAGERS[n], can)],
+)
+def test_what_a_design_does_not_offer_names_design_and_feature(name, feature):
+    _, call = REFUSED[feature]
+    manager = manager_of(name)
+    seq = started(manager, 0, range(5))
+    before = state_of(manager)
+    with pytest.raises(UnsupportedByDesign, match=f"'{name}' does not offer {feature}"):
+        call(manager, seq)
+    assert state_of(manager) == before
+
+
+# One verb ---------------------------------------------------------------------------------------
+
+
+def roomy_manager_of(name: str, **options) -> CacheManager:
+    """For a sequence that never has to move."""
+    reservation = {"reservation": "max"} if name == "contiguous" else {}
+    return manager_of(name, 60, **options, **reservation)
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3, 4, 16])
+@every_manager
+def test_a_prompt_and_decoded_tokens_get_slots_through_one_call(name, block_size):
+    manager, other = (roomy_manager_of(name, block_size=block_size) for _ in range(2))
+    seq, twin = Sequence(0, range(7)), Sequence(0, range(7))
+    assert manager.allocate_slots(seq, 7) == []
+    assert other.allocate(twin) == 0
+    for token in range(7, 7 + 3 * block_size):
+        seq.append_token(token)
+        twin.append_token(token)
+        assert manager.allocate_slots(seq, 1) == other.append(twin)
+        manager.check_invariants()
+        assert manager.block_table(seq) == other.block_table(twin)
+        assert seq.num_computed_tokens == twin.num_computed_tokens == token + 1
+        assert seq.num_slots == -(-(token + 1) // block_size) * block_size
+    manager.free(seq)
+    other.free(twin)
+    assert manager.stats == other.stats
+    assert cached(manager, range(7)) == cached(other, range(7))
+
+
+@every_manager
+def test_tokens_within_the_slots_of_a_sequence_are_only_counted(name):
+    manager = roomy_manager_of(name)
+    seq = started(manager, 0, range(5))
+    version = seq.table_version
+    for token in (5, 6, 7):
+        seq.append_token(token)
+        assert manager.allocate_slots(seq, 1) == []
+    assert (seq.num_computed_tokens, seq.num_slots, seq.table_version) == (8, 8, version)
+    seq.append_token(8)
+    manager.allocate_slots(seq, 1)
+    assert (seq.num_computed_tokens, seq.num_slots) == (9, 12)
+    assert seq.table_version > version
+
+
+@pytest.mark.parametrize("name", ["nano_vllm", "vllm_v0", "vllm_v1"])
+def test_a_block_that_was_filled_by_counting_is_found_after_the_next_call(name):
+    for call in ("append", "allocate_slots", "free", "fork", "mark_blocks_as_computed"):
+        manager = manager_of(name)
+        if not hasattr(manager, call) or (call == "fork" and not manager.can_fork):
+            continue
+        if (name, call) == ("vllm_v1", "mark_blocks_as_computed"):
+            continue  # says that they are computed, not that they can be found
+        seq = started(manager, 0, range(7))
+        seq.append_token(7)
+        manager.allocate_slots(seq, 1)
+        assert cached(manager, range(8)) in (0, 4)
+        if call in ("append", "allocate_slots"):
+            seq.append_token(8)
+        if call == "append":
+            manager.append(seq)
+        else:
+            arguments = {"allocate_slots": [1], "fork": [seq.fork(1)]}.get(call, [])
+            getattr(manager, call)(seq, *arguments)
+        if name == "vllm_v0" and call == "fork":
+            manager.mark_blocks_as_computed(seq)
+        assert cached(manager, range(8)) == 8
+        manager.check_invariants()
+
+
+@pytest.mark.parametrize("name", ["nano_vllm", "vllm_v1"])
+def test_a_block_that_append_fills_is_found_at_once(name):
+    manager = manager_of(name)
+    grow(manager, started(manager, 0, range(7)), 7)
+    assert cached(manager, range(8)) == 8
+
+
+@pytest.mark.parametrize("name", CHUNKING)
+def test_chunks_are_found_one_after_the_other(name):
+    manager = manager_of(name, 20)
+    seq = Sequence(0, range(14))
+    found = []
+    for count in (3, 3, 7, 1):
+        assert manager.allocate_slots(seq, count) == []
+        manager.check_invariants()
+        found.append(cached(manager, range(14)))
+    assert found == ([0, 4, 12, 12] if name in CACHING else [0, 0, 0, 0])
+    assert seq.num_computed_tokens == 14
+    assert manager.block_table(seq) == list(range(4)) or name not in CACHING
+
+
+@caching_manager
+def test_hits_go_in_front_of_the_first_chunk(name):
+    manager = manager_of(name)
+    used(manager, 0, range(9))
+    seq = Sequence(1, [*range(8), *range(50, 58)])
+    assert manager.get_computed_blocks(seq) == ([0, 1], 8)
+    for stale in ([1, 0], [0, 9], [0, 1, 2], [1]):
+        before = state_of(manager)
+        with pytest.raises(ValueError, match=r"computed_blocks=.*these do not hold the prefix"):
+            manager.allocate_slots(seq, 16 - 4 * len(stale), stale)
+        assert state_of(manager) == before
+    with pytest.raises(ValueError, match="needs 1 to 8 new ones"):
+        manager.allocate_slots(seq, 9, [0, 1])
+    manager.allocate_slots(seq, 12, [0])  # part of what was found will do
+    assert manager.block_table(seq)[0] == 0
+    assert (seq.num_cached_tokens, seq.num_computed_tokens) == (4, 16)
+    assert manager.stats.hit_tokens == 4
+    seq.append_token(1)
+    with pytest.raises(ValueError, match="can only go in front of its first chunk"):
+        manager.allocate_slots(seq, 1, [0])
+    manager.check_invariants()
+
+
+@pytest.mark.parametrize("count", [-1, -100, 0, 7])
+@every_manager
+def test_a_bad_number_of_tokens_changes_nothing(name, count):
+    manager = manager_of(name)
+    seq, new = started(manager, 0, range(8)), Sequence(1, range(6))
+    for token in range(6):
+        seq.append_token(token)
+    before = state_of(manager)
+    for target in (seq, new):
+        with pytest.raises(ValueError, match=rf"num_new_tokens={count}, .* needs 1 to 6 new"):
+            manager.allocate_slots(target, count)
+        with pytest.raises(ValueError, match=r"num_lookahead_tokens=-1.* none or more to look"):
+            manager.allocate_slots(target, 6, num_lookahead_tokens=-1)
+    assert state_of(manager) == before
+
+
+@pytest.mark.parametrize("name", LOOKING_AHEAD)
+def test_slots_to_look_ahead_stay_with_their_sequence(name):
+    manager = manager_of(name)
+    seq = Sequence(0, range(6))
+    manager.allocate_slots(seq, 6, num_lookahead_tokens=4)
+    assert (manager.block_table(seq), seq.num_slots) == ([0, 1, 2], 8)
+    child = seq.fork(1)
+    manager.fork(seq, child)
+    assert manager.block_table(child) == [0, 1]
+    manager.free(child)
+    assert grow(manager, seq, 6, 7, 8) == []
+    assert manager.block_table(seq) == [0, 1, 2]
+    assert manager.num_free_blocks == 7
+    seq.append_token(9)
+    manager.allocate_slots(seq, 1, num_lookahead_tokens=3)
+    assert len(manager.block_table(seq)) == 4
+    manager.free(seq)
+    manager.check_invariants()
+    assert manager.num_free_blocks == 10
+
+
+# Sequences --------------------------------------------------------------------------------------
+
+
+@every_manager
+def test_calls_about_unknown_and_known_sequences_are_checked(name):
+    manager = manager_of(name)
+    seq, unknown = started(manager, 0, range(6)), Sequence(1, range(6))
+    before = state_of(manager)
+    with pytest.raises(ValueError, match="sequence 0 holds blocks already; free it first"):
+        manager.allocate(seq)
+    for call in (manager.append, manager.can_append, manager.free, manager.block_table):
+        with pytest.raises(ValueError, match="sequence 1 holds no blocks"):
+            call(unknown)
+    with pytest.raises(ValueError, match=r"append: all 6 tokens .* append a token"):
+        manager.append(seq)
+    if manager.can_fork:
+        with pytest.raises(ValueError, match="sequence 1 holds no blocks"):
+            manager.fork(unknown, Sequence(2, range(6)))
+        with pytest.raises(ValueError, match="sequence 0 holds blocks already"):
+            manager.fork(seq, seq)
+    assert state_of(manager) == before
+
+
+@every_manager
+def test_sequences_are_told_apart_by_their_id(name):
+    manager = manager_of(name)
+    seq = started(manager, "a", range(6))
+    other = Sequence("a", range(9))
+    assert manager.block_table(other) == manager.block_table(seq)
+    manager.append(other)
+    assert other.num_computed_tokens == 9
+    assert len(manager.block_table(seq)) == 3
+    manager.free(Sequence("a", [1]))
+    assert (other.num_computed_tokens, other.num_slots) == (0, 0)
+    assert manager.num_free_blocks == 10
+    manager.check_invariants()
+
+
+@every_manager
+def test_the_block_table_is_a_copy(name):
+    manager = manager_of(name)
+    seq = started(manager, 0, range(6))
+    before = manager.block_table(seq)
+    manager.block_table(seq).append(9)
+    assert manager.block_table(seq) == before
+    assert len(before) == 2
+
+
+@every_manager
+def test_a_freed_sequence_has_nothing_and_comes_back(name):
+    manager = manager_of(name)
+    seq = started(manager, 0, range(6))
+    grow(manager, seq, 6, 7, 8)
+    version = seq.table_version
+    manager.free(seq)
+    assert (seq.num_cached_tokens, seq.num_computed_tokens, seq.num_slots) == (0, 0, 0)
+    assert seq.table_version > version
+    assert manager.num_free_blocks == 10
+    assert manager.allocate(seq) == (8 if name in CACHING else 0)  # its own blocks
+    assert (seq.num_computed_tokens, seq.num_prompt_tokens) == (9, 6)
+
+
+@every_manager
+def test_a_sequence_of_every_length_has_the_blocks_of_its_tokens(name):
+    for block_size in (1, 2, 3, 16):
+        manager = manager_of(name, 64, block_size)
+        seq = started(manager, 0, [0])
+        for length in range(1, 3 * block_size + 2):
+            if length > 1:
+                grow(manager, seq, length)
+            assert len(set(manager.block_table(seq))) == -(-length // block_size)
+            assert seq.num_computed_tokens == length
+            at_once = manager_of(name, 64, block_size)
+            twin = started(at_once, 0, seq.token_ids)
+            assert len(at_once.block_table(twin)) == len(manager.block_table(seq))
+        manager.free(seq)
+        twin = Sequence(1, seq.token_ids)
+        hits = 3 * block_size if name in CACHING else 0
+        assert manager.allocate(twin) == hits
+
+
+@pytest.mark.parametrize("name", PAGED)
+def test_statuses_and_a_failing_append(name):
+    options = {"watermark": 0} if name == "vllm_v0" else {}
+    manager = manager_of(name, 4, **options)
+    assert manager.can_allocate(Sequence(2, range(17))) is AllocStatus.NEVER
+    assert manager.can_allocate(Sequence(2, range(16))) is AllocStatus.OK
+    running, waiting = started(manager, 0, range(12)), Sequence(1, range(50, 55))
+    assert manager.can_allocate(waiting) is AllocStatus.LATER
+    before = state_of(manager)
+    with pytest.raises(OutOfBlocks, match="2 blocks are needed, 1 are free") as failure:
+        manager.allocate(waiting)
+    assert (failure.value.needed, failure.value.free) == (2, 1)
+    assert state_of(manager) == before
+    assert (waiting.num_cached_tokens, waiting.num_computed_tokens) == (0, 0)
+    grow(manager, running, 12, 13, 14, 15)
+    running.append_token(16)
+    assert not manager.can_append(running)
+    before = state_of(manager)
+    for call in (manager.append, lambda seq: manager.allocate_slots(seq, 1)):
+        with pytest.raises(OutOfBlocks, match="1 blocks are needed, 0 are free"):
+            call(running)
+    assert state_of(manager) == before
+    assert running.num_computed_tokens == 16
+    manager.check_invariants()
+
+
+@every_manager
+def test_statistics_are_a_snapshot_of_what_was_counted(name):
+    manager = manager_of(name, 8)
+    before = manager.stats
+    assert before == CacheStats()
+    assert before.token_hit_rate == before.block_hit_rate == 0
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        before.hit_blocks = 1
+    first = started(manager, 0, range(7))
+    grow(manager, first, 7, 8)
+    manager.free(first)
+    started(manager, 1, range(11))
+    after, hits = manager.stats, 2 if name in CACHING else 0
+    assert before.allocated_blocks == 0
+    assert (after.num_allocations, after.queried_tokens, after.queried_blocks) == (2, 18, 1 + 2)
+    assert (after.hit_tokens, after.hit_blocks) == (4 * hits, hits)
+    assert (after.token_hit_rate, after.block_hit_rate) == (4 * hits / 18, hits / 3)
+    if name != "contiguous":
+        assert after.allocated_blocks == 3 + 3 - hits
+    assert (after.evicted_blocks, after.copied_blocks) == (0, 0)
+    usage = manager.memory_usage()
+    assert (usage.used, usage.num_slots) == (11, 32)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        usage.free = 1
+
+
+@caching_manager
+def test_statistics_count_evictions(name):
+    manager = manager_of(name, 4)
+    used(manager, 0, range(9))
+    used(manager, 1, range(9))
+    used(manager, 2, range(50, 63))
+    stats = manager.stats
+    assert (stats.num_allocations, stats.queried_tokens, stats.hit_tokens) == (3, 31, 8)
+    assert (stats.queried_blocks, stats.hit_blocks) == (2 + 2 + 3, 2)
+    assert (stats.allocated_blocks, stats.evicted_blocks) == (8, 2)
+
+
+@every_manager
+def test_a_block_costs_the_same_in_a_nearly_full_pool_thirty_times_larger(name):
+    def seconds(num_blocks: int) -> float:
+        manager = manager_of(name, num_blocks, 16)
+        for i in range(num_blocks // 256 - 2):
+            manager.allocate(Sequence(i, range(i * 4096, i * 4096 + 4095)))
+        times = []
+        for seq_id in range(20):
+            seq = Sequence(("new", seq_id), [seq_id] * 4095)
+            began = time.thread_time()
+            manager.allocate(seq)
+            manager.free(seq)
+            times.append(time.thread_time() - began)
+        return min(times)
+
+    assert seconds(32_768) < 8 * seconds(1_024)  # what is O(pool) would be 32 times
+
+
+# Forks ------------------------------------------------------------------------------------------
+
+
+@forking_manager
+def test_worked_example_of_parallel_sampling(name):
+    manager = manager_of(name)
+    one = started(manager, "one", range(6))
+    other = one.fork("other")
+    manager.fork(one, other)
+    assert manager.block_table(other) == manager.block_table(one) == [0, 1]
+    assert manager.num_free_blocks == 8
+    assert other.num_computed_tokens == other.num_cached_tokens == 6
+    assert one.num_slots == other.num_slots == 6
+
+    assert grow(manager, other, 77) == [(1, 2)]
+    assert manager.block_table(other) == [0, 2]
+    assert manager.num_free_blocks == 7
+    assert grow(manager, one, 78) == []
+    assert manager.block_table(one) == [0, 1]
+    assert manager.stats.copied_blocks == 1
+
+
+@forking_manager
+def test_parallel_sampling_of_a_prompt_that_fills_its_blocks_copies_nothing(name):
+    manager = manager_of(name)
+    one = started(manager, "one", range(8))
+    other = one.fork("other")
+    versions = one.table_version, other.table_version
+    manager.fork(one, other)
+    assert one.table_version > versions[0]
+    assert other.table_version > versions[1]
+    assert grow(manager, one, 8) == grow(manager, other, 9) == []
+    assert manager.block_table(one) == [0, 1, 2]
+    assert manager.block_table(other) == [0, 1, 3]
+    assert manager.stats.copied_blocks == 0
+
+
+@forking_manager
+def test_the_last_holder_of_a_shared_block_writes_in_place(name):
+    manager = manager_of(name)
+    seqs = [started(manager, 0, range(6))]
+    for i in (1, 2):
+        seqs.append(seqs[0].fork(i))
+        manager.fork(seqs[0], seqs[i])
+    copies = [grow(manager, seq, 10 + seq.seq_id) for seq in seqs]
+    assert copies == [[(1, 2)], [(1, 3)], []]
+    for seq in seqs:
+        manager.free(seq)
+        manager.check_invariants()
+    assert manager.num_free_blocks == 10
+
+
+@forking_manager
+def test_fork_takes_a_child_that_is_ahead_of_its_parent(name):
+    manager = manager_of(name)
+    parent = started(manager, 0, range(6))
+    child = parent.fork(1)
+    child.append_token(66)
+    manager.fork(parent, child)
+    assert manager.allocate_slots(child, 1) == [(1, 2)]
+    manager.check_invariants()
+
+
+@pytest.mark.parametrize(
+    "child",
+    [
+        Sequence(1, [0, 1, 2, 9, 4, 5]),
+        Sequence(1, range(5)),
+        Sequence(1, range(6), lora_name="x"),
+        Sequence(1, range(6), cache_salt="x"),
+        Sequence(1, range(6), mm_inputs=[("x", 0, 1)]),
+    ],
+    ids=["other-token", "shorter", "other-adapter", "other-salt", "other-image"],
+)
+@forking_manager
+def test_fork_refuses_a_child_whose_content_differs(name, child):
+    manager = manager_of(name)
+    parent = started(manager, 0, range(6))
+    before = state_of(manager)
+    with pytest.raises(ValueError, match=r"child: the first 6 .* sequence 1 must be those of 0"):
+        manager.fork(parent, child)
+    assert state_of(manager) == before
+
+
+@forking_manager
+def test_append_that_finds_no_block_for_the_copy_changes_nothing(name):
+    manager = manager_of(name, 2)
+    one = started(manager, 0, range(6))
+    other = one.fork(1)
+    manager.fork(one, other)
+    other.append_token(9)
+    before = state_of(manager)
+    assert not manager.can_append(other)
+    with pytest.raises(OutOfBlocks, match="1 blocks are needed, 0 are free"):
+        manager.append(other)
+    assert state_of(manager) == before
+    manager.free(one)
+    assert manager.append(other) == []
+
+
+# The cached prefix, and faults seen in real systems ---------------------------------------------
+
+
+def test_where_nothing_is_cached_nothing_is_found():
+    for name in NAMES:
+        options = {"enable_prefix_caching": False} if name in CACHING else {}
+        manager = manager_of(name, **options)
+        for i in range(2):
+            assert manager.allocate(Sequence(i, range(9))) == 0
+        assert manager.get_computed_blocks(Sequence(2, range(9))) == ([], 0)
+        tables = [manager.block_table(Sequence(i, [0])) for i in range(2)]
+        assert not set(tables[0]) & set(tables[1])
+        manager.free(Sequence(0, [0]))
+        manager.check_invariants()
+        assert cached(manager, range(9)) == 0
+        assert manager.stats.hit_tokens == 0
+
+
+@caching_manager
+def test_no_stale_hash_on_a_reused_block(name):
+    manager = manager_of(name, 2)
+    used(manager, 0, range(8))
+    partial = started(manager, 1, [7, 7, 7, 7, 7])
+    assert cached(manager, range(8)) == 0
+    manager.free(partial)
+    assert cached(manager, range(8)) == 0
+    assert cached(manager, [7] * 4) == 4
+
+
+@pytest.mark.parametrize("policy", ONLINE_POLICIES)
+@caching_manager
+def test_hits_are_untouched_when_the_allocation_fails(name, policy):
+    manager = manager_of(name, 5, policy=policy)
+    used(manager, 0, range(8))
+    holder = started(manager, 1, [50] * 8)
+    before = state_of(manager)
+    wanting = Sequence(2, [*range(8), *range(60, 72)])
+    assert manager.can_allocate(wanting) is AllocStatus.LATER
+    with pytest.raises(OutOfBlocks):
+        manager.allocate(wanting)
+    with pytest.raises(OutOfBlocks):
+        manager.allocate_slots(wanting, 12, manager.get_computed_blocks(wanting)[0])
+    assert state_of(manager) == before
+    assert (wanting.num_cached_tokens, wanting.num_computed_tokens) == (0, 0)
+    manager.free(holder)
+    assert manager.allocate(wanting) == 8
+
+
+@caching_manager
+def test_a_hit_in_the_free_list_is_not_counted_as_free_capacity_too(name):
+    manager = manager_of(name, 4)
+    used(manager, 0, range(8))
+    started(manager, 1, [50])
+    wanting = Sequence(2, [*range(8), *range(60, 68)])  # 2 hits, 2 new; but 3 blocks are free
+    assert manager.num_free_blocks == 3
+    assert manager.can_allocate(wanting) is AllocStatus.LATER
+    with pytest.raises(OutOfBlocks, match="4 blocks are needed, 3 are free"):
+        manager.allocate(wanting)
+    shorter = Sequence(3, [*range(8), 60])
+    assert manager.can_allocate(shorter) is AllocStatus.OK
+    assert manager.allocate(shorter) == 8
+
+
+@pytest.mark.parametrize("name", [name for name in CACHING if name != "vllm_v0"])
+def test_hits_that_others_hold_need_no_free_block(name):
+    manager = manager_of(name, 4)
+    started(manager, 0, range(12))
+    wanting = Sequence(1, [*range(12), 60])
+    assert manager.can_allocate(wanting) is AllocStatus.OK
+    assert manager.allocate(wanting) == 12
+    assert manager.num_free_blocks == 0
+    assert manager.can_allocate(Sequence(2, range(12))) is AllocStatus.LATER
+    assert manager.can_allocate(Sequence(2, range(17))) is AllocStatus.NEVER
+
+
+def evicted_after_hits(name: str, policy: str) -> set[str]:
+    """A is computed and hit twice, then B is computed, then one of both has to go."""
+    manager = manager_of(name, 3, 2, policy=policy)
+    a, b, c = ([i, i, 0] for i in range(3))
+    for i, prompt in enumerate([a, a, a, b, c]):
+        seq = Sequence(i, prompt)
+        assert manager.allocate(seq) == (2 if i in (1, 2) else 0)
+        manager.free(seq)
+    return {which for which, prompt in (("a", a), ("b", b)) if not cached(manager, prompt[:2])}
+
+
+@caching_manager
+def test_hit_counters_are_incremented(name):
+    assert evicted_after_hits(name, "lfu") == {"b"}  # a was used three times, though longer ago
+
+
+@caching_manager
+def test_metadata_of_a_hit_is_kept_when_it_is_revived(name):
+    assert evicted_after_hits(name, "fifo") == {"a"}  # a came in first, though it was used since
+
+
+@every_manager
+def test_a_block_is_not_free_twice(name):
+    manager = manager_of(name)
+    seq = started(manager, 0, range(9))
+    manager.free(seq)
+    before = state_of(manager)
+    with pytest.raises(ValueError, match="sequence 0 holds no blocks"):
+        manager.free(seq)
+    assert state_of(manager) == before
+    everything = [manager.block_table(started(manager, i, [i])) for i in range(10)]
+    assert sorted(everything) == [[block] for block in range(10)]
+
+
+@caching_manager
+def test_evictable_blocks_are_counted_once(name):
+    manager = manager_of(name, 4)
+    seqs = [Sequence(i, [*range(4), 10 + i]) for i in range(3)]
+    free = [manager.num_free_blocks]
+    for call in (manager.allocate, manager.free):
+        for seq in seqs:
+            call(seq)
+            free.append(manager.num_free_blocks)
+    assert free == [4, 2, 1, 0, 1, 2, 4]
+
+
+@caching_manager
+def test_a_lora_name_that_equals_a_salt_shares_nothing(name):
+    manager = manager_of(name)
+    for i, keys in enumerate([{"lora_name": "a"}, {"cache_salt": "a"}, {}]):
+        seq = started(manager, i, range(9), **keys)
+        assert (seq.num_cached_tokens, manager.num_free_blocks) == (0, 7 - 3 * i)
+        if name == "vllm_v0":
+            manager.mark_blocks_as_computed(seq)
+    for first, keys in zip((0, 3, 6), [{"lora_name": "a"}, {"cache_salt": "a"}, {}], strict=True):
+        hits = manager.get_computed_blocks(Sequence(9, range(9), **keys))
+        assert hits == ([first, first + 1], 8)
+
+
+@caching_manager
+def test_worked_example_of_an_image(name):
+    text = [1, 3, 7493, 1681, 1294, 1593, 3937, 9551]
+    prompt = [*text, *[10] * 41, 4]
+    manager = manager_of(name, 20, 16)
+    cat, dog, cat_again = (
+        Sequence(i, prompt, mm_inputs=[(image, 8, 41)])
+        for i, image in enumerate(["cat", "dog", "cat"])
+    )
+    assert manager.allocate(cat) == 0
+    assert manager.block_table(cat) == [0, 1, 2, 3]
+    if name == "vllm_v0":
+        manager.mark_blocks_as_computed(cat)
+    assert cached(manager, prompt, mm_inputs=[("cat", 8, 41)]) == 48  # block 3 is partial
+    assert manager.allocate(dog) == 0
+    assert not set(manager.block_table(dog)) & set(manager.block_table(cat))
+    assert manager.allocate(cat_again) == 48
+    assert manager.allocate(Sequence(3, prompt)) == 0
+    manager.check_invariants()
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 4, 16])
+@caching_manager
+def test_at_least_one_token_is_left_to_compute(name, block_size):
+    manager = manager_of(name, 100, block_size)
+    for length in range(1, 4 * block_size + 2):
+        used(manager, length, range(length))
+        again = Sequence("again", range(length))
+        assert manager.allocate(again) == (length - 1) // block_size * block_size
+        assert grow(manager, again, 8) == []
+        manager.free(again)
+        assert manager.num_free_blocks == 100
+
+
+@pytest.mark.parametrize("policy", ["lru", "fifo", "lfu"])
+@caching_manager
+def test_preempted_sequences_make_progress(name, policy):
+    """Few fit at a time: the youngest yields, resumes, and all of them finish."""
+    manager = manager_of(name, 6, 2, policy=policy)
+    waiting = [Sequence(i, [i, i, 9]) for i in range(4)]
+    running, finished, preemptions = [], [], 0
+    for _ in range(100):
+        while waiting and manager.can_allocate(waiting[0]) is AllocStatus.OK:
+            manager.allocate(waiting[0])
+            running.append(waiting.pop(0))
+        for seq in list(running):
+            if seq not in running:
+                continue
+            seq.append_token(seq.seq_id)
+            while not manager.can_append(seq):
+                victim = running.pop()
+                manager.free(victim)
+                waiting.insert(0, victim)
+                preemptions += 1
+                if victim is seq:
+                    break
+            else:
+                manager.append(seq)
+                if seq.num_tokens >= 9:
+                    manager.free(seq)
+                    running.remove(seq)
+                    finished.append(seq.seq_id)
+            manager.check_invariants()
+    assert sorted(finished) == [0, 1, 2, 3]
+    assert preemptions > 0
+    assert manager.num_free_blocks == 6
+
+
+@pytest.mark.parametrize("name", RESETTING)
+def test_reset_needs_all_sequences_gone(name):
+    manager = manager_of(name)
+    seq = started(manager, 0, range(9))
+    before = state_of(manager)
+    assert not manager.reset_prefix_cache()
+    assert state_of(manager) == before
+    manager.free(seq)
+    assert manager.reset_prefix_cache()
+    manager.check_invariants()
+    assert manager.num_free_blocks == 10
+    assert manager.allocate(seq) == 0
+    assert manager.stats.evicted_blocks == 0
+
+
+# check_invariants -------------------------------------------------------------------------------
+
+
+def doubled(table) -> None:
+    table.blocks[1] = table.blocks[0]
+
+
+def shortened(table) -> None:
+    table.blocks = table.blocks[:-1]
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (doubled, "for 9 tokens"),
+        (shortened, "for 9 tokens"),
+        (lambda table: setattr(table.seq, "num_computed_tokens", 13), "13 tokens"),
+        (lambda table: setattr(table.seq, "num_computed_tokens", 8), "8 tokens are stored, 9"),
+        (lambda table: setattr(table, "num_noted_tokens", 8), "9 tokens are stored, 8 of them"),
+        (lambda table: setattr(table, "num_noted_tokens", 0), "9 tokens are stored, 0 of them"),
+        (lambda table: setattr(table.seq, "num_slots", 13), "13 slots, the last block ends at 12"),
+    ],
+    ids=["doubled", "shortened", "more", "fewer", "unnoted", "nothing noted", "slots"],
+)
+@pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
+@pytest.mark.parametrize("name", PAGED)
+def test_check_invariants_sees_a_wrong_table(name, caching, damage, says):
+    options = {"enable_prefix_caching": caching} if name in CACHING else {}
+    manager = manager_of(name, **options)
+    started(manager, 0, range(9))
+    damage(manager._tables[0])
+    with pytest.raises(AssertionError, match=f"0: .*{says}"):
+        manager.check_invariants()
+
+
+@every_manager
+def test_check_invariants_sees_a_block_that_is_lost_or_free_and_in_use(name):
+    for damage in ("lost", "free and in use"):
+        manager = manager_of(name)
+        kept = started(manager, 0, range(9))
+        started(manager, 1, range(50, 59))
+        table = manager._tables[1]
+        if damage == "lost":
+            del manager._tables[1]
+        else:
+            manager._release(table)
+        with pytest.raises(AssertionError):
+            manager.check_invariants()
+        assert manager.block_table(kept)

@@ -1,0 +1,342 @@
+"""The managers under random operations, next to models of what they hold; see manager_machine."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant
+from manager_helpers import manager_of, state_of
+from manager_machine import ONLINE_POLICIES, Live, ManagerMachine
+
+from cache import AllocStatus
+from cache.buddy import OutOfRuns
+
+
+class PagedMachine(ManagerMachine):
+    def make_manager(self, data, num_blocks, block_size):
+        self.free_set = set(range(num_blocks))
+        return manager_of("paged", num_blocks, block_size, bytes_per_slot=3)
+
+    def observe(self, live, taken):
+        assert set(taken) <= self.free_set
+        self.free_set -= set(taken)
+
+    @invariant()
+    def filled_slots_are_counted(self):
+        size, lives = self.block_size, self.live.values()
+        for live in lives:
+            filled = [min(size, live.stored - i * size) for i in range(len(live.table))]
+            table = list(zip(live.table, filled, strict=True))
+            assert self.manager.filled_block_table(live.seq) == table
+        unfilled = sum(len(live.table) * size - live.stored for live in lives)
+        assert self.manager.fragmented_bytes() == 3 * unfilled
+        usage = self.manager.memory_usage()
+        assert usage.used == sum(live.stored for live in lives)
+        assert usage.internal == unfilled
+        assert usage.num_slots == self.num_blocks * size
+
+    def observe_free(self, live):
+        self.free_set |= set(live.table)
+
+
+class CachingMachine(ManagerMachine):
+    """Full blocks are found by their content."""
+
+    def contents(self) -> set[tuple]:
+        """Contents, by their last tokens, of all blocks that can be found."""
+        raise NotImplementedError
+
+    def expected_hits(self, seq):
+        found, hits, size = self.contents(), 0, self.block_size
+        while hits + size < seq.num_tokens and self.content(seq, hits + size - 1) in found:
+            hits += size
+        return hits
+
+
+class VLLMv1Machine(CachingMachine):
+    """The model keeps the queue of free blocks and, per block, the content of its hash."""
+
+    name = "vllm_v1"
+
+    def make_manager(self, data, num_blocks, block_size):
+        # One block in each position; lru twice as often, since its queue is predicted exactly.
+        self.policy = data.draw(st.sampled_from([*ONLINE_POLICIES, "lru"]), label="policy")
+        self.caching = data.draw(st.sampled_from([True, True, True, False]), label="caching")
+        self.collide = self.name == "nano_vllm" and data.draw(st.booleans(), label="collide")
+        self.cached: dict[int, tuple] = {}  # block -> content of its last token
+        self.queue = list(range(num_blocks))
+        manager = manager_of(
+            self.name,
+            num_blocks,
+            block_size,
+            policy=self.policy,
+            hash_algorithm=data.draw(st.sampled_from(["xxh3_128", "sha256"])),
+            enable_prefix_caching=self.caching,
+        )
+        if self.collide:
+            manager._hasher._digest = lambda data: bytes(7) + bytes([sum(data) % 2])
+        return manager
+
+    def contents(self):
+        return set(self.cached.values())
+
+    def expected_hits(self, seq):
+        # A collision may cost a hit; a false one is seen by its content.
+        return None if self.collide else super().expected_hits(seq)
+
+    def blocks_needed(self, live, end):
+        if self.name == "nano_vllm":
+            if live.seq.seq_id in self.live and end <= live.seq.num_slots:
+                return 0
+            end = live.seq.num_tokens  # the blocks of all tokens at once
+        return super().blocks_needed(live, end)
+
+    def observe(self, live: Live, taken: list[int]) -> None:
+        if self.name == "nano_vllm":
+            assert len(live.table) == -(-live.seq.num_tokens // self.block_size)
+        for block in live.table:
+            if block in self.queue and block not in taken:
+                self.queue.remove(block)
+        if self.policy == "lru":
+            assert taken == self.queue[: len(taken)], "not from the front of the queue"
+        for block in taken:
+            self.queue.remove(block)
+            self.cached.pop(block, None)
+
+    def observe_noted(self, live: Live) -> None:
+        if self.caching:
+            for i in range(live.stored // self.block_size):
+                last = (i + 1) * self.block_size - 1
+                self.cached[live.table[i]] = self.content(live.seq, last)
+
+    def observe_free(self, live: Live) -> None:
+        self.queue += [block for block in reversed(live.table) if not self.users(block)]
+
+    def observe_reset(self) -> None:
+        self.cached.clear()
+
+    @invariant()
+    def the_pool_holds_what_the_model_does(self):
+        held = [block for block, key in enumerate(self.manager.pool.block_hashes) if key]
+        assert held == sorted(self.cached)
+        users = Counter(block for live in self.live.values() for block in live.table)
+        assert self.manager.pool.ref_counts == [users[b] for b in range(self.num_blocks)]
+
+
+class NanoVLLMMachine(VLLMv1Machine):
+    name = "nano_vllm"
+
+
+class RadixMachine(CachingMachine):
+    def make_manager(self, data, num_blocks, block_size):
+        self.caching = data.draw(st.sampled_from([True, True, True, False]), label="caching")
+        self.cached_before: set[tuple] = set()  # the running step
+        return manager_of(
+            "radix",
+            num_blocks,
+            block_size,
+            policy=data.draw(st.sampled_from(ONLINE_POLICIES), label="policy"),
+            enable_prefix_caching=self.caching,
+        )
+
+    def nodes(self):
+        return self.manager.tree.check_invariants()
+
+    def cached(self) -> set[tuple]:
+        last = self.block_size - 1
+        return {self.slots[block, last] for node in self.nodes() for block in node.blocks}
+
+    def contents(self):
+        return self.cached_before
+
+    def last_of_block(self, seq, i):
+        return self.content(seq, (i + 1) * self.block_size - 1)
+
+    def adopt(self, seq, num_cached, end, table):
+        super().adopt(seq, num_cached, end, table)
+        if self.caching:
+            contents = {self.last_of_block(seq, i) for i in range(end // self.block_size)}
+            assert contents <= self.cached(), "full blocks of a prompt are missing in the tree"
+
+    def observe_free(self, live: Live) -> None:
+        cached = self.cached()
+        in_tree = {block for node in self.nodes() for block in node.blocks}
+        for i in range(live.stored // self.block_size if self.caching else 0):
+            if live.table[i] not in in_tree and self.users(live.table[i]):
+                break  # a fork has it: the last one to be freed brings it into the tree
+            assert self.last_of_block(live.seq, i) in cached, "a full block was lost"
+
+    @invariant()
+    def the_tree_holds_what_its_paths_say(self):
+        cached = set()
+        for node in self.nodes():  # parents first
+            for i, block in enumerate(node.blocks):
+                for offset in range(self.block_size):
+                    lora, salt, inputs, tokens = self.slots[block, offset]
+                    assert len(tokens) == (node.depth + i) * self.block_size + offset + 1
+                    position = i * self.block_size + offset
+                    assert node.key[4 * position : 4 * position + 4] == tokens[-1].to_bytes(
+                        4, "little"
+                    )
+                content = lora, salt, inputs, tokens
+                assert content not in cached, "the same content twice in the tree"
+                cached.add(content)
+                before = tokens[: -self.block_size]
+                inputs = tuple(item for item in inputs if item.offset < len(before))
+                assert not before or (lora, salt, inputs, before) in cached
+        self.cached_before = cached
+
+
+def next_power_of_two(number: int) -> int:
+    return 1 << max(0, number - 1).bit_length()
+
+
+class ContiguousMachine(ManagerMachine):
+    """The model keeps the range of blocks of each sequence and looks for aligned free ranges."""
+
+    def make_manager(self, data, num_blocks, block_size):
+        self.runs: dict[int, range] = {}
+        self.reserved: dict[int, int] = {}
+        self.final: dict[int, int] = {}
+        self.reservation = data.draw(st.sampled_from(["max", "pow2", "oracle"]))
+        self.knows = self.reservation == "oracle" or data.draw(st.booleans(), label="knows")
+        longest = next_power_of_two(num_blocks + 1) // 2 * block_size
+        self.max_model_len = data.draw(st.just(longest) | st.integers(1, longest), label="longest")
+        return manager_of(
+            "contiguous",
+            num_blocks,
+            block_size,
+            reservation=self.reservation,
+            max_model_len=self.max_model_len,
+            final_length=(lambda seq: self.final[seq.seq_id]) if self.knows else None,
+        )
+
+    def new_sequence(self, data):
+        seq = super().new_sequence(data)
+        ahead = data.draw(st.integers(0, 3 * self.block_size), label="tokens to come")
+        self.final[seq.seq_id] = min(seq.num_tokens + ahead, self.max_model_len)
+        return seq
+
+    def limit(self, seq) -> int:
+        return self.final[seq.seq_id] if self.knows else self.max_model_len
+
+    def to_reserve(self, seq) -> int:
+        if self.reservation == "max":
+            return self.max_model_len
+        if self.reservation == "oracle":
+            return self.final[seq.seq_id]
+        length = self.final[seq.seq_id] if self.knows else seq.num_tokens
+        outputs = next_power_of_two(max(1, length - seq.num_prompt_tokens))
+        return min(seq.num_prompt_tokens + outputs, self.max_model_len)
+
+    def run_length(self, slots: int) -> int:
+        return next_power_of_two(-(-slots // self.block_size))
+
+    def fits(self, length: int, *without: int) -> bool:
+        used = {b for seq_id, run in self.runs.items() if seq_id not in without for b in run}
+        starts = range(0, self.num_blocks - length + 1, length)
+        return any(used.isdisjoint(range(start, start + length)) for start in starts)
+
+    def tokens_to_come(self, seq):
+        return self.limit(seq) - seq.num_tokens
+
+    def expected_status(self, seq):
+        if seq.num_tokens > self.max_model_len:
+            return AllocStatus.NEVER
+        fits = self.fits(self.run_length(self.to_reserve(seq)))
+        return AllocStatus.OK if fits else AllocStatus.LATER
+
+    def expected_slots(self, live):
+        expected = self.limit(live.seq) if self.knows else self.reserved[live.seq.seq_id]
+        return min(super().expected_slots(live), expected)
+
+    def attempt(self, live, end, call):
+        seq_id = live.seq.seq_id
+        if seq_id not in self.live and live.seq.num_tokens > self.max_model_len:
+            with pytest.raises(ValueError, match="max_model_len"):
+                call()
+            return None
+        enough = seq_id in self.reserved and end <= self.reserved[seq_id]
+        needed = self.run_length(self.to_reserve(live.seq))
+        if enough or self.fits(needed, seq_id):
+            return call()
+        before, free = state_of(self.manager), self.num_free
+        with pytest.raises(OutOfRuns) as failure:
+            call()
+        error = failure.value
+        assert (error.needed, error.free) == (needed, free)
+        assert error.longest_run < needed
+        assert error.longest_run == 0 or self.fits(error.longest_run)
+        assert not self.fits(2 * error.longest_run or 1)
+        assert state_of(self.manager) == before, "a failed call has changed something"
+        return None
+
+    def write(self, live, end, copies=()):
+        if copies:  # all at once: the new place may reach into the old one, behind the copies
+            sources, targets = zip(*copies, strict=True)
+            assert list(sources) == live.table
+            assert not set(sources) & set(targets)
+            offsets = range(self.block_size)
+            held = {(b, o): self.slots.pop((b, o), None) for b in sources for o in offsets}
+            for source, target in copies:
+                for offset in offsets:
+                    self.slots[target, offset] = held[source, offset]
+            live.table = list(targets)
+        super().write(live, end)
+
+    def observe(self, live, taken):
+        seq_id, table = live.seq.seq_id, live.table
+        assert table == list(range(table[0], table[0] + -(-live.stored // self.block_size)))
+        if live.stored > self.reserved.get(seq_id, 0):
+            self.reserved[seq_id] = self.to_reserve(live.seq)
+        run = range(table[0], table[0] + self.run_length(self.reserved[seq_id]))
+        self.runs.pop(seq_id, None)
+        assert set(run).isdisjoint(block for other in self.runs.values() for block in other)
+        assert run.start % len(run) == 0
+        assert run.stop <= self.num_blocks
+        self.runs[seq_id] = run
+
+    def observe_free(self, live):
+        del self.runs[live.seq.seq_id], self.reserved[live.seq.seq_id]
+
+    @invariant()
+    def blocks_add_up(self):
+        used = sum(map(len, self.runs.values()))
+        assert self.manager.num_free_blocks == self.num_blocks - used
+
+    @invariant()
+    def memory_adds_up(self):
+        usage = self.manager.memory_usage()
+        stored = sum(live.stored for live in self.live.values())
+        reserved = sum(self.reserved.values())
+        assert usage.num_slots == self.num_blocks * self.block_size
+        assert usage.used == stored
+        assert usage.used + usage.reserved + usage.internal == reserved
+        if self.knows:
+            final = sum(self.final[seq_id] for seq_id in self.live)
+            assert (usage.reserved, usage.internal) == (final - stored, reserved - final)
+        beyond = sum(map(len, self.runs.values())) * self.block_size - reserved
+        free = usage.num_slots - reserved - beyond
+        needed = self.run_length(self.max_model_len)
+        fragmented = not self.fits(needed) and free >= needed * self.block_size
+        assert usage.external == beyond + (free if fragmented else 0)
+        assert usage.free == (0 if fragmented else free)
+
+
+# Tests per machine, as a multiple of the profile's examples.
+for machine, factor in (
+    (PagedMachine, 2), (ContiguousMachine, 5), (NanoVLLMMachine, 6), (VLLMv1Machine, 11),
+    (RadixMachine, 10),
+):  # fmt: skip
+    machine.TestCase.settings = settings(
+        max_examples=factor * settings.default.max_examples, stateful_step_count=40
+    )
+
+TestPaged = PagedMachine.TestCase
+TestContiguous = ContiguousMachine.TestCase
+TestNanoVLLM = pytest.mark.slow(NanoVLLMMachine.TestCase)
+TestVLLMv1 = pytest.mark.slow(VLLMv1Machine.TestCase)
+TestRadix = pytest.mark.slow(RadixMachine.TestCase)
