@@ -88,7 +88,7 @@ TINY_RUNS = {
     "preemption": "--model tiny --threads 1 --block-size 4 16 --context-tokens 32 "
     "--cache-tokens 64 --requests 4 --prompt-tokens 4 12 --output-tokens 12 24 "
     "--serving-repeats 1",
-    "replay_speed": "--trace {chat} --repeats 2",
+    "replay_speed": "--trace {prompts} --repeats 2",
     "serving": "--trace {chat} --system contiguous_max --system vllm_v1 --request-rate 50 2000 "
     "--duration-s 0.05 --drain-s 0.05 --mean-tokens 24 --max-model-len 64",
     "shared_prefix": "--model tiny --manager vllm_v1 radix --block-size 8 --prompt-tokens 64 "
@@ -118,12 +118,15 @@ class TinyRun:
 
 @pytest.fixture(scope="session")
 def inputs(tmp_path_factory) -> dict[str, Path]:
-    """A trace of 60 chats in blocks of 16, lengths with a damaged last row, and a policy."""
+    """Traces of 60 chats and of 50 prompts, lengths with a damaged last row, and a policy."""
     folder = tmp_path_factory.mktemp("inputs")
-    names = {"chat": "chat.jsonl.gz", "lengths": "azure.csv", "policy": "policy.py"}
+    names = {"chat": "chat.jsonl.gz", "prompts": "prompts.jsonl.gz"}
+    names |= {"lengths": "azure.csv", "policy": "policy.py"}
     paths = {name: folder / file for name, file in names.items()}
     chats = cache.make_workload("multi_turn_chat", seed=3, num_requests=60)
     cache.save_trace(chats, paths["chat"])
+    prompts = cache.make_workload("shared_system_prompts", seed=0, num_requests=50)
+    cache.save_trace(prompts, paths["prompts"])
     rows = [f"2023-11-16 18:17:{i:02}.0000000,{20 + i},{5 + i % 3}" for i in range(40)]
     # As in Azure's copies: the number of requests is glued to the last output.
     rows.append("2023-11-16 18:17:41.0000000,30,1734199")

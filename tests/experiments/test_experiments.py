@@ -76,8 +76,6 @@ PERCENT = f"{NOT_ABOVE_0}, at most 100"
 REFUSED = """
 block_size --block-size 0: AT_LEAST_1
 block_size --latency-block-size 0: AT_LEAST_1
-block_size --latency-context-len 0: AT_LEAST_1
-block_size --latency-batch 0: AT_LEAST_1
 block_size --capacity-percent 101: PERCENT
 block_size --policy lruu: policy='lruu' is unknown; choose from
 engine_overhead --lengths 9 3: needs fewest and most, at least 1
@@ -96,7 +94,6 @@ eviction --num-requests 0: AT_LEAST_1
 eviction --seed -1: needs an int of at least 0
 eviction --jobs 0| jobs must be at least 1, got 0
 eviction_serving --capacity-percent 0: PERCENT
-eviction_serving --num-requests 0: AT_LEAST_1
 eviction_serving --skip-requests -1: needs an int of at least 0
 eviction_serving --policy lru2: policy='lru2' is unknown
 eviction_serving --model gpt: needs one of tiny
@@ -107,7 +104,8 @@ manager_overhead --requests 1: needs an int of at least 2
 manager_overhead --tree-page-sizes 16 0| --tree-page-sizes 0: needs a divisor of 1024
 manager_overhead --tree-page-sizes 1000: needs a divisor of 1024
 manager_overhead --tree-prompts 0: AT_LEAST_1
-memory_waste --num-requests 0: AT_LEAST_1
+kernel_accuracy --kernel x: needs one of .*copy_blocks
+kernel_accuracy --block-size 0: AT_LEAST_1
 memory_waste --sequences-in-cache 0: AT_LEAST_1
 memory_waste --load 0: NOT_ABOVE_0
 preemption --cache-tokens 150: does not hold a request of 224 tokens in blocks of 1
@@ -115,8 +113,6 @@ preemption --block-size 0: AT_LEAST_1
 preemption --context-tokens 5 0| --context-tokens 0: AT_LEAST_1
 preemption --prompt-tokens 9 8: needs fewest and most, at least 1
 preemption --output-tokens 0 8: needs fewest and most, at least 1
-preemption --serving-repeats 0: AT_LEAST_1
-preemption --threads 0: AT_LEAST_1
 preemption --manager vllm_v9: needs one of
 preemption --model gpt: needs one of tiny
 replay_speed --repeats 0: AT_LEAST_1

@@ -26,7 +26,7 @@ def test_both_replay_the_same_stream_in_turn(tiny_run, inputs):
     run = tiny_run("replay_speed")
     table = run.rows
     assert list(table["implementation"]) == ["pagelab", "libcachesim"] * 8
-    references = cache.load_trace(inputs["chat"]).num_block_references
+    references = cache.load_trace(inputs["prompts"]).num_block_references
     assert set(table["block_references"]) == {references}
     spent = table["references_per_second"] * table["replay_seconds"]
     assert spent.to_numpy() == pytest.approx(references)
