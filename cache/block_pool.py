@@ -144,15 +144,12 @@ class BlockPool:
             return
         check_free(count, self.num_free_blocks)
         blocks = table.blocks
-        num_held = len(blocks)
         if not self._tells_misses:
-            if table.num_cached_blocks < min(num_held, num_cached):
-                self._insert(table, min(num_held, num_cached))
             blocks += self._take(count)
             if table.num_cached_blocks < num_cached:
                 self._insert(table, num_cached)
             return
-        end = num_held + count
+        end = len(blocks) + count
         while table.num_cached_blocks < num_cached:  # the victim may depend on the newcomer
             self._tell_miss(table)
             if table.num_cached_blocks == len(blocks):

@@ -217,6 +217,21 @@ def test_a_users_policy_ranks_the_leaves_too():
         tree.unlock(node)
 
 
+def test_a_policy_with_queues_is_told_of_a_node_as_of_its_last_block():
+    told = []
+
+    class Told(Stateful):
+        def insert(self, block, key, parent, depth):
+            told.append((block, key, parent, depth))
+
+    tree = RadixTree(2, Told(), 9)
+    node, _ = tree.insert(RadixKey(Sequence(0, [1, 1, 2, 2]), 2), array("i", [7, 8]))
+    tree.insert(RadixKey(Sequence(1, [1, 1, 2, 2, 3, 3]), 2), array("i", [9]), node, 2)
+    (_, first, root, _), (_, _, parent, _) = told
+    assert [(block, depth) for block, _, _, depth in told] == [(8, 1), (9, 2)]
+    assert (root, parent) == (None, first)
+
+
 def test_ghosts_are_recognised_however_a_prompt_was_split():
     """ARC sends content that comes back soon after its eviction to its second list."""
     tree = RadixTree(2, make_policy("arc"), 4)
