@@ -68,7 +68,7 @@ def huge_cache(huge_tensor):
     """Make (k_cache, v_cache) whose element offsets exceed 32 bits."""
 
     def make(block_size: int, num_kv_heads: int, head_dim: int):
-        num_blocks = 2**31 // (block_size * num_kv_heads * head_dim) + 8
+        num_blocks = 2**31 // (block_size * num_kv_heads * head_dim) + 64
         shape = (num_blocks, block_size, num_kv_heads, head_dim)
         return huge_tensor(*shape), huge_tensor(*shape)
 

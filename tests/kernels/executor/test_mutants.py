@@ -35,7 +35,7 @@ from kernels import (
     store_kvcache,
 )
 from kernels.executor import Fault, execute_ptx
-from kernels.testing.accuracy import random_paged_batch
+from kernels.testing.inputs import random_paged_batch
 
 SHAPE = {"num_kv_heads": 1, "head_dim": 64, "block_size": 16, "device": "cpu"}
 

@@ -22,7 +22,7 @@ from kernels import (
     store_kvcache,
     swap_blocks,
 )
-from kernels.testing.accuracy import random_paged_batch, random_shared_prefix_args
+from kernels.testing.inputs import random_paged_batch, random_shared_prefix_args
 
 FP8 = torch.float8_e4m3fn
 FEATURES = {
