@@ -259,7 +259,7 @@ class GpuPass:
         os.environ["TRITON_CACHE_DIR"] = str(self.compile_cache)
 
     def run(self, stages: Sequence[Stage] = STAGES) -> int:
-        """Run ``stages`` until the time is up; returns how many cells failed."""
+        """Run ``stages`` until the time is up; returns how many cells failed or rows are wrong."""
         any_device = dataclasses.replace(stages[0].load(tiny=self.tiny)[0], gpu="optional")
         environment = json.dumps(describe(any_device, _command()), indent=2, ensure_ascii=False)
         write_atomically(self.out / "environment.json", environment + "\n")
@@ -330,7 +330,10 @@ class GpuPass:
         absent, failed = report.unavailable.total(), report.failed.total()
         done = report.finished + report.reused
         counts = [f"{report.finished} cells run, {report.reused} finished earlier"]
-        counts += [f"{n} {what}" for n, what in ((absent, "absent"), (failed, "FAILED")) if n]
+        wrong = len(report.wrong)
+        self.failed += wrong
+        told = ((absent, "absent"), (failed, "FAILED"), (wrong, "rows WRONG"))
+        counts += [f"{n} {what}" for n, what in told if n]
         if (left := report.cells - done - absent - failed) > 0:
             counts.append(f"{left} left when the time was up")
         self.say(f"{stage.name}: {', '.join(counts)} ({report.seconds:.0f} s)")
@@ -460,7 +463,7 @@ def _command() -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command line; returns 1 if a cell failed, 2 if there is nothing to run on."""
+    """The command line; returns 1 if a cell failed or a row is wrong, 2 without a device."""
     parser = argparse.ArgumentParser(
         prog="python -m experiments gpu-pass",
         description=__doc__.split("\n\n")[1],
