@@ -18,7 +18,7 @@ from cache.sizing import utilization_share
 from models.attention import AttentionBackend, make_backend
 from models.config import ModelConfig
 from models.decoder import build_model
-from models.memory import profile_peak_bytes
+from models.memory import available_host_bytes, profile_peak_bytes
 from models.parallel import TensorParallel, is_distributed, join_tensor_parallel
 from models.prompts import Prompt, list_prompts, load_tokenizer, to_token_ids
 from models.runner import ModelRunner
@@ -27,8 +27,10 @@ from models.streams import NewRequest, Streams
 from models.weights import load_kv_scales, load_weights, randomize_weights
 from models.workers import LeadingEngine, Workers, has_workers, start_workers
 
-CPU_KV_CACHE_BYTES = 4 << 30
-"""Most memory that the KV cache takes on a CPU if the number of blocks is not given."""
+HOST_KV_CACHE_BYTES = 4 << 30
+HOST_KV_CACHE_SHARE = 0.25
+"""Most host memory that the blocks of a kind take if their number is not given: these bytes, and
+this share of what is available."""
 
 _NOT_SERVED = {
     "sliding_window": "gives up K/V that these models, which attend to the whole context, read",
@@ -72,9 +74,10 @@ class LLM:
         block_size: tokens of a block.
         num_blocks: blocks of the KV cache.  By default as many as fit: on a GPU into
             gpu_memory_utilization of its memory, beside what a profiling run of the largest batch
-            took; on a CPU into 4 GiB, and no more than max_num_seqs of the longest sequences need.
+            took; on a CPU into a quarter of the available memory, up to 4 GiB, and no more than
+            max_num_seqs of the longest sequences need.
         num_host_blocks: blocks of host memory for preemption="swap"; by default num_blocks, but no
-            more than fit into 4 GiB.
+            more than fit into a quarter of the available memory, up to 4 GiB.
         max_model_len: longest sequence, prompt included; by default what model and cache allow.
         max_num_seqs, max_num_batched_tokens: most sequences at a time, most tokens in a step.
         enable_prefix_caching: share the K/V of equal prefixes.
@@ -166,7 +169,7 @@ class LLM:
         if num_blocks is None:
             batch = {"num_seqs": max_num_seqs, "max_model_len": longest, "block_size": block_size}
             if self.device.type == "cpu":
-                num_blocks = _num_blocks_on_cpu(block_bytes, **batch)
+                num_blocks = self._num_blocks_on_cpu(block_bytes, **batch)
             else:
                 peak = profile_peak_bytes(
                     self.model, num_tokens=max_num_batched_tokens, kv_dtype=kv_dtype, **batch
@@ -175,7 +178,7 @@ class LLM:
         if preemption == "recompute":
             num_host_blocks = 0
         elif num_host_blocks is None:
-            num_host_blocks = min(num_blocks, max(1, CPU_KV_CACHE_BYTES // block_bytes))
+            num_host_blocks = min(num_blocks, max(1, self._num_blocks_in_host(block_bytes)))
         if manager == "contiguous":
             options.setdefault("final_length", _final_length)
             longest_run = block_size << max(0, num_blocks.bit_length() - 1)
@@ -319,6 +322,26 @@ class LLM:
         )
         return self._tp.least(fitting, self.device)  # all ranks keep the same tables
 
+    def _num_blocks_on_cpu(
+        self, block_bytes: int, *, num_seqs: int, max_model_len: int, block_size: int
+    ) -> int:
+        """What the largest batch needs, as far as it fits."""
+        fitting = self._num_blocks_in_host(block_bytes)
+        if not fitting:
+            raise ValueError(
+                f"block_size={block_size}: a block needs {block_bytes:,} bytes, more than the KV "
+                f"cache gets of {available_host_bytes():,} available ones; give num_blocks, or "
+                "choose a smaller block"
+            )
+        return min(num_seqs * -(-max_model_len // block_size), fitting)
+
+    def _num_blocks_in_host(self, block_bytes: int) -> int:
+        share = int(HOST_KV_CACHE_SHARE * available_host_bytes()) // self._tp.size
+        fitting = num_cpu_blocks(
+            swap_space_bytes=min(HOST_KV_CACHE_BYTES, share), block_bytes=block_bytes
+        )
+        return self._tp.least(fitting, self.device)
+
 
 def _manager_options(
     options: Mapping[str, object] | None, hash_algorithm: str | None
@@ -331,19 +354,6 @@ def _manager_options(
     if hash_algorithm is not None:
         options["hash_algorithm"] = hash_algorithm
     return options
-
-
-def _num_blocks_on_cpu(
-    block_bytes: int, *, num_seqs: int, max_model_len: int, block_size: int
-) -> int:
-    """What the largest batch needs, up to CPU_KV_CACHE_BYTES."""
-    fitting = num_cpu_blocks(swap_space_bytes=CPU_KV_CACHE_BYTES, block_bytes=block_bytes)
-    if not fitting:
-        raise ValueError(
-            f"block_size={block_size}: a block needs {block_bytes:,} bytes, and the KV cache on a "
-            f"CPU gets {CPU_KV_CACHE_BYTES:,}; give num_blocks, or choose a smaller block"
-        )
-    return min(num_seqs * -(-max_model_len // block_size), fitting)
 
 
 def _fit_max_model_len(asked: int | None, longest: int, scheduler: Scheduler) -> int:

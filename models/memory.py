@@ -1,7 +1,8 @@
-"""How much memory the largest batch takes: what remains is for the KV cache."""
+"""How much memory there is for the KV cache beside the model and its largest batch."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,27 @@ from models.attention import AttentionMetadata
 from models.decoder import CausalLM
 from models.runner import make_kv_cache
 from models.sampler import Sampler
+
+
+_CGROUP = Path("/sys/fs/cgroup")  # of this process, as a container sees it
+
+
+def available_host_bytes() -> int:
+    """Memory that new allocations can have without swapping, as far as the kernel can tell; in a
+    container with a limit (cgroup v2), no more than that leaves."""
+    kilobytes = _fields(Path("/proc/meminfo"))["MemAvailable:"]
+    available = kilobytes * 1024
+    try:
+        limit = int((_CGROUP / "memory.max").read_text())
+        used = int((_CGROUP / "memory.current").read_text())
+        reclaimable = _fields(_CGROUP / "memory.stat")["inactive_file"]
+    except (OSError, ValueError):  # no file, or no limit: "max"
+        return available
+    return max(0, min(available, limit - used + reclaimable))
+
+
+def _fields(path: Path) -> dict[str, int]:
+    return {name: int(value) for name, value, *_ in map(str.split, path.open())}
 
 
 @torch.inference_mode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterable
 
@@ -56,9 +57,8 @@ class ModelRunner:
         self.host_cache = None
         if num_host_blocks:
             shape = (*self.kv_cache.shape[:2], num_host_blocks, *self.kv_cache.shape[3:])
-            self.host_cache = torch.zeros(
-                shape, dtype=self.kv_cache.dtype, pin_memory=self.device.type == "cuda"
-            )
+            pinned = self.device.type == "cuda"
+            self.host_cache = _zeros(shape, self.kv_cache.dtype, torch.device("cpu"), pinned)
         ops = kernels if use_kernels else reference
         self._copy_blocks, self._swap_blocks = ops.copy_blocks, ops.swap_blocks
         self._graphs = None
@@ -158,7 +158,17 @@ def make_kv_cache(
         num_kv_heads=model.num_kv_heads_per_rank,
         head_dim=model.config.head_dim,
     )
-    return torch.zeros(shape, dtype=dtype or weight.dtype, device=weight.device)
+    return _zeros(shape, dtype or weight.dtype, weight.device)
+
+
+def _zeros(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, pinned: bool = False
+) -> torch.Tensor:
+    """As torch.zeros; but pageable host memory is taken page by page, as it is used."""
+    if device.type != "cpu" or pinned:
+        return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned)
+    content = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(content).view(dtype).view(shape)
 
 
 def block_row(seq: ScheduledSequence, manager: CacheManager) -> np.ndarray:

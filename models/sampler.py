@@ -74,6 +74,9 @@ class Sampler:
 
         Sequences of a request with a seed draw noise that depends on the seed, on which output
         they are and on how many tokens they have, and on nothing else.
+
+        Raises FloatingPointError, naming the request, where a row has a NaN or an infinite largest
+        logit.
         """
         if rows != list(range(len(logits))):
             logits = logits[rows]
@@ -82,13 +85,24 @@ class Sampler:
             None if p.seed is None else noise_seed(p.seed, seq.index, seq.num_output_tokens)
             for p, seq in zip(params, sequences, strict=True)
         ]
-        return self(logits, params, seeds).tolist()
+        chosen = self(logits, params, seeds)
+        # argmax prefers a NaN; one answer for both questions, since each waits for the device
+        is_sound = logits.gather(-1, chosen[:, None]).isfinite()[:, 0]
+        tokens = torch.where(is_sound, chosen, -1).tolist()
+        for seq, token in zip(sequences, tokens, strict=True):
+            if token < 0:
+                raise _not_finite(seq)
+        return tokens
 
-    def likeliest(self, logits: torch.Tensor, row: int, count: int) -> list[tuple[float, int]]:
-        """The ``count`` likeliest next tokens of a row (all, if there are fewer), the likeliest
-        first, as (log p, token)."""
+    def likeliest(
+        self, logits: torch.Tensor, row: int, seq: ScheduledSequence, count: int
+    ) -> list[tuple[float, int]]:
+        """The ``count`` likeliest next tokens of a sequence (all, if there are fewer), the
+        likeliest first, as (log p, token).  Raises FloatingPointError as ``draw`` does."""
         logprobs = logits[row].float().log_softmax(dim=-1)
         values, tokens = logprobs.topk(min(count, len(logprobs)))
+        if not values[0].isfinite():
+            raise _not_finite(seq)
         return list(zip(values.tolist(), tokens.tolist(), strict=True))
 
     def __call__(
@@ -142,3 +156,10 @@ class Sampler:
                 noise[row].exponential_(generator=self._own.manual_seed(seed))
         tiny = torch.finfo(noise.dtype).tiny  # an exponential variable may round to 0
         return noise.clamp_(min=tiny).log_().neg_()
+
+
+def _not_finite(seq: ScheduledSequence) -> FloatingPointError:
+    return FloatingPointError(
+        f"request {seq.request.request_id}: the logits after its {len(seq.token_ids)} tokens are "
+        "NaN or infinite; the weights are damaged, or too large for the dtype"
+    )

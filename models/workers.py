@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+import socket
 import weakref
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
@@ -122,7 +123,7 @@ def start_workers(size: int, device: torch.device, llm_options: Mapping[str, obj
             )
         others.kill()  # a traceback may keep those of an LLM that failed to begin
     context = multiprocessing.get_context("spawn")
-    store = dist.TCPStore(_HOST, 0, size, is_master=True, wait_for_workers=False)
+    store = _loopback_store(size)
     processes, connections = [], []
     workers = Workers(processes, connections)
     try:
@@ -143,6 +144,19 @@ def start_workers(size: int, device: torch.device, llm_options: Mapping[str, obj
         workers.kill()
         raise
     return workers
+
+
+def _loopback_store(size: int) -> dist.TCPStore:
+    """A store that only this machine reaches; one that opens its port itself listens everywhere."""
+    listener = socket.create_server((_HOST, 0))
+    return dist.TCPStore(
+        _HOST,
+        listener.getsockname()[1],
+        size,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def _join(rank: int, size: int, device_type: str, store: dist.Store) -> None:

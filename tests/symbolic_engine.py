@@ -96,7 +96,7 @@ class SymbolicSampler:
             tokens.append(scores.index(max(scores)))
         return tokens
 
-    def likeliest(self, logits, row: int, count: int) -> list[tuple[float, int]]:
+    def likeliest(self, logits, row: int, seq, count: int) -> list[tuple[float, int]]:
         total = math.log(sum(map(math.exp, logits[row])))
         ranked = sorted(range(VOCAB_SIZE), key=lambda token: -logits[row][token])
         return [(logits[row][token] - total, token) for token in ranked[:count]]

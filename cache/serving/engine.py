@@ -45,7 +45,9 @@ class Sampler(Protocol):
         rows: the row of ``logits`` that each draws from.
         """
 
-    def likeliest(self, logits: Any, row: int, count: int) -> list[tuple[float, int]]:
+    def likeliest(
+        self, logits: Any, row: int, seq: ScheduledSequence, count: int
+    ) -> list[tuple[float, int]]:
         """The ``count`` likeliest next tokens (all, if there are fewer), as (log p, token)."""
 
 
@@ -177,7 +179,8 @@ class Engine:
         for row, seq in enumerate(complete):
             search = self._beam_searches.get(seq.request.request_id)
             if search is not None:
-                search.observe(seq, self.sampler.likeliest(logits, row, search.num_candidates))
+                best = self.sampler.likeliest(logits, row, seq, search.num_candidates)
+                search.observe(seq, best)
                 continue
             rows.append(row)
             drawing.append(seq)

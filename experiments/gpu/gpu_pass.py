@@ -35,7 +35,6 @@ import logging
 import os
 import sys
 import tarfile
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -54,6 +53,7 @@ from experiments.harness import (
     run_sweep,
 )
 from experiments.harness.environment import cuda_available, describe
+from experiments.harness.private_folder import private_folder
 from experiments.harness.store import write_atomically
 from experiments.harness.workers import Outcome, Task
 
@@ -500,4 +500,4 @@ def main(arguments: Sequence[str]) -> int:
 def _work_folder(out: Path) -> Path:
     """The same folder for the same ``out``, so that a killed pass is found again."""
     name = hashlib.sha256(str(out.resolve()).encode()).hexdigest()[:12]
-    return Path(tempfile.gettempdir()) / f"pagelab-gpu-pass-{os.getuid()}-{name}"
+    return private_folder(f"gpu-pass-{name}")

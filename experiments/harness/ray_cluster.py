@@ -9,15 +9,14 @@ one by Ray; its result arrives once or not at all, and only the driver writes to
 from __future__ import annotations
 
 import dataclasses
-import os
 import socket
-import tempfile
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
 from experiments.harness.environment import describe, device_slug
 from experiments.harness.experiment import Experiment, InputFile, input_files
+from experiments.harness.private_folder import private_folder
 from experiments.harness.store import write_atomically
 from experiments.harness.workers import Outcome, Task, execute
 
@@ -163,9 +162,7 @@ def _execute(task: Task, files: list[InputFile], *contents: bytes) -> Outcome:
     """Run ``task`` on this machine, with its input files from ``contents``."""
     local = {}
     for file, content in zip(files, contents, strict=True):
-        folder = Path(tempfile.gettempdir()) / f"pagelab-inputs-{os.getuid()}" / file.sha256
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / file.name
+        path = private_folder(file.sha256) / file.name
         if not path.exists():
             write_atomically(path, content)
         local[file] = InputFile(path, file.sha256)

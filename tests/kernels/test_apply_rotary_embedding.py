@@ -57,7 +57,7 @@ def test_is_a_rotation_by_the_angle_of_the_position(interleaved, device):
     frequencies = 10000.0 ** -(torch.arange(0, 32, 2) / 32)
     angle = torch.arange(100)[:, None] * frequencies
     cos, sin = angle.cos().to(device), angle.sin().to(device)
-    q, k = torch.randn(2, 1, 1, 32, device=device)
+    q, k = torch.arange(1.0, 65.0, device=device).view(2, 1, 1, 32) / 64
 
     def score(q_position, k_position):
         rotated = [
