@@ -10,7 +10,7 @@ from cache.checks import require
 from cache.content_index import ContentIndex
 from cache.event_log import EventLog
 from cache.hash_index import HashIndex
-from cache.policies.base import EvictionPolicy
+from cache.policies.base import EvictionPolicy, check_victims
 
 
 class OutOfBlocks(RuntimeError):
@@ -219,17 +219,19 @@ class BlockPool:
 
     def _forget(self, evicted: list[int]) -> None:
         """Drop the content of ``evicted``, which the policy has just given up."""
-        if any(map(self.ref_counts.__getitem__, evicted)):
-            block = next(block for block in evicted if self.ref_counts[block])
-            raise RuntimeError(
-                f"policy {self.policy.name!r} evicted block {block}, which is in use"
-            )
+        check_victims(self.policy, evicted, self._is_released)
         if self._log:
             held = [block for block in evicted if block in self._contents]
             self._log.record("evicted", held, map(self._contents.pop, held))
         if self.on_forget:
             self.on_forget(evicted)
         self.num_evicted += self._index.remove(evicted)
+
+    def _is_released(self, block: int) -> bool:
+        """Whether the policy has, or just had, ``block``."""
+        if block >= self.num_blocks - self._num_fresh or self.ref_counts[block]:
+            return False
+        return self.policy.queues_uncached or self._index.holds(block)
 
     def _tell_miss(self, table: CachedTable) -> None:
         """The policy learns of the first block of ``table`` to cache, if no other has its hash."""

@@ -16,13 +16,13 @@ Overlapping requests, decoding and preemption need a real cache manager instead.
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cache.policies import EvictionPolicy, PriorityPolicy, make_policy
+from cache.policies.base import wrong_victim
 from cache.trace import Trace, load_trace
 
 if TYPE_CHECKING:
@@ -142,18 +142,10 @@ def _hit_tokens(trace: Trace, hits: np.ndarray) -> int | None:
 
 def _compiled(policy: EvictionPolicy):
     """The compiled replay of ``policy``, or None if it has to run in Python."""
-    cls = type(policy)
-    if not issubclass(cls, PriorityPolicy):
+    if not isinstance(policy, PriorityPolicy):
         return None
-    priority = inspect.getattr_static(cls, "priority")
-    overridden = any(
-        name in vars(base)
-        for base in cls.__mro__[: cls.__mro__.index(PriorityPolicy)]
-        for name in ("start", "insert", "pin", "release", "evict", "discard")
-    )
-    if not isinstance(priority, staticmethod) or (overridden and not cls.compilable):
-        return None
-    return _warmed_up(priority.__func__, policy.needs_future)
+    priority = policy.describing_priority()
+    return priority and _warmed_up(priority, policy.needs_future)
 
 
 @functools.cache
@@ -213,9 +205,7 @@ def _replay_in_python(trace: Trace, policy: EvictionPolicy, capacity: int):
             if len(resident) == capacity:
                 victim = policy.evict()
                 if victim not in resident or victim in in_use:
-                    raise RuntimeError(
-                        f"policy {policy.name!r}: evict() gave {victim!r}, not a released block"
-                    )
+                    raise wrong_victim(policy, victim)
                 resident.remove(victim)
                 evictions += 1
             resident.add(block)

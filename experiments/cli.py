@@ -163,8 +163,16 @@ def _plot_command(experiment: Experiment) -> Callable[..., int]:
         if not tables:
             raise OptionsError(f"no rows.csv in a folder of {folder}: run the experiment first")
         for table in tables:
-            for figure in plot_results(experiment, table.parent):
-                print(figure)
+            try:
+                figures = plot_results(experiment, table.parent)
+            except OSError:
+                raise
+            except Exception as error:  # pandas and matplotlib raise anything for an edited table
+                raise OptionsError(
+                    f"{table}: no figure can be drawn of it ({type(error).__name__}: {error}); run "
+                    "the experiment again if it was edited or is of another version"
+                ) from error
+            print(*figures, sep="\n")
         return 0
 
     return plot

@@ -149,7 +149,9 @@ def _bounded(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _title(row: pd.Series) -> str:
-    return f"{row['trace']}\n{row['unique_blocks']:,} unique blocks of {row['block_size']:g} tokens"
+    size = row["block_size"]  # NaN if the trace tells none
+    of_size = f" of {size:g} tokens" if size > 0 else ""
+    return f"{row['trace']}\n{row['unique_blocks']:,} unique blocks{of_size}"
 
 
 def _summary(rows: pd.DataFrame) -> pd.DataFrame:

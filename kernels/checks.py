@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from numbers import Real
 from operator import index
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -139,6 +140,43 @@ def check_writable(name: str, tensor: torch.Tensor) -> None:
             f"{name}: expected memory of its own for every element to be written, got an expanded "
             f"tensor of shape {tuple(tensor.shape)} and strides {strides}"
         )
+
+
+def check_disjoint(names: str, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Check that two tensors have no element in common, as far as that is quick to see."""
+    if a.device != b.device or a.is_meta or not _share_memory(a, b):
+        return
+    raise ValueError(f"{names}: expected tensors that do not overlap in memory, got two that do")
+
+
+def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    (first_a, end_a), (first_b, end_b) = _address_range(a), _address_range(b)
+    if end_a <= first_b or end_b <= first_a:
+        return False
+    try:  # numpy solves it for shapes and strides, and reads nothing
+        return np.shares_memory(_Bytes(a), _Bytes(b), max_work=100_000)
+    except np.exceptions.TooHardError:
+        return False
+
+
+def _address_range(tensor: torch.Tensor) -> tuple[int, int]:
+    first = tensor.data_ptr()
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return first, first + (last + 1) * tensor.itemsize
+
+
+class _Bytes:
+    """The bytes of a tensor as an array, wherever they are."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        size = tensor.itemsize
+        self.__array_interface__ = {
+            "data": (tensor.data_ptr(), True),
+            "shape": (*tensor.shape, size),
+            "strides": (*(size * stride for stride in tensor.stride()), 1),
+            "typestr": "|u1",
+            "version": 3,
+        }
 
 
 def check_kv_cache(

@@ -21,7 +21,7 @@ from kernels.block_layout import (
     check_block_pairs,
     element_offsets,
 )
-from kernels.checks import check_tensor, check_writable, not_a_tensor
+from kernels.checks import check_disjoint, check_tensor, check_writable, not_a_tensor
 from kernels.primitives import INTERPRETED
 from kernels.tiles import cdiv, swap_num_programs, swap_tile, target_of
 from kernels.torch_ops import inplace_op
@@ -117,9 +117,9 @@ def swap_blocks(src_cache: torch.Tensor, dst_cache: torch.Tensor, src_to_dst: to
     alone).
 
     Raises:
-        ValueError: a shape, dtype, device or stride that does not fit, or host memory that is not
-            pinned; where src_to_dst lies in host memory also a block past the end or a repeated
-            destination. Nothing has been copied then.
+        ValueError: a shape, dtype, device or stride that does not fit, caches that are seen to
+            overlap, or host memory that is not pinned; where src_to_dst lies in host memory also a
+            block past the end or a repeated destination. Nothing has been copied then.
     """
     device = _gpu_of(src_cache, dst_cache)
     dims = ("2", "num_layers", "num_blocks", "block_size", "num_kv_heads", "head_dim")
@@ -140,6 +140,7 @@ def swap_blocks(src_cache: torch.Tensor, dst_cache: torch.Tensor, src_to_dst: to
     num_pairs = src_to_dst.shape[0]
     if num_pairs == 0 or src_cache.numel() == 0 or dst_cache.numel() == 0:
         return
+    check_disjoint("src_cache, dst_cache", src_cache, dst_cache)
     bits = BITS[src_cache.itemsize]
     runs = block_runs(src_cache, dst_cache)
     tile = swap_tile(runs.num_elements, src_cache.itemsize)

@@ -241,12 +241,10 @@ class ModelConfig:
 
 def _read_json_object(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise FileNotFoundError(f"{path}: no such file; a checkpoint folder has one") from None
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise ValueError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path}: expected a JSON object, got {type(value).__name__}")

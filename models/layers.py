@@ -202,11 +202,22 @@ class Rotation:
         return self.cos[self.positions].unsqueeze(1), self.sin[self.positions].unsqueeze(1)
 
 
+_MAX_POSITIONS = 2**24  # as far as fp32 has every integer
+
+
 class RotaryEmbedding(nn.Module):
-    """Rotary position embedding (Su et al., 2021), pairing dimension i with i + head_dim / 2."""
+    """Rotary position embedding (Su et al., 2021), pairing dimension i with i + head_dim / 2.
+
+    Raises ValueError for more positions than fp32 can tell apart.
+    """
 
     def __init__(self, config: ModelConfig, max_positions: int) -> None:
         super().__init__()
+        if max_positions > _MAX_POSITIONS:
+            raise ValueError(
+                f"max_position_embeddings={max_positions}: RoPE is tabulated for at most "
+                f"{_MAX_POSITIONS} positions; give a max_model_len"
+            )
         frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
         self.table: torch.Tensor

@@ -13,7 +13,6 @@ from models.decoder import CausalLM
 from models.runner import make_kv_cache
 from models.sampler import Sampler
 
-
 _CGROUP = Path("/sys/fs/cgroup")  # of this process, as a container sees it
 
 

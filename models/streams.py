@@ -27,6 +27,25 @@ class NewRequest(NamedTuple):
     """Of the prompt, if it was given as one."""
 
 
+class _Decoder:
+    """Gives the tokens of one output their texts, which together are the text of the output."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._token_ids: list[int] = []
+        self._length = 0
+
+    def with_text(self, token: TokenOutput) -> TokenOutput:
+        self._token_ids.append(token.token_id)
+        text = self._stream.step(self._tokenizer, token.token_id) or ""
+        if token.finish_reason is not None:  # the stream keeps back an incomplete character
+            whole = self._tokenizer.decode(self._token_ids, skip_special_tokens=True)
+            text = whole[self._length :]
+        self._length += len(text)
+        return token._replace(text=text)
+
+
 class Streams:
     """Steps an engine for whoever waits for an event.  Any thread may call anything.
 
@@ -76,7 +95,7 @@ class Streams:
             self._deliver([self._engine.abort(request_id)])
 
     def _events(self, request_ids: list[int], texts: bool) -> Iterator[Event]:
-        decoders = defaultdict(lambda: DecodeStream(skip_special_tokens=True))
+        decoders = defaultdict(lambda: _Decoder(self._tokenizer))
         try:
             yield None
             remaining = set(request_ids)
@@ -85,9 +104,7 @@ class Streams:
                     if isinstance(event, RequestOutput):
                         remaining.discard(event.request_id)
                     elif texts:
-                        decoder = decoders[event.request_id, event.index]
-                        text = decoder.step(self._tokenizer, event.token_id)
-                        event = event._replace(text=text or "")
+                        event = decoders[event.request_id, event.index].with_text(event)
                     yield event
         finally:
             self._abandon(request_ids)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 
+os.environ.pop("PAGELAB_COMMIT", None)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

@@ -8,7 +8,6 @@ keep a structure of their own and are told of a node as if it were its last bloc
 from __future__ import annotations
 
 import abc
-import inspect
 import math
 from array import array
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from collections.abc import Iterator
 import xxhash
 
 from cache.lazy_heap import LazyHeap
-from cache.policies.base import EvictionPolicy
+from cache.policies.base import EvictionPolicy, check_victims
 from cache.policies.priority import BlockHistory, PriorityPolicy
 
 
@@ -146,7 +145,9 @@ class PolicyLeaves(Leaves):
         self._policy.pin(node.blocks[-1])
 
     def pop(self) -> RadixNode:
-        return self._nodes.pop(self._policy.evict())
+        victim = self._policy.evict()
+        check_victims(self._policy, (victim,), self._nodes.__contains__)
+        return self._nodes.pop(victim)
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -158,15 +159,8 @@ class PolicyLeaves(Leaves):
 def make_leaves(policy: EvictionPolicy, capacity: int) -> Leaves:
     """Start ``policy`` for at most ``capacity`` nodes and wrap it."""
     policy.start(capacity)
-    cls = type(policy)
-    if isinstance(policy, PriorityPolicy):
-        is_number = isinstance(inspect.getattr_static(cls, "priority"), staticmethod)
-        is_plain = all(
-            getattr(cls, name) is getattr(PriorityPolicy, name)
-            for name in ("insert", "pin", "release", "evict")
-        )
-        if is_number and (is_plain or policy.compilable):
-            return RankedLeaves(policy)
+    if isinstance(policy, PriorityPolicy) and policy.describing_priority():
+        return RankedLeaves(policy)
     return PolicyLeaves(policy)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Blocks
 
 from cache.event_log import EventLog
 from cache.lazy_heap import LazyHeap
-from cache.policies.base import EvictionPolicy
+from cache.policies.base import EvictionPolicy, check_victims
 
 ContentKey = bytes | int
 """What a block holds: the hash of a full block, or a number that no other content has."""
@@ -207,16 +207,19 @@ class BlockAllocator:
 
     def _evict(self) -> int:
         block = self.evictor.evict()
-        if self.ref_counts[block]:
-            raise RuntimeError(
-                f"policy {self.evictor.name!r} evicted block {block}, which is in use"
-            )
+        check_victims(self.evictor, (block,), self._is_released)
         if self.keys[block] is not None:
             if self._log:
                 self._log.record("evicted", (block,), (self.keys[block],))
             del self._index[self.keys[block]]
             self.num_evicted += 1
         return block
+
+    def _is_released(self, block: int) -> bool:
+        """Whether the evictor has, or just had, ``block``."""
+        if block >= self.num_blocks - self._num_fresh or self.ref_counts[block]:
+            return False
+        return self.evictor.queues_uncached or self.keys[block] is not None
 
     def check_invariants(self, users: dict[int, int]) -> None:
         """Raise AssertionError unless all is consistent and ``users`` are the reference counts.

@@ -23,6 +23,7 @@ from __future__ import annotations
 import abc
 import copy
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from numbers import Integral
 
 
 class EvictionPolicy(abc.ABC):
@@ -119,3 +120,24 @@ class EvictionPolicy(abc.ABC):
                 "or start it with next_use=a function from block to time of next use"
             )
         return next_use
+
+
+def check_victims(
+    policy: EvictionPolicy, victims: Iterable[object], is_released: Callable[[int], bool]
+) -> None:
+    """Raise RuntimeError, naming ``policy``, if it gave up what it must not, or anything twice.
+
+    The policies of this package are trusted and not asked, as this costs time.
+    """
+    if type(policy).__module__.startswith("cache."):
+        return
+    seen = set()
+    for victim in victims:
+        is_block = isinstance(victim, Integral) and victim >= 0
+        if not is_block or victim in seen or not is_released(victim):
+            raise wrong_victim(policy, victim)
+        seen.add(victim)
+
+
+def wrong_victim(policy: EvictionPolicy, victim: object) -> RuntimeError:
+    return RuntimeError(f"policy {policy.name!r}: evict() gave {victim!r}, not a released block")

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import abc
+import inspect
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import NamedTuple
 
 from cache.lazy_heap import LazyHeap
 from cache.policies.base import EvictionPolicy
+
+_METHODS = {"start", "insert", "pin", "pin_many", "release", "release_many", "evict", "evict_many"}
+_METHODS |= {"discard", "rank"}
 
 
 class BlockHistory(NamedTuple):
@@ -56,12 +60,30 @@ class PriorityPolicy(EvictionPolicy):
     """
 
     compilable: bool = False
-    """Set by a subclass that overrides methods whose result ``priority`` still describes."""
+    """Set by a subclass that overrides methods and whose ``priority`` still describes what they
+    do; or, False, by one whose ``priority`` is not to be compiled."""
 
     @staticmethod
     @abc.abstractmethod
     def priority(block: BlockHistory) -> float:
         """The value of keeping the block; the smallest is evicted first."""
+
+    @classmethod
+    def describing_priority(cls) -> Callable[[BlockHistory], float] | None:
+        """``priority``, if the order of evictions follows from it alone, else None.
+
+        It is a plain function, and no class overrides a method without saying ``compilable``.
+        """
+        priority = inspect.getattr_static(cls, "priority")
+        if not isinstance(priority, staticmethod):
+            return None
+        for base in cls.__mro__:
+            own = vars(base)
+            if base is PriorityPolicy or own.get("compilable"):
+                return priority.__func__
+            if "compilable" in own or not _METHODS.isdisjoint(own):
+                return None
+        return None
 
     def rank(self, block: BlockHistory) -> float:
         """``priority(block)``; ValueError if that is not a number."""

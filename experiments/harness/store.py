@@ -35,7 +35,9 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     """Replace ``path`` by ``content`` in one step.  Raises OSError, naming ``path``."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        if isinstance(content, str):
+            content = content.encode(errors="surrogateescape")  # names from the command line
+        temporary.write_bytes(content)
         temporary.replace(path)
     except OSError as error:  # of a full disk has no name
         raise OSError(error.errno, error.strerror, str(path)) from error

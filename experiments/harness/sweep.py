@@ -287,7 +287,7 @@ def _command() -> list[str]:
 
 @contextlib.contextmanager
 def _log_file(path: Path) -> Iterator[None]:
-    handler = logging.FileHandler(path)
+    handler = logging.FileHandler(path, encoding="utf-8", errors="surrogateescape")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(handler)
     try:

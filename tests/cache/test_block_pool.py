@@ -259,16 +259,28 @@ def test_a_policy_without_memory_evicts_in_one_call():
     assert counts == [2]
 
 
-def test_a_policy_that_evicts_a_block_in_use_is_caught():
+@pytest.mark.parametrize(
+    ("victims", "wrong"),
+    [
+        ([0], "0"),  # in use
+        ([3], "3"),  # on the pool's own stack
+        ([4], "4"),
+        ([-1], "-1"),
+        ([None], "None"),
+        ([2, 2], "2"),
+    ],
+)
+def test_a_policy_that_gives_up_what_it_must_not_is_named(victims, wrong):
     class Careless(PlainLRU):
-        def evict_many(self, count):
-            return [0]
+        pass
 
-    pool = pool_of(2, Careless())
-    cached(pool, A)
-    pool.free(cached(pool, B))
-    with pytest.raises(RuntimeError, match="'Careless' evicted block 0, which is in use"):
-        pool.allocate(1)
+    policy = Careless()
+    pool = pool_of(4, policy)
+    pool.free(cached(pool, A, B, C, D)[1:])
+    pool.free(pool.allocate(1))
+    policy.evict_many = lambda count: victims
+    with pytest.raises(RuntimeError, match=rf"'Careless': evict\(\) gave {wrong}, not a released"):
+        pool.allocate(3)
 
 
 @pytest.mark.parametrize("policy", ["lru", "fifo", "arc"])

@@ -355,6 +355,22 @@ class Deepest(PriorityPolicy):
     def priority(block):
         return -block.depth
 
+@pytest.mark.parametrize("base", [POLICIES["lru"], POLICIES["fifo"]])
+def test_what_a_subclass_overrides_is_what_runs(base):
+    """Not the compiled priority of its base."""
+
+    class Newest(base):
+        def evict(self):
+            *_, newest = self
+            self.discard(newest)
+            return newest
+
+    trace = cache.make_workload("multi_turn_chat", seed=3, num_requests=100)
+    result = cache.simulate(trace, policy=Newest(), capacity_blocks=30)
+    assert not result.compiled
+    assert result.hit_blocks != cache.simulate(trace, policy=base(), capacity_blocks=30).hit_blocks
+
+
 class InPlainPython(PriorityPolicy):
     def priority(self, block):
         return {"value": -block.depth}["value"]

@@ -59,9 +59,7 @@ def replay_by_definition(trace: Trace, policy: str, capacity: int) -> tuple[list
 def in_python(policy: str) -> PriorityPolicy:
     """The same policy in a form that the replay does not compile."""
     base = POLICIES[policy]
-    return type(
-        "InPython", (base,), {"compilable": False, "evict": lambda self: base.evict(self)}
-    )()
+    return type("InPython", (base,), {"evict": lambda self: base.evict(self)})()
 
 
 @pytest.mark.parametrize("policy", DEFINITIONS)

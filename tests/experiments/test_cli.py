@@ -102,6 +102,36 @@ def test_run_plot_and_resume(command_line, tmp_path):
     assert (folder / "line.png").read_bytes() == figure
 
 
+def test_names_that_are_not_ascii_under_an_ascii_locale(command_line, tmp_path):
+    command_line.environment |= {"LC_ALL": "C", "PYTHONUTF8": "0"}
+    output = command_line("run", "tiny", "--cells", 1, "--out", "é", tiny={}).stdout
+    assert "tiny: 1 cells, 1 run" in output
+    environment = json.loads((tmp_path / "é" / "tiny" / "cpu" / "environment.json").read_bytes())
+    assert environment["command"].endswith("--out é")
+
+
+@pytest.mark.parametrize("damage", ["", "number\n1\n", "\x80"])
+def test_plot_of_a_damaged_table_is_an_error_that_names_it(damage, command_line, tmp_path):
+    table = tmp_path / "results" / "tiny" / "cpu" / "rows.csv"
+    table.parent.mkdir(parents=True)
+    table.write_bytes(damage.encode("latin-1"))
+    errors = command_line("plot", "tiny", tiny={}, status=2).stderr
+    assert errors.startswith("error: results/tiny/cpu/rows.csv: no figure can be drawn of it (")
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("arguments", [("run",), ("plot",)])
+def test_a_folder_that_cannot_be_written_to_is_named(arguments, command_line, tmp_path):
+    command_line("run", "tiny", "--cells", 1, tiny={})
+    folder = tmp_path / "results" / "tiny" / "cpu"
+    (folder / "line.pdf").unlink()
+    (folder / "line.pdf").mkdir()  # in the way; a read-only folder would not stop root
+    (folder / ".cells" / "lock").unlink()
+    (folder / ".cells" / "lock").mkdir()
+    errors = command_line(*arguments, "tiny", tiny={}, status=2).stderr
+    assert re.fullmatch(r"error: .* directory: 'results/tiny/cpu/.*'\n", errors)
+
+
 def test_a_failing_cell_makes_the_run_fail_and_the_rest_is_kept(command_line, tmp_path):
     result = command_line("run", "tiny", tiny={"raises": [1]}, status=1)
     assert "3 run, 0 finished earlier, 1 FAILED" in result.stdout

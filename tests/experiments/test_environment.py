@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 
 import pytest
@@ -21,8 +20,6 @@ def described():
 
 
 def test_names_what_a_result_depends_on(described):
-    assert re.fullmatch("[0-9a-f]{40}", described["commit"])
-    assert described["dirty"] in (True, False)
     assert described["packages"]["numpy"] == __import__("numpy").__version__
     assert described["python"].startswith("3.")
     assert described["cpu"]["model"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 
+import pandas as pd
 import pytest
 
 import cache
@@ -42,6 +44,16 @@ def test_hit_rates_are_those_of_the_replay_between_lru_and_the_bounds(tiny_run, 
     closed = run.summary.set_index("policy")["lru_to_optimum_closed"]
     assert (closed["lru"], closed["belady"]) == (0, 1)
     assert closed["policy.py:Mine"] == closed["sieve"] < 1
+
+
+def test_a_trace_that_tells_no_block_size_is_titled_without_one(drawn, tmp_path):
+    row = {"policy": "lru", "capacity_fraction": 0.1, "block_hit_rate": 0.5, "unique_blocks": 9}
+    rows = pd.DataFrame(
+        [{**row, "trace": "a", "block_size": math.nan}, {**row, "trace": "b", "block_size": 16}]
+    )
+    eviction.EXPERIMENT.plot(rows, tmp_path)
+    titles = [axis.get_title() for axis in drawn["hit_rate"].axes]
+    assert titles == ["a\n9 unique blocks", "b\n9 unique blocks of 16 tokens"]
 
 
 @pytest.mark.slow

@@ -11,6 +11,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from experiments.harness.environment import describe
+from experiments.registry import EXPERIMENTS
+
 ray = pytest.importorskip("ray")
 pytestmark = [
     pytest.mark.slow,
@@ -64,7 +67,7 @@ def test_a_node_dies_and_no_cell_is_lost_or_doubled(command_line, cluster, journ
     assert set(journal()) == set(range(8))
     environment = json.loads((folder / "environment.json").read_text())
     assert environment["ray"]["machines"] == [{"cpus": 1.0, "gpus": 0}] * 2
-    assert environment["commit"]
+    assert environment["commit"] == describe(EXPERIMENTS["eviction"], [])["commit"]
 
     # Nothing is left to do, here or there.
     assert (

@@ -132,6 +132,22 @@ def test_compiled_to_16_byte_accesses_without_spills(arch, memory_op_resources):
         assert row["local_bytes"] == 0
 
 
+def test_parts_of_one_pool_that_do_not_overlap(device):
+    """Layers that alternate: the address ranges overlap and the elements do not."""
+    pool = torch.arange(2 * 2 * 5 * 16.0, device=device).view(2, 2, 5, 1, 1, 16)
+    expected = pool.clone()
+    expected[:, 1, 3] = expected[:, 0, 4]
+    swap_blocks(pool[:, :1], pool[:, 1:], torch.tensor([[4, 3]], device=device))
+    assert torch.equal(pool, expected)
+
+
+@pytest.mark.parametrize("src", [slice(5), slice(None, None, 2), slice(4, 5)])
+def test_caches_that_overlap_are_refused(src, device):
+    pool = torch.zeros(12, 4, 2, 16, device=device)
+    with pytest.raises(ValueError, match="src_cache, dst_cache: expected tensors that do not over"):
+        swap_blocks(pool[src], pool[4:], torch.tensor([[0, 0]], device=device))
+
+
 WITHOUT_INTERPRETER = """
 import torch
 from kernels import swap_blocks

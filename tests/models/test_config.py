@@ -185,15 +185,16 @@ def test_malformed_fields_are_named(change, message):
     ("text", "error", "message"),
     [
         (None, FileNotFoundError, "config.json: no such file"),
-        ("{", ValueError, "config.json: not valid JSON"),
-        ("[]", ValueError, "config.json: expected a JSON object, got list"),
-        ('{"architectures": ["GPT2"]}', UnsupportedModel, "config.json: architecture GPT2"),
-        ('{"architectures": ["LlamaForCausalLM"]}', ValueError, "config.json: field .* missing"),
+        (b"\x80\x81", ValueError, "config.json: not valid JSON: .* can't decode byte 0x80"),
+        (b"{", ValueError, "config.json: not valid JSON"),
+        (b"[]", ValueError, "config.json: expected a JSON object, got list"),
+        (b'{"architectures": ["GPT2"]}', UnsupportedModel, "config.json: architecture GPT2"),
+        (b'{"architectures": ["LlamaForCausalLM"]}', ValueError, "config.json: field .* missing"),
     ],
 )
 def test_errors_name_the_file(tmp_path, text, error, message):
     if text is not None:
-        (tmp_path / "config.json").write_text(text)
+        (tmp_path / "config.json").write_bytes(text)
     with pytest.raises(error, match=message):
         ModelConfig.from_folder(tmp_path)
 

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,8 +12,8 @@ from cache.serving.sampling_params import SamplingParams
 from cache.serving.scheduler import Step
 from models.cuda_graphs import DecodeGraphs
 from models.llm import LLM
-from models.memory import run_largest_batch
-from models.runner import independent
+from models.memory import available_host_bytes, run_largest_batch
+from models.runner import independent, make_kv_cache
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
 
@@ -102,6 +105,32 @@ def test_a_padded_graph_decodes_as_the_model_does(make_checkpoint):
         oracle.generate(torch.tensor([prompts[0]]), max_new_tokens=10, do_sample=False)[0, 3:],
         torch.tensor(expected[0]),
     )
+
+
+def test_a_cache_on_a_cpu_takes_memory_as_it_is_used(load_model):
+    def resident_bytes():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    model, before = load_model("llama"), resident_bytes()
+    for dtype in (torch.float32, torch.float8_e4m3fn):
+        cache = make_kv_cache(model, 2**20, 4, dtype)
+        assert (cache.dtype, cache.nbytes) == (dtype, 2**20 * 4 * 2 * 2 * 2 * 16 * dtype.itemsize)
+        assert not cache[:, :, 77].float().any()
+        assert resident_bytes() - before < 2**27
+
+
+def test_memory_that_is_available(tmp_path, monkeypatch):
+    """No more than a container leaves, whose page cache can be given up."""
+    monkeypatch.setattr("models.memory._CGROUP", tmp_path)
+    whole = available_host_bytes()
+    assert 0 < whole <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 300\n")
+    (tmp_path / "memory.current").write_text("1000\n")
+    for limit, available in (("2500\n", 1800), ("600\n", 0)):
+        (tmp_path / "memory.max").write_text(limit)
+        assert available_host_bytes() == available
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_host_bytes() > 2500
 
 
 def test_the_profiling_run_is_the_largest_batch(load_model):

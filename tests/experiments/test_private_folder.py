@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import os
+import tempfile
+
+import pytest
+
+from experiments.harness.private_folder import private_folder
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path / f"pagelab-{os.getuid()}"
+
+
+def test_nobody_else_may_look_inside(home):
+    before = os.umask(0)
+    try:
+        folder = private_folder("a")
+    finally:
+        os.umask(before)
+    assert folder == home / "a"
+    assert [path.stat().st_mode & 0o777 for path in (home, folder)] == [0o700, 0o700]
+    assert private_folder("a") == folder
+
+
+def test_what_somebody_else_may_have_made_is_refused(home, tmp_path, monkeypatch):
+    home.symlink_to(tmp_path)
+    with pytest.raises(PermissionError, match="needs to be a folder, no link"):
+        private_folder("a")
+    home.unlink()
+    home.mkdir(mode=0o755)
+    with pytest.raises(PermissionError, match=r"mode 755; needs user .* mode 700"):
+        private_folder("a")
+    home.chmod(0o700)
+    uid = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: uid + 1)
+    home.rename(tmp_path / f"pagelab-{uid + 1}")
+    with pytest.raises(PermissionError, match=f"belongs to user {uid}, .* needs user {uid + 1}"):
+        private_folder("a")
