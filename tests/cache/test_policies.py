@@ -355,22 +355,6 @@ class Deepest(PriorityPolicy):
     def priority(block):
         return -block.depth
 
-@pytest.mark.parametrize("base", [POLICIES["lru"], POLICIES["fifo"]])
-def test_what_a_subclass_overrides_is_what_runs(base):
-    """Not the compiled priority of its base."""
-
-    class Newest(base):
-        def evict(self):
-            *_, newest = self
-            self.discard(newest)
-            return newest
-
-    trace = cache.make_workload("multi_turn_chat", seed=3, num_requests=100)
-    result = cache.simulate(trace, policy=Newest(), capacity_blocks=30)
-    assert not result.compiled
-    assert result.hit_blocks != cache.simulate(trace, policy=base(), capacity_blocks=30).hit_blocks
-
-
 class InPlainPython(PriorityPolicy):
     def priority(self, block):
         return {"value": -block.depth}["value"]
@@ -480,3 +464,19 @@ def test_a_priority_that_is_not_a_number_is_refused(user_file, name, value):
 def test_the_least_options_are_taken(name, options):
     trace = cache.make_workload("rag", seed=0, num_requests=20)
     assert cache.simulate(trace, policy=name, capacity_blocks=200, **options).evictions > 0
+
+
+@pytest.mark.parametrize("base", [POLICIES["lru"], POLICIES["fifo"]])
+def test_what_a_subclass_overrides_is_what_runs(base):
+    """Not the compiled priority of its base."""
+
+    class Newest(base):
+        def evict(self):
+            *_, newest = self
+            self.discard(newest)
+            return newest
+
+    trace = cache.make_workload("multi_turn_chat", seed=3, num_requests=100)
+    result = cache.simulate(trace, policy=Newest(), capacity_blocks=30)
+    assert not result.compiled
+    assert result.hit_blocks != cache.simulate(trace, policy=base(), capacity_blocks=30).hit_blocks
