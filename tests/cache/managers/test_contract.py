@@ -766,3 +766,18 @@ def test_check_invariants_sees_a_block_that_is_lost_or_free_and_in_use(name):
         with pytest.raises(AssertionError):
             manager.check_invariants()
         assert manager.block_table(kept)
+
+
+@every_manager
+def test_check_invariants_takes_time_in_proportion_to_the_blocks(name):
+    """With sequences of one block and of many, some of whose content is shared."""
+    seconds = []
+    for num_blocks in (2_000, 16_000):
+        manager = manager_of(name, 4 * num_blocks, block_size=1)
+        prompts = [*([[i] for i in range(num_blocks // 2)]), list(range(num_blocks // 2))] * 2
+        for i, prompt in enumerate(prompts):
+            manager.allocate(Sequence(i, prompt))
+        began = time.thread_time()
+        manager.check_invariants()
+        seconds.append(time.thread_time() - began)
+    assert seconds[1] < 24 * seconds[0] + 0.01, seconds
