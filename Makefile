@@ -11,7 +11,7 @@ reproduce: $(INSTALLED)
 	$(BIN)/python -m experiments reproduce
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

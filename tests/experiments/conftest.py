@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,9 @@ import pandas as pd
 import pytest
 
 import cache
-from experiments import cli
+from experiments import cli, style
+from experiments.harness import sweep
+from experiments.harness.workers import Outcome, Task, execute
 
 REPOSITORY = Path(__file__).parents[2]
 TINY = Path(__file__).with_name("tiny_experiment.py")
@@ -137,14 +139,23 @@ def inputs(tmp_path_factory) -> dict[str, Path]:
     return paths
 
 
+def map_cells(tasks: Sequence[Task]) -> Generator[Outcome]:
+    for task in tasks:
+        yield execute(task)
+
+
 @pytest.fixture(scope="session")
 def command(inputs) -> Callable[..., str]:
-    """Run a command line in this process; returns what it prints, which must end with status 0."""
+    """Run a command line and its cells in this process; what it prints, with status 0.
+
+    A process of its own for each, as users have, would spend most of its time on imports.
+    """
 
     def run(*words: object) -> str:
         printed = io.StringIO()
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
             patch.delenv("TRACES_DIR", raising=False)
+            patch.setattr(sweep, "run_locally", lambda tasks, jobs: map_cells(tasks))
             assert cli.main(list(map(str, words))) == 0
         return printed.getvalue()
 
@@ -187,8 +198,6 @@ def journal(tmp_path: Path) -> Callable[[], Counter[int]]:
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> dict:
     """The figures that a plot function would save, by name; none is written."""
-    from experiments import style
-
     figures = {}
 
     def lay_out(figure, folder: Path, name: str) -> list[Path]:
