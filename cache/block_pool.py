@@ -49,14 +49,15 @@ class BlockPool:
 
     A block is always in one of four states:
 
-        fresh          never handed out; given out in the order 0, 1, 2 ...
-        free           no user, and its content cannot be found
+        free           no user, and its content cannot be found; the last freed is given out first
+        fresh          never handed out; given out in the order 0, 1, 2 ... after the free ones
         cached-free    no user, but its content is indexed: a lookup can revive it
         referenced     in use by ``ref_counts[block]`` tables, indexed or not
 
-    Cached-free blocks belong to the eviction policy, and lose their content only when they are
-    handed out again.  Free blocks wait with them if the policy ``queues_uncached`` (with ``lru``
-    this is vLLM v1's free queue), else on a stack that is used up before the policy is asked.
+    Cached-free blocks belong to the eviction policy, which is asked when there are no others, and
+    lose their content only when they are handed out again.  With ``lru`` this is the free queue of
+    today's vLLM v1, which puts blocks without a hash to its front.  With ``queue_uncached`` free
+    blocks wait with the cached-free ones, as in a single queue: that of older vLLM v1.
 
     Several blocks may hold the same content (they were computed side by side).  All of them are
     indexed and a lookup finds the one that was cached first among those that remain.
@@ -77,6 +78,7 @@ class BlockPool:
         num_blocks: int,
         policy: EvictionPolicy,
         *,
+        queue_uncached: bool = False,
         index: HashIndex | ContentIndex | None = None,
         event_log: EventLog | None = None,
     ) -> None:
@@ -87,7 +89,8 @@ class BlockPool:
         self.num_allocated = 0
         self.num_evicted = 0
         self._num_fresh = num_blocks
-        self._free: list[int] = []  # a stack: free blocks that the policy does not queue
+        self._free: list[int] = []  # a stack: free blocks that the policy does not have
+        self._queue_uncached = queue_uncached
         self._index = HashIndex(num_blocks) if index is None else index
         self._log = event_log
         self._contents: dict[int, bytes] = {}  # of cached blocks, while there is a log
@@ -109,7 +112,7 @@ class BlockPool:
     def free_blocks(self) -> Iterator[int]:
         """Blocks without a user, in the order in which they would be handed out now."""
         fresh = range(self.num_blocks - self._num_fresh, self.num_blocks)
-        return chain(fresh, reversed(self._free), self.policy)
+        return chain(reversed(self._free), fresh, self.policy)
 
     def lookup(self, hashes: Sequence[bytes]) -> list[int]:
         """Blocks of the longest run of ``hashes``, those of a prefix, that is cached.
@@ -200,13 +203,12 @@ class BlockPool:
         """Remove ``count`` blocks, which there are, from the free ones; each gets one user."""
         ref_counts = self.ref_counts
         self.num_allocated += count
-        first = self.num_blocks - self._num_fresh
-        blocks = list(range(first, first + min(count, self._num_fresh)))
-        self._num_fresh -= len(blocks)
-        if len(blocks) < count and self._free:
-            split = max(0, len(self._free) - (count - len(blocks)))
-            blocks += reversed(self._free[split:])
-            del self._free[split:]
+        blocks = self._free[: -count - 1 : -1]
+        del self._free[len(self._free) - len(blocks) :]
+        if len(blocks) < count and self._num_fresh:
+            first = self.num_blocks - self._num_fresh
+            blocks += range(first, first + min(count - len(blocks), self._num_fresh))
+            self._num_fresh = self.num_blocks - blocks[-1] - 1
         if len(blocks) < count:
             evicted = self.policy.evict_many(count - len(blocks))
             self._forget(evicted)
@@ -231,7 +233,7 @@ class BlockPool:
         """Whether the policy has, or just had, ``block``."""
         if block >= self.num_blocks - self._num_fresh or self.ref_counts[block]:
             return False
-        return self.policy.queues_uncached or self._index.holds(block)
+        return self._queue_uncached or self._index.holds(block)
 
     def _tell_miss(self, table: CachedTable) -> None:
         """The policy learns of the first block of ``table`` to cache, if no other has its hash."""
@@ -281,7 +283,7 @@ class BlockPool:
         num_uncached = 0
         while num_uncached < len(released) and not is_cached(released[num_uncached]):
             num_uncached += 1
-        if num_uncached and not self.policy.queues_uncached:
+        if num_uncached and not self._queue_uncached:
             self._free += reversed(released[:num_uncached])
             del released[:num_uncached]
         elif self._tells_inserts:
@@ -293,7 +295,7 @@ class BlockPool:
         """Forget the content of every block.  False, changing nothing, if any block is in use."""
         if self.num_free_blocks != self.num_blocks:
             return False
-        if not self.policy.queues_uncached:
+        if not self._queue_uncached:
             cached = list(self.policy)
             for block in cached:
                 self.policy.discard(block)
@@ -321,7 +323,7 @@ class BlockPool:
             is_cached, is_idle = self._index.holds(block), block in idle
             require(users >= 0, f"block {block} has ref_count {users}")
             require((users == 0) == is_idle, f"block {block}: ref_count {users}, free: {is_idle}")
-            if is_idle and not policy.queues_uncached:
+            if is_idle and not self._queue_uncached:
                 require(
                     is_cached == (block in queued),
                     f"free block {block}: cached {is_cached}, with the policy {block in queued}",

@@ -7,9 +7,10 @@ from array import array
 from cache.checks import require
 from cache.event_log import EventLog
 from cache.hashing import ExtraKey
-from cache.managers.base import Copies, Prefix
+from cache.managers.base import Copies, Prefix, as_policy
 from cache.managers.pooled import PooledManager, PooledTable
 from cache.policies.base import EvictionPolicy
+from cache.policies.lru import LRU
 from cache.sequence import Sequence
 
 
@@ -63,8 +64,9 @@ class NanoVLLM(PooledManager):
     after one of them has lost a block.  Adapters, multi-modal inputs and salts, which the original
     does not know, enter the hash and are compared with the tokens.
 
-    ``policy`` orders the free blocks in place of the deque, whose order is ``"lru"``.  Neither fork
-    nor swap nor reset.  Raises ValueError for an unknown policy or algorithm.
+    ``policy`` orders the free blocks in place of the deque, whose order is ``"lru"``; with another
+    one, blocks whose content cannot be found are handed out first.  Neither fork nor swap nor
+    reset.  Raises ValueError for an unknown policy or algorithm.
     """
 
     name = "nano_vllm"
@@ -80,12 +82,14 @@ class NanoVLLM(PooledManager):
         enable_prefix_caching: bool = True,
         event_log: EventLog | None = None,
     ) -> None:
+        policy = as_policy(policy)
         super().__init__(
             num_blocks,
             block_size,
             policy=policy,
             hash_algorithm=hash_algorithm,
             enable_prefix_caching=enable_prefix_caching,
+            queue_uncached=isinstance(policy, LRU),
             event_log=event_log,
         )
         self._contents: list[_Content | None] = [None] * self.num_blocks  # as of their last hash

@@ -50,6 +50,7 @@ class PooledManager(CacheManager):
         policy: str | EvictionPolicy,
         hash_algorithm: str,
         enable_prefix_caching: bool,
+        queue_uncached: bool,
         event_log: EventLog | None,
     ) -> None:
         super().__init__(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
@@ -59,7 +60,13 @@ class PooledManager(CacheManager):
         else:
             self._hasher = collision_free_hasher(self.name, hash_algorithm, self.block_size)
             index = ContentIndex(self.num_blocks, self._hasher.digest_size)
-        self.pool = BlockPool(self.num_blocks, as_policy(policy), index=index, event_log=event_log)
+        self.pool = BlockPool(
+            self.num_blocks,
+            as_policy(policy),
+            queue_uncached=queue_uncached,
+            index=index,
+            event_log=event_log,
+        )
 
     @property
     def num_free_blocks(self) -> int:

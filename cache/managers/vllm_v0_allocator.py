@@ -25,7 +25,6 @@ class LRUEvictor(EvictionPolicy):
     """
 
     name = "lru"
-    queues_uncached = True
 
     def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
         self._last_accessed = [-math.inf] * capacity
@@ -117,6 +116,7 @@ class BlockAllocator:
         self.find = self._index.get
         self._log = event_log
         self._touch = evictor.touch if isinstance(evictor, LRUEvictor) else None
+        self._queue_uncached = self._touch is not None
 
     @property
     def num_free_blocks(self) -> int:
@@ -197,7 +197,7 @@ class BlockAllocator:
                 continue
             del self._index[self.keys[block]]
             self.keys[block] = None
-            if self.evictor is not None and self.evictor.queues_uncached:
+            if self._queue_uncached:
                 self.evictor.insert(block, (None, block), None, first_depth + i)
                 idle.append(block)
             else:
@@ -219,7 +219,7 @@ class BlockAllocator:
         """Whether the evictor has, or just had, ``block``."""
         if block >= self.num_blocks - self._num_fresh or self.ref_counts[block]:
             return False
-        return self.evictor.queues_uncached or self.keys[block] is not None
+        return self._queue_uncached or self.keys[block] is not None
 
     def check_invariants(self, users: dict[int, int]) -> None:
         """Raise AssertionError unless all is consistent and ``users`` are the reference counts.

@@ -32,7 +32,9 @@ class VLLMv1(PooledManager):
       block, the whole block is computed again.
     * Hits leave the free queue before anything is taken from it.  A cached block loses its
       content only when it is handed out again, and blocks return in reverse, so that the tail of
-      a prompt is evicted before its head.
+      a prompt is evicted before its head.  Blocks whose content cannot be found (partly filled
+      ones) return to the front of the queue and are handed out next, whatever the policy.  With
+      ``queue_uncached`` they wait in line with the cached ones, as in older versions of vLLM v1.
     * A full block becomes findable when the step that computes it is scheduled: every layer
       stores the K/V of the whole batch before any sequence of the batch reads them.
     * Tables only grow.  If two sequences compute the same block side by side both copies stay;
@@ -69,6 +71,7 @@ class VLLMv1(PooledManager):
         policy: str | EvictionPolicy = "lru",
         hash_algorithm: str = "xxh3_128",
         enable_prefix_caching: bool = True,
+        queue_uncached: bool = False,
         partial_block_reuse: bool = False,
         event_log: EventLog | None = None,
     ) -> None:
@@ -78,6 +81,7 @@ class VLLMv1(PooledManager):
             policy=policy,
             hash_algorithm=hash_algorithm,
             enable_prefix_caching=enable_prefix_caching,
+            queue_uncached=queue_uncached,
             event_log=event_log,
         )
         self._partials = PartialBlockIndex() if partial_block_reuse else None

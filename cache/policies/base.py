@@ -35,13 +35,6 @@ class EvictionPolicy(abc.ABC):
     needs_future: bool = False
     """True for offline policies: ``start`` must be given ``next_use``."""
 
-    queues_uncached: bool = False
-    """How a block pool treats free blocks whose content cannot be found again (partial blocks).
-
-    False: the pool hands them out before it asks the policy, which never sees them.
-    True: the pool releases them to the policy like any other block (vLLM v1's single free queue).
-    """
-
     def __init_subclass__(cls, **options) -> None:
         super().__init_subclass__(**options)
         if "name" not in vars(cls):

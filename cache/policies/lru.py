@@ -14,8 +14,8 @@ class LRU(PriorityPolicy):
     """Evicts the block whose last access is oldest.
 
     With blocks released tail first this is the free queue of vLLM v1 (a doubly linked list with
-    O(1) removal from the middle) and of Nano-vLLM.  Partial blocks wait in the same queue, as
-    they do there.  ``priority`` says the same to the compiled replay.
+    O(1) removal from the middle) and of Nano-vLLM.  ``priority`` says the same to the compiled
+    replay.
 
     The queue is made of runs: blocks that were released together, which is a prompt or its
     suffix.  Evictions shorten the oldest run from the tail of its prompt, and a hit takes a prefix
@@ -27,7 +27,6 @@ class LRU(PriorityPolicy):
     """
 
     name = "lru"
-    queues_uncached = True
     compilable = True
 
     @staticmethod

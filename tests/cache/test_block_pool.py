@@ -11,14 +11,7 @@ from cache.policies.lru import LRU
 A, B, C, D, E, F = (bytes([i]) * 16 for i in range(6))
 
 
-class PlainLRU(LRU):
-    """LRU that never sees blocks without content."""
-
-    name = "plain_lru"
-    queues_uncached = False
-
-
-class Recorder(PlainLRU):
+class Recorder(LRU):
     """Writes down what the pool tells a policy."""
 
     name = "recorder"
@@ -48,8 +41,8 @@ class Recorder(PlainLRU):
         return victims
 
 
-def pool_of(num_blocks: int, policy: EvictionPolicy | None = None) -> BlockPool:
-    return BlockPool(num_blocks, LRU() if policy is None else policy)
+def pool_of(num_blocks: int, policy: EvictionPolicy | None = None, **options) -> BlockPool:
+    return BlockPool(num_blocks, LRU() if policy is None else policy, **options)
 
 
 class Table:
@@ -78,31 +71,30 @@ def test_blocks_never_used_come_first_and_in_order():
     assert pool.num_allocated == 7
 
 
-def test_uncached_blocks_wait_in_the_queue_of_a_policy_that_wants_them():
-    pool = pool_of(4)
+def test_uncached_blocks_may_wait_in_line_with_the_others():
+    pool = pool_of(4, queue_uncached=True)
     pool.free(cached(pool, A))
     pool.free(pool.allocate(3))
     assert list(pool.free_blocks()) == [0, 3, 2, 1]
     pool.check_invariants()
 
 
-def test_uncached_blocks_go_first_if_the_policy_does_not_want_them():
-    pool = pool_of(4, PlainLRU())
-    first = cached(pool, A)
-    rest = pool.allocate(3)
-    pool.free(first)
-    pool.free(rest)
-    assert list(pool.free_blocks()) == [3, 2, 1, 0]
+def test_uncached_blocks_go_first_those_freed_last_before_the_others():
+    pool = pool_of(6)
+    first, second, third = cached(pool, A), pool.allocate(2), pool.allocate(2)
+    for blocks in (first, second, third):
+        pool.free(blocks)
+    assert list(pool.free_blocks()) == [4, 3, 2, 1, 5, 0]
     pool.check_invariants()
-    assert pool.allocate(2) == [3, 2]
+    assert pool.allocate(3) == [4, 3, 2]
     assert pool.lookup([A]) == [0]
-    assert list(pool.free_blocks()) == [1, 0]
-    assert pool.allocate(2) == [1, 0]
+    assert list(pool.free_blocks()) == [1, 5, 0]
+    assert pool.allocate(3) == [1, 5, 0]
     assert pool.lookup([A]) == []
     assert pool.num_evicted == 1
 
 
-@pytest.mark.parametrize("policy", [LRU, PlainLRU, Recorder])
+@pytest.mark.parametrize("policy", [LRU, Recorder])
 def test_a_failed_allocation_changes_nothing(policy):
     pool = pool_of(4, policy())
     pool.free(cached(pool, A, B))
@@ -118,7 +110,7 @@ def test_a_failed_allocation_changes_nothing(policy):
         pool.check_invariants()
 
 
-@pytest.mark.parametrize("policy", [LRU, PlainLRU, Recorder])
+@pytest.mark.parametrize("policy", [LRU, Recorder])
 def test_a_table_is_extended_and_cached_as_far_as_it_is_full(policy):
     pool = pool_of(6, policy())
     table = Table([A, B, C, D])
@@ -234,12 +226,9 @@ def test_a_policy_that_ignores_misses_is_told_the_parents_too():
     ]
 
 
-def test_a_policy_that_queues_blocks_without_content_is_told_of_them_first():
-    class Queueing(Recorder):
-        queues_uncached = True
-
-    policy = Queueing()
-    pool = pool_of(2, policy)
+def test_a_policy_that_gets_blocks_without_content_is_told_of_them_first():
+    policy = Recorder()
+    pool = pool_of(2, policy, queue_uncached=True)
     pool.free(pool.allocate(2))
     assert policy.calls == [
         ("insert", 1, (None, 1), None, 0),
@@ -249,7 +238,7 @@ def test_a_policy_that_queues_blocks_without_content_is_told_of_them_first():
 
 
 def test_a_policy_without_memory_evicts_in_one_call():
-    policy = PlainLRU()
+    policy = LRU()
     pool = pool_of(4, policy)
     pool.free(cached(pool, A, B, C, D))
     counts = []
@@ -271,7 +260,7 @@ def test_a_policy_without_memory_evicts_in_one_call():
     ],
 )
 def test_a_policy_that_gives_up_what_it_must_not_is_named(victims, wrong):
-    class Careless(PlainLRU):
+    class Careless(LRU):
         pass
 
     policy = Careless()
@@ -328,7 +317,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_check_invariants_sees(damage):
-    pool = pool_of(6, PlainLRU())
+    pool = pool_of(6, LRU())
     (first,) = cached(pool, A)  # 0: in use and cached, with the duplicate 2
     released = cached(pool, B)  # 1: cached-free
     cached(pool, A)
@@ -342,8 +331,8 @@ def test_check_invariants_sees(damage):
         pool.check_invariants()
 
 
-def test_content_that_nobody_can_evict_is_seen_with_any_policy():
-    pool = pool_of(3)
+def test_content_that_nobody_can_evict_is_seen():
+    pool = pool_of(3, queue_uncached=True)
     pool._index.add([2], [A], None, 0)
     with pytest.raises(AssertionError, match="block 2 has content that nobody can evict"):
         pool.check_invariants()

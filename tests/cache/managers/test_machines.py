@@ -68,6 +68,11 @@ class VLLMv1Machine(CachingMachine):
         self.collide = self.name == "nano_vllm" and data.draw(st.booleans(), label="collide")
         self.cached: dict[int, tuple] = {}  # block -> content of its last token
         self.queue = list(range(num_blocks))
+        options = {}
+        self.queue_uncached = self.name == "nano_vllm"
+        if self.name == "vllm_v1":
+            self.queue_uncached = data.draw(st.booleans(), label="queue_uncached")
+            options = {"queue_uncached": self.queue_uncached}
         manager = manager_of(
             self.name,
             num_blocks,
@@ -75,6 +80,7 @@ class VLLMv1Machine(CachingMachine):
             policy=self.policy,
             hash_algorithm=data.draw(st.sampled_from(["xxh3_128", "sha256"])),
             enable_prefix_caching=self.caching,
+            **options,
         )
         if self.collide:
             manager._hasher._digest = lambda data: bytes(7) + bytes([sum(data) % 2])
@@ -113,9 +119,16 @@ class VLLMv1Machine(CachingMachine):
                 self.cached[live.table[i]] = self.content(live.seq, last)
 
     def observe_free(self, live: Live) -> None:
-        self.queue += [block for block in reversed(live.table) if not self.users(block)]
+        released = [block for block in reversed(live.table) if not self.users(block)]
+        if not self.queue_uncached:
+            first = [block for block in released if block not in self.cached]
+            released = [block for block in released if block in self.cached]
+            self.queue[:0] = first
+        self.queue += released
 
     def observe_reset(self) -> None:
+        if not self.queue_uncached:
+            self.queue.sort(key=lambda block: block not in self.cached)
         self.cached.clear()
 
     @invariant()

@@ -110,7 +110,7 @@ def without_first_block(manager: NanoVLLM, seq: Sequence) -> int:
     others = [Sequence(("other", i), [7]) for i in range(4)]
     for other in others:
         manager.allocate(other)
-    assert [manager.block_table(other) for other in others] == [[4], [3], [2], [0]]
+    assert [manager.block_table(other) for other in others] == [[3], [2], [4], [0]]
     for other in others:
         manager.free(other)
     assert manager.get_computed_blocks(seq) == ([], 0)

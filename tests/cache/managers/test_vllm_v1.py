@@ -11,7 +11,6 @@ from manager_helpers import grow
 
 from cache import Sequence, make_workload, simulate
 from cache.managers import VLLMv1
-from cache.policies.lru import LRU
 
 manager_of = functools.partial(manager_helpers.manager_of, "vllm_v1")
 
@@ -24,10 +23,9 @@ def cached_blocks(manager: VLLMv1) -> list[int]:
     return [block for block, key in enumerate(manager.pool.block_hashes) if key is not None]
 
 
-@pytest.fixture
-def after_two_requests() -> VLLMv1:
+def after_two_requests(queue_uncached: bool) -> VLLMv1:
     """The first part of the worked example: requests 0 and 1 have come and gone."""
-    manager = manager_of()
+    manager = manager_of(queue_uncached=queue_uncached)
     first = Sequence(0, range(14))
     assert manager.allocate(first) == 0
     assert manager.block_table(first) == [0, 1, 2, 3]
@@ -45,35 +43,43 @@ def after_two_requests() -> VLLMv1:
     assert manager.pool.ref_counts[:7] == [2, 2, 1, 1, 1, 1, 1]
 
     manager.free(first)
-    assert free_queue(manager) == [7, 8, 9, 4, 3, 2]
+    assert free_queue(manager) == ([7, 8, 9, 4, 3, 2] if queue_uncached else [4, 7, 8, 9, 3, 2])
     manager.free(second)
-    assert free_queue(manager) == [7, 8, 9, 4, 3, 2, 6, 5, 1, 0]
+    old, today = [7, 8, 9, 4, 3, 2, 6, 5, 1, 0], [6, 4, 7, 8, 9, 3, 2, 5, 1, 0]
+    assert free_queue(manager) == (old if queue_uncached else today)
     manager.check_invariants()
     return manager
 
 
-def test_worked_example(after_two_requests):
-    manager = after_two_requests
+@pytest.mark.parametrize(
+    ("queue_uncached", "table", "num_evicted"),
+    [(True, [0, 1, 2, 7, 8, 9, 4, 3], 1), (False, [0, 1, 2, 6, 4, 7, 8, 9], 0)],
+    ids=["older order", "today's order"],
+)
+def test_worked_example(queue_uncached, table, num_evicted):
+    manager = after_two_requests(queue_uncached)
     hash_of_3 = manager.pool.block_hashes[3]
     third = Sequence(2, [*range(12), *range(50, 67)])
     blocks, num_cached = manager.get_computed_blocks(third)
     assert (blocks, num_cached) == ([0, 1, 2], 12)
     assert manager.allocate(third) == 12
-    assert manager.block_table(third) == [0, 1, 2, 7, 8, 9, 4, 3]
-    assert free_queue(manager) == [6, 5]
-    assert hash_of_3 not in manager.pool.block_hashes
-    assert manager.pool.lookup([hash_of_3]) == []
+    assert manager.block_table(third) == table
+    assert free_queue(manager) == ([6, 5] if queue_uncached else [3, 5])
+    assert (hash_of_3 in manager.pool.block_hashes) == (not num_evicted)
+    assert manager.get_computed_blocks(Sequence(3, range(17)))[1] == 16 - 4 * num_evicted
     manager.check_invariants()
     stats = manager.stats
     assert (stats.num_allocations, stats.queried_tokens, stats.hit_tokens) == (3, 57, 20)
     assert (stats.queried_blocks, stats.hit_blocks) == (3 + 3 + 7, 5)
-    assert (stats.allocated_blocks, stats.evicted_blocks, stats.copied_blocks) == (12, 1, 0)
+    assert (stats.allocated_blocks, stats.evicted_blocks, stats.copied_blocks) == (
+        12, num_evicted, 0,
+    )  # fmt: skip
     assert stats.token_hit_rate == 20 / 57
     assert stats.block_hit_rate == 5 / 13
 
 
-def test_worked_example_with_33_tokens_and_16_in_common(after_two_requests):
-    manager = after_two_requests
+def test_worked_example_with_33_tokens_and_16_in_common():
+    manager = after_two_requests(queue_uncached=True)
     third = Sequence(2, [*range(16), *range(50, 67)])
     assert manager.allocate(third) == 16
     assert manager.block_table(third) == [0, 1, 2, 3, 7, 8, 9, 4, 6]
@@ -219,19 +225,11 @@ def test_a_million_blocks_are_made_at_once():
     assert manager.block_table(seq) == list(range(7))
 
 
-class PlainLRU(LRU):
-    """Never sees the partly filled blocks, which a replay of a trace does not have."""
-
-    name = "plain_lru"
-    queues_uncached = False
-    compilable = False  # a few requests are not worth a compilation
-
-
 @pytest.mark.parametrize("capacity", [7, 40, 300])
 def test_a_serial_replay_through_the_manager_equals_simulate(capacity):
     trace = make_workload("multi_turn_chat", num_requests=150, seed=3)
-    expected = simulate(trace, policy=PlainLRU(), capacity_blocks=capacity)
-    manager = manager_of(capacity + 1, 2, policy=PlainLRU())
+    expected = simulate(trace, policy="lru", capacity_blocks=capacity)
+    manager = manager_of(capacity + 1, 2)
     for i, request in enumerate(trace):
         tokens = [token for block in request.block_ids[:capacity] for token in (block, block)]
         seq = Sequence(i, [*tokens, 0])  # one token more: the one that is always computed
