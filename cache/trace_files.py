@@ -213,17 +213,18 @@ def _chunks(file: BinaryIO, compression: str | None) -> Iterator[bytes]:
 
         new_frame, kind = zstandard.ZstdDecompressor().decompressobj, "zstandard"
         broken = zstandard.ZstdError
-    frame = None
+    frame, padding = None, b""
     while data := file.read(_COMPRESSED_CHUNK_BYTES):
-        while data:
+        while frame is not None or (data := data.lstrip(padding)):
             frame = frame or new_frame()
             try:
                 yield frame.decompress(data)
             except broken as error:
                 raise _Unreadable(f"corrupt {kind} stream: {error}") from None
-            data = b""
-            if frame.eof:
-                data, frame = frame.unused_data, None
+            if not frame.eof:
+                break
+            data, frame = frame.unused_data, None
+            padding = b"\0" if kind == "gzip" else b""  # of tapes and archives
     if frame is not None:
         raise _Unreadable(f"truncated {kind} stream: the file ends too early")
 

@@ -134,7 +134,7 @@ def test_lines_may_span_reads_and_zstandard_frames(tmp_path):
         trace = load_trace(written(tmp_path, content, name))
         assert trace.offsets.tolist() == [0, 300_000, 600_000]
         assert trace.num_unique_blocks == 300_000
-    members = b"".join(gzip.compress(piece) for piece in pieces)
+    members = b"".join(gzip.compress(piece) + bytes(700) for piece in pieces)  # padded
     assert load_trace(written(tmp_path, members, "t.jsonl.gz")).digest == trace.digest
 
 
@@ -239,6 +239,7 @@ def test_a_malformed_line_is_an_error_with_its_place(tmp_path, name, line, reaso
         ("t.csv", AZURE_2023[42:].encode(), "starts with a header"),
         ("t.gz", gzip.compress(b"hello\n", mtime=0), "starts with a header"),
         ("t.jsonl.gz", json_lines(record()), "corrupt gzip stream"),
+        ("t.jsonl.gz", bytes(700), "corrupt gzip stream"),
         ("t.jsonl.zst", json_lines(record()), "corrupt zstandard stream"),
     ],
 )
