@@ -58,7 +58,7 @@ class BlockSize(OnTraces):
     manager_tokens: Count = 200_000_000
     """Prompt tokens, from the start of each trace, that go through the manager."""
     num_requests: Count | None = None
-    """Requests of each synthetic trace. None: as many as the workload has by itself."""
+    """Requests of each trace, the first of a file. None: all, and a workload's own number."""
     latency_block_size: Axis[Count] = (1, 2, 3, 4, 8, 16, 24, 32, 64, 100, 128, 256, 512, 1024)
     """Tokens per block of the decode steps."""
     latency_context_len: Axis[Count] = (1024, 4096, 16384)

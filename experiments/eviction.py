@@ -1,9 +1,9 @@
 """Hit rate against capacity: every eviction policy between the optimum and the infinite cache.
 
-A request trace is replayed serially (``cache.simulate``) through pools of 0.5 to 50 % of its unique
-blocks.  Belady's policy, which knows the future, bounds every policy from above at each capacity;
-a cache that never evicts bounds them all.  The kind of figure by which KV cache traces are
-published, e.g. Mooncake (FAST 2025) and "KVCache Cache in the Wild" (USENIX ATC 2025).
+A request trace is replayed serially (``cache.simulate``) through pools of 0.02 to 50 % of its
+unique blocks.  Belady's policy, which knows the future, bounds every policy from above at each
+capacity; a cache that never evicts bounds them all.  The kind of figure by which KV cache traces
+are published, e.g. Mooncake (FAST 2025) and "KVCache Cache in the Wild" (USENIX ATC 2025).
 """
 
 from __future__ import annotations
@@ -34,7 +34,11 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-_TICKS = (0.5, 1, 2, 5, 10, 20, 50, 100)
+_TICKS = (0.02, 0.1, 0.5, 2, 10, 50)
+_LEAST_WAY = 0.002
+"""Of the hit rate: a shorter way from LRU to the optimum is not divided by."""
+_NUM_BEST = 4
+"""Policies with a curve of their own for what they do."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +66,10 @@ class Eviction(OnTraces):
 
     policy: Repeated[Axis[Policy]] = ()
     """A policy by name, or your own as file.py:Class. None: every built-in one."""
-    capacity_percent: Axis[Percent] = (0.5, 1, 2, 3, 5, 7, 10, 20, 30, 50)
+    capacity_percent: Axis[Percent] = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50)
     """Blocks of the pool, in percent of the unique blocks of the trace."""
     num_requests: GridOnly[Count | None] = None
-    """Requests of each synthetic trace. None: as many as the workload has by itself."""
+    """Requests of each trace, the first of a file. None: all, and a workload's own number."""
 
     @property
     def group(self) -> tuple[str, ...]:
@@ -118,30 +122,84 @@ def run_cell(cell: Eviction) -> list[dict[str, Any]]:
 
 
 def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
-    """The figure hit_rate, a panel per trace, and the table summary.csv."""
+    """The figure hit_rate, two panels per trace, and the table summary.csv."""
     with style.figures():
         written = style.save(_draw(rows), folder, "hit_rate")
     return written + style.save_table(_summary(rows), folder, "summary")
 
 
 def _draw(rows: pd.DataFrame) -> Figure:
-    lines = style.policy_lines(rows["policy"].unique())
-    figure, axes, spare = style.panel_grid(rows["trace"].nunique(), height=2.1, sharex=True)
-    ticks = [tick for tick in _TICKS if tick <= 100 * _bounded(rows)["capacity_fraction"].max()]
-    for axis, (_, of_trace) in zip(axes, rows.groupby("trace", sort=False), strict=True):
-        for policy, curve in of_trace.groupby("policy", sort=False):
-            if policy == "infinite":
-                axis.axhline(100 * curve["block_hit_rate"].iloc[0], **lines[policy])
-            else:
-                curve = curve.sort_values("capacity_fraction")
-                x, y = 100 * curve["capacity_fraction"], 100 * curve["block_hit_rate"]
-                axis.plot(x, y, **lines[policy])
-        axis.set(title=_title(of_trace.iloc[0]), ylim=(0, None))
-        style.log_x(axis, ticks)
+    """Hit rates above; below how much of the way from LRU to the optimum a policy closes.
+
+    Curves of their own have the bounds, LRU, FIFO, the user's policies, and of the others those
+    that hit most on average; policies with the same hits everywhere share a curve.
+    """
+    num_traces = rows["trace"].nunique()
+    figure, axes, _ = style.panel_grid(
+        2 * num_traces, height=1.75, columns=num_traces, sharex="col"
+    )
+    sizes = 100 * _bounded(rows)["capacity_fraction"]
+    ticks = [tick for tick in _TICKS if sizes.min() <= tick <= sizes.max()]
+    lines = _lines(rows)
+    for (_, of_trace), above, below in zip(
+        rows.groupby("trace", sort=False), axes[:num_traces], axes[num_traces:], strict=True
+    ):
+        rates = _by_policy(of_trace, "capacity_fraction")
+        for policy in filter(rates.__contains__, lines):
+            above.plot(100 * rates.index, 100 * rates[policy], **lines[policy])
+        for rate in of_trace[of_trace["policy"] == "infinite"]["block_hit_rate"]:
+            above.axhline(100 * rate, **lines["infinite"])
+        above.set(title=_title(of_trace.iloc[0]), ylim=(0, None))
+        closed = _closed(rates)
+        for policy in filter(closed.__contains__, lines):
+            below.plot(100 * closed.index, 100 * closed[policy], **lines[policy])
+        below.set_ylim(-40, 105)
+        for axis in (above, below):
+            style.log_x(axis, ticks)
+    axes[0].set_ylabel("block hit rate (%)")
+    axes[num_traces].set_ylabel("of the way from LRU\nto the optimum (%)")
     figure.supxlabel("pool size (% of the unique blocks of the trace)", fontsize=8)
-    figure.supylabel("block hit rate (%)", fontsize=8)
-    style.shared_legend(figure, spare)
+    style.shared_legend(figure)
     return figure
+
+
+def _lines(rows: pd.DataFrame) -> dict[str, dict]:
+    """Line properties and labels of the policies, the most important first."""
+    rates = _by_policy(rows, ["trace", "capacity_fraction"])
+    means = rates.mean()
+    lines, others = {}, []
+    looks = style.policy_lines(["infinite", *rates.columns])
+    first = [p for p in ("belady", "lru", "fifo") if p in rates]
+    own = [p for p in rates if p not in cache.POLICIES]
+    rest = means.drop([*first, *own]).sort_values(ascending=False, kind="stable").index
+    for policy in [*first, *own, *rest]:
+        same = next((p for p in lines if rates[p].equals(rates[policy])), None)
+        if same is not None:
+            lines[same]["label"] += f" = {looks[policy]['label']}"
+        elif policy in rest and len(lines) >= len(first) + len(own) + _NUM_BEST:
+            others.append(looks[policy]["label"])
+            lines[policy] = {"color": style.GREY, "linewidth": 0.5, "alpha": 0.6, "marker": ""}
+            lines[policy]["label"] = "others"
+        else:
+            lines[policy] = looks[policy]
+    for height, look in enumerate(reversed(lines.values())):
+        look["zorder"] = 2 + 0.01 * height  # the first on top
+        if look["label"] == "others":
+            look["label"] = f"others ({', '.join(others)})"
+    return {"infinite": looks["infinite"], **lines}
+
+
+def _by_policy(rows: pd.DataFrame, index: str | list[str]) -> pd.DataFrame:
+    """Hit rates, a column per policy."""
+    return _bounded(rows).pivot(index=index, columns="policy", values="block_hit_rate")
+
+
+def _closed(rates: pd.DataFrame) -> pd.DataFrame:
+    """Of the way from LRU (0) to Belady's optimum (1) what each policy goes; without both, none."""
+    if not {"lru", "belady"} <= set(rates):
+        return rates.iloc[:, :0]
+    way = rates["belady"] - rates["lru"]
+    return rates.sub(rates["lru"], axis=0).div(way.where(way > _LEAST_WAY), axis=0)
 
 
 def _bounded(rows: pd.DataFrame) -> pd.DataFrame:
@@ -157,13 +215,10 @@ def _title(row: pd.Series) -> str:
 def _summary(rows: pd.DataFrame) -> pd.DataFrame:
     """Per trace and policy: the mean hit rate over the capacities, and the share of the way from
     LRU to the optimum that it goes (LRU 0, Belady 1, worse than LRU negative)."""
-    means = (
-        _bounded(rows).groupby(["trace", "policy"], sort=False)["block_hit_rate"].mean().unstack()
-    )
+    means = _by_policy(rows, ["trace", "capacity_fraction"]).groupby("trace", sort=False).mean()
     summary = means.stack().rename("mean_block_hit_rate").reset_index()
-    if {"lru", "belady"} <= set(means.columns):
-        way = means["belady"] - means["lru"]
-        closed = means.sub(means["lru"], axis=0).div(way, axis=0)
+    closed = _closed(means)
+    if len(closed.columns):
         summary["lru_to_optimum_closed"] = closed.stack().to_numpy()
     order = ["trace", "mean_block_hit_rate"]
     return summary.sort_values(order, ascending=[True, False], kind="stable")
@@ -173,7 +228,7 @@ EXPERIMENT = Experiment(
     name="eviction",
     figure="hit rate vs capacity per eviction policy, with the optimum and the infinite cache",
     options=Eviction(),
-    quick=Eviction(capacity_percent=(0.5, 1, 2, 5, 10, 20, 50), num_requests=1_000),
+    quick=Eviction(capacity_percent=(0.2, 1, 3, 10, 30), num_requests=500),
     cells=cells,
     run_cell=run_cell,
     plot=plot,

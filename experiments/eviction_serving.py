@@ -78,7 +78,7 @@ from experiments.load import engine_models, workloads
 from experiments.load.engine_models import Model
 from experiments.load.scaled_trace import ScaledTrace, shrink_blocks
 from experiments.load.service_times import measure_service
-from experiments.load.workloads import OnTraces, Workload
+from experiments.load.workloads import OnTraces
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -87,7 +87,6 @@ if TYPE_CHECKING:
 
 _NO_CACHE, _INFINITE = "no_cache", "infinite"
 """In place of a policy: no prefix caching, and room for everything."""
-_WORKLOADS = ("multi_turn_chat", "agent_loops")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,15 +122,8 @@ class EvictionServing(OnTraces):
 
 
 def cells(options: EvictionServing) -> Iterator[EvictionServing | Absent]:
-    """Of traces; without any, of the synthetic workloads in which long prompts come back.
-
-    Policies, and the two bounds in the place of one; ``timed_model`` is None in real time.
-    """
-    traces = [
-        source
-        for source in options.sources(options.skip_requests + options.num_requests)
-        if not isinstance(source, Workload) or source.name in _WORKLOADS
-    ]
+    """Policies, and the two bounds in the place of one; ``timed_model`` is None in real time."""
+    traces = [*options.sources(options.skip_requests + options.num_requests)]
     default = ("lru", "fifo", "lfu", "arc", "belady")
     policies = [*map(named_policy, options.policy or default), _NO_CACHE]
     timed = None if options.real_time else options.timed_model or engine_models.default_model()

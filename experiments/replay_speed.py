@@ -49,8 +49,8 @@ class ReplaySpeed(OnTraces):
     """Blocks of the pool, in percent of the unique blocks of the trace."""
     repeats: Count = 7
     """Timings of each; the median is drawn."""
-    num_requests: GridOnly[Count] = 20_000
-    """Requests of each synthetic trace."""
+    num_requests: GridOnly[Count | None] = None
+    """Requests of each trace, the first of a file. None: all, and a workload's own number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +189,7 @@ EXPERIMENT = Experiment(
     name="replay_speed",
     figure="block references per second of the trace replay, beside libcachesim",
     options=ReplaySpeed(),
-    quick=ReplaySpeed(repeats=3, num_requests=5_000),
+    quick=ReplaySpeed(repeats=3, num_requests=2_000),
     cells=cells,
     run_cell=run_cell,
     plot=plot,

@@ -124,14 +124,13 @@ def cells(options: Serving) -> Iterator[Serving | Absent]:
             f"--block-size {options.block_size}: needs a divisor of --max-model-len "
             f"{options.max_model_len}"
         )
-    for source in options.sources(_NUM_TRACE_REQUESTS, lengths_suffice=True):
-        traces = [source]
-        if isinstance(source, Workload):
-            by_length = LogNormalLengths(prompt=120, output=240, seed=options.seed)
-            traces = [by_length, source] if source.name == "multi_turn_chat" else []
-        for trace in traces:
-            systems = options.system or _default_systems(trace)
-            yield from grid(options, trace=[trace], system=systems)
+    default = (
+        LogNormalLengths(prompt=120, output=240, seed=options.seed),
+        Workload("multi_turn_chat", options.seed, _NUM_TRACE_REQUESTS),
+    )
+    for trace in options.sources(_NUM_TRACE_REQUESTS, lengths_suffice=True, default=default):
+        systems = options.system or _default_systems(trace)
+        yield from grid(options, trace=[trace], system=systems)
 
 
 def _default_systems(trace: Source | LogNormalLengths | Absent) -> tuple[str, ...]:
@@ -201,7 +200,7 @@ def _scaled(cell: Serving) -> ScaledTrace:
     if isinstance(cell.trace, LogNormalLengths):
         trace = request_lengths.log_normal_trace(cell.trace, _NUM_TRACE_REQUESTS)
     else:
-        trace = workloads.load(cell.trace).head(_NUM_TRACE_REQUESTS)
+        trace = workloads.load(cell.trace)
     return shrink(
         trace,
         mean_tokens=cell.mean_tokens,

@@ -1,10 +1,13 @@
-"""Where the request traces of an experiment come from: files, or synthetic workloads."""
+"""Where the request traces of an experiment come from: files or synthetic workloads.
+
+Unless others are named they are those of this repository, see experiments/traces/README.md.
+"""
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +16,19 @@ from experiments.harness import Absent, Axis, InputFile, Options, Repeated
 
 _JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 _CSV = (".csv", ".csv.gz", ".csv.zst")
+
+
+@dataclass(frozen=True)
+class TraceFile:
+    """A trace in a file, or the beginning of one."""
+
+    file: InputFile
+    num_requests: int | None
+    """The first of its requests that count; None: all."""
+
+    @property
+    def name(self) -> str:
+        return self.file.name
 
 
 @dataclass(frozen=True)
@@ -25,7 +41,10 @@ class Workload:
     """None: the workload's default."""
 
 
-Source = InputFile | Workload
+Source = TraceFile | Workload
+
+REAL_TRACES = tuple(sorted((Path(__file__).parents[1] / "traces").glob("*.jsonl.zst")))
+"""Those that lie in the repository; all have block ids."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,17 +52,24 @@ class OnTraces(Options):
     """Options of an experiment on request traces.  In a cell, ``trace`` is a ``Source``."""
 
     trace: Repeated[Axis[Path]] = ()
-    """A request trace (.jsonl, .csv, .gz, .zst). None: $TRACES_DIR's, else synthetic ones."""
+    """A request trace (.jsonl, .csv, .gz, .zst) or a synthetic workload by its name. None:
+    $TRACES_DIR's, else those of experiments/traces."""
 
     @property
     def group(self) -> tuple[str, ...]:
         return (self.trace.name,)
 
     def sources(
-        self, num_requests: int | None = None, *, lengths_suffice: bool = False
+        self,
+        num_requests: int | None = None,
+        *,
+        lengths_suffice: bool = False,
+        default: Iterable[Source] | None = None,
     ) -> Iterator[Source | Absent]:
-        """The named trace files; else those of $TRACES_DIR; else every synthetic workload, of
-        ``num_requests`` (None: its own default).
+        """What is named; else the files of $TRACES_DIR; else ``default`` (None: REAL_TRACES).
+
+        Of files the first ``num_requests`` count, and workloads have as many (None: all, and a
+        workload's own number).
 
         A file that was named must be readable and, unless ``lengths_suffice``, have block ids, or
         ValueError or OSError is raised; in $TRACES_DIR such a file is absent.
@@ -51,27 +77,33 @@ class OnTraces(Options):
         directory = os.environ.get("TRACES_DIR", "")
         if self.trace:
             for path in self.trace:
+                if str(path) in cache.WORKLOADS:
+                    yield Workload(str(path), self.seed, num_requests)
+                    continue
                 if path.is_dir():
                     raise ValueError(f"{path} is a folder: name its files, or set TRACES_DIR to it")
                 if not (cache.load_trace(path).has_blocks or lengths_suffice):
                     raise ValueError(f"{path} has lengths only: a replay needs block ids")
-                yield InputFile.of(path)
+                yield TraceFile(InputFile.of(path), num_requests)
         elif directory:
             if not Path(directory).is_dir():
                 raise ValueError(f"TRACES_DIR={directory} is not a folder")
             paths = sorted(path for path in Path(directory).iterdir() if _is_trace(path))
             if not paths:
                 raise ValueError(f"TRACES_DIR={directory} holds no {', '.join(_JSON_LINES)}")
-            yield from (_found(path, lengths_suffice) for path in paths)
+            yield from (_found(path, num_requests, lengths_suffice) for path in paths)
+        elif default is not None:
+            yield from default
         else:
-            yield from (Workload(name, self.seed, num_requests) for name in cache.WORKLOADS)
+            yield from (TraceFile(InputFile.of(path), num_requests) for path in REAL_TRACES)
 
 
 @functools.lru_cache(maxsize=1)
 def load(source: Source) -> cache.Trace:
     """The trace, kept until the next one is asked for."""
-    if isinstance(source, InputFile):
-        return cache.load_trace(source.path)
+    if isinstance(source, TraceFile):
+        trace = cache.load_trace(source.file.path)
+        return trace if source.num_requests is None else trace.head(source.num_requests)
     return cache.make_workload(source.name, seed=source.seed, num_requests=source.num_requests)
 
 
@@ -79,10 +111,10 @@ def _is_trace(path: Path) -> bool:
     return path.name.endswith(_JSON_LINES + _CSV) and not path.name.startswith(".")
 
 
-def _found(path: Path, lengths_suffice: bool) -> InputFile | Absent:
+def _found(path: Path, num_requests: int | None, lengths_suffice: bool) -> TraceFile | Absent:
     try:
         if cache.load_trace(path).has_blocks or lengths_suffice:
-            return InputFile.of(path)
+            return TraceFile(InputFile.of(path), num_requests)
         return Absent(f"{path.name} has lengths only")
     except cache.TraceError as error:
         return Absent(f"{path.name}:{error.line}: {error.reason}")

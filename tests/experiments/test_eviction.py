@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -12,6 +13,7 @@ import pytest
 import cache
 from experiments import eviction
 from experiments.harness import Absent
+from experiments.load import workloads
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +54,7 @@ def test_a_trace_that_tells_no_block_size_is_titled_without_one(drawn, tmp_path)
         [{**row, "trace": "a", "block_size": math.nan}, {**row, "trace": "b", "block_size": 16}]
     )
     eviction.EXPERIMENT.plot(rows, tmp_path)
-    titles = [axis.get_title() for axis in drawn["hit_rate"].axes]
+    titles = [axis.get_title() for axis in drawn["hit_rate"].axes[:2]]
     assert titles == ["a\n9 unique blocks", "b\n9 unique blocks of 16 tokens"]
 
 
@@ -64,11 +66,63 @@ def test_inputs_are_recorded_without_their_folders(tiny_run, inputs):
     assert files == {"chat.jsonl.gz", "policy.py"}
 
 
-def test_without_a_trace_every_synthetic_workload_is_replayed():
-    cells = grid(policy=("lru",), capacity_percent=(10,), seed=4)
-    assert [cell.trace.name for cell in cells if cell.policy == "lru"] == list(cache.WORKLOADS)
-    assert {cell.trace.seed for cell in cells} == {4}
-    assert len(grid()) == len(cache.WORKLOADS) * (10 * len(cache.POLICIES) + 1)
+def test_without_a_trace_those_of_the_repository_are_replayed():
+    """As their page describes them, and to the digit of the reference hit rates."""
+    described = (workloads.REAL_TRACES[0].parent / "README.md").read_text()
+    for path in workloads.REAL_TRACES:
+        name = path.name.removesuffix(".jsonl.zst")
+        (line,) = (line for line in described.splitlines() if line.startswith(f"| `{name}` "))
+        trace = cache.load_trace(path)
+        for number in (trace.num_requests, trace.num_block_references, trace.num_unique_blocks):
+            assert f"{number:,}" in line
+        assert f"| {trace.infinite_cache_hit_rate:.3f} |".replace("0.", ".") in line
+        assert f"| {trace.block_size} |" in line
+    cells = grid(policy=("lru",), capacity_percent=(5,), num_requests=None)
+    assert [cell.trace.file.path for cell in cells if cell.policy == "lru"] == [
+        *workloads.REAL_TRACES
+    ]
+    mooncake = next(cell for cell in cells if cell.trace.name.startswith("mooncake"))
+    (row,) = eviction.run_cell(mooncake)
+    assert round(row["block_hit_rate"], 4) == 0.1958
+
+
+def test_a_workload_is_named_like_a_trace():
+    cells = grid(
+        trace=(Path("agent_loops"),), policy=("lru",), capacity_percent=(10,), seed=4,
+        num_requests=30,
+    )  # fmt: skip
+    assert {(cell.trace.name, cell.trace.seed) for cell in cells} == {("agent_loops", 4)}
+    assert {row["requests"] for cell in cells for row in eviction.run_cell(cell)} == {30}
+
+
+def test_the_first_requests_of_a_file(inputs):
+    cells = grid(trace=(inputs["chat"],), policy=("lru",), capacity_percent=(5,), num_requests=9)
+    assert {row["requests"] for cell in cells for row in eviction.run_cell(cell)} == {9}
+
+
+def test_policies_of_equal_hits_share_a_curve_and_the_rest_is_named_together(drawn, tmp_path):
+    rates = {policy: 0.3 + place / 100 for place, policy in enumerate(cache.POLICIES)}
+    equal = dict.fromkeys(("my.py:Own", "sieve", "random", "mru"), 0.55)
+    rates |= {"belady": 0.9, "lru": 0.5, "fifo": 0.4, **equal}
+    rows = pd.DataFrame(
+        {
+            "trace": "t", "block_size": 16, "unique_blocks": 9, "policy": policy,
+            "capacity_fraction": size, "block_hit_rate": rate,
+        }
+        for policy, rate in rates.items()
+        for size in (0.1, 0.5)
+    )  # fmt: skip
+    eviction.EXPERIMENT.plot(rows, tmp_path)
+    (legend,) = drawn["hit_rate"].legends
+    labels = [text.get_text() for text in legend.get_texts()]
+    (merged,) = (label for label in labels if " = " in label)
+    assert set(merged.split(" = ")) == {"my.py:Own", "SIEVE", "random", "MRU"}
+    (others,) = (label for label in labels if label.startswith("others ("))
+    assert len(others.split(", ")) + len(merged.split(" = ")) + len(labels) - 2 == len(rates)
+    below = drawn["hit_rate"].axes[1]
+    way = {line.get_label(): line.get_ydata()[0] for line in below.lines}
+    assert (way["LRU"], way["Belady (optimum)"]) == (0, 100)
+    assert (way[merged], way["FIFO"]) == (pytest.approx(12.5), pytest.approx(-25))
 
 
 def test_the_capacity_is_counted_in_unique_blocks_rounded_down(inputs):

@@ -11,6 +11,7 @@ from cache import make_manager
 from experiments.harness import InputFile, Unavailable
 from experiments.load import request_lengths
 from experiments.load.request_lengths import RequestLengths
+from experiments.load.workloads import TraceFile
 from experiments.memory_waste import arrival_steps, serve
 
 SYSTEMS = ["max", "pow2", "oracle", "paged"]
@@ -116,20 +117,22 @@ def test_arrivals_fill_the_wanted_memory():
 
 
 def test_an_impossible_row_of_a_file_is_left_out_and_counted(inputs):
-    lengths = request_lengths.sample(InputFile.of(inputs["lengths"]), 1000)
+    lengths = request_lengths.sample(TraceFile(InputFile.of(inputs["lengths"]), None), 1000)
     assert (len(lengths), lengths.num_left_out) == (40, 1)
     assert max(lengths.outputs) == 7
 
 
 def test_a_sample_is_spread_over_the_trace(inputs):
-    lengths = request_lengths.sample(InputFile.of(inputs["lengths"]), 4)
+    lengths = request_lengths.sample(TraceFile(InputFile.of(inputs["lengths"]), None), 4)
     assert lengths.prompts == [20, 30, 40, 50]
     assert lengths.longest == 50 + 5
-    lengths = request_lengths.sample(InputFile.of(inputs["lengths"]), 4, max_tokens=45)
+    lengths = request_lengths.sample(
+        TraceFile(InputFile.of(inputs["lengths"]), None), 4, max_tokens=45
+    )
     assert max(map(sum, zip(lengths.prompts, lengths.outputs, strict=True))) <= 45
     assert lengths.num_left_out == 1 + 20
     with pytest.raises(Unavailable, match="azure has no request of at most 9 tokens"):
-        request_lengths.sample(InputFile.of(inputs["lengths"]), 4, max_tokens=9)
+        request_lengths.sample(TraceFile(InputFile.of(inputs["lengths"]), None), 4, max_tokens=9)
 
 
 @pytest.mark.slow

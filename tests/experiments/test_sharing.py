@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import cache
 from cache import UnsupportedByDesign, make_manager
 from experiments import sharing
+from experiments.load.workloads import REAL_TRACES
 from experiments.sharing import BlockSteps, Sharing, decode
 
 
@@ -123,7 +123,7 @@ def test_the_grid_has_synthetic_lengths_beside_the_traces(monkeypatch):
     monkeypatch.delenv("TRACES_DIR", raising=False)
     cells = list(sharing.cells(Sharing(num_sequences=(2, 3), drop_probability=(0.1,))))
     names = list(dict.fromkeys(cell.trace.name for cell in cells))
-    assert names == ["log_normal_20_60", "log_normal_160_340", *cache.WORKLOADS]
+    assert names == ["log_normal_20_60", "log_normal_160_340", *(path.name for path in REAL_TRACES)]
     assert [(c.num_sequences, c.drop_probability) for c in cells[:4]] == [
         (2, None), (2, 0.1), (3, None), (3, 0.1),
     ]  # fmt: skip
