@@ -101,7 +101,7 @@ def test_the_first_requests_of_a_file(inputs):
 
 
 def test_policies_of_equal_hits_share_a_curve_and_the_rest_is_named_together(drawn, tmp_path):
-    rates = {policy: 0.3 + place / 100 for place, policy in enumerate(cache.POLICIES)}
+    rates = {policy: 0.3 + place / 1000 for place, policy in enumerate(cache.POLICIES)}
     equal = dict.fromkeys(("my.py:Own", "sieve", "random", "mru"), 0.55)
     rates |= {"belady": 0.9, "lru": 0.5, "fifo": 0.4, **equal}
     rows = pd.DataFrame(
