@@ -23,7 +23,7 @@ from experiments.harness.workers import execute
 def run(tiny, tmp_path, monkeypatch):
     """Run a tiny sweep; keywords are options of the experiment, ``behaviour`` that of its cells."""
 
-    def run(behaviour=None, *, fresh=False, reverse=False, **options):
+    def run(behaviour=None, *, fresh=False, reverse=False, draw=False, **options):
         behaviour = {"journal": str(tmp_path / "journal"), **(behaviour or {})}
         monkeypatch.setenv("TINY_BEHAVIOUR", json.dumps(behaviour))
         order = reversed if reverse else iter
@@ -33,6 +33,7 @@ def run(tiny, tmp_path, monkeypatch):
             out=tmp_path / "out",
             fresh=fresh,
             executor=lambda tasks: (execute(task) for task in order(tasks)),
+            draw=draw,
         )
 
     return run
@@ -61,16 +62,16 @@ def test_the_table_is_in_grid_order_whatever_the_order_of_completion(run, folder
 
 
 def test_figures_are_drawn_and_named_in_the_report(run, folder):
-    report = run()
+    report = run(draw=True)
     assert report.figures == [folder / "line.pdf", folder / "line.png"]
     assert all(figure.stat().st_size > 1000 for figure in report.figures)
 
 
 def test_a_second_run_repeats_nothing_and_changes_nothing(run, folder, journal):
-    run()
+    run(draw=True)
     results = ["rows.csv", "environment.json", "line.pdf", "line.png"]
     before = [(folder / name).read_bytes() for name in results]
-    report = run()
+    report = run(draw=True)
     assert (report.finished, report.reused) == (0, 4)
     assert journal() == Counter(range(4))
     assert [(folder / name).read_bytes() for name in results] == before
@@ -130,7 +131,7 @@ def test_a_cell_that_cannot_run_here_is_absent_with_the_reason(run, folder):
 
 
 def test_when_no_cell_can_run_there_is_no_table(run, folder):
-    report = run({"unavailable": [0, 1, 2, 3]})
+    report = run({"unavailable": [0, 1, 2, 3]}, draw=True)
     assert report.figures == []
     assert not (folder / "rows.csv").exists()
     assert not (folder / "environment.json").exists()
@@ -274,7 +275,7 @@ def test_leftovers_of_a_killed_sweep_are_removed(run, folder):
 
 
 def test_figures_are_drawn_again_from_the_table_alone(run, folder, tiny, tmp_path):
-    figure = run().figures[1]
+    figure = run(draw=True).figures[1]
     elsewhere = tmp_path / "copied"
     elsewhere.mkdir()
     (elsewhere / "rows.csv").write_bytes((folder / "rows.csv").read_bytes())
