@@ -119,7 +119,7 @@ PREFIX_ARGUMENTS = (
     "suffix_lens",
 )
 _queries_of = st.integers(0, 70).flatmap(
-    lambda n: st.tuples(st.just(n), st.integers(0, n) | st.integers(0, min(n, 2)))
+    lambda n: st.tuples(st.just(n), st.integers(0, min(n, 24)) | st.integers(0, min(n, 2)))
 )
 _group = st.tuples(st.integers(0, 70), st.lists(st.integers(0, 40), max_size=2))
 OPS = {
@@ -139,9 +139,9 @@ OPS = {
             "prefill",
             "paged_prefill_attention",
             _prefill,
-            usual=((75, 20), (0, 0), (40, 3)),
-            few=((40, 9), (5, 2)),
-            two=((75, 20), (75, 20)),
+            usual=((75, 5), (0, 0), (40, 3)),
+            few=((40, 5), (5, 2)),
+            two=((75, 5), (75, 5)),
             none=(),
             lengths=st.lists(_queries_of, min_size=1, max_size=3),
         ),

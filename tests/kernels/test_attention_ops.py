@@ -203,7 +203,7 @@ def test_scores_of_minus_infinity(op, num_splits, tokens, device):
 def test_only_scores_of_minus_infinity(op, num_splits, sinks, device):
     call = op.call(device)
     rule_out(call, op.tables[0], range(75))
-    first = slice(0, 1 if op.name == "decode" else 20)  # queries of the first sequence
+    first = slice(0, 1 if op.name == "decode" else 5)  # queries of the first sequence
     out, lse = op.run(call | {"sinks": torch.ones(4, device=device) if sinks else None}, num_splits)
     assert not out[first].any()
     assert (lse[first] == -math.inf).all()

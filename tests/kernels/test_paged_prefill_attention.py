@@ -25,7 +25,8 @@ from kernels.testing.inputs import random_paged_batch, random_scales
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
-MIXED = {"context_lens": [70, 0, 1, 45, 33, 40], "query_lens": [70, 0, 1, 9, 0, 1]}
+MIXED = {"context_lens": [70, 0, 1, 45, 33, 40], "query_lens": [17, 0, 1, 9, 0, 1]}
+ONE_KV_HEAD = {"num_q_heads": 2, "num_kv_heads": 1}
 
 
 def make_batch(context_lens, query_lens, device, **overrides):
@@ -68,11 +69,12 @@ def test_kinds_of_batches(lens, dtype, device):
 
 @pytest.mark.parametrize(
     ("causal", "window_size"),
-    [(True, size) for size in (1, 2, 31, 32, 33, 50, 10**9)] + [(False, 1), (False, 33)],
+    [(True, size) for size in (1, 2, 31, 32, 33, 34, 10**9)] + [(False, 1), (False, 33)],
 )
 def test_windows(causal, window_size, device):
-    lens = [50, 45], [50, 9]
-    batch = make_batch(*lens, device, hidden_tokens=hidden_tokens(*lens, window_size), block_size=7)
+    lens = [34, 45], [34, 9]
+    hidden = hidden_tokens(*lens, window_size)
+    batch = make_batch(*lens, device, hidden_tokens=hidden, block_size=7, **ONE_KV_HEAD)
     for num_splits in (1, 2):
         options = {"window_size": window_size, "causal": causal, "num_splits": num_splits}
         assert_matches_reference(batch, **options)
@@ -87,11 +89,12 @@ def test_window_far_from_the_first_token(num_splits, device):
 
 
 @pytest.mark.parametrize("window_size", [None, 33, 75, 120])
-@pytest.mark.parametrize("num_splits", [2, 3, 4, 5, 40])
+@pytest.mark.parametrize("num_splits", [2, 3, 4, 5, 9])
 def test_split_keys(num_splits, window_size, device):
     """Splits that end inside each region of keys, and splits without keys."""
-    lens = [200, 97, 0, 1, 40], [12, 1, 0, 1, 17]
-    batch = make_batch(*lens, device, hidden_tokens=hidden_tokens(*lens, window_size))
+    lens = [200, 97, 0, 1, 40], [3, 1, 0, 1, 17]
+    hidden = hidden_tokens(*lens, window_size)
+    batch = make_batch(*lens, device, hidden_tokens=hidden, **ONE_KV_HEAD)
     assert_matches_reference(batch, num_splits=num_splits, window_size=window_size)
 
 
@@ -146,12 +149,11 @@ def test_batch_invariance(kv_dtype, num_splits, device):
         options |= random_scales("per head", 2, device)
     out, lse = prefill(batch, **options)
     starts = batch.cu_seqlens_q.tolist()
-    for rows in ([4, 2, 0, 3, 5, 1], [3], [3, 3, 5]):
+    for rows, slack in (([4, 2, 0, 3, 5, 1], 0), ([3], 0), ([3], 500), ([3, 3, 5], 0)):
         tokens = [t for row in rows for t in range(starts[row], starts[row + 1])]
         some = batch.select(rows)
-        for slack in (0, 500):
-            result = prefill(some, max_seqlen_q=some.max_seqlen_q + slack, **options)
-            assert same(result, [out[tokens], lse[tokens]])
+        result = prefill(some, max_seqlen_q=some.max_seqlen_q + slack, **options)
+        assert same(result, [out[tokens], lse[tokens]])
 
 
 def test_search_over_many_sequences(device, monkeypatch):
