@@ -23,11 +23,17 @@ from kernels.copy_blocks import copy_blocks
 from kernels.merge_attention_states import merge_attention_states
 from kernels.paged_decode_attention import paged_decode_attention
 from kernels.paged_prefill_attention import paged_prefill_attention
+from kernels.primitives import INTERPRETED
 from kernels.rope_store_kvcache import rope_store_kvcache
 from kernels.shared_prefix_decode_attention import shared_prefix_decode_attention
 from kernels.slot_mapping_from_positions import slot_mapping_from_positions
 from kernels.store_kvcache import store_kvcache
 from kernels.swap_blocks import swap_blocks
+
+if INTERPRETED:
+    from kernels.interpreter import hasten
+
+    hasten()
 
 __all__ = [
     "apply_rotary_embedding",

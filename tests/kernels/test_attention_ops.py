@@ -89,12 +89,6 @@ def test_fp8_caches(op, block_size, head_dim, dtype, scales, device):
         op.assert_matches_reference(call, num_splits)
 
 
-@pytest.mark.parametrize("block_size", [1, 2, 3, 7, 16, 24, 100, 256, 1024])
-@without_prefix
-def test_block_sizes(op, block_size, device):
-    op.assert_matches_reference(op.call(device, block_size=block_size), num_splits=2)
-
-
 @pytest.mark.parametrize("head_dim", [16, 17, 48, 80, 96, 112, 128, 160, 255, 256])
 @without_prefix
 def test_head_dims(op, head_dim, device):
@@ -167,14 +161,19 @@ def test_empty_batch(op, device):
     assert (out.shape, lse.shape) == ((0, 4, 32), (0, 4))
 
 
-@pytest.mark.parametrize("kv_dtype", [None, FP8_DTYPE], ids=["fp16", "fp8"])
+@pytest.mark.parametrize(
+    ("kv_dtype", "block_sizes"),
+    [(None, (1, 2, 3, 7, 24, 100, 256, 1024)), (FP8_DTYPE, (1, 3, 100))],
+    ids=["fp16", "fp8"],
+)
 @every_op
-def test_block_size_changes_nothing(op, kv_dtype, device):
-    one, *others = (
-        op.run(op.call(device, block_size=size, kv_dtype=kv_dtype), num_splits=2)
-        for size in (1, 3, 16, 100)
-    )
-    assert all(same(other, one) for other in others)
+def test_block_size_changes_nothing(op, kv_dtype, block_sizes, device):
+    call = op.call(device, kv_dtype=kv_dtype)  # blocks of 16
+    op.assert_matches_reference(call, num_splits=2)
+    expected = op.run(call, num_splits=2)
+    for block_size in block_sizes:
+        call = op.call(device, kv_dtype=kv_dtype, block_size=block_size)
+        assert same(op.run(call, num_splits=2), expected), block_size
 
 
 def rule_out(call, table, tokens):
@@ -203,7 +202,7 @@ def test_scores_of_minus_infinity(op, num_splits, tokens, device):
 def test_only_scores_of_minus_infinity(op, num_splits, sinks, device):
     call = op.call(device)
     rule_out(call, op.tables[0], range(75))
-    first = slice(0, 1 if op.name == "decode" else 20)  # queries of the first sequence
+    first = slice(0, 1 if op.name == "decode" else 5)  # queries of the first sequence
     out, lse = op.run(call | {"sinks": torch.ones(4, device=device) if sinks else None}, num_splits)
     assert not out[first].any()
     assert (lse[first] == -math.inf).all()

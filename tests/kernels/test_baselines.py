@@ -148,32 +148,23 @@ def _batch(block_size, context_lens=CONTEXT_LENS, query_lens=None, window_size=N
     )
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"scale": 0.3, "window_size": 33}], ids=["plain", "scale and window"]
-)
-def test_decode(served, options):
-    baseline, block_size = served
-    batch = _batch(block_size)
-    (accuracy,) = compare_with_reference(
-        baseline.decode, reference.paged_decode_attention, batch.decode_args, **options
-    )
+def _assert_matches_reference(baseline, step, batch, **options):
+    if step == "prefill":
+        options["max_seqlen_q"] = batch.max_seqlen_q
+    expected = getattr(reference, f"paged_{step}_attention")
+    args = getattr(batch, f"{step}_args")
+    (accuracy,) = compare_with_reference(getattr(baseline, step), expected, args, **options)
     assert accuracy.passed, accuracy
 
 
 @pytest.mark.parametrize(
     "options", [{}, {"scale": 0.3, "window_size": 33}], ids=["plain", "scale and window"]
 )
-def test_prefill_with_and_without_cached_prefix(served, options):
+@pytest.mark.parametrize(("step", "query_lens"), [("decode", None), ("prefill", QUERY_LENS)])
+def test_with_and_without_cached_prefix(served, step, query_lens, options):
     baseline, block_size = served
-    batch = _batch(block_size, query_lens=QUERY_LENS)
-    (accuracy,) = compare_with_reference(
-        baseline.prefill,
-        reference.paged_prefill_attention,
-        batch.prefill_args,
-        max_seqlen_q=max(QUERY_LENS),
-        **options,
-    )
-    assert accuracy.passed, accuracy
+    batch = _batch(block_size, query_lens=query_lens)
+    _assert_matches_reference(baseline, step, batch, **options)
 
 
 @given(
@@ -187,20 +178,9 @@ def test_prefill_with_and_without_cached_prefix(served, options):
 def test_pytorch_baselines_on_any_batch(name, block_size, context_lens, head_dim, dtype, data):
     query_lens = [data.draw(st.integers(0, n)) for n in context_lens]
     shape = {"head_dim": head_dim, "dtype": dtype}
-    decode = _batch(block_size, context_lens, **shape)
-    prefill = _batch(block_size, context_lens, query_lens, **shape)
-    baseline = BASELINES[name]
-    (decoded,) = compare_with_reference(
-        baseline.decode, reference.paged_decode_attention, decode.decode_args
-    )
-    (prefilled,) = compare_with_reference(
-        baseline.prefill,
-        reference.paged_prefill_attention,
-        prefill.prefill_args,
-        max_seqlen_q=max(query_lens),
-    )
-    assert decoded.passed, decoded
-    assert prefilled.passed, prefilled
+    for step, lens in (("decode", None), ("prefill", query_lens)):
+        batch = _batch(block_size, context_lens, lens, **shape)
+        _assert_matches_reference(BASELINES[name], step, batch)
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 24, 256, 300])

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 
+import attention_ops
 import pytest
 import torch
 from attention_ops import SHAPE, same
 
 from kernels import paged_decode_attention, reference
 from kernels.fp8_cache import FP8_DTYPE
-from kernels.testing.accuracy import compare_with_reference
 from kernels.testing.inputs import random_paged_batch, random_scales
 
 # The interpreter computes rows and tiles that are masked afterwards, and numpy reports their NaNs.
@@ -26,15 +26,7 @@ def make_batch(context_lens, device, **overrides):
 
 
 def assert_matches_reference(batch, **options):
-    results = compare_with_reference(
-        paged_decode_attention,
-        reference.paged_decode_attention,
-        batch.decode_args,
-        return_lse=True,
-        **options,
-    )
-    for name, result in zip(("out", "lse"), results, strict=True):
-        assert result.passed, f"{name}: {result}, bound {result.bound:.3g}"
+    attention_ops.assert_matches_reference(paged_decode_attention, *batch.decode_args, **options)
 
 
 def decode(batch, **options):
@@ -71,7 +63,7 @@ def test_empty_sequences(num_splits, sinks, device):
 
 
 @pytest.mark.parametrize("kv_dtype", [None, FP8_DTYPE], ids=["fp16", "fp8"])
-@pytest.mark.parametrize("num_splits", [1, 2, 4])
+@pytest.mark.parametrize("num_splits", [1, 4])
 def test_batch_invariance(num_splits, kv_dtype, device):
     lens = [90, 0, 33, 1, 64]
     batch = make_batch(lens, device, block_size=7, kv_dtype=kv_dtype)
@@ -80,7 +72,7 @@ def test_batch_invariance(num_splits, kv_dtype, device):
     if kv_dtype is not None:
         options |= random_scales("per head", 2, device)
     out, lse = decode(batch, **options)
-    for rows in ([4, 2, 0, 3, 1], [0], [2], [3, 3, 0]):
+    for rows in ([4, 2, 0, 3, 1], [0], [3, 3, 2]):
         some_out, some_lse = decode(batch.select(rows), **options)
         assert same([some_out, some_lse], [out[rows], lse[rows]])
 

@@ -10,6 +10,7 @@ import math
 import sys
 from dataclasses import replace
 
+import attention_ops
 import pytest
 import torch
 from attention_ops import SHAPE, hidden_tokens, same
@@ -18,14 +19,15 @@ from kernels import paged_decode_attention, paged_prefill_attention, reference
 from kernels.compiled.architectures import CUDA_ARCHITECTURES
 from kernels.compiled.shipped import HEAD_DIMS
 from kernels.fp8_cache import FP8_DTYPE
-from kernels.testing.accuracy import compare_with_reference, max_error
+from kernels.testing.accuracy import max_error
 from kernels.testing.inputs import random_paged_batch, random_scales
 
 # The interpreter computes rows and tiles that are masked afterwards, and numpy reports their NaNs.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
-MIXED = {"context_lens": [70, 0, 1, 45, 33, 40], "query_lens": [70, 0, 1, 9, 0, 1]}
+MIXED = {"context_lens": [70, 0, 1, 45, 33, 40], "query_lens": [17, 0, 1, 9, 0, 1]}
+ONE_KV_HEAD = {"num_q_heads": 2, "num_kv_heads": 1}
 
 
 def make_batch(context_lens, query_lens, device, **overrides):
@@ -40,14 +42,8 @@ def prefill(batch, **options):
 
 
 def assert_matches_reference(batch, **options):
-    results = compare_with_reference(
-        paged_prefill_attention,
-        reference.paged_prefill_attention,
-        batch.prefill_args,
-        **{"max_seqlen_q": batch.max_seqlen_q, "return_lse": True, **options},
-    )
-    for name, result in zip(("out", "lse"), results, strict=True):
-        assert result.passed, f"{name}: {result}, bound {result.bound:.3g}"
+    options = {"max_seqlen_q": batch.max_seqlen_q, **options}
+    attention_ops.assert_matches_reference(paged_prefill_attention, *batch.prefill_args, **options)
 
 
 @pytest.mark.parametrize(
@@ -68,11 +64,12 @@ def test_kinds_of_batches(lens, dtype, device):
 
 @pytest.mark.parametrize(
     ("causal", "window_size"),
-    [(True, size) for size in (1, 2, 31, 32, 33, 50, 10**9)] + [(False, 1), (False, 33)],
+    [(True, size) for size in (1, 2, 31, 32, 33, 34, 10**9)] + [(False, 1), (False, 33)],
 )
 def test_windows(causal, window_size, device):
-    lens = [50, 45], [50, 9]
-    batch = make_batch(*lens, device, hidden_tokens=hidden_tokens(*lens, window_size), block_size=7)
+    lens = [34, 45], [34, 9]
+    hidden = hidden_tokens(*lens, window_size)
+    batch = make_batch(*lens, device, hidden_tokens=hidden, block_size=7, **ONE_KV_HEAD)
     for num_splits in (1, 2):
         options = {"window_size": window_size, "causal": causal, "num_splits": num_splits}
         assert_matches_reference(batch, **options)
@@ -87,11 +84,12 @@ def test_window_far_from_the_first_token(num_splits, device):
 
 
 @pytest.mark.parametrize("window_size", [None, 33, 75, 120])
-@pytest.mark.parametrize("num_splits", [2, 3, 4, 5, 40])
+@pytest.mark.parametrize("num_splits", [2, 3, 4, 5, 9])
 def test_split_keys(num_splits, window_size, device):
     """Splits that end inside each region of keys, and splits without keys."""
-    lens = [200, 97, 0, 1, 40], [12, 1, 0, 1, 17]
-    batch = make_batch(*lens, device, hidden_tokens=hidden_tokens(*lens, window_size))
+    lens = [200, 97, 0, 1, 40], [3, 1, 0, 1, 17]
+    hidden = hidden_tokens(*lens, window_size)
+    batch = make_batch(*lens, device, hidden_tokens=hidden, **ONE_KV_HEAD)
     assert_matches_reference(batch, num_splits=num_splits, window_size=window_size)
 
 
@@ -146,12 +144,11 @@ def test_batch_invariance(kv_dtype, num_splits, device):
         options |= random_scales("per head", 2, device)
     out, lse = prefill(batch, **options)
     starts = batch.cu_seqlens_q.tolist()
-    for rows in ([4, 2, 0, 3, 5, 1], [3], [3, 3, 5]):
+    for rows, slack in (([4, 2, 0, 3, 5, 1], 0), ([3], 0), ([3], 500), ([3, 3, 5], 0)):
         tokens = [t for row in rows for t in range(starts[row], starts[row + 1])]
         some = batch.select(rows)
-        for slack in (0, 500):
-            result = prefill(some, max_seqlen_q=some.max_seqlen_q + slack, **options)
-            assert same(result, [out[tokens], lse[tokens]])
+        result = prefill(some, max_seqlen_q=some.max_seqlen_q + slack, **options)
+        assert same(result, [out[tokens], lse[tokens]])
 
 
 def test_search_over_many_sequences(device, monkeypatch):

@@ -10,6 +10,7 @@ import warnings
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import kernels
 from kernels import torch_ops
@@ -192,27 +193,24 @@ def test_opcheck(name, device):
         torch.library.opcheck(operator(name), args, kwargs, test_utils=tests)
 
 
-class Step(torch.nn.Module):
+def decode_step(key, value, caches, q, positions, tables, pairs):
     """A decode step through most of the ops, with and without the optional results."""
-
-    def forward(self, key, value, caches, q, positions, tables, pairs):
-        seqs = torch.arange(len(positions), device=q.device)
-        context_lens = (positions + 1).int()
-        slots = kernels.slot_mapping_from_positions(positions, tables, seqs, caches.shape[3])
-        for k_cache, v_cache in zip(*caches, strict=True):
-            kernels.store_kvcache(key, value, k_cache, v_cache, slots)
-            args = (q, k_cache, v_cache, tables, context_lens)
-            a, lse_a = kernels.paged_decode_attention(*args, return_lse=True)
-            b = torch.empty_like(q)
-            kernels.paged_decode_attention(*args, window_size=2, num_splits=2, out=b)
-            q = kernels.merge_attention_states(a, lse_a, b, lse_a - 1)[0] + q
-        kernels.copy_blocks(caches, pairs)
-        kernels.copy_blocks([tuple(layer) for layer in caches.unbind(1)], pairs.flip(0))
-        return q
+    seqs = torch.arange(len(positions), device=q.device)
+    context_lens = (positions + 1).int()
+    slots = kernels.slot_mapping_from_positions(positions, tables, seqs, caches.shape[3])
+    for k_cache, v_cache in zip(*caches, strict=True):
+        kernels.store_kvcache(key, value, k_cache, v_cache, slots)
+        args = (q, k_cache, v_cache, tables, context_lens)
+        a, lse_a = kernels.paged_decode_attention(*args, return_lse=True)
+        b = torch.empty_like(q)
+        kernels.paged_decode_attention(*args, window_size=2, num_splits=2, out=b)
+        q = kernels.merge_attention_states(a, lse_a, b, lse_a - 1)[0] + q
+    kernels.copy_blocks(caches, pairs)
+    kernels.copy_blocks([tuple(layer) for layer in caches.unbind(1)], pairs.flip(0))
+    return q
 
 
-def step_args(device):
-    torch.manual_seed(0)
+def decode_step_args(device):
     return (
         *torch.randn(2, 2, 1, 16, device=device).unbind(0),
         torch.randn(2, 2, 6, 4, 1, 16, device=device),
@@ -223,60 +221,24 @@ def step_args(device):
     )
 
 
-def trace(how):
-    if how == "compile":
-        torch._dynamo.reset()
-        return lambda args: torch.compile(Step(), backend="aot_eager", fullgraph=True)
-    strict = how == "export-strict"
-    return lambda args: torch.export.export(Step(), args, strict=strict).module()
+def fp8_step(key, value, q, k_cache, v_cache, slots, tables, lens):
+    """Scales as numbers: schemas have no type for "a number or a tensor", so the traced call makes
+    tensors of numbers."""
+    scales = {"k_scale": 0.5, "v_scale": 2}
+    rows = {"key": key, "value": value, "slot_mapping": slots}
+    kernels.store_kvcache(**rows, k_cache=k_cache, v_cache=v_cache, **scales)
+    return kernels.paged_decode_attention(q, k_cache, v_cache, tables, lens, **scales)
 
 
-@pytest.mark.parametrize("how", ["compile", "export", "export-strict"])
-def test_traces_without_a_graph_break_and_computes_the_same(how, device):
-    args, want_args = step_args(device), step_args(device)
-    want = Step()(*want_args)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the tracers, about themselves
-        got = trace(how)(step_args(device))(*args)
-    assert torch.equal(got, want)
-    assert torch.equal(bits(args[2]), bits(want_args[2]))
-    assert not torch.equal(args[2], step_args(device)[2])
-
-
-@pytest.mark.parametrize("how", ["compile", "export"])
-def test_numbers_as_scales_of_an_fp8_cache_are_traced(how, device):
-    """Schemas have no type for "a number or a tensor"; the traced call makes tensors of numbers."""
-
-    class Fp8Step(torch.nn.Module):
-        def forward(self, key, value, q, k_cache, v_cache, slots, tables, lens):
-            scales = {"k_scale": 0.5, "v_scale": 2}
-            rows = {"key": key, "value": value, "slot_mapping": slots}
-            kernels.store_kvcache(**rows, k_cache=k_cache, v_cache=v_cache, **scales)
-            return kernels.paged_decode_attention(q, k_cache, v_cache, tables, lens, **scales)
-
-    torch.manual_seed(0)
-    rows, q = torch.randn(2, 2, 1, 16, device=device), torch.randn(1, 2, 16, device=device)
-    slots = torch.tensor([4, 5], device=device)
-    tables = torch.tensor([[1]], dtype=torch.int32, device=device)
-    lens = torch.tensor([2], dtype=torch.int32, device=device)
-
-    def arguments():
-        caches = torch.zeros(2, 3, 4, 1, 16, device=device).to(torch.float8_e4m3fn)
-        return (*rows, q, *caches, slots, tables, lens)
-
-    want_args, got_args = arguments(), arguments()
-    want = Fp8Step()(*want_args)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the tracers, about themselves
-        if how == "compile":
-            torch._dynamo.reset()
-            traced = torch.compile(Fp8Step(), backend="aot_eager", fullgraph=True)
-        else:
-            traced = torch.export.export(Fp8Step(), arguments()).module()
-        got = traced(*got_args)
-    assert torch.equal(got, want)
-    assert torch.equal(bits(got_args[3]), bits(want_args[3]))
-    assert bits(got_args[3]).any()
+def fp8_step_args(device):
+    return (
+        *torch.randn(2, 2, 1, 16, device=device),
+        torch.randn(1, 2, 16, device=device),
+        *torch.zeros(2, 3, 4, 1, 16, device=device).to(torch.float8_e4m3fn),
+        torch.tensor([4, 5], device=device),
+        torch.tensor([[1]], dtype=torch.int32, device=device),
+        torch.tensor([2], dtype=torch.int32, device=device),
+    )
 
 
 def flash_attn_step(q, k, v, k_cache, v_cache, lens, starts, table):
@@ -294,34 +256,54 @@ def flash_attn_step(q, k, v, k_cache, v_cache, lens, starts, table):
     return d, lse
 
 
-@pytest.mark.parametrize("how", ["compile", "dynamic", "export"])
-def test_flash_attn_functions_trace_without_a_graph_break(how, device):
-    class Module(torch.nn.Module):
-        forward = staticmethod(flash_attn_step)
+def flash_attn_step_args(device):
+    integers = ([1, 4], [0, 2, 4], [[1, 0], [2, 3]])
+    return (
+        *torch.randn(3, 2, 2, 1, 16, device=device).unbind(0),
+        *torch.randn(2, 4, 8, 1, 16, device=device).unbind(0),
+        *(torch.tensor(i, dtype=torch.int32, device=device) for i in integers),
+    )
 
+
+def trace(how, step, args):
+    """The step as a tracer understands it; a graph break is an error."""
+    if how in ("compile", "dynamic"):
+        torch._dynamo.reset()
+        dynamic = how == "dynamic"
+        return torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+
+    class Module(torch.nn.Module):
+        forward = staticmethod(step)
+
+    return torch.export.export(Module(), args, strict=how == "export-strict").module()
+
+
+@pytest.mark.parametrize(
+    ("step", "step_args", "how"),
+    [
+        *((decode_step, decode_step_args, how) for how in ("compile", "export", "export-strict")),
+        *((fp8_step, fp8_step_args, how) for how in ("compile", "export")),
+        *((flash_attn_step, flash_attn_step_args, how) for how in ("compile", "dynamic", "export")),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_traces_without_a_graph_break_and_computes_the_same(step, step_args, how, device):
     def arguments():
         torch.manual_seed(0)
-        integers = ([1, 4], [0, 2, 4], [[1, 0], [2, 3]])
-        return (
-            *torch.randn(3, 2, 2, 1, 16, device=device).unbind(0),
-            *torch.randn(2, 4, 8, 1, 16, device=device).unbind(0),
-            *(torch.tensor(i, dtype=torch.int32, device=device) for i in integers),
-        )
+        return step_args(device)
+
+    def same(tensors, others):
+        pairs = zip(tree_leaves(tensors), tree_leaves(others), strict=True)
+        return all(torch.equal(bits(a), bits(b)) for a, b in pairs)
 
     got_args, want_args = arguments(), arguments()
-    want = flash_attn_step(*want_args)
+    want = step(*want_args)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the tracers, about themselves
-        if how == "export":
-            traced = torch.export.export(Module(), arguments()).module()
-        else:
-            torch._dynamo.reset()
-            traced = torch.compile(
-                Module(), backend="aot_eager", fullgraph=True, dynamic=how == "dynamic"
-            )
-        got = traced(*got_args)
-    for a, b in zip((*got, *got_args), (*want, *want_args), strict=True):
-        assert torch.equal(a, b)
+        got = trace(how, step, arguments())(*got_args)
+    assert same(got, want)
+    assert same(got_args, want_args)
+    assert not same(got_args, arguments())
 
 
 class _OperatorCalls(TorchDispatchMode):
@@ -337,7 +319,7 @@ class _OperatorCalls(TorchDispatchMode):
 
 def test_eager_calls_bypass_the_dispatcher(device):
     with _OperatorCalls() as calls_seen:
-        Step()(*step_args(device))
+        decode_step(*decode_step_args(device))
         operator("slot_mapping_from_positions")(*calls(device)["slot_mapping_from_positions"][0][0])
     assert calls_seen.names == ["pagelab::slot_mapping_from_positions"]
 
