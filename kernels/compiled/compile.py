@@ -20,9 +20,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import re
 import subprocess
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,6 +36,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
 
 from kernels.compiled.architectures import ARCHITECTURES, Architecture
 from kernels.compiled.shipped import OPS, ShippedCall, shipped_calls
@@ -55,6 +58,8 @@ class KernelResources:
     """Per thread."""
     local_bytes: int
     """Stack and local (AMD: private) memory per thread: 0 unless registers spill."""
+    loop_spills: int
+    """Instructions inside loops that access local memory; NVIDIA only."""
     scalar_spills: int
     """Scalar registers moved to lanes of vector registers, which costs moves; AMD only."""
     shared_bytes: int
@@ -117,6 +122,19 @@ def _taking_over_compilation(target: GPUTarget, take: Callable) -> Iterator[None
         driver._active = previous_driver
 
 
+@functools.cache
+def _hash_in_one_order() -> None:
+    """Make every process find what another has compiled.
+
+    Triton 3.7.1 has the globals of a callee in the hash of a function only if the callee was hashed
+    before, and thus depends on what a process launched earlier.
+    """
+    modules = [sys.modules[name] for name in sorted(sys.modules) if name.startswith("kernels.")]
+    for value in [value for module in modules for value in vars(module).values()]:
+        if isinstance(value, JITFunction):
+            _ = value.cache_key
+
+
 def compile_call(call: Callable[[], object], arch: Architecture) -> list:
     """Compile every kernel that `call` would launch, without launching: Triton CompiledKernels.
 
@@ -129,6 +147,7 @@ def compile_call(call: Callable[[], object], arch: Architecture) -> list:
         raise RuntimeError(
             "kernels are bound to the interpreter: unset TRITON_INTERPRET to compile"
         )
+    _hash_in_one_order()
     target = arch.compile_target
     compiled = []
 
@@ -146,14 +165,48 @@ def _count_widths(accesses: Iterable[int]) -> dict[int, int]:
     return dict(sorted(Counter(accesses).items()))
 
 
-def _cubin_usage(cubin: bytes) -> dict[str, int]:
-    """REG, STACK, SHARED and LOCAL as recorded in a cubin."""
+def _cuobjdump(cubin: bytes, flag: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        command = [triton.knobs.nvidia.cuobjdump.path, flag, file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def _cubin_usage(cubin: bytes) -> dict[str, int]:
+    """REG, STACK, SHARED and LOCAL as recorded in a cubin."""
+    usage = _cuobjdump(cubin, "-res-usage")
     return {key: int(value) for key, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
+
+
+def count_loop_spills(sass: str) -> int:
+    """Instructions of one kernel that access local memory and lead back to themselves.
+
+    sass: as cuobjdump prints it. That a branch goes backward does not make a loop of what lies
+    between: waits for barriers stand behind the kernel's end and branch back from there. A call
+    leads to its subroutine and to what follows it, a return nowhere.
+    """
+    code = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?\w+ )?([A-Z][\w.]*)(.*?);", sass, re.M)
+    places = {int(address, 16): place for place, (address, *_) in enumerate(code)}
+    successors = []
+    for place, (_, predicate, opcode, operands) in enumerate(code):
+        condition, target = re.fullmatch(r"\s*(.*?)\s*(0x[0-9a-f]+)?\s*", operands).groups()
+        jumps = re.match("BRA|CALL|BSSY", opcode) and target
+        ends = re.match("EXIT|RET", opcode) or (opcode.startswith("BRA") and not condition)
+        goes_on = predicate or not ends
+        successors.append({places[int(target, 16)]} if jumps else set())
+        successors[-1] |= {place + 1} if goes_on and place + 1 < len(code) else set()
+
+    def repeats(place: int) -> bool:
+        seen, ahead = set(), [place]
+        while ahead:
+            new = successors[ahead.pop()] - seen
+            seen |= new
+            ahead += new
+        return place in seen
+
+    spills = [place for place, (_, _, opcode, _) in enumerate(code) if opcode[:3] in ("LDL", "STL")]
+    return sum(map(repeats, spills))
 
 
 def _ptx_widths(ptx: str, instruction: str) -> dict[int, int]:
@@ -164,7 +217,9 @@ def _ptx_widths(ptx: str, instruction: str) -> dict[int, int]:
 
 def _cuda_resources(compiled) -> dict[str, Any]:
     """The fields of KernelResources that a cubin and its PTX tell."""
-    used, ptx = _cubin_usage(compiled.asm["cubin"]), compiled.asm["ptx"]
+    cubin, ptx = compiled.asm["cubin"], compiled.asm["ptx"]
+    used = _cubin_usage(cubin)
+    local_bytes = used["STACK"] + used["LOCAL"]
     # The third operand of cp.async is a number of bytes.
     copies = re.findall(r"\bcp\.async\.c[ag]\.\S+ \[[^]]+\], \[[^]]+\], (\w+)", ptx)
     families = {
@@ -175,7 +230,8 @@ def _cuda_resources(compiled) -> dict[str, Any]:
     counts = {family: len(re.findall(pattern, ptx)) for family, pattern in families.items()}
     return {
         "registers": used["REG"],
-        "local_bytes": used["STACK"] + used["LOCAL"],
+        "local_bytes": local_bytes,
+        "loop_spills": count_loop_spills(_cuobjdump(cubin, "-sass")) if local_bytes else 0,
         "scalar_spills": 0,
         "shared_bytes": used["SHARED"] + compiled.metadata.shared,
         "tensor_memory_columns": compiled.metadata.tmem_size,
@@ -207,6 +263,7 @@ def _amd_resources(compiled) -> dict[str, Any]:
     return {
         "registers": metadata("vgpr_count"),
         "local_bytes": metadata("private_segment_fixed_size"),
+        "loop_spills": 0,
         "scalar_spills": metadata("sgpr_spill_count"),
         "shared_bytes": compiled.metadata.shared,
         "tensor_memory_columns": 0,

@@ -6,9 +6,11 @@ from __future__ import annotations
 import ctypes
 import json
 import mmap
+import multiprocessing
 import os
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,10 @@ import torch
 from filelock import FileLock
 
 sys.path.insert(0, str(Path(__file__).parent))
+from printed import printed_by
+
+# A thread may spill so much outside loops, once: which kernels do depends on the version of Triton.
+MAX_LOCAL_BYTES = 32
 
 
 def pytest_addoption(parser):
@@ -128,9 +134,19 @@ def run_without_interpreter():
 
 
 @pytest.fixture(scope="session")
-def shipped_resources(tmp_path_factory, run_without_interpreter):
+def compiling_process():
+    """Run code where kernels are compiled, in one process for all tests; returns what it prints."""
+    bind_to_compiler = "import os; os.environ.pop('TRITON_INTERPRET', None)"
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawn, initializer=exec, initargs=(bind_to_compiler,)) as process:
+        yield lambda code: process.submit(printed_by, code).result()
+
+
+@pytest.fixture(scope="session")
+def shipped_resources(tmp_path_factory, compiling_process):
     """Rows of `kernels.compiled.compile --json`: shipped_resources(arch, op, ..., match="bf16").
 
+    None spills in a loop, or more than MAX_LOCAL_BYTES.
     A selection is compiled once for all pytest-xdist workers; across runs Triton's cache serves.
     """
     shared = tmp_path_factory.getbasetemp()
@@ -142,8 +158,15 @@ def shipped_resources(tmp_path_factory, run_without_interpreter):
             if not path.exists():
                 flags = [flag for op in ops for flag in ("--op", op)]
                 flags += ["--arch", arch, "--match", match, "--json"]
-                path.write_text(run_without_interpreter("-m", "kernels.compiled.compile", *flags))
-        return [json.loads(line) for line in path.read_text().splitlines()]
+                path.write_text(
+                    compiling_process(f"from kernels.compiled.compile import main; main({flags})")
+                )
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        for row in rows:
+            kernel = (arch, row["kernel"], row["config"])
+            assert row["loop_spills"] == 0, kernel
+            assert row["local_bytes"] <= MAX_LOCAL_BYTES, kernel
+        return rows
 
     return resources
 

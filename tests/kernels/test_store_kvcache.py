@@ -144,12 +144,3 @@ def test_head_offsets_beyond_32_bits(far_apart, device):
     heads_first = torch.zeros(3, 2, 4, 32, dtype=torch.float16, device=device)
     caches = (cache.permute(1, 2, 0, 3) for cache in far_apart(heads_first, heads_first))
     assert_stores_like_reference(key, value, *caches, torch.tensor([5, 0, 2], device=device))
-
-
-def test_nothing_past_the_end_is_accessed(at_the_edge, device):
-    key, value = (at_the_edge(t) for t in torch.randn(2, 3, 3, 33, device=device).unbind(0))
-    k_cache, v_cache = (at_the_edge(torch.zeros(2, 3, 3, 33)) for _ in range(2))
-    slots = at_the_edge(torch.tensor([5, 0, 2]))
-    store_kvcache(key, value, k_cache, v_cache, slots)
-    assert torch.equal(k_cache.view(6, 3, 33)[slots], key)
-    assert torch.equal(v_cache.view(6, 3, 33)[slots], value)
