@@ -154,7 +154,7 @@ def _count_wavefronts(addresses, mask, size, programs, totals):
 
 
 def _tensor_operations(one: Instruction) -> int:
-    """Multiplications and additions of a tensor-core instruction, for each warp that executes it."""
+    """Multiplications and additions of a tensor-core instruction, for each warp of it."""
     shape = re.search(r"mma.*\.m(\d+)n(\d+)k(\d+)\.", one.opcode)
     if shape is None:
         return 0

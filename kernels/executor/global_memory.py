@@ -2,9 +2,10 @@
 
 A kernel does not see a tensor's real address but one in a window of its own, far from every other,
 with the lower bits that it would have on a GPU, whose allocators begin storages at multiples of
-512: so lines and sectors do not depend on where this process has its memory. What leaves the tensor, by any distance, therefore hits no other one, and
-the fault can say which argument's pointer strayed. Memory that a kernel finds by addresses in a
-tensor (`tables`) is known by its real addresses.
+512: so lines and sectors do not depend on where this process has its memory. What leaves the
+tensor, by any distance, therefore hits no other one, and the fault can say which argument's pointer
+strayed. Memory that a kernel finds by addresses in a tensor (`tables`) is known by its real
+addresses.
 
 Every byte remembers which program of the launch wrote it and which read it: programs run in no
 order, so that one may only read or write what another writes with atomic instructions (PTX ISA,
