@@ -14,6 +14,7 @@ _MODULES = (
     "eviction",
     "eviction_serving",
     "kernel_accuracy",
+    "kernel_counters",
     "gpu.kernel_latency",
     "kernel_resources",
     "launch_overhead",

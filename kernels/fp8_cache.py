@@ -94,6 +94,24 @@ def values_from_cache(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def queries_for_cache(q, k_ptr):
+    """(queries for the keys of a cache, unit of their scores): bf16 ones as fp16 for an fp8 cache.
+
+    e4m3 becomes fp16 at a quarter of the instructions. The unit is the power of two that puts the
+    largest finite query of the tile next to 2^14, so all that are within 2^-31 of it are exact.
+    """
+    if k_ptr.dtype.element_ty == tl.uint8 and q.dtype == tl.bfloat16:
+        magnitude = tl.abs(q.to(tl.float32))
+        largest = tl.max(tl.where(magnitude < float("inf"), magnitude, 0.0))
+        exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 28), 254)
+        down = ((127 + 14 + 127 - exponent) << 23).to(tl.float32, bitcast=True)
+        unit = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+        return (q.to(tl.float32) * down).to(tl.float16), unit
+    else:
+        return q, None
+
+
+@triton.jit
 def value_ptrs(ptrs, PAIRED: tl.constexpr):
     """Pointers to rows of values, to pairs of elements if PAIRED."""
     if PAIRED:

@@ -33,6 +33,7 @@ from kernels.fp8_cache import (
     from_cache,
     has_value_pairs,
     load_scale,
+    queries_for_cache,
     scale_arguments,
     value_ptrs,
     values_from_cache,
@@ -154,6 +155,9 @@ def _paged_decode_kernel(
         slope_ptrs = alibi_slopes_ptr + seq * stride_alibi_seq + heads
         alibi_slopes = tl.load(slope_ptrs, mask=head_mask, other=0.0)[:, None]
 
+    q, q_unit = queries_for_cache(q, k_cache_ptr)
+    if q_unit is not None:
+        scale *= q_unit
     if k_scale is not None:
         scale *= load_scale(k_scale, kv_head, stride_k_scale)
     unit = score_unit(scale, FOLD_SCALE)

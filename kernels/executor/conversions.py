@@ -92,9 +92,9 @@ def _cvt(translation: Translation) -> Step:
         return elementwise(translation, lambda a: bf16_to_f32(a).astype(dtype), "b16", to)
     if to == "bf16":
         _only(modifiers, "rn")
-        if source != "f32":
+        if source not in ("f16", "f32"):
             raise Unsupported(f".{source} to .bf16")
-        return elementwise(translation, f32_to_bf16, "f32", "b16")
+        return elementwise(translation, lambda a: f32_to_bf16(a.astype(np.float32)), source, "b16")
     return _cvt_number(translation, modifiers, to, source)
 
 

@@ -29,11 +29,16 @@ class CopyQueue:
         self._batch = batch
         self._committed = np.zeros(batch.num_threads, np.int64)
         self._queue: list[_Copies] = []
+        self._in_flight = np.zeros(batch.num_programs, np.int64)
+        self.most_in_flight = np.zeros(batch.num_programs, np.int64)
+        """Most bytes of each program that were pending at a time."""
 
     def issue(self, addresses: np.ndarray, mask: np.ndarray, data: np.ndarray) -> None:
         """The masked threads copy the bytes data[thread] to their addresses."""
         self._batch.shared.issue_copies(self._batch, addresses, mask, data.shape[1])
         self._queue.append(_Copies(addresses, data, mask.copy(), self._committed.copy()))
+        self._in_flight += self._num_bytes(data, mask)
+        np.maximum(self.most_in_flight, self._in_flight, out=self.most_in_flight)
 
     def commit(self, mask: np.ndarray) -> None:
         """Close the group of each masked thread."""
@@ -47,9 +52,14 @@ class CopyQueue:
             if arriving.any():
                 self._batch.shared.land_copies(copies.addresses, arriving, copies.data)
                 copies.pending = copies.pending & ~arriving
+                self._in_flight -= self._num_bytes(copies.data, arriving)
             if copies.pending.any():
                 still.append(copies)
         self._queue = still
+
+    def _num_bytes(self, data: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        """What the masked threads of each program copy."""
+        return data.shape[1] * mask.reshape(self._batch.num_programs, -1).sum(1)
 
     def wait_all(self, mask: np.ndarray) -> None:
         """Let everything that the masked threads issued arrive, committed or not."""

@@ -13,11 +13,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numba
 import numpy as np
 
-from kernels.executor.ptx import Instruction
+from kernels.executor.ptx import Instruction, Program
 
 _CLASSES = (
     ("tensor core", r"mma|wgmma\.mma_async"),
@@ -41,6 +42,15 @@ def class_of(one: Instruction) -> str:
     return next(name for name, pattern in _CLASSES if re.match(pattern, one.opcode))
 
 
+class ProgramCounts(NamedTuple):
+    """What one program of a launch did; fields as those of `Counts`."""
+
+    instructions: int
+    lines: int
+    wavefronts: int
+    tensor_operations: int
+
+
 @dataclass
 class Counts:
     """Exact counts of one launch; requests and instructions are those of warps."""
@@ -56,6 +66,8 @@ class Counts:
     read_bytes: int = 0
     """Bytes that threads ask for, however many ask for the same."""
     written_bytes: int = 0
+    distinct_bytes: int = 0
+    """Different bytes that the launch touches."""
     distinct_lines: int = 0
     """Different 128-byte lines that the launch touches: the least traffic that can do."""
     wavefronts: int = 0
@@ -66,6 +78,15 @@ class Counts:
     """Multiplications and additions of tensor-core instructions."""
     barriers: int = 0
     """bar.sync, counted once for each warp."""
+    bytes_in_flight: int = 0
+    """Most bytes of one program that asynchronous copies have pending at a time."""
+    programs: tuple[ProgramCounts, ...] = ()
+    """What each program did, by its number in the grid, of which x runs fastest."""
+
+    @property
+    def total(self) -> int:
+        """Warp instructions of every class."""
+        return sum(self.instructions.values())
 
     @property
     def sectors_per_request(self) -> float:
@@ -74,9 +95,9 @@ class Counts:
 
 
 @numba.njit(cache=True)
-def _count_places(addresses, mask, sizes, unit, totals):
-    """Add the different blocks of `unit` bytes of each warp's request to totals[1], requests to
-    totals[0]."""
+def _count_places(addresses, mask, sizes, unit, programs, totals):
+    """Add the different blocks of `unit` bytes of each warp's request to totals[1, program],
+    requests to totals[0, program]."""
     seen = np.empty(32 * 17, np.uint64)
     for warp in range(len(addresses) // 32):
         found, active = 0, False
@@ -98,13 +119,14 @@ def _count_places(addresses, mask, sizes, unit, totals):
                     seen[found] = block
                     found += 1
                 block += np.uint64(1)
-        totals[1] += found
-        totals[0] += active
+        totals[1, programs[32 * warp]] += found
+        totals[0, programs[32 * warp]] += active
 
 
 @numba.njit(cache=True)
-def _count_wavefronts(addresses, mask, size, totals):
-    """Add a shared access's wavefronts to totals[0], those beyond one per pass to totals[1]."""
+def _count_wavefronts(addresses, mask, size, programs, totals):
+    """Add a shared access's wavefronts to totals[0, program], those beyond one per pass to
+    totals[1, program]."""
     at_once = 32 if size <= 4 else 128 // size
     words = np.empty(128, np.int64)
     per_bank = np.empty(32, np.int64)
@@ -127,50 +149,70 @@ def _count_wavefronts(addresses, mask, size, totals):
                     found += 1
                     per_bank[word % 32] += 1
         if found:
-            totals[0] += per_bank.max()
-            totals[1] += per_bank.max() - 1
+            totals[0, programs[first]] += per_bank.max()
+            totals[1, programs[first]] += per_bank.max() - 1
+
+
+def _tensor_operations(one: Instruction) -> int:
+    """Multiplications and additions of a tensor-core instruction, for each warp of it."""
+    shape = re.search(r"mma.*\.m(\d+)n(\d+)k(\d+)\.", one.opcode)
+    if shape is None:
+        return 0
+    m, n, k = map(int, shape.groups())
+    return 2 * m * n * k // (4 if one.parts[0] == "wgmma" else 1)  # four warps do it together
 
 
 class Tally:
-    """Counts of accesses while a launch runs."""
+    """Counts of accesses while the programs of a launch run."""
 
-    def __init__(self):
-        self._sectors, self._lines = np.zeros((2, 2), np.int64)
-        self._wavefronts = np.zeros(2, np.int64)
+    def __init__(self, program: Program, num_programs: int):
+        self._program = program
+        self._operations = np.array([_tensor_operations(one) for one in program.instructions])
+        self._executed = np.zeros(len(program.instructions), np.int64)
+        self._sectors, self._lines, self._wavefronts, self._work = np.zeros(
+            (4, 2, num_programs), np.int64
+        )
         self._bytes = Counter()
+        self._in_flight = 0
 
-    def global_access(self, addresses, mask, sizes, kind: str) -> None:
+    def global_access(self, batch, addresses, mask, sizes, kind: str) -> None:
         """kind: "read" or "written"; sizes: bytes of each thread, or of all."""
-        _count_places(addresses, mask, sizes, 32, self._sectors)
-        _count_places(addresses, mask, sizes, 128, self._lines)
+        programs = batch.program_of_thread
+        _count_places(addresses, mask, sizes, 32, programs, self._sectors)
+        _count_places(addresses, mask, sizes, 128, programs, self._lines)
         self._bytes[kind] += int((np.broadcast_to(sizes, len(mask)) * mask).sum())
 
-    def shared_access(self, addresses, mask, size: int) -> None:
+    def shared_access(self, batch, addresses, mask, size: int) -> None:
         """An access of `size` bytes of each thread."""
-        _count_wavefronts(addresses, mask, size, self._wavefronts)
+        _count_wavefronts(addresses, mask, size, batch.program_of_thread, self._wavefronts)
 
-    def finish(self, launch) -> Counts:
+    def add(self, batch) -> None:
+        """What a batch has executed, at its end."""
+        self._executed += batch.executed.sum(1)
+        self._work[:, batch.programs] = batch.executed.sum(0), self._operations @ batch.executed
+        self._in_flight = max(self._in_flight, int(batch.copies.most_in_flight.max()))
+
+    def finish(self, memory) -> Counts:
         """The counts of a launch that has run."""
-        instructions, operations, barriers = Counter(), 0, 0
-        for one, times in zip(
-            launch.kernel.program.instructions, launch.executed.tolist(), strict=False
-        ):
+        instructions, barriers = Counter(), 0
+        for one, times in zip(self._program.instructions, self._executed.tolist(), strict=True):
             instructions[class_of(one)] += times
             barriers += times * (one.opcode == "bar.sync")
-            if shape := re.search(r"mma.*\.m(\d+)n(\d+)k(\d+)\.", one.opcode):
-                warps = 4 if one.parts[0] == "wgmma" else 1  # that do it together
-                m, n, k = map(int, shape.groups())
-                operations += 2 * m * n * k * times // warps
+        distinct_bytes, distinct_lines = memory.touched()
+        by_program = (self._work[0], self._lines[1], self._wavefronts[0], self._work[1])
         return Counts(
             instructions={name: n for name, n in instructions.items() if n},
-            requests=int(self._sectors[0]),
-            sectors=int(self._sectors[1]),
-            lines=int(self._lines[1]),
+            requests=int(self._sectors[0].sum()),
+            sectors=int(self._sectors[1].sum()),
+            lines=int(self._lines[1].sum()),
             read_bytes=self._bytes["read"],
             written_bytes=self._bytes["written"],
-            distinct_lines=launch.memory.distinct_lines(),
-            wavefronts=int(self._wavefronts[0]),
-            bank_conflicts=int(self._wavefronts[1]),
-            tensor_operations=operations,
+            distinct_bytes=distinct_bytes,
+            distinct_lines=distinct_lines,
+            wavefronts=int(self._wavefronts[0].sum()),
+            bank_conflicts=int(self._wavefronts[1].sum()),
+            tensor_operations=int(self._work[1].sum()),
             barriers=barriers,
+            bytes_in_flight=self._in_flight,
+            programs=tuple(map(ProgramCounts._make, np.array(by_program).T.tolist())),
         )

@@ -1,9 +1,11 @@
 """Global memory of a launch: the tensors that are its arguments, and nothing else.
 
 A kernel does not see a tensor's real address but one in a window of its own, far from every other,
-with the same lower bits. What leaves the tensor, by any distance, therefore hits no other one, and
-the fault can say which argument's pointer strayed. Memory that a kernel finds by addresses in a
-tensor (`tables`) is known by its real addresses.
+with the lower bits that it would have on a GPU, whose allocators begin storages at multiples of
+512: so lines and sectors do not depend on where this process has its memory. What leaves the
+tensor, by any distance, therefore hits no other one, and the fault can say which argument's pointer
+strayed. Memory that a kernel finds by addresses in a tensor (`tables`) is known by its real
+addresses.
 
 Every byte remembers which program of the launch wrote it and which read it: programs run in no
 order, so that one may only read or write what another writes with atomic instructions (PTX ISA,
@@ -36,6 +38,7 @@ class TensorWindow:
     """A tensor that a kernel may access.
 
     sizes, strides: as of a tensor, the strides in bytes and not negative.
+    storage: where the memory begins that it is a view of.
     unwritten: address of one byte for each byte of the tensor's span, 1 where nothing wrote it
         yet; 0 if all of it counts as written.
     """
@@ -45,7 +48,14 @@ class TensorWindow:
     itemsize: int
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
+    storage: int
     unwritten: int = 0
+
+    @property
+    def place(self) -> int:
+        """Its address if the storage began at a multiple of 512, or as far behind one as it is
+        behind a multiple of 64 (PyTorch's of CPU memory)."""
+        return self.address - self.storage + self.storage % 64
 
     @property
     def span(self) -> int:
@@ -208,7 +218,7 @@ class GlobalMemory:
     def __init__(self, tensors: Sequence[TensorWindow], tables: Sequence[TensorWindow] = ()):
         self.tensors = [*tensors, *tables]
         self.pointers = [
-            ((number + 1) << _WINDOW_BITS) | 1 << (_WINDOW_BITS - 8) | (tensor.address & 0xFFFF)
+            ((number + 1) << _WINDOW_BITS) | 1 << (_WINDOW_BITS - 8) | (tensor.place & 0xFFFF)
             for number, tensor in enumerate(tensors)
         ]
         shadow, num_bytes = self._place_shadows()
@@ -273,7 +283,7 @@ class GlobalMemory:
         if self._report[0]:
             self._fail(batch, size, "read")
         if batch.launch.tally is not None:
-            batch.launch.tally.global_access(addresses, mask, sizes, "read")
+            batch.launch.tally.global_access(batch, addresses, mask, sizes, "read")
         return out
 
     def store(self, batch, addresses, mask, data: np.ndarray) -> None:
@@ -294,18 +304,18 @@ class GlobalMemory:
             self._fail(batch, data.shape[1], "written")
         if batch.launch.tally is not None:
             sizes = np.array([data.shape[1]], np.int64)
-            batch.launch.tally.global_access(addresses, mask, sizes, "written")
+            batch.launch.tally.global_access(batch, addresses, mask, sizes, "written")
 
-    def distinct_lines(self) -> int:
-        """How many lines of 128 bytes programs have touched so far."""
+    def touched(self) -> tuple[int, int]:
+        """(bytes, lines of 128) that programs have touched so far."""
         _, writers, readers = self._shadows
+        touched = (writers != 0) | (readers != 0)
         lines = set()
         for number, tensor in enumerate(self.tensors):
             first = int(self._windows.shadow[number])
-            part = slice(first, first + tensor.span)
-            touched = (writers[part] != 0) | (readers[part] != 0)
-            lines.update(((np.flatnonzero(touched) + tensor.address) // 128).tolist())
-        return len(lines)
+            places = np.flatnonzero(touched[first : first + tensor.span]) + tensor.place
+            lines.update((tensor.storage, line) for line in np.unique(places // 128).tolist())
+        return int(touched.sum()), len(lines)
 
     def _fail(self, batch, size: int, done: str) -> None:
         code, thread, window, offset, other = map(int, self._report)

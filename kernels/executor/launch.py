@@ -22,7 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from kernels.executor.counts import Counts, Tally
+from kernels.executor.counts import Counts
 from kernels.executor.global_memory import GlobalMemory
 from kernels.executor.machine import Kernel, Launch
 from kernels.executor.tensors import AddressBook, FreshMemory, window_of
@@ -105,7 +105,7 @@ class _Session:
             memory,
             _pack(kernel, arguments, iter(memory.pointers)),
             self.seed,
-            Tally() if self.count else None,
+            self.count,
         )
         launch.run()
         self.execution.launches.append(
@@ -115,7 +115,7 @@ class _Session:
                 num_warps,
                 time.perf_counter() - started,
                 int(launch.executed.sum()),
-                launch.tally.finish(launch) if self.count else None,
+                launch.tally.finish(memory) if self.count else None,
             )
         )
 
@@ -168,9 +168,9 @@ def run_ptx(
         ]
     )
     packed = _pack(kernel, named, iter(memory.pointers))
-    launch = Launch(kernel, grid, num_warps, shared_bytes, memory, packed, seed, Tally())
+    launch = Launch(kernel, grid, num_warps, shared_bytes, memory, packed, seed, count=True)
     launch.run()
-    return launch.tally.finish(launch)
+    return launch.tally.finish(memory)
 
 
 _SESSIONS: list[_Session] = []

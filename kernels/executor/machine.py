@@ -65,13 +65,15 @@ class Launch:
     memory: GlobalMemory
     arguments: bytes
     seed: int | None = None
-    tally: Tally | None = None
-    """Counts accesses, if there is one."""
+    count: bool = False
     executed: np.ndarray = field(init=False)
     """How many warps have executed each instruction, by its index."""
+    tally: Tally | None = field(init=False)
+    """What else is counted, if `count` says so."""
 
     def __post_init__(self):
-        self.executed = np.zeros(len(self.kernel.steps) + 1, np.int64)
+        self.executed = np.zeros(len(self.kernel.steps), np.int64)
+        self.tally = Tally(self.kernel.program, math.prod(self.grid)) if self.count else None
 
     def coordinates(self, program: int) -> tuple[int, int, int]:
         """(x, y, z) of a program of the grid."""
@@ -87,7 +89,11 @@ class Launch:
         at_once = max(1, MAX_THREADS // (32 * self.num_warps))
         with np.errstate(all="ignore"):
             for first in range(0, len(order), at_once):
-                Batch(self, order[first : first + at_once], rng).run()
+                batch = Batch(self, order[first : first + at_once], rng)
+                batch.run()
+                self.executed += batch.executed.sum(1)
+                if self.tally:
+                    self.tally.add(batch)
 
 
 @dataclass
@@ -96,7 +102,8 @@ class _Group:
 
     mask: np.ndarray | None
     """None: all threads of the batch."""
-    num_warps: int
+    num_warps: np.ndarray
+    """Of each program of the batch."""
 
 
 class Batch:
@@ -104,13 +111,15 @@ class Batch:
 
     Attributes that instructions use: num_threads; registers; special (registers by name); shared,
     memory, copies, products; program_of_thread (index in the launch); at and mask (the instruction
-    that runs and the threads that stand at it).
+    that runs and the threads that stand at it). executed: how many warps have executed each
+    instruction, [instruction, program].
     """
 
     def __init__(self, launch: Launch, programs: Sequence[int], rng: random.Random | None):
         self.launch, self._rng = launch, rng
         self.threads_per_program = 32 * launch.num_warps
-        self.num_programs = len(programs)
+        self.programs, self.num_programs = programs, len(programs)
+        self.executed = np.zeros((len(launch.kernel.steps), len(programs)), np.int64)
         self.num_threads = self.num_programs * self.threads_per_program
         self.memory = launch.memory
         self.arguments = launch.arguments
@@ -232,9 +241,8 @@ class Batch:
         return at, self._group(part.reshape(-1)), self._rng.randrange(1, 400)
 
     def _group(self, mask: np.ndarray) -> _Group:
-        if mask.all():
-            return _Group(None, self.num_threads // 32)
-        return _Group(mask, int(mask.reshape(-1, 32).any(1).sum()))
+        by_warp = mask.reshape(self.num_programs, -1, 32)
+        return _Group(None if mask.all() else mask, by_warp.any(2).sum(1))
 
     def _join(self, at: int, mask: np.ndarray) -> None:
         """Threads come to instruction `at`."""
@@ -246,7 +254,7 @@ class Batch:
 
     def _run_group(self, at: int, group: _Group, budget: int) -> int:
         """Run a group until it branches apart, waits, ends, meets another or has had its turn."""
-        steps, executed, groups = self.launch.kernel.steps, self.launch.executed, self._groups
+        steps, executed, groups = self.launch.kernel.steps, self.executed, self._groups
         mask, num_warps = group.mask, group.num_warps
         self.mask = mask
         labels = self.launch.kernel.program.labels

@@ -270,7 +270,7 @@ class SharedMemory:
 
     def _tally(self, batch, addresses, mask, size: int) -> None:
         if batch.launch.tally is not None:
-            batch.launch.tally.shared_access(addresses, mask, size)
+            batch.launch.tally.shared_access(batch, addresses, mask, size)
 
     def _check(self, batch, size: int, done: str) -> None:
         code, thread, address, other = map(int, self._report)

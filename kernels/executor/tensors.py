@@ -27,7 +27,15 @@ def window_of(name: str, tensor: torch.Tensor, unwritten: int = 0) -> TensorWind
         raise ValueError(f"{name}: the executor runs kernels on CPU tensors, got {tensor!r:.80}")
     strides = tuple(stride * tensor.itemsize for stride in tensor.stride())
     address = _DATA_PTR(tensor)
-    return TensorWindow(name, address, tensor.itemsize, tuple(tensor.shape), strides, unwritten)
+    return TensorWindow(
+        name,
+        address,
+        tensor.itemsize,
+        tuple(tensor.shape),
+        strides,
+        tensor.untyped_storage().data_ptr(),
+        unwritten,
+    )
 
 
 _DATA_PTR = torch.Tensor.data_ptr

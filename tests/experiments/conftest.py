@@ -85,6 +85,7 @@ TINY_RUNS = {
     "--policy lru --policy sieve --policy belady --policy {policy}:Mine",
     "eviction_serving": "--trace {chat} --policy s3fifo --policy belady --capacity-percent 40 80 "
     "--num-requests 30 --slice-tokens 3000 --max-output-tokens 2 --timed-model tiny",
+    "kernel_counters": "--op decode store --arch sm_90 --kv-dtype bfloat16 --block-size 16",
     "manager_overhead": "--pool-blocks 512 1024 --requests 4 --tree-prompts 12",
     "memory_waste": "--trace {lengths} --block-size 1 16 --num-requests 40 --sequences-in-cache 2",
     "preemption": "--model tiny --threads 1 --block-size 4 16 --context-tokens 32 "

@@ -20,6 +20,7 @@ NUM_CELLS = {
     "engine_overhead": 3,
     "eviction": 9,
     "eviction_serving": 7,
+    "kernel_counters": 3,
     "manager_overhead": 4,
     "memory_waste": 5,
     "preemption": 6,
@@ -105,6 +106,8 @@ manager_overhead --tree-page-sizes 1000: needs a divisor of 1024
 manager_overhead --tree-prompts 0: AT_LEAST_1
 kernel_accuracy --kernel x: needs one of .*copy_blocks
 kernel_accuracy --block-size 0: AT_LEAST_1
+kernel_counters --op x: needs one of decode, prefill
+kernel_counters --sglang none.py| none\\.py
 memory_waste --sequences-in-cache 0: AT_LEAST_1
 memory_waste --load 0: NOT_ABOVE_0
 preemption --cache-tokens 150: does not hold a request of 224 tokens in blocks of 1

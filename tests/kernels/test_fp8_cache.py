@@ -95,6 +95,34 @@ def test_nan_in_a_used_slot_stays_in_its_sequence(which, code, device):
     assert expected.isfinite().all()
 
 
+def bf16_batch(device):
+    shape = {"num_q_heads": 4, "num_kv_heads": 1, "head_dim": 16, "block_size": 4}
+    return random_paged_batch(
+        [9, 21], dtype=torch.bfloat16, kv_dtype=FP8_DTYPE, device=device, **shape
+    ).decode_args
+
+
+@pytest.mark.parametrize("power", [-80, -20, 17, 80])
+def test_the_magnitude_of_bf16_queries_costs_no_digits(power, device):
+    """They meet keys as fp16, which holds much fewer magnitudes."""
+    q, *cache = bf16_batch(device)
+    expected = paged_decode_attention(q, *cache, scale=0.25)
+    out = paged_decode_attention(q * 2.0**power, *cache, scale=0.25 * 2.0**-power)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("wrong", [math.inf, -math.inf, math.nan])
+def test_a_query_that_is_not_finite_stays_in_its_head(wrong, device):
+    q, *cache = bf16_batch(device)
+    expected = paged_decode_attention(q, *cache)
+    q[1, 2, 5] = wrong
+    out = paged_decode_attention(q, *cache)
+    others = torch.ones(2, 4, dtype=torch.bool, device=device)
+    others[1, 2] = False
+    assert torch.equal(out[others], expected[others])
+    assert not out[1, 2].isfinite().all()
+
+
 @pytest.fixture(scope="module", params=CUDA_ARCHITECTURES)
 def compiled(request, shipped_resources):
     """Decode of several head_dims on sm_90, else of one; stores; prefill short of registers."""

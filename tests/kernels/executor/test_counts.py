@@ -9,10 +9,8 @@ ADDRESS = "mul.wide.u32 %d11, %r0, {stride}; add.s64 %d12, %d0, %d11;"
 
 
 def memory(num_bytes: int) -> torch.Tensor:
-    """Bytes that begin where a line of 128 does."""
-    room = torch.zeros(num_bytes + 128, dtype=torch.uint8)
-    skipped = -room.data_ptr() % 128
-    return room[skipped : skipped + num_bytes]
+    """Bytes, which begin where a line of 128 does: kernels see them where a GPU would have them."""
+    return torch.zeros(num_bytes, dtype=torch.uint8)
 
 
 @pytest.mark.parametrize(
@@ -32,6 +30,17 @@ def test_sectors_and_lines(run_body, access, stride, sectors, lines):
     counts = run_body(ADDRESS.format(stride=stride) + access, memory(128 * 32))
     assert (counts.requests, counts.sectors, counts.lines) == (1, sectors, lines)
     assert counts.distinct_lines == lines
+
+
+@pytest.mark.parametrize("skipped", [0, 64, 128, 200])
+def test_lines_do_not_depend_on_where_this_process_has_its_memory(run_body, skipped):
+    """A view's place in its storage alone decides how many lines it lies in."""
+    held = [torch.zeros(size, dtype=torch.uint8) for size in (48, 80, 200)]  # moves the next
+    view = torch.zeros(1024, dtype=torch.uint8)[skipped : skipped + 128]
+    counts = run_body(ADDRESS.format(stride=4) + "ld.global.b32 %r1, [%d12];", view)
+    lines = 1 if skipped % 128 == 0 else 2
+    assert (counts.lines, counts.distinct_lines, len(held)) == (lines, lines, 3)
+    assert counts.distinct_bytes == 128
 
 
 def test_masked_threads_and_programs(run_body):
@@ -92,3 +101,32 @@ def test_classes_tensor_operations_and_barriers(run_body):
     expected = {"tensor core": 3, "synchronisation": 6, "floating point": 3, "integer": 3}
     expected |= {"move": 6, "conversion": 6, "control": 3, "parameter": 3}
     assert counts.instructions == expected
+
+
+def test_programs_are_counted_one_by_one(run_body):
+    """Program x loops x times: three instructions, a line and two wavefronts of each warp."""
+    body = """
+    mov.u32 %r1, %ctaid.x;
+    TOP:
+    setp.eq.u32 %p1, %r1, 0; @%p1 bra END;
+    sub.s32 %r1, %r1, 1; ld.global.b32 %r2, [%d0]; st.shared.v2.b32 [%r3], {%r0, %r0};
+    mul.lo.s32 %r3, %r0, 8; bra TOP;
+    END:
+    """.replace("TOP", "$L_TOP").replace("END", "$L_END")
+    body = body.replace("mov.u32 %r1, %ctaid.x;", "mov.u32 %r1, %ctaid.x; mul.lo.s32 %r3, %r0, 8;")
+    counts = run_body(body, memory(4), grid=(4, 1, 1), num_warps=1, shared_bytes=256)
+    for loops, program in enumerate(counts.programs):
+        assert program.lines == loops
+        assert program.wavefronts == 2 * loops
+        assert program.instructions == counts.programs[0].instructions + 7 * loops
+        assert program.tensor_operations == 0
+    assert sum(program.instructions for program in counts.programs) == counts.total
+
+
+def test_bytes_in_flight(run_body):
+    """Each of 64 threads copies 16 bytes three times; the first has to arrive before the third."""
+    copy = "cp.async.cg.shared.global [%r2{place}], [%d0], 16; cp.async.commit_group;"
+    body = "mul.lo.s32 %r2, %r0, 16;" + copy.format(place="") + copy.format(place="+1024")
+    body += "cp.async.wait_group 1;" + copy.format(place="+2048") + "cp.async.wait_all;"
+    counts = run_body(body, memory(16), num_warps=2, grid=(2, 1, 1), shared_bytes=3072)
+    assert counts.bytes_in_flight == 2 * 64 * 16

@@ -229,6 +229,17 @@ def _hard_floats() -> torch.Tensor:
     return torch.cat([around, -around])[:20480]
 
 
+@pytest.mark.parametrize("opcode", ["cvt.rn.bf16.f16", "cvt.bf16.f16"])
+def test_bf16_of_every_f16(compute, opcode):
+    """In order of the bits; a NaN stays one, whatever its payload."""
+    text = "mov.b32 {{%h1, %h2}}, %r1; {0} %h3, %h1; {0} %h4, %h2; mov.b32 %r4, {{%h3, %h4}};"
+    results = compute(text.format(opcode), ALL_16)
+    found = torch.tensor(results).to(torch.uint32).view(torch.int16).view(torch.bfloat16)
+    expected = torch.arange(1 << 16).to(torch.uint16).view(torch.float16).bfloat16()
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(found[~found.isnan()], expected[~expected.isnan()])
+
+
 @pytest.mark.parametrize("opcode", NARROW)
 def test_conversion_to_narrower_floats(compute, opcode):
     values = _hard_floats()

@@ -1,0 +1,324 @@
+"""What every kernel's compiled PTX does, counted as it is executed without a GPU.
+
+Each call runs on ``kernels/executor``, which executes the PTX that Triton compiled for the
+architecture, is judged against its reference, and is counted: instructions by class, requests to
+global memory with the sectors and lines they touch, shared-memory wavefronts and bank conflicts,
+tensor-core operations, barriers, copies in flight. From the counts follows a bound of the time
+(``bench/modelled_time.py``), in columns that begin with ``modelled_``. It is not a measurement.
+
+Unseen stay ptxas and all it does (registers, spills, joined, dropped and scheduled instructions),
+real speed, caches, the order of accesses on hardware and the last bits of its rounding; reads of
+shared memory by wgmma are no wavefronts here.
+
+Beside ours run SGLang's grouped decode and vLLM's unified attention where their files are given.
+Triton's fused-attention tutorial is left out: it does other work (fp16, no pages, no grouped
+heads), picks its tiles by timing, and its copies by tensor maps are not known to the executor.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from experiments import style
+from experiments.bench.counted_work import COUNTED, Size, counted
+from experiments.bench.gpus import GPUS
+from experiments.bench.modelled_time import LINE, modelled_time
+from experiments.bench.other_kernels import OTHERS
+from experiments.bench.problem import OURS, WrongResult
+from experiments.harness import (
+    Axis,
+    Count,
+    Experiment,
+    InputFile,
+    Options,
+    Unavailable,
+    grid,
+    one_of,
+)
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from experiments.bench.gpus import Gpu
+    from kernels.executor import LaunchRecord
+
+CLASSES = (
+    "integer",
+    "floating point",
+    "conversion",
+    "move",
+    "tensor core",
+    "asynchronous copy",
+    "global load",
+    "global store",
+    "shared memory",
+    "exchange",
+    "synchronisation",
+    "control",
+    "parameter",
+)
+"""Classes of instructions, as the executor names them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sizes(Options):
+    op: Axis[Annotated[str, one_of(COUNTED)]] = tuple(COUNTED)
+    arch: Axis[Literal["sm_80", "sm_90"]] = ("sm_80", "sm_90")
+    """What the kernels are compiled for."""
+    kv_dtype: Axis[Literal["bfloat16", "float8_e4m3fn"]] = ("bfloat16", "float8_e4m3fn")
+    """Of the cache."""
+    block_size: Axis[Count] = (1, 16, 24, 256)
+    """Token slots per block."""
+    lengths: Axis[Literal["even", "skewed"]] = ("even", "skewed")
+    """Of the sequences: all the same, or one long one with as many tokens in all."""
+    num_q_heads: Count = 32
+    num_kv_heads: Count = 8
+    head_dim: Count = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelCounters(_Sizes):
+    """The grid: ops x architectures x caches x batches, ours and others'."""
+
+    sglang: Path | None = None
+    """SGLang's decode_attention.py, to be counted too."""
+    vllm: Path | None = None
+    """vLLM's triton_unified_attention.py (its helpers beside it), to be counted too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelCountersCell(_Sizes):
+    implementation: str
+    """Ours or one of ``OTHERS``."""
+    source: InputFile | None
+    """The file of another implementation."""
+
+    @property
+    def group(self) -> tuple[str, ...]:
+        return self.arch, self.op, self.kv_dtype
+
+    @property
+    def size(self) -> Size:
+        return Size(**{field.name: getattr(self, field.name) for field in fields(Size)})
+
+
+def cells(options: KernelCounters) -> Iterator[KernelCountersCell]:
+    """What an op does not know it is not varied over."""
+    files = {name: getattr(options, name) for name in OTHERS}
+    sources = {name: InputFile.of(path) for name, path in files.items() if path}
+    for name, source in [(OURS, None), *sources.items()]:
+        for op in options.op:
+            if source is None or op in OTHERS[name].ops:
+                known = COUNTED[op]
+                yield from grid(
+                    options,
+                    KernelCountersCell,
+                    op=[op],
+                    kv_dtype=options.kv_dtype if known.in_cache else options.kv_dtype[:1],
+                    block_size=options.block_size if known.in_cache else options.block_size[:1],
+                    lengths=options.lengths if known.skewed else options.lengths[:1],
+                    implementation=name,
+                    source=source,
+                )
+
+
+def run_cell(cell: KernelCountersCell) -> list[dict[str, Any]]:
+    os.environ.pop("TRITON_INTERPRET", None)  # read when kernels is first imported
+    from triton.errors import TritonError
+
+    from kernels.executor import MULTIPROCESSORS, UnknownInstruction, execute_ptx
+
+    path = cell.source and cell.source.path
+    call, judge = counted(cell.op, cell.size, cell.implementation, path)
+    try:
+        with execute_ptx(cell.arch, count=True) as execution:
+            result = call()
+    except (TritonError, UnknownInstruction) as error:
+        if path is None:
+            raise
+        reason = str(error).strip().splitlines()[-1]
+        raise Unavailable(
+            f"{cell.implementation} on {cell.arch}, {cell.kv_dtype}: {reason}"
+        ) from error
+    accuracy = judge(result)
+    if path is None and not accuracy.passed:  # others may round otherwise: their error is shown
+        raise WrongResult(f"error {accuracy.error:g}, allowed {accuracy.bound:g}")
+    shape = {name: getattr(cell, name) for name in ("op", "implementation", "arch", *_SHAPE)}
+    judged = {"error": accuracy.error, "error_bound": accuracy.bound}
+    return [
+        {**shape, **judged, **_counts(launch), **_modelled(launch, gpu, MULTIPROCESSORS[cell.arch])}
+        for launch in execution.launches
+        for gpu in GPUS
+        if gpu.arch == cell.arch
+    ]
+
+
+_SHAPE = ("kv_dtype", "block_size", "lengths", "num_q_heads", "num_kv_heads", "head_dim")
+
+
+def _counts(launch: LaunchRecord) -> dict[str, Any]:
+    counts = launch.counts
+    by_class = {
+        f"instructions_{name.replace(' ', '_')}": counts.instructions.get(name, 0)
+        for name in CLASSES
+    }
+    return {
+        "kernel": launch.kernel.strip("_").removesuffix("_kernel"),
+        "programs": len(counts.programs),
+        "num_warps": launch.num_warps,
+        "instructions": counts.total,
+        **by_class,
+        "read_bytes": counts.read_bytes,
+        "written_bytes": counts.written_bytes,
+        "distinct_bytes": counts.distinct_bytes,
+        "distinct_line_bytes": LINE * counts.distinct_lines,
+        "requests": counts.requests,
+        "sectors": counts.sectors,
+        "lines": counts.lines,
+        "sectors_per_request": counts.sectors_per_request,
+        "lines_per_request": counts.lines / max(1, counts.requests),
+        "shared_wavefronts": counts.wavefronts,
+        "bank_conflicts": counts.bank_conflicts,
+        "tensor_operations": counts.tensor_operations,
+        "barriers": counts.barriers,
+        "bytes_in_flight_per_program": counts.bytes_in_flight,
+    }
+
+
+def _modelled(launch: LaunchRecord, gpu: Gpu, num_multiprocessors: int) -> dict[str, Any]:
+    time = modelled_time(launch.counts, gpu, num_multiprocessors)
+    parts = {
+        f"modelled_{name.replace(' ', '_').lower()}_us": 1e6 * seconds
+        for name, seconds in time.parts.items()
+    }
+    return {
+        "gpu": gpu.name,
+        **parts,
+        "modelled_placed_us": 1e6 * time.placed,
+        "modelled_bound_us": 1e6 * time.bound,
+        "modelled_bound_by": time.bound_by,
+    }
+
+
+def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
+    """The figures counts, what kernels do, and modelled, what that bounds their time to."""
+    named = rows.assign(name=[_name(row) for row in rows.itertuples()])
+    with style.figures():
+        return [
+            *style.save(_draw_counts(named), folder, "counts"),
+            *style.save(_draw_modelled(named), folder, "modelled"),
+        ]
+
+
+def _name(row: Any) -> str:
+    theirs = "" if row.implementation == OURS else f"{row.implementation}: "
+    return f"{row.op}, {theirs}{row.kernel}"
+
+
+_LOOKS = {
+    ("sm_80", "bfloat16"): ("sm_80, bf16 cache", style.BLUE, "o", True),
+    ("sm_80", "float8_e4m3fn"): ("sm_80, fp8 cache", style.SKY, "^", True),
+    ("sm_90", "bfloat16"): ("sm_90, bf16 cache", style.BLACK, "s", False),
+    ("sm_90", "float8_e4m3fn"): ("sm_90, fp8 cache", style.RED, "D", False),
+}
+_METRICS = {
+    "warp instructions\nper KiB of distinct lines": lambda r: (
+        1024 * r["instructions"] / r["distinct_line_bytes"]
+    ),
+    "128-byte lines requested\nper distinct line": lambda r: (
+        LINE * r["lines"] / r["distinct_line_bytes"]
+    ),
+    "wavefronts of shared memory that\nare bank conflicts (%)": lambda r: (
+        100 * r["bank_conflicts"] / r["shared_wavefronts"].clip(lower=1)
+    ),
+    "most bytes of asynchronous copies\nin flight per program (KiB)": lambda r: (
+        r["bytes_in_flight_per_program"] / 1024
+    ),
+}
+
+
+def _draw_counts(rows: pd.DataFrame) -> Figure:
+    """A panel per metric, a dot per architecture, cache, block size and batch."""
+    names = list(dict.fromkeys(rows["name"]))[::-1]
+    figure, axes, _ = style.panel_grid(
+        len(_METRICS), height=0.6 + 0.2 * len(names), width=3.4, columns=2
+    )
+    for number, (axis, (label, metric)) in enumerate(zip(axes, _METRICS.items(), strict=True)):
+        for offset, (key, (name, color, marker, fill)) in enumerate(_LOOKS.items()):
+            some = rows[(rows["arch"] == key[0]) & (rows["kv_dtype"] == key[1])]
+            look = {**style.line(color, marker, fill=fill), "linestyle": "none", "ms": 3}
+            places = some["name"].map(names.index) + 0.27 - 0.18 * offset
+            axis.plot(metric(some), places, label=name, **look)
+        axis.set_ylim(-0.6, len(names) - 0.4)
+        axis.set_yticks(range(len(names)), names if number % 2 == 0 else [], fontsize=6)
+        axis.grid(visible=True, axis="y", linewidth=0.3)
+        axis.set_xlim(left=0)
+        axis.set_xlabel(label, fontsize=7)
+    figure.supxlabel("counted in executed PTX; a dot per block size and batch", fontsize=7)
+    style.shared_legend(figure, columns=4)
+    return figure
+
+
+_PARTS = {
+    "modelled_issue_us": ("issue slots", style.BLUE, "o", False),
+    "modelled_lsu_us": ("LSU", style.ORANGE, "s", True),
+    "modelled_tensor_cores_us": ("tensor cores", style.GREEN, "^", False),
+    "modelled_dram_us": ("DRAM", style.RED, "D", True),
+    "modelled_placed_us": ("programs placed one by one", style.BLACK, "x", True),
+}
+
+
+def _draw_modelled(rows: pd.DataFrame) -> Figure:
+    """A panel per GPU, a line per kernel, cache and batch, at one block size."""
+    size = 16 if (rows["block_size"] == 16).any() else rows["block_size"].iloc[0]
+    knows_blocks = rows["op"].map(lambda op: COUNTED[op].in_cache)
+    some = rows[(rows["block_size"] == size) | ~knows_blocks]
+    caches = {"bfloat16": "bf16", "float8_e4m3fn": "fp8"}
+    skewed = some["lengths"].map(lambda lengths: ", skewed" if lengths == "skewed" else "")
+    some = some.assign(line=some["name"] + ", " + some["kv_dtype"].map(caches) + skewed)
+    lines, gpus = list(dict.fromkeys(some["line"]))[::-1], list(dict.fromkeys(some["gpu"]))
+    figure, axes, _ = style.panel_grid(
+        len(gpus), height=0.6 + 0.13 * len(lines), width=2.4, columns=3
+    )
+    for number, (axis, gpu) in enumerate(zip(axes, gpus, strict=True)):
+        _draw_parts(axis, some[some["gpu"] == gpu], lines)
+        axis.set_yticks(range(len(lines)), lines if number == 0 else [], fontsize=5.5)
+        axis.set_title(gpu)
+    figure.supxlabel(
+        f"modelled lower bound of the time (µs), not measured; block size {size}", fontsize=8
+    )
+    style.shared_legend(figure, columns=5)
+    return figure
+
+
+def _draw_parts(axis: Axes, rows: pd.DataFrame, lines: list[str]) -> None:
+    places = rows["line"].map(lines.index)
+    for column, (name, color, marker, fill) in _PARTS.items():
+        look = {**style.line(color, marker, fill=fill), "linestyle": "none", "ms": 3}
+        above_0 = rows[column] > 0
+        axis.plot(rows[column][above_0], places[above_0], label=name, **look)
+    axis.set(xscale="log", ylim=(-0.7, len(lines) - 0.3))
+    axis.grid(visible=True, axis="y", linewidth=0.3)
+
+
+EXPERIMENT = Experiment(
+    name="kernel_counters",
+    figure="instructions, memory transactions, bank conflicts of every kernel, executed as PTX",
+    options=KernelCounters(),
+    quick=KernelCounters(
+        op=("decode", "store"),
+        arch=("sm_90",),
+        kv_dtype=("bfloat16",),
+        block_size=(16,),
+        lengths=("even",),
+    ),
+    cells=cells,
+    run_cell=run_cell,
+    plot=plot,
+)
