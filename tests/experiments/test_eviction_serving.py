@@ -18,6 +18,7 @@ from experiments.eviction_serving import EvictionServing
 from experiments.harness import Absent, Unavailable
 from experiments.load import service_times
 from experiments.load.scaled_trace import shrink_blocks
+from experiments.load.workloads import REAL_TRACES
 
 torch.set_num_threads(1)
 
@@ -73,7 +74,7 @@ def test_the_tiny_run_has_bounds_and_ratios_to_no_cache(tiny_run):
     assert at["s3fifo", 0.8] == pytest.approx(expected, rel=1e-3)
 
 
-@pytest.mark.parametrize("policy", ["lfu", "lru_k"])
+@pytest.mark.parametrize("policy", ["lru", "lfu", "lru_k"])
 def test_one_request_at_a_time_the_engine_hits_what_the_replay_hits(trace, policy):
     """Of policies that give up a prompt from its tail.  The engine's pool has one block more: that
     of the last token of the running prompt."""
@@ -86,26 +87,6 @@ def test_one_request_at_a_time_the_engine_hits_what_the_replay_hits(trace, polic
     assert row["engine_evictions"] == replay.evictions
     assert row["preemptions"] == 0
     assert row["mean_running"] == 1
-
-
-def test_one_request_at_a_time_lru_queues_the_partial_blocks_too(trace):
-    """vLLM's free queue: as if the last token of each prompt were a block of its own."""
-    serial = {"arrivals": "serial", "max_output_tokens": 1}
-    row = run_one(trace, "lru", **serial)
-    slice_ = served_slice(trace, **serial)
-    own = slice_.num_unique_blocks
-    with_tails = Trace.from_requests(
-        (
-            (*request[:3], [*request.block_ids.tolist(), own + index])
-            for index, request in enumerate(slice_)
-        ),
-        name="with tails",
-        block_size=slice_.block_size,
-    )
-    replay = cache.simulate(with_tails, policy="lru", capacity_blocks=row["capacity_blocks"])
-    hits = row["engine_block_hit_rate"] * slice_.num_block_references
-    assert hits == pytest.approx(replay.hit_blocks)
-    assert row["engine_block_hit_rate"] < row["replay_block_hit_rate"]
 
 
 def test_the_rows_have_the_engine_beside_both_replays(trace):
@@ -199,7 +180,7 @@ def test_the_grid(trace):
     assert policies[-1] == "infinite"
     assert set(policies) == {"lru", "fifo", "lfu", "arc", "belady", "no_cache", "infinite"}
     assert len(cells) == 6 * 3 + 1
-    assert {cell.trace.name for cell in grid()} == {"multi_turn_chat", "agent_loops"}
+    assert [cell.trace.file.path for cell in grid(policy=("lru",))][::7] == [*REAL_TRACES]
 
 
 def test_an_own_policy_from_a_file(trace, inputs):
