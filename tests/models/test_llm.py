@@ -424,6 +424,17 @@ def test_options_that_do_not_fit_are_named(options, message, make_checkpoint):
         LLM(make_checkpoint("llama")[0], **options)
 
 
+def test_more_positions_than_rope_tells_apart_need_a_longest_sequence(make_checkpoint, tmp_path):
+    folder = shutil.copytree(make_checkpoint("llama")[0], tmp_path / "long")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 10**12}))
+    with pytest.raises(
+        ValueError, match=r"max_position_embeddings=10{12}: .* give a max_model_len"
+    ):
+        LLM(folder, num_blocks=20)
+    assert LLM(folder, num_blocks=20, max_model_len=64).max_model_len == 64
+
+
 def test_prompts_that_do_not_fit_are_numbered(make_checkpoint):
     llm = LLM(make_checkpoint("llama")[0], num_blocks=4)
     with pytest.raises(ValueError, match=r"prompts\[1\]: prompt: has 64 tokens; needs at most 63"):
