@@ -189,7 +189,7 @@ EXPERIMENT = Experiment(
     name="replay_speed",
     figure="block references per second of the trace replay, beside libcachesim",
     options=ReplaySpeed(),
-    quick=ReplaySpeed(repeats=3, num_requests=2_000),
+    quick=ReplaySpeed(repeats=3, num_requests=1_000),
     cells=cells,
     run_cell=run_cell,
     plot=plot,

@@ -98,9 +98,9 @@ class OnTraces(Options):
             yield from (TraceFile(InputFile.of(path), num_requests) for path in REAL_TRACES)
 
 
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=4)
 def load(source: Source) -> cache.Trace:
-    """The trace, kept until the next one is asked for."""
+    """The trace, kept until some others are asked for."""
     if isinstance(source, TraceFile):
         trace = cache.load_trace(source.file.path)
         return trace if source.num_requests is None else trace.head(source.num_requests)
