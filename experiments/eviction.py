@@ -228,7 +228,7 @@ EXPERIMENT = Experiment(
     name="eviction",
     figure="hit rate vs capacity per eviction policy, with the optimum and the infinite cache",
     options=Eviction(),
-    quick=Eviction(capacity_percent=(0.2, 1, 3, 10, 30), num_requests=250),
+    quick=Eviction(capacity_percent=(0.2, 1, 3, 10, 30), num_requests=600),
     cells=cells,
     run_cell=run_cell,
     plot=plot,
