@@ -31,7 +31,8 @@ def available_host_bytes() -> int:
 
 
 def _fields(path: Path) -> dict[str, int]:
-    return {name: int(value) for name, value, *_ in map(str.split, path.open())}
+    lines = path.read_text().splitlines()
+    return {name: int(value) for name, value, *_ in map(str.split, lines)}
 
 
 @torch.inference_mode()
