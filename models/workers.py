@@ -7,6 +7,7 @@ else, so it is enough that each does what the first does, in the same order: add
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import socket
 import weakref
@@ -163,7 +164,13 @@ def _join(rank: int, size: int, device_type: str, store: dist.Store) -> None:
     if device_type == "cuda":
         torch.cuda.set_device(rank)
     backend = "nccl" if device_type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    asked = "GLOO_SOCKET_IFNAME" in os.environ
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo listens where the host name leads
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    finally:
+        if not asked:
+            del os.environ["GLOO_SOCKET_IFNAME"]
 
 
 def _work(
