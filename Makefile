@@ -5,23 +5,30 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: reproduce test lint clean
+.PHONY: reproduce test lint docs clean
 
 reproduce: $(INSTALLED)
 	$(BIN)/python -m experiments reproduce
 
+# On a GPU, after what runs anywhere, one process has it for what needs it: workers would fight for
+# its memory.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n auto --dist worksteal
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n auto --dist worksteal
+	if $(BIN)/python -c "import torch; raise SystemExit(not torch.cuda.is_available())"; then \
+		$(BIN)/python -m pytest --on-device; fi
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+docs: $(INSTALLED)
+	$(BIN)/python -m pdoc kernels cache models -o docs/api
+
 clean:
-	rm -rf $(VENV) results/quick .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) docs/api results/quick .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(INSTALLED): requirements.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --requirement requirements.txt
+	$(BIN)/python -m pip install --quiet --no-compile --requirement requirements.txt
 	touch $@

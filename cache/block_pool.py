@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from cache.checks import require
 from cache.content_index import ContentIndex
 from cache.event_log import EventLog
 from cache.hash_index import HashIndex
 from cache.policies.base import EvictionPolicy, check_victims
+
+if TYPE_CHECKING:
+    from cache.managers.pooled import PooledTable
 
 
 class OutOfBlocks(RuntimeError):
@@ -31,17 +34,6 @@ def check_free(needed: int, free: int) -> None:
     """Raise OutOfBlocks if more blocks are ``needed`` than are ``free``."""
     if needed > free:
         raise OutOfBlocks(needed, free)
-
-
-class CachedTable(Protocol):
-    """What a pool knows of a sequence whose full blocks it caches."""
-
-    blocks: list[int]
-    """Its blocks in order, all in use."""
-    hashes: list[bytes]
-    """Hashes of its full blocks, at least of those that are to be cached."""
-    num_cached_blocks: int
-    """Leading blocks that are cached already; the pool counts them."""
 
 
 class BlockPool:
@@ -129,14 +121,12 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """Hand out ``count`` blocks with one user each, whose former content is forgotten.
 
-        Raises OutOfBlocks and ValueError (a negative ``count``), changing nothing.
+        Raises OutOfBlocks, changing nothing.
         """
-        if count < 0:
-            raise ValueError(f"count={count}: cannot hand out a negative number of blocks")
         check_free(count, self.num_free_blocks)
         return self._take(count)
 
-    def extend(self, table: CachedTable, count: int, num_cached: int) -> None:
+    def extend(self, table: PooledTable, count: int, num_cached: int) -> None:
         """Hand out ``count`` blocks, none if that is negative, to the end of ``table``.
 
         Its first ``num_cached`` blocks, the new ones included, are cached as by ``cache``.
@@ -160,7 +150,7 @@ class BlockPool:
             self._insert(table, table.num_cached_blocks + 1)
         blocks += self._take(end - len(blocks))
 
-    def cache(self, table: CachedTable, num_cached: int) -> None:
+    def cache(self, table: PooledTable, num_cached: int) -> None:
         """Make the content of the first ``num_cached`` blocks of ``table`` findable.
 
         They are in use and full.  A hash that is cached already stays with the block that has it,
@@ -235,14 +225,14 @@ class BlockPool:
             return False
         return self._queue_uncached or self._index.holds(block)
 
-    def _tell_miss(self, table: CachedTable) -> None:
+    def _tell_miss(self, table: PooledTable) -> None:
         """The policy learns of the first block of ``table`` to cache, if no other has its hash."""
         position = table.num_cached_blocks
         key, previous = table.hashes[position], table.blocks[position - 1] if position else None
         if self._index.follow(previous, key, position) is None:
             self.policy.miss(key)
 
-    def _insert(self, table: CachedTable, num_cached: int) -> None:
+    def _insert(self, table: PooledTable, num_cached: int) -> None:
         """``cache`` for content whose absence the policy knows of.
 
         The policy is told of a block under its hash, or, for a duplicate, under a key of its own:
@@ -291,18 +281,13 @@ class BlockPool:
                 self.policy.insert(block, (None, block), None, 0)
         self.policy.release_many(released)
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget the content of every block.  False, changing nothing, if any block is in use."""
-        if self.num_free_blocks != self.num_blocks:
-            return False
+    def reset_prefix_cache(self) -> None:
+        """Forget the content of every block, none of which is in use."""
         if not self._queue_uncached:
-            cached = list(self.policy)
-            for block in cached:
-                self.policy.discard(block)
-            self._free += reversed(cached)
+            self._free += reversed(list(self.policy))
+            self.policy.start(self.num_blocks)
         self._index.clear()
         self._contents.clear()
-        return True
 
     def check_invariants(self) -> None:
         """Raise AssertionError, saying which block is wrong, unless the state is consistent.

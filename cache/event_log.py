@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Callable, Hashable, Iterable
 from typing import Literal, NamedTuple
@@ -60,15 +61,15 @@ class EventLog:
         uses = [event.content for event in self.events if event.kind in ("cached", "hit")]
         is_hit = [event.kind == "hit" for event in self.events if event.kind in ("cached", "hit")]
         latest: dict[Hashable, int] = {}
-        newer = _Fenwick(len(uses))  # marks the latest use of each content
+        ranked: list[int] = []  # the latest use of each content, the oldest first
         distances = []
         for now, (content, hit) in enumerate(zip(uses, is_hit, strict=True)):
-            before = latest.get(content)
-            if before is not None:
+            if content in latest:
+                rank = bisect.bisect_left(ranked, latest[content])
+                del ranked[rank]
                 if hit:
-                    distances.append(newer.total(now) - newer.total(before + 1))
-                newer.add(before, -1)
-            newer.add(now, 1)
+                    distances.append(len(ranked) - rank)
+            ranked.append(now)
             latest[content] = now
         return distances
 
@@ -87,24 +88,3 @@ class EventLog:
                 steps.pop()
             steps.append((time, in_use))
         return steps
-
-
-class _Fenwick:
-    """Prefix sums of ``size`` counters under updates, O(log size) each (Fenwick, 1994)."""
-
-    def __init__(self, size: int) -> None:
-        self._sums = [0] * (size + 1)
-
-    def add(self, index: int, value: int) -> None:
-        index += 1
-        while index < len(self._sums):
-            self._sums[index] += value
-            index += index & -index
-
-    def total(self, end: int) -> int:
-        """Sum of the counters 0 to ``end - 1``."""
-        total = 0
-        while end:
-            total += self._sums[end]
-            end -= end & -end
-        return total

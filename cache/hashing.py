@@ -23,30 +23,17 @@ import hashlib
 import itertools
 from collections.abc import Callable, Iterable
 from struct import Struct
-from typing import NamedTuple
 
 import xxhash
 
 from cache.sequence import ExtraKey, Sequence, pack_token_ids
 
-
-class HashAlgorithm(NamedTuple):
-    """A digest function and the length of what it returns, in bytes."""
-
-    digest: Callable[[bytes], bytes]
-    digest_size: int
-
-
-def _sha256(data: bytes) -> bytes:
-    return hashlib.sha256(data).digest()
-
-
-HASH_ALGORITHMS: dict[str, HashAlgorithm] = {
-    "xxh3_128": HashAlgorithm(xxhash.xxh3_128_digest, 16),
-    "sha256": HashAlgorithm(_sha256, 32),
-    "xxh64": HashAlgorithm(xxhash.xxh64_digest, 8),
+HASH_ALGORITHMS: dict[str, Callable[[bytes], bytes]] = {
+    "xxh3_128": xxhash.xxh3_128_digest,
+    "sha256": lambda data: hashlib.sha256(data).digest(),
+    "xxh64": xxhash.xxh64_digest,
 }
-"""The choices for ``hash_algorithm``."""
+"""The choices for ``hash_algorithm``: digest functions."""
 
 
 def encode_extra_keys(keys: Iterable[ExtraKey]) -> bytes:
@@ -79,8 +66,8 @@ class BlockHasher:
             )
         self.algorithm = algorithm
         self.block_size = block_size
-        self.digest_size = HASH_ALGORITHMS[algorithm].digest_size
-        self._digest = HASH_ALGORITHMS[algorithm].digest
+        self._digest = HASH_ALGORITHMS[algorithm]
+        self.digest_size = len(self._digest(b""))
         self._root = bytes(self.digest_size)
         self._name = (algorithm, block_size)
         self._split = Struct(f"{4 * block_size}s").iter_unpack
@@ -140,7 +127,7 @@ def collision_free_hasher(manager: str, algorithm: str, block_size: int) -> Bloc
     """
     hasher = BlockHasher(algorithm, block_size)
     if hasher.digest_size < _MIN_DIGEST_SIZE:
-        strong = [n for n, a in HASH_ALGORITHMS.items() if a.digest_size >= _MIN_DIGEST_SIZE]
+        strong = [n for n, f in HASH_ALGORITHMS.items() if len(f(b"")) >= _MIN_DIGEST_SIZE]
         raise ValueError(
             f"hash_algorithm={algorithm!r}: {manager} does not compare tokens and needs "
             f"a digest of 128 bits or more; choose from {', '.join(strong)}"

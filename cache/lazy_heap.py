@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Hashable, Iterator
-from typing import Generic, TypeVar
-
-Item = TypeVar("Item", bound=Hashable)
 
 
-class LazyHeap(Generic[Item]):
-    """Items by rising priority, those of equal priority in the order in which they came in.
+class LazyHeap:
+    """Hashable items by rising priority, those of equal priority in the order of their arrival.
 
     A priority is a number, or several of which a later one settles ties of those before.
     An item that is removed leaves its entry in the heap.  It is dropped when it comes to the top,
@@ -19,10 +16,10 @@ class LazyHeap(Generic[Item]):
 
     def __init__(self) -> None:
         self._heap: list[tuple] = []  # (*priority, ticket, item)
-        self._tickets: dict[Item, int] = {}  # of the entries that count
+        self._tickets: dict[Hashable, int] = {}  # of the entries that count
         self._num_tickets = 0
 
-    def push(self, item: Item, *priority: float) -> None:
+    def push(self, item: Hashable, *priority: float) -> None:
         """Enter ``item``.  Raises ValueError if it is here already."""
         if item in self._tickets:
             raise ValueError(f"push: {item!r} is here already")
@@ -33,11 +30,11 @@ class LazyHeap(Generic[Item]):
             self._heap = self._counting()
             heapq.heapify(self._heap)
 
-    def remove(self, item: Item) -> None:
+    def remove(self, item: Hashable) -> None:
         """Take ``item`` out, wherever it is.  Raises KeyError if it is not here."""
         del self._tickets[item]
 
-    def pop(self) -> tuple[float, Item]:
+    def pop(self) -> tuple[float, Hashable]:
         """Remove the first item; returns the first number of its priority, and the item.
 
         Raises IndexError if there is none.
@@ -49,13 +46,13 @@ class LazyHeap(Generic[Item]):
                 del self._tickets[item]
                 return entry[0], item
 
-    def __contains__(self, item: Item) -> bool:
+    def __contains__(self, item: Hashable) -> bool:
         return item in self._tickets
 
     def __len__(self) -> int:
         return len(self._tickets)
 
-    def __iter__(self) -> Iterator[Item]:
+    def __iter__(self) -> Iterator[Hashable]:
         """The items in the order in which ``pop`` would return them now."""
         return (entry[-1] for entry in sorted(self._counting()))
 

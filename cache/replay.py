@@ -21,7 +21,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cache.policies import EvictionPolicy, PriorityPolicy, make_policy
+from cache.checks import at_least
+from cache.policies import EvictionPolicy, PriorityPolicy, as_policy
 from cache.policies.base import wrong_victim
 from cache.trace import Trace, load_trace
 
@@ -84,18 +85,8 @@ def simulate(
     option, a priority that is not a number, or a trace without block ids; RuntimeError for a policy
     that evicts what it must not; TraceError for a file that cannot be read.
     """
-    if isinstance(capacity_blocks, bool) or not isinstance(capacity_blocks, int):
-        raise ValueError(f"capacity_blocks must be an int, got {capacity_blocks!r}")
-    if capacity_blocks < 1:
-        raise ValueError(f"capacity_blocks must be at least 1, got {capacity_blocks}")
-    if isinstance(policy, str):
-        policy = make_policy(policy, **options)
-    elif not isinstance(policy, EvictionPolicy):
-        raise ValueError(f"policy must be a name or an EvictionPolicy, got {policy!r}")
-    elif options:
-        raise ValueError(
-            f"options {', '.join(options)} were given with a policy object; set them on the object"
-        )
+    capacity_blocks = at_least(1, "capacity_blocks", capacity_blocks)
+    policy = as_policy(policy, **options)
     if not isinstance(trace, Trace):
         trace = load_trace(trace)
     if not trace.has_blocks:

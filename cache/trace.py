@@ -135,11 +135,6 @@ class Trace:
         """False for a trace of lengths only, such as Azure's."""
         return len(self.block_ids) > 0
 
-    @property
-    def duration_ms(self) -> float:
-        """From the first arrival to the last."""
-        return float(self.timestamps_ms[-1] - self.timestamps_ms[0]) if len(self) else 0.0
-
     @cached_property
     def digest(self) -> str:
         """128-bit hash of the content as 32 hex digits; the name does not count."""
@@ -171,16 +166,7 @@ class Trace:
 
     def head(self, num_requests: int) -> Trace:
         """The first ``num_requests`` requests (all, if there are fewer)."""
-        if num_requests < 0:
-            raise ValueError(f"num_requests must be at least 0, got {num_requests}")
-        return self[:num_requests]
-
-    def between(self, start_ms: float, end_ms: float) -> Trace:
-        """The requests that arrive at ``start_ms`` or later and before ``end_ms``."""
-        if not start_ms <= end_ms:
-            raise ValueError(f"start_ms must not exceed end_ms, got {start_ms} and {end_ms}")
-        first, last = self.timestamps_ms.searchsorted([start_ms, end_ms])
-        return self[int(first) : int(last)]
+        return self[: at_least(0, "num_requests", num_requests)]
 
     def coarsened(self, factor: int) -> Trace:
         """The same requests in blocks of ``factor * block_size`` tokens.
@@ -190,8 +176,7 @@ class Trace:
         """
         import numpy as np
 
-        if factor < 1:
-            raise ValueError(f"factor must be at least 1, got {factor}")
+        at_least(1, "factor", factor)
         # A block is unique to its prefix, so the last of a group names the group.
         block_ids, offsets = _picked(
             self.block_ids,

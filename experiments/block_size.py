@@ -1,18 +1,16 @@
 """What the block size costs: hits lost to coarse blocks, empty slots in last ones, kernel time.
 
-The trade-off of fig. 18 of the PagedAttention paper (Kwon et al., SOSP 2023).  Small blocks match a
-shared prefix more closely and waste less of their last block; what large ones gain is kernel time.
+The trade-off of fig. 18 of the PagedAttention paper (Kwon et al., SOSP 2023).
 
 - ``hit_rate``: serial replay with ``policy`` of traces whose blocks are regrouped, in a cache of
   the same number of tokens whatever the block size, and in one that never evicts.  A trace cannot
   be cut finer than the blocks that it was published in.
 - ``partial_reuse``: the prompts, one after the other, through the manager ``vllm_v1`` with and
-  without reuse of parts of blocks, in the largest of the bounded caches.  What whole blocks lose
-  with their size, copies of parts bring back, down to the trace's own blocks.
+  without reuse of parts of blocks, in the largest of the bounded caches.
 - ``waste``: each request by itself, when its last token is stored: slots of its blocks that are
   empty, as a share of all slots of its blocks.  From lengths alone, so any block size will do.
-- ``latency``: a decode step on a GPU over caches of each block size, powers of two and others,
-  timed and checked as in ``kernel_latency``.
+- ``latency``: a decode step on a GPU over caches of each block size, timed and checked as in
+  ``kernel_latency``.
 """
 
 from __future__ import annotations
@@ -20,22 +18,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import cache
 from experiments import style
 from experiments.bench import kernel_problems
-from experiments.bench.kernel_problems import OURS, Shape
+from experiments.bench.problem import OURS, Shape
 from experiments.eviction import Policy
 from experiments.harness import Absent, Axis, Count, Experiment, Options, Percent, Positive, grid
 from experiments.harness.environment import cuda_available
 from experiments.load import workloads
 from experiments.load.request_lengths import MAX_OUTPUT_TOKENS
 from experiments.load.workloads import OnTraces, Source
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,14 +113,13 @@ def _trace_cells(options: BlockSize, source: Source) -> Iterator[OfTrace]:
     own = trace.block_size if trace.has_blocks else None
     multiples = [size for size in options.block_size if own and size % own == 0]
     caches = (*options.capacity_percent, float("inf"))
-    largest = [max(options.capacity_percent)]
     not_here = {"capacity_percent": [0.0], "partial_block_reuse": [False], "manager_tokens": 0}
     parts = {
         "waste": not_here,
         "hit_rate": not_here | {"block_size": multiples, "capacity_percent": caches},
         "partial_reuse": {
             "block_size": multiples,
-            "capacity_percent": largest,
+            "capacity_percent": [max(options.capacity_percent)],
             "partial_block_reuse": [False, True],
         },
     }
@@ -140,34 +133,30 @@ def run_cell(cell: OfTrace | Latency) -> list[dict[str, Any]]:
         row = kernel_problems.run(cell.shape, cell.implementation, budget_ms=cell.budget_ms)
         return [{"part": "latency", **row}]
     trace = workloads.load(cell.trace)
-    run = {"waste": _waste, "hit_rate": _hit_rate, "partial_reuse": _partial_reuse}[cell.part]
     row = {"part": cell.part, "trace": trace.name, "block_size": cell.block_size}
-    return [{**row, **values} for values in run(cell, trace)]
-
-
-def _hit_rate(cell: OfTrace, trace: cache.Trace) -> list[dict[str, Any]]:
+    if cell.part == "waste":
+        return [row | _waste(cell, trace)]
     coarse = trace.coarsened(cell.block_size // trace.block_size)
-    if not coarse.has_blocks:
-        return []  # no prompt fills a block of this size
     if cell.capacity_percent == float("inf"):
         capacity = coarse.num_unique_blocks
     else:
-        capacity = _capacity_blocks(cell, trace)
+        tokens = int(trace.num_unique_blocks * trace.block_size * cell.capacity_percent / 100)
+        capacity = max(1, tokens // cell.block_size)
+    row |= {
+        "policy": cell.policy,
+        "capacity_fraction": cell.capacity_percent / 100,
+        "capacity_tokens": capacity * cell.block_size,
+    }
+    if cell.part == "partial_reuse":
+        return [row | _partial_reuse(cell, trace, capacity)]
+    if not coarse.has_blocks:
+        return []  # no prompt fills a block of this size
     result = cache.simulate(coarse, policy=cell.policy, capacity_blocks=capacity)
-    return [
-        {
-            "policy": cell.policy,
-            "capacity_fraction": cell.capacity_percent / 100,
-            "capacity_tokens": capacity * cell.block_size,
-            "requests": trace.num_requests,
-            "token_hit_rate": result.token_hit_rate,
-        }
-    ]
+    return [row | {"requests": trace.num_requests, "token_hit_rate": result.token_hit_rate}]
 
 
-def _partial_reuse(cell: OfTrace, trace: cache.Trace) -> list[dict[str, Any]]:
+def _partial_reuse(cell: OfTrace, trace: cache.Trace, capacity: int) -> dict[str, Any]:
     num_requests = int(trace.input_lengths.cumsum().searchsorted(cell.manager_tokens, "right"))
-    capacity = _capacity_blocks(cell, trace)
     manager = cache.make_manager(
         "vllm_v1",
         num_blocks=capacity,
@@ -184,41 +173,28 @@ def _partial_reuse(cell: OfTrace, trace: cache.Trace) -> list[dict[str, Any]]:
         manager.allocate(seq)
         manager.take_copies()
         manager.free(seq)
-    return [
-        {
-            "policy": cell.policy,
-            "capacity_fraction": cell.capacity_percent / 100,
-            "capacity_tokens": capacity * cell.block_size,
-            "partial_block_reuse": cell.partial_block_reuse,
-            "requests": num_requests,
-            "requests_beyond_the_cache": too_long,
-            "token_hit_rate": manager.stats.token_hit_rate,
-        }
-    ]
+    return {
+        "partial_block_reuse": cell.partial_block_reuse,
+        "requests": num_requests,
+        "requests_beyond_the_cache": too_long,
+        "token_hit_rate": manager.stats.token_hit_rate,
+    }
 
 
-def _capacity_blocks(cell: OfTrace, trace: cache.Trace) -> int:
-    tokens = int(trace.num_unique_blocks * trace.block_size * cell.capacity_percent / 100)
-    return max(1, tokens // cell.block_size)
-
-
-def _waste(cell: OfTrace, trace: cache.Trace) -> list[dict[str, Any]]:
-    block_size = cell.block_size
+def _waste(cell: OfTrace, trace: cache.Trace) -> dict[str, Any]:
     sane = trace.output_lengths <= MAX_OUTPUT_TOKENS
     lengths = (trace.input_lengths + trace.output_lengths)[sane]
-    slots = -(-lengths // block_size) * block_size
-    return [
-        {
-            "requests": int(sane.sum()),
-            "damaged_requests": int((~sane).sum()),
-            "stored_tokens": int(lengths.sum()),
-            "empty_slots": int((slots - lengths).sum()),
-            "waste": float((slots - lengths).sum() / slots.sum()),
-        }
-    ]
+    slots = -(-lengths // cell.block_size) * cell.block_size
+    return {
+        "requests": int(sane.sum()),
+        "damaged_requests": int((~sane).sum()),
+        "stored_tokens": int(lengths.sum()),
+        "empty_slots": int((slots - lengths).sum()),
+        "waste": float((slots - lengths).sum() / slots.sum()),
+    }
 
 
-def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
+def plot(rows: style.DataFrame, folder: Path) -> list[Path]:
     """The figures block_size, hit rates and waste against the block size, and, where a GPU was,
     block_size_latency."""
     latency = rows[rows["part"] == "latency"]
@@ -234,14 +210,7 @@ def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
     return written
 
 
-_IMPLEMENTATIONS = {
-    OURS: {"color": style.BLUE, "marker": "o"},
-    "flash_attn_2": {"color": style.RED, "marker": "s"},
-    "flash_attn_3": {"color": style.ORANGE, "marker": "^"},
-}
-
-
-def _draw_latency(rows: pd.DataFrame) -> Figure:
+def _draw_latency(rows: style.DataFrame) -> style.Figure:
     """Latency above, share of the copy bandwidth below, a column per context."""
     contexts = sorted(rows["context_len"].unique())
     figure, axes, _ = style.panel_grid(
@@ -250,9 +219,8 @@ def _draw_latency(rows: pd.DataFrame) -> Figure:
     for column, context_len in enumerate(contexts):
         latency, bandwidth = axes[column], axes[column + len(contexts)]
         of_context = rows[rows["context_len"] == context_len].sort_values("block_size")
-        for name, line in of_context.groupby("implementation", sort=False):
-            look = {**_IMPLEMENTATIONS.get(name, {"color": style.GREY, "marker": "x"})}
-            look["label"] = name
+        for name, look in style.lines_of(rows["implementation"].unique()).items():
+            line = of_context[of_context["implementation"] == name]
             latency.plot(line["block_size"], line["p50_us"], **look)
             spread = (line["p20_us"], line["p80_us"])
             latency.fill_between(line["block_size"], *spread, color=look["color"], alpha=0.2, lw=0)
@@ -273,17 +241,8 @@ def _draw_latency(rows: pd.DataFrame) -> Figure:
     return figure
 
 
-_LINES = [
-    {"color": style.BLUE, "marker": "o"},
-    {"color": style.ORANGE, "marker": "s"},
-    {"color": style.GREEN, "marker": "^", "linestyle": "dashed"},
-    {"color": style.RED, "marker": "v", "linestyle": "dashdot"},
-    {"color": style.PINK, "marker": "D", "linestyle": "dotted"},
-]
-
-
-def _draw(rows: pd.DataFrame) -> Figure:
-    lines = {trace: _LINES[i % len(_LINES)] for i, trace in enumerate(rows["trace"].unique())}
+def _draw(rows: style.DataFrame) -> style.Figure:
+    lines = style.lines_of(rows["trace"].unique())
     hit_rates, partial, waste = (
         rows[rows["part"] == part] for part in ("hit_rate", "partial_reuse", "waste")
     )
@@ -305,14 +264,10 @@ def _draw(rows: pd.DataFrame) -> Figure:
 
     figure, axes, spare = style.panel_grid(len(panels), height=2.1)
     for axis, (part, column, title) in zip(axes, panels, strict=True):
-        hollow = part.get("partial_block_reuse", False)
-        for (trace, reuse), curve in part.assign(hollow=hollow == True).groupby(  # noqa: E712
-            ["trace", "hollow"], sort=False
-        ):
-            curve = curve.sort_values("block_size")
-            look = {**lines[trace], **({"markerfacecolor": "white"} if reuse else {})}
-            label = None if reuse else trace
-            axis.plot(curve["block_size"], 100 * curve[column], label=label, **look)
+        part = part.assign(reuse=part.get("partial_block_reuse", False) == True)  # noqa: E712
+        for (trace, reuse), curve in part.groupby(["trace", "reuse"], sort=False):
+            hollow = {"markerfacecolor": "white", "label": None} if reuse else {}
+            style.curve(axis, curve, "block_size", column, 100, **{**lines[trace], **hollow})
         axis.set(title=title, ylim=(0, None if column == "waste" else 100))
         style.log_x(axis, base=4)
         axis.set_ylabel("share of slots (%)" if column == "waste" else "token hit rate (%)")

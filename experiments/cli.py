@@ -1,4 +1,4 @@
-"""The command line: list, run, plot, reproduce."""
+"""The command line: list, run, plot, reproduce, report, gpu-pass."""
 
 from __future__ import annotations
 
@@ -59,8 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return _app(arguments).cli(
             prog="python -m experiments",
-            description="The experiments. One more command, gpu-pass, measures what matters most "
-            "where a GPU is there for minutes only: see gpu-pass --help.",
+            description="The experiments.",
             args=arguments,
             config=(tyro.conf.FlagCreatePairsOff,),
         )
@@ -107,6 +106,8 @@ def _app(arguments: list[str]) -> SubcommandApp:
     app.command(runs, name="run", help="Run an experiment, or what is missing of it.")
     app.command(plots, name="plot", help="Draw the figures of an experiment from its table.")
     app.command(_reproduce, name="reproduce")
+    app.command(_report, name="report")
+    app.command(_gpu_pass, name="gpu-pass")
     return app
 
 
@@ -179,31 +180,44 @@ def _plot_command(experiment: Experiment) -> Callable[..., int]:
 
 
 def _reproduce(
-    quick: bool = False,
-    full: bool = False,
-    out: Path | None = None,
-    jobs: int | None = None,
-    fresh: bool = False,
-    ray: str | None = None,
+    sweep: tyro.conf.OmitArgPrefixes[SweepOptions] = SweepOptions(), full: bool = False
 ) -> int:
-    """Run every experiment that can run here and draw every figure.
+    """Run every experiment that can run here, draw every figure and write the report, on the
+    small grids.
 
     Args:
-        quick: The small grids, into results/quick (the default).
-        full: The full grids, into results.
-        out: Folder of the results, in place of these.
-        jobs: Worker processes. None: one a core, one alone for timings and on a GPU.
-        fresh: Run finished cells again.
-        ray: Address of a Ray cluster that runs the cells. None: this machine.
+        full: The full grids, and results in place of results/quick.
     """
-    if quick and full:
+    if sweep.quick and full:
         raise OptionsError("give --quick or --full, not both")
-    sweep = SweepOptions(quick=not full, out=out, jobs=jobs, fresh=fresh, ray=ray)
+    sweep = dataclasses.replace(sweep, quick=not full)
     reports = [
         _run(experiment, experiment.options if full else experiment.quick, sweep)
         for experiment in EXPERIMENTS.values()
     ]
+    with contextlib.suppress(OptionsError):  # there are no results
+        _report(_folder(sweep))
     return int(any(report.went_wrong for report in reports))
+
+
+def _report(results: Path = _RESULTS, output: Path | None = None) -> int:
+    """Write one page of all results, beside what publications report.
+
+    Args:
+        results: Folder of the results.
+        output: The page. None: report.html in that folder.
+    """
+    from experiments.report import write_report
+
+    print(write_report(results, output or results / "report.html", EXPERIMENTS))
+    return 0
+
+
+def _gpu_pass() -> int:
+    """Measure what matters most where a GPU is there for minutes only: see gpu-pass --help."""
+    from experiments.gpu.gpu_pass import main  # which __main__ gives its options
+
+    return main([])
 
 
 def _run(experiment: Experiment, options: object, sweep: SweepOptions) -> SweepReport:
@@ -245,7 +259,9 @@ def _print_options(arguments: list[str]) -> None:
         case ["plot", *_]:
             names += ["quick", "out"]
         case ["reproduce", *_]:
-            names += inspect.signature(_reproduce).parameters
+            names += [*vars(SweepOptions()), "full"]
+        case ["report", *_]:
+            names += inspect.signature(_report).parameters
     if names:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in names)
         print(f"options here: {flags}", file=sys.stderr)

@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cache
@@ -29,14 +28,17 @@ from experiments.load import engine_models
 from experiments.load.engine_models import Manager, Model
 
 if TYPE_CHECKING:
-    import pandas as pd
     import torch
-    from matplotlib.figure import Figure
 
     from models import LLM
 
 _BLOCK_SIZE = 16
-_PHASES = ("schedule", "prepare", "model", "rest")
+_PHASE_LINES = {
+    "schedule": style.line(style.BLUE, "o"),
+    "prepare": style.line(style.GREEN, "^", "dashed"),
+    "model": style.line(style.BLACK, "s"),
+    "rest": style.line(style.ORANGE, "D", "dashed", fill=False),
+}
 _QUANTILES = {"": 0.5, "_p20": 0.2, "_p80": 0.8, "_mean": None}
 
 
@@ -88,40 +90,36 @@ class _NoModel:
         return hidden.new_zeros(len(hidden), 1)
 
 
-class _Stopwatch:
-    """Seconds that each phase takes of every step of an engine, whose methods it wraps."""
+def _timed(llm: LLM) -> Callable[[], tuple[int, dict[str, float]]]:
+    """What runs a step of the engine, whose methods are wrapped for it: the requests that ended,
+    and the seconds of each phase."""
+    engine, spent = llm.engine, defaultdict(float)
 
-    def __init__(self, llm: LLM) -> None:
-        self._engine = engine = llm.engine
-        self._device = llm.device
-        self._spent: dict[str, float] = defaultdict(float)
-        self._wrap(engine.scheduler, "schedule", "schedule")
-        self._wrap(engine.scheduler, "finish", "schedule")
-        self._wrap(engine.runner, "prepare", "prepare")
-        self._wrap(engine.runner, "run", "run")
-
-    def _wrap(self, owner, method: str, phase: str) -> None:
-        call, spent = getattr(owner, method), self._spent
+    def wrap(owner: object, method: str, phase: str) -> None:
+        call = getattr(owner, method)
 
         def timed(*args):
             begin = time.perf_counter()
             result = call(*args)
-            if phase == "run" and self._device.type == "cuda":
+            if phase == "run" and llm.device.type == "cuda":
                 import torch
 
-                torch.cuda.synchronize(self._device)
+                torch.cuda.synchronize(llm.device)
             spent[phase] += time.perf_counter() - begin
             return result
 
         setattr(owner, method, timed)
 
-    def step(self) -> tuple[int, dict[str, float]]:
-        """Run a step: requests that ended, and the seconds of each phase."""
-        self._spent.clear()
+    wrap(engine.scheduler, "schedule", "schedule")
+    wrap(engine.scheduler, "finish", "schedule")
+    wrap(engine.runner, "prepare", "prepare")
+    wrap(engine.runner, "run", "run")
+
+    def step() -> tuple[int, dict[str, float]]:
+        spent.clear()
         begin = time.perf_counter()
-        _, finished = self._engine.step()
+        _, finished = engine.step()
         total = time.perf_counter() - begin
-        spent = self._spent
         return len(finished), {
             "schedule": spent["schedule"],
             "prepare": spent["prepare"],
@@ -129,9 +127,13 @@ class _Stopwatch:
             "rest": total - spent["schedule"] - spent["run"],
         }
 
+    return step
+
 
 def run_cell(cell: EngineOverhead) -> list[dict[str, Any]]:
     import numpy as np
+
+    from models import SamplingParams
 
     longest = 2 * cell.lengths[1]
     # A power of two, as contiguous reserves them.
@@ -145,24 +147,36 @@ def run_cell(cell: EngineOverhead) -> list[dict[str, Any]]:
         max_num_seqs=cell.num_sequences,
         max_model_len=longest,
         max_num_batched_tokens=max(8192, longest),
+        cuda_graphs=None if cell.model else False,  # a graph would replay the model
         seed=cell.seed,
     )
     if cell.model is None:
         llm.engine.runner.model = _NoModel(llm.model)
-    stopwatch = _Stopwatch(llm)
+    timed_step = _timed(llm)
     generator = np.random.default_rng(cell.seed)
     least, most = cell.lengths
+
+    def draw(least: int = least) -> int:
+        return int(generator.integers(least, most + 1))
+
+    def add(num_output_tokens: int) -> None:
+        prompt = engine_models.random_tokens(llm, generator, draw())
+        params = SamplingParams(temperature=0.0, max_tokens=num_output_tokens, ignore_eos=True)
+        llm.engine.add(prompt, params)
+
+    def step() -> dict[str, float]:
+        """Run a step and add as many requests as have ended."""
+        num_finished, seconds = timed_step()
+        for _ in range(num_finished):
+            add(draw())
+        return seconds
+
     for _ in range(cell.num_sequences):
-        # Somewhere on its way, so that the first ones do not all end together.
-        _add_request(llm, generator, cell.lengths, int(generator.integers(1, most + 1)))
+        add(draw(1))  # somewhere on its way, so that the first ones do not all end together
     while llm.engine.scheduler.waiting:
-        _replace(llm, generator, cell.lengths, stopwatch.step()[0])
-    spans = {phase: [] for phase in _PHASES}
-    for _ in range(cell.num_steps):
-        num_finished, seconds = stopwatch.step()
-        _replace(llm, generator, cell.lengths, num_finished)
-        for phase, of_phase in spans.items():
-            of_phase.append(seconds[phase])
+        step()
+    steps = [step() for _ in range(cell.num_steps)]
+    spans = {phase: [seconds[phase] for seconds in steps] for phase in _PHASE_LINES}
     total = sum(map(sum, spans.values()))
     return [
         {
@@ -180,55 +194,14 @@ def run_cell(cell: EngineOverhead) -> list[dict[str, Any]]:
     ]
 
 
-def _add_request(llm: LLM, generator, lengths: tuple[int, int], num_output_tokens: int) -> None:
-    from models import SamplingParams
-
-    least, most = lengths
-    num_prompt_tokens = int(generator.integers(least, most + 1))
-    prompt = generator.integers(llm.config.vocab_size, size=num_prompt_tokens).tolist()
-    params = SamplingParams(temperature=0.0, max_tokens=num_output_tokens, ignore_eos=True)
-    llm.engine.add(prompt, params)
-
-
-def _replace(llm: LLM, generator, lengths: tuple[int, int], count: int) -> None:
-    """Add as many requests as have ended."""
-    least, most = lengths
-    for _ in range(count):
-        _add_request(llm, generator, lengths, int(generator.integers(least, most + 1)))
-
-
-def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
-    """The figure engine_overhead: scheduling without a model, and all parts of a step with one."""
-    with style.figures():
-        return style.save(_draw(rows), folder, "engine_overhead")
-
-
-_LINES = (
-    {"color": style.BLUE, "marker": "o"},
-    {"color": style.GREEN, "marker": "^", "linestyle": "dashed"},
-    {"color": style.RED, "marker": "v"},
-    {"color": style.ORANGE, "marker": "D", "linestyle": "dashed", "markerfacecolor": "white"},
-    {"color": style.GREY, "marker": "x"},
-    {"color": style.PINK, "marker": "s", "markerfacecolor": "white"},
-)
-_PHASE_LINES = {
-    "schedule": _LINES[0],
-    "prepare": _LINES[1],
-    "rest": _LINES[3],
-    "model": {"color": style.BLACK, "marker": "s"},
-}
-
-
-def _draw(rows: pd.DataFrame) -> Figure:
+def _draw(rows: style.DataFrame) -> style.Figure:
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(7, 2.6))
     scheduling = rows[(rows["model"] == "none") & (rows["phase"] == "schedule")]
-    groups = scheduling.groupby("manager", sort=False)
-    for i, (manager, curve) in enumerate(groups):
-        curve = curve.sort_values("num_sequences")
-        line = _LINES[i % len(_LINES)]
-        left.plot(curve["num_sequences"], curve["us_per_step"], label=manager, **line)
+    for manager, line in style.lines_of(scheduling["manager"].unique()).items():
+        of_manager = scheduling[scheduling["manager"] == manager]
+        style.curve(left, of_manager, "num_sequences", "us_per_step", **line)
     left.set(xscale="log", yscale="log", xlabel="running sequences")
     left.set(ylabel="scheduler and manager\n(µs per step)", title="without a model, median")
     left.set_ylim(top=10 * left.get_ylim()[1])
@@ -236,8 +209,8 @@ def _draw(rows: pd.DataFrame) -> Figure:
 
     served = rows[rows["model"] != "none"]
     for phase, line in _PHASE_LINES.items():
-        curve = served[served["phase"] == phase].sort_values("num_sequences")
-        right.plot(curve["num_sequences"], curve["us_per_step_mean"], label=phase, **line)
+        of_phase = served[served["phase"] == phase]
+        style.curve(right, of_phase, "num_sequences", "us_per_step_mean", **line, label=phase)
     steps = served.groupby("num_sequences")["us_per_step_mean"].sum()
     right.plot(steps.index, 0.05 * steps, color=style.GREY, linestyle="dotted", label="5 % of all")
     title = f"{served['model'].iloc[0]}, mean" if len(served) else ""
@@ -263,7 +236,7 @@ EXPERIMENT = Experiment(
     ),
     cells=cells,
     run_cell=run_cell,
-    plot=plot,
+    plot=style.plotter({"engine_overhead": _draw}),
     gpu="optional",
     timed=True,
 )

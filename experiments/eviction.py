@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import cache
 from experiments import style
@@ -30,10 +30,6 @@ from experiments.harness import (
 from experiments.load import workloads
 from experiments.load.workloads import OnTraces
 
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
-
 _TICKS = (0.02, 0.1, 0.5, 2, 10, 50)
 _LEAST_WAY = 0.002
 """Of the hit rate: a shorter way from LRU to the optimum is not divided by."""
@@ -50,11 +46,6 @@ class OwnPolicy:
 
     def __str__(self) -> str:
         return f"{self.file.name}:{self.name}"
-
-    @property
-    def spec(self) -> str:
-        """What ``cache.make_policy`` takes."""
-        return f"{self.file.path}:{self.name}"
 
 
 Policy = Annotated[str, Needs("a policy", lambda name: cache.make_policy(name) is not None)]
@@ -92,14 +83,18 @@ def named_policy(name: str) -> str | OwnPolicy:
     return OwnPolicy(InputFile.of(Path(path)), class_name)
 
 
+def policy_spec(policy: str | OwnPolicy) -> str:
+    """What ``cache.make_policy`` takes for what a cell holds.  A bound evicts nothing, so that any
+    policy will do."""
+    if isinstance(policy, OwnPolicy):
+        return f"{policy.file.path}:{policy.name}"
+    return policy if policy in cache.POLICIES else "lru"
+
+
 def run_cell(cell: Eviction) -> list[dict[str, Any]]:
     trace = workloads.load(cell.trace)
     capacity = max(1, int(trace.num_unique_blocks * cell.capacity_percent / 100))
-    if isinstance(cell.policy, OwnPolicy):
-        policy = cell.policy.spec
-    else:
-        # Nothing is evicted from a pool that holds everything, by any policy.
-        policy = "lru" if cell.policy == "infinite" else cell.policy
+    policy = policy_spec(cell.policy)
     result = cache.simulate(trace, policy=policy, capacity_blocks=capacity)
     return [
         {
@@ -121,14 +116,7 @@ def run_cell(cell: Eviction) -> list[dict[str, Any]]:
     ]
 
 
-def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
-    """The figure hit_rate, two panels per trace, and the table summary.csv."""
-    with style.figures():
-        written = style.save(_draw(rows), folder, "hit_rate")
-    return written + style.save_table(_summary(rows), folder, "summary")
-
-
-def _draw(rows: pd.DataFrame) -> Figure:
+def _draw(rows: style.DataFrame) -> style.Figure:
     """Hit rates above; below how much of the way from LRU to the optimum a policy closes.
 
     Curves of their own have the bounds, LRU, FIFO, the user's policies, and of the others those
@@ -163,7 +151,7 @@ def _draw(rows: pd.DataFrame) -> Figure:
     return figure
 
 
-def _lines(rows: pd.DataFrame) -> dict[str, dict]:
+def _lines(rows: style.DataFrame) -> dict[str, dict]:
     """Line properties and labels of the policies, the most important first."""
     rates = _by_policy(rows, ["trace", "capacity_fraction"])
     means = rates.mean()
@@ -189,12 +177,12 @@ def _lines(rows: pd.DataFrame) -> dict[str, dict]:
     return {"infinite": looks["infinite"], **lines}
 
 
-def _by_policy(rows: pd.DataFrame, index: str | list[str]) -> pd.DataFrame:
+def _by_policy(rows: style.DataFrame, index: str | list[str]) -> style.DataFrame:
     """Hit rates, a column per policy."""
     return _bounded(rows).pivot(index=index, columns="policy", values="block_hit_rate")
 
 
-def _closed(rates: pd.DataFrame) -> pd.DataFrame:
+def _closed(rates: style.DataFrame) -> style.DataFrame:
     """Of the way from LRU (0) to Belady's optimum (1) what each policy goes; without both, none."""
     if not {"lru", "belady"} <= set(rates):
         return rates.iloc[:, :0]
@@ -202,17 +190,17 @@ def _closed(rates: pd.DataFrame) -> pd.DataFrame:
     return rates.sub(rates["lru"], axis=0).div(way.where(way > _LEAST_WAY), axis=0)
 
 
-def _bounded(rows: pd.DataFrame) -> pd.DataFrame:
+def _bounded(rows: style.DataFrame) -> style.DataFrame:
     return rows[rows["policy"] != "infinite"]
 
 
-def _title(row: pd.Series) -> str:
+def _title(row: style.Series) -> str:
     size = row["block_size"]  # NaN if the trace tells none
     of_size = f" of {size:g} tokens" if size > 0 else ""
     return f"{row['trace']}\n{row['unique_blocks']:,} unique blocks{of_size}"
 
 
-def _summary(rows: pd.DataFrame) -> pd.DataFrame:
+def _summary(rows: style.DataFrame) -> style.DataFrame:
     """Per trace and policy: the mean hit rate over the capacities, and the share of the way from
     LRU to the optimum that it goes (LRU 0, Belady 1, worse than LRU negative)."""
     means = _by_policy(rows, ["trace", "capacity_fraction"]).groupby("trace", sort=False).mean()
@@ -231,5 +219,5 @@ EXPERIMENT = Experiment(
     quick=Eviction(capacity_percent=(0.2, 1, 3, 10, 30), num_requests=600),
     cells=cells,
     run_cell=run_cell,
-    plot=plot,
+    plot=style.plotter({"hit_rate": _draw}, {"summary": (_summary, "%.4f")}),
 )

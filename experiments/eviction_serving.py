@@ -11,41 +11,31 @@ an engine has not: it has a replayed hit rate and no engine run.
 Time is modelled: scheduling, hits, evictions and attention (of random weights) are the engine's on
 the small ``model``, and each step is taken to last as long as one of ``timed_model`` with as many
 prompt tokens and decoding sequences, by a linear model whose three parameters are measured on this
-machine before (``service_times``).  So policies differ by what they keep, and by nothing else:
-measured, the time of a small model is mostly that of Python, and differs more from run to run than
-from policy to policy.  What is not in these times is the policy's own work (``manager_overhead``
-has it) and that of attention to long contexts.  ``--real-time`` serves in real time instead, as
-fast as ``model`` is; the replay has the modelled time of ``model`` then.
+machine before (``service_times``).  So policies differ by what they keep, and by nothing else.
+What is not in these times is the policy's own work (``manager_overhead`` has it) and that of
+attention to long contexts.  ``--real-time`` serves in real time instead, as fast as ``model`` is;
+the replay has the modelled time of ``model`` then.
 
 Scale: each block of the trace becomes a block of ``tokens_per_block`` tokens in the engine, as many
-as keep the prompts of the slice within ``slice_tokens`` (the table says how many, and
-``length_divisor`` how many tokens of the trace one token stands for).  The engine's block size is
-the same, so its blocks are those of the replay, one for one.  A prompt has one token more than its
-blocks, since the engine always computes the last token of a prompt; outputs are divided likewise
-and cut to ``max_output_tokens``.  Requests arrive at the trace's own times (or by a Poisson
-process), with gaps scaled so that on average ``load`` times as many prompt tokens arrive as can be
-computed; with a load near 1, hits decide whether queues grow.
+as keep the prompts of the slice within ``slice_tokens``.  The engine's block size is the same, so
+its blocks are those of the replay, one for one.  A prompt has one token more than its blocks, since
+the engine always computes the last token of a prompt; outputs are divided likewise and cut to
+``max_output_tokens``.  Requests arrive at the trace's own times, with gaps scaled so that on
+average ``load`` times as many prompt tokens arrive as can be computed.
 
 Where the engine's hit rate differs from the serial replay's, and why:
 
-* Nowhere with serial arrivals (``--arrivals serial``: each request when the one before it is
-  finished), outputs of one token and a policy that gives up a prompt from its tail (``lfu``,
-  ``lru_k``, ``gdsf``): the engine's pool of N + 1 blocks hits exactly what the replay of N blocks
-  hits.  The extra block holds the last token of the running prompt.
-* ``lru`` is vLLM's free queue: a finished prompt's partly filled last block waits in it like a
-  cached one.  That is as if it had a content of its own: the replay, told so, agrees exactly on N
-  blocks.
+* With serial arrivals, outputs of one token and a policy that gives up a prompt from its tail, the
+  engine's pool of N + 1 blocks (the last token of the running prompt has one) hits exactly what the
+  replay of N blocks hits.  For ``lru`` on N blocks the replay has to give a prompt's partly filled
+  last block a content of its own: in vLLM's free queue it waits like a cached one.
 * Policies that give up the head of a prompt before its tail (``fifo``, ``mru``, ``random``) leave
-  tails that cannot be hit.  The replay finds them in the pool when the prompt comes back, and
-  inserts the head alone; the engine computes all of it again, into further blocks.
-* Policies that divide the pool into queues (``s3fifo``, ``slru``, ``two_q``, ``arc``) divide one of
-  another size, N + 1.
-* Outputs: decoded tokens fill blocks that no request of the trace asks for again.  They take room
-  while their request runs and, cached, until they are evicted.
-* Overlap: the blocks of all running requests are in use at a time, so that less is left to evict
-  from; a request is looked up when it is admitted, and its blocks are released when it is finished,
-  in another order than that of arrival.
-* Preempted requests are looked up again; only their first look-up counts here.
+  tails that the replay finds when the head is back, and the engine computes again.
+* Policies that divide the pool into queues divide one of another size, N + 1.
+* Decoded tokens fill blocks that no request of the trace asks for again.
+* Running requests overlap: less is left to evict from, a request is looked up when it is admitted,
+  and its blocks are released when it is finished.  Only the first look-up of one that is preempted
+  counts.
 """
 
 from __future__ import annotations
@@ -54,20 +44,18 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import cache
 from cache.serving import open_loop
 from experiments import quantiles, style
-from experiments.eviction import OwnPolicy, Policy, named_policy
+from experiments.eviction import Policy, named_policy, policy_spec
 from experiments.harness import (
     Absent,
     Axis,
     Count,
     Experiment,
     GridOnly,
-    Natural,
     Percent,
     Positive,
     Repeated,
@@ -79,11 +67,6 @@ from experiments.load.engine_models import Model
 from experiments.load.scaled_trace import ScaledTrace, shrink_blocks
 from experiments.load.service_times import measure_service
 from experiments.load.workloads import OnTraces
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 _NO_CACHE, _INFINITE = "no_cache", "infinite"
 """In place of a policy: no prefix caching, and room for everything."""
@@ -99,14 +82,12 @@ class EvictionServing(OnTraces):
     """Blocks of the cache, in percent of the unique blocks of the slice."""
     num_requests: Count = 600
     """Requests of the slice, at most."""
-    skip_requests: Natural = 0
-    """Requests of the trace before the slice."""
     slice_tokens: Count = 60_000
     """Prompt tokens of the slice, at most: decides how many stand for a block of the trace."""
     max_output_tokens: Count = 16
     """Longest output."""
-    arrivals: Literal["trace", "poisson", "serial"] = "trace"
-    """Times of the trace scaled, a Poisson process, or each when the one before it is finished."""
+    arrivals: Literal["trace", "serial"] = "trace"
+    """Times of the trace scaled, or each when the one before it is finished."""
     load: Positive = 1.0
     """Prompt tokens, cached or not, that arrive on average while one can be computed."""
     manager: Literal["vllm_v1", "radix"] = "vllm_v1"
@@ -123,17 +104,17 @@ class EvictionServing(OnTraces):
 
 def cells(options: EvictionServing) -> Iterator[EvictionServing | Absent]:
     """Policies, and the two bounds in the place of one; ``timed_model`` is None in real time."""
-    traces = [*options.sources(options.skip_requests + options.num_requests)]
+    traces = [*options.sources(options.num_requests)]
     default = ("lru", "fifo", "lfu", "arc", "belady")
     policies = [*map(named_policy, options.policy or default), _NO_CACHE]
     timed = None if options.real_time else options.timed_model or engine_models.default_model()
-    yield from grid(options, trace=traces, policy=policies, timed_model=timed)
-    no_bound = {"policy": [_INFINITE], "capacity_percent": [100.0]}
-    yield from grid(options, trace=traces, **no_bound, timed_model=timed)
+    given = {"trace": traces, "timed_model": timed}
+    yield from grid(options, policy=policies, **given)
+    yield from grid(options, policy=[_INFINITE], capacity_percent=[100.0], **given)
 
 
 def run_cell(cell: EvictionServing) -> list[dict[str, Any]]:
-    scaled = _slice(_of_slice(cell))
+    scaled = _slice(dataclasses.replace(cell, policy="", capacity_percent=100.0))
     trace = scaled.trace
     capacity = max(1, int(trace.num_unique_blocks * cell.capacity_percent / 100))
     row = {
@@ -141,11 +122,8 @@ def run_cell(cell: EvictionServing) -> list[dict[str, Any]]:
         "policy": str(cell.policy),
         "capacity_fraction": cell.capacity_percent / 100,
         "capacity_blocks": capacity,
-        "arrivals": cell.arrivals,
-        "manager": cell.manager,
-        "model": cell.model,
+        **cell.columns("arrivals", "manager", "model", "threads"),
         "timed_model": cell.timed_model or "real time",
-        "threads": cell.threads,
         "requests": len(trace),
         "requests_left_out": scaled.num_left_out,
         "block_references": trace.num_block_references,
@@ -159,7 +137,7 @@ def run_cell(cell: EvictionServing) -> list[dict[str, Any]]:
     if cell.policy == _INFINITE:
         row |= {"replay_block_hit_rate": trace.infinite_cache_hit_rate, "replay_evictions": 0}
     elif cell.policy != _NO_CACHE:
-        policy = _spec(cell.policy)
+        policy = policy_spec(cell.policy)
         replay = cache.simulate(trace, policy=policy, capacity_blocks=capacity)
         row |= {
             "replay_block_hit_rate": replay.block_hit_rate,
@@ -184,7 +162,7 @@ def _served(cell: EvictionServing, trace: cache.Trace, capacity: int) -> dict[st
     options = {
         "num_blocks": capacity,
         "block_size": trace.block_size,
-        "policy": _spec(cell.policy),
+        "policy": policy_spec(cell.policy),
         "enable_prefix_caching": cell.policy != _NO_CACHE,
     }
     if cell.policy == _INFINITE:
@@ -237,16 +215,11 @@ def _served(cell: EvictionServing, trace: cache.Trace, capacity: int) -> dict[st
     }
 
 
-def _of_slice(cell: EvictionServing) -> EvictionServing:
-    """The part of ``cell`` that the slice depends on."""
-    return dataclasses.replace(cell, policy="", capacity_percent=100.0)
-
-
 @functools.lru_cache(maxsize=1)
 def _slice(cell: EvictionServing) -> ScaledTrace:
-    trace = workloads.load(cell.trace)
+    """The requests of ``cell``, whatever its policy and capacity."""
     return shrink_blocks(
-        trace[cell.skip_requests : cell.skip_requests + cell.num_requests],
+        workloads.load(cell.trace),
         slice_tokens=cell.slice_tokens,
         max_output_tokens=cell.max_output_tokens,
         vocab_size=engine_models.model_config(cell.model).vocab_size,
@@ -256,14 +229,10 @@ def _slice(cell: EvictionServing) -> ScaledTrace:
 def _arrivals(
     cell: EvictionServing, trace: cache.Trace, service: cache.ServiceModel
 ) -> list[float] | None:
-    import numpy as np
-
-    offered = cell.load * service.prefill_tokens_per_second
-    rate = offered / float(trace.input_lengths.mean())
     if cell.arrivals == "serial":
         return None
-    if cell.arrivals == "poisson":
-        return open_loop.poisson_arrivals(rate, len(trace), np.random.default_rng(cell.seed))
+    offered = cell.load * service.prefill_tokens_per_second
+    rate = offered / float(trace.input_lengths.mean())
     return open_loop.scaled_arrivals(trace.timestamps_ms.tolist(), rate)
 
 
@@ -272,25 +241,10 @@ def _num_blocks(trace: cache.Trace):
     return -(-(trace.input_lengths + trace.output_lengths - 1) // trace.block_size)
 
 
-def _spec(policy: str | OwnPolicy) -> str:
-    """What ``cache.make_policy`` takes."""
-    if isinstance(policy, OwnPolicy):
-        return policy.spec
-    return "lru" if policy in (_NO_CACHE, _INFINITE) else policy  # where none is asked
-
-
-def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
-    """The figure eviction_serving, two panels per trace (hit rate, time to first token), and the
-    table summary.csv."""
-    with style.figures():
-        written = style.save(_draw(rows), folder, "eviction_serving")
-    return written + style.save_table(_summary(rows), folder, "summary", "%.4g")
-
-
 _REPLAY = {"linewidth": 0.8, "linestyle": (0, (1, 1.2))}
 
 
-def _draw(rows: pd.DataFrame) -> Figure:
+def _draw(rows: style.DataFrame) -> style.Figure:
     lines = style.policy_lines(rows["policy"].unique())
     lines[_NO_CACHE] = style.line(style.GREY, "", "dashdot") | {"label": "no prefix caching"}
     figure, axes, _ = style.panel_grid(
@@ -299,8 +253,9 @@ def _draw(rows: pd.DataFrame) -> Figure:
     ticks = sorted(100 * rows[rows["policy"] != _INFINITE]["capacity_fraction"].unique())
     for row, (_, of_trace) in enumerate(rows.groupby("trace", sort=False)):
         left, right = axes[2 * row : 2 * row + 2]
+        of_trace = of_trace.assign(size=100 * of_trace["capacity_fraction"])
         for policy, curve in of_trace.groupby("policy", sort=False):
-            curve = curve.sort_values("capacity_fraction")
+            curve = curve.sort_values("size")
             _draw_hit_rate(left, policy, curve, lines[policy])
             _draw_ttft(right, policy, curve, lines[policy])
         first = of_trace.iloc[0]
@@ -315,40 +270,35 @@ def _draw(rows: pd.DataFrame) -> Figure:
     return figure
 
 
-def _draw_hit_rate(axis: Axes, policy: str, curve: pd.DataFrame, line: dict) -> None:
+def _draw_hit_rate(axis: style.Axes, policy: str, curve: style.DataFrame, line: dict) -> None:
     """The engine's hit rate, with the replay's as a thin dotted line; bounds by replay alone."""
-    if policy == _NO_CACHE:
-        return
-    x, replayed = 100 * curve["capacity_fraction"], 100 * curve["replay_block_hit_rate"]
+    replayed = 100 * curve["replay_block_hit_rate"]
     if policy == _INFINITE:
         axis.axhline(replayed.iloc[0], **line)
     elif not _has_engine(curve):
-        axis.plot(x, replayed, **line)
-    else:
-        axis.plot(x, replayed, color=line["color"], **_REPLAY)
-        axis.plot(x, 100 * curve["engine_block_hit_rate"], **line)
+        axis.plot(curve["size"], replayed, **line)
+    elif policy != _NO_CACHE:
+        axis.plot(curve["size"], replayed, color=line["color"], **_REPLAY)
+        axis.plot(curve["size"], 100 * curve["engine_block_hit_rate"], **line)
 
 
-def _draw_ttft(axis: Axes, policy: str, curve: pd.DataFrame, line: dict) -> None:
-    if not _has_engine(curve):
-        return
-    y = curve["ttft_mean_s"]
+def _draw_ttft(axis: style.Axes, policy: str, curve: style.DataFrame, line: dict) -> None:
     if policy == _INFINITE:
-        axis.axhline(y.iloc[0], **line)
-    else:
-        axis.plot(100 * curve["capacity_fraction"], y, **line)
+        axis.axhline(curve["ttft_mean_s"].iloc[0], **line)
+    elif _has_engine(curve):
+        axis.plot(curve["size"], curve["ttft_mean_s"], **line)
 
 
-def _has_engine(curve: pd.DataFrame) -> bool:
+def _has_engine(curve: style.DataFrame) -> bool:
     return "ttft_mean_s" in curve and curve["ttft_mean_s"].notna().any()
 
 
-def _title(row: pd.Series) -> str:
+def _title(row: style.Series) -> str:
     blocks = f"{row['requests']} requests, {row['unique_blocks']:,} unique blocks"
     return f"{row['trace']}\n{blocks} of {row['tokens_per_block']} tokens"
 
 
-def _load(row: pd.Series) -> str:
+def _load(row: style.Series) -> str:
     load, model = row["load"], row["timed_model"]
     title = f"{row['model']} in real time" if model == "real time" else f"modelled time of {model}"
     if load != load or load is None:
@@ -356,7 +306,7 @@ def _load(row: pd.Series) -> str:
     return f"{title}\noffered: {load:g} x the prompt tokens that it can compute"
 
 
-def _summary(rows: pd.DataFrame) -> pd.DataFrame:
+def _summary(rows: style.DataFrame) -> style.DataFrame:
     """Per trace, policy and capacity: the three hit rates, and the time to first token as a share
     of that without prefix caching in the same memory."""
     columns = ["trace", "policy", "capacity_fraction", "replay_block_hit_rate"]
@@ -385,7 +335,7 @@ EXPERIMENT = Experiment(
     ),
     cells=cells,
     run_cell=run_cell,
-    plot=plot,
+    plot=style.plotter({"eviction_serving": _draw}, tables={"summary": (_summary, "%.4g")}),
     gpu="optional",
     timed=True,
 )

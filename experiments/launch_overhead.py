@@ -177,29 +177,19 @@ class _KernelWithoutGpu:
 
 @contextlib.contextmanager
 def _launches_that_end_at_the_driver() -> Iterator[None]:
-    from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
     from kernels.compiled.architectures import ARCHITECTURES
-    from kernels.compiled.compile import DriverWithoutGpu
-    from kernels.tiles import force_target
+    from kernels.compiled.compile import without_gpu
 
     def compile_nothing(self, key, _signature, device, *_) -> _KernelWithoutGpu:
         hash(self)  # finds the globals that every launch compares, as compiling does
         compiled, *_ = self.device_caches[device]
         return compiled.setdefault(key, _KernelWithoutGpu())
 
-    arch = ARCHITECTURES[_ARCH]
-    previous = driver._active
-    driver.set_active(DriverWithoutGpu(arch.compile_target))
-    try:
-        with (
-            mock.patch.object(JITFunction, "_do_compile", compile_nothing),
-            force_target(arch.tiles_target),
-        ):
-            yield
-    finally:
-        driver._active = previous
+    compiled = mock.patch.object(JITFunction, "_do_compile", compile_nothing)
+    with compiled, without_gpu(ARCHITECTURES[_ARCH]):
+        yield
 
 
 def _measure(call: partial, num_samples: int, on_gpu: bool) -> tuple[int, dict[str, list[float]]]:

@@ -2,27 +2,20 @@
 
 Redoes figure 2 of the PagedAttention paper (Kwon et al., SOSP 2023): the share of the memory that
 holds tokens, is reserved for tokens to come, or is lost to internal and external fragmentation,
-for the systems before paging (reservations up to the maximum length, to a power of two, or to the
-final length) and for paging.
+for the systems before paging (reservations up to the maximum length, to a power of two of the true
+output length, or to the final length) and for paging.
 
-Service model, where every block goes through a real manager:
-
-* Requests are served by the engine's own scheduler, without a model: first come first served, and
-  when a running request finds no block the youngest gives up its own and goes to the head of the
-  line (see :mod:`cache.serving.scheduler`).
-* Time is counted in steps: each takes 1, computes the whole prompt of every request it admits and
-  one token of the others.  The last token of a request is never stored.
-* Requests arrive in the pattern of the trace.  The distances are scaled so that, with unlimited
-  memory, the running requests would fill ``load`` times the cache on average; with a load above 1
-  requests queue for memory, as in the paper's measurements.
-* ``max_model_len`` is the next power of two of the longest request; the cache has the slots of
-  ``sequences_in_cache`` such requests (about 8 in the paper: OPT-13B, 2048 tokens, 15.7k slots).
-* Reservations that depend on the future know it: as in the paper, ``pow2`` is the next power of
-  two of the true output length.
+The engine's own scheduler serves the requests, without a model, through a real manager.  A step
+takes 1 and computes the whole prompt of every request it admits and one token of the others; the
+last token of a request is never stored.  Requests arrive in the pattern of the trace, its distances
+scaled so that, with unlimited memory, the running requests would fill ``load`` times the cache on
+average; with a load above 1 requests queue for memory, as in the paper's measurements.
+``max_model_len`` is the next power of two of the longest request; the cache has the slots of
+``sequences_in_cache`` such requests (about 8 in the paper: OPT-13B, 2048 tokens, 15.7k slots).
 
 Memory is measured in every step in which a request waits, after admission, and the mean is taken
-over these steps.  Free memory counts as external fragmentation if the waiting request
-would fit in it were it in one place.
+over these steps.  Free memory counts as external fragmentation if the waiting request would fit in
+it were it in one place.
 """
 
 from __future__ import annotations
@@ -30,8 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cache import ServiceModel, make_manager
 from cache.managers import Contiguous, Paged
@@ -43,11 +35,6 @@ from experiments.harness import Absent, Axis, Count, Experiment, Positive, Unava
 from experiments.load import request_lengths
 from experiments.load.request_lengths import RequestLengths
 from experiments.load.workloads import OnTraces
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 _RESERVATIONS = ("max", "pow2", "oracle")
 _KINDS = {
@@ -101,22 +88,16 @@ def run_cell(cell: SystemCell) -> list[dict[str, Any]]:
             max_model_len=max_model_len,
             final_length=lambda seq: lengths.prompts[seq.seq_id] + lengths.outputs[seq.seq_id],
         )
-    result = serve(lengths, manager, arrival_steps(lengths, cell.load * num_slots))
+    served = serve(lengths, manager, arrival_steps(lengths, cell.load * num_slots))
     return [
         {
             "trace": lengths.trace,
-            "system": cell.system,
-            "block_size": cell.block_size,
+            **cell.columns("system", "block_size", "load"),
             "requests": len(lengths),
             "requests_left_out": lengths.num_left_out,
             "max_model_len": max_model_len,
             "cache_slots": num_slots,
-            "load": cell.load,
-            "steps": result.steps,
-            "measured_steps": result.measured_steps,
-            "mean_running": result.mean_running,
-            "preemptions": result.preemptions,
-            **{f"{kind}_fraction": share for kind, share in result.shares.items()},
+            **served,
         }
     ]
 
@@ -140,25 +121,15 @@ _DECODE_STEPS = ServiceModel(
 )
 
 
-@dataclass(frozen=True)
-class ServingResult:
-    steps: int
-    measured_steps: int
-    """Steps in which a request waited for memory."""
-    mean_running: float
-    """Requests in these steps."""
-    preemptions: int
-    shares: dict[str, float]
-    """Mean share of the slots by kind (the fields of MemoryUsage) in these steps."""
-
-
 def serve(
     lengths: RequestLengths, manager: Contiguous | Paged, arrivals: list[float]
-) -> ServingResult:
+) -> dict[str, float]:
     """Serve all requests by the service model of this file, and leave the manager empty.
 
-    The cache must hold a request of the maximum length.  Raises Unavailable if no request ever
-    waits for memory.
+    Returns the columns of a row: ``measured_steps`` are those in which a request waited for memory,
+    ``mean_running`` and the mean shares of the slots by kind (the fields of MemoryUsage) are of
+    these.  The cache must hold a request of the maximum length.  Raises Unavailable if no request
+    ever waits for memory.
     """
     engine = engine_without_model(
         manager,
@@ -177,13 +148,13 @@ def serve(
     if not measured.steps:
         raise Unavailable("no request waited for memory: it takes a higher load")
     slots = manager.num_blocks * manager.block_size * measured.steps
-    return ServingResult(
-        steps=len(run.steps),
-        measured_steps=measured.steps,
-        mean_running=measured.running / measured.steps,
-        preemptions=sum(request.num_preemptions for request in run.requests),
-        shares={kind: total / slots for kind, total in measured.slots.items()},
-    )
+    return {
+        "steps": len(run.steps),
+        "measured_steps": measured.steps,
+        "mean_running": measured.running / measured.steps,
+        "preemptions": sum(request.num_preemptions for request in run.requests),
+        **{f"{kind}_fraction": total / slots for kind, total in measured.slots.items()},
+    }
 
 
 class _MemoryOfSteps:
@@ -206,13 +177,7 @@ class _MemoryOfSteps:
         self.running += len(self._scheduler.running)
 
 
-def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
-    """The figure memory_waste: a panel per trace, a stacked bar per system."""
-    with style.figures():
-        return style.save(_draw(rows), folder, "memory_waste")
-
-
-def _draw(rows: pd.DataFrame) -> Figure:
+def _draw(rows: style.DataFrame) -> style.Figure:
     figure, axes, spare = style.panel_grid(rows["trace"].nunique(), height=2.1, sharey=True)
     for axis, (_, of_trace) in zip(axes, rows.groupby("trace", sort=False), strict=True):
         _draw_bars(axis, of_trace)
@@ -221,29 +186,17 @@ def _draw(rows: pd.DataFrame) -> Figure:
     return figure
 
 
-def _draw_bars(axis: Axes, rows: pd.DataFrame) -> None:
-    import numpy as np
-
-    contiguous = rows[rows["system"] != "paged"]
-    paged = rows[rows["system"] == "paged"].sort_values("block_size")
+def _draw_bars(axis: style.Axes, rows: style.DataFrame) -> None:
+    rows = rows.assign(paged=rows["system"] == "paged")
+    bars = rows.sort_values(["paged", "block_size"])
+    labels = bars["block_size"].astype(str).where(bars["paged"], bars["system"])
     # Room between the reservations and the block sizes.
-    positions = [*range(len(contiguous)), *range(len(contiguous) + 1, len(rows) + 1)]
-    labels = [*contiguous["system"], *map(str, paged["block_size"])]
+    positions = bars["paged"].to_numpy() + range(len(bars))
     bottom = 0.0
     for kind, (label, color, hatch) in _KINDS.items():
-        shares = [*contiguous[f"{kind}_fraction"], *paged[f"{kind}_fraction"]]
-        heights = 100 * np.array(shares)
-        axis.bar(
-            positions,
-            heights,
-            bottom=bottom,
-            width=0.85,
-            color=color,
-            hatch=hatch,
-            edgecolor="black",
-            linewidth=0.4,
-            label=label,
-        )
+        heights = 100 * bars[f"{kind}_fraction"].to_numpy()
+        look = {"color": color, "hatch": hatch, "edgecolor": "black", "linewidth": 0.4}
+        axis.bar(positions, heights, bottom=bottom, width=0.85, label=label, **look)
         bottom = bottom + heights
     first = rows.iloc[0]
     axis.set(title=f"{first['trace']}\nmaximum length {first['max_model_len']:,}", ylim=(0, 100))
@@ -259,5 +212,5 @@ EXPERIMENT = Experiment(
     quick=MemoryWaste(block_size=(1, 16, 64, 256), num_requests=300),
     cells=cells,
     run_cell=run_cell,
-    plot=plot,
+    plot=style.plotter({"memory_waste": _draw}),
 )

@@ -18,9 +18,8 @@ and swapping is a copy from host to host: the times hold for a CPU, and say noth
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments import quantiles, style
@@ -29,22 +28,15 @@ from experiments.load import engine_models
 from experiments.load.engine_models import EngineOptions, Manager
 
 if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
     from models import LLM
 
-_WAYS = {
-    "recompute": style.line(style.BLUE, "o"),
-    "swap": style.line(style.ORANGE, "s", "dashed"),
+_LINES = {
+    "recompute": style.line(style.BLUE, "o") | {"label": "recompute"},
+    "swap": style.line(style.ORANGE, "s", "dashed") | {"label": "swap out and in"},
+    "swap_out": style.line(style.GREEN, "^", "dashdot") | {"label": "swap out"},
+    "swap_in": style.line(style.RED, "v", "dotted", fill=False) | {"label": "swap in"},
 }
-_COSTS = {
-    "recompute": ("recompute", _WAYS["recompute"]),
-    "swap": ("swap out and in", _WAYS["swap"]),
-    "swap_out": ("swap out", style.line(style.GREEN, "^", "dashdot")),
-    "swap_in": ("swap in", style.line(style.RED, "v", "dotted", fill=False)),
-}
+_WAYS = ("recompute", "swap")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,38 +117,44 @@ def _cost(cell: Cost) -> tuple[LLM, list[dict[str, Any]]]:
     generator = np.random.default_rng(cell.seed)
     rows = []
     for length in cell.context_tokens:
-        seconds: dict[str, list[float]] = {name: [] for name in _COSTS}
+        spans = []
         for _ in range(1 + cell.repeats):  # the first is not counted: kernels are compiled there
             tokens = engine_models.random_tokens(llm, generator, length)
             request_id = engine.add(tokens, SamplingParams(max_tokens=1))
-            for name, spent in sequence_costs(llm).items():
-                seconds[name].append(spent)
+            spans.append(sequence_costs(llm))
             engine.abort(request_id)
-        block_bytes = llm.config.kv_block_bytes(cell.block_size, llm.dtype)
-        for name, values in seconds.items():
-            rows.append(
-                {
-                    "part": "cost",
-                    "way": name,
-                    "context_tokens": length,
-                    "blocks": -(-length // cell.block_size),
-                    "mebibytes": -(-length // cell.block_size) * block_bytes / 2**20,
-                    **quantiles.columns("ms", [1e3 * value for value in values[1:]]),
-                }
-            )
+        blocks = -(-length // cell.block_size)
+        size = blocks * llm.config.kv_block_bytes(cell.block_size, llm.dtype) / 2**20
+        rows += [
+            {
+                "part": "cost",
+                "way": way,
+                "context_tokens": length,
+                "blocks": blocks,
+                "mebibytes": size,
+                **quantiles.columns("ms", [1e3 * spent[way] for spent in spans[1:]]),
+            }
+            for way in _LINES
+        ]
     return llm, rows
 
 
 def sequence_costs(llm: LLM) -> dict[str, float]:
     """Seconds of computing the one prompt that waits in ``llm``, all at once, and of swapping its
     blocks out and back; on a GPU until it is done."""
+    import torch
+
     from cache.serving.scheduler import Step
 
     engine = llm.engine
     runner, manager = engine.runner, engine.manager
 
     def timed(step: Step) -> float:
-        return _seconds(llm, lambda: runner.run(step, manager))
+        begin = time.perf_counter()
+        runner.run(step, manager)
+        if llm.device.type == "cuda":
+            torch.cuda.synchronize(llm.device)
+        return time.perf_counter() - begin
 
     step = engine.scheduler.schedule()
     [seq] = step.sequences
@@ -167,16 +165,6 @@ def sequence_costs(llm: LLM) -> dict[str, float]:
         "swap_in": timed(Step(swap_in=list(enumerate(blocks)))),
     }
     return {**spent, "swap": spent["swap_out"] + spent["swap_in"]}
-
-
-def _seconds(llm: LLM, action: Callable[[], object]) -> float:
-    import torch
-
-    begin = time.perf_counter()
-    action()
-    if llm.device.type == "cuda":
-        torch.cuda.synchronize(llm.device)
-    return time.perf_counter() - begin
 
 
 def _serving(cell: Serving) -> tuple[LLM, list[dict[str, Any]]]:
@@ -229,13 +217,7 @@ def _serving(cell: Serving) -> tuple[LLM, list[dict[str, Any]]]:
     ]
 
 
-def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
-    """The figure preemption: costs by context length, and what they do to requests served."""
-    with style.figures():
-        return style.save(_draw(rows), folder, "preemption")
-
-
-def _draw(rows: pd.DataFrame) -> Figure:
+def _draw(rows: style.DataFrame) -> style.Figure:
     costs, serving = rows[rows["part"] == "cost"], rows[rows["part"] == "serving"]
     lengths = sorted(costs["context_tokens"].unique()) if len(costs) else []
     num_panels = len(lengths) + 2 * bool(len(serving))
@@ -251,10 +233,10 @@ def _draw(rows: pd.DataFrame) -> Figure:
     return figure
 
 
-def _draw_costs(axis: Axes, rows: pd.DataFrame) -> None:
-    for way, (label, look) in _COSTS.items():
+def _draw_costs(axis: style.Axes, rows: style.DataFrame) -> None:
+    for way, line in _LINES.items():
         curve = rows[rows["way"] == way].sort_values("block_size")
-        quantiles.error_bars(axis, curve["block_size"], curve, "ms", label=label, **look)
+        quantiles.error_bars(axis, curve["block_size"], curve, "ms", **line)
     row = rows.iloc[0]
     where = "host to host" if row["device"] == "cpu" else "GPU to host"
     axis.set(
@@ -264,10 +246,9 @@ def _draw_costs(axis: Axes, rows: pd.DataFrame) -> None:
     )
 
 
-def _draw_serving(latency: Axes, preemptions: Axes, rows: pd.DataFrame) -> None:
-    for way, curve in rows.groupby("way", sort=False):
-        curve = curve.sort_values("block_size")
-        look = {"label": way, **_WAYS[way]}
+def _draw_serving(latency: style.Axes, preemptions: style.Axes, rows: style.DataFrame) -> None:
+    for way, curve in rows.sort_values("block_size").groupby("way", sort=False):
+        look = {**_LINES[way], "label": way}
         sizes = curve["block_size"]
         quantiles.error_bars(latency, sizes, curve, "normalized_latency_ms", **look)
         preemptions.plot(sizes, curve["preemptions"], **look)
@@ -298,7 +279,7 @@ EXPERIMENT = Experiment(
     ),
     cells=cells,
     run_cell=run_cell,
-    plot=plot,
+    plot=style.plotter({"preemption": _draw}),
     gpu="optional",
     timed=True,
 )

@@ -1,15 +1,11 @@
 """How fast ``cache.simulate`` replays a trace, beside libcachesim on the same stream.
 
 Both are given the same block ids, policy and number of blocks, on one core and in turn, so that a
-change of the machine's speed meets both.  What is timed:
-
-- ours: the replay as compiled by numba, without the compilation (``SimulationResult``'s
-  ``replay_seconds``);
-- libcachesim: ``process_trace``, its C loop over a memory-mapped file of its own oracleGeneral
-  records (24 bytes a block reference: time, id, size, next access), which cannot be told apart from
-  reading them.  The file was read before, so it comes from memory; ids, sizes and next accesses are
-  precomputed; the hash table starts at the size that the pool needs, which is several times faster
-  here than its default of 2**24 buckets.
+change of the machine's speed meets both.  Ours is timed without the compilation
+(``SimulationResult.replay_seconds``); of libcachesim ``process_trace``, its C loop over a file in
+memory of its own oracleGeneral records, whose ids, sizes and next accesses are precomputed.  Its
+hash table starts at the size that the pool needs, which is several times faster here than its
+default of 2**24 buckets.
 
 libcachesim takes one block reference at a time where ours takes a request (its blocks stay pinned,
 the deepest counts as accessed first), so the hit rates of the two differ a little.
@@ -33,8 +29,6 @@ from experiments.load.workloads import OnTraces
 
 if TYPE_CHECKING:
     import numpy as np
-    import pandas as pd
-    from matplotlib.figure import Figure
 
 _LIBCACHESIM = {"lru": "LRU", "fifo": "FIFO", "lfu": "LFU", "belady": "Belady"}
 
@@ -83,7 +77,8 @@ def run_cell(cell: ReplaySpeedCell) -> list[dict[str, Any]]:
         if cell.libcachesim:
             oracle_general(trace.block_ids).tofile(stream)
         for repeat in range(cell.repeats):
-            timings = {"pagelab": _time_ours(trace, cell.policy, capacity)}
+            ours = cache.simulate(trace, policy=cell.policy, capacity_blocks=capacity)
+            timings = {"pagelab": (ours.replay_seconds, ours.block_hit_rate)}
             if cell.libcachesim:
                 timings["libcachesim"] = _time_libcachesim(stream, cell.policy, capacity)
             for implementation, (seconds, hit_rate) in timings.items():
@@ -98,11 +93,6 @@ def run_cell(cell: ReplaySpeedCell) -> list[dict[str, Any]]:
                     }
                 )
     return rows
-
-
-def _time_ours(trace: cache.Trace, policy: str, capacity: int) -> tuple[float, float]:
-    result = cache.simulate(trace, policy=policy, capacity_blocks=capacity)
-    return result.replay_seconds, result.block_hit_rate
 
 
 def _time_libcachesim(stream: Path, policy: str, capacity: int) -> tuple[float, float]:
@@ -137,48 +127,43 @@ def oracle_general(block_ids: np.ndarray) -> np.ndarray:
     return records
 
 
-def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
-    """The figure replay_speed, a panel per trace, and the table summary.csv of medians."""
-    speeds = rows.assign(speed=rows["references_per_second"] / 1e6)
-    by = ["trace", "policy", "implementation"]
-    medians = speeds.groupby(by, sort=False)["speed"].median().unstack()
+_COLOURS = {"pagelab": style.BLUE, "libcachesim": style.ORANGE}
+
+
+def _speeds(rows: style.DataFrame, *of_repeats: str) -> style.DataFrame:
+    """Million references per second by trace, policy and implementation."""
+    speed = rows["references_per_second"] / 1e6
+    by = [rows[name] for name in ("trace", "policy", "implementation")]
+    return speed.groupby(by, sort=False).agg(of_repeats)
+
+
+def _summary(rows: style.DataFrame) -> style.DataFrame:
+    medians = _speeds(rows, "median")["median"].unstack()
     summary = medians.add_suffix("_million_references_per_second")
     if "libcachesim" in medians:
         summary["ratio"] = medians["pagelab"] / medians["libcachesim"]
-    table = style.save_table(summary.reset_index(), folder, "summary", "%.3f")
-    with style.figures():
-        return style.save(_draw(speeds), folder, "replay_speed") + table
+    return summary.reset_index()
 
 
-def _draw(speeds: pd.DataFrame) -> Figure:
-    import numpy as np
-
-    looks = {
-        "pagelab": {"color": style.BLUE, "label": "cache.simulate"},
-        "libcachesim": {"color": style.ORANGE, "hatch": "////", "label": "libcachesim"},
-    }
-    figure, axes, spare = style.panel_grid(speeds["trace"].nunique(), height=1.8, sharey=True)
-    for axis, (trace, of_trace) in zip(axes, speeds.groupby("trace", sort=False), strict=True):
-        policies = of_trace["policy"].unique()
-        labels = [line["label"] for line in style.policy_lines(policies).values()]
-        implementations = [name for name in looks if name in set(of_trace["implementation"])]
-        width = 0.8 / len(implementations)
-        for index, implementation in enumerate(implementations):
-            of_it = of_trace[of_trace["implementation"] == implementation]
-            spread = of_it.groupby("policy")["speed"].agg(["min", "median", "max"]).loc[policies]
-            x = np.arange(len(policies)) + (index - (len(implementations) - 1) / 2) * width
-            axis.bar(
-                x,
-                spread["median"],
-                width * 0.94,
-                edgecolor="white",
-                linewidth=0,
-                **looks[implementation],
-            )
-            error = [spread["median"] - spread["min"], spread["max"] - spread["median"]]
-            axis.errorbar(x, spread["median"], error, fmt="none", ecolor="black", elinewidth=0.7)
-        axis.set_xticks(range(len(policies)), [label.split()[0] for label in labels])
-        axis.set(title=trace)
+def _draw(rows: style.DataFrame) -> style.Figure:
+    """Medians, with bars from the slowest to the fastest; a panel per trace."""
+    present = [name for name in _COLOURS if name in set(rows["implementation"])]
+    lines = style.policy_lines(rows["policy"].unique())
+    names = {policy: line["label"].split()[0] for policy, line in lines.items()}
+    figure, axes, spare = style.panel_grid(rows["trace"].nunique(), height=1.8, sharey=True)
+    for axis, (trace, of_trace) in zip(axes, rows.groupby("trace", sort=False), strict=True):
+        spread = _speeds(of_trace, "min", "median", "max").loc[trace].unstack().reindex(names)
+        low, median, high = (spread[name][present] for name in ("min", "median", "max"))
+        median.rename(names).plot.bar(
+            ax=axis,
+            yerr=[[median[name] - low[name], high[name] - median[name]] for name in present],
+            color=[_COLOURS[name] for name in present],
+            label=present,
+            width=0.8,
+            rot=0,
+            legend=False,
+        )
+        axis.set(title=trace, xlabel="")
         axis.grid(axis="x", visible=False)
     figure.supylabel("million block references/s", fontsize=8)
     style.shared_legend(figure, spare)
@@ -192,6 +177,6 @@ EXPERIMENT = Experiment(
     quick=ReplaySpeed(repeats=3, num_requests=1_000),
     cells=cells,
     run_cell=run_cell,
-    plot=plot,
+    plot=style.plotter({"replay_speed": _draw}, {"summary": (_summary, "%.3f")}),
     timed=True,
 )

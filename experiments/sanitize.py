@@ -14,6 +14,7 @@ itself works.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -32,30 +33,24 @@ def cases(kernels: Sequence[str], *, cache_dtypes: Sequence[str]) -> Iterator[tu
     import torch
 
     from experiments.bench.kernel_checks import KERNELS, Case
-    from experiments.bench.kernel_problems import use_device
+    from experiments.bench.problem import use_device
 
     device = use_device()
-    for name in kernels:
+    for name, cache_dtype, feature, block_size in itertools.product(
+        kernels, cache_dtypes, _FEATURES, _BLOCK_SIZES
+    ):
         kernel = KERNELS[name]
-        for cache_dtype in cache_dtypes:
-            if cache_dtype == "fp8" and not kernel.touches_cache:
-                continue
-            for feature in _FEATURES:
-                if feature not in kernel.features:
-                    continue
-                for block_size in _BLOCK_SIZES:
-                    yield (
-                        name,
-                        Case(
-                            block_size=block_size,
-                            dtype=torch.float16,
-                            head_dim=_HEAD_DIM,
-                            feature=feature,
-                            seed=0,
-                            device=device,
-                            fp8_cache=cache_dtype == "fp8",
-                        ),
-                    )
+        if feature in kernel.features and (kernel.touches_cache or cache_dtype != "fp8"):
+            case = Case(
+                block_size=block_size,
+                dtype=torch.float16,
+                head_dim=_HEAD_DIM,
+                feature=feature,
+                seed=0,
+                device=device,
+                fp8_cache=cache_dtype == "fp8",
+            )
+            yield name, case
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -2,10 +2,9 @@
 
 Redoes figures 12, 13 and 17 of the PagedAttention paper (Kwon et al., SOSP 2023).  The engine
 serves requests in real time that arrive open loop: by a Poisson process, as in the paper, or at a
-trace's own times.  All systems have the same engine, kernels, block size and KV memory
-(``sequences_in_cache`` sequences of the maximum length; about 8 in the paper: OPT-13B, 2048 tokens,
-15.7k slots).  They differ in how they give that memory out: how many requests fit into it at a time
-decides at which rate the queue begins to grow.
+trace's own times.  All systems have the same engine, kernels, block size and KV memory, and differ
+in how they give that memory out: how many requests fit into it at a time decides at which rate the
+queue begins to grow.
 
 * ``contiguous_max``, ``contiguous_pow2``, ``contiguous_oracle``: a reservation per request, up to
   the maximum length, to the next power of two of the true output length, and to the true final
@@ -13,21 +12,23 @@ decides at which rate the queue begins to grow.
 * ``paged``: blocks on demand, nothing shared.
 * ``vllm_v1``, ``vllm_v0``, ``nano_vllm``, ``radix``: also share the K/V of equal prefixes.  They
   run where requests have prefixes in common (the paper's chat workload, figure 17).
+* ``vllm_v1_prompts_first``: as ``vllm_v1``, but a step computes prompts or decodes, as in vLLM's
+  first engine and Nano-vLLM: new requests get their first token sooner, the others wait.
 
 Normalised latency is the mean over requests of the time from arrival to the last token, divided by
 the output tokens.  The weights are random and outputs have exactly the length that the trace says.
 
-Scale: all lengths of a trace are divided by one number (``length_divisor`` in the table) so that a
-request has ``mean_tokens`` tokens on average, and requests beyond ``max_model_len`` are left out;
-the defaults keep the paper's ratio of the maximum to the mean (2048 to 499 tokens on ShareGPT) for
-a model that a laptop steps in milliseconds.  On a GPU, raise them with the model:
+All lengths of a trace are divided by one number (``length_divisor``), so that a request has
+``mean_tokens`` tokens on average; the defaults keep the paper's ratios (a maximum of 2048 tokens to
+a mean of 499 on ShareGPT, a cache of about 8 sequences of the maximum) for a model that a laptop
+steps in milliseconds.  On a GPU, raise them with the model:
 
     python -m experiments run serving --model qwen3-0.6b --mean-tokens 512 --max-model-len 2048 \\
         --block-size 16 --sequences-in-cache 32 --duration-s 60 --request-rate 2 4 8 16 32
 
-A cell sends ``request_rate * duration_s`` requests and is stopped ``drain_s`` after the last was
-due.  If some are unfinished then, the cell is *saturated*: they count with the time that they have
-taken so far, so its latencies are lower bounds.
+A cell is stopped ``drain_s`` after its last request was due.  If some are unfinished then, it is
+*saturated*: they count with the time that they have taken so far, so its latencies are lower
+bounds.
 """
 
 from __future__ import annotations
@@ -36,7 +37,6 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import cache
@@ -52,17 +52,12 @@ from experiments.harness import (
     grid,
     one_of,
 )
-from experiments.load import engine_models, request_lengths, workloads
+from experiments.load import engine_models, workloads
 from experiments.load.engine_models import Model
-from experiments.load.request_lengths import LogNormalLengths
 from experiments.load.scaled_trace import ScaledTrace, shrink
-from experiments.load.workloads import OnTraces, Source, Workload
+from experiments.load.workloads import LogNormalLengths, OnTraces, Source, Workload
 
 if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
     from models import LLM
 
 _SYSTEMS = {
@@ -71,13 +66,22 @@ _SYSTEMS = {
     "contiguous_oracle": ("contiguous (oracle)", style.line(style.GREEN, "^", "dashed")),
     "paged": ("paged", style.line(style.BLUE, "o")),
     "vllm_v1": ("vllm_v1 (prefix caching)", style.line(style.BLACK, "D", "dashed")),
+    "vllm_v1_prompts_first": ("vllm_v1, prompts first", style.line(style.ORANGE, "d", "dotted")),
     "radix": ("radix (prefix caching)", style.line(style.PINK, "X", "dotted")),
     "vllm_v0": ("vllm_v0 (prefix caching)", style.line(style.SKY, "P", "dashdot")),
     "nano_vllm": ("nano_vllm (prefix caching)", style.line(style.GREY, "p", "dashdot")),
 }
 """Labels and lines."""
 _LENGTHS_ONLY = ("contiguous_max", "contiguous_pow2", "contiguous_oracle", "paged")
-_WITH_PREFIXES = ("contiguous_max", "contiguous_oracle", "paged", "vllm_v1", "radix")
+_PROMPTS_FIRST = "_prompts_first"
+_WITH_PREFIXES = (
+    "contiguous_max",
+    "contiguous_oracle",
+    "paged",
+    "vllm_v1",
+    "vllm_v1_prompts_first",
+    "radix",
+)
 """Systems that run by default."""
 _NUM_TRACE_REQUESTS = 2_000
 """Beginning of a trace that requests are taken from, and that ``length_divisor`` is worked out
@@ -125,7 +129,7 @@ def cells(options: Serving) -> Iterator[Serving | Absent]:
             f"{options.max_model_len}"
         )
     default = (
-        LogNormalLengths(prompt=120, output=240, seed=options.seed),
+        LogNormalLengths(120, 240, options.seed, _NUM_TRACE_REQUESTS),
         Workload("multi_turn_chat", options.seed, _NUM_TRACE_REQUESTS),
     )
     for trace in options.sources(_NUM_TRACE_REQUESTS, lengths_suffice=True, default=default):
@@ -133,8 +137,8 @@ def cells(options: Serving) -> Iterator[Serving | Absent]:
         yield from grid(options, trace=[trace], system=systems)
 
 
-def _default_systems(trace: Source | LogNormalLengths | Absent) -> tuple[str, ...]:
-    has_prefixes = isinstance(trace, Source) and workloads.load(trace).has_blocks
+def _default_systems(trace: Source | Absent) -> tuple[str, ...]:
+    has_prefixes = not isinstance(trace, Absent) and workloads.load(trace).has_blocks
     return _WITH_PREFIXES if has_prefixes else _LENGTHS_ONLY
 
 
@@ -163,11 +167,7 @@ def run_cell(cell: Serving) -> list[dict[str, Any]]:
     return [
         {
             "trace": trace.name,
-            "arrivals": cell.arrivals,
-            "system": cell.system,
-            "model": cell.model,
-            "threads": cell.threads,
-            "request_rate": cell.request_rate,
+            **cell.columns("arrivals", "system", "model", "threads", "request_rate"),
             "requests": len(requests),
             "requests_finished": finished,
             "saturated": run.saturated,
@@ -187,9 +187,8 @@ def run_cell(cell: Serving) -> list[dict[str, Any]]:
             "requests_left_out": scaled.num_left_out,
             "mean_prompt_tokens": float(trace.input_lengths.mean()),
             "mean_output_tokens": float(trace.output_lengths.mean()),
-            "max_model_len": cell.max_model_len,
             "cache_slots": manager.num_blocks * manager.block_size,
-            "block_size": cell.block_size,
+            **cell.columns("max_model_len", "block_size"),
         }
     ]
 
@@ -197,12 +196,8 @@ def run_cell(cell: Serving) -> list[dict[str, Any]]:
 @functools.lru_cache(maxsize=1)
 def _scaled(cell: Serving) -> ScaledTrace:
     """The requests of ``cell``, whatever its rate."""
-    if isinstance(cell.trace, LogNormalLengths):
-        trace = request_lengths.log_normal_trace(cell.trace, _NUM_TRACE_REQUESTS)
-    else:
-        trace = workloads.load(cell.trace)
     return shrink(
-        trace,
+        workloads.load(cell.trace),
         mean_tokens=cell.mean_tokens,
         max_tokens=cell.max_model_len,
         vocab_size=engine_models.model_config(cell.model).vocab_size,
@@ -219,34 +214,17 @@ def _warm_up(cell: Serving) -> None:
 
 
 def _make_llm(cell: Serving) -> LLM:
-    import torch
-
-    torch.set_num_threads(cell.threads)
-    manager, _, reservation = cell.system.partition("_")
-    options = {}
-    if manager == "contiguous":
-        options = {"reservation": reservation, "max_model_len": cell.max_model_len}
-    else:
-        manager = cell.system
+    system = cell.system.removesuffix(_PROMPTS_FIRST)
+    manager, _, reservation = system.partition("contiguous_")
+    options = {"reservation": reservation, "max_model_len": cell.max_model_len}
     return engine_models.make_llm(
         cell.model,
-        manager=manager,
-        manager_options=options,
+        manager=manager or "contiguous",
+        manager_options={} if manager else options,
+        scheduling="mixed" if system == cell.system else "prefill_first",
         num_blocks=cell.sequences_in_cache * cell.max_model_len // cell.block_size,
-        block_size=cell.block_size,
-        max_model_len=cell.max_model_len,
-        seed=cell.seed,
+        **cell.columns("threads", "block_size", "max_model_len", "seed"),
     )
-
-
-def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
-    """The figures serving (normalised latency and batched requests) and serving_tokens (time to
-    first token and per output token), two panels per trace, and the table summary.csv."""
-    written = []
-    with style.figures():
-        written += style.save(_draw(rows, _LATENCY_PANELS), folder, "serving")
-        written += style.save(_draw(rows, _TOKEN_PANELS), folder, "serving_tokens")
-    return written + style.save_table(_summary(rows), folder, "summary", "%.4g")
 
 
 _LATENCY_PANELS = {
@@ -259,7 +237,7 @@ _TOKEN_PANELS = {
 }
 
 
-def _draw(rows: pd.DataFrame, panels: dict[str, str]) -> Figure:
+def _draw(rows: style.DataFrame, panels: dict[str, str]) -> style.Figure:
     rates = sorted(rows["request_rate"].unique())
     figure, axes, _ = style.panel_grid(
         2 * rows["trace"].nunique(), columns=2, height=2.1, width=3.5, sharex=True
@@ -281,46 +259,41 @@ def _draw(rows: pd.DataFrame, panels: dict[str, str]) -> Figure:
     return figure
 
 
-def _draw_systems(axis: Axes, rows: pd.DataFrame, column: str) -> None:
+def _draw_systems(axis: style.Axes, rows: style.DataFrame, column: str) -> None:
     """A line per system, times in ms; white markers where it is saturated."""
     unit = 1000 if column.endswith("_s") else 1
     for system, (label, line) in _SYSTEMS.items():
-        curve = rows[rows["system"] == system].sort_values("request_rate")
-        if not len(curve):
-            continue
-        axis.plot(curve["request_rate"], unit * curve[column], **{**line, "label": label})
-        beyond = curve[curve["saturated"]]
-        hollow = {**line, "linestyle": "none", "markerfacecolor": "white"}
-        axis.plot(beyond["request_rate"], unit * beyond[column], **hollow)
+        of_system = rows[rows["system"] == system]
+        if len(of_system):
+            style.curve(axis, of_system, "request_rate", column, unit, **line, label=label)
+            hollow = {**line, "linestyle": "none", "markerfacecolor": "white"}
+            beyond = of_system[of_system["saturated"]]
+            style.curve(axis, beyond, "request_rate", column, unit, **hollow)
 
 
-def _title(row: pd.Series) -> str:
+_TITLES = {"log_normal_120_240": "log-normal, 120 tokens in, 240 out"}
+
+
+def _title(row: style.Series) -> str:
     divisor = row["length_divisor"]
     divided = f"{divisor:,.0f}" if divisor >= 100 else f"{divisor:.3g}"
-    return row["trace"] if divisor == 1 else f"{row['trace']}, lengths / {divided}"
+    name = _TITLES.get(row["trace"], row["trace"].replace("_", " "))
+    return name if divisor == 1 else f"{name}\nlengths divided by {divided}"
 
 
-def _summary(rows: pd.DataFrame) -> pd.DataFrame:
+def _summary(rows: style.DataFrame) -> style.DataFrame:
     """Per trace and system: the highest rate that it kept up with (of those measured; none: 0),
     and requests batched and latency at that rate and at the highest of all."""
-    table = []
-    for (trace, system), curve in rows.groupby(["trace", "system"], sort=False):
-        curve = curve.sort_values("request_rate")
-        kept_up = curve[~curve["saturated"]]
-        top = curve.iloc[-1]
-        table.append(
-            {
-                "trace": trace,
-                "system": system,
-                "highest_rate_kept_up": kept_up["request_rate"].max() if len(kept_up) else 0.0,
-                "requests_per_second_at_most": curve["requests_per_second"].max(),
-                "highest_rate": top["request_rate"],
-                "batched_requests_there": top["mean_batched_requests"],
-                "cached_prompt_fraction_there": top["cached_prompt_fraction"],
-                "preemptions_there": top["preemptions"],
-            }
-        )
-    return type(rows)(table)
+    kept_up = rows["request_rate"].where(~rows["saturated"], 0.0)
+    rows = rows.assign(kept_up=kept_up).sort_values("request_rate", kind="stable")
+    return rows.groupby(["trace", "system"], sort=False, as_index=False).agg(
+        highest_rate_kept_up=("kept_up", "max"),
+        requests_per_second_at_most=("requests_per_second", "max"),
+        highest_rate=("request_rate", "last"),
+        batched_requests_there=("mean_batched_requests", "last"),
+        cached_prompt_fraction_there=("cached_prompt_fraction", "last"),
+        preemptions_there=("preemptions", "last"),
+    )
 
 
 EXPERIMENT = Experiment(
@@ -337,7 +310,13 @@ EXPERIMENT = Experiment(
     ),
     cells=cells,
     run_cell=run_cell,
-    plot=plot,
+    plot=style.plotter(
+        {
+            "serving": functools.partial(_draw, panels=_LATENCY_PANELS),
+            "serving_tokens": functools.partial(_draw, panels=_TOKEN_PANELS),
+        },
+        {"summary": (_summary, "%.4g")},
+    ),
     gpu="optional",
     timed=True,
 )

@@ -20,38 +20,19 @@ import random
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from cache import CacheManager, Sequence, make_manager
 from experiments import style
-from experiments.harness import Absent, Axis, Count, Experiment, GridOnly, Needs, grid
+from experiments.harness import Absent, Axis, Count, Experiment, Needs, grid
 from experiments.load import request_lengths
 from experiments.load.engine_models import Manager
-from experiments.load.request_lengths import LogNormalLengths
-from experiments.load.workloads import OnTraces
+from experiments.load.workloads import LogNormalLengths, OnTraces
 
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
+_SYNTHETIC = ((20, 60), (160, 340))
+"""Median prompt and output tokens of further requests: of the order of the paper's Alpaca and
+ShareGPT conversations, shorter than the traces' own."""
 
-_PARALLEL_LINE = {"color": style.BLACK, "marker": "s", "label": "parallel sampling"}
-_BEAM_LINES = [
-    {"color": color, "marker": marker}
-    for color, marker in zip(
-        (style.SKY, style.BLUE, style.GREEN, style.ORANGE, style.RED), "vod^P", strict=True
-    )
-]
-
-
-def _log_normal(text: str, seed: int) -> LogNormalLengths | None:
-    prompt, _, output = text.partition(":")
-    if prompt.isdecimal() and output.isdecimal() and int(prompt) and int(output):
-        return LogNormalLengths(int(prompt), int(output), seed)
-    return None
-
-
-_Lengths = Needs("prompt and output tokens, as in 20:60", lambda text: _log_normal(text, 0))
 _Probability = Needs("a number from 0 to 1", lambda value: 0 <= value <= 1)
 
 
@@ -59,9 +40,6 @@ _Probability = Needs("a number from 0 to 1", lambda value: 0 <= value <= 1)
 class Sharing(OnTraces):
     """The grid: traces x sequences x (parallel sampling and beam searches) x managers."""
 
-    # Of the order of the paper's Alpaca and ShareGPT conversations, shorter than the traces' own.
-    lengths: GridOnly[tuple[Annotated[str, _Lengths], ...]] = ("20:60", "160:340")
-    """Further synthetic requests, by median prompt and output tokens."""
     num_sequences: Axis[Count] = (2, 3, 4, 5, 6)
     """Samples or beams per request."""
     drop_probability: Axis[Annotated[float, _Probability]] = (0.01, 0.05, 0.2)
@@ -76,26 +54,14 @@ class Sharing(OnTraces):
 
 
 def cells(options: Sharing) -> Iterator[Sharing | Absent]:
-    synthetic = [_log_normal(text, options.seed) for text in options.lengths]
+    synthetic = [
+        LogNormalLengths(*medians, options.seed, options.num_requests) for medians in _SYNTHETIC
+    ]
     yield from grid(
         options,
         trace=[*synthetic, *options.sources(lengths_suffice=True)],
         drop_probability=(None, *options.drop_probability),
     )
-
-
-@dataclass
-class BlockSteps:
-    """Blocks, summed over steps."""
-
-    shared: int = 0
-    """In use."""
-    apart: int = 0
-    """That the same sequences would use if they shared nothing."""
-
-    @property
-    def saved_fraction(self) -> float:
-        return 1 - self.shared / self.apart
 
 
 def run_cell(cell: Sharing) -> list[dict[str, Any]]:
@@ -110,49 +76,43 @@ def run_cell(cell: Sharing) -> list[dict[str, Any]]:
         enable_prefix_caching=False,
     )
     rng = random.Random(cell.seed)
-    total = BlockSteps()
-    for prompt, output in zip(lengths.prompts, lengths.outputs, strict=True):
-        decode(
-            manager,
-            prompt_length=prompt,
-            output_length=output,
-            num_sequences=cell.num_sequences,
-            drop_probability=cell.drop_probability,
-            rng=rng,
-            total=total,
-        )
+    counts = [
+        decode(manager, prompt, output, cell.num_sequences, cell.drop_probability, rng)
+        for prompt, output in zip(lengths.prompts, lengths.outputs, strict=True)
+    ]
+    shared, apart = map(sum, zip(*counts, strict=True))
     return [
         {
             "trace": lengths.trace,
             "mode": "parallel" if cell.drop_probability is None else "beam",
-            "drop_probability": cell.drop_probability,
-            "num_sequences": cell.num_sequences,
-            "manager": cell.manager,
-            "block_size": cell.block_size,
+            **cell.columns("drop_probability", "num_sequences", "manager", "block_size"),
             "requests": len(lengths),
             "requests_left_out": lengths.num_left_out,
             "max_request_tokens": cell.max_request_tokens,
             "mean_prompt_tokens": sum(lengths.prompts) / len(lengths),
             "mean_output_tokens": sum(lengths.outputs) / len(lengths),
-            "block_steps": total.shared,
-            "block_steps_apart": total.apart,
+            "block_steps": shared,
+            "block_steps_apart": apart,
             "copied_blocks": manager.stats.copied_blocks,
-            "saved_fraction": total.saved_fraction,
+            "saved_fraction": 1 - shared / apart,
         }
     ]
 
 
 def decode(
     manager: CacheManager,
-    *,
     prompt_length: int,
     output_length: int,
     num_sequences: int,
     drop_probability: float | None,
     rng: random.Random,
-    total: BlockSteps,
-) -> None:
-    """Decode one request in the empty ``manager``, add its blocks to ``total``, and free it."""
+) -> tuple[int, int]:
+    """Decode one request in the empty ``manager``, and free it.
+
+    Returns the blocks in use, and those that the same sequences would use if they shared nothing,
+    both summed over the steps.
+    """
+    shared = apart = 0
     sequences = [Sequence(0, array("I", bytes(4 * prompt_length)))]
     manager.allocate(sequences[0])
     for seq_id in range(1, num_sequences):
@@ -171,10 +131,11 @@ def decode(
         for token_id, seq in enumerate(sequences):
             seq.append_token(token_id)
             manager.append(seq)
-        total.shared += manager.num_blocks - manager.num_free_blocks
-        total.apart += num_sequences * -(-length // manager.block_size)
+        shared += manager.num_blocks - manager.num_free_blocks
+        apart += num_sequences * -(-length // manager.block_size)
     for seq in sequences:
         manager.free(seq)
+    return shared, apart
 
 
 def _forked(manager: CacheManager, parent: Sequence, seq_id: int) -> Sequence:
@@ -183,30 +144,22 @@ def _forked(manager: CacheManager, parent: Sequence, seq_id: int) -> Sequence:
     return child
 
 
-def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
-    """The figure sharing, a panel per trace, for the first manager and block size of the table."""
-    first = rows.iloc[0]
-    rows = rows[(rows["manager"] == first["manager"]) & (rows["block_size"] == first["block_size"])]
-    with style.figures():
-        return style.save(_draw(rows), folder, "sharing")
-
-
-def _draw(rows: pd.DataFrame) -> Figure:
+def _draw(rows: style.DataFrame) -> style.Figure:
+    """A panel per trace, for the first manager and block size of the table."""
+    for column in ("manager", "block_size"):
+        rows = rows[rows[column] == rows[column].iloc[0]]
     probabilities = sorted(rows["drop_probability"].dropna().unique())
+    labels = [f"beam search, drop probability {probability:g}" for probability in probabilities]
+    lines = style.lines_of(["parallel sampling", *labels]).values()
+    rows = rows.assign(saved=100 * rows["saved_fraction"])
     figure, axes, spare = style.panel_grid(
         rows["trace"].nunique(), height=1.9, sharex=True, sharey=True
     )
     for axis, (trace, of_trace) in zip(axes, rows.groupby("trace", sort=False), strict=True):
-        of_trace = of_trace.sort_values("num_sequences")
-        parallel = of_trace[of_trace["mode"] == "parallel"]
-        axis.plot(parallel["num_sequences"], 100 * parallel["saved_fraction"], **_PARALLEL_LINE)
-        for i, probability in enumerate(probabilities):
-            beam = of_trace[of_trace["drop_probability"] == probability]
-            line = _BEAM_LINES[i % len(_BEAM_LINES)]
-            label = f"beam search, drop probability {probability:g}"
-            axis.plot(beam["num_sequences"], 100 * beam["saved_fraction"], **line, label=label)
-        first = of_trace.iloc[0]
-        prompt, output = first["mean_prompt_tokens"], first["mean_output_tokens"]
+        for probability, line in zip((-1, *probabilities), lines, strict=True):
+            same = of_trace[of_trace["drop_probability"].fillna(-1) == probability]
+            style.curve(axis, same, "num_sequences", "saved", **line)
+        prompt, output = of_trace[["mean_prompt_tokens", "mean_output_tokens"]].iloc[0]
         axis.set(title=f"{trace}\n{prompt:,.0f} prompt, {output:,.0f} output tokens")
         axis.set(ylim=(0, 100), xticks=sorted(of_trace["num_sequences"].unique()))
     figure.supxlabel("sequences per request", fontsize=8)
@@ -222,5 +175,5 @@ EXPERIMENT = Experiment(
     quick=Sharing(num_sequences=(2, 4, 6), num_requests=8),
     cells=cells,
     run_cell=run_cell,
-    plot=plot,
+    plot=style.plotter({"sharing": _draw}),
 )

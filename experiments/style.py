@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from experiments.harness.store import write_atomically
 
 if TYPE_CHECKING:
-    import pandas as pd
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
+    from pandas import DataFrame, Series  # noqa: F401  experiments name style.Series
 
 _STYLE_FILE = Path(__file__).with_name("pagelab.mplstyle")
 
@@ -64,6 +64,23 @@ _POLICIES = {
 }
 
 
+_IN_TURN = (
+    line(BLUE, "o"),
+    line(ORANGE, "s"),
+    line(GREEN, "^", "dashed"),
+    line(RED, "v", "dashdot"),
+    line(PINK, "D", "dotted"),
+    line(SKY, "X"),
+    line(GREY, "x"),
+    line(BLACK, "P", "dashed", fill=False),
+)
+
+
+def lines_of(names: Iterable[str]) -> dict[str, dict]:
+    """Line properties and label of each name, by its place."""
+    return {name: {**look, "label": name} for name, look in zip(names, cycle(_IN_TURN))}
+
+
 def policy_lines(policies: Iterable[str]) -> dict[str, dict]:
     """Line properties and label of each policy: fixed for the known ones, in every figure.
 
@@ -78,6 +95,12 @@ def policy_lines(policies: Iterable[str]) -> dict[str, dict]:
             label, look = policy, {**next(own), "linewidth": 1.8, "markersize": 5}
         lines[policy] = {**look, "label": label}
     return lines
+
+
+def curve(axes: Axes, rows: DataFrame, x: str, y: str, times: float = 1, **look: object) -> None:
+    """A line of the column ``y``, multiplied by ``times``, in the order of the column ``x``."""
+    rows = rows.sort_values(x)
+    axes.plot(rows[x], times * rows[y], **look)
 
 
 @contextmanager
@@ -95,10 +118,11 @@ def figures() -> Iterator[None]:
 
 def panel_grid(
     count: int, *, height: float, width: float = 2.33, columns: int = 3, **options
-) -> Panels:
+) -> tuple[Figure, list[Axes], list[Axes]]:
     """``count`` panels in rows of up to ``columns``, ``height`` by ``width`` inches each.
 
-    ``options`` go to ``matplotlib.pyplot.subplots``.
+    Returns the figure, its panels in reading order and the places left empty.  ``options`` go to
+    ``matplotlib.pyplot.subplots``.
     """
     import matplotlib.pyplot as plt
 
@@ -116,15 +140,7 @@ def panel_grid(
         axis.set_axis_off()
     for axis in panels[-columns:]:
         axis.xaxis.set_tick_params(labelbottom=True)
-    return Panels(figure, panels, spare)
-
-
-class Panels(NamedTuple):
-    """A figure, its panels in reading order and the places left empty."""
-
-    figure: Figure
-    axes: list[Axes]
-    spare: list[Axes]
+    return figure, panels, spare
 
 
 def log_x(axes: Axes, ticks: Sequence[float] = (), base: int = 10) -> None:
@@ -174,7 +190,24 @@ def shared_legend(figure: Figure, spare: Sequence[Axes] = (), columns: int = 6) 
             legend.remove()
 
 
-def save_table(table: pd.DataFrame, folder: Path, name: str, digits: str = "%.4f") -> list[Path]:
+def plotter(
+    draw: Mapping[str, Callable[[DataFrame], Figure]],
+    tables: Mapping[str, tuple[Callable[[DataFrame], DataFrame], str]] | None = None,
+) -> Callable[[DataFrame, Path], list[Path]]:
+    """The ``plot`` of an experiment: figures by name, and tables by name with the format of their
+    floats, each made of the rows."""
+
+    def plot(rows: DataFrame, folder: Path) -> list[Path]:
+        with figures():
+            written = [path for name in draw for path in save(draw[name](rows), folder, name)]
+        for name, (make, digits) in (tables or {}).items():
+            written += save_table(make(rows), folder, name, digits)
+        return written
+
+    return plot
+
+
+def save_table(table: DataFrame, folder: Path, name: str, digits: str = "%.4f") -> list[Path]:
     """Write ``name``.csv, floats as ``digits`` says."""
     path = folder / f"{name}.csv"
     write_atomically(path, table.to_csv(index=False, float_format=digits))

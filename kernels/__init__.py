@@ -18,6 +18,10 @@ on CPU tensors in Triton's interpreter when TRITON_INTERPRET=1 is in the environ
 package is first imported. They are for inference: no result requires gradients.
 """
 
+import sys
+
+from triton.runtime.jit import JITFunction
+
 from kernels.apply_rotary_embedding import apply_rotary_embedding
 from kernels.copy_blocks import copy_blocks
 from kernels.merge_attention_states import merge_attention_states
@@ -34,6 +38,13 @@ if INTERPRETED:
     from kernels.interpreter import hasten
 
     hasten()
+else:
+    # Triton 3.7.1 has the globals of a callee in the hash of a function only if the callee was
+    # hashed before: in one order, or a process does not find what another has compiled.
+    for _name in sorted(name for name in sys.modules if name.startswith("kernels.")):
+        for _kernel in list(vars(sys.modules[_name]).values()):
+            if isinstance(_kernel, JITFunction):
+                _ = _kernel.cache_key
 
 __all__ = [
     "apply_rotary_embedding",

@@ -470,13 +470,8 @@ def paged_prefill_attention(
             q from cu_seqlens_q[-1] on (padding of a captured graph) are not computed.
         context_lens: (batch,) int32, tokens per sequence including the queries.
         max_seqlen_q: an upper bound of the queries of a sequence, known to the host.
-        scale: of the scores; head_dim ** -0.5 if None.
-        window_size: tokens up to and including its own that a query sees; None for all.
-        softcap: scores become softcap * tanh(score / softcap); 0 for none.
-        alibi_slopes: (num_q_heads,) or (batch, num_q_heads) fp32; adds -slope * |distance|.
-        sinks: (num_q_heads,) logits that join the softmax denominator without a value (gpt-oss).
-        k_scale, v_scale: of an fp8 cache, whose keys and values are what it holds times these: a
-            number, or an fp32 tensor of one element or of num_kv_heads. None for 1.
+        scale, window_size, softcap, alibi_slopes, sinks, k_scale, v_scale: as of
+            `paged_decode_attention`.
         causal: a query sees no later token (bottom-right aligned); if False it sees all of those in
             the cache.
         num_splits: programs that share the keys of a tile of queries. At a given num_splits the

@@ -162,6 +162,13 @@ def attention(
     return out, lse.masked_fill(empty, -torch.inf).squeeze(-1).transpose(0, 1)
 
 
+def slopes_of(alibi_slopes: torch.Tensor | None, seq: int) -> torch.Tensor | None:
+    """(num_q_heads,) of a sequence, from slopes of all sequences or of each."""
+    return (
+        alibi_slopes[seq] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes
+    )
+
+
 def paged_decode_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -181,30 +188,24 @@ def paged_decode_attention(
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Reference of `kernels.paged_decode_attention` (num_splits changes nothing here)."""
-    out = torch.empty_like(q) if out is None else out
-    lse = torch.empty(q.shape[:2], dtype=q.dtype, device=q.device)
-    for i, context_len in enumerate(context_lens.tolist()):
-        first = 0 if window_size is None else max(0, context_len - window_size)
-        context = (block_tables[i], first, context_len)
-        slopes = (
-            alibi_slopes[i]
-            if alibi_slopes is not None and alibi_slopes.dim() == 2
-            else alibi_slopes
-        )
-        seq_out, seq_lse = attention(
-            q[i : i + 1],
-            dequantise(gather_tokens(k_cache, *context), k_scale, q.dtype),
-            dequantise(gather_tokens(v_cache, *context), v_scale, q.dtype),
-            q_positions=torch.tensor([context_len - 1], device=q.device),
-            k_positions=torch.arange(first, context_len, device=q.device),
-            scale=scale,
-            window_size=window_size,
-            softcap=softcap,
-            alibi_slopes=slopes,
-            sinks=sinks,
-        )
-        out[i], lse[i] = seq_out[0], seq_lse[0]
-    return (out, lse) if return_lse else out
+    return paged_prefill_attention(
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        torch.arange(len(q) + 1),
+        context_lens,
+        max_seqlen_q=1,
+        scale=scale,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        out=out,
+        return_lse=return_lse,
+    )
 
 
 def paged_prefill_attention(
@@ -239,11 +240,6 @@ def paged_prefill_attention(
         first_position = context_len - (rows.stop - rows.start)
         first = 0 if window_size is None else max(0, first_position - window_size + 1)
         context = (block_tables[i], first, context_len)
-        slopes = (
-            alibi_slopes[i]
-            if alibi_slopes is not None and alibi_slopes.dim() == 2
-            else alibi_slopes
-        )
         out[rows], lse[rows] = attention(
             q[rows],
             dequantise(gather_tokens(k_cache, *context), k_scale, q.dtype),
@@ -253,7 +249,7 @@ def paged_prefill_attention(
             scale=scale,
             window_size=window_size,
             softcap=softcap,
-            alibi_slopes=slopes,
+            alibi_slopes=slopes_of(alibi_slopes, i),
             sinks=sinks,
             causal=causal,
         )
@@ -355,11 +351,7 @@ def shared_prefix_decode_attention(
             scale=scale,
             window_size=window_size,
             softcap=softcap,
-            alibi_slopes=(
-                alibi_slopes[i]
-                if alibi_slopes is not None and alibi_slopes.dim() == 2
-                else alibi_slopes
-            ),
+            alibi_slopes=slopes_of(alibi_slopes, i),
             sinks=sinks,
         )
         out[i], lse[i] = seq_out[0], seq_lse[0]

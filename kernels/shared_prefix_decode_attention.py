@@ -120,13 +120,8 @@ def shared_prefix_decode_attention(
         suffix_block_tables: (batch, max_blocks) int32, blocks of each sequence's own tokens, which
             start at slot 0 of a block of their own.
         suffix_lens: (batch,) int32, tokens of its own of each sequence, including the current one.
-        scale: of the scores; head_dim ** -0.5 if None.
-        window_size: tokens the query sees, itself included, in suffix and prefix; None for all.
-        softcap: scores become softcap * tanh(score / softcap); 0 for none.
-        alibi_slopes: (num_q_heads,) or (batch, num_q_heads) fp32; adds -slope * distance.
-        sinks: (num_q_heads,) logits that join the softmax denominator once and attract no value.
-        k_scale, v_scale: of an fp8 cache, whose keys and values are what it holds times these: a
-            number, or an fp32 tensor of one element or of num_kv_heads. None for 1.
+        scale, window_size, softcap, alibi_slopes, sinks, k_scale, v_scale: as of
+            `paged_decode_attention`; a window spans suffix and prefix.
         num_prefix_splits: programs that share a prefix; num_splits: programs that share a suffix.
             At given numbers a sequence's result is bitwise the same whatever else is in the batch.
             None chooses from shapes and the GPU.

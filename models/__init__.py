@@ -1,4 +1,4 @@
-"""Llama and Qwen3 decoders on the paged KV cache, and the engine that serves them.
+"""Decoders of several families on the paged KV cache, and the engine that serves them.
 
 config, weights    what a Hugging Face folder holds
 decoder, layers    the model; parallel: what each rank of it holds
@@ -16,6 +16,7 @@ from cache.serving.request import FinishReason, RequestStats
 from cache.serving.sampling_params import SamplingParams
 from models.config import ModelConfig, RopeScaling, UnsupportedModel
 from models.llm import LLM
+from models.prompts import SaltedPrompt
 from models.weights import WeightsError
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "RequestOutput",
     "RequestStats",
     "RopeScaling",
+    "SaltedPrompt",
     "SamplingParams",
     "TokenOutput",
     "UnsupportedModel",

@@ -45,6 +45,8 @@ class AttentionMetadata:
     """Largest number of queries of a sequence.  1 means decoding: one query each."""
     max_context_len: int
     """No smaller than the largest of context_lens."""
+    parts: tuple[AttentionMetadata, ...] = ()
+    """Of a batch of both kinds, which has those with one query first: these, and the others."""
 
 
 class AttentionBackend(Protocol):
@@ -70,14 +72,17 @@ class AttentionBackend(Protocol):
         metadata: AttentionMetadata,
         *,
         scale: float,
+        window_size: int | None = None,
+        softcap: float = 0.0,
         k_scale: float | None = None,
         v_scale: float | None = None,
     ) -> torch.Tensor:
         """query: (num_tokens, num_q_heads, head_dim), may be mutated.  key, value: (num_tokens,
         num_kv_heads, head_dim), any strides on the first two dimensions.  k_cache, v_cache:
         (num_blocks, block_size, num_kv_heads, head_dim), views of one layer, mutated, in the dtype
-        of key or fp8 e4m3, which holds keys / k_scale and values / v_scale (None for 1).  Returns
-        query's shape.
+        of key or fp8 e4m3, which holds keys / k_scale and values / v_scale (None for 1).
+        window_size: tokens that a query sees, itself included; None for all.  softcap: scores
+        become softcap * tanh(score / softcap); 0 for none.  Returns query's shape.
 
         All keys and values are read from the cache, those of this batch too: what a query sees
         does not depend on which tokens are computed together.
@@ -118,25 +123,47 @@ class TritonBackend:
         return True
 
     def __call__(
-        self, query, key, value, rotation, k_cache, v_cache, metadata, *, scale, **cache_scales
+        self,
+        query,
+        key,
+        value,
+        rotation,
+        k_cache,
+        v_cache,
+        metadata,
+        *,
+        k_scale=None,
+        v_scale=None,
+        **scores,
     ):
-        caches = (k_cache, v_cache)
-        _rope_store(self._kernels, query, key, value, rotation, *caches, metadata, **cache_scales)
-        options = {"scale": scale, **cache_scales}
-        if metadata.max_seqlen_q == 1:
-            return self._kernels.paged_decode_attention(
-                query, *caches, metadata.block_tables, metadata.context_lens, **options
-            )
-        return self._kernels.paged_prefill_attention(
-            query,
-            *caches,
-            metadata.block_tables,
-            metadata.cu_seqlens_q,
-            metadata.context_lens,
-            max_seqlen_q=metadata.max_seqlen_q,
-            num_splits=None,
-            **options,
-        )
+        caches, scales = (k_cache, v_cache), {"k_scale": k_scale, "v_scale": v_scale}
+        _rope_store(self._kernels, query, key, value, rotation, *caches, metadata, **scales)
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        for rows, part in _parts(metadata):
+            options = {"out": out[rows], **scores, **scales}
+            where = query[rows], *caches, part.block_tables
+            if part.max_seqlen_q == 1:
+                self._kernels.paged_decode_attention(*where, part.context_lens, **options)
+            else:
+                self._kernels.paged_prefill_attention(
+                    *where,
+                    part.cu_seqlens_q,
+                    part.context_lens,
+                    max_seqlen_q=part.max_seqlen_q,
+                    num_splits=None,
+                    **options,
+                )
+        return out
+
+
+def _parts(metadata: AttentionMetadata) -> Iterator[tuple[slice, AttentionMetadata]]:
+    """Batches of one kind, and their rows: a single query would waste a tile of many."""
+    if not metadata.parts:
+        yield slice(None), metadata
+    end = 0
+    for part in metadata.parts:
+        start, end = end, end + len(part.slot_mapping)
+        yield slice(start, end), part
 
 
 MASKED_QUERIES = 256
@@ -150,10 +177,11 @@ CPU: they stay in its cache, and in memory that the allocator keeps."""
 class TorchBackend:
     """PyTorch's scaled_dot_product_attention over the gathered context.
 
-    Decoding gathers the context of several sequences, shorter ones padded with repetitions of
-    their last token (never with slots of others, which may hold NaN) and masked: of the whole batch
-    on a GPU, of as many as fit into a CPU's cache there.  Longer queries go sequence by sequence.
-    Lengths are read on the host: on a GPU that synchronises.
+    Decoding gathers what the queries of several sequences see, shorter ones padded with repetitions
+    of their last token (never with slots of others, which may hold NaN) and masked: of the whole
+    batch on a GPU, of as many as fit into a CPU's cache there.  Longer queries go sequence by
+    sequence.  Lengths are read on the host: on a GPU that synchronises.  With a softcap the scores
+    are computed one by one, as PyTorch's attention has none.
     """
 
     name = "torch"
@@ -177,41 +205,50 @@ class TorchBackend:
         v_cache,
         metadata,
         *,
-        scale,
         k_scale=None,
         v_scale=None,
+        **scores,
     ):
         query, key = (apply_rope(x, *rotation.of_tokens) for x in (query, key))
         if k_cache.dtype != key.dtype:
             key, value = self._quantise(key, k_scale), self._quantise(value, v_scale)
-        block_size = k_cache.shape[1]
         slots = metadata.slot_mapping
         if bool((slots < 0).any()):
             stored = (slots >= 0).nonzero().squeeze(1)
             slots, key, value = slots[stored], key[stored], value[stored]
-        k_cache[slots // block_size, slots % block_size] = key
-        v_cache[slots // block_size, slots % block_size] = value
-        attend = self._decode if metadata.max_seqlen_q == 1 else self._prefill
-        return attend(query, ((k_cache, k_scale), (v_cache, v_scale)), metadata, scale)
+        for cache, new in ((k_cache, key), (v_cache, value)):
+            if cache.itemsize == 1:  # fp8, of which PyTorch copies the bytes only
+                cache, new = cache.view(torch.uint8), new.view(torch.uint8)
+            cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, new)
+        caches = (k_cache, k_scale), (v_cache, v_scale)
+        outs = []
+        for rows, part in _parts(metadata):
+            attend = self._decode if part.max_seqlen_q == 1 else self._prefill
+            outs.append(attend(query[rows], caches, part, **scores))
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
 
-    def _decode(self, query, caches, metadata, scale):
+    def _decode(self, query, caches, metadata, *, window_size=None, **scores):
         num_kv_heads, head_dim = caches[0][0].shape[2:]
         limit = GATHERED_BYTES // (num_kv_heads * head_dim * query.itemsize)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        lengths = metadata.context_lens.tolist()
+        ends = metadata.context_lens
+        begins = torch.zeros_like(ends) if window_size is None else (ends - window_size).clamp(0)
+        lengths = (ends - begins).tolist()
         for some in padded_runs(lengths, limit if query.device.type == "cpu" else math.inf):
-            tables, context_lens = metadata.block_tables[some], metadata.context_lens[some]
-            out[some] = self._decode_padded(query[some], caches, tables, context_lens, scale)
+            seen = begins[some], ends[some]
+            tables = metadata.block_tables[some]
+            out[some] = self._decode_padded(query[some], caches, tables, *seen, **scores)
         return out
 
-    def _decode_padded(self, query, caches, block_tables, context_lens, scale):
+    def _decode_padded(self, query, caches, block_tables, begins, ends, **scores):
+        """Each query attends to the tokens from its begin up to its end, (num_seqs,) int32 each."""
         block_size, num_kv_heads, head_dim = caches[0][0].shape[1:]
-        lengths = context_lens[:, None].long()
+        begins, lengths = begins[:, None].long(), (ends - begins)[:, None].long()
         longest = int(lengths.max())
         if longest == 0:
             return torch.zeros_like(query)
         positions = torch.arange(longest, device=query.device)
-        nearest = torch.minimum(positions, (lengths - 1).clamp(min=0))
+        nearest = begins + torch.minimum(positions, (lengths - 1).clamp(min=0))
         blocks = block_tables.long().gather(1, nearest // block_size)
         slots = blocks.masked_fill(lengths == 0, 0) * block_size + nearest % block_size
         rows = (cache.flatten(0, 1).index_select(0, slots.flatten()) for cache, _ in caches)
@@ -228,35 +265,31 @@ class TorchBackend:
         seen = None
         if int(lengths.min()) < longest:
             seen = (positions < lengths)[:, None, None, :]
-        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen, scale=scale)
+        out = _attend(queries, keys, values, seen, **scores)
         out = out.reshape(-1, query.shape[1], head_dim)
         return out.masked_fill((lengths == 0)[:, :, None], 0.0)
 
-    def _prefill(self, query, caches, metadata, scale):
-        _, block_size, num_kv_heads, _ = caches[0][0].shape
+    def _prefill(self, query, caches, metadata, *, window_size=None, **scores):
+        block_size = caches[0][0].shape[1]
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         starts = metadata.cu_seqlens_q.tolist()
         for i, context_len in enumerate(metadata.context_lens.tolist()):
             start, end = starts[i], starts[i + 1]
             if start == end:
                 continue
-            num_blocks = -(-context_len // block_size)
-            blocks = metadata.block_tables[i, :num_blocks]
+            first = 0
+            if window_size is not None:
+                first = max(0, context_len - (end - start) - window_size + 1)
+            blocks = metadata.block_tables[i, first // block_size : -(-context_len // block_size)]
+            seen = slice(first % block_size, first % block_size + context_len - first)
             keys, values = (
                 self._dequantise(
-                    cache.index_select(0, blocks).flatten(0, 1)[:context_len],
-                    cache_scale,
-                    query.dtype,
+                    cache.index_select(0, blocks).flatten(0, 1)[seen], cache_scale, query.dtype
                 ).transpose(0, 1)[None]
                 for cache, cache_scale in caches
             )
-            attended = _attend_causally(
-                query[start:end].transpose(0, 1)[None],
-                keys,
-                values,
-                scale=scale,
-                enable_gqa=query.shape[1] != num_kv_heads,
-            )
+            queries = query[start:end].transpose(0, 1)[None]
+            attended = _attend_causally(queries, keys, values, window_size, **scores)
             out[start:end] = attended[0].transpose(0, 1)
         return out
 
@@ -275,38 +308,62 @@ def padded_runs(lengths: list[int], limit: float) -> Iterator[slice]:
 
 
 def _attend_causally(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, **options
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    window_size: int | None = None,
+    **scores,
 ) -> torch.Tensor:
-    """Attention of the last positions of a sequence, which see all that came before them.
+    """Attention of the last positions of a sequence, which see themselves and what came before.
 
-    queries: (1, num_q_heads, num_queries, head_dim).  keys, values: (1, num_kv_heads, context_len,
-    head_dim).  Returns queries' shape.
+    queries: (1, num_q_heads, num_queries, head_dim).  keys, values: (1, num_kv_heads, num_keys,
+    head_dim), those of the last num_keys positions.  Returns queries' shape.
 
     Behind a cached prefix causality takes a mask, and what it hides is computed all the same.  So
-    a slice of the queries at a time attends to no more than the last of them may see.
+    a slice of the queries at a time attends to no more than its first and its last may see.
     """
-    num_queries, context_len = queries.shape[2], keys.shape[2]
-    num_cached = context_len - num_queries
-    if not num_cached:
+    num_queries, num_keys = queries.shape[2], keys.shape[2]
+    num_before = num_keys - num_queries
+    window_size = num_keys if window_size is None else min(window_size, num_keys)
+    if not num_before and window_size == num_keys and not scores.get("softcap"):
+        options = {"scale": scores["scale"], "enable_gqa": queries.shape[1] != keys.shape[1]}
         return F.scaled_dot_product_attention(queries, keys, values, is_causal=True, **options)
     parts = []
     for start in range(0, num_queries, MASKED_QUERIES):
         end = min(start + MASKED_QUERIES, num_queries)
+        some = slice(max(0, num_before + start - window_size + 1), num_before + end)
         seen = None
         if end - start > 1:
-            shape = (end - start, num_cached + end)
+            shape = (end - start, some.stop - some.start)
+            last = num_before + start - some.start  # key of the first query
             seen = torch.ones(shape, dtype=torch.bool, device=queries.device)
-            seen = seen.tril(num_cached + start)
+            seen = seen.tril(last).triu(last - window_size + 1)
         parts.append(
-            F.scaled_dot_product_attention(
-                queries[:, :, start:end],
-                keys[:, :, : num_cached + end],
-                values[:, :, : num_cached + end],
-                attn_mask=seen,
-                **options,
-            )
+            _attend(queries[:, :, start:end], keys[:, :, some], values[:, :, some], seen, **scores)
         )
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+def _attend(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    seen: torch.Tensor | None,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """Attention where ``seen``; None: everywhere."""
+    group = queries.shape[1] // keys.shape[1]
+    if not softcap:
+        return F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=seen, scale=scale, enable_gqa=group > 1
+        )
+    keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
+    capped = softcap * torch.tanh(queries @ keys.mT * (scale / softcap))
+    if seen is not None:
+        capped = capped.masked_fill(~seen, -torch.inf)
+    return capped.softmax(dim=-1, dtype=torch.float32).to(values.dtype) @ values
 
 
 class FlashAttnBackend:
@@ -351,9 +408,13 @@ class FlashAttnBackend:
         metadata,
         *,
         scale,
+        window_size=None,
+        softcap=0.0,
         k_scale=None,
         v_scale=None,
     ):
+        options = {"softmax_scale": scale, "softcap": softcap, "causal": True}
+        options["window_size"] = (-1, -1) if window_size is None else (window_size - 1, 0)
         _rope_store(self._kernels, query, key, value, rotation, k_cache, v_cache, metadata)
         block_tables = metadata.block_tables
         if k_cache.shape[1] % self.page_multiple:
@@ -365,8 +426,7 @@ class FlashAttnBackend:
                 v_cache,
                 cache_seqlens=metadata.context_lens,
                 block_table=block_tables,
-                softmax_scale=scale,
-                causal=True,
+                **options,
             )
             return out[:, 0]
         return self._flash_attn.flash_attn_varlen_func(
@@ -377,9 +437,8 @@ class FlashAttnBackend:
             cu_seqlens_k=F.pad(metadata.context_lens.cumsum(0, dtype=torch.int32), (1, 0)),
             max_seqlen_q=metadata.max_seqlen_q,
             max_seqlen_k=metadata.max_context_len,
-            softmax_scale=scale,
-            causal=True,
             block_table=block_tables,
+            **options,
         )
 
     def _repage(self, k_cache, v_cache, metadata):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,27 +30,75 @@ class UnsupportedModel(ValueError):
 class Family:
     """What distinguishes the decoders of one architecture, besides the fields of config.json."""
 
-    qk_norm: bool
-    """RMSNorm over head_dim on each query and key head, before RoPE (Qwen3)."""
     defaults: Mapping[str, Any]
     """Values of fields that a config.json of this architecture may leave out."""
+    qk_norm: bool = False
+    """RMSNorm over head_dim on each query and key head, before RoPE."""
+    output_bias: bool = True
+    """``attention_bias`` is for the output projection, too."""
+    unit_offset_norms: bool = False
+    """Weights of norms are stored as differences from 1."""
+    sandwich_norms: bool = False
+    """Attention and MLP have a norm behind them as well."""
+    scaled_embeddings: bool = False
+    """Embeddings are multiplied by sqrt(hidden_size)."""
+    has_window: Callable[[Mapping[str, Any], int], bool] | None = None
+    """Whether a layer attends to a window where a config.json has no layer_types; None: never."""
 
 
-_LLAMA_DEFAULTS = {
+_DEFAULTS = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
-    "max_position_embeddings": 2048,
+    "max_position_embeddings": 32768,
     "tie_word_embeddings": False,
+    "hidden_act": "silu",
 }
 
+
+def _from_max_window_layers(fields: Mapping[str, Any], layer: int) -> bool:
+    return bool(fields.get("use_sliding_window")) and layer >= fields.get("max_window_layers", 28)
+
+
 FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family(qk_norm=False, defaults=_LLAMA_DEFAULTS),
+    "LlamaForCausalLM": Family(defaults=_DEFAULTS | {"max_position_embeddings": 2048}),
+    "MistralForCausalLM": Family(
+        defaults=_DEFAULTS | {"max_position_embeddings": 131072, "sliding_window": 4096},
+        has_window=lambda fields, layer: True,
+    ),
+    "Qwen2ForCausalLM": Family(
+        defaults=_DEFAULTS | {"attention_bias": True},
+        output_bias=False,
+        has_window=_from_max_window_layers,
+    ),
     "Qwen3ForCausalLM": Family(
+        defaults=_DEFAULTS | {"head_dim": 128},
         qk_norm=True,
-        defaults=_LLAMA_DEFAULTS | {"max_position_embeddings": 32768, "head_dim": 128},
+        has_window=_from_max_window_layers,
+    ),
+    "Gemma2ForCausalLM": Family(
+        defaults=_DEFAULTS
+        | {
+            "max_position_embeddings": 8192,
+            "head_dim": 256,
+            "tie_word_embeddings": True,
+            "hidden_act": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": 256,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "sliding_window": 4096,
+        },
+        unit_offset_norms=True,
+        sandwich_norms=True,
+        scaled_embeddings=True,
+        has_window=lambda fields, layer: layer % 2 == 0,
     ),
 }
-"""Architectures by the name that config.json gives them."""
+"""Architectures by the name that config.json gives them.  Llama includes SmolLM2, Qwen2 Qwen2.5."""
+
+_OFF_IF_NULL = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+"""Fields whose null does not stand for the default."""
+
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
 
 def _need_numbers(config: object, *names: str) -> None:
@@ -58,6 +108,19 @@ def _need_numbers(config: object, *names: str) -> None:
             raise ValueError(f"{name}={value!r}: needs a positive number")
 
 
+_ROPE_FIELDS = {
+    "linear": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+"""Fields that a RoPE scaling needs, by its type."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
     """How RoPE's frequencies are stretched for contexts beyond those of pre-training.
@@ -65,7 +128,10 @@ class RopeScaling:
     ``linear`` divides every frequency by ``factor`` (position interpolation).  ``llama3`` (Llama
     3.1) divides those whose wavelength exceeds ``original_max_position_embeddings /
     low_freq_factor``, keeps those below ``original_max_position_embeddings / high_freq_factor``
-    and blends in between.
+    and blends in between.  ``yarn`` (Peng et al., 2023) keeps the pairs that turn more than
+    ``beta_fast`` times in the original context, divides those that turn less than ``beta_slow``
+    times, blends in between by the index of the pair (whole indices with ``truncate``), and
+    multiplies sines and cosines by ``attention_factor``.
     """
 
     rope_type: str
@@ -73,11 +139,17 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    """None: 0.1 ln(factor) + 1 with yarn, else 1."""
+    truncate: bool = True
 
     def __post_init__(self) -> None:
-        if self.rope_type not in ("linear", "llama3"):
+        if self.rope_type not in _ROPE_FIELDS:
             raise UnsupportedModel(
-                f"rope_type={self.rope_type!r}: these decoders know default, linear and llama3"
+                f"rope_type={self.rope_type!r}: these decoders know default, "
+                f"{', '.join(_ROPE_FIELDS)}"
             )
         _need_numbers(
             self,
@@ -85,14 +157,22 @@ class RopeScaling:
             "low_freq_factor",
             "high_freq_factor",
             "original_max_position_embeddings",
+            "beta_fast",
+            "beta_slow",
         )
+        if self.attention_factor is None:
+            yarn = self.rope_type == "yarn"
+            factor = 0.1 * math.log(max(1, self.factor)) + 1 if yarn else 1.0
+            object.__setattr__(self, "attention_factor", factor)
+        _need_numbers(self, "attention_factor")
         if not self.factor >= 1:
             raise ValueError(f"factor={self.factor!r}: RoPE is stretched by a factor of 1 or more")
-        if self.rope_type == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
-            raise ValueError(
-                f"low_freq_factor={self.low_freq_factor!r}, "
-                f"high_freq_factor={self.high_freq_factor!r}: needs 0 < low < high"
-            )
+        for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+            if not getattr(self, low) < getattr(self, high):
+                raise ValueError(
+                    f"{low}={getattr(self, low)!r}, {high}={getattr(self, high)!r}: needs "
+                    "0 < low < high"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +196,18 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     tie_word_embeddings: bool = False
     attention_bias: bool = False
-    """Biases on the Q, K, V and output projections."""
+    """Biases on the Q, K, V and, but for Qwen2, the output projections."""
     mlp_bias: bool = False
+    hidden_act: str = "silu"
+    """What gates the MLP: one of ACTIVATIONS."""
+    windows: tuple[int | None, ...] = ()
+    """Tokens that a query sees, itself included, by layer; None, and the empty tuple, for all."""
+    attention_scale: float | None = None
+    """Of the scores; None for head_dim ** -0.5."""
+    attention_softcap: float = 0.0
+    """Scores become softcap * tanh(score / softcap); 0 for none."""
+    final_softcap: float = 0.0
+    """The same for the logits."""
     initializer_range: float = 0.02
     """Standard deviation of randomly initialised weights."""
     dtype: torch.dtype = torch.float32
@@ -151,14 +241,26 @@ class ModelConfig:
                 f"head_dim={self.head_dim}: RoPE rotates pairs and needs an even number"
             )
         _need_numbers(self, "rms_norm_eps", "rope_theta", "initializer_range")
+        for name in ("attention_scale", "attention_softcap", "final_softcap"):
+            if getattr(self, name):
+                _need_numbers(self, name)
+        if self.hidden_act not in ACTIVATIONS:
+            raise UnsupportedModel(
+                f"hidden_act={self.hidden_act!r}: these decoders know {', '.join(ACTIVATIONS)}"
+            )
+        if self.windows and len(self.windows) != self.num_layers:
+            raise ValueError(f"windows: {len(self.windows)} for num_layers={self.num_layers}")
+        for window in self.windows:
+            if window is not None:
+                at_least(1, "sliding_window", window)
         for name in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ValueError(f"{name}={value!r}: needs true or false")
 
     @property
-    def qk_norm(self) -> bool:
-        return FAMILIES[self.architecture].qk_norm
+    def family(self) -> Family:
+        return FAMILIES[self.architecture]
 
     def kv_block_bytes(
         self, block_size: int, dtype: torch.dtype, *, tensor_parallel_size: int = 1
@@ -184,10 +286,10 @@ class ModelConfig:
         if not folder.is_dir():
             raise FileNotFoundError(f"model: no folder {str(folder)!r}")
         path = folder / "config.json"
-        fields = _read_json_object(path)
+        fields = read_json_object(path)
         generation = folder / "generation_config.json"
         if generation.exists():
-            eos = _read_json_object(generation).get("eos_token_id")
+            eos = read_json_object(generation).get("eos_token_id")
             if eos is not None:
                 fields["eos_token_id"] = eos
         try:
@@ -205,7 +307,9 @@ class ModelConfig:
         """
         architecture = _architecture(fields)
         get = dict(FAMILIES[architecture].defaults) | {
-            name: value for name, value in fields.items() if value is not None
+            name: value
+            for name, value in fields.items()
+            if value is not None or name in _OFF_IF_NULL
         }
         _refuse_unsupported(get)
 
@@ -233,13 +337,19 @@ class ModelConfig:
             tie_word_embeddings=need("tie_word_embeddings"),
             attention_bias=get.get("attention_bias", False),
             mlp_bias=get.get("mlp_bias", False),
+            hidden_act=get.get("hidden_activation", get["hidden_act"]),
+            windows=_windows(get, FAMILIES[architecture]),
+            attention_scale=_attention_scale(get),
+            attention_softcap=get.get("attn_logit_softcapping") or 0.0,
+            final_softcap=get.get("final_logit_softcapping") or 0.0,
             initializer_range=get.get("initializer_range", 0.02),
             dtype=_dtype(get),
             eos_token_ids=_token_ids("eos_token_id", get.get("eos_token_id", [])),
         )
 
 
-def _read_json_object(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> dict[str, Any]:
+    """A file of a checkpoint.  FileNotFoundError and ValueError name it."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -264,19 +374,47 @@ def _architecture(fields: Mapping[str, Any]) -> str:
 
 
 def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
-    activation = fields.get("hidden_act", "silu")
-    if activation != "silu":
-        raise UnsupportedModel(f"hidden_act={activation!r}: these decoders have SwiGLU (silu) only")
     if "quantization_config" in fields:
         raise UnsupportedModel("quantization_config: quantised checkpoints are not supported")
-    if fields.get("use_sliding_window"):
-        raise UnsupportedModel("use_sliding_window: layers with a sliding window are not supported")
-    other_layers = set(fields.get("layer_types", ())) - {"full_attention"}
-    if other_layers:
-        raise UnsupportedModel(
-            f"layer_types: these decoders have full_attention only, not "
-            f"{', '.join(map(str, sorted(other_layers)))}"
-        )
+    if fields.get("use_bidirectional_attention"):
+        raise UnsupportedModel("use_bidirectional_attention: these decoders are causal")
+
+
+_LAYER_TYPES = {"full_attention": False, "sliding_attention": True}
+
+
+def _windows(fields: Mapping[str, Any], family: Family) -> tuple[int | None, ...]:
+    """Tokens that a query sees in each layer; empty if no layer has a window."""
+    num_layers = at_least(1, "num_hidden_layers", fields["num_hidden_layers"])
+    types = fields.get("layer_types")
+    if types is not None:
+        if not isinstance(types, list) or len(types) != num_layers:
+            raise ValueError(f"layer_types: needs a list of {num_layers} names, got {types!r}")
+        unknown = [kind for kind in types if kind not in _LAYER_TYPES]
+        if unknown:
+            raise UnsupportedModel(
+                f"layer_types: these decoders have {', '.join(_LAYER_TYPES)}, not {unknown[0]}"
+            )
+        windowed = [_LAYER_TYPES[kind] for kind in types]
+    elif family.has_window is not None:
+        windowed = [family.has_window(fields, layer) for layer in range(num_layers)]
+    else:
+        windowed = [bool(fields.get("use_sliding_window"))]
+    window = fields.get("sliding_window")
+    if window is None or not any(windowed):
+        return ()
+    if family.has_window is None:
+        raise UnsupportedModel("sliding_window: this architecture has no layers with a window")
+    return tuple(window if has_window else None for has_window in windowed)
+
+
+def _attention_scale(fields: Mapping[str, Any]) -> float | None:
+    scalar = fields.get("query_pre_attn_scalar")
+    if scalar is None:
+        return None
+    if not isinstance(scalar, int | float) or not scalar > 0:
+        raise ValueError(f"query_pre_attn_scalar={scalar!r}: needs a positive number")
+    return scalar**-0.5
 
 
 def _head_dim(hidden_size: int, num_q_heads: int) -> int:
@@ -311,15 +449,17 @@ def _rope(fields: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     rope_type = parameters.get("rope_type", parameters.get("type", "default"))
     if rope_type == "default":
         return theta, None
-    if "factor" not in parameters and rope_type in ("linear", "llama3"):
-        raise ValueError(f"rope scaling of type {rope_type!r}: field 'factor' is missing")
-    names = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    if rope_type == "llama3":
-        missing = [name for name in names if name not in parameters]
-        if missing:
-            raise ValueError(f"rope scaling of type 'llama3': field {missing[0]!r} is missing")
-    options = {name: parameters[name] for name in names if name in parameters}
-    return theta, RopeScaling(rope_type=rope_type, factor=parameters.get("factor", 1.0), **options)
+    if rope_type == "yarn":
+        if "mscale" in parameters or "mscale_all_dim" in parameters:
+            raise UnsupportedModel("rope scaling of type 'yarn': mscale is not supported")
+        positions = fields["max_position_embeddings"]
+        parameters.setdefault("original_max_position_embeddings", positions)
+    for name in _ROPE_FIELDS.get(rope_type, ()):
+        if name not in parameters:
+            raise ValueError(f"rope scaling of type {rope_type!r}: field {name!r} is missing")
+    names = {field.name for field in dataclasses.fields(RopeScaling)}
+    options = {name: value for name, value in parameters.items() if name in names}
+    return theta, RopeScaling(**{"factor": 1.0} | options | {"rope_type": rope_type})
 
 
 def _dtype(fields: Mapping[str, Any]) -> torch.dtype:

@@ -1,10 +1,13 @@
-"""The decoder that Llama and Qwen3 share: pre-norm layers of grouped-query attention and SwiGLU.
+"""The decoder of all families: layers of grouped-query attention and a gated MLP behind norms.
 
-Modules carry the names they have in Hugging Face checkpoints.  The KV cache and the metadata of the
-batch are arguments; a decoder holds no state besides its weights.
+What differs among families is data of ``models.config.Family`` and ``ModelConfig``.  Modules carry
+the names they have in Hugging Face checkpoints.  The KV cache and the metadata of the batch are
+arguments; a decoder holds no state besides its weights.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +33,9 @@ def _head_columns(heads: range, head_dim: int) -> range:
 class Attention(nn.Module):
     """Self-attention with fused QKV; QK-norm where the architecture has it."""
 
-    def __init__(self, config: ModelConfig, backend: AttentionBackend, tp: TensorParallel) -> None:
+    def __init__(
+        self, config: ModelConfig, window: int | None, backend: AttentionBackend, tp: TensorParallel
+    ) -> None:
         super().__init__()
         hidden, head_dim = config.hidden_size, config.head_dim
         q_heads = tp.share(config.num_q_heads, "num_q_heads")
@@ -49,11 +54,16 @@ class Attention(nn.Module):
             ],
             bias=config.attention_bias,
         )
-        self.o_proj = RowParallelLinear(
-            q_size, q_columns, hidden, bias=config.attention_bias, tp=tp
-        )
-        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else None
+        family = config.family
+        output_bias = config.attention_bias and family.output_bias
+        self.o_proj = RowParallelLinear(q_size, q_columns, hidden, bias=output_bias, tp=tp)
+        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps) if family.qk_norm else None
+        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps) if family.qk_norm else None
+        self.scores = {
+            "scale": config.attention_scale or head_dim**-0.5,
+            "window_size": window,
+            "softcap": config.attention_softcap,
+        }
         # Of an fp8 cache, where a checkpoint has them; see `models.weights.load_kv_scales`.
         self.k_scale: float | None = None
         self.v_scale: float | None = None
@@ -78,20 +88,24 @@ class Attention(nn.Module):
             rotation,
             *kv_cache,
             metadata,
-            scale=self.head_dim**-0.5,
+            **self.scores,
             k_scale=self.k_scale,
             v_scale=self.v_scale,
         )
         return self.o_proj(out.flatten(1))
 
 
+_ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
+
+
 class MLP(nn.Module):
-    """SwiGLU with fused gate and up projections."""
+    """A gated MLP (SwiGLU or GeGLU) with fused gate and up projections."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
         hidden, inner = config.hidden_size, config.intermediate_size
         columns = tp.share(inner, "intermediate_size")
+        self.activation = _ACTIVATIONS[config.hidden_act]
         self.gate_up_proj = ColumnParallelLinear(
             hidden,
             [("gate_proj", inner, columns), ("up_proj", inner, columns)],
@@ -101,20 +115,35 @@ class MLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(self.activation(gate) * up)
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig, backend: AttentionBackend, tp: TensorParallel) -> None:
+    def __init__(
+        self, config: ModelConfig, window: int | None, backend: AttentionBackend, tp: TensorParallel
+    ) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, backend, tp)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, window, backend, tp)
         self.mlp = MLP(config, tp)
+        self.input_layernorm = _norm(config)
+        self.post_attention_layernorm = _norm(config)
+        self.sandwich = config.family.sandwich_norms
+        if self.sandwich:
+            self.pre_feedforward_layernorm = _norm(config)
+            self.post_feedforward_layernorm = _norm(config)
 
     def forward(self, x, rotation, kv_cache, metadata):
-        x = x + self.self_attn(self.input_layernorm(x), rotation, kv_cache, metadata)
+        attended = self.self_attn(self.input_layernorm(x), rotation, kv_cache, metadata)
+        if self.sandwich:
+            x = x + self.post_attention_layernorm(attended)
+            return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        x = x + attended
         return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def _norm(config: ModelConfig) -> RMSNorm:
+    offset = float(config.family.unit_offset_norms)
+    return RMSNorm(config.hidden_size, config.rms_norm_eps, offset)
 
 
 class Decoder(nn.Module):
@@ -131,12 +160,18 @@ class Decoder(nn.Module):
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp)
         self.rotary_emb = RotaryEmbedding(config, max_positions)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, backend, tp) for _ in range(config.num_layers)
+            DecoderLayer(config, window, backend, tp)
+            for window in config.windows or [None] * config.num_layers
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = _norm(config)
+        self.embedding_scale = None
+        if config.family.scaled_embeddings:  # rounded to the dtype of the model, as in training
+            self.embedding_scale = torch.tensor(config.hidden_size**0.5, device="cpu").item()
 
     def forward(self, token_ids, positions, kv_cache, metadata):
         x = self.embed_tokens(token_ids)
+        if self.embedding_scale is not None:
+            x = x * self.embedding_scale
         rotation = self.rotary_emb(positions)
         for i, layer in enumerate(self.layers):
             x = layer(x, rotation, kv_cache[:, i], metadata)
@@ -186,7 +221,8 @@ class CausalLM(nn.Module):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """(num_rows, hidden_size) to (num_rows, vocab_size)."""
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return head.logits(hidden)
+        logits, cap = head.logits(hidden), self.config.final_softcap
+        return cap * torch.tanh(logits / cap) if cap else logits
 
 
 def build_model(

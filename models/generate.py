@@ -17,7 +17,7 @@ from models.llm import LLM
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """Generate text with a Llama or Qwen3 checkpoint on a paged KV cache."""
+    """Generate text with a Hugging Face checkpoint on a paged KV cache."""
 
     model: Path
     """Folder of a Hugging Face checkpoint."""
@@ -25,10 +25,18 @@ class Arguments:
     """A prompt; may be given several times."""
     prompt_ids: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """A prompt as token ids, separated by commas; may be given several times."""
+    chat: bool = False
+    """Each prompt is the user's message of a chat, which the checkpoint's template writes."""
     max_tokens: int = 64
+    stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """A text that ends an output; may be given several times."""
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     n: int = 1
     """Outputs per prompt."""
     beam_width: int | None = None
@@ -45,6 +53,7 @@ class Arguments:
     num_blocks: int | None = None
     max_model_len: int | None = None
     prefix_caching: bool = True
+    scheduling: Literal["mixed", "prefill_first"] = "mixed"
     preemption: Literal["recompute", "swap"] = "recompute"
     tensor_parallel_size: int = 1
     """Processes, with a GPU each, that share the model."""
@@ -59,11 +68,18 @@ def main(arguments: list[str] | None = None) -> int:
         prompts = [*args.prompt, *map(_token_ids, args.prompt_ids)]
         if not prompts:
             raise ValueError("--prompt: needs at least one prompt")
+        if args.chat and args.prompt_ids:
+            raise ValueError("--chat: takes each --prompt as a message, and no --prompt-ids")
         params = SamplingParams(
             n=args.n,
             temperature=args.temperature,
             top_k=args.top_k,
             top_p=args.top_p,
+            min_p=args.min_p,
+            frequency_penalty=args.frequency_penalty,
+            presence_penalty=args.presence_penalty,
+            repetition_penalty=args.repetition_penalty,
+            stop=args.stop,
             seed=args.seed,
             max_tokens=args.max_tokens,
             ignore_eos=args.ignore_eos,
@@ -81,11 +97,16 @@ def main(arguments: list[str] | None = None) -> int:
             num_blocks=args.num_blocks,
             max_model_len=args.max_model_len,
             enable_prefix_caching=args.prefix_caching,
+            scheduling=args.scheduling,
             preemption=args.preemption,
             tensor_parallel_size=args.tensor_parallel_size,
             random_weights=args.random_weights,
         )
-        outputs = llm.generate(prompts, params)
+        if args.chat:
+            chats = [[{"role": "user", "content": prompt}] for prompt in args.prompt]
+            outputs = llm.chat(chats, params)
+        else:
+            outputs = llm.generate(prompts, params)
     except (ValueError, OSError, ImportError, UnsupportedByDesign) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

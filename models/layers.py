@@ -7,6 +7,7 @@ part of it this rank holds: loading, random initialisation and sharding all foll
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -44,21 +45,29 @@ def _as_slice(part: range) -> slice:
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension (Zhang and Sennrich, 2019)."""
+    """x / rms(x) * (offset + weight) over the last dimension (Zhang and Sennrich, 2019)."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, offset: float = 0.0) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.offset = eps, offset
         self.weight = _parameter(size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        if not self.offset:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        weight = self.offset + self.weight.float()  # which a narrower dtype would round
+        return F.rms_norm(x.float(), weight.shape, weight, self.eps).to(x.dtype)
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, CheckpointTensor]]:
         whole = (slice(0, self.weight.shape[0]),)
         yield (
             f"{name}.weight",
-            CheckpointTensor(self.weight, tuple(self.weight.shape), whole, "ones"),
+            CheckpointTensor(
+                self.weight,
+                tuple(self.weight.shape),
+                whole,
+                "zeros" if self.offset else "ones",
+            ),
         )
 
 
@@ -179,11 +188,30 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
         return frequencies
     if scaling.rope_type == "linear":
         return frequencies / scaling.factor
-    # llama3: blend between stretched (0) and kept (1) by how often a pair turns in the old context.
+    # How often a pair turns in the old context says how much of its frequency is kept.
     turns = scaling.original_max_position_embeddings * frequencies / (2 * torch.pi)
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    if scaling.rope_type == "llama3":
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        kept = (turns - low) / (high - low)
+    else:
+        kept = _yarn_share(turns.shape[0], theta, scaling)
+    kept = kept.clamp(0.0, 1.0)
     return frequencies * (kept + (1.0 - kept) / scaling.factor)
+
+
+def _yarn_share(num_pairs: int, theta: float, scaling: RopeScaling) -> torch.Tensor:
+    """How much of each pair's frequency is kept: falls linearly with the index of the pair."""
+
+    def pair_that_turns(times: float) -> float:
+        base = scaling.original_max_position_embeddings / (2 * math.pi * times)
+        return num_pairs * math.log(base) / math.log(theta)
+
+    first, last = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * num_pairs - 1)
+    last = last + 0.001 if first == last else last
+    return 1 - (torch.arange(num_pairs, dtype=torch.float32) - first) / (last - first)
 
 
 @dataclass(frozen=True)
@@ -220,8 +248,11 @@ class RotaryEmbedding(nn.Module):
             )
         frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
+        table = torch.stack((angles.cos(), angles.sin()))
+        if config.rope_scaling is not None:
+            table *= config.rope_scaling.attention_factor
         self.table: torch.Tensor
-        self.register_buffer("table", torch.stack((angles.cos(), angles.sin())), persistent=False)
+        self.register_buffer("table", table, persistent=False)
 
     def forward(self, positions: torch.Tensor) -> Rotation:
         """The rotation of a batch by its (num_tokens,) positions."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +21,15 @@ from models.config import ModelConfig
 from models.decoder import build_model
 from models.memory import available_host_bytes, profile_peak_bytes
 from models.parallel import TensorParallel, is_distributed, join_tensor_parallel
-from models.prompts import Prompt, list_prompts, load_tokenizer, to_token_ids
+from models.prompts import (
+    Messages,
+    Prompt,
+    SaltedPrompt,
+    list_prompts,
+    load_chat_template,
+    load_tokenizer,
+    to_token_ids,
+)
 from models.runner import ModelRunner
 from models.sampler import Sampler
 from models.streams import NewRequest, Streams
@@ -33,10 +42,11 @@ HOST_KV_CACHE_SHARE = 0.25
 this share of what is available."""
 
 _NOT_SERVED = {
-    "sliding_window": "gives up K/V that these models, which attend to the whole context, read",
-    "partial_block_reuse": "the engine shares whole blocks only",
+    "sliding_window": "uses blocks in turn, while the kernels find a token's by its position",
 }
 """Options of managers that are for replays."""
+
+_CHOICES = {"preemption": ("recompute", "swap"), "scheduling": ("mixed", "prefill_first")}
 
 _SIZES = (
     "block_size",
@@ -50,7 +60,7 @@ _SIZES = (
 
 
 class LLM:
-    """Generates text with a Llama or Qwen3 model on a paged KV cache.
+    """Generates text with a model of ``models.config.FAMILIES`` on a paged KV cache.
 
         llm = LLM("path/to/Qwen3-0.6B")
         [output] = llm.generate("The capital of France is", SamplingParams(temperature=0))
@@ -82,6 +92,7 @@ class LLM:
         max_num_seqs, max_num_batched_tokens: most sequences at a time, most tokens in a step.
         enable_prefix_caching: share the K/V of equal prefixes.
         enable_chunked_prefill: compute prompts in chunks where they exceed max_num_batched_tokens.
+        scheduling: "mixed": a step decodes and computes prompts; "prefill_first": one or the other.
         preemption: "recompute" or "swap": what becomes of the K/V of a sequence that has to yield.
         tensor_parallel_size: number of processes, with a GPU each, that share the model: those
             that torchrun started, each of which makes its LLM and serves the same prompts; or
@@ -116,6 +127,7 @@ class LLM:
         max_num_batched_tokens: int = 8192,
         enable_prefix_caching: bool = True,
         enable_chunked_prefill: bool = True,
+        scheduling: str = "mixed",
         preemption: str = "recompute",
         tensor_parallel_size: int = 1,
         gpu_memory_utilization: float = 0.9,
@@ -126,8 +138,9 @@ class LLM:
         seed: int = 0,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name != "self"}
-        if preemption not in ("recompute", "swap"):
-            raise ValueError(f"preemption={preemption!r}: choose from recompute, swap")
+        for name, choices in _CHOICES.items():
+            if arguments[name] not in choices:
+                raise ValueError(f"{name}={arguments[name]!r}: choose from {', '.join(choices)}")
         for name in _SIZES:
             if arguments[name] is not None:
                 at_least(1, name, arguments[name])
@@ -140,6 +153,7 @@ class LLM:
         self.device = _device(device, tensor_parallel_size)
         self.dtype = _dtype(dtype, config, self.device)
         self.tokenizer = load_tokenizer(folder)
+        self.chat_template = load_chat_template(folder)
         backend = make_backend(attention_backend, self.device)
         kv_dtype = _kv_dtype(kv_cache_dtype, self.dtype, backend)
         positions = config.max_position_embeddings
@@ -198,6 +212,7 @@ class LLM:
                 max_num_batched_tokens=max_num_batched_tokens,
                 num_host_blocks=num_host_blocks,
                 chunked_prefill=enable_chunked_prefill,
+                prefill_first=scheduling == "prefill_first",
             )
 
         scheduler = new_scheduler()
@@ -226,6 +241,7 @@ class LLM:
             max_model_len=self.max_model_len,
             vocab_size=config.vocab_size,
             eos_token_ids=config.eos_token_ids,
+            text_of=None if self.tokenizer is None else self._text_of,
         )
         if workers is not None:
             self.engine = LeadingEngine(self.engine, workers)
@@ -241,7 +257,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Generate for one or several prompts, each a text or a list of token ids.
+        """Generate for one or several prompts: texts, lists of token ids, SaltedPrompts of either.
 
         sampling_params: for all prompts, or one for each.
 
@@ -264,6 +280,36 @@ class LLM:
         """
         return self._streams.open(self._requests(prompts, sampling_params), texts=True)
 
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Generate the next message of one or several chats, written by the checkpoint's template.
+
+        messages: of a chat, ``[{"role": "user", "content": "..."}, ...]``.
+
+        Returns and raises as ``generate``; ValueError also for a checkpoint without a template.
+        """
+        if self.chat_template is None or self.tokenizer is None:
+            raise ValueError(
+                "messages: a chat needs a chat template and a tokenizer.json in the model's folder"
+            )
+        chats = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        texts = [self.chat_template.render(chat) for chat in chats]
+        # The template writes the special tokens itself.
+        prompts = [self.tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+        outputs = self.generate(prompts, sampling_params)
+        return [
+            dataclasses.replace(output, prompt=text)
+            for output, text in zip(outputs, texts, strict=True)
+        ]
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached K/V, as after a change of weights.  False, and nothing happens, while
+        a request is being served; UnsupportedByDesign for a manager that cannot."""
+        return self._streams.reset_prefix_cache()
+
     def abort(self, request_id: int) -> None:
         """Cancel a request that ``stream`` serves: its outputs, as far as they are, come next.
 
@@ -278,6 +324,9 @@ class LLM:
                 "prompt: a text needs a tokenizer.json in the model's folder; pass token ids"
             )
         return self.tokenizer.encode(text).ids
+
+    def _text_of(self, token_ids: list[int]) -> str:
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def _requests(self, prompts, sampling_params) -> list[NewRequest]:
         """Each prompt with its parameters, once all of them are known to fit."""
@@ -294,12 +343,15 @@ class LLM:
             if not isinstance(params, SamplingParams):
                 raise ValueError(f"sampling_params[{i}]={params!r}: needs SamplingParams")
             try:
+                salt = None
+                if isinstance(prompt, SaltedPrompt):
+                    prompt, salt = prompt.prompt, prompt.cache_salt
                 text = prompt if isinstance(prompt, str) else None
                 tokens = to_token_ids(prompt) if text is None else self.encode(text)
                 self.engine.check(tokens, params)
             except ValueError as error:
                 raise ValueError(f"prompts[{i}]: {error}") from None
-            requests.append(NewRequest(tokens, params, text))
+            requests.append(NewRequest(tokens, params, text, salt))
         return requests
 
     def _join_ranks(self, size: int, arguments: Mapping[str, object]) -> Workers | None:

@@ -1,16 +1,41 @@
-"""Prompts, as texts or as token ids."""
+"""Prompts: texts, token ids or messages of a chat."""
 
 from __future__ import annotations
 
+import datetime
+import json
 import operator
 import reprlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
 
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-Prompt = str | Sequence[int]
+from models.config import read_json_object
+
+
+@dataclass(frozen=True)
+class SaltedPrompt:
+    """A prompt that shares K/V only with prompts of the same salt, such as those of one tenant.
+
+    Raises ValueError for a salt that is neither text nor bytes.
+    """
+
+    prompt: str | Sequence[int]
+    cache_salt: str | bytes
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.cache_salt, str | bytes):
+            raise ValueError(f"cache_salt={self.cache_salt!r}: needs a str or bytes")
+
+
+Prompt = str | Sequence[int] | SaltedPrompt
+Messages = Sequence[Mapping[str, object]]
+"""Of a chat, each with a "role" and a "content"."""
 
 
 def load_tokenizer(folder: Path | None) -> Tokenizer | None:
@@ -46,3 +71,68 @@ def to_token_ids(prompt: Iterable[int]) -> list[int]:
         return list(map(operator.index, prompt))
     except TypeError:
         raise ValueError(f"prompt: needs a text or token ids, got {reprlib.repr(prompt)}") from None
+
+
+class ChatTemplate:
+    """How a checkpoint writes the messages of a chat as one text: a Jinja template, from
+    chat_template.jinja or tokenizer_config.json.
+
+    Raises ValueError, naming the file, for a template that is malformed.
+    """
+
+    def __init__(self, source: str, path: Path, special_tokens: Mapping[str, str]) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+        self._path, self._special_tokens = path, special_tokens
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"{path}: chat template: {error}") from None
+
+    def render(self, messages: Messages) -> str:
+        """The text of a chat, up to where the model's answer begins.
+
+        Raises ValueError for messages that are none, and for what the template refuses.
+        """
+        for message in messages:
+            if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+                raise ValueError(
+                    f"messages: needs mappings with role and content, got {reprlib.repr(message)}"
+                )
+        try:
+            return self._template.render(
+                messages=messages, add_generation_prompt=True, **self._special_tokens
+            )
+        except (jinja2.TemplateError, TypeError) as error:
+            raise ValueError(f"messages: {self._path}: {error}") from None
+
+
+def load_chat_template(folder: Path | None) -> ChatTemplate | None:
+    """The chat template of a checkpoint; None if it has none."""
+    if folder is None:
+        return None
+    path = folder / "tokenizer_config.json"
+    config = read_json_object(path) if path.exists() else {}
+    tokens = {
+        name: token["content"] if isinstance(token, Mapping) else token
+        for name in ("bos_token", "eos_token", "pad_token", "unk_token")
+        if (token := config.get(name))
+    }
+    source, separate = config.get("chat_template"), folder / "chat_template.jinja"
+    if separate.exists():
+        path, source = separate, separate.read_text(encoding="utf-8")
+    if isinstance(source, list):  # several templates by name
+        source = {named["name"]: named["template"] for named in source}.get("default")
+    return None if source is None else ChatTemplate(source, path, tokens)
+
+
+def _to_json(value: object, indent: int | None = None, **options: object) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from array import array
 from collections.abc import Iterable
@@ -96,12 +97,18 @@ class ModelRunner:
         Returns token_ids and positions, (num_tokens,) int64 each, the metadata, and the rows,
         (number of sequences whose last token is among them,) int64.
         """
-        counts = np.array(step.counts)
-        ends = np.array([seq.num_computed_tokens for seq in step.sequences])
-        tables = [block_row(seq, manager) for seq in step.sequences]
+        sequences, counts = step.sequences, np.array(step.counts)
+        num_single = int((counts == 1).sum())
+        is_mixed = 0 < num_single < len(counts)
+        order = slice(None)
+        if is_mixed:
+            order = np.argsort(counts > 1, kind="stable")  # single tokens first
+            sequences, counts = [sequences[i] for i in order], counts[order]
+        ends = np.array([seq.num_computed_tokens for seq in sequences])
+        tables = [block_row(seq, manager) for seq in sequences]
         block_tables = np.zeros((len(tables), max(map(len, tables))), dtype=np.int32)
         tokens = array("I")
-        for row, (seq, count) in enumerate(zip(step.sequences, step.counts, strict=True)):
+        for row, (seq, count) in enumerate(zip(sequences, counts.tolist(), strict=True)):
             block_tables[row, : len(tables[row])] = tables[row]
             tokens += seq.token_ids[seq.num_computed_tokens - count : seq.num_computed_tokens]
 
@@ -111,6 +118,8 @@ class ModelRunner:
         columns, offsets = np.divmod(positions, self.block_size)
         slots = block_tables[rows, columns].astype(np.int64) * self.block_size + offsets
         complete = [seq.num_computed_tokens == len(seq.token_ids) for seq in step.sequences]
+        last_rows = np.empty_like(counts)
+        last_rows[order] = cu_seqlens[1:] - 1
         metadata = AttentionMetadata(
             slot_mapping=self._upload(slots),
             block_tables=self._upload(block_tables),
@@ -119,12 +128,14 @@ class ModelRunner:
             max_seqlen_q=int(counts.max()),
             max_context_len=int(ends.max()),
         )
+        if is_mixed:
+            metadata = in_parts(metadata, num_single)
         token_ids = np.frombuffer(tokens, dtype=np.uint32).astype(np.int64)
         return (
             self._upload(token_ids),
             self._upload(positions),
             metadata,
-            self._upload(cu_seqlens[1:][complete] - 1),
+            self._upload(last_rows[complete]),
         )
 
     def _move_blocks(self, step: Step) -> None:
@@ -169,6 +180,29 @@ def _zeros(
         return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned)
     content = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
     return torch.from_numpy(content).view(dtype).view(shape)
+
+
+def in_parts(metadata: AttentionMetadata, num_single: int) -> AttentionMetadata:
+    """A batch, whose first ``num_single`` sequences have one query each, with these told apart."""
+    parts = [
+        dataclasses.replace(
+            metadata,
+            slot_mapping=metadata.slot_mapping[some],
+            block_tables=metadata.block_tables[some],
+            context_lens=metadata.context_lens[some],
+            cu_seqlens_q=cu_seqlens_q,
+            max_seqlen_q=max_seqlen_q,
+        )
+        for some, cu_seqlens_q, max_seqlen_q in (
+            (slice(num_single), metadata.cu_seqlens_q[: num_single + 1], 1),
+            (
+                slice(num_single, None),
+                metadata.cu_seqlens_q[num_single:] - num_single,
+                metadata.max_seqlen_q,
+            ),
+        )
+    ]
+    return dataclasses.replace(metadata, parts=tuple(parts))
 
 
 def block_row(seq: ScheduledSequence, manager: CacheManager) -> np.ndarray:

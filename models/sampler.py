@@ -80,6 +80,7 @@ class Sampler:
         """
         if rows != list(range(len(logits))):
             logits = logits[rows]
+        logits = _with_penalties(logits, sequences)
         params = [seq.request.params for seq in sequences]
         seeds = [
             None if p.seed is None else noise_seed(p.seed, seq.index, seq.num_output_tokens)
@@ -104,6 +105,13 @@ class Sampler:
         if not values[0].isfinite():
             raise _not_finite(seq)
         return list(zip(values.tolist(), tokens.tolist(), strict=True))
+
+    def logprobs(self, logits: torch.Tensor, row: int, token: int, count: int) -> dict[int, float]:
+        """log p of a token and of the ``count`` likeliest ones (all, if there are fewer)."""
+        logprobs = logits[row].float().log_softmax(dim=-1)
+        values, tokens = logprobs.topk(min(count, len(logprobs)))
+        likeliest = dict(zip(tokens.tolist(), values.tolist(), strict=True))
+        return likeliest | {token: logprobs[token].item()}
 
     def __call__(
         self,
@@ -130,6 +138,10 @@ class Sampler:
         ]
         scores = logits.float() / torch.tensor(temperatures, device=device)[:, None]
 
+        if any(p.min_p > 0 for p in params):
+            shares = torch.tensor([p.min_p for p in params], device=device)
+            least = scores.amax(dim=-1, keepdim=True) + shares.log()[:, None]
+            scores = scores.masked_fill(scores < least, -torch.inf)
         top_ks = top_ps = None
         if any(0 < p.top_k < vocab_size for p in params):
             limits = [min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params]
@@ -156,6 +168,32 @@ class Sampler:
                 noise[row].exponential_(generator=self._own.manual_seed(seed))
         tiny = torch.finfo(noise.dtype).tiny  # an exponential variable may round to 0
         return noise.clamp_(min=tiny).log_().neg_()
+
+
+def _with_penalties(logits: torch.Tensor, sequences: Sequence[ScheduledSequence]) -> torch.Tensor:
+    """Logits of each sequence's next token after the penalties of its request, and without tokens
+    that would end it too early; a new tensor where anything changes."""
+    changed = [
+        row
+        for row, seq in enumerate(sequences)
+        if seq.request.params.changes_logits(seq.num_output_tokens)
+    ]
+    if not changed:
+        return logits
+    logits = logits.to(torch.float32, copy=True)
+    for row in changed:
+        seq, scores = sequences[row], logits[row]
+        params = seq.request.params
+        tokens = torch.tensor(seq.token_ids, dtype=torch.int64, device=logits.device)
+        if params.repetition_penalty != 1:
+            penalty, old = params.repetition_penalty, scores[tokens]
+            scores[tokens] = torch.where(old > 0, old / penalty, old * penalty)
+        counts = tokens[seq.num_prompt_tokens :].bincount(minlength=len(scores))
+        scores -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+        if seq.num_output_tokens < params.min_tokens:
+            stops = [token for token in seq.request.stop_token_ids if token < len(scores)]
+            scores[stops] = -torch.inf
+    return logits
 
 
 def _not_finite(seq: ScheduledSequence) -> FloatingPointError:

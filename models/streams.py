@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from tokenizers import Tokenizer
@@ -25,24 +25,36 @@ class NewRequest(NamedTuple):
     params: SamplingParams
     text: str | None
     """Of the prompt, if it was given as one."""
+    cache_salt: str | bytes | None = None
+
+
+def text_before(stops: Iterable[str], text: str) -> str:
+    """What of a text comes before the first of the stop strings."""
+    return text[: min((i for i in map(text.find, stops) if i >= 0), default=len(text))]
 
 
 class _Decoder:
-    """Gives the tokens of one output their texts, which together are the text of the output."""
+    """Gives the tokens of one output their texts, which together are the text of the output.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    What may be the beginning of a stop string is kept back.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
+        self._tokenizer, self._stops = tokenizer, stops
         self._stream = DecodeStream(skip_special_tokens=True)
         self._token_ids: list[int] = []
-        self._length = 0
+        self._text, self._length = "", 0
+        self._kept_back = max(map(len, stops), default=1) - 1
 
     def with_text(self, token: TokenOutput) -> TokenOutput:
         self._token_ids.append(token.token_id)
-        text = self._stream.step(self._tokenizer, token.token_id) or ""
+        self._text += self._stream.step(self._tokenizer, token.token_id) or ""
+        end = max(self._length, len(self._text) - self._kept_back)
         if token.finish_reason is not None:  # the stream keeps back an incomplete character
             whole = self._tokenizer.decode(self._token_ids, skip_special_tokens=True)
-            text = whole[self._length :]
-        self._length += len(text)
+            self._text = text_before(self._stops, whole)
+            end = len(self._text)
+        text, self._length = self._text[self._length : end], end
         return token._replace(text=text)
 
 
@@ -65,7 +77,7 @@ class Streams:
     ) -> None:
         self._engine, self._new_scheduler, self._tokenizer = engine, new_scheduler, tokenizer
         self._lock = threading.Lock()  # held by whoever uses the engine or what follows
-        self._texts: dict[int, str | None] = {}
+        self._requests: dict[int, NewRequest] = {}
         self._outbox: defaultdict[int, list[Event]] = defaultdict(list)
         self._abandoned: list[int] = []  # the only one that changes without the lock
 
@@ -76,14 +88,16 @@ class Streams:
 
         Closing or dropping it cancels what remains.
         """
-        request_ids: list[int] = []
-        events = self._events(request_ids, texts and self._tokenizer is not None)
+        added: dict[int, NewRequest] = {}
+        events = self._events(added, texts and self._tokenizer is not None)
         next(events)  # only a generator that has begun gets to its `finally`
         try:
             with self._lock:
                 for request in requests:
-                    request_ids.append(self._engine.add(request.token_ids, request.params))
-                    self._texts[request_ids[-1]] = request.text
+                    request_id = self._engine.add(
+                        request.token_ids, request.params, request.cache_salt
+                    )
+                    added[request_id] = self._requests[request_id] = request
         except BaseException:
             events.close()
             raise
@@ -94,20 +108,29 @@ class Streams:
         with self._lock:
             self._deliver([self._engine.abort(request_id)])
 
-    def _events(self, request_ids: list[int], texts: bool) -> Iterator[Event]:
-        decoders = defaultdict(lambda: _Decoder(self._tokenizer))
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached K/V; False if a request is being served."""
+        with self._lock:
+            return self._engine.reset_prefix_cache()
+
+    def _events(self, requests: dict[int, NewRequest], texts: bool) -> Iterator[Event]:
+        decoders: dict[tuple[int, int], _Decoder] = {}
         try:
             yield None
-            remaining = set(request_ids)
+            remaining = set(requests)
             while remaining:
                 for event in self._next_events(remaining):
                     if isinstance(event, RequestOutput):
                         remaining.discard(event.request_id)
                     elif texts:
-                        event = decoders[event.request_id, event.index].with_text(event)
+                        output = event.request_id, event.index
+                        if output not in decoders:
+                            stops = requests[event.request_id].params.stop
+                            decoders[output] = _Decoder(self._tokenizer, stops)
+                        event = decoders[output].with_text(event)
                     yield event
         finally:
-            self._abandon(request_ids)
+            self._abandon(requests)
 
     def _next_events(self, request_ids: set[int]) -> list[Event]:
         """What happened to these requests, after another step if nothing did."""
@@ -136,19 +159,20 @@ class Streams:
         for request in finished:
             outputs = self._engine.completions(request)
             if self._tokenizer is not None:
-                outputs = [self._with_text(output) for output in outputs]
+                outputs = [self._with_text(output, request.params.stop) for output in outputs]
+            ours = self._requests.pop(request.request_id, None)
             output = RequestOutput(
                 request_id=request.request_id,
-                prompt=self._texts.pop(request.request_id, None),
+                prompt=None if ours is None else ours.text,
                 prompt_token_ids=request.prompt_token_ids,
                 outputs=outputs,
                 stats=request.stats,
             )
             self._outbox[request.request_id].append(output)
 
-    def _with_text(self, output: CompletionOutput) -> CompletionOutput:
+    def _with_text(self, output: CompletionOutput, stops: Sequence[str]) -> CompletionOutput:
         text = self._tokenizer.decode(output.token_ids, skip_special_tokens=True)
-        return dataclasses.replace(output, text=text)
+        return dataclasses.replace(output, text=text_before(stops, text))
 
     def _abandon(self, request_ids: Iterable[int]) -> None:
         """Cancel requests: now, or if somebody uses the engine, when they are done.

@@ -1,7 +1,7 @@
 """The other ranks of a tensor-parallel model, as child processes of the one that uses it.
 
 All ranks run the same engine on the same requests.  Scheduling and sampling depend on nothing
-else, so it is enough that each does what the first does, in the same order: add, abort, step.
+else, so it is enough that each does what the first does, in the same order.
 """
 
 from __future__ import annotations
@@ -88,10 +88,16 @@ class LeadingEngine:
     def __getattr__(self, name: str) -> object:
         return getattr(self._engine, name)
 
-    def add(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> int:
+    def add(self, prompt_token_ids: Sequence[int], params: SamplingParams, *keys: object) -> int:
         self._engine.check(prompt_token_ids, params)
-        self.workers.tell("add", list(prompt_token_ids), params)
-        return self._engine.add(prompt_token_ids, params)
+        self.workers.tell("add", list(prompt_token_ids), params, *keys)
+        return self._engine.add(prompt_token_ids, params, *keys)
+
+    def reset_prefix_cache(self) -> bool:
+        done = self._engine.reset_prefix_cache()
+        if done:
+            self.workers.tell("reset_prefix_cache")
+        return done
 
     def abort(self, request_id: int) -> Request:
         request = self._engine.abort(request_id)
@@ -114,8 +120,14 @@ def start_workers(size: int, device: torch.device, llm_options: Mapping[str, obj
     llm_options: arguments of LLM in the workers, which must be picklable.  The workers import the
     main module, so a script that starts them needs ``if __name__ == "__main__":``.
 
-    Raises ValueError if this process has workers already, RuntimeError if a worker does not start.
+    Raises ValueError if this process has workers already or a rank would have no GPU, RuntimeError
+    if a worker does not start.
     """
+    if device.type == "cuda" and size > torch.cuda.device_count():
+        raise ValueError(
+            f"tensor_parallel_size={size}: needs a GPU for each rank; there are "
+            f"{torch.cuda.device_count()}"
+        )
     for others in _started:
         if others.close.alive and others.is_led:
             raise ValueError(
@@ -140,6 +152,8 @@ def start_workers(size: int, device: torch.device, llm_options: Mapping[str, obj
             processes.append(process)
             connections.append(connection)
         workers.wait_until_ready()
+        if device.type == "cuda":
+            torch.cuda.set_device(0)
         _join(0, size, device.type, store)
     except BaseException:
         workers.kill()
@@ -161,8 +175,6 @@ def _loopback_store(size: int) -> dist.TCPStore:
 
 
 def _join(rank: int, size: int, device_type: str, store: dist.Store) -> None:
-    if device_type == "cuda":
-        torch.cuda.set_device(rank)
     backend = "nccl" if device_type == "cuda" else "gloo"
     asked = "GLOO_SOCKET_IFNAME" in os.environ
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo listens where the host name leads
@@ -184,6 +196,8 @@ def _work(
     from models.llm import LLM
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0 to answer
+    if device_type == "cuda":
+        torch.cuda.set_device(rank)  # rank 0 would wait for ever for one that fails here later
     connection.send("ready")
     _join(rank, size, device_type, dist.TCPStore(_HOST, port, size, is_master=False))
     try:

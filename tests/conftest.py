@@ -28,6 +28,22 @@ settings.load_profile(
 )
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--on-device", action="store_true", help="only what runs on a GPU here: compiled kernels"
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--on-device"):
+        return
+    if not torch.cuda.is_available():
+        raise pytest.UsageError("--on-device: needs a CUDA GPU that PyTorch finds; there is none")
+    others = [item for item in items if "device" not in item.fixturenames]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if "device" in item.fixturenames]
+
+
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     """The GPU where there is one, else the CPU (kernels then run in Triton's interpreter)."""

@@ -4,8 +4,7 @@ Tensors on it report cuda:0 and keep their data in host memory; PyTorch's ops ru
 kernels in Triton's interpreter.  What a GPU would refuse is refused: operands on two devices, a
 generator of the other device, pageable host memory in a kernel, and, while a graph is captured,
 whatever makes the host wait.  What a capture computes is NaN until the graph is replayed, which
-repeats its ops and launches in place.  Waits, launches, replays and the memory of live tensors are
-counted.
+repeats its ops and launches in place.  Waits, replays and the memory of live tensors are counted.
 
 A dry run of host code: it says nothing of speed, of compiled kernels, or of work that overlaps.
 """
@@ -162,7 +161,7 @@ class FakeGpu:
         self.total_bytes = total_bytes
         self.allocated = self.peak = 0
         """Bytes of the tensors that live, and the most since the peak was reset."""
-        self.waits = self.launches = self.replays = 0
+        self.waits = self.replays = 0
         self.serves: dict[int, str] = {}
         """Type of the device that a generator was made for."""
         self._capturing: _Graph | None = None
@@ -304,7 +303,6 @@ class FakeGpu:
         args, kwargs = tree_map_only(CudaTensor, lambda t: t.host, (args, kwargs))
 
         def launch() -> None:
-            self.launches += 1
             with _on_the_host():
                 grid_launch(executor, *args, **kwargs)
 

@@ -111,6 +111,7 @@ def make_engine(
     max_num_batched_tokens: int = 64,
     num_host_blocks: int = 0,
     chunked_prefill: bool = True,
+    prefill_first: bool = False,
     max_model_len: int = 64,
     eos: frozenset[int] = frozenset(),
     **options,
@@ -122,6 +123,7 @@ def make_engine(
         max_num_batched_tokens=max_num_batched_tokens,
         num_host_blocks=num_host_blocks,
         chunked_prefill=chunked_prefill,
+        prefill_first=prefill_first,
     )
     return Engine(
         scheduler,

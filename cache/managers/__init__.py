@@ -1,16 +1,10 @@
-"""Cache managers.  To add one: a class in a file of its own and a line in ``_BUILT_IN``."""
+"""Cache managers.  To add one: a class in a file of its own and its name in ``MANAGERS``."""
 
 from __future__ import annotations
 
 import inspect
 
-from cache.managers.base import (
-    AllocStatus,
-    CacheManager,
-    CacheStats,
-    Copies,
-    UnsupportedByDesign,
-)
+from cache.managers.base import AllocStatus, CacheManager, CacheStats, UnsupportedByDesign
 from cache.managers.contiguous import Contiguous
 from cache.managers.nano_vllm import NanoVLLM
 from cache.managers.paged import Paged
@@ -19,16 +13,9 @@ from cache.managers.vllm_v0 import VLLMv0
 from cache.managers.vllm_v1 import VLLMv1
 from cache.policies.base import EvictionPolicy
 
-_BUILT_IN: tuple[type[CacheManager], ...] = (
-    Contiguous,
-    Paged,
-    NanoVLLM,
-    VLLMv0,
-    VLLMv1,
-    Radix,
-)
-
-MANAGERS: dict[str, type[CacheManager]] = {manager.name: manager for manager in _BUILT_IN}
+MANAGERS: dict[str, type[CacheManager]] = {
+    manager.name: manager for manager in (Contiguous, Paged, NanoVLLM, VLLMv0, VLLMv1, Radix)
+}
 """Cache managers by name."""
 
 
@@ -85,13 +72,6 @@ __all__ = [
     "AllocStatus",
     "CacheManager",
     "CacheStats",
-    "Contiguous",
-    "Copies",
-    "NanoVLLM",
-    "Paged",
-    "Radix",
     "UnsupportedByDesign",
-    "VLLMv0",
-    "VLLMv1",
     "make_manager",
 ]

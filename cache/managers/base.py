@@ -38,10 +38,8 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from cache.block_pool import OutOfBlocks
 from cache.checks import at_least, require
 from cache.memory_usage import MemoryUsage, usage_of_tables
-from cache.policies import EvictionPolicy, make_policy
 from cache.sequence import Sequence
 
 Copies = list[tuple[int, int]]
@@ -104,7 +102,7 @@ class Table:
 
     Attributes:
         seq: the sequence, which itself counts the tokens that are stored.
-        blocks: its blocks in the order of its tokens; further ones may follow.
+        blocks: its blocks in the order of its tokens.
         num_noted_tokens: stored tokens that the design knows of; the others are in the last block.
         max_tokens: no more are stored before the design is asked, though the last block has room.
         is_swapped_out: whether the blocks are those of host memory.
@@ -141,9 +139,6 @@ class CacheManager(abc.ABC):
 
     can_chunk: bool = True
     """Whether a prompt can be given its slots over several calls."""
-
-    can_look_ahead: bool = False
-    """Whether ``allocate_slots`` takes ``num_lookahead_tokens``."""
 
     can_fork: bool = False
     """Whether sequences can share the blocks of their common beginning by ``fork``."""
@@ -201,9 +196,8 @@ class CacheManager(abc.ABC):
         """
         if seq.seq_id in self._tables:
             raise ValueError(f"sequence {seq.seq_id!r} holds blocks already; free it first")
-        num_tokens = len(seq.token_ids)
         prefix = self._find_for_allocate(seq) if self.enable_prefix_caching else _NOTHING
-        self._start(seq, prefix, num_tokens, num_tokens)
+        self._start(seq, prefix, len(seq.token_ids))
         return prefix[1]
 
     def take_copies(self) -> Copies:
@@ -226,37 +220,27 @@ class CacheManager(abc.ABC):
                 f"append: all {stored} tokens of sequence {seq.seq_id!r} have a slot; "
                 "append a token to the sequence first"
             )
-        return self._grow(table, seq, num_tokens, num_tokens)
+        return self._grow(table, seq, num_tokens)
 
     def can_append(self, seq: Sequence) -> bool:
         """Whether ``append(seq)`` would find enough free blocks.  Changes nothing."""
         table = self._table_on_device(seq)
         return self._num_needed(table, len(seq.token_ids)) <= self.num_free_blocks
 
-    def allocate_slots(  # CPython would call one with keyword-only parameters more slowly
-        self,
-        seq: Sequence,
-        num_new_tokens: int,
-        computed_blocks: Items[int] = (),
-        num_lookahead_tokens: int = 0,
+    def allocate_slots(
+        self, seq: Sequence, num_new_tokens: int, computed_blocks: Items[int] = ()
     ) -> Copies:
         """Give slots to the next ``num_new_tokens`` tokens of ``seq``.
 
         ``computed_blocks``, from ``get_computed_blocks``, go in front of the first of them.
-        ``num_lookahead_tokens`` further slots are for draft tokens.  Returns the (src, dst) blocks
-        to copy before the K/V of these tokens are written.  Raises OutOfBlocks, and ValueError for
-        numbers out of range and for blocks that do not hold the prefix.  Sets
-        ``seq.num_computed_tokens`` and ``seq.num_slots``.
+        Returns the (src, dst) blocks to copy before the K/V of these tokens are written.  Raises
+        OutOfBlocks, and ValueError for a number out of range and for blocks that do not hold the
+        prefix.  Sets ``seq.num_computed_tokens`` and ``seq.num_slots``.
         """
         start = seq.num_computed_tokens
         end = start + num_new_tokens
-        if (
-            start < end <= seq.num_slots
-            and end <= len(seq.token_ids)
-            and not computed_blocks
-            and not num_lookahead_tokens
-        ):  # a decoded token as a rule: asked of every sequence in every step
-            seq.num_computed_tokens = end
+        if start < end <= seq.num_slots and end <= len(seq.token_ids) and not computed_blocks:
+            seq.num_computed_tokens = end  # a decoded token as a rule, asked for in every step
             return []
         table = self._tables.get(seq.seq_id)
         if table is None:
@@ -264,15 +248,12 @@ class CacheManager(abc.ABC):
         else:
             start = table.seq.num_computed_tokens
         end = start + num_new_tokens
-        if not start < end <= len(seq.token_ids) or num_lookahead_tokens < 0:
-            missing = len(seq.token_ids) - start
+        if not start < end <= len(seq.token_ids):
             raise ValueError(
-                f"num_new_tokens={num_new_tokens}, num_lookahead_tokens={num_lookahead_tokens}: "
-                f"{start} of the {seq.num_tokens} tokens of sequence {seq.seq_id!r} have a slot, "
-                f"so needs 1 to {missing} new ones, and none or more to look ahead"
+                f"num_new_tokens={num_new_tokens}: {start} of the {seq.num_tokens} tokens of "
+                f"sequence {seq.seq_id!r} have a slot, so needs 1 to {seq.num_tokens - start} new "
+                "ones"
             )
-        if num_lookahead_tokens and not self.can_look_ahead:
-            raise UnsupportedByDesign(self.name, "num_lookahead_tokens")
         if table is not None:
             if computed_blocks:
                 raise ValueError(
@@ -281,7 +262,7 @@ class CacheManager(abc.ABC):
                 )
             if table.is_swapped_out:
                 self._table_on_device(seq)
-            return self._grow(table, seq, end, end + num_lookahead_tokens)
+            return self._grow(table, seq, end)
         if end < len(seq.token_ids) and not self.can_chunk:
             raise UnsupportedByDesign(
                 self.name, f"chunks ({num_new_tokens} of {seq.num_tokens - start} tokens)"
@@ -292,7 +273,7 @@ class CacheManager(abc.ABC):
                 f"computed_blocks={list(computed_blocks)}: these do not hold the prefix of "
                 f"sequence {seq.seq_id!r} (any more); ask get_computed_blocks again"
             )
-        self._start(seq, prefix, end, end + num_lookahead_tokens)
+        self._start(seq, prefix, end)
         return []
 
     def count_decoded(self, seqs: Iterable[Sequence], counted: list[Sequence]) -> Sequence | None:
@@ -457,13 +438,13 @@ class CacheManager(abc.ABC):
         longest = (len(seq.token_ids) - 1) // self.block_size
         return self._match(seq, longest if limit is None else min(limit, longest))
 
-    def _start(self, seq: Sequence, prefix: Prefix, end: int, num_slots: int) -> None:
+    def _start(self, seq: Sequence, prefix: Prefix, end: int) -> None:
         """Give ``seq`` a table that begins with ``prefix``."""
         table = self._table_class(seq)
         blocks, num_cached, _ = prefix
         num_hits = len(blocks)  # which become those of the table
-        self._begin(table, prefix, num_slots)
-        self._extend(table, end, num_slots)
+        self._begin(table, prefix, end)
+        self._extend(table, end)
         self._tables[seq.seq_id] = table
         self._num_allocations += 1
         self._queried_tokens += len(seq.token_ids)
@@ -473,14 +454,14 @@ class CacheManager(abc.ABC):
         seq.num_cached_tokens = num_cached
         self._count(table, seq, end)
 
-    def _grow(self, table: Table, seq: Sequence, end: int, num_slots: int) -> Copies:
-        """Store the tokens of ``seq`` up to ``end`` in ``table``, which gets ``num_slots``."""
+    def _grow(self, table: Table, seq: Sequence, end: int) -> Copies:
+        """Store the tokens of ``seq`` up to ``end`` in ``table``."""
         if table.seq is not seq:  # another object of the same id
             seq.num_cached_tokens = table.seq.num_cached_tokens
             seq.num_computed_tokens = table.seq.num_computed_tokens
             table.seq.num_slots = 0
             table.seq = seq
-        copies = self._extend(table, end, num_slots)
+        copies = self._extend(table, end)
         self._count(table, seq, end)
         return copies
 
@@ -497,6 +478,7 @@ class CacheManager(abc.ABC):
         if table.num_noted_tokens < stored:
             self._note_stored(table, stored)
             table.num_noted_tokens = stored
+            table.seq.table_version += 1
 
     def _table_of(self, seq: Sequence) -> Any:
         """The table of ``seq``; ValueError if it holds no blocks."""
@@ -517,11 +499,6 @@ class CacheManager(abc.ABC):
             raise ValueError(f"sequence {seq.seq_id!r} is not swapped out")
         return table
 
-    def _check_free(self, count: int) -> None:
-        free = self.num_free_blocks
-        if count > free:
-            raise OutOfBlocks(count, free)
-
     def _refuse_unless(self, offered: bool, feature: str) -> None:
         if not offered:
             raise UnsupportedByDesign(self.name, feature)
@@ -538,8 +515,8 @@ class CacheManager(abc.ABC):
     # What a design is made of -------------------------------------------------------------------
 
     @abc.abstractmethod
-    def _extend(self, table: Any, end: int, num_slots: int) -> Copies:
-        """Give ``table`` the blocks of ``num_slots`` tokens, those up to ``end`` being stored.
+    def _extend(self, table: Any, end: int) -> Copies:
+        """Give ``table`` the blocks of ``end`` tokens, which are stored.
 
         The tokens from ``table.num_noted_tokens`` on are new, or were only counted until now.
         Returns the copies to make before they are written.  Raises OutOfBlocks, changing nothing.
@@ -561,10 +538,10 @@ class CacheManager(abc.ABC):
         """Free blocks that taking ``prefix``, whose blocks others may use, takes."""
         return 0
 
-    def _begin(self, table: Any, prefix: Prefix, num_slots: int) -> None:  # noqa: B027
+    def _begin(self, table: Any, prefix: Prefix, end: int) -> None:  # noqa: B027
         """Let the new ``table`` begin with ``prefix``.
 
-        Raises OutOfBlocks, changing nothing, unless it can be extended to ``num_slots`` then.
+        Raises OutOfBlocks, changing nothing, unless it can be extended to ``end`` tokens then.
         """
 
     def _note_stored(self, table: Any, end: int) -> None:  # noqa: B027
@@ -593,15 +570,6 @@ _NOTHING: Prefix = (), 0, None
 def _clear(seq: Sequence) -> None:
     seq.num_cached_tokens = seq.num_computed_tokens = seq.num_slots = 0
     seq.table_version += 1
-
-
-def as_policy(policy: str | EvictionPolicy) -> EvictionPolicy:
-    """The policy object named by ``policy``, or ``policy`` itself."""
-    if isinstance(policy, EvictionPolicy):
-        return policy
-    if not isinstance(policy, str):
-        raise ValueError(f"policy={policy!r}: needs a name or an EvictionPolicy object")
-    return make_policy(policy)
 
 
 def _check_shares_content(parent: Sequence, child: Sequence, num_tokens: int) -> None:

@@ -150,14 +150,14 @@ class Contiguous(CacheManager):
                 f"{run.num_reserved} reserved slots",
             )
 
-    def _begin(self, run: _Run, prefix: Prefix, num_slots: int) -> None:
+    def _begin(self, run: _Run, prefix: Prefix, end: int) -> None:
         reserved, run.max_tokens = self._reservation(run.seq)
         num_blocks = self._run_length(reserved)
         run.start = self._buddy.allocate(num_blocks)
         run.num_reserved = reserved
         self._num_allocated += num_blocks
 
-    def _extend(self, run: _Run, end: int, num_slots: int) -> Copies:
+    def _extend(self, run: _Run, end: int) -> Copies:
         copies = self._lengthen(run) if end > run.max_tokens else []
         run.blocks = range(run.start, run.start + self._num_blocks_for(end))
         return copies

@@ -7,8 +7,9 @@ from array import array
 from cache.checks import require
 from cache.event_log import EventLog
 from cache.hashing import ExtraKey
-from cache.managers.base import Copies, Prefix, as_policy
+from cache.managers.base import Copies, Prefix
 from cache.managers.pooled import PooledManager, PooledTable
+from cache.policies import as_policy
 from cache.policies.base import EvictionPolicy
 from cache.policies.lru import LRU
 from cache.sequence import Sequence
@@ -113,10 +114,10 @@ class NanoVLLM(PooledManager):
             parent = content
         return hits, len(hits) * self.block_size, None
 
-    def _begin(self, table: PooledTable, prefix: Prefix, num_slots: int) -> None:
+    def _begin(self, table: PooledTable, prefix: Prefix, end: int) -> None:
         super()._begin(table, prefix, table.seq.num_tokens)
 
-    def _extend(self, table: PooledTable, end: int, num_slots: int) -> Copies:
+    def _extend(self, table: PooledTable, end: int) -> Copies:
         first = table.num_cached_blocks
         count = -(-len(table.seq.token_ids) // self.block_size) - len(table.blocks)
         self.pool.extend(table, count, self._num_findable(table, end))

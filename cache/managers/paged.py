@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import chain
 
-from cache.block_pool import OutOfBlocks
+from cache.block_pool import check_free
 from cache.checks import at_least, require
 from cache.managers.base import CacheManager, Copies, Table
 from cache.memory_usage import MemoryUsage
@@ -77,11 +77,10 @@ class Paged(CacheManager):
                 f"{seq_id!r}: {len(table.blocks)} blocks for {stored} tokens",
             )
 
-    def _extend(self, table: Table, end: int, num_slots: int) -> Copies:
+    def _extend(self, table: Table, end: int) -> Copies:
         free = self._free
         count = -(-end // self.block_size) - len(table.blocks)
-        if count > len(free):
-            raise OutOfBlocks(count, len(free))
+        check_free(count, len(free))
         split = len(free) - count
         table.blocks += free[split:]
         del free[split:]

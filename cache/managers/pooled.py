@@ -12,19 +12,25 @@ from cache.content_index import ContentIndex
 from cache.event_log import EventLog
 from cache.hash_index import HashIndex
 from cache.hashing import BlockHasher, collision_free_hasher
-from cache.managers.base import CacheManager, Prefix, Table, as_policy
+from cache.managers.base import CacheManager, Prefix, Table
+from cache.policies import as_policy
 from cache.policies.base import EvictionPolicy
 from cache.sequence import Sequence
 
 
 class PooledTable(Table):
-    """The blocks of one sequence, as a :class:`cache.block_pool.CachedTable`."""
+    """The blocks of one sequence, and what a pool knows of them.
+
+    Attributes:
+        hashes: of its full blocks, at least of those that are to be cached.
+        num_cached_blocks: leading blocks that are cached; the pool counts them.
+    """
 
     __slots__ = ("hashes", "num_cached_blocks")
 
     def __init__(self, seq: Sequence) -> None:
         super().__init__(seq)
-        self.hashes: list[bytes] = []  # of all full blocks, while they are cached
+        self.hashes: list[bytes] = []
         self.num_cached_blocks = 0
 
 
@@ -100,10 +106,10 @@ class PooledManager(CacheManager):
     def _num_revived(self, prefix: Prefix) -> int:
         return self.pool.num_revived(prefix[0])
 
-    def _begin(self, table: PooledTable, prefix: Prefix, num_slots: int) -> None:
+    def _begin(self, table: PooledTable, prefix: Prefix, end: int) -> None:
         hits = prefix[0] or []
         if hits:
-            self.pool.revive(hits, self._num_blocks_for(num_slots) - len(hits))
+            self.pool.revive(hits, self._num_blocks_for(end) - len(hits))
             table.hashes = self._hasher.block_hashes(table.seq)
         table.blocks = hits
         table.num_cached_blocks = len(hits)

@@ -6,18 +6,13 @@ from array import array
 from collections import Counter
 from itertools import chain
 
+from cache.block_pool import check_free
 from cache.checks import require
 from cache.event_log import EventLog
 from cache.hashing import BlockHasher
-from cache.managers.base import (
-    CacheManager,
-    Copies,
-    Prefix,
-    Table,
-    UnsupportedByDesign,
-    as_policy,
-)
+from cache.managers.base import CacheManager, Copies, Prefix, Table, UnsupportedByDesign
 from cache.managers.radix_tree import RadixKey, RadixNode, RadixTree
+from cache.policies import as_policy
 from cache.policies.base import EvictionPolicy
 from cache.sequence import Sequence
 
@@ -63,7 +58,6 @@ class Radix(CacheManager):
     """
 
     name = "radix"
-    can_look_ahead = True
     can_fork = True
     can_reset = True
     _table_class = _Table
@@ -135,23 +129,23 @@ class Radix(CacheManager):
         match = prefix[-1]
         return 0 if match is None else self.tree.num_unlocked(match)
 
-    def _begin(self, table: _Table, prefix: Prefix, num_slots: int) -> None:
+    def _begin(self, table: _Table, prefix: Prefix, end: int) -> None:
         hits, num_cached, match = prefix
         if not hits:
             table.node = self.tree.root
             return
-        needed = self._num_blocks_for(num_slots) - len(hits)
-        self._check_free(needed + self.tree.num_unlocked(match))
+        needed = self._num_blocks_for(end) - len(hits)
+        check_free(needed + self.tree.num_unlocked(match), self.num_free_blocks)
         table.node = self.tree.lock(match)  # before anything is evicted
         if self._log:
             self._log.record("hit", hits, map(self._contents.__getitem__, hits))
         table.blocks, table.num_in_tree = hits, len(hits)
         table.num_noted_tokens = num_cached
 
-    def _extend(self, table: _Table, end: int, num_slots: int) -> Copies:
-        missing = self._num_missing(table, num_slots)
+    def _extend(self, table: _Table, end: int) -> Copies:
+        missing = self._num_missing(table, end)
         writes_to_shared = self._writes_to_shared_block(table)
-        self._check_free(missing + writes_to_shared)
+        check_free(missing + writes_to_shared, self.num_free_blocks)
         copies: Copies = []
         if writes_to_shared:
             position = table.num_noted_tokens // self.block_size
@@ -166,7 +160,7 @@ class Radix(CacheManager):
         return copies
 
     def _share(self, table: _Table, copy: _Table) -> None:
-        copy.blocks = table.blocks[: self._num_blocks_for(table.num_noted_tokens)]
+        copy.blocks = table.blocks[:]
         copy.node, copy.num_in_tree = table.node, table.num_in_tree
         copy.num_prompt_tokens = table.num_prompt_tokens
         self._extra_users.update(copy.blocks[copy.num_in_tree :])

@@ -7,7 +7,6 @@ keep a structure of their own and are told of a node as if it were its last bloc
 
 from __future__ import annotations
 
-import abc
 import math
 from array import array
 from collections.abc import Iterator
@@ -51,36 +50,10 @@ class RadixNode:
         self.accesses = 0
 
 
-class Leaves(abc.ABC):
-    """The evictable nodes of a tree: unlocked and without children."""
-
-    @abc.abstractmethod
-    def add(self, node: RadixNode) -> None:
-        """``node`` has become evictable."""
-
-    @abc.abstractmethod
-    def remove(self, node: RadixNode) -> None:
-        """``node`` was evictable and is in use again."""
-
-    @abc.abstractmethod
-    def pop(self) -> RadixNode:
-        """Remove and return the node to give up.  Raises IndexError if there is none."""
-
-    @abc.abstractmethod
-    def __len__(self) -> int:
-        """Number of evictable nodes."""
-
-    @abc.abstractmethod
-    def __iter__(self) -> Iterator[RadixNode]:
-        """The evictable nodes, in the order in which ``pop`` would return them now."""
-
-    def insert(self, node: RadixNode, is_new: bool) -> None:  # noqa: B027
-        """``node`` came into being, in use; with old content if it was split off another."""
-
-
-class RankedLeaves(Leaves):
+class RankedLeaves:
     """Leaves in the order of a number: any policy that is a plain function of a node's history.
 
+    Leaves are the evictable nodes of a tree: unlocked and without children.
     The history is that of the node: it goes on counting while the node has children, is shared by
     both parts when it is split, and a node that becomes a leaf because its last child was evicted
     is as old as it was before.  Ties go by the order in which the nodes became evictable.
@@ -88,10 +61,14 @@ class RankedLeaves(Leaves):
 
     def __init__(self, policy: PriorityPolicy) -> None:
         self._policy = policy
-        self._heap: LazyHeap[RadixNode] = LazyHeap()
+        self._heap = LazyHeap()
         self._clock = 0.0
 
+    def insert(self, node: RadixNode, is_new: bool) -> None:
+        """``node`` came into being, in use; with old content if it was split off another."""
+
     def add(self, node: RadixNode) -> None:
+        """``node`` has become evictable."""
         tail = len(node.blocks) - 1
         history = BlockHistory(
             block=node.blocks[tail],
@@ -105,9 +82,11 @@ class RankedLeaves(Leaves):
         self._heap.push(node, self._policy.rank(history))
 
     def remove(self, node: RadixNode) -> None:
+        """``node`` was evictable and is in use again."""
         self._heap.remove(node)
 
     def pop(self) -> RadixNode:
+        """Remove and return the node to give up."""
         self._clock, node = self._heap.pop()
         return node
 
@@ -118,8 +97,8 @@ class RankedLeaves(Leaves):
         return iter(self._heap)
 
 
-class PolicyLeaves(Leaves):
-    """Leaves kept by a policy with a structure of its own (queues, ghost lists, a generator).
+class PolicyLeaves:
+    """The same, kept by a policy with a structure of its own (queues, ghost lists, a generator).
 
     It is told of a node under the id of its last block, which a split leaves with the lower part.
     An access is counted when a node becomes evictable, however often it was used in between.
@@ -156,7 +135,7 @@ class PolicyLeaves(Leaves):
         return (self._nodes[block] for block in self._policy)
 
 
-def make_leaves(policy: EvictionPolicy, capacity: int) -> Leaves:
+def make_leaves(policy: EvictionPolicy, capacity: int) -> RankedLeaves | PolicyLeaves:
     """Start ``policy`` for at most ``capacity`` nodes and wrap it."""
     policy.start(capacity)
     if isinstance(policy, PriorityPolicy) and policy.describing_priority():

@@ -17,9 +17,9 @@ from cache.managers.base import (
     Prefix,
     Table,
     UnsupportedByDesign,
-    as_policy,
 )
 from cache.managers.vllm_v0_allocator import BlockAllocator, ContentKey, LRUEvictor
+from cache.policies import as_policy
 from cache.policies.base import EvictionPolicy
 from cache.sequence import Sequence
 
@@ -194,7 +194,7 @@ class VLLMv0(CacheManager):
             blocks.append(block)
         return blocks, len(blocks) * self.block_size, None
 
-    def _extend(self, table: _Table, end: int, num_slots: int) -> Copies:
+    def _extend(self, table: _Table, end: int) -> Copies:
         plan = self._plan(table, end)
         check_free(self._num_planned(plan), self.gpu.num_free_blocks)
         self._mark_as_computed(table)
@@ -216,7 +216,7 @@ class VLLMv0(CacheManager):
         return copies
 
     def _note_stored(self, table: _Table, end: int) -> None:
-        self._extend(table, end, end)  # which takes no block
+        self._extend(table, end)  # which takes no block
 
     def _num_needed(self, table: _Table, end: int) -> int:
         return self._num_planned(self._plan(table, end))

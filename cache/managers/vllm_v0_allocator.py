@@ -29,7 +29,7 @@ class LRUEvictor(EvictionPolicy):
     def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
         self._last_accessed = [-math.inf] * capacity
         self._depths = [0] * capacity
-        self._heap: LazyHeap[int] = LazyHeap()
+        self._heap = LazyHeap()
 
     def insert(self, block: int, key: Hashable, parent: Hashable | None, depth: int) -> None:
         self._depths[block] = depth
@@ -42,10 +42,7 @@ class LRUEvictor(EvictionPolicy):
                 last_accessed[block] = time
 
     def pin(self, block: int) -> None:
-        try:
-            self._heap.remove(block)
-        except KeyError:
-            raise ValueError(f"pin: block {block} is in use already") from None
+        self._heap.remove(block)
 
     def release(self, block: int) -> None:
         self.release_many((block,))
@@ -53,21 +50,12 @@ class LRUEvictor(EvictionPolicy):
     def release_many(self, blocks: Iterable[int]) -> None:
         push, last_accessed, depths = self._heap.push, self._last_accessed, self._depths
         for block in blocks:
-            try:
-                push(block, last_accessed[block], -depths[block])
-            except ValueError:
-                raise ValueError(f"release: block {block} is released already") from None
+            push(block, last_accessed[block], -depths[block])
 
     def evict(self) -> int:
-        if not len(self._heap):
-            raise IndexError("evict: no block is released")
         _, block = self._heap.pop()
         self._last_accessed[block] = -math.inf
         return block
-
-    def discard(self, block: int) -> None:
-        self.pin(block)
-        self._last_accessed[block] = -math.inf
 
     def __len__(self) -> int:
         return len(self._heap)

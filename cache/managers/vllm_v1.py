@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 
+from cache.block_pool import check_free
 from cache.checks import require
 from cache.event_log import EventLog
 from cache.managers.base import Copies, Prefix
@@ -46,9 +47,9 @@ class VLLMv1(PooledManager):
     * ``partial_block_reuse`` (beyond vLLM): where the cached prefix ends inside a block,
       ``allocate`` copies the cached block that shares the longest beginning with the next one and
       counts that beginning as cached.  ``take_copies`` gives the pairs, to be run before the step.
-      A block can be copied from once the step that filled it is over: ``mark_blocks_as_computed``
-      says so, and so does the next ``append`` or ``free`` of its sequence.  Blocks with
-      multi-modal inputs, and first blocks with an adapter or a salt, are left out.
+      A block can be copied from once the step that filled it is over, which the next ``append``
+      or ``free`` of its sequence says.  Blocks with multi-modal inputs, and first blocks with an
+      adapter or a salt, are left out.
 
     Unlike vLLM no block is set aside as a null block: all ``num_blocks`` can be used.
 
@@ -58,7 +59,6 @@ class VLLMv1(PooledManager):
     """
 
     name = "vllm_v1"
-    can_look_ahead = True
     can_fork = True
     can_reset = True
     _table_class = _Table
@@ -95,10 +95,6 @@ class VLLMv1(PooledManager):
         copies, self._copies = self._copies, []
         return copies
 
-    def mark_blocks_as_computed(self, seq: Sequence) -> None:
-        """The step that ``seq`` was scheduled for is over: its full blocks may be copied from."""
-        self._mark_as_computed(self._table_of(seq))
-
     def check_invariants(self) -> None:
         super().check_invariants()
         block_hashes = self.pool.block_hashes
@@ -116,21 +112,21 @@ class VLLMv1(PooledManager):
         block, num_shared = found
         return hits, num_tokens + num_shared, block
 
-    def _begin(self, table: _Table, prefix: Prefix, num_slots: int) -> None:
-        super()._begin(table, prefix, num_slots)
+    def _begin(self, table: _Table, prefix: Prefix, end: int) -> None:
+        super()._begin(table, prefix, end)
         table.num_computed_blocks = table.num_cached_blocks
         table.donor = prefix[-1]
         if table.donor is not None:
             self.pool.revive([table.donor])  # so that it is not handed out to this very sequence
 
-    def _extend(self, table: _Table, end: int, num_slots: int) -> Copies:
+    def _extend(self, table: _Table, end: int) -> Copies:
         pool, blocks = self.pool, table.blocks
         num_held = len(blocks)
-        count = -(-num_slots // self.block_size) - num_held
+        count = -(-end // self.block_size) - num_held
         copies: Copies = []
         position, offset = divmod(table.num_noted_tokens, self.block_size)
         if offset and pool.ref_counts[blocks[position]] > 1:
-            self._check_free(max(0, count) + 1)
+            check_free(max(0, count) + 1, pool.num_free_blocks)
             shared = blocks[position]
             (blocks[position],) = pool.allocate(1)
             pool.free([shared])
@@ -150,7 +146,7 @@ class VLLMv1(PooledManager):
         return self.pool.ref_counts[block] > 1
 
     def _share(self, table: _Table, copy: _Table) -> None:
-        copy.blocks = table.blocks[: self._num_blocks_for(table.num_noted_tokens)]
+        copy.blocks = table.blocks.copy()
         copy.num_cached_blocks = copy.num_computed_blocks = table.num_cached_blocks
         if self.enable_prefix_caching:
             copy.hashes = self._hasher.block_hashes(copy.seq)

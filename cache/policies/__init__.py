@@ -62,6 +62,22 @@ def make_policy(name: str, **options) -> EvictionPolicy:
         raise ValueError(f"policy {name!r} cannot be made: {what}{error}") from error
 
 
+def as_policy(policy: str | EvictionPolicy, **options) -> EvictionPolicy:
+    """``make_policy(policy, **options)``, or ``policy`` itself if it is a policy, without options.
+
+    Raises ValueError for anything else.
+    """
+    if isinstance(policy, str):
+        return make_policy(policy, **options)
+    if not isinstance(policy, EvictionPolicy):
+        raise ValueError(f"policy={policy!r}: needs a name or an EvictionPolicy object")
+    if options:
+        raise ValueError(
+            f"options {', '.join(options)} were given with a policy object; set them on the object"
+        )
+    return policy
+
+
 def _load_class(spec: str) -> type[EvictionPolicy]:
     path, _, class_name = spec.rpartition(":")
     file = Path(path).resolve()
@@ -102,5 +118,6 @@ __all__ = [
     "EvictionPolicy",
     "PriorityPolicy",
     "QueuePolicy",
+    "as_policy",
     "make_policy",
 ]

@@ -7,7 +7,6 @@ The owner of the blocks (a block pool, or the trace replay) tells the policy wha
     release(block)          its last user has left: it was accessed just now and may be evicted
     pin(block)              a hit: it is in use again and must not be evicted
     evict() -> block        give up the least valuable released block
-    discard(block)          the owner dropped the content of a released block by itself
 
 A block is *in use* between ``insert`` or ``pin`` and the next ``release``.  Blocks that leave
 together are released tail first (the deepest block of the prompt, then its parents), so a policy
@@ -75,10 +74,6 @@ class EvictionPolicy(abc.ABC):
     @abc.abstractmethod
     def evict(self) -> int:
         """Remove and return the block to give up.  Raises IndexError if none is released."""
-
-    @abc.abstractmethod
-    def discard(self, block: int) -> None:
-        """Forget a released ``block`` without an eviction (its content was dropped)."""
 
     @abc.abstractmethod
     def __len__(self) -> int:

@@ -52,9 +52,6 @@ class LRU(PriorityPolicy):
     def evict(self) -> int:
         return self.evict_many(1)[0]
 
-    def discard(self, block: int) -> None:
-        self.pin_many((block,))
-
     def pin_many(self, blocks: Iterable[int]) -> None:
         blocks = list(blocks)
         self._num_released -= len(blocks)

@@ -12,7 +12,7 @@ from cache.lazy_heap import LazyHeap
 from cache.policies.base import EvictionPolicy
 
 _METHODS = {"start", "insert", "pin", "pin_many", "release", "release_many", "evict", "evict_many"}
-_METHODS |= {"discard", "rank"}
+_METHODS |= {"rank"}
 
 
 class BlockHistory(NamedTuple):
@@ -102,7 +102,7 @@ class PriorityPolicy(EvictionPolicy):
     def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
         self._next_use = self._require_future(next_use) if self.needs_future else next_use
         self._records: dict[int, _Record] = {}
-        self._released: LazyHeap[int] = LazyHeap()
+        self._released = LazyHeap()
         self._queued = 0
         self._time = 0
         self._clock = 0.0
@@ -133,12 +133,6 @@ class PriorityPolicy(EvictionPolicy):
             raise IndexError("evict: no block is released") from None
         del self._records[block]
         return block
-
-    def discard(self, block: int) -> None:
-        if block not in self._released:
-            raise ValueError(f"discard: block {block} is not a released one")
-        self._released.remove(block)
-        del self._records[block]
 
     def __len__(self) -> int:
         return len(self._released)

@@ -80,12 +80,6 @@ class QueuePolicy(EvictionPolicy):
         del self._keys[block]
         return block
 
-    def discard(self, block: int) -> None:
-        if block in self._pinned:
-            raise ValueError(f"discard: block {block} is in use")
-        self._remove(block)
-        del self._keys[block]
-
     def __len__(self) -> int:
         return len(self._keys) - len(self._pinned)
 

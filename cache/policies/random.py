@@ -38,9 +38,6 @@ class Random(EvictionPolicy):
             raise IndexError("evict: no block is released")
         return self._take(int(self._generator.random() * len(self._released)))
 
-    def discard(self, block: int) -> None:
-        self._take(self._position[block])
-
     def __len__(self) -> int:
         return len(self._released)
 

@@ -13,7 +13,7 @@ of the k best.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from cache.serving.request import FinishReason, Request, ScheduledSequence, Status
 
@@ -26,21 +26,6 @@ class Hypothesis:
     cumulative_logprob: float
     score: float
     finish_reason: FinishReason
-
-
-@dataclass(slots=True)
-class Expansion:
-    """What becomes of the beams of a request.
-
-    successors: for each beam that lives on, the tokens and cumulative log-probabilities of its
-        successors, the likeliest first.
-    dead: beams without a successor.
-    """
-
-    successors: list[tuple[ScheduledSequence, list[tuple[int, float]]]] = field(
-        default_factory=list
-    )
-    dead: list[ScheduledSequence] = field(default_factory=list)
 
 
 class BeamSearch:
@@ -78,8 +63,9 @@ class BeamSearch:
             beam.status is Status.RUNNING for beam in self.beams
         )
 
-    def expand(self) -> Expansion | None:
-        """Choose the next beams, all of whose logits are known; None if the search is over.
+    def expand(self) -> list[tuple[ScheduledSequence, list[tuple[int, float]]]] | None:
+        """Choose the successors of each beam, all of whose logits are known: their tokens and
+        cumulative log-probabilities, the likeliest first.  None if the search is over.
 
         Neither appends nor frees anything; ``beams`` is to be set by the caller.
         """
@@ -104,16 +90,10 @@ class BeamSearch:
                 chosen.append((total, beam, token))
         if is_last or not chosen or self._cannot_improve(chosen[0][0], num_tokens):
             return None
-        by_beam: dict[int, list[tuple[int, float]]] = {}
-        for total, beam, token in chosen:
-            by_beam.setdefault(beam.seq_id, []).append((token, total))
-        expansion = Expansion()
-        for beam in self.beams:
-            if beam.seq_id in by_beam:
-                expansion.successors.append((beam, by_beam[beam.seq_id]))
-            else:
-                expansion.dead.append(beam)
-        return expansion
+        return [
+            (beam, [(token, total) for total, parent, token in chosen if parent is beam])
+            for beam in self.beams
+        ]
 
     def best(self) -> list[Hypothesis]:
         """The n best hypotheses, the best first; beams that were cancelled count as well."""

@@ -50,6 +50,9 @@ class Sampler(Protocol):
     ) -> list[tuple[float, int]]:
         """The ``count`` likeliest next tokens (all, if there are fewer), as (log p, token)."""
 
+    def logprobs(self, logits: Any, row: int, token: int, count: int) -> dict[int, float]:
+        """log p of a token and of the ``count`` likeliest ones."""
+
 
 class Engine:
     """Serves requests, several at a time, one ``step`` after the other.
@@ -58,6 +61,8 @@ class Engine:
         max_model_len: longest sequence, prompt included.  No longer than the scheduler's.
         vocab_size: of the model; token ids are below it.  None: any will do.
         eos_token_ids: end an output unless the request ignores them.
+        text_of: the text of output tokens, in which stop strings are looked for; None if there is
+            no tokenizer.
 
     Attributes:
         clock: tells the times of statistics, in seconds; ``time.perf_counter``.
@@ -72,11 +77,12 @@ class Engine:
         max_model_len: int,
         vocab_size: int | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
+        text_of: Callable[[list[int]], str] | None = None,
     ) -> None:
         self.scheduler, self.runner, self.sampler = scheduler, runner, sampler
         self.manager: CacheManager = scheduler.manager
         self.max_model_len, self.vocab_size = max_model_len, vocab_size
-        self.eos_token_ids = eos_token_ids
+        self.eos_token_ids, self.text_of = eos_token_ids, text_of
         self.clock: Callable[[], float] = time.perf_counter
         self.requests: dict[int, Request] = {}
         """Unfinished requests by their id."""
@@ -114,6 +120,8 @@ class Engine:
             )
         if params.beam_width is not None:
             self._check_beam_search(length, params)
+        if params.stop and self.text_of is None:
+            raise ValueError(f"stop={params.stop!r}: texts need a tokenizer; give stop_token_ids")
 
     def _check_beam_search(self, prompt_length: int, params: SamplingParams) -> None:
         if not self._can_fork:
@@ -128,8 +136,15 @@ class Engine:
                 f"blocks, all at a time; the cache has {available}"
             )
 
-    def add(self, prompt_token_ids: Items[int], params: SamplingParams) -> int:
+    def add(
+        self,
+        prompt_token_ids: Items[int],
+        params: SamplingParams,
+        cache_salt: str | bytes | None = None,
+    ) -> int:
         """Put a request at the end of the line; returns its id.
+
+        cache_salt: only requests with an equal salt share K/V; None shares with None.
 
         Raises ValueError for a prompt that is empty, has ids out of range, or does not fit, and for
         more outputs than max_num_seqs or the cache allow; UnsupportedByDesign for beam search with
@@ -147,7 +162,9 @@ class Engine:
         num_outputs = params.n if params.beam_width is None else params.beam_width
         num_sequences = 1 if self._can_fork else num_outputs
         for index in range(num_sequences):
-            seq = ScheduledSequence(next(self._seq_ids), prompt_token_ids, request, index)
+            seq = ScheduledSequence(
+                next(self._seq_ids), prompt_token_ids, request, index, cache_salt=cache_salt
+            )
             seq.num_pending_forks = num_outputs - num_sequences
             request.sequences.append(seq)
             self.scheduler.add(seq)
@@ -164,6 +181,11 @@ class Engine:
                 self._finish_sequence(seq, FinishReason.ABORT)
         self._finish_request(request)
         return request
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached K/V, as after a change of weights.  False, and nothing happens, while
+        sequences hold blocks; UnsupportedByDesign for a manager that cannot."""
+        return self.manager.reset_prefix_cache()
 
     def step(self) -> tuple[list[TokenOutput], list[Request]]:
         """Compute one batch.  Returns the new tokens, and the requests that are finished by them.
@@ -192,7 +214,10 @@ class Engine:
         tokens = self.sampler.draw(logits, rows, drawing) if drawing else ()
         now = self.clock()
         outputs, finished = [], []
-        for seq, token in zip(drawing, tokens, strict=True):
+        for row, seq, token in zip(rows, drawing, tokens, strict=True):
+            count = seq.request.params.logprobs
+            if count is not None:
+                seq.logprobs.append(self.sampler.logprobs(logits, row, token, count))
             outputs.append(self._append(seq, token, now))
             if seq.status is Status.FINISHED and seq.request.is_finished:
                 finished.append(seq.request)
@@ -229,10 +254,7 @@ class Engine:
                 )
                 for index, best in enumerate(search.best())
             ]  # fmt: skip
-        return [
-            CompletionOutput(seq.index, seq.output_token_ids, seq.finish_reason)
-            for seq in sorted(request.sequences, key=lambda seq: seq.index)
-        ]
+        return [_completion(seq) for seq in sorted(request.sequences, key=lambda seq: seq.index)]
 
     def _note_scheduled(self, step) -> None:
         for seq in step.admitted:
@@ -247,11 +269,20 @@ class Engine:
         stats = request.stats
         if stats.first_token_time is None:
             stats.first_token_time = now
-        if token in request.stop_token_ids:
+        if token in request.stop_token_ids or self._meets_stop(seq, request.params):
             self._finish_sequence(seq, FinishReason.STOP)
         elif seq.num_output_tokens == request.max_tokens:
             self._finish_sequence(seq, FinishReason.LENGTH)
-        return TokenOutput(request.request_id, seq.index, token, seq.finish_reason)
+        logprobs = seq.logprobs[-1] if seq.logprobs else None
+        return TokenOutput(
+            request.request_id, seq.index, token, seq.finish_reason, logprobs=logprobs
+        )
+
+    def _meets_stop(self, seq: ScheduledSequence, params: SamplingParams) -> bool:
+        if not params.stop or seq.num_output_tokens < params.min_tokens:
+            return False
+        text = self.text_of(seq.output_token_ids)
+        return any(stop in text for stop in params.stop)
 
     def _fork(self, seq: ScheduledSequence, index: int) -> ScheduledSequence:
         child = seq.fork(next(self._seq_ids))
@@ -277,15 +308,16 @@ class Engine:
                 self._finish_sequence(beam, FinishReason.LENGTH)
             return True
         beams = []
-        for beam, successors in expansion.successors:
+        for beam, successors in expansion:
+            if not successors:
+                self.scheduler.finish(beam)
+                continue
             beam.num_pending_forks = 0
             children = [self._fork(beam, beam.index) for _ in successors[1:]]
             for seq, (token, total) in zip((beam, *children), successors, strict=True):
                 seq.append_token(token)
                 seq.cumulative_logprob = total
                 beams.append(seq)
-        for beam in expansion.dead:
-            self.scheduler.finish(beam)
         search.beams = request.sequences = beams
         return False
 
@@ -304,3 +336,17 @@ class Engine:
         stats.finish_time = self.clock()
         stats.num_output_tokens = sum(lengths)
         stats.longest_output = max(lengths, default=0)
+
+
+def _completion(seq: ScheduledSequence) -> CompletionOutput:
+    token_ids = seq.output_token_ids
+    if seq.request.params.logprobs is None:
+        return CompletionOutput(seq.index, token_ids, seq.finish_reason)
+    total = sum(logprobs[token] for logprobs, token in zip(seq.logprobs, token_ids, strict=True))
+    return CompletionOutput(
+        seq.index,
+        token_ids,
+        seq.finish_reason,
+        cumulative_logprob=total,
+        logprobs=seq.logprobs,
+    )

@@ -10,12 +10,12 @@ once.  What the scheduler, the manager and the policy decide is the engine's own
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from cache.checks import at_least
 from cache.managers.base import CacheManager
 from cache.serving.engine import Engine
 from cache.serving.request import RequestStats, ScheduledSequence
@@ -54,25 +54,20 @@ class ServiceModel:
                 f"got {self.decode_seconds_per_sequence}"
             )
         for name in ("max_num_seqs", "max_num_batched_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            at_least(1, name, getattr(self, name))
 
-    def duration(self, prefill_tokens: int, decoding: int) -> float:
-        """Seconds that a step takes."""
-        return (
-            self.step_seconds
-            + prefill_tokens / self.prefill_tokens_per_second
-            + decoding * self.decode_seconds_per_sequence
-        )
-
-    def step_duration(self, step: Step) -> float:
+    def duration(self, step: Step) -> float:
         """Seconds that a step of the scheduler takes: a sequence decodes that computes one token
         behind its prompt."""
         decoding = sum(
             count == 1 and seq.num_computed_tokens > seq.num_prompt_tokens
             for seq, count in zip(step.sequences, step.counts, strict=True)
         )
-        return self.duration(step.num_tokens - decoding, decoding)
+        return (
+            self.step_seconds
+            + (step.num_tokens - decoding) / self.prefill_tokens_per_second
+            + decoding * self.decode_seconds_per_sequence
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,8 +213,13 @@ def serve(
     stop_s: give up at this time whatever is unfinished.
     service: how long a step lasts; None: as long as it takes.
     """
-    with _watched(engine, service) as watch:
+    clock, compute = engine.clock, engine.runner.run
+    watch = _Watch(engine, service)
+    engine.clock, engine.runner.run = watch.clock, watch.run
+    try:
         return _serve(engine, watch, prompts, output_lengths, arrivals_s, stop_s)
+    finally:
+        engine.clock, engine.runner.run = clock, compute
 
 
 class _Watch:
@@ -244,19 +244,8 @@ class _Watch:
         self.used_blocks = manager.num_blocks - manager.num_free_blocks
         logits = self._compute(step, manager)
         if self._service is not None:
-            self._now += self._service.step_duration(step)
+            self._now += self._service.duration(step)
         return logits
-
-
-@contextlib.contextmanager
-def _watched(engine: Engine, service: ServiceModel | None) -> Iterator[_Watch]:
-    watch = _Watch(engine, service)
-    clock, compute = engine.clock, engine.runner.run
-    engine.clock, engine.runner.run = watch.clock, watch.run
-    try:
-        yield watch
-    finally:
-        engine.clock, engine.runner.run = clock, compute
 
 
 def _serve(

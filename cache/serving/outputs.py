@@ -17,9 +17,11 @@ class CompletionOutput:
     """Generated tokens, the one that ended the output included."""
     finish_reason: FinishReason
     text: str | None = None
-    """Without special tokens; None if the model has no tokenizer."""
+    """Without special tokens, up to a stop string; None if the model has no tokenizer."""
     cumulative_logprob: float | None = None
-    """Sum of log p of the tokens; None but for beam search."""
+    """Sum of log p of the tokens; of beam search, and where logprobs were asked for."""
+    logprobs: list[dict[int, float]] | None = None
+    """For each token log p of itself and of the likeliest ones, where they were asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,3 +48,5 @@ class TokenOutput(NamedTuple):
     text: str | None = None
     """What it adds to the text: nothing until a character is complete, or of special tokens.  None
     if the model has no tokenizer."""
+    logprobs: dict[int, float] | None = None
+    """log p of this token and of the likeliest ones, where they were asked for."""

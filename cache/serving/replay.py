@@ -14,15 +14,14 @@ shared with nobody, since a trace does not tell which later prompt continues whi
 
 from __future__ import annotations
 
-import bisect
 from array import array
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cache.managers import AllocStatus, CacheManager, CacheStats
-from cache.sequence import Sequence
+from cache.managers import CacheManager, CacheStats
 from cache.serving.open_loop import ServiceModel, engine_without_model, serve
+from cache.serving.scheduler import longest_that_fits
 from cache.trace import Trace
 
 if TYPE_CHECKING:
@@ -82,7 +81,7 @@ def simulate_serving(
     outputs = np.maximum(trace.output_lengths, 1)
     # The K/V of the last token are never stored.
     sizes = (np.maximum(trace.input_lengths, 1) + outputs - 1).tolist()
-    longest = _longest_that_fits(sizes, manager)
+    longest = longest_that_fits(manager, max(sizes, default=0))
     served = [index for index, size in enumerate(sizes) if size <= longest]
     engine = engine_without_model(
         manager,
@@ -117,18 +116,6 @@ def simulate_serving(
         recomputed_tokens=sum(request.num_recomputed_tokens for request in run.requests),
         stats=manager.stats,
     )
-
-
-def _longest_that_fits(sizes: list[int], manager: CacheManager) -> int:
-    """Most tokens of a request that fits the empty cache; 0 if none does."""
-
-    def never_fits(index: int) -> bool:
-        tokens = array("I", bytes(4 * sizes[index]))
-        return manager.can_allocate(Sequence(index, tokens)) is AllocStatus.NEVER
-
-    by_size = sorted(range(len(sizes)), key=sizes.__getitem__)
-    num_fitting = bisect.bisect_left(by_size, True, key=never_fits)
-    return sizes[by_size[num_fitting - 1]] if num_fitting else 0
 
 
 class _Prompts(Items):

@@ -45,10 +45,19 @@ class ScheduledSequence(Sequence):
             tokens.
         num_dropped_tokens: tokens whose K/V the last preemption dropped; 0 once it is back.
         cumulative_logprob: sum of log p over the generated tokens; kept by beam search only.
+        logprobs: of each generated token, if the request wants them.
     """
 
-    def __init__(self, seq_id: int, token_ids: Iterable[int], request: Request, index: int) -> None:
-        super().__init__(seq_id, token_ids)
+    def __init__(
+        self,
+        seq_id: int,
+        token_ids: Iterable[int],
+        request: Request,
+        index: int,
+        *,
+        cache_salt: str | bytes | None = None,
+    ) -> None:
+        super().__init__(seq_id, token_ids, cache_salt=cache_salt)
         self.request = request
         self.index = index
         self.order = (request.request_id, seq_id)
@@ -60,6 +69,7 @@ class ScheduledSequence(Sequence):
         self.num_host_tokens = 0
         self.num_dropped_tokens = 0
         self.cumulative_logprob = 0.0
+        self.logprobs: list[dict[int, float]] = []
 
     @property
     def num_output_tokens(self) -> int:
@@ -80,6 +90,7 @@ class ScheduledSequence(Sequence):
         child.order = (self.request.request_id, seq_id)
         child.host_blocks, child.num_host_tokens = [], 0
         child.num_pending_forks = 0
+        child.logprobs = self.logprobs[:]
         return child
 
 

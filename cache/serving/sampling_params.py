@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Any
 
 from cache.checks import at_least
 
@@ -18,10 +20,19 @@ class SamplingParams:
         top_k: only the k most likely tokens are drawn from; 0 or -1 for all.
         top_p: of those, only the fewest whose probabilities sum up to top_p or more (nucleus
             sampling, Holtzman et al., 2020); 1 for all.  At least one token always remains.
+        min_p: only tokens with at least this share of the largest probability; 0 for all.
+        frequency_penalty, presence_penalty: taken off the logit of a token for every time, and
+            once if ever, that it stands in the output.
+        repetition_penalty: positive logits of tokens that the prompt or the output contains are
+            divided by it, negative ones multiplied (Keskar et al., 2019); 1 for none.
         seed: a request with a seed gets the same tokens whatever else is in the batch.  Output i
             of n draws noise of its own.
         max_tokens: most tokens to generate; fewer where the model's context or the cache ends.
+        min_tokens: so many tokens come before anything but max_tokens ends an output.
+        stop: texts that end an output; its text ends before them, its tokens after.
         stop_token_ids: tokens that end an output, which then includes them.
+        logprobs: give log p of each token, and of so many of the likeliest, as the model has them:
+            before penalties and temperature.  None for none.
         ignore_eos: do not end at the model's end-of-text tokens.
         beam_width: number of beams of beam search, of which the n best are returned; None samples.
         length_penalty: beams are ranked by sum(log p) / number of tokens ** length_penalty.
@@ -33,61 +44,74 @@ class SamplingParams:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     seed: int | None = None
     max_tokens: int = 64
+    min_tokens: int = 0
+    stop: str | Collection[str] = ()
     stop_token_ids: Collection[int] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
     beam_width: int | None = None
     length_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        stops = self.stop_token_ids
         at_least(1, "n", self.n)
         at_least(1, "max_tokens", self.max_tokens)
-        for name, valid, what in (
-            (
-                "temperature",
-                _is_number(self.temperature) and 0 <= self.temperature < float("inf"),
-                "a finite number, 0 (greedy) or more",
-            ),
-            (
-                "top_k",
-                _is_int(self.top_k) and self.top_k >= -1,
-                "an int of at least 1, or 0 or -1 for all tokens",
-            ),
-            (
-                "top_p",
-                _is_number(self.top_p) and 0 < self.top_p <= 1,
-                "a number above 0 and up to 1",
-            ),
-            ("seed", self.seed is None or _is_int(self.seed), "an int or None"),
-            (
-                "stop_token_ids",
-                isinstance(stops, Collection)
-                and not isinstance(stops, str | bytes)
-                and all(_is_int(token) and token >= 0 for token in stops),
-                "a collection of token ids",
-            ),
-            (
-                "length_penalty",
-                _is_number(self.length_penalty) and abs(self.length_penalty) <= 100,
-                "a number from -100 to 100",
-            ),
-            (
-                "beam_width",
-                self.beam_width is None or (_is_int(self.beam_width) and self.beam_width >= self.n),
-                f"an int of at least n={self.n}, or None",
-            ),
-        ):
-            if not valid:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name, is_valid, what in _NEEDS:
+            if not is_valid(getattr(self, name)):
                 raise ValueError(f"{name}={getattr(self, name)!r}: needs {what}")
-        object.__setattr__(self, "stop_token_ids", frozenset(stops))
-        draws = self.temperature not in (0, 1) or self.top_k > 0 or self.top_p < 1
-        if self.beam_width is not None and (draws or self.seed is not None):
+        if not (_is_int(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens):
             raise ValueError(
-                f"beam_width={self.beam_width!r}: beam search draws nothing, so seed, temperature, "
-                "top_k and top_p have no meaning; leave them out"
+                f"min_tokens={self.min_tokens!r}: needs an int from 0 to "
+                f"max_tokens={self.max_tokens}"
             )
+        object.__setattr__(self, "stop_token_ids", frozenset(self.stop_token_ids))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        if self.beam_width is not None:
+            self._check_beam_search()
+
+    def _check_beam_search(self) -> None:
+        if not (_is_int(self.beam_width) and self.beam_width >= self.n):
+            raise ValueError(
+                f"beam_width={self.beam_width!r}: needs an int of at least n={self.n}, or None"
+            )
+        for name, idle in _IDLE_IN_BEAM_SEARCH.items():
+            if getattr(self, name) not in idle:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r}: has no meaning for beam search "
+                    f"(beam_width={self.beam_width}); leave it out"
+                )
+
+    def changes_logits(self, num_output_tokens: int) -> bool:
+        """Whether the next token is chosen from other logits than the model's."""
+        return (
+            num_output_tokens < self.min_tokens
+            or self.repetition_penalty != 1
+            or self.frequency_penalty != 0
+            or self.presence_penalty != 0
+        )
+
+
+_IDLE_IN_BEAM_SEARCH = {
+    "temperature": (0, 1),
+    "top_k": (0, -1),
+    "top_p": (1,),
+    "min_p": (0,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "seed": (None,),
+    "min_tokens": (0,),
+    "stop": ((),),
+    "logprobs": (None,),
+}
+"""Values that beam search may be given: it ranks by the model's own log p and draws nothing."""
 
 
 def _is_int(value: object) -> bool:
@@ -96,3 +120,54 @@ def _is_int(value: object) -> bool:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value == value
+
+
+def _are(items: object, is_valid: Callable[[Any], bool]) -> bool:
+    is_collection = isinstance(items, Collection) and not isinstance(items, str | bytes)
+    return is_collection and all(map(is_valid, items))
+
+
+_PENALTY = (lambda v: _is_number(v) and abs(v) <= 2, "a number from -2 to 2")
+_NEEDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    (
+        "temperature",
+        lambda v: _is_number(v) and 0 <= v < math.inf,
+        "a finite number, 0 (greedy) or more",
+    ),
+    (
+        "top_k",
+        lambda v: _is_int(v) and v >= -1,
+        "an int of at least 1, or 0 or -1 for all tokens",
+    ),
+    ("top_p", lambda v: _is_number(v) and 0 < v <= 1, "a number above 0 and up to 1"),
+    ("min_p", lambda v: _is_number(v) and 0 <= v <= 1, "a number from 0 to 1"),
+    ("frequency_penalty", *_PENALTY),
+    ("presence_penalty", *_PENALTY),
+    (
+        "repetition_penalty",
+        lambda v: _is_number(v) and 0 < v < math.inf,
+        "a finite number above 0",
+    ),
+    ("seed", lambda v: v is None or _is_int(v), "an int or None"),
+    (
+        "stop",
+        lambda v: _are(v, lambda text: isinstance(text, str) and text),
+        "a text, or a collection of texts, none of them empty",
+    ),
+    (
+        "stop_token_ids",
+        lambda v: _are(v, lambda token: _is_int(token) and token >= 0),
+        "a collection of token ids",
+    ),
+    (
+        "logprobs",
+        lambda v: v is None or (_is_int(v) and v >= 0),
+        "an int of at least 0, or None",
+    ),
+    (
+        "length_penalty",
+        lambda v: _is_number(v) and abs(v) <= 100,
+        "a number from -100 to 100",
+    ),
+)
+"""Fields, and what each needs by itself."""

@@ -12,6 +12,9 @@ Sequences stand in one line, ordered by the arrival of their requests, and are s
 The oldest sequence can therefore always take what it needs, up to the whole cache, and every step
 computes tokens of it or brings it back: there is no livelock.
 
+With ``prefill_first``, as in Nano-vLLM and vLLM's first engine, a step is either for prompts or for
+decoding: prompts wait for nobody, and nobody decodes while one can be computed.
+
 A preempted sequence returns to the head of the line.  By *recompute* its K/V are dropped, and
 computed again together with those of the tokens it has generated.  By *swap* they are copied to
 host memory and back (Kwon et al., 2023, section 4.5); where host memory is full it is recomputed.
@@ -73,6 +76,7 @@ class Scheduler:
         num_host_blocks: blocks of host memory to swap to; 0 to recompute preempted sequences.
         chunked_prefill: compute long prompts over several steps.  Without it, and with managers
             whose design cannot do so, no sequence may be longer than max_num_batched_tokens.
+        prefill_first: decode only in steps that compute no prompt.
 
     Raises ValueError, naming the argument, for sizes out of range.
     """
@@ -85,11 +89,13 @@ class Scheduler:
         max_num_batched_tokens: int,
         num_host_blocks: int = 0,
         chunked_prefill: bool = True,
+        prefill_first: bool = False,
     ) -> None:
         self.manager = manager
         self.max_num_seqs = at_least(1, "max_num_seqs", max_num_seqs)
         self.max_num_batched_tokens = at_least(1, "max_num_batched_tokens", max_num_batched_tokens)
         self.chunked_prefill = chunked_prefill and manager.can_chunk
+        self.prefill_first = prefill_first
         self.running: list[ScheduledSequence] = []
         self.waiting: deque[ScheduledSequence] = deque()
         self._free_host_blocks = list(range(at_least(0, "num_host_blocks", num_host_blocks)))
@@ -105,14 +111,8 @@ class Scheduler:
     def longest_sequence(self, limit: int) -> int:
         """Most tokens, up to ``limit``, that a sequence may have: what the cache and, without
         chunked prefill, one step can hold; 0 for none."""
-        block_size = self.manager.block_size
-
-        def never_fits(num_blocks: int) -> bool:
-            tokens = array("I", bytes(4 * min(limit, num_blocks * block_size)))
-            return self.manager.can_allocate(Sequence(object(), tokens)) is AllocStatus.NEVER
-
-        sizes = range(1, min(self.manager.num_blocks, -(-limit // block_size)) + 1)
-        longest = min(limit, bisect.bisect_left(sizes, True, key=never_fits) * block_size)
+        limit = min(limit, self.manager.num_blocks * self.manager.block_size)
+        longest = longest_that_fits(self.manager, limit)
         return longest if self.chunked_prefill else min(longest, self.max_num_batched_tokens)
 
     def add(self, seq: ScheduledSequence) -> None:
@@ -144,9 +144,12 @@ class Scheduler:
         Raises RuntimeError if sequences wait that can never run.
         """
         step = Step()
-        budget = self._schedule_running(step)
-        if self.waiting and not step.preempted:
-            self._admit_waiting(step, budget)
+        if self.prefill_first:
+            self._schedule_prompts(step)
+        if not step.sequences and not step.admitted:
+            budget = self._schedule_running(step)
+            if self.waiting and not step.preempted and not self.prefill_first:
+                self._admit_waiting(step, budget)
         if self.waiting and not (step.sequences or step.admitted or step.preempted):
             head = self.waiting[0]
             raise RuntimeError(
@@ -176,6 +179,21 @@ class Scheduler:
                 step.add(seq, count)
                 budget -= count
         return budget
+
+    def _schedule_prompts(self, step: Step) -> None:
+        """Go on with prompts that have begun, then admit others."""
+        budget = self.max_num_batched_tokens
+        for seq in self.running:  # which a preemption shortens, at its end
+            missing = len(seq.token_ids) - seq.num_computed_tokens
+            if missing < 2:
+                continue
+            count = min(missing, budget)
+            if not count or not self._give_slots(seq, count, step):
+                return
+            step.add(seq, count)
+            budget -= count
+        if self.waiting and not step.preempted:
+            self._admit_waiting(step, budget)
 
     def _give_slots(self, seq: ScheduledSequence, count: int, step: Step) -> bool:
         """Slots for ``count`` more tokens, preempting the youngest; False if that is ``seq``."""
@@ -236,7 +254,11 @@ class Scheduler:
         if end < seq.num_tokens and not self.chunked_prefill:
             return None
         try:
-            self.manager.allocate_slots(seq, end - num_cached, hits)
+            if end == seq.num_tokens and not seq.host_blocks:
+                start = self.manager.allocate(seq)  # which may reuse part of a block as well
+                step.copies += self.manager.take_copies()
+            else:
+                self.manager.allocate_slots(seq, end - num_cached, hits)
         except OutOfBlocks:
             return None
         if seq.host_blocks:  # brought back, but for the blocks found in the cache
@@ -252,3 +274,13 @@ class Scheduler:
         """Host blocks are written at the earliest by the next step, after they have been read."""
         self._free_host_blocks += seq.host_blocks
         seq.host_blocks, seq.num_host_tokens = [], 0
+
+
+def longest_that_fits(manager: CacheManager, limit: int) -> int:
+    """Most tokens, up to ``limit``, of a sequence that fits the empty cache; 0 for none."""
+
+    def never_fits(num_tokens: int) -> bool:
+        tokens = array("I", bytes(4 * num_tokens))
+        return manager.can_allocate(Sequence(object(), tokens)) is AllocStatus.NEVER
+
+    return bisect.bisect_left(range(1, limit + 1), True, key=never_fits)

@@ -55,8 +55,7 @@ def main() -> None:
 
 def draw(log: cache.EventLog, num_blocks: int):
     """Blocks in use over time, and how lifetimes and reuse distances are distributed."""
-    panels = style.panel_grid(3, height=2.0)
-    usage, lifetimes, distances = panels.axes
+    figure, (usage, lifetimes, distances), _ = style.panel_grid(3, height=2.0)
 
     times, in_use = zip(*log.usage(), strict=True)
     usage.step(times, in_use, where="post", color=style.BLUE, linewidth=0.8)
@@ -71,8 +70,8 @@ def draw(log: cache.EventLog, num_blocks: int):
             axis.ecdf(values, color=style.BLUE)
         axis.set(xlabel=what, ylabel="share of blocks" if axis is lifetimes else "share of hits")
     distances.axvline(num_blocks, color=style.GREY, linestyle="dashed")
-    style.shared_legend(panels.figure)
-    return panels.figure
+    style.shared_legend(figure)
+    return figure
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ QUESTIONS = ("What is the capital of France?", "Which river runs through Cairo?"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Generate from prompts that share a prefix.")
-    parser.add_argument("--model", type=Path, help="folder of a Llama or Qwen3 checkpoint")
+    parser.add_argument("--model", type=Path, help="folder of a Hugging Face checkpoint")
     parser.add_argument("--manager", default="vllm_v1", help="a key of cache.MANAGERS")
     parser.add_argument("--max-tokens", type=int, default=32)
     args = parser.parse_args()

@@ -15,7 +15,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.bench.kernel_problems import OPS, OURS, Shape
+from experiments.bench.kernel_problems import OPS
+from experiments.bench.problem import OURS, Shape
 from experiments.bench.tiles import with_tile
 
 

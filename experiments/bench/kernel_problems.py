@@ -23,7 +23,6 @@ from experiments.bench.move_problems import (
     swap_out_problem,
 )
 from experiments.bench.problem import (
-    OURS,
     OnHeads,
     Problem,
     Shape,
@@ -36,23 +35,6 @@ from experiments.harness import Options, Unavailable
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = [
-    "OPS",
-    "OURS",
-    "OnHeads",
-    "Problem",
-    "Shape",
-    "Timed",
-    "WrongResult",
-    "problem_of",
-    "refusal",
-    "release",
-    "run",
-    "run_timed",
-    "timed_cells",
-    "use_device",
-]
 
 OPS: dict[str, Callable[[Shape, torch.device], Problem]] = {
     "decode": decode_problem,

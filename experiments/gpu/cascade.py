@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from experiments import style
-from experiments.bench.kernel_problems import OURS, OnHeads, Timed, run_timed, timed_cells
+from experiments.bench.kernel_problems import Timed, run_timed, timed_cells
+from experiments.bench.problem import OURS, OnHeads
 from experiments.harness import Count, Experiment
 
 if TYPE_CHECKING:

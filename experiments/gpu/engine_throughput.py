@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from experiments import style
 from experiments.bench import kernel_problems
+from experiments.bench.problem import use_device
 from experiments.harness import (
     Axis,
     Count,
@@ -86,7 +87,7 @@ def run_cell(cell: EngineThroughput) -> list[dict[str, Any]]:
     import torch
 
     kernel_problems.release()  # the engine takes what memory there is
-    device = kernel_problems.use_device()
+    device = use_device()
     options = _ENGINES[cell.engine]
     if options["cuda_graphs"] and device.type != "cuda":
         raise Unavailable("CUDA graphs need a CUDA device")

@@ -4,40 +4,33 @@ Measures in order of importance until the time is up: correctness, latencies of 
 the baselines and the rates of the card, tiles and split counts to choose from, block sizes,
 throughput of the engine, eviction policies served.  Each stage is a registered experiment on a
 chosen grid, run by the harness, so a result is stored as soon as it is there.  Stages of one
-experiment share its table.  ``DIR`` holds few files, each replaced in one step while the pass goes
-on:
+experiment share its table.
 
-    summary.txt            what was done and found, for reading
-    rows.csv               the rows of all experiments
-    decision.md            what ``kernels/tiles.py`` should decide, from the tile sweep
-    environment.json       commit, packages, GPU, driver
-    results.tar.gz         experiment/device/ as in results/: tables, environments, figures
-    compile-cache.tar.xz   the compiled kernels
+    DIR/summary.txt         what was done and found, for reading
+    DIR/environment.json    commit, packages, GPU, driver
+    DIR/results/            experiment/device/ as in results/: tables, environments, figures
+    DIR/decision.md         what ``kernels/tiles.py`` should decide, from the tile sweep
 
-A pass that was killed goes on where it stopped: with the same ``--out``, on this machine or, from
-results.tar.gz and compile-cache.tar.xz, on another.  ``--tiny`` goes through the same stages at
-tiny sizes, on a CPU in Triton's interpreter, where there are no times.  Needs PyTorch 2.11 and
-Triton 3.6 or later, pandas, matplotlib and tqdm; flash-attn is compared with where it is installed.
+A pass that was killed goes on where it stopped with the same ``--out``, also on another machine
+that has a copy of the folder.  ``--tiny`` goes through the same stages at tiny sizes, on a CPU in
+Triton's interpreter, where there are no times.  Needs PyTorch 2.11 and Triton 3.6 or later, pandas,
+matplotlib and tqdm; flash-attn is compared with where it is installed.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import dataclasses
-import hashlib
 import importlib
-import io
 import itertools
 import json
 import logging
 import os
 import sys
-import tarfile
 import time
 import traceback
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,21 +46,16 @@ from experiments.harness import (
     run_sweep,
 )
 from experiments.harness.environment import cuda_available, describe
-from experiments.harness.private_folder import private_folder
 from experiments.harness.store import write_atomically
 from experiments.harness.workers import Outcome, Task
 
 if TYPE_CHECKING:
     import pandas as pd
 
-_PUBLISH_EVERY_S = 20.0
 _RESERVED_S = 15.0
-"""At the end, to write everything out."""
-_CACHE_EVERY_S = 150.0
+"""At the end, for figures."""
 _CELL_LIMIT_S = 120.0
 """A cell that takes longer is given up: a kernel that hangs must not cost the other stages."""
-_KEPT_SUFFIXES = {".cubin", ".json", ".so"}
-"""What a later run needs of Triton's cache; its other files are stages of the compilation."""
 
 
 @dataclass(frozen=True)
@@ -201,13 +189,7 @@ STAGES: tuple[Stage, ...] = (
         "engine_throughput",
         "gpu.engine_throughput",
         {},
-        {
-            "model": "tiny",
-            "num_requests": 1,
-            "lengths": (3, 3),
-            "max_model_len": 32,
-            "engine": ("triton, CUDA graphs", "triton, eager"),
-        },
+        None,
         fills_gpu=True,
     ),
     Stage(
@@ -237,31 +219,22 @@ STAGES: tuple[Stage, ...] = (
 class GpuPass:
     """One pass: the stages that fit the time, and the files in ``out`` that tell of them."""
 
-    def __init__(self, out: Path, work: Path, *, deadline: float, tiny: bool) -> None:
-        self.out, self.work, self.deadline, self.tiny = out, work, deadline, tiny
-        self.results = work / "results"
-        self.compile_cache = work / "triton-cache"
+    def __init__(self, out: Path, *, deadline: float, tiny: bool) -> None:
+        self.out, self.deadline, self.tiny = out, deadline, tiny
+        self.results = out / "results"
         self.failed = 0
-        self._started = self._published = self._cached = time.monotonic()
-        self._lines: list[str] = []
+        self._started = time.monotonic()
         self._grids: dict[str, list[Options]] = {}
         """Of the stages so far, by experiment."""
         self._settled: dict[str, Outcome] = {}
         """Cells without a result in this pass: not to be tried again by a later stage."""
-        out.mkdir(parents=True, exist_ok=True)
-        for folder, archive in (
-            (self.results, "results.tar.gz"),
-            (self.compile_cache, "compile-cache.tar.xz"),
-        ):
-            if not folder.exists():
-                folder.mkdir(parents=True)
-                _unpack(out / archive, folder)
-        os.environ["TRITON_CACHE_DIR"] = str(self.compile_cache)
+        self.results.mkdir(parents=True, exist_ok=True)
 
     def run(self, stages: Sequence[Stage] = STAGES) -> int:
         """Run ``stages`` until the time is up; returns how many cells failed or rows are wrong."""
+        command = ["python", "-m", "experiments", "gpu-pass", *sys.argv[2:]]
         any_device = dataclasses.replace(stages[0].load(tiny=self.tiny)[0], gpu="optional")
-        environment = json.dumps(describe(any_device, _command()), indent=2, ensure_ascii=False)
+        environment = json.dumps(describe(any_device, command), indent=2, ensure_ascii=False)
         write_atomically(self.out / "environment.json", environment + "\n")
         stages = [stage for stage in stages if not (self.tiny and stage.tiny is None)]
         with LastingWorker(self.deadline, _CELL_LIMIT_S) as worker, self._compiling(stages):
@@ -274,9 +247,7 @@ class GpuPass:
                 self._run_stage(stage, worker)
                 if stage.fills_gpu:
                     worker.end()
-                self.publish()
         self._draw(stages)
-        self.publish(compiled=True)
         return self.failed
 
     @contextlib.contextmanager
@@ -297,7 +268,8 @@ class GpuPass:
         """A line of the summary, which is printed too."""
         line = f"[{time.monotonic() - self._started:5.0f} s] {text}"
         print(line, flush=True)
-        self._lines.append(line)
+        with (self.out / "summary.txt").open("a") as summary:
+            print(line, file=summary)
 
     def _run_stage(self, stage: Stage, worker: LastingWorker) -> None:
         def execute(tasks: Sequence[Task]) -> Generator[Outcome]:
@@ -307,8 +279,6 @@ class GpuPass:
                     self._settled[outcome.key] = outcome
                 self.failed += outcome.status == "failed"
                 yield outcome
-                if time.monotonic() - self._published > _PUBLISH_EVERY_S:
-                    self.publish()
 
         try:
             experiment, options = stage.load(tiny=self.tiny)
@@ -352,7 +322,7 @@ class GpuPass:
             for line in digest(rows).splitlines():
                 self.say(f"    {line}")
 
-    def _tables(self, experiment: str = "*") -> list[Path]:
+    def _tables(self, experiment: str) -> list[Path]:
         return sorted(self.results.glob(f"{experiment}/*/rows.csv"))
 
     def _draw(self, stages: Sequence[Stage]) -> None:
@@ -369,57 +339,9 @@ class GpuPass:
         for decision in self.results.glob("tile_sweep/*/decision.md"):
             write_atomically(self.out / "decision.md", decision.read_text())
 
-    def publish(self, *, compiled: bool = False) -> None:
-        """Replace the files in ``out`` by what there is now.
-
-        compiled: the compiled kernels too, which takes longer; else only when they are old.
-        """
-        write_atomically(self.out / "summary.txt", "\n".join(self._lines) + "\n")
-        write_atomically(self.out / "rows.csv", _joined(self._tables()))
-        write_atomically(self.out / "results.tar.gz", _packed(self.results, "gz"))
-        self._published = time.monotonic()
-        if compiled or self._published - self._cached > _CACHE_EVERY_S:
-            cache = _packed(self.compile_cache, "xz", lambda path: path.suffix in _KEPT_SUFFIXES)
-            write_atomically(self.out / "compile-cache.tar.xz", cache)
-            self._published = self._cached = time.monotonic()
-
 
 def _experiment(module: str) -> Experiment:
     return importlib.import_module(f"experiments.{module}").EXPERIMENT
-
-
-def _joined(tables: Sequence[Path]) -> str:
-    """The tables below each other, with the experiment of each row."""
-    rows = []
-    for table in tables:
-        with table.open(newline="") as file:
-            rows += [{"experiment": table.parts[-3], **row} for row in csv.DictReader(file)]
-    text = io.StringIO()
-    columns = dict.fromkeys(column for row in rows for column in row)
-    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
-
-
-def _packed(
-    folder: Path, compression: str, keep: Callable[[Path], bool] = lambda path: True
-) -> bytes:
-    """The files of ``folder`` as a tar archive; files that go while it is made are left out."""
-    content = io.BytesIO()
-    options = {"preset": 1} if compression == "xz" else {"compresslevel": 5}
-    with tarfile.open(fileobj=content, mode=f"w:{compression}", **options) as archive:
-        for path in sorted(folder.rglob("*")):
-            if keep(path) and path.is_file() and not path.name.endswith(".tmp"):
-                with contextlib.suppress(FileNotFoundError):
-                    archive.add(path, path.relative_to(folder), recursive=False)
-    return content.getvalue()
-
-
-def _unpack(archive: Path, folder: Path) -> None:
-    if archive.exists():
-        with tarfile.open(archive) as content:
-            content.extractall(folder, filter="data")
 
 
 def digest(rows: pd.DataFrame) -> str:
@@ -452,14 +374,10 @@ def digest(rows: pd.DataFrame) -> str:
             lines.append("; ".join(f"{what}: {value:,.0f} {unit}" for what, value, unit in rates))
         lines.append("p50 in µs; shares of the measured rates are pagelab's")
         lines.append(table.head(40).to_string(float_format="{:.1f}".format, na_rep="-"))
-    for names in (["engine", "turn", "seconds", "output_tokens_per_s", "cached_tokens"],):
-        if set(names) <= set(rows.columns):
-            lines.append(rows[names].to_string(index=False))
+    names = ["engine", "turn", "seconds", "output_tokens_per_s", "cached_tokens"]
+    if set(names) <= set(rows.columns):
+        lines.append(rows[names].to_string(index=False))
     return "\n".join(lines)
-
-
-def _command() -> list[str]:
-    return ["python", "-m", "experiments", "gpu-pass", *sys.argv[2:]]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -471,7 +389,6 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument("--minutes", type=float, default=9.0, help="time for everything")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, on a CPU without times")
-    parser.add_argument("--work", type=Path, help="folder for work in progress; default temporary")
     parser.add_argument(
         "--stage", action="append", choices=[stage.name for stage in STAGES], metavar="NAME",
         help="only this stage, repeatable: " + ", ".join(stage.name for stage in STAGES),
@@ -484,20 +401,13 @@ def main(arguments: Sequence[str]) -> int:
     if options.minutes * 60 <= _RESERVED_S:
         print(f"error: --minutes must be above {_RESERVED_S / 60}", file=sys.stderr)
         return 2
-    work = options.work or _work_folder(options.out)
     console = logging.StreamHandler()
     console.setLevel(logging.ERROR)
     log = logging.getLogger("experiments")
     log.addHandler(console)
     try:
-        run = GpuPass(options.out, work, deadline=deadline, tiny=options.tiny)
+        run = GpuPass(options.out, deadline=deadline, tiny=options.tiny)
         wanted = [s for s in STAGES if not options.stage or s.name in options.stage]
         return int(run.run(wanted) > 0)
     finally:
         log.removeHandler(console)
-
-
-def _work_folder(out: Path) -> Path:
-    """The same folder for the same ``out``, so that a killed pass is found again."""
-    name = hashlib.sha256(str(out.resolve()).encode()).hexdigest()[:12]
-    return private_folder(f"gpu-pass-{name}")

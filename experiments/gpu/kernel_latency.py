@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from experiments import style
 from experiments.bench.gpu_timing import Launch
-from experiments.bench.kernel_problems import OURS, OnHeads, Shape, Timed, run_timed, timed_cells
+from experiments.bench.kernel_problems import Timed, run_timed, timed_cells
+from experiments.bench.problem import OURS, OnHeads, Shape
 from experiments.harness import Count, Experiment, Needs
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from experiments import style
 from experiments.bench import gpu_timing, kernel_problems
-from experiments.bench.kernel_problems import OURS, Shape
+from experiments.bench.problem import OURS, Shape
 from experiments.harness import Axis, Count, Experiment, Options, Unavailable, grid
 
 if TYPE_CHECKING:

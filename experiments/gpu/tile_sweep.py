@@ -5,7 +5,7 @@ should decide on the GPU at hand.  Each cell runs an op with another tile than t
 another number of splits, at a few shapes; the table's own choice is among them.  Results are
 checked and timed as in ``kernel_latency``.  A tile that needs more than the GPU has is absent.
 
-Beside the figures, ``decision.md`` ranks the tiles by their time relative to the table's choice
+There are no figures: ``decision.md`` ranks the tiles by their time relative to the table's choice
 (geometric mean over the shapes, so that no shape counts more than another) and names the best split
 count of every decode shape.
 """
@@ -19,16 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from experiments import style
 from experiments.bench import kernel_problems
-from experiments.bench.kernel_problems import OURS, OnHeads, Shape
+from experiments.bench.problem import OURS, OnHeads, Shape, use_device
 from experiments.bench.tiles import TABLES, TILE, table_tile, with_tile
 from experiments.harness import Axis, Count, Experiment, Options, Positive, Unavailable, grid
 from experiments.harness.store import write_atomically
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.figure import Figure
 
     from kernels.tiles import AttentionTile, Target
 
@@ -123,7 +121,7 @@ def cells(options: TileSweep) -> Iterator[TileSweepCell]:
 
 
 def run_cell(cell: TileSweepCell) -> list[dict[str, Any]]:
-    device = kernel_problems.use_device()
+    device = use_device()
     from triton.runtime.errors import OutOfResources
 
     from kernels.tiles import force_target, target_of
@@ -228,73 +226,13 @@ def decision(rows: pd.DataFrame) -> str:
 
 
 def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
-    """The figures tiles and splits, and decision.md."""
+    """decision.md."""
     timed = rows[rows["p50_us"].notna()]
     if timed.empty:
         return []
     path = folder / "decision.md"
     write_atomically(path, decision(timed))
-    parts = [part for part in TABLES if len(relative_times(timed, part))]
-    written = [path]
-    with style.figures():
-        if parts:
-            written += style.save(_draw_tiles(timed, parts), folder, "tiles")
-        if timed["part"].isin(_SPLITS).any():
-            written += style.save(_draw_splits(timed), folder, "splits")
-    return written
-
-
-_MARKERS = [(style.BLUE, "o"), (style.ORANGE, "s"), (style.GREEN, "^"), (style.RED, "v")]
-
-
-def _draw_tiles(rows: pd.DataFrame, parts: list[str]) -> Figure:
-    figure, axes, _ = style.panel_grid(len(parts), height=3.0, columns=3)
-    for axis, part in zip(axes, parts, strict=True):
-        relative = relative_times(rows, part).head(12)
-        places = range(len(relative))
-        axis.barh(
-            places, _geometric_mean(relative), color="#DDDDDD", edgecolor="black", lw=0.4,
-            label="geometric mean",
-        )  # fmt: skip
-        for (color, marker), (shape, times) in zip(
-            itertools.cycle(_MARKERS), relative.items(), strict=False
-        ):
-            axis.plot(times, places, marker, color=color, ms=3.5, label=shape)
-        axis.axvline(1, color="black", ls="dashed", lw=1)
-        axis.set_yticks(places, ["/".join(map(str, map(int, tile))) for tile in relative.index])
-        axis.invert_yaxis()
-        axis.set(title=TABLES[part], xlabel="time / present choice")
-        axis.legend(fontsize=5, loc="lower left", frameon=True, framealpha=1)
-    figure.supylabel("tile_m/tile_n/num_warps/num_stages", fontsize=8)
-    return figure
-
-
-def _draw_splits(rows: pd.DataFrame) -> Figure:
-    panels = list(rows[rows["part"].isin(_SPLITS)].groupby(["query_len", "context_len"]))
-    figure, axes, _ = style.panel_grid(len(panels), height=2.3, sharey=True)
-    looks = [*_MARKERS, (style.PINK, "D"), (style.GREY, "P")]
-    for axis, ((queries, context_len), of_context) in zip(axes, panels, strict=True):
-        for (color, marker), (batch, line) in zip(
-            itertools.cycle(looks), of_context.groupby("batch"), strict=False
-        ):
-            tried = line[~line["by_table"]].sort_values("num_splits")
-            best = line["p50_us"].min()
-            axis.plot(
-                tried["num_splits"], tried["p50_us"] / best, color=color, marker=marker,
-                label=f"batch {batch}",
-            )  # fmt: skip
-            now = line[line["by_table"]]
-            axis.plot(now["num_splits"], now["p50_us"] / best, "k*", ms=7, label="present choice")
-        axis.axhline(1, color="black", ls="dashed", lw=0.8)
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log", base=2)
-        axis.xaxis.set_major_formatter("{x:g}")
-        axis.yaxis.set_major_formatter("{x:g}")
-        title = f"{queries} new of {context_len:,} tokens"
-        axis.set(title=title, xlabel="splits of a sequence")
-    axes[0].set_ylabel("time / fastest of the line")
-    style.shared_legend(figure, columns=6)
-    return figure
+    return [path]
 
 
 EXPERIMENT = Experiment(

@@ -34,6 +34,8 @@ def cuda_available() -> bool:
 
 def describe(experiment: Experiment, command: list[str]) -> dict[str, Any]:
     """The environment of one run, with no path of this machine in it."""
+    import torch
+
     commit, dirty = _git_state()
     return {
         "command": " ".join(map(_without_folders, command)),
@@ -51,7 +53,7 @@ def describe(experiment: Experiment, command: list[str]) -> dict[str, Any]:
             ),
         },
         "gpu": _gpus(),
-        "cuda": _cuda_version() if experiment.gpu != "unused" else None,
+        "cuda": torch.version.cuda if experiment.gpu != "unused" else None,
     }
 
 
@@ -102,9 +104,3 @@ def _gpus() -> list[dict[str, str]]:
         dict(zip(("name", "driver", "memory"), map(str.strip, line.split(",")), strict=True))
         for line in query.stdout.splitlines()
     ]
-
-
-def _cuda_version() -> str | None:
-    import torch
-
-    return torch.version.cuda

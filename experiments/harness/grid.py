@@ -100,6 +100,10 @@ class Options:
         """
         return ()
 
+    def columns(self, *names: str) -> dict[str, Any]:
+        """Fields as columns of a row."""
+        return {name: getattr(self, name) for name in names}
+
 
 def grid(options: Options, cell: type | None = None, /, **values: Any) -> Iterator[Any]:
     """Yield a cell for each combination of one value per axis; the last axis changes fastest.

@@ -12,6 +12,7 @@ import dataclasses
 import socket
 from collections.abc import Generator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from experiments.harness.environment import describe, device_slug
@@ -61,12 +62,12 @@ class RayCluster:
 
     def device_slug(self, experiment: Experiment) -> str:
         """The folder of the device that the cells will run on."""
-        return self._call(experiment, _remote_device, experiment.gpu)
+        return self._call(experiment, device_slug)
 
     def describe(self, experiment: Experiment, command: list[str]) -> dict[str, Any]:
         """The environment of a machine that runs cells, and the cluster's machines."""
         here = describe(experiment, command)
-        there = self._call(experiment, _remote_environment, experiment.gpu)
+        there = self._call(experiment, describe, [])
         machines = [
             {"cpus": node["Resources"].get("CPU", 0), "gpus": node["Resources"].get("GPU", 0)}
             for node in self._nodes()
@@ -110,8 +111,11 @@ class RayCluster:
                 ray.cancel(ref, force=True)
 
     def _call(self, experiment: Experiment, function: Any, *arguments: Any) -> Any:
+        """``function`` of ``environment`` on a machine that runs cells; the experiment itself need
+        not travel."""
+        asked = SimpleNamespace(gpu=experiment.gpu)
         remote = self._ray.remote(function).options(**self._resources(experiment))
-        return self._ray.get(remote.remote(*arguments))
+        return self._ray.get(remote.remote(asked, *arguments))
 
     def _nodes(self) -> list[dict[str, Any]]:
         return [
@@ -141,21 +145,6 @@ def _check_somebody_listens(address: str) -> None:
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if colon and port.isdecimal():
         socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
-
-
-@dataclasses.dataclass(frozen=True)
-class _Device:
-    """What ``environment`` asks of an experiment, which itself need not travel."""
-
-    gpu: str
-
-
-def _remote_device(gpu: str) -> str:
-    return device_slug(_Device(gpu))
-
-
-def _remote_environment(gpu: str) -> dict[str, Any]:
-    return describe(_Device(gpu), [])
 
 
 def _execute(task: Task, files: list[InputFile], *contents: bytes) -> Outcome:

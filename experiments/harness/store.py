@@ -18,6 +18,7 @@ import fcntl
 import functools
 import hashlib
 import io
+import itertools
 import json
 import os
 import socket
@@ -54,7 +55,8 @@ class Store:
         for made in (self._runs, self._code):
             made.mkdir(parents=True, exist_ok=True)
         self._codes_saved: set[str] = set()
-        self._load_run = functools.cache(lambda run: _read(self._runs / f"{run}.json", "commit"))
+        # What ``save_run`` stored; ValueError, naming the file, without it.
+        self.load_run = functools.cache(lambda run: _read(self._runs / f"{run}.json", "commit"))
         self._load_code = functools.cache(lambda digest: _read(self._code / f"{digest}.json"))
 
     @contextlib.contextmanager
@@ -85,15 +87,9 @@ class Store:
 
     def _remove_leftovers(self) -> None:
         """Files that a killed sweep had not finished writing."""
-        for folder, pattern in (
-            (self._cells, ".*.tmp"),
-            (self._runs, ".*.tmp"),
-            (self._code, ".*.tmp"),
-            (self.folder, ".rows.csv.*.tmp"),
-            (self.folder, ".environment.json.*.tmp"),
-        ):
-            for leftover in folder.glob(pattern):
-                leftover.unlink()
+        temporary = (".cells/**/.*.tmp", ".rows.csv.*.tmp", ".environment.json.*.tmp")
+        for leftover in itertools.chain(*map(self.folder.glob, temporary)):
+            leftover.unlink()
 
     def load_cell(self, cell_id: str) -> dict[str, Any] | None:
         """What ``save_cell`` stored, with its code, or None.
@@ -104,7 +100,7 @@ class Store:
         if not path.exists():
             return None
         record = _read(path, "run", "rows", "code")
-        self._load_run(record["run"])
+        self.load_run(record["run"])
         return {**record, "code": self._load_code(record["code"])}
 
     def save_cell(self, cell_id: str, record: dict[str, Any]) -> None:
@@ -118,10 +114,6 @@ class Store:
 
     def discard_cell(self, cell_id: str) -> None:
         (self._cells / f"{cell_id}.json").unlink(missing_ok=True)
-
-    def load_run(self, run_id: str) -> dict[str, Any]:
-        """What ``save_run`` stored.  Raises ValueError, naming the file, without it."""
-        return self._load_run(run_id)
 
     def save_run(self, run_id: str, environment: dict[str, Any]) -> None:
         write_atomically(self._runs / f"{run_id}.json", json.dumps(environment))

@@ -40,7 +40,6 @@ class OptionsError(ValueError):
 class SweepReport:
     """What became of a sweep."""
 
-    folder: Path
     cells: int
     reused: int = 0
     """Cells that an earlier run had finished."""
@@ -155,7 +154,7 @@ class _Sweep:
             for key in cells:
                 store.discard_cell(key)
         self.records = self._reusable()
-        self.report = SweepReport(store.folder, cells=len(cells), reused=len(self.records))
+        self.report = SweepReport(cells=len(cells), reused=len(self.records))
 
     def _reusable(self) -> dict[str, dict[str, Any]]:
         """The records of cells that an earlier run finished with the code that is here now."""

@@ -18,53 +18,28 @@ if TYPE_CHECKING:
 
     from models import LLM, ModelConfig
 
-_SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {  # 119 thousand parameters
-        "vocab_size": 512,
-        "hidden_size": 64,
-        "intermediate_size": 160,
-        "num_layers": 2,
-        "num_q_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 16_384,
-        "tie_word_embeddings": True,
-    },
-    "llama-100m": {  # 100 million
-        "vocab_size": 32_000,
-        "hidden_size": 768,
-        "intermediate_size": 2_048,
-        "num_layers": 12,
-        "num_q_heads": 12,
-        "num_kv_heads": 4,
-        "head_dim": 64,
-        "max_position_embeddings": 16_384,
-        "tie_word_embeddings": True,
-    },
-    "qwen3-0.6b": {  # as published: 596 million
-        "architecture": "Qwen3ForCausalLM",
-        "vocab_size": 151_936,
-        "hidden_size": 1_024,
-        "intermediate_size": 3_072,
-        "num_layers": 28,
-        "num_q_heads": 16,
-        "num_kv_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 40_960,
-        "rope_theta": 1_000_000.0,
-        "tie_word_embeddings": True,
-    },
-    "llama-8b": {  # Llama 3.1 as published: 8.03 billion
-        "vocab_size": 128_256,
-        "hidden_size": 4_096,
-        "intermediate_size": 14_336,
-        "num_layers": 32,
-        "num_q_heads": 32,
-        "num_kv_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 131_072,
-        "rope_theta": 500_000.0,
-    },
+_FIELDS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_q_heads",
+    "num_kv_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
+_SHAPES = {
+    "tiny": (512, 64, 160, 2, 4, 2, 16, 16_384),  # 119 thousand parameters
+    "llama-100m": (32_000, 768, 2_048, 12, 12, 4, 64, 16_384),  # 100 million
+    "qwen3-0.6b": (151_936, 1_024, 3_072, 28, 16, 8, 128, 40_960),  # as published: 596 million
+    "llama-8b": (128_256, 4_096, 14_336, 32, 32, 8, 128, 131_072),  # Llama 3.1: 8.03 billion
+}
+_TIED: dict[str, Any] = {"tie_word_embeddings": True}
+_MORE: dict[str, dict[str, Any]] = {
+    "tiny": _TIED,
+    "llama-100m": _TIED,
+    "qwen3-0.6b": {"architecture": "Qwen3ForCausalLM", "rope_theta": 1_000_000.0, **_TIED},
+    "llama-8b": {"rope_theta": 500_000.0},
 }
 
 MODEL_NAMES: tuple[str, ...] = tuple(_SHAPES)
@@ -79,14 +54,13 @@ def default_model() -> str:
 
 
 def model_config(name: str) -> ModelConfig:
-    """The shape ``name``.  On a GPU its weights are bf16.  Raises ValueError for another name."""
+    """The shape ``name``.  On a GPU its weights are bf16."""
     import torch
 
     from models import ModelConfig
 
-    if name not in _SHAPES:
-        raise ValueError(f"model={name!r} is unknown; choose from {', '.join(_SHAPES)}")
-    return ModelConfig(dtype=torch.bfloat16, **_SHAPES[name])
+    shape = dict(zip(_FIELDS, _SHAPES[name], strict=True))
+    return ModelConfig(dtype=torch.bfloat16, **shape, **_MORE[name])
 
 
 def make_llm(name: str, *, threads: int | None = None, **options: Any) -> LLM:
@@ -132,34 +106,25 @@ class EngineOptions(Options):
 
     def make_llm(self, **options: Any) -> LLM:
         """The engine; ``options`` go to ``models.LLM``."""
-        return make_llm(
-            self.model,
-            attention_backend=self.attention_backend,
-            block_size=self.block_size,
-            seed=self.seed,
-            threads=self.threads,
-            **options,
-        )
+        chosen = self.columns("attention_backend", "block_size", "seed", "threads")
+        return make_llm(self.model, **chosen, **options)
 
     def describe(self, llm: LLM) -> dict[str, Any]:
         """Columns of every row that was measured on ``llm``."""
-        return {"model": self.model, **describe(llm), "repeats": self.repeats}
+        import torch
+
+        return {
+            "model": self.model,
+            "dtype": str(llm.dtype).removeprefix("torch."),
+            "attention_backend": llm.model.model.layers[0].self_attn.backend.name,
+            "device": llm.device.type,
+            "threads": torch.get_num_threads(),
+            "manager": llm.manager.name,
+            "block_size": llm.manager.block_size,
+            "repeats": self.repeats,
+        }
 
 
 def random_tokens(llm: LLM, generator: np.random.Generator, count: int) -> list[int]:
     """``count`` token ids, drawn uniformly from the vocabulary of ``llm``."""
     return generator.integers(llm.config.vocab_size, size=count).tolist()
-
-
-def describe(llm: LLM) -> dict[str, Any]:
-    """Columns that say what an engine of ``make_llm`` computes with."""
-    import torch
-
-    return {
-        "dtype": str(llm.dtype).removeprefix("torch."),
-        "attention_backend": llm.model.model.layers[0].self_attn.backend.name,
-        "device": llm.device.type,
-        "threads": torch.get_num_threads(),
-        "manager": llm.manager.name,
-        "block_size": llm.manager.block_size,
-    }

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import cache
-from cache.workloads.draws import generator, log_normal_tokens
 from experiments.harness import Unavailable
 from experiments.load import workloads
 from experiments.load.workloads import Source
@@ -13,24 +11,6 @@ from experiments.load.workloads import Source
 MAX_OUTPUT_TOKENS = 100_000
 """A longer output is taken for a fault of the file and its request left out: in copies of Azure's
 2023 traces the last row ends in the number of requests, glued to the output length."""
-
-
-_SIGMA = 0.8
-
-
-@dataclass(frozen=True)
-class LogNormalLengths:
-    """Synthetic requests whose lengths are log-normal (sigma 0.8), prompt and output apart."""
-
-    prompt: int
-    """Median prompt tokens."""
-    output: int
-    """Median output tokens."""
-    seed: int
-
-    @property
-    def name(self) -> str:
-        return f"log_normal_{self.prompt}_{self.output}"
 
 
 @dataclass(frozen=True)
@@ -55,37 +35,15 @@ class RequestLengths:
         return max(map(sum, zip(self.prompts, self.outputs, strict=True)))
 
 
-def log_normal_trace(lengths: LogNormalLengths, num_requests: int) -> cache.Trace:
-    """``num_requests`` of these requests, a millisecond apart.  A longer trace begins with it."""
-    rng = generator(lengths.seed)
-    return cache.Trace.from_requests(
-        (
-            (
-                index,
-                log_normal_tokens(rng, lengths.prompt, _SIGMA),
-                log_normal_tokens(rng, lengths.output, _SIGMA),
-                (),
-            )
-            for index in range(num_requests)
-        ),
-        name=lengths.name,
-    )
-
-
-def sample(
-    source: Source | LogNormalLengths, num_requests: int, *, max_tokens: int | None = None
-) -> RequestLengths:
+def sample(source: Source, num_requests: int, *, max_tokens: int | None = None) -> RequestLengths:
     """``num_requests`` requests at equal distances over the whole trace (all, if it has fewer).
 
-    Those of more than ``max_tokens`` prompt and output tokens are left out before.  Synthetic
-    requests arrive a millisecond apart.  Raises Unavailable if none remains.
+    Those of more than ``max_tokens`` prompt and output tokens are left out before.  Raises
+    Unavailable if none remains.
     """
     import numpy as np
 
-    if isinstance(source, LogNormalLengths):
-        trace = log_normal_trace(source, num_requests)
-    else:
-        trace = workloads.load(source)
+    trace = workloads.load(source)
     allowed = trace.output_lengths <= MAX_OUTPUT_TOKENS
     if max_tokens is not None:
         allowed &= trace.input_lengths + trace.output_lengths <= max_tokens

@@ -9,8 +9,11 @@ from cache import ServiceModel
 from cache.serving import open_loop
 from experiments.load import engine_models
 
-_SHORT, _LONG = 16, 512
-"""Prompts whose difference gives the time of a prompt token."""
+_LENGTHS = {"cpu": (16, 512), "cuda": (2_048, 8_192)}
+"""Prompts whose difference gives the time of a prompt token: on a GPU, shorter ones take as long as
+their launches."""
+_PROMPT = 16
+"""Of sequences that decode."""
 _BATCH = 16
 """Sequences whose difference from one gives the time of a decoding sequence."""
 _REPETITIONS = 5
@@ -21,14 +24,15 @@ _BLOCK_SIZE = 16
 def measure_service(model: str, *, threads: int) -> ServiceModel:
     """The service model of ``model`` (a shape of engine_models) on this machine, kept.
 
-    Medians: a step of a prompt of 512 tokens against one of 16, and a step that decodes 16
-    sequences against one that decodes a single one.  Attention to long contexts is not in the
+    Medians: a step of a long prompt against a shorter one, and a step that decodes 16 sequences
+    against one that decodes a single one.  Attention to long contexts is not in the
     model.  It also warms up the process: what is set up by the first steps is set up afterwards.
     """
     import torch
 
     torch.set_num_threads(threads)
-    most_tokens = max(_BATCH * (_SHORT + _REPETITIONS + 2), _LONG)
+    short, long = _LENGTHS["cuda" if torch.cuda.is_available() else "cpu"]
+    most_tokens = max(_BATCH * (_PROMPT + _REPETITIONS + 2), long)
     llm = engine_models.make_llm(
         model,
         num_blocks=most_tokens // _BLOCK_SIZE + 2 * _BATCH,
@@ -46,11 +50,11 @@ def measure_service(model: str, *, threads: int) -> ServiceModel:
         return statistics.median(step_seconds(1, length, 1)[0] for _ in range(_REPETITIONS))
 
     def decode_seconds(num_sequences: int) -> float:
-        return statistics.median(step_seconds(num_sequences, _SHORT, _REPETITIONS + 2)[1:])
+        return statistics.median(step_seconds(num_sequences, _PROMPT, _REPETITIONS + 2)[1:])
 
-    prefill_seconds(_LONG)
+    prefill_seconds(long)
     decode_seconds(_BATCH)
-    per_token = (prefill_seconds(_LONG) - prefill_seconds(_SHORT)) / (_LONG - _SHORT)
+    per_token = (prefill_seconds(long) - prefill_seconds(short)) / (long - short)
     single = decode_seconds(1)
     per_sequence = max(0.0, (decode_seconds(_BATCH) - single) / (_BATCH - 1))
     return ServiceModel(

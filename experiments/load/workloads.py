@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import cache
+from cache.workloads.draws import generator, log_normal_tokens
 from experiments.harness import Absent, Axis, InputFile, Options, Repeated
 
 _JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
@@ -41,7 +42,32 @@ class Workload:
     """None: the workload's default."""
 
 
-Source = TraceFile | Workload
+@dataclass(frozen=True)
+class LogNormalLengths:
+    """Synthetic requests a millisecond apart, whose prompt and output lengths are log-normal (sigma
+    0.8).  A longer trace begins with a shorter one."""
+
+    prompt: int
+    """Median prompt tokens."""
+    output: int
+    """Median output tokens."""
+    seed: int
+    num_requests: int
+
+    @property
+    def name(self) -> str:
+        return f"log_normal_{self.prompt}_{self.output}"
+
+    def trace(self) -> cache.Trace:
+        rng = generator(self.seed)
+        lengths = (
+            (index, *(log_normal_tokens(rng, median, 0.8) for median in (self.prompt, self.output)))
+            for index in range(self.num_requests)
+        )
+        return cache.Trace.from_requests(((*request, ()) for request in lengths), name=self.name)
+
+
+Source = TraceFile | Workload | LogNormalLengths
 
 REAL_TRACES = tuple(sorted((Path(__file__).parents[1] / "traces").glob("*.jsonl.zst")))
 """Those that lie in the repository; all have block ids."""
@@ -104,6 +130,8 @@ def load(source: Source) -> cache.Trace:
     if isinstance(source, TraceFile):
         trace = cache.load_trace(source.file.path)
         return trace if source.num_requests is None else trace.head(source.num_requests)
+    if isinstance(source, LogNormalLengths):
+        return source.trace()
     return cache.make_workload(source.name, seed=source.seed, num_requests=source.num_requests)
 
 

@@ -2,15 +2,14 @@
 
 A request of 4,096 tokens, half of them a cached prefix that it shares with others, goes through
 its whole cycle: hash the prompt, look it up, allocate, free.  The pool is full of other requests'
-cached blocks, so every new block evicts one.  All implementations see the same requests in turn,
-on one core, so that a machine that changes its speed does so for all.  A turn is ten requests: long
-enough that each finds its own state in the processor's caches, as in an engine that schedules many
-requests a step, and not that of the others.  Whose turn comes first rotates.
+cached blocks, so every new block evicts one.  All implementations (vLLM's block pool and hashing
+too, where vLLM is installed) see the same requests in turn, on one core, so that a machine that
+changes its speed does so for all.  A turn is ten requests: long enough that each finds its own
+state in the processor's caches, as in an engine that schedules many requests a step.
 
 ``cycle`` is timed as a whole.  For managers that can look up without allocating, every second
 request is taken apart instead: ``hash`` and ``lookup`` by asking twice, ``allocate`` less its own
 look-up, ``free``.  Making the ``Sequence`` itself is not part of a cycle and has a row of its own.
-vLLM's block pool and hashing run beside ours where vLLM is installed.
 
 The radix tree by itself is compared with SGLang's (``trees.py``).
 """
@@ -35,8 +34,6 @@ from experiments.manager_overhead.baselines import VLLMBlockPool
 
 if TYPE_CHECKING:
     import numpy as np
-    import pandas as pd
-    from matplotlib.figure import Figure
 
 _BLOCK_SIZE = 16
 _PROMPT_TOKENS = 4096
@@ -53,7 +50,6 @@ _OURS = {
 """Managers and the hash algorithms they are measured with."""
 
 
-_QUANTILES = {"": 0.5, "_p10": 0.1, "_p90": 0.9}
 _LEAST_BLOCKS = 2 * _PROMPT_TOKENS // _BLOCK_SIZE
 _PoolBlocks = Needs(f"an int of at least {_LEAST_BLOCKS}", lambda count: count >= _LEAST_BLOCKS)
 _PageSize = Needs(
@@ -169,7 +165,7 @@ def _managers(cell: Managers) -> list[dict[str, Any]]:
                             spans[phase].append(1e6 * seconds * _BLOCK_SIZE / _PROMPT_TOKENS)
     for implementation, spans in turns:
         for phase, us in spans.items():
-            us_per_block = quantiles.columns("us_per_block", us, _QUANTILES)
+            us_per_block = quantiles.columns("us_per_block", us, trees.QUANTILES)
             rows.append({**_describe(cell, implementation, phase), **us_per_block})
     return rows
 
@@ -221,7 +217,7 @@ def _describe(cell: Managers, implementation, phase: str) -> dict[str, Any]:
     }
 
 
-def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
+def plot(rows: style.DataFrame, folder: Path) -> list[Path]:
     """The figures manager_overhead (cycle against pool size and its parts) and radix_tree, and the
     tables summary.csv and radix_tree.csv; those that there are rows for."""
     of_trees = rows["phase"].str.startswith("tree_")
@@ -234,11 +230,10 @@ def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
     return written
 
 
-def _plot_managers(rows: pd.DataFrame, folder: Path) -> list[Path]:
-    rows = rows.fillna({"hash_algorithm": ""}).astype({"pool_blocks": int})
-    rows["name"] = rows["implementation"] + rows["hash_algorithm"].map(" ({})".format).where(
-        rows["hash_algorithm"] != "", ""
-    )
+def _plot_managers(rows: style.DataFrame, folder: Path) -> list[Path]:
+    algorithm = rows["hash_algorithm"].fillna("")
+    names = rows["implementation"] + algorithm.map(" ({})".format).where(algorithm != "", "")
+    rows = rows.assign(name=names).astype({"pool_blocks": int})
     written = style.save(_draw(rows), folder, "manager_overhead")
     cycles = rows[rows["phase"] == "cycle"]
     key = ["name", "pool_blocks"]
@@ -248,15 +243,6 @@ def _plot_managers(rows: pd.DataFrame, folder: Path) -> list[Path]:
     return written + style.save_table(table.sort_values(key), folder, "summary", "%.3f")
 
 
-_LINES = [
-    {"color": style.BLUE, "marker": "o"},
-    {"color": style.BLUE, "marker": "s", "linestyle": "dashed", "markerfacecolor": "white"},
-    {"color": style.GREEN, "marker": "^"},
-    {"color": style.ORANGE, "marker": "D"},
-    {"color": style.RED, "marker": "v"},
-    {"color": style.GREY, "marker": "x"},
-    {"color": style.BLACK, "marker": "P", "linestyle": "dashed"},
-]
 _PHASES = {
     "hash": {"color": style.BLUE},
     "lookup": {"color": style.ORANGE, "hatch": "//"},
@@ -265,27 +251,24 @@ _PHASES = {
 }
 
 
-def _draw(rows: pd.DataFrame) -> Figure:
+def _draw(rows: style.DataFrame) -> style.Figure:
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(7, 2.9))
     cycles = rows[rows["phase"] == "cycle"]
-    for line, (name, curve) in zip(_LINES, cycles.groupby("name", sort=False), strict=False):
-        curve = curve.sort_values("pool_blocks")
-        left.plot(curve["pool_blocks"], curve["us_per_block"], label=name, **line)
+    for name, line in style.lines_of(cycles["name"].unique()).items():
+        style.curve(left, cycles[cycles["name"] == name], "pool_blocks", "us_per_block", **line)
     left.set(xscale="log", yscale="log", xlabel="pool (blocks)", ylabel="cycle (µs per block)")
     left.set_title("whole cycle of a request")
     figure.legend(*left.get_legend_handles_labels(), loc="outside upper center", ncols=4)
 
     largest = rows[rows["pool_blocks"] == rows["pool_blocks"].max()]
     phases = largest.pivot(index="name", columns="phase", values="us_per_block")
-    phases = phases.dropna(subset=list(_PHASES)) if set(_PHASES) <= set(phases) else phases[:0]
-    start = 0
+    phases = phases.reindex(columns=_PHASES).dropna()
+    starts = phases.cumsum(axis=1) - phases
     for phase, look in _PHASES.items():
-        if len(phases):
-            bars = {"left": start, "label": phase, "edgecolor": "white", **look}
-            right.barh(phases.index, phases[phase], **bars)
-            start = start + phases[phase]
+        bars = {"left": starts[phase], "label": phase, "edgecolor": "white", **look}
+        right.barh(phases.index, phases[phase], **bars)
     right.set(xlabel="µs per block", title=f"its parts, pool of {rows['pool_blocks'].max():,}")
     right.legend(loc="lower right")
     return figure

@@ -16,17 +16,13 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cache
 from cache.managers.radix_tree import RadixKey, RadixTree
 from experiments import quantiles, style
 from experiments.harness import Axis, Options, Unavailable
 from experiments.manager_overhead.baselines import SGLangRadixCache
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
 
 SHARED_TOKENS = 1024
 """Whole pages, or the trees would share different parts of the prompts."""
@@ -43,13 +39,8 @@ OPERATIONS = {
 }
 """Phases of the rows, and what the figure calls them."""
 
-_LOOKS = {
-    "radix": {"label": "ours", "color": style.RED},
-    "SGLang": {"label": "SGLang", "color": style.BLACK, "hatch": "//", "edgecolor": "white"},
-}
-
-
-_QUANTILES = {"": 0.5, "_p10": 0.1, "_p90": 0.9}
+_COLOURS = {"radix": style.RED, "SGLang": style.BLACK}
+QUANTILES = {"": 0.5, "_p10": 0.1, "_p90": 0.9}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +110,7 @@ def run_cell(cell: Trees) -> list[dict[str, Any]]:
             "version": tree.version,
             "phase": phase,
             "requests": cell.prompts,
-            **quantiles.columns("us_per_prompt", [1e6 * s for s in seconds], _QUANTILES),
+            **quantiles.columns("us_per_prompt", [1e6 * s for s in seconds], QUANTILES),
         }
         for tree, of_tree in zip(trees, spans, strict=True)
         for phase, seconds in of_tree.items()
@@ -180,7 +171,7 @@ def _seconds(call, argument) -> float:
     return time.perf_counter() - begin
 
 
-def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
+def plot(rows: style.DataFrame, folder: Path) -> list[Path]:
     """The figure and the table radix_tree."""
     names = [*OPERATIONS.values()]
     rows = rows.assign(operation=rows["phase"].map(OPERATIONS))
@@ -195,36 +186,25 @@ def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
     return style.save(_draw(table, names), folder, "radix_tree") + written
 
 
-def _draw(table: pd.DataFrame, operations: list[str]) -> Figure:
+def _draw(table: style.DataFrame, operations: list[str]) -> style.Figure:
     """Bars of each operation, a panel for every page size, on a logarithmic scale."""
     page_sizes = sorted(table.index.unique("page_size"), reverse=True)
     figure, panels, _ = style.panel_grid(
         len(page_sizes), height=2.0, width=3.3, columns=2, sharey=True
     )
-    present = [name for name in _LOOKS if name in table]
+    present = [name for name in _COLOURS if name in table]
     largest = table[present].max().max()
     ticks = [tick for tick in (1, 3, 10, 30, 100, 300, 1000, 3000) if tick < 3 * largest]
-    width = 0.8 / len(present)
     for axis, page_size in zip(panels, page_sizes, strict=True):
-        of_page = table.loc[page_size].reindex(operations)
-        for number, name in enumerate(present):
-            offset = (number - (len(present) - 1) / 2) * width
-            bars = axis.bar(
-                [at + offset for at in range(len(operations))],
-                of_page[name], width=width, **_LOOKS[name],
-            )  # fmt: skip
-            labels = [f"{value:.1f}" if value < 10 else f"{value:.0f}" for value in of_page[name]]
-            axis.bar_label(bars, labels, fontsize=5.5)
-        axis.set_xticks(range(len(operations)), [_wrapped(name) for name in operations])
+        of_page = table.loc[page_size].reindex(operations)[present]
+        of_page.index = [name.replace(", ", ",\n") for name in operations]
+        of_page.plot.bar(ax=axis, color=_COLOURS, width=0.8, rot=0, legend=False, logy=True)
+        for bars in axis.containers:
+            axis.bar_label(bars, fmt=lambda us: f"{us:.{1 if us < 10 else 0}f}", fontsize=5.5)
         axis.tick_params(axis="x", labelsize=6)
-        plural = "" if page_size == 1 else "s"
-        axis.set(title=f"pages of {page_size:g} token{plural}", yscale="log")
+        axis.set(title=f"pages of {page_size:g} token{'s' * (page_size > 1)}")
         axis.set_yticks(ticks, map("{:g}".format, ticks))
         axis.minorticks_off()
     panels[0].set_ylabel("µs per prompt of 4,096 tokens")
     style.shared_legend(figure)
     return figure
-
-
-def _wrapped(operation: str) -> str:
-    return operation.replace(", ", ",\n")

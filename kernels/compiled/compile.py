@@ -20,20 +20,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import functools
 import json
 import re
 import subprocess
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
@@ -88,57 +86,27 @@ class KernelResources:
     """The least of these."""
 
 
-class DriverWithoutGpu:
-    """The part of Triton's driver interface that precedes a launch."""
-
-    def __init__(self, target: GPUTarget):
-        self._target = target
-
-    def get_current_target(self) -> GPUTarget:
-        return self._target
-
-    def get_current_device(self) -> str:
-        return f"{self._target.backend}:{self._target.arch}"
-
-    def get_current_stream(self, _device: str) -> int:
-        return 0
-
-
 @contextlib.contextmanager
-def _taking_over_compilation(target: GPUTarget, take: Callable) -> Iterator[None]:
-    """Hand every kernel that is launched inside to `take(fn, compile_info)` instead."""
-
-    def hook(*, fn, compile, **_):
-        take(fn.jit_function, compile)
-        return True
-
-    previous_driver, previous_hook = driver._active, triton.knobs.runtime.jit_cache_hook
-    driver.set_active(DriverWithoutGpu(target))
-    triton.knobs.runtime.jit_cache_hook = hook
+def without_gpu(arch: Architecture) -> Iterator[None]:
+    """Tiles and compilations are those for `arch`; nothing may be launched."""
+    previous = driver._active
+    what_precedes_a_launch = SimpleNamespace(
+        get_current_target=lambda: arch.compile_target,
+        get_current_device=lambda: arch.name,
+        get_current_stream=lambda _device: 0,
+    )
+    driver.set_active(what_precedes_a_launch)
     try:
-        yield
+        with force_target(arch.tiles_target):
+            yield
     finally:
-        triton.knobs.runtime.jit_cache_hook = previous_hook
-        driver._active = previous_driver
+        driver._active = previous
 
 
-@functools.cache
-def _hash_in_one_order() -> None:
-    """Make every process find what another has compiled.
-
-    Triton 3.7.1 has the globals of a callee in the hash of a function only if the callee was hashed
-    before, and thus depends on what a process launched earlier.
-    """
-    modules = [sys.modules[name] for name in sorted(sys.modules) if name.startswith("kernels.")]
-    for value in [value for module in modules for value in vars(module).values()]:
-        if isinstance(value, JITFunction):
-            _ = value.cache_key
-
-
-def compile_call(call: Callable[[], object], arch: Architecture) -> list:
-    """Compile every kernel that `call` would launch, without launching: Triton CompiledKernels.
-
-    `call` runs an op on meta tensors.
+def launched_by(
+    call: Callable[[], object], arch: Architecture
+) -> list[tuple[JITFunction, ASTSource, dict[str, int]]]:
+    """Kernels that `call`, an op on meta tensors, would launch, with their compiler options.
 
     Raises:
         RuntimeError: the process runs the kernels in the interpreter.
@@ -147,18 +115,31 @@ def compile_call(call: Callable[[], object], arch: Architecture) -> list:
         raise RuntimeError(
             "kernels are bound to the interpreter: unset TRITON_INTERPRET to compile"
         )
-    _hash_in_one_order()
-    target = arch.compile_target
-    compiled = []
+    launches = []
 
-    def take(jit_function, info) -> None:
-        source = ASTSource(jit_function, info["signature"], info["constants"], info["configs"][0])
-        options = {key: info[key] for key in ("num_warps", "num_stages", "num_ctas")}
-        compiled.append((jit_function, source, triton.compile(source, target, options)))
+    def take_over(*, fn, compile, **_) -> bool:
+        function, *parts = fn.jit_function, compile["signature"], compile["constants"]
+        options = {key: compile[key] for key in ("num_warps", "num_stages", "num_ctas")}
+        launches.append((function, ASTSource(function, *parts, compile["configs"][0]), options))
+        return True
 
-    with force_target(arch.tiles_target), _taking_over_compilation(target, take):
-        call()
-    return compiled
+    previous, triton.knobs.runtime.jit_cache_hook = triton.knobs.runtime.jit_cache_hook, take_over
+    try:
+        with without_gpu(arch):
+            call()
+    finally:
+        triton.knobs.runtime.jit_cache_hook = previous
+    return launches
+
+
+def compile_call(call: Callable[[], object], arch: Architecture) -> list:
+    """`launched_by`, compiled: (JITFunction, ASTSource, Triton's CompiledKernel) of each launch."""
+    launches = launched_by(call, arch)
+    with without_gpu(arch):
+        return [
+            (function, source, triton.compile(source, arch.compile_target, options))
+            for function, source, options in launches
+        ]
 
 
 def _count_widths(accesses: Iterable[int]) -> dict[int, int]:

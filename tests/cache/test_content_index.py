@@ -122,66 +122,6 @@ def test_a_chain_is_one_entry_of_the_dictionary():
     assert runs(index) == [[*range(50)], [50, 51]]
 
 
-def test_blocks_leave_a_run_from_its_end_in_one_go():
-    index = ContentIndex(100)
-    index.add(range(50), KEYS, None, 0)
-    assert index.remove([49, 48, 47, 60, 46, 10]) == 5
-    assert runs(index) == [[*range(10)], [*range(11, 46)]]
-    assert index.lookup(KEYS) == [*range(10)]
-    assert index.remove([*range(9, -1, -1), 45]) == 11
-    assert runs(index) == [[*range(11, 45)]]
-    assert index.follow(None, KEYS[11], 11) == 11
-    index.check_invariants()
-
-
-@pytest.mark.parametrize("at", [0, 1, 20, 24, 25, 48])
-def test_a_run_falls_in_two_where_a_block_leaves(at):
-    index = ContentIndex(100)
-    index.add(range(50), KEYS, None, 0)
-    assert index.remove([at]) == 1
-    assert runs(index) == [part for part in ([*range(at)], [*range(at + 1, 50)]) if part]
-    assert [run.depth for run in index._runs.values() if run.blocks[0] > at] == [at + 1]
-    index.check_invariants()
-    assert index.lookup(KEYS) == [*range(at)]
-    assert index.add([60], KEYS[at : at + 1], at - 1 if at else None, at) == []
-    assert index.lookup(KEYS) == [*range(at), 60, *range(at + 1, 50)]
-    assert index.add([61], KEYS[at + 1 : at + 2], 60, at + 1) == [61]
-
-
-def test_content_whose_parent_is_gone_is_found_when_the_parent_returns():
-    index = ContentIndex(100)
-    index.add(range(5), KEYS[:5], None, 0)
-    index.remove([1, 2])
-    assert index.add([10, 11, 12, 13], KEYS[1:5], 0, 1) == [12, 13]
-    assert index.lookup(KEYS[:5]) == [0, 10, 11, 3, 4]
-    index.check_invariants()
-
-
-def test_a_duplicate_takes_the_place_of_the_first():
-    index = ContentIndex(10)
-    index.add([0, 1, 2], KEYS[:3], None, 0)
-    assert index.add([3, 4], KEYS[1:3], 0, 1) == [3, 4]
-    assert index.add([5], KEYS[1:2], 0, 1) == [5]
-    assert index.remove([1]) == 1
-    index.check_invariants()
-    assert index.lookup(KEYS[:3]) == [0, 3, 2]
-    assert index.follow(5, KEYS[2], 2) == 2
-    assert index.remove([2, 3]) == 2
-    assert index.lookup(KEYS[:3]) == [0, 5, 4]
-    index.check_invariants()
-    assert index.add([6], KEYS[3:4], 4, 3) == []
-    assert runs(index) == [[0, 5, 4, 6]]
-
-
-def test_a_run_is_not_removed_past_a_block_with_duplicates():
-    index = ContentIndex(10)
-    index.add([0, 1, 2, 3], KEYS[:4], None, 0)
-    index.add([4], KEYS[1:2], 0, 1)
-    assert index.remove([3, 2, 1]) == 3
-    assert index.lookup(KEYS[:4]) == [0, 4]
-    index.check_invariants()
-
-
 def first_run(index):
     return index._runs[KEYS[0]]
 

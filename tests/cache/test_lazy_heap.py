@@ -46,13 +46,6 @@ def test_a_heap_equals_a_list_sorted_by_priority_and_arrival(operations):
         ]
 
 
-def test_items_that_do_not_compare_tie_by_arrival():
-    heap, items = LazyHeap(), [object() for _ in range(9)]
-    for item in items:
-        heap.push(item, 0)
-    assert [heap.pop()[1] for _ in items] == items
-
-
 def test_stale_entries_are_dropped():
     heap = LazyHeap()
     heap.push("stays", 1)

@@ -7,20 +7,6 @@ from cache import MultiModalInput, Sequence
 from cache.hashing import BlockHasher
 
 
-def test_a_new_sequence():
-    seq = Sequence("a", [5, 6, 7])
-    assert (seq.seq_id, seq.num_tokens, seq.num_prompt_tokens) == ("a", 3, 3)
-    assert (seq.num_cached_tokens, seq.num_computed_tokens) == (0, 0)
-    assert "num_tokens=3" in repr(seq)
-
-
-def test_append_token_keeps_the_length_of_the_prompt():
-    seq = Sequence(0, [5])
-    seq.append_token(2**32 - 1)
-    assert seq.token_ids.tolist() == [5, 2**32 - 1]
-    assert (seq.num_tokens, seq.num_prompt_tokens) == (2, 1)
-
-
 def test_token_ids_are_read_by_numpy_without_a_copy():
     seq = Sequence(0, [5, 6])
     assert np.frombuffer(seq.token_ids, np.uint32).tolist() == [5, 6]

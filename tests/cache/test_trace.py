@@ -6,8 +6,6 @@ import json
 import os
 import pickle
 import struct
-import subprocess
-import sys
 import tracemalloc
 from pathlib import Path
 
@@ -88,7 +86,6 @@ def test_reads_mooncake_lines(tmp_path, suffix):
     assert (len(trace), trace.num_requests) == (3, 3)
     assert (trace.num_block_references, trace.num_unique_blocks) == (6, 4)
     assert trace.has_blocks
-    assert trace.duration_ms == 3.0
     assert trace.offsets.tolist() == [0, 2, 5, 6]
 
 
@@ -136,17 +133,6 @@ def test_lines_may_span_reads_and_zstandard_frames(tmp_path):
         assert trace.num_unique_blocks == 300_000
     members = b"".join(gzip.compress(piece) + bytes(700) for piece in pieces)  # padded
     assert load_trace(written(tmp_path, members, "t.jsonl.gz")).digest == trace.digest
-
-
-def test_requests_are_sorted_by_time_ties_in_file_order(tmp_path):
-    data = json_lines(
-        record(5, 1, 0, [70, 71]), record(0, 2, 0, [72]), record(5, 3, 0, [72, 70]), record(0, 4, 0)
-    )
-    trace = load_trace(written(tmp_path, data), block_size=16)
-    assert trace.timestamps_ms.tolist() == [0, 0, 5, 5]
-    assert trace.input_lengths.tolist() == [2, 4, 1, 3]
-    # Dense ids count by first appearance in that order, not in the file's.
-    assert [request.block_ids.tolist() for request in trace] == [[0], [1, 2], [3, 4], [0, 3]]
 
 
 def test_hash_ids_may_be_any_integers(tmp_path):
@@ -250,28 +236,15 @@ def test_a_file_of_the_wrong_kind_is_an_error(tmp_path, name, data, reason):
     assert (caught.value.path, caught.value.line) == (path, 1)
 
 
-@pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl.zst"])
-@pytest.mark.parametrize("kept", [0.1, 0.5, 0.9, -4, -1])
-def test_a_truncated_stream_is_an_error_and_not_a_shorter_trace(tmp_path, suffix, kept):
-    rng = np.random.default_rng(0)
-    data = json_lines(
-        *(record(t, hash_ids=rng.integers(2**62, size=50).tolist()) for t in range(99))
-    )
-    stream = compressed(data, suffix)
-    stream = stream[: kept if kept < 0 else int(kept * len(stream))]
-    with pytest.raises(TraceError, match="truncated") as caught:
-        load_trace(written(tmp_path, stream, "t" + suffix))
-    assert 1 <= caught.value.line <= 100
-
-
 @pytest.mark.parametrize("compress", [gzip.compress, zstandard.compress])
-def test_a_second_frame_cut_short_is_an_error(tmp_path, compress):
+def test_a_stream_cut_short_is_an_error_and_not_a_shorter_trace(tmp_path, compress):
     frames = [compress(json_lines(record(t))) for t in range(2)]
     name = "t.gz" if compress is gzip.compress else "t.zst"
     assert len(load_trace(written(tmp_path, b"".join(frames), name))) == 2
-    for end in range(1, len(frames[1])):
-        with pytest.raises(TraceError, match="truncated"):
-            load_trace(written(tmp_path, frames[0] + frames[1][:end], name))
+    for whole, cut in ([b"", frames[0]], frames):
+        for end in range(1, len(cut)):
+            with pytest.raises(TraceError, match="truncated"):
+                load_trace(written(tmp_path, whole + cut[:end], name))
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
@@ -285,20 +258,6 @@ def test_a_line_without_end_is_an_error_after_16_mib(tmp_path, suffix):
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 1 << 27
-
-
-@pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl.zst"])
-def test_corrupt_bytes_are_an_error(tmp_path, suffix):
-    data = json_lines(*(record(t) for t in range(2000)))
-    stream = bytearray(
-        gzip.compress(data)
-        if suffix.endswith(".gz")
-        else zstandard.ZstdCompressor(write_checksum=True).compress(data)
-    )
-    for position in range(len(stream) // 2, len(stream) // 2 + 8):
-        stream[position] ^= 0x5A
-    with pytest.raises(TraceError):
-        load_trace(written(tmp_path, bytes(stream), "t" + suffix))
 
 
 def test_a_file_that_cannot_be_opened_is_an_os_error(tmp_path):
@@ -420,7 +379,6 @@ def test_a_slice_is_the_trace_of_its_requests(lists, start, stop):
     assert part.digest == alone.digest
     assert part.num_unique_blocks == alone.num_unique_blocks
     assert trace.head(stop).digest == trace[:stop].digest
-    assert trace.between(start, max(start, stop)).digest == trace[start : max(start, stop)].digest
 
 
 def test_items_and_bounds():
@@ -428,8 +386,6 @@ def test_items_and_bounds():
     request = trace[-1]
     assert isinstance(request, TraceRequest)
     assert (request.timestamp_ms, request.input_length, request.output_length) == (2.5, 1, 0)
-    assert len(trace.between(1.5, 2.5)) == 1, "the end is not part of it"
-    assert len(trace.between(0, float("inf"))) == 2
     assert len(trace.head(99)) == 2
     with pytest.raises(IndexError):
         trace[2]
@@ -437,8 +393,6 @@ def test_items_and_bounds():
         trace[::2]
     with pytest.raises(ValueError, match="at least 0"):
         trace.head(-1)
-    with pytest.raises(ValueError, match="must not exceed"):
-        trace.between(2, 1)
     assert repr(trace) == ("Trace('t', block_size=1, requests=2, block_references=3, unique=2)")
 
 
@@ -557,14 +511,6 @@ def test_a_failed_save_leaves_the_old_file(tmp_path, suffix, monkeypatch):
 # --- weight, and the published traces
 
 
-def test_importing_needs_neither_numpy_nor_zstandard():
-    code = (
-        "import cache.trace, sys; "
-        "assert not {'numpy', 'zstandard', 'gzip', 'numba', 'torch'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
 REAL_TRACES = [
     # file, block size, requests, block references, unique blocks, hit rate of an infinite cache
     ("mooncake_conversation_512.jsonl.zst", 512, 12_031, 288_500, 182_790, 0.3664),
@@ -606,5 +552,5 @@ def test_coarsened_blocks_are_runs_of_blocks():
     assert [request.block_ids.tolist() for request in coarse] == [[0, 1], [0, 2], [], [3]]
     assert coarse.input_lengths.tolist() == [20, 16, 4, 8]
     assert trace.coarsened(1).digest == trace.digest
-    with pytest.raises(ValueError, match="factor must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="factor=0: needs an int of at least 1"):
         trace.coarsened(0)

@@ -34,10 +34,7 @@ class CommandLine:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.environment = {
-            **{name: value for name, value in os.environ.items() if name != "TRACES_DIR"},
-            "PYTHONPATH": str(REPOSITORY),
-        }
+        self.environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
 
     def start(self, *arguments: object, tiny: dict | None = None) -> subprocess.Popen:
         program = ["-m", "experiments"] if tiny is None else [TINY]
@@ -52,13 +49,16 @@ class CommandLine:
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
-    def __call__(
-        self, *arguments: object, tiny: dict | None = None, status: int = 0
-    ) -> subprocess.CompletedProcess:
+    def __call__(self, *arguments: object, tiny: dict | None = None) -> subprocess.CompletedProcess:
         process = self.start(*arguments, tiny=tiny)
         stdout, stderr = process.communicate(timeout=120)
-        assert process.returncode == status, stdout + stderr
+        assert process.returncode == 0, stdout + stderr
         return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
+@pytest.fixture(autouse=True)
+def _no_traces_dir(monkeypatch):
+    monkeypatch.delenv("TRACES_DIR", raising=False)
 
 
 @pytest.fixture
@@ -84,12 +84,13 @@ TINY_RUNS = {
     "--manager vllm_v1 --model-num-sequences 2 --model-lengths 2 5 --model-num-steps 5",
     "eviction": "--trace {chat} --capacity-percent 5 20 "
     "--policy lru --policy sieve --policy belady --policy {policy}:Mine",
-    "eviction_serving": "--trace {chat} --policy s3fifo --policy belady --capacity-percent 40 80 "
-    "--num-requests 30 --slice-tokens 3000 --max-output-tokens 2 --timed-model tiny",
+    "eviction_serving": "--trace {chat} --policy {policy}:Mine --policy belady "
+    "--capacity-percent 40 80 --num-requests 30 --slice-tokens 3000 --max-output-tokens 2 "
+    "--timed-model tiny",
     "kernel_counters": "--op decode store --arch sm_90 --kv-dtype bfloat16 --block-size 16",
     "manager_overhead": "--pool-blocks 512 1024 --requests 4 --tree-prompts 12",
     "memory_waste": "--trace {lengths} --block-size 1 16 --num-requests 40 --sequences-in-cache 2",
-    "preemption": "--model tiny --threads 1 --block-size 4 16 --context-tokens 32 "
+    "preemption": "--model tiny --threads 1 --block-size 4 16 --context-tokens 40 "
     "--cache-tokens 64 --requests 4 --prompt-tokens 4 12 --output-tokens 12 24 "
     "--serving-repeats 1",
     "replay_speed": "--trace {prompts} --repeats 2",

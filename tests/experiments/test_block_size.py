@@ -59,20 +59,13 @@ def test_a_trace_without_full_blocks_has_waste_only(tmp_path):
     path = tmp_path / "short.jsonl"
     requests = [(0, 20, 1, [0]), (1, 20, 1, [0])]
     cache.save_trace(Trace.from_requests(requests, name="short", block_size=16), path)
-    cells = grid(trace=(path,), block_size=(16, 32), part=("waste", "hit_rate", "partial_reuse"))
-    parts = [row["part"] for cell in cells for row in block_size.run_cell(cell)]
-    assert parts.count("waste") == 2
+    cells = grid(trace=(path,), block_size=(32,), part=("waste", "hit_rate"))
+    assert [row["part"] for cell in cells for row in block_size.run_cell(cell)] == ["waste"]
 
 
-@pytest.mark.parametrize("gpu", [False, True])
-def test_latency_is_absent_without_a_gpu_and_can_be_run_alone(monkeypatch, gpu):
-    monkeypatch.setattr(block_size, "cuda_available", lambda: gpu)
-    cells = grid(part=("latency",))
-    if gpu:
-        assert len(cells) == 3 * 14 * 3
-        assert all(cell.shape.op == "decode" for cell in cells)
-    else:
-        assert cells == [Absent("latency: there is no GPU here")]
+def test_latency_is_absent_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(block_size, "cuda_available", lambda: False)
+    assert grid(part=("latency",)) == [Absent("latency: there is no GPU here")]
 
 
 def test_decode_is_right_at_odd_block_sizes(monkeypatch):

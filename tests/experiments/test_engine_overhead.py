@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 
+from cache.serving.engine import Engine
 from experiments import engine_overhead
 from experiments.engine_overhead import EngineOverhead
-from experiments.load import engine_models
 
 PHASES = ["schedule", "prepare", "model", "rest"]
 
@@ -49,21 +49,14 @@ def test_the_parts_of_a_step_add_up(monkeypatch):
 
 def test_the_number_of_running_requests_is_kept(monkeypatch):
     running = []
-    make_llm = engine_models.make_llm
+    step = Engine.step
 
-    def noting(*arguments, **options):
-        llm = make_llm(*arguments, **options)
-        step = llm.engine.step
+    def noted(engine):
+        tokens, finished = step(engine)
+        running.append(len(engine.scheduler.running) + len(finished))
+        return tokens, finished
 
-        def noted():
-            tokens, finished = step()
-            running.append(len(llm.engine.scheduler.running) + len(finished))
-            return tokens, finished
-
-        llm.engine.step = noted
-        return llm
-
-    monkeypatch.setattr(engine_models, "make_llm", noting)
+    monkeypatch.setattr(Engine, "step", noted)
     rows_of(None, num_sequences=(5,), lengths=(1, 4), num_steps=40)
     assert len(running) >= 40
     assert set(running[-40:]) == {5}

@@ -11,7 +11,7 @@ from experiments.harness import environment
 from experiments.registry import EXPERIMENTS
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def described():
     command = ["python", "-m", "experiments", "run", "eviction", "--trace", "/data/a/chat.jsonl"]
     return environment.describe(
@@ -19,22 +19,18 @@ def described():
     )
 
 
-def test_names_what_a_result_depends_on(described):
+def test_names_what_a_result_depends_on_and_files_without_their_folders(described):
     assert described["packages"]["numpy"] == __import__("numpy").__version__
     assert described["python"].startswith("3.")
     assert described["cpu"]["model"]
     assert described["cpu"]["cores"] >= described["cpu"]["usable_cores"] >= 1
     assert described["cpu"]["memory_gib"] > 0
     assert isinstance(described["gpu"], list)
-
-
-def test_names_files_without_their_folders(described):
     assert described["command"] == (
         "python -m experiments run eviction --trace chat.jsonl --out=out --policy policy.py:Mine"
     )
-    text = str(described)
     for folder in (os.getcwd(), os.path.expanduser("~"), "/data"):
-        assert folder not in text
+        assert folder not in str(described)
 
 
 @pytest.fixture

@@ -16,11 +16,6 @@ from experiments.harness import Absent
 from experiments.load import workloads
 
 
-@pytest.fixture(autouse=True)
-def _no_traces_dir(monkeypatch):
-    monkeypatch.delenv("TRACES_DIR", raising=False)
-
-
 def grid(**options):
     return list(eviction.EXPERIMENT.checked_cells(eviction.Eviction(**options)))
 
@@ -46,6 +41,10 @@ def test_hit_rates_are_those_of_the_replay_between_lru_and_the_bounds(tiny_run, 
     closed = run.summary.set_index("policy")["lru_to_optimum_closed"]
     assert (closed["lru"], closed["belady"]) == (0, 1)
     assert closed["policy.py:Mine"] == closed["sieve"] < 1
+    environment = (run.folder / "environment.json").read_text()
+    assert str(inputs["chat"].parent) not in environment
+    files = {file["file"] for file in json.loads(environment)["inputs"]}
+    assert files == {"chat.jsonl.gz", "policy.py"}
 
 
 def test_a_trace_that_tells_no_block_size_is_titled_without_one(drawn, tmp_path):
@@ -56,14 +55,6 @@ def test_a_trace_that_tells_no_block_size_is_titled_without_one(drawn, tmp_path)
     eviction.EXPERIMENT.plot(rows, tmp_path)
     titles = [axis.get_title() for axis in drawn["hit_rate"].axes[:2]]
     assert titles == ["a\n9 unique blocks", "b\n9 unique blocks of 16 tokens"]
-
-
-@pytest.mark.slow
-def test_inputs_are_recorded_without_their_folders(tiny_run, inputs):
-    text = (tiny_run("eviction").folder / "environment.json").read_text()
-    assert str(inputs["chat"].parent) not in text
-    files = {file["file"] for file in json.loads(text)["inputs"]}
-    assert files == {"chat.jsonl.gz", "policy.py"}
 
 
 def test_without_a_trace_those_of_the_repository_are_replayed():
@@ -95,9 +86,15 @@ def test_a_workload_is_named_like_a_trace():
     assert {row["requests"] for cell in cells for row in eviction.run_cell(cell)} == {30}
 
 
-def test_the_first_requests_of_a_file(inputs):
-    cells = grid(trace=(inputs["chat"],), policy=("lru",), capacity_percent=(5,), num_requests=9)
-    assert {row["requests"] for cell in cells for row in eviction.run_cell(cell)} == {9}
+def test_capacities_are_of_the_unique_blocks_of_the_first_requests_rounded_down(inputs):
+    cells = grid(
+        trace=(inputs["chat"],), policy=("lru",), capacity_percent=(0.001, 5, 10), num_requests=9
+    )
+    rows = [row for cell in cells for row in eviction.run_cell(cell)]
+    assert {row["requests"] for row in rows} == {9}
+    unique = cache.load_trace(inputs["chat"]).head(9).num_unique_blocks
+    expected = [1, int(unique * 0.05), int(unique * 0.1), unique]
+    assert [row["capacity_blocks"] for row in rows] == expected
 
 
 def test_policies_of_equal_hits_share_a_curve_and_the_rest_is_named_together(drawn, tmp_path):
@@ -123,13 +120,6 @@ def test_policies_of_equal_hits_share_a_curve_and_the_rest_is_named_together(dra
     way = {line.get_label(): line.get_ydata()[0] for line in below.lines}
     assert (way["LRU"], way["Belady (optimum)"]) == (0, 100)
     assert (way[merged], way["FIFO"]) == (pytest.approx(12.5), pytest.approx(-25))
-
-
-def test_the_capacity_is_counted_in_unique_blocks_rounded_down(inputs):
-    cells = grid(trace=(inputs["chat"],), policy=("lru",), capacity_percent=(0.001, 0.5, 10))
-    unique = cache.load_trace(inputs["chat"]).num_unique_blocks
-    capacities = [eviction.run_cell(cell)[0]["capacity_blocks"] for cell in cells]
-    assert capacities == [1, int(unique * 0.005), int(unique * 0.1), unique]
 
 
 def test_a_traces_folder_gives_what_can_be_replayed_and_the_reason_for_the_rest(

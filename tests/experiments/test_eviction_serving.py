@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ import cache
 from cache import ServiceModel, Trace
 from experiments import eviction_serving
 from experiments.eviction_serving import EvictionServing
-from experiments.harness import Absent, Unavailable
+from experiments.harness import Unavailable
 from experiments.load import service_times
 from experiments.load.scaled_trace import shrink_blocks
 from experiments.load.workloads import REAL_TRACES
@@ -26,11 +25,6 @@ torch.set_num_threads(1)
 @pytest.fixture
 def trace(inputs) -> Path:
     return inputs["chat"]
-
-
-@pytest.fixture(autouse=True)
-def _no_traces_dir(monkeypatch):
-    monkeypatch.delenv("TRACES_DIR", raising=False)
 
 
 def grid(**options):
@@ -46,32 +40,47 @@ def run_one(trace, policy, percent=30, **options):
     return row
 
 
-def served_slice(trace, skip_requests=0, num_requests=600, max_output_tokens=16, **_) -> Trace:
+def served_slice(trace, num_requests=600, slice_tokens=8_000, max_output_tokens=16, **_) -> Trace:
     """The trace that ``run_one`` serves."""
-    part = cache.load_trace(trace)[skip_requests : skip_requests + num_requests]
-    sizes = {"slice_tokens": 8_000, "max_output_tokens": max_output_tokens}
+    part = cache.load_trace(trace).head(num_requests)
+    sizes = {"slice_tokens": slice_tokens, "max_output_tokens": max_output_tokens}
     return shrink_blocks(part, **sizes, vocab_size=512).trace
 
 
 @pytest.mark.slow
-def test_the_tiny_run_has_bounds_and_ratios_to_no_cache(tiny_run):
+def test_the_tiny_run_has_bounds_and_ratios_to_no_cache(tiny_run, inputs):
     run = tiny_run("eviction_serving")
     rows = run.rows
-    assert list(rows["policy"]) == ["s3fifo"] * 2 + ["belady"] * 2 + ["no_cache"] * 2 + ["infinite"]
+    own = "policy.py:Mine"
+    assert list(rows["policy"]) == [own] * 2 + ["belady"] * 2 + ["no_cache"] * 2 + ["infinite"]
     assert set(rows["requests"]) == {30}
-    assert rows.groupby("policy")["engine_block_hit_rate"].max()["no_cache"] == 0
+    at = rows.set_index(["policy", "capacity_fraction"])
+    slice_ = served_slice(inputs["chat"], num_requests=30, slice_tokens=3_000)
+    row = at.loc[own, 0.4]
+    assert row["capacity_blocks"] == int(0.4 * slice_.num_unique_blocks)
+    sieve = cache.simulate(slice_, policy="sieve", capacity_blocks=int(row["capacity_blocks"]))
+    assert row["replay_evictions"] == sieve.evictions
+    assert row["tokens_per_block"] == slice_.block_size == 3_000 // slice_.num_block_references
+    assert row["length_divisor"] == 16 / slice_.block_size
+    tokens = slice_.num_block_references * slice_.block_size / slice_.input_lengths.sum()
+    assert row["engine_token_hit_rate"] == pytest.approx(tokens * row["engine_block_hit_rate"])
+    assert 0 < row["overlap_block_hit_rate"] <= slice_.infinite_cache_hit_rate
+    replayed, engine = at["replay_block_hit_rate"], at["engine_block_hit_rate"]
+    assert replayed[own, 0.4] == sieve.block_hit_rate < replayed["belady", 0.4]
+    assert replayed["belady", 0.4] <= replayed["infinite", 1] == slice_.infinite_cache_hit_rate
+    assert engine["infinite", 1] == pytest.approx(replayed["infinite", 1])
+    assert at["engine_evictions"]["infinite", 1] == 0 < engine[own, 0.4]
+    assert engine["belady"].isna().all(), "its optimum needs the future"
+    assert replayed["no_cache"].isna().all()
+    assert (engine["no_cache"] == 0).all()
     served = rows[rows["policy"] != "belady"]
     assert (served["ttft_p50_s"] <= served["ttft_p90_s"]).all()
     for column in ("busy_seconds", "requests_per_second", "service_step_s"):
         assert (served[column] > 0).all()
-    infinite = rows.iloc[-1]
-    assert infinite["engine_block_hit_rate"] == pytest.approx(infinite["replay_block_hit_rate"])
-    assert infinite["engine_evictions"] == 0
-    at = run.summary.set_index(["policy", "capacity_fraction"])["ttft_to_no_cache"]
-    assert at["no_cache"].tolist() == [1, 1]
-    ttft = rows.set_index(["policy", "capacity_fraction"])["ttft_mean_s"]
-    expected = ttft["s3fifo", 0.8] / ttft["no_cache", 0.8]
-    assert at["s3fifo", 0.8] == pytest.approx(expected, rel=1e-3)
+    ratio = run.summary.set_index(["policy", "capacity_fraction"])["ttft_to_no_cache"]
+    assert ratio["no_cache"].tolist() == [1, 1]
+    ttft = at["ttft_mean_s"]
+    assert ratio[own, 0.8] == pytest.approx(ttft[own, 0.8] / ttft["no_cache", 0.8], rel=1e-3)
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "lru_k"])
@@ -87,23 +96,6 @@ def test_one_request_at_a_time_the_engine_hits_what_the_replay_hits(trace, polic
     assert row["engine_evictions"] == replay.evictions
     assert row["preemptions"] == 0
     assert row["mean_running"] == 1
-
-
-def test_the_rows_have_the_engine_beside_both_replays(trace):
-    row = run_one(trace, "sieve")
-    slice_ = served_slice(trace)
-    replay = cache.simulate(slice_, policy="sieve", capacity_blocks=row["capacity_blocks"])
-    assert row["capacity_blocks"] == int(0.3 * slice_.num_unique_blocks)
-    assert row["replay_block_hit_rate"] == replay.block_hit_rate
-    assert row["replay_evictions"] == replay.evictions
-    assert row["tokens_per_block"] == slice_.block_size == 8_000 // slice_.num_block_references
-    assert row["length_divisor"] == 16 / slice_.block_size
-    for prefix in ("engine", "overlap"):
-        assert 0 < row[f"{prefix}_block_hit_rate"] <= slice_.infinite_cache_hit_rate
-    ratio = row["engine_token_hit_rate"] / row["engine_block_hit_rate"]
-    tokens = slice_.num_block_references * slice_.block_size / slice_.input_lengths.sum()
-    assert ratio == pytest.approx(tokens)
-    assert row["overlap_ttft_mean_s"] > 0
 
 
 def test_modelled_times_are_those_of_the_same_requests_replayed(trace):
@@ -125,34 +117,12 @@ def test_real_time(trace):
 
 def test_arrivals_offer_the_load(trace):
     service = ServiceModel(prefill_tokens_per_second=10_000)
-    for arrivals in ("trace", "poisson"):
-        cell = grid(trace=(trace,), arrivals=arrivals, load=0.5)[0]
-        served = eviction_serving._slice(cell).trace
-        times = eviction_serving._arrivals(cell, served, service)
-        assert len(times) == len(served)
-        offered = served.input_lengths.mean() * (len(times) - 1) / times[-1]
-        assert offered == pytest.approx(5_000, rel=1e-9 if arrivals == "trace" else 0.5)
-    stretched = np.diff(served.timestamps_ms)
-    cell = dataclasses.replace(cell, arrivals="trace")
-    times = np.diff(eviction_serving._arrivals(cell, served, service))
-    np.testing.assert_allclose(times / times.sum(), stretched / stretched.sum())
-
-
-def test_bounds(trace):
-    infinite = run_one(trace, "infinite", percent=100)
-    assert infinite["engine_evictions"] == infinite["replay_evictions"] == 0
-    assert infinite["engine_block_hit_rate"] == infinite["replay_block_hit_rate"]
-    off = run_one(trace, "no_cache")
-    assert off["engine_block_hit_rate"] == off["engine_token_hit_rate"] == 0
-    assert "replay_block_hit_rate" not in off
-    assert off["capacity_blocks"] < infinite["capacity_blocks"]
-    belady = run_one(trace, "belady")
-    assert "engine_block_hit_rate" not in belady
-    sieve = cache.simulate(
-        served_slice(trace), policy="sieve", capacity_blocks=belady["capacity_blocks"]
-    )
-    assert sieve.block_hit_rate < belady["replay_block_hit_rate"]
-    assert belady["replay_block_hit_rate"] <= infinite["replay_block_hit_rate"]
+    cell = grid(trace=(trace,), load=0.5)[0]
+    served = eviction_serving._slice(cell).trace
+    times = eviction_serving._arrivals(cell, served, service)
+    assert served.input_lengths.mean() * (len(times) - 1) / times[-1] == pytest.approx(5_000)
+    gaps, stretched = np.diff(served.timestamps_ms), np.diff(times)
+    np.testing.assert_allclose(stretched / stretched.sum(), gaps / gaps.sum())
 
 
 def test_the_radix_manager_serves_the_slice_too(trace):
@@ -166,14 +136,6 @@ def test_a_cache_that_does_not_hold_the_longest_request_is_unavailable(trace):
         run_one(trace, "lru", percent=1)
 
 
-def test_a_slice_from_the_middle(trace):
-    middle = {"skip_requests": 20, "num_requests": 15}
-    row = run_one(trace, "lru", percent=100, **middle)
-    served = served_slice(trace, **middle)
-    assert (row["requests"], len(served)) == (15, 15)
-    assert row["mean_prompt_tokens"] == served.input_lengths.mean()
-
-
 def test_the_grid(trace):
     cells = grid(trace=(trace,))
     policies = [str(cell.policy) for cell in cells]
@@ -181,21 +143,6 @@ def test_the_grid(trace):
     assert set(policies) == {"lru", "fifo", "lfu", "arc", "belady", "no_cache", "infinite"}
     assert len(cells) == 6 * 3 + 1
     assert [cell.trace.file.path for cell in grid(policy=("lru",))][::7] == [*REAL_TRACES]
-
-
-def test_an_own_policy_from_a_file(trace, inputs):
-    serial = {"arrivals": "serial", "max_output_tokens": 1}
-    cell = grid(trace=(trace,), policy=(f"{inputs['policy']}:Mine",))[0]
-    assert str(cell.policy) == "policy.py:Mine"
-    mine, sieve = run_one(trace, cell.policy, **serial), run_one(trace, "sieve", **serial)
-    assert mine["policy"] == "policy.py:Mine"
-    assert mine["engine_block_hit_rate"] == sieve["engine_block_hit_rate"]
-
-
-def test_lengths_alone_are_absent(inputs, monkeypatch, tmp_path):
-    shutil.copy(inputs["lengths"], tmp_path)
-    monkeypatch.setenv("TRACES_DIR", str(tmp_path))
-    assert grid() == [Absent("azure.csv has lengths only")]
 
 
 def test_service_times_are_those_of_the_steps(monkeypatch):

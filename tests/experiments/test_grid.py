@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import pytest
-import tyro
 
 from experiments.harness import (
     Absent,
@@ -43,7 +42,6 @@ class Whole(Part):
     kind: Axis[Literal["x", "y"]] = ("x", "y")
     share: Axis[Percent] = (50.0,)
     load: Positive = 1.0
-    threads: Count | None = None
     tokens: Lengths = (1, 8)
     even: Annotated[int, Needs("an even number", even)] = 0
     pairs: tuple[tuple[Count, Percent], ...] = ((1, 1.0),)
@@ -93,31 +91,17 @@ def test_an_absence_is_told_once():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"seed": -1}, "--seed -1: needs an int of at least 0"),
-        ({"size": ()}, "--size: needs at least one value"),
         ({"size": (3, 0)}, "--size 0: needs an int of at least 1"),
-        ({"name": ("c",)}, "--name c: needs one of a, b"),
         ({"kind": ("z",)}, "--kind z: needs one of x, y"),
-        ({"share": (0,)}, "--share 0: needs a number above 0, at most 100"),
         ({"share": (100.5,)}, "--share 100.5: needs a number above 0, at most 100"),
         ({"load": float("nan")}, "--load nan: needs a number above 0"),
         ({"load": float("inf")}, "--load inf: needs a number above 0"),
-        ({"threads": 0}, "--threads 0: needs an int of at least 1"),
-        ({"tokens": (9, 8)}, "--tokens 9 8: needs fewest and most, at least 1"),
         ({"tokens": (0, 8)}, "--tokens 0 8: needs fewest and most, at least 1"),
         ({"even": 3}, "--even 3: needs an even number"),
         ({"even": -2}, "--even -2: says more of a negative one"),
         ({"pairs": ((1, 1.0), (2, 0.0))}, "--pairs 0: needs a number above 0, at most 100"),
-        ({"num_requests": 0}, "--num-requests 0: needs an int of at least 1"),
     ],
 )
 def test_a_value_that_will_not_do_is_named_with_its_option(options, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         list(EXPERIMENT.checked_cells(Whole(**options)))
-
-
-def test_the_command_line_takes_several_values_of_an_axis():
-    words = "--size 3 4 --name a --name b --tokens 2 5 --threads 2 --num-requests 9"
-    assert tyro.cli(Whole, args=words.split()) == Whole(
-        size=(3, 4), name=("a", "b"), tokens=(2, 5), threads=2, num_requests=9
-    )

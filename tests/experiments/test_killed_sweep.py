@@ -1,4 +1,4 @@
-"""Sweeps that are killed and sweeps that meet, with real processes."""
+"""Sweeps that are killed, with real processes."""
 
 from __future__ import annotations
 
@@ -55,17 +55,3 @@ def test_a_killed_sweep_goes_on_where_it_stopped(command_line, journal, tmp_path
     assert set(journal()) == set(range(12))
     assert sum(journal().values()) - 12 == sum(begun.values()) - len(finished) <= 2
     assert list(pd.read_csv(folder / "rows.csv")["number"]) == [n for n in range(12) for _ in "ab"]
-
-
-@pytest.mark.slow
-def test_two_sweeps_into_one_folder(command_line, tmp_path):
-    folder = tmp_path / "results" / "tiny" / "cpu"
-    first = command_line.start("run", "tiny", "--jobs", 1, tiny={"sleep": 2.0})
-    wait_for(lambda: any(folder.glob(".cells/*.json")))
-    second = command_line("run", "tiny", "--cells", 2, "--seed", 5, tiny={}, status=2)
-    assert f"another sweep is writing to results/tiny/cpu: process {first.pid} on" in second.stderr
-    assert "Traceback" not in second.stderr
-    stdout, stderr = first.communicate(timeout=60)
-    assert first.returncode == 0, stderr
-    assert "4 cells, 4 run" in stdout
-    assert list(pd.read_csv(folder / "rows.csv")["number"].unique()) == [0, 1, 2, 3]

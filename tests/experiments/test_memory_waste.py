@@ -37,40 +37,32 @@ def manager_of(system: str, lengths: RequestLengths, num_slots: int, block_size:
     )
 
 
-def test_shares_of_two_requests_by_hand():
-    # One request of 3 + 2 tokens at a time in 8 slots; the second waits for the first.
-    lengths = lengths_of((3, 2), (3, 2))
-    expected = {
-        # slots by kind while the second waits: steps with 3, then 4, then 5 tokens stored
-        "max": {"used": 3.5, "reserved": 1.5, "internal": 3, "external": 0, "free": 0},
-        "oracle": {"used": 3.5, "reserved": 1.5, "internal": 0, "external": 3, "free": 0},
-    }
-    for system, slots in expected.items():
-        manager = manager_of(system, lengths, 8)
-        result = serve(lengths, manager, [0.0, 0.0])
-        assert result.shares == {kind: slots[kind] / 8 for kind in KINDS}
-        assert (result.steps, result.measured_steps, result.mean_running) == (4, 2, 1)
-        assert manager.num_free_blocks == 8
+def shares(result: dict) -> dict:
+    return {kind: result[f"{kind}_fraction"] for kind in KINDS}
 
 
-def test_pages_are_taken_until_one_is_preempted():
-    lengths = lengths_of((3, 3), (3, 3), (3, 3))
-    result = serve(lengths, manager_of("paged", lengths, 8), [0.0, 0.0, 0.0])
-    # The third waits while the first two store 3, then 4 tokens and fill the cache.  The second
-    # makes room for the fifth token of the first, and comes back with its 5 beside the third.
-    assert result.preemptions == 1
-    assert (result.steps, result.measured_steps, result.mean_running) == (6, 3, 5 / 3)
-    shares = {"used": (6 + 8 + 5) / 24, "reserved": 0, "internal": 0, "external": 0, "free": 5 / 24}
-    assert result.shares == shares
-
-
-def test_a_slot_of_pow2_that_the_output_does_not_reach_is_internal():
-    lengths = lengths_of((2, 3), (2, 3))
-    result = serve(lengths, manager_of("pow2", lengths, 8), [0.0, 0.0])
-    # 2 + 4 slots of a run of 8, 5 of them needed.
-    assert result.shares["internal"] == 1 / 8
-    assert result.shares["external"] == 2 / 8
-    assert result.shares["used"] == (2 + 3 + 4) / 3 / 8
+@pytest.mark.parametrize(
+    ("system", "requests", "slots", "steps"),
+    [
+        # One request of 3 + 2 tokens at a time in 8 slots; the second waits for the first, in steps
+        # with 3, then 4 tokens stored.
+        ("max", [(3, 2)] * 2, (3.5, 1.5, 3, 0, 0), (4, 2, 1, 0)),
+        ("oracle", [(3, 2)] * 2, (3.5, 1.5, 0, 3, 0), (4, 2, 1, 0)),
+        # 2 + 4 slots of a run of 8, 5 of them needed: the output does not reach one.
+        ("pow2", [(2, 3)] * 2, (3, 2, 1, 2, 0), (6, 3, 1, 0)),
+        # The third waits while the first two store 3, then 4 tokens and fill the cache.  The second
+        # makes room for the fifth token of the first, and comes back with its 5 beside the third.
+        ("paged", [(3, 3)] * 3, (19 / 3, 0, 0, 0, 5 / 3), (6, 3, 5 / 3, 1)),
+    ],
+)
+def test_memory_by_hand(system, requests, slots, steps):
+    """Mean slots by kind of 8 while a request waits; steps, measured ones, running, preempted."""
+    lengths = lengths_of(*requests)
+    manager = manager_of(system, lengths, 8)
+    result = serve(lengths, manager, [0.0] * len(requests))
+    assert tuple(result.values())[:4] == steps
+    assert [8 * share for share in shares(result).values()] == pytest.approx(slots)
+    assert manager.num_free_blocks == 8
 
 
 @given(
@@ -91,14 +83,14 @@ def test_every_request_is_served_and_the_shares_add_up(requests, gaps, system, b
         assert manager.num_free_blocks == manager.num_blocks
         manager.check_invariants()
         assert manager.stats.num_allocations >= len(requests)
-    assert math.isclose(sum(result.shares.values()), 1)
-    assert 0 < result.shares["used"] <= 1
-    assert result.steps >= max(output for _, output in requests)
-    assert (manager.stats.num_allocations == len(requests)) == (result.preemptions == 0)
+    assert math.isclose(sum(shares(result).values()), 1)
+    assert 0 < result["used_fraction"] <= 1
+    assert result["steps"] >= max(output for _, output in requests)
+    assert (manager.stats.num_allocations == len(requests)) == (result["preemptions"] == 0)
     if system == "paged":
-        assert result.shares["reserved"] == result.shares["external"] == 0
+        assert result["reserved_fraction"] == result["external_fraction"] == 0
     else:
-        assert result.preemptions == 0
+        assert result["preemptions"] == 0
 
 
 def test_without_a_queue_there_is_nothing_to_measure():
@@ -116,23 +108,18 @@ def test_arrivals_fill_the_wanted_memory():
     assert math.isclose(slot_steps / arrivals[-1], 30)
 
 
-def test_an_impossible_row_of_a_file_is_left_out_and_counted(inputs):
-    lengths = request_lengths.sample(TraceFile(InputFile.of(inputs["lengths"]), None), 1000)
-    assert (len(lengths), lengths.num_left_out) == (40, 1)
-    assert max(lengths.outputs) == 7
-
-
-def test_a_sample_is_spread_over_the_trace(inputs):
-    lengths = request_lengths.sample(TraceFile(InputFile.of(inputs["lengths"]), None), 4)
+def test_a_sample_is_spread_over_the_trace_without_impossible_rows(inputs):
+    source = TraceFile(InputFile.of(inputs["lengths"]), None)
+    everything = request_lengths.sample(source, 1000)
+    assert (len(everything), everything.num_left_out, max(everything.outputs)) == (40, 1, 7)
+    lengths = request_lengths.sample(source, 4)
     assert lengths.prompts == [20, 30, 40, 50]
     assert lengths.longest == 50 + 5
-    lengths = request_lengths.sample(
-        TraceFile(InputFile.of(inputs["lengths"]), None), 4, max_tokens=45
-    )
-    assert max(map(sum, zip(lengths.prompts, lengths.outputs, strict=True))) <= 45
+    lengths = request_lengths.sample(source, 4, max_tokens=45)
+    assert lengths.longest <= 45
     assert lengths.num_left_out == 1 + 20
     with pytest.raises(Unavailable, match="azure has no request of at most 9 tokens"):
-        request_lengths.sample(TraceFile(InputFile.of(inputs["lengths"]), None), 4, max_tokens=9)
+        request_lengths.sample(source, 4, max_tokens=9)
 
 
 @pytest.mark.slow

@@ -7,17 +7,17 @@ import torch
 
 from experiments import preemption
 from experiments.load.engine_models import make_llm
-from experiments.preemption import Cost, Preemption, Serving
+from experiments.preemption import Preemption, Serving
 from models import SamplingParams
 
 
-def cell_of(part: type, way: str = "swap", **options):
-    """The cell of a part that is run on a tiny model."""
-    lengths = {"context_tokens": (40,), "prompt_tokens": (4, 12), "output_tokens": (12, 24)}
+def cell_of(way: str = "swap", **options):
+    """The cell that serves requests on a tiny model."""
+    lengths = {"prompt_tokens": (4, 12), "output_tokens": (12, 24)}
     load = {"cache_tokens": 64, "requests": 4, "repeats": 2, "serving_repeats": 2, "threads": 1}
     options = Preemption(model="tiny", **{**lengths, **load, "block_size": (4,), **options})
     cells = preemption.EXPERIMENT.checked_cells(options)
-    return next(c for c in cells if isinstance(c, part) and getattr(c, "way", way) == way)
+    return next(c for c in cells if isinstance(c, Serving) and c.way == way)
 
 
 @pytest.mark.slow
@@ -25,22 +25,15 @@ def test_the_tiny_run_has_every_cost_and_both_ways(tiny_run):
     rows = tiny_run("preemption").rows
     costs, serving = rows[rows["part"] == "cost"], rows[rows["part"] == "serving"]
     assert set(costs["way"]) == {"recompute", "swap", "swap_out", "swap_in"}
-    assert list(costs["blocks"]) == [8] * 4 + [2] * 4
+    assert list(costs["blocks"]) == [10] * 4 + [3] * 4
+    # 2 layers, K and V, 2 heads of 16, fp32: 512 bytes a token
+    assert list(costs["mebibytes"]) == [40 * 512 / 2**20] * 4 + [48 * 512 / 2**20] * 4
     assert (costs["ms_p20"] > 0).all()
+    assert (costs["ms_p20"] <= costs["ms_p80"]).all()
     assert list(serving["way"]) == ["recompute", "swap"] * 2
     assert (serving["preemptions"] > 0).any()
     assert (serving["normalized_latency_ms_p20"] > 0).all()
     assert (serving["output_tokens_per_second_p20"] > 0).all()
-
-
-def test_costs_are_of_the_blocks_that_hold_the_context():
-    rows = preemption.run_cell(cell_of(Cost, block_size=(16,), context_tokens=(40, 64)))
-    by_length = {row["context_tokens"]: row for row in rows if row["way"] == "swap"}
-    assert {length: row["blocks"] for length, row in by_length.items()} == {40: 3, 64: 4}
-    # 2 layers, K and V, 2 heads of 16, fp32: 512 bytes a token
-    assert by_length[64]["mebibytes"] == 64 * 512 / 2**20
-    for row in rows:
-        assert 0 < row["ms_p20"] <= row["ms_p50"] <= row["ms_p80"]
 
 
 def test_what_is_timed_computes_and_moves_the_sequence():
@@ -65,8 +58,8 @@ def test_what_is_timed_computes_and_moves_the_sequence():
 
 @pytest.mark.parametrize("manager", ["vllm_v1", "vllm_v0", "paged"])
 def test_only_swapping_moves_tokens(manager):
-    [swap] = preemption.run_cell(cell_of(Serving, manager=manager))
-    [recompute] = preemption.run_cell(cell_of(Serving, "recompute", manager=manager))
+    [swap] = preemption.run_cell(cell_of(manager=manager))
+    [recompute] = preemption.run_cell(cell_of("recompute", manager=manager))
     assert swap["preemptions"] > 0 < recompute["preemptions"]
     assert swap["swapped_tokens"] > 0 == recompute["swapped_tokens"]
     for row in (swap, recompute):
@@ -78,11 +71,10 @@ def test_only_swapping_moves_tokens(manager):
         assert 0 < row["normalized_latency_ms_p50"] < 1e3 * seconds
 
 
-def test_a_cache_with_room_for_all_preempts_nobody():
-    [row] = preemption.run_cell(cell_of(Serving, cache_tokens=4 * 36))
-    assert (row["preemptions"], row["swapped_tokens"]) == (0, 0)
-
-
-def test_the_cache_has_as_many_tokens_whatever_the_block_size():
-    [row] = preemption.run_cell(cell_of(Serving, block_size=(7,)))
-    assert row["cache_tokens"] == 63
+@pytest.mark.parametrize(("block_size", "tokens", "slots"), [(4, 4 * 36, 4 * 36), (7, 64, 63)])
+def test_the_cache_has_the_tokens_asked_for_and_with_room_for_all_preempts_nobody(
+    block_size, tokens, slots
+):
+    [row] = preemption.run_cell(cell_of(cache_tokens=tokens, block_size=(block_size,)))
+    assert row["cache_tokens"] == slots
+    assert (row["preemptions"] == 0) == (tokens == 4 * 36)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -42,10 +44,10 @@ def test_both_replay_the_same_stream_in_turn(tiny_run, inputs):
 
 def test_without_libcachesim_ours_is_timed_alone(monkeypatch, tmp_path):
     monkeypatch.setattr(replay_speed.importlib.util, "find_spec", lambda name: None)
-    options = replay_speed.ReplaySpeed(policy=("lru",), num_requests=20, repeats=1)
-    absent, *cells = replay_speed.cells(options)
+    few = {"trace": (Path("agent_loops"),), "policy": ("lru",), "num_requests": 20, "repeats": 1}
+    absent, *cells = replay_speed.cells(replay_speed.ReplaySpeed(**few))
     assert absent == Absent("libcachesim is not installed")
     monkeypatch.undo()
     rows = pd.DataFrame(replay_speed.run_cell(cells[0]))
     assert list(rows["implementation"]) == ["pagelab"]
-    assert replay_speed.plot(rows, tmp_path)
+    assert replay_speed.EXPERIMENT.plot(rows, tmp_path)

@@ -11,7 +11,7 @@ import torch
 from cache import ServiceModel
 from cache.serving.open_loop import Run, Served, StepRecord
 from experiments import serving
-from experiments.load.request_lengths import LogNormalLengths
+from experiments.load.workloads import LogNormalLengths
 
 torch.set_num_threads(1)
 CACHING = ("vllm_v1", "vllm_v0", "radix", "nano_vllm")
@@ -21,7 +21,6 @@ TINY = {"duration_s": 0.1, "drain_s": 5.0, "mean_tokens": 24.0, "max_model_len":
 @pytest.fixture(autouse=True)
 def _modelled_time(monkeypatch):
     """A step takes 2 ms, and more with its tokens, however busy the machine is."""
-    monkeypatch.delenv("TRACES_DIR", raising=False)
     service = ServiceModel(step_seconds=0.002, prefill_tokens_per_second=100_000)
     modelled = functools.partial(serving.open_loop.serve, service=service)
     monkeypatch.setattr(serving.open_loop, "serve", modelled)

@@ -64,7 +64,14 @@ def test_every_request_of_a_batch_finds_the_prefix(caching, cached):
 
 
 def test_a_manager_that_loses_the_prefix_is_no_result(monkeypatch):
-    monkeypatch.setattr(cache.MANAGERS["vllm_v1"], "get_computed_blocks", lambda self, seq: ([], 0))
+    vllm_v1 = cache.MANAGERS["vllm_v1"]
+    allocate = vllm_v1.allocate
+
+    def forgetful(self, seq):
+        self.reset_prefix_cache()
+        return allocate(self, seq)
+
+    monkeypatch.setattr(vllm_v1, "allocate", forgetful)
     with pytest.raises(RuntimeError, match="vllm_v1 found 0 of 80 tokens"):
         shared_prefix.run_cell(cell_of(FirstToken))
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import math
 import random
 from dataclasses import replace
 
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 from cache import UnsupportedByDesign, make_manager
 from experiments import sharing
 from experiments.load.workloads import REAL_TRACES
-from experiments.sharing import BlockSteps, Sharing, decode
+from experiments.sharing import Sharing, decode
 
 
 def decoded(
@@ -22,55 +21,37 @@ def decoded(
     *,
     manager: str = "vllm_v1",
     block_size: int = 4,
-) -> tuple[BlockSteps, int]:
-    """Blocks of one request, and how many were copied."""
+) -> tuple[int, int, int]:
+    """Blocks of one request, shared and apart, and how many were copied."""
     num_blocks = (num_sequences + 1) * -(-(prompt + output) // block_size) + 5
     cache_manager = make_manager(
         manager, num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=False
     )
-    total = BlockSteps()
-    decode(
-        cache_manager,
-        prompt_length=prompt,
-        output_length=output,
-        num_sequences=num_sequences,
-        drop_probability=drop_probability,
-        rng=random.Random(0),
-        total=total,
-    )
+    rng = random.Random(0)
+    counts = decode(cache_manager, prompt, output, num_sequences, drop_probability, rng)
     assert cache_manager.num_free_blocks == num_blocks
     cache_manager.check_invariants()
-    return total, cache_manager.stats.copied_blocks
+    return *counts, cache_manager.stats.copied_blocks
 
 
-def test_two_samples_of_a_prompt_that_ends_inside_a_block():
-    # 7, 8, 9 tokens each: a shared block, a copied one, and from 9 on one more each.
-    total, copied = decoded(6, 3, 2)
-    assert total == BlockSteps(shared=3 + 3 + 5, apart=4 + 4 + 6)
-    assert copied == 1
-    assert math.isclose(total.saved_fraction, 3 / 14)
-
-
-def test_two_samples_of_a_prompt_that_ends_on_a_boundary_copy_nothing():
-    total, copied = decoded(8, 3, 2)
-    assert total == BlockSteps(shared=3 * 4, apart=3 * 6)
-    assert copied == 0
-
-
-def test_one_sequence_saves_nothing():
-    total, copied = decoded(6, 9, 1)
-    assert (total.saved_fraction, copied) == (0, 0)
+@pytest.mark.parametrize(
+    ("request_", "expected"),
+    [
+        # 7, 8, 9 tokens each: a shared block, a copied one, and from 9 on one more each.
+        ((6, 3, 2), (3 + 3 + 5, 4 + 4 + 6, 1)),
+        # A prompt that ends on a boundary: nothing is copied.
+        ((8, 3, 2), (3 * 4, 3 * 6, 0)),
+        # Each step all beams are forks of one: 8 + 4k tokens and then one block each, and two of
+        # three copy it in each step but the first of a block.
+        ((8, 8, 3, 1.0), (4 * (2 + 3) + 4 * (3 + 3), 3 * (4 * 3 + 4 * 4), 2 * 3 * 2)),
+    ],
+)
+def test_blocks_by_hand(request_, expected):
+    assert decoded(*request_) == expected
 
 
 def test_beams_that_are_never_dropped_are_samples():
     assert decoded(6, 20, 3, 0.0) == decoded(6, 20, 3)
-
-
-def test_beams_that_all_descend_from_the_best_share_all_but_the_last_block():
-    # Each step all beams are forks of one: 8 + 4k tokens and then one block each.
-    total, copied = decoded(8, 8, 3, 1.0)
-    assert total.shared == 4 * (2 + 3) + 4 * (3 + 3)
-    assert copied == 2 * 3 * 2  # within a block, two of the three beams copy it in each step
 
 
 @pytest.mark.parametrize("drop_probability", [None, 0.1, 0.7])
@@ -87,48 +68,41 @@ def test_the_managers_with_fork_agree(drop_probability):
     block_size=st.sampled_from([1, 3, 4, 16]),
 )
 def test_the_saving_is_bounded(prompt, output, num_sequences, drop_probability, block_size):
-    total, _ = decoded(prompt, output, num_sequences, drop_probability, block_size=block_size)
+    shared, apart, _ = decoded(
+        prompt, output, num_sequences, drop_probability, block_size=block_size
+    )
     lengths = range(prompt + 1, prompt + output + 1)
     blocks = sum(-(-length // block_size) for length in lengths)
-    assert total.apart == num_sequences * blocks
+    assert apart == num_sequences * blocks
     # All beams in one block at best; at least the full blocks of the prompt are shared.
     shared_prompt = output * (prompt // block_size) * (num_sequences - 1)
-    assert blocks <= total.shared <= total.apart - shared_prompt
+    assert blocks <= shared <= apart - shared_prompt
 
 
-def cell_of(**options) -> Sharing:
-    defaults = {"lengths": ("20:60",), "num_sequences": (2,), "num_requests": 10}
-    options = Sharing(drop_probability=(), **{**defaults, **options})
-    return next(iter(sharing.cells(options)))
+def cells(**options) -> list[Sharing]:
+    return list(sharing.cells(Sharing(**options)))
 
 
-def saved(cell: Sharing) -> float:
-    return sharing.run_cell(cell)[0]["saved_fraction"]
+def test_a_row_depends_on_the_seed_and_more_sequences_and_drops_save_more():
+    cell = cells(num_sequences=(2,), num_requests=10, drop_probability=(0.2,))[1]
+
+    def saved(**values):
+        return sharing.run_cell(replace(cell, **values))[0]["saved_fraction"]
+
+    assert saved() == saved() != saved(seed=1)
+    assert 0 < saved(drop_probability=None) < saved(drop_probability=None, num_sequences=4)
+    assert saved(drop_probability=None) < saved(drop_probability=0.01) < saved()
 
 
-def test_the_same_seed_gives_the_same_row():
-    cell = replace(cell_of(), drop_probability=0.2)
-    assert sharing.run_cell(cell) == sharing.run_cell(cell)
-    assert sharing.run_cell(cell) != sharing.run_cell(replace(cell, seed=1))
-
-
-def test_more_sequences_and_more_drops_save_more():
-    cell = cell_of()
-    assert 0 < saved(cell) < saved(replace(cell, num_sequences=4))
-    rare, often = (saved(replace(cell, drop_probability=p)) for p in (0.01, 0.3))
-    assert saved(cell) < rare < often
-
-
-def test_the_grid_has_synthetic_lengths_beside_the_traces(monkeypatch):
-    monkeypatch.delenv("TRACES_DIR", raising=False)
-    cells = list(sharing.cells(Sharing(num_sequences=(2, 3), drop_probability=(0.1,))))
-    names = list(dict.fromkeys(cell.trace.name for cell in cells))
+def test_the_grid_has_synthetic_lengths_beside_the_traces():
+    items = cells(num_sequences=(2, 3), drop_probability=(0.1,))
+    names = list(dict.fromkeys(cell.trace.name for cell in items))
     assert names == ["log_normal_20_60", "log_normal_160_340", *(path.name for path in REAL_TRACES)]
-    assert [(c.num_sequences, c.drop_probability) for c in cells[:4]] == [
+    assert [(c.num_sequences, c.drop_probability) for c in items[:4]] == [
         (2, None), (2, 0.1), (3, None), (3, 0.1),
     ]  # fmt: skip
 
 
 def test_a_manager_without_fork_says_so():
     with pytest.raises(UnsupportedByDesign, match="'nano_vllm' does not offer fork"):
-        sharing.run_cell(cell_of(manager=("nano_vllm",)))
+        sharing.run_cell(cells(manager=("nano_vllm",), num_requests=1)[0])

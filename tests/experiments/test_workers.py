@@ -1,11 +1,11 @@
-"""run_locally: tasks in real worker processes."""
+"""Tasks in real worker processes."""
 
 from __future__ import annotations
 
 import json
 import os
 import time
-from collections import defaultdict
+from functools import partial
 
 import pytest
 
@@ -13,55 +13,53 @@ from experiments.harness.workers import LastingWorker, Task, run_locally
 
 
 @pytest.fixture
-def outcomes(tiny, tmp_path, monkeypatch):
-    """Run tiny cells; returns their outcomes by number and the workers that ran each group."""
+def run(tiny, tmp_path, monkeypatch):
+    """Run tiny cells by an executor; their outcomes by number, and the number and the process of
+    each that began."""
 
-    def run(behaviour, *, jobs, **options):
+    def run(executor, behaviour=None, run_cell=tiny.run_cell, **options):
         journal = tmp_path / "journal"
-        monkeypatch.setenv("TINY_BEHAVIOUR", json.dumps({"journal": str(journal), **behaviour}))
-        cells = list(tiny.cells(tiny.TinyOptions(**options)))
-        tasks = [Task(str(cell.number), tiny.run_cell, cell) for cell in cells]
-        by_number = {int(o.key): o for o in run_locally(tasks, jobs=jobs)}
-        workers = defaultdict(set)
-        for line in journal.read_text().splitlines():
-            number, worker = map(int, line.split())
-            workers[cells[number].group].add(worker)
-        return by_number, workers
+        journal.write_text("")
+        # A worker that runs keeps its environment, so behaviour counts for fresh ones only.
+        behaviour = {"journal": str(journal), **(behaviour or {})}
+        monkeypatch.setenv("TINY_BEHAVIOUR", json.dumps(behaviour))
+        cells = tiny.cells(tiny.TinyOptions(**options))
+        outcomes = list(executor([Task(str(cell.number), run_cell, cell) for cell in cells]))
+        begun = [tuple(map(int, line.split())) for line in journal.read_text().splitlines()]
+        return {int(outcome.key): outcome for outcome in outcomes}, begun
 
     return run
 
 
-def test_workers_divide_the_groups_among_them(outcomes):
-    by_number, workers = outcomes({"sleep": 0.4}, jobs=2, cells=8, groups=2)
-    assert {number: o.status for number, o in by_number.items()} == dict.fromkeys(
-        range(8), "finished"
-    )
-    first, second = workers.values()
-    assert len(first | second) == 2, "both workers had work"
-    assert min(len(first), len(second)) == 1, "at most the end of one group was taken over"
+def statuses(outcomes):
+    return [outcomes[number].status for number in sorted(outcomes)]
 
 
-def test_a_dying_worker_costs_its_own_cell_only(outcomes):
-    by_number, _ = outcomes({"dies": [1, 2]}, jobs=1, cells=4)
-    assert {n: o.status for n, o in by_number.items()} == {
-        0: "finished",
-        1: "failed",
-        2: "failed",
-        3: "finished",
-    }
-    assert by_number[1].message == "its worker process died with exit code -9"
+def test_workers_divide_the_groups_among_them(run):
+    outcomes, begun = run(partial(run_locally, jobs=2), {"sleep": 0.4}, cells=8, groups=2)
+    assert statuses(outcomes) == ["finished"] * 8
+    even, odd = ({worker for n, worker in begun if n % 2 == group} for group in (0, 1))
+    assert len(even | odd) == 2, "both workers had work"
+    assert min(len(even), len(odd)) == 1, "at most the end of one group was taken over"
+
+
+def test_a_dying_worker_costs_its_own_cell_only(run):
+    outcomes, _ = run(partial(run_locally, jobs=1), {"dies": [1, 2]}, cells=4)
+    assert statuses(outcomes) == ["finished", "failed", "failed", "finished"]
+    assert outcomes[1].message == "its worker process died with exit code -9"
 
 
 @pytest.mark.parametrize("asked", [None, 1, 5])
-def test_workers_share_the_cores_unless_a_number_of_threads_is_asked_for(asked, tiny, monkeypatch):
+def test_workers_share_the_cores_unless_a_number_of_threads_is_asked_for(
+    asked, run, tiny, monkeypatch
+):
     for library in ("OMP", "MKL", "NUMBA"):
         monkeypatch.delenv(f"{library}_NUM_THREADS", raising=False)
     if asked:
         monkeypatch.setenv("OMP_NUM_THREADS", str(asked))
-    cells = list(tiny.cells(tiny.TinyOptions(cells=2)))
-    tasks = [Task(str(cell.number), tiny.thread_limits, cell) for cell in cells]
+    outcomes, _ = run(partial(run_locally, jobs=2), run_cell=tiny.thread_limits, cells=2)
     expected = asked or max(1, len(os.sched_getaffinity(0)) // 2)
-    for outcome in run_locally(tasks, jobs=2):
+    for outcome in outcomes.values():
         assert set(outcome.rows[0].values()) == {expected}
         assert len(outcome.rows[0]) == 3
 
@@ -70,32 +68,11 @@ def test_no_task_no_worker():
     assert list(run_locally([], jobs=2)) == []
 
 
-@pytest.fixture
-def lasting(tiny, tmp_path, monkeypatch):
-    """Run tiny cells on a LastingWorker; returns outcomes and the processes they ran in."""
-    journal = tmp_path / "journal"
-
-    def run(worker, behaviour=None, cells=2):
-        journal.write_text("")
-        given = {"journal": str(journal), **(behaviour or {})}
-        # A worker that runs keeps its environment, so behaviour counts for fresh ones only.
-        monkeypatch.setenv("TINY_BEHAVIOUR", json.dumps(given))
-        tasks = [
-            Task(str(cell.number), tiny.run_cell, cell)
-            for cell in tiny.cells(tiny.TinyOptions(cells=cells))
-        ]
-        outcomes = list(worker(tasks))
-        return outcomes, [line.split()[1] for line in journal.read_text().splitlines()]
-
-    return run
-
-
-def test_a_lasting_worker_serves_one_sweep_after_the_other(lasting):
+def test_a_lasting_worker_serves_one_sweep_after_the_other(run):
     with LastingWorker() as worker:
-        first, processes = lasting(worker)
-        second, more = lasting(worker)
-    assert [outcome.status for outcome in (*first, *second)] == ["finished"] * 4
-    assert len({*processes, *more}) == 1
+        runs = [run(worker, cells=2) for _ in "ab"]
+    assert [statuses(outcomes) for outcomes, _ in runs] == [["finished"] * 2] * 2
+    assert len({process for _, begun in runs for _, process in begun}) == 1
 
 
 @pytest.mark.parametrize(
@@ -108,33 +85,32 @@ def test_a_lasting_worker_serves_one_sweep_after_the_other(lasting):
     ids=["error", "CUDA error", "death"],
 )
 @pytest.mark.parametrize("executor", ["lasting", "local"])
-def test_a_fresh_process_follows_where_the_old_one_is_spent(lasting, executor, behaviour, fresh):
+def test_a_fresh_process_follows_where_the_old_one_is_spent(run, executor, behaviour, fresh):
     with LastingWorker() as worker:
-        run = worker if executor == "lasting" else lambda tasks: run_locally(tasks, jobs=1)
-        outcomes, processes = lasting(run, behaviour, cells=3)
-    assert [outcome.status for outcome in outcomes] == ["failed", "finished", "finished"]
-    assert len(set(processes)) == 1 + fresh
+        executor = worker if executor == "lasting" else partial(run_locally, jobs=1)
+        outcomes, begun = run(executor, behaviour, cells=3)
+    assert statuses(outcomes) == ["failed", "finished", "finished"]
+    assert len({process for _, process in begun}) == 1 + fresh
 
 
-def test_at_the_deadline_what_runs_is_given_up_and_nothing_begins(lasting):
+def test_at_the_deadline_what_runs_is_given_up_and_nothing_begins(run):
     with LastingWorker() as worker:
-        lasting(worker, {"sleep": 60}, cells=0)
         started = time.monotonic()
         worker.deadline = started + 3
-        outcomes, processes = lasting(worker, {"sleep": 60})
-        assert (outcomes, time.monotonic() - started < 30) == ([], True)
-        assert len(processes) <= 1
-        assert lasting(worker)[0] == []
+        outcomes, begun = run(worker, {"sleep": 60}, cells=2)
+        assert (outcomes, time.monotonic() - started < 30) == ({}, True)
+        assert len(begun) <= 1
+        assert run(worker, cells=2)[0] == {}
         worker.deadline = float("inf")
-        assert len(lasting(worker)[0]) == 2
+        assert len(run(worker, cells=2)[0]) == 2
 
 
-def test_a_task_beyond_its_limit_fails_and_the_next_gets_a_fresh_process(lasting):
+def test_a_task_beyond_its_limit_fails_and_the_next_gets_a_fresh_process(run):
     with LastingWorker(limit_s=1.0) as worker:
-        outcomes, _ = lasting(worker, {"sleep": 60}, cells=1)
-        assert [outcome.status for outcome in outcomes] == ["failed"]
+        outcomes, _ = run(worker, {"sleep": 60}, cells=1)
+        assert statuses(outcomes) == ["failed"]
         assert outcomes[0].message == "TimeoutError: no result after 1 s"
         worker.limit_s = float("inf")
-        outcomes, processes = lasting(worker)
-    assert [outcome.status for outcome in outcomes] == ["finished"] * 2
-    assert len(set(processes)) == 1
+        outcomes, begun = run(worker, cells=2)
+    assert statuses(outcomes) == ["finished"] * 2
+    assert len({process for _, process in begun}) == 1

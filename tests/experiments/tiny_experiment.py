@@ -110,18 +110,13 @@ EXPERIMENT = Experiment(
     run_cell=run_cell,
     plot=plot,
 )
-
-
-def main() -> int:
-    from experiments.registry import EXPERIMENTS
-
-    EXPERIMENTS.clear()
-    EXPERIMENTS["tiny"] = EXPERIMENT
-    EXPERIMENTS["tiny_gpu"] = replace(EXPERIMENT, name="tiny_gpu", gpu="required")
-    from experiments.cli import main
-
-    return main()
-
+EXPERIMENTS = {
+    "tiny": EXPERIMENT,
+    "tiny_gpu": replace(EXPERIMENT, name="tiny_gpu", gpu="required"),
+}
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    from experiments import cli
+
+    cli.EXPERIMENTS = EXPERIMENTS
+    raise SystemExit(cli.main())

@@ -169,15 +169,3 @@ def shipped_resources(tmp_path_factory, compiling_process):
         return rows
 
     return resources
-
-
-@pytest.fixture(scope="session")
-def memory_op_resources(shipped_resources):
-    """Rows of one op that only moves memory: all its configurations on sm_90, d80 elsewhere."""
-
-    def resources(arch: str, op: str) -> list[dict]:
-        ops = ("copy_blocks", "swap_blocks", "merge_attention_states")
-        rows = shipped_resources(arch, *ops, match="" if arch == "sm_90" else "d80")
-        return [row for row in rows if row["op"] == op]
-
-    return resources

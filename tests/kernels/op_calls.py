@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 import kernels
 from kernels import flash_attn_compat
@@ -114,16 +115,14 @@ def on_device(call: dict[str, object], device: torch.device) -> dict[str, object
     """The call with its tensors moved, in the strides they have; meta tensors stay, and the host
     cache of a swap is pinned."""
 
-    def moved(name, value):
-        if isinstance(value, (list, tuple)):
-            return type(value)(moved(name, item) for item in value)
-        if not isinstance(value, torch.Tensor) or value.is_meta:
-            return value
-        if name == "dst_cache":
-            return value if device.type == "cpu" else value.pin_memory()
-        if value.is_contiguous():
-            return value.to(device)
-        place = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device)
-        return place.copy_(value)
+    def moved(tensor):
+        if tensor.is_meta:
+            return tensor
+        if tensor is call.get("dst_cache"):
+            return tensor if device.type == "cpu" else tensor.pin_memory()
+        if tensor.is_contiguous():
+            return tensor.to(device)
+        options = {"dtype": tensor.dtype, "device": device}
+        return torch.empty_strided(tensor.size(), tensor.stride(), **options).copy_(tensor)
 
-    return {name: moved(name, value) for name, value in call.items()}
+    return tree_map_only(torch.Tensor, moved, call)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from op_calls import function, i32, i64, kv
 from torch import rand, zeros
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 def _rotary():
@@ -58,18 +59,8 @@ CALLS = {
 }
 
 
-def moved(value, move):
-    """A value with each tensor in it moved."""
-    if isinstance(value, (list, tuple)):
-        return type(value)(moved(item, move) for item in value)
-    return move(value) if isinstance(value, torch.Tensor) else value
-
-
 def tensors(value):
-    """All tensors in a value, in their order."""
-    found = []
-    moved(value, found.append)
-    return found
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -83,7 +74,7 @@ def test_nothing_past_the_end_is_accessed(name, at_the_edge, monkeypatch):
         )
 
     call = CALLS[name]()
-    edge = {argument: moved(value, at_the_edge_with_strides) for argument, value in call.items()}
+    edge = tree_map_only(torch.Tensor, at_the_edge_with_strides, call)
     op = function(name.split()[0])
     expected = tensors([op(**call), *call.values()])
     empty = torch.empty  # results

@@ -70,25 +70,6 @@ def test_matches_reference_on_any_shape(op, data, device):
     op.assert_matches_reference(call)
 
 
-@pytest.mark.parametrize(
-    ("block_size", "head_dim", "dtype", "scales"),
-    [
-        (1, 80, torch.float16, "number"),
-        (7, 112, torch.bfloat16, "per head"),
-        (16, 128, torch.bfloat16, "none"),
-        (24, 64, torch.float32, "tensor"),
-        (256, 96, torch.float16, "per head"),
-    ],
-)
-@every_op
-def test_fp8_caches(op, block_size, head_dim, dtype, scales, device):
-    shape = {"block_size": block_size, "head_dim": head_dim, "dtype": dtype}
-    call = op.call(device, window_size=45, num_q_heads=6, kv_dtype=FP8_DTYPE, **shape)
-    call |= {"softcap": 20.0, **random_scales(scales, 2, device)}
-    for num_splits in (1, 2):
-        op.assert_matches_reference(call, num_splits)
-
-
 @pytest.mark.parametrize("head_dim", [16, 17, 48, 80, 96, 112, 128, 160, 255, 256])
 @without_prefix
 def test_head_dims(op, head_dim, device):

@@ -1,4 +1,4 @@
-"""What the compiler makes of the shipped decode and store kernels, and of all kernels on gfx942.
+"""What the compiler makes of the shipped kernels.
 
 This is how performance is guarded where no GPU is: registers, shared memory, access widths and
 tensor-core instructions of the compiled kernels are asserted on.
@@ -9,144 +9,175 @@ from __future__ import annotations
 import json
 
 import pytest
+from op_calls import FP8_OPS
 
-from kernels.compiled.architectures import ARCHITECTURES, CUDA_ARCHITECTURES
+from kernels.compiled.architectures import ARCHITECTURES
 from kernels.compiled.compile import (
     KernelResources,
-    compile_call,
     count_loop_spills,
     format_table,
+    launched_by,
     main,
 )
-from kernels.compiled.shipped import HEAD_DIMS
-from kernels.compiled.shipped import OPS as ALL_OPS
+from kernels.compiled.shipped import OPS
 from kernels.tiles import PROGRAMS_PER_MULTIPROCESSOR
 
-OPS = ("store_kvcache", "paged_decode_attention")
+pytestmark = pytest.mark.timeout(900)  # with an empty Triton cache minutes pass
+DECODE, PREFILL = "_paged_decode_kernel", "_paged_prefill_kernel"
+MOVES = ("copy_blocks", "swap_blocks", "merge_attention_states")
+MMA_FAMILY = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma"}
+ALL_BF16 = "bf16 d(64|80|128|256)|fp16 d256( g4( b16)?)?$"
+# (ops, configurations). On sm_90 all in bf16 but for head_dim 96, whose tiles are those of 80, and
+# in fp16, which compiles like it, the largest; elsewhere a padded head_dim, and where registers are
+# scarcest.
+SELECTED = {
+    "sm_90": (
+        (("store_kvcache", "paged_decode_attention", "paged_prefill_attention"), ALL_BF16),
+        (("shared_prefix_decode_attention",), "(bf16|fp8) d128"),
+        (MOVES, "d(80|256)"),
+        (FP8_OPS, "fp8 d(80|128|256) g4$|fp8 .*g71|fp8 d80$|fp8 d256 .*b16"),
+    ),
+    "gfx942": (
+        ((), "^b16$|bf16 d80|fp16 d80 (list|hnd)"),  # of every op
+        (("paged_decode_attention",), "bf16 d256 g4$"),
+        (("paged_prefill_attention",), "bf16 d256 g4 b16 split features"),
+    ),
+    **dict.fromkeys(
+        ("sm_80", "sm_100"),
+        (
+            (("store_kvcache", "paged_decode_attention"), "bf16 d(80|256)"),
+            (("paged_decode_attention",), "bf16 d128 g(71|4 split features)"),
+            (("paged_prefill_attention",), "bf16 d(80|256)|bf16 d128 g4 b16 features"),
+            (("shared_prefix_decode_attention",), "bf16 d256"),
+            (MOVES, "d80"),
+            (FP8_OPS, "fp8 d80 g4$|fp8 d80$|fp8 d256 .*b16"),
+        ),
+    ),
+}
 
 
-@pytest.fixture(scope="module", params=CUDA_ARCHITECTURES)
+@pytest.fixture(scope="module", params=ARCHITECTURES)
 def rows(request, shipped_resources):
-    """Every kernel of both ops on one architecture; fp16 compiles like bf16, so once is enough."""
-    return shipped_resources(
-        request.param, *OPS, match="bf16|fp16" if request.param == "sm_90" else "bf16"
-    )
+    """What is selected on one architecture."""
+    arch = request.param
+    parts = [shipped_resources(arch, *ops, match=match) for ops, match in SELECTED[arch]]
+    return [row for part in parts for row in part]
 
 
-def of_kernel(rows, name):
-    selected = [row for row in rows if row["kernel"] == name]
+def of_kernels(rows, *names):
+    selected = [row for row in rows if row["kernel"] in names]
     assert selected
     return selected
 
 
-def bytes_fetched(row):
-    """Bytes that the 16-byte accesses of one program to global memory bring in, each run once."""
-    accesses = row["global_loads"].get("128", 0) + row["async_copies"].get("128", 0)
-    return 16 * accesses * 32 * row["num_warps"]
+def name_of(row):
+    return row["arch"], row["kernel"], row["config"]
 
 
-def test_every_configuration_is_compiled(rows):
-    decode = {row["config"] for row in of_kernel(rows, "_paged_decode_kernel")}
-    store = {row["config"] for row in of_kernel(rows, "_store_kvcache_kernel")}
-    for head_dim in HEAD_DIMS:
-        assert f"bf16 d{head_dim} g4" in decode
-        assert f"bf16 d{head_dim}" in store
-    assert "bf16 d128 g4 split features" in decode
-    of_kernel(rows, "_merge_splits_kernel")
+def bytes_of(row, accesses, width=128):
+    """Bytes that all threads of a program move by the accesses of a width, each run once."""
+    threads = row["num_warps"] * ARCHITECTURES[row["arch"]].warp_size
+    return width // 8 * threads * row[accesses].get(str(width), 0)
 
 
-def test_decode_fetches_keys_and_values_by_16_byte_accesses(rows):
-    sizes = set()
-    for row in of_kernel(rows, "_paged_decode_kernel"):
-        constants = row["constants"]
-        sizes.add(constants["BLOCK_SIZE"])
-        tile_bytes = 2 * 2 * constants["TILE_N"] * constants["HEAD_DIM_PADDED"]  # K and V
-        buffers = (row["num_stages"] - 1) // 2
-        # The pipeline's prologue fills its buffers, its body refills one, the tail loads its own.
-        assert 16 * row["async_copies"]["128"] * 32 * row["num_warps"] == (buffers + 1) * tile_bytes
-        assert bytes_fetched(row) >= (buffers + 2) * tile_bytes
-        # What is narrower is block ids and lengths, 4 bytes each.
-        assert set(row["async_copies"]) <= {"32", "128"}
-        assert set(row["global_loads"]) <= {"32", "128"}
-    assert sizes == {16, 24, 256}
+def test_every_op_is_compiled_with_every_feature_and_dtype(rows):
+    arch = rows[0]["arch"]
+    configs = {(row["kernel"], row["config"]) for row in rows}
+    dims = (64, 80, 128) if arch == "sm_90" else (80,)
+    wanted = {(DECODE, f"bf16 d{dim} g4") for dim in (*dims, 256)}
+    wanted |= {(PREFILL, f"bf16 d{dim} g4 b16") for dim in dims}
+    wanted |= {("_store_kvcache_kernel", f"bf16 d{dim}") for dim in dims}
+    wanted |= {(PREFILL, "bf16 d256 g4 b16 split features")}
+    if arch != "gfx942":
+        wanted |= {(DECODE, "bf16 d128 g71"), (DECODE, "bf16 d128 g4 split features")}
+        wanted |= {(PREFILL, "bf16 d128 g4 b16 features")}
+        wanted |= {(DECODE, "fp8 d80 g4"), (PREFILL, "fp8 d256 g4 b16")}
+        wanted |= {("_store_kvcache_kernel", "fp8 d80"), ("_rope_store_kvcache_kernel", "fp8 d80")}
+    if arch == "sm_90":
+        wanted |= {(DECODE, f"bf16 d128 g4 b{size}") for size in (24, 256)}
+        wanted |= {(PREFILL, f"bf16 d128 {rest}") for rest in ("g71 b16 batch", "g4 b16 split")}
+        wanted |= {(PREFILL, "bf16 d128 g4"), (PREFILL, "fp8 d128 g4")}  # prefixes of cascade
+    assert wanted <= configs
+    assert {row["op"] for row in rows} >= set(OPS if arch == "gfx942" else MOVES)
 
 
-def test_decode_keeps_block_ids_in_flight(rows):
-    """Block ids come by asynchronous copies too, ahead of the keys and values they lead to."""
-    for row in of_kernel(rows, "_paged_decode_kernel"):
-        assert row["async_copies"]["32"] >= 2 * ((row["num_stages"] - 1) // 2)
+def test_programs_fit_a_multiprocessor(rows):
+    """Decode's together; conftest.py sees to spills."""
+    for row in rows:
+        least = PROGRAMS_PER_MULTIPROCESSOR if row["kernel"] == DECODE else 1
+        assert row["programs_per_multiprocessor"] >= least, name_of(row)
+        assert row["arch"] != "gfx942" or row["local_bytes"] == 0, name_of(row)
 
 
-def test_decode_runs_both_products_on_tensor_cores(rows):
-    for row in of_kernel(rows, "_paged_decode_kernel"):
-        assert row["dots"] == row["tensor_core_dots"] == 4  # two in the loop, two in the tail
-        assert sum(row["mma"].values()) > 0
+def test_attention_computes_every_product_on_tensor_cores(rows):
+    for row in of_kernels(rows, DECODE, PREFILL):
+        # Two in each region of keys, a loop: decode's are full tiles and a tail.
+        regions = 2 + bool(row["constants"].get("HAS_LEFT"))
+        assert row["dots"] == row["tensor_core_dots"] >= 2 * regions, name_of(row)
+        assert len(row["mma"]) == 1, name_of(row)
+        if row["config"].startswith("bf16") and row["kernel"] == PREFILL:
+            assert set(row["mma"]) == {MMA_FAMILY[row["arch"]]}, name_of(row)
 
 
-def test_decode_programs_fit_a_multiprocessor_together(rows):
-    for row in of_kernel(rows, "_paged_decode_kernel"):
-        assert row["programs_per_multiprocessor"] >= PROGRAMS_PER_MULTIPROCESSOR
-
-
-def test_store_moves_rows_by_16_byte_accesses(rows):
-    for row in of_kernel(rows, "_store_kvcache_kernel"):
-        constants = row["constants"]
-        tile_bytes = 2 * 2 * constants["TILE_ROWS"] * constants["HEAD_DIM_PADDED"]
-        assert bytes_fetched(row) == tile_bytes
-        assert 16 * row["global_stores"]["128"] * 32 * row["num_warps"] == tile_bytes
-        assert set(row["global_stores"]) == {"128"}
-        assert set(row["global_loads"]) <= {"64", "128"}  # 8 bytes: the slots
-
-
-ATTENTION_KERNELS = {"_paged_decode_kernel", "_paged_prefill_kernel"}
-
-
-@pytest.fixture(scope="module")
-def amd_rows(shipped_resources):
-    """Every op on gfx942 at a padded head_dim; at the largest decode, and prefill with features."""
-    rows = shipped_resources("gfx942", match="^b16$|bf16 d80|fp16 d80 (list|hnd)")
-    largest = "bf16 d256 g4($| b16 split features)"
-    attention = ("paged_decode_attention", "paged_prefill_attention")
-    return rows + shipped_resources("gfx942", *attention, match=largest)
-
-
-def test_every_op_compiles_for_amd_without_spills(amd_rows):
-    assert {row["op"] for row in amd_rows} == set(ALL_OPS)
-    assert {row["kernel"] for row in amd_rows} >= ATTENTION_KERNELS
-    for row in amd_rows:
-        assert row["local_bytes"] == 0, (row["kernel"], row["config"])
-        assert row["programs_per_multiprocessor"] >= 1, (row["kernel"], row["config"])
-
-
-def test_amd_attention_uses_matrix_cores_and_16_byte_loads(amd_rows):
-    """A wavefront is 64 threads; loads to registers take the place of asynchronous copies."""
-    for row in amd_rows:
-        if row["kernel"] not in ATTENTION_KERNELS:
-            continue
-        constants, config = row["constants"], (row["kernel"], row["config"])
+def test_attention_fetches_keys_and_values_by_16_byte_accesses(rows):
+    for row in of_kernels(rows, DECODE, PREFILL):
+        constants, copies, name = row["constants"], row["async_copies"], name_of(row)
+        decode, fp8 = row["kernel"] == DECODE, row["config"].startswith("fp8")
+        tile_bytes = constants["TILE_N"] * constants["HEAD_DIM_PADDED"] * (1 if fp8 else 2)
         regions = 2 + bool(constants.get("HAS_LEFT"))
-        assert row["dots"] == row["tensor_core_dots"] >= 2 * regions, config
-        assert row["mma"].keys() == {"mfma"}, config
-        # Every region of keys loads its K and V; what is narrower is block ids and lengths.
-        tile_bytes = 2 * 2 * constants["TILE_N"] * constants["HEAD_DIM_PADDED"]
-        assert 16 * row["global_loads"]["128"] * 64 * row["num_warps"] >= regions * tile_bytes
-        assert set(row["global_loads"]) <= {"32", "64", "128"}, config
-        if row["kernel"] == "_paged_decode_kernel":
-            assert row["programs_per_multiprocessor"] >= PROGRAMS_PER_MULTIPROCESSOR, config
-
-
-def test_amd_store_and_copies_move_16_bytes_at_a_time(amd_rows):
-    for row in amd_rows:
-        constants, accesses = row["constants"], 16 * 64 * row["num_warps"]
-        if row["op"] == "store_kvcache":
-            tile_bytes = 2 * 2 * constants["TILE_ROWS"] * constants["HEAD_DIM_PADDED"]
-        elif row["op"] in ("copy_blocks", "swap_blocks"):
-            tile_bytes = 2 * constants["TILE"]
-        else:
+        # What is narrower is block ids, lengths and what is per head.
+        assert set(row["global_loads"]) <= {"32", "64", "128"}, name
+        if row["arch"] == "gfx942":  # loads to registers take the place of asynchronous copies
+            assert bytes_of(row, "global_loads") >= regions * 2 * tile_bytes, name
             continue
-        assert accesses * row["global_loads"]["128"] >= tile_bytes, row["config"]
-        assert accesses * row["global_stores"]["128"] >= tile_bytes, row["config"]
-        assert set(row["global_stores"]) == {"128"}, row["config"]
+        assert set(row["global_loads"]) <= {"32", "128"}, name
+        # Each region has a pipeline (decode's tail none): its prologue fills the buffers, its
+        # body refills one. On sm_100, where products are asynchronous too, that is peeled.
+        buffers = (row["num_stages"] - 1) // 2
+        fills = (1 if decode else regions) * (buffers + 1)
+        copied = bytes_of(row, "async_copies")
+        if fp8 and not decode and "mma.sync" in row["mma"]:
+            # Values are read byte by byte from shared memory, where eight lie and come together.
+            assert copied == bytes_of(row, "async_copies", 64) == fills * tile_bytes, name
+            assert set(copies) == {"32", "64", "128"}, name
+            continue
+        assert copied >= fills * 2 * tile_bytes, name
+        assert fp8 or row["arch"] == "sm_100" or copied == fills * 2 * tile_bytes, name
+        assert set(copies) == {"32", "128"}, name
+        if decode:
+            assert copies["32"] >= 2 * buffers, "block ids too, ahead of what they lead to"
+            assert fp8 or bytes_of(row, "global_loads") >= 2 * tile_bytes, "the tail loads its own"
+        elif not fp8:
+            q_bytes = 2 * constants["TILE_M"] * constants["HEAD_DIM_PADDED"]
+            assert bytes_of(row, "global_loads") == q_bytes, name
+            assert set(row["global_stores"]) <= {"32", "128"}, name
+
+
+def test_stores_and_copies_move_16_bytes_at_a_time(rows):
+    for row in rows:
+        constants, fp8 = row["constants"], row["config"].startswith("fp8")
+        elements = constants.get("TILE_ROWS", 0) * constants.get("HEAD_DIM_PADDED", 0)
+        read = written = 2 * elements
+        if row["op"] == "store_kvcache":
+            read, written = 2 * read, 2 * written // (1 + fp8)  # K and V
+        elif row["op"] == "merge_attention_states":
+            read = 2 * read
+        elif row["op"] in MOVES:
+            read = written = 2 * constants["TILE"]
+        else:
+            if fp8 and row["op"] == "rope_store_kvcache":  # 8 bytes: half a rotated key of e4m3
+                assert min(map(int, row["global_stores"])) >= 64
+            continue
+        moved = [bytes_of(row, accesses) for accesses in ("global_loads", "global_stores")]
+        on_amd = row["arch"] == "gfx942"  # where a copy may stand in the code twice
+        assert moved == [read, written] or (on_amd and moved[0] >= read and moved[1] >= written), (
+            name_of(row)
+        )
+        if row["op"] != "merge_attention_states":  # whose LSEs are narrower
+            assert set(row["global_stores"]) == {"128"}, name_of(row)
+            # 8 bytes: slots, pairs, addresses; 4: scales.
+            narrow = {"32", "64"} if fp8 else {"64"}
+            assert on_amd or set(row["global_loads"]) <= {"128"} | narrow, name_of(row)
 
 
 SASS = """
@@ -210,44 +241,58 @@ def test_resident_programs(arch, used, expected):
 
 SPECIALISATION = """
 import json, torch
-from kernels import paged_decode_attention, store_kvcache
+from kernels import paged_decode_attention, paged_prefill_attention, store_kvcache
 from kernels.compiled.architectures import ARCHITECTURES
-from kernels.compiled.compile import compile_call
+from kernels.compiled.compile import launched_by
 
 def meta(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="meta")
 
+def ints(*shape):
+    return meta(*shape, dtype=torch.int32)
+
+cache = meta(1000, 16, 8, 128)
+
 def decode(batch, max_blocks, num_splits, window_size):
-    cache = meta(1000, 16, 8, 128)
-    lens = meta(batch, dtype=torch.int32)
-    tables = meta(batch, max_blocks, dtype=torch.int32)
-    paged_decode_attention(
-        meta(batch, 32, 128), cache, cache, tables, lens,
-        num_splits=num_splits, window_size=window_size,
-    )
+    args = meta(batch, 32, 128), cache, cache, ints(batch, max_blocks), ints(batch)
+    paged_decode_attention(*args, num_splits=num_splits, window_size=window_size)
 
 def store(num_tokens):
-    key, cache = meta(num_tokens, 8, 128), meta(1000, 16, 8, 128)
+    key = meta(num_tokens, 8, 128)
     store_kvcache(key, key, cache, cache, meta(num_tokens, dtype=torch.int64))
 
-def kernels(*calls):
-    return {k[2].hash for call in calls for k in compile_call(call, ARCHITECTURES["sm_90"])}
+def prefill(total_q, batch, max_blocks, max_seqlen_q, window_size, num_splits=1):
+    args = meta(total_q, 32, 128), cache, cache, ints(batch, max_blocks), ints(batch + 1)
+    paged_prefill_attention(
+        *args, ints(batch), max_seqlen_q=max_seqlen_q, window_size=window_size,
+        num_splits=num_splits,
+    )
 
-print(json.dumps({
-    "decode": len(kernels(
-        lambda: decode(1, 1, 2, 1),
-        lambda: decode(2, 16, 16, 1024),
-        lambda: decode(64, 255, 7, 77),
-    )),
-    "store": len(kernels(lambda: store(1), lambda: store(2), lambda: store(4096))),
-}))
+calls = {
+    decode: [(1, 1, 2, 1), (2, 16, 16, 1024), (64, 255, 7, 77)],
+    store: [(1,), (2,), (4096,)],
+    prefill: [
+        (1, 1, 1, 1, 1), (4096, 1, 255, 4096, 16), (4096, 64, 255, 4096, 1024),
+        (100, 16, 2, 90, 1), (16, 1, 2000, 16, 1024, 2), (17, 1, 999, 17, 16, 9),
+    ],
+}
+kernels = {op: set() for op in calls}
+for op, lengths in calls.items():
+    for args in lengths:
+        for _, source, options in launched_by(lambda: op(*args), ARCHITECTURES["sm_90"]):
+            kernels[op].add((source.hash(), str(options)))
+print(json.dumps({op.__name__: len(found) for op, found in kernels.items()}))
 """
 
 
 def test_new_lengths_compile_nothing_new(compiling_process):
-    """Launching on meta tensors also shows that grids and arguments depend on no device value."""
+    """Launching on meta tensors also shows that grids and arguments depend on no device value.
+
+    Decode is two kernels when it splits. Of prefill one finds its tiles in uniform sequences, one
+    looks them up; the first also leaves split states, which another merges.
+    """
     counts = json.loads(compiling_process(SPECIALISATION))
-    assert counts == {"decode": 2, "store": 1}  # decode is two kernels when it splits
+    assert counts == {"decode": 2, "store": 1, "prefill": 4}
 
 
 def test_table_has_a_line_for_every_kernel(rows):
@@ -263,7 +308,7 @@ def test_interpreter_process_cannot_compile(device):
     if device.type != "cpu":
         pytest.skip("this process does not run the interpreter")
     with pytest.raises(RuntimeError, match="unset TRITON_INTERPRET"):
-        compile_call(lambda: None, ARCHITECTURES["sm_90"])
+        launched_by(lambda: None, ARCHITECTURES["sm_90"])
 
 
 @pytest.mark.parametrize("flag", ["--arch", "--op"])

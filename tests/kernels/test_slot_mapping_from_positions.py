@@ -33,6 +33,7 @@ def test_matches_reference(data, device):
         dtype=torch.float16,
         device=device,
     ).block_tables
+    tables = torch.cat([tables, tables + 1], dim=1)[:, : tables.shape[1]]  # strided
     seq_ids = torch.repeat_interleave(torch.arange(len(lens)), torch.tensor(lens))
     positions = torch.cat([torch.arange(n) for n in lens])
     torch.manual_seed(draw(st.integers(0, 2**16), label="seed"))
@@ -68,13 +69,6 @@ def test_table_rows_beyond_32_bit_offsets(device, huge_tensor):
     tables[8, 1] = 5
     positions = torch.tensor([3], dtype=torch.int32, device=device)
     assert slot_mapping_from_positions(positions, tables, positions + 5, 2).tolist() == [11]
-
-
-def test_strided_table(device):
-    wide = torch.arange(40, dtype=torch.int32, device=device).view(4, 10)
-    positions = torch.tensor([0, 9], device=device)
-    seq_ids = torch.tensor([1, 3], device=device)
-    assert assert_matches_reference(positions, wide[:, 2:7], seq_ids, 4).tolist() == [48, 137]
 
 
 def test_no_tokens(device):

@@ -87,14 +87,6 @@ def test_copies_bit_patterns_of_nan_and_inf(dtype, device):
     assert_stores_like_reference(key, value, k_cache, v_cache, torch.tensor([3, 0], device=device))
 
 
-def test_more_rows_than_one_program(device):
-    key, value = torch.randn(2, 150, 3, 64, device=device).unbind(0)
-    k_cache, v_cache = make_cache(20, 8, 3, 64, dtype=torch.float32, device=device)
-    assert_stores_like_reference(
-        key, value, k_cache, v_cache, torch.randperm(160, device=device)[:150]
-    )
-
-
 def test_cache_offsets_beyond_32_bits(huge_cache, device):
     key, value = torch.randn(2, 3, 2, 64, device=device).half().unbind(0)
     k_cache, v_cache = huge_cache(block_size=16, num_kv_heads=2, head_dim=64)
@@ -122,21 +114,6 @@ def test_negative_slots_write_nothing_anywhere(slot_dtype, device):
     slots = torch.tensor([-1, -2, -4, -5, -8, -(2**31)], dtype=slot_dtype, device=device)
     store_kvcache(key, value, around[0][3:], around[1][3:], slots)
     assert not any(cache.any() for cache in around)
-
-
-@pytest.mark.parametrize("num_tokens", [0, 3])
-def test_no_slots_writes_nothing(num_tokens, device):
-    key, value = torch.randn(2, num_tokens, 1, 16, device=device).unbind(0)
-    k_cache, v_cache = make_cache(2, 4, 1, 16, dtype=torch.float32, device=device)
-    before = bits(k_cache).clone()
-    store_kvcache(key, value, k_cache, v_cache, torch.empty(0, dtype=torch.int64, device=device))
-    assert torch.equal(bits(k_cache), before)
-
-
-def test_key_and_value_of_unlike_strides_into_caches_of_unlike_strides(device):
-    key, value = unlike(9, 2, 32, torch.float16, device)
-    caches = make_cache(3, 4, 2, 32, dtype=torch.float16, device=device, layout="unlike")
-    assert_stores_like_reference(key, value, *caches, torch.randperm(12, device=device)[:9])
 
 
 def test_head_offsets_beyond_32_bits(far_apart, device):

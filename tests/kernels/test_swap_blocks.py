@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from kernels import reference, swap_blocks
 from kernels.block_layout import CACHE_DTYPES
-from kernels.compiled.architectures import CUDA_ARCHITECTURES
 from kernels.testing.accuracy import bits
 from kernels.testing.inputs import poison_
 
@@ -80,25 +79,6 @@ def test_caches_of_different_layouts(direction, device):
     assert_swaps_like_reference(src_cache, dst_cache, pairs)
 
 
-def test_programs_walk_many_tiles(device):
-    """More tiles than programs: 2 planes x 3 layers x 4 pairs x 2 chunks."""
-    src_cache = on_gpu(torch.randn(2, 3, 5, 48, 1, 128), device)
-    dst_cache = on_host(torch.zeros(2, 3, 5, 48, 1, 128), device)
-    pairs = torch.tensor([[0, 3], [1, 0], [2, 4], [4, 1]], device=device)
-    assert_swaps_like_reference(src_cache, dst_cache, pairs)
-
-
-def test_out_and_back_in(device):
-    cache = on_gpu(torch.randn(2, 2, 4, 5, 2, 16), device)
-    original = cache.clone()
-    host = on_host(poison_(torch.empty(2, 2, 9, 5, 2, 16)), device)
-    swap_blocks(cache, host, torch.tensor([[3, 8], [0, 2]], device=device))
-    poison_(cache[:, :, 3])
-    poison_(cache[:, :, 0])
-    swap_blocks(host, cache, torch.tensor([[2, 0], [8, 3]], device=device))
-    assert torch.equal(cache, original)
-
-
 @pytest.mark.parametrize("pairs", [torch.empty(0, 2).long(), torch.tensor([[-1, -1]])], ids=str)
 def test_no_pairs_write_nothing(pairs, device):
     src_cache = on_gpu(torch.ones(3, 4, 1, 16), device)
@@ -119,16 +99,6 @@ def test_offsets_beyond_32_bits(device, huge_tensor):
     swap_blocks(dst_cache, src_cache, torch.tensor([[1, num_blocks - 2]]))
     assert torch.equal(src_cache[:, :, -2], src_cache[:, :, -1])
     assert not src_cache[:, :, 0].any()
-
-
-@pytest.mark.parametrize("arch", CUDA_ARCHITECTURES)
-def test_compiled_to_16_byte_accesses(arch, memory_op_resources):
-    rows = memory_op_resources(arch, "swap_blocks")
-    assert {"fp16 d80", "fp16 d80 hnd"} <= {row["config"] for row in rows}
-    for row in rows:
-        bytes_per_access = 16 * 32 * row["num_warps"]
-        assert row["global_loads"]["128"] * bytes_per_access == 2 * row["constants"]["TILE"]
-        assert row["global_stores"] == {"128": row["global_loads"]["128"]}
 
 
 def test_parts_of_one_pool_that_do_not_overlap(device):

@@ -9,6 +9,7 @@ import warnings
 
 import pytest
 import torch
+from op_calls import ATTENTION, FP8_OPS, good_call, i32, on_device, ones
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -16,135 +17,40 @@ import kernels
 from kernels import torch_ops
 from kernels.flash_attn_compat import flash_attn_varlen_func, flash_attn_with_kvcache
 from kernels.testing.accuracy import bits
-from kernels.testing.inputs import random_paged_batch, random_shared_prefix_args
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
-
-SHAPE = {
-    "num_q_heads": 2,
-    "num_kv_heads": 1,
-    "head_dim": 16,
-    "block_size": 4,
-    "dtype": torch.float32,
-}
-
 
 FLASH_ATTN = ("flash_attn_kvcache", "flash_attn_varlen")
 
 
-def clean(tensor):
-    """Without the poison: opcheck compares everything it finds, and NaN is not equal to itself."""
-    return tensor.nan_to_num(0.0, 0.0, 0.0)
-
-
-def decode_call(device, **options):
-    q, k_cache, v_cache, *rest = random_paged_batch([5, 0], device=device, **SHAPE).decode_args
-    return (q, clean(k_cache), clean(v_cache), *rest), {"out": torch.zeros_like(q), **options}
-
-
-def with_fp8_cache(call, *caches):
-    """The same call with an fp8 cache and scales. caches: positions of k_cache and v_cache."""
-    args, options = list(call[0]), dict(call[1])
-    for i in caches:
-        args[i] = args[i].to(torch.float8_e4m3fn)
-    scale = torch.tensor(0.5, device=args[caches[0]].device)
-    return tuple(args), {**options, "k_scale": scale, "v_scale": scale[None]}
-
-
-def prefill_call(device):
-    batch = random_paged_batch([5, 3], query_lens=[2, 1], device=device, **SHAPE)
-    q, k_cache, v_cache, *rest = batch.prefill_args
-    options = {"max_seqlen_q": 2, "out": torch.zeros_like(q), "return_lse": True}
-    return (q, clean(k_cache), clean(v_cache), *rest), options
-
-
-def cascade_call(device):
-    args = random_shared_prefix_args([2], [5], [1, 2], device=device, **SHAPE)
-    q, k_cache, v_cache, *rest = args
-    options = {"out": torch.zeros_like(q), "sinks": torch.ones(2, device=device)}
-    return (q, clean(k_cache), clean(v_cache), *rest), {**options, "return_lse": True}
-
-
-def flash_attn_calls(device):
-    """Of flash_attn_kvcache, on a paged and a contiguous cache, and of flash_attn_varlen."""
-    q, k, v = torch.randn(3, 2, 1, 1, 16, device=device).unbind(0)
-    k_cache, v_cache = torch.randn(2, 4, 8, 1, 16, device=device).unbind(0)
-    lens, starts = (
-        torch.tensor(values, dtype=torch.int32, device=device) for values in ([3, 5], [0, 1, 3])
-    )
-    tables, angles = lens[:, None] - 3, torch.rand(8, 4, device=device)
-    same = {"scale": None, "window": [4, 0], "softcap": 0.0, "alibi_slopes": None}
-    options = same | {"rotary_interleaved": True, "num_splits": 0, "return_lse": True}
-    new = (
-        q,
-        k_cache.clone(),
-        v_cache.clone(),
-        k,
-        v,
-        angles,
-        angles,
-        lens,
-        None,
-        None,
-        None,
-        tables,
-    )
-    old = (q, k_cache, v_cache, None, None, None, None, None, 5, None, lens - 3, None)
-    packed = torch.randn(3, 1, 16, device=device)
-    varlen = (packed, packed, packed, starts, starts, 2, 2)
-    return {
-        "flash_attn_kvcache": [(new, options), (old, options | {"return_lse": False})],
-        "flash_attn_varlen": [(varlen, same | {"block_table": None, "return_lse": True})],
-    }
-
-
-def rotary_args(device):
-    cos, sin = torch.rand(2, 8, 4, device=device).unbind(0)
-    return torch.tensor([0, 7], device=device), cos, sin
-
-
-def calls(device):
-    """Arguments of one call of every operator (several where paths differ)."""
-    cache = torch.randn(2, 2, 3, 4, 1, 16, device=device)
-    rows = torch.randn(2, 2, 1, 16, device=device)
-    slots = torch.tensor([5, -1], device=device)
-    pairs = torch.tensor([[0, 2], [-1, -1]], device=device)
-    host_cache = torch.zeros(2, 2, 5, 4, 1, 16, pin_memory=device.type == "cuda")
-    out, lse = torch.randn(2, 3, 2, 16, device=device), torch.randn(2, 3, 2, device=device)
-    tables = torch.tensor([[1, 0], [2, -1]], dtype=torch.int32, device=device)
-    layers = [plane.clone() for plane in cache.flatten(0, 1)]
-    return {
-        **flash_attn_calls(device),
-        "apply_rotary_embedding": [((rows[0], *rotary_args(device)), {"interleaved": True})],
-        "copy_blocks": [(([cache.clone()], pairs), {}), ((layers, pairs), {})],
-        "merge_attention_states": [((out[0], lse[0], out[1], lse[1]), {})],
-        "paged_decode_attention": [
-            decode_call(device, return_lse=True),
-            decode_call(device, num_splits=2, window_size=3, softcap=5.0),
-            with_fp8_cache(decode_call(device), 1, 2),
-        ],
-        "paged_prefill_attention": [
-            prefill_call(device),
-            with_fp8_cache(prefill_call(device), 1, 2),
-        ],
-        "rope_store_kvcache": [
-            rope_store := (
-                (rows[0].clone(), *rows, *cache[:, 0].clone(), slots, *rotary_args(device)),
-                {},
-            ),
-            with_fp8_cache(rope_store, 3, 4),
-        ],
-        "shared_prefix_decode_attention": [
-            cascade_call(device),
-            with_fp8_cache(cascade_call(device), 1, 2),
-        ],
-        "slot_mapping_from_positions": [((slots, tables, slots * 0 + 1, 4), {})],
-        "store_kvcache": [
-            store := ((*rows, *cache[:, 0].clone(), slots), {}),
-            with_fp8_cache(store, 2, 3),
-        ],
-        "swap_blocks": [((cache, host_cache, pairs), {})],
-    }
+def calls(name: str, device) -> list[dict[str, object]]:
+    """Arguments of an operator: a good call of its function, and others where paths differ."""
+    options = {"scale": None, "window": [4, 0], "softcap": 0.0, "alibi_slopes": None}
+    options["return_lse"] = True
+    if name == "flash_attn_varlen":
+        found = [good_call("flash_attn_varlen_func") | options | {"block_table": None}]
+    elif name == "flash_attn_kvcache":
+        absent = ("k", "v", "rotary_cos", "rotary_sin", "cache_seqlens", "cache_seqlen")
+        absent += ("cache_batch_idx", "cache_leftpad", "block_table")
+        call = dict.fromkeys(absent) | good_call("flash_attn_with_kvcache") | options
+        call |= {"rotary_interleaved": True, "num_splits": 0}
+        new = dict.fromkeys(("k", "v"), ones(2, 3, 2, 16)) | {"cache_seqlens": i32(3, 5)}
+        new |= dict.fromkeys(("rotary_cos", "rotary_sin"), ones(8, 4))
+        old = {"cache_seqlen": 5, "cache_leftpad": i32(0, 2), "return_lse": False}
+        found = [call | new | {"block_table": i32([0], [1])}, call | old]
+    elif name == "copy_blocks":
+        caches, pairs = good_call(name).values()
+        planes = [plane.clone() for plane in caches.flatten(0, 1)]
+        found = [{"planes": planes, "src_to_dst": pairs} for planes in ([caches], planes)]
+    else:
+        found = [good_call(name)]
+    if name in ATTENTION:
+        split = {"num_splits": 2, "window_size": 3, "softcap": 5.0, "sinks": ones(4)}
+        found.append(found[0] | split | {"return_lse": True})
+    if name in FP8_OPS:
+        fp8 = {cache: found[0][cache].to(torch.float8_e4m3fn) for cache in ("k_cache", "v_cache")}
+        found.append(found[0] | fp8 | {"k_scale": torch.tensor(0.5), "v_scale": ones(1)})
+    return [on_device(call, device) for call in found]
 
 
 MUTATED = {
@@ -171,10 +77,10 @@ def operator(name):
     return getattr(torch.ops.pagelab, name).default
 
 
-def test_every_public_op_is_an_operator(device):
+def test_every_public_op_is_an_operator():
     registered = torch._C._dispatch_get_all_op_names()
     registered = {name.removeprefix("pagelab::") for name in registered if "pagelab::" in name}
-    assert registered == set(calls(device)) == {*kernels.__all__, *FLASH_ATTN}
+    assert registered == {*kernels.__all__, *FLASH_ATTN}
 
 
 @pytest.mark.parametrize("name", [*kernels.__all__, *FLASH_ATTN])
@@ -186,11 +92,10 @@ def test_schema_names_what_is_mutated(name):
 
 @pytest.mark.parametrize("name", [*kernels.__all__, *FLASH_ATTN])
 def test_opcheck(name, device):
-    for args, kwargs in calls(device)[name]:
+    for call in calls(name, device):
         # test_schema compares arguments before and after, which PyTorch cannot do with fp8.
-        has_fp8 = any(getattr(arg, "dtype", None) == torch.float8_e4m3fn for arg in args)
-        tests = OPCHECKS[1:] if has_fp8 else OPCHECKS
-        torch.library.opcheck(operator(name), args, kwargs, test_utils=tests)
+        tests = OPCHECKS[1:] if "k_scale" in call else OPCHECKS
+        torch.library.opcheck(operator(name), (), call, test_utils=tests)
 
 
 def decode_step(key, value, caches, q, positions, tables, pairs):
@@ -281,9 +186,9 @@ def trace(how, step, args):
 @pytest.mark.parametrize(
     ("step", "step_args", "how"),
     [
-        *((decode_step, decode_step_args, how) for how in ("compile", "export", "export-strict")),
+        *((decode_step, decode_step_args, how) for how in ("compile", "export-strict")),
         *((fp8_step, fp8_step_args, how) for how in ("compile", "export")),
-        *((flash_attn_step, flash_attn_step_args, how) for how in ("compile", "dynamic", "export")),
+        *((flash_attn_step, flash_attn_step_args, how) for how in ("dynamic", "export")),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
@@ -320,7 +225,7 @@ class _OperatorCalls(TorchDispatchMode):
 def test_eager_calls_bypass_the_dispatcher(device):
     with _OperatorCalls() as calls_seen:
         decode_step(*decode_step_args(device))
-        operator("slot_mapping_from_positions")(*calls(device)["slot_mapping_from_positions"][0][0])
+        operator("slot_mapping_from_positions")(**calls("slot_mapping_from_positions", device)[0])
     assert calls_seen.names == ["pagelab::slot_mapping_from_positions"]
 
 

@@ -3,61 +3,20 @@
 from __future__ import annotations
 
 import os
+import shutil
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from models.attention import AttentionMetadata, make_backend
 from models.config import ModelConfig
 from models.decoder import build_model
 from models.weights import load_weights
+from tests.models.checkpoints import CHECKPOINTS, TINY
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 torch.set_num_threads(1)  # tiny matrices: threads would only wait for each other
-
-_TINY = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-_LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-CHECKPOINTS = {
-    "llama": ("LlamaConfig", {"num_attention_heads": 4, "num_key_value_heads": 2}),
-    "llama_biased": (
-        "LlamaConfig",
-        {
-            "num_attention_heads": 8,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "attention_bias": True,
-            "mlp_bias": True,
-            "tie_word_embeddings": True,
-            "rope_parameters": _LLAMA3_ROPE,
-        },
-    ),
-    "qwen3": (
-        "Qwen3Config",
-        {
-            "num_attention_heads": 4,
-            "num_key_value_heads": 1,
-            "head_dim": 32,
-            "tie_word_embeddings": True,
-        },
-    ),
-}
-"""Class and fields of the configs that the tests load, by the name of the checkpoint."""
 
 
 @pytest.fixture(scope="session")
@@ -70,7 +29,7 @@ def make_checkpoint(tmp_path_factory):
         if key not in made:
             transformers = pytest.importorskip("transformers")
             config_class, fields = CHECKPOINTS[name]
-            config = getattr(transformers, config_class)(**(_TINY | fields))
+            config = getattr(transformers, config_class)(**(TINY | fields))
             torch.manual_seed(7)
             model = transformers.AutoModelForCausalLM.from_config(config).eval()
             with torch.no_grad():  # norms and biases begin as ones and zeros, which would hide them
@@ -102,6 +61,17 @@ def load_model(make_checkpoint):
         return model
 
     return load
+
+
+@pytest.fixture
+def text_checkpoint(make_checkpoint, tmp_path):
+    """A checkpoint whose tokenizer knows the words w0 to w96."""
+    folder = shutil.copytree(make_checkpoint("llama")[0], tmp_path / "text")
+    vocabulary = {f"w{i}": i for i in range(97)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
 
 
 class PagedBatch:

@@ -20,6 +20,7 @@ from models.attention import (
     padded_runs,
 )
 from models.layers import Rotation
+from models.runner import in_parts
 
 CPU = torch.device("cpu")
 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM = 6, 2, 16
@@ -28,27 +29,29 @@ NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM = 6, 2, 16
 def flash_attn_stand_in() -> types.SimpleNamespace:
     """flash-attn's two functions over the reference ops: what the backend passes is what counts."""
 
-    def flash_attn_with_kvcache(
-        q, k_cache, v_cache, *, cache_seqlens, block_table, softmax_scale, causal
-    ):
+    def scores(softmax_scale, softcap, window_size, causal):
         assert causal
+        left, right = window_size
+        assert right == (-1 if left < 0 else 0)
+        window = None if left < 0 else left + 1
+        return {"scale": softmax_scale, "softcap": softcap, "window_size": window}
+
+    def flash_attn_with_kvcache(q, k_cache, v_cache, *, cache_seqlens, block_table, **options):
         assert k_cache.shape[1] % 256 == 0
         return reference.paged_decode_attention(
-            q[:, 0], k_cache, v_cache, block_table, cache_seqlens, scale=softmax_scale
+            q[:, 0], k_cache, v_cache, block_table, cache_seqlens, **scores(**options)
         )[:, None]
 
     def flash_attn_varlen_func(
-        q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
-        block_table,
-    ):  # fmt: skip
+        q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, **options
+    ):
         lens = cu_seqlens_k.diff().int()
-        assert causal
         assert k.shape[1] % 256 == 0
         assert cu_seqlens_k[0] == 0
         assert max_seqlen_q == cu_seqlens_q.diff().max()
         assert max_seqlen_k >= lens.max()
         return reference.paged_prefill_attention(
-            q, k, v, block_table, cu_seqlens_q, lens, max_seqlen_q=max_seqlen_q, scale=softmax_scale
+            q, k, v, block_table, cu_seqlens_q, lens, max_seqlen_q=max_seqlen_q, **scores(**options)
         )
 
     return types.SimpleNamespace(
@@ -65,9 +68,17 @@ BACKENDS = {
 
 
 class Case:
-    """A batch with NaN in every slot that no sequence of it may read."""
+    """A batch with NaN in every slot that no sequence of it may read; blocks that lie wholly before
+    the window of the first query are given back."""
 
-    def __init__(self, context_lens: list[int], query_lens: list[int], block_size: int) -> None:
+    def __init__(
+        self,
+        context_lens: list[int],
+        query_lens: list[int],
+        block_size: int,
+        window_size: int | None = None,
+    ) -> None:
+        self.window_size = window_size
         generator = torch.Generator().manual_seed(sum(context_lens) * 31 + block_size)
 
         def randn(*shape):
@@ -87,9 +98,12 @@ class Case:
             positions = torch.arange(context_len)
             blocks, offsets = tables[i, positions // block_size].long(), positions % block_size
             cached = context_len - query_len
-            self.k_cache[blocks[:cached], offsets[:cached]] = randn(cached, NUM_KV_HEADS, HEAD_DIM)
-            self.v_cache[blocks[:cached], offsets[:cached]] = randn(cached, NUM_KV_HEADS, HEAD_DIM)
+            hidden = 0 if window_size is None else max(0, cached - window_size + 1)
+            for cache in (self.k_cache, self.v_cache):
+                content = randn(cached - hidden, NUM_KV_HEADS, HEAD_DIM)
+                cache[blocks[hidden:cached], offsets[hidden:cached]] = content
             slots.append((blocks * block_size + offsets)[cached:])
+            tables[i, : hidden // block_size] = -1
             all_positions.append(positions[cached:])
         num_tokens = sum(query_lens)
         qkv = randn(num_tokens, NUM_Q_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM)  # views of a fused QKV
@@ -105,7 +119,7 @@ class Case:
             max_context_len=max(context_lens),
         )
 
-    def run(self, backend, *, scale: float = 0.3, **cache_scales):
+    def run(self, backend, *, scale: float = 0.3, **options):
         caches = self.k_cache.clone(), self.v_cache.clone()
         query = self.query.clone()  # which may be rotated in place
         out = backend(
@@ -116,11 +130,12 @@ class Case:
             *caches,
             self.metadata,
             scale=scale,
-            **cache_scales,
+            window_size=self.window_size,
+            **options,
         )
         return out, *caches
 
-    def expected(self, scale: float = 0.3):
+    def expected(self, scale: float = 0.3, **options):
         k_cache, v_cache = self.k_cache.double(), self.v_cache.double()
         query, key, value = self.query.double(), self.key.double(), self.value.double()
         rotation = self.rotation
@@ -137,6 +152,8 @@ class Case:
             self.metadata.context_lens,
             max_seqlen_q=self.metadata.max_seqlen_q,
             scale=scale,
+            window_size=self.window_size,
+            **options,
         )
         return out.float(), k_cache.float(), v_cache.float()
 
@@ -147,6 +164,7 @@ CASES = {
     "prefill": ([5, 1, 33], [5, 1, 33]),
     "prefill_behind_cached_prefix": ([20, 33], [4, 17]),
     "mixed": ([20, 7, 1, 33, 12], [1, 7, 1, 9, 1]),
+    "mixed_in_parts": ([20, 1, 12, 7, 33], [1, 1, 1, 7, 9]),
 }
 
 
@@ -155,8 +173,23 @@ CASES = {
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_backends_store_and_attend(backend, case, block_size):
     batch = Case(*CASES[case], block_size)
+    if case == "mixed_in_parts":
+        batch.metadata = in_parts(batch.metadata, 3)
     for actual, expected in zip(batch.run(BACKENDS[backend]()), batch.expected(), strict=True):
         assert_close(actual, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("window_size", "softcap"), [(1, 0.0), (7, 0.0), (7, 0.5), (99, 0.0), (None, 0.5)]
+)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_backends_have_windows_and_softcaps(backend, case, window_size, softcap, monkeypatch):
+    monkeypatch.setattr("models.attention.MASKED_QUERIES", 4)
+    batch = Case(*CASES[case], 3, window_size)
+    actual = batch.run(BACKENDS[backend](), softcap=softcap)
+    for ours, expected in zip(actual, batch.expected(softcap=softcap), strict=True):
+        assert_close(ours, expected, equal_nan=True)
 
 
 @pytest.mark.parametrize("num_queries", [1, 4, 9, 17])

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from models.config import FAMILIES, ModelConfig, RopeScaling, UnsupportedModel
+from tests.models.checkpoints import CHECKPOINTS
 
 LLAMA_31 = {  # as published, before transformers 5
     "architectures": ["LlamaForCausalLM"],
@@ -66,16 +67,31 @@ def test_llama_31_is_read():
     )
     assert config.dtype == torch.bfloat16
     assert config.eos_token_ids == {128001, 128008, 128009}
-    assert not config.qk_norm
+    assert not config.family.qk_norm
 
 
 def test_qwen3_is_read():
     config = ModelConfig.from_dict(QWEN3_06B)
     assert (config.num_q_heads, config.num_kv_heads, config.head_dim) == (16, 8, 128)
-    assert config.qk_norm
+    assert config.family.qk_norm
     assert config.tie_word_embeddings
     assert config.rope_scaling is None
     assert config.eos_token_ids == {151645}
+
+
+def test_windows_are_read():
+    """By layer_types, else as each architecture has it; a null turns them off."""
+    qwen = QWEN3_06B | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 27}
+    assert ModelConfig.from_dict(qwen).windows == (None,) * 27 + (8,)
+    assert ModelConfig.from_dict(qwen | {"use_sliding_window": False}).windows == ()
+    types = ["sliding_attention", "full_attention"] * 14
+    assert ModelConfig.from_dict(qwen | {"layer_types": types}).windows == (8, None) * 14
+    mistral = LLAMA_31 | {"architectures": ["MistralForCausalLM"]}
+    assert ModelConfig.from_dict(mistral).windows == (4096,) * 32
+    assert ModelConfig.from_dict(mistral | {"sliding_window": None}).windows == ()
+    gemma = ModelConfig.from_dict(LLAMA_31 | {"architectures": ["Gemma2ForCausalLM"]})
+    assert gemma.windows == (4096, None) * 16
+    assert (gemma.attention_softcap, gemma.final_softcap) == (50.0, 30.0)
 
 
 def test_the_format_of_transformers_5_means_the_same():
@@ -95,7 +111,7 @@ def test_rope_scaling_goes_before_rope_parameters():
     assert ModelConfig.from_dict(both) == ModelConfig.from_dict(LLAMA_31)
 
 
-@pytest.mark.parametrize("checkpoint", ["llama", "llama_biased", "qwen3"])
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 def test_a_saved_checkpoint_is_read(checkpoint, make_checkpoint):
     folder, oracle = make_checkpoint(checkpoint)
     config = ModelConfig.from_folder(folder)
@@ -103,8 +119,8 @@ def test_a_saved_checkpoint_is_read(checkpoint, make_checkpoint):
     assert config.num_layers == theirs.num_hidden_layers
     assert config.num_q_heads == theirs.num_attention_heads
     assert config.num_kv_heads == theirs.num_key_value_heads
-    assert config.head_dim == theirs.head_dim
-    assert config.attention_bias == theirs.attention_bias
+    assert config.head_dim == getattr(theirs, "head_dim", 16)
+    assert config.attention_bias == getattr(theirs, "attention_bias", checkpoint == "qwen2")
     assert config.tie_word_embeddings == theirs.tie_word_embeddings
     assert config.eos_token_ids == frozenset()
 
@@ -137,15 +153,15 @@ def test_a_missing_field_is_named(name):
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is unknown; choose from Llama"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"use_sliding_window": True}, "use_sliding_window"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types: .* not sliding"),
-        ({"layer_types": ["chunked_attention"]}, "layer_types: .* not chunked_attention"),
+        ({"use_sliding_window": True, "sliding_window": 8}, "sliding_window: this architecture"),
+        ({"layer_types": ["chunked_attention"] * 32}, "layer_types: .* not chunked_attention"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         (
             {"rope_scaling": None, "rope_parameters": {"full_attention": {"rope_theta": 5.0}}},
             "RoPE that differs among layers",
         ),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn'"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "rope_type='longrope'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "mscale": 1.0}}, "yarn': mscale is not"),
         ({"torch_dtype": "int8"}, "dtype='int8'"),
     ],
 )
@@ -158,6 +174,14 @@ def test_what_the_decoders_cannot_do_is_refused(change, message):
     ("change", "message"),
     [
         ({"architectures": None}, "field 'architectures'"),
+        ({"layer_types": ["full_attention"]}, "layer_types: needs a list of 32 names"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "sliding_window=0"),
+        ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0: needs a positive number"),
+        ({"attn_logit_softcapping": -1.0}, "attention_softcap=-1.0: needs a positive number"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 1, "beta_slow": 2}},
+            "beta_slow=2, beta_fast=1: needs 0 < low < high",
+        ),
         ({"num_key_value_heads": 5}, "multiple of num_kv_heads=5"),
         ({"head_dim": 65}, "head_dim=65"),
         ({"vocab_size": 0}, "vocab_size=0"),

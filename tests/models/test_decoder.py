@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from tests.models.checkpoints import CHECKPOINTS
+
 LENGTHS = [23, 9, 1, 40]
 
 
@@ -12,7 +14,7 @@ def prompts(vocab_size: int = 97, lengths=LENGTHS) -> list[list[int]]:
     return [torch.randint(vocab_size, (n,), generator=generator).tolist() for n in lengths]
 
 
-@pytest.mark.parametrize("checkpoint", ["llama", "llama_biased", "qwen3"])
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 @pytest.mark.parametrize("block_size", [1, 7, 16])
 def test_logits_equal_those_of_transformers(
     checkpoint, block_size, make_checkpoint, load_model, paged_batch
@@ -26,7 +28,7 @@ def test_logits_equal_those_of_transformers(
     assert_close(logits, expected)
 
 
-@pytest.mark.parametrize("checkpoint", ["llama", "llama_biased", "qwen3"])
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 def test_chunks_and_decoding_give_the_logits_of_a_whole_prefill(
     checkpoint, load_model, paged_batch
 ):

@@ -33,10 +33,20 @@ SCALINGS = {
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 512,
     },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
+    "yarn_untruncated": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "beta_fast": 9.0,
+        "beta_slow": 2.0,
+        "attention_factor": 1.5,
+        "truncate": False,
+        "original_max_position_embeddings": 512,
+    },
 }
 
 
-@pytest.mark.parametrize("name", ["linear", "llama3"])
+@pytest.mark.parametrize("name", [name for name in SCALINGS if SCALINGS[name]])
 def test_scaled_frequencies_equal_those_of_transformers(name):
     transformers = pytest.importorskip("transformers")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -46,9 +56,10 @@ def test_scaled_frequencies_equal_those_of_transformers(name):
         num_attention_heads=1,
         rope_parameters=SCALINGS[name] | {"rope_theta": 10000.0},
     )
-    expected, attention_factor = ROPE_INIT_FUNCTIONS[name](theirs, torch.device("cpu"))
+    frequencies = ROPE_INIT_FUNCTIONS[SCALINGS[name]["rope_type"]]
+    expected, attention_factor = frequencies(theirs, torch.device("cpu"))
     ours = config_with(SCALINGS[name])
-    assert attention_factor == 1.0
+    assert ours.rope_scaling.attention_factor == attention_factor
     assert_close(rope_frequencies(64, ours.rope_theta, ours.rope_scaling), expected)
 
 
@@ -76,7 +87,8 @@ def test_scores_depend_on_the_distance_alone(scaling, head_dim):
     ]
     assert_close(torch.stack(scores), scores[0].expand(4), rtol=1e-4, atol=1e-5)
     still = apply_rope(q, *rope(torch.tensor([0])).of_tokens)
-    assert torch.equal(still, q)
+    factor = config.rope_scaling.attention_factor if config.rope_scaling else 1.0
+    assert_close(still, q * factor)
 
 
 def test_rope_rotates_in_fp32_and_keeps_the_dtype():
@@ -88,11 +100,12 @@ def test_rope_rotates_in_fp32_and_keeps_the_dtype():
     assert torch.equal(rotated, apply_rope(x.float(), cos, sin).half())
 
 
-def test_rms_norm():
-    norm = RMSNorm(6, 1e-5)
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_rms_norm(offset):
+    norm = RMSNorm(6, 1e-5, offset)
     generator = torch.Generator().manual_seed(0)
     norm.weight.copy_(torch.randn(6, generator=generator))
     x = torch.randn(4, 6, generator=generator)
-    expected = x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight
+    expected = x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * (offset + norm.weight)
     assert_close(norm(x), expected)
     assert torch.equal(norm(torch.zeros(1, 6)), torch.zeros(1, 6))

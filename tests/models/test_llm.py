@@ -52,9 +52,9 @@ SCARCE = pytest.mark.parametrize(
     ("block_size", "chunk", "caching", "checkpoint"),
     [
         (1, 9, True, "qwen3"),
-        (4, 64, True, "llama"),
-        (7, 9, False, "llama"),
-        (16, 64, True, "qwen3"),
+        (4, 64, True, "gemma2"),
+        (7, 9, False, "mistral"),
+        (16, 64, True, "qwen2"),
     ],
 )
 """Chunked or not, with and without prefix caching."""
@@ -127,7 +127,7 @@ def test_an_fp8_cache_changes_tokens(fp8_tokens, expected):
 
 @pytest.mark.parametrize(
     ("checkpoint", "kv_cache_dtype"),
-    [("llama_biased", None), ("qwen3", None), ("llama", "fp8_e4m3")],
+    [("llama_biased", None), ("gemma2", None), ("qwen3", "fp8_e4m3")],
 )
 def test_the_kernels_give_the_same_tokens(
     checkpoint, kv_cache_dtype, make_checkpoint, expected, fp8_tokens
@@ -390,6 +390,7 @@ def test_the_longest_sequence(make_checkpoint):
         ({"manager": "vllm"}, "manager='vllm' is unknown"),
         ({"policy": "best"}, "best"),
         ({"preemption": "drop"}, "preemption='drop'"),
+        ({"scheduling": "decode_first"}, "scheduling='decode_first': choose from mixed, prefill"),
         ({"block_size": 0}, "block_size=0"),
         ({"num_blocks": 2.5}, "num_blocks=2.5"),
         ({"dtype": "int8"}, "dtype='int8'"),
@@ -409,11 +410,7 @@ def test_the_longest_sequence(make_checkpoint):
                 "enable_prefix_caching": False,
                 "manager_options": {"sliding_window": 32},
             },
-            "sliding_window=32: gives up K/V that these models, which attend to the whole context",
-        ),
-        (
-            {"manager_options": {"partial_block_reuse": True}},
-            "partial_block_reuse=True: the engine",
+            "sliding_window=32: uses blocks in turn, while the kernels find a token's by its",
         ),
     ],
 )
@@ -458,19 +455,6 @@ def test_a_folder_without_weights_and_one_without_config(make_checkpoint, tmp_pa
     (tmp_path / "config.json").write_text(json.dumps(fields | {"architectures": ["Mamba"]}))
     with pytest.raises(ValueError, match="architecture Mamba is unknown"):
         LLM(tmp_path)
-
-
-@pytest.fixture
-def text_checkpoint(make_checkpoint, tmp_path):
-    """A checkpoint whose tokenizer knows the words w0 to w96."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    folder = shutil.copytree(make_checkpoint("llama")[0], tmp_path / "text")
-    vocabulary = {f"w{i}": i for i in range(97)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
 
 
 def test_text_in_and_out(text_checkpoint, expected):

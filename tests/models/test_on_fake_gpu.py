@@ -62,3 +62,9 @@ def test_the_cache_fills_the_share_of_memory_that_the_largest_batch_leaves(fake_
     sampled = SamplingParams(top_p=0.9, max_tokens=2)
     llm.generate([[7] * 14, [8, 9]], sampled)
     assert fake_gpu.allocated < fake_gpu.peak <= limit
+
+
+def test_ranks_without_a_gpu_are_refused_before_any_starts(fake_gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match=r"tensor_parallel_size=2: needs a GPU for each .* are 1"):
+        LLM(CONFIG, tensor_parallel_size=2, num_blocks=9)

@@ -48,6 +48,9 @@ DISTRIBUTIONS = {
     "top_p": (SamplingParams(top_p=0.7), softmax(LOGITS, [0, 2, 5])),
     # among the top 2, token 0 has .62, so .6 is reached by it alone and .7 by both
     "top_k_then_top_p": (SamplingParams(top_k=2, top_p=0.7), softmax(LOGITS, [0, 2])),
+    # tokens of at least .3 times the largest probability
+    "min_p": (SamplingParams(min_p=0.3), softmax(LOGITS, [0, 2, 5])),
+    "top_p_after_min_p": (SamplingParams(min_p=0.3, top_p=0.7), softmax(LOGITS, [0, 2])),
     "top_p_after_temperature": (
         SamplingParams(top_p=0.7, temperature=3.0),
         softmax(LOGITS, [0, 1, 2, 5, 7], 3.0),
@@ -185,6 +188,14 @@ def test_masks_keep_what_the_definitions_say(data):
         ({"top_k": 1.5}, "top_k=1.5"),
         ({"top_p": 0.0}, "top_p=0.0"),
         ({"top_p": 1.01}, "top_p=1.01"),
+        ({"min_p": 1.5}, "min_p=1.5: needs a number from 0 to 1"),
+        ({"frequency_penalty": 2.1}, "frequency_penalty=2.1: needs a number from -2 to 2"),
+        ({"presence_penalty": "1"}, "presence_penalty='1'"),
+        ({"repetition_penalty": 0}, "repetition_penalty=0: needs a finite number above 0"),
+        ({"min_tokens": 65}, "min_tokens=65: needs an int from 0 to max_tokens=64"),
+        ({"stop": ["a", ""]}, "stop=.*: needs a text, or a collection of texts"),
+        ({"stop": 7}, "stop=7"),
+        ({"logprobs": -1}, "logprobs=-1"),
         ({"seed": 1.0}, "seed=1.0"),
         ({"max_tokens": 0}, "max_tokens=0"),
         ({"stop_token_ids": "ab"}, "stop_token_ids='ab'"),
@@ -192,10 +203,12 @@ def test_masks_keep_what_the_definitions_say(data):
         ({"length_penalty": None}, "length_penalty=None"),
         ({"beam_width": 2, "n": 3}, "beam_width=2: needs an int of at least n=3"),
         ({"length_penalty": math.inf}, "length_penalty=inf"),
-        ({"beam_width": 2, "seed": 1}, "beam search draws nothing"),
-        ({"beam_width": 2, "temperature": 0.5}, "beam search draws nothing"),
-        ({"beam_width": 2, "top_k": 1}, "beam search draws nothing"),
-        ({"beam_width": 2, "top_p": 0.5}, "beam search draws nothing"),
+        ({"beam_width": 2, "stop": "x"}, "has no meaning for beam search"),
+        ({"beam_width": 2, "repetition_penalty": 1.1}, "has no meaning for beam search"),
+        ({"beam_width": 2, "seed": 1}, "has no meaning for beam search"),
+        ({"beam_width": 2, "temperature": 0.5}, "has no meaning for beam search"),
+        ({"beam_width": 2, "top_k": 1}, "has no meaning for beam search"),
+        ({"beam_width": 2, "top_p": 0.5}, "has no meaning for beam search"),
     ],
 )
 def test_invalid_parameters_are_named(arguments, message):

@@ -119,16 +119,16 @@ def test_requests_are_added_all_or_none(monkeypatch):
     streams, engine = make_streams()
     add = engine.add
 
-    def fail_at_the_third(token_ids, params):
+    def fail_at_the_third(*request):
         if len(engine.requests) == 2:
             raise KeyboardInterrupt
-        return add(token_ids, params)
+        return add(*request)
 
     monkeypatch.setattr(engine, "add", fail_at_the_third)
     with pytest.raises(KeyboardInterrupt):
         streams.open(requests(*PROMPTS))
     assert_idle(engine)
-    assert not streams._texts
+    assert not streams._requests
 
 
 def test_requests_that_are_taken_away_are_not_waited_for():
@@ -164,4 +164,4 @@ def test_several_threads():
     gc.collect()
     assert_idle(engine)
     assert not streams._outbox
-    assert not streams._texts
+    assert not streams._requests

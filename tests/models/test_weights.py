@@ -19,7 +19,7 @@ from models.weights import (
     randomize_weights,
 )
 
-NAMES = ["llama", "llama_biased", "qwen3"]
+NAMES = ["llama", "llama_biased", "qwen2", "qwen3", "gemma2"]
 
 
 def empty_model(folder, tp: TensorParallel | None = None):

@@ -17,12 +17,7 @@ from cache.buddy import OutOfRuns
 
 class PagedMachine(ManagerMachine):
     def make_manager(self, data, num_blocks, block_size):
-        self.free_set = set(range(num_blocks))
         return manager_of("paged", num_blocks, block_size, bytes_per_slot=3)
-
-    def observe(self, live, taken):
-        assert set(taken) <= self.free_set
-        self.free_set -= set(taken)
 
     @invariant()
     def filled_slots_are_counted(self):
@@ -33,13 +28,6 @@ class PagedMachine(ManagerMachine):
             assert self.manager.filled_block_table(live.seq) == table
         unfilled = sum(len(live.table) * size - live.stored for live in lives)
         assert self.manager.fragmented_bytes() == 3 * unfilled
-        usage = self.manager.memory_usage()
-        assert usage.used == sum(live.stored for live in lives)
-        assert usage.internal == unfilled
-        assert usage.num_slots == self.num_blocks * size
-
-    def observe_free(self, live):
-        self.free_set |= set(live.table)
 
 
 class CachingMachine(ManagerMachine):
@@ -80,6 +68,7 @@ class VLLMv1Machine(CachingMachine):
             policy=self.policy,
             hash_algorithm=data.draw(st.sampled_from(["xxh3_128", "sha256"])),
             enable_prefix_caching=self.caching,
+            event_log=self.draw_log(data),
             **options,
         )
         if self.collide:
@@ -153,6 +142,7 @@ class RadixMachine(CachingMachine):
             block_size,
             policy=data.draw(st.sampled_from(ONLINE_POLICIES), label="policy"),
             enable_prefix_caching=self.caching,
+            event_log=self.draw_log(data),
         )
 
     def nodes(self):
@@ -327,10 +317,8 @@ class ContiguousMachine(ManagerMachine):
         reserved = sum(self.reserved.values())
         assert usage.num_slots == self.num_blocks * self.block_size
         assert usage.used == stored
-        assert usage.used + usage.reserved + usage.internal == reserved
-        if self.knows:
-            final = sum(self.final[seq_id] for seq_id in self.live)
-            assert (usage.reserved, usage.internal) == (final - stored, reserved - final)
+        final = sum(self.final[seq_id] for seq_id in self.live) if self.knows else reserved
+        assert (usage.reserved, usage.internal) == (final - stored, reserved - final)
         beyond = sum(map(len, self.runs.values())) * self.block_size - reserved
         free = usage.num_slots - reserved - beyond
         needed = self.run_length(self.max_model_len)

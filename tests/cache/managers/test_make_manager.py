@@ -1,18 +1,17 @@
 from __future__ import annotations
 
 import pytest
+from manager_helpers import NAMES, manager_of
 
-from cache import MANAGERS, CacheManager, UnsupportedByDesign, make_manager
+from cache import UnsupportedByDesign, make_manager
 from cache.policies.fifo import FIFO
 
 
-@pytest.mark.parametrize("name", sorted(MANAGERS))
+@pytest.mark.parametrize("name", NAMES)
 def test_every_manager_is_made_by_name(name):
     manager = make_manager(name, num_blocks=8, block_size=4)
-    assert isinstance(manager, CacheManager)
     assert (manager.name, manager.num_blocks, manager.block_size) == (name, 8, 4)
     assert manager.num_free_blocks == 8
-    assert manager.stats.token_hit_rate == manager.stats.block_hit_rate == 0
     manager.check_invariants()
 
 
@@ -21,65 +20,72 @@ def test_every_manager_is_made_by_name(name):
 )
 def test_a_hash_algorithm_that_is_named_is_used_and_the_default_is_that_of_the_design(name, own):
     for asked in ("xxh3_128", "sha256"):
-        manager = make_manager(name, num_blocks=8, block_size=4, hash_algorithm=asked)
+        manager = manager_of(name, hash_algorithm=asked)
         assert manager._hasher.algorithm == (own if asked == "xxh3_128" else asked)
-
-
-@pytest.mark.parametrize("name", ["contiguous", "paged", "radix"])
-def test_a_design_that_hashes_nothing_refuses_every_hash_algorithm_but_the_default(name):
-    make_manager(name, num_blocks=8, block_size=4, hash_algorithm="xxh3_128")
-    with pytest.raises(UnsupportedByDesign, match=r"a hash_algorithm \('sha256'\)"):
-        make_manager(name, num_blocks=8, block_size=4, hash_algorithm="sha256")
-
-
-def test_an_unknown_manager_names_the_choices():
-    with pytest.raises(ValueError, match=r"manager='vllm_v9'.*vllm_v1"):
-        make_manager("vllm_v9", num_blocks=8, block_size=4)
-
-
-def test_an_unknown_option_names_the_choices():
-    with pytest.raises(ValueError, match=r"no option watermark; its options: .*policy"):
-        make_manager("vllm_v1", num_blocks=8, block_size=4, watermark=0.1)
-
-
-@pytest.mark.parametrize("value", [0, -1, 1.0, True, "8", None], ids=repr)
-@pytest.mark.parametrize("argument", ["num_blocks", "block_size"])
-def test_sizes_below_one_are_refused(argument, value):
-    sizes = {"num_blocks": 8, "block_size": 4} | {argument: value}
-    with pytest.raises(ValueError, match=f"{argument}=.*at least 1"):
-        make_manager("vllm_v1", **sizes)
-
-
-def test_an_unknown_policy_names_the_choices():
-    with pytest.raises(ValueError, match=r"policy='mru2'.*lru"):
-        make_manager("vllm_v1", num_blocks=8, block_size=4, policy="mru2")
-
-
-def test_a_policy_class_is_no_policy():
-    with pytest.raises(ValueError, match="needs a name or an EvictionPolicy object"):
-        make_manager("vllm_v1", num_blocks=8, block_size=4, policy=FIFO)
-
-
-def test_the_offline_policy_says_that_it_needs_the_future():
-    with pytest.raises(ValueError, match="'belady' needs the future"):
-        make_manager("vllm_v1", num_blocks=8, block_size=4, policy="belady")
 
 
 def test_a_policy_of_the_users_own_file(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("from cache.policies.lru import LRU\n\n\nclass Mine(LRU):\n    name = 'mine'\n")
-    manager = make_manager("vllm_v1", num_blocks=8, block_size=4, policy=f"{file}:Mine")
-    assert manager.pool.policy.name == "mine"
+    assert manager_of("vllm_v1", policy=f"{file}:Mine").pool.policy.name == "mine"
 
 
-def test_a_design_without_prefix_caching_gets_its_own_options_only():
-    manager = make_manager("contiguous", num_blocks=8, block_size=4, reservation="pow2")
-    assert manager.reservation == "pow2"
-    assert not manager.enable_prefix_caching
+def test_the_default_watermark_is_one_percent():
+    assert manager_of("vllm_v0", 99).watermark_blocks == 0
+    assert manager_of("vllm_v0", 250).watermark_blocks == 2
 
 
-@pytest.mark.parametrize("name", ["contiguous", "paged"])
-@pytest.mark.parametrize(("option", "value"), [("policy", "fifo"), ("hash_algorithm", "sha256")])
-def test_a_design_without_prefix_caching_refuses(name, option, value):
-    with pytest.raises(UnsupportedByDesign, match=f"'{name}' does not offer a {option}"):
-        make_manager(name, num_blocks=8, block_size=4, **{option: value})
+ORACLE = {"reservation": "oracle"}
+WINDOW = {"enable_prefix_caching": False, "sliding_window": 0}
+BAD = [
+    ("vllm_v9", {}, r"manager='vllm_v9'.*vllm_v1"),
+    ("vllm_v1", {"watermark": 0.1}, "no option watermark; its options: .*policy"),
+    *(
+        ("vllm_v1", {argument: value}, f"{argument}=.*at least 1")
+        for argument in ("num_blocks", "block_size")
+        for value in (0, -1, 1.0, True, "8", None)
+    ),
+    ("vllm_v1", {"policy": "mru2"}, "policy='mru2'.*lru"),
+    ("vllm_v1", {"policy": FIFO}, "needs a name or an EvictionPolicy object"),
+    ("vllm_v1", {"policy": "belady"}, "'belady' needs the future"),
+    ("vllm_v1", {"hash_algorithm": "xxh64"}, r"'xxh64'.*128 bits.*xxh3_128, sha256"),
+    (
+        "vllm_v1",
+        {"partial_block_reuse": True, "enable_prefix_caching": False},
+        "partial_block_reuse=True needs enable_prefix_caching",
+    ),
+    ("nano_vllm", {"hash_algorithm": "md5"}, "hash_algorithm='md5'.*xxh64"),
+    ("vllm_v0", {"hash_algorithm": "xxh64"}, r"'xxh64'.*128 bits.*xxh3_128, sha256"),
+    ("vllm_v0", {"policy": "mru2"}, "policy='mru2'"),
+    ("vllm_v0", {"num_cpu_blocks": -1}, "num_cpu_blocks=-1"),
+    ("vllm_v0", {"num_cpu_blocks": 2.0}, "num_cpu_blocks=2.0"),
+    ("vllm_v0", {"watermark": -0.1}, "watermark=-0.1"),
+    ("vllm_v0", {"watermark": 1}, "watermark=1"),
+    ("vllm_v0", WINDOW, "sliding_window=0"),
+    ("vllm_v0", WINDOW | {"sliding_window": -4}, "sliding_window=-4"),
+    ("paged", {"bytes_per_slot": 0}, "bytes_per_slot=0.*at least 1"),
+    ("contiguous", {"reservation": "half"}, "reservation='half'.*max, pow2, oracle"),
+    ("contiguous", ORACLE, "final_length=None.*oracle"),
+    ("contiguous", {"max_model_len": 0}, "max_model_len=0.*at least 1"),
+    ("contiguous", {"max_model_len": 33}, "max_model_len=33.*num_blocks=10 .* 32 slots"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "says"), BAD, ids=[f"{n}-{o}" for n, o, _ in BAD])
+def test_bad_arguments(name, options, says):
+    with pytest.raises(ValueError, match=says):
+        make_manager(name, **{"num_blocks": 10, "block_size": 4} | options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "feature"),
+    [
+        *((n, {"policy": "fifo"}, "policy") for n in ("contiguous", "paged")),
+        *((n, {"hash_algorithm": "sha256"}, "hash") for n in ("contiguous", "paged", "radix")),
+        ("vllm_v0", {"sliding_window": 8}, "sliding_window together with prefix caching"),
+        ("vllm_v0", {"policy": "fifo", "enable_prefix_caching": False}, "policy .* without prefix"),
+    ],
+)
+def test_what_a_design_does_not_offer_is_refused(name, options, feature):
+    with pytest.raises(UnsupportedByDesign, match=f"'{name}' does not offer a {feature}"):
+        manager_of(name, **options)

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+import functools
+
 from hypothesis import given
 from hypothesis import strategies as st
+from manager_helpers import manager_of
 
 import cache
 from cache.partial_blocks import PartialBlockIndex
 
-
-def make(num_blocks=10, block_size=4, **options):
-    return cache.make_manager(
-        "vllm_v1",
-        num_blocks=num_blocks,
-        block_size=block_size,
-        partial_block_reuse=True,
-        **options,
-    )
+make = functools.partial(manager_of, "vllm_v1", partial_block_reuse=True)
 
 
 def serve(manager, seq_id, tokens, **keys):
@@ -43,36 +37,17 @@ def test_a_prefix_that_ends_inside_a_block_is_copied_up_to_its_end():
     assert manager.take_copies() == []
 
 
-def test_the_longest_common_beginning_wins():
-    manager = make(num_blocks=30)
-    for number, tail in enumerate(([5, 0, 0, 0], [5, 6, 7, 0], [5, 6, 0, 0], [9, 9, 9, 9])):
-        serve(manager, number, [1, 2, 3, 4, *tail])
-    cached, ((donor, _),), _ = serve(manager, 9, [1, 2, 3, 4, 5, 6, 7, 8, 8])
-    assert cached == 7
-    assert donor == 2
-
-
-def test_one_token_is_left_to_compute():
-    manager = make()
-    serve(manager, 0, [1, 2, 3, 4, 5, 6, 7, 8])
-    # All eight tokens are there; vLLM would compute the whole second block again.
-    cached, copies, _ = serve(manager, 1, [1, 2, 3, 4, 5, 6, 7, 8])
-    assert cached == 7
-    assert len(copies) == 1
-    assert serve(manager, 2, [1])[0] == 0
-
-
 def test_a_block_is_copied_from_only_when_its_step_is_over():
     manager = make()
     first = cache.Sequence(0, [1, 2, 3, 4, 5])
     manager.allocate(first)
     same_step = cache.Sequence(1, [1, 2, 9, 9, 9])
     assert manager.allocate(same_step) == 0
-    manager.mark_blocks_as_computed(first)
+    for seq in (first, same_step):
+        seq.append_token(6)
+    manager.append(first)
     next_step = cache.Sequence(2, [1, 2, 8, 8, 8])
     assert manager.allocate(next_step) == 2
-    first.append_token(6)
-    same_step.append_token(6)
     manager.append(same_step)  # its step is over too
     assert manager.allocate(cache.Sequence(3, [1, 2, 9, 0])) == 3
     manager.check_invariants()
@@ -127,11 +102,6 @@ def test_copies_of_a_freed_sequence_are_void():
     manager.allocate(stays)
     manager.free(gone)
     assert [target for _, target in manager.take_copies()] == manager.block_table(stays)
-
-
-def test_it_needs_prefix_caching():
-    with pytest.raises(ValueError, match="partial_block_reuse=True needs enable_prefix_caching"):
-        make(enable_prefix_caching=False)
 
 
 @given(

@@ -46,6 +46,7 @@ class VLLMv0Machine(ManagerMachine):
             num_cpu_blocks=self.num_cpu_blocks,
             watermark=watermark,
             sliding_window=window,
+            event_log=self.draw_log(data),
             clock=lambda: self.step,
         )
 
@@ -195,11 +196,14 @@ class VLLMv0Machine(ManagerMachine):
             if (src, offset) in source:
                 target[dst, offset] = source[src, offset]
 
-    def observe_free(self, live):
+    def release_all(self, live):
         self.mark_as_computed(live)
-        step = self.last_step.pop(live.seq.seq_id)
         for depth in reversed(range(min(len(live.table), self.ring))):
-            self.release(live.table[depth], depth, step)
+            self.release(live.table[depth], depth, self.last_step[live.seq.seq_id])
+
+    def observe_free(self, live):
+        self.release_all(live)
+        del self.last_step[live.seq.seq_id]
 
     def observe_fork(self, parent, child):
         self.last_step[child.seq.seq_id] = self.last_step[parent.seq.seq_id]
@@ -245,10 +249,7 @@ class VLLMv0Machine(ManagerMachine):
             assert src in live.table
             self.copy(self.slots, src, self.host_slots, dst)
         del self.live[live.seq.seq_id]
-        step = self.last_step[live.seq.seq_id]
-        self.mark_as_computed(live)
-        for depth in reversed(range(min(len(live.table), self.ring))):
-            self.release(live.table[depth], depth, step)
+        self.release_all(live)
         assert self.manager.num_free_blocks >= free_on_gpu
         live.table = self.manager.block_table(live.seq)
         assert live.seq.num_slots == 0
@@ -310,23 +311,6 @@ class VLLMv0Machine(ManagerMachine):
         key = data.draw(st.sampled_from(sorted(self.swapped)), label="sequence")
         self.manager.free(self.swapped.pop(key).seq)
         del self.last_step[key]
-
-    @rule(data=st.data())
-    @precondition(lambda self: self.swapped)
-    def misuse_swapped(self, data):
-        live = self.swapped[data.draw(st.sampled_from(sorted(self.swapped)), label="sequence")]
-        before = state_of(self.manager)
-        child = live.seq.fork("child")
-        for call in (
-            lambda: self.manager.append(live.seq),
-            lambda: self.manager.can_append(live.seq),
-            lambda: self.manager.swap_out(live.seq),
-            lambda: self.manager.fork(live.seq, child),
-            lambda: self.manager.mark_blocks_as_computed(live.seq),
-        ):
-            with pytest.raises(ValueError, match="is swapped out"):
-                call()
-        assert state_of(self.manager) == before
 
     @invariant()
     def stored_tokens_are_unchanged(self):

@@ -192,22 +192,6 @@ def test_the_line_is_served_in_order():
     assert list(serve(engine)) == [0, large, small]
 
 
-def test_budgets_are_kept():
-    """Also the places of samples that have yet to fork."""
-    engine = make_engine("vllm_v1", 200, 4, max_num_seqs=3, max_num_batched_tokens=10)
-    for seed in range(8):
-        engine.add(prompt(9, seed), GREEDY)
-    engine.add(prompt(9, 9), SamplingParams(n=3, max_tokens=4))
-    engine.add(prompt(3, 1), GREEDY)
-    running = set()
-    while engine.has_unfinished:
-        engine.step()
-        running.add(len(engine.scheduler.running))
-    assert max(running) == 3
-    assert max(step.num_tokens for step in engine.runner.steps) == 10
-    assert max(len(step.sequences) for step in engine.runner.steps) == 3
-
-
 @pytest.mark.parametrize("manager", sorted(MANAGERS))
 def test_swapping_saves_every_computation(manager):
     """With room in host memory, each token is computed once, however often it is preempted."""
@@ -256,26 +240,6 @@ def test_decoding_goes_on_beside_the_chunks_of_a_prompt():
         tokens, _ = engine.step()
         assert [token.request_id for token in tokens] == [0]
         assert engine.runner.steps[-1].num_tokens == 8
-
-
-def test_abort_frees_everything_at_any_time():
-    for num_steps in range(14):
-        engine = make_engine("vllm_v1", 9, 4, num_host_blocks=9)
-        ids = [
-            engine.add(prompt(12), SamplingParams(n=2, max_tokens=9)),
-            engine.add(prompt(8, 1), SamplingParams(beam_width=2, max_tokens=4)),
-            engine.add(prompt(12, 2), GREEDY),
-        ]
-        for _ in range(num_steps):
-            engine.step()
-        for request_id in ids:
-            if request_id in engine.requests:
-                request = engine.abort(request_id)
-                reasons = {seq.finish_reason for seq in request.sequences}
-                assert FinishReason.ABORT in reasons
-                with pytest.raises(KeyError):
-                    engine.abort(request_id)
-        assert_idle(engine)
 
 
 def test_a_cancelled_beam_search_returns_its_beams():
@@ -340,6 +304,36 @@ def test_sizes_of_a_scheduler_are_checked(name):
         make_engine(**{name: -1})
 
 
+@pytest.mark.parametrize("budget", [5, 64])
+def test_prefill_first_computes_prompts_or_decodes(budget):
+    """A prompt that arrives is computed at once, in chunks of the budget, and nobody decodes."""
+    engine = make_engine(num_blocks=12, max_num_batched_tokens=budget, prefill_first=True)
+    run, steps = engine.runner.run, []
+
+    def spy(step, manager):
+        missing = [seq.num_tokens - seq.num_computed_tokens for seq in step.sequences]
+        decodes = [
+            count + rest == 1 and seq not in step.admitted
+            for seq, count, rest in zip(step.sequences, step.counts, missing, strict=True)
+        ]
+        assert len(set(decodes)) <= 1
+        steps.append(("d" if decodes[0] else "p") if decodes else "")
+        return run(step, manager)
+
+    engine.runner.run = spy
+    expected, done = {}, {}
+    for length in (17, 6, 11, 9):
+        tokens = prompt(length, length)
+        expected[engine.add(tokens, GREEDY)] = engine.runner.greedy(tokens, GREEDY.max_tokens)
+        for _ in range(6):
+            for request in engine.step()[1]:
+                done[request.request_id] = engine.completions(request)
+    done |= serve(engine)
+    assert {i: outputs[0].token_ids for i, outputs in done.items()} == expected
+    assert "".join(steps).startswith("ppppdd" if budget == 5 else "pdddddp")
+    assert_idle(engine)
+
+
 def test_beam_search_needs_a_manager_that_forks():
     with pytest.raises(UnsupportedByDesign, match=r"paged.*fork, which beam search needs"):
         make_engine("paged").add([1], SamplingParams(beam_width=2))
@@ -355,9 +349,15 @@ class EngineMachine(RuleBasedStateMachine):
         budget=st.sampled_from([1, 4, 16, 40]),
         max_num_seqs=st.sampled_from([1, 3, 5]),
         caching=st.booleans(),
+        prefill_first=st.booleans(),
+        partial=st.booleans(),
     )
-    def start(self, manager, block_size, num_host_blocks, budget, max_num_seqs, caching):
+    def start(
+        self, manager, block_size, num_host_blocks, budget, max_num_seqs, caching,
+        prefill_first, partial,
+    ):  # fmt: skip
         num_blocks = -(-40 // block_size)
+        options = {"partial_block_reuse": partial} if manager == "vllm_v1" and caching else {}
         if manager not in CHUNKED:
             budget = 40
         self.engine = make_engine(
@@ -368,7 +368,9 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             enable_prefix_caching=caching,
+            prefill_first=prefill_first,
             eos=frozenset({0}),
+            **options,
         )
         self.forks = manager in FORKING
         self.greedy = {}
@@ -410,7 +412,9 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data):
         request_id = data.draw(st.sampled_from(sorted(self.engine.requests)))
-        self.engine.completions(self.engine.abort(request_id))
+        request = self.engine.abort(request_id)
+        assert any(seq.finish_reason is FinishReason.ABORT for seq in request.sequences)
+        self.engine.completions(request)
 
     def check_step(self):
         """A step keeps its budgets and serves the oldest request, or brings beams of it back."""
@@ -421,7 +425,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert step.num_tokens <= scheduler.max_num_batched_tokens
         assert len(step.sequences) <= scheduler.max_num_seqs
         served = {seq.request.request_id for seq in (*step.sequences, *step.admitted)}
-        assert oldest is None or oldest in served
+        assert oldest is None or oldest in served or scheduler.prefill_first
         self.preemptions.update(seq.request.request_id for seq in step.preempted)
         for request in finished:
             outputs = self.engine.completions(request)

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from experiments.bench.compile_ahead import jobs_of, launch_on_meta
-from experiments.bench.kernel_problems import OPS, Shape
+from experiments.bench.kernel_problems import OPS
+from experiments.bench.problem import Shape
 from experiments.gpu import cascade, kernel_latency, tile_sweep
 
 
@@ -35,14 +36,12 @@ _DRIVE = """
 import sys
 from pathlib import Path
 
-from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from experiments.bench.compile_ahead import Job, compile_job, launch_on_meta
-from experiments.bench.kernel_problems import Shape
+from experiments.bench.problem import Shape
 from kernels.compiled.architectures import ARCHITECTURES
-from kernels.compiled.compile import DriverWithoutGpu
-from kernels.tiles import force_target
+from kernels.compiled.compile import without_gpu
 
 arch = ARCHITECTURES["sm_90"]
 cubins = lambda: sorted(path.parent.name for path in Path(sys.argv[1]).rglob("*.cubin"))
@@ -54,8 +53,7 @@ assert ahead
 # A launch as Triton does it, up to where it has looked for the compiled kernel.
 run = JITFunction.run
 JITFunction.run = lambda self, *args, **options: run(self, *args, **{**options, "warmup": True})
-driver.set_active(DriverWithoutGpu(arch.compile_target))
-with force_target(arch.tiles_target):
+with without_gpu(arch):
     launch_on_meta(shape)
 assert cubins() == ahead, "the launch compiled something else"
 

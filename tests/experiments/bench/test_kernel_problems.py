@@ -9,7 +9,8 @@ import torch
 
 from experiments.bench import attention_problems
 from experiments.bench.gpu_timing import NO_TIMES
-from experiments.bench.kernel_problems import OURS, Shape, WrongResult, problem_of, refusal, run
+from experiments.bench.kernel_problems import problem_of, refusal, run
+from experiments.bench.problem import OURS, Shape, WrongResult
 from experiments.harness import Unavailable
 
 _HEADS = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 32}

@@ -51,7 +51,7 @@ def test_figures_of_a_table_with_times(timed_rows, drawn):
         kv_dtype="float8_e4m3fn",
     )
     cells = [*kernel_latency.cells(some), *kernel_latency.cells(fp8)]
-    rows = timed_rows(cells, refused=("flash_attn_4",))
+    rows = timed_rows(cells, refused=("flash_attn_3",))
     kernel_latency.plot(rows, Path())
     assert set(drawn) == {"decode_latency", "decode_bandwidth", "prefill", "moves", "gpu_rates"}
     bars = [axis.get_yticklabels() for axis in drawn["gpu_rates"].axes]
@@ -65,7 +65,7 @@ def test_figures_of_a_table_with_times(timed_rows, drawn):
     assert {f"{OURS}, block 16", f"{OURS}, block 256", "flash_attn_2, block 256"} <= labels
     assert "bound: bytes at copy bandwidth" in labels
     assert f"{OURS}, block 16, fp8 cache" in labels
-    assert not any("flash_attn_4" in label for label in labels)
+    assert not any("flash_attn_3" in label for label in labels)
     for line in latency.axes[0].get_lines():
         assert len(set(line.get_xdata())) == len(line.get_xdata()), "one point per batch size"
 

@@ -97,12 +97,13 @@ def test_shared_prefixes():
 def test_tiles_and_splits_that_are_not_the_tables():
     options = tile_sweep.TileSweep(
         **HEADS,
-        part=("decode", "splits"),
+        part=("decode", "splits", "prefill_splits"),
         decode=((1, 20),),
         decode_tile=((16, 4, 1),),
         splits=(2,),
         splits_batch=(1,),
         splits_context=(40,),
+        splits_prefill=((1, 3, 40),),
     )
     rows = rows_of(tile_sweep, options)
     assert [(row["part"], row["by_table"]) for row in rows] == [
@@ -110,7 +111,11 @@ def test_tiles_and_splits_that_are_not_the_tables():
         ("decode", False),
         ("splits", True),
         ("splits", False),
+        ("prefill_splits", True),
+        ("prefill_splits", False),
     ]
+    assert [row["num_splits"] for row in rows[3::2]] == [2, 2]
+    assert all(row["num_splits"] >= 1 for row in rows[2::2])
     table, forced = rows[:2]
     # The table's tile is that of the GPU, not of the interpreter.
     assert (table["num_stages"], forced["tile_n"], forced["num_stages"]) == (7, 16, 1)

@@ -41,8 +41,3 @@ def test_without_flash_attn_its_cells_are_absent(monkeypatch):
     monkeypatch.setattr("models.llm.make_backend", make_backend)
     with pytest.raises(Unavailable, match="'flash_attn' needs the package flash-attn"):
         make_llm("tiny", attention_backend="flash_attn")
-
-
-def test_an_unknown_model_is_refused():
-    with pytest.raises(ValueError, match="model='gpt' is unknown; choose from tiny, llama-100m"):
-        make_llm("gpt")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -93,42 +93,40 @@ def test_unknown_block_sizes_are_unavailable():
         shrink(unknown, mean_tokens=10, max_tokens=100, vocab_size=512)
 
 
-@given(data=st.data(), vocab_size=st.sampled_from([4, 6, 512, 32_000]))
-def test_prompts_agree_exactly_as_far_as_their_blocks(data, vocab_size):
+def agreeing(a: list[int], b: list[int]) -> int:
+    """Length of the common beginning."""
+    both = enumerate(zip(a, b, strict=False))
+    return next((at for at, (x, y) in both if x != y), min(len(a), len(b)))
+
+
+@given(
+    paths=st.lists(st.lists(st.integers(0, 2), max_size=5), min_size=1, max_size=8).filter(any),
+    vocab_size=st.sampled_from([4, 6, 512, 32_000]),
+)
+def test_prompts_agree_exactly_as_far_as_their_blocks(paths, vocab_size):
     """Two prompts have the same tokens up to the end of a block if and only if they share it."""
-    paths = data.draw(st.lists(st.lists(st.integers(0, 2), max_size=5), min_size=1, max_size=8))
     names: dict[tuple, int] = {}
-    requests = [
-        (
-            index,
-            10 * len(path) + 1,
-            1,
-            [names.setdefault(tuple(path[: d + 1]), len(names)) for d in range(len(path))],
-        )
-        for index, path in enumerate(paths)
-    ]
+    requests = []
+    for index, path in enumerate(paths):
+        starts = (tuple(path[: depth + 1]) for depth in range(len(path)))
+        ids = [names.setdefault(start, len(names)) for start in starts]
+        requests.append((index, 10 * len(path) + 1, 1, ids))
     trace = mooncake(requests, block_size=10)
-    if not trace.has_blocks:
-        return
-    slice_tokens = 40 * trace.num_block_references
-    trace = shrink_blocks(
-        trace, slice_tokens=slice_tokens, max_output_tokens=1, vocab_size=vocab_size
-    ).trace
-    prompts = [cache.prompt_token_ids(trace, index, vocab_size) for index in range(len(trace))]
-    size = trace.block_size
-    for i, mine in enumerate(prompts):
-        assert len(mine) == trace.input_lengths[i]
-        in_blocks = len(trace[i].block_ids) * size
-        assert set(mine[:in_blocks]) <= set(range(vocab_size // 2)), "the lower half spells blocks"
-        own = set(range(vocab_size // 2, vocab_size))
-        assert set(mine[in_blocks:]) <= own, "the upper half spells the number of the request"
-        for j, other in enumerate(prompts):
-            for depth in range(min(len(trace[i].block_ids), len(trace[j].block_ids))):
-                shared = trace[i].block_ids[depth] == trace[j].block_ids[depth]
-                end = (depth + 1) * size
-                assert (mine[:end] == other[:end]) == shared
-            if i != j and len(trace) <= vocab_size // 2:
-                assert mine != other  # the last token is a request's own
+    sizes = {"slice_tokens": 40 * trace.num_block_references, "max_output_tokens": 1}
+    trace = shrink_blocks(trace, **sizes, vocab_size=vocab_size).trace
+    prompts = [cache.prompt_token_ids(trace, i, vocab_size).tolist() for i in range(len(trace))]
+    blocks = [request.block_ids.tolist() for request in trace]
+    for mine, ids in zip(prompts, blocks, strict=True):
+        whole = len(ids) * trace.block_size
+        assert len(mine) == whole + 1
+        assert max(mine[:whole]) < vocab_size // 2, "the lower half spells blocks"
+        assert mine[whole] >= vocab_size // 2, "the upper half the number of the request"
+    for i, j in itertools.combinations(range(len(trace)), 2):
+        same_tokens = agreeing(prompts[i], prompts[j])
+        depth = min(same_tokens // trace.block_size, len(blocks[i]), len(blocks[j]))
+        assert depth == agreeing(blocks[i], blocks[j])
+        if len(trace) <= vocab_size // 2:
+            assert prompts[i] != prompts[j]  # the last token is a request's own
 
 
 def test_what_lies_beyond_the_blocks_is_a_requests_own():
@@ -136,19 +134,3 @@ def test_what_lies_beyond_the_blocks_is_a_requests_own():
     trace = Trace.from_requests([(i, 8, 1, ()) for i in range(300)], name="t")
     prompts = {tuple(cache.prompt_token_ids(trace, index, 512)) for index in range(300)}
     assert len(prompts) == 300
-
-
-def test_the_engine_and_the_replay_see_the_same_blocks():
-    """A manager that is shown the prompts finds what an infinite replay finds."""
-    trace = cache.make_workload("multi_turn_chat", num_requests=40)
-    trace = shrink_blocks(trace, slice_tokens=9_000, max_output_tokens=1, vocab_size=512).trace
-    manager = cache.make_manager("vllm_v1", num_blocks=5_000, block_size=trace.block_size)
-    hits = []
-    for index in range(len(trace)):
-        seq = cache.Sequence(index, cache.prompt_token_ids(trace, index, 512))
-        hits.append(manager.allocate(seq) // trace.block_size)
-        manager.free(seq)
-    assert sum(hits) / trace.num_block_references == pytest.approx(trace.infinite_cache_hit_rate)
-    assert np.diff(trace.offsets).tolist() == [
-        (length - 1) // trace.block_size for length in trace.input_lengths
-    ]

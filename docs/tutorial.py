@@ -1,0 +1,219 @@
+"""Draws the pictures of tutorial.md: what real managers do with the blocks of worked examples.
+
+    .venv/bin/python -m docs.tutorial
+
+A picture shows what the manager's event log tells of each block since the picture before, the
+block tables, the free queue, and the hashes by which blocks are found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import cache
+
+FOLDER = Path(__file__).with_name("tutorial")
+_BLOCK_SIZE = 4
+_WIDTH = 780
+_STYLE = """
+rect { fill: none; stroke: #9aa4af } text { font: 12px monospace; fill: #1b1f24 }
+.page { fill: #ffffff; stroke: none } .used { fill: #d3e6f7 } .kept { fill: #fbeebf }
+.soft { fill: #59636e } .number { font-weight: bold }
+.middle { text-anchor: middle } .end { text-anchor: end }
+.allocated { fill: #00704f } .hit { fill: #0b62a8 } .evicted { fill: #b84300 }
+@media (prefers-color-scheme: dark) {
+text { fill: #e3e6ea } .page { fill: #161a1f } .used { fill: #1d405f } .kept { fill: #4d431a }
+.soft { fill: #9aa4af }
+.allocated { fill: #4cc9a0 } .hit { fill: #6cb6ff } .evicted { fill: #ff9b66 } }"""
+
+
+class Story:
+    """A manager, the sequences that it met, and what the pictures so far have told."""
+
+    def __init__(self, manager: str, num_blocks: int) -> None:
+        self._log = cache.EventLog()
+        self.manager = cache.make_manager(
+            manager, num_blocks=num_blocks, block_size=_BLOCK_SIZE, event_log=self._log
+        )
+        self._blocks = self.manager.pool if manager == "vllm_v1" else self.manager.gpu
+        self._told = 0
+        self._running: dict[str, cache.Sequence] = {}
+        self._hashes: dict[int, bytes] = {}
+        self._meanings: dict[bytes, str] = {}
+        self._tokens: dict[int, list[int]] = {}
+        self._copies: list[tuple[int, int]] = []
+
+    def start(self, name: str, tokens: Iterable[int]) -> cache.Sequence:
+        """A sequence of which all tokens get their slots."""
+        seq = self._running[name] = cache.Sequence(name, tokens)
+        self.manager.allocate(seq)
+        return seq
+
+    def decode(self, seq: cache.Sequence, *tokens: int) -> None:
+        """One step for each token.  Raises OutOfBlocks."""
+        for token in tokens:
+            seq.append_token(token)
+            self.append(seq)
+
+    def append(self, seq: cache.Sequence) -> None:
+        """Slots for what ``seq`` has generated.  Raises OutOfBlocks."""
+        self._copies += self.manager.append(seq)
+
+    def fork(self, seq: cache.Sequence, name: str) -> cache.Sequence:
+        child = self._running[name] = seq.fork(name)
+        self.manager.fork(seq, child)
+        return child
+
+    def free(self, seq: cache.Sequence) -> None:
+        self._note_tokens()
+        self.manager.free(self._running.pop(seq.seq_id))
+
+    def resume(self, seq: cache.Sequence) -> None:
+        self._running[seq.seq_id] = seq
+        self.manager.allocate(seq)
+
+    def picture(self) -> str:
+        """The state as SVG, with what happened since the last picture."""
+        self.manager.check_invariants()
+        happened: dict[int, list[str]] = {}
+        for _, kind, block, content in self._log.events[self._told :]:
+            kinds = happened.setdefault(block, [])
+            kinds += [kind] if kind not in kinds else []
+            if kind == "cached":
+                self._hashes[block] = content
+            elif kind == "evicted":
+                del self._hashes[block]
+        self._told = len(self._log.events)
+        self._note_tokens()
+        shapes, y = [*self._pool(happened)], 164
+        for name, seq in self._running.items():
+            shapes += _row(y, f"{name}, {seq.num_tokens} tokens", self.manager.block_table(seq))
+            y += 30
+        shapes += _row(y, "free queue, next first", self._blocks.free_blocks())
+        y += 40
+        if self._copies:
+            pairs = ", ".join(f"{source} to {target}" for source, target in self._copies)
+            shapes += [_text(0, y, f"copied before the step: block {pairs}", "hit")]
+            self._copies, y = [], y + 24
+        entries = self._hashes.items()  # as they were cached
+        for i, (block, digest) in enumerate(entries):
+            entry = f"{_short(digest)} = {self._meanings[digest]} in block {block}"
+            shapes.append(_text(i % 2 * _WIDTH / 2, y + i // 2 * 18, entry))
+        height = y + (len(entries) + 1) // 2 * 18
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-8 -4 {_WIDTH + 16} {height}" '
+            f'width="{_WIDTH + 16}" height="{height}">\n<style>{_STYLE}\n</style>\n'
+            f'<rect class="page" x="-8" y="-4" width="100%" height="100%"/>\n'
+            + "\n".join(shapes)
+            + "\n</svg>\n"
+        )
+
+    def _note_tokens(self) -> None:
+        """What the blocks hold, and what the hashes stand for."""
+        for seq in self._running.values():
+            tokens = seq.token_ids.tolist()[: seq.num_computed_tokens]
+            for i, block in enumerate(self.manager.block_table(seq)):
+                self._tokens[block] = tokens[i * _BLOCK_SIZE : (i + 1) * _BLOCK_SIZE]
+            for chain in seq.hash_chains.values():
+                for i, digest in enumerate(chain):
+                    parent = _short(chain[i - 1]) if i else "start"
+                    own = tokens[i * _BLOCK_SIZE : (i + 1) * _BLOCK_SIZE]
+                    if len(own) == _BLOCK_SIZE:
+                        self._meanings[digest] = f"H({parent}, {' '.join(map(str, own))})"
+
+    def _pool(self, happened: dict[int, list[str]]) -> Iterator[str]:
+        for block, users in enumerate(self._blocks.ref_counts):
+            x, digest = block * _WIDTH / 10, self._hashes.get(block)
+            for i, kind in enumerate(happened.get(block, ())):
+                yield _text(x + 35, 12 + 13 * i, kind, f"middle {kind}")
+            state = "used" if users else "kept" if digest else "free"
+            yield f'<rect class="{state}" x="{x:g}" y="48" width="70" height="84" rx="4"/>'
+            yield _text(x + 5, 63, str(block), "number")
+            if users > 1:
+                yield _text(x + 66, 63, f"{users} users", "end soft")
+            tokens = self._tokens[block] if users or digest else []
+            for i in range(0, len(tokens), 2):
+                yield _text(x + 35, 84 + 8 * i, " ".join(map(str, tokens[i : i + 2])), "middle")
+            if digest:
+                yield _text(x + 35, 124, _short(digest), "middle soft")
+
+
+def _row(y: float, label: str, blocks: Iterable[int]) -> Iterator[str]:
+    yield _text(0, y, label)
+    blocks = list(blocks)
+    if not blocks:
+        yield _text(190, y, "empty", "soft")
+    for i, block in enumerate(blocks):
+        yield f'<rect x="{190 + 36 * i}" y="{y - 16}" width="32" height="22" rx="3"/>'
+        yield _text(206 + 36 * i, y, str(block), "middle number")
+
+
+def _text(x: float, y: float, text: str, style: str = "") -> str:
+    return f'<text x="{x:g}" y="{y:g}" class="{style}">{text}</text>'
+
+
+def _short(digest: bytes) -> str:
+    return digest.hex()[:4]
+
+
+def pictures() -> dict[str, str]:
+    """All pictures by name."""
+    return dict([*_prefix_caching(), *_copy_on_write(), *_promotion()])
+
+
+def _prefix_caching() -> Iterator[tuple[str, str]]:
+    story = Story("vllm_v1", num_blocks=10)
+    a = story.start("A", range(14))
+    yield "1-allocation", story.picture()
+    story.decode(a, 14, 15, 16)
+    yield "2-hashes", story.picture()
+    b = story.start("B", [*range(11), 91, 92, 93])
+    yield "3-hit", story.picture()
+    story.free(a)
+    story.free(b)
+    yield "4-free", story.picture()
+    c = story.start("C", [*range(12), *range(50, 67)])
+    yield "5-revival", story.picture()
+    d = story.start("D", range(70, 75))
+    yield "6-eviction", story.picture()
+    try:
+        story.decode(c, 67, 68, 69, 20)
+    except cache.OutOfBlocks:  # the scheduler's answer: the youngest gives up its blocks
+        story.free(d)
+        story.append(c)
+    yield "7-preemption", story.picture()
+    story.free(c)
+    story.resume(d)
+    yield "8-resumed", story.picture()
+
+
+def _copy_on_write() -> Iterator[tuple[str, str]]:
+    story = Story("vllm_v1", num_blocks=6)
+    one = story.start("E", range(6))
+    other = story.fork(one, "F")
+    yield "9-fork", story.picture()
+    story.decode(other, 77)
+    story.decode(one, 78)
+    yield "10-copy-on-write", story.picture()
+
+
+def _promotion() -> Iterator[tuple[str, str]]:
+    story = Story("vllm_v0", num_blocks=6)
+    g = story.start("G", range(6))
+    story.decode(g, 6, 7, 8)
+    h = story.start("H", range(6))
+    story.decode(h, 6)
+    yield "11-duplicate", story.picture()
+    story.decode(h, 7)
+    yield "12-promotion", story.picture()
+
+
+def main() -> None:
+    FOLDER.mkdir(exist_ok=True)
+    for name, picture in pictures().items():
+        (FOLDER / f"{name}.svg").write_text(picture)
+
+
+if __name__ == "__main__":
+    main()

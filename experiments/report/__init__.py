@@ -1,0 +1,279 @@
+"""One page of all results, beside what publications report: ``python -m experiments report``.
+
+``page.html`` is its template and ``published.toml`` what publications report.  The page holds all
+it shows and asks no network: figures in 128 colours, tables, and the curves below, drawn by Bokeh.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import inspect
+import io
+import itertools
+import json
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from experiments import style
+from experiments.harness import Experiment, OptionsError
+from experiments.harness.store import write_atomically
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from bokeh.plotting import figure
+
+_FOLDER = Path(__file__).parent
+_COLORS = (
+    style.BLUE,
+    style.ORANGE,
+    style.GREEN,
+    style.RED,
+    style.BLACK,
+    style.SKY,
+    style.PINK,
+    style.GREY,
+)
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Columns of a table to hover over: a panel a trace, a line for each value of ``line``."""
+
+    x: str
+    y: str
+    line: str
+    x_label: str
+    y_label: str
+    y_axis: str = "linear"
+    number: str = "0.[000]"
+
+
+CURVES = {
+    "eviction": [
+        Curves(
+            "capacity_fraction",
+            "block_hit_rate",
+            "policy",
+            "pool size, of the unique blocks of the trace",
+            "block hit rate",
+            number="0.[00]%",
+        )
+    ],
+    "serving": [
+        Curves(
+            "request_rate",
+            "normalized_latency_s",
+            "system",
+            "requests per second",
+            "normalised latency (s per token)",
+            y_axis="log",
+            number="0.[0000]",
+        ),
+        Curves(
+            "request_rate",
+            "mean_batched_requests",
+            "system",
+            "requests per second",
+            "batched requests (mean)",
+        ),
+    ],
+}
+"""What is worth more than a picture, by experiment."""
+
+
+def write_report(results: Path, output: Path, experiments: Mapping[str, Experiment]) -> Path:
+    """Write the page of the results that ``results`` has of ``experiments`` to ``output``.
+
+    Raises OptionsError if there are none, and OSError.
+    """
+    import jinja2
+    from bokeh.resources import Resources
+
+    published = tomllib.loads((_FOLDER / "published.toml").read_text().replace(" %", "\u00a0%"))
+    pages, absent = [], []
+    for name, experiment in experiments.items():
+        tables = sorted((results / name).glob("*/rows.csv"))
+        notes = published.get(name, [])
+        pages += [_page(experiment, table.parent, notes) for table in tables]
+        if not tables:
+            absent.append({**_describe(experiment), "published": _compare(notes, None)})
+    if not pages:
+        raise OptionsError(f"no rows.csv in a folder of {results}: run an experiment first")
+    pages.sort(key=lambda page: not page["published"])  # stable
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_FOLDER), autoescape=True, trim_blocks=True
+    )
+    library = Resources(mode="inline", components=["bokeh"]).js_raw[0]
+    page = environment.get_template("page.html").render(pages=pages, absent=absent, library=library)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(output, page)
+    return output
+
+
+def _page(experiment: Experiment, folder: Path, notes: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the template needs of the results in ``folder``."""
+    summaries = sorted({*folder.glob("*.csv")} - {folder / "rows.csv"})
+    return {
+        **_describe(experiment),
+        "device": folder.name,
+        "id": f"{experiment.name}-{folder.name}",
+        "environment": json.loads((folder / "environment.json").read_text()),
+        "figures": [_picture(path) for path in sorted(folder.glob("*.png"))],
+        "curves": _draw(experiment.name, folder),
+        "published": _compare(notes, folder),
+        "tables": [_table(path) for path in (*summaries, folder / "rows.csv")],
+    }
+
+
+def _describe(experiment: Experiment) -> dict[str, Any]:
+    """Name, question and method: the docstring of the experiment."""
+    text = inspect.getdoc(inspect.getmodule(experiment.run_cell)) or experiment.figure
+    question, _, method = text.partition("\n\n")
+    return {
+        "name": experiment.name,
+        "figure": experiment.figure,
+        "gpu": experiment.gpu,
+        "question": _markdown(question.rstrip(".")),
+        "method": _markdown(method),
+    }
+
+
+def _markdown(text: str) -> str:
+    from markdown_it import MarkdownIt
+    from markupsafe import Markup
+
+    text = re.sub(r":\w+:(?=`)", "", text)
+    return Markup(MarkdownIt("commonmark", {"html": False}).render(text))
+
+
+def _picture(path: Path) -> dict[str, Any]:
+    from PIL import Image
+
+    content = io.BytesIO()
+    with Image.open(path) as image:
+        width, height = image.size
+        few = image.convert("RGB").quantize(128, Image.Quantize.FASTOCTREE)
+        few.save(content, "WEBP", lossless=True)
+    data = base64.b64encode(content.getvalue()).decode()
+    return {"name": path.stem, "width": width, "height": height, "data": data}
+
+
+def _table(path: Path) -> dict[str, Any]:
+    """Name, columns that vary, their rows as texts, and the values of the other columns."""
+    import pandas as pd
+
+    texts = pd.read_csv(path, dtype=str, keep_default_na=False).map(_shorten)
+    same = [name for name in texts if len(texts) > 1 and texts[name].nunique() == 1]
+    varying = texts.drop(columns=same)
+    return {
+        "name": path.name,
+        "head": [*varying],
+        "rows": varying.to_numpy().tolist(),
+        "same": {name: texts[name][0] for name in same if texts[name][0]},
+    }
+
+
+def _shorten(text: str) -> str:
+    """``text``, or the number that it is to five digits."""
+    if not re.fullmatch(r"-?\d+(\.\d+)?(e[+-]?\d+)?", text) or text.isdigit():
+        return text
+    return f"{float(text):.5g}"
+
+
+def _compare(notes: list[dict[str, Any]], folder: Path | None) -> list[dict[str, Any]]:
+    """``notes`` of published.toml, with what we measured beside each of their values."""
+    import pandas as pd
+
+    read = functools.cache(pd.read_csv)
+    compared = []
+    for note in notes:
+        values = []
+        for value in note.get("values", []) if folder else []:
+            rows = read(folder / value.get("table", "rows.csv"))
+            measured = rows.query(value["where"], engine="python")[value["column"]]
+            if value.get("take") == "max":
+                measured = measured.nlargest(1)
+            values.append({**value, "ours": _range(measured, value["format"])})
+        compared.append({**note, "values": values})
+    return compared
+
+
+def _range(measured: pd.Series, form: str) -> str:
+    if measured.empty:
+        return "not in this grid"
+    least, most = (
+        form.format(value).replace("%", "\u00a0%") for value in (measured.min(), measured.max())
+    )
+    return least if least == most else f"{least} to {most}"
+
+
+def _draw(name: str, folder: Path) -> list[dict[str, Any]]:
+    """Scripts and places of the panels of ``CURVES``, which hide a line together."""
+    if name not in CURVES:
+        return []
+    import pandas as pd
+    from bokeh.embed import components
+    from markupsafe import Markup
+
+    rows = pd.read_csv(folder / "rows.csv")
+    drawn = []
+    for curves in CURVES[name]:
+        lines = rows[curves.line].unique()
+        dashes = ["solid"] * len(_COLORS) + ["dashed"] * len(lines)
+        looks = dict(zip(lines, zip(itertools.cycle(_COLORS), dashes, strict=False), strict=False))
+        panels = [
+            _panel(str(trace), of_trace.dropna(subset=[curves.y]), curves, looks)
+            for trace, of_trace in rows.groupby("trace", sort=False)
+        ]
+        for other in panels[1:]:
+            for one, another in itertools.product(panels[0].renderers, other.renderers):
+                if one.name == another.name:
+                    one.js_link("visible", another, "visible")
+                    another.js_link("visible", one, "visible")
+        script, places = components(tuple(panels))
+        drawn.append({"script": Markup(script), "places": [Markup(place) for place in places]})
+    return drawn
+
+
+def _panel(
+    title: str, rows: pd.DataFrame, curves: Curves, looks: dict[str, tuple[str, str]]
+) -> figure:
+    from bokeh.models import NumeralTickFormatter
+    from bokeh.plotting import figure
+
+    panel = figure(
+        title=title,
+        height=380,
+        sizing_mode="stretch_width",
+        x_axis_type="log",
+        y_axis_type=curves.y_axis,
+        x_axis_label=curves.x_label,
+        y_axis_label=curves.y_label,
+        tools="pan,box_zoom,wheel_zoom,reset,hover",
+        active_drag=None,  # else a thumb that scrolls the page would zoom
+        tooltips=[
+            (curves.line, "@name"),
+            (curves.x_label, f"@x{{{curves.number}}}"),
+            (curves.y_label, f"@y{{{curves.number}}}"),
+        ],
+    )
+    panel.toolbar.logo = None
+    panel.axis.formatter = NumeralTickFormatter(format=curves.number)
+    for line, (color, dash) in looks.items():
+        points = rows[rows[curves.line] == line].sort_values(curves.x)
+        if points.empty:
+            continue
+        data = {"x": points[curves.x], "y": points[curves.y], "name": [line] * len(points)}
+        label = {"legend_label": line, "color": color}
+        panel.line("x", "y", source=data, name=line, line_dash=dash, line_width=1.6, **label)
+        panel.scatter("x", "y", source=data, name=f"{line} points", size=5, **label)
+    legend = panel.legend[0]
+    legend.click_policy, legend.ncols = "hide", 3
+    legend.label_text_font_size, legend.spacing, legend.padding = "8pt", 6, 2
+    panel.add_layout(legend, "below")
+    return panel

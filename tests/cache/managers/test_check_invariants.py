@@ -1,0 +1,115 @@
+"""check_invariants of every manager sees what is damaged."""
+
+from __future__ import annotations
+
+import pytest
+from manager_helpers import CACHING, NAMES, manager_of, started, used
+
+
+def set_(name, value):
+    return lambda table: setattr(table, name, value)
+
+
+TABLE_DAMAGES = {
+    "doubled": (lambda table: table.blocks.__setitem__(1, table.blocks[0]), "for 9 tokens"),
+    "shortened": (lambda table: table.blocks.pop(), "for 9 tokens"),
+    "more": (lambda table: setattr(table.seq, "num_computed_tokens", 13), "13 tokens"),
+    "fewer": (lambda table: setattr(table.seq, "num_computed_tokens", 8), "8 tokens are stored, 9"),
+    "unnoted": (set_("num_noted_tokens", 8), "9 tokens are stored, 8 of them"),
+    "nothing noted": (set_("num_noted_tokens", 0), "9 tokens are stored, 0 of them"),
+    "slots": (lambda table: setattr(table.seq, "num_slots", 13), "13 slots, the last .* at 12"),
+}
+
+
+@pytest.mark.parametrize(("damage", "says"), TABLE_DAMAGES.values(), ids=TABLE_DAMAGES)
+@pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "contiguous"])
+def test_a_wrong_table(name, caching, damage, says):
+    manager = manager_of(name, **({"enable_prefix_caching": caching} if name in CACHING else {}))
+    started(manager, 0, range(9))
+    damage(manager._tables[0])
+    with pytest.raises(AssertionError, match=f"0: .*{says}"):
+        manager.check_invariants()
+
+
+@pytest.mark.parametrize("damage", ["lost", "free and in use"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_block_that_is_lost_or_free_and_in_use(name, damage):
+    manager = manager_of(name)
+    started(manager, 0, range(9))
+    started(manager, 1, range(50, 59))
+    table = manager._tables[1]
+    if damage == "lost":
+        del manager._tables[1]
+    else:
+        manager._release(table)
+    with pytest.raises(AssertionError):
+        manager.check_invariants()
+
+
+def child_of_root(manager):
+    return next(iter(manager.tree.root.children.values()))
+
+
+def unjoined_buddies(manager, table):
+    manager._buddy._free[:3] = {}, {4: None, 6: None, 8: None}, {}
+
+
+# Of a manager with two sequences of 9 tokens in blocks of 4: one has come and gone, the other has
+# the table given.
+DAMAGES = {
+    "paged": {
+        "free and used": lambda m, t: m._free.append(t.blocks[0]),
+        "lost": lambda m, t: m._free.pop(),
+        "unknown": lambda m, t: m._free.append(10),
+        "empty block": lambda m, t: t.blocks.append(m._free.pop()),
+    },
+    "nano_vllm": {
+        "ref_count": lambda m, t: m.pool.ref_counts.__setitem__(t.blocks[0], 2),
+        "content": lambda m, t: m._contents.__setitem__(t.blocks[1], None),
+        "fewer cached": lambda m, t: setattr(t, "num_cached_blocks", 1),
+        "hashes": lambda m, t: t.hashes.reverse(),
+    },
+    "vllm_v0": {
+        "ref_count": lambda m, t: m.gpu.ref_counts.__setitem__(t.blocks[0], 2),
+        "key": lambda m, t: m.gpu.keys.__setitem__(t.blocks[0], m.gpu.keys[t.blocks[1]]),
+        "computed": lambda m, t: m.gpu.computed.__setitem__(t.blocks[2], 1),
+        "free": lambda m, t: m.gpu._stack.append(t.blocks[0]),
+        "marked": lambda m, t: setattr(t, "num_computed_blocks", 2),
+    },
+    "radix": {
+        "free": lambda m, t: m._free.append(t.blocks[0]),
+        "fresh": lambda m, t: setattr(m, "_num_fresh", m._num_fresh - 1),
+        "extra": lambda m, t: m._extra_users.update([t.blocks[2]]),
+        "table": lambda m, t: setattr(t, "blocks", t.blocks[::-1]),
+        "shared": lambda m, t: m.tree.share(t.node),
+        "evictable": lambda m, t: setattr(m.tree, "num_evictable", m.tree.num_evictable + 1),
+        "lock": lambda m, t: setattr(child_of_root(m), "lock_ref", 1),
+        "blocks": lambda m, t: child_of_root(m).blocks.pop(),
+        "parent": lambda m, t: setattr(child_of_root(m), "parent", t.node),
+        "leaf": lambda m, t: m.tree.leaves.remove(child_of_root(m)),
+        "depth": lambda m, t: setattr(child_of_root(m), "depth", 1),
+    },
+    "contiguous": {
+        "freed": lambda m, t: m._buddy.free(t.start),
+        "leaked": lambda m, t: m._buddy.allocate(1),
+        "overfull": lambda m, t: setattr(t, "max_tokens", 4),
+        "unreserved": lambda m, t: setattr(t, "num_reserved", 4),
+        "lost run": lambda m, t: m._buddy._free[2].clear(),
+        "free and used": lambda m, t: m._buddy._free[0].update({t.start: None}),
+        "miscounted": lambda m, t: setattr(m._buddy, "num_free", 7),
+        "unjoined": unjoined_buddies,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"), [(name, damage) for name in DAMAGES for damage in DAMAGES[name]]
+)
+def test_what_a_design_keeps(name, damage):
+    manager = manager_of(name)
+    used(manager, 0, range(50, 59))
+    started(manager, 1, range(9))
+    DAMAGES[name][damage](manager, manager._tables[1])
+    with pytest.raises(AssertionError):
+        manager.check_invariants()

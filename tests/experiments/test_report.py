@@ -1,0 +1,146 @@
+"""The page of all results: whole without a network, by its text and, where there is one, in a
+browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from experiments import cli
+from experiments.registry import EXPERIMENTS
+
+pytestmark = pytest.mark.slow
+RESULTS = Path(__file__).parents[2] / "results"
+FIGURES = sorted(RESULTS.glob("*/*/*.png"))
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+
+# What a browser shows, told by the page itself; curves are asked after one of them is switched off.
+ASK = """<script>addEventListener("load", () => setTimeout(async () => {
+  const panels = Bokeh.documents.flatMap(document => document.roots());
+  const named = panel => panel.renderers.filter(line => line.name == panels[0].renderers[0].name);
+  panels[0].renderers[0].visible = false;
+  for (const table of document.querySelectorAll("details.table")) table.open = true;
+  await new Promise(done => setTimeout(done, 500));
+  const told = {
+    images: [...document.images].filter(image => image.naturalWidth > 300).length,
+    hidden: panels.map(panel => named(panel).filter(line => !line.visible).length),
+    drawn: [...document.querySelectorAll(".panels > div")].every(e => e.offsetHeight > 300),
+    cells: [...document.querySelectorAll(".table .scroll")].map(
+      e => e.querySelectorAll("td").length),
+    overflow: document.documentElement.scrollWidth - innerWidth,
+  };
+  document.body.dataset.told = JSON.stringify(told);
+}, 1000))</script></body>"""
+
+
+class Elements(HTMLParser):
+    """The elements of a page, as (tag, attributes, text directly after the tag)."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict, str]] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs), ""))
+
+    def handle_data(self, data):
+        if self.found:
+            tag, attributes, text = self.found[-1]
+            self.found[-1] = tag, attributes, text + data
+
+    def of(self, tag: str) -> list[tuple[dict, str]]:
+        return [(attributes, text) for name, attributes, text in self.found if name == tag]
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    assert cli.main(["report", "--results", str(RESULTS), "--output", str(path)]) == 0
+    return path
+
+
+def test_the_page_has_every_figure_and_table_and_asks_no_network(page):
+    assert page.stat().st_size < 4e6
+    elements = Elements(page.read_text())
+    images = elements.of("img")
+    assert sorted(image["alt"].partition(":")[0] for image, _ in images) == sorted(
+        path.stem for path in FIGURES
+    )
+    for tag in ("img", "script", "link", "iframe"):
+        for attributes, _ in elements.of(tag):
+            sources = attributes.get("src", ""), attributes.get("href", "")
+            assert all(source.startswith("data:image/webp") for source in sources if source)
+    tables = [
+        json.loads(text)
+        for attributes, text in elements.of("script")
+        if attributes.get("type") == "application/json" and text.startswith("[[")
+    ]
+    lengths = [len(path.read_text().splitlines()) - 1 for path in RESULTS.glob("*/*/*.csv")]
+    assert sorted(len(rows) for _, rows in tables) == sorted(lengths)
+    assert all(len(row) == len(head) for head, rows in tables for row in rows)
+
+
+def test_every_experiment_stands_with_its_question_machine_and_commit(page):
+    text = page.read_text()
+    sections = dict(re.findall(r'<section id="([\w-]+)">(.*?)</section>', text, re.DOTALL))
+    for path in RESULTS.glob("*/*/environment.json"):
+        name, device = path.parts[-3:-1]
+        section, environment = sections.pop(f"{name}-{device}"), json.loads(path.read_text())
+        assert environment["commit"][:12] in section
+        assert environment["cpu"]["model"] in section
+        assert environment["command"] in section
+        assert "How it was measured" in section
+    missing = [name for name in EXPERIMENTS if not (RESULTS / name).exists()]
+    assert all(f"<h3>{name}: " in sections["absent"] for name in missing)
+
+
+def test_every_published_number_has_one_of_ours_beside_it(page):
+    text = page.read_text()
+    assert text.count("Published: PagedAttention") == 7
+    assert "not in this grid" not in text
+    # Fig. 2: what is reserved up to the maximum is mostly empty, what is paged mostly full.
+    assert re.search(r"Orca \(Max\)</td><td>20.4\s%</td><td>\d?\d.\d\s% to [1-4]\d.\d\s%", text)
+    assert re.search(r"tokens: vLLM</td><td>96.3\s%</td><td>9\d.\d\s% to 9\d.\d\s%", text)
+
+
+def test_results_that_are_not_there_are_an_error(tmp_path, capsys):
+    assert cli.main(["report", "--results", str(tmp_path)]) == 2
+    assert f"no rows.csv in a folder of {tmp_path}" in capsys.readouterr().err
+    assert cli.main(["report", "--reslts", str(tmp_path)]) == 2
+    assert "options here: --results, --output" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="no Chromium on the PATH")
+@pytest.mark.parametrize("width", [1200, 390])
+def test_a_browser_shows_every_figure_and_finds_no_fault(width, page, tmp_path):
+    asking = tmp_path / "asking.html"
+    asking.write_text(page.read_text().replace("</body>", ASK))
+    options = f"--headless --no-sandbox --disable-gpu --window-size={width},900 --dump-dom "
+    options += "--enable-logging=stderr --virtual-time-budget=20000"
+    shown = subprocess.run(
+        [CHROMIUM, *options.split(), f"--user-data-dir={tmp_path / 'profile'}", asking.as_uri()],
+        capture_output=True, text=True, timeout=200, check=True,
+    )  # fmt: skip
+    console = [line for line in shown.stderr.splitlines() if "CONSOLE" in line]
+    assert [line for line in console if "document idle" not in line] == []
+    [(body, _)] = Elements(shown.stdout).of("body")
+    told = json.loads(body["data-told"])
+    assert told["images"] == len(FIGURES)
+    once, twice = (
+        pd.read_csv(RESULTS / name / "cpu" / "rows.csv")["trace"].nunique()
+        for name in ("eviction", "serving")
+    )
+    assert told["drawn"]
+    assert told["hidden"] == once * [1] + 2 * twice * [0]
+    assert min(told["cells"]) > 0
+    assert told["overflow"] <= 0

@@ -1,0 +1,267 @@
+"""What a request may ask for, through LLM on tiny checkpoints."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from cache import MANAGERS
+from models import LLM, SaltedPrompt, SamplingParams, TokenOutput
+from models.generate import main
+
+PROMPT = [(i * 37 + 11) % 97 for i in range(26)]
+GREEDY = SamplingParams(temperature=0, max_tokens=10)
+
+
+@pytest.fixture(scope="module")
+def llm(make_checkpoint):
+    return LLM(make_checkpoint("llama")[0], num_blocks=64)
+
+
+def greedy_by_hand(oracle, choose, count: int = 20) -> list[int]:
+    """Tokens that maximise choose(logits, output so far), by transformers' logits."""
+    output: list[int] = []
+    for _ in range(count):
+        with torch.no_grad():
+            logits = oracle(torch.tensor([PROMPT + output])).logits[0, -1]
+        output.append(int(choose(logits, output).argmax()))
+    return output
+
+
+def test_a_repetition_penalty_is_that_of_transformers(llm, make_checkpoint):
+    _, oracle = make_checkpoint("llama")
+    theirs = oracle.generate(
+        torch.tensor([PROMPT]), max_new_tokens=20, do_sample=False, repetition_penalty=1.7
+    )
+    params = SamplingParams(temperature=0, max_tokens=20, repetition_penalty=1.7)
+    [output] = llm.generate(PROMPT, params)
+    assert output.outputs[0].token_ids == theirs[0, len(PROMPT) :].tolist()
+    assert output.outputs[0].token_ids != llm.generate(PROMPT, GREEDY)[0].outputs[0].token_ids
+
+
+@pytest.mark.parametrize(("frequency", "presence"), [(1.5, 0.0), (0.0, 2.0), (-0.5, 1.0)])
+def test_frequency_and_presence_penalties(frequency, presence, llm, make_checkpoint):
+    """The other request of the batch, without penalties, gets what it got before."""
+
+    def choose(logits, output):
+        counts = torch.tensor(output, dtype=torch.int64).bincount(minlength=97)
+        return logits - frequency * counts - presence * (counts > 0)
+
+    expected = greedy_by_hand(make_checkpoint("llama")[1], choose)
+    penalties = {"frequency_penalty": frequency, "presence_penalty": presence}
+    params = [SamplingParams(temperature=0, max_tokens=20, **penalties), GREEDY]
+    outputs = llm.generate([PROMPT, PROMPT], params)
+    assert outputs[0].outputs[0].token_ids == expected
+    assert outputs[1].outputs[0].token_ids == llm.generate(PROMPT, GREEDY)[0].outputs[0].token_ids
+
+
+def test_the_example_of_the_sources_runs(llm):
+    params = SamplingParams(n=2, temperature=0.8, top_p=0.95, frequency_penalty=0.1)
+    [output] = llm.generate(PROMPT, params)
+    assert len(output.outputs) == 2
+
+
+def test_min_tokens_puts_off_whatever_ends_an_output(llm):
+    [plain] = llm.generate(PROMPT, GREEDY)
+    stop = plain.outputs[0].token_ids[2]
+    early = SamplingParams(temperature=0, max_tokens=10, stop_token_ids=[stop])
+    assert len(llm.generate(PROMPT, early)[0].outputs[0].token_ids) == 3
+    late = SamplingParams(temperature=0, max_tokens=10, stop_token_ids=[stop], min_tokens=6)
+    tokens = llm.generate(PROMPT, late)[0].outputs[0].token_ids
+    assert stop not in tokens[:6]
+    assert tokens[:2] == plain.outputs[0].token_ids[:2]
+    for stops in ([], [97, 10**9]):  # none, or none of the vocabulary
+        params = SamplingParams(temperature=0, max_tokens=10, stop_token_ids=stops, min_tokens=6)
+        assert llm.generate(PROMPT, params)[0].outputs == plain.outputs
+
+
+def test_logprobs_are_those_of_the_model(llm, make_checkpoint):
+    """Before temperature and penalties; of the chosen token as well as of the likeliest."""
+    params = SamplingParams(n=2, temperature=2.0, seed=3, max_tokens=8, logprobs=3, min_p=0.01)
+    [output] = llm.generate(PROMPT, params)
+    _, oracle = make_checkpoint("llama")
+    for sample in output.outputs:
+        with torch.no_grad():
+            logits = oracle(torch.tensor([PROMPT + sample.token_ids])).logits[0, len(PROMPT) - 1 :]
+        expected = logits.log_softmax(-1)
+        for row, token, logprobs in zip(expected, sample.token_ids, sample.logprobs, strict=False):
+            assert set(logprobs) == {*row.topk(3).indices.tolist(), token}
+            for chosen, value in logprobs.items():
+                assert value == pytest.approx(row[chosen].item(), abs=1e-4)
+        own = [p[token] for p, token in zip(sample.logprobs, sample.token_ids, strict=True)]
+        assert sample.cumulative_logprob == pytest.approx(sum(own))
+    streamed = [e for e in llm.stream(PROMPT, params) if isinstance(e, TokenOutput)]
+    assert [e.logprobs for e in streamed if e.index == 1] == output.outputs[1].logprobs
+    assert llm.generate(PROMPT, GREEDY)[0].outputs[0].logprobs is None
+
+
+def test_stop_strings_end_text_and_stream_before_them(text_checkpoint):
+    llm = LLM(text_checkpoint, num_blocks=64)
+    [plain] = llm.generate(PROMPT, GREEDY)
+    words = plain.outputs[0].text.split()
+    stop = f"{words[3]} {words[4]}"  # spans two tokens
+    before = plain.outputs[0].text.partition(stop)[0]
+    params = SamplingParams(temperature=0, max_tokens=10, stop=["never", stop])
+    streamed = ""
+    for event in llm.stream(PROMPT, params):
+        if isinstance(event, TokenOutput):
+            streamed += event.text
+            assert before.startswith(streamed)
+        else:
+            [output] = event.outputs
+    assert streamed == output.text == before
+    assert output.finish_reason == "stop"
+    assert output.token_ids == plain.outputs[0].token_ids[: len(before.split()) + 2]
+    later = SamplingParams(temperature=0, max_tokens=10, stop=stop, min_tokens=8)
+    assert len(llm.generate(PROMPT, later)[0].outputs[0].token_ids) == 8
+
+
+def test_stop_strings_need_a_tokenizer(llm):
+    with pytest.raises(ValueError, match=r"stop=\('x',\): texts need a tokenizer"):
+        llm.generate(PROMPT, SamplingParams(stop="x"))
+
+
+@pytest.mark.parametrize("manager", sorted(MANAGERS))
+def test_nothing_is_shared_across_salts(manager, make_checkpoint):
+    """Each tenant finds its own prompts in the cache, and nobody else's."""
+    llm = LLM(make_checkpoint("llama")[0], manager=manager, block_size=4, num_blocks=64)
+    prompts = [PROMPT, SaltedPrompt(PROMPT, "a"), SaltedPrompt(PROMPT, b"a")]
+    cached = []
+    for prompt in prompts * 2:
+        [output] = llm.generate(prompt, GREEDY)
+        assert output.prompt_token_ids == PROMPT
+        cached.append(output.stats.num_cached_tokens)
+    assert cached[:3] == [0, 0, 0]
+    assert len(set(cached[3:])) == 1
+    if MANAGERS[manager].prefix_caching:
+        assert cached[3] >= 20
+    together = llm.generate([SaltedPrompt(PROMPT, "b")] * 2 + [SaltedPrompt(PROMPT, "c")], GREEDY)
+    assert len({tuple(output.outputs[0].token_ids) for output in together}) == 1
+
+
+def test_a_salt_of_another_type_is_refused():
+    with pytest.raises(ValueError, match="cache_salt=7: needs a str or bytes"):
+        SaltedPrompt(PROMPT, 7)
+
+
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_part_of_a_block_is_reused(block_size, make_checkpoint):
+    """Branches of a chat: the same tokens, more of them cached, down to one."""
+    history = [(i * i * 31 + 7 * i) % 97 for i in range(130)]
+    branches = [history, history[:100] + PROMPT, history[:127], history[:40] + PROMPT]
+    results = []
+    for partial in (False, True):
+        llm = LLM(
+            make_checkpoint("llama")[0],
+            block_size=block_size,
+            num_blocks=512 // block_size,
+            manager_options={"partial_block_reuse": partial},
+        )
+        outputs = [llm.generate(branch, GREEDY)[0] for branch in branches]
+        cached = [output.stats.num_cached_tokens for output in outputs]
+        results.append(([output.outputs[0].token_ids for output in outputs], cached))
+    (tokens, whole), (same_tokens, partly) = results
+    assert same_tokens == tokens
+    assert whole == [n // block_size * block_size for n in (0, 100, 126, 40)]
+    assert partly == [0, 100, 126, 40]
+
+
+def test_scheduling_changes_no_tokens(make_checkpoint):
+    prompts = [PROMPT[:n] for n in (26, 9, 17, 3)]
+    options = {"num_blocks": 6, "block_size": 8, "max_num_batched_tokens": 12}
+    mixed, first = (
+        LLM(make_checkpoint("llama")[0], scheduling=scheduling, **options).generate(prompts, GREEDY)
+        for scheduling in ("mixed", "prefill_first")
+    )
+    assert [o.outputs[0].token_ids for o in mixed] == [o.outputs[0].token_ids for o in first]
+
+
+def test_reset_prefix_cache(make_checkpoint):
+    llm = LLM(make_checkpoint("llama")[0], num_blocks=64)
+    llm.generate(PROMPT, GREEDY)
+    stream = llm.stream(PROMPT, GREEDY)
+    next(stream)
+    assert not llm.reset_prefix_cache()  # while a request is served
+    stream.close()
+    assert llm.reset_prefix_cache()
+    assert llm.generate(PROMPT, GREEDY)[0].stats.num_cached_tokens == 0
+
+
+TEMPLATE = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}
+ <{{ message.role }}> {{ message['content'] | trim }} {{ eos_token }}
+{%- endfor %}
+{%- if add_generation_prompt %} <assistant> {% endif %}
+"""
+MESSAGES = [
+    {"role": "system", "content": " w1 w2 "},
+    {"role": "user", "content": "w3"},
+]
+
+
+@pytest.fixture
+def chat_checkpoint(text_checkpoint):
+    tokens = {"bos_token": "w10", "eos_token": {"content": "w11"}, "unk_token": "w0"}
+    fields = json.dumps(tokens | {"chat_template": TEMPLATE})
+    (text_checkpoint / "tokenizer_config.json").write_text(fields)
+    return text_checkpoint
+
+
+@pytest.mark.parametrize("place", ["config", "named", "file"])
+def test_a_chat_is_written_as_transformers_writes_it(place, chat_checkpoint):
+    path = chat_checkpoint / "tokenizer_config.json"
+    fields = json.loads(path.read_text())
+    if place == "named":
+        named = [{"name": name, "template": TEMPLATE + name} for name in ("tool_use", "rag")]
+        fields["chat_template"] = [*named, {"name": "default", "template": TEMPLATE}]
+    elif place == "file":
+        fields["chat_template"] = "old"
+        (chat_checkpoint / "chat_template.jinja").write_text(TEMPLATE)
+    path.write_text(json.dumps(fields))
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_file=str(chat_checkpoint / "tokenizer.json"), bos_token="w10", eos_token="w11"
+    )
+    expected = theirs.apply_chat_template(
+        MESSAGES, chat_template=TEMPLATE, tokenize=False, add_generation_prompt=True
+    )
+    llm = LLM(chat_checkpoint, num_blocks=64)
+    one, [two, three] = llm.chat(MESSAGES, GREEDY), llm.chat([MESSAGES, MESSAGES[1:]], GREEDY)
+    assert one[0].prompt == two.prompt == expected
+    assert one[0].outputs == two.outputs
+    assert len(three.prompt_token_ids) < len(two.prompt_token_ids)
+    assert two.prompt_token_ids[0] == 10  # w10, once
+    assert two.prompt_token_ids[1] != 10
+
+
+def test_the_command_line_chats(chat_checkpoint, capsys):
+    arguments = ["--model", str(chat_checkpoint), "--chat", "--num-blocks", "9"]
+    assert main([*arguments, "--prompt", "w3"]) == 0
+    assert " <user> w3 w11 <assistant>" in capsys.readouterr().out
+    assert main([*arguments, "--prompt-ids", "3"]) == 2
+    assert "--chat: takes each --prompt as a message" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([{"role": "tool", "content": "w1"}], "tokenizer_config.json: no tools"),
+        ([{"role": "user"}], "messages: needs mappings with role and content, got"),
+        ([["w1"]], "messages: needs mappings with role and content, got"),
+    ],
+)
+def test_messages_that_the_template_refuses(messages, message, chat_checkpoint):
+    with pytest.raises(ValueError, match=message):
+        LLM(chat_checkpoint, num_blocks=64).chat(messages, GREEDY)
+
+
+def test_a_chat_needs_a_template_that_can_be_read(text_checkpoint):
+    with pytest.raises(ValueError, match="a chat needs a chat template"):
+        LLM(text_checkpoint, num_blocks=64).chat(MESSAGES)
+    (text_checkpoint / "chat_template.jinja").write_text("{% if %}")
+    with pytest.raises(ValueError, match=r"chat_template\.jinja: chat template: "):
+        LLM(text_checkpoint, num_blocks=64)
