@@ -10,8 +10,9 @@ class HashIndex:
 
     For hashes that may collide, and so do not tell what comes before a block (Nano-vLLM's
     ``hash_to_block_id``), and for look-ups that begin inside a prefix; elsewhere
-    :class:`cache.content_index.ContentIndex` is faster and has the same interface.  Of several blocks with one hash a lookup finds the *first*, the one
-    that was added before the others that remain; the rest are its duplicates.
+    :class:`cache.content_index.ContentIndex` is faster and has the same interface.  Of several
+    blocks with one hash a lookup finds the *first*, the one that was added before the others that
+    remain; the rest are its duplicates.
     """
 
     def __init__(self, num_blocks: int) -> None:

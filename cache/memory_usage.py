@@ -42,8 +42,9 @@ def usage_of_tables(
 ) -> MemoryUsage:
     """Usage of a paged cache by its tables, each (block ids, number of tokens in their slots).
 
-    A block of several tables counts once, a negative id not at all.  Its slots without a token are internal fragmentation,
-    blocks in no table are free, also those whose content is cached.
+    A block of several tables counts once, a negative id not at all.  Slots of a block without a
+    token are internal fragmentation, blocks in no table are free, also those whose content is
+    cached.
     """
     filled: dict[int, int] = {}
     for blocks, num_tokens in tables:

@@ -195,9 +195,9 @@ class LLM:
             num_host_blocks = 0
         elif num_host_blocks is None:
             num_host_blocks = min(num_blocks, max(1, self._num_blocks_in_host(block_bytes)))
-        if manager == "vllm_v1" and preemption == "recompute":
-            if not options.get("partial_block_reuse"):
-                options["sliding_window"] = config.sliding_window
+        keeps_all = preemption == "swap" or options.get("partial_block_reuse")
+        if manager == "vllm_v1" and not keeps_all:
+            options["sliding_window"] = config.sliding_window
         if manager == "contiguous":
             options.setdefault("final_length", _final_length)
             longest_run = block_size << max(0, num_blocks.bit_length() - 1)

@@ -333,7 +333,7 @@ class CacheManager(abc.ABC):
         _clear(seq)
 
     def block_table(self, seq: Sequence) -> list[int]:
-        """Block ids of ``seq`` in the order of its tokens, GIVEN_BACK (-1) for those behind a sliding
+        """Block ids of ``seq`` in the order of its tokens, GIVEN_BACK for those behind a sliding
         window.  A copy: it does not grow later."""
         return list(self._table_of(seq).blocks)
 

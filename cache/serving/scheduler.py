@@ -101,8 +101,8 @@ class Scheduler:
         self.waiting: deque[ScheduledSequence] = deque()
         if num_host_blocks and getattr(manager, "sliding_window", None):
             raise ValueError(
-                f"num_host_blocks={num_host_blocks}: with a sliding_window the manager gives blocks "
-                "back, and a sequence cannot be swapped out as a whole; needs 0"
+                f"num_host_blocks={num_host_blocks}: with a sliding_window the manager gives back "
+                "blocks, and a sequence cannot be swapped out as a whole; needs 0"
             )
         self._free_host_blocks = list(range(at_least(0, "num_host_blocks", num_host_blocks)))
 
