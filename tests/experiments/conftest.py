@@ -100,6 +100,8 @@ TINY_RUNS = {
     "--cached-percent 0 50 --prefix-tokens 0 32 --requests 2 --output-tokens 3 --repeats 2 "
     "--threads 1",
     "sharing": "--trace {lengths} --num-sequences 2 3 --drop-probability 0.1 --num-requests 3",
+    "transformers_speed": "--model tiny --sequences 3 --prompt-tokens 21 --output-tokens 4 "
+    "--repeats 1 --threads 1",
 }
 """Options of the smallest run of each experiment that shows all of its rows."""
 

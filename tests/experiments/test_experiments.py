@@ -31,6 +31,7 @@ NUM_CELLS = {
     "serving": 4,
     "shared_prefix": 6,
     "sharing": 12,
+    "transformers_speed": 1,
 }
 
 
