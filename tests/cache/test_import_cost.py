@@ -33,4 +33,3 @@ def test_importing_cache_loads_nothing_heavy():
     seconds, *modules = found.stdout.splitlines()
     assert {"cache.managers.vllm_v1", "cache.serving.scheduler"} <= set(modules)
     assert not HEAVY & set(modules)
-    assert float(seconds) < 1.0  # milliseconds, with ample room for a slow machine
