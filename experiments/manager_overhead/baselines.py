@@ -52,7 +52,7 @@ class VLLM:
         self._request = functools.partial(Request, sampling_params=params, **known)
 
     def hash_algorithms(self) -> list[str]:
-        """vLLM's default and, if this version has it, the one that is as fast as ours."""
+        """vLLM's default and, where this version has it, the hash that is our default."""
         names = []
         for name in ("sha256", "xxhash"):
             with contextlib.suppress(ValueError):
