@@ -235,8 +235,10 @@ def plot(rows: style.DataFrame, folder: Path) -> list[Path]:
 
 
 def _plot_managers(rows: style.DataFrame, folder: Path) -> list[Path]:
-    algorithm = rows["hash_algorithm"].fillna("")
-    names = rows["implementation"] + algorithm.map(" ({})".format).where(algorithm != "", "")
+    names = rows["implementation"]
+    for column, shape in (("version", " {}"), ("hash_algorithm", " ({})")):
+        known = rows[column].fillna("")
+        names = names + known.map(shape.format).where(known != "", "")
     rows = rows.assign(name=names).astype({"pool_blocks": int})
     written = style.save(_draw(rows), folder, "manager_overhead")
     cycles = rows[rows["phase"] == "cycle"]

@@ -79,7 +79,7 @@ class StandInVLLM:
         return manager
 
 
-def test_vllm_has_rows_beside_ours(monkeypatch):
+def test_vllm_has_rows_beside_ours(monkeypatch, tmp_path):
     monkeypatch.setattr(manager_overhead, "VLLM", StandInVLLM)
     cell = manager_overhead.Managers(pool_blocks=512, requests=2)
     rows = pd.DataFrame(manager_overhead.run_cell(cell))
@@ -87,6 +87,9 @@ def test_vllm_has_rows_beside_ours(monkeypatch):
     assert set(theirs["hash_algorithm"]) == {"sha256"}
     assert set(theirs["version"]) == {"0.0"}
     assert set(theirs["phase"]) == set(rows.loc[rows["implementation"] == "vllm_v1", "phase"])
+    manager_overhead.plot(rows, tmp_path)
+    names = set(pd.read_csv(tmp_path / "summary.csv")["name"])
+    assert {"vLLM 0.0 (sha256)", "vllm_v1 (sha256)", "paged"} <= names
 
 
 @pytest.mark.parametrize(
