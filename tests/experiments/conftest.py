@@ -92,7 +92,7 @@ TINY_RUNS = {
     "memory_waste": "--trace {lengths} --block-size 1 16 --num-requests 40 --sequences-in-cache 2",
     "preemption": "--model tiny --threads 1 --block-size 4 16 --context-tokens 40 "
     "--cache-tokens 64 --requests 4 --prompt-tokens 4 12 --output-tokens 12 24 "
-    "--serving-repeats 1",
+    "--draws 2",
     "replay_speed": "--trace {prompts} --repeats 2",
     "serving": "--trace {chat} --system contiguous_max --system vllm_v1 --request-rate 50 2000 "
     "--duration-s 0.05 --drain-s 0.05 --mean-tokens 24 --max-model-len 64",
