@@ -310,6 +310,7 @@ EXPERIMENT = Experiment(
         requests=8,
         prompt_tokens=(16, 64),
         output_tokens=(16, 64),
+        draws=3,
         threads=1,
     ),
     cells=cells,

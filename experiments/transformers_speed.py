@@ -180,7 +180,7 @@ EXPERIMENT = Experiment(
     name="transformers_speed",
     figure="prefill and decode on a CPU beside Hugging Face transformers",
     options=TransformersSpeed(),
-    quick=TransformersSpeed(model="tiny", sequences=(1, 8), prompt_tokens=(64,)),
+    quick=TransformersSpeed(model="tiny", sequences=(1, 8), prompt_tokens=(64,), repeats=3),
     run_cell=run_cell,
     plot=style.plotter({"transformers_speed": _draw}),
     timed=True,
