@@ -36,7 +36,7 @@ def compile_replay(priority: Callable[[BlockHistory], float]) -> Callable:
     """Compile the replay for one priority function.
 
     Returns ``replay(block_ids, offsets, num_unique, capacity, needs_future)`` ->
-    ``(hit_blocks per request, evictions)``.  Raises numba's own error, at the first call, if
+    ``(hit_blocks, evictions)``, of each request.  Raises numba's own error, at the first call, if
     ``priority`` is beyond it.
 
     Python's integers have no end, int64 wraps around and float64 rounds.  So ``priority`` is
@@ -62,7 +62,7 @@ def compile_replay(priority: Callable[[BlockHistory], float]) -> Callable:
         heap = np.empty(queue_size, _ENTRY)
         heap_size = 0
         resident = 0
-        evictions = 0
+        evictions = np.zeros(num_requests, np.int64)
         tickets = 0
         clock = 0.0
 
@@ -106,7 +106,7 @@ def compile_replay(priority: Callable[[BlockHistory], float]) -> Callable:
                         if victim.pinned_by != request:
                             break
                     victim.resident = False
-                    evictions += 1
+                    evictions[request] += 1
                     clock = victim_priority
                 block.resident = True
                 block.queued = False
