@@ -43,7 +43,7 @@ class Request(NamedTuple):
     output_tokens: float
     """Generated tokens; known from the release of its blocks on."""
     prompt_blocks: float
-    """Blocks of its prompt, a partly filled last one included where the owner numbers it."""
+    """Blocks of its prompt; a partly filled last one counts where a trace numbers it."""
 
 
 class EvictionPolicy(abc.ABC):
@@ -70,11 +70,12 @@ class EvictionPolicy(abc.ABC):
         """
 
     def tell(self, request: Request) -> None:  # noqa: B027
-        """What follows, up to the next ``tell``, is done for ``request``.
+        """What follows is done for ``request``.
 
-        Called before the first miss or eviction for a request and again before the release of its
-        blocks.  Owners that know of no requests never call it: a radix tree, whose policy ranks
-        nodes, and vLLM v0's evictor.
+        Called before the first miss or eviction for a request, and again before the release of its
+        blocks.  In an engine the blocks that running requests take meanwhile are not announced.
+        Owners that know of no requests never call it: a radix tree, whose policy ranks nodes, and
+        vLLM v0's evictor.
         """
 
     def compiled_replay(self) -> Replay | None:  # noqa: B027

@@ -195,6 +195,30 @@ def test_hit_tokens_stop_at_the_prompts_length():
     assert result.token_hit_rate == 0.5
 
 
+@pytest.mark.parametrize("policy", ["lru", "arc", "hazard"])
+def test_a_part_is_counted_after_a_warm_start(policy):
+    trace = cache.make_workload("rag", seed=1, num_requests=120)
+    whole = cache.simulate(trace, policy=policy, capacity_blocks=500)
+    warm, cold = (
+        cache.simulate(trace, policy=policy, capacity_blocks=500, counted=part)
+        for part in (slice(40, 100), slice(40))
+    )
+    assert whole.hits.tolist()[:100] == cold.hits.tolist() + warm.hits.tolist()
+    assert whole.hit_blocks == whole.hits.sum()
+    assert warm.hit_blocks == warm.hits.sum() > 0
+    assert warm.num_requests == 60
+    part = trace[40:100]
+    assert warm.block_hit_rate == warm.hits.sum() / part.num_block_references
+    assert warm.hit_tokens <= warm.input_tokens == part.input_lengths.sum()
+    assert 0 < cold.evictions + warm.evictions < whole.evictions
+
+
+@pytest.mark.parametrize("counted", [3, slice(0, 10, 2)])
+def test_what_is_counted_is_a_slice_without_a_step(counted):
+    with pytest.raises(ValueError, match="counted=.*: needs a slice of requests without a step"):
+        cache.simulate(trace_of([(0,)]), policy="lru", capacity_blocks=4, counted=counted)
+
+
 def test_without_a_block_size_there_is_no_token_hit_rate():
     trace = Trace.from_requests([(0, 5, 1, [0]), (1, 50, 1, [0])], name="t")
     result = cache.simulate(trace, policy="lru", capacity_blocks=2)
