@@ -290,7 +290,7 @@ def _rank(own, contents, runs, heap):
     """
     if own.requests >= own.next_update:
         _update_indices(own, contents, runs, heap)
-        own.next_update = own.requests + max(1, min(1000, own.requests // 4))
+        own.next_update = own.requests + max(1, min(2000, own.requests // 3))
     own.heap_size = 0
     for at in range(own.num_evictable):
         run_id = runs[at].evictable
@@ -302,7 +302,7 @@ def _rank(own, contents, runs, heap):
             own.heap_size += 1
     for root in range(own.heap_size // 2 - 1, -1, -1):
         _put(heap, root, own.heap_size, heap[root])
-    own.next_ranking = own.requests + 1 + own.num_evictable // 256
+    own.next_ranking = own.requests + 1 + own.num_evictable // 32
 
 
 @numba.njit(cache=True)

@@ -215,7 +215,7 @@ def test_a_part_is_counted_after_a_warm_start(policy):
 
 @pytest.mark.parametrize("counted", [3, slice(0, 10, 2)])
 def test_what_is_counted_is_a_slice_without_a_step(counted):
-    with pytest.raises(ValueError, match="counted=.*: needs a slice of requests without a step"):
+    with pytest.raises(ValueError, match=r"counted=.*: needs a slice of requests without a step"):
         cache.simulate(trace_of([(0,)]), policy="lru", capacity_blocks=4, counted=counted)
 
 
