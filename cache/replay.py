@@ -139,16 +139,13 @@ def _compiled(policy: EvictionPolicy):
     if not isinstance(policy, PriorityPolicy):
         return None
     priority = policy.describing_priority()
-    replay = priority and _warmed_up(priority, policy.needs_future)
-    return replay and (
-        lambda trace, capacity: replay(
-            trace.block_ids, trace.offsets, trace.num_unique_blocks, capacity, policy.needs_future
-        )
-    )
+    own = policy.own_state(1)
+    replay = priority and _warmed_up(priority, policy.needs_future, own is not None and own.dtype)
+    return replay and functools.partial(_replay_compiled, replay, policy)
 
 
 @functools.cache
-def _warmed_up(priority, needs_future: bool):
+def _warmed_up(priority, needs_future: bool, own_dtype):
     """The replay of ``priority``, compiled by a tiny replay so that no measured time includes it.
 
     None if numba cannot compile ``priority`` or its integers are too large at once.
@@ -158,12 +155,35 @@ def _warmed_up(priority, needs_future: bool):
 
     from cache.replay_compiled import compile_replay
 
-    replay = compile_replay(priority)
+    replay = compile_replay(priority, bool(own_dtype))
+    one = np.ones(1, np.int64)
+    own = np.ones(1, own_dtype)[0] if own_dtype else None
     try:
-        replay(np.zeros(1, np.int32), np.array([0, 1], np.int64), 1, 1, needs_future)
+        replay(
+            np.zeros(1, np.int32), np.array([0, 1]), 1, 1, needs_future,
+            np.zeros(1), one, one, 0, own,
+        )  # fmt: skip
     except (numba.core.errors.NumbaError, OverflowError):
         return None
+    except (ArithmeticError, ValueError):
+        if own is None:
+            raise  # else: it compiles, and these were no numbers of the policy's own
     return replay
+
+
+def _replay_compiled(replay, policy: PriorityPolicy, trace: Trace, capacity: int):
+    return replay(
+        trace.block_ids,
+        trace.offsets,
+        trace.num_unique_blocks,
+        capacity,
+        policy.needs_future,
+        trace.timestamps_ms,
+        trace.input_lengths,
+        trace.output_lengths,
+        int(policy.ghost_ratio * capacity),
+        policy.own_state(capacity),
+    )
 
 
 def _replay_in_python(trace: Trace, policy: EvictionPolicy, capacity: int):

@@ -19,7 +19,7 @@ from cache.policies.lru import LRU
 from cache.policies.lru_k import LRUK
 from cache.policies.mq import MQ
 from cache.policies.mru import MRU
-from cache.policies.priority import BlockHistory, PriorityPolicy
+from cache.policies.priority import BlockHistory, PriorityPolicy, record
 from cache.policies.queues import QueuePolicy
 from cache.policies.random import Random
 from cache.policies.s3fifo import S3FIFO
@@ -123,4 +123,5 @@ __all__ = [
     "Request",
     "as_policy",
     "make_policy",
+    "record",
 ]

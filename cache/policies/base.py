@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import abc
 import copy
+import math
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from numbers import Integral
 from typing import TYPE_CHECKING, NamedTuple
@@ -44,6 +45,9 @@ class Request(NamedTuple):
     """Generated tokens; known from the release of its blocks on."""
     prompt_blocks: float
     """Blocks of its prompt; a partly filled last one counts where a trace numbers it."""
+
+
+UNKNOWN_REQUEST = Request(math.nan, math.nan, math.nan, math.nan)
 
 
 class EvictionPolicy(abc.ABC):

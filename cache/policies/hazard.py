@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Hashable, Iterable
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from cache.checks import at_least
-from cache.policies.base import EvictionPolicy, Request
+from cache.policies.base import UNKNOWN_REQUEST, EvictionPolicy, Request
 
 if TYPE_CHECKING:
     import numpy as np
 
     from cache.policies.base import Replay
     from cache.trace import Trace
-
-_UNKNOWN = Request(math.nan, math.nan, math.nan, math.nan)
 
 
 class Hazard(EvictionPolicy):
@@ -38,11 +35,11 @@ class Hazard(EvictionPolicy):
     the smallest index goes first, a block that others continue never before them.
 
     The safeguard: the policy knows what an LRU cache of its size would hold, and so how many more
-    hits that had.  When these exceed ``budget`` of all references (and of twice the capacity) it
-    evicts in the order of LRU, until they are half of that.  Since the content of an LRU cache is
-    what was used last, this order leads to the same content with no further loss than the blocks
-    that are missing.  A lead counts up to half a block per block of the cache, so that it cannot be
-    lost again unnoticed.
+    hits that had.  When these, and a quarter of the blocks that LRU would hold and it does not,
+    exceed ``budget`` of all references (and of twice the capacity), it evicts in the order of LRU
+    until these hits are half of that.  The content of an LRU cache is what was used last, so this
+    order leads to the same content, with no further loss than the blocks that are missing.  A lead
+    counts up to half a block per block of the cache, so that it cannot be lost again unnoticed.
 
     It remembers ``ghost_ratio`` times its capacity of evicted contents: about 2 KB per block of the
     cache by default.  Time is ``Request.time_ms``, or a second per request where nobody tells it.
@@ -54,7 +51,7 @@ class Hazard(EvictionPolicy):
     name = "hazard"
 
     def __init__(
-        self, ghost_ratio: float = 16.0, shrinkage: float = 50.0, budget: float = 0.003
+        self, ghost_ratio: float = 16.0, shrinkage: float = 50.0, budget: float = 0.0025
     ) -> None:
         options = {"ghost_ratio": ghost_ratio, "shrinkage": shrinkage, "budget": budget}
         for option, value in options.items():
@@ -66,7 +63,7 @@ class Hazard(EvictionPolicy):
         at_least(1, "capacity", capacity)
         most = int(capacity * (1 + self._options["ghost_ratio"])) + capacity
         self._state = _rules().make_state(capacity, most, **self._options)
-        self._request = _UNKNOWN
+        self._request = UNKNOWN_REQUEST
         # Contents have numbers, which are given to others when they are forgotten.
         self._numbers: dict[Hashable, int] = {}
         self._keys: list[Hashable] = []

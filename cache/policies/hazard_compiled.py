@@ -68,6 +68,7 @@ _OWN = np.dtype(
         ("references", np.int64),
         ("lead", np.float64),  # hits more than those of LRU, as far as they count
         ("follows_lru", np.bool_),
+        ("num_missing", np.int64),  # contents that LRU would hold and that are not here
         ("num_listed", np.int64),
         ("num_in_lru", np.int64),
         ("last_in_lru", np.int64),
@@ -201,6 +202,7 @@ def release(own, contents, runs, heap, path, parents, time_ms, output_tokens):
             block.turn = turn
         if not block.resident:
             block.resident = True
+            own.num_missing -= block.in_lru
             parent = parents[at]
             if parent != _NONE and contents[parent].resident:
                 block.parent = parent
@@ -252,6 +254,7 @@ def _evict_one(own, contents, runs, heap):
     block = contents[victim]
     _take_out(own, contents, runs, heap, victim)
     block.resident = False
+    own.num_missing += block.in_lru
     parent, block.parent = block.parent, _NONE
     if parent != _NONE:
         contents[parent].children -= 1
@@ -275,7 +278,10 @@ def _compare_with_lru(own, contents, runs, heap, path):
         hits_of_lru += 1
     own.lead = min(own.lead + hits - hits_of_lru, 0.5 * own.capacity)
     allowed = own.budget * (own.references + 2 * own.capacity)
-    follow = own.lead < -(0.5 * allowed if own.follows_lru else allowed)
+    if own.follows_lru:
+        follow = own.lead < -0.5 * allowed
+    else:
+        follow = own.lead - 0.25 * own.num_missing < -allowed
     if follow != own.follows_lru:
         own.follows_lru = follow
         own.next_ranking = own.requests
@@ -479,6 +485,7 @@ def _make_newest(own, contents, runs, heap, content):
         else:
             out = contents[own.last_in_lru]
             out.in_lru = False
+            own.num_missing -= not out.resident
             own.last_in_lru = out.newer
 
 

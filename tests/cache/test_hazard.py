@@ -52,7 +52,7 @@ def test_the_same_on_a_long_trace_with_ghosts_forgotten(fraction):
     assert compiled.evictions == by_hand.evictions > capacity
 
 
-def two_kinds(num_requests: int = 3000) -> Trace:
+def two_kinds(num_requests: int = 12_000) -> Trace:
     """Prompts with a long answer return once, after 40 requests; others never."""
     requests, due = [], {}
     for at in range(num_requests):
