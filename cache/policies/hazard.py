@@ -41,7 +41,7 @@ class Hazard(EvictionPolicy):
     order leads to the same content, with no further loss than the blocks that are missing.  A lead
     counts up to half a block per block of the cache, so that it cannot be lost again unnoticed.
 
-    It remembers ``ghost_ratio`` times its capacity of evicted contents: by default 2 KB per block of
+    It remembers ``ghost_ratio`` times its capacity of evicted contents: by default 2 KB a block of
     the cache, and about as much again for the keys in a manager.  Time is ``Request.time_ms``, or a
     second per request where nobody tells it.  In ``cache.simulate`` all of it is compiled;
     elsewhere each call is.
