@@ -9,9 +9,10 @@ class HashIndex:
     """Finds blocks by the hash of their content, a block at a time.
 
     For hashes that may collide, and so do not tell what comes before a block (Nano-vLLM's
-    ``hash_to_block_id``); where they cannot, :class:`cache.content_index.ContentIndex` is faster
-    and has the same interface.  Of several blocks with one hash a lookup finds the *first*, the one
-    that was added before the others that remain; the rest are its duplicates.
+    ``hash_to_block_id``), and for look-ups that begin inside a prefix; elsewhere
+    :class:`cache.content_index.ContentIndex` is faster and has the same interface.  Of several
+    blocks with one hash a lookup finds the *first*, the one that was added before the others that
+    remain; the rest are its duplicates.
     """
 
     def __init__(self, num_blocks: int) -> None:

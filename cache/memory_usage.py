@@ -42,13 +42,15 @@ def usage_of_tables(
 ) -> MemoryUsage:
     """Usage of a paged cache by its tables, each (block ids, number of tokens in their slots).
 
-    A block of several tables counts once.  Its slots without a token are internal fragmentation,
-    blocks in no table are free, also those whose content is cached.
+    A block of several tables counts once, a negative id not at all.  Slots of a block without a
+    token are internal fragmentation, blocks in no table are free, also those whose content is
+    cached.
     """
     filled: dict[int, int] = {}
     for blocks, num_tokens in tables:
         for block in blocks:
-            filled[block] = max(filled.get(block, 0), min(block_size, num_tokens))
+            if block >= 0:
+                filled[block] = max(filled.get(block, 0), min(block_size, num_tokens))
             num_tokens = max(0, num_tokens - block_size)
     used = sum(filled.values())
     return MemoryUsage(

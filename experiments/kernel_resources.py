@@ -2,10 +2,10 @@
 
 Compiled without a GPU (``kernels/compiled/compile.py``): registers, local and shared memory, how
 many programs and warps fit a multiprocessor and which resource stops the next one, the widths of
-global accesses, asynchronous copies and tensor-core instructions.  Beside them the roofline of
-named GPUs: the bytes and operations that a stated problem needs (``bench/kernel_work.py``) over the
-peak rates of the datasheet (``bench/gpus.py``).  That is a bound from below and not a measurement;
-how near to it a kernel comes only a GPU can tell.
+global accesses, asynchronous copies and tensor-core instructions.  Beside them what bounds the time
+of a stated problem on named GPUs: its bytes and operations (``bench/kernel_work.py``) over the peak
+rates of the datasheet (``bench/gpus.py``), the roofline model.  That is a bound from below and not
+a measurement; how near to it a kernel comes only a GPU can tell.
 """
 
 from __future__ import annotations
@@ -144,11 +144,11 @@ def _bounds(row: KernelResources) -> Iterator[dict[str, Any]]:
 
 
 def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
-    """The figures resources, what kernels use, and roofline, what that bounds them to."""
+    """The figures resources, what kernels use, and bounds, what limits them and to which time."""
     with style.figures():
         return [
             *style.save(_draw_resources(rows), folder, "resources"),
-            *style.save(_draw_roofline(rows), folder, "roofline"),
+            *style.save(_draw_bounds(rows), folder, "bounds"),
         ]
 
 
@@ -204,19 +204,24 @@ _GPU_LOOKS = (
 )
 
 
-def _draw_roofline(rows: pd.DataFrame) -> Figure:
-    """Left: the bound of the rate against intensity.  Right: of the time, on each GPU."""
+def _draw_bounds(rows: pd.DataFrame) -> Figure:
+    """A line per kernel and problem.  Left: its intensity, beside the one from which each GPU is
+    bound by arithmetic.  Right: the bound of its time on each GPU."""
     import matplotlib.pyplot as plt
 
     gpus = [gpu for gpu in GPUS if gpu.name in set(rows["gpu"])]
     looks = {gpu.name: _GPU_LOOKS[GPUS.index(gpu)] for gpu in gpus}
     typical = _typical(rows)
-    num_lines = typical["number"].nunique()
-    figure, (roof, times) = plt.subplots(
-        1, 2, figsize=(7, max(2.6, 0.9 + 0.21 * num_lines)), width_ratios=(1, 0.75)
-    )
-    _draw_roofs(roof, typical, gpus, looks)
-    _draw_bounds(times, typical, looks)
+    lines = typical.drop_duplicates("number")
+    height = max(2.6, 1.3 + 0.21 * len(lines))
+    figure, (intensity, times) = plt.subplots(1, 2, figsize=(7, height), sharey=True)
+    _draw_intensity(intensity, lines, gpus, looks)
+    for gpu, dots in typical.groupby("gpu", sort=False):
+        times.plot(dots["bound_us"], dots["number"], **{**looks[gpu], "linestyle": "none"})
+    times.set(xscale="log", xlabel="lower bound of the time (µs),\nby datasheet, not measured")
+    labels = [f"{line.kernel}, {line.config}\n{line.problem}" for line in lines.itertuples()]
+    intensity.set_yticks(lines["number"], labels, fontsize=5.5)
+    intensity.set_ylim(lines["number"].max() + 0.6, 0.4)
     style.shared_legend(figure, columns=len(gpus))
     return figure
 
@@ -234,53 +239,30 @@ def _typical(rows: pd.DataFrame) -> pd.DataFrame:
     return typical.assign(number=1 + typical.groupby(["kernel", "problem"], sort=False).ngroup())
 
 
-def _draw_roofs(axis: Axes, rows: pd.DataFrame, gpus: list[Gpu], looks: dict[str, dict]) -> None:
-    low, high = 0.1, 3e4
-    for gpu in gpus:
-        x = [low, gpu.half_flops / gpu.bandwidth, high]
-        y = [min(gpu.half_flops, intensity * gpu.bandwidth) / 1e12 for intensity in x]
-        axis.plot(x, y, markevery=[1], label=gpu.name, **looks[gpu.name])
-    lowest = min(gpus, key=lambda gpu: gpu.bandwidth)
-    of_gpu = rows[rows["gpu"] == lowest.name]
-    some = of_gpu[of_gpu["operations_per_byte"] > 0].sort_values("operations_per_byte")
-    intensity = some["operations_per_byte"]
-    # Kernels of much the same intensity get one label.
-    for _, near in some.groupby((intensity > 2 * intensity.shift()).cumsum()):
-        x = near["operations_per_byte"]
-        y = (x * lowest.bandwidth).clip(upper=lowest.half_flops) / 1e12
-        axis.plot(x, y, "o", color="black", ms=2.5)
-        axis.annotate(
-            ", ".join(map(str, sorted(near["number"]))),
-            (x.iloc[-1], y.iloc[-1]),
-            xytext=(4, -8),
-            textcoords="offset points",
-            fontsize=7,
-        )
-    none = ", ".join(map(str, of_gpu.loc[of_gpu["operations_per_byte"] == 0, "number"]))
-    if none:
-        text = f"no arithmetic: {none}"
-        axis.text(0.97, 0.04, text, transform=axis.transAxes, ha="right", fontsize=7)
-    axis.set(xscale="log", yscale="log", xlim=(low, high))
-    axis.set_xlabel("operations per byte of memory traffic")
-    axis.set_ylabel("bound of the rate (TFLOP/s)")
-
-
-def _draw_bounds(axis: Axes, rows: pd.DataFrame, looks: dict[str, dict]) -> None:
-    for gpu, dots in rows.groupby("gpu", sort=False):
-        look = {**looks[gpu], "linestyle": "none"}
-        axis.plot(dots["bound_us"], dots["number"], **look)
-    lines = rows.drop_duplicates("number")
-    labels = [
-        f"{r.kernel}, {r.config}  {r.number:>2}\n{r.problem}      " for r in lines.itertuples()
-    ]
-    axis.set_yticks(lines["number"], labels, fontsize=5.5)
-    axis.set(xscale="log", ylim=(lines["number"].max() + 0.6, 0.4))
-    axis.set_xlabel("lower bound of the time (µs),\nby datasheet, not measured")
+def _draw_intensity(
+    axis: Axes, lines: pd.DataFrame, gpus: list[Gpu], looks: dict[str, dict]
+) -> None:
+    """Bars up to the operations per byte of each line."""
+    low, high, bottom = 0.1, 3e4, lines["number"].max() + 0.6
+    for place, gpu in enumerate(gpus):  # their markers below each other: some lines coincide
+        ridge = gpu.half_flops / gpu.bandwidth
+        look = {**looks[gpu.name], "markevery": [1], "linewidth": 1, "zorder": 3}
+        axis.plot([ridge] * 3, [0.4, 0.7 + 0.5 * place, bottom], label=gpu.name, **look)
+    some = lines[lines["operations_per_byte"] > 0]
+    axis.barh(
+        some["number"], some["operations_per_byte"] - low, left=low, height=0.5, color=style.GREY
+    )
+    for line in lines[lines["operations_per_byte"] == 0].itertuples():
+        axis.text(low * 1.2, line.number, "no arithmetic", fontsize=5.5, va="center")
+    axis.set(xscale="log", xlim=(low, high))
+    axis.set_xlabel(
+        "operations per byte; a GPU is bound by\nmemory left of its line, else by arithmetic"
+    )
 
 
 EXPERIMENT = Experiment(
     name="kernel_resources",
-    figure="registers, shared memory, occupancy and roofline of every kernel, compiled, not run",
+    figure="registers, shared memory, occupancy and bounds of every kernel, compiled, not run",
     options=KernelResourcesOptions(),
     quick=KernelResourcesOptions(
         op=("store_kvcache", "paged_decode_attention", "paged_prefill_attention"),

@@ -9,7 +9,8 @@ Redoes figure 19 of the PagedAttention paper (Kwon et al., SOSP 2023) on the eng
   with either way of preempting.  Normalised latency is the mean over requests of the time from
   arrival to the last token, divided by the output tokens.  The cache has the same number of tokens
   whatever the block size; prefix caching is off, as in the paper.  Which sequences are preempted
-  follows from the lengths alone, so repeats differ in nothing but time.
+  follows from the lengths alone, so each repeat draws requests of its own; both ways serve the
+  same ones, one after the other, and are compared draw by draw.
 
 On a GPU the blocks cross the bus to pinned memory.  Without one the "device" is host memory too,
 and swapping is a copy from host to host: the times hold for a CPU, and say nothing about a GPU.
@@ -53,7 +54,6 @@ class Cost(_Engines):
 @dataclass(frozen=True, kw_only=True)
 class Serving(_Engines):
     manager: str
-    way: Axis[str]
     cache_tokens: int
     requests: int
     prompt_tokens: tuple[int, int]
@@ -71,12 +71,13 @@ class Preemption(_Engines):
     cache_tokens: Count = 768
     """Token slots of the cache that serves requests."""
     requests: Count = 12
+    """Requests of a draw."""
     prompt_tokens: Lengths = (32, 128)
     """Fewest and most tokens of a prompt, drawn uniformly."""
     output_tokens: Lengths = (32, 96)
     """Fewest and most tokens of an output."""
-    serving_repeats: Count = 2
-    """How often the requests are served."""
+    draws: Count = 6
+    """Draws of the requests."""
 
 
 def cells(options: Preemption) -> Iterator[Cost | Serving]:
@@ -89,7 +90,7 @@ def cells(options: Preemption) -> Iterator[Cost | Serving]:
             )
     model = options.model or engine_models.default_model()
     yield from grid(options, Cost, model=model)
-    yield from grid(options, Serving, model=model, way=_WAYS, repeats=options.serving_repeats)
+    yield from grid(options, Serving, model=model, repeats=options.draws)
 
 
 def run_cell(cell: Cost | Serving) -> list[dict[str, Any]]:
@@ -170,62 +171,88 @@ def sequence_costs(llm: LLM) -> dict[str, float]:
 def _serving(cell: Serving) -> tuple[LLM, list[dict[str, Any]]]:
     import numpy as np
 
-    from models import SamplingParams
-
     num_blocks = cell.cache_tokens // cell.block_size
     longest = cell.prompt_tokens[1] + cell.output_tokens[1]
-    llm = cell.make_llm(
-        manager=cell.manager,
-        enable_prefix_caching=False,
-        num_blocks=num_blocks,
-        num_host_blocks=cell.requests * -(-longest // cell.block_size),
-        preemption=cell.way,
-        max_num_seqs=cell.requests,
-    )
-    generator = np.random.default_rng(cell.seed)
-    prompt_lengths, output_lengths = (
-        generator.integers(least, most, size=cell.requests, endpoint=True).tolist()
-        for least, most in (cell.prompt_tokens, cell.output_tokens)
-    )
-    prompts = [engine_models.random_tokens(llm, generator, length) for length in prompt_lengths]
+    llms = {
+        way: cell.make_llm(
+            manager=cell.manager,
+            enable_prefix_caching=False,
+            num_blocks=num_blocks,
+            num_host_blocks=cell.requests * -(-longest // cell.block_size),
+            preemption=way,
+            max_num_seqs=cell.requests,
+        )
+        for way in _WAYS
+    }
+    served: dict[str, list[dict[str, float]]] = {way: [] for way in _WAYS}
+    for draw in range(cell.repeats):
+        generator = np.random.default_rng([cell.seed, draw])
+        prompt_lengths, output_lengths = (
+            generator.integers(least, most, size=cell.requests, endpoint=True).tolist()
+            for least, most in (cell.prompt_tokens, cell.output_tokens)
+        )
+        prompts = [
+            engine_models.random_tokens(llms["swap"], generator, length)
+            for length in prompt_lengths
+        ]
+        for way in _WAYS if draw % 2 else _WAYS[::-1]:
+            if draw == 0 and llms[way].device.type == "cuda":  # kernels are compiled there
+                _serve(llms[way], prompts, output_lengths)
+            served[way].append(_serve(llms[way], prompts, output_lengths))
+    rows = []
+    for way, draws in served.items():
+        latencies, theirs = (
+            np.array([draw["latency"] for draw in of_way])
+            for of_way in (draws, served["recompute"])
+        )
+        totals = ("requests", "tokens", "output_tokens", "preemptions", "swapped_tokens")
+        rates = [draw["output_tokens"] / draw["seconds"] for draw in draws]
+        rows.append(
+            {
+                "part": "serving",
+                "way": way,
+                "cache_tokens": num_blocks * cell.block_size,
+                **{name: sum(draw[name] for draw in draws) for name in totals},
+                **quantiles.columns("output_tokens_per_second", rates),
+                **quantiles.columns("normalized_latency_ms", 1e3 * latencies),
+                **quantiles.columns("latency_over_recompute", latencies / theirs),
+            }
+        )
+    return llms["swap"], rows
+
+
+def _serve(llm: LLM, prompts: list[list[int]], output_lengths: list[int]) -> dict[str, float]:
+    """What serving the requests takes, in seconds, and what was preempted meanwhile."""
+    import numpy as np
+
+    from models import SamplingParams
+
     params = [
         SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
         for length in output_lengths
     ]
-    rates, latencies = [], []
-    warm_up = int(llm.device.type == "cuda")  # kernels are compiled there
-    for _ in range(warm_up + cell.repeats):
-        stats = [output.stats for output in llm.generate(prompts, params)]
-        end = max(s.finish_time for s in stats)
-        rates.append(sum(output_lengths) / (end - stats[0].arrival_time))
-        latencies.append(
-            np.mean([(s.finish_time - s.arrival_time) / s.num_output_tokens for s in stats])
-        )
-    return llm, [
-        {
-            "part": "serving",
-            "way": cell.way,
-            "cache_tokens": num_blocks * cell.block_size,
-            "requests": cell.requests,
-            "tokens": sum(prompt_lengths) + sum(output_lengths),
-            "output_tokens": sum(output_lengths),
-            "preemptions": sum(s.num_preemptions for s in stats),
-            "swapped_tokens": sum(s.num_swapped_tokens for s in stats),
-            **quantiles.columns("output_tokens_per_second", rates[warm_up:]),
-            **quantiles.columns("normalized_latency_ms", [1e3 * x for x in latencies[warm_up:]]),
-        }
-    ]
+    stats = [output.stats for output in llm.generate(prompts, params)]
+    spans = [s.finish_time - s.arrival_time for s in stats]
+    return {
+        "seconds": max(s.finish_time for s in stats) - stats[0].arrival_time,
+        "latency": float(np.mean(np.divide(spans, output_lengths))),
+        "requests": len(prompts),
+        "tokens": sum(map(len, prompts)) + sum(output_lengths),
+        "output_tokens": sum(output_lengths),
+        "preemptions": sum(s.num_preemptions for s in stats),
+        "swapped_tokens": sum(s.num_swapped_tokens for s in stats),
+    }
 
 
 def _draw(rows: style.DataFrame) -> style.Figure:
     costs, serving = rows[rows["part"] == "cost"], rows[rows["part"] == "serving"]
     lengths = sorted(costs["context_tokens"].unique()) if len(costs) else []
-    num_panels = len(lengths) + 2 * bool(len(serving))
+    num_panels = len(lengths) + 3 * bool(len(serving))
     figure, axes, _ = style.panel_grid(num_panels, height=2.1, width=3.5, columns=2)
     for axis, length in zip(axes, lengths, strict=False):
         _draw_costs(axis, costs[costs["context_tokens"] == length])
     if len(serving):
-        _draw_serving(*axes[-2:], serving)
+        _draw_serving(*axes[-3:], serving)
     for axis in axes:
         style.log_x(axis, base=4)
         axis.set_xlabel("block size (tokens)")
@@ -246,20 +273,29 @@ def _draw_costs(axis: style.Axes, rows: style.DataFrame) -> None:
     )
 
 
-def _draw_serving(latency: style.Axes, preemptions: style.Axes, rows: style.DataFrame) -> None:
-    for way, curve in rows.sort_values("block_size").groupby("way", sort=False):
+def _draw_serving(
+    latency: style.Axes, ratio: style.Axes, preemptions: style.Axes, rows: style.DataFrame
+) -> None:
+    rows = rows.sort_values("block_size")
+    for way, curve in rows.groupby("way", sort=False):
         look = {**_LINES[way], "label": way}
-        sizes = curve["block_size"]
-        quantiles.error_bars(latency, sizes, curve, "normalized_latency_ms", **look)
-        preemptions.plot(sizes, curve["preemptions"], **look)
+        quantiles.error_bars(latency, curve["block_size"], curve, "normalized_latency_ms", **look)
+    swap = rows[rows["way"] == "swap"]
+    look = {**_LINES["swap"], "label": "median of the draws, p20 to p80"}
+    quantiles.error_bars(ratio, swap["block_size"], swap, "latency_over_recompute", **look)
+    ratio.axhline(1, color="black", linewidth=0.8)
+    each = swap["preemptions"] / swap["requests"]
+    preemptions.plot(swap["block_size"], each, **{**_LINES["swap"], "label": "either way"})
     row = rows.iloc[0]
     latency.set(
-        title=f"{row['requests']:.0f} requests of {row['tokens'] / row['requests']:.0f} tokens, "
-        f"cache of {rows['cache_tokens'].max():,.0f}",
+        title=f"{row['repeats']:.0f} x {row['requests'] / row['repeats']:.0f} requests of "
+        f"{row['tokens'] / row['requests']:.0f} tokens, cache of {rows['cache_tokens'].max():,.0f}",
         ylabel="normalised latency (ms/token)",
         ylim=(0, None),
     )
-    preemptions.set(title="the same requests", ylabel="preemptions", ylim=(0, None))
+    ratio.set(title="the same requests", ylabel="latency, swap / recompute")
+    top = 1.1 * max(1, each.max())
+    preemptions.set(title="the same requests", ylabel="preemptions per request", ylim=(0, top))
 
 
 EXPERIMENT = Experiment(
@@ -274,7 +310,7 @@ EXPERIMENT = Experiment(
         requests=8,
         prompt_tokens=(16, 64),
         output_tokens=(16, 64),
-        serving_repeats=1,
+        draws=3,
         threads=1,
     ),
     cells=cells,

@@ -27,6 +27,7 @@ _MODULES = (
     "shared_prefix",
     "sharing",
     "gpu.tile_sweep",
+    "transformers_speed",
 )
 
 EXPERIMENTS: dict[str, Experiment] = {}

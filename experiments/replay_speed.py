@@ -174,7 +174,7 @@ EXPERIMENT = Experiment(
     name="replay_speed",
     figure="block references per second of the trace replay, beside libcachesim",
     options=ReplaySpeed(),
-    quick=ReplaySpeed(repeats=3, num_requests=1_000),
+    quick=ReplaySpeed(repeats=2, num_requests=1_000),
     cells=cells,
     run_cell=run_cell,
     plot=style.plotter({"replay_speed": _draw}, {"summary": (_summary, "%.3f")}),

@@ -22,6 +22,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from models.cascade import SharedPrefixes
 from models.layers import Rotation, apply_rope
 
 
@@ -45,6 +46,8 @@ class AttentionMetadata:
     """Largest number of queries of a sequence.  1 means decoding: one query each."""
     max_context_len: int
     """No smaller than the largest of context_lens."""
+    shared: SharedPrefixes | None = None
+    """Of a decode batch: prefixes to be read once for several sequences, where the backend can."""
     parts: tuple[AttentionMetadata, ...] = ()
     """Of a batch of both kinds, which has those with one query first: these, and the others."""
 
@@ -56,6 +59,8 @@ class AttentionBackend(Protocol):
     name: str
     has_fp8_cache: bool
     """Whether the cache may be fp8 e4m3."""
+    has_cascade: bool
+    """Whether it reads shared prefixes once."""
 
     def can_capture(self, block_size: int) -> bool:
         """Whether decoding can be captured in a CUDA graph: nothing is read on the host."""
@@ -109,10 +114,11 @@ def _rope_store(
 
 
 class TritonBackend:
-    """The Triton kernels: one query per sequence by the decode kernel, all else by prefill."""
+    """The Triton kernels: one query per sequence by the decode kernel, or that for shared prefixes,
+    all else by prefill."""
 
     name = "triton"
-    has_fp8_cache = True
+    has_fp8_cache = has_cascade = True
 
     def __init__(self) -> None:
         import kernels  # not at the top: whether to interpret is decided by then
@@ -142,7 +148,18 @@ class TritonBackend:
         for rows, part in _parts(metadata):
             options = {"out": out[rows], **scores, **scales}
             where = query[rows], *caches, part.block_tables
-            if part.max_seqlen_q == 1:
+            if (shared := part.shared) is not None:
+                self._kernels.shared_prefix_decode_attention(
+                    query[rows],
+                    *caches,
+                    shared.prefix_block_tables,
+                    shared.prefix_lens,
+                    shared.group_offsets,
+                    shared.suffix_block_tables,
+                    shared.suffix_lens,
+                    **options,
+                )
+            elif part.max_seqlen_q == 1:
                 self._kernels.paged_decode_attention(*where, part.context_lens, **options)
             else:
                 self._kernels.paged_prefill_attention(
@@ -185,7 +202,7 @@ class TorchBackend:
     """
 
     name = "torch"
-    has_fp8_cache = True
+    has_fp8_cache, has_cascade = True, False
 
     def __init__(self) -> None:
         from kernels import reference  # not at the top: whether to interpret is decided by then
@@ -378,7 +395,7 @@ class FlashAttnBackend:
     """
 
     name = "flash_attn"
-    has_fp8_cache = False
+    has_fp8_cache = has_cascade = False
     page_multiple = 256
 
     def __init__(self, module: ModuleType | None = None) -> None:

@@ -259,6 +259,11 @@ class ModelConfig:
                 raise ValueError(f"{name}={value!r}: needs true or false")
 
     @property
+    def sliding_window(self) -> int | None:
+        """Tokens that a query sees in the layer where it sees most; None for all."""
+        return None if not self.windows or None in self.windows else max(self.windows)
+
+    @property
     def family(self) -> Family:
         return FAMILIES[self.architecture]
 

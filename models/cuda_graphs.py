@@ -61,8 +61,9 @@ class DecodeGraphs:
         self._replays = {size: capture(self._step(size)) for size in reversed(self.batch_sizes)}
 
     def fits(self, metadata: AttentionMetadata) -> bool:
-        """Whether the batch is one of decoding only, of a size that was captured."""
-        return metadata.max_seqlen_q == 1 and len(metadata.context_lens) <= self.batch_sizes[-1]
+        """Whether the batch is one of decoding only, by one kernel, of a size that was captured."""
+        is_decode = metadata.max_seqlen_q == 1 and metadata.shared is None
+        return is_decode and len(metadata.context_lens) <= self.batch_sizes[-1]
 
     def run(
         self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata

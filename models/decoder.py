@@ -44,7 +44,6 @@ class Attention(nn.Module):
         kv_columns = _head_columns(kv_heads, head_dim)
         q_size, kv_size = config.num_q_heads * head_dim, config.num_kv_heads * head_dim
         self.head_dim, self.backend = head_dim, backend
-        self.num_heads = (len(q_heads), len(kv_heads), len(kv_heads))
         self.qkv_proj = ColumnParallelLinear(
             hidden,
             [
@@ -77,8 +76,7 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """x: (num_tokens, hidden_size).  kv_cache: of this layer, (2, num_blocks, block_size,
         num_kv_heads, head_dim)."""
-        qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
-        query, key, value = qkv.split(self.num_heads, dim=1)
+        query, key, value = (y.unflatten(-1, (-1, self.head_dim)) for y in self.qkv_proj(x))
         if self.q_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         out = self.backend(
@@ -114,8 +112,8 @@ class MLP(nn.Module):
         self.down_proj = RowParallelLinear(inner, columns, hidden, bias=config.mlp_bias, tp=tp)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(self.activation(gate) * up)
+        gate, up = self.gate_up_proj(x)
+        return self.down_proj(self.activation(gate).mul_(up))
 
 
 class DecoderLayer(nn.Module):

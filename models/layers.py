@@ -75,7 +75,7 @@ class ColumnParallelLinear(nn.Module):
     """Linear layers of the same input fused into one, split among the ranks by output.
 
     parts: for each fused layer its name in the checkpoint, its number of outputs and the range of
-        them that this rank holds.  The output is (..., sum of the rank's ranges), in that order.
+        them that this rank holds.  There is an output for each, (..., length of the range).
     """
 
     def __init__(
@@ -87,8 +87,16 @@ class ColumnParallelLinear(nn.Module):
         self.weight = _parameter(sum(self.local_sizes), in_features)
         self.bias = _parameter(sum(self.local_sizes)) if bias else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if (
+            x.device.type == "cpu"
+        ):  # one product is no faster, and rows with gaps slow down the rest
+            weights = self.weight.split(self.local_sizes)
+            biases = (
+                [None] * len(weights) if self.bias is None else self.bias.split(self.local_sizes)
+            )
+            return tuple(F.linear(x, *part) for part in zip(weights, biases, strict=True))
+        return F.linear(x, self.weight, self.bias).split(self.local_sizes, dim=-1)
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, CheckpointTensor]]:
         prefix = name.rpartition(".")[0]

@@ -42,7 +42,7 @@ HOST_KV_CACHE_SHARE = 0.25
 this share of what is available."""
 
 _NOT_SERVED = {
-    "sliding_window": "uses blocks in turn, while the kernels find a token's by its position",
+    "sliding_window": "the window is that of the model, and vllm_v1 gives back what lies behind it",
 }
 """Options of managers that are for replays."""
 
@@ -79,7 +79,9 @@ class LLM:
             "triton" or "torch".  Keys and values are divided by the scales that a checkpoint has
             for them (one each per layer, as for vLLM), else by 1; beyond 448 they saturate.
         attention_backend: "triton" (the usual one on a GPU), "torch" (on a CPU), "flash_attn".
-        manager: design of the cache manager, a key of ``cache.MANAGERS``.
+        manager: design of the cache manager, a key of ``cache.MANAGERS``.  Of a model all layers of
+            which have a window, vllm_v1 gives back the blocks behind it, unless they may be
+            swapped out or reused in part.
         policy: eviction policy, for designs with prefix caching.
         block_size: tokens of a block.
         num_blocks: blocks of the KV cache.  By default as many as fit: on a GPU into
@@ -193,6 +195,9 @@ class LLM:
             num_host_blocks = 0
         elif num_host_blocks is None:
             num_host_blocks = min(num_blocks, max(1, self._num_blocks_in_host(block_bytes)))
+        keeps_all = preemption == "swap" or options.get("partial_block_reuse")
+        if manager == "vllm_v1" and not keeps_all:
+            options["sliding_window"] = config.sliding_window
         if manager == "contiguous":
             options.setdefault("final_length", _final_length)
             longest_run = block_size << max(0, num_blocks.bit_length() - 1)

@@ -17,6 +17,14 @@ from cache.serving.request import ScheduledSequence
 from cache.serving.scheduler import Step
 from kernels import reference
 from models.attention import AttentionMetadata
+from models.cascade import (
+    Group,
+    SharedPrefixes,
+    cascade_pays,
+    group_rows,
+    prefix_groups,
+    split_tables,
+)
 from models.cuda_graphs import DecodeGraphs
 from models.decoder import CausalLM
 
@@ -62,6 +70,8 @@ class ModelRunner:
             self.host_cache = _zeros(shape, self.kv_cache.dtype, torch.device("cpu"), pinned)
         ops = kernels if use_kernels else reference
         self._copy_blocks, self._swap_blocks = ops.copy_blocks, ops.swap_blocks
+        backend = model.model.layers[0].self_attn.backend
+        self._has_cascade = backend.has_cascade and not model.config.windows
         self._graphs = None
         if cuda_graphs:
             self._graphs = DecodeGraphs(
@@ -99,13 +109,18 @@ class ModelRunner:
         """
         sequences, counts = step.sequences, np.array(step.counts)
         num_single = int((counts == 1).sum())
-        is_mixed = 0 < num_single < len(counts)
         order = slice(None)
-        if is_mixed:
+        if 0 < num_single < len(counts):
             order = np.argsort(counts > 1, kind="stable")  # single tokens first
             sequences, counts = [sequences[i] for i in order], counts[order]
         ends = np.array([seq.num_computed_tokens for seq in sequences])
         tables = [block_row(seq, manager) for seq in sequences]
+        groups = self._prefix_groups(tables[:num_single], ends, len(counts))
+        if groups:  # side by side
+            rows, groups = group_rows(groups, num_single)
+            rows += range(num_single, len(counts))
+            sequences, tables = ([values[i] for i in rows] for values in (sequences, tables))
+            ends, order = ends[rows], np.arange(len(counts))[order][rows]
         block_tables = np.zeros((len(tables), max(map(len, tables))), dtype=np.int32)
         tokens = array("I")
         for row, (seq, count) in enumerate(zip(sequences, counts.tolist(), strict=True)):
@@ -128,7 +143,13 @@ class ModelRunner:
             max_seqlen_q=int(counts.max()),
             max_context_len=int(ends.max()),
         )
-        if is_mixed:
+        if groups:
+            fields = split_tables(
+                groups, block_tables[:num_single], ends[:num_single], self.block_size
+            )
+            shared = SharedPrefixes(**{name: self._upload(x) for name, x in fields.items()})
+            metadata = dataclasses.replace(metadata, shared=shared)
+        if 0 < num_single < len(counts):
             metadata = in_parts(metadata, num_single)
         token_ids = np.frombuffer(tokens, dtype=np.uint32).astype(np.int64)
         return (
@@ -137,6 +158,18 @@ class ModelRunner:
             metadata,
             self._upload(last_rows[complete]),
         )
+
+    def _prefix_groups(self, tables, ends: np.ndarray, num_seqs: int) -> list[Group]:
+        """Groups of the sequences with ``tables`` that share prefixes, if that pays."""
+        if not self._has_cascade or len(tables) < 2:
+            return []
+        groups = prefix_groups(tables, ends, self.block_size)
+        pays = cascade_pays(
+            groups,
+            block_bytes=self.kv_cache[:, 0, 0].nbytes,
+            replaces_graph=self._graphs is not None and len(tables) == num_seqs,
+        )
+        return groups if pays else []
 
     def _move_blocks(self, step: Step) -> None:
         if step.swap_out:
@@ -192,6 +225,7 @@ def in_parts(metadata: AttentionMetadata, num_single: int) -> AttentionMetadata:
             context_lens=metadata.context_lens[some],
             cu_seqlens_q=cu_seqlens_q,
             max_seqlen_q=max_seqlen_q,
+            shared=metadata.shared if max_seqlen_q == 1 else None,
         )
         for some, cu_seqlens_q, max_seqlen_q in (
             (slice(num_single), metadata.cu_seqlens_q[: num_single + 1], 1),

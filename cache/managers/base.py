@@ -92,6 +92,9 @@ class CacheStats:
         return self.hit_blocks / self.queried_blocks if self.queried_blocks else 0.0
 
 
+GIVEN_BACK = -1
+"""Stands in a block table for a block that no query will see any more."""
+
 Prefix = tuple[Items[int], int, Any]
 """The cached beginning of a sequence: its blocks, the number of tokens whose K/V are there (those
 of the blocks, unless part of a further one is copied), and what else the design knows of it."""
@@ -333,7 +336,8 @@ class CacheManager(abc.ABC):
         _clear(seq)
 
     def block_table(self, seq: Sequence) -> list[int]:
-        """Block ids of ``seq`` in the order of its tokens.  A copy: it does not grow later."""
+        """Block ids of ``seq`` in the order of its tokens, GIVEN_BACK for those behind a sliding
+        window.  A copy: it does not grow later."""
         return list(self._table_of(seq).blocks)
 
     def swap_out(self, seq: Sequence) -> Copies:
@@ -418,8 +422,9 @@ class CacheManager(abc.ABC):
         """
         for seq_id, table in self._tables.items():
             blocks, stored = table.blocks, table.seq.num_computed_tokens
+            held = [block for block in blocks if block != GIVEN_BACK]
             require(
-                len(set(blocks)) == len(blocks) >= self._num_blocks_for(stored),
+                len(set(held)) == len(held) and len(blocks) >= self._num_blocks_for(stored),
                 f"{seq_id!r}: table {blocks} for {stored} tokens",
             )
             end = -(-table.num_noted_tokens // self.block_size) * self.block_size

@@ -25,14 +25,16 @@ class PooledTable(Table):
     Attributes:
         hashes: of its full blocks, at least of those that are to be cached.
         num_cached_blocks: leading blocks that are cached; the pool counts them.
+        num_given_back: leading blocks that the sequence holds no more.
     """
 
-    __slots__ = ("hashes", "num_cached_blocks")
+    __slots__ = ("hashes", "num_cached_blocks", "num_given_back")
 
     def __init__(self, seq: Sequence) -> None:
         super().__init__(seq)
         self.hashes: list[bytes] = []
         self.num_cached_blocks = 0
+        self.num_given_back = 0
 
 
 class PooledManager(CacheManager):
@@ -59,13 +61,16 @@ class PooledManager(CacheManager):
         enable_prefix_caching: bool,
         queue_uncached: bool,
         event_log: EventLog | None,
+        keeps_prefixes: bool = True,
     ) -> None:
         super().__init__(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
         if self.compares_tokens:
             self._hasher = BlockHasher(hash_algorithm, self.block_size)
-            index = HashIndex(self.num_blocks)
         else:
             self._hasher = collision_free_hasher(self.name, hash_algorithm, self.block_size)
+        if self.compares_tokens or not keeps_prefixes:
+            index = HashIndex(self.num_blocks)
+        else:
             index = ContentIndex(self.num_blocks, self._hasher.digest_size)
         self.pool = BlockPool(
             self.num_blocks,
@@ -91,12 +96,12 @@ class PooledManager(CacheManager):
             )
         block_hashes = self.pool.block_hashes
         for seq_id, table in self._tables.items():
-            num_cached = table.num_cached_blocks
-            held = [block_hashes[block] for block in table.blocks]
-            expected = table.hashes[:num_cached] + [None] * (len(held) - num_cached)
+            num_cached, first = table.num_cached_blocks, table.num_given_back
+            held = [block_hashes[block] for block in table.blocks[first:]]
+            expected = table.hashes[:num_cached] + [None] * (len(table.blocks) - num_cached)
             require(
                 num_cached == self._num_findable(table, table.num_noted_tokens)
-                and held == expected,
+                and held == expected[first:],
                 f"{seq_id!r}: of the blocks {table.blocks} for {table.num_noted_tokens} tokens "
                 f"{num_cached} are cached, with hashes {held}",
             )
@@ -135,7 +140,7 @@ class PooledManager(CacheManager):
 
     def _release(self, table: PooledTable) -> None:
         self._tell(table.seq, table.seq.num_tokens - table.seq.num_prompt_tokens)
-        self.pool.free(table.blocks)
+        self.pool.free(table.blocks[table.num_given_back :])
 
     def _tell(self, seq: Sequence, output_tokens: float = math.nan) -> None:
         if self._tells_requests:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from array import array
 
 from cache.block_pool import check_free
-from cache.checks import require
+from cache.checks import at_least, require
 from cache.event_log import EventLog
-from cache.managers.base import Copies, Prefix
+from cache.managers.base import GIVEN_BACK, Copies, Prefix
 from cache.managers.pooled import PooledManager, PooledTable
 from cache.partial_blocks import PartialBlockIndex
 from cache.policies.base import EvictionPolicy
@@ -40,6 +40,10 @@ class VLLMv1(PooledManager):
       stores the K/V of the whole batch before any sequence of the batch reads them.
     * Tables only grow.  If two sequences compute the same block side by side both copies stay;
       the duplicate is an ordinary block that is evicted in its turn.
+    * With ``sliding_window`` (tokens that a query of any layer sees, itself included) blocks behind
+      the window of every query to come are given back, and in the table GIVEN_BACK stands for
+      them.  A prefix is cached if the blocks that the window of the first new token reaches are,
+      whatever has become of those before: they are looked for from the end.
     * ``fork`` shares all stored blocks; the first append to a shared, partly filled block copies
       it (copy-on-write of the PagedAttention paper; vLLM v1 itself runs the samples of a prompt as
       requests of their own, which meet in the prefix cache).
@@ -73,6 +77,7 @@ class VLLMv1(PooledManager):
         enable_prefix_caching: bool = True,
         queue_uncached: bool = False,
         partial_block_reuse: bool = False,
+        sliding_window: int | None = None,
         event_log: EventLog | None = None,
     ) -> None:
         super().__init__(
@@ -83,7 +88,16 @@ class VLLMv1(PooledManager):
             enable_prefix_caching=enable_prefix_caching,
             queue_uncached=queue_uncached,
             event_log=event_log,
+            keeps_prefixes=sliding_window is None,
         )
+        self.sliding_window = sliding_window
+        if sliding_window is not None:
+            at_least(1, "sliding_window", sliding_window)
+            if partial_block_reuse:
+                raise ValueError(
+                    "partial_block_reuse=True with a sliding_window: the blocks of a prefix, which "
+                    "the part would follow, may be given back"
+                )
         self._partials = PartialBlockIndex() if partial_block_reuse else None
         self._copies: Copies = []
         if partial_block_reuse:
@@ -104,6 +118,23 @@ class VLLMv1(PooledManager):
                 f"block {block} is offered for copies of what it has not",
             )
 
+    def _match(self, seq: Sequence, limit: int) -> Prefix:
+        if self.sliding_window is None:
+            return super()._match(seq, limit)
+        num_seen = max(1, -(-(self.sliding_window - 1) // self.block_size))
+        hashes = self._hasher.block_hashes(seq)
+        blocks: list[int] = []
+        for position in reversed(range(limit)):
+            found = self.pool.lookup(hashes[position : position + 1])
+            blocks = found + blocks if found else []
+            if len(blocks) == num_seen:
+                blocks = [GIVEN_BACK] * position + blocks
+                break
+        return blocks, len(blocks) * self.block_size, None
+
+    def _num_revived(self, prefix: Prefix) -> int:
+        return self.pool.num_revived([block for block in prefix[0] if block != GIVEN_BACK])
+
     def _find_for_allocate(self, seq: Sequence) -> Prefix:
         prefix = hits, num_tokens, _ = self._find(seq)
         found = self._partial_hit(seq, hits) if self._partials else None
@@ -113,7 +144,16 @@ class VLLMv1(PooledManager):
         return hits, num_tokens + num_shared, block
 
     def _begin(self, table: _Table, prefix: Prefix, end: int) -> None:
-        super()._begin(table, prefix, end)
+        hits, first = prefix[0], 0
+        if self.sliding_window is not None:
+            first = hits.count(GIVEN_BACK)
+        held = hits[first:] if first else hits
+        super()._begin(table, (held, *prefix[1:]), end - first * self.block_size)
+        if first:
+            table.blocks = hits
+            table.num_cached_blocks = len(hits)
+            table.num_noted_tokens = len(hits) * self.block_size
+            table.num_given_back = first
         table.num_computed_blocks = table.num_cached_blocks
         table.donor = prefix[-1]
         if table.donor is not None:
@@ -121,6 +161,7 @@ class VLLMv1(PooledManager):
 
     def _extend(self, table: _Table, end: int) -> Copies:
         pool, blocks = self.pool, table.blocks
+        first_query = max(table.num_noted_tokens, table.seq.num_computed_tokens)
         num_held = len(blocks)
         count = -(-end // self.block_size) - num_held
         copies: Copies = []
@@ -140,7 +181,19 @@ class VLLMv1(PooledManager):
             self._copies.append((table.donor, blocks[num_held]))
             self._num_copied += 1
             table.donor = None
+        if self.sliding_window is not None:
+            self._give_back(table, first_query)
         return copies
+
+    def _give_back(self, table: _Table, first_query: int) -> None:
+        """Give up the blocks that neither the query at ``first_query`` nor later ones see."""
+        first = table.num_given_back
+        end = (first_query - self.sliding_window + 1) // self.block_size
+        if end > first:
+            self._tell(table.seq)
+            self.pool.free(table.blocks[first:end])
+            table.blocks[first:end] = [GIVEN_BACK] * (end - first)
+            table.num_given_back = end
 
     def _is_shared(self, block: int) -> bool:
         return self.pool.ref_counts[block] > 1
@@ -148,9 +201,10 @@ class VLLMv1(PooledManager):
     def _share(self, table: _Table, copy: _Table) -> None:
         copy.blocks = table.blocks.copy()
         copy.num_cached_blocks = copy.num_computed_blocks = table.num_cached_blocks
+        copy.num_given_back = table.num_given_back
         if self.enable_prefix_caching:
             copy.hashes = self._hasher.block_hashes(copy.seq)
-        self.pool.share(copy.blocks)
+        self.pool.share(copy.blocks[copy.num_given_back :])
 
     def _release(self, table: _Table) -> None:
         self._mark_as_computed(table)

@@ -78,7 +78,8 @@ class Scheduler:
             whose design cannot do so, no sequence may be longer than max_num_batched_tokens.
         prefill_first: decode only in steps that compute no prompt.
 
-    Raises ValueError, naming the argument, for sizes out of range.
+    Raises ValueError, naming the argument, for sizes out of range, and for host blocks with a
+    manager that has a sliding window.
     """
 
     def __init__(
@@ -98,6 +99,11 @@ class Scheduler:
         self.prefill_first = prefill_first
         self.running: list[ScheduledSequence] = []
         self.waiting: deque[ScheduledSequence] = deque()
+        if num_host_blocks and getattr(manager, "sliding_window", None):
+            raise ValueError(
+                f"num_host_blocks={num_host_blocks}: with a sliding_window the manager gives back "
+                "blocks, and a sequence cannot be swapped out as a whole; needs 0"
+            )
         self._free_host_blocks = list(range(at_least(0, "num_host_blocks", num_host_blocks)))
 
     @property

@@ -2,9 +2,9 @@
 
 A request of 4,096 tokens, half of them a cached prefix that it shares with others, goes through
 its whole cycle: hash the prompt, look it up, allocate, free.  The pool is full of other requests'
-cached blocks, so every new block evicts one.  All implementations (vLLM's block pool and hashing
-too, where vLLM is installed) see the same requests in turn, on one core, so that a machine that
-changes its speed does so for all.  A turn is ten requests: long enough that each finds its own
+cached blocks, so every new block evicts one.  All implementations (vLLM's KVCacheManager too, where
+vLLM can be imported) see the same requests in turn, on one core, so that a machine that changes its
+speed does so for all.  A turn is ten requests: long enough that each finds its own
 state in the processor's caches, as in an engine that schedules many requests a step.
 
 ``cycle`` is timed as a whole.  For managers that can look up without allocating, every second
@@ -16,6 +16,7 @@ The radix tree by itself is compared with SGLang's (``trees.py``).
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 import tracemalloc
@@ -30,7 +31,7 @@ import cache
 from experiments import quantiles, style
 from experiments.harness import Axis, Count, Experiment, Needs, Options, Unavailable, grid
 from experiments.manager_overhead import trees
-from experiments.manager_overhead.baselines import VLLMBlockPool
+from experiments.manager_overhead.baselines import VLLM
 
 if TYPE_CHECKING:
     import numpy as np
@@ -140,12 +141,15 @@ def _managers(cell: Managers) -> list[dict[str, Any]]:
         for name, algorithms in _OURS.items()
         for algorithm in algorithms
     ]
+    with contextlib.suppress(Unavailable):
+        vllm = VLLM()
+        makers += [
+            partial(vllm.manager, algorithm, cell.pool_blocks, _BLOCK_SIZE)
+            for algorithm in vllm.hash_algorithms()
+        ]
     rows, implementations = [], []
-    for make in (*makers, partial(VLLMBlockPool, cell.pool_blocks, _BLOCK_SIZE)):
-        try:
-            implementation, made = _made(make)
-        except Unavailable:
-            continue
+    for make in makers:
+        implementation, made = _made(make)
         implementations.append(implementation)
         rows.append({**_describe(cell, implementation, "make_pool"), **made})
 
@@ -231,8 +235,10 @@ def plot(rows: style.DataFrame, folder: Path) -> list[Path]:
 
 
 def _plot_managers(rows: style.DataFrame, folder: Path) -> list[Path]:
-    algorithm = rows["hash_algorithm"].fillna("")
-    names = rows["implementation"] + algorithm.map(" ({})".format).where(algorithm != "", "")
+    names = rows["implementation"]
+    for column, shape in (("version", " {}"), ("hash_algorithm", " ({})")):
+        known = rows[column].fillna("")
+        names = names + known.map(shape.format).where(known != "", "")
     rows = rows.assign(name=names).astype({"pool_blocks": int})
     written = style.save(_draw(rows), folder, "manager_overhead")
     cycles = rows[rows["phase"] == "cycle"]

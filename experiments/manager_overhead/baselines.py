@@ -1,86 +1,150 @@
-"""Cache code of other systems, driven for comparison where it is installed."""
+"""Cache code of other systems, driven for comparison where it can be imported.
+
+It needs no GPU and no compiled part of theirs: ``pip install --no-deps --target vllm-0.33
+vllm==0.33.0``, likewise the packages without which its import fails, and ``vllm-0.33`` in
+``PYTHONPATH``.  Two versions of vLLM cannot be imported into one process.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import inspect
 import itertools
 import time
 from array import array
+from collections.abc import Callable
+from typing import Any
 
 from experiments.harness import Unavailable
 
 
-class VLLMBlockPool:
-    """vLLM v1's own block pool and block hashing: what its KVCacheManager does for one request.
+class VLLM:
+    """vLLM's v1 code, imported: makes its KVCacheManagers.
 
-    Raises Unavailable if vLLM, or one with these interfaces (0.11), is not installed.
+    Raises Unavailable if vLLM, or one with the interfaces of 0.11 to 0.33, cannot be imported.
     """
 
-    name = "vLLM"
-    hash_algorithm = "sha256"
-    """vLLM's default, over the pickled tokens."""
-
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self) -> None:
         try:
+            import torch
             import vllm
             from vllm.sampling_params import SamplingParams
-            from vllm.utils import sha256
-            from vllm.v1.core.block_pool import BlockPool
-            from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+            from vllm.v1 import kv_cache_interface
+            from vllm.v1.core import kv_cache_utils
+            from vllm.v1.core.kv_cache_manager import KVCacheManager
             from vllm.v1.request import Request
-        except ImportError as error:
-            raise Unavailable(f"vLLM 0.11 is not installed: {error}") from error
-        self.version = vllm.__version__
-        self._block_size = block_size
-        self._request, self._params = Request, SamplingParams(max_tokens=1)
-        init_none_hash(sha256)
-        self._hasher = get_request_block_hasher(block_size, sha256)
-        # One block is vLLM's null block.
-        self.pool = BlockPool(num_blocks + 1, enable_caching=True)
+
+            try:
+                from vllm.utils.hashing import get_hash_fn_by_name
+            except ImportError:  # 0.11
+                from vllm.utils import get_hash_fn_by_name
+            self._hasher = kv_cache_utils.get_request_block_hasher
+            self._init_none_hash = kv_cache_utils.init_none_hash
+        except (ImportError, AttributeError) as error:
+            raise Unavailable(f"vLLM 0.11 to 0.33 cannot be imported: {error}") from error
+        self._version = vllm.__version__
+        self._interface, self._manager = kv_cache_interface, KVCacheManager
+        self._hash_function = get_hash_fn_by_name
+        self._dtype = torch.float16
+        params = SamplingParams(max_tokens=1)
+        known = _known(Request, pooling_params=None, eos_token_id=None)
+        self._request = functools.partial(Request, sampling_params=params, **known)
+
+    def hash_algorithms(self) -> list[str]:
+        """vLLM's default and, where this version has it, the hash that is our default."""
+        names = []
+        for name in ("sha256", "xxhash"):
+            with contextlib.suppress(ValueError):
+                self._hash_function(name)
+                names.append(name)
+        return names
+
+    def manager(self, hash_algorithm: str, num_blocks: int, block_size: int) -> VLLMManager:
+        hash_function = self._hash_function(hash_algorithm)
+        self._init_none_hash(hash_function)
+        spec = self._interface.FullAttentionSpec(
+            block_size=block_size,
+            num_kv_heads=8,
+            head_size=128,
+            dtype=self._dtype,
+            **_known(self._interface.FullAttentionSpec, use_mla=False),
+        )
+        config = self._interface.KVCacheConfig(
+            num_blocks=num_blocks + 1,  # one is vLLM's null block
+            kv_cache_tensors=[],
+            kv_cache_groups=[self._interface.KVCacheGroupSpec(["layer"], spec)],
+        )
+        sizes = dict.fromkeys(("scheduler_block_size", "hash_block_size"), block_size)
+        manager = self._manager(
+            config, num_blocks * block_size, **_known(self._manager, log_stats=False, **sizes)
+        )
+        hasher = self._hasher(block_size, hash_function)
+        return VLLMManager(self._version, hash_algorithm, manager, hasher, self._request)
+
+
+def _known(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
+    """Those of the arguments that this version of the function takes."""
+    taken = inspect.signature(function).parameters
+    return {name: value for name, value in arguments.items() if name in taken}
+
+
+class VLLMManager:
+    """A KVCacheManager of vLLM with one group of full attention, called as its scheduler does."""
+
+    name = "vLLM"
+
+    def __init__(
+        self,
+        version: str,
+        hash_algorithm: str,
+        manager: Any,
+        hasher: Callable[[Any], list[bytes]],
+        request: Callable[..., Any],
+    ) -> None:
+        self.version = version
+        self.hash_algorithm = hash_algorithm
+        """vLLM's name of it: ``sha256``, its default, and ``xxhash``, which is xxh3-128; both over
+        the pickled tokens."""
+        self._manager, self._hasher, self._request = manager, hasher, request
 
     def make(self, seq_id: int, token_ids: list[int]):
         """A request of one prompt."""
-        return self._request(str(seq_id), token_ids, self._params, None, None)
+        return self._request(str(seq_id), token_ids)
 
     def hash(self, request) -> None:
         request.block_hashes = self._hasher(request)
 
-    def lookup(self, request) -> list:
-        """Cached blocks of the longest prefix that leaves a token to compute."""
-        hits = []
-        for block_hash in request.block_hashes[: (request.num_tokens - 1) // self._block_size]:
-            found = self.pool.get_cached_block(block_hash, [0])
-            if found is None:
-                break
-            hits += found
-        return hits
+    def lookup(self, request) -> tuple[Any, int]:
+        """Cached blocks of the longest prefix that leaves a token to compute, and its tokens."""
+        return self._manager.get_computed_blocks(request)[:2]
 
-    def allocate(self, request, hits: list) -> list:
-        """Touch the hits, take the other blocks and cache them."""
-        size = self._block_size
-        self.pool.touch((hits,))
-        blocks = hits + self.pool.get_new_blocks(-(-request.num_tokens // size) - len(hits))
-        num_full = request.num_tokens // size
-        self.pool.cache_full_blocks(request, blocks, len(hits), num_full, size, 0)
-        return blocks
+    def allocate(self, request, blocks, cached_tokens: int) -> None:
+        new_tokens = request.num_tokens - cached_tokens
+        if self._manager.allocate_slots(request, new_tokens, cached_tokens, blocks) is None:
+            raise RuntimeError(f"vLLM's pool is too small for {request.num_tokens} tokens")
 
-    def free(self, blocks: list) -> None:
-        """Tail first."""
-        self.pool.free_blocks(reversed(blocks))
+    def free(self, request) -> None:
+        self._manager.free(request)
 
-    def cycle(self, request) -> None:
+    def cycle(self, request) -> int:
+        """Tokens of the prompt that were cached."""
         self.hash(request)
-        self.free(self.allocate(request, self.lookup(request)))
+        blocks, cached_tokens = self.lookup(request)
+        self.allocate(request, blocks, cached_tokens)
+        self.free(request)
+        return cached_tokens
 
     def phases(self, request) -> dict[str, float]:
         """Seconds of each phase of one cycle."""
         times = [time.perf_counter()]
         self.hash(request)
         times.append(time.perf_counter())
-        hits = self.lookup(request)
+        found = self.lookup(request)
         times.append(time.perf_counter())
-        blocks = self.allocate(request, hits)
+        self.allocate(request, *found)
         times.append(time.perf_counter())
-        self.free(blocks)
+        self.free(request)
         times.append(time.perf_counter())
         spans = (end - begin for begin, end in itertools.pairwise(times))
         return dict(zip(("hash", "lookup", "allocate", "free"), spans, strict=True))
@@ -89,7 +153,7 @@ class VLLMBlockPool:
 class SGLangRadixCache:
     """SGLang's Python radix cache (``RadixCache``), without the memory pools around it.
 
-    Raises Unavailable if SGLang, or one with these interfaces (0.5.23), is not installed.
+    Raises Unavailable if SGLang, or one with these interfaces (0.5.23), cannot be imported.
     """
 
     name = "SGLang"
@@ -106,7 +170,7 @@ class SGLangRadixCache:
             )
             from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
         except ImportError as error:
-            raise Unavailable(f"SGLang 0.5.23 is not installed: {error}") from error
+            raise Unavailable(f"SGLang 0.5.23 cannot be imported: {error}") from error
         self.version = sglang.__version__
         self._key = RadixKey
         self._insert, self._match, self._evict = InsertParams, MatchPrefixParams, EvictParams

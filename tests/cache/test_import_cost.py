@@ -17,20 +17,13 @@ HEAVY = {
     "kernels",
 }
 
-PROGRAM = """
-import sys, time
-started = time.process_time()
-import cache
-print(time.process_time() - started)
-print(*sys.modules, sep="\\n")
-"""
+PROGRAM = "import cache, sys; print(*sys.modules, sep='\\n')"
 
 
 def test_importing_cache_loads_nothing_heavy():
     found = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
     )
-    seconds, *modules = found.stdout.splitlines()
+    modules = found.stdout.splitlines()
     assert {"cache.managers.vllm_v1", "cache.serving.scheduler"} <= set(modules)
     assert not HEAVY & set(modules)
-    assert float(seconds) < 1.0  # milliseconds, with ample room for a slow machine

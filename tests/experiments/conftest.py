@@ -92,7 +92,7 @@ TINY_RUNS = {
     "memory_waste": "--trace {lengths} --block-size 1 16 --num-requests 40 --sequences-in-cache 2",
     "preemption": "--model tiny --threads 1 --block-size 4 16 --context-tokens 40 "
     "--cache-tokens 64 --requests 4 --prompt-tokens 4 12 --output-tokens 12 24 "
-    "--serving-repeats 1",
+    "--draws 2",
     "replay_speed": "--trace {prompts} --repeats 2",
     "serving": "--trace {chat} --system contiguous_max --system vllm_v1 --request-rate 50 2000 "
     "--duration-s 0.05 --drain-s 0.05 --mean-tokens 24 --max-model-len 64",
@@ -100,6 +100,8 @@ TINY_RUNS = {
     "--cached-percent 0 50 --prefix-tokens 0 32 --requests 2 --output-tokens 3 --repeats 2 "
     "--threads 1",
     "sharing": "--trace {lengths} --num-sequences 2 3 --drop-probability 0.1 --num-requests 3",
+    "transformers_speed": "--model tiny --sequences 3 --prompt-tokens 21 --output-tokens 4 "
+    "--repeats 1 --threads 1",
 }
 """Options of the smallest run of each experiment that shows all of its rows."""
 

@@ -26,11 +26,12 @@ NUM_CELLS = {
     "kernel_counters": 3,
     "manager_overhead": 4,
     "memory_waste": 5,
-    "preemption": 6,
+    "preemption": 4,
     "replay_speed": 4,
     "serving": 4,
     "shared_prefix": 6,
     "sharing": 12,
+    "transformers_speed": 1,
 }
 
 

@@ -52,7 +52,7 @@ def test_features_change_what_is_computed(rows):
         assert (errors.loc[feature] != errors.loc["none"]).any(), feature
 
 
-def test_figure_tells_of_a_result_above_the_bound(rows, tmp_path, monkeypatch):
+def test_figures_and_table_tell_of_a_result_above_the_bound(rows, tmp_path, monkeypatch):
     drawn = []
     save = kernel_accuracy.style.save
     monkeypatch.setattr(
@@ -60,7 +60,21 @@ def test_figure_tells_of_a_result_above_the_bound(rows, tmp_path, monkeypatch):
     )
     wrong = rows.assign(error=rows["error"].where(rows.index != 3, 1.0))
     wrong["passed"] = wrong["error"] <= wrong["bound"]
-    assert len(kernel_accuracy.plot(wrong, tmp_path)) == 4
+    assert len(kernel_accuracy.plot(wrong, tmp_path)) == 5
+    inexact = set(wrong.loc[wrong["error"] > 0, "kernel"])
     titles = [title for axis in drawn[1].axes if (title := axis.get_title())]
     assert sum("1 above the bound" in title for title in titles) == 1
-    assert sum("all within the bound" in title for title in titles) == len(KERNELS) - 1
+    assert sum("all within the bound" in title for title in titles) == len(inexact) - 1
+    table = pd.read_csv(tmp_path / "summary.csv", index_col="kernel")
+    assert set(table.index) == set(KERNELS)
+    assert table["results"].sum() == len(wrong)
+    assert table["above_bound"].sum() == 1
+    assert table.loc[wrong["kernel"][3], "above_bound"] == 1
+
+
+def test_a_kernel_without_error_has_a_line_of_the_table_and_no_panel(rows, tmp_path):
+    exact = rows[rows["kernel"].isin(["copy_blocks", "swap_blocks"])]
+    assert [path.name for path in kernel_accuracy.plot(exact, tmp_path)] == ["summary.csv"]
+    assert (pd.read_csv(tmp_path / "summary.csv")["error"] == 0).all()
+    panels = kernel_accuracy.plot(rows, tmp_path)
+    assert {path.stem for path in panels} == {"summary", "error", "error_over_bound"}

@@ -101,7 +101,7 @@ def test_the_command_line_from_kernels_to_figures(command_line, tmp_path):
     only = ("--op", "paged_decode_attention", "--arch", "sm_90", "--match", "^bf16 d64 g4$|split$")
     command_line("run", "kernel_resources", *only, "--match", "^bf16 d128 g4 split$", "--jobs", 1)
     folder = tmp_path / "results" / "kernel_resources" / "cpu"
-    for figure in ("resources", "roofline"):
+    for figure in ("resources", "bounds"):
         assert (folder / f"{figure}.png").stat().st_size > 10_000
     rows = pd.read_csv(folder / "rows.csv")
     assert set(rows["gpu"]) == {"H100 SXM", "H200 SXM"}

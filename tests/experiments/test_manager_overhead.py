@@ -12,7 +12,7 @@ import cache
 from experiments import manager_overhead
 from experiments.harness import Unavailable
 from experiments.manager_overhead import trees
-from experiments.manager_overhead.baselines import SGLangRadixCache, VLLMBlockPool
+from experiments.manager_overhead.baselines import VLLM, SGLangRadixCache
 
 
 @pytest.mark.slow
@@ -51,11 +51,52 @@ def test_half_of_each_prompt_is_cached():
     assert manager.stats.evicted_blocks - evicted > 20 * 128
 
 
+def test_vllm_finds_what_ours_does():
+    """Where vLLM can be imported: the comparison is of equal work."""
+    pytest.importorskip("vllm")
+    vllm, pool_blocks = VLLM(), 1024
+    theirs = [vllm.manager(name, pool_blocks, 16) for name in vllm.hash_algorithms()]
+    ours = cache.make_manager("vllm_v1", num_blocks=pool_blocks, block_size=16)
+    prompts = manager_overhead._prompts(np.random.default_rng(0), pool_blocks)
+    for number in range(40):
+        token_ids = next(prompts)
+        seq = cache.Sequence(number, token_ids)
+        found = ours.allocate(seq)
+        ours.free(seq)
+        for manager in theirs:
+            assert manager.cycle(manager.make(number, token_ids)) == found
+
+
+class StandInVLLM:
+    """Stands in for vLLM where it is absent."""
+
+    def hash_algorithms(self) -> list[str]:
+        return ["sha256"]
+
+    def manager(self, hash_algorithm: str, num_blocks: int, block_size: int):
+        manager = manager_overhead._Ours("vllm_v1", hash_algorithm, num_blocks)
+        manager.name, manager.version = "vLLM", "0.0"
+        return manager
+
+
+def test_vllm_has_rows_beside_ours(monkeypatch, tmp_path):
+    monkeypatch.setattr(manager_overhead, "VLLM", StandInVLLM)
+    cell = manager_overhead.Managers(pool_blocks=512, requests=2)
+    rows = pd.DataFrame(manager_overhead.run_cell(cell))
+    theirs = rows[rows["implementation"] == "vLLM"]
+    assert set(theirs["hash_algorithm"]) == {"sha256"}
+    assert set(theirs["version"]) == {"0.0"}
+    assert set(theirs["phase"]) == set(rows.loc[rows["implementation"] == "vllm_v1", "phase"])
+    manager_overhead.plot(rows, tmp_path)
+    names = set(pd.read_csv(tmp_path / "summary.csv")["name"])
+    assert {"vLLM 0.0 (sha256)", "vllm_v1 (sha256)", "paged"} <= names
+
+
 @pytest.mark.parametrize(
     ("package", "baseline", "message"),
     [
-        ("vllm", lambda: VLLMBlockPool(64, 16), "vLLM 0.11 is not installed"),
-        ("sglang", lambda: SGLangRadixCache(16), "SGLang 0.5.23 is not installed"),
+        ("vllm", VLLM, "vLLM 0.11 to 0.33 cannot be imported"),
+        ("sglang", lambda: SGLangRadixCache(16), "SGLang 0.5.23 cannot be imported"),
     ],
 )
 def test_without_its_package_a_baseline_is_absent(monkeypatch, package, baseline, message):

@@ -11,13 +11,14 @@ from experiments.preemption import Preemption, Serving
 from models import SamplingParams
 
 
-def cell_of(way: str = "swap", **options):
+def cell_of(**options):
     """The cell that serves requests on a tiny model."""
     lengths = {"prompt_tokens": (4, 12), "output_tokens": (12, 24)}
-    load = {"cache_tokens": 64, "requests": 4, "repeats": 2, "serving_repeats": 2, "threads": 1}
+    load = {"cache_tokens": 64, "requests": 4, "repeats": 2, "draws": 3, "threads": 1}
     options = Preemption(model="tiny", **{**lengths, **load, "block_size": (4,), **options})
     cells = preemption.EXPERIMENT.checked_cells(options)
-    return next(c for c in cells if isinstance(c, Serving) and c.way == way)
+    [cell] = [cell for cell in cells if isinstance(cell, Serving)]
+    return cell
 
 
 @pytest.mark.slow
@@ -58,23 +59,46 @@ def test_what_is_timed_computes_and_moves_the_sequence():
 
 @pytest.mark.parametrize("manager", ["vllm_v1", "vllm_v0", "paged"])
 def test_only_swapping_moves_tokens(manager):
-    [swap] = preemption.run_cell(cell_of(manager=manager))
-    [recompute] = preemption.run_cell(cell_of("recompute", manager=manager))
+    recompute, swap = preemption.run_cell(cell_of(manager=manager))
+    assert (recompute["way"], swap["way"]) == ("recompute", "swap")
     assert swap["preemptions"] > 0 < recompute["preemptions"]
     assert swap["swapped_tokens"] > 0 == recompute["swapped_tokens"]
     for row in (swap, recompute):
         assert row["manager"] == manager
         assert row["cache_tokens"] == 64
-        assert 4 * (4 + 12) <= row["tokens"] <= 4 * (12 + 24)
-        # No request takes longer per token than all of them together take in all.
-        seconds = row["output_tokens"] / row["output_tokens_per_second_p50"]
-        assert 0 < row["normalized_latency_ms_p50"] < 1e3 * seconds
+        assert row["requests"] == 3 * 4
+        assert 12 * (4 + 12) <= row["tokens"] <= 12 * (12 + 24)
+        # No request takes longer per token than all of a draw take in all.
+        seconds = 4 * 24 / row["output_tokens_per_second_p20"]
+        assert 0 < row["normalized_latency_ms_p20"] <= row["normalized_latency_ms_p80"]
+        assert row["normalized_latency_ms_p20"] < 1e3 * seconds
+    assert recompute["latency_over_recompute_p20"] == recompute["latency_over_recompute_p80"] == 1
+    assert swap["latency_over_recompute_p20"] < swap["latency_over_recompute_p80"]
+
+
+def test_draws_are_compared_one_by_one(monkeypatch):
+    """Of two draws, one three times as slow in either way: swapping takes half as long in both."""
+    served = []
+
+    def serve(llm, prompts, output_lengths):
+        way = "swap" if llm.engine.scheduler.num_free_host_blocks else "recompute"
+        served.append((way, prompts))
+        latency = (1 if prompts == served[0][1] else 3) * (0.5 if served[-1][0] == "swap" else 1)
+        names = ("requests", "tokens", "output_tokens", "preemptions", "swapped_tokens")
+        return {"latency": latency, "seconds": 1.0, **dict.fromkeys(names, 1)}
+
+    monkeypatch.setattr(preemption, "_serve", serve)
+    recompute, swap = preemption.run_cell(cell_of(draws=2))
+    assert len({str(prompts) for _, prompts in served}) == 2
+    assert swap["latency_over_recompute_p20"] == swap["latency_over_recompute_p80"] == 0.5
+    assert swap["normalized_latency_ms_p50"] == 1e3
+    assert recompute["normalized_latency_ms_p50"] == 2e3
 
 
 @pytest.mark.parametrize(("block_size", "tokens", "slots"), [(4, 4 * 36, 4 * 36), (7, 64, 63)])
 def test_the_cache_has_the_tokens_asked_for_and_with_room_for_all_preempts_nobody(
     block_size, tokens, slots
 ):
-    [row] = preemption.run_cell(cell_of(cache_tokens=tokens, block_size=(block_size,)))
-    assert row["cache_tokens"] == slots
-    assert (row["preemptions"] == 0) == (tokens == 4 * 36)
+    for row in preemption.run_cell(cell_of(cache_tokens=tokens, block_size=(block_size,))):
+        assert row["cache_tokens"] == slots
+        assert (row["preemptions"] == 0) == (tokens == 4 * 36)

@@ -50,7 +50,7 @@ def test_a_node_dies_and_no_cell_is_lost_or_doubled(command_line, cluster, journ
     data = tmp_path / "data.txt"
     data.write_text("every cell reads this")
     folder = tmp_path / "results" / "tiny" / "cpu"
-    run = ("run", "tiny", "--cells", 8, "--file", data)
+    run = ("run", "tiny", "--cells", 5, "--file", data)
     process = command_line.start(*run, "--ray", cluster.address, tiny={})
     deadline = time.monotonic() + 120
     while len(list(folder.glob(".cells/*.json"))) < 2:
@@ -60,17 +60,17 @@ def test_a_node_dies_and_no_cell_is_lost_or_doubled(command_line, cluster, journ
     cluster.remove_node(cluster.workers.pop(), allow_graceful=False)
     output, errors = process.communicate(timeout=200)
     assert process.returncode == 0, output + errors
-    assert "8 cells, 8 run" in output
+    assert "5 cells, 5 run" in output
 
     rows = pd.read_csv(folder / "rows.csv")
-    assert list(rows["number"]) == [n for n in range(8) for _ in "ab"]
-    assert set(journal()) == set(range(8))
+    assert list(rows["number"]) == [n for n in range(5) for _ in "ab"]
+    assert set(journal()) == set(range(5))
     environment = json.loads((folder / "environment.json").read_text())
     assert environment["ray"]["machines"] == [{"cpus": 1.0, "gpus": 0}] * 2
     assert environment["commit"] == describe(EXPERIMENTS["eviction"], [])["commit"]
 
     # Nothing is left to do, here or there.
-    assert "0 run, 8 finished earlier" in command_line(*run, tiny={}).stdout
+    assert "0 run, 5 finished earlier" in command_line(*run, tiny={}).stdout
 
 
 def test_no_cluster_at_the_address(capsys):

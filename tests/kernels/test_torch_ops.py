@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
-import timeit
 import warnings
 
 import pytest
@@ -254,31 +252,3 @@ def test_launchers_run_with_the_gpu_of_their_tensors_as_the_current_one(current,
     assert launch(None, torch.empty(0), _TensorOfGpu1()) == expected
     assert launch(x=_TensorOfGpu1())[-1:] == expected
     assert entered.count("left") == 2 * len(expected)
-
-
-def overhead_per_call(device) -> dict[str, float]:
-    """Microseconds of CPU time that a call with nothing to do takes more than its launcher does.
-
-    `function`: of the public function; `operator`: of torch.ops, which traced graphs call.
-    """
-    empty = torch.empty(0, dtype=torch.int64, device=device)
-    args = (empty, torch.empty(0, 3, dtype=torch.int32, device=device), empty, 16)
-    function = kernels.slot_mapping_from_positions
-    ways = {
-        "launcher": function.__wrapped__,
-        "function": function,
-        "operator": operator("slot_mapping_from_positions"),
-    }
-    best = dict.fromkeys(ways, float("inf"))
-    for _ in range(40):  # in turn, so that a busy machine disturbs all alike
-        for name, call in ways.items():
-            seconds = timeit.timeit(lambda call=call: call(*args), time.process_time, number=100)
-            best[name] = min(best[name], seconds * 1e4)
-    return {name: best[name] - best["launcher"] for name in ("function", "operator")}
-
-
-def test_overhead_per_call(device, record_property):
-    overhead = overhead_per_call(device)
-    record_property("overhead_us", overhead)
-    assert overhead["function"] < 2
-    assert overhead["operator"] < 10

@@ -86,8 +86,12 @@ def test_tokens_are_those_of_transformers(
     llm = scarce_llm(folder, manager, block_size, chunk, caching, preemption=preemption)
     outputs = llm.generate(PROMPTS, GREEDY)
     assert tokens_of(outputs) == expected(checkpoint)
-    if manager != "contiguous":  # it reserves the whole output beforehand
-        assert sum(output.stats.num_preemptions for output in outputs) > 0
+    spares = manager == "contiguous"  # it reserves the whole output beforehand
+    spares |= llm.config.sliding_window is not None and (manager, preemption) == (
+        "vllm_v1",
+        "recompute",
+    )  # it gives back what lies behind the window
+    assert (sum(output.stats.num_preemptions for output in outputs) == 0) == spares
     llm.manager.check_invariants()
     assert llm.manager.num_free_blocks == llm.manager.num_blocks
 
@@ -410,7 +414,7 @@ def test_the_longest_sequence(make_checkpoint):
                 "enable_prefix_caching": False,
                 "manager_options": {"sliding_window": 32},
             },
-            "sliding_window=32: uses blocks in turn, while the kernels find a token's by its",
+            "sliding_window=32: the window is that of the model",
         ),
     ],
 )

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from cache import MANAGERS
-from models import LLM, SaltedPrompt, SamplingParams, TokenOutput
+from models import LLM, ModelConfig, SaltedPrompt, SamplingParams, TokenOutput
 from models.generate import main
 
 PROMPT = [(i * 37 + 11) % 97 for i in range(26)]
@@ -147,17 +147,29 @@ def test_a_salt_of_another_type_is_refused():
         SaltedPrompt(PROMPT, 7)
 
 
-@pytest.mark.parametrize("block_size", [16, 64])
-def test_part_of_a_block_is_reused(block_size, make_checkpoint):
+@pytest.mark.parametrize("block_size", [16, 256, 2048])
+def test_part_of_a_block_is_reused(block_size):
     """Branches of a chat: the same tokens, more of them cached, down to one."""
-    history = [(i * i * 31 + 7 * i) % 97 for i in range(130)]
-    branches = [history, history[:100] + PROMPT, history[:127], history[:40] + PROMPT]
+    config = ModelConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=32,
+        num_layers=1,
+        num_q_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+        max_position_embeddings=4096,
+    )
+    history = [(i * i * 31 + 7 * i) % 97 for i in range(block_size + 100)]
+    kept = [0, block_size + 14, block_size - 1, block_size // 3]
+    branches = [history] + [history[:n] + PROMPT for n in kept[1:]]
     results = []
     for partial in (False, True):
         llm = LLM(
-            make_checkpoint("llama")[0],
+            config,
             block_size=block_size,
-            num_blocks=512 // block_size,
+            num_blocks=max(8, 512 // block_size),
+            max_model_len=block_size + 120,
             manager_options={"partial_block_reuse": partial},
         )
         outputs = [llm.generate(branch, GREEDY)[0] for branch in branches]
@@ -165,8 +177,45 @@ def test_part_of_a_block_is_reused(block_size, make_checkpoint):
         results.append(([output.outputs[0].token_ids for output in outputs], cached))
     (tokens, whole), (same_tokens, partly) = results
     assert same_tokens == tokens
-    assert whole == [n // block_size * block_size for n in (0, 100, 126, 40)]
-    assert partly == [0, 100, 126, 40]
+    assert whole == [n // block_size * block_size for n in kept]
+    if block_size > 16:  # else the second block is full as well
+        kept[1] = block_size
+    assert partly == kept
+
+
+def test_blocks_behind_the_window_are_given_back(make_checkpoint):
+    """A prompt is found in the cache though all but the end of it has been evicted."""
+    folder, oracle = make_checkpoint("mistral")  # each layer sees 11 tokens
+    prompts = [[(i * i * k + k) % 97 for i in range(100)] for k in (3, 5)]
+    params = SamplingParams(temperature=0, max_tokens=60)
+    llm = LLM(folder, block_size=4, num_blocks=42, max_num_batched_tokens=16)
+    for prompt, num_cached in ((prompts[0], 0), (prompts[1], 0), (prompts[1], 96)):
+        held, tokens = [], []
+        for event in llm.stream(prompt, params):
+            if isinstance(event, TokenOutput):
+                held.append(llm.manager.num_blocks - llm.manager.num_free_blocks)
+                tokens.append(event.token_id)
+        theirs = oracle.generate(torch.tensor([prompt]), max_new_tokens=60, do_sample=False)
+        assert tokens == theirs[0, 100:].tolist()
+        assert max(held[1:]) == 4  # of 40: those of 11 tokens, and the next one
+        assert event.stats.num_cached_tokens == num_cached
+        llm.manager.check_invariants()
+    assert llm.manager.stats.evicted_blocks > 0
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "options"),
+    [
+        ("gemma2", {}),  # every other layer sees all tokens
+        ("mistral", {"preemption": "swap"}),
+        ("mistral", {"manager_options": {"partial_block_reuse": True}}),
+    ],
+)
+def test_blocks_behind_a_window_that_may_be_wanted_are_kept(checkpoint, options, make_checkpoint):
+    llm = LLM(make_checkpoint(checkpoint)[0], block_size=4, num_blocks=42, **options)
+    stream = llm.stream([list(range(60))], SamplingParams(temperature=0, max_tokens=9))
+    held = [42 - llm.manager.num_free_blocks for event in stream if isinstance(event, TokenOutput)]
+    assert max(held) == 17
 
 
 def test_scheduling_changes_no_tokens(make_checkpoint):

@@ -9,10 +9,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant
 from manager_helpers import manager_of, state_of
-from manager_machine import ONLINE_POLICIES, Live, ManagerMachine
+from manager_machine import ONLINE_POLICIES, Live, ManagerMachine, held
 
 from cache import AllocStatus
 from cache.buddy import OutOfRuns
+from cache.managers.base import GIVEN_BACK
 
 
 class PagedMachine(ManagerMachine):
@@ -38,10 +39,12 @@ class CachingMachine(ManagerMachine):
         raise NotImplementedError
 
     def expected_hits(self, seq):
-        found, hits, size = self.contents(), 0, self.block_size
-        while hits + size < seq.num_tokens and self.content(seq, hits + size - 1) in found:
-            hits += size
-        return hits
+        size, found = self.block_size, self.contents()
+        for end in range((seq.num_tokens - 1) // size, 0, -1):
+            first = min(end - 1, self.first_seen(end * size) // size)
+            if all(self.content(seq, i * size - 1) in found for i in range(first + 1, end + 1)):
+                return end * size
+        return 0
 
 
 class VLLMv1Machine(CachingMachine):
@@ -60,7 +63,8 @@ class VLLMv1Machine(CachingMachine):
         self.queue_uncached = self.name == "nano_vllm"
         if self.name == "vllm_v1":
             self.queue_uncached = data.draw(st.booleans(), label="queue_uncached")
-            options = {"queue_uncached": self.queue_uncached}
+            self.window = data.draw(st.none() | st.integers(1, 3 * block_size), label="window")
+            options = {"queue_uncached": self.queue_uncached, "sliding_window": self.window}
         manager = manager_of(
             self.name,
             num_blocks,
@@ -105,10 +109,14 @@ class VLLMv1Machine(CachingMachine):
         if self.caching:
             for i in range(live.stored // self.block_size):
                 last = (i + 1) * self.block_size - 1
-                self.cached[live.table[i]] = self.content(live.seq, last)
+                if live.table[i] != GIVEN_BACK:
+                    self.cached[live.table[i]] = self.content(live.seq, last)
 
     def observe_free(self, live: Live) -> None:
-        released = [block for block in reversed(live.table) if not self.users(block)]
+        self.observe_given_back(held(live.table))
+
+    def observe_given_back(self, blocks):
+        released = [block for block in reversed(blocks) if not self.users(block)]
         if not self.queue_uncached:
             first = [block for block in released if block not in self.cached]
             released = [block for block in released if block in self.cached]

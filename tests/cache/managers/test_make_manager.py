@@ -62,6 +62,8 @@ BAD = [
     ("vllm_v0", {"watermark": -0.1}, "watermark=-0.1"),
     ("vllm_v0", {"watermark": 1}, "watermark=1"),
     ("vllm_v0", WINDOW, "sliding_window=0"),
+    ("vllm_v1", WINDOW, "sliding_window=0"),
+    ("vllm_v1", {"sliding_window": 9, "partial_block_reuse": True}, "with a sliding_window"),
     ("vllm_v0", WINDOW | {"sliding_window": -4}, "sliding_window=-4"),
     ("paged", {"bytes_per_slot": 0}, "bytes_per_slot=0.*at least 1"),
     ("contiguous", {"reservation": "half"}, "reservation='half'.*max, pow2, oracle"),

@@ -10,9 +10,10 @@ import time
 
 import manager_helpers
 import pytest
-from manager_helpers import grow
+from manager_helpers import grow, used
 
 from cache import Sequence, make_workload, simulate
+from cache.managers.base import GIVEN_BACK
 from cache.managers.pooled import PooledManager
 from cache.policies.lru import LRU
 
@@ -179,3 +180,22 @@ def test_a_serial_replay_through_the_manager_equals_simulate(capacity):
     stats = manager.stats
     assert (stats.hit_blocks, stats.evicted_blocks) == (expected.hit_blocks, expected.evictions)
     assert 0 < stats.hit_blocks < expected.block_references
+
+
+def test_a_window_finds_the_end_of_a_prefix():
+    """Six blocks of four tokens, of which queries see nine tokens: the last two or three blocks."""
+    manager = manager_of(8, 4, sliding_window=9)
+    seq = Sequence("a", range(26))
+    for count in (10, 10, 6):
+        manager.allocate_slots(seq, count)
+    assert manager.block_table(seq) == [GIVEN_BACK] * 3 + [3, 4, 5, 6]
+    assert manager.memory_usage().used == 4 * 3 + 2
+    manager.free(seq)
+    blocks, num_cached = manager.get_computed_blocks(seq)
+    assert (blocks, num_cached) == ([GIVEN_BACK] * 4 + [4, 5], 24)
+    used(manager, "b", range(100, 116))  # evicts those that were given back
+    assert manager.get_computed_blocks(seq) == (blocks, 24)
+    assert manager.allocate_slots(seq, 2, blocks) == []
+    assert manager.block_table(seq)[:6] == blocks
+    manager.free(seq)
+    manager.check_invariants()

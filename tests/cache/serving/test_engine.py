@@ -304,6 +304,11 @@ def test_sizes_of_a_scheduler_are_checked(name):
         make_engine(**{name: -1})
 
 
+def test_blocks_behind_a_window_cannot_be_swapped_out():
+    with pytest.raises(ValueError, match="num_host_blocks=4: with a sliding_window"):
+        make_engine(num_host_blocks=4, sliding_window=9)
+
+
 @pytest.mark.parametrize("budget", [5, 64])
 def test_prefill_first_computes_prompts_or_decodes(budget):
     """A prompt that arrives is computed at once, in chunks of the budget, and nobody decodes."""

@@ -1,0 +1,187 @@
+"""Prefill and decode of the engine beside Hugging Face transformers, on a CPU, with equal weights.
+
+Both compute in fp32 with the same number of threads, transformers with PyTorch's sdpa and its
+dynamic cache, and take turns, so that a disturbance of the machine meets both.  A batch of prompts
+of one length, which transformers need not pad, is decoded greedily: what comes before the first
+token is prefill, what comes after it decode.  Prefix caching is off.  Both give the same tokens.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from experiments import style
+from experiments.harness import Axis, Count, Experiment, Options, Unavailable, one_of
+from experiments.load import engine_models
+
+SYSTEMS = ("pagelab", "transformers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformersSpeed(Options):
+    """The grid: batches."""
+
+    sequences: Axis[Count] = (1, 16)
+    prompt_tokens: Axis[Count] = (128, 512)
+    """Of each sequence."""
+    model: Annotated[str, one_of(("tiny", "llama-100m"))] = "llama-100m"
+    """A Llama of load/engine_models.py."""
+    output_tokens: Count = 32
+    repeats: Count = 5
+    block_size: Count = 16
+    threads: Count = 2
+
+
+def run_cell(cell: TransformersSpeed) -> list[dict[str, Any]]:
+    import numpy as np
+    import torch
+
+    from models import LLM
+
+    try:
+        import transformers
+    except ImportError as error:
+        raise Unavailable(str(error)) from error
+    torch.set_num_threads(cell.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        theirs = _save_model(cell, Path(folder))
+        llm = LLM(folder, device="cpu", block_size=cell.block_size, enable_prefix_caching=False)
+    rng = np.random.default_rng(cell.seed)
+    serve = {
+        "pagelab": lambda prompts: _ours(llm, prompts, cell.output_tokens),
+        "transformers": lambda prompts: _theirs(theirs, prompts, cell.output_tokens),
+    }
+    times: dict[str, list[tuple[float, float]]] = {system: [] for system in SYSTEMS}
+    same = True
+    for repeat in range(cell.repeats + 1):  # the first one warms up
+        prompts = rng.integers(
+            llm.config.vocab_size, size=(cell.sequences, cell.prompt_tokens)
+        ).tolist()
+        tokens = {}
+        for system in SYSTEMS:
+            tokens[system], *seconds = serve[system](prompts)
+            if repeat:
+                times[system].append(tuple(seconds))
+        same &= tokens["pagelab"] == tokens["transformers"]
+    done = {"prefill": cell.prompt_tokens, "decode": cell.output_tokens - 1}
+    rows = []
+    for phase, count in done.items():
+        for system in SYSTEMS:
+            rates = [cell.sequences * count / pair[phase == "decode"] for pair in times[system]]
+            rows.append(
+                {
+                    **cell.columns("model", "threads", "output_tokens", "block_size", "repeats"),
+                    "transformers_version": transformers.__version__,
+                    "phase": phase,
+                    **cell.columns("sequences", "prompt_tokens"),
+                    "system": system,
+                    "tokens_per_s": statistics.median(rates),
+                    "lowest_tokens_per_s": min(rates),
+                    "highest_tokens_per_s": max(rates),
+                    "same_tokens": same,
+                }
+            )
+    return rows
+
+
+def _save_model(cell: TransformersSpeed, folder: Path):
+    """A transformers model of random weights, saved to ``folder``."""
+    import torch
+    import transformers
+
+    config = engine_models.model_config(cell.model)
+    torch.manual_seed(cell.seed)
+    model = transformers.LlamaForCausalLM._from_config(
+        transformers.LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_q_heads,
+            num_key_value_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            max_position_embeddings=cell.prompt_tokens + cell.output_tokens,
+            tie_word_embeddings=config.tie_word_embeddings,
+            bos_token_id=None,
+            eos_token_id=None,
+        ),
+        attn_implementation="sdpa",
+    ).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def _ours(llm, prompts: list[list[int]], count: int) -> tuple[list[list[int]], float, float]:
+    """Tokens, seconds until the first of each, seconds from there on."""
+    from models import SamplingParams, TokenOutput
+
+    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+    tokens: dict[int, list[int]] = {}
+    started, first = time.perf_counter(), 0.0
+    for event in llm.stream(prompts, params):
+        if isinstance(event, TokenOutput):
+            tokens.setdefault(event.request_id, []).append(event.token_id)
+            if not first and len(tokens) == len(prompts):
+                first = time.perf_counter()
+    return [tokens[key] for key in sorted(tokens)], first - started, time.perf_counter() - first
+
+
+def _theirs(model, prompts: list[list[int]], count: int) -> tuple[list[list[int]], float, float]:
+    import torch
+    from transformers import DynamicCache
+
+    cache, tokens, times = DynamicCache(config=model.config), [], [time.perf_counter()]
+    last = torch.tensor(prompts)
+    with torch.inference_mode():
+        for _ in range(count):
+            logits = model(last, past_key_values=cache, logits_to_keep=1).logits
+            last = logits[:, -1].argmax(dim=-1, keepdim=True)
+            tokens.append(last)
+            last.tolist()
+            times.append(time.perf_counter())
+    return torch.cat(tokens, dim=1).tolist(), times[1] - times[0], times[-1] - times[1]
+
+
+def _draw(rows: style.DataFrame) -> style.Figure:
+    import matplotlib.pyplot as plt
+
+    looks = {"pagelab": (style.BLUE, ""), "transformers": (style.ORANGE, "////")}
+    phases = list(dict.fromkeys(rows["phase"]))
+    figure, axes = plt.subplots(ncols=len(phases), figsize=(5.6, 2.4), squeeze=False)
+    for axis, phase in zip(axes[0], phases, strict=True):
+        of_phase = rows[rows["phase"] == phase]
+        batches = list(dict.fromkeys(zip(of_phase["sequences"], of_phase["prompt_tokens"])))  # noqa: B905
+        for index, (system, (color, hatch)) in enumerate(looks.items()):
+            part = of_phase[of_phase["system"] == system]
+            middle = part["tokens_per_s"]
+            spread = [middle - part["lowest_tokens_per_s"], part["highest_tokens_per_s"] - middle]
+            places = [
+                batches.index(batch) + 0.38 * (index - 0.5)
+                for batch in zip(part["sequences"], part["prompt_tokens"], strict=True)
+            ]
+            axis.bar(
+                places, middle, width=0.36, yerr=spread, color=color, hatch=hatch, capsize=2,
+                edgecolor="black", lw=0.4, error_kw={"lw": 0.7}, label=system,
+            )  # fmt: skip
+        axis.set_xticks(range(len(batches)), [f"{n} x {length}" for n, length in batches])
+        axis.set(title=phase, xlabel="sequences x prompt tokens", ylim=(0, None))
+        axis.grid(axis="x", visible=False)
+    axes[0, 0].set_ylabel(f"tokens per second ({rows['model'].iloc[0]})")
+    style.shared_legend(figure, columns=2)
+    return figure
+
+
+EXPERIMENT = Experiment(
+    name="transformers_speed",
+    figure="prefill and decode on a CPU beside Hugging Face transformers",
+    options=TransformersSpeed(),
+    quick=TransformersSpeed(model="tiny", sequences=(1, 8), prompt_tokens=(64,), repeats=3),
+    run_cell=run_cell,
+    plot=style.plotter({"transformers_speed": _draw}),
+    timed=True,
+)
