@@ -22,6 +22,7 @@ from cache.policies.mru import MRU
 from cache.policies.priority import BlockHistory, PriorityPolicy, record
 from cache.policies.queues import QueuePolicy
 from cache.policies.random import Random
+from cache.policies.reuse_oracle import ReuseOracle
 from cache.policies.s3fifo import S3FIFO
 from cache.policies.sieve import Sieve
 from cache.policies.slru import SLRU
@@ -29,7 +30,7 @@ from cache.policies.two_q import TwoQ
 
 _BUILT_IN: tuple[type[EvictionPolicy], ...] = (
     LRU, FIFO, LFU, SLRU, LRUK, TwoQ, ARC, S3FIFO, Sieve, MQ, GDSF, Random, MRU, Hazard,
-    Belady,
+    ReuseOracle, Belady,
 )  # fmt: skip
 
 POLICIES: dict[str, type[EvictionPolicy]] = {policy.name: policy for policy in _BUILT_IN}
