@@ -49,7 +49,7 @@ _POLICIES = {
     "infinite": ("infinite cache", {**line(GREY, "", "dotted"), "linewidth": 1.0}),
     "belady": ("Belady (optimum)", line(BLACK, "", "dashed")),
     "reuse_oracle": ("LRU knowing what returns", line(BLACK, "", "dashdot")),
-    "hazard": ("hazard (ours)", {**line(RED, ">"), "linewidth": 1.6}),
+    "hazard": ("hazard (ours)", line(RED, ">")),
     "lru": ("LRU", line(BLUE, "o")),
     "fifo": ("FIFO", line(ORANGE, "s")),
     "lfu": ("LFU", line(GREEN, "^")),
