@@ -12,6 +12,7 @@ from collections.abc import Callable
 import numba
 import numpy as np
 
+from cache.policies.base import Request
 from cache.policies.priority import BlockHistory
 
 _BLOCK = np.dtype(
@@ -22,6 +23,11 @@ _BLOCK = np.dtype(
         ("accesses", np.int32),
         ("pinned_by", np.int32),  # last request that used the block
         ("depth", np.int32),
+        ("accessed", np.int32),  # its last release, 0 for none that is remembered
+        ("before", np.int32),  # accesses of remembered former stays
+        ("children", np.int32),
+        ("parent", np.int32),
+        ("ghost", np.int32),  # one more than its place among the ghosts; 0: it is none
         ("resident", np.bool_),
         ("queued", np.bool_),  # whether the entry that counts is still in a queue
     ],
@@ -32,20 +38,39 @@ _EXACT = 2.0**53
 _ENTRY = np.dtype([("priority", np.float64), ("ticket", np.int64), ("block", np.int64)])
 
 
-def compile_replay(priority: Callable[[BlockHistory], float]) -> Callable:
-    """Compile the replay for one priority function.
+def compile_replay(priority: Callable[..., float], has_own: bool) -> Callable:
+    """Compile the replay for one priority function, with a second argument if it ``has_own``.
 
-    Returns ``replay(block_ids, offsets, num_unique, capacity, needs_future)`` ->
-    ``(hit_blocks per request, evictions)``.  Raises numba's own error, at the first call, if
-    ``priority`` is beyond it.
+    Returns ``replay(block_ids, offsets, num_unique, capacity, needs_future, times_ms, prompts,
+    outputs, num_ghosts, own)`` -> ``(hit_blocks, evictions)``, of each request.  Raises numba's own
+    error, at the first call, if ``priority`` is beyond it.
 
     Python's integers have no end, int64 wraps around and float64 rounds.  So ``priority`` is
-    computed in both, and ``replay`` raises OverflowError where they differ or reach 2**53.
+    computed in both, and ``replay`` raises OverflowError where they differ or reach 2**53.  One
+    with a state of its own is called once, with float64.
     """
     compiled_priority = numba.njit(priority)
 
+    if has_own:
+
+        @numba.njit
+        def rank(in_integers, in_floats, own):
+            return _number(compiled_priority(in_floats, own))
+    else:
+
+        @numba.njit
+        def rank(in_integers, in_floats, own):
+            rounded = _number(compiled_priority(in_floats))
+            exact = compiled_priority(in_integers)
+            if rounded != exact or _EXACT < abs(rounded) < np.inf:
+                raise OverflowError("a priority is beyond 64 bits")
+            return exact
+
     @numba.njit(nogil=True)
-    def replay(block_ids, offsets, num_unique, capacity, needs_future):
+    def replay(
+        block_ids, offsets, num_unique, capacity, needs_future,
+        times_ms, prompts, outputs, num_ghosts, own,
+    ):  # fmt: skip
         num_requests = len(offsets) - 1
         hits = np.zeros(num_requests, np.int64)
         blocks = np.zeros(num_unique, _BLOCK)
@@ -62,9 +87,13 @@ def compile_replay(priority: Callable[[BlockHistory], float]) -> Callable:
         heap = np.empty(queue_size, _ENTRY)
         heap_size = 0
         resident = 0
-        evictions = 0
+        evictions = np.zeros(num_requests, np.int64)
         tickets = 0
         clock = 0.0
+        ghosts = np.empty(len(block_ids) if num_ghosts else 0, np.int32)
+        first_ghost = 0
+        last_ghost = 0
+        live_ghosts = 0
 
         for request in range(num_requests):
             start = offsets[request]
@@ -90,32 +119,62 @@ def compile_replay(priority: Callable[[BlockHistory], float]) -> Callable:
                         ):
                             ticket = rising[rising_head].ticket
                             victim_priority = rising[rising_head].priority
-                            victim = blocks[rising[rising_head].block]
+                            victim_id = rising[rising_head].block
                             rising_head += 1
                         else:
                             ticket = heap[0].ticket
                             victim_priority = heap[0].priority
-                            victim = blocks[heap[0].block]
+                            victim_id = heap[0].block
                             heap_size -= 1
                             if heap_size:
                                 heap[0] = heap[heap_size]
                                 _sift_down(heap, 0, heap_size)
+                        victim = blocks[victim_id]
                         if victim.ticket != ticket or not victim.queued:
                             continue
                         victim.queued = False
                         if victim.pinned_by != request:
                             break
                     victim.resident = False
-                    evictions += 1
+                    evictions[request] += 1
                     clock = victim_priority
+                    if victim.depth:
+                        blocks[victim.parent].children -= 1
+                    if num_ghosts:
+                        ghosts[last_ghost] = victim_id
+                        last_ghost += 1
+                        victim.ghost = last_ghost
+                        live_ghosts += 1
+                    while live_ghosts > num_ghosts:
+                        first_ghost += 1
+                        if blocks[ghosts[first_ghost - 1]].ghost == first_ghost:
+                            blocks[ghosts[first_ghost - 1]].ghost = 0
+                            live_ghosts -= 1
                 block.resident = True
                 block.queued = False
                 block.priority = np.nan
                 block.inserted = 0
+                if block.ghost:
+                    block.ghost = 0
+                    live_ghosts -= 1
+                    block.before += block.accesses
+                else:
+                    block.before = 0
+                    block.accessed = 0
                 block.accesses = 0
+                block.children = 0
                 block.depth = at - start
+                if block.depth:
+                    block.parent = block_ids[at - 1]
+                    blocks[block.parent].children += 1
 
             time = request + 1
+            facts = Request(
+                times_ms[request],
+                float(prompts[request]),
+                float(outputs[request]),
+                float(offsets[request + 1] - start),
+            )
             for at in range(end - 1, start - 1, -1):
                 block_id = block_ids[at]
                 block = blocks[block_id]
@@ -123,7 +182,9 @@ def compile_replay(priority: Callable[[BlockHistory], float]) -> Callable:
                 if block.inserted == 0:
                     block.inserted = time
                 next_use = next_uses[at] if needs_future else np.nan
-                priority = compiled_priority(
+                interval = float(time - block.accessed) if block.accessed else np.nan
+                block.accessed = time
+                priority = rank(
                     BlockHistory(
                         np.int64(block_id),
                         time,
@@ -132,9 +193,11 @@ def compile_replay(priority: Callable[[BlockHistory], float]) -> Callable:
                         next_use,
                         np.int64(block.depth),
                         clock,
-                    )
-                )
-                in_floats = compiled_priority(
+                        np.int64(block.children),
+                        np.int64(block.before + block.accesses),
+                        interval,
+                        facts,
+                    ),
                     BlockHistory(
                         np.float64(block_id),
                         np.float64(time),
@@ -143,12 +206,13 @@ def compile_replay(priority: Callable[[BlockHistory], float]) -> Callable:
                         next_use,
                         np.float64(block.depth),
                         clock,
-                    )
+                        np.float64(block.children),
+                        np.float64(block.before + block.accesses),
+                        interval,
+                        facts,
+                    ),
+                    own,
                 )
-                if in_floats != in_floats:
-                    raise ValueError("the policy's priority of a block is nan, not a number")
-                if in_floats != priority or _EXACT < abs(in_floats) < np.inf:
-                    raise OverflowError("a priority is beyond 64 bits")
                 if priority == block.priority:
                     if not block.queued:  # it was dropped while in use and takes its place again
                         block.queued = True
@@ -174,6 +238,13 @@ def compile_replay(priority: Callable[[BlockHistory], float]) -> Callable:
         return hits, evictions
 
     return replay
+
+
+@numba.njit
+def _number(priority):
+    if priority != priority:
+        raise ValueError("the policy's priority of a block is nan, not a number")
+    return priority
 
 
 @numba.njit(inline="always")

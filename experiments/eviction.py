@@ -119,7 +119,7 @@ def run_cell(cell: Eviction) -> list[dict[str, Any]]:
 def _draw(rows: style.DataFrame) -> style.Figure:
     """Hit rates above; below how much of the way from LRU to the optimum a policy closes.
 
-    Curves of their own have the bounds, LRU, FIFO, the user's policies, and of the others those
+    Curves of their own have the bounds, our own, LRU, FIFO, the user's, and of the others those
     that hit most on average; policies with the same hits everywhere share a curve.
     """
     num_traces = rows["trace"].nunique()
@@ -157,7 +157,7 @@ def _lines(rows: style.DataFrame) -> dict[str, dict]:
     means = rates.mean()
     lines, others = {}, []
     looks = style.policy_lines(["infinite", *rates.columns])
-    first = [p for p in ("belady", "lru", "fifo") if p in rates]
+    first = [p for p in ("belady", "reuse_oracle", "hazard", "lru", "fifo") if p in rates]
     own = [p for p in rates if p not in cache.POLICIES]
     rest = means.drop([*first, *own]).sort_values(ascending=False, kind="stable").index
     for policy in [*first, *own, *rest]:
@@ -216,7 +216,7 @@ EXPERIMENT = Experiment(
     name="eviction",
     figure="hit rate vs capacity per eviction policy, with the optimum and the infinite cache",
     options=Eviction(),
-    quick=Eviction(capacity_percent=(0.2, 1, 3, 10, 30), num_requests=600),
+    quick=Eviction(capacity_percent=(0.5, 2, 10), num_requests=600),
     cells=cells,
     run_cell=run_cell,
     plot=style.plotter({"hit_rate": _draw}, {"summary": (_summary, "%.4f")}),

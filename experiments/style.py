@@ -48,6 +48,8 @@ def line(color: str, marker: str, dashes: str = "solid", fill: bool = True) -> d
 _POLICIES = {
     "infinite": ("infinite cache", {**line(GREY, "", "dotted"), "linewidth": 1.0}),
     "belady": ("Belady (optimum)", line(BLACK, "", "dashed")),
+    "reuse_oracle": ("LRU knowing what returns", line(BLACK, "", "dashdot")),
+    "hazard": ("hazard (ours)", line(RED, ">")),
     "lru": ("LRU", line(BLUE, "o")),
     "fifo": ("FIFO", line(ORANGE, "s")),
     "lfu": ("LFU", line(GREEN, "^")),

@@ -33,7 +33,7 @@ from __future__ import annotations
 import abc
 import enum
 import sys
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -151,6 +151,9 @@ class CacheManager(abc.ABC):
 
     can_reset: bool = False
     """Whether cached content can be forgotten."""
+
+    clock: Callable[[], float] | None = None
+    """Tells policies the time, in seconds; set by an engine.  None: nobody knows it."""
 
     _table_class: ClassVar[type[Table]] = Table
 

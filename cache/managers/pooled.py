@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from itertools import chain
 from typing import ClassVar
 
-from cache.block_pool import BlockPool
+from cache.block_pool import BlockPool, check_free
 from cache.checks import require
 from cache.content_index import ContentIndex
 from cache.event_log import EventLog
@@ -14,7 +15,7 @@ from cache.hash_index import HashIndex
 from cache.hashing import BlockHasher, collision_free_hasher
 from cache.managers.base import CacheManager, Prefix, Table
 from cache.policies import as_policy
-from cache.policies.base import EvictionPolicy
+from cache.policies.base import EvictionPolicy, Request
 from cache.sequence import Sequence
 
 
@@ -78,6 +79,7 @@ class PooledManager(CacheManager):
             index=index,
             event_log=event_log,
         )
+        self._tells_requests = type(self.pool.policy).tell is not EvictionPolicy.tell
 
     @property
     def num_free_blocks(self) -> int:
@@ -113,9 +115,13 @@ class PooledManager(CacheManager):
 
     def _begin(self, table: PooledTable, prefix: Prefix, end: int) -> None:
         hits = prefix[0] or []
+        count = self._num_blocks_for(end) - len(hits)
         if hits:
-            self.pool.revive(hits, self._num_blocks_for(end) - len(hits))
+            self.pool.revive(hits, count)
             table.hashes = self._hasher.block_hashes(table.seq)
+        else:
+            check_free(count, self.pool.num_free_blocks)
+        self._tell(table.seq)  # what fails tells nothing
         table.blocks = hits
         table.num_cached_blocks = len(hits)
         table.num_noted_tokens = len(hits) * self.block_size
@@ -133,7 +139,15 @@ class PooledManager(CacheManager):
         return count
 
     def _release(self, table: PooledTable) -> None:
+        self._tell(table.seq, table.seq.num_tokens - table.seq.num_prompt_tokens)
         self.pool.free(table.blocks[table.num_given_back :])
+
+    def _tell(self, seq: Sequence, output_tokens: float = math.nan) -> None:
+        if self._tells_requests:
+            time_ms = 1000 * self.clock() if self.clock else math.nan
+            prompt = seq.num_prompt_tokens
+            blocks = prompt // self.block_size
+            self.pool.policy.tell(Request(time_ms, prompt, output_tokens, blocks))
 
     def _num_handed_out(self) -> tuple[int, int]:
         return self.pool.num_allocated, self.pool.num_evicted

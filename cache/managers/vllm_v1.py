@@ -190,6 +190,7 @@ class VLLMv1(PooledManager):
         first = table.num_given_back
         end = (first_query - self.sliding_window + 1) // self.block_size
         if end > first:
+            self._tell(table.seq)
             self.pool.free(table.blocks[first:end])
             table.blocks[first:end] = [GIVEN_BACK] * (end - first)
             table.num_given_back = end

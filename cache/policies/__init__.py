@@ -9,25 +9,28 @@ import sys
 from pathlib import Path
 
 from cache.policies.arc import ARC
-from cache.policies.base import EvictionPolicy
+from cache.policies.base import EvictionPolicy, Request
 from cache.policies.belady import Belady
 from cache.policies.fifo import FIFO
 from cache.policies.gdsf import GDSF
+from cache.policies.hazard import Hazard
 from cache.policies.lfu import LFU
 from cache.policies.lru import LRU
 from cache.policies.lru_k import LRUK
 from cache.policies.mq import MQ
 from cache.policies.mru import MRU
-from cache.policies.priority import BlockHistory, PriorityPolicy
+from cache.policies.priority import BlockHistory, PriorityPolicy, record
 from cache.policies.queues import QueuePolicy
 from cache.policies.random import Random
+from cache.policies.reuse_oracle import ReuseOracle
 from cache.policies.s3fifo import S3FIFO
 from cache.policies.sieve import Sieve
 from cache.policies.slru import SLRU
 from cache.policies.two_q import TwoQ
 
 _BUILT_IN: tuple[type[EvictionPolicy], ...] = (
-    LRU, FIFO, LFU, SLRU, LRUK, TwoQ, ARC, S3FIFO, Sieve, MQ, GDSF, Random, MRU, Belady,
+    LRU, FIFO, LFU, SLRU, LRUK, TwoQ, ARC, S3FIFO, Sieve, MQ, GDSF, Random, MRU, Hazard,
+    ReuseOracle, Belady,
 )  # fmt: skip
 
 POLICIES: dict[str, type[EvictionPolicy]] = {policy.name: policy for policy in _BUILT_IN}
@@ -118,6 +121,8 @@ __all__ = [
     "EvictionPolicy",
     "PriorityPolicy",
     "QueuePolicy",
+    "Request",
     "as_policy",
     "make_policy",
+    "record",
 ]

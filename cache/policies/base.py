@@ -2,6 +2,7 @@
 
 The owner of the blocks (a block pool, or the trace replay) tells the policy what happens to them:
 
+    tell(request)           the calls that follow are about this request
     miss(key)               content was asked for that is not here; room is made for it next
     insert(block)           the block begins to hold new content; it is in use
     release(block)          its last user has left: it was accessed just now and may be evicted
@@ -21,8 +22,32 @@ from __future__ import annotations
 
 import abc
 import copy
+import math
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from numbers import Integral
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from cache.trace import Trace
+
+    Replay = Callable[[Trace, int], tuple[np.ndarray, np.ndarray]]
+
+
+class Request(NamedTuple):
+    """What the owner of the blocks knows of a request.  NaN: not known (yet)."""
+
+    time_ms: float
+    """Its arrival in a replay, the time of the call in an engine, from any origin."""
+    prompt_tokens: float
+    output_tokens: float
+    """Generated tokens; known from the release of its blocks on."""
+    prompt_blocks: float
+    """Blocks of its prompt; a partly filled last one counts where a trace numbers it."""
+
+
+UNKNOWN_REQUEST = Request(math.nan, math.nan, math.nan, math.nan)
 
 
 class EvictionPolicy(abc.ABC):
@@ -46,6 +71,22 @@ class EvictionPolicy(abc.ABC):
         ``next_use(block)`` tells when the content of a block that is being released will be used
         next (any increasing measure of time, ``math.inf`` for never).  Only offline policies
         need it, and they raise ValueError without it.
+        """
+
+    def tell(self, request: Request) -> None:  # noqa: B027
+        """What follows is done for ``request``.
+
+        Called before the first miss or eviction for a request, and again before the release of its
+        blocks.  In an engine the blocks that running requests take meanwhile are not announced.
+        Owners that know of no requests never call it: a radix tree, whose policy ranks nodes, and
+        vLLM v0's evictor.
+        """
+
+    def compiled_replay(self) -> Replay | None:  # noqa: B027
+        """The compiled replay of a policy that has one of its own, warmed up; else None.
+
+        It takes a trace and a capacity and returns hits and evictions of each request, two int64
+        arrays: those of this object, options included, in ``cache.simulate``.
         """
 
     def miss(self, key: Hashable) -> None:  # noqa: B027

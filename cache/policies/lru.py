@@ -42,6 +42,7 @@ class LRU(PriorityPolicy):
         self._num_released = 0
 
     insert = EvictionPolicy.insert  # remembers nothing of the content
+    tell = EvictionPolicy.tell
 
     def pin(self, block: int) -> None:
         self.pin_many((block,))

@@ -5,14 +5,25 @@ from __future__ import annotations
 import abc
 import inspect
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from cache.lazy_heap import LazyHeap
-from cache.policies.base import EvictionPolicy
+from cache.policies.base import UNKNOWN_REQUEST, EvictionPolicy, Request
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _METHODS = {"start", "insert", "pin", "pin_many", "release", "release_many", "evict", "evict_many"}
-_METHODS |= {"rank"}
+_METHODS |= {"rank", "tell"}
+
+
+def record(**fields: float) -> np.record:
+    """A record of float64 numbers with these names and values, for ``own_state``."""
+    import numpy as np
+
+    return np.rec.array([tuple(fields.values())], dtype=[(name, np.float64) for name in fields])[0]
 
 
 class BlockHistory(NamedTuple):
@@ -35,15 +46,30 @@ class BlockHistory(NamedTuple):
     """Position of the block in its prompt, in blocks from 0."""
     clock: float
     """Priority of the last victim, 0 before the first (the inflation value of GreedyDual)."""
+    children: int = 0
+    """Resident blocks that continue this one."""
+    total_accesses: int = 0
+    """``accesses``, and those before the content was evicted if its ghost is remembered."""
+    interval: float = math.nan
+    """Time since the release before this one, a ghost's included; NaN: there is none."""
+    request: Request = UNKNOWN_REQUEST
+    """The request that releases the block; nothing is known of it in a radix tree or vLLM v0."""
 
 
 class _Record:
     """State of one resident block."""
 
-    __slots__ = ("accesses", "depth", "inserted", "priority", "queued")
+    __slots__ = (
+        "accessed", "accesses", "before", "children", "depth", "inserted", "key", "parent",
+        "priority", "queued",
+    )  # fmt: skip
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self, depth: int, key: Hashable, parent: _Record | None) -> None:
         self.depth = depth
+        self.key = key
+        self.parent = parent
+        self.children = 0
+        self.accessed = self.before = 0  # of a ghost, until the content is released again
         self.inserted = 0
         self.accesses = 0
         self.priority = math.nan
@@ -63,10 +89,26 @@ class PriorityPolicy(EvictionPolicy):
     """Set by a subclass that overrides methods and whose ``priority`` still describes what they
     do; or, False, by one whose ``priority`` is not to be compiled."""
 
+    ghost_ratio: float = 0.0
+    """Evicted contents whose accesses are remembered, in capacities; the oldest go first."""
+
+    _own: np.record | None = None
+
     @staticmethod
     @abc.abstractmethod
     def priority(block: BlockHistory) -> float:
-        """The value of keeping the block; the smallest is evicted first."""
+        """The value of keeping the block; the smallest is evicted first.
+
+        If the class defines ``own_state`` it takes that as a second argument.
+        """
+
+    def own_state(self, capacity: int) -> np.record | None:
+        """What ``priority`` may read and change: ``record(...)`` of options, counters, anything.
+
+        Made anew at each start.  In ``cache.simulate`` the record is compiled with ``priority``,
+        which then sees all numbers as float64.
+        """
+        return None
 
     @classmethod
     def describing_priority(cls) -> Callable[[BlockHistory], float] | None:
@@ -87,7 +129,8 @@ class PriorityPolicy(EvictionPolicy):
 
     def rank(self, block: BlockHistory) -> float:
         """``priority(block)``; ValueError if that is not a number."""
-        priority = self.priority(block)
+        own = self._own
+        priority = self.priority(block) if own is None else self.priority(block, own)
         try:
             is_number = not math.isnan(priority)
         except TypeError:
@@ -101,16 +144,29 @@ class PriorityPolicy(EvictionPolicy):
 
     def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
         self._next_use = self._require_future(next_use) if self.needs_future else next_use
+        self._own = self.own_state(capacity)
+        self._request = UNKNOWN_REQUEST
+        self._ghosts: OrderedDict[Hashable, _Record] = OrderedDict()
+        self._num_ghosts = int(self.ghost_ratio * capacity)
+        self._with_key: dict[Hashable, _Record] = {}
         self._records: dict[int, _Record] = {}
         self._released = LazyHeap()
         self._queued = 0
         self._time = 0
         self._clock = 0.0
 
+    def tell(self, request: Request) -> None:
+        self._request = request
+
     def insert(self, block: int, key: Hashable, parent: Hashable | None, depth: int) -> None:
         if block in self._records:
             raise ValueError(f"insert: block {block} holds content already")
-        self._records[block] = _Record(depth)
+        record = _Record(depth, key, self._with_key.get(parent))
+        self._records[block] = self._with_key[key] = record
+        if record.parent:
+            record.parent.children += 1
+        if ghost := self._ghosts.pop(key, None):
+            record.accessed, record.before = ghost.accessed, ghost.before + ghost.accesses
 
     def pin(self, block: int) -> None:
         try:
@@ -131,7 +187,15 @@ class PriorityPolicy(EvictionPolicy):
             self._clock, block = self._released.pop()
         except IndexError:
             raise IndexError("evict: no block is released") from None
-        del self._records[block]
+        record = self._records.pop(block)
+        self._with_key.pop(record.key, None)
+        if record.parent:
+            record.parent.children -= 1
+            record.parent = None
+        if self._num_ghosts:
+            self._ghosts[record.key] = record
+            if len(self._ghosts) > self._num_ghosts:
+                self._ghosts.popitem(last=False)
         return block
 
     def __len__(self) -> int:
@@ -152,6 +216,10 @@ class PriorityPolicy(EvictionPolicy):
                 math.nan if self._next_use is None else self._next_use(block),
                 record.depth,
                 self._clock,
+                record.children,
+                record.before + record.accesses + 1,
+                self._time - record.accessed if record.accessed else math.nan,
+                self._request,
             )
         )
         queued = record.queued if priority == record.priority else self._queued + 1
@@ -162,4 +230,5 @@ class PriorityPolicy(EvictionPolicy):
         self._queued = max(self._queued, queued)
         record.priority, record.queued = priority, queued
         record.inserted = inserted
+        record.accessed = self._time
         record.accesses += 1

@@ -84,6 +84,7 @@ class Engine:
         self.max_model_len, self.vocab_size = max_model_len, vocab_size
         self.eos_token_ids, self.text_of = eos_token_ids, text_of
         self.clock: Callable[[], float] = time.perf_counter
+        self.manager.clock = self.clock
         self.requests: dict[int, Request] = {}
         """Unfinished requests by their id."""
         self._request_ids = itertools.count()
@@ -241,6 +242,7 @@ class Engine:
                     seq.status, seq.finish_reason = Status.FINISHED, FinishReason.ABORT
             self._finish_request(request)
         self.scheduler, self.manager = scheduler, scheduler.manager
+        self.manager.clock = self.clock
         return requests
 
     def completions(self, request: Request) -> list[CompletionOutput]:

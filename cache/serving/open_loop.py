@@ -215,11 +215,13 @@ def serve(
     """
     clock, compute = engine.clock, engine.runner.run
     watch = _Watch(engine, service)
-    engine.clock, engine.runner.run = watch.clock, watch.run
+    engine.clock = engine.manager.clock = watch.clock
+    engine.runner.run = watch.run
     try:
         return _serve(engine, watch, prompts, output_lengths, arrivals_s, stop_s)
     finally:
-        engine.clock, engine.runner.run = clock, compute
+        engine.clock = engine.manager.clock = clock
+        engine.runner.run = compute
 
 
 class _Watch:

@@ -263,7 +263,7 @@ def test_random_draws_from_all_released_blocks():
 
 def test_unused_blocks_leave_tail_first():
     for name in sorted(set(POLICIES) - {"random"}):
-        policy = started(name) if name != "belady" else make_policy(name)
+        policy = make_policy(name)
         policy.start(8 * CAPACITY, lambda block: 7)  # all four fit the first queue of each
         for depth in range(4):
             policy.miss(depth)
@@ -272,9 +272,10 @@ def test_unused_blocks_leave_tail_first():
         assert list(policy) == [3, 2, 1, 0], name
 
 
-def test_a_belady_without_the_future_says_so():
-    with pytest.raises(ValueError, match="policy 'belady' needs the future"):
-        make_policy("belady").start(4)
+@pytest.mark.parametrize("name", ["belady", "reuse_oracle"])
+def test_bounds_without_the_future_say_so(name):
+    with pytest.raises(ValueError, match=f"policy '{name}' needs the future"):
+        make_policy(name).start(4)
 
 
 @every_policy

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cache
-from cache.policies import POLICIES, PriorityPolicy, make_policy
+from cache.policies import POLICIES, PriorityPolicy, make_policy, record
 from cache.trace import Trace
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -113,6 +113,75 @@ def test_large_priorities_give_what_python_gives(priority, compiles):
     assert results[0].evictions == results[1].evictions
 
 
+class Informed(PriorityPolicy):
+    """Depends on everything that a policy is told."""
+
+    ghost_ratio = 1.5
+
+    def __init__(self, weight: float = 3.0) -> None:
+        self.weight = weight
+
+    def own_state(self, capacity):
+        return record(weight=self.weight, capacity=capacity, calls=0, longest=1)
+
+    @staticmethod
+    def priority(block, own):
+        own.calls += 1
+        interval = own.capacity if math.isnan(block.interval) else block.interval
+        own.longest = max(own.longest, interval)
+        is_last = block.depth == block.request.prompt_blocks - 1
+        told = block.request.output_tokens + block.request.prompt_tokens / 8
+        return (
+            block.accessed + own.weight * block.total_accesses - 5 * interval / own.longest
+            - 4 * is_last + 2 * block.children + told / 100 + own.calls % 7
+            + block.request.time_ms % 11
+        )  # fmt: skip
+
+
+@given(trace=prefix_traces, capacity=st.integers(1, 12))
+def test_facts_ghosts_and_a_state_of_its_own_are_the_same_compiled(trace, capacity):
+    by_hand = type("ByHand", (Informed,), {"evict": lambda self: Informed.evict(self)})
+    compiled, interpreted = (
+        cache.simulate(trace, policy=policy(), capacity_blocks=capacity)
+        for policy in (Informed, by_hand)
+    )
+    assert (compiled.compiled, interpreted.compiled) == (True, False)
+    assert compiled.hits.tolist() == interpreted.hits.tolist()
+    assert compiled.evictions == interpreted.evictions
+
+
+@pytest.mark.parametrize("option", [0.0, 50.0])
+def test_options_reach_a_compiled_policy(option):
+    trace = cache.make_workload("multi_turn_chat", seed=3, num_requests=200)
+    capacity = trace.num_unique_blocks // 10
+    plain = cache.simulate(trace, policy=Informed(), capacity_blocks=capacity)
+    other = cache.simulate(trace, policy=Informed(option), capacity_blocks=capacity)
+    assert plain.hits.tolist() != other.hits.tolist()
+
+
+def test_what_a_policy_is_told_of_a_block_by_hand():
+    seen = {}
+
+    class Witness(PriorityPolicy):
+        ghost_ratio = 1.0
+
+        def priority(self, block):
+            seen.setdefault(block.block, []).append(
+                (block.accesses, block.total_accesses, block.interval, block.children)
+            )
+            return block.accessed
+
+    # Two blocks fit.  4 evicts 1 and 3 evicts 0; 0 returns as a ghost, 1 was forgotten by then.
+    paths = [(0, 1), (0,), (4,), (3,), (0,), (0, 1)]
+    cache.simulate(trace_of(paths), policy=Witness(), capacity_blocks=2)
+    first_block, second_block = seen[0], seen[1]
+    assert first_block[0][:2] == (1, 1)
+    assert math.isnan(first_block[0][2])
+    assert first_block[1:] == [(2, 2, 1, 1), (1, 3, 3, 0), (2, 4, 1, 1)]
+    assert first_block[0][3] == 1
+    assert [entry[:2] for entry in second_block] == [(1, 1), (1, 1)]
+
+
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @given(trace=prefix_traces, capacity=st.integers(1, 12))
 def test_every_policy_keeps_the_books(policy, trace, capacity):
@@ -193,6 +262,30 @@ def test_hit_tokens_stop_at_the_prompts_length():
     result = cache.simulate(trace, policy="lru", capacity_blocks=2)
     assert (result.hit_blocks, result.hit_tokens) == (2, 6)
     assert result.token_hit_rate == 0.5
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc", "hazard"])
+def test_a_part_is_counted_after_a_warm_start(policy):
+    trace = cache.make_workload("rag", seed=1, num_requests=120)
+    whole = cache.simulate(trace, policy=policy, capacity_blocks=500)
+    warm, cold = (
+        cache.simulate(trace, policy=policy, capacity_blocks=500, counted=part)
+        for part in (slice(40, 100), slice(40))
+    )
+    assert whole.hits.tolist()[:100] == cold.hits.tolist() + warm.hits.tolist()
+    assert whole.hit_blocks == whole.hits.sum()
+    assert warm.hit_blocks == warm.hits.sum() > 0
+    assert warm.num_requests == 60
+    part = trace[40:100]
+    assert warm.block_hit_rate == warm.hits.sum() / part.num_block_references
+    assert warm.hit_tokens <= warm.input_tokens == part.input_lengths.sum()
+    assert 0 < cold.evictions + warm.evictions < whole.evictions
+
+
+@pytest.mark.parametrize("counted", [3, slice(0, 10, 2)])
+def test_what_is_counted_is_a_slice_without_a_step(counted):
+    with pytest.raises(ValueError, match=r"counted=.*: needs a slice of requests without a step"):
+        cache.simulate(trace_of([(0,)]), policy="lru", capacity_blocks=4, counted=counted)
 
 
 def test_without_a_block_size_there_is_no_token_hit_rate():

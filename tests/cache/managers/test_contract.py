@@ -21,7 +21,7 @@ from cache import AllocStatus, CacheStats, OutOfBlocks, Sequence, UnsupportedByD
 from cache.managers import MANAGERS
 
 RESETTING = [name for name in NAMES if MANAGERS[name].can_reset]
-ONLINE_POLICIES = ["lru", "fifo", "lfu", "arc", "s3fifo"]
+ONLINE_POLICIES = ["lru", "fifo", "lfu", "arc", "s3fifo", "hazard"]
 
 every_manager = pytest.mark.parametrize("name", NAMES)
 caching_manager = pytest.mark.parametrize("name", CACHING)

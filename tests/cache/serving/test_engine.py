@@ -72,7 +72,7 @@ def test_scarce_memory_changes_no_output(manager, block_size, budget, num_host_b
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"belady"}))  # which needs the future
+@pytest.mark.parametrize("policy", sorted(p for p in POLICIES if not POLICIES[p].needs_future))
 @pytest.mark.parametrize("manager", ["vllm_v1", "radix"])
 def test_no_eviction_policy_changes_a_token(manager, policy):
     engine = make_engine(manager, 16, policy=policy, max_num_batched_tokens=20)

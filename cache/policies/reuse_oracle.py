@@ -1,0 +1,20 @@
+"""A bound: LRU that is told which blocks are used again."""
+
+from __future__ import annotations
+
+from cache.policies.priority import BlockHistory, PriorityPolicy
+
+
+class ReuseOracle(PriorityPolicy):
+    """LRU among the blocks that are used again, after those that never are, the oldest first.
+
+    What a perfect predictor of *whether* a block returns would bring, without *when*: between an
+    online policy and Belady's optimum.  Needs the whole trace in advance.
+    """
+
+    name = "reuse_oracle"
+    needs_future = True
+
+    @staticmethod
+    def priority(block: BlockHistory) -> float:
+        return block.accessed - (1e15 if block.next_use == float("inf") else 0.0)
