@@ -237,7 +237,7 @@ def plot(rows: style.DataFrame, folder: Path) -> list[Path]:
 def _plot_managers(rows: style.DataFrame, folder: Path) -> list[Path]:
     names = rows["implementation"]
     for column, shape in (("version", " {}"), ("hash_algorithm", " ({})")):
-        known = rows[column].fillna("")
+        known = rows[column].astype(object).fillna("")
         names = names + known.map(shape.format).where(known != "", "")
     rows = rows.assign(name=names).astype({"pool_blocks": int})
     written = style.save(_draw(rows), folder, "manager_overhead")
