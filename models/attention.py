@@ -14,10 +14,10 @@ from __future__ import annotations
 import importlib
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -208,9 +208,18 @@ class TorchBackend:
         from kernels import reference  # not at the top: whether to interpret is decided by then
 
         self._quantise, self._dequantise = reference.quantise, reference.dequantise
+        self._rotation: Rotation | None = None  # made anew for each forward pass
+        self._metadata: AttentionMetadata | None = None
+        self._known: dict[Hashable, Any] = {}
 
     def can_capture(self, block_size):
         return False
+
+    def _once(self, key: Hashable, compute: Callable[[], Any]) -> Any:
+        """What depends on the batch alone, computed by the first layer that asks."""
+        if key not in self._known:
+            self._known[key] = compute()
+        return self._known[key]
 
     def __call__(
         self,
@@ -222,69 +231,58 @@ class TorchBackend:
         v_cache,
         metadata,
         *,
+        window_size=None,
         k_scale=None,
         v_scale=None,
         **scores,
     ):
+        if self._rotation is not rotation or self._metadata is not metadata:
+            self._rotation, self._metadata, self._known = rotation, metadata, {}
         query, key = (apply_rope(x, *rotation.of_tokens) for x in (query, key))
         if k_cache.dtype != key.dtype:
             key, value = self._quantise(key, k_scale), self._quantise(value, v_scale)
-        slots = metadata.slot_mapping
-        if bool((slots < 0).any()):
-            stored = (slots >= 0).nonzero().squeeze(1)
-            slots, key, value = slots[stored], key[stored], value[stored]
+        stored, slots = self._once("stored", lambda: _stored(metadata.slot_mapping))
+        if stored is not None:
+            key, value = key[stored], value[stored]
         for cache, new in ((k_cache, key), (v_cache, value)):
             if cache.itemsize == 1:  # fp8, of which PyTorch copies the bytes only
                 cache, new = cache.view(torch.uint8), new.view(torch.uint8)
             cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, new)
         caches = (k_cache, k_scale), (v_cache, v_scale)
+        limit = math.inf
+        if query.device.type == "cpu":
+            limit = GATHERED_BYTES // (k_cache[0, 0].numel() * query.itemsize)
         outs = []
         for rows, part in _parts(metadata):
-            attend = self._decode if part.max_seqlen_q == 1 else self._prefill
-            outs.append(attend(query[rows], caches, part, **scores))
+            if part.max_seqlen_q == 1:
+                gathers = self._once(
+                    ("decode", window_size),
+                    lambda part=part: list(_gathers(part, k_cache.shape[1], window_size, limit)),
+                )
+                outs.append(self._decode(query[rows], caches, gathers, **scores))
+            else:
+                options = {"window_size": window_size, **scores}
+                outs.append(self._prefill(query[rows], caches, part, **options))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
-    def _decode(self, query, caches, metadata, *, window_size=None, **scores):
+    def _decode(self, query, caches, gathers, **scores):
         num_kv_heads, head_dim = caches[0][0].shape[2:]
-        limit = GATHERED_BYTES // (num_kv_heads * head_dim * query.itemsize)
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        ends = metadata.context_lens
-        begins = torch.zeros_like(ends) if window_size is None else (ends - window_size).clamp(0)
-        lengths = (ends - begins).tolist()
-        for some in padded_runs(lengths, limit if query.device.type == "cpu" else math.inf):
-            seen = begins[some], ends[some]
-            tables = metadata.block_tables[some]
-            out[some] = self._decode_padded(query[some], caches, tables, *seen, **scores)
-        return out
-
-    def _decode_padded(self, query, caches, block_tables, begins, ends, **scores):
-        """Each query attends to the tokens from its begin up to its end, (num_seqs,) int32 each."""
-        block_size, num_kv_heads, head_dim = caches[0][0].shape[1:]
-        begins, lengths = begins[:, None].long(), (ends - begins)[:, None].long()
-        longest = int(lengths.max())
-        if longest == 0:
-            return torch.zeros_like(query)
-        positions = torch.arange(longest, device=query.device)
-        nearest = begins + torch.minimum(positions, (lengths - 1).clamp(min=0))
-        blocks = block_tables.long().gather(1, nearest // block_size)
-        slots = blocks.masked_fill(lengths == 0, 0) * block_size + nearest % block_size
-        rows = (cache.flatten(0, 1).index_select(0, slots.flatten()) for cache, _ in caches)
-        keys, values = (
-            self._dequantise(part, cache_scale, query.dtype)
-            .view(*slots.shape, num_kv_heads, head_dim)
-            .transpose(1, 2)
-            for part, (_, cache_scale) in zip(rows, caches, strict=True)
-        )
+        out = torch.zeros_like(query, memory_format=torch.contiguous_format)
         # The query heads of a group are rows of one query matrix: no copy of K and V per head.
-        queries = query.unflatten(
-            1, (num_kv_heads, -1)
-        )  # (num_seqs, num_kv_heads, group, head_dim)
-        seen = None
-        if int(lengths.min()) < longest:
-            seen = (positions < lengths)[:, None, None, :]
-        out = _attend(queries, keys, values, seen, **scores)
-        out = out.reshape(-1, query.shape[1], head_dim)
-        return out.masked_fill((lengths == 0)[:, :, None], 0.0)
+        queries = query.unflatten(1, (num_kv_heads, -1))
+        for some, slots, seen, empty in gathers:
+            rows = (cache.flatten(0, 1).index_select(0, slots.flatten()) for cache, _ in caches)
+            keys, values = (
+                self._dequantise(part, cache_scale, query.dtype)
+                .view(*slots.shape, num_kv_heads, head_dim)
+                .transpose(1, 2)
+                for part, (_, cache_scale) in zip(rows, caches, strict=True)
+            )
+            attended = _attend(queries[some], keys, values, seen, **scores)
+            if empty is not None:
+                attended = attended.masked_fill(empty[:, None, None, None], 0.0)
+            out[some] = attended.reshape(-1, *query.shape[1:])
+        return out
 
     def _prefill(self, query, caches, metadata, *, window_size=None, **scores):
         block_size = caches[0][0].shape[1]
@@ -309,6 +307,39 @@ class TorchBackend:
             attended = _attend_causally(queries, keys, values, window_size, **scores)
             out[start:end] = attended[0].transpose(0, 1)
         return out
+
+
+def _stored(slot_mapping: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """The rows that are stored, None for all, and their slots."""
+    if not bool((slot_mapping < 0).any()):
+        return None, slot_mapping
+    stored = (slot_mapping >= 0).nonzero().squeeze(1)
+    return stored, slot_mapping[stored]
+
+
+def _gathers(
+    metadata: AttentionMetadata, block_size: int, window_size: int | None, limit: float
+) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | None, torch.Tensor | None]]:
+    """What the queries of a decode batch see, in runs of up to ``limit`` tokens.
+
+    Yields some sequences; the slots of their tokens, (num_seqs, longest); where these are theirs,
+    (num_seqs, 1, 1, longest), None for everywhere; which have none, (num_seqs,), None for no one.
+    """
+    ends = metadata.context_lens.long()
+    begins = torch.zeros_like(ends) if window_size is None else (ends - window_size).clamp(0)
+    lengths = ends - begins
+    for some in padded_runs(lengths.tolist(), limit):
+        begin, length = begins[some, None], lengths[some, None]
+        longest = int(length.max())
+        if longest == 0:
+            continue
+        offsets = torch.arange(longest, device=ends.device)
+        nearest = begin + torch.minimum(offsets, (length - 1).clamp(min=0))
+        blocks = metadata.block_tables[some].long().gather(1, nearest // block_size)
+        slots = blocks.masked_fill(length == 0, 0) * block_size + nearest % block_size
+        seen = None if int(length.min()) == longest else (offsets < length)[:, None, None, :]
+        empty = length[:, 0] == 0
+        yield some, slots, seen, empty if bool(empty.any()) else None
 
 
 def padded_runs(lengths: list[int], limit: float) -> Iterator[slice]:
