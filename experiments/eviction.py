@@ -197,7 +197,7 @@ def _bounded(rows: style.DataFrame) -> style.DataFrame:
 def _title(row: style.Series) -> str:
     size = row["block_size"]  # NaN if the trace tells none
     of_size = f" of {size:g} tokens" if size > 0 else ""
-    return f"{row['trace']}\n{row['unique_blocks']:,} unique blocks{of_size}"
+    return f"{row['trace']}\n{row['unique_blocks']:,} blocks{of_size}"
 
 
 def _summary(rows: style.DataFrame) -> style.DataFrame:

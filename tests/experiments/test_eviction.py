@@ -54,7 +54,7 @@ def test_a_trace_that_tells_no_block_size_is_titled_without_one(drawn, tmp_path)
     )
     eviction.EXPERIMENT.plot(rows, tmp_path)
     titles = [axis.get_title() for axis in drawn["hit_rate"].axes[:2]]
-    assert titles == ["a\n9 unique blocks", "b\n9 unique blocks of 16 tokens"]
+    assert titles == ["a\n9 blocks", "b\n9 blocks of 16 tokens"]
 
 
 def test_without_a_trace_those_of_the_repository_are_replayed():
