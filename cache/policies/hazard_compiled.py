@@ -72,7 +72,6 @@ _OWN = np.dtype(
         ("num_listed", np.int64),
         ("num_in_lru", np.int64),
         ("last_in_lru", np.int64),
-        ("num_released", np.int64),
         ("num_runs", np.int64),  # ever made
         ("num_tracked", np.int64),
         ("num_evictable", np.int64),
@@ -145,7 +144,6 @@ def _take_out(own, contents, runs, heap, content):
     block = contents[content]
     run = runs[block.run]
     block.released = False
-    own.num_released -= 1
     if block.above != _NONE:
         contents[block.above].below = block.below
     if block.below != _NONE:
@@ -224,7 +222,6 @@ def release(own, contents, runs, heap, path, parents, time_ms, output_tokens):
             contents[run.tail].below = content
         run.tail = content
         block.released = True
-    own.num_released += len(path)
     if current == _NONE:
         return
     runs[current].weight = 1.0 / math.sqrt(runs[current].count)
