@@ -71,6 +71,27 @@ class RMSNorm(nn.Module):
         )
 
 
+FEW_ROWS, LARGE_WEIGHT = 64, 2**17
+"""Rows of an input up to which, and weights from which on, a product is cut by `linear`."""
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """F.linear, (rows, in) to (rows, out); few rows in fp32 on a CPU with a slice of ``weight`` for
+    each thread.
+
+    MKL divides such products badly among threads: for one row and two threads it reads the weights
+    at a third of the memory's bandwidth, as two products side by side at up to two thirds (MKL
+    2024.2, AMD EPYC; `experiments/transformers_speed.py` shows what it is worth).
+    """
+    threads, (outputs, inputs) = torch.get_num_threads(), weight.shape
+    cut = len(x) <= FEW_ROWS and weight.numel() >= LARGE_WEIGHT and outputs % threads == 0
+    if x.device.type != "cpu" or x.dtype != torch.float32 or not cut:
+        return F.linear(x, weight, bias)
+    slices = weight.view(threads, -1, inputs).mT
+    out = torch.bmm(x.expand(threads, -1, -1), slices).transpose(0, 1).reshape(-1, outputs)
+    return out if bias is None else out.add_(bias)
+
+
 class ColumnParallelLinear(nn.Module):
     """Linear layers of the same input fused into one, split among the ranks by output.
 
@@ -92,7 +113,7 @@ class ColumnParallelLinear(nn.Module):
             # One product is no faster there, and rows with gaps slow down what comes next.
             sizes = self.local_sizes
             biases = [None] * len(sizes) if self.bias is None else self.bias.split(sizes)
-            return tuple(map(F.linear, [x] * len(sizes), self.weight.split(sizes), biases))
+            return tuple(map(linear, [x] * len(sizes), self.weight.split(sizes), biases))
         return F.linear(x, self.weight, self.bias).split(self.local_sizes, dim=-1)
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, CheckpointTensor]]:
@@ -129,7 +150,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.tp.size == 1:
-            return F.linear(x, self.weight, self.bias)
+            return linear(x, self.weight, self.bias)
         x = self.tp.all_reduce(F.linear(x, self.weight))
         return x if self.bias is None else x + self.bias
 
@@ -169,7 +190,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """(num_tokens, hidden_size) to (num_tokens, vocab_size), on every rank."""
-        return self.tp.all_gather_last(F.linear(hidden, self.weight))[:, : self.vocab_size]
+        return self.tp.all_gather_last(linear(hidden, self.weight))[:, : self.vocab_size]
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, CheckpointTensor]]:
         hidden_size = self.weight.shape[1]

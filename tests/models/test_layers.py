@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.testing import assert_close
 
 from models.config import ModelConfig
-from models.layers import RMSNorm, RotaryEmbedding, apply_rope, rope_frequencies
+from models.layers import RMSNorm, RotaryEmbedding, apply_rope, linear, rope_frequencies
 
 
 def config_with(rope_scaling: dict | None, head_dim: int = 64) -> ModelConfig:
@@ -109,3 +110,16 @@ def test_rms_norm(offset):
     expected = x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * (offset + norm.weight)
     assert_close(norm(x), expected)
     assert torch.equal(norm(torch.zeros(1, 6)), torch.zeros(1, 6))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("shape", [(512, 512), (513, 384)])
+@pytest.mark.parametrize("rows", [0, 1, 3, 64, 65])
+def test_products_cut_for_threads_are_the_product(threads, shape, rows, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    x, weight, bias = torch.randn(rows, shape[1]), torch.randn(shape), torch.randn(shape[0])
+    for some in (None, bias):
+        out = linear(x, weight, some)
+        expected = F.linear(x.double(), weight.double(), None if some is None else some.double())
+        assert_close(out.double(), expected, rtol=1e-5, atol=1e-4)
+        assert out.is_contiguous()
