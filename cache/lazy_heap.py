@@ -39,12 +39,18 @@ class LazyHeap:
 
         Raises IndexError if there is none.
         """
+        first = self.first()
+        heapq.heappop(self._heap)
+        del self._tickets[first[1]]
+        return first
+
+    def first(self) -> tuple[float, Hashable]:
+        """What ``pop`` would return now."""
         while True:
-            entry = heapq.heappop(self._heap)
-            item = entry[-1]
-            if self._tickets.get(item) == entry[-2]:
-                del self._tickets[item]
-                return entry[0], item
+            entry = self._heap[0]
+            if self._tickets.get(entry[-1]) == entry[-2]:
+                return entry[0], entry[-1]
+            heapq.heappop(self._heap)
 
     def __contains__(self, item: Hashable) -> bool:
         return item in self._tickets

@@ -2,8 +2,9 @@
 
 A request trace is replayed serially (``cache.simulate``) through pools of 0.02 to 50 % of its
 unique blocks.  Belady's policy, which knows the future, bounds every policy from above at each
-capacity; a cache that never evicts bounds them all.  The kind of figure by which KV cache traces
-are published, e.g. Mooncake (FAST 2025) and "KVCache Cache in the Wild" (USENIX ATC 2025).
+capacity; a cache that never evicts bounds them all; ``cache.bounds`` has what can be known.  The
+kind of figure by which KV cache traces are published, e.g. Mooncake (FAST 2025) and "KVCache Cache
+in the Wild" (USENIX ATC 2025).
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
+
 import cache
+from cache import bounds
 from experiments import style
 from experiments.harness import (
     Absent,
@@ -48,15 +52,21 @@ class OwnPolicy:
         return f"{self.file.name}:{self.name}"
 
 
+BOUNDS = {"class_hazards": bounds.class_hazard_hits, "fluid": bounds.fluid_hits}
+"""In the place of a policy: hits of a trace and capacity."""
+
 Policy = Annotated[str, Needs("a policy", lambda name: cache.make_policy(name) is not None)]
+PolicyOrBound = Annotated[
+    str, Needs("a policy", lambda name: name in BOUNDS or cache.make_policy(name) is not None)
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Eviction(OnTraces):
     """The grid: traces x policies x capacities."""
 
-    policy: Repeated[Axis[Policy]] = ()
-    """A policy by name, or your own as file.py:Class. None: every built-in one."""
+    policy: Repeated[Axis[PolicyOrBound]] = ()
+    """A policy by name, your own as file.py:Class, or a bound. None: every one there is."""
     capacity_percent: Axis[Percent] = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50)
     """Blocks of the pool, in percent of the unique blocks of the trace."""
     num_requests: GridOnly[Count | None] = None
@@ -69,7 +79,7 @@ class Eviction(OnTraces):
 
 def cells(options: Eviction) -> Iterator[Eviction | Absent]:
     """Policies, and "infinite" in the place of one."""
-    policies = map(named_policy, options.policy or cache.POLICIES)
+    policies = map(named_policy, options.policy or [*cache.POLICIES, *BOUNDS])
     traces = [*options.sources(options.num_requests)]
     yield from grid(options, trace=traces, policy=policies)
     yield from grid(options, trace=traces, policy=["infinite"], capacity_percent=[100.0])
@@ -94,18 +104,23 @@ def policy_spec(policy: str | OwnPolicy) -> str:
 def run_cell(cell: Eviction) -> list[dict[str, Any]]:
     trace = workloads.load(cell.trace)
     capacity = max(1, int(trace.num_unique_blocks * cell.capacity_percent / 100))
-    policy = policy_spec(cell.policy)
-    result = cache.simulate(trace, policy=policy, capacity_blocks=capacity)
+    row = {
+        "trace": trace.name,
+        "block_size": trace.block_size,
+        "requests": trace.num_requests,
+        "block_references": trace.num_block_references,
+        "unique_blocks": trace.num_unique_blocks,
+        "policy": str(cell.policy),
+        "capacity_fraction": cell.capacity_percent / 100,
+        "capacity_blocks": capacity,
+    }
+    if cell.policy in BOUNDS:
+        hits = float(np.sum(BOUNDS[cell.policy](trace, capacity)))
+        return [{**row, "block_hit_rate": hits / trace.num_block_references}]
+    result = cache.simulate(trace, policy=policy_spec(cell.policy), capacity_blocks=capacity)
     return [
         {
-            "trace": trace.name,
-            "block_size": trace.block_size,
-            "requests": trace.num_requests,
-            "block_references": trace.num_block_references,
-            "unique_blocks": trace.num_unique_blocks,
-            "policy": str(cell.policy),
-            "capacity_fraction": cell.capacity_percent / 100,
-            "capacity_blocks": capacity,
+            **row,
             "block_hit_rate": result.block_hit_rate,
             "token_hit_rate": result.token_hit_rate,
             "evictions": result.evictions,
@@ -157,8 +172,9 @@ def _lines(rows: style.DataFrame) -> dict[str, dict]:
     means = rates.mean()
     lines, others = {}, []
     looks = style.policy_lines(["infinite", *rates.columns])
-    first = [p for p in ("belady", "reuse_oracle", "hazard", "lru", "fifo") if p in rates]
-    own = [p for p in rates if p not in cache.POLICIES]
+    first = ["belady", "fluid", "class_hazards", "reuse_oracle", "hazard", "lru", "fifo"]
+    first = [policy for policy in first if policy in rates]
+    own = [p for p in rates if p not in cache.POLICIES and p not in BOUNDS]
     rest = means.drop([*first, *own]).sort_values(ascending=False, kind="stable").index
     for policy in [*first, *own, *rest]:
         same = next((p for p in lines if rates[p].equals(rates[policy])), None)

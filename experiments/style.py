@@ -49,6 +49,8 @@ _POLICIES = {
     "infinite": ("infinite cache", {**line(GREY, "", "dotted"), "linewidth": 1.0}),
     "belady": ("Belady (optimum)", line(BLACK, "", "dashed")),
     "reuse_oracle": ("LRU knowing what returns", line(BLACK, "", "dashdot")),
+    "fluid": ("fluid relaxation", line(GREY, "")),
+    "class_hazards": ("class hazards known", line(BLACK, "|", "dotted")),
     "hazard": ("hazard (ours)", line(RED, ">")),
     "lru": ("LRU", line(BLUE, "o")),
     "fifo": ("FIFO", line(ORANGE, "s")),
@@ -63,6 +65,12 @@ _POLICIES = {
     "gdsf": ("GDSF", line(SKY, "v", "dashdot", fill=False)),
     "random": ("random", line(GREY, "x")),
     "mru": ("MRU", line(GREY, "+", "dashdot")),
+    "filo": ("FILO", line(PINK, "<", "dotted")),
+    "tlru": ("T-LRU", line(BLUE, "d", "dashdot")),
+    "workload_aware": ("workload-aware", line(GREEN, "p", "dashed")),
+    "random_leaf": ("random leaf", line(PINK, "8", "dashed")),
+    "marconi": ("Marconi", line(SKY, "P", "dashed")),
+    "retention": ("TensorRT-LLM retention", line(ORANGE, "h", "dotted")),
 }
 
 

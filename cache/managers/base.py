@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import abc
 import enum
+import math
 import sys
 from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as Items
@@ -40,6 +41,7 @@ from typing import Any, ClassVar
 
 from cache.checks import at_least, require
 from cache.memory_usage import MemoryUsage, usage_of_tables
+from cache.policies.base import Request
 from cache.sequence import Sequence
 
 Copies = list[tuple[int, int]]
@@ -154,6 +156,9 @@ class CacheManager(abc.ABC):
 
     clock: Callable[[], float] | None = None
     """Tells policies the time, in seconds; set by an engine.  None: nobody knows it."""
+
+    _listener: Callable[[Request], None] | None = None
+    """Of a policy that wants to know of requests."""
 
     _table_class: ClassVar[type[Table]] = Table
 
@@ -519,6 +524,16 @@ class CacheManager(abc.ABC):
         """Whether the next token of ``table`` goes into a block that another table holds too."""
         position, offset = divmod(table.num_noted_tokens, self.block_size)
         return offset > 0 and self._is_shared(table.blocks[position])
+
+    def _tell(self, seq: Sequence, output_tokens: float = math.nan) -> None:
+        """The policy learns what request the calls that follow are about."""
+        if self._listener:
+            time_ms = 1000 * self.clock() if self.clock else math.nan
+            prompt = seq.num_prompt_tokens
+            self._listener(Request(time_ms, prompt, output_tokens, prompt // self.block_size))
+
+    def _tell_end(self, seq: Sequence) -> None:
+        self._tell(seq, seq.num_tokens - seq.num_prompt_tokens)
 
     # What a design is made of -------------------------------------------------------------------
 

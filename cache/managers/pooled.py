@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from itertools import chain
 from typing import ClassVar
@@ -15,7 +14,7 @@ from cache.hash_index import HashIndex
 from cache.hashing import BlockHasher, collision_free_hasher
 from cache.managers.base import CacheManager, Prefix, Table
 from cache.policies import as_policy
-from cache.policies.base import EvictionPolicy, Request
+from cache.policies.base import EvictionPolicy, listener
 from cache.sequence import Sequence
 
 
@@ -79,7 +78,7 @@ class PooledManager(CacheManager):
             index=index,
             event_log=event_log,
         )
-        self._tells_requests = type(self.pool.policy).tell is not EvictionPolicy.tell
+        self._listener = listener(self.pool.policy)
 
     @property
     def num_free_blocks(self) -> int:
@@ -139,15 +138,8 @@ class PooledManager(CacheManager):
         return count
 
     def _release(self, table: PooledTable) -> None:
-        self._tell(table.seq, table.seq.num_tokens - table.seq.num_prompt_tokens)
+        self._tell_end(table.seq)
         self.pool.free(table.blocks[table.num_given_back :])
-
-    def _tell(self, seq: Sequence, output_tokens: float = math.nan) -> None:
-        if self._tells_requests:
-            time_ms = 1000 * self.clock() if self.clock else math.nan
-            prompt = seq.num_prompt_tokens
-            blocks = prompt // self.block_size
-            self.pool.policy.tell(Request(time_ms, prompt, output_tokens, blocks))
 
     def _num_handed_out(self) -> tuple[int, int]:
         return self.pool.num_allocated, self.pool.num_evicted

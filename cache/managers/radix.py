@@ -13,7 +13,7 @@ from cache.hashing import BlockHasher
 from cache.managers.base import CacheManager, Copies, Prefix, Table, UnsupportedByDesign
 from cache.managers.radix_tree import RadixKey, RadixNode, RadixTree
 from cache.policies import as_policy
-from cache.policies.base import EvictionPolicy
+from cache.policies.base import EvictionPolicy, listener
 from cache.sequence import Sequence
 
 
@@ -78,6 +78,7 @@ class Radix(CacheManager):
                 self.name, f"a hash_algorithm ({hash_algorithm!r}): it compares tokens"
             )
         self.tree = RadixTree(self.block_size, as_policy(policy), self.num_blocks)
+        self._listener = listener(self.tree.policy) and self.tree.tell
         self._num_fresh = self.num_blocks  # never handed out: the highest ids
         self._free = array("i")  # a stack
         self._extra_users: Counter[int] = Counter()  # of blocks that forks share outside the tree
@@ -136,6 +137,7 @@ class Radix(CacheManager):
             return
         needed = self._num_blocks_for(end) - len(hits)
         check_free(needed + self.tree.num_unlocked(match), self.num_free_blocks)
+        self._tell(table.seq)
         table.node = self.tree.lock(match)  # before anything is evicted
         if self._log:
             self._log.record("hit", hits, map(self._contents.__getitem__, hits))
@@ -146,6 +148,8 @@ class Radix(CacheManager):
         missing = self._num_missing(table, end)
         writes_to_shared = self._writes_to_shared_block(table)
         check_free(missing + writes_to_shared, self.num_free_blocks)
+        if not table.blocks:
+            self._tell(table.seq)
         copies: Copies = []
         if writes_to_shared:
             position = table.num_noted_tokens // self.block_size
@@ -167,6 +171,7 @@ class Radix(CacheManager):
         self.tree.share(copy.node)
 
     def _release(self, table: _Table) -> None:
+        self._tell_end(table.seq)
         node, rest = table.node, table.num_in_tree
         filled = self._own_full_blocks(table, table.num_noted_tokens)
         duplicates = added = array("i")

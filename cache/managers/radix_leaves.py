@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import xxhash
 
 from cache.lazy_heap import LazyHeap
-from cache.policies.base import EvictionPolicy, check_victims
+from cache.policies.base import UNKNOWN_REQUEST, EvictionPolicy, Request, check_victims
 from cache.policies.priority import BlockHistory, PriorityPolicy
 
 
@@ -63,6 +63,10 @@ class RankedLeaves:
         self._policy = policy
         self._heap = LazyHeap()
         self._clock = 0.0
+        self._request = UNKNOWN_REQUEST
+
+    def tell(self, request: Request) -> None:
+        self._request = request
 
     def insert(self, node: RadixNode, is_new: bool) -> None:
         """``node`` came into being, in use; with old content if it was split off another."""
@@ -78,6 +82,7 @@ class RankedLeaves:
             next_use=math.nan,
             depth=node.depth + tail,
             clock=self._clock,
+            request=self._request,
         )
         self._heap.push(node, self._policy.rank(history))
 
@@ -107,6 +112,7 @@ class PolicyLeaves:
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
         self._nodes: dict[int, RadixNode] = {}
+        self.tell = policy.tell
 
     def insert(self, node: RadixNode, is_new: bool) -> None:
         key = _content_key(node)

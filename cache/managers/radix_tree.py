@@ -20,7 +20,7 @@ from cache.checks import require
 from cache.common_prefix import common_prefix_length
 from cache.hashing import encode_extra_keys
 from cache.managers.radix_leaves import RadixNode, make_leaves
-from cache.policies.base import EvictionPolicy
+from cache.policies.base import EvictionPolicy, Request
 from cache.sequence import ExtraKey, Sequence
 
 _TOKEN_BYTES = 4
@@ -105,6 +105,10 @@ class RadixTree:
         self.leaves = make_leaves(self.policy, self._capacity)
         self.num_evictable = 0
         self._time = 0
+
+    def tell(self, request: Request) -> None:
+        """The calls that follow are about ``request``."""
+        self.leaves.tell(request)
 
     def clear(self) -> array:
         """Forget everything, the policy too; returns all blocks.  No node may be locked."""

@@ -20,7 +20,7 @@ from cache.managers.base import (
 )
 from cache.managers.vllm_v0_allocator import BlockAllocator, ContentKey, LRUEvictor
 from cache.policies import as_policy
-from cache.policies.base import EvictionPolicy
+from cache.policies.base import EvictionPolicy, listener
 from cache.sequence import Sequence
 
 
@@ -116,6 +116,7 @@ class VLLMv0(CacheManager):
         self._window_blocks = self._check_window(sliding_window)
         if enable_prefix_caching:
             evictor = LRUEvictor() if policy == "lru" else as_policy(policy)
+            self._listener = listener(evictor)
             self.gpu = BlockAllocator(self.num_blocks, evictor, event_log)
             self.cpu = BlockAllocator(self.num_cpu_blocks, LRUEvictor())
         elif policy != "lru":
@@ -197,6 +198,8 @@ class VLLMv0(CacheManager):
     def _extend(self, table: _Table, end: int) -> Copies:
         plan = self._plan(table, end)
         check_free(self._num_planned(plan), self.gpu.num_free_blocks)
+        if not table.blocks:
+            self._tell(table.seq)
         self._mark_as_computed(table)
         hits = [growth for growth in plan if growth[-1] is not None]
         for position, _, own, _ in hits:  # first what makes room, then hits, then new blocks
@@ -228,6 +231,7 @@ class VLLMv0(CacheManager):
         copy.last_accessed = table.last_accessed
 
     def _release(self, table: _Table) -> None:
+        self._tell_end(table.seq)
         self._mark_as_computed(table)
         self._allocator(table).release(table.blocks, table.last_accessed)
 

@@ -12,25 +12,32 @@ from cache.policies.arc import ARC
 from cache.policies.base import EvictionPolicy, Request
 from cache.policies.belady import Belady
 from cache.policies.fifo import FIFO
+from cache.policies.filo import FILO
 from cache.policies.gdsf import GDSF
 from cache.policies.hazard import Hazard
+from cache.policies.leaves import LeafPolicy
 from cache.policies.lfu import LFU
 from cache.policies.lru import LRU
 from cache.policies.lru_k import LRUK
+from cache.policies.marconi import Marconi
 from cache.policies.mq import MQ
 from cache.policies.mru import MRU
 from cache.policies.priority import BlockHistory, PriorityPolicy, record
 from cache.policies.queues import QueuePolicy
 from cache.policies.random import Random
+from cache.policies.random_leaf import RandomLeaf
+from cache.policies.retention import Retained, Retention
 from cache.policies.reuse_oracle import ReuseOracle
 from cache.policies.s3fifo import S3FIFO
 from cache.policies.sieve import Sieve
 from cache.policies.slru import SLRU
+from cache.policies.tail_optimized_lru import TailOptimizedLRU
 from cache.policies.two_q import TwoQ
+from cache.policies.workload_aware import WorkloadAware
 
 _BUILT_IN: tuple[type[EvictionPolicy], ...] = (
-    LRU, FIFO, LFU, SLRU, LRUK, TwoQ, ARC, S3FIFO, Sieve, MQ, GDSF, Random, MRU, Hazard,
-    ReuseOracle, Belady,
+    LRU, FIFO, LFU, SLRU, LRUK, TwoQ, ARC, S3FIFO, Sieve, MQ, GDSF, Random, MRU, FILO,
+    TailOptimizedLRU, WorkloadAware, RandomLeaf, Marconi, Retention, Hazard, ReuseOracle, Belady,
 )  # fmt: skip
 
 POLICIES: dict[str, type[EvictionPolicy]] = {policy.name: policy for policy in _BUILT_IN}
@@ -119,9 +126,11 @@ __all__ = [
     "POLICIES",
     "BlockHistory",
     "EvictionPolicy",
+    "LeafPolicy",
     "PriorityPolicy",
     "QueuePolicy",
     "Request",
+    "Retained",
     "as_policy",
     "make_policy",
     "record",

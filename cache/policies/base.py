@@ -78,8 +78,6 @@ class EvictionPolicy(abc.ABC):
 
         Called before the first miss or eviction for a request, and again before the release of its
         blocks.  In an engine the blocks that running requests take meanwhile are not announced.
-        Owners that know of no requests never call it: a radix tree, whose policy ranks nodes, and
-        vLLM v0's evictor.
         """
 
     def compiled_replay(self) -> Replay | None:  # noqa: B027
@@ -149,6 +147,11 @@ class EvictionPolicy(abc.ABC):
                 "or start it with next_use=a function from block to time of next use"
             )
         return next_use
+
+
+def listener(policy: EvictionPolicy) -> Callable[[Request], None] | None:
+    """``policy.tell``; None if it is the one that does nothing."""
+    return None if type(policy).tell is EvictionPolicy.tell else policy.tell
 
 
 def check_victims(

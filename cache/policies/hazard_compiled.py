@@ -292,7 +292,7 @@ def _rank(own, contents, runs, heap):
     count in logarithms.
     """
     if own.requests >= own.next_update:
-        _update_indices(own, contents, runs, heap)
+        update_indices(own, contents, runs, heap)
         own.next_update = own.requests + max(1, min(2000, own.requests // 3))
     own.heap_size = 0
     for at in range(own.num_evictable):
@@ -309,7 +309,7 @@ def _rank(own, contents, runs, heap):
 
 
 @numba.njit(cache=True)
-def _update_indices(own, contents, runs, heap):
+def update_indices(own, contents, runs, heap):
     """Hazards of all classes, parents first, and the Gittins indices that follow from them."""
     num_classes = own.num_classes
     returned, reached = own.returned[:num_classes].copy(), own.ended[:num_classes].copy()

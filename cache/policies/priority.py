@@ -53,7 +53,7 @@ class BlockHistory(NamedTuple):
     interval: float = math.nan
     """Time since the release before this one, a ghost's included; NaN: there is none."""
     request: Request = UNKNOWN_REQUEST
-    """The request that releases the block; nothing is known of it in a radix tree or vLLM v0."""
+    """The request that releases the block."""
 
 
 class _Record:

@@ -3,9 +3,41 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 from cache.policies.base import EvictionPolicy
+
+
+class Bag:
+    """Hashable items from which one can be drawn: every operation is O(1)."""
+
+    def __init__(self) -> None:
+        self._items: list[Hashable] = []
+        self._position: dict[Hashable, int] = {}
+
+    def add(self, item: Hashable) -> None:
+        self._position[item] = len(self._items)
+        self._items.append(item)
+
+    def remove(self, item: Hashable) -> None:
+        """Raises KeyError if ``item`` is not here."""
+        position, last = self._position[item], self._items.pop()
+        if last != item:  # the last one fills the gap
+            self._items[position] = last
+            self._position[last] = position
+        del self._position[item]
+
+    def draw(self, generator: random.Random) -> Hashable:
+        """Remove and return an item, drawn uniformly."""
+        item = self._items[int(generator.random() * len(self._items))]
+        self.remove(item)
+        return item
+
+    def __contains__(self, item: Hashable) -> bool:
+        return item in self._position
+
+    def __len__(self) -> int:
+        return len(self._items)
 
 
 class Random(EvictionPolicy):
@@ -21,31 +53,20 @@ class Random(EvictionPolicy):
 
     def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
         self._generator = random.Random(self.seed)
-        self._released: list[int] = []
-        self._position: dict[int, int] = {}
+        self._released = Bag()
 
     def pin(self, block: int) -> None:
-        self._take(self._position[block])
+        self._released.remove(block)
 
     def release(self, block: int) -> None:
-        if block in self._position:
+        if block in self._released:
             raise ValueError(f"release: block {block} is released already")
-        self._position[block] = len(self._released)
-        self._released.append(block)
+        self._released.add(block)
 
     def evict(self) -> int:
         if not self._released:
             raise IndexError("evict: no block is released")
-        return self._take(int(self._generator.random() * len(self._released)))
+        return self._released.draw(self._generator)
 
     def __len__(self) -> int:
         return len(self._released)
-
-    def _take(self, position: int) -> int:
-        """Remove the block at ``position``, filling the gap with the last one."""
-        block, last = self._released[position], self._released.pop()
-        if last != block:
-            self._released[position] = last
-            self._position[last] = position
-        del self._position[block]
-        return block

@@ -184,7 +184,7 @@ def test_a_replay_tells_of_requests_twice():
     assert second[:2] == (1.0, 4)
 
 
-@pytest.mark.parametrize("name", ["nano_vllm", "vllm_v1"])
+@pytest.mark.parametrize("name", ["nano_vllm", "vllm_v0", "vllm_v1", "radix"])
 def test_a_manager_tells_of_requests(name):
     listener = Listener()
     manager = cache.make_manager(name, num_blocks=4, block_size=2, policy=listener)
@@ -199,3 +199,18 @@ def test_a_manager_tells_of_requests(name):
     manager.clock = None
     manager.allocate(seq)
     assert np.isnan(listener.told[-1].time_ms)
+
+
+class ShortestPrompt(cache.PriorityPolicy):
+    @staticmethod
+    def priority(block):
+        return block.request.prompt_tokens
+
+
+def test_a_radix_tree_ranks_its_nodes_by_their_requests():
+    manager = cache.make_manager("radix", num_blocks=9, block_size=1, policy=ShortestPrompt())
+    for number, tokens in enumerate([[1, 1, 1], [2, 2], [3, 3, 3, 3]]):
+        seq = cache.Sequence(number, tokens)
+        manager.allocate(seq)
+        manager.free(seq)
+    assert [len(node.blocks) for node in manager.tree.leaves] == [2, 3, 4]

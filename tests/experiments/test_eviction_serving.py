@@ -140,8 +140,10 @@ def test_the_grid(trace):
     cells = grid(trace=(trace,))
     policies = [str(cell.policy) for cell in cells]
     assert policies[-1] == "infinite"
-    assert set(policies) == {"lru", "fifo", "lfu", "arc", "belady", "no_cache", "infinite"}
-    assert len(cells) == 6 * 3 + 1
+    assert set(policies) == {
+        "lru", "lfu", "arc", "tlru", "hazard", "belady", "no_cache", "infinite",
+    }  # fmt: skip
+    assert len(cells) == 7 * 3 + 1
     assert [cell.trace.file.path for cell in grid(policy=("lru",))][::7] == [*REAL_TRACES]
 
 

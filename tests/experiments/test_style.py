@@ -8,6 +8,7 @@ import pytest
 
 import cache
 from experiments import style
+from experiments.eviction import BOUNDS
 
 
 def draw(folder):
@@ -35,7 +36,7 @@ def test_the_legend_stays_inside_the_figure(panels):
     with style.figures():
         figure, axes, spare = style.panel_grid(panels, height=2)
         for name in cache.POLICIES:
-            axes[0].plot([1, 2], [3, 4], label=f"a policy called {name}")
+            axes[0].plot([1, 2], [3, 4], label=f"the policy {name}")
         style.shared_legend(figure, spare)
         figure.canvas.draw()
         legends = [*figure.legends, *(legend for a in spare if (legend := a.get_legend()))]
@@ -47,7 +48,7 @@ def test_the_legend_stays_inside_the_figure(panels):
 @pytest.mark.parametrize(
     "lines",
     [
-        style.policy_lines([*cache.POLICIES, "infinite", "mine.py:A", "mine.py:B"]),
+        style.policy_lines([*cache.POLICIES, *BOUNDS, "infinite", "mine.py:A", "mine.py:B"]),
         style.lines_of("abcdefgh"),
     ],
     ids=["policies", "in turn"],
@@ -62,7 +63,7 @@ def test_no_two_lines_look_alike_nor_without_colour(lines):
 
 
 def test_every_built_in_policy_has_a_look_and_a_name_of_its_own():
-    lines = style.policy_lines([*cache.POLICIES, "mine.py:A"])
+    lines = style.policy_lines([*cache.POLICIES, *BOUNDS, "mine.py:A"])
     own = lines.pop("mine.py:A")
     assert (own["label"], own["linewidth"]) == ("mine.py:A", 1.8)
     assert not any("linewidth" in line for line in lines.values())

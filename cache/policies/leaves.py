@@ -1,0 +1,117 @@
+"""Policies that give up leaves only, as radix trees do: never a block that others continue."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Hashable, Iterable
+
+from cache.policies.base import UNKNOWN_REQUEST, EvictionPolicy, Request
+
+
+class Node:
+    """A resident block in the tree of prompts."""
+
+    __slots__ = ("block", "children", "depth", "key", "memo", "parent", "released")
+
+    def __init__(self, block: int, key: Hashable, parent: Node | None, depth: int) -> None:
+        self.block, self.key, self.parent, self.depth = block, key, parent, depth
+        self.children = 0
+        """Resident blocks that continue it."""
+        self.released = False
+        self.memo = None
+        """What a subclass remembers of it."""
+
+
+class LeafPolicy(EvictionPolicy):
+    """Knows which released blocks no resident block continues, and gives up one of these.
+
+    A subclass keeps them in an order of its own.  Should every released block have a child, which
+    takes an owner that releases a prompt from its head, the one released first goes.
+    """
+
+    def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
+        self._request = UNKNOWN_REQUEST
+        self._now = 0.0
+        """Of the latest request, in ms; a second a request where nobody tells it."""
+        self._nodes: dict[int, Node] = {}
+        self._with_key: dict[Hashable, Node] = {}
+        self._released: dict[int, None] = {}
+        self._reset()
+
+    def tell(self, request: Request) -> None:
+        self._request = request
+        if request.time_ms > self._now:
+            self._now = request.time_ms
+
+    def insert(self, block: int, key: Hashable, parent: Hashable | None, depth: int) -> None:
+        if block in self._nodes:
+            raise ValueError(f"insert: block {block} holds content already")
+        node = Node(block, key, self._with_key.get(parent), depth)
+        self._nodes[block] = self._with_key[key] = node
+        if node.parent:
+            if node.parent.released and not node.parent.children:
+                self._withdraw(node.parent)
+            node.parent.children += 1
+
+    def pin(self, block: int) -> None:
+        if block not in self._released:
+            raise ValueError(f"pin: block {block} is not a released one")
+        del self._released[block]
+        node = self._nodes[block]
+        node.released = False
+        if not node.children:
+            self._withdraw(node)
+
+    def release(self, block: int) -> None:
+        self.release_many((block,))
+
+    def release_many(self, blocks: Iterable[int]) -> None:
+        nodes = []
+        for block in blocks:
+            if block not in self._nodes or block in self._released:
+                raise ValueError(f"release: block {block} is not in use")
+            nodes.append(self._nodes[block])
+        if self._request is UNKNOWN_REQUEST:
+            self._now += 1000.0
+        self._access(nodes)
+        for node in nodes:
+            node.released = True
+            self._released[node.block] = None
+            if not node.children:
+                self._offer(node)
+
+    def evict(self) -> int:
+        if not self._released:
+            raise IndexError("evict: no block is released")
+        node = self._take() or self._nodes[next(iter(self._released))]
+        node.released = False
+        del self._released[node.block], self._nodes[node.block]
+        self._with_key.pop(node.key, None)
+        if node.parent:
+            node.parent.children -= 1
+            if node.parent.released and not node.parent.children:
+                self._offer(node.parent)
+        return node.block
+
+    def __len__(self) -> int:
+        return len(self._released)
+
+    @abc.abstractmethod
+    def _reset(self) -> None:
+        """Begin without any block."""
+
+    @abc.abstractmethod
+    def _access(self, nodes: list[Node]) -> None:
+        """The blocks of a request were used just now; the deepest first.  They are not leaves."""
+
+    @abc.abstractmethod
+    def _offer(self, node: Node) -> None:
+        """A block has become a released leaf."""
+
+    @abc.abstractmethod
+    def _withdraw(self, node: Node) -> None:
+        """It no longer is one."""
+
+    @abc.abstractmethod
+    def _take(self) -> Node | None:
+        """Remove and return the leaf to give up; None without any."""

@@ -1,0 +1,54 @@
+"""FLOP-aware eviction."""
+
+from __future__ import annotations
+
+from cache.lazy_heap import LazyHeap
+from cache.policies.leaves import LeafPolicy, Node
+
+
+class Marconi(LeafPolicy):
+    """Evicts the leaf of least recency + ``alpha`` * FLOP efficiency (Pan et al., MLSys 2025).
+
+    Both are normalised to [0, 1] over what is cached: recency from the oldest to the newest access,
+    and the FLOPs that a hit saves per byte, of which with attention alone only the share differs
+    that rises with the depth of a block in its prompt.  So deep blocks are worth more than their
+    recency.  ``alpha`` = 0 is LRU.
+
+    The publication serves models with recurrent layers, whose states it admits with judgement, and
+    fits ``alpha`` to a first part of the traffic; here every block is admitted and ``alpha`` stays.
+    Normalising anew at each eviction takes a pass over the cache; here a block is given its score
+    when it becomes a leaf, by the deepest block so far and the last access of the latest victim.
+    """
+
+    name = "marconi"
+
+    def __init__(self, alpha: float = 1.0) -> None:
+        if not alpha >= 0:
+            raise ValueError(f"alpha must not be negative, got {alpha}")
+        self.alpha = alpha
+
+    def _reset(self) -> None:
+        self._leaves = LazyHeap()
+        self._requests = self._oldest = 0
+        self._deepest = 1
+
+    def _access(self, nodes: list[Node]) -> None:
+        self._requests += 1
+        for node in nodes:
+            node.memo = self._requests
+            self._deepest = max(self._deepest, node.depth)
+
+    def _offer(self, node: Node) -> None:
+        span = self._requests - self._oldest
+        efficiency = node.depth / self._deepest
+        self._leaves.push(node, node.memo + self.alpha * span * efficiency)
+
+    def _withdraw(self, node: Node) -> None:
+        self._leaves.remove(node)
+
+    def _take(self) -> Node | None:
+        if not self._leaves:
+            return None
+        _, node = self._leaves.pop()
+        self._oldest = max(self._oldest, node.memo)
+        return node

@@ -1,0 +1,98 @@
+"""Retention priorities that expire."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from numbers import Real
+from typing import NamedTuple
+
+from cache.lazy_heap import LazyHeap
+from cache.policies.leaves import LeafPolicy, Node
+
+DEFAULT_PRIORITY = 35
+
+
+class Retained(NamedTuple):
+    """How long blocks of every prompt are kept, by their position."""
+
+    first: int
+    end: int | None
+    """The block after the last; None: to the end of the prompt and its answer."""
+    priority: int
+    """0 to 100; others have 35."""
+    duration_ms: float | None = None
+    """Since the last use; then the priority falls to 35.  None: for good."""
+
+
+class Retention(LeafPolicy):
+    """TensorRT-LLM's retention: the least priority goes first, of equal ones the least recent.
+
+    ``ranges``: of what each request retains, as ``Retained`` or a tuple of its fields; the first
+    that has a block counts.  By default the first block of a prompt, with what system prompts have
+    in common, at 100 for a minute.  TensorRT-LLM takes ranges of tokens with each request; here
+    they are of blocks and the same for all.  A priority that expires puts its block behind those of
+    35, as there.
+
+    Raises ValueError for a range that is empty, a priority outside 0 to 100, a negative duration.
+    """
+
+    name = "retention"
+
+    def __init__(self, ranges: Iterable[tuple] = ((0, 1, 100, 60_000.0),)) -> None:
+        self.ranges = tuple(Retained(*fields) for fields in ranges)
+        for retained in self.ranges:
+            first, end, priority, duration = retained
+            if first < 0 or (end is not None and end <= first):
+                raise ValueError(f"ranges: {retained} has no block")
+            if not 0 <= priority <= 100:
+                raise ValueError(f"ranges: priority needs 0 to 100, got {retained}")
+            if duration is not None and not (isinstance(duration, Real) and duration >= 0):
+                raise ValueError(f"ranges: duration_ms must not be negative, got {retained}")
+
+    def _reset(self) -> None:
+        self._leaves = LazyHeap()
+        self._expiring = LazyHeap()
+        self._places = 0
+
+    def _access(self, nodes: list[Node]) -> None:
+        for node in nodes:
+            retained = self._retained(node.depth)
+            self._place(node, retained.priority)
+            if retained.duration_ms is not None and retained.priority != DEFAULT_PRIORITY:
+                self._expiring.push(node, self._now + retained.duration_ms)
+
+    def pin(self, block: int) -> None:
+        super().pin(block)
+        if (node := self._nodes[block]) in self._expiring:
+            self._expiring.remove(node)
+
+    def _offer(self, node: Node) -> None:
+        self._leaves.push(node, *node.memo)
+
+    def _withdraw(self, node: Node) -> None:
+        self._leaves.remove(node)
+
+    def _take(self) -> Node | None:
+        while self._expiring and self._expiring.first()[0] <= self._now:
+            _, node = self._expiring.pop()
+            self._place(node, DEFAULT_PRIORITY)
+            if node in self._leaves:
+                self._leaves.remove(node)
+                self._offer(node)
+        if not self._leaves:
+            return None
+        _, node = self._leaves.pop()
+        if node in self._expiring:
+            self._expiring.remove(node)
+        return node
+
+    def _retained(self, depth: int) -> Retained:
+        for retained in self.ranges:
+            if retained.first <= depth < (math.inf if retained.end is None else retained.end):
+                return retained
+        return Retained(0, None, DEFAULT_PRIORITY)
+
+    def _place(self, node: Node, priority: int) -> None:
+        self._places += 1
+        node.memo = priority, self._places

@@ -1,0 +1,42 @@
+"""Tail-optimised LRU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cache.policies.priority import BlockHistory, PriorityPolicy, record
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_FIRST = 2.0**40
+"""Requests by which a block that may go is aged."""
+
+
+class TailOptimizedLRU(PriorityPolicy):
+    """T-LRU (Zhang, Li, Moallemi and Peng, NeurIPS 2025): LRU, after blocks that tails can spare.
+
+    The next prompt of a conversation of L blocks, expected to have ``next_blocks`` more, is
+    answered in time if no more than ``threshold_blocks`` of it must be computed.  So the blocks
+    from L + next_blocks - threshold_blocks on may go, and go first, the oldest of them before
+    others: hits are given up where they would not shorten the longest waits.
+
+    L is the prompt and its answer.  The publication has no prefixes that conversations share; here
+    a block counts with the request that used it last.  Without a request it is LRU.
+    """
+
+    name = "tlru"
+
+    def __init__(self, threshold_blocks: float = 8.0, next_blocks: float = 1.0) -> None:
+        self.threshold_blocks, self.next_blocks = float(threshold_blocks), float(next_blocks)
+
+    def own_state(self, capacity: int) -> np.record:
+        return record(spare=self.threshold_blocks - self.next_blocks)
+
+    @staticmethod
+    def priority(block: BlockHistory, own: np.record) -> float:
+        request = block.request
+        length = request.prompt_blocks
+        if request.output_tokens > 0:
+            length *= 1.0 + request.output_tokens / request.prompt_tokens
+        return block.accessed - (_FIRST if block.depth >= length - own.spare else 0.0)

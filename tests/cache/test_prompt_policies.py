@@ -1,0 +1,200 @@
+"""Policies made for prompts: what each gives up, and what all of them never do."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cache
+from cache.policies import EvictionPolicy, LeafPolicy, Request, make_policy
+
+sys.path.insert(0, str(Path(__file__).parent))
+from prefix_traces import prefix_traces
+
+LEAF_POLICIES = ("random_leaf", "marconi", "workload_aware", "retention")
+
+
+class Pool:
+    """Prompts, each a string of blocks, that a policy with room for all of them is told of."""
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self.policy = policy
+        policy.start(100)
+        self.blocks: dict[str, int] = {}
+
+    def serve(self, *prompts: str, at_ms: float = math.nan, output_tokens: float = 0) -> Pool:
+        """One after the other; a block holds a token."""
+        for prompt in prompts:
+            length = len(prompt)
+            self.policy.tell(Request(at_ms, length, output_tokens, length))
+            path = [prompt[: end + 1] for end in range(length)]
+            for depth, content in enumerate(path):
+                if content in self.blocks:
+                    self.policy.pin(self.blocks[content])
+                else:
+                    self.blocks[content] = len(self.blocks)
+                    parent = path[depth - 1] if depth else None
+                    self.policy.insert(self.blocks[content], content, parent, depth)
+            self.policy.release_many([self.blocks[content] for content in reversed(path)])
+        return self
+
+    def victims(self) -> list[str]:
+        """All of it, in the order in which it goes."""
+        contents = {block: content for content, block in self.blocks.items()}
+        return [contents[block] for block in self.policy]
+
+
+@pytest.mark.parametrize("name", LEAF_POLICIES)
+@given(trace=prefix_traces, capacity=st.integers(1, 12))
+def test_no_block_goes_before_those_that_continue_it(name, trace, capacity):
+    policy = make_policy(name)
+    children: Counter = Counter()
+    parents = {}
+    insert, evict = policy.insert, policy.evict
+
+    def watched_insert(block, key, parent, depth):
+        parents[block] = parent
+        children[parent] += 1
+        insert(block, key, parent, depth)
+
+    def watched_evict():
+        block = evict()
+        assert not children[block]
+        children[parents[block]] -= 1
+        return block
+
+    policy.insert, policy.evict = watched_insert, watched_evict
+    cache.simulate(trace, policy=policy, capacity_blocks=capacity)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("tlru", {"threshold_blocks": 0, "next_blocks": 0}),
+        ("marconi", {"alpha": 0}),
+        ("retention", {"ranges": ()}),
+        ("retention", {"ranges": [(0, None, 80)]}),
+        ("workload_aware", {"max_turn": 1}),
+    ],
+)
+@given(trace=prefix_traces, capacity=st.integers(1, 12))
+def test_without_what_it_knows_each_is_lru(name, options, trace, capacity):
+    result = cache.simulate(trace, policy=name, capacity_blocks=capacity, **options)
+    expected = cache.simulate(trace, policy="lru", capacity_blocks=capacity)
+    assert result.hits.tolist() == expected.hits.tolist()
+
+
+def test_should_every_block_have_a_child_the_first_released_goes():
+    policy = make_policy("marconi")
+    policy.start(4)
+    policy.insert(0, "a", None, 0)
+    policy.insert(1, "ab", "a", 1)
+    policy.release(0)
+    assert policy.evict() == 0
+    policy.release(1)
+    assert policy.evict() == 1
+    assert len(policy) == 0
+
+
+def test_filo_gives_up_what_came_last():
+    pool = Pool(make_policy("filo")).serve("ab", "cd", "abe", "cd")
+    assert pool.victims() == ["abe", "cd", "c", "ab", "a"]
+
+
+def test_tlru_gives_up_first_what_the_next_turn_can_compute_in_time():
+    """Of the last 4 blocks of the next prompt, one is expected to be new: 3 of each may go."""
+    pool = Pool(make_policy("tlru", threshold_blocks=4, next_blocks=1)).serve("abcdef", "xy")
+    assert pool.victims() == ["abcdef", "abcde", "abcd", "xy", "x", "abc", "ab", "a"]
+    answered = Pool(make_policy("tlru", threshold_blocks=4, next_blocks=1))
+    answered.serve("abcdef", output_tokens=2)  # it grew by two blocks, which the pool does not have
+    answered.serve("u", output_tokens=9)
+    assert answered.victims() == ["abcdef", "abcde", "abcd", "abc", "ab", "a", "u"]
+
+
+def test_random_leaf_draws_evenly_from_the_leaves_that_this_phase_has_not_used():
+    prompts = ["ab", "c", "de", "f"]
+    first, after_use = Counter(), Counter()
+    for seed in range(400):
+        first[Pool(make_policy("random_leaf", seed=seed)).serve(*prompts).victims()[0]] += 1
+        pool = Pool(make_policy("random_leaf", seed=seed)).serve(*prompts)
+        victim = pool.policy.evict()  # begins a phase
+        [gone] = [content for content, block in pool.blocks.items() if block == victim]
+        del pool.blocks[gone]
+        used = next(prompt for prompt in prompts if prompt != gone)
+        order = pool.serve(used).victims()
+        after_use[order.index(used) == max(map(order.index, set(prompts) & set(order)))] += 1
+    assert set(first) == {"ab", "c", "de", "f"}
+    assert all(60 < count < 140 for count in first.values())
+    assert after_use[True] > 300  # the parents of others may become leaves after it
+
+
+def test_marconi_keeps_deep_blocks_longer_the_more_alpha_says():
+    before, deep, shallow = "0123456789", "abcdefgh", "xy"
+    order = {}
+    for alpha in (0.0, 2.0):
+        pool = Pool(make_policy("marconi", alpha=alpha))
+        order[alpha] = pool.serve(*before, deep, "uv", shallow).victims()
+    assert order[0.0].index(deep) < order[0.0].index("uv") < order[0.0].index(shallow)
+    assert order[2.0].index("uv") < order[2.0].index(shallow) < order[2.0].index(deep)
+
+
+def test_workload_aware_learns_which_turn_returns_and_when():
+    """First turns never return but for the one that has a second; second turns do, in a second."""
+    pool = Pool(make_policy("workload_aware"))
+    for at in range(0, 100_000, 2000):
+        pool.serve(f"{chr(200 + at // 1000)}", at_ms=at)
+    for at in range(0, 20):
+        pool.serve("a", at_ms=100_000 + 1000 * at)
+    pool.policy.evict()  # tells it how long blocks stay
+    pool.serve("z", at_ms=120_100)
+    assert pool.victims().index("z") < pool.victims().index("a")
+
+
+@pytest.mark.parametrize(
+    ("ranges", "now", "expected"),
+    [
+        (((0, 1, 100),), 9e9, ["ab", "xy", "a", "x"]),
+        (((1, None, 0),), 0, ["ab", "xy", "a", "x"]),
+        (((0, 1, 100, 500.0),), 499, ["ab", "xy", "a", "x"]),
+        (((0, 1, 100, 500.0), (1, 2, 90)), 500, ["a", "ab", "x", "xy"]),
+    ],
+)
+def test_retention_gives_up_the_least_priority_until_it_expires(ranges, now, expected):
+    pool = Pool(make_policy("retention", ranges=ranges)).serve("ab", "xy", at_ms=0)
+    pool.policy.tell(Request(now, 1, 0, 1))
+    order = pool.victims()
+    if now == 500:  # only leaves go: the heads, though of less priority, wait for their tails
+        assert order == ["ab", "a", "xy", "x"]
+    else:
+        assert order == expected
+
+
+def test_retention_forgets_an_expiry_when_the_block_is_used_again():
+    pool = Pool(make_policy("retention", ranges=[(0, 1, 100, 500.0)]))
+    pool.serve("a", "b", at_ms=0).serve("a", at_ms=400).serve("c", at_ms=600)
+    assert pool.victims() == ["b", "a", "c"]  # b's has expired, those of a and c have not
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("marconi", {"alpha": -1}, "alpha must not be negative, got -1"),
+        ("workload_aware", {"max_turn": 0}, "max_turn"),
+        ("retention", {"ranges": [(3, 3, 50)]}, "has no block"),
+        ("retention", {"ranges": [(0, 3, 101)]}, "priority needs 0 to 100"),
+        ("retention", {"ranges": [(0, 3, 50, -1.0)]}, "duration_ms must not be negative"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        make_policy(name, **options)
+
+
+def test_leaf_policies_are_leaf_policies():
+    assert all(issubclass(cache.POLICIES[name], LeafPolicy) for name in LEAF_POLICIES)
