@@ -1,8 +1,8 @@
 """Prefill and decode of the engine beside Hugging Face transformers, on a CPU, with equal weights.
 
 Both compute in fp32 with the same number of threads, transformers with PyTorch's sdpa and its
-dynamic cache, and take turns, so that a disturbance of the machine meets both.  A batch of prompts
-of one length, which transformers need not pad, is decoded greedily: what comes before the first
+dynamic cache, and take turns, with each first in every other repeat, so that a disturbance of the
+machine meets both.  A batch of prompts of one length, which transformers need not pad, is decoded greedily: what comes before the first
 token is prefill, what comes after it decode.  Prefix caching is off.  Both give the same tokens.
 """
 
@@ -32,7 +32,7 @@ class TransformersSpeed(Options):
     model: Annotated[str, one_of(("tiny", "llama-100m"))] = "llama-100m"
     """A Llama of load/engine_models.py."""
     output_tokens: Count = 32
-    repeats: Count = 5
+    repeats: Count = 8
     block_size: Count = 16
     threads: Count = 2
 
@@ -63,7 +63,7 @@ def run_cell(cell: TransformersSpeed) -> list[dict[str, Any]]:
             llm.config.vocab_size, size=(cell.sequences, cell.prompt_tokens)
         ).tolist()
         tokens = {}
-        for system in SYSTEMS:
+        for system in SYSTEMS[:: 1 if repeat % 2 else -1]:
             tokens[system], *seconds = serve[system](prompts)
             if repeat:
                 times[system].append(tuple(seconds))

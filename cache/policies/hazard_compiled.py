@@ -255,8 +255,9 @@ def _evict_one(own, contents, runs, heap):
     parent, block.parent = block.parent, _NONE
     if parent != _NONE:
         contents[parent].children -= 1
-        if contents[parent].released:
-            _offer(own, contents, runs, heap, contents[parent].run)
+        above = contents[parent]
+        if above.released and above.run != block.run:  # whose entry stays where it is
+            _offer(own, contents, runs, heap, above.run)
     if not block.listed:
         _forget(own, contents, runs, heap, victim)
     return victim
@@ -264,7 +265,7 @@ def _evict_one(own, contents, runs, heap):
 
 @numba.njit(cache=True)
 def _compare_with_lru(own, contents, runs, heap, path):
-    """Count the hits of ``path`` here and in an LRU cache, and choose whom to follow.
+    """Count the hits of ``path`` here and in an LRU cache.
 
     A lead of former times counts up to half a block per block of the cache.
     """
@@ -274,23 +275,20 @@ def _compare_with_lru(own, contents, runs, heap, path):
     while hits_of_lru < len(path) and contents[path[hits_of_lru]].in_lru:
         hits_of_lru += 1
     own.lead = min(own.lead + hits - hits_of_lru, 0.5 * own.capacity)
-    allowed = own.budget * (own.references + 2 * own.capacity)
-    if own.follows_lru:
-        follow = own.lead < -0.5 * allowed
-    else:
-        follow = own.lead - 0.25 * own.num_missing < -allowed
-    if follow != own.follows_lru:
-        own.follows_lru = follow
-        own.next_ranking = own.requests
 
 
 @numba.njit(cache=True)
 def _rank(own, contents, runs, heap):
-    """Make the heap of the runs whose last block may go, of today's values.
+    """Choose whom to follow, and make the heap of the runs whose last block may go, of its values.
 
     The more runs there are the longer they wait for the next time: values change slowly, as ages
     count in logarithms.
     """
+    allowed = own.budget * (own.references + 2 * own.capacity)
+    if own.follows_lru:
+        own.follows_lru = own.lead < -0.5 * allowed
+    else:
+        own.follows_lru = own.lead - 0.25 * own.num_missing < -allowed
     if own.requests >= own.next_update:
         update_indices(own, contents, runs, heap)
         own.next_update = own.requests + max(1, min(2000, own.requests // 3))
