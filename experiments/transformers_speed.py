@@ -2,8 +2,9 @@
 
 Both compute in fp32 with the same number of threads, transformers with PyTorch's sdpa and its
 dynamic cache, and take turns, with each first in every other repeat, so that a disturbance of the
-machine meets both.  A batch of prompts of one length, which transformers need not pad, is decoded greedily: what comes before the first
-token is prefill, what comes after it decode.  Prefix caching is off.  Both give the same tokens.
+machine meets both.  A batch of prompts of one length, which transformers need not pad, is decoded
+greedily: what comes before the first token is prefill, what comes after it decode.  Prefix caching
+is off.  Both give the same tokens.
 """
 
 from __future__ import annotations

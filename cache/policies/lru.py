@@ -14,7 +14,8 @@ class LRU(PriorityPolicy):
     """Evicts the block whose last access is oldest.
 
     With blocks released tail first this is the free queue of vLLM v1 (a doubly linked list with
-    O(1) removal from the middle) and of Nano-vLLM.  ``priority`` says the same to the compiled
+    O(1) removal from the middle) and of Nano-vLLM, and leaf-aware: a block is used whenever one
+    that continues it is, so it never goes first.  ``priority`` says the same to the compiled
     replay.
 
     The queue is made of runs: blocks that were released together, which is a prompt or its

@@ -50,27 +50,25 @@ class Pool:
         return [contents[block] for block in self.policy]
 
 
-@pytest.mark.parametrize("name", LEAF_POLICIES)
+@pytest.mark.parametrize("name", ["lru", "filo", *LEAF_POLICIES])
 @given(trace=prefix_traces, capacity=st.integers(1, 12))
 def test_no_block_goes_before_those_that_continue_it(name, trace, capacity):
-    policy = make_policy(name)
     children: Counter = Counter()
     parents = {}
-    insert, evict = policy.insert, policy.evict
 
-    def watched_insert(block, key, parent, depth):
-        parents[block] = parent
-        children[parent] += 1
-        insert(block, key, parent, depth)
+    class Watched(cache.POLICIES[name]):
+        def insert(self, block, key, parent, depth):
+            parents[block] = parent
+            children[parent] += 1
+            super().insert(block, key, parent, depth)
 
-    def watched_evict():
-        block = evict()
-        assert not children[block]
-        children[parents[block]] -= 1
-        return block
+        def evict(self):
+            block = super().evict()
+            assert not children[block]
+            children[parents[block]] -= 1
+            return block
 
-    policy.insert, policy.evict = watched_insert, watched_evict
-    cache.simulate(trace, policy=policy, capacity_blocks=capacity)
+    cache.simulate(trace, policy=Watched(), capacity_blocks=capacity)
 
 
 @pytest.mark.parametrize(
