@@ -9,6 +9,7 @@ in the Wild" (USENIX ATC 2025).
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +38,9 @@ from experiments.load.workloads import OnTraces
 _TICKS = (0.02, 0.1, 0.5, 2, 10, 50)
 _LEAST_WAY = 0.002
 """Of the hit rate: a shorter way from LRU to the optimum is not divided by."""
-_NUM_BEST = 4
+_LABEL_WIDTH = 44
+"""Characters, beyond which a label goes on in the next line."""
+_NUM_BEST = 3
 """Policies with a curve of their own for what they do."""
 
 
@@ -189,7 +192,7 @@ def _lines(rows: style.DataFrame) -> dict[str, dict]:
     for height, look in enumerate(reversed(lines.values())):
         look["zorder"] = 2 + 0.01 * height  # the first on top
         if look["label"] == "others":
-            look["label"] = f"others ({', '.join(others)})"
+            look["label"] = textwrap.fill(f"others ({', '.join(others)})", _LABEL_WIDTH)
     return {"infinite": looks["infinite"], **lines}
 
 

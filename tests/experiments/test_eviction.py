@@ -115,7 +115,7 @@ def test_policies_of_equal_hits_share_a_curve_and_the_rest_is_named_together(dra
     (merged,) = (label for label in labels if " = " in label)
     assert set(merged.split(" = ")) == {"my.py:Own", "SIEVE", "random", "MRU"}
     (others,) = (label for label in labels if label.startswith("others ("))
-    assert len(others.split(", ")) + len(merged.split(" = ")) + len(labels) - 2 == len(rates)
+    assert len(others.split(",")) + len(merged.split(" = ")) + len(labels) - 2 == len(rates)
     below = drawn["hit_rate"].axes[1]
     way = {line.get_label(): line.get_ydata()[0] for line in below.lines}
     assert (way["LRU"], way["Belady (optimum)"]) == (0, 100)
