@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from cache.trace import Trace
 
 
-def class_hazard_hits(trace: Trace, capacity_blocks: int) -> np.ndarray:
-    """Hits of each request, (num_requests,) int64, of a ``hazard`` policy that knows the hazards.
+def class_hazard_hits(trace: Trace, capacity_blocks: int) -> int:
+    """Hits of a ``hazard`` policy that knows the hazards.
 
     It ranks by the Gittins indices that follow from the whole trace, from the first request on, and
     has no safeguard.  A heuristic with perfect statistics rather than a bound that is proven.
@@ -34,7 +34,7 @@ def class_hazard_hits(trace: Trace, capacity_blocks: int) -> np.ndarray:
     hits, _ = rules.replay(
         *state, trace.block_ids, trace.offsets, trace.timestamps_ms, trace.output_lengths
     )
-    return hits
+    return int(hits.sum())
 
 
 def fluid_hits(trace: Trace, capacity_blocks: int) -> float:
