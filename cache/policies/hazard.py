@@ -40,6 +40,7 @@ class Hazard(EvictionPolicy):
     until these hits are half of that.  The content of an LRU cache is what was used last, so this
     order leads to the same content, with no further loss than the blocks that are missing.  A lead
     counts up to half a block per block of the cache, so that it cannot be lost again unnoticed.
+    It is no guarantee: docs/eviction-study.md tells of traffic on which 1.5 points were lost.
 
     It remembers ``ghost_ratio`` times its capacity of evicted contents: by default 2 KB a block of
     the cache, and about as much again for the keys in a manager.  Time is ``Request.time_ms``, or a
