@@ -13,6 +13,7 @@ import numpy as np
 
 from cache.checks import at_least
 from cache.policies import hazard_compiled as rules
+from cache.replay_compiled import next_uses_of
 
 if TYPE_CHECKING:
     from cache.trace import Trace
@@ -52,8 +53,6 @@ def fluid_hits(trace: Trace, capacity_blocks: int) -> float:
     lengths = np.diff(trace.offsets)
     released = np.repeat(times, lengths)
     whole = max(int(lengths.max(initial=1)), 1)
-    from cache.replay_compiled import next_uses_of
-
     uses = next_uses_of(trace.block_ids, trace.offsets, trace.num_unique_blocks, whole)
     returns = np.isfinite(uses)
     ends = np.full(len(uses), times[-1] if len(times) else 0.0)
