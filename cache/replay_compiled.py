@@ -174,6 +174,7 @@ def compile_replay(priority: Callable[..., float], has_own: bool) -> Callable:
                 float(prompts[request]),
                 float(outputs[request]),
                 float(offsets[request + 1] - start),
+                0.0,
             )
             for at in range(end - 1, start - 1, -1):
                 block_id = block_ids[at]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
 from array import array
 from collections.abc import Hashable, Iterable
+from numbers import Real
 from typing import NamedTuple, Self
 
 ExtraKey = tuple[str | bytes | int, ...]
@@ -31,6 +33,8 @@ class Sequence:
         lora_name: name or number of the LoRA adapter that computes the K/V; None for the base.
         mm_inputs: multi-modal inputs of the prompt, by rising offset, not overlapping.
         cache_salt: only sequences with an equal salt share blocks; None shares with None.
+        priority: a finite number for eviction policies that go by it (``priority``): the higher,
+            the longer its blocks stay.
 
     Attributes:
         token_ids: ``array('I')`` of all tokens; readable without a copy by numpy and torch.
@@ -58,6 +62,7 @@ class Sequence:
         lora_name: str | int | None = None,
         mm_inputs: Iterable[MultiModalInput | tuple[str | bytes, int, int]] = (),
         cache_salt: str | bytes | None = None,
+        priority: float = 0,
     ) -> None:
         self.seq_id = seq_id
         self.token_ids: array = pack_token_ids(token_ids)
@@ -70,6 +75,9 @@ class Sequence:
         self.table_version = 0
         self.lora_name = _check_key("lora_name", lora_name, str | int)
         self.cache_salt = _check_key("cache_salt", cache_salt, str | bytes)
+        if not (isinstance(priority, Real) and math.isfinite(priority)):
+            raise ValueError(f"priority={priority!r}: needs a finite number")
+        self.priority = priority
         self.mm_inputs = _check_mm_inputs(mm_inputs, self.num_prompt_tokens)
         self.hash_chains: dict[tuple[str, int], list[bytes]] = {}
 

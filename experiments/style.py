@@ -70,6 +70,7 @@ _POLICIES = {
     "workload_aware": ("workload-aware", line(GREEN, "p", "dashed")),
     "random_leaf": ("random leaf", line(PINK, "8", "dashed")),
     "marconi": ("Marconi", line(SKY, "P", "dashed")),
+    "priority": ("SGLang priority", line(ORANGE, "P", "dotted")),
     "retention": ("TensorRT-LLM retention", line(ORANGE, "h", "dotted")),
 }
 

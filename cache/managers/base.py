@@ -530,7 +530,9 @@ class CacheManager(abc.ABC):
         if self._listener:
             time_ms = 1000 * self.clock() if self.clock else math.nan
             prompt = seq.num_prompt_tokens
-            self._listener(Request(time_ms, prompt, output_tokens, prompt // self.block_size))
+            self._listener(
+                Request(time_ms, prompt, output_tokens, prompt // self.block_size, seq.priority)
+            )
 
     def _tell_end(self, seq: Sequence) -> None:
         self._tell(seq, seq.num_tokens - seq.num_prompt_tokens)

@@ -26,6 +26,7 @@ from cache.policies.priority import BlockHistory, PriorityPolicy, record
 from cache.policies.queues import QueuePolicy
 from cache.policies.random import Random
 from cache.policies.random_leaf import RandomLeaf
+from cache.policies.request_priority import RequestPriority
 from cache.policies.retention import Retained, Retention
 from cache.policies.reuse_oracle import ReuseOracle
 from cache.policies.s3fifo import S3FIFO
@@ -37,7 +38,8 @@ from cache.policies.workload_aware import WorkloadAware
 
 _BUILT_IN: tuple[type[EvictionPolicy], ...] = (
     LRU, FIFO, LFU, SLRU, LRUK, TwoQ, ARC, S3FIFO, Sieve, MQ, GDSF, Random, MRU, FILO,
-    TailOptimizedLRU, WorkloadAware, RandomLeaf, Marconi, Retention, Hazard, ReuseOracle, Belady,
+    TailOptimizedLRU, WorkloadAware, RandomLeaf, Marconi, RequestPriority, Retention,
+    Hazard, ReuseOracle, Belady,
 )  # fmt: skip
 
 POLICIES: dict[str, type[EvictionPolicy]] = {policy.name: policy for policy in _BUILT_IN}

@@ -45,6 +45,8 @@ class Request(NamedTuple):
     """Generated tokens; known from the release of its blocks on."""
     prompt_blocks: float
     """Blocks of its prompt; a partly filled last one counts where a trace numbers it."""
+    priority: float = 0.0
+    """What its blocks are worth to whoever sent it; the higher the longer they stay."""
 
 
 UNKNOWN_REQUEST = Request(math.nan, math.nan, math.nan, math.nan)

@@ -1,4 +1,4 @@
-"""Our own: what returns least per block and time goes, and never far below LRU."""
+"""Our own: what returns least per block and time goes, within what LRU's hits allow."""
 
 from __future__ import annotations
 
@@ -34,13 +34,12 @@ class Hazard(EvictionPolicy):
     returns per block and time if it is kept until T at the longest.  The last block of the run with
     the smallest index goes first, a block that others continue never before them.
 
-    The safeguard: the policy knows what an LRU cache of its size would hold, and so how many more
-    hits that had.  When these, and a quarter of the blocks that LRU would hold and it does not,
-    exceed ``budget`` of all references (and of twice the capacity), it evicts in the order of LRU
-    until these hits are half of that.  The content of an LRU cache is what was used last, so this
-    order leads to the same content, with no further loss than the blocks that are missing.  A lead
-    counts up to half a block per block of the cache, so that it cannot be lost again unnoticed.
-    It is no guarantee: docs/eviction-study.md tells of traffic on which 1.5 points were lost.
+    The safeguard: it never has more than ``budget`` x references hits less than an LRU cache of its
+    size.  It follows that cache, and so knows its own balance: budget x references, and its hits,
+    less those of LRU.  At most so many blocks may be *missing*, which LRU would hold; otherwise it
+    evicts only what LRU holds no longer, of that the least worth.  Then every block that is missing
+    can be asked for, and the balance pays for each.  It counts up to a block per block of the
+    cache, as no more can be missing, so that a lead of former days is not lost unnoticed.
 
     It remembers ``ghost_ratio`` times its capacity of evicted contents: by default 2 KB a block of
     the cache, and about as much again for the keys in a manager.  Time is ``Request.time_ms``, or a
@@ -53,7 +52,7 @@ class Hazard(EvictionPolicy):
     name = "hazard"
 
     def __init__(
-        self, ghost_ratio: float = 16.0, shrinkage: float = 50.0, budget: float = 0.0025
+        self, ghost_ratio: float = 16.0, shrinkage: float = 50.0, budget: float = 0.005
     ) -> None:
         options = {"ghost_ratio": ghost_ratio, "shrinkage": shrinkage, "budget": budget}
         for option, value in options.items():

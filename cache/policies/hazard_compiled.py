@@ -20,6 +20,8 @@ _WIDTHS = np.diff(2.0 ** (np.arange(NUM_BINS + 1) - 1.0))
 _LARGEST = 15
 """Of a feature."""
 _NONE = -1
+_BEYOND = 1
+"""The heap of the runs whose last block an LRU cache would not hold."""
 
 _CONTENT = np.dtype(
     [
@@ -65,9 +67,7 @@ _OWN = np.dtype(
         ("shrinkage", np.float64),
         ("now", np.float64),
         ("requests", np.int64),
-        ("references", np.int64),
-        ("lead", np.float64),  # hits more than those of LRU, as far as they count
-        ("follows_lru", np.bool_),
+        ("balance", np.float64),  # hits that may be lost to LRU
         ("num_missing", np.int64),  # contents that LRU would hold and that are not here
         ("num_listed", np.int64),
         ("num_in_lru", np.int64),
@@ -77,8 +77,8 @@ _OWN = np.dtype(
         ("num_evictable", np.int64),
         ("num_classes", np.int64),
         ("num_forgotten", np.int64),
-        ("heap_size", np.int64),
-        ("next_ranking", np.int64),  # the request at which the heap is made anew
+        ("heap_size", np.int64, 2),
+        ("next_ranking", np.int64),  # the request at which the heaps are made anew
         ("next_update", np.int64),  # the request at which the indices are
         # (class, value of its next feature) to class: a tree whose root is class 0
         ("subclass", np.int16, (MAX_CLASSES, _LARGEST + 1)),
@@ -102,7 +102,7 @@ class State(NamedTuple):
     """The last one is both ends of the order of release."""
     runs: np.ndarray
     heap: np.ndarray
-    """Runs whose last block may go; the first ``heap_size`` count."""
+    """Two heaps of runs whose last block may go: LRU would hold it, or not (``_BEYOND``)."""
 
 
 def make_state(
@@ -120,7 +120,7 @@ def make_state(
     contents["newer"] = contents["older"] = num_contents
     runs = np.zeros(num_contents, _RUN)
     runs["tracked"] = np.arange(num_contents)
-    return State(own[0], contents, runs, np.empty(num_contents, _ENTRY))
+    return State(own[0], contents, runs, np.empty((2, 2 * capacity), _ENTRY))
 
 
 @numba.njit(cache=True)
@@ -162,7 +162,6 @@ def release(own, contents, runs, heap, path, parents, time_ms, output_tokens):
     ``parents`` gives the content before each, -1 for none.  ``time_ms`` NaN: a second a request.
     """
     own.requests += 1
-    own.references += len(path)
     time = 1000.0 * own.requests if math.isnan(time_ms) else time_ms
     own.now = max(own.now, time)
     _compare_with_lru(own, contents, runs, heap, path)
@@ -235,19 +234,17 @@ def release(own, contents, runs, heap, path, parents, time_ms, output_tokens):
 def _evict_one(own, contents, runs, heap):
     if own.requests >= own.next_ranking:
         _rank(own, contents, runs, heap)
-    while True:
-        if own.heap_size == 0:
-            _rank(own, contents, runs, heap)
-            if own.heap_size == 0:  # only what was inserted out of order continues them all
-                victim = runs[runs[0].evictable].tail
-                break
-        top = heap[0]
-        run = runs[top.run]
-        if run.serial == top.serial and _is_leaf(own, contents, runs, heap, run):
-            victim = run.tail
-            break
-        own.heap_size -= 1
-        _put(heap, 0, own.heap_size, heap[own.heap_size])
+    chosen = np.int64(_NONE)
+    if own.num_missing + 1 > own.balance:
+        chosen = _first_beyond_lru(own, contents, runs, heap)
+    if chosen == _NONE:
+        chosen = _first_of_all(own, contents, runs, heap)
+    if chosen == _NONE:
+        _rank(own, contents, runs, heap)
+        chosen = _first_of_all(own, contents, runs, heap)
+    if chosen == _NONE:  # only what was inserted out of order continues them all
+        chosen = np.int64(runs[0].evictable)
+    victim = runs[chosen].tail
     block = contents[victim]
     _take_out(own, contents, runs, heap, victim)
     block.resident = False
@@ -263,46 +260,88 @@ def _evict_one(own, contents, runs, heap):
     return victim
 
 
+@numba.njit(inline="always")
+def _first_of_all(own, contents, runs, heap):
+    """The run of least worth, _NONE if the heaps have none."""
+    inside = _first(own, contents, runs, heap, 0)
+    beyond = _first(own, contents, runs, heap, _BEYOND)
+    if beyond == _NONE or (inside != _NONE and heap[0, 0].value < heap[_BEYOND, 0].value):
+        return inside
+    return beyond
+
+
+@numba.njit(inline="always")
+def _first_beyond_lru(own, contents, runs, heap):
+    """The run of least worth among those whose last block an LRU cache would not hold, either.
+
+    If there is none, what LRU evicts next is given up there, too.
+    """
+    chosen = _first(own, contents, runs, heap, _BEYOND)
+    for _ in range(own.num_in_lru):
+        if chosen != _NONE:
+            break
+        content = own.last_in_lru
+        if contents[content].resident and not contents[content].released:
+            _make_newest(own, contents, runs, heap, content)
+        else:
+            _leave_lru(own, contents, runs, heap)
+            own.num_in_lru -= 1
+            chosen = _first(own, contents, runs, heap, _BEYOND)
+    return chosen
+
+
+@numba.njit(inline="always")
+def _first(own, contents, runs, heap, side):
+    """The first run of a heap whose entry is still right."""
+    while own.heap_size[side]:
+        entry = heap[side, 0]
+        run_id = entry.run
+        run = runs[run_id]
+        is_current = run.serial == entry.serial and _is_leaf(own, contents, runs, heap, run)
+        if is_current and contents[run.tail].in_lru == (side != _BEYOND):
+            return run_id
+        own.heap_size[side] -= 1
+        _put(heap[side], 0, own.heap_size[side], heap[side, own.heap_size[side]])
+        if is_current and side == _BEYOND:  # its last block is gone, the others are in LRU
+            _offer(own, contents, runs, heap, run_id)
+    return np.int64(_NONE)
+
+
 @numba.njit(cache=True)
 def _compare_with_lru(own, contents, runs, heap, path):
-    """Count the hits of ``path`` here and in an LRU cache.
-
-    A lead of former times counts up to half a block per block of the cache.
-    """
+    """Count the hits of ``path`` here and in an LRU cache."""
     hits = hits_of_lru = 0
     while hits < len(path) and contents[path[hits]].resident:
         hits += 1
     while hits_of_lru < len(path) and contents[path[hits_of_lru]].in_lru:
         hits_of_lru += 1
-    own.lead = min(own.lead + hits - hits_of_lru, 0.5 * own.capacity)
+    if len(path):
+        earned = hits - hits_of_lru + own.budget * len(path)
+        own.balance = min(own.balance + earned, float(own.capacity))
 
 
 @numba.njit(cache=True)
 def _rank(own, contents, runs, heap):
-    """Choose whom to follow, and make the heap of the runs whose last block may go, of its values.
+    """Make the heaps of the runs whose last block may go, of their values.
 
     The more runs there are the longer they wait for the next time: values change slowly, as ages
     count in logarithms.
     """
-    allowed = own.budget * (own.references + 2 * own.capacity)
-    if own.follows_lru:
-        own.follows_lru = own.lead < -0.5 * allowed
-    else:
-        own.follows_lru = own.lead - 0.25 * own.num_missing < -allowed
     if own.requests >= own.next_update:
         update_indices(own, contents, runs, heap)
         own.next_update = own.requests + max(1, min(2000, own.requests // 3))
-    own.heap_size = 0
+    own.heap_size[:] = 0
     for at in range(own.num_evictable):
         run_id = runs[at].evictable
         run = runs[run_id]
         if _is_leaf(own, contents, runs, heap, run):
-            _set_entry(
-                heap[own.heap_size], _value(own, contents, runs, heap, run), run.serial, run_id
-            )
-            own.heap_size += 1
-    for root in range(own.heap_size // 2 - 1, -1, -1):
-        _put(heap, root, own.heap_size, heap[root])
+            side = 0 if contents[run.tail].in_lru else _BEYOND
+            entry = heap[side, own.heap_size[side]]
+            _set_entry(entry, _value(own, contents, runs, heap, run), run.serial, run_id)
+            own.heap_size[side] += 1
+    for side in range(2):
+        for root in range(own.heap_size[side] // 2 - 1, -1, -1):
+            _put(heap[side], root, own.heap_size[side], heap[side, root])
     own.next_ranking = own.requests + 1 + own.num_evictable // 32
 
 
@@ -366,9 +405,7 @@ def _slope(survival, space, start, end):
 
 @numba.njit(inline="always")
 def _value(own, contents, runs, heap, run):
-    """What is evicted first has the smallest: the oldest, or the least worth."""
-    if own.follows_lru:
-        return float(run.serial)
+    """The Gittins index at its age: what is evicted first has the smallest."""
     age, part = _bin(own.now - run.time)
     index = own.index[run.class_]
     return index[age] + part * (index[min(age + 1, NUM_BINS - 1)] - index[age])
@@ -478,10 +515,18 @@ def _make_newest(own, contents, runs, heap, content):
         if own.num_in_lru < own.capacity:
             own.num_in_lru += 1
         else:
-            out = contents[own.last_in_lru]
-            out.in_lru = False
-            own.num_missing -= not out.resident
-            own.last_in_lru = out.newer
+            _leave_lru(own, contents, runs, heap)
+
+
+@numba.njit(inline="always")
+def _leave_lru(own, contents, runs, heap):
+    """The oldest content of the LRU cache is evicted there."""
+    out = contents[own.last_in_lru]
+    out.in_lru = False
+    own.num_missing -= not out.resident
+    own.last_in_lru = out.newer
+    if out.released:
+        _offer(own, contents, runs, heap, out.run)
 
 
 @numba.njit(cache=True)
@@ -512,21 +557,22 @@ def _forget(own, contents, runs, heap, content):
 
 @numba.njit(inline="always")
 def _offer(own, contents, runs, heap, run_id):
-    """Enter a run into the heap if its last block may go."""
+    """Enter a run into its heap if its last block may go."""
     run = runs[run_id]
     if not _is_leaf(own, contents, runs, heap, run):
         return
-    if own.heap_size == len(heap):
-        own.next_ranking = own.requests
-        own.heap_size = 0
+    side = 0 if contents[run.tail].in_lru else _BEYOND
+    entries = heap[side]
+    if own.heap_size[side] == len(entries):
+        _rank(own, contents, runs, heap)
         return
-    at = own.heap_size
-    own.heap_size += 1
+    at = own.heap_size[side]
+    own.heap_size[side] += 1
     value = _value(own, contents, runs, heap, run)
-    while at and value < heap[(at - 1) >> 1].value:
-        heap[at] = heap[(at - 1) >> 1]
+    while at and value < entries[(at - 1) >> 1].value:
+        entries[at] = entries[(at - 1) >> 1]
         at = (at - 1) >> 1
-    _set_entry(heap[at], value, run.serial, run_id)
+    _set_entry(entries[at], value, run.serial, run_id)
 
 
 @numba.njit(inline="always")

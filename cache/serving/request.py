@@ -57,7 +57,8 @@ class ScheduledSequence(Sequence):
         *,
         cache_salt: str | bytes | None = None,
     ) -> None:
-        super().__init__(seq_id, token_ids, cache_salt=cache_salt)
+        priority = request.params.cache_priority
+        super().__init__(seq_id, token_ids, cache_salt=cache_salt, priority=priority)
         self.request = request
         self.index = index
         self.order = (request.request_id, seq_id)

@@ -36,6 +36,8 @@ class SamplingParams:
         ignore_eos: do not end at the model's end-of-text tokens.
         beam_width: number of beams of beam search, of which the n best are returned; None samples.
         length_penalty: beams are ranked by sum(log p) / number of tokens ** length_penalty.
+        cache_priority: the higher, the longer the cache keeps its K/V, if the eviction policy is
+            ``priority``; nothing else looks at it.
 
     Raises ValueError naming the argument for values outside these ranges.
     """
@@ -57,6 +59,7 @@ class SamplingParams:
     logprobs: int | None = None
     beam_width: int | None = None
     length_penalty: float = 1.0
+    cache_priority: float = 0.0
 
     def __post_init__(self) -> None:
         at_least(1, "n", self.n)
@@ -169,5 +172,6 @@ _NEEDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         lambda v: _is_number(v) and abs(v) <= 100,
         "a number from -100 to 100",
     ),
+    ("cache_priority", lambda v: _is_number(v) and abs(v) < math.inf, "a finite number"),
 )
 """Fields, and what each needs by itself."""

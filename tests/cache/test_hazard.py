@@ -103,10 +103,25 @@ def test_the_safeguard_holds_where_what_was_learnt_is_wrong():
     below = []
     for percent in (0.5, 1, 2, 5, 10, 20):
         capacity = int(trace.num_unique_blocks * percent / 100)
-        lru = hits(trace, capacity, "lru")
-        assert hits(trace, capacity) > lru - 0.005 * trace.num_block_references
-        below.append(lru - hits(trace, capacity, budget=1e9))
+        assert most_below_lru(trace, capacity, budget=0.005) <= 0
+        below.append(hits(trace, capacity, "lru") - hits(trace, capacity, budget=1e9))
     assert max(below) > 0.005 * trace.num_block_references, "the trace tempts it"
+
+
+@given(
+    trace=prefix_traces, capacity=st.integers(1, 12), budget=st.sampled_from([0, 0.02, 0.1, 0.5])
+)
+def test_at_no_time_is_it_further_below_lru_than_its_budget(trace, capacity, budget):
+    assert most_below_lru(trace, capacity, budget) <= 1e-9
+
+
+def most_below_lru(trace: Trace, capacity: int, budget: float) -> float:
+    """The most hits, after any request, that it lacked to those of LRU less its budget."""
+    lru, hazard = (
+        cache.simulate(trace, policy=policy, capacity_blocks=capacity, **options).hits.cumsum()
+        for policy, options in (("lru", {}), ("hazard", {"budget": budget}))
+    )
+    return (lru - hazard - budget * trace.offsets[1:]).max()
 
 
 @pytest.mark.parametrize("name", ["shared_system_prompts", "multi_turn_chat", "agent_loops", "rag"])
@@ -178,7 +193,7 @@ def test_a_replay_tells_of_requests_twice():
     listener = Listener()
     cache.simulate(trace_of([(0, 1), (2,)]), policy=listener, capacity_blocks=2)
     first, at_release, second, _ = listener.told
-    assert at_release == (0.0, 8, 1, 2)
+    assert at_release == (0.0, 8, 1, 2, 0)
     assert np.isnan(first.output_tokens)
     assert first._replace(output_tokens=1) == at_release
     assert second[:2] == (1.0, 4)
@@ -188,13 +203,13 @@ def test_a_replay_tells_of_requests_twice():
 def test_a_manager_tells_of_requests(name):
     listener = Listener()
     manager = cache.make_manager(name, num_blocks=4, block_size=2, policy=listener)
-    seq = cache.Sequence(0, [1, 2, 3])
+    seq = cache.Sequence(0, [1, 2, 3], priority=7)
     manager.clock = lambda: 1.5
     manager.allocate(seq)
     seq.append_token(4)
     manager.append(seq)
     manager.free(seq)
-    assert listener.told[-1] == (1500.0, 3, 1, 1)
+    assert listener.told[-1] == (1500.0, 3, 1, 1, 7)
     assert np.isnan(listener.told[0].output_tokens)
     manager.clock = None
     manager.allocate(seq)

@@ -17,7 +17,7 @@ from cache.policies import EvictionPolicy, Request, make_policy
 sys.path.insert(0, str(Path(__file__).parent))
 from prefix_traces import prefix_traces
 
-LEAF_POLICIES = ("random_leaf", "marconi", "workload_aware", "retention")
+LEAF_POLICIES = ("random_leaf", "marconi", "workload_aware", "priority", "retention")
 
 
 class Pool:
@@ -28,11 +28,13 @@ class Pool:
         policy.start(100)
         self.blocks: dict[str, int] = {}
 
-    def serve(self, *prompts: str, at_ms: float = math.nan, output_tokens: float = 0) -> Pool:
+    def serve(
+        self, *prompts: str, at_ms: float = math.nan, output_tokens: float = 0, priority: float = 0
+    ) -> Pool:
         """One after the other; a block holds a token."""
         for prompt in prompts:
             length = len(prompt)
-            self.policy.tell(Request(at_ms, length, output_tokens, length))
+            self.policy.tell(Request(at_ms, length, output_tokens, length, priority))
             path = [prompt[: end + 1] for end in range(length)]
             for depth, content in enumerate(path):
                 if content in self.blocks:
@@ -76,6 +78,7 @@ def test_no_block_goes_before_those_that_continue_it(name, trace, capacity):
     [
         ("tlru", {"threshold_blocks": 0, "next_blocks": 0}),
         ("marconi", {"alpha": 0}),
+        ("priority", {}),
         ("retention", {"ranges": ()}),
         ("retention", {"ranges": [(0, None, 80)]}),
         ("workload_aware", {"max_turn": 1}),
@@ -152,6 +155,30 @@ def test_workload_aware_learns_which_turn_returns_and_when():
     pool.policy.evict()  # tells it how long blocks stay
     pool.serve("z", at_ms=120_100)
     assert pool.victims().index("z") < pool.victims().index("a")
+
+
+def test_priority_keeps_what_a_request_of_high_priority_used():
+    pool = Pool(make_policy("priority"))
+    pool.serve("ab", "xy", priority=1).serve("cd").serve("ae", "x", priority=-2)
+    assert pool.victims() == ["ae", "cd", "c", "ab", "xy", "a", "x"]
+
+
+@pytest.mark.parametrize("name", ["vllm_v0", "vllm_v1", "radix", "nano_vllm"])
+def test_the_priority_of_a_sequence_keeps_its_blocks(name):
+    manager = cache.make_manager(name, num_blocks=8, block_size=2, policy="priority")
+    for token, priority in [(1, 5), (2, 0), (3, 0)]:
+        seq = cache.Sequence(token, [token] * 6, priority=priority)
+        manager.allocate(seq)
+        manager.free(seq)
+    again = cache.Sequence(4, [1] * 6 + [4])
+    manager.allocate(again)
+    assert again.num_cached_tokens == 6
+
+
+@pytest.mark.parametrize("priority", [math.nan, math.inf, "high", None])
+def test_a_priority_is_a_finite_number(priority):
+    with pytest.raises(ValueError, match=r"priority=.* needs a finite number"):
+        cache.Sequence(0, [1], priority=priority)
 
 
 @pytest.mark.parametrize(

@@ -202,6 +202,7 @@ def test_masks_keep_what_the_definitions_say(data):
         ({"stop_token_ids": [-1]}, r"stop_token_ids=\[-1\]"),
         ({"length_penalty": None}, "length_penalty=None"),
         ({"beam_width": 2, "n": 3}, "beam_width=2: needs an int of at least n=3"),
+        ({"cache_priority": math.nan}, "cache_priority=nan: needs a finite number"),
         ({"length_penalty": math.inf}, "length_penalty=inf"),
         ({"beam_width": 2, "stop": "x"}, "has no meaning for beam search"),
         ({"beam_width": 2, "repetition_penalty": 1.1}, "has no meaning for beam search"),

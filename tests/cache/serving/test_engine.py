@@ -96,6 +96,18 @@ def test_a_cached_prefix_is_not_computed_again():
         assert request.stats.num_cached_tokens == cached
 
 
+def test_a_prompt_of_high_priority_stays():
+    engine = make_engine("vllm_v1", 20, policy="priority")
+    engine.add(prompt(22), SamplingParams(temperature=0, max_tokens=1, cache_priority=1))
+    for seed in range(1, 9):
+        engine.add(prompt(30, seed), GREEDY)
+        serve(engine)
+    again = engine.requests[engine.add(prompt(22), GREEDY)]
+    serve(engine)
+    assert engine.manager.stats.evicted_blocks > 40
+    assert again.stats.num_cached_tokens == 20
+
+
 def test_samples_beams_and_single_outputs_share_a_step():
     """Each draws from its own row of logits, whichever rows the others take."""
     kinds = [SAMPLES, BEAMS, GREEDY]

@@ -1,0 +1,36 @@
+"""Priorities that requests bring."""
+
+from __future__ import annotations
+
+from cache.lazy_heap import LazyHeap
+from cache.policies.leaves import LeafPolicy, Node
+
+
+class RequestPriority(LeafPolicy):
+    """SGLang's ``priority``: the least goes first, of equal ones the least recent.
+
+    A block has the highest priority of all requests that used it since it came in.  Requests bring
+    theirs as ``Sequence.priority``, or ``SamplingParams.cache_priority`` in the engine.  The
+    requests of a trace have none: there it is LRU.
+    """
+
+    name = "priority"
+
+    def _reset(self) -> None:
+        self._leaves = LazyHeap()
+        self._uses = 0
+
+    def _access(self, nodes: list[Node]) -> None:
+        for node in nodes:
+            self._uses += 1
+            priority = self._request.priority
+            node.memo = max(priority, node.memo[0]) if node.memo else priority, self._uses
+
+    def _offer(self, node: Node) -> None:
+        self._leaves.push(node, *node.memo)
+
+    def _withdraw(self, node: Node) -> None:
+        self._leaves.remove(node)
+
+    def _take(self) -> Node | None:
+        return self._leaves.pop()[1] if self._leaves else None
