@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from kernels.testing.accuracy import Accuracy
+
 _DTYPES = {
     "float16": {"color": style.BLUE, "marker": "o"},
     "bfloat16": {"color": style.RED, "marker": "s"},
@@ -51,6 +53,21 @@ class KernelAccuracy(Options):
     def group(self) -> tuple[str, ...]:
         return self.kernel, self.dtype
 
+    def check(self, device: str) -> dict[str, Accuracy]:
+        """The accuracy of each result of a cell's kernel."""
+        import torch
+
+        case = Case(
+            self.block_size,
+            torch.bfloat16 if self.dtype == "fp8" else getattr(torch, self.dtype),
+            self.head_dim,
+            self.feature,
+            self.seed,
+            torch.device(device),
+            fp8_cache=self.dtype == "fp8",
+        )
+        return KERNELS[self.kernel].check(case)
+
 
 def cells(options: KernelAccuracy) -> Iterator[KernelAccuracy]:
     """What a kernel does not know it is not varied over."""
@@ -71,15 +88,6 @@ def run_cell(cell: KernelAccuracy) -> list[dict[str, Any]]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # read when kernels is first imported
-    case = Case(
-        cell.block_size,
-        torch.bfloat16 if cell.dtype == "fp8" else getattr(torch, cell.dtype),
-        cell.head_dim,
-        cell.feature,
-        cell.seed,
-        torch.device(device),
-        fp8_cache=cell.dtype == "fp8",
-    )
     return [
         {
             "kernel": cell.kernel,
@@ -94,7 +102,7 @@ def run_cell(cell: KernelAccuracy) -> list[dict[str, Any]]:
             "bound": accuracy.bound,
             "passed": accuracy.passed,
         }
-        for result, accuracy in KERNELS[cell.kernel].check(case).items()
+        for result, accuracy in cell.check(device).items()
     ]
 
 

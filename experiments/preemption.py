@@ -66,21 +66,38 @@ class Preemption(_Engines):
 
     manager: Manager = "vllm_v1"
     """Manager of the cache that serves requests."""
-    context_tokens: Axis[Count] = (256, 1024)
-    """Lengths of the sequences that are moved and computed again."""
-    cache_tokens: Count = 768
-    """Token slots of the cache that serves requests."""
-    requests: Count = 12
-    """Requests of a draw."""
-    prompt_tokens: Lengths = (32, 128)
-    """Fewest and most tokens of a prompt, drawn uniformly."""
-    output_tokens: Lengths = (32, 96)
-    """Fewest and most tokens of an output."""
+    context_tokens: Axis[Count] = ()
+    """Lengths of the sequences that are moved and computed again. None: by the model."""
+    cache_tokens: Count | None = None
+    """Token slots of the cache that serves requests. None: by the model."""
+    requests: Count | None = None
+    """Requests of a draw. None: by the model."""
+    prompt_tokens: Lengths | None = None
+    """Fewest and most tokens of a prompt, drawn uniformly. None: by the model."""
+    output_tokens: Lengths | None = None
+    """Fewest and most tokens of an output. None: by the model."""
     draws: Count = 6
     """Draws of the requests."""
 
 
+_SMALL = {
+    "context_tokens": (256, 1024),
+    "cache_tokens": 768,
+    "requests": 12,
+    "prompt_tokens": (32, 128),
+    "output_tokens": (32, 96),
+}
+_LARGE = {
+    "context_tokens": (4096, 16384),
+    "cache_tokens": 49_152,
+    "requests": 64,
+    "prompt_tokens": (512, 2048),
+    "output_tokens": (256, 768),
+}
+
+
 def cells(options: Preemption) -> Iterator[Cost | Serving]:
+    options = engine_models.with_sizes(options, small=_SMALL, large=_LARGE)
     longest = options.prompt_tokens[1] + options.output_tokens[1]
     for block_size in options.block_size:
         if options.cache_tokens // block_size < -(-longest // block_size):
@@ -88,9 +105,8 @@ def cells(options: Preemption) -> Iterator[Cost | Serving]:
                 f"--cache-tokens {options.cache_tokens}: does not hold a request of {longest} "
                 f"tokens in blocks of {block_size}"
             )
-    model = options.model or engine_models.default_model()
-    yield from grid(options, Cost, model=model)
-    yield from grid(options, Serving, model=model, repeats=options.draws)
+    yield from grid(options, Cost)
+    yield from grid(options, Serving, repeats=options.draws)
 
 
 def run_cell(cell: Cost | Serving) -> list[dict[str, Any]]:

@@ -72,27 +72,42 @@ class Throughput(_Engines):
 class SharedPrefix(_Engines):
     """The grid: managers x prompts x cached shares, and prefixes with and without caching."""
 
-    prompt_tokens: Axis[Count] = (512, 2048)
-    """Lengths of the prompts whose first token is waited for."""
+    prompt_tokens: Axis[Count] = ()
+    """Lengths of the prompts whose first token is waited for. None: by the model."""
     cached_percent: Axis[_Share] = (0, 25, 50, 75, 90)
     """Share of such a prompt that is cached, rounded down to whole blocks."""
-    prefix_tokens: Axis[Natural] = (0, 128, 512, 1024)
-    """Lengths of the prefix that the requests of a batch share."""
-    requests: Count = 8
-    """Requests of a batch."""
-    suffix_tokens: Count = 64
-    """Tokens of its own in each prompt of a batch."""
-    output_tokens: Count = 32
-    """Tokens that each request of a batch generates."""
+    prefix_tokens: Axis[Natural] = ()
+    """Lengths of the prefix that the requests of a batch share. None: by the model."""
+    requests: Count | None = None
+    """Requests of a batch. None: by the model."""
+    suffix_tokens: Count | None = None
+    """Tokens of its own in each prompt of a batch. None: by the model."""
+    output_tokens: Count | None = None
+    """Tokens that each request of a batch generates. None: by the model."""
     repeats: Count = 4
     """Measurements of each point."""
 
 
+_SMALL = {
+    "prompt_tokens": (512, 2048),
+    "prefix_tokens": (0, 128, 512, 1024),
+    "requests": 8,
+    "suffix_tokens": 64,
+    "output_tokens": 32,
+}
+_LARGE = {
+    "prompt_tokens": (8192, 32768),
+    "prefix_tokens": (0, 2048, 8192, 16384),
+    "requests": 32,
+    "suffix_tokens": 256,
+    "output_tokens": 64,
+}
+
+
 def cells(options: SharedPrefix) -> Iterator[FirstToken | Throughput]:
-    model = options.model or engine_models.default_model()
-    first = options.manager[:1]
-    yield from grid(options, FirstToken, model=model)
-    yield from grid(options, Throughput, model=model, manager=first, prefix_caching=(False, True))
+    options = engine_models.with_sizes(options, small=_SMALL, large=_LARGE)
+    yield from grid(options, FirstToken)
+    yield from grid(options, Throughput, manager=options.manager[:1], prefix_caching=(False, True))
 
 
 def run_cell(cell: FirstToken | Throughput) -> list[dict[str, Any]]:

@@ -3,7 +3,8 @@
 Everything is one kernel call on a cache: a contiguous cache is a paged one whose blocks are as long
 as a whole sequence, packed keys are a single such block in which every sequence has its own start,
 and left padding is a start too. A batch of single queries runs the split-KV decode kernel, any
-other the prefill kernel.
+other the prefill kernel. The length of such blocks is no constant of any kernel, so that a cache
+that grows with every call is compiled for once.
 
 Arguments are those of flash-attn's functions. `scale` is the softmax_scale, `window` (left, right)
 with -1 for no limit and causality in it; without `return_lse` the LSE that is returned is empty.
@@ -28,7 +29,7 @@ from kernels.checks import (
     check_score_options,
     check_tensor,
 )
-from kernels.paged_decode_attention import paged_decode_attention
+from kernels.paged_decode_attention import decode_into
 from kernels.paged_prefill_attention import launch_prefill
 from kernels.rope_store_kvcache import rope_store_kvcache
 from kernels.slot_mapping_from_positions import slot_mapping_from_positions
@@ -72,22 +73,9 @@ def _attend(
     cu_seqlens_q None: one query per sequence, whose keys start at slot 0 and need block_tables.
     """
     left, right = map(_limit, window)
-    if cu_seqlens_q is None:
-        result = paged_decode_attention(
-            q,
-            k_cache,
-            v_cache,
-            block_tables,
-            context_lens,
-            window_size=None if left is None else left + 1,
-            num_splits=num_splits or None,
-            return_lse=return_lse,
-            **options,
-        )
-        out, lse = result if return_lse else (result, None)
-    else:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
+    if cu_seqlens_q is not None:
         launch_prefill(
             out,
             lse,
@@ -102,6 +90,22 @@ def _attend(
             kv_starts=kv_starts,
             paged=paged,
             num_splits=num_splits or None,
+            **options,
+        )
+    elif q.shape[0]:
+        decode_into(
+            out,
+            lse,
+            q,
+            k_cache,
+            v_cache,
+            block_tables,
+            context_lens,
+            window_size=None if left is None else left + 1,
+            k_scale=None,
+            v_scale=None,
+            num_splits=num_splits or None,
+            paged=paged,
             **options,
         )
     if lse is None:
@@ -210,6 +214,10 @@ def _positions(starts: torch.Tensor, count: int) -> torch.Tensor:
     return (starts[:, None] + steps).flatten()
 
 
+def _has_dense_rows(cache: torch.Tensor) -> bool:
+    return cache.stride(0) == cache.shape[1] * cache.stride(1)
+
+
 def _append(
     k: torch.Tensor,
     v: torch.Tensor,
@@ -219,6 +227,7 @@ def _append(
     cache_seqlens: torch.Tensor,
     rotary: tuple[torch.Tensor, torch.Tensor] | None,
     interleaved: bool,
+    paged: bool,
 ) -> None:
     """Write k and v, (batch, seqlen_new, nheads_k, headdim), behind the cached tokens."""
     batch, seqlen_new = k.shape[:2]
@@ -227,6 +236,9 @@ def _append(
     seq_ids = tokens if seqlen_new == 1 else tokens // seqlen_new
     slots = slot_mapping_from_positions(positions, tables, seq_ids, k_cache.shape[1])
     k, v = k.flatten(0, 1), v.flatten(0, 1)
+    if not paged and all(map(_has_dense_rows, (k_cache, v_cache))):
+        # A slot has the same number in blocks of one token.
+        k_cache, v_cache = (cache.flatten(0, 1)[:, None] for cache in (k_cache, v_cache))
     if rotary is None:
         store_kvcache(k, v, k_cache, v_cache, slots)
     else:
@@ -357,7 +369,8 @@ def flash_attn_kvcache(
             positions = cache_seqlens.repeat_interleave(seqlen, output_size=batch * seqlen)
         q = apply_rotary_embedding(q, positions, *rotary, interleaved=rotary_interleaved)
     if seqlen_new:
-        _append(k, v, k_cache, v_cache, tables, cache_seqlens, rotary, rotary_interleaved)
+        paged = block_table is not None
+        _append(k, v, k_cache, v_cache, tables, cache_seqlens, rotary, rotary_interleaved, paged)
     cu_seqlens_q = None
     if seqlen != 1 or cache_leftpad is not None:
         cu_seqlens_q = torch.arange(batch + 1, dtype=torch.int32, device=device) * seqlen

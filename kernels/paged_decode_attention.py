@@ -116,6 +116,7 @@ def _paged_decode_kernel(
     programs that read neighbouring memory run together. With IS_SPLIT out and lse are split states,
     of which the launch writes those from first_state on. Without, they are the results and lse_ptr
     may be None.
+    BLOCK_SIZE 0: not paged; the sequence lies in one piece, in entry 0 of its table row.
     PAIRED_VALUES: read the values of an fp8 cache in pairs; even and odd elements have an
     accumulator each, until the end.
     """
@@ -164,6 +165,10 @@ def _paged_decode_kernel(
     k_ptr = k_cache_ptr + kv_head.to(tl.int64) * stride_k_head
     v_ptr = v_cache_ptr + kv_head.to(tl.int64) * stride_v_head
     table_ptr = block_tables_ptr + seq * stride_table
+    if BLOCK_SIZE == 0:
+        piece = tl.load(table_ptr).to(tl.int64)
+        k_ptr += piece * stride_k_block
+        v_ptr += piece * stride_v_block
     acc = tl.zeros([TILE_M, HEAD_DIM_PADDED // PAIR], tl.float32)
     acc_odd = acc
     row_max = tl.full([TILE_M], float("-inf"), tl.float32)
@@ -176,9 +181,13 @@ def _paged_decode_kernel(
         for start in tl.range(loop_begin, loop_end, TILE_N, num_stages=1 if TAIL else None):
             positions = start + offs_n
             token_mask = positions < end
-            block_ids = load_block_ids(table_ptr, positions, token_mask, BLOCK_SIZE, TAIL)
-            k_rows = slot_offsets(block_ids, positions, stride_k_block, stride_k_slot, BLOCK_SIZE)
-            v_rows = slot_offsets(block_ids, positions, stride_v_block, stride_v_slot, BLOCK_SIZE)
+            if BLOCK_SIZE:
+                ids = load_block_ids(table_ptr, positions, token_mask, BLOCK_SIZE, TAIL)
+                k_rows = slot_offsets(ids, positions, stride_k_block, stride_k_slot, BLOCK_SIZE)
+                v_rows = slot_offsets(ids, positions, stride_v_block, stride_v_slot, BLOCK_SIZE)
+            else:
+                k_rows = positions.to(tl.int64) * stride_k_slot
+                v_rows = positions.to(tl.int64) * stride_v_slot
             k_ptrs = k_ptr + k_rows[:, None] + offs_d[None, :]  # [TILE_N, HEAD_DIM_PADDED]
             v_ptrs = value_ptrs(v_ptr + v_rows[:, None], PAIRED_VALUES)
             v_ptrs += offs_v[None, :]  # [TILE_N, HEAD_DIM_PADDED // PAIR]
@@ -251,16 +260,19 @@ def launch_decode(
     sinks: torch.Tensor | None = None,
     k_scale: Scale,
     v_scale: Scale,
+    paged: bool = True,
     num_splits: int = 1,
     first_state: int | None = None,
 ) -> None:
     """Launch the kernel on checked arguments, those of `paged_decode_attention` and, beyond them:
 
+    paged: False when a sequence's keys lie in one piece: (num_pieces, slots, num_kv_heads,
+        head_dim), the piece of each sequence in block_tables (batch, 1).
     first_state: not None if out and lse are those of SplitStates; num_splits of these are written,
         from first_state on. The sinks are then left to their merging.
     """
     batch, num_q_heads, head_dim = q.shape
-    _, block_size, num_kv_heads, _ = k_cache.shape
+    num_kv_heads = k_cache.shape[2]
     group_size = num_q_heads // num_kv_heads
     target = target_of(q.device)
     head_dim_padded = padded_dim(head_dim)
@@ -299,7 +311,7 @@ def launch_decode(
         GROUP_SIZE=group_size,
         HEAD_DIM=head_dim,
         HEAD_DIM_PADDED=head_dim_padded,
-        BLOCK_SIZE=block_size,
+        BLOCK_SIZE=k_cache.shape[1] if paged else 0,
         TILE_M=tile.tile_m,
         TILE_N=tile.tile_n,
         USE_WINDOW=window_size is not None,
@@ -312,6 +324,31 @@ def launch_decode(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
+
+
+def decode_into(
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    *,
+    sinks: torch.Tensor | None = None,
+    num_splits: int | None = None,
+    **options,
+) -> None:
+    """`paged_decode_attention` of checked arguments; `options` are those of launch_decode."""
+    call = (q, k_cache, v_cache, block_tables, context_lens)
+    if num_splits is None:
+        num_splits = choose_num_splits(q, k_cache, block_tables, options["window_size"])
+    if num_splits == 1:
+        launch_decode(out, lse, *call, sinks=sinks, **options)
+        return
+    states = SplitStates.empty(q, num_splits)
+    launch_decode(states.out, states.lse, *call, num_splits=num_splits, first_state=0, **options)
+    states.merge_into(out, lse, sinks=sinks)
 
 
 @attention_op
@@ -381,19 +418,22 @@ def paged_decode_attention(
     out, lse = results_of(q, out, return_lse)
     if num_splits is not None:
         check_grid_dim("num_splits", None, num_splits)
-    if batch == 0:
-        return (out, lse) if return_lse else out
-
-    options = {"scale": scale, "window_size": window_size, "softcap": softcap}
-    options |= {"alibi_slopes": alibi_slopes, "k_scale": k_scale, "v_scale": v_scale}
-    call = (q, k_cache, v_cache, block_tables, context_lens)
-    num_splits = num_splits or choose_num_splits(q, k_cache, block_tables, window_size)
-    if num_splits == 1:
-        launch_decode(out, lse, *call, sinks=sinks, **options)
-    else:
-        states = SplitStates.empty(q, num_splits)
-        launch_decode(
-            states.out, states.lse, *call, num_splits=num_splits, first_state=0, **options
+    if batch:
+        decode_into(
+            out,
+            lse,
+            q,
+            k_cache,
+            v_cache,
+            block_tables,
+            context_lens,
+            scale=scale,
+            window_size=window_size,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            num_splits=num_splits,
         )
-        states.merge_into(out, lse, sinks=sinks)
     return (out, lse) if return_lse else out

@@ -15,7 +15,7 @@ from kernels.tiles import cdiv, index_tile
 from kernels.torch_ops import functional_op
 
 
-@triton.jit(do_not_specialize=["num_tokens", "max_blocks", "stride_table"])
+@triton.jit(do_not_specialize=["num_tokens", "max_blocks", "stride_table", "block_size"])
 def _slot_mapping_kernel(
     slots_ptr,
     positions_ptr,
@@ -24,19 +24,19 @@ def _slot_mapping_kernel(
     num_tokens,
     max_blocks,
     stride_table,
-    BLOCK_SIZE: tl.constexpr,
+    block_size,
     TILE_TOKENS: tl.constexpr,
 ):
     tokens = tl.program_id(0).to(tl.int64) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
     token_mask = tokens < num_tokens
     positions = tl.load(positions_ptr + tokens, mask=token_mask, other=-1)
-    columns = positions // BLOCK_SIZE
+    columns = positions // block_size
     mapped = (positions >= 0) & (columns < max_blocks)
     seqs = tl.load(seq_ids_ptr + tokens, mask=mapped, other=0).to(tl.int64)
     block_ids = tl.load(block_tables_ptr + seqs * stride_table + columns, mask=mapped, other=-1).to(
         tl.int64
     )
-    slots = block_ids * BLOCK_SIZE + positions % BLOCK_SIZE
+    slots = block_ids * block_size + positions % block_size
     tl.store(slots_ptr + tokens, tl.where(block_ids >= 0, slots, -1), mask=token_mask)
 
 
@@ -110,7 +110,7 @@ def slot_mapping_from_positions(
         num_tokens,
         block_tables.shape[1],
         block_tables.stride(0),
-        BLOCK_SIZE=block_size,
+        block_size,
         TILE_TOKENS=tile.elements,
         num_warps=tile.num_warps,
     )

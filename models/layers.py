@@ -84,13 +84,21 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     256 rows they take a tenth less time, of more they take none less (MKL 2024.2, AMD EPYC;
     `experiments/transformers_speed.py` shows what it is worth).
     """
-    threads, (outputs, inputs) = torch.get_num_threads(), weight.shape
-    cut = len(x) <= FEW_ROWS and weight.numel() >= LARGE_WEIGHT and outputs % threads == 0
-    if x.device.type != "cpu" or x.dtype != torch.float32 or not cut:
+    threads = torch.get_num_threads()
+    if not _pays_to_cut(x, weight) or len(weight) % threads:
         return F.linear(x, weight, bias)
-    slices = weight.view(threads, -1, inputs).mT
-    out = torch.bmm(x.expand(threads, -1, -1), slices).transpose(0, 1).reshape(-1, outputs)
+    out = _cut_linear(x, weight, threads).transpose(0, 1).reshape(len(x), len(weight))
     return out if bias is None else out.add_(bias)
+
+
+def _pays_to_cut(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    few = len(x) <= FEW_ROWS and weight.numel() >= LARGE_WEIGHT
+    return few and x.device.type == "cpu" and x.dtype == torch.float32
+
+
+def _cut_linear(x: torch.Tensor, weight: torch.Tensor, slices: int) -> torch.Tensor:
+    """(slices, rows, outputs of each)."""
+    return torch.bmm(x.expand(slices, -1, -1), weight.view(slices, -1, weight.shape[1]).mT)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -113,6 +121,9 @@ class ColumnParallelLinear(nn.Module):
         if x.device.type == "cpu":
             # One product is no faster there, and rows with gaps slow down what comes next.
             sizes = self.local_sizes
+            one_each = len(sizes) == torch.get_num_threads() and len(set(sizes)) == 1
+            if one_each and self.bias is None and _pays_to_cut(x, self.weight):
+                return _cut_linear(x, self.weight, len(sizes)).unbind()
             biases = [None] * len(sizes) if self.bias is None else self.bias.split(sizes)
             return tuple(map(linear, [x] * len(sizes), self.weight.split(sizes), biases))
         return F.linear(x, self.weight, self.bias).split(self.local_sizes, dim=-1)

@@ -173,6 +173,10 @@ class FakeGpu:
         """An op of PyTorch."""
         if func is _aten.is_pinned.default:
             return self.is_pinned(args[0])
+        if func is _aten._foreach_copy_.default:  # a loop where the devices differ
+            for target, source in zip(*args[:2], strict=True):
+                self.run(_aten.copy_.default, (target, source, *args[2:]), kwargs)
+            return None
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         on_gpu = [t for t in tensors if isinstance(t, CudaTensor)]
         to_gpu, pin = bool(on_gpu), kwargs.get("pin_memory") or func is _aten._pin_memory.default

@@ -3,7 +3,9 @@
 A GPU experiment on one process spends more time in the compiler than on the GPU, while the other
 cores idle.  The shapes of its cells are known beforehand, so other processes call the ops on meta
 tensors of these shapes, by which ``kernels/compiled/compile.py`` compiles what would be launched;
-the result lies in Triton's cache when the experiment looks for it.
+the result lies in Triton's cache when the experiment looks for it.  Comparisons of
+``kernel_accuracy`` need values: they are done in host memory, where nothing is launched, for what
+they would launch.
 """
 
 from __future__ import annotations
@@ -13,18 +15,25 @@ import multiprocessing
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from experiments.bench.kernel_problems import OPS
 from experiments.bench.problem import OURS, Shape
 from experiments.bench.tiles import with_tile
 
 
+@runtime_checkable
+class Checked(Protocol):
+    """A cell that compares a kernel with its reference."""
+
+    def check(self, device: str) -> object: ...
+
+
 @dataclass(frozen=True)
 class Job:
-    """An op at a shape, with a tile of another size than the table's or not."""
+    """An op at a shape, with a tile of another size than the table's or not; or a comparison."""
 
-    shape: Shape
+    work: Checked | Shape
     tile: tuple[int, ...] | None
     """As in ``tiles.with_tile``; None for the table's."""
 
@@ -32,9 +41,9 @@ class Job:
 def jobs_of(cells: Iterable[Any]) -> list[Job]:
     """What the cells launch of ours, each once; other experiments' cells are passed over."""
     jobs = (
-        Job(cell.shape, getattr(cell, "tile", None))
+        Job(work, getattr(cell, "tile", None))
         for cell in cells
-        if isinstance(getattr(cell, "shape", None), Shape)
+        if isinstance(work := getattr(cell, "shape", cell), Shape | Checked)
         and getattr(cell, "implementation", OURS) == OURS
     )
     return list(dict.fromkeys(jobs))
@@ -78,17 +87,22 @@ def compile_job(job: Job, arch: int, num_multiprocessors: int) -> int:
     """
     from kernels.compiled.architectures import ARCHITECTURES
     from kernels.compiled.compile import compile_call
+    from kernels.executor.launch import cpu_tensors_are_welcome
     from kernels.tiles import force_target
 
     known = ARCHITECTURES[f"sm_{arch}"]
     target = dataclasses.replace(known, num_multiprocessors=num_multiprocessors)
 
     def call() -> None:
+        if isinstance(job.work, Checked):
+            with cpu_tensors_are_welcome():
+                job.work.check("cpu")
+            return
         tiles = target.tiles_target
         if job.tile is not None:
-            tiles = with_tile(job.shape, job.tile, tiles)
+            tiles = with_tile(job.work, job.tile, tiles)
         with force_target(tiles):
-            launch_on_meta(job.shape)
+            launch_on_meta(job.work)
 
     return len(compile_call(call, target))
 

@@ -63,13 +63,15 @@ class Counted(NamedTuple):
 
 
 def _attention(op: str, args: tuple, wide: tuple, call: Callable, **options: Any) -> Counted:
+    """Judged is the first result, as by the reference of ``op`` in the dtype of ``args``."""
     from kernels import reference
     from kernels.testing.accuracy import accuracy
 
-    right = getattr(reference, op)
-    return Counted(
-        call, lambda out: accuracy(out, right(*args, **options), right(*wide, **options))
-    )
+    def right(arguments: tuple) -> torch.Tensor:
+        result = getattr(reference, op)(*arguments, **options)
+        return result[0] if isinstance(result, tuple) else result
+
+    return Counted(call, lambda out: accuracy(out, right(args), right(wide)))
 
 
 def decode(size: Size, other: Callable | None = None) -> Counted:
@@ -179,16 +181,59 @@ def rotary(size: Size) -> Counted:
     return _attention("apply_rotary_embedding", args, wide, call)
 
 
+def _layers(size: Size) -> torch.Tensor:
+    """K and V of two layers, eight blocks each."""
+    import torch
+
+    generator = torch.Generator().manual_seed(size.seed)
+    shape = (2, 2, 8, size.block_size, size.num_kv_heads, size.head_dim)
+    return torch.randn(shape, generator=generator).to(getattr(torch, size.kv_dtype))
+
+
 def copy(size: Size) -> Counted:
     def arguments() -> tuple:
         import torch
 
-        generator = torch.Generator().manual_seed(size.seed)
-        shape = (2, 2, 8, size.block_size, size.num_kv_heads, size.head_dim)
-        caches = torch.randn(shape, generator=generator).to(getattr(torch, size.kv_dtype))
-        return caches, torch.tensor([[0, 5], [1, 6], [2, 7]])
+        return _layers(size), torch.tensor([[0, 5], [1, 6], [2, 7]])
 
     return _moved("copy_blocks", arguments, slice(0, 1))
+
+
+def swap(size: Size) -> Counted:
+    def arguments() -> tuple:
+        import torch
+
+        caches, pairs = _layers(size), torch.tensor([[0, 5], [1, 6], [2, 7]])
+        return caches, torch.zeros_like(caches), pairs
+
+    return _moved("swap_blocks", arguments, slice(1, 2))
+
+
+def merge(size: Size) -> Counted:
+    import torch
+
+    from kernels import merge_attention_states
+
+    generator = torch.Generator().manual_seed(size.seed)
+    shape = (_TOKENS, size.num_q_heads)
+    outs = torch.randn(2, *shape, size.head_dim, generator=generator).bfloat16()
+    lses = torch.randn(2, *shape, generator=generator)
+    args = (outs[0], lses[0], outs[1], lses[1])
+    call = functools.partial(merge_attention_states, *args)
+    wide = tuple(arg.double() for arg in args)
+    return _attention("merge_attention_states", args, wide, lambda: call()[0])
+
+
+def slot_mapping(size: Size) -> Counted:
+    import torch
+
+    from kernels import slot_mapping_from_positions
+
+    tokens = torch.arange(_TOKENS, dtype=torch.int32)
+    tables = torch.randperm(4 * _TOKENS).int().view(4, -1)
+    args = (tokens // 4, tables, tokens % 4, size.block_size)
+    call = functools.partial(slot_mapping_from_positions, *args)
+    return _attention("slot_mapping_from_positions", args, args, call)
 
 
 @dataclass(frozen=True)
@@ -210,6 +255,9 @@ COUNTED: dict[str, CountedOp] = {
     "rope_store": CountedOp(rope_store),
     "rotary": CountedOp(rotary, in_cache=False),
     "copy": CountedOp(copy),
+    "swap": CountedOp(swap),
+    "merge": CountedOp(merge, in_cache=False),
+    "slot_mapping": CountedOp(slot_mapping, in_cache=False),
 }
 """Ops by name."""
 

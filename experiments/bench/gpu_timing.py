@@ -3,7 +3,8 @@
 Every sample starts with a cold L2: a buffer larger than it is overwritten first, as
 `triton.testing.do_bench` does (`do_bench_cudagraph` does not).  With ``launch="graph"`` the work is
 captured in a CUDA graph and a sample is one replay, so that neither launches nor Python are in the
-time; with ``launch="eager"`` a sample is a call.  Times are of the device's clock, between two
+time; with ``launch="eager"`` a sample is a call on a GPU that has nothing else to do, so that both
+are.  Times are of the device's clock, between two
 events.  Without a CUDA device there are no times.
 """
 
@@ -67,6 +68,7 @@ def time_call(
         flush=_l2_buffer().sum,  # reads: what is written would be written back while the call runs
         event=functools.partial(torch.cuda.Event, enable_timing=True),
         synchronize=torch.cuda.synchronize,
+        waits=launch == "eager",
         budget_ms=budget_ms,
     )
 
@@ -77,10 +79,12 @@ def measure(
     flush: Callable[[], object],
     event: Callable[[], Any],
     synchronize: Callable[[], None],
+    waits: bool,
     budget_ms: float,
 ) -> Times:
     """The sampling of ``time_call``: a flush and an event before each call, an event after it.
 
+    waits: for the flush, which would hide what the host does for the call.
     event: makes an object with ``record`` and ``elapsed_time(end)`` in milliseconds.
     """
 
@@ -89,6 +93,8 @@ def measure(
         pairs = [(event(), event()) for _ in range(count)]
         for start, end in pairs:
             flush()
+            if waits:
+                synchronize()
             start.record()
             call()
             end.record()

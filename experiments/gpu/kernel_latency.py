@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PARTS = ("decode", "prefill", "store", "copy", "swap_out", "swap_in")
-PAGED = (OURS, "flash_attn_2", "flash_attn_3", "flash_attn_4", "torch_flash")
+PAGED = (OURS, "flash_attn_2", "flash_attn_3", "flash_attn_4", "flashinfer", "torch_flash")
 """Attention on the blocks as they are."""
 GATHER = ("gather_flash_attn_2", "gather_torch_flash", "gather_sdpa", "gather_naive")
 """For the blocks that flash-attn 2 refuses: behind a copy, any size is the same to them."""
@@ -129,6 +129,7 @@ _LOOKS = {
     "gather_flash_attn_2": {"color": style.RED, "marker": "s", "linestyle": "dotted"},
     "flash_attn_3": {"color": style.ORANGE, "marker": "^"},
     "flash_attn_4": {"color": style.PINK, "marker": "v"},
+    "flashinfer": {"color": style.SKY, "marker": "h"},
     "torch_flash": {"color": style.GREEN, "marker": "D"},
     "gather_torch_flash": {"color": style.GREEN, "marker": "D", "linestyle": "dotted"},
     "gather_sdpa": {"color": style.SKY, "marker": "P", "linestyle": "dotted"},

@@ -7,8 +7,9 @@ experiments instead.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import cache
 from experiments.harness import Count, Options, Unavailable, one_of
@@ -51,6 +52,23 @@ def default_model() -> str:
     import torch
 
     return "qwen3-0.6b" if torch.cuda.is_available() else "llama-100m"
+
+
+Sized = TypeVar("Sized", bound="EngineOptions")
+Sizes = Mapping[str, Any]
+"""Values of options."""
+
+
+def with_sizes(options: Sized, *, small: Sizes, large: Sizes) -> Sized:
+    """The options with a model, and what they leave open (None, no value) of sizes that suit it.
+
+    ``large`` are those for models that are run on a GPU, which launches shorter prompts slower than
+    it computes them.
+    """
+    model = options.model or default_model()
+    sizes = large if MODEL_NAMES.index(model) >= MODEL_NAMES.index("qwen3-0.6b") else small
+    left_open = {name: size for name, size in sizes.items() if getattr(options, name) in (None, ())}
+    return replace(options, model=model, **left_open)
 
 
 def model_config(name: str) -> ModelConfig:

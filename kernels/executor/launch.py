@@ -245,8 +245,9 @@ def _stop_at_ptx(*arguments):
 
 
 @contextlib.contextmanager
-def _cpu_tensors_are_welcome() -> Iterator[None]:
-    """The ops refuse CPU tensors unless kernels are interpreted; here they are executed."""
+def cpu_tensors_are_welcome() -> Iterator[None]:
+    """The ops refuse CPU tensors unless kernels are interpreted; not where launches are taken over,
+    to be executed or only compiled."""
     modules = [importlib.import_module(name) for name in _GATES]
     gates = [module.INTERPRETED for module in modules]
     for module in modules:
@@ -299,7 +300,7 @@ def execute_ptx(
     with contextlib.ExitStack() as stack:
         fresh = stack.enter_context(FreshMemory())
         addresses = stack.enter_context(AddressBook())
-        stack.enter_context(_cpu_tensors_are_welcome())
+        stack.enter_context(cpu_tensors_are_welcome())
         stack.enter_context(force_target(target))
         session = _Session(Execution(architecture), seed, edit, count, fresh, addresses)
         _SESSIONS.append(session)

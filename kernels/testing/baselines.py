@@ -3,6 +3,8 @@
     flash_attn_2          flash-attn 2 (Dao, 2023) on the paged cache; block_size a multiple of 256
     flash_attn_3          flash-attn 3 (Shah et al., 2024), for Hopper; any block size
     flash_attn_4          flash-attn 4 (`flash_attn.cute`), for Hopper and Blackwell
+    flashinfer            FlashInfer (Ye et al., 2025); any block size. What it plans on the host is
+                          planned once for a batch, as an engine does for all layers
     torch_flash           the FlashAttention inside PyTorch (`torch.nn.attention.varlen`) on the
                           paged cache, from PyTorch 2.12; block_size a multiple of 256
     gather_flash_attn_2   the context copied into pages of 256 tokens first, for other block sizes
@@ -257,6 +259,68 @@ class FlashAttention4(_Package):
         return result[0] if isinstance(result, tuple) else result
 
 
+class FlashInfer(_Package):
+    """Its wrappers of batches, for decode with tensor cores from 4 query heads a KV head on, where
+    SGLang uses them too."""
+
+    name = "flashinfer"
+    package = "flashinfer"
+    head_dims = (64, 128, 256)
+
+    def __init__(self, module: ModuleType | None = None) -> None:
+        super().__init__(module)
+        self._planned: tuple[_Batch, object] | None = None
+
+    def unavailable(self, q, k_cache):
+        reason = super().unavailable(q, k_cache)
+        if reason is None and self._given is None and q.shape[-1] not in self.head_dims:
+            reason = f"it takes head_dims of {self.head_dims}, got {q.shape[-1]}"
+        return reason
+
+    def _prefill(self, batch):
+        if self._planned is None or not _have_one_plan(self._planned[0], batch):
+            self._planned = batch, self._plan(batch)
+        return self._planned[1].run(batch.q, (batch.k_cache, batch.v_cache))
+
+    def _plan(self, batch: _Batch) -> object:
+        (num_q_heads, head_dim), device = batch.q.shape[1:], batch.q.device
+        page_size, num_kv_heads = batch.k_cache.shape[1:3]
+        num_pages = -(-batch.context_lens // page_size)
+        columns = torch.arange(batch.block_tables.shape[1], device=device)
+        pages = (
+            F.pad(num_pages.cumsum(0, dtype=torch.int32), (1, 0)),
+            batch.block_tables[columns < num_pages[:, None]],
+            batch.context_lens - (num_pages - 1).clamp(min=0) * page_size,  # in the last page
+        )
+        options = {
+            "q_data_type": batch.q.dtype,
+            "kv_data_type": batch.k_cache.dtype,
+            "sm_scale": batch.scale,
+            "window_left": batch.window[0],
+        }
+        heads = (num_q_heads, num_kv_heads, head_dim, page_size)
+        workspace = torch.zeros(2**27, dtype=torch.uint8, device=device)
+        if batch.cu_seqlens_q is None:
+            with_tensor_cores = num_q_heads >= 4 * num_kv_heads
+            wrapper = self._module.BatchDecodeWithPagedKVCacheWrapper(
+                workspace, "NHD", use_tensor_cores=with_tensor_cores
+            )
+            wrapper.plan(*pages, *heads, **options)
+        else:
+            wrapper = self._module.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+            wrapper.plan(batch.starts, *pages, *heads, causal=True, **options)
+        return wrapper
+
+
+def _have_one_plan(batch: _Batch, other: _Batch) -> bool:
+    """Whether they have the same lengths and tables: the tensors, not equal ones."""
+    tensors = ("block_tables", "cu_seqlens_q", "context_lens", "k_cache")
+    values = (batch.scale, batch.window_size, batch.q.shape, batch.q.dtype)
+    return values == (other.scale, other.window_size, other.q.shape, other.q.dtype) and all(
+        getattr(batch, name) is getattr(other, name) for name in tensors
+    )
+
+
 class TorchFlash(_Package):
     """PyTorch's own FlashAttention through its public function, whose arguments grew by version."""
 
@@ -487,6 +551,7 @@ BASELINES: dict[str, Baseline] = {
         _flash_attn_2,
         FlashAttention3(),
         FlashAttention4(),
+        FlashInfer(),
         _torch_flash,
         _GatherPages(_flash_attn_2),
         _GatherTorchFlash(_torch_flash),

@@ -85,13 +85,16 @@ def with_number(value, number):
 
 @pytest.mark.parametrize("name", sorted(set(EXPERIMENTS) - {"tile_sweep"}))
 def test_no_number_may_be_negative_and_few_may_be_0(name):
-    options = EXPERIMENTS[name].options
+    experiment = EXPERIMENTS[name]
+    options = experiment.options
     for option, hint in typing.get_type_hints(type(options), include_extras=True).items():
         if not numbers_in(hint):
             continue
         may_be_0 = option in ("seed", "cached_percent", "prefix_tokens", "drop_probability")
         for number in (-1, 0)[: 2 - may_be_0]:
-            value = with_number(getattr(options, option), number)
+            left_open = getattr(options, option) is None
+            value = getattr(experiment.quick if left_open else options, option)
+            value = with_number(value, number)
             with pytest.raises(ValueError, match=f"^--{option.replace('_', '-')} "):
                 check(replace(options, **{option: value}))
 

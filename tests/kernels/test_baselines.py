@@ -70,6 +70,62 @@ def _flash_attn_4() -> SimpleNamespace:
     return SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func)
 
 
+def _flashinfer() -> SimpleNamespace:
+    class Wrapper:
+        plans = 0
+
+        def __init__(self, float_workspace_buffer, kv_layout="NHD"):
+            assert kv_layout == "NHD"
+
+        def _plan(
+            self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size,
+            *, window_left=-1, q_data_type, kv_data_type, sm_scale=None,
+        ):  # fmt: skip
+            Wrapper.plans += 1
+            self.shapes = (num_qo_heads, head_dim, q_data_type), (num_kv_heads, page_size)
+            num_pages = indptr.diff()
+            self.lengths = ((num_pages - 1).clamp(min=0) * page_size + last_page_len).int()
+            self.table = torch.zeros(len(num_pages), max(1, int(num_pages.max())), dtype=torch.int)
+            for row, start, count in zip(self.table, indptr, num_pages, strict=False):
+                row[:count] = indices[start : start + count]
+            self.options = {"softmax_scale": sm_scale, "window": (window_left, 0)}
+
+        def run(self, q, paged_kv_cache):
+            k, v = paged_kv_cache
+            assert self.shapes == ((*q.shape[1:], q.dtype), (k.shape[2], k.shape[1]))
+            assert (self.lengths >= 0).all()
+            scale, window = self.options.values()
+            starts = self.starts if self.starts is not None else torch.arange(len(q) + 1).int()
+            longest = int(starts.diff().max())
+            return _varlen(q, k, v, starts, self.lengths, longest, self.table, scale, False, window)
+
+    class Decode(Wrapper):
+        starts = None
+
+        def __init__(self, float_workspace_buffer, kv_layout="NHD", use_tensor_cores=False):
+            super().__init__(float_workspace_buffer, kv_layout)
+
+        plan = Wrapper._plan
+
+    class Prefill(Wrapper):
+        def plan(
+            self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len,
+            num_qo_heads, num_kv_heads, head_dim_qk, page_size, *, causal, **options,
+        ):  # fmt: skip
+            assert causal
+            self.starts = qo_indptr
+            self._plan(
+                paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads,
+                num_kv_heads, head_dim_qk, page_size, **options,
+            )  # fmt: skip
+
+    return SimpleNamespace(
+        BatchDecodeWithPagedKVCacheWrapper=Decode,
+        BatchPrefillWithPagedKVCacheWrapper=Prefill,
+        Wrapper=Wrapper,
+    )
+
+
 def _torch_2_13() -> SimpleNamespace:
     from torch.nn.attention.varlen import varlen_attn as real
 
@@ -107,6 +163,7 @@ STAND_INS = {
     "flash_attn_2": (lambda: baselines.FlashAttention2(flash_attn_compat), PAGE_SIZE),
     "flash_attn_3": (lambda: baselines.FlashAttention3(_flash_attn_3()), 24),
     "flash_attn_4": (lambda: baselines.FlashAttention4(_flash_attn_4()), 24),
+    "flashinfer": (lambda: baselines.FlashInfer(_flashinfer()), 24),
     "torch_flash 2.13": (lambda: baselines.TorchFlash(_torch_2_13()), PAGE_SIZE),
     "gather_flash_attn_2": (
         lambda: baselines._GatherPages(baselines.FlashAttention2(flash_attn_compat)),
@@ -224,6 +281,15 @@ def test_packages_for_gpus_say_so_on_a_cpu(name):
 def test_reasons_name_what_is_needed(name, block_size, options, reason):
     batch = _batch(block_size, **options)
     assert reason in BASELINES[name].unavailable(batch.q, batch.k_cache)
+
+
+def test_flashinfer_plans_once_for_a_batch():
+    package = _flashinfer()
+    baseline = baselines.FlashInfer(package)
+    batches = [_batch(24), _batch(24, (3, 50))]
+    for batch in (batches[0], batches[0], batches[1], batches[0]):
+        _assert_matches_reference(baseline, "decode", batch)
+    assert package.Wrapper.plans == 3
 
 
 def test_an_absent_package_is_a_reason_not_an_error():

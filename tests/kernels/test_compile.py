@@ -244,6 +244,7 @@ import json, torch
 from kernels import paged_decode_attention, paged_prefill_attention, store_kvcache
 from kernels.compiled.architectures import ARCHITECTURES
 from kernels.compiled.compile import launched_by
+from kernels.flash_attn_compat import flash_attn_with_kvcache
 
 def meta(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="meta")
@@ -268,7 +269,16 @@ def prefill(total_q, batch, max_blocks, max_seqlen_q, window_size, num_splits=1)
         num_splits=num_splits,
     )
 
+def grow(capacity, num_splits):
+    contiguous, new = meta(4, capacity, 8, 128), meta(4, 1, 8, 128)
+    angles = meta(capacity, 64)
+    flash_attn_with_kvcache(
+        meta(4, 1, 32, 128), contiguous, contiguous, new, new, angles, angles, ints(4),
+        num_splits=num_splits,
+    )
+
 calls = {
+    grow: [(100, 1), (101, 1), (4096, 1)],
     decode: [(1, 1, 2, 1), (2, 16, 16, 1024), (64, 255, 7, 77)],
     store: [(1,), (2,), (4096,)],
     prefill: [
@@ -292,7 +302,7 @@ def test_new_lengths_compile_nothing_new(compiling_process):
     looks them up; the first also leaves split states, which another merges.
     """
     counts = json.loads(compiling_process(SPECIALISATION))
-    assert counts == {"decode": 2, "store": 1, "prefill": 4}
+    assert counts == {"grow": 4, "decode": 2, "store": 1, "prefill": 4}
 
 
 def test_table_has_a_line_for_every_kernel(rows):

@@ -24,7 +24,7 @@ def test_every_shape_of_ours_is_a_job_once():
     for cells in map(list, grids):
         jobs = jobs_of(cells)
         shapes = {cell.shape for cell in cells}
-        assert {job.shape for job in jobs} == shapes
+        assert {job.work for job in jobs} == shapes
         assert len(set(jobs)) == len(jobs)
 
 
@@ -39,6 +39,7 @@ from pathlib import Path
 from triton.runtime.jit import JITFunction
 
 from experiments.bench.compile_ahead import Job, compile_job, launch_on_meta
+from experiments.kernel_accuracy import KernelAccuracy
 from experiments.bench.problem import Shape
 from kernels.compiled.architectures import ARCHITECTURES
 from kernels.compiled.compile import without_gpu
@@ -59,6 +60,13 @@ assert cubins() == ahead, "the launch compiled something else"
 
 compile_job(Job(shape, (0, 32, 4, 3)), 90, arch.num_multiprocessors)
 assert len(cubins()) > len(ahead), "another tile is another kernel"
+
+before = cubins()
+cell = KernelAccuracy(
+    kernel="store_kvcache", block_size=16, dtype="float16", head_dim=64, feature="none"
+)
+assert compile_job(Job(cell, None), 90, arch.num_multiprocessors) == 1
+assert len(cubins()) == len(before) + 1
 """
 
 

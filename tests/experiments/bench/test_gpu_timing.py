@@ -39,12 +39,13 @@ class Device:
 
         return Event()
 
-    def measure(self, budget_ms: float) -> gpu_timing.Times:
+    def measure(self, budget_ms: float, waits: bool = False) -> gpu_timing.Times:
         return gpu_timing.measure(
             self.call,
             flush=self.flush,
             event=self.event,
             synchronize=self.synchronize,
+            waits=waits,
             budget_ms=budget_ms,
         )
 
@@ -64,6 +65,13 @@ def test_l2_is_overwritten_before_each_sample_and_outside_its_time():
     sample = ["flush", "event", "call", "event"]
     assert device.log == [*sample * 3, "synchronize", *sample * times.samples, "synchronize"]
     assert times.p50 == pytest.approx(200.0)
+
+
+def test_an_eager_call_begins_when_the_flush_is_done():
+    device = Device([0.2] * 1000)
+    times = device.measure(budget_ms=7.0, waits=True)
+    sample = ["flush", "synchronize", "event", "call", "event"]
+    assert device.log == [*sample * 3, "synchronize", *sample * times.samples, "synchronize"]
 
 
 @pytest.mark.parametrize(("call_ms", "samples"), [(0.3, 50), (1000.0, 7), (0.0, 300)])

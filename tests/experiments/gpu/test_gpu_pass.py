@@ -97,11 +97,11 @@ def test_a_wrong_result_makes_the_pass_fail_and_is_told(tmp_path, monkeypatch, c
     monkeypatch.setattr(gpu_pass.LastingWorker, "__call__", executor)
     run = GpuPass(tmp_path / "out", deadline=time.monotonic() + 60, tiny=True)
     stages = [stage for stage in STAGES if stage.name in ("decode", "prefill")]
-    # 14 cells of each stage; those of the first are not tried again by the second.
-    assert run.run(stages) == 28
+    # 16 cells of each stage; those of the first are not tried again by the second.
+    assert run.run(stages) == 32
     output = capsys.readouterr().out
-    assert "decode: 0 cells run, 0 finished earlier, 14 FAILED" in output
-    assert "28 x WrongResult: pagelab is wrong" in output
+    assert "decode: 0 cells run, 0 finished earlier, 16 FAILED" in output
+    assert "32 x WrongResult: pagelab is wrong" in output
 
 
 def test_a_stage_that_breaks_does_not_end_the_pass(tmp_path, monkeypatch, capsys):
