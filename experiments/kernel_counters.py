@@ -5,6 +5,7 @@ architecture, is judged against its reference, and is counted: instructions by c
 global memory with the sectors and lines they touch, shared-memory wavefronts and bank conflicts,
 tensor-core operations, barriers, copies in flight. From the counts follows a bound of the time
 (``bench/modelled_time.py``), in columns that begin with ``modelled_``. It is not a measurement.
+Columns that begin with ``executor_`` say how fast the executor itself was, while it counted.
 
 Unseen stay ptxas and all it does (registers, spills, joined, dropped and scheduled instructions),
 real speed, caches, the order of accesses on hardware and the last bits of its rounding; reads of
@@ -188,6 +189,9 @@ def _counts(launch: LaunchRecord) -> dict[str, Any]:
         "tensor_operations": counts.tensor_operations,
         "barriers": counts.barriers,
         "bytes_in_flight_per_program": counts.bytes_in_flight,
+        "executor_seconds": launch.seconds,
+        "executor_warps_per_s": len(counts.programs) * launch.num_warps / launch.seconds,
+        "executor_instructions_per_s": launch.warp_instructions / launch.seconds,
     }
 
 
