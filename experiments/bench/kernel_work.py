@@ -210,9 +210,13 @@ def _swap_blocks(k: _Kernel) -> list[Work]:
     return [Work(problem, elements, elements * itemsize, 0, host_bytes=elements * itemsize)]
 
 
+_TABLE_BLOCK_SIZE = 16
+"""Slots that an entry of a block table stands for, which slot mapping takes as it comes."""
+
+
 def _slot_mapping(k: _Kernel) -> list[Work]:
     moved = TOKENS * k.size("positions_ptr", "seq_ids_ptr", "slots_ptr")
-    return [Work(f"{TOKENS} tokens", TOKENS, moved + 4 * TOKENS // k.BLOCK_SIZE, 0)]
+    return [Work(f"{TOKENS} tokens", TOKENS, moved + 4 * TOKENS // _TABLE_BLOCK_SIZE, 0)]
 
 
 _WORK: dict[str, Callable[[_Kernel], list[Work]]] = {
