@@ -1,7 +1,7 @@
 """Other projects' Triton attention, from a file of theirs, on inputs of ours.
 
 A file is loaded by its path without the package that it belongs to: the few names that it imports
-from there get stand-ins. Tried with SGLang 0.5.3, vLLM 0.32 and 0.33.
+from there get stand-ins. Tried with SGLang 0.5.3 and vLLM 0.32.
 """
 
 from __future__ import annotations
