@@ -39,7 +39,8 @@ class Hazard(EvictionPolicy):
     less those of LRU.  At most so many blocks may be *missing*, which LRU would hold; otherwise it
     evicts only what LRU holds no longer, of that the least worth.  Then every block that is missing
     can be asked for, and the balance pays for each.  It counts up to a block per block of the
-    cache, as no more can be missing, so that a lead of former days is not lost unnoticed.
+    cache, as no more can be missing, so that a lead of former days is not lost unnoticed.  All this
+    holds where requests come one after the other, as in ``cache.simulate``.
 
     It remembers ``ghost_ratio`` times its capacity of evicted contents: by default 2 KB a block of
     the cache, and about as much again for the keys in a manager.  Time is ``Request.time_ms``, or a

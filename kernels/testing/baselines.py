@@ -269,7 +269,8 @@ class FlashInfer(_Package):
 
     def __init__(self, module: ModuleType | None = None) -> None:
         super().__init__(module)
-        self._planned: tuple[_Batch, object] | None = None
+        self._planned: tuple[tuple, tuple, object] | None = None
+        """Tensors and values that the last plan is for, and the wrapper that has it."""
 
     def unavailable(self, q, k_cache):
         reason = super().unavailable(q, k_cache)
@@ -278,9 +279,15 @@ class FlashInfer(_Package):
         return reason
 
     def _prefill(self, batch):
-        if self._planned is None or not _have_one_plan(self._planned[0], batch):
-            self._planned = batch, self._plan(batch)
-        return self._planned[1].run(batch.q, (batch.k_cache, batch.v_cache))
+        tensors = (batch.block_tables, batch.cu_seqlens_q, batch.context_lens)
+        values = (batch.q.shape, batch.q.dtype, batch.k_cache.shape, batch.scale, batch.window_size)
+        if (
+            self._planned is None
+            or self._planned[1] != values
+            or any(one is not other for one, other in zip(self._planned[0], tensors, strict=True))
+        ):
+            self._planned = tensors, values, self._plan(batch)
+        return self._planned[2].run(batch.q, (batch.k_cache, batch.v_cache))
 
     def _plan(self, batch: _Batch) -> object:
         (num_q_heads, head_dim), device = batch.q.shape[1:], batch.q.device
@@ -310,15 +317,6 @@ class FlashInfer(_Package):
             wrapper = self._module.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
             wrapper.plan(batch.starts, *pages, *heads, causal=True, **options)
         return wrapper
-
-
-def _have_one_plan(batch: _Batch, other: _Batch) -> bool:
-    """Whether they have the same lengths and tables: the tensors, not equal ones."""
-    tensors = ("block_tables", "cu_seqlens_q", "context_lens", "k_cache")
-    values = (batch.scale, batch.window_size, batch.q.shape, batch.q.dtype)
-    return values == (other.scale, other.window_size, other.q.shape, other.q.dtype) and all(
-        getattr(batch, name) is getattr(other, name) for name in tensors
-    )
 
 
 class TorchFlash(_Package):
