@@ -9,10 +9,12 @@ import pytest
 pytestmark = [pytest.mark.executor, pytest.mark.timeout(6 * 3600)]
 FOLDER = Path(__file__).parent
 MODULES = (
+    "test_add_rms_norm.py",
     "test_apply_rotary_embedding.py",
     "test_copy_blocks.py",
     "test_flash_attn_compat.py",
     "test_fp8_cache.py",
+    "test_gated_activation.py",
     "test_merge_attention_states.py",
     "test_paged_decode_attention.py",
     "test_paged_prefill_attention.py",
