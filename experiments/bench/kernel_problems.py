@@ -2,9 +2,9 @@
 
 A problem is an op at a shape, with the implementations of it that are to be compared, the fewest
 bytes and operations that it takes, and a check of a result by the rule of
-``kernels/testing/accuracy.py``.  How they are made: ``attention_problems.py`` and
-``move_problems.py``.  ``run`` gives a row of a table: an implementation at a shape, checked and
-timed.
+``kernels/testing/accuracy.py``.  How they are made: ``attention_problems.py``,
+``layer_problems.py`` and ``move_problems.py``.  ``run`` gives a row of a table: an implementation
+at a shape, checked and timed.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from experiments.bench import gpu_timing
 from experiments.bench.attention_problems import cascade_problem, decode_problem, prefill_problem
 from experiments.bench.gpu_timing import Launch
+from experiments.bench.layer_problems import gate_problem, norm_problem
 from experiments.bench.move_problems import (
     copy_problem,
     store_problem,
@@ -44,6 +45,8 @@ OPS: dict[str, Callable[[Shape, torch.device], Problem]] = {
     "copy": copy_problem,
     "swap_out": swap_out_problem,
     "swap_in": swap_in_problem,
+    "norm": norm_problem,
+    "gate": gate_problem,
 }
 """Problems by the name of their op."""
 

@@ -31,7 +31,7 @@ class Shape:
     op: str
     """A key of ``kernel_problems.OPS``."""
     batch: int
-    """Sequences; for store, tokens; for copy and swap, blocks."""
+    """Sequences; for store, norm and gate, tokens; for copy and swap, blocks."""
     context_len: int = 0
     """Tokens of each sequence, its queries included."""
     query_len: int = 1

@@ -119,7 +119,7 @@ STAGES: tuple[Stage, ...] = (
         "moves",
         "gpu.kernel_latency",
         {
-            "part": ("store", "copy", "swap_out", "swap_in"),
+            "part": ("norm", "gate", "store", "copy", "swap_out", "swap_in"),
             "store_tokens": (16, 256, 4096, 65536),
             "move_tokens": (256, 4096),
         },

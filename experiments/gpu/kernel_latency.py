@@ -3,6 +3,7 @@
 - ``decode``: one query per sequence, over batch, context and block size.
 - ``prefill``: (sequences, new tokens of each, context of each): without a cached prefix where the
   last two are equal, with one where the context is longer.
+- ``norm``, ``gate``: the residual sum with its RMSNorm, and SwiGLU, beside PyTorch's.
 - ``store``: new tokens into random slots.  ``copy``: blocks of all layers inside a cache.
   ``swap_out``, ``swap_in``: the same to pinned host memory and back.
 
@@ -33,18 +34,22 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-PARTS = ("decode", "prefill", "store", "copy", "swap_out", "swap_in")
+PARTS = ("decode", "prefill", "norm", "gate", "store", "copy", "swap_out", "swap_in")
 PAGED = (OURS, "flash_attn_2", "flash_attn_3", "flash_attn_4", "flashinfer", "torch_flash")
 """Attention on the blocks as they are."""
 GATHER = ("gather_flash_attn_2", "gather_torch_flash", "gather_sdpa", "gather_naive")
 """For the blocks that flash-attn 2 refuses: behind a copy, any size is the same to them."""
 IMPLEMENTATIONS = {
+    "norm": (OURS, "torch"),
+    "gate": (OURS, "torch"),
     "store": (OURS, "torch_index_put"),
     "copy": (OURS, "torch_index_put"),
     "swap_out": (OURS, "memcpy"),
     "swap_in": (OURS, "memcpy"),
 }
 _PAGE = 256
+_TOKENS = ("norm", "gate", "store")
+"""Parts whose batch are tokens."""
 
 
 Prefill = Annotated[
@@ -82,6 +87,7 @@ class KernelLatency(OnHeads):
     )
     """Sequences, new tokens of each, and tokens of each with its cached prefix."""
     store_tokens: tuple[Count, ...] = (1, 16, 256, 4096, 65536)
+    """New tokens, also of norm and gate."""
     move_tokens: tuple[Count, ...] = (256, 1024, 4096, 32768)
     """Tokens whose blocks, of every layer, copy and swap move."""
     num_layers: Count = 28
@@ -112,10 +118,11 @@ def _shapes(options: KernelLatency) -> Iterator[Shape]:
             {"batch": batch, "query_len": query_len, "context_len": context_len}
             for batch, query_len, context_len in options.prefill
         ],
-        "store": [{"batch": tokens} for tokens in options.store_tokens],
+        **{part: [{"batch": tokens} for tokens in options.store_tokens] for part in _TOKENS},
     }
     for part in options.part:
-        for block_size in options.block_size:
+        knows_blocks = part not in ("norm", "gate")
+        for block_size in options.block_size if knows_blocks else options.block_size[:1]:
             moves = [
                 {"batch": -(-tokens // block_size), "num_layers": options.num_layers}
                 for tokens in options.move_tokens
@@ -136,6 +143,7 @@ _LOOKS = {
     "gather_naive": {"color": style.GREY, "marker": "X", "linestyle": "dotted"},
     "torch_index_put": {"color": style.RED, "marker": "s"},
     "memcpy": {"color": style.GREEN, "marker": "D"},
+    "torch": {"color": style.ORANGE, "marker": "^"},
 }
 _OURS = (
     {"color": style.BLUE, "marker": "o"},
@@ -287,6 +295,8 @@ def _draw_prefill(rows: pd.DataFrame) -> Figure:
 
 
 _MOVES = {
+    "norm": "norm: of a device copy",
+    "gate": "gate: of a device copy",
     "store": "store: of a device copy",
     "copy": "copy: of a device copy",
     "swap_out": "swap out: of a copy to the host",
@@ -296,7 +306,7 @@ _MOVES = {
 
 def _draw_moves(rows: pd.DataFrame) -> Figure:
     blocks = rows["batch"] * rows["block_size"]
-    rows = rows.assign(tokens=rows["batch"].where(rows["op"] == "store", blocks))
+    rows = rows.assign(tokens=rows["batch"].where(rows["op"].isin(_TOKENS), blocks))
     ops = [op for op in _MOVES if op in set(rows["op"])]
     figure, axes, _ = style.panel_grid(len(ops), height=2.1, columns=2, sharey=True)
     for axis, op in zip(axes, ops, strict=True):
@@ -314,7 +324,7 @@ def _draw_moves(rows: pd.DataFrame) -> Figure:
 
 EXPERIMENT = Experiment(
     name="kernel_latency",
-    figure="decode, prefill, store, copy and swap on a GPU vs flash-attn, PyTorch and naive",
+    figure="decode, prefill, norms, gates and moves on a GPU vs flash-attn, PyTorch and naive",
     options=KernelLatency(),
     quick=KernelLatency(
         batch=(1, 16, 64, 256),

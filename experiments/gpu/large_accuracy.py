@@ -61,6 +61,8 @@ _SIZES: tuple[tuple[str, dict[str, int]], ...] = (
     ("cascade", {"batch": 64, "context_len": 8192 + 259, "prefix_len": 8192, "block_size": 16}),
     ("store", {"batch": 65_537, "block_size": 16}),
     ("store", {"batch": 4099, "block_size": 7}),
+    ("norm", {"batch": 65_537, "block_size": 1}),
+    ("gate", {"batch": 65_537, "block_size": 1}),
     ("copy", {"batch": 257, "block_size": 16, "num_layers": 28}),
     ("swap_out", {"batch": 129, "block_size": 16, "num_layers": 28}),
     ("swap_in", {"batch": 129, "block_size": 16, "num_layers": 28}),

@@ -26,6 +26,8 @@ SHAPES = {
     "cascade": Shape(
         op="cascade", batch=3, context_len=48 + 21, prefix_len=48, block_size=16, **_HEADS
     ),
+    "norm": Shape(op="norm", batch=21, block_size=16, **_HEADS),
+    "gate": Shape(op="gate", batch=21, block_size=16, **_HEADS),
     "store": Shape(op="store", batch=21, block_size=16, **_HEADS),
     "copy": Shape(op="copy", batch=3, block_size=8, num_layers=2, **_HEADS),
     "swap_out": Shape(op="swap_out", batch=3, block_size=8, num_layers=2, **_HEADS),

@@ -13,6 +13,7 @@ import torch
 
 from experiments.gpu import gpu_pass
 from experiments.gpu.gpu_pass import STAGES, GpuPass, digest
+from experiments.gpu.kernel_latency import PARTS
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU")
 
@@ -46,12 +47,11 @@ def test_a_tiny_pass_runs_every_stage_without_times_and_resumes(command_line, tm
             assert (rows["error"] <= rows["bound"]).all()
         assert "p50_us" not in rows or rows["p50_us"].isna().all()
     # Stages of one experiment share a table.
-    ops = {"decode", "prefill", "store", "copy", "swap_out", "swap_in"}
-    assert set(tables["kernel_latency"]["op"]) == ops
+    assert set(tables["kernel_latency"]["op"]) == set(PARTS)
 
     again = command_line(*command, "--stage", "large_accuracy", "--stage", "moves").stdout
-    assert "large_accuracy: 0 cells run, 14 finished earlier" in again
-    assert "moves: 0 cells run, 16 finished earlier" in again
+    assert "large_accuracy: 0 cells run, 16 finished earlier" in again
+    assert "moves: 0 cells run, 20 finished earlier" in again
     assert (out / "summary.txt").read_text() == first + again
 
 

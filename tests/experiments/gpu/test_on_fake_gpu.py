@@ -67,7 +67,7 @@ def test_every_op_is_checked_captured_and_timed(small_gpu):
     eager = {("prefill", "gather_naive"), ("swap_out", "memcpy"), ("swap_in", "memcpy")}
     assert {key for key, launch in launches.items() if launch == "eager"} == eager
     assert {op for op, name in launches if name == "pagelab"} == set(kernel_latency.PARTS)
-    assert len(launches) == 12
+    assert len(launches) == 14
     found = kernel_latency.rates(pd.DataFrame(rows))
     assert len(found) == 4
     assert (found["value"] > 0).all()
