@@ -17,9 +17,9 @@ With t the position of a query, the keys it sees are [t - window_left, t + windo
 
 and only the outer two regions, a tile or two each, need masks; keys no row sees are never visited.
 Keys are walked in steps of TILE_N from the first visible one, whatever the block size. With few
-queries behind a long cached prefix the tiles of rows do not fill the GPU; `num_splits` programs can
-then share the keys of a tile (split_states.py). All of this depends on the sequence alone, so its
-result is bitwise the same in any batch.
+queries behind a long cached prefix the tiles of rows do not fill the GPU; several programs can then
+share the keys of a tile, divided as decode divides them (split_states.py). All of this depends on
+the sequence alone, so its result is bitwise the same in any batch.
 
 The prefix of cascade (shared_prefix_decode_attention.py) is computed here too: the "sequence" is a
 group, its queries are the members' single ones, and each stands behind a suffix of its own, so that
@@ -65,11 +65,12 @@ from kernels.primitives import (
     score_unit,
     slot_offsets,
 )
-from kernels.split_states import SplitStates
+from kernels.split_states import SplitStates, chunks_of
 from kernels.tiles import (
+    FEW_QUERIES,
     cdiv,
+    chunking,
     padded_dim,
-    prefill_num_splits,
     prefill_tile,
     split_prefill_tile,
     target_of,
@@ -87,7 +88,8 @@ _SEARCH_WIDTH = 256
         "window_right",
         "batch",
         "tiles_per_seq",
-        "num_splits",
+        "min_tiles",
+        "max_chunks",
         "num_states",
         "stride_table",
     ]
@@ -113,7 +115,8 @@ def _paged_prefill_kernel(
     window_right,
     batch,
     tiles_per_seq,
-    num_splits,
+    min_tiles,
+    max_chunks,
     num_states,
     stride_out_token,
     stride_out_head,
@@ -149,7 +152,7 @@ def _paged_prefill_kernel(
 
     Grid (tiles, NUM_KV_HEADS, num_splits). With IS_SPLIT out and lse are split states, of which the
     launch writes the first num_splits; without, num_splits is 1, they are the results and lse_ptr
-    may be None.
+    may be None. min_tiles, max_chunks: how these divide the keys, see `kernels.tiles.Chunking`.
     SEARCH_WIDTH 0: every sequence owns tiles_per_seq tiles; else the owner of a tile is looked up.
     BLOCK_SIZE 0: not paged; the sequence lies in one piece, in entry 0 of its table row (in entry 0
     of the cache without tables). kv_starts_ptr, if not None: where in its piece (or in the slots of
@@ -202,8 +205,7 @@ def _paged_prefill_kernel(
         seen_by_all = tl.minimum(first_position + window_right + 1, context_len)
     if IS_SPLIT:
         first_split = 0 if IS_PREFIX else begin
-        num_tiles = tl.cdiv(tl.maximum(end - first_split, 0), TILE_N)
-        split_tokens = tl.cdiv(num_tiles, num_splits) * TILE_N
+        split_tokens, _ = chunks_of(end - first_split, min_tiles, max_chunks, TILE_N)
         split_begin = first_split + tl.program_id(2) * split_tokens
         begin = tl.maximum(begin, split_begin)
         end = tl.minimum(split_begin + split_tokens, end)
@@ -290,17 +292,16 @@ def _paged_prefill_kernel(
 
     if v_scale is not None:
         acc *= load_scale(v_scale, kv_head, stride_v_scale)
+    out, lse = normalise(acc, row_max, row_sum)
     if IS_SPLIT:
         # Not kept from above, where it would take registers of the loop.
         states = (tokens.to(tl.int64) * NUM_Q_HEADS + heads) * num_states + tl.program_id(2)
-        out, lse = normalise(acc, row_max, row_sum)
         tl.store(out_ptr + states[:, None] * HEAD_DIM + offs_d[None, :], out, mask=qo_mask)
         tl.store(lse_ptr + states, lse, mask=row_mask)
     else:
         if sinks_ptr is not None:
             sinks = tl.load(sinks_ptr + heads, mask=row_mask, other=0.0)
-            acc, row_max, row_sum = add_sinks(acc, row_max, row_sum, sinks)
-        out, lse = normalise(acc, row_max, row_sum)
+            out, lse = add_sinks(out, lse, sinks)
         tokens = tokens.to(tl.int64)
         out_ptrs = out_ptr + tokens[:, None] * stride_out_token + heads[:, None] * stride_out_head
         tl.store(out_ptrs + offs_d[None, :], cast(out, out_ptr.dtype.element_ty), mask=qo_mask)
@@ -345,7 +346,6 @@ def launch_prefill(
     kv_starts: (batch,) int32, the slot of each sequence's position 0; None for slot 0.
     paged: False when a sequence's keys lie in one piece: (num_pieces, slots, num_kv_heads,
         head_dim), the piece of each sequence in block_tables (batch, 1), piece 0 if that is None.
-    num_splits: None chooses.
     suffix_lens: (total_q,) int32, how far behind the last key each query stands (cascade). Then out
         and lse are those of SplitStates, of which the first num_splits are written.
     """
@@ -359,26 +359,29 @@ def launch_prefill(
     target = target_of(q.device)
     tile = prefill_tile(head_dim_padded, q.dtype, target, k_cache.itemsize)
     left, right = window
-    if num_splits is None:
-        max_tokens = k_cache.shape[1] * (block_tables.shape[1] if paged else 1)
-        if left is not None and right is not None:
-            max_tokens = min(max_tokens, max_seqlen_q + left + right)
-        num_tiles, _ = count_tiles(total_q, batch, max_seqlen_q, group_size, tile.tile_m)
-        programs = num_tiles * num_kv_heads
-        num_splits = prefill_num_splits(programs, max_tokens, tile.tile_n, target)
-    merges = num_splits > 1 and suffix_lens is None
+    if num_splits is None and max_seqlen_q > FEW_QUERIES:
+        num_splits = 1
+    chunks = chunking(num_kv_heads, num_splits)
+    split_tile = split_prefill_tile(head_dim_padded, q.dtype, target, k_cache.itemsize)
+    max_tokens = k_cache.shape[1] * (block_tables.shape[1] if paged else 1)
+    if left is not None and right is not None:
+        max_tokens = min(max_tokens, max_seqlen_q + left + right)
+    num_chunks = chunks.most(max_tokens, split_tile.tile_n)
+    if suffix_lens is not None:
+        num_chunks = num_splits
+    merges = num_chunks > 1 and suffix_lens is None
     is_split = merges or suffix_lens is not None
     if is_split:
-        tile = split_prefill_tile(head_dim_padded, q.dtype, target, k_cache.itemsize)
+        tile = split_tile
     result = out, lse
     if merges:
-        states = SplitStates.empty(q, num_splits)
+        states = SplitStates.empty(q, num_chunks)
         out, lse = states.out, states.lse
     num_tiles, tiles_per_seq = count_tiles(total_q, batch, max_seqlen_q, group_size, tile.tile_m)
     scale = head_dim**-0.5 if scale is None else scale
     k_scale, stride_k_scale = scale_arguments(k_scale)
     v_scale, stride_v_scale = scale_arguments(v_scale)
-    _paged_prefill_kernel[(num_tiles, num_kv_heads, num_splits)](
+    _paged_prefill_kernel[(num_tiles, num_kv_heads, num_chunks)](
         out,
         lse,
         q,
@@ -399,7 +402,8 @@ def launch_prefill(
         0 if right is None else min(right, _NO_LIMIT),
         batch,
         tiles_per_seq,
-        num_splits,
+        chunks.min_tiles,
+        chunks.max_chunks,
         lse.shape[2] if is_split else 0,
         *result[0].stride()[:2],
         *q.stride()[:2],
@@ -474,11 +478,10 @@ def paged_prefill_attention(
             `paged_decode_attention`.
         causal: a query sees no later token (bottom-right aligned); if False it sees all of those in
             the cache.
-        num_splits: programs that share the keys of a tile of queries. At a given num_splits the
-            result of a sequence is bitwise the same whatever else is in the batch. None splits
-            where the queries do not fill the GPU, chosen from total_q, batch, max_seqlen_q,
-            num_kv_heads, max_blocks * block_size, window_size and the GPU, never from device
-            values: it pays for few queries behind a long cached prefix.
+        num_splits: programs that share the keys of a tile of queries, at most. None: one if
+            max_seqlen_q > 32; else, which pays for few queries behind a long cached prefix, chosen
+            from the number of these keys, num_kv_heads and the tile. Either way the result of a
+            sequence is bitwise the same whatever else is in the batch.
         out: (total_q, num_q_heads, head_dim) to write to, in q's dtype or fp32; allocated if None.
         return_lse: also return the LSE.
 

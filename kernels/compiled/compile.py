@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import networkx
 import triton
 import triton.language as tl
 from triton.compiler import ASTSource
@@ -161,7 +162,10 @@ def _cubin_usage(cubin: bytes) -> dict[str, int]:
 
 
 def count_loop_spills(sass: str) -> int:
-    """Instructions of one kernel that access local memory and lead back to themselves.
+    """Instructions of one kernel that access local memory inside a loop.
+
+    A loop around others with tensor-core instructions, such as decode's over pieces of work around
+    its loops over keys, counts as what lies between these.
 
     sass: as cuobjdump prints it. That a branch goes backward does not make a loop of what lies
     between: waits for barriers stand behind the kernel's end and branch back from there. A call
@@ -169,25 +173,35 @@ def count_loop_spills(sass: str) -> int:
     """
     code = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?\w+ )?([A-Z][\w.]*)(.*?);", sass, re.M)
     places = {int(address, 16): place for place, (address, *_) in enumerate(code)}
-    successors = []
+    graph = networkx.DiGraph()
     for place, (_, predicate, opcode, operands) in enumerate(code):
         condition, target = re.fullmatch(r"\s*(.*?)\s*(0x[0-9a-f]+)?\s*", operands).groups()
-        jumps = re.match("BRA|CALL|BSSY", opcode) and target
         ends = re.match("EXIT|RET", opcode) or (opcode.startswith("BRA") and not condition)
-        goes_on = predicate or not ends
-        successors.append({places[int(target, 16)]} if jumps else set())
-        successors[-1] |= {place + 1} if goes_on and place + 1 < len(code) else set()
+        if re.match("BRA|CALL|BSSY", opcode) and target:
+            graph.add_edge(place, places[int(target, 16)])
+        if (predicate or not ends) and place + 1 < len(code):
+            graph.add_edge(place, place + 1)
 
-    def repeats(place: int) -> bool:
-        seen, ahead = set(), [place]
-        while ahead:
-            new = successors[ahead.pop()] - seen
-            seen |= new
-            ahead += new
-        return place in seen
+    def has(loop: set[int], opcodes: str) -> list[int]:
+        return [place for place in loop if re.match(opcodes, code[place][2])]
 
-    spills = [place for place, (_, _, opcode, _) in enumerate(code) if opcode[:3] in ("LDL", "STL")]
-    return sum(map(repeats, spills))
+    def spills(part: networkx.DiGraph) -> int:
+        count = 0
+        for loop in _loops(part):
+            entries = {n for n in loop if any(before not in loop for before in graph.pred[n])}
+            body = part.subgraph(loop - entries)
+            is_around = any(has(inner, "HMMA|HGMMA|UTC.MMA") for inner in _loops(body))
+            count += spills(body) if is_around else len(has(loop, "LDL|STL"))
+        return count
+
+    return spills(graph)
+
+
+def _loops(graph: networkx.DiGraph) -> Iterator[set[int]]:
+    """The outermost loops, as the nodes of each."""
+    for loop in networkx.strongly_connected_components(graph):
+        if len(loop) > 1 or any(graph.has_edge(node, node) for node in loop):
+            yield loop
 
 
 def _ptx_widths(ptx: str, instruction: str) -> dict[int, int]:
