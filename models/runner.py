@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from array import array
 from collections.abc import Iterable
@@ -16,6 +17,7 @@ from cache.managers.base import Copies
 from cache.serving.request import ScheduledSequence
 from cache.serving.scheduler import Step
 from kernels import reference
+from kernels.tiles import FEW_QUERIES
 from models.attention import AttentionMetadata
 from models.cascade import (
     Group,
@@ -108,10 +110,11 @@ class ModelRunner:
         (number of sequences whose last token is among them,) int64.
         """
         sequences, counts = step.sequences, np.array(step.counts)
-        num_single = int((counts == 1).sum())
+        kinds = kinds_of_launch(counts)
+        num_single = int((kinds == 0).sum())
         order = slice(None)
-        if 0 < num_single < len(counts):
-            order = np.argsort(counts > 1, kind="stable")  # single tokens first
+        if kinds.min() < kinds.max():
+            order = np.argsort(kinds, kind="stable")  # single tokens first
             sequences, counts = [sequences[i] for i in order], counts[order]
         ends = np.array([seq.num_computed_tokens for seq in sequences])
         tables = [block_row(seq, manager) for seq in sequences]
@@ -149,8 +152,8 @@ class ModelRunner:
             )
             shared = SharedPrefixes(**{name: self._upload(x) for name, x in fields.items()})
             metadata = dataclasses.replace(metadata, shared=shared)
-        if 0 < num_single < len(counts):
-            metadata = in_parts(metadata, num_single)
+        if kinds.min() < kinds.max():
+            metadata = in_parts(metadata, counts)
         token_ids = np.frombuffer(tokens, dtype=np.uint32).astype(np.int64)
         return (
             self._upload(token_ids),
@@ -215,27 +218,35 @@ def _zeros(
     return torch.from_numpy(content).view(dtype).view(shape)
 
 
-def in_parts(metadata: AttentionMetadata, num_single: int) -> AttentionMetadata:
-    """A batch, whose first ``num_single`` sequences have one query each, with these told apart."""
-    parts = [
-        dataclasses.replace(
-            metadata,
-            slot_mapping=metadata.slot_mapping[some],
-            block_tables=metadata.block_tables[some],
-            context_lens=metadata.context_lens[some],
-            cu_seqlens_q=cu_seqlens_q,
-            max_seqlen_q=max_seqlen_q,
-            shared=metadata.shared if max_seqlen_q == 1 else None,
+def kinds_of_launch(counts: np.ndarray) -> np.ndarray:
+    """0, 1 or 2 for each sequence with so many queries: one, few or many.
+
+    Each kind is launched by itself, so that how the keys of a sequence are divided follows from the
+    sequence alone; see ``num_splits`` of ``paged_prefill_attention``.
+    """
+    return (counts > 1).astype(int) + (counts > FEW_QUERIES)
+
+
+def in_parts(metadata: AttentionMetadata, counts: np.ndarray) -> AttentionMetadata:
+    """A batch whose sequences, with ``counts`` queries each, are in the order of their kinds, with
+    the kinds told apart."""
+    borders = np.flatnonzero(np.diff(kinds_of_launch(counts), prepend=-1, append=3)).tolist()
+    parts = []
+    for start, end in itertools.pairwise(borders):
+        some = slice(start, end)
+        max_seqlen_q, first = int(counts[some].max()), int(counts[:start].sum())
+        tokens = slice(first, first + int(counts[some].sum()))
+        parts.append(
+            dataclasses.replace(
+                metadata,
+                slot_mapping=metadata.slot_mapping[tokens],
+                block_tables=metadata.block_tables[some],
+                context_lens=metadata.context_lens[some],
+                cu_seqlens_q=metadata.cu_seqlens_q[start : end + 1] - first,
+                max_seqlen_q=max_seqlen_q,
+                shared=metadata.shared if max_seqlen_q == 1 else None,
+            )
         )
-        for some, cu_seqlens_q, max_seqlen_q in (
-            (slice(num_single), metadata.cu_seqlens_q[: num_single + 1], 1),
-            (
-                slice(num_single, None),
-                metadata.cu_seqlens_q[num_single:] - num_single,
-                metadata.max_seqlen_q,
-            ),
-        )
-    ]
     return dataclasses.replace(metadata, parts=tuple(parts))
 
 
