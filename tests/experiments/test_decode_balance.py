@@ -17,9 +17,7 @@ from experiments.decode_balance import DecodeBalance, Piece, finish, splits_by_s
         pytest.param([[Piece(1, 60)]] * 4, 4, 1 + 240 / 100, id="four share the bandwidth"),
         pytest.param([[Piece(1, 60)]] * 4, 2, 2 * (1 + 60 / 30), id="two wait for a place"),
         pytest.param([[Piece(1, 60), Piece(2, 0)]], 1, 1 + 2 + 2, id="piece by piece"),
-        pytest.param(
-            [[Piece(1, 200)], [Piece(5, 30)]] * 2, 4, 5 + 30 / 25 + 50 / 30, id="late"
-        ),
+        pytest.param([[Piece(1, 200)], [Piece(5, 30)]] * 2, 4, 5 + 30 / 25 + 50 / 30, id="late"),
         pytest.param([], 3, 0, id="nothing"),
     ],
 )
