@@ -1,7 +1,7 @@
 """Triton kernels of the paged KV cache data path.
 
     store_kvcache                   write new keys and values into their slots
-    rope_store_kvcache              rotate queries and keys and write keys and values
+    rope_store_kvcache              normalise, rotate queries and keys and write keys and values
     apply_rotary_embedding          rotary position embedding of queries or keys
     slot_mapping_from_positions     token positions to slots, on the device
     paged_decode_attention          one query per sequence over its paged cache, split-KV
@@ -10,6 +10,8 @@
     merge_attention_states          combine two partial attentions by their LSE
     copy_blocks                     copy whole blocks inside a cache (copy-on-write)
     swap_blocks                     copy whole blocks between GPU and pinned host memory
+    add_rms_norm                    residual addition and RMSNorm
+    gated_activation                SwiGLU or GeGLU
 
 Caches are fp16, bf16, fp32 or fp8 (e4m3) with scales, see `kernels.fp8_cache`.
 
@@ -22,8 +24,10 @@ import sys
 
 from triton.runtime.jit import JITFunction
 
+from kernels.add_rms_norm import add_rms_norm
 from kernels.apply_rotary_embedding import apply_rotary_embedding
 from kernels.copy_blocks import copy_blocks
+from kernels.gated_activation import gated_activation
 from kernels.merge_attention_states import merge_attention_states
 from kernels.paged_decode_attention import paged_decode_attention
 from kernels.paged_prefill_attention import paged_prefill_attention
@@ -47,8 +51,10 @@ else:
                 _ = _kernel.cache_key
 
 __all__ = [
+    "add_rms_norm",
     "apply_rotary_embedding",
     "copy_blocks",
+    "gated_activation",
     "merge_attention_states",
     "paged_decode_attention",
     "paged_prefill_attention",

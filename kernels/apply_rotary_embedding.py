@@ -17,7 +17,7 @@ import triton.language as tl
 
 from kernels.checks import FLOAT_DTYPES, check_rotary, check_tensor
 from kernels.fp8_cache import to_cache
-from kernels.primitives import cast
+from kernels.primitives import cast, load_gain, reciprocal_rms
 from kernels.tiles import cdiv, next_power_of_2, padded_dim, rotary_tile
 from kernels.torch_ops import functional_op
 
@@ -30,6 +30,9 @@ def rotate_rows(
     sin_ptrs,
     row_mask,
     scales,
+    norm_weight_ptr,
+    norm_eps,
+    norm_offset,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
@@ -38,26 +41,33 @@ def rotate_rows(
 ):
     """Write rows of head_dim elements rotated. All pointers: [rows], to the start of each row.
 
-    scales: of rows that go to an fp8 cache, a scalar or [rows, 1], or None for 1. HALF_PADDED:
-    rotary_dim / 2 rounded up to a size that a tile can have. Source and destination may be the same
-    memory.
+    scales: of rows that go to an fp8 cache, a scalar or [rows, 1], or None for 1. norm_weight_ptr:
+    of an RMSNorm over each row that comes first and is rounded, see `add_rms_norm`, or None.
+    HALF_PADDED: rotary_dim / 2 rounded up to a size that a tile can have. Source and destination
+    may be the same memory.
     """
     dtype: tl.constexpr = src_ptrs.dtype.element_ty
     dst_dtype: tl.constexpr = dst_ptrs.dtype.element_ty
     HALF: tl.constexpr = ROTARY_DIM // 2
     PAIRS: tl.constexpr = HEAD_DIM_PADDED // 2 if INTERLEAVED else HALF_PADDED
     pairs = tl.arange(0, PAIRS)
-    pair_mask = row_mask[:, None] & (pairs < HALF)[None, :]  # [rows, PAIRS]
+    offs_d = tl.arange(0, HEAD_DIM_PADDED)
+    in_half = pairs < HALF
+    pair_mask = row_mask[:, None] & in_half[None, :]  # [rows, PAIRS]
     cos = tl.load(cos_ptrs[:, None] + pairs[None, :], mask=pair_mask, other=1.0).to(tl.float32)
     sin = tl.load(sin_ptrs[:, None] + pairs[None, :], mask=pair_mask, other=0.0).to(tl.float32)
     if INTERLEAVED:
-        offs_d = tl.arange(0, HEAD_DIM_PADDED)
-        mask = row_mask[:, None] & (offs_d < HEAD_DIM)[None, :]
+        mask = row_mask[:, None] & (offs_d < HEAD_DIM)[None, :]  # [rows, HEAD_DIM_PADDED]
         x = tl.load(src_ptrs[:, None] + offs_d[None, :], mask=mask, other=0.0)
+        if norm_weight_ptr is not None:
+            gain = load_gain(norm_weight_ptr + offs_d, offs_d < HEAD_DIM, norm_offset)
+            wide = x.to(tl.float32)
+            unit = reciprocal_rms(tl.sum(wide * wide, axis=1), norm_eps, HEAD_DIM)
+            x = cast(wide * unit * gain[None, :], dtype)
         a, b = tl.split(tl.reshape(x, (x.shape[0], PAIRS, 2)))
         new_a = cast(a.to(tl.float32) * cos - b.to(tl.float32) * sin, dtype)
         new_b = cast(b.to(tl.float32) * cos + a.to(tl.float32) * sin, dtype)
-        rotated = (pairs < HALF)[None, :]
+        rotated = in_half[None, :]
         y = tl.join(tl.where(rotated, new_a, a), tl.where(rotated, new_b, b))
         y = to_cache(tl.reshape(y, x.shape), scales, dst_dtype)
         tl.store(dst_ptrs[:, None] + offs_d[None, :], y, mask=mask)
@@ -66,16 +76,30 @@ def rotate_rows(
         b = tl.load(src_ptrs[:, None] + HALF + pairs[None, :], mask=pair_mask, other=0.0).to(
             tl.float32
         )
+        if ROTARY_DIM < HEAD_DIM:
+            in_rest = (offs_d >= ROTARY_DIM) & (offs_d < HEAD_DIM)
+            rest_mask = row_mask[:, None] & in_rest[None, :]  # [rows, HEAD_DIM_PADDED]
+            rest = tl.load(src_ptrs[:, None] + offs_d[None, :], mask=rest_mask, other=0.0)
+        if norm_weight_ptr is not None:
+            square_sums = tl.sum(a * a + b * b, axis=1)  # [rows]
+            if ROTARY_DIM < HEAD_DIM:
+                wide = rest.to(tl.float32)
+                square_sums += tl.sum(wide * wide, axis=1)
+            unit = reciprocal_rms(square_sums, norm_eps, HEAD_DIM)
+            gain_a = load_gain(norm_weight_ptr + pairs, in_half, norm_offset)
+            gain_b = load_gain(norm_weight_ptr + HALF + pairs, in_half, norm_offset)
+            a = cast(a * unit * gain_a[None, :], dtype).to(tl.float32)
+            b = cast(b * unit * gain_b[None, :], dtype).to(tl.float32)
+            if ROTARY_DIM < HEAD_DIM:
+                gain = load_gain(norm_weight_ptr + offs_d, in_rest, norm_offset)
+                rest = cast(wide * unit * gain[None, :], dtype)
         new_a = to_cache(cast(a * cos - b * sin, dtype), scales, dst_dtype)
         new_b = to_cache(cast(b * cos + a * sin, dtype), scales, dst_dtype)
         tl.store(dst_ptrs[:, None] + pairs[None, :], new_a, pair_mask)
         tl.store(dst_ptrs[:, None] + HALF + pairs[None, :], new_b, pair_mask)
         if ROTARY_DIM < HEAD_DIM:
-            offs_d = tl.arange(0, HEAD_DIM_PADDED)
-            mask = row_mask[:, None] & ((offs_d >= ROTARY_DIM) & (offs_d < HEAD_DIM))[None, :]
-            x = tl.load(src_ptrs[:, None] + offs_d[None, :], mask=mask)
-            x = to_cache(x, scales, dst_dtype)
-            tl.store(dst_ptrs[:, None] + offs_d[None, :], x, mask=mask)
+            rest = to_cache(rest, scales, dst_dtype)
+            tl.store(dst_ptrs[:, None] + offs_d[None, :], rest, mask=rest_mask)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -111,6 +135,9 @@ def _apply_rotary_embedding_kernel(
         sin_ptr + positions * stride_sin,
         row_mask,
         None,
+        None,
+        0.0,
+        0.0,
         HEAD_DIM,
         HEAD_DIM_PADDED,
         ROTARY_DIM,

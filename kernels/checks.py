@@ -115,6 +115,14 @@ def check_number(name: str, value: float) -> None:
         raise TypeError(f"{name}: expected a float or an int, got {type(value).__name__}")
 
 
+def check_norm(eps_name: str, eps: float, offset_name: str, offset: float) -> None:
+    """Check the constants of an RMSNorm by the names that they have: eps is at least 0."""
+    check_number(eps_name, eps)
+    check_number(offset_name, offset)
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"{eps_name}: expected 0 or a positive finite number, got {eps}")
+
+
 def check_like(name: str, tensor: torch.Tensor, other: torch.Tensor, dims: Sequence[str]) -> None:
     """Check that a tensor has shape, dtype and device of another one; dims: what these have."""
     if (

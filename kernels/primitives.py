@@ -1,4 +1,4 @@
-"""Device functions that the kernels share: paged addresses, scores, the online softmax.
+"""Device functions that the kernels share: paged addresses, norms, scores, the online softmax.
 
 Address arithmetic. The K (or V) row of token position p of a sequence lies at
 
@@ -110,6 +110,18 @@ def cast(x, dtype: tl.constexpr):
         nearest_even = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
         x = tl.where(x == x, nearest_even.to(tl.float32, bitcast=True), x)
     return x.to(dtype)
+
+
+@triton.jit
+def load_gain(weight_ptrs, mask, offset):
+    """offset + weight in fp32, which a narrower dtype would round; 0 weights where not `mask`."""
+    return tl.load(weight_ptrs, mask=mask, other=0.0).to(tl.float32) + offset
+
+
+@triton.jit
+def reciprocal_rms(square_sums, eps, SIZE: tl.constexpr):
+    """[rows, 1] of the sums, [rows], over the SIZE squares of each row."""
+    return tl.rsqrt(square_sums / SIZE + eps)[:, None]
 
 
 @triton.jit

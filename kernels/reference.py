@@ -10,8 +10,10 @@ over sequences on the host and synchronise freely.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 
 from kernels.fp8_cache import FP8_DTYPE, Scale
 
@@ -56,6 +58,31 @@ def store_kvcache(
         cache[where] = quantise(x[tokens], scale) if cache.dtype == FP8_DTYPE else x[tokens]
 
 
+def add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+) -> torch.Tensor:
+    """Reference of `kernels.add_rms_norm`, of x with any dimensions before the last."""
+    if residual is not None:
+        x = residual.add_(x)
+    if not offset and weight.dtype == x.dtype:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    wide = torch.promote_types(x.dtype, torch.float32)  # a narrower one would round the sum
+    return F.rms_norm(x.to(wide), weight.shape, offset + weight.to(wide), eps).to(x.dtype)
+
+
+_ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
+
+
+def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    """Reference of `kernels.gated_activation`."""
+    return _ACTIVATIONS[activation](gate).mul_(up)
+
+
 def apply_rotary_embedding(
     x: torch.Tensor,
     positions: torch.Tensor,
@@ -92,13 +119,25 @@ def rope_store_kvcache(
     interleaved: bool = False,
     k_scale: Scale = None,
     v_scale: Scale = None,
+    q_norm_weight: torch.Tensor | None = None,
+    k_norm_weight: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_offset: float = 0.0,
 ) -> None:
     """Reference of `kernels.rope_store_kvcache`."""
+
+    def normalised(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        if weight is None:
+            return x
+        return add_rms_norm(x, None, weight, eps=norm_eps, offset=norm_offset)
+
+    key = normalised(key, k_norm_weight)
     rotated = apply_rotary_embedding(key, positions, cos, sin, interleaved=interleaved)
     scales = {"k_scale": k_scale, "v_scale": v_scale}
     store_kvcache(rotated, value, k_cache, v_cache, slot_mapping, **scales)
     if query is not None:
-        query.copy_(apply_rotary_embedding(query, positions, cos, sin, interleaved=interleaved))
+        new = normalised(query, q_norm_weight)
+        query.copy_(apply_rotary_embedding(new, positions, cos, sin, interleaved=interleaved))
 
 
 def gather_tokens(

@@ -1,8 +1,9 @@
 """Rotate the queries and keys of new tokens and write keys and values into their cache slots.
 
 What a decoder layer does between its QKV projection and attention, in one launch: the rotated keys
-go straight into the cache instead of through memory. See `apply_rotary_embedding` for the rotation
-and `store_kvcache` for the slots.
+go straight into the cache instead of through memory, and so do normalised ones where an RMSNorm per
+head comes first. See `add_rms_norm` for the norm, `apply_rotary_embedding` for the rotation and
+`store_kvcache` for the slots.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import triton.language as tl
 
 from kernels.apply_rotary_embedding import rotate_rows
 from kernels.checks import (
+    FLOAT_DTYPES,
     KV_DTYPES,
     check_cache_scales,
     check_kv_cache,
     check_like,
+    check_norm,
     check_rotary,
     check_slots,
     check_tensor,
@@ -41,6 +44,10 @@ def _rope_store_kvcache_kernel(
     sin_ptr,
     k_scale,
     v_scale,
+    q_norm_weight_ptr,
+    k_norm_weight_ptr,
+    norm_eps,
+    norm_offset,
     num_query_rows,
     num_kv_rows,
     stride_query_token,
@@ -98,6 +105,9 @@ def _rope_store_kvcache_kernel(
             sin_ptr + positions * stride_sin,
             row_mask,
             k_scales,
+            k_norm_weight_ptr,
+            norm_eps,
+            norm_offset,
             HEAD_DIM,
             HEAD_DIM_PADDED,
             ROTARY_DIM,
@@ -125,6 +135,9 @@ def _rope_store_kvcache_kernel(
             sin_ptr + positions * stride_sin,
             row_mask,
             None,
+            q_norm_weight_ptr,
+            norm_eps,
+            norm_offset,
             HEAD_DIM,
             HEAD_DIM_PADDED,
             ROTARY_DIM,
@@ -148,8 +161,14 @@ def rope_store_kvcache(
     interleaved: bool = False,
     k_scale: Scale = None,
     v_scale: Scale = None,
+    q_norm_weight: torch.Tensor | None = None,
+    k_norm_weight: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_offset: float = 0.0,
 ) -> None:
     """Rotate queries in place, and write rotated keys and plain values into a paged KV cache.
+
+    Queries and keys are normalised first where weights of their norms are given.
 
     Args:
         query: (num_tokens, num_q_heads, head_dim) to rotate in place, or None for none.
@@ -166,6 +185,10 @@ def rope_store_kvcache(
         interleaved: pairs are (2 i, 2 i + 1) instead of (i, i + rotary_dim / 2).
         k_scale, v_scale: of an fp8 cache, see `store_kvcache`. Rotated keys are rounded to their
             own dtype first: what is stored is what rotating and storing one after the other stores.
+        q_norm_weight, k_norm_weight: (head_dim,), any float dtype: of an RMSNorm over each head of
+            query and of key that precedes the rotation (QK-norm: Qwen3, Gemma 3), or None for none.
+            What is normalised is rounded before it is rotated.
+        norm_eps, norm_offset: of both norms, see `add_rms_norm`.
 
     Mutates query, k_cache and v_cache; key stays as it is. Returns None.
 
@@ -188,6 +211,11 @@ def rope_store_kvcache(
         check_writable("query", query)
     check_slots(slot_mapping, k_cache, num_tokens=num_tokens)
     check_rotary(positions, cos, sin, num_tokens=num_tokens, head_dim=head_dim, device=device)
+    for name, weight in (("q_norm_weight", q_norm_weight), ("k_norm_weight", k_norm_weight)):
+        if weight is not None:
+            dims = {"head_dim": head_dim}
+            check_tensor(name, weight, dims, dtypes=FLOAT_DTYPES, device=device)
+    check_norm("norm_eps", norm_eps, "norm_offset", norm_offset)
 
     num_q_heads = 0 if query is None else query.shape[1]
     num_query_rows = num_tokens * num_q_heads
@@ -211,6 +239,10 @@ def rope_store_kvcache(
         sin,
         k_scale,
         v_scale,
+        q_norm_weight,
+        k_norm_weight,
+        float(norm_eps),
+        float(norm_offset),
         num_query_rows,
         num_kv_rows,
         *((0, 0) if query is None else query.stride()[:2]),

@@ -115,6 +115,20 @@ def rotary_tile(head_dim_padded: int) -> RowTile:
     return RowTile(rows=max(1, 2048 // head_dim_padded), num_warps=4)
 
 
+MAX_NORM_SIZE = 32768
+"""Longest row of add_rms_norm, 64 fp32 numbers a thread."""
+
+
+@functools.cache
+def norm_tile(hidden_size_padded: int) -> RowTile:
+    """Rows that a program of add_rms_norm takes, whole ones, short ones together.
+
+    Two 16-byte loads (fp16) of each operand per thread, while 16 warps suffice.
+    """
+    rows = max(1, 1024 // hidden_size_padded)
+    return RowTile(rows, num_warps=min(16, rows * hidden_size_padded // 512))
+
+
 @dataclass(frozen=True)
 class AttentionTile:
     """Tile of an attention kernel: tile_m query rows by tile_n keys."""
@@ -288,6 +302,12 @@ class FlatTile:
 
     elements: int
     num_warps: int
+
+
+@functools.cache
+def activation_tile(size: int) -> FlatTile:
+    """Part of a row of gated_activation: two 16-byte loads (fp16) of gate and of up per thread."""
+    return FlatTile(min(2048, next_power_of_2(size)), num_warps=4)
 
 
 @functools.cache

@@ -1,8 +1,8 @@
 """Attention of a batch of sequences over the paged KV cache, by one of three backends.
 
-A backend rotates queries and keys by their positions, stores the keys and values of the new tokens
-into their slots, and then attends: a sequence may read blocks which another sequence of the same
-batch has just filled.
+A backend rotates queries and keys by their positions (normalised first, with QK-norm), stores the
+keys and values of the new tokens into their slots, and then attends: a sequence may read blocks
+which another sequence of the same batch has just filled.
 
     triton      the kernels of this repository
     torch       plain PyTorch: quick on a CPU, and a baseline elsewhere
@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from models.cascade import SharedPrefixes
-from models.layers import Rotation, apply_rope
+from models.layers import RMSNorm, Rotation, apply_rope
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +53,12 @@ class AttentionMetadata:
 
 
 class AttentionBackend(Protocol):
-    """Rotates query and key, stores key and value into the cache, then attends causally over each
-    sequence's context."""
+    """Normalises and rotates query and key, stores key and value into the cache, then attends
+    causally over each sequence's context."""
 
     name: str
+    ops: ModuleType
+    """What computes the rest of a layer: ``kernels``, or ``kernels.reference`` in plain PyTorch."""
     has_fp8_cache: bool
     """Whether the cache may be fp8 e4m3."""
     has_cascade: bool
@@ -79,6 +81,8 @@ class AttentionBackend(Protocol):
         scale: float,
         window_size: int | None = None,
         softcap: float = 0.0,
+        q_norm: RMSNorm | None = None,
+        k_norm: RMSNorm | None = None,
         k_scale: float | None = None,
         v_scale: float | None = None,
     ) -> torch.Tensor:
@@ -87,7 +91,8 @@ class AttentionBackend(Protocol):
         (num_blocks, block_size, num_kv_heads, head_dim), views of one layer, mutated, in the dtype
         of key or fp8 e4m3, which holds keys / k_scale and values / v_scale (None for 1).
         window_size: tokens that a query sees, itself included; None for all.  softcap: scores
-        become softcap * tanh(score / softcap); 0 for none.  Returns query's shape.
+        become softcap * tanh(score / softcap); 0 for none.  q_norm, k_norm: over each head before
+        the rotation (QK-norm), both or neither.  Returns query's shape.
 
         All keys and values are read from the cache, those of this batch too: what a query sees
         does not depend on which tokens are computed together.
@@ -96,10 +101,14 @@ class AttentionBackend(Protocol):
 
 
 def _rope_store(
-    kernels, query, key, value, rotation, k_cache, v_cache, metadata, **cache_scales
+    ops, query, key, value, rotation, k_cache, v_cache, metadata, q_norm, k_norm, **cache_scales
 ) -> None:
-    """Rotate query in place, and store rotated keys and values, in one launch."""
-    kernels.rope_store_kvcache(
+    """Normalise and rotate query in place, and store such keys and values, in one launch."""
+    norms = {}
+    if q_norm is not None:
+        norms = {"q_norm_weight": q_norm.weight, "k_norm_weight": k_norm.weight}
+        norms |= {"norm_eps": q_norm.eps, "norm_offset": q_norm.offset}
+    ops.rope_store_kvcache(
         query,
         key,
         value,
@@ -109,6 +118,7 @@ def _rope_store(
         rotation.positions,
         rotation.cos,
         rotation.sin,
+        **norms,
         **cache_scales,
     )
 
@@ -123,7 +133,7 @@ class TritonBackend:
     def __init__(self) -> None:
         import kernels  # not at the top: whether to interpret is decided by then
 
-        self._kernels = kernels
+        self.ops = kernels
 
     def can_capture(self, block_size):
         return True
@@ -138,18 +148,21 @@ class TritonBackend:
         v_cache,
         metadata,
         *,
+        q_norm=None,
+        k_norm=None,
         k_scale=None,
         v_scale=None,
         **scores,
     ):
         caches, scales = (k_cache, v_cache), {"k_scale": k_scale, "v_scale": v_scale}
-        _rope_store(self._kernels, query, key, value, rotation, *caches, metadata, **scales)
+        new = query, key, value, rotation
+        _rope_store(self.ops, *new, *caches, metadata, q_norm, k_norm, **scales)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         for rows, part in _parts(metadata):
             options = {"out": out[rows], **scores, **scales}
             where = query[rows], *caches, part.block_tables
             if (shared := part.shared) is not None:
-                self._kernels.shared_prefix_decode_attention(
+                self.ops.shared_prefix_decode_attention(
                     query[rows],
                     *caches,
                     shared.prefix_block_tables,
@@ -160,9 +173,9 @@ class TritonBackend:
                     **options,
                 )
             elif part.max_seqlen_q == 1:
-                self._kernels.paged_decode_attention(*where, part.context_lens, **options)
+                self.ops.paged_decode_attention(*where, part.context_lens, **options)
             else:
-                self._kernels.paged_prefill_attention(
+                self.ops.paged_prefill_attention(
                     *where,
                     part.cu_seqlens_q,
                     part.context_lens,
@@ -207,7 +220,7 @@ class TorchBackend:
     def __init__(self) -> None:
         from kernels import reference  # not at the top: whether to interpret is decided by then
 
-        self._quantise, self._dequantise = reference.quantise, reference.dequantise
+        self.ops = reference
         self._rotation: Rotation | None = None  # made anew for each forward pass
         self._metadata: AttentionMetadata | None = None
         self._known: dict[Hashable, Any] = {}
@@ -232,15 +245,19 @@ class TorchBackend:
         metadata,
         *,
         window_size=None,
+        q_norm=None,
+        k_norm=None,
         k_scale=None,
         v_scale=None,
         **scores,
     ):
         if self._rotation is not rotation or self._metadata is not metadata:
             self._rotation, self._metadata, self._known = rotation, metadata, {}
+        if q_norm is not None:
+            query, key = q_norm(query), k_norm(key)
         query, key = (apply_rope(x, *rotation.of_tokens) for x in (query, key))
         if k_cache.dtype != key.dtype:
-            key, value = self._quantise(key, k_scale), self._quantise(value, v_scale)
+            key, value = self.ops.quantise(key, k_scale), self.ops.quantise(value, v_scale)
         stored, slots = self._once("stored", lambda: _stored(metadata.slot_mapping))
         if stored is not None:
             key, value = key[stored], value[stored]
@@ -273,7 +290,7 @@ class TorchBackend:
         for some, slots, seen, empty in gathers:
             rows = (cache.flatten(0, 1).index_select(0, slots.flatten()) for cache, _ in caches)
             keys, values = (
-                self._dequantise(part, cache_scale, query.dtype)
+                self.ops.dequantise(part, cache_scale, query.dtype)
                 .view(*slots.shape, num_kv_heads, head_dim)
                 .transpose(1, 2)
                 for part, (_, cache_scale) in zip(rows, caches, strict=True)
@@ -298,7 +315,7 @@ class TorchBackend:
             blocks = metadata.block_tables[i, first // block_size : -(-context_len // block_size)]
             seen = slice(first % block_size, first % block_size + context_len - first)
             keys, values = (
-                self._dequantise(
+                self.ops.dequantise(
                     cache.index_select(0, blocks).flatten(0, 1)[seen], cache_scale, query.dtype
                 ).transpose(0, 1)[None]
                 for cache, cache_scale in caches
@@ -439,7 +456,7 @@ class FlashAttnBackend:
                 ) from error
         import kernels  # not at the top: whether to interpret is decided by then
 
-        self._flash_attn, self._kernels = module, kernels
+        self._flash_attn, self.ops = module, kernels
 
     def can_capture(self, block_size):
         # The copy of the context would be made for the longest one there may be, in every layer.
@@ -458,12 +475,15 @@ class FlashAttnBackend:
         scale,
         window_size=None,
         softcap=0.0,
+        q_norm=None,
+        k_norm=None,
         k_scale=None,
         v_scale=None,
     ):
         options = {"softmax_scale": scale, "softcap": softcap, "causal": True}
         options["window_size"] = (-1, -1) if window_size is None else (window_size - 1, 0)
-        _rope_store(self._kernels, query, key, value, rotation, k_cache, v_cache, metadata)
+        new = query, key, value, rotation
+        _rope_store(self.ops, *new, k_cache, v_cache, metadata, q_norm, k_norm)
         block_tables = metadata.block_tables
         if k_cache.shape[1] % self.page_multiple:
             k_cache, v_cache, block_tables = self._repage(k_cache, v_cache, metadata)

@@ -8,9 +8,9 @@ arguments; a decoder holds no state besides its weights.
 from __future__ import annotations
 
 from functools import partial
+from types import ModuleType
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from models.attention import AttentionBackend, AttentionMetadata
@@ -56,8 +56,9 @@ class Attention(nn.Module):
         family = config.family
         output_bias = config.attention_bias and family.output_bias
         self.o_proj = RowParallelLinear(q_size, q_columns, hidden, bias=output_bias, tp=tp)
-        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps) if family.qk_norm else None
-        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps) if family.qk_norm else None
+        norm = partial(RMSNorm, head_dim, config.rms_norm_eps, backend.ops)
+        self.q_norm = norm() if family.qk_norm else None
+        self.k_norm = norm() if family.qk_norm else None
         self.scores = {
             "scale": config.attention_scale or head_dim**-0.5,
             "window_size": window,
@@ -77,8 +78,6 @@ class Attention(nn.Module):
         """x: (num_tokens, hidden_size).  kv_cache: of this layer, (2, num_blocks, block_size,
         num_kv_heads, head_dim)."""
         query, key, value = (y.unflatten(-1, (-1, self.head_dim)) for y in self.qkv_proj(x))
-        if self.q_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
         out = self.backend(
             query,
             key,
@@ -87,23 +86,22 @@ class Attention(nn.Module):
             *kv_cache,
             metadata,
             **self.scores,
+            q_norm=self.q_norm,
+            k_norm=self.k_norm,
             k_scale=self.k_scale,
             v_scale=self.v_scale,
         )
         return self.o_proj(out.flatten(1))
 
 
-_ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
-
-
 class MLP(nn.Module):
     """A gated MLP (SwiGLU or GeGLU) with fused gate and up projections."""
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
+    def __init__(self, config: ModelConfig, ops: ModuleType, tp: TensorParallel) -> None:
         super().__init__()
         hidden, inner = config.hidden_size, config.intermediate_size
         columns = tp.share(inner, "intermediate_size")
-        self.activation = _ACTIVATIONS[config.hidden_act]
+        self.gated_activation = partial(ops.gated_activation, activation=config.hidden_act)
         self.gate_up_proj = ColumnParallelLinear(
             hidden,
             [("gate_proj", inner, columns), ("up_proj", inner, columns)],
@@ -112,8 +110,7 @@ class MLP(nn.Module):
         self.down_proj = RowParallelLinear(inner, columns, hidden, bias=config.mlp_bias, tp=tp)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up_proj(x)
-        return self.down_proj(self.activation(gate).mul_(up))
+        return self.down_proj(self.gated_activation(*self.gate_up_proj(x)))
 
 
 class DecoderLayer(nn.Module):
@@ -122,26 +119,30 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.self_attn = Attention(config, window, backend, tp)
-        self.mlp = MLP(config, tp)
-        self.input_layernorm = _norm(config)
-        self.post_attention_layernorm = _norm(config)
+        self.mlp = MLP(config, backend.ops, tp)
+        self.input_layernorm = _norm(config, backend.ops)
+        self.post_attention_layernorm = _norm(config, backend.ops)
         self.sandwich = config.family.sandwich_norms
         if self.sandwich:
-            self.pre_feedforward_layernorm = _norm(config)
-            self.post_feedforward_layernorm = _norm(config)
+            self.pre_feedforward_layernorm = _norm(config, backend.ops)
+            self.post_feedforward_layernorm = _norm(config, backend.ops)
 
-    def forward(self, x, rotation, kv_cache, metadata):
-        attended = self.self_attn(self.input_layernorm(x), rotation, kv_cache, metadata)
+    def forward(self, x, residual, rotation, kv_cache, metadata):
+        """Output of the layer before, and the residual stream that it is yet to be added to, in
+        place; None: x is the stream.  Returns both as the next layer takes them."""
+        normalised = self.input_layernorm(x, residual)
+        residual = x if residual is None else residual
+        x = self.self_attn(normalised, rotation, kv_cache, metadata)
         if self.sandwich:
-            x = x + self.post_attention_layernorm(attended)
-            return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
-        x = x + attended
-        return x + self.mlp(self.post_attention_layernorm(x))
+            x = self.post_attention_layernorm(x)
+            x = self.mlp(self.pre_feedforward_layernorm(x, residual))
+            return self.post_feedforward_layernorm(x), residual
+        return self.mlp(self.post_attention_layernorm(x, residual)), residual
 
 
-def _norm(config: ModelConfig) -> RMSNorm:
+def _norm(config: ModelConfig, ops: ModuleType) -> RMSNorm:
     offset = float(config.family.unit_offset_norms)
-    return RMSNorm(config.hidden_size, config.rms_norm_eps, offset)
+    return RMSNorm(config.hidden_size, config.rms_norm_eps, ops, offset)
 
 
 class Decoder(nn.Module):
@@ -161,7 +162,7 @@ class Decoder(nn.Module):
             DecoderLayer(config, window, backend, tp)
             for window in config.windows or [None] * config.num_layers
         )
-        self.norm = _norm(config)
+        self.norm = _norm(config, backend.ops)
         self.embedding_scale = None
         if config.family.scaled_embeddings:  # rounded to the dtype of the model, as in training
             self.embedding_scale = torch.tensor(config.hidden_size**0.5, device="cpu").item()
@@ -170,10 +171,10 @@ class Decoder(nn.Module):
         x = self.embed_tokens(token_ids)
         if self.embedding_scale is not None:
             x = x * self.embedding_scale
-        rotation = self.rotary_emb(positions)
+        residual, rotation = None, self.rotary_emb(positions)
         for i, layer in enumerate(self.layers):
-            x = layer(x, rotation, kv_cache[:, i], metadata)
-        return self.norm(x)
+            x, residual = layer(x, residual, rotation, kv_cache[:, i], metadata)
+        return self.norm(x, residual)
 
 
 class CausalLM(nn.Module):

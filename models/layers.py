@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -45,18 +46,20 @@ def _as_slice(part: range) -> slice:
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * (offset + weight) over the last dimension (Zhang and Sennrich, 2019)."""
+    """x / rms(x) * (offset + weight) over the last dimension (Zhang and Sennrich, 2019).
 
-    def __init__(self, size: int, eps: float, offset: float = 0.0) -> None:
+    ops: ``kernels`` or ``kernels.reference``, which compute it.
+    """
+
+    def __init__(self, size: int, eps: float, ops: ModuleType, offset: float = 0.0) -> None:
         super().__init__()
         self.eps, self.offset = eps, offset
         self.weight = _parameter(size)
+        self._add_rms_norm = ops.add_rms_norm
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.offset:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        weight = self.offset + self.weight.float()  # which a narrower dtype would round
-        return F.rms_norm(x.float(), weight.shape, weight, self.eps).to(x.dtype)
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """The norm of x, or of ``residual``, if given, to which x is added in place."""
+        return self._add_rms_norm(x, residual, self.weight, eps=self.eps, offset=self.offset)
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, CheckpointTensor]]:
         whole = (slice(0, self.weight.shape[0]),)

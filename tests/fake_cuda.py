@@ -12,6 +12,7 @@ A dry run of host code: it says nothing of speed, of compiled kernels, or of wor
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import time
 import types
@@ -309,6 +310,7 @@ class FakeGpu:
         def launch() -> None:
             with _on_the_host():
                 grid_launch(executor, *args, **kwargs)
+            gc.collect(1)  # the interpreter leaves cycles that hold the tensors of a launch
 
         launch()
         if self._capturing is not None:

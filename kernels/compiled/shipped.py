@@ -13,9 +13,11 @@ from functools import partial
 
 import torch
 
+from kernels.add_rms_norm import add_rms_norm
 from kernels.apply_rotary_embedding import apply_rotary_embedding
 from kernels.copy_blocks import copy_blocks
 from kernels.fp8_cache import FP8_DTYPE
+from kernels.gated_activation import gated_activation
 from kernels.merge_attention_states import merge_attention_states
 from kernels.paged_decode_attention import paged_decode_attention
 from kernels.paged_prefill_attention import paged_prefill_attention
@@ -90,6 +92,10 @@ def _rotary_calls(op: str) -> Iterator[ShippedCall]:
                     run = partial(rope_store_kvcache, *arguments, **scales)
                 name = f"{config} interleaved" if interleaved else config
                 yield ShippedCall(op, name, partial(run, interleaved=interleaved))
+            if op == "rope_store_kvcache":
+                weight = _meta(head_dim, dtype=query_dtype)
+                norms = {"q_norm_weight": weight, "k_norm_weight": weight}
+                yield ShippedCall(op, f"{config} norms", partial(run, interleaved=False, **norms))
 
 
 def _attention(
@@ -217,6 +223,31 @@ def _slot_mapping_calls() -> Iterator[ShippedCall]:
     yield ShippedCall("slot_mapping_from_positions", "b16", run)
 
 
+def _norm_calls() -> Iterator[ShippedCall]:
+    """Hidden sizes of models from 0.6B to 70B, and the widest row in use."""
+    for dtype in HALF_DTYPES:
+        for size in (1024, 2560, 4096, 5120, 8192, 16384):
+            x, weight = _meta(256, size, dtype=dtype), _meta(size, dtype=dtype)
+            config = f"{_name(dtype)} h{size}"
+            yield ShippedCall("add_rms_norm", config, partial(add_rms_norm, x, x, weight))
+            alone = partial(add_rms_norm, x, None, weight)
+            yield ShippedCall("add_rms_norm", f"{config} alone", alone)
+
+
+def _gated_activation_calls() -> Iterator[ShippedCall]:
+    """Halves of a fused projection, in the widths of Qwen3 8B, Gemma 2 9B and Qwen 2.5 7B."""
+    for dtype in HALF_DTYPES:
+        for size, activation in (
+            (12288, "silu"),
+            (14336, "gelu_pytorch_tanh"),
+            (18944, "silu"),
+        ):
+            gate, up = _meta(256, 2 * size, dtype=dtype).chunk(2, dim=1)
+            run = partial(gated_activation, gate, up, activation)
+            config = f"{_name(dtype)} i{size} {activation[:4]}"
+            yield ShippedCall("gated_activation", config, run)
+
+
 _CALLS = {
     "store_kvcache": _store_kvcache_calls,
     "copy_blocks": partial(_block_copy_calls, "copy_blocks"),
@@ -226,6 +257,8 @@ _CALLS = {
     "slot_mapping_from_positions": _slot_mapping_calls,
     "rope_store_kvcache": partial(_rotary_calls, "rope_store_kvcache"),
     "apply_rotary_embedding": partial(_rotary_calls, "apply_rotary_embedding"),
+    "add_rms_norm": _norm_calls,
+    "gated_activation": _gated_activation_calls,
     "paged_decode_attention": _decode_calls,
     "paged_prefill_attention": _prefill_calls,
 }

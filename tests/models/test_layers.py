@@ -5,6 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
+import kernels
+from kernels import reference
 from models.config import ModelConfig
 from models.layers import RMSNorm, RotaryEmbedding, apply_rope, linear, rope_frequencies
 
@@ -101,14 +103,18 @@ def test_rope_rotates_in_fp32_and_keeps_the_dtype():
     assert torch.equal(rotated, apply_rope(x.float(), cos, sin).half())
 
 
+@pytest.mark.parametrize("ops", [kernels, reference], ids=["kernels", "reference"])
 @pytest.mark.parametrize("offset", [0.0, 1.0])
-def test_rms_norm(offset):
-    norm = RMSNorm(6, 1e-5, offset)
+def test_rms_norm_adds_to_the_residual_first(ops, offset):
+    norm = RMSNorm(6, 1e-5, ops, offset)
     generator = torch.Generator().manual_seed(0)
     norm.weight.copy_(torch.randn(6, generator=generator))
-    x = torch.randn(4, 6, generator=generator)
-    expected = x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * (offset + norm.weight)
-    assert_close(norm(x), expected)
+    x, residual = torch.randn(2, 4, 6, generator=generator)
+    for stream in (None, residual):
+        total = x.clone() if stream is None else x + stream
+        expected = total / (total.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+        assert_close(norm(x, stream), expected * (offset + norm.weight))
+        assert stream is None or torch.equal(stream, total)
     assert torch.equal(norm(torch.zeros(1, 6)), torch.zeros(1, 6))
 
 

@@ -1,0 +1,125 @@
+"""RMSNorm (Zhang & Sennrich, 2019) and the residual addition before it, in one launch.
+
+    residual <- residual + x        y = residual / sqrt(mean(residual^2) + eps) * (offset + weight)
+
+What stands between two products of a decoder layer (vLLM's fused_add_rms_norm): apart, the sum is
+written once and read twice more. Both are computed in fp32 and rounded once; the mean is that of
+the rounded sum, as it is where addition and norm are two modules.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.checks import (
+    FLOAT_DTYPES,
+    check_like,
+    check_norm,
+    check_tensor,
+    check_writable,
+)
+from kernels.primitives import cast, load_gain, reciprocal_rms
+from kernels.tiles import MAX_NORM_SIZE, cdiv, next_power_of_2, norm_tile
+from kernels.torch_ops import functional_op
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _add_rms_norm_kernel(
+    out_ptr,
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    eps,
+    offset,
+    num_tokens,
+    stride_x,
+    stride_residual,
+    HIDDEN_SIZE: tl.constexpr,
+    HIDDEN_SIZE_PADDED: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+):
+    """One program: TILE_ROWS whole rows."""
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    rows = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    offs = tl.arange(0, HIDDEN_SIZE_PADDED)
+    mask = (rows < num_tokens)[:, None] & (offs < HIDDEN_SIZE)[None, :]  # [TILE_ROWS, padded size]
+    x = tl.load(x_ptr + rows[:, None] * stride_x + offs[None, :], mask=mask, other=0.0)
+    gain = load_gain(weight_ptr + offs, offs < HIDDEN_SIZE, offset)
+    if residual_ptr is not None:
+        residual_ptrs = residual_ptr + rows[:, None] * stride_residual + offs[None, :]
+        residual = tl.load(residual_ptrs, mask=mask, other=0.0)
+        x = cast(x.to(tl.float32) + residual.to(tl.float32), dtype)
+        tl.store(residual_ptrs, x, mask=mask)
+    x = x.to(tl.float32)
+    y = x * reciprocal_rms(tl.sum(x * x, axis=1), eps, HIDDEN_SIZE) * gain[None, :]
+    tl.store(out_ptr + rows[:, None] * HIDDEN_SIZE + offs[None, :], cast(y, dtype), mask=mask)
+
+
+def _fake(x, residual, weight, *, eps=1e-6, offset=0.0):
+    return x.new_empty(x.shape)
+
+
+@functional_op(fake=_fake, mutates_args=("residual",))
+def add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+) -> torch.Tensor:
+    """Add x to the residual stream in place, and return the RMSNorm of the sum.
+
+    Args:
+        x: (num_tokens, hidden_size), fp16, bf16 or fp32, any stride on the first dimension;
+            hidden_size up to 32768.
+        residual: shaped like x, of its dtype, any stride on the first dimension, becomes
+            residual + x; None: the norm is that of x alone.
+        weight: (hidden_size,), any float dtype.
+        eps: added to the mean of the squares, at least 0.
+        offset: added to weight: 1 in Gemma, 0 elsewhere.
+
+    Mutates residual. Sums and products are computed in fp32.
+
+    Returns:
+        A new contiguous tensor shaped like x.
+
+    Raises:
+        ValueError: a shape, dtype, device or stride that does not fit, or a negative eps.
+        TypeError: no tensor, or eps or offset no number.
+    """
+    dims = dict.fromkeys(("num_tokens", "hidden_size"))
+    check_tensor("x", x, dims, dtypes=FLOAT_DTYPES)
+    num_tokens, hidden_size = x.shape
+    if hidden_size > MAX_NORM_SIZE:
+        raise ValueError(f"x: expected a hidden_size of at most {MAX_NORM_SIZE}, got {hidden_size}")
+    if residual is not None:
+        check_like("residual", residual, x, dims)
+        check_writable("residual", residual)
+    check_tensor(
+        "weight", weight, {"hidden_size": hidden_size}, dtypes=FLOAT_DTYPES, device=x.device
+    )
+    check_norm("eps", eps, "offset", offset)
+    out = torch.empty(num_tokens, hidden_size, dtype=x.dtype, device=x.device)
+    if num_tokens * hidden_size == 0:
+        return out
+    hidden_size_padded = next_power_of_2(hidden_size)
+    tile = norm_tile(hidden_size_padded)
+    _add_rms_norm_kernel[(cdiv(num_tokens, tile.rows),)](
+        out,
+        x,
+        residual,
+        weight,
+        float(eps),
+        float(offset),
+        num_tokens,
+        x.stride(0),
+        0 if residual is None else residual.stride(0),
+        HIDDEN_SIZE=hidden_size,
+        HIDDEN_SIZE_PADDED=hidden_size_padded,
+        TILE_ROWS=tile.rows,
+        num_warps=tile.num_warps,
+    )
+    return out

@@ -1,0 +1,91 @@
+"""The gate of a decoder's MLP: activation(gate) * up, SwiGLU or GeGLU (Shazeer, 2020).
+
+Gate and up are read where the fused projection left them, two halves of the same rows (vLLM's
+silu_and_mul), and no activated gate passes through memory. Computed in fp32 and rounded once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.checks import FLOAT_DTYPES, check_like, check_tensor
+from kernels.primitives import LOG2_E, cast, tanh
+from kernels.tiles import activation_tile, cdiv
+from kernels.torch_ops import functional_op
+
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+"""As Hugging Face configs name them: SiLU (Llama, Qwen) and GELU by tanh (Gemma)."""
+SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
+
+
+@triton.jit
+def _gated_activation_kernel(
+    out_ptr,
+    gate_ptr,
+    up_ptr,
+    stride_gate,
+    stride_up,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):
+    """One program: TILE elements of a row."""
+    dtype: tl.constexpr = gate_ptr.dtype.element_ty
+    TILES: tl.constexpr = (SIZE + TILE - 1) // TILE
+    program = tl.program_id(0)
+    row = (program // TILES).to(tl.int64)
+    offs = program % TILES * TILE + tl.arange(0, TILE)
+    mask = offs < SIZE
+    gate = tl.load(gate_ptr + row * stride_gate + offs, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * stride_up + offs, mask=mask, other=0.0).to(tl.float32)
+    if ACTIVATION == "silu":
+        activated = gate / (1.0 + tl.exp2(gate * -LOG2_E))
+    else:
+        inner = gate * SQRT_2_OVER_PI * (1.0 + 0.044715 * gate * gate)
+        activated = 0.5 * gate * (1.0 + tanh(inner))
+    tl.store(out_ptr + row * SIZE + offs, cast(activated * up, dtype), mask=mask)
+
+
+def _fake(gate, up, activation):
+    return gate.new_empty(gate.shape)
+
+
+@functional_op(fake=_fake)
+def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    """activation(gate) * up.
+
+    Args:
+        gate, up: (num_tokens, intermediate_size), fp16, bf16 or fp32, any stride on the first
+            dimension, so that halves of a fused projection need no copy.
+        activation: "silu", or "gelu_pytorch_tanh", GELU by its approximation with tanh.
+
+    Returns:
+        A new contiguous tensor shaped like gate.
+
+    Raises:
+        ValueError: a shape, dtype, device or stride that does not fit, or another activation.
+    """
+    dims = dict.fromkeys(("num_tokens", "intermediate_size"))
+    check_tensor("gate", gate, dims, dtypes=FLOAT_DTYPES)
+    check_like("up", up, gate, dims)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation: expected {' or '.join(ACTIVATIONS)}, got {activation!r}")
+    num_tokens, size = gate.shape
+    out = torch.empty(num_tokens, size, dtype=gate.dtype, device=gate.device)
+    if num_tokens * size == 0:
+        return out
+    tile = activation_tile(size)
+    _gated_activation_kernel[(num_tokens * cdiv(size, tile.elements),)](
+        out,
+        gate,
+        up,
+        gate.stride(0),
+        up.stride(0),
+        SIZE=size,
+        TILE=tile.elements,
+        ACTIVATION=activation,
+        num_warps=tile.num_warps,
+    )
+    return out
