@@ -20,6 +20,7 @@ from kernels.merge_attention_states import merge_attention_states
 from kernels.paged_decode_attention import paged_decode_attention
 from kernels.paged_prefill_attention import paged_prefill_attention
 from kernels.rope_store_kvcache import rope_store_kvcache
+from kernels.sample_tokens import sample_tokens
 from kernels.shared_prefix_decode_attention import shared_prefix_decode_attention
 from kernels.slot_mapping_from_positions import slot_mapping_from_positions
 from kernels.store_kvcache import store_kvcache
@@ -217,6 +218,19 @@ def _slot_mapping_calls() -> Iterator[ShippedCall]:
     yield ShippedCall("slot_mapping_from_positions", "b16", run)
 
 
+def _sample_tokens_calls() -> Iterator[ShippedCall]:
+    numbers, seeds = _meta(64, dtype=torch.float32), _meta(64, dtype=torch.int64)
+    for dtype in (*HALF_DTYPES, torch.float32):
+        logits = _meta(64, 128256, dtype=dtype)
+        drawn = partial(sample_tokens, logits, numbers, seeds)
+        for named, run in (
+            ("", drawn),
+            (" greedy", partial(sample_tokens, logits)),
+            (" min_p", partial(drawn, min_ps=numbers)),
+        ):
+            yield ShippedCall("sample_tokens", f"{_name(dtype)} v128256{named}", run)
+
+
 _CALLS = {
     "store_kvcache": _store_kvcache_calls,
     "copy_blocks": partial(_block_copy_calls, "copy_blocks"),
@@ -228,6 +242,7 @@ _CALLS = {
     "apply_rotary_embedding": partial(_rotary_calls, "apply_rotary_embedding"),
     "paged_decode_attention": _decode_calls,
     "paged_prefill_attention": _prefill_calls,
+    "sample_tokens": _sample_tokens_calls,
 }
 OPS = tuple(_CALLS)
 

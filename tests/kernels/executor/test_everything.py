@@ -17,6 +17,7 @@ MODULES = (
     "test_paged_decode_attention.py",
     "test_paged_prefill_attention.py",
     "test_rope_store_kvcache.py",
+    "test_sample_tokens.py",
     "test_shared_prefix_decode_attention.py",
     "test_slot_mapping_from_positions.py",
     "test_store_kvcache.py",
