@@ -336,3 +336,13 @@ def swap_num_programs(num_tiles: int, target: Target) -> int:
 def index_tile() -> FlatTile:
     """Tokens that a program of slot_mapping_from_positions maps."""
     return FlatTile(elements=256, num_warps=4)
+
+
+PROGRAMS_THAT_SAMPLE = 8
+"""Programs of sample_tokens that fit one multiprocessor; tests hold the compiled kernels to it."""
+
+
+def sample_num_splits(num_rows: int, num_chunks: int, target: Target) -> int:
+    """Programs of sample_tokens that share a row of so many chunks, to fill the GPU once."""
+    slots = target.num_multiprocessors * PROGRAMS_THAT_SAMPLE
+    return max(1, min(MAX_SPLITS, num_chunks, slots // num_rows))

@@ -228,6 +228,7 @@ class LLM:
                 f"cuda_graphs=True: cannot capture attention_backend={backend.name!r} with "
                 f"block_size={block_size} on {self.device}"
             )
+        use_kernels = self.device.type == "cuda" or backend.name == "triton"
         runner = ModelRunner(
             self.model,
             num_blocks=num_blocks,
@@ -236,13 +237,13 @@ class LLM:
             num_host_blocks=num_host_blocks,
             max_num_seqs=max_num_seqs,
             max_model_len=self.max_model_len,
-            use_kernels=self.device.type == "cuda" or backend.name == "triton",
+            use_kernels=use_kernels,
             cuda_graphs=can_capture if cuda_graphs is None else cuda_graphs,
         )
         self.engine = Engine(
             scheduler,
             runner,
-            Sampler(self.device, seed),
+            Sampler(self.device, seed, use_kernels=use_kernels),
             max_model_len=self.max_model_len,
             vocab_size=config.vocab_size,
             eos_token_ids=config.eos_token_ids,

@@ -29,6 +29,7 @@ from models.cascade import (
 )
 from models.cuda_graphs import DecodeGraphs
 from models.decoder import CausalLM
+from models.uploads import Uploads
 
 
 class ModelRunner:
@@ -64,6 +65,7 @@ class ModelRunner:
         self.model, self.block_size = model, block_size
         weight = model.model.embed_tokens.weight
         self.device = weight.device
+        self._upload = Uploads(self.device)
         self.kv_cache = make_kv_cache(model, num_blocks, block_size, kv_dtype)
         self.host_cache = None
         if num_host_blocks:
@@ -138,29 +140,33 @@ class ModelRunner:
         complete = [seq.num_computed_tokens == len(seq.token_ids) for seq in step.sequences]
         last_rows = np.empty_like(counts)
         last_rows[order] = cu_seqlens[1:] - 1
-        metadata = AttentionMetadata(
-            slot_mapping=self._upload(slots),
-            block_tables=self._upload(block_tables),
-            cu_seqlens_q=self._upload(cu_seqlens.astype(np.int32)),
-            context_lens=self._upload(ends.astype(np.int32)),
-            max_seqlen_q=int(counts.max()),
-            max_context_len=int(ends.max()),
-        )
+        fields = {}
         if groups:
             fields = split_tables(
                 groups, block_tables[:num_single], ends[:num_single], self.block_size
             )
-            shared = SharedPrefixes(**{name: self._upload(x) for name, x in fields.items()})
-            metadata = dataclasses.replace(metadata, shared=shared)
+        token_ids, positions, logit_rows, slots, block_tables, starts, lens, *shared = self._upload(
+            np.frombuffer(tokens, dtype=np.uint32).astype(np.int64),
+            positions,
+            last_rows[complete],
+            slots,
+            block_tables,
+            cu_seqlens.astype(np.int32),
+            ends.astype(np.int32),
+            *fields.values(),
+        )
+        metadata = AttentionMetadata(
+            slot_mapping=slots,
+            block_tables=block_tables,
+            cu_seqlens_q=starts,
+            context_lens=lens,
+            max_seqlen_q=int(counts.max()),
+            max_context_len=int(ends.max()),
+            shared=SharedPrefixes(**dict(zip(fields, shared, strict=True))) if groups else None,
+        )
         if kinds.min() < kinds.max():
             metadata = in_parts(metadata, counts)
-        token_ids = np.frombuffer(tokens, dtype=np.uint32).astype(np.int64)
-        return (
-            self._upload(token_ids),
-            self._upload(positions),
-            metadata,
-            self._upload(last_rows[complete]),
-        )
+        return token_ids, positions, metadata, logit_rows
 
     def _prefix_groups(self, tables, ends: np.ndarray, num_seqs: int) -> list[Group]:
         """Groups of the sequences with ``tables`` that share prefixes, if that pays."""
@@ -183,13 +189,7 @@ class ModelRunner:
             self._swap_blocks(self.host_cache, self.kv_cache, self._pairs(step.swap_in))
 
     def _pairs(self, pairs: Copies) -> torch.Tensor:
-        return self._upload(np.array(pairs, dtype=np.int64))
-
-    def _upload(self, values: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(values)
-        if self.device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self.device, non_blocking=True)
+        return self._upload(np.array(pairs, dtype=np.int64))[0]
 
 
 def make_kv_cache(

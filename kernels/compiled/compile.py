@@ -106,7 +106,7 @@ def without_gpu(arch: Architecture) -> Iterator[None]:
 
 def launched_by(
     call: Callable[[], object], arch: Architecture
-) -> list[tuple[JITFunction, ASTSource, dict[str, int]]]:
+) -> list[tuple[JITFunction, ASTSource, dict[str, int | bool]]]:
     """Kernels that `call`, an op on meta tensors, would launch, with their compiler options.
 
     Raises:
@@ -120,7 +120,8 @@ def launched_by(
 
     def take_over(*, fn, compile, **_) -> bool:
         function, *parts = fn.jit_function, compile["signature"], compile["constants"]
-        options = {key: compile[key] for key in ("num_warps", "num_stages", "num_ctas")}
+        names = ("num_warps", "num_stages", "num_ctas", "enable_fp_fusion")
+        options = {name: compile[name] for name in names}
         launches.append((function, ASTSource(function, *parts, compile["configs"][0]), options))
         return True
 

@@ -21,10 +21,11 @@ from kernels.compiled.compile import (
 )
 from kernels.compiled.shipped import OPS
 from kernels.primitives import INTERPRETED
-from kernels.tiles import PROGRAMS_PER_MULTIPROCESSOR
+from kernels.tiles import PROGRAMS_PER_MULTIPROCESSOR, PROGRAMS_THAT_SAMPLE
 
 pytestmark = pytest.mark.timeout(900)  # with an empty Triton cache minutes pass
 DECODE, PREFILL = "_paged_decode_kernel", "_paged_prefill_kernel"
+SAMPLE = "_sample_tokens_kernel"
 MOVES = ("copy_blocks", "swap_blocks", "merge_attention_states")
 MMA_FAMILY = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma"}
 ALL_BF16 = "bf16 d(64|80|128|256)|fp16 d256( g4( b16)?)?$"
@@ -37,9 +38,10 @@ SELECTED = {
         (("shared_prefix_decode_attention",), "(bf16|fp8) d128"),
         (MOVES, "d(80|256)"),
         (FP8_OPS, "fp8 d(80|128|256) g4$|fp8 .*g71|fp8 d80$|fp8 d256 .*b16"),
+        (("sample_tokens",), ""),
     ),
     "gfx942": (
-        ((), "^b16$|bf16 d80|fp16 d80 (list|hnd)"),  # of every op
+        ((), "^b16$|bf16 v|bf16 d80|fp16 d80 (list|hnd)"),  # of every op
         (("paged_decode_attention",), "bf16 d256 g4$"),
         (("paged_prefill_attention",), "bf16 d256 g4 b16 split features"),
     ),
@@ -52,6 +54,7 @@ SELECTED = {
             (("shared_prefix_decode_attention",), "bf16 d256"),
             (MOVES, "d80"),
             (FP8_OPS, "fp8 d80 g4$|fp8 d80$|fp8 d256 .*b16"),
+            (("sample_tokens",), "(bf16|fp32) v"),
         ),
     ),
 }
@@ -103,9 +106,10 @@ def test_every_op_is_compiled_with_every_feature_and_dtype(rows):
 
 
 def test_programs_fit_a_multiprocessor(rows):
-    """Decode's together; conftest.py sees to spills."""
+    """As many as split counts reckon with; conftest.py sees to spills."""
+    wanted = {DECODE: PROGRAMS_PER_MULTIPROCESSOR, SAMPLE: PROGRAMS_THAT_SAMPLE}
     for row in rows:
-        least = PROGRAMS_PER_MULTIPROCESSOR if row["kernel"] == DECODE else 1
+        least = wanted.get(row["kernel"], 1)
         assert row["programs_per_multiprocessor"] >= least, name_of(row)
         assert row["arch"] != "gfx942" or row["local_bytes"] == 0, name_of(row)
 
@@ -179,6 +183,35 @@ def test_stores_and_copies_move_16_bytes_at_a_time(rows):
             # 8 bytes: slots, pairs, addresses; 4: scales.
             narrow = {"32", "64"} if fp8 else {"64"}
             assert on_amd or set(row["global_loads"]) <= {"128"} | narrow, name_of(row)
+
+
+def test_sampling_loads_what_a_thread_needs_of_a_span_at_once(rows):
+    for row in of_kernels(rows, SAMPLE, "_merge_samples_kernel"):
+        assert row["local_bytes"] == 0, name_of(row)
+        if row["kernel"] == SAMPLE and row["arch"] != "gfx942":
+            width = "128" if row["config"].startswith("fp32") else "64"
+            seeds = width == "64" and row["constants"].get("noise_seeds_ptr", 1) is not None
+            assert row["global_loads"][width] == 4 + seeds, name_of(row)
+            assert row["registers"] <= 64, name_of(row)
+
+
+UNFUSED = """
+from kernels.compiled.architectures import ARCHITECTURES
+from kernels.compiled.compile import compile_call
+from kernels.compiled.shipped import shipped_calls
+
+for call in shipped_calls(["sample_tokens"]):
+    for function, _, compiled in compile_call(call.run, ARCHITECTURES["sm_90"]):
+        ptx = compiled.asm["ptx"]
+        print(function.__name__, call.config, "add.f32" in ptx or "add.rn.f32" in ptx, "fma" in ptx)
+"""
+
+
+def test_no_product_of_the_noise_is_fused_with_a_sum(compiling_process):
+    """Or a GPU would draw other tokens than the reference."""
+    lines = [line.split() for line in compiling_process(UNFUSED).splitlines()]
+    assert sum(line[-2] == "True" for line in lines) == 6, "those with noise add"
+    assert all(line[-1] == "False" for line in lines)
 
 
 SASS = """

@@ -53,6 +53,27 @@ def test_graphs_decode_as_the_cpu_does_with_one_wait_a_step(preemption, expected
     assert len(steps) > fake_gpu.replays - replays >= 11
 
 
+SAMPLED = [
+    SamplingParams(seed=1, max_tokens=6, ignore_eos=True),
+    SamplingParams(seed=2, temperature=0.7, min_p=0.02, max_tokens=6, ignore_eos=True),
+    SamplingParams(seed=3, top_k=20, top_p=0.9, max_tokens=6, ignore_eos=True),
+]
+
+
+@pytest.mark.parametrize("params", SAMPLED, ids=["plain", "min_p", "top_k and top_p"])
+def test_seeded_requests_draw_what_they_draw_on_the_cpu(params, fake_gpu):
+    prompts = [*PROMPTS, [9] * 7]
+    on_cpu = LLM(CONFIG, device="cpu", attention_backend="torch", **OPTIONS)
+    expected = [output.outputs[0].token_ids for output in on_cpu.generate(prompts, params)]
+    llm = LLM(CONFIG, num_blocks=20, max_model_len=32, **OPTIONS)
+    steps, step = [], llm.engine.runner.run
+    llm.engine.runner.run = lambda *args: steps.append(1) or step(*args)
+    waits = fake_gpu.waits
+    outputs = llm.generate(prompts, params)
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert fake_gpu.waits - waits == len(steps)
+
+
 def test_the_cache_fills_the_share_of_memory_that_the_largest_batch_leaves(fake_gpu):
     options = {"gpu_memory_utilization": 0.8, "max_model_len": 64, "cuda_graphs": False}
     llm = LLM(CONFIG, **options, **OPTIONS)

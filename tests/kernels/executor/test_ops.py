@@ -17,6 +17,7 @@ from kernels import (
     paged_prefill_attention,
     reference,
     rope_store_kvcache,
+    sample_tokens,
     shared_prefix_decode_attention,
     slot_mapping_from_positions,
     store_kvcache,
@@ -154,6 +155,16 @@ def test_slot_mapping():
     args = positions, tables, seqs, 10
     expected = reference.slot_mapping_from_positions(*args)
     assert torch.equal(slot_mapping_from_positions(*args), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_sample_tokens(dtype):
+    logits = random(3, 2600, dtype=dtype)
+    drawn = torch.tensor([0.0, 1.0, 0.5]), torch.tensor([1, -2, 2**62])
+    min_ps = {"min_ps": torch.tensor([0.0, 0.1, 0.0])}
+    for args, options in (((), {}), (drawn, {}), (drawn, min_ps)):
+        expected = reference.sample_tokens(logits, *args, **options)
+        assert torch.equal(sample_tokens(logits, *args, **options), expected)
 
 
 SPLIT = {"num_splits": 2, "return_lse": True}
