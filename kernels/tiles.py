@@ -37,6 +37,7 @@ class Target:
 
 PROGRAMS_PER_MULTIPROCESSOR = 2
 """Decode programs that fit one multiprocessor; tests hold the compiled kernels to it."""
+MAX_SPLITS = 128
 FEW_QUERIES = 32
 """Queries of a sequence up to which prefill divides keys: a tile of rows, or a few."""
 
@@ -256,7 +257,7 @@ def prefix_num_splits(num_programs: int, max_tokens: int, tile_n: int, target: T
     num_programs: of one split, one of which fits a multiprocessor. Their states are as many as the
     members of a group, so that fixed chunks would cost more than they fill.
     """
-    most = max(1, min(128, max_tokens // (2 * tile_n)))
+    most = max(1, min(MAX_SPLITS, max_tokens // (2 * tile_n)))
 
     def efficiency(num_splits: int) -> float:
         waves = num_programs * num_splits / target.num_multiprocessors
