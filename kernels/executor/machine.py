@@ -13,6 +13,7 @@ thread that has ended never comes.
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Sequence
@@ -26,10 +27,12 @@ from kernels.executor.counts import Tally
 from kernels.executor.faults import Fault, FaultKind
 from kernels.executor.global_memory import GlobalMemory
 from kernels.executor.matrix_queue import MatrixQueue
+from kernels.executor.mbarriers import MBarrier
 from kernels.executor.operands import UNSIGNED, translate
 from kernels.executor.ptx import Program, parse
 from kernels.executor.shared_memory import SharedMemory
 from kernels.executor.signals import Barrier, Branch, Exit
+from kernels.executor.tensor_memory import TensorMemory
 
 MAX_THREADS = 2048
 """Threads of a batch; more spread the cost of an instruction, until registers leave the cache."""
@@ -110,9 +113,9 @@ class Batch:
     """Programs of a launch that run together.
 
     Attributes that instructions use: num_threads; registers; special (registers by name); shared,
-    memory, copies, products; program_of_thread (index in the launch); at and mask (the instruction
-    that runs and the threads that stand at it). executed: how many warps have executed each
-    instruction, [instruction, program].
+    memory, copies, products, mbarriers, tensor_memory; program_of_thread (index in the launch); at
+    and mask (the instruction that runs and the threads that stand at it). executed: how many warps
+    have executed each instruction, [instruction, program].
     """
 
     def __init__(self, launch: Launch, programs: Sequence[int], rng: random.Random | None):
@@ -127,6 +130,7 @@ class Batch:
         self.shared = SharedMemory(self.num_programs, launch.shared_bytes, self.threads_per_program)
         self.copies = CopyQueue(self)
         self.products = MatrixQueue(self)
+        self.mbarriers: dict[tuple[int, int], MBarrier] = {}
         self.program_of_thread = np.repeat(np.array(programs, np.int32), self.threads_per_program)
         # Of a register that nothing wrote every bit is 1: a NaN, and no address.
         self.registers = [
@@ -161,6 +165,11 @@ class Batch:
 
     # -- what instructions need
 
+    @functools.cached_property
+    def tensor_memory(self) -> TensorMemory:
+        """Made when it is first needed: most kernels have no use for it."""
+        return TensorMemory(self)
+
     def full(self, array: np.ndarray) -> np.ndarray:
         """A register's array with one element per thread."""
         if len(array) == self.num_threads:
@@ -185,6 +194,13 @@ class Batch:
                 FaultKind.DIVERGENCE, "a thread of the warp does not take part", thread
             )
         return some
+
+    def others_can_go_on(self, threads: np.ndarray) -> bool:
+        """Whether any but these threads of a program may go on before they do."""
+        free = ~(self._ended | self._waiting)
+        free[threads] = False
+        program = int(threads[0]) // self.threads_per_program
+        return bool(free.reshape(self.num_programs, -1)[program].any())
 
     def fault(
         self, kind: FaultKind, detail: str, thread: int, *, address=None, tensor=None

@@ -8,7 +8,6 @@ import json
 import mmap
 import multiprocessing
 import os
-import re
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -49,17 +48,6 @@ def _executor(request):
 
     with execute_ptx(chosen.removeprefix("ptx-")):
         yield
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_pyfunc_call(pyfuncitem):
-    """A test whose kernel is refused for tcgen05 has failed as expected."""
-    try:
-        return (yield)
-    except Exception as error:
-        if not re.search("executor does not know the instruction '.*tcgen05", str(error)):
-            raise
-        pytest.xfail(str(error))
 
 
 @pytest.fixture(scope="module", autouse=True)

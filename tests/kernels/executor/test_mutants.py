@@ -60,6 +60,9 @@ MUTATIONS = {
     "proxy fence removed": (r"^\s*fence\.proxy\.async\S*;$", ""),
     "wgmma fence removed": (r"^\s*wgmma\.fence\S*;$", ""),
     "wgmma wait removed": (r"^\s*wgmma\.wait_group\S*\s+0;$", ""),
+    "mbarrier wait removed": (r"^(\s*)@!complete bra\.uni waitLoop;$", ""),
+    "commit removed": (r"^\s*@%p\d+ tcgen05\.commit\S* .*;$", ""),
+    "tensor wait removed": (r"^\s*tcgen05\.wait::(ld|st)\S*;$", ""),
 }
 # Of each mutation, the least part that is caught, over all kernels below. A dropped copy mask only
 # fetches a tile ahead that nobody uses, from block 0 where ids are masked: a fault only where the
