@@ -3,9 +3,10 @@
 A batch holds several programs of a launch; an instruction is executed for all of its threads that
 stand at it at once. Threads that branch apart form groups, which meet again where one comes to
 where another stands: the group that is furthest behind runs first. With a seed, groups are cut into
-warps at random and run in random turns, and programs enter batches in random order. What a correct
-kernel computes does not depend on it; a fault may show only in some orders, though most are found
-in any, because checks go by barriers and waits and not by the order that happened.
+warps (warp groups, for wgmma) at random and run in random turns, and programs enter batches in
+random order. What a correct kernel computes does not depend on it; a fault may show only in some
+orders, though most are found in any, because checks go by barriers and waits and not by the order
+that happened.
 
 bar.sync (PTX ISA 9.7.13.1) lets nobody pass before all threads of the program have come to it. A
 thread that has ended never comes.
@@ -55,6 +56,9 @@ class Kernel:
             self.parameter_offsets[name] = at
             at += size
         self.parameter_bytes = at
+        products = any(one.parts[0] == "wgmma" for one in self.program.instructions)
+        self.threads_in_step = 128 if products else 32
+        """Threads whose turns come together: a warp, or the warp group that wgmma takes whole."""
 
 
 @dataclass
@@ -241,16 +245,17 @@ class Batch:
         if self._rng is None:
             at = min(self._groups)
             return at, self._groups.pop(at), MAX_INSTRUCTIONS
-        ready, passed = {}, np.zeros(self.num_threads // 32, np.bool_)
-        for at in sorted(self._groups):  # of a warp, the threads that are furthest behind
-            here = self.every(self._groups[at].mask).reshape(-1, 32).any(1)
+        size = self.launch.kernel.threads_in_step
+        ready, passed = {}, np.zeros(self.num_threads // size, np.bool_)
+        for at in sorted(self._groups):  # of those in step, the threads that are furthest behind
+            here = self.every(self._groups[at].mask).reshape(-1, size).any(1)
             if (here & ~passed).any():
                 ready[at] = here & ~passed
             passed |= here
         at = self._rng.choice(list(ready))
         warps = np.flatnonzero(ready[at])
         chosen = [warp for warp in warps if self._rng.random() < 0.5] or [self._rng.choice(warps)]
-        by_warp = self.every(self._groups.pop(at).mask).reshape(-1, 32)
+        by_warp = self.every(self._groups.pop(at).mask).reshape(-1, size)
         part = np.zeros_like(by_warp)
         part[chosen] = by_warp[chosen]
         self._join(at, (by_warp & ~part).reshape(-1))

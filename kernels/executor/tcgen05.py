@@ -3,7 +3,7 @@
 D is [m, n] f32, row by lane and column by column; with m = 64 rows 16 w to 16 w + 15 are in lanes
 32 w to 32 w + 15. A is in shared memory, or in tensor memory as D is, two elements a column; B is
 [n, k] in shared memory. Descriptors of matrices there are those of wgmma (warpgroup.py), but for
-the bits of the swizzle (61-63). An instruction's descriptor (9.7.16.4.2) has the formats of D, A
+the bits of the swizzle (61-63). An instruction's descriptor (9.7.16.4) has the formats of D, A
 and B in bits 4-5, 7-9 and 10-12, whether A and B are MN-major in bits 15 and 16, n / 8 in bits
 17-22, m / 16 in bits 24-28.
 
@@ -43,6 +43,8 @@ def _alloc(translation: Translation) -> Step:
     """One warp of a program allocates; the address goes to shared memory."""
     place, count = translation.operands
     address, count = translation.address(place), int(count, 0)
+    if count not in (32, 64, 128, 256, 512):
+        raise Unsupported(f"{count} columns")
 
     def alloc(batch, mask):
         first_lanes = _first_lanes(batch, mask)

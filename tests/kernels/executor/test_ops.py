@@ -246,3 +246,19 @@ def test_the_same_seed_gives_the_same_execution(request):
     assert records[0] == records[1] == records[2]
     assert torch.equal(outs[0], outs[1])
     assert torch.equal(outs[0], outs[2])
+
+
+def test_the_order_of_warps_changes_no_prefill(request):
+    """Nor is anything found in another one: on sm_90 and sm_100 products are in flight."""
+    from kernels.executor import execute_ptx
+
+    batch = random_paged_batch(
+        [270, 9], query_lens=[33, 1], block_size=16, dtype=torch.float16, **SHAPE
+    )
+    outs = []
+    for seed in (None, 0, 1):
+        architecture = request.config.getoption("--executor").removeprefix("ptx-")
+        with execute_ptx(architecture, seed=seed):
+            outs.append(paged_prefill_attention(*batch.prefill_args, max_seqlen_q=33))
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
