@@ -72,6 +72,8 @@ def good_call(op: str) -> dict[str, object]:
         },
         "store_kvcache": store,
         "rope_store_kvcache": {"query": zeros(4, 6, 16), **store, **rotary},
+        "add_rms_norm": {"x": ones(4, 48), "residual": zeros(4, 48), "weight": ones(48)},
+        "gated_activation": {"gate": ones(4, 48), "up": ones(4, 48), "activation": "silu"},
         "apply_rotary_embedding": {"x": ones(4, 2, 16), **rotary},
         "merge_attention_states": {
             "out_a": ones(4, 2, 16),

@@ -27,6 +27,19 @@ CALLS = {
         **CALLS["rope_store_kvcache"](),
         "interleaved": True,
     },
+    "rope_store_kvcache normalised": lambda: {
+        **CALLS["rope_store_kvcache"](),
+        **dict(zip(("q_norm_weight", "k_norm_weight"), rand(2, 33), strict=True)),
+    },
+    "rope_store_kvcache normalised interleaved": lambda: {
+        **CALLS["rope_store_kvcache normalised"](),
+        "interleaved": True,
+    },
+    "add_rms_norm": lambda: {"x": rand(3, 33), "residual": rand(3, 50)[:, :33], "weight": rand(33)},
+    "gated_activation": lambda: {
+        **dict(zip(("gate", "up"), rand(3, 66).chunk(2, dim=1), strict=True)),
+        "activation": "silu",
+    },
     "apply_rotary_embedding": lambda: {"x": rand(3, 5, 33), **_rotary()},
     "apply_rotary_embedding interleaved": lambda: {
         **CALLS["apply_rotary_embedding"](),

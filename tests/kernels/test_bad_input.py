@@ -57,6 +57,8 @@ BAD_ROTARY = (
     ],
     ("sin: expected shape ...num_positions=9", {"sin": ones(8, 8)}),
 )
+EPS = "expected 0 or a positive finite number, got"
+BAD_EPS = (-1.0, math.inf, math.nan)
 NEW = ones(2, 3, 2, 16)
 APPEND = {"k": NEW, "v": NEW, "cache_seqlens": 2}
 GOOD_LAYER = (zeros(5, 4, 2, 16), zeros(5, 4, 2, 16))
@@ -92,6 +94,23 @@ BAD_CALLS = {
         NO_SLOTS,
         FIVE_SLOTS,
         *BAD_ROTARY,
+        *[
+            (f"{name}: expected shape (head_dim=16), got (8,)", {name: ones(8)})
+            for name in ("q_norm_weight", "k_norm_weight")
+        ],
+        *[(f"norm_eps: {EPS} {eps}", {"norm_eps": eps}) for eps in BAD_EPS],
+    ),
+    "add_rms_norm": (
+        ("residual: ...num_tokens=4, hidden_size=48), got (4, 1)", {"residual": zeros(4, 1)}),
+        ("residual: expected dtype torch.float32", {"residual": zeros(4, 48).half()}),
+        ("weight: expected shape (hidden_size=48), got (1,)", {"weight": ones(1)}),
+        ("x: expected a hidden_size of at most 32768, got 40000", {"x": ones(1, 40000)}),
+        *[(f"eps: {EPS} {eps}", {"eps": eps}) for eps in BAD_EPS],
+    ),
+    "gated_activation": (
+        ("up: ...intermediate_size=48), got (4, 24)", {"up": ones(4, 24)}),
+        ("activation: expected silu or gelu_pytorch_tanh, got 'relu'", {"activation": "relu"}),
+        ("activation: expected silu or gelu_pytorch_tanh, got None", {"activation": None}),
     ),
     "apply_rotary_embedding": BAD_ROTARY,
     "merge_attention_states": (
@@ -323,6 +342,7 @@ OPTIONAL = {
         "alibi_slopes": ones(4),
     },
     "flash_attn_varlen_func": {"alibi_slopes": ones(4)},
+    "rope_store_kvcache": {"q_norm_weight": ones(16), "k_norm_weight": ones(16)},
 }
 COPIED = {("flash_attn", name) for name in ("q", "k", "v", "cache_batch_idx")}
 ANY_STRIDES = COPIED | {("merge_atte", "lse_a"), ("merge_atte", "lse_b"), ("sample_tok", "logits")}
@@ -412,6 +432,10 @@ NO_NUMBERS = {
         "window_size": ("4", 4.0, True, np.int64(4), torch.tensor(4)),
         "num_splits": ("2", 2.0, True, np.int64(2), torch.tensor(2)),
     },
+    "rope_store_kvcache": dict.fromkeys(
+        ("norm_eps", "norm_offset"), ("1", np.float32(1), torch.tensor(1.0))
+    ),
+    "add_rms_norm": dict.fromkeys(("eps", "offset"), (None, np.float32(1), torch.tensor(1.0))),
     "slot_mapping_from_positions": {"block_size": (4.0, "4", np.int64(4), torch.tensor(4))},
     "flash_attn_with_kvcache": {
         "softmax_scale": (np.float32(1), torch.tensor(1.0), "1"),
@@ -442,13 +466,15 @@ def test_number_of_a_type_that_triton_does_not_take(op, name, value, device):
         ("store_kvcache", "k_cache"),
         ("rope_store_kvcache", "v_cache"),
         ("rope_store_kvcache", "query"),
+        ("add_rms_norm", "residual"),
         ("swap_blocks", "dst_cache"),
         ("copy_blocks", "caches"),
     ],
 )
 def test_expanded_tensors_are_not_written_to(op, name, device):
     call = on_device(good_call(op), device)
-    expanded = torch.full((16,), 7.0, device=device).expand(call[name].shape)
+    row = torch.full(call[name].shape[-1:], 7.0, device=device)
+    expanded = row.expand(call[name].shape)
     with pytest.raises(ValueError, match=rf"^{name}: expected memory of its own for every element"):
         function(op)(**call | {name: expanded})
     assert (expanded == 7).all()

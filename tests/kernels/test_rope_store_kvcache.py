@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kernels import apply_rotary_embedding, reference, rope_store_kvcache, store_kvcache
 from kernels.fp8_cache import FP8_DTYPE
-from kernels.testing.accuracy import accuracy, bits
+from kernels.testing.accuracy import accuracy, bits, compare_with_reference
 from kernels.testing.inputs import LAYOUTS, SCALES, make_cache, random_scales
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
@@ -112,3 +112,86 @@ def test_reference(scales, device):
         assert torch.equal(ours, theirs)
     written = results[0][1].flatten(1, 2).any(-1).any(-1)
     assert written.nonzero().tolist() == [[0, 0], [0, 7], [1, 0], [1, 7]]
+
+
+@given(data=st.data())
+def test_norms_come_before_the_rotation(data, device):
+    def draw(name, strategy):
+        return data.draw(strategy, label=name)
+
+    num_kv_heads = draw("num_kv_heads", st.integers(1, 3))
+    num_q_heads = draw("num_q_heads", st.sampled_from([0, 1, 5]))
+    head_dim = draw("head_dim", st.sampled_from([16, 33, 64, 80]))
+    rotary_dim = draw("rotary_dim", st.sampled_from([2, 16, head_dim // 2 * 2]))
+    num_tokens = draw("num_tokens", st.integers(1, 12))
+    dtype = draw("dtype", st.sampled_from(DTYPES))
+    interleaved = draw("interleaved", st.booleans())
+    scale_kind = draw("scales of an fp8 cache", st.none() | st.sampled_from(SCALES))
+    constants = {
+        "norm_eps": draw("eps", st.sampled_from([1e-6, 0.1])),
+        "norm_offset": draw("offset", st.sampled_from([0.0, 1.0])),
+    }
+    normed = draw("normed", st.sampled_from(["q", "k", "qk"]))
+    torch.manual_seed(draw("seed", st.integers(0, 2**16)))
+    scales = {} if scale_kind is None else random_scales(scale_kind, num_kv_heads, device)
+    heads = (num_q_heads, num_kv_heads, num_kv_heads)
+    qkv = torch.randn(num_tokens, sum(heads), head_dim).to(device, dtype)
+    weights = torch.randn(2, head_dim).to(device, dtype)
+    angle = 2 * math.pi * torch.rand(30, rotary_dim // 2, device=device)
+    positions = torch.randint(0, 30, (num_tokens,), device=device)
+    slots = torch.arange(num_tokens, device=device)
+
+    def run(op, qkv, weights, cos, sin):
+        query, key, value = qkv.clone().split(heads, dim=1)
+        caches = torch.zeros(2, 3, 4, num_kv_heads, head_dim, device=device)
+        caches = caches.to(qkv.dtype if scale_kind is None else FP8_DTYPE)
+        options = {f"{name}_norm_weight": w for name, w in zip("qk", weights, strict=True)}
+        options = {name: w for name, w in options.items() if name[0] in normed}
+        options |= {"interleaved": interleaved, **constants, **scales}
+        op(
+            query if num_q_heads else None,
+            key,
+            value,
+            *caches,
+            slots,
+            positions,
+            cos,
+            sin,
+            **options,
+        )
+        return query, caches
+
+    results = compare_with_reference(
+        lambda *args: run(rope_store_kvcache, *args),
+        lambda *args: run(reference.rope_store_kvcache, *args),
+        (qkv, weights, angle.cos(), angle.sin()),
+    )
+    for name, result in zip(("query", "caches"), results, strict=True):
+        assert result.passed, f"{name}: {result}, bound {result.bound:.3g}"
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # rows that pad a tile
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_norms_are_rounded_before_the_rotation(interleaved, device):
+    """Heads of ones have rms 1. Their gain 1.0035 is 1 in bf16, and 6 times it would not be 6."""
+    heads = torch.ones(1, 4, 16, dtype=torch.bfloat16, device=device)
+    query, key, value = heads.split((2, 1, 1), dim=1)
+    caches = torch.zeros(2, 1, 1, 1, 16, dtype=torch.bfloat16, device=device)
+    zero, threes = torch.zeros(1, dtype=torch.int64, device=device), torch.full((1, 8), 3.0)
+    weight = torch.full((16,), 0.0035, device=device)
+    rope_store_kvcache(
+        query,
+        key,
+        value,
+        *caches,
+        zero,
+        zero,
+        *[threes.to(device)] * 2,
+        interleaved=interleaved,
+        q_norm_weight=weight,
+        k_norm_weight=weight,
+        norm_eps=0.0,
+        norm_offset=1.0,
+    )
+    for rotated in (query, caches[:1]):  # pairs (a, b) are now (3 a - 3 b, 3 b + 3 a)
+        assert rotated.unique().tolist() == [0.0, 6.0]

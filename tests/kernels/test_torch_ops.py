@@ -45,6 +45,11 @@ def calls(name: str, device) -> list[dict[str, object]]:
     if name in ATTENTION:
         split = {"num_splits": 2, "window_size": 3, "softcap": 5.0, "sinks": ones(4)}
         found.append(found[0] | split | {"return_lse": True})
+    if name == "add_rms_norm":
+        found.append(found[0] | {"residual": None, "eps": 0.1, "offset": 1.0})
+    if name == "rope_store_kvcache":
+        weights = dict.fromkeys(("q_norm_weight", "k_norm_weight"), ones(16))
+        found.append(found[0] | weights)
     if name in FP8_OPS:
         fp8 = {cache: found[0][cache].to(torch.float8_e4m3fn) for cache in ("k_cache", "v_cache")}
         found.append(found[0] | fp8 | {"k_scale": torch.tensor(0.5), "v_scale": ones(1)})
@@ -52,6 +57,7 @@ def calls(name: str, device) -> list[dict[str, object]]:
 
 
 MUTATED = {
+    "add_rms_norm": {"residual"},
     "copy_blocks": {"planes"},
     "flash_attn_kvcache": {"k_cache", "v_cache"},
     "paged_decode_attention": {"out"},

@@ -20,7 +20,7 @@ from models.attention import (
     make_backend,
     padded_runs,
 )
-from models.layers import Rotation
+from models.layers import RMSNorm, Rotation
 from models.runner import in_parts
 
 CPU = torch.device("cpu")
@@ -202,6 +202,22 @@ def test_torch_masks_a_slice_of_the_queries_at_a_time(case, num_queries, monkeyp
     monkeypatch.setattr("models.attention.MASKED_QUERIES", num_queries)
     batch = Case(*CASES[case], 3)
     assert_close(batch.run(TorchBackend())[0], batch.expected()[0])
+
+
+@pytest.mark.parametrize("case", ["decode", "mixed"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_qk_norm_comes_before_the_rotation(backend, case):
+    batch, chosen = Case(*CASES[case], 16), BACKENDS[backend]()
+    norms = {name: RMSNorm(HEAD_DIM, 1e-2, chosen.ops, 1.0) for name in ("q_norm", "k_norm")}
+    for norm in norms.values():
+        norm.weight.normal_(generator=torch.Generator().manual_seed(1))
+    actual = batch.run(chosen, **norms)
+    for name, norm in zip(("query", "key"), norms.values(), strict=True):
+        x = getattr(batch, name).double()
+        mean_square = x.square().mean(-1, keepdim=True)
+        setattr(batch, name, x / (mean_square + 1e-2).sqrt() * (1 + norm.weight.double()))
+    for ours, expected in zip(actual, batch.expected(), strict=True):
+        assert_close(ours, expected, equal_nan=True)
 
 
 @pytest.mark.parametrize("scales", [{}, {"k_scale": 0.5, "v_scale": 0.03}], ids=["", "scaled"])

@@ -15,13 +15,15 @@ def prompts(vocab_size: int = 97, lengths=LENGTHS) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-@pytest.mark.parametrize("block_size", [1, 7, 16])
+@pytest.mark.parametrize(
+    ("backend", "block_size"), [("torch", 1), ("torch", 7), ("torch", 16), ("triton", 7)]
+)
 def test_logits_equal_those_of_transformers(
-    checkpoint, block_size, make_checkpoint, load_model, paged_batch
+    checkpoint, backend, block_size, make_checkpoint, load_model, paged_batch
 ):
     _, oracle = make_checkpoint(checkpoint)
     token_ids = prompts()
-    logits = paged_batch(load_model(checkpoint), token_ids, block_size).step(LENGTHS)
+    logits = paged_batch(load_model(checkpoint, backend), token_ids, block_size).step(LENGTHS)
     with torch.no_grad():
         expected = torch.cat([oracle(torch.tensor([ids])).logits[0] for ids in token_ids])
     assert expected.abs().max() > 1  # else the comparison would be empty

@@ -131,7 +131,7 @@ def test_an_fp8_cache_changes_tokens(fp8_tokens, expected):
 
 @pytest.mark.parametrize(
     ("checkpoint", "kv_cache_dtype"),
-    [("llama_biased", None), ("gemma2", None), ("qwen3", "fp8_e4m3")],
+    [("llama_biased", None), ("gemma2", None), ("qwen3", None), ("qwen3", "fp8_e4m3")],
 )
 def test_the_kernels_give_the_same_tokens(
     checkpoint, kv_cache_dtype, make_checkpoint, expected, fp8_tokens

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from kernels import (
+    add_rms_norm,
     apply_rotary_embedding,
     copy_blocks,
+    gated_activation,
     merge_attention_states,
     paged_decode_attention,
     paged_prefill_attention,
@@ -97,24 +99,53 @@ def test_rotary(interleaved):
     check(apply_rotary_embedding, reference.apply_rotary_embedding, args, interleaved=interleaved)
 
 
+@pytest.mark.parametrize("norms", [False, True], ids=["", "norms"])
 @pytest.mark.parametrize(("cache_dtype", "relative_step"), [(torch.bfloat16, 2**-7), (FP8, 2**-3)])
-def test_rope_and_store(cache_dtype, relative_step):
+def test_rope_and_store(cache_dtype, relative_step, norms):
     """The reference rounds elsewhere: what is stored may differ by a step of its format."""
     qkv = random(5, 8, 64, dtype=torch.bfloat16)
     cos, sin = random(32, 32), random(32, 32, seed=1)
     positions, slots = torch.tensor([5, 0, 31, 8, 2]), torch.tensor([3, 17, -1, 9, 30])
-    scales = PER_HEAD if cache_dtype == FP8 else {}
+    options = PER_HEAD if cache_dtype == FP8 else {}
+    if norms:
+        weights = random(2, 64, dtype=torch.bfloat16, seed=2)
+        options = options | dict(zip(("q_norm_weight", "k_norm_weight"), weights, strict=True))
 
     def run(op):
         query, key, value = qkv.clone().split((4, 2, 2), dim=1)
         caches = [torch.zeros(2, 16, 2, 64, dtype=cache_dtype) for _ in range(2)]
-        op(query, key, value, *caches, slots, positions, cos, sin, **scales)
+        op(query, key, value, *caches, slots, positions, cos, sin, **options)
         return query, *caches
 
     results, expected = run(rope_store_kvcache), run(reference.rope_store_kvcache)
     for ours, theirs, step in zip(results, expected, (2**-7, *[relative_step] * 2), strict=True):
         distance = (ours.float() - theirs.float()).abs()
         assert (distance <= step * theirs.float().abs() + 2**-5).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("hidden_size", [72, 1000, 2560])
+@pytest.mark.parametrize("adds", [False, True], ids=["alone", "residual"])
+def test_norm(adds, hidden_size, dtype):
+    x, residual = random(2, 3, hidden_size + 8, dtype=dtype)[..., :hidden_size]
+    weight = random(hidden_size, dtype=dtype, seed=1)
+
+    def called(op):
+        def call(x, residual, weight):
+            residual = residual.clone() if adds else None
+            out = op(x, residual, weight, offset=1.0)
+            return (out, residual) if adds else out
+
+        return call
+
+    check(called(add_rms_norm), called(reference.add_rms_norm), (x, residual, weight))
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+def test_gated_activation(dtype, activation):
+    args = random(3, 2 * 2600, dtype=dtype).chunk(2, dim=1)
+    check(gated_activation, reference.gated_activation, args, activation=activation)
 
 
 @pytest.mark.parametrize("form", ["tensor", "list"])
