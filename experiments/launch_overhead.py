@@ -105,16 +105,23 @@ def _calls(device: torch.device) -> dict[str, partial]:
     logits = tensor(batch, 128_256)
     pairs = tensor(8, 2, dtype=torch.int64)
     rotary = (slots, *[tensor(4096, head_dim // 2, dtype=torch.float32)] * 2)
+    x, weight = tensor(batch, num_q_heads * head_dim), tensor(num_q_heads * head_dim)
+    gate_up = tensor(batch, 2 * 3 * num_q_heads * head_dim).chunk(2, dim=1)
+    norms = dict.fromkeys(("q_norm_weight", "k_norm_weight"), tensor(head_dim))
+    rotate_and_store = partial(kernels.rope_store_kvcache, q, *new, *kv, slots, *rotary)
     decode = partial(kernels.paged_decode_attention, q)
     whole, split = {"num_splits": 1, "out": out}, {"num_splits": 8, "out": out}
     calls = {
         "store": partial(kernels.store_kvcache, *new, *kv, slots),
         "store, fp8": partial(kernels.store_kvcache, *new, *kv8, slots, **scales),
-        "rotate and store": partial(kernels.rope_store_kvcache, q, *new, *kv, slots, *rotary),
+        "rotate and store": rotate_and_store,
+        "normalise, rotate and store": partial(rotate_and_store, **norms),
         "rotate": partial(kernels.apply_rotary_embedding, q, *rotary),
         "slot mapping": partial(
             kernels.slot_mapping_from_positions, slots, tables, slots, block_size
         ),
+        "add and normalise": partial(kernels.add_rms_norm, x, tensor(*x.shape), weight),
+        "gated activation": partial(kernels.gated_activation, *gate_up, "silu"),
         "decode": partial(decode, *kv, tables, lens, **whole),
         "decode, fp8": partial(decode, *kv8, tables, lens, **whole, **scales),
         "decode, 8 splits": partial(decode, *kv, tables, lens, **split),

@@ -108,7 +108,9 @@ def cascade(size: Size) -> Counted:
     return _attention("shared_prefix_decode_attention", args, wide, call)
 
 
-def _moved(op: str, arguments: Callable[[], tuple], results: slice, step: float = 0.0) -> Counted:
+def _moved(
+    op: str, arguments: Callable[[], tuple], results: slice, step: float = 0.0, **options: Any
+) -> Counted:
     """An op that writes to `arguments`: those of `results` are compared with the reference's, from
     which the largest may be off by `step` of itself."""
     import torch
@@ -118,7 +120,7 @@ def _moved(op: str, arguments: Callable[[], tuple], results: slice, step: float 
     from kernels.testing.accuracy import accuracy
 
     ours, expected = arguments(), arguments()
-    getattr(reference, op)(*expected)
+    getattr(reference, op)(*expected, **options)
 
     def flat(args: tuple) -> torch.Tensor:
         return torch.cat([arg.double().flatten() for arg in args[results]])
@@ -127,7 +129,7 @@ def _moved(op: str, arguments: Callable[[], tuple], results: slice, step: float 
         right = flat(expected)
         return accuracy(flat(ours), right * (1 + step / 2), right)
 
-    return Counted(functools.partial(getattr(kernels, op), *ours), judge)
+    return Counted(functools.partial(getattr(kernels, op), *ours, **options), judge)
 
 
 def _tokens(size: Size) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
@@ -161,7 +163,9 @@ def store(size: Size) -> Counted:
     return _moved("store_kvcache", arguments, slice(2, 4))
 
 
-def rope_store(size: Size) -> Counted:
+def rope_store(size: Size, *, norms: bool = False) -> Counted:
+    import torch
+
     def arguments() -> tuple:
         qkv, slots, caches = _tokens(size)
         parts = qkv.split((size.num_q_heads, size.num_kv_heads, size.num_kv_heads), dim=1)
@@ -169,7 +173,9 @@ def rope_store(size: Size) -> Counted:
 
     # Rotations may be rounded elsewhere, to the next number of the cache's format.
     step = 2**-3 if size.kv_dtype.startswith("float8") else 2**-7
-    return _moved("rope_store_kvcache", arguments, slice(3, 5), step)
+    weight = torch.linspace(0.5, 1.5, size.head_dim).bfloat16()
+    weights = {"q_norm_weight": weight, "k_norm_weight": weight} if norms else {}
+    return _moved("rope_store_kvcache", arguments, slice(3, 5), step, **weights)
 
 
 def rotary(size: Size) -> Counted:
@@ -179,6 +185,38 @@ def rotary(size: Size) -> Counted:
     wide = tuple(arg.double() if arg.is_floating_point() else arg for arg in args)
     call = functools.partial(apply_rotary_embedding, *args)
     return _attention("apply_rotary_embedding", args, wide, call)
+
+
+def _rows(size: Size, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two halves of the rows of a product, (tokens, width) each."""
+    import torch
+
+    generator = torch.Generator().manual_seed(size.seed)
+    return torch.randn(_TOKENS, 2 * width, generator=generator).bfloat16().chunk(2, dim=1)
+
+
+def norm(size: Size) -> Counted:
+    """With a residual, of the hidden size that the query heads have together."""
+    import torch
+
+    from kernels import add_rms_norm
+
+    hidden_size = size.num_q_heads * size.head_dim
+    x, residual = _rows(size, hidden_size)
+    weight = torch.linspace(0.5, 1.5, hidden_size).bfloat16()
+    wide = tuple(arg.double() for arg in (x, residual, weight))
+    call = functools.partial(add_rms_norm, x, residual.clone(), weight)
+    return _attention("add_rms_norm", (x, residual, weight), wide, call)
+
+
+def gate(size: Size) -> Counted:
+    """Three times as wide as the query heads together, as in Qwen3 8B."""
+    from kernels import gated_activation
+
+    args = _rows(size, 3 * size.num_q_heads * size.head_dim)
+    call = functools.partial(gated_activation, *args, "silu")
+    wide = tuple(arg.double() for arg in args)
+    return _attention("gated_activation", args, wide, call, activation="silu")
 
 
 def _layers(size: Size) -> torch.Tensor:
@@ -264,7 +302,10 @@ COUNTED: dict[str, CountedOp] = {
     "cascade": CountedOp(cascade),
     "store": CountedOp(store),
     "rope_store": CountedOp(rope_store),
+    "norm_rope_store": CountedOp(functools.partial(rope_store, norms=True)),
     "rotary": CountedOp(rotary, in_cache=False),
+    "norm": CountedOp(norm, in_cache=False),
+    "gate": CountedOp(gate, in_cache=False),
     "copy": CountedOp(copy),
     "swap": CountedOp(swap),
     "merge": CountedOp(merge, in_cache=False),

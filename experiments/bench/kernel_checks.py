@@ -18,14 +18,17 @@ if TYPE_CHECKING:
     from kernels.testing.accuracy import Accuracy
     from kernels.testing.inputs import PagedBatch
 
-FEATURES = ("none", "window", "softcap", "alibi", "sinks", "split")
-"""Options of the attention kernels, taken one at a time."""
+FEATURES = ("none", "window", "softcap", "alibi", "sinks", "split", "norms", "offset", "gelu")
+"""Options of the kernels, taken one at a time: of attention, of RoPE and store, of the rest of a
+layer."""
+ATTENTION_FEATURES = FEATURES[:6]
 
 _CONTEXT_LENS = (1, 37, 290)
 _QUERY_LENS = (1, 37, 20)
 _PREFIX_LENS = (150, 0)
 _GROUP_OFFSETS = (0, 2, 3)
 _ROTARY_TOKENS = 29
+_NORM_TOKENS = 13
 _NUM_KV_HEADS = 2
 _NUM_Q_HEADS = 6
 _WINDOW = 33
@@ -198,11 +201,44 @@ def _rope_store_kvcache(case: Case) -> dict[str, Accuracy]:
         caches = case.zeros(shape, like=qkv)
         heads = (_NUM_Q_HEADS, _NUM_KV_HEADS, _NUM_KV_HEADS)
         query, key, value = qkv.clone().split(heads, dim=1)
-        op(query, key, value, *caches, slots, *rotary, **case.scales)
+        *rotary, q_weight, k_weight = rotary
+        norms = {"q_norm_weight": q_weight, "k_norm_weight": k_weight}
+        options = case.scales | (norms if case.feature == "norms" else {})
+        op(query, key, value, *caches, slots, *rotary, **options)
         return caches, query
 
-    caches, query = _judge(case, "rope_store_kvcache", (qkv, slots, *rotary), stored)
+    weights = torch.randn(2, case.head_dim, generator=generator).to(case.dtype)
+    caches, query = _judge(case, "rope_store_kvcache", (qkv, slots, *rotary, *weights), stored)
     return {"K and V cache": caches, "query": query}
+
+
+def _add_rms_norm(case: Case) -> dict[str, Accuracy]:
+    """Rows as wide as the query heads together."""
+    import torch
+
+    generator = torch.Generator().manual_seed(case.seed)
+    hidden_size = _NUM_Q_HEADS * case.head_dim
+    rows = torch.randn(2, _NORM_TOKENS, hidden_size, generator=generator).to(case.dtype)
+    weight = torch.randn(hidden_size, generator=generator).to(case.dtype)
+
+    def added(op: Callable, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor):
+        residual = residual.clone()
+        return op(x, residual, weight, offset=float(case.feature == "offset")), residual
+
+    output, residual = _judge(case, "add_rms_norm", (*rows, weight), added)
+    return {"output": output, "residual": residual}
+
+
+def _gated_activation(case: Case) -> dict[str, Accuracy]:
+    import torch
+
+    generator = torch.Generator().manual_seed(case.seed)
+    width = 2 * _NUM_Q_HEADS * case.head_dim
+    gate_up = torch.randn(_NORM_TOKENS, 2 * width, generator=generator).to(case.dtype)
+    activation = "gelu_pytorch_tanh" if case.feature == "gelu" else "silu"
+    inputs = gate_up.to(case.device).chunk(2, dim=1)
+    (output,) = _judge(case, "gated_activation", inputs, activation=activation)
+    return {"output": output}
 
 
 def _merge_attention_states(case: Case) -> dict[str, Accuracy]:
@@ -313,7 +349,13 @@ def _judge_attention(
 
 KERNELS = {
     "store_kvcache": Kernel(_store_kvcache),
-    "rope_store_kvcache": Kernel(_rope_store_kvcache),
+    "rope_store_kvcache": Kernel(_rope_store_kvcache, ("none", "norms")),
+    "add_rms_norm": Kernel(
+        _add_rms_norm, ("none", "offset"), touches_cache=False, knows_blocks=False
+    ),
+    "gated_activation": Kernel(
+        _gated_activation, ("none", "gelu"), touches_cache=False, knows_blocks=False
+    ),
     "apply_rotary_embedding": Kernel(
         _apply_rotary_embedding, touches_cache=False, knows_blocks=False
     ),
@@ -324,7 +366,7 @@ KERNELS = {
     "merge_attention_states": Kernel(
         _merge_attention_states, touches_cache=False, knows_blocks=False
     ),
-    "paged_decode_attention": Kernel(_paged_decode_attention, FEATURES),
-    "shared_prefix_decode_attention": Kernel(_shared_prefix_decode_attention, FEATURES),
-    "paged_prefill_attention": Kernel(_paged_prefill_attention, FEATURES),
+    "paged_decode_attention": Kernel(_paged_decode_attention, ATTENTION_FEATURES),
+    "shared_prefix_decode_attention": Kernel(_shared_prefix_decode_attention, ATTENTION_FEATURES),
+    "paged_prefill_attention": Kernel(_paged_prefill_attention, ATTENTION_FEATURES),
 }

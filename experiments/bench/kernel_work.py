@@ -3,8 +3,8 @@
 From these and a GPU's datasheet follows the least time that a launch can take (the roofline of
 Williams, Waterman & Patterson, 2009).  Every operand is counted once, as if caches were perfect,
 and only what the result needs: no masked keys, no padding of head_dim or of tiles, no operations
-but the products of attention, the weighted sums of merges and rotations: the noise of sampling,
-about 60 instructions a token of the vocabulary, is not counted.
+but the products of attention, the weighted sums of merges, rotations, norms and activations: the
+noise of sampling, about 60 instructions a token of the vocabulary, is not counted.
 
 With D the head dim, Hq and Hkv the query and KV heads, B sequences, L tokens of context, n splits,
 e_x the bytes of an element of x, a state D + 1 numbers of fp32, and an output an element of the
@@ -21,8 +21,12 @@ result of the op:
     merge_attention_states    T H D            T H (2 (D e_a + 4) + D e_out + 4)            4 T H D
     store_kvcache             2 T Hkv D        T Hkv D (e_key + e_value + 2 e_kv) + T e_slot      0
     rope_store_kvcache        T (Hq + 2 Hkv) D the same + 2 T Hq D e_q + rotation   3 T (Hq + Hkv) R
+      with norms               and 2 D e_weight                      and 4 T (Hq + Hkv) D
     apply_rotary_embedding    T H D            T H D (e_x + e_out) + rotation                3 T H R
       rotation = T (R e_cos + e_position), R the rotated dims: cos and sin of one position per token
+    add_rms_norm              T H, or 2 T H    (2 or 4) T H e + H e_weight   (4 or 5) T H
+      of rows of H; the larger with a residual
+    gated_activation          T I              3 T I e, of rows of I                         8 T I
     copy_blocks, swap_blocks  elements copied  2 e per element (swap: e, by the link to the host) 0
     slot_mapping              T                T (e_position + e_seq + 8) + 4 T / block size      0
     sample_tokens, V tokens   B                B (V e_logit + 8 n) + what is given per row        0
@@ -88,6 +92,10 @@ class _Kernel:
         """Bytes of one element of each of `pointers`, summed."""
         kinds = (self._signature[pointer] for pointer in pointers)
         return sum(int(re.search(r"\d+", kind).group()) // 8 for kind in kinds)
+
+    def has(self, *pointers: str) -> bool:
+        """Whether all of `pointers` were given."""
+        return all(pointer in self._signature for pointer in pointers)
 
     @property
     def num_q_heads(self) -> int:
@@ -184,20 +192,34 @@ def _store(k: _Kernel) -> list[Work]:
 def _rope_store(k: _Kernel) -> list[Work]:
     queries = TOKENS * k.NUM_Q_HEADS * k.HEAD_DIM
     moved = _stored_bytes(k) + 2 * queries * k.size("query_ptr") + k.rotation_bytes()
-    return [
-        Work(
-            f"{TOKENS} tokens",
-            queries + 2 * TOKENS * k.NUM_KV_HEADS * k.HEAD_DIM,
-            moved,
-            3 * TOKENS * (k.NUM_Q_HEADS + k.NUM_KV_HEADS) * k.ROTARY_DIM,
-        )
-    ]
+    rows = TOKENS * (k.NUM_Q_HEADS + k.NUM_KV_HEADS)
+    operations = 3 * rows * k.ROTARY_DIM
+    weights = ("q_norm_weight_ptr", "k_norm_weight_ptr")
+    if k.has(*weights):
+        moved += k.HEAD_DIM * k.size(*weights)
+        operations += 4 * rows * k.HEAD_DIM
+    outputs = queries + 2 * TOKENS * k.NUM_KV_HEADS * k.HEAD_DIM
+    return [Work(f"{TOKENS} tokens", outputs, moved, operations)]
 
 
 def _apply_rotary(k: _Kernel) -> list[Work]:
     outputs = TOKENS * k.NUM_HEADS * k.HEAD_DIM
     moved = outputs * k.size("x_ptr", "out_ptr") + k.rotation_bytes()
     return [Work(f"{TOKENS} tokens", outputs, moved, 3 * TOKENS * k.NUM_HEADS * k.ROTARY_DIM)]
+
+
+def _add_rms_norm(k: _Kernel) -> list[Work]:
+    elements, adds = TOKENS * k.HIDDEN_SIZE, k.has("residual_ptr")
+    moved = elements * k.size("x_ptr", "out_ptr") + k.HIDDEN_SIZE * k.size("weight_ptr")
+    if adds:
+        moved += 2 * elements * k.size("residual_ptr")
+    return [Work(f"{TOKENS} tokens", elements * (1 + adds), moved, elements * (4 + adds))]
+
+
+def _gated_activation(k: _Kernel) -> list[Work]:
+    outputs = TOKENS * k.SIZE
+    moved = outputs * k.size("gate_ptr", "up_ptr", "out_ptr")
+    return [Work(f"{TOKENS} tokens", outputs, moved, 8 * outputs)]
 
 
 def _copied(k: _Kernel) -> tuple[str, int]:
@@ -247,6 +269,8 @@ _WORK: dict[str, Callable[[_Kernel], list[Work]]] = {
     "store_kvcache": _store,
     "rope_store_kvcache": _rope_store,
     "apply_rotary_embedding": _apply_rotary,
+    "add_rms_norm": _add_rms_norm,
+    "gated_activation": _gated_activation,
     "copy_blocks": _copy_blocks,
     "swap_blocks": _swap_blocks,
     "slot_mapping": _slot_mapping,

@@ -26,6 +26,7 @@ from kernels.tiles import PROGRAMS_PER_MULTIPROCESSOR, PROGRAMS_THAT_SAMPLE
 pytestmark = pytest.mark.timeout(900)  # with an empty Triton cache minutes pass
 DECODE, PREFILL = "_paged_decode_kernel", "_paged_prefill_kernel"
 SAMPLE = "_sample_tokens_kernel"
+LAYER = ("add_rms_norm", "gated_activation")
 MOVES = ("copy_blocks", "swap_blocks", "merge_attention_states")
 MMA_FAMILY = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma"}
 ALL_BF16 = "bf16 d(64|80|128|256)|fp16 d256( g4( b16)?)?$"
@@ -37,11 +38,13 @@ SELECTED = {
         (("store_kvcache", "paged_decode_attention", "paged_prefill_attention"), ALL_BF16),
         (("shared_prefix_decode_attention",), "(bf16|fp8) d128"),
         (MOVES, "d(80|256)"),
+        (LAYER, "bf16"),
+        (("rope_store_kvcache",), "(bf16|fp8) d(80|128|256) norms"),
         (FP8_OPS, "fp8 d(80|128|256) g4$|fp8 .*g71|fp8 d80$|fp8 d256 .*b16"),
         (("sample_tokens",), ""),
     ),
     "gfx942": (
-        ((), "^b16$|bf16 v|bf16 d80|fp16 d80 (list|hnd)"),  # of every op
+        ((), "^b16$|bf16 v|bf16 (d80|h5120|i18944)|fp16 d80 (list|hnd)"),  # of every op
         (("paged_decode_attention",), "bf16 d256 g4$"),
         (("paged_prefill_attention",), "bf16 d256 g4 b16 split features"),
     ),
@@ -53,6 +56,8 @@ SELECTED = {
             (("paged_prefill_attention",), "bf16 d(80|256)|bf16 d128 g4 b16 features"),
             (("shared_prefix_decode_attention",), "bf16 d256"),
             (MOVES, "d80"),
+            (LAYER, "bf16 (h5120|h16384|i)"),
+            (("rope_store_kvcache",), "bf16 d80 norms|fp8 d256 norms"),
             (FP8_OPS, "fp8 d80 g4$|fp8 d80$|fp8 d256 .*b16"),
             (("sample_tokens",), "(bf16|fp32) v"),
         ),
@@ -102,14 +107,19 @@ def test_every_op_is_compiled_with_every_feature_and_dtype(rows):
         wanted |= {(PREFILL, f"bf16 d128 {rest}") for rest in ("g71 b16 batch", "g4 b16 split")}
         wanted |= {(PREFILL, "bf16 d128 g4"), (PREFILL, "fp8 d128 g4")}  # prefixes of cascade
     assert wanted <= configs
-    assert {row["op"] for row in rows} >= set(OPS if arch == "gfx942" else MOVES)
+    assert {row["op"] for row in rows} >= set(OPS if arch == "gfx942" else (*MOVES, *LAYER))
+    assert any(row["config"].endswith(" norms") for row in rows)
 
 
 def test_programs_fit_a_multiprocessor(rows):
-    """As many as split counts reckon with; conftest.py sees to spills."""
+    """As many as split counts reckon with, and of what has little in flight per thread at least 28
+    warps, 16 with the widest rows; conftest.py sees to spills."""
     wanted = {DECODE: PROGRAMS_PER_MULTIPROCESSOR, SAMPLE: PROGRAMS_THAT_SAMPLE}
     for row in rows:
         least = wanted.get(row["kernel"], 1)
+        if row["op"] in (*LAYER, "rope_store_kvcache"):
+            widest = row["constants"].get("HIDDEN_SIZE") == 16384
+            least = (16 if widest else 28) / row["num_warps"]
         assert row["programs_per_multiprocessor"] >= least, name_of(row)
         assert row["arch"] != "gfx942" or row["local_bytes"] == 0, name_of(row)
 
@@ -169,7 +179,16 @@ def test_stores_and_copies_move_16_bytes_at_a_time(rows):
             read = 2 * read
         elif row["op"] in MOVES:
             read = written = 2 * constants["TILE"]
+        elif row["op"] == "add_rms_norm":  # x, weight and the residual, which is written too
+            written = (
+                2 * constants["HIDDEN_SIZE_PADDED"] * (1 + ("residual_ptr" in row["signature"]))
+            )
+            read = written + 2 * constants["HIDDEN_SIZE_PADDED"]
+        elif row["op"] == "gated_activation":
+            read, written = 4 * constants["TILE"], 2 * constants["TILE"]
         else:
+            if row["config"].endswith(" norms") and not fp8 and row["arch"] != "gfx942":
+                assert set(row["global_stores"]) == {"128"}, name_of(row)
             if fp8 and row["op"] == "rope_store_kvcache":  # 8 bytes: half a rotated key of e4m3
                 assert min(map(int, row["global_stores"])) >= 64
             continue
@@ -275,7 +294,9 @@ def test_resident_programs(arch, used, expected):
 
 SPECIALISATION = """
 import json, torch
-from kernels import paged_decode_attention, paged_prefill_attention, store_kvcache
+from kernels import (
+    add_rms_norm, gated_activation, paged_decode_attention, paged_prefill_attention, store_kvcache
+)
 from kernels.compiled.architectures import ARCHITECTURES
 from kernels.compiled.compile import launched_by
 from kernels.flash_attn_compat import flash_attn_with_kvcache
@@ -296,6 +317,11 @@ def store(num_tokens):
     key = meta(num_tokens, 8, 128)
     store_kvcache(key, key, cache, cache, meta(num_tokens, dtype=torch.int64))
 
+def layer(num_tokens):
+    x, gate_up = meta(num_tokens, 4096), meta(num_tokens, 2 * 12288)
+    add_rms_norm(x, x, meta(4096))
+    gated_activation(*gate_up.chunk(2, dim=1), "silu")
+
 def prefill(total_q, batch, max_blocks, max_seqlen_q, window_size, num_splits=1):
     args = meta(total_q, 32, 128), cache, cache, ints(batch, max_blocks), ints(batch + 1)
     paged_prefill_attention(
@@ -315,6 +341,7 @@ calls = {
     grow: [(100, 1), (101, 1), (4096, 1)],
     decode: [(1, 1, 2, 1), (2, 16, 16, 1024), (64, 255, 7, 77)],
     store: [(1,), (2,), (4096,)],
+    layer: [(1,), (2,), (4095,), (4096,)],
     prefill: [
         (1, 1, 1, 1, 1), (4096, 1, 255, 4096, 16), (4096, 64, 255, 4096, 1024),
         (100, 16, 2, 90, 1), (16, 1, 2000, 16, 1024, 2), (17, 1, 999, 17, 16, 9),
@@ -337,7 +364,7 @@ def test_new_lengths_compile_nothing_new(compiling_process):
     merges.
     """
     counts = json.loads(compiling_process(SPECIALISATION))
-    assert counts == {"grow": 4, "decode": 3, "store": 1, "prefill": 4}
+    assert counts == {"grow": 4, "decode": 3, "store": 1, "layer": 2, "prefill": 4}
 
 
 def test_table_has_a_line_for_every_kernel(rows):
