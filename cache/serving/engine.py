@@ -82,7 +82,8 @@ class Engine:
         vocab_size: of the model; token ids are below it.  None: any will do.
         eos_token_ids: end an output unless the request ignores them.
         overlap: schedule and launch a step before the tokens of the one before are read, so that
-            the device need not wait for the host.  See ``step``.
+            the device need not wait for the host, see ``step``.  Not done with blocks of one
+            token.
         text_of: the text of output tokens, in which stop strings are looked for; None if there is
             no tokenizer.
 

@@ -401,6 +401,30 @@ def test_a_stop_token_costs_a_token_too_many_which_is_found_in_the_cache():
     assert hits == {False: 5 + count - 4, True: 5 + count}
 
 
+def assert_hashes_are_of_known_tokens(seqs):
+    for seq in seqs:
+        known = seq.token_ids[: seq.num_tokens - seq.num_unknown_tokens]
+        for name, chain in seq.hash_chains.items():
+            expected = BlockHasher(*name).block_hashes(Sequence(0, known))
+            assert chain == expected[: len(chain)]
+
+
+@pytest.mark.parametrize("manager", sorted(MANAGERS))
+def test_no_hash_is_made_of_a_token_that_is_not_known(manager):
+    """Also where a preemption has the design look at a sequence between two blocks."""
+    engine, unknown = make_engine(manager, 12, 4, overlap=True), 0
+    for seed in range(8):
+        engine.add(prompt(3 + seed, seed), SamplingParams(temperature=0, max_tokens=16))
+    while engine.has_unfinished:
+        engine.step()
+        seqs = [seq for request in engine.requests.values() for seq in request.sequences]
+        unknown += sum(seq.num_unknown_tokens for seq in seqs)
+        assert_hashes_are_of_known_tokens(seqs)
+    assert unknown > 20
+    preempted = sum(len(step.preempted) for step in engine.runner.steps)
+    assert preempted > 5 or manager == "contiguous"
+
+
 READERS = {
     "parallel sampling": {"n": 2, "seed": 1},
     "beam search": {"beam_width": 2},
@@ -595,12 +619,7 @@ class EngineMachine(RuleBasedStateMachine):
         orders = [seq.order for seq in running]
         assert orders == sorted(orders)
         assert [seq.order for seq in waiting] == sorted(seq.order for seq in waiting)
-        for seq in in_line:
-            known = seq.token_ids[: seq.num_tokens - seq.num_unknown_tokens]
-            assert seq.num_unknown_tokens <= engine.overlap
-            for name, chain in seq.hash_chains.items():
-                expected = BlockHasher(*name).block_hashes(Sequence(0, known))
-                assert chain == expected[: len(chain)], "of tokens that were not known"
+        assert_hashes_are_of_known_tokens(in_line)
         held = sum(len(seq.host_blocks) for seq in in_line)
         assert held + engine.scheduler.num_free_host_blocks == len(engine.runner.host_blocks)
 
