@@ -128,9 +128,12 @@ class ModelRunner:
             ends, order = ends[rows], np.arange(len(counts))[order][rows]
         block_tables = np.zeros((len(tables), max(map(len, tables))), dtype=np.int32)
         tokens = array("I")
+        unknown: list[tuple[int, int]] = []  # places of tokens, and where they were drawn
         for row, (seq, count) in enumerate(zip(sequences, counts.tolist(), strict=True)):
             block_tables[row, : len(tables[row])] = tables[row]
             tokens += seq.token_ids[seq.num_computed_tokens - count : seq.num_computed_tokens]
+            if seq.drawn_row is not None:
+                unknown.append((len(tokens) - 1, seq.drawn_row))
 
         cu_seqlens = np.concatenate(([0], counts.cumsum()))
         rows = np.repeat(np.arange(len(counts)), counts)
@@ -145,8 +148,19 @@ class ModelRunner:
             fields = split_tables(
                 groups, block_tables[:num_single], ends[:num_single], self.block_size
             )
-        token_ids, positions, logit_rows, slots, block_tables, starts, lens, *shared = self._upload(
+        (
+            token_ids,
+            unknown,
+            positions,
+            logit_rows,
+            slots,
+            block_tables,
+            starts,
+            lens,
+            *shared,
+        ) = self._upload(
             np.frombuffer(tokens, dtype=np.uint32).astype(np.int64),
+            np.array(unknown, dtype=np.int64).reshape(-1, 2).T,
             positions,
             last_rows[complete],
             slots,
@@ -155,6 +169,10 @@ class ModelRunner:
             ends.astype(np.int32),
             *fields.values(),
         )
+        if unknown.numel():
+            places, drawn_rows = unknown
+            # -1 of a row that is not finite, which is told when it is read, would be no token.
+            token_ids[places] = step.drawn.tokens[drawn_rows].clamp(min=0)
         metadata = AttentionMetadata(
             slot_mapping=slots,
             block_tables=block_tables,

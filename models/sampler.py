@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 import kernels
-from cache.serving.request import ScheduledSequence
+from cache.serving.request import ScheduledSequence, Status
 from cache.serving.sampling_params import SamplingParams
 from kernels import reference
 from models.uploads import Uploads
@@ -56,6 +56,38 @@ def mask_top_k_top_p(
     return logits.masked_fill(dropped.scatter(-1, order, dropped), -torch.inf)
 
 
+class Drawn:
+    """Tokens that the device draws, on their way to the host.
+
+    Attributes:
+        tokens: (num_rows,) int64 on the device; -1 for a row that is not finite.
+    """
+
+    def __init__(self, tokens: torch.Tensor, sequences: Sequence[ScheduledSequence]) -> None:
+        self.tokens, self._sequences = tokens, sequences
+        self._on_host, self._arrived = tokens, None
+        if tokens.is_cuda:
+            self._on_host = tokens.to(
+                "cpu", non_blocking=True
+            )  # which is pinned, and kept for more
+            self._arrived = torch.cuda.Event()
+            self._arrived.record(torch.cuda.current_stream(tokens.device))
+
+    def read(self) -> list[int]:
+        """Wait for the tokens, but not for what the device was given after them.
+
+        Raises FloatingPointError, naming the request, where a row of an unfinished sequence has a
+        NaN or an infinite largest logit.
+        """
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        tokens = self._on_host.tolist()
+        for seq, token in zip(self._sequences, tokens, strict=True):
+            if token < 0 and seq.status is not Status.FINISHED:
+                raise _not_finite(seq)
+        return tokens
+
+
 class Sampler:
     """Draws next tokens on the device of the logits.
 
@@ -77,11 +109,15 @@ class Sampler:
         """A next token for each sequence, from its row of ``logits``, (num_rows, vocab_size).
 
         Sequences of a request with a seed draw noise that depends on the seed, on which output
-        they are and on how many tokens they have, and on nothing else.
-
-        Raises FloatingPointError, naming the request, where a row has a NaN or an infinite largest
-        logit.
+        they are and on how many tokens they have, and on nothing else.  Raises what ``Drawn.read``
+        does.
         """
+        return self.launch(logits, rows, sequences).read()
+
+    def launch(
+        self, logits: torch.Tensor, rows: list[int], sequences: Sequence[ScheduledSequence]
+    ) -> Drawn:
+        """As ``draw``, but without waiting for the tokens."""
         if rows != list(range(len(logits))):
             logits = logits[self._upload(np.array(rows))[0]]
         logits = _with_penalties(logits, sequences)
@@ -90,11 +126,7 @@ class Sampler:
             None if p.seed is None else noise_seed(p.seed, seq.index, seq.num_output_tokens)
             for p, seq in zip(params, sequences, strict=True)
         ]
-        tokens = self(logits, params, seeds).tolist()
-        for seq, token in zip(sequences, tokens, strict=True):
-            if token < 0:
-                raise _not_finite(seq)
-        return tokens
+        return Drawn(self(logits, params, seeds), sequences)
 
     def likeliest(
         self, logits: torch.Tensor, row: int, seq: ScheduledSequence, count: int
@@ -203,7 +235,8 @@ def _with_penalties(logits: torch.Tensor, sequences: Sequence[ScheduledSequence]
 
 
 def _not_finite(seq: ScheduledSequence) -> FloatingPointError:
+    length = len(seq.token_ids) - seq.num_unknown_tokens
     return FloatingPointError(
-        f"request {seq.request.request_id}: the logits after its {len(seq.token_ids)} tokens are "
+        f"request {seq.request.request_id}: the logits after its {length} tokens are "
         "NaN or infinite; the weights are damaged, or too large for the dtype"
     )

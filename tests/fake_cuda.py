@@ -176,6 +176,7 @@ class FakeGpu:
         self.copies = self.copied = 0
         """Copies between device and pinned memory so far, and those that are over for certain."""
         self._under_way: deque[Callable[[], object]] = deque()
+        self._read_by_copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.serves: dict[int, str] = {}
         """Type of the device that a generator was made for."""
         self._capturing: _Graph | None = None
@@ -236,8 +237,10 @@ class FakeGpu:
                 non_blocking = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
                 if not (non_blocking and all(map(self.is_pinned, on_host))):
                     self.wait("a copy between host and device")
-                elif on_host:
+                elif on_host and to_gpu:
                     self._leaving(on_host[0])
+                else:  # the device writes there after the copies that it was given before
+                    self._end_reading(self.copies)
         elif func in _INDEXING and isinstance(args[0], CudaTensor):
             indices = [index for index in args[1] if index is not None]
             if not all(isinstance(index, CudaTensor) for index in indices):
@@ -258,11 +261,19 @@ class FakeGpu:
         with _on_the_host():
             content = pinned.clone()
 
-        def end() -> None:
-            assert torch.equal(pinned, content), "pinned memory was written to during its copy"
-
         self.copies += 1
-        self._under_way.append(end)
+        copy = self.copies
+        self._read_by_copies[copy] = pinned, content
+        self._under_way.append(lambda: self._end_reading(copy))
+
+    def _end_reading(self, last: int) -> None:
+        """The copies to the device up to ``last`` are over."""
+        for copy in [copy for copy in self._read_by_copies if copy <= last]:
+            pinned, content = self._read_by_copies.pop(copy)
+            same = torch.equal(
+                pinned.flatten().view(torch.uint8), content.flatten().view(torch.uint8)
+            )
+            assert same, "pinned memory was written to during its copy"
 
     def _arriving(self, content: torch.Tensor) -> torch.Tensor:
         """Pinned memory that a copy from the device begins to fill: nonsense until it is over."""

@@ -120,12 +120,9 @@ def test_no_rows(device):
 
 
 def test_philox_is_philox():
-    """The known answers that Random123 publishes, of which ours has the counters' first word."""
-    seeds = torch.tensor([0, 0x299F31D0A4093822])
-    words = reference.philox(seeds, torch.tensor([0, 0x243F6A88]))
-    first = [f"{word:08x}" for word in words[:, 0, 0].tolist()]
-    assert first == ["6627e8d5", "e169c58d", "bc57ac4c", "9b00dbd8"]
-    assert len(set(words.flatten().tolist())) == 16
+    """The answer that Random123 publishes for a key and a counter of zeros."""
+    words = reference.philox(torch.tensor([0]), torch.tensor([0])).flatten().tolist()
+    assert [f"{word:08x}" for word in words] == ["6627e8d5", "e169c58d", "bc57ac4c", "9b00dbd8"]
 
 
 @triton.jit
