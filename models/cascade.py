@@ -20,7 +20,7 @@ CASCADE_BYTES = 16 << 20
 
 GRAPH_BYTES = 256 << 20
 """The same where the batch would be replayed from a CUDA graph otherwise, which cannot follow the
-groups: about 80 µs, some eighteen launches of a layer."""
+groups: about 80 µs, the nine launches of a layer."""
 
 Group = tuple[list[int], int]
 """Rows of a batch, and the number of leading blocks that they share."""

@@ -3,10 +3,17 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.models.checkpoints import CHECKPOINTS
+from kernels import reference
+from kernels.add_rms_norm import _add_rms_norm_kernel
+from models.attention import AttentionMetadata, TritonBackend
+from models.config import ModelConfig
+from models.decoder import build_model
+from tests.models.checkpoints import CHECKPOINTS, TINY
 
 LENGTHS = [23, 9, 1, 40]
+QWEN3 = TINY | CHECKPOINTS["qwen3"][1] | {"architectures": ["Qwen3ForCausalLM"]}
 
 
 def prompts(vocab_size: int = 97, lengths=LENGTHS) -> list[list[int]]:
@@ -56,3 +63,68 @@ def test_the_dtype_of_the_weights_is_that_of_the_hidden_states(load_model, paged
     batch = paged_batch(model, prompts(), 16)
     batch.kv_cache = batch.kv_cache.bfloat16()
     assert batch.step(LENGTHS).dtype == torch.bfloat16
+
+
+class _Launches(TorchDispatchMode):
+    """Names of what a GPU would be given: operators that are neither views nor allocations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        aliases = [result.alias_info for result in func._schema.returns]
+        is_view = any(alias is not None and not alias.is_write for alias in aliases)
+        name = func._schema.name.removeprefix("aten::")
+        if not is_view and name not in ("empty", "empty_like"):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+class _KernelsForAttentionAlone(TritonBackend):
+    def __init__(self) -> None:
+        self.ops, self._attention = reference, TritonBackend()
+
+    def __call__(self, query, key, *args, q_norm, k_norm, **options):
+        return self._attention(q_norm(query), k_norm(key), *args, **options)
+
+
+ATTENTION = "rope_store_kvcache paged_decode linear"
+
+
+@pytest.mark.parametrize(
+    ("backend", "expected"),
+    [
+        (
+            TritonBackend,
+            f"add_rms_norm linear {ATTENTION} add_rms_norm linear gated_activation linear",
+        ),
+        (
+            _KernelsForAttentionAlone,
+            f"add_ rms_norm linear rms_norm rms_norm {ATTENTION} "
+            "add_ rms_norm linear silu mul_ linear",
+        ),
+    ],
+    ids=["9", "14"],
+)
+@torch.inference_mode()
+def test_launches_of_a_qwen3_layer_that_decodes(backend, expected, monkeypatch):
+    """On meta tensors, of which nothing is computed. rms_norm is one kernel of PyTorch's on a GPU,
+    and so is linear."""
+    device, config = torch.device("meta"), ModelConfig.from_dict(QWEN3)
+    model = build_model(config, backend(), dtype=torch.bfloat16, device=device)
+    launches, kernel = _Launches(), type(_add_rms_norm_kernel)
+
+    def launch(self, *_args, **_options):
+        launches.names.append(self.fn.__name__.strip("_").removesuffix("_kernel"))
+
+    monkeypatch.setattr(kernel, "run", launch)
+    ints = torch.empty(2, 3, dtype=torch.int32, device=device)
+    positions = torch.empty(2, dtype=torch.int64, device=device)
+    metadata = AttentionMetadata(positions, ints, ints[0], ints[:, 0].contiguous(), 1, 48)
+    x = torch.empty(2, config.hidden_size, dtype=torch.bfloat16, device=device)
+    cache = torch.empty(2, 9, 16, config.num_kv_heads, config.head_dim, device=device).bfloat16()
+    rotation, residual = model.model.rotary_emb(positions), torch.empty_like(x)
+    with launches:
+        model.model.layers[1](x, residual, rotation, cache, metadata)
+    assert launches.names == expected.split()
