@@ -18,6 +18,7 @@ from attention_ops import SHAPE, hidden_tokens, same
 from kernels import paged_prefill_attention
 from kernels.fp8_cache import FP8_DTYPE
 from kernels.testing.inputs import random_paged_batch, random_scales
+from kernels.tiles import force_target, prefill_tile, target_of
 
 # The interpreter computes rows and tiles that are masked afterwards, and numpy reports their NaNs.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
@@ -114,6 +115,21 @@ def test_batch_invariance(kv_dtype, num_splits, device):
         some = batch.select(rows)
         result = prefill(some, max_seqlen_q=some.max_seqlen_q + slack, **options)
         assert same(result, [out[tokens], lse[tokens]])
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("window_size", [None, 33])
+def test_scores_ahead_change_no_bit(window_size, num_splits, device):
+    lens = [200, 97, 0, 1, 40], [3, 1, 0, 1, 17]
+    hidden = hidden_tokens(*lens, window_size)
+    batch = make_batch(*lens, device, hidden_tokens=hidden, block_size=7, **ONE_KV_HEAD)
+    target, results = target_of(batch.q.device), []
+    table = prefill_tile(32, torch.float16, target)
+    for scores_ahead in (False, True):
+        tile = replace(table, scores_ahead=scores_ahead)
+        with force_target(replace(target, tiles=(("prefill_tile", tile),))):
+            results.append(prefill(batch, window_size=window_size, num_splits=num_splits))
+    assert same(*results)
 
 
 def test_search_over_many_sequences(device, monkeypatch):
