@@ -16,10 +16,14 @@ With t the position of a query, the keys it sees are [t - window_left, t + windo
     some rows see them (left edge of the window) | every row sees them | some rows see them
 
 and only the outer two regions, a tile or two each, need masks; keys no row sees are never visited.
-Keys are walked in steps of TILE_N from the first visible one, whatever the block size. With few
-queries behind a long cached prefix the tiles of rows do not fill the GPU; several programs can then
-share the keys of a tile, divided as decode divides them (split_states.py). All of this depends on
-the sequence alone, so its result is bitwise the same in any batch.
+Keys are walked in steps of TILE_N from the first visible one, whatever the block size. With
+SCORES_AHEAD the products of queries and the next keys come before those of weights and values,
+which alone are not waited for where products are asynchronous: they run during the next softmax, as
+within a warp group of FlashAttention 3 (Shah et al., 2024).
+
+With few queries behind a long cached prefix the tiles of rows do not fill the GPU; several programs
+can then share the keys of a tile, divided as decode divides them (split_states.py). All of this
+depends on the sequence alone, so its result is bitwise the same in any batch.
 
 The prefix of cascade (shared_prefix_decode_attention.py) is computed here too: the "sequence" is a
 group, its queries are the members' single ones, and each stands behind a suffix of its own, so that
@@ -52,6 +56,7 @@ from kernels.fp8_cache import (
 )
 from kernels.primitives import (
     LN_2,
+    accumulate,
     add_sinks,
     attention_scores,
     cast,
@@ -61,7 +66,7 @@ from kernels.primitives import (
     load_rows,
     locate_tile,
     normalise,
-    online_softmax_update,
+    online_softmax_weights,
     score_unit,
     slot_offsets,
 )
@@ -80,6 +85,31 @@ from kernels.torch_ops import attention_op
 # Wider windows than any context, small enough that adding a position stays within 32 bits.
 _NO_LIMIT = 2**30
 _SEARCH_WIDTH = 256
+
+
+@triton.jit
+def _load_tile(
+    cache,
+    table_ptr,
+    slots,
+    mask,
+    offs_d,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Keys or values in some slots of a sequence, [slots, dims]; 0 where MASKED and not `mask`.
+
+    cache: (pointer, block stride, slot stride).
+    """
+    cache_ptr, stride_block, stride_slot = cache
+    if BLOCK_SIZE:
+        block_ids = load_block_ids(table_ptr, slots, mask, BLOCK_SIZE, MASKED)
+        rows = slot_offsets(block_ids, slots, stride_block, stride_slot, BLOCK_SIZE)
+    else:
+        rows = slots.to(tl.int64) * stride_slot
+    ptrs = cache_ptr + rows[:, None] + offs_d[None, :]
+    return load_rows(ptrs, mask, offs_d < HEAD_DIM, MASKED, offs_d.shape[0] != HEAD_DIM)
 
 
 @triton.jit(
@@ -146,6 +176,7 @@ def _paged_prefill_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     IS_SPLIT: tl.constexpr,
+    SCORES_AHEAD: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One program: TILE_M rows of one KV head of one sequence x one split of the keys they see.
@@ -160,7 +191,6 @@ def _paged_prefill_kernel(
     last key each query stands (cascade); needs IS_SPLIT and no right limit.
     """
     IS_PREFIX: tl.constexpr = suffix_lens_ptr is not None
-    MASK_DIMS: tl.constexpr = HEAD_DIM_PADDED != HEAD_DIM
     NUM_Q_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP_SIZE
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -244,6 +274,14 @@ def _paged_prefill_kernel(
     kv_start = 0
     if kv_starts_ptr is not None:
         kv_start = tl.load(kv_starts_ptr + seq)
+    keys = (k_ptr, stride_k_block, stride_k_slot)
+    values = (v_ptr, stride_v_block, stride_v_slot)
+    if SCORES_AHEAD:
+        positions = begin + offs_n
+        mask = (positions >= first_seen) & (positions < end)
+        slots = positions + kv_start
+        k = _load_tile(keys, table_ptr, slots, mask, offs_d, HEAD_DIM, BLOCK_SIZE, True)
+        qk = dot(q, tl.trans(from_cache(k, q.dtype)), None, PRECISION)  # [TILE_M, TILE_N]
     acc = tl.zeros([TILE_M, HEAD_DIM_PADDED], tl.float32)
     row_max = tl.full([TILE_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([TILE_M], tl.float32)
@@ -261,19 +299,14 @@ def _paged_prefill_kernel(
             if IS_PREFIX and REGION == 0:
                 token_mask &= positions >= first_seen
             slots = positions + kv_start
-            if BLOCK_SIZE:
-                block_ids = load_block_ids(table_ptr, slots, token_mask, BLOCK_SIZE, REGION != 1)
-                k_rows = slot_offsets(block_ids, slots, stride_k_block, stride_k_slot, BLOCK_SIZE)
-                v_rows = slot_offsets(block_ids, slots, stride_v_block, stride_v_slot, BLOCK_SIZE)
-            else:
-                k_rows = slots.to(tl.int64) * stride_k_slot
-                v_rows = slots.to(tl.int64) * stride_v_slot
-            k_ptrs = k_ptr + k_rows[:, None] + offs_d[None, :]  # [TILE_N, HEAD_DIM_PADDED]
-            v_ptrs = v_ptr + v_rows[:, None] + offs_d[None, :]  # [TILE_N, HEAD_DIM_PADDED]
-            k = load_rows(k_ptrs, token_mask, dim_mask, REGION != 1, MASK_DIMS)
-            v = load_rows(v_ptrs, token_mask, dim_mask, REGION != 1, MASK_DIMS)
-
-            qk = dot(q, tl.trans(from_cache(k, q.dtype)), None, PRECISION)  # [TILE_M, TILE_N]
+            if not SCORES_AHEAD:
+                k = _load_tile(
+                    keys, table_ptr, slots, token_mask, offs_d, HEAD_DIM, BLOCK_SIZE, REGION != 1
+                )
+                qk = dot(q, tl.trans(from_cache(k, q.dtype)), None, PRECISION)  # [TILE_M, TILE_N]
+            v = _load_tile(
+                values, table_ptr, slots, token_mask, offs_d, HEAD_DIM, BLOCK_SIZE, REGION != 1
+            )
             offsets = positions_q[:, None] - positions[None, :]  # [TILE_M, TILE_N]
             distances = tl.abs(offsets)
             scores = attention_scores(
@@ -286,9 +319,13 @@ def _paged_prefill_kernel(
                 if REGION == 0:
                     visible = visible & (offsets <= window_left)
                 scores = tl.where(visible, scores, float("-inf"))
-            acc, row_max, row_sum = online_softmax_update(
-                scores, unit, values_from_cache(v, q.dtype), acc, row_max, row_sum, PRECISION
-            )
+            p, alpha, row_max, row_sum = online_softmax_weights(scores, unit, row_max, row_sum)
+            if SCORES_AHEAD:
+                mask = positions + TILE_N < end
+                slots += TILE_N
+                k = _load_tile(keys, table_ptr, slots, mask, offs_d, HEAD_DIM, BLOCK_SIZE, True)
+                qk = dot(q, tl.trans(from_cache(k, q.dtype)), None, PRECISION)
+            acc = accumulate(p, values_from_cache(v, q.dtype), acc, alpha, PRECISION)
 
     if v_scale is not None:
         acc *= load_scale(v_scale, kv_head, stride_v_scale)
@@ -427,6 +464,7 @@ def launch_prefill(
         HAS_SOFTCAP=softcap > 0,
         HAS_ALIBI=alibi_slopes is not None,
         IS_SPLIT=is_split,
+        SCORES_AHEAD=tile.scores_ahead,
         PRECISION=tile.precision,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

@@ -140,6 +140,9 @@ class AttentionTile:
     num_stages: int
     precision: str
     """`input_precision` of `tl.dot`, which matters for fp32 operands only."""
+    scores_ahead: bool = False
+    """Prefill only: queries meet the keys of the next tile before weights meet the values of this
+    one, whose product is then under way during the next softmax."""
 
 
 @functools.cache
@@ -228,26 +231,33 @@ def prefill_tile(
     tcgen05 on sm_100), and for 32 where they pass through registers (mma.sync). The key tiles in
     flight, see `decode_tile`, are what then fits shared memory. fp8 keys and values are converted
     in registers, of which 128 x 256 leaves too few on sm_100.
+
+    Asynchronous products (wgmma, tcgen05) can run during the softmax: `scores_ahead`, the overlap
+    within a warp group of FlashAttention 3 (Shah et al., 2024). The scores of two tiles are alive
+    then, on sm_90 in registers: at head_dim 256 these do not suffice, at 64 they would cost a
+    multiprocessor its second program, and products of converted keys and values are waited for.
     """
     if forced := target.forced_tile("prefill_tile"):
         return forced
     if target.backend == "interpreter":
-        return AttentionTile(tile_m=32, tile_n=32, num_warps=4, num_stages=1, precision="ieee")
+        return AttentionTile(32, 32, 4, 1, "ieee", scores_ahead=head_dim_padded < 128)  # for tests
     if target.backend == "hip":
         return AttentionTile(tile_m=64, tile_n=32, num_warps=4, num_stages=2, precision="ieee")
     if dtype.itemsize == 4 and head_dim_padded <= 128:
         return AttentionTile(tile_m=32, tile_n=32, num_warps=8, num_stages=3, precision="tf32x3")
     if dtype.itemsize == 4:
         return AttentionTile(tile_m=16, tile_n=16, num_warps=4, num_stages=2, precision="tf32x3")
+    scores_ahead = False
     if target.arch in (90, 100, 103):
         tile_m, tile_n, num_stages = 128, 64 if head_dim_padded <= 128 else 32, 5
+        scores_ahead = target.arch != 90 or (head_dim_padded == 128 and kv_itemsize != 1)
         if target.arch != 90 and head_dim_padded > 128 and kv_itemsize == 1:
             tile_m = 64
     elif head_dim_padded <= 128:
         tile_m, tile_n, num_stages = 128, 64 if head_dim_padded <= 64 else 32, 5
     else:
         tile_m, tile_n, num_stages = 64, 32, 3
-    return AttentionTile(tile_m, tile_n, num_warps=8, num_stages=num_stages, precision="tf32x3")
+    return AttentionTile(tile_m, tile_n, 8, num_stages, "tf32x3", scores_ahead)
 
 
 def prefix_num_splits(num_programs: int, max_tokens: int, tile_n: int, target: Target) -> int:

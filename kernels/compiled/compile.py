@@ -77,6 +77,8 @@ class KernelResources:
     """Those that run on tensor cores."""
     mma: dict[str, int]
     """Tensor-core instructions by family: mma.sync, wgmma, tcgen05, mfma."""
+    softmax_overlaps: int
+    """Loops that begin their softmax with wgmma of the pass before under way; sm_90 only."""
     signature: dict[str, str]
     """Types of the kernel's run-time arguments: "i32", "*bf16" ..."""
     constants: dict[str, int | float | str | bool | None]
@@ -211,6 +213,13 @@ def _ptx_widths(ptx: str, instruction: str) -> dict[int, int]:
     return _count_widths(int(vector or 1) * int(bits) for vector, bits in accesses)
 
 
+def count_softmax_overlaps(ptx: str) -> int:
+    """Loops whose last wgmma are neither waited for nor preceded by the softmax of their pass."""
+    letters = {"mma_async": "m", "wait_group": "w", "ex2": "e", "bra": "b"}
+    order = re.findall(r"^\s+(?:@\S+ )?(?:wgmma\.)?(mma_async|wait_group|ex2|bra)\b", ptx, re.M)
+    return len(re.findall("wm+b", "".join(letters[one] for one in order)))
+
+
 def _cuda_resources(compiled) -> dict[str, Any]:
     """The fields of KernelResources that a cubin and its PTX tell."""
     cubin, ptx = compiled.asm["cubin"], compiled.asm["ptx"]
@@ -235,6 +244,7 @@ def _cuda_resources(compiled) -> dict[str, Any]:
         "async_copies": _count_widths(8 * int(size, 0) for size in copies),
         "global_stores": _ptx_widths(ptx, "st.global"),
         "mma": {family: count for family, count in counts.items() if count},
+        "softmax_overlaps": count_softmax_overlaps(ptx),
     }
 
 
@@ -267,6 +277,7 @@ def _amd_resources(compiled) -> dict[str, Any]:
         "async_copies": _amd_widths(assembly, "load_lds"),
         "global_stores": _amd_widths(assembly, "store"),
         "mma": {"mfma": mfma} if mfma else {},
+        "softmax_overlaps": 0,
     }
 
 

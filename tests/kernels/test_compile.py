@@ -15,6 +15,7 @@ from kernels.compiled.architectures import ARCHITECTURES
 from kernels.compiled.compile import (
     KernelResources,
     count_loop_spills,
+    count_softmax_overlaps,
     format_table,
     launched_by,
     main,
@@ -134,6 +135,17 @@ def test_attention_computes_every_product_on_tensor_cores(rows):
             assert set(row["mma"]) == {MMA_FAMILY[row["arch"]]}, name_of(row)
 
 
+def test_prefill_multiplies_during_the_softmax(rows):
+    """On sm_90, seen in the PTX, where the table says so: in each region of keys."""
+    for row in of_kernels(rows, PREFILL):
+        constants, arch, name = row["constants"], row["arch"], name_of(row)
+        if row["config"].startswith("bf16 d128"):
+            assert constants["SCORES_AHEAD"] == (arch in ("sm_90", "sm_100")), name
+        regions = 2 + constants["HAS_LEFT"]
+        overlapping = regions if arch == "sm_90" and constants["SCORES_AHEAD"] else 0
+        assert row["softmax_overlaps"] == overlapping, name
+
+
 def test_attention_fetches_keys_and_values_by_16_byte_accesses(rows):
     for row in of_kernels(rows, DECODE, PREFILL):
         constants, copies, name = row["constants"], row["async_copies"], name_of(row)
@@ -164,7 +176,8 @@ def test_attention_fetches_keys_and_values_by_16_byte_accesses(rows):
             assert fp8 or bytes_of(row, "global_loads") >= 2 * tile_bytes, "the tail loads its own"
         elif not fp8:
             q_bytes = 2 * constants["TILE_M"] * constants["HEAD_DIM_PADDED"]
-            assert bytes_of(row, "global_loads") == q_bytes, name
+            first_keys = tile_bytes * constants["SCORES_AHEAD"]
+            assert bytes_of(row, "global_loads") == q_bytes + first_keys, name
             assert set(row["global_stores"]) <= {"32", "128"}, name
 
 
@@ -262,6 +275,22 @@ def test_spills_count_inside_loops_only():
     for access in ("LDL.LU R0, [R1]", "@!P0 STL.64 [R1+0x8], R2"):
         assert count_loop_spills(SASS.replace("NOP inside", access)) == 3
         assert count_loop_spills(SASS.replace("NOP outside", access)) == 0
+
+
+@pytest.mark.parametrize(
+    ("loop", "expected"),
+    [
+        pytest.param("ex2 mma_async wait_group mma_async mma_async", 1, id="values-not-waited-for"),
+        pytest.param("ex2 mma_async wait_group mma_async wait_group", 0, id="values-waited-for"),
+        pytest.param("mma_async wait_group ex2 mma_async", 0, id="softmax-before-values"),
+    ],
+)
+def test_softmax_overlaps(loop, expected):
+    lines = [f"wgmma.{one}.sync" if "_" in one else f"{one}.approx" for one in loop.split()]
+    ptx = "\n".join(
+        f"\t{line} %r1;" for line in [*lines, "@%p1 bra $L__BB0_1", "bra.uni $L__BB0_2"]
+    )
+    assert count_softmax_overlaps(ptx) == expected
 
 
 @pytest.mark.parametrize(

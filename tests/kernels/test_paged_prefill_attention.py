@@ -154,6 +154,21 @@ def test_chunks_are_of_the_sequence_alone(
     assert_matches_reference(wide, **options)
 
 
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("window_size", [None, 33])
+def test_scores_ahead_change_no_bit(window_size, num_splits, device):
+    lens = [200, 97, 0, 1, 40], [3, 1, 0, 1, 17]
+    hidden = hidden_tokens(*lens, window_size)
+    batch = make_batch(*lens, device, hidden_tokens=hidden, block_size=7, **ONE_KV_HEAD)
+    target, results = target_of(batch.q.device), []
+    table = prefill_tile(32, torch.float16, target)
+    for scores_ahead in (False, True):
+        tile = replace(table, scores_ahead=scores_ahead)
+        with force_target(replace(target, tiles=(("prefill_tile", tile),))):
+            results.append(prefill(batch, window_size=window_size, num_splits=num_splits))
+    assert same(*results)
+
+
 def test_search_over_many_sequences(device, monkeypatch):
     batch = make_batch(**MIXED, device=device)
     expected = prefill(batch)
