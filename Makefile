@@ -13,7 +13,7 @@ reproduce: $(INSTALLED)
 # On a GPU, after what runs anywhere, one process has it for what needs it: workers would fight for
 # its memory.
 test: $(INSTALLED)
-	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n auto --dist worksteal
+	$(BIN)/python -m pytest -n auto --dist worksteal
 	if $(BIN)/python -c "import torch; raise SystemExit(not torch.cuda.is_available())"; then \
 		$(BIN)/python -m pytest --on-device; fi
 

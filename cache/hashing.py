@@ -86,19 +86,20 @@ class BlockHasher:
         return self._digest(parent + packed.tobytes() + encode_extra_keys(extra_keys))
 
     def block_hashes(self, seq: Sequence) -> list[bytes]:
-        """Digests of all full blocks of ``seq``.
+        """Digests of all full blocks of ``seq`` whose tokens are known.
 
         The list is kept with the sequence and extended as it grows, each block being hashed once.
         It must not be modified; it stays valid, and it may grow at the next call.
         """
         chain = seq.hash_chains.setdefault(self._name, [])
-        if len(chain) < len(seq.token_ids) // self.block_size:
-            self._extend(chain, seq)
+        count = (len(seq.token_ids) - seq.num_unknown_tokens) // self.block_size
+        if len(chain) < count:
+            self._extend(chain, seq, count)
         return chain
 
-    def _extend(self, chain: list[bytes], seq: Sequence) -> None:
+    def _extend(self, chain: list[bytes], seq: Sequence, last: int) -> None:
         size, digest = self.block_size, self._digest
-        first, last = len(chain), len(seq.token_ids) // size
+        first = len(chain)
         parent = chain[-1] if chain else self._root
         if last == first + 1 and seq.keyed_length <= first * size:  # one that decoding has filled
             chain.append(digest(parent + seq.token_ids[first * size : last * size].tobytes()))

@@ -38,7 +38,9 @@ class Sequence:
 
     Attributes:
         token_ids: ``array('I')`` of all tokens; readable without a copy by numpy and torch.
-            It grows by ``append_token`` and is never changed otherwise.
+            It grows by ``append_token`` and is never changed otherwise, but for its unknown ones.
+        num_unknown_tokens: tokens at its end that stand for others, whose values the host does not
+            have yet: no hash is made of them.
         num_prompt_tokens: number of tokens the sequence was made with.
         num_cached_tokens: leading tokens whose K/V were found when the sequence was allocated.
         num_computed_tokens: leading tokens whose K/V have a place: computed, or being computed by
@@ -69,6 +71,7 @@ class Sequence:
         if not self.token_ids:
             raise ValueError("token_ids is empty: a sequence has at least one token")
         self.num_prompt_tokens = len(self.token_ids)
+        self.num_unknown_tokens = 0
         self.num_cached_tokens = 0
         self.num_computed_tokens = 0
         self.num_slots = 0

@@ -148,6 +148,7 @@ def run_cell(cell: EngineOverhead) -> list[dict[str, Any]]:
         max_model_len=longest,
         max_num_batched_tokens=max(8192, longest),
         cuda_graphs=None if cell.model else False,  # a graph would replay the model
+        overlap=False,  # phases are timed one by one
         seed=cell.seed,
     )
     if cell.model is None:

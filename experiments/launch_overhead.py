@@ -102,6 +102,7 @@ def _calls(device: torch.device) -> dict[str, partial]:
     lens, starts = tensor(batch, dtype=torch.int32), tensor(batch + 1, dtype=torch.int32)
     tables, slots = tensor(batch, 256, dtype=torch.int32), tensor(batch, dtype=torch.int64)
     groups = (tables[:4], lens[:4], starts[:5])
+    logits = tensor(batch, 128_256)
     pairs = tensor(8, 2, dtype=torch.int64)
     rotary = (slots, *[tensor(4096, head_dim // 2, dtype=torch.float32)] * 2)
     x, weight = tensor(batch, num_q_heads * head_dim), tensor(num_q_heads * head_dim)
@@ -134,6 +135,8 @@ def _calls(device: torch.device) -> dict[str, partial]:
         "copy": partial(kernels.copy_blocks, caches, pairs),
         "copy, list of layers": partial(kernels.copy_blocks, layers, pairs),
         "swap": partial(kernels.swap_blocks, caches, host_caches, pairs),
+        "sample": partial(kernels.sample_tokens, logits, lse[:, 0].contiguous(), slots),
+        "sample, greedy": partial(kernels.sample_tokens, logits),
     }
     return calls
 

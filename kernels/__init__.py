@@ -12,6 +12,7 @@
     swap_blocks                     copy whole blocks between GPU and pinned host memory
     add_rms_norm                    residual addition and RMSNorm
     gated_activation                SwiGLU or GeGLU
+    sample_tokens                   draw next tokens from logits, or take the likeliest
 
 Caches are fp16, bf16, fp32 or fp8 (e4m3) with scales, see `kernels.fp8_cache`.
 
@@ -33,6 +34,7 @@ from kernels.paged_decode_attention import paged_decode_attention
 from kernels.paged_prefill_attention import paged_prefill_attention
 from kernels.primitives import INTERPRETED
 from kernels.rope_store_kvcache import rope_store_kvcache
+from kernels.sample_tokens import sample_tokens
 from kernels.shared_prefix_decode_attention import shared_prefix_decode_attention
 from kernels.slot_mapping_from_positions import slot_mapping_from_positions
 from kernels.store_kvcache import store_kvcache
@@ -59,6 +61,7 @@ __all__ = [
     "paged_decode_attention",
     "paged_prefill_attention",
     "rope_store_kvcache",
+    "sample_tokens",
     "shared_prefix_decode_attention",
     "slot_mapping_from_positions",
     "store_kvcache",

@@ -2,16 +2,18 @@
 
 Decode reads every cached key and value once and does little with them, so the design follows the
 memory: the query heads that share a KV head (GQA) are packed into the rows of one tile and read it
-together; a sequence's tokens are divided among `num_splits` programs (flash-decoding) where batch
-and heads alone do not fill the GPU, and a second kernel merges what they leave (split_states.py).
+together; a sequence's tokens are divided into chunks (flash-decoding), and a second kernel merges
+what these leave (split_states.py).
 
-A program walks its tokens in tiles of TILE_N, whatever the block size: every lane looks up its own
+As many programs as the GPU runs at once take the pieces of work, a chunk x a KV head, in turn, each
+walking the lengths of the batch to its next one: a long sequence among short ones, or the padding
+of a captured graph, leaves no program idle. Where the chunks of a sequence begin follows from its
+own length alone (`kernels.tiles.Chunking`), and so does its result, bit for bit.
+
+A program walks a chunk in tiles of TILE_N, whatever the block size: every lane looks up its own
 block id. The compiler's pipeliner fetches ids, keys and values some tiles ahead by asynchronous
 copies. Decode has one query, so a window is the token interval [context_len - window_size,
 context_len) and tiles start at its first token; only a last, shorter tile ever needs masks.
-
-Split s of n takes the tiles [s * t, (s + 1) * t), t = ceil(tiles / n), of its own sequence: nothing
-depends on the rest of the batch, which makes the result batch-invariant at a given num_splits.
 """
 
 from __future__ import annotations
@@ -55,13 +57,67 @@ from kernels.primitives import (
     score_unit,
     slot_offsets,
 )
-from kernels.split_states import SplitStates
-from kernels.tiles import cdiv, decode_num_splits, decode_tile, padded_dim, target_of
+from kernels.split_states import SplitStates, chunks_of
+from kernels.tiles import (
+    PROGRAMS_PER_MULTIPROCESSOR,
+    Chunking,
+    cdiv,
+    chunking,
+    decode_tile,
+    padded_dim,
+    target_of,
+)
 from kernels.torch_ops import attention_op
 
 
+@triton.jit
+def _first_seen(context_len, window_size, USE_WINDOW: tl.constexpr):
+    """First token in the window of a sequence's last."""
+    first = 0
+    if USE_WINDOW:
+        first = tl.maximum(context_len - window_size, 0)
+    return first
+
+
+@triton.jit
+def _locate_piece(
+    row,
+    piece,
+    context_lens_ptr,
+    batch,
+    window_size,
+    min_tiles,
+    max_chunks,
+    HEAD_TILES: tl.constexpr,
+    TILE_N: tl.constexpr,
+    USE_WINDOW: tl.constexpr,
+):
+    """The row that holds a piece of work, counted from the first one of `row`, and which of its own
+    it is. The row is `batch` if there are not so many pieces.
+    """
+    searching = row < batch
+    while searching:
+        context_len = tl.load(context_lens_ptr + row)
+        first = _first_seen(context_len, window_size, USE_WINDOW)
+        _, num_chunks = chunks_of(context_len - first, min_tiles, max_chunks, TILE_N)
+        searching = piece >= num_chunks * HEAD_TILES
+        if searching:
+            piece -= num_chunks * HEAD_TILES
+            row += 1
+            searching = row < batch
+    return row, piece
+
+
 @triton.jit(
-    do_not_specialize=["window_size", "num_splits", "first_state", "num_states", "stride_table"]
+    do_not_specialize=[
+        "window_size",
+        "batch",
+        "min_tiles",
+        "max_chunks",
+        "first_state",
+        "num_states",
+        "stride_table",
+    ]
 )
 def _paged_decode_kernel(
     out_ptr,
@@ -78,7 +134,9 @@ def _paged_decode_kernel(
     scale,
     softcap,
     window_size,
-    num_splits,
+    batch,
+    min_tiles,
+    max_chunks,
     first_state,
     num_states,
     stride_out_seq,
@@ -110,12 +168,12 @@ def _paged_decode_kernel(
     PAIRED_VALUES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program: TILE_M query heads of one KV head x one split of one sequence.
+    """One program: every num_programs-th piece of work, a piece being TILE_M query heads of a KV
+    head x one chunk of one sequence.
 
-    Grid (NUM_KV_HEADS * ceil(GROUP_SIZE / TILE_M), num_splits, batch): heads run fastest, so that
-    programs that read neighbouring memory run together. With IS_SPLIT out and lse are split states,
-    of which the launch writes those from first_state on. Without, they are the results and lse_ptr
-    may be None.
+    Heads run fastest, so that programs that read neighbouring memory run together. With IS_SPLIT
+    out and lse are split states, which the launch writes from first_state to the last. Without,
+    every sequence has one chunk, they are the results and lse_ptr may be None.
     BLOCK_SIZE 0: not paged; the sequence lies in one piece, in entry 0 of its table row.
     PAIRED_VALUES: read the values of an fp8 cache in pairs; even and odd elements have an
     accumulator each, until the end.
@@ -124,124 +182,170 @@ def _paged_decode_kernel(
     MASK_DIMS: tl.constexpr = HEAD_DIM_PADDED != HEAD_DIM
     PAIR: tl.constexpr = 2 if PAIRED_VALUES else 1
     M_TILES: tl.constexpr = (GROUP_SIZE + TILE_M - 1) // TILE_M
-    kv_head = tl.program_id(0) // M_TILES
-    offs_m = (tl.program_id(0) % M_TILES) * TILE_M + tl.arange(0, TILE_M)
-    split = tl.program_id(1)
-    seq = tl.program_id(2).to(tl.int64)
-
-    context_len = tl.load(context_lens_ptr + seq)
-    first = 0
-    if USE_WINDOW:
-        first = tl.maximum(context_len - window_size, 0)
-    num_tiles = tl.cdiv(tl.maximum(context_len - first, 0), TILE_N)
-    split_tokens = tl.cdiv(num_tiles, num_splits) * TILE_N
-    begin = first + split * split_tokens
-    end = tl.minimum(begin + split_tokens, context_len)
-    heads = (kv_head * GROUP_SIZE + offs_m).to(tl.int64)
-    head_mask = offs_m < GROUP_SIZE
-    states = (seq * NUM_Q_HEADS + heads) * num_states + first_state + split
-    if IS_SPLIT and begin >= end:
-        tl.store(lse_ptr + states, float("-inf"), mask=head_mask)
-        return
-
+    HEAD_TILES: tl.constexpr = NUM_KV_HEADS * M_TILES
     offs_n = tl.arange(0, TILE_N)
     offs_d = tl.arange(0, HEAD_DIM_PADDED)
     dim_mask = offs_d < HEAD_DIM
     offs_v = tl.arange(0, HEAD_DIM_PADDED // PAIR)
-    qo_mask = head_mask[:, None] & dim_mask[None, :]
-    q_ptrs = q_ptr + seq * stride_q_seq + heads[:, None] * stride_q_head + offs_d[None, :]
-    q = tl.load(q_ptrs, mask=qo_mask, other=0.0)  # [TILE_M, HEAD_DIM_PADDED]
-    alibi_slopes = 0.0
-    if HAS_ALIBI:
-        slope_ptrs = alibi_slopes_ptr + seq * stride_alibi_seq + heads
-        alibi_slopes = tl.load(slope_ptrs, mask=head_mask, other=0.0)[:, None]
 
-    q, q_unit = queries_for_cache(q, k_cache_ptr)
-    if q_unit is not None:
-        scale *= q_unit
-    if k_scale is not None:
-        scale *= load_scale(k_scale, kv_head, stride_k_scale)
-    unit = score_unit(scale, FOLD_SCALE)
-    k_ptr = k_cache_ptr + kv_head.to(tl.int64) * stride_k_head
-    v_ptr = v_cache_ptr + kv_head.to(tl.int64) * stride_v_head
-    table_ptr = block_tables_ptr + seq * stride_table
-    if BLOCK_SIZE == 0:
-        piece = tl.load(table_ptr).to(tl.int64)
-        k_ptr += piece * stride_k_block
-        v_ptr += piece * stride_v_block
-    acc = tl.zeros([TILE_M, HEAD_DIM_PADDED // PAIR], tl.float32)
-    acc_odd = acc
-    row_max = tl.full([TILE_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([TILE_M, TILE_N], tl.float32)
+    piece = tl.program_id(0)
+    row = 0
+    row, piece = _locate_piece(
+        row,
+        piece,
+        context_lens_ptr,
+        batch,
+        window_size,
+        min_tiles,
+        max_chunks,
+        HEAD_TILES,
+        TILE_N,
+        USE_WINDOW,
+    )
+    while row < batch:
+        seq = row.to(tl.int64)
+        context_len = tl.load(context_lens_ptr + seq)
+        first = _first_seen(context_len, window_size, USE_WINDOW)
+        chunk_tokens, num_chunks = chunks_of(context_len - first, min_tiles, max_chunks, TILE_N)
+        chunk = piece // HEAD_TILES
+        kv_head = piece % HEAD_TILES // M_TILES
+        offs_m = piece % M_TILES * TILE_M + tl.arange(0, TILE_M)
+        begin = first + chunk * chunk_tokens
+        end = tl.minimum(begin + chunk_tokens, context_len)
+        heads = (kv_head * GROUP_SIZE + offs_m).to(tl.int64)
+        head_mask = offs_m < GROUP_SIZE
+        qo_mask = head_mask[:, None] & dim_mask[None, :]
+        q_ptrs = q_ptr + seq * stride_q_seq + heads[:, None] * stride_q_head + offs_d[None, :]
+        q = tl.load(q_ptrs, mask=qo_mask, other=0.0)  # [TILE_M, HEAD_DIM_PADDED]
+        alibi_slopes = 0.0
+        if HAS_ALIBI:
+            slope_ptrs = alibi_slopes_ptr + seq * stride_alibi_seq + heads
+            alibi_slopes = tl.load(slope_ptrs, mask=head_mask, other=0.0)[:, None]
 
-    full_end = begin + (end - begin) // TILE_N * TILE_N
-    for TAIL in tl.static_range(2):  # full tiles without masks, then at most one masked tile
-        loop_begin = full_end if TAIL else begin
-        loop_end = end if TAIL else full_end
-        for start in tl.range(loop_begin, loop_end, TILE_N, num_stages=1 if TAIL else None):
-            positions = start + offs_n
-            token_mask = positions < end
-            if BLOCK_SIZE:
-                ids = load_block_ids(table_ptr, positions, token_mask, BLOCK_SIZE, TAIL)
-                k_rows = slot_offsets(ids, positions, stride_k_block, stride_k_slot, BLOCK_SIZE)
-                v_rows = slot_offsets(ids, positions, stride_v_block, stride_v_slot, BLOCK_SIZE)
-            else:
-                k_rows = positions.to(tl.int64) * stride_k_slot
-                v_rows = positions.to(tl.int64) * stride_v_slot
-            k_ptrs = k_ptr + k_rows[:, None] + offs_d[None, :]  # [TILE_N, HEAD_DIM_PADDED]
-            v_ptrs = value_ptrs(v_ptr + v_rows[:, None], PAIRED_VALUES)
-            v_ptrs += offs_v[None, :]  # [TILE_N, HEAD_DIM_PADDED // PAIR]
-            k = load_rows(k_ptrs, token_mask, dim_mask, TAIL, MASK_DIMS)
-            v = load_rows(v_ptrs, token_mask, offs_v < HEAD_DIM // PAIR, TAIL, MASK_DIMS)
+        q, q_unit = queries_for_cache(q, k_cache_ptr)
+        qk_scale = scale
+        if q_unit is not None:
+            qk_scale *= q_unit
+        if k_scale is not None:
+            qk_scale *= load_scale(k_scale, kv_head, stride_k_scale)
+        unit = score_unit(qk_scale, FOLD_SCALE)
+        k_ptr = k_cache_ptr + kv_head.to(tl.int64) * stride_k_head
+        v_ptr = v_cache_ptr + kv_head.to(tl.int64) * stride_v_head
+        table_ptr = block_tables_ptr + seq * stride_table
+        if BLOCK_SIZE == 0:
+            where = tl.load(table_ptr).to(tl.int64)
+            k_ptr += where * stride_k_block
+            v_ptr += where * stride_v_block
+        acc = tl.zeros([TILE_M, HEAD_DIM_PADDED // PAIR], tl.float32)
+        acc_odd = acc
+        row_max = tl.full([TILE_M], float("-inf"), tl.float32)
+        row_sum = tl.zeros([TILE_M, TILE_N], tl.float32)
 
-            qk = dot(q, tl.trans(from_cache(k, q.dtype)), None, PRECISION)  # [TILE_M, TILE_N]
-            distances = (context_len - 1 - positions)[None, :]
-            scores = attention_scores(
-                qk, scale, softcap, alibi_slopes, distances, FOLD_SCALE, HAS_SOFTCAP, HAS_ALIBI
-            )
-            if TAIL:
-                scores = tl.where(token_mask[None, :], scores, float("-inf"))
-            if PAIRED_VALUES:
-                p, alpha, row_max, row_sum = online_softmax_weights(scores, unit, row_max, row_sum)
-                even, odd = values_of_pairs(v, q.dtype)
-                acc = accumulate(p, even, acc, alpha, PRECISION)
-                acc_odd = accumulate(p, odd, acc_odd, alpha, PRECISION)
-            else:
-                acc, row_max, row_sum = online_softmax_update(
-                    scores, unit, values_from_cache(v, q.dtype), acc, row_max, row_sum, PRECISION
+        full_end = begin + (end - begin) // TILE_N * TILE_N
+        for TAIL in tl.static_range(2):  # full tiles without masks, then at most one masked tile
+            loop_begin = full_end if TAIL else begin
+            loop_end = end if TAIL else full_end
+            for start in tl.range(loop_begin, loop_end, TILE_N, num_stages=1 if TAIL else None):
+                positions = start + offs_n
+                token_mask = positions < end
+                if BLOCK_SIZE:
+                    ids = load_block_ids(table_ptr, positions, token_mask, BLOCK_SIZE, TAIL)
+                    k_rows = slot_offsets(ids, positions, stride_k_block, stride_k_slot, BLOCK_SIZE)
+                    v_rows = slot_offsets(ids, positions, stride_v_block, stride_v_slot, BLOCK_SIZE)
+                else:
+                    k_rows = positions.to(tl.int64) * stride_k_slot
+                    v_rows = positions.to(tl.int64) * stride_v_slot
+                k_ptrs = k_ptr + k_rows[:, None] + offs_d[None, :]  # [TILE_N, HEAD_DIM_PADDED]
+                v_ptrs = value_ptrs(v_ptr + v_rows[:, None], PAIRED_VALUES)
+                v_ptrs += offs_v[None, :]  # [TILE_N, HEAD_DIM_PADDED // PAIR]
+                k = load_rows(k_ptrs, token_mask, dim_mask, TAIL, MASK_DIMS)
+                v = load_rows(v_ptrs, token_mask, offs_v < HEAD_DIM // PAIR, TAIL, MASK_DIMS)
+
+                qk = dot(q, tl.trans(from_cache(k, q.dtype)), None, PRECISION)  # [TILE_M, TILE_N]
+                distances = (context_len - 1 - positions)[None, :]
+                scores = attention_scores(
+                    qk,
+                    qk_scale,
+                    softcap,
+                    alibi_slopes,
+                    distances,
+                    FOLD_SCALE,
+                    HAS_SOFTCAP,
+                    HAS_ALIBI,
                 )
+                if TAIL:
+                    scores = tl.where(token_mask[None, :], scores, float("-inf"))
+                if PAIRED_VALUES:
+                    p, alpha, row_max, row_sum = online_softmax_weights(
+                        scores, unit, row_max, row_sum
+                    )
+                    even, odd = values_of_pairs(v, q.dtype)
+                    acc = accumulate(p, even, acc, alpha, PRECISION)
+                    acc_odd = accumulate(p, odd, acc_odd, alpha, PRECISION)
+                else:
+                    acc, row_max, row_sum = online_softmax_update(
+                        scores,
+                        unit,
+                        values_from_cache(v, q.dtype),
+                        acc,
+                        row_max,
+                        row_sum,
+                        PRECISION,
+                    )
 
-    if PAIRED_VALUES:
-        acc = tl.reshape(tl.join(acc, acc_odd), (TILE_M, HEAD_DIM_PADDED))
-    if v_scale is not None:
-        acc *= load_scale(v_scale, kv_head, stride_v_scale)
-    row_sum = tl.sum(row_sum, axis=1)
-    if IS_SPLIT:
+        if PAIRED_VALUES:
+            acc = tl.reshape(tl.join(acc, acc_odd), (TILE_M, HEAD_DIM_PADDED))
+        if v_scale is not None:
+            acc *= load_scale(v_scale, kv_head, stride_v_scale)
+        row_sum = tl.sum(row_sum, axis=1)
         out, lse = normalise(acc, row_max, row_sum)
-        tl.store(out_ptr + states[:, None] * HEAD_DIM + offs_d[None, :], out, mask=qo_mask)
-        tl.store(lse_ptr + states, lse, mask=head_mask)
-    else:
-        if sinks_ptr is not None:
-            sinks = tl.load(sinks_ptr + heads, mask=head_mask, other=0.0)
-            acc, row_max, row_sum = add_sinks(acc, row_max, row_sum, sinks)
-        out, lse = normalise(acc, row_max, row_sum)
-        out_ptrs = out_ptr + seq * stride_out_seq + heads[:, None] * stride_out_head
-        tl.store(out_ptrs + offs_d[None, :], cast(out, out_ptr.dtype.element_ty), mask=qo_mask)
-        if lse_ptr is not None:
-            tl.store(lse_ptr + seq * NUM_Q_HEADS + heads, lse * LN_2, mask=head_mask)
+        if IS_SPLIT:
+            states = (seq * NUM_Q_HEADS + heads) * num_states + first_state
+            out_ptrs = out_ptr + (states + chunk)[:, None] * HEAD_DIM + offs_d[None, :]
+            tl.store(out_ptrs, out, mask=qo_mask)
+            tl.store(lse_ptr + states + chunk, lse, mask=head_mask)
+            for unused in range(chunk + num_chunks, num_states - first_state, num_chunks):
+                tl.store(lse_ptr + states + unused, float("-inf"), mask=head_mask)
+        else:
+            if sinks_ptr is not None:
+                sinks = tl.load(sinks_ptr + heads, mask=head_mask, other=0.0)
+                out, lse = add_sinks(out, lse, sinks)
+            out_ptrs = out_ptr + seq * stride_out_seq + heads[:, None] * stride_out_head
+            tl.store(out_ptrs + offs_d[None, :], cast(out, out_ptr.dtype.element_ty), mask=qo_mask)
+            if lse_ptr is not None:
+                tl.store(lse_ptr + seq * NUM_Q_HEADS + heads, lse * LN_2, mask=head_mask)
+        row, piece = _locate_piece(
+            row,
+            piece + tl.num_programs(0),
+            context_lens_ptr,
+            batch,
+            window_size,
+            min_tiles,
+            max_chunks,
+            HEAD_TILES,
+            TILE_N,
+            USE_WINDOW,
+        )
 
 
-def choose_num_splits(
-    q: torch.Tensor, k_cache: torch.Tensor, block_tables: torch.Tensor, window_size: int | None
-) -> int:
-    """Splits of the tokens of a sequence, from shapes and the GPU, never from device values."""
-    group_size = q.shape[1] // k_cache.shape[2]
+def decode_chunking(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    window_size: int | None,
+    num_splits: int | None,
+) -> tuple[Chunking, int]:
+    """How sequences are divided, and the most chunks of one that fits the tables."""
+    num_q_heads, head_dim = q.shape[1:]
+    num_kv_heads = k_cache.shape[2]
     target = target_of(q.device)
-    tile = decode_tile(group_size, padded_dim(q.shape[2]), q.dtype, target, k_cache.itemsize)
+    tile = decode_tile(
+        num_q_heads // num_kv_heads, padded_dim(head_dim), q.dtype, target, k_cache.itemsize
+    )
     max_tokens = block_tables.shape[1] * k_cache.shape[1]
     max_tokens = max_tokens if window_size is None else min(max_tokens, window_size)
-    programs = q.shape[0] * k_cache.shape[2] * cdiv(group_size, tile.tile_m)
-    return decode_num_splits(programs, max_tokens, tile.tile_n, target)
+    chunks = chunking(num_kv_heads, num_splits)
+    return chunks, chunks.most(max_tokens, tile.tile_n)
 
 
 def launch_decode(
@@ -261,15 +365,16 @@ def launch_decode(
     k_scale: Scale,
     v_scale: Scale,
     paged: bool = True,
-    num_splits: int = 1,
+    chunks: Chunking,
     first_state: int | None = None,
 ) -> None:
     """Launch the kernel on checked arguments, those of `paged_decode_attention` and, beyond them:
 
     paged: False when a sequence's keys lie in one piece: (num_pieces, slots, num_kv_heads,
         head_dim), the piece of each sequence in block_tables (batch, 1).
-    first_state: not None if out and lse are those of SplitStates; num_splits of these are written,
-        from first_state on. The sinks are then left to their merging.
+    chunks: how the tokens of a sequence are divided.
+    first_state: not None if out and lse are those of SplitStates; these are written from
+        first_state to the last. The sinks are then left to their merging.
     """
     batch, num_q_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]
@@ -281,7 +386,11 @@ def launch_decode(
     k_scale, stride_k_scale = scale_arguments(k_scale)
     v_scale, stride_v_scale = scale_arguments(v_scale)
     is_split = first_state is not None
-    _paged_decode_kernel[(num_kv_heads * cdiv(group_size, tile.tile_m), num_splits, batch)](
+    num_states = lse.shape[2] if is_split else 0
+    most = chunks.most(block_tables.shape[1] * k_cache.shape[1], tile.tile_n)
+    pieces = batch * most * num_kv_heads * cdiv(group_size, tile.tile_m)
+    programs = PROGRAMS_PER_MULTIPROCESSOR * target.num_multiprocessors
+    _paged_decode_kernel[(min(pieces, programs),)](
         out,
         lse,
         q,
@@ -296,9 +405,11 @@ def launch_decode(
         scale,
         softcap,
         0 if window_size is None else window_size,
-        num_splits,
+        batch,
+        chunks.min_tiles,
+        chunks.max_chunks,
         first_state or 0,
-        lse.shape[2] if is_split else 0,
+        num_states,
         *out.stride()[:2],
         *q.stride()[:2],
         *k_cache.stride()[:3],
@@ -341,13 +452,14 @@ def decode_into(
 ) -> None:
     """`paged_decode_attention` of checked arguments; `options` are those of launch_decode."""
     call = (q, k_cache, v_cache, block_tables, context_lens)
-    if num_splits is None:
-        num_splits = choose_num_splits(q, k_cache, block_tables, options["window_size"])
-    if num_splits == 1:
+    window_size = options["window_size"]
+    chunks, num_states = decode_chunking(q, k_cache, block_tables, window_size, num_splits)
+    options["chunks"] = chunks
+    if num_states == 1:
         launch_decode(out, lse, *call, sinks=sinks, **options)
         return
-    states = SplitStates.empty(q, num_splits)
-    launch_decode(states.out, states.lse, *call, num_splits=num_splits, first_state=0, **options)
+    states = SplitStates.empty(q, num_states)
+    launch_decode(states.out, states.lse, *call, first_state=0, **options)
     states.merge_into(out, lse, sinks=sinks)
 
 
@@ -390,11 +502,10 @@ def paged_decode_attention(
         sinks: (num_q_heads,) logits that join the softmax denominator but carry no value (gpt-oss).
         k_scale, v_scale: of an fp8 cache, whose keys and values are what it holds times these: a
             number, or an fp32 tensor of one element or of num_kv_heads. None for 1.
-        num_splits: programs that share a sequence's tokens. At a given num_splits the result of a
-            sequence is bitwise the same whatever else is in the batch. None chooses from batch,
-            num_kv_heads, max_blocks * block_size, window_size and the GPU, never from device
-            values: the same shapes give the same result, but another batch size or table width may
-            choose another number and round differently.
+        num_splits: chunks, each some program's, that a sequence's tokens are divided into, at most.
+            None chooses from the sequence's own length, num_kv_heads and the tile. With either the
+            result of a sequence is bitwise the same whatever else is in the batch, and however wide
+            its table is.
         out: (batch, num_q_heads, head_dim) to write to, in q's dtype or fp32; allocated if None.
         return_lse: also return the LSE.
 
@@ -402,9 +513,9 @@ def paged_decode_attention(
         The output, and with return_lse the LSE: (batch, num_q_heads) fp32, natural log, the sink
         included. A context length of 0 gives zeros and -inf.
 
-    Mutates only out. Launches one kernel, or two if num_splits > 1, on grids that depend on shapes
-    alone, without host synchronisation: the call can be captured in a CUDA graph and replayed with
-    other context lengths and tables.
+    Mutates only out. Launches one kernel, or two if the tables allow more than one chunk, on grids
+    that depend on shapes and the GPU alone, without host synchronisation: the call can be captured
+    in a CUDA graph and replayed with other context lengths and tables.
 
     Raises:
         ValueError: a shape, dtype, device, stride or option that does not fit; where the tensors

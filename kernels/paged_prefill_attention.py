@@ -16,10 +16,14 @@ With t the position of a query, the keys it sees are [t - window_left, t + windo
     some rows see them (left edge of the window) | every row sees them | some rows see them
 
 and only the outer two regions, a tile or two each, need masks; keys no row sees are never visited.
-Keys are walked in steps of TILE_N from the first visible one, whatever the block size. With few
-queries behind a long cached prefix the tiles of rows do not fill the GPU; `num_splits` programs can
-then share the keys of a tile (split_states.py). All of this depends on the sequence alone, so its
-result is bitwise the same in any batch.
+Keys are walked in steps of TILE_N from the first visible one, whatever the block size. With
+SCORES_AHEAD the products of queries and the next keys come before those of weights and values,
+which alone are not waited for where products are asynchronous: they run during the next softmax, as
+within a warp group of FlashAttention 3 (Shah et al., 2024).
+
+With few queries behind a long cached prefix the tiles of rows do not fill the GPU; several programs
+can then share the keys of a tile, divided as decode divides them (split_states.py). All of this
+depends on the sequence alone, so its result is bitwise the same in any batch.
 
 The prefix of cascade (shared_prefix_decode_attention.py) is computed here too: the "sequence" is a
 group, its queries are the members' single ones, and each stands behind a suffix of its own, so that
@@ -52,6 +56,7 @@ from kernels.fp8_cache import (
 )
 from kernels.primitives import (
     LN_2,
+    accumulate,
     add_sinks,
     attention_scores,
     cast,
@@ -61,15 +66,16 @@ from kernels.primitives import (
     load_rows,
     locate_tile,
     normalise,
-    online_softmax_update,
+    online_softmax_weights,
     score_unit,
     slot_offsets,
 )
-from kernels.split_states import SplitStates
+from kernels.split_states import SplitStates, chunks_of
 from kernels.tiles import (
+    FEW_QUERIES,
     cdiv,
+    chunking,
     padded_dim,
-    prefill_num_splits,
     prefill_tile,
     split_prefill_tile,
     target_of,
@@ -81,13 +87,39 @@ _NO_LIMIT = 2**30
 _SEARCH_WIDTH = 256
 
 
+@triton.jit
+def _load_tile(
+    cache,
+    table_ptr,
+    slots,
+    mask,
+    offs_d,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Keys or values in some slots of a sequence, [slots, dims]; 0 where MASKED and not `mask`.
+
+    cache: (pointer, block stride, slot stride).
+    """
+    cache_ptr, stride_block, stride_slot = cache
+    if BLOCK_SIZE:
+        block_ids = load_block_ids(table_ptr, slots, mask, BLOCK_SIZE, MASKED)
+        rows = slot_offsets(block_ids, slots, stride_block, stride_slot, BLOCK_SIZE)
+    else:
+        rows = slots.to(tl.int64) * stride_slot
+    ptrs = cache_ptr + rows[:, None] + offs_d[None, :]
+    return load_rows(ptrs, mask, offs_d < HEAD_DIM, MASKED, offs_d.shape[0] != HEAD_DIM)
+
+
 @triton.jit(
     do_not_specialize=[
         "window_left",
         "window_right",
         "batch",
         "tiles_per_seq",
-        "num_splits",
+        "min_tiles",
+        "max_chunks",
         "num_states",
         "stride_table",
     ]
@@ -113,7 +145,8 @@ def _paged_prefill_kernel(
     window_right,
     batch,
     tiles_per_seq,
-    num_splits,
+    min_tiles,
+    max_chunks,
     num_states,
     stride_out_token,
     stride_out_head,
@@ -143,13 +176,14 @@ def _paged_prefill_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     IS_SPLIT: tl.constexpr,
+    SCORES_AHEAD: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One program: TILE_M rows of one KV head of one sequence x one split of the keys they see.
 
     Grid (tiles, NUM_KV_HEADS, num_splits). With IS_SPLIT out and lse are split states, of which the
     launch writes the first num_splits; without, num_splits is 1, they are the results and lse_ptr
-    may be None.
+    may be None. min_tiles, max_chunks: how these divide the keys, see `kernels.tiles.Chunking`.
     SEARCH_WIDTH 0: every sequence owns tiles_per_seq tiles; else the owner of a tile is looked up.
     BLOCK_SIZE 0: not paged; the sequence lies in one piece, in entry 0 of its table row (in entry 0
     of the cache without tables). kv_starts_ptr, if not None: where in its piece (or in the slots of
@@ -157,7 +191,6 @@ def _paged_prefill_kernel(
     last key each query stands (cascade); needs IS_SPLIT and no right limit.
     """
     IS_PREFIX: tl.constexpr = suffix_lens_ptr is not None
-    MASK_DIMS: tl.constexpr = HEAD_DIM_PADDED != HEAD_DIM
     NUM_Q_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP_SIZE
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -202,8 +235,7 @@ def _paged_prefill_kernel(
         seen_by_all = tl.minimum(first_position + window_right + 1, context_len)
     if IS_SPLIT:
         first_split = 0 if IS_PREFIX else begin
-        num_tiles = tl.cdiv(tl.maximum(end - first_split, 0), TILE_N)
-        split_tokens = tl.cdiv(num_tiles, num_splits) * TILE_N
+        split_tokens, _ = chunks_of(end - first_split, min_tiles, max_chunks, TILE_N)
         split_begin = first_split + tl.program_id(2) * split_tokens
         begin = tl.maximum(begin, split_begin)
         end = tl.minimum(split_begin + split_tokens, end)
@@ -242,6 +274,14 @@ def _paged_prefill_kernel(
     kv_start = 0
     if kv_starts_ptr is not None:
         kv_start = tl.load(kv_starts_ptr + seq)
+    keys = (k_ptr, stride_k_block, stride_k_slot)
+    values = (v_ptr, stride_v_block, stride_v_slot)
+    if SCORES_AHEAD:
+        positions = begin + offs_n
+        mask = (positions >= first_seen) & (positions < end)
+        slots = positions + kv_start
+        k = _load_tile(keys, table_ptr, slots, mask, offs_d, HEAD_DIM, BLOCK_SIZE, True)
+        qk = dot(q, tl.trans(from_cache(k, q.dtype)), None, PRECISION)  # [TILE_M, TILE_N]
     acc = tl.zeros([TILE_M, HEAD_DIM_PADDED], tl.float32)
     row_max = tl.full([TILE_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([TILE_M], tl.float32)
@@ -259,19 +299,14 @@ def _paged_prefill_kernel(
             if IS_PREFIX and REGION == 0:
                 token_mask &= positions >= first_seen
             slots = positions + kv_start
-            if BLOCK_SIZE:
-                block_ids = load_block_ids(table_ptr, slots, token_mask, BLOCK_SIZE, REGION != 1)
-                k_rows = slot_offsets(block_ids, slots, stride_k_block, stride_k_slot, BLOCK_SIZE)
-                v_rows = slot_offsets(block_ids, slots, stride_v_block, stride_v_slot, BLOCK_SIZE)
-            else:
-                k_rows = slots.to(tl.int64) * stride_k_slot
-                v_rows = slots.to(tl.int64) * stride_v_slot
-            k_ptrs = k_ptr + k_rows[:, None] + offs_d[None, :]  # [TILE_N, HEAD_DIM_PADDED]
-            v_ptrs = v_ptr + v_rows[:, None] + offs_d[None, :]  # [TILE_N, HEAD_DIM_PADDED]
-            k = load_rows(k_ptrs, token_mask, dim_mask, REGION != 1, MASK_DIMS)
-            v = load_rows(v_ptrs, token_mask, dim_mask, REGION != 1, MASK_DIMS)
-
-            qk = dot(q, tl.trans(from_cache(k, q.dtype)), None, PRECISION)  # [TILE_M, TILE_N]
+            if not SCORES_AHEAD:
+                k = _load_tile(
+                    keys, table_ptr, slots, token_mask, offs_d, HEAD_DIM, BLOCK_SIZE, REGION != 1
+                )
+                qk = dot(q, tl.trans(from_cache(k, q.dtype)), None, PRECISION)  # [TILE_M, TILE_N]
+            v = _load_tile(
+                values, table_ptr, slots, token_mask, offs_d, HEAD_DIM, BLOCK_SIZE, REGION != 1
+            )
             offsets = positions_q[:, None] - positions[None, :]  # [TILE_M, TILE_N]
             distances = tl.abs(offsets)
             scores = attention_scores(
@@ -284,23 +319,26 @@ def _paged_prefill_kernel(
                 if REGION == 0:
                     visible = visible & (offsets <= window_left)
                 scores = tl.where(visible, scores, float("-inf"))
-            acc, row_max, row_sum = online_softmax_update(
-                scores, unit, values_from_cache(v, q.dtype), acc, row_max, row_sum, PRECISION
-            )
+            p, alpha, row_max, row_sum = online_softmax_weights(scores, unit, row_max, row_sum)
+            if SCORES_AHEAD:
+                mask = positions + TILE_N < end
+                slots += TILE_N
+                k = _load_tile(keys, table_ptr, slots, mask, offs_d, HEAD_DIM, BLOCK_SIZE, True)
+                qk = dot(q, tl.trans(from_cache(k, q.dtype)), None, PRECISION)
+            acc = accumulate(p, values_from_cache(v, q.dtype), acc, alpha, PRECISION)
 
     if v_scale is not None:
         acc *= load_scale(v_scale, kv_head, stride_v_scale)
+    out, lse = normalise(acc, row_max, row_sum)
     if IS_SPLIT:
         # Not kept from above, where it would take registers of the loop.
         states = (tokens.to(tl.int64) * NUM_Q_HEADS + heads) * num_states + tl.program_id(2)
-        out, lse = normalise(acc, row_max, row_sum)
         tl.store(out_ptr + states[:, None] * HEAD_DIM + offs_d[None, :], out, mask=qo_mask)
         tl.store(lse_ptr + states, lse, mask=row_mask)
     else:
         if sinks_ptr is not None:
             sinks = tl.load(sinks_ptr + heads, mask=row_mask, other=0.0)
-            acc, row_max, row_sum = add_sinks(acc, row_max, row_sum, sinks)
-        out, lse = normalise(acc, row_max, row_sum)
+            out, lse = add_sinks(out, lse, sinks)
         tokens = tokens.to(tl.int64)
         out_ptrs = out_ptr + tokens[:, None] * stride_out_token + heads[:, None] * stride_out_head
         tl.store(out_ptrs + offs_d[None, :], cast(out, out_ptr.dtype.element_ty), mask=qo_mask)
@@ -345,7 +383,6 @@ def launch_prefill(
     kv_starts: (batch,) int32, the slot of each sequence's position 0; None for slot 0.
     paged: False when a sequence's keys lie in one piece: (num_pieces, slots, num_kv_heads,
         head_dim), the piece of each sequence in block_tables (batch, 1), piece 0 if that is None.
-    num_splits: None chooses.
     suffix_lens: (total_q,) int32, how far behind the last key each query stands (cascade). Then out
         and lse are those of SplitStates, of which the first num_splits are written.
     """
@@ -359,26 +396,29 @@ def launch_prefill(
     target = target_of(q.device)
     tile = prefill_tile(head_dim_padded, q.dtype, target, k_cache.itemsize)
     left, right = window
-    if num_splits is None:
-        max_tokens = k_cache.shape[1] * (block_tables.shape[1] if paged else 1)
-        if left is not None and right is not None:
-            max_tokens = min(max_tokens, max_seqlen_q + left + right)
-        num_tiles, _ = count_tiles(total_q, batch, max_seqlen_q, group_size, tile.tile_m)
-        programs = num_tiles * num_kv_heads
-        num_splits = prefill_num_splits(programs, max_tokens, tile.tile_n, target)
-    merges = num_splits > 1 and suffix_lens is None
+    if num_splits is None and max_seqlen_q > FEW_QUERIES:
+        num_splits = 1
+    chunks = chunking(num_kv_heads, num_splits)
+    split_tile = split_prefill_tile(head_dim_padded, q.dtype, target, k_cache.itemsize)
+    max_tokens = k_cache.shape[1] * (block_tables.shape[1] if paged else 1)
+    if left is not None and right is not None:
+        max_tokens = min(max_tokens, max_seqlen_q + left + right)
+    num_chunks = chunks.most(max_tokens, split_tile.tile_n)
+    if suffix_lens is not None:
+        num_chunks = num_splits
+    merges = num_chunks > 1 and suffix_lens is None
     is_split = merges or suffix_lens is not None
     if is_split:
-        tile = split_prefill_tile(head_dim_padded, q.dtype, target, k_cache.itemsize)
+        tile = split_tile
     result = out, lse
     if merges:
-        states = SplitStates.empty(q, num_splits)
+        states = SplitStates.empty(q, num_chunks)
         out, lse = states.out, states.lse
     num_tiles, tiles_per_seq = count_tiles(total_q, batch, max_seqlen_q, group_size, tile.tile_m)
     scale = head_dim**-0.5 if scale is None else scale
     k_scale, stride_k_scale = scale_arguments(k_scale)
     v_scale, stride_v_scale = scale_arguments(v_scale)
-    _paged_prefill_kernel[(num_tiles, num_kv_heads, num_splits)](
+    _paged_prefill_kernel[(num_tiles, num_kv_heads, num_chunks)](
         out,
         lse,
         q,
@@ -399,7 +439,8 @@ def launch_prefill(
         0 if right is None else min(right, _NO_LIMIT),
         batch,
         tiles_per_seq,
-        num_splits,
+        chunks.min_tiles,
+        chunks.max_chunks,
         lse.shape[2] if is_split else 0,
         *result[0].stride()[:2],
         *q.stride()[:2],
@@ -423,6 +464,7 @@ def launch_prefill(
         HAS_SOFTCAP=softcap > 0,
         HAS_ALIBI=alibi_slopes is not None,
         IS_SPLIT=is_split,
+        SCORES_AHEAD=tile.scores_ahead,
         PRECISION=tile.precision,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -474,11 +516,10 @@ def paged_prefill_attention(
             `paged_decode_attention`.
         causal: a query sees no later token (bottom-right aligned); if False it sees all of those in
             the cache.
-        num_splits: programs that share the keys of a tile of queries. At a given num_splits the
-            result of a sequence is bitwise the same whatever else is in the batch. None splits
-            where the queries do not fill the GPU, chosen from total_q, batch, max_seqlen_q,
-            num_kv_heads, max_blocks * block_size, window_size and the GPU, never from device
-            values: it pays for few queries behind a long cached prefix.
+        num_splits: programs that share the keys of a tile of queries, at most. None: one if
+            max_seqlen_q > 32; else, which pays for few queries behind a long cached prefix, chosen
+            from the number of these keys, num_kv_heads and the tile. Either way the result of a
+            sequence is bitwise the same whatever else is in the batch.
         out: (total_q, num_q_heads, head_dim) to write to, in q's dtype or fp32; allocated if None.
         return_lse: also return the LSE.
 

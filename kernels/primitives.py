@@ -223,10 +223,11 @@ def normalise(acc, row_max, row_sum):
 
 
 @triton.jit
-def add_sinks(acc, row_max, row_sum, sinks):
+def add_sinks(out, lse, sinks):
     """Add each row's sink logit to its denominator; a row without weight stays empty."""
-    sinks = tl.where(row_sum == 0.0, float("-inf"), sinks.to(tl.float32) * LOG2_E)
-    new_max = tl.maximum(row_max, sinks)
+    empty = lse == float("-inf")
+    sinks = tl.where(empty, float("-inf"), sinks.to(tl.float32) * LOG2_E)
+    new_max = tl.maximum(lse, sinks)
     shift = finite_shift(new_max)
-    alpha = tl.exp2(row_max - shift)
-    return acc * alpha[:, None], new_max, row_sum * alpha + tl.exp2(sinks - shift)
+    weight = tl.exp2(lse - shift)
+    return normalise(out * weight[:, None], new_max, weight + tl.exp2(sinks - shift))

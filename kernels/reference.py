@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from kernels.fp8_cache import FP8_DTYPE, Scale
+from kernels.primitives import LN_2
+from kernels.sample_tokens import LOG_TERMS, MIN_NORMAL, NOISE_SPAN, SQRT_HALF_BITS
 
 
 def quantise(x: torch.Tensor, scale: Scale = None) -> torch.Tensor:
@@ -395,3 +397,76 @@ def shared_prefix_decode_attention(
         )
         out[i], lse[i] = seq_out[0], seq_lse[0]
     return (out, lse) if return_lse else out
+
+
+def philox(seeds: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
+    """Philox-4x32-10 (Salmon et al., 2011): its four words for each key and counter.
+
+    seeds: (num_rows,) int64, the 64-bit keys. counters: (num_counters,) int64 below 2^32. Returns
+    (4, num_rows, num_counters) int64 from 0 to 2^32 - 1.
+    """
+    low = 2**32 - 1
+    key = [seeds[:, None] & low, seeds[:, None] >> 32 & low]
+    c0, c1, c2, c3 = counters[None], *counters.new_zeros(3, 1, 1)
+    for _ in range(10):  # products of 64 bits wrap, which loses none of them
+        first, second = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1 = (second >> 32 & low) ^ c1 ^ key[0], second & low
+        c2, c3 = (first >> 32 & low) ^ c3 ^ key[1], first & low
+        key = [key[0] + 0x9E3779B9 & low, key[1] + 0xBB67AE85 & low]
+    return torch.stack(torch.broadcast_tensors(c0, c1, c2, c3))
+
+
+def split_float(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """f and exponent of fp32 numbers x = (1 + f) 2^exponent, positive and normal."""
+    bits = x.view(torch.int32)
+    exponent = (bits - SQRT_HALF_BITS.value) >> 23
+    return (bits - (exponent << 23)).view(torch.float32) - 1, exponent
+
+
+def natural_log(f: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
+    """log((1 + f) 2^exponent) as `kernels.sample_tokens` computes it: fp32, 1 + f near 1."""
+    p = LOG_TERMS.value[-1]
+    for term in LOG_TERMS.value[-2::-1]:
+        p = term + f * p
+    return exponent.float() * LN_2.value + f * (1.0 + f * p)
+
+
+def gumbel(words: torch.Tensor) -> torch.Tensor:
+    """Standard Gumbel variables, fp32, of uniform words of 32 bits, int64."""
+    w, rest = ((x.float() + 0.5) * 2.0**-32 for x in (words, 2**32 - 1 - words))
+    f, exponent = split_float(rest)
+    near = w < 0.25
+    f, exponent = split_float(-natural_log(torch.where(near, -w, f), exponent.masked_fill(near, 0)))
+    return -natural_log(f, exponent)
+
+
+def gumbel_noise(seeds: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """The noise of `kernels.sample_tokens` under each seed: (num_rows, vocab_size) fp32."""
+    span = min(vocab_size, NOISE_SPAN.value)
+    chunks = torch.arange(-(-vocab_size // (4 * NOISE_SPAN.value)), device=seeds.device)
+    counters = chunks[:, None] * NOISE_SPAN.value + torch.arange(span, device=seeds.device)
+    words = philox(seeds, counters.flatten()).unflatten(2, counters.shape)  # [4, rows, chunks, S]
+    return gumbel(words.permute(1, 2, 0, 3).flatten(1)[:, :vocab_size])
+
+
+def sample_tokens(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor | None = None,
+    noise_seeds: torch.Tensor | None = None,
+    *,
+    min_ps: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Reference of `kernels.sample_tokens`; it draws the same tokens, whatever the dtype."""
+    scores = logits
+    if temperatures is not None:
+        scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        temperatures = temperatures.float()[:, None]
+    if min_ps is not None:
+        log_min_ps = natural_log(*split_float(min_ps.float().clamp(min=MIN_NORMAL.value)))[:, None]
+        least = scores.amax(dim=-1, keepdim=True) + temperatures * log_min_ps
+        scores = scores.masked_fill(scores < least, -torch.inf)
+    if temperatures is not None:
+        scores = scores + temperatures * gumbel_noise(noise_seeds, logits.shape[1])
+    tokens = scores.argmax(dim=-1)  # of a NaN, if there is one
+    sound = scores.gather(-1, tokens[:, None]).isfinite()[:, 0]
+    return torch.where(sound, tokens, -1)

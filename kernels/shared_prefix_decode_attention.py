@@ -26,10 +26,10 @@ from kernels.checks import (
     results_of,
 )
 from kernels.fp8_cache import Scale
-from kernels.paged_decode_attention import choose_num_splits, launch_decode
+from kernels.paged_decode_attention import decode_chunking, launch_decode
 from kernels.paged_prefill_attention import count_tiles, launch_prefill
 from kernels.split_states import SplitStates
-from kernels.tiles import decode_num_splits, padded_dim, split_prefill_tile, target_of
+from kernels.tiles import padded_dim, prefix_num_splits, split_prefill_tile, target_of
 from kernels.torch_ops import attention_op
 
 
@@ -122,9 +122,9 @@ def shared_prefix_decode_attention(
         suffix_lens: (batch,) int32, tokens of its own of each sequence, including the current one.
         scale, window_size, softcap, alibi_slopes, sinks, k_scale, v_scale: as of
             `paged_decode_attention`; a window spans suffix and prefix.
-        num_prefix_splits: programs that share a prefix; num_splits: programs that share a suffix.
-            At given numbers a sequence's result is bitwise the same whatever else is in the batch.
-            None chooses from shapes and the GPU.
+        num_prefix_splits: programs that share a prefix; at a given number a sequence's result is
+            bitwise the same whatever else is in the batch. None chooses from shapes and the GPU.
+        num_splits: chunks of a suffix, as of `paged_decode_attention`.
         out: (batch, num_q_heads, head_dim) to write to, in q's dtype or fp32; allocated if None.
         return_lse: also return the LSE.
 
@@ -175,15 +175,14 @@ def shared_prefix_decode_attention(
         num_tiles, _ = count_tiles(
             batch, num_groups, batch, num_q_heads // num_kv_heads, tile.tile_m
         )
-        num_prefix_splits = decode_num_splits(
+        num_prefix_splits = prefix_num_splits(
             num_tiles * num_kv_heads,
             prefix_block_tables.shape[1] * block_size,
             tile.tile_n,
             target,
-            resident_programs=1,
         )
-    num_splits = num_splits or choose_num_splits(q, k_cache, suffix_block_tables, window_size)
-    states = SplitStates.empty(q, num_prefix_splits + num_splits)
+    chunks, most = decode_chunking(q, k_cache, suffix_block_tables, window_size, num_splits)
+    states = SplitStates.empty(q, num_prefix_splits + most)
     options = {"scale": scale, "softcap": softcap, "alibi_slopes": alibi_slopes}
     options |= {"k_scale": k_scale, "v_scale": v_scale}
     attended = (states.out, states.lse, q, k_cache, v_cache)
@@ -203,7 +202,7 @@ def shared_prefix_decode_attention(
         suffix_block_tables,
         suffix_lens,
         window_size=window_size,
-        num_splits=num_splits,
+        chunks=chunks,
         first_state=num_prefix_splits,
         **options,
     )

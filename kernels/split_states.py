@@ -20,6 +20,14 @@ from kernels.primitives import LN_2, add_sinks, cast, finite_shift, normalise
 from kernels.tiles import merge_tile, padded_dim
 
 
+@triton.jit
+def chunks_of(num_tokens, min_tiles, max_chunks, TILE_N: tl.constexpr):
+    """Tokens of a chunk, and chunks, of so many keys; see `kernels.tiles.Chunking`."""
+    num_tiles = tl.maximum(tl.cdiv(num_tokens, TILE_N), 1)
+    tiles = tl.maximum(min_tiles, tl.cdiv(num_tiles, max_chunks))
+    return tiles * TILE_N, tl.cdiv(num_tiles, tiles)
+
+
 @triton.jit(do_not_specialize=["num_splits", "batch"])
 def _merge_splits_kernel(
     out_ptr,
@@ -69,9 +77,9 @@ def _merge_splits_kernel(
         row_sum = row_sum * alpha + tl.sum(weights, axis=0)
         row_max = new_max
 
-    if sinks_ptr is not None:
-        acc, row_max, row_sum = add_sinks(acc, row_max, row_sum, tl.load(sinks_ptr + head))
     out, lse = normalise(acc, row_max, row_sum)
+    if sinks_ptr is not None:
+        out, lse = add_sinks(out, lse, tl.load(sinks_ptr + head))
     out_ptrs = out_ptr + token * stride_out_token + head * stride_out_head + offs_d[None, :]
     tl.store(out_ptrs, cast(out, out_ptr.dtype.element_ty), mask=dim_mask[None, :])
     if lse_ptr is not None:

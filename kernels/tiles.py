@@ -38,6 +38,8 @@ class Target:
 PROGRAMS_PER_MULTIPROCESSOR = 2
 """Decode programs that fit one multiprocessor; tests hold the compiled kernels to it."""
 MAX_SPLITS = 128
+FEW_QUERIES = 32
+"""Queries of a sequence up to which prefill divides keys: a tile of rows, or a few."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -138,6 +140,9 @@ class AttentionTile:
     num_stages: int
     precision: str
     """`input_precision` of `tl.dot`, which matters for fp32 operands only."""
+    scores_ahead: bool = False
+    """Prefill only: queries meet the keys of the next tile before weights meet the values of this
+    one, whose product is then under way during the next softmax."""
 
 
 @functools.cache
@@ -181,28 +186,36 @@ def decode_tile(
     return AttentionTile(tile_m, tile_n, num_warps, num_stages, precision)
 
 
-@functools.lru_cache(maxsize=4096)
-def decode_num_splits(
-    num_programs: int,
-    max_tokens: int,
-    tile_n: int,
-    target: Target,
-    resident_programs: int = PROGRAMS_PER_MULTIPROCESSOR,
-) -> int:
-    """Splits per sequence that fill the GPU: the fewest within 85 % of the best wave efficiency.
+@dataclass(frozen=True)
+class Chunking:
+    """How the keys that a query sees are divided: into equal chunks of at least `min_tiles` tiles,
+    and at most `max_chunks` of them.
 
-    num_programs: of one split, batch times head tiles. max_tokens: the most that a sequence can
-    have. resident_programs: that fit a multiprocessor. A split gets at least two tiles.
+    It follows from the number of these keys alone, so that a sequence's result is bitwise the same
+    whatever else is in the batch and however wide the tables are. `split_states.chunks_of` does the
+    division, on the device.
     """
-    slots = target.num_multiprocessors * resident_programs
-    most = max(1, min(MAX_SPLITS, max_tokens // (2 * tile_n)))
 
-    def efficiency(num_splits: int) -> float:
-        waves = num_programs * num_splits / slots
-        return waves / math.ceil(waves)
+    min_tiles: int
+    max_chunks: int
 
-    best = max(map(efficiency, range(1, most + 1)))
-    return next(n for n in range(1, most + 1) if efficiency(n) >= 0.85 * best)
+    def most(self, max_tokens: int, tile_n: int) -> int:
+        """Chunks of up to max_tokens keys; at least 1."""
+        return max(1, min(self.max_chunks, cdiv(max_tokens, self.min_tiles * tile_n)))
+
+
+@functools.cache
+def chunking(num_kv_heads: int, num_splits: int | None = None) -> Chunking:
+    """At most `num_splits` chunks; if None, of sixteen tiles at least, and so many at most that one
+    long sequence occupies the 264 programs that an H200 runs at once.
+
+    Between two chunks a program waits twice for memory, and the fp32 states that a chunk leaves are
+    written and read: with eight tiles a batch of equal sequences loses another 6 %, with 32 a lone
+    short one a third (modelled, `experiments/decode_balance.py`).
+    """
+    if num_splits is not None:
+        return Chunking(1, num_splits)
+    return Chunking(16, max(16, 256 // num_kv_heads))
 
 
 @functools.cache
@@ -218,36 +231,50 @@ def prefill_tile(
     tcgen05 on sm_100), and for 32 where they pass through registers (mma.sync). The key tiles in
     flight, see `decode_tile`, are what then fits shared memory. fp8 keys and values are converted
     in registers, of which 128 x 256 leaves too few on sm_100.
+
+    Asynchronous products (wgmma, tcgen05) can run during the softmax: `scores_ahead`, the overlap
+    within a warp group of FlashAttention 3 (Shah et al., 2024). The scores of two tiles are alive
+    then, on sm_90 in registers: at head_dim 256 these do not suffice, at 64 they would cost a
+    multiprocessor its second program, and products of converted keys and values are waited for.
     """
     if forced := target.forced_tile("prefill_tile"):
         return forced
     if target.backend == "interpreter":
-        return AttentionTile(tile_m=32, tile_n=32, num_warps=4, num_stages=1, precision="ieee")
+        return AttentionTile(32, 32, 4, 1, "ieee", scores_ahead=head_dim_padded < 128)  # for tests
     if target.backend == "hip":
         return AttentionTile(tile_m=64, tile_n=32, num_warps=4, num_stages=2, precision="ieee")
     if dtype.itemsize == 4 and head_dim_padded <= 128:
         return AttentionTile(tile_m=32, tile_n=32, num_warps=8, num_stages=3, precision="tf32x3")
     if dtype.itemsize == 4:
         return AttentionTile(tile_m=16, tile_n=16, num_warps=4, num_stages=2, precision="tf32x3")
+    scores_ahead = False
     if target.arch in (90, 100, 103):
         tile_m, tile_n, num_stages = 128, 64 if head_dim_padded <= 128 else 32, 5
+        scores_ahead = target.arch != 90 or (head_dim_padded == 128 and kv_itemsize != 1)
         if target.arch != 90 and head_dim_padded > 128 and kv_itemsize == 1:
             tile_m = 64
     elif head_dim_padded <= 128:
         tile_m, tile_n, num_stages = 128, 64 if head_dim_padded <= 64 else 32, 5
     else:
         tile_m, tile_n, num_stages = 64, 32, 3
-    return AttentionTile(tile_m, tile_n, num_warps=8, num_stages=num_stages, precision="tf32x3")
+    return AttentionTile(tile_m, tile_n, 8, num_stages, "tf32x3", scores_ahead)
 
 
-def prefill_num_splits(num_programs: int, max_tokens: int, tile_n: int, target: Target) -> int:
-    """Splits of the keys of prefill: as many as the GPU runs at once beside one another, of which
-    each gets at least eight tiles.
+def prefix_num_splits(num_programs: int, max_tokens: int, tile_n: int, target: Target) -> int:
+    """Splits of the prefix of cascade: the fewest within 85 % of the best wave efficiency, as
+    flash-attn chooses its splits; each gets at least two tiles.
 
-    num_programs: of one split, an upper bound. max_tokens: the most keys that a query can see.
+    num_programs: of one split, one of which fits a multiprocessor. Their states are as many as the
+    members of a group, so that fixed chunks would cost more than they fill.
     """
-    most = min(MAX_SPLITS, max_tokens // (8 * tile_n))
-    return max(1, min(target.num_multiprocessors // max(1, num_programs), most))
+    most = max(1, min(MAX_SPLITS, max_tokens // (2 * tile_n)))
+
+    def efficiency(num_splits: int) -> float:
+        waves = num_programs * num_splits / target.num_multiprocessors
+        return waves / math.ceil(waves)
+
+    best = max(map(efficiency, range(1, most + 1)))
+    return next(n for n in range(1, most + 1) if efficiency(n) >= 0.85 * best)
 
 
 @functools.cache
@@ -320,3 +347,13 @@ def swap_num_programs(num_tiles: int, target: Target) -> int:
 def index_tile() -> FlatTile:
     """Tokens that a program of slot_mapping_from_positions maps."""
     return FlatTile(elements=256, num_warps=4)
+
+
+PROGRAMS_THAT_SAMPLE = 8
+"""Programs of sample_tokens that fit one multiprocessor; tests hold the compiled kernels to it."""
+
+
+def sample_num_splits(num_rows: int, num_chunks: int, target: Target) -> int:
+    """Programs of sample_tokens that share a row of so many chunks, to fill the GPU once."""
+    slots = target.num_multiprocessors * PROGRAMS_THAT_SAMPLE
+    return max(1, min(MAX_SPLITS, num_chunks, slots // num_rows))

@@ -4,7 +4,8 @@ config, weights    what a Hugging Face folder holds
 decoder, layers    the model; parallel: what each rank of it holds
 attention          storing and attending, by the Triton kernels, PyTorch or flash-attn
 runner             a step's inputs, block moves and logits; cuda_graphs: decoding replayed
-sampler            next tokens from logits; memory: how much the largest batch takes
+sampler            next tokens from logits; uploads: what both send to the device
+memory             how much the largest batch takes
 llm                these and the engine of ``cache.serving`` behind ``LLM(...).generate``
 workers            its tensor-parallel ranks
 prompts, streams   texts and token ids in, events of each caller's requests out

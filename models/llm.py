@@ -104,6 +104,8 @@ class LLM:
         random_weights: ignore the checkpoint's weights.
         cuda_graphs: replay decoding from CUDA graphs; by default wherever that is possible: on a
             GPU, with "triton", or with "flash_attn" if block_size is a multiple of 256.
+        overlap: launch a step before the tokens of the one before are read, see ``Engine.step``; by
+            default on a GPU.  The tokens are the same.
         seed: of random weights, and of requests without a seed of their own.
 
     Raises ValueError, naming the argument or the file, for what does not fit together: an unknown
@@ -137,6 +139,7 @@ class LLM:
         manager_options: Mapping[str, object] | None = None,
         random_weights: bool = False,
         cuda_graphs: bool | None = None,
+        overlap: bool | None = None,
         seed: int = 0,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name != "self"}
@@ -228,6 +231,7 @@ class LLM:
                 f"cuda_graphs=True: cannot capture attention_backend={backend.name!r} with "
                 f"block_size={block_size} on {self.device}"
             )
+        use_kernels = self.device.type == "cuda" or backend.name == "triton"
         runner = ModelRunner(
             self.model,
             num_blocks=num_blocks,
@@ -236,17 +240,18 @@ class LLM:
             num_host_blocks=num_host_blocks,
             max_num_seqs=max_num_seqs,
             max_model_len=self.max_model_len,
-            use_kernels=self.device.type == "cuda" or backend.name == "triton",
+            use_kernels=use_kernels,
             cuda_graphs=can_capture if cuda_graphs is None else cuda_graphs,
         )
         self.engine = Engine(
             scheduler,
             runner,
-            Sampler(self.device, seed),
+            Sampler(self.device, seed, use_kernels=use_kernels),
             max_model_len=self.max_model_len,
             vocab_size=config.vocab_size,
             eos_token_ids=config.eos_token_ids,
             text_of=None if self.tokenizer is None else self._text_of,
+            overlap=self.device.type == "cuda" if overlap is None else overlap,
         )
         if workers is not None:
             self.engine = LeadingEngine(self.engine, workers)

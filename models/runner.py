@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from array import array
 from collections.abc import Iterable
@@ -16,6 +17,7 @@ from cache.managers.base import Copies
 from cache.serving.request import ScheduledSequence
 from cache.serving.scheduler import Step
 from kernels import reference
+from kernels.tiles import FEW_QUERIES
 from models.attention import AttentionMetadata
 from models.cascade import (
     Group,
@@ -27,6 +29,7 @@ from models.cascade import (
 )
 from models.cuda_graphs import DecodeGraphs
 from models.decoder import CausalLM
+from models.uploads import Uploads
 
 
 class ModelRunner:
@@ -62,6 +65,7 @@ class ModelRunner:
         self.model, self.block_size = model, block_size
         weight = model.model.embed_tokens.weight
         self.device = weight.device
+        self._upload = Uploads(self.device)
         self.kv_cache = make_kv_cache(model, num_blocks, block_size, kv_dtype)
         self.host_cache = None
         if num_host_blocks:
@@ -108,10 +112,11 @@ class ModelRunner:
         (number of sequences whose last token is among them,) int64.
         """
         sequences, counts = step.sequences, np.array(step.counts)
-        num_single = int((counts == 1).sum())
+        kinds = kinds_of_launch(counts)
+        num_single = int((kinds == 0).sum())
         order = slice(None)
-        if 0 < num_single < len(counts):
-            order = np.argsort(counts > 1, kind="stable")  # single tokens first
+        if kinds.min() < kinds.max():
+            order = np.argsort(kinds, kind="stable")  # single tokens first
             sequences, counts = [sequences[i] for i in order], counts[order]
         ends = np.array([seq.num_computed_tokens for seq in sequences])
         tables = [block_row(seq, manager) for seq in sequences]
@@ -123,9 +128,12 @@ class ModelRunner:
             ends, order = ends[rows], np.arange(len(counts))[order][rows]
         block_tables = np.zeros((len(tables), max(map(len, tables))), dtype=np.int32)
         tokens = array("I")
+        unknown: list[tuple[int, int]] = []  # places of tokens, and where they were drawn
         for row, (seq, count) in enumerate(zip(sequences, counts.tolist(), strict=True)):
             block_tables[row, : len(tables[row])] = tables[row]
             tokens += seq.token_ids[seq.num_computed_tokens - count : seq.num_computed_tokens]
+            if seq.drawn_row is not None:
+                unknown.append((len(tokens) - 1, seq.drawn_row))
 
         cu_seqlens = np.concatenate(([0], counts.cumsum()))
         rows = np.repeat(np.arange(len(counts)), counts)
@@ -135,29 +143,48 @@ class ModelRunner:
         complete = [seq.num_computed_tokens == len(seq.token_ids) for seq in step.sequences]
         last_rows = np.empty_like(counts)
         last_rows[order] = cu_seqlens[1:] - 1
-        metadata = AttentionMetadata(
-            slot_mapping=self._upload(slots),
-            block_tables=self._upload(block_tables),
-            cu_seqlens_q=self._upload(cu_seqlens.astype(np.int32)),
-            context_lens=self._upload(ends.astype(np.int32)),
-            max_seqlen_q=int(counts.max()),
-            max_context_len=int(ends.max()),
-        )
+        fields = {}
         if groups:
             fields = split_tables(
                 groups, block_tables[:num_single], ends[:num_single], self.block_size
             )
-            shared = SharedPrefixes(**{name: self._upload(x) for name, x in fields.items()})
-            metadata = dataclasses.replace(metadata, shared=shared)
-        if 0 < num_single < len(counts):
-            metadata = in_parts(metadata, num_single)
-        token_ids = np.frombuffer(tokens, dtype=np.uint32).astype(np.int64)
-        return (
-            self._upload(token_ids),
-            self._upload(positions),
-            metadata,
-            self._upload(last_rows[complete]),
+        (
+            token_ids,
+            unknown,
+            positions,
+            logit_rows,
+            slots,
+            block_tables,
+            starts,
+            lens,
+            *shared,
+        ) = self._upload(
+            np.frombuffer(tokens, dtype=np.uint32).astype(np.int64),
+            np.array(unknown, dtype=np.int64).reshape(-1, 2).T,
+            positions,
+            last_rows[complete],
+            slots,
+            block_tables,
+            cu_seqlens.astype(np.int32),
+            ends.astype(np.int32),
+            *fields.values(),
         )
+        if unknown.numel():
+            places, drawn_rows = unknown
+            # -1 of a row that is not finite, which is told when it is read, would be no token.
+            token_ids[places] = step.drawn.tokens[drawn_rows].clamp(min=0)
+        metadata = AttentionMetadata(
+            slot_mapping=slots,
+            block_tables=block_tables,
+            cu_seqlens_q=starts,
+            context_lens=lens,
+            max_seqlen_q=int(counts.max()),
+            max_context_len=int(ends.max()),
+            shared=SharedPrefixes(**dict(zip(fields, shared, strict=True))) if groups else None,
+        )
+        if kinds.min() < kinds.max():
+            metadata = in_parts(metadata, counts)
+        return token_ids, positions, metadata, logit_rows
 
     def _prefix_groups(self, tables, ends: np.ndarray, num_seqs: int) -> list[Group]:
         """Groups of the sequences with ``tables`` that share prefixes, if that pays."""
@@ -180,13 +207,7 @@ class ModelRunner:
             self._swap_blocks(self.host_cache, self.kv_cache, self._pairs(step.swap_in))
 
     def _pairs(self, pairs: Copies) -> torch.Tensor:
-        return self._upload(np.array(pairs, dtype=np.int64))
-
-    def _upload(self, values: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(values)
-        if self.device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self.device, non_blocking=True)
+        return self._upload(np.array(pairs, dtype=np.int64))[0]
 
 
 def make_kv_cache(
@@ -215,27 +236,35 @@ def _zeros(
     return torch.from_numpy(content).view(dtype).view(shape)
 
 
-def in_parts(metadata: AttentionMetadata, num_single: int) -> AttentionMetadata:
-    """A batch, whose first ``num_single`` sequences have one query each, with these told apart."""
-    parts = [
-        dataclasses.replace(
-            metadata,
-            slot_mapping=metadata.slot_mapping[some],
-            block_tables=metadata.block_tables[some],
-            context_lens=metadata.context_lens[some],
-            cu_seqlens_q=cu_seqlens_q,
-            max_seqlen_q=max_seqlen_q,
-            shared=metadata.shared if max_seqlen_q == 1 else None,
+def kinds_of_launch(counts: np.ndarray) -> np.ndarray:
+    """0, 1 or 2 for each sequence with so many queries: one, few or many.
+
+    Each kind is launched by itself, so that how the keys of a sequence are divided follows from the
+    sequence alone; see ``num_splits`` of ``paged_prefill_attention``.
+    """
+    return (counts > 1).astype(int) + (counts > FEW_QUERIES)
+
+
+def in_parts(metadata: AttentionMetadata, counts: np.ndarray) -> AttentionMetadata:
+    """A batch whose sequences, with ``counts`` queries each, are in the order of their kinds, with
+    the kinds told apart."""
+    borders = np.flatnonzero(np.diff(kinds_of_launch(counts), prepend=-1, append=3)).tolist()
+    parts = []
+    for start, end in itertools.pairwise(borders):
+        some = slice(start, end)
+        max_seqlen_q, first = int(counts[some].max()), int(counts[:start].sum())
+        tokens = slice(first, first + int(counts[some].sum()))
+        parts.append(
+            dataclasses.replace(
+                metadata,
+                slot_mapping=metadata.slot_mapping[tokens],
+                block_tables=metadata.block_tables[some],
+                context_lens=metadata.context_lens[some],
+                cu_seqlens_q=metadata.cu_seqlens_q[start : end + 1] - first,
+                max_seqlen_q=max_seqlen_q,
+                shared=metadata.shared if max_seqlen_q == 1 else None,
+            )
         )
-        for some, cu_seqlens_q, max_seqlen_q in (
-            (slice(num_single), metadata.cu_seqlens_q[: num_single + 1], 1),
-            (
-                slice(num_single, None),
-                metadata.cu_seqlens_q[num_single:] - num_single,
-                metadata.max_seqlen_q,
-            ),
-        )
-    ]
     return dataclasses.replace(metadata, parts=tuple(parts))
 
 

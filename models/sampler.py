@@ -1,29 +1,33 @@
 """Next tokens from logits, for a batch of requests with sampling parameters of their own.
 
-A token is drawn by the Gumbel-max trick: argmax(logits / temperature + Gumbel noise) is a sample of
-softmax(logits / temperature).  It needs no normalisation and no cumulative sum, and the noise of a
-row does not depend on the other rows.
+Tokens are drawn by ``kernels.sample_tokens``, or by its reference, which draws the same.  Only
+top-k and top-p, which sort the logits, penalties and logprobs are computed here.
 """
 
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
-from cache.serving.request import ScheduledSequence
+import kernels
+from cache.serving.request import ScheduledSequence, Status
 from cache.serving.sampling_params import SamplingParams
+from kernels import reference
+from models.uploads import Uploads
 
 
 def noise_seed(seed: int, sample: int, position: int) -> int:
     """Seed of the noise for output token ``position`` of output ``sample`` of a seeded request.
 
     Nothing else enters, so a request that was preempted, or ran in another batch, draws the same.
-    32 bits, since a CPU generator uses no more of its seed.
+    63 bits.
     """
-    digest = hashlib.blake2b(f"{seed} {sample} {position}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little")
+    digest = hashlib.blake2b(f"{seed} {sample} {position}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def mask_top_k_top_p(
@@ -52,20 +56,52 @@ def mask_top_k_top_p(
     return logits.masked_fill(dropped.scatter(-1, order, dropped), -torch.inf)
 
 
+class Drawn:
+    """Tokens that the device draws, on their way to the host.
+
+    Attributes:
+        tokens: (num_rows,) int64 on the device; -1 for a row that is not finite.
+    """
+
+    def __init__(self, tokens: torch.Tensor, sequences: Sequence[ScheduledSequence]) -> None:
+        self.tokens, self._sequences = tokens, sequences
+        self._on_host, self._arrived = tokens, None
+        if tokens.is_cuda:
+            self._on_host = tokens.to(
+                "cpu", non_blocking=True
+            )  # which is pinned, and kept for more
+            self._arrived = torch.cuda.Event()
+            self._arrived.record(torch.cuda.current_stream(tokens.device))
+
+    def read(self) -> list[int]:
+        """Wait for the tokens, but not for what the device was given after them.
+
+        Raises FloatingPointError, naming the request, where a row of an unfinished sequence has a
+        NaN or an infinite largest logit.
+        """
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        tokens = self._on_host.tolist()
+        for seq, token in zip(self._sequences, tokens, strict=True):
+            if token < 0 and seq.status is not Status.FINISHED:
+                raise _not_finite(seq)
+        return tokens
+
+
 class Sampler:
     """Draws next tokens on the device of the logits.
 
     Args:
         seed: of the noise of requests without a seed of their own; None for an arbitrary one.
+        use_kernels: draw by the Triton kernel; else by its plain PyTorch reference.
     """
 
-    def __init__(self, device: torch.device, seed: int | None = None) -> None:
-        self._shared = torch.Generator(device)
-        self._own = torch.Generator(device)
-        if seed is None:
-            self._shared.seed()
-        else:
-            self._shared.manual_seed(noise_seed(seed, -1, -1))
+    def __init__(
+        self, device: torch.device, seed: int | None = None, *, use_kernels: bool = False
+    ) -> None:
+        self._sample_tokens = (kernels if use_kernels else reference).sample_tokens
+        self._upload = Uploads(device)
+        self._shared = random.Random(seed)
 
     def draw(
         self, logits: torch.Tensor, rows: list[int], sequences: Sequence[ScheduledSequence]
@@ -73,27 +109,24 @@ class Sampler:
         """A next token for each sequence, from its row of ``logits``, (num_rows, vocab_size).
 
         Sequences of a request with a seed draw noise that depends on the seed, on which output
-        they are and on how many tokens they have, and on nothing else.
-
-        Raises FloatingPointError, naming the request, where a row has a NaN or an infinite largest
-        logit.
+        they are and on how many tokens they have, and on nothing else.  Raises what ``Drawn.read``
+        does.
         """
+        return self.launch(logits, rows, sequences).read()
+
+    def launch(
+        self, logits: torch.Tensor, rows: list[int], sequences: Sequence[ScheduledSequence]
+    ) -> Drawn:
+        """As ``draw``, but without waiting for the tokens."""
         if rows != list(range(len(logits))):
-            logits = logits[rows]
+            logits = logits[self._upload(np.array(rows))[0]]
         logits = _with_penalties(logits, sequences)
         params = [seq.request.params for seq in sequences]
         seeds = [
             None if p.seed is None else noise_seed(p.seed, seq.index, seq.num_output_tokens)
             for p, seq in zip(params, sequences, strict=True)
         ]
-        chosen = self(logits, params, seeds)
-        # argmax prefers a NaN; one answer for both questions, since each waits for the device
-        is_sound = logits.gather(-1, chosen[:, None]).isfinite()[:, 0]
-        tokens = torch.where(is_sound, chosen, -1).tolist()
-        for seq, token in zip(sequences, tokens, strict=True):
-            if token < 0:
-                raise _not_finite(seq)
-        return tokens
+        return Drawn(self(logits, params, seeds), sequences)
 
     def likeliest(
         self, logits: torch.Tensor, row: int, seq: ScheduledSequence, count: int
@@ -126,48 +159,53 @@ class Sampler:
             params: of the request of each row.
             noise_seeds: ``noise_seed(...)`` for rows of seeded requests, None for others.
 
-        Returns (num_rows,) int64.
+        Returns (num_rows,) int64; -1 for a row with a NaN or an infinite largest logit.
         """
         if all(p.temperature == 0 for p in params):
-            return logits.argmax(dim=-1)
-        greedy = logits.argmax(dim=-1) if any(p.temperature == 0 for p in params) else None
-        device, vocab_size = logits.device, logits.shape[-1]
-        # What fp32 holds, and logits divided by it: else the largest may all become inf, or NaN.
+            return self._sample_tokens(logits)
+        seeds = [self._shared.getrandbits(63) if s is None else s for s in noise_seeds]
+        # What fp32 and the noise leave room for; with less, only equal logits are drawn from.
         temperatures = [
-            min(max(p.temperature, 1e-30), 1e30) if p.temperature else 1.0 for p in params
+            min(max(p.temperature, 1e-30), 1e29) if p.temperature else 0 for p in params
         ]
-        scores = logits.float() / torch.tensor(temperatures, device=device)[:, None]
-
+        arrays = {
+            "noise_seeds": np.array(seeds, dtype=np.int64),
+            "temperatures": np.array(temperatures, dtype=np.float32),
+        }
         if any(p.min_p > 0 for p in params):
-            shares = torch.tensor([p.min_p for p in params], device=device)
-            least = scores.amax(dim=-1, keepdim=True) + shares.log()[:, None]
-            scores = scores.masked_fill(scores < least, -torch.inf)
-        top_ks = top_ps = None
+            arrays["min_ps"] = np.array([p.min_p for p in params], dtype=np.float32)
+        vocab_size = logits.shape[-1]
         if any(0 < p.top_k < vocab_size for p in params):
             limits = [min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params]
-            top_ks = torch.tensor(limits, device=device)
+            arrays["top_ks"] = np.array(limits, dtype=np.int64)
         if any(p.top_p < 1 for p in params):
             # Above 1 nothing is dropped, even where rounding lets the sum reach 1 early.
-            top_ps = torch.tensor([p.top_p if p.top_p < 1 else 2.0 for p in params], device=device)
+            limits = [p.top_p if p.top_p < 1 else 2 for p in params]
+            arrays["top_ps"] = np.array(limits, dtype=np.float32)
+        given = dict(zip(arrays, self._upload(*arrays.values()), strict=True))
+        top_ks, top_ps = given.pop("top_ks", None), given.pop("top_ps", None)
         if top_ks is not None or top_ps is not None:
-            scores = mask_top_k_top_p(scores, top_ks, top_ps)
+            logits = _with_top_k_top_p(logits, given, top_ks, top_ps)
+        return self._sample_tokens(logits, **given)
 
-        tokens = (scores + self._gumbel(scores, noise_seeds)).argmax(dim=-1)
-        if greedy is not None:
-            is_greedy = torch.tensor([p.temperature == 0 for p in params], device=device)
-            tokens = torch.where(is_greedy, greedy, tokens)
-        return tokens
 
-    def _gumbel(self, like: torch.Tensor, noise_seeds: Sequence[int | None]) -> torch.Tensor:
-        """Standard Gumbel noise, -log of an exponential variable."""
-        noise = torch.empty_like(like)
-        if any(seed is None for seed in noise_seeds):
-            noise.exponential_(generator=self._shared)
-        for row, seed in enumerate(noise_seeds):
-            if seed is not None:
-                noise[row].exponential_(generator=self._own.manual_seed(seed))
-        tiny = torch.finfo(noise.dtype).tiny  # an exponential variable may round to 0
-        return noise.clamp_(min=tiny).log_().neg_()
+def _with_top_k_top_p(
+    logits: torch.Tensor,
+    given: dict[str, torch.Tensor],
+    top_ks: torch.Tensor | None,
+    top_ps: torch.Tensor | None,
+) -> torch.Tensor:
+    """Logits, -inf where top-k and then top-p drop what min-p, applied by whoever draws, leaves;
+    those of greedy rows stay."""
+    temperatures = given["temperatures"][:, None]
+    scores = logits.float() / temperatures.where(temperatures > 0, 1)
+    others = temperatures > 0
+    if "min_ps" in given:
+        least = scores.amax(dim=-1, keepdim=True) + given["min_ps"].log()[:, None]
+        others = others & (scores >= least)
+        scores = scores.masked_fill(scores < least, -torch.inf)
+    dropped = mask_top_k_top_p(scores, top_ks, top_ps) == -torch.inf
+    return logits.masked_fill(dropped & others, -torch.inf)
 
 
 def _with_penalties(logits: torch.Tensor, sequences: Sequence[ScheduledSequence]) -> torch.Tensor:
@@ -197,7 +235,8 @@ def _with_penalties(logits: torch.Tensor, sequences: Sequence[ScheduledSequence]
 
 
 def _not_finite(seq: ScheduledSequence) -> FloatingPointError:
+    length = len(seq.token_ids) - seq.num_unknown_tokens
     return FloatingPointError(
-        f"request {seq.request.request_id}: the logits after its {len(seq.token_ids)} tokens are "
+        f"request {seq.request.request_id}: the logits after its {length} tokens are "
         "NaN or infinite; the weights are damaged, or too large for the dtype"
     )

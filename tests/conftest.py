@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 
 os.environ.pop("PAGELAB_COMMIT", None)
+if "--on-device" not in sys.argv and "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests without it must pass on CPU tensors
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+    os.environ["TRITON_INTERPRET"] = "1"
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)

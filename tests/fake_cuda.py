@@ -5,6 +5,8 @@ kernels in Triton's interpreter.  What a GPU would refuse is refused: operands o
 generator of the other device, pageable host memory in a kernel, and, while a graph is captured,
 whatever makes the host wait.  What a capture computes is NaN until the graph is replayed, which
 repeats its ops and launches in place.  Waits, replays and the memory of live tensors are counted.
+A copy of pinned memory is over only when the host has waited for it: until then its event is not
+done, what it writes is nonsense, and to write to what it reads is found out.
 
 A dry run of host code: it says nothing of speed, of compiled kernels, or of work that overlaps.
 """
@@ -17,6 +19,7 @@ import importlib
 import time
 import types
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -134,11 +137,18 @@ class _Generator(torch.Generator):
 
 
 class _Event:
-    def __init__(self, enable_timing: bool) -> None:
-        assert enable_timing
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.after = 0
 
-    def record(self) -> None:
-        self.at = time.perf_counter()
+    def record(self, stream: None = None) -> None:
+        self.at, self.after = time.perf_counter(), _gpu.copies
+
+    def query(self) -> bool:
+        return self.after <= _gpu.copied
+
+    def synchronize(self) -> None:
+        if not self.query():
+            _gpu.wait("an event", self.after)
 
     def elapsed_time(self, end: _Event) -> float:
         return 1e3 * (end.at - self.at)
@@ -163,6 +173,10 @@ class FakeGpu:
         self.allocated = self.peak = 0
         """Bytes of the tensors that live, and the most since the peak was reset."""
         self.waits = self.replays = 0
+        self.copies = self.copied = 0
+        """Copies between device and pinned memory so far, and those that are over for certain."""
+        self._under_way: deque[Callable[[], object]] = deque()
+        self._read_by_copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.serves: dict[int, str] = {}
         """Type of the device that a generator was made for."""
         self._capturing: _Graph | None = None
@@ -200,6 +214,9 @@ class FakeGpu:
                 made = made.clone()
         if self._capturing is not None:
             self._record(func, args, kwargs, made)
+        if func is _aten._to_copy.default and on_gpu and not to_gpu and kwargs.get("non_blocking"):
+            made = self._arriving(made)
+            pin = True
         if pin:
             storage = made.untyped_storage()
             self._pinned[storage._cdata] = StorageWeakRef(storage)
@@ -220,6 +237,10 @@ class FakeGpu:
                 non_blocking = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
                 if not (non_blocking and all(map(self.is_pinned, on_host))):
                     self.wait("a copy between host and device")
+                elif on_host and to_gpu:
+                    self._leaving(on_host[0])
+                else:  # the device writes there after the copies that it was given before
+                    self._end_reading(self.copies)
         elif func in _INDEXING and isinstance(args[0], CudaTensor):
             indices = [index for index in args[1] if index is not None]
             if not all(isinstance(index, CudaTensor) for index in indices):
@@ -235,13 +256,43 @@ class FakeGpu:
             if (serves == "cuda") != to_gpu:
                 raise RuntimeError(f"{func}: got a generator of {serves}")
 
-    def wait(self, why: object = "synchronize") -> None:
-        """The host waits for the device."""
+    def _leaving(self, pinned: torch.Tensor) -> None:
+        """A copy to the device begins."""
+        with _on_the_host():
+            content = pinned.clone()
+
+        self.copies += 1
+        copy = self.copies
+        self._read_by_copies[copy] = pinned, content
+        self._under_way.append(lambda: self._end_reading(copy))
+
+    def _end_reading(self, last: int) -> None:
+        """The copies to the device up to ``last`` are over."""
+        for copy in [copy for copy in self._read_by_copies if copy <= last]:
+            pinned, content = self._read_by_copies.pop(copy)
+            same = torch.equal(
+                pinned.flatten().view(torch.uint8), content.flatten().view(torch.uint8)
+            )
+            assert same, "pinned memory was written to during its copy"
+
+    def _arriving(self, content: torch.Tensor) -> torch.Tensor:
+        """Pinned memory that a copy from the device begins to fill: nonsense until it is over."""
+        with _on_the_host():
+            pinned = torch.full_like(content, 99)
+        self.copies += 1
+        self._under_way.append(lambda: pinned.copy_(content))
+        return pinned
+
+    def wait(self, why: object = "synchronize", copies: int | None = None) -> None:
+        """The host waits for the device: for all that it was given, or its first ``copies``."""
         if self._capturing is not None:
             raise RuntimeError(
                 f"CUDA error: operation not permitted when stream is capturing: {why}"
             )
         self.waits += 1
+        while self.copied < (self.copies if copies is None else copies):
+            self._under_way.popleft()()
+            self.copied += 1
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         if isinstance(tensor, CudaTensor):
@@ -336,6 +387,7 @@ class FakeGpu:
             "reset_peak_memory_stats": lambda device=None: setattr(self, "peak", self.allocated),
             "empty_cache": lambda: None,
             "synchronize": lambda device=None: self.wait(),
+            "current_stream": lambda device=None: None,
             "is_current_stream_capturing": lambda: self._capturing is not None,
             "Event": _Event,
             "CUDAGraph": _Graph,

@@ -19,6 +19,26 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return [(seed * 7 + i * i + i // 3) % VOCAB_SIZE for i in range(length)]
 
 
+class SymbolicDrawn:
+    """Tokens that only the runner knows until they are read."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens, self.is_read = tokens, False
+
+    def read(self) -> list[int]:
+        self.is_read = True
+        return self.tokens
+
+
+def known_tokens(seq: ScheduledSequence, step: Step) -> list[int]:
+    """Tokens of a sequence, those not yet read taken from where they were drawn."""
+    tokens = seq.token_ids.tolist()
+    if seq.drawn_row is not None:
+        assert not step.drawn.is_read
+        tokens[-1] = step.drawn.tokens[seq.drawn_row]
+    return tokens
+
+
 class SymbolicRunner:
     """Stands in for a model: a slot holds a digest of the prefix whose K/V belong there.
 
@@ -41,14 +61,15 @@ class SymbolicRunner:
         for host, device in step.swap_in:
             self.blocks[device] = self.host_blocks[host].copy()
         for seq, count in zip(step.sequences, step.counts, strict=True):
-            table, digests = manager.block_table(seq), self.digests(seq.token_ids)
+            tokens = known_tokens(seq, step)
+            table, digests = manager.block_table(seq), self.digests(tokens)
             assert 0 < count <= seq.num_computed_tokens <= len(digests)
             for position in range(seq.num_computed_tokens - count, seq.num_computed_tokens):
                 block, offset = divmod(position, self.block_size)
                 self.blocks[table[block]][offset] = digests[position]
         logits = []
         for seq in step.sequences:
-            digests = self.digests(seq.token_ids[: seq.num_computed_tokens])
+            digests = self.digests(known_tokens(seq, step)[: seq.num_computed_tokens])
             slots = [slot for block in manager.block_table(seq) for slot in self.blocks[block]]
             assert slots[: len(digests)] == digests, f"{seq!r} reads K/V that are not its own"
             if len(digests) == seq.num_tokens:
@@ -96,6 +117,9 @@ class SymbolicSampler:
             tokens.append(scores.index(max(scores)))
         return tokens
 
+    def launch(self, logits, rows, sequences) -> SymbolicDrawn:
+        return SymbolicDrawn(self.draw(logits, rows, sequences))
+
     def likeliest(self, logits, row: int, seq, count: int) -> list[tuple[float, int]]:
         total = math.log(sum(map(math.exp, logits[row])))
         ranked = sorted(range(VOCAB_SIZE), key=lambda token: -logits[row][token])
@@ -114,6 +138,7 @@ def make_engine(
     prefill_first: bool = False,
     max_model_len: int = 64,
     eos: frozenset[int] = frozenset(),
+    overlap: bool = False,
     **options,
 ) -> Engine:
     """An engine over a SymbolicRunner."""
@@ -132,6 +157,7 @@ def make_engine(
         max_model_len=scheduler.longest_sequence(max_model_len),
         vocab_size=VOCAB_SIZE,
         eos_token_ids=eos,
+        overlap=overlap,
     )
 
 

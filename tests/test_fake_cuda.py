@@ -68,6 +68,24 @@ def test_pinned_memory_is_copied_without_waiting(fake_gpu):
     assert fake_gpu.waits == before
 
 
+def test_copies_of_pinned_memory_are_over_when_the_host_has_waited(fake_gpu):
+    pinned = torch.ones(3).pin_memory()
+    there = pinned.to("cuda", non_blocking=True)
+    back = (there + 1).to("cpu", non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    later = (there + 2).to("cpu", non_blocking=True)
+    assert not event.query()
+    assert back.tolist() == [99, 99, 99]
+    event.synchronize()
+    assert back.is_pinned()
+    assert (back.tolist(), later.tolist()) == ([2, 2, 2], [99, 99, 99])
+    pinned.to("cuda", non_blocking=True)
+    pinned.fill_(5)
+    with pytest.raises(AssertionError, match="written to during its copy"):
+        torch.cuda.synchronize()
+
+
 def test_a_graph_computes_at_replay_in_place(fake_gpu):
     x = torch.ones(2, 4, device="cuda")
     graph = torch.cuda.CUDAGraph()

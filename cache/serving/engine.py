@@ -9,7 +9,7 @@ import itertools
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from cache.managers.base import CacheManager, UnsupportedByDesign
 from cache.serving.beam_search import BeamSearch
@@ -36,6 +36,13 @@ class Runner(Protocol):
         """
 
 
+class Drawn(Protocol):
+    """Tokens that are being drawn; ``Step.drawn`` brings them to the runner."""
+
+    def read(self) -> Items[int]:
+        """Wait for the tokens."""
+
+
 class Sampler(Protocol):
     """Chooses tokens."""
 
@@ -44,6 +51,9 @@ class Sampler(Protocol):
 
         rows: the row of ``logits`` that each draws from.
         """
+
+    def launch(self, logits: Any, rows: list[int], sequences: list[ScheduledSequence]) -> Drawn:
+        """As ``draw``, without waiting for the tokens; only an engine with overlap calls it."""
 
     def likeliest(
         self, logits: Any, row: int, seq: ScheduledSequence, count: int
@@ -54,6 +64,16 @@ class Sampler(Protocol):
         """log p of a token and of the ``count`` likeliest ones."""
 
 
+class _Unread(NamedTuple):
+    """Tokens that were drawn, and what for."""
+
+    tokens: Any
+    """Drawn; of an engine without overlap the tokens."""
+    logits: Any
+    rows: list[int]
+    sequences: list[ScheduledSequence]
+
+
 class Engine:
     """Serves requests, several at a time, one ``step`` after the other.
 
@@ -61,6 +81,9 @@ class Engine:
         max_model_len: longest sequence, prompt included.  No longer than the scheduler's.
         vocab_size: of the model; token ids are below it.  None: any will do.
         eos_token_ids: end an output unless the request ignores them.
+        overlap: schedule and launch a step before the tokens of the one before are read, so that
+            the device need not wait for the host, see ``step``.  Not done with blocks of one
+            token.
         text_of: the text of output tokens, in which stop strings are looked for; None if there is
             no tokenizer.
 
@@ -78,11 +101,15 @@ class Engine:
         vocab_size: int | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
         text_of: Callable[[list[int]], str] | None = None,
+        overlap: bool = False,
     ) -> None:
         self.scheduler, self.runner, self.sampler = scheduler, runner, sampler
         self.manager: CacheManager = scheduler.manager
         self.max_model_len, self.vocab_size = max_model_len, vocab_size
         self.eos_token_ids, self.text_of = eos_token_ids, text_of
+        # The block of a token that is not known would be full, and hashed, at once.
+        self.overlap = overlap and self.manager.block_size > 1
+        self._unread: _Unread | None = None
         self.clock: Callable[[], float] = time.perf_counter
         self.manager.clock = self.clock
         self.requests: dict[int, Request] = {}
@@ -192,8 +219,21 @@ class Engine:
         """Compute one batch.  Returns the new tokens, and the requests that are finished by them.
 
         Beam search has no tokens to tell before it is finished.
+
+        With ``overlap`` tokens are told a step later: those of a step are read when the next one
+        has been launched, which takes them from where they were drawn.  A sequence that they end
+        has then computed a token too many, whose draw is thrown away.  A step is read at once if a
+        sequence that draws in it ``reads_tokens`` (penalties, stop strings ...), and before the
+        next if no running sequence could compute anything in that.
         """
+        outputs: list[TokenOutput] = []
+        finished: list[Request] = []
+        if self._unread is not None and not self.scheduler.has_tokens_to_compute:
+            self._read(outputs, finished)
+            if not self.requests:
+                return outputs, finished
         step = self.scheduler.schedule()
+        step.drawn = self._unread and self._unread.tokens
         self._note_scheduled(step)
         logits = self.runner.run(step, self.manager)
         rows: list[int] = []
@@ -212,22 +252,46 @@ class Engine:
                 rows += [row] * len(samples)
                 drawing += samples
 
-        tokens = self.sampler.draw(logits, rows, drawing) if drawing else ()
+        drawn = None
+        if drawing:
+            draw = self.sampler.launch if self.overlap else self.sampler.draw
+            drawn = _Unread(draw(logits, rows, drawing), logits, rows, drawing)
+        self._read(outputs, finished)  # of the step before, while the device computes this one
+        if self.overlap and not any(seq.request.params.reads_tokens for seq in drawing):
+            self._unread = drawn and drawn._replace(logits=None)  # which are large
+            self._count_on(drawing)
+        else:
+            self._unread = drawn
+            self._read(outputs, finished)
+        for search in self._beam_searches.values():
+            if search.is_ready and self._advance(search, self.clock()):
+                finished.append(search.request)
+                self._finish_request(search.request)
+        return outputs, finished
+
+    def _read(self, outputs: list[TokenOutput], finished: list[Request]) -> None:
+        """Append the tokens that are not read yet, and end what they end."""
+        if self._unread is None:
+            return
+        drawn, self._unread = self._unread, None
+        tokens = drawn.tokens.read() if self.overlap else drawn.tokens
         now = self.clock()
-        outputs, finished = [], []
-        for row, seq, token in zip(rows, drawing, tokens, strict=True):
+        for row, seq, token in zip(drawn.rows, drawn.sequences, tokens, strict=True):
+            if seq.status is Status.FINISHED:  # before this token could be known
+                continue
             count = seq.request.params.logprobs
             if count is not None:
-                seq.logprobs.append(self.sampler.logprobs(logits, row, token, count))
+                seq.logprobs.append(self.sampler.logprobs(drawn.logits, row, token, count))
             outputs.append(self._append(seq, token, now))
             if seq.status is Status.FINISHED and seq.request.is_finished:
                 finished.append(seq.request)
-        for search in self._beam_searches.values():
-            if search.is_ready and self._advance(search, now):
-                finished.append(search.request)
-        for request in finished:
-            self._finish_request(request)
-        return outputs, finished
+                self._finish_request(seq.request)
+
+    def _count_on(self, sequences: list[ScheduledSequence]) -> None:
+        """Let sequences go on from tokens that are not read yet, unless these are their last."""
+        for row, seq in enumerate(sequences):
+            if seq.status is not Status.FINISHED and len(seq.token_ids) + 1 < seq.max_num_tokens:
+                seq.append_unknown(row)
 
     def restart(self, scheduler: Scheduler) -> list[Request]:
         """Cancel all requests, keeping the tokens they have, and go on with another scheduler.
@@ -239,8 +303,10 @@ class Engine:
         for request in requests:
             for seq in request.sequences:
                 if seq.status is not Status.FINISHED:
+                    seq.drop_unknown()
                     seq.status, seq.finish_reason = Status.FINISHED, FinishReason.ABORT
             self._finish_request(request)
+        self._unread = None
         self.scheduler, self.manager = scheduler, scheduler.manager
         self.manager.clock = self.clock
         return requests
@@ -266,6 +332,7 @@ class Engine:
                 stats.num_cached_tokens = seq.num_cached_tokens
 
     def _append(self, seq: ScheduledSequence, token: int, now: float) -> TokenOutput:
+        seq.drop_unknown()
         seq.append_token(token)
         request = seq.request
         stats = request.stats
@@ -324,6 +391,7 @@ class Engine:
         return False
 
     def _finish_sequence(self, seq: ScheduledSequence, reason: FinishReason) -> None:
+        seq.drop_unknown()  # of an aborted sequence
         seq.finish_reason = reason
         self.scheduler.finish(seq)
 

@@ -39,6 +39,8 @@ class ScheduledSequence(Sequence):
         request: what it is an output of.
         index: which output.
         order: place in the line; lower goes first, wherever sequences compete.
+        drawn_row: where among the tokens of the last step its unknown token is; None if it has
+            none.
         block_row: what the runner keeps: a ``table_version`` and the block table as it was then.
         num_pending_forks: further sequences that fork from this one when its prompt is computed.
         host_blocks: blocks of host memory that hold the K/V of its first ``num_host_tokens``
@@ -64,6 +66,7 @@ class ScheduledSequence(Sequence):
         self.order = (request.request_id, seq_id)
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
+        self.drawn_row: int | None = None
         self.block_row: tuple[int, np.ndarray] | None = None
         self.num_pending_forks = 0
         self.host_blocks: list[int] = []
@@ -84,6 +87,17 @@ class ScheduledSequence(Sequence):
     def max_num_tokens(self) -> int:
         """Tokens, prompt included, at which it ends at the latest."""
         return self.num_prompt_tokens + self.request.max_tokens
+
+    def append_unknown(self, drawn_row: int) -> None:
+        """Add a token that has been drawn, but not read."""
+        self.append_token(0)
+        self.num_unknown_tokens, self.drawn_row = 1, drawn_row
+
+    def drop_unknown(self) -> None:
+        """Remove the token that is not known, if there is one."""
+        if self.num_unknown_tokens:
+            self.token_ids.pop()
+            self.num_unknown_tokens, self.drawn_row = 0, None
 
     def fork(self, seq_id: int) -> ScheduledSequence:
         """A copy with the same tokens, in no queue and with nothing in host memory."""

@@ -100,6 +100,18 @@ class SamplingParams:
             or self.presence_penalty != 0
         )
 
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether a step needs the tokens of the one before on the host: more than to compute and
+        draw from the model's logits."""
+        return bool(
+            self.n > 1
+            or self.beam_width is not None
+            or self.stop
+            or self.logprobs is not None
+            or self.changes_logits(0)
+        )
+
 
 _IDLE_IN_BEAM_SEARCH = {
     "temperature": (0, 1),

@@ -28,6 +28,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from itertools import islice
 from operator import attrgetter
+from typing import Any
 
 from cache.block_pool import OutOfBlocks
 from cache.checks import at_least
@@ -54,6 +55,9 @@ class Step:
     """(host block, device block) pairs."""
     preempted: list[ScheduledSequence] = field(default_factory=list)
     admitted: list[ScheduledSequence] = field(default_factory=list)
+    drawn: Any = None
+    """What the sampler drew in the step before, if that is not read yet: the last token of a
+    sequence with a ``drawn_row`` is there."""
 
     @property
     def num_tokens(self) -> int:
@@ -109,6 +113,11 @@ class Scheduler:
     @property
     def has_unfinished(self) -> bool:
         return bool(self.running or self.waiting)
+
+    @property
+    def has_tokens_to_compute(self) -> bool:
+        """Whether a running sequence lacks K/V of a token."""
+        return any(len(seq.token_ids) > seq.num_computed_tokens for seq in self.running)
 
     @property
     def num_free_host_blocks(self) -> int:

@@ -274,6 +274,17 @@ def slot_mapping(size: Size) -> Counted:
     return _attention("slot_mapping_from_positions", args, args, call)
 
 
+def sample(size: Size) -> Counted:
+    import torch
+
+    from kernels import sample_tokens
+
+    generator = torch.Generator().manual_seed(size.seed)
+    logits = torch.randn(4, 8192, generator=generator).bfloat16()
+    args = (logits, torch.ones(4), torch.arange(4))
+    return _attention("sample_tokens", args, args, functools.partial(sample_tokens, *args))
+
+
 @dataclass(frozen=True)
 class CountedOp:
     """How an op is counted."""
@@ -299,6 +310,7 @@ COUNTED: dict[str, CountedOp] = {
     "swap": CountedOp(swap),
     "merge": CountedOp(merge, in_cache=False),
     "slot_mapping": CountedOp(slot_mapping, in_cache=False),
+    "sample": CountedOp(sample, in_cache=False),
 }
 """Ops by name."""
 

@@ -267,6 +267,16 @@ def _slot_mapping_from_positions(case: Case) -> dict[str, Accuracy]:
     return {"slots": slots}
 
 
+def _sample_tokens(case: Case) -> dict[str, Accuracy]:
+    import torch
+
+    generator = torch.Generator().manual_seed(case.seed)
+    logits = torch.randn(7, 5000, generator=generator).to(case.device, case.dtype)
+    temperatures = torch.arange(7) / 4  # the first row is greedy
+    (tokens,) = _judge(case, "sample_tokens", (logits, temperatures, torch.arange(7)))
+    return {"tokens": tokens}
+
+
 def _paged_decode_attention(case: Case) -> dict[str, Accuracy]:
     batch = _batch(case, _CONTEXT_LENS, hidden_tokens=_outside_window(case, (1, 1, 1)))
     return _judge_attention(case, "paged_decode_attention", batch.decode_args)
@@ -350,6 +360,7 @@ KERNELS = {
         _apply_rotary_embedding, touches_cache=False, knows_blocks=False
     ),
     "slot_mapping_from_positions": Kernel(_slot_mapping_from_positions, touches_cache=False),
+    "sample_tokens": Kernel(_sample_tokens, touches_cache=False, knows_blocks=False),
     "copy_blocks": Kernel(_copy_blocks),
     "swap_blocks": Kernel(_swap_blocks),
     "merge_attention_states": Kernel(

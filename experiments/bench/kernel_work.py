@@ -3,7 +3,8 @@
 From these and a GPU's datasheet follows the least time that a launch can take (the roofline of
 Williams, Waterman & Patterson, 2009).  Every operand is counted once, as if caches were perfect,
 and only what the result needs: no masked keys, no padding of head_dim or of tiles, no operations
-but the products of attention, the weighted sums of merges, rotations, norms and activations.
+but the products of attention, the weighted sums of merges, rotations, norms and activations: the
+noise of sampling, about 60 instructions a token of the vocabulary, is not counted.
 
 With D the head dim, Hq and Hkv the query and KV heads, B sequences, L tokens of context, n splits,
 e_x the bytes of an element of x, a state D + 1 numbers of fp32, and an output an element of the
@@ -28,6 +29,8 @@ result of the op:
     gated_activation          T I              3 T I e, of rows of I                         8 T I
     copy_blocks, swap_blocks  elements copied  2 e per element (swap: e, by the link to the host) 0
     slot_mapping              T                T (e_position + e_seq + 8) + 4 T / block size      0
+    sample_tokens, V tokens   B                B (V e_logit + 8 n) + what is given per row        0
+    merge_samples             B                B (8 n + 8)                                        0
 
 Attention also reads one 4-byte block id per block.  Windows are taken to be no shorter than the
 context, so that options cost no work that counts.
@@ -50,6 +53,7 @@ CHUNK, FEW, CHUNK_CONTEXT = 512, 16, 32768
 GROUP, PREFIX = 256, 32768
 TOKENS = 8192
 PAIRS, PLANES = 64, 64
+VOCABULARY = 128_256
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,9 @@ class _Kernel:
     def __init__(self, row: KernelResources) -> None:
         self._signature = row.signature
         self.__dict__.update(row.constants)
+
+    def __contains__(self, pointer: str) -> bool:
+        return pointer in self._signature
 
     def size(self, *pointers: str) -> int:
         """Bytes of one element of each of `pointers`, summed."""
@@ -241,6 +248,18 @@ def _slot_mapping(k: _Kernel) -> list[Work]:
     return [Work(f"{TOKENS} tokens", TOKENS, moved + 4 * TOKENS // _TABLE_BLOCK_SIZE, 0)]
 
 
+def _sample_tokens(k: _Kernel) -> list[Work]:
+    given = ("temperatures_ptr", "noise_seeds_ptr", "min_ps_ptr")
+    row = VOCABULARY * k.size("logits_ptr") + SPLITS * k.size("scores_ptr", "tokens_ptr")
+    row += k.size(*(name for name in given if name in k))
+    return [Work(f"{BATCH} rows of {VOCABULARY} logits, {SPLITS} parts", BATCH, BATCH * row, 0)]
+
+
+def _merge_samples(k: _Kernel) -> list[Work]:
+    row = SPLITS * k.size("scores_ptr", "tokens_ptr") + k.size("out_ptr")
+    return [Work(f"{BATCH} rows, {SPLITS} parts", BATCH, BATCH * row, 0)]
+
+
 _WORK: dict[str, Callable[[_Kernel], list[Work]]] = {
     "paged_decode": _decode,
     "merge_splits": _merge_splits,
@@ -255,6 +274,8 @@ _WORK: dict[str, Callable[[_Kernel], list[Work]]] = {
     "copy_blocks": _copy_blocks,
     "swap_blocks": _swap_blocks,
     "slot_mapping": _slot_mapping,
+    "sample_tokens": _sample_tokens,
+    "merge_samples": _merge_samples,
 }
 
 

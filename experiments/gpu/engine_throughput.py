@@ -5,7 +5,8 @@ temperature 0.6 without stopping early, on the shape of Qwen3-0.6B (random weigh
 step does not depend on them).  The draws are those of Nano-vLLM's bench.py, so the requests are the
 same ones: 133,966 output tokens.  Each engine serves them twice.  The first time nothing is cached;
 the second time every full block of the prompts is, which is what prefix caching can bring at most.
-Engines differ in attention backend and in whether decoding is replayed from CUDA graphs.
+Engines differ in attention backend, in whether decoding is replayed from CUDA graphs, and in
+whether a step is launched before the tokens of the last are read.
 """
 
 from __future__ import annotations
@@ -42,6 +43,12 @@ TEMPERATURE = 0.6
 LARGEST_TOKEN = 10_000
 _ENGINES = {
     "triton, CUDA graphs": {"attention_backend": "triton", "cuda_graphs": True, "block_size": 16},
+    "triton, CUDA graphs, no overlap": {
+        "attention_backend": "triton",
+        "cuda_graphs": True,
+        "block_size": 16,
+        "overlap": False,
+    },
     "triton, eager": {"attention_backend": "triton", "cuda_graphs": False, "block_size": 16},
     "triton, CUDA graphs, block 256": {
         "attention_backend": "triton",

@@ -28,9 +28,9 @@ from experiments.harness.store import write_atomically
 if TYPE_CHECKING:
     import pandas as pd
 
-    from kernels.tiles import AttentionTile, Target
+    from kernels.tiles import AttentionTile
 
-_SPLITS = {"splits": "decode_num_splits", "prefill_splits": "prefill_num_splits"}
+_SPLITS = {"splits": "chunks of decode", "prefill_splits": "chunks of prefill"}
 """Functions of ``kernels/tiles.py`` that choose split counts, by part."""
 
 
@@ -141,24 +141,17 @@ def run_cell(cell: TileSweepCell) -> list[dict[str, Any]]:
     columns = {name: getattr(tile, name) for name in TILE}
     by_table = cell.tile is None and cell.shape.num_splits is None
     if cell.part in _SPLITS:
-        row["num_splits"] = cell.shape.num_splits or _table_splits(cell.shape, table, target)
+        row["num_splits"] = cell.shape.num_splits or _table_splits(cell.shape, table)
     return [{"part": cell.part, "by_table": by_table, **columns, **row}]
 
 
-def _table_splits(shape: Shape, tile: AttentionTile, target: Target) -> int:
+def _table_splits(shape: Shape, tile: AttentionTile) -> int:
     """The number of splits that the table chooses."""
-    from kernels import tiles
-    from kernels.paged_prefill_attention import count_tiles
+    from kernels.tiles import FEW_QUERIES, chunking
 
-    group_size = shape.num_q_heads // shape.num_kv_heads
-    capacity = tiles.cdiv(shape.context_len, shape.block_size) * shape.block_size
-    if shape.op == "prefill":
-        sizes = (shape.batch * shape.query_len, shape.batch, shape.query_len)
-        num_tiles, _ = count_tiles(*sizes, group_size, tile.tile_m)
-        programs = num_tiles * shape.num_kv_heads
-        return tiles.prefill_num_splits(programs, capacity, tile.tile_n, target)
-    programs = shape.batch * shape.num_kv_heads * tiles.cdiv(group_size, tile.tile_m)
-    return tiles.decode_num_splits(programs, capacity, tile.tile_n, target)
+    if shape.op == "prefill" and shape.query_len > FEW_QUERIES:
+        return 1
+    return chunking(shape.num_kv_heads).most(shape.context_len, tile.tile_n)
 
 
 def relative_times(rows: pd.DataFrame, part: str) -> pd.DataFrame:
@@ -204,12 +197,12 @@ def decision(rows: pd.DataFrame) -> str:
             cells = " | ".join(f"{time:.3f}" for time in (mean[tile], *times))
             lines.append(f"| {tuple(map(int, tile))} | {cells} |")
         lines += ["", "Time over that of the present choice, by sequences x queries x context.", ""]
-    for part, function in _SPLITS.items():
+    for part, title in _SPLITS.items():
         splits = rows[(rows["part"] == part) & rows["p50_us"].notna()]
         if splits.empty:
             continue
         lines += [
-            f"## `{function}`",
+            f"## {title}",
             "",
             "| batch | queries | context | now | best | time of best / now |",
             "|---|---|---|---|---|---|",

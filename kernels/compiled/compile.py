@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import networkx
 import triton
 import triton.language as tl
 from triton.compiler import ASTSource
@@ -76,6 +77,8 @@ class KernelResources:
     """Those that run on tensor cores."""
     mma: dict[str, int]
     """Tensor-core instructions by family: mma.sync, wgmma, tcgen05, mfma."""
+    softmax_overlaps: int
+    """Loops that begin their softmax with wgmma of the pass before under way; sm_90 only."""
     signature: dict[str, str]
     """Types of the kernel's run-time arguments: "i32", "*bf16" ..."""
     constants: dict[str, int | float | str | bool | None]
@@ -105,7 +108,7 @@ def without_gpu(arch: Architecture) -> Iterator[None]:
 
 def launched_by(
     call: Callable[[], object], arch: Architecture
-) -> list[tuple[JITFunction, ASTSource, dict[str, int]]]:
+) -> list[tuple[JITFunction, ASTSource, dict[str, int | bool]]]:
     """Kernels that `call`, an op on meta tensors, would launch, with their compiler options.
 
     Raises:
@@ -119,7 +122,8 @@ def launched_by(
 
     def take_over(*, fn, compile, **_) -> bool:
         function, *parts = fn.jit_function, compile["signature"], compile["constants"]
-        options = {key: compile[key] for key in ("num_warps", "num_stages", "num_ctas")}
+        names = ("num_warps", "num_stages", "num_ctas", "enable_fp_fusion")
+        options = {name: compile[name] for name in names}
         launches.append((function, ASTSource(function, *parts, compile["configs"][0]), options))
         return True
 
@@ -161,7 +165,10 @@ def _cubin_usage(cubin: bytes) -> dict[str, int]:
 
 
 def count_loop_spills(sass: str) -> int:
-    """Instructions of one kernel that access local memory and lead back to themselves.
+    """Instructions of one kernel that access local memory inside a loop.
+
+    A loop around others with tensor-core instructions, such as decode's over pieces of work around
+    its loops over keys, counts as what lies between these.
 
     sass: as cuobjdump prints it. That a branch goes backward does not make a loop of what lies
     between: waits for barriers stand behind the kernel's end and branch back from there. A call
@@ -169,31 +176,48 @@ def count_loop_spills(sass: str) -> int:
     """
     code = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?\w+ )?([A-Z][\w.]*)(.*?);", sass, re.M)
     places = {int(address, 16): place for place, (address, *_) in enumerate(code)}
-    successors = []
+    graph = networkx.DiGraph()
     for place, (_, predicate, opcode, operands) in enumerate(code):
         condition, target = re.fullmatch(r"\s*(.*?)\s*(0x[0-9a-f]+)?\s*", operands).groups()
-        jumps = re.match("BRA|CALL|BSSY", opcode) and target
         ends = re.match("EXIT|RET", opcode) or (opcode.startswith("BRA") and not condition)
-        goes_on = predicate or not ends
-        successors.append({places[int(target, 16)]} if jumps else set())
-        successors[-1] |= {place + 1} if goes_on and place + 1 < len(code) else set()
+        if re.match("BRA|CALL|BSSY", opcode) and target:
+            graph.add_edge(place, places[int(target, 16)])
+        if (predicate or not ends) and place + 1 < len(code):
+            graph.add_edge(place, place + 1)
 
-    def repeats(place: int) -> bool:
-        seen, ahead = set(), [place]
-        while ahead:
-            new = successors[ahead.pop()] - seen
-            seen |= new
-            ahead += new
-        return place in seen
+    def has(loop: set[int], opcodes: str) -> list[int]:
+        return [place for place in loop if re.match(opcodes, code[place][2])]
 
-    spills = [place for place, (_, _, opcode, _) in enumerate(code) if opcode[:3] in ("LDL", "STL")]
-    return sum(map(repeats, spills))
+    def spills(part: networkx.DiGraph) -> int:
+        count = 0
+        for loop in _loops(part):
+            entries = {n for n in loop if any(before not in loop for before in graph.pred[n])}
+            body = part.subgraph(loop - entries)
+            is_around = any(has(inner, "HMMA|HGMMA|UTC.MMA") for inner in _loops(body))
+            count += spills(body) if is_around else len(has(loop, "LDL|STL"))
+        return count
+
+    return spills(graph)
+
+
+def _loops(graph: networkx.DiGraph) -> Iterator[set[int]]:
+    """The outermost loops, as the nodes of each."""
+    for loop in networkx.strongly_connected_components(graph):
+        if len(loop) > 1 or any(graph.has_edge(node, node) for node in loop):
+            yield loop
 
 
 def _ptx_widths(ptx: str, instruction: str) -> dict[int, int]:
     """Count ld.global or st.global by width in bits: ld.global.v4.b32 is 128 bits."""
     accesses = re.findall(rf"\b{instruction}\S*?(?:\.v(\d))?\.[busf](\d+)\s", ptx)
     return _count_widths(int(vector or 1) * int(bits) for vector, bits in accesses)
+
+
+def count_softmax_overlaps(ptx: str) -> int:
+    """Loops whose last wgmma are neither waited for nor preceded by the softmax of their pass."""
+    letters = {"mma_async": "m", "wait_group": "w", "ex2": "e", "bra": "b"}
+    order = re.findall(r"^\s+(?:@\S+ )?(?:wgmma\.)?(mma_async|wait_group|ex2|bra)\b", ptx, re.M)
+    return len(re.findall("wm+b", "".join(letters[one] for one in order)))
 
 
 def _cuda_resources(compiled) -> dict[str, Any]:
@@ -220,6 +244,7 @@ def _cuda_resources(compiled) -> dict[str, Any]:
         "async_copies": _count_widths(8 * int(size, 0) for size in copies),
         "global_stores": _ptx_widths(ptx, "st.global"),
         "mma": {family: count for family, count in counts.items() if count},
+        "softmax_overlaps": count_softmax_overlaps(ptx),
     }
 
 
@@ -252,6 +277,7 @@ def _amd_resources(compiled) -> dict[str, Any]:
         "async_copies": _amd_widths(assembly, "load_lds"),
         "global_stores": _amd_widths(assembly, "store"),
         "mma": {"mfma": mfma} if mfma else {},
+        "softmax_overlaps": 0,
     }
 
 

@@ -22,6 +22,7 @@ from kernels.merge_attention_states import merge_attention_states
 from kernels.paged_decode_attention import paged_decode_attention
 from kernels.paged_prefill_attention import paged_prefill_attention
 from kernels.rope_store_kvcache import rope_store_kvcache
+from kernels.sample_tokens import sample_tokens
 from kernels.shared_prefix_decode_attention import shared_prefix_decode_attention
 from kernels.slot_mapping_from_positions import slot_mapping_from_positions
 from kernels.store_kvcache import store_kvcache
@@ -248,6 +249,19 @@ def _gated_activation_calls() -> Iterator[ShippedCall]:
             yield ShippedCall("gated_activation", config, run)
 
 
+def _sample_tokens_calls() -> Iterator[ShippedCall]:
+    numbers, seeds = _meta(64, dtype=torch.float32), _meta(64, dtype=torch.int64)
+    for dtype in (*HALF_DTYPES, torch.float32):
+        logits = _meta(64, 128256, dtype=dtype)
+        drawn = partial(sample_tokens, logits, numbers, seeds)
+        for named, run in (
+            ("", drawn),
+            (" greedy", partial(sample_tokens, logits)),
+            (" min_p", partial(drawn, min_ps=numbers)),
+        ):
+            yield ShippedCall("sample_tokens", f"{_name(dtype)} v128256{named}", run)
+
+
 _CALLS = {
     "store_kvcache": _store_kvcache_calls,
     "copy_blocks": partial(_block_copy_calls, "copy_blocks"),
@@ -261,6 +275,7 @@ _CALLS = {
     "gated_activation": _gated_activation_calls,
     "paged_decode_attention": _decode_calls,
     "paged_prefill_attention": _prefill_calls,
+    "sample_tokens": _sample_tokens_calls,
 }
 OPS = tuple(_CALLS)
 

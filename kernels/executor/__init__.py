@@ -20,15 +20,15 @@ rcp ...) and of tensor-core sums, which are exact here, and Triton itself down t
 mean the same on a GPU. Semantics are those of the PTX ISA manual, cited in each module, and were
 checked against the ops' references, not against a GPU.
 
-Architectures: sm_75 to sm_90; on sm_100 what does without tcgen05 and tensor memory, which are not
-known: decode and all that only moves memory, but not prefill.
+Architectures: sm_75 to sm_100; of wgmma and tcgen05 what Triton makes of 16-bit products.
 
     ptx.py            PTX text to instructions
     operands.py       registers; the table of instructions
-    arithmetic.py, logic.py, conversions.py, accesses.py, warps.py, matrix.py, warpgroup.py
-                     instructions, which instructions.py brings together
+    arithmetic.py, logic.py, conversions.py, accesses.py, warps.py, matrix.py, warpgroup.py,
+    tcgen05.py, mbarriers.py     instructions, which instructions.py brings together
     formats.py        bf16, fp8, tf32; fused multiply-add
-    global_memory.py, shared_memory.py, copies.py, matrix_queue.py    memory and what is in flight
+    global_memory.py, shared_memory.py, tensor_memory.py, copies.py, matrix_queue.py
+                     memory and what is in flight
     machine.py        programs, groups of threads, barriers, order
     launch.py, tensors.py    Triton's launches
     counts.py         what a launch did, counted

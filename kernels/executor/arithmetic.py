@@ -33,6 +33,8 @@ from kernels.executor.operands import (
 
 def _floats(translation: Translation, compute, *known: str) -> Step:
     """A floating-point instruction; `compute` gets f32, f64, or for narrower types f64 arrays."""
+    if "f32" in translation.parts[1:-1]:
+        return _mixed(translation, compute)
     translation.expect("rn", "ftz", "approx", "full", *known)
     kind = translation.kind
     if kind == "f64":
@@ -60,6 +62,24 @@ def _floats(translation: Translation, compute, *known: str) -> Step:
         return done.astype(dtype).view(DTYPES[bits])
 
     return elementwise(translation, narrow, bits)
+
+
+def _mixed(translation: Translation, compute) -> Step:
+    """add, sub and fma of f16 or bf16 and, last, f32, all taken as f32 (9.7.5)."""
+    translation.expect("rn", "f32")
+    kind = translation.kind
+    if kind not in ("f16", "bf16"):
+        raise Unsupported(f".f32.{kind} is not known")
+    widen = bf16_to_f32 if kind == "bf16" else lambda a: a.astype(np.float32)
+    target, *narrow, last = translation.operands
+    reads = [translation.read(source, kind) for source in narrow]
+    read, write = translation.read(last, "f32"), translation.write(target, "f32")
+
+    def step(batch, mask):
+        result = compute(*[widen(one(batch)) for one in reads], read(batch))
+        write(batch, mask, result.astype(np.float32))
+
+    return step
 
 
 def _arithmetic(integer, floating):
@@ -135,7 +155,7 @@ def _mad(translation: Translation) -> Step:
 
 @instruction("fma")
 def _fma(translation: Translation) -> Step:
-    if translation.kind == "f32":
+    if "f32" in translation.parts:
         return _floats(translation, fused_multiply_add)
     if translation.kind == "f64":
         raise Unsupported("fused products in f64")

@@ -21,17 +21,17 @@ import numpy as np
 from kernels.executor.ptx import Instruction, Program
 
 _CLASSES = (
-    ("tensor core", r"mma|wgmma\.mma_async"),
+    ("tensor core", r"mma|wgmma\.mma_async|tcgen05\.mma"),
     ("asynchronous copy", r"cp\.async\.c[ag]"),
     ("global load", r"ld\.global"),
     ("global store", r"st\.global"),
     ("shared memory", r"(ld|st)\.shared|ldmatrix|stmatrix"),
     ("parameter", r"ld\.param"),
-    ("synchronisation", r"bar|barrier|fence|cp\.async|wgmma"),
+    ("synchronisation", r"bar|barrier|fence|cp\.async|wgmma|mbarrier|tcgen05\.(?!ld|st)"),
     ("exchange", r"shfl|redux|elect"),
     ("control", r"bra|ret|exit|trap"),
     ("conversion", r"cvt"),
-    ("move", r"mov"),
+    ("move", r"mov|tcgen05"),
     ("floating point", r"\w+\.(\w+\.)*(f16|f32|f64|bf16|f16x2|bf16x2|f32x2)$"),
     ("integer", r""),
 )
@@ -172,6 +172,7 @@ class Tally:
         self._sectors, self._lines, self._wavefronts, self._work = np.zeros(
             (4, 2, num_programs), np.int64
         )
+        self._products = np.zeros(num_programs, np.int64)
         self._bytes = Counter()
         self._in_flight = 0
 
@@ -186,6 +187,10 @@ class Tally:
         """An access of `size` bytes of each thread."""
         _count_wavefronts(addresses, mask, size, batch.program_of_thread, self._wavefronts)
 
+    def product(self, program: int, operations: int) -> None:
+        """A product of which the instruction does not tell the size."""
+        self._products[program] += operations
+
     def add(self, batch) -> None:
         """What a batch has executed, at its end."""
         self._executed += batch.executed.sum(1)
@@ -199,6 +204,7 @@ class Tally:
             instructions[class_of(one)] += times
             barriers += times * (one.opcode == "bar.sync")
         distinct_bytes, distinct_lines = memory.touched()
+        self._work[1] += self._products
         by_program = (self._work[0], self._lines[1], self._wavefronts[0], self._work[1])
         return Counts(
             instructions={name: n for name, n in instructions.items() if n},

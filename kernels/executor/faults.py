@@ -12,6 +12,7 @@ class FaultKind(enum.Enum):
     MISALIGNED = "misaligned access"
     UNWRITTEN = "read of memory that nothing wrote"
     SHARED_RACE = "race in shared memory"
+    TENSOR_RACE = "race in tensor memory"
     GLOBAL_RACE = "race between programs"
     COPY_IN_FLIGHT = "asynchronous copy in flight"
     MATRIX_IN_FLIGHT = "asynchronous matrix product in flight"

@@ -6,6 +6,8 @@ from kernels.executor import (  # noqa: F401
     conversions,
     logic,
     matrix,
+    mbarriers,
+    tcgen05,
     warpgroup,
     warps,
 )

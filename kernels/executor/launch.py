@@ -32,7 +32,7 @@ from kernels.tiles import Target, force_target
 MULTIPROCESSORS = {"sm_75": 40, "sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132}
 MULTIPROCESSORS |= {"sm_100": 148}
 """Architectures that can be executed, with the multiprocessors of their best known GPU, which
-default split counts depend on. On sm_100 kernels with tcgen05 are refused."""
+default split counts depend on."""
 _SHARED_BYTES = {75: 65536, 80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448}
 _FORMATS = {"i1": "?", "i8": "b", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "u32": "I"}
 _FORMATS |= {"i64": "q", "u64": "Q", "fp32": "f", "f32": "f", "fp64": "d"}

@@ -3,9 +3,10 @@
 A batch holds several programs of a launch; an instruction is executed for all of its threads that
 stand at it at once. Threads that branch apart form groups, which meet again where one comes to
 where another stands: the group that is furthest behind runs first. With a seed, groups are cut into
-warps at random and run in random turns, and programs enter batches in random order. What a correct
-kernel computes does not depend on it; a fault may show only in some orders, though most are found
-in any, because checks go by barriers and waits and not by the order that happened.
+warps (warp groups, for wgmma) at random and run in random turns, and programs enter batches in
+random order. What a correct kernel computes does not depend on it; a fault may show only in some
+orders, though most are found in any, because checks go by barriers and waits and not by the order
+that happened.
 
 bar.sync (PTX ISA 9.7.13.1) lets nobody pass before all threads of the program have come to it. A
 thread that has ended never comes.
@@ -13,6 +14,7 @@ thread that has ended never comes.
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Sequence
@@ -26,10 +28,12 @@ from kernels.executor.counts import Tally
 from kernels.executor.faults import Fault, FaultKind
 from kernels.executor.global_memory import GlobalMemory
 from kernels.executor.matrix_queue import MatrixQueue
+from kernels.executor.mbarriers import MBarrier
 from kernels.executor.operands import UNSIGNED, translate
 from kernels.executor.ptx import Program, parse
 from kernels.executor.shared_memory import SharedMemory
 from kernels.executor.signals import Barrier, Branch, Exit
+from kernels.executor.tensor_memory import TensorMemory
 
 MAX_THREADS = 2048
 """Threads of a batch; more spread the cost of an instruction, until registers leave the cache."""
@@ -52,6 +56,9 @@ class Kernel:
             self.parameter_offsets[name] = at
             at += size
         self.parameter_bytes = at
+        products = any(one.parts[0] == "wgmma" for one in self.program.instructions)
+        self.threads_in_step = 128 if products else 32
+        """Threads whose turns come together: a warp, or the warp group that wgmma takes whole."""
 
 
 @dataclass
@@ -110,9 +117,9 @@ class Batch:
     """Programs of a launch that run together.
 
     Attributes that instructions use: num_threads; registers; special (registers by name); shared,
-    memory, copies, products; program_of_thread (index in the launch); at and mask (the instruction
-    that runs and the threads that stand at it). executed: how many warps have executed each
-    instruction, [instruction, program].
+    memory, copies, products, mbarriers, tensor_memory; program_of_thread (index in the launch); at
+    and mask (the instruction that runs and the threads that stand at it). executed: how many warps
+    have executed each instruction, [instruction, program].
     """
 
     def __init__(self, launch: Launch, programs: Sequence[int], rng: random.Random | None):
@@ -127,6 +134,7 @@ class Batch:
         self.shared = SharedMemory(self.num_programs, launch.shared_bytes, self.threads_per_program)
         self.copies = CopyQueue(self)
         self.products = MatrixQueue(self)
+        self.mbarriers: dict[tuple[int, int], MBarrier] = {}
         self.program_of_thread = np.repeat(np.array(programs, np.int32), self.threads_per_program)
         # Of a register that nothing wrote every bit is 1: a NaN, and no address.
         self.registers = [
@@ -161,6 +169,11 @@ class Batch:
 
     # -- what instructions need
 
+    @functools.cached_property
+    def tensor_memory(self) -> TensorMemory:
+        """Made when it is first needed: most kernels have no use for it."""
+        return TensorMemory(self)
+
     def full(self, array: np.ndarray) -> np.ndarray:
         """A register's array with one element per thread."""
         if len(array) == self.num_threads:
@@ -185,6 +198,13 @@ class Batch:
                 FaultKind.DIVERGENCE, "a thread of the warp does not take part", thread
             )
         return some
+
+    def others_can_go_on(self, threads: np.ndarray) -> bool:
+        """Whether any but these threads of a program may go on before they do."""
+        free = ~(self._ended | self._waiting)
+        free[threads] = False
+        program = int(threads[0]) // self.threads_per_program
+        return bool(free.reshape(self.num_programs, -1)[program].any())
 
     def fault(
         self, kind: FaultKind, detail: str, thread: int, *, address=None, tensor=None
@@ -225,16 +245,17 @@ class Batch:
         if self._rng is None:
             at = min(self._groups)
             return at, self._groups.pop(at), MAX_INSTRUCTIONS
-        ready, passed = {}, np.zeros(self.num_threads // 32, np.bool_)
-        for at in sorted(self._groups):  # of a warp, the threads that are furthest behind
-            here = self.every(self._groups[at].mask).reshape(-1, 32).any(1)
+        size = self.launch.kernel.threads_in_step
+        ready, passed = {}, np.zeros(self.num_threads // size, np.bool_)
+        for at in sorted(self._groups):  # of those in step, the threads that are furthest behind
+            here = self.every(self._groups[at].mask).reshape(-1, size).any(1)
             if (here & ~passed).any():
                 ready[at] = here & ~passed
             passed |= here
         at = self._rng.choice(list(ready))
         warps = np.flatnonzero(ready[at])
         chosen = [warp for warp in warps if self._rng.random() < 0.5] or [self._rng.choice(warps)]
-        by_warp = self.every(self._groups.pop(at).mask).reshape(-1, 32)
+        by_warp = self.every(self._groups.pop(at).mask).reshape(-1, size)
         part = np.zeros_like(by_warp)
         part[chosen] = by_warp[chosen]
         self._join(at, (by_warp & ~part).reshape(-1))

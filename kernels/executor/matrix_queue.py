@@ -18,17 +18,17 @@ from kernels.executor.faults import FaultKind
 
 
 class InFlight:
-    """A register that a product will have written; stands where its array would."""
+    """A register that a product (or load) will have written; stands where its array would."""
 
-    def __init__(self, batch, array: np.ndarray, threads: np.ndarray):
-        self.batch, self.array, self.threads = batch, array, threads
+    def __init__(self, batch, array, threads, kind=FaultKind.MATRIX_IN_FLIGHT):
+        self.batch, self.array, self.threads, self.kind = batch, array, threads, kind
 
     def _arrived(self) -> np.ndarray:
         early = self.threads & self.batch.every(self.batch.mask)
         if early.any():
             raise self.batch.fault(
-                FaultKind.MATRIX_IN_FLIGHT,
-                "a register of a wgmma that has not been waited for",
+                self.kind,
+                "a register of an asynchronous instruction that has not been waited for",
                 int(np.flatnonzero(early)[0]),
             )
         return self.array

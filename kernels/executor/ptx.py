@@ -8,7 +8,7 @@ blocks with registers of their own (inline assembly), `.loc` lines. Other variab
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kernels.executor.faults import UnknownInstruction
 
@@ -108,6 +108,7 @@ class _Reader:
     def __init__(self, program: Program):
         self.program = program
         self.scopes: list[dict[str, Register]] = [{}]
+        self.labels: list[dict[str, int]] = [program.labels]
         self.location = ""
 
     def declare(self, kind: str, names: str) -> None:
@@ -161,6 +162,15 @@ class _Reader:
             Instruction(opcode, parts, operands, guard, self.location, text)
         )
 
+    def close_labels(self, labels: dict[str, int]) -> None:
+        """Give labels of a block that ends, which others may have too, names of their own."""
+        names = {label: f"{label}@{at}" for label, at in labels.items()}
+        for number, one in enumerate(self.program.instructions):
+            if names.keys() & {operand for operand in one.operands if isinstance(operand, str)}:
+                operands = tuple(names.get(operand, operand) for operand in one.operands)
+                self.program.instructions[number] = replace(one, operands=operands)
+        self.program.labels |= {names[label]: at for label, at in labels.items()}
+
     def read(self, body: str) -> None:
         at = 0
         while token := _TOKEN.match(body, at):
@@ -170,12 +180,14 @@ class _Reader:
                 self.location = _where(place)
             elif token["scope"] == "{":
                 self.scopes.append({})
+                self.labels.append({})
             elif token["scope"] == "}":
                 self.scopes.pop()
                 if not self.scopes:
                     return
+                self.close_labels(self.labels.pop())
             elif token["label"]:
-                self.program.labels[token["label"]] = len(self.program.instructions)
+                self.labels[-1][token["label"]] = len(self.program.instructions)
             elif token["statement"]:
                 self.statement(token["statement"])
         raise ValueError(f"{self.program.name}: PTX ends inside the kernel: {body[at : at + 80]!r}")

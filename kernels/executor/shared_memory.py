@@ -9,8 +9,9 @@ nothing wrote may not be read.
 cp.async (PTX ISA 9.7.9.25) writes at some time between its issue and the wait that covers it. Until
 then its bytes may be neither read nor written, by anyone; when it is issued, nobody else may have
 touched them since the last barrier, and when it has been waited for, it counts as written by the
-waiting warp. wgmma (9.7.15) reads its operands until it is waited for: they may not be written
-before. It reads through the async proxy, which sees what threads wrote after a fence.proxy.async.
+waiting warp. wgmma (9.7.15) and tcgen05.mma (9.7.16) read their operands until they are waited for:
+these may not be written before. They read through the async proxy, which sees what threads wrote
+after a fence.proxy.async.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class State(NamedTuple):
     read_epoch: np.ndarray
     reader: np.ndarray  # -1: several warps
     copying: np.ndarray  # 1 + warp whose cp.async is in flight to it
-    multiplying: np.ndarray  # number of wgmma that still read it
+    multiplying: np.ndarray  # number of products that still read it
     unfenced: np.ndarray  # written by threads, and no fence.proxy.async since
 
 
@@ -155,7 +156,7 @@ def _land(addresses, mask, data, shape, epochs, state):
 
 @numba.njit(cache=True)
 def _take_operand(offsets, program, out, shape, epochs, state, report):
-    """Read an operand of wgmma, bytes at `offsets`, and hold it until `_give_back`."""
+    """Read an operand of a product, bytes at `offsets`, and hold it until `_give_back`."""
     capacity, _ = shape
     epoch = epochs[program]
     for number in range(len(offsets)):
@@ -249,16 +250,18 @@ class SharedMemory:
         _land(addresses, mask, data, self._shape, self.epochs, self.state)
 
     def take_operand(self, batch, program: int, thread: int, offsets: np.ndarray) -> np.ndarray:
-        """Bytes at `offsets` of a program, read by wgmma until `give_back`."""
+        """Bytes at `offsets` of a program, read by a product until `give_back`."""
         out = np.empty(len(offsets), np.uint8)
         self._report[1] = thread
         _take_operand(offsets, program, out, self._shape, self.epochs, self.state, self._report)
-        self._check(batch, 1, "read by wgmma")
+        self._check(batch, 1, "read by a product")
         return out
 
-    def give_back(self, program: int, offsets: np.ndarray) -> None:
-        """wgmma has read what `take_operand` took."""
-        _give_back(offsets, program, self.capacity, self.epochs[program], self.state)
+    def give_back(self, program: int, offsets: np.ndarray, until_barrier: bool = True) -> None:
+        """A product has read what `take_operand` took. until_barrier: of this only the threads know
+        that waited, the others after the next barrier."""
+        epoch = self.epochs[program] if until_barrier else -1
+        _give_back(offsets, program, self.capacity, epoch, self.state)
 
     def fence(self, program: int, warps: np.ndarray) -> None:
         """fence.proxy.async by `warps`: the async proxy sees what they wrote or can see."""
@@ -287,7 +290,7 @@ class SharedMemory:
             _RACE_WRITTEN: (FaultKind.SHARED_RACE, f"{by} wrote it since the last barrier"),
             _RACE_READ: (FaultKind.SHARED_RACE, f"{by} read it since the last barrier"),
             _COPYING: (FaultKind.COPY_IN_FLIGHT, f"a copy by {by} has not been waited for"),
-            _MULTIPLYING: (FaultKind.MATRIX_IN_FLIGHT, "a wgmma that reads it may still run"),
+            _MULTIPLYING: (FaultKind.MATRIX_IN_FLIGHT, "a product that reads it may still run"),
             _UNFENCED: (FaultKind.FENCE, "threads wrote it without a fence.proxy.async since"),
         }[code]
         raise batch.fault(kind, f"{what}: {detail}", thread, address=address)

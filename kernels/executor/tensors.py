@@ -104,6 +104,8 @@ class FreshMemory:
         @functools.wraps(make)
         def wrapper(*args, **kwargs):
             made = make(*args, **kwargs)
+            if torch.compiler.is_compiling():  # traced, it makes nothing yet
+                return made
             if type(made) is torch.Tensor and made.device.type == "cpu":
                 self._remember(made)
             return made
@@ -125,6 +127,9 @@ class FreshMemory:
     def unwritten(self, tensor: torch.Tensor) -> int:
         """Address of a byte for each byte of the tensor, 1 where nothing wrote it; 0 if unknown."""
         entry = self._fresh.get(tensor.untyped_storage().data_ptr())
-        if entry is None or entry[1] != tensor._version:
+        if entry is None:
             return 0
-        return entry[2].ctypes.data + tensor.storage_offset() * tensor.itemsize
+        made, version, unwritten = entry
+        if not made._version == tensor._version == version:  # a detached one counts by itself
+            return 0
+        return unwritten.ctypes.data + tensor.storage_offset() * tensor.itemsize

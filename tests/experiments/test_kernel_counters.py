@@ -118,7 +118,9 @@ def test_a_decode_reads_the_context_once(tiny_run):
     for lengths, row in decode[decode["kernel"] == "paged_decode"].groupby("lengths"):
         kv = 2 * 1024 * 8 * 128 * 2
         assert kv < row["distinct_bytes"].item() < 1.1 * kv, lengths
-        assert row["read_bytes"].item() < 1.1 * kv
+        # Every lane reads the lengths that its program walks past, and that of its sequence.
+        lengths_read = 4 * 32 * row["num_warps"].item() * row["programs"].item() * (8 + 8)
+        assert row["read_bytes"].item() < 1.1 * kv + lengths_read
     by_lengths = decode[decode["kernel"] == "paged_decode"].set_index("lengths")
     even, skewed = by_lengths.loc["even"], by_lengths.loc["skewed"]
     assert skewed["modelled_placed_us"] > 2.5 * even["modelled_placed_us"], (

@@ -7,7 +7,7 @@ import pandas as pd
 import kernels
 from experiments import launch_overhead
 
-LAUNCHES = {"decode, 8 splits": 2, "shared prefix": 3}
+LAUNCHES = {"decode, 8 splits": 2, "shared prefix": 3, "sample": 2, "sample, greedy": 2}
 
 
 def test_command_line(command_line, tmp_path):

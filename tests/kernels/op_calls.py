@@ -87,6 +87,12 @@ def good_call(op: str) -> dict[str, object]:
             "seq_ids": i64(0, 1),
             "block_size": 4,
         },
+        "sample_tokens": {
+            "logits": ones(2, 9),
+            "temperatures": ones(2),
+            "noise_seeds": i64(1, 2),
+            "min_ps": zeros(2),
+        },
         "copy_blocks": {
             "caches": torch.arange(2 * 5 * 16.0).view(2, 1, 5, 1, 1, 16),
             "src_to_dst": i64([0, 1]),

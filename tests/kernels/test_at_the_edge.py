@@ -56,6 +56,12 @@ CALLS = {
         "seq_ids": i64(0, 1, 1),
         "block_size": 5,
     },
+    "sample_tokens": lambda: {
+        "logits": rand(3, 2500),
+        "temperatures": rand(3),
+        "noise_seeds": i64(1, 2, 3),
+        "min_ps": rand(3),
+    },
     "copy_blocks out of the last": lambda: {
         "caches": rand(2, 2, 3, 5, 3, 33)[..., :32],
         "src_to_dst": i64([2, 0], [2, 1]),

@@ -121,6 +121,13 @@ BAD_CALLS = {
         ("seq_ids: ...num_tokens=2), got (3,)", {"seq_ids": i64(0, 0, 0)}),
         ("block_size: expected at least 1, got 0", {"block_size": 0}),
     ),
+    "sample_tokens": (
+        ("temperatures: expected shape (num_rows=2), got (3,)", {"temperatures": ones(3)}),
+        ("logits: expected a vocab_size of at least 1, got (2, 0)", {"logits": ones(2, 0)}),
+        ("noise_seeds: expected temperatures and noise_seeds together", {"noise_seeds": None}),
+        ("noise_seeds: expected temperatures and noise_seeds together", {"temperatures": None}),
+        ("min_ps: expected with temp", {"temperatures": None, "noise_seeds": None}),
+    ),
     "copy_blocks": (
         ("caches: ...got (3, 1, 5, 4, 2, 16)", {"caches": zeros(3, 1, 5, 4, 2, 16)}),
         ("caches: expected one tensor ... got list of 0 layers", {"caches": []}),
@@ -257,6 +264,16 @@ BAD_HOST_VALUES = {
         ),
         ("seq_ids: expected rows ...got -1", {"seq_ids": i64(-1, 0)}),
     ),
+    "sample_tokens": (
+        *[
+            (f"temperatures: expected numbers from 0 to 1e+29, got [1.0, {t}]", {"temperatures": x})
+            for t, x in ((str(t), torch.tensor([1.0, t])) for t in (-1.0, math.nan, math.inf))
+        ],
+        (
+            "min_ps: expected numbers from 0 to 1, got [0.5, 2.0]",
+            {"min_ps": torch.tensor([0.5, 2])},
+        ),
+    ),
     "copy_blocks": (
         *BAD_PAIRS,
         (
@@ -328,7 +345,7 @@ OPTIONAL = {
     "rope_store_kvcache": {"q_norm_weight": ones(16), "k_norm_weight": ones(16)},
 }
 COPIED = {("flash_attn", name) for name in ("q", "k", "v", "cache_batch_idx")}
-ANY_STRIDES = COPIED | {("merge_atte", "lse_a"), ("merge_atte", "lse_b")}
+ANY_STRIDES = COPIED | {("merge_atte", "lse_a"), ("merge_atte", "lse_b"), ("sample_tok", "logits")}
 BROKEN = {
     "expected a torch.Tensor, got float": lambda t: 1.5,
     "expected a torch.Tensor, got ndarray": lambda t: t.numpy(),

@@ -15,15 +15,18 @@ from kernels.compiled.architectures import ARCHITECTURES
 from kernels.compiled.compile import (
     KernelResources,
     count_loop_spills,
+    count_softmax_overlaps,
     format_table,
     launched_by,
     main,
 )
 from kernels.compiled.shipped import OPS
-from kernels.tiles import PROGRAMS_PER_MULTIPROCESSOR
+from kernels.primitives import INTERPRETED
+from kernels.tiles import PROGRAMS_PER_MULTIPROCESSOR, PROGRAMS_THAT_SAMPLE
 
 pytestmark = pytest.mark.timeout(900)  # with an empty Triton cache minutes pass
 DECODE, PREFILL = "_paged_decode_kernel", "_paged_prefill_kernel"
+SAMPLE = "_sample_tokens_kernel"
 LAYER = ("add_rms_norm", "gated_activation")
 MOVES = ("copy_blocks", "swap_blocks", "merge_attention_states")
 MMA_FAMILY = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma"}
@@ -39,9 +42,10 @@ SELECTED = {
         (LAYER, "bf16"),
         (("rope_store_kvcache",), "(bf16|fp8) d(80|128|256) norms"),
         (FP8_OPS, "fp8 d(80|128|256) g4$|fp8 .*g71|fp8 d80$|fp8 d256 .*b16"),
+        (("sample_tokens",), ""),
     ),
     "gfx942": (
-        ((), "^b16$|bf16 (d80|h5120|i18944)|fp16 d80 (list|hnd)"),  # of every op
+        ((), "^b16$|bf16 v|bf16 (d80|h5120|i18944)|fp16 d80 (list|hnd)"),  # of every op
         (("paged_decode_attention",), "bf16 d256 g4$"),
         (("paged_prefill_attention",), "bf16 d256 g4 b16 split features"),
     ),
@@ -56,6 +60,7 @@ SELECTED = {
             (LAYER, "bf16 (h5120|h16384|i)"),
             (("rope_store_kvcache",), "bf16 d80 norms|fp8 d256 norms"),
             (FP8_OPS, "fp8 d80 g4$|fp8 d80$|fp8 d256 .*b16"),
+            (("sample_tokens",), "(bf16|fp32) v"),
         ),
     ),
 }
@@ -108,10 +113,11 @@ def test_every_op_is_compiled_with_every_feature_and_dtype(rows):
 
 
 def test_programs_fit_a_multiprocessor(rows):
-    """Decode's together, and of what has little in flight per thread at least 28 warps, 16 with the
-    widest rows; conftest.py sees to spills."""
+    """As many as split counts reckon with, and of what has little in flight per thread at least 28
+    warps, 16 with the widest rows; conftest.py sees to spills."""
+    wanted = {DECODE: PROGRAMS_PER_MULTIPROCESSOR, SAMPLE: PROGRAMS_THAT_SAMPLE}
     for row in rows:
-        least = PROGRAMS_PER_MULTIPROCESSOR if row["kernel"] == DECODE else 1
+        least = wanted.get(row["kernel"], 1)
         if row["op"] in (*LAYER, "rope_store_kvcache"):
             widest = row["constants"].get("HIDDEN_SIZE") == 16384
             least = (16 if widest else 28) / row["num_warps"]
@@ -127,6 +133,17 @@ def test_attention_computes_every_product_on_tensor_cores(rows):
         assert len(row["mma"]) == 1, name_of(row)
         if row["config"].startswith("bf16") and row["kernel"] == PREFILL:
             assert set(row["mma"]) == {MMA_FAMILY[row["arch"]]}, name_of(row)
+
+
+def test_prefill_multiplies_during_the_softmax(rows):
+    """On sm_90, seen in the PTX, where the table says so: in each region of keys."""
+    for row in of_kernels(rows, PREFILL):
+        constants, arch, name = row["constants"], row["arch"], name_of(row)
+        if row["config"].startswith("bf16 d128"):
+            assert constants["SCORES_AHEAD"] == (arch in ("sm_90", "sm_100")), name
+        regions = 2 + constants["HAS_LEFT"]
+        overlapping = regions if arch == "sm_90" and constants["SCORES_AHEAD"] else 0
+        assert row["softmax_overlaps"] == overlapping, name
 
 
 def test_attention_fetches_keys_and_values_by_16_byte_accesses(rows):
@@ -159,7 +176,8 @@ def test_attention_fetches_keys_and_values_by_16_byte_accesses(rows):
             assert fp8 or bytes_of(row, "global_loads") >= 2 * tile_bytes, "the tail loads its own"
         elif not fp8:
             q_bytes = 2 * constants["TILE_M"] * constants["HEAD_DIM_PADDED"]
-            assert bytes_of(row, "global_loads") == q_bytes, name
+            first_keys = tile_bytes * constants["SCORES_AHEAD"]
+            assert bytes_of(row, "global_loads") == q_bytes + first_keys, name
             assert set(row["global_stores"]) <= {"32", "128"}, name
 
 
@@ -199,6 +217,35 @@ def test_stores_and_copies_move_16_bytes_at_a_time(rows):
             assert on_amd or set(row["global_loads"]) <= {"128"} | narrow, name_of(row)
 
 
+def test_sampling_loads_what_a_thread_needs_of_a_span_at_once(rows):
+    for row in of_kernels(rows, SAMPLE, "_merge_samples_kernel"):
+        assert row["local_bytes"] == 0, name_of(row)
+        if row["kernel"] == SAMPLE and row["arch"] != "gfx942":
+            width = "128" if row["config"].startswith("fp32") else "64"
+            seeds = width == "64" and row["constants"].get("noise_seeds_ptr", 1) is not None
+            assert row["global_loads"][width] == 4 + seeds, name_of(row)
+            assert row["registers"] <= 64, name_of(row)
+
+
+UNFUSED = """
+from kernels.compiled.architectures import ARCHITECTURES
+from kernels.compiled.compile import compile_call
+from kernels.compiled.shipped import shipped_calls
+
+for call in shipped_calls(["sample_tokens"]):
+    for function, _, compiled in compile_call(call.run, ARCHITECTURES["sm_90"]):
+        ptx = compiled.asm["ptx"]
+        print(function.__name__, call.config, "add.f32" in ptx or "add.rn.f32" in ptx, "fma" in ptx)
+"""
+
+
+def test_no_product_of_the_noise_is_fused_with_a_sum(compiling_process):
+    """Or a GPU would draw other tokens than the reference."""
+    lines = [line.split() for line in compiling_process(UNFUSED).splitlines()]
+    assert sum(line[-2] == "True" for line in lines) == 6, "those with noise add"
+    assert all(line[-1] == "False" for line in lines)
+
+
 SASS = """
         /*0000*/                   NOP outside ;          /* 0x0000000000017983 */
         /*0010*/                   BSSY B0, 0x90 ;
@@ -228,6 +275,22 @@ def test_spills_count_inside_loops_only():
     for access in ("LDL.LU R0, [R1]", "@!P0 STL.64 [R1+0x8], R2"):
         assert count_loop_spills(SASS.replace("NOP inside", access)) == 3
         assert count_loop_spills(SASS.replace("NOP outside", access)) == 0
+
+
+@pytest.mark.parametrize(
+    ("loop", "expected"),
+    [
+        pytest.param("ex2 mma_async wait_group mma_async mma_async", 1, id="values-not-waited-for"),
+        pytest.param("ex2 mma_async wait_group mma_async wait_group", 0, id="values-waited-for"),
+        pytest.param("mma_async wait_group ex2 mma_async", 0, id="softmax-before-values"),
+    ],
+)
+def test_softmax_overlaps(loop, expected):
+    lines = [f"wgmma.{one}.sync" if "_" in one else f"{one}.approx" for one in loop.split()]
+    ptx = "\n".join(
+        f"\t{line} %r1;" for line in [*lines, "@%p1 bra $L__BB0_1", "bra.uni $L__BB0_2"]
+    )
+    assert count_softmax_overlaps(ptx) == expected
 
 
 @pytest.mark.parametrize(
@@ -325,11 +388,12 @@ print(json.dumps({op.__name__: len(found) for op, found in kernels.items()}))
 def test_new_lengths_compile_nothing_new(compiling_process):
     """Launching on meta tensors also shows that grids and arguments depend on no device value.
 
-    Decode is two kernels when it splits. Of prefill one finds its tiles in uniform sequences, one
-    looks them up; the first also leaves split states, which another merges.
+    Decode is one kernel where the tables allow one chunk, else two. Of prefill one finds its tiles
+    in uniform sequences, one looks them up; the first also leaves split states, which another
+    merges.
     """
     counts = json.loads(compiling_process(SPECIALISATION))
-    assert counts == {"grow": 4, "decode": 2, "store": 1, "layer": 2, "prefill": 4}
+    assert counts == {"grow": 4, "decode": 3, "store": 1, "layer": 2, "prefill": 4}
 
 
 def test_table_has_a_line_for_every_kernel(rows):
@@ -341,8 +405,8 @@ def test_table_has_a_line_for_every_kernel(rows):
         assert f" {row['registers']} " in line
 
 
-def test_interpreter_process_cannot_compile(device):
-    if device.type != "cpu":
+def test_interpreter_process_cannot_compile():
+    if not INTERPRETED.value:
         pytest.skip("this process does not run the interpreter")
     with pytest.raises(RuntimeError, match="unset TRITON_INTERPRET"):
         launched_by(lambda: None, ARCHITECTURES["sm_90"])

@@ -7,15 +7,19 @@ not matter.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import attention_ops
+import hypothesis.strategies as st
 import pytest
 import torch
 from attention_ops import SHAPE, same
+from hypothesis import given
 
 from kernels import paged_decode_attention, reference
 from kernels.fp8_cache import FP8_DTYPE
 from kernels.testing.inputs import random_paged_batch, random_scales
+from kernels.tiles import decode_tile, force_target, target_of
 
 # The interpreter computes rows and tiles that are masked afterwards, and numpy reports their NaNs.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -75,6 +79,41 @@ def test_batch_invariance(num_splits, kv_dtype, device):
     for rows in ([4, 2, 0, 3, 1], [0], [3, 3, 2]):
         some_out, some_lse = decode(batch.select(rows), **options)
         assert same([some_out, some_lse], [out[rows], lse[rows]])
+
+
+@given(
+    own_len=st.integers(0, 700),
+    neighbours=st.lists(st.integers(0, 300), max_size=4),
+    place=st.integers(0, 4),
+    spare_blocks=st.integers(0, 40),
+    num_multiprocessors=st.integers(1, 9),
+    window_size=st.sampled_from([None, 300, 10**9]),
+    sinks=st.booleans(),
+)
+def test_chunks_are_of_the_sequence_alone(
+    own_len, neighbours, place, spare_blocks, num_multiprocessors, window_size, sinks, device
+):
+    """Keys divided as it chooses, in chunks of sixteen tiles of 16, for any neighbours, padding of
+    batch and tables, and any GPU of the same tiles."""
+    sinks = torch.linspace(-3, 3, 4, device=device) if sinks else None
+    options = {"window_size": window_size, "sinks": sinks}
+    place = min(place, len(neighbours))
+    lens = [*neighbours[:place], own_len, *neighbours[place:], 0]
+    batch = make_batch(lens, device)
+    alone = batch.select([place])
+    own_blocks = max(1, -(-own_len // SHAPE["block_size"]))
+    alone = replace(alone, block_tables=alone.block_tables[:, :own_blocks])
+    target = target_of(batch.q.device)
+    tile = replace(decode_tile(2, 32, torch.float16, target), tile_n=16)
+    target = replace(target, tiles=(("decode_tile", tile),))
+    with force_target(target):
+        expected = decode(alone, **options)
+    garbage = torch.full((len(lens), spare_blocks), -7, dtype=torch.int32, device=device)
+    wide = replace(batch, block_tables=torch.cat([batch.block_tables, garbage], dim=1))
+    with force_target(replace(target, num_multiprocessors=num_multiprocessors)):
+        out, lse = decode(wide, **options)
+    assert same([out[place], lse[place]], [expected[0][0], expected[1][0]])
+    assert_matches_reference(wide, **options)
 
 
 def test_more_splits_than_tokens(device):

@@ -11,13 +11,16 @@ import sys
 from dataclasses import replace
 
 import attention_ops
+import hypothesis.strategies as st
 import pytest
 import torch
 from attention_ops import SHAPE, hidden_tokens, same
+from hypothesis import given, settings
 
 from kernels import paged_prefill_attention
 from kernels.fp8_cache import FP8_DTYPE
 from kernels.testing.inputs import random_paged_batch, random_scales
+from kernels.tiles import force_target, prefill_tile, target_of
 
 # The interpreter computes rows and tiles that are masked afterwards, and numpy reports their NaNs.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
@@ -114,6 +117,56 @@ def test_batch_invariance(kv_dtype, num_splits, device):
         some = batch.select(rows)
         result = prefill(some, max_seqlen_q=some.max_seqlen_q + slack, **options)
         assert same(result, [out[tokens], lse[tokens]])
+
+
+@given(
+    own=st.tuples(st.integers(1, 32), st.integers(0, 600)),
+    neighbours=st.lists(st.tuples(st.integers(0, 32), st.integers(0, 300)), max_size=3),
+    place=st.integers(0, 3),
+    spare_blocks=st.integers(0, 40),
+    causal=st.booleans(),
+    sinks=st.booleans(),
+)
+@settings(max_examples=15)
+def test_chunks_are_of_the_sequence_alone(
+    own, neighbours, place, spare_blocks, causal, sinks, device
+):
+    """Keys of few queries divided as it chooses, in chunks of sixteen tiles of 16."""
+    options = {"num_splits": None, "causal": causal}
+    options["sinks"] = torch.linspace(-3, 3, 4, device=device) if sinks else None
+    place = min(place, len(neighbours))
+    sequences = [*neighbours[:place], own, *neighbours[place:]]
+    query_lens = [queries for queries, _ in sequences]
+    batch = make_batch([queries + cached for queries, cached in sequences], query_lens, device)
+    alone = batch.select([place])
+    own_blocks = -(-sum(own) // batch.k_cache.shape[1])
+    alone = replace(alone, block_tables=alone.block_tables[:, :own_blocks])
+    garbage = torch.full((len(sequences), spare_blocks), -7, dtype=torch.int32, device=device)
+    wide = replace(batch, block_tables=torch.cat([batch.block_tables, garbage], dim=1))
+    target = target_of(batch.q.device)
+    tile = replace(prefill_tile(32, torch.float16, target), tile_n=16)
+    with force_target(replace(target, tiles=(("prefill_tile", tile),))):
+        expected = prefill(alone, **options)
+        out, lse = prefill(wide, **options)
+    first = sum(query_lens[:place])
+    rows = slice(first, first + own[0])
+    assert same([out[rows], lse[rows]], expected)
+    assert_matches_reference(wide, **options)
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("window_size", [None, 33])
+def test_scores_ahead_change_no_bit(window_size, num_splits, device):
+    lens = [200, 97, 0, 1, 40], [3, 1, 0, 1, 17]
+    hidden = hidden_tokens(*lens, window_size)
+    batch = make_batch(*lens, device, hidden_tokens=hidden, block_size=7, **ONE_KV_HEAD)
+    target, results = target_of(batch.q.device), []
+    table = prefill_tile(32, torch.float16, target)
+    for scores_ahead in (False, True):
+        tile = replace(table, scores_ahead=scores_ahead)
+        with force_target(replace(target, tiles=(("prefill_tile", tile),))):
+            results.append(prefill(batch, window_size=window_size, num_splits=num_splits))
+    assert same(*results)
 
 
 def test_search_over_many_sequences(device, monkeypatch):

@@ -13,11 +13,11 @@ from kernels.tiles import (
     PROGRAMS_PER_MULTIPROCESSOR,
     AttentionTile,
     Target,
-    decode_num_splits,
+    chunking,
     decode_tile,
     force_target,
     padded_dim,
-    prefill_num_splits,
+    prefix_num_splits,
     target_of,
 )
 
@@ -58,40 +58,36 @@ def test_decode_tile_is_one_that_the_kernel_can_run(head_dim_padded, dtype, targ
 
 
 @pytest.mark.parametrize(
-    ("batch", "max_tokens", "expected"),
+    ("num_kv_heads", "num_splits", "max_tokens", "expected"),
     [
-        pytest.param(64, 4096, 1, id="two full waves"),
-        pytest.param(33, 4096, 1, id="one full wave"),
-        pytest.param(1000, 32768, 1, id="many waves"),
-        pytest.param(1, 128, 1, id="nothing to split"),
-        pytest.param(1, 1, 1, id="one token"),
-        pytest.param(1, 0, 1, id="empty table"),
-        pytest.param(1, 512, 4, id="short context"),
-        pytest.param(1, 32768, 29, id="batch of one"),
-        pytest.param(40, 4096, 3, id="a wave and a bit"),
-        pytest.param(20, 32768, 3, id="91 % full, where 13 splits fill all"),
-        pytest.param(5, 8192, 6, id="91 % full, where 33 splits fill all"),
+        pytest.param(8, None, 0, 1, id="empty table"),
+        pytest.param(8, None, 1024, 1, id="sixteen tiles"),
+        pytest.param(8, None, 1025, 2, id="a token more"),
+        pytest.param(8, None, 10**6, 32, id="the most of 8 heads"),
+        pytest.param(1, None, 10**6, 256, id="the most of one head"),
+        pytest.param(128, None, 10**6, 16, id="the most of many heads"),
+        pytest.param(8, 3, 65, 2, id="no more splits than tiles"),
+        pytest.param(8, 3, 10**6, 3, id="splits as asked for"),
     ],
 )
-def test_default_splits_on_an_h200_with_8_kv_heads(batch, max_tokens, expected):
-    assert decode_num_splits(batch * 8, max_tokens, 64, H200) == expected
+def test_chunks_of_a_sequence_in_tiles_of_64(num_kv_heads, num_splits, max_tokens, expected):
+    chunks = chunking(num_kv_heads, num_splits)
+    assert chunks.most(max_tokens, 64) == expected
 
 
 @pytest.mark.parametrize(
     ("programs", "max_tokens", "expected"),
     [
-        pytest.param(8, 32768, 16, id="one tile of rows and 8 heads"),
-        pytest.param(66, 32768, 2, id="half of the GPU"),
-        pytest.param(67, 32768, 1, id="more than half of it"),
-        pytest.param(5000, 32768, 1, id="many tiles of rows"),
-        pytest.param(8, 4096, 8, id="short context"),
-        pytest.param(8, 1023, 1, id="nothing to split"),
-        pytest.param(0, 0, 1, id="nothing"),
-        pytest.param(1, 10**6, 128, id="the most"),
+        pytest.param(132, 4096, 1, id="one full wave"),
+        pytest.param(1000, 32768, 1, id="many waves"),
+        pytest.param(1, 0, 1, id="empty table"),
+        pytest.param(8, 512, 4, id="short prefix"),
+        pytest.param(8, 32768, 15, id="91 % full, where 33 splits fill all"),
+        pytest.param(20, 32768, 6, id="91 % full too"),
     ],
 )
-def test_prefill_splits_on_an_h200(programs, max_tokens, expected):
-    assert prefill_num_splits(programs, max_tokens, 64, H200) == expected
+def test_splits_of_a_prefix_on_an_h200(programs, max_tokens, expected):
+    assert prefix_num_splits(programs, max_tokens, 64, H200) == expected
 
 
 def test_forced_target_ends_with_its_block(device):

@@ -4,6 +4,7 @@ import itertools
 import math
 import types
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -164,7 +165,8 @@ CASES = {
     "prefill": ([5, 1, 33], [5, 1, 33]),
     "prefill_behind_cached_prefix": ([20, 33], [4, 17]),
     "mixed": ([20, 7, 1, 33, 12], [1, 7, 1, 9, 1]),
-    "mixed_in_parts": ([20, 1, 12, 7, 33], [1, 1, 1, 7, 9]),
+    "mixed_in_parts": ([20, 1, 12, 7, 33, 50], [1, 1, 1, 7, 9, 40]),
+    "few_and_many": ([7, 50, 36], [7, 40, 36]),
 }
 
 
@@ -173,8 +175,9 @@ CASES = {
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_backends_store_and_attend(backend, case, block_size):
     batch = Case(*CASES[case], block_size)
-    if case == "mixed_in_parts":
-        batch.metadata = in_parts(batch.metadata, 3)
+    if case in ("mixed_in_parts", "few_and_many"):
+        batch.metadata = in_parts(batch.metadata, np.array(CASES[case][1]))
+        assert len(batch.metadata.parts) == 3 - (case == "few_and_many")
     for actual, expected in zip(batch.run(BACKENDS[backend]()), batch.expected(), strict=True):
         assert_close(actual, expected, equal_nan=True)
 

@@ -94,6 +94,19 @@ def test_windows_are_read():
     assert (gemma.attention_softcap, gemma.final_softcap) == (50.0, 30.0)
 
 
+def test_a_config_without_options_is_what_a_checkpoint_without_them_has():
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    llama = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 2048}
+    config = ModelConfig(**sizes, num_layers=1, num_q_heads=4, num_kv_heads=2, head_dim=8)
+    assert config == ModelConfig.from_dict(llama | sizes | heads)
+
+
+def test_token_0_may_end_a_generation():
+    assert ModelConfig.from_dict(QWEN3_06B | {"eos_token_id": 0}).eos_token_ids == {0}
+    assert ModelConfig.from_dict(QWEN3_06B | {"eos_token_id": [7, 0]}).eos_token_ids == {0, 7}
+
+
 def test_the_format_of_transformers_5_means_the_same():
     new = {
         name: value

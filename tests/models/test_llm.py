@@ -76,14 +76,19 @@ def scarce_llm(folder, manager, block_size, chunk, caching, **options) -> LLM:
     )
 
 
+OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+
+
+@OVERLAP
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 @SCARCE
 @pytest.mark.parametrize("manager", sorted(MANAGERS))
 def test_tokens_are_those_of_transformers(
-    manager, block_size, chunk, caching, checkpoint, preemption, make_checkpoint, expected
+    manager, block_size, chunk, caching, checkpoint, preemption, overlap, make_checkpoint, expected
 ):
     folder, _ = make_checkpoint(checkpoint)
-    llm = scarce_llm(folder, manager, block_size, chunk, caching, preemption=preemption)
+    options = {"preemption": preemption, "overlap": overlap}
+    llm = scarce_llm(folder, manager, block_size, chunk, caching, **options)
     outputs = llm.generate(PROMPTS, GREEDY)
     assert tokens_of(outputs) == expected(checkpoint)
     spares = manager == "contiguous"  # it reserves the whole output beforehand
@@ -197,9 +202,31 @@ def test_a_cache_on_a_cpu_takes_a_quarter_of_what_is_available_at_most(
         LLM(folder, block_size=4)
 
 
+@pytest.mark.parametrize("manager", sorted(MANAGERS))
+def test_overlap_draws_the_same(manager, make_checkpoint):
+    """Seeded requests that stop at tokens, beside greedy ones and some that are read at once."""
+    folder, _ = make_checkpoint("llama")
+    stops = {"stop_token_ids": range(0, 97, 12), "max_tokens": 12}
+    params = [SamplingParams(seed=seed, temperature=1.5, **stops) for seed in range(6)]
+    params += [SamplingParams(temperature=0, **stops), SamplingParams(seed=7, n=2, **stops)]
+    params += [SamplingParams(seed=8, frequency_penalty=0.5, **stops)]
+    prompts = [SHARED[: 5 + i] for i in range(len(params))]
+    results = []
+    for overlap in (False, True):
+        llm = scarce_llm(folder, manager, 4, 16, True, overlap=overlap, max_num_seqs=5)
+        outputs = llm.generate(prompts, params)
+        results.append([[(o.token_ids, o.finish_reason) for o in out.outputs] for out in outputs])
+        llm.manager.check_invariants()
+        assert llm.manager.num_free_blocks == llm.manager.num_blocks
+    assert results[0] == results[1]
+    reasons = {reason for outputs in results[0] for _, reason in outputs}
+    assert reasons == {FinishReason.STOP, FinishReason.LENGTH}
+
+
+@OVERLAP
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(seed=1), SamplingParams(beam_width=2)])
-def test_logits_that_are_not_numbers_name_their_request(params, make_checkpoint):
-    llm = LLM(make_checkpoint("llama")[0], num_blocks=20)
+def test_logits_that_are_not_numbers_name_their_request(params, overlap, make_checkpoint):
+    llm = LLM(make_checkpoint("llama")[0], num_blocks=20, overlap=overlap)
     expected = llm.generate([1, 2, 3], params)
     weight = llm.model.model.layers[0].mlp.down_proj.weight
     sound = weight[0, 0].item()

@@ -36,9 +36,16 @@ def expected():
     return tokens(LLM(CONFIG, device="cpu", attention_backend="torch", **OPTIONS), 12)
 
 
+OVERLAP = pytest.mark.parametrize("overlap", [False, None], ids=["", "overlap"])
+
+
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
-def test_graphs_decode_as_the_cpu_does_with_one_wait_a_step(preemption, expected, fake_gpu):
-    llm = LLM(CONFIG, num_blocks=9, max_model_len=32, preemption=preemption, **OPTIONS)
+@OVERLAP
+def test_graphs_decode_as_the_cpu_does_with_one_wait_a_step(
+    overlap, preemption, expected, fake_gpu
+):
+    options = {"num_blocks": 9, "max_model_len": 32, "preemption": preemption, **OPTIONS}
+    llm = LLM(CONFIG, overlap=overlap, **options)
     assert llm.device == torch.device("cuda", 0)
     steps, step = [], llm.engine.runner.run
     llm.engine.runner.run = lambda *args: steps.append(1) or step(*args)
@@ -51,6 +58,50 @@ def test_graphs_decode_as_the_cpu_does_with_one_wait_a_step(preemption, expected
     assert (swapped > 0) == (preemption == "swap")
     assert fake_gpu.waits - waits == len(steps), "only for the sampled tokens"
     assert len(steps) > fake_gpu.replays - replays >= 11
+
+
+SAMPLED = [
+    SamplingParams(seed=1, max_tokens=6, ignore_eos=True),
+    SamplingParams(seed=2, temperature=0.7, min_p=0.02, max_tokens=6, ignore_eos=True),
+    SamplingParams(seed=3, top_k=20, top_p=0.9, max_tokens=6, ignore_eos=True),
+]
+
+
+@OVERLAP
+@pytest.mark.parametrize("params", SAMPLED, ids=["plain", "min_p", "top_k and top_p"])
+def test_seeded_requests_draw_what_they_draw_on_the_cpu(params, overlap, fake_gpu):
+    prompts = [*PROMPTS, [9] * 7]
+    on_cpu = LLM(CONFIG, device="cpu", attention_backend="torch", **OPTIONS)
+    expected = [output.outputs[0].token_ids for output in on_cpu.generate(prompts, params)]
+    llm = LLM(CONFIG, num_blocks=20, max_model_len=32, overlap=overlap, **OPTIONS)
+    steps, step = [], llm.engine.runner.run
+    llm.engine.runner.run = lambda *args: steps.append(1) or step(*args)
+    waits = fake_gpu.waits
+    outputs = llm.generate(prompts, params)
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert fake_gpu.waits - waits == len(steps)
+
+
+def test_a_step_is_launched_before_the_tokens_of_the_last_are_waited_for(fake_gpu):
+    llm = LLM(CONFIG, num_blocks=20, max_model_len=32, **OPTIONS)
+    engine, waits = llm.engine, []
+    run = engine.runner.run
+
+    def counted(*args):
+        before = fake_gpu.waits
+        logits = run(*args)
+        waits.append((before, fake_gpu.waits))
+        return logits
+
+    engine.runner.run = counted
+    for prompt in PROMPTS:
+        engine.add(prompt, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
+    start = fake_gpu.waits
+    told = [len(engine.step()[0]) for _ in range(7)]
+    assert not engine.has_unfinished
+    assert told == [0, 2, 2, 2, 2, 2, 2]
+    # The step of index i begins when i - 1 waits have been made: the tokens of the last are unread.
+    assert waits == [(start + max(0, i - 1),) * 2 for i in range(6)]
 
 
 def test_the_cache_fills_the_share_of_memory_that_the_largest_batch_leaves(fake_gpu):

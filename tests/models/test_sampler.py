@@ -107,12 +107,27 @@ def test_a_seeded_row_ignores_its_neighbours(params):
         assert tokens[2] == tokens[5] == alone
 
 
+def test_kernels_draw_what_the_reference_draws():
+    """Each row of every kind, alone and in company of all others."""
+    kinds = [params for params, _ in DISTRIBUTIONS.values()]
+    kinds += [SamplingParams(temperature=0.0), SamplingParams(min_p=0.1, temperature=2.0)]
+    logits = torch.randn(len(kinds), 700, generator=torch.Generator().manual_seed(2)) * 2
+    seeds = [noise_seed(3, 0, row) for row in range(len(kinds))]
+    by_kernels = Sampler(CPU, 0, use_kernels=True)(logits, kinds, seeds)
+    assert torch.equal(by_kernels, Sampler(CPU, 0)(logits, kinds, seeds))
+    alone = [
+        sample(logits[row : row + 1], [params], seeds[row : row + 1])
+        for row, params in enumerate(kinds)
+    ]
+    assert torch.equal(torch.cat(alone), by_kernels)
+
+
 def test_noise_seeds_differ_by_seed_sample_and_position():
     seeds = {
         noise_seed(s, n, p) for s in (0, 1, 2**40, 2**40 + 1) for n in range(10) for p in range(50)
     }
     assert len(seeds) == 4 * 10 * 50
-    assert all(0 <= seed < 2**32 for seed in seeds)
+    assert all(0 <= seed < 2**63 for seed in seeds)
 
 
 def test_greedy_takes_the_most_likely_token_in_any_company():

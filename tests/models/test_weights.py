@@ -205,6 +205,12 @@ def test_many_missing_tensors_are_counted(folder):
         load_weights(empty_model(folder), folder)
 
 
+def test_five_missing_tensors_are_all_named(folder):
+    rewrite(folder, lambda tensors: [tensors.pop(n) for n in sorted(tensors)[-5:]])
+    with pytest.raises(WeightsError, match=r"missing tensors: (\S+, ){4}\S+$"):
+        load_weights(empty_model(folder), folder)
+
+
 def test_a_folder_without_weights(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(WeightsError, match=r"no weights: .*pytorch_model\.bin: convert it"):

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from symbolic_engine import GREEDY, assert_idle, make_engine, prompt, serve
 
-from cache import MANAGERS, POLICIES, UnsupportedByDesign
+from cache import MANAGERS, POLICIES, Sequence, UnsupportedByDesign
+from cache.hashing import BlockHasher
 from cache.serving.request import FinishReason
 from cache.serving.sampling_params import SamplingParams
 
@@ -32,10 +33,11 @@ def alone(length: int, seed: int, params: SamplingParams):
     return serve(engine)[0]
 
 
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("num_host_blocks", [0, 100, 3], ids=["recompute", "swap", "little_swap"])
 @pytest.mark.parametrize(("block_size", "budget"), [(1, 10), (4, 64), (4, 6), (7, 11)])
 @pytest.mark.parametrize("manager", sorted(MANAGERS))
-def test_scarce_memory_changes_no_output(manager, block_size, budget, num_host_blocks):
+def test_scarce_memory_changes_no_output(manager, block_size, budget, num_host_blocks, overlap):
     """Greedy requests, parallel samples and beams, chunked and preempted in every design."""
     if manager not in CHUNKED:
         budget = 64
@@ -45,6 +47,7 @@ def test_scarce_memory_changes_no_output(manager, block_size, budget, num_host_b
         block_size,
         num_host_blocks=num_host_blocks,
         max_num_batched_tokens=budget,
+        overlap=overlap,
     )
     shared = prompt(17)
     greedy = [shared, prompt(5, 1), [*shared[:12], 1, 2], prompt(20, 2), shared, prompt(1, 3)]
@@ -356,6 +359,132 @@ def test_beam_search_needs_a_manager_that_forks():
         make_engine("paged").add([1], SamplingParams(beam_width=2))
 
 
+def test_a_step_is_launched_before_the_tokens_of_the_last_are_read():
+    engine, read = make_engine(overlap=True), []
+    engine.add(prompt(6), SamplingParams(temperature=0, max_tokens=5))
+    expected, told = engine.runner.greedy(prompt(6), 5), []
+    run = engine.runner.run
+
+    def spy(step, manager):
+        read.append(step.drawn and step.drawn.is_read)
+        return run(step, manager)
+
+    engine.runner.run = spy
+    while engine.has_unfinished:
+        told.append([output.token_id for output in engine.step()[0]])
+    assert read == [None, False, False, False, False]
+    assert told == [[], *[[token] for token in expected]]
+    assert_idle(engine)
+
+
+def test_a_stop_token_costs_a_token_too_many_which_is_found_in_the_cache():
+    """Its K/V are those of the stop token, and fill a block: a prompt that goes on there hits."""
+    tokens = prompt(5)
+    output = make_engine().runner.greedy(tokens, 30)
+    count = next(
+        n for n in range(3, 30) if (5 + n) % 4 == 0 and output[n - 1] not in output[: n - 1]
+    )
+    stop = SamplingParams(temperature=0, max_tokens=30, stop_token_ids={output[count - 1]})
+    hits = {}
+    for overlap in (False, True):
+        engine = make_engine(overlap=overlap)
+        engine.add(tokens, stop)
+        [[completion]] = serve(engine).values()
+        assert completion.token_ids == output[:count]
+        assert completion.finish_reason is FinishReason.STOP
+        computed = sum(step.num_tokens for step in engine.runner.steps)
+        assert computed == 5 + count - 1 + overlap
+        request = engine.requests[engine.add([*tokens, *output[:count], 1], GREEDY)]
+        [[after]] = serve(engine).values()
+        assert after.token_ids == engine.runner.greedy([*tokens, *output[:count], 1], 12)
+        hits[overlap] = request.stats.num_cached_tokens
+    assert hits == {False: 5 + count - 4, True: 5 + count}
+
+
+def assert_hashes_are_of_known_tokens(seqs):
+    for seq in seqs:
+        known = seq.token_ids[: seq.num_tokens - seq.num_unknown_tokens]
+        for name, chain in seq.hash_chains.items():
+            expected = BlockHasher(*name).block_hashes(Sequence(0, known))
+            assert chain == expected[: len(chain)]
+
+
+@pytest.mark.parametrize("manager", sorted(MANAGERS))
+def test_no_hash_is_made_of_a_token_that_is_not_known(manager):
+    """Also where a preemption has the design look at a sequence between two blocks."""
+    engine, unknown = make_engine(manager, 12, 4, overlap=True), 0
+    for seed in range(8):
+        engine.add(prompt(3 + seed, seed), SamplingParams(temperature=0, max_tokens=16))
+    while engine.has_unfinished:
+        engine.step()
+        seqs = [seq for request in engine.requests.values() for seq in request.sequences]
+        unknown += sum(seq.num_unknown_tokens for seq in seqs)
+        assert_hashes_are_of_known_tokens(seqs)
+    assert unknown > 20
+    preempted = sum(len(step.preempted) for step in engine.runner.steps)
+    assert preempted > 5 or manager == "contiguous"
+
+
+READERS = {
+    "parallel sampling": {"n": 2, "seed": 1},
+    "beam search": {"beam_width": 2},
+    "logprobs": {"logprobs": 1},
+    "a penalty": {"presence_penalty": 0.5},
+    "least tokens": {"min_tokens": 2},
+    "a stop string": {"stop": "x"},
+}
+
+
+@pytest.mark.parametrize("options", READERS.values(), ids=READERS)
+def test_what_reads_tokens_is_read_at_once(options):
+    params = SamplingParams(max_tokens=4, ignore_eos=True, **options)
+    assert params.reads_tokens
+    assert not GREEDY.reads_tokens
+    engine = make_engine(overlap=True)
+    engine.text_of, engine.sampler.logprobs = str, lambda logits, row, token, count: {token: 0.0}
+    first = engine.add(prompt(9), GREEDY)
+    engine.step()
+    engine.add(prompt(6, 1), params)
+    counts = Counter()
+    for _ in range(4):
+        outputs, _ = engine.step()
+        counts.update(output.request_id for output in outputs)
+        unread = [seq for seq in engine.scheduler.running if seq.num_unknown_tokens]
+        assert not unread or params.beam_width
+    assert counts[first] == 5 - (params.beam_width is not None)
+    done = serve(engine)
+    assert done[first][0].token_ids == engine.runner.greedy(prompt(9), 12)
+    assert_idle(engine)
+
+
+def test_an_aborted_request_keeps_the_tokens_that_were_read():
+    engine = make_engine(overlap=True)
+    aborted, other = engine.add(prompt(7), GREEDY), engine.add(prompt(6, 1), GREEDY)
+    for _ in range(4):
+        engine.step()
+    request = engine.abort(aborted)
+    [output] = engine.completions(request)
+    assert output.token_ids == engine.runner.greedy(prompt(7), 3)
+    engine.manager.check_invariants()
+    assert serve(engine)[other][0].token_ids == engine.runner.greedy(prompt(6, 1), 12)
+    again = engine.add([*prompt(7), *output.token_ids, 2, 3, 4], GREEDY)
+    prompt_again = engine.requests[again].prompt_token_ids
+    assert serve(engine)[again][0].token_ids == engine.runner.greedy(prompt_again, 12)
+    assert_idle(engine)
+
+
+def test_a_request_that_is_restarted_has_only_tokens_that_were_read():
+    engine = make_engine(overlap=True)
+    engine.add(prompt(7), GREEDY)
+    for _ in range(4):
+        engine.step()
+    [request] = engine.restart(make_engine().scheduler)
+    [output] = engine.completions(request)
+    assert output.token_ids == engine.runner.greedy(prompt(7), 3)
+    again = engine.add(prompt(7), GREEDY)
+    assert serve(engine)[again][0].token_ids == engine.runner.greedy(prompt(7), 12)
+
+
 class EngineMachine(RuleBasedStateMachine):
     """Requests come, go and are cancelled at random; memory is scarce."""
 
@@ -368,10 +497,11 @@ class EngineMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         prefill_first=st.booleans(),
         partial=st.booleans(),
+        overlap=st.booleans(),
     )
     def start(
         self, manager, block_size, num_host_blocks, budget, max_num_seqs, caching,
-        prefill_first, partial,
+        prefill_first, partial, overlap,
     ):  # fmt: skip
         num_blocks = -(-40 // block_size)
         options = {"partial_block_reuse": partial} if manager == "vllm_v1" and caching else {}
@@ -387,6 +517,7 @@ class EngineMachine(RuleBasedStateMachine):
             enable_prefix_caching=caching,
             prefill_first=prefill_first,
             eos=frozenset({0}),
+            overlap=overlap,
             **options,
         )
         self.forks = manager in FORKING
@@ -435,15 +566,24 @@ class EngineMachine(RuleBasedStateMachine):
 
     def check_step(self):
         """A step keeps its budgets and serves the oldest request, or brings beams of it back."""
-        oldest = min(self.engine.requests, default=None)
+        oldest, num_steps = min(self.engine.requests, default=None), len(self.engine.runner.steps)
         _, finished = self.engine.step()
-        [*_, step] = self.engine.runner.steps
-        scheduler = self.engine.scheduler
+        if len(self.engine.runner.steps) > num_steps:
+            self.check_computed(oldest)
+        else:
+            assert finished or oldest is None, "it read what ended all requests"
+        self.check_finished(finished)
+
+    def check_computed(self, oldest):
+        scheduler, step = self.engine.scheduler, self.engine.runner.steps[-1]
         assert step.num_tokens <= scheduler.max_num_batched_tokens
         assert len(step.sequences) <= scheduler.max_num_seqs
         served = {seq.request.request_id for seq in (*step.sequences, *step.admitted)}
-        assert oldest is None or oldest in served or scheduler.prefill_first
+        waits = scheduler.prefill_first or self.engine.overlap  # for its last token to be read
+        assert oldest is None or oldest in served or waits
         self.preemptions.update(seq.request.request_id for seq in step.preempted)
+
+    def check_finished(self, finished):
         for request in finished:
             outputs = self.engine.completions(request)
             self.check_statistics(request, outputs)
@@ -479,6 +619,7 @@ class EngineMachine(RuleBasedStateMachine):
         orders = [seq.order for seq in running]
         assert orders == sorted(orders)
         assert [seq.order for seq in waiting] == sorted(seq.order for seq in waiting)
+        assert_hashes_are_of_known_tokens(in_line)
         held = sum(len(seq.host_blocks) for seq in in_line)
         assert held + engine.scheduler.num_free_host_blocks == len(engine.runner.host_blocks)
 

@@ -36,5 +36,5 @@ def test_the_figure_shows_both_turns_of_each_engine(drawn):
     )  # fmt: skip
     engine_throughput.plot(table, Path())
     (axis,) = drawn["engine_throughput"].axes
-    assert [len(bars) for bars in axis.containers] == [4, 4]
+    assert [len(bars) for bars in axis.containers] == [5, 5]
     assert engine_throughput.plot(table.assign(seconds=float("nan")), Path()) == []

@@ -252,10 +252,10 @@ class TestControlFlow:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("tcgen05.wait::ld.sync.aligned;", "tcgen05.wait::ld.sync.aligned"),
-        ("tcgen05.mma.cta_group::1.kind::f16 [ %r1 + 0 ], %d1, %d2, %r2, %p1;", "tcgen05.mma"),
-        ("tcgen05.st.sync.aligned.32x32b.x2.b32 [%r1 + 0], {%r2, %r3};", "tcgen05.st"),
-        ("mbarrier.try_wait.parity.shared.b64 %p1, [%r1 + %r2], 0;", "mbarrier.try_wait"),
+        ("tcgen05.mma.cta_group::2.kind::f16 [ %r1 + 0 ], %d1, %d2, %r2, %p1;", "tcgen05.mma"),
+        ("tcgen05.ld.sync.aligned.16x64b.x1.b32 {%r2}, [%r1 + 0];", "tcgen05.ld"),
+        ("tcgen05.st.sync.aligned.32x32b.x2.b32 [%r1 + 0], {%r2};", "the operands do not fit"),
+        ("mbarrier.arrive.shared.b64 %d1, [%r1];", "mbarrier.arrive"),
         ("atom.global.add.u32 %r1, [%d0], 1;", "atom.global.add.u32"),
         ("add.sat.s32 %r1, %r0, 1;", ".sat is not known"),
         ("mov.u32 %r1, %clock;", "special register %clock"),

@@ -255,6 +255,26 @@ def test_conversion_to_narrower_floats(compute, opcode):
 
 
 @pytest.mark.parametrize(
+    ("kind", "dtype", "one"), [("f16", torch.float16, 0x3C00), ("bf16", torch.bfloat16, 0x3F80)]
+)
+def test_narrow_and_wide_floats_together(compute, kind, dtype, one):
+    """a (+ or -, or times 1 +) b, as f32, of a narrow a."""
+    a, b = torch.randn(2, 64, generator=torch.Generator().manual_seed(0))
+    a = a.to(dtype)
+    words = [
+        [x & 0xFFFFFFFF for x in t.tolist()] for t in (a.view(torch.int16), b.view(torch.int32))
+    ]
+    pairs = [(low & 0xFFFF, word) for low, word in zip(*words, strict=True)]
+    for text, expected in (
+        (f"add.rn.f32.{kind} %r4, %h1, %r2;", a.float() + b),
+        (f"sub.rn.f32.{kind} %r4, %h1, %r2;", a.float() - b),
+        (f"mov.b16 %h2, {one}; fma.rn.f32.{kind} %r4, %h1, %h2, %r2;", a.float() + b),
+    ):
+        got = compute("cvt.u16.u32 %h1, %r1;" + text, pairs)
+        assert [signed(word) for word in got] == expected.view(torch.int32).tolist()
+
+
+@pytest.mark.parametrize(
     ("kind", "dtype"), [("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)]
 )
 def test_fp8_both_ways(compute, kind, dtype):

@@ -19,6 +19,20 @@ the table. Triton 3.7.1, mutants: faults + wrong results of all:
     proxy fence removed                                                2+0/4
     wgmma fence removed                                                3+0/4
     wgmma wait removed                                                 4+0/4
+
+                             sm_100
+                       store  decode  prefill  merge
+    barrier removed            5+0/6   5+0/6
+    copy wait weakened         4+0/5   6+0/6
+    copy mask dropped          0+0/6   1+0/6
+    load mask dropped   6+0/6  1+2/6   4+0/5    6+0/6
+    store mask dropped  6+0/6  1+0/1   4+0/4    5+0/5
+    mask off by one     1+0/4  2+2/6   0+1/6    2+0/5
+    shared offset              1+4/6   3+3/6
+    proxy fence removed                4+0/6
+    mbarrier wait removed              6+0/6
+    commit removed                     6+0/6
+    tensor wait removed                4+0/6
 """
 
 from __future__ import annotations
@@ -60,6 +74,9 @@ MUTATIONS = {
     "proxy fence removed": (r"^\s*fence\.proxy\.async\S*;$", ""),
     "wgmma fence removed": (r"^\s*wgmma\.fence\S*;$", ""),
     "wgmma wait removed": (r"^\s*wgmma\.wait_group\S*\s+0;$", ""),
+    "mbarrier wait removed": (r"^(\s*)@!complete bra\.uni waitLoop;$", ""),
+    "commit removed": (r"^\s*@%p\d+ tcgen05\.commit\S* .*;$", ""),
+    "tensor wait removed": (r"^\s*tcgen05\.wait::(ld|st)\S*;$", ""),
 }
 # Of each mutation, the least part that is caught, over all kernels below. A dropped copy mask only
 # fetches a tile ahead that nobody uses, from block 0 where ids are masked: a fault only where the
@@ -74,6 +91,9 @@ LEAST_CAUGHT = {
     "proxy fence removed": 0.4,
     "wgmma fence removed": 0.6,
     "wgmma wait removed": 1.0,
+    "mbarrier wait removed": 1.0,
+    "commit removed": 1.0,
+    "tensor wait removed": 0.6,
 }
 MOST_OF_A_KIND = 6
 

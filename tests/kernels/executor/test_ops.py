@@ -19,6 +19,7 @@ from kernels import (
     paged_prefill_attention,
     reference,
     rope_store_kvcache,
+    sample_tokens,
     shared_prefix_decode_attention,
     slot_mapping_from_positions,
     store_kvcache,
@@ -187,6 +188,16 @@ def test_slot_mapping():
     assert torch.equal(slot_mapping_from_positions(*args), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_sample_tokens(dtype):
+    logits = random(3, 2600, dtype=dtype)
+    drawn = torch.tensor([0.0, 1.0, 0.5]), torch.tensor([1, -2, 2**62])
+    min_ps = {"min_ps": torch.tensor([0.0, 0.1, 0.0])}
+    for args, options in (((), {}), (drawn, {}), (drawn, min_ps)):
+        expected = reference.sample_tokens(logits, *args, **options)
+        assert torch.equal(sample_tokens(logits, *args, **options), expected)
+
+
 SPLIT = {"num_splits": 2, "return_lse": True}
 ATTENTION = [  # those that split are launched for shared prefixes too, and compiled once
     ("fp16", torch.float16, None, {}),
@@ -264,5 +275,21 @@ def test_the_same_seed_gives_the_same_execution(request):
         assert len(execution.launches) == 1
         records.append(execution.launches[0].warp_instructions)
     assert records[0] == records[1] == records[2]
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
+
+
+def test_the_order_of_warps_changes_no_prefill(request):
+    """Nor is anything found in another one: on sm_90 and sm_100 products are in flight."""
+    from kernels.executor import execute_ptx
+
+    batch = random_paged_batch(
+        [270, 9], query_lens=[33, 1], block_size=16, dtype=torch.float16, **SHAPE
+    )
+    outs = []
+    for seed in (None, 0, 1):
+        architecture = request.config.getoption("--executor").removeprefix("ptx-")
+        with execute_ptx(architecture, seed=seed):
+            outs.append(paged_prefill_attention(*batch.prefill_args, max_seqlen_q=33))
     assert torch.equal(outs[0], outs[1])
     assert torch.equal(outs[0], outs[2])

@@ -9,7 +9,7 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
 def test_every_op_dtype_and_feature(architecture, run_without_interpreter):
     tests = str(Path(__file__).with_name("test_ops.py"))
     options = ["-q", "-p", "no:randomly", "-p", "no:cacheprovider", "--timeout", "600"]

@@ -58,6 +58,7 @@ def test_what_pytorch_writes_is_no_longer_fresh():
         for tensor in tensors:
             tensor[3] = 1.0
         assert not any(fresh.unwritten(tensor) for tensor in tensors)
+        assert not any(fresh.unwritten(tensor.data) for tensor in tensors)
         assert not fresh.unwritten(torch.zeros(32))
     assert not FreshMemory().unwritten(torch.empty(32))
 

@@ -1,0 +1,124 @@
+"""mbarrier: counters of arrivals in shared memory (PTX ISA 9.7.13.15).
+
+A phase ends when as many have arrived as the barrier was made for; then the next begins. Those that
+arrive here are tcgen05.commit, whose products may take any time: they arrive when somebody asks for
+the second time. Between the making or the removal of an mbarrier and what others do with it there
+must be a barrier of threads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kernels.executor.faults import FaultKind
+from kernels.executor.operands import Step, Translation, Unsupported, instruction
+from kernels.executor.tensor_memory import Product
+
+_BYTES = 8
+
+
+@dataclass
+class MBarrier:
+    """One mbarrier of a program."""
+
+    expected: int
+    parity: int = 0
+    """Of the phase that has not ended."""
+    arrivals: list[list[Product]] = field(default_factory=list)
+    """What those that will arrive wait for."""
+    asked: bool = False
+    """Since the last phase ended, while only products had still to arrive."""
+
+    def ended(self, phase: int, batch) -> bool:
+        """Whether a phase of this parity has ended. The first who asks while only products have
+        still to arrive hears that it has not: who does not ask again has not waited."""
+        if self.parity == phase and len(self.arrivals) >= self.expected:
+            if self.asked:
+                for products in self.arrivals[: self.expected]:
+                    batch.tensor_memory.complete(products)
+                del self.arrivals[: self.expected]
+                self.parity = 1 - self.parity
+            self.asked = not self.asked
+        return self.parity != phase
+
+
+def touch(batch, addresses: np.ndarray, mask: np.ndarray) -> None:
+    """The masked threads use mbarriers that others made. Raises Fault if they did so since the last
+    barrier."""
+    batch.shared.load(batch, addresses, mask, _BYTES)
+
+
+def find(batch, address: int, thread: int) -> MBarrier:
+    """The mbarrier at an address, for a thread. Raises Fault if there is none."""
+    found = batch.mbarriers.get((thread // batch.threads_per_program, address))
+    if found is None:
+        detail = f"no mbarrier at {address:#x} of shared memory"
+        raise batch.fault(FaultKind.BARRIER, detail, thread, address=address)
+    return found
+
+
+@instruction("mbarrier")
+def _mbarrier(translation: Translation) -> Step:
+    opcode = translation.instruction.opcode.replace("shared::cta", "shared")
+    forms = {
+        "mbarrier.init.shared.b64": _init,
+        "mbarrier.inval.shared.b64": _inval,
+        "mbarrier.try_wait.parity.shared.b64": _try_wait,
+    }
+    if opcode not in forms:
+        raise Unsupported("this form of mbarrier is not known")
+    return forms[opcode](translation)
+
+
+def _init(translation: Translation) -> Step:
+    place, count = translation.operands
+    address, read = translation.address(place), translation.read(count, "u32")
+
+    def init(batch, mask):
+        mask, addresses, counts = batch.every(mask), address(batch), batch.full(read(batch))
+        batch.shared.store(batch, addresses, mask, np.zeros((len(mask), _BYTES), np.uint8))
+        for thread in np.flatnonzero(mask):
+            key = int(thread) // batch.threads_per_program, int(addresses[thread])
+            batch.mbarriers[key] = MBarrier(int(counts[thread]))
+
+    return init
+
+
+def _inval(translation: Translation) -> Step:
+    address = translation.address(translation.operands[0])
+
+    def inval(batch, mask):
+        mask, addresses = batch.every(mask), address(batch)
+        batch.shared.store(batch, addresses, mask, np.zeros((len(mask), _BYTES), np.uint8))
+        for thread in map(int, np.flatnonzero(mask)):
+            find(batch, int(addresses[thread]), thread)
+            del batch.mbarriers[thread // batch.threads_per_program, int(addresses[thread])]
+
+    return inval
+
+
+def _try_wait(translation: Translation) -> Step:
+    """Whether the phase of the parity has ended, or the one before it has that parity."""
+    target, place, parity = translation.operands
+    write, address = translation.write(target, "pred"), translation.address(place)
+    read = translation.read(parity, "u32")
+
+    def try_wait(batch, mask):
+        active, addresses, parities = batch.every(mask), address(batch), batch.full(read(batch))
+        touch(batch, addresses, active)
+        ended = np.zeros(batch.num_threads, np.bool_)
+        for first in range(0, batch.num_threads, batch.threads_per_program):
+            threads = first + np.flatnonzero(active[first : first + batch.threads_per_program])
+            asked = np.stack([addresses[threads], parities[threads].astype(np.uint64)], 1)
+            for at, phase in np.unique(asked, axis=0).tolist():
+                same = (asked == (at, phase)).all(1)
+                barrier = find(batch, at, int(threads[same][0]))
+                ended[threads[same]] = done = barrier.ended(phase, batch)
+                if not (done or barrier.asked or batch.others_can_go_on(threads)):
+                    thread, detail = int(threads[same][0]), "nobody can arrive at the mbarrier"
+                    raise batch.fault(FaultKind.ENDLESS, detail, thread, address=at)
+        write(batch, mask, ended)
+
+    return try_wait

@@ -1,0 +1,197 @@
+"""Tensor memory of the programs of a batch, and the products in flight to and from it.
+
+128 lanes of 512 columns of 32 bits (PTX ISA 9.7.16.1); an address has its lane in bits 16-31 and
+its column in bits 0-15. Only columns that tcgen05.alloc gave may be accessed. A warp reaches lanes
+32 w to 32 w + 31, w being its number modulo four. What nothing wrote is NaN: Triton loads such
+cells, and uses none of them, where it has pipelined a loop of no iterations.
+
+tcgen05.ld and tcgen05.st run until their wait: before, registers of a load may not be read, and the
+cells of either not be touched. Loads and stores of several warps, and products, follow one another
+by barriers, as accesses to shared memory do. Products of a thread run in the order of their issue
+until somebody has waited for the mbarrier that a tcgen05.commit named. They are computed when they
+are issued; until that wait nobody may touch what they write or overwrite what they read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kernels.executor.faults import FaultKind
+from kernels.executor.matrix_queue import InFlight
+
+LANES, COLUMNS = 128, 512
+_NOTHING = np.uint32(0xFFFFFFFF)
+_BUSY = "a tcgen05.mma may still use it"
+_MOVING = "a tcgen05.ld or tcgen05.st has not been waited for"
+_RACED = "another warp accessed it since the last barrier"
+
+
+@dataclass(eq=False)
+class Product:
+    """A tcgen05.mma in flight."""
+
+    program: int
+    thread: int
+    written: np.ndarray  # cells
+    read: np.ndarray
+    operands: list[np.ndarray]  # bytes of shared memory
+
+
+@dataclass
+class _Move:
+    """A tcgen05.ld or tcgen05.st."""
+
+    threads: np.ndarray
+    cells: np.ndarray  # [threads, registers]
+    registers: list[int]  # of a load
+    pending: np.ndarray  # which of the threads have not waited for it
+
+
+class TensorMemory:
+    """Tensor memory of the programs of a batch; a cell is its place in all of it."""
+
+    def __init__(self, batch):
+        self._batch = batch
+        cells = batch.num_programs * LANES * COLUMNS
+        self.data = np.full(cells, _NOTHING)
+        self._allocated = np.zeros((batch.num_programs, COLUMNS), np.bool_)
+        self._write_epoch, self._read_epoch = np.full((2, cells), -1, np.int32)
+        self._writer, self._reader = np.zeros((2, cells), np.int16)
+        # How many of each use a cell and have not been waited for.
+        self._loads, self._stores, self._results, self._inputs = np.zeros((4, cells), np.int16)
+        self._moves: list[_Move] = []
+        self.products: list[Product] = []
+
+    def cells(self, threads: np.ndarray, lanes: np.ndarray, columns: np.ndarray) -> np.ndarray:
+        """Cells [threads, any number] of the threads' programs, by lanes and columns that broadcast
+        to this shape. Raises Fault for columns that are not allocated."""
+        programs = threads[:, None] // self._batch.threads_per_program
+        programs, lanes, columns = np.broadcast_arrays(programs, lanes, columns)
+        known = (lanes < LANES) & (columns < COLUMNS)
+        known[known] = self._allocated[programs[known], columns[known]]
+        if not known.all():
+            row, number = np.argwhere(~known)[0]
+            self._fail(
+                FaultKind.OUT_OF_BOUNDS,
+                "the column is not allocated",
+                threads[row],
+                lanes[row, number],
+                columns[row, number],
+            )
+        return (programs * LANES + lanes) * COLUMNS + columns
+
+    def check(self, cells: np.ndarray, threads: np.ndarray, *, write: bool, product: bool) -> None:
+        """Raise Fault unless the threads may access cells [threads, any number] now.
+
+        product: as a product does, which need not wait for others."""
+        warps, epochs = threads[:, None] // 32, self._epochs(threads)
+        raced = (self._write_epoch[cells] == epochs) & (self._writer[cells] != warps)
+        moving, busy = self._stores[cells], self._results[cells]
+        if write:
+            raced |= (self._read_epoch[cells] == epochs) & (self._reader[cells] != warps)
+            moving, busy = moving + self._loads[cells], busy + self._inputs[cells]
+        for wrong, kind, why in (
+            ((busy > 0) & (not product), FaultKind.MATRIX_IN_FLIGHT, _BUSY),
+            (moving > 0, FaultKind.COPY_IN_FLIGHT, _MOVING),
+            (raced, FaultKind.TENSOR_RACE, _RACED),
+        ):
+            if wrong.any():
+                row, number = np.argwhere(wrong)[0]
+                lane, column = divmod(int(cells[row, number]) % (LANES * COLUMNS), COLUMNS)
+                self._fail(kind, why, threads[row], lane, column)
+
+    def _fail(self, kind: FaultKind, why: str, thread, lane, column) -> None:
+        detail = f"tensor memory, lane {lane}, column {column}: {why}"
+        address = int(lane) << 16 | int(column)
+        raise self._batch.fault(kind, detail, int(thread), address=address)
+
+    def _epochs(self, threads: np.ndarray) -> np.ndarray:
+        """Barriers that the threads' programs have passed, [threads, 1]."""
+        return self._batch.shared.epochs[threads // self._batch.threads_per_program][:, None]
+
+    # -- moves from and to registers
+
+    def load(self, threads: np.ndarray, cells: np.ndarray, registers: list[int]) -> None:
+        """The threads load cells, [threads, registers], into registers."""
+        self.check(cells, threads, write=False, product=False)
+        warps, epochs = threads[:, None] // 32, self._epochs(threads)
+        others = (self._read_epoch[cells] == epochs) & (self._reader[cells] != warps)
+        self._read_epoch[cells], self._reader[cells] = epochs, np.where(others, -1, warps)
+        self._loads[cells] += 1
+        self._moves.append(_Move(threads, cells, registers, np.ones(len(threads), np.bool_)))
+        held = self._batch.registers
+        for index, column in zip(registers, cells.T, strict=True):
+            waiting = np.zeros(self._batch.num_threads, np.bool_)
+            if isinstance(held[index], InFlight):
+                waiting |= held[index].threads
+            waiting[threads] = True
+            loaded = self._batch.products.accumulator(index).copy()
+            loaded[threads] = self.data[column]
+            held[index] = InFlight(self._batch, loaded, waiting, FaultKind.COPY_IN_FLIGHT)
+
+    def store(self, threads: np.ndarray, cells: np.ndarray, values: np.ndarray) -> None:
+        """The threads store values to cells, both [threads, registers]."""
+        self.check(cells, threads, write=True, product=False)
+        self._write_epoch[cells], self._writer[cells] = (
+            self._epochs(threads),
+            threads[:, None] // 32,
+        )
+        self._stores[cells] += 1
+        self._moves.append(_Move(threads, cells, [], np.ones(len(threads), np.bool_)))
+        self.data[cells] = values
+
+    def wait(self, mask: np.ndarray, loads: bool) -> None:
+        """Let the loads, or else the stores, of the masked threads end."""
+        for move in self._moves:
+            if loads != bool(move.registers):
+                continue
+            ending = move.pending & mask[move.threads]
+            (self._loads if loads else self._stores)[move.cells[ending]] -= 1
+            move.pending &= ~ending
+            for index in move.registers:
+                held = self._batch.registers[index]
+                if isinstance(held, InFlight):
+                    held.threads = held.threads & ~mask
+                    if not held.threads.any():
+                        self._batch.registers[index] = held.array
+        self._moves = [move for move in self._moves if move.pending.any()]
+
+    # -- products
+
+    def issue(self, product: Product) -> None:
+        """A product begins, whose result the cells have already."""
+        self._inputs[product.read] += 1
+        self._results[product.written] += 1
+        self.products.append(product)
+
+    def complete(self, products: list[Product]) -> None:
+        """Somebody has waited for the products."""
+        for product in products:
+            if product in self.products:
+                self.products.remove(product)
+                self._inputs[product.read] -= 1
+                self._results[product.written] -= 1
+                self._write_epoch[product.written] = -1
+                for offsets in product.operands:
+                    self._batch.shared.give_back(product.program, offsets, until_barrier=False)
+
+    # -- columns
+
+    def allocate(self, program: int, count: int) -> int | None:
+        """The first column of `count` free ones, now allocated; None if there are none."""
+        free = ~self._allocated[program].reshape(-1, count).any(1)
+        if not free.any():
+            return None
+        first = count * int(np.argmax(free))
+        self._allocated[program, first : first + count] = True
+        return first
+
+    def release(self, thread: int, first: int, count: int) -> None:
+        """tcgen05.dealloc. Raises Fault for columns that are not allocated, or in use."""
+        columns, threads = np.arange(first, first + count), np.array([thread])
+        cells = self.cells(threads, np.arange(LANES)[:, None], columns[None]).reshape(1, -1)
+        self.check(cells, threads, write=True, product=False)
+        self._allocated[thread // self._batch.threads_per_program, columns] = False
+        self.data[cells] = _NOTHING

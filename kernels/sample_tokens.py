@@ -1,0 +1,283 @@
+"""Next tokens from logits by the Gumbel-max trick (Gumbel, 1954; Maddison et al., 2014).
+
+    token = argmax_v (logits_v + temperature * G_v)    with G_v = -log(-log(U_v)), U_v uniform
+
+is a draw from softmax(logits / temperature), and at temperature 0 the likeliest token. It needs no
+normalisation and no sum over the vocabulary, so programs take parts of a row and what they find is
+merged by comparisons alone, in whatever order.
+
+Noise comes of Philox-4x32-10 (Salmon et al., 2011), keyed by the seed of the row: the token v takes
+word (v // S) % 4 at counter v // (4 S) * S + v % S, with S = NOISE_SPAN. So it depends on the seed
+and on v alone. A word x stands for the exponential variable -log(1 - w), w = (x + 1/2) / 2^32,
+which is exact to 5e-7 of itself down to the least, so that the likely end of G is as fine as 32
+bits make it: G lies in [-3.14, 22.88].
+
+Logarithms are polynomials, and no product is fused with a sum: these are the same IEEE operations
+on every machine, so the kernel, Triton's interpreter and the reference agree on every token.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.checks import FLOAT_DTYPES, check_tensor
+from kernels.primitives import LN_2
+from kernels.tiles import MAX_SPLITS, cdiv, sample_num_splits, target_of
+from kernels.torch_ops import functional_op
+
+NOISE_SPAN = tl.constexpr(512)
+# log(1 + f) = f (1 + f (t_0 + f (t_1 + ...))) for f from sqrt(1/2) - 1 to sqrt(2) - 1, fitted
+# to the least largest relative error.
+LOG_TERMS = tl.constexpr(
+    (-0.500003219, 0.333347142, -0.249712288, 0.199068829, -0.172432244, 0.161805004, -0.100823775)
+)
+SQRT_HALF_BITS = tl.constexpr(0x3F3504F3)
+MIN_NORMAL = tl.constexpr(2.0**-126)
+MAX_TEMPERATURE = 1e29
+
+
+@triton.jit
+def _philox(seed, counters):
+    """Four words, uint32 like the counters, of each counter under an int64 seed."""
+    M0: tl.constexpr = 0xD2511F53
+    M1: tl.constexpr = 0xCD9E8D57
+    W0: tl.constexpr = 0x9E3779B9
+    W1: tl.constexpr = 0xBB67AE85
+    key0 = (seed & 0xFFFFFFFF).to(tl.uint32)
+    key1 = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    c0, c1, c2, c3 = counters, counters * 0, counters * 0, counters * 0
+    for _ in tl.static_range(10):
+        high0, high2 = tl.umulhi(c0, M0), tl.umulhi(c2, M1)
+        c1, c3, c0, c2 = (
+            tl.mul(c2, M1, sanitize_overflow=False),
+            tl.mul(c0, M0, sanitize_overflow=False),
+            high2 ^ c1 ^ key0,
+            high0 ^ c3 ^ key1,
+        )
+        key0 = tl.add(key0, W0, sanitize_overflow=False)
+        key1 = tl.add(key1, W1, sanitize_overflow=False)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def _split(x):
+    """Positive normal x = (1 + f) 2^exponent, with 1 + f from sqrt(1/2) to sqrt(2)."""
+    bits = x.to(tl.int32, bitcast=True)
+    exponent = (bits - SQRT_HALF_BITS) >> 23
+    return (bits - (exponent << 23)).to(tl.float32, bitcast=True) - 1.0, exponent
+
+
+@triton.jit
+def _log(f, exponent):
+    """log((1 + f) 2^exponent)."""
+    p = LOG_TERMS[6]
+    for i in tl.static_range(5, -1, -1):
+        p = LOG_TERMS[i] + f * p
+    return exponent.to(tl.float32) * LN_2 + f * (1.0 + f * p)
+
+
+@triton.jit
+def _gumbel(words):
+    """Standard Gumbel variables of uniform uint32 words."""
+    w = (words.to(tl.float32) + 0.5) * 2.0**-32
+    f, exponent = _split(((words ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.0**-32)  # of 1 - w
+    near = w < 0.25  # 1 - w has lost digits of w
+    f, exponent = _split(-_log(tl.where(near, -w, f), tl.where(near, 0, exponent)))
+    return -_log(f, exponent)
+
+
+@triton.jit
+def _keep_best(
+    best, best_tokens, row_ptr, tokens, words, vocab_size, stride_token, temperature, least
+):
+    """Fold the scores of [NOISE_SPAN] tokens into the best of each lane. words: of their noise, or
+    None. least: logits below it are left out, or None."""
+    ptrs = row_ptr + tokens.to(tl.int64) * stride_token
+    logits = tl.load(ptrs, mask=tokens < vocab_size, other=float("-inf")).to(tl.float32)
+    scores = tl.where(logits == logits, logits, float("inf"))  # so that a NaN is not passed over
+    if least is not None:
+        scores = tl.where(scores < least, float("-inf"), scores)
+    if words is not None:
+        scores += temperature * _gumbel(words)
+    better = scores > best  # tokens ascend, so that the lowest of equals stays
+    return tl.where(better, scores, best), tl.where(better, tokens, best_tokens)
+
+
+@triton.jit(do_not_specialize=["num_splits", "chunks_per_split"])
+def _sample_tokens_kernel(
+    scores_ptr,
+    tokens_ptr,
+    logits_ptr,
+    temperatures_ptr,
+    noise_seeds_ptr,
+    min_ps_ptr,
+    maxima_ptr,
+    vocab_size,
+    num_splits,
+    chunks_per_split,
+    stride_row,
+    stride_token,
+    MAX_SPLITS: tl.constexpr,
+):
+    """The best score of a part of a row, and its token. Grid (num_rows, num_splits).
+
+    Without temperatures logits are the scores. maxima_ptr: (num_rows, num_splits) the largest
+    logits of the parts, with min_ps.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    row_ptr = logits_ptr + row * stride_row
+    lanes = tl.arange(0, NOISE_SPAN)
+    temperature = None
+    least = None
+    if temperatures_ptr is not None:
+        temperature = tl.load(temperatures_ptr + row)
+        seed = tl.load(noise_seeds_ptr + row)
+    if min_ps_ptr is not None:
+        # A min_p of 0 leaves out what lies 87 temperatures below; noise spans no more than 27.
+        f, exponent = _split(tl.maximum(tl.load(min_ps_ptr + row), MIN_NORMAL))
+        parts = tl.arange(0, MAX_SPLITS)
+        maxima_ptrs = maxima_ptr + row * num_splits + parts
+        maxima = tl.load(maxima_ptrs, mask=parts < num_splits, other=float("-inf"))
+        least = tl.max(maxima, axis=0) + temperature * _log(f, exponent)
+
+    best = tl.full([NOISE_SPAN], float("-inf"), tl.float32)
+    best_tokens = tl.zeros([NOISE_SPAN], tl.int32)
+    first = split * chunks_per_split
+    last = tl.minimum(first + chunks_per_split, tl.cdiv(vocab_size, 4 * NOISE_SPAN))
+    for chunk in range(first, last):
+        words = None, None, None, None
+        if temperatures_ptr is not None:
+            words = _philox(seed, (lanes + chunk * NOISE_SPAN).to(tl.uint32))
+        for i in tl.static_range(4):
+            tokens = lanes + (chunk * 4 + i) * NOISE_SPAN
+            best, best_tokens = _keep_best(
+                best,
+                best_tokens,
+                row_ptr,
+                tokens,
+                words[i],
+                vocab_size,
+                stride_token,
+                temperature,
+                least,
+            )
+
+    score = tl.max(best, axis=0)
+    part = row * num_splits + split
+    tl.store(scores_ptr + part, score)
+    tl.store(tokens_ptr + part, tl.min(tl.where(best == score, best_tokens, vocab_size), axis=0))
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def _merge_samples_kernel(
+    out_ptr, scores_ptr, tokens_ptr, num_splits, vocab_size, MAX_SPLITS: tl.constexpr
+):
+    """The token of the best score of a row, the lowest of equals; -1 for one that is not finite."""
+    row = tl.program_id(0).to(tl.int64)
+    parts = tl.arange(0, MAX_SPLITS)
+    mask = parts < num_splits
+    scores = tl.load(scores_ptr + row * num_splits + parts, mask=mask, other=float("-inf"))
+    tokens = tl.load(tokens_ptr + row * num_splits + parts, mask=mask, other=vocab_size)
+    score = tl.max(scores, axis=0)
+    token = tl.min(tl.where(scores == score, tokens, vocab_size), axis=0)
+    sound = (score > float("-inf")) & (score < float("inf"))
+    tl.store(out_ptr + row, tl.where(sound, token, -1).to(tl.int64))
+
+
+def _check_range(name: str, values: torch.Tensor, most: float) -> None:
+    """Check numbers that lie in host memory."""
+    if values.is_cpu and not ((values >= 0) & (values <= most)).all():
+        raise ValueError(f"{name}: expected numbers from 0 to {most:g}, got {values.tolist()}")
+
+
+def _fake(logits, temperatures=None, noise_seeds=None, *, min_ps=None):
+    return logits.new_empty(logits.shape[0], dtype=torch.int64)
+
+
+@functional_op(fake=_fake)
+def sample_tokens(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor | None = None,
+    noise_seeds: torch.Tensor | None = None,
+    *,
+    min_ps: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Draw a token for each row of logits, or take the likeliest.
+
+    What a row draws depends on its logits and parameters alone. Among equal scores the lowest token
+    is taken. Logits of -inf are never drawn, so that top-k and the like may come before.
+
+    Args:
+        logits: (num_rows, vocab_size), fp16, bf16 or fp32, any strides.
+        temperatures: (num_rows,) fp32, from 0, which takes the likeliest token, to 1e29. None: 0
+            for all, which costs no noise.
+        noise_seeds: (num_rows,) int64, given with temperatures: rows of equal seeds have equal
+            noise. Where the temperature is 0 it changes nothing.
+        min_ps: (num_rows,) fp32, from 0 to 1, with temperatures: tokens less likely, at the
+            temperature, than this share of the likeliest are not drawn (Nguyen et al., 2024). It
+            takes another, quicker pass over the logits. None: 0 for all.
+
+    Returns:
+        (num_rows,) int64 tokens; -1 for a row with a NaN, or whose largest logit is infinite.
+
+    Raises:
+        ValueError: a shape, dtype, device or stride that does not fit; temperatures, noise_seeds
+            and min_ps not together; where the tensors lie in host memory also a temperature or
+            min_p out of range.
+    """
+    dims = dict.fromkeys(("num_rows", "vocab_size"))
+    check_tensor("logits", logits, dims, dtypes=FLOAT_DTYPES, any_strides=True)
+    num_rows, vocab_size = logits.shape
+    device = logits.device
+    if vocab_size == 0:
+        raise ValueError(f"logits: expected a vocab_size of at least 1, got {tuple(logits.shape)}")
+    if (temperatures is None) != (noise_seeds is None):
+        raise ValueError("noise_seeds: expected temperatures and noise_seeds together")
+    if min_ps is not None and temperatures is None:
+        raise ValueError("min_ps: expected with temperatures; without, no token is drawn")
+    rows = {"num_rows": num_rows}
+    for name, values, dtype, most in (
+        ("temperatures", temperatures, torch.float32, MAX_TEMPERATURE),
+        ("noise_seeds", noise_seeds, torch.int64, None),
+        ("min_ps", min_ps, torch.float32, 1.0),
+    ):
+        if values is not None:
+            check_tensor(name, values, rows, dtypes=(dtype,), device=device)
+            if most is not None:
+                _check_range(name, values, most)
+
+    out = torch.empty(num_rows, dtype=torch.int64, device=device)
+    if num_rows == 0:
+        return out
+    num_chunks = cdiv(vocab_size, 4 * NOISE_SPAN.value)
+    chunks_per_split = cdiv(num_chunks, sample_num_splits(num_rows, num_chunks, target_of(device)))
+    num_splits = cdiv(num_chunks, chunks_per_split)
+
+    def best_of_parts(*parameters: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = torch.empty(num_rows, num_splits, dtype=torch.float32, device=device)
+        tokens = torch.empty(num_rows, num_splits, dtype=torch.int32, device=device)
+        _sample_tokens_kernel[(num_rows, num_splits)](
+            scores,
+            tokens,
+            logits,
+            *parameters,
+            vocab_size,
+            num_splits,
+            chunks_per_split,
+            *logits.stride(),
+            MAX_SPLITS=MAX_SPLITS,
+            enable_fp_fusion=False,
+        )
+        return scores, tokens
+
+    maxima = None
+    if min_ps is not None:
+        maxima, _ = best_of_parts(None, None, None, None)
+    scores, tokens = best_of_parts(temperatures, noise_seeds, min_ps, maxima)
+    _merge_samples_kernel[(num_rows,)](
+        out, scores, tokens, num_splits, vocab_size, MAX_SPLITS=MAX_SPLITS, num_warps=1
+    )
+    return out

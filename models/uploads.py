@@ -1,0 +1,51 @@
+"""Numbers made on the host, on their way to the device."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+_ALIGNMENT = 16  # bytes: the widest access of a kernel
+
+
+class Uploads:
+    """Copies arrays to a device, those of a call together and without waiting.
+
+    On a GPU a call packs its arrays into a buffer of pinned host memory and copies that.  A buffer
+    serves again when its copy is over, so there are as many as the host runs calls ahead of the
+    device, and none is made in later steps unless it has to be larger.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: list[tuple[torch.Tensor, torch.cuda.Event]] = []
+
+    def __call__(self, *arrays: np.ndarray) -> list[torch.Tensor]:
+        """Tensors of the arrays' shapes and dtypes: on a GPU views of one new tensor, on a CPU the
+        arrays' own memory."""
+        tensors = [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
+        if self._device.type == "cpu":
+            return tensors
+        places, size = [], 0
+        for tensor in tensors:
+            places.append(slice(size, size + tensor.nbytes))
+            size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        pinned, copied = self._free_buffer(size)
+        for tensor, place in zip(tensors, places, strict=True):
+            pinned[place].view(tensor.dtype).copy_(tensor.flatten())
+        there = pinned[:size].to(self._device, non_blocking=True)
+        copied.record(torch.cuda.current_stream(self._device))
+        return [
+            there[place].view(tensor.dtype).view(tensor.shape)
+            for tensor, place in zip(tensors, places, strict=True)
+        ]
+
+    def _free_buffer(self, size: int) -> tuple[torch.Tensor, torch.cuda.Event]:
+        """Pinned memory of at least ``size`` bytes that no copy reads, and the event to record."""
+        free = next((buffer for buffer in self._buffers if buffer[1].query()), None)
+        if free is None or len(free[0]) < size:
+            if free is not None:
+                self._buffers.remove(free)
+            free = torch.empty(2 * size, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()
+            self._buffers.append(free)
+        return free

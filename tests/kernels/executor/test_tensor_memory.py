@@ -1,0 +1,184 @@
+"""tcgen05: a product of matrices in shared and tensor memory, and what is wrong without waits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.executor import Fault, FaultKind, UnknownInstruction
+
+N, K = 16, 16
+# %d0: A and, below it, B, [rows, K]; %d1: D. Of shared memory the first KiB holds an mbarrier and
+# the address of tensor memory; then come A and B, in matrices of 8 rows of 16 bytes, those of the
+# second half of K 128 bytes on, those of the next 8 rows 256.
+ROW_TO_SHARED = """
+    shl.b64 %d11, %d10, 5; add.s64 %d12, {source}, %d11;
+    ld.global.v4.b32 {{%r4, %r5, %r6, %r7}}, [%d12];
+    ld.global.v4.b32 {{%r8, %r9, %r10, %r11}}, [%d12+16];
+    shr.u32 %r12, %r0, 3; shl.b32 %r12, %r12, 8; and.b32 %r13, %r0, 7; shl.b32 %r13, %r13, 4;
+    add.s32 %r14, %r12, %r13;
+    st.shared.v4.b32 [%r14+{to}], {{%r4, %r5, %r6, %r7}};
+    st.shared.v4.b32 [%r14+{to_half}], {{%r8, %r9, %r10, %r11}};
+"""
+DESCRIPTOR = 1 << 46 | (128 >> 4) << 16 | (256 >> 4) << 32
+REGISTERS = ", ".join(f"%r{20 + i}" for i in range(N))
+RESULT = f"""
+    tcgen05.ld.sync.aligned.32x32b.x{N}.b32 {{{REGISTERS}}}, [%r3 + 0];
+    tcgen05.wait::ld.sync.aligned;
+    shl.b64 %d13, %d10, 6; add.s64 %d14, %d1, %d13;
+    {" ".join(f"st.global.b32 [%d14+{4 * i}], %r{20 + i};" for i in range(N))}
+"""
+
+
+def product(m: int = 128, *, from_tensor_memory: bool = False) -> str:
+    """A kernel of four warps: D = A B^T twice, the second time added to the first."""
+    form = 1 << 4 | (N // 8) << 17 | (m // 16) << 24
+    a = ROW_TO_SHARED.format(source="%d0", to=1024, to_half=1152)
+    left = "%d20"
+    if from_tensor_memory:  # eight columns of two elements, the row of the thread's lane
+        left = "[ %r2 + 32 ]"
+        a += """
+        tcgen05.st.sync.aligned.32x32b.x8.b32 [%r3 + 32],
+            {%r4, %r5, %r6, %r7, %r8, %r9, %r10, %r11};
+        tcgen05.wait::st.sync.aligned;
+        """
+    b = ROW_TO_SHARED.format(source="%d15", to=8192, to_half=8320)
+    mma = f"@%p2 tcgen05.mma.cta_group::1.kind::f16 [ %r2 + 0 ], {left}, %d21, %r40, {{}};"
+    return f"""
+    setp.lt.u32 %p1, %r0, 32; setp.eq.u32 %p2, %r0, 0;
+    @%p1 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [16], 64;
+    @%p2 mbarrier.init.shared::cta.b64 [0], 1;
+    bar.sync 0;
+    ld.shared.b32 %r2, [16];
+    shr.u32 %r3, %r0, 5; shl.b32 %r3, %r3, 21; add.s32 %r3, %r3, %r2;
+    {a}
+    add.s64 %d15, %d0, {m * 2 * K};
+    setp.lt.u32 %p4, %r0, {N}; @!%p4 bra STORED;
+    {b}
+    STORED:
+    fence.proxy.async.shared::cta;
+    bar.sync 0;
+    mov.b64 %d20, {DESCRIPTOR | 1024 >> 4}; mov.b64 %d21, {DESCRIPTOR | 8192 >> 4};
+    mov.b32 %r40, {form}; mov.b32 %r41, 0; mov.pred %p5, 0; mov.pred %p6, -1;
+    {mma.format("%p5")}
+    {mma.format("%p6")}
+    @%p2 tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [0];
+    {{
+    .reg .pred complete;
+    waitLoop:
+    mbarrier.try_wait.parity.shared::cta.b64 complete, [0], %r41;
+    @!complete bra.uni waitLoop;
+    }}
+    {RESULT}
+    bar.sync 0;
+    @%p2 mbarrier.inval.shared::cta.b64 [0];
+    @%p1 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r2, 64;
+    """
+
+
+@pytest.fixture
+def run(run_body):
+    """Run such a kernel on m rows of A; returns (D as written, what it must be)."""
+
+    def run(body: str, m: int = 128, **options):
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randn(m + N, K, generator=generator).half()
+        given = torch.cat([rows, torch.zeros(128 - m, K).half()])  # all threads load a row of A
+        out = torch.zeros(128, N)
+        options = {"num_warps": 4, "shared_bytes": 16384} | options
+        run_body(body, given.view(torch.int16), out, **options)
+        exact = 2 * rows[:m].double() @ rows[m:].double().T
+        return out, exact.float()
+
+    return run
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1])
+@pytest.mark.parametrize("from_tensor_memory", [False, True], ids=["shared", "tensor"])
+def test_product_of_128_rows(run, from_tensor_memory, seed):
+    out, exact = run(product(from_tensor_memory=from_tensor_memory), seed=seed)
+    torch.testing.assert_close(out, exact, rtol=1e-6, atol=1e-6)
+
+
+def test_64_rows_are_in_half_of_each_warps_lanes(run):
+    out, exact = run(product(64), m=64)
+    out = out.view(4, 2, 16, N)
+    torch.testing.assert_close(out[:, 0].reshape(64, N), exact, rtol=1e-6, atol=1e-6)
+    assert out[:, 1].isnan().all()
+
+
+WAIT_LOOP = "@!complete bra.uni waitLoop;"
+FIRST_BARRIER = "bar.sync 0;\n    ld.shared.b32 %r2, [16];"
+LOAD_BARRIER = "bar.sync 0;\n    @%p2 mbarrier.inval"
+
+
+@pytest.mark.parametrize(
+    ("removed", "left", "kind", "why"),
+    [
+        ("mbarrier.try_wait.parity.shared::cta.b64 complete, [0], %r41;\n    " + WAIT_LOOP, "",
+         FaultKind.MATRIX_IN_FLIGHT, "a tcgen05.mma may still use it"),
+        (WAIT_LOOP, "", FaultKind.MATRIX_IN_FLIGHT, "a tcgen05.mma may still use it"),
+        ("tcgen05.wait::ld.sync.aligned;", "", FaultKind.COPY_IN_FLIGHT, "not been waited for"),
+        ("tcgen05.wait::st.sync.aligned;", "", FaultKind.COPY_IN_FLIGHT, "not been waited for"),
+        ("fence.proxy.async.shared::cta;", "", FaultKind.FENCE, "fence.proxy.async"),
+        ("STORED:\n    fence.proxy.async.shared::cta;\n    bar.sync 0;", "STORED:",
+         FaultKind.TENSOR_RACE, "another warp accessed it since the last barrier"),
+        (FIRST_BARRIER, "ld.shared.b32 %r2, [16];", FaultKind.SHARED_RACE, "wrote it since"),
+        (LOAD_BARRIER, "@%p2 mbarrier.inval", FaultKind.SHARED_RACE, "read it since"),
+        ("@%p2 tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [0];", "",
+         FaultKind.ENDLESS, "nobody can arrive at the mbarrier"),
+        ("@%p2 mbarrier.init.shared::cta.b64 [0], 1;", "@%p2 st.shared.b64 [0], %d10;",
+         FaultKind.BARRIER, "no mbarrier at 0x0"),
+        ("cta.b32 [16], 64;", "cta.b32 [16], 32;", FaultKind.OUT_OF_BOUNDS, "is not allocated"),
+        ("%r3, %r3, 21;", "%r3, %r3, 22;", FaultKind.OUT_OF_BOUNDS, "are not the warp's"),
+    ],
+    ids=["mbarrier wait", "its loop", "load wait", "store wait", "fence",
+         "barrier before the product", "barrier after the allocation", "barrier after the wait",
+         "commit", "init", "columns", "lanes"],
+)  # fmt: skip
+def test_faults(run, removed, left, kind, why):
+    body = product(from_tensor_memory=True)
+    assert removed in body
+    with pytest.raises(Fault, match=why) as raised:
+        run(body.replace(removed, left))
+    assert raised.value.kind is kind
+
+
+def test_deallocated_before_the_product_has_ended(run):
+    body = product().replace(
+        "{\n    .reg .pred complete;",
+        "@%p1 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r2, 64;\n{\n .reg .pred complete;",
+    )
+    with pytest.raises(Fault) as raised:
+        run(body)
+    assert raised.value.kind is FaultKind.MATRIX_IN_FLIGHT
+
+
+def test_more_columns_than_there_are(run):
+    alloc = "@%p1 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [16], 64;"
+    with pytest.raises(Fault, match="no 512 free columns"):
+        run(product().replace(alloc, alloc + alloc.replace("[16], 64", "[24], 512")))
+
+
+def test_an_operand_may_not_be_overwritten_before_the_product_has_ended(run):
+    body = product()
+    start = body.index("{\n    .reg .pred complete;")
+    with pytest.raises(Fault, match="a product that reads it may still run"):
+        run(body[:start] + "@%p2 st.shared.b32 [1024], %r0;\n" + body[start:])
+    end = body.index("}", start) + 1  # and may be after the wait, without a barrier
+    out, exact = run(body[:end] + "@%p2 st.shared.b32 [1024], %r0;\n" + body[end:])
+    torch.testing.assert_close(out, exact, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("known", "unknown"),
+    [
+        (f"mov.b32 %r40, {1 << 4 | (N // 8) << 17 | 8 << 24};", "mov.b32 %r40, 0;"),
+        (f"mov.b64 %d21, {DESCRIPTOR | 8192 >> 4};", f"mov.b64 %d21, {DESCRIPTOR | 1 << 61};"),
+    ],
+    ids=["of the product", "of a matrix"],
+)
+def test_descriptors_that_are_not_known_are_refused(run, known, unknown):
+    assert known in product()
+    with pytest.raises(UnknownInstruction, match=r"tcgen05\.mma.*descriptor of 0x"):
+        run(product().replace(known, unknown))
