@@ -75,22 +75,39 @@ def float_to_e4m3(x):
 
 
 @triton.jit
-def from_cache(x, dtype: tl.constexpr):
-    """Elements of a cache as operands of `dtype`, up to the scale of an fp8 cache."""
-    if x.dtype == tl.uint8:
-        return e4m3_to_float(x, dtype)
+def _once(x):
+    """x, converted before warps share it: where mma.sync takes its operands from registers, Triton
+    would let each warp fetch all bytes it needs and convert them itself.
+
+    It moves no conversion past an instruction that may have effects. On GPUs from sm_90 on operands
+    lie in shared memory, which each thread fills with its part.
+    """
+    if not INTERPRETED and is_cuda() and not cuda_capability_geq(9, 0):
+        pack: tl.constexpr = 32 // x.dtype.primitive_bitwidth
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, False, pack)
     else:
         return x
 
 
 @triton.jit
-def values_from_cache(x, dtype: tl.constexpr):
+def from_cache(x, dtype: tl.constexpr, ONCE: tl.constexpr = False):
+    """Elements of a cache as operands of `dtype`, up to the scale of an fp8 cache. ONCE: converted
+    once, not by each warp; pays where many warps need all."""
+    if x.dtype == tl.uint8:
+        x = e4m3_to_float(x, dtype)
+        return _once(x) if ONCE else x
+    else:
+        return x
+
+
+@triton.jit
+def values_from_cache(x, dtype: tl.constexpr, ONCE: tl.constexpr = False):
     """The same for values, which meet weights from 0 to 1: fp16 holds those better than bf16, and
     e4m3 becomes fp16 at a quarter of the instructions."""
     if x.dtype == tl.uint8 and dtype == tl.bfloat16:
-        return e4m3_to_float(x, tl.float16)
+        return from_cache(x, tl.float16, ONCE)
     else:
-        return from_cache(x, dtype)
+        return from_cache(x, dtype, ONCE)
 
 
 @triton.jit

@@ -112,6 +112,13 @@ def _load_tile(
     return load_rows(ptrs, mask, offs_d < HEAD_DIM, MASKED, offs_d.shape[0] != HEAD_DIM)
 
 
+@triton.jit
+def _products(q, k, PRECISION: tl.constexpr):
+    """Products of queries and keys as a cache holds them, [TILE_M, TILE_N]."""
+    keys = from_cache(k, q.dtype, k.shape[1] <= 128)  # wider ones would spill in loops on sm_80
+    return dot(q, tl.trans(keys), None, PRECISION)
+
+
 @triton.jit(
     do_not_specialize=[
         "window_left",
@@ -281,7 +288,7 @@ def _paged_prefill_kernel(
         mask = (positions >= first_seen) & (positions < end)
         slots = positions + kv_start
         k = _load_tile(keys, table_ptr, slots, mask, offs_d, HEAD_DIM, BLOCK_SIZE, True)
-        qk = dot(q, tl.trans(from_cache(k, q.dtype)), None, PRECISION)  # [TILE_M, TILE_N]
+        qk = _products(q, k, PRECISION)  # [TILE_M, TILE_N]
     acc = tl.zeros([TILE_M, HEAD_DIM_PADDED], tl.float32)
     row_max = tl.full([TILE_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([TILE_M], tl.float32)
@@ -303,7 +310,7 @@ def _paged_prefill_kernel(
                 k = _load_tile(
                     keys, table_ptr, slots, token_mask, offs_d, HEAD_DIM, BLOCK_SIZE, REGION != 1
                 )
-                qk = dot(q, tl.trans(from_cache(k, q.dtype)), None, PRECISION)  # [TILE_M, TILE_N]
+                qk = _products(q, k, PRECISION)  # [TILE_M, TILE_N]
             v = _load_tile(
                 values, table_ptr, slots, token_mask, offs_d, HEAD_DIM, BLOCK_SIZE, REGION != 1
             )
@@ -324,8 +331,8 @@ def _paged_prefill_kernel(
                 mask = positions + TILE_N < end
                 slots += TILE_N
                 k = _load_tile(keys, table_ptr, slots, mask, offs_d, HEAD_DIM, BLOCK_SIZE, True)
-                qk = dot(q, tl.trans(from_cache(k, q.dtype)), None, PRECISION)
-            acc = accumulate(p, values_from_cache(v, q.dtype), acc, alpha, PRECISION)
+                qk = _products(q, k, PRECISION)
+            acc = accumulate(p, values_from_cache(v, q.dtype, True), acc, alpha, PRECISION)
 
     if v_scale is not None:
         acc *= load_scale(v_scale, kv_head, stride_v_scale)
