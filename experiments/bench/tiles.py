@@ -22,11 +22,11 @@ def table_tile(shape: Shape, target: Target) -> AttentionTile:
     from kernels import tiles
 
     head_dim, dtype = tiles.padded_dim(shape.head_dim), getattr(torch, shape.dtype)
+    itemsize = getattr(torch, shape.kv_dtype or shape.dtype).itemsize
     if shape.op == "decode":
         group_size = shape.num_q_heads // shape.num_kv_heads
-        itemsize = getattr(torch, shape.kv_dtype or shape.dtype).itemsize
         return tiles.decode_tile(group_size, head_dim, dtype, target, itemsize)
-    return getattr(tiles, TABLES[shape.op])(head_dim, dtype, target)
+    return getattr(tiles, TABLES[shape.op])(head_dim, dtype, target, itemsize)
 
 
 def with_tile(shape: Shape, tile: tuple[int, ...], target: Target) -> Target:

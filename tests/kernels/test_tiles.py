@@ -17,7 +17,9 @@ from kernels.tiles import (
     decode_tile,
     force_target,
     padded_dim,
+    prefill_tile,
     prefix_num_splits,
+    split_prefill_tile,
     target_of,
 )
 
@@ -55,6 +57,24 @@ def test_decode_tile_is_one_that_the_kernel_can_run(head_dim_padded, dtype, targ
         if target.backend == "cuda" and dtype != torch.float32:
             limit = 1024 * SHARED_BYTES[target.arch]
             assert kv_bytes < limit / PROGRAMS_PER_MULTIPROCESSOR
+
+
+@pytest.mark.parametrize(
+    ("arch", "head_dim", "kv_itemsize", "expected"),
+    [
+        pytest.param(90, 128, 2, True, id="sm90"),
+        pytest.param(90, 64, 2, False, id="sm90-two-programs"),
+        pytest.param(90, 256, 2, False, id="sm90-registers"),
+        pytest.param(90, 128, 1, False, id="sm90-fp8"),
+        pytest.param(100, 64, 1, True, id="sm100"),
+        pytest.param(120, 128, 2, False, id="sm120-mma.sync"),
+        pytest.param(80, 128, 2, False, id="sm80-mma.sync"),
+    ],
+)
+def test_scores_ahead_where_products_are_asynchronous(arch, head_dim, kv_itemsize, expected):
+    for table in (prefill_tile, split_prefill_tile):
+        tile = table(head_dim, torch.bfloat16, Target("cuda", arch, 132), kv_itemsize)
+        assert tile.scores_ahead == expected
 
 
 @pytest.mark.parametrize(
