@@ -67,9 +67,8 @@ class Drawn:
         self.tokens, self._sequences = tokens, sequences
         self._on_host, self._arrived = tokens, None
         if tokens.is_cuda:
-            self._on_host = tokens.to(
-                "cpu", non_blocking=True
-            )  # which is pinned, and kept for more
+            # The allocator's memory is pinned, and kept for more.
+            self._on_host = tokens.to("cpu", non_blocking=True)
             self._arrived = torch.cuda.Event()
             self._arrived.record(torch.cuda.current_stream(tokens.device))
 
