@@ -232,10 +232,12 @@ def prefill_tile(
     flight, see `decode_tile`, are what then fits shared memory. fp8 keys and values are converted
     in registers, of which 128 x 256 leaves too few on sm_100.
 
-    Asynchronous products (wgmma, tcgen05) can run during the softmax: `scores_ahead`, the overlap
-    within a warp group of FlashAttention 3 (Shah et al., 2024). The scores of two tiles are alive
-    then, on sm_90 in registers: at head_dim 256 these do not suffice, at 64 they would cost a
-    multiprocessor its second program, and products of converted keys and values are waited for.
+    Asynchronous products (wgmma) can run during the softmax: `scores_ahead`, the overlap within a
+    warp group of FlashAttention 3 (Shah et al., 2024). The scores of two tiles are alive then, in
+    registers: at head_dim 256 these do not suffice, at 64 they would cost a multiprocessor its
+    second program, and products of converted keys and values are waited for. On sm_100 the executor
+    of kernels/executor finds no barrier between the warps' loads of the scores from tensor memory
+    and the product that overwrites them next.
     """
     if forced := target.forced_tile("prefill_tile"):
         return forced
@@ -250,7 +252,7 @@ def prefill_tile(
     scores_ahead = False
     if target.arch in (90, 100, 103):
         tile_m, tile_n, num_stages = 128, 64 if head_dim_padded <= 128 else 32, 5
-        scores_ahead = target.arch != 90 or (head_dim_padded == 128 and kv_itemsize != 1)
+        scores_ahead = target.arch == 90 and head_dim_padded == 128 and kv_itemsize != 1
         if target.arch != 90 and head_dim_padded > 128 and kv_itemsize == 1:
             tile_m = 64
     elif head_dim_padded <= 128:

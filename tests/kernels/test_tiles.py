@@ -66,7 +66,7 @@ def test_decode_tile_is_one_that_the_kernel_can_run(head_dim_padded, dtype, targ
         pytest.param(90, 64, 2, False, id="sm90-two-programs"),
         pytest.param(90, 256, 2, False, id="sm90-registers"),
         pytest.param(90, 128, 1, False, id="sm90-fp8"),
-        pytest.param(100, 64, 1, True, id="sm100"),
+        pytest.param(100, 128, 2, False, id="sm100-tensor-memory"),
         pytest.param(120, 128, 2, False, id="sm120-mma.sync"),
         pytest.param(80, 128, 2, False, id="sm80-mma.sync"),
     ],
