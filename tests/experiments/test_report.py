@@ -70,7 +70,7 @@ def page(tmp_path_factory) -> Path:
 
 
 def test_the_page_has_every_figure_and_table_and_asks_no_network(page):
-    assert page.stat().st_size < 4e6
+    assert page.stat().st_size < 5e6
     elements = Elements(page.read_text())
     images = elements.of("img")
     assert sorted(image["alt"].partition(":")[0] for image, _ in images) == sorted(
