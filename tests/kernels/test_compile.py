@@ -140,9 +140,9 @@ def test_prefill_multiplies_during_the_softmax(rows):
     for row in of_kernels(rows, PREFILL):
         constants, arch, name = row["constants"], row["arch"], name_of(row)
         if row["config"].startswith("bf16 d128"):
-            assert constants["SCORES_AHEAD"] == (arch in ("sm_90", "sm_100")), name
+            assert constants["SCORES_AHEAD"] == (arch == "sm_90"), name
         regions = 2 + constants["HAS_LEFT"]
-        overlapping = regions if arch == "sm_90" and constants["SCORES_AHEAD"] else 0
+        overlapping = regions if constants["SCORES_AHEAD"] else 0
         assert row["softmax_overlaps"] == overlapping, name
 
 
