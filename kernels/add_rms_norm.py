@@ -20,8 +20,8 @@ from kernels.checks import (
     check_tensor,
     check_writable,
 )
-from kernels.primitives import cast, load_gain, reciprocal_rms
-from kernels.tiles import MAX_NORM_SIZE, cdiv, next_power_of_2, norm_tile
+from kernels.primitives import await_launches_before, cast, load_gain, reciprocal_rms
+from kernels.tiles import MAX_NORM_SIZE, cdiv, next_power_of_2, norm_tile, pdl_options
 from kernels.torch_ops import functional_op
 
 
@@ -39,8 +39,10 @@ def _add_rms_norm_kernel(
     HIDDEN_SIZE: tl.constexpr,
     HIDDEN_SIZE_PADDED: tl.constexpr,
     TILE_ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: TILE_ROWS whole rows."""
+    await_launches_before(PDL)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     rows = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     offs = tl.arange(0, HIDDEN_SIZE_PADDED)
@@ -121,5 +123,6 @@ def add_rms_norm(
         HIDDEN_SIZE_PADDED=hidden_size_padded,
         TILE_ROWS=tile.rows,
         num_warps=tile.num_warps,
+        **pdl_options(x.device),
     )
     return out

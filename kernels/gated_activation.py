@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from kernels.checks import FLOAT_DTYPES, check_like, check_tensor
-from kernels.primitives import LOG2_E, cast, tanh
-from kernels.tiles import activation_tile, cdiv
+from kernels.primitives import LOG2_E, await_launches_before, cast, tanh
+from kernels.tiles import activation_tile, cdiv, pdl_options
 from kernels.torch_ops import functional_op
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
@@ -30,8 +30,10 @@ def _gated_activation_kernel(
     SIZE: tl.constexpr,
     TILE: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: TILE elements of a row."""
+    await_launches_before(PDL)
     dtype: tl.constexpr = gate_ptr.dtype.element_ty
     TILES: tl.constexpr = (SIZE + TILE - 1) // TILE
     program = tl.program_id(0)
@@ -87,5 +89,6 @@ def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> t
         TILE=tile.elements,
         ACTIVATION=activation,
         num_warps=tile.num_warps,
+        **pdl_options(gate.device),
     )
     return out

@@ -46,6 +46,7 @@ from kernels.primitives import (
     accumulate,
     add_sinks,
     attention_scores,
+    await_launches_before,
     cast,
     dot,
     folds_scale,
@@ -65,6 +66,7 @@ from kernels.tiles import (
     chunking,
     decode_tile,
     padded_dim,
+    pdl_options,
     target_of,
 )
 from kernels.torch_ops import attention_op
@@ -167,6 +169,7 @@ def _paged_decode_kernel(
     IS_SPLIT: tl.constexpr,
     PAIRED_VALUES: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: every num_programs-th piece of work, a piece being TILE_M query heads of a KV
     head x one chunk of one sequence.
@@ -178,6 +181,7 @@ def _paged_decode_kernel(
     PAIRED_VALUES: read the values of an fp8 cache in pairs; even and odd elements have an
     accumulator each, until the end.
     """
+    await_launches_before(PDL)
     NUM_Q_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP_SIZE
     MASK_DIMS: tl.constexpr = HEAD_DIM_PADDED != HEAD_DIM
     PAIR: tl.constexpr = 2 if PAIRED_VALUES else 1
@@ -434,6 +438,7 @@ def launch_decode(
         PRECISION=tile.precision,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        **pdl_options(q.device),
     )
 
 

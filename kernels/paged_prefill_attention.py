@@ -59,6 +59,7 @@ from kernels.primitives import (
     accumulate,
     add_sinks,
     attention_scores,
+    await_launches_before,
     cast,
     dot,
     folds_scale,
@@ -76,6 +77,7 @@ from kernels.tiles import (
     cdiv,
     chunking,
     padded_dim,
+    pdl_options,
     prefill_tile,
     split_prefill_tile,
     target_of,
@@ -185,6 +187,7 @@ def _paged_prefill_kernel(
     IS_SPLIT: tl.constexpr,
     SCORES_AHEAD: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: TILE_M rows of one KV head of one sequence x one split of the keys they see.
 
@@ -197,6 +200,7 @@ def _paged_prefill_kernel(
     its table row) position 0 of a sequence lies. suffix_lens_ptr, if not None: how far behind the
     last key each query stands (cascade); needs IS_SPLIT and no right limit.
     """
+    await_launches_before(PDL)
     IS_PREFIX: tl.constexpr = suffix_lens_ptr is not None
     NUM_Q_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP_SIZE
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -475,6 +479,7 @@ def launch_prefill(
         PRECISION=tile.precision,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        **pdl_options(q.device),
     )
     if merges:
         states.merge_into(*result, sinks=sinks, cu_seqlens=cu_seqlens_q)

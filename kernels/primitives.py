@@ -24,12 +24,25 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # Whether kernels were bound to Triton's interpreter, which is decided when `triton.jit` decorates
 # them; setting TRITON_INTERPRET after this import has no effect.
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def await_launches_before(PDL: tl.constexpr):
+    """Wait for all that launches before this one write, then let the next one come to its own wait.
+
+    PDL: whether the launch has the options of `kernels.tiles.pdl_options`; without, nothing is to
+    be waited for. Before this a kernel accesses no memory, and no program ends.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit

@@ -27,7 +27,8 @@ from kernels.checks import (
     dtypes_beside,
 )
 from kernels.fp8_cache import Scale, cache_argument, load_row_scales, scale_arguments, to_cache
-from kernels.tiles import cdiv, next_power_of_2, padded_dim, rotary_tile
+from kernels.primitives import await_launches_before
+from kernels.tiles import cdiv, next_power_of_2, padded_dim, pdl_options, rotary_tile
 from kernels.torch_ops import inplace_op
 
 
@@ -75,11 +76,13 @@ def _rope_store_kvcache_kernel(
     HALF_PADDED: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: TILE_ROWS rows (token, head) of the keys and values, or of the queries.
 
     Programs of keys and values come first, those of the queries after them.
     """
+    await_launches_before(PDL)
     kv_programs = tl.cdiv(num_kv_rows, TILE_ROWS)
     program = tl.program_id(0).to(tl.int64)
     if program < kv_programs:
@@ -264,4 +267,5 @@ def rope_store_kvcache(
         TILE_ROWS=tile.rows,
         INTERLEAVED=interleaved,
         num_warps=tile.num_warps,
+        **pdl_options(device),
     )

@@ -23,8 +23,8 @@ import triton
 import triton.language as tl
 
 from kernels.checks import FLOAT_DTYPES, check_tensor
-from kernels.primitives import LN_2
-from kernels.tiles import MAX_SPLITS, cdiv, sample_num_splits, target_of
+from kernels.primitives import LN_2, await_launches_before
+from kernels.tiles import MAX_SPLITS, cdiv, pdl_options, sample_num_splits, target_of
 from kernels.torch_ops import functional_op
 
 NOISE_SPAN = tl.constexpr(512)
@@ -120,12 +120,14 @@ def _sample_tokens_kernel(
     stride_row,
     stride_token,
     MAX_SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The best score of a part of a row, and its token. Grid (num_rows, num_splits).
 
     Without temperatures logits are the scores. maxima_ptr: (num_rows, num_splits) the largest
     logits of the parts, with min_ps.
     """
+    await_launches_before(PDL)
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     row_ptr = logits_ptr + row * stride_row
@@ -173,9 +175,16 @@ def _sample_tokens_kernel(
 
 @triton.jit(do_not_specialize=["num_splits"])
 def _merge_samples_kernel(
-    out_ptr, scores_ptr, tokens_ptr, num_splits, vocab_size, MAX_SPLITS: tl.constexpr
+    out_ptr,
+    scores_ptr,
+    tokens_ptr,
+    num_splits,
+    vocab_size,
+    MAX_SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The token of the best score of a row, the lowest of equals; -1 for one that is not finite."""
+    await_launches_before(PDL)
     row = tl.program_id(0).to(tl.int64)
     parts = tl.arange(0, MAX_SPLITS)
     mask = parts < num_splits
@@ -270,6 +279,7 @@ def sample_tokens(
             *logits.stride(),
             MAX_SPLITS=MAX_SPLITS,
             enable_fp_fusion=False,
+            **pdl_options(device),
         )
         return scores, tokens
 
@@ -278,6 +288,13 @@ def sample_tokens(
         maxima, _ = best_of_parts(None, None, None, None)
     scores, tokens = best_of_parts(temperatures, noise_seeds, min_ps, maxima)
     _merge_samples_kernel[(num_rows,)](
-        out, scores, tokens, num_splits, vocab_size, MAX_SPLITS=MAX_SPLITS, num_warps=1
+        out,
+        scores,
+        tokens,
+        num_splits,
+        vocab_size,
+        MAX_SPLITS=MAX_SPLITS,
+        num_warps=1,
+        **pdl_options(device),
     )
     return out

@@ -16,8 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.primitives import LN_2, add_sinks, cast, finite_shift, normalise
-from kernels.tiles import merge_tile, padded_dim
+from kernels.primitives import LN_2, add_sinks, await_launches_before, cast, finite_shift, normalise
+from kernels.tiles import merge_tile, padded_dim, pdl_options
 
 
 @triton.jit
@@ -44,11 +44,13 @@ def _merge_splits_kernel(
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
     TILE_SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Merge the states of one query head of one token, in order. Grid (num_tokens * NUM_Q_HEADS).
 
     cu_seqlens_ptr, if not None: tokens from cu_seqlens[batch] on are padding without states.
     """
+    await_launches_before(PDL)
     row = tl.program_id(0).to(tl.int64)
     token, head = row // NUM_Q_HEADS, row % NUM_Q_HEADS
     if cu_seqlens_ptr is not None and token >= tl.load(cu_seqlens_ptr + batch):
@@ -141,4 +143,5 @@ class SplitStates:
             HEAD_DIM_PADDED=head_dim_padded,
             TILE_SPLITS=tile.rows,
             num_warps=tile.num_warps,
+            **pdl_options(out.device),
         )

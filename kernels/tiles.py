@@ -80,6 +80,17 @@ def target_of(device: torch.device) -> Target:
     return _cuda_target(device.index)
 
 
+def pdl_options(device: torch.device) -> dict[str, bool]:
+    """Launch options of a kernel that begins with `await_launches_before`.
+
+    Programmatic dependent launch, of sm_90 and later: programs are set up while the launch before
+    ends, instead of after it.
+    """
+    target = target_of(device)
+    has_pdl = target.backend == "cuda" and target.arch >= 90
+    return {"PDL": True, "launch_pdl": True} if has_pdl else {"PDL": False}
+
+
 # Triton's functions of these names serve kernels too, for which they spend microseconds a call.
 def cdiv(dividend: int, divisor: int) -> int:
     """The quotient, rounded up."""

@@ -122,8 +122,9 @@ def launched_by(
 
     def take_over(*, fn, compile, **_) -> bool:
         function, *parts = fn.jit_function, compile["signature"], compile["constants"]
-        names = ("num_warps", "num_stages", "num_ctas", "enable_fp_fusion")
-        options = {name: compile[name] for name in names}
+        names = ("num_warps", "num_stages", "num_ctas", "enable_fp_fusion", "launch_pdl")
+        given = json.loads(compile["specialization_data"])["options"]
+        options = {name: given[name] for name in names if name in given}
         launches.append((function, ASTSource(function, *parts, compile["configs"][0]), options))
         return True
 

@@ -10,8 +10,9 @@ split counts for that architecture, and the PTX that Triton compiles for it, thr
 tensor-core products, asynchronous copies and barriers. A Fault is raised, at the kernel's source
 line, where a kernel leaves its tensors, strays into gaps of a strided one, is misaligned, reads
 what nothing wrote, races within a program or between programs, uses an asynchronous copy or product
-before its wait or overwrites one, or comes to a barrier that others never reach. An instruction
-that is not known raises UnknownInstruction; none is skipped.
+before its wait or overwrites one, accesses memory before a dependent launch has waited for the one
+before it, or comes to a barrier that others never reach. An instruction that is not known raises
+UnknownInstruction; none is skipped.
 
 What stays unseen: ptxas and all it does (registers, spills, scheduling, machine code), speed, the
 order of accesses that hardware would choose (races are found by barriers and waits, not by trying

@@ -14,6 +14,7 @@ class FaultKind(enum.Enum):
     SHARED_RACE = "race in shared memory"
     TENSOR_RACE = "race in tensor memory"
     GLOBAL_RACE = "race between programs"
+    LAUNCH_RACE = "race with the launch before"
     COPY_IN_FLIGHT = "asynchronous copy in flight"
     MATRIX_IN_FLIGHT = "asynchronous matrix product in flight"
     FENCE = "missing fence"

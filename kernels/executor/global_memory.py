@@ -336,3 +336,33 @@ class GlobalMemory:
             _RACE_READ: (FaultKind.GLOBAL_RACE, f"{other_program} read there"),
         }[code]
         raise batch.fault(kind, f"{what}: {detail}", thread, address=offset, tensor=tensor.name)
+
+
+class AwaitedMemory:
+    """Global memory as a launch finds it that may begin before the one before it has ended: no
+    thread accesses it before its griddepcontrol.wait."""
+
+    def __init__(self, batch):
+        self._memory, self._early = batch.memory, np.ones(batch.num_threads, np.bool_)
+
+    def end_wait(self, batch, mask) -> None:
+        """These threads may go on."""
+        self._early &= ~batch.every(mask)
+        if not self._early.any():
+            batch.memory = self._memory
+
+    def load(self, batch, addresses, mask, *args, **kwargs) -> np.ndarray:
+        """See GlobalMemory."""
+        self._check(batch, mask)
+        return self._memory.load(batch, addresses, mask, *args, **kwargs)
+
+    def store(self, batch, addresses, mask, data: np.ndarray) -> None:
+        """See GlobalMemory."""
+        self._check(batch, mask)
+        self._memory.store(batch, addresses, mask, data)
+
+    def _check(self, batch, mask) -> None:
+        early = batch.every(mask) & self._early
+        if early.any():
+            detail = "no griddepcontrol.wait came before the access"
+            raise batch.fault(FaultKind.LAUNCH_RACE, detail, int(np.flatnonzero(early)[0]))

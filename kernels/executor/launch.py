@@ -86,7 +86,7 @@ class _Session:
     fresh: FreshMemory
     addresses: AddressBook
 
-    def run(self, function: _Function, grid, num_warps: int, arguments: list) -> None:
+    def run(self, function: _Function, grid, metadata, arguments: list) -> None:
         ptx = self.edit(function.name, function.ptx) if self.edit else function.ptx
         kernel = _kernel(ptx)
         started = time.perf_counter()
@@ -100,19 +100,20 @@ class _Session:
         launch = Launch(
             kernel,
             grid,
-            num_warps,
+            metadata.num_warps,
             function.shared_bytes,
             memory,
             _pack(kernel, arguments, iter(memory.pointers)),
             self.seed,
             self.count,
+            metadata.launch_pdl,
         )
         launch.run()
         self.execution.launches.append(
             LaunchRecord(
                 kernel.program.name,
                 grid,
-                num_warps,
+                metadata.num_warps,
                 time.perf_counter() - started,
                 int(launch.executed.sum()),
                 launch.tally.finish(memory) if self.count else None,
@@ -147,9 +148,11 @@ def run_ptx(
     shared_bytes: int = 0,
     seed: int | None = None,
     fresh: FreshMemory | None = None,
+    dependent: bool = False,
 ) -> Counts:
     """Execute one kernel given as PTX, without Triton: its parameters are `arguments` in order.
-    fresh: knows which memory nothing has written.
+    fresh: knows which memory nothing has written. dependent: whether it has to wait for the launch
+    before it (griddepcontrol.wait).
 
     Returns what was counted. Raises Fault and UnknownInstruction.
     """
@@ -168,7 +171,7 @@ def run_ptx(
         ]
     )
     packed = _pack(kernel, named, iter(memory.pointers))
-    launch = Launch(kernel, grid, num_warps, shared_bytes, memory, packed, seed, count=True)
+    launch = Launch(kernel, grid, num_warps, shared_bytes, memory, packed, seed, True, dependent)
     launch.run()
     return launch.tally.finish(memory)
 
@@ -190,7 +193,7 @@ class _Launcher:
 
     def __init__(self, source, metadata):
         self._arguments = [(str(name), kind) for name, kind in source.signature.items()]
-        self._num_warps = metadata.num_warps
+        self._metadata = metadata
 
     def __call__(self, x, y, z, _stream, function, _packed, _metadata, _enter, _exit, *values):
         arguments = [
@@ -199,7 +202,7 @@ class _Launcher:
             if kind != "constexpr"
         ]
         if x and y and z:
-            _SESSIONS[-1].run(function, (x, y, z), self._num_warps, arguments)
+            _SESSIONS[-1].run(function, (x, y, z), self._metadata, arguments)
 
 
 class _Driver:

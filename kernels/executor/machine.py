@@ -26,7 +26,7 @@ import kernels.executor.instructions  # noqa: F401  (enters them in the table)
 from kernels.executor.copies import CopyQueue
 from kernels.executor.counts import Tally
 from kernels.executor.faults import Fault, FaultKind
-from kernels.executor.global_memory import GlobalMemory
+from kernels.executor.global_memory import AwaitedMemory, GlobalMemory
 from kernels.executor.matrix_queue import MatrixQueue
 from kernels.executor.mbarriers import MBarrier
 from kernels.executor.operands import UNSIGNED, translate
@@ -73,6 +73,8 @@ class Launch:
     arguments: bytes
     seed: int | None = None
     count: bool = False
+    dependent: bool = False
+    """Whether it may begin while the launch before it runs (programmatic dependent launch)."""
     executed: np.ndarray = field(init=False)
     """How many warps have executed each instruction, by its index."""
     tally: Tally | None = field(init=False)
@@ -129,6 +131,8 @@ class Batch:
         self.executed = np.zeros((len(launch.kernel.steps), len(programs)), np.int64)
         self.num_threads = self.num_programs * self.threads_per_program
         self.memory = launch.memory
+        if launch.dependent:
+            self.memory = AwaitedMemory(self)
         self.arguments = launch.arguments
         self.parameter_offsets = launch.kernel.parameter_offsets
         self.shared = SharedMemory(self.num_programs, launch.shared_bytes, self.threads_per_program)

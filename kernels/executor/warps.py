@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kernels.executor.faults import FaultKind
+from kernels.executor.global_memory import AwaitedMemory
 from kernels.executor.operands import DTYPES, Step, Translation, Unsupported, instruction
 from kernels.executor.signals import Barrier, Branch, Exit
 
@@ -45,6 +46,20 @@ def _bar(translation: Translation) -> Step:
     if operands != ("0",) and operands != ("0x0",):
         raise Unsupported("only barrier 0 of all threads is known")
     return lambda batch, mask: Barrier(mask)
+
+
+@instruction("griddepcontrol")
+def _griddepcontrol(translation: Translation) -> Step:
+    """9.7.13.13. Launches run one after the other here, so that a wait is over at once; but one
+    that may begin early is held to it (`AwaitedMemory`)."""
+    if translation.one_of(("wait", "launch_dependents")) == "launch_dependents":
+        return lambda batch, mask: None
+
+    def wait(batch, mask):
+        if isinstance(batch.memory, AwaitedMemory):
+            batch.memory.end_wait(batch, mask)
+
+    return wait
 
 
 @instruction("shfl")

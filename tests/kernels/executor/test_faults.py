@@ -76,6 +76,21 @@ def test_misaligned_global_access(run_body):
     assert fault.kind is FaultKind.MISALIGNED
 
 
+@pytest.mark.parametrize("access", [LOAD, STORE, COPY], ids=["load", "store", "copy"])
+@pytest.mark.parametrize("seed", [None, 0])
+def test_access_before_the_launch_before_has_ended(run_body, access, seed):
+    options = {"num_warps": 4, "grid": (1, 1, 1), "shared_bytes": 2048, "seed": seed}
+    body, wait = access.format(offset=0), "griddepcontrol.wait; "
+    only_some = "setp.lt.u32 %p0, %r0, 64; @%p0 " + wait
+    run_body(body, numbers(512), **options)
+    run_body(wait + body, numbers(512), dependent=True, **options)
+    for late in ("", "griddepcontrol.launch_dependents; ", only_some):
+        fault = caught(run_body, late + body, numbers(512), dependent=True, **options)
+        assert fault.kind is FaultKind.LAUNCH_RACE
+        assert late != only_some or fault.thread >= 64
+    assert "no griddepcontrol.wait came before" in str(fault)
+
+
 def test_shared_access_outside_or_misaligned(run_body):
     body = "shl.b32 %r2, %r0, 2; st.shared.b32 [%r2+{offset}], %r0;"
     run_body(body.format(offset=0), numbers(1), shared_bytes=128)

@@ -293,3 +293,39 @@ def test_the_order_of_warps_changes_no_prefill(request):
             outs.append(paged_prefill_attention(*batch.prefill_args, max_seqlen_q=33))
     assert torch.equal(outs[0], outs[1])
     assert torch.equal(outs[0], outs[2])
+
+
+def _decoding_layer() -> None:
+    """Launches of each kernel that a decoding model calls, one behind the other."""
+    x, norm, qkv = random(2, 64), random(64), random(2, 8, 64)
+    query, key, value = qkv.split((4, 2, 2), dim=1)
+    batch = random_paged_batch([70, 9], block_size=16, dtype=torch.float32, **SHAPE)
+    caches, cos = (batch.k_cache, batch.v_cache), random(80, 32)
+    positions, slots = torch.tensor([69, 8]), torch.tensor([-1, -1])
+    add_rms_norm(x, None, norm)
+    rope_store_kvcache(query, key, value, *caches, slots, positions, cos, cos)
+    paged_decode_attention(*batch.decode_args, num_splits=2)
+    paged_prefill_attention(*batch.prefill_args, max_seqlen_q=1)
+    gated_activation(x, x, "silu")
+    sample_tokens(random(2, 2600), torch.ones(2), torch.tensor([0, 1]))
+
+
+def test_dependent_launches_wait(request):
+    """From sm_90 on a launch may begin before the one before it has ended. Each kernel has a wait
+    for that end, without which it is caught at its first access of memory."""
+    from kernels.executor import Fault, FaultKind, execute_ptx
+
+    architecture = request.config.getoption("--executor").removeprefix("ptx-")
+    kernels = {}
+    with execute_ptx(architecture, edit=lambda name, ptx: kernels.setdefault(name, ptx)):
+        _decoding_layer()
+    waiting = [name for name, ptx in kernels.items() if "griddepcontrol.wait;" in ptx]
+    assert waiting == ([] if architecture == "sm_80" else [*kernels])
+    for broken in waiting:
+
+        def edit(name, ptx, broken=broken):
+            return ptx.replace("griddepcontrol.wait;", "") if name == broken else ptx
+
+        with execute_ptx(architecture, edit=edit), pytest.raises(Fault) as raised:
+            _decoding_layer()
+        assert (raised.value.kind, raised.value.kernel) == (FaultKind.LAUNCH_RACE, broken)
