@@ -246,9 +246,9 @@ def prefill_tile(
     Asynchronous products (wgmma) can run during the softmax: `scores_ahead`, the overlap within a
     warp group of FlashAttention 3 (Shah et al., 2024). The scores of two tiles are alive then, in
     registers: at head_dim 256 these do not suffice, at 64 they would cost a multiprocessor its
-    second program, and products of converted keys and values are waited for. On sm_100 the executor
-    of kernels/executor finds no barrier between the warps' loads of the scores from tensor memory
-    and the product that overwrites them next.
+    second program, and products of converted keys and values are waited for. On sm_100 Triton 3.7.1
+    has no barrier between the warps' loads of the scores from tensor memory and the product that
+    overwrites them next.
     """
     if forced := target.forced_tile("prefill_tile"):
         return forced

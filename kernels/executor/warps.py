@@ -32,6 +32,9 @@ def _trap(translation: Translation) -> Step:
     return trap
 
 
+_BARRIERS = ("bar.sync", "barrier.sync", "barrier.sync.aligned", "barrier.cta.sync.aligned")
+
+
 @instruction("bar", "barrier")
 def _bar(translation: Translation) -> Step:
     opcode, operands = translation.instruction.opcode, translation.operands
@@ -41,7 +44,7 @@ def _bar(translation: Translation) -> Step:
             batch.whole_warps(mask)
 
         return meet
-    if opcode not in ("bar.sync", "barrier.sync.aligned", "barrier.cta.sync.aligned"):
+    if opcode not in _BARRIERS:
         raise Unsupported("this form of barrier is not known")
     if operands != ("0",) and operands != ("0x0",):
         raise Unsupported("only barrier 0 of all threads is known")

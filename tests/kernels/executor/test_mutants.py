@@ -4,8 +4,11 @@ A mutant is caught if execution raises a Fault, or if the result differs from th
 it is, bit by bit. Not each of the others was looked into; those that were do not matter: a copy
 mask that keeps a tile ahead from being fetched which nobody uses, a mask of rows that are masked
 again where they are stored, a comparison whose sides are never equal, a barrier that another
-follows before anything is shared, a fence with another behind it. Needs `--executor`; `-s` prints
-the table. Triton 3.7.1, mutants: faults + wrong results of all:
+follows before anything is shared, a fence with another before or behind it and no store between, a
+wait for stores to tensor memory that the next one waits for, too (all fences and waits that go
+unnoticed on sm_100 are of these two kinds). Needs `--executor`; `-s` prints the table.
+
+Triton 3.7.1, mutants: faults + wrong results of all:
 
                              sm_80                             sm_90
                        store  decode  prefill  merge    store  decode  prefill  merge
