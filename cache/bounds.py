@@ -1,7 +1,7 @@
 """What a policy could reach that knew how classes of blocks return, and only that.
 
 Between the best policy and Belady's optimum lies what nobody can know online.  Both take the whole
-trace and the classes of :mod:`cache.policies.hazard`: place in the prompt, accesses, output length,
+trace and the classes of :mod:`cache.policies.hazard`: accesses, place in the prompt, output length,
 last interval, turn, newcomers.  docs/eviction-study.md derives them.
 """
 

@@ -21,13 +21,14 @@ class Hazard(EvictionPolicy):
     """Gittins indices of learnt classes of blocks, with LRU as a safeguard (PageLab).
 
     A request leaves *runs*: neighbouring blocks of its path that are alike.  A run has a class, of
-    whether it ends the path; the accesses of its blocks; the request's output length; the interval
+    the accesses of its blocks; whether it ends the path; the request's output length; the interval
     since the previous use; how many turns of a session the path has seen; and how many of its
-    blocks are new, all but the first on a logarithmic scale.  For each class and age, in bins of
+    blocks are new, all but the second on a logarithmic scale.  For each class and age, in bins of
     doubling width, the policy counts blocks that were still out and blocks that returned, evicted
     ones included.  A class without much history takes the hazard of the class that lacks the last
     feature (``shrinkage``: the weight of that, in runs of one block; n blocks of a run weigh
-    sqrt(n)).  With S the chance to be still out, the worth of keeping a block is its Gittins index
+    sqrt(n)), and that of blocks used four times or more at least 0.9, at ages at which anything has
+    returned.  With S the chance to be still out, the worth of keeping a block is its Gittins index
 
         index(class, age) = max over T > age of (S(age) - S(T)) / integral of S from age to T,
 

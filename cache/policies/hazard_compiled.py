@@ -20,6 +20,9 @@ MAX_CLASSES = 512
 _WIDTHS = np.diff(2.0 ** (np.arange(NUM_BINS + 1) - 1.0))
 _LARGEST = 15
 """Of a feature."""
+_OFTEN = 2
+"""The logarithm of the accesses from which on a class has a prior of its own."""
+_HAZARD_OF_OFTEN = 0.9
 _NONE = -1
 _BEYOND = 1
 """The heap of the runs whose last block an LRU cache would not hold."""
@@ -205,7 +208,7 @@ def release(own, contents, runs, heap, path, parents, time_ms, output_tokens):
             if parent != _NONE and contents[parent].resident:
                 block.parent = parent
                 contents[parent].children += 1
-        found = (1 if is_last else 0, min(_log2(block.accesses), 5), interval)
+        found = (min(_log2(block.accesses), 5), 1 if is_last else 0, interval)
         if found != features:
             if current != _NONE:
                 runs[current].weight = 1.0 / math.sqrt(runs[current].count)
@@ -360,6 +363,10 @@ def update_indices(own, contents, runs, heap):
     for class_ in range(num_classes - 1, 0, -1):
         returned[own.parent_class[class_]] += returned[class_]
         reached[own.parent_class[class_]] += reached[class_]
+    least = np.zeros(num_classes)  # of the prior
+    for class_ in own.subclass[0, _OFTEN:]:
+        if class_ != _NONE:
+            least[class_] = _HAZARD_OF_OFTEN
     survival, space = np.empty(NUM_BINS + 1), np.empty(NUM_BINS + 1)
     hull = np.empty(NUM_BINS + 1, np.int64)
     for class_ in range(num_classes):
@@ -369,6 +376,8 @@ def update_indices(own, contents, runs, heap):
             prior, weight = 0.05, 1.0
             if class_:
                 prior, weight = own.hazard[own.parent_class[class_], age], own.shrinkage
+                if returned[0, age] > 0.0:
+                    prior = max(prior, least[class_])
             hazard = (returned[class_, age] + weight * prior) / (so_far + weight)
             own.hazard[class_, age] = min(hazard, 0.999)
         _gittins(own.hazard[class_], own.index[class_], survival, space, hull)

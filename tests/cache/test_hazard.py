@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import cache
 from cache.policies import Request, make_policy
+from cache.policies import hazard_compiled as rules
 from cache.policies.hazard import Hazard
 from cache.trace import Trace
 
@@ -77,6 +78,25 @@ def test_it_learns_from_the_output_length_what_returns():
     assert hits(trace, capacity, "lru") == 0
     possible = hits(trace, trace.num_unique_blocks, "lru")
     assert hits(trace, capacity) > 0.9 * possible
+
+
+def test_blocks_used_often_are_taken_to_return_before_there_is_history():
+    """At ages at which something has returned, and at no others."""
+    policy = make_policy("hazard")
+    policy.start(20)
+    for block in range(20):
+        policy.insert(block, block, None, 0)
+    for second in range(23):
+        if 0 < second < 4:
+            policy.pin(0)
+        policy.tell(Request(1000.0 * second, 16, 1, 1))
+        policy.release(max(0, second - 3))
+    rules.update_indices(*policy._state)
+    own, contents, runs = policy._state[:3]
+    often, once = own["hazard"][runs["class_"][contents["run"][:2]]]
+    a_second, an_hour = 10, 22
+    assert often[a_second] > 0.7 > 0.3 > once[a_second]
+    assert often[an_hour] == pytest.approx(once[an_hour])
 
 
 def turncoat(num_requests: int = 6000, period: int = 1500) -> Trace:
