@@ -1,4 +1,4 @@
-"""Bits, comparisons and selection (PTX ISA 9.7.1.22-23, 9.7.6, 9.7.8)."""
+"""Bits, comparisons and selection (PTX ISA 9.7.1.22-23, 9.7.6-8)."""
 
 from __future__ import annotations
 
@@ -186,33 +186,48 @@ _COMPARISONS = {
 _COMBINATIONS = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
 
 
+def _pairs(bits: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(bits).view(np.uint16).reshape(-1, 2)
+
+
+_COMPARED = {
+    "bf16": bf16_to_f32,
+    "f16x2": lambda bits: _pairs(bits).view(np.float16),
+    "bf16x2": lambda bits: bf16_to_f32(_pairs(bits)),
+}
+"""From registers to numbers, or rows of two, where these are no dtype of NumPy's."""
+
+
 @instruction("setp")
 def _setp(translation: Translation) -> Step:
-    """Compare, and combine with a predicate if the opcode names how."""
+    """Compare, and combine with a predicate if the opcode names how; of two packed numbers each has
+    a destination of its own (9.7.7.2)."""
     kind, name = translation.kind, translation.parts[1]
-    translation.expect(name, "ftz", *_COMBINATIONS)
+    translation.expect(name, *_COMBINATIONS, *["ftz"] * (kind == "f32"))
     compare = _COMPARISONS[name]
     if is_float(kind) and name == "ne":
         compare = lambda a, b: (a < b) | (a > b)  # noqa: E731
-    target, first, second, *third = translation.operands
-    if isinstance(target, tuple):
-        raise Unsupported("two destinations")
+    targets, first, second, *third = translation.operands
+    targets = targets if isinstance(targets, tuple) else (targets,)
+    if len(targets) != (2 if kind.endswith("x2") else 1):
+        raise Unsupported(f"{len(targets)} destinations of .{kind}")
     source = PACKED.get(kind, kind)
     first, second = translation.read(first, source), translation.read(second, source)
     combine = _COMBINATIONS[translation.one_of(_COMBINATIONS)] if third else None
     third = translation.read(third[0], "pred") if third else None
-    write = translation.write(target, "pred")
-    convert = {"bf16": bf16_to_f32}.get(kind, lambda a: a)
+    writes = [translation.write(target, "pred") for target in targets]
+    convert = _COMPARED.get(kind, lambda a: a)
     if "ftz" in translation.parts:
         convert = flush_subnormals
 
-    def set_predicate(batch, mask):
-        holds = compare(convert(first(batch)), convert(second(batch)))
+    def set_predicates(batch, mask):
+        holds = np.atleast_2d(compare(convert(first(batch)), convert(second(batch))).T)
         if combine is not None:
             holds = combine(holds, third(batch))
-        write(batch, mask, holds)
+        for write, one in zip(writes, holds, strict=True):
+            write(batch, mask, one)
 
-    return set_predicate
+    return set_predicates
 
 
 @instruction("selp")

@@ -14,6 +14,7 @@ import attention_ops
 import hypothesis.strategies as st
 import pytest
 import torch
+import triton
 from attention_ops import SHAPE, hidden_tokens, same
 from hypothesis import given, settings
 
@@ -161,6 +162,8 @@ def test_scores_ahead_change_no_bit(window_size, num_splits, device):
     hidden = hidden_tokens(*lens, window_size)
     batch = make_batch(*lens, device, hidden_tokens=hidden, block_size=7, **ONE_KV_HEAD)
     target, results = target_of(batch.q.device), []
+    if target.arch in (100, 103) and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8):
+        pytest.skip("Triton puts a barrier that this needs since 3.8: docs/kernel-tuning.md")
     table = prefill_tile(32, torch.float16, target)
     for scores_ahead in (False, True):
         tile = replace(table, scores_ahead=scores_ahead)

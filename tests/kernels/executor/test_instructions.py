@@ -210,6 +210,24 @@ def test_comparisons_of_integers_know_their_sign(compute):
     assert compute(text.format("s32"), PAIRS) == [signed(a) < signed(b) for a, b in PAIRS]
 
 
+@pytest.mark.parametrize(("kind", "dtype"), [("f16x2", torch.float16), ("bf16x2", torch.bfloat16)])
+def test_packed_numbers_are_compared_each(compute, kind, dtype):
+    numbers = torch.tensor(FLOATS).to(dtype)
+    a, b = (torch.stack([x, x.flip(0)], 1) for x in torch.cartesian_prod(numbers, numbers).T)
+    chosen = torch.arange(len(a)) % 3 % 2
+    words = [x.view(torch.int32).flatten() & 0xFFFFFFFF for x in (a, b)]
+    triples = torch.stack([*words, chosen], 1).tolist()
+    is_number = ~(a.isnan() | b.isnan())
+    less = (a < b) & chosen.bool()[:, None]
+    for operation, more, expected in (("num", "", is_number), ("lt.and", ", %p3", less)):
+        text = f"""
+        setp.ne.u32 %p3, %r3, 0;
+        setp.{operation}.{kind} %p1|%p2, %r1, %r2{more};
+        selp.b32 %r4, 1, 0, %p1; selp.b32 %r5, 2, 0, %p2; or.b32 %r4, %r4, %r5;
+        """
+        assert compute(text, triples) == (expected.int() @ torch.tensor([1, 2]).int()).tolist()
+
+
 ALL_16 = [(low | (low + 1) << 16,) for low in range(0, 1 << 16, 2)]
 NARROW = {
     "cvt.rn.f16x2.f32": (torch.float16, torch.int16),

@@ -144,6 +144,18 @@ def test_faults(run, removed, left, kind, why):
     assert raised.value.kind is kind
 
 
+def test_a_product_overwrites_what_all_warps_have_loaded_behind_a_barrier(run):
+    body = product()
+    start = body.index("@%p2 tcgen05.commit")
+    wait = body[start : body.index("}", start) + 1].replace("%r41", "1")
+    again = "@%p2 tcgen05.mma.cta_group::1.kind::f16 [ %r2 + 0 ], %d20, %d21, %r40, %p5;" + wait
+    out, exact = run(body.replace(LOAD_BARRIER, "bar.sync 0;" + again + LOAD_BARRIER))
+    torch.testing.assert_close(out, exact, rtol=1e-6, atol=1e-6)
+    with pytest.raises(Fault, match="another warp accessed it since the last barrier") as raised:
+        run(body.replace(LOAD_BARRIER, again + LOAD_BARRIER))
+    assert raised.value.kind is FaultKind.TENSOR_RACE
+
+
 def test_deallocated_before_the_product_has_ended(run):
     body = product().replace(
         "{\n    .reg .pred complete;",
