@@ -149,6 +149,14 @@ def test_prompts_agree_as_far_as_their_blocks_do():
     assert not set(first[8:]) & set(third)
 
 
+def test_prompts_of_a_small_vocabulary_differ_where_their_blocks_do():
+    rows = [(i, 8, 1, [2 * i, 2 * i + 1]) for i in range(200)]
+    trace = Trace.from_requests(rows, name="t", block_size=4)
+    prompts = [prompt_token_ids(trace, i, vocab_size=16).tolist() for i in range(200)]
+    blocks = {tuple(prompt[at : at + 4]) for prompt in prompts for at in (0, 4)}
+    assert len(blocks) == 400
+
+
 def test_bad_arguments():
     trace = Trace.from_requests([(0, 8, 1, [0, 1])], name="t", block_size=4)
     manager = cache.make_manager("vllm_v1", num_blocks=8, block_size=4)
