@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -60,8 +61,8 @@ class BlockPool:
     Attributes:
         ref_counts: number of tables that hold each block; read-only to others.
         policy: the eviction policy, started anew by the pool and owned by it.
-        num_allocated, num_evicted: blocks handed out so far, and those of them that were
-            cached-free before.
+        counts: of ``allocated_blocks``, handed out so far, and ``evicted_blocks``, those of them
+            that were cached-free before.
         on_forget: called with blocks whose content is given up, if set.
     """
 
@@ -78,8 +79,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.policy = policy
         self.ref_counts: list[int] = [0] * num_blocks
-        self.num_allocated = 0
-        self.num_evicted = 0
+        self.counts: Counter[str] = Counter()
         self._num_fresh = num_blocks
         self._free: list[int] = []  # a stack: free blocks that the policy does not have
         self._queue_uncached = queue_uncached
@@ -192,7 +192,7 @@ class BlockPool:
     def _take(self, count: int) -> list[int]:
         """Remove ``count`` blocks, which there are, from the free ones; each gets one user."""
         ref_counts = self.ref_counts
-        self.num_allocated += count
+        self.counts["allocated_blocks"] += count
         blocks = self._free[: -count - 1 : -1]
         del self._free[len(self._free) - len(blocks) :]
         if len(blocks) < count and self._num_fresh:
@@ -217,7 +217,7 @@ class BlockPool:
             self._log.record("evicted", held, map(self._contents.pop, held))
         if self.on_forget:
             self.on_forget(evicted)
-        self.num_evicted += self._index.remove(evicted)
+        self.counts["evicted_blocks"] += self._index.remove(evicted)
 
     def _is_released(self, block: int) -> bool:
         """Whether the policy has, or just had, ``block``."""

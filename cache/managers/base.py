@@ -34,6 +34,7 @@ import abc
 import enum
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
@@ -169,13 +170,7 @@ class CacheManager(abc.ABC):
         self.block_size = at_least(1, "block_size", block_size)
         self.enable_prefix_caching = enable_prefix_caching
         self._tables: dict[Hashable, Table] = {}
-        self._num_allocations = 0
-        self._queried_tokens = 0
-        self._queried_blocks = 0
-        self._hit_tokens = 0
-        self._hit_blocks = 0
-        self._num_allocated = 0
-        self._num_copied = 0
+        self._counts: Counter[str] = Counter()  # for CacheStats
 
     # The interface ------------------------------------------------------------------------------
 
@@ -334,6 +329,7 @@ class CacheManager(abc.ABC):
         table = self._table_of(seq)
         if table.num_noted_tokens < table.seq.num_computed_tokens:
             self._catch_up(table)
+        self._tell(table.seq, table.seq.num_tokens - table.seq.num_prompt_tokens)
         self._release(table)
         del self._tables[seq.seq_id]
         if table.seq is not seq:
@@ -396,17 +392,7 @@ class CacheManager(abc.ABC):
     @property
     def stats(self) -> CacheStats:
         """A snapshot of the counters, which are those of the device."""
-        allocated, evicted = self._num_handed_out()
-        return CacheStats(
-            num_allocations=self._num_allocations,
-            queried_tokens=self._queried_tokens,
-            hit_tokens=self._hit_tokens,
-            queried_blocks=self._queried_blocks,
-            hit_blocks=self._hit_blocks,
-            allocated_blocks=allocated,
-            evicted_blocks=evicted,
-            copied_blocks=self._num_copied,
-        )
+        return CacheStats(**self._counts)
 
     def memory_usage(self) -> MemoryUsage:
         """What the slots of the cache are used for now.  Costs as much as looking at every table.
@@ -459,11 +445,12 @@ class CacheManager(abc.ABC):
         self._begin(table, prefix, end)
         self._extend(table, end)
         self._tables[seq.seq_id] = table
-        self._num_allocations += 1
-        self._queried_tokens += len(seq.token_ids)
-        self._queried_blocks += len(seq.token_ids) // self.block_size
-        self._hit_tokens += num_cached
-        self._hit_blocks += num_hits
+        counts = self._counts
+        counts["num_allocations"] += 1
+        counts["queried_tokens"] += len(seq.token_ids)
+        counts["queried_blocks"] += len(seq.token_ids) // self.block_size
+        counts["hit_tokens"] += num_cached
+        counts["hit_blocks"] += num_hits
         seq.num_cached_tokens = num_cached
         self._count(table, seq, end)
 
@@ -534,9 +521,6 @@ class CacheManager(abc.ABC):
                 Request(time_ms, prompt, output_tokens, prompt // self.block_size, seq.priority)
             )
 
-    def _tell_end(self, seq: Sequence) -> None:
-        self._tell(seq, seq.num_tokens - seq.num_prompt_tokens)
-
     # What a design is made of -------------------------------------------------------------------
 
     @abc.abstractmethod
@@ -583,10 +567,6 @@ class CacheManager(abc.ABC):
     def _num_blocks_for(self, num_slots: int) -> int:
         """Blocks of a table of ``num_slots`` slots."""
         return -(-num_slots // self.block_size)
-
-    def _num_handed_out(self) -> tuple[int, int]:
-        """Blocks handed out so far, and those of them that gave up cached content."""
-        return self._num_allocated, 0
 
 
 _NOTHING: Prefix = (), 0, None

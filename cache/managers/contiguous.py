@@ -155,7 +155,7 @@ class Contiguous(CacheManager):
         num_blocks = self._run_length(reserved)
         run.start = self._buddy.allocate(num_blocks)
         run.num_reserved = reserved
-        self._num_allocated += num_blocks
+        self._counts["allocated_blocks"] += num_blocks
 
     def _extend(self, run: _Run, end: int) -> Copies:
         copies = self._lengthen(run) if end > run.max_tokens else []
@@ -172,11 +172,11 @@ class Contiguous(CacheManager):
         start = self._buddy.grow(run.start, after)
         copies: Copies = []
         if start == run.start:
-            self._num_allocated += after - before
+            self._counts["allocated_blocks"] += after - before
         else:
             copies = list(zip(run.blocks, range(start, self.num_blocks), strict=False))
-            self._num_allocated += after
-            self._num_copied += len(copies)
+            self._counts["allocated_blocks"] += after
+            self._counts["copied_blocks"] += len(copies)
         run.start, run.num_reserved, run.max_tokens = start, reserved, expected
         return copies
 

@@ -78,6 +78,7 @@ class PooledManager(CacheManager):
             index=index,
             event_log=event_log,
         )
+        self._counts = self.pool.counts
         self._listener = listener(self.pool.policy)
 
     @property
@@ -138,8 +139,4 @@ class PooledManager(CacheManager):
         return count
 
     def _release(self, table: PooledTable) -> None:
-        self._tell_end(table.seq)
         self.pool.free(table.blocks[table.num_given_back :])
-
-    def _num_handed_out(self) -> tuple[int, int]:
-        return self.pool.num_allocated, self.pool.num_evicted

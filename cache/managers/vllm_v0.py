@@ -113,7 +113,13 @@ class VLLMv0(CacheManager):
         self.num_cpu_blocks = at_least(0, "num_cpu_blocks", num_cpu_blocks)
         self.watermark_blocks = int(watermark * self.num_blocks)
         self.sliding_window = sliding_window
-        self._window_blocks = self._check_window(sliding_window)
+        self._window_blocks: int | None = None
+        if sliding_window is not None:
+            if enable_prefix_caching:
+                feature = "a sliding_window together with prefix caching"
+                raise UnsupportedByDesign(self.name, feature)
+            window = at_least(1, "sliding_window", sliding_window)
+            self._window_blocks = -(-window // self.block_size)
         if enable_prefix_caching:
             evictor = LRUEvictor() if policy == "lru" else as_policy(policy)
             self._listener = listener(evictor)
@@ -124,6 +130,7 @@ class VLLMv0(CacheManager):
         else:
             self.gpu = BlockAllocator(self.num_blocks, None, event_log)
             self.cpu = BlockAllocator(self.num_cpu_blocks, None)
+        self._counts = self.gpu.counts
         self._clock = count(1).__next__ if clock is None else clock
         self._placeholders = count()
 
@@ -144,7 +151,6 @@ class VLLMv0(CacheManager):
         return [table.blocks[i % len(table.blocks)] for i in range(num_blocks)]
 
     def can_swap_out(self, seq: Sequence) -> bool:
-        """Whether ``swap_out(seq)`` would find enough CPU blocks.  Changes nothing."""
         table = self._table_on_device(seq)
         return self._num_missing_there(table, self.gpu, self.cpu) <= self.cpu.num_free_blocks
 
@@ -231,7 +237,6 @@ class VLLMv0(CacheManager):
         copy.last_accessed = table.last_accessed
 
     def _release(self, table: _Table) -> None:
-        self._tell_end(table.seq)
         self._mark_as_computed(table)
         self._allocator(table).release(table.blocks, table.last_accessed)
 
@@ -244,9 +249,6 @@ class VLLMv0(CacheManager):
     def _move_in(self, table: _Table) -> Copies:
         check_free(self._num_missing_there(table, self.cpu, self.gpu), self.gpu.num_free_blocks)
         return self._move(table, self.cpu, self.gpu)
-
-    def _num_handed_out(self) -> tuple[int, int]:
-        return self.gpu.num_allocated, self.gpu.num_evicted
 
     def _num_blocks_for(self, num_slots: int) -> int:
         num_logical = -(-num_slots // self.block_size)
@@ -294,7 +296,7 @@ class VLLMv0(CacheManager):
             new = self._take(table, position, key)
             table.blocks[table.blocks.index(own)] = new
             gpu.release([own], table.last_accessed, position)
-            self._num_copied += 1
+            self._counts["copied_blocks"] += 1
             return [(own, new)]
         if key is not None:
             gpu.rename(own, key, self._key_before(table, position), position)
@@ -351,11 +353,3 @@ class VLLMv0(CacheManager):
 
     def _hashes(self, seq: Sequence) -> list[bytes]:
         return self._hasher.block_hashes(seq) if self.enable_prefix_caching else []
-
-    def _check_window(self, sliding_window: int | None) -> int | None:
-        """The window in blocks."""
-        if sliding_window is None:
-            return None
-        if self.enable_prefix_caching:
-            raise UnsupportedByDesign(self.name, "a sliding_window together with prefix caching")
-        return -(-at_least(1, "sliding_window", sliding_window) // self.block_size)

@@ -171,7 +171,7 @@ class VLLMv1(PooledManager):
             shared = blocks[position]
             (blocks[position],) = pool.allocate(1)
             pool.free([shared])
-            self._num_copied += 1
+            self._counts["copied_blocks"] += 1
             copies.append((shared, blocks[position]))
         if self._partials:
             self._mark_as_computed(table)
@@ -179,7 +179,7 @@ class VLLMv1(PooledManager):
         if table.donor is not None:
             pool.free([table.donor])
             self._copies.append((table.donor, blocks[num_held]))
-            self._num_copied += 1
+            self._counts["copied_blocks"] += 1
             table.donor = None
         if self.sliding_window is not None:
             self._give_back(table, first_query)
