@@ -10,25 +10,19 @@ from pathlib import Path
 
 from cache.policies.arc import ARC
 from cache.policies.base import EvictionPolicy, Request
-from cache.policies.belady import Belady
-from cache.policies.fifo import FIFO
-from cache.policies.filo import FILO
-from cache.policies.gdsf import GDSF
 from cache.policies.hazard import Hazard
 from cache.policies.leaves import LeafPolicy
-from cache.policies.lfu import LFU
 from cache.policies.lru import LRU
 from cache.policies.lru_k import LRUK
 from cache.policies.marconi import Marconi
 from cache.policies.mq import MQ
-from cache.policies.mru import MRU
+from cache.policies.one_number import FIFO, FILO, GDSF, LFU, MRU, Belady, ReuseOracle
 from cache.policies.priority import BlockHistory, PriorityPolicy, record
 from cache.policies.queues import QueuePolicy
 from cache.policies.random import Random
 from cache.policies.random_leaf import RandomLeaf
 from cache.policies.request_priority import RequestPriority
 from cache.policies.retention import Retained, Retention
-from cache.policies.reuse_oracle import ReuseOracle
 from cache.policies.s3fifo import S3FIFO
 from cache.policies.sieve import Sieve
 from cache.policies.slru import SLRU
