@@ -127,43 +127,26 @@ class BlockPool:
         return self._take(count)
 
     def extend(self, table: PooledTable, count: int, num_cached: int) -> None:
-        """Hand out ``count`` blocks, none if that is negative, to the end of ``table``.
+        """Hand out ``count`` blocks, none if that is negative, to the end of ``table``, and make
+        the content of its first ``num_cached`` blocks, the new ones included, findable.
 
-        Its first ``num_cached`` blocks, the new ones included, are cached as by ``cache``.
-        Raises OutOfBlocks, changing nothing.
+        These are in use and full.  A hash that is cached already stays with the block that has it,
+        and the new block becomes its duplicate.  Raises OutOfBlocks, changing nothing.
         """
-        if count <= 0:
-            self.cache(table, num_cached)
-            return
-        check_free(count, self.num_free_blocks)
         blocks = table.blocks
-        if not self._tells_misses:
-            blocks += self._take(count)
-            if table.num_cached_blocks < num_cached:
-                self._insert(table, num_cached)
-            return
-        end = len(blocks) + count
-        while table.num_cached_blocks < num_cached:  # the victim may depend on the newcomer
-            self._tell_miss(table)
-            if table.num_cached_blocks == len(blocks):
-                blocks += self._take(1)
-            self._insert(table, table.num_cached_blocks + 1)
-        blocks += self._take(end - len(blocks))
-
-    def cache(self, table: PooledTable, num_cached: int) -> None:
-        """Make the content of the first ``num_cached`` blocks of ``table`` findable.
-
-        They are in use and full.  A hash that is cached already stays with the block that has it,
-        and the new block becomes its duplicate.
-        """
-        if table.num_cached_blocks >= num_cached:
-            return
-        if not self._tells_misses:
+        if count > 0:
+            check_free(count, self.num_free_blocks)
+        end = len(blocks) + max(0, count)
+        if self._tells_misses:  # one by one: the victim may depend on the newcomer
+            while table.num_cached_blocks < num_cached:
+                self._tell_miss(table)
+                if table.num_cached_blocks == len(blocks):
+                    blocks += self._take(1)
+                self._insert(table, table.num_cached_blocks + 1)
+        if len(blocks) < end:
+            blocks += self._take(end - len(blocks))
+        if table.num_cached_blocks < num_cached:
             self._insert(table, num_cached)
-            return
-        while table.num_cached_blocks < num_cached:
-            self._tell_miss(table)
-            self._insert(table, table.num_cached_blocks + 1)
 
     def revive(self, hits: Sequence[int], count: int = 0) -> None:
         """Add a user to each of ``hits``, which were looked up, also to those that have none.
@@ -233,7 +216,7 @@ class BlockPool:
             self.policy.miss(key)
 
     def _insert(self, table: PooledTable, num_cached: int) -> None:
-        """``cache`` for content whose absence the policy knows of.
+        """Make content findable whose absence the policy knows of.
 
         The policy is told of a block under its hash, or, for a duplicate, under a key of its own:
         no two blocks that a policy knows ever have the same key.

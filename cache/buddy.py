@@ -143,6 +143,5 @@ class BuddyAllocator:
         require(end == self.num_blocks, f"the runs end at {end} of {self.num_blocks} blocks")
         num_free = sum(len(free) << order for order, free in enumerate(self._free))
         require(
-            self.num_free == num_free,
-            f"num_free is {self.num_free}, the free runs have {num_free}",
+            self.num_free == num_free, f"num_free is {self.num_free}, the free runs have {num_free}"
         )

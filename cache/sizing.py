@@ -72,11 +72,7 @@ def block_bytes(
 
 
 def num_gpu_blocks(
-    *,
-    total_bytes: int,
-    gpu_memory_utilization: float,
-    peak_bytes: int,
-    block_bytes: int,
+    *, total_bytes: int, gpu_memory_utilization: float, peak_bytes: int, block_bytes: int
 ) -> int:
     """Blocks that fit into the memory of a GPU besides the model.
 

@@ -137,11 +137,7 @@ class Decoder(nn.Module):
     """Embedding, layers and final norm."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        backend: AttentionBackend,
-        tp: TensorParallel,
-        max_positions: int,
+        self, config: ModelConfig, backend: AttentionBackend, tp: TensorParallel, max_positions: int
     ) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp)
@@ -173,11 +169,7 @@ class CausalLM(nn.Module):
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        backend: AttentionBackend,
-        tp: TensorParallel,
-        max_positions: int,
+        self, config: ModelConfig, backend: AttentionBackend, tp: TensorParallel, max_positions: int
     ) -> None:
         super().__init__()
         self.config = config

@@ -148,25 +148,18 @@ class ModelRunner:
             fields = split_tables(
                 groups, block_tables[:num_single], ends[:num_single], self.block_size
             )
-        (
-            token_ids,
-            unknown,
-            positions,
-            logit_rows,
-            slots,
-            block_tables,
-            starts,
-            lens,
-            *shared,
-        ) = self._upload(
+        where = {
+            "slot_mapping": slots,
+            "block_tables": block_tables,
+            "cu_seqlens_q": cu_seqlens.astype(np.int32),
+            "context_lens": ends.astype(np.int32),
+        }
+        token_ids, unknown, positions, logit_rows, *rest = self._upload(
             np.frombuffer(tokens, dtype=np.uint32).astype(np.int64),
             np.array(unknown, dtype=np.int64).reshape(-1, 2).T,
             positions,
             last_rows[complete],
-            slots,
-            block_tables,
-            cu_seqlens.astype(np.int32),
-            ends.astype(np.int32),
+            *where.values(),
             *fields.values(),
         )
         if unknown.numel():
@@ -174,13 +167,10 @@ class ModelRunner:
             # -1 of a row that is not finite, which is told when it is read, would be no token.
             token_ids[places] = step.drawn.tokens[drawn_rows].clamp(min=0)
         metadata = AttentionMetadata(
-            slot_mapping=slots,
-            block_tables=block_tables,
-            cu_seqlens_q=starts,
-            context_lens=lens,
+            **dict(zip(where, rest, strict=False)),
             max_seqlen_q=int(counts.max()),
             max_context_len=int(ends.max()),
-            shared=SharedPrefixes(**dict(zip(fields, shared, strict=True))) if groups else None,
+            shared=SharedPrefixes(*rest[len(where) :]) if groups else None,
         )
         if kinds.min() < kinds.max():
             metadata = in_parts(metadata, counts)

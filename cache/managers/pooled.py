@@ -127,7 +127,7 @@ class PooledManager(CacheManager):
         table.num_noted_tokens = len(hits) * self.block_size
 
     def _note_stored(self, table: PooledTable, end: int) -> None:
-        self.pool.cache(table, self._num_findable(table, end))
+        self.pool.extend(table, 0, self._num_findable(table, end))
 
     def _num_findable(self, table: PooledTable, num_tokens: int) -> int:
         """Blocks of ``table`` that ``num_tokens`` fill and that are to be cached, with hashes."""

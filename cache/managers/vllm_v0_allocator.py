@@ -87,10 +87,7 @@ class BlockAllocator:
     """
 
     def __init__(
-        self,
-        num_blocks: int,
-        evictor: EvictionPolicy | None,
-        event_log: EventLog | None = None,
+        self, num_blocks: int, evictor: EvictionPolicy | None, event_log: EventLog | None = None
     ) -> None:
         if evictor is not None:
             evictor.start(num_blocks)
