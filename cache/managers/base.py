@@ -37,7 +37,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from cache.checks import at_least, require
@@ -103,6 +103,7 @@ Prefix = tuple[Items[int], int, Any]
 of the blocks, unless part of a further one is copied), and what else the design knows of it."""
 
 
+@dataclass(slots=True, eq=False)
 class Table:
     """What a sequence holds.
 
@@ -114,14 +115,11 @@ class Table:
         is_swapped_out: whether the blocks are those of host memory.
     """
 
-    __slots__ = ("blocks", "is_swapped_out", "max_tokens", "num_noted_tokens", "seq")
-
-    def __init__(self, seq: Sequence) -> None:
-        self.seq = seq
-        self.blocks: Items[int] = []
-        self.num_noted_tokens = 0
-        self.max_tokens = sys.maxsize
-        self.is_swapped_out = False
+    seq: Sequence
+    blocks: Items[int] = field(default_factory=list)
+    num_noted_tokens: int = 0
+    max_tokens: int = sys.maxsize
+    is_swapped_out: bool = False
 
 
 class CacheManager(abc.ABC):

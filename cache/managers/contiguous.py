@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from cache.buddy import BuddyAllocator
@@ -14,18 +15,15 @@ from cache.sequence import Sequence
 Reservation = Literal["max", "pow2", "oracle"]
 
 
+@dataclass(slots=True, eq=False)
 class _Run(Table):
     """The reservation of one sequence: a run of blocks.
 
     ``max_tokens`` is what the sequence is expected to have in the end.
     """
 
-    __slots__ = ("num_reserved", "start")
-
-    def __init__(self, seq: Sequence) -> None:
-        super().__init__(seq)
-        self.start = 0  # its first block
-        self.num_reserved = 0  # slots kept for the sequence
+    start: int = 0  # its first block
+    num_reserved: int = 0  # slots kept for the sequence
 
 
 class Contiguous(CacheManager):

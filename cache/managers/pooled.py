@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import ClassVar
 
@@ -18,6 +19,7 @@ from cache.policies.base import EvictionPolicy, listener
 from cache.sequence import Sequence
 
 
+@dataclass(slots=True, eq=False)
 class PooledTable(Table):
     """The blocks of one sequence, and what a pool knows of them.
 
@@ -27,13 +29,9 @@ class PooledTable(Table):
         num_given_back: leading blocks that the sequence holds no more.
     """
 
-    __slots__ = ("hashes", "num_cached_blocks", "num_given_back")
-
-    def __init__(self, seq: Sequence) -> None:
-        super().__init__(seq)
-        self.hashes: list[bytes] = []
-        self.num_cached_blocks = 0
-        self.num_given_back = 0
+    hashes: list[bytes] = field(default_factory=list)
+    num_cached_blocks: int = 0
+    num_given_back: int = 0
 
 
 class PooledManager(CacheManager):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 
 from cache.block_pool import check_free
@@ -17,17 +19,14 @@ from cache.policies.base import EvictionPolicy, listener
 from cache.sequence import Sequence
 
 
+@dataclass(slots=True, eq=False)
 class _Table(Table):
     """The blocks of one sequence: first those of the tree, then its own."""
 
-    __slots__ = ("node", "num_in_tree", "num_prompt_tokens")
-
-    def __init__(self, seq: Sequence) -> None:
-        super().__init__(seq)
-        self.blocks = array("i")
-        self.node: RadixNode | None = None  # where the blocks of the tree end; locked
-        self.num_in_tree = 0
-        self.num_prompt_tokens = len(seq.token_ids)  # what was there before it decoded
+    blocks: array = field(default_factory=partial(array, "i"))
+    node: RadixNode | None = None  # where the blocks of the tree end; locked
+    num_in_tree: int = 0
+    num_prompt_tokens: int = 0  # what was there before it decoded
 
 
 class Radix(CacheManager):
@@ -132,6 +131,7 @@ class Radix(CacheManager):
 
     def _begin(self, table: _Table, prefix: Prefix, end: int) -> None:
         hits, num_cached, match = prefix
+        table.num_prompt_tokens = len(table.seq.token_ids)
         if not hits:
             table.node = self.tree.root
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import chain, count
 
 from cache.block_pool import check_free
@@ -24,18 +25,15 @@ from cache.policies.base import EvictionPolicy, listener
 from cache.sequence import Sequence
 
 
+@dataclass(slots=True, eq=False)
 class _Table(Table):
     """The physical blocks of one sequence, all on one device.
 
     With a sliding window they are a ring: logical block i is in i % window.
     """
 
-    __slots__ = ("last_accessed", "num_computed_blocks")
-
-    def __init__(self, seq: Sequence) -> None:
-        super().__init__(seq)
-        self.num_computed_blocks = 0  # leading blocks that are known to be marked as computed
-        self.last_accessed = 0.0
+    num_computed_blocks: int = 0  # leading blocks that are known to be marked as computed
+    last_accessed: float = 0.0
 
 
 _Growth = tuple[int, bytes | None, int | None, int | None]

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any
 
 from cache.lazy_heap import LazyHeap
 from cache.policies.base import UNKNOWN_REQUEST, EvictionPolicy, Request
 
 
+@dataclass(slots=True, eq=False)
 class Node:
     """A resident block in the tree of prompts."""
 
-    __slots__ = ("block", "children", "depth", "key", "memo", "parent", "released")
-
-    def __init__(self, block: int, key: Hashable, parent: Node | None, depth: int) -> None:
-        self.block, self.key, self.parent, self.depth = block, key, parent, depth
-        self.children = 0
-        """Resident blocks that continue it."""
-        self.released = False
-        self.memo = None
-        """What a subclass remembers of it: by default a tuple of numbers that ranks it."""
+    block: int
+    key: Hashable
+    parent: Node | None
+    depth: int
+    children: int = 0
+    """Resident blocks that continue it."""
+    released: bool = False
+    memo: Any = None
+    """What a subclass remembers of it: by default a tuple of numbers that ranks it."""
 
 
 class LeafPolicy(EvictionPolicy):
