@@ -130,8 +130,8 @@ class CacheManager(abc.ABC):
     attributes ``can_...``, raises UnsupportedByDesign.
 
     A design defines ``_extend``, ``_release`` and ``num_free_blocks``, and with ``can_fork`` also
-    ``_share(table, copy)``, with ``can_swap`` ``_move_out(table)`` and ``_move_in(table)``, with
-    ``can_reset`` ``_forget()``.  What else it may define stands at the end of the class.
+    ``_share(table, copy)``, with ``can_reset`` ``_forget()``, with ``can_swap`` the four calls about
+    swaps.  What else it may define stands at the end of the class.
     """
 
     name: str = ""
@@ -345,26 +345,14 @@ class CacheManager(abc.ABC):
         Raises OutOfBlocks.  Until it is back only ``swap_in``, ``free`` and ``block_table`` (of
         host blocks) take ``seq``.
         """
-        self._refuse_unless(self.can_swap, "swap_out")
-        table = self._table_on_device(seq)
-        copies = self._move_out(table)
-        table.is_swapped_out = True
-        table.seq.num_slots = 0
-        table.seq.table_version += 1
-        return copies
+        raise UnsupportedByDesign(self.name, "swap_out")
 
     def swap_in(self, seq: Sequence) -> Copies:
         """Move ``seq`` back; returns (host block, device block) pairs to copy now.
 
         Raises OutOfBlocks.
         """
-        self._refuse_unless(self.can_swap, "swap_in")
-        table = self._table_on_host(seq)
-        copies = self._move_in(table)
-        table.is_swapped_out = False
-        table.seq.num_slots = table.seq.num_computed_tokens  # others may share its last block
-        table.seq.table_version += 1
-        return copies
+        raise UnsupportedByDesign(self.name, "swap_in")
 
     def can_swap_out(self, seq: Sequence) -> bool:
         """Whether ``swap_out(seq)`` would find enough free host blocks.  Changes nothing."""
@@ -489,12 +477,6 @@ class CacheManager(abc.ABC):
         table = self._table_of(seq)
         if table.is_swapped_out:
             raise ValueError(f"sequence {seq.seq_id!r} is swapped out")
-        return table
-
-    def _table_on_host(self, seq: Sequence) -> Any:
-        table = self._table_of(seq)
-        if not table.is_swapped_out:
-            raise ValueError(f"sequence {seq.seq_id!r} is not swapped out")
         return table
 
     def _refuse_unless(self, offered: bool, feature: str) -> None:

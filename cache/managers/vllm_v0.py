@@ -148,6 +148,22 @@ class VLLMv0(CacheManager):
         num_blocks = -(-table.seq.num_computed_tokens // self.block_size)
         return [table.blocks[i % len(table.blocks)] for i in range(num_blocks)]
 
+    def swap_out(self, seq: Sequence) -> Copies:
+        table = self._table_on_device(seq)
+        check_free(self._num_missing_there(table, self.gpu, self.cpu), self.cpu.num_free_blocks)
+        self._catch_up(table)
+        self._mark_as_computed(table)
+        copies = self._move(table, self.gpu, self.cpu)
+        table.seq.num_slots = 0
+        return copies
+
+    def swap_in(self, seq: Sequence) -> Copies:
+        table = self._table_on_host(seq)
+        check_free(self._num_missing_there(table, self.cpu, self.gpu), self.gpu.num_free_blocks)
+        copies = self._move(table, self.cpu, self.gpu)
+        table.seq.num_slots = table.seq.num_computed_tokens  # others may share its last block
+        return copies
+
     def can_swap_out(self, seq: Sequence) -> bool:
         table = self._table_on_device(seq)
         return self._num_missing_there(table, self.gpu, self.cpu) <= self.cpu.num_free_blocks
@@ -238,19 +254,15 @@ class VLLMv0(CacheManager):
         self._mark_as_computed(table)
         self._allocator(table).release(table.blocks, table.last_accessed)
 
-    def _move_out(self, table: _Table) -> Copies:
-        check_free(self._num_missing_there(table, self.gpu, self.cpu), self.cpu.num_free_blocks)
-        self._catch_up(table)
-        self._mark_as_computed(table)
-        return self._move(table, self.gpu, self.cpu)
-
-    def _move_in(self, table: _Table) -> Copies:
-        check_free(self._num_missing_there(table, self.cpu, self.gpu), self.gpu.num_free_blocks)
-        return self._move(table, self.cpu, self.gpu)
-
     def _num_blocks_for(self, num_slots: int) -> int:
         num_logical = -(-num_slots // self.block_size)
         return min(num_logical, self._window_blocks or num_logical)
+
+    def _table_on_host(self, seq: Sequence) -> _Table:
+        table = self._table_of(seq)
+        if not table.is_swapped_out:
+            raise ValueError(f"sequence {seq.seq_id!r} is not swapped out")
+        return table
 
     def _allocator(self, table: _Table) -> BlockAllocator:
         return self.cpu if table.is_swapped_out else self.gpu
@@ -324,7 +336,8 @@ class VLLMv0(CacheManager):
             target.computed[block] = isinstance(key, bytes)
             moved.append(block)
         source.release(table.blocks, table.last_accessed)
-        table.blocks = moved
+        table.blocks, table.is_swapped_out = moved, target is self.cpu
+        table.seq.table_version += 1
         return copies
 
     def _num_missing_there(

@@ -4,7 +4,7 @@ import pytest
 from manager_helpers import NAMES, manager_of
 
 from cache import UnsupportedByDesign, make_manager
-from cache.policies.fifo import FIFO
+from cache.policies.one_number import FIFO
 
 
 @pytest.mark.parametrize("name", NAMES)
