@@ -87,11 +87,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, step: Step, manager: CacheManager) -> torch.Tensor:
-        """Move the blocks of a step and compute its tokens.
-
-        Returns the logits that follow the last token of each sequence all whose tokens are now
-        computed, (number of such sequences, vocab_size), in the order of the step.
-        """
+        """As ``cache.serving.engine.Runner``; returns (num_rows, vocab_size)."""
         self._move_blocks(step)
         if not step.sequences:
             weight = self.model.model.embed_tokens.weight

@@ -41,7 +41,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from cache.checks import at_least, require
-from cache.memory_usage import MemoryUsage, usage_of_tables
+from cache.memory_usage import MemoryUsage
 from cache.policies.base import Request
 from cache.sequence import Sequence
 
@@ -130,8 +130,8 @@ class CacheManager(abc.ABC):
     attributes ``can_...``, raises UnsupportedByDesign.
 
     A design defines ``_extend``, ``_release`` and ``num_free_blocks``, and with ``can_fork`` also
-    ``_share(table, copy)``, with ``can_reset`` ``_forget()``, with ``can_swap`` the four calls about
-    swaps.  What else it may define stands at the end of the class.
+    ``_share(table, copy)``, with ``can_reset`` ``_forget()``, with ``can_swap`` the calls about it.
+    What else it may define stands at the end of the class.
     """
 
     name: str = ""
@@ -385,12 +385,16 @@ class CacheManager(abc.ABC):
 
         Cached content that nobody uses counts as free.
         """
-        tables = [table for table in self._tables.values() if not table.is_swapped_out]
-        return usage_of_tables(
-            self.num_blocks,
-            self.block_size,
-            ((table.blocks, table.seq.num_computed_tokens) for table in tables),
-        )
+        filled: dict[int, int] = {}  # of blocks in use; one that several tables have counts once
+        for table in self._tables.values():
+            num_tokens = 0 if table.is_swapped_out else table.seq.num_computed_tokens
+            for block in table.blocks if num_tokens else ():
+                if block != GIVEN_BACK:
+                    filled[block] = max(filled.get(block, 0), min(self.block_size, num_tokens))
+                num_tokens = max(0, num_tokens - self.block_size)
+        used, taken = sum(filled.values()), len(filled) * self.block_size
+        free = self.num_blocks * self.block_size - taken
+        return MemoryUsage(used=used, reserved=0, internal=taken - used, external=0, free=free)
 
     def check_invariants(self) -> None:
         """Raise AssertionError, saying what is wrong, unless all state is consistent.
