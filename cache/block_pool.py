@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -79,7 +78,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.policy = policy
         self.ref_counts: list[int] = [0] * num_blocks
-        self.counts: Counter[str] = Counter()
+        self.counts = {"allocated_blocks": 0, "evicted_blocks": 0}
         self._num_fresh = num_blocks
         self._free: list[int] = []  # a stack: free blocks that the policy does not have
         self._queue_uncached = queue_uncached

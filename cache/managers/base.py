@@ -34,7 +34,6 @@ import abc
 import enum
 import math
 import sys
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
@@ -168,7 +167,7 @@ class CacheManager(abc.ABC):
         self.block_size = at_least(1, "block_size", block_size)
         self.enable_prefix_caching = enable_prefix_caching
         self._tables: dict[Hashable, Table] = {}
-        self._counts: Counter[str] = Counter()  # for CacheStats
+        self._counts = dict.fromkeys(CacheStats.__dataclass_fields__, 0)
 
     # The interface ------------------------------------------------------------------------------
 
@@ -327,7 +326,8 @@ class CacheManager(abc.ABC):
         table = self._table_of(seq)
         if table.num_noted_tokens < table.seq.num_computed_tokens:
             self._catch_up(table)
-        self._tell(table.seq, table.seq.num_tokens - table.seq.num_prompt_tokens)
+        if self._listener:
+            self._tell(table.seq, table.seq.num_tokens - table.seq.num_prompt_tokens)
         self._release(table)
         del self._tables[seq.seq_id]
         if table.seq is not seq:

@@ -76,7 +76,7 @@ class PooledManager(CacheManager):
             index=index,
             event_log=event_log,
         )
-        self._counts = self.pool.counts
+        self.pool.counts = self._counts
         self._listener = listener(self.pool.policy)
 
     @property

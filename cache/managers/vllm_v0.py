@@ -128,7 +128,7 @@ class VLLMv0(CacheManager):
         else:
             self.gpu = BlockAllocator(self.num_blocks, None, event_log)
             self.cpu = BlockAllocator(self.num_cpu_blocks, None)
-        self._counts = self.gpu.counts
+        self.gpu.counts = self._counts
         self._clock = count(1).__next__ if clock is None else clock
         self._placeholders = count()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from collections.abc import Sequence as Blocks
 
@@ -96,7 +95,7 @@ class BlockAllocator:
         self.ref_counts = [0] * num_blocks
         self.keys: list[ContentKey | None] = [None] * num_blocks
         self.computed = bytearray(num_blocks)
-        self.counts: Counter[str] = Counter()
+        self.counts = {"allocated_blocks": 0, "evicted_blocks": 0}
         self._num_fresh = num_blocks if evictor is not None else 0
         self._stack = list(range(num_blocks)) if evictor is None else []
         self._index: dict[ContentKey, int] = {}
