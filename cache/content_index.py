@@ -93,8 +93,6 @@ class ContentIndex:
         the prefix.  ``depth`` is the position of the first in its prompt.  Returns those that are
         duplicates.
         """
-        if not blocks:
-            return []
         if self.follow(previous, keys[0], depth) is None and self._runs.keys().isdisjoint(keys):
             self._append(blocks, keys, previous, depth)
             return []

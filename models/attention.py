@@ -142,16 +142,9 @@ class TritonBackend:
         for rows, part in _parts(metadata):
             options = {"out": out[rows], **layer.scores, **scales}
             where = query[rows], *caches, part.block_tables
-            if (shared := part.shared) is not None:
+            if part.shared is not None:
                 self.ops.shared_prefix_decode_attention(
-                    query[rows],
-                    *caches,
-                    shared.prefix_block_tables,
-                    shared.prefix_lens,
-                    shared.group_offsets,
-                    shared.suffix_block_tables,
-                    shared.suffix_lens,
-                    **options,
+                    query[rows], *caches, *part.shared, **options
                 )
             elif part.max_seqlen_q == 1:
                 self.ops.paged_decode_attention(*where, part.context_lens, **options)

@@ -139,9 +139,9 @@ class ModelRunner:
         complete = [seq.num_computed_tokens == len(seq.token_ids) for seq in step.sequences]
         last_rows = np.empty_like(counts)
         last_rows[order] = cu_seqlens[1:] - 1
-        fields = {}
+        shared = ()
         if groups:
-            fields = split_tables(
+            shared = split_tables(
                 groups, block_tables[:num_single], ends[:num_single], self.block_size
             )
         where = {
@@ -156,7 +156,7 @@ class ModelRunner:
             positions,
             last_rows[complete],
             *where.values(),
-            *fields.values(),
+            *shared,
         )
         if unknown.numel():
             places, drawn_rows = unknown

@@ -212,8 +212,6 @@ class RadixTree:
         while len(evicted) < count:
             node = self.leaves.pop()
             parent = node.parent
-            if node.lock_ref or node.children:
-                raise RuntimeError(f"policy {self.policy.name!r} evicted a node in use")
             del parent.children[node.extra + node.key[: self._width]]
             evicted += node.blocks
             self.num_evictable -= len(node.blocks)
