@@ -83,7 +83,9 @@ def convert_ragpulse(folder: str | os.PathLike, *, block_size: int = 16) -> Trac
     folder, prefixes, lengths = Path(folder), _Prefixes(), {}
     at_least(1, "block_size", block_size)
     for file, field in _RAGPULSE_LENGTHS.items():
-        lengths |= _parsed(folder / file, operator.itemgetter(field, "token_length"))
+        key = operator.itemgetter(field, "token_length")
+        for length in _parsed(folder / file, lambda part, key=key: dict([key(part)])):
+            lengths |= length
 
     def request(record: dict[str, Any]) -> tuple:
         parts = [part for name in _RAGPULSE_PARTS for part in record["hash_ids"][name]]
