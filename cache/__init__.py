@@ -17,11 +17,7 @@ from cache.policies import POLICIES, EvictionPolicy, PriorityPolicy, make_policy
 from cache.replay import SimulationResult, simulate
 from cache.sequence import MultiModalInput, Sequence
 from cache.serving.open_loop import ServiceModel
-from cache.serving.replay import (
-    ServingReplayResult,
-    prompt_token_ids,
-    simulate_serving,
-)
+from cache.serving.replay import ServingReplayResult, prompt_token_ids, simulate_serving
 from cache.sizing import (
     block_bytes,
     kv_cache_shape,

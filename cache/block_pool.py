@@ -60,8 +60,8 @@ class BlockPool:
     Attributes:
         ref_counts: number of tables that hold each block; read-only to others.
         policy: the eviction policy, started anew by the pool and owned by it.
-        num_allocated, num_evicted: blocks handed out so far, and those of them that were
-            cached-free before.
+        counts: of ``allocated_blocks``, handed out so far, and ``evicted_blocks``, those of them
+            that were cached-free before.
         on_forget: called with blocks whose content is given up, if set.
     """
 
@@ -78,8 +78,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.policy = policy
         self.ref_counts: list[int] = [0] * num_blocks
-        self.num_allocated = 0
-        self.num_evicted = 0
+        self.counts = {"allocated_blocks": 0, "evicted_blocks": 0}
         self._num_fresh = num_blocks
         self._free: list[int] = []  # a stack: free blocks that the policy does not have
         self._queue_uncached = queue_uncached
@@ -127,43 +126,26 @@ class BlockPool:
         return self._take(count)
 
     def extend(self, table: PooledTable, count: int, num_cached: int) -> None:
-        """Hand out ``count`` blocks, none if that is negative, to the end of ``table``.
+        """Hand out ``count`` blocks, none if that is negative, to the end of ``table``, and make
+        the content of its first ``num_cached`` blocks, the new ones included, findable.
 
-        Its first ``num_cached`` blocks, the new ones included, are cached as by ``cache``.
-        Raises OutOfBlocks, changing nothing.
+        These are in use and full.  A hash that is cached already stays with the block that has it,
+        and the new block becomes its duplicate.  Raises OutOfBlocks, changing nothing.
         """
-        if count <= 0:
-            self.cache(table, num_cached)
-            return
-        check_free(count, self.num_free_blocks)
         blocks = table.blocks
-        if not self._tells_misses:
-            blocks += self._take(count)
-            if table.num_cached_blocks < num_cached:
-                self._insert(table, num_cached)
-            return
-        end = len(blocks) + count
-        while table.num_cached_blocks < num_cached:  # the victim may depend on the newcomer
-            self._tell_miss(table)
-            if table.num_cached_blocks == len(blocks):
-                blocks += self._take(1)
-            self._insert(table, table.num_cached_blocks + 1)
-        blocks += self._take(end - len(blocks))
-
-    def cache(self, table: PooledTable, num_cached: int) -> None:
-        """Make the content of the first ``num_cached`` blocks of ``table`` findable.
-
-        They are in use and full.  A hash that is cached already stays with the block that has it,
-        and the new block becomes its duplicate.
-        """
-        if table.num_cached_blocks >= num_cached:
-            return
-        if not self._tells_misses:
+        if count > 0:
+            check_free(count, self.num_free_blocks)
+        end = len(blocks) + max(0, count)
+        if self._tells_misses:  # one by one: the victim may depend on the newcomer
+            while table.num_cached_blocks < num_cached:
+                self._tell_miss(table)
+                if table.num_cached_blocks == len(blocks):
+                    blocks += self._take(1)
+                self._insert(table, table.num_cached_blocks + 1)
+        if len(blocks) < end:
+            blocks += self._take(end - len(blocks))
+        if table.num_cached_blocks < num_cached:
             self._insert(table, num_cached)
-            return
-        while table.num_cached_blocks < num_cached:
-            self._tell_miss(table)
-            self._insert(table, table.num_cached_blocks + 1)
 
     def revive(self, hits: Sequence[int], count: int = 0) -> None:
         """Add a user to each of ``hits``, which were looked up, also to those that have none.
@@ -192,7 +174,7 @@ class BlockPool:
     def _take(self, count: int) -> list[int]:
         """Remove ``count`` blocks, which there are, from the free ones; each gets one user."""
         ref_counts = self.ref_counts
-        self.num_allocated += count
+        self.counts["allocated_blocks"] += count
         blocks = self._free[: -count - 1 : -1]
         del self._free[len(self._free) - len(blocks) :]
         if len(blocks) < count and self._num_fresh:
@@ -217,7 +199,7 @@ class BlockPool:
             self._log.record("evicted", held, map(self._contents.pop, held))
         if self.on_forget:
             self.on_forget(evicted)
-        self.num_evicted += self._index.remove(evicted)
+        self.counts["evicted_blocks"] += self._index.remove(evicted)
 
     def _is_released(self, block: int) -> bool:
         """Whether the policy has, or just had, ``block``."""
@@ -233,7 +215,7 @@ class BlockPool:
             self.policy.miss(key)
 
     def _insert(self, table: PooledTable, num_cached: int) -> None:
-        """``cache`` for content whose absence the policy knows of.
+        """Make content findable whose absence the policy knows of.
 
         The policy is told of a block under its hash, or, for a duplicate, under a key of its own:
         no two blocks that a policy knows ever have the same key.

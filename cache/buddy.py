@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cache.block_pool import OutOfBlocks
+from cache.checks import require
 
 
 class OutOfRuns(OutOfBlocks):
@@ -130,15 +131,17 @@ class BuddyAllocator:
         for order, free in enumerate(self._free):
             runs += [(start, order) for start in free]
             for start in free:
-                if start ^ (1 << order) in free:
-                    raise AssertionError(f"free buddies of {1 << order} blocks at {start}")
+                buddy = start ^ (1 << order)
+                require(buddy not in free, f"free buddies of {1 << order} blocks at {start}")
         end = 0
         for start, order in sorted(runs):
-            if start != end or start & ((1 << order) - 1):
-                raise AssertionError(f"a run of {1 << order} blocks begins at {start}, not {end}")
+            require(
+                start == end and start % (1 << order) == 0,
+                f"a run of {1 << order} blocks begins at {start}, not {end}",
+            )
             end = start + (1 << order)
-        if end != self.num_blocks:
-            raise AssertionError(f"the runs end at {end} of {self.num_blocks} blocks")
+        require(end == self.num_blocks, f"the runs end at {end} of {self.num_blocks} blocks")
         num_free = sum(len(free) << order for order, free in enumerate(self._free))
-        if self.num_free != num_free:
-            raise AssertionError(f"num_free is {self.num_free}, the free runs have {num_free}")
+        require(
+            self.num_free == num_free, f"num_free is {self.num_free}, the free runs have {num_free}"
+        )

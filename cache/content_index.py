@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from cache.checks import require
 from cache.common_prefix import common_prefix_length
 
 
+@dataclass(slots=True, eq=False)
 class _Run:
     """Blocks that hold consecutive contents of one chain."""
 
-    __slots__ = ("blocks", "depth", "keys")
-
-    def __init__(self, blocks: list[int], keys: bytearray, depth: int) -> None:
-        self.blocks = blocks
-        self.keys = keys  # the keys of their contents, one after the other
-        self.depth = depth  # position of the first in its prompt, in blocks
+    blocks: list[int]
+    keys: bytearray  # of their contents, one after the other
+    depth: int  # position of the first in its prompt, in blocks
 
 
 _DUPLICATE = _Run([], bytearray(), 0)
@@ -94,8 +93,6 @@ class ContentIndex:
         the prefix.  ``depth`` is the position of the first in its prompt.  Returns those that are
         duplicates.
         """
-        if not blocks:
-            return []
         if self.follow(previous, keys[0], depth) is None and self._runs.keys().isdisjoint(keys):
             self._append(blocks, keys, previous, depth)
             return []

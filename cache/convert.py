@@ -15,11 +15,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import operator
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,15 +62,14 @@ def convert_bailian(path: str | os.PathLike) -> Trace:
 
     Raises TraceError for a line that is not a request.
     """
-    path = Path(path)
-    prefixes = _Prefixes()
-    requests = []
-    for number, record in _records(path):
-        with _Where(path, number):
-            lengths = (record["input_length"], record["output_length"])
-            blocks = prefixes(record["hash_ids"])
-            requests.append((1000 * record["timestamp"], *lengths, blocks))
-    return Trace.from_requests(requests, name=split_suffixes(path)[0], block_size=_BAILIAN_BLOCK)
+    path, prefixes = Path(path), _Prefixes()
+
+    def request(record: dict[str, Any]) -> tuple:
+        lengths = record["input_length"], record["output_length"]
+        return 1000 * record["timestamp"], *lengths, prefixes(record["hash_ids"])
+
+    name = split_suffixes(path)[0]
+    return Trace.from_requests(_parsed(path, request), name=name, block_size=_BAILIAN_BLOCK)
 
 
 def convert_ragpulse(folder: str | os.PathLike, *, block_size: int = 16) -> Trace:
@@ -79,24 +80,21 @@ def convert_ragpulse(folder: str | os.PathLike, *, block_size: int = 16) -> Trac
 
     Raises TraceError for a line that is not a request or a component, or names an unknown one.
     """
-    folder = Path(folder)
+    folder, prefixes, lengths = Path(folder), _Prefixes(), {}
     at_least(1, "block_size", block_size)
-    lengths = {}
     for file, field in _RAGPULSE_LENGTHS.items():
-        for number, record in _records(folder / file):
-            with _Where(folder / file, number):
-                lengths[record[field]] = record["token_length"]
-    prefixes = _Prefixes()
-    requests = []
-    path = folder / "0_trace.jsonl"
-    for number, record in _records(path):
-        with _Where(path, number):
-            parts = [part for name in _RAGPULSE_PARTS for part in record["hash_ids"][name]]
-            parts = [(part, lengths[part]) for part in parts]
-            tokens = sum(length for _, length in parts)
-            blocks = prefixes(_cut(parts, block_size))
-            time = 1000 * float(record["timestamp"])
-            requests.append((time, tokens, record["output_length"], blocks))
+        key = operator.itemgetter(field, "token_length")
+        for length in _parsed(folder / file, lambda part, key=key: dict([key(part)])):
+            lengths |= length
+
+    def request(record: dict[str, Any]) -> tuple:
+        parts = [part for name in _RAGPULSE_PARTS for part in record["hash_ids"][name]]
+        parts = [(part, lengths[part]) for part in parts]
+        tokens = sum(length for _, length in parts)
+        blocks = prefixes(_cut(parts, block_size))
+        return 1000 * float(record["timestamp"]), tokens, record["output_length"], blocks
+
+    requests = _parsed(folder / "0_trace.jsonl", request)
     return Trace.from_requests(requests, name="ragpulse", block_size=block_size)
 
 
@@ -134,7 +132,7 @@ def convert_sessions(folder: str | os.PathLike, *, hours: float = 24.0, seed: in
     numbers.default_factory = numbers.__len__
     requests, block_size = [], None
     for path, start in zip(paths, starts, strict=True):
-        with _Where(path, 1):
+        with _placed(path, 1):
             session = json.loads(path.read_bytes())
             block_size = block_size or session["block_size"]
             if session["block_size"] != block_size:
@@ -156,27 +154,22 @@ def _leaves(entries: list[dict[str, Any]], start: float) -> Iterator[tuple]:
             yield start + entry["t"], entry["in"], entry["out"], entry["hash_ids"]
 
 
-def _records(path: Path) -> Iterator[tuple[int, Any]]:
+def _parsed(path: Path, parse: Callable[[Any], tuple]) -> Iterator[tuple]:
+    """What ``parse`` makes of each line's JSON."""
     for number, line in read_lines(path):
-        with _Where(path, number):
-            record = json.loads(line)
-        yield number, record
+        with _placed(path, number):
+            yield parse(json.loads(line))
 
 
-class _Where:
+@contextlib.contextmanager
+def _placed(path: Path, number: int) -> Iterator[None]:
     """Gives what is wrong with a line its place."""
-
-    def __init__(self, path: Path, number: int) -> None:
-        self._path, self._number = path, number
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind, error, traceback) -> None:
-        if isinstance(error, KeyError):
-            raise TraceError(self._path, self._number, f"no {error.args[0]!r}") from None
-        if isinstance(error, (ValueError, TypeError)):
-            raise TraceError(self._path, self._number, str(error)) from None
+    try:
+        yield
+    except KeyError as error:
+        raise TraceError(path, number, f"no {error.args[0]!r}") from None
+    except (ValueError, TypeError) as error:
+        raise TraceError(path, number, str(error)) from None
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -58,16 +58,15 @@ class EventLog:
         The LRU stack distance (Mattson et al., 1970), over contents that were cached or hit: in an
         LRU cache of more blocks than the distance the content would have been found.
         """
-        uses = [event.content for event in self.events if event.kind in ("cached", "hit")]
-        is_hit = [event.kind == "hit" for event in self.events if event.kind in ("cached", "hit")]
+        uses = [(kind, content) for _, kind, _, content in self.events if kind in ("cached", "hit")]
         latest: dict[Hashable, int] = {}
         ranked: list[int] = []  # the latest use of each content, the oldest first
         distances = []
-        for now, (content, hit) in enumerate(zip(uses, is_hit, strict=True)):
+        for now, (kind, content) in enumerate(uses):
             if content in latest:
                 rank = bisect.bisect_left(ranked, latest[content])
                 del ranked[rank]
-                if hit:
+                if kind == "hit":
                     distances.append(len(ranked) - rank)
             ranked.append(now)
             latest[content] = now

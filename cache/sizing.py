@@ -49,34 +49,17 @@ def slot_bytes(
     )
 
 
-def block_bytes(
-    *,
-    block_size: int,
-    num_layers: int,
-    num_kv_heads: int,
-    head_dim: int,
-    dtype_bytes: int = 2,
-    tensor_parallel_size: int = 1,
-) -> int:
+def block_bytes(*, block_size: int, **shape: int) -> int:
     """Size of one block of ``block_size`` tokens, K and V, in all layers on one rank.
 
-    block_size 4, 4 layers, 8 heads, head_dim 128 and float16 make 65,536 bytes.
+    ``shape``: the arguments of ``slot_bytes``.  block_size 4, 4 layers, 8 heads, head_dim 128 and
+    float16 make 65,536 bytes.
     """
-    return at_least(1, "block_size", block_size) * slot_bytes(
-        num_layers=num_layers,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        dtype_bytes=dtype_bytes,
-        tensor_parallel_size=tensor_parallel_size,
-    )
+    return at_least(1, "block_size", block_size) * slot_bytes(**shape)
 
 
 def num_gpu_blocks(
-    *,
-    total_bytes: int,
-    gpu_memory_utilization: float,
-    peak_bytes: int,
-    block_bytes: int,
+    *, total_bytes: int, gpu_memory_utilization: float, peak_bytes: int, block_bytes: int
 ) -> int:
     """Blocks that fit into the memory of a GPU besides the model.
 

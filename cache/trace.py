@@ -179,10 +179,7 @@ class Trace:
         at_least(1, "factor", factor)
         # A block is unique to its prefix, so the last of a group names the group.
         block_ids, offsets = _picked(
-            self.block_ids,
-            self.offsets[:-1] + factor - 1,
-            np.diff(self.offsets) // factor,
-            factor,
+            self.block_ids, self.offsets[:-1] + factor - 1, np.diff(self.offsets) // factor, factor
         )
         return replace(
             self,

@@ -203,16 +203,13 @@ def _chunks(file: BinaryIO, compression: str | None) -> Iterator[bytes]:
     if compression == ".gz":
         import zlib
 
-        new_frame, kind, broken = (
-            partial(zlib.decompressobj, 16 + zlib.MAX_WBITS),
-            "gzip",
-            zlib.error,
-        )
+        new_frame = partial(zlib.decompressobj, 16 + zlib.MAX_WBITS)
+        kind, broken = "gzip", zlib.error
     else:
         import zstandard
 
-        new_frame, kind = zstandard.ZstdDecompressor().decompressobj, "zstandard"
-        broken = zstandard.ZstdError
+        new_frame = zstandard.ZstdDecompressor().decompressobj
+        kind, broken = "zstandard", zstandard.ZstdError
     frame, padding = None, b""
     while data := file.read(_COMPRESSED_CHUNK_BYTES):
         while frame is not None or (data := data.lstrip(padding)):

@@ -17,13 +17,16 @@ import os
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
 
 from models.cascade import SharedPrefixes
-from models.layers import RMSNorm, Rotation, apply_rope
+from models.layers import Rotation, apply_rope
+
+if TYPE_CHECKING:
+    from models.decoder import Attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,22 +80,16 @@ class AttentionBackend(Protocol):
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         metadata: AttentionMetadata,
-        *,
-        scale: float,
-        window_size: int | None = None,
-        softcap: float = 0.0,
-        q_norm: RMSNorm | None = None,
-        k_norm: RMSNorm | None = None,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
+        layer: Attention,
     ) -> torch.Tensor:
         """query: (num_tokens, num_q_heads, head_dim), may be mutated.  key, value: (num_tokens,
         num_kv_heads, head_dim), any strides on the first two dimensions.  k_cache, v_cache:
         (num_blocks, block_size, num_kv_heads, head_dim), views of one layer, mutated, in the dtype
         of key or fp8 e4m3, which holds keys / k_scale and values / v_scale (None for 1).
-        window_size: tokens that a query sees, itself included; None for all.  softcap: scores
-        become softcap * tanh(score / softcap); 0 for none.  q_norm, k_norm: over each head before
-        the rotation (QK-norm), both or neither.  Returns query's shape.
+        layer: has these scales; q_norm and k_norm, over each head before the rotation (QK-norm),
+        both or neither None; and scores: their scale, the window_size (tokens that a query sees,
+        itself included; None for all) and a softcap (scores become softcap * tanh(score / softcap);
+        0 for none).  Returns query's shape.
 
         All keys and values are read from the cache, those of this batch too: what a query sees
         does not depend on which tokens are computed together.
@@ -101,12 +98,12 @@ class AttentionBackend(Protocol):
 
 
 def _rope_store(
-    ops, query, key, value, rotation, k_cache, v_cache, metadata, q_norm, k_norm, **cache_scales
+    ops, query, key, value, rotation, k_cache, v_cache, metadata, layer, **cache_scales
 ) -> None:
     """Normalise and rotate query in place, and store such keys and values, in one launch."""
-    norms = {}
+    norms, q_norm = {}, layer.q_norm
     if q_norm is not None:
-        norms = {"q_norm_weight": q_norm.weight, "k_norm_weight": k_norm.weight}
+        norms = {"q_norm_weight": q_norm.weight, "k_norm_weight": layer.k_norm.weight}
         norms |= {"norm_eps": q_norm.eps, "norm_offset": q_norm.offset}
     ops.rope_store_kvcache(
         query,
@@ -138,39 +135,16 @@ class TritonBackend:
     def can_capture(self, block_size):
         return True
 
-    def __call__(
-        self,
-        query,
-        key,
-        value,
-        rotation,
-        k_cache,
-        v_cache,
-        metadata,
-        *,
-        q_norm=None,
-        k_norm=None,
-        k_scale=None,
-        v_scale=None,
-        **scores,
-    ):
-        caches, scales = (k_cache, v_cache), {"k_scale": k_scale, "v_scale": v_scale}
-        new = query, key, value, rotation
-        _rope_store(self.ops, *new, *caches, metadata, q_norm, k_norm, **scales)
+    def __call__(self, query, key, value, rotation, k_cache, v_cache, metadata, layer):
+        caches, scales = (k_cache, v_cache), {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
+        _rope_store(self.ops, query, key, value, rotation, *caches, metadata, layer, **scales)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         for rows, part in _parts(metadata):
-            options = {"out": out[rows], **scores, **scales}
+            options = {"out": out[rows], **layer.scores, **scales}
             where = query[rows], *caches, part.block_tables
-            if (shared := part.shared) is not None:
+            if part.shared is not None:
                 self.ops.shared_prefix_decode_attention(
-                    query[rows],
-                    *caches,
-                    shared.prefix_block_tables,
-                    shared.prefix_lens,
-                    shared.group_offsets,
-                    shared.suffix_block_tables,
-                    shared.suffix_lens,
-                    **options,
+                    query[rows], *caches, *part.shared, **options
                 )
             elif part.max_seqlen_q == 1:
                 self.ops.paged_decode_attention(*where, part.context_lens, **options)
@@ -234,28 +208,13 @@ class TorchBackend:
             self._known[key] = compute()
         return self._known[key]
 
-    def __call__(
-        self,
-        query,
-        key,
-        value,
-        rotation,
-        k_cache,
-        v_cache,
-        metadata,
-        *,
-        window_size=None,
-        q_norm=None,
-        k_norm=None,
-        k_scale=None,
-        v_scale=None,
-        **scores,
-    ):
+    def __call__(self, query, key, value, rotation, k_cache, v_cache, metadata, layer):
         if self._rotation is not rotation or self._metadata is not metadata:
             self._rotation, self._metadata, self._known = rotation, metadata, {}
-        if q_norm is not None:
-            query, key = q_norm(query), k_norm(key)
+        if layer.q_norm is not None:
+            query, key = layer.q_norm(query), layer.k_norm(key)
         query, key = (apply_rope(x, *rotation.of_tokens) for x in (query, key))
+        k_scale, v_scale = layer.k_scale, layer.v_scale
         if k_cache.dtype != key.dtype:
             key, value = self.ops.quantise(key, k_scale), self.ops.quantise(value, v_scale)
         stored, slots = self._once("stored", lambda: _stored(metadata.slot_mapping))
@@ -269,20 +228,19 @@ class TorchBackend:
         limit = math.inf
         if query.device.type == "cpu":
             limit = GATHERED_BYTES // (k_cache[0, 0].numel() * query.itemsize)
-        outs = []
+        window_size, outs = layer.scores["window_size"], []
         for rows, part in _parts(metadata):
             if part.max_seqlen_q == 1:
                 gathers = self._once(
                     ("decode", window_size),
                     lambda part=part: list(_gathers(part, k_cache.shape[1], window_size, limit)),
                 )
-                outs.append(self._decode(query[rows], caches, gathers, **scores))
+                outs.append(self._decode(query[rows], caches, gathers, **layer.scores))
             else:
-                options = {"window_size": window_size, **scores}
-                outs.append(self._prefill(query[rows], caches, part, **options))
+                outs.append(self._prefill(query[rows], caches, part, **layer.scores))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
-    def _decode(self, query, caches, gathers, **scores):
+    def _decode(self, query, caches, gathers, *, window_size, **scores):
         num_kv_heads, head_dim = caches[0][0].shape[2:]
         out = torch.zeros_like(query, memory_format=torch.contiguous_format)
         # The query heads of a group are rows of one query matrix: no copy of K and V per head.
@@ -301,7 +259,7 @@ class TorchBackend:
             out[some] = attended.reshape(-1, *query.shape[1:])
         return out
 
-    def _prefill(self, query, caches, metadata, *, window_size=None, **scores):
+    def _prefill(self, query, caches, metadata, *, window_size, **scores):
         block_size = caches[0][0].shape[1]
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         starts = metadata.cu_seqlens_q.tolist()
@@ -462,28 +420,11 @@ class FlashAttnBackend:
         # The copy of the context would be made for the longest one there may be, in every layer.
         return block_size % self.page_multiple == 0
 
-    def __call__(
-        self,
-        query,
-        key,
-        value,
-        rotation,
-        k_cache,
-        v_cache,
-        metadata,
-        *,
-        scale,
-        window_size=None,
-        softcap=0.0,
-        q_norm=None,
-        k_norm=None,
-        k_scale=None,
-        v_scale=None,
-    ):
-        options = {"softmax_scale": scale, "softcap": softcap, "causal": True}
+    def __call__(self, query, key, value, rotation, k_cache, v_cache, metadata, layer):
+        options, window_size = layer.scores | {"causal": True}, layer.scores["window_size"]
+        options["softmax_scale"] = options.pop("scale")
         options["window_size"] = (-1, -1) if window_size is None else (window_size - 1, 0)
-        new = query, key, value, rotation
-        _rope_store(self.ops, *new, k_cache, v_cache, metadata, q_norm, k_norm)
+        _rope_store(self.ops, query, key, value, rotation, k_cache, v_cache, metadata, layer)
         block_tables = metadata.block_tables
         if k_cache.shape[1] % self.page_multiple:
             k_cache, v_cache, block_tables = self._repage(k_cache, v_cache, metadata)

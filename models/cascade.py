@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,20 +26,19 @@ Group = tuple[list[int], int]
 """Rows of a batch, and the number of leading blocks that they share."""
 
 
-@dataclass(frozen=True, slots=True)
-class SharedPrefixes:
+class SharedPrefixes(NamedTuple):
     """A decode batch, the sequences of a group side by side: as arguments of
     ``shared_prefix_decode_attention``, all int32."""
 
-    prefix_block_tables: torch.Tensor
+    prefix_block_tables: np.ndarray | torch.Tensor
     """(num_groups, max_prefix_blocks)."""
-    prefix_lens: torch.Tensor
+    prefix_lens: np.ndarray | torch.Tensor
     """(num_groups,): tokens; 0 for those that share nothing, the last group."""
-    group_offsets: torch.Tensor
+    group_offsets: np.ndarray | torch.Tensor
     """(num_groups + 1,): the first sequence of each group."""
-    suffix_block_tables: torch.Tensor
+    suffix_block_tables: np.ndarray | torch.Tensor
     """(num_seqs, max_suffix_blocks)."""
-    suffix_lens: torch.Tensor
+    suffix_lens: np.ndarray | torch.Tensor
     """(num_seqs,): tokens behind the prefix."""
 
 
@@ -86,20 +85,14 @@ def group_rows(groups: Sequence[Group], num_seqs: int) -> tuple[list[int], list[
 
 def split_tables(
     groups: Sequence[Group], block_tables: np.ndarray, context_lens: np.ndarray, block_size: int
-) -> dict[str, np.ndarray]:
-    """The fields of SharedPrefixes for ``groups`` that lie side by side, from (num_seqs,
-    max_blocks) and (num_seqs,)."""
+) -> SharedPrefixes:
+    """Arrays for ``groups`` that lie side by side, from (num_seqs, max_blocks) and (num_seqs,)."""
     sizes, widths = (np.array(part) for part in zip(*((len(r), n) for r, n in groups), strict=True))
     offsets = np.concatenate(([0], sizes.cumsum()))
     heads = block_tables[offsets[:-1], : widths.max()]
     shared = np.repeat(widths, sizes)
     columns = shared[:, None] + np.arange(block_tables.shape[1] - widths.min())
     tails = np.take_along_axis(block_tables, columns.clip(max=block_tables.shape[1] - 1), axis=1)
-    fields = {
-        "prefix_block_tables": heads,
-        "prefix_lens": widths * block_size,
-        "group_offsets": offsets,
-        "suffix_block_tables": tails,
-        "suffix_lens": context_lens - shared * block_size,
-    }
-    return {name: np.ascontiguousarray(value, dtype=np.int32) for name, value in fields.items()}
+    suffix_lens = context_lens - shared * block_size
+    fields = heads, widths * block_size, offsets, tails, suffix_lens
+    return SharedPrefixes(*(np.ascontiguousarray(value, dtype=np.int32) for value in fields))

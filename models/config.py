@@ -15,11 +15,7 @@ import torch
 from cache import block_bytes
 from cache.checks import at_least
 
-_DTYPES = {
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-}
+_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class UnsupportedModel(ValueError):
@@ -71,9 +67,7 @@ FAMILIES: dict[str, Family] = {
         has_window=_from_max_window_layers,
     ),
     "Qwen3ForCausalLM": Family(
-        defaults=_DEFAULTS | {"head_dim": 128},
-        qk_norm=True,
-        has_window=_from_max_window_layers,
+        defaults=_DEFAULTS | {"head_dim": 128}, qk_norm=True, has_window=_from_max_window_layers
     ),
     "Gemma2ForCausalLM": Family(
         defaults=_DEFAULTS
@@ -110,12 +104,7 @@ def _need_numbers(config: object, *names: str) -> None:
 
 _ROPE_FIELDS = {
     "linear": ("factor",),
-    "llama3": (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    ),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
 """Fields that a RoPE scaling needs, by its type."""

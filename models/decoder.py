@@ -78,19 +78,7 @@ class Attention(nn.Module):
         """x: (num_tokens, hidden_size).  kv_cache: of this layer, (2, num_blocks, block_size,
         num_kv_heads, head_dim)."""
         query, key, value = (y.unflatten(-1, (-1, self.head_dim)) for y in self.qkv_proj(x))
-        out = self.backend(
-            query,
-            key,
-            value,
-            rotation,
-            *kv_cache,
-            metadata,
-            **self.scores,
-            q_norm=self.q_norm,
-            k_norm=self.k_norm,
-            k_scale=self.k_scale,
-            v_scale=self.v_scale,
-        )
+        out = self.backend(query, key, value, rotation, *kv_cache, metadata, self)
         return self.o_proj(out.flatten(1))
 
 
@@ -149,11 +137,7 @@ class Decoder(nn.Module):
     """Embedding, layers and final norm."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        backend: AttentionBackend,
-        tp: TensorParallel,
-        max_positions: int,
+        self, config: ModelConfig, backend: AttentionBackend, tp: TensorParallel, max_positions: int
     ) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp)
@@ -185,11 +169,7 @@ class CausalLM(nn.Module):
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        backend: AttentionBackend,
-        tp: TensorParallel,
-        max_positions: int,
+        self, config: ModelConfig, backend: AttentionBackend, tp: TensorParallel, max_positions: int
     ) -> None:
         super().__init__()
         self.config = config

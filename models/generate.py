@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,44 +65,16 @@ class Arguments:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns its exit status."""
     args = tyro.cli(Arguments, prog="python -m models.generate", args=arguments)
+    options = {k: v for k, v in vars(args).items() if k not in ("prompt", "prompt_ids", "chat")}
     try:
         prompts = [*args.prompt, *map(_token_ids, args.prompt_ids)]
         if not prompts:
             raise ValueError("--prompt: needs at least one prompt")
         if args.chat and args.prompt_ids:
             raise ValueError("--chat: takes each --prompt as a message, and no --prompt-ids")
-        params = SamplingParams(
-            n=args.n,
-            temperature=args.temperature,
-            top_k=args.top_k,
-            top_p=args.top_p,
-            min_p=args.min_p,
-            frequency_penalty=args.frequency_penalty,
-            presence_penalty=args.presence_penalty,
-            repetition_penalty=args.repetition_penalty,
-            stop=args.stop,
-            seed=args.seed,
-            max_tokens=args.max_tokens,
-            ignore_eos=args.ignore_eos,
-            beam_width=args.beam_width,
-        )
-        llm = LLM(
-            args.model,
-            device=args.device,
-            dtype=args.dtype,
-            kv_cache_dtype=args.kv_cache_dtype,
-            attention_backend=args.attention_backend,
-            manager=args.manager,
-            policy=args.policy,
-            block_size=args.block_size,
-            num_blocks=args.num_blocks,
-            max_model_len=args.max_model_len,
-            enable_prefix_caching=args.prefix_caching,
-            scheduling=args.scheduling,
-            preemption=args.preemption,
-            tensor_parallel_size=args.tensor_parallel_size,
-            random_weights=args.random_weights,
-        )
+        names = {field.name for field in dataclasses.fields(SamplingParams)}
+        params = SamplingParams(**{name: options.pop(name) for name in names & options.keys()})
+        llm = LLM(enable_prefix_caching=options.pop("prefix_caching"), **options)
         if args.chat:
             chats = [[{"role": "user", "content": prompt}] for prompt in args.prompt]
             outputs = llm.chat(chats, params)

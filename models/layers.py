@@ -62,16 +62,8 @@ class RMSNorm(nn.Module):
         return self._add_rms_norm(x, residual, self.weight, eps=self.eps, offset=self.offset)
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, CheckpointTensor]]:
-        whole = (slice(0, self.weight.shape[0]),)
-        yield (
-            f"{name}.weight",
-            CheckpointTensor(
-                self.weight,
-                tuple(self.weight.shape),
-                whole,
-                "zeros" if self.offset else "ones",
-            ),
-        )
+        shape, init = tuple(self.weight.shape), "zeros" if self.offset else "ones"
+        yield f"{name}.weight", CheckpointTensor(self.weight, shape, (slice(None),), init)
 
 
 FEW_ROWS, LARGE_WEIGHT = 256, 2**17
@@ -104,6 +96,19 @@ def _cut_linear(x: torch.Tensor, weight: torch.Tensor, slices: int) -> torch.Ten
     return torch.bmm(x.expand(slices, -1, -1), weight.view(slices, -1, weight.shape[1]).mT)
 
 
+def _linear_tensors(
+    name: str,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    shape: tuple[int, int],
+    index: tuple[slice, slice],
+) -> Iterator[tuple[str, CheckpointTensor]]:
+    """``weight`` as the part at ``index`` of a matrix (out, in) of a checkpoint, and its bias."""
+    yield f"{name}.weight", CheckpointTensor(weight, shape, index, "normal")
+    if bias is not None:
+        yield f"{name}.bias", CheckpointTensor(bias, shape[:1], index[:1], "zeros")
+
+
 class ColumnParallelLinear(nn.Module):
     """Linear layers of the same input fused into one, split among the ranks by output.
 
@@ -132,24 +137,12 @@ class ColumnParallelLinear(nn.Module):
         return F.linear(x, self.weight, self.bias).split(self.local_sizes, dim=-1)
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, CheckpointTensor]]:
-        prefix = name.rpartition(".")[0]
-        in_features = self.weight.shape[1]
-        row = 0
-        for part_name, out_features, part in self.parts:
-            rows = slice(row, row + len(part))
-            row += len(part)
-            weight = CheckpointTensor(
-                self.weight[rows],
-                (out_features, in_features),
-                (_as_slice(part), slice(0, in_features)),
-                "normal",
-            )
-            yield f"{prefix}.{part_name}.weight", weight
-            if self.bias is not None:
-                bias = CheckpointTensor(
-                    self.bias[rows], (out_features,), (_as_slice(part),), "zeros"
-                )
-                yield f"{prefix}.{part_name}.bias", bias
+        prefix, in_features = name.rpartition(".")[0], self.weight.shape[1]
+        weights = self.weight.split(self.local_sizes)
+        biases = [None] * len(weights) if self.bias is None else self.bias.split(self.local_sizes)
+        for (part, size, rows), weight, bias in zip(self.parts, weights, biases, strict=True):
+            shape, index = (size, in_features), (_as_slice(rows), slice(None))
+            yield from _linear_tensors(f"{prefix}.{part}", weight, bias, shape, index)
 
 
 class RowParallelLinear(nn.Module):
@@ -170,12 +163,8 @@ class RowParallelLinear(nn.Module):
         return x if self.bias is None else x + self.bias
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, CheckpointTensor]]:
-        rows = slice(0, self.weight.shape[0])
-        shape = (self.weight.shape[0], self.in_features)
-        index = (rows, _as_slice(self.in_part))
-        yield f"{name}.weight", CheckpointTensor(self.weight, shape, index, "normal")
-        if self.bias is not None:
-            yield f"{name}.bias", CheckpointTensor(self.bias, shape[:1], (rows,), "zeros")
+        shape, index = (len(self.weight), self.in_features), (slice(None), _as_slice(self.in_part))
+        yield from _linear_tensors(name, self.weight, self.bias, shape, index)
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -208,17 +197,9 @@ class VocabParallelEmbedding(nn.Module):
         return self.tp.all_gather_last(linear(hidden, self.weight))[:, : self.vocab_size]
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, CheckpointTensor]]:
-        hidden_size = self.weight.shape[1]
-        last = self.first + self.num_used
-        yield (
-            f"{name}.weight",
-            CheckpointTensor(
-                self.weight[: self.num_used],
-                (self.vocab_size, hidden_size),
-                (slice(min(self.first, last), last), slice(0, hidden_size)),
-                "normal",
-            ),
-        )
+        shape, last = (self.vocab_size, self.weight.shape[1]), self.first + self.num_used
+        index = (slice(min(self.first, last), last), slice(None))
+        yield from _linear_tensors(name, self.weight[: self.num_used], None, shape, index)
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> torch.Tensor:

@@ -42,7 +42,7 @@ HOST_KV_CACHE_SHARE = 0.25
 this share of what is available."""
 
 _NOT_SERVED = {
-    "sliding_window": "the window is that of the model, and vllm_v1 gives back what lies behind it",
+    "sliding_window": "the window is that of the model, and vllm_v1 gives back what lies behind it"
 }
 """Options of managers that are for replays."""
 

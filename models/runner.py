@@ -87,11 +87,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, step: Step, manager: CacheManager) -> torch.Tensor:
-        """Move the blocks of a step and compute its tokens.
-
-        Returns the logits that follow the last token of each sequence all whose tokens are now
-        computed, (number of such sequences, vocab_size), in the order of the step.
-        """
+        """As ``cache.serving.engine.Runner``; returns (num_rows, vocab_size)."""
         self._move_blocks(step)
         if not step.sequences:
             weight = self.model.model.embed_tokens.weight
@@ -143,44 +139,34 @@ class ModelRunner:
         complete = [seq.num_computed_tokens == len(seq.token_ids) for seq in step.sequences]
         last_rows = np.empty_like(counts)
         last_rows[order] = cu_seqlens[1:] - 1
-        fields = {}
+        shared = ()
         if groups:
-            fields = split_tables(
+            shared = split_tables(
                 groups, block_tables[:num_single], ends[:num_single], self.block_size
             )
-        (
-            token_ids,
-            unknown,
-            positions,
-            logit_rows,
-            slots,
-            block_tables,
-            starts,
-            lens,
-            *shared,
-        ) = self._upload(
+        where = {
+            "slot_mapping": slots,
+            "block_tables": block_tables,
+            "cu_seqlens_q": cu_seqlens.astype(np.int32),
+            "context_lens": ends.astype(np.int32),
+        }
+        token_ids, unknown, positions, logit_rows, *rest = self._upload(
             np.frombuffer(tokens, dtype=np.uint32).astype(np.int64),
             np.array(unknown, dtype=np.int64).reshape(-1, 2).T,
             positions,
             last_rows[complete],
-            slots,
-            block_tables,
-            cu_seqlens.astype(np.int32),
-            ends.astype(np.int32),
-            *fields.values(),
+            *where.values(),
+            *shared,
         )
         if unknown.numel():
             places, drawn_rows = unknown
             # -1 of a row that is not finite, which is told when it is read, would be no token.
             token_ids[places] = step.drawn.tokens[drawn_rows].clamp(min=0)
         metadata = AttentionMetadata(
-            slot_mapping=slots,
-            block_tables=block_tables,
-            cu_seqlens_q=starts,
-            context_lens=lens,
+            **dict(zip(where, rest, strict=False)),
             max_seqlen_q=int(counts.max()),
             max_context_len=int(ends.max()),
-            shared=SharedPrefixes(**dict(zip(fields, shared, strict=True))) if groups else None,
+            shared=SharedPrefixes(*rest[len(where) :]) if groups else None,
         )
         if kinds.min() < kinds.max():
             metadata = in_parts(metadata, counts)

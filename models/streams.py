@@ -70,10 +70,7 @@ class Streams:
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        new_scheduler: Callable[[], Scheduler],
-        tokenizer: Tokenizer | None,
+        self, engine: Engine, new_scheduler: Callable[[], Scheduler], tokenizer: Tokenizer | None
     ) -> None:
         self._engine, self._new_scheduler, self._tokenizer = engine, new_scheduler, tokenizer
         self._lock = threading.Lock()  # held by whoever uses the engine or what follows

@@ -54,10 +54,7 @@ def make_manager(
             f"its options: {', '.join(accepted) or 'none'}"
         )
     if manager_class.prefix_caching:
-        design_options |= {
-            "policy": policy,
-            "enable_prefix_caching": enable_prefix_caching,
-        }
+        design_options |= {"policy": policy, "enable_prefix_caching": enable_prefix_caching}
         if hash_algorithm != "xxh3_128":
             design_options["hash_algorithm"] = hash_algorithm
     elif policy != "lru":

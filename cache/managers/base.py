@@ -36,11 +36,11 @@ import math
 import sys
 from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from cache.checks import at_least, require
-from cache.memory_usage import MemoryUsage, usage_of_tables
+from cache.memory_usage import MemoryUsage
 from cache.policies.base import Request
 from cache.sequence import Sequence
 
@@ -102,6 +102,7 @@ Prefix = tuple[Items[int], int, Any]
 of the blocks, unless part of a further one is copied), and what else the design knows of it."""
 
 
+@dataclass(slots=True, eq=False)
 class Table:
     """What a sequence holds.
 
@@ -113,14 +114,11 @@ class Table:
         is_swapped_out: whether the blocks are those of host memory.
     """
 
-    __slots__ = ("blocks", "is_swapped_out", "max_tokens", "num_noted_tokens", "seq")
-
-    def __init__(self, seq: Sequence) -> None:
-        self.seq = seq
-        self.blocks: Items[int] = []
-        self.num_noted_tokens = 0
-        self.max_tokens = sys.maxsize
-        self.is_swapped_out = False
+    seq: Sequence
+    blocks: Items[int] = field(default_factory=list)
+    num_noted_tokens: int = 0
+    max_tokens: int = sys.maxsize
+    is_swapped_out: bool = False
 
 
 class CacheManager(abc.ABC):
@@ -131,8 +129,8 @@ class CacheManager(abc.ABC):
     attributes ``can_...``, raises UnsupportedByDesign.
 
     A design defines ``_extend``, ``_release`` and ``num_free_blocks``, and with ``can_fork`` also
-    ``_share(table, copy)``, with ``can_swap`` ``_move_out(table)`` and ``_move_in(table)``, with
-    ``can_reset`` ``_forget()``.  What else it may define stands at the end of the class.
+    ``_share(table, copy)``, with ``can_reset`` ``_forget()``, with ``can_swap`` the calls about it.
+    What else it may define stands at the end of the class.
     """
 
     name: str = ""
@@ -169,13 +167,7 @@ class CacheManager(abc.ABC):
         self.block_size = at_least(1, "block_size", block_size)
         self.enable_prefix_caching = enable_prefix_caching
         self._tables: dict[Hashable, Table] = {}
-        self._num_allocations = 0
-        self._queried_tokens = 0
-        self._queried_blocks = 0
-        self._hit_tokens = 0
-        self._hit_blocks = 0
-        self._num_allocated = 0
-        self._num_copied = 0
+        self._counts = dict.fromkeys(CacheStats.__dataclass_fields__, 0)
 
     # The interface ------------------------------------------------------------------------------
 
@@ -334,6 +326,8 @@ class CacheManager(abc.ABC):
         table = self._table_of(seq)
         if table.num_noted_tokens < table.seq.num_computed_tokens:
             self._catch_up(table)
+        if self._listener:
+            self._tell(table.seq, table.seq.num_tokens - table.seq.num_prompt_tokens)
         self._release(table)
         del self._tables[seq.seq_id]
         if table.seq is not seq:
@@ -351,26 +345,14 @@ class CacheManager(abc.ABC):
         Raises OutOfBlocks.  Until it is back only ``swap_in``, ``free`` and ``block_table`` (of
         host blocks) take ``seq``.
         """
-        self._refuse_unless(self.can_swap, "swap_out")
-        table = self._table_on_device(seq)
-        copies = self._move_out(table)
-        table.is_swapped_out = True
-        table.seq.num_slots = 0
-        table.seq.table_version += 1
-        return copies
+        raise UnsupportedByDesign(self.name, "swap_out")
 
     def swap_in(self, seq: Sequence) -> Copies:
         """Move ``seq`` back; returns (host block, device block) pairs to copy now.
 
         Raises OutOfBlocks.
         """
-        self._refuse_unless(self.can_swap, "swap_in")
-        table = self._table_on_host(seq)
-        copies = self._move_in(table)
-        table.is_swapped_out = False
-        table.seq.num_slots = table.seq.num_computed_tokens  # others may share its last block
-        table.seq.table_version += 1
-        return copies
+        raise UnsupportedByDesign(self.name, "swap_in")
 
     def can_swap_out(self, seq: Sequence) -> bool:
         """Whether ``swap_out(seq)`` would find enough free host blocks.  Changes nothing."""
@@ -396,29 +378,23 @@ class CacheManager(abc.ABC):
     @property
     def stats(self) -> CacheStats:
         """A snapshot of the counters, which are those of the device."""
-        allocated, evicted = self._num_handed_out()
-        return CacheStats(
-            num_allocations=self._num_allocations,
-            queried_tokens=self._queried_tokens,
-            hit_tokens=self._hit_tokens,
-            queried_blocks=self._queried_blocks,
-            hit_blocks=self._hit_blocks,
-            allocated_blocks=allocated,
-            evicted_blocks=evicted,
-            copied_blocks=self._num_copied,
-        )
+        return CacheStats(**self._counts)
 
     def memory_usage(self) -> MemoryUsage:
         """What the slots of the cache are used for now.  Costs as much as looking at every table.
 
         Cached content that nobody uses counts as free.
         """
-        tables = [table for table in self._tables.values() if not table.is_swapped_out]
-        return usage_of_tables(
-            self.num_blocks,
-            self.block_size,
-            ((table.blocks, table.seq.num_computed_tokens) for table in tables),
-        )
+        filled: dict[int, int] = {}  # of blocks in use; one that several tables have counts once
+        for table in self._tables.values():
+            num_tokens = 0 if table.is_swapped_out else table.seq.num_computed_tokens
+            for block in table.blocks if num_tokens else ():
+                if block != GIVEN_BACK:
+                    filled[block] = max(filled.get(block, 0), min(self.block_size, num_tokens))
+                num_tokens = max(0, num_tokens - self.block_size)
+        used, taken = sum(filled.values()), len(filled) * self.block_size
+        free = self.num_blocks * self.block_size - taken
+        return MemoryUsage(used=used, reserved=0, internal=taken - used, external=0, free=free)
 
     def check_invariants(self) -> None:
         """Raise AssertionError, saying what is wrong, unless all state is consistent.
@@ -459,11 +435,12 @@ class CacheManager(abc.ABC):
         self._begin(table, prefix, end)
         self._extend(table, end)
         self._tables[seq.seq_id] = table
-        self._num_allocations += 1
-        self._queried_tokens += len(seq.token_ids)
-        self._queried_blocks += len(seq.token_ids) // self.block_size
-        self._hit_tokens += num_cached
-        self._hit_blocks += num_hits
+        counts = self._counts
+        counts["num_allocations"] += 1
+        counts["queried_tokens"] += len(seq.token_ids)
+        counts["queried_blocks"] += len(seq.token_ids) // self.block_size
+        counts["hit_tokens"] += num_cached
+        counts["hit_blocks"] += num_hits
         seq.num_cached_tokens = num_cached
         self._count(table, seq, end)
 
@@ -506,12 +483,6 @@ class CacheManager(abc.ABC):
             raise ValueError(f"sequence {seq.seq_id!r} is swapped out")
         return table
 
-    def _table_on_host(self, seq: Sequence) -> Any:
-        table = self._table_of(seq)
-        if not table.is_swapped_out:
-            raise ValueError(f"sequence {seq.seq_id!r} is not swapped out")
-        return table
-
     def _refuse_unless(self, offered: bool, feature: str) -> None:
         if not offered:
             raise UnsupportedByDesign(self.name, feature)
@@ -533,9 +504,6 @@ class CacheManager(abc.ABC):
             self._listener(
                 Request(time_ms, prompt, output_tokens, prompt // self.block_size, seq.priority)
             )
-
-    def _tell_end(self, seq: Sequence) -> None:
-        self._tell(seq, seq.num_tokens - seq.num_prompt_tokens)
 
     # What a design is made of -------------------------------------------------------------------
 
@@ -583,10 +551,6 @@ class CacheManager(abc.ABC):
     def _num_blocks_for(self, num_slots: int) -> int:
         """Blocks of a table of ``num_slots`` slots."""
         return -(-num_slots // self.block_size)
-
-    def _num_handed_out(self) -> tuple[int, int]:
-        """Blocks handed out so far, and those of them that gave up cached content."""
-        return self._num_allocated, 0
 
 
 _NOTHING: Prefix = (), 0, None

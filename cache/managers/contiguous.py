@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from cache.buddy import BuddyAllocator
@@ -14,18 +15,15 @@ from cache.sequence import Sequence
 Reservation = Literal["max", "pow2", "oracle"]
 
 
+@dataclass(slots=True, eq=False)
 class _Run(Table):
     """The reservation of one sequence: a run of blocks.
 
     ``max_tokens`` is what the sequence is expected to have in the end.
     """
 
-    __slots__ = ("num_reserved", "start")
-
-    def __init__(self, seq: Sequence) -> None:
-        super().__init__(seq)
-        self.start = 0  # its first block
-        self.num_reserved = 0  # slots kept for the sequence
+    start: int = 0  # its first block
+    num_reserved: int = 0  # slots kept for the sequence
 
 
 class Contiguous(CacheManager):
@@ -155,7 +153,7 @@ class Contiguous(CacheManager):
         num_blocks = self._run_length(reserved)
         run.start = self._buddy.allocate(num_blocks)
         run.num_reserved = reserved
-        self._num_allocated += num_blocks
+        self._counts["allocated_blocks"] += num_blocks
 
     def _extend(self, run: _Run, end: int) -> Copies:
         copies = self._lengthen(run) if end > run.max_tokens else []
@@ -172,11 +170,11 @@ class Contiguous(CacheManager):
         start = self._buddy.grow(run.start, after)
         copies: Copies = []
         if start == run.start:
-            self._num_allocated += after - before
+            self._counts["allocated_blocks"] += after - before
         else:
             copies = list(zip(run.blocks, range(start, self.num_blocks), strict=False))
-            self._num_allocated += after
-            self._num_copied += len(copies)
+            self._counts["allocated_blocks"] += after
+            self._counts["copied_blocks"] += len(copies)
         run.start, run.num_reserved, run.max_tokens = start, reserved, expected
         return copies
 

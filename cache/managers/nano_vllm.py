@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass
 
 from cache.checks import require
 from cache.event_log import EventLog
@@ -15,17 +16,13 @@ from cache.policies.lru import LRU
 from cache.sequence import Sequence
 
 
+@dataclass(slots=True, eq=False)
 class _Content:
     """What a full block holds: its tokens and extra keys, and the content of the block before."""
 
-    __slots__ = ("extra_keys", "parent", "token_ids")
-
-    def __init__(
-        self, token_ids: array, extra_keys: list[ExtraKey], parent: _Content | None
-    ) -> None:
-        self.token_ids = token_ids
-        self.extra_keys = extra_keys
-        self.parent = parent
+    token_ids: array
+    extra_keys: list[ExtraKey]
+    parent: _Content | None
 
     def equals(self, other: _Content) -> bool:
         """Whether both are the same all the way to the first block."""

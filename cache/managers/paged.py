@@ -8,7 +8,6 @@ from itertools import chain
 from cache.block_pool import check_free
 from cache.checks import at_least, require
 from cache.managers.base import CacheManager, Copies, Table
-from cache.memory_usage import MemoryUsage
 from cache.sequence import Sequence
 
 
@@ -45,18 +44,6 @@ class Paged(CacheManager):
         """Bytes of the unfilled slots of all sequences, which are in their last blocks."""
         return self.memory_usage().internal * self.bytes_per_slot
 
-    def memory_usage(self) -> MemoryUsage:
-        """What the slots are used for; the unfilled ones count as internal fragmentation."""
-        used = sum(table.seq.num_computed_tokens for table in self._tables.values())
-        free = len(self._free) * self.block_size
-        return MemoryUsage(
-            used=used,
-            reserved=0,
-            internal=self.num_blocks * self.block_size - free - used,
-            external=0,
-            free=free,
-        )
-
     @property
     def num_free_blocks(self) -> int:
         return len(self._free)
@@ -84,7 +71,7 @@ class Paged(CacheManager):
         split = len(free) - count
         table.blocks += free[split:]
         del free[split:]
-        self._num_allocated += count
+        self._counts["allocated_blocks"] += count
         return []
 
     def _release(self, table: Table) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import ClassVar
 
@@ -18,6 +19,7 @@ from cache.policies.base import EvictionPolicy, listener
 from cache.sequence import Sequence
 
 
+@dataclass(slots=True, eq=False)
 class PooledTable(Table):
     """The blocks of one sequence, and what a pool knows of them.
 
@@ -27,13 +29,9 @@ class PooledTable(Table):
         num_given_back: leading blocks that the sequence holds no more.
     """
 
-    __slots__ = ("hashes", "num_cached_blocks", "num_given_back")
-
-    def __init__(self, seq: Sequence) -> None:
-        super().__init__(seq)
-        self.hashes: list[bytes] = []
-        self.num_cached_blocks = 0
-        self.num_given_back = 0
+    hashes: list[bytes] = field(default_factory=list)
+    num_cached_blocks: int = 0
+    num_given_back: int = 0
 
 
 class PooledManager(CacheManager):
@@ -78,6 +76,7 @@ class PooledManager(CacheManager):
             index=index,
             event_log=event_log,
         )
+        self.pool.counts = self._counts
         self._listener = listener(self.pool.policy)
 
     @property
@@ -126,7 +125,7 @@ class PooledManager(CacheManager):
         table.num_noted_tokens = len(hits) * self.block_size
 
     def _note_stored(self, table: PooledTable, end: int) -> None:
-        self.pool.cache(table, self._num_findable(table, end))
+        self.pool.extend(table, 0, self._num_findable(table, end))
 
     def _num_findable(self, table: PooledTable, num_tokens: int) -> int:
         """Blocks of ``table`` that ``num_tokens`` fill and that are to be cached, with hashes."""
@@ -138,8 +137,4 @@ class PooledManager(CacheManager):
         return count
 
     def _release(self, table: PooledTable) -> None:
-        self._tell_end(table.seq)
         self.pool.free(table.blocks[table.num_given_back :])
-
-    def _num_handed_out(self) -> tuple[int, int]:
-        return self.pool.num_allocated, self.pool.num_evicted

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 
 from cache.block_pool import check_free
@@ -17,17 +19,14 @@ from cache.policies.base import EvictionPolicy, listener
 from cache.sequence import Sequence
 
 
+@dataclass(slots=True, eq=False)
 class _Table(Table):
     """The blocks of one sequence: first those of the tree, then its own."""
 
-    __slots__ = ("node", "num_in_tree", "num_prompt_tokens")
-
-    def __init__(self, seq: Sequence) -> None:
-        super().__init__(seq)
-        self.blocks = array("i")
-        self.node: RadixNode | None = None  # where the blocks of the tree end; locked
-        self.num_in_tree = 0
-        self.num_prompt_tokens = len(seq.token_ids)  # what was there before it decoded
+    blocks: array = field(default_factory=partial(array, "i"))
+    node: RadixNode | None = None  # where the blocks of the tree end; locked
+    num_in_tree: int = 0
+    num_prompt_tokens: int = 0  # what was there before it decoded
 
 
 class Radix(CacheManager):
@@ -132,6 +131,7 @@ class Radix(CacheManager):
 
     def _begin(self, table: _Table, prefix: Prefix, end: int) -> None:
         hits, num_cached, match = prefix
+        table.num_prompt_tokens = len(table.seq.token_ids)
         if not hits:
             table.node = self.tree.root
             return
@@ -156,7 +156,7 @@ class Radix(CacheManager):
             shared = table.blocks[position]
             (table.blocks[position],) = self._take(1)
             self._give_back(array("i", (shared,)))
-            self._num_copied += 1
+            self._counts["copied_blocks"] += 1
             copies.append((shared, table.blocks[position]))
         table.blocks += self._take(missing)
         if table.num_noted_tokens < table.num_prompt_tokens:
@@ -171,7 +171,6 @@ class Radix(CacheManager):
         self.tree.share(copy.node)
 
     def _release(self, table: _Table) -> None:
-        self._tell_end(table.seq)
         node, rest = table.node, table.num_in_tree
         filled = self._own_full_blocks(table, table.num_noted_tokens)
         duplicates = added = array("i")
@@ -182,15 +181,11 @@ class Radix(CacheManager):
             self._log_cached(table.seq, added, rest + num_duplicates)
             rest += len(filled)
         self._give_back(duplicates + table.blocks[rest:])
-        if self._log:
-            self._log_unlocked(self._log, table.node, added)
+        self._log_unlocked(table.node, added)
         self.tree.unlock(node)
 
     def _is_shared(self, block: int) -> bool:
         return self._extra_users[block] > 0
-
-    def _num_handed_out(self) -> tuple[int, int]:
-        return self._num_allocated, self.tree.num_evicted
 
     def _forget(self) -> None:
         self._free += self.tree.clear()
@@ -224,10 +219,11 @@ class Radix(CacheManager):
         first = self.num_blocks - self._num_fresh
         blocks = array("i", range(first, first + min(count, self._num_fresh)))
         self._num_fresh -= len(blocks)
-        self._num_allocated += count
+        self._counts["allocated_blocks"] += count
         count -= len(blocks)
         if count > len(self._free):
             evicted = self.tree.evict(count - len(self._free))
+            self._counts["evicted_blocks"] += len(evicted)
             if self._log:
                 self._log.record("evicted", evicted, map(self._contents.pop, evicted))
             self._free += evicted
@@ -260,11 +256,13 @@ class Radix(CacheManager):
             self._log.record("cached", blocks, contents)
             self._contents.update(zip(blocks, contents, strict=True))
 
-    def _log_unlocked(self, log: EventLog, node: RadixNode, added: array) -> None:
+    def _log_unlocked(self, node: RadixNode, added: array) -> None:
         """A user of ``node``, and of the blocks ``added`` below it, is about to leave."""
+        if not self._log:
+            return
         freed = added[::-1]
         while node is not self.tree.root:
             if node.lock_ref == 1:
                 freed += node.blocks[::-1]
             node = node.parent
-        log.record("freed", freed)
+        self._log.record("freed", freed)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import xxhash
 
@@ -18,6 +19,7 @@ from cache.policies.base import UNKNOWN_REQUEST, EvictionPolicy, Request, check_
 from cache.policies.priority import BlockHistory, PriorityPolicy
 
 
+@dataclass(slots=True, eq=False)
 class RadixNode:
     """A run of blocks.
 
@@ -30,24 +32,16 @@ class RadixNode:
         accessed, inserted, accesses: times of the last and the first unlock, and their number.
     """
 
-    __slots__ = (
-        "accessed", "accesses", "blocks", "children", "depth", "extra", "inserted", "key",
-        "lock_ref", "parent",
-    )  # fmt: skip
-
-    def __init__(
-        self, parent: RadixNode | None, extra: bytes, key: bytes, blocks: array, depth: int
-    ) -> None:
-        self.parent = parent
-        self.children: dict[bytes, RadixNode] = {}
-        self.extra = extra
-        self.key = key
-        self.blocks = blocks
-        self.depth = depth
-        self.lock_ref = 0
-        self.accessed = 0
-        self.inserted = 0
-        self.accesses = 0
+    parent: RadixNode | None
+    extra: bytes
+    key: bytes
+    blocks: array
+    depth: int
+    children: dict[bytes, RadixNode] = field(default_factory=dict)
+    lock_ref: int = 0
+    accessed: int = 0
+    inserted: int = 0
+    accesses: int = 0
 
 
 class RankedLeaves:

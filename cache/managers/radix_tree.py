@@ -21,7 +21,7 @@ from cache.common_prefix import common_prefix_length
 from cache.hashing import encode_extra_keys
 from cache.managers.radix_leaves import RadixNode, make_leaves
 from cache.policies.base import EvictionPolicy, Request
-from cache.sequence import ExtraKey, Sequence
+from cache.sequence import Sequence
 
 _TOKEN_BYTES = 4
 
@@ -36,7 +36,7 @@ class RadixKey:
 
     Attributes:
         data: token ids, 4 bytes each.
-        extras: for each block where something begins, an encoding of it.
+        extras: for each block where something begins, an encoding of its extra keys.
     """
 
     __slots__ = ("_starts", "_width", "data", "extras")
@@ -44,8 +44,13 @@ class RadixKey:
     def __init__(self, seq: Sequence, block_size: int) -> None:
         self._width = _TOKEN_BYTES * block_size
         self.data = seq.token_ids.tobytes()
-        self.extras = _extras(seq, block_size) if seq.keyed_length else {}
-        self._starts = sorted(self.extras)
+        self.extras: dict[int, bytes] = {}
+        if seq.keyed_length:
+            begins = {0, *(mm_input.offset // block_size for mm_input in seq.mm_inputs)}
+            for block in sorted(begins):
+                if keys := seq.extra_keys(block * block_size, (block + 1) * block_size):
+                    self.extras[block] = encode_extra_keys(keys)
+        self._starts = list(self.extras)
 
     def child_key(self, position: int) -> bytes:
         """What the block at ``position`` is found by among the children of the path before it."""
@@ -58,18 +63,6 @@ class RadixKey:
         if following == len(self._starts):
             return last
         return min(last, self._starts[following])
-
-
-def _extras(seq: Sequence, block_size: int) -> dict[int, bytes]:
-    keys: dict[int, list[ExtraKey]] = {}
-    if seq.lora_name is not None:
-        keys.setdefault(0, []).append(("lora", seq.lora_name))
-    if seq.cache_salt is not None:
-        keys.setdefault(0, []).append(("salt", seq.cache_salt))
-    for content_hash, start, length in seq.mm_inputs:
-        block, offset = divmod(start, block_size)
-        keys.setdefault(block, []).append(("mm", content_hash, offset, length))
-    return {block: encode_extra_keys(block_keys) for block, block_keys in keys.items()}
 
 
 class Match(NamedTuple):
@@ -89,7 +82,6 @@ class RadixTree:
     Attributes:
         root: the empty prefix.
         num_evictable: blocks in nodes that are not locked.
-        num_evicted: blocks that ``evict`` has returned so far.
     """
 
     def __init__(self, block_size: int, policy: EvictionPolicy, capacity: int) -> None:
@@ -97,7 +89,6 @@ class RadixTree:
         self.policy = policy
         self._capacity = capacity
         self._width = _TOKEN_BYTES * block_size
-        self.num_evicted = 0
         self._start()
 
     def _start(self) -> None:
@@ -221,14 +212,11 @@ class RadixTree:
         while len(evicted) < count:
             node = self.leaves.pop()
             parent = node.parent
-            if node.lock_ref or node.children:
-                raise RuntimeError(f"policy {self.policy.name!r} evicted a node in use")
             del parent.children[node.extra + node.key[: self._width]]
             evicted += node.blocks
             self.num_evictable -= len(node.blocks)
             if not parent.children and not parent.lock_ref and parent is not self.root:
                 self.leaves.add(parent)
-        self.num_evicted += len(evicted)
         return evicted
 
     def _num_common(self, child: RadixNode, key: RadixKey, position: int, limit: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import chain, count
 
 from cache.block_pool import check_free
@@ -24,18 +25,15 @@ from cache.policies.base import EvictionPolicy, listener
 from cache.sequence import Sequence
 
 
+@dataclass(slots=True, eq=False)
 class _Table(Table):
     """The physical blocks of one sequence, all on one device.
 
     With a sliding window they are a ring: logical block i is in i % window.
     """
 
-    __slots__ = ("last_accessed", "num_computed_blocks")
-
-    def __init__(self, seq: Sequence) -> None:
-        super().__init__(seq)
-        self.num_computed_blocks = 0  # leading blocks that are known to be marked as computed
-        self.last_accessed = 0.0
+    num_computed_blocks: int = 0  # leading blocks that are known to be marked as computed
+    last_accessed: float = 0.0
 
 
 _Growth = tuple[int, bytes | None, int | None, int | None]
@@ -113,7 +111,13 @@ class VLLMv0(CacheManager):
         self.num_cpu_blocks = at_least(0, "num_cpu_blocks", num_cpu_blocks)
         self.watermark_blocks = int(watermark * self.num_blocks)
         self.sliding_window = sliding_window
-        self._window_blocks = self._check_window(sliding_window)
+        self._window_blocks: int | None = None
+        if sliding_window is not None:
+            if enable_prefix_caching:
+                feature = "a sliding_window together with prefix caching"
+                raise UnsupportedByDesign(self.name, feature)
+            window = at_least(1, "sliding_window", sliding_window)
+            self._window_blocks = -(-window // self.block_size)
         if enable_prefix_caching:
             evictor = LRUEvictor() if policy == "lru" else as_policy(policy)
             self._listener = listener(evictor)
@@ -124,6 +128,7 @@ class VLLMv0(CacheManager):
         else:
             self.gpu = BlockAllocator(self.num_blocks, None, event_log)
             self.cpu = BlockAllocator(self.num_cpu_blocks, None)
+        self.gpu.counts = self._counts
         self._clock = count(1).__next__ if clock is None else clock
         self._placeholders = count()
 
@@ -143,8 +148,23 @@ class VLLMv0(CacheManager):
         num_blocks = -(-table.seq.num_computed_tokens // self.block_size)
         return [table.blocks[i % len(table.blocks)] for i in range(num_blocks)]
 
+    def swap_out(self, seq: Sequence) -> Copies:
+        table = self._table_on_device(seq)
+        check_free(self._num_missing_there(table, self.gpu, self.cpu), self.cpu.num_free_blocks)
+        self._catch_up(table)
+        self._mark_as_computed(table)
+        copies = self._move(table, self.gpu, self.cpu)
+        table.seq.num_slots = 0
+        return copies
+
+    def swap_in(self, seq: Sequence) -> Copies:
+        table = self._table_on_host(seq)
+        check_free(self._num_missing_there(table, self.cpu, self.gpu), self.gpu.num_free_blocks)
+        copies = self._move(table, self.cpu, self.gpu)
+        table.seq.num_slots = table.seq.num_computed_tokens  # others may share its last block
+        return copies
+
     def can_swap_out(self, seq: Sequence) -> bool:
-        """Whether ``swap_out(seq)`` would find enough CPU blocks.  Changes nothing."""
         table = self._table_on_device(seq)
         return self._num_missing_there(table, self.gpu, self.cpu) <= self.cpu.num_free_blocks
 
@@ -231,26 +251,18 @@ class VLLMv0(CacheManager):
         copy.last_accessed = table.last_accessed
 
     def _release(self, table: _Table) -> None:
-        self._tell_end(table.seq)
         self._mark_as_computed(table)
         self._allocator(table).release(table.blocks, table.last_accessed)
-
-    def _move_out(self, table: _Table) -> Copies:
-        check_free(self._num_missing_there(table, self.gpu, self.cpu), self.cpu.num_free_blocks)
-        self._catch_up(table)
-        self._mark_as_computed(table)
-        return self._move(table, self.gpu, self.cpu)
-
-    def _move_in(self, table: _Table) -> Copies:
-        check_free(self._num_missing_there(table, self.cpu, self.gpu), self.gpu.num_free_blocks)
-        return self._move(table, self.cpu, self.gpu)
-
-    def _num_handed_out(self) -> tuple[int, int]:
-        return self.gpu.num_allocated, self.gpu.num_evicted
 
     def _num_blocks_for(self, num_slots: int) -> int:
         num_logical = -(-num_slots // self.block_size)
         return min(num_logical, self._window_blocks or num_logical)
+
+    def _table_on_host(self, seq: Sequence) -> _Table:
+        table = self._table_of(seq)
+        if not table.is_swapped_out:
+            raise ValueError(f"sequence {seq.seq_id!r} is not swapped out")
+        return table
 
     def _allocator(self, table: _Table) -> BlockAllocator:
         return self.cpu if table.is_swapped_out else self.gpu
@@ -294,7 +306,7 @@ class VLLMv0(CacheManager):
             new = self._take(table, position, key)
             table.blocks[table.blocks.index(own)] = new
             gpu.release([own], table.last_accessed, position)
-            self._num_copied += 1
+            self._counts["copied_blocks"] += 1
             return [(own, new)]
         if key is not None:
             gpu.rename(own, key, self._key_before(table, position), position)
@@ -324,7 +336,8 @@ class VLLMv0(CacheManager):
             target.computed[block] = isinstance(key, bytes)
             moved.append(block)
         source.release(table.blocks, table.last_accessed)
-        table.blocks = moved
+        table.blocks, table.is_swapped_out = moved, target is self.cpu
+        table.seq.table_version += 1
         return copies
 
     def _num_missing_there(
@@ -351,11 +364,3 @@ class VLLMv0(CacheManager):
 
     def _hashes(self, seq: Sequence) -> list[bytes]:
         return self._hasher.block_hashes(seq) if self.enable_prefix_caching else []
-
-    def _check_window(self, sliding_window: int | None) -> int | None:
-        """The window in blocks."""
-        if sliding_window is None:
-            return None
-        if self.enable_prefix_caching:
-            raise UnsupportedByDesign(self.name, "a sliding_window together with prefix caching")
-        return -(-at_least(1, "sliding_window", sliding_window) // self.block_size)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from collections.abc import Sequence as Blocks
 
+from cache.checks import require
 from cache.event_log import EventLog
 from cache.lazy_heap import LazyHeap
 from cache.policies.base import EvictionPolicy, check_victims
@@ -80,14 +81,12 @@ class BlockAllocator:
         computed: 1 for the blocks whose content was computed by a step that is over.
         find: the function from a content key to the block that holds it, in use or with the
             evictor; None if there is none.
-        num_allocated, num_evicted: blocks handed out so far, and those of them that gave up a hash.
+        counts: of ``allocated_blocks``, handed out so far, and ``evicted_blocks``, those of them
+            that gave up a hash.
     """
 
     def __init__(
-        self,
-        num_blocks: int,
-        evictor: EvictionPolicy | None,
-        event_log: EventLog | None = None,
+        self, num_blocks: int, evictor: EvictionPolicy | None, event_log: EventLog | None = None
     ) -> None:
         if evictor is not None:
             evictor.start(num_blocks)
@@ -96,8 +95,7 @@ class BlockAllocator:
         self.ref_counts = [0] * num_blocks
         self.keys: list[ContentKey | None] = [None] * num_blocks
         self.computed = bytearray(num_blocks)
-        self.num_allocated = 0
-        self.num_evicted = 0
+        self.counts = {"allocated_blocks": 0, "evicted_blocks": 0}
         self._num_fresh = num_blocks if evictor is not None else 0
         self._stack = list(range(num_blocks)) if evictor is None else []
         self._index: dict[ContentKey, int] = {}
@@ -131,7 +129,7 @@ class BlockAllocator:
     def take(self, key: ContentKey, parent: ContentKey | None, depth: int) -> int:
         """Hand out a block, of which there is one, for ``key`` at position ``depth``, one user."""
         hashed = isinstance(key, bytes)
-        if hashed and self.evictor is not None:
+        if hashed:
             self.evictor.miss(key)
         if self._num_fresh:
             block = self.num_blocks - self._num_fresh
@@ -140,14 +138,14 @@ class BlockAllocator:
             block = self._stack.pop()
         else:
             block = self._evict()
-        self.num_allocated += 1
+        self.counts["allocated_blocks"] += 1
         self.ref_counts[block] = 1
         self.computed[block] = 0
         self.keys[block] = key
         self._index[key] = block
         if self._log:
             self._log.record("allocated", (block,))
-        if hashed and self.evictor is not None:
+        if hashed:
             self._insert(block, key, parent, depth)
         return block
 
@@ -200,7 +198,7 @@ class BlockAllocator:
             if self._log:
                 self._log.record("evicted", (block,), (self.keys[block],))
             del self._index[self.keys[block]]
-            self.num_evicted += 1
+            self.counts["evicted_blocks"] += 1
         return block
 
     def _is_released(self, block: int) -> bool:
@@ -215,26 +213,30 @@ class BlockAllocator:
         Every block is free, with the evictor or in use, and nothing twice; keys and index agree.
         """
         free = self.free_blocks()
-        if len(free) != len(set(free)) or len(free) != self.num_free_blocks:
-            raise AssertionError(f"a block is free twice: {sorted(free)}")
+        require(
+            len(free) == len(set(free)) == self.num_free_blocks,
+            f"a block is free twice: {sorted(free)}",
+        )
         idle, evictable = set(free), set(self.evictor or ())
         for block, (ref_count, key) in enumerate(zip(self.ref_counts, self.keys, strict=True)):
-            if ref_count != users.get(block, 0) or (ref_count == 0) != (block in idle):
-                raise AssertionError(
-                    f"block {block} has ref_count {ref_count}, is in {users.get(block, 0)} tables "
-                    f"and is {'free' if block in idle else 'not free'}"
-                )
+            require(
+                ref_count == users.get(block, 0) and (ref_count == 0) == (block in idle),
+                f"block {block} has ref_count {ref_count}, is in {users.get(block, 0)} tables "
+                f"and is {'free' if block in idle else 'not free'}",
+            )
             if key is None:
                 wrong = ref_count > 0 or self.computed[block]
             else:
                 wrong = self._index.get(key) != block
                 wrong |= ref_count == 0 and not (isinstance(key, bytes) and block in evictable)
                 wrong |= isinstance(key, int) and self.computed[block]
-            if wrong:
-                raise AssertionError(
-                    f"block {block} with ref_count {ref_count} holds {key!r}, "
-                    f"{'' if self.computed[block] else 'not '}computed; that key is "
-                    f"indexed as {self._index.get(key)}"
-                )
-        if len(self._index) != sum(key is not None for key in self.keys):
-            raise AssertionError(f"the index has {len(self._index)} entries, the blocks fewer")
+            require(
+                not wrong,
+                f"block {block} with ref_count {ref_count} holds {key!r}, "
+                f"{'' if self.computed[block] else 'not '}computed; that key is "
+                f"indexed as {self._index.get(key)}",
+            )
+        require(
+            len(self._index) == sum(key is not None for key in self.keys),
+            f"the index has {len(self._index)} entries, the blocks fewer",
+        )

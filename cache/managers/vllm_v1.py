@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass
 
 from cache.block_pool import check_free
 from cache.checks import at_least, require
@@ -14,15 +15,10 @@ from cache.policies.base import EvictionPolicy
 from cache.sequence import Sequence
 
 
+@dataclass(slots=True, eq=False)
 class _Table(PooledTable):
-    """The blocks of one sequence."""
-
-    __slots__ = ("donor", "num_computed_blocks")
-
-    def __init__(self, seq: Sequence) -> None:
-        super().__init__(seq)
-        self.donor: int | None = None  # the block to copy the beginning of its next one from
-        self.num_computed_blocks = 0  # leading blocks whose K/V are there for certain
+    donor: int | None = None  # the block to copy the beginning of its next one from
+    num_computed_blocks: int = 0  # leading blocks whose K/V are there for certain
 
 
 class VLLMv1(PooledManager):
@@ -171,7 +167,7 @@ class VLLMv1(PooledManager):
             shared = blocks[position]
             (blocks[position],) = pool.allocate(1)
             pool.free([shared])
-            self._num_copied += 1
+            self._counts["copied_blocks"] += 1
             copies.append((shared, blocks[position]))
         if self._partials:
             self._mark_as_computed(table)
@@ -179,7 +175,7 @@ class VLLMv1(PooledManager):
         if table.donor is not None:
             pool.free([table.donor])
             self._copies.append((table.donor, blocks[num_held]))
-            self._num_copied += 1
+            self._counts["copied_blocks"] += 1
             table.donor = None
         if self.sliding_window is not None:
             self._give_back(table, first_query)

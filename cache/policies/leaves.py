@@ -4,29 +4,34 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any
 
+from cache.lazy_heap import LazyHeap
 from cache.policies.base import UNKNOWN_REQUEST, EvictionPolicy, Request
 
 
+@dataclass(slots=True, eq=False)
 class Node:
     """A resident block in the tree of prompts."""
 
-    __slots__ = ("block", "children", "depth", "key", "memo", "parent", "released")
-
-    def __init__(self, block: int, key: Hashable, parent: Node | None, depth: int) -> None:
-        self.block, self.key, self.parent, self.depth = block, key, parent, depth
-        self.children = 0
-        """Resident blocks that continue it."""
-        self.released = False
-        self.memo = None
-        """What a subclass remembers of it."""
+    block: int
+    key: Hashable
+    parent: Node | None
+    depth: int
+    children: int = 0
+    """Resident blocks that continue it."""
+    released: bool = False
+    memo: Any = None
+    """What a subclass remembers of it: by default a tuple of numbers that ranks it."""
 
 
 class LeafPolicy(EvictionPolicy):
     """Knows which released blocks no resident block continues, and gives up one of these.
 
-    A subclass keeps them in an order of its own.  Should every released block have a child, which
-    takes an owner that releases a prompt from its head, the one released first goes.
+    The one of the smallest ``memo`` goes first, unless a subclass keeps them in another order.
+    Should every released block have a child, which takes an owner that releases a prompt from its
+    head, the one released first goes.
     """
 
     def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
@@ -36,6 +41,7 @@ class LeafPolicy(EvictionPolicy):
         self._nodes: dict[int, Node] = {}
         self._with_key: dict[Hashable, Node] = {}
         self._released: dict[int, None] = {}
+        self._leaves = LazyHeap()
         self._reset()
 
     def tell(self, request: Request) -> None:
@@ -104,14 +110,14 @@ class LeafPolicy(EvictionPolicy):
     def _access(self, nodes: list[Node]) -> None:
         """The blocks of a request were used just now; the deepest first.  They are not leaves."""
 
-    @abc.abstractmethod
     def _offer(self, node: Node) -> None:
         """A block has become a released leaf."""
+        self._leaves.push(node, *node.memo)
 
-    @abc.abstractmethod
     def _withdraw(self, node: Node) -> None:
         """It no longer is one."""
+        self._leaves.remove(node)
 
-    @abc.abstractmethod
     def _take(self) -> Node | None:
         """Remove and return the leaf to give up; None without any."""
+        return self._leaves.pop()[1] if self._leaves else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from cache.lazy_heap import LazyHeap
 from cache.policies.leaves import LeafPolicy, Node
 
 
@@ -28,7 +27,6 @@ class Marconi(LeafPolicy):
         self.alpha = alpha
 
     def _reset(self) -> None:
-        self._leaves = LazyHeap()
         self._requests = self._oldest = 0
         self._deepest = 1
 
@@ -43,12 +41,7 @@ class Marconi(LeafPolicy):
         efficiency = node.depth / self._deepest
         self._leaves.push(node, node.memo + self.alpha * span * efficiency)
 
-    def _withdraw(self, node: Node) -> None:
-        self._leaves.remove(node)
-
     def _take(self) -> Node | None:
-        if not self._leaves:
-            return None
-        _, node = self._leaves.pop()
-        self._oldest = max(self._oldest, node.memo)
+        if node := super()._take():
+            self._oldest = max(self._oldest, node.memo)
         return node

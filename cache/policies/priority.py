@@ -7,6 +7,7 @@ import inspect
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from cache.lazy_heap import LazyHeap
@@ -56,24 +57,20 @@ class BlockHistory(NamedTuple):
     """The request that releases the block."""
 
 
+@dataclass(slots=True, eq=False)
 class _Record:
     """State of one resident block."""
 
-    __slots__ = (
-        "accessed", "accesses", "before", "children", "depth", "inserted", "key", "parent",
-        "priority", "queued",
-    )  # fmt: skip
-
-    def __init__(self, depth: int, key: Hashable, parent: _Record | None) -> None:
-        self.depth = depth
-        self.key = key
-        self.parent = parent
-        self.children = 0
-        self.accessed = self.before = 0  # of a ghost, until the content is released again
-        self.inserted = 0
-        self.accesses = 0
-        self.priority = math.nan
-        self.queued = 0  # since when it has this priority: the place among equals
+    depth: int
+    key: Hashable
+    parent: _Record | None
+    children: int = 0
+    accessed: int = 0  # of a ghost, as ``before``, until the content is released again
+    before: int = 0
+    inserted: int = 0
+    accesses: int = 0
+    priority: float = math.nan
+    queued: int = 0  # since when it has this priority: the place among equals
 
 
 class PriorityPolicy(EvictionPolicy):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from cache.lazy_heap import LazyHeap
 from cache.policies.leaves import LeafPolicy, Node
 
 
@@ -17,7 +16,6 @@ class RequestPriority(LeafPolicy):
     name = "priority"
 
     def _reset(self) -> None:
-        self._leaves = LazyHeap()
         self._uses = 0
 
     def _access(self, nodes: list[Node]) -> None:
@@ -25,12 +23,3 @@ class RequestPriority(LeafPolicy):
             self._uses += 1
             priority = self._request.priority
             node.memo = max(priority, node.memo[0]) if node.memo else priority, self._uses
-
-    def _offer(self, node: Node) -> None:
-        self._leaves.push(node, *node.memo)
-
-    def _withdraw(self, node: Node) -> None:
-        self._leaves.remove(node)
-
-    def _take(self) -> Node | None:
-        return self._leaves.pop()[1] if self._leaves else None

@@ -51,7 +51,6 @@ class Retention(LeafPolicy):
                 raise ValueError(f"ranges: duration_ms must not be negative, got {retained}")
 
     def _reset(self) -> None:
-        self._leaves = LazyHeap()
         self._expiring = LazyHeap()
         self._places = 0
 
@@ -67,22 +66,14 @@ class Retention(LeafPolicy):
         if (node := self._nodes[block]) in self._expiring:
             self._expiring.remove(node)
 
-    def _offer(self, node: Node) -> None:
-        self._leaves.push(node, *node.memo)
-
-    def _withdraw(self, node: Node) -> None:
-        self._leaves.remove(node)
-
     def _take(self) -> Node | None:
         while self._expiring and self._expiring.first()[0] <= self._now:
             _, node = self._expiring.pop()
             self._place(node, DEFAULT_PRIORITY)
             if node in self._leaves:
-                self._leaves.remove(node)
+                self._withdraw(node)
                 self._offer(node)
-        if not self._leaves:
-            return None
-        _, node = self._leaves.pop()
+        node = super()._take()
         if node in self._expiring:
             self._expiring.remove(node)
         return node

@@ -85,7 +85,8 @@ class BeamSearch:
             stops = token in self.request.stop_token_ids
             if rank < self.width and (stops or is_last):
                 reason = FinishReason.STOP if stops else FinishReason.LENGTH
-                self._finish(beam, token, total, reason)
+                ended = self._hypothesis([*beam.output_token_ids, token], total, reason)
+                self.finished = _ranked([*self.finished, ended])[: self.width]
             if not stops and len(chosen) < self.width:
                 chosen.append((total, beam, token))
         if is_last or not chosen or self._cannot_improve(chosen[0][0], num_tokens):
@@ -98,24 +99,14 @@ class BeamSearch:
     def best(self) -> list[Hypothesis]:
         """The n best hypotheses, the best first; beams that were cancelled count as well."""
         cancelled = [
-            Hypothesis(
-                beam.output_token_ids,
-                beam.cumulative_logprob,
-                self._score(beam.cumulative_logprob, beam.num_output_tokens),
-                beam.finish_reason,
-            )
+            self._hypothesis(beam.output_token_ids, beam.cumulative_logprob, beam.finish_reason)
             for beam in self.beams
             if beam.finish_reason is FinishReason.ABORT and beam.num_output_tokens
         ]
         return _ranked(self.finished + cancelled)[: self.request.params.n]
 
-    def _finish(
-        self, beam: ScheduledSequence, token: int, total: float, reason: FinishReason
-    ) -> None:
-        token_ids = [*beam.output_token_ids, token]
-        score = self._score(total, len(token_ids))
-        hypothesis = Hypothesis(token_ids, total, score, reason)
-        self.finished = _ranked([*self.finished, hypothesis])[: self.width]
+    def _hypothesis(self, token_ids: list[int], total: float, reason: FinishReason) -> Hypothesis:
+        return Hypothesis(token_ids, total, self._score(total, len(token_ids)), reason)
 
     def _cannot_improve(self, best_total: float, num_tokens: int) -> bool:
         return (

@@ -14,13 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from cache.managers.base import CacheManager, UnsupportedByDesign
 from cache.serving.beam_search import BeamSearch
 from cache.serving.outputs import CompletionOutput, TokenOutput
-from cache.serving.request import (
-    FinishReason,
-    Request,
-    RequestStats,
-    ScheduledSequence,
-    Status,
-)
+from cache.serving.request import FinishReason, Request, RequestStats, ScheduledSequence, Status
 from cache.serving.sampling_params import SamplingParams
 from cache.serving.scheduler import Scheduler, Step
 
@@ -409,14 +403,8 @@ class Engine:
 
 
 def _completion(seq: ScheduledSequence) -> CompletionOutput:
-    token_ids = seq.output_token_ids
-    if seq.request.params.logprobs is None:
-        return CompletionOutput(seq.index, token_ids, seq.finish_reason)
-    total = sum(logprobs[token] for logprobs, token in zip(seq.logprobs, token_ids, strict=True))
-    return CompletionOutput(
-        seq.index,
-        token_ids,
-        seq.finish_reason,
-        cumulative_logprob=total,
-        logprobs=seq.logprobs,
-    )
+    token_ids, logprobs, total = seq.output_token_ids, None, None
+    if seq.request.params.logprobs is not None:
+        logprobs = seq.logprobs
+        total = sum(of[token] for of, token in zip(logprobs, token_ids, strict=True))
+    return CompletionOutput(seq.index, token_ids, seq.finish_reason, None, total, logprobs)

@@ -261,7 +261,6 @@ def _serve(
     clock = watch.clock
     run = Run()
     arrived: list[tuple[int, int, RequestStats]] = []  # id, prompt length, statistics
-    finished: set[int] = set()
     begin = clock()
     while stop_s is None or clock() - begin < stop_s:
         now = clock() - begin
@@ -287,10 +286,9 @@ def _serve(
             watch.sleep(max(0.0, min(wake, stop_s or wake) - (clock() - begin)))
             continue
         step_begin = clock()
-        tokens, done = engine.step()
+        tokens, _ = engine.step()
         step_end = clock()
         run.generated_tokens += len(tokens)
-        finished.update(request.request_id for request in done)
         run.steps.append(
             StepRecord(
                 step_end - begin,
@@ -301,12 +299,13 @@ def _serve(
             )
         )
     run.seconds = clock() - begin
-    for request_id in list(engine.requests):
+    given_up = engine.requests.copy()
+    for request_id in given_up:
         engine.completions(engine.abort(request_id))
     for (request_id, prompt_length, stats), output_length in zip(
         arrived, output_lengths, strict=False
     ):
-        done = request_id in finished
+        done = request_id not in given_up
         first = stats.first_token_time
         run.requests.append(
             Served(

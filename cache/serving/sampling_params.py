@@ -149,20 +149,12 @@ _NEEDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         lambda v: _is_number(v) and 0 <= v < math.inf,
         "a finite number, 0 (greedy) or more",
     ),
-    (
-        "top_k",
-        lambda v: _is_int(v) and v >= -1,
-        "an int of at least 1, or 0 or -1 for all tokens",
-    ),
+    ("top_k", lambda v: _is_int(v) and v >= -1, "an int of at least 1, or 0 or -1 for all tokens"),
     ("top_p", lambda v: _is_number(v) and 0 < v <= 1, "a number above 0 and up to 1"),
     ("min_p", lambda v: _is_number(v) and 0 <= v <= 1, "a number from 0 to 1"),
     ("frequency_penalty", *_PENALTY),
     ("presence_penalty", *_PENALTY),
-    (
-        "repetition_penalty",
-        lambda v: _is_number(v) and 0 < v < math.inf,
-        "a finite number above 0",
-    ),
+    ("repetition_penalty", lambda v: _is_number(v) and 0 < v < math.inf, "a finite number above 0"),
     ("seed", lambda v: v is None or _is_int(v), "an int or None"),
     (
         "stop",
@@ -174,16 +166,8 @@ _NEEDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         lambda v: _are(v, lambda token: _is_int(token) and token >= 0),
         "a collection of token ids",
     ),
-    (
-        "logprobs",
-        lambda v: v is None or (_is_int(v) and v >= 0),
-        "an int of at least 0, or None",
-    ),
-    (
-        "length_penalty",
-        lambda v: _is_number(v) and abs(v) <= 100,
-        "a number from -100 to 100",
-    ),
+    ("logprobs", lambda v: v is None or (_is_int(v) and v >= 0), "an int of at least 0, or None"),
+    ("length_penalty", lambda v: _is_number(v) and abs(v) <= 100, "a number from -100 to 100"),
     ("cache_priority", lambda v: _is_number(v) and abs(v) < math.inf, "a finite number"),
 )
 """Fields, and what each needs by itself."""

@@ -191,7 +191,6 @@ class Scheduler:
             if count:
                 if not self._give_slots(seq, count, step):
                     break
-                step.add(seq, count)
                 budget -= count
         return budget
 
@@ -205,16 +204,17 @@ class Scheduler:
             count = min(missing, budget)
             if not count or not self._give_slots(seq, count, step):
                 return
-            step.add(seq, count)
             budget -= count
         if self.waiting and not step.preempted:
             self._admit_waiting(step, budget)
 
     def _give_slots(self, seq: ScheduledSequence, count: int, step: Step) -> bool:
-        """Slots for ``count`` more tokens, preempting the youngest; False if that is ``seq``."""
+        """Have ``seq`` compute ``count`` more tokens, preempting the youngest; False if that is
+        ``seq``."""
         while True:
             try:
                 step.copies += self.manager.allocate_slots(seq, count)
+                step.add(seq, count)
                 return True
             except OutOfBlocks:
                 victim = self.running.pop()

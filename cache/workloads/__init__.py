@@ -4,9 +4,7 @@ A workload is a generator of requests in a file of its own, which ``@workload`` 
 function that returns a ``Trace``; its keyword arguments are its options.  A new one is one file and
 one name in ``WORKLOADS``.
 
-All of them number full blocks only: block ``k`` of a prompt is its tokens ``k * block_size`` to
-``(k + 1) * block_size - 1`` together with everything before them, so two requests share an id if
-and only if their prompts agree up to the end of that block.  A longer workload begins with the
+All of them number full blocks only, as ``cache.trace`` says.  A longer workload begins with the
 shorter one of the same seed and options.
 """
 

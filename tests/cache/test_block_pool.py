@@ -73,7 +73,7 @@ def test_what_a_policy_is_told():
     table = Table([A, B, C], blocks)
     pool.extend(table, 1, 2)
     assert policy.calls == []
-    pool.cache(table, 3)
+    pool.extend(table, 0, 3)
     assert policy.calls == [("miss", C), ("insert", 2, C, B, 2)]
     policy.calls.clear()
     pool.free(table.blocks)

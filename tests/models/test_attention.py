@@ -120,7 +120,9 @@ class Case:
             max_context_len=max(context_lens),
         )
 
-    def run(self, backend, *, scale: float = 0.3, **options):
+    def run(self, backend, *, scale: float = 0.3, softcap: float = 0.0, **options):
+        scores = {"scale": scale, "window_size": self.window_size, "softcap": softcap}
+        options = dict.fromkeys(("q_norm", "k_norm", "k_scale", "v_scale")) | options
         caches = self.k_cache.clone(), self.v_cache.clone()
         query = self.query.clone()  # which may be rotated in place
         out = backend(
@@ -130,9 +132,7 @@ class Case:
             self.rotation,
             *caches,
             self.metadata,
-            scale=scale,
-            window_size=self.window_size,
-            **options,
+            types.SimpleNamespace(scores=scores, **options),
         )
         return out, *caches
 

@@ -45,17 +45,17 @@ def test_groups_and_their_tables_hold_every_token_once(tables, block_size, data)
     for place, row in enumerate(order):
         padded[place, : len(tables[row])] = tables[row]
     fields = split_tables(groups, padded, context_lens[order], block_size)
-    assert {value.dtype for value in fields.values()} == {np.dtype(np.int32)}
-    offsets = fields["group_offsets"]
+    assert {value.dtype for value in fields} == {np.dtype(np.int32)}
+    offsets = fields.group_offsets
     assert offsets[0] == 0
     assert offsets[-1] == len(tables)
     for group, (start, end) in enumerate(itertools.pairwise(offsets)):
-        prefix_len = fields["prefix_lens"][group]
-        prefix = fields["prefix_block_tables"][group, : prefix_len // block_size].tolist()
+        prefix_len = fields.prefix_lens[group]
+        prefix = fields.prefix_block_tables[group, : prefix_len // block_size].tolist()
         for place in range(start, end):
-            suffix_len = int(fields["suffix_lens"][place])
+            suffix_len = int(fields.suffix_lens[place])
             assert prefix_len + suffix_len == context_lens[order[place]]
-            suffix = fields["suffix_block_tables"][place, : -(-suffix_len // block_size)]
+            suffix = fields.suffix_block_tables[place, : -(-suffix_len // block_size)]
             assert prefix + suffix.tolist() == tables[order[place]]
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -85,8 +87,11 @@ class _KernelsForAttentionAlone(TritonBackend):
     def __init__(self) -> None:
         self.ops, self._attention = reference, TritonBackend()
 
-    def __call__(self, query, key, *args, q_norm, k_norm, **options):
-        return self._attention(q_norm(query), k_norm(key), *args, **options)
+    def __call__(self, query, key, *args):
+        *args, layer = args
+        plain = dict.fromkeys(("q_norm", "k_norm", "k_scale", "v_scale"))
+        plain = types.SimpleNamespace(scores=layer.scores, **plain)
+        return self._attention(layer.q_norm(query), layer.k_norm(key), *args, plain)
 
 
 ATTENTION = "rope_store_kvcache paged_decode linear"
