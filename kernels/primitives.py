@@ -40,7 +40,7 @@ def await_launches_before(PDL: tl.constexpr):
     PDL: whether the launch has the options of `kernels.tiles.pdl_options`; without, nothing is to
     be waited for. Before this a kernel accesses no memory, and no program ends.
     """
-    if PDL:
+    if PDL and not INTERPRETED:
         gdc_wait()
         gdc_launch_dependents()
 

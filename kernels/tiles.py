@@ -87,7 +87,7 @@ def pdl_options(device: torch.device) -> dict[str, bool]:
     ends, instead of after it.
     """
     target = target_of(device)
-    has_pdl = target.backend == "cuda" and target.arch >= 90 and not INTERPRETED.value
+    has_pdl = target.backend == "cuda" and target.arch >= 90
     return {"PDL": True, "launch_pdl": True} if has_pdl else {"PDL": False}
 
 
