@@ -265,9 +265,8 @@ def _draw(rows: style.DataFrame) -> style.Figure:
             style.log_x(axis, ticks)
         style.plain_log_ticks(right.yaxis)
     axes[-1].plot([], [], color=style.BLACK, **_REPLAY, label="the same policy replayed")
-    figure.supxlabel("cache size (% of the unique blocks of the slice)", fontsize=8)
-    style.shared_legend(figure, columns=5)
-    return figure
+    xlabel = "cache size (% of the unique blocks of the slice)"
+    return style.shared_legend(figure, columns=5, xlabel=xlabel)
 
 
 def _draw_hit_rate(axis: style.Axes, policy: str, curve: style.DataFrame, line: dict) -> None:

@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -31,9 +30,7 @@ from experiments import style
 from experiments.harness import Count, Experiment, Options
 
 if TYPE_CHECKING:
-    import pandas as pd
     import torch
-    from matplotlib.figure import Figure
 
 WAYS = ("checks", "call", "dispatcher")
 _CALLS_A_SAMPLE = 5
@@ -236,41 +233,28 @@ def _seconds(call: Callable[[], object]) -> float:
     return (time.perf_counter() - begin) / _CALLS_A_SAMPLE
 
 
-def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
-    """The figure launch_overhead and its table, of medians."""
+def _parts(rows: style.DataFrame) -> style.DataFrame:
+    """Medians of checks, launch, and what the dispatcher would add, a row per configuration."""
     table = rows.pivot(index="config", columns="way", values="us_per_call")
     table = table.loc[rows["config"].unique()]
-    parts = table[["checks"]].assign(
-        launch=table["call"] - table["checks"], dispatcher=table["dispatcher"]
-    )
-    path = folder / "launch_overhead.csv"
-    style.write_atomically(path, parts.to_csv(float_format="%.2f"))
-    with style.figures():
-        figure = _draw(parts, rows["tensors"].iloc[0])
-        return [*style.save(figure, folder, "launch_overhead"), path]
+    launch = table["call"] - table["checks"]
+    return table[["checks"]].assign(launch=launch, dispatcher=table["dispatcher"])
 
 
-def _draw(parts: pd.DataFrame, tensors: str) -> Figure:
-    """A bar for each configuration: checks, launch, and what the dispatcher would add."""
-    import matplotlib.pyplot as plt
-
-    until = "" if tensors == "cuda" else ", up to the driver"
+def _draw(rows: style.DataFrame) -> style.Figure:
+    """A bar for each configuration."""
+    parts = _parts(rows)
+    until = "" if rows["tensors"].iloc[0] == "cuda" else ", up to the driver"
     looks = {
-        "checks": {"label": "checks, tiles, allocation", "color": style.BLUE},
-        "launch": {"label": f"Triton's launch{until}", "color": style.ORANGE},
-        "dispatcher": {
-            "label": "dispatcher, in compiled graphs",
-            "color": "white",
-            "edgecolor": style.BLACK,
-            "hatch": "////",
-        },
+        "checks, tiles, allocation": style.bar(style.BLUE),
+        f"Triton's launch{until}": style.bar(style.ORANGE),
+        "dispatcher, in compiled graphs": style.bar("white", "////"),
     }
-    figure, axis = plt.subplots(figsize=(5, 0.8 + 0.2 * len(parts)))
-    start = 0 * parts["checks"]
-    for part, look in looks.items():
-        axis.barh(parts.index, parts[part], left=start, **{"lw": 0.4, **look})
-        start = start + parts[part]
-    axis.invert_yaxis()
+    figure, (axis,), _ = style.panel_grid(1, width=5, height=0.3 + 0.2 * len(parts))
+    starts = parts.cumsum(axis=1) - parts
+    for part, (label, look) in zip(parts, looks.items(), strict=True):
+        axis.barh(range(len(parts)), parts[part], left=starts[part], label=label, **look)
+    style.name_rows(axis, parts.index)
     axis.grid(axis="y", visible=False)
     axis.set_xlabel("host time (µs per call)")
     axis.legend(fontsize=6)
@@ -283,7 +267,10 @@ EXPERIMENT = Experiment(
     options=LaunchOverhead(),
     quick=LaunchOverhead(num_samples=20),
     run_cell=run_cell,
-    plot=plot,
+    plot=style.plotter(
+        {"launch_overhead": _draw},
+        {"launch_overhead": (lambda rows: _parts(rows).reset_index(), "%.2f")},
+    ),
     gpu="optional",
     timed=True,
 )

@@ -254,9 +254,7 @@ def _draw(rows: style.DataFrame, panels: dict[str, str]) -> style.Figure:
                 axis.set_ylim(bottom=0)
     hollow = style.line(style.BLACK, "o", fill=False) | {"linestyle": "none"}
     axes[-1].plot([], [], **hollow, label="saturated (lower bound)")
-    figure.supxlabel("request rate (requests/s)", fontsize=8)
-    style.shared_legend(figure, columns=4)
-    return figure
+    return style.shared_legend(figure, columns=4, xlabel="request rate (requests/s)")
 
 
 def _draw_systems(axis: style.Axes, rows: style.DataFrame, column: str) -> None:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from experiments.bench.problem import (
     OURS,
@@ -22,23 +24,21 @@ from experiments.bench.problem import (
     scales_of,
     some_of,
 )
-
-if TYPE_CHECKING:
-    import torch
-
-    from kernels.testing.accuracy import Accuracy
-    from kernels.testing.inputs import PagedBatch
+from kernels import (
+    paged_decode_attention,
+    paged_prefill_attention,
+    reference,
+    shared_prefix_decode_attention,
+)
+from kernels.testing.accuracy import Accuracy, accuracy, bits
+from kernels.testing.baselines import BASELINES
+from kernels.testing.inputs import PagedBatch
 
 _QUERIES_CHECKED = 16
 
 
 def _paged_batch(shape: Shape, device: torch.device) -> PagedBatch:
     """Sequences of equal length in a shuffled cache; slots without a token hold NaN."""
-    import torch
-
-    from kernels.testing.accuracy import bits
-    from kernels.testing.inputs import PagedBatch
-
     dtype, kv_dtype = dtypes(shape)
     generator = generator_of(shape, device)
     blocks_per_seq = -(-shape.context_len // shape.block_size)
@@ -77,10 +77,6 @@ def _sample(batch: PagedBatch, rows: list[tuple[int, int, int]]) -> tuple[PagedB
 
     rows: sequence, first query and number of queries; its context ends with the last of them.
     """
-    import torch
-
-    from kernels.testing.inputs import PagedBatch
-
     device, block_size = batch.q.device, batch.k_cache.shape[1]
     starts, lengths = batch.cu_seqlens_q.tolist(), batch.context_lens.tolist()
     contexts, queries, blocks = [], [], []
@@ -109,8 +105,6 @@ def _sample(batch: PagedBatch, rows: list[tuple[int, int, int]]) -> tuple[PagedB
 
 def _blocks(cache: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Copies of some blocks, bit for bit: PyTorch does not index fp8 everywhere."""
-    from kernels.testing.accuracy import bits
-
     return bits(cache)[ids].view(cache.dtype)
 
 
@@ -119,8 +113,6 @@ def _judge(op: str, batch: PagedBatch, rows: list, **options: Any) -> Callable:
 
     @functools.cache
     def expected() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        from kernels import reference
-
         small, queries = _sample(batch, rows)
         right = getattr(reference, op)
         if op == "paged_prefill_attention":
@@ -131,8 +123,6 @@ def _judge(op: str, batch: PagedBatch, rows: list, **options: Any) -> Callable:
         return queries, right(*args, **options), right(*wide, **options)
 
     def check(out: torch.Tensor) -> Accuracy:
-        from kernels.testing.accuracy import accuracy
-
         queries, low, ref = expected()
         return accuracy(out[queries], low, ref)
 
@@ -148,9 +138,6 @@ def _attention_bytes(shape: Shape, kv_tokens: int) -> int:
 
 
 def decode_problem(shape: Shape, device: torch.device) -> Problem:
-    from kernels import paged_decode_attention
-    from kernels.testing.baselines import BASELINES
-
     batch = _paged_batch(shape, device)
     scales = scales_of(shape)
     options = {"num_splits": shape.num_splits, **scales}
@@ -171,9 +158,6 @@ def decode_problem(shape: Shape, device: torch.device) -> Problem:
 
 
 def prefill_problem(shape: Shape, device: torch.device) -> Problem:
-    from kernels import paged_prefill_attention
-    from kernels.testing.baselines import BASELINES
-
     batch = _paged_batch(shape, device)
     scales, longest = scales_of(shape), shape.query_len
     options = {"max_seqlen_q": longest, "num_splits": shape.num_splits, **scales}
@@ -199,12 +183,6 @@ def prefill_problem(shape: Shape, device: torch.device) -> Problem:
 
 def cascade_problem(shape: Shape, device: torch.device) -> Problem:
     """Decode of sequences that share their first prefix_len tokens, which fill whole blocks."""
-    import torch
-
-    from kernels import paged_decode_attention, shared_prefix_decode_attention
-    from kernels.testing.accuracy import bits
-    from kernels.testing.inputs import PagedBatch
-
     if shape.prefix_len % shape.block_size:
         raise ValueError(
             f"prefix_len: needs a multiple of block_size={shape.block_size}, got {shape.prefix_len}"
