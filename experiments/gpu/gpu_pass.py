@@ -39,9 +39,9 @@ from experiments.bench.compile_ahead import CompileAhead, jobs_of
 from experiments.gpu import kernel_latency, tile_sweep
 from experiments.harness import (
     Experiment,
-    LastingWorker,
     Options,
     OptionsError,
+    Workers,
     plot_results,
     run_sweep,
 )
@@ -237,7 +237,7 @@ class GpuPass:
         environment = json.dumps(describe(any_device, command), indent=2, ensure_ascii=False)
         write_atomically(self.out / "environment.json", environment + "\n")
         stages = [stage for stage in stages if not (self.tiny and stage.tiny is None)]
-        with LastingWorker(self.deadline, _CELL_LIMIT_S) as worker, self._compiling(stages):
+        with Workers(1, self.deadline, _CELL_LIMIT_S) as worker, self._compiling(stages):
             for stage in stages:
                 if time.monotonic() >= self.deadline:
                     self.say(f"{stage.name}: not reached")
@@ -271,7 +271,7 @@ class GpuPass:
         with (self.out / "summary.txt").open("a") as summary:
             print(line, file=summary)
 
-    def _run_stage(self, stage: Stage, worker: LastingWorker) -> None:
+    def _run_stage(self, stage: Stage, worker: Workers) -> None:
         def execute(tasks: Sequence[Task]) -> Generator[Outcome]:
             yield from (self._settled[task.key] for task in tasks if task.key in self._settled)
             for outcome in worker([task for task in tasks if task.key not in self._settled]):
