@@ -98,12 +98,7 @@ def run_cell(cell: DecodeBalance) -> list[dict[str, Any]]:
     rules = {
         "one program": (1, 1, 1, False),
         "by shapes": (1, by_shapes, by_shapes, False),
-        "chunks": (
-            chunks.min_tiles,
-            chunks.max_chunks,
-            chunks.most(capacity, tile.tile_n),
-            True,
-        ),
+        "chunks": (chunks.min_tiles, chunks.max_chunks, chunks.most(capacity, tile.tile_n), True),
     }
     floor = 1e6 * sum(lengths) * model.token_bytes * cell.num_kv_heads / gpu.bandwidth
     rows = []

@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 import cache
 from experiments import quantiles, style
 from experiments.harness import Axis, Count, Experiment, GridOnly, Lengths, Options, grid
@@ -131,8 +133,6 @@ def _timed(llm: LLM) -> Callable[[], tuple[int, dict[str, float]]]:
 
 
 def run_cell(cell: EngineOverhead) -> list[dict[str, Any]]:
-    import numpy as np
-
     from models import SamplingParams
 
     longest = 2 * cell.lengths[1]

@@ -46,6 +46,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+
 import cache
 from cache.serving import open_loop
 from experiments import quantiles, style
@@ -156,8 +158,6 @@ def run_cell(cell: EvictionServing) -> list[dict[str, Any]]:
 
 def _served(cell: EvictionServing, trace: cache.Trace, capacity: int) -> dict[str, Any]:
     """What the engine and the replay with overlapping requests measure."""
-    import numpy as np
-
     service = measure_service(cell.timed_model or cell.model, threads=cell.threads)
     options = {
         "num_blocks": capacity,

@@ -45,19 +45,9 @@ if TYPE_CHECKING:
     from kernels.executor import LaunchRecord
 
 CLASSES = (
-    "integer",
-    "floating point",
-    "conversion",
-    "move",
-    "tensor core",
-    "asynchronous copy",
-    "global load",
-    "global store",
-    "shared memory",
-    "exchange",
-    "synchronisation",
-    "control",
-    "parameter",
+    *("integer", "floating point", "conversion", "move", "tensor core", "asynchronous copy"),
+    *("global load", "global store", "shared memory", "exchange"),
+    *("synchronisation", "control", "parameter"),
 )
 """Classes of instructions, as the executor names them."""
 
@@ -190,25 +180,22 @@ def _counts(launch: LaunchRecord) -> dict[str, Any]:
         f"instructions_{name.replace(' ', '_')}": counts.instructions.get(name, 0)
         for name in CLASSES
     }
+
+    def same(*names: str) -> dict[str, float]:
+        return {name: getattr(counts, name) for name in names}
+
     return {
         "kernel": launch.kernel.strip("_").removesuffix("_kernel"),
         "programs": len(counts.programs),
         "num_warps": launch.num_warps,
         "instructions": counts.total,
         **by_class,
-        "read_bytes": counts.read_bytes,
-        "written_bytes": counts.written_bytes,
-        "distinct_bytes": counts.distinct_bytes,
+        **same("read_bytes", "written_bytes", "distinct_bytes"),
         "distinct_line_bytes": LINE * counts.distinct_lines,
-        "requests": counts.requests,
-        "sectors": counts.sectors,
-        "lines": counts.lines,
-        "sectors_per_request": counts.sectors_per_request,
+        **same("requests", "sectors", "lines", "sectors_per_request"),
         "lines_per_request": counts.lines / max(1, counts.requests),
         "shared_wavefronts": counts.wavefronts,
-        "bank_conflicts": counts.bank_conflicts,
-        "tensor_operations": counts.tensor_operations,
-        "barriers": counts.barriers,
+        **same("bank_conflicts", "tensor_operations", "barriers"),
         "bytes_in_flight_per_program": counts.bytes_in_flight,
         "executor_seconds": launch.seconds,
         "executor_warps_per_s": len(counts.programs) * launch.num_warps / launch.seconds,

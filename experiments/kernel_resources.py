@@ -81,42 +81,34 @@ def run_cell(cell: KernelResourcesCell) -> list[dict[str, Any]]:
 
 
 def _resources(row: KernelResources, max_warps: int) -> dict[str, Any]:
-    def narrower(accesses: dict[int, int]) -> int:
-        return sum(count for width, count in accesses.items() if width < 128)
+    def same(*names: str) -> dict[str, Any]:
+        return {name: getattr(row, name) for name in names}
+
+    def widths(name: str, accesses: dict[int, int]) -> dict[str, int]:
+        wide = accesses.get(128, 0)
+        narrower = sum(count for width, count in accesses.items() if width < 128)
+        return {f"{name}_128_bit": wide, f"{name}_narrower": narrower}
 
     resident = row.resident_programs
+    limits = ("registers", "shared memory", "tensor memory", "warps", "programs")
     warps = row.programs_per_multiprocessor * row.num_warps
     return {
-        "op": row.op,
-        "config": row.config,
+        **same("op", "config"),
         "kernel": kernel_name(row),
         "arch": row.arch,
         "tile_m": row.constants.get("TILE_M"),
         "tile_n": row.constants.get("TILE_N"),
-        "num_warps": row.num_warps,
-        "num_stages": row.num_stages,
-        "registers": row.registers,
-        "local_bytes": row.local_bytes,
-        "scalar_spills": row.scalar_spills,
-        "shared_bytes": row.shared_bytes,
-        "tensor_memory_columns": row.tensor_memory_columns,
-        "programs_by_registers": resident["registers"],
-        "programs_by_shared_memory": resident.get("shared memory"),
-        "programs_by_tensor_memory": resident.get("tensor memory"),
-        "programs_by_warps": resident["warps"],
-        "programs_by_programs": resident["programs"],
+        **same("num_warps", "num_stages", "registers", "local_bytes", "scalar_spills"),
+        **same("shared_bytes", "tensor_memory_columns"),
+        **{f"programs_by_{limit.replace(' ', '_')}": resident.get(limit) for limit in limits},
         "programs_per_multiprocessor": row.programs_per_multiprocessor,
         "limited_by": min(resident, key=resident.get),
         "warps_per_multiprocessor": warps,
         "occupancy": warps / max_warps,
-        "loads_128_bit": row.global_loads.get(128, 0),
-        "loads_narrower": narrower(row.global_loads),
-        "async_copies_128_bit": row.async_copies.get(128, 0),
-        "async_copies_narrower": narrower(row.async_copies),
-        "stores_128_bit": row.global_stores.get(128, 0),
-        "stores_narrower": narrower(row.global_stores),
-        "dots": row.dots,
-        "tensor_core_dots": row.tensor_core_dots,
+        **widths("loads", row.global_loads),
+        **widths("async_copies", row.async_copies),
+        **widths("stores", row.global_stores),
+        **same("dots", "tensor_core_dots"),
         "tensor_core_instructions": sum(row.mma.values()),
         "tensor_core_family": " ".join(row.mma) or None,
     }

@@ -26,12 +26,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from experiments import style
+from experiments import quantiles, style
 from experiments.harness import Count, Experiment, Options
 
 if TYPE_CHECKING:
     import torch
 
+_SPREAD = {"": 0.5, "_p20": 0.2, "_p80": 0.8}
 WAYS = ("checks", "call", "dispatcher")
 _CALLS_A_SAMPLE = 5
 _ARCH = "sm_90"
@@ -48,7 +49,6 @@ class LaunchOverhead(Options):
 
 def run_cell(cell: LaunchOverhead) -> list[dict[str, Any]]:
     os.environ.pop("TRITON_INTERPRET", None)  # read when kernels is first imported
-    import numpy as np
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "meta")
@@ -58,7 +58,6 @@ def run_cell(cell: LaunchOverhead) -> list[dict[str, Any]]:
         for config, call in _calls(device).items():
             num_launches, spans = _measure(call, cell.num_samples, on_gpu)
             for way, seconds in spans.items():
-                p20, p50, p80 = np.quantile(seconds, (0.2, 0.5, 0.8)) * 1e6
                 rows.append(
                     {
                         "op": call.func.__name__,
@@ -66,9 +65,7 @@ def run_cell(cell: LaunchOverhead) -> list[dict[str, Any]]:
                         "tensors": device.type,
                         "num_launches": num_launches,
                         "way": way,
-                        "us_per_call": float(p50),
-                        "us_per_call_p20": float(p20),
-                        "us_per_call_p80": float(p80),
+                        **quantiles.columns("us_per_call", [1e6 * s for s in seconds], _SPREAD),
                     }
                 )
     return rows

@@ -23,6 +23,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from experiments import quantiles, style
 from experiments.harness import Axis, Count, Experiment, Lengths, grid
 from experiments.load import engine_models
@@ -116,8 +118,6 @@ def run_cell(cell: Cost | Serving) -> list[dict[str, Any]]:
 
 
 def _cost(cell: Cost) -> tuple[LLM, list[dict[str, Any]]]:
-    import numpy as np
-
     from models import SamplingParams
 
     longest = max(cell.context_tokens)
@@ -185,8 +185,6 @@ def sequence_costs(llm: LLM) -> dict[str, float]:
 
 
 def _serving(cell: Serving) -> tuple[LLM, list[dict[str, Any]]]:
-    import numpy as np
-
     num_blocks = cell.cache_tokens // cell.block_size
     longest = cell.prompt_tokens[1] + cell.output_tokens[1]
     llms = {
@@ -239,8 +237,6 @@ def _serving(cell: Serving) -> tuple[LLM, list[dict[str, Any]]]:
 
 def _serve(llm: LLM, prompts: list[list[int]], output_lengths: list[int]) -> dict[str, float]:
     """What serving the requests takes, in seconds, and what was preempted meanwhile."""
-    import numpy as np
-
     from models import SamplingParams
 
     params = [

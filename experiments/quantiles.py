@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import numpy as np
+
 from experiments import style
 
 _SPREAD = {"_p20": 0.2, "_p50": 0.5, "_p80": 0.8}
@@ -22,8 +24,6 @@ def columns(
 
     at: from what follows ``name`` in a column to its quantile, interpolated; None: the mean.
     """
-    import numpy as np
-
     known = [value for value in values if value is not None]
     if not known:
         return dict.fromkeys(name + suffix for suffix in at)

@@ -19,16 +19,15 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+import numpy as np
 
 import cache
 from experiments import style
 from experiments.harness import Absent, Axis, Count, Experiment, GridOnly, Percent, grid
 from experiments.load import workloads
 from experiments.load.workloads import OnTraces
-
-if TYPE_CHECKING:
-    import numpy as np
 
 _LIBCACHESIM = {"lru": "LRU", "fifo": "FIFO", "lfu": "LFU", "belady": "Belady"}
 
@@ -113,8 +112,6 @@ def _time_libcachesim(stream: Path, policy: str, capacity: int) -> tuple[float, 
 def oracle_general(block_ids: np.ndarray) -> np.ndarray:
     """The references as libcachesim's oracleGeneral records: a next access is the index of the
     reference, -1 for never; an id of 0 is avoided, an object has size 1."""
-    import numpy as np
-
     record = np.dtype([("time", "<u4"), ("id", "<u8"), ("size", "<u4"), ("next", "<i8")])
     records = np.zeros(len(block_ids), record)
     records["time"] = np.arange(len(block_ids))

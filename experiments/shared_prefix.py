@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
+
 import cache
 from experiments import quantiles, style
 from experiments.harness import Axis, Count, Experiment, Natural, Needs, grid, one_of
@@ -117,8 +119,6 @@ def _num_blocks(cell: _Engines, num_sequences: int, longest: int) -> int:
 
 
 def _first_token(cell: FirstToken) -> tuple[LLM, list[dict[str, Any]]]:
-    import numpy as np
-
     from models import SamplingParams
 
     length = cell.prompt_tokens
@@ -158,8 +158,6 @@ def _first_token(cell: FirstToken) -> tuple[LLM, list[dict[str, Any]]]:
 
 
 def _throughput(cell: Throughput) -> tuple[LLM, list[dict[str, Any]]]:
-    import numpy as np
-
     from models import SamplingParams
 
     prompt_tokens = cell.prefix_tokens + cell.suffix_tokens

@@ -9,6 +9,8 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from experiments.harness.store import write_atomically
 
 if TYPE_CHECKING:
@@ -141,8 +143,6 @@ def bars(
 
     errors: how far error bars go below and above.  ``options`` go to ``Axes.bar`` or ``barh``.
     """
-    import numpy as np
-
     names = [name for name in looks if name in table]
     thickness, along = ("height", "xerr") if horizontal else ("width", "yerr")
     for number, name in enumerate(names):

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
+
 from experiments import style
 from experiments.harness import Axis, Count, Experiment, Options, Unavailable, one_of
 from experiments.load import engine_models
@@ -41,7 +43,6 @@ class TransformersSpeed(Options):
 
 
 def run_cell(cell: TransformersSpeed) -> list[dict[str, Any]]:
-    import numpy as np
     import torch
 
     from models import LLM

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+import kernels
 from experiments.bench.problem import (
     OURS,
     Problem,
@@ -24,12 +26,7 @@ from experiments.bench.problem import (
     scales_of,
     some_of,
 )
-from kernels import (
-    paged_decode_attention,
-    paged_prefill_attention,
-    reference,
-    shared_prefix_decode_attention,
-)
+from kernels import reference
 from kernels.testing.accuracy import Accuracy, accuracy, bits
 from kernels.testing.baselines import BASELINES
 from kernels.testing.inputs import PagedBatch
@@ -137,47 +134,32 @@ def _attention_bytes(shape: Shape, kv_tokens: int) -> int:
     return kv + 2 * rows * dtype.itemsize
 
 
-def decode_problem(shape: Shape, device: torch.device) -> Problem:
-    batch = _paged_batch(shape, device)
-    scales = scales_of(shape)
-    options = {"num_splits": shape.num_splits, **scales}
-    calls = {OURS: lambda: paged_decode_attention(*batch.decode_args, **options)}
+def attention_problem(shape: Shape, device: torch.device) -> Problem:
+    """Decode, or prefill, of sequences of equal length."""
+    batch, scales, op = _paged_batch(shape, device), scales_of(shape), f"paged_{shape.op}_attention"
+    if shape.op == "prefill":
+        args, options = batch.prefill_args, {"max_seqlen_q": shape.query_len}
+        seqs, eager_only = (
+            some_of(shape.batch)[::2],
+            {n for n, b in BASELINES.items() if b.prefill_syncs},
+        )
+    else:
+        args, options = batch.decode_args, {}
+        seqs, eager_only = some_of(shape.batch), set()
+    ours = functools.partial(getattr(kernels, op), num_splits=shape.num_splits, **scales)
+    calls = {OURS: functools.partial(ours, *args, **options)}
     for name, baseline in BASELINES.items():
-        calls[name] = functools.partial(baseline.decode, *batch.decode_args)
-    return Problem(
-        num_bytes=_attention_bytes(shape, shape.batch * shape.context_len),
-        flops=4 * shape.batch * shape.context_len * shape.num_q_heads * shape.head_dim,
-        implementations=calls,
-        check=_judge(
-            "paged_decode_attention",
-            batch,
-            [(seq, 0, 1) for seq in some_of(shape.batch)],
-            **scales,
-        ),
-    )
-
-
-def prefill_problem(shape: Shape, device: torch.device) -> Problem:
-    batch = _paged_batch(shape, device)
-    scales, longest = scales_of(shape), shape.query_len
-    options = {"max_seqlen_q": longest, "num_splits": shape.num_splits, **scales}
-    calls = {OURS: lambda: paged_prefill_attention(*batch.prefill_args, **options)}
-    for name, baseline in BASELINES.items():
-        calls[name] = functools.partial(baseline.prefill, *batch.prefill_args, max_seqlen_q=longest)
-    count = min(_QUERIES_CHECKED, longest)
-    pieces = sorted({0, (longest - count) // 2, longest - count})
-    visible = longest * (shape.context_len - longest) + longest * (longest + 1) // 2
+        calls[name] = functools.partial(getattr(baseline, shape.op), *args, **options)
+    queries = shape.query_len
+    count = min(_QUERIES_CHECKED, queries)
+    pieces = sorted({0, (queries - count) // 2, queries - count})
+    visible = queries * (shape.context_len - queries) + queries * (queries + 1) // 2
     return Problem(
         num_bytes=_attention_bytes(shape, shape.batch * shape.context_len),
         flops=4 * shape.batch * visible * shape.num_q_heads * shape.head_dim,
         implementations=calls,
-        check=_judge(
-            "paged_prefill_attention",
-            batch,
-            [(seq, first, count) for seq in some_of(shape.batch)[::2] for first in pieces],
-            **scales,
-        ),
-        eager_only=frozenset(n for n, baseline in BASELINES.items() if baseline.prefill_syncs),
+        check=_judge(op, batch, list(itertools.product(seqs, pieces, [count])), **scales),
+        eager_only=frozenset(eager_only),
     )
 
 
@@ -205,20 +187,16 @@ def cascade_problem(shape: Shape, device: torch.device) -> Problem:
     )
     groups = torch.tensor([0, shape.batch], dtype=torch.int32, device=device)
     scales = scales_of(shape)
+    rows = [(seq, 0, 1) for seq in some_of(shape.batch)]
     shared = (own.q, *caches, prefix_table, prefix.context_lens, groups)
     return Problem(
         num_bytes=_attention_bytes(shape, shape.prefix_len + shape.batch * suffix_len),
         flops=4 * shape.batch * shape.context_len * shape.num_q_heads * shape.head_dim,
         implementations={
-            OURS: lambda: shared_prefix_decode_attention(
+            OURS: lambda: kernels.shared_prefix_decode_attention(
                 *shared, own.block_tables, own.context_lens, **scales
             ),
-            "paged_decode": lambda: paged_decode_attention(*whole.decode_args, **scales),
+            "paged_decode": lambda: kernels.paged_decode_attention(*whole.decode_args, **scales),
         },
-        check=_judge(
-            "paged_decode_attention",
-            whole,
-            [(seq, 0, 1) for seq in some_of(shape.batch)],
-            **scales,
-        ),
+        check=_judge("paged_decode_attention", whole, rows, **scales),
     )

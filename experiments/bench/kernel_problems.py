@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from experiments.bench import gpu_timing
-from experiments.bench.attention_problems import cascade_problem, decode_problem, prefill_problem
+from experiments.bench.attention_problems import attention_problem, cascade_problem
 from experiments.bench.layer_problems import gate_problem, norm_problem
 from experiments.bench.move_problems import (
     copy_problem,
@@ -37,8 +37,8 @@ from experiments.harness import Unavailable
 from kernels.testing.baselines import BASELINES
 
 OPS: dict[str, Callable[[Shape, torch.device], Problem]] = {
-    "decode": decode_problem,
-    "prefill": prefill_problem,
+    "decode": attention_problem,
+    "prefill": attention_problem,
     "cascade": cascade_problem,
     "store": store_problem,
     "copy": copy_problem,

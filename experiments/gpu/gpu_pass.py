@@ -37,14 +37,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.bench.compile_ahead import CompileAhead, jobs_of
 from experiments.gpu import kernel_latency, tile_sweep
-from experiments.harness import (
-    Experiment,
-    Options,
-    OptionsError,
-    Workers,
-    plot_results,
-    run_sweep,
-)
+from experiments.harness import Experiment, Options, OptionsError, Workers, plot_results, run_sweep
 from experiments.harness.environment import cuda_available, describe
 from experiments.harness.store import write_atomically
 from experiments.harness.workers import Outcome, Task
@@ -185,13 +178,7 @@ STAGES: tuple[Stage, ...] = (
             "latency_implementation": ("pagelab",),
         },
     ),
-    Stage(
-        "engine_throughput",
-        "gpu.engine_throughput",
-        {},
-        None,
-        fills_gpu=True,
-    ),
+    Stage("engine_throughput", "gpu.engine_throughput", {}, None, fills_gpu=True),
     Stage(
         "eager_decode",
         "gpu.kernel_latency",
@@ -383,8 +370,7 @@ def digest(rows: pd.DataFrame) -> str:
 def main(arguments: Sequence[str]) -> int:
     """The command line; returns 1 if a cell failed or a row is wrong, 2 without a device."""
     parser = argparse.ArgumentParser(
-        prog="python -m experiments gpu-pass",
-        description=__doc__.split("\n\n")[1],
+        prog="python -m experiments gpu-pass", description=__doc__.split("\n\n")[1]
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument("--minutes", type=float, default=9.0, help="time for everything")

@@ -24,15 +24,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from experiments import quantiles, style
-from experiments.bench.problem import (
-    OURS,
-    Launch,
-    OnHeads,
-    Shape,
-    Timed,
-    run_timed,
-    timed_cells,
-)
+from experiments.bench.problem import OURS, Launch, OnHeads, Shape, Timed, run_timed, timed_cells
 from experiments.harness import Count, Experiment, Needs
 
 PARTS = ("decode", "prefill", "norm", "gate", "store", "copy", "swap_out", "swap_in")

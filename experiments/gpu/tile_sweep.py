@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from experiments import style
 from experiments.bench.problem import OURS, OnHeads, Shape, use_device
 from experiments.bench.tiles import TABLES, TILE, table_tile, with_tile
@@ -168,8 +170,6 @@ def relative_times(rows: style.DataFrame, part: str) -> style.DataFrame:
 
 
 def _geometric_mean(relative: style.DataFrame) -> style.Series:
-    import numpy as np
-
     return np.exp(np.log(relative).mean(axis=1))
 
 

@@ -24,16 +24,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
+
+import numpy as np
 
 import cache
 from experiments import quantiles, style
 from experiments.harness import Axis, Count, Experiment, Needs, Options, Unavailable, grid
 from experiments.manager_overhead import trees
 from experiments.manager_overhead.baselines import VLLM
-
-if TYPE_CHECKING:
-    import numpy as np
 
 _BLOCK_SIZE = 16
 _PROMPT_TOKENS = 4096
@@ -133,8 +132,6 @@ def run_cell(cell: Managers | trees.Trees) -> list[dict[str, Any]]:
 
 
 def _managers(cell: Managers) -> list[dict[str, Any]]:
-    import numpy as np
-
     makers = [
         partial(_Ours, name, algorithm, cell.pool_blocks)
         for name, algorithms in _OURS.items()

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 import cache
 from cache.managers.radix_tree import RadixKey, RadixTree
 from experiments import quantiles, style
@@ -89,8 +91,6 @@ class _Ours:
 
 
 def run_cell(cell: Trees) -> list[dict[str, Any]]:
-    import numpy as np
-
     generator = np.random.default_rng(cell.seed)
     shared = generator.integers(_VOCABULARY, size=SHARED_TOKENS).tolist()
     trees = [_Ours(cell.page_size, cell.prompts * _PROMPT_TOKENS // cell.page_size)]
