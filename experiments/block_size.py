@@ -17,13 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import cache
-from experiments import style
-from experiments.bench import kernel_problems
-from experiments.bench.problem import OURS, Shape
+from experiments import quantiles, style
+from experiments.bench.problem import OURS, Shape, use_device
 from experiments.eviction import Policy
 from experiments.harness import Absent, Axis, Count, Experiment, Options, Percent, Positive, grid
 from experiments.harness.environment import cuda_available
@@ -130,6 +128,9 @@ def _trace_cells(options: BlockSize, source: Source) -> Iterator[OfTrace]:
 
 def run_cell(cell: OfTrace | Latency) -> list[dict[str, Any]]:
     if isinstance(cell, Latency):
+        use_device()
+        from experiments.bench import kernel_problems
+
         row = kernel_problems.run(cell.shape, cell.implementation, budget_ms=cell.budget_ms)
         return [{"part": "latency", **row}]
     trace = workloads.load(cell.trace)
@@ -194,40 +195,26 @@ def _waste(cell: OfTrace, trace: cache.Trace) -> dict[str, Any]:
     }
 
 
-def plot(rows: style.DataFrame, folder: Path) -> list[Path]:
-    """The figures block_size, hit rates and waste against the block size, and, where a GPU was,
-    block_size_latency."""
-    latency = rows[rows["part"] == "latency"]
-    if len(latency):
-        latency = latency[latency["p50_us"].notna()]
-    of_traces = rows[rows["part"] != "latency"]
-    written = []
-    with style.figures():
-        if len(of_traces):
-            written += style.save(_draw(of_traces), folder, "block_size")
-        if len(latency):
-            written += style.save(_draw_latency(latency), folder, "block_size_latency")
-    return written
-
-
-def _draw_latency(rows: style.DataFrame) -> style.Figure:
-    """Latency above, share of the copy bandwidth below, a column per context."""
+def _draw_latency(rows: style.DataFrame) -> style.Figure | None:
+    """Latency above, share of the copy bandwidth below, a column per context, where a GPU was."""
+    rows = rows[rows["part"] == "latency"]
+    rows = rows.dropna(subset="p50_us") if len(rows) else rows
+    if rows.empty:
+        return None
     contexts = sorted(rows["context_len"].unique())
     figure, axes, _ = style.panel_grid(
         2 * len(contexts), height=2.0, columns=len(contexts), sharex=True
     )
     for column, context_len in enumerate(contexts):
         latency, bandwidth = axes[column], axes[column + len(contexts)]
-        of_context = rows[rows["context_len"] == context_len].sort_values("block_size")
+        of_context = rows[rows["context_len"] == context_len]
         for name, look in style.lines_of(rows["implementation"].unique()).items():
             line = of_context[of_context["implementation"] == name]
-            latency.plot(line["block_size"], line["p50_us"], **look)
-            spread = (line["p20_us"], line["p80_us"])
-            latency.fill_between(line["block_size"], *spread, color=look["color"], alpha=0.2, lw=0)
-            bandwidth.plot(line["block_size"], 100 * line["bandwidth_fraction"], **look)
+            quantiles.band(latency, line, "block_size", **look)
+            style.curve(bandwidth, line, "block_size", "bandwidth_fraction", 100, **look)
         # From the implementation-independent bytes: the same whatever the block size.
         fastest = (of_context["bytes"] / of_context["peak_gb_per_s"]).iloc[0] / 1e3
-        bound = {"color": "black", "ls": "dashed", "lw": 1, "label": "bound: copy bandwidth"}
+        bound = {**style.BOUND, "label": "bound: copy bandwidth"}
         latency.axhline(fastest, **bound)
         bandwidth.axhline(100, **bound)
         latency.set(title=f"context {context_len:,} tokens", ylim=(0, None))
@@ -235,29 +222,28 @@ def _draw_latency(rows: style.DataFrame) -> style.Figure:
         style.log_x(bandwidth, base=4)
     axes[0].set_ylabel("latency (µs)")
     axes[len(contexts)].set_ylabel("% of copy bandwidth")
-    batch = rows["batch"].iloc[0]
-    figure.supxlabel(f"block size (tokens); decode of {batch} sequences", fontsize=8)
-    style.shared_legend(figure, columns=4)
-    return figure
+    xlabel = f"block size (tokens); decode of {rows['batch'].iloc[0]} sequences"
+    return style.shared_legend(figure, columns=4, xlabel=xlabel)
 
 
-def _draw(rows: style.DataFrame) -> style.Figure:
+def _draw(rows: style.DataFrame) -> style.Figure | None:
+    """Hit rates by capacity, and waste."""
+    rows = rows[rows["part"] != "latency"]
+    if rows.empty:
+        return None
     lines = style.lines_of(rows["trace"].unique())
     hit_rates, partial, waste = (
         rows[rows["part"] == part] for part in ("hit_rate", "partial_reuse", "waste")
     )
-    capacities = sorted(hit_rates["capacity_fraction"].unique()) if len(hit_rates) else []
-    panels = [
-        (
-            hit_rates[hit_rates["capacity_fraction"] == capacity],
-            "token_hit_rate",
-            "infinite cache" if capacity == float("inf") else f"cache of {_share(capacity)}",
-        )
-        for capacity in capacities
-    ]
+    panels = []
+    if len(hit_rates):
+        for capacity, of_size in hit_rates.groupby("capacity_fraction"):
+            infinite = capacity == float("inf")
+            title = "infinite cache" if infinite else f"cache of {_share(capacity)}"
+            panels.append((of_size, "token_hit_rate", title))
     if len(partial):
-        share = partial["capacity_fraction"].iloc[0]
-        title = f"vllm_v1, {_share(share)}\nhollow: parts of blocks reused"
+        share = _share(partial["capacity_fraction"].iloc[0])
+        title = f"vllm_v1, {share}\nhollow: parts of blocks reused"
         panels.append((partial, "token_hit_rate", title))
     if len(waste):
         panels.append((waste, "waste", "empty slots of the blocks used"))
@@ -271,9 +257,7 @@ def _draw(rows: style.DataFrame) -> style.Figure:
         axis.set(title=title, ylim=(0, None if column == "waste" else 100))
         style.log_x(axis, base=4)
         axis.set_ylabel("share of slots (%)" if column == "waste" else "token hit rate (%)")
-    figure.supxlabel("block size (tokens)", fontsize=8)
-    style.shared_legend(figure, spare, columns=5)
-    return figure
+    return style.shared_legend(figure, spare, columns=5, xlabel="block size (tokens)")
 
 
 def _share(capacity_fraction: float) -> str:
@@ -293,6 +277,6 @@ EXPERIMENT = Experiment(
     ),
     cells=cells,
     run_cell=run_cell,
-    plot=plot,
+    plot=style.plotter({"block_size": _draw, "block_size_latency": _draw_latency}),
     gpu="optional",
 )

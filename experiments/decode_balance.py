@@ -98,12 +98,7 @@ def run_cell(cell: DecodeBalance) -> list[dict[str, Any]]:
     rules = {
         "one program": (1, 1, 1, False),
         "by shapes": (1, by_shapes, by_shapes, False),
-        "chunks": (
-            chunks.min_tiles,
-            chunks.max_chunks,
-            chunks.most(capacity, tile.tile_n),
-            True,
-        ),
+        "chunks": (chunks.min_tiles, chunks.max_chunks, chunks.most(capacity, tile.tile_n), True),
     }
     floor = 1e6 * sum(lengths) * model.token_bytes * cell.num_kv_heads / gpu.bandwidth
     rows = []
@@ -235,36 +230,28 @@ def finish(programs: Iterable[list[Piece]], places: int, bandwidth: float, most:
 
 
 _LOOKS = {
-    "one program": (style.SKY, "", "one program a sequence and head"),
-    "by shapes": (style.ORANGE, "////", "splits by shapes (flash-attn 2's rule)"),
-    "chunks": (style.BLUE, "", "chunks of each sequence (ours)"),
+    "one program": style.bar(style.SKY) | {"label": "one program a sequence and head"},
+    "by shapes": style.bar(style.ORANGE, "////")
+    | {"label": "splits by shapes (flash-attn 2's rule)"},
+    "chunks": style.bar(style.BLUE) | {"label": "chunks of each sequence (ours)"},
 }
 
 
 def _draw(rows: style.DataFrame) -> style.Figure:
     """A panel per GPU: time over the bound of the memory, batch by batch."""
-    batches, gpus = list(dict.fromkeys(rows["batch"]))[::-1], list(dict.fromkeys(rows["gpu"]))
-    figure, axes, spare = style.panel_grid(
-        len(gpus), height=0.7 + 0.3 * len(batches), width=3.3, columns=2
-    )
+    gpus, batches = rows["gpu"].unique(), rows["batch"].unique()
+    times = (rows["modelled_us"] / rows["modelled_bound_us"]).rename("times")
+    times = times.to_frame().join(rows).pivot(index=["gpu", "batch"], columns="way")["times"]
+    height = 0.7 + 0.3 * len(batches)
+    figure, axes, spare = style.panel_grid(len(gpus), height=height, width=3.3, columns=2)
     for number, (axis, gpu) in enumerate(zip(axes, gpus, strict=True)):
-        of_gpu = rows[rows["gpu"] == gpu]
-        for offset, (way, (color, hatch, label)) in enumerate(_LOOKS.items()):
-            some = of_gpu[of_gpu["way"] == way]
-            places = some["batch"].map(batches.index) + 0.27 - 0.27 * offset
-            times = some["modelled_us"] / some["modelled_bound_us"]
-            look = {"color": color, "hatch": hatch, "edgecolor": "black", "linewidth": 0.4}
-            axis.barh(places, times - 1, left=1, height=0.25, label=label, **look)
-        axis.set(xscale="log", xlim=(1, None), title=gpu)
-        axis.set_xticks([1, 2, 4, 8], ["1", "2", "4", "8"])
-        axis.minorticks_off()
-        axis.set_yticks(range(len(batches)), batches if number % 2 == 0 else [], fontsize=6)
-        axis.grid(axis="y", visible=False)
-    figure.supxlabel(
-        "modelled time over the bound of the memory's bandwidth, not measured", fontsize=8
-    )
-    style.shared_legend(figure, spare, columns=3)
-    return figure
+        of_gpu = times.loc[gpu].reindex(batches)
+        style.bars(axis, of_gpu - 1, _LOOKS, horizontal=True, left=1)
+        axis.set(xlim=(1, None), title=gpu)
+        style.log_x(axis, (1, 2, 4, 8))
+        style.name_rows(axis, batches, shown=number % 2 == 0)
+    xlabel = "modelled time over the bound of the memory's bandwidth, not measured"
+    return style.shared_legend(figure, spare, columns=3, xlabel=xlabel)
 
 
 EXPERIMENT = Experiment(

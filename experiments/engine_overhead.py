@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 import cache
 from experiments import quantiles, style
 from experiments.harness import Axis, Count, Experiment, GridOnly, Lengths, Options, grid
@@ -131,8 +133,6 @@ def _timed(llm: LLM) -> Callable[[], tuple[int, dict[str, float]]]:
 
 
 def run_cell(cell: EngineOverhead) -> list[dict[str, Any]]:
-    import numpy as np
-
     from models import SamplingParams
 
     longest = 2 * cell.lengths[1]
@@ -196,9 +196,7 @@ def run_cell(cell: EngineOverhead) -> list[dict[str, Any]]:
 
 
 def _draw(rows: style.DataFrame) -> style.Figure:
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(7, 2.6))
+    figure, (left, right), _ = style.panel_grid(2, height=2.1, width=3.5)
     scheduling = rows[(rows["model"] == "none") & (rows["phase"] == "schedule")]
     for manager, line in style.lines_of(scheduling["manager"].unique()).items():
         of_manager = scheduling[scheduling["manager"] == manager]
@@ -215,9 +213,8 @@ def _draw(rows: style.DataFrame) -> style.Figure:
     steps = served.groupby("num_sequences")["us_per_step_mean"].sum()
     right.plot(steps.index, 0.05 * steps, color=style.GREY, linestyle="dotted", label="5 % of all")
     title = f"{served['model'].iloc[0]}, mean" if len(served) else ""
-    right.set(xscale="log", yscale="log", xlabel="running sequences", title=title)
-    right.set_xticks(steps.index, steps.index.astype(str))
-    right.minorticks_off()
+    right.set(yscale="log", xlabel="running sequences", title=title)
+    style.log_x(right, steps.index)
     right.set(ylabel="time (µs per step)", ylim=(None, 10 * right.get_ylim()[1]))
     right.legend(fontsize=6, ncols=2)
     return figure

@@ -163,9 +163,7 @@ def _draw(rows: style.DataFrame) -> style.Figure:
             style.log_x(axis, ticks)
     axes[0].set_ylabel("block hit rate (%)")
     axes[num_traces].set_ylabel("of the way from LRU\nto the optimum (%)")
-    figure.supxlabel("pool size (% of the unique blocks of the trace)", fontsize=8)
-    style.shared_legend(figure)
-    return figure
+    return style.shared_legend(figure, xlabel="pool size (% of the unique blocks of the trace)")
 
 
 def _lines(rows: style.DataFrame) -> dict[str, dict]:

@@ -46,6 +46,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+
 import cache
 from cache.serving import open_loop
 from experiments import quantiles, style
@@ -156,8 +158,6 @@ def run_cell(cell: EvictionServing) -> list[dict[str, Any]]:
 
 def _served(cell: EvictionServing, trace: cache.Trace, capacity: int) -> dict[str, Any]:
     """What the engine and the replay with overlapping requests measure."""
-    import numpy as np
-
     service = measure_service(cell.timed_model or cell.model, threads=cell.threads)
     options = {
         "num_blocks": capacity,
@@ -265,9 +265,8 @@ def _draw(rows: style.DataFrame) -> style.Figure:
             style.log_x(axis, ticks)
         style.plain_log_ticks(right.yaxis)
     axes[-1].plot([], [], color=style.BLACK, **_REPLAY, label="the same policy replayed")
-    figure.supxlabel("cache size (% of the unique blocks of the slice)", fontsize=8)
-    style.shared_legend(figure, columns=5)
-    return figure
+    xlabel = "cache size (% of the unique blocks of the slice)"
+    return style.shared_legend(figure, columns=5, xlabel=xlabel)
 
 
 def _draw_hit_rate(axis: style.Axes, policy: str, curve: style.DataFrame, line: dict) -> None:

@@ -10,29 +10,61 @@ comparisons themselves are in ``bench/kernel_checks.py``.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from experiments import style
-from experiments.bench.kernel_checks import FEATURES, KERNELS, Case
+from experiments.bench.problem import accuracy_columns, use_device
 from experiments.harness import Axis, Count, Experiment, Options, Repeated, grid, one_of
 
 if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
     from kernels.testing.accuracy import Accuracy
 
 _DTYPES = {
-    "float16": {"color": style.BLUE, "marker": "o"},
-    "bfloat16": {"color": style.RED, "marker": "s"},
-    "float32": {"color": style.GREEN, "marker": "^"},
-    "fp8": {"color": style.ORANGE, "marker": "D"},
+    "float16": style.line(style.BLUE, "o"),
+    "bfloat16": style.line(style.RED, "s"),
+    "float32": style.line(style.GREEN, "^"),
+    "fp8": style.line(style.ORANGE, "D"),
 }
+
+
+FEATURES = ("none", "window", "softcap", "alibi", "sinks", "split", "norms", "offset", "gelu")
+"""Options of the kernels, taken one at a time: of attention, of RoPE and store, of the rest of a
+layer."""
+_ATTENTION = FEATURES[:6]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What a kernel is compared on."""
+
+    features: tuple[str, ...] = ("none",)
+    """Those of ``FEATURES`` that it has."""
+    touches_cache: bool = True
+    """Whether the dtype of the cache matters to it."""
+    knows_blocks: bool = True
+    """Whether the block size matters to it."""
+
+
+_WITHOUT_CACHE = {"touches_cache": False, "knows_blocks": False}
+KERNELS = {
+    "store_kvcache": Kernel(),
+    "rope_store_kvcache": Kernel(("none", "norms")),
+    "add_rms_norm": Kernel(("none", "offset"), **_WITHOUT_CACHE),
+    "gated_activation": Kernel(("none", "gelu"), **_WITHOUT_CACHE),
+    "apply_rotary_embedding": Kernel(**_WITHOUT_CACHE),
+    "slot_mapping_from_positions": Kernel(touches_cache=False),
+    "sample_tokens": Kernel(**_WITHOUT_CACHE),
+    "copy_blocks": Kernel(),
+    "swap_blocks": Kernel(),
+    "merge_attention_states": Kernel(**_WITHOUT_CACHE),
+    "paged_decode_attention": Kernel(_ATTENTION),
+    "shared_prefix_decode_attention": Kernel(_ATTENTION),
+    "paged_prefill_attention": Kernel(_ATTENTION),
+}
+"""By the name of the op; how it is compared says ``bench/kernel_checks.py``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,16 +89,19 @@ class KernelAccuracy(Options):
         """The accuracy of each result of a cell's kernel."""
         import torch
 
-        case = Case(
-            self.block_size,
-            torch.bfloat16 if self.dtype == "fp8" else getattr(torch, self.dtype),
-            self.head_dim,
-            self.feature,
-            self.seed,
-            torch.device(device),
-            fp8_cache=self.dtype == "fp8",
+        from experiments.bench import kernel_checks
+
+        fp8 = self.dtype == "fp8"
+        case = kernel_checks.Case(
+            block_size=self.block_size,
+            dtype=torch.bfloat16 if fp8 else getattr(torch, self.dtype),
+            head_dim=self.head_dim,
+            feature=self.feature,
+            seed=self.seed,
+            device=torch.device(device),
+            fp8_cache=fp8,
         )
-        return KERNELS[self.kernel].check(case)
+        return kernel_checks.check(self.kernel, case)
 
 
 def cells(options: KernelAccuracy) -> Iterator[KernelAccuracy]:
@@ -83,49 +118,22 @@ def cells(options: KernelAccuracy) -> Iterator[KernelAccuracy]:
 
 
 def run_cell(cell: KernelAccuracy) -> list[dict[str, Any]]:
-    import torch
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"  # read when kernels is first imported
+    device = use_device().type
     return [
         {
             "kernel": cell.kernel,
             "result": result,
-            "feature": cell.feature,
-            "head_dim": cell.head_dim,
-            "dtype": cell.dtype,
+            **cell.columns("feature", "head_dim", "dtype"),
             "block_size": cell.block_size if KERNELS[cell.kernel].knows_blocks else None,
             "interpreted": device == "cpu",
-            "error": accuracy.error,
-            "eager_error": accuracy.eager_error,
-            "bound": accuracy.bound,
+            **accuracy_columns(accuracy),
             "passed": accuracy.passed,
         }
         for result, accuracy in cell.check(device).items()
     ]
 
 
-def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
-    """The table summary of every kernel and, of those with an error, the figures error (beside
-    eager PyTorch's) and error_over_bound, a panel per kernel."""
-    written = style.save_table(_summary(rows), folder, "summary", "%.3g")
-    inexact = rows[rows["kernel"].isin(rows.loc[rows["error"] != 0, "kernel"])]
-    if inexact.empty:
-        return written
-    exact = [kernel for kernel in rows["kernel"].unique() if kernel not in set(inexact["kernel"])]
-    note = f"\nno error in any result: {', '.join(exact)}" if exact else ""
-    figures = {
-        "error": (_draw_error, "max |error| against fp64"),
-        "error_over_bound": (_draw_ratio, "kernel error / bound"),
-    }
-    with style.figures():
-        for name, (draw_panel, label) in figures.items():
-            written += style.save(_draw(inexact, draw_panel, label, note), folder, name)
-    return written
-
-
-def _summary(rows: pd.DataFrame) -> pd.DataFrame:
+def _summary(rows: style.DataFrame) -> style.DataFrame:
     """Of each kernel and dtype: how many results there are, the largest errors, how many results
     are above their bound."""
     rows = rows.assign(error_over_bound=rows["error"] / rows["bound"], above_bound=~rows["passed"])
@@ -138,31 +146,37 @@ def _summary(rows: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def _draw(rows: pd.DataFrame, draw_panel: Callable, label: str, note: str) -> Figure:
-    kernels = rows["kernel"].unique()
+def _draw(rows: style.DataFrame, draw_panel: Callable, ylabel: str) -> style.Figure | None:
+    """A panel for each kernel that has an error; of the others the names."""
+    worst = rows.groupby("kernel", sort=False)["error"].max()
+    kernels, exact = worst.index[worst > 0], worst.index[worst == 0]
+    if kernels.empty:
+        return None
     block_sizes = sorted(rows["block_size"].dropna().astype(int).unique())
+    # Block sizes are no scale: 3 and 100 matter as much as the powers of two.
+    places = {size: place for place, size in enumerate(block_sizes)}
+    middle = (len(block_sizes) - 1) / 2
+    rows = rows.assign(place=rows["block_size"].map(places).fillna(middle))
     figure, axes, spare = style.panel_grid(len(kernels), height=1.8, sharex=True)
     for axis, kernel in zip(axes, kernels, strict=True):
         of_kernel = rows[rows["kernel"] == kernel]
+        draw_panel(axis, of_kernel)
         if of_kernel["block_size"].isna().all():
-            draw_panel(axis, of_kernel.assign(place=(len(block_sizes) - 1) / 2))
             axis.set_xlabel("knows no blocks")
-        else:
-            # Block sizes are no scale: 3 and 100 matter as much as the powers of two.
-            place = of_kernel["block_size"].map(block_sizes.index)
-            draw_panel(axis, of_kernel.assign(place=place))
         axis.set_xticks(range(len(block_sizes)), map(str, block_sizes), rotation=45)
-    where = "; kernels run in Triton's interpreter" if rows["interpreted"].all() else ""
-    figure.supxlabel(f"block size (tokens){where}{note}", fontsize=8)
-    figure.supylabel(label, fontsize=8)
-    style.shared_legend(figure, spare, columns=rows["dtype"].nunique())
-    return figure
+    xlabel = "block size (tokens)"
+    if rows["interpreted"].all():
+        xlabel += "; kernels run in Triton's interpreter"
+    if len(exact):
+        xlabel += f"\nno error in any result: {', '.join(exact)}"
+    columns = rows["dtype"].nunique()
+    return style.shared_legend(figure, spare, columns, xlabel=xlabel, ylabel=ylabel)
 
 
-def _draw_error(axis: Axes, rows: pd.DataFrame) -> None:
+def _draw_error(axis: style.Axes, rows: style.DataFrame) -> None:
     """Largest error of the kernel's first result over features and head dims."""
-    result = rows["result"].iloc[0]
-    axis.set_title(f"{rows['kernel'].iloc[0]}\n{result}")
+    kernel, result = rows[["kernel", "result"]].iloc[0]
+    axis.set_title(f"{kernel}\n{result}")
     for dtype, cells in rows[rows["result"] == result].groupby("dtype", sort=False):
         look = _DTYPES[dtype]
         eager = {**look, "linestyle": "dashed", "markerfacecolor": "white", "linewidth": 0.8}
@@ -172,14 +186,14 @@ def _draw_error(axis: Axes, rows: pd.DataFrame) -> None:
     axis.set_yscale("log")
 
 
-def _draw_ratio(axis: Axes, rows: pd.DataFrame) -> None:
+def _draw_ratio(axis: style.Axes, rows: style.DataFrame) -> None:
     """A dot per result of a cell, a line through the worst."""
     for dtype, cells in rows.groupby("dtype", sort=False):
         look = _DTYPES[dtype]
         ratio = cells["error"] / cells["bound"]
         axis.plot(cells["place"], ratio, ".", color=look["color"], ms=2, alpha=0.35)
         axis.plot(ratio.groupby(cells["place"]).max(), label=f"{dtype}: worst result", **look)
-    axis.axhline(1, color="black", linestyle="dashed", linewidth=1, label="bound")
+    axis.axhline(1, **style.BOUND, label="bound")
     failures = int((~rows["passed"]).sum())
     verdict = f"{failures} above the bound" if failures else "all within the bound"
     axis.set_title(f"{rows['kernel'].iloc[0]}\n{len(rows)} results, {verdict}")
@@ -191,13 +205,18 @@ EXPERIMENT = Experiment(
     figure="error of every kernel against fp64 over block sizes, dtypes, head dims and features",
     options=KernelAccuracy(),
     quick=KernelAccuracy(
-        block_size=(1, 7, 256),
-        dtype=("float16", "fp8"),
-        head_dim=(80,),
-        feature=("none", "split"),
+        block_size=(1, 7, 256), dtype=("float16", "fp8"), head_dim=(80,), feature=("none", "split")
     ),
     cells=cells,
     run_cell=run_cell,
-    plot=plot,
+    plot=style.plotter(
+        {
+            "error": partial(_draw, draw_panel=_draw_error, ylabel="max |error| against fp64"),
+            "error_over_bound": partial(
+                _draw, draw_panel=_draw_ratio, ylabel="kernel error / bound"
+            ),
+        },
+        {"summary": (_summary, "%.3g")},
+    ),
     gpu="optional",
 )

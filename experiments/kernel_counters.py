@@ -20,12 +20,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from experiments import style
-from experiments.bench.counted_work import COUNTED, Size, counted
 from experiments.bench.gpus import GPUS
 from experiments.bench.modelled_time import LINE, modelled_time
 from experiments.bench.other_kernels import OTHERS
@@ -42,29 +41,43 @@ from experiments.harness import (
 )
 
 if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
     from experiments.bench.gpus import Gpu
     from kernels.executor import LaunchRecord
 
 CLASSES = (
-    "integer",
-    "floating point",
-    "conversion",
-    "move",
-    "tensor core",
-    "asynchronous copy",
-    "global load",
-    "global store",
-    "shared memory",
-    "exchange",
-    "synchronisation",
-    "control",
-    "parameter",
+    *("integer", "floating point", "conversion", "move", "tensor core", "asynchronous copy"),
+    *("global load", "global store", "shared memory", "exchange"),
+    *("synchronisation", "control", "parameter"),
 )
 """Classes of instructions, as the executor names them."""
+
+
+class Counted(NamedTuple):
+    """How an op is counted."""
+
+    skewed: bool = False
+    """Whether it has a skewed batch too."""
+    in_cache: bool = True
+    """Whether the cache's dtype and block size matter to it."""
+
+
+COUNTED = {
+    "decode": Counted(skewed=True),
+    "prefill": Counted(skewed=True),
+    "cascade": Counted(),
+    "store": Counted(),
+    "rope_store": Counted(),
+    "norm_rope_store": Counted(),
+    "rotary": Counted(in_cache=False),
+    "norm": Counted(in_cache=False),
+    "gate": Counted(in_cache=False),
+    "copy": Counted(),
+    "swap": Counted(),
+    "merge": Counted(in_cache=False),
+    "slot_mapping": Counted(in_cache=False),
+    "sample": Counted(in_cache=False),
+}
+"""Ops by name; their inputs are in ``bench/counted_work.py``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,10 +117,6 @@ class KernelCountersCell(_Sizes):
     def group(self) -> tuple[str, ...]:
         return self.arch, self.op, self.kv_dtype
 
-    @property
-    def size(self) -> Size:
-        return Size(**{field.name: getattr(self, field.name) for field in fields(Size)})
-
 
 def cells(options: KernelCounters) -> Iterator[KernelCountersCell]:
     """What an op does not know it is not varied over."""
@@ -133,24 +142,26 @@ def run_cell(cell: KernelCountersCell) -> list[dict[str, Any]]:
     os.environ.pop("TRITON_INTERPRET", None)  # read when kernels is first imported
     from triton.errors import TritonError
 
+    from experiments.bench.counted_work import Size, counted
     from kernels.executor import MULTIPROCESSORS, UnknownInstruction, execute_ptx
 
-    path = cell.source and cell.source.path
-    call, judge = counted(cell.op, cell.size, cell.implementation, path)
+    size = Size(**cell.columns(*_SHAPE, "seed"))
+    other = OTHERS[cell.implementation].load(cell.source.path) if cell.source else None
+    call, judge = counted(cell.op, size, other)
     try:
         with execute_ptx(cell.arch, count=True) as execution:
             result = call()
     except (TritonError, UnknownInstruction) as error:
-        if path is None:
+        if other is None:
             raise
         reason = str(error).strip().splitlines()[-1]
         raise Unavailable(
             f"{cell.implementation} on {cell.arch}, {cell.kv_dtype}: {reason}"
         ) from error
     accuracy = judge(result)
-    if path is None and not accuracy.passed:  # others may round otherwise: their error is shown
+    if other is None and not accuracy.passed:  # others may round otherwise: their error is shown
         raise WrongResult(f"error {accuracy.error:g}, allowed {accuracy.bound:g}")
-    shape = {name: getattr(cell, name) for name in ("op", "implementation", "arch", *_SHAPE)}
+    shape = cell.columns("op", "implementation", "arch", *_SHAPE)
     judged = {"error": accuracy.error, "error_bound": accuracy.bound}
     return [
         {**shape, **judged, **_counts(launch), **_modelled(launch, gpu, MULTIPROCESSORS[cell.arch])}
@@ -169,25 +180,22 @@ def _counts(launch: LaunchRecord) -> dict[str, Any]:
         f"instructions_{name.replace(' ', '_')}": counts.instructions.get(name, 0)
         for name in CLASSES
     }
+
+    def same(*names: str) -> dict[str, float]:
+        return {name: getattr(counts, name) for name in names}
+
     return {
         "kernel": launch.kernel.strip("_").removesuffix("_kernel"),
         "programs": len(counts.programs),
         "num_warps": launch.num_warps,
         "instructions": counts.total,
         **by_class,
-        "read_bytes": counts.read_bytes,
-        "written_bytes": counts.written_bytes,
-        "distinct_bytes": counts.distinct_bytes,
+        **same("read_bytes", "written_bytes", "distinct_bytes"),
         "distinct_line_bytes": LINE * counts.distinct_lines,
-        "requests": counts.requests,
-        "sectors": counts.sectors,
-        "lines": counts.lines,
-        "sectors_per_request": counts.sectors_per_request,
+        **same("requests", "sectors", "lines", "sectors_per_request"),
         "lines_per_request": counts.lines / max(1, counts.requests),
         "shared_wavefronts": counts.wavefronts,
-        "bank_conflicts": counts.bank_conflicts,
-        "tensor_operations": counts.tensor_operations,
-        "barriers": counts.barriers,
+        **same("bank_conflicts", "tensor_operations", "barriers"),
         "bytes_in_flight_per_program": counts.bytes_in_flight,
         "executor_seconds": launch.seconds,
         "executor_warps_per_s": len(counts.programs) * launch.num_warps / launch.seconds,
@@ -210,105 +218,76 @@ def _modelled(launch: LaunchRecord, gpu: Gpu, num_multiprocessors: int) -> dict[
     }
 
 
-def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
-    """The figures counts, what kernels do, and modelled, what that bounds their time to."""
-    named = rows.assign(name=[_name(row) for row in rows.itertuples()])
-    with style.figures():
-        return [
-            *style.save(_draw_counts(named), folder, "counts"),
-            *style.save(_draw_modelled(named), folder, "modelled"),
-        ]
-
-
-def _name(row: Any) -> str:
-    theirs = "" if row.implementation == OURS else f"{row.implementation}: "
-    return f"{row.op}, {theirs}{row.kernel}"
+def _names(rows: style.DataFrame) -> style.Series:
+    """Of the op and the kernel."""
+    theirs = rows["implementation"].map(lambda name: "" if name == OURS else f"{name}: ")
+    return rows["op"] + ", " + theirs + rows["kernel"]
 
 
 _LOOKS = {
-    ("sm_80", "bfloat16"): ("sm_80, bf16 cache", style.BLUE, "o", True),
-    ("sm_80", "float8_e4m3fn"): ("sm_80, fp8 cache", style.SKY, "^", True),
-    ("sm_90", "bfloat16"): ("sm_90, bf16 cache", style.BLACK, "s", False),
-    ("sm_90", "float8_e4m3fn"): ("sm_90, fp8 cache", style.RED, "D", False),
-}
-_METRICS = {
-    "warp instructions\nper KiB of distinct lines": lambda r: (
-        1024 * r["instructions"] / r["distinct_line_bytes"]
-    ),
-    "128-byte lines requested\nper distinct line": lambda r: (
-        LINE * r["lines"] / r["distinct_line_bytes"]
-    ),
-    "wavefronts of shared memory that\nare bank conflicts (%)": lambda r: (
-        100 * r["bank_conflicts"] / r["shared_wavefronts"].clip(lower=1)
-    ),
-    "most bytes of asynchronous copies\nin flight per program (KiB)": lambda r: (
-        r["bytes_in_flight_per_program"] / 1024
-    ),
+    ("sm_80", "bfloat16"): ("sm_80, bf16 cache", style.dots(style.BLUE, "o")),
+    ("sm_80", "float8_e4m3fn"): ("sm_80, fp8 cache", style.dots(style.SKY, "^")),
+    ("sm_90", "bfloat16"): ("sm_90, bf16 cache", style.dots(style.BLACK, "s", fill=False)),
+    ("sm_90", "float8_e4m3fn"): ("sm_90, fp8 cache", style.dots(style.RED, "D", fill=False)),
 }
 
 
-def _draw_counts(rows: pd.DataFrame) -> Figure:
+def _draw_counts(rows: style.DataFrame) -> style.Figure:
     """A panel per metric, a dot per architecture, cache, block size and batch."""
-    names = list(dict.fromkeys(rows["name"]))[::-1]
-    figure, axes, _ = style.panel_grid(
-        len(_METRICS), height=0.6 + 0.2 * len(names), width=3.4, columns=2
-    )
-    for number, (axis, (label, metric)) in enumerate(zip(axes, _METRICS.items(), strict=True)):
-        for offset, (key, (name, color, marker, fill)) in enumerate(_LOOKS.items()):
-            some = rows[(rows["arch"] == key[0]) & (rows["kv_dtype"] == key[1])]
-            look = {**style.line(color, marker, fill=fill), "linestyle": "none", "ms": 3}
-            places = some["name"].map(names.index) + 0.27 - 0.18 * offset
-            axis.plot(metric(some), places, label=name, **look)
-        axis.set_ylim(-0.6, len(names) - 0.4)
-        axis.set_yticks(range(len(names)), names if number % 2 == 0 else [], fontsize=6)
-        axis.grid(visible=True, axis="y", linewidth=0.3)
+    kib = rows["distinct_line_bytes"] / 1024
+    conflicts = rows["bank_conflicts"] / rows["shared_wavefronts"].clip(lower=1)
+    metrics = {
+        "warp instructions\nper KiB of distinct lines": rows["instructions"] / kib,
+        "128-byte lines requested\nper distinct line": LINE / 1024 * rows["lines"] / kib,
+        "wavefronts of shared memory that\nare bank conflicts (%)": 100 * conflicts,
+        "most bytes of asynchronous copies\nin flight per program (KiB)": (
+            rows["bytes_in_flight_per_program"] / 1024
+        ),
+    }
+    names = list(dict.fromkeys(_names(rows)))
+    places = _names(rows).map(names.index)
+    kinds = rows.groupby(["arch", "kv_dtype"]).groups
+    height = 0.6 + 0.2 * len(names)
+    figure, axes, _ = style.panel_grid(len(metrics), height=height, width=3.4, columns=2)
+    for number, (axis, (label, metric)) in enumerate(zip(axes, metrics.items(), strict=True)):
+        for offset, (kind, (name, look)) in enumerate(_LOOKS.items()):
+            some = kinds.get(kind, [])
+            axis.plot(metric[some], places[some] + 0.18 * offset - 0.27, label=name, **look)
+        style.name_rows(axis, names, shown=number % 2 == 0)
         axis.set_xlim(left=0)
         axis.set_xlabel(label, fontsize=7)
-    figure.supxlabel("counted in executed PTX; a dot per block size and batch", fontsize=7)
-    style.shared_legend(figure, columns=4)
-    return figure
+    xlabel = "counted in executed PTX; a dot per block size and batch"
+    return style.shared_legend(figure, columns=4, xlabel=xlabel)
 
 
 _PARTS = {
-    "modelled_issue_us": ("issue slots", style.BLUE, "o", False),
-    "modelled_lsu_us": ("LSU", style.ORANGE, "s", True),
-    "modelled_tensor_cores_us": ("tensor cores", style.GREEN, "^", False),
-    "modelled_dram_us": ("DRAM", style.RED, "D", True),
-    "modelled_placed_us": ("programs placed one by one", style.BLACK, "x", True),
+    "modelled_issue_us": ("issue slots", style.dots(style.BLUE, "o", fill=False)),
+    "modelled_lsu_us": ("LSU", style.dots(style.ORANGE, "s")),
+    "modelled_tensor_cores_us": ("tensor cores", style.dots(style.GREEN, "^", fill=False)),
+    "modelled_dram_us": ("DRAM", style.dots(style.RED, "D")),
+    "modelled_placed_us": ("programs placed one by one", style.dots(style.BLACK, "x")),
 }
 
 
-def _draw_modelled(rows: pd.DataFrame) -> Figure:
+def _draw_modelled(rows: style.DataFrame) -> style.Figure:
     """A panel per GPU, a line per kernel, cache and batch, at one block size."""
     size = 16 if (rows["block_size"] == 16).any() else rows["block_size"].iloc[0]
     knows_blocks = rows["op"].map(lambda op: COUNTED[op].in_cache)
-    some = rows[(rows["block_size"] == size) | ~knows_blocks]
-    caches = {"bfloat16": "bf16", "float8_e4m3fn": "fp8"}
-    skewed = some["lengths"].map(lambda lengths: ", skewed" if lengths == "skewed" else "")
-    some = some.assign(line=some["name"] + ", " + some["kv_dtype"].map(caches) + skewed)
-    lines, gpus = list(dict.fromkeys(some["line"]))[::-1], list(dict.fromkeys(some["gpu"]))
-    figure, axes, _ = style.panel_grid(
-        len(gpus), height=0.6 + 0.13 * len(lines), width=2.4, columns=3
-    )
+    rows = rows[(rows["block_size"] == size) | ~knows_blocks]
+    caches = {"bfloat16": ", bf16", "float8_e4m3fn": ", fp8"}
+    lengths = {"even": "", "skewed": ", skewed"}
+    names = _names(rows) + rows["kv_dtype"].map(caches) + rows["lengths"].map(lengths)
+    lines, gpus = list(dict.fromkeys(names)), rows["gpu"].unique()
+    rows = rows.assign(place=names.map(lines.index))
+    figure, axes, _ = style.panel_grid(len(gpus), height=0.6 + 0.13 * len(lines), width=2.4)
     for number, (axis, gpu) in enumerate(zip(axes, gpus, strict=True)):
-        _draw_parts(axis, some[some["gpu"] == gpu], lines)
-        axis.set_yticks(range(len(lines)), lines if number == 0 else [], fontsize=5.5)
-        axis.set_title(gpu)
-    figure.supxlabel(
-        f"modelled lower bound of the time (µs), not measured; block size {size}", fontsize=8
-    )
-    style.shared_legend(figure, columns=5)
-    return figure
-
-
-def _draw_parts(axis: Axes, rows: pd.DataFrame, lines: list[str]) -> None:
-    places = rows["line"].map(lines.index)
-    for column, (name, color, marker, fill) in _PARTS.items():
-        look = {**style.line(color, marker, fill=fill), "linestyle": "none", "ms": 3}
-        above_0 = rows[column] > 0
-        axis.plot(rows[column][above_0], places[above_0], label=name, **look)
-    axis.set(xscale="log", ylim=(-0.7, len(lines) - 0.3))
-    axis.grid(visible=True, axis="y", linewidth=0.3)
+        for column, (name, look) in _PARTS.items():
+            some = rows[(rows["gpu"] == gpu) & (rows[column] > 0)]
+            axis.plot(some[column], some["place"], label=name, **look)
+        style.name_rows(axis, lines, shown=number == 0, fontsize=5.5)
+        axis.set(xscale="log", title=gpu)
+    xlabel = f"modelled lower bound of the time (µs), not measured; block size {size}"
+    return style.shared_legend(figure, columns=5, xlabel=xlabel)
 
 
 EXPERIMENT = Experiment(
@@ -324,5 +303,5 @@ EXPERIMENT = Experiment(
     ),
     cells=cells,
     run_cell=run_cell,
-    plot=plot,
+    plot=style.plotter({"counts": _draw_counts, "modelled": _draw_modelled}),
 )

@@ -10,11 +10,11 @@ a measurement; how near to it a kernel comes only a GPU can tell.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments import style
@@ -23,10 +23,6 @@ from experiments.bench.kernel_work import kernel_name, work_of
 from experiments.harness import Axis, Experiment, Options, Repeated
 
 if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
     from experiments.bench.gpus import Gpu
     from kernels.compiled.compile import KernelResources
 
@@ -85,42 +81,34 @@ def run_cell(cell: KernelResourcesCell) -> list[dict[str, Any]]:
 
 
 def _resources(row: KernelResources, max_warps: int) -> dict[str, Any]:
-    def narrower(accesses: dict[int, int]) -> int:
-        return sum(count for width, count in accesses.items() if width < 128)
+    def same(*names: str) -> dict[str, Any]:
+        return {name: getattr(row, name) for name in names}
+
+    def widths(name: str, accesses: dict[int, int]) -> dict[str, int]:
+        wide = accesses.get(128, 0)
+        narrower = sum(count for width, count in accesses.items() if width < 128)
+        return {f"{name}_128_bit": wide, f"{name}_narrower": narrower}
 
     resident = row.resident_programs
+    limits = ("registers", "shared memory", "tensor memory", "warps", "programs")
     warps = row.programs_per_multiprocessor * row.num_warps
     return {
-        "op": row.op,
-        "config": row.config,
+        **same("op", "config"),
         "kernel": kernel_name(row),
         "arch": row.arch,
         "tile_m": row.constants.get("TILE_M"),
         "tile_n": row.constants.get("TILE_N"),
-        "num_warps": row.num_warps,
-        "num_stages": row.num_stages,
-        "registers": row.registers,
-        "local_bytes": row.local_bytes,
-        "scalar_spills": row.scalar_spills,
-        "shared_bytes": row.shared_bytes,
-        "tensor_memory_columns": row.tensor_memory_columns,
-        "programs_by_registers": resident["registers"],
-        "programs_by_shared_memory": resident.get("shared memory"),
-        "programs_by_tensor_memory": resident.get("tensor memory"),
-        "programs_by_warps": resident["warps"],
-        "programs_by_programs": resident["programs"],
+        **same("num_warps", "num_stages", "registers", "local_bytes", "scalar_spills"),
+        **same("shared_bytes", "tensor_memory_columns"),
+        **{f"programs_by_{limit.replace(' ', '_')}": resident.get(limit) for limit in limits},
         "programs_per_multiprocessor": row.programs_per_multiprocessor,
         "limited_by": min(resident, key=resident.get),
         "warps_per_multiprocessor": warps,
         "occupancy": warps / max_warps,
-        "loads_128_bit": row.global_loads.get(128, 0),
-        "loads_narrower": narrower(row.global_loads),
-        "async_copies_128_bit": row.async_copies.get(128, 0),
-        "async_copies_narrower": narrower(row.async_copies),
-        "stores_128_bit": row.global_stores.get(128, 0),
-        "stores_narrower": narrower(row.global_stores),
-        "dots": row.dots,
-        "tensor_core_dots": row.tensor_core_dots,
+        **widths("loads", row.global_loads),
+        **widths("async_copies", row.async_copies),
+        **widths("stores", row.global_stores),
+        **same("dots", "tensor_core_dots"),
         "tensor_core_instructions": sum(row.mma.values()),
         "tensor_core_family": " ".join(row.mma) or None,
     }
@@ -143,21 +131,12 @@ def _bounds(row: KernelResources) -> Iterator[dict[str, Any]]:
             }
 
 
-def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
-    """The figures resources, what kernels use, and bounds, what limits them and to which time."""
-    with style.figures():
-        return [
-            *style.save(_draw_resources(rows), folder, "resources"),
-            *style.save(_draw_bounds(rows), folder, "bounds"),
-        ]
-
-
 _LIMITS = {
-    "registers": ("limited by registers", style.BLUE, "o"),
-    "shared memory": ("limited by shared memory", style.ORANGE, "s"),
-    "tensor memory": ("limited by tensor memory", style.PINK, "D"),
-    "warps": ("as many warps as there can be", style.GREEN, "^"),
-    "programs": ("as many programs as there can be", style.RED, "v"),
+    "registers": ("limited by registers", style.dots(style.BLUE, "o")),
+    "shared memory": ("limited by shared memory", style.dots(style.ORANGE, "s")),
+    "tensor memory": ("limited by tensor memory", style.dots(style.PINK, "D")),
+    "warps": ("as many warps as there can be", style.dots(style.GREEN, "^")),
+    "programs": ("as many programs as there can be", style.dots(style.RED, "v")),
 }
 _METRICS = {
     "registers": ("registers per thread", 1),
@@ -166,67 +145,55 @@ _METRICS = {
 }
 
 
-def _draw_resources(rows: pd.DataFrame) -> Figure:
+def _draw_resources(rows: style.DataFrame) -> style.Figure:
     """A row of panels per metric, a column per architecture, a dot per compiled kernel."""
     compiled = rows.drop_duplicates(["op", "config", "kernel", "arch"])
-    kernels = list(dict.fromkeys(compiled["kernel"]))[::-1]
-    archs = list(dict.fromkeys(compiled["arch"]))
-    limits = {
-        limit: look for limit, look in _LIMITS.items() if limit in set(compiled["limited_by"])
-    }
-    figure, axes, _ = style.panel_grid(
-        len(_METRICS) * len(archs), height=0.35 + 0.14 * len(kernels), columns=len(archs)
-    )
-    for index, axis in enumerate(axes):
-        metric, arch = list(_METRICS)[index // len(archs)], archs[index % len(archs)]
-        label, unit = _METRICS[metric]
-        of_arch = compiled[compiled["arch"] == arch]
-        for limit, (name, color, marker) in limits.items():
-            dots = of_arch[of_arch["limited_by"] == limit].drop_duplicates(["kernel", metric])
-            places = dots["kernel"].map(kernels.index)
-            look = {"color": color, "marker": marker, "ms": 3, "linestyle": "none", "alpha": 0.8}
-            axis.plot(dots[metric] / unit, places, label=name, **look)
-        axis.set_ylim(-0.6, len(kernels) - 0.4)
-        axis.set_yticks(range(len(kernels)), kernels if index % len(archs) == 0 else [])
+    kernels, archs = list(compiled["kernel"].unique()), compiled["arch"].unique()
+    compiled = compiled.assign(place=compiled["kernel"].map(kernels.index))
+    height = 0.35 + 0.14 * len(kernels)
+    panels = list(itertools.product(_METRICS.items(), archs))
+    figure, axes, _ = style.panel_grid(len(panels), height=height, columns=len(archs))
+    for axis, ((metric, (label, unit)), arch) in zip(axes, panels, strict=True):
+        for limit, dots in compiled[compiled["arch"] == arch].groupby("limited_by"):
+            name, look = _LIMITS[limit]
+            axis.plot(dots[metric] / unit, dots["place"], label=name, alpha=0.8, **look)
+        style.name_rows(axis, kernels, shown=arch == archs[0], fontsize=7)
         axis.set_xlim(0, 1.06 * max(1, compiled[metric].max() / unit))
         axis.set_xlabel(label, fontsize=7)
-        axis.set_title(arch if index < len(archs) else "")
-    style.shared_legend(figure, columns=4)
-    return figure
+        axis.set_title(arch if metric == "registers" else "")
+    return style.shared_legend(figure, columns=4)
 
 
 _GPU_LOOKS = (
-    {"color": style.GREEN, "marker": "^", "linestyle": "dashdot"},
-    {"color": style.SKY, "marker": "D", "linestyle": "dashed"},
-    {"color": style.BLUE, "marker": "o", "linestyle": "solid"},
-    {"color": style.BLACK, "marker": "s", "linestyle": (0, (6, 1, 1, 1))},
-    {"color": style.RED, "marker": "v", "linestyle": "dotted"},
+    style.line(style.GREEN, "^", "dashdot"),
+    style.line(style.SKY, "D", "dashed"),
+    style.line(style.BLUE, "o"),
+    style.line(style.BLACK, "s", "dashdot"),
+    style.line(style.RED, "v", "dotted"),
 )
 
 
-def _draw_bounds(rows: pd.DataFrame) -> Figure:
+def _draw_bounds(rows: style.DataFrame) -> style.Figure:
     """A line per kernel and problem.  Left: its intensity, beside the one from which each GPU is
     bound by arithmetic.  Right: the bound of its time on each GPU."""
-    import matplotlib.pyplot as plt
-
     gpus = [gpu for gpu in GPUS if gpu.name in set(rows["gpu"])]
     looks = {gpu.name: _GPU_LOOKS[GPUS.index(gpu)] for gpu in gpus}
     typical = _typical(rows)
     lines = typical.drop_duplicates("number")
-    height = max(2.6, 1.3 + 0.21 * len(lines))
-    figure, (intensity, times) = plt.subplots(1, 2, figsize=(7, height), sharey=True)
+    height = max(2.1, 0.8 + 0.21 * len(lines))
+    figure, (intensity, times), _ = style.panel_grid(
+        2, height=height, width=3.5, columns=2, sharey=True
+    )
     _draw_intensity(intensity, lines, gpus, looks)
     for gpu, dots in typical.groupby("gpu", sort=False):
         times.plot(dots["bound_us"], dots["number"], **{**looks[gpu], "linestyle": "none"})
     times.set(xscale="log", xlabel="lower bound of the time (µs),\nby datasheet, not measured")
     labels = [f"{line.kernel}, {line.config}\n{line.problem}" for line in lines.itertuples()]
-    intensity.set_yticks(lines["number"], labels, fontsize=5.5)
-    intensity.set_ylim(lines["number"].max() + 0.6, 0.4)
-    style.shared_legend(figure, columns=len(gpus))
-    return figure
+    style.name_rows(intensity, labels, fontsize=5.5)
+    return style.shared_legend(figure, columns=len(gpus))
 
 
-def _typical(rows: pd.DataFrame) -> pd.DataFrame:
+def _typical(rows: style.DataFrame) -> style.DataFrame:
     """Of each kernel the plainest configuration at head_dim 128, bf16 where it has one; with a
     number for each kernel and problem."""
     names = rows.assign(
@@ -236,24 +203,23 @@ def _typical(rows: pd.DataFrame) -> pd.DataFrame:
     ).sort_values(["other_dtype", "other_dim", "length", "op"], kind="stable")
     plainest = names.drop_duplicates("kernel")[["kernel", "op", "config"]]
     typical = rows.merge(plainest, on=["kernel", "op", "config"])
-    return typical.assign(number=1 + typical.groupby(["kernel", "problem"], sort=False).ngroup())
+    return typical.assign(number=typical.groupby(["kernel", "problem"], sort=False).ngroup())
 
 
 def _draw_intensity(
-    axis: Axes, lines: pd.DataFrame, gpus: list[Gpu], looks: dict[str, dict]
+    axis: style.Axes, lines: style.DataFrame, gpus: list[Gpu], looks: dict[str, dict]
 ) -> None:
     """Bars up to the operations per byte of each line."""
     low, high, bottom = 0.1, 3e4, lines["number"].max() + 0.6
     for place, gpu in enumerate(gpus):  # their markers below each other: some lines coincide
         ridge = gpu.half_flops / gpu.bandwidth
         look = {**looks[gpu.name], "markevery": [1], "linewidth": 1, "zorder": 3}
-        axis.plot([ridge] * 3, [0.4, 0.7 + 0.5 * place, bottom], label=gpu.name, **look)
-    some = lines[lines["operations_per_byte"] > 0]
-    axis.barh(
-        some["number"], some["operations_per_byte"] - low, left=low, height=0.5, color=style.GREY
-    )
-    for line in lines[lines["operations_per_byte"] == 0].itertuples():
-        axis.text(low * 1.2, line.number, "no arithmetic", fontsize=5.5, va="center")
+        axis.plot([ridge] * 3, [-0.6, 0.5 * place - 0.3, bottom], label=gpu.name, **look)
+    operations = lines["operations_per_byte"]
+    bars = operations.where(operations > 0, low) - low
+    axis.barh(lines["number"], bars, left=low, height=0.5, color=style.GREY)
+    for place in lines["number"][operations == 0]:
+        axis.text(low * 1.2, place, "no arithmetic", fontsize=5.5, va="center")
     axis.set(xscale="log", xlim=(low, high))
     axis.set_xlabel(
         "operations per byte; a GPU is bound by\nmemory left of its line, else by arithmetic"
@@ -271,5 +237,5 @@ EXPERIMENT = Experiment(
     ),
     cells=cells,
     run_cell=run_cell,
-    plot=plot,
+    plot=style.plotter({"resources": _draw_resources, "bounds": _draw_bounds}),
 )

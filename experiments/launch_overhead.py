@@ -23,18 +23,16 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from experiments import style
+from experiments import quantiles, style
 from experiments.harness import Count, Experiment, Options
 
 if TYPE_CHECKING:
-    import pandas as pd
     import torch
-    from matplotlib.figure import Figure
 
+_SPREAD = {"": 0.5, "_p20": 0.2, "_p80": 0.8}
 WAYS = ("checks", "call", "dispatcher")
 _CALLS_A_SAMPLE = 5
 _ARCH = "sm_90"
@@ -51,7 +49,6 @@ class LaunchOverhead(Options):
 
 def run_cell(cell: LaunchOverhead) -> list[dict[str, Any]]:
     os.environ.pop("TRITON_INTERPRET", None)  # read when kernels is first imported
-    import numpy as np
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "meta")
@@ -61,7 +58,6 @@ def run_cell(cell: LaunchOverhead) -> list[dict[str, Any]]:
         for config, call in _calls(device).items():
             num_launches, spans = _measure(call, cell.num_samples, on_gpu)
             for way, seconds in spans.items():
-                p20, p50, p80 = np.quantile(seconds, (0.2, 0.5, 0.8)) * 1e6
                 rows.append(
                     {
                         "op": call.func.__name__,
@@ -69,9 +65,7 @@ def run_cell(cell: LaunchOverhead) -> list[dict[str, Any]]:
                         "tensors": device.type,
                         "num_launches": num_launches,
                         "way": way,
-                        "us_per_call": float(p50),
-                        "us_per_call_p20": float(p20),
-                        "us_per_call_p80": float(p80),
+                        **quantiles.columns("us_per_call", [1e6 * s for s in seconds], _SPREAD),
                     }
                 )
     return rows
@@ -236,41 +230,28 @@ def _seconds(call: Callable[[], object]) -> float:
     return (time.perf_counter() - begin) / _CALLS_A_SAMPLE
 
 
-def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
-    """The figure launch_overhead and its table, of medians."""
+def _parts(rows: style.DataFrame) -> style.DataFrame:
+    """Medians of checks, launch, and what the dispatcher would add, a row per configuration."""
     table = rows.pivot(index="config", columns="way", values="us_per_call")
     table = table.loc[rows["config"].unique()]
-    parts = table[["checks"]].assign(
-        launch=table["call"] - table["checks"], dispatcher=table["dispatcher"]
-    )
-    path = folder / "launch_overhead.csv"
-    style.write_atomically(path, parts.to_csv(float_format="%.2f"))
-    with style.figures():
-        figure = _draw(parts, rows["tensors"].iloc[0])
-        return [*style.save(figure, folder, "launch_overhead"), path]
+    launch = table["call"] - table["checks"]
+    return table[["checks"]].assign(launch=launch, dispatcher=table["dispatcher"])
 
 
-def _draw(parts: pd.DataFrame, tensors: str) -> Figure:
-    """A bar for each configuration: checks, launch, and what the dispatcher would add."""
-    import matplotlib.pyplot as plt
-
-    until = "" if tensors == "cuda" else ", up to the driver"
+def _draw(rows: style.DataFrame) -> style.Figure:
+    """A bar for each configuration."""
+    parts = _parts(rows)
+    until = "" if rows["tensors"].iloc[0] == "cuda" else ", up to the driver"
     looks = {
-        "checks": {"label": "checks, tiles, allocation", "color": style.BLUE},
-        "launch": {"label": f"Triton's launch{until}", "color": style.ORANGE},
-        "dispatcher": {
-            "label": "dispatcher, in compiled graphs",
-            "color": "white",
-            "edgecolor": style.BLACK,
-            "hatch": "////",
-        },
+        "checks, tiles, allocation": style.bar(style.BLUE),
+        f"Triton's launch{until}": style.bar(style.ORANGE),
+        "dispatcher, in compiled graphs": style.bar("white", "////"),
     }
-    figure, axis = plt.subplots(figsize=(5, 0.8 + 0.2 * len(parts)))
-    start = 0 * parts["checks"]
-    for part, look in looks.items():
-        axis.barh(parts.index, parts[part], left=start, **{"lw": 0.4, **look})
-        start = start + parts[part]
-    axis.invert_yaxis()
+    figure, (axis,), _ = style.panel_grid(1, width=5, height=0.3 + 0.2 * len(parts))
+    starts = parts.cumsum(axis=1) - parts
+    for part, (label, look) in zip(parts, looks.items(), strict=True):
+        axis.barh(range(len(parts)), parts[part], left=starts[part], label=label, **look)
+    style.name_rows(axis, parts.index)
     axis.grid(axis="y", visible=False)
     axis.set_xlabel("host time (µs per call)")
     axis.legend(fontsize=6)
@@ -283,7 +264,10 @@ EXPERIMENT = Experiment(
     options=LaunchOverhead(),
     quick=LaunchOverhead(num_samples=20),
     run_cell=run_cell,
-    plot=plot,
+    plot=style.plotter(
+        {"launch_overhead": _draw},
+        {"launch_overhead": (lambda rows: _parts(rows).reset_index(), "%.2f")},
+    ),
     gpu="optional",
     timed=True,
 )

@@ -38,11 +38,11 @@ from experiments.load.workloads import OnTraces
 
 _RESERVATIONS = ("max", "pow2", "oracle")
 _KINDS = {
-    "used": ("token states", style.BLUE, ""),
-    "reserved": ("reserved", style.SKY, ""),
-    "internal": ("internal fragmentation", style.ORANGE, "////"),
-    "external": ("external fragmentation", style.RED, "\\\\\\\\"),
-    "free": ("free, but too little", "white", ""),
+    "used": ("token states", style.bar(style.BLUE)),
+    "reserved": ("reserved", style.bar(style.SKY)),
+    "internal": ("internal fragmentation", style.bar(style.ORANGE, "////")),
+    "external": ("external fragmentation", style.bar(style.RED, "\\\\\\\\")),
+    "free": ("free, but too little", style.bar("white")),
 }
 
 
@@ -181,9 +181,8 @@ def _draw(rows: style.DataFrame) -> style.Figure:
     figure, axes, spare = style.panel_grid(rows["trace"].nunique(), height=2.1, sharey=True)
     for axis, (_, of_trace) in zip(axes, rows.groupby("trace", sort=False), strict=True):
         _draw_bars(axis, of_trace)
-    figure.supylabel("share of the KV cache memory (%)", fontsize=8)
-    style.shared_legend(figure, spare, columns=5)
-    return figure
+    ylabel = "share of the KV cache memory (%)"
+    return style.shared_legend(figure, spare, columns=5, ylabel=ylabel)
 
 
 def _draw_bars(axis: style.Axes, rows: style.DataFrame) -> None:
@@ -193,9 +192,8 @@ def _draw_bars(axis: style.Axes, rows: style.DataFrame) -> None:
     # Room between the reservations and the block sizes.
     positions = bars["paged"].to_numpy() + range(len(bars))
     bottom = 0.0
-    for kind, (label, color, hatch) in _KINDS.items():
+    for kind, (label, look) in _KINDS.items():
         heights = 100 * bars[f"{kind}_fraction"].to_numpy()
-        look = {"color": color, "hatch": hatch, "edgecolor": "black", "linewidth": 0.4}
         axis.bar(positions, heights, bottom=bottom, width=0.85, label=label, **look)
         bottom = bottom + heights
     first = rows.iloc[0]

@@ -23,6 +23,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from experiments import quantiles, style
 from experiments.harness import Axis, Count, Experiment, Lengths, grid
 from experiments.load import engine_models
@@ -116,8 +118,6 @@ def run_cell(cell: Cost | Serving) -> list[dict[str, Any]]:
 
 
 def _cost(cell: Cost) -> tuple[LLM, list[dict[str, Any]]]:
-    import numpy as np
-
     from models import SamplingParams
 
     longest = max(cell.context_tokens)
@@ -185,8 +185,6 @@ def sequence_costs(llm: LLM) -> dict[str, float]:
 
 
 def _serving(cell: Serving) -> tuple[LLM, list[dict[str, Any]]]:
-    import numpy as np
-
     num_blocks = cell.cache_tokens // cell.block_size
     longest = cell.prompt_tokens[1] + cell.output_tokens[1]
     llms = {
@@ -239,8 +237,6 @@ def _serving(cell: Serving) -> tuple[LLM, list[dict[str, Any]]]:
 
 def _serve(llm: LLM, prompts: list[list[int]], output_lengths: list[int]) -> dict[str, float]:
     """What serving the requests takes, in seconds, and what was preempted meanwhile."""
-    import numpy as np
-
     from models import SamplingParams
 
     params = [
@@ -278,8 +274,7 @@ def _draw(rows: style.DataFrame) -> style.Figure:
 
 def _draw_costs(axis: style.Axes, rows: style.DataFrame) -> None:
     for way, line in _LINES.items():
-        curve = rows[rows["way"] == way].sort_values("block_size")
-        quantiles.error_bars(axis, curve["block_size"], curve, "ms", **line)
+        quantiles.error_bars(axis, rows[rows["way"] == way], "block_size", "ms", **line)
     row = rows.iloc[0]
     where = "host to host" if row["device"] == "cpu" else "GPU to host"
     axis.set(
@@ -292,16 +287,16 @@ def _draw_costs(axis: style.Axes, rows: style.DataFrame) -> None:
 def _draw_serving(
     latency: style.Axes, ratio: style.Axes, preemptions: style.Axes, rows: style.DataFrame
 ) -> None:
-    rows = rows.sort_values("block_size")
     for way, curve in rows.groupby("way", sort=False):
         look = {**_LINES[way], "label": way}
-        quantiles.error_bars(latency, curve["block_size"], curve, "normalized_latency_ms", **look)
+        quantiles.error_bars(latency, curve, "block_size", "normalized_latency_ms", **look)
     swap = rows[rows["way"] == "swap"]
     look = {**_LINES["swap"], "label": "median of the draws, p20 to p80"}
-    quantiles.error_bars(ratio, swap["block_size"], swap, "latency_over_recompute", **look)
+    quantiles.error_bars(ratio, swap, "block_size", "latency_over_recompute", **look)
     ratio.axhline(1, color="black", linewidth=0.8)
     each = swap["preemptions"] / swap["requests"]
-    preemptions.plot(swap["block_size"], each, **{**_LINES["swap"], "label": "either way"})
+    look["label"] = "either way"
+    style.curve(preemptions, swap.assign(each=each), "block_size", "each", **look)
     row = rows.iloc[0]
     latency.set(
         title=f"{row['repeats']:.0f} x {row['requests'] / row['repeats']:.0f} requests of "

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.axes import Axes
+import numpy as np
+
+from experiments import style
 
 _SPREAD = {"_p20": 0.2, "_p50": 0.5, "_p80": 0.8}
 _OF_TIMES = {"_mean_s": None, "_p50_s": 0.5, "_p90_s": 0.9, "_p99_s": 0.99}
@@ -25,8 +24,6 @@ def columns(
 
     at: from what follows ``name`` in a column to its quantile, interpolated; None: the mean.
     """
-    import numpy as np
-
     known = [value for value in values if value is not None]
     if not known:
         return dict.fromkeys(name + suffix for suffix in at)
@@ -36,11 +33,18 @@ def columns(
     }
 
 
-def error_bars(axis: Axes, x: pd.Series, rows: pd.DataFrame, name: str, **look: object) -> None:
-    """A line through the medians of the columns ``<name>_*``, with bars from p20 to p80.
-
-    ``look`` goes to ``Axes.errorbar``.
-    """
+def error_bars(axis: style.Axes, rows: style.DataFrame, x: str, name: str, **look: object) -> None:
+    """A line through the medians of the columns ``<name>_*`` against ``x``, with bars from p20 to
+    p80.  ``look`` goes to ``Axes.errorbar``."""
+    rows = rows.sort_values(x)
     low, median, high = (rows[name + suffix] for suffix in _SPREAD)
     error = [median - low, high - median]
-    axis.errorbar(x, median, error, elinewidth=0.7, capsize=1.5, **look)
+    axis.errorbar(rows[x], median, error, elinewidth=0.7, capsize=1.5, **look)
+
+
+def band(axis: style.Axes, rows: style.DataFrame, x: str, **look: object) -> None:
+    """A line of the column ``p50_us`` against ``x``, in a band from ``p20_us`` to ``p80_us``."""
+    style.curve(axis, rows, x, "p50_us", **look)
+    rows = rows.sort_values(x)
+    spread = {"color": look["color"], "alpha": 0.2, "linewidth": 0}
+    axis.fill_between(rows[x], rows["p20_us"], rows["p80_us"], **spread)

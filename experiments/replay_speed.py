@@ -19,16 +19,15 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+import numpy as np
 
 import cache
 from experiments import style
 from experiments.harness import Absent, Axis, Count, Experiment, GridOnly, Percent, grid
 from experiments.load import workloads
 from experiments.load.workloads import OnTraces
-
-if TYPE_CHECKING:
-    import numpy as np
 
 _LIBCACHESIM = {"lru": "LRU", "fifo": "FIFO", "lfu": "LFU", "belady": "Belady"}
 
@@ -113,8 +112,6 @@ def _time_libcachesim(stream: Path, policy: str, capacity: int) -> tuple[float, 
 def oracle_general(block_ids: np.ndarray) -> np.ndarray:
     """The references as libcachesim's oracleGeneral records: a next access is the index of the
     reference, -1 for never; an id of 0 is avoided, an object has size 1."""
-    import numpy as np
-
     record = np.dtype([("time", "<u4"), ("id", "<u8"), ("size", "<u4"), ("next", "<i8")])
     records = np.zeros(len(block_ids), record)
     records["time"] = np.arange(len(block_ids))
@@ -127,7 +124,7 @@ def oracle_general(block_ids: np.ndarray) -> np.ndarray:
     return records
 
 
-_COLOURS = {"pagelab": style.BLUE, "libcachesim": style.ORANGE}
+_LOOKS = {"pagelab": style.bar(style.BLUE), "libcachesim": style.bar(style.ORANGE)}
 
 
 def _speeds(rows: style.DataFrame, *of_repeats: str) -> style.DataFrame:
@@ -147,27 +144,17 @@ def _summary(rows: style.DataFrame) -> style.DataFrame:
 
 def _draw(rows: style.DataFrame) -> style.Figure:
     """Medians, with bars from the slowest to the fastest; a panel per trace."""
-    present = [name for name in _COLOURS if name in set(rows["implementation"])]
     lines = style.policy_lines(rows["policy"].unique())
-    names = {policy: line["label"].split()[0] for policy, line in lines.items()}
+    names = [line["label"].split()[0] for line in lines.values()]
     figure, axes, spare = style.panel_grid(rows["trace"].nunique(), height=1.8, sharey=True)
     for axis, (trace, of_trace) in zip(axes, rows.groupby("trace", sort=False), strict=True):
-        spread = _speeds(of_trace, "min", "median", "max").loc[trace].unstack().reindex(names)
-        low, median, high = (spread[name][present] for name in ("min", "median", "max"))
-        median.rename(names).plot.bar(
-            ax=axis,
-            yerr=[[median[name] - low[name], high[name] - median[name]] for name in present],
-            color=[_COLOURS[name] for name in present],
-            label=present,
-            width=0.8,
-            rot=0,
-            legend=False,
-        )
-        axis.set(title=trace, xlabel="")
-        axis.grid(axis="x", visible=False)
-    figure.supylabel("million block references/s", fontsize=8)
-    style.shared_legend(figure, spare)
-    return figure
+        speeds = _speeds(of_trace, "min", "median", "max").loc[trace].unstack().reindex(lines)
+        median = speeds["median"]
+        errors = median - speeds["min"], speeds["max"] - median
+        style.bars(axis, median, _LOOKS, errors=errors)
+        axis.set_xticks(range(len(names)), names)
+        axis.set(title=trace)
+    return style.shared_legend(figure, spare, ylabel="million block references/s")
 
 
 EXPERIMENT = Experiment(

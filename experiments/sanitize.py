@@ -18,45 +18,31 @@ import itertools
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from experiments.bench.kernel_checks import Case
+from experiments.bench.problem import use_device
+from experiments.kernel_accuracy import KERNELS, KernelAccuracy
 
-_BLOCK_SIZES = (7, 16)
-_HEAD_DIM = 80
-_FEATURES = ("none", "window", "split")
+_DTYPES = {"fp16": "float16", "fp8": "fp8"}
 
 
-def cases(kernels: Sequence[str], *, cache_dtypes: Sequence[str]) -> Iterator[tuple[str, Case]]:
-    """Kernels by name and the cases to run them on."""
-    import torch
-
-    from experiments.bench.kernel_checks import KERNELS, Case
-    from experiments.bench.problem import use_device
-
-    device = use_device()
-    for name, cache_dtype, feature, block_size in itertools.product(
-        kernels, cache_dtypes, _FEATURES, _BLOCK_SIZES
+def cases(kernels: Sequence[str], *, cache_dtypes: Sequence[str]) -> Iterator[KernelAccuracy]:
+    """What to run."""
+    for name, dtype, feature, block_size in itertools.product(
+        kernels, cache_dtypes, ("none", "window", "split"), (7, 16)
     ):
         kernel = KERNELS[name]
-        if feature in kernel.features and (kernel.touches_cache or cache_dtype != "fp8"):
-            case = Case(
-                block_size=block_size,
-                dtype=torch.float16,
-                head_dim=_HEAD_DIM,
+        if feature in kernel.features and (kernel.touches_cache or dtype != "fp8"):
+            yield KernelAccuracy(
+                kernel=name,
+                dtype=_DTYPES[dtype],
                 feature=feature,
-                seed=0,
-                device=device,
-                fp8_cache=cache_dtype == "fp8",
+                block_size=block_size,
+                head_dim=80,
             )
-            yield name, case
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns 1 if a result is wrong."""
-    from experiments.bench.kernel_checks import KERNELS
-
     parser = argparse.ArgumentParser(
         prog="python -m experiments.sanitize", description=__doc__.split("\n")[0]
     )
@@ -64,16 +50,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--kernel", action="append", choices=KERNELS, metavar="NAME",
         help="only this one, repeatable: " + ", ".join(KERNELS),
     )  # fmt: skip
-    parser.add_argument("--cache-dtype", action="append", choices=("fp16", "fp8"))
+    parser.add_argument("--cache-dtype", action="append", choices=_DTYPES)
     options = parser.parse_args(arguments)
     # Read when PyTorch first allocates on a GPU.
     os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
-    dtypes = options.cache_dtype or ("fp16", "fp8")
+    device = use_device().type
     wrong = 0
-    for name, case in cases(options.kernel or list(KERNELS), cache_dtypes=dtypes):
-        cache = "fp8" if case.fp8_cache else "fp16"
-        what = f"{name}, {case.feature}, block {case.block_size}, {cache} cache"
-        for result, accuracy in KERNELS[name].check(case).items():
+    for case in cases(options.kernel or [*KERNELS], cache_dtypes=options.cache_dtype or [*_DTYPES]):
+        cache = "fp8" if case.dtype == "fp8" else "fp16"
+        what = f"{case.kernel}, {case.feature}, block {case.block_size}, {cache} cache"
+        for result, accuracy in case.check(device).items():
             verdict = "ok" if accuracy.passed else "WRONG"
             wrong += not accuracy.passed
             print(f"{verdict:5}  {what}: {result}: error {accuracy.error:.2g}", flush=True)

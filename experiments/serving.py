@@ -39,19 +39,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import numpy as np
+
 import cache
 from cache.serving import open_loop
 from experiments import quantiles, style
-from experiments.harness import (
-    Absent,
-    Axis,
-    Count,
-    Experiment,
-    Positive,
-    Repeated,
-    grid,
-    one_of,
-)
+from experiments.harness import Absent, Axis, Count, Experiment, Positive, Repeated, grid, one_of
 from experiments.load import engine_models, workloads
 from experiments.load.engine_models import Model
 from experiments.load.scaled_trace import ScaledTrace, shrink
@@ -143,8 +136,6 @@ def _default_systems(trace: Source | Absent) -> tuple[str, ...]:
 
 
 def run_cell(cell: Serving) -> list[dict[str, Any]]:
-    import numpy as np
-
     without_rate = dataclasses.replace(cell, request_rate=1.0)
     scaled = _scaled(without_rate)
     _warm_up(without_rate)
@@ -254,9 +245,7 @@ def _draw(rows: style.DataFrame, panels: dict[str, str]) -> style.Figure:
                 axis.set_ylim(bottom=0)
     hollow = style.line(style.BLACK, "o", fill=False) | {"linestyle": "none"}
     axes[-1].plot([], [], **hollow, label="saturated (lower bound)")
-    figure.supxlabel("request rate (requests/s)", fontsize=8)
-    style.shared_legend(figure, columns=4)
-    return figure
+    return style.shared_legend(figure, columns=4, xlabel="request rate (requests/s)")
 
 
 def _draw_systems(axis: style.Axes, rows: style.DataFrame, column: str) -> None:

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
 
 import cache
 from experiments import quantiles, style
@@ -27,10 +28,6 @@ from experiments.load import engine_models
 from experiments.load.engine_models import EngineOptions
 
 if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
     from models import LLM
 
 _MANAGERS = {
@@ -122,8 +119,6 @@ def _num_blocks(cell: _Engines, num_sequences: int, longest: int) -> int:
 
 
 def _first_token(cell: FirstToken) -> tuple[LLM, list[dict[str, Any]]]:
-    import numpy as np
-
     from models import SamplingParams
 
     length = cell.prompt_tokens
@@ -163,8 +158,6 @@ def _first_token(cell: FirstToken) -> tuple[LLM, list[dict[str, Any]]]:
 
 
 def _throughput(cell: Throughput) -> tuple[LLM, list[dict[str, Any]]]:
-    import numpy as np
-
     from models import SamplingParams
 
     prompt_tokens = cell.prefix_tokens + cell.suffix_tokens
@@ -204,17 +197,7 @@ def _throughput(cell: Throughput) -> tuple[LLM, list[dict[str, Any]]]:
     ]
 
 
-def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
-    """The figure shared_prefix and the table summary.csv of what is gained.
-
-    The figure writes out the gain of the first manager at the largest cached share.
-    """
-    with style.figures():
-        written = style.save(_draw(rows), folder, "shared_prefix")
-    return written + style.save_table(summarise(rows), folder, "summary", "%.4g")
-
-
-def summarise(rows: pd.DataFrame) -> pd.DataFrame:
+def summarise(rows: style.DataFrame) -> style.DataFrame:
     """How much sooner the first token comes than without a cached one (at best 1 / (1 - cached
     fraction)), and how much the throughput grows by prefix caching; by medians."""
     import pandas as pd
@@ -241,7 +224,7 @@ def summarise(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.concat(tables).reindex(columns=[*columns, "ideal_gain"])
 
 
-def _draw(rows: pd.DataFrame) -> Figure:
+def _draw(rows: style.DataFrame) -> style.Figure:
     first, batches = rows[rows["part"] == "ttft"], rows[rows["part"] == "throughput"]
     lengths = sorted(first["prompt_tokens"].unique()) if len(first) else []
     num_panels = len(lengths) + bool(len(batches))
@@ -257,15 +240,14 @@ def _draw(rows: pd.DataFrame) -> Figure:
     return figure
 
 
-def _draw_first_token(axis: Axes, rows: pd.DataFrame) -> None:
+def _draw_first_token(axis: style.Axes, rows: style.DataFrame) -> None:
     unit = "ms" if rows["ttft_ms_p50"].max() < 1000 else "s"
     times = [f"ttft_ms_{suffix}" for suffix in ("p20", "p50", "p80")]
     rows = rows.assign(**(rows[times] / (1 if unit == "ms" else 1000)))
+    rows = rows.assign(cached_percent=100 * rows["cached_fraction"])
     for manager, curve in rows.groupby("manager", sort=False):
-        curve = curve.sort_values("cached_fraction")
         look = _MANAGERS.get(manager, style.line(style.PINK, "P"))
-        x = 100 * curve["cached_fraction"]
-        quantiles.error_bars(axis, x, curve, "ttft_ms", label=manager, **look)
+        quantiles.error_bars(axis, curve, "cached_percent", "ttft_ms", label=manager, **look)
     uncached = rows[rows["cached_tokens"] == 0]["ttft_ms_p50"]
     if len(uncached):
         ideal = {"color": style.BLACK, "linestyle": "dashed", "linewidth": 0.8}
@@ -286,15 +268,15 @@ def _draw_first_token(axis: Axes, rows: pd.DataFrame) -> None:
     axis.set_ylabel(f"time to first token ({unit})")
 
 
-def _draw_throughput(axis: Axes, rows: pd.DataFrame) -> None:
+def _draw_throughput(axis: style.Axes, rows: style.DataFrame) -> None:
     looks = {
-        True: ("with prefix caching", style.line(style.BLUE, "o")),
-        False: ("without it", style.line(style.GREY, "s", "dashed", fill=False)),
+        True: style.line(style.BLUE, "o") | {"label": "with prefix caching"},
+        False: style.line(style.GREY, "s", "dashed", fill=False) | {"label": "without it"},
     }
-    for caching, (label, look) in looks.items():
-        curve = rows[rows["prefix_caching"] == caching].sort_values("prefix_tokens")
-        x = curve["prefix_tokens"]
-        quantiles.error_bars(axis, x, curve, "output_tokens_per_second", label=label, **look)
+    for caching, curve in rows.groupby("prefix_caching"):
+        quantiles.error_bars(
+            axis, curve, "prefix_tokens", "output_tokens_per_second", **looks[caching]
+        )
     axis.set_title(f"batches of {rows['requests'].iloc[0]:.0f} requests")
     axis.set(xlabel="shared prefix (tokens)", ylabel="output tokens/s")
 
@@ -316,7 +298,7 @@ EXPERIMENT = Experiment(
     ),
     cells=cells,
     run_cell=run_cell,
-    plot=plot,
+    plot=style.plotter({"shared_prefix": _draw}, {"summary": (summarise, "%.4g")}),
     gpu="optional",
     timed=True,
 )

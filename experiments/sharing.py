@@ -162,10 +162,8 @@ def _draw(rows: style.DataFrame) -> style.Figure:
         prompt, output = of_trace[["mean_prompt_tokens", "mean_output_tokens"]].iloc[0]
         axis.set(title=f"{trace}\n{prompt:,.0f} prompt, {output:,.0f} output tokens")
         axis.set(ylim=(0, 100), xticks=sorted(of_trace["num_sequences"].unique()))
-    figure.supxlabel("sequences per request", fontsize=8)
-    figure.supylabel("blocks saved by sharing (%)", fontsize=8)
-    style.shared_legend(figure, spare, columns=2)
-    return figure
+    labels = {"xlabel": "sequences per request", "ylabel": "blocks saved by sharing (%)"}
+    return style.shared_legend(figure, spare, columns=2, **labels)
 
 
 EXPERIMENT = Experiment(

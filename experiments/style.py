@@ -9,6 +9,8 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from experiments.harness.store import write_atomically
 
 if TYPE_CHECKING:
@@ -32,6 +34,9 @@ BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PINK = (
 )
 GREY = "#777777"
 
+BOUND = {"color": BLACK, "linestyle": "dashed", "linewidth": 1}
+"""Line properties of what cannot be passed."""
+
 _DASHES = {"dashed": (4, 1.5), "dotted": (1, 1.2), "dashdot": (4, 1.2, 1, 1.2)}
 
 
@@ -43,6 +48,16 @@ def line(color: str, marker: str, dashes: str = "solid", fill: bool = True) -> d
         "linestyle": "solid" if dashes == "solid" else (0, _DASHES[dashes]),
         "markerfacecolor": color if fill else "white",
     }
+
+
+def dots(color: str, marker: str, fill: bool = True) -> dict:
+    """Line properties for points without a line."""
+    return {**line(color, marker, fill=fill), "linestyle": "none", "markersize": 3}
+
+
+def bar(color: str, hatch: str = "") -> dict:
+    """Bar properties for ``Axes.bar`` and ``Axes.barh``."""
+    return {"color": color, "hatch": hatch, "edgecolor": BLACK, "linewidth": 0.4}
 
 
 _POLICIES = {
@@ -114,6 +129,31 @@ def curve(axes: Axes, rows: DataFrame, x: str, y: str, times: float = 1, **look:
     axes.plot(rows[x], times * rows[y], **look)
 
 
+def bars(
+    axes: Axes,
+    table: DataFrame,
+    looks: Mapping[str, dict],
+    *,
+    errors: tuple[DataFrame, DataFrame] | None = None,
+    horizontal: bool = False,
+    **options: object,
+) -> None:
+    """Bars side by side: at 0, 1 ... a group for each row of ``table``, in it one for each of its
+    columns that has a look.
+
+    errors: how far error bars go below and above.  ``options`` go to ``Axes.bar`` or ``barh``.
+    """
+    names = [name for name in looks if name in table]
+    thickness, along = ("height", "xerr") if horizontal else ("width", "yerr")
+    for number, name in enumerate(names):
+        places = np.arange(len(table)) + 0.8 * ((number + 0.5) / len(names) - 0.5)
+        look = {"label": name, **looks[name], **options, thickness: 0.76 / len(names)}
+        if errors:
+            look |= {along: [part[name] for part in errors], "capsize": 2, "error_kw": {"lw": 0.7}}
+        (axes.barh if horizontal else axes.bar)(places, table[name], **look)
+    axes.grid(axis="y" if horizontal else "x", visible=False)
+
+
 @contextmanager
 def figures() -> Iterator[None]:
     """Draw inside this context: our style file, no display, figures closed at the end."""
@@ -179,11 +219,27 @@ def plain_log_ticks(axis: Axis) -> None:
     axis.set_major_formatter("{x:g}")
 
 
-def shared_legend(figure: Figure, spare: Sequence[Axes] = (), columns: int = 6) -> None:
+def name_rows(axes: Axes, names: Sequence[str], shown: bool = True, fontsize: float = 6) -> None:
+    """A row for each name at y = 0, 1 ..., the first on top; with ``shown`` the names beside."""
+    axes.set_yticks(range(len(names)), names if shown else [], fontsize=fontsize)
+    axes.set_ylim(len(names) - 0.4, -0.6)
+
+
+def shared_legend(
+    figure: Figure,
+    spare: Sequence[Axes] = (),
+    columns: int = 6,
+    *,
+    xlabel: str = "",
+    ylabel: str = "",
+) -> Figure:
     """One legend with each label of any panel once: in a spare place, else above the panels.
 
-    Above, it takes up to ``columns`` columns, as many as the figure has room for.
+    Above, it takes up to ``columns`` columns, as many as the figure has room for.  ``xlabel`` and
+    ``ylabel`` are those of all panels.  Returns the figure.
     """
+    figure.supxlabel(xlabel)
+    figure.supylabel(ylabel)
     entries = {}
     for axis in figure.axes:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
@@ -199,30 +255,38 @@ def shared_legend(figure: Figure, spare: Sequence[Axes] = (), columns: int = 6) 
             if ncols == 1 or legend.get_window_extent().width <= figure.bbox.width:
                 break
             legend.remove()
+    return figure
 
 
 def plotter(
-    draw: Mapping[str, Callable[[DataFrame], Figure]],
-    tables: Mapping[str, tuple[Callable[[DataFrame], DataFrame], str]] | None = None,
+    draw: Mapping[str, Callable[[DataFrame], Figure | None]],
+    tables: Mapping[str, tuple[Callable[[DataFrame], DataFrame | None], str]] | None = None,
+    *,
+    measured: str | None = None,
 ) -> Callable[[DataFrame, Path], list[Path]]:
     """The ``plot`` of an experiment: figures by name, and tables by name with the format of their
-    floats, each made of the rows."""
+    floats, each made of the rows; None where these have nothing to show.
+
+    measured: a column of which only the rows count that have a value there.
+    """
 
     def plot(rows: DataFrame, folder: Path) -> list[Path]:
+        if measured:
+            rows = rows.dropna(subset=measured)
+        if rows.empty:
+            return []
+        written = []
         with figures():
-            written = [path for name in draw for path in save(draw[name](rows), folder, name)]
+            for name, make in draw.items():
+                if (figure := make(rows)) is not None:
+                    written += save(figure, folder, name)
         for name, (make, digits) in (tables or {}).items():
-            written += save_table(make(rows), folder, name, digits)
+            if (table := make(rows)) is not None:
+                written.append(folder / f"{name}.csv")
+                write_atomically(written[-1], table.to_csv(index=False, float_format=digits))
         return written
 
     return plot
-
-
-def save_table(table: DataFrame, folder: Path, name: str, digits: str = "%.4f") -> list[Path]:
-    """Write ``name``.csv, floats as ``digits`` says."""
-    path = folder / f"{name}.csv"
-    write_atomically(path, table.to_csv(index=False, float_format=digits))
-    return [path]
 
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
+
 from experiments import style
 from experiments.harness import Axis, Count, Experiment, Options, Unavailable, one_of
 from experiments.load import engine_models
@@ -41,7 +43,6 @@ class TransformersSpeed(Options):
 
 
 def run_cell(cell: TransformersSpeed) -> list[dict[str, Any]]:
-    import numpy as np
     import torch
 
     from models import LLM
@@ -156,33 +157,23 @@ def _theirs(model, prompts: list[list[int]], count: int) -> tuple[list[list[int]
     return torch.cat(tokens, dim=1).tolist(), times[1] - times[0], times[-1] - times[1]
 
 
-def _draw(rows: style.DataFrame) -> style.Figure:
-    import matplotlib.pyplot as plt
+_LOOKS = {"pagelab": style.bar(style.BLUE), "transformers": style.bar(style.ORANGE, "////")}
 
-    looks = {"pagelab": (style.BLUE, ""), "transformers": (style.ORANGE, "////")}
-    phases = list(dict.fromkeys(rows["phase"]))
-    figure, axes = plt.subplots(ncols=len(phases), figsize=(5.6, 2.4), squeeze=False)
-    for axis, phase in zip(axes[0], phases, strict=True):
-        of_phase = rows[rows["phase"] == phase]
-        batches = list(dict.fromkeys(zip(of_phase["sequences"], of_phase["prompt_tokens"])))  # noqa: B905
-        for index, (system, (color, hatch)) in enumerate(looks.items()):
-            part = of_phase[of_phase["system"] == system]
-            middle = part["tokens_per_s"]
-            spread = [middle - part["lowest_tokens_per_s"], part["highest_tokens_per_s"] - middle]
-            places = [
-                batches.index(batch) + 0.38 * (index - 0.5)
-                for batch in zip(part["sequences"], part["prompt_tokens"], strict=True)
-            ]
-            axis.bar(
-                places, middle, width=0.36, yerr=spread, color=color, hatch=hatch, capsize=2,
-                edgecolor="black", lw=0.4, error_kw={"lw": 0.7}, label=system,
-            )  # fmt: skip
-        axis.set_xticks(range(len(batches)), [f"{n} x {length}" for n, length in batches])
+
+def _draw(rows: style.DataFrame) -> style.Figure:
+    """A panel per phase, a group of bars per batch; their errors go to the extremes."""
+    phases = rows["phase"].unique()
+    figure, axes, _ = style.panel_grid(len(phases), height=1.9, width=2.8)
+    for axis, phase in zip(axes, phases, strict=True):
+        batch = ["sequences", "prompt_tokens"]
+        table = rows[rows["phase"] == phase].pivot(index=batch, columns="system")
+        rates = table["tokens_per_s"]
+        errors = rates - table["lowest_tokens_per_s"], table["highest_tokens_per_s"] - rates
+        style.bars(axis, rates, _LOOKS, errors=errors)
+        axis.set_xticks(range(len(rates)), [f"{n} x {length}" for n, length in rates.index])
         axis.set(title=phase, xlabel="sequences x prompt tokens", ylim=(0, None))
-        axis.grid(axis="x", visible=False)
-    axes[0, 0].set_ylabel(f"tokens per second ({rows['model'].iloc[0]})")
-    style.shared_legend(figure, columns=2)
-    return figure
+    axes[0].set_ylabel(f"tokens per second ({rows['model'].iloc[0]})")
+    return style.shared_legend(figure, columns=2)
 
 
 EXPERIMENT = Experiment(

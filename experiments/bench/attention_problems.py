@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+import kernels
 from experiments.bench.problem import (
     OURS,
     Problem,
@@ -22,23 +26,16 @@ from experiments.bench.problem import (
     scales_of,
     some_of,
 )
-
-if TYPE_CHECKING:
-    import torch
-
-    from kernels.testing.accuracy import Accuracy
-    from kernels.testing.inputs import PagedBatch
+from kernels import reference
+from kernels.testing.accuracy import Accuracy, accuracy, bits
+from kernels.testing.baselines import BASELINES
+from kernels.testing.inputs import PagedBatch
 
 _QUERIES_CHECKED = 16
 
 
 def _paged_batch(shape: Shape, device: torch.device) -> PagedBatch:
     """Sequences of equal length in a shuffled cache; slots without a token hold NaN."""
-    import torch
-
-    from kernels.testing.accuracy import bits
-    from kernels.testing.inputs import PagedBatch
-
     dtype, kv_dtype = dtypes(shape)
     generator = generator_of(shape, device)
     blocks_per_seq = -(-shape.context_len // shape.block_size)
@@ -77,10 +74,6 @@ def _sample(batch: PagedBatch, rows: list[tuple[int, int, int]]) -> tuple[PagedB
 
     rows: sequence, first query and number of queries; its context ends with the last of them.
     """
-    import torch
-
-    from kernels.testing.inputs import PagedBatch
-
     device, block_size = batch.q.device, batch.k_cache.shape[1]
     starts, lengths = batch.cu_seqlens_q.tolist(), batch.context_lens.tolist()
     contexts, queries, blocks = [], [], []
@@ -109,8 +102,6 @@ def _sample(batch: PagedBatch, rows: list[tuple[int, int, int]]) -> tuple[PagedB
 
 def _blocks(cache: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Copies of some blocks, bit for bit: PyTorch does not index fp8 everywhere."""
-    from kernels.testing.accuracy import bits
-
     return bits(cache)[ids].view(cache.dtype)
 
 
@@ -119,8 +110,6 @@ def _judge(op: str, batch: PagedBatch, rows: list, **options: Any) -> Callable:
 
     @functools.cache
     def expected() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        from kernels import reference
-
         small, queries = _sample(batch, rows)
         right = getattr(reference, op)
         if op == "paged_prefill_attention":
@@ -131,8 +120,6 @@ def _judge(op: str, batch: PagedBatch, rows: list, **options: Any) -> Callable:
         return queries, right(*args, **options), right(*wide, **options)
 
     def check(out: torch.Tensor) -> Accuracy:
-        from kernels.testing.accuracy import accuracy
-
         queries, low, ref = expected()
         return accuracy(out[queries], low, ref)
 
@@ -147,64 +134,37 @@ def _attention_bytes(shape: Shape, kv_tokens: int) -> int:
     return kv + 2 * rows * dtype.itemsize
 
 
-def decode_problem(shape: Shape, device: torch.device) -> Problem:
-    from kernels import paged_decode_attention
-    from kernels.testing.baselines import BASELINES
-
-    batch = _paged_batch(shape, device)
-    scales = scales_of(shape)
-    options = {"num_splits": shape.num_splits, **scales}
-    calls = {OURS: lambda: paged_decode_attention(*batch.decode_args, **options)}
+def attention_problem(shape: Shape, device: torch.device) -> Problem:
+    """Decode, or prefill, of sequences of equal length."""
+    batch, scales, op = _paged_batch(shape, device), scales_of(shape), f"paged_{shape.op}_attention"
+    if shape.op == "prefill":
+        args, options = batch.prefill_args, {"max_seqlen_q": shape.query_len}
+        seqs, eager_only = (
+            some_of(shape.batch)[::2],
+            {n for n, b in BASELINES.items() if b.prefill_syncs},
+        )
+    else:
+        args, options = batch.decode_args, {}
+        seqs, eager_only = some_of(shape.batch), set()
+    ours = functools.partial(getattr(kernels, op), num_splits=shape.num_splits, **scales)
+    calls = {OURS: functools.partial(ours, *args, **options)}
     for name, baseline in BASELINES.items():
-        calls[name] = functools.partial(baseline.decode, *batch.decode_args)
-    return Problem(
-        num_bytes=_attention_bytes(shape, shape.batch * shape.context_len),
-        flops=4 * shape.batch * shape.context_len * shape.num_q_heads * shape.head_dim,
-        implementations=calls,
-        check=_judge(
-            "paged_decode_attention",
-            batch,
-            [(seq, 0, 1) for seq in some_of(shape.batch)],
-            **scales,
-        ),
-    )
-
-
-def prefill_problem(shape: Shape, device: torch.device) -> Problem:
-    from kernels import paged_prefill_attention
-    from kernels.testing.baselines import BASELINES
-
-    batch = _paged_batch(shape, device)
-    scales, longest = scales_of(shape), shape.query_len
-    options = {"max_seqlen_q": longest, "num_splits": shape.num_splits, **scales}
-    calls = {OURS: lambda: paged_prefill_attention(*batch.prefill_args, **options)}
-    for name, baseline in BASELINES.items():
-        calls[name] = functools.partial(baseline.prefill, *batch.prefill_args, max_seqlen_q=longest)
-    count = min(_QUERIES_CHECKED, longest)
-    pieces = sorted({0, (longest - count) // 2, longest - count})
-    visible = longest * (shape.context_len - longest) + longest * (longest + 1) // 2
+        calls[name] = functools.partial(getattr(baseline, shape.op), *args, **options)
+    queries = shape.query_len
+    count = min(_QUERIES_CHECKED, queries)
+    pieces = sorted({0, (queries - count) // 2, queries - count})
+    visible = queries * (shape.context_len - queries) + queries * (queries + 1) // 2
     return Problem(
         num_bytes=_attention_bytes(shape, shape.batch * shape.context_len),
         flops=4 * shape.batch * visible * shape.num_q_heads * shape.head_dim,
         implementations=calls,
-        check=_judge(
-            "paged_prefill_attention",
-            batch,
-            [(seq, first, count) for seq in some_of(shape.batch)[::2] for first in pieces],
-            **scales,
-        ),
-        eager_only=frozenset(n for n, baseline in BASELINES.items() if baseline.prefill_syncs),
+        check=_judge(op, batch, list(itertools.product(seqs, pieces, [count])), **scales),
+        eager_only=frozenset(eager_only),
     )
 
 
 def cascade_problem(shape: Shape, device: torch.device) -> Problem:
     """Decode of sequences that share their first prefix_len tokens, which fill whole blocks."""
-    import torch
-
-    from kernels import paged_decode_attention, shared_prefix_decode_attention
-    from kernels.testing.accuracy import bits
-    from kernels.testing.inputs import PagedBatch
-
     if shape.prefix_len % shape.block_size:
         raise ValueError(
             f"prefix_len: needs a multiple of block_size={shape.block_size}, got {shape.prefix_len}"
@@ -227,20 +187,16 @@ def cascade_problem(shape: Shape, device: torch.device) -> Problem:
     )
     groups = torch.tensor([0, shape.batch], dtype=torch.int32, device=device)
     scales = scales_of(shape)
+    rows = [(seq, 0, 1) for seq in some_of(shape.batch)]
     shared = (own.q, *caches, prefix_table, prefix.context_lens, groups)
     return Problem(
         num_bytes=_attention_bytes(shape, shape.prefix_len + shape.batch * suffix_len),
         flops=4 * shape.batch * shape.context_len * shape.num_q_heads * shape.head_dim,
         implementations={
-            OURS: lambda: shared_prefix_decode_attention(
+            OURS: lambda: kernels.shared_prefix_decode_attention(
                 *shared, own.block_tables, own.context_lens, **scales
             ),
-            "paged_decode": lambda: paged_decode_attention(*whole.decode_args, **scales),
+            "paged_decode": lambda: kernels.paged_decode_attention(*whole.decode_args, **scales),
         },
-        check=_judge(
-            "paged_decode_attention",
-            whole,
-            [(seq, 0, 1) for seq in some_of(shape.batch)],
-            **scales,
-        ),
+        check=_judge("paged_decode_attention", whole, rows, **scales),
     )

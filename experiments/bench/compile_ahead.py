@@ -17,7 +17,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from experiments.bench.kernel_problems import OPS
 from experiments.bench.problem import OURS, Shape
 from experiments.bench.tiles import with_tile
 
@@ -110,5 +109,7 @@ def compile_job(job: Job, arch: int, num_multiprocessors: int) -> int:
 def launch_on_meta(shape: Shape) -> None:
     """Call our op for ``shape`` on its problem's inputs, made of meta tensors."""
     import torch
+
+    from experiments.bench.kernel_problems import OPS
 
     OPS[shape.op](shape, torch.device("meta")).implementations[OURS]()

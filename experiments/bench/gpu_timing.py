@@ -4,24 +4,22 @@ Every sample starts with a cold L2: a buffer larger than it is overwritten first
 `triton.testing.do_bench` does (`do_bench_cudagraph` does not).  With ``launch="graph"`` the work is
 captured in a CUDA graph and a sample is one replay, so that neither launches nor Python are in the
 time; with ``launch="eager"`` a sample is a call on a GPU that has nothing else to do, so that both
-are.  Times are of the device's clock, between two
-events.  Without a CUDA device there are no times.
+are.  Times are of the device's clock, between two events.
+Without a CUDA device there are no times.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import numpy as np
+import torch
 
-Launch = Literal["graph", "eager"]
-Ceiling = Literal["copy", "device_to_host", "host_to_device"]
+from experiments.bench.problem import Ceiling, Launch
 
 _MIN_SAMPLES, _MAX_SAMPLES = 7, 300
 _FLUSH_BYTES = 256 * 2**20
@@ -56,8 +54,6 @@ def time_call(
     are taken.  Raises RuntimeError without a CUDA device, and for a graph of work that cannot be
     captured.
     """
-    import torch
-
     if not torch.cuda.is_available():
         raise RuntimeError("there is no CUDA device to time on")
     for _ in range(2):  # compile, and load modules
@@ -99,29 +95,17 @@ def measure(
             call()
             end.record()
         synchronize()
-        return [start.elapsed_time(end) for start, end in pairs], pairs[0][0].elapsed_time(
-            pairs[-1][1]
-        )
+        return [start.elapsed_time(end) for start, end in pairs], pairs[0][0].elapsed_time(end)
 
     _, total_ms = sample(3)
     per_sample = max(total_ms / 3, 1e-3)
     count = max(_MIN_SAMPLES, min(_MAX_SAMPLES, int(budget_ms / per_sample)))
     times, _ = sample(count)
-    return Times(*(1e3 * _quantile(times, q) for q in (0.2, 0.5, 0.8)), samples=count)
-
-
-def _quantile(values: list[float], q: float) -> float:
-    """Linear interpolation between order statistics, as NumPy's default."""
-    ordered = sorted(values)
-    place = q * (len(ordered) - 1)
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+    quantiles = 1e3 * np.quantile(times, (0.2, 0.5, 0.8))
+    return Times(*map(float, quantiles), samples=count)
 
 
 def _captured(call: Callable[[], object]) -> Callable[[], None]:
-    import torch
-
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
@@ -130,8 +114,6 @@ def _captured(call: Callable[[], object]) -> Callable[[], None]:
 
 @functools.lru_cache(maxsize=1)
 def _l2_buffer() -> torch.Tensor:
-    import torch
-
     l2_bytes = torch.cuda.get_device_properties().L2_cache_size
     return torch.zeros(max(_FLUSH_BYTES, 4 * l2_bytes), dtype=torch.int8, device="cuda")
 
@@ -142,8 +124,6 @@ def copy_bandwidth(ceiling: Ceiling = "copy") -> float:
 
     On the device bytes read and bytes written both count.
     """
-    import torch
-
     num_elements = (_COPIED_BYTES if ceiling == "copy" else _TRANSFERRED_BYTES) // 2
     on_device = torch.empty(num_elements, dtype=torch.bfloat16, device="cuda").normal_()
     if ceiling == "copy":
@@ -162,8 +142,6 @@ def copy_bandwidth(ceiling: Ceiling = "copy") -> float:
 @functools.lru_cache(maxsize=1)
 def matmul_rate() -> float:
     """FLOP per second of an 8192 x 8192 x 8192 bf16 matrix product of random data."""
-    import torch
-
     size = _MATMUL_SIZE
     a, b = (torch.randn(size, size, device="cuda").bfloat16() for _ in range(2))
     out = torch.empty_like(a)
@@ -185,8 +163,6 @@ def timed_columns(
     num_bytes, flops: the fewest that the call must move and do.  The peaks are what a copy and a
     matrix product reached on this card in this process, the fractions are shares of them.
     """
-    import torch
-
     columns = {"launch": launch, "l2": "cold", "bytes": num_bytes, "flops": flops, **NO_TIMES}
     names = ("gb_per_s", "tflop_per_s", "peak_gb_per_s", "peak_tflop_per_s")
     columns |= dict.fromkeys((*names, "bandwidth_fraction", "matmul_fraction"))
@@ -210,8 +186,6 @@ def timed_columns(
 @contextlib.contextmanager
 def out_of_memory_is(error: type[Exception]):
     """Turns the device's running out of memory into ``error``, and frees what is cached."""
-    import torch
-
     try:
         yield
     except torch.OutOfMemoryError as reason:

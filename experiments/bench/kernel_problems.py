@@ -9,13 +9,13 @@ at a shape, checked and timed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
+
+import torch
 
 from experiments.bench import gpu_timing
-from experiments.bench.attention_problems import cascade_problem, decode_problem, prefill_problem
-from experiments.bench.gpu_timing import Launch
+from experiments.bench.attention_problems import attention_problem, cascade_problem
 from experiments.bench.layer_problems import gate_problem, norm_problem
 from experiments.bench.move_problems import (
     copy_problem,
@@ -24,22 +24,21 @@ from experiments.bench.move_problems import (
     swap_out_problem,
 )
 from experiments.bench.problem import (
-    OnHeads,
+    Launch,
     Problem,
     Shape,
     WrongResult,
+    accuracy_columns,
     dtypes,
     is_fp8,
     use_device,
 )
-from experiments.harness import Options, Unavailable
-
-if TYPE_CHECKING:
-    import torch
+from experiments.harness import Unavailable
+from kernels.testing.baselines import BASELINES
 
 OPS: dict[str, Callable[[Shape, torch.device], Problem]] = {
-    "decode": decode_problem,
-    "prefill": prefill_problem,
+    "decode": attention_problem,
+    "prefill": attention_problem,
     "cascade": cascade_problem,
     "store": store_problem,
     "copy": copy_problem,
@@ -53,11 +52,7 @@ OPS: dict[str, Callable[[Shape, torch.device], Problem]] = {
 
 def refusal(shape: Shape, implementation: str) -> str | None:
     """Why an implementation cannot serve a shape here, or None; no problem need be made for it."""
-    import torch
-
     device = use_device()
-    from kernels.testing.baselines import BASELINES
-
     if implementation in BASELINES:
         dtype, kv_dtype = dtypes(shape)
         q = torch.empty(1, shape.num_q_heads, shape.head_dim, dtype=dtype, device=device)
@@ -83,8 +78,6 @@ def problem_of(shape: Shape) -> Problem:
 
 def release() -> None:
     """Free the device memory of the last problem."""
-    import torch
-
     _kept.clear()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -121,45 +114,6 @@ def run(
     return {
         **shape.columns(),
         "implementation": implementation,
-        "error": accuracy.error,
-        "eager_error": accuracy.eager_error,
-        "bound": accuracy.bound,
+        **accuracy_columns(accuracy),
         **times,
     }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Timed(Options):
-    """A cell: an implementation at a shape, checked and timed."""
-
-    shape: Shape
-    implementation: str
-    launch: Launch
-    budget_ms: float
-
-    @property
-    def group(self) -> tuple[str, ...]:
-        return (self.shape.op,)
-
-
-def timed_cells(
-    options: OnHeads,
-    shape: Shape,
-    implementations: Iterable[str],
-    launches: Iterable[Launch] = ("graph",),
-) -> Iterator[Timed]:
-    """The cells of one shape."""
-    for implementation in implementations:
-        for launch in launches:
-            yield Timed(
-                seed=options.seed,
-                shape=shape,
-                implementation=implementation,
-                launch=launch,
-                budget_ms=options.budget_ms,
-            )
-
-
-def run_timed(cell: Timed) -> list[dict[str, Any]]:
-    """The row of a cell."""
-    return [run(cell.shape, cell.implementation, launch=cell.launch, budget_ms=cell.budget_ms)]

@@ -6,34 +6,9 @@ and only what the result needs: no masked keys, no padding of head_dim or of til
 but the products of attention, the weighted sums of merges, rotations, norms and activations: the
 noise of sampling, about 60 instructions a token of the vocabulary, is not counted.
 
-With D the head dim, Hq and Hkv the query and KV heads, B sequences, L tokens of context, n splits,
-e_x the bytes of an element of x, a state D + 1 numbers of fp32, and an output an element of the
-result of the op:
-
-    kernel                    outputs          bytes                                    operations
-    paged_decode              B Hq D           2 B L Hkv D e_kv + B Hq D (e_q + e_out)   4 B L Hq D
-      one of n splits                          e_out D becomes n states
-    merge_splits              B Hq D           B Hq (n states + D e_out)                2 B Hq n D
-    paged_prefill, q queries  B q Hq D         2 B L Hkv D e_kv + B q Hq D (e_q + e_out) 4 B p Hq D
-      p = q (L - q) + q (q + 1) / 2 pairs of a query and a key that it sees
-      one of n splits                          e_out D becomes n states
-    shared_prefix             B Hq D           2 L Hkv D e_kv + B Hq (D e_q + n states)  4 B L Hq D
-    merge_attention_states    T H D            T H (2 (D e_a + 4) + D e_out + 4)            4 T H D
-    store_kvcache             2 T Hkv D        T Hkv D (e_key + e_value + 2 e_kv) + T e_slot      0
-    rope_store_kvcache        T (Hq + 2 Hkv) D the same + 2 T Hq D e_q + rotation   3 T (Hq + Hkv) R
-      with norms               and 2 D e_weight                      and 4 T (Hq + Hkv) D
-    apply_rotary_embedding    T H D            T H D (e_x + e_out) + rotation                3 T H R
-      rotation = T (R e_cos + e_position), R the rotated dims: cos and sin of one position per token
-    add_rms_norm              T H, or 2 T H    (2 or 4) T H e + H e_weight   (4 or 5) T H
-      of rows of H; the larger with a residual
-    gated_activation          T I              3 T I e, of rows of I                         8 T I
-    copy_blocks, swap_blocks  elements copied  2 e per element (swap: e, by the link to the host) 0
-    slot_mapping              T                T (e_position + e_seq + 8) + 4 T / block size      0
-    sample_tokens, V tokens   B                B (V e_logit + 8 n) + what is given per row        0
-    merge_samples             B                B (8 n + 8)                                        0
-
-Attention also reads one 4-byte block id per block.  Windows are taken to be no shorter than the
-context, so that options cost no work that counts.
+Splits of a sequence are merged by way of states, head_dim + 1 numbers of fp32 each.  Attention also
+reads one 4-byte block id per block.  Windows are taken to be no shorter than the context, so that
+options cost no work that counts.
 """
 
 from __future__ import annotations

@@ -6,29 +6,21 @@ Results are compared with fp64 for some tokens.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
 
 from experiments.bench.problem import OURS, Problem, Shape, dtypes, generator_of, some_of
-
-if TYPE_CHECKING:
-    import torch
-
-    from kernels.testing.accuracy import Accuracy
+from kernels import add_rms_norm, gated_activation, reference
+from kernels.testing.accuracy import Accuracy, accuracy
 
 
 def _halves(shape: Shape, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Two halves of the rows of ``batch`` tokens, (batch, width) each, random."""
-    import torch
-
     rows = torch.empty(shape.batch, 2 * width, dtype=dtypes(shape)[0], device=device)
     return rows.normal_(generator=generator_of(shape, device)).chunk(2, dim=1)
 
 
 def norm_problem(shape: Shape, device: torch.device) -> Problem:
     """``batch`` rows added to the residual stream in place, and its RMSNorm."""
-    from kernels import add_rms_norm, reference
-    from kernels.testing.accuracy import accuracy
-
     hidden_size = shape.num_q_heads * shape.head_dim
     x, start = _halves(shape, hidden_size, device)
     residual, weight = start.clone(), x[0].contiguous()
@@ -56,11 +48,6 @@ def norm_problem(shape: Shape, device: torch.device) -> Problem:
 
 def gate_problem(shape: Shape, device: torch.device) -> Problem:
     """SwiGLU of ``batch`` rows of a fused projection."""
-    import torch
-
-    from kernels import gated_activation, reference
-    from kernels.testing.accuracy import accuracy
-
     parts = _halves(shape, 3 * shape.num_q_heads * shape.head_dim, device)
     some = some_of(shape.batch)
 

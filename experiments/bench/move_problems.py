@@ -9,7 +9,9 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from experiments.bench.problem import (
     FP8_SCALE,
@@ -22,18 +24,12 @@ from experiments.bench.problem import (
     scales_of,
     some_of,
 )
-
-if TYPE_CHECKING:
-    import torch
-
-    from kernels.testing.accuracy import Accuracy
+from kernels import copy_blocks, reference, store_kvcache, swap_blocks
+from kernels.testing.accuracy import Accuracy, bits
 
 
 def _exact(pairs: Callable[[], list[tuple[torch.Tensor, torch.Tensor]]]) -> Callable:
     """A check of moved memory: the tensors of each pair agree bit for bit."""
-    import torch
-
-    from kernels.testing.accuracy import Accuracy, bits
 
     def check(_: object) -> Accuracy:
         if torch.cuda.is_available():  # for the host to read what has been copied
@@ -46,11 +42,6 @@ def _exact(pairs: Callable[[], list[tuple[torch.Tensor, torch.Tensor]]]) -> Call
 
 def store_problem(shape: Shape, device: torch.device) -> Problem:
     """``batch`` tokens to random slots among twice as many."""
-    import torch
-
-    from kernels import reference, store_kvcache
-    from kernels.testing.accuracy import bits
-
     dtype, kv_dtype = dtypes(shape)
     generator = generator_of(shape, device)
     elements = shape.block_size * shape.num_kv_heads * shape.head_dim
@@ -93,7 +84,6 @@ def _moved_blocks(
     shape: Shape, source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor
 ) -> dict[str, Any]:
     """Bytes, check and reset of ops that copy whole blocks."""
-    from kernels.testing.accuracy import bits
 
     @functools.cache
     def some() -> list[list[int]]:
@@ -112,18 +102,12 @@ def _moved_blocks(
 
 
 def _block_cache(shape: Shape, num_blocks: int, device, **options: Any) -> torch.Tensor:
-    import torch
-
     sizes = (2, shape.num_layers, num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
     return torch.empty(sizes, dtype=dtypes(shape)[1], device=device, **options)
 
 
 def copy_problem(shape: Shape, device: torch.device) -> Problem:
     """``batch`` blocks of every layer copied to others of the same cache."""
-    import torch
-
-    from kernels import copy_blocks
-
     elements = shape.block_size * shape.num_kv_heads * shape.head_dim * 2 * shape.num_layers
     num_blocks = max(2 * shape.batch, -(-shape.min_cache_elements // elements))
     generator = generator_of(shape, device)
@@ -144,10 +128,6 @@ def copy_problem(shape: Shape, device: torch.device) -> Problem:
 
 def _swap(shape: Shape, device: torch.device, *, out: bool) -> Problem:
     """``batch`` blocks of every layer to pinned host memory, or from there."""
-    import torch
-
-    from kernels import swap_blocks
-
     generator = generator_of(shape, device)
     on_gpu = fill_normal(_block_cache(shape, 2 * shape.batch, device), generator)
     host = "meta" if device.type == "meta" else "cpu"

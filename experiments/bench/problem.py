@@ -1,13 +1,17 @@
-"""What the problems of the GPU experiments are made of; see ``kernel_problems.py``."""
+"""What the GPU experiments time: ops at shapes, and cells of them; see ``kernel_problems.py``.
+
+This file imports neither torch nor kernels, so that experiments are listed at once and
+TRITON_INTERPRET can be set before; the other files on problems do, and are imported by cells.
+"""
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from experiments.bench.gpu_timing import Ceiling
 from experiments.harness import Count, Options, Positive, Unavailable
 
 if TYPE_CHECKING:
@@ -15,6 +19,8 @@ if TYPE_CHECKING:
 
     from kernels.testing.accuracy import Accuracy
 
+Launch = Literal["graph", "eager"]
+Ceiling = Literal["copy", "device_to_host", "host_to_device"]
 OURS = "pagelab"
 """What our kernels are called among the implementations."""
 FP8_SCALE = 1 / 64
@@ -81,6 +87,44 @@ class OnHeads(Options):
         return Shape(op=op, **{name: getattr(self, name) for name in names}, **sizes)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Timed(Options):
+    """A cell: an implementation at a shape, checked and timed."""
+
+    shape: Shape
+    implementation: str
+    launch: Launch
+    budget_ms: float
+
+    @property
+    def group(self) -> tuple[str, ...]:
+        return (self.shape.op,)
+
+
+def timed_cells(
+    options: OnHeads,
+    shape: Shape,
+    implementations: Iterable[str],
+    launches: Iterable[Launch] = ("graph",),
+) -> Iterator[Timed]:
+    """The cells of one shape."""
+    given = {"seed": options.seed, "shape": shape, "budget_ms": options.budget_ms}
+    for implementation, launch in itertools.product(implementations, launches):
+        yield Timed(implementation=implementation, launch=launch, **given)
+
+
+def run_timed(cell: Timed) -> list[dict[str, Any]]:
+    """The row of a cell."""
+    use_device()
+    from experiments.bench import kernel_problems
+
+    return [
+        kernel_problems.run(
+            cell.shape, cell.implementation, launch=cell.launch, budget_ms=cell.budget_ms
+        )
+    ]
+
+
 @dataclass
 class Problem:
     """An op at a shape."""
@@ -110,6 +154,11 @@ class Problem:
             return self.check(self.implementations[implementation]())
         except NotImplementedError as error:
             raise Unavailable(f"{implementation}: {error}") from error
+
+
+def accuracy_columns(accuracy: Accuracy) -> dict[str, float]:
+    """As columns of a table."""
+    return {name: getattr(accuracy, name) for name in ("error", "eager_error", "bound")}
 
 
 def use_device() -> torch.device:

@@ -11,17 +11,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from experiments import style
-from experiments.bench.kernel_problems import Timed, run_timed, timed_cells
-from experiments.bench.problem import OURS, OnHeads
+from experiments.bench.problem import OURS, OnHeads, Timed, run_timed, timed_cells
 from experiments.harness import Count, Experiment
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
 
 PLAIN = "paged_decode"
 
@@ -55,38 +48,19 @@ def cells(options: Cascade) -> Iterator[Timed]:
         yield from timed_cells(options, shape, (OURS, PLAIN))
 
 
-def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
-    """The figure cascade: latency of both, and how much faster the shared prefix makes it."""
-    rows = rows[rows["p50_us"].notna()]
-    if rows.empty:
-        return []
-    with style.figures():
-        return style.save(_draw(rows), folder, "cascade")
-
-
-_LINES = [
-    {"color": style.BLUE, "marker": "o"},
-    {"color": style.ORANGE, "marker": "s"},
-    {"color": style.GREEN, "marker": "^"},
-    {"color": style.RED, "marker": "v"},
-    {"color": style.PINK, "marker": "D"},
-    {"color": style.GREY, "marker": "P"},
-]
-
-
-def _draw(rows: pd.DataFrame) -> Figure:
+def _draw(rows: style.DataFrame) -> style.Figure:
+    """Latency of both, and how much faster the shared prefix makes it."""
     figure, (latency, speedup), _ = style.panel_grid(2, height=2.6, columns=2)
     times = rows.pivot_table("p50_us", ["batch", "prefix_len"], "implementation")
-    for index, (batch, of_batch) in enumerate(times.groupby(level="batch")):
-        look = _LINES[index % len(_LINES)]
+    times = times.reindex(columns=[OURS, PLAIN])
+    looks = style.lines_of(times.index.unique("batch"))
+    for batch, of_batch in times.groupby(level="batch"):
         of_batch = of_batch.droplevel("batch")
-        if OURS in of_batch:
-            latency.plot(of_batch[OURS], label=f"batch {batch}", **look)
-        if PLAIN in of_batch:
-            hollow = {**look, "linestyle": "dotted", "markerfacecolor": "white"}
-            latency.plot(of_batch[PLAIN], **hollow)
-        if {OURS, PLAIN} <= set(of_batch):
-            speedup.plot(of_batch[PLAIN] / of_batch[OURS], label=f"batch {batch}", **look)
+        look = looks[batch] | {"linestyle": "solid", "label": f"batch {batch}"}
+        hollow = look | {"linestyle": "dotted", "markerfacecolor": "white", "label": None}
+        latency.plot(of_batch[OURS], **look)
+        latency.plot(of_batch[PLAIN], **hollow)
+        speedup.plot(of_batch[PLAIN] / of_batch[OURS], **look)
         # What reading less can bring at most: the bytes of plain decode over those of cascade.
         shape = rows[(rows["batch"] == batch) & (rows["implementation"] == OURS)]
         kv_bytes = shape["bytes"] + (batch - 1) * _prefix_bytes(shape)
@@ -99,12 +73,10 @@ def _draw(rows: pd.DataFrame) -> Figure:
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
         axis.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1024:g}K")
-        axis.set_xlabel("shared prefix (tokens)")
-    style.shared_legend(figure, columns=6)
-    return figure
+    return style.shared_legend(figure, xlabel="shared prefix (tokens)")
 
 
-def _prefix_bytes(rows: pd.DataFrame) -> pd.Series:
+def _prefix_bytes(rows: style.DataFrame) -> style.Series:
     """K and V of the prefix."""
     itemsize = rows["kv_dtype"].map({"float32": 4, "float8_e4m3fn": 1}).fillna(2)
     return 2 * rows["prefix_len"] * rows["num_kv_heads"] * rows["head_dim"] * itemsize
@@ -117,7 +89,7 @@ EXPERIMENT = Experiment(
     quick=Cascade(prefix_len=(1024, 8192, 32768), batch=(1, 16, 256), budget_ms=30.0),
     cells=cells,
     run_cell=run_timed,
-    plot=plot,
+    plot=style.plotter({"cascade": _draw}, measured="p50_us"),
     gpu="required",
     timed=True,
 )

@@ -15,51 +15,27 @@ import gc
 import random
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from experiments import style
-from experiments.bench import kernel_problems
 from experiments.bench.problem import use_device
-from experiments.harness import (
-    Axis,
-    Count,
-    Experiment,
-    Lengths,
-    Options,
-    Unavailable,
-    one_of,
-)
+from experiments.harness import Axis, Count, Experiment, Lengths, Options, Unavailable, one_of
 from experiments.load import engine_models
 
 if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
-
     from cache.serving.outputs import RequestOutput
     from models import LLM
 
 TEMPERATURE = 0.6
 LARGEST_TOKEN = 10_000
+_OURS = {"attention_backend": "triton", "cuda_graphs": True, "block_size": 16}
 _ENGINES = {
-    "triton, CUDA graphs": {"attention_backend": "triton", "cuda_graphs": True, "block_size": 16},
-    "triton, CUDA graphs, no overlap": {
-        "attention_backend": "triton",
-        "cuda_graphs": True,
-        "block_size": 16,
-        "overlap": False,
-    },
-    "triton, eager": {"attention_backend": "triton", "cuda_graphs": False, "block_size": 16},
-    "triton, CUDA graphs, block 256": {
-        "attention_backend": "triton",
-        "cuda_graphs": True,
-        "block_size": 256,
-    },
-    "flash_attn, CUDA graphs, block 256": {
-        "attention_backend": "flash_attn",
-        "cuda_graphs": True,
-        "block_size": 256,
-    },
+    "triton, CUDA graphs": _OURS,
+    "triton, CUDA graphs, no overlap": _OURS | {"overlap": False},
+    "triton, eager": _OURS | {"cuda_graphs": False},
+    "triton, CUDA graphs, block 256": _OURS | {"block_size": 256},
+    "flash_attn, CUDA graphs, block 256": _OURS
+    | {"attention_backend": "flash_attn", "block_size": 256},
 }
 
 
@@ -93,21 +69,17 @@ def requests(
 def run_cell(cell: EngineThroughput) -> list[dict[str, Any]]:
     import torch
 
-    kernel_problems.release()  # the engine takes what memory there is
     device = use_device()
     options = _ENGINES[cell.engine]
     if options["cuda_graphs"] and device.type != "cuda":
         raise Unavailable("CUDA graphs need a CUDA device")
-    try:
-        llm = engine_models.make_llm(
-            cell.model,
-            device=device,
-            max_num_seqs=cell.num_requests,
-            max_model_len=cell.max_model_len,
-            **options,
-        )
-    except ImportError as error:
-        raise Unavailable(f"{cell.engine}: {error}") from error
+    llm = engine_models.make_llm(
+        cell.model,
+        device=device,
+        max_num_seqs=cell.num_requests,
+        max_model_len=cell.max_model_len,
+        **options,
+    )
     try:
         return _serve(llm, cell)
     finally:
@@ -170,39 +142,25 @@ def _row(
     }
 
 
-def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
-    """The figure engine_throughput: output tokens per second, engine by engine."""
-    rows = rows[rows["seconds"].notna()]
-    if rows.empty:
-        return []
-    with style.figures():
-        return style.save(_draw(rows), folder, "engine_throughput")
+_LOOKS = {
+    "nothing cached": style.bar(style.BLUE),
+    "prompts cached": style.bar(style.ORANGE, "////"),
+}
 
 
-def _draw(rows: pd.DataFrame) -> Figure:
-    import matplotlib.pyplot as plt
-
-    engines = list(dict.fromkeys(rows["engine"]))
-    looks = {"nothing cached": (style.BLUE, ""), "prompts cached": (style.ORANGE, "////")}
-    figure, axis = plt.subplots(figsize=(5.2, 1.0 + 0.5 * len(engines)))
-    for index, (turn, (color, hatch)) in enumerate(looks.items()):
-        part = rows[rows["turn"] == turn]
-        places = [engines.index(engine) + 0.38 * (index - 0.5) for engine in part["engine"]]
-        bars = axis.barh(
-            places, part["output_tokens_per_s"], height=0.36, color=color, hatch=hatch,
-            edgecolor="black", lw=0.4, label=turn,
-        )  # fmt: skip
+def _draw(rows: style.DataFrame) -> style.Figure:
+    """Output tokens per second, engine by engine."""
+    rates = rows.pivot(index="engine", columns="turn", values="output_tokens_per_s")
+    rates = rates.loc[rows["engine"].unique()]
+    figure, (axis,), _ = style.panel_grid(1, width=5.2, height=0.5 + 0.5 * len(rates))
+    style.bars(axis, rates, _LOOKS, horizontal=True)
+    for bars in axis.containers:
         axis.bar_label(bars, fmt="{:,.0f}", padding=2, fontsize=6)
-    axis.set_yticks(range(len(engines)), engines)
-    axis.invert_yaxis()
+    style.name_rows(axis, rates.index)
     axis.margins(x=0.12)
-    first = rows.iloc[0]
-    axis.set_xlabel(
-        f"output tokens per second ({first['model']}, {first['requests']} requests at once)"
-    )
-    axis.grid(axis="y", visible=False)
-    style.shared_legend(figure, columns=2)
-    return figure
+    model, count = rows[["model", "requests"]].iloc[0]
+    axis.set_xlabel(f"output tokens per second ({model}, {count} requests at once)")
+    return style.shared_legend(figure, columns=2)
 
 
 EXPERIMENT = Experiment(
@@ -213,7 +171,7 @@ EXPERIMENT = Experiment(
         engine=("triton, CUDA graphs", "triton, eager"), num_requests=32, lengths=(32, 128)
     ),
     run_cell=run_cell,
-    plot=plot,
+    plot=style.plotter({"engine_throughput": _draw}, measured="seconds"),
     gpu="required",
     timed=True,
 )

@@ -37,14 +37,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.bench.compile_ahead import CompileAhead, jobs_of
 from experiments.gpu import kernel_latency, tile_sweep
-from experiments.harness import (
-    Experiment,
-    LastingWorker,
-    Options,
-    OptionsError,
-    plot_results,
-    run_sweep,
-)
+from experiments.harness import Experiment, Options, OptionsError, Workers, plot_results, run_sweep
 from experiments.harness.environment import cuda_available, describe
 from experiments.harness.store import write_atomically
 from experiments.harness.workers import Outcome, Task
@@ -185,13 +178,7 @@ STAGES: tuple[Stage, ...] = (
             "latency_implementation": ("pagelab",),
         },
     ),
-    Stage(
-        "engine_throughput",
-        "gpu.engine_throughput",
-        {},
-        None,
-        fills_gpu=True,
-    ),
+    Stage("engine_throughput", "gpu.engine_throughput", {}, None, fills_gpu=True),
     Stage(
         "eager_decode",
         "gpu.kernel_latency",
@@ -237,7 +224,7 @@ class GpuPass:
         environment = json.dumps(describe(any_device, command), indent=2, ensure_ascii=False)
         write_atomically(self.out / "environment.json", environment + "\n")
         stages = [stage for stage in stages if not (self.tiny and stage.tiny is None)]
-        with LastingWorker(self.deadline, _CELL_LIMIT_S) as worker, self._compiling(stages):
+        with Workers(1, self.deadline, _CELL_LIMIT_S) as worker, self._compiling(stages):
             for stage in stages:
                 if time.monotonic() >= self.deadline:
                     self.say(f"{stage.name}: not reached")
@@ -271,7 +258,7 @@ class GpuPass:
         with (self.out / "summary.txt").open("a") as summary:
             print(line, file=summary)
 
-    def _run_stage(self, stage: Stage, worker: LastingWorker) -> None:
+    def _run_stage(self, stage: Stage, worker: Workers) -> None:
         def execute(tasks: Sequence[Task]) -> Generator[Outcome]:
             yield from (self._settled[task.key] for task in tasks if task.key in self._settled)
             for outcome in worker([task for task in tasks if task.key not in self._settled]):
@@ -383,8 +370,7 @@ def digest(rows: pd.DataFrame) -> str:
 def main(arguments: Sequence[str]) -> int:
     """The command line; returns 1 if a cell failed or a row is wrong, 2 without a device."""
     parser = argparse.ArgumentParser(
-        prog="python -m experiments gpu-pass",
-        description=__doc__.split("\n\n")[1],
+        prog="python -m experiments gpu-pass", description=__doc__.split("\n\n")[1]
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument("--minutes", type=float, default=9.0, help="time for everything")

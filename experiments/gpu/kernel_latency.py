@@ -17,22 +17,15 @@ first copy the context, in the time; see ``kernels/testing/baselines.py``.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
-from experiments import style
-from experiments.bench.gpu_timing import Launch
-from experiments.bench.kernel_problems import Timed, run_timed, timed_cells
-from experiments.bench.problem import OURS, OnHeads, Shape
+from experiments import quantiles, style
+from experiments.bench.problem import OURS, Launch, OnHeads, Shape, Timed, run_timed, timed_cells
 from experiments.harness import Count, Experiment, Needs
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 PARTS = ("decode", "prefill", "norm", "gate", "store", "copy", "swap_out", "swap_in")
 PAGED = (OURS, "flash_attn_2", "flash_attn_3", "flash_attn_4", "flashinfer", "torch_flash")
@@ -132,68 +125,38 @@ def _shapes(options: KernelLatency) -> Iterator[Shape]:
 
 
 _LOOKS = {
-    "flash_attn_2": {"color": style.RED, "marker": "s"},
-    "gather_flash_attn_2": {"color": style.RED, "marker": "s", "linestyle": "dotted"},
-    "flash_attn_3": {"color": style.ORANGE, "marker": "^"},
-    "flash_attn_4": {"color": style.PINK, "marker": "v"},
-    "flashinfer": {"color": style.SKY, "marker": "h"},
-    "torch_flash": {"color": style.GREEN, "marker": "D"},
-    "gather_torch_flash": {"color": style.GREEN, "marker": "D", "linestyle": "dotted"},
-    "gather_sdpa": {"color": style.SKY, "marker": "P", "linestyle": "dotted"},
-    "gather_naive": {"color": style.GREY, "marker": "X", "linestyle": "dotted"},
-    "torch_index_put": {"color": style.RED, "marker": "s"},
-    "memcpy": {"color": style.GREEN, "marker": "D"},
-    "torch": {"color": style.ORANGE, "marker": "^"},
+    "flash_attn_2": style.line(style.RED, "s"),
+    "gather_flash_attn_2": style.line(style.RED, "s", "dotted", fill=False),
+    "flash_attn_3": style.line(style.ORANGE, "^"),
+    "flash_attn_4": style.line(style.PINK, "v"),
+    "flashinfer": style.line(style.SKY, "h"),
+    "torch_flash": style.line(style.GREEN, "D"),
+    "gather_torch_flash": style.line(style.GREEN, "D", "dotted", fill=False),
+    "gather_sdpa": style.line(style.SKY, "P", "dotted", fill=False),
+    "gather_naive": style.line(style.GREY, "X", "dotted", fill=False),
+    "torch_index_put": style.line(style.RED, "s"),
+    "memcpy": style.line(style.GREEN, "D"),
+    "torch": style.line(style.ORANGE, "^"),
 }
-_OURS = (
-    {"color": style.BLUE, "marker": "o"},
-    {"color": style.BLACK, "marker": "o", "linestyle": "dashed"},
-)
-_FP8 = {"color": style.PINK, "marker": "*", "linestyle": "dashdot"}
+"""Hollow markers say that the copy of the context is in the time."""
+_OURS = (style.line(style.BLUE, "o"), style.line(style.BLACK, "o", "dashed"))
+_FP8 = style.line(style.PINK, "*", "dashdot")
 
 
-def lines(rows: pd.DataFrame) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
-    """Look with label, and rows, of each implementation and block size; ours come last, on top.
-
-    A hollow marker says that the copy of the context is in the time.
-    """
+def lines(rows: style.DataFrame) -> Iterator[tuple[dict[str, Any], style.DataFrame]]:
+    """Look with label, and rows, of each implementation and block size; ours come last, on top."""
     block_sizes = sorted(rows["block_size"].unique())
-    order = [name for name in (*_LOOKS, OURS) if name in set(rows["implementation"])]
-    for name in order:
+    for name in (*_LOOKS, OURS):
         of_name = rows[rows["implementation"] == name]
         for (block_size, kv_dtype), line in of_name.groupby(["block_size", "kv_dtype"]):
             look = _LOOKS.get(name) or _OURS[block_sizes.index(block_size) % 2]
             label = f"{name}, block {block_size}"
-            if name.startswith("gather"):
-                look = {**look, "markerfacecolor": "white"}
             if kv_dtype.startswith("float8"):
                 look, label = _FP8, f"{label}, fp8 cache"
             yield {**look, "label": label}, line
 
 
-def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
-    """The figures decode_latency, decode_bandwidth, prefill and moves, of what was timed, and
-    gpu_rates, of what the GPU can do at best."""
-    rows = rows[rows["p50_us"].notna()]
-    everything = rows
-    rows = rows[(rows["launch"] == "graph") | rows["implementation"].isin(_eager_only(rows))]
-    decode, prefill = (rows[rows["op"] == op] for op in ("decode", "prefill"))
-    moves = rows[rows["op"].isin(IMPLEMENTATIONS)]
-    written = []
-    with style.figures():
-        for name, part, draw in (
-            ("decode_latency", decode, _draw_latency),
-            ("decode_bandwidth", decode, _draw_bandwidth),
-            ("prefill", prefill, _draw_prefill),
-            ("moves", moves, _draw_moves),
-            ("gpu_rates", everything, _draw_rates),
-        ):
-            if len(part):
-                written += style.save(draw(part), folder, name)
-    return written
-
-
-def rates(rows: pd.DataFrame) -> pd.DataFrame:
+def rates(rows: style.DataFrame) -> style.DataFrame:
     """What the GPU did at best, as the cells measured it: columns what, value and unit."""
     import pandas as pd
 
@@ -205,12 +168,12 @@ def rates(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(found, columns=["what", "value", "unit"])
 
 
-def _draw_rates(rows: pd.DataFrame) -> Figure:
+def _draw_rates(rows: style.DataFrame) -> style.Figure:
     """A bar for each rate."""
     found = rates(rows)
     figure, axes, _ = style.panel_grid(found["unit"].nunique(), height=1.6, columns=2)
     for axis, (unit, part) in zip(axes, found.groupby("unit"), strict=True):
-        bars = axis.barh(part["what"], part["value"], color=style.SKY, edgecolor="black", lw=0.4)
+        bars = axis.barh(part["what"], part["value"], **style.bar(style.SKY))
         axis.bar_label(bars, fmt="{:,.0f}", padding=2, fontsize=6)
         axis.margins(x=0.2)
         axis.set_xlabel(unit)
@@ -218,80 +181,72 @@ def _draw_rates(rows: pd.DataFrame) -> Figure:
     return figure
 
 
-def _eager_only(rows: pd.DataFrame) -> set[str]:
-    captured = rows.loc[rows["launch"] == "graph", "implementation"]
-    return set(rows["implementation"]) - set(captured)
+def _drawer(draw: Callable[[style.DataFrame], style.Figure], *ops: str) -> Callable:
+    """What draws the rows of ``ops``, where they were timed, of those that a CUDA graph can
+    capture as its replays."""
+
+    def draw_ops(rows: style.DataFrame) -> style.Figure | None:
+        captured = rows.loc[rows["launch"] == "graph", "implementation"]
+        shown = (rows["launch"] == "graph") | ~rows["implementation"].isin(captured)
+        shown &= rows["op"].isin(ops)
+        return draw(rows[shown]) if shown.any() else None
+
+    return draw_ops
 
 
-def _draw_latency(rows: pd.DataFrame) -> Figure:
-    def draw(axis: Axes, look: dict[str, Any], line: pd.DataFrame) -> None:
-        axis.plot(line["batch"], line["p50_us"], **look)
-        axis.fill_between(
-            line["batch"], line["p20_us"], line["p80_us"], color=look["color"], alpha=0.15, lw=0
-        )
-
-    def bound(axis: Axes, rows: pd.DataFrame) -> None:
-        # Of the wider cache where two are drawn: fp8 may lie below.
-        best = rows.sort_values(["batch", "bytes"]).drop_duplicates("batch", keep="last")
-        fastest = best["bytes"] / best["peak_gb_per_s"] / 1e3
-        axis.plot(best["batch"], fastest, "k--", lw=1, label="bound: bytes at copy bandwidth")
-        axis.set_yscale("log")
-
-    return _by_context(rows, draw, bound, "latency (µs), p50 and p20 to p80")
-
-
-def _draw_bandwidth(rows: pd.DataFrame) -> Figure:
-    def draw(axis: Axes, look: dict[str, Any], line: pd.DataFrame) -> None:
-        axis.plot(line["batch"], 100 * line["bandwidth_fraction"], **look)
-
-    def bound(axis: Axes, rows: pd.DataFrame) -> None:
-        axis.axhline(100, color="black", ls="dashed", lw=1, label="bound: copy bandwidth")
-        axis.set_ylim(0, 110)
-
-    return _by_context(rows, draw, bound, "K, V, queries and output\n(% of copy bandwidth)")
-
-
-def _by_context(rows: pd.DataFrame, draw: Any, bound: Any, label: str) -> Figure:
+def _draw_decode(rows: style.DataFrame, *, bandwidth: bool) -> style.Figure:
+    """Latency or bandwidth, a panel per context."""
     contexts = sorted(rows["context_len"].unique())
     figure, axes, _ = style.panel_grid(len(contexts), height=1.9, sharex=True)
     for axis, context_len in zip(axes, contexts, strict=True):
         of_context = rows[rows["context_len"] == context_len]
         for look, line in lines(of_context):
-            draw(axis, look, line.sort_values("batch"))
-        bound(axis, of_context)
-        axis.set_xscale("log", base=2)
-        axis.xaxis.set_major_formatter("{x:g}")
+            if bandwidth:
+                style.curve(axis, line, "batch", "bandwidth_fraction", 100, **look)
+            else:
+                quantiles.band(axis, line, "batch", **look)
+        if bandwidth:
+            axis.axhline(100, **style.BOUND, label="bound: copy bandwidth")
+            axis.set_ylim(0, 110)
+        else:
+            # Of the wider cache where two are drawn: fp8 may lie below.
+            best = of_context.sort_values(["batch", "bytes"]).drop_duplicates("batch", keep="last")
+            fastest = best["bytes"] / best["peak_gb_per_s"] / 1e3
+            label = "bound: bytes at copy bandwidth"
+            axis.plot(best["batch"], fastest, **style.BOUND, label=label)
+            axis.set_yscale("log")
+        style.log_x(axis, base=2)
         axis.set_title(f"context {context_len:,} tokens")
-    figure.supxlabel("batch (sequences)", fontsize=8)
-    figure.supylabel(label, fontsize=8)
-    style.shared_legend(figure, columns=4)
-    return figure
+    label = (
+        "K, V, queries and output\n(% of copy bandwidth)"
+        if bandwidth
+        else "latency (µs), p50 and p20 to p80"
+    )
+    return style.shared_legend(figure, columns=4, xlabel="batch (sequences)", ylabel=label)
 
 
-def _draw_prefill(rows: pd.DataFrame) -> Figure:
-    import matplotlib.pyplot as plt
-
-    sizes = rows[["batch", "query_len", "context_len"]].drop_duplicates()
+def _draw_prefill(rows: style.DataFrame) -> style.Figure:
+    size = ["batch", "query_len", "context_len"]
+    sizes = rows[size].drop_duplicates()
     sizes = sizes.assign(cached=sizes["context_len"] > sizes["query_len"])
-    sizes = sizes.sort_values(["cached", "batch", "context_len"], ascending=[True, False, False])
-    places = {tuple(size[:3]): place for place, size in enumerate(sizes.itertuples(index=False))}
+    sizes = sizes.sort_values(["cached", "batch", "context_len"], ascending=[False, True, True])
+    sizes = sizes.assign(place=range(len(sizes)))
     names = [
-        f"{batch} x {new:,}" + (f" after {context - new:,}" if context > new else "")
-        for batch, new, context in places
+        f"{row.batch} x {row.query_len:,}"
+        + (f" after {row.context_len - row.query_len:,}" if row.cached else "")
+        for row in sizes.itertuples()
     ]
-    figure, axis = plt.subplots(figsize=(5.2, 1.2 + 0.33 * len(names)))
-    drawn = list(lines(rows))
+    figure, (axis,), _ = style.panel_grid(1, width=5.2, height=0.7 + 0.33 * len(names))
+    drawn = list(lines(rows.merge(sizes, on=size)))
     for index, (look, line) in enumerate(drawn):
-        size = line[["batch", "query_len", "context_len"]].itertuples(index=False, name=None)
-        beside = 0.5 * ((index + 0.5) / len(drawn) - 0.5)
-        heights = [places[values] + beside for values in size]
-        axis.plot(100 * line["matmul_fraction"], heights, **{**look, "linestyle": "none"})
-    axis.axvline(100, color="black", ls="dashed", lw=1, label="bound: bf16 matmul")
+        beside = 0.5 * (0.5 - (index + 0.5) / len(drawn))
+        look = {**look, "linestyle": "none"}
+        axis.plot(100 * line["matmul_fraction"], line["place"] + beside, **look)
+    axis.axvline(100, **style.BOUND, label="bound: bf16 matmul")
     axis.set(xlim=(0, 105), xlabel="operations of visible pairs (% of the measured matmul rate)")
-    axis.set_yticks(range(len(names)), names)
+    style.name_rows(axis, names)
     axis.set_ylabel("sequences x new tokens")
-    style.shared_legend(figure, columns=3)
-    return figure
+    return style.shared_legend(figure, columns=3)
 
 
 _MOVES = {
@@ -304,22 +259,19 @@ _MOVES = {
 }
 
 
-def _draw_moves(rows: pd.DataFrame) -> Figure:
+def _draw_moves(rows: style.DataFrame) -> style.Figure:
     blocks = rows["batch"] * rows["block_size"]
     rows = rows.assign(tokens=rows["batch"].where(rows["op"].isin(_TOKENS), blocks))
     ops = [op for op in _MOVES if op in set(rows["op"])]
     figure, axes, _ = style.panel_grid(len(ops), height=2.1, columns=2, sharey=True)
     for axis, op in zip(axes, ops, strict=True):
         for look, line in lines(rows[rows["op"] == op]):
-            line = line.sort_values("tokens")
-            axis.plot(line["tokens"], 100 * line["bandwidth_fraction"], **look)
-        axis.axhline(100, color="black", ls="dashed", lw=1, label="bound: measured copy")
+            style.curve(axis, line, "tokens", "bandwidth_fraction", 100, **look)
+        axis.axhline(100, **style.BOUND, label="bound: measured copy")
         axis.set(title=_MOVES[op], xlabel="tokens", ylim=(0, 115))
-        axis.set_xscale("log", base=4)
-        axis.xaxis.set_major_formatter("{x:g}")
-    figure.supylabel("bytes moved per second (% of the measured copy)", fontsize=8)
-    style.shared_legend(figure, columns=3)
-    return figure
+        style.log_x(axis, base=4)
+    ylabel = "bytes moved per second (% of the measured copy)"
+    return style.shared_legend(figure, columns=3, ylabel=ylabel)
 
 
 EXPERIMENT = Experiment(
@@ -336,7 +288,16 @@ EXPERIMENT = Experiment(
     ),
     cells=cells,
     run_cell=run_timed,
-    plot=plot,
+    plot=style.plotter(
+        {
+            "decode_latency": _drawer(functools.partial(_draw_decode, bandwidth=False), "decode"),
+            "decode_bandwidth": _drawer(functools.partial(_draw_decode, bandwidth=True), "decode"),
+            "prefill": _drawer(_draw_prefill, "prefill"),
+            "moves": _drawer(_draw_moves, *IMPLEMENTATIONS),
+            "gpu_rates": _draw_rates,
+        },
+        measured="p50_us",
+    ),
     gpu="required",
     timed=True,
 )

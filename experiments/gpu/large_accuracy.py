@@ -11,17 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from experiments import style
-from experiments.bench import gpu_timing, kernel_problems
-from experiments.bench.problem import OURS, Shape
+from experiments.bench.problem import OURS, Shape, accuracy_columns, use_device
 from experiments.harness import Axis, Count, Experiment, Options, Unavailable, grid
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
 
 FP8 = "float8_e4m3fn"
 PAST_32_BITS = 2**31 + 2**28
@@ -104,6 +98,9 @@ def _divided(sizes: dict[str, int], scale: int) -> dict[str, int]:
 
 
 def run_cell(cell: LargeAccuracyCell) -> list[dict[str, Any]]:
+    use_device()
+    from experiments.bench import gpu_timing, kernel_problems
+
     with gpu_timing.out_of_memory_is(Unavailable):
         problem = kernel_problems.problem_of(cell.shape)
         accuracy = problem.judged(cell.implementation)
@@ -112,46 +109,36 @@ def run_cell(cell: LargeAccuracyCell) -> list[dict[str, Any]]:
             **cell.shape.columns(),
             "implementation": cell.implementation,
             "past_32_bits": cell.shape.min_cache_elements > 2**31,
-            "error": accuracy.error,
-            "eager_error": accuracy.eager_error,
-            "bound": accuracy.bound,
+            **accuracy_columns(accuracy),
             "passed": accuracy.passed,
         }
     ]
 
 
-def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
-    """The figure large_accuracy: error over bound of the attention ops, op by op."""
-    with style.figures():
-        return style.save(_draw(rows), folder, "large_accuracy")
+_LOOKS = {
+    "bfloat16": style.dots(style.RED, "s"),
+    "float16": style.dots(style.BLUE, "o"),
+    FP8: style.dots(style.GREEN, "^"),
+}
 
 
-def _draw(rows: pd.DataFrame) -> Figure:
-    import matplotlib.pyplot as plt
-
-    looks = {
-        "bfloat16": {"color": style.RED, "marker": "s"},
-        "float16": {"color": style.BLUE, "marker": "o"},
-        FP8: {"color": style.GREEN, "marker": "^"},
-    }
+def _draw(rows: style.DataFrame) -> style.Figure:
+    """Error over bound, op by op."""
     names = [
         f"{row.op}{', > 32 bits' if row.past_32_bits else ''}, block {row.block_size}"
         for row in rows.itertuples()
     ]
-    rows = rows.assign(name=names)
     order = list(dict.fromkeys(names))
-    figure, axis = plt.subplots(figsize=(5.2, 1.0 + 0.2 * len(order)))
+    # An exact copy that is wrong has an infinite error: drawn at the edge.
+    ratio = (rows["error"] / rows["bound"]).clip(upper=2)
+    rows = rows.assign(place=[order.index(name) for name in names], ratio=ratio)
+    figure, (axis,), _ = style.panel_grid(1, width=5.2, height=0.5 + 0.2 * len(order))
     for kind, part in rows.groupby("kv_dtype", sort=False):
-        places = [order.index(name) for name in part["name"]]
-        # An exact copy that is wrong has an infinite error: drawn at the edge.
-        ratio = (part["error"] / part["bound"]).clip(upper=2)
-        axis.plot(ratio, places, ls="none", label=f"cache {kind}", **looks.get(kind, {}))
+        axis.plot(part["ratio"], part["place"], label=f"cache {kind}", **_LOOKS[kind])
     axis.axvline(1, color="black", ls="dashed", lw=1, label="bound")
-    axis.set_yticks(range(len(order)), order)
-    axis.invert_yaxis()
+    style.name_rows(axis, order)
     axis.set(xlim=(-0.05, 2.05), xlabel="kernel error / bound")
-    style.shared_legend(figure, columns=4)
-    return figure
+    return style.shared_legend(figure, columns=4)
 
 
 EXPERIMENT = Experiment(
@@ -161,6 +148,6 @@ EXPERIMENT = Experiment(
     quick=LargeAccuracy(dtype=("bfloat16",)),
     cells=cells,
     run_cell=run_cell,
-    plot=plot,
+    plot=style.plotter({"large_accuracy": _draw}),
     gpu="required",
 )

@@ -19,15 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from experiments.bench import kernel_problems
+import numpy as np
+
+from experiments import style
 from experiments.bench.problem import OURS, OnHeads, Shape, use_device
 from experiments.bench.tiles import TABLES, TILE, table_tile, with_tile
 from experiments.harness import Axis, Count, Experiment, Options, Positive, Unavailable, grid
 from experiments.harness.store import write_atomically
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from kernels.tiles import AttentionTile
 
 _SPLITS = {"splits": "chunks of decode", "prefill_splits": "chunks of prefill"}
@@ -124,6 +124,7 @@ def run_cell(cell: TileSweepCell) -> list[dict[str, Any]]:
     device = use_device()
     from triton.runtime.errors import OutOfResources
 
+    from experiments.bench import kernel_problems
     from kernels.tiles import force_target, target_of
 
     target = target_of(device)
@@ -154,7 +155,7 @@ def _table_splits(shape: Shape, tile: AttentionTile) -> int:
     return chunking(shape.num_kv_heads).most(shape.context_len, tile.tile_n)
 
 
-def relative_times(rows: pd.DataFrame, part: str) -> pd.DataFrame:
+def relative_times(rows: style.DataFrame, part: str) -> style.DataFrame:
     """Time of each tile over that of the table's choice: tiles by shapes, the fastest first.
 
     Tiles that failed at one of the shapes are left out.
@@ -168,13 +169,11 @@ def relative_times(rows: pd.DataFrame, part: str) -> pd.DataFrame:
     return relative.loc[_geometric_mean(relative).sort_values().index]
 
 
-def _geometric_mean(relative: pd.DataFrame) -> pd.Series:
-    import numpy as np
-
+def _geometric_mean(relative: style.DataFrame) -> style.Series:
     return np.exp(np.log(relative).mean(axis=1))
 
 
-def decision(rows: pd.DataFrame) -> str:
+def decision(rows: style.DataFrame) -> str:
     """What the table should decide here, as text."""
     first = rows.iloc[0]
     kind = f"head_dim {first['head_dim']}, {first['dtype']}"
@@ -218,7 +217,7 @@ def decision(rows: pd.DataFrame) -> str:
     return "\n".join(lines) + "\n"
 
 
-def plot(rows: pd.DataFrame, folder: Path) -> list[Path]:
+def plot(rows: style.DataFrame, folder: Path) -> list[Path]:
     """decision.md."""
     timed = rows[rows["p50_us"].notna()]
     if timed.empty:

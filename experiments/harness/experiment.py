@@ -96,13 +96,21 @@ def cell_id(experiment: str, cell: Options) -> str:
     return hashlib.sha256(document.encode()).hexdigest()[:24]
 
 
+def with_files(value: Any, change: Callable[[InputFile], InputFile]) -> Any:
+    """``value`` (a cell, or part of one) with ``change`` of each of its files in its place."""
+    if isinstance(value, InputFile):
+        return change(value)
+    if isinstance(value, (tuple, list)):
+        return tuple(with_files(item, change) for item in value)
+    if dataclasses.is_dataclass(value):
+        fields = (field.name for field in dataclasses.fields(value))
+        parts = {name: with_files(getattr(value, name), change) for name in fields}
+        return dataclasses.replace(value, **parts)
+    return value
+
+
 def input_files(value: Any) -> set[InputFile]:
     """Every file that ``value`` (a cell, or part of one) names."""
-    if isinstance(value, InputFile):
-        return {value}
-    if isinstance(value, (tuple, list)):
-        return set().union(*map(input_files, value))
-    if dataclasses.is_dataclass(value):
-        parts = (getattr(value, field.name) for field in dataclasses.fields(value))
-        return set().union(*map(input_files, parts))
-    return set()
+    found = []
+    with_files(value, lambda file: found.append(file) or file)
+    return set(found)

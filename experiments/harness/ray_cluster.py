@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from experiments.harness.environment import describe, device_slug
-from experiments.harness.experiment import Experiment, InputFile, input_files
+from experiments.harness.experiment import Experiment, InputFile, input_files, with_files
 from experiments.harness.private_folder import private_folder
 from experiments.harness.store import write_atomically
 from experiments.harness.workers import Outcome, Task, execute
@@ -155,18 +155,4 @@ def _execute(task: Task, files: list[InputFile], *contents: bytes) -> Outcome:
         if not path.exists():
             write_atomically(path, content)
         local[file] = InputFile(path, file.sha256)
-    return execute(dataclasses.replace(task, cell=_relocated(task.cell, local)))
-
-
-def _relocated(value: Any, local: dict[InputFile, InputFile]) -> Any:
-    """``value`` (a cell, or part of one) with its files where they are on this machine."""
-    if isinstance(value, InputFile):
-        return local[value]
-    if isinstance(value, tuple):
-        return tuple(_relocated(item, local) for item in value)
-    if dataclasses.is_dataclass(value):
-        parts = {
-            f.name: _relocated(getattr(value, f.name), local) for f in dataclasses.fields(value)
-        }
-        return dataclasses.replace(value, **parts)
-    return value
+    return execute(dataclasses.replace(task, cell=with_files(task.cell, local.__getitem__)))

@@ -85,77 +85,71 @@ def _plain(rows: Any) -> list[dict[str, Any]]:
 
 def run_locally(tasks: Sequence[Task], *, jobs: int) -> Generator[Outcome]:
     """Run ``tasks`` in up to ``jobs`` processes, which end with the generator."""
-    jobs = min(jobs, len(tasks))
-    threads = max(1, len(os.sched_getaffinity(0)) // jobs) if jobs else 1
-    waiting = _Waiting(tasks)
-    workers: list[_Worker] = []
-    try:
-        workers.extend(_Worker(threads) for _ in range(jobs))
-        for worker in workers:
-            worker.give(waiting.take(worker, workers))
-        while busy := {w.connection: w for w in workers if w.task is not None}:
-            for connection in wait(list(busy)):
-                worker = busy[connection]
-                outcome = worker.take_outcome()
-                yield outcome
-                if _is_spent(worker, outcome):
-                    worker.stop()
-                    workers.remove(worker)
-                    worker = _Worker(threads)
-                    workers.append(worker)
-                worker.give(waiting.take(worker, workers))
-    finally:
-        for worker in workers:
-            worker.stop()
+    with Workers(min(jobs, len(tasks))) as workers:
+        yield from workers(tasks)
 
 
-class LastingWorker:
-    """An executor of one process that goes on from sweep to sweep, with all that is set up in it.
+class Workers:
+    """An executor of ``jobs`` processes that go on from sweep to sweep, with all that is set up in
+    them.
 
-    deadline: when ``time.monotonic`` reaches it no task begins, and one that runs is given up; the
-    remaining tasks have no outcome.  limit_s: seconds after which a task is given up as failed: a
-    kernel may never end.  A context manager, which ends the process.
+    deadline: when ``time.monotonic`` reaches it no task begins, and those that run are given up;
+    they and the remaining tasks have no outcome.  limit_s: seconds after which a task is given up
+    as failed: a kernel may never end.  A context manager, which ends the processes.
     """
 
-    def __init__(self, deadline: float = float("inf"), limit_s: float = float("inf")) -> None:
-        self.deadline, self.limit_s = deadline, limit_s
-        self._worker: _Worker | None = None
+    def __init__(
+        self, jobs: int = 1, deadline: float = float("inf"), limit_s: float = float("inf")
+    ) -> None:
+        self.jobs, self.deadline, self.limit_s = jobs, deadline, limit_s
+        self._workers: list[_Worker] = []
 
-    def __enter__(self) -> LastingWorker:
+    def __enter__(self) -> Workers:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.end()
 
     def end(self) -> None:
-        """End the process, which gives up what it holds; the next task gets a fresh one."""
-        if self._worker is not None:
-            self._worker.stop()
-            self._worker = None
+        """End the processes, which gives up what they hold; later tasks get fresh ones."""
+        while self._workers:
+            self._workers.pop().stop()
 
     def __call__(self, tasks: Sequence[Task]) -> Generator[Outcome]:
-        if self._worker is not None and self._worker.task is not None:
+        if any(worker.task for worker in self._workers):
             self.end()  # a sweep was left while it ran
-        for task in tasks:
-            remaining = self.deadline - time.monotonic()
-            if remaining <= 0:
+        waiting = _Waiting(tasks)
+        self._give(waiting)
+        while busy := [worker for worker in self._workers if worker.task]:
+            limits = [worker.given_at + self.limit_s for worker in busy]
+            until = min(self.deadline, *limits)
+            timeout = None if until == float("inf") else max(0.0, until - time.monotonic())
+            ready = wait([worker.connection for worker in busy], timeout)
+            if not ready and time.monotonic() >= self.deadline:
+                self.end()
+            for worker, limit in zip(busy, limits, strict=True):
+                if worker.connection in ready:
+                    outcome = worker.take_outcome()
+                elif self._workers and time.monotonic() >= limit:
+                    outcome = worker.give_up(f"TimeoutError: no result after {self.limit_s:g} s")
+                else:
+                    continue
+                if _is_spent(worker, outcome):
+                    worker.stop()
+                    self._workers.remove(worker)
+                yield outcome
+            self._give(waiting)
+
+    def _give(self, waiting: _Waiting) -> None:
+        """A task to each process that has none, as long as there are any."""
+        threads = max(1, len(os.sched_getaffinity(0)) // max(1, self.jobs))
+        for number in range(self.jobs):
+            if not waiting.groups or time.monotonic() >= self.deadline:
                 return
-            if self._worker is None:
-                self._worker = _Worker(len(os.sched_getaffinity(0)))
-            worker = self._worker
-            worker.give(task)
-            timeout = min(remaining, self.limit_s)
-            if not worker.connection.poll(None if timeout == float("inf") else timeout):
-                self.end()
-                if remaining <= self.limit_s:
-                    return
-                message = f"TimeoutError: no result after {timeout:g} s"
-                yield Outcome(task.key, "failed", [], message, "", timeout)
-                continue
-            outcome = worker.take_outcome()
-            if _is_spent(worker, outcome):
-                self.end()
-            yield outcome
+            if number == len(self._workers):
+                self._workers.append(_Worker(threads))
+            if self._workers[number].task is None:
+                self._workers[number].give(waiting.take(self._workers[number], self._workers))
 
 
 def _is_spent(worker: _Worker, outcome: Outcome) -> bool:
@@ -172,26 +166,19 @@ class _Waiting:
         for task in reversed(tasks):
             self.groups.setdefault(task.cell.group, []).append(task)
 
-    def take(self, worker: _Worker, workers: list[_Worker]) -> Task | None:
-        """The best next task of ``worker``: of its own group, else the group that is most like
-        its own and least like those of the others, else one of the longest group."""
-        if not self.groups:
-            return None
+    def take(self, worker: _Worker, workers: list[_Worker]) -> Task:
+        """The best next task of ``worker``: of its own group, else of the group that is most like
+        its own and least like those of the others, else of the longest group."""
         others = [w.group for w in workers if w is not worker and w.group is not None]
-        untouched = [group for group in reversed(self.groups) if group not in others]
 
-        def fitness(group: tuple[str, ...]) -> tuple[int, int]:
-            return (
-                _common(group, worker.group or ()),
-                -max((_common(group, other) for other in others), default=0),
-            )
+        def fitness(group: tuple[str, ...]) -> tuple[int, ...]:
+            untouched = group not in others
+            like_own = _common(group, worker.group or ())
+            like_others = max((_common(group, other) for other in others), default=0)
+            rest = (like_own, -like_others) if untouched else (len(self.groups[group]), 0)
+            return (group == worker.group, untouched, *rest)
 
-        if worker.group in self.groups:
-            group = worker.group
-        elif untouched:
-            group = max(untouched, key=fitness)
-        else:
-            group = max(self.groups, key=lambda group: len(self.groups[group]))
+        group = max(reversed(self.groups), key=fitness)
         task = self.groups[group].pop()
         if not self.groups[group]:
             del self.groups[group]
@@ -217,27 +204,28 @@ class _Worker:
         self.task: Task | None = None
         self.group: tuple[str, ...] | None = None
         self.alive = True
-        self._given_at = 0.0
+        self.given_at = 0.0
 
-    def give(self, task: Task | None) -> None:
-        self.task = task
-        if task is not None:
-            self.group = task.cell.group
-            self._given_at = time.perf_counter()
-            with contextlib.suppress(BrokenPipeError):  # take_outcome sees it and tells
-                self.connection.send_bytes(pickle.dumps(task))
+    def give(self, task: Task) -> None:
+        self.task, self.group = task, task.cell.group
+        self.given_at = time.monotonic()
+        with contextlib.suppress(BrokenPipeError):  # take_outcome sees it and tells
+            self.connection.send_bytes(pickle.dumps(task))
 
     def take_outcome(self) -> Outcome:
         """The outcome of its task; a failure if the process has died."""
-        task, self.task = self.task, None
         try:
-            return self.connection.recv()
+            outcome, self.task = self.connection.recv(), None
+            return outcome
         except (EOFError, ConnectionResetError):
             self.process.join()
-            self.alive = False
-            message = f"its worker process died with exit code {self.process.exitcode}"
-            seconds = time.perf_counter() - self._given_at
-            return Outcome(task.key, "failed", [], message, "", seconds)
+            return self.give_up(f"its worker process died with exit code {self.process.exitcode}")
+
+    def give_up(self, message: str) -> Outcome:
+        """The failure of its task, after which the process serves no other."""
+        task, self.task, self.alive = self.task, None, False
+        seconds = time.monotonic() - self.given_at
+        return Outcome(task.key, "failed", [], message, "", seconds)
 
     def stop(self) -> None:
         self.process.kill()

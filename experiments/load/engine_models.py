@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
+import numpy as np
+
 import cache
 from experiments.harness import Count, Options, Unavailable, one_of
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from models import LLM, ModelConfig
 
 _FIELDS = (

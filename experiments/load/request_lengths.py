@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from experiments.harness import Unavailable
 from experiments.load import workloads
 from experiments.load.workloads import Source
@@ -41,8 +43,6 @@ def sample(source: Source, num_requests: int, *, max_tokens: int | None = None) 
     Those of more than ``max_tokens`` prompt and output tokens are left out before.  Raises
     Unavailable if none remains.
     """
-    import numpy as np
-
     trace = workloads.load(source)
     allowed = trace.output_lengths <= MAX_OUTPUT_TOKENS
     if max_tokens is not None:

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from cache import Trace
 from cache.serving.replay import num_digits
 from experiments.harness import Unavailable
 from experiments.load.request_lengths import MAX_OUTPUT_TOKENS
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 @dataclass(frozen=True)
@@ -44,8 +42,6 @@ def shrink(trace: Trace, *, mean_tokens: float, max_tokens: int, vocab_size: int
     output is so long that it must be a fault of the file.  Raises Unavailable if none remains or
     blocks are of unknown size.
     """
-    import numpy as np
-
     whole = len(trace)
     trace = _select(trace, trace.output_lengths <= MAX_OUTPUT_TOKENS)
     _require_requests(trace)
@@ -83,8 +79,6 @@ def shrink_blocks(
 
     Raises Unavailable for blocks of unknown size, and if no request remains.
     """
-    import numpy as np
-
     whole = len(trace)
     _require_block_size(trace)
     least = num_digits(trace.num_unique_blocks, vocab_size // 2)
@@ -104,8 +98,6 @@ def shrink_blocks(
 
 
 def _divided(lengths: np.ndarray, divisor: float) -> np.ndarray:
-    import numpy as np
-
     return np.maximum(np.ceil(lengths / divisor), 1).astype(np.int64)
 
 

@@ -24,17 +24,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
+
+import numpy as np
 
 import cache
 from experiments import quantiles, style
 from experiments.harness import Axis, Count, Experiment, Needs, Options, Unavailable, grid
 from experiments.manager_overhead import trees
 from experiments.manager_overhead.baselines import VLLM
-
-if TYPE_CHECKING:
-    import numpy as np
 
 _BLOCK_SIZE = 16
 _PROMPT_TOKENS = 4096
@@ -134,8 +132,6 @@ def run_cell(cell: Managers | trees.Trees) -> list[dict[str, Any]]:
 
 
 def _managers(cell: Managers) -> list[dict[str, Any]]:
-    import numpy as np
-
     makers = [
         partial(_Ours, name, algorithm, cell.pool_blocks)
         for name, algorithms in _OURS.items()
@@ -221,32 +217,30 @@ def _describe(cell: Managers, implementation, phase: str) -> dict[str, Any]:
     }
 
 
-def plot(rows: style.DataFrame, folder: Path) -> list[Path]:
-    """The figures manager_overhead (cycle against pool size and its parts) and radix_tree, and the
-    tables summary.csv and radix_tree.csv; those that there are rows for."""
-    of_trees = rows["phase"].str.startswith("tree_")
-    written = []
-    with style.figures():
-        if not of_trees.all():
-            written += _plot_managers(rows[~of_trees], folder)
-        if of_trees.any():
-            written += trees.plot(rows[of_trees], folder)
-    return written
-
-
-def _plot_managers(rows: style.DataFrame, folder: Path) -> list[Path]:
+def _of_managers(rows: style.DataFrame) -> style.DataFrame:
+    """The rows of managers, with a name of each implementation."""
+    rows = rows[~rows["phase"].isin(trees.OPERATIONS)]
+    if rows.empty:
+        return rows
     names = rows["implementation"]
     for column, shape in (("version", " {}"), ("hash_algorithm", " ({})")):
         known = rows[column].astype(object).fillna("")
         names = names + known.map(shape.format).where(known != "", "")
-    rows = rows.assign(name=names).astype({"pool_blocks": int})
-    written = style.save(_draw(rows), folder, "manager_overhead")
-    cycles = rows[rows["phase"] == "cycle"]
+    return rows.assign(name=names).astype({"pool_blocks": int})
+
+
+def _summary(rows: style.DataFrame) -> style.DataFrame | None:
+    """Of each implementation and pool: its cycle, and what it takes to make the pool."""
+    rows = _of_managers(rows)
+    if rows.empty:
+        return None
     key = ["name", "pool_blocks"]
-    table = cycles[[*key, "us_per_block"]].rename(columns={"us_per_block": "cycle_us_per_block"})
-    made = rows.loc[rows["phase"] == "make_pool", [*key, "seconds", "mebibytes"]]
-    table = table.merge(made.rename(columns={"seconds": "make_pool_seconds"}), on=key)
-    return written + style.save_table(table.sort_values(key), folder, "summary", "%.3f")
+    cycles = rows[rows["phase"] == "cycle"].rename(columns={"us_per_block": "cycle_us_per_block"})
+    made = rows[rows["phase"] == "make_pool"].rename(columns={"seconds": "make_pool_seconds"})
+    table = cycles[[*key, "cycle_us_per_block"]].merge(
+        made[[*key, "make_pool_seconds", "mebibytes"]], on=key
+    )
+    return table.sort_values(key)
 
 
 _PHASES = {
@@ -257,16 +251,18 @@ _PHASES = {
 }
 
 
-def _draw(rows: style.DataFrame) -> style.Figure:
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(7, 2.9))
+def _draw(rows: style.DataFrame) -> style.Figure | None:
+    """The cycle against the size of the pool, and its parts in the largest."""
+    rows = _of_managers(rows)
+    if rows.empty:
+        return None
+    figure, (left, right), _ = style.panel_grid(2, height=2.4, width=3.5)
     cycles = rows[rows["phase"] == "cycle"]
     for name, line in style.lines_of(cycles["name"].unique()).items():
         style.curve(left, cycles[cycles["name"] == name], "pool_blocks", "us_per_block", **line)
     left.set(xscale="log", yscale="log", xlabel="pool (blocks)", ylabel="cycle (µs per block)")
     left.set_title("whole cycle of a request")
-    figure.legend(*left.get_legend_handles_labels(), loc="outside upper center", ncols=4)
+    style.shared_legend(figure, columns=4)
 
     largest = rows[rows["pool_blocks"] == rows["pool_blocks"].max()]
     phases = largest.pivot(index="name", columns="phase", values="us_per_block")
@@ -287,6 +283,9 @@ EXPERIMENT = Experiment(
     quick=ManagerOverhead(pool_blocks=(1_000, 10_000), requests=100, tree_prompts=200),
     cells=cells,
     run_cell=run_cell,
-    plot=plot,
+    plot=style.plotter(
+        {"manager_overhead": _draw, "radix_tree": trees.draw},
+        {"summary": (_summary, "%.3f"), "radix_tree": (trees.table, "%.3f")},
+    ),
     timed=True,
 )

@@ -15,8 +15,9 @@ from array import array
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 import cache
 from cache.managers.radix_tree import RadixKey, RadixTree
@@ -39,7 +40,10 @@ OPERATIONS = {
 }
 """Phases of the rows, and what the figure calls them."""
 
-_COLOURS = {"radix": style.RED, "SGLang": style.BLACK}
+_LOOKS = {
+    "radix_us_per_prompt": style.bar(style.RED) | {"label": "radix"},
+    "SGLang_us_per_prompt": style.bar(style.BLACK) | {"label": "SGLang"},
+}
 QUANTILES = {"": 0.5, "_p10": 0.1, "_p90": 0.9}
 
 
@@ -87,8 +91,6 @@ class _Ours:
 
 
 def run_cell(cell: Trees) -> list[dict[str, Any]]:
-    import numpy as np
-
     generator = np.random.default_rng(cell.seed)
     shared = generator.integers(_VOCABULARY, size=SHARED_TOKENS).tolist()
     trees = [_Ours(cell.page_size, cell.prompts * _PROMPT_TOKENS // cell.page_size)]
@@ -171,40 +173,37 @@ def _seconds(call, argument) -> float:
     return time.perf_counter() - begin
 
 
-def plot(rows: style.DataFrame, folder: Path) -> list[Path]:
-    """The figure and the table radix_tree."""
-    names = [*OPERATIONS.values()]
-    rows = rows.assign(operation=rows["phase"].map(OPERATIONS))
-    table = rows.pivot(
+def table(rows: style.DataFrame) -> style.DataFrame | None:
+    """Medians by page size and operation, a column per implementation; None without rows."""
+    rows = rows[rows["phase"].isin(OPERATIONS)]
+    if rows.empty:
+        return None
+    order = list(OPERATIONS.values())
+    medians = rows.assign(operation=rows["phase"].map(OPERATIONS)).pivot(
         index=["page_size", "operation"], columns="implementation", values="us_per_prompt"
     )
-    table = table.sort_index(
-        level=1, key=lambda level: level.map(names.index), sort_remaining=False
-    )
-    medians = table.add_suffix("_us_per_prompt").reset_index().astype({"page_size": int})
-    written = style.save_table(medians, folder, "radix_tree", "%.3f")
-    return style.save(_draw(table, names), folder, "radix_tree") + written
+    medians = medians.add_suffix("_us_per_prompt").reset_index().astype({"page_size": int})
+    return medians.sort_values("operation", key=lambda names: names.map(order.index), kind="stable")
 
 
-def _draw(table: style.DataFrame, operations: list[str]) -> style.Figure:
+def draw(rows: style.DataFrame) -> style.Figure | None:
     """Bars of each operation, a panel for every page size, on a logarithmic scale."""
-    page_sizes = sorted(table.index.unique("page_size"), reverse=True)
+    medians = table(rows)
+    if medians is None:
+        return None
+    page_sizes = sorted(medians["page_size"].unique(), reverse=True)
     figure, panels, _ = style.panel_grid(
         len(page_sizes), height=2.0, width=3.3, columns=2, sharey=True
     )
-    present = [name for name in _COLOURS if name in table]
-    largest = table[present].max().max()
-    ticks = [tick for tick in (1, 3, 10, 30, 100, 300, 1000, 3000) if tick < 3 * largest]
     for axis, page_size in zip(panels, page_sizes, strict=True):
-        of_page = table.loc[page_size].reindex(operations)[present]
-        of_page.index = [name.replace(", ", ",\n") for name in operations]
-        of_page.plot.bar(ax=axis, color=_COLOURS, width=0.8, rot=0, legend=False, logy=True)
+        of_page = medians[medians["page_size"] == page_size].set_index("operation")
+        style.bars(axis, of_page, _LOOKS)
+        axis.set(yscale="log", ylim=(1, None))
         for bars in axis.containers:
             axis.bar_label(bars, fmt=lambda us: f"{us:.{1 if us < 10 else 0}f}", fontsize=5.5)
-        axis.tick_params(axis="x", labelsize=6)
-        axis.set(title=f"pages of {page_size:g} token{'s' * (page_size > 1)}")
-        axis.set_yticks(ticks, map("{:g}".format, ticks))
-        axis.minorticks_off()
+        names = [name.replace(", ", ",\n") for name in of_page.index]
+        axis.set_xticks(range(len(names)), names, fontsize=6)
+        axis.set(title=f"pages of {page_size:g} token{'s' if page_size > 1 else ''}")
+    style.plain_log_ticks(panels[0].yaxis)
     panels[0].set_ylabel("µs per prompt of 4,096 tokens")
-    style.shared_legend(figure)
-    return figure
+    return style.shared_legend(figure)

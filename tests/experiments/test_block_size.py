@@ -86,10 +86,10 @@ def test_decode_is_right_at_odd_block_sizes(monkeypatch):
 def test_the_latency_figure_has_bounds(monkeypatch, timed_rows, drawn):
     monkeypatch.setattr(block_size, "cuda_available", lambda: True)
     rows = timed_rows(grid(part=("latency",))).assign(part="latency")
-    block_size.plot(rows, Path())
+    block_size.EXPERIMENT.plot(rows, Path())
     axes = drawn.pop("block_size_latency").axes
     assert not drawn
     assert len(axes) == 6
     for axis in axes:
         assert "bound: copy bandwidth" in {line.get_label() for line in axis.get_lines()}
-    assert block_size.plot(rows.assign(p50_us=float("nan")), Path()) == []
+    assert block_size.EXPERIMENT.plot(rows.assign(p50_us=float("nan")), Path()) == []

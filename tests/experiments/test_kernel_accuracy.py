@@ -60,7 +60,7 @@ def test_figures_and_table_tell_of_a_result_above_the_bound(rows, tmp_path, monk
     )
     wrong = rows.assign(error=rows["error"].where(rows.index != 3, 1.0))
     wrong["passed"] = wrong["error"] <= wrong["bound"]
-    assert len(kernel_accuracy.plot(wrong, tmp_path)) == 5
+    assert len(kernel_accuracy.EXPERIMENT.plot(wrong, tmp_path)) == 5
     inexact = set(wrong.loc[wrong["error"] > 0, "kernel"])
     titles = [title for axis in drawn[1].axes if (title := axis.get_title())]
     assert sum("1 above the bound" in title for title in titles) == 1
@@ -74,7 +74,9 @@ def test_figures_and_table_tell_of_a_result_above_the_bound(rows, tmp_path, monk
 
 def test_a_kernel_without_error_has_a_line_of_the_table_and_no_panel(rows, tmp_path):
     exact = rows[rows["kernel"].isin(["copy_blocks", "swap_blocks"])]
-    assert [path.name for path in kernel_accuracy.plot(exact, tmp_path)] == ["summary.csv"]
+    assert [path.name for path in kernel_accuracy.EXPERIMENT.plot(exact, tmp_path)] == [
+        "summary.csv"
+    ]
     assert (pd.read_csv(tmp_path / "summary.csv")["error"] == 0).all()
-    panels = kernel_accuracy.plot(rows, tmp_path)
+    panels = kernel_accuracy.EXPERIMENT.plot(rows, tmp_path)
     assert {path.stem for path in panels} == {"summary", "error", "error_over_bound"}

@@ -10,7 +10,7 @@ import pytest
 
 from experiments.bench.gpus import GPUS
 from experiments.bench.modelled_time import modelled_time
-from experiments.kernel_counters import EXPERIMENT, KernelCounters, cells, plot
+from experiments.kernel_counters import EXPERIMENT, KernelCounters, cells
 from kernels.executor import Counts
 from kernels.executor.counts import _CLASSES, ProgramCounts
 
@@ -144,7 +144,7 @@ def test_what_another_file_lacks_is_said(tmp_path):
 @pytest.mark.slow
 def test_the_figures_have_units_and_every_kernel(tiny_run, drawn, tmp_path):
     rows: pd.DataFrame = tiny_run("kernel_counters").rows
-    plot(rows, tmp_path)
+    EXPERIMENT.plot(rows, tmp_path)
     assert set(drawn) == {"counts", "modelled"}
     labels = {axis.get_xlabel() for axis in drawn["counts"].axes}
     assert all("per" in label or "%" in label for label in labels)

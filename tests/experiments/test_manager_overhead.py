@@ -87,7 +87,7 @@ def test_vllm_has_rows_beside_ours(monkeypatch, tmp_path):
     assert set(theirs["hash_algorithm"]) == {"sha256"}
     assert set(theirs["version"]) == {"0.0"}
     assert set(theirs["phase"]) == set(rows.loc[rows["implementation"] == "vllm_v1", "phase"])
-    manager_overhead.plot(rows, tmp_path)
+    manager_overhead.EXPERIMENT.plot(rows, tmp_path)
     names = set(pd.read_csv(tmp_path / "summary.csv")["name"])
     assert {"vLLM 0.0 (sha256)", "vllm_v1 (sha256)", "paged"} <= names
 
@@ -129,7 +129,7 @@ def test_trees_rows_and_figure(monkeypatch, tmp_path):
     assert (rows["us_per_prompt_p10"] > 0).all()
     assert (rows["us_per_prompt_p10"] <= rows["us_per_prompt"]).all()
     assert (rows["us_per_prompt"] <= rows["us_per_prompt_p90"]).all()
-    trees.plot(rows, tmp_path)
+    manager_overhead.EXPERIMENT.plot(rows, tmp_path)
     table = pd.read_csv(tmp_path / "radix_tree.csv", index_col=["page_size", "operation"])
     assert list(table.columns) == ["SGLang_us_per_prompt", "radix_us_per_prompt"]
     assert list(table.loc[1024].index) == list(trees.OPERATIONS.values())

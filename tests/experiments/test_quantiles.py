@@ -23,7 +23,7 @@ def test_times_that_are_unknown_do_not_count():
 def test_bars_reach_from_p20_to_p80():
     rows = pd.DataFrame([quantiles.columns("ms", values) for values in ([5, 0, 10], [1, 2, 3])])
     figure, axis = plt.subplots()
-    quantiles.error_bars(axis, pd.Series([1, 4]), rows, "ms", label="time")
+    quantiles.error_bars(axis, rows.assign(batch=[1, 4]), "batch", "ms", label="time")
     [(line, _, [bars])] = axis.containers
     assert line.get_ydata().tolist() == [5, 2]
     assert [segment[:, 1].tolist() for segment in bars.get_segments()] == [[2, 8], [1.4, 2.6]]

@@ -8,16 +8,17 @@ from pathlib import Path
 
 from experiments import sanitize
 from experiments.bench import kernel_checks
+from experiments.kernel_accuracy import KERNELS
 from kernels.testing.accuracy import Accuracy
 
 
 def test_every_kernel_of_the_package_has_a_case():
     import kernels
 
-    assert set(kernel_checks.KERNELS) == set(kernels.__all__)
-    cases = list(sanitize.cases(list(kernel_checks.KERNELS), cache_dtypes=("fp16", "fp8")))
-    assert {name for name, _ in cases} == set(kernels.__all__)
-    decode = {case.feature for name, case in cases if name == "paged_decode_attention"}
+    assert set(KERNELS) == set(kernels.__all__)
+    cases = list(sanitize.cases(list(KERNELS), cache_dtypes=("fp16", "fp8")))
+    assert {case.kernel for case in cases} == set(kernels.__all__)
+    decode = {case.feature for case in cases if case.kernel == "paged_decode_attention"}
     assert decode == {"none", "window", "split"}
 
 
@@ -35,7 +36,7 @@ def test_a_plain_run_is_clean():
 
 
 def test_a_wrong_result_fails_the_run(monkeypatch, capsys):
-    wrong = kernel_checks.Kernel(lambda case: {"output": Accuracy(1.0, 0.0)})
-    monkeypatch.setitem(kernel_checks.KERNELS, "copy_blocks", wrong)
+    wrong = {"output": Accuracy(1.0, 0.0)}
+    monkeypatch.setattr(kernel_checks, "check", lambda op, case: wrong)
     assert sanitize.main(["--kernel", "copy_blocks", "--cache-dtype", "fp16"]) == 1
     assert "WRONG  copy_blocks, none, block 7, fp16 cache: output" in capsys.readouterr().out

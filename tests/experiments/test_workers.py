@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from experiments.harness.workers import LastingWorker, Task, run_locally
+from experiments.harness.workers import Task, Workers, run_locally
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_no_task_no_worker():
 
 
 def test_a_lasting_worker_serves_one_sweep_after_the_other(run):
-    with LastingWorker() as worker:
+    with Workers() as worker:
         runs = [run(worker, cells=2) for _ in "ab"]
     assert [statuses(outcomes) for outcomes, _ in runs] == [["finished"] * 2] * 2
     assert len({process for _, begun in runs for _, process in begun}) == 1
@@ -86,7 +86,7 @@ def test_a_lasting_worker_serves_one_sweep_after_the_other(run):
 )
 @pytest.mark.parametrize("executor", ["lasting", "local"])
 def test_a_fresh_process_follows_where_the_old_one_is_spent(run, executor, behaviour, fresh):
-    with LastingWorker() as worker:
+    with Workers() as worker:
         executor = worker if executor == "lasting" else partial(run_locally, jobs=1)
         outcomes, begun = run(executor, behaviour, cells=3)
     assert statuses(outcomes) == ["failed", "finished", "finished"]
@@ -94,7 +94,7 @@ def test_a_fresh_process_follows_where_the_old_one_is_spent(run, executor, behav
 
 
 def test_at_the_deadline_what_runs_is_given_up_and_nothing_begins(run):
-    with LastingWorker() as worker:
+    with Workers() as worker:
         started = time.monotonic()
         worker.deadline = started + 3
         outcomes, begun = run(worker, {"sleep": 60}, cells=2)
@@ -106,7 +106,7 @@ def test_at_the_deadline_what_runs_is_given_up_and_nothing_begins(run):
 
 
 def test_a_task_beyond_its_limit_fails_and_the_next_gets_a_fresh_process(run):
-    with LastingWorker(limit_s=1.0) as worker:
+    with Workers(limit_s=1.0) as worker:
         outcomes, _ = run(worker, {"sleep": 60}, cells=1)
         assert statuses(outcomes) == ["failed"]
         assert outcomes[0].message == "TimeoutError: no result after 1 s"

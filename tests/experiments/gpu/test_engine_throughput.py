@@ -34,7 +34,7 @@ def test_the_figure_shows_both_turns_of_each_engine(drawn):
         for i, engine in enumerate(EngineThroughput().engine)
         for turn in ("nothing cached", "prompts cached")
     )  # fmt: skip
-    engine_throughput.plot(table, Path())
+    engine_throughput.EXPERIMENT.plot(table, Path())
     (axis,) = drawn["engine_throughput"].axes
     assert [len(bars) for bars in axis.containers] == [5, 5]
-    assert engine_throughput.plot(table.assign(seconds=float("nan")), Path()) == []
+    assert engine_throughput.EXPERIMENT.plot(table.assign(seconds=float("nan")), Path()) == []

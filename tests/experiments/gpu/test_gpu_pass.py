@@ -94,7 +94,7 @@ def test_a_wrong_result_makes_the_pass_fail_and_is_told(tmp_path, monkeypatch, c
             message = "WrongResult: pagelab is wrong: error 1, bound 0.1; no time is reported"
             yield Outcome(task.key, "failed", [], message, "", 0.0)
 
-    monkeypatch.setattr(gpu_pass.LastingWorker, "__call__", executor)
+    monkeypatch.setattr(gpu_pass.Workers, "__call__", executor)
     run = GpuPass(tmp_path / "out", deadline=time.monotonic() + 60, tiny=True)
     stages = [stage for stage in STAGES if stage.name in ("decode", "prefill")]
     # 16 cells of each stage; those of the first are not tried again by the second.

@@ -52,7 +52,7 @@ def test_figures_of_a_table_with_times(timed_rows, drawn):
     )
     cells = [*kernel_latency.cells(some), *kernel_latency.cells(fp8)]
     rows = timed_rows(cells, refused=("flash_attn_3",))
-    kernel_latency.plot(rows, Path())
+    kernel_latency.EXPERIMENT.plot(rows, Path())
     assert set(drawn) == {"decode_latency", "decode_bandwidth", "prefill", "moves", "gpu_rates"}
     bars = [axis.get_yticklabels() for axis in drawn["gpu_rates"].axes]
     assert [[label.get_text() for label in labels] for labels in bars] == [
@@ -72,4 +72,4 @@ def test_figures_of_a_table_with_times(timed_rows, drawn):
 
 def test_a_table_without_times_has_no_figures(timed_rows):
     rows = timed_rows(kernel_latency.cells(KernelLatency(batch=(1,)))).assign(p50_us=float("nan"))
-    assert kernel_latency.plot(rows, Path()) == []
+    assert kernel_latency.EXPERIMENT.plot(rows, Path()) == []

@@ -14,6 +14,7 @@ import pytest
 
 from experiments import kernel_accuracy
 from experiments.bench import gpu_timing, kernel_problems
+from experiments.bench.problem import run_timed
 from experiments.gpu import cascade, engine_throughput, kernel_latency, large_accuracy, tile_sweep
 from experiments.harness.environment import device_slug
 from experiments.load import engine_models
@@ -84,7 +85,7 @@ def test_packages_that_are_not_there_are_absent_with_the_reason():
     cells = [cell for cell in cells if cell.implementation == "flash_attn_3"]
     for cell in cells:
         with pytest.raises(kernel_problems.Unavailable, match="flash_attn_interface cannot be"):
-            kernel_problems.run_timed(cell)
+            run_timed(cell)
 
 
 def test_shared_prefixes():
