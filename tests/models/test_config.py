@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from models.config import FAMILIES, ModelConfig, RopeScaling, UnsupportedModel
-from tests.models.checkpoints import CHECKPOINTS
+from tests.models.tiny import CHECKPOINTS, tiny_config
 
 LLAMA_31 = {  # as published, before transformers 5
     "architectures": ["LlamaForCausalLM"],
@@ -242,15 +242,7 @@ def test_a_folder_that_does_not_exist_is_named(tmp_path):
 
 
 def test_kv_block_bytes():
-    published = ModelConfig(
-        vocab_size=1,
-        hidden_size=1,
-        intermediate_size=1,
-        num_layers=4,
-        num_q_heads=8,
-        num_kv_heads=8,
-        head_dim=128,
-    )
+    published = tiny_config(num_layers=4, num_q_heads=8, num_kv_heads=8, head_dim=128)
     assert published.kv_block_bytes(4, torch.float16) == 65536
     assert published.kv_block_bytes(4, torch.float16, tensor_parallel_size=2) == 32768
     one_head = dataclasses.replace(published, num_kv_heads=1)
@@ -259,13 +251,4 @@ def test_kv_block_bytes():
 
 def test_every_family_can_be_made_from_sizes_alone():
     for architecture in FAMILIES:
-        ModelConfig(
-            architecture=architecture,
-            vocab_size=8,
-            hidden_size=8,
-            intermediate_size=8,
-            num_layers=1,
-            num_q_heads=2,
-            num_kv_heads=1,
-            head_dim=4,
-        )
+        tiny_config(architecture=architecture)

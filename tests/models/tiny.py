@@ -1,6 +1,22 @@
-"""Configs of the tiny checkpoints that the tests write with transformers."""
+"""Tiny models: configs of the checkpoints that the tests write with transformers, and what engines
+generate."""
 
 from __future__ import annotations
+
+from models import ModelConfig, RequestOutput
+
+
+def tiny_config(**fields) -> ModelConfig:
+    """A decoder of one layer, for random weights."""
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 32, "head_dim": 16}
+    heads = {"num_layers": 1, "num_q_heads": 2, "num_kv_heads": 1}
+    return ModelConfig(**sizes | heads | {"max_position_embeddings": 128} | fields)
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
+    """Of the first completion of each request."""
+    return [output.outputs[0].token_ids for output in outputs]
+
 
 TINY = {
     "vocab_size": 97,
