@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +14,7 @@ from hypothesis import strategies as st
 import cache
 from cache.policies import POLICIES, PriorityPolicy, make_policy, record
 from cache.trace import Trace
-
-sys.path.insert(0, str(Path(__file__).parent))
-from prefix_traces import prefix_traces, trace_of
+from tests.cache.prefix_traces import prefix_traces, trace_of
 
 # Smallest is evicted first; then the deeper block of its prompt.
 DEFINITIONS = {
