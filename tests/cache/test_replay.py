@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 
 import numpy as np
@@ -233,6 +232,7 @@ def test_single_block_requests_hit_as_in_libcachesim(policy, skew):
         assert ours.hit_blocks == hits > 0
 
 
+MOONCAKE = Path(__file__).parents[2] / "experiments/traces/mooncake_conversation_512.jsonl.zst"
 PUBLISHED = {
     "lru": (0.0525, 0.1958, 0.2789),
     "fifo": (0.0513, 0.1753, 0.2481),
@@ -243,10 +243,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("policy", PUBLISHED)
 def test_reference_hit_rates_of_mooncake_conversation(policy):
-    folder = os.environ.get("TRACES_DIR")
-    if not folder:
-        pytest.skip("TRACES_DIR does not name a folder of real traces")
-    trace = cache.load_trace(Path(folder) / "mooncake_conversation_512.jsonl.zst")
+    trace = cache.load_trace(MOONCAKE)
     rates = tuple(
         round(cache.simulate(trace, policy=policy, capacity_blocks=blocks).block_hit_rate, 4)
         for blocks in (1827, 9139, 18279)
