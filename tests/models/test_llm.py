@@ -18,7 +18,7 @@ from cache.policies.lru import LRU
 from models import LLM, FinishReason, RequestOutput, SamplingParams, TokenOutput
 from models.attention import FlashAttnBackend
 from models.generate import main
-from tests.models.tiny import tiny_config, tokens_of
+from tests.models.tiny import oracle_tokens, tiny_config, tokens_of
 
 MAX_TOKENS = 10
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
@@ -29,20 +29,12 @@ PROMPTS = [SHARED, [5], [*SHARED[:21], 1, 2, 3], [(i * 5) % 97 for i in range(17
 @pytest.fixture(scope="module")
 def expected(make_checkpoint):
     """expected(checkpoint) -> the greedy tokens of transformers for each prompt."""
-    known = {}
 
     def generate(checkpoint):
-        if checkpoint not in known:
-            _, oracle = make_checkpoint(checkpoint)
-            known[checkpoint] = [
-                oracle.generate(torch.tensor([prompt]), max_new_tokens=MAX_TOKENS, do_sample=False)[
-                    0, len(prompt) :
-                ].tolist()
-                for prompt in PROMPTS
-            ]
-        return known[checkpoint]
+        _, oracle = make_checkpoint(checkpoint)
+        return [oracle_tokens(oracle, prompt, MAX_TOKENS) for prompt in PROMPTS]
 
-    return generate
+    return functools.cache(generate)
 
 
 SCARCE = pytest.mark.parametrize(
@@ -271,19 +263,10 @@ def test_beam_search_is_that_of_transformers(stops, length_penalty, make_checkpo
         n=3, beam_width=4, max_tokens=9, length_penalty=length_penalty, stop_token_ids=stops or ()
     )
     for prompt, output in zip(PROMPTS[:3], llm.generate(PROMPTS[:3], params), strict=True):
-        theirs = oracle.generate(
-            torch.tensor([prompt]),
-            max_new_tokens=9,
-            num_beams=4,
-            num_return_sequences=3,
-            do_sample=False,
-            length_penalty=length_penalty,
-            early_stopping=False,
-            eos_token_id=stops,
-            pad_token_id=0,
-            output_scores=True,
-            return_dict_in_generate=True,
-        )
+        search = {"num_beams": 4, "num_return_sequences": 3, "length_penalty": length_penalty}
+        search |= {"do_sample": False, "early_stopping": False, "max_new_tokens": 9}
+        search |= {"eos_token_id": stops, "pad_token_id": 0, "output_scores": True}
+        theirs = oracle.generate(torch.tensor([prompt]), **search, return_dict_in_generate=True)
         for completion, ids, score in zip(
             output.outputs, theirs.sequences.tolist(), theirs.sequences_scores, strict=True
         ):

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from cache import MANAGERS
 from models import LLM, SaltedPrompt, SamplingParams, TokenOutput
 from models.generate import main
-from tests.models.tiny import tiny_config, tokens_of
+from tests.models.tiny import oracle_tokens, tiny_config, tokens_of
 
 PROMPT = [(i * 37 + 11) % 97 for i in range(26)]
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
@@ -34,12 +34,10 @@ def greedy_by_hand(oracle, choose, count: int = 20) -> list[int]:
 
 def test_a_repetition_penalty_is_that_of_transformers(llm, make_checkpoint):
     _, oracle = make_checkpoint("llama")
-    theirs = oracle.generate(
-        torch.tensor([PROMPT]), max_new_tokens=10, do_sample=False, repetition_penalty=1.7
-    )
+    theirs = oracle_tokens(oracle, PROMPT, 10, repetition_penalty=1.7)
     params = SamplingParams(temperature=0, max_tokens=10, repetition_penalty=1.7)
     plain = tokens_of(llm.generate(PROMPT, GREEDY))
-    assert tokens_of(llm.generate(PROMPT, params)) == theirs[:, len(PROMPT) :].tolist() != plain
+    assert tokens_of(llm.generate(PROMPT, params)) == [theirs] != plain
 
 
 @pytest.mark.parametrize(("frequency", "presence"), [(1.5, 0.0), (0.0, 2.0), (-0.5, 1.0)])
@@ -184,8 +182,7 @@ def test_blocks_behind_the_window_are_given_back(make_llm, make_checkpoint):
             if isinstance(event, TokenOutput):
                 held.append(llm.manager.num_blocks - llm.manager.num_free_blocks)
                 tokens.append(event.token_id)
-        theirs = oracle.generate(torch.tensor([prompt]), max_new_tokens=60, do_sample=False)
-        assert tokens == theirs[0, 100:].tolist()
+        assert tokens == oracle_tokens(oracle, prompt, 60)
         assert max(held[1:]) == 4  # of 40: those of 11 tokens, and the next one
         assert event.stats.num_cached_tokens == num_cached
         llm.manager.check_invariants()

@@ -3,6 +3,8 @@ generate."""
 
 from __future__ import annotations
 
+import torch
+
 from models import ModelConfig, RequestOutput
 
 
@@ -16,6 +18,12 @@ def tiny_config(**fields) -> ModelConfig:
 def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
     """Of the first completion of each request."""
     return [output.outputs[0].token_ids for output in outputs]
+
+
+def oracle_tokens(oracle, prompt: list[int], max_tokens: int, **options) -> list[int]:
+    """What a model of transformers generates, greedily."""
+    options |= {"max_new_tokens": max_tokens, "do_sample": False}
+    return oracle.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
 
 
 TINY = {
