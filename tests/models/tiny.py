@@ -31,32 +31,26 @@ TINY = {
     "hidden_size": 64,
     "intermediate_size": 80,
     "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "max_position_embeddings": 256,
     "initializer_range": 0.2,
     "bos_token_id": None,
     "eos_token_id": None,
 }
-_LLAMA3_ROPE = {
+_ROPE = {"rope_theta": 10000.0, "original_max_position_embeddings": 64}
+_LLAMA3_ROPE = _ROPE | {
     "rope_type": "llama3",
-    "rope_theta": 10000.0,
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-_YARN_ROPE = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 64,
 }
 CHECKPOINTS = {
-    "llama": ("LlamaConfig", {"num_attention_heads": 4, "num_key_value_heads": 2}),
+    "llama": ("LlamaConfig", {}),
     "llama_biased": (
         "LlamaConfig",
         {
             "num_attention_heads": 8,
-            "num_key_value_heads": 2,
             "head_dim": 16,
             "attention_bias": True,
             "mlp_bias": True,
@@ -64,26 +58,19 @@ CHECKPOINTS = {
             "rope_parameters": _LLAMA3_ROPE,
         },
     ),
-    "mistral": (
-        "MistralConfig",
-        {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 11},
-    ),
+    "mistral": ("MistralConfig", {"sliding_window": 11}),
     "qwen2": (
         "Qwen2Config",
         {
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
             "use_sliding_window": True,
             "sliding_window": 11,
             "max_window_layers": 1,
-            "rope_parameters": _YARN_ROPE,
+            "rope_parameters": _ROPE | {"rope_type": "yarn", "factor": 4.0},
         },
     ),
     "gemma2": (
         "Gemma2Config",
         {
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
             "head_dim": 16,
             "query_pre_attn_scalar": 24,
             "sliding_window": 11,
@@ -94,12 +81,7 @@ CHECKPOINTS = {
     ),
     "qwen3": (
         "Qwen3Config",
-        {
-            "num_attention_heads": 4,
-            "num_key_value_heads": 1,
-            "head_dim": 32,
-            "tie_word_embeddings": True,
-        },
+        {"num_key_value_heads": 1, "head_dim": 32, "tie_word_embeddings": True},
     ),
 }
 """Class and fields of the configs that the tests load, by the name of the checkpoint."""
