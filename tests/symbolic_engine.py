@@ -131,33 +131,23 @@ def make_engine(
     num_blocks: int = 16,
     block_size: int = 4,
     *,
-    max_num_seqs: int = 8,
-    max_num_batched_tokens: int = 64,
     num_host_blocks: int = 0,
-    chunked_prefill: bool = True,
-    prefill_first: bool = False,
     max_model_len: int = 64,
     eos: frozenset[int] = frozenset(),
     overlap: bool = False,
     **options,
 ) -> Engine:
-    """An engine over a SymbolicRunner."""
-    scheduler = Scheduler(
-        make_manager(manager, num_blocks=num_blocks, block_size=block_size, **options),
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        num_host_blocks=num_host_blocks,
-        chunked_prefill=chunked_prefill,
-        prefill_first=prefill_first,
-    )
+    """An engine over a SymbolicRunner; ``options`` are those of scheduler and manager."""
+    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
+    limits |= {"chunked_prefill": True, "prefill_first": False}
+    limits = {name: options.pop(name, default) for name, default in limits.items()}
+    kv_cache = make_manager(manager, num_blocks=num_blocks, block_size=block_size, **options)
+    scheduler = Scheduler(kv_cache, num_host_blocks=num_host_blocks, **limits)
+    runner = SymbolicRunner(num_blocks, block_size, num_host_blocks)
+    longest = scheduler.longest_sequence(max_model_len)
+    tokens = {"vocab_size": VOCAB_SIZE, "eos_token_ids": eos}
     return Engine(
-        scheduler,
-        SymbolicRunner(num_blocks, block_size, num_host_blocks),
-        SymbolicSampler(),
-        max_model_len=scheduler.longest_sequence(max_model_len),
-        vocab_size=VOCAB_SIZE,
-        eos_token_ids=eos,
-        overlap=overlap,
+        scheduler, runner, SymbolicSampler(), max_model_len=longest, overlap=overlap, **tokens
     )
 
 

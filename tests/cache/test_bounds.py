@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,9 +13,7 @@ import cache
 from cache.bounds import _observe, class_hazard_hits, fluid_hits
 from cache.replay_compiled import next_uses_of
 from cache.trace import Trace
-
-sys.path.insert(0, str(Path(__file__).parent))
-from prefix_traces import prefix_traces
+from tests.cache.prefix_traces import prefix_traces
 
 
 @given(trace=prefix_traces, capacity=st.integers(1, 12))

@@ -6,16 +6,8 @@ import subprocess
 import sys
 
 HEAVY = {
-    "torch",
-    "triton",
-    "numpy",
-    "numba",
-    "pandas",
-    "matplotlib",
-    "zstandard",
-    "models",
-    "kernels",
-}
+    "torch", "triton", "numpy", "numba", "pandas", "matplotlib", "zstandard", "models", "kernels",
+}  # fmt: skip
 
 PROGRAM = "import cache, sys; print(*sys.modules, sep='\\n')"
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -13,9 +11,7 @@ from hypothesis import strategies as st
 
 import cache
 from cache.policies import EvictionPolicy, Request, make_policy
-
-sys.path.insert(0, str(Path(__file__).parent))
-from prefix_traces import prefix_traces
+from tests.cache.prefix_traces import prefix_traces
 
 LEAF_POLICIES = ("random_leaf", "marconi", "workload_aware", "priority", "retention")
 
@@ -206,18 +202,3 @@ def test_retention_forgets_an_expiry_when_the_block_is_used_again():
     pool = Pool(make_policy("retention", ranges=[(0, 1, 100, 500.0)]))
     pool.serve("a", "b", at_ms=0).serve("a", at_ms=400).serve("c", at_ms=600)
     assert pool.victims() == ["b", "a", "c"]  # b's has expired, those of a and c have not
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("marconi", {"alpha": -1}, "alpha must not be negative, got -1"),
-        ("workload_aware", {"max_turn": 0}, "max_turn"),
-        ("retention", {"ranges": [(3, 3, 50)]}, "has no block"),
-        ("retention", {"ranges": [(0, 3, 101)]}, "priority needs 0 to 100"),
-        ("retention", {"ranges": [(0, 3, 50, -1.0)]}, "duration_ms must not be negative"),
-    ],
-)
-def test_an_option_that_cannot_be_is_refused(name, options, message):
-    with pytest.raises(ValueError, match=message):
-        make_policy(name, **options)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +13,7 @@ from hypothesis import strategies as st
 import cache
 from cache.policies import POLICIES, PriorityPolicy, make_policy, record
 from cache.trace import Trace
-
-sys.path.insert(0, str(Path(__file__).parent))
-from prefix_traces import prefix_traces, trace_of
+from tests.cache.prefix_traces import prefix_traces, trace_of
 
 # Smallest is evicted first; then the deeper block of its prompt.
 DEFINITIONS = {
@@ -236,6 +232,7 @@ def test_single_block_requests_hit_as_in_libcachesim(policy, skew):
         assert ours.hit_blocks == hits > 0
 
 
+MOONCAKE = Path(__file__).parents[2] / "experiments/traces/mooncake_conversation_512.jsonl.zst"
 PUBLISHED = {
     "lru": (0.0525, 0.1958, 0.2789),
     "fifo": (0.0513, 0.1753, 0.2481),
@@ -246,10 +243,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("policy", PUBLISHED)
 def test_reference_hit_rates_of_mooncake_conversation(policy):
-    folder = os.environ.get("TRACES_DIR")
-    if not folder:
-        pytest.skip("TRACES_DIR does not name a folder of real traces")
-    trace = cache.load_trace(Path(folder) / "mooncake_conversation_512.jsonl.zst")
+    trace = cache.load_trace(MOONCAKE)
     rates = tuple(
         round(cache.simulate(trace, policy=policy, capacity_blocks=blocks).block_hit_rate, 4)
         for blocks in (1827, 9139, 18279)

@@ -508,39 +508,6 @@ def test_a_failed_save_leaves_the_old_file(tmp_path, suffix, monkeypatch):
     assert os.listdir(tmp_path) == [path.name]
 
 
-# --- weight, and the published traces
-
-
-REAL_TRACES = [
-    # file, block size, requests, block references, unique blocks, hit rate of an infinite cache
-    ("mooncake_conversation_512.jsonl.zst", 512, 12_031, 288_500, 182_790, 0.3664),
-    ("claude_code_512_a.jsonl.zst", 512, 24_015, 5_872_170, 215_776, 0.9633),
-    ("ragpulse_16.jsonl.zst", 16, 7_106, 1_300_057, 889_182, 0.3160),
-    ("AzureLLMInferenceTrace2023_code.csv.zst", None, 8_819, 0, 0, 0),
-    ("AzureLLMInferenceTrace2023_conv.csv.zst", None, 19_366, 0, 0, 0),
-]
-
-
-@pytest.mark.skipif("TRACES_DIR" not in os.environ, reason="TRACES_DIR names no published traces")
-@pytest.mark.parametrize(
-    ("file", "block_size", "requests", "references", "unique", "hit_rate"),
-    REAL_TRACES,
-    ids=[row[0].split(".")[0] for row in REAL_TRACES],
-)
-def test_published_traces_have_the_published_counts(
-    file, block_size, requests, references, unique, hit_rate
-):
-    path = Path(os.environ["TRACES_DIR"]) / file
-    if not path.exists():
-        pytest.skip(f"{file} is not in TRACES_DIR")
-    trace = load_trace(path)
-    assert trace.block_size == block_size
-    assert trace.num_requests == requests
-    assert trace.num_block_references == references
-    assert trace.num_unique_blocks == unique
-    assert trace.infinite_cache_hit_rate == pytest.approx(hit_rate, abs=5e-5)
-
-
 def test_coarsened_blocks_are_runs_of_blocks():
     trace = Trace.from_requests(
         [(0, 20, 1, [5, 6, 7, 8, 9]), (1, 16, 1, [5, 6, 7, 3]), (2, 4, 1, [5]), (3, 8, 1, [1, 2])],

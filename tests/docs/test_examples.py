@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -19,10 +18,8 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 import cache
 from cache.policies import make_policy
-from models.attention import make_backend
-from models.config import ModelConfig
-from models.decoder import build_model
-from models.weights import checkpoint_tensors, randomize_weights
+from models import LLM
+from models.weights import checkpoint_tensors
 
 REPOSITORY = Path(__file__).parents[2]
 MY_POLICY = REPOSITORY / "docs" / "examples" / "my_policy.py"
@@ -63,13 +60,7 @@ def test_generate_with_a_checkpoint(tmp_path, capsys, monkeypatch):
         "num_key_value_heads": 2,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    model = build_model(
-        ModelConfig.from_dict(fields),
-        make_backend("torch", torch.device("cpu")),
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
-    randomize_weights(model, seed=0, std=0.02)
+    model = LLM(tmp_path, random_weights=True).model
     tensors = {name: tensor.target.clone() for name, tensor in checkpoint_tensors(model).items()}
     save_file(tensors, tmp_path / "model.safetensors")
     tokenizer = Tokenizer(WordLevel({f"w{i}": i for i in range(97)}, unk_token="w0"))

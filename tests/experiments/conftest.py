@@ -223,34 +223,20 @@ def timed_rows() -> Callable:
     def rows(cells, refused: tuple[str, ...] = ()) -> pd.DataFrame:
         table = []
         for index, cell in enumerate(cells):
-            shape = cell.shape
-            whole_pages = shape.block_size % 256 == 0
-            paged_only = cell.implementation in ("flash_attn_2", "torch_flash")
-            if cell.implementation in refused or (paged_only and not whole_pages):
+            shape, name = cell.shape, cell.implementation
+            pages_of_256 = name in ("flash_attn_2", "torch_flash")
+            if name in refused or (pages_of_256 and shape.block_size % 256):
                 continue
             tokens = shape.batch * max(shape.context_len, shape.block_size)
-            slower = 1.2 + 0.2 * (index % 7)
-            num_bytes = 4096.0 * tokens
-            p50 = 5 + slower * num_bytes / 3e6
+            num_bytes, flops = 4096.0 * tokens, 16384.0 * tokens * shape.query_len
+            p50 = 5 + (1.2 + 0.2 * (index % 7)) * num_bytes / 3e6
             seconds = p50 * 1e-6
-            flops = 16384.0 * tokens * shape.query_len
-            table.append(
-                {
-                    **shape.columns(),
-                    "implementation": cell.implementation,
-                    "launch": "graph",
-                    "bytes": num_bytes,
-                    "flops": flops,
-                    "p20_us": 0.95 * p50,
-                    "p50_us": p50,
-                    "p80_us": 1.1 * p50,
-                    "peak_gb_per_s": 3000.0,
-                    "peak_tflop_per_s": 700.0,
-                    "gb_per_s": num_bytes / seconds / 1e9,
-                    "bandwidth_fraction": num_bytes / seconds / 3e12,
-                    "matmul_fraction": min(0.9, flops / seconds / 7e14),
-                }
-            )
+            row = {**shape.columns(), "implementation": name, "launch": "graph"}
+            row |= {"bytes": num_bytes, "flops": flops, "gb_per_s": num_bytes / seconds / 1e9}
+            row |= {"p20_us": 0.95 * p50, "p50_us": p50, "p80_us": 1.1 * p50}
+            row |= {"peak_gb_per_s": 3000.0, "bandwidth_fraction": num_bytes / seconds / 3e12}
+            row |= {"peak_tflop_per_s": 700.0, "matmul_fraction": min(0.9, flops / seconds / 7e14)}
+            table.append(row)
         return pd.DataFrame(table)
 
     return rows

@@ -70,14 +70,9 @@ def test_latency_is_absent_without_a_gpu(monkeypatch):
 
 def test_decode_is_right_at_odd_block_sizes(monkeypatch):
     monkeypatch.setattr(block_size, "cuda_available", lambda: True)
-    cells = grid(
-        part=("latency",),
-        latency_block_size=(3, 24),
-        latency_context_len=(10,),
-        latency_batch=1,
-        latency_implementation=("pagelab",),
-        budget_ms=1.0,
-    )
+    few = {"block_size": (3, 24), "context_len": (10,), "batch": 1, "implementation": ("pagelab",)}
+    few = {f"latency_{name}": values for name, values in few.items()}
+    cells = grid(part=("latency",), budget_ms=1.0, **few)
     rows = [row for cell in cells for row in block_size.run_cell(cell)]
     assert [row["block_size"] for row in rows] == [3, 24]
     assert all(row["part"] == "latency" and row["error"] <= row["bound"] for row in rows)

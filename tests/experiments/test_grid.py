@@ -48,9 +48,9 @@ class Whole(Part):
     num_requests: GridOnly[Count | None] = 7
 
 
-EXPERIMENT = Experiment(
-    name="whole", figure="", options=Whole(), quick=Whole(), run_cell=lambda cell: [], plot=None
-)
+def experiment(options: Options, **parts) -> Experiment:
+    parts = {"name": "a", "figure": "", "run_cell": lambda cell: [], "plot": None, **parts}
+    return Experiment(options=options, quick=options, **parts)
 
 
 def test_a_cell_has_one_value_of_each_axis_the_last_one_fastest():
@@ -76,15 +76,7 @@ def test_what_stands_in_the_place_of_an_axis():
 
 def test_an_absence_is_told_once():
     gone = Absent("gone")
-    twice = Experiment(
-        name="twice",
-        figure="",
-        options=Part(),
-        quick=Part(),
-        run_cell=lambda cell: [],
-        plot=None,
-        cells=lambda options: iter([gone, *grid(options), gone]),
-    )
+    twice = experiment(Part(), cells=lambda options: iter([gone, *grid(options), gone]))
     assert list(twice.checked_cells(Part())) == [gone, Part(size=1), Part(size=2)]
 
 
@@ -104,4 +96,4 @@ def test_an_absence_is_told_once():
 )
 def test_a_value_that_will_not_do_is_named_with_its_option(options, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        list(EXPERIMENT.checked_cells(Whole(**options)))
+        list(experiment(Whole()).checked_cells(Whole(**options)))

@@ -25,15 +25,8 @@ def compiled(kernel, pointers, **constants):
 
 def decode(cache="bf16", out="bf16", is_split=False):
     pointers = {"out": out, "q": "bf16", "k_cache": cache, "v_cache": cache}
-    return compiled(
-        "paged_decode",
-        pointers,
-        NUM_KV_HEADS=8,
-        GROUP_SIZE=4,
-        HEAD_DIM=128,
-        BLOCK_SIZE=16,
-        IS_SPLIT=is_split,
-    )
+    heads = {"NUM_KV_HEADS": 8, "GROUP_SIZE": 4, "HEAD_DIM": 128, "BLOCK_SIZE": 16}
+    return compiled("paged_decode", pointers, **heads, IS_SPLIT=is_split)
 
 
 def test_decode_of_the_bar():

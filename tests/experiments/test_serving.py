@@ -31,18 +31,10 @@ def grid(**options):
 
 
 def request(**values) -> Served:
-    defaults = {
-        "arrived_s": 0.0,
-        "prompt_length": 10,
-        "output_length": 5,
-        "stopped_s": 1.0,
-        "finished": True,
-        "first_token_s": 0.5,
-        "was_scheduled": True,
-        "num_cached_tokens": 0,
-        "num_preemptions": 0,
-    }
-    return Served(**{**defaults, **values})
+    times = {"arrived_s": 0.0, "first_token_s": 0.5, "stopped_s": 1.0}
+    lengths = {"prompt_length": 10, "output_length": 5, "num_cached_tokens": 0}
+    course = {"was_scheduled": True, "num_preemptions": 0, "finished": True}
+    return Served(**times | lengths | course | values)
 
 
 def run_one(system, trace=None, **options):

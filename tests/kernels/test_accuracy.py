@@ -55,16 +55,9 @@ def test_caches_have_the_shape_of_the_contract_in_every_layout(layout):
 
 
 def make(**overrides):
-    arguments = {
-        "context_lens": [5, 0, 16],
-        "num_q_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 16,
-        "block_size": 4,
-        "dtype": torch.float32,
-        "device": "cpu",
-    }
-    return random_paged_batch(**{**arguments, **overrides})
+    shape = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16, "block_size": 4}
+    options = shape | {"dtype": torch.float32} | overrides
+    return random_paged_batch([5, 0, 16], **options, device="cpu")
 
 
 def test_used_slots_are_finite_and_all_others_poison():

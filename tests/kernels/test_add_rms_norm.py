@@ -10,9 +10,6 @@ from hypothesis import strategies as st
 from kernels import add_rms_norm, reference
 from kernels.testing.accuracy import bits, compare_with_reference
 
-# numpy reports the rows of zeros that pad a tile, where eps is 0.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
-
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
 

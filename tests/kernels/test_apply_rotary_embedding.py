@@ -12,9 +12,6 @@ from hypothesis import strategies as st
 from kernels import apply_rotary_embedding, reference
 from kernels.testing.accuracy import bits, compare_with_reference
 
-# numpy reports the NaNs that a test puts past rotary_dim.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
-
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
 

@@ -17,9 +17,6 @@ from hypothesis import strategies as st
 from kernels.fp8_cache import FP8_DTYPE
 from kernels.testing.inputs import LAYOUTS, SCALES, random_scales
 
-# The interpreter computes rows and tiles that are masked afterwards, and numpy reports their NaNs.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
-
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 every_op = pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 without_prefix = pytest.mark.parametrize(

@@ -12,9 +12,6 @@ from kernels.fp8_cache import FP8_DTYPE
 from kernels.testing.accuracy import bits
 from kernels.testing.inputs import random_paged_batch
 
-# Results with NaN are wanted here, and numpy reports them.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
-
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
 

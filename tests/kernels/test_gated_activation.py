@@ -11,9 +11,6 @@ from kernels import gated_activation, reference
 from kernels.gated_activation import ACTIVATIONS
 from kernels.testing.accuracy import bits, compare_with_reference
 
-# numpy reports the infinite exponential of a gate that is far below 0.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
-
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
 

@@ -13,10 +13,7 @@ from triton.runtime import interpreter
 from kernels.fp8_cache import FP8_DTYPE
 from kernels.primitives import INTERPRETED
 
-pytestmark = [
-    pytest.mark.skipif(not INTERPRETED.value, reason="kernels are compiled"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
-]
+pytestmark = pytest.mark.skipif(not INTERPRETED.value, reason="kernels are compiled")
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)

@@ -16,15 +16,10 @@ from kernels.fp8_cache import FP8_DTYPE
 from kernels.testing.accuracy import compare_with_reference
 from kernels.testing.inputs import random_scales, random_shared_prefix_args
 
-# The interpreter computes rows and tiles that are masked afterwards, and numpy reports their NaNs.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
-
 
 def make_args(group_sizes, prefix_lens, suffix_lens, device, **overrides):
-    options = SHAPE | overrides
-    return random_shared_prefix_args(
-        group_sizes, prefix_lens, suffix_lens, device=device, **options
-    )
+    lens = group_sizes, prefix_lens, suffix_lens
+    return random_shared_prefix_args(*lens, device=device, **SHAPE | overrides)
 
 
 def assert_matches_reference(args, **options):
@@ -122,17 +117,12 @@ def test_batch_invariant(kv_dtype, device):
     args = make_args(*sizes, device, kv_dtype=kv_dtype, dtype=torch.float32)
     together = shared_prefix_decode_attention(*args, **options)
     q, k_cache, v_cache, prefix_tables, prefix_lens, _, tables, lens = args
+    offsets = torch.tensor([0, 1], dtype=torch.int32, device=device)
     for i, group in ((1, 0), (4, 1)):
+        prefix = prefix_tables[group : group + 1], prefix_lens[group : group + 1]
+        own = tables[i : i + 1], lens[i : i + 1]
         alone = shared_prefix_decode_attention(
-            q[i : i + 1],
-            k_cache,
-            v_cache,
-            prefix_tables[group : group + 1],
-            prefix_lens[group : group + 1],
-            torch.tensor([0, 1], dtype=torch.int32, device=device),
-            tables[i : i + 1],
-            lens[i : i + 1],
-            **options,
+            q[i : i + 1], k_cache, v_cache, *prefix, offsets, *own, **options
         )
         assert torch.equal(alone[0][0], together[0][i])
         assert torch.equal(alone[1][0], together[1][i])

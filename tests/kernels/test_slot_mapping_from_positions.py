@@ -24,15 +24,8 @@ def test_matches_reference(data, device):
     block_size = draw(st.sampled_from([1, 2, 3, 7, 16, 24, 100, 1024]), label="block_size")
     lens = draw(st.lists(st.integers(0, 300), min_size=1, max_size=4), label="lens")
     dtypes = st.sampled_from([torch.int32, torch.int64])
-    tables = random_paged_batch(
-        lens,
-        num_q_heads=1,
-        num_kv_heads=1,
-        head_dim=16,
-        block_size=block_size,
-        dtype=torch.float16,
-        device=device,
-    ).block_tables
+    shape = {"num_q_heads": 1, "num_kv_heads": 1, "head_dim": 16, "block_size": block_size}
+    tables = random_paged_batch(lens, **shape, dtype=torch.float16, device=device).block_tables
     tables = torch.cat([tables, tables + 1], dim=1)[:, : tables.shape[1]]  # strided
     seq_ids = torch.repeat_interleave(torch.arange(len(lens)), torch.tensor(lens))
     positions = torch.cat([torch.arange(n) for n in lens])

@@ -50,6 +50,7 @@ def test_matches_reference(data, device):
     num_kv_heads = draw(st.sampled_from([1, 2, 3, 8]), label="num_kv_heads")
     head_dim = draw(st.sampled_from([16, 24, 64, 80, 96, 112, 128, 200, 256]), label="head_dim")
     num_blocks = draw(st.integers(1, 6), label="num_blocks")
+    shape = num_blocks, block_size, num_kv_heads, head_dim
     num_tokens = draw(st.integers(0, min(40, num_blocks * block_size)), label="num_tokens")
     num_slots = draw(st.integers(0, num_tokens), label="num_slots")
     dtype = draw(st.sampled_from(DTYPES), label="dtype")
@@ -62,21 +63,11 @@ def test_matches_reference(data, device):
     torch.manual_seed(draw(st.integers(0, 2**16), label="seed"))
 
     key, value = source(num_tokens, num_kv_heads, head_dim, dtype, device)
-    k_cache, v_cache = make_cache(
-        num_blocks,
-        block_size,
-        num_kv_heads,
-        head_dim,
-        dtype=cache_dtype,
-        device=device,
-        layout=layout,
-    )
+    caches = make_cache(*shape, dtype=cache_dtype, device=device, layout=layout)
     slots = torch.randperm(num_blocks * block_size)[:num_slots]
     skipped = torch.rand(num_slots) < 0.2
     slots[skipped] = torch.randint(-(2**31), 0, (int(skipped.sum()),))
-    assert_stores_like_reference(
-        key, value, k_cache, v_cache, slots.to(device, slot_dtype), **scales
-    )
+    assert_stores_like_reference(key, value, *caches, slots.to(device, slot_dtype), **scales)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -137,15 +137,8 @@ def test_a_target_can_carry_tiles_in_place_of_the_tables():
 
 def test_ops_run_with_the_tiles_of_a_forced_target(device):
     """Tiles of 16 and of 32 tokens round differently, which tells which of them ran."""
-    batch = random_paged_batch(
-        (290,),
-        num_q_heads=2,
-        num_kv_heads=1,
-        head_dim=32,
-        block_size=16,
-        dtype=torch.float16,
-        device=device,
-    )
+    shape = {"num_q_heads": 2, "num_kv_heads": 1, "head_dim": 32, "block_size": 16}
+    batch = random_paged_batch((290,), **shape, dtype=torch.float16, device=device)
     target = target_of(batch.q.device)
     table = decode_tile(2, 32, torch.float16, target)
     outputs = []

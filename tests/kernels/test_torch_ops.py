@@ -16,8 +16,6 @@ from kernels import torch_ops
 from kernels.flash_attn_compat import flash_attn_varlen_func, flash_attn_with_kvcache
 from kernels.testing.accuracy import bits
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
-
 FLASH_ATTN = ("flash_attn_kvcache", "flash_attn_varlen")
 
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from models import LLM
 from models.attention import AttentionMetadata, make_backend
 from models.config import ModelConfig
 from models.decoder import build_model
 from models.weights import load_weights
-from tests.models.checkpoints import CHECKPOINTS, TINY
+from tests.models.tiny import CHECKPOINTS, TINY
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 torch.set_num_threads(1)  # tiny matrices: threads would only wait for each other
@@ -45,6 +46,12 @@ def make_checkpoint(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def make_llm(make_checkpoint):
+    """make_llm(name="llama", **options) -> an LLM on the checkpoint."""
+    return lambda name="llama", **options: LLM(make_checkpoint(name)[0], **options)
+
+
+@pytest.fixture(scope="session")
 def load_model(make_checkpoint):
     """load_model(name, backend="torch", dtype=float32) -> our model with the same weights."""
 
@@ -64,14 +71,19 @@ def load_model(make_checkpoint):
 
 
 @pytest.fixture
-def text_checkpoint(make_checkpoint, tmp_path):
+def llama_copy(make_checkpoint, tmp_path):
+    """A checkpoint that a test may change."""
+    return shutil.copytree(make_checkpoint("llama")[0], tmp_path / "llama")
+
+
+@pytest.fixture
+def text_checkpoint(llama_copy):
     """A checkpoint whose tokenizer knows the words w0 to w96."""
-    folder = shutil.copytree(make_checkpoint("llama")[0], tmp_path / "text")
     vocabulary = {f"w{i}": i for i in range(97)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
+    tokenizer.save(str(llama_copy / "tokenizer.json"))
+    return llama_copy
 
 
 class PagedBatch:

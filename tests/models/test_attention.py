@@ -111,52 +111,36 @@ class Case:
         self.query, self.key, self.value = qkv.split([NUM_Q_HEADS, NUM_KV_HEADS, NUM_KV_HEADS], 1)
         angles = randn(max(context_lens), HEAD_DIM // 2)
         self.rotation = Rotation(torch.cat(all_positions), angles.cos(), angles.sin())
-        self.metadata = AttentionMetadata(
-            slot_mapping=torch.cat(slots),
-            block_tables=tables,
-            cu_seqlens_q=torch.tensor([0, *query_lens]).cumsum(0).int(),
-            context_lens=torch.tensor(context_lens, dtype=torch.int32),
-            max_seqlen_q=max(query_lens),
-            max_context_len=max(context_lens),
-        )
+        starts = torch.tensor([0, *query_lens]).cumsum(0).int()
+        lens, longest = torch.tensor(context_lens).int(), (max(query_lens), max(context_lens))
+        self.metadata = AttentionMetadata(torch.cat(slots), tables, starts, lens, *longest)
 
     def run(self, backend, *, scale: float = 0.3, softcap: float = 0.0, **options):
         scores = {"scale": scale, "window_size": self.window_size, "softcap": softcap}
         options = dict.fromkeys(("q_norm", "k_norm", "k_scale", "v_scale")) | options
         caches = self.k_cache.clone(), self.v_cache.clone()
-        query = self.query.clone()  # which may be rotated in place
-        out = backend(
-            query,
-            self.key,
-            self.value,
-            self.rotation,
-            *caches,
-            self.metadata,
-            types.SimpleNamespace(scores=scores, **options),
-        )
-        return out, *caches
+        rows = self.query.clone(), self.key, self.value  # queries may be rotated in place
+        layer = types.SimpleNamespace(scores=scores, **options)
+        return backend(*rows, self.rotation, *caches, self.metadata, layer), *caches
 
-    def expected(self, scale: float = 0.3, **options):
-        k_cache, v_cache = self.k_cache.double(), self.v_cache.double()
-        query, key, value = self.query.double(), self.key.double(), self.value.double()
-        rotation = self.rotation
-        reference.rope_store_kvcache(
-            query, key, value, k_cache, v_cache, self.metadata.slot_mapping,
-            rotation.positions, rotation.cos, rotation.sin,
-        )  # fmt: skip
-        out = reference.paged_prefill_attention(
-            query,
-            k_cache,
-            v_cache,
-            self.metadata.block_tables,
-            self.metadata.cu_seqlens_q,
-            self.metadata.context_lens,
-            max_seqlen_q=self.metadata.max_seqlen_q,
-            scale=scale,
-            window_size=self.window_size,
-            **options,
-        )
-        return out.float(), k_cache.float(), v_cache.float()
+    def store(self, rows, caches, **scales) -> None:
+        """Queries are rotated in place; keys and values are stored."""
+        positions, cos, sin = self.rotation.positions, self.rotation.cos, self.rotation.sin
+        slots = self.metadata.slot_mapping
+        reference.rope_store_kvcache(*rows, *caches, slots, positions, cos, sin, **scales)
+
+    def attend(self, query, caches, *, scale: float = 0.3, **options):
+        lens = self.metadata.cu_seqlens_q, self.metadata.context_lens
+        options |= {"max_seqlen_q": self.metadata.max_seqlen_q, "window_size": self.window_size}
+        return reference.paged_prefill_attention(
+            query, *caches, self.metadata.block_tables, *lens, scale=scale, **options
+        ).float()
+
+    def expected(self, **options):
+        rows = self.query.double(), self.key.double(), self.value.double()
+        caches = self.k_cache.double(), self.v_cache.double()
+        self.store(rows, caches)
+        return self.attend(rows[0], caches, **options), *(cache.float() for cache in caches)
 
 
 CASES = {
@@ -230,20 +214,12 @@ def test_backends_store_and_attend_to_fp8(backend, case, scales):
         cache.to(torch.float8_e4m3fn) for cache in (batch.k_cache, batch.v_cache)
     )
     out, *caches = batch.run(BACKENDS[backend](), **scales)
-    metadata, rotation = batch.metadata, batch.rotation
     query, expected = batch.query.clone(), [batch.k_cache.clone(), batch.v_cache.clone()]
-    reference.rope_store_kvcache(
-        query, batch.key, batch.value, *expected, metadata.slot_mapping,
-        rotation.positions, rotation.cos, rotation.sin, **scales,
-    )  # fmt: skip
+    batch.store((query, batch.key, batch.value), expected, **scales)
     for actual, wanted in zip(caches, expected, strict=True):
         assert_close(actual.float(), wanted.float(), rtol=0, atol=0, equal_nan=True)
-    expected_out = reference.paged_prefill_attention(
-        query.double(), *(cache.double() for cache in expected), metadata.block_tables,
-        metadata.cu_seqlens_q, metadata.context_lens, max_seqlen_q=metadata.max_seqlen_q,
-        scale=0.3, **scales,
-    )  # fmt: skip
-    assert_close(out, expected_out.float())
+    expected_out = batch.attend(query.double(), [cache.double() for cache in expected], **scales)
+    assert_close(out, expected_out)
 
 
 @pytest.mark.parametrize("num_bytes", [1, 2000, 6000])

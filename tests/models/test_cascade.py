@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models import LLM, SamplingParams, cascade
+from models import SamplingParams, cascade
 from models.cascade import cascade_pays, group_rows, prefix_groups, split_tables
 
 SYSTEM = [(i * 37 + 11) % 97 for i in range(14)]
@@ -72,29 +72,19 @@ def test_when_it_pays():
 
 @pytest.mark.parametrize("checkpoint", ["llama", "mistral"])
 @pytest.mark.parametrize("budget", [9, 64])
-def test_tokens_are_the_same(budget, checkpoint, make_checkpoint, monkeypatch):
+def test_tokens_are_the_same(budget, checkpoint, make_llm, monkeypatch):
     """Among them samples of one prompt and beams, in batches with chunks of prompts or without."""
-    params = [
-        SamplingParams(temperature=0, max_tokens=5),
-        SamplingParams(temperature=0, max_tokens=5),
-        SamplingParams(n=3, seed=3, max_tokens=4),
-        SamplingParams(beam_width=2, max_tokens=4),
-        SamplingParams(temperature=0, max_tokens=6),
-    ]
+    greedy = SamplingParams(temperature=0, max_tokens=5)
+    samples = SamplingParams(n=3, seed=3, max_tokens=4)
+    params = [greedy, greedy, samples, SamplingParams(beam_width=2, max_tokens=4), greedy]
 
     def outputs(backend):
-        llm = LLM(
-            make_checkpoint(checkpoint)[0],
-            attention_backend=backend,
-            block_size=3,
-            num_blocks=50,
-            max_num_batched_tokens=budget,
-        )
-        llm.generate(SYSTEM, params[0])
-        made = [[c.token_ids for c in output.outputs] for output in llm.generate(PROMPTS, params)]
-        return made, llm
+        sizes = {"block_size": 3, "num_blocks": 50, "max_num_batched_tokens": budget}
+        llm = make_llm(checkpoint, attention_backend=backend, **sizes)
+        llm.generate(SYSTEM, greedy)
+        return [[c.token_ids for c in output.outputs] for output in llm.generate(PROMPTS, params)]
 
-    expected, _ = outputs("torch")
+    expected = outputs("torch")
     monkeypatch.setattr(cascade, "CASCADE_BYTES", 0)
     import kernels
 
@@ -105,7 +95,7 @@ def test_tokens_are_the_same(budget, checkpoint, make_checkpoint, monkeypatch):
         return attend(query, k_cache, v_cache, tables, lens, offsets, *rest, **options)
 
     monkeypatch.setattr(kernels, "shared_prefix_decode_attention", counted)
-    assert outputs("triton")[0] == expected
+    assert outputs("triton") == expected
     if checkpoint == "mistral":  # whose windows would hide most of a prefix
         assert not sizes
     else:

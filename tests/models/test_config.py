@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from models.config import FAMILIES, ModelConfig, RopeScaling, UnsupportedModel
-from tests.models.checkpoints import CHECKPOINTS
+from tests.models.tiny import CHECKPOINTS, tiny_config
 
 LLAMA_31 = {  # as published, before transformers 5
     "architectures": ["LlamaForCausalLM"],
@@ -32,26 +32,7 @@ LLAMA_31 = {  # as published, before transformers 5
     "vocab_size": 128256,
     "eos_token_id": [128001, 128008, 128009],
 }
-QWEN3_06B = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "attention_bias": False,
-    "eos_token_id": 151645,
-    "head_dim": 128,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "max_position_embeddings": 40960,
-    "num_attention_heads": 16,
-    "num_hidden_layers": 28,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "sliding_window": None,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
+QWEN3 = LLAMA_31 | {"architectures": ["Qwen3ForCausalLM"]}
 
 
 def test_llama_31_is_read():
@@ -67,25 +48,15 @@ def test_llama_31_is_read():
     )
     assert config.dtype == torch.bfloat16
     assert config.eos_token_ids == {128001, 128008, 128009}
-    assert not config.family.qk_norm
-
-
-def test_qwen3_is_read():
-    config = ModelConfig.from_dict(QWEN3_06B)
-    assert (config.num_q_heads, config.num_kv_heads, config.head_dim) == (16, 8, 128)
-    assert config.family.qk_norm
-    assert config.tie_word_embeddings
-    assert config.rope_scaling is None
-    assert config.eos_token_ids == {151645}
 
 
 def test_windows_are_read():
     """By layer_types, else as each architecture has it; a null turns them off."""
-    qwen = QWEN3_06B | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 27}
-    assert ModelConfig.from_dict(qwen).windows == (None,) * 27 + (8,)
+    qwen = QWEN3 | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 31}
+    assert ModelConfig.from_dict(qwen).windows == (None,) * 31 + (8,)
     assert ModelConfig.from_dict(qwen | {"use_sliding_window": False}).windows == ()
-    types = ["sliding_attention", "full_attention"] * 14
-    assert ModelConfig.from_dict(qwen | {"layer_types": types}).windows == (8, None) * 14
+    types = ["sliding_attention", "full_attention"] * 16
+    assert ModelConfig.from_dict(qwen | {"layer_types": types}).windows == (8, None) * 16
     mistral = LLAMA_31 | {"architectures": ["MistralForCausalLM"]}
     assert ModelConfig.from_dict(mistral).windows == (4096,) * 32
     assert ModelConfig.from_dict(mistral | {"sliding_window": None}).windows == ()
@@ -103,8 +74,8 @@ def test_a_config_without_options_is_what_a_checkpoint_without_them_has():
 
 
 def test_token_0_may_end_a_generation():
-    assert ModelConfig.from_dict(QWEN3_06B | {"eos_token_id": 0}).eos_token_ids == {0}
-    assert ModelConfig.from_dict(QWEN3_06B | {"eos_token_id": [7, 0]}).eos_token_ids == {0, 7}
+    assert ModelConfig.from_dict(LLAMA_31 | {"eos_token_id": 0}).eos_token_ids == {0}
+    assert ModelConfig.from_dict(LLAMA_31 | {"eos_token_id": [7, 0]}).eos_token_ids == {0, 7}
 
 
 def test_the_format_of_transformers_5_means_the_same():
@@ -135,6 +106,8 @@ def test_a_saved_checkpoint_is_read(checkpoint, make_checkpoint):
     assert config.head_dim == getattr(theirs, "head_dim", 16)
     assert config.attention_bias == getattr(theirs, "attention_bias", checkpoint == "qwen2")
     assert config.tie_word_embeddings == theirs.tie_word_embeddings
+    assert config.family.qk_norm == (checkpoint == "qwen3")
+    assert (config.rope_scaling is None) == (checkpoint not in ("llama_biased", "qwen2"))
     assert config.eos_token_ids == frozenset()
 
 
@@ -146,9 +119,9 @@ def test_fields_that_may_be_absent_have_the_defaults_of_the_architecture():
 
 
 def test_generation_config_adds_the_tokens_that_end_a_text(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3_06B))
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [151645, 151643]}')
-    assert ModelConfig.from_folder(tmp_path).eos_token_ids == {151645, 151643}
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_31 | {"eos_token_id": 5}))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
+    assert ModelConfig.from_folder(tmp_path).eos_token_ids == {5, 7}
 
 
 @pytest.mark.parametrize(
@@ -242,15 +215,7 @@ def test_a_folder_that_does_not_exist_is_named(tmp_path):
 
 
 def test_kv_block_bytes():
-    published = ModelConfig(
-        vocab_size=1,
-        hidden_size=1,
-        intermediate_size=1,
-        num_layers=4,
-        num_q_heads=8,
-        num_kv_heads=8,
-        head_dim=128,
-    )
+    published = tiny_config(num_layers=4, num_q_heads=8, num_kv_heads=8, head_dim=128)
     assert published.kv_block_bytes(4, torch.float16) == 65536
     assert published.kv_block_bytes(4, torch.float16, tensor_parallel_size=2) == 32768
     one_head = dataclasses.replace(published, num_kv_heads=1)
@@ -259,13 +224,4 @@ def test_kv_block_bytes():
 
 def test_every_family_can_be_made_from_sizes_alone():
     for architecture in FAMILIES:
-        ModelConfig(
-            architecture=architecture,
-            vocab_size=8,
-            hidden_size=8,
-            intermediate_size=8,
-            num_layers=1,
-            num_q_heads=2,
-            num_kv_heads=1,
-            head_dim=4,
-        )
+        tiny_config(architecture=architecture)

@@ -12,7 +12,7 @@ from kernels.add_rms_norm import _add_rms_norm_kernel
 from models.attention import AttentionMetadata, TritonBackend
 from models.config import ModelConfig
 from models.decoder import build_model
-from tests.models.checkpoints import CHECKPOINTS, TINY
+from tests.models.tiny import CHECKPOINTS, TINY
 
 LENGTHS = [23, 9, 1, 40]
 QWEN3 = TINY | CHECKPOINTS["qwen3"][1] | {"architectures": ["Qwen3ForCausalLM"]}

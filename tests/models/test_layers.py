@@ -9,43 +9,24 @@ import kernels
 from kernels import reference
 from models.config import ModelConfig
 from models.layers import RMSNorm, RotaryEmbedding, apply_rope, linear, rope_frequencies
+from tests.models.tiny import TINY
 
 
 def config_with(rope_scaling: dict | None, head_dim: int = 64) -> ModelConfig:
-    return ModelConfig.from_dict(
-        {
-            "architectures": ["LlamaForCausalLM"],
-            "vocab_size": 8,
-            "hidden_size": head_dim,
-            "intermediate_size": 8,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 1,
-            "rope_theta": 10000.0,
-            "rope_scaling": rope_scaling,
-        }
-    )
+    heads = {"hidden_size": head_dim, "num_attention_heads": 1, "num_key_value_heads": 1}
+    fields = {"architectures": ["LlamaForCausalLM"], "rope_scaling": rope_scaling}
+    return ModelConfig.from_dict(TINY | heads | fields)
 
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+BETAS = {"beta_fast": 9.0, "beta_slow": 2.0}
 SCALINGS = {
     "default": None,
     "linear": {"rope_type": "linear", "factor": 3.0},
-    "llama3": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 512,
-    },
-    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
-    "yarn_untruncated": {
-        "rope_type": "yarn",
-        "factor": 4.0,
-        "beta_fast": 9.0,
-        "beta_slow": 2.0,
-        "attention_factor": 1.5,
-        "truncate": False,
-        "original_max_position_embeddings": 512,
-    },
+    "llama3": LLAMA3 | {"original_max_position_embeddings": 512},
+    "yarn": YARN,
+    "yarn_untruncated": YARN | BETAS | {"attention_factor": 1.5, "truncate": False},
 }
 
 

@@ -15,9 +15,10 @@ from safetensors.torch import save_file
 
 from cache import MANAGERS, Sequence
 from cache.policies.lru import LRU
-from models import LLM, FinishReason, ModelConfig, RequestOutput, SamplingParams, TokenOutput
+from models import LLM, FinishReason, RequestOutput, SamplingParams, TokenOutput
 from models.attention import FlashAttnBackend
 from models.generate import main
+from tests.models.tiny import oracle_tokens, tiny_config, tokens_of
 
 MAX_TOKENS = 10
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
@@ -28,24 +29,12 @@ PROMPTS = [SHARED, [5], [*SHARED[:21], 1, 2, 3], [(i * 5) % 97 for i in range(17
 @pytest.fixture(scope="module")
 def expected(make_checkpoint):
     """expected(checkpoint) -> the greedy tokens of transformers for each prompt."""
-    known = {}
 
     def generate(checkpoint):
-        if checkpoint not in known:
-            _, oracle = make_checkpoint(checkpoint)
-            known[checkpoint] = [
-                oracle.generate(torch.tensor([prompt]), max_new_tokens=MAX_TOKENS, do_sample=False)[
-                    0, len(prompt) :
-                ].tolist()
-                for prompt in PROMPTS
-            ]
-        return known[checkpoint]
+        _, oracle = make_checkpoint(checkpoint)
+        return [oracle_tokens(oracle, prompt, MAX_TOKENS) for prompt in PROMPTS]
 
-    return generate
-
-
-def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
-    return [output.outputs[0].token_ids for output in outputs]
+    return functools.cache(generate)
 
 
 SCARCE = pytest.mark.parametrize(
@@ -60,13 +49,12 @@ SCARCE = pytest.mark.parametrize(
 """Chunked or not, with and without prefix caching."""
 
 
-def scarce_llm(folder, manager, block_size, chunk, caching, **options) -> LLM:
-    """An LLM whose cache has too few blocks for all prompts at a time."""
+def scarce(manager, block_size, chunk, caching, **options) -> dict:
+    """Options of an LLM whose cache has too few blocks for all prompts at a time."""
     num_slots = 48
     if manager == "contiguous":
         num_slots, options["manager_options"] = 64, {"reservation": "pow2"}
-    return LLM(
-        folder,
+    return dict(
         manager=manager,
         block_size=block_size,
         num_blocks=-(-num_slots // block_size),
@@ -84,11 +72,10 @@ OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @SCARCE
 @pytest.mark.parametrize("manager", sorted(MANAGERS))
 def test_tokens_are_those_of_transformers(
-    manager, block_size, chunk, caching, checkpoint, preemption, overlap, make_checkpoint, expected
+    manager, block_size, chunk, caching, checkpoint, preemption, overlap, make_llm, expected
 ):
-    folder, _ = make_checkpoint(checkpoint)
-    options = {"preemption": preemption, "overlap": overlap}
-    llm = scarce_llm(folder, manager, block_size, chunk, caching, **options)
+    options = scarce(manager, block_size, chunk, caching, preemption=preemption, overlap=overlap)
+    llm = make_llm(checkpoint, **options)
     outputs = llm.generate(PROMPTS, GREEDY)
     assert tokens_of(outputs) == expected(checkpoint)
     spares = manager == "contiguous"  # it reserves the whole output beforehand
@@ -102,11 +89,11 @@ def test_tokens_are_those_of_transformers(
 
 
 @pytest.fixture(scope="module")
-def fp8_tokens(make_checkpoint):
+def fp8_tokens(make_llm):
     """fp8_tokens(checkpoint) -> the tokens with an fp8 cache that has room for everything."""
 
     def generate(checkpoint):
-        llm = LLM(make_checkpoint(checkpoint)[0], kv_cache_dtype="fp8_e4m3", num_blocks=100)
+        llm = make_llm(checkpoint, kv_cache_dtype="fp8_e4m3", num_blocks=100)
         assert llm.engine.runner.kv_cache.dtype == torch.float8_e4m3fn
         outputs = [llm.generate(prompt, GREEDY)[0] for prompt in PROMPTS]
         return tokens_of(outputs)
@@ -117,14 +104,12 @@ def fp8_tokens(make_checkpoint):
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 @SCARCE
 def test_an_fp8_cache_gives_the_same_tokens_however_it_is_managed(
-    block_size, chunk, caching, checkpoint, preemption, make_checkpoint, fp8_tokens
+    block_size, chunk, caching, checkpoint, preemption, make_llm, fp8_tokens
 ):
     """Queries read what is stored of the keys and values of their own chunk, too."""
     manager = {1: "vllm_v1", 4: "vllm_v0", 7: "radix", 16: "nano_vllm"}[block_size]
-    options = {"preemption": preemption, "kv_cache_dtype": "fp8_e4m3"}
-    folder, _ = make_checkpoint(checkpoint)
-    llm = scarce_llm(folder, manager, block_size, chunk, caching, **options)
-    outputs = llm.generate(PROMPTS, GREEDY)
+    options = scarce(manager, block_size, chunk, caching, preemption=preemption)
+    outputs = make_llm(checkpoint, kv_cache_dtype="fp8_e4m3", **options).generate(PROMPTS, GREEDY)
     assert tokens_of(outputs) == fp8_tokens(checkpoint)
     assert sum(output.stats.num_preemptions for output in outputs) > 0
 
@@ -139,10 +124,10 @@ def test_an_fp8_cache_changes_tokens(fp8_tokens, expected):
     [("llama_biased", None), ("gemma2", None), ("qwen3", None), ("qwen3", "fp8_e4m3")],
 )
 def test_the_kernels_give_the_same_tokens(
-    checkpoint, kv_cache_dtype, make_checkpoint, expected, fp8_tokens
+    checkpoint, kv_cache_dtype, make_llm, expected, fp8_tokens
 ):
-    llm = LLM(
-        make_checkpoint(checkpoint)[0],
+    llm = make_llm(
+        checkpoint,
         kv_cache_dtype=kv_cache_dtype,
         attention_backend="triton",
         block_size=3,
@@ -155,57 +140,51 @@ def test_the_kernels_give_the_same_tokens(
     assert tokens_of(outputs) == [output[:4] for output in tokens[:3]]
 
 
-def test_copy_on_write_of_an_fp8_cache(make_checkpoint):
+def test_copy_on_write_of_an_fp8_cache(make_llm):
     """Parallel samples share the prompt's last block until each writes to a copy of it."""
     params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=6)
     results = []
     for block_size in (1, 4):  # without and with copies
-        llm = LLM(
-            make_checkpoint("llama")[0],
-            kv_cache_dtype="fp8_e4m3",
-            block_size=block_size,
-            num_blocks=64,
-        )
+        llm = make_llm(kv_cache_dtype="fp8_e4m3", block_size=block_size, num_blocks=64)
         [output] = llm.generate(SHARED, params)
         results.append([sample.token_ids for sample in output.outputs])
     assert results[0] == results[1]
     assert len({tuple(tokens) for tokens in results[0]}) > 1
 
 
-def test_flash_attn_has_no_fp8_cache(make_checkpoint, monkeypatch):
+def test_flash_attn_has_no_fp8_cache(make_llm, monkeypatch):
     backend = types.SimpleNamespace(name="flash_attn", has_fp8_cache=FlashAttnBackend.has_fp8_cache)
     monkeypatch.setattr("models.llm.make_backend", lambda name, device: backend)
     with pytest.raises(ValueError, match="'fp8_e4m3': attention_backend='flash_attn' has no fp8"):
-        LLM(make_checkpoint("llama")[0], kv_cache_dtype="fp8_e4m3", attention_backend="flash_attn")
+        make_llm(kv_cache_dtype="fp8_e4m3", attention_backend="flash_attn")
 
 
-def test_an_fp8_cache_is_sized_by_its_bytes(make_checkpoint, monkeypatch):
-    folder, _ = make_checkpoint("llama")  # 2 layers, 2 KV heads of head_dim 16
+def test_an_fp8_cache_is_sized_by_its_bytes(make_llm, monkeypatch):
+    """Of 2 layers and 2 KV heads of head_dim 16."""
     monkeypatch.setattr("models.llm.HOST_KV_CACHE_BYTES", 100 * 4 * 2 * 2 * 2 * 16)
-    assert LLM(folder, block_size=4, kv_cache_dtype="fp8_e4m3").manager.num_blocks == 100
-    assert LLM(folder, block_size=4).manager.num_blocks == 25
-    llm = LLM(folder, block_size=4, kv_cache_dtype="fp8_e4m3", preemption="swap")
+    assert make_llm(block_size=4).manager.num_blocks == 25
+    llm = make_llm(block_size=4, kv_cache_dtype="fp8_e4m3", preemption="swap")
+    assert llm.manager.num_blocks == 100
     assert llm.engine.runner.host_cache.dtype == torch.float8_e4m3fn
 
 
 @pytest.mark.parametrize(("available", "num_blocks"), [(4 * 25 * 2048, 25), (1 << 40, 256 * 64)])
 def test_a_cache_on_a_cpu_takes_a_quarter_of_what_is_available_at_most(
-    available, num_blocks, make_checkpoint, monkeypatch
+    available, num_blocks, make_llm, monkeypatch
 ):
+    """A block of 4 tokens takes 2,048 bytes."""
     monkeypatch.setattr("models.llm.available_host_bytes", lambda: available)
-    folder, _ = make_checkpoint("llama")  # a block of 4 tokens takes 2,048 bytes
-    llm = LLM(folder, block_size=4, preemption="swap")
+    llm = make_llm(block_size=4, preemption="swap")
     assert llm.manager.num_blocks == num_blocks
     assert llm.engine.runner.host_cache.shape[2] == num_blocks
     monkeypatch.setattr("models.llm.available_host_bytes", lambda: 4 * 2047)
     with pytest.raises(ValueError, match=r"block_size=4: a block needs 2,048 .* 8,188 available"):
-        LLM(folder, block_size=4)
+        make_llm(block_size=4)
 
 
 @pytest.mark.parametrize("manager", sorted(MANAGERS))
-def test_overlap_draws_the_same(manager, make_checkpoint):
+def test_overlap_draws_the_same(manager, make_llm):
     """Seeded requests that stop at tokens, beside greedy ones and some that are read at once."""
-    folder, _ = make_checkpoint("llama")
     stops = {"stop_token_ids": range(0, 97, 12), "max_tokens": 12}
     params = [SamplingParams(seed=seed, temperature=1.5, **stops) for seed in range(6)]
     params += [SamplingParams(temperature=0, **stops), SamplingParams(seed=7, n=2, **stops)]
@@ -213,7 +192,7 @@ def test_overlap_draws_the_same(manager, make_checkpoint):
     prompts = [SHARED[: 5 + i] for i in range(len(params))]
     results = []
     for overlap in (False, True):
-        llm = scarce_llm(folder, manager, 4, 16, True, overlap=overlap, max_num_seqs=5)
+        llm = make_llm(**scarce(manager, 4, 16, True, overlap=overlap, max_num_seqs=5))
         outputs = llm.generate(prompts, params)
         results.append([[(o.token_ids, o.finish_reason) for o in out.outputs] for out in outputs])
         llm.manager.check_invariants()
@@ -225,8 +204,8 @@ def test_overlap_draws_the_same(manager, make_checkpoint):
 
 @OVERLAP
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(seed=1), SamplingParams(beam_width=2)])
-def test_logits_that_are_not_numbers_name_their_request(params, overlap, make_checkpoint):
-    llm = LLM(make_checkpoint("llama")[0], num_blocks=20, overlap=overlap)
+def test_logits_that_are_not_numbers_name_their_request(params, overlap, make_llm):
+    llm = make_llm(num_blocks=20, overlap=overlap)
     expected = llm.generate([1, 2, 3], params)
     weight = llm.model.model.layers[0].mlp.down_proj.weight
     sound = weight[0, 0].item()
@@ -241,7 +220,7 @@ def test_logits_that_are_not_numbers_name_their_request(params, overlap, make_ch
 
 
 @pytest.mark.parametrize("manager", ["vllm_v1", "nano_vllm", "vllm_v0", "radix"])
-def test_a_policy_that_gives_up_a_wrong_block_is_named(manager, make_checkpoint):
+def test_a_policy_that_gives_up_a_wrong_block_is_named(manager, make_llm):
     class Wrong(LRU):
         def evict_many(self, count):
             super().evict_many(count)
@@ -250,31 +229,29 @@ def test_a_policy_that_gives_up_a_wrong_block_is_named(manager, make_checkpoint)
         def evict(self):
             return self.evict_many(1)[0]
 
-    llm = LLM(make_checkpoint("llama")[0], manager=manager, policy=Wrong(), num_blocks=6)
+    llm = make_llm(manager=manager, policy=Wrong(), num_blocks=6)
     with pytest.raises(RuntimeError, match=r"policy 'Wrong': evict\(\) gave -1, not a released"):
         llm.generate([[first] * 40 for first in range(9)], GREEDY)
 
 
-def test_scales_of_the_checkpoint(make_checkpoint, tmp_path):
+def test_scales_of_the_checkpoint(make_llm, llama_copy):
     """A cache that holds halves with a scale of 2 gives the tokens of one with a scale of 1."""
-    folder = tmp_path / "scaled"
-    shutil.copytree(make_checkpoint("llama")[0], folder)
-    llm = LLM(folder, kv_cache_dtype="fp8_e4m3", num_blocks=20)
+    llm = make_llm(kv_cache_dtype="fp8_e4m3", num_blocks=20)
     unscaled = llm.generate(SHARED, GREEDY)
     before = llm.engine.runner.kv_cache.float()
     names = [
         f"model.layers.{layer}.self_attn.{part}.{kind}_scale"
         for layer, part, kind in [(0, "k_proj", "k"), (0, "v_proj", "v"), (1, "attn", "v")]
     ]
-    save_file({name: torch.tensor(2.0) for name in names}, folder / "scales.safetensors")
-    llm = LLM(folder, kv_cache_dtype="fp8_e4m3", num_blocks=20)
+    save_file({name: torch.tensor(2.0) for name in names}, llama_copy / "scales.safetensors")
+    llm = LLM(llama_copy, kv_cache_dtype="fp8_e4m3", num_blocks=20)
     assert tokens_of(llm.generate(SHARED, GREEDY)) == tokens_of(unscaled)
     # Halves of numbers below 2^-5 are subnormal in e4m3 and lose a bit.
     after = llm.engine.runner.kv_cache.float()
     torch.testing.assert_close(after[:, 0] * 2, before[:, 0], rtol=0.08, atol=2**-8)
     torch.testing.assert_close(after[1, 1] * 2, before[1, 1], rtol=0.08, atol=2**-8)
     torch.testing.assert_close(after[0, 1], before[0, 1], rtol=0.08, atol=2**-8)
-    assert tokens_of(LLM(folder).generate(SHARED, GREEDY))  # ignored without an fp8 cache
+    assert tokens_of(LLM(llama_copy).generate(SHARED, GREEDY))  # ignored without an fp8 cache
 
 
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.0])
@@ -286,19 +263,10 @@ def test_beam_search_is_that_of_transformers(stops, length_penalty, make_checkpo
         n=3, beam_width=4, max_tokens=9, length_penalty=length_penalty, stop_token_ids=stops or ()
     )
     for prompt, output in zip(PROMPTS[:3], llm.generate(PROMPTS[:3], params), strict=True):
-        theirs = oracle.generate(
-            torch.tensor([prompt]),
-            max_new_tokens=9,
-            num_beams=4,
-            num_return_sequences=3,
-            do_sample=False,
-            length_penalty=length_penalty,
-            early_stopping=False,
-            eos_token_id=stops,
-            pad_token_id=0,
-            output_scores=True,
-            return_dict_in_generate=True,
-        )
+        search = {"num_beams": 4, "num_return_sequences": 3, "length_penalty": length_penalty}
+        search |= {"do_sample": False, "early_stopping": False, "max_new_tokens": 9}
+        search |= {"eos_token_id": stops, "pad_token_id": 0, "output_scores": True}
+        theirs = oracle.generate(torch.tensor([prompt]), **search, return_dict_in_generate=True)
         for completion, ids, score in zip(
             output.outputs, theirs.sequences.tolist(), theirs.sequences_scores, strict=True
         ):
@@ -311,8 +279,8 @@ def test_beam_search_is_that_of_transformers(stops, length_penalty, make_checkpo
     assert llm.manager.num_free_blocks == 64
 
 
-def test_streaming(make_checkpoint, expected):
-    llm = LLM(make_checkpoint("llama")[0], block_size=4)
+def test_streaming(make_llm, expected):
+    llm = make_llm(block_size=4)
     tokens, finished = {}, []
     for event in llm.stream(PROMPTS, GREEDY):
         if isinstance(event, TokenOutput):
@@ -327,8 +295,8 @@ def test_streaming(make_checkpoint, expected):
     assert len(finished) == len(PROMPTS)
 
 
-def test_streams_may_interleave_with_each_other_and_with_generate(make_checkpoint, expected):
-    llm = LLM(make_checkpoint("llama")[0], block_size=4)
+def test_streams_may_interleave_with_each_other_and_with_generate(make_llm, expected):
+    llm = make_llm(block_size=4)
     first = llm.stream(PROMPTS[0], GREEDY)
     second = llm.stream(PROMPTS[1], GREEDY)
     head = [next(first), next(second), next(second)]
@@ -339,8 +307,8 @@ def test_streams_may_interleave_with_each_other_and_with_generate(make_checkpoin
         assert stream[-1].outputs[0].token_ids == tokens
 
 
-def test_leaving_a_stream_cancels_it(make_checkpoint):
-    llm = LLM(make_checkpoint("llama")[0], block_size=4, num_blocks=32)
+def test_leaving_a_stream_cancels_it(make_llm):
+    llm = make_llm(block_size=4, num_blocks=32)
     stream = llm.stream(PROMPTS, GREEDY)
     list(itertools.islice(stream, 4))
     assert llm.engine.has_unfinished
@@ -349,8 +317,8 @@ def test_leaving_a_stream_cancels_it(make_checkpoint):
     assert llm.manager.num_free_blocks == 32
 
 
-def test_abort_within_a_stream(make_checkpoint, expected):
-    llm = LLM(make_checkpoint("llama")[0], block_size=4, num_blocks=64)
+def test_abort_within_a_stream(make_llm, expected):
+    llm = make_llm(block_size=4, num_blocks=64)
     done = {}
     for event in llm.stream(PROMPTS[:2], GREEDY):
         if isinstance(event, RequestOutput):
@@ -364,8 +332,8 @@ def test_abort_within_a_stream(make_checkpoint, expected):
         llm.abort(0)
 
 
-def test_parameters_of_each_prompt(make_checkpoint, expected):
-    llm = LLM(make_checkpoint("llama")[0])
+def test_parameters_of_each_prompt(make_llm, expected):
+    llm = make_llm()
     params = [SamplingParams(temperature=0, max_tokens=count) for count in (1, 4)]
     assert tokens_of(llm.generate(PROMPTS[:2], params)) == [
         tokens[:count] for tokens, count in zip(expected("llama"), (1, 4), strict=False)
@@ -374,41 +342,23 @@ def test_parameters_of_each_prompt(make_checkpoint, expected):
         llm.generate(PROMPTS[:3], params)
 
 
-def test_the_seed_of_the_llm_fixes_unseeded_requests(make_checkpoint):
-    folder, _ = make_checkpoint("llama")
-
-    def run(seed):
-        return tokens_of(LLM(folder, seed=seed).generate(PROMPTS, SamplingParams(max_tokens=6)))
-
-    assert run(1) == run(1)
-    assert run(1) != run(2)
-
-
-def test_random_weights_from_a_config():
-    config = ModelConfig(
-        vocab_size=50,
-        hidden_size=32,
-        intermediate_size=40,
-        num_layers=1,
-        num_q_heads=2,
-        num_kv_heads=1,
-        head_dim=16,
-        max_position_embeddings=64,
-        initializer_range=0.3,
-    )
+@pytest.mark.parametrize(
+    ("config", "params"),
+    [(None, SamplingParams(max_tokens=6)), (tiny_config(initializer_range=0.3), GREEDY)],
+    ids=["unseeded requests", "random weights"],
+)
+def test_the_seed_of_the_llm_fixes(config, params, make_checkpoint):
+    model = config or make_checkpoint("llama")[0]
     first, again, other = (
-        tokens_of(LLM(config, seed=seed).generate([[1, 2, 3]], GREEDY)) for seed in (1, 1, 2)
+        tokens_of(LLM(model, seed=seed).generate(PROMPTS, params)) for seed in (1, 1, 2)
     )
     assert first == again != other
 
 
-def test_the_longest_sequence(make_checkpoint):
-    folder, _ = make_checkpoint("llama")  # 256 positions
-    assert LLM(folder).max_model_len == 256
-    assert LLM(folder, max_model_len=100).max_model_len == 100
-    assert LLM(folder, num_blocks=3, block_size=7).max_model_len == 21
-    assert LLM(folder, manager="vllm_v0", max_num_batched_tokens=50).max_model_len == 50
-    [output] = LLM(folder).generate([[1] * 250], SamplingParams(max_tokens=50))
+def test_the_longest_sequence_is_that_of_the_model(make_llm):
+    llm = make_llm()
+    assert llm.max_model_len == 256
+    [output] = llm.generate([[1] * 250], SamplingParams(max_tokens=50))
     assert len(output.outputs[0].token_ids) == 6
 
 
@@ -443,28 +393,28 @@ def test_the_longest_sequence(make_checkpoint):
             },
             "sliding_window=32: the window is that of the model",
         ),
+        (
+            {"manager": "contiguous", "block_size": 4, "num_blocks": 11, "max_model_len": 48},
+            "max_model_len=48: .*num_blocks=11 blocks has 32 slots",
+        ),
     ],
 )
-def test_options_that_do_not_fit_are_named(options, message, make_checkpoint):
+def test_options_that_do_not_fit_are_named(options, message, make_llm):
     if options.get("device") == "cuda" and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(ValueError, match=message):
-        LLM(make_checkpoint("llama")[0], **options)
+        make_llm(**options)
 
 
-def test_more_positions_than_rope_tells_apart_need_a_longest_sequence(make_checkpoint, tmp_path):
-    folder = shutil.copytree(make_checkpoint("llama")[0], tmp_path / "long")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 10**12}))
-    with pytest.raises(
-        ValueError, match=r"max_position_embeddings=10{12}: .* give a max_model_len"
-    ):
-        LLM(folder, num_blocks=20)
-    assert LLM(folder, num_blocks=20, max_model_len=64).max_model_len == 64
+def test_more_positions_than_rope_tells_apart_need_a_longest_sequence():
+    config = tiny_config(max_position_embeddings=10**12)
+    with pytest.raises(ValueError, match=r"max_position_embeddings=10{12}: .* give a max_model_"):
+        LLM(config, num_blocks=20)
+    assert LLM(config, num_blocks=20, max_model_len=64).max_model_len == 64
 
 
-def test_prompts_that_do_not_fit_are_numbered(make_checkpoint):
-    llm = LLM(make_checkpoint("llama")[0], num_blocks=4)
+def test_prompts_that_do_not_fit_are_numbered(make_llm):
+    llm = make_llm(num_blocks=4)
     with pytest.raises(ValueError, match=r"prompts\[1\]: prompt: has 64 tokens; needs at most 63"):
         llm.generate([[1], [2] * 64], GREEDY)
     with pytest.raises(ValueError, match=r"prompts\[0\]: prompt: a text needs a tokenizer\.json"):
@@ -495,16 +445,15 @@ def test_text_in_and_out(text_checkpoint, expected):
     assert output.outputs[0].text == " ".join(f"w{token}" for token in expected("llama")[1])
 
 
-def test_streamed_texts_add_up(make_checkpoint, tmp_path):
+def test_streamed_texts_add_up(llama_copy):
     """Also of characters that take several tokens: here each byte is one."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    folder = shutil.copytree(make_checkpoint("llama")[0], tmp_path / "bytes")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[-97:]  # most are parts of characters
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    llm = LLM(folder)
+    tokenizer.save(str(llama_copy / "tokenizer.json"))
+    llm = LLM(llama_copy)
     prompts = [[i] for i in range(10)]
     texts, complete, incomplete = {}, 0, 0
     for event in llm.stream(prompts, SamplingParams(n=2, max_tokens=30, seed=1, temperature=3.0)):
@@ -555,26 +504,10 @@ def test_command_line_errors(arguments, message, text_checkpoint, capsys):
     [(40, 64, 16), (33, 64, 16), (32, 64, 8), (None, 256, 64), (None, 8, 8), (None, 11, 8)],
 )
 def test_contiguous_reserves_for_the_longest_sequence(
-    make_checkpoint, max_model_len, num_blocks, reserved
+    make_llm, max_model_len, num_blocks, reserved
 ):
     """In blocks of 4, a power of two: what LLM is told, else what model and cache allow."""
-    llm = LLM(
-        make_checkpoint("llama")[0],
-        manager="contiguous",
-        block_size=4,
-        num_blocks=num_blocks,
-        max_model_len=max_model_len,
-    )
+    sizes = {"block_size": 4, "num_blocks": num_blocks, "max_model_len": max_model_len}
+    llm = make_llm(manager="contiguous", **sizes)
     llm.manager.allocate(Sequence("any", [1, 2, 3]))
     assert llm.manager.num_blocks - llm.manager.num_free_blocks == reserved
-
-
-def test_contiguous_refuses_a_longest_sequence_that_never_fits(make_checkpoint):
-    with pytest.raises(ValueError, match=r"max_model_len=48: .*num_blocks=11 blocks has 32 slots"):
-        LLM(
-            make_checkpoint("llama")[0],
-            manager="contiguous",
-            block_size=4,
-            num_blocks=11,
-            max_model_len=48,
-        )

@@ -8,32 +8,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from models import LLM, ModelConfig, SamplingParams
+from models import LLM, SamplingParams
+from tests.models.tiny import tiny_config, tokens_of
 
-CONFIG = ModelConfig(
-    vocab_size=61,
-    hidden_size=32,
-    intermediate_size=32,
-    num_layers=1,
-    num_q_heads=2,
-    num_kv_heads=1,
-    head_dim=16,
-    max_position_embeddings=128,
-    initializer_range=0.4,
-    tie_word_embeddings=True,
-)
+CONFIG = tiny_config(initializer_range=0.4, tie_word_embeddings=True)
 PROMPTS = [[1, 2, 3, 4, 5], [5, 6] * 5]
 OPTIONS = {"dtype": "float32", "block_size": 4, "max_num_seqs": 2, "max_num_batched_tokens": 16}
 
 
-def tokens(llm: LLM, max_tokens: int) -> list:
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
-
-
-@pytest.fixture(scope="module")
-def expected():
-    return tokens(LLM(CONFIG, device="cpu", attention_backend="torch", **OPTIONS), 12)
+def on_cpu(prompts, params) -> list[list[int]]:
+    llm = LLM(CONFIG, device="cpu", attention_backend="torch", **OPTIONS)
+    return tokens_of(llm.generate(prompts, params))
 
 
 OVERLAP = pytest.mark.parametrize("overlap", [False, None], ids=["", "overlap"])
@@ -41,9 +26,7 @@ OVERLAP = pytest.mark.parametrize("overlap", [False, None], ids=["", "overlap"])
 
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 @OVERLAP
-def test_graphs_decode_as_the_cpu_does_with_one_wait_a_step(
-    overlap, preemption, expected, fake_gpu
-):
+def test_graphs_decode_as_the_cpu_does_with_one_wait_a_step(overlap, preemption, fake_gpu):
     options = {"num_blocks": 9, "max_model_len": 32, "preemption": preemption, **OPTIONS}
     llm = LLM(CONFIG, overlap=overlap, **options)
     assert llm.device == torch.device("cuda", 0)
@@ -52,7 +35,7 @@ def test_graphs_decode_as_the_cpu_does_with_one_wait_a_step(
     waits, replays = fake_gpu.waits, fake_gpu.replays
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     outputs = llm.generate(PROMPTS, params)
-    assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert tokens_of(outputs) == on_cpu(PROMPTS, params)
     assert sum(output.stats.num_preemptions for output in outputs) >= 1
     swapped = sum(output.stats.num_swapped_tokens for output in outputs)
     assert (swapped > 0) == (preemption == "swap")
@@ -71,14 +54,12 @@ SAMPLED = [
 @pytest.mark.parametrize("params", SAMPLED, ids=["plain", "min_p", "top_k and top_p"])
 def test_seeded_requests_draw_what_they_draw_on_the_cpu(params, overlap, fake_gpu):
     prompts = [*PROMPTS, [9] * 7]
-    on_cpu = LLM(CONFIG, device="cpu", attention_backend="torch", **OPTIONS)
-    expected = [output.outputs[0].token_ids for output in on_cpu.generate(prompts, params)]
+    expected = on_cpu(prompts, params)
     llm = LLM(CONFIG, num_blocks=20, max_model_len=32, overlap=overlap, **OPTIONS)
     steps, step = [], llm.engine.runner.run
     llm.engine.runner.run = lambda *args: steps.append(1) or step(*args)
     waits = fake_gpu.waits
-    outputs = llm.generate(prompts, params)
-    assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert tokens_of(llm.generate(prompts, params)) == expected
     assert fake_gpu.waits - waits == len(steps)
 
 

@@ -158,16 +158,10 @@ def test_alone_nothing_is_exchanged():
 
 
 def test_shares_of_heads():
-    assert [TensorParallel(rank, 2).share(6, "heads") for rank in range(2)] == [
-        range(0, 3),
-        range(3, 6),
-    ]
-    assert [TensorParallel(rank, 4).share(2, "heads", repeat=True) for rank in range(4)] == [
-        range(0, 1),
-        range(0, 1),
-        range(1, 2),
-        range(1, 2),
-    ]
+    halves = [TensorParallel(rank, 2).share(6, "heads") for rank in range(2)]
+    assert halves == [range(0, 3), range(3, 6)]
+    repeated = [TensorParallel(rank, 4).share(2, "heads", repeat=True) for rank in range(4)]
+    assert repeated == 2 * [range(0, 1)] + 2 * [range(1, 2)]
     with pytest.raises(ValueError, match="tensor_parallel_size=4 does not divide heads=6"):
         TensorParallel(0, 4).share(6, "heads", repeat=True)
     with pytest.raises(ValueError, match="tensor_parallel_size=4 does not divide heads=2"):

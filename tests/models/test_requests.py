@@ -9,16 +9,17 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from cache import MANAGERS
-from models import LLM, ModelConfig, SaltedPrompt, SamplingParams, TokenOutput
+from models import LLM, SaltedPrompt, SamplingParams, TokenOutput
 from models.generate import main
+from tests.models.tiny import oracle_tokens, tiny_config, tokens_of
 
 PROMPT = [(i * 37 + 11) % 97 for i in range(26)]
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
 
 
 @pytest.fixture(scope="module")
-def llm(make_checkpoint):
-    return LLM(make_checkpoint("llama")[0], num_blocks=64)
+def llm(make_llm):
+    return make_llm(num_blocks=64)
 
 
 def greedy_by_hand(oracle, choose, count: int = 20) -> list[int]:
@@ -33,13 +34,10 @@ def greedy_by_hand(oracle, choose, count: int = 20) -> list[int]:
 
 def test_a_repetition_penalty_is_that_of_transformers(llm, make_checkpoint):
     _, oracle = make_checkpoint("llama")
-    theirs = oracle.generate(
-        torch.tensor([PROMPT]), max_new_tokens=20, do_sample=False, repetition_penalty=1.7
-    )
-    params = SamplingParams(temperature=0, max_tokens=20, repetition_penalty=1.7)
-    [output] = llm.generate(PROMPT, params)
-    assert output.outputs[0].token_ids == theirs[0, len(PROMPT) :].tolist()
-    assert output.outputs[0].token_ids != llm.generate(PROMPT, GREEDY)[0].outputs[0].token_ids
+    theirs = oracle_tokens(oracle, PROMPT, 10, repetition_penalty=1.7)
+    params = SamplingParams(temperature=0, max_tokens=10, repetition_penalty=1.7)
+    plain = tokens_of(llm.generate(PROMPT, GREEDY))
+    assert tokens_of(llm.generate(PROMPT, params)) == [theirs] != plain
 
 
 @pytest.mark.parametrize(("frequency", "presence"), [(1.5, 0.0), (0.0, 2.0), (-0.5, 1.0)])
@@ -53,9 +51,8 @@ def test_frequency_and_presence_penalties(frequency, presence, llm, make_checkpo
     expected = greedy_by_hand(make_checkpoint("llama")[1], choose)
     penalties = {"frequency_penalty": frequency, "presence_penalty": presence}
     params = [SamplingParams(temperature=0, max_tokens=20, **penalties), GREEDY]
-    outputs = llm.generate([PROMPT, PROMPT], params)
-    assert outputs[0].outputs[0].token_ids == expected
-    assert outputs[1].outputs[0].token_ids == llm.generate(PROMPT, GREEDY)[0].outputs[0].token_ids
+    plain = tokens_of(llm.generate(PROMPT, GREEDY))
+    assert tokens_of(llm.generate([PROMPT, PROMPT], params)) == [expected, *plain]
 
 
 def test_the_example_of_the_sources_runs(llm):
@@ -125,9 +122,9 @@ def test_stop_strings_need_a_tokenizer(llm):
 
 
 @pytest.mark.parametrize("manager", sorted(MANAGERS))
-def test_nothing_is_shared_across_salts(manager, make_checkpoint):
+def test_nothing_is_shared_across_salts(manager, make_llm):
     """Each tenant finds its own prompts in the cache, and nobody else's."""
-    llm = LLM(make_checkpoint("llama")[0], manager=manager, block_size=4, num_blocks=64)
+    llm = make_llm(manager=manager, block_size=4, num_blocks=64)
     prompts = [PROMPT, SaltedPrompt(PROMPT, "a"), SaltedPrompt(PROMPT, b"a")]
     cached = []
     for prompt in prompts * 2:
@@ -150,23 +147,13 @@ def test_a_salt_of_another_type_is_refused():
 @pytest.mark.parametrize("block_size", [16, 256, 2048])
 def test_part_of_a_block_is_reused(block_size):
     """Branches of a chat: the same tokens, more of them cached, down to one."""
-    config = ModelConfig(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=32,
-        num_layers=1,
-        num_q_heads=2,
-        num_kv_heads=1,
-        head_dim=16,
-        max_position_embeddings=4096,
-    )
     history = [(i * i * 31 + 7 * i) % 97 for i in range(block_size + 100)]
     kept = [0, block_size + 14, block_size - 1, block_size // 3]
     branches = [history] + [history[:n] + PROMPT for n in kept[1:]]
     results = []
     for partial in (False, True):
         llm = LLM(
-            config,
+            tiny_config(max_position_embeddings=4096),
             block_size=block_size,
             num_blocks=max(8, 512 // block_size),
             max_model_len=block_size + 120,
@@ -174,7 +161,7 @@ def test_part_of_a_block_is_reused(block_size):
         )
         outputs = [llm.generate(branch, GREEDY)[0] for branch in branches]
         cached = [output.stats.num_cached_tokens for output in outputs]
-        results.append(([output.outputs[0].token_ids for output in outputs], cached))
+        results.append((tokens_of(outputs), cached))
     (tokens, whole), (same_tokens, partly) = results
     assert same_tokens == tokens
     assert whole == [n // block_size * block_size for n in kept]
@@ -183,20 +170,19 @@ def test_part_of_a_block_is_reused(block_size):
     assert partly == kept
 
 
-def test_blocks_behind_the_window_are_given_back(make_checkpoint):
+def test_blocks_behind_the_window_are_given_back(make_llm, make_checkpoint):
     """A prompt is found in the cache though all but the end of it has been evicted."""
-    folder, oracle = make_checkpoint("mistral")  # each layer sees 11 tokens
+    _, oracle = make_checkpoint("mistral")  # each layer sees 11 tokens
     prompts = [[(i * i * k + k) % 97 for i in range(100)] for k in (3, 5)]
     params = SamplingParams(temperature=0, max_tokens=60)
-    llm = LLM(folder, block_size=4, num_blocks=42, max_num_batched_tokens=16)
+    llm = make_llm("mistral", block_size=4, num_blocks=42, max_num_batched_tokens=16)
     for prompt, num_cached in ((prompts[0], 0), (prompts[1], 0), (prompts[1], 96)):
         held, tokens = [], []
         for event in llm.stream(prompt, params):
             if isinstance(event, TokenOutput):
                 held.append(llm.manager.num_blocks - llm.manager.num_free_blocks)
                 tokens.append(event.token_id)
-        theirs = oracle.generate(torch.tensor([prompt]), max_new_tokens=60, do_sample=False)
-        assert tokens == theirs[0, 100:].tolist()
+        assert tokens == oracle_tokens(oracle, prompt, 60)
         assert max(held[1:]) == 4  # of 40: those of 11 tokens, and the next one
         assert event.stats.num_cached_tokens == num_cached
         llm.manager.check_invariants()
@@ -211,25 +197,25 @@ def test_blocks_behind_the_window_are_given_back(make_checkpoint):
         ("mistral", {"manager_options": {"partial_block_reuse": True}}),
     ],
 )
-def test_blocks_behind_a_window_that_may_be_wanted_are_kept(checkpoint, options, make_checkpoint):
-    llm = LLM(make_checkpoint(checkpoint)[0], block_size=4, num_blocks=42, **options)
+def test_blocks_behind_a_window_that_may_be_wanted_are_kept(checkpoint, options, make_llm):
+    llm = make_llm(checkpoint, block_size=4, num_blocks=42, **options)
     stream = llm.stream([list(range(60))], SamplingParams(temperature=0, max_tokens=9))
     held = [42 - llm.manager.num_free_blocks for event in stream if isinstance(event, TokenOutput)]
     assert max(held) == 17
 
 
-def test_scheduling_changes_no_tokens(make_checkpoint):
+def test_scheduling_changes_no_tokens(make_llm):
     prompts = [PROMPT[:n] for n in (26, 9, 17, 3)]
     options = {"num_blocks": 6, "block_size": 8, "max_num_batched_tokens": 12}
     mixed, first = (
-        LLM(make_checkpoint("llama")[0], scheduling=scheduling, **options).generate(prompts, GREEDY)
+        tokens_of(make_llm(scheduling=scheduling, **options).generate(prompts, GREEDY))
         for scheduling in ("mixed", "prefill_first")
     )
-    assert [o.outputs[0].token_ids for o in mixed] == [o.outputs[0].token_ids for o in first]
+    assert mixed == first
 
 
-def test_reset_prefix_cache(make_checkpoint):
-    llm = LLM(make_checkpoint("llama")[0], num_blocks=64)
+def test_reset_prefix_cache(make_llm):
+    llm = make_llm(num_blocks=64)
     llm.generate(PROMPT, GREEDY)
     stream = llm.stream(PROMPT, GREEDY)
     next(stream)

@@ -22,14 +22,9 @@ from models.weights import (
 NAMES = ["llama", "llama_biased", "qwen2", "qwen3", "gemma2"]
 
 
-def empty_model(folder, tp: TensorParallel | None = None):
-    return build_model(
-        ModelConfig.from_folder(folder),
-        TorchBackend(),
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        tp=tp,
-    )
+def empty_model(folder, tp: TensorParallel | None = None, dtype=torch.float32):
+    config, device = ModelConfig.from_folder(folder), torch.device("cpu")
+    return build_model(config, TorchBackend(), dtype=dtype, device=device, tp=tp)
 
 
 @pytest.fixture
@@ -75,12 +70,7 @@ def test_shards_hold_the_same_weights(sharded, make_checkpoint):
 
 
 def test_weights_are_cast_to_the_dtype_of_the_model(folder):
-    model = build_model(
-        ModelConfig.from_folder(folder),
-        TorchBackend(),
-        dtype=torch.bfloat16,
-        device=torch.device("cpu"),
-    )
+    model = empty_model(folder, dtype=torch.bfloat16)
     load_weights(model, folder)
     expected = load_file(folder / "model.safetensors")["model.norm.weight"].bfloat16()
     assert torch.equal(model.model.norm.weight, expected)
@@ -120,12 +110,8 @@ def test_old_buffers_and_a_tied_head_are_ignored(folder):
 def test_tied_embeddings_may_go_by_the_name_of_the_head(folder):
     expected = empty_model(folder)
     load_weights(expected, folder)
-    rewrite(
-        folder,
-        lambda tensors: tensors.update(
-            {"lm_head.weight": tensors.pop("model.embed_tokens.weight")}
-        ),
-    )
+    names = "lm_head.weight", "model.embed_tokens.weight"
+    rewrite(folder, lambda tensors: tensors.update({names[0]: tensors.pop(names[1])}))
     model = empty_model(folder)
     load_weights(model, folder)
     assert torch.equal(model.model.embed_tokens.weight, expected.model.embed_tokens.weight)
@@ -190,24 +176,20 @@ def test_scales_that_do_not_fit_are_named(name, scale, message, folder):
             lambda tensors: tensors.pop("model.embed_tokens.weight"),
             r"missing tensors: lm_head\.weight, model\.embed_tokens\.weight",
         ),
+        (
+            lambda tensors: [tensors.pop(name) for name in sorted(tensors)[-5:]],
+            r"missing tensors: (\S+, ){4}\S+$",
+        ),
+        (
+            lambda tensors: [tensors.pop(name) for name in sorted(tensors) if "layers.1" in name],
+            r"missing tensors: (\S+, ){4}\S+ and 6 more",
+        ),
     ],
-    ids=["missing", "unexpected", "shape", "quantised", "untied", "no_embedding"],
+    ids=["missing", "unexpected", "shape", "quantised", "untied", "no_embedding", "five", "many"],
 )
 def test_tensors_that_do_not_fit_are_named(folder, change, message):
     rewrite(folder, change)
     with pytest.raises(WeightsError, match=message):
-        load_weights(empty_model(folder), folder)
-
-
-def test_many_missing_tensors_are_counted(folder):
-    rewrite(folder, lambda tensors: [tensors.pop(n) for n in list(tensors) if "layers.1" in n])
-    with pytest.raises(WeightsError, match=r"missing tensors: (\S+, ){4}\S+ and 6 more"):
-        load_weights(empty_model(folder), folder)
-
-
-def test_five_missing_tensors_are_all_named(folder):
-    rewrite(folder, lambda tensors: [tensors.pop(n) for n in sorted(tensors)[-5:]])
-    with pytest.raises(WeightsError, match=r"missing tensors: (\S+, ){4}\S+$"):
         load_weights(empty_model(folder), folder)
 
 

@@ -59,22 +59,15 @@ class VLLMv1Machine(CachingMachine):
         self.collide = self.name == "nano_vllm" and data.draw(st.booleans(), label="collide")
         self.cached: dict[int, tuple] = {}  # block -> content of its last token
         self.queue = list(range(num_blocks))
-        options = {}
+        options = {"policy": self.policy, "enable_prefix_caching": self.caching}
+        options["hash_algorithm"] = data.draw(st.sampled_from(["xxh3_128", "sha256"]))
         self.queue_uncached = self.name == "nano_vllm"
         if self.name == "vllm_v1":
             self.queue_uncached = data.draw(st.booleans(), label="queue_uncached")
             self.window = data.draw(st.none() | st.integers(1, 3 * block_size), label="window")
-            options = {"queue_uncached": self.queue_uncached, "sliding_window": self.window}
-        manager = manager_of(
-            self.name,
-            num_blocks,
-            block_size,
-            policy=self.policy,
-            hash_algorithm=data.draw(st.sampled_from(["xxh3_128", "sha256"])),
-            enable_prefix_caching=self.caching,
-            event_log=self.draw_log(data),
-            **options,
-        )
+            options |= {"queue_uncached": self.queue_uncached, "sliding_window": self.window}
+        options["event_log"] = self.draw_log(data)
+        manager = manager_of(self.name, num_blocks, block_size, **options)
         if self.collide:
             manager._hasher._digest = lambda data: bytes(7) + bytes([sum(data) % 2])
         return manager
@@ -144,14 +137,9 @@ class RadixMachine(CachingMachine):
     def make_manager(self, data, num_blocks, block_size):
         self.caching = data.draw(st.sampled_from([True, True, True, False]), label="caching")
         self.cached_before: set[tuple] = set()  # the running step
-        return manager_of(
-            "radix",
-            num_blocks,
-            block_size,
-            policy=data.draw(st.sampled_from(ONLINE_POLICIES), label="policy"),
-            enable_prefix_caching=self.caching,
-            event_log=self.draw_log(data),
-        )
+        options = {"policy": data.draw(st.sampled_from(ONLINE_POLICIES), label="policy")}
+        options |= {"enable_prefix_caching": self.caching, "event_log": self.draw_log(data)}
+        return manager_of("radix", num_blocks, block_size, **options)
 
     def nodes(self):
         return self.manager.tree.check_invariants()
@@ -216,14 +204,10 @@ class ContiguousMachine(ManagerMachine):
         self.knows = self.reservation == "oracle" or data.draw(st.booleans(), label="knows")
         longest = next_power_of_two(num_blocks + 1) // 2 * block_size
         self.max_model_len = data.draw(st.just(longest) | st.integers(1, longest), label="longest")
-        return manager_of(
-            "contiguous",
-            num_blocks,
-            block_size,
-            reservation=self.reservation,
-            max_model_len=self.max_model_len,
-            final_length=(lambda seq: self.final[seq.seq_id]) if self.knows else None,
-        )
+        options = {"reservation": self.reservation, "max_model_len": self.max_model_len}
+        if self.knows:
+            options["final_length"] = lambda seq: self.final[seq.seq_id]
+        return manager_of("contiguous", num_blocks, block_size, **options)
 
     def new_sequence(self, data):
         seq = super().new_sequence(data)

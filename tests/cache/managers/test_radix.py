@@ -26,23 +26,25 @@ def shape(tree: RadixTree) -> list[tuple[int, list[int], int]]:
 # The tree ---------------------------------------------------------------------------------------
 
 
-def tree_of(*prompts, policy="lru", block_size=2) -> RadixTree:
-    """A tree of ``prompts``; block ids count up through them."""
-    tree = RadixTree(block_size, make_policy(policy), 100)
-    first = 0
-    for i, prompt in enumerate(prompts):
-        count = len(prompt) // block_size
-        key = RadixKey(Sequence(i, prompt), block_size)
-        node, _ = tree.insert(key, array("i", range(first, first + count)))
-        tree.unlock(node)
-        tree.check_invariants()
-        first += count
+def compute(tree: RadixTree, prompt, *blocks: int) -> None:
+    """A request of ``prompt``, stored in ``blocks``, has come and gone."""
+    key = RadixKey(Sequence("computed", prompt), tree.block_size)
+    tree.unlock(tree.insert(key, array("i", blocks))[0])
+    tree.check_invariants()
+
+
+def tree_of(*prompts, policy="lru") -> RadixTree:
+    """A tree of ``prompts`` in blocks of two; block ids count up through them."""
+    tree, first = RadixTree(2, make_policy(policy), 100), 0
+    for prompt in prompts:
+        compute(tree, prompt, *range(first, first + len(prompt) // 2))
+        first += len(prompt) // 2
     return tree
 
 
-def match(tree: RadixTree, prompt, limit: int = 99, **keys):
-    key = RadixKey(Sequence("probe", prompt, **keys), tree.block_size)
-    return tree.match_prefix(key, min(limit, len(prompt) // tree.block_size))
+def hit(tree: RadixTree, prompt) -> None:
+    key = RadixKey(Sequence("hit", prompt), tree.block_size)
+    tree.unlock(tree.lock(tree.match_prefix(key, len(prompt) // tree.block_size)))
 
 
 def evicted_in_order(tree: RadixTree) -> list[list[int]]:
@@ -55,7 +57,7 @@ def evicted_in_order(tree: RadixTree) -> list[list[int]]:
 
 def test_leaves_go_by_age_and_a_parent_as_old_as_it_was():
     tree = tree_of([1, 1, 2, 2], [1, 1, 3, 3], [5, 5], [6, 6])
-    tree.unlock(tree.lock(match(tree, [5, 5])))
+    hit(tree, [5, 5])
     assert [node.blocks.tolist() for node in tree.leaves] == [[1], [3], [5], [4]]
     # The parent [0] was accessed with its second child: before 5 and 6.
     assert evicted_in_order(tree) == [[1], [3], [0], [5], [4]]
@@ -73,16 +75,16 @@ def test_leaves_go_by_age_and_a_parent_as_old_as_it_was():
 def test_the_policy_chooses_among_the_leaves(policy, order):
     tree = tree_of([0, 0], [1, 1], [2, 2], policy=policy)
     for i in (0, 2, 0, 2, 1, 0):  # used 4, 2 and 3 times with the insert
-        tree.unlock(tree.lock(match(tree, [i, i])))
+        hit(tree, [i, i])
     assert isinstance(tree.leaves, RankedLeaves)
     assert evicted_in_order(tree) == order
 
 
 def test_gdsf_ages_the_leaves_with_its_clock():
     tree = tree_of([0, 0], [1, 1], policy="gdsf")
-    tree.unlock(tree.lock(match(tree, [0, 0])))  # used twice: 2
+    hit(tree, [0, 0])  # used twice: 2
     assert tree.evict(1).tolist() == [1]  # used once: the clock is 1 from now on
-    tree.unlock(tree.insert(RadixKey(Sequence(2, [2, 2]), 2), array("i", [2]))[0])  # 1 + 1
+    compute(tree, [2, 2], 2)  # 1 + 1
     assert evicted_in_order(tree) == [[0], [2]]
 
 
@@ -115,8 +117,7 @@ class Stateful(LRU):
 def test_a_users_policy_ranks_the_leaves_too():
     tree = RadixTree(2, Deepest(), 100)
     for i, length in enumerate([4, 8, 2]):
-        key = RadixKey(Sequence(i, [i] * length), 2)
-        tree.unlock(tree.insert(key, array("i", range(10 * i, 10 * i + length // 2)))[0])
+        compute(tree, [i] * length, *range(10 * i, 10 * i + length // 2))
     assert evicted_in_order(tree) == [[10, 11, 12, 13], [0, 1], [20]]
     assert isinstance(RadixTree(2, Stateful(), 9).leaves, PolicyLeaves)
 
@@ -139,16 +140,16 @@ def test_a_policy_with_queues_is_told_of_a_node_as_of_its_last_block():
 def test_ghosts_are_recognised_however_a_prompt_was_split():
     """ARC sends content that comes back soon after its eviction to its second list."""
     tree = RadixTree(2, make_policy("arc"), 4)
-    prompt = Sequence(0, [1, 1, 2, 2])
-    tree.unlock(tree.insert(RadixKey(prompt, 2), array("i", [0, 1]))[0])
-    tree.unlock(tree.insert(RadixKey(Sequence(1, [9, 9]), 2), array("i", [2]))[0])
-    tree.unlock(tree.lock(match(tree, [9, 9])))
+    prompt = RadixKey(Sequence(0, [1, 1, 2, 2]), 2)
+    compute(tree, [1, 1, 2, 2], 0, 1)
+    compute(tree, [9, 9], 2)
+    hit(tree, [9, 9])
     assert tree.evict(2).tolist() == [0, 1]
     policy = tree.policy
     assert len(policy._b1) == 1
-    node, _ = tree.insert(RadixKey(prompt, 2), array("i", [0]))  # its first block only
+    node, _ = tree.insert(prompt, array("i", [0]))  # its first block only
     assert len(policy._b1) == 1
-    tree.unlock(tree.insert(RadixKey(prompt, 2), array("i", [3]), node, 1)[0])
+    tree.unlock(tree.insert(prompt, array("i", [3]), node, 1)[0])
     assert len(policy._b1) == 0
     assert 3 in policy._t2
 
@@ -209,12 +210,12 @@ def test_prompts_of_the_same_step_share_their_blocks():
 
 def test_both_parts_of_a_split_node_keep_its_history():
     tree = tree_of([1, 1, 2, 2], [8, 8], [9, 9], policy="fifo")
-    tree.unlock(tree.lock(match(tree, [1, 1])))  # both parts came in first
+    hit(tree, [1, 1])  # both parts came in first
     assert evicted_in_order(tree) == [[1], [0], [2], [3]]
     tree = tree_of([1, 1, 2, 2], [8, 8], [8, 8], policy="lfu")
     for _ in range(3):
-        tree.unlock(tree.lock(match(tree, [1, 1, 2, 2])))
-    tree.unlock(tree.lock(match(tree, [1, 1])))
+        hit(tree, [1, 1, 2, 2])
+    hit(tree, [1, 1])
     assert evicted_in_order(tree) == [[2], [1], [0]]  # used 2, 4 and 5 times
 
 
@@ -225,7 +226,7 @@ def test_neither_locks_nor_evictions_scan_the_leaves():
         tree.unlock(tree.insert(RadixKey(Sequence(i, [i]), 1), array("i", [i]))[0])
     began = time.thread_time()
     for i in range(5_000):
-        tree.unlock(tree.lock(match(tree, [(i * 7919) % 5_000])))
+        hit(tree, [(i * 7919) % 5_000])
     for i in range(5_000):
         assert tree.evict(1).tolist() == [(i * 7919) % 5_000]
     assert time.thread_time() - began < 1.5
@@ -244,14 +245,12 @@ def test_a_policy_is_told_the_history_of_a_node():
             return block.accessed
 
     tree = RadixTree(2, Told(), 10)
-    node, _ = tree.insert(RadixKey(Sequence(0, [1, 1, 2, 2, 3, 3]), 2), array("i", [7, 8, 9]))
-    tree.unlock(node)
+    compute(tree, [1, 1, 2, 2, 3, 3], 7, 8, 9)
     assert [(b.block, b.accesses, b.inserted, b.accessed, b.depth) for b in seen] == [
         (9, 1, 1, 1, 2)
     ]
-    other, _ = tree.insert(RadixKey(Sequence(1, [1, 1, 4, 4]), 2), array("i", [6, 5]))
-    tree.unlock(other)
-    tree.unlock(tree.lock(tree.match_prefix(RadixKey(Sequence(2, [1, 1, 2, 2, 3, 3]), 2), 3)))
+    compute(tree, [1, 1, 4, 4], 6, 5)
+    hit(tree, [1, 1, 2, 2, 3, 3])
     assert [(b.block, b.accesses, b.inserted, b.accessed) for b in seen[1:]] == [
         (5, 1, 2, 2), (9, 2, 1, 3),
     ]  # fmt: skip

@@ -15,7 +15,6 @@ from manager_helpers import grow, used
 from cache import Sequence, make_workload, simulate
 from cache.managers.base import GIVEN_BACK
 from cache.managers.pooled import PooledManager
-from cache.policies.lru import LRU
 
 manager_of = functools.partial(manager_helpers.manager_of, "vllm_v1")
 
@@ -161,16 +160,10 @@ def test_a_million_blocks_are_made_at_once():
     assert manager.num_free_blocks == 1_000_000
 
 
-class Interpreted(LRU):
-    """Not worth a compilation."""
-
-    compilable = False
-
-
 @pytest.mark.parametrize("capacity", [7, 40, 300])
 def test_a_serial_replay_through_the_manager_equals_simulate(capacity):
     trace = make_workload("multi_turn_chat", num_requests=150, seed=3)
-    expected = simulate(trace, policy=Interpreted(), capacity_blocks=capacity)
+    expected = simulate(trace, policy="lru", capacity_blocks=capacity)
     manager = manager_of(capacity + 1, 2)
     for i, request in enumerate(trace):
         tokens = [token for block in request.block_ids[:capacity] for token in (block, block)]

@@ -43,18 +43,10 @@ def real_time(engine, monkeypatch):
 
 
 def served(**values) -> Served:
-    defaults = {
-        "arrived_s": 1.0,
-        "prompt_length": 10,
-        "output_length": 5,
-        "stopped_s": 3.0,
-        "finished": True,
-        "first_token_s": 1.5,
-        "was_scheduled": True,
-        "num_cached_tokens": 4,
-        "num_preemptions": 0,
-    }
-    return Served(**{**defaults, **values})
+    times = {"arrived_s": 1.0, "first_token_s": 1.5, "stopped_s": 3.0}
+    lengths = {"prompt_length": 10, "output_length": 5, "num_cached_tokens": 4}
+    course = {"was_scheduled": True, "num_preemptions": 0, "finished": True}
+    return Served(**times | lengths | course | values)
 
 
 def step(at_s: float, running: int = 1, used_blocks: int = 0, seconds: float = 0.1) -> StepRecord:

@@ -71,11 +71,16 @@ def test_every_request_ends_and_every_block_returns(requests, num_blocks, block_
         assert result.recomputed_tokens == 0
 
 
+def replay(*rows: tuple, manager: str = "vllm_v1", num_blocks: int = 10, **options):
+    """Requests (arrival, input, output, blocks) served in blocks of four tokens."""
+    trace = Trace.from_requests(rows, name="by hand", block_size=4)
+    manager = cache.make_manager(manager, num_blocks=num_blocks, block_size=4)
+    return simulate_serving(trace, manager=manager, service=SERVICE, **options)
+
+
 def test_times_of_a_request_alone():
     """Prefill of 8 tokens in one step (1 + 0.8 s), then two decode steps (1 + 0.5 s each)."""
-    trace = Trace.from_requests([(5000, 8, 3, [0, 1])], name="one", block_size=4)
-    manager = cache.make_manager("vllm_v1", num_blocks=10, block_size=4)
-    result = simulate_serving(trace, manager=manager, service=SERVICE)
+    result = replay((5000, 8, 3, [0, 1]))
     assert result.steps == 3
     assert result.ttft_seconds == pytest.approx([1.8])
     assert result.normalized_latency_seconds == pytest.approx([4.8 / 3])
@@ -85,22 +90,15 @@ def test_times_of_a_request_alone():
 
 def test_a_cached_prefix_shortens_the_prefill():
     # Eight of the second prompt's nine tokens are cached: one is computed.
-    rows = [(0, 9, 1, [0, 1]), (100_000, 9, 1, [0, 1])]
-    trace = Trace.from_requests(rows, name="two", block_size=4)
-    manager = cache.make_manager("vllm_v1", num_blocks=10, block_size=4)
-    result = simulate_serving(trace, manager=manager, service=SERVICE)
+    result = replay((0, 9, 1, [0, 1]), (100_000, 9, 1, [0, 1]))
     assert result.ttft_seconds == pytest.approx([1.9, 1.1])
     assert result.stats.hit_tokens == 8
 
 
 def test_the_last_admitted_is_preempted_and_resumed():
     # Two requests of 4 + 4 tokens in 3 blocks of 4: both prompts fit, both answers do not.
-    rows = [(0, 4, 5, [0]), (0, 4, 5, [1])]
-    trace = Trace.from_requests(rows, name="two", block_size=4)
-    manager = cache.make_manager("vllm_v1", num_blocks=3, block_size=4)
-    result = simulate_serving(trace, manager=manager, service=SERVICE)
-    assert result.finished == 2
-    assert result.preemptions == 1
+    result = replay((0, 4, 5, [0]), (0, 4, 5, [1]), num_blocks=3)
+    assert (result.finished, result.preemptions) == (2, 1)
     first, second = result.normalized_latency_seconds
     assert first < second
     assert result.recomputed_tokens == 0  # the prompt block of the second stayed cached
@@ -108,25 +106,14 @@ def test_the_last_admitted_is_preempted_and_resumed():
 
 def test_a_victim_whose_turn_had_not_come_keeps_the_token_of_the_step_before():
     # The first needs a second block with its fifth token, and takes that of the second request.
-    rows = [(0, 4, 4, [0]), (0, 2, 4, [])]
-    trace = Trace.from_requests(rows, name="two", block_size=4)
-    manager = cache.make_manager("paged", num_blocks=2, block_size=4)
-    result = simulate_serving(trace, manager=manager, service=SERVICE)
+    result = replay((0, 4, 4, [0]), (0, 2, 4, []), manager="paged", num_blocks=2)
     assert (result.finished, result.preemptions) == (2, 1)
     assert result.recomputed_tokens == 2  # of the prompt; the generated one had not been
 
 
 def test_twice_the_rate_halves_the_gaps():
-    rows = [(0, 4, 1, [0]), (100_000, 4, 1, [1])]
-    trace = Trace.from_requests(rows, name="two", block_size=4)
-    spans = []
-    for scale in (1.0, 0.5):
-        manager = cache.make_manager("vllm_v1", num_blocks=8, block_size=4)
-        spans.append(
-            simulate_serving(
-                trace, manager=manager, service=SERVICE, time_scale=scale
-            ).makespan_seconds
-        )
+    rows = (0, 4, 1, [0]), (100_000, 4, 1, [1])
+    spans = [replay(*rows, time_scale=scale).makespan_seconds for scale in (1.0, 0.5)]
     assert spans == pytest.approx([101.4, 51.4])
 
 

@@ -40,14 +40,8 @@ class Device:
         return Event()
 
     def measure(self, budget_ms: float, waits: bool = False) -> gpu_timing.Times:
-        return gpu_timing.measure(
-            self.call,
-            flush=self.flush,
-            event=self.event,
-            synchronize=self.synchronize,
-            waits=waits,
-            budget_ms=budget_ms,
-        )
+        device = {"flush": self.flush, "event": self.event, "synchronize": self.synchronize}
+        return gpu_timing.measure(self.call, **device, waits=waits, budget_ms=budget_ms)
 
 
 def test_quantiles_of_the_calls_alone():
@@ -59,19 +53,14 @@ def test_quantiles_of_the_calls_alone():
     assert (times.p20, times.p50, times.p80) == pytest.approx(tuple(expected))
 
 
-def test_l2_is_overwritten_before_each_sample_and_outside_its_time():
+@pytest.mark.parametrize("waits", [False, True], ids=["captured", "eager"])
+def test_l2_is_overwritten_before_each_sample_and_outside_its_time(waits):
+    """An eager call begins when the flush is done."""
     device = Device([0.2] * 1000)
-    times = device.measure(budget_ms=7.0)
-    sample = ["flush", "event", "call", "event"]
+    times = device.measure(budget_ms=7.0, waits=waits)
+    sample = ["flush", *["synchronize"] * waits, "event", "call", "event"]
     assert device.log == [*sample * 3, "synchronize", *sample * times.samples, "synchronize"]
     assert times.p50 == pytest.approx(200.0)
-
-
-def test_an_eager_call_begins_when_the_flush_is_done():
-    device = Device([0.2] * 1000)
-    times = device.measure(budget_ms=7.0, waits=True)
-    sample = ["flush", "synchronize", "event", "call", "event"]
-    assert device.log == [*sample * 3, "synchronize", *sample * times.samples, "synchronize"]
 
 
 @pytest.mark.parametrize(("call_ms", "samples"), [(0.3, 50), (1000.0, 7), (0.0, 300)])

@@ -51,16 +51,9 @@ def test_results_go_to_a_folder_of_the_gpu():
 
 
 def test_every_op_is_checked_captured_and_timed(small_gpu):
-    options = kernel_latency.KernelLatency(
-        **HEADS,
-        batch=(2,),
-        context_len=(9,),
-        block_size=(4,),
-        prefill=((1, 3, 9),),
-        store_tokens=(3,),
-        move_tokens=(8,),
-        num_layers=1,
-    )
+    few = {"batch": (2,), "context_len": (9,), "block_size": (4,), "prefill": ((1, 3, 9),)}
+    few |= {"store_tokens": (3,), "move_tokens": (8,), "num_layers": 1}
+    options = kernel_latency.KernelLatency(**HEADS, **few)
     names = ("pagelab", "gather_naive", "torch_index_put", "memcpy")
     rows = rows_of(kernel_latency, options, names)
     assert small_gpu.replays > 0
@@ -96,24 +89,12 @@ def test_shared_prefixes():
 
 
 def test_tiles_and_splits_that_are_not_the_tables():
-    options = tile_sweep.TileSweep(
-        **HEADS,
-        part=("decode", "splits", "prefill_splits"),
-        decode=((1, 20),),
-        decode_tile=((16, 4, 1),),
-        splits=(2,),
-        splits_batch=(1,),
-        splits_context=(40,),
-        splits_prefill=((1, 3, 40),),
-    )
-    rows = rows_of(tile_sweep, options)
+    parts = ("decode", "splits", "prefill_splits")
+    few = {"decode": ((1, 20),), "decode_tile": ((16, 4, 1),), "splits": (2,), "splits_batch": (1,)}
+    few |= {"splits_context": (40,), "splits_prefill": ((1, 3, 40),)}
+    rows = rows_of(tile_sweep, tile_sweep.TileSweep(**HEADS, part=parts, **few))
     assert [(row["part"], row["by_table"]) for row in rows] == [
-        ("decode", True),
-        ("decode", False),
-        ("splits", True),
-        ("splits", False),
-        ("prefill_splits", True),
-        ("prefill_splits", False),
+        (part, by_table) for part in parts for by_table in (True, False)
     ]
     assert [row["num_splits"] for row in rows[3::2]] == [2, 2]
     assert all(row["num_splits"] >= 1 for row in rows[2::2])
@@ -138,17 +119,11 @@ def test_accuracy_at_both_kinds_of_sizes():
 
 def test_throughput_of_the_engine(small_gpu, monkeypatch):
     few = {"num_blocks": 40, "max_num_batched_tokens": 64}
-    monkeypatch.setattr(
-        engine_throughput.engine_models,
-        "make_llm",
-        functools.partial(engine_models.make_llm, **few),
-    )
+    make_llm = functools.partial(engine_models.make_llm, **few)
+    monkeypatch.setattr(engine_throughput.engine_models, "make_llm", make_llm)
+    one = {"num_requests": 1, "lengths": (17, 17), "max_model_len": 64}
     options = engine_throughput.EngineThroughput(
-        model="tiny",
-        num_requests=1,
-        lengths=(17, 17),
-        max_model_len=64,
-        engine=("triton, CUDA graphs",),
+        model="tiny", engine=("triton, CUDA graphs",), **one
     )
     rows = rows_of(engine_throughput, options)
     assert [row["cached_tokens"] for row in rows] == [0, 16]

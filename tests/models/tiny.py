@@ -1,0 +1,87 @@
+"""Tiny models: configs of the checkpoints that the tests write with transformers, and what engines
+generate."""
+
+from __future__ import annotations
+
+import torch
+
+from models import ModelConfig, RequestOutput
+
+
+def tiny_config(**fields) -> ModelConfig:
+    """A decoder of one layer, for random weights."""
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 32, "head_dim": 16}
+    heads = {"num_layers": 1, "num_q_heads": 2, "num_kv_heads": 1}
+    return ModelConfig(**sizes | heads | {"max_position_embeddings": 128} | fields)
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
+    """Of the first completion of each request."""
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def oracle_tokens(oracle, prompt: list[int], max_tokens: int, **options) -> list[int]:
+    """What a model of transformers generates, greedily."""
+    options |= {"max_new_tokens": max_tokens, "do_sample": False}
+    return oracle.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+
+
+TINY = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_ROPE = {"rope_theta": 10000.0, "original_max_position_embeddings": 64}
+_LLAMA3_ROPE = _ROPE | {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+CHECKPOINTS = {
+    "llama": ("LlamaConfig", {}),
+    "llama_biased": (
+        "LlamaConfig",
+        {
+            "num_attention_heads": 8,
+            "head_dim": 16,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": _LLAMA3_ROPE,
+        },
+    ),
+    "mistral": ("MistralConfig", {"sliding_window": 11}),
+    "qwen2": (
+        "Qwen2Config",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 11,
+            "max_window_layers": 1,
+            "rope_parameters": _ROPE | {"rope_type": "yarn", "factor": 4.0},
+        },
+    ),
+    "gemma2": (
+        "Gemma2Config",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 11,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "attn_implementation": "eager",
+        },
+    ),
+    "qwen3": (
+        "Qwen3Config",
+        {"num_key_value_heads": 1, "head_dim": 32, "tie_word_embeddings": True},
+    ),
+}
+"""Class and fields of the configs that the tests load, by the name of the checkpoint."""
