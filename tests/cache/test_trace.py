@@ -461,6 +461,21 @@ def test_the_constructor_refuses_arrays_that_break_the_contract(field, values, r
         Trace("t", 1, **arrays | {field: values})
 
 
+def test_coarsened_blocks_are_runs_of_blocks():
+    trace = Trace.from_requests(
+        [(0, 20, 1, [5, 6, 7, 8, 9]), (1, 16, 1, [5, 6, 7, 3]), (2, 4, 1, [5]), (3, 8, 1, [1, 2])],
+        name="t",
+        block_size=4,
+    )
+    coarse = trace.coarsened(2)
+    assert coarse.block_size == 8
+    assert [request.block_ids.tolist() for request in coarse] == [[0, 1], [0, 2], [], [3]]
+    assert coarse.input_lengths.tolist() == [20, 16, 4, 8]
+    assert trace.coarsened(1).digest == trace.digest
+    with pytest.raises(ValueError, match="factor=0: needs an int of at least 1"):
+        trace.coarsened(0)
+
+
 # --- writing
 
 
@@ -506,18 +521,3 @@ def test_a_failed_save_leaves_the_old_file(tmp_path, suffix, monkeypatch):
         save_trace(trace, path)
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == [path.name]
-
-
-def test_coarsened_blocks_are_runs_of_blocks():
-    trace = Trace.from_requests(
-        [(0, 20, 1, [5, 6, 7, 8, 9]), (1, 16, 1, [5, 6, 7, 3]), (2, 4, 1, [5]), (3, 8, 1, [1, 2])],
-        name="t",
-        block_size=4,
-    )
-    coarse = trace.coarsened(2)
-    assert coarse.block_size == 8
-    assert [request.block_ids.tolist() for request in coarse] == [[0, 1], [0, 2], [], [3]]
-    assert coarse.input_lengths.tolist() == [20, 16, 4, 8]
-    assert trace.coarsened(1).digest == trace.digest
-    with pytest.raises(ValueError, match="factor=0: needs an int of at least 1"):
-        trace.coarsened(0)

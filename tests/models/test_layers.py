@@ -47,14 +47,6 @@ def test_scaled_frequencies_equal_those_of_transformers(name):
     assert_close(rope_frequencies(64, ours.rope_theta, ours.rope_scaling), expected)
 
 
-def test_llama3_keeps_high_frequencies_and_stretches_low_ones():
-    ours = config_with(SCALINGS["llama3"])
-    ratio = rope_frequencies(64, 1e4, None) / rope_frequencies(64, 1e4, ours.rope_scaling)
-    assert ratio[0] == 1.0
-    assert ratio[-1] == 8.0
-    assert ((ratio > 1.0) & (ratio < 8.0)).any()
-
-
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("head_dim", [2, 64, 80])
 def test_scores_depend_on_the_distance_alone(scaling, head_dim):

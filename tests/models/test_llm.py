@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import math
 import shutil
 import types
@@ -422,20 +421,11 @@ def test_prompts_that_do_not_fit_are_numbered(make_llm):
     assert not llm.engine.has_unfinished
 
 
-def test_a_folder_without_weights_and_one_without_config(make_checkpoint, tmp_path):
-    folder, _ = make_checkpoint("llama")
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        LLM(tmp_path / "nowhere")
-    with pytest.raises(FileNotFoundError, match=r"config\.json: no such file"):
-        LLM(tmp_path)
-    shutil.copy(folder / "config.json", tmp_path)
+def test_a_folder_without_weights(make_checkpoint, tmp_path):
+    shutil.copy(make_checkpoint("llama")[0] / "config.json", tmp_path)
     with pytest.raises(ValueError, match="no weights"):
         LLM(tmp_path)
     assert LLM(tmp_path, random_weights=True).max_model_len == 256
-    fields = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(fields | {"architectures": ["Mamba"]}))
-    with pytest.raises(ValueError, match="architecture Mamba is unknown"):
-        LLM(tmp_path)
 
 
 def test_text_in_and_out(text_checkpoint, expected):

@@ -55,12 +55,6 @@ def test_frequency_and_presence_penalties(frequency, presence, llm, make_checkpo
     assert tokens_of(llm.generate([PROMPT, PROMPT], params)) == [expected, *plain]
 
 
-def test_the_example_of_the_sources_runs(llm):
-    params = SamplingParams(n=2, temperature=0.8, top_p=0.95, frequency_penalty=0.1)
-    [output] = llm.generate(PROMPT, params)
-    assert len(output.outputs) == 2
-
-
 def test_min_tokens_puts_off_whatever_ends_an_output(llm):
     [plain] = llm.generate(PROMPT, GREEDY)
     stop = plain.outputs[0].token_ids[2]
