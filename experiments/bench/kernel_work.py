@@ -60,9 +60,6 @@ class _Kernel:
         self._signature = row.signature
         self.__dict__.update(row.constants)
 
-    def __contains__(self, pointer: str) -> bool:
-        return pointer in self._signature
-
     def size(self, *pointers: str) -> int:
         """Bytes of one element of each of `pointers`, summed."""
         kinds = (self._signature[pointer] for pointer in pointers)
@@ -219,7 +216,7 @@ def _slot_mapping(k: _Kernel) -> Iterator[Work]:
 def _sample_tokens(k: _Kernel) -> Iterator[Work]:
     given = ("temperatures_ptr", "noise_seeds_ptr", "min_ps_ptr")
     row = VOCABULARY * k.size("logits_ptr") + SPLITS * k.size("scores_ptr", "tokens_ptr")
-    row += k.size(*(name for name in given if name in k))
+    row += k.size(*filter(k.has, given))
     yield Work(f"{BATCH} rows of {VOCABULARY} logits, {SPLITS} parts", BATCH, BATCH * row, 0)
 
 
