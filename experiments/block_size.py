@@ -15,15 +15,16 @@ The trade-off of fig. 18 of the PagedAttention paper (Kwon et al., SOSP 2023).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import cache
 from experiments import quantiles, style
-from experiments.bench.problem import OURS, Shape, use_device
+from experiments.bench.problem import OURS, Shape, Timed, run_timed, timed_cells
 from experiments.eviction import Policy
-from experiments.harness import Absent, Axis, Count, Experiment, Options, Percent, Positive, grid
+from experiments.harness import Absent, Axis, Count, Experiment, Percent, Positive, grid
 from experiments.harness.environment import cuda_available
 from experiments.load import workloads
 from experiments.load.request_lengths import MAX_OUTPUT_TOKENS
@@ -64,17 +65,6 @@ class BlockSize(OnTraces):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Latency(Options):
-    shape: Axis[Shape]
-    implementation: Axis[str]
-    budget_ms: float
-
-    @property
-    def group(self) -> tuple[str, ...]:
-        return ("latency",)
-
-
-@dataclass(frozen=True, kw_only=True)
 class OfTrace(OnTraces):
     part: str
     block_size: Axis[int]
@@ -85,7 +75,7 @@ class OfTrace(OnTraces):
     manager_tokens: int
 
 
-def cells(options: BlockSize) -> Iterator[Latency | OfTrace | Absent]:
+def cells(options: BlockSize) -> Iterator[Timed | OfTrace | Absent]:
     if "latency" in options.part:
         if cuda_available():
             yield from _latency_cells(options)
@@ -96,14 +86,13 @@ def cells(options: BlockSize) -> Iterator[Latency | OfTrace | Absent]:
             yield from [source] if isinstance(source, Absent) else _trace_cells(options, source)
 
 
-def _latency_cells(options: BlockSize) -> Iterator[Latency]:
+def _latency_cells(options: BlockSize) -> Iterator[Timed]:
     sizes = {"op": "decode", "batch": options.latency_batch, "seed": options.seed}
-    shapes = [
-        Shape(context_len=context_len, block_size=block_size, **sizes)
-        for context_len in options.latency_context_len
-        for block_size in options.latency_block_size
-    ]
-    yield from grid(options, Latency, shape=shapes, implementation=options.latency_implementation)
+    for context_len, block_size in itertools.product(
+        options.latency_context_len, options.latency_block_size
+    ):
+        shape = Shape(context_len=context_len, block_size=block_size, **sizes)
+        yield from timed_cells(options, shape, options.latency_implementation)
 
 
 def _trace_cells(options: BlockSize, source: Source) -> Iterator[OfTrace]:
@@ -126,13 +115,9 @@ def _trace_cells(options: BlockSize, source: Source) -> Iterator[OfTrace]:
             yield from grid(options, OfTrace, trace=[source], part=part, **values)
 
 
-def run_cell(cell: OfTrace | Latency) -> list[dict[str, Any]]:
-    if isinstance(cell, Latency):
-        use_device()
-        from experiments.bench import kernel_problems
-
-        row = kernel_problems.run(cell.shape, cell.implementation, budget_ms=cell.budget_ms)
-        return [{"part": "latency", **row}]
+def run_cell(cell: OfTrace | Timed) -> list[dict[str, Any]]:
+    if isinstance(cell, Timed):
+        return [{"part": "latency", **row} for row in run_timed(cell)]
     trace = workloads.load(cell.trace)
     row = {"part": cell.part, "trace": trace.name, "block_size": cell.block_size}
     if cell.part == "waste":

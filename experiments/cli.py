@@ -230,19 +230,8 @@ def _run(experiment: Experiment, options: object, sweep: SweepOptions) -> SweepR
             fresh=sweep.fresh,
             cluster=cluster,
         )
-    counts = [f"{report.finished} run", f"{report.reused} finished earlier"]
-    if report.unavailable:
-        counts.append(f"{report.unavailable.total()} absent")
-    if report.failed:
-        counts.append(f"{report.failed.total()} FAILED")
-    if report.wrong:
-        counts.append(f"{len(report.wrong)} rows WRONG")
-    print(
-        f"{experiment.name}: {report.cells} cells, {', '.join(counts)} ({report.seconds:.1f} s)",
-        *(f"  {figure}" for figure in report.figures),
-        sep="\n",
-        flush=True,
-    )
+    figures = (f"  {figure}" for figure in report.figures)
+    print(f"{experiment.name}: {report}", *figures, sep="\n", flush=True)
     return report
 
 

@@ -169,15 +169,8 @@ def _served(cell: EvictionServing, trace: cache.Trace, capacity: int) -> dict[st
         options["num_blocks"] = int(_num_blocks(trace).sum())
     arrivals = _arrivals(cell, trace, service)
     llm = engine_models.make_llm(cell.model, manager=cell.manager, seed=cell.seed, **options)
-    vocab_size = llm.config.vocab_size
-    prompts = [cache.prompt_token_ids(trace, index, vocab_size) for index in range(len(trace))]
-    run = open_loop.serve(
-        llm.engine,
-        prompts,
-        trace.output_lengths.tolist(),
-        arrivals,
-        service=service if cell.timed_model else None,
-    )
+    modelled = service if cell.timed_model else None
+    run = engine_models.serve_trace(llm, trace, arrivals, service=modelled)
     requests, busy = run.requests, run.busy_seconds
     hits = sum(request.num_cached_tokens // trace.block_size for request in requests)
     row = {

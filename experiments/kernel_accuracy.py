@@ -87,21 +87,9 @@ class KernelAccuracy(Options):
 
     def check(self, device: str) -> dict[str, Accuracy]:
         """The accuracy of each result of a cell's kernel."""
-        import torch
-
         from experiments.bench import kernel_checks
 
-        fp8 = self.dtype == "fp8"
-        case = kernel_checks.Case(
-            block_size=self.block_size,
-            dtype=torch.bfloat16 if fp8 else getattr(torch, self.dtype),
-            head_dim=self.head_dim,
-            feature=self.feature,
-            seed=self.seed,
-            device=torch.device(device),
-            fp8_cache=fp8,
-        )
-        return kernel_checks.check(self.kernel, case)
+        return kernel_checks.check(self, device)
 
 
 def cells(options: KernelAccuracy) -> Iterator[KernelAccuracy]:

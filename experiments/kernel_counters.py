@@ -45,9 +45,19 @@ if TYPE_CHECKING:
     from kernels.executor import LaunchRecord
 
 CLASSES = (
-    *("integer", "floating point", "conversion", "move", "tensor core", "asynchronous copy"),
-    *("global load", "global store", "shared memory", "exchange"),
-    *("synchronisation", "control", "parameter"),
+    "integer",
+    "floating point",
+    "conversion",
+    "move",
+    "tensor core",
+    "asynchronous copy",
+    "global load",
+    "global store",
+    "shared memory",
+    "exchange",
+    "synchronisation",
+    "control",
+    "parameter",
 )
 """Classes of instructions, as the executor names them."""
 
@@ -142,12 +152,11 @@ def run_cell(cell: KernelCountersCell) -> list[dict[str, Any]]:
     os.environ.pop("TRITON_INTERPRET", None)  # read when kernels is first imported
     from triton.errors import TritonError
 
-    from experiments.bench.counted_work import Size, counted
+    from experiments.bench.counted_work import counted
     from kernels.executor import MULTIPROCESSORS, UnknownInstruction, execute_ptx
 
-    size = Size(**cell.columns(*_SHAPE, "seed"))
     other = OTHERS[cell.implementation].load(cell.source.path) if cell.source else None
-    call, judge = counted(cell.op, size, other)
+    call, judge = counted(cell, other)
     try:
         with execute_ptx(cell.arch, count=True) as execution:
             result = call()

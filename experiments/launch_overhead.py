@@ -105,7 +105,7 @@ def _calls(device: torch.device) -> dict[str, partial]:
     rotate_and_store = partial(kernels.rope_store_kvcache, q, *new, *kv, slots, *rotary)
     decode = partial(kernels.paged_decode_attention, q)
     whole, split = {"num_splits": 1, "out": out}, {"num_splits": 8, "out": out}
-    calls = {
+    return {
         "store": partial(kernels.store_kvcache, *new, *kv, slots),
         "store, fp8": partial(kernels.store_kvcache, *new, *kv8, slots, **scales),
         "rotate and store": rotate_and_store,
@@ -132,7 +132,6 @@ def _calls(device: torch.device) -> dict[str, partial]:
         "sample": partial(kernels.sample_tokens, logits, lse[:, 0].contiguous(), slots),
         "sample, greedy": partial(kernels.sample_tokens, logits),
     }
-    return calls
 
 
 @functools.cache

@@ -41,7 +41,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 
-import cache
 from cache.serving import open_loop
 from experiments import quantiles, style
 from experiments.harness import Absent, Axis, Count, Experiment, Positive, Repeated, grid, one_of
@@ -146,13 +145,7 @@ def run_cell(cell: Serving) -> list[dict[str, Any]]:
     else:
         arrivals = open_loop.scaled_arrivals(trace.timestamps_ms.tolist(), cell.request_rate)
     llm = _make_llm(cell)
-    run = open_loop.serve(
-        llm.engine,
-        [cache.prompt_token_ids(trace, i, llm.config.vocab_size) for i in range(len(trace))],
-        trace.output_lengths.tolist(),
-        arrivals,
-        stop_s=arrivals[-1] + cell.drain_s,
-    )
+    run = engine_models.serve_trace(llm, trace, arrivals, stop_s=arrivals[-1] + cell.drain_s)
     manager, requests = llm.manager, run.requests
     finished = sum(request.finished for request in requests)
     return [
@@ -199,9 +192,7 @@ def _scaled(cell: Serving) -> ScaledTrace:
 def _warm_up(cell: Serving) -> None:
     """Serve a few requests for nothing: the first ones of a process pay for what is set up then."""
     trace = _scaled(cell).trace.head(_NUM_WARM_UP_REQUESTS)
-    llm = _make_llm(cell)
-    prompts = [cache.prompt_token_ids(trace, i, llm.config.vocab_size) for i in range(len(trace))]
-    open_loop.serve(llm.engine, prompts, trace.output_lengths.tolist(), [0.0] * len(prompts))
+    engine_models.serve_trace(_make_llm(cell), trace, [0.0] * len(trace))
 
 
 def _make_llm(cell: Serving) -> LLM:

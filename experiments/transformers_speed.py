@@ -10,11 +10,10 @@ caching is off.  Both give the same tokens.
 
 from __future__ import annotations
 
-import operator
-import statistics
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -56,43 +55,37 @@ def run_cell(cell: TransformersSpeed) -> list[dict[str, Any]]:
         theirs = _save_model(cell, Path(folder))
         llm = LLM(folder, device="cpu", block_size=cell.block_size, enable_prefix_caching=False)
     rng = np.random.default_rng(cell.seed)
-    serve = {
-        "pagelab": lambda prompts: _ours(llm, prompts, cell.output_tokens),
-        "transformers": lambda prompts: _theirs(theirs, prompts, cell.output_tokens),
-    }
+    serve = {"pagelab": partial(_ours, llm), "transformers": partial(_theirs, theirs)}
     times: dict[str, list[tuple[float, float]]] = {system: [] for system in SYSTEMS}
     same = True
     for repeat in range(cell.repeats + 1):  # the first one warms up
-        prompts = rng.integers(
-            llm.config.vocab_size, size=(cell.sequences, cell.prompt_tokens)
-        ).tolist()
+        size = (cell.sequences, cell.prompt_tokens)
+        prompts = rng.integers(llm.config.vocab_size, size=size).tolist()
         tokens = {}
         for system in SYSTEMS[:: 1 if repeat % 2 else -1]:
-            tokens[system], *seconds = serve[system](prompts)
+            tokens[system], *seconds = serve[system](prompts, cell.output_tokens)
             if repeat:
                 times[system].append(tuple(seconds))
         same &= tokens["pagelab"] == tokens["transformers"]
-    done = {"prefill": cell.prompt_tokens, "decode": cell.output_tokens - 1}
     rows = []
-    for phase, count in done.items():
-        seconds = {
-            system: [pair[phase == "decode"] for pair in times[system]] for system in SYSTEMS
+    for phase, count in enumerate((cell.prompt_tokens, cell.output_tokens - 1)):
+        rates = {
+            system: cell.sequences * count / np.array(times[system])[:, phase] for system in SYSTEMS
         }
-        ratios = map(operator.truediv, *(seconds[system] for system in reversed(SYSTEMS)))
-        speedup = statistics.median(ratios)
         for system in SYSTEMS:
-            rates = [cell.sequences * count / time for time in seconds[system]]
             rows.append(
                 {
                     **cell.columns("model", "threads", "output_tokens", "block_size", "repeats"),
                     "transformers_version": transformers.__version__,
-                    "phase": phase,
+                    "phase": ("prefill", "decode")[phase],
                     **cell.columns("sequences", "prompt_tokens"),
                     "system": system,
-                    "tokens_per_s": statistics.median(rates),
-                    "lowest_tokens_per_s": min(rates),
-                    "highest_tokens_per_s": max(rates),
-                    "pagelab_over_transformers": speedup,
+                    "tokens_per_s": float(np.median(rates[system])),
+                    "lowest_tokens_per_s": float(rates[system].min()),
+                    "highest_tokens_per_s": float(rates[system].max()),
+                    "pagelab_over_transformers": float(
+                        np.median(rates["pagelab"] / rates["transformers"])
+                    ),
                     "same_tokens": same,
                 }
             )

@@ -11,19 +11,22 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 import kernels
 from kernels import reference
 from kernels.testing.accuracy import Accuracy, compare_with_reference
-from kernels.testing.inputs import PagedBatch, random_paged_batch, random_scales
+from kernels.testing.inputs import random_paged_batch, random_scales, random_shared_prefix_args
+
+if TYPE_CHECKING:
+    from experiments.kernel_accuracy import KernelAccuracy
 
 _CONTEXT_LENS = (1, 37, 290)
 _QUERY_LENS = (1, 37, 20)
 _PREFIX_LENS = (150, 0)
-_GROUP_OFFSETS = (0, 2, 3)
+_GROUP_SIZES = (2, 1)
 _ROTARY_TOKENS = 29
 _NORM_TOKENS = 13
 _NUM_KV_HEADS = 2
@@ -55,6 +58,20 @@ class Case:
         """k_scale and v_scale of an fp8 cache."""
         return random_scales("per head", _NUM_KV_HEADS, self.device) if self.fp8_cache else {}
 
+    @property
+    def heads(self) -> dict[str, Any]:
+        """As ``random_paged_batch`` takes them."""
+        return {
+            "num_q_heads": _NUM_Q_HEADS,
+            "num_kv_heads": _NUM_KV_HEADS,
+            "head_dim": self.head_dim,
+            "block_size": self.block_size,
+            "dtype": self.dtype,
+            "kv_dtype": self.cache_dtype,
+            "device": self.device,
+            "seed": self.seed,
+        }
+
     def generator(self) -> torch.Generator:
         return torch.Generator().manual_seed(self.seed)
 
@@ -80,12 +97,19 @@ class Comparison(NamedTuple):
     options: dict[str, Any] = {}  # noqa: RUF012  never changed
 
 
-def check(op: str, case: Case) -> dict[str, Accuracy]:
-    """The accuracy of each result of ``op`` by name, the output first."""
-    results, inputs, run, options = globals()[f"_{op}"](case)
+def check(cell: KernelAccuracy, device: str) -> dict[str, Accuracy]:
+    """The accuracy of each result of the kernel of ``cell`` by name, the output first."""
+    fp8 = cell.dtype == "fp8"
+    case = Case(
+        **cell.columns("block_size", "head_dim", "feature", "seed"),
+        dtype=torch.bfloat16 if fp8 else getattr(torch, cell.dtype),
+        device=torch.device(device),
+        fp8_cache=fp8,
+    )
+    results, inputs, run, options = globals()[f"_{cell.kernel}"](case)
 
     def called(module: ModuleType) -> Callable:
-        function = getattr(module, op)
+        function = getattr(module, cell.kernel)
         return functools.partial(run, function) if run else function
 
     inputs = [x.to(case.device) if hasattr(x, "to") else x for x in inputs]
@@ -215,7 +239,7 @@ def _merge_attention_states(case: Case) -> Comparison:
 
 
 def _slot_mapping_from_positions(case: Case) -> Comparison:
-    batch = _batch(case, _CONTEXT_LENS)
+    batch = random_paged_batch(_CONTEXT_LENS, **case.heads)
     positions = torch.cat([torch.arange(length) for length in _CONTEXT_LENS])
     positions[::7] = -1  # padding, to be skipped
     seq_ids = torch.arange(len(_CONTEXT_LENS)).repeat_interleave(torch.tensor(_CONTEXT_LENS))
@@ -231,41 +255,25 @@ def _sample_tokens(case: Case) -> Comparison:
 
 
 def _paged_decode_attention(case: Case) -> Comparison:
-    batch = _batch(case, _CONTEXT_LENS, hidden_tokens=_outside_window(case, (1, 1, 1)))
+    hidden = _outside_window(case, (1, 1, 1))
+    batch = random_paged_batch(_CONTEXT_LENS, hidden_tokens=hidden, **case.heads)
     return _attention(case, batch.decode_args)
 
 
 def _paged_prefill_attention(case: Case) -> Comparison:
     hidden = _outside_window(case, _QUERY_LENS)
-    batch = _batch(case, _CONTEXT_LENS, query_lens=_QUERY_LENS, hidden_tokens=hidden)
+    batch = random_paged_batch(
+        _CONTEXT_LENS, query_lens=_QUERY_LENS, hidden_tokens=hidden, **case.heads
+    )
     return _attention(case, batch.prefill_args, max_seqlen_q=max(_QUERY_LENS))
 
 
 def _shared_prefix_decode_attention(case: Case) -> Comparison:
-    parts = len(_PREFIX_LENS), len(_CONTEXT_LENS)
-    queries = (0,) * parts[0] + (1,) * parts[1]
-    batch = _batch(case, (*_PREFIX_LENS, *_CONTEXT_LENS), query_lens=queries)
-    prefix_tables, suffix_tables = batch.block_tables.split(parts)
-    prefix_lens, suffix_lens = batch.context_lens.split(parts)
-    groups = torch.tensor(_GROUP_OFFSETS, dtype=torch.int32)
-    shared = (prefix_tables, prefix_lens, groups, suffix_tables, suffix_lens)
-    inputs = (batch.q, batch.k_cache, batch.v_cache, *shared)
-    return _attention(case, inputs)
-
-
-def _batch(case: Case, context_lens: tuple[int, ...], **options: Any) -> PagedBatch:
-    return random_paged_batch(
-        context_lens,
-        num_q_heads=_NUM_Q_HEADS,
-        num_kv_heads=_NUM_KV_HEADS,
-        head_dim=case.head_dim,
-        block_size=case.block_size,
-        dtype=case.dtype,
-        kv_dtype=case.cache_dtype,
-        device=case.device,
-        seed=case.seed,
-        **options,
+    window = _WINDOW if case.feature == "window" else None
+    inputs = random_shared_prefix_args(
+        _GROUP_SIZES, _PREFIX_LENS, _CONTEXT_LENS, window_size=window, **case.heads
     )
+    return _attention(case, inputs)
 
 
 def _outside_window(case: Case, query_lens: tuple[int, ...]) -> list[int] | None:

@@ -14,7 +14,7 @@ options cost no work that counts.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -60,9 +60,6 @@ class _Kernel:
         self._signature = row.signature
         self.__dict__.update(row.constants)
 
-    def __contains__(self, pointer: str) -> bool:
-        return pointer in self._signature
-
     def size(self, *pointers: str) -> int:
         """Bytes of one element of each of `pointers`, summed."""
         kinds = (self._signature[pointer] for pointer in pointers)
@@ -90,32 +87,28 @@ class _Kernel:
         return TOKENS * (halves + self.size("positions_ptr"))
 
 
-def _decode(k: _Kernel) -> list[Work]:
+def _decode(k: _Kernel) -> Iterator[Work]:
     rows = BATCH * k.num_q_heads
     written = k.state_bytes(rows * SPLITS) if k.IS_SPLIT else rows * k.HEAD_DIM * k.size("out_ptr")
-    return [
-        Work(
-            f"{BATCH} sequences of {CONTEXT} tokens" + (f", {SPLITS} splits" * k.IS_SPLIT),
-            rows * k.HEAD_DIM,
-            k.cache_bytes(BATCH, CONTEXT) + rows * k.HEAD_DIM * k.size("q_ptr") + written,
-            4 * rows * CONTEXT * k.HEAD_DIM,
-        )
-    ]
+    yield Work(
+        f"{BATCH} sequences of {CONTEXT} tokens" + (f", {SPLITS} splits" * k.IS_SPLIT),
+        rows * k.HEAD_DIM,
+        k.cache_bytes(BATCH, CONTEXT) + rows * k.HEAD_DIM * k.size("q_ptr") + written,
+        4 * rows * CONTEXT * k.HEAD_DIM,
+    )
 
 
-def _merge_splits(k: _Kernel) -> list[Work]:
+def _merge_splits(k: _Kernel) -> Iterator[Work]:
     outputs = BATCH * k.NUM_Q_HEADS * k.HEAD_DIM
-    return [
-        Work(
-            f"{BATCH} sequences, {SPLITS} splits",
-            outputs,
-            k.state_bytes(BATCH * k.NUM_Q_HEADS * SPLITS) + outputs * k.size("out_ptr"),
-            2 * outputs * SPLITS,
-        )
-    ]
+    yield Work(
+        f"{BATCH} sequences, {SPLITS} splits",
+        outputs,
+        k.state_bytes(BATCH * k.NUM_Q_HEADS * SPLITS) + outputs * k.size("out_ptr"),
+        2 * outputs * SPLITS,
+    )
 
 
-def _prefill(k: _Kernel) -> list[Work]:
+def _prefill(k: _Kernel) -> Iterator[Work]:
     def work(problem: str, queries: int, context: int) -> Work:
         outputs = queries * k.num_q_heads * k.HEAD_DIM
         seen = queries * (context - queries) + queries * (queries + 1) // 2
@@ -127,31 +120,28 @@ def _prefill(k: _Kernel) -> list[Work]:
 
     if k.IS_SPLIT:
         cached = CHUNK_CONTEXT - FEW
-        return [work(f"{FEW} tokens, {cached} cached, {SPLITS} splits", FEW, CHUNK_CONTEXT)]
-    return [
-        work(f"a prompt of {PROMPT} tokens", PROMPT, PROMPT),
-        work(f"{CHUNK} tokens, {CHUNK_CONTEXT - CHUNK} cached", CHUNK, CHUNK_CONTEXT),
-    ]
+        yield work(f"{FEW} tokens, {cached} cached, {SPLITS} splits", FEW, CHUNK_CONTEXT)
+    else:
+        yield work(f"a prompt of {PROMPT} tokens", PROMPT, PROMPT)
+        yield work(f"{CHUNK} tokens, {CHUNK_CONTEXT - CHUNK} cached", CHUNK, CHUNK_CONTEXT)
 
 
-def _shared_prefix(k: _Kernel) -> list[Work]:
+def _shared_prefix(k: _Kernel) -> Iterator[Work]:
     outputs = GROUP * k.num_q_heads * k.HEAD_DIM
     states = k.state_bytes(GROUP * k.num_q_heads * SPLITS)
-    return [
-        Work(
-            f"{GROUP} sharing {PREFIX} tokens, {SPLITS} splits",
-            outputs,
-            k.cache_bytes(1, PREFIX) + outputs * k.size("q_ptr") + states,
-            4 * outputs * PREFIX,
-        )
-    ]
+    yield Work(
+        f"{GROUP} sharing {PREFIX} tokens, {SPLITS} splits",
+        outputs,
+        k.cache_bytes(1, PREFIX) + outputs * k.size("q_ptr") + states,
+        4 * outputs * PREFIX,
+    )
 
 
-def _merge_attention_states(k: _Kernel) -> list[Work]:
+def _merge_attention_states(k: _Kernel) -> Iterator[Work]:
     outputs = TOKENS * k.NUM_HEADS * k.HEAD_DIM
     lse = TOKENS * k.NUM_HEADS * k.size("lse_a_ptr", "lse_b_ptr", "lse_ptr")
     moved = outputs * k.size("out_a_ptr", "out_b_ptr", "out_ptr") + lse
-    return [Work(f"{TOKENS} tokens", outputs, moved, 4 * outputs)]
+    yield Work(f"{TOKENS} tokens", outputs, moved, 4 * outputs)
 
 
 def _stored_bytes(k: _Kernel) -> int:
@@ -159,12 +149,12 @@ def _stored_bytes(k: _Kernel) -> int:
     return TOKENS * (k.NUM_KV_HEADS * k.HEAD_DIM * k.size(*pointers) + k.size("slot_mapping_ptr"))
 
 
-def _store(k: _Kernel) -> list[Work]:
+def _store(k: _Kernel) -> Iterator[Work]:
     outputs = 2 * TOKENS * k.NUM_KV_HEADS * k.HEAD_DIM
-    return [Work(f"{TOKENS} tokens", outputs, _stored_bytes(k), 0)]
+    yield Work(f"{TOKENS} tokens", outputs, _stored_bytes(k), 0)
 
 
-def _rope_store(k: _Kernel) -> list[Work]:
+def _rope_store(k: _Kernel) -> Iterator[Work]:
     queries = TOKENS * k.NUM_Q_HEADS * k.HEAD_DIM
     moved = _stored_bytes(k) + 2 * queries * k.size("query_ptr") + k.rotation_bytes()
     rows = TOKENS * (k.NUM_Q_HEADS + k.NUM_KV_HEADS)
@@ -174,27 +164,27 @@ def _rope_store(k: _Kernel) -> list[Work]:
         moved += k.HEAD_DIM * k.size(*weights)
         operations += 4 * rows * k.HEAD_DIM
     outputs = queries + 2 * TOKENS * k.NUM_KV_HEADS * k.HEAD_DIM
-    return [Work(f"{TOKENS} tokens", outputs, moved, operations)]
+    yield Work(f"{TOKENS} tokens", outputs, moved, operations)
 
 
-def _apply_rotary(k: _Kernel) -> list[Work]:
+def _apply_rotary(k: _Kernel) -> Iterator[Work]:
     outputs = TOKENS * k.NUM_HEADS * k.HEAD_DIM
     moved = outputs * k.size("x_ptr", "out_ptr") + k.rotation_bytes()
-    return [Work(f"{TOKENS} tokens", outputs, moved, 3 * TOKENS * k.NUM_HEADS * k.ROTARY_DIM)]
+    yield Work(f"{TOKENS} tokens", outputs, moved, 3 * TOKENS * k.NUM_HEADS * k.ROTARY_DIM)
 
 
-def _add_rms_norm(k: _Kernel) -> list[Work]:
+def _add_rms_norm(k: _Kernel) -> Iterator[Work]:
     elements, adds = TOKENS * k.HIDDEN_SIZE, k.has("residual_ptr")
     moved = elements * k.size("x_ptr", "out_ptr") + k.HIDDEN_SIZE * k.size("weight_ptr")
     if adds:
         moved += 2 * elements * k.size("residual_ptr")
-    return [Work(f"{TOKENS} tokens", elements * (1 + adds), moved, elements * (4 + adds))]
+    yield Work(f"{TOKENS} tokens", elements * (1 + adds), moved, elements * (4 + adds))
 
 
-def _gated_activation(k: _Kernel) -> list[Work]:
+def _gated_activation(k: _Kernel) -> Iterator[Work]:
     outputs = TOKENS * k.SIZE
     moved = outputs * k.size("gate_ptr", "up_ptr", "out_ptr")
-    return [Work(f"{TOKENS} tokens", outputs, moved, 8 * outputs)]
+    yield Work(f"{TOKENS} tokens", outputs, moved, 8 * outputs)
 
 
 def _copied(k: _Kernel) -> tuple[str, int]:
@@ -202,40 +192,40 @@ def _copied(k: _Kernel) -> tuple[str, int]:
     return problem, PAIRS * PLANES * k.NUM_ELEMENTS
 
 
-def _copy_blocks(k: _Kernel) -> list[Work]:
+def _copy_blocks(k: _Kernel) -> Iterator[Work]:
     problem, elements = _copied(k)
     itemsize = int(k.DTYPE.lstrip("uint")) // 8
-    return [Work(problem, elements, 2 * elements * itemsize, 0)]
+    yield Work(problem, elements, 2 * elements * itemsize, 0)
 
 
-def _swap_blocks(k: _Kernel) -> list[Work]:
+def _swap_blocks(k: _Kernel) -> Iterator[Work]:
     problem, elements = _copied(k)
     itemsize = k.size("src_ptr")
-    return [Work(problem, elements, elements * itemsize, 0, host_bytes=elements * itemsize)]
+    yield Work(problem, elements, elements * itemsize, 0, host_bytes=elements * itemsize)
 
 
 _TABLE_BLOCK_SIZE = 16
 """Slots that an entry of a block table stands for, which slot mapping takes as it comes."""
 
 
-def _slot_mapping(k: _Kernel) -> list[Work]:
+def _slot_mapping(k: _Kernel) -> Iterator[Work]:
     moved = TOKENS * k.size("positions_ptr", "seq_ids_ptr", "slots_ptr")
-    return [Work(f"{TOKENS} tokens", TOKENS, moved + 4 * TOKENS // _TABLE_BLOCK_SIZE, 0)]
+    yield Work(f"{TOKENS} tokens", TOKENS, moved + 4 * TOKENS // _TABLE_BLOCK_SIZE, 0)
 
 
-def _sample_tokens(k: _Kernel) -> list[Work]:
+def _sample_tokens(k: _Kernel) -> Iterator[Work]:
     given = ("temperatures_ptr", "noise_seeds_ptr", "min_ps_ptr")
     row = VOCABULARY * k.size("logits_ptr") + SPLITS * k.size("scores_ptr", "tokens_ptr")
-    row += k.size(*(name for name in given if name in k))
-    return [Work(f"{BATCH} rows of {VOCABULARY} logits, {SPLITS} parts", BATCH, BATCH * row, 0)]
+    row += k.size(*filter(k.has, given))
+    yield Work(f"{BATCH} rows of {VOCABULARY} logits, {SPLITS} parts", BATCH, BATCH * row, 0)
 
 
-def _merge_samples(k: _Kernel) -> list[Work]:
+def _merge_samples(k: _Kernel) -> Iterator[Work]:
     row = SPLITS * k.size("scores_ptr", "tokens_ptr") + k.size("out_ptr")
-    return [Work(f"{BATCH} rows, {SPLITS} parts", BATCH, BATCH * row, 0)]
+    yield Work(f"{BATCH} rows, {SPLITS} parts", BATCH, BATCH * row, 0)
 
 
-_WORK: dict[str, Callable[[_Kernel], list[Work]]] = {
+_WORK: dict[str, Callable[[_Kernel], Iterator[Work]]] = {
     "paged_decode": _decode,
     "merge_splits": _merge_splits,
     "paged_prefill": _prefill,
@@ -264,4 +254,4 @@ def kernel_name(row: KernelResources) -> str:
 
 def work_of(row: KernelResources) -> list[Work]:
     """What one launch of a compiled kernel has to do, for each of its problems."""
-    return _WORK[kernel_name(row)](_Kernel(row))
+    return list(_WORK[kernel_name(row)](_Kernel(row)))

@@ -102,12 +102,12 @@ class Timed(Options):
 
 
 def timed_cells(
-    options: OnHeads,
+    options: Options,
     shape: Shape,
     implementations: Iterable[str],
     launches: Iterable[Launch] = ("graph",),
 ) -> Iterator[Timed]:
-    """The cells of one shape."""
+    """The cells of one shape, with the seed and budget_ms of ``options``."""
     given = {"seed": options.seed, "shape": shape, "budget_ms": options.budget_ms}
     for implementation, launch in itertools.product(implementations, launches):
         yield Timed(implementation=implementation, launch=launch, **given)

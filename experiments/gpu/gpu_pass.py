@@ -284,16 +284,8 @@ class GpuPass:
             self.failed += 1
             self.say(f"{stage.name}: FAILED: {traceback.format_exc()}")
             return
-        absent, failed = report.unavailable.total(), report.failed.total()
-        done = report.finished + report.reused
-        counts = [f"{report.finished} cells run, {report.reused} finished earlier"]
-        wrong = len(report.wrong)
-        self.failed += wrong
-        told = ((absent, "absent"), (failed, "FAILED"), (wrong, "rows WRONG"))
-        counts += [f"{n} {what}" for n, what in told if n]
-        if (left := report.cells - done - absent - failed) > 0:
-            counts.append(f"{left} left when the time was up")
-        self.say(f"{stage.name}: {', '.join(counts)} ({report.seconds:.0f} s)")
+        self.failed += len(report.wrong)
+        self.say(f"{stage.name}: {report}")
         for reasons in (report.unavailable, report.failed):
             for reason, count in reasons.most_common(8):
                 self.say(f"    {count} x {reason[:300]}")

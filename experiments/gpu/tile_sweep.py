@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -156,7 +156,8 @@ def _table_splits(shape: Shape, tile: AttentionTile) -> int:
 
 
 def relative_times(rows: style.DataFrame, part: str) -> style.DataFrame:
-    """Time of each tile over that of the table's choice: tiles by shapes, the fastest first.
+    """Time of each tile over that of the table's choice: tiles by shapes, the fastest on average
+    (``mean``, geometric) first.
 
     Tiles that failed at one of the shapes are left out.
     """
@@ -166,11 +167,14 @@ def relative_times(rows: style.DataFrame, part: str) -> style.DataFrame:
     times = rows.pivot_table("p50_us", list(TILE), "shape")
     table = rows[rows["by_table"]].groupby("shape")["p50_us"].first()
     relative = (times / table).dropna()
-    return relative.loc[_geometric_mean(relative).sort_values().index]
+    relative.insert(0, "mean", np.exp(np.log(relative).mean(axis=1)))
+    return relative.sort_values("mean")
 
 
-def _geometric_mean(relative: style.DataFrame) -> style.Series:
-    return np.exp(np.log(relative).mean(axis=1))
+def _markdown(*table: Sequence[object]) -> list[str]:
+    """The lines of a table, its head first."""
+    head, *body = (f"| {' | '.join(map(str, line))} |" for line in table)
+    return [head, "|" + "---|" * len(table[0]), *body, ""]
 
 
 def decision(rows: style.DataFrame) -> str:
@@ -184,42 +188,33 @@ def decision(rows: style.DataFrame) -> str:
         relative = relative_times(rows, part)
         if relative.empty:
             continue
-        mean = _geometric_mean(relative)
         chosen = rows[(rows["part"] == part) & rows["by_table"]].iloc[0]
-        lines += [
-            f"## `{function}`: now {tuple(int(chosen[name]) for name in TILE)}",
-            "",
-            f"| ({', '.join(TILE)}) | mean | {' | '.join(relative.columns)} |",
-            "|---|" + "---|" * (1 + len(relative.columns)),
-        ]
-        for tile, times in relative.head(8).iterrows():
-            cells = " | ".join(f"{time:.3f}" for time in (mean[tile], *times))
-            lines.append(f"| {tuple(map(int, tile))} | {cells} |")
-        lines += ["", "Time over that of the present choice, by sequences x queries x context.", ""]
+        lines += [f"## `{function}`: now {tuple(int(chosen[name]) for name in TILE)}", ""]
+        lines += _markdown(
+            (f"({', '.join(TILE)})", *relative.columns),
+            *(
+                (tuple(map(int, tile)), *map("{:.3f}".format, times))
+                for tile, times in relative.head(8).iterrows()
+            ),
+        )
+        lines += ["Time over that of the present choice, by sequences x queries x context.", ""]
     for part, title in _SPLITS.items():
         splits = rows[(rows["part"] == part) & rows["p50_us"].notna()]
-        if splits.empty:
-            continue
-        lines += [
-            f"## {title}",
-            "",
-            "| batch | queries | context | now | best | time of best / now |",
-            "|---|---|---|---|---|---|",
-        ]
+        found = []
         for shape, group in splits.groupby(["batch", "query_len", "context_len"]):
-            now = group[group["by_table"]]
             best = group.loc[group["p50_us"].idxmin()]
-            if len(now):
-                gain = best["p50_us"] / now["p50_us"].iloc[0]
-                line = (*shape, int(now["num_splits"].iloc[0]), int(best["num_splits"]))
-                lines.append(f"| {' | '.join(map(str, line))} | {gain:.3f} |")
-        lines.append("")
+            for now in group[group["by_table"]].to_dict("records"):
+                gain = f"{best['p50_us'] / now['p50_us']:.3f}"
+                found.append((*shape, int(now["num_splits"]), int(best["num_splits"]), gain))
+        if len(splits):
+            head = ("batch", "queries", "context", "now", "best", "time of best / now")
+            lines += [f"## {title}", "", *_markdown(head, *found)]
     return "\n".join(lines) + "\n"
 
 
 def plot(rows: style.DataFrame, folder: Path) -> list[Path]:
     """decision.md."""
-    timed = rows[rows["p50_us"].notna()]
+    timed = rows.dropna(subset="p50_us")
     if timed.empty:
         return []
     path = folder / "decision.md"

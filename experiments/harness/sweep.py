@@ -54,6 +54,15 @@ class SweepReport:
     figures: list[Path] = field(default_factory=list)
     seconds: float = 0.0
 
+    def __str__(self) -> str:
+        """What became of how many cells, and how long it took."""
+        absent, failed = self.unavailable.total(), self.failed.total()
+        left = self.cells - self.reused - self.finished - absent - failed
+        counts = {"absent": absent, "FAILED": failed, "rows WRONG": len(self.wrong), "left": left}
+        told = "".join(f", {count} {what}" for what, count in counts.items() if count > 0)
+        done = f"{self.finished} run, {self.reused} finished earlier"
+        return f"{self.cells} cells, {done}{told} ({self.seconds:.1f} s)"
+
     @property
     def went_wrong(self) -> bool:
         """Whether a cell failed or a result is wrong."""

@@ -7,13 +7,14 @@ experiments instead.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import numpy as np
 
 import cache
+from cache.serving import open_loop
 from experiments.harness import Count, Options, Unavailable, one_of
 
 if TYPE_CHECKING:
@@ -141,6 +142,15 @@ class EngineOptions(Options):
             "block_size": llm.manager.block_size,
             "repeats": self.repeats,
         }
+
+
+def serve_trace(
+    llm: LLM, trace: cache.Trace, arrivals: Sequence[float] | None, **options: Any
+) -> open_loop.Run:
+    """Serve the requests of ``trace`` at ``arrivals``; ``options`` go to ``open_loop.serve``."""
+    size = llm.config.vocab_size
+    prompts = [cache.prompt_token_ids(trace, index, size) for index in range(len(trace))]
+    return open_loop.serve(llm.engine, prompts, trace.output_lengths.tolist(), arrivals, **options)
 
 
 def random_tokens(llm: LLM, generator: np.random.Generator, count: int) -> list[int]:

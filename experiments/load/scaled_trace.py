@@ -44,7 +44,6 @@ def shrink(trace: Trace, *, mean_tokens: float, max_tokens: int, vocab_size: int
     """
     whole = len(trace)
     trace = _select(trace, trace.output_lengths <= MAX_OUTPUT_TOKENS)
-    _require_requests(trace)
     total = float(np.mean(trace.input_lengths + trace.output_lengths))
     divisor = max(1.0, total / mean_tokens)
     block_size = None
@@ -61,7 +60,6 @@ def shrink(trace: Trace, *, mean_tokens: float, max_tokens: int, vocab_size: int
         output_lengths=_divided(trace.output_lengths, divisor),
     )
     served = _select(scaled, scaled.input_lengths + scaled.output_lengths <= max_tokens)
-    _require_requests(served)
     return ScaledTrace(served, divisor, whole - len(served))
 
 
@@ -84,7 +82,6 @@ def shrink_blocks(
     least = num_digits(trace.num_unique_blocks, vocab_size // 2)
     counts = np.diff(trace.offsets)
     trace = _select(trace, (counts > 0) & (least * counts.cumsum() <= slice_tokens))
-    _require_requests(trace)
     counts = np.diff(trace.offsets)
     block_size = max(least, min(trace.block_size, slice_tokens // int(counts.sum())))
     divisor = trace.block_size / block_size
@@ -102,7 +99,9 @@ def _divided(lengths: np.ndarray, divisor: float) -> np.ndarray:
 
 
 def _select(trace: Trace, keep: np.ndarray) -> Trace:
-    """The requests of ``trace`` where ``keep`` is True."""
+    """The requests of ``trace`` where ``keep`` is True.  Raises Unavailable if there are none."""
+    if not keep.any():
+        raise Unavailable(f"{trace.name} has no request that can be served at this scale")
     if keep.all():
         return trace
     return Trace.from_requests(
@@ -114,11 +113,6 @@ def _select(trace: Trace, keep: np.ndarray) -> Trace:
         name=trace.name,
         block_size=trace.block_size,
     )
-
-
-def _require_requests(trace: Trace) -> None:
-    if not len(trace):
-        raise Unavailable(f"{trace.name} has no request that can be served at this scale")
 
 
 def _require_block_size(trace: Trace) -> None:

@@ -28,16 +28,7 @@ if TYPE_CHECKING:
     from bokeh.plotting import figure
 
 _FOLDER = Path(__file__).parent
-_COLORS = (
-    style.BLUE,
-    style.ORANGE,
-    style.GREEN,
-    style.RED,
-    style.BLACK,
-    style.SKY,
-    style.PINK,
-    style.GREY,
-)
+_COLORS = [line["color"] for line in style.lines_of(range(8)).values()]
 
 
 @dataclass(frozen=True)

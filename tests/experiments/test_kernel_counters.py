@@ -8,6 +8,8 @@ import sys
 import pandas as pd
 import pytest
 
+from experiments import kernel_accuracy, kernel_counters
+from experiments.bench import counted_work, kernel_checks
 from experiments.bench.gpus import GPUS
 from experiments.bench.modelled_time import modelled_time
 from experiments.kernel_counters import EXPERIMENT, KernelCounters, cells
@@ -81,6 +83,12 @@ def test_the_grid_leaves_out_what_an_op_does_not_know(tmp_path):
         dataclasses.replace(cell, implementation="pagelab", source=None) for cell in theirs
     ] == [cell for cell in ours if cell.op == "decode"]
     assert {cell.source.name for cell in theirs} == {"decode_attention.py"}
+
+
+@pytest.mark.parametrize("table", [kernel_counters.COUNTED, kernel_accuracy.KERNELS])
+def test_every_op_of_a_table_has_inputs(table):
+    made = counted_work if "decode" in table else kernel_checks
+    assert all(callable(getattr(made, f"_{op}")) for op in table)
 
 
 def test_every_class_of_the_executor_has_a_column():

@@ -37,6 +37,6 @@ def test_a_plain_run_is_clean():
 
 def test_a_wrong_result_fails_the_run(monkeypatch, capsys):
     wrong = {"output": Accuracy(1.0, 0.0)}
-    monkeypatch.setattr(kernel_checks, "check", lambda op, case: wrong)
+    monkeypatch.setattr(kernel_checks, "check", lambda cell, device: wrong)
     assert sanitize.main(["--kernel", "copy_blocks", "--cache-dtype", "fp16"]) == 1
     assert "WRONG  copy_blocks, none, block 7, fp16 cache: output" in capsys.readouterr().out
