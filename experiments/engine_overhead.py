@@ -204,7 +204,6 @@ def _draw(rows: style.DataFrame) -> style.Figure:
     left.set(xscale="log", yscale="log", xlabel="running sequences")
     left.set(ylabel="scheduler and manager\n(µs per step)", title="without a model, median")
     left.set_ylim(top=10 * left.get_ylim()[1])
-    left.legend(fontsize=6, ncols=2)
 
     served = rows[rows["model"] != "none"]
     for phase, line in _PHASE_LINES.items():
@@ -216,7 +215,10 @@ def _draw(rows: style.DataFrame) -> style.Figure:
     right.set(yscale="log", xlabel="running sequences", title=title)
     style.log_x(right, steps.index)
     right.set(ylabel="time (µs per step)", ylim=(None, 10 * right.get_ylim()[1]))
-    right.legend(fontsize=6, ncols=2)
+    for axes, part in ((left, scheduling), (right, served)):
+        axes.set_visible(len(part) > 0)
+        if len(part):
+            axes.legend(fontsize=6, ncols=2)
     return figure
 
 
