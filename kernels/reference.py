@@ -467,6 +467,6 @@ def sample_tokens(
         scores = scores.masked_fill(scores < least, -torch.inf)
     if temperatures is not None:
         scores = scores + temperatures * gumbel_noise(noise_seeds, logits.shape[1])
-    tokens = scores.argmax(dim=-1)  # of a NaN, if there is one
-    sound = scores.gather(-1, tokens[:, None]).isfinite()[:, 0]
-    return torch.where(sound, tokens, -1)
+    largest, tokens = scores.max(dim=-1)  # a NaN, if there is one
+    nothing = largest - largest  # NaN where that is NaN or infinite
+    return tokens.masked_fill_(nothing != nothing, -1)

@@ -108,14 +108,18 @@ class ModelRunner:
         (number of sequences whose last token is among them,) int64.
         """
         sequences, counts = step.sequences, np.array(step.counts)
-        kinds = kinds_of_launch(counts)
-        num_single = int((kinds == 0).sum())
-        order = slice(None)
-        if kinds.min() < kinds.max():
+        num_single, is_mixed, order = len(counts), False, slice(None)
+        if max(step.counts) > 1:
+            kinds = kinds_of_launch(counts)
+            num_single, is_mixed = int((kinds == 0).sum()), kinds.min() < kinds.max()
+        if is_mixed:
             order = np.argsort(kinds, kind="stable")  # single tokens first
             sequences, counts = [sequences[i] for i in order], counts[order]
         ends = np.array([seq.num_computed_tokens for seq in sequences])
-        tables = [block_row(seq, manager) for seq in sequences]
+        tables = [
+            kept[1] if (kept := seq.block_row)[0] == seq.table_version else block_row(seq, manager)
+            for seq in sequences
+        ]
         groups = self._prefix_groups(tables[:num_single], ends, len(counts))
         if groups:  # side by side
             rows, groups = group_rows(groups, num_single)
@@ -125,50 +129,59 @@ class ModelRunner:
         block_tables = np.zeros((len(tables), max(map(len, tables))), dtype=np.int32)
         tokens = array("I")
         unknown: list[tuple[int, int]] = []  # places of tokens, and where they were drawn
-        for row, (seq, count) in enumerate(zip(sequences, counts.tolist(), strict=True)):
-            block_tables[row, : len(tables[row])] = tables[row]
-            tokens += seq.token_ids[seq.num_computed_tokens - count : seq.num_computed_tokens]
+        each = zip(sequences, tables, counts.tolist(), ends.tolist(), block_tables, strict=True)
+        for seq, table, count, end, row in each:
+            row[: len(table)] = table
+            if count == 1:
+                tokens.append(seq.token_ids[end - 1])
+            else:
+                tokens += seq.token_ids[end - count : end]
             if seq.drawn_row is not None:
                 unknown.append((len(tokens) - 1, seq.drawn_row))
 
-        cu_seqlens = np.concatenate(([0], counts.cumsum()))
-        rows = np.repeat(np.arange(len(counts)), counts)
-        positions = np.arange(len(tokens)) + (ends - counts - cu_seqlens[:-1])[rows]
+        if num_single == len(counts):  # the usual case, for less
+            cu_seqlens, positions = np.arange(len(counts) + 1), ends - 1
+            rows = cu_seqlens[:-1]
+        else:
+            cu_seqlens = np.concatenate(([0], counts.cumsum()))
+            rows = np.repeat(np.arange(len(counts)), counts)
+            positions = np.arange(len(tokens)) + (ends - counts - cu_seqlens[:-1])[rows]
         columns, offsets = np.divmod(positions, self.block_size)
         slots = block_tables[rows, columns].astype(np.int64) * self.block_size + offsets
+        logit_rows = cu_seqlens[1:] - 1
+        if is_mixed or groups:
+            logit_rows[order] = logit_rows.copy()
         complete = [seq.num_computed_tokens == len(seq.token_ids) for seq in step.sequences]
-        last_rows = np.empty_like(counts)
-        last_rows[order] = cu_seqlens[1:] - 1
-        shared = ()
-        if groups:
-            shared = split_tables(
-                groups, block_tables[:num_single], ends[:num_single], self.block_size
-            )
-        where = {
+        arrays = {
+            "token_ids": np.frombuffer(tokens, dtype=np.uint32).astype(np.int64),
+            "positions": positions,
+            "logit_rows": logit_rows if all(complete) else logit_rows[complete],
             "slot_mapping": slots,
             "block_tables": block_tables,
             "cu_seqlens_q": cu_seqlens.astype(np.int32),
             "context_lens": ends.astype(np.int32),
         }
-        token_ids, unknown, positions, logit_rows, *rest = self._upload(
-            np.frombuffer(tokens, dtype=np.uint32).astype(np.int64),
-            np.array(unknown, dtype=np.int64).reshape(-1, 2).T,
-            positions,
-            last_rows[complete],
-            *where.values(),
-            *shared,
-        )
-        if unknown.numel():
-            places, drawn_rows = unknown
+        if unknown:
+            arrays["unknown"] = np.array(unknown).T
+        if groups:
+            split = split_tables(
+                groups, block_tables[:num_single], ends[:num_single], self.block_size
+            )
+            arrays |= split._asdict()
+        given = dict(zip(arrays, self._upload(*arrays.values()), strict=True))
+        token_ids, positions, logit_rows = map(given.pop, ("token_ids", "positions", "logit_rows"))
+        if unknown:
+            places, drawn_rows = given.pop("unknown")
             # -1 of a row that is not finite, which is told when it is read, would be no token.
             token_ids[places] = step.drawn.tokens[drawn_rows].clamp(min=0)
+        shared = SharedPrefixes(*map(given.pop, SharedPrefixes._fields)) if groups else None
         metadata = AttentionMetadata(
-            **dict(zip(where, rest, strict=False)),
+            **given,
             max_seqlen_q=int(counts.max()),
             max_context_len=int(ends.max()),
-            shared=SharedPrefixes(*rest[len(where) :]) if groups else None,
+            shared=shared,
         )
-        if kinds.min() < kinds.max():
+        if is_mixed:
             metadata = in_parts(metadata, counts)
         return token_ids, positions, metadata, logit_rows
 
@@ -255,10 +268,10 @@ def in_parts(metadata: AttentionMetadata, counts: np.ndarray) -> AttentionMetada
 
 
 def block_row(seq: ScheduledSequence, manager: CacheManager) -> np.ndarray:
-    """Block table of a sequence, int32, asked for again only when it may have changed."""
-    if seq.block_row is None or seq.block_row[0] != seq.table_version:
-        seq.block_row = seq.table_version, np.array(manager.block_table(seq), dtype=np.int32)
-    return seq.block_row[1]
+    """Block table of a sequence, int32, which is kept until it may have changed."""
+    row = np.array(manager.block_table(seq), dtype=np.int32)
+    seq.block_row = seq.table_version, row
+    return row
 
 
 def independent(pairs: Copies) -> Iterable[Copies]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Sequence
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -81,9 +82,10 @@ class Drawn:
         if self._arrived is not None:
             self._arrived.synchronize()
         tokens = self._on_host.tolist()
-        for seq, token in zip(self._sequences, tokens, strict=True):
-            if token < 0 and seq.status is not Status.FINISHED:
-                raise _not_finite(seq)
+        if min(tokens, default=0) < 0:
+            for seq, token in zip(self._sequences, tokens, strict=True):
+                if token < 0 and seq.status is not Status.FINISHED:
+                    raise _not_finite(seq)
         return tokens
 
 
@@ -119,8 +121,10 @@ class Sampler:
         """As ``draw``, but without waiting for the tokens."""
         if rows != list(range(len(logits))):
             logits = logits[self._upload(np.array(rows))[0]]
-        logits = _with_penalties(logits, sequences)
         params = [seq.request.params for seq in sequences]
+        if all(map(attrgetter("is_greedy"), params)):
+            return Drawn(self._sample_tokens(logits), sequences)
+        logits = _with_penalties(logits, params, sequences)
         seeds = [
             None if p.seed is None else noise_seed(p.seed, seq.index, seq.num_output_tokens)
             for p, seq in zip(params, sequences, strict=True)
@@ -160,8 +164,6 @@ class Sampler:
 
         Returns (num_rows,) int64; -1 for a row with a NaN or an infinite largest logit.
         """
-        if all(p.temperature == 0 for p in params):
-            return self._sample_tokens(logits)
         seeds = [self._shared.getrandbits(63) if s is None else s for s in noise_seeds]
         # What fp32 and the noise leave room for; with less, only equal logits are drawn from.
         temperatures = [
@@ -207,27 +209,28 @@ def _with_top_k_top_p(
     return logits.masked_fill(dropped & others, -torch.inf)
 
 
-def _with_penalties(logits: torch.Tensor, sequences: Sequence[ScheduledSequence]) -> torch.Tensor:
+def _with_penalties(
+    logits: torch.Tensor, params: list[SamplingParams], sequences: Sequence[ScheduledSequence]
+) -> torch.Tensor:
     """Logits of each sequence's next token after the penalties of its request, and without tokens
     that would end it too early; a new tensor where anything changes."""
     changed = [
         row
-        for row, seq in enumerate(sequences)
-        if seq.request.params.changes_logits(seq.num_output_tokens)
+        for row, p in enumerate(params)
+        if p.has_penalties or (p.min_tokens and p.min_tokens > sequences[row].num_output_tokens)
     ]
     if not changed:
         return logits
     logits = logits.to(torch.float32, copy=True)
     for row in changed:
-        seq, scores = sequences[row], logits[row]
-        params = seq.request.params
+        seq, p, scores = sequences[row], params[row], logits[row]
         tokens = torch.tensor(seq.token_ids, dtype=torch.int64, device=logits.device)
-        if params.repetition_penalty != 1:
-            penalty, old = params.repetition_penalty, scores[tokens]
+        if p.repetition_penalty != 1:
+            penalty, old = p.repetition_penalty, scores[tokens]
             scores[tokens] = torch.where(old > 0, old / penalty, old * penalty)
         counts = tokens[seq.num_prompt_tokens :].bincount(minlength=len(scores))
-        scores -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
-        if seq.num_output_tokens < params.min_tokens:
+        scores -= p.frequency_penalty * counts + p.presence_penalty * (counts > 0)
+        if seq.num_output_tokens < p.min_tokens:
             stops = [token for token in seq.request.stop_token_ids if token < len(scores)]
             scores[stops] = -torch.inf
     return logits

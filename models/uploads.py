@@ -23,7 +23,7 @@ class Uploads:
     def __call__(self, *arrays: np.ndarray) -> list[torch.Tensor]:
         """Tensors of the arrays' shapes and dtypes: on a GPU views of one new tensor, on a CPU the
         arrays' own memory."""
-        tensors = [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
+        tensors = [torch.from_numpy(array) for array in arrays]
         if self._device.type == "cpu":
             return tensors
         places, size = [], 0

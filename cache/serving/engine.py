@@ -233,9 +233,10 @@ class Engine:
         rows: list[int] = []
         drawing: list[ScheduledSequence] = []
         complete = [seq for seq in step.sequences if seq.num_computed_tokens == len(seq.token_ids)]
+        searches = self._beam_searches
         for row, seq in enumerate(complete):
-            search = self._beam_searches.get(seq.request.request_id)
-            if search is not None:
+            search = searches and searches.get(seq.request.request_id)
+            if search:
                 best = self.sampler.likeliest(logits, row, seq, search.num_candidates)
                 search.observe(seq, best)
                 continue
@@ -257,7 +258,7 @@ class Engine:
         else:
             self._unread = drawn
             self._read(outputs, finished)
-        for search in self._beam_searches.values():
+        for search in searches.values():
             if search.is_ready and self._advance(search, self.clock()):
                 finished.append(search.request)
                 self._finish_request(search.request)
@@ -271,15 +272,29 @@ class Engine:
         tokens = drawn.tokens.read() if self.overlap else drawn.tokens
         now = self.clock()
         for row, seq, token in zip(drawn.rows, drawn.sequences, tokens, strict=True):
-            if seq.status is Status.FINISHED:  # before this token could be known
+            if seq.finish_reason:  # finished before this token could be known
                 continue
-            count = seq.request.params.logprobs
-            if count is not None:
-                seq.logprobs.append(self.sampler.logprobs(drawn.logits, row, token, count))
-            outputs.append(self._append(seq, token, now))
-            if seq.status is Status.FINISHED and seq.request.is_finished:
-                finished.append(seq.request)
-                self._finish_request(seq.request)
+            if seq.num_unknown_tokens:
+                seq.drop_unknown()
+            seq.append_token(token)
+            request, logprobs = seq.request, None
+            params, stats = request.params, request.stats
+            if stats.first_token_time is None:
+                stats.first_token_time = now
+            if params.logprobs is not None:
+                logprobs = self.sampler.logprobs(drawn.logits, row, token, params.logprobs)
+                seq.logprobs.append(logprobs)
+            if token in request.stop_token_ids or (params.stop and self._meets_stop(seq, params)):
+                self._finish_sequence(seq, FinishReason.STOP)
+            elif len(seq.token_ids) == seq.num_prompt_tokens + request.max_tokens:
+                self._finish_sequence(seq, FinishReason.LENGTH)
+            reason = seq.finish_reason
+            outputs.append(
+                TokenOutput(request.request_id, seq.index, token, reason, None, logprobs)
+            )
+            if reason and request.is_finished:
+                finished.append(request)
+                self._finish_request(request)
 
     def _count_on(self, sequences: list[ScheduledSequence]) -> None:
         """Let sequences go on from tokens that are not read yet, unless these are their last."""
@@ -325,24 +340,8 @@ class Engine:
                 stats.first_scheduled_time = self.clock()
                 stats.num_cached_tokens = seq.num_cached_tokens
 
-    def _append(self, seq: ScheduledSequence, token: int, now: float) -> TokenOutput:
-        seq.drop_unknown()
-        seq.append_token(token)
-        request = seq.request
-        stats = request.stats
-        if stats.first_token_time is None:
-            stats.first_token_time = now
-        if token in request.stop_token_ids or self._meets_stop(seq, request.params):
-            self._finish_sequence(seq, FinishReason.STOP)
-        elif seq.num_output_tokens == request.max_tokens:
-            self._finish_sequence(seq, FinishReason.LENGTH)
-        logprobs = seq.logprobs[-1] if seq.logprobs else None
-        return TokenOutput(
-            request.request_id, seq.index, token, seq.finish_reason, logprobs=logprobs
-        )
-
     def _meets_stop(self, seq: ScheduledSequence, params: SamplingParams) -> bool:
-        if not params.stop or seq.num_output_tokens < params.min_tokens:
+        if seq.num_output_tokens < params.min_tokens:
             return False
         text = self.text_of(seq.output_token_ids)
         return any(stop in text for stop in params.stop)

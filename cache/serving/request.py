@@ -67,7 +67,7 @@ class ScheduledSequence(Sequence):
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
         self.drawn_row: int | None = None
-        self.block_row: tuple[int, np.ndarray] | None = None
+        self.block_row: tuple[int, np.ndarray | None] = (-1, None)
         self.num_pending_forks = 0
         self.host_blocks: list[int] = []
         self.num_host_tokens = 0

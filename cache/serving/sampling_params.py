@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from cache.checks import at_least
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Sampling parameters of one request.
 
@@ -91,16 +92,21 @@ class SamplingParams:
                     f"(beam_width={self.beam_width}); leave it out"
                 )
 
-    def changes_logits(self, num_output_tokens: int) -> bool:
-        """Whether the next token is chosen from other logits than the model's."""
+    @cached_property
+    def is_greedy(self) -> bool:
+        """Whether the next token is always the likeliest by the model's logits."""
+        return self.temperature == 0 and not self.min_tokens and not self.has_penalties
+
+    @cached_property
+    def has_penalties(self) -> bool:
+        """Whether tokens that came before change the logits of the next."""
         return (
-            num_output_tokens < self.min_tokens
-            or self.repetition_penalty != 1
+            self.repetition_penalty != 1
             or self.frequency_penalty != 0
             or self.presence_penalty != 0
         )
 
-    @property
+    @cached_property
     def reads_tokens(self) -> bool:
         """Whether a step needs the tokens of the one before on the host: more than to compute and
         draw from the model's logits."""
@@ -109,7 +115,8 @@ class SamplingParams:
             or self.beam_width is not None
             or self.stop
             or self.logprobs is not None
-            or self.changes_logits(0)
+            or self.min_tokens
+            or self.has_penalties
         )
 
 
