@@ -12,6 +12,7 @@ from collections.abc import Callable
 import numba
 import numpy as np
 
+from cache.borrowed import borrowed
 from cache.policies.base import Request
 from cache.policies.priority import BlockHistory
 
@@ -66,25 +67,26 @@ def compile_replay(priority: Callable[..., float], has_own: bool) -> Callable:
                 raise OverflowError("a priority is beyond 64 bits")
             return exact
 
+    def replay(block_ids, offsets, num_unique, capacity, needs_future, *request_facts):
+        blocks = np.zeros(num_unique, _BLOCK)
+        blocks["pinned_by"] = -1
+        queues = np.empty((2, 2 * min(capacity, num_unique) + 64), _ENTRY)
+        next_uses = np.empty(0)
+        if needs_future:
+            next_uses = next_uses_of(block_ids, offsets, num_unique, capacity)
+        return run(block_ids, offsets, capacity, next_uses, blocks, queues, *request_facts)
+
     @numba.njit(nogil=True)
-    def replay(
-        block_ids, offsets, num_unique, capacity, needs_future,
+    def run(
+        block_ids, offsets, capacity, next_uses, blocks, queues,
         times_ms, prompts, outputs, num_ghosts, own,
     ):  # fmt: skip
+        blocks, rising, heap = borrowed(blocks), borrowed(queues[0]), borrowed(queues[1])
         num_requests = len(offsets) - 1
         hits = np.zeros(num_requests, np.int64)
-        blocks = np.zeros(num_unique, _BLOCK)
-        blocks["pinned_by"][:] = -1
-        next_uses = (
-            next_uses_of(block_ids, offsets, num_unique, capacity)
-            if needs_future
-            else np.empty(0, np.float64)
-        )
-        queue_size = 2 * min(capacity, num_unique) + 64
-        rising = np.empty(queue_size, _ENTRY)
+        queue_size = len(rising)
         rising_head = 0
         rising_tail = 0
-        heap = np.empty(queue_size, _ENTRY)
         heap_size = 0
         resident = 0
         evictions = np.zeros(num_requests, np.int64)
@@ -182,7 +184,7 @@ def compile_replay(priority: Callable[..., float], has_own: bool) -> Callable:
                 block.accesses += 1
                 if block.inserted == 0:
                     block.inserted = time
-                next_use = next_uses[at] if needs_future else np.nan
+                next_use = next_uses[at] if len(next_uses) else np.nan
                 interval = float(time - block.accessed) if block.accessed else np.nan
                 block.accessed = time
                 priority = rank(

@@ -10,8 +10,9 @@ import math
 from typing import NamedTuple
 
 import numba
-import numba.extending
 import numpy as np
+
+from cache.borrowed import borrowed
 
 NUM_BINS = 32
 """Age bin b > 0 begins at 2 ** (b - 1) ms, the last after 12 days."""
@@ -607,25 +608,10 @@ def _set_entry(entry, value, serial, run):
     entry.value, entry.serial, entry.run = value, serial, run
 
 
-@numba.extending.intrinsic
-def _as_pointer(_typing_context, _address):
-    def generate(context, builder, signature, arguments):
-        return builder.inttoptr(arguments[0], context.get_value_type(numba.types.voidptr))
-
-    return numba.types.voidptr(numba.types.intp), generate
-
-
-@numba.njit(inline="always")
-def _borrowed(array):
-    """The array without an owner, whose references numba would count at each access of a record, by
-    atomic instructions that take two thirds of the time. The caller keeps the array."""
-    return numba.carray(_as_pointer(array.ctypes.data), array.shape, array.dtype)
-
-
 @numba.njit(nogil=True, cache=True)
 def replay(own, contents, runs, heap, block_ids, offsets, timestamps_ms, output_lengths):
     """The serial replay of :mod:`cache.replay`; returns hits and evictions of each request."""
-    contents, runs, heap = _borrowed(contents), _borrowed(runs), _borrowed(heap)
+    contents, runs, heap = borrowed(contents), borrowed(runs), borrowed(heap)
     hits = np.zeros(len(offsets) - 1, np.int64)
     evictions = np.zeros(len(offsets) - 1, np.int64)
     resident = 0
