@@ -265,11 +265,12 @@ class Scheduler:
             return None
         hits, num_cached = self.manager.get_computed_blocks(seq)
         start = max(num_cached, seq.num_host_tokens)
-        end = min(seq.num_tokens, start + budget)
-        if end < seq.num_tokens and not self.chunked_prefill:
+        num_tokens = len(seq.token_ids)
+        end = min(num_tokens, start + budget)
+        if end < num_tokens and not self.chunked_prefill:
             return None
         try:
-            if end == seq.num_tokens and not seq.host_blocks:
+            if end == num_tokens and not seq.host_blocks:
                 start = self.manager.allocate(seq)  # which may reuse part of a block as well
                 step.copies += self.manager.take_copies()
             else:
