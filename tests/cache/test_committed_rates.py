@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 from pathlib import Path
 
 import pytest
@@ -11,26 +12,30 @@ import cache
 from cache import bounds
 
 ROOT = Path(__file__).parents[2]
-TRACE = "mooncake_conversation_512"
 BOUNDS = {"class_hazards": bounds.class_hazard_hits, "fluid": bounds.fluid_hits}
+POOLS = {True: ("mooncake_conversation_512", 0.01), False: ("ragpulse_16_first_1500", 0.0005)}
+"""Of policies that are compiled, and of those that run in Python: a trace, and the share of its
+unique blocks."""
 
 
 def committed() -> list[dict[str, str]]:
-    """Rows of a pool of 1 % of the trace's unique blocks, but for policies that run in Python."""
     with (ROOT / "results/eviction/cpu/rows.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["trace"] == TRACE]
-    rows = [row for row in rows if float(row["capacity_fraction"]) == 0.01]
-    return [row for row in rows if row["policy"] in BOUNDS or row["compiled"] == "True"]
+        return [
+            row
+            for row in csv.DictReader(file)
+            if (row["trace"], float(row["capacity_fraction"]))
+            == POOLS[row["policy"] in BOUNDS or row["compiled"] == "True"]
+        ]
 
 
-@pytest.fixture(scope="module")
-def trace():
-    return cache.load_trace(ROOT / f"experiments/traces/{TRACE}.jsonl.zst")
+@functools.cache
+def load(name: str) -> cache.Trace:
+    return cache.load_trace(ROOT / f"experiments/traces/{name}.jsonl.zst")
 
 
 @pytest.mark.parametrize("row", committed(), ids=lambda row: row["policy"])
-def test_hit_rate(trace, row):
-    policy, capacity = row["policy"], int(row["capacity_blocks"])
+def test_hit_rate(row):
+    trace, policy, capacity = load(row["trace"]), row["policy"], int(row["capacity_blocks"])
     if policy in BOUNDS:
         hits = BOUNDS[policy](trace, capacity)
     else:

@@ -1,0 +1,81 @@
+"""What a request may ask for, and what is refused."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from cache.serving.sampling_params import SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"n": 0}, "n=0"),
+        ({"n": True}, "n=True"),
+        ({"temperature": -0.1}, "temperature=-0.1"),
+        ({"temperature": math.nan}, "temperature=nan"),
+        ({"temperature": math.inf}, "temperature=inf"),
+        ({"top_k": -2}, "top_k=-2"),
+        ({"top_k": 1.5}, "top_k=1.5"),
+        ({"top_p": 0.0}, "top_p=0.0"),
+        ({"top_p": 1.01}, "top_p=1.01"),
+        ({"min_p": 1.5}, "min_p=1.5: needs a number from 0 to 1"),
+        ({"frequency_penalty": 2.1}, "frequency_penalty=2.1: needs a number from -2 to 2"),
+        ({"presence_penalty": "1"}, "presence_penalty='1'"),
+        ({"repetition_penalty": 0}, "repetition_penalty=0: needs a finite number above 0"),
+        ({"min_tokens": 65}, "min_tokens=65: needs an int from 0 to max_tokens=64"),
+        ({"stop": ["a", ""]}, "stop=.*: needs a text, or a collection of texts"),
+        ({"stop": 7}, "stop=7"),
+        ({"logprobs": -1}, "logprobs=-1"),
+        ({"seed": 1.0}, "seed=1.0"),
+        ({"max_tokens": 0}, "max_tokens=0"),
+        ({"stop_token_ids": "ab"}, "stop_token_ids='ab'"),
+        ({"stop_token_ids": [-1]}, r"stop_token_ids=\[-1\]"),
+        ({"length_penalty": None}, "length_penalty=None"),
+        ({"beam_width": 2, "n": 3}, "beam_width=2: needs an int of at least n=3"),
+        ({"cache_priority": math.nan}, "cache_priority=nan: needs a finite number"),
+        ({"length_penalty": math.inf}, "length_penalty=inf"),
+        ({"beam_width": 2, "stop": "x"}, "has no meaning for beam search"),
+        ({"beam_width": 2, "repetition_penalty": 1.1}, "has no meaning for beam search"),
+        ({"beam_width": 2, "seed": 1}, "has no meaning for beam search"),
+        ({"beam_width": 2, "temperature": 0.5}, "has no meaning for beam search"),
+        ({"beam_width": 2, "top_k": 1}, "has no meaning for beam search"),
+        ({"beam_width": 2, "top_p": 0.5}, "has no meaning for beam search"),
+    ],
+)
+def test_invalid_parameters_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**arguments)
+
+
+def test_stop_tokens_are_a_set_of_their_own():
+    stops = [3, 3, 1]
+    params = SamplingParams(stop_token_ids=stops)
+    stops.append(9)
+    assert params.stop_token_ids == {1, 3}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"n": 1, "max_tokens": 1, "min_tokens": 1, "top_k": -1, "top_p": 1, "min_p": 1},
+        {"temperature": 0, "frequency_penalty": 2, "presence_penalty": -2, "min_p": 0},
+        {"frequency_penalty": -2, "presence_penalty": 2, "repetition_penalty": 1e-9, "logprobs": 0},
+        {"stop": (), "stop_token_ids": [0], "seed": -1, "cache_priority": -1e9, "top_p": 1e-9},
+        {"beam_width": 1, "length_penalty": 100, "temperature": 1, "top_k": -1},
+        {"beam_width": 3, "n": 3, "length_penalty": -100, "temperature": 0, "top_k": 0},
+    ],
+)
+def test_limits_are_allowed(arguments):
+    params = SamplingParams(**arguments)
+    assert all(getattr(params, name) == value for name, value in arguments.items() if value != [0])
+
+
+def test_what_is_drawn_from_the_logits_of_the_model():
+    assert SamplingParams(temperature=0).is_greedy
+    assert not SamplingParams().is_greedy
+    for name, value in {"min_tokens": 1, "repetition_penalty": 2, "presence_penalty": 1}.items():
+        assert not SamplingParams(temperature=0, **{name: value}).is_greedy
+    assert not SamplingParams(temperature=0, min_tokens=1).has_penalties
