@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from pathlib import Path
 
@@ -249,3 +250,25 @@ def test_a_radix_tree_ranks_its_nodes_by_their_requests():
         manager.allocate(seq)
         manager.free(seq)
     assert [len(node.blocks) for node in manager.tree.leaves] == [2, 3, 4]
+
+
+def test_where_nobody_tells_the_time_a_request_takes_a_second():
+    victims = []
+    for second in (math.nan, 1000.0):
+        policy, generator = make_policy("hazard"), np.random.default_rng(0)
+        policy.start(8)
+        held, order = [], []
+        for at in range(1, 300):
+            key = int(generator.zipf(1.3)) % 40
+            if key in held:
+                block = held.index(key)
+                policy.pin(block)
+            else:
+                block = len(held) if len(held) < 8 else policy.evict()
+                held[block : block + 1] = [key]
+                order.append(block)
+                policy.insert(block, key, None, 0)
+            policy.tell(Request(second * at, 16, 1, 1))
+            policy.release(block)
+        victims.append(order)
+    assert victims[0] == victims[1]
