@@ -249,7 +249,7 @@ def test_a_stream_cut_short_is_an_error_and_not_a_shorter_trace(tmp_path, compre
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
 def test_a_line_without_end_is_an_error_after_16_mib(tmp_path, suffix):
-    longest = json_lines(record())[:-1].ljust((1 << 24) - 1) + b"\n"
+    longest = json_lines(record())[:-1].ljust(1 << 24) + b"\n"
     assert len(load_trace(written(tmp_path, compressed(longest, suffix), "t" + suffix))) == 1
     endless = compressed(longest + bytes(1 << 28 if suffix == ".jsonl.zst" else 1 << 25), suffix)
     tracemalloc.start()
@@ -317,6 +317,7 @@ def test_inferred_block_size_fits_and_is_found_given_enough_requests(block_size,
         pytest.param([(65974, 128), (72441, 141)], 512, id="full_blocks_only"),
         pytest.param([(700, 2)], 512, id="ceil_goes_first"),
         pytest.param([(600, 1)], None, id="several_powers_fit"),
+        pytest.param([(10, 1), (40, 1)], None, id="one_power_of_a_wide_interval"),
         pytest.param([(1024, 3)], None, id="two_full_blocks_are_not_three"),
         pytest.param([(100, 0), (120, 0)], None, id="no_blocks"),
         pytest.param([(300, 3), (301, 4), (299, 3)], 100, id="one_size_not_a_power"),

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import save_file
 
 from cache import MANAGERS, Sequence
-from cache.policies.lru import LRU
 from models import LLM, FinishReason, RequestOutput, SamplingParams, TokenOutput
 from models.attention import FlashAttnBackend
 from models.generate import main
@@ -216,21 +215,6 @@ def test_logits_that_are_not_numbers_name_their_request(params, overlap, make_ll
         weight[0, 0] = sound
     [again], [output] = llm.generate([1, 2, 3], params), expected
     assert [o.token_ids for o in again.outputs] == [o.token_ids for o in output.outputs]
-
-
-@pytest.mark.parametrize("manager", ["vllm_v1", "nano_vllm", "vllm_v0", "radix"])
-def test_a_policy_that_gives_up_a_wrong_block_is_named(manager, make_llm):
-    class Wrong(LRU):
-        def evict_many(self, count):
-            super().evict_many(count)
-            return [-1] * count
-
-        def evict(self):
-            return self.evict_many(1)[0]
-
-    llm = make_llm(manager=manager, policy=Wrong(), num_blocks=6)
-    with pytest.raises(RuntimeError, match=r"policy 'Wrong': evict\(\) gave -1, not a released"):
-        llm.generate([[first] * 40 for first in range(9)], GREEDY)
 
 
 def test_scales_of_the_checkpoint(make_llm, llama_copy):

@@ -19,6 +19,7 @@ from manager_helpers import (
 
 from cache import AllocStatus, CacheStats, OutOfBlocks, Sequence, UnsupportedByDesign
 from cache.managers import MANAGERS
+from cache.policies import POLICIES
 
 RESETTING = [name for name in NAMES if MANAGERS[name].can_reset]
 ONLINE_POLICIES = ["lru", "fifo", "lfu", "arc", "s3fifo", "hazard"]
@@ -354,6 +355,23 @@ def test_a_block_is_not_free_twice(name):
     assert state_of(manager) == before
     everything = [manager.block_table(started(manager, i, [i])) for i in range(10)]
     assert sorted(everything) == [[block] for block in range(10)]
+
+
+@caching_manager
+def test_a_policy_that_gives_up_what_it_has_not_is_named(name):
+    class Wrong(POLICIES["mq"]):
+        name = "wrong"
+
+        def evict(self):
+            super().evict()
+            return -1
+
+    manager = manager_of(name, 4, policy=Wrong())
+    seq = Sequence(0, range(9))
+    manager.allocate(seq)
+    manager.free(seq)
+    with pytest.raises(RuntimeError, match=r"policy 'wrong': evict\(\) gave -1, not a released"):
+        manager.allocate(Sequence(1, range(50, 59)))
 
 
 @caching_manager
