@@ -91,6 +91,7 @@ def test_requests_that_were_given_up_count_with_the_time_so_far():
     waiting = served(finished=False, first_token_s=None, was_scheduled=False)
     assert waiting.time_to_first_token == 2.0
     assert served(output_length=1).time_per_output_token is None
+    assert served(output_length=2).time_per_output_token == 1.5
 
 
 def test_steps_count_while_requests_arrive():
