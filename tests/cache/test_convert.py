@@ -82,6 +82,8 @@ def test_ragpulse_components_are_joined_and_cut(tmp_path):
         (95_000.0, 58, 192, [0, 6, 7]),
     ]
     assert convert_ragpulse(folder, block_size=25)[0].block_ids.tolist() == [0, 1]
+    main(["ragpulse", str(folder), str(folder / "out.jsonl"), "--block-size", "25"])
+    assert load_trace(folder / "out.jsonl")[0].block_ids.tolist() == [0, 1]
 
 
 def test_ragpulse_blocks_are_equal_only_if_every_token_of_them_is(tmp_path):

@@ -426,6 +426,19 @@ READERS = {
 }
 
 
+def test_policies_are_told_the_time_of_the_engine():
+    class Listening(POLICIES["lru"]):
+        def tell(self, request):
+            times.append(request.time_ms)
+
+    times: list[float] = []
+    engine = make_engine(policy=Listening())
+    begin = engine.clock()
+    engine.add(prompt(9), GREEDY)
+    serve(engine)
+    assert 1000 * begin <= times[0] <= times[-1] <= 1000 * engine.clock()
+
+
 @pytest.mark.parametrize("options", READERS.values(), ids=READERS)
 def test_what_reads_tokens_is_read_at_once(options):
     params = SamplingParams(max_tokens=4, ignore_eos=True, **options)
