@@ -54,8 +54,7 @@ class Zipf:
         self._cumulative = list(itertools.accumulate(weights))
 
     def draw(self, rng: np.random.Generator) -> int:
-        point = rng.random() * self._cumulative[-1]
-        return min(bisect.bisect_right(self._cumulative, point), len(self._cumulative) - 1)
+        return bisect.bisect_right(self._cumulative, rng.random() * self._cumulative[-1])
 
     def draw_distinct(self, rng: np.random.Generator, count: int) -> list[int]:
         """``count`` different ranks, drawn one after the other, then put in random order."""

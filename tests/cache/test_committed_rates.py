@@ -13,7 +13,7 @@ from cache import bounds
 
 ROOT = Path(__file__).parents[2]
 BOUNDS = {"class_hazards": bounds.class_hazard_hits, "fluid": bounds.fluid_hits}
-POOLS = {True: ("mooncake_conversation_512", 0.01), False: ("ragpulse_16_first_1500", 0.0005)}
+POOLS = {True: ("mooncake_conversation_512", 0.01), False: ("ragpulse_16_first_1500", 0.001)}
 """Of policies that are compiled, and of those that run in Python: a trace, and the share of its
 unique blocks."""
 
