@@ -43,7 +43,17 @@ import numpy as np
 
 from cache.serving import open_loop
 from experiments import quantiles, style
-from experiments.harness import Absent, Axis, Count, Experiment, Positive, Repeated, grid, one_of
+from experiments.harness import (
+    Absent,
+    Axis,
+    Count,
+    Experiment,
+    Natural,
+    Positive,
+    Repeated,
+    grid,
+    one_of,
+)
 from experiments.load import engine_models, workloads
 from experiments.load.engine_models import Model
 from experiments.load.scaled_trace import ScaledTrace, shrink
@@ -89,6 +99,9 @@ class Serving(OnTraces):
     """A manager, or contiguous_(max|pow2|oracle). None: the paper's, by what the trace offers."""
     request_rate: Axis[Positive] = (12.5, 25, 50, 100, 200)
     """Requests per second."""
+    draw: Axis[Natural] = (0, 1, 2)
+    """Runs of every point, each with arrivals of its own, of which the figures have the median. All
+    of a draw run before the next, so that a slow hour of the machine is not that of one system."""
     arrivals: Literal["poisson", "trace"] = "poisson"
     """A Poisson process, or the times of the trace with their gaps scaled to the rate."""
     model: Model = "tiny"
@@ -110,7 +123,7 @@ class Serving(OnTraces):
 
     @property
     def group(self) -> tuple[str, ...]:
-        return self.trace.name, self.system
+        return str(self.draw), self.trace.name, self.system
 
 
 def cells(options: Serving) -> Iterator[Serving | Absent]:
@@ -135,12 +148,12 @@ def _default_systems(trace: Source | Absent) -> tuple[str, ...]:
 
 
 def run_cell(cell: Serving) -> list[dict[str, Any]]:
-    without_rate = dataclasses.replace(cell, request_rate=1.0)
+    without_rate = dataclasses.replace(cell, request_rate=1.0, draw=0)
     scaled = _scaled(without_rate)
     _warm_up(without_rate)
     trace = scaled.trace.head(max(1, round(cell.request_rate * cell.duration_s)))
     if cell.arrivals == "poisson":
-        rng = np.random.default_rng(cell.seed)
+        rng = np.random.default_rng((cell.seed, cell.draw))
         arrivals = open_loop.poisson_arrivals(cell.request_rate, len(trace), rng)
     else:
         arrivals = open_loop.scaled_arrivals(trace.timestamps_ms.tolist(), cell.request_rate)
@@ -151,7 +164,7 @@ def run_cell(cell: Serving) -> list[dict[str, Any]]:
     return [
         {
             "trace": trace.name,
-            **cell.columns("arrivals", "system", "model", "threads", "request_rate"),
+            **cell.columns("arrivals", "system", "model", "threads", "request_rate", "draw"),
             "requests": len(requests),
             "requests_finished": finished,
             "saturated": run.saturated,
@@ -220,6 +233,7 @@ _TOKEN_PANELS = {
 
 
 def _draw(rows: style.DataFrame, panels: dict[str, str]) -> style.Figure:
+    rows = _medians(rows)
     rates = sorted(rows["request_rate"].unique())
     figure, axes, _ = style.panel_grid(
         2 * rows["trace"].nunique(), columns=2, height=2.1, width=3.5, sharex=True
@@ -261,11 +275,18 @@ def _title(row: style.Series) -> str:
     return name if divisor == 1 else f"{name}\nlengths divided by {divided}"
 
 
+def _medians(rows: style.DataFrame) -> style.DataFrame:
+    """A row per point, of the medians of its draws, by rising rate; saturated if any of them is."""
+    points = rows.groupby(["trace", "system", "request_rate"], sort=False)
+    medians = points.median(numeric_only=True).assign(saturated=points["saturated"].any())
+    return medians.reset_index().sort_values("request_rate", kind="stable")
+
+
 def _summary(rows: style.DataFrame) -> style.DataFrame:
-    """Per trace and system: the highest rate that it kept up with (of those measured; none: 0),
-    and requests batched and latency at that rate and at the highest of all."""
-    kept_up = rows["request_rate"].where(~rows["saturated"], 0.0)
-    rows = rows.assign(kept_up=kept_up).sort_values("request_rate", kind="stable")
+    """Per trace and system, of the medians of all draws: the highest rate that it kept up with (of
+    those measured; none: 0), and the requests batched and preemptions at the highest of all."""
+    rows = _medians(rows)
+    rows = rows.assign(kept_up=rows["request_rate"].where(~rows["saturated"], 0.0))
     return rows.groupby(["trace", "system"], sort=False, as_index=False).agg(
         highest_rate_kept_up=("kept_up", "max"),
         requests_per_second_at_most=("requests_per_second", "max"),
@@ -283,6 +304,7 @@ EXPERIMENT = Experiment(
     quick=Serving(
         system=("contiguous_max", "paged", "vllm_v1"),
         request_rate=(50, 400),
+        draw=(0,),
         mean_tokens=32,
         max_model_len=128,
         duration_s=0.2,

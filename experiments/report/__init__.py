@@ -256,7 +256,8 @@ def _panel(
     panel.toolbar.logo = None
     panel.axis.formatter = NumeralTickFormatter(format=curves.number)
     for line, (color, dash) in looks.items():
-        points = rows[rows[curves.line] == line].sort_values(curves.x)
+        of_line = rows[rows[curves.line] == line]
+        points = of_line.groupby(curves.x, as_index=False)[curves.y].median()
         if points.empty:
             continue
         data = {"x": points[curves.x], "y": points[curves.y], "name": [line] * len(points)}

@@ -95,7 +95,7 @@ TINY_RUNS = {
     "--draws 2",
     "replay_speed": "--trace {prompts} --repeats 2",
     "serving": "--trace {chat} --system contiguous_max --system vllm_v1 --request-rate 50 2000 "
-    "--duration-s 0.05 --drain-s 0.05 --mean-tokens 24 --max-model-len 64",
+    "--draw 0 1 --duration-s 0.05 --drain-s 0.05 --mean-tokens 24 --max-model-len 64",
     "shared_prefix": "--model tiny --manager vllm_v1 radix --block-size 8 --prompt-tokens 64 "
     "--cached-percent 0 50 --prefix-tokens 0 32 --requests 2 --output-tokens 3 --repeats 2 "
     "--threads 1",

@@ -28,7 +28,7 @@ NUM_CELLS = {
     "memory_waste": 5,
     "preemption": 4,
     "replay_speed": 4,
-    "serving": 4,
+    "serving": 8,
     "shared_prefix": 6,
     "sharing": 12,
     "transformers_speed": 1,
@@ -90,7 +90,7 @@ def test_no_number_may_be_negative_and_few_may_be_0(name):
     for option, hint in typing.get_type_hints(type(options), include_extras=True).items():
         if not numbers_in(hint):
             continue
-        may_be_0 = option in ("seed", "cached_percent", "prefix_tokens", "drop_probability")
+        may_be_0 = option in ("seed", "draw", "cached_percent", "prefix_tokens", "drop_probability")
         for number in (-1, 0)[: 2 - may_be_0]:
             left_open = getattr(options, option) is None
             value = getattr(experiment.quick if left_open else options, option)
