@@ -100,8 +100,8 @@ class Serving(OnTraces):
     request_rate: Axis[Positive] = (12.5, 25, 50, 100, 200)
     """Requests per second."""
     draw: Axis[Natural] = (0, 1, 2)
-    """Runs of every point, each with arrivals of its own, of which the figures have the median. All
-    of a draw run before the next, so that a slow hour of the machine is not that of one system."""
+    """Runs of every point, each with arrivals of its own. All of a draw run before the next, so
+    that a slow hour of the machine is not that of one system."""
     arrivals: Literal["poisson", "trace"] = "poisson"
     """A Poisson process, or the times of the trace with their gaps scaled to the rate."""
     model: Model = "tiny"
@@ -233,7 +233,6 @@ _TOKEN_PANELS = {
 
 
 def _draw(rows: style.DataFrame, panels: dict[str, str]) -> style.Figure:
-    rows = _medians(rows)
     rates = sorted(rows["request_rate"].unique())
     figure, axes, _ = style.panel_grid(
         2 * rows["trace"].nunique(), columns=2, height=2.1, width=3.5, sharex=True
@@ -254,15 +253,18 @@ def _draw(rows: style.DataFrame, panels: dict[str, str]) -> style.Figure:
 
 
 def _draw_systems(axis: style.Axes, rows: style.DataFrame, column: str) -> None:
-    """A line per system, times in ms; white markers where it is saturated."""
+    """A line per system through the medians of the draws, with bars from the least to the most,
+    times in ms; white markers where any is saturated."""
     unit = 1000 if column.endswith("_s") else 1
     for system, (label, line) in _SYSTEMS.items():
-        of_system = rows[rows["system"] == system]
-        if len(of_system):
-            style.curve(axis, of_system, "request_rate", column, unit, **line, label=label)
-            hollow = {**line, "linestyle": "none", "markerfacecolor": "white"}
-            beyond = of_system[of_system["saturated"]]
-            style.curve(axis, beyond, "request_rate", column, unit, **hollow)
+        points = rows[rows["system"] == system].groupby("request_rate")
+        low, median, high = (unit * points[column].quantile(q) for q in (0, 0.5, 1))
+        if len(median):
+            bars = {"yerr": [median - low, high - median], "elinewidth": 0.5, "capsize": 1.5}
+            axis.errorbar(median.index, median, **bars, **line, label=label)
+            hollow = {**line, "linestyle": "none", "markerfacecolor": "white", "zorder": 3}
+            beyond = median[points["saturated"].any()]
+            axis.plot(beyond.index, beyond, **hollow)
 
 
 _TITLES = {"log_normal_120_240": "log-normal, 120 tokens in, 240 out"}
@@ -275,19 +277,14 @@ def _title(row: style.Series) -> str:
     return name if divisor == 1 else f"{name}\nlengths divided by {divided}"
 
 
-def _medians(rows: style.DataFrame) -> style.DataFrame:
-    """A row per point, of the medians of its draws, by rising rate; saturated if any of them is."""
+def _summary(rows: style.DataFrame) -> style.DataFrame:
+    """Per trace and system, medians of the draws: the highest rate that all of them kept up with
+    (of those measured; none: 0), and the requests batched and preemptions at the highest of all."""
     points = rows.groupby(["trace", "system", "request_rate"], sort=False)
     medians = points.median(numeric_only=True).assign(saturated=points["saturated"].any())
-    return medians.reset_index().sort_values("request_rate", kind="stable")
-
-
-def _summary(rows: style.DataFrame) -> style.DataFrame:
-    """Per trace and system, of the medians of all draws: the highest rate that it kept up with (of
-    those measured; none: 0), and the requests batched and preemptions at the highest of all."""
-    rows = _medians(rows)
-    rows = rows.assign(kept_up=rows["request_rate"].where(~rows["saturated"], 0.0))
-    return rows.groupby(["trace", "system"], sort=False, as_index=False).agg(
+    medians = medians.reset_index().sort_values("request_rate", kind="stable")
+    medians["kept_up"] = medians["request_rate"].where(~medians["saturated"], 0.0)
+    return medians.groupby(["trace", "system"], sort=False, as_index=False).agg(
         highest_rate_kept_up=("kept_up", "max"),
         requests_per_second_at_most=("requests_per_second", "max"),
         highest_rate=("request_rate", "last"),
