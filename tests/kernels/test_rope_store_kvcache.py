@@ -36,7 +36,7 @@ class Drawn:
         self.scales = random_scales(scale_kind, num_kv_heads, device) if scale_kind else {}
         self.cache_dtype = FP8_DTYPE if scale_kind else self.dtype
         shape = self.num_tokens, sum(self.heads), self.head_dim
-        self.qkv = torch.randn(shape).to(device, self.dtype)
+        self.qkv = (2 * torch.rand(shape) - 1).to(device, self.dtype)
         angle = 2 * math.pi * torch.rand(30, rotary_dim // 2, device=device)
         self.rotary = angle.cos(), angle.sin()
         self.positions = torch.randint(0, 30, (self.num_tokens,), device=device)
@@ -99,7 +99,8 @@ def test_reference(scales, device):
 
 @given(data=st.data())
 def test_norms_come_before_the_rotation(data, device):
-    # Few numbers may be rounded better by luck than the rule expects of PyTorch.
+    # Numbers spread evenly, and many: of the few that stick out of normal ones, those of PyTorch
+    # may be rounded so well by luck that two correct roundings are more than twice as far off.
     drawn = Drawn(data, st.integers(60, 72), device)
     options = {
         "interleaved": drawn.interleaved,
@@ -107,7 +108,7 @@ def test_norms_come_before_the_rotation(data, device):
         "norm_offset": data.draw(st.sampled_from([0.0, 1.0]), label="offset"),
     }
     normed = data.draw(st.sampled_from(["q", "k", "qk"]), label="normed")
-    weights = torch.randn(2, drawn.head_dim).to(device, drawn.dtype)
+    weights = (0.5 + torch.rand(2, drawn.head_dim)).to(device, drawn.dtype)
     slots = torch.arange(drawn.num_tokens, device=device)
 
     def empty(dtype):
