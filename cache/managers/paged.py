@@ -8,6 +8,7 @@ from itertools import chain
 from cache.block_pool import check_free
 from cache.checks import at_least, require
 from cache.managers.base import CacheManager, Copies, Table
+from cache.memory_usage import MemoryUsage
 from cache.sequence import Sequence
 
 
@@ -43,6 +44,13 @@ class Paged(CacheManager):
     def fragmented_bytes(self) -> int:
         """Bytes of the unfilled slots of all sequences, which are in their last blocks."""
         return self.memory_usage().internal * self.bytes_per_slot
+
+    def memory_usage(self) -> MemoryUsage:
+        """What the slots are used for; costs little, as no block is in two tables."""
+        used = sum(table.seq.num_computed_tokens for table in self._tables.values())
+        free = len(self._free) * self.block_size
+        unfilled = self.num_blocks * self.block_size - free - used
+        return MemoryUsage(used=used, reserved=0, internal=unfilled, external=0, free=free)
 
     @property
     def num_free_blocks(self) -> int:
