@@ -2,9 +2,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from pathlib import Path
 
-import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,9 +12,8 @@ from experiments.harness import InputFile, Unavailable
 from experiments.load import request_lengths
 from experiments.load.request_lengths import RequestLengths
 from experiments.load.workloads import TraceFile
-from experiments.memory_waste import EXPERIMENT, arrival_steps, run_cell, serve
+from experiments.memory_waste import arrival_steps, serve
 
-ROWS = Path(__file__).parents[2] / "results/memory_waste/cpu/rows.csv"
 SYSTEMS = ["max", "pow2", "oracle", "paged"]
 KINDS = ["used", "reserved", "internal", "external", "free"]
 
@@ -42,22 +39,6 @@ def manager_of(system: str, lengths: RequestLengths, num_slots: int, block_size:
 
 def shares(result: dict) -> dict:
     return {kind: result[f"{kind}_fraction"] for kind in KINDS}
-
-
-@pytest.mark.parametrize("system", ["oracle", "paged"])
-def test_the_committed_figure_is_what_the_code_gives(system):
-    """Seconds, too: were each of a million blocks looked at in every step, it would be minutes."""
-    rows = pd.read_csv(ROWS)
-    smallest = (rows["block_size"] == 1) & (rows["system"] == system)
-    committed = rows[smallest & (rows["trace"] == "mooncake_conversation_512")]
-    cells = EXPERIMENT.checked_cells(EXPERIMENT.options)
-    (cell,) = [
-        cell
-        for cell in cells
-        if (cell.system, cell.block_size) == (system, 1) and "mooncake" in cell.trace.name
-    ]
-    row = pd.DataFrame(run_cell(cell))
-    pd.testing.assert_frame_equal(row, committed.reset_index(drop=True), rtol=1e-12)
 
 
 @pytest.mark.parametrize(
