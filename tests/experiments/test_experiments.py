@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import shutil
 import typing
@@ -13,7 +14,7 @@ import pandas as pd
 import pytest
 
 from experiments import cli
-from experiments.harness import plot_results
+from experiments.harness import Absent, plot_results
 from experiments.harness.grid import check
 from experiments.registry import EXPERIMENTS
 
@@ -33,6 +34,8 @@ NUM_CELLS = {
     "sharing": 12,
     "transformers_speed": 1,
 }
+UNTIMED = {"block_size": 37, "decode_balance": 13, "memory_waste": 18, "sharing": 33}
+"""Experiments that count or model, and how far apart the cells are that a test computes again."""
 
 
 @pytest.mark.slow
@@ -61,6 +64,22 @@ def test_a_tiny_run_gives_the_table_and_the_figures_and_is_not_repeated(
     for part in parts_of(run.rows):
         (tmp_path / "rows.csv").write_text(part.to_csv(index=False))
         assert plot_results(EXPERIMENTS[name], tmp_path), "a table that lacks rows is drawn too"
+
+
+@pytest.mark.parametrize("name", UNTIMED)
+def test_committed_rows_are_what_the_code_gives(name):
+    """In seconds: were each of a million blocks looked at in every step, it would be minutes."""
+    experiment, committed = EXPERIMENTS[name], pd.read_csv(RESULTS / name / "cpu" / "rows.csv")
+    cells = list(experiment.checked_cells(experiment.options))
+    rows = pd.DataFrame(
+        row
+        for cell in cells[UNTIMED[name] :: UNTIMED[name]]
+        if not isinstance(cell, Absent)
+        for row in experiment.run_cell(cell)
+    )
+    again = pd.read_csv(io.StringIO(rows.reindex(columns=committed.columns).to_csv(index=False)))
+    again = again.astype(committed.dtypes).round(12)
+    assert len(again.merge(committed.round(12).drop_duplicates())) == len(again) > 0
 
 
 def parts_of(rows: pd.DataFrame) -> Iterator[pd.DataFrame]:
