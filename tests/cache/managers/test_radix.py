@@ -123,9 +123,12 @@ def test_a_users_policy_ranks_the_leaves_too():
 
 
 def test_a_policy_with_queues_is_told_of_a_node_as_of_its_last_block():
-    told = []
+    told, missed = [], []
 
     class Told(Stateful):
+        def miss(self, key):
+            missed.append(key)
+
         def insert(self, block, key, parent, depth):
             told.append((block, key, parent, depth))
 
@@ -135,6 +138,9 @@ def test_a_policy_with_queues_is_told_of_a_node_as_of_its_last_block():
     (_, first, root, _), (_, _, parent, _) = told
     assert [(block, depth) for block, _, _, depth in told] == [(8, 1), (9, 2)]
     assert (root, parent) == (None, first)
+    compute(tree, [1, 1, 5, 5], 7, 3)
+    assert [(block, depth) for block, _, _, depth in told[2:]] == [(7, 0), (3, 1)]
+    assert missed == [first, told[1][1], told[3][1]], "the upper part of a split node was there"
 
 
 def test_ghosts_are_recognised_however_a_prompt_was_split():
