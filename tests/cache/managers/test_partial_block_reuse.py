@@ -64,6 +64,14 @@ def test_the_block_copied_from_is_not_handed_out_for_the_copy():
     assert copy == table[0]
 
 
+def test_a_part_behind_cached_blocks_takes_no_more_than_the_room_that_there_is():
+    manager = make(num_blocks=4)
+    serve(manager, 0, [1, 2, 3, 4, 5, 6, 7, 8])
+    # Of four blocks one is the prefix, one is copied from, and the two others are needed.
+    cached, copies, table = serve(manager, 1, [1, 2, 3, 4, 5, 6, 0, 0, 0])
+    assert (cached, table[0], copies) == (6, 0, [(1, table[1])])
+
+
 def test_without_room_for_the_copy_the_block_is_given_up():
     manager = make(num_blocks=2)
     serve(manager, 0, [1, 2, 3, 4, 5, 6, 7, 8])

@@ -198,19 +198,24 @@ def test_the_line_is_served_in_order():
     assert list(serve(engine)) == [0, large, small]
 
 
+@pytest.mark.parametrize("num_host_blocks", [0, 6, 64])
 @pytest.mark.parametrize("manager", sorted(MANAGERS))
-def test_swapping_saves_every_computation(manager):
-    """With room in host memory, each token is computed once, however often it is preempted."""
-    engine = make_engine(manager, 16, num_host_blocks=64, enable_prefix_caching=False)
+def test_only_what_is_dropped_is_computed_again(manager, num_host_blocks):
+    """With little room in host memory some are dropped now and swapped later."""
+    engine = make_engine(
+        manager, 16, 4, num_host_blocks=num_host_blocks, enable_prefix_caching=False
+    )
     lengths = (20, 9, 14, 17, 6)
     for seed, length in enumerate(lengths):
-        engine.add(prompt(length, seed), GREEDY)
-    requests = list(engine.requests.values())
+        engine.add(prompt(length, seed), SamplingParams(max_tokens=40, temperature=0))
+    stats = [request.stats for request in engine.requests.values()]
     serve(engine)
+    recomputed = sum(stat.num_recomputed_tokens for stat in stats)
     if manager != "contiguous":  # which reserves everything beforehand
-        assert sum(request.stats.num_swapped_tokens for request in requests) > 0
+        assert (recomputed > 0) == (num_host_blocks < 64)
+        assert any(stat.num_swapped_tokens for stat in stats) == (num_host_blocks > 0)
     computed = sum(step.num_tokens for step in engine.runner.steps)
-    assert computed == sum(lengths) + 5 * (12 - 1)
+    assert computed == sum(lengths) + 5 * (40 - 1) + recomputed
 
 
 def test_only_what_left_the_cache_is_swapped_in():
