@@ -125,7 +125,7 @@ def queries_for_cache(q, k_ptr):
         unit = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
         return (q.to(tl.float32) * down).to(tl.float16), unit
     else:
-        return q, None
+        return q, 1.0
 
 
 @triton.jit

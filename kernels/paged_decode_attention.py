@@ -227,9 +227,7 @@ def _paged_decode_kernel(
             alibi_slopes = tl.load(slope_ptrs, mask=head_mask, other=0.0)[:, None]
 
         q, q_unit = queries_for_cache(q, k_cache_ptr)
-        qk_scale = scale
-        if q_unit is not None:
-            qk_scale *= q_unit
+        qk_scale = scale * q_unit
         if k_scale is not None:
             qk_scale *= load_scale(k_scale, kv_head, stride_k_scale)
         unit = score_unit(qk_scale, FOLD_SCALE)
