@@ -225,5 +225,5 @@ _FORMS = {
     r"tcgen05\.(ld|st)\.sync\.aligned\.(32x32b|16x32bx2)\.x(\d+)\.b32": _move,
     r"tcgen05\.wait::(ld|st)\.sync\.aligned": _wait,
     r"tcgen05\.mma\.cta_group::1\.kind::f16": _mma,
-    r"tcgen05\.commit\.cta_group::1\.mbarrier::arrive::one\.shared::cluster\.b64": _commit,
+    r"tcgen05\.commit\.cta_group::1\.mbarrier::arrive::one(?:\.shared::cluster)?\.b64": _commit,
 }
