@@ -6,11 +6,14 @@ tensor-core instructions of the compiled kernels are asserted on.
 
 from __future__ import annotations
 
+import ast
 import json
+from pathlib import Path
 
 import pytest
 from op_calls import FP8_OPS
 
+import kernels
 from kernels.compiled.architectures import ARCHITECTURES
 from kernels.compiled.compile import (
     KernelResources,
@@ -398,6 +401,19 @@ def test_table_has_a_line_for_every_kernel(rows):
         assert line.startswith(f"{row['arch']} ")
         assert f" {row['config']} " in line
         assert f" {row['registers']} " in line
+
+
+def test_no_device_function_returns_none():
+    """Triton 3.6, which comes with PyTorch 2.11, compiles none that does."""
+    returned = []
+    for path in Path(kernels.__file__).parent.glob("*.py"):
+        for function in ast.walk(ast.parse(path.read_text())):
+            decorators = getattr(function, "decorator_list", ())
+            if any(ast.unparse(one).startswith("triton.jit") for one in decorators):
+                returned += [node.value for node in ast.walk(function) if type(node) is ast.Return]
+    results = [result for value in returned for result in getattr(value, "elts", [value])]
+    assert len(results) > 30
+    assert "None" not in [ast.unparse(result) for result in results if result]
 
 
 def test_interpreter_process_cannot_compile():
