@@ -63,7 +63,7 @@ def _swap_blocks_kernel(
         kv = plane // num_layers
         layer = plane % num_layers
         elements = chunk * TILE + tl.arange(0, TILE)
-        mask = (elements < NUM_ELEMENTS) & (src >= 0) & (dst >= 0)
+        mask = elements < tl.where((src >= 0) & (dst >= 0), NUM_ELEMENTS, 0)
         src_base = kv * stride_src_kv + layer * stride_src_layer + src * stride_src_block
         dst_base = kv * stride_dst_kv + layer * stride_dst_layer + dst * stride_dst_block
         src_offsets = element_offsets(elements, stride_src_outer, stride_src_inner, RUN, INNER_RUNS)
