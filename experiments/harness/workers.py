@@ -27,6 +27,9 @@ from experiments.harness.experiment import Unavailable
 from experiments.harness.grid import Options
 from experiments.harness.provenance import Code, imported_code
 
+_TIME_TO_END = 10.0
+"""Seconds that a process may take."""
+
 
 @dataclass(frozen=True)
 class Task:
@@ -228,9 +231,12 @@ class _Worker:
         return Outcome(task.key, "failed", [], message, "", seconds)
 
     def stop(self) -> None:
+        """End it: at once while it has a task, else when it has given back what it holds."""
+        self.connection.close()  # the end of what an idle process reads
+        if self.alive and self.task is None:
+            self.process.join(_TIME_TO_END)
         self.process.kill()
         self.process.join()
-        self.connection.close()
 
 
 def _serve(connection: Connection, threads: int) -> None:

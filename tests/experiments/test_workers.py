@@ -6,6 +6,7 @@ import json
 import os
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -91,6 +92,14 @@ def test_a_fresh_process_follows_where_the_old_one_is_spent(run, executor, behav
         outcomes, begun = run(executor, behaviour, cells=3)
     assert statuses(outcomes) == ["failed", "finished", "finished"]
     assert len({process for _, process in begun}) == 1 + fresh
+
+
+def test_a_worker_without_a_task_cleans_up_before_it_ends(run, tiny):
+    with Workers() as worker:
+        outcomes, _ = run(worker, run_cell=tiny.keep_a_semaphore, cells=1)
+        file = Path(outcomes[0].rows[0]["file"])
+        assert file.exists()
+    assert not file.exists()
 
 
 def test_at_the_deadline_what_runs_is_given_up_and_nothing_begins(run):
