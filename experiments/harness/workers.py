@@ -28,7 +28,7 @@ from experiments.harness.grid import Options
 from experiments.harness.provenance import Code, imported_code
 
 _TIME_TO_END = 10.0
-"""Seconds that a process may take."""
+"""Seconds that an idle process may take."""
 
 
 @dataclass(frozen=True)
