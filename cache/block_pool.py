@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING
 
 from cache.checks import require
-from cache.content_index import ContentIndex
 from cache.event_log import EventLog
-from cache.hash_index import HashIndex
 from cache.policies.base import EvictionPolicy, check_victims
-
-if TYPE_CHECKING:
-    from cache.managers.pooled import PooledTable
 
 
 class OutOfBlocks(RuntimeError):
@@ -58,7 +52,9 @@ class BlockPool:
     a million blocks are made in milliseconds and most work is done by C loops.
 
     Attributes:
+        num_free_blocks: blocks without a user: fresh, free and cached-free; likewise read-only.
         ref_counts: number of tables that hold each block; read-only to others.
+        block_hashes: hash of what each block holds, None if that cannot be found; likewise.
         policy: the eviction policy, started anew by the pool and owned by it.
         counts: of ``allocated_blocks``, handed out so far, and ``evicted_blocks``, those of them
             that were cached-free before.
@@ -71,34 +67,21 @@ class BlockPool:
         policy: EvictionPolicy,
         *,
         queue_uncached: bool = False,
-        index: HashIndex | ContentIndex | None = None,
         event_log: EventLog | None = None,
     ) -> None:
         policy.start(num_blocks)
-        self.num_blocks = num_blocks
+        self.num_blocks = self.num_free_blocks = num_blocks
         self.policy = policy
         self.ref_counts: list[int] = [0] * num_blocks
         self.counts = {"allocated_blocks": 0, "evicted_blocks": 0}
         self._num_fresh = num_blocks
         self._free: list[int] = []  # a stack: free blocks that the policy does not have
         self._queue_uncached = queue_uncached
-        self._index = HashIndex(num_blocks) if index is None else index
+        self.block_hashes: list[bytes | None] = [None] * num_blocks
+        self._holders: dict[bytes, list[int]] = {}  # blocks with that content, by age
         self._log = event_log
-        self._contents: dict[int, bytes] = {}  # of cached blocks, while there is a log
         self.on_forget: Callable[[list[int]], None] | None = None
-        # Policies that leave these as they are need not be called for every block.
         self._tells_misses = type(policy).miss is not EvictionPolicy.miss
-        self._tells_inserts = type(policy).insert is not EvictionPolicy.insert
-
-    @property
-    def num_free_blocks(self) -> int:
-        """Blocks without a user: fresh, free and cached-free."""
-        return self._num_fresh + len(self._free) + len(self.policy)
-
-    @property
-    def block_hashes(self) -> list[bytes | None]:
-        """Hash of what each block holds, None if that cannot be found.  O(num_blocks)."""
-        return self._index.contents()
 
     def free_blocks(self) -> Iterator[int]:
         """Blocks without a user, in the order in which they would be handed out now."""
@@ -110,7 +93,13 @@ class BlockPool:
 
         Changes nothing.  Valid until blocks are allocated next.
         """
-        return self._index.lookup(hashes)
+        hits = []
+        for key in hashes:
+            holders = self._holders.get(key)
+            if holders is None:
+                break
+            hits.append(holders[0])
+        return hits
 
     def num_revived(self, hits: Sequence[int]) -> int:
         """How many of ``hits`` have no user: taking them lowers the number of free blocks."""
@@ -125,27 +114,30 @@ class BlockPool:
         check_free(count, self.num_free_blocks)
         return self._take(count)
 
-    def extend(self, table: PooledTable, count: int, num_cached: int) -> None:
-        """Hand out ``count`` blocks, none if that is negative, to the end of ``table``, and make
-        the content of its first ``num_cached`` blocks, the new ones included, findable.
+    def extend(
+        self, blocks: list[int], count: int, hashes: Sequence[bytes], first: int, last: int
+    ) -> None:
+        """Hand out ``count`` blocks, none if that is negative, to the end of ``blocks``, those of a
+        sequence, and make the content of ``blocks[first:last]`` findable under their ``hashes``.
 
         These are in use and full.  A hash that is cached already stays with the block that has it,
         and the new block becomes its duplicate.  Raises OutOfBlocks, changing nothing.
         """
-        blocks = table.blocks
+        end = len(blocks) + max(0, count)
         if count > 0:
             check_free(count, self.num_free_blocks)
-        end = len(blocks) + max(0, count)
         if self._tells_misses:  # one by one: the victim may depend on the newcomer
-            while table.num_cached_blocks < num_cached:
-                self._tell_miss(table)
-                if table.num_cached_blocks == len(blocks):
+            for position in range(first, last):
+                if hashes[position] not in self._holders:
+                    self.policy.miss(hashes[position])
+                if position == len(blocks):
                     blocks += self._take(1)
-                self._insert(table, table.num_cached_blocks + 1)
+                self._publish(blocks, hashes, position, position + 1)
+            first = last
         if len(blocks) < end:
             blocks += self._take(end - len(blocks))
-        if table.num_cached_blocks < num_cached:
-            self._insert(table, num_cached)
+        if first < last:
+            self._publish(blocks, hashes, first, last)
 
     def revive(self, hits: Sequence[int], count: int = 0) -> None:
         """Add a user to each of ``hits``, which were looked up, also to those that have none.
@@ -156,6 +148,7 @@ class BlockPool:
         ref_counts = self.ref_counts
         revived = [block for block in hits if not ref_counts[block]]
         check_free(count + len(revived), self.num_free_blocks)
+        self.num_free_blocks -= len(revived)
         if revived:
             self.policy.pin_many(revived)
         if len(revived) < len(hits):
@@ -163,7 +156,7 @@ class BlockPool:
         for block in revived:
             ref_counts[block] = 1
         if self._log:
-            self._log.record("hit", hits, map(self._contents.__getitem__, hits))
+            self._log.record("hit", hits, map(self.block_hashes.__getitem__, hits))
 
     def share(self, blocks: Sequence[int]) -> None:
         """Add a user to each of ``blocks``, all of which are in use."""
@@ -175,6 +168,7 @@ class BlockPool:
         """Remove ``count`` blocks, which there are, from the free ones; each gets one user."""
         ref_counts = self.ref_counts
         self.counts["allocated_blocks"] += count
+        self.num_free_blocks -= count
         blocks = self._free[: -count - 1 : -1]
         del self._free[len(self._free) - len(blocks) :]
         if len(blocks) < count and self._num_fresh:
@@ -194,47 +188,45 @@ class BlockPool:
     def _forget(self, evicted: list[int]) -> None:
         """Drop the content of ``evicted``, which the policy has just given up."""
         check_victims(self.policy, evicted, self._is_released)
+        hashes = self.block_hashes
+        cached = [block for block in evicted if hashes[block] is not None]
         if self._log:
-            held = [block for block in evicted if block in self._contents]
-            self._log.record("evicted", held, map(self._contents.pop, held))
+            self._log.record("evicted", cached, map(hashes.__getitem__, cached))
         if self.on_forget:
             self.on_forget(evicted)
-        self.counts["evicted_blocks"] += self._index.remove(evicted)
+        self.counts["evicted_blocks"] += len(cached)
+        for block in cached:
+            holders = self._holders[hashes[block]]
+            holders.remove(block)
+            if not holders:
+                del self._holders[hashes[block]]
+            hashes[block] = None
 
     def _is_released(self, block: int) -> bool:
         """Whether the policy has, or just had, ``block``."""
         if block >= self.num_blocks - self._num_fresh or self.ref_counts[block]:
             return False
-        return self._queue_uncached or self._index.holds(block)
+        return self._queue_uncached or self.block_hashes[block] is not None
 
-    def _tell_miss(self, table: PooledTable) -> None:
-        """The policy learns of the first block of ``table`` to cache, if no other has its hash."""
-        position = table.num_cached_blocks
-        key, previous = table.hashes[position], table.blocks[position - 1] if position else None
-        if self._index.follow(previous, key, position) is None:
-            self.policy.miss(key)
+    def _publish(
+        self, blocks: Sequence[int], hashes: Sequence[bytes], first: int, last: int
+    ) -> None:
+        """Make the content of ``blocks[first:last]`` findable; the policy knows of its absence.
 
-    def _insert(self, table: PooledTable, num_cached: int) -> None:
-        """Make content findable whose absence the policy knows of.
-
-        The policy is told of a block under its hash, or, for a duplicate, under a key of its own:
-        no two blocks that a policy knows ever have the same key.
+        It is told of a block under its hash, or, for a duplicate, under a key of its own: no two
+        blocks that a policy knows ever have the same key.
         """
-        first = table.num_cached_blocks
-        table.num_cached_blocks = num_cached
-        blocks, keys = table.blocks[first:num_cached], table.hashes[first:num_cached]
-        previous = table.blocks[first - 1] if first else None
-        duplicates = self._index.add(blocks, keys, previous, first)
-        if self._log:
-            self._log.record("cached", blocks, keys)
-            self._contents.update(zip(blocks, keys, strict=True))
-        if not self._tells_inserts:
-            return
-        parent = table.hashes[first - 1] if first else None
-        for depth, (block, key) in enumerate(zip(blocks, keys, strict=True), first):
-            name = (key, block) if block in duplicates else key
+        parent = hashes[first - 1] if first else None
+        for depth in range(first, last):
+            block, key = blocks[depth], hashes[depth]
+            self.block_hashes[block] = key
+            holders = self._holders.setdefault(key, [])
+            holders.append(block)
+            name = key if len(holders) == 1 else (key, block)
             self.policy.insert(block, name, parent, depth)
             parent = key
+        if self._log:
+            self._log.record("cached", blocks[first:last], hashes[first:last])
 
     def free(self, blocks: Sequence[int]) -> None:
         """Remove a user from each of ``blocks``, given from the first of the sequence to the last.
@@ -242,7 +234,7 @@ class BlockPool:
         Those without a user left become free or cached-free, the last of the sequence first.
         Blocks that are cached come before those that are not.
         """
-        ref_counts, is_cached = self.ref_counts, self._index.holds
+        ref_counts, hashes = self.ref_counts, self.block_hashes
         released = []
         for block in reversed(blocks):
             if ref_counts[block] > 1:
@@ -250,15 +242,16 @@ class BlockPool:
             else:
                 ref_counts[block] = 0
                 released.append(block)
+        self.num_free_blocks += len(released)
         if self._log:
             self._log.record("freed", released)
         num_uncached = 0
-        while num_uncached < len(released) and not is_cached(released[num_uncached]):
+        while num_uncached < len(released) and hashes[released[num_uncached]] is None:
             num_uncached += 1
         if num_uncached and not self._queue_uncached:
             self._free += reversed(released[:num_uncached])
             del released[:num_uncached]
-        elif self._tells_inserts:
+        else:
             for block in released[:num_uncached]:
                 self.policy.insert(block, (None, block), None, 0)
         self.policy.release_many(released)
@@ -268,8 +261,8 @@ class BlockPool:
         if not self._queue_uncached:
             self._free += reversed(list(self.policy))
             self.policy.start(self.num_blocks)
-        self._index.clear()
-        self._contents.clear()
+        self._holders.clear()
+        self.block_hashes[:] = [None] * self.num_blocks  # which others may hold
 
     def check_invariants(self) -> None:
         """Raise AssertionError, saying which block is wrong, unless the state is consistent.
@@ -277,17 +270,23 @@ class BlockPool:
         Every block is in one state only, the policy holds what it should and nothing twice,
         the index and the blocks agree.  O(num_blocks).
         """
-        self._index.check_invariants()
+        held: dict[bytes, list[int]] = {}
+        for block, key in enumerate(self.block_hashes):
+            if key is not None:
+                held.setdefault(key, []).append(block)
+        found = {key: sorted(holders) for key, holders in self._holders.items()}
+        require(held == found, f"blocks hold {held}, found are {found}")
         num_blocks, policy = self.num_blocks, self.policy
         first_fresh = num_blocks - self._num_fresh
         queued = list(policy)
         require(0 <= self._num_fresh <= num_blocks, f"{self._num_fresh} fresh blocks")
         require(len(queued) == len(policy), f"policy has {len(queued)}, says {len(policy)} blocks")
         idle = [*range(first_fresh, num_blocks), *self._free, *queued]
+        require(len(idle) == self.num_free_blocks, f"{len(idle)} free, not {self.num_free_blocks}")
         require(len(idle) == len(set(idle)), f"a block is free twice: {sorted(idle)}")
         idle, queued = set(idle), set(queued)
         for block, users in enumerate(self.ref_counts):
-            is_cached, is_idle = self._index.holds(block), block in idle
+            is_cached, is_idle = self.block_hashes[block] is not None, block in idle
             require(users >= 0, f"block {block} has ref_count {users}")
             require((users == 0) == is_idle, f"block {block}: ref_count {users}, free: {is_idle}")
             if is_idle and not self._queue_uncached:

@@ -20,9 +20,7 @@ Nano-vLLM's; 64 bits are too few to stand alone, and its manager compares the to
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Callable, Iterable
-from struct import Struct
 
 import xxhash
 
@@ -52,10 +50,6 @@ def encode_extra_keys(keys: Iterable[ExtraKey]) -> bytes:
     return b"".join(encoded)
 
 
-_MANY = 16
-"""Blocks of tokens that are copied at a time: faster than one, and little memory."""
-
-
 class BlockHasher:
     """Computes the hash chains of sequences, for one block size and one algorithm."""
 
@@ -70,8 +64,6 @@ class BlockHasher:
         self.digest_size = len(self._digest(b""))
         self._root = bytes(self.digest_size)
         self._name = (algorithm, block_size)
-        self._split = Struct(f"{4 * block_size}s").iter_unpack
-        self._split_many = Struct(f"{4 * block_size}s" * _MANY).iter_unpack
 
     def hash_block(
         self, parent: bytes | None, token_ids: Iterable[int], extra_keys: Iterable[ExtraKey] = ()
@@ -93,28 +85,15 @@ class BlockHasher:
         """
         chain = seq.hash_chains.setdefault(self._name, [])
         count = (len(seq.token_ids) - seq.num_unknown_tokens) // self.block_size
-        if len(chain) < count:
-            self._extend(chain, seq, count)
-        return chain
-
-    def _extend(self, chain: list[bytes], seq: Sequence, last: int) -> None:
-        size, digest = self.block_size, self._digest
-        first = len(chain)
         parent = chain[-1] if chain else self._root
-        if last == first + 1 and seq.keyed_length <= first * size:  # one that decoding has filled
-            chain.append(digest(parent + seq.token_ids[first * size : last * size].tobytes()))
-            return
-        tokens = memoryview(seq.token_ids)
-        cut = last - (last - first) % _MANY
-        many = self._split_many(tokens[first * size : cut * size])
-        single = self._split(tokens[cut * size : last * size])
-        blocks = itertools.chain.from_iterable(itertools.chain(many, single))
-        keyed = min(-(-seq.keyed_length // size), last)
-        for depth in range(first, keyed):
-            keys = seq.extra_keys(depth * size, (depth + 1) * size)
-            parent = digest(parent + next(blocks) + encode_extra_keys(keys))
+        for depth in range(len(chain), count):
+            start, end = depth * self.block_size, (depth + 1) * self.block_size
+            block = seq.token_ids[start:end].tobytes()
+            if start < seq.keyed_length:
+                block += encode_extra_keys(seq.extra_keys(start, end))
+            parent = self._digest(parent + block)
             chain.append(parent)
-        chain += [parent := digest(parent + block) for block in blocks]
+        return chain
 
 
 _MIN_DIGEST_SIZE = 16

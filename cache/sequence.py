@@ -45,14 +45,13 @@ class Sequence:
         num_cached_tokens: leading tokens whose K/V were found when the sequence was allocated.
         num_computed_tokens: leading tokens whose K/V have a place: computed, or being computed by
             the step that is scheduled.
-        num_slots: tokens that can be stored, in slots that are the sequence's own, before the
-            manager has to look for others.
         table_version: rises whenever the block table may have changed, so that what was made of
             the table can be kept until then.
+        keyed_length: no block that begins at or after this position has extra keys.
         hash_chains: digests of the full blocks, by (algorithm, block size); kept by
             :class:`cache.hashing.BlockHasher`.
 
-    Only the manager writes the four counters, so a sequence is with one manager at a time.
+    Only the manager writes the three counters, so a sequence is with one manager at a time.
     Raises ValueError, naming the argument, for anything else.
     """
 
@@ -74,7 +73,6 @@ class Sequence:
         self.num_unknown_tokens = 0
         self.num_cached_tokens = 0
         self.num_computed_tokens = 0
-        self.num_slots = 0
         self.table_version = 0
         self.lora_name = _check_key("lora_name", lora_name, str | int)
         self.cache_salt = _check_key("cache_salt", cache_salt, str | bytes)
@@ -82,6 +80,9 @@ class Sequence:
             raise ValueError(f"priority={priority!r}: needs a finite number")
         self.priority = priority
         self.mm_inputs = _check_mm_inputs(mm_inputs, self.num_prompt_tokens)
+        self.keyed_length = 0 if lora_name is None and cache_salt is None else 1
+        if self.mm_inputs:
+            self.keyed_length = self.mm_inputs[-1].offset + self.mm_inputs[-1].length
         self.hash_chains: dict[tuple[str, int], list[bytes]] = {}
 
     @property
@@ -107,15 +108,8 @@ class Sequence:
         child.seq_id = seq_id
         child.token_ids = self.token_ids[:]
         child.hash_chains = {name: chain[:] for name, chain in self.hash_chains.items()}
-        child.num_cached_tokens = child.num_computed_tokens = child.num_slots = 0
+        child.num_cached_tokens = child.num_computed_tokens = 0
         return child
-
-    @property
-    def keyed_length(self) -> int:
-        """No block that begins at or after this position, in tokens, has extra keys."""
-        if self.mm_inputs:
-            return self.mm_inputs[-1].offset + self.mm_inputs[-1].length
-        return 0 if self.lora_name is None and self.cache_salt is None else 1
 
     def extra_keys(self, start: int, end: int) -> list[ExtraKey]:
         """Extra hash keys of the block that holds the tokens [``start``, ``end``).

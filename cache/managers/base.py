@@ -19,9 +19,15 @@ a token that was decoded:
 ``allocate(seq)`` and ``append(seq)`` are the same for all tokens of a new sequence and for all
 tokens that lack a slot.
 
-New tokens that fit below ``seq.num_slots``, in slots that are the sequence's own, are only counted
-by ``allocate_slots``.  The design takes note of them at the next call about the sequence that asks
-it for more: a block that they have filled can be found from then on.  ``append`` asks each time.
+What both do first is ``find`` and ``admit``, which a scheduler calls itself, so that a prefix is
+looked for once:
+
+    hit = manager.find(seq)
+    if manager.can_allocate(seq, hit) is AllocStatus.OK:
+        copies = manager.admit(seq, hit, end)   # slots for the tokens up to end
+
+A full block can be found from the call on that gives its last token a slot, if its tokens are known
+by then, else from the next call about the sequence on.
 
 A call that raises has changed nothing.  ``copies`` hold until the next call that changes the
 manager: run them, in order, before K or V are written; those of a sequence that is freed first
@@ -33,11 +39,10 @@ from __future__ import annotations
 import abc
 import enum
 import math
-import sys
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from cache.checks import at_least, require
 from cache.memory_usage import MemoryUsage
@@ -97,28 +102,25 @@ class CacheStats:
 GIVEN_BACK = -1
 """Stands in a block table for a block that no query will see any more."""
 
-Prefix = tuple[Items[int], int, Any]
-"""The cached beginning of a sequence: its blocks, the number of tokens whose K/V are there (those
-of the blocks, unless part of a further one is copied), and what else the design knows of it."""
+
+class Hit(NamedTuple):
+    """The cached prefix of a sequence.  Valid until the next call that changes the manager."""
+
+    blocks: Items[int] = ()
+    num_tokens: int = 0
+    """Whose K/V are there: those of the blocks, and of the part of a further one to be copied."""
+    where: Any = None
+    """What else the design knows of it."""
 
 
 @dataclass(slots=True, eq=False)
 class Table:
-    """What a sequence holds.
-
-    Attributes:
-        seq: the sequence, which itself counts the tokens that are stored.
-        blocks: its blocks in the order of its tokens.
-        num_noted_tokens: stored tokens that the design knows of; the others are in the last block.
-        max_tokens: no more are stored before the design is asked, though the last block has room.
-        is_swapped_out: whether the blocks are those of host memory.
-    """
+    """What a sequence holds: blocks in the order of its tokens.  ``seq`` counts the stored ones."""
 
     seq: Sequence
     blocks: Items[int] = field(default_factory=list)
-    num_noted_tokens: int = 0
-    max_tokens: int = sys.maxsize
     is_swapped_out: bool = False
+    """Whether the blocks are those of host memory."""
 
 
 class CacheManager(abc.ABC):
@@ -128,9 +130,9 @@ class CacheManager(abc.ABC):
     ``allocate`` of one that does, raise ValueError.  What a design does not offer, by the class
     attributes ``can_...``, raises UnsupportedByDesign.
 
-    A design defines ``_extend``, ``_release`` and ``num_free_blocks``, and with ``can_fork`` also
-    ``_share(table, copy)``, with ``can_reset`` ``_forget()``, with ``can_swap`` the calls about it.
-    What else it may define stands at the end of the class.
+    A design defines ``_extend``, ``_release`` and ``num_free_blocks``, with ``prefix_caching`` also
+    ``_match``, ``_num_idle`` and ``_begin``, with ``can_fork`` ``_share(table, copy)``, with
+    ``can_reset`` ``_forget()``, with ``can_swap`` the calls about it.
     """
 
     name: str = ""
@@ -168,47 +170,80 @@ class CacheManager(abc.ABC):
         self.enable_prefix_caching = enable_prefix_caching
         self._tables: dict[Hashable, Table] = {}
         self._counts = dict.fromkeys(CacheStats.__dataclass_fields__, 0)
+        self._copies: Copies = []  # of ``allocate``
 
     # The interface ------------------------------------------------------------------------------
 
-    def get_computed_blocks(self, seq: Sequence) -> tuple[list[int], int]:
-        """Cached blocks of the prefix of ``seq`` and how many tokens they hold.  Changes nothing.
+    def find(self, seq: Sequence, limit: int | None = None) -> Hit:
+        """The cached prefix of ``seq``, of at most ``limit`` blocks.  Changes nothing.
 
-        At least one token is left to compute.  Valid until the next call that changes the manager.
+        At least one token is left to compute.
         """
-        blocks, num_tokens, _ = self._find(seq)
-        return list(blocks), num_tokens
+        if not self.enable_prefix_caching:
+            return NOTHING
+        longest = (len(seq.token_ids) - 1) // self.block_size
+        return self._match(seq, longest if limit is None else min(limit, longest))
 
-    def can_allocate(self, seq: Sequence) -> AllocStatus:
-        """Whether ``allocate(seq)`` would succeed.  Changes nothing; true until the next change."""
+    def find_part(self, seq: Sequence, hit: Hit) -> Hit:
+        """``hit``, with the beginning of the block after it if the design can copy that."""
+        return hit
+
+    def get_computed_blocks(self, seq: Sequence) -> tuple[list[int], int]:
+        """Cached blocks of the prefix of ``seq`` and how many tokens they hold: ``find``."""
+        hit = self.find(seq)
+        return list(hit.blocks), hit.num_tokens
+
+    def can_allocate(self, seq: Sequence, hit: Hit | None = None) -> AllocStatus:
+        """Whether ``allocate(seq)`` would succeed.  Changes nothing; true until the next change.
+
+        ``hit`` is what ``find`` gives; None to look for it.
+        """
         needed = -(-len(seq.token_ids) // self.block_size)
         if needed > self.num_blocks:
             return AllocStatus.NEVER
         free = self.num_free_blocks
         if needed > free:  # unless others use the cached part of the prefix already
-            prefix = self._find(seq)
-            needed -= len(prefix[0]) - self._num_revived(prefix)
+            hit = self.find(seq) if hit is None else hit
+            needed -= len(hit.blocks) - self._num_idle(hit)
         return AllocStatus.OK if needed <= free else AllocStatus.LATER
 
-    def allocate(self, seq: Sequence) -> int:
-        """Give ``seq`` slots for all its tokens; returns how many leading tokens are cached.
+    def admit(self, seq: Sequence, hit: Hit, end: int) -> Copies:
+        """Let ``seq`` begin with ``hit``, and give slots to its further tokens up to ``end``.
 
-        The K/V of the others, at least one, are to be computed by the caller in this step.
-        Raises OutOfBlocks.  Sets ``seq.num_cached_tokens``, ``seq.num_computed_tokens`` and
-        ``seq.num_slots``.
+        Returns the copies to make before the K/V of these, at least one, are written.  Raises
+        OutOfBlocks.  Sets ``seq.num_cached_tokens`` and ``seq.num_computed_tokens``.
         """
         if seq.seq_id in self._tables:
             raise ValueError(f"sequence {seq.seq_id!r} holds blocks already; free it first")
-        prefix = self._find_for_allocate(seq) if self.enable_prefix_caching else _NOTHING
-        self._start(seq, prefix, len(seq.token_ids))
-        return prefix[1]
+        table = self._table_class(seq)
+        copies = self._begin(table, hit, end)
+        self._tables[seq.seq_id] = table
+        counts = self._counts
+        counts["num_allocations"] += 1
+        counts["queried_tokens"] += len(seq.token_ids)
+        counts["queried_blocks"] += len(seq.token_ids) // self.block_size
+        counts["hit_tokens"] += hit.num_tokens
+        counts["hit_blocks"] += len(hit.blocks)
+        seq.num_cached_tokens, seq.num_computed_tokens = hit.num_tokens, end
+        seq.table_version += 1
+        return copies
+
+    def allocate(self, seq: Sequence) -> int:
+        """``admit`` all tokens of ``seq``; returns how many leading ones are cached.
+
+        The copies, if a part of a block is reused, are those of ``take_copies``.
+        """
+        hit = self.find_part(seq, self.find(seq))
+        self._copies += self.admit(seq, hit, len(seq.token_ids))
+        return hit.num_tokens
 
     def take_copies(self) -> Copies:
         """Copies that ``allocate`` calls since the last call of this ask for, to be run as others.
 
         Only designs that reuse part of a block have any.
         """
-        return []
+        copies, self._copies = self._copies, []
+        return copies
 
     def append(self, seq: Sequence) -> Copies:
         """Give slots to the tokens of ``seq`` that lack one, at least one.
@@ -238,13 +273,8 @@ class CacheManager(abc.ABC):
         ``computed_blocks``, from ``get_computed_blocks``, go in front of the first of them.
         Returns the (src, dst) blocks to copy before the K/V of these tokens are written.  Raises
         OutOfBlocks, and ValueError for a number out of range and for blocks that do not hold the
-        prefix.  Sets ``seq.num_computed_tokens`` and ``seq.num_slots``.
+        prefix.  Sets ``seq.num_computed_tokens``.
         """
-        start = seq.num_computed_tokens
-        end = start + num_new_tokens
-        if start < end <= seq.num_slots and end <= len(seq.token_ids) and not computed_blocks:
-            seq.num_computed_tokens = end  # a decoded token as a rule, asked for in every step
-            return []
         table = self._tables.get(seq.seq_id)
         if table is None:
             start = len(computed_blocks) * self.block_size
@@ -270,30 +300,13 @@ class CacheManager(abc.ABC):
             raise UnsupportedByDesign(
                 self.name, f"chunks ({num_new_tokens} of {seq.num_tokens - start} tokens)"
             )
-        prefix = self._find(seq, len(computed_blocks)) if computed_blocks else _NOTHING
-        if list(prefix[0]) != list(computed_blocks):
+        hit = self.find(seq, len(computed_blocks)) if computed_blocks else NOTHING
+        if list(hit.blocks) != list(computed_blocks):
             raise ValueError(
                 f"computed_blocks={list(computed_blocks)}: these do not hold the prefix of "
                 f"sequence {seq.seq_id!r} (any more); ask get_computed_blocks again"
             )
-        self._start(seq, prefix, end)
-        return []
-
-    def count_decoded(self, seqs: Iterable[Sequence], counted: list[Sequence]) -> Sequence | None:
-        """``allocate_slots(seq, 1)`` for one sequence after the other that lacks one token only,
-        while that takes no more than counting it.
-
-        Appends these to ``counted``; returns the first other one, which is left as it is, or None.
-        For an engine with many sequences: a call each would cost several times as much.
-        """
-        for seq in seqs:
-            stored = seq.num_computed_tokens
-            if stored < seq.num_slots and len(seq.token_ids) == stored + 1:
-                seq.num_computed_tokens = stored + 1
-                counted.append(seq)
-            else:
-                return seq
-        return None
+        return self.admit(seq, hit, end)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let ``child`` share the blocks of all tokens that ``parent`` has stored.
@@ -308,15 +321,11 @@ class CacheManager(abc.ABC):
             raise ValueError(f"child: sequence {child.seq_id!r} holds blocks already")
         stored = table.seq.num_computed_tokens
         _check_shares_content(parent, child, stored)
-        self._catch_up(table)
         copy = self._table_class(child)
-        copy.num_noted_tokens = stored
         self._share(table, copy)
         self._tables[child.seq_id] = copy
         child.num_cached_tokens = child.num_computed_tokens = stored
-        for seq in (table.seq, child):
-            seq.num_slots = stored  # the rest of the last block is nobody's own
-            seq.table_version += 1
+        child.table_version += 1
 
     def free(self, seq: Sequence) -> None:
         """Take back the blocks of ``seq``: it is finished, or preempted.
@@ -324,8 +333,6 @@ class CacheManager(abc.ABC):
         Sets its counters to 0.
         """
         table = self._table_of(seq)
-        if table.num_noted_tokens < table.seq.num_computed_tokens:
-            self._catch_up(table)
         if self._listener:
             self._tell(table.seq, table.seq.num_tokens - table.seq.num_prompt_tokens)
         self._release(table)
@@ -408,67 +415,22 @@ class CacheManager(abc.ABC):
                 len(set(held)) == len(held) and len(blocks) >= self._num_blocks_for(stored),
                 f"{seq_id!r}: table {blocks} for {stored} tokens",
             )
-            end = -(-table.num_noted_tokens // self.block_size) * self.block_size
-            require(
-                0 < table.num_noted_tokens <= stored <= end,
-                f"{seq_id!r}: {stored} tokens are stored, {table.num_noted_tokens} of them noted",
-            )
-            require(
-                table.seq.num_slots <= end,
-                f"{seq_id!r}: {table.seq.num_slots} slots, the last block ends at {end}",
-            )
+            require(stored > 0, f"{seq_id!r}: {stored} tokens are stored")
 
     # What the designs have in common ------------------------------------------------------------
 
-    def _find(self, seq: Sequence, limit: int | None = None) -> Prefix:
-        """The cached prefix of ``seq`` in at most ``limit`` blocks, which leaves a token over."""
-        if not self.enable_prefix_caching:
-            return _NOTHING
-        longest = (len(seq.token_ids) - 1) // self.block_size
-        return self._match(seq, longest if limit is None else min(limit, longest))
-
-    def _start(self, seq: Sequence, prefix: Prefix, end: int) -> None:
-        """Give ``seq`` a table that begins with ``prefix``."""
-        table = self._table_class(seq)
-        blocks, num_cached, _ = prefix
-        num_hits = len(blocks)  # which become those of the table
-        self._begin(table, prefix, end)
-        self._extend(table, end)
-        self._tables[seq.seq_id] = table
-        counts = self._counts
-        counts["num_allocations"] += 1
-        counts["queried_tokens"] += len(seq.token_ids)
-        counts["queried_blocks"] += len(seq.token_ids) // self.block_size
-        counts["hit_tokens"] += num_cached
-        counts["hit_blocks"] += num_hits
-        seq.num_cached_tokens = num_cached
-        self._count(table, seq, end)
-
     def _grow(self, table: Table, seq: Sequence, end: int) -> Copies:
         """Store the tokens of ``seq`` up to ``end`` in ``table``."""
+        start = table.seq.num_computed_tokens
         if table.seq is not seq:  # another object of the same id
-            seq.num_cached_tokens = table.seq.num_cached_tokens
-            seq.num_computed_tokens = table.seq.num_computed_tokens
-            table.seq.num_slots = 0
+            seq.num_cached_tokens, seq.num_computed_tokens = table.seq.num_cached_tokens, start
+            seq.table_version += 1
             table.seq = seq
-        copies = self._extend(table, end)
-        self._count(table, seq, end)
+        copies = self._extend(table, start, end)
+        seq.num_computed_tokens = end
+        if copies or -(-end // self.block_size) > -(-start // self.block_size):
+            seq.table_version += 1
         return copies
-
-    def _count(self, table: Table, seq: Sequence, end: int) -> None:
-        """The design has given ``table`` slots for the tokens up to ``end``."""
-        table.num_noted_tokens = seq.num_computed_tokens = end
-        end += -end % self.block_size  # the last block is the sequence's own
-        seq.num_slots = end if end < table.max_tokens else table.max_tokens
-        seq.table_version += 1
-
-    def _catch_up(self, table: Table) -> None:
-        """Let the design take note of the tokens that were only counted."""
-        stored = table.seq.num_computed_tokens
-        if table.num_noted_tokens < stored:
-            self._note_stored(table, stored)
-            table.num_noted_tokens = stored
-            table.seq.table_version += 1
 
     def _table_of(self, seq: Sequence) -> Any:
         """The table of ``seq``; ValueError if it holds no blocks."""
@@ -487,15 +449,6 @@ class CacheManager(abc.ABC):
         if not offered:
             raise UnsupportedByDesign(self.name, feature)
 
-    def _num_missing(self, table: Table, num_slots: int) -> int:
-        """Blocks that ``table`` lacks to have ``num_slots`` slots."""
-        return max(0, self._num_blocks_for(num_slots) - len(table.blocks))
-
-    def _writes_to_shared_block(self, table: Table) -> bool:
-        """Whether the next token of ``table`` goes into a block that another table holds too."""
-        position, offset = divmod(table.num_noted_tokens, self.block_size)
-        return offset > 0 and self._is_shared(table.blocks[position])
-
     def _tell(self, seq: Sequence, output_tokens: float = math.nan) -> None:
         """The policy learns what request the calls that follow are about."""
         if self._listener:
@@ -508,10 +461,9 @@ class CacheManager(abc.ABC):
     # What a design is made of -------------------------------------------------------------------
 
     @abc.abstractmethod
-    def _extend(self, table: Any, end: int) -> Copies:
-        """Give ``table`` the blocks of ``end`` tokens, which are stored.
+    def _extend(self, table: Any, start: int, end: int) -> Copies:
+        """Give ``table`` the blocks of ``end`` tokens, of which those from ``start`` on are new.
 
-        The tokens from ``table.num_noted_tokens`` on are new, or were only counted until now.
         Returns the copies to make before they are written.  Raises OutOfBlocks, changing nothing.
         """
 
@@ -519,30 +471,23 @@ class CacheManager(abc.ABC):
     def _release(self, table: Any) -> None:
         """Take back the blocks of ``table``."""
 
-    def _match(self, seq: Sequence, limit: int) -> Prefix:
+    def _begin(self, table: Any, hit: Hit, end: int) -> Copies:
+        """Give the new ``table`` those of ``hit``, then the others of ``end`` tokens: see above."""
+        return self._extend(table, 0, end)
+
+    def _match(self, seq: Sequence, limit: int) -> Hit:
         """The longest cached prefix of ``seq`` of at most ``limit`` blocks.  Changes nothing."""
-        return _NOTHING
+        return NOTHING
 
-    def _find_for_allocate(self, seq: Sequence) -> Prefix:
-        """What ``allocate`` begins with: the cached prefix of ``seq``."""
-        return self._find(seq)
-
-    def _num_revived(self, prefix: Prefix) -> int:
-        """Free blocks that taking ``prefix``, whose blocks others may use, takes."""
+    def _num_idle(self, hit: Hit) -> int:
+        """How many blocks of ``hit`` are free: nobody uses them."""
         return 0
-
-    def _begin(self, table: Any, prefix: Prefix, end: int) -> None:  # noqa: B027
-        """Let the new ``table`` begin with ``prefix``.
-
-        Raises OutOfBlocks, changing nothing, unless it can be extended to ``end`` tokens then.
-        """
-
-    def _note_stored(self, table: Any, end: int) -> None:  # noqa: B027
-        """The tokens of ``table`` up to ``end``, all in slots it has, are stored."""
 
     def _num_needed(self, table: Any, end: int) -> int:
         """Free blocks that ``_extend`` takes to store the tokens of ``table`` up to ``end``."""
-        return self._num_missing(table, end) + self._writes_to_shared_block(table)
+        position, offset = divmod(table.seq.num_computed_tokens, self.block_size)
+        copied = offset > 0 and self._is_shared(table.blocks[position])
+        return max(0, self._num_blocks_for(end) - len(table.blocks)) + copied
 
     def _is_shared(self, block: int) -> bool:
         """Whether several tables hold ``block``, into which the next token of one goes."""
@@ -553,11 +498,11 @@ class CacheManager(abc.ABC):
         return -(-num_slots // self.block_size)
 
 
-_NOTHING: Prefix = (), 0, None
+NOTHING = Hit()
 
 
 def _clear(seq: Sequence) -> None:
-    seq.num_cached_tokens = seq.num_computed_tokens = seq.num_slots = 0
+    seq.num_cached_tokens = seq.num_computed_tokens = 0
     seq.table_version += 1
 
 

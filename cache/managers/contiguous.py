@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from cache.buddy import BuddyAllocator
 from cache.checks import at_least, require
-from cache.managers.base import AllocStatus, CacheManager, Copies, Prefix, Table
+from cache.managers.base import AllocStatus, CacheManager, Copies, Hit, Table
 from cache.memory_usage import MemoryUsage
 from cache.sequence import Sequence
 
@@ -24,6 +24,7 @@ class _Run(Table):
 
     start: int = 0  # its first block
     num_reserved: int = 0  # slots kept for the sequence
+    max_tokens: int = 0
 
 
 class Contiguous(CacheManager):
@@ -89,7 +90,7 @@ class Contiguous(CacheManager):
             )
         self._final_length = final_length
 
-    def can_allocate(self, seq: Sequence) -> AllocStatus:
+    def can_allocate(self, seq: Sequence, hit: Hit | None = None) -> AllocStatus:
         if seq.num_tokens > self.max_model_len:
             return AllocStatus.NEVER
         needed = self._run_length(self._reservation(seq)[0])
@@ -148,14 +149,15 @@ class Contiguous(CacheManager):
                 f"{run.num_reserved} reserved slots",
             )
 
-    def _begin(self, run: _Run, prefix: Prefix, end: int) -> None:
+    def _begin(self, run: _Run, hit: Hit, end: int) -> Copies:
         reserved, run.max_tokens = self._reservation(run.seq)
         num_blocks = self._run_length(reserved)
         run.start = self._buddy.allocate(num_blocks)
         run.num_reserved = reserved
         self._counts["allocated_blocks"] += num_blocks
+        return self._extend(run, 0, end)
 
-    def _extend(self, run: _Run, end: int) -> Copies:
+    def _extend(self, run: _Run, start: int, end: int) -> Copies:
         copies = self._lengthen(run) if end > run.max_tokens else []
         run.blocks = range(run.start, run.start + self._num_blocks_for(end))
         return copies

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from cache.checks import require
 from cache.event_log import EventLog
 from cache.hashing import ExtraKey
-from cache.managers.base import Copies, Prefix
+from cache.managers.base import Copies, Hit
 from cache.managers.pooled import PooledManager, PooledTable
 from cache.policies import as_policy
 from cache.policies.base import EvictionPolicy
@@ -100,34 +100,29 @@ class NanoVLLM(PooledManager):
                 f"block {block} is cached, but its tokens are not known",
             )
 
-    def _match(self, seq: Sequence, limit: int) -> Prefix:
+    def _match(self, seq: Sequence, limit: int) -> Hit:
         hits: list[int] = []
         parent = None
-        for depth, block in enumerate(super()._match(seq, limit)[0]):
+        for depth, block in enumerate(self.pool.lookup(self._hasher.block_hashes(seq)[:limit])):
             content = self._contents[block]
             if not content.equals(self._content(seq, depth, parent)):
                 break
             hits.append(block)
             parent = content
-        return hits, len(hits) * self.block_size, None
+        return Hit(hits, len(hits) * self.block_size)
 
-    def _begin(self, table: PooledTable, prefix: Prefix, end: int) -> None:
-        super()._begin(table, prefix, table.seq.num_tokens)
+    def _num_blocks_of(self, table: PooledTable, start: int, end: int) -> int:
+        if start and end <= -(-start // self.block_size) * self.block_size:
+            return 0  # it has room
+        return -(-len(table.seq.token_ids) // self.block_size)  # those of all tokens at once
 
-    def _extend(self, table: PooledTable, end: int) -> Copies:
-        first = table.num_cached_blocks
-        count = -(-len(table.seq.token_ids) // self.block_size) - len(table.blocks)
-        self.pool.extend(table, count, self._num_findable(table, end))
-        self._note_contents(table, first)
+    def _extend(self, table: PooledTable, start: int, end: int) -> Copies:
+        self._fill(table, self._num_blocks_of(table, start, end), end)
         return []
 
-    def _note_stored(self, table: PooledTable, end: int) -> None:
+    def _fill(self, table: PooledTable, num_blocks: int, end: int) -> None:
         first = table.num_cached_blocks
-        super()._note_stored(table, end)
-        self._note_contents(table, first)
-
-    def _note_contents(self, table: PooledTable, first: int) -> None:
-        """The blocks of ``table`` from position ``first`` on that are cached have become so."""
+        super()._fill(table, num_blocks, end)
         parent = self._contents[table.blocks[first - 1]] if first else None
         for depth in range(first, table.num_cached_blocks):
             parent = self._content(table.seq, depth, parent)

@@ -72,9 +72,9 @@ class Paged(CacheManager):
                 f"{seq_id!r}: {len(table.blocks)} blocks for {stored} tokens",
             )
 
-    def _extend(self, table: Table, end: int) -> Copies:
+    def _extend(self, table: Table, start: int, end: int) -> Copies:
         free = self._free
-        count = -(-end // self.block_size) - len(table.blocks)
+        count = max(0, self._num_blocks_for(end) - len(table.blocks))
         check_free(count, len(free))
         split = len(free) - count
         table.blocks += free[split:]

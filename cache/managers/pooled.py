@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import ClassVar
 
-from cache.block_pool import BlockPool, check_free
+from cache.block_pool import BlockPool
 from cache.checks import require
-from cache.content_index import ContentIndex
 from cache.event_log import EventLog
-from cache.hash_index import HashIndex
 from cache.hashing import BlockHasher, collision_free_hasher
-from cache.managers.base import CacheManager, Prefix, Table
+from cache.managers.base import GIVEN_BACK, CacheManager, Copies, Hit, Table
 from cache.policies import as_policy
 from cache.policies.base import EvictionPolicy, listener
-from cache.sequence import Sequence
 
 
 @dataclass(slots=True, eq=False)
@@ -24,13 +21,13 @@ class PooledTable(Table):
     """The blocks of one sequence, and what a pool knows of them.
 
     Attributes:
-        hashes: of its full blocks, at least of those that are to be cached.
-        num_cached_blocks: leading blocks that are cached; the pool counts them.
+        num_cached_blocks: leading blocks that are cached.
+        num_computed_blocks: leading blocks whose K/V are there for certain.
         num_given_back: leading blocks that the sequence holds no more.
     """
 
-    hashes: list[bytes] = field(default_factory=list)
     num_cached_blocks: int = 0
+    num_computed_blocks: int = 0
     num_given_back: int = 0
 
 
@@ -58,22 +55,16 @@ class PooledManager(CacheManager):
         enable_prefix_caching: bool,
         queue_uncached: bool,
         event_log: EventLog | None,
-        keeps_prefixes: bool = True,
     ) -> None:
         super().__init__(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
         if self.compares_tokens:
             self._hasher = BlockHasher(hash_algorithm, self.block_size)
         else:
             self._hasher = collision_free_hasher(self.name, hash_algorithm, self.block_size)
-        if self.compares_tokens or not keeps_prefixes:
-            index = HashIndex(self.num_blocks)
-        else:
-            index = ContentIndex(self.num_blocks, self._hasher.digest_size)
         self.pool = BlockPool(
             self.num_blocks,
             as_policy(policy),
             queue_uncached=queue_uncached,
-            index=index,
             event_log=event_log,
         )
         self.pool.counts = self._counts
@@ -95,46 +86,55 @@ class PooledManager(CacheManager):
         block_hashes = self.pool.block_hashes
         for seq_id, table in self._tables.items():
             num_cached, first = table.num_cached_blocks, table.num_given_back
+            stored, hashes = table.seq.num_computed_tokens, self._hasher.block_hashes(table.seq)
             held = [block_hashes[block] for block in table.blocks[first:]]
-            expected = table.hashes[:num_cached] + [None] * (len(table.blocks) - num_cached)
+            expected = hashes[:num_cached] + [None] * (len(table.blocks) - num_cached)
+            num_full = min(stored // self.block_size, len(hashes))
             require(
-                num_cached == self._num_findable(table, table.num_noted_tokens)
+                num_cached == (num_full if self.enable_prefix_caching else 0)
                 and held == expected[first:],
-                f"{seq_id!r}: of the blocks {table.blocks} for {table.num_noted_tokens} tokens "
-                f"{num_cached} are cached, with hashes {held}",
+                f"{seq_id!r}: of the blocks {table.blocks} for {stored} tokens {num_cached} are "
+                f"cached, with hashes {held}",
             )
 
-    def _match(self, seq: Sequence, limit: int) -> Prefix:
-        blocks = self.pool.lookup(self._hasher.block_hashes(seq)[:limit])
-        return blocks, len(blocks) * self.block_size, None
+    def _num_idle(self, hit: Hit) -> int:
+        return self.pool.num_revived([block for block in hit.blocks if block != GIVEN_BACK])
 
-    def _num_revived(self, prefix: Prefix) -> int:
-        return self.pool.num_revived(prefix[0])
+    def _begin(self, table: PooledTable, hit: Hit, end: int) -> Copies:
+        held = [block for block in hit.blocks if block != GIVEN_BACK]
+        donor = hit.where  # stays, so that it is not handed out to this very sequence
+        users = held if donor is None else [*held, donor]
+        num_hits = len(hit.blocks)
+        self.pool.revive(users, self._num_blocks_of(table, 0, end) - num_hits)
+        if self._listener:
+            self._tell(table.seq)  # what fails tells nothing
+        table.blocks = list(hit.blocks)
+        table.num_cached_blocks = table.num_computed_blocks = num_hits
+        table.num_given_back = num_hits - len(held)
+        copies = self._extend(table, num_hits * self.block_size, end)
+        if donor is not None:
+            self.pool.free([donor])
+            copies.append((donor, table.blocks[num_hits]))
+            self._counts["copied_blocks"] += 1
+        return copies
 
-    def _begin(self, table: PooledTable, prefix: Prefix, end: int) -> None:
-        hits = prefix[0] or []
-        count = self._num_blocks_for(end) - len(hits)
-        if hits:
-            self.pool.revive(hits, count)
-            table.hashes = self._hasher.block_hashes(table.seq)
-        else:
-            check_free(count, self.pool.num_free_blocks)
-        self._tell(table.seq)  # what fails tells nothing
-        table.blocks = hits
-        table.num_cached_blocks = len(hits)
-        table.num_noted_tokens = len(hits) * self.block_size
+    def _num_blocks_of(self, table: PooledTable, start: int, end: int) -> int:
+        """Blocks that ``table`` is to have when its tokens from ``start`` to ``end`` are stored."""
+        return -(-end // self.block_size)
 
-    def _note_stored(self, table: PooledTable, end: int) -> None:
-        self.pool.extend(table, 0, self._num_findable(table, end))
-
-    def _num_findable(self, table: PooledTable, num_tokens: int) -> int:
-        """Blocks of ``table`` that ``num_tokens`` fill and that are to be cached, with hashes."""
-        if not self.enable_prefix_caching:
-            return 0
-        count = num_tokens // self.block_size
-        if count > table.num_cached_blocks:
-            table.hashes = self._hasher.block_hashes(table.seq)
-        return count
+    def _fill(self, table: PooledTable, num_blocks: int, end: int) -> None:
+        """Give ``table`` ``num_blocks`` blocks, or leave it those it has, and make findable what
+        its tokens up to ``end`` fill, as far as they are known."""
+        first = last = table.num_cached_blocks
+        count = num_blocks - len(table.blocks)
+        hashes: list[bytes] = []
+        if self.enable_prefix_caching and end // self.block_size > first:
+            hashes = self._hasher.block_hashes(table.seq)
+            last = min(end // self.block_size, len(hashes))
+        if count > 0 or last > first:
+            self.pool.extend(table.blocks, count, hashes, first, last)
+            table.num_cached_blocks = last
 
     def _release(self, table: PooledTable) -> None:
+        self._fill(table, 0, table.seq.num_computed_tokens)
         self.pool.free(table.blocks[table.num_given_back :])

@@ -12,7 +12,7 @@ from cache.block_pool import check_free
 from cache.checks import require
 from cache.event_log import EventLog
 from cache.hashing import BlockHasher
-from cache.managers.base import CacheManager, Copies, Prefix, Table, UnsupportedByDesign
+from cache.managers.base import CacheManager, Copies, Hit, Table, UnsupportedByDesign
 from cache.managers.radix_tree import RadixKey, RadixNode, RadixTree
 from cache.policies import as_policy
 from cache.policies.base import EvictionPolicy, listener
@@ -121,45 +121,42 @@ class Radix(CacheManager):
                 f"{node.blocks}: {node.lock_ref} locks, {paths[node]} users",
             )
 
-    def _match(self, seq: Sequence, limit: int) -> Prefix:
+    def _match(self, seq: Sequence, limit: int) -> Hit:
         match = self.tree.match_prefix(RadixKey(seq, self.block_size), limit)
-        return match.blocks, len(match.blocks) * self.block_size, match
+        return Hit(match.blocks, len(match.blocks) * self.block_size, match)
 
-    def _num_revived(self, prefix: Prefix) -> int:
-        match = prefix[-1]
-        return 0 if match is None else self.tree.num_unlocked(match)
+    def _num_idle(self, hit: Hit) -> int:
+        return 0 if hit.where is None else self.tree.num_unlocked(hit.where)
 
-    def _begin(self, table: _Table, prefix: Prefix, end: int) -> None:
-        hits, num_cached, match = prefix
-        table.num_prompt_tokens = len(table.seq.token_ids)
-        if not hits:
-            table.node = self.tree.root
-            return
-        needed = self._num_blocks_for(end) - len(hits)
-        check_free(needed + self.tree.num_unlocked(match), self.num_free_blocks)
+    def _begin(self, table: _Table, hit: Hit, end: int) -> Copies:
+        check_free(
+            self._num_blocks_for(end) - len(hit.blocks) + self._num_idle(hit), self.num_free_blocks
+        )
         self._tell(table.seq)
-        table.node = self.tree.lock(match)  # before anything is evicted
-        if self._log:
-            self._log.record("hit", hits, map(self._contents.__getitem__, hits))
-        table.blocks, table.num_in_tree = hits, len(hits)
-        table.num_noted_tokens = num_cached
+        table.num_prompt_tokens = len(table.seq.token_ids)
+        table.node = self.tree.root
+        if hit.blocks:
+            table.node = self.tree.lock(hit.where)  # before anything is evicted
+            table.blocks, table.num_in_tree = hit.blocks[:], len(hit.blocks)
+            if self._log:
+                self._log.record("hit", hit.blocks, map(self._contents.__getitem__, hit.blocks))
+        return self._extend(table, hit.num_tokens, end)
 
-    def _extend(self, table: _Table, end: int) -> Copies:
-        missing = self._num_missing(table, end)
-        writes_to_shared = self._writes_to_shared_block(table)
+    def _extend(self, table: _Table, start: int, end: int) -> Copies:
+        missing = max(0, self._num_blocks_for(end) - len(table.blocks))
+        position, offset = divmod(start, self.block_size)
+        writes_to_shared = offset > 0 and self._is_shared(table.blocks[position])
         check_free(missing + writes_to_shared, self.num_free_blocks)
-        if not table.blocks:
-            self._tell(table.seq)
         copies: Copies = []
         if writes_to_shared:
-            position = table.num_noted_tokens // self.block_size
             shared = table.blocks[position]
             (table.blocks[position],) = self._take(1)
             self._give_back(array("i", (shared,)))
             self._counts["copied_blocks"] += 1
             copies.append((shared, table.blocks[position]))
-        table.blocks += self._take(missing)
-        if table.num_noted_tokens < table.num_prompt_tokens:
+        if missing:
+            table.blocks += self._take(missing)
+        if start < table.num_prompt_tokens:
             self._publish(table, end)
         return copies
 
@@ -172,7 +169,7 @@ class Radix(CacheManager):
 
     def _release(self, table: _Table) -> None:
         node, rest = table.node, table.num_in_tree
-        filled = self._own_full_blocks(table, table.num_noted_tokens)
+        filled = self._own_full_blocks(table, table.seq.num_computed_tokens)
         duplicates = added = array("i")
         if filled:
             key = RadixKey(table.seq, self.block_size)

@@ -15,7 +15,7 @@ from cache.managers.base import (
     AllocStatus,
     CacheManager,
     Copies,
-    Prefix,
+    Hit,
     Table,
     UnsupportedByDesign,
 )
@@ -32,6 +32,7 @@ class _Table(Table):
     With a sliding window they are a ring: logical block i is in i % window.
     """
 
+    num_named_tokens: int = 0  # stored ones of which the keys of the blocks know
     num_computed_blocks: int = 0  # leading blocks that are known to be marked as computed
     last_accessed: float = 0.0
 
@@ -132,14 +133,14 @@ class VLLMv0(CacheManager):
         self._clock = count(1).__next__ if clock is None else clock
         self._placeholders = count()
 
-    def can_allocate(self, seq: Sequence) -> AllocStatus:
+    def can_allocate(self, seq: Sequence, hit: Hit | None = None) -> AllocStatus:
         """OK, LATER or NEVER by the watermark; ``allocate`` may succeed although it is not OK."""
         return self._status(self._num_blocks_for(seq.num_tokens))
 
     def mark_blocks_as_computed(self, seq: Sequence) -> None:
         """The step that ``seq`` was scheduled for is over: its full blocks are computed hits."""
         table = self._table_on_device(seq)
-        self._catch_up(table)
+        self._name(table)
         self._mark_as_computed(table)
 
     def block_table(self, seq: Sequence) -> list[int]:
@@ -151,17 +152,15 @@ class VLLMv0(CacheManager):
     def swap_out(self, seq: Sequence) -> Copies:
         table = self._table_on_device(seq)
         check_free(self._num_missing_there(table, self.gpu, self.cpu), self.cpu.num_free_blocks)
-        self._catch_up(table)
+        self._name(table)
         self._mark_as_computed(table)
         copies = self._move(table, self.gpu, self.cpu)
-        table.seq.num_slots = 0
         return copies
 
     def swap_in(self, seq: Sequence) -> Copies:
         table = self._table_on_host(seq)
         check_free(self._num_missing_there(table, self.cpu, self.gpu), self.gpu.num_free_blocks)
         copies = self._move(table, self.cpu, self.gpu)
-        table.seq.num_slots = table.seq.num_computed_tokens  # others may share its last block
         return copies
 
     def can_swap_out(self, seq: Sequence) -> bool:
@@ -190,11 +189,11 @@ class VLLMv0(CacheManager):
             tables = [t for t in self._tables.values() if self._allocator(t) is allocator]
             allocator.check_invariants(Counter(chain.from_iterable(t.blocks for t in tables)))
         for seq_id, table in self._tables.items():
-            allocator, blocks, noted = self._allocator(table), table.blocks, table.num_noted_tokens
+            allocator, blocks, noted = self._allocator(table), table.blocks, table.num_named_tokens
             keys = [allocator.keys[block] for block in blocks]
             num_hashed = noted // self.block_size if self.enable_prefix_caching else 0
             require(
-                len(blocks) == self._num_blocks_for(noted)
+                len(blocks) == self._num_blocks_for(table.seq.num_computed_tokens)
                 and [isinstance(key, bytes) for key in keys]
                 == [i < num_hashed for i in range(len(blocks))],
                 f"{seq_id!r}: blocks {blocks} with keys {keys} for {noted} tokens",
@@ -205,7 +204,7 @@ class VLLMv0(CacheManager):
                 "are computed",
             )
 
-    def _match(self, seq: Sequence, limit: int) -> Prefix:
+    def _match(self, seq: Sequence, limit: int) -> Hit:
         blocks: list[int] = []
         find, computed = self.gpu.find, self.gpu.computed
         for key in self._hashes(seq)[:limit]:
@@ -213,9 +212,9 @@ class VLLMv0(CacheManager):
             if block is None or not computed[block]:
                 break
             blocks.append(block)
-        return blocks, len(blocks) * self.block_size, None
+        return Hit(blocks, len(blocks) * self.block_size)
 
-    def _extend(self, table: _Table, end: int) -> Copies:
+    def _extend(self, table: _Table, start: int, end: int) -> Copies:
         plan = self._plan(table, end)
         check_free(self._num_planned(plan), self.gpu.num_free_blocks)
         if not table.blocks:
@@ -225,6 +224,7 @@ class VLLMv0(CacheManager):
         for position, _, own, _ in hits:  # first what makes room, then hits, then new blocks
             if own is not None:
                 self.gpu.release([table.blocks.pop()], table.last_accessed, position)
+                table.seq.table_version += 1
         for growth in hits:
             self.gpu.share(growth[-1])
         copies: Copies = []
@@ -236,21 +236,30 @@ class VLLMv0(CacheManager):
             else:
                 copies += self._write_to(table, position, key, own)
         table.last_accessed = self._clock()
+        known = len(table.seq.token_ids) - table.seq.num_unknown_tokens
+        table.num_named_tokens = min(end, known)
         return copies
 
-    def _note_stored(self, table: _Table, end: int) -> None:
-        self._extend(table, end)  # which takes no block
+    def _name(self, table: _Table) -> None:
+        """Let the keys of the blocks know tokens that were not known when they got their slots."""
+        stored = table.seq.num_computed_tokens
+        if table.num_named_tokens < stored:
+            self._extend(table, stored, stored)  # which takes no block
 
     def _num_needed(self, table: _Table, end: int) -> int:
         return self._num_planned(self._plan(table, end))
 
     def _share(self, table: _Table, copy: _Table) -> None:
+        self._name(table)
+        copy.num_named_tokens = table.num_named_tokens
         for block in table.blocks:
             self.gpu.share(block, found=False)
         copy.blocks = table.blocks.copy()
         copy.last_accessed = table.last_accessed
 
     def _release(self, table: _Table) -> None:
+        if not table.is_swapped_out:
+            self._name(table)
         self._mark_as_computed(table)
         self._allocator(table).release(table.blocks, table.last_accessed)
 
@@ -269,9 +278,9 @@ class VLLMv0(CacheManager):
 
     def _plan(self, table: _Table, end: int) -> list[_Growth]:
         """The logical blocks that new tokens up to ``end`` go to, each physical one once."""
-        first, last = table.num_noted_tokens // self.block_size, (end - 1) // self.block_size
-        num_full = end // self.block_size if self.enable_prefix_caching else 0
+        first, last = table.num_named_tokens // self.block_size, (end - 1) // self.block_size
         hashes, blocks, ring = self._hashes(table.seq), table.blocks, self._window_blocks
+        num_full = min(end // self.block_size, len(hashes))
         plan, find = [], self.gpu.find
         for position in range(first, last + 1)[:ring]:
             slot = position % ring if ring else position
@@ -349,7 +358,7 @@ class VLLMv0(CacheManager):
 
     def _mark_as_computed(self, table: _Table) -> None:
         if self.enable_prefix_caching:
-            first, last = table.num_computed_blocks, table.num_noted_tokens // self.block_size
+            first, last = table.num_computed_blocks, table.num_named_tokens // self.block_size
             computed = self._allocator(table).computed
             for block in table.blocks[first:last]:
                 computed[block] = 1

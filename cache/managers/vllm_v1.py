@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
 
 from cache.block_pool import check_free
 from cache.checks import at_least, require
 from cache.event_log import EventLog
-from cache.managers.base import GIVEN_BACK, Copies, Prefix
+from cache.managers.base import GIVEN_BACK, Copies, Hit
 from cache.managers.pooled import PooledManager, PooledTable
 from cache.partial_blocks import PartialBlockIndex
 from cache.policies.base import EvictionPolicy
 from cache.sequence import Sequence
-
-
-@dataclass(slots=True, eq=False)
-class _Table(PooledTable):
-    donor: int | None = None  # the block to copy the beginning of its next one from
-    num_computed_blocks: int = 0  # leading blocks whose K/V are there for certain
 
 
 class VLLMv1(PooledManager):
@@ -61,7 +54,6 @@ class VLLMv1(PooledManager):
     name = "vllm_v1"
     can_fork = True
     can_reset = True
-    _table_class = _Table
 
     def __init__(
         self,
@@ -84,7 +76,6 @@ class VLLMv1(PooledManager):
             enable_prefix_caching=enable_prefix_caching,
             queue_uncached=queue_uncached,
             event_log=event_log,
-            keeps_prefixes=sliding_window is None,
         )
         self.sliding_window = sliding_window
         if sliding_window is not None:
@@ -95,15 +86,10 @@ class VLLMv1(PooledManager):
                     "the part would follow, may be given back"
                 )
         self._partials = PartialBlockIndex() if partial_block_reuse else None
-        self._copies: Copies = []
         if partial_block_reuse:
             if not enable_prefix_caching:
                 raise ValueError("partial_block_reuse=True needs enable_prefix_caching=True")
             self.pool.on_forget = self._partials.discard
-
-    def take_copies(self) -> Copies:
-        copies, self._copies = self._copies, []
-        return copies
 
     def check_invariants(self) -> None:
         super().check_invariants()
@@ -114,56 +100,39 @@ class VLLMv1(PooledManager):
                 f"block {block} is offered for copies of what it has not",
             )
 
-    def _match(self, seq: Sequence, limit: int) -> Prefix:
+    def _match(self, seq: Sequence, limit: int) -> Hit:
+        hashes = self._hasher.block_hashes(seq)[:limit]
         if self.sliding_window is None:
-            return super()._match(seq, limit)
+            blocks = self.pool.lookup(hashes)
+        else:
+            blocks = self._lookup_from_end(hashes)
+        return Hit(blocks, len(blocks) * self.block_size)
+
+    def _lookup_from_end(self, hashes: list[bytes]) -> list[int]:
+        """The last blocks that the window reaches, found from the end, behind GIVEN_BACK."""
         num_seen = max(1, -(-(self.sliding_window - 1) // self.block_size))
-        hashes = self._hasher.block_hashes(seq)
         blocks: list[int] = []
-        for position in reversed(range(limit)):
+        for position in reversed(range(len(hashes))):
             found = self.pool.lookup(hashes[position : position + 1])
             blocks = found + blocks if found else []
             if len(blocks) == num_seen:
-                blocks = [GIVEN_BACK] * position + blocks
-                break
-        return blocks, len(blocks) * self.block_size, None
+                return [GIVEN_BACK] * position + blocks
+        return blocks
 
-    def _num_revived(self, prefix: Prefix) -> int:
-        return self.pool.num_revived([block for block in prefix[0] if block != GIVEN_BACK])
-
-    def _find_for_allocate(self, seq: Sequence) -> Prefix:
-        prefix = hits, num_tokens, _ = self._find(seq)
-        found = self._partial_hit(seq, hits) if self._partials else None
+    def find_part(self, seq: Sequence, hit: Hit) -> Hit:
+        found = self._partial_hit(seq, hit.blocks) if self._partials else None
         if found is None:
-            return prefix
-        block, num_shared = found
-        return hits, num_tokens + num_shared, block
+            return hit
+        donor, num_shared = found
+        return Hit(hit.blocks, hit.num_tokens + num_shared, donor)
 
-    def _begin(self, table: _Table, prefix: Prefix, end: int) -> None:
-        hits, first = prefix[0], 0
-        if self.sliding_window is not None:
-            first = hits.count(GIVEN_BACK)
-        held = hits[first:] if first else hits
-        super()._begin(table, (held, *prefix[1:]), end - first * self.block_size)
-        if first:
-            table.blocks = hits
-            table.num_cached_blocks = len(hits)
-            table.num_noted_tokens = len(hits) * self.block_size
-            table.num_given_back = first
-        table.num_computed_blocks = table.num_cached_blocks
-        table.donor = prefix[-1]
-        if table.donor is not None:
-            self.pool.revive([table.donor])  # so that it is not handed out to this very sequence
-
-    def _extend(self, table: _Table, end: int) -> Copies:
+    def _extend(self, table: PooledTable, start: int, end: int) -> Copies:
         pool, blocks = self.pool, table.blocks
-        first_query = max(table.num_noted_tokens, table.seq.num_computed_tokens)
-        num_held = len(blocks)
-        count = -(-end // self.block_size) - num_held
+        num_blocks = self._num_blocks_of(table, start, end)
         copies: Copies = []
-        position, offset = divmod(table.num_noted_tokens, self.block_size)
+        position, offset = divmod(start, self.block_size)
         if offset and pool.ref_counts[blocks[position]] > 1:
-            check_free(max(0, count) + 1, pool.num_free_blocks)
+            check_free(max(0, num_blocks - len(blocks)) + 1, pool.num_free_blocks)
             shared = blocks[position]
             (blocks[position],) = pool.allocate(1)
             pool.free([shared])
@@ -171,17 +140,12 @@ class VLLMv1(PooledManager):
             copies.append((shared, blocks[position]))
         if self._partials:
             self._mark_as_computed(table)
-        pool.extend(table, count, self._num_findable(table, end))
-        if table.donor is not None:
-            pool.free([table.donor])
-            self._copies.append((table.donor, blocks[num_held]))
-            self._counts["copied_blocks"] += 1
-            table.donor = None
+        self._fill(table, num_blocks, end)
         if self.sliding_window is not None:
-            self._give_back(table, first_query)
+            self._give_back(table, start)
         return copies
 
-    def _give_back(self, table: _Table, first_query: int) -> None:
+    def _give_back(self, table: PooledTable, first_query: int) -> None:
         """Give up the blocks that neither the query at ``first_query`` nor later ones see."""
         first = table.num_given_back
         end = (first_query - self.sliding_window + 1) // self.block_size
@@ -190,19 +154,20 @@ class VLLMv1(PooledManager):
             self.pool.free(table.blocks[first:end])
             table.blocks[first:end] = [GIVEN_BACK] * (end - first)
             table.num_given_back = end
+            table.seq.table_version += 1
 
     def _is_shared(self, block: int) -> bool:
         return self.pool.ref_counts[block] > 1
 
-    def _share(self, table: _Table, copy: _Table) -> None:
+    def _share(self, table: PooledTable, copy: PooledTable) -> None:
+        self._fill(table, 0, table.seq.num_computed_tokens)
         copy.blocks = table.blocks.copy()
         copy.num_cached_blocks = copy.num_computed_blocks = table.num_cached_blocks
         copy.num_given_back = table.num_given_back
-        if self.enable_prefix_caching:
-            copy.hashes = self._hasher.block_hashes(copy.seq)
         self.pool.share(copy.blocks[copy.num_given_back :])
 
-    def _release(self, table: _Table) -> None:
+    def _release(self, table: PooledTable) -> None:
+        self._fill(table, 0, table.seq.num_computed_tokens)
         self._mark_as_computed(table)
         if self._copies:  # nobody took them, and their targets may soon be another's blocks
             self._copies = [pair for pair in self._copies if pair[1] not in table.blocks]
@@ -230,15 +195,16 @@ class VLLMv1(PooledManager):
         needed += self.pool.num_revived([*hits, found[0]])
         return found if needed <= self.pool.num_free_blocks else None
 
-    def _mark_as_computed(self, table: _Table) -> None:
+    def _mark_as_computed(self, table: PooledTable) -> None:
         """Let parts of the blocks that were filled so far be reused."""
         if not self._partials:
             return
         seq, size = table.seq, self.block_size
+        hashes = self._hasher.block_hashes(seq)
         for position in range(table.num_computed_blocks, table.num_cached_blocks):
             start, end = position * size, (position + 1) * size
             if not seq.extra_keys(start, end):
-                parent = table.hashes[position - 1] if position else None
+                parent = hashes[position - 1] if position else None
                 tokens = seq.token_ids[start:end].tobytes()
                 self._partials.add(table.blocks[position], parent, tokens)
         table.num_computed_blocks = table.num_cached_blocks

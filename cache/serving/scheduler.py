@@ -26,7 +26,6 @@ import bisect
 from array import array
 from collections import deque
 from dataclasses import dataclass, field
-from itertools import islice
 from operator import attrgetter
 from typing import Any
 
@@ -177,16 +176,7 @@ class Scheduler:
     def _schedule_running(self, step: Step) -> int:
         """Returns what remains of the token budget."""
         budget = self.max_num_batched_tokens
-        sequences, counts = step.sequences, step.counts
-        line = iter(self.running)  # which a preemption shortens, at its end
-        while budget > 0:
-            seqs = line if len(self.running) <= budget else islice(line, budget)
-            seq = self.manager.count_decoded(seqs, sequences)
-            counted = len(sequences) - len(counts)
-            counts += [1] * counted
-            budget -= counted
-            if seq is None:
-                break
+        for seq in self.running:  # which a preemption shortens, at its end
             count = min(len(seq.token_ids) - seq.num_computed_tokens, budget)
             if count:
                 if not self._give_slots(seq, count, step):
@@ -261,24 +251,23 @@ class Scheduler:
     def _admit(self, seq: ScheduledSequence, budget: int, step: Step) -> int | None:
         """Give a waiting sequence its blocks and what they held in host memory; returns how many
         tokens it computes, or None if it has to wait."""
-        if self.manager.can_allocate(seq) is not AllocStatus.OK:
+        hit = self.manager.find(seq)
+        if self.manager.can_allocate(seq, hit) is not AllocStatus.OK:
             return None
-        hits, num_cached = self.manager.get_computed_blocks(seq)
-        start = max(num_cached, seq.num_host_tokens)
+        start = max(hit.num_tokens, seq.num_host_tokens)
         num_tokens = len(seq.token_ids)
         end = min(num_tokens, start + budget)
         if end < num_tokens and not self.chunked_prefill:
             return None
+        if end == num_tokens and not seq.host_blocks:
+            hit = self.manager.find_part(seq, hit)
+            start = hit.num_tokens
         try:
-            if end == num_tokens and not seq.host_blocks:
-                start = self.manager.allocate(seq)  # which may reuse part of a block as well
-                step.copies += self.manager.take_copies()
-            else:
-                self.manager.allocate_slots(seq, end - num_cached, hits)
+            step.copies += self.manager.admit(seq, hit, end)
         except OutOfBlocks:
             return None
         if seq.host_blocks:  # brought back, but for the blocks found in the cache
-            first = num_cached // self.manager.block_size
+            first = hit.num_tokens // self.manager.block_size
             table = self.manager.block_table(seq)
             step.swap_in += zip(seq.host_blocks[first:], table[first:], strict=False)
             self._drop_host_copy(seq)

@@ -43,20 +43,11 @@ def pool_of(num_blocks: int, policy: EvictionPolicy | None = None, **options) ->
     return BlockPool(num_blocks, LRU() if policy is None else policy, **options)
 
 
-class Table:
-    """A sequence's blocks: ``hits`` that are cached already, then none yet."""
-
-    def __init__(self, hashes, hits=()):
-        self.hashes = hashes
-        self.blocks = list(hits)
-        self.num_cached_blocks = len(self.blocks)
-
-
 def cached(pool: BlockPool, *hashes: bytes) -> list[int]:
     """Blocks in use with the content ``hashes``."""
-    table = Table(hashes)
-    pool.extend(table, len(hashes), len(hashes))
-    return table.blocks
+    blocks: list[int] = []
+    pool.extend(blocks, len(hashes), hashes, 0, len(hashes))
+    return blocks
 
 
 def test_what_a_policy_is_told():
@@ -70,17 +61,16 @@ def test_what_a_policy_is_told():
         ("insert", 1, B, A, 1),
     ]
     policy.calls.clear()
-    table = Table([A, B, C], blocks)
-    pool.extend(table, 1, 2)
+    pool.extend(blocks, 1, [A, B, C], 2, 2)
     assert policy.calls == []
-    pool.extend(table, 0, 3)
+    pool.extend(blocks, 0, [A, B, C], 2, 3)
     assert policy.calls == [("miss", C), ("insert", 2, C, B, 2)]
     policy.calls.clear()
-    pool.free(table.blocks)
+    pool.free(blocks)
     assert policy.calls == [("release", 2, 1, 0)]
     policy.calls.clear()
     pool.revive([0])
-    pool.extend(Table([A, D], [0]), 1, 2)  # A is there; D takes the place of C
+    pool.extend([0], 1, [A, D], 1, 2)  # A is there; D takes the place of C
     assert policy.calls == [("pin", 0), ("miss", D), ("evict", 2), ("insert", 2, D, A, 1)]
 
 
@@ -144,14 +134,13 @@ def test_a_policy_that_gives_up_what_it_must_not_is_named(victims, wrong):
 DAMAGES = {
     "ref_count": lambda pool: pool.ref_counts.__setitem__(0, 0),
     "negative_ref_count": lambda pool: pool.ref_counts.__setitem__(3, -1),
-    "hash_of_a_free_block": lambda pool: pool._index.add([3], [D], None, 0),
-    "hash_of_a_fresh_block": lambda pool: pool._index.add([5], [D], None, 0),
-    "hash_of_a_released_block": lambda pool: pool._index.remove([1]),
-    "index": lambda pool: pool._index._hashes.__setitem__(0, None),
+    "hash_of_a_free_block": lambda pool: pool.block_hashes.__setitem__(3, D),
+    "hash_of_a_fresh_block": lambda pool: pool.block_hashes.__setitem__(5, D),
+    "hash_of_a_released_block": lambda pool: pool._forget([1]),
+    "index": lambda pool: pool.block_hashes.__setitem__(0, None),
     "free_twice": lambda pool: pool._free.append(pool._free[0]),
+    "free_count": lambda pool: setattr(pool, "num_free_blocks", 3),
     "lost_free_block": lambda pool: pool._free.pop(),
-    "released_twice": lambda pool: pool.policy.release(1),
-    "count_of_policy": lambda pool: setattr(pool.policy, "_num_released", 2),
     "uncached_in_policy": lambda pool: pool.policy.release(pool._free.pop()),
     "fresh_count": lambda pool: setattr(pool, "_num_fresh", -1),
 }
@@ -175,6 +164,6 @@ def test_check_invariants_sees(damage):
 
 def test_content_that_nobody_can_evict_is_seen():
     pool = pool_of(3, queue_uncached=True)
-    pool._index.add([2], [A], None, 0)
+    pool._publish([2], [A], 0, 1)
     with pytest.raises(AssertionError, match="block 2 has content that nobody can evict"):
         pool.check_invariants()

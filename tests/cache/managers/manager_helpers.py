@@ -70,10 +70,10 @@ def state_of(value, known: dict[int, int] | None = None):
     if isinstance(value, dict):
         return [(state_of(k, known), state_of(v, known)) for k, v in value.items()]
     if isinstance(value, Sequence):
-        return value.seq_id, value.num_cached_tokens, value.num_computed_tokens, value.num_slots
+        return value.seq_id, value.num_cached_tokens, value.num_computed_tokens
     names = [name for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ())]
     names += getattr(value, "__dict__", {})
-    skipped = {"hashes", "_hasher", "_log_hasher", "find", "_rng"}
+    skipped = {"_hasher", "_log_hasher", "find", "_rng"}
     return [
         (name, state_of(getattr(value, name), known))
         for name in sorted(set(names) - skipped)

@@ -40,8 +40,6 @@ class Live:
     seq: Sequence
     stored: int
     table: list[int]
-    noted: int = 0
-    """Stored tokens that its manager knows of, the others being counted only."""
 
 
 class ManagerMachine(RuleBasedStateMachine):
@@ -78,10 +76,6 @@ class ManagerMachine(RuleBasedStateMachine):
         partial = live.stored % self.block_size
         copied = partial and self.users(table[live.stored // self.block_size]) > 1
         return max(0, needed - len(table)) + bool(copied)
-
-    def expected_slots(self, live: Live) -> int:
-        """What ``num_slots`` must be after a call that made room."""
-        return -(-live.stored // self.block_size) * self.block_size
 
     def tokens_to_come(self, seq: Sequence) -> int:
         """How many tokens ``seq`` may still generate."""
@@ -162,15 +156,9 @@ class ManagerMachine(RuleBasedStateMachine):
         live.stored = end
         assert live.seq.num_computed_tokens == end
         self.observe(live, taken)
-        assert live.seq.num_slots == self.expected_slots(live)
-        self.note(live)
+        self.observe_noted(live)
         live.table = table
         self.observe_given_back(held(before[:num_given_back]))
-
-    def note(self, live: Live) -> None:
-        """A call about ``live`` tells the manager of the tokens that were stored without one."""
-        live.noted = live.stored
-        self.observe_noted(live)
 
     def attempt(self, live: Live, end: int, call):
         """``call()``, or None if it finds too few blocks, as must be, and changes nothing."""
@@ -269,32 +257,23 @@ class ManagerMachine(RuleBasedStateMachine):
             return
         ends = st.just(live.stored + 1) | st.integers(live.stored + 1, live.seq.num_tokens)
         end = data.draw(ends, label="end")
-        num_slots, version = live.seq.num_slots, live.seq.table_version
+        version, table, start = live.seq.table_version, live.table, live.stored
         copies = self.attempt(
             live, end, lambda: self.manager.allocate_slots(live.seq, end - live.stored)
         )
-        if copies is None:
-            return
-        if end > num_slots:
+        if copies is not None:
             self.write(live, end, copies)
-            return
-        assert (copies, live.seq.table_version) == ([], version)
-        block = live.table[live.stored // self.block_size]
-        assert self.users(block) == 1, f"block {block} is written while shared"
-        for position in range(live.stored, end):
-            self.slots[block, position % self.block_size] = self.content(live.seq, position)
-        live.stored = end
-        assert (live.seq.num_computed_tokens, live.seq.num_slots) == (end, num_slots)
+            if live.table == table and -(-start // self.block_size) == -(-end // self.block_size):
+                assert live.seq.table_version == version
 
     @rule(data=st.data(), is_finished=st.booleans())
     @precondition(lambda self: self.live)
     def free(self, data, is_finished):
         live = self.pick(data)
         seq = live.seq
-        self.note(live)
         del self.live[seq.seq_id]
         self.manager.free(seq)
-        assert (seq.num_cached_tokens, seq.num_computed_tokens, seq.num_slots) == (0, 0, 0)
+        assert (seq.num_cached_tokens, seq.num_computed_tokens) == (0, 0)
         if is_finished:
             self.history.append(list(seq.token_ids))
         else:
@@ -315,14 +294,12 @@ class ManagerMachine(RuleBasedStateMachine):
         child = parent.seq.fork(self.next_id)
         for token in ahead:
             child.append_token(token)
-        self.note(parent)
         self.manager.fork(parent.seq, child)
         table = self.manager.block_table(child)
         assert table == parent.table[: len(table)]
         assert len(table) == -(-parent.stored // self.block_size)
         assert child.num_computed_tokens == child.num_cached_tokens == parent.stored
-        assert child.num_slots == parent.seq.num_slots == parent.stored
-        self.live[child.seq_id] = Live(child, parent.stored, table, parent.stored)
+        self.live[child.seq_id] = Live(child, parent.stored, table)
         self.observe_fork(parent, self.live[child.seq_id])
 
     @rule(data=st.data())

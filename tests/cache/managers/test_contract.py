@@ -154,7 +154,7 @@ def test_sequences_are_told_apart_by_their_id(name):
     assert other.num_computed_tokens == 9
     assert len(manager.block_table(seq)) == 3
     manager.free(Sequence("a", [1]))
-    assert (other.num_computed_tokens, other.num_slots) == (0, 0)
+    assert other.num_computed_tokens == 0
     assert manager.num_free_blocks == 10
     manager.check_invariants()
 
@@ -231,7 +231,6 @@ def test_worked_example_of_parallel_sampling(name):
     assert manager.block_table(other) == manager.block_table(one) == [0, 1]
     assert manager.num_free_blocks == 8
     assert other.num_computed_tokens == other.num_cached_tokens == 6
-    assert one.num_slots == other.num_slots == 6
 
     assert grow(manager, other, 77) == [(1, 2)]
     assert manager.block_table(other) == [0, 2]
@@ -246,10 +245,9 @@ def test_parallel_sampling_of_a_prompt_that_fills_its_blocks_copies_nothing(name
     manager = manager_of(name)
     one = started(manager, "one", range(8))
     other = one.fork("other")
-    versions = one.table_version, other.table_version
+    version = other.table_version
     manager.fork(one, other)
-    assert one.table_version > versions[0]
-    assert other.table_version > versions[1]
+    assert other.table_version > version
     assert grow(manager, one, 8) == grow(manager, other, 9) == []
     assert manager.block_table(one) == [0, 1, 2]
     assert manager.block_table(other) == [0, 1, 3]

@@ -83,13 +83,16 @@ class VLLMv1Machine(CachingMachine):
 
     def blocks_needed(self, live, end):
         if self.name == "nano_vllm":
-            if live.seq.seq_id in self.live and end <= live.seq.num_slots:
+            if (
+                live.seq.seq_id in self.live
+                and end <= -(-live.stored // self.block_size) * self.block_size
+            ):
                 return 0
             end = live.seq.num_tokens  # the blocks of all tokens at once
         return super().blocks_needed(live, end)
 
     def observe(self, live: Live, taken: list[int]) -> None:
-        if self.name == "nano_vllm":
+        if self.name == "nano_vllm" and taken:
             assert len(live.table) == -(-live.seq.num_tokens // self.block_size)
         for block in live.table:
             if block in self.queue and block not in taken:
@@ -245,10 +248,6 @@ class ContiguousMachine(ManagerMachine):
             return AllocStatus.NEVER
         fits = self.fits(self.run_length(self.to_reserve(seq)))
         return AllocStatus.OK if fits else AllocStatus.LATER
-
-    def expected_slots(self, live):
-        expected = self.limit(live.seq) if self.knows else self.reserved[live.seq.seq_id]
-        return min(super().expected_slots(live), expected)
 
     def attempt(self, live, end, call):
         seq_id = live.seq.seq_id

@@ -66,9 +66,10 @@ class VLLMv0Machine(ManagerMachine):
     def others(self, block, live):
         return sum(block in other.table for other in self.live.values() if other is not live)
 
-    def growth(self, live, end):
+    def growth(self, live, end, stored=None):
         """(logical block, its own block or None, the block that holds its content or None)."""
-        first, last = live.noted // self.block_size, (end - 1) // self.block_size
+        stored = live.stored if stored is None else stored
+        first, last = stored // self.block_size, (end - 1) // self.block_size
         for position in range(first, min(last + 1, first + self.ring)):
             slot = position % self.ring
             own = live.table[slot] if slot < len(live.table) else None
@@ -124,23 +125,7 @@ class VLLMv0Machine(ManagerMachine):
                 self.slots.pop((block, offset), None)
 
     def mark_as_computed(self, live):
-        self.computed.update(live.table[: live.noted // self.block_size] if self.caching else ())
-
-    def note(self, live):
-        if live.noted == live.stored:
-            return
-        self.mark_as_computed(live)
-        for position, own, holder in list(self.growth(live, live.stored)):
-            content = self.full_content(live.seq, position, live.stored)
-            if holder is not None:
-                live.table = [*live.table[:position], holder]
-                self.release(own, position, self.last_step[live.seq.seq_id])
-                self.free_blocks.pop(holder, None)
-            elif content is not None:
-                self.cached[own] = content
-                self.computed.add(own)
-        live.noted = live.stored
-        self.last_step[live.seq.seq_id] = self.step
+        self.computed.update(live.table[: live.stored // self.block_size] if self.caching else ())
 
     def write(self, live, end, copies=()):
         is_new = live.seq.seq_id not in self.last_step
@@ -148,7 +133,7 @@ class VLLMv0Machine(ManagerMachine):
             live.table = []
         self.mark_as_computed(live)
         stored = 0 if is_new else live.stored
-        plan = list(self.growth(live, end))
+        plan = list(self.growth(live, end, stored))
         table = self.manager.block_table(live.seq)
         live.table = []  # a block given up for a promotion may be handed out again at once
         assert len(table) == -(-end // self.block_size)
@@ -185,8 +170,7 @@ class VLLMv0Machine(ManagerMachine):
             stored_before = (position + 1) * self.block_size <= stored
             if stored_before and self.caching and table[position] == own:
                 self.computed.add(own)
-        live.stored = live.noted = end
-        assert live.seq.num_slots == self.expected_slots(live)
+        live.stored = end
         self.last_step[live.seq.seq_id] = self.step
         assert live.seq.num_computed_tokens == end
 
@@ -228,7 +212,6 @@ class VLLMv0Machine(ManagerMachine):
     def step_is_over(self, data):
         live = self.pick(data)
         self.manager.mark_blocks_as_computed(live.seq)
-        self.note(live)
         self.mark_as_computed(live)
 
     @rule(data=st.data())
@@ -244,7 +227,6 @@ class VLLMv0Machine(ManagerMachine):
             assert state_of(self.manager) == before
             return
         copies = self.manager.swap_out(live.seq)
-        self.note(live)
         for src, dst in copies:
             assert src in live.table
             self.copy(self.slots, src, self.host_slots, dst)
@@ -252,7 +234,6 @@ class VLLMv0Machine(ManagerMachine):
         self.release_all(live)
         assert self.manager.num_free_blocks >= free_on_gpu
         live.table = self.manager.block_table(live.seq)
-        assert live.seq.num_slots == 0
         self.swapped[live.seq.seq_id] = live
 
     def missing_on_gpu(self, live):
