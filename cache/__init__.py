@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from cache.block_pool import OutOfBlocks
-from cache.event_log import Event, EventLog
+from cache.blocks.event_log import Event, EventLog
+from cache.blocks.memory_usage import MemoryUsage
+from cache.blocks.pool import OutOfBlocks
+from cache.blocks.sequence import MultiModalInput, Sequence
 from cache.managers import (
     MANAGERS,
     AllocStatus,
@@ -12,12 +14,10 @@ from cache.managers import (
     UnsupportedByDesign,
     make_manager,
 )
-from cache.memory_usage import MemoryUsage
 from cache.policies import POLICIES, EvictionPolicy, PriorityPolicy, make_policy
-from cache.replay import SimulationResult, simulate
-from cache.sequence import MultiModalInput, Sequence
+from cache.replay.overlapping import ServingReplayResult, prompt_token_ids, simulate_serving
+from cache.replay.serial import SimulationResult, simulate
 from cache.serving.open_loop import ServiceModel
-from cache.serving.replay import ServingReplayResult, prompt_token_ids, simulate_serving
 from cache.sizing import (
     block_bytes,
     kv_cache_shape,
@@ -27,8 +27,8 @@ from cache.sizing import (
     reservation_waste,
     slot_bytes,
 )
-from cache.trace import Trace, TraceError, load_trace, save_trace
-from cache.workloads import WORKLOADS, make_workload
+from cache.traces.trace import Trace, TraceError, load_trace, save_trace
+from cache.traces.workloads import WORKLOADS, make_workload
 
 __all__ = [
     "MANAGERS",

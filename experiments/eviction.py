@@ -2,9 +2,9 @@
 
 A request trace is replayed serially (``cache.simulate``) through pools of 0.02 to 50 % of its
 unique blocks.  Belady's policy, which knows the future, bounds every policy from above at each
-capacity; a cache that never evicts bounds them all; ``cache.bounds`` has what can be known.  The
-kind of figure by which KV cache traces are published, e.g. Mooncake (FAST 2025) and "KVCache Cache
-in the Wild" (USENIX ATC 2025).
+capacity; a cache that never evicts bounds them all; ``cache.replay.bounds`` has what can be known.
+The kind of figure by which KV cache traces are published, e.g. Mooncake (FAST 2025) and "KVCache
+Cache in the Wild" (USENIX ATC 2025).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class OwnPolicy:
 
 
 BOUNDS = {"class_hazards": "class_hazard_hits", "fluid": "fluid_hits"}
-"""In the place of a policy: functions of ``cache.bounds``, which takes long to import."""
+"""In the place of a policy: functions of ``cache.replay.bounds``, which takes long to import."""
 
 Policy = Annotated[str, Needs("a policy", lambda name: cache.make_policy(name) is not None)]
 PolicyOrBound = Annotated[
@@ -115,7 +115,7 @@ def run_cell(cell: Eviction) -> list[dict[str, Any]]:
         "capacity_blocks": capacity,
     }
     if cell.policy in BOUNDS:
-        from cache import bounds
+        from cache.replay import bounds
 
         hits = getattr(bounds, BOUNDS[cell.policy])(trace, capacity)
         return [{**row, "block_hit_rate": hits / trace.num_block_references}]

@@ -34,8 +34,8 @@ def make_manager(
     Args:
         policy: name of an eviction policy (or ``"file.py:Class"``), or a policy object, which
             then belongs to the manager.
-        hash_algorithm: a key of ``cache.hashing.HASH_ALGORITHMS``.  The default gives way to what
-            the design is made for: xxh64 for Nano-vLLM, nothing where no block is hashed.
+        hash_algorithm: a key of ``cache.blocks.hashing.HASH_ALGORITHMS``.  The default depends on
+            the design: xxh64 for Nano-vLLM, none where no block is hashed.
         enable_prefix_caching: False stores equal prefixes apart.
         design_options: go to the manager's class.
 

@@ -44,10 +44,10 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
+from cache.blocks.memory_usage import MemoryUsage
+from cache.blocks.sequence import Sequence
 from cache.checks import at_least, require
-from cache.memory_usage import MemoryUsage
 from cache.policies.base import Request
-from cache.sequence import Sequence
 
 Copies = list[tuple[int, int]]
 """(source block, destination block) pairs."""

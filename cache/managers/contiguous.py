@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from cache.buddy import BuddyAllocator
+from cache.blocks.buddy import BuddyAllocator
+from cache.blocks.memory_usage import MemoryUsage
+from cache.blocks.sequence import Sequence
 from cache.checks import at_least, require
 from cache.managers.base import AllocStatus, CacheManager, Copies, Hit, Table
-from cache.memory_usage import MemoryUsage
-from cache.sequence import Sequence
 
 Reservation = Literal["max", "pow2", "oracle"]
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass
 
+from cache.blocks.event_log import EventLog
+from cache.blocks.hashing import ExtraKey
+from cache.blocks.sequence import Sequence
 from cache.checks import require
-from cache.event_log import EventLog
-from cache.hashing import ExtraKey
 from cache.managers.base import Copies, Hit
 from cache.managers.pooled import PooledManager, PooledTable
 from cache.policies import as_policy
 from cache.policies.base import EvictionPolicy
 from cache.policies.lru import LRU
-from cache.sequence import Sequence
 
 
 @dataclass(slots=True, eq=False)

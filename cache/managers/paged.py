@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from itertools import chain
 
-from cache.block_pool import check_free
+from cache.blocks.memory_usage import MemoryUsage
+from cache.blocks.pool import check_free
+from cache.blocks.sequence import Sequence
 from cache.checks import at_least, require
 from cache.managers.base import CacheManager, Copies, Table
-from cache.memory_usage import MemoryUsage
-from cache.sequence import Sequence
 
 
 class Paged(CacheManager):

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import ClassVar
 
-from cache.block_pool import BlockPool
+from cache.blocks.event_log import EventLog
+from cache.blocks.hashing import BlockHasher, collision_free_hasher
+from cache.blocks.pool import BlockPool
 from cache.checks import require
-from cache.event_log import EventLog
-from cache.hashing import BlockHasher, collision_free_hasher
 from cache.managers.base import GIVEN_BACK, CacheManager, Copies, Hit, Table
 from cache.policies import as_policy
 from cache.policies.base import EvictionPolicy, listener

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 
-from cache.block_pool import check_free
+from cache.blocks.event_log import EventLog
+from cache.blocks.hashing import BlockHasher
+from cache.blocks.pool import check_free
+from cache.blocks.sequence import Sequence
 from cache.checks import require
-from cache.event_log import EventLog
-from cache.hashing import BlockHasher
 from cache.managers.base import CacheManager, Copies, Hit, Table, UnsupportedByDesign
 from cache.managers.radix_tree import RadixKey, RadixNode, RadixTree
 from cache.policies import as_policy
 from cache.policies.base import EvictionPolicy, listener
-from cache.sequence import Sequence
 
 
 @dataclass(slots=True, eq=False)

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 import xxhash
 
-from cache.lazy_heap import LazyHeap
 from cache.policies.base import UNKNOWN_REQUEST, EvictionPolicy, Request, check_victims
+from cache.policies.lazy_heap import LazyHeap
 from cache.policies.priority import BlockHistory, PriorityPolicy
 
 

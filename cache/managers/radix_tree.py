@@ -16,12 +16,12 @@ from bisect import bisect_right
 from itertools import chain
 from typing import NamedTuple
 
+from cache.blocks.common_prefix import common_prefix_length
+from cache.blocks.hashing import encode_extra_keys
+from cache.blocks.sequence import Sequence
 from cache.checks import require
-from cache.common_prefix import common_prefix_length
-from cache.hashing import encode_extra_keys
 from cache.managers.radix_leaves import RadixNode, make_leaves
 from cache.policies.base import EvictionPolicy, Request
-from cache.sequence import Sequence
 
 _TOKEN_BYTES = 4
 

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain, count
 
-from cache.block_pool import check_free
+from cache.blocks.event_log import EventLog
+from cache.blocks.hashing import collision_free_hasher
+from cache.blocks.pool import check_free
+from cache.blocks.sequence import Sequence
 from cache.checks import at_least, require
-from cache.event_log import EventLog
-from cache.hashing import collision_free_hasher
 from cache.managers.base import (
     AllocStatus,
     CacheManager,
@@ -22,7 +23,6 @@ from cache.managers.base import (
 from cache.managers.vllm_v0_allocator import BlockAllocator, ContentKey, LRUEvictor
 from cache.policies import as_policy
 from cache.policies.base import EvictionPolicy, listener
-from cache.sequence import Sequence
 
 
 @dataclass(slots=True, eq=False)

@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from collections.abc import Sequence as Blocks
 
+from cache.blocks.event_log import EventLog
 from cache.checks import require
-from cache.event_log import EventLog
-from cache.lazy_heap import LazyHeap
 from cache.policies.base import EvictionPolicy, check_victims
+from cache.policies.lazy_heap import LazyHeap
 
 ContentKey = bytes | int
 """What a block holds: the hash of a full block, or a number that no other content has."""

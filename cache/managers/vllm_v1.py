@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from array import array
 
-from cache.block_pool import check_free
+from cache.blocks.event_log import EventLog
+from cache.blocks.partial_blocks import PartialBlockIndex
+from cache.blocks.pool import check_free
+from cache.blocks.sequence import Sequence
 from cache.checks import at_least, require
-from cache.event_log import EventLog
 from cache.managers.base import GIVEN_BACK, Copies, Hit
 from cache.managers.pooled import PooledManager, PooledTable
-from cache.partial_blocks import PartialBlockIndex
 from cache.policies.base import EvictionPolicy
-from cache.sequence import Sequence
 
 
 class VLLMv1(PooledManager):

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     import numpy as np
 
-    from cache.trace import Trace
+    from cache.traces.trace import Trace
 
     Replay = Callable[[Trace, int], tuple[np.ndarray, np.ndarray]]
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from cache.policies.base import Replay
-    from cache.trace import Trace
+    from cache.traces.trace import Trace
 
 
 class Hazard(EvictionPolicy):
@@ -181,6 +181,6 @@ def _rules() -> ModuleType:
 @functools.cache
 def _warm_up() -> None:
     """Compile the replay by a tiny one, so that no measured time includes that."""
-    from cache.trace import Trace
+    from cache.traces.trace import Trace
 
     Hazard()._replay(Trace.from_requests([(0, 1, 1, [0])], name="tiny"), 1)

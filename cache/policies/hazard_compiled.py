@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from cache.borrowed import borrowed
+from cache.replay.borrowed import borrowed
 
 NUM_BINS = 32
 """Age bin b > 0 begins at 2 ** (b - 1) ms, the last after 12 days."""
@@ -610,7 +610,7 @@ def _set_entry(entry, value, serial, run):
 
 @numba.njit(nogil=True, cache=True)
 def replay(own, contents, runs, heap, block_ids, offsets, timestamps_ms, output_lengths):
-    """The serial replay of :mod:`cache.replay`; returns hits and evictions of each request."""
+    """Serial replay (:mod:`cache.replay.serial`); returns hits and evictions of each request."""
     contents, runs, heap = borrowed(contents), borrowed(runs), borrowed(heap)
     hits = np.zeros(len(offsets) - 1, np.int64)
     evictions = np.zeros(len(offsets) - 1, np.int64)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from cache.lazy_heap import LazyHeap
 from cache.policies.base import UNKNOWN_REQUEST, EvictionPolicy, Request
+from cache.policies.lazy_heap import LazyHeap
 
 
 @dataclass(slots=True, eq=False)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from cache.lazy_heap import LazyHeap
 from cache.policies.base import UNKNOWN_REQUEST, EvictionPolicy, Request
+from cache.policies.lazy_heap import LazyHeap
 
 if TYPE_CHECKING:
     import numpy as np

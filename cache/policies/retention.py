@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from numbers import Real
 from typing import NamedTuple
 
-from cache.lazy_heap import LazyHeap
+from cache.policies.lazy_heap import LazyHeap
 from cache.policies.leaves import LeafPolicy, Node
 
 DEFAULT_PRIORITY = 35

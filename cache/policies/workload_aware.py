@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from cache.checks import at_least
-from cache.lazy_heap import LazyHeap
+from cache.policies.lazy_heap import LazyHeap
 from cache.policies.leaves import LeafPolicy, Node
 
 

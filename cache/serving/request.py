@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from cache.sequence import Sequence
+from cache.blocks.sequence import Sequence
 
 if TYPE_CHECKING:
     import numpy as np

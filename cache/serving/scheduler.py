@@ -29,10 +29,10 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
-from cache.block_pool import OutOfBlocks
+from cache.blocks.pool import OutOfBlocks
+from cache.blocks.sequence import Sequence
 from cache.checks import at_least
 from cache.managers.base import AllocStatus, CacheManager, Copies
-from cache.sequence import Sequence
 from cache.serving.request import ScheduledSequence, Status
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cache import Trace
-from cache.serving.replay import num_digits
+from cache.replay.overlapping import num_digits
 from experiments.harness import Unavailable
 from experiments.load.request_lengths import MAX_OUTPUT_TOKENS
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import cache
-from cache.workloads.draws import generator, log_normal_tokens
+from cache.traces.workloads.draws import generator, log_normal_tokens
 from experiments.harness import Absent, Axis, InputFile, Options, Repeated
 
 _JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from cache.trace import Trace
+from cache.traces.trace import Trace
 
 
 def trace_of(paths: list[tuple[int, ...]], block_size: int | None = 4) -> Trace:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import cache
-from cache.trace import Trace
+from cache.traces.trace import Trace
 from experiments import block_size
 from experiments.harness import Absent
 

@@ -12,7 +12,7 @@ from manager_helpers import manager_of, state_of
 from manager_machine import ONLINE_POLICIES, Live, ManagerMachine, held
 
 from cache import AllocStatus
-from cache.buddy import OutOfRuns
+from cache.blocks.buddy import OutOfRuns
 from cache.managers.base import GIVEN_BACK
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from manager_helpers import manager_of
 
 import cache
-from cache.partial_blocks import PartialBlockIndex
+from cache.blocks.partial_blocks import PartialBlockIndex
 
 make = functools.partial(manager_of, "vllm_v1", partial_block_reuse=True)
 

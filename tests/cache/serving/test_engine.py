@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from symbolic_engine import GREEDY, assert_idle, make_engine, prompt, serve
 
 from cache import MANAGERS, POLICIES, Sequence, UnsupportedByDesign
-from cache.hashing import BlockHasher
+from cache.blocks.hashing import BlockHasher
 from cache.serving.request import FinishReason
 from cache.serving.sampling_params import SamplingParams
 

@@ -1,0 +1,147 @@
+"""Buddy allocation: runs of 2**k adjacent blocks (Knowlton, CACM 1965; Knuth, TAOCP 1, 2.5)."""
+
+from __future__ import annotations
+
+from cache.blocks.pool import OutOfBlocks
+from cache.checks import require
+
+
+class OutOfRuns(OutOfBlocks):
+    """No run of free blocks is long enough.  Nothing has changed.
+
+    Attributes:
+        needed: blocks of the run.
+        free: blocks that are free, wherever they are.
+        longest_run: blocks of the longest free run.
+    """
+
+    def __init__(self, needed: int, free: int, longest_run: int) -> None:
+        super().__init__(needed, free)
+        self.args = (
+            f"a run of {needed} blocks is needed, {free} are free, "
+            f"at most {longest_run} of them in a run",
+        )
+        self.longest_run = longest_run
+
+
+class BuddyAllocator:
+    """Hands out runs of blocks from ``0 .. num_blocks - 1``.
+
+    A run has 2**k blocks and begins at a multiple of its length.  A longer free run is halved
+    until it has the length that was asked for; a run that is freed joins its other half, its
+    buddy, as soon as both are free.  A ``num_blocks`` that is no power of two is made of several
+    runs that never join.  Everything is O(log num_blocks).
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.num_free = num_blocks
+        self._orders: dict[int, int] = {}  # start of a run in use -> its order
+        # Free runs by order, newest last: dicts are sets that keep their order.
+        self._free: list[dict[int, None]] = [{} for _ in range(num_blocks.bit_length())]
+        start = 0
+        for order in reversed(range(num_blocks.bit_length())):
+            if num_blocks >> order & 1:
+                self._free[order][start] = None
+                start += 1 << order
+
+    @staticmethod
+    def run_length(count: int) -> int:
+        """Blocks of the run that is handed out for ``count``: the next power of two."""
+        return 1 << (count - 1).bit_length()
+
+    @property
+    def runs(self) -> dict[int, int]:
+        """Runs in use: first block -> number of blocks."""
+        return {start: 1 << order for start, order in self._orders.items()}
+
+    @property
+    def longest_possible_run(self) -> int:
+        """Blocks of the longest run when nothing is in use."""
+        return 1 << (self.num_blocks.bit_length() - 1)
+
+    @property
+    def longest_run(self) -> int:
+        """Blocks of the longest free run; 0 if none is free."""
+        for order in reversed(range(len(self._free))):
+            if self._free[order]:
+                return 1 << order
+        return 0
+
+    def allocate(self, count: int) -> int:
+        """Take a run of at least ``count`` blocks; returns its first block.  Raises OutOfRuns."""
+        order = wanted = (count - 1).bit_length()
+        while order < len(self._free) and not self._free[order]:
+            order += 1
+        if order >= len(self._free):
+            raise OutOfRuns(1 << wanted, self.num_free, self.longest_run)
+        start, _ = self._free[order].popitem()
+        for smaller in range(wanted, order):
+            self._free[smaller][start + (1 << smaller)] = None
+        self._orders[start] = wanted
+        self.num_free -= 1 << wanted
+        return start
+
+    def can_grow(self, start: int, count: int) -> bool:
+        """Whether ``grow`` would succeed."""
+        return self._joined(start, count) is not None or self.run_length(count) <= self.longest_run
+
+    def grow(self, start: int, count: int) -> int:
+        """Replace the run in use at ``start`` by one of at least ``count`` blocks.
+
+        The run is joined with its free buddies, which may lie before it, or, if some are in use,
+        moved.  Returns the first block of the new run.  As many blocks as the old run had, from
+        the first on, either are the old ones or overlap with none of them.  Raises OutOfRuns.
+        """
+        joined = self._joined(start, count)
+        if joined is None:
+            moved = self.allocate(count)
+            self.free(start)
+            return moved
+        order, wanted = self._orders.pop(start), (count - 1).bit_length()
+        for half in range(order, wanted):
+            del self._free[half][start ^ (1 << half)]
+            start &= ~(1 << half)
+            self.num_free -= 1 << half
+        self._orders[joined] = max(order, wanted)
+        return joined
+
+    def _joined(self, start: int, count: int) -> int | None:
+        """Where the run at ``start`` begins once it has ``count`` blocks with its free buddies."""
+        wanted = (count - 1).bit_length()
+        for half in range(self._orders[start], wanted):
+            if half >= len(self._free) or start ^ (1 << half) not in self._free[half]:
+                return None
+            start &= ~(1 << half)
+        return start
+
+    def free(self, start: int) -> None:
+        """Give back the run in use at ``start``."""
+        order = self._orders.pop(start)
+        self.num_free += 1 << order
+        while start ^ (1 << order) in self._free[order]:
+            del self._free[order][start ^ (1 << order)]
+            start &= ~(1 << order)
+            order += 1
+        self._free[order][start] = None
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError unless the runs cover every block once and free buddies joined."""
+        runs = list(self._orders.items())
+        for order, free in enumerate(self._free):
+            runs += [(start, order) for start in free]
+            for start in free:
+                buddy = start ^ (1 << order)
+                require(buddy not in free, f"free buddies of {1 << order} blocks at {start}")
+        end = 0
+        for start, order in sorted(runs):
+            require(
+                start == end and start % (1 << order) == 0,
+                f"a run of {1 << order} blocks begins at {start}, not {end}",
+            )
+            end = start + (1 << order)
+        require(end == self.num_blocks, f"the runs end at {end} of {self.num_blocks} blocks")
+        num_free = sum(len(free) << order for order, free in enumerate(self._free))
+        require(
+            self.num_free == num_free, f"num_free is {self.num_free}, the free runs have {num_free}"
+        )

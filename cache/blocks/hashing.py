@@ -1,0 +1,115 @@
+"""Chained block hashes: a block is named by its tokens and by everything that precedes them.
+
+    H(block) = digest(H(parent block), token ids of the block, extra keys of the block)
+
+Only full blocks are hashed.  The parent of the first block is all zeros.  Extra keys say what the
+K/V depend on besides the tokens, as in vLLM v1: the LoRA adapter, the inputs behind multi-modal
+placeholders with their position relative to the block, and a cache salt that separates tenants.
+The adapter and the salt enter the first block only; the chain carries them to all others.
+
+What is hashed is the parent's digest, then 4 bytes a token, then the extra keys, each part tagged
+with its kind and its length: two different inputs never give the same bytes (a LoRA name that
+equals a salt is no exception), so two blocks collide only if the digest itself does.
+
+With ``xxh3_128`` and ``sha256`` nothing but the digest is compared: among a billion different
+blocks the chance that any two 128-bit digests agree is below 2e-21.  ``xxh3_128`` can be attacked
+on purpose, ``sha256`` (vLLM's default) is for tenants that do not trust each other.  ``xxh64`` is
+Nano-vLLM's; 64 bits are too few to stand alone, and its manager compares the tokens of every hit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+
+import xxhash
+
+from cache.blocks.sequence import ExtraKey, Sequence, pack_token_ids
+
+HASH_ALGORITHMS: dict[str, Callable[[bytes], bytes]] = {
+    "xxh3_128": xxhash.xxh3_128_digest,
+    "sha256": lambda data: hashlib.sha256(data).digest(),
+    "xxh64": xxhash.xxh64_digest,
+}
+"""The choices for ``hash_algorithm``: digest functions."""
+
+
+def encode_extra_keys(keys: Iterable[ExtraKey]) -> bytes:
+    """Encoding of a block's extra keys that no other keys share (b's1:a' is a str of length 1)."""
+    encoded = []
+    for key in keys:
+        encoded.append(b"k%d:" % len(key))
+        for part in key:
+            if isinstance(part, str):
+                kind, payload = b"s", part.encode()
+            elif isinstance(part, bytes):
+                kind, payload = b"b", part
+            else:
+                kind, payload = b"i", b"%d" % part
+            encoded.append(b"%b%d:%b" % (kind, len(payload), payload))
+    return b"".join(encoded)
+
+
+class BlockHasher:
+    """Computes the hash chains of sequences, for one block size and one algorithm."""
+
+    def __init__(self, algorithm: str, block_size: int) -> None:
+        if algorithm not in HASH_ALGORITHMS:
+            raise ValueError(
+                f"hash_algorithm={algorithm!r} is unknown; choose from {', '.join(HASH_ALGORITHMS)}"
+            )
+        self.algorithm = algorithm
+        self.block_size = block_size
+        self._digest = HASH_ALGORITHMS[algorithm]
+        self.digest_size = len(self._digest(b""))
+        self._root = bytes(self.digest_size)
+        self._name = (algorithm, block_size)
+
+    def hash_block(
+        self, parent: bytes | None, token_ids: Iterable[int], extra_keys: Iterable[ExtraKey] = ()
+    ) -> bytes:
+        """Digest of one full block; ``parent`` is that of the block before it (None: no block)."""
+        packed = pack_token_ids(token_ids)
+        if len(packed) != self.block_size:
+            raise ValueError(
+                f"token_ids: a full block has {self.block_size} tokens, got {len(packed)}"
+            )
+        parent = self._root if parent is None else parent
+        return self._digest(parent + packed.tobytes() + encode_extra_keys(extra_keys))
+
+    def block_hashes(self, seq: Sequence) -> list[bytes]:
+        """Digests of all full blocks of ``seq`` whose tokens are known.
+
+        The list is kept with the sequence and extended as it grows, each block being hashed once.
+        It must not be modified; it stays valid, and it may grow at the next call.
+        """
+        chain = seq.hash_chains.setdefault(self._name, [])
+        count = (len(seq.token_ids) - seq.num_unknown_tokens) // self.block_size
+        parent = chain[-1] if chain else self._root
+        for depth in range(len(chain), count):
+            start, end = depth * self.block_size, (depth + 1) * self.block_size
+            block = seq.token_ids[start:end].tobytes()
+            if start < seq.keyed_length:
+                block += encode_extra_keys(seq.extra_keys(start, end))
+            parent = self._digest(parent + block)
+            chain.append(parent)
+        return chain
+
+
+_MIN_DIGEST_SIZE = 16
+"""Bytes that make hits believable without comparing tokens."""
+
+
+def collision_free_hasher(manager: str, algorithm: str, block_size: int) -> BlockHasher:
+    """The hasher of a ``manager`` that does not compare tokens.
+
+    Raises ValueError for an unknown algorithm and for a digest below 128 bits.
+    """
+    hasher = BlockHasher(algorithm, block_size)
+    if hasher.digest_size < _MIN_DIGEST_SIZE:
+        strong = [n for n, f in HASH_ALGORITHMS.items() if len(f(b"")) >= _MIN_DIGEST_SIZE]
+        raise ValueError(
+            f"hash_algorithm={algorithm!r}: {manager} does not compare tokens and needs "
+            f"a digest of 128 bits or more; choose from {', '.join(strong)}"
+        )
+    return hasher

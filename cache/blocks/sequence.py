@@ -1,0 +1,181 @@
+"""What a cache manager knows about a sequence."""
+
+from __future__ import annotations
+
+import copy
+import math
+from array import array
+from collections.abc import Hashable, Iterable
+from numbers import Real
+from typing import NamedTuple, Self
+
+ExtraKey = tuple[str | bytes | int, ...]
+"""What kind of key it is, then its parts: ``("lora", "adapter-7")``."""
+
+
+class MultiModalInput(NamedTuple):
+    """An image, a sound ... whose embeddings replace a run of placeholder tokens."""
+
+    content_hash: str | bytes
+    """Names the content; equal for equal inputs only."""
+    offset: int
+    """Position of the first placeholder in the sequence, in tokens."""
+    length: int
+    """Number of placeholder tokens."""
+
+
+class Sequence:
+    """The tokens of one request (or one sample of it) and what else its K/V depend on.
+
+    Args:
+        seq_id: names the sequence in a manager; unique among those that hold blocks.
+        token_ids: the prompt, at least one token, each in [0, 2**32).
+        lora_name: name or number of the LoRA adapter that computes the K/V; None for the base.
+        mm_inputs: multi-modal inputs of the prompt, by rising offset, not overlapping.
+        cache_salt: only sequences with an equal salt share blocks; None shares with None.
+        priority: a finite number for eviction policies that go by it (``priority``): the higher,
+            the longer its blocks stay.
+
+    Attributes:
+        token_ids: ``array('I')`` of all tokens; readable without a copy by numpy and torch.
+            It grows by ``append_token`` and is never changed otherwise, but for its unknown ones.
+        num_unknown_tokens: tokens at its end that stand for others, whose values the host does not
+            have yet: no hash is made of them.
+        num_prompt_tokens: number of tokens the sequence was made with.
+        num_cached_tokens: leading tokens whose K/V were found when the sequence was allocated.
+        num_computed_tokens: leading tokens whose K/V have a place: computed, or being computed by
+            the step that is scheduled.
+        table_version: rises whenever the block table may have changed, so that what was made of
+            the table can be kept until then.
+        keyed_length: no block that begins at or after this position has extra keys.
+        hash_chains: digests of the full blocks, by (algorithm, block size); kept by
+            :class:`cache.blocks.hashing.BlockHasher`.
+
+    Only the manager writes the three counters, so a sequence is with one manager at a time.
+    Raises ValueError, naming the argument, for anything else.
+    """
+
+    def __init__(
+        self,
+        seq_id: Hashable,
+        token_ids: Iterable[int],
+        *,
+        lora_name: str | int | None = None,
+        mm_inputs: Iterable[MultiModalInput | tuple[str | bytes, int, int]] = (),
+        cache_salt: str | bytes | None = None,
+        priority: float = 0,
+    ) -> None:
+        self.seq_id = seq_id
+        self.token_ids: array = pack_token_ids(token_ids)
+        if not self.token_ids:
+            raise ValueError("token_ids is empty: a sequence has at least one token")
+        self.num_prompt_tokens = len(self.token_ids)
+        self.num_unknown_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_computed_tokens = 0
+        self.table_version = 0
+        self.lora_name = _check_key("lora_name", lora_name, str | int)
+        self.cache_salt = _check_key("cache_salt", cache_salt, str | bytes)
+        if not (isinstance(priority, Real) and math.isfinite(priority)):
+            raise ValueError(f"priority={priority!r}: needs a finite number")
+        self.priority = priority
+        self.mm_inputs = _check_mm_inputs(mm_inputs, self.num_prompt_tokens)
+        self.keyed_length = 0 if lora_name is None and cache_salt is None else 1
+        if self.mm_inputs:
+            self.keyed_length = self.mm_inputs[-1].offset + self.mm_inputs[-1].length
+        self.hash_chains: dict[tuple[str, int], list[bytes]] = {}
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and generated tokens."""
+        return len(self.token_ids)
+
+    def append_token(self, token_id: int) -> None:
+        """Add a generated token.  Raises ValueError for what is no int in [0, 2**32)."""
+        try:
+            self.token_ids.append(token_id)
+        except (OverflowError, TypeError):
+            _check_token_id(token_id, "token_id")
+            raise
+
+    def fork(self, seq_id: Hashable) -> Self:
+        """A copy under another id, with tokens and hash chains of its own.
+
+        Everything that a subclass adds is copied shallowly.  Blocks are shared by
+        ``manager.fork(parent, child)``.
+        """
+        child = copy.copy(self)
+        child.seq_id = seq_id
+        child.token_ids = self.token_ids[:]
+        child.hash_chains = {name: chain[:] for name, chain in self.hash_chains.items()}
+        child.num_cached_tokens = child.num_computed_tokens = 0
+        return child
+
+    def extra_keys(self, start: int, end: int) -> list[ExtraKey]:
+        """Extra hash keys of the block that holds the tokens [``start``, ``end``).
+
+        The adapter and the salt for the first block.  For each multi-modal input that reaches
+        into the block its hash, its offset from the start of the block (negative if it began
+        before) and its length: the same image elsewhere in the block is another content.
+        """
+        keys: list[ExtraKey] = []
+        if start == 0 and self.lora_name is not None:
+            keys.append(("lora", self.lora_name))
+        if start == 0 and self.cache_salt is not None:
+            keys.append(("salt", self.cache_salt))
+        for content_hash, offset, length in self.mm_inputs:
+            if offset >= end:
+                break
+            if offset + length > start:
+                keys.append(("mm", content_hash, offset - start, length))
+        return keys
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(seq_id={self.seq_id!r}, num_tokens={self.num_tokens}, "
+            f"num_prompt_tokens={self.num_prompt_tokens})"
+        )
+
+
+def pack_token_ids(token_ids: Iterable[int]) -> array:
+    """Copy token ids into an ``array`` of unsigned 32-bit integers.
+
+    Raises ValueError, naming the position, for an id that is not an int in [0, 2**32).
+    """
+    if not isinstance(token_ids, list | tuple | array):
+        token_ids = list(token_ids)
+    try:
+        return array("I", token_ids)
+    except (OverflowError, TypeError):
+        for position, token_id in enumerate(token_ids):
+            _check_token_id(token_id, f"token_ids[{position}]")
+        raise
+
+
+def _check_token_id(token_id: int, name: str) -> None:
+    try:
+        array("I", (token_id,))
+    except (OverflowError, TypeError):
+        raise ValueError(f"{name}={token_id!r}: a token id is an int in [0, 2**32)") from None
+
+
+def _check_key(name: str, value, types):
+    if value is not None and not isinstance(value, types):
+        raise ValueError(f"{name}={value!r}: needs {types} or None, got {type(value).__name__}")
+    return value
+
+
+def _check_mm_inputs(mm_inputs, num_prompt_tokens: int) -> tuple[MultiModalInput, ...]:
+    checked = tuple(MultiModalInput(*mm_input) for mm_input in mm_inputs)
+    end = 0
+    for i, (content_hash, offset, length) in enumerate(checked):
+        if not isinstance(content_hash, str | bytes):
+            raise ValueError(f"mm_inputs[{i}]: content_hash={content_hash!r} is no str or bytes")
+        if length < 1 or offset < end or offset + length > num_prompt_tokens:
+            raise ValueError(
+                f"mm_inputs[{i}]: offset={offset}, length={length}; placeholders begin at "
+                f"{end} or later here, have a length of 1 or more, and end within the "
+                f"{num_prompt_tokens} tokens of the prompt"
+            )
+        end = offset + length
+    return checked

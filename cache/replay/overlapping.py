@@ -1,0 +1,172 @@
+"""Replay a trace with its requests overlapping in time, through a real cache manager.
+
+The serial replay (``cache.simulate``) compares policies to the last digit; this one shows what
+overlap adds: running requests hold their blocks, decoding takes new ones, and when none are left
+somebody is preempted.  Scheduler, engine and manager are those that serve a model; only the model
+is not there, and time passes as ``ServiceModel`` says.  So the rules are the scheduler's (see
+:mod:`cache.serving.scheduler`): first come first served, long prompts in chunks beside the decoding
+sequences where the manager's design can do so, and the youngest is preempted when blocks run out,
+to be computed again.  A request that does not fit the empty cache is dropped and counted.
+
+A trace names blocks of a prompt, not tokens, see ``prompt_token_ids``.  Everything generated is
+shared with nobody, since a trace does not tell which later prompt continues which answer.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cache.managers import CacheManager, CacheStats
+from cache.serving.open_loop import ServiceModel, engine_without_model, serve
+from cache.serving.scheduler import longest_that_fits
+from cache.traces.trace import Trace
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass(frozen=True)
+class ServingReplayResult:
+    """What an overlapping replay measured.  Times are those of the model, in seconds."""
+
+    num_requests: int
+    finished: int
+    dropped: int
+    """Requests that do not fit the empty cache."""
+    preemptions: int
+    steps: int
+    makespan_seconds: float
+    """From the first arrival to the end of the last step."""
+    ttft_seconds: np.ndarray
+    """Arrival to first token of each finished request, in the trace's order."""
+    normalized_latency_seconds: np.ndarray
+    """Arrival to last token per generated token of each finished request."""
+    mean_running: float
+    """Sequences per step."""
+    peak_running: int
+    mean_used_fraction: float
+    """Blocks of running sequences, as a share of the cache, averaged over time."""
+    recomputed_tokens: int
+    """Tokens computed again after preemptions."""
+    stats: CacheStats
+    """The manager's counters, resumed sequences counted as allocated anew."""
+
+
+def simulate_serving(
+    trace: Trace,
+    *,
+    manager: CacheManager,
+    service: ServiceModel | None = None,
+    time_scale: float = 1.0,
+) -> ServingReplayResult:
+    """Serve ``trace`` with ``manager``, which must be empty and is empty again afterwards.
+
+    ``time_scale`` multiplies the gaps between arrivals (0.5: twice the request rate).  A request
+    generates at least one token.  Works with lengths-only traces, which share nothing.
+
+    Raises ValueError for a manager that is in use, a ``time_scale`` that is negative, or a trace
+    with blocks of unknown size.
+    """
+    import numpy as np
+
+    service = service or ServiceModel()
+    if not time_scale >= 0:
+        raise ValueError(f"time_scale must not be negative, got {time_scale}")
+    if manager.num_free_blocks != manager.num_blocks:
+        used = manager.num_blocks - manager.num_free_blocks
+        raise ValueError(f"manager: {used} of its {manager.num_blocks} blocks are in use")
+    outputs = np.maximum(trace.output_lengths, 1)
+    # The K/V of the last token are never stored.
+    sizes = (np.maximum(trace.input_lengths, 1) + outputs - 1).tolist()
+    longest = longest_that_fits(manager, max(sizes, default=0))
+    served = [index for index, size in enumerate(sizes) if size <= longest]
+    engine = engine_without_model(
+        manager,
+        max_num_seqs=service.max_num_seqs,
+        max_num_batched_tokens=service.max_num_batched_tokens,
+        max_model_len=longest + 1,
+    )
+    begin = trace.timestamps_ms[0] if len(trace) else 0.0
+    run = serve(
+        engine,
+        _Prompts(trace, served),
+        outputs[served].tolist(),
+        ((trace.timestamps_ms[served] - begin) * time_scale / 1000).tolist(),
+        service=service,
+    )
+    used_time = sum(step.seconds * step.used_blocks for step in run.steps)
+    running = [step.running for step in run.steps]
+    return ServingReplayResult(
+        num_requests=trace.num_requests,
+        finished=len(run.requests),
+        dropped=trace.num_requests - len(run.requests),
+        preemptions=sum(request.num_preemptions for request in run.requests),
+        steps=len(run.steps),
+        makespan_seconds=run.seconds,
+        ttft_seconds=np.array([request.time_to_first_token for request in run.requests]),
+        normalized_latency_seconds=np.array(
+            [request.normalized_latency for request in run.requests]
+        ),
+        mean_running=sum(running) / len(running) if running else 0.0,
+        peak_running=max(running, default=0),
+        mean_used_fraction=used_time / (manager.num_blocks * run.seconds) if run.seconds else 0.0,
+        recomputed_tokens=sum(request.num_recomputed_tokens for request in run.requests),
+        stats=manager.stats,
+    )
+
+
+class _Prompts(Items):
+    """Prompts of some requests of a trace, made one by one: their tokens are many."""
+
+    def __init__(self, trace: Trace, indexes: list[int]) -> None:
+        self._trace, self._indexes = trace, indexes
+
+    def __len__(self) -> int:
+        return len(self._indexes)
+
+    def __getitem__(self, i: int) -> array:
+        return prompt_token_ids(self._trace, self._indexes[i])
+
+
+def prompt_token_ids(trace: Trace, index: int, vocab_size: int = 1 << 32) -> array:
+    """Token ids of request ``index`` that agree with another's as far as their block ids do.
+
+    The lower half of the vocabulary spells the blocks: the tokens of a block are the digits of its
+    id, over again when there are no more.  The upper half spells the number of the request, in
+    what its prompt has beyond its blocks.
+
+    ``(max(input_length, 1),)`` unsigned 32-bit integers.  Raises ValueError for blocks of unknown
+    size.
+    """
+    import numpy as np
+
+    length = max(int(trace.input_lengths[index]), 1)
+    base = vocab_size // 2
+    blocks = np.asarray(trace[index].block_ids, np.int64)
+    shared = np.empty(0, np.int64)
+    if len(blocks):
+        if trace.block_size is None:
+            raise ValueError(f"trace {trace.name!r} has blocks of unknown size; load it with one")
+        shared = _digits(blocks, trace.block_size, trace.num_unique_blocks, base)[:length]
+    own = base + _digits(np.array([index]), length - len(shared), len(trace), base)
+    return array("I", np.concatenate((shared, own)).astype(np.uint32).tobytes())
+
+
+def num_digits(bound: int, base: int) -> int:
+    """Digits to ``base`` that tell ``bound`` things apart."""
+    digits, told = 1, base
+    while told < bound:
+        digits, told = digits + 1, told * base
+    return digits
+
+
+def _digits(numbers: np.ndarray, count: int, bound: int, base: int) -> np.ndarray:
+    """``count`` digits of each of ``numbers``, which are below ``bound``: the lowest first, and
+    over again when there are no more."""
+    import numpy as np
+
+    places = base ** (np.arange(count) % num_digits(bound, base))
+    return (numbers[:, None] // places % base).ravel()

@@ -1,0 +1,250 @@
+"""Replay a request trace against an eviction policy: no GPU, no model, exact and fast.
+
+The replay is serial, one request after the other, and fixed to the last detail so that independent
+implementations agree:
+
+- requests in order of timestamp, ties in file order; a request is its list of block ids;
+- only the first ``capacity_blocks`` blocks of a request take part (the pool holds no more);
+- its hits are the longest leading run of blocks that are in the pool;
+- its blocks that are in the pool are pinned, the missing ones inserted in order, each evicting an
+  unpinned block when the pool is full;
+- then all its blocks count as accessed now, the deepest first, which settles the ties.
+
+Overlapping requests, decoding and preemption need a real cache manager instead.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from cache.checks import at_least
+from cache.policies import EvictionPolicy, PriorityPolicy, as_policy
+from cache.policies.base import Request, wrong_victim
+from cache.traces.trace import Trace, load_trace
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass(frozen=True)
+class SimulationResult:
+    """What a replay measured of the requests that were counted."""
+
+    policy: str
+    capacity_blocks: int
+    num_requests: int
+    block_references: int
+    """Blocks of all requests, those beyond the pool's capacity included."""
+    hits: np.ndarray = field(repr=False, compare=False)
+    """Hit blocks of each request, ``(num_requests,)`` int64."""
+    hit_blocks: int
+    input_tokens: int
+    hit_tokens: int | None
+    """Prompt tokens in hit blocks; None if the trace's block size is unknown."""
+    evictions: int
+    replay_seconds: float
+    """Wall time of the whole replay, compilation excluded."""
+    references_per_second: float
+    """Speed of the whole replay."""
+    compiled: bool
+    """True if numba ran the replay, False if it was the policy's Python."""
+
+    @property
+    def block_hit_rate(self) -> float:
+        """Share of all block references that hit."""
+        return self.hit_blocks / self.block_references if self.block_references else 0.0
+
+    @property
+    def token_hit_rate(self) -> float | None:
+        """Share of all prompt tokens that need not be computed; None without a block size."""
+        if self.hit_tokens is None:
+            return None
+        return self.hit_tokens / self.input_tokens if self.input_tokens else 0.0
+
+
+def simulate(
+    trace: Trace | str | os.PathLike,
+    *,
+    policy: str | EvictionPolicy,
+    capacity_blocks: int,
+    counted: slice = slice(None),
+    **options,
+) -> SimulationResult:
+    """Replay ``trace`` through a pool of ``capacity_blocks`` blocks.
+
+    ``trace`` is a path or what ``load_trace`` or ``make_workload`` gave; ``policy`` a name
+    (``options`` are the policy's), ``"file.py:Class"``, or a policy object, which is started anew.
+    A ``PriorityPolicy`` that numba can compile runs compiled, any other policy in Python, and so
+    does one whose priorities need integers beyond 2**53, which compiled arithmetic would change.
+
+    ``counted`` is the part of the trace that the result tells of, by the index of requests: with
+    ``slice(1000, None)`` the first 1000 only warm up the pool and the policy.
+
+    Raises ValueError for a capacity below 1, options next to a policy object, an unknown policy or
+    option, a priority that is not a number, or a trace without block ids; RuntimeError for a policy
+    that evicts what it must not; TraceError for a file that cannot be read.
+    """
+    capacity_blocks = at_least(1, "capacity_blocks", capacity_blocks)
+    if not isinstance(counted, slice) or counted.step not in (None, 1):
+        raise ValueError(f"counted={counted!r}: needs a slice of requests without a step")
+    policy = as_policy(policy, **options)
+    if not isinstance(trace, Trace):
+        trace = load_trace(trace)
+    if not trace.has_blocks:
+        raise ValueError(f"trace {trace.name!r} has lengths only; a replay needs block ids")
+
+    replay = policy.compiled_replay() or _compiled(policy)
+    started = time.perf_counter()
+    if replay is not None:
+        try:
+            hits, evictions = replay(trace, capacity_blocks)
+        except OverflowError:  # the policy's integers need Python's
+            replay = None
+            started = time.perf_counter()
+    if replay is None:
+        hits, evictions = _replay_in_python(trace, policy, capacity_blocks)
+    seconds = time.perf_counter() - started
+
+    part = trace[counted]
+    return SimulationResult(
+        policy=policy.name,
+        capacity_blocks=capacity_blocks,
+        num_requests=part.num_requests,
+        block_references=part.num_block_references,
+        hits=hits[counted],
+        hit_blocks=int(hits[counted].sum()),
+        input_tokens=int(part.input_lengths.sum()),
+        hit_tokens=_hit_tokens(part, hits[counted]),
+        evictions=int(evictions[counted].sum()),
+        replay_seconds=seconds,
+        references_per_second=trace.num_block_references / seconds,
+        compiled=replay is not None,
+    )
+
+
+def _hit_tokens(trace: Trace, hits: np.ndarray) -> int | None:
+    if trace.block_size is None:
+        return None
+    # The last block of a prompt may be partly filled.
+    return int((hits * trace.block_size).clip(max=trace.input_lengths).sum())
+
+
+def _compiled(policy: EvictionPolicy):
+    """The compiled replay of a priority policy, or None if it has to run in Python."""
+    if not isinstance(policy, PriorityPolicy):
+        return None
+    priority = policy.describing_priority()
+    own = policy.own_state(1)
+    replay = priority and _warmed_up(priority, policy.needs_future, own is not None and own.dtype)
+    return replay and functools.partial(_replay_compiled, replay, policy)
+
+
+@functools.cache
+def _warmed_up(priority, needs_future: bool, own_dtype):
+    """The replay of ``priority``, compiled by a tiny replay so that no measured time includes it.
+
+    None if numba cannot compile ``priority`` or its integers are too large at once.
+    """
+    import numba
+    import numpy as np
+
+    from cache.replay.compiled import compile_replay
+
+    replay = compile_replay(priority, bool(own_dtype))
+    one = np.ones(1, np.int64)
+    own = np.ones(1, own_dtype)[0] if own_dtype else None
+    try:
+        replay(
+            np.zeros(1, np.int32), np.array([0, 1]), 1, 1, needs_future,
+            np.zeros(1), one, one, 0, own,
+        )  # fmt: skip
+    except (numba.core.errors.NumbaError, OverflowError):
+        return None
+    except (ArithmeticError, ValueError):
+        if own is None:
+            raise  # else: it compiles, and these were no numbers of the policy's own
+    return replay
+
+
+def _replay_compiled(replay, policy: PriorityPolicy, trace: Trace, capacity: int):
+    return replay(
+        trace.block_ids,
+        trace.offsets,
+        trace.num_unique_blocks,
+        capacity,
+        policy.needs_future,
+        trace.timestamps_ms,
+        trace.input_lengths,
+        trace.output_lengths,
+        int(policy.ghost_ratio * capacity),
+        policy.own_state(capacity),
+    )
+
+
+def _replay_in_python(trace: Trace, policy: EvictionPolicy, capacity: int):
+    import numpy as np
+
+    offsets = trace.offsets.tolist()
+    block_ids = trace.block_ids.tolist()
+    next_use: dict[int, float] = {}
+    next_uses = None
+    if policy.needs_future:
+        from cache.replay.compiled import next_uses_of
+
+        next_uses = next_uses_of(
+            trace.block_ids, trace.offsets, trace.num_unique_blocks, capacity
+        ).tolist()
+    policy.start(capacity, next_use.__getitem__ if policy.needs_future else None)
+    insert, pin, release_many = policy.insert, policy.pin, policy.release_many
+    miss = policy.miss if type(policy).miss is not EvictionPolicy.miss else None
+    tell = policy.tell if type(policy).tell is not EvictionPolicy.tell else None
+
+    resident: set[int] = set()
+    hits = np.zeros(trace.num_requests, np.int64)
+    evictions = np.zeros(trace.num_requests, np.int64)
+    for request in range(trace.num_requests):
+        start = offsets[request]
+        blocks = block_ids[start : min(offsets[request + 1], start + capacity)]
+        missing = []
+        for depth, block in enumerate(blocks):
+            if block in resident:
+                pin(block)
+            else:
+                missing.append(depth)
+        hits[request] = missing[0] if missing else len(blocks)
+        if tell is not None:
+            facts = _facts(trace, request)
+            tell(facts._replace(output_tokens=math.nan))
+        in_use = set(blocks) if len(resident) + len(missing) > capacity else ()
+        for depth in missing:
+            block = blocks[depth]
+            if miss is not None:
+                miss(block)
+            if len(resident) == capacity:
+                victim = policy.evict()
+                if victim not in resident or victim in in_use:
+                    raise wrong_victim(policy, victim)
+                resident.remove(victim)
+                evictions[request] += 1
+            resident.add(block)
+            insert(block, block, blocks[depth - 1] if depth else None, depth)
+        if next_uses is not None:
+            next_use.update(zip(blocks, next_uses[start : start + len(blocks)], strict=True))
+        if tell is not None:
+            tell(facts)
+        release_many(blocks[::-1])
+    return hits, evictions
+
+
+def _facts(trace: Trace, request: int) -> Request:
+    return Request(
+        time_ms=float(trace.timestamps_ms[request]),
+        prompt_tokens=float(trace.input_lengths[request]),
+        output_tokens=float(trace.output_lengths[request]),
+        prompt_blocks=float(trace.offsets[request + 1] - trace.offsets[request]),
+    )

@@ -1,0 +1,1 @@
+"""Request traces: the format, its files, converters and synthetic workloads."""

@@ -1,0 +1,207 @@
+"""Published traces of other formats as traces that ``load_trace`` reads.
+
+``python -m cache.traces.convert FORMAT SOURCE OUT``, where OUT ends in ``.jsonl``, ``.jsonl.gz`` or
+``.jsonl.zst`` and FORMAT is
+
+- ``bailian``: a JSON-lines file of Alibaba's Qwen-Bailian usage traces (Wang et al., USENIX ATC
+  2025).  Times are seconds, and an id is the hash of 16 tokens by themselves;
+- ``ragpulse``: the folder ``data`` of RAGPulse (arXiv 2511.12979).  A prompt is a list of
+  components, whose lengths stand in files of their own;
+- ``sessions``: a folder of callanjfox/kv-cache-tester's ``trace_*.json``, a session of a coding
+  agent each, whose ids and times are its own;
+- ``trace``: what ``load_trace`` reads already (Mooncake, Azure), to be coarsened.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import operator
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from cache.checks import at_least
+from cache.traces.files import read_lines, split_suffixes
+from cache.traces.trace import Trace, TraceError, load_trace, save_trace
+
+_BAILIAN_BLOCK = 16
+_RAGPULSE_PARTS = ("sys_prompt", "passages_ids", "history", "web_search", "user_input")
+"""Components of a prompt, in the order in which they are joined."""
+_RAGPULSE_LENGTHS = {
+    "1_sys_prompt.jsonl": "sys_prompt_id",
+    "2_passages.jsonl": "passage_id",
+    "3_history.jsonl": "history_id",
+    "4_user_input.jsonl": "user_input_id",
+    "5_web_search.jsonl": "web_search_id",
+}
+
+
+class _Prefixes:
+    """Numbers blocks so that equal numbers mean equal content up to the end of the block."""
+
+    def __init__(self) -> None:
+        self._numbers: defaultdict[tuple[Hashable, Hashable], int] = defaultdict()
+        self._numbers.default_factory = self._numbers.__len__
+
+    def __call__(self, contents: Iterable[Hashable]) -> list[int]:
+        """The numbers of a prompt's blocks, from what each holds by itself."""
+        before, numbers = None, []
+        for content in contents:
+            before = self._numbers[before, content]
+            numbers.append(before)
+        return numbers
+
+
+def convert_bailian(path: str | os.PathLike) -> Trace:
+    """Chain the hashes, so that a block after another prefix is another block; seconds to ms.
+
+    Raises TraceError for a line that is not a request.
+    """
+    path, prefixes = Path(path), _Prefixes()
+
+    def request(record: dict[str, Any]) -> tuple:
+        lengths = record["input_length"], record["output_length"]
+        return 1000 * record["timestamp"], *lengths, prefixes(record["hash_ids"])
+
+    name = split_suffixes(path)[0]
+    return Trace.from_requests(_parsed(path, request), name=name, block_size=_BAILIAN_BLOCK)
+
+
+def convert_ragpulse(folder: str | os.PathLike, *, block_size: int = 16) -> Trace:
+    """Join the components of each prompt and cut them into full blocks.
+
+    The order is system prompt, passages, history, web search, user input.  A prompt is as long as
+    its components: the published length counts some tokens between them too.  Seconds become ms.
+
+    Raises TraceError for a line that is not a request or a component, or names an unknown one.
+    """
+    folder, prefixes, lengths = Path(folder), _Prefixes(), {}
+    at_least(1, "block_size", block_size)
+    for file, field in _RAGPULSE_LENGTHS.items():
+        key = operator.itemgetter(field, "token_length")
+        for length in _parsed(folder / file, lambda part, key=key: dict([key(part)])):
+            lengths |= length
+
+    def request(record: dict[str, Any]) -> tuple:
+        parts = [part for name in _RAGPULSE_PARTS for part in record["hash_ids"][name]]
+        parts = [(part, lengths[part]) for part in parts]
+        tokens = sum(length for _, length in parts)
+        blocks = prefixes(_cut(parts, block_size))
+        return 1000 * float(record["timestamp"]), tokens, record["output_length"], blocks
+
+    requests = _parsed(folder / "0_trace.jsonl", request)
+    return Trace.from_requests(requests, name="ragpulse", block_size=block_size)
+
+
+def _cut(parts: list[tuple[int, int]], block_size: int) -> Iterator[tuple[tuple[int, int], ...]]:
+    """The full blocks of parts (id, tokens) one after the other: of each, which part it takes from
+    which of its tokens on."""
+    block, room = [], block_size
+    for part, length in parts:
+        start = 0
+        while length - start >= room:
+            yield (*block, (part, start))
+            start, block, room = start + room, [], block_size
+        if start < length:
+            block.append((part, start))
+            room -= length - start
+
+
+def convert_sessions(folder: str | os.PathLike, *, hours: float = 24.0, seed: int = 0) -> Trace:
+    """Merge the sessions of a folder by arrival.
+
+    Sessions were recorded apart: in the order of their names, each gets a start drawn uniformly
+    from ``hours`` by ``seed``, so the arrivals are synthetic.  A sub-agent's requests count from
+    its own start.  Ids count within a session; those of scope "global" are the same in all.
+
+    Raises TraceError for a file that is not a session, or of another block size than the first, and
+    ValueError for a folder without any.
+    """
+    import numpy as np
+
+    paths = sorted(Path(folder).glob("trace_*.json"))
+    if not paths:
+        raise ValueError(f"folder must hold trace_*.json, got {os.fspath(folder)!r}")
+    starts = np.random.default_rng(seed).uniform(0, 3600e3 * hours, len(paths)).tolist()
+    numbers: defaultdict[tuple[Hashable, int], int] = defaultdict()
+    numbers.default_factory = numbers.__len__
+    requests, block_size = [], None
+    for path, start in zip(paths, starts, strict=True):
+        with _placed(path, 1):
+            session = json.loads(path.read_bytes())
+            block_size = block_size or session["block_size"]
+            if session["block_size"] != block_size:
+                raise ValueError(f"blocks of {session['block_size']} tokens, others {block_size}")
+            scope = None if session.get("hash_id_scope") == "global" else path.name
+            requests += [
+                (start + 1000 * time, tokens, output, [numbers[scope, block] for block in blocks])
+                for time, tokens, output, blocks in _leaves(session["requests"], 0.0)
+            ]
+    return Trace.from_requests(requests, name=Path(folder).name, block_size=block_size)
+
+
+def _leaves(entries: list[dict[str, Any]], start: float) -> Iterator[tuple]:
+    """Requests of a session and its sub-agents: seconds, prompt, output, ids."""
+    for entry in entries:
+        if entry["type"] == "subagent":
+            yield from _leaves(entry["requests"], start + entry["t"])
+        else:
+            yield start + entry["t"], entry["in"], entry["out"], entry["hash_ids"]
+
+
+def _parsed(path: Path, parse: Callable[[Any], tuple]) -> Iterator[tuple]:
+    """What ``parse`` makes of each line's JSON."""
+    for number, line in read_lines(path):
+        with _placed(path, number):
+            yield parse(json.loads(line))
+
+
+@contextlib.contextmanager
+def _placed(path: Path, number: int) -> Iterator[None]:
+    """Gives what is wrong with a line its place."""
+    try:
+        yield
+    except KeyError as error:
+        raise TraceError(path, number, f"no {error.args[0]!r}") from None
+    except (ValueError, TypeError) as error:
+        raise TraceError(path, number, str(error)) from None
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m cache.traces.convert", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    formats = parser.add_subparsers(dest="format", required=True, metavar="FORMAT")
+    known = {
+        "bailian": convert_bailian,
+        "ragpulse": convert_ragpulse,
+        "sessions": convert_sessions,
+        "trace": load_trace,
+    }
+    for name, convert in known.items():
+        command = formats.add_parser(name, help=convert.__doc__.partition("\n")[0])
+        command.add_argument("source", type=Path)
+        command.add_argument("out", type=Path)
+        command.add_argument("--coarsen", type=int, default=1, help="blocks joined into one")
+        if name == "ragpulse":
+            command.add_argument("--block-size", type=int, default=16, help="tokens")
+        if name == "sessions":
+            command.add_argument("--hours", type=float, default=24.0, help="of the starts")
+            command.add_argument("--seed", type=int, default=0, help="of the starts")
+    options = vars(parser.parse_args(arguments))
+    convert, source, out = known[options.pop("format")], options.pop("source"), options.pop("out")
+    factor = options.pop("coarsen")
+    try:
+        trace = convert(source, **options).coarsened(factor)
+        save_trace(trace, out)
+    except (OSError, ValueError) as error:
+        sys.exit(f"{parser.prog}: {error}")
+    print(f"{out}: {trace!r}, an infinite cache hits {trace.infinite_cache_hit_rate:.4f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,404 @@
+"""Request traces: what arrived when, how long it was and which blocks its prompt consists of.
+
+A block id stands for ``block_size`` tokens *and* everything before them in the prompt: two requests
+share an id if and only if their prompts agree up to the end of that block.  Real traces come from
+``load_trace``, synthetic ones from ``cache.make_workload``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import numbers
+import os
+import reprlib
+import sys
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from cache.checks import at_least
+from cache.traces.files import RecordParser, TraceError, read_lines, split_suffixes, write_lines
+
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = ["Trace", "TraceError", "TraceRequest", "load_trace", "save_trace"]
+
+_DTYPES = {
+    "timestamps_ms": "float64",
+    "input_lengths": "int64",
+    "output_lengths": "int64",
+    "block_ids": "int32",
+    "offsets": "int64",
+}
+
+
+class TraceRequest(NamedTuple):
+    """One request of a trace."""
+
+    timestamp_ms: float
+    input_length: int
+    """Prompt tokens."""
+    output_length: int
+    """Generated tokens."""
+    block_ids: Sequence[int]
+    """Blocks of the prompt, in order; whether a partly filled last block counts is the trace's."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Trace:
+    """Requests in order of timestamp, ties in the order they were given.
+
+    Made by ``load_trace``, ``make_workload`` or ``Trace.from_requests``; the constructor takes
+    finished arrays and raises ValueError where they break what is said here.  Slices share the
+    arrays, so treat them as read-only.  ``len(trace)``, ``trace[i]`` (a ``TraceRequest``),
+    iteration and slices (``trace[100:200]``, a ``Trace`` of its own) work as on a list.
+    """
+
+    name: str
+    block_size: int | None
+    """Tokens per block; None if unknown."""
+    timestamps_ms: np.ndarray
+    """Arrival times, ``(num_requests,)`` float64, ascending."""
+    input_lengths: np.ndarray
+    """Prompt tokens, ``(num_requests,)`` int64."""
+    output_lengths: np.ndarray
+    """Generated tokens, ``(num_requests,)`` int64."""
+    block_ids: np.ndarray
+    """Blocks of all requests one after the other, ``(num_block_references,)`` int32.  Ids are
+    dense: 0 to ``num_unique_blocks - 1`` by first appearance."""
+    offsets: np.ndarray
+    """Request ``i`` has ``block_ids[offsets[i]:offsets[i + 1]]``; ``(num_requests + 1,)`` int64."""
+
+    def __post_init__(self):
+        # Compiled replays index by these arrays unchecked.
+        import numpy as np
+
+        for field, dtype in _DTYPES.items():
+            values = getattr(self, field)
+            if not isinstance(values, np.ndarray) or values.dtype != dtype or values.ndim != 1:
+                raise ValueError(f"{field} must be a one-dimensional {dtype} array, got {values!r}")
+        for field in ("input_lengths", "output_lengths"):
+            if len(getattr(self, field)) != len(self.timestamps_ms):
+                raise ValueError(f"{field} must have one value per request")
+            if (getattr(self, field) < 0).any():
+                raise ValueError(f"{field} must be at least 0")
+        if not (self.timestamps_ms[1:] >= self.timestamps_ms[:-1]).all():
+            raise ValueError("timestamps_ms must ascend")
+        bounds = np.append(self.offsets, len(self.block_ids))
+        if len(bounds) != len(self) + 2 or bounds[0] != 0 or bounds[-1] != bounds[-2]:
+            raise ValueError("offsets must have num_requests + 1 values, from 0 to len(block_ids)")
+        if (bounds[1:] < bounds[:-1]).any():
+            raise ValueError("offsets must ascend")
+        newest = np.append(np.int32(-1), np.maximum.accumulate(self.block_ids))
+        if (self.block_ids < 0).any() or (newest[1:] > newest[:-1] + 1).any():
+            raise ValueError("block_ids must count up from 0 by first appearance")
+
+    @classmethod
+    def from_requests(
+        cls, requests: Iterable[tuple], *, name: str, block_size: int | None = None
+    ) -> Trace:
+        """Build a trace from ``(timestamp_ms, input_length, output_length, block_ids)`` tuples.
+
+        Requests may come in any order, block ids may be any integers, and ``block_size`` None is
+        inferred as ``load_trace`` does.  Raises ValueError for a timestamp that is not a finite
+        number, a length that is not an integer of at least 0, block ids that are not integers or
+        repeat within a request, and a ``block_size`` below 1.
+        """
+
+        def error(index: int, reason: str) -> ValueError:
+            return ValueError(f"requests[{index}]: {reason}")
+
+        return _collected(enumerate(requests), tuple, error, name, block_size)
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.timestamps_ms)
+
+    @property
+    def num_block_references(self) -> int:
+        """Blocks of all requests, repetitions counted."""
+        return len(self.block_ids)
+
+    @cached_property
+    def num_unique_blocks(self) -> int:
+        """Different blocks of all requests: the capacity from which on nothing is evicted."""
+        return int(self.block_ids.max()) + 1 if len(self.block_ids) else 0
+
+    @property
+    def has_blocks(self) -> bool:
+        """False for a trace of lengths only, such as Azure's."""
+        return len(self.block_ids) > 0
+
+    @cached_property
+    def digest(self) -> str:
+        """128-bit hash of the content as 32 hex digits; the name does not count."""
+        digest = hashlib.blake2b(repr((self.block_size, len(self))).encode(), digest_size=16)
+        for field in _DTYPES:
+            values = getattr(self, field)
+            digest.update(values.astype(values.dtype.newbyteorder("<"), copy=False).tobytes())
+        return digest.hexdigest()
+
+    @cached_property
+    def infinite_cache_hit_rate(self) -> float:
+        """Block hit rate of a cache that never evicts, the bound of every policy.
+
+        As in the serial replay of ``cache.simulate``: the hits of a request are the longest
+        leading run of blocks seen in earlier requests.  0 without blocks.
+        """
+        import numpy as np
+
+        if not self.has_blocks:
+            return 0.0
+        # Ids are numbered by first appearance: a block is new if its id exceeds all before it.
+        newest = np.maximum.accumulate(self.block_ids)
+        is_new = np.append(True, newest[1:] > newest[:-1])
+        new_positions = np.append(np.flatnonzero(is_new), len(self.block_ids))
+        starts, ends = self.offsets[:-1], self.offsets[1:]
+        first_new = new_positions[np.searchsorted(new_positions, starts)]
+        hits = np.minimum(first_new, ends) - starts
+        return int(hits.sum()) / len(self.block_ids)
+
+    def head(self, num_requests: int) -> Trace:
+        """The first ``num_requests`` requests (all, if there are fewer)."""
+        return self[: at_least(0, "num_requests", num_requests)]
+
+    def coarsened(self, factor: int) -> Trace:
+        """The same requests in blocks of ``factor * block_size`` tokens.
+
+        A coarse block is ``factor`` blocks in a row from the start of the prompt; those left over
+        at its end fill no coarse block and are dropped.
+        """
+        import numpy as np
+
+        at_least(1, "factor", factor)
+        # A block is unique to its prefix, so the last of a group names the group.
+        block_ids, offsets = _picked(
+            self.block_ids, self.offsets[:-1] + factor - 1, np.diff(self.offsets) // factor, factor
+        )
+        return replace(
+            self,
+            block_size=None if self.block_size is None else factor * self.block_size,
+            block_ids=block_ids,
+            offsets=offsets,
+        )
+
+    def __len__(self) -> int:
+        return self.num_requests
+
+    def __getitem__(self, index: int | slice) -> TraceRequest | Trace:
+        if isinstance(index, slice):
+            return self._sliced(*index.indices(len(self)))
+        index = range(len(self))[index]
+        return TraceRequest(
+            float(self.timestamps_ms[index]),
+            int(self.input_lengths[index]),
+            int(self.output_lengths[index]),
+            self.block_ids[self.offsets[index] : self.offsets[index + 1]],
+        )
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        return (self[index] for index in range(len(self)))
+
+    def __repr__(self) -> str:
+        return (
+            f"Trace({self.name!r}, block_size={self.block_size}, requests={self.num_requests}, "
+            f"block_references={self.num_block_references}, unique={self.num_unique_blocks})"
+        )
+
+    def _sliced(self, start: int, stop: int, step: int) -> Trace:
+        if step != 1:
+            raise ValueError(f"a trace is sliced with step 1, got {step}")
+        rows = slice(start, max(start, stop))
+        offsets = self.offsets[start : rows.stop + 1]
+        return replace(
+            self,
+            timestamps_ms=self.timestamps_ms[rows],
+            input_lengths=self.input_lengths[rows],
+            output_lengths=self.output_lengths[rows],
+            block_ids=_numbered_by_first_appearance(self.block_ids[offsets[0] : offsets[-1]]),
+            offsets=offsets - offsets[0],
+        )
+
+
+def load_trace(path: str | os.PathLike, *, block_size: int | None = None) -> Trace:
+    """Read a request trace: JSON lines as published with Mooncake, or Azure's CSV.
+
+    ``path`` ends in ``.jsonl`` or ``.csv``, alone or followed by ``.gz`` or ``.zst``; a file named
+    only ``.gz`` or ``.zst`` is told by its first line.  The trace is named after the file.  CSV
+    traces have no blocks; their timestamps count from the first row.
+
+    ``block_size`` is what the publisher says; None infers it from the data.  Mooncake gives an id
+    to every block, a partly filled last one included: ``len(hash_ids) == ceil(input_length /
+    block_size)``.  Other publishers number full blocks only: ``floor``.  Each request bounds the
+    sizes that fit; the one power of two that fits all requests is taken (several: unknown), by the
+    first rule that admits one, or else the one whole number that fits.  Otherwise None.
+
+    Raises TraceError (a ValueError) that names file, line and reason for anything malformed: an
+    unknown extension, a corrupt or truncated stream, a line of more than 16 MiB, a line that does
+    not parse, a missing field, a timestamp that is not a finite number, a length that is not an
+    integer of at least 0, ``hash_ids`` that are not integers or repeat within a request, no request
+    at all.  Raises ValueError for a ``block_size`` below 1 and OSError for a file that cannot be
+    opened.  The file is read as a stream, so that its compression cannot fill the memory.
+    """
+    path = Path(path)
+    name, file_format, _ = split_suffixes(path)
+    parse = RecordParser(file_format)
+    trace = _collected(read_lines(path), parse, partial(TraceError, path), name, block_size)
+    if not trace:
+        raise TraceError(path, 1, "the file holds no requests")
+    return trace
+
+
+def save_trace(trace: Trace, path: str | os.PathLike) -> None:
+    """Write a trace as JSON lines that ``load_trace`` reads back.
+
+    ``path`` ends in ``.jsonl``, ``.jsonl.gz`` or ``.jsonl.zst`` (else ValueError) and is replaced
+    at once, when everything is written.  The format has no place for name and block size.
+    """
+    write_lines(Path(path), map(_json_line, trace))
+
+
+def _json_line(request: TraceRequest) -> str:
+    timestamp = request.timestamp_ms
+    record = {
+        "timestamp": int(timestamp) if timestamp.is_integer() else timestamp,
+        "input_length": request.input_length,
+        "output_length": request.output_length,
+        "hash_ids": request.block_ids.tolist(),
+    }
+    return json.dumps(record, separators=(",", ":"))
+
+
+def _collected(
+    rows: Iterable[tuple[int, Any]],
+    parse: Callable[[Any], tuple | None],
+    error: Callable[[int, str], ValueError],
+    name: str,
+    block_size: int | None,
+) -> Trace:
+    """The trace of the requests that ``parse`` finds in rows, each with its place.
+
+    ``parse`` gives None for a row that is no request.  What is wrong with a row is raised as
+    ``error(place, reason)``.
+    """
+    import numpy as np
+
+    if block_size is not None:
+        block_size = at_least(1, "block_size", block_size)
+    timestamps, inputs, outputs = array("d"), array("q"), array("q")
+    blocks, ends = array("i"), array("q", [0])
+    # An unknown id gets the next dense one, at the speed of a dictionary lookup.
+    dense_ids = defaultdict()
+    dense_ids.default_factory = dense_ids.__len__
+    for place, row in rows:
+        try:
+            if (request := parse(row)) is None:
+                continue
+            timestamp, input_length, output_length, hash_ids = request
+            timestamps.append(_timestamp(timestamp))
+            inputs.append(_length("input_length", input_length))
+            outputs.append(_length("output_length", output_length))
+            blocks.extend(map(dense_ids.__getitem__, _ids(hash_ids)))
+            ends.append(len(blocks))
+        except (ValueError, RecursionError) as reason:
+            raise error(place, str(reason)) from None
+
+    timestamps_ms = np.array(timestamps, np.float64)
+    input_lengths, output_lengths = np.array(inputs, np.int64), np.array(outputs, np.int64)
+    block_ids, offsets = np.array(blocks, np.int32), np.array(ends, np.int64)
+    if (timestamps_ms[1:] < timestamps_ms[:-1]).any():
+        order = np.argsort(timestamps_ms, kind="stable")
+        timestamps_ms = timestamps_ms[order]
+        input_lengths, output_lengths = input_lengths[order], output_lengths[order]
+        block_ids, offsets = _picked(block_ids, offsets[:-1][order], np.diff(offsets)[order])
+    if block_size is None:
+        block_size = _infer_block_size(input_lengths, np.diff(offsets))
+    return Trace(name, block_size, timestamps_ms, input_lengths, output_lengths, block_ids, offsets)
+
+
+def _timestamp(value) -> float:
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not abs(value) <= sys.float_info.max:
+        raise ValueError(
+            f"timestamp must be a finite number of milliseconds, got {reprlib.repr(value)}"
+        )
+    return float(value)
+
+
+def _length(field: str, value) -> int:
+    length = at_least(0, field, value)
+    if length >= 1 << 63:
+        raise ValueError(f"{field}={reprlib.repr(value)}: must fit 64 bits")
+    return length
+
+
+def _ids(values) -> Sequence[int]:
+    if hasattr(values, "tolist"):
+        values = values.tolist()
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+        raise ValueError(f"hash_ids must be a list of integers, got {reprlib.repr(values)}")
+    if set(map(type, values)) - {int}:
+        wrong = next(value for value in values if type(value) is not int)
+        raise ValueError(f"hash_ids must be integers, got {reprlib.repr(wrong)}")
+    if len(set(values)) != len(values):
+        ((repeated, _),) = Counter(values).most_common(1)
+        raise ValueError(
+            f"hash_ids repeat {reprlib.repr(repeated)}: an id is unique to its prefix, so it "
+            "cannot come twice"
+        )
+    return values
+
+
+def _picked(
+    block_ids: np.ndarray, starts: np.ndarray, counts: np.ndarray, step: int = 1
+) -> tuple[np.ndarray, np.ndarray]:
+    """``(block_ids, offsets)`` of requests that have ``counts[i]`` of ``block_ids`` each.
+
+    They are the ones at ``starts[i]``, ``starts[i] + step`` and so on.
+    """
+    import numpy as np
+
+    offsets = np.append(0, np.cumsum(counts))
+    positions = np.repeat(starts - step * offsets[:-1], counts) + step * np.arange(offsets[-1])
+    return _numbered_by_first_appearance(block_ids[positions]), offsets
+
+
+def _numbered_by_first_appearance(ids: np.ndarray) -> np.ndarray:
+    """Dense int32 ids that repeat where ``ids`` (non-negative) repeat."""
+    import numpy as np
+
+    first = np.full(int(ids.max(initial=-1)) + 1, len(ids))
+    first[ids[::-1]] = np.arange(len(ids))[::-1]  # the last assignment stays: the first position
+    present = np.flatnonzero(first < len(ids))
+    dense = np.empty(len(first), np.int32)
+    dense[present[np.argsort(first[present])]] = np.arange(len(present))
+    return dense[ids]
+
+
+def _infer_block_size(input_lengths: np.ndarray, num_blocks: np.ndarray) -> int | None:
+    if not num_blocks.any():
+        return None
+    intervals = [_sizes_that_fit(input_lengths, num_blocks)]
+    filled = input_lengths > 0
+    if (filled == (num_blocks > 0)).all():
+        # The last block counts if a token is in it: as if full blocks followed the first token.
+        intervals.insert(0, _sizes_that_fit(input_lengths[filled] - 1, num_blocks[filled] - 1))
+    for smallest, largest in intervals:
+        power = 1 << (smallest - 1).bit_length()
+        if power <= largest:
+            return power if 2 * power > largest else None
+    return next((smallest for smallest, largest in intervals if smallest == largest), None)
+
+
+def _sizes_that_fit(input_lengths: np.ndarray, num_full: np.ndarray) -> tuple[int, int]:
+    """Smallest and largest block size with ``num_full == input_lengths // size``."""
+    smallest = input_lengths // (num_full + 1) + 1
+    several = num_full > 0
+    largest = input_lengths[several] // num_full[several]
+    return int(smallest.max()), int(largest.min(initial=1 << 62))

@@ -1,0 +1,113 @@
+"""Coding agents: long contexts that grow by tool calls in many short steps."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from cache.traces.workloads.draws import (
+    Zipf,
+    generator,
+    interleaved,
+    log_normal,
+    log_normal_tokens,
+    poisson_arrivals_ms,
+)
+from cache.traces.workloads.options import (
+    AtLeastOne,
+    Count,
+    NonNegative,
+    Positive,
+    Probability,
+    Requests,
+    Seed,
+    workload,
+)
+from cache.traces.workloads.prompts import Prompt, PromptSpace
+
+
+@workload
+def agent_loops(
+    *,
+    num_requests: Count = 2000,
+    block_size: Count = 64,
+    seed: Seed = 0,
+    session_rate: Positive = 0.05,
+    num_agents: Count = 4,
+    zipf_exponent: NonNegative = 1.0,
+    system_tokens: Positive = 3000.0,
+    task_tokens: Positive = 2000.0,
+    mean_steps: AtLeastOne = 25.0,
+    output_tokens: Positive = 80.0,
+    tool_result_tokens: Positive = 150.0,
+    length_sigma: NonNegative = 0.8,
+    tool_seconds: Positive = 2.0,
+    pause_probability: Probability = 0.05,
+    pause_seconds: Positive = 120.0,
+    time_sigma: NonNegative = 1.2,
+    ms_per_output_token: NonNegative = 20.0,
+    subagent_probability: Probability = 0.04,
+    mean_subagent_steps: AtLeastOne = 8.0,
+    max_context_tokens: Count = 16384,
+    summary_tokens: Positive = 500.0,
+) -> Requests:
+    """Tool-calling agents: each step appends the model's call and the tool's result.
+
+    Nearly all of a prompt was in the previous one, seconds ago; but while a person or a sub-agent
+    keeps the agent waiting its whole context lies idle, and after compaction the old one is dead.
+
+    Args:
+        session_rate: Poisson arrivals of agent sessions, per second.
+        num_agents: Kinds of agents, each with a system prompt (instructions and tools);
+            ``zipf_exponent`` is the skew of their popularity.
+        system_tokens: Median length of a system prompt, drawn once for each.
+        task_tokens: Median length of the task and the files it comes with.
+        mean_steps: Mean number of steps of a session (geometric).
+        output_tokens: Median length of what the model writes in a step.
+        tool_result_tokens: Median length of a tool's result.
+        length_sigma: Standard deviation of the logarithm of every length (log-normal).
+        tool_seconds: Median run time of a tool; in a share ``pause_probability`` of the steps a
+            person has to answer first, median ``pause_seconds``.  Log-normal with ``time_sigma``.
+        ms_per_output_token: Time the model takes to write.
+        subagent_probability: Share of the steps that start a sub-agent: the same system prompt, a
+            task and a context of its own, ``mean_subagent_steps`` steps (geometric) while the agent
+            waits; its last output is the tool result.  Sub-agents start none.
+        max_context_tokens: A context that would exceed it is compacted: system prompt and task
+            stay, the steps are replaced by a summary of median ``summary_tokens``.
+    """
+    arrivals_rng, sessions_rng = generator(seed).spawn(2)
+    space = PromptSpace(block_size)
+    popularity = Zipf(num_agents, zipf_exponent)
+    tokens = partial(log_normal_tokens, sigma=length_sigma)
+    system_prompts = [
+        space.extended(space.empty, tokens(sessions_rng, system_tokens)) for _ in range(num_agents)
+    ]
+
+    def session(arrival_ms: int):
+        # Its own generator: the steps do not depend on how sessions happen to interleave.
+        (rng,) = sessions_rng.spawn(1)
+        system_prompt = system_prompts[popularity.draw(rng)]
+        yield from agent(rng, arrival_ms, system_prompt, mean_steps, subagent_probability)
+
+    def agent(rng, now: float, system_prompt: Prompt, mean_steps: float, spawns: float):
+        """Yield the requests of one agent; return when it ends and the length of its answer."""
+        prompt = task = space.extended(system_prompt, tokens(rng, task_tokens))
+        while True:
+            output_length = tokens(rng, output_tokens)
+            if prompt.num_tokens + output_length > max_context_tokens and prompt is not task:
+                prompt = space.extended(task, tokens(rng, summary_tokens))
+            yield round(now), prompt, output_length
+            now += output_length * ms_per_output_token
+            if rng.random() < 1 / mean_steps:
+                return now, output_length
+            prompt = space.extended(prompt, output_length)
+            if rng.random() < spawns:
+                now, result_length = yield from agent(
+                    rng, now, system_prompt, mean_subagent_steps, 0
+                )
+                prompt = space.extended(prompt, result_length)
+                continue
+            prompt = space.extended(prompt, tokens(rng, tool_result_tokens))
+            waits = pause_seconds if rng.random() < pause_probability else tool_seconds
+            now += 1000 * log_normal(rng, waits, time_sigma)
+
+    return interleaved(poisson_arrivals_ms(arrivals_rng, session_rate), session)

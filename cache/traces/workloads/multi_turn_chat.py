@@ -1,0 +1,92 @@
+"""Chat sessions: every turn sends the conversation so far."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import count
+
+from cache.traces.workloads.draws import (
+    Zipf,
+    generator,
+    interleaved,
+    log_normal,
+    log_normal_tokens,
+    poisson_arrivals_ms,
+)
+from cache.traces.workloads.options import (
+    AtLeastOne,
+    Count,
+    NonNegative,
+    Positive,
+    Requests,
+    Seed,
+    workload,
+)
+from cache.traces.workloads.prompts import PromptSpace
+
+
+@workload
+def multi_turn_chat(
+    *,
+    num_requests: Count = 3000,
+    block_size: Count = 16,
+    seed: Seed = 0,
+    session_rate: Positive = 0.5,
+    num_system_prompts: Count = 4,
+    zipf_exponent: NonNegative = 1.0,
+    system_tokens: Positive = 400.0,
+    mean_turns: AtLeastOne = 4.0,
+    message_tokens: Positive = 60.0,
+    output_tokens: Positive = 150.0,
+    length_sigma: NonNegative = 0.8,
+    think_seconds: Positive = 30.0,
+    think_sigma: NonNegative = 1.2,
+    ms_per_output_token: NonNegative = 20.0,
+    max_context_tokens: Count = 8192,
+) -> Requests:
+    """Conversations: a prompt is the previous prompt, the previous answer and a new message.
+
+    A conversation is wanted again after its user's think time or, after the last turn, never:
+    recency predicts reuse, and what counts is to outlive the think time.
+
+    Args:
+        session_rate: Poisson arrivals of conversations, per second.
+        num_system_prompts: Assistants; ``zipf_exponent`` is the skew of their popularity.
+        system_tokens: Median length of a system prompt, drawn once for each.
+        mean_turns: Mean number of turns (geometric).
+        message_tokens: Median length of a user's message.
+        output_tokens: Median length of an answer.
+        length_sigma: Standard deviation of the logarithm of every length (log-normal).
+        think_seconds: Median time from the end of an answer to the next message (log-normal with
+            ``think_sigma``).
+        ms_per_output_token: Time an answer takes.
+        max_context_tokens: A conversation ends before the turn whose prompt and answer would
+            exceed it; the first turn is always sent.
+    """
+    arrivals_rng, sessions_rng = generator(seed).spawn(2)
+    space = PromptSpace(block_size)
+    popularity = Zipf(num_system_prompts, zipf_exponent)
+    tokens = partial(log_normal_tokens, sigma=length_sigma)
+    system_prompts = [
+        space.extended(space.empty, tokens(sessions_rng, system_tokens))
+        for _ in range(num_system_prompts)
+    ]
+
+    def conversation(arrival_ms: int):
+        # Its own generator: the turns do not depend on how conversations happen to interleave.
+        (rng,) = sessions_rng.spawn(1)
+        prompt = system_prompts[popularity.draw(rng)]
+        now = arrival_ms
+        for turn in count():
+            prompt = space.extended(prompt, tokens(rng, message_tokens))
+            output_length = tokens(rng, output_tokens)
+            if turn and prompt.num_tokens + output_length > max_context_tokens:
+                return
+            yield round(now), prompt, output_length
+            if rng.random() < 1 / mean_turns:
+                return
+            prompt = space.extended(prompt, output_length)
+            now += output_length * ms_per_output_token
+            now += 1000 * log_normal(rng, think_seconds, think_sigma)
+
+    return interleaved(poisson_arrivals_ms(arrivals_rng, session_rate), conversation)

@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import pytest
+
+from cache.blocks.pool import BlockPool
+from cache.policies.base import EvictionPolicy
+from cache.policies.lru import LRU
+
+A, B, C, D, E, F = (bytes([i]) * 16 for i in range(6))
+
+
+class Recorder(LRU):
+    """Writes down what the pool tells a policy."""
+
+    name = "recorder"
+
+    def start(self, capacity, next_use=None):
+        super().start(capacity, next_use)
+        self.calls = []
+
+    def miss(self, key):
+        self.calls.append(("miss", key))
+
+    def insert(self, block, key, parent, depth):
+        self.calls.append(("insert", block, key, parent, depth))
+
+    def pin_many(self, blocks):
+        self.calls.append(("pin", *blocks))
+        super().pin_many(blocks)
+
+    def release_many(self, blocks):
+        blocks = list(blocks)
+        self.calls.append(("release", *blocks))
+        super().release_many(blocks)
+
+    def evict_many(self, count):
+        victims = super().evict_many(count)
+        self.calls.append(("evict", *victims))
+        return victims
+
+
+def pool_of(num_blocks: int, policy: EvictionPolicy | None = None, **options) -> BlockPool:
+    return BlockPool(num_blocks, LRU() if policy is None else policy, **options)
+
+
+def cached(pool: BlockPool, *hashes: bytes) -> list[int]:
+    """Blocks in use with the content ``hashes``."""
+    blocks: list[int] = []
+    pool.extend(blocks, len(hashes), hashes, 0, len(hashes))
+    return blocks
+
+
+def test_what_a_policy_is_told():
+    policy = Recorder()
+    pool = pool_of(3, policy)
+    blocks = cached(pool, A, B)
+    assert policy.calls == [
+        ("miss", A),
+        ("insert", 0, A, None, 0),
+        ("miss", B),
+        ("insert", 1, B, A, 1),
+    ]
+    policy.calls.clear()
+    pool.extend(blocks, 1, [A, B, C], 2, 2)
+    assert policy.calls == []
+    pool.extend(blocks, 0, [A, B, C], 2, 3)
+    assert policy.calls == [("miss", C), ("insert", 2, C, B, 2)]
+    policy.calls.clear()
+    pool.free(blocks)
+    assert policy.calls == [("release", 2, 1, 0)]
+    policy.calls.clear()
+    pool.revive([0])
+    pool.extend([0], 1, [A, D], 1, 2)  # A is there; D takes the place of C
+    assert policy.calls == [("pin", 0), ("miss", D), ("evict", 2), ("insert", 2, D, A, 1)]
+
+
+def test_a_policy_never_knows_two_blocks_under_one_key():
+    policy = Recorder()
+    pool = pool_of(4, policy)
+    for _ in range(2):
+        cached(pool, A, B)
+    keys = [call[2] for call in policy.calls if call[0] == "insert"]
+    assert keys == [A, B, (A, 2), (B, 3)]
+    assert [call[1] for call in policy.calls if call[0] == "miss"] == [A, B]
+    assert [call[3:] for call in policy.calls if call[0] == "insert"] == [(None, 0), (A, 1)] * 2
+
+
+def test_a_policy_that_gets_blocks_without_content_is_told_of_them_first():
+    policy = Recorder()
+    pool = pool_of(2, policy, queue_uncached=True)
+    pool.free(pool.allocate(2))
+    assert policy.calls == [
+        ("insert", 1, (None, 1), None, 0),
+        ("insert", 0, (None, 0), None, 0),
+        ("release", 1, 0),
+    ]
+
+
+def test_a_policy_without_memory_evicts_in_one_call():
+    policy = LRU()
+    pool = pool_of(4, policy)
+    pool.free(cached(pool, A, B, C, D))
+    counts = []
+    evict_many = policy.evict_many
+    policy.evict_many = lambda count: counts.append(count) or evict_many(count)
+    cached(pool, E, F)
+    assert counts == [2]
+
+
+@pytest.mark.parametrize(
+    ("victims", "wrong"),
+    [
+        ([0], "0"),  # in use
+        ([3], "3"),  # on the pool's own stack
+        ([4], "4"),
+        ([-1], "-1"),
+        ([None], "None"),
+        ([2, 2], "2"),
+    ],
+)
+def test_a_policy_that_gives_up_what_it_must_not_is_named(victims, wrong):
+    class Careless(LRU):
+        pass
+
+    policy = Careless()
+    pool = pool_of(4, policy)
+    pool.free(cached(pool, A, B, C, D)[1:])
+    pool.free(pool.allocate(1))
+    policy.evict_many = lambda count: victims
+    with pytest.raises(RuntimeError, match=rf"'Careless': evict\(\) gave {wrong}, not a released"):
+        pool.allocate(3)
+
+
+DAMAGES = {
+    "ref_count": lambda pool: pool.ref_counts.__setitem__(0, 0),
+    "negative_ref_count": lambda pool: pool.ref_counts.__setitem__(3, -1),
+    "hash_of_a_free_block": lambda pool: pool.block_hashes.__setitem__(3, D),
+    "hash_of_a_fresh_block": lambda pool: pool.block_hashes.__setitem__(5, D),
+    "hash_of_a_released_block": lambda pool: pool._forget([1]),
+    "index": lambda pool: pool.block_hashes.__setitem__(0, None),
+    "free_twice": lambda pool: pool._free.append(pool._free[0]),
+    "free_count": lambda pool: setattr(pool, "num_free_blocks", 3),
+    "lost_free_block": lambda pool: pool._free.pop(),
+    "uncached_in_policy": lambda pool: pool.policy.release(pool._free.pop()),
+    "fresh_count": lambda pool: setattr(pool, "_num_fresh", -1),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_check_invariants_sees(damage):
+    pool = pool_of(6, LRU())
+    (first,) = cached(pool, A)  # 0: in use and cached, with the duplicate 2
+    released = cached(pool, B)  # 1: cached-free
+    cached(pool, A)
+    free = pool.allocate(2)  # 3 and 4: free; 5: fresh
+    pool.free(released)
+    pool.free(free)
+    assert first == 0
+    pool.check_invariants()
+    damage(pool)
+    with pytest.raises(AssertionError):
+        pool.check_invariants()
+
+
+def test_content_that_nobody_can_evict_is_seen():
+    pool = pool_of(3, queue_uncached=True)
+    pool._publish([2], [A], 0, 1)
+    with pytest.raises(AssertionError, match="block 2 has content that nobody can evict"):
+        pool.check_invariants()

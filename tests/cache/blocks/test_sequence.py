@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cache import MultiModalInput, Sequence
+from cache.blocks.hashing import BlockHasher
+
+
+def test_token_ids_are_read_by_numpy_without_a_copy():
+    seq = Sequence(0, [5, 6])
+    assert np.frombuffer(seq.token_ids, np.uint32).tolist() == [5, 6]
+
+
+@pytest.mark.parametrize("bad", [-1, 2**32, 1.5, None], ids=str)
+def test_append_token_refuses_what_is_no_token_id(bad):
+    seq = Sequence(0, [5])
+    with pytest.raises(ValueError, match="token_id="):
+        seq.append_token(bad)
+    assert seq.token_ids.tolist() == [5]
+
+
+def test_an_empty_prompt_is_refused():
+    with pytest.raises(ValueError, match="token_ids is empty"):
+        Sequence(0, [])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("lora_name", 1.5), ("lora_name", b"x"), ("cache_salt", 3)]
+)
+def test_keys_of_other_types_are_refused(name, value):
+    with pytest.raises(ValueError, match=name):
+        Sequence(0, [1], **{name: value})
+
+
+@pytest.mark.parametrize(
+    "mm_inputs",
+    [
+        [("a", -1, 2)],
+        [("a", 0, 0)],
+        [("a", 3, 2)],
+        [("a", 2, 1), ("b", 0, 1)],
+        [("a", 0, 2), ("b", 1, 1)],
+        [(3, 0, 1)],
+    ],
+    ids=["negative", "empty", "past-the-end", "unsorted", "overlapping", "hash-is-an-int"],
+)
+def test_bad_multi_modal_inputs_are_refused(mm_inputs):
+    with pytest.raises(ValueError, match=r"mm_inputs\["):
+        Sequence(0, [1, 2, 3, 4], mm_inputs=mm_inputs)
+
+
+def test_fork_copies_tokens_and_hashes():
+    class Request(Sequence):
+        pass
+
+    parent = Request(0, range(8), mm_inputs=[("a", 1, 2)], lora_name="x", cache_salt="y")
+    parent.temperature = 0.5
+    hasher = BlockHasher("xxh3_128", 4)
+    hasher.block_hashes(parent)
+    parent.append_token(8)
+    parent.num_computed_tokens = 8
+    child = parent.fork(1)
+    assert type(child) is Request
+    assert (child.seq_id, child.temperature, child.num_prompt_tokens) == (1, 0.5, 8)
+    assert (child.lora_name, child.cache_salt) == ("x", "y")
+    assert child.mm_inputs == (MultiModalInput("a", 1, 2),)
+    assert child.num_computed_tokens == 0
+    for seq, token in ((parent, 1), (child, 2)):
+        for _ in range(3):
+            seq.append_token(token)
+    assert parent.token_ids.tolist() == [*range(9), 1, 1, 1]
+    assert child.token_ids.tolist() == [*range(9), 2, 2, 2]
+    mine, others = hasher.block_hashes(parent), hasher.block_hashes(child)
+    assert mine[:2] == others[:2]
+    assert mine[2] != others[2]
+    assert len(mine) == len(others) == 3

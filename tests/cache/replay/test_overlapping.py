@@ -1,0 +1,163 @@
+"""The overlapping replay: it always ends and loses neither a request nor a block."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cache
+from cache.replay.overlapping import prompt_token_ids, simulate_serving
+from cache.serving.open_loop import ServiceModel
+from cache.traces.trace import Trace
+
+SERVICE = ServiceModel(
+    step_seconds=1.0,
+    prefill_tokens_per_second=10.0,
+    decode_seconds_per_sequence=0.5,
+    max_num_seqs=4,
+    max_num_batched_tokens=20,
+)
+
+requests = st.lists(
+    st.tuples(
+        st.integers(0, 20_000),  # arrival, ms
+        st.lists(st.integers(0, 1), max_size=4).map(tuple),  # blocks of 4 tokens
+        st.integers(0, 3),  # tokens beyond them
+        st.integers(0, 12),  # output
+    ),
+    min_size=1,
+    max_size=14,
+)
+
+
+def trace_of(requests) -> Trace:
+    ids: dict[tuple, int] = {}
+    rows = []
+    for time, path, rest, output in requests:
+        blocks = [ids.setdefault(path[: n + 1], len(ids)) for n in range(len(path))]
+        rows.append((time, 4 * len(path) + rest, output, blocks))
+    return Trace.from_requests(rows, name="random", block_size=4)
+
+
+@given(
+    requests=requests,
+    num_blocks=st.integers(1, 12),
+    block_size=st.sampled_from([1, 2, 4, 5]),
+    policy=st.sampled_from(["lru", "lfu", "arc", "s3fifo", "random"]),
+)
+def test_every_request_ends_and_every_block_returns(requests, num_blocks, block_size, policy):
+    trace = trace_of(requests)
+    manager = cache.make_manager(
+        "vllm_v1", num_blocks=num_blocks, block_size=block_size, policy=policy
+    )
+    result = simulate_serving(trace, manager=manager, service=SERVICE)
+    manager.check_invariants()
+    assert manager.num_free_blocks == num_blocks
+    capacity = num_blocks * block_size
+    # The K/V of the last generated token are never stored.
+    sizes = np.maximum(trace.input_lengths, 1) + np.maximum(trace.output_lengths, 1) - 1
+    assert result.finished == (sizes <= capacity).sum()
+    assert result.dropped == (sizes > capacity).sum()
+    assert len(result.ttft_seconds) == len(result.normalized_latency_seconds) == result.finished
+    assert (result.ttft_seconds >= 0.999 * SERVICE.step_seconds).all()
+    assert result.peak_running <= SERVICE.max_num_seqs
+    assert -1e-9 <= result.mean_used_fraction <= 1 + 1e-9
+    assert result.stats.num_allocations >= result.finished
+    if result.preemptions == 0:
+        assert result.recomputed_tokens == 0
+
+
+def replay(*rows: tuple, manager: str = "vllm_v1", num_blocks: int = 10, **options):
+    """Requests (arrival, input, output, blocks) served in blocks of four tokens."""
+    trace = Trace.from_requests(rows, name="by hand", block_size=4)
+    manager = cache.make_manager(manager, num_blocks=num_blocks, block_size=4)
+    return simulate_serving(trace, manager=manager, service=SERVICE, **options)
+
+
+def test_times_of_a_request_alone():
+    """Prefill of 8 tokens in one step (1 + 0.8 s), then two decode steps (1 + 0.5 s each)."""
+    result = replay((5000, 8, 3, [0, 1]))
+    assert result.steps == 3
+    assert result.ttft_seconds == pytest.approx([1.8])
+    assert result.normalized_latency_seconds == pytest.approx([4.8 / 3])
+    assert result.makespan_seconds == pytest.approx(4.8)
+    assert result.mean_running == result.peak_running == 1
+
+
+def test_a_cached_prefix_shortens_the_prefill():
+    # Eight of the second prompt's nine tokens are cached: one is computed.
+    result = replay((0, 9, 1, [0, 1]), (100_000, 9, 1, [0, 1]))
+    assert result.ttft_seconds == pytest.approx([1.9, 1.1])
+    assert result.stats.hit_tokens == 8
+
+
+def test_the_last_admitted_is_preempted_and_resumed():
+    # Two requests of 4 + 4 tokens in 3 blocks of 4: both prompts fit, both answers do not.
+    result = replay((0, 4, 5, [0]), (0, 4, 5, [1]), num_blocks=3)
+    assert (result.finished, result.preemptions) == (2, 1)
+    first, second = result.normalized_latency_seconds
+    assert first < second
+    assert result.recomputed_tokens == 0  # the prompt block of the second stayed cached
+
+
+def test_a_victim_whose_turn_had_not_come_keeps_the_token_of_the_step_before():
+    # The first needs a second block with its fifth token, and takes that of the second request.
+    result = replay((0, 4, 4, [0]), (0, 2, 4, []), manager="paged", num_blocks=2)
+    assert (result.finished, result.preemptions) == (2, 1)
+    assert result.recomputed_tokens == 2  # of the prompt; the generated one had not been
+
+
+def test_twice_the_rate_halves_the_gaps():
+    rows = (0, 4, 1, [0]), (100_000, 4, 1, [1])
+    spans = [replay(*rows, time_scale=scale).makespan_seconds for scale in (1.0, 0.5)]
+    assert spans == pytest.approx([101.4, 51.4])
+
+
+def test_lengths_only_traces_share_nothing():
+    trace = Trace.from_requests([(0, 20, 4, []), (1, 20, 4, [])], name="azure")
+    manager = cache.make_manager("vllm_v1", num_blocks=32, block_size=4)
+    result = simulate_serving(trace, manager=manager)
+    assert result.finished == 2
+    assert result.stats.hit_tokens == 0
+
+
+def test_prompts_agree_as_far_as_their_blocks_do():
+    rows = [(0, 10, 1, [0, 1]), (1, 9, 1, [0, 2]), (2, 8, 1, [0, 1])]
+    trace = Trace.from_requests(rows, name="t", block_size=4)
+    first, second, third = (prompt_token_ids(trace, i).tolist() for i in range(3))
+    assert [len(first), len(second), len(third)] == [10, 9, 8]
+    assert first[:4] == second[:4] == third[:4]
+    assert first[4:8] == third[4:8]
+    assert not set(first[4:]) & set(second[4:])
+    assert not set(first[8:]) & set(third)
+
+
+def test_prompts_of_a_small_vocabulary_differ_where_their_blocks_do():
+    rows = [(i, 8, 1, [2 * i, 2 * i + 1]) for i in range(200)]
+    trace = Trace.from_requests(rows, name="t", block_size=4)
+    prompts = [prompt_token_ids(trace, i, vocab_size=16).tolist() for i in range(200)]
+    blocks = {tuple(prompt[at : at + 4]) for prompt in prompts for at in (0, 4)}
+    assert len(blocks) == 400
+
+
+def test_bad_arguments():
+    trace = Trace.from_requests([(0, 8, 1, [0, 1])], name="t", block_size=4)
+    manager = cache.make_manager("vllm_v1", num_blocks=8, block_size=4)
+    with pytest.raises(ValueError, match="time_scale must not be negative, got nan"):
+        simulate_serving(trace, manager=manager, time_scale=math.nan)
+    for name, value in (
+        ("step_seconds", 0), ("prefill_tokens_per_second", -1), ("decode_seconds_per_sequence", -1),
+        ("max_num_seqs", 0), ("max_num_batched_tokens", 0),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"{name}( must|=0: needs)"):
+            ServiceModel(**{name: value})
+    unknown = Trace.from_requests([(0, 8, 1, [0]), (1, 90, 1, [0])], name="t")
+    with pytest.raises(ValueError, match="blocks of unknown size"):
+        simulate_serving(unknown, manager=manager)
+    manager.allocate(cache.Sequence("other", [1, 2, 3]))
+    with pytest.raises(ValueError, match="1 of its 8 blocks are in use"):
+        simulate_serving(trace, manager=manager)

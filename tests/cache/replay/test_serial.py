@@ -1,0 +1,327 @@
+"""The replay against its definition written out, reference figures and libCacheSim."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cache
+from cache.policies import POLICIES, PriorityPolicy, make_policy, record
+from cache.traces.trace import Trace
+from tests.cache.prefix_traces import prefix_traces, trace_of
+
+# Smallest is evicted first; then the deeper block of its prompt.
+DEFINITIONS = {
+    "lru": lambda b: b["accessed"],
+    "fifo": lambda b: b["inserted"],
+    "lfu": lambda b: (b["accesses"], b["accessed"]),
+    "belady": lambda b: -b["next_use"],
+    "mru": lambda b: -b["accessed"],
+}
+
+
+def replay_by_definition(trace: Trace, policy: str, capacity: int) -> tuple[list[int], int]:
+    """Hits per request and evictions, as ``cache/replay/serial.py`` defines them."""
+    requests = [list(request.block_ids)[:capacity] for request in trace]
+    pool: dict[int, dict] = {}
+    hits, evictions = [], 0
+    for now, blocks in enumerate(requests):
+        hit = 0
+        while hit < len(blocks) and blocks[hit] in pool:
+            hit += 1
+        hits.append(hit)
+        for depth, block in enumerate(blocks):
+            if block in pool:
+                continue
+            if len(pool) == capacity:
+                unpinned = [b for b in pool if b not in blocks]
+                order = DEFINITIONS[policy]
+                del pool[min(unpinned, key=lambda b: (order(pool[b]), -pool[b]["depth"]))]
+                evictions += 1
+            pool[block] = {"depth": depth, "inserted": now, "accesses": 0}
+        for block in blocks:
+            later = (t for t in range(now + 1, len(requests)) if block in requests[t])
+            pool[block]["accessed"] = now
+            pool[block]["accesses"] += 1
+            pool[block]["next_use"] = next(later, math.inf)
+    return hits, evictions
+
+
+def in_python(policy: str) -> PriorityPolicy:
+    """The same policy in a form that the replay does not compile."""
+    base = POLICIES[policy]
+    return type("InPython", (base,), {"evict": lambda self: base.evict(self)})()
+
+
+@pytest.mark.parametrize("policy", DEFINITIONS)
+@given(trace=prefix_traces, capacity=st.integers(1, 12))
+def test_replay_is_its_definition(policy, trace, capacity):
+    hits, evictions = replay_by_definition(trace, policy, capacity)
+    compiled = cache.simulate(trace, policy=policy, capacity_blocks=capacity)
+    interpreted = cache.simulate(trace, policy=in_python(policy), capacity_blocks=capacity)
+    assert compiled.compiled
+    assert not interpreted.compiled
+    for result in (compiled, interpreted):
+        assert (result.hit_blocks, result.evictions) == (sum(hits), evictions)
+        assert result.hit_tokens == 4 * sum(hits)
+        assert result.block_hit_rate == sum(hits) / trace.num_block_references
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "gdsf"])
+def test_compiled_equals_python_on_a_long_trace(policy):
+    """Long enough that both queues of stale entries are compacted many times."""
+    trace = cache.make_workload("multi_turn_chat", seed=3, num_requests=600)
+    for fraction in (0.02, 0.1, 0.4):
+        capacity = int(trace.num_unique_blocks * fraction)
+        compiled = cache.simulate(trace, policy=policy, capacity_blocks=capacity)
+        interpreted = cache.simulate(trace, policy=in_python(policy), capacity_blocks=capacity)
+        assert compiled.compiled
+        assert not interpreted.compiled
+        assert compiled.hit_blocks == interpreted.hit_blocks
+        assert compiled.evictions == interpreted.evictions > capacity
+
+
+@pytest.mark.parametrize(
+    ("priority", "compiles"),
+    [
+        (lambda b: b.accessed * 1000 - b.depth, True),
+        (lambda b: b.accessed * 10**17 + b.depth * 3, False),  # wraps around in int64
+        (lambda b: b.accessed * 10**17 % 1009 + b.depth, False),  # on the way
+        (lambda b: b.accessed * 2**52 + b.depth, False),  # rounded in float64
+    ],
+    ids=["small", "beyond_int64", "beyond_int64_on_the_way", "beyond_float64"],
+)
+def test_large_priorities_give_what_python_gives(priority, compiles):
+    trace = cache.make_workload("multi_turn_chat", seed=3, num_requests=300)
+    static = type("Static", (PriorityPolicy,), {"priority": staticmethod(priority)})()
+    bound = type("Bound", (PriorityPolicy,), {"priority": lambda self, block: priority(block)})()
+    capacity = trace.num_unique_blocks // 10
+    results = [
+        cache.simulate(trace, policy=policy, capacity_blocks=capacity) for policy in (static, bound)
+    ]
+    assert [result.compiled for result in results] == [compiles, False]
+    assert results[0].hit_blocks == results[1].hit_blocks
+    assert results[0].evictions == results[1].evictions
+
+
+class Informed(PriorityPolicy):
+    """Depends on everything that a policy is told."""
+
+    ghost_ratio = 1.5
+
+    def __init__(self, weight: float = 3.0) -> None:
+        self.weight = weight
+
+    def own_state(self, capacity):
+        return record(weight=self.weight, capacity=capacity, calls=0, longest=1)
+
+    @staticmethod
+    def priority(block, own):
+        own.calls += 1
+        interval = own.capacity if math.isnan(block.interval) else block.interval
+        own.longest = max(own.longest, interval)
+        is_last = block.depth == block.request.prompt_blocks - 1
+        told = block.request.output_tokens + block.request.prompt_tokens / 8
+        return (
+            block.accessed + own.weight * block.total_accesses - 5 * interval / own.longest
+            - 4 * is_last + 2 * block.children + told / 100 + own.calls % 7
+            + block.request.time_ms % 11
+        )  # fmt: skip
+
+
+@given(trace=prefix_traces, capacity=st.integers(1, 12))
+def test_facts_ghosts_and_a_state_of_its_own_are_the_same_compiled(trace, capacity):
+    by_hand = type("ByHand", (Informed,), {"evict": lambda self: Informed.evict(self)})
+    compiled, interpreted = (
+        cache.simulate(trace, policy=policy(), capacity_blocks=capacity)
+        for policy in (Informed, by_hand)
+    )
+    assert (compiled.compiled, interpreted.compiled) == (True, False)
+    assert compiled.hits.tolist() == interpreted.hits.tolist()
+    assert compiled.evictions == interpreted.evictions
+
+
+@pytest.mark.parametrize("option", [0.0, 50.0])
+def test_options_reach_a_compiled_policy(option):
+    trace = cache.make_workload("multi_turn_chat", seed=3, num_requests=200)
+    capacity = trace.num_unique_blocks // 10
+    plain = cache.simulate(trace, policy=Informed(), capacity_blocks=capacity)
+    other = cache.simulate(trace, policy=Informed(option), capacity_blocks=capacity)
+    assert plain.hits.tolist() != other.hits.tolist()
+
+
+def test_what_a_policy_is_told_of_a_block_by_hand():
+    seen = {}
+
+    class Witness(PriorityPolicy):
+        ghost_ratio = 1.0
+
+        def priority(self, block):
+            seen.setdefault(block.block, []).append(
+                (block.accesses, block.total_accesses, block.interval, block.children)
+            )
+            return block.accessed
+
+    # Two blocks fit.  4 evicts 1 and 3 evicts 0; 0 returns as a ghost, 1 was forgotten by then.
+    paths = [(0, 1), (0,), (4,), (3,), (0,), (0, 1)]
+    cache.simulate(trace_of(paths), policy=Witness(), capacity_blocks=2)
+    first_block, second_block = seen[0], seen[1]
+    assert first_block[0][:2] == (1, 1)
+    assert math.isnan(first_block[0][2])
+    assert first_block[1:] == [(2, 2, 1, 1), (1, 3, 3, 0), (2, 4, 1, 1)]
+    assert first_block[0][3] == 1
+    assert [entry[:2] for entry in second_block] == [(1, 1), (1, 1)]
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@given(trace=prefix_traces, capacity=st.integers(1, 12))
+def test_every_policy_keeps_the_books(policy, trace, capacity):
+    result = cache.simulate(trace, policy=in_python(policy), capacity_blocks=capacity)
+    unbounded = trace.infinite_cache_hit_rate * trace.num_block_references
+    assert 0 <= result.hit_blocks <= round(unbounded)
+    assert result.evictions <= max(trace.num_block_references - result.hit_blocks - capacity, 0)
+    if capacity >= trace.num_unique_blocks:
+        assert result.evictions == 0
+        assert result.hit_blocks == round(unbounded)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_policy_object_starts_anew_each_time(policy):
+    trace = cache.make_workload("rag", seed=1, num_requests=60)
+    reused = in_python(policy)
+    first, second = (
+        cache.simulate(trace, policy=reused, capacity_blocks=50).hit_blocks for _ in range(2)
+    )
+    fresh = cache.simulate(trace, policy=in_python(policy), capacity_blocks=50)
+    assert first == second == fresh.hit_blocks
+
+
+LIBCACHESIM = {
+    "lru": "LRU", "fifo": "FIFO", "lfu": "LFU", "belady": "Belady", "slru": "SLRU",
+    "lru_k": "LRUK", "two_q": "TwoQ", "arc": "ARC", "s3fifo": "S3FIFO", "sieve": "Sieve",
+    "mq": "MQ",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", LIBCACHESIM)
+@pytest.mark.parametrize("skew", [1.1, 1.4])
+def test_single_block_requests_hit_as_in_libcachesim(policy, skew):
+    """Requests of one block leave nothing of prefixes: an ordinary cache, judged by its field."""
+    libcachesim = pytest.importorskip("libcachesim")
+    generator = np.random.default_rng(int(10 * skew))
+    stream = (generator.zipf(skew, 8000) % 3000).tolist()
+    trace = Trace.from_requests([(t, 1, 1, [b]) for t, b in enumerate(stream)], name="zipf")
+    next_use, upcoming = [0] * len(stream), {}
+    for time in range(len(stream) - 1, -1, -1):
+        next_use[time] = upcoming.get(stream[time], 2**62)
+        upcoming[stream[time]] = time
+    for capacity in (40, 200):
+        other = getattr(libcachesim, LIBCACHESIM[policy])(capacity)
+        hits = 0
+        for time, block in enumerate(stream):
+            request = libcachesim.Request()
+            request.obj_id, request.obj_size, request.clock_time = block, 1, time
+            request.next_access_vtime = next_use[time]
+            hits += other.get(request)
+        ours = cache.simulate(trace, policy=in_python(policy), capacity_blocks=capacity)
+        assert ours.hit_blocks == hits > 0
+
+
+MOONCAKE = Path(__file__).parents[3] / "experiments/traces/mooncake_conversation_512.jsonl.zst"
+PUBLISHED = {
+    "lru": (0.0525, 0.1958, 0.2789),
+    "fifo": (0.0513, 0.1753, 0.2481),
+    "lfu": (0.0582, 0.1267, 0.1949),
+    "belady": (0.2398, 0.3664, 0.3664),
+}
+
+
+@pytest.mark.parametrize("policy", PUBLISHED)
+def test_reference_hit_rates_of_mooncake_conversation(policy):
+    trace = cache.load_trace(MOONCAKE)
+    rates = tuple(
+        round(cache.simulate(trace, policy=policy, capacity_blocks=blocks).block_hit_rate, 4)
+        for blocks in (1827, 9139, 18279)
+    )
+    assert rates == PUBLISHED[policy]
+
+
+def test_hit_tokens_stop_at_the_prompts_length():
+    trace = Trace.from_requests([(0, 6, 1, [0, 1]), (1, 6, 1, [0, 1])], name="t", block_size=4)
+    result = cache.simulate(trace, policy="lru", capacity_blocks=2)
+    assert (result.hit_blocks, result.hit_tokens) == (2, 6)
+    assert result.token_hit_rate == 0.5
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc", "hazard"])
+def test_a_part_is_counted_after_a_warm_start(policy):
+    trace = cache.make_workload("rag", seed=1, num_requests=120)
+    whole = cache.simulate(trace, policy=policy, capacity_blocks=500)
+    warm, cold = (
+        cache.simulate(trace, policy=policy, capacity_blocks=500, counted=part)
+        for part in (slice(40, 100), slice(40))
+    )
+    assert whole.hits.tolist()[:100] == cold.hits.tolist() + warm.hits.tolist()
+    assert whole.hit_blocks == whole.hits.sum()
+    assert warm.hit_blocks == warm.hits.sum() > 0
+    assert warm.num_requests == 60
+    part = trace[40:100]
+    assert warm.block_hit_rate == warm.hits.sum() / part.num_block_references
+    assert warm.hit_tokens <= warm.input_tokens == part.input_lengths.sum()
+    assert 0 < cold.evictions + warm.evictions < whole.evictions
+
+
+@pytest.mark.parametrize("counted", [3, slice(0, 10, 2)])
+def test_what_is_counted_is_a_slice_without_a_step(counted):
+    with pytest.raises(ValueError, match=r"counted=.*: needs a slice of requests without a step"):
+        cache.simulate(trace_of([(0,)]), policy="lru", capacity_blocks=4, counted=counted)
+
+
+def test_without_a_block_size_there_is_no_token_hit_rate():
+    trace = Trace.from_requests([(0, 5, 1, [0]), (1, 50, 1, [0])], name="t")
+    result = cache.simulate(trace, policy="lru", capacity_blocks=2)
+    assert trace.block_size is None
+    assert result.hit_tokens is None
+    assert result.token_hit_rate is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"policy": "lruu"}, "policy='lruu' is unknown; choose from arc, belady"),
+        ({"policy": "lru", "size": 3}, "policy 'lru' has no option size"),
+        ({"policy": "lru", "capacity_blocks": 0}, "capacity_blocks=0: needs an int of"),
+        (
+            {"policy": "lru", "capacity_blocks": 1.5},
+            "capacity_blocks=1.5: needs an int of",
+        ),
+        ({"policy": 7}, "policy=7: needs a name or an EvictionPolicy object"),
+        ({"policy": make_policy("slru"), "segments": 2}, "options segments were given with"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        cache.simulate(trace_of([(0,)]), **{"capacity_blocks": 4, **arguments})
+
+
+def test_a_trace_of_lengths_only_is_refused():
+    trace = Trace.from_requests([(0, 10, 1, [])], name="azure")
+    with pytest.raises(ValueError, match="'azure' has lengths only"):
+        cache.simulate(trace, policy="lru", capacity_blocks=4)
+
+
+@pytest.mark.parametrize(
+    ("victim", "given"),
+    [(lambda pool: 2, "2"), (lambda pool: 7, "7"), (lambda pool: "0", "'0'")],
+    ids=["in-use", "not-in-the-pool", "not-a-block"],
+)
+def test_a_policy_that_evicts_what_it_must_not_is_named(victim, given):
+    broken = type("Broken", (POLICIES["fifo"],), {"evict": victim})()
+    trace = trace_of([(0, 1), (2, 3)])  # the second request brings 2 and 3 into a pool of 3
+    with pytest.raises(RuntimeError, match=rf"'Broken': evict\(\) gave {given}, not a released"):
+        cache.simulate(trace, policy=broken, capacity_blocks=3)

@@ -1,0 +1,524 @@
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import os
+import pickle
+import struct
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cache.traces.trace import Trace, TraceError, TraceRequest, load_trace, save_trace
+
+AZURE_2023 = """TIMESTAMP,ContextTokens,GeneratedTokens\r
+2023-11-16 18:17:03.9799600,4808,10\r
+2023-11-16 18:17:04.0319610,3180,8\r
+2023-11-16 18:18:03.9799600,110,27"""
+
+
+def record(timestamp=0, input_length=1000, output_length=7, hash_ids=(0, 1), **extra):
+    return {
+        "timestamp": timestamp,
+        "input_length": input_length,
+        "output_length": output_length,
+        "hash_ids": list(hash_ids),
+        **extra,
+    }
+
+
+def json_lines(*records) -> bytes:
+    return "".join(json.dumps(each) + "\n" for each in records).encode()
+
+
+def compressed(data: bytes, suffix: str) -> bytes:
+    if suffix.endswith(".gz"):
+        return gzip.compress(data)
+    if suffix.endswith(".zst"):
+        return zstandard.compress(data)
+    return data
+
+
+def written(folder: Path, data: bytes, name: str = "trace.jsonl") -> Path:
+    path = folder / name
+    path.write_bytes(data)
+    return path
+
+
+def requests_of(trace: Trace) -> list[tuple]:
+    return [(*request[:3], request.block_ids.tolist()) for request in trace]
+
+
+def trace_of(*block_id_lists, timestamps=None, block_size=1) -> Trace:
+    timestamps = range(len(block_id_lists)) if timestamps is None else timestamps
+    return Trace.from_requests(
+        [(t, len(ids), 0, ids) for t, ids in zip(timestamps, block_id_lists, strict=True)],
+        name="t",
+        block_size=block_size,
+    )
+
+
+# --- reading what is well formed
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".gz", ".zst", ".JSONL"])
+def test_reads_mooncake_lines(tmp_path, suffix):
+    data = json_lines(
+        record(0, 1000, 7, [5, 9]),
+        record(2.5, 1500, 0, [5, 9, 3], model="m"),
+        record(3, 512, 1, [8]),
+    )
+    trace = load_trace(written(tmp_path, compressed(data, suffix), "day one" + suffix))
+
+    assert trace.name == "day one"
+    assert trace.block_size == 512
+    assert requests_of(trace) == [
+        (0.0, 1000, 7, [0, 1]),
+        (2.5, 1500, 0, [0, 1, 2]),
+        (3.0, 512, 1, [3]),
+    ]
+    assert (len(trace), trace.num_requests) == (3, 3)
+    assert (trace.num_block_references, trace.num_unique_blocks) == (6, 4)
+    assert trace.has_blocks
+    assert trace.offsets.tolist() == [0, 2, 5, 6]
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".csv.gz", ".csv.zst", ".gz", ".zst"])
+def test_reads_azure_csv(tmp_path, suffix):
+    trace = load_trace(written(tmp_path, compressed(AZURE_2023.encode(), suffix), "t" + suffix))
+
+    assert requests_of(trace) == [
+        (0.0, 4808, 10, []),
+        (pytest.approx(52.001, abs=1e-9), 3180, 8, []),
+        (60000.0, 110, 27, []),
+    ]
+    assert not trace.has_blocks
+    assert trace.block_size is None
+    assert trace.num_unique_blocks == trace.num_block_references == 0
+    assert trace.infinite_cache_hit_rate == 0
+
+
+def test_reads_azure_csv_of_2024_with_time_zones_and_further_columns(tmp_path):
+    text = (
+        "\ufeffGeneratedTokens,region,TIMESTAMP,ContextTokens\n"
+        "5,eu,2024-05-10 00:00:00.009930+00:00,2162\n\n"
+        "6,us,2024-05-10 02:00:01+02:00,30\n"
+    )
+    trace = load_trace(written(tmp_path, text.encode(), "t.csv"))
+    assert requests_of(trace) == [(0.0, 2162, 5, []), (pytest.approx(990.07), 30, 6, [])]
+
+
+def test_blank_lines_a_missing_last_newline_crlf_and_a_bom_are_fine(tmp_path):
+    first, second = (json.dumps(record(t)).encode() for t in (0, 1))
+    data = b"\xef\xbb\xbf" + first + b"\r\n\r\n   \n\n" + second
+    assert len(load_trace(written(tmp_path, data))) == 2
+
+
+def test_lines_may_span_reads_and_zstandard_frames(tmp_path):
+    # Two requests of 300,000 blocks: each line is longer than a read of the stream.
+    data = json_lines(record(0, 3, 0, range(300_000)), record(1, 3, 0, range(300_000)))
+    skippable = struct.pack("<II", 0x184D2A50, 4) + b"note"
+    cuts = [0, 10, 500_000, 1_900_000, len(data)]
+    pieces = [data[a:b] for a, b in itertools.pairwise(cuts)]
+    frames = skippable.join(zstandard.compress(piece) for piece in pieces)
+    for content, name in ((frames, "t.jsonl.zst"), (data, "t.jsonl")):
+        trace = load_trace(written(tmp_path, content, name))
+        assert trace.offsets.tolist() == [0, 300_000, 600_000]
+        assert trace.num_unique_blocks == 300_000
+    members = b"".join(gzip.compress(piece) + bytes(700) for piece in pieces)  # padded
+    assert load_trace(written(tmp_path, members, "t.jsonl.gz")).digest == trace.digest
+
+
+def test_hash_ids_may_be_any_integers(tmp_path):
+    ids = [-1, 2**64 + 3, 0, 2**200]
+    trace = load_trace(
+        written(tmp_path, json_lines(record(hash_ids=ids), record(hash_ids=ids[:2])))
+    )
+    assert trace.block_ids.tolist() == [0, 1, 2, 3, 0, 1]
+
+
+# --- reading what is not
+
+
+LINES_NOT_TAKEN = [
+    (b'{"timestamp": 0, "input_length": 10, "ou', "malformed JSON"),
+    (b"[1, 2]\n", "JSON object"),
+    (b"[" * 200_000, "recursion"),
+    (b'{"a": "\xff\xfe"}\n', "not UTF-8"),
+    (b"\x28\xb5\x2f\xfd\x00\x01", "not UTF-8"),  # compressed, but not named so
+    *(
+        (
+            {key: value for key, value in record().items() if key != field},
+            f"missing field '{field}'",
+        )
+        for field in record()
+    ),
+]
+
+FIELDS_NOT_TAKEN = [
+    ("timestamp", ["0", True, None], "timestamp must be a finite number of milliseconds, got"),
+    ("timestamp", [float("nan"), float("inf"), 10**400], "timestamp must be a finite number"),
+    ("input_length", [-1, 1.0, True, "3" * 500, None], "input_length=.*: needs an int of at least"),
+    ("output_length", [-5, True, "3"], "output_length=.*: needs an int of at least 0"),
+    ("input_length", [2**63], "input_length=.*: must fit 64 bits"),
+    ("hash_ids", [3, {"0": 1}, "01", None], "hash_ids must be a list of integers, got"),
+    ("hash_ids", [[0, 1.0]], "must be integers, got 1.0"),
+    ("hash_ids", [[0, True]], "must be integers, got True"),
+    ("hash_ids", [["a"]], "must be integers, got 'a'"),
+    ("hash_ids", [[[0]]], r"must be integers, got \[0\]"),
+    ("hash_ids", [[4, 7, 4, 7]], "repeat 4"),
+]
+LINES_NOT_TAKEN += [
+    (record() | {field: value}, reason)
+    for field, values, reason in FIELDS_NOT_TAKEN
+    for value in values
+]
+
+ROWS_NOT_TAKEN = [
+    (b"2023-11-16 18:17:03,5", "needs 3 columns, got 2"),
+    (b"2023-11-16 18:17:03,5,6,7", "needs 3 columns, got 4"),
+    (b"yesterday,5,6", "TIMESTAMP must be a date and time, got 'yesterday'"),
+    (b",5,6", "TIMESTAMP must be a date and time, got ''"),
+    (b"2023-11-16 18:17:03,-5,6", "input_length=-5: needs an int of at least 0"),
+    (b"2023-11-16 18:17:03,5.0,6", "ContextTokens must be an integer, got '5.0'"),
+    (b"2023-11-16 18:17:03,5,", "GeneratedTokens must be an integer, got ''"),
+    (b"2023-11-16 18:17:03,1_0,6", "ContextTokens must be an integer, got '1_0'"),
+    ("2023-11-16 18:17:03,5,٣".encode(), "GeneratedTokens must be an integer, got '٣'"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "reason"),
+    [("t.jsonl", *row) for row in LINES_NOT_TAKEN] + [("t.csv", *row) for row in ROWS_NOT_TAKEN],
+    ids=[reason for _, reason in LINES_NOT_TAKEN + ROWS_NOT_TAKEN],
+)
+def test_a_malformed_line_is_an_error_with_its_place(tmp_path, name, line, reason):
+    start = json_lines(*[record()] * 3) + b"\n" if name == "t.jsonl" else f"{AZURE_2023}\n".encode()
+    line = json_lines(line) if isinstance(line, dict) else line
+    path = written(tmp_path, start + line, name)
+    with pytest.raises(TraceError, match=reason) as caught:
+        load_trace(path)
+    assert (caught.value.path, caught.value.line) == (path, 5)
+    assert str(caught.value).startswith(f"{path}:5: ")
+    assert len(caught.value.reason) < 200, "a broken line must not flood the terminal"
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "reason"),
+    [
+        ("t.json", json_lines(record()), "unknown extension '.json'"),
+        ("t", json_lines(record()), "unknown extension ''"),
+        ("t.jsonl.xz", b"", "unknown extension '.xz'; known: .jsonl, .jsonl.gz, .jsonl.zst, .csv,"),
+        ("t.jsonl", b"", "holds no requests"),
+        ("t.jsonl", b"\n \n", "holds no requests"),
+        ("t.jsonl.gz", b"", "holds no requests"),
+        ("t.jsonl.gz", gzip.compress(b"", mtime=0), "holds no requests"),
+        ("t.jsonl.zst", b"", "holds no requests"),
+        ("t.csv", AZURE_2023[:41].encode(), "holds no requests"),
+        ("t.csv", b"time,in,out\n", "missing TIMESTAMP"),
+        ("t.csv", AZURE_2023[42:].encode(), "starts with a header"),
+        ("t.gz", gzip.compress(b"hello\n", mtime=0), "starts with a header"),
+        ("t.jsonl.gz", json_lines(record()), "corrupt gzip stream"),
+        ("t.jsonl.gz", bytes(700), "corrupt gzip stream"),
+        ("t.jsonl.zst", json_lines(record()), "corrupt zstandard stream"),
+    ],
+)
+def test_a_file_of_the_wrong_kind_is_an_error(tmp_path, name, data, reason):
+    path = written(tmp_path, data, name)
+    with pytest.raises(TraceError, match=reason) as caught:
+        load_trace(path)
+    assert (caught.value.path, caught.value.line) == (path, 1)
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, zstandard.compress])
+def test_a_stream_cut_short_is_an_error_and_not_a_shorter_trace(tmp_path, compress):
+    frames = [compress(json_lines(record(t))) for t in range(2)]
+    name = "t.gz" if compress is gzip.compress else "t.zst"
+    assert len(load_trace(written(tmp_path, b"".join(frames), name))) == 2
+    for whole, cut in ([b"", frames[0]], frames):
+        for end in range(1, len(cut)):
+            with pytest.raises(TraceError, match="truncated"):
+                load_trace(written(tmp_path, whole + cut[:end], name))
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
+def test_a_line_without_end_is_an_error_after_16_mib(tmp_path, suffix):
+    longest = json_lines(record())[:-1].ljust(1 << 24) + b"\n"
+    assert len(load_trace(written(tmp_path, compressed(longest, suffix), "t" + suffix))) == 1
+    endless = compressed(longest + bytes(1 << 28 if suffix == ".jsonl.zst" else 1 << 25), suffix)
+    tracemalloc.start()
+    with pytest.raises(TraceError, match=r"t.*:2: a line of more than 16,777,216 bytes"):
+        load_trace(written(tmp_path, endless, "t" + suffix))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 27
+
+
+def test_a_file_that_cannot_be_opened_is_an_os_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        load_trace(tmp_path / "absent.jsonl")
+    (tmp_path / "folder.jsonl").mkdir()
+    with pytest.raises(IsADirectoryError):
+        load_trace(tmp_path / "folder.jsonl")
+
+
+def test_trace_error_survives_a_process_boundary():
+    error = pickle.loads(pickle.dumps(TraceError("a.jsonl", 3, "missing field 'timestamp'")))
+    assert str(error) == "a.jsonl:3: missing field 'timestamp'"
+    assert isinstance(error, ValueError)
+
+
+@pytest.mark.parametrize("block_size", [0, -16, 16.0, "16", True])
+def test_bad_block_size_is_an_error(tmp_path, block_size):
+    path = written(tmp_path, json_lines(record()))
+    with pytest.raises(ValueError, match=r"block_size=.*: needs an int of at least 1"):
+        load_trace(path, block_size=block_size)
+    with pytest.raises(ValueError, match=r"block_size=.*: needs an int of at least 1"):
+        Trace.from_requests([], name="t", block_size=block_size)
+
+
+# --- inferring the block size
+
+
+@given(
+    block_size=st.sampled_from([1, 2, 8, 16, 64, 512, 1024, 3, 24, 100]),
+    rule=st.sampled_from(["ceil", "floor"]),
+    lengths=st.lists(st.integers(0, 4000), min_size=1, max_size=12),
+)
+def test_inferred_block_size_fits_and_is_found_given_enough_requests(block_size, rule, lengths):
+    def trace_with(lengths):
+        count = {"ceil": lambda n: -(-n // block_size), "floor": lambda n: n // block_size}[rule]
+        return Trace.from_requests([(0, n, 0, range(count(n))) for n in lengths], name="t")
+
+    def fits(size, trace):
+        counts = np.diff(trace.offsets)
+        lengths = trace.input_lengths
+        return (counts == -(-lengths // size)).all() or (counts == lengths // size).all()
+
+    trace = trace_with(lengths)
+    if trace.block_size is not None:
+        assert fits(trace.block_size, trace)
+    # Lengths on both sides of many multiples leave no other size.
+    multiples = [k * block_size for k in range(2, 40)]
+    full = trace_with(lengths + multiples + [n + 1 for n in multiples] + [n - 1 for n in multiples])
+    assert full.block_size == block_size
+
+
+@pytest.mark.parametrize(
+    ("requests", "expected"),
+    [
+        pytest.param([(6758, 14), (7322, 15), (7236, 15)], 512, id="mooncake_three_lines"),
+        pytest.param([(65974, 128), (72441, 141)], 512, id="full_blocks_only"),
+        pytest.param([(700, 2)], 512, id="ceil_goes_first"),
+        pytest.param([(600, 1)], None, id="several_powers_fit"),
+        pytest.param([(10, 1), (40, 1)], None, id="one_power_of_a_wide_interval"),
+        pytest.param([(1024, 3)], None, id="two_full_blocks_are_not_three"),
+        pytest.param([(100, 0), (120, 0)], None, id="no_blocks"),
+        pytest.param([(300, 3), (301, 4), (299, 3)], 100, id="one_size_not_a_power"),
+        pytest.param([(650, 3), (1000, 4)], 256, id="power_before_other_sizes"),
+        pytest.param([(660, 3), (1000, 4)], 256, id="power_inside_interval"),
+        pytest.param([(1000, 100), (1000, 3)], None, id="no_size_fits"),
+        pytest.param([(0, 1), (512, 1)], None, id="a_block_without_tokens"),
+        pytest.param([(0, 0), (700, 2)], 512, id="an_empty_prompt"),
+    ],
+)
+def test_infers_the_block_size(requests, expected):
+    trace = Trace.from_requests(
+        [(0, length, 0, range(count)) for length, count in requests], name="t"
+    )
+    assert trace.block_size == expected
+
+
+def test_a_given_block_size_is_taken(tmp_path):
+    assert load_trace(written(tmp_path, json_lines(record())), block_size=640).block_size == 640
+
+
+# --- the trace itself
+
+block_lists = st.lists(st.lists(st.integers(0, 9), unique=True, max_size=6), max_size=12)
+
+
+@given(block_lists)
+def test_infinite_cache_hit_rate_is_that_of_a_plain_replay(lists):
+    seen: set[int] = set()
+    hits = total = 0
+    for blocks in lists:
+        leading = 0
+        while leading < len(blocks) and blocks[leading] in seen:
+            leading += 1
+        hits += leading
+        total += len(blocks)
+        seen.update(blocks)
+    trace = trace_of(*lists)
+    assert trace.infinite_cache_hit_rate == (hits / total if total else 0)
+    assert trace.num_unique_blocks == len(seen)
+
+
+@given(block_lists, st.randoms(use_true_random=False))
+def test_from_requests_keeps_order_and_identity(lists, random):
+    timestamps = [random.choice([0, 1.5, 7]) for _ in lists]
+    trace = trace_of(*lists, timestamps=timestamps)
+    order = sorted(range(len(lists)), key=timestamps.__getitem__)
+
+    assert trace.timestamps_ms.tolist() == [timestamps[i] for i in order]
+    dense: dict[int, int] = {}
+    expected = [[dense.setdefault(b, len(dense)) for b in lists[i]] for i in order]
+    assert [request.block_ids.tolist() for request in trace] == expected
+
+
+@given(block_lists, st.integers(0, 14), st.integers(0, 14))
+def test_a_slice_is_the_trace_of_its_requests(lists, start, stop):
+    trace = trace_of(*lists)
+    part = trace[start:stop]
+    alone = trace_of(*lists[start:stop], timestamps=range(len(lists))[start:stop])
+    assert part.digest == alone.digest
+    assert part.num_unique_blocks == alone.num_unique_blocks
+    assert trace.head(stop).digest == trace[:stop].digest
+
+
+def test_items_and_bounds():
+    trace = trace_of([3, 4], [3], timestamps=[1.5, 2.5])
+    request = trace[-1]
+    assert isinstance(request, TraceRequest)
+    assert (request.timestamp_ms, request.input_length, request.output_length) == (2.5, 1, 0)
+    assert len(trace.head(99)) == 2
+    with pytest.raises(IndexError):
+        trace[2]
+    with pytest.raises(ValueError, match="step 1"):
+        trace[::2]
+    with pytest.raises(ValueError, match="at least 0"):
+        trace.head(-1)
+    assert repr(trace) == ("Trace('t', block_size=1, requests=2, block_references=3, unique=2)")
+
+
+def test_from_requests_names_the_bad_request_and_takes_numpy_values():
+    good = (np.float64(1), np.int32(5), np.int64(2), np.array([3, 4]))
+    assert requests_of(Trace.from_requests([good], name="t")) == [(1.0, 5, 2, [0, 1])]
+    with pytest.raises(ValueError, match=r"requests\[1\]: input_length=2.5: needs an int"):
+        Trace.from_requests([good, (1, 2.5, 2, [3])], name="t")
+    with pytest.raises(ValueError, match=r"requests\[0\]: hash_ids must be integers, got 3\.0"):
+        Trace.from_requests([(1, 2, 2, np.array([3.0]))], name="t")
+
+
+def test_digest_depends_on_every_part_but_the_name():
+    def digest(name="t", block_size=4, timestamp=1, lengths=(8, 2), ids=(0, 1), then=0):
+        requests = [(timestamp, *lengths, ids), (9, 4, 0, [then])]
+        return Trace.from_requests(requests, name=name, block_size=block_size).digest
+
+    assert digest() == digest(name="other") == digest(ids=(5, 6), then=5)
+    different = [
+        digest(),
+        digest(block_size=8),
+        digest(timestamp=2),
+        digest(lengths=(9, 2)),
+        digest(lengths=(8, 3)),
+        digest(then=1),
+        digest(ids=(0, 1, 2)),
+    ]
+    assert len(set(different)) == len(different)
+
+
+def test_digest_is_fixed_across_platforms_and_releases():
+    # Resumable sweeps key their cells by it.
+    trace = trace_of([0, 1, 2], [0, 1, 3], timestamps=[0, 12.5], block_size=16)
+    assert trace.digest == "6cf05456618ebaca790aed4af20bd529"
+
+
+@pytest.mark.parametrize(
+    ("field", "values", "reason"),
+    [
+        ("timestamps_ms", np.array([1.0, 0.0]), "must ascend"),
+        ("timestamps_ms", np.array([np.nan, 0.0]), "must ascend"),
+        ("timestamps_ms", np.array([0, 1]), "one-dimensional float64"),
+        ("input_lengths", [1, 2], "one-dimensional int64"),
+        ("input_lengths", np.array([1]), "one value per request"),
+        ("output_lengths", np.array([1, -1]), "at least 0"),
+        ("offsets", np.array([0, 2]), "num_requests"),
+        ("offsets", np.array([0, 2, 4]), "num_requests"),
+        ("offsets", np.array([1, 2, 3]), "num_requests"),
+        ("offsets", np.array([0, 4, 3]), "must ascend"),
+        ("block_ids", np.array([0, 2, 1], np.int32), "count up from 0"),
+        ("block_ids", np.array([1, 0, 2], np.int32), "count up from 0"),
+        ("block_ids", np.array([0, -1, 1], np.int32), "count up from 0"),
+        ("block_ids", np.array([0, 1, 0]), "one-dimensional int32"),
+    ],
+)
+def test_the_constructor_refuses_arrays_that_break_the_contract(field, values, reason):
+    arrays = {
+        "timestamps_ms": np.array([0.0, 1.0]),
+        "input_lengths": np.array([2, 1]),
+        "output_lengths": np.array([0, 0]),
+        "block_ids": np.array([0, 1, 0], np.int32),
+        "offsets": np.array([0, 2, 3]),
+    }
+    assert Trace("t", 1, **arrays).num_unique_blocks == 2
+    with pytest.raises(ValueError, match=f"{field} .*{reason}"):
+        Trace("t", 1, **arrays | {field: values})
+
+
+def test_coarsened_blocks_are_runs_of_blocks():
+    trace = Trace.from_requests(
+        [(0, 20, 1, [5, 6, 7, 8, 9]), (1, 16, 1, [5, 6, 7, 3]), (2, 4, 1, [5]), (3, 8, 1, [1, 2])],
+        name="t",
+        block_size=4,
+    )
+    coarse = trace.coarsened(2)
+    assert coarse.block_size == 8
+    assert [request.block_ids.tolist() for request in coarse] == [[0, 1], [0, 2], [], [3]]
+    assert coarse.input_lengths.tolist() == [20, 16, 4, 8]
+    assert trace.coarsened(1).digest == trace.digest
+    with pytest.raises(ValueError, match="factor=0: needs an int of at least 1"):
+        trace.coarsened(0)
+
+
+# --- writing
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
+def test_save_and_load_give_the_same_trace(tmp_path, suffix):
+    trace = trace_of([4, 5, 6], [], [4, 9], timestamps=[0.1, 1 / 3, 1e9], block_size=7)
+    path = tmp_path / ("round trip" + suffix)
+    save_trace(trace, path)
+
+    again = load_trace(path, block_size=7)
+    assert again.digest == trace.digest
+    assert again.name == "round trip"
+    first = path.read_bytes()
+    save_trace(again, str(path))
+    assert path.read_bytes() == first, "the same trace gives the same file"
+    assert os.listdir(tmp_path) == [path.name]
+    if suffix.endswith(".gz"):
+        assert first[4:8] == bytes(4), "no time of writing in the header"
+
+
+def test_saved_lines_are_mooncakes(tmp_path):
+    save_trace(trace_of([4, 5], timestamps=[30]), tmp_path / "t.jsonl")
+    assert json.loads((tmp_path / "t.jsonl").read_text()) == record(30, 2, 0)
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.json", "t.gz", "t"])
+def test_saving_under_another_extension_is_an_error(tmp_path, name):
+    with pytest.raises(ValueError, match=r"must end in \.jsonl"):
+        save_trace(trace_of([1]), tmp_path / name)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
+def test_a_failed_save_leaves_the_old_file(tmp_path, suffix, monkeypatch):
+    path = written(tmp_path, b"old", "t" + suffix)
+    trace = trace_of([1], [2])
+    dumps = json.dumps
+    calls = iter([True, False])
+    monkeypatch.setattr(
+        "cache.traces.trace.json.dumps", lambda *a, **k: dumps(*a, **k) if next(calls) else 1 / 0
+    )
+    with pytest.raises(ZeroDivisionError):
+        save_trace(trace, path)
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == [path.name]

@@ -1,0 +1,355 @@
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from cache.traces.trace import Trace
+from cache.traces.workloads import WORKLOADS, make_workload
+from cache.traces.workloads.draws import (
+    Zipf,
+    generator,
+    interleaved,
+    poisson_arrivals_ms,
+)
+from cache.traces.workloads.prompts import PromptSpace
+
+# Small in every length, so that a request has few tokens and texts end inside blocks.
+TINY = {
+    "shared_system_prompts": {"num_system_prompts": 4, "system_tokens": 30, "message_tokens": 9},
+    "multi_turn_chat": {
+        "system_tokens": 20, "message_tokens": 7, "output_tokens": 9, "max_context_tokens": 90,
+    },
+    "agent_loops": {
+        "system_tokens": 25, "task_tokens": 12, "output_tokens": 5, "tool_result_tokens": 8,
+        "summary_tokens": 6, "mean_steps": 10, "session_rate": 0.5, "subagent_probability": 0.1,
+        "max_context_tokens": 100,
+    },
+    "parallel_sampling": {
+        "num_prompts": 9, "num_templates": 3, "template_tokens": 20, "question_tokens": 12,
+    },
+    "rag": {
+        "num_documents": 6, "documents_per_request": 3, "system_tokens": 21, "document_tokens": 10,
+        "question_tokens": 4,
+    },
+}  # fmt: skip
+every_workload = pytest.mark.parametrize("name", WORKLOADS)
+
+
+def tiny(name: str, **options) -> Trace:
+    return make_workload(name, **{"num_requests": 150, "block_size": 4, **TINY[name], **options})
+
+
+def common_prefix(first, second) -> int:
+    """Leading blocks that two requests share (tokens, where the block size is 1)."""
+    length = min(len(first.block_ids), len(second.block_ids))
+    differs = first.block_ids[:length] != second.block_ids[:length]
+    return int(differs.argmax()) if differs.any() else length
+
+
+# --- block ids
+
+
+@settings(max_examples=100)
+@given(
+    block_size=st.integers(1, 7),
+    prompts=st.lists(
+        st.lists(st.tuples(st.integers(0, 2), st.integers(0, 12)), max_size=5),
+        min_size=2,
+        max_size=8,
+    ),
+)
+@example(block_size=4, prompts=[[(0, 2), (1, 2), (1, 4)], [(0, 2), (1, 6)]])
+def test_two_prompts_share_a_block_iff_they_agree_up_to_its_end(block_size, prompts):
+    space = PromptSpace(block_size)
+    texts = [space.new_text() for _ in range(3)]
+    prefix_of_id: dict[int, tuple] = {}
+    id_of_prefix: dict[tuple, int] = {}
+    for parts in prompts:
+        prompt, tokens = space.empty, []
+        for text, length in parts:
+            prompt = space.extended(prompt, length, texts[text])
+            tokens += [(text, position) for position in range(length)]
+        assert prompt.num_tokens == len(tokens)
+        assert len(prompt.block_ids) == len(tokens) // block_size
+        for index, block_id in enumerate(prompt.block_ids):
+            prefix = tuple(tokens[: (index + 1) * block_size])
+            assert prefix_of_id.setdefault(block_id, prefix) == prefix
+            assert id_of_prefix.setdefault(prefix, block_id) == block_id
+
+
+@every_workload
+@pytest.mark.parametrize("block_size", [2, 3, 16])
+def test_workload_blocks_are_their_prefixes(name, block_size):
+    # At block size 1 an id stands for a prefix of tokens, and the tokens do not depend on it.
+    tokens = tiny(name, block_size=1)
+    blocks = tiny(name, block_size=block_size)
+    assert blocks.block_size == block_size
+    pairs = set()
+    for request, its_tokens in zip(blocks, tokens, strict=True):
+        assert request[:3] == its_tokens[:3]
+        assert len(request.block_ids) == request.input_length // block_size
+        ends = its_tokens.block_ids[block_size - 1 :: block_size]
+        pairs.update(zip(request.block_ids.tolist(), ends.tolist(), strict=True))
+    assert len(pairs) == blocks.num_unique_blocks > 0
+    assert len({end for _, end in pairs}) == len(pairs)
+
+
+# --- determinism and defaults
+
+DEFAULT_DIGESTS = {
+    "shared_system_prompts": "b87fad6e6c0e26086c8ba4587a355c84",
+    "multi_turn_chat": "468c62430e621598d763a209121541cf",
+    "agent_loops": "21640efa0492b977140ec7fd7013fd88",
+    "parallel_sampling": "a4b11b9ee55ec86e3c6ac39e95e2ffba",
+    "rag": "54c7d01c574391803a7972224fa5d1d8",
+}
+
+
+@every_workload
+def test_default_traces_are_the_same_everywhere(name):
+    # Published figures name a workload and a seed, so neither a platform nor a release may change
+    # what they stand for.
+    trace = make_workload(name)
+    assert (trace.name, trace.digest) == (name, DEFAULT_DIGESTS[name])
+    inferred = Trace.from_requests(trace, name=name).block_size
+    assert inferred == trace.block_size, "a saved workload needs no block size to be read back"
+
+
+@every_workload
+def test_the_seed_decides_everything(name):
+    assert tiny(name, seed=3).digest == tiny(name, seed=3).digest
+    assert tiny(name, seed=3).digest != tiny(name, seed=4).digest
+
+
+@every_workload
+@pytest.mark.parametrize("num_requests", [1, 2, 77])
+def test_a_longer_workload_begins_with_the_shorter_one(name, num_requests):
+    shorter = tiny(name, num_requests=num_requests)
+    assert shorter.num_requests == num_requests
+    assert shorter.digest == tiny(name).head(num_requests).digest
+
+
+# --- options
+
+
+def test_unknown_names_list_the_choices():
+    with pytest.raises(ValueError, match=r"unknown workload 'chat'; choose from .*multi_turn_chat"):
+        make_workload("chat")
+    with pytest.raises(ValueError, match=r"unknown option num_dogs .*choose from .*length_sigma"):
+        make_workload("rag", num_dogs=3)
+
+
+@every_workload
+def test_every_option_has_bounds(name):
+    for option in inspect.signature(WORKLOADS[name]).parameters:
+        for value in (-1, True, "3"):
+            with pytest.raises(ValueError, match=f"{option} must be"):
+                make_workload(name, **{option: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [
+        ("rag", "block_size", 0),
+        ("rag", "num_requests", 2.0),
+        ("rag", "seed", 1.5),
+        ("rag", "request_rate", 0),
+        ("rag", "request_rate", math.nan),
+        ("rag", "length_sigma", math.inf),
+        ("multi_turn_chat", "mean_turns", 0.5),
+        ("agent_loops", "pause_probability", 1.1),
+    ],
+)
+def test_an_option_out_of_bounds_is_an_error(name, option, value):
+    with pytest.raises(ValueError, match=f"{option} must be .*got {value}"):
+        make_workload(name, **{option: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [
+        ("rag", {"seed": 0, "block_size": 1, "zipf_exponent": 0, "documents_per_request": 1}),
+        ("multi_turn_chat", {"mean_turns": 1, "ms_per_output_token": 0, "think_sigma": 0}),
+        ("agent_loops", {"pause_probability": 1, "subagent_probability": 0, "mean_steps": 1}),
+    ],
+)
+def test_options_may_lie_on_their_bounds(name, least):
+    assert len(make_workload(name, num_requests=3, **least)) == 3
+
+
+def test_rag_cannot_retrieve_more_documents_than_there_are():
+    with pytest.raises(ValueError, match="documents_per_request must not exceed num_documents"):
+        make_workload("rag", num_documents=3, documents_per_request=4)
+
+
+# --- what each workload is
+
+
+def test_system_prompts_are_shared_by_popularity():
+    trace = make_workload("shared_system_prompts", num_system_prompts=20, length_sigma=0)
+    assert set(trace.input_lengths.tolist()) == {680}
+    system_prompts = Counter(request.block_ids[0].item() for request in trace)
+    assert len(system_prompts) == 20
+    harmonic = sum(1 / rank for rank in range(1, 21))
+    for rank, (_, count) in enumerate(system_prompts.most_common(5), start=1):
+        expected = len(trace) / rank / harmonic
+        assert abs(count - expected) < 4 * math.sqrt(expected)
+    # 600 tokens are 37 full blocks; those of the messages, and the block between, come once.
+    uses = np.bincount(trace.block_ids)
+    assert (uses > 1).sum() == 20 * 37
+    assert trace.num_unique_blocks == 20 * 37 + len(trace) * (42 - 37)
+
+
+def test_chat_turns_continue_the_conversation_after_answer_and_thought():
+    requests = tiny(
+        "multi_turn_chat", block_size=1, num_requests=300, session_rate=1e-6, think_sigma=0,
+        max_context_tokens=10**6, num_system_prompts=1, length_sigma=0,
+    )  # fmt: skip
+    sessions = 1
+    for previous, request in itertools.pairwise(requests):
+        if request.input_length == 20 + 7:
+            sessions += 1
+            assert common_prefix(previous, request) == 20, "a new session shares the system prompt"
+        else:
+            assert common_prefix(previous, request) == previous.input_length
+            assert request.input_length == previous.input_length + 9 + 7
+            assert request.timestamp_ms == previous.timestamp_ms + 9 * 20 + 30_000
+    assert len(requests) / sessions == pytest.approx(4, rel=0.4)
+
+
+def one_agent_at_a_time(**options) -> list:
+    """Requests of agents of one kind: 50 + 20 tokens, then 3 of a call and 4 of a result a step."""
+    fixed = {
+        "block_size": 1, "num_agents": 1, "session_rate": 1e-6, "mean_steps": 1e9,
+        "subagent_probability": 0, "max_context_tokens": 10**6, "length_sigma": 0,
+        "system_tokens": 50, "task_tokens": 20, "output_tokens": 3, "tool_result_tokens": 4,
+    }  # fmt: skip
+    return list(make_workload("agent_loops", num_requests=300, **fixed | options))
+
+
+def test_agents_append_call_and_result_to_the_context():
+    requests = one_agent_at_a_time(mean_steps=25)
+    for previous, request in itertools.pairwise(requests):
+        if request.input_length == 70:
+            assert common_prefix(previous, request) == 50, "a new session shares the system prompt"
+        else:
+            assert request.input_length == previous.input_length + 3 + 4
+            assert common_prefix(previous, request) == previous.input_length
+            assert request.timestamp_ms > previous.timestamp_ms + 3 * 20
+    sessions = sum(request.input_length == 70 for request in requests)
+    assert len(requests) / sessions == pytest.approx(25, rel=0.4)
+
+
+def test_agents_wait_for_sub_agents_that_share_the_system_prompt():
+    requests = one_agent_at_a_time(subagent_probability=0.1, mean_subagent_steps=1)
+    subagents = [index for index in range(1, 300) if requests[index].input_length == 70]
+    assert len(subagents) == pytest.approx(30, abs=15)
+    for index in subagents[:-1]:
+        before, during, after = requests[index - 1 : index + 2]
+        assert common_prefix(before, during) == 50
+        assert common_prefix(before, after) == before.input_length
+        # Its call, then the sub-agent's answer for a result.
+        assert after.input_length == before.input_length + 3 + 3
+
+
+def test_agents_compact_a_full_context():
+    requests = one_agent_at_a_time(max_context_tokens=120, summary_tokens=10)
+    assert max(request.input_length + request.output_length for request in requests) <= 120
+    compacted = 0
+    for previous, request in itertools.pairwise(requests):
+        if request.input_length < previous.input_length:
+            compacted += 1
+            assert request.input_length == 50 + 20 + 10
+            assert common_prefix(previous, request) == 50 + 20
+    assert compacted > 20
+
+
+def test_samples_of_a_prompt_arrive_together_in_shuffled_passes():
+    trace = make_workload(
+        "parallel_sampling", num_requests=4 * 3 * 50, num_samples=3, num_prompts=50
+    )
+    requests = list(trace)
+    groups = [requests[start : start + 3] for start in range(0, len(trace), 3)]
+    for group in groups:
+        assert len({(r.timestamp_ms, r.input_length, tuple(r.block_ids)) for r in group}) == 1
+    prompts = [(group[0].input_length, tuple(group[0].block_ids)) for group in groups]
+    passes = [prompts[start : start + 50] for start in range(0, 200, 50)]
+    assert all(set(each) == set(passes[0]) for each in passes)
+    assert len({tuple(each) for each in passes}) == 4, "each pass has an order of its own"
+    assert len({prompt[1][0] for prompt in prompts}) <= 8, "prompts begin with a template"
+
+
+def test_rag_documents_hit_only_behind_the_same_documents():
+    trace = make_workload(
+        "rag", num_requests=200, block_size=1, num_documents=2, documents_per_request=2,
+        zipf_exponent=0, length_sigma=0, system_tokens=30, document_tokens=10, question_tokens=5,
+    )  # fmt: skip
+    assert set(trace.input_lengths.tolist()) == {55}
+    orders = Counter(tuple(request.block_ids[:50].tolist()) for request in trace)
+    assert len(orders) == 2, "two documents, two orders"
+    assert min(orders.values()) > 60
+    (first, _), (second, _) = orders.items()
+    assert [a == b for a, b in zip(first, second, strict=True)] == [True] * 30 + [False] * 20
+
+
+# --- draws
+
+
+def test_arrivals_are_poisson():
+    arrivals = np.array(list(itertools.islice(poisson_arrivals_ms(generator(1), 4.0), 20_000)))
+    gaps = np.diff(arrivals)
+    assert (gaps >= 0).all()
+    assert gaps.mean() == pytest.approx(250, rel=0.03)
+    assert gaps.std() == pytest.approx(250, rel=0.04)
+
+
+@pytest.mark.parametrize("exponent", [0, 0.7, 1.0, 2.0])
+def test_zipf_frequencies(exponent):
+    rng, zipf = generator(3), Zipf(10, exponent)
+    counts = np.bincount([zipf.draw(rng) for _ in range(20_000)], minlength=10)
+    weights = np.arange(1, 11) ** -float(exponent)
+    expected = 20_000 * weights / weights.sum()
+    assert (abs(counts - expected) < 4.5 * np.sqrt(expected)).all()
+
+
+def test_distinct_zipf_draws_are_sequential_draws_without_replacement():
+    rng, zipf = generator(4), Zipf(3, 1.0)
+    pairs = Counter(tuple(zipf.draw_distinct(rng, 2)) for _ in range(20_000))
+    weights = np.array([6, 3, 2]) / 11
+    for a, b in itertools.permutations(range(3), 2):
+        either_order = weights[a] * weights[b] * (1 / (1 - weights[a]) + 1 / (1 - weights[b]))
+        expected = 20_000 * either_order / 2
+        assert abs(pairs[a, b] - expected) < 4.5 * math.sqrt(expected)
+
+
+@given(
+    gaps=st.lists(st.integers(0, 5), min_size=1, max_size=8),
+    steps=st.lists(st.lists(st.integers(0, 9), max_size=4), min_size=8, max_size=8),
+)
+def test_interleaved_sessions_come_in_order_of_time(gaps, steps):
+    arrivals = list(itertools.accumulate(gaps))
+    plans = iter(steps)
+    expected = []
+
+    def session(arrival):
+        number = len(expected)
+        times = list(itertools.accumulate(next(plans, []), initial=arrival))
+        expected.append([(time, number, turn) for turn, time in enumerate(times)])
+        return iter(expected[-1])
+
+    far = itertools.chain(arrivals, itertools.count(10**6))
+    total = sum(1 + len(steps[index]) for index in range(len(arrivals)))
+    merged = list(itertools.islice(interleaved(iter(far), session), total))
+    wanted = [request for requests in expected[: len(arrivals)] for request in requests]
+    assert sorted(merged) == sorted(wanted)
+    assert [request[0] for request in merged] == sorted(request[0] for request in merged)
+    for number in range(len(arrivals)):
+        turns = [turn for _, session_number, turn in merged if session_number == number]
+        assert turns == sorted(turns)
