@@ -8,5 +8,5 @@ gpu/         experiments that need a GPU
 bench/       problems with their right answers, work and times for experiments on kernels
 style        the look of figures; quantiles: repeated measurements in them
 
-``cli.py`` is the command line; ``gpu/gpu_pass.py`` and ``sanitize.py`` are commands of their own.
+``cli.py`` is the command line; ``sanitize.py`` is a command of its own.
 """

@@ -1,4 +1,4 @@
-"""The command line: list, run, plot, reproduce, report, gpu-pass."""
+"""The command line: list, run, plot, reproduce, report."""
 
 from __future__ import annotations
 
@@ -107,7 +107,6 @@ def _app(arguments: list[str]) -> SubcommandApp:
     app.command(plots, name="plot", help="Draw the figures of an experiment from its table.")
     app.command(_reproduce, name="reproduce")
     app.command(_report, name="report")
-    app.command(_gpu_pass, name="gpu-pass")
     return app
 
 
@@ -211,13 +210,6 @@ def _report(results: Path = _RESULTS, output: Path | None = None) -> int:
 
     print(write_report(results, output or results / "report.html", EXPERIMENTS))
     return 0
-
-
-def _gpu_pass() -> int:
-    """Measure what matters most where a GPU is there for minutes only: see gpu-pass --help."""
-    from experiments.gpu.gpu_pass import main  # which __main__ gives its options
-
-    return main([])
 
 
 def _run(experiment: Experiment, options: object, sweep: SweepOptions) -> SweepReport:

@@ -9,7 +9,6 @@ from experiments.harness import Experiment
 _MODULES = (
     "block_size",
     "gpu.cascade",
-    "decode_balance",
     "engine_overhead",
     "gpu.engine_throughput",
     "eviction",

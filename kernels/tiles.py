@@ -221,8 +221,8 @@ def chunking(num_kv_heads: int, num_splits: int | None = None) -> Chunking:
     long sequence occupies the 264 programs that an H200 runs at once.
 
     Between two chunks a program waits twice for memory, and the fp32 states that a chunk leaves are
-    written and read: with eight tiles a batch of equal sequences loses another 6 %, with 32 a lone
-    short one a third (modelled, `experiments/decode_balance.py`).
+    written and read. Smaller chunks cost more of both; larger ones leave a lone short sequence with
+    few programs.
     """
     if num_splits is not None:
         return Chunking(1, num_splits)

@@ -1,1 +1,1 @@
-"""Experiments that need a GPU, and ``gpu_pass.py``, which runs what matters most of them."""
+"""Experiments that need a GPU."""

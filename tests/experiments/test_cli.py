@@ -88,7 +88,7 @@ def test_what_cannot_be_done_is_refused_with_the_reason(
 
 def test_the_help_names_every_command(capsys):
     assert cli.main(["--help"]) == 0
-    assert "{list,run,plot,reproduce,report,gpu-pass}" in capsys.readouterr().out
+    assert "{list,run,plot,reproduce,report}" in capsys.readouterr().out
 
 
 @pytest.fixture

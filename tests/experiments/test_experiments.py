@@ -34,7 +34,7 @@ NUM_CELLS = {
     "sharing": 12,
     "transformers_speed": 1,
 }
-UNTIMED = {"block_size": 37, "decode_balance": 13, "memory_waste": 18, "sharing": 33}
+UNTIMED = {"block_size": 37, "memory_waste": 18, "sharing": 33}
 """Experiments that count or model, and how far apart the cells are that a test computes again."""
 
 

@@ -1,4 +1,4 @@
-"""The experiment large_accuracy: its shapes. Tests of gpu-pass run them, divided."""
+"""The experiment large_accuracy: its shapes. test_on_fake_gpu.py runs them, divided."""
 
 from __future__ import annotations
 
