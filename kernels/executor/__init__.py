@@ -38,13 +38,8 @@ Architectures: sm_75 to sm_100; of wgmma and tcgen05 what Triton makes of 16-bit
 
 from kernels.executor.counts import Counts
 from kernels.executor.faults import Fault, FaultKind, UnknownInstruction
-from kernels.executor.launch import (
-    MULTIPROCESSORS,
-    Execution,
-    LaunchRecord,
-    execute_ptx,
-    run_ptx,
-)
+from kernels.executor.launch import Execution, LaunchRecord, execute_ptx, run_ptx
+from kernels.executor.targets import MULTIPROCESSORS
 
 __all__ = [
     "MULTIPROCESSORS",

@@ -10,6 +10,7 @@ import re
 
 import numpy as np
 
+from kernels.executor.faults import FaultKind
 from kernels.executor.operands import (
     DTYPES,
     PACKED,
@@ -120,6 +121,10 @@ def _cp(translation: Translation) -> Step:
         reading = active
         if read_size is not None:
             sizes = batch.full(read_size(batch))
+            if (active & (sizes > size)).any():
+                thread = int(np.flatnonzero(active & (sizes > size))[0])
+                detail = f"a src-size of {sizes[thread]} with a cp-size of {size}"
+                raise batch.fault(FaultKind.UNDEFINED, detail, thread)
             reading = active & (sizes > 0)
         data = batch.memory.load(batch, origin(batch), reading, size, sizes, alignment=size)
         batch.copies.issue(to(batch), active, data)

@@ -20,6 +20,7 @@ class FaultKind(enum.Enum):
     FENCE = "missing fence"
     BARRIER = "barrier that not all threads reach"
     DIVERGENCE = "warp instruction without the whole warp"
+    UNDEFINED = "undefined result"
     TRAP = "trap"
     ENDLESS = "endless execution"
 

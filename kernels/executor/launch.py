@@ -25,15 +25,11 @@ from triton.runtime.driver import driver
 from kernels.executor.counts import Counts
 from kernels.executor.global_memory import GlobalMemory
 from kernels.executor.machine import Kernel, Launch
+from kernels.executor.targets import MULTIPROCESSORS, SHARED_BYTES
 from kernels.executor.tensors import AddressBook, FreshMemory, window_of
 from kernels.primitives import INTERPRETED
 from kernels.tiles import Target, force_target
 
-MULTIPROCESSORS = {"sm_75": 40, "sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132}
-MULTIPROCESSORS |= {"sm_100": 148}
-"""Architectures that can be executed, with the multiprocessors of their best known GPU, which
-default split counts depend on."""
-_SHARED_BYTES = {75: 65536, 80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448}
 _FORMATS = {"i1": "?", "i8": "b", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "u32": "I"}
 _FORMATS |= {"i64": "q", "u64": "Q", "fp32": "f", "f32": "f", "fp64": "d"}
 _GATES = ("kernels.checks", "kernels.swap_blocks")
@@ -227,7 +223,7 @@ class _Driver:
         return torch.device("cpu")
 
     def get_device_properties(self, _device) -> dict[str, int]:
-        return {"max_shared_mem": _SHARED_BYTES[self._target.arch]}
+        return {"max_shared_mem": SHARED_BYTES[self._target.arch]}
 
     def remember_ptx(self, _module, _function, name: str, files: dict, _hash) -> None:
         """Hook that Triton calls before it loads a kernel; files: what compilation left."""

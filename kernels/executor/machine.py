@@ -33,6 +33,7 @@ from kernels.executor.operands import UNSIGNED, translate
 from kernels.executor.ptx import Program, parse
 from kernels.executor.shared_memory import SharedMemory
 from kernels.executor.signals import Barrier, Branch, Exit
+from kernels.executor.targets import check_launch
 from kernels.executor.tensor_memory import TensorMemory
 
 MAX_THREADS = 2048
@@ -81,6 +82,8 @@ class Launch:
     """What else is counted, if `count` says so."""
 
     def __post_init__(self):
+        """Raises ValueError for a launch that a GPU would refuse."""
+        check_launch(self.kernel.program.target, self.grid, self.num_warps, self.shared_bytes)
         self.executed = np.zeros(len(self.kernel.steps), np.int64)
         self.tally = Tally(self.kernel.program, math.prod(self.grid)) if self.count else None
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from kernels.executor.faults import UnknownInstruction
 from kernels.executor.ptx import Address, Instruction, Negated, Operand, Program, Register
+from kernels.executor.targets import refusal
 
 if TYPE_CHECKING:
     from kernels.executor.machine import Batch
@@ -216,6 +217,8 @@ def translate(program: Program, one: Instruction) -> Step:
     translator = _TRANSLATORS.get(one.parts[0])
     if translator is None:
         raise UnknownInstruction(program.name, one.text, one.location)
+    if why := refusal(one.opcode, program.target):
+        raise UnknownInstruction(program.name, one.text, one.location, why)
     translation = Translation(program, one)
     try:
         step = translator(translation)

@@ -6,7 +6,7 @@ import pytest
 
 HEAD = """
 .version 8.7
-.target sm_90a
+.target {target}
 .address_size 64
 .extern .shared .align 16 .b8 global_smem[];
 .visible .entry broken({parameters})
@@ -22,13 +22,12 @@ HEAD = """
 """
 
 
-def kernel_text(body: str, num_tensors: int = 1, scalars: str = "") -> str:
+def kernel_text(body: str, num_tensors: int = 1, target: str = "sm_100a") -> str:
     """PTX of a kernel: tensors are in %d0, %d1 ..., the thread's index is in %r0 and %d10."""
-    kinds = ["u64"] * num_tensors + scalars.split()
-    parameters = ", ".join(f".param .{kind} p{number}" for number, kind in enumerate(kinds))
+    parameters = ", ".join(f".param .u64 p{number}" for number in range(num_tensors))
     loads = [f"ld.param.b64 %d{number}, [p{number}];" for number in range(num_tensors)]
     lines = [*loads, "mov.u32 %r0, %tid.x;", "cvt.u64.u32 %d10, %r0;", body]
-    return HEAD.format(parameters=parameters, body="\n".join(lines))
+    return HEAD.format(target=target, parameters=parameters, body="\n".join(lines))
 
 
 @pytest.fixture
@@ -36,8 +35,8 @@ def run_body():
     """Run a kernel given as the body that `kernel_text` takes, on tensors."""
     from kernels.executor import run_ptx  # not before `--executor` has been looked at
 
-    def run(body: str, *tensors, **options):
-        return run_ptx(kernel_text(body, len(tensors)), tensors, **options)
+    def run(body: str, *tensors, target: str = "sm_100a", **options):
+        return run_ptx(kernel_text(body, len(tensors), target), tensors, **options)
 
     return run
 

@@ -212,6 +212,13 @@ class TestAsynchronousCopies:
         expected[:8, 0] = given[:32].view(8, 4)[:, 1]
         assert torch.equal(out.view(32, 2), expected)
 
+    def test_a_source_larger_than_the_copy(self, run_body):
+        body = "mov.u32 %r8, {size};" + COPY.replace("0x10;", "0x10, %r8;") + "cp.async.wait_all;"
+        run_body(body.format(size=16), self.TENSOR, shared_bytes=512)
+        fault = caught(run_body, body.format(size=400), self.TENSOR, shared_bytes=512)
+        assert (fault.kind, fault.thread) == (FaultKind.UNDEFINED, 0)
+        assert "a src-size of 400 with a cp-size of 16" in str(fault)
+
 
 class TestControlFlow:
     def test_barrier_that_a_warp_never_reaches(self, run_body):
@@ -286,3 +293,41 @@ def test_an_unknown_instruction_is_refused_by_name(run_body, text, why):
         run_body(body, tensor)
     assert why in str(raised.value)
     assert torch.equal(tensor, numbers(32))
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"grid": (1, 65536, 1)}, r"grid: .*got \(1, 65536, 1\)"),
+        ({"grid": (1, 0, 1)}, r"grid: .*got \(1, 0, 1\)"),
+        ({"num_warps": 33}, "num_warps: expected 1 to 32, got 33"),
+        ({"shared_bytes": 166913, "target": "sm_80"}, "at most 166912 on sm_80, got 166913"),
+    ],
+)
+def test_launches_that_a_gpu_refuses(run_body, options, why):
+    with pytest.raises(ValueError, match=why):
+        run_body("mov.u32 %r1, %r0;", numbers(1), **options)
+
+
+@pytest.mark.parametrize(
+    ("text", "target"),
+    [
+        ("cp.async.commit_group;", "sm_80"),
+        ("elect.sync %r1|%p1, -1;", "sm_90"),
+        ("cvt.rn.satfinite.e4m3x2.f32 %h1, %r2, %r1;", "sm_89"),
+        ("mul.bf16 %h1, %h2, %h3;", "sm_90"),
+        ("tcgen05.wait::ld.sync.aligned;", "sm_100a"),
+    ],
+)
+def test_instructions_newer_than_the_target_are_refused(run_body, text, target):
+    before = {"sm_80": "sm_75", "sm_89": "sm_86", "sm_90": "sm_89", "sm_100a": "sm_90a"}[target]
+    body = "mov.b32 %r1, 0; mov.b32 %r2, 0; mov.b16 %h2, 0; mov.b16 %h3, 0;" + text
+    run_body(body, numbers(1), target=target)
+    with pytest.raises(UnknownInstruction, match=rf"needs {target[:6].rstrip('a')}.* {before}"):
+        run_body(body, numbers(1), target=before)
+
+
+def test_no_later_target_has_wgmma(run_body):
+    run_body("wgmma.fence.sync.aligned;", numbers(1), num_warps=4, target="sm_90a")
+    with pytest.raises(UnknownInstruction, match="only sm_90a has it, but .target is sm_100a"):
+        run_body("wgmma.fence.sync.aligned;", numbers(1), num_warps=4)

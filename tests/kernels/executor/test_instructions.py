@@ -35,7 +35,8 @@ def compute(run_body):
 
     def run(text: str, triples: list[tuple], *, wide: bool = False) -> list[int]:
         columns = [[row[i] if i < len(row) else 0 for row in triples] for i in range(3)]
-        count = -(-len(triples) // 32) * 32
+        unit = 1024 if len(triples) > 1024 else 32
+        count = -(-len(triples) // unit) * unit
         given = torch.zeros(3, count, dtype=torch.int64)
         for column, values in zip(given, columns, strict=True):
             column[: len(values)] = torch.tensor(values)
@@ -44,11 +45,13 @@ def compute(run_body):
         loads = "".join(f"ld.global.b32 %r{i + 1}, [%d12+{4 * count * i}];" for i in range(3))
         result = "" if wide else "cvt.u64.u32 %d4, %r4;"
         run_body(
+            "mov.u32 %r90, %ctaid.x; mad.lo.u32 %r91, %r90, 1024, %r0; cvt.u64.u32 %d10, %r91;"
             f"shl.b64 %d11, %d10, 2; add.s64 %d12, %d0, %d11; {loads} {text} {result}"
             "shl.b64 %d13, %d10, 3; add.s64 %d14, %d1, %d13; st.global.b64 [%d14], %d4;",
             given.flatten(),
             out,
-            num_warps=count // 32,
+            num_warps=min(count // 32, 32),
+            grid=(-(-count // 1024), 1, 1),
         )
         mask = 2**64 - 1 if wide else 2**32 - 1
         return [value & mask for value in out[: len(triples)].tolist()]
@@ -264,9 +267,7 @@ def test_conversion_to_narrower_floats(compute, opcode):
     words = values.view(torch.int32).tolist()
     pairs = [(a & 0xFFFFFFFF, b & 0xFFFFFFFF) for a, b in zip(words[::2], words[1::2], strict=True)]
     dtype, integer = NARROW[opcode]
-    got = []
-    for first in range(0, len(pairs), 1024):
-        got += compute(f"{opcode} %r4, %r2, %r1;", pairs[first : first + 1024])
+    got = compute(f"{opcode} %r4, %r2, %r1;", pairs)
     expected = values.to(dtype).view(integer).tolist()
     both = [x for word in got for x in (signed(word, 16), signed(word >> 16, 16))]
     assert both == expected
