@@ -21,8 +21,8 @@ MAX_GRID = (2**31 - 1, 65535, 65535)
 
 _INTRODUCED = {
     75: r"ldmatrix|mma\.|(tanh|ex2)\..*f(16|32)",
-    80: r"cp\.async\.|redux|mbarrier|.*\b(bf16|tf32|bf16x2)\b|(min|max)\.NaN|mma.*k16\..*f16|mma.*s8"
-    r"|prefetch|createpolicy",
+    80: r"cp\.async\.|redux|mbarrier|.*\b(bf16|tf32|bf16x2)\b|(min|max)\.NaN|mma.*k16\..*f16"
+    r"|mma.*s8|prefetch|createpolicy",
     89: r"(cvt|mma).*e[45]m[23]",
     90: r"elect|stmatrix|fence\.proxy|griddepcontrol|wgmma|mbarrier\.try_wait|setp.*bf16"
     r"|(add|sub|mul)\.(\w+\.)*bf16|cvt\.(rn\.)?bf16\.(f16|[su]\d+)|(atom|red).*(bf16|\.v\d)",

@@ -329,5 +329,5 @@ def test_instructions_newer_than_the_target_are_refused(run_body, text, target):
 
 def test_no_later_target_has_wgmma(run_body):
     run_body("wgmma.fence.sync.aligned;", numbers(1), num_warps=4, target="sm_90a")
-    with pytest.raises(UnknownInstruction, match="only sm_90a has it, but .target is sm_100a"):
+    with pytest.raises(UnknownInstruction, match=r"only sm_90a has it, but \.target is sm_100a"):
         run_body("wgmma.fence.sync.aligned;", numbers(1), num_warps=4)
