@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels import add_rms_norm, reference
-from kernels.testing.accuracy import bits, compare_with_reference
+from kernels.testing.accuracy import accuracy, bits, compare_with_reference
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
@@ -91,7 +91,9 @@ def test_offset_is_added_in_fp32(device):
     """bf16, the dtype of the weight, has no 1 + 2^-9."""
     x = torch.full((1, 64), 3.0, device=device)
     weight = torch.full((64,), 2.0**-9, dtype=torch.bfloat16, device=device)
-    assert torch.allclose(add_rms_norm(x, None, weight, eps=0.0, offset=1.0), x / 3 * (1 + 2**-9))
+    out, expected = add_rms_norm(x, None, weight, eps=0.0, offset=1.0), 1 + 2**-9
+    result = accuracy(out, x / 3 * expected, x.double() / 3 * expected)
+    assert result.passed, result
 
 
 def test_offsets_beyond_32_bits(far_apart, device):

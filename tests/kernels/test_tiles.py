@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels import paged_decode_attention, tiles
+from kernels import paged_decode_attention, reference, tiles
+from kernels.testing.accuracy import compare_with_reference
 from kernels.testing.inputs import random_paged_batch
 from kernels.tiles import (
     PROGRAMS_PER_MULTIPROCESSOR,
@@ -148,6 +149,9 @@ def test_ops_run_with_the_tiles_of_a_forced_target(device):
         with force_target(replace(target, tiles=forced)):
             paged_decode_attention(*batch.decode_args, num_splits=1, out=out)
         outputs.append(out)
+        [result] = compare_with_reference(
+            lambda *_, out=out: out, reference.paged_decode_attention, batch.decode_args
+        )
+        assert result.passed, result
     assert torch.equal(outputs[0], outputs[2])
     assert not torch.equal(outputs[0], outputs[1])
-    assert torch.allclose(outputs[0], outputs[1], atol=1e-3)

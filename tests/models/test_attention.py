@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.testing import assert_close
 
 from kernels import flash_attn_compat, reference
+from kernels.testing.accuracy import accuracy, bits
 from models.attention import (
     AttentionMetadata,
     FlashAttnBackend,
@@ -134,13 +134,21 @@ class Case:
         options |= {"max_seqlen_q": self.metadata.max_seqlen_q, "window_size": self.window_size}
         return reference.paged_prefill_attention(
             query, *caches, self.metadata.block_tables, *lens, scale=scale, **options
-        ).float()
+        )
 
-    def expected(self, **options):
-        rows = self.query.double(), self.key.double(), self.value.double()
-        caches = self.k_cache.double(), self.v_cache.double()
+    def expected(self, dtype, **options):
+        rows = [x.to(dtype, copy=True) for x in (self.query, self.key, self.value)]
+        caches = [cache.to(dtype, copy=True) for cache in (self.k_cache, self.v_cache)]
         self.store(rows, caches)
-        return self.attend(rows[0], caches, **options), *(cache.float() for cache in caches)
+        return self.attend(rows[0], caches, **options), *caches
+
+    def judge(self, results, **options) -> None:
+        """Attention and both caches, by the fp64 rule; unused slots stay NaN."""
+        low, ref = (self.expected(dtype, **options) for dtype in (torch.float32, torch.float64))
+        for result, *expected in zip(results, low, ref, strict=True):
+            assert torch.equal(result.isnan(), expected[1].isnan())
+            judged = accuracy(*(x.nan_to_num() for x in (result, *expected)))
+            assert judged.passed, judged
 
 
 CASES = {
@@ -162,8 +170,7 @@ def test_backends_store_and_attend(backend, case, block_size):
     if case in ("mixed_in_parts", "few_and_many"):
         batch.metadata = in_parts(batch.metadata, np.array(CASES[case][1]))
         assert len(batch.metadata.parts) == 3 - (case == "few_and_many")
-    for actual, expected in zip(batch.run(BACKENDS[backend]()), batch.expected(), strict=True):
-        assert_close(actual, expected, equal_nan=True)
+    batch.judge(batch.run(BACKENDS[backend]()))
 
 
 @pytest.mark.parametrize(
@@ -174,9 +181,7 @@ def test_backends_store_and_attend(backend, case, block_size):
 def test_backends_have_windows_and_softcaps(backend, case, window_size, softcap, monkeypatch):
     monkeypatch.setattr("models.attention.MASKED_QUERIES", 4)
     batch = Case(*CASES[case], 3, window_size)
-    actual = batch.run(BACKENDS[backend](), softcap=softcap)
-    for ours, expected in zip(actual, batch.expected(softcap=softcap), strict=True):
-        assert_close(ours, expected, equal_nan=True)
+    batch.judge(batch.run(BACKENDS[backend](), softcap=softcap), softcap=softcap)
 
 
 @pytest.mark.parametrize("num_queries", [1, 4, 9, 17])
@@ -185,7 +190,7 @@ def test_torch_masks_a_slice_of_the_queries_at_a_time(case, num_queries, monkeyp
     """Slices that divide the queries, that do not, and that are single ones."""
     monkeypatch.setattr("models.attention.MASKED_QUERIES", num_queries)
     batch = Case(*CASES[case], 3)
-    assert_close(batch.run(TorchBackend())[0], batch.expected()[0])
+    batch.judge(batch.run(TorchBackend()))
 
 
 @pytest.mark.parametrize("case", ["decode", "mixed"])
@@ -200,8 +205,7 @@ def test_qk_norm_comes_before_the_rotation(backend, case):
         x = getattr(batch, name).double()
         mean_square = x.square().mean(-1, keepdim=True)
         setattr(batch, name, x / (mean_square + 1e-2).sqrt() * (1 + norm.weight.double()))
-    for ours, expected in zip(actual, batch.expected(), strict=True):
-        assert_close(ours, expected, equal_nan=True)
+    batch.judge(actual)
 
 
 @pytest.mark.parametrize("scales", [{}, {"k_scale": 0.5, "v_scale": 0.03}], ids=["", "scaled"])
@@ -217,9 +221,13 @@ def test_backends_store_and_attend_to_fp8(backend, case, scales):
     query, expected = batch.query.clone(), [batch.k_cache.clone(), batch.v_cache.clone()]
     batch.store((query, batch.key, batch.value), expected, **scales)
     for actual, wanted in zip(caches, expected, strict=True):
-        assert_close(actual.float(), wanted.float(), rtol=0, atol=0, equal_nan=True)
-    expected_out = batch.attend(query.double(), [cache.double() for cache in expected], **scales)
-    assert_close(out, expected_out)
+        assert torch.equal(bits(actual), bits(wanted))
+    low, ref = (
+        batch.attend(query.to(dtype), [cache.to(dtype) for cache in expected], **scales)
+        for dtype in (torch.float32, torch.float64)
+    )
+    judged = accuracy(out, low, ref)
+    assert judged.passed, judged
 
 
 @pytest.mark.parametrize("num_bytes", [1, 2000, 6000])
@@ -227,7 +235,7 @@ def test_backends_store_and_attend_to_fp8(backend, case, scales):
 def test_torch_gathers_a_part_of_the_batch_at_a_time(case, num_bytes, monkeypatch):
     monkeypatch.setattr("models.attention.GATHERED_BYTES", num_bytes)
     batch = Case(*CASES[case], 3)
-    assert_close(batch.run(TorchBackend())[0], batch.expected()[0])
+    batch.judge(batch.run(TorchBackend()))
 
 
 @given(st.lists(st.integers(0, 9), max_size=12), st.integers(0, 30) | st.just(math.inf))
@@ -248,15 +256,15 @@ def test_flash_attn_reads_pages_of_256_in_place(case):
     batch = Case(*CASES[case], 256)
     backend = FlashAttnBackend(flash_attn_stand_in())
     backend._repage = None  # would raise
-    assert_close(batch.run(backend)[0], batch.expected()[0])
+    batch.judge(batch.run(backend))
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_padding_of_a_captured_graph_changes_nothing(backend):
     """Rows with a negative slot and a context length of 0 give zeros and write nothing."""
     batch = Case(*CASES["decode"], 4)
-    out, k_cache, v_cache = batch.run(BACKENDS[backend]())
-    metadata = batch.metadata
+    caches, metadata = batch.run(BACKENDS[backend]())[1:], batch.metadata
+    low, ref = (batch.expected(dtype)[0] for dtype in (torch.float32, torch.float64))
     padded = AttentionMetadata(
         slot_mapping=torch.cat((metadata.slot_mapping, torch.tensor([-1, -1]))),
         block_tables=torch.cat(
@@ -274,19 +282,19 @@ def test_padding_of_a_captured_graph_changes_nothing(backend):
     rotation = batch.rotation
     positions = torch.cat((rotation.positions, torch.tensor([3, 0])))
     batch.rotation = Rotation(positions, rotation.cos, rotation.sin)
-    out_padded, k_padded, v_padded = batch.run(BACKENDS[backend]())
-    assert_close(out_padded[:4], out)
-    assert (out_padded[4:] == 0).all()
-    assert_close(k_padded, k_cache, rtol=0, atol=0, equal_nan=True)
-    assert_close(v_padded, v_cache, rtol=0, atol=0, equal_nan=True)
+    out, *padded_caches = batch.run(BACKENDS[backend]())
+    judged = accuracy(out[:4], low, ref)
+    assert judged.passed, judged
+    assert (out[4:] == 0).all()
+    for actual, wanted in zip(padded_caches, caches, strict=True):
+        assert torch.equal(bits(actual), bits(wanted))
 
 
 @pytest.mark.parametrize("case", ["decode", "mixed"])
 def test_flash_attn_is_called_as_its_signatures_say(case):
     """Those of flash_attn_compat, which are flash-attn's own."""
     batch = Case(*CASES[case], 16)
-    out, *_ = batch.run(FlashAttnBackend(flash_attn_compat))
-    assert_close(out, batch.expected()[0])
+    batch.judge(batch.run(FlashAttnBackend(flash_attn_compat)))
 
 
 def test_the_cpu_decodes_without_the_interpreter(monkeypatch):

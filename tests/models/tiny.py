@@ -4,6 +4,7 @@ generate."""
 from __future__ import annotations
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from models import ModelConfig, RequestOutput
 
@@ -24,6 +25,17 @@ def oracle_tokens(oracle, prompt: list[int], max_tokens: int, **options) -> list
     """What a model of transformers generates, greedily."""
     options |= {"max_new_tokens": max_tokens, "do_sample": False}
     return oracle.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+
+
+class Fp64(TorchFunctionMode):
+    """Runs code that asks for fp32, as the norms of transformers do, in fp64."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        def widen(value):
+            return torch.float64 if value is torch.float32 else value
+
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        return func(*map(widen, args), **{k: widen(v) for k, v in (kwargs or {}).items()})
 
 
 TINY = {
