@@ -16,6 +16,35 @@ import torch
 LAYOUTS = ("NHD", "HND", "layer", "interleaved", "unlike")
 
 
+class RandomTensors:
+    """Random tensors on a device, the same from the same seed; on meta they have no values.
+
+    On a GPU they are drawn there: caches of gigabytes would take the host minutes.
+    """
+
+    def __init__(self, device: torch.device | str, seed: int) -> None:
+        self.device = torch.device(device)
+        self._on = self.device if self.device.type == "cuda" else torch.device("cpu")
+        self._generator = torch.Generator(self._on).manual_seed(seed)
+
+    def normal(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """Normally distributed numbers."""
+        if self.device.type == "meta":
+            return torch.empty(shape, dtype=dtype, device="meta")
+        numbers = torch.randn(shape, generator=self._generator, device=self._on)
+        return numbers.to(self.device, dtype)
+
+    def permutation(self, n: int) -> torch.Tensor:
+        """0 to n - 1 in random order, int64."""
+        order = torch.randperm(n, generator=self._generator, device=self._on)
+        return order.to(self.device)
+
+    def integers(self, low: int, high: int, *shape: int) -> torch.Tensor:
+        """Integers from low to below high, int64."""
+        numbers = torch.randint(low, high, shape, generator=self._generator, device=self._on)
+        return numbers.to(self.device)
+
+
 def poison_(tensor: torch.Tensor) -> torch.Tensor:
     """Fill with NaN, +Inf and -Inf in turn along the last dimension, in place."""
     pattern = torch.tensor([math.nan, math.inf, -math.inf], device=tensor.device)
@@ -130,6 +159,9 @@ def random_paged_batch(
     layout: str = "NHD",
     seed: int = 0,
     hidden_tokens: Sequence[int] | None = None,
+    first_block: int = 0,
+    spare_blocks: int = 3,
+    table_width: int | None = None,
 ) -> PagedBatch:
     """Normally distributed queries, keys and values in a shuffled, poisoned paged cache.
 
@@ -138,21 +170,23 @@ def random_paged_batch(
     hidden_tokens: leading tokens of each sequence that no query may see (a window; negative counts
         as none): their slots are poisoned too, and table entries of blocks that hold nothing else
         are garbage.
+    first_block, spare_blocks: unused blocks before those of the pool, and in it.
+    table_width: columns of the tables; two more than the longest sequence needs if None.
 
     Every block of the pool that no sequence uses, every slot past a context length and the padding
     of the tables (negative and huge ids) is poison: one read of it shows in the output.
     """
-    generator = torch.Generator().manual_seed(seed)
+    random = RandomTensors(device, seed)
     placement = torch.Generator().manual_seed(seed + 1)  # values do not depend on the block size
     batch = len(context_lens)
     query_lens = [1] * batch if query_lens is None else list(query_lens)
     hidden_tokens = [0] * batch if hidden_tokens is None else [max(0, n) for n in hidden_tokens]
     num_blocks_of = [-(-n // block_size) for n in context_lens]
-    num_blocks = sum(num_blocks_of) + 3
-    ids = torch.randperm(num_blocks, generator=placement)
+    num_blocks = first_block + sum(num_blocks_of) + spare_blocks
+    ids = first_block + torch.randperm(num_blocks - first_block, generator=placement)
 
     padding = torch.tensor([-1, 2**31 - 1, -(2**31), num_blocks + 7], dtype=torch.int32)
-    max_blocks = max(num_blocks_of, default=0) + 2
+    max_blocks = table_width or max(num_blocks_of, default=0) + 2
     tables = padding[torch.randint(0, 4, (batch, max_blocks), generator=placement)]
     kv_dtype = kv_dtype or dtype
     k_cache, v_cache = make_cache(
@@ -164,15 +198,15 @@ def random_paged_batch(
         used += num_blocks_of[row]
         first_block = min(hidden // block_size, len(blocks))
         tables[row, first_block : len(blocks)] = blocks[first_block:]
+        if k_cache.is_meta:
+            continue
         positions = torch.arange(min(hidden, length), length)
         where = (blocks[positions // block_size].to(device), (positions % block_size).to(device))
         for cache in (k_cache, v_cache):
-            rows = torch.randn(len(positions), num_kv_heads, head_dim, generator=generator)
-            cache[where] = rows.to(device, kv_dtype)
+            cache[where] = random.normal(len(positions), num_kv_heads, head_dim, dtype=kv_dtype)
 
-    q = torch.randn(sum(query_lens), num_q_heads, head_dim, generator=generator)
     return PagedBatch(
-        q=q.to(device, dtype),
+        q=random.normal(sum(query_lens), num_q_heads, head_dim, dtype=dtype),
         k_cache=k_cache,
         v_cache=v_cache,
         block_tables=tables.to(device),

@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_map_only
 
 import kernels
 from kernels import flash_attn_compat
+from kernels.testing.cases import make_case
 
 ATTENTION = (
     "paged_decode_attention",
@@ -45,78 +46,42 @@ def function(op: str) -> Callable:
     return getattr(kernels, op, None) or getattr(flash_attn_compat, op)
 
 
+_TINY = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16, "block_size": 4, "num_tokens": 4}
+_TINY |= {"num_positions": 9, "padded": False, "dtype": torch.float32}
+_SEQS = {"spare_blocks": 1, "table_width": 2, "options": {"return_lse": False}}
+_SIZES = {
+    "paged_decode_attention": {"context_lens": (7, 8), **_SEQS},
+    "paged_prefill_attention": {"context_lens": (7, 8), "query_lens": (1, 1), **_SEQS},
+    "shared_prefix_decode_attention": {
+        "context_lens": (3, 4), "prefix_lens": (4, 2), "group_sizes": (1, 1), **_SEQS
+    },
+    "store_kvcache": {"spare_blocks": 4},
+    "rope_store_kvcache": {"spare_blocks": 4},
+    "add_rms_norm": {"width": 48},
+    "gated_activation": {"width": 48},
+    "merge_attention_states": {"num_q_heads": 2},
+    "slot_mapping_from_positions": {"context_lens": (1, 1)},
+    "sample_tokens": {"num_tokens": 2, "vocab_size": 9, "features": ("min_p",)},
+    "copy_blocks": {"num_pairs": 1, "num_layers": 1, "num_kv_heads": 1, "block_size": 1},
+    "swap_blocks": {"num_pairs": 1, "num_layers": 1, "spare_blocks": 4},
+}  # fmt: skip
+
+
 def good_call(op: str) -> dict[str, object]:
     """Arguments of an op by name, in host memory: 2 sequences or 4 tokens, 4 query heads and 2 KV
-    heads of 16, 5 blocks of 4 slots; everything that is written to is 0 before."""
-    attention = {"q": ones(2, 4, 16), **kv(5, 4, 2, 16), "out": zeros(2, 4, 16)}
-    lens, tables = i32(7, 8), i32([0, 1], [2, 3])
-    store = {"key": ones(4, 2, 16), "value": ones(4, 2, 16), **kv(5, 4, 2, 16)}
-    store["slot_mapping"] = torch.arange(4)
-    rotary = {"positions": torch.arange(4), "cos": ones(9, 8), "sin": ones(9, 8)}
-    return {
-        "paged_decode_attention": {**attention, "block_tables": tables, "context_lens": lens},
-        "paged_prefill_attention": {
-            **attention,
-            "block_tables": tables,
-            "context_lens": lens,
-            "cu_seqlens_q": i32(0, 1, 2),
-            "max_seqlen_q": 1,
-        },
-        "shared_prefix_decode_attention": {
-            **attention,
-            "prefix_block_tables": tables,
-            "prefix_lens": lens,
-            "group_offsets": i32(0, 1, 2),
-            "suffix_block_tables": i32([4, 4], [4, 4]),
-            "suffix_lens": i32(3, 5),
-        },
-        "store_kvcache": store,
-        "rope_store_kvcache": {"query": zeros(4, 6, 16), **store, **rotary},
-        "add_rms_norm": {"x": ones(4, 48), "residual": zeros(4, 48), "weight": ones(48)},
-        "gated_activation": {"gate": ones(4, 48), "up": ones(4, 48), "activation": "silu"},
-        "apply_rotary_embedding": {"x": ones(4, 2, 16), **rotary},
-        "merge_attention_states": {
-            "out_a": ones(4, 2, 16),
-            "lse_a": ones(4, 2),
-            "out_b": ones(4, 2, 16),
-            "lse_b": ones(4, 2),
-        },
-        "slot_mapping_from_positions": {
-            "positions": i64(0, 1),
-            "block_tables": zeros(2, 3, dtype=torch.int32),
-            "seq_ids": i64(0, 1),
-            "block_size": 4,
-        },
-        "sample_tokens": {
-            "logits": ones(2, 9),
-            "temperatures": ones(2),
-            "noise_seeds": i64(1, 2),
-            "min_ps": zeros(2),
-        },
-        "copy_blocks": {
-            "caches": torch.arange(2 * 5 * 16.0).view(2, 1, 5, 1, 1, 16),
-            "src_to_dst": i64([0, 1]),
-        },
-        "swap_blocks": {
-            "src_cache": ones(5, 4, 2, 16),
-            "dst_cache": zeros(9, 4, 2, 16),
-            "src_to_dst": i64([0, 1]),
-        },
-        "flash_attn_with_kvcache": {
-            "q": ones(2, 3, 4, 16),
-            "k_cache": zeros(2, 8, 2, 16),
-            "v_cache": zeros(2, 8, 2, 16),
-        },
-        "flash_attn_varlen_func": {
-            "q": ones(5, 4, 16),
-            "k": zeros(7, 2, 16),
-            "v": zeros(7, 2, 16),
-            "cu_seqlens_q": i32(0, 2, 5),
-            "cu_seqlens_k": i32(0, 3, 7),
-            "max_seqlen_q": 3,
-            "max_seqlen_k": 4,
-        },
-    }[op]
+    heads of 16, 5 blocks of 4 slots."""
+    if op == "flash_attn_with_kvcache":
+        return {"q": ones(2, 3, 4, 16), **kv(2, 8, 2, 16)}
+    if op == "flash_attn_varlen_func":
+        lens = {"cu_seqlens_q": i32(0, 2, 5), "cu_seqlens_k": i32(0, 3, 7)}
+        keys = {"q": ones(5, 4, 16), "k": zeros(7, 2, 16), "v": zeros(7, 2, 16)}
+        return {**keys, **lens, "max_seqlen_q": 3, "max_seqlen_k": 4}
+    call = make_case(op, **_TINY | _SIZES.get(op, {})).inputs
+    if op in ATTENTION:
+        call["out"] = zeros(2, 4, 16)
+    if op == "swap_blocks":  # one plane
+        call |= {name: call[name][0, 0] for name in ("src_cache", "dst_cache")}
+    return call
 
 
 def on_device(call: dict[str, object], device: torch.device) -> dict[str, object]:

@@ -1,0 +1,507 @@
+"""One case per op: its inputs, its reference's answer, and the bytes and operations it takes.
+
+Everything that runs an op on made-up inputs takes them from here: accuracy, counters, latencies,
+compilation, compute-sanitizer, and the tests of all ops. To add an op, write a function of its name
+with an underscore and enter it in `CASES`.
+
+    case = make_case("paged_decode_attention", context_lens=(75, 33), features=("window",))
+    case.judge()            # accuracy of every result against fp64, by name
+
+Inputs are hostile: see `kernels.testing.inputs`. On the meta device they have shapes and no values,
+which is enough to compile what a call would launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+import kernels
+from kernels import reference
+from kernels.fp8_cache import FP8_DTYPE
+from kernels.testing.accuracy import Accuracy, accuracy
+from kernels.testing.inputs import (
+    PagedBatch,
+    RandomTensors,
+    random_paged_batch,
+    random_scales,
+    random_shared_prefix_args,
+)
+
+ATTENTION_FEATURES = ("window", "softcap", "alibi", "sinks", "split")
+FEATURES = {
+    "rope_store_kvcache": ("interleaved", "norms"),
+    "apply_rotary_embedding": ("interleaved",),
+    "add_rms_norm": ("alone", "offset"),
+    "gated_activation": ("gelu",),
+    "sample_tokens": ("greedy", "min_p"),
+    "copy_blocks": ("list",),
+    "swap_blocks": ("in", "hnd"),
+    "paged_decode_attention": ATTENTION_FEATURES,
+    "paged_prefill_attention": ATTENTION_FEATURES,
+    "shared_prefix_decode_attention": ATTENTION_FEATURES,
+}
+"""Options of the ops that have any. alone: without a residual. list: caches as a list of layers.
+in: from host to device. hnd: into a cache with heads outside slots."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What a case's inputs depend on. An op reads the fields that it has."""
+
+    context_lens: Sequence[int] = (1, 37, 290)
+    """Tokens of each sequence; of shared prefixes, of each suffix."""
+    query_lens: Sequence[int] = (1, 37, 20)
+    """Queries of each sequence in prefill."""
+    prefix_lens: Sequence[int] = (150, 0)
+    """Tokens of each group's shared prefix."""
+    group_sizes: Sequence[int] = (2, 1)
+    """Sequences of each group."""
+    num_tokens: int = 29
+    """Rows of the ops that work token by token."""
+    num_pairs: int = 4
+    """Blocks that are copied or swapped."""
+    num_layers: int = 2
+    num_positions: int = 500
+    """Rows of the rotary tables."""
+    rotary_dim: int | None = None
+    """Leading elements of a head that are rotated; head_dim if None."""
+    vocab_size: int = 5000
+    width: int | None = None
+    """Row width of add_rms_norm and gated_activation; by default the query heads' together, and
+    three times that."""
+    num_q_heads: int = 6
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    block_size: int = 16
+    dtype: torch.dtype = torch.bfloat16
+    kv_dtype: torch.dtype | None = None
+    """Of the cache; dtype if None."""
+    scales: str = "per head"
+    """Kind of an fp8 cache's scales, one of `inputs.SCALES`."""
+    layout: str = "NHD"
+    first_block: int = 0
+    """Blocks before this one are unused."""
+    spare_blocks: int = 3
+    """Unused blocks among the others."""
+    table_width: int | None = None
+    """Columns of the block tables; two more than the longest sequence needs if None."""
+    padded: bool = True
+    """Whether some slots, positions and LSEs are those of padding: to be skipped."""
+    features: Sequence[str] = ()
+    """Some of `FEATURES` of the op."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """More arguments of the op by name. A window_size counts for the poison of hidden tokens."""
+    device: torch.device | str = "cpu"
+    seed: int = 0
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        return self.kv_dtype or self.dtype
+
+    @property
+    def cache_scales(self) -> dict[str, Any]:
+        """k_scale and v_scale of an fp8 cache."""
+        is_fp8 = self.cache_dtype == FP8_DTYPE
+        return random_scales(self.scales, self.num_kv_heads, self.device) if is_fp8 else {}
+
+    @property
+    def block_shape(self) -> tuple[int, int, int]:
+        return self.block_size, self.num_kv_heads, self.head_dim
+
+    @property
+    def token_bytes(self) -> int:
+        """A token's key and value in the cache of one layer."""
+        return 2 * self.num_kv_heads * self.head_dim * self.cache_dtype.itemsize
+
+    @property
+    def paged(self) -> dict[str, Any]:
+        """Arguments of `random_paged_batch`."""
+        names = ("num_q_heads", "num_kv_heads", "head_dim", "block_size", "dtype", "kv_dtype")
+        names += ("layout", "first_block", "spare_blocks", "table_width", "device", "seed")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def score_options(self) -> dict[str, Any]:
+        """Options of an attention op, scales included."""
+        heads = torch.arange(1, self.num_q_heads + 1, device=self.device) / self.num_q_heads
+        known = {
+            "window": {"window_size": 33},
+            "softcap": {"softcap": 5.0},
+            "alibi": {"alibi_slopes": 2.0 ** (-8 * heads)},
+            "sinks": {"sinks": heads},
+            "split": {"num_splits": 3},
+        }
+        chosen = {name: x for feature in self.features for name, x in known[feature].items()}
+        return chosen | self.cache_scales | self.options
+
+    def random(self) -> RandomTensors:
+        return RandomTensors(self.device, self.seed)
+
+    def random_cache(self, random: RandomTensors, num_blocks: int) -> torch.Tensor:
+        """K and V of every layer, (2, num_layers, num_blocks, block_size, heads, head_dim)."""
+        return random.normal(
+            2, self.num_layers, num_blocks, *self.block_shape, dtype=self.cache_dtype
+        )
+
+    def slots_and_caches(self, random: RandomTensors) -> tuple[torch.Tensor, torch.Tensor]:
+        """Random slots for num_tokens tokens, every fifth -1 if padded, and caches of zeros."""
+        num_blocks = -(-self.num_tokens // self.block_size) + self.spare_blocks
+        slots = random.permutation(num_blocks * self.block_size)[: self.num_tokens]
+        slots += self.first_block * self.block_size
+        if self.padded:
+            slots[::5] = -1
+        shape = (2, self.first_block + num_blocks, *self.block_shape)
+        return slots, torch.zeros(shape, dtype=self.cache_dtype, device=self.device)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call of an op, to be made once: it may write to its inputs.
+
+    num_bytes, flops: the fewest that must be moved through the GPU's memory and computed (only
+    products of attention, weighted sums, rotations, norms and activations count), however many
+    launches do it: every operand once, windows as wide as the context. host_bytes: those of
+    num_bytes that also cross the link to the host.
+    """
+
+    op: str
+    inputs: dict[str, Any]
+    """Arguments by name."""
+    num_bytes: int
+    flops: int = 0
+    host_bytes: int = 0
+    outputs: int = 0
+    """Elements of the result."""
+    returns: tuple[str, ...] = ("out",)
+    """Names of what the op returns."""
+    writes: tuple[str, ...] = ()
+    """Inputs that the op writes to."""
+
+    def call(self, function: Callable | None = None) -> Any:
+        """Call the op, or another implementation that has its arguments."""
+        return (function or getattr(kernels, self.op))(**self.inputs)
+
+    def judge(self, call: Callable[[], Any] | None = None) -> dict[str, Accuracy]:
+        """Accuracy by name of every result of `call`, by the rule of kernels/testing/accuracy.py.
+
+        call: makes the call on `inputs`; `Case.call` if None.
+        """
+        expected = [self._expected(dtype) for dtype in (None, torch.float64)]
+        results = self._named((call or self.call)(), self.inputs)
+        if torch.cuda.is_available():  # before the host reads pinned memory
+            torch.cuda.synchronize()
+        low, ref = expected
+        return {name: accuracy(results[name], low[name], ref[name]) for name in ref}
+
+    def _expected(self, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+        """The reference's results on copies of the inputs, which become `dtype` if it is given."""
+
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
+            # References read an fp8 cache in the dtype of the queries; one is judged as it is.
+            keep = not tensor.is_floating_point() or tensor.dtype == FP8_DTYPE
+            return tensor.clone() if dtype is None or keep else tensor.to(dtype)
+
+        inputs = tree_map_only(torch.Tensor, copied, self.inputs)
+        return self._named(getattr(reference, self.op)(**inputs), inputs)
+
+    def _named(self, result: Any, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+        returned = result if isinstance(result, tuple) else (result,)
+        written = {name: inputs[name] for name in self.writes}
+        if isinstance(caches := written.get("caches"), list):
+            written["caches"] = torch.stack([torch.stack(layer) for layer in caches])
+        return dict(zip(self.returns, returned, strict=False)) | written
+
+
+def make_case(op: str, **sizes: Any) -> Case:
+    """The case of an op; sizes: fields of `Sizes`."""
+    return CASES[op](Sizes(**sizes))
+
+
+def _store_kvcache(s: Sizes) -> Case:
+    random = s.random()
+    heads = (s.num_q_heads, s.num_kv_heads, s.num_kv_heads)
+    qkv = random.normal(s.num_tokens, sum(heads), s.head_dim, dtype=s.dtype)
+    _, key, value = qkv.split(heads, dim=1)
+    slots, (k_cache, v_cache) = s.slots_and_caches(random)
+    inputs = {"key": key, "value": value, "k_cache": k_cache, "v_cache": v_cache}
+    return Case(
+        "store_kvcache",
+        inputs | {"slot_mapping": slots} | s.cache_scales,
+        num_bytes=2 * key.numel() * key.itemsize + s.num_tokens * (s.token_bytes + 8),
+        outputs=2 * key.numel(),
+        returns=(),
+        writes=("k_cache", "v_cache"),
+    )
+
+
+def _rotary_tables(s: Sizes, random: RandomTensors) -> dict[str, torch.Tensor]:
+    half = (s.rotary_dim or s.head_dim) // 2
+    angles = torch.arange(s.num_positions)[:, None] * 10_000.0 ** -torch.linspace(0, 1, half)
+    return {
+        "positions": random.integers(0, s.num_positions, s.num_tokens),
+        "cos": angles.cos().to(s.device),
+        "sin": angles.sin().to(s.device),
+    }
+
+
+def _rotary_cost(s: Sizes, num_heads: int) -> tuple[int, int]:
+    """Bytes of positions, cosines and sines, and operations on the rows of some heads."""
+    dim = s.rotary_dim or s.head_dim
+    return s.num_tokens * (4 * dim + 8), 3 * s.num_tokens * num_heads * dim
+
+
+def _apply_rotary_embedding(s: Sizes) -> Case:
+    random = s.random()
+    num_heads = s.num_q_heads + 2 * s.num_kv_heads
+    x = random.normal(s.num_tokens, num_heads, s.head_dim, dtype=s.dtype)[:, : s.num_q_heads]
+    table_bytes, flops = _rotary_cost(s, s.num_q_heads)
+    return Case(
+        "apply_rotary_embedding",
+        {"x": x, **_rotary_tables(s, random), "interleaved": "interleaved" in s.features},
+        num_bytes=2 * x.numel() * x.itemsize + table_bytes,
+        flops=flops,
+        outputs=x.numel(),
+    )
+
+
+def _rope_store_kvcache(s: Sizes) -> Case:
+    random = s.random()
+    store = _store_kvcache(s)
+    heads = (s.num_q_heads, s.num_kv_heads, s.num_kv_heads)
+    qkv = random.normal(s.num_tokens, sum(heads), s.head_dim, dtype=s.dtype)
+    query, key, value = qkv.split(heads, dim=1)
+    num_heads = s.num_q_heads + s.num_kv_heads
+    table_bytes, flops = _rotary_cost(s, num_heads)
+    norms = {}
+    if "norms" in s.features:
+        weights = random.normal(2, s.head_dim, dtype=s.dtype).unbind()
+        norms = dict(zip(("q_norm_weight", "k_norm_weight"), weights, strict=True))
+        flops += 4 * s.num_tokens * num_heads * s.head_dim
+    inputs = {"query": query, **store.inputs, "key": key, "value": value}
+    return Case(
+        "rope_store_kvcache",
+        inputs | _rotary_tables(s, random) | {"interleaved": "interleaved" in s.features, **norms},
+        num_bytes=store.num_bytes + 2 * query.numel() * query.itemsize + table_bytes,
+        flops=flops,
+        outputs=store.outputs + query.numel(),
+        returns=(),
+        writes=("k_cache", "v_cache", "query"),
+    )
+
+
+def _add_rms_norm(s: Sizes) -> Case:
+    random = s.random()
+    width = s.width or s.num_q_heads * s.head_dim
+    x, residual = random.normal(s.num_tokens, 2 * width, dtype=s.dtype).chunk(2, dim=1)
+    adds = "alone" not in s.features
+    weight = random.normal(width, dtype=s.dtype)
+    return Case(
+        "add_rms_norm",
+        {
+            "x": x,
+            "residual": residual if adds else None,
+            "weight": weight,
+            "offset": float("offset" in s.features),
+        },
+        num_bytes=(2 + 2 * adds) * x.numel() * x.itemsize + weight.nbytes,
+        flops=(4 + adds) * x.numel(),
+        outputs=(1 + adds) * x.numel(),
+        writes=("residual",) if adds else (),
+    )
+
+
+def _gated_activation(s: Sizes) -> Case:
+    width = s.width or 3 * s.num_q_heads * s.head_dim
+    gate, up = s.random().normal(s.num_tokens, 2 * width, dtype=s.dtype).chunk(2, dim=1)
+    activation = "gelu_pytorch_tanh" if "gelu" in s.features else "silu"
+    return Case(
+        "gated_activation",
+        {"gate": gate, "up": up, "activation": activation},
+        num_bytes=3 * gate.numel() * gate.itemsize,
+        flops=8 * gate.numel(),
+        outputs=gate.numel(),
+    )
+
+
+def _merge_attention_states(s: Sizes) -> Case:
+    random, inputs = s.random(), {}
+    for part in "ab":
+        out = random.normal(s.num_tokens, s.num_q_heads, s.head_dim, dtype=s.dtype)
+        lse = random.normal(s.num_tokens, s.num_q_heads, dtype=torch.float32)
+        if s.padded:  # no keys
+            lse[random.integers(0, 5, *lse.shape) == 0] = -torch.inf
+        inputs |= {f"out_{part}": out, f"lse_{part}": lse}
+    return Case(
+        "merge_attention_states",
+        inputs,
+        num_bytes=3 * (out.numel() * out.itemsize + lse.nbytes),
+        flops=4 * out.numel(),
+        outputs=out.numel(),
+        returns=("out", "lse"),
+    )
+
+
+def _slot_mapping_from_positions(s: Sizes) -> Case:
+    batch = random_paged_batch(s.context_lens, **s.paged)
+    positions = torch.cat([torch.arange(length) for length in s.context_lens])
+    if s.padded:
+        positions[::7] = -1
+    seqs = torch.arange(len(s.context_lens)).repeat_interleave(torch.tensor(s.context_lens))
+    return Case(
+        "slot_mapping_from_positions",
+        {
+            "positions": positions.to(s.device),
+            "block_tables": batch.block_tables,
+            "seq_ids": seqs.to(s.device),
+            "block_size": s.block_size,
+        },
+        num_bytes=24 * len(positions) + _table_bytes(s, s.context_lens),
+        outputs=len(positions),
+    )
+
+
+def _sample_tokens(s: Sizes) -> Case:
+    rows, device = s.num_tokens, s.device
+    logits = s.random().normal(rows, s.vocab_size, dtype=s.dtype)
+    inputs = {"logits": logits}
+    if "greedy" not in s.features:
+        temperatures = (torch.arange(rows) / 4).to(device)  # the first row is greedy
+        inputs |= {"temperatures": temperatures, "noise_seeds": torch.arange(rows).to(device)}
+    if "min_p" in s.features:
+        inputs["min_ps"] = (torch.arange(rows) % 3 / 10).to(device)
+    beside = sum(x.nbytes for x in inputs.values() if x is not logits)
+    num_bytes = logits.nbytes + beside + 8 * rows
+    return Case("sample_tokens", inputs, num_bytes=num_bytes, outputs=rows, returns=("tokens",))
+
+
+def _copy_blocks(s: Sizes) -> Case:
+    random, num_blocks = s.random(), 2 * s.num_pairs + s.spare_blocks
+    caches = s.random_cache(random, s.first_block + num_blocks)
+    pairs = s.first_block + random.permutation(num_blocks)[: 2 * s.num_pairs].view(-1, 2)
+    if "list" in s.features:
+        caches = [tuple(layer) for layer in caches.unbind(1)]
+    moved = s.num_pairs * s.num_layers * s.block_size
+    return Case(
+        "copy_blocks",
+        {"caches": caches, "src_to_dst": pairs},
+        num_bytes=2 * moved * s.token_bytes,
+        outputs=moved * 2 * s.num_kv_heads * s.head_dim,
+        returns=(),
+        writes=("caches",),
+    )
+
+
+def _swap_blocks(s: Sizes) -> Case:
+    random, num_blocks = s.random(), s.num_pairs + s.spare_blocks
+    caches = s.random_cache(random, num_blocks)
+    like = caches.transpose(3, 4).contiguous().transpose(3, 4) if "hnd" in s.features else caches
+    in_host_memory = {"device": "cpu", "pin_memory": True} if caches.is_cuda else {}
+    other = torch.zeros_like(like, **in_host_memory)
+    source, target = caches, other
+    if "in" in s.features:
+        source, target = other.copy_(caches), torch.zeros_like(caches)
+    pairs = torch.stack([random.permutation(num_blocks)[: s.num_pairs] for _ in range(2)], dim=1)
+    moved = s.num_pairs * s.num_layers * s.block_size * s.token_bytes
+    return Case(
+        "swap_blocks",
+        {"src_cache": source, "dst_cache": target, "src_to_dst": pairs},
+        num_bytes=moved,
+        host_bytes=moved,
+        outputs=moved // caches.itemsize,
+        returns=(),
+        writes=("dst_cache",),
+    )
+
+
+def _table_bytes(s: Sizes, context_lens: Iterable[int]) -> int:
+    """Block ids of some sequences."""
+    return 4 * sum(-(-length // s.block_size) for length in context_lens)
+
+
+def _attention(
+    s: Sizes, op: str, inputs: dict[str, Any], cached: Sequence[int], pairs: int
+) -> Case:
+    """cached: lengths in the cache, each read once; pairs: of a query and a key that it sees."""
+    q = inputs["q"]
+    inputs = inputs | {"return_lse": True} | s.score_options
+    return Case(
+        op,
+        inputs,
+        num_bytes=sum(cached) * s.token_bytes
+        + _table_bytes(s, cached)
+        + 2 * q.numel() * q.itemsize,
+        flops=4 * pairs * s.num_q_heads * s.head_dim,
+        outputs=q.numel(),
+        returns=("out", "lse") if inputs["return_lse"] else ("out",),
+    )
+
+
+def _batch(s: Sizes, query_lens: Sequence[int]) -> PagedBatch:
+    """The sequences with poison where the window hides tokens from all queries."""
+    hidden, window = None, s.score_options.get("window_size")
+    if window is not None:
+        lens = zip(s.context_lens, query_lens, strict=True)
+        hidden = [n if q == 0 else max(0, n - q + 1 - window) for n, q in lens]
+    return random_paged_batch(
+        s.context_lens, query_lens=query_lens, hidden_tokens=hidden, **s.paged
+    )
+
+
+def _paged_decode_attention(s: Sizes) -> Case:
+    batch = _batch(s, [1] * len(s.context_lens))
+    names = ("q", "k_cache", "v_cache", "block_tables", "context_lens")
+    inputs = dict(zip(names, batch.decode_args, strict=True))
+    op = "paged_decode_attention"
+    return _attention(s, op, inputs, s.context_lens, sum(s.context_lens))
+
+
+def _paged_prefill_attention(s: Sizes) -> Case:
+    batch = _batch(s, s.query_lens)
+    names = ("q", "k_cache", "v_cache", "block_tables", "cu_seqlens_q", "context_lens")
+    inputs = dict(zip(names, batch.prefill_args, strict=True))
+    inputs["max_seqlen_q"] = max(s.query_lens, default=0)
+    lens = list(zip(s.query_lens, s.context_lens, strict=True))
+    pairs = sum(q * (n - q) + q * (q + 1) // 2 for q, n in lens)
+    return _attention(s, "paged_prefill_attention", inputs, s.context_lens, pairs)
+
+
+PREFIX_ARGUMENTS = ("q", "k_cache", "v_cache", "prefix_block_tables", "prefix_lens")
+PREFIX_ARGUMENTS += ("group_offsets", "suffix_block_tables", "suffix_lens")
+
+
+def _shared_prefix_decode_attention(s: Sizes) -> Case:
+    args = random_shared_prefix_args(
+        s.group_sizes,
+        s.prefix_lens,
+        s.context_lens,
+        window_size=s.score_options.get("window_size"),
+        **s.paged,
+    )
+    inputs = dict(zip(PREFIX_ARGUMENTS, args, strict=True))
+    groups = zip(s.group_sizes, s.prefix_lens, strict=True)
+    pairs = sum(s.context_lens) + sum(size * prefix for size, prefix in groups)
+    cached = [*s.prefix_lens, *s.context_lens]
+    return _attention(s, "shared_prefix_decode_attention", inputs, cached, pairs)
+
+
+CASES: dict[str, Callable[[Sizes], Case]] = {
+    "store_kvcache": _store_kvcache,
+    "rope_store_kvcache": _rope_store_kvcache,
+    "apply_rotary_embedding": _apply_rotary_embedding,
+    "slot_mapping_from_positions": _slot_mapping_from_positions,
+    "add_rms_norm": _add_rms_norm,
+    "gated_activation": _gated_activation,
+    "sample_tokens": _sample_tokens,
+    "copy_blocks": _copy_blocks,
+    "swap_blocks": _swap_blocks,
+    "merge_attention_states": _merge_attention_states,
+    "paged_decode_attention": _paged_decode_attention,
+    "shared_prefix_decode_attention": _shared_prefix_decode_attention,
+    "paged_prefill_attention": _paged_prefill_attention,
+}
+"""By op, the function that makes its case."""
