@@ -21,10 +21,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
 _common = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("default", max_examples=15, **_common)
-# Shrinking would run into the test's time limit there, and the report of the failure with it.
+# Shrinking takes minutes. The failing example is stored: HYPOTHESIS_PROFILE=shrink shrinks it.
 _no_shrinking = [phase for phase in Phase if phase not in (Phase.shrink, Phase.explain)]
-settings.register_profile("ci", max_examples=15, derandomize=True, phases=_no_shrinking, **_common)
+settings.register_profile("default", max_examples=15, phases=_no_shrinking, **_common)
+settings.register_profile("ci", settings.get_profile("default"), derandomize=True)
+settings.register_profile("shrink", max_examples=15, **_common)
 settings.register_profile("thorough", max_examples=300, **_common)
 settings.load_profile(
     os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "default")

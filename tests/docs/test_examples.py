@@ -33,7 +33,7 @@ def run(*arguments: object) -> str:
         env={**environment, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=900,
     )
     assert process.returncode == 0, process.stdout + process.stderr
     return process.stdout

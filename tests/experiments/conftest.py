@@ -51,7 +51,7 @@ class CommandLine:
 
     def __call__(self, *arguments: object, tiny: dict | None = None) -> subprocess.CompletedProcess:
         process = self.start(*arguments, tiny=tiny)
-        stdout, stderr = process.communicate(timeout=120)
+        stdout, stderr = process.communicate(timeout=900)
         assert process.returncode == 0, stdout + stderr
         return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 

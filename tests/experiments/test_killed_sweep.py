@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 600) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -38,7 +38,7 @@ def test_a_killed_sweep_goes_on_where_it_stopped(command_line, journal, tmp_path
     process = command_line.start(*run, tiny={"journal": str(tmp_path / "journal"), "sleep": 1.5})
     wait_for(lambda: len(stored()) >= 2)
     process.send_signal(signal_number)
-    process.communicate(timeout=30)
+    process.communicate(timeout=600)
     assert process.returncode == (-9 if signal_number == signal.SIGKILL else 130)
     finished = stored()
     begun = journal()

@@ -34,9 +34,12 @@ def cluster(tmp_path, monkeypatch):
     monkeypatch.setenv("TINY_BEHAVIOUR", json.dumps(behaviour))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), str(HERE.parents[1])]))
     monkeypatch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    monkeypatch.setenv("RAY_gcs_server_port_wait_time_s", "600")
+    monkeypatch.setattr(Cluster._wait_for_node, "__defaults__", (600,))
     sizes = {"object_store_memory": 100 * 2**20, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **sizes})
+    cluster = Cluster()
     try:
+        cluster.add_node(num_cpus=0, **sizes)
         cluster.workers = [
             cluster.add_node(num_cpus=1, object_store_memory=100 * 2**20) for _ in range(2)
         ]
@@ -52,13 +55,13 @@ def test_a_node_dies_and_no_cell_is_lost_or_doubled(command_line, cluster, journ
     folder = tmp_path / "results" / "tiny" / "cpu"
     run = ("run", "tiny", "--cells", 5, "--file", data)
     process = command_line.start(*run, "--ray", cluster.address, tiny={})
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 900
     while len(list(folder.glob(".cells/*.json"))) < 2:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.05)
     cluster.remove_node(cluster.workers.pop(), allow_graceful=False)
-    output, errors = process.communicate(timeout=200)
+    output, errors = process.communicate(timeout=900)
     assert process.returncode == 0, output + errors
     assert "5 cells, 5 run" in output
 

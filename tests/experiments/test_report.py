@@ -129,7 +129,7 @@ def test_a_browser_shows_every_figure_and_finds_no_fault(width, page, tmp_path):
     options += "--enable-logging=stderr --virtual-time-budget=20000"
     shown = subprocess.run(
         [CHROMIUM, *options.split(), f"--user-data-dir={tmp_path / 'profile'}", asking.as_uri()],
-        capture_output=True, text=True, timeout=200, check=True,
+        capture_output=True, text=True, timeout=900, check=True,
     )  # fmt: skip
     console = [line for line in shown.stderr.splitlines() if "CONSOLE" in line]
     assert [line for line in console if "document idle" not in line] == []

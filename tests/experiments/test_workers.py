@@ -104,10 +104,9 @@ def test_a_worker_without_a_task_cleans_up_before_it_ends(run, tiny):
 
 def test_at_the_deadline_what_runs_is_given_up_and_nothing_begins(run):
     with Workers() as worker:
-        started = time.monotonic()
-        worker.deadline = started + 3
-        outcomes, begun = run(worker, {"sleep": 60}, cells=2)
-        assert (outcomes, time.monotonic() - started < 30) == ({}, True)
+        worker.deadline = time.monotonic() + 3
+        outcomes, begun = run(worker, {"sleep": 3600}, cells=2)
+        assert outcomes == {}
         assert len(begun) <= 1
         assert run(worker, cells=2)[0] == {}
         worker.deadline = float("inf")

@@ -27,7 +27,6 @@ from kernels.compiled.shipped import OPS
 from kernels.primitives import INTERPRETED
 from kernels.tiles import PROGRAMS_PER_MULTIPROCESSOR, PROGRAMS_THAT_SAMPLE
 
-pytestmark = pytest.mark.timeout(900)  # with an empty Triton cache minutes pass
 DECODE, PREFILL = "_paged_decode_kernel", "_paged_prefill_kernel"
 SAMPLE = "_sample_tokens_kernel"
 LAYER = ("add_rms_norm", "gated_activation")

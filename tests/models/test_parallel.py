@@ -44,7 +44,7 @@ def run_ranks(target, *arguments, size: int = 2) -> list:
     try:
         by_rank = dict(results.get() for _ in processes)
         for process in processes:
-            process.join(timeout=30)
+            process.join(timeout=600)
             assert process.exitcode == 0
     finally:
         for process in processes:

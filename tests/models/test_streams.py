@@ -158,7 +158,7 @@ def test_several_threads():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=600)
     assert not any(thread.is_alive() for thread in threads)
     assert not wrong
     gc.collect()

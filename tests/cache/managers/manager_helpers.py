@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
+import sys
 from array import array
 from collections import deque
+from collections.abc import Callable
 
 from cache import CacheManager, Sequence, make_manager
 from cache.managers import MANAGERS
@@ -47,6 +49,24 @@ def grow(manager: CacheManager, seq: Sequence, *token_ids: int) -> list[tuple[in
 def cached(manager: CacheManager, token_ids, **keys) -> int:
     """How many of ``token_ids`` a longer sequence would find."""
     return manager.get_computed_blocks(Sequence("probe", [*token_ids, 0], **keys))[1]
+
+
+def lines_run(function: Callable[[], object]) -> int:
+    """Number of Python lines that a call runs: its cost on a machine of any speed."""
+    count = 0
+
+    def trace(frame, event, arg):
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    previous = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    finally:
+        sys.settrace(previous)
+    return count
 
 
 def state_of(value, known: dict[int, int] | None = None):
