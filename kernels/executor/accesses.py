@@ -25,12 +25,12 @@ _HINTS = re.compile(r"ca|cg|cs|lu|cv|wb|wt|nc|weak|L1::.*|L2::.*")
 
 
 def _space(translation: Translation) -> str:
-    """The state space; raises for forms of the access that are not known."""
+    """"global", "shared" or "param"; raises for forms of the access that are not known."""
     known = ("global", "shared", "shared::cta", "param", "v2", "v4", "v8")
     for part in translation.parts[1:-1]:
         if part not in known and not _HINTS.fullmatch(part):
             raise Unsupported(f".{part} is not known")
-    return translation.one_of(("global", "shared", "shared::cta", "param"))
+    return translation.one_of(("global", "shared", "shared::cta", "param")).removesuffix("::cta")
 
 
 def _registers(operand) -> tuple:
@@ -54,6 +54,7 @@ def _ld(translation: Translation) -> Step:
     address, dtype = translation.address(source), DTYPES[PACKED.get(kind, kind)]
     writes = [translation.write(one, kind) for one in targets]
     size = np.dtype(dtype).itemsize * len(targets)
+    translation.accesses(space, size)
 
     def load(batch, mask):
         memory = batch.memory if space == "global" else batch.shared
@@ -88,6 +89,7 @@ def _st(translation: Translation) -> Step:
     address = translation.address(target)
     dtype = DTYPES[PACKED.get(kind, kind)]
     reads = [translation.read(one, kind) for one in sources]
+    translation.accesses(space, np.dtype(dtype).itemsize * len(sources))
 
     def store(batch, mask):
         values = np.empty((batch.num_threads, len(reads)), dtype)
@@ -114,6 +116,8 @@ def _cp(translation: Translation) -> Step:
     target, source, size, *rest = translation.operands
     to, origin, size = translation.address(target), translation.address(source), int(size, 0)
     read_size = translation.read(rest[0], "u32") if rest else None
+    translation.accesses("shared", size)
+    translation.accesses("global", size)
 
     def copy(batch, mask):
         """Of `size` bytes the first read_size are read, the others are zeros."""

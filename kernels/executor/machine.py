@@ -138,7 +138,12 @@ class Batch:
             self.memory = AwaitedMemory(self)
         self.arguments = launch.arguments
         self.parameter_offsets = launch.kernel.parameter_offsets
-        self.shared = SharedMemory(self.num_programs, launch.shared_bytes, self.threads_per_program)
+        self.shared = SharedMemory(
+            self.num_programs,
+            launch.shared_bytes,
+            self.threads_per_program,
+            launch.kernel.program.smallest_access["shared"],
+        )
         self.copies = CopyQueue(self)
         self.products = MatrixQueue(self)
         self.mbarriers: dict[tuple[int, int], MBarrier] = {}

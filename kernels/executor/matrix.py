@@ -37,15 +37,18 @@ def operand_values(bits: np.ndarray, kind: str) -> np.ndarray:
 
 @numba.njit(cache=True)
 def _multiply(a, b, c):
-    """d[w] = a[w] @ b[w].T + c[w]: [warps, 16, k], [warps, 8, k], [warps, 16, 8]."""
+    """d[w] = a[w] @ b[w] + c[w]: [warps, 16, k], [warps, k, 8], [warps, 16, 8]."""
     d = np.empty(c.shape, np.float32)
+    totals = np.empty(c.shape[2], np.float64)
     for warp in range(a.shape[0]):
         for row in range(a.shape[1]):
-            for column in range(b.shape[1]):
-                total = np.float64(c[warp, row, column])
-                for k in range(a.shape[2]):
-                    total += np.float64(a[warp, row, k]) * np.float64(b[warp, column, k])
-                d[warp, row, column] = np.float32(total)
+            totals[:] = c[warp, row]
+            for k in range(a.shape[2]):
+                factor = np.float64(a[warp, row, k])
+                for column in range(len(totals)):
+                    totals[column] += factor * np.float64(b[warp, k, column])
+            for column in range(len(totals)):
+                d[warp, row, column] = np.float32(totals[column])
     return d
 
 
@@ -80,8 +83,8 @@ def _mma(translation: Translation) -> Step:
 
         rows = values(read_a, a_kind).reshape(warps, num_k, 2, 8, -1)
         rows = np.ascontiguousarray(rows.transpose(0, 2, 3, 1, 4)).reshape(warps, 16, k)
-        columns = values(read_b, b_kind).transpose(0, 2, 1, 3)
-        columns = np.ascontiguousarray(columns).reshape(warps, 8, k)
+        columns = values(read_b, b_kind).transpose(0, 1, 3, 2)
+        columns = np.ascontiguousarray(columns).reshape(warps, k, 8)
         sums = np.stack([batch.full(read(batch)) for read in read_c], 1)
         sums = sums.reshape(warps, 8, 4, 2, 2).transpose(0, 3, 1, 2, 4)
         done = _multiply(rows, columns, np.ascontiguousarray(sums).reshape(warps, 16, 8))

@@ -48,7 +48,7 @@ class _Product:
     pending: np.ndarray  # threads that have not waited for it
     group: np.ndarray  # of each thread: the number of groups that it had committed before
     registers: list[int]
-    operands: list[tuple[int, np.ndarray]]  # (program of the batch, bytes of its shared memory)
+    operands: list[tuple[int, np.ndarray]]  # (program of the batch, chunks of its shared memory)
 
 
 class MatrixQueue:
@@ -115,11 +115,11 @@ class MatrixQueue:
             product.pending = product.pending & ~ending
             by_program = product.pending.reshape(self._batch.num_programs, -1).any(1)
             held = []
-            for program, offsets in product.operands:
+            for program, chunks in product.operands:
                 if by_program[program]:
-                    held.append((program, offsets))
+                    held.append((program, chunks))
                 else:
-                    self._batch.shared.give_back(program, offsets)
+                    self._batch.shared.release_operand(program, chunks)
             product.operands = held
             if product.pending.any():
                 still.append(product)

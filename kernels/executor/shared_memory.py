@@ -1,17 +1,19 @@
 """Shared memory of the programs of a batch, and what is in flight to and from it.
 
-Every byte remembers who wrote it and who read it since the program's last barrier. Between barriers
-warps run in no order, so two warps may not touch a byte if one of them writes it, unless both write
-the same value, as the compiler lets warps do that hold the same part of a result; the threads of
-one warp are taken to run together. Dynamic shared memory holds nothing at the start, and what
-nothing wrote may not be read.
+Between two barriers warps run in no order. Two warps may therefore not access the same place if one
+of them writes it, unless both write the same value: Triton lets warps that hold the same part of a
+result do that. The threads of one warp are taken to run together. Shared memory is unwritten at the
+start, and unwritten memory may not be read.
 
-cp.async (PTX ISA 9.7.9.25) writes at some time between its issue and the wait that covers it. Until
-then its bytes may be neither read nor written, by anyone; when it is issued, nobody else may have
-touched them since the last barrier, and when it has been waited for, it counts as written by the
-waiting warp. wgmma (9.7.15) and tcgen05.mma (9.7.16) read their operands until they are waited for:
-these may not be written before. They read through the async proxy, which sees what threads wrote
-after a fence.proxy.async.
+cp.async (PTX ISA 9.7.9.25) writes at some time between its issue and the wait that covers it. Its
+place may not be accessed during that time, nor have been accessed by another warp since the last
+barrier before the issue. After the wait it counts as written by the waiting warp. wgmma (9.7.15)
+and tcgen05.mma (9.7.16) read their operands until they are waited for: these may not be written
+before. They read through the async proxy, which sees writes of threads after fence.proxy.async.
+
+A record says who accessed a unit of memory last. A unit is as large as the kernel's smallest access
+to shared memory, up to 16 bytes. Accesses are aligned to their size, so units lose nothing against
+bytes.
 """
 
 from __future__ import annotations
@@ -23,18 +25,32 @@ import numpy as np
 
 from kernels.executor.faults import FaultKind
 
+MAX_UNIT = 16
+"""Largest unit of a record; tensor-core operands are read in chunks of this size."""
+_RECORD = np.dtype(
+    [
+        ("write_epoch", np.int32),  # barriers before the last write, + 1; 0: unwritten
+        ("read_epoch", np.int32),
+        ("writer", np.int16),  # warp of the batch; of a copy in flight, the warp that issued it
+        ("reader", np.int16),  # -1: several warps
+        ("products", np.int16),  # products in flight that read it
+        ("copying", np.bool_),  # a cp.async is in flight to it
+        ("unfenced", np.bool_),  # written by threads, and no fence.proxy.async since
+    ]
+)
 
-class State(NamedTuple):
-    """One element for each byte of shared memory of each program; warps are those of the batch."""
+
+class _Memory(NamedTuple):
+    """What compiled functions get."""
 
     data: np.ndarray
-    write_epoch: np.ndarray  # number of barriers before the last write; -1: nothing wrote
-    writer: np.ndarray
-    read_epoch: np.ndarray
-    reader: np.ndarray  # -1: several warps
-    copying: np.ndarray  # 1 + warp whose cp.async is in flight to it
-    multiplying: np.ndarray  # number of products that still read it
-    unfenced: np.ndarray  # written by threads, and no fence.proxy.async since
+    records: np.ndarray
+    epochs: np.ndarray  # barriers that each program has passed, + 1
+    capacity: int  # bytes of a program
+    stride: int  # from one program to the next, a multiple of every unit
+    threads: int  # of a program
+    unit: int
+    report: np.ndarray  # code, thread, address, other warp
 
 
 _OUTSIDE, _MISALIGNED, _UNWRITTEN, _RACE_WRITTEN, _RACE_READ = range(1, 6)
@@ -42,182 +58,199 @@ _COPYING, _MULTIPLYING, _UNFENCED = range(6, 9)
 
 
 @numba.njit(cache=True)
-def _place(address, size, alignment, capacity, report):
-    """Whether an access lies inside shared memory and is aligned; reports if not."""
-    if address >= np.uint64(capacity) or address + np.uint64(size) > np.uint64(capacity):
-        report[0] = _OUTSIDE
+def _place(memory, address, size, alignment, thread):
+    """Offset in `memory.data` of a valid access, else -1 and a report."""
+    memory.report[1], memory.report[2] = thread, np.int64(address)
+    if address >= np.uint64(memory.capacity):
+        memory.report[0] = _OUTSIDE
+    elif address + np.uint64(size) > np.uint64(memory.capacity):
+        memory.report[0] = _OUTSIDE
     elif address % np.uint64(alignment) != 0:
-        report[0] = _MISALIGNED
-    return report[0] == 0
+        memory.report[0] = _MISALIGNED
+    else:
+        return thread // memory.threads * memory.stride + np.int64(address)
+    return -1
 
 
 @numba.njit(cache=True)
-def _may_read(at, warp, epoch, state, report):
-    if state.copying[at]:
-        report[0], report[3] = _COPYING, state.copying[at] - 1
-    elif state.write_epoch[at] < 0:
+def _may_read(record, warp, epoch, report):
+    if record.copying:
+        report[0], report[3] = _COPYING, record.writer
+    elif record.write_epoch == 0:
         report[0] = _UNWRITTEN
-    elif state.write_epoch[at] == epoch and state.writer[at] != warp:
-        report[0], report[3] = _RACE_WRITTEN, state.writer[at]
-    return report[0] == 0
+    elif record.write_epoch == epoch and record.writer != warp:
+        report[0], report[3] = _RACE_WRITTEN, record.writer
+    else:
+        return True
+    return False
 
 
 @numba.njit(cache=True)
-def _may_write(at, warp, epoch, state, report):
-    if state.copying[at]:
-        report[0], report[3] = _COPYING, state.copying[at] - 1
-    elif state.multiplying[at]:
+def _may_write(record, warp, epoch, report):
+    if record.copying:
+        report[0], report[3] = _COPYING, record.writer
+    elif record.products:
         report[0] = _MULTIPLYING
-    elif state.read_epoch[at] == epoch and state.reader[at] != warp:
-        report[0], report[3] = _RACE_READ, state.reader[at]
-    elif state.write_epoch[at] == epoch and state.writer[at] != warp:
-        report[0], report[3] = _RACE_WRITTEN, state.writer[at]
-    return report[0] == 0
+    elif record.read_epoch == epoch and record.reader != warp:
+        report[0], report[3] = _RACE_READ, record.reader
+    elif record.write_epoch == epoch and record.writer != warp:
+        report[0], report[3] = _RACE_WRITTEN, record.writer
+    else:
+        return True
+    return False
 
 
 @numba.njit(cache=True)
-def _load(addresses, mask, size, alignment, out, shape, epochs, state, report):
-    capacity, threads = shape
+def _load(memory, addresses, mask, size, alignment, out):
     for thread in range(len(addresses)):
         if not mask[thread]:
             continue
-        report[1], report[2] = thread, np.int64(addresses[thread])
-        if not _place(addresses[thread], size, alignment, capacity, report):
+        first = _place(memory, addresses[thread], size, alignment, thread)
+        if first < 0:
             return
-        program, warp = thread // threads, thread // 32
-        first, epoch = program * capacity + np.int64(addresses[thread]), epochs[program]
-        for byte in range(size):
-            at = first + byte
-            if not _may_read(at, warp, epoch, state, report):
+        warp, epoch = thread // 32, memory.epochs[thread // memory.threads]
+        for number in range(first // memory.unit, (first + size) // memory.unit):
+            record = memory.records[number]
+            if not _may_read(record, warp, epoch, memory.report):
                 return
-            if state.read_epoch[at] != epoch:
-                state.read_epoch[at], state.reader[at] = epoch, warp
-            elif state.reader[at] != warp:
-                state.reader[at] = -1
-            out[thread, byte] = state.data[at]
+            if record.read_epoch != epoch:
+                record.read_epoch, record.reader = epoch, warp
+            elif record.reader != warp:
+                record.reader = -1
+        for byte in range(size):
+            out[thread, byte] = memory.data[first + byte]
 
 
 @numba.njit(cache=True)
-def _store(addresses, mask, alignment, data, shape, epochs, state, report):
-    capacity, threads = shape
+def _same(memory, number, first, data):
+    """Whether a store would leave the unit as it is."""
+    for at in range(number * memory.unit, (number + 1) * memory.unit):
+        if memory.data[at] != data[at - first]:
+            return False
+    return True
+
+
+@numba.njit(cache=True)
+def _store(memory, addresses, mask, alignment, data):
     size = data.shape[1]
     for thread in range(len(addresses)):
         if not mask[thread]:
             continue
-        report[1], report[2] = thread, np.int64(addresses[thread])
-        if not _place(addresses[thread], size, alignment, capacity, report):
+        first = _place(memory, addresses[thread], size, alignment, thread)
+        if first < 0:
             return
-        program, warp = thread // threads, thread // 32
-        first, epoch = program * capacity + np.int64(addresses[thread]), epochs[program]
-        for byte in range(size):
-            at = first + byte
-            if not _may_write(at, warp, epoch, state, report):
-                if report[0] != _RACE_WRITTEN or state.data[at] != data[thread, byte]:
+        warp, epoch = thread // 32, memory.epochs[thread // memory.threads]
+        for number in range(first // memory.unit, (first + size) // memory.unit):
+            record = memory.records[number]
+            if not _may_write(record, warp, epoch, memory.report):
+                raced = memory.report[0] == _RACE_WRITTEN
+                if not raced or not _same(memory, number, first, data[thread]):
                     return
-                report[0] = 0
-            state.write_epoch[at], state.writer[at] = epoch, warp
-            state.unfenced[at] = 1
-            state.data[at] = data[thread, byte]
+                memory.report[0] = 0
+            record.write_epoch, record.writer, record.unfenced = epoch, warp, True
+        for byte in range(size):
+            memory.data[first + byte] = data[thread, byte]
 
 
 @numba.njit(cache=True)
-def _issue(addresses, mask, size, shape, epochs, state, report):
-    """Mark the bytes that asynchronous copies will write."""
-    capacity, threads = shape
+def _issue_copies(memory, addresses, mask, size):
     for thread in range(len(addresses)):
         if not mask[thread]:
             continue
-        report[1], report[2] = thread, np.int64(addresses[thread])
-        if not _place(addresses[thread], size, size, capacity, report):
+        first = _place(memory, addresses[thread], size, size, thread)
+        if first < 0:
             return
-        program, warp = thread // threads, thread // 32
-        first, epoch = program * capacity + np.int64(addresses[thread]), epochs[program]
-        for at in range(first, first + size):
-            if not _may_write(at, warp, epoch, state, report):
+        warp, epoch = thread // 32, memory.epochs[thread // memory.threads]
+        for number in range(first // memory.unit, (first + size) // memory.unit):
+            record = memory.records[number]
+            if not _may_write(record, warp, epoch, memory.report):
                 return
-            state.copying[at] = warp + 1
+            record.copying, record.writer = True, warp
 
 
 @numba.njit(cache=True)
-def _land(addresses, mask, data, shape, epochs, state):
-    capacity, threads = shape
+def _land_copies(memory, addresses, mask, data):
+    size = data.shape[1]
     for thread in range(len(addresses)):
         if not mask[thread]:
             continue
-        program, warp = thread // threads, thread // 32
-        first = program * capacity + np.int64(addresses[thread])
-        for byte in range(data.shape[1]):
-            at = first + byte
-            state.copying[at] = 0
-            state.write_epoch[at], state.writer[at] = epochs[program], warp
-            state.unfenced[at] = 1
-            state.data[at] = data[thread, byte]
+        program = thread // memory.threads
+        first = program * memory.stride + np.int64(addresses[thread])  # checked at the issue
+        for number in range(first // memory.unit, (first + size) // memory.unit):
+            record = memory.records[number]
+            record.copying, record.unfenced = False, True
+            record.write_epoch, record.writer = memory.epochs[program], thread // 32
+        for byte in range(size):
+            memory.data[first + byte] = data[thread, byte]
 
 
 @numba.njit(cache=True)
-def _take_operand(offsets, program, out, shape, epochs, state, report):
-    """Read an operand of a product, bytes at `offsets`, and hold it until `_give_back`."""
-    capacity, _ = shape
-    epoch = epochs[program]
-    for number in range(len(offsets)):
-        report[2] = offsets[number]
-        if offsets[number] < 0 or offsets[number] >= capacity:
-            report[0] = _OUTSIDE
+def _take_operand(memory, chunks, thread, out):
+    epoch = memory.epochs[thread // memory.threads]
+    for chunk in range(len(chunks)):
+        first = _place(memory, chunks[chunk], MAX_UNIT, MAX_UNIT, thread)
+        if first < 0:
             return
-        at = program * capacity + offsets[number]
-        if not _may_read(at, -1, epoch, state, report):
-            return
-        if state.unfenced[at]:
-            report[0] = _UNFENCED
-            return
-        state.read_epoch[at], state.reader[at] = epoch, -1
-        state.multiplying[at] += 1
-        out[number] = state.data[at]
+        for number in range(first // memory.unit, (first + MAX_UNIT) // memory.unit):
+            record = memory.records[number]
+            if not _may_read(record, -1, epoch, memory.report):
+                return
+            if record.unfenced:
+                memory.report[0] = _UNFENCED
+                return
+            record.read_epoch, record.reader = epoch, -1
+            record.products += 1
+        for byte in range(MAX_UNIT):
+            out[chunk, byte] = memory.data[first + byte]
 
 
 @numba.njit(cache=True)
-def _give_back(offsets, program, capacity, epoch, state):
-    for offset in offsets:
-        at = program * capacity + offset
-        state.multiplying[at] -= 1
-        state.read_epoch[at], state.reader[at] = epoch, -1
+def _release_operand(memory, chunks, program, epoch):
+    for address in chunks:  # checked when the operand was taken
+        first = program * memory.stride + np.int64(address)
+        for number in range(first // memory.unit, (first + MAX_UNIT) // memory.unit):
+            record = memory.records[number]
+            record.products -= 1
+            record.read_epoch, record.reader = epoch, -1
+
+
+@numba.njit(cache=True)
+def _fence(memory, program, warps):
+    per_program = memory.stride // memory.unit
+    for number in range(program * per_program, (program + 1) * per_program):
+        record = memory.records[number]
+        if record.unfenced:
+            seen = record.write_epoch < memory.epochs[program] or warps[record.writer]
+            record.unfenced = not seen
 
 
 class SharedMemory:
-    """Shared memory of `num_programs` programs, `capacity` bytes each, of `threads` threads."""
+    """Shared memory of `num_programs` programs, `capacity` bytes each, of `threads` threads.
+    unit: size in bytes of the kernel's smallest access.
 
-    def __init__(self, num_programs: int, capacity: int, threads: int):
-        total = num_programs * capacity
+    Accesses raise Fault.
+    """
+
+    def __init__(self, num_programs: int, capacity: int, threads: int, unit: int):
+        unit = min(unit, MAX_UNIT)
+        stride = -(-capacity // MAX_UNIT) * MAX_UNIT
         self.capacity, self.threads = capacity, threads
-        self.epochs = np.zeros(num_programs, np.int32)
-        self.state = State(
-            np.full(total, 0xFF, np.uint8),
-            np.full(total, -1, np.int32),
-            np.zeros(total, np.int16),
-            np.full(total, -1, np.int32),
-            np.zeros(total, np.int16),
-            np.zeros(total, np.int16),
-            np.zeros(total, np.int16),
-            np.zeros(total, np.uint8),
+        self.epochs = np.ones(num_programs, np.int32)
+        self._memory = _Memory(
+            np.zeros(num_programs * stride, np.uint8),
+            np.zeros(num_programs * stride // unit, _RECORD),
+            self.epochs,
+            capacity,
+            stride,
+            threads,
+            unit,
+            np.zeros(4, np.int64),
         )
-        self._shape = capacity, threads
-        self._report = np.zeros(4, np.int64)
 
     def load(self, batch, addresses, mask, size: int, alignment: int = 0) -> np.ndarray:
         """Bytes [threads, size] at the addresses."""
-        out = np.zeros((len(addresses), size), np.uint8)
-        mask = batch.every(mask)
-        _load(
-            addresses,
-            mask,
-            size,
-            alignment or size,
-            out,
-            self._shape,
-            self.epochs,
-            self.state,
-            self._report,
-        )
+        out, mask = np.zeros((len(addresses), size), np.uint8), batch.every(mask)
+        _load(self._memory, addresses, mask, size, alignment or size, out)
         self._check(batch, size, "read")
         self._tally(batch, addresses, mask, size)
         return out
@@ -225,67 +258,55 @@ class SharedMemory:
     def store(self, batch, addresses, mask, data: np.ndarray, alignment: int = 0) -> None:
         """Write bytes [threads, size]."""
         mask, size = batch.every(mask), data.shape[1]
-        _store(
-            addresses,
-            mask,
-            alignment or size,
-            data,
-            self._shape,
-            self.epochs,
-            self.state,
-            self._report,
-        )
+        _store(self._memory, addresses, mask, alignment or size, data)
         self._check(batch, size, "written")
         self._tally(batch, addresses, mask, size)
 
     def issue_copies(self, batch, addresses, mask, size: int) -> None:
-        """Asynchronous copies begin: their bytes belong to nobody until `land_copies`."""
+        """Asynchronous copies begin: their places may not be accessed until `land_copies`."""
         mask = batch.every(mask)
-        _issue(addresses, mask, size, self._shape, self.epochs, self.state, self._report)
+        _issue_copies(self._memory, addresses, mask, size)
         self._check(batch, size, "overwritten by an asynchronous copy")
         self._tally(batch, addresses, mask, size)
 
     def land_copies(self, addresses, mask, data: np.ndarray) -> None:
         """The data of copies arrives."""
-        _land(addresses, mask, data, self._shape, self.epochs, self.state)
+        _land_copies(self._memory, addresses, mask, data)
 
-    def take_operand(self, batch, program: int, thread: int, offsets: np.ndarray) -> np.ndarray:
-        """Bytes at `offsets` of a program, read by a product until `give_back`."""
-        out = np.empty(len(offsets), np.uint8)
-        self._report[1] = thread
-        _take_operand(offsets, program, out, self._shape, self.epochs, self.state, self._report)
-        self._check(batch, 1, "read by a product")
+    def take_operand(self, batch, thread: int, chunks: np.ndarray) -> np.ndarray:
+        """Bytes [chunks, 16] at the addresses `chunks` (uint64) of a thread's program. A product
+        reads them until `release_operand`."""
+        out = np.empty((len(chunks), MAX_UNIT), np.uint8)
+        _take_operand(self._memory, chunks, thread, out)
+        self._check(batch, MAX_UNIT, "read by a product")
         return out
 
-    def give_back(self, program: int, offsets: np.ndarray, until_barrier: bool = True) -> None:
-        """A product has read what `take_operand` took. until_barrier: of this only the threads know
-        that waited, the others after the next barrier."""
+    def release_operand(
+        self, program: int, chunks: np.ndarray, until_barrier: bool = True
+    ) -> None:
+        """A product has read what `take_operand` gave. until_barrier: only the threads that waited
+        for it may overwrite it before the program's next barrier."""
         epoch = self.epochs[program] if until_barrier else -1
-        _give_back(offsets, program, self.capacity, epoch, self.state)
+        _release_operand(self._memory, chunks, program, epoch)
 
     def fence(self, program: int, warps: np.ndarray) -> None:
-        """fence.proxy.async by `warps`: the async proxy sees what they wrote or can see."""
-        part = slice(program * self.capacity, (program + 1) * self.capacity)
-        state = self.state
-        seen = state.write_epoch[part] < self.epochs[program]
-        seen |= np.isin(state.writer[part], warps)
-        state.unfenced[part][seen] = 0
+        """fence.proxy.async by `warps` (booleans): the async proxy sees what they wrote or see."""
+        _fence(self._memory, program, warps)
 
     def _tally(self, batch, addresses, mask, size: int) -> None:
         if batch.launch.tally is not None:
             batch.launch.tally.shared_access(batch, addresses, mask, size)
 
     def _check(self, batch, size: int, done: str) -> None:
-        code, thread, address, other = map(int, self._report)
+        code, thread, address, other = map(int, self._memory.report)
         if not code:
             return
-        self._report[:] = 0
-        warps = self.threads // 32
+        self._memory.report[:] = 0
         what = f"{size} bytes {done} at {address:#x} of {self.capacity} bytes of shared memory"
-        by = "several warps" if other < 0 else f"warp {other % warps}"
+        by = "several warps" if other < 0 else f"warp {other % (self.threads // 32)}"
         kind, detail = {
             _OUTSIDE: (FaultKind.OUT_OF_BOUNDS, "past the end"),
-            _MISALIGNED: (FaultKind.MISALIGNED, f"the address is no multiple of {size}"),
+            _MISALIGNED: (FaultKind.MISALIGNED, f"the address is not a multiple of {size}"),
             _UNWRITTEN: (FaultKind.UNWRITTEN, "nothing was stored there"),
             _RACE_WRITTEN: (FaultKind.SHARED_RACE, f"{by} wrote it since the last barrier"),
             _RACE_READ: (FaultKind.SHARED_RACE, f"{by} read it since the last barrier"),

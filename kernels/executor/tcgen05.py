@@ -23,7 +23,7 @@ from kernels.executor.mbarriers import find, touch
 from kernels.executor.operands import Step, Translation, Unsupported, instruction
 from kernels.executor.ptx import Address
 from kernels.executor.tensor_memory import LANES, Product
-from kernels.executor.warpgroup import descriptor_offsets
+from kernels.executor.warpgroup import fetch_operand, operand_chunks
 
 _K = 16
 _KINDS = {0: "f16", 1: "bf16"}
@@ -45,6 +45,8 @@ def _alloc(translation: Translation) -> Step:
     address, count = translation.address(place), int(count, 0)
     if count not in (32, 64, 128, 256, 512):
         raise Unsupported(f"{count} columns")
+
+    translation.accesses("shared", 4)
 
     def alloc(batch, mask):
         first_lanes = _first_lanes(batch, mask)
@@ -180,10 +182,9 @@ def _multiply(
         return found.reshape(1, -1)
 
     def fetch(descriptor, count, transposed, kind):
-        offsets = _operand_offsets(translation, descriptor, count, bool(transposed))
-        operands.append(offsets)
-        data = batch.shared.take_operand(batch, program, thread, offsets)
-        return operand_values(data, kind).reshape(count, _K)
+        chunks = _operand_chunks(translation, descriptor, count, bool(transposed))
+        operands.append(chunks.reshape(-1))
+        return fetch_operand(batch, thread, chunks, kind, bool(transposed))
 
     result, source = cells(d, n), np.zeros((1, 0), np.int64)
     memory.check(result, threads, write=True, product=True)
@@ -202,13 +203,13 @@ def _multiply(
         batch.launch.tally.product(batch.programs[program], 2 * m * n * _K)
 
 
-def _operand_offsets(translation: Translation, descriptor: int, rows: int, transposed: bool):
-    """Places in shared memory of a [rows, k] matrix."""
+def _operand_chunks(translation: Translation, descriptor: int, rows: int, transposed: bool):
+    """Chunks of shared memory of a [rows, k] matrix."""
     if descriptor >> 46 & 0x7F != 1 or descriptor >> 61 & 1:
         raise _unknown(translation, f"a matrix descriptor of {descriptor:#x}")
     descriptor &= ~(7 << 46)
     try:
-        return descriptor_offsets(descriptor, rows, 2 * _K, 2, transposed)
+        return operand_chunks(descriptor, rows, 2, transposed)
     except Unsupported as error:
         raise _unknown(translation, str(error)) from None
 

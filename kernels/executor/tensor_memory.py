@@ -36,7 +36,7 @@ class Product:
     thread: int
     written: np.ndarray  # cells
     read: np.ndarray
-    operands: list[np.ndarray]  # bytes of shared memory
+    operands: list[np.ndarray]  # chunks of shared memory
 
 
 @dataclass
@@ -174,8 +174,8 @@ class TensorMemory:
                 self._inputs[product.read] -= 1
                 self._results[product.written] -= 1
                 self._write_epoch[product.written] = -1
-                for offsets in product.operands:
-                    self._batch.shared.give_back(product.program, offsets, until_barrier=False)
+                for chunks in product.operands:
+                    self._batch.shared.release_operand(product.program, chunks, until_barrier=False)
 
     # -- columns
 

@@ -33,36 +33,36 @@ _SWIZZLES = {0: 16, 1: 128, 2: 64, 3: 32}
 
 
 @functools.lru_cache(maxsize=4096)
-def descriptor_offsets(
-    descriptor: int, rows: int, bytes_of_k: int, itemsize: int, transposed: bool
-) -> np.ndarray:
-    """Place in shared memory of each byte of a [rows, k] matrix, flat.
+def operand_chunks(descriptor: int, rows: int, itemsize: int, transposed: bool) -> np.ndarray:
+    """Addresses (uint64) of the 16-byte chunks of a [rows, 32 bytes of k] matrix, row after row of
+    the matrix as it is stored: [rows, 2], or if transposed [k, rows * itemsize / 16].
 
     Raises:
-        Unsupported: a form of matrix that is not known.
+        Unsupported: an unknown form of matrix.
     """
     if descriptor >> 49 & 7:
         raise Unsupported("descriptors with a base offset")
     start, leading, stride = ((descriptor >> at & 0x3FFF) << 4 for at in (0, 16, 32))
     width = _SWIZZLES[descriptor >> 62]
-    row = np.arange(rows)[:, None, None]
-    k = np.arange(bytes_of_k // itemsize)[None, :, None]
-    byte = np.arange(itemsize)[None, None, :]
-    if transposed:
-        row, k = k, row
-    chunk, inside = k * itemsize // 16, k * itemsize % 16 + byte
-    address = start + row // 8 * stride
+    if transposed and width == 16:
+        raise Unsupported("transposed matrices without swizzling")
+    row = np.arange(32 // itemsize if transposed else rows)[:, None]
+    chunk = np.arange(rows * itemsize // 16 if transposed else 2)[None, :]
+    per_row = width // 16
+    address = start + row // 8 * stride + row % 8 * width
     if width == 16:
-        if transposed:
-            raise Unsupported("transposed matrices without swizzling")
-        address = address + row % 8 * 16 + chunk * leading
-    elif transposed:
-        per_row = width // 16
-        address = address + row % 8 * width + chunk % per_row * 16 + chunk // per_row * leading
+        address = address + chunk * leading
     else:
-        address = address + row % 8 * width + chunk * 16
-    address = address ^ ((address >> 7 & (width // 16 - 1)) << 4)
-    return np.ascontiguousarray(np.broadcast_arrays(address + inside, byte)[0]).reshape(-1)
+        address = address + chunk % per_row * 16 + chunk // per_row * leading * transposed
+    address = address ^ ((address >> 7 & (per_row - 1)) << 4)
+    return address.astype(np.uint64)
+
+
+def fetch_operand(batch, thread: int, chunks: np.ndarray, kind: str, transposed: bool):
+    """A [rows, k] matrix of `kind` as f32 from the chunks that `operand_chunks` gave."""
+    data = batch.shared.take_operand(batch, thread, chunks.reshape(-1))
+    values = operand_values(data.reshape(len(chunks), -1), kind)
+    return values.T if transposed else values
 
 
 @instruction("wgmma")
@@ -162,15 +162,13 @@ def _groups(batch, active: np.ndarray) -> list[int]:
 
 
 def _fetch(batch, descriptors, kind: str, rows: int, transposed: int, thread: int):
-    """A [rows, k] matrix from shared memory as f32, and what of the memory it takes."""
+    """A [rows, k] matrix from shared memory as f32, and (program, chunks) that it reads."""
     if (descriptors != descriptors[0]).any():
         detail = "threads of a warp group give different descriptors"
         raise batch.fault(FaultKind.DIVERGENCE, detail, thread)
-    itemsize = BITS[kind] // 8
-    offsets = descriptor_offsets(int(descriptors[0]), rows, 32, itemsize, bool(transposed))
-    program = thread // batch.threads_per_program
-    data = batch.shared.take_operand(batch, program, thread, offsets)
-    return operand_values(data, kind).reshape(rows, -1), (program, offsets)
+    chunks = operand_chunks(int(descriptors[0]), rows, BITS[kind] // 8, bool(transposed))
+    matrix = fetch_operand(batch, thread, chunks, kind, bool(transposed))
+    return matrix, (thread // batch.threads_per_program, chunks.reshape(-1))
 
 
 def _rows_of_registers(bits: list[np.ndarray], kind: str) -> np.ndarray:
@@ -199,9 +197,8 @@ def _fence(translation: Translation) -> Step:
         raise Unsupported("fences of this kind are not known")
 
     def fence(batch, mask):
-        warps = np.flatnonzero(batch.every(mask).reshape(-1, 32).any(1))
-        per_program = batch.threads_per_program // 32
-        for program in np.unique(warps // per_program):
-            batch.shared.fence(int(program), warps)
+        warps = batch.every(mask).reshape(-1, 32).any(1)
+        for program in np.flatnonzero(warps.reshape(batch.num_programs, -1).any(1)):
+            batch.shared.fence(program, warps)
 
     return fence
