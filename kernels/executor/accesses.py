@@ -25,7 +25,7 @@ _HINTS = re.compile(r"ca|cg|cs|lu|cv|wb|wt|nc|weak|L1::.*|L2::.*")
 
 
 def _space(translation: Translation) -> str:
-    """"global", "shared" or "param"; raises for forms of the access that are not known."""
+    """ "global", "shared" or "param"; raises for forms of the access that are not known."""
     known = ("global", "shared", "shared::cta", "param", "v2", "v4", "v8")
     for part in translation.parts[1:-1]:
         if part not in known and not _HINTS.fullmatch(part):

@@ -61,9 +61,8 @@ _COPYING, _MULTIPLYING, _UNFENCED = range(6, 9)
 def _place(memory, address, size, alignment, thread):
     """Offset in `memory.data` of a valid access, else -1 and a report."""
     memory.report[1], memory.report[2] = thread, np.int64(address)
-    if address >= np.uint64(memory.capacity):
-        memory.report[0] = _OUTSIDE
-    elif address + np.uint64(size) > np.uint64(memory.capacity):
+    end = np.uint64(memory.capacity)
+    if address >= end or address + np.uint64(size) > end:
         memory.report[0] = _OUTSIDE
     elif address % np.uint64(alignment) != 0:
         memory.report[0] = _MISALIGNED
@@ -281,9 +280,7 @@ class SharedMemory:
         self._check(batch, MAX_UNIT, "read by a product")
         return out
 
-    def release_operand(
-        self, program: int, chunks: np.ndarray, until_barrier: bool = True
-    ) -> None:
+    def release_operand(self, program: int, chunks: np.ndarray, until_barrier: bool = True) -> None:
         """A product has read what `take_operand` gave. until_barrier: only the threads that waited
         for it may overwrite it before the program's next barrier."""
         epoch = self.epochs[program] if until_barrier else -1
