@@ -44,15 +44,16 @@ class TransformersSpeed(Options):
 def run_cell(cell: TransformersSpeed) -> list[dict[str, Any]]:
     import torch
 
+    from kernels.testing.hugging_face import import_transformers
     from models import LLM
 
     try:
-        import transformers
+        transformers = import_transformers()
     except ImportError as error:
         raise Unavailable(str(error)) from error
     torch.set_num_threads(cell.threads)
     with tempfile.TemporaryDirectory() as folder:
-        theirs = _save_model(cell, Path(folder))
+        theirs = _save_model(transformers, cell, Path(folder))
         llm = LLM(folder, device="cpu", block_size=cell.block_size, enable_prefix_caching=False)
     rng = np.random.default_rng(cell.seed)
     serve = {"pagelab": partial(_ours, llm), "transformers": partial(_theirs, theirs)}
@@ -92,10 +93,9 @@ def run_cell(cell: TransformersSpeed) -> list[dict[str, Any]]:
     return rows
 
 
-def _save_model(cell: TransformersSpeed, folder: Path):
+def _save_model(transformers, cell: TransformersSpeed, folder: Path):
     """A transformers model of random weights, saved to ``folder``."""
     import torch
-    import transformers
 
     config = engine_models.model_config(cell.model)
     torch.manual_seed(cell.seed)

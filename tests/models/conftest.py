@@ -9,6 +9,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from kernels.testing.hugging_face import import_transformers
 from models import LLM
 from models.attention import AttentionMetadata, make_backend
 from models.config import ModelConfig
@@ -21,14 +22,19 @@ torch.set_num_threads(1)  # tiny matrices: threads would only wait for each othe
 
 
 @pytest.fixture(scope="session")
-def make_checkpoint(tmp_path_factory):
+def transformers():
+    pytest.importorskip("transformers")
+    return import_transformers()
+
+
+@pytest.fixture(scope="session")
+def make_checkpoint(tmp_path_factory, transformers):
     """make_checkpoint(name, **save_options) -> (folder, the transformers model in it)."""
     made = {}
 
     def make(name: str, **save_options):
         key = (name, *sorted(save_options.items()))
         if key not in made:
-            transformers = pytest.importorskip("transformers")
             config_class, fields = CHECKPOINTS[name]
             config = getattr(transformers, config_class)(**(TINY | fields))
             torch.manual_seed(7)

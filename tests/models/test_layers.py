@@ -31,9 +31,8 @@ SCALINGS = {
 
 
 @pytest.mark.parametrize("name", [name for name in SCALINGS if SCALINGS[name]])
-def test_scaled_frequencies_equal_those_of_transformers(name):
+def test_scaled_frequencies_equal_those_of_transformers(name, transformers):
     """Errors are relative: frequencies span four decades."""
-    transformers = pytest.importorskip("transformers")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     theirs = transformers.LlamaConfig(

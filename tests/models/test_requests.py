@@ -6,7 +6,6 @@ import json
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast
 
 from cache import MANAGERS
 from models import LLM, SaltedPrompt, SamplingParams, TokenOutput
@@ -242,7 +241,7 @@ def chat_checkpoint(text_checkpoint):
 
 
 @pytest.mark.parametrize("place", ["config", "named", "file"])
-def test_a_chat_is_written_as_transformers_writes_it(place, chat_checkpoint):
+def test_a_chat_is_written_as_transformers_writes_it(place, chat_checkpoint, transformers):
     path = chat_checkpoint / "tokenizer_config.json"
     fields = json.loads(path.read_text())
     if place == "named":
@@ -252,7 +251,7 @@ def test_a_chat_is_written_as_transformers_writes_it(place, chat_checkpoint):
         fields["chat_template"] = "old"
         (chat_checkpoint / "chat_template.jinja").write_text(TEMPLATE)
     path.write_text(json.dumps(fields))
-    theirs = PreTrainedTokenizerFast(
+    theirs = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(chat_checkpoint / "tokenizer.json"), bos_token="w10", eos_token="w11"
     )
     expected = theirs.apply_chat_template(
