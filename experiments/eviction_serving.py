@@ -12,9 +12,9 @@ Time is modelled: scheduling, hits, evictions and attention (of random weights) 
 the small ``model``, and each step is taken to last as long as one of ``timed_model`` with as many
 prompt tokens and decoding sequences, by a linear model whose three parameters are measured on this
 machine before (``service_times``).  So policies differ by what they keep, and by nothing else.
-What is not in these times is the policy's own work (``manager_overhead`` has it) and that of
-attention to long contexts.  ``--real-time`` serves in real time instead, as fast as ``model`` is;
-the replay has the modelled time of ``model`` then.
+These times contain neither the policy's own work (the ``managers`` part of ``overhead`` measures
+it) nor the cost of attention to long contexts.  ``--real-time`` serves in real time instead, as
+fast as ``model`` is; the replay has the modelled time of ``model`` then.
 
 Scale: each block of the trace becomes a block of ``tokens_per_block`` tokens in the engine, as many
 as keep the prompts of the slice within ``slice_tokens``.  The engine's block size is the same, so

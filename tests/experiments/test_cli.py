@@ -74,7 +74,7 @@ def test_the_help_of_an_experiment_shows_the_options_that_an_error_names(name, c
     [
         ("reproduce --quick --full", "--quick or --full, not both"),
         ("run eviction", "TRACES_DIR=/no/such/folder is not a folder"),
-        ("run replay-speed --repeats 0", "--repeats 0: needs an int of at least 1"),
+        ("run overhead --repeats 0", "--repeats 0: needs an int of at least 1"),
         ("plot eviction", "no rows.csv in a folder of results/eviction: run the experiment first"),
     ],
 )

@@ -1,12 +1,12 @@
-"""What a call of each op costs the host: our Python, Triton's launch, and PyTorch's dispatcher.
+"""Kernel launches: host time of a call of each op, split by three timings taken in turn.
 
-Three ways are timed in turn, none of which waits for a kernel:
+None of them waits for a kernel:
 
-- ``checks``: the public function with its launches left out: argument checks, choice of tiles,
-  allocation of results and scratch, and putting the kernels' arguments together;
-- ``call``: the public function as it is.  The rest of it is Triton's launch, of one kernel or more;
+- ``checks``: the public function without its launches: argument checks, choice of tiles, allocation
+  of results and scratch, and collecting the kernels' arguments;
+- ``call``: the public function.  The difference to ``checks`` is Triton's launch of its kernels;
 - ``dispatcher``: an operator of the same schema that does nothing.  Graphs of torch.compile pay for
-  it on top, as they call ``torch.ops.pagelab``; calls of the public functions go round it.
+  it on top, since they call ``torch.ops.pagelab``; the public functions do not.
 
 On a GPU a launch includes the driver's.  Elsewhere tensors are meta tensors, which like those of a
 GPU have no values for the host to check, and a launch ends where Triton would call the driver.  An
@@ -17,37 +17,39 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import os
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from experiments import quantiles, style
-from experiments.harness import Count, Experiment, Options
+from experiments import style
+from experiments.harness import Count, Options, grid
+from experiments.overhead import timing
 
 if TYPE_CHECKING:
     import torch
 
-_SPREAD = {"": 0.5, "_p20": 0.2, "_p80": 0.8}
 WAYS = ("checks", "call", "dispatcher")
 _CALLS_A_SAMPLE = 5
 _ARCH = "sm_90"
-"""What Triton would launch for where there is no GPU."""
+"""The target of launches where there is no GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchOverhead(Options):
+class Launch(Options):
     """Every op at the shapes of a decode step, 64 sequences; bf16, 32 query heads, 8 KV heads."""
 
-    num_samples: Count = 1000
-    """Samples of each way of calling, of 5 calls."""
+    launch_samples: Count = 1000
+    """Samples of each kind of call, of 5 calls each."""
 
 
-def run_cell(cell: LaunchOverhead) -> list[dict[str, Any]]:
+def cells(options: Launch) -> Iterator[Launch]:
+    yield from grid(options, Launch)
+
+
+def run_cell(cell: Launch) -> list[dict[str, Any]]:
     os.environ.pop("TRITON_INTERPRET", None)  # read when kernels is first imported
     import torch
 
@@ -56,7 +58,7 @@ def run_cell(cell: LaunchOverhead) -> list[dict[str, Any]]:
     rows = []
     with contextlib.nullcontext() if on_gpu else _launches_that_end_at_the_driver():
         for config, call in _calls(device).items():
-            num_launches, spans = _measure(call, cell.num_samples, on_gpu)
+            num_launches, spans = _measure(call, cell.launch_samples, on_gpu)
             for way, seconds in spans.items():
                 rows.append(
                     {
@@ -64,17 +66,17 @@ def run_cell(cell: LaunchOverhead) -> list[dict[str, Any]]:
                         "config": config,
                         "tensors": device.type,
                         "num_launches": num_launches,
-                        "way": way,
-                        **quantiles.columns("us_per_call", [1e6 * s for s in seconds], _SPREAD),
+                        "phase": way,
+                        **timing.columns("call", seconds),
                     }
                 )
     return rows
 
 
 def _calls(device: torch.device) -> dict[str, partial]:
-    """Calls of the public functions by configuration.
+    """A call of a public function for each configuration.
 
-    Integers are zeros, which are valid anywhere: contexts of no tokens, and nothing to move.
+    All integers are zero, which is valid everywhere: empty contexts and nothing to move.
     """
     import torch
 
@@ -136,9 +138,9 @@ def _calls(device: torch.device) -> dict[str, partial]:
 
 @functools.cache
 def _operators_that_do_nothing() -> tuple[torch.library.Library, dict[str, Callable]]:
-    """By name an operator with the schema of each op, and the library that they live as long as.
+    """An operator with the schema of each op, by name, and the library that keeps them alive.
 
-    Those of the ops would not do: of meta tensors, they call their fake implementations.
+    The ops' own operators would run their fake implementations on meta tensors.
     """
     import torch
 
@@ -158,7 +160,7 @@ def _operators_that_do_nothing() -> tuple[torch.library.Library, dict[str, Calla
 
 
 def _dispatch(call: partial) -> partial:
-    """The call by way of an operator that does nothing."""
+    """The same call on an operator that does nothing."""
     _, operators = _operators_that_do_nothing()
     name, args = call.func.__name__, call.args
     if name == "copy_blocks":  # whose operator takes a flat list
@@ -169,7 +171,7 @@ def _dispatch(call: partial) -> partial:
 
 
 class _KernelWithoutGpu:
-    """In the place of a compiled kernel."""
+    """Stands in for a compiled kernel."""
 
     function, packed_metadata = 0, ()
 
@@ -196,7 +198,7 @@ def _launches_that_end_at_the_driver() -> Iterator[None]:
 
 
 def _measure(call: partial, num_samples: int, on_gpu: bool) -> tuple[int, dict[str, list[float]]]:
-    """Kernels that a call launches, and samples of the seconds that each way of calling takes."""
+    """Kernels that a call launches, and samples of the seconds of each kind of call."""
     import torch
     from triton.runtime.jit import JITFunction
 
@@ -208,38 +210,33 @@ def _measure(call: partial, num_samples: int, on_gpu: bool) -> tuple[int, dict[s
         call()
     call()  # compiles
     spans = {way: [] for way in WAYS}
-    gc.disable()
-    try:
+    with timing.without_collection():
         for _ in range(num_samples):
             with mock.patch.multiple(JITFunction, **nothing):
-                spans["checks"].append(_seconds(call))
-            spans["call"].append(_seconds(call))
-            spans["dispatcher"].append(_seconds(dispatch))
+                spans["checks"].append(timing.seconds_of(_several, call) / _CALLS_A_SAMPLE)
+            spans["call"].append(timing.seconds_of(_several, call) / _CALLS_A_SAMPLE)
+            spans["dispatcher"].append(timing.seconds_of(_several, dispatch) / _CALLS_A_SAMPLE)
             if on_gpu:
                 torch.cuda.synchronize()  # or the queue of launches would fill up and block
-    finally:
-        gc.enable()
     return len(launches), spans
 
 
-def _seconds(call: Callable[[], object]) -> float:
-    begin = time.perf_counter()
+def _several(call: Callable[[], object]) -> None:
     for _ in range(_CALLS_A_SAMPLE):
         call()
-    return (time.perf_counter() - begin) / _CALLS_A_SAMPLE
 
 
-def _parts(rows: style.DataFrame) -> style.DataFrame:
-    """Medians of checks, launch, and what the dispatcher would add, a row per configuration."""
-    table = rows.pivot(index="config", columns="way", values="us_per_call")
-    table = table.loc[rows["config"].unique()]
+def table(rows: style.DataFrame) -> style.DataFrame:
+    """Median microseconds of checks, launch and dispatcher, a row per configuration."""
+    table = rows.pivot(index="config", columns="phase", values="us")
+    table = table.reindex(rows["config"].unique(), columns=WAYS)
     launch = table["call"] - table["checks"]
-    return table[["checks"]].assign(launch=launch, dispatcher=table["dispatcher"])
+    return table[["checks"]].assign(launch=launch, dispatcher=table["dispatcher"]).reset_index()
 
 
-def _draw(rows: style.DataFrame) -> style.Figure:
+def draw(rows: style.DataFrame) -> style.Figure:
     """A bar for each configuration."""
-    parts = _parts(rows)
+    parts = table(rows).set_index("config")
     until = "" if rows["tensors"].iloc[0] == "cuda" else ", up to the driver"
     looks = {
         "checks, tiles, allocation": style.bar(style.BLUE),
@@ -255,18 +252,3 @@ def _draw(rows: style.DataFrame) -> style.Figure:
     axis.set_xlabel("host time (µs per call)")
     axis.legend(fontsize=6)
     return figure
-
-
-EXPERIMENT = Experiment(
-    name="launch_overhead",
-    figure="host time of a call of each op: checks, Triton's launch, PyTorch's dispatcher",
-    options=LaunchOverhead(),
-    quick=LaunchOverhead(num_samples=20),
-    run_cell=run_cell,
-    plot=style.plotter(
-        {"launch_overhead": _draw},
-        {"launch_overhead": (lambda rows: _parts(rows).reset_index(), "%.2f")},
-    ),
-    gpu="optional",
-    timed=True,
-)

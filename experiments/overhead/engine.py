@@ -1,20 +1,23 @@
-"""What the engine costs beside the model: microseconds per step of scheduling, and the rest.
+"""Engine steps: microseconds of scheduling and of the rest, beside the model.
 
 A closed loop keeps a number of requests running: whenever one ends, the next begins.  Prompts and
-outputs are uniform between two lengths, by default those of the benchmark that Nano-vLLM publishes,
-and nothing is shared, so the managers do the most work.  Steps count once all requests run.
+outputs are uniform between two lengths, by default as in Nano-vLLM's published benchmark.  Nothing
+is shared, so the managers do the most work.  Steps count once all requests run.
 
-* ``schedule``: the scheduler and the cache manager below it: choosing tokens, allocating, freeing.
+* ``schedule``: ``Scheduler.schedule`` and ``finish`` with the cache manager below them.
 * ``prepare``: block tables, slots and positions as tensors.
 * ``model``: moving blocks, layers, logits.
 * ``rest``: sampling, appending tokens, bookkeeping of requests.
 
-Without a model (``model`` none) logits are zeros and no K/V are computed; what the host does is the
-same.  With one, ``share`` is the part that a phase has of the time of all steps.
+Without a model (``model`` none) logits are zeros and no K/V are computed; the host does the same
+work.  With a model, ``share`` is the fraction of the time of all steps that a phase takes.
+vLLM's scheduler serves the same loop where it can be imported; only its ``schedule()`` is timed,
+with neither ``update_from_output`` nor hashing.  ``engine.csv`` has the ratio of ours to it.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -24,10 +27,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import cache
-from experiments import quantiles, style
-from experiments.harness import Axis, Count, Experiment, GridOnly, Lengths, Options, grid
+from experiments import style
+from experiments.harness import Absent, Axis, Count, GridOnly, Lengths, Options, grid
 from experiments.load import engine_models
 from experiments.load.engine_models import Manager, Model
+from experiments.overhead import timing
+from experiments.overhead.baselines import VLLM
 
 if TYPE_CHECKING:
     import torch
@@ -35,21 +40,20 @@ if TYPE_CHECKING:
     from models import LLM
 
 _BLOCK_SIZE = 16
-_PHASE_LINES = {
+_LINES = {
     "schedule": style.line(style.BLUE, "o"),
     "prepare": style.line(style.GREEN, "^", "dashed"),
     "model": style.line(style.BLACK, "s"),
     "rest": style.line(style.ORANGE, "D", "dashed", fill=False),
 }
-_QUANTILES = {"": 0.5, "_p20": 0.2, "_p80": 0.8, "_mean": None}
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineOverhead(Options):
+class Engine(Options):
     """The grid: managers x running sequences without a model, and running sequences with one."""
 
     manager: Axis[Manager] = ("vllm_v1", *sorted(set(cache.MANAGERS) - {"vllm_v1"}))
-    """Cache managers; the first one also serves a model."""
+    """Cache managers of the engine; the first one also serves a model."""
     num_sequences: Axis[Count] = (1, 4, 16, 64, 256, 1024)
     """Requests running, without a model."""
     lengths: Lengths = (100, 1024)
@@ -66,11 +70,16 @@ class EngineOverhead(Options):
     """Steps that count on the model."""
 
 
-def cells(options: EngineOverhead) -> Iterator[EngineOverhead]:
-    """``model`` is None where there is no model."""
-    yield from grid(options, model=None)
+def cells(options: Engine) -> Iterator[Engine | Absent]:
+    """``model`` is None without a model; ``manager`` is "vLLM" for vLLM's scheduler."""
+    yield from grid(options, Engine, model=None)
+    if importlib.util.find_spec("vllm"):
+        yield from grid(options, Engine, model=None, manager=("vLLM",))
+    else:
+        yield Absent("vLLM is not installed")
     yield from grid(
         options,
+        Engine,
         model=options.model or engine_models.default_model(),
         manager=options.manager[:1],
         num_sequences=options.model_num_sequences,
@@ -80,7 +89,7 @@ def cells(options: EngineOverhead) -> Iterator[EngineOverhead]:
 
 
 class _NoModel:
-    """In the place of a model: logits of zeros."""
+    """Stands in for a model: logits of zeros."""
 
     def __init__(self, model) -> None:
         self.config = model.config
@@ -92,9 +101,49 @@ class _NoModel:
         return hidden.new_zeros(len(hidden), 1)
 
 
-def _timed(llm: LLM) -> Callable[[], tuple[int, dict[str, float]]]:
-    """What runs a step of the engine, whose methods are wrapped for it: the requests that ended,
-    and the seconds of each phase."""
+class _Ours:
+    """An LLM whose steps are timed phase by phase."""
+
+    version = ""
+
+    def __init__(self, cell: Engine) -> None:
+        longest = 2 * cell.lengths[1]
+        # A power of two, as contiguous reserves them.
+        blocks_per_sequence = 1 << (-(-longest // _BLOCK_SIZE) - 1).bit_length()
+        self.llm = engine_models.make_llm(
+            cell.model or "tiny",
+            manager=cell.manager,
+            block_size=_BLOCK_SIZE,
+            # With room for watermarks: nothing is preempted.
+            num_blocks=cell.num_sequences * blocks_per_sequence * 21 // 20 + 1,
+            max_num_seqs=cell.num_sequences,
+            max_model_len=longest,
+            max_num_batched_tokens=max(8192, longest),
+            cuda_graphs=None if cell.model else False,  # a graph would replay the model
+            overlap=False,  # phases are timed one by one
+            seed=cell.seed,
+        )
+        if cell.model is None:
+            self.llm.engine.runner.model = _NoModel(self.llm.model)
+        self._step = _timed_step(self.llm)
+
+    def add(self, token_ids: list[int], num_output_tokens: int) -> None:
+        from models import SamplingParams
+
+        params = SamplingParams(temperature=0.0, max_tokens=num_output_tokens, ignore_eos=True)
+        self.llm.engine.add(token_ids, params)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.llm.engine.scheduler.waiting)
+
+    def step(self) -> tuple[int, dict[str, float]]:
+        """Number of requests that ended in this step, and the seconds of its phases."""
+        return self._step()
+
+
+def _timed_step(llm: LLM) -> Callable[[], tuple[int, dict[str, float]]]:
+    """Wrap the engine's methods with timers; the result runs one step."""
     engine, spent = llm.engine, defaultdict(float)
 
     def wrap(owner: object, method: str, phase: str) -> None:
@@ -132,84 +181,83 @@ def _timed(llm: LLM) -> Callable[[], tuple[int, dict[str, float]]]:
     return step
 
 
-def run_cell(cell: EngineOverhead) -> list[dict[str, Any]]:
-    from models import SamplingParams
-
-    longest = 2 * cell.lengths[1]
-    # A power of two, as contiguous reserves them.
-    blocks_per_sequence = 1 << (-(-longest // _BLOCK_SIZE) - 1).bit_length()
-    llm = engine_models.make_llm(
-        cell.model or "tiny",
-        manager=cell.manager,
-        block_size=_BLOCK_SIZE,
-        # With room for watermarks: nothing is preempted.
-        num_blocks=cell.num_sequences * blocks_per_sequence * 21 // 20 + 1,
-        max_num_seqs=cell.num_sequences,
-        max_model_len=longest,
-        max_num_batched_tokens=max(8192, longest),
-        cuda_graphs=None if cell.model else False,  # a graph would replay the model
-        overlap=False,  # phases are timed one by one
-        seed=cell.seed,
-    )
-    if cell.model is None:
-        llm.engine.runner.model = _NoModel(llm.model)
-    timed_step = _timed(llm)
-    generator = np.random.default_rng(cell.seed)
+def run_cell(cell: Engine) -> list[dict[str, Any]]:
     least, most = cell.lengths
+    if cell.manager == "vLLM":
+        engine = VLLM().scheduler(cell.num_sequences, 2 * most, _BLOCK_SIZE)
+        vocab_size = 32_000
+    else:
+        engine = _Ours(cell)
+        vocab_size = engine.llm.config.vocab_size
+    generator = np.random.default_rng(cell.seed)
 
-    def draw(least: int = least) -> int:
+    def sample(least: int = least) -> int:
         return int(generator.integers(least, most + 1))
 
     def add(num_output_tokens: int) -> None:
-        prompt = engine_models.random_tokens(llm, generator, draw())
-        params = SamplingParams(temperature=0.0, max_tokens=num_output_tokens, ignore_eos=True)
-        llm.engine.add(prompt, params)
+        prompt = generator.integers(vocab_size, size=sample()).tolist()
+        engine.add(prompt, num_output_tokens)
 
     def step() -> dict[str, float]:
         """Run a step and add as many requests as have ended."""
-        num_finished, seconds = timed_step()
+        num_finished, seconds = engine.step()
         for _ in range(num_finished):
-            add(draw())
+            add(sample())
         return seconds
 
     for _ in range(cell.num_sequences):
-        add(draw(1))  # somewhere on its way, so that the first ones do not all end together
-    while llm.engine.scheduler.waiting:
+        add(sample(1))  # outputs partly done, so that the first requests do not all end together
+    while engine.num_waiting:
         step()
     steps = [step() for _ in range(cell.num_steps)]
-    spans = {phase: [seconds[phase] for seconds in steps] for phase in _PHASE_LINES}
+    spans = {phase: [seconds[phase] for seconds in steps] for phase in steps[0]}
     total = sum(map(sum, spans.values()))
     return [
         {
             "model": cell.model or "none",
-            "manager": cell.manager,
+            "implementation": cell.manager,
+            "version": engine.version,
             "num_sequences": cell.num_sequences,
             "least_tokens": least,
             "most_tokens": most,
             "steps": cell.num_steps,
             "phase": phase,
-            **quantiles.columns("us_per_step", [1e6 * s for s in seconds], _QUANTILES),
+            **timing.columns("step", seconds),
             "share": sum(seconds) / total if cell.model else None,
         }
         for phase, seconds in spans.items()
     ]
 
 
-def _draw(rows: style.DataFrame) -> style.Figure:
+def _scheduling(rows: style.DataFrame) -> style.DataFrame:
+    return rows[(rows["model"] == "none") & (rows["phase"] == "schedule")]
+
+
+def table(rows: style.DataFrame) -> style.DataFrame | None:
+    """Median time of a scheduler step, and its ratio to vLLM's, by running sequences."""
+    rows = _scheduling(rows).astype({"num_sequences": int})
+    if rows.empty:
+        return None
+    theirs = rows[rows["implementation"] == "vLLM"].set_index("num_sequences")["us"]
+    ratio = rows["us"] / rows["num_sequences"].map(theirs)
+    return rows[["implementation", "num_sequences", "us"]].assign(ratio_to_vllm=ratio)
+
+
+def draw(rows: style.DataFrame) -> style.Figure:
     figure, (left, right), _ = style.panel_grid(2, height=2.1, width=3.5)
-    scheduling = rows[(rows["model"] == "none") & (rows["phase"] == "schedule")]
-    for manager, line in style.lines_of(scheduling["manager"].unique()).items():
-        of_manager = scheduling[scheduling["manager"] == manager]
-        style.curve(left, of_manager, "num_sequences", "us_per_step", **line)
+    scheduling = _scheduling(rows)
+    for name, line in style.lines_of(scheduling["implementation"].unique()).items():
+        of_name = scheduling[scheduling["implementation"] == name]
+        style.curve(left, of_name, "num_sequences", "us", **line)
     left.set(xscale="log", yscale="log", xlabel="running sequences")
     left.set(ylabel="scheduler and manager\n(µs per step)", title="without a model, median")
     left.set_ylim(top=10 * left.get_ylim()[1])
 
     served = rows[rows["model"] != "none"]
-    for phase, line in _PHASE_LINES.items():
+    for phase, line in _LINES.items():
         of_phase = served[served["phase"] == phase]
-        style.curve(right, of_phase, "num_sequences", "us_per_step_mean", **line, label=phase)
-    steps = served.groupby("num_sequences")["us_per_step_mean"].sum()
+        style.curve(right, of_phase, "num_sequences", "us_mean", **line, label=phase)
+    steps = served.groupby("num_sequences")["us_mean"].sum()
     right.plot(steps.index, 0.05 * steps, color=style.GREY, linestyle="dotted", label="5 % of all")
     title = f"{served['model'].iloc[0]}, mean" if len(served) else ""
     right.set(yscale="log", xlabel="running sequences", title=title)
@@ -220,23 +268,3 @@ def _draw(rows: style.DataFrame) -> style.Figure:
         if len(part):
             axes.legend(fontsize=6, ncols=2)
     return figure
-
-
-EXPERIMENT = Experiment(
-    name="engine_overhead",
-    figure="microseconds per step of scheduler, manager and input preparation vs batch size",
-    options=EngineOverhead(),
-    quick=EngineOverhead(
-        manager=("vllm_v1", "paged"),
-        num_sequences=(1, 16, 256),
-        num_steps=50,
-        model="tiny",
-        model_num_sequences=(1, 8),
-        model_num_steps=20,
-    ),
-    cells=cells,
-    run_cell=run_cell,
-    plot=style.plotter({"engine_overhead": _draw}),
-    gpu="optional",
-    timed=True,
-)

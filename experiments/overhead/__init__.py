@@ -1,0 +1,94 @@
+"""Host time of the control path: launches, trace replay, radix trees, managers, engine steps.
+
+Five parts, chosen with ``--part``; the file of each in ``experiments/overhead`` has its method:
+
+* ``launch``: a call of each kernel's public function: argument checks, Triton's launch, PyTorch's
+  dispatcher.
+* ``replay``: ``cache.simulate`` on a trace, beside libcachesim.
+* ``trees``: insert, match and evict on the radix tree, beside SGLang's Python radix cache.
+* ``managers``: hash, look-up, allocate and free of a request, beside vLLM's ``KVCacheManager``.
+* ``engine``: the phases of an engine step, with and without a model; beside vLLM's scheduler.
+
+Times are in microseconds per unit of work: columns ``us`` (median), ``us_p20``, ``us_p80`` and
+``us_mean``, with the unit in ``per``.  Columns that a part does not have are empty.  Other systems
+take part where they can be imported (``baselines.py`` says how to install them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from experiments import style
+from experiments.harness import Absent, Axis, Experiment, Options
+from experiments.overhead import engine, launch, managers, replay, trees
+
+# launch first: later parts may import kernels, which must not happen with TRITON_INTERPRET set.
+_PARTS = {
+    "launch": (launch, launch.Launch),
+    "replay": (replay, replay.ReplayCell),
+    "trees": (trees, trees.TreesCell),
+    "managers": (managers, managers.ManagersCell),
+    "engine": (engine, engine.Engine),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overhead(launch.Launch, replay.Replay, trees.Trees, managers.Managers, engine.Engine):
+    """The options of all parts."""
+
+    part: Axis[Literal["launch", "replay", "trees", "managers", "engine"]] = tuple(_PARTS)
+    """Parts to run."""
+
+
+def cells(options: Overhead) -> Iterator[Options | Absent]:
+    for part in options.part:
+        module, _ = _PARTS[part]
+        yield from module.cells(options)
+
+
+def run_cell(cell: Options) -> list[dict[str, Any]]:
+    part, module = next(
+        (part, module) for part, (module, type_) in _PARTS.items() if type(cell) is type_
+    )
+    return [{"part": part, **row} for row in module.run_cell(cell)]
+
+
+def _of(part: str, make: Callable[[style.DataFrame], Any]) -> Callable[[style.DataFrame], Any]:
+    """``make`` on the rows of a part; None without any."""
+
+    def made(rows: style.DataFrame) -> Any:
+        rows = rows[rows["part"] == part]
+        return None if rows.empty else make(rows.dropna(axis="columns", how="all"))
+
+    return made
+
+
+EXPERIMENT = Experiment(
+    name="overhead",
+    figure="host time of launches, replay, radix trees, cache managers and engine steps",
+    options=Overhead(),
+    quick=Overhead(
+        launch_samples=20,
+        repeats=2,
+        trace_requests=1_000,
+        tree_prompts=200,
+        pool_blocks=(1_000, 10_000),
+        pool_requests=100,
+        manager=("vllm_v1", "paged"),
+        num_sequences=(1, 16, 256),
+        num_steps=50,
+        model="tiny",
+        model_num_sequences=(1, 8),
+        model_num_steps=20,
+    ),
+    cells=cells,
+    run_cell=run_cell,
+    plot=style.plotter(
+        {part: _of(part, module.draw) for part, (module, _) in _PARTS.items()},
+        {part: (_of(part, module.table), "%.3f") for part, (module, _) in _PARTS.items()},
+    ),
+    gpu="optional",
+    timed=True,
+)

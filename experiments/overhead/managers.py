@@ -1,0 +1,265 @@
+"""Cache managers: microseconds per block of hash, look-up, allocate and free, by size of the pool.
+
+A request of 4,096 tokens, half of them a cached prefix shared with others, goes through its cycle:
+hash the prompt, look it up, allocate, free.  The pool is full of other requests' cached blocks, so
+every new block evicts one.  All implementations, vLLM's ``KVCacheManager`` too where vLLM can be
+imported, see the same requests in turn on one core, so a change of the machine's speed affects all
+of them.  A turn is ten requests, so that an implementation finds its own state in the processor's
+caches, as in an engine that schedules many requests a step.
+
+Every second request is timed as a whole (``cycle``).  The others are taken apart where the design
+can look up without allocating: ``hash`` and ``lookup`` by asking twice, ``allocate`` less its own
+look-up, ``free``.  Making the ``Sequence`` is not part of a cycle and has rows of its own.
+
+``managers.csv`` compares each cycle with that of vLLM's manager with the same hash.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+import time
+import tracemalloc
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any
+
+import numpy as np
+
+import cache
+from experiments import style
+from experiments.harness import Absent, Axis, Needs, Options, Unavailable, grid
+from experiments.overhead import timing
+from experiments.overhead.baselines import VLLM
+
+_BLOCK_SIZE = 16
+_PROMPT_TOKENS = 4096
+_PREFIX_TOKENS = 2048
+_PROMPT_BLOCKS = _PROMPT_TOKENS // _BLOCK_SIZE
+_VOCABULARY = 150_000
+_REQUESTS_A_TURN = 10
+_OURS = {
+    "vllm_v1": ("xxh3_128", "sha256"),
+    "vllm_v0": ("xxh3_128",),
+    "nano_vllm": ("xxh64",),
+    "radix": (None,),
+    "paged": (None,),
+}
+"""Managers and the hash algorithms they are measured with."""
+_HASH_OF_VLLM = {"xxh3_128": "xxhash", "sha256": "sha256"}
+"""vLLM's names of our hash algorithms."""
+_PHASES = {
+    "hash": {"color": style.BLUE},
+    "lookup": {"color": style.ORANGE, "hatch": "//"},
+    "allocate": {"color": style.GREEN, "hatch": ".."},
+    "free": {"color": style.YELLOW, "hatch": "\\\\"},
+}
+
+_LEAST_BLOCKS = 2 * _PROMPT_BLOCKS
+_PoolBlocks = Needs(f"an int of at least {_LEAST_BLOCKS}", lambda count: count >= _LEAST_BLOCKS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Managers(Options):
+    """The grid: sizes of the pool; every implementation runs in each cell."""
+
+    pool_blocks: Axis[Annotated[int, _PoolBlocks]] = (1_000, 10_000, 100_000, 1_000_000)
+    """Blocks in the pool of the managers, of 16 tokens each."""
+    pool_requests: Annotated[int, Needs("an int of at least 2", lambda count: count >= 2)] = 400
+    """Requests measured in each pool, after those that fill it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ManagersCell(Managers):
+    vllm: bool
+    """Whether vLLM's manager takes part."""
+
+
+def cells(options: Managers) -> Iterator[ManagersCell | Absent]:
+    vllm = importlib.util.find_spec("vllm") is not None
+    if not vllm:
+        yield Absent("vLLM is not installed")
+    yield from grid(options, ManagersCell, vllm=vllm)
+
+
+class _Ours:
+    """A manager of this repository."""
+
+    version = ""
+
+    def __init__(self, name: str, hash_algorithm: str | None, num_blocks: int) -> None:
+        self.name = name
+        self.hash_algorithm = hash_algorithm or ""
+        options = {"hash_algorithm": hash_algorithm} if hash_algorithm else {}
+        self.manager = cache.make_manager(
+            name, num_blocks=num_blocks, block_size=_BLOCK_SIZE, **options
+        )
+
+    def make(self, seq_id: int, token_ids: list[int]) -> cache.Sequence:
+        return cache.Sequence(seq_id, token_ids)
+
+    def cycle(self, seq: cache.Sequence) -> None:
+        self.manager.allocate(seq)
+        self.manager.free(seq)
+
+    def phases(self, seq: cache.Sequence) -> dict[str, float]:
+        """Seconds of each phase of one cycle; empty if the design cannot be taken apart."""
+        manager, clock = self.manager, time.perf_counter
+        begin = clock()
+        try:
+            manager.get_computed_blocks(seq)
+        except cache.UnsupportedByDesign:
+            self.cycle(seq)
+            return {}
+        hashed = clock()
+        manager.get_computed_blocks(seq)
+        found = clock()
+        manager.allocate(seq)
+        allocated = clock()
+        manager.free(seq)
+        freed = clock()
+        lookup = found - hashed
+        return {
+            "hash": hashed - begin - lookup,
+            "lookup": lookup,
+            "allocate": allocated - found - lookup,
+            "free": freed - allocated,
+        }
+
+
+def run_cell(cell: ManagersCell) -> list[dict[str, Any]]:
+    makers = [
+        partial(_Ours, name, algorithm, cell.pool_blocks)
+        for name, algorithms in _OURS.items()
+        for algorithm in algorithms
+    ]
+    if cell.vllm:
+        with contextlib.suppress(Unavailable):
+            vllm = VLLM()
+            makers += [
+                partial(vllm.manager, algorithm, cell.pool_blocks, _BLOCK_SIZE)
+                for algorithm in vllm.hash_algorithms()
+            ]
+    made = [_made(make) for make in makers]
+    spans: list[dict[str, list[float]]] = [defaultdict(list) for _ in made]
+    turns = [
+        (implementation, of_it) for (implementation, _), of_it in zip(made, spans, strict=True)
+    ]
+    prompts = _prompts(np.random.default_rng(cell.seed), cell.pool_blocks)
+    new_blocks = (_PROMPT_TOKENS - _PREFIX_TOKENS) // _BLOCK_SIZE
+    num_filling = -(-2 * cell.pool_blocks // (new_blocks * _REQUESTS_A_TURN)) * _REQUESTS_A_TURN
+    with timing.without_collection():
+        for start in range(0, num_filling + cell.pool_requests, _REQUESTS_A_TURN):
+            token_ids = list(itertools.islice(prompts, _REQUESTS_A_TURN))
+            first = start // _REQUESTS_A_TURN % len(turns)
+            for implementation, of_it in turns[first:] + turns[:first]:
+                for number, prompt in enumerate(token_ids, start):
+                    phases = _timed(implementation, number, prompt)
+                    if number >= num_filling:
+                        for phase, seconds in phases.items():
+                            of_it[phase].append(seconds / _PROMPT_BLOCKS)
+    rows = []
+    for (implementation, pool), of_it in zip(made, spans, strict=True):
+        common = {
+            "implementation": implementation.name,
+            "version": implementation.version,
+            "hash_algorithm": implementation.hash_algorithm,
+            "pool_blocks": cell.pool_blocks,
+            "requests": cell.pool_requests,
+        }
+        rows.append({**common, "phase": "make_pool", **pool})
+        for phase, seconds in of_it.items():
+            rows.append({**common, "phase": phase, **timing.columns("block", seconds)})
+    return rows
+
+
+def _timed(implementation, number: int, prompt: list[int]) -> dict[str, float]:
+    """Seconds of one request: every second one as a whole, the others phase by phase."""
+    begin = time.perf_counter()
+    request = implementation.make(number, prompt)
+    made = time.perf_counter()
+    if number % 2:
+        return implementation.phases(request)
+    implementation.cycle(request)
+    return {"cycle": time.perf_counter() - made, "sequence": made - begin}
+
+
+def _made(make: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
+    """The implementation; the seconds it takes to make, and the MiB that Python allocates."""
+    begin = time.perf_counter()
+    made = make()
+    seconds = time.perf_counter() - begin
+    tracemalloc.start()
+    try:
+        again = make()
+        mebibytes = tracemalloc.get_traced_memory()[0] / 2**20
+    finally:
+        tracemalloc.stop()
+    del again
+    return made, {"seconds": seconds, "mebibytes": mebibytes}
+
+
+def _prompts(generator: np.random.Generator, pool_blocks: int) -> Iterator[list[int]]:
+    """Prompts whose first half is one of a few prefixes that stay in the cache."""
+    num_prefixes = min(200, max(1, pool_blocks * _BLOCK_SIZE // (8 * _PREFIX_TOKENS)))
+    prefixes = generator.integers(_VOCABULARY, size=(num_prefixes, _PREFIX_TOKENS)).tolist()
+    while True:
+        for prefix in prefixes:
+            rest = generator.integers(_VOCABULARY, size=_PROMPT_TOKENS - _PREFIX_TOKENS)
+            yield prefix + rest.tolist()
+
+
+def _named(rows: style.DataFrame) -> style.DataFrame:
+    """The rows with a ``name`` for each implementation: vllm_v1 (sha256)."""
+    names = rows["implementation"]
+    for column, shape in (("version", " {}"), ("hash_algorithm", " ({})")):
+        if column in rows:
+            known = rows[column].astype(object).fillna("")
+            names = names + known.map(shape.format).where(known != "", "")
+    return rows.assign(name=names).astype({"pool_blocks": int})
+
+
+def table(rows: style.DataFrame) -> style.DataFrame:
+    """Cycle, its ratio to vLLM's with the same hash, and the cost of making the pool."""
+    key = ["name", "pool_blocks"]
+    rows = _named(rows)
+    cycles = rows[rows["phase"] == "cycle"].rename(columns={"us": "cycle_us_per_block"})
+    theirs = cycles[cycles["implementation"] == "vLLM"].rename(columns={"hash_algorithm": "hash"})
+    cycles = cycles.assign(hash=cycles["hash_algorithm"].map(_HASH_OF_VLLM))
+    cycles = cycles.merge(
+        theirs[["hash", "pool_blocks", "cycle_us_per_block"]],
+        on=["hash", "pool_blocks"],
+        how="left",
+        suffixes=("", "_of_vllm"),
+    )
+    ratio = cycles["cycle_us_per_block"] / cycles["cycle_us_per_block_of_vllm"]
+    ratio = ratio.where(cycles["implementation"] != "vLLM")
+    cycles = cycles.assign(ratio_to_vllm=ratio)[[*key, "cycle_us_per_block", "ratio_to_vllm"]]
+    made = rows[rows["phase"] == "make_pool"].rename(columns={"seconds": "make_pool_seconds"})
+    return cycles.merge(made[[*key, "make_pool_seconds", "mebibytes"]], on=key).sort_values(key)
+
+
+def draw(rows: style.DataFrame) -> style.Figure:
+    """The cycle by size of the pool, and its phases in the largest pool."""
+    rows = _named(rows)
+    figure, (left, right), _ = style.panel_grid(2, height=2.4, width=3.5)
+    cycles = rows[rows["phase"] == "cycle"]
+    for name, line in style.lines_of(cycles["name"].unique()).items():
+        style.curve(left, cycles[cycles["name"] == name], "pool_blocks", "us", **line)
+    left.set(xscale="log", yscale="log", xlabel="pool (blocks)", ylabel="cycle (µs per block)")
+    left.set_title("whole cycle of a request")
+    style.shared_legend(figure, columns=4)
+
+    largest = rows[rows["pool_blocks"] == rows["pool_blocks"].max()]
+    phases = largest.pivot(index="name", columns="phase", values="us")
+    phases = phases.reindex(columns=_PHASES).dropna()
+    starts = phases.cumsum(axis=1) - phases
+    for phase, look in _PHASES.items():
+        bars = {"left": starts[phase], "label": phase, "edgecolor": "white", **look}
+        right.barh(phases.index, phases[phase], **bars)
+    right.set(xlabel="µs per block", title=f"its phases, pool of {rows['pool_blocks'].max():,}")
+    right.legend(loc="lower right")
+    return figure

@@ -1,0 +1,39 @@
+"""Helpers that all parts of ``overhead`` time with."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from experiments import quantiles
+
+_QUANTILES = {"": 0.5, "_p20": 0.2, "_p80": 0.8, "_mean": None}
+
+
+def columns(per: str, seconds: Sequence[float]) -> dict[str, Any]:
+    """Median, p20, p80 and mean of timings as columns of a row, in microseconds.
+
+    per: the unit of work that each timing is for: block, prompt, step, call or reference.
+    """
+    return {"per": per, **quantiles.columns("us", [1e6 * s for s in seconds], _QUANTILES)}
+
+
+def seconds_of(call: Callable[..., object], *arguments: object) -> float:
+    """Wall time of one call."""
+    begin = time.perf_counter()
+    call(*arguments)
+    return time.perf_counter() - begin
+
+
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """Switch Python's garbage collector off: its pauses would fall on a random implementation."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

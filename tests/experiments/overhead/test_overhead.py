@@ -1,0 +1,233 @@
+"""The experiment overhead: its parts on their own, at tiny sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import cache
+import kernels
+from cache.serving.engine import Engine
+from experiments import overhead
+from experiments.harness import Absent, Unavailable
+from experiments.overhead import engine, launch, managers, replay, trees
+from experiments.overhead.baselines import VLLM, SGLangRadixCache
+from experiments.style import figures
+
+LAUNCHES = {"decode, 8 splits": 2, "shared prefix": 3, "sample": 2, "sample, greedy": 2}
+"""Kernels that a call launches, if not one."""
+
+
+@pytest.mark.slow
+def test_the_tiny_run_has_every_part_with_its_phases_and_quantiles(tiny_run, inputs):
+    rows = tiny_run("overhead").rows.set_index("part")
+    timed = rows[rows["phase"] != "make_pool"]
+    assert (timed["us_p20"] <= timed["us"]).all()
+    assert (timed["us"] <= timed["us_p80"]).all()
+    assert set(rows.loc["trees", "page_size"]) == {16, 1}
+    of_managers = rows.loc["managers"]
+    ours = of_managers[of_managers["implementation"] == "vllm_v1"]
+    assert set(ours["phase"]) == {
+        "make_pool", "sequence", "cycle", "hash", "lookup", "allocate", "free",
+    }  # fmt: skip
+    assert set(of_managers["implementation"]) >= set(managers._OURS)
+    replays = rows.loc["replay"]
+    references = cache.load_trace(inputs["prompts"]).num_block_references
+    assert set(replays["block_references"]) == {references}
+    if "libcachesim" in set(replays["implementation"]):
+        rates = replays.pivot(index="policy", columns="implementation", values="block_hit_rate")
+        # Per request and per reference differ a little, except for blocks that never return.
+        assert (rates["pagelab"] - rates["libcachesim"]).abs().max() < 0.05
+    of_launches = rows.loc["launch"]
+    assert set(of_launches["op"]) == set(kernels.__all__)
+    launches = of_launches.groupby("config")["num_launches"].first()
+    assert launches.to_dict() == {config: LAUNCHES.get(config, 1) for config in launches.index}
+    assert (launch.table(of_launches)[["checks", "dispatcher"]] > 0).all(axis=None)
+
+
+def test_replay_the_records_of_libcachesim_have_the_next_access():
+    records = replay.oracle_general(np.array([5, 3, 5, 5, 0], np.int32))
+    assert records.dtype.itemsize == 24
+    assert list(records["id"]) == [6, 4, 6, 6, 1]
+    assert list(records["next"]) == [2, -1, 3, -1, -1]
+    assert set(records["size"]) == {1}
+
+
+def test_replay_without_libcachesim_ours_is_timed_alone(monkeypatch):
+    monkeypatch.setattr(replay.importlib.util, "find_spec", lambda name: None)
+    few = {"trace": (Path("agent_loops"),), "policy": ("lru",), "trace_requests": 20, "repeats": 1}
+    absent, cell = overhead.cells(overhead.Overhead(part=("replay",), **few))
+    assert absent == Absent("libcachesim is not installed")
+    monkeypatch.undo()
+    rows = pd.DataFrame(overhead.run_cell(cell))
+    assert list(rows["implementation"]) == ["pagelab"]
+    assert "ratio" not in replay.table(rows)
+
+
+def test_managers_half_of_each_prompt_is_cached():
+    """The figures are quoted under this condition; it holds once the pool is full."""
+    manager = cache.make_manager("vllm_v1", num_blocks=1024, block_size=16)
+    prompts = managers._prompts(np.random.default_rng(0), 1024)
+    hits, evicted = [], manager.stats.evicted_blocks
+    for number in range(40):
+        seq = cache.Sequence(number, next(prompts))
+        hits.append(manager.allocate(seq))
+        manager.free(seq)
+    assert hits[20:] == [2048] * 20
+    assert manager.stats.evicted_blocks - evicted > 20 * 128
+
+
+class StandInVLLM:
+    """Stands in for vLLM."""
+
+    def hash_algorithms(self) -> list[str]:
+        return ["sha256"]
+
+    def manager(self, hash_algorithm: str, num_blocks: int, block_size: int):
+        manager = managers._Ours("vllm_v1", hash_algorithm, num_blocks)
+        manager.name, manager.version = "vLLM", "0.0"
+        return manager
+
+
+def test_managers_are_compared_with_vllm_of_the_same_hash(monkeypatch):
+    monkeypatch.setattr(managers, "VLLM", StandInVLLM)
+    cell = managers.ManagersCell(pool_blocks=512, pool_requests=2, vllm=True)
+    rows = pd.DataFrame(overhead.run_cell(cell))
+    theirs = rows[rows["implementation"] == "vLLM"]
+    assert set(theirs["version"]) == {"0.0"}
+    assert set(theirs["phase"]) == set(rows.loc[rows["implementation"] == "vllm_v1", "phase"])
+    rows.loc[(rows["implementation"] == "vLLM") & (rows["phase"] == "cycle"), "us"] = 8.0
+    ours = (rows["implementation"] == "vllm_v1") & (rows["hash_algorithm"] == "sha256")
+    rows.loc[ours & (rows["phase"] == "cycle"), "us"] = 2.0
+    table = managers.table(rows).set_index("name")
+    assert table["ratio_to_vllm"].dropna().to_dict() == {"vllm_v1 (sha256)": 0.25}
+    assert {"vLLM 0.0 (sha256)", "paged"} <= set(table.index)
+    assert not table.drop(columns="ratio_to_vllm").isna().any(axis=None)
+
+
+def test_vllm_hits_what_ours_hits_and_its_scheduler_keeps_the_batch():
+    """Where vLLM can be imported: the comparison is of equal work."""
+    pytest.importorskip("vllm")
+    vllm = VLLM()
+    theirs = [vllm.manager(name, 1024, 16) for name in vllm.hash_algorithms()]
+    ours = cache.make_manager("vllm_v1", num_blocks=1024, block_size=16)
+    prompts = managers._prompts(np.random.default_rng(0), 1024)
+    for number in range(40):
+        token_ids = next(prompts)
+        seq = cache.Sequence(number, token_ids)
+        found = ours.allocate(seq)
+        ours.free(seq)
+        for manager in theirs:
+            assert manager.cycle(manager.make(number, token_ids)) == found
+    scheduler = vllm.scheduler(2, 64, 16)
+    for count in (3, 1):
+        scheduler.add([1, 2, 3], count)
+    assert [scheduler.step()[0] for _ in range(4)] == [1, 0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("package", "baseline", "message"),
+    [
+        ("vllm", VLLM, "vLLM 0.33 cannot be imported"),
+        ("sglang", lambda: SGLangRadixCache(16), "SGLang 0.5.23 cannot be imported"),
+    ],
+)
+def test_without_its_package_a_baseline_is_absent(monkeypatch, package, baseline, message):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(Unavailable, match=message):
+        baseline()
+
+
+class Baseline(trees._Ours):
+    """Stands in for SGLang's tree."""
+
+    name = "SGLang"
+    version = "0.0"
+
+    def __init__(self, page_size: int) -> None:
+        super().__init__(page_size, 1_000_000)
+
+
+class Forgetful(Baseline):
+    def insert(self, prompt) -> None:
+        super().insert((prompt[0], prompt[1][:-1]))
+
+
+def test_trees_have_sglang_beside_ours(monkeypatch):
+    monkeypatch.setattr(trees, "SGLangRadixCache", Baseline)
+    rows = pd.DataFrame(
+        trees.run_cell(trees.TreesCell(page_size=1024, tree_prompts=12, sglang=True))
+    )
+    assert (rows["us_p20"] > 0).all()
+    table = trees.table(rows)
+    assert set(table) == {"page_size", "phase", "SGLang_us_per_prompt", "radix_us_per_prompt"}
+    assert list(table["phase"]) == list(trees._PHASES)
+    with figures():
+        (panel,) = trees.draw(rows).axes
+        assert len(panel.patches) == 8
+
+
+def test_a_tree_that_does_less_work_is_no_comparison(monkeypatch):
+    monkeypatch.setattr(trees, "SGLangRadixCache", Forgetful)
+    with pytest.raises(RuntimeError, match=r"SGLang: .* tokens, 4080 of a prompt found"):
+        trees.run_cell(trees.TreesCell(page_size=16, tree_prompts=3, sglang=True))
+
+
+def steps_of(model: str | None, manager: str = "vllm_v1", **options) -> pd.DataFrame:
+    sizes = {"num_sequences": (3,), "lengths": (3, 9), "num_steps": 12, **options}
+    cell = next(engine.cells(engine.Engine(manager=(manager,), **sizes)))
+    return pd.DataFrame(engine.run_cell(dataclasses.replace(cell, model=model)))
+
+
+@pytest.mark.parametrize("manager", engine.Engine().manager)
+def test_every_phase_of_every_step_takes_time(manager):
+    rows = steps_of(None, manager)
+    assert list(rows["phase"]) == ["schedule", "prepare", "model", "rest"]
+    assert (rows["us_p20"] > 0).all()
+    assert rows["share"].isna().all()
+
+
+def test_the_phases_of_a_step_add_up(monkeypatch):
+    """On a clock that advances by a second whenever it is read, at both ends of what is timed.
+
+    A step that ends no request reads it at its begin, around its schedule, around its run, around
+    the preparation in that, and at its end: 7 seconds.
+    """
+    ticks = itertools.count()
+    clock = SimpleNamespace(perf_counter=lambda: float(next(ticks)))
+    monkeypatch.setattr(engine, "time", clock)
+    rows = steps_of("tiny", lengths=(200, 200), num_steps=4).set_index("phase")
+    seconds = {"schedule": 1, "prepare": 1, "model": 2, "rest": 3}
+    assert (rows["us_mean"] / 1e6).to_dict() == pytest.approx(seconds)
+    assert (7 * rows["share"]).to_dict() == pytest.approx(seconds)
+
+
+def test_the_number_of_running_requests_is_kept(monkeypatch):
+    running = []
+    step = Engine.step
+
+    def noted(engine):
+        tokens, finished = step(engine)
+        running.append(len(engine.scheduler.running) + len(finished))
+        return tokens, finished
+
+    monkeypatch.setattr(Engine, "step", noted)
+    steps_of(None, num_sequences=(5,), lengths=(1, 4), num_steps=40)
+    assert len(running) >= 40
+    assert set(running[-40:]) == {5}
+
+
+def test_engine_steps_are_compared_with_vllm():
+    ours = {"model": "none", "phase": "schedule", "num_sequences": [4.0, 256.0]}
+    rows = pd.concat(
+        pd.DataFrame({**ours, "implementation": name, "us": us})
+        for name, us in (("paged", [10.0, 50.0]), ("vLLM", [100.0, 6000.0]))
+    )
+    assert list(engine.table(rows)["ratio_to_vllm"]) == [0.1, 50 / 6000, 1, 1]
