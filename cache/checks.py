@@ -1,4 +1,4 @@
-"""Checks that are used all over the cache: of arguments, and of the cache's own state."""
+"""Checks of arguments, and of a cache's own state."""
 
 from __future__ import annotations
 
@@ -6,15 +6,39 @@ import operator
 import reprlib
 
 
-def at_least(least: int, name: str, value: int) -> int:
-    """``value`` as an int; ValueError, naming it, unless it is one of at least ``least``."""
+def as_int(name: str, value: int) -> int:
+    """``value`` as an int, also from NumPy; ValueError, with the argument's name, for others."""
     try:
         number = operator.index(value)
     except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
+        raise ValueError(f"{name}={reprlib.repr(value)}: needs an int")
+    return number
+
+
+def at_least(least: int, name: str, value: int) -> int:
+    """``value`` as an int; ValueError, with the argument's name, unless it is >= ``least``."""
+    try:
+        number = as_int(name, value)
+    except ValueError:
         number = least - 1
-    if number < least or isinstance(value, bool):
+    if number < least:
         raise ValueError(f"{name}={reprlib.repr(value)}: needs an int of at least {least}")
     return number
+
+
+def true_or_false(name: str, value: bool) -> bool:
+    """``value``; ValueError, with the argument's name, unless it is a bool."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={reprlib.repr(value)}: needs True or False")
+    return value
+
+
+def callable_or_none(name: str, value: object) -> None:
+    """Raise ValueError, with the argument's name, unless ``value`` is None or can be called."""
+    if value is not None and not callable(value):
+        raise ValueError(f"{name}={reprlib.repr(value)}: needs a function or None")
 
 
 def require(condition: bool, message: str) -> None:

@@ -7,6 +7,8 @@ import itertools
 from collections.abc import Callable, Hashable, Iterable
 from typing import Literal, NamedTuple
 
+from cache.checks import callable_or_none
+
 Kind = Literal["allocated", "hit", "cached", "evicted", "freed"]
 
 
@@ -31,6 +33,7 @@ class EventLog:
     """
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        callable_or_none("clock", clock)
         self.events: list[Event] = []
         self._clock = clock or itertools.count().__next__
 

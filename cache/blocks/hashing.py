@@ -54,7 +54,7 @@ class BlockHasher:
     """Computes the hash chains of sequences, for one block size and one algorithm."""
 
     def __init__(self, algorithm: str, block_size: int) -> None:
-        if algorithm not in HASH_ALGORITHMS:
+        if not isinstance(algorithm, str) or algorithm not in HASH_ALGORITHMS:
             raise ValueError(
                 f"hash_algorithm={algorithm!r} is unknown; choose from {', '.join(HASH_ALGORITHMS)}"
             )

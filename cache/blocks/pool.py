@@ -1,4 +1,4 @@
-"""The physical blocks of a cache: who uses them, what they hold, which go next."""
+"""The physical blocks of a cache: their users, their content, and which one is evicted next."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cache.policies.base import EvictionPolicy, check_victims
 
 
 class OutOfBlocks(RuntimeError):
-    """A call needs more blocks than are free.  It has changed nothing.
+    """A call needs more blocks than are free.
 
     Attributes:
         needed: blocks that the call would have taken from the free ones.
@@ -35,30 +35,26 @@ class BlockPool:
 
     A block is always in one of four states:
 
-        free           no user, and its content cannot be found; the last freed is given out first
-        fresh          never handed out; given out in the order 0, 1, 2 ... after the free ones
+        free           no user, and its content cannot be found; the last freed is taken first
+        fresh          never used; taken in the order 0, 1, 2 ... after the free ones
         cached-free    no user, but its content is indexed: a lookup can revive it
-        referenced     in use by ``ref_counts[block]`` tables, indexed or not
+        referenced     in ``ref_counts[block]`` tables, indexed or not
 
-    Cached-free blocks belong to the eviction policy, which is asked when there are no others, and
-    lose their content only when they are handed out again.  With ``lru`` this is the free queue of
-    today's vLLM v1, which puts blocks without a hash to its front.  With ``queue_uncached`` free
-    blocks wait with the cached-free ones, as in a single queue: that of older vLLM v1.
+    Cached-free blocks belong to the eviction policy.  It is asked only when there are no free or
+    fresh blocks, and a block loses its content only when it is taken again.  With ``lru`` this is
+    the free queue of vLLM v1, which puts blocks without a hash at its front.  With
+    ``queue_uncached`` free blocks wait with the cached-free ones in one queue, as in older vLLM v1.
 
-    Several blocks may hold the same content (they were computed side by side).  All of them are
-    indexed and a lookup finds the one that was cached first among those that remain.
-
-    State is kept in plain lists with an entry a block, not in an object a block, so that pools of
-    a million blocks are made in milliseconds and most work is done by C loops.
+    Several blocks can hold the same content if they were computed side by side.  All of them are
+    indexed, and a lookup finds the oldest.
 
     Attributes:
-        num_free_blocks: blocks without a user: fresh, free and cached-free; likewise read-only.
+        num_free_blocks: blocks without a user (fresh, free and cached-free); read-only to others.
         ref_counts: number of tables that hold each block; read-only to others.
-        block_hashes: hash of what each block holds, None if that cannot be found; likewise.
-        policy: the eviction policy, started anew by the pool and owned by it.
-        counts: of ``allocated_blocks``, handed out so far, and ``evicted_blocks``, those of them
-            that were cached-free before.
-        on_forget: called with blocks whose content is given up, if set.
+        block_hashes: hash of each block's content, None if it cannot be found; read-only to others.
+        policy: the eviction policy, which the pool starts and owns.
+        counts: ``allocated_blocks``, and how many of them were cached-free (``evicted_blocks``).
+        on_forget: called with the blocks that lose their content, if set.
     """
 
     def __init__(
@@ -75,23 +71,23 @@ class BlockPool:
         self.ref_counts: list[int] = [0] * num_blocks
         self.counts = {"allocated_blocks": 0, "evicted_blocks": 0}
         self._num_fresh = num_blocks
-        self._free: list[int] = []  # a stack: free blocks that the policy does not have
+        self._free: list[int] = []  # a stack
         self._queue_uncached = queue_uncached
         self.block_hashes: list[bytes | None] = [None] * num_blocks
-        self._holders: dict[bytes, list[int]] = {}  # blocks with that content, by age
+        self._holders: dict[bytes, list[int]] = {}  # hash -> blocks, the oldest first
         self._log = event_log
         self.on_forget: Callable[[list[int]], None] | None = None
-        self._tells_misses = type(policy).miss is not EvictionPolicy.miss
+        self._reports_misses = type(policy).miss is not EvictionPolicy.miss
 
     def free_blocks(self) -> Iterator[int]:
-        """Blocks without a user, in the order in which they would be handed out now."""
+        """Blocks without a user, in the order in which they would be taken now."""
         fresh = range(self.num_blocks - self._num_fresh, self.num_blocks)
         return chain(reversed(self._free), fresh, self.policy)
 
     def lookup(self, hashes: Sequence[bytes]) -> list[int]:
-        """Blocks of the longest run of ``hashes``, those of a prefix, that is cached.
+        """Blocks of the longest cached prefix of ``hashes``.
 
-        Changes nothing.  Valid until blocks are allocated next.
+        Changes nothing.  Valid until blocks are taken next.
         """
         hits = []
         for key in hashes:
@@ -102,12 +98,12 @@ class BlockPool:
         return hits
 
     def num_revived(self, hits: Sequence[int]) -> int:
-        """How many of ``hits`` have no user: taking them lowers the number of free blocks."""
+        """How many of ``hits`` have no user and so count as free."""
         ref_counts = self.ref_counts
         return sum([not ref_counts[block] for block in hits])
 
     def allocate(self, count: int) -> list[int]:
-        """Hand out ``count`` blocks with one user each, whose former content is forgotten.
+        """Take ``count`` blocks, with one user each and without their former content.
 
         Raises OutOfBlocks, changing nothing.
         """
@@ -115,35 +111,36 @@ class BlockPool:
         return self._take(count)
 
     def extend(
-        self, blocks: list[int], count: int, hashes: Sequence[bytes], first: int, last: int
-    ) -> None:
-        """Hand out ``count`` blocks, none if that is negative, to the end of ``blocks``, those of a
-        sequence, and make the content of ``blocks[first:last]`` findable under their ``hashes``.
+        self, tail: Sequence[int], count: int, hashes: Sequence[bytes], first: int, last: int
+    ) -> list[int]:
+        """Take ``count`` blocks (none if negative) for a sequence, and cache its full blocks.
 
-        These are in use and full.  A hash that is cached already stays with the block that has it,
-        and the new block becomes its duplicate.  Raises OutOfBlocks, changing nothing.
+        ``tail`` is the end of the sequence's table, from position ``first`` on; the new blocks
+        follow it and are returned.  The blocks at positions ``first`` to ``last - 1`` become
+        findable under their ``hashes``.  A block whose hash is cached already becomes a duplicate.
+        Raises OutOfBlocks, changing nothing.
         """
-        end = len(blocks) + max(0, count)
-        if count > 0:
-            check_free(count, self.num_free_blocks)
-        if self._tells_misses:  # one by one: the victim may depend on the newcomer
-            for position in range(first, last):
-                if hashes[position] not in self._holders:
-                    self.policy.miss(hashes[position])
-                if position == len(blocks):
+        num_blocks = len(tail) + max(0, count)
+        check_free(num_blocks - len(tail), self.num_free_blocks)
+        blocks = list(tail)
+        if self._reports_misses:  # one by one: the victim may depend on the newcomer
+            for depth in range(first, last):
+                if hashes[depth] not in self._holders:
+                    self.policy.miss(hashes[depth])
+                if depth - first == len(blocks):
                     blocks += self._take(1)
-                self._publish(blocks, hashes, position, position + 1)
-            first = last
-        if len(blocks) < end:
-            blocks += self._take(end - len(blocks))
-        if first < last:
-            self._publish(blocks, hashes, first, last)
+                self._publish(blocks[depth - first : depth - first + 1], hashes, depth)
+        if len(blocks) < num_blocks:
+            blocks += self._take(num_blocks - len(blocks))
+        if first < last and not self._reports_misses:
+            self._publish(blocks[: last - first], hashes, first)
+        return blocks[len(tail) :]
 
     def revive(self, hits: Sequence[int], count: int = 0) -> None:
-        """Add a user to each of ``hits``, which were looked up, also to those that have none.
+        """Add a user to each of ``hits``, which ``lookup`` found, whether or not it has one.
 
-        They leave the free blocks, so that none of them is evicted for the request that hit it.
-        Raises OutOfBlocks, changing nothing, unless ``count`` blocks are free beside them.
+        They leave the free blocks, so the request that hit them does not evict them.  Raises
+        OutOfBlocks, changing nothing, unless ``count`` more blocks are free.
         """
         ref_counts = self.ref_counts
         revived = [block for block in hits if not ref_counts[block]]
@@ -151,10 +148,8 @@ class BlockPool:
         self.num_free_blocks -= len(revived)
         if revived:
             self.policy.pin_many(revived)
-        if len(revived) < len(hits):
-            self.share([block for block in hits if ref_counts[block]])
-        for block in revived:
-            ref_counts[block] = 1
+        for block in hits:
+            ref_counts[block] += 1
         if self._log:
             self._log.record("hit", hits, map(self.block_hashes.__getitem__, hits))
 
@@ -165,7 +160,7 @@ class BlockPool:
             ref_counts[block] += 1
 
     def _take(self, count: int) -> list[int]:
-        """Remove ``count`` blocks, which there are, from the free ones; each gets one user."""
+        """Take ``count`` of the free blocks, of which there are enough; each gets one user."""
         ref_counts = self.ref_counts
         self.counts["allocated_blocks"] += count
         self.num_free_blocks -= count
@@ -186,7 +181,7 @@ class BlockPool:
         return blocks
 
     def _forget(self, evicted: list[int]) -> None:
-        """Drop the content of ``evicted``, which the policy has just given up."""
+        """Drop the content of ``evicted``, which the policy has just returned."""
         check_victims(self.policy, evicted, self._is_released)
         hashes = self.block_hashes
         cached = [block for block in evicted if hashes[block] is not None]
@@ -203,22 +198,20 @@ class BlockPool:
             hashes[block] = None
 
     def _is_released(self, block: int) -> bool:
-        """Whether the policy has, or just had, ``block``."""
+        """Whether the policy could have ``block``."""
         if block >= self.num_blocks - self._num_fresh or self.ref_counts[block]:
             return False
         return self._queue_uncached or self.block_hashes[block] is not None
 
-    def _publish(
-        self, blocks: Sequence[int], hashes: Sequence[bytes], first: int, last: int
-    ) -> None:
-        """Make the content of ``blocks[first:last]`` findable; the policy knows of its absence.
+    def _publish(self, blocks: Sequence[int], hashes: Sequence[bytes], first: int) -> None:
+        """Index ``blocks``, which are in use, under the ``hashes`` from position ``first`` on.
 
-        It is told of a block under its hash, or, for a duplicate, under a key of its own: no two
-        blocks that a policy knows ever have the same key.
+        The policy gets each block under its hash, a duplicate under (hash, block): the keys that a
+        policy holds are unique.
         """
         parent = hashes[first - 1] if first else None
-        for depth in range(first, last):
-            block, key = blocks[depth], hashes[depth]
+        for depth, block in enumerate(blocks, first):
+            key = hashes[depth]
             self.block_hashes[block] = key
             holders = self._holders.setdefault(key, [])
             holders.append(block)
@@ -226,21 +219,19 @@ class BlockPool:
             self.policy.insert(block, name, parent, depth)
             parent = key
         if self._log:
-            self._log.record("cached", blocks[first:last], hashes[first:last])
+            self._log.record("cached", blocks, hashes[first : first + len(blocks)])
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Remove a user from each of ``blocks``, given from the first of the sequence to the last.
+        """Remove a user from each of ``blocks``, given in the order of their sequence.
 
-        Those without a user left become free or cached-free, the last of the sequence first.
-        Blocks that are cached come before those that are not.
+        Blocks without a user left become free or cached-free, the last of the sequence first.
+        Cached blocks precede uncached ones in ``blocks``.
         """
         ref_counts, hashes = self.ref_counts, self.block_hashes
         released = []
         for block in reversed(blocks):
-            if ref_counts[block] > 1:
-                ref_counts[block] -= 1
-            else:
-                ref_counts[block] = 0
+            ref_counts[block] -= 1
+            if not ref_counts[block]:
                 released.append(block)
         self.num_free_blocks += len(released)
         if self._log:
@@ -257,18 +248,21 @@ class BlockPool:
         self.policy.release_many(released)
 
     def reset_prefix_cache(self) -> None:
-        """Forget the content of every block, none of which is in use."""
-        if not self._queue_uncached:
-            self._free += reversed(list(self.policy))
-            self.policy.start(self.num_blocks)
+        """Forget the content of every block, none of which is in use.
+
+        Blocks stay in the order in which they would be taken; the policy starts anew, without any.
+        """
+        self._free = list(self.free_blocks())[::-1]
+        self._num_fresh = 0
+        self.policy.start(self.num_blocks)
         self._holders.clear()
-        self.block_hashes[:] = [None] * self.num_blocks  # which others may hold
+        self.block_hashes[:] = [None] * self.num_blocks  # others may hold this list
 
     def check_invariants(self) -> None:
-        """Raise AssertionError, saying which block is wrong, unless the state is consistent.
+        """Raise AssertionError, with the block, unless the state is consistent.
 
-        Every block is in one state only, the policy holds what it should and nothing twice,
-        the index and the blocks agree.  O(num_blocks).
+        Every block is in one state, the policy holds each of its blocks once, and the index and the
+        blocks agree.  O(num_blocks).
         """
         held: dict[bytes, list[int]] = {}
         for block, key in enumerate(self.block_hashes):
@@ -295,4 +289,4 @@ class BlockPool:
                     f"free block {block}: cached {is_cached}, with the policy {block in queued}",
                 )
             if is_idle and block not in queued:
-                require(not is_cached, f"block {block} has content that nobody can evict")
+                require(not is_cached, f"block {block} has content but cannot be evicted")

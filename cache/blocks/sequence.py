@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
+import reprlib
 from array import array
 from collections.abc import Hashable, Iterable
 from numbers import Real
 from typing import NamedTuple, Self
+
+from cache.checks import as_int
 
 ExtraKey = tuple[str | bytes | int, ...]
 """What kind of key it is, then its parts: ``("lora", "adapter-7")``."""
@@ -33,8 +36,8 @@ class Sequence:
         lora_name: name or number of the LoRA adapter that computes the K/V; None for the base.
         mm_inputs: multi-modal inputs of the prompt, by rising offset, not overlapping.
         cache_salt: only sequences with an equal salt share blocks; None shares with None.
-        priority: a finite number for eviction policies that go by it (``priority``): the higher,
-            the longer its blocks stay.
+        eviction_priority: a finite number for the eviction policy ``priority``: the higher, the
+            longer the cached blocks of the sequence stay.  It does not change scheduling.
 
     Attributes:
         token_ids: ``array('I')`` of all tokens; readable without a copy by numpy and torch.
@@ -63,7 +66,7 @@ class Sequence:
         lora_name: str | int | None = None,
         mm_inputs: Iterable[MultiModalInput | tuple[str | bytes, int, int]] = (),
         cache_salt: str | bytes | None = None,
-        priority: float = 0,
+        eviction_priority: float = 0,
     ) -> None:
         self.seq_id = seq_id
         self.token_ids: array = pack_token_ids(token_ids)
@@ -76,9 +79,7 @@ class Sequence:
         self.table_version = 0
         self.lora_name = _check_key("lora_name", lora_name, str | int)
         self.cache_salt = _check_key("cache_salt", cache_salt, str | bytes)
-        if not (isinstance(priority, Real) and math.isfinite(priority)):
-            raise ValueError(f"priority={priority!r}: needs a finite number")
-        self.priority = priority
+        self.eviction_priority = _check_priority(eviction_priority)
         self.mm_inputs = _check_mm_inputs(mm_inputs, self.num_prompt_tokens)
         self.keyed_length = 0 if lora_name is None and cache_salt is None else 1
         if self.mm_inputs:
@@ -165,12 +166,27 @@ def _check_key(name: str, value, types):
     return value
 
 
+def _check_priority(priority: float) -> float:
+    try:
+        if isinstance(priority, Real) and math.isfinite(priority):
+            return priority
+    except OverflowError:  # an int beyond the floats
+        pass
+    raise ValueError(
+        f"eviction_priority={reprlib.repr(priority)}: needs a finite number in the range of floats"
+    )
+
+
 def _check_mm_inputs(mm_inputs, num_prompt_tokens: int) -> tuple[MultiModalInput, ...]:
-    checked = tuple(MultiModalInput(*mm_input) for mm_input in mm_inputs)
-    end = 0
-    for i, (content_hash, offset, length) in enumerate(checked):
+    checked, end = [], 0
+    for i, mm_input in enumerate(mm_inputs):
+        if not isinstance(mm_input, tuple | list) or len(mm_input) != 3:
+            raise ValueError(f"mm_inputs[{i}]={mm_input!r}: needs (content_hash, offset, length)")
+        content_hash = mm_input[0]
         if not isinstance(content_hash, str | bytes):
             raise ValueError(f"mm_inputs[{i}]: content_hash={content_hash!r} is no str or bytes")
+        offset = as_int(f"mm_inputs[{i}]: offset", mm_input[1])
+        length = as_int(f"mm_inputs[{i}]: length", mm_input[2])
         if length < 1 or offset < end or offset + length > num_prompt_tokens:
             raise ValueError(
                 f"mm_inputs[{i}]: offset={offset}, length={length}; placeholders begin at "
@@ -178,4 +194,5 @@ def _check_mm_inputs(mm_inputs, num_prompt_tokens: int) -> tuple[MultiModalInput
                 f"{num_prompt_tokens} tokens of the prompt"
             )
         end = offset + length
-    return checked
+        checked.append(MultiModalInput(content_hash, offset, length))
+    return tuple(checked)

@@ -1,37 +1,36 @@
-"""The interface of all cache managers, and what they have in common.
+"""The interface of all cache managers, and the code that they share.
 
-A manager owns the block ids of one cache and decides which sequence's tokens live in which block.
-It moves no data: it tells the caller what to copy, and the caller's kernels write K and V at
-``slot = block_table[position // block_size] * block_size + position % block_size``.
+A manager owns the block ids of one cache and decides which block holds which tokens of which
+sequence.  It moves no data.  It returns the copies to make, and the caller's kernels write K and V
+to ``slot = block_table[position // block_size] * block_size + position % block_size``.
 
-``allocate_slots`` gives a sequence slots for its next tokens, be they a prompt, a chunk of one, or
-a token that was decoded:
+``allocate_slots`` gives slots to the next tokens of a sequence: a prompt, a chunk of a prompt, or a
+decoded token.
 
     if manager.can_allocate(seq) is AllocStatus.OK:
-        blocks, num_cached = manager.get_computed_blocks(seq)   # K/V of these tokens are there
+        blocks, num_cached = manager.get_computed_blocks(seq)   # their K/V are in the cache
         manager.allocate_slots(seq, seq.num_tokens - num_cached, blocks)
-        ...                                     # compute and store those of the other tokens
+        ...                                     # compute and store K/V of the other tokens
     seq.append_token(token_id)
-    copies = manager.allocate_slots(seq, 1)     # (src, dst) blocks, to be copied before the step
-    ...                                         # compute and store those of the new token
-    manager.free(seq)                           # done, or preempted: the same again resumes it
+    copies = manager.allocate_slots(seq, 1)     # (src, dst) blocks, to copy before the step
+    ...                                         # compute and store K/V of the new token
+    manager.free(seq)                           # finished or preempted; the same calls resume it
 
-``allocate(seq)`` and ``append(seq)`` are the same for all tokens of a new sequence and for all
-tokens that lack a slot.
+``allocate(seq)`` and ``append(seq)`` do the same for all tokens of a new sequence and for all
+tokens without a slot.
 
-What both do first is ``find`` and ``admit``, which a scheduler calls itself, so that a prefix is
-looked for once:
+A scheduler calls ``find`` and ``admit``, so that it looks up each prefix once:
 
     hit = manager.find(seq)
     if manager.can_allocate(seq, hit) is AllocStatus.OK:
-        copies = manager.admit(seq, hit, end)   # slots for the tokens up to end
+        copies = manager.admit(seq, hit, end)   # slots for the tokens before ``end``
 
-A full block can be found from the call on that gives its last token a slot, if its tokens are known
-by then, else from the next call about the sequence on.
+A full block can be found from the call that gives its last token a slot, if its tokens are known by
+then, and otherwise from the next call about the sequence.
 
-A call that raises has changed nothing.  ``copies`` hold until the next call that changes the
-manager: run them, in order, before K or V are written; those of a sequence that is freed first
-are void.
+A call that raises changes nothing, except that a sliding window of ``vllm_v1`` gives its blocks
+back first.  ``copies`` are valid until the next call that changes the manager.  Run them in order,
+before any K or V is written.  Copies for a sequence that is freed first need not be run.
 """
 
 from __future__ import annotations
@@ -42,11 +41,13 @@ import math
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, ClassVar, NamedTuple
 
+from cache.blocks.event_log import EventLog
 from cache.blocks.memory_usage import MemoryUsage
 from cache.blocks.sequence import Sequence
-from cache.checks import at_least, require
+from cache.checks import as_int, at_least, require, true_or_false
 from cache.policies.base import Request
 
 Copies = list[tuple[int, int]]
@@ -59,7 +60,7 @@ class AllocStatus(enum.Enum):
     OK = enum.auto()
     """Now."""
     LATER = enum.auto()
-    """Not before others give up some of theirs."""
+    """After other sequences have freed blocks."""
     NEVER = enum.auto()
     """Not in this cache."""
 
@@ -73,10 +74,10 @@ class UnsupportedByDesign(NotImplementedError):
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """What a manager has counted since it was made.
+    """Counters of a manager since it was made.
 
-    Hits are counted once per allocation, so a sequence that was preempted and resumed counts
-    again.  A block query is a full block of the allocated sequence.
+    Hits are counted at every allocation, so a sequence that is preempted and resumed counts again.
+    A block query is a full block of the allocated sequence.
     """
 
     num_allocations: int = 0
@@ -90,17 +91,17 @@ class CacheStats:
 
     @property
     def token_hit_rate(self) -> float:
-        """Share of the allocated tokens whose K/V were there already; 0 before the first."""
+        """Share of the allocated tokens whose K/V were cached; 0 before the first allocation."""
         return self.hit_tokens / self.queried_tokens if self.queried_tokens else 0.0
 
     @property
     def block_hit_rate(self) -> float:
-        """Share of the full blocks of allocated sequences that were there already."""
+        """Share of the full blocks of allocated sequences that were cached."""
         return self.hit_blocks / self.queried_blocks if self.queried_blocks else 0.0
 
 
 GIVEN_BACK = -1
-"""Stands in a block table for a block that no query will see any more."""
+"""Replaces a block id in a table when the block is behind the sliding window of later queries."""
 
 
 class Hit(NamedTuple):
@@ -108,95 +109,119 @@ class Hit(NamedTuple):
 
     blocks: Items[int] = ()
     num_tokens: int = 0
-    """Whose K/V are there: those of the blocks, and of the part of a further one to be copied."""
+    """Tokens whose K/V are cached: in ``blocks``, and in the part of a block to be copied."""
     where: Any = None
-    """What else the design knows of it."""
+    """Private to the design."""
+    version: int = 0
+    """State of the manager in which it was found."""
+
+
+NOTHING = Hit()
 
 
 @dataclass(slots=True, eq=False)
 class Table:
-    """What a sequence holds: blocks in the order of its tokens.  ``seq`` counts the stored ones."""
+    """The blocks of a sequence in the order of its tokens; ``seq`` counts the stored tokens."""
 
     seq: Sequence
     blocks: Items[int] = field(default_factory=list)
     is_swapped_out: bool = False
-    """Whether the blocks are those of host memory."""
+    """True if the blocks are in host memory."""
 
 
 class CacheManager(abc.ABC):
     """Maps the tokens of sequences to the blocks ``0 .. num_blocks - 1`` of ``block_size`` tokens.
 
-    Sequences are told apart by ``seq_id``.  Calls about a sequence that holds no blocks, or
-    ``allocate`` of one that does, raise ValueError.  What a design does not offer, by the class
-    attributes ``can_...``, raises UnsupportedByDesign.
+    Sequences are identified by ``seq_id``.  ``allocate`` of a sequence that holds blocks, and any
+    other call about one that holds none, raise ValueError.  A call that the design does not offer,
+    see the class attributes ``can_...``, raises UnsupportedByDesign.
 
-    A design defines ``_extend``, ``_release`` and ``num_free_blocks``, with ``prefix_caching`` also
-    ``_match``, ``_num_idle`` and ``_begin``, with ``can_fork`` ``_share(table, copy)``, with
-    ``can_reset`` ``_forget()``, with ``can_swap`` the calls about it.
+    A design defines ``_extend``, ``_release`` and ``num_free_blocks``.  With ``prefix_caching`` it
+    also defines ``_match``, ``_num_idle`` and ``_begin``, with ``can_fork`` ``_share(table,
+    copy)``, with ``can_reset`` ``_forget()``, with ``can_swap`` the swap calls.  docs/deviations.md
+    lists where the designs differ from the systems that they reproduce.
     """
 
     name: str = ""
     """Registry name, as in ``make_manager(name)``."""
 
     prefix_caching: bool = True
-    """Whether the design shares equal prefixes: takes a policy, a hash algorithm and
+    """Whether the design shares equal prefixes, and so takes a policy, a hash algorithm and
     ``enable_prefix_caching``."""
 
     can_chunk: bool = True
-    """Whether a prompt can be given its slots over several calls."""
+    """Whether a prompt can get its slots over several calls."""
 
     can_fork: bool = False
-    """Whether sequences can share the blocks of their common beginning by ``fork``."""
+    """Whether ``fork`` lets two sequences share the blocks of their common prefix."""
 
     can_swap: bool = False
-    """Whether the design has blocks of host memory of its own, and moves sequences there."""
+    """Whether the design has host blocks of its own and moves sequences there."""
 
     can_reset: bool = False
-    """Whether cached content can be forgotten."""
+    """Whether cached content can be dropped."""
 
     clock: Callable[[], float] | None = None
-    """Tells policies the time, in seconds; set by an engine.  None: nobody knows it."""
+    """Returns the time for policies, in seconds; set by an engine.  None: time is unknown."""
 
     _listener: Callable[[Request], None] | None = None
-    """Of a policy that wants to know of requests."""
+    """``tell`` of a policy that uses it."""
 
     _table_class: ClassVar[type[Table]] = Table
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = False
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_prefix_caching: bool = False,
+        event_log: EventLog | None = None,
     ) -> None:
         self.num_blocks = at_least(1, "num_blocks", num_blocks)
         self.block_size = at_least(1, "block_size", block_size)
-        self.enable_prefix_caching = enable_prefix_caching
+        self.enable_prefix_caching = true_or_false("enable_prefix_caching", enable_prefix_caching)
+        if event_log is not None and not isinstance(event_log, EventLog):
+            raise ValueError(f"event_log={event_log!r}: needs a cache.EventLog or None")
+        self._log = event_log
         self._tables: dict[Hashable, Table] = {}
         self._counts = dict.fromkeys(CacheStats.__dataclass_fields__, 0)
-        self._copies: Copies = []  # of ``allocate``
+        self._copies: Copies = []  # from ``allocate``
+        self._version = 0  # rises when hits become stale
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(num_blocks={self.num_blocks}, block_size={self.block_size}, "
+            f"num_free_blocks={self.num_free_blocks}, num_sequences={len(self._tables)})"
+        )
 
     # The interface ------------------------------------------------------------------------------
 
     def find(self, seq: Sequence, limit: int | None = None) -> Hit:
-        """The cached prefix of ``seq``, of at most ``limit`` blocks.  Changes nothing.
+        """The cached prefix of ``seq``, at most ``limit`` blocks.  Changes nothing.
 
         At least one token is left to compute.
         """
         if not self.enable_prefix_caching:
             return NOTHING
         longest = (len(seq.token_ids) - 1) // self.block_size
-        return self._match(seq, longest if limit is None else min(limit, longest))
+        if limit is not None:
+            longest = min(longest, at_least(0, "limit", limit))
+        blocks, where = self._match(seq, longest)
+        return Hit(blocks, len(blocks) * self.block_size, where, self._version)
 
     def find_part(self, seq: Sequence, hit: Hit) -> Hit:
-        """``hit``, with the beginning of the block after it if the design can copy that."""
+        """``hit`` with the beginning of the next block, if the design can copy that."""
         return hit
 
     def get_computed_blocks(self, seq: Sequence) -> tuple[list[int], int]:
-        """Cached blocks of the prefix of ``seq`` and how many tokens they hold: ``find``."""
+        """The cached blocks of the prefix of ``seq``, and how many tokens they hold."""
         hit = self.find(seq)
         return list(hit.blocks), hit.num_tokens
 
     def can_allocate(self, seq: Sequence, hit: Hit | None = None) -> AllocStatus:
-        """Whether ``allocate(seq)`` would succeed.  Changes nothing; true until the next change.
+        """Whether ``allocate(seq)`` would succeed now.  Changes nothing.
 
-        ``hit`` is what ``find`` gives; None to look for it.
+        ``hit`` is the result of ``find``; None to look it up.
         """
         needed = -(-len(seq.token_ids) // self.block_size)
         if needed > self.num_blocks:
@@ -208,16 +233,25 @@ class CacheManager(abc.ABC):
         return AllocStatus.OK if needed <= free else AllocStatus.LATER
 
     def admit(self, seq: Sequence, hit: Hit, end: int) -> Copies:
-        """Let ``seq`` begin with ``hit``, and give slots to its further tokens up to ``end``.
+        """Start ``seq`` with the cached prefix ``hit`` and give slots to its tokens before ``end``.
 
-        Returns the copies to make before the K/V of these, at least one, are written.  Raises
-        OutOfBlocks.  Sets ``seq.num_cached_tokens`` and ``seq.num_computed_tokens``.
+        Returns the copies to make before K/V of the tokens from ``hit.num_tokens`` on are written;
+        there is at least one such token.  Sets ``seq.num_cached_tokens`` and
+        ``seq.num_computed_tokens``.  Raises OutOfBlocks, and ValueError for an ``end`` out of range
+        and for a hit that was found before the manager changed.
         """
         if seq.seq_id in self._tables:
             raise ValueError(f"sequence {seq.seq_id!r} holds blocks already; free it first")
-        table = self._table_class(seq)
+        if hit.num_tokens and hit.version != self._version:
+            raise ValueError("hit: the manager has changed since it was found; call find again")
+        if not (isinstance(end, Integral) and hit.num_tokens < end <= len(seq.token_ids)):
+            raise ValueError(
+                f"end={end!r}: needs an int from {hit.num_tokens + 1} to {len(seq.token_ids)}"
+            )
+        end, table = int(end), self._table_class(seq)
         copies = self._begin(table, hit, end)
         self._tables[seq.seq_id] = table
+        self._version += 1
         counts = self._counts
         counts["num_allocations"] += 1
         counts["queried_tokens"] += len(seq.token_ids)
@@ -231,14 +265,14 @@ class CacheManager(abc.ABC):
     def allocate(self, seq: Sequence) -> int:
         """``admit`` all tokens of ``seq``; returns how many leading ones are cached.
 
-        The copies, if a part of a block is reused, are those of ``take_copies``.
+        If part of a block is reused, ``take_copies`` returns the copy to make.
         """
         hit = self.find_part(seq, self.find(seq))
         self._copies += self.admit(seq, hit, len(seq.token_ids))
         return hit.num_tokens
 
     def take_copies(self) -> Copies:
-        """Copies that ``allocate`` calls since the last call of this ask for, to be run as others.
+        """The copies to make for the ``allocate`` calls since this was last called.
 
         Only designs that reuse part of a block have any.
         """
@@ -246,10 +280,9 @@ class CacheManager(abc.ABC):
         return copies
 
     def append(self, seq: Sequence) -> Copies:
-        """Give slots to the tokens of ``seq`` that lack one, at least one.
+        """Give slots to all tokens of ``seq`` without one; there must be at least one.
 
-        Returns and raises what ``allocate_slots`` does.  Blocks that they fill can be found at
-        once.
+        Returns and raises as ``allocate_slots`` does.
         """
         table = self._table_on_device(seq)
         num_tokens, stored = len(seq.token_ids), table.seq.num_computed_tokens
@@ -270,17 +303,17 @@ class CacheManager(abc.ABC):
     ) -> Copies:
         """Give slots to the next ``num_new_tokens`` tokens of ``seq``.
 
-        ``computed_blocks``, from ``get_computed_blocks``, go in front of the first of them.
-        Returns the (src, dst) blocks to copy before the K/V of these tokens are written.  Raises
-        OutOfBlocks, and ValueError for a number out of range and for blocks that do not hold the
-        prefix.  Sets ``seq.num_computed_tokens``.
+        A new sequence starts with ``computed_blocks``, from ``get_computed_blocks``.  Returns the
+        (src, dst) blocks to copy before K/V of the tokens are written.  Sets
+        ``seq.num_computed_tokens``.  Raises OutOfBlocks, and ValueError for a number out of range
+        and for blocks that do not hold the prefix.
         """
         table = self._tables.get(seq.seq_id)
         if table is None:
             start = len(computed_blocks) * self.block_size
         else:
             start = table.seq.num_computed_tokens
-        end = start + num_new_tokens
+        end = start + as_int("num_new_tokens", num_new_tokens)
         if not start < end <= len(seq.token_ids):
             raise ValueError(
                 f"num_new_tokens={num_new_tokens}: {start} of the {seq.num_tokens} tokens of "
@@ -288,7 +321,7 @@ class CacheManager(abc.ABC):
                 "ones"
             )
         if table is not None:
-            if computed_blocks:
+            if len(computed_blocks):
                 raise ValueError(
                     f"computed_blocks: sequence {seq.seq_id!r} has blocks already, and these can "
                     "only go in front of its first chunk"
@@ -300,20 +333,19 @@ class CacheManager(abc.ABC):
             raise UnsupportedByDesign(
                 self.name, f"chunks ({num_new_tokens} of {seq.num_tokens - start} tokens)"
             )
-        hit = self.find(seq, len(computed_blocks)) if computed_blocks else NOTHING
+        hit = self.find(seq, len(computed_blocks)) if len(computed_blocks) else NOTHING
         if list(hit.blocks) != list(computed_blocks):
             raise ValueError(
                 f"computed_blocks={list(computed_blocks)}: these do not hold the prefix of "
-                f"sequence {seq.seq_id!r} (any more); ask get_computed_blocks again"
+                f"sequence {seq.seq_id!r} (any more); call get_computed_blocks again"
             )
         return self.admit(seq, hit, end)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let ``child`` share the blocks of all tokens that ``parent`` has stored.
 
-        The tokens of ``child`` begin with these.  Takes no block.  Later the first new token of
-        either that goes to a shared, partly filled block has it copied.  Sets the counters of
-        ``child``.
+        ``child`` must begin with these tokens.  Takes no block.  The first new token of either that
+        goes to a shared, partly filled block has the block copied.  Sets the counters of ``child``.
         """
         self._refuse_unless(self.can_fork, "fork")
         table = self._table_on_device(parent)
@@ -324,38 +356,41 @@ class CacheManager(abc.ABC):
         copy = self._table_class(child)
         self._share(table, copy)
         self._tables[child.seq_id] = copy
+        self._version += 1
         child.num_cached_tokens = child.num_computed_tokens = stored
         child.table_version += 1
 
     def free(self, seq: Sequence) -> None:
-        """Take back the blocks of ``seq``: it is finished, or preempted.
+        """Take back the blocks of ``seq``, which is finished or preempted.
 
         Sets its counters to 0.
         """
         table = self._table_of(seq)
-        if self._listener:
-            self._tell(table.seq, table.seq.num_tokens - table.seq.num_prompt_tokens)
+        self._notify_policy(table.seq, table.seq.num_tokens - table.seq.num_prompt_tokens)
         self._release(table)
         del self._tables[seq.seq_id]
-        if table.seq is not seq:
-            _clear(table.seq)
-        _clear(seq)
+        self._version += 1
+        for freed in {table.seq, seq}:
+            freed.num_cached_tokens = freed.num_computed_tokens = 0
+            freed.table_version += 1
 
     def block_table(self, seq: Sequence) -> list[int]:
-        """Block ids of ``seq`` in the order of its tokens, GIVEN_BACK for those behind a sliding
-        window.  A copy: it does not grow later."""
+        """The block ids of ``seq`` in the order of its tokens; a copy.
+
+        GIVEN_BACK replaces blocks behind a sliding window.
+        """
         return list(self._table_of(seq).blocks)
 
     def swap_out(self, seq: Sequence) -> Copies:
-        """Move ``seq`` to host memory; returns (device block, host block) pairs to copy now.
+        """Move ``seq`` to host memory; returns the (device block, host block) pairs to copy now.
 
-        Raises OutOfBlocks.  Until it is back only ``swap_in``, ``free`` and ``block_table`` (of
-        host blocks) take ``seq``.
+        Until it is back only ``swap_in``, ``free`` and ``block_table`` (of host blocks) accept
+        ``seq``.  Raises OutOfBlocks.
         """
         raise UnsupportedByDesign(self.name, "swap_out")
 
     def swap_in(self, seq: Sequence) -> Copies:
-        """Move ``seq`` back; returns (host block, device block) pairs to copy now.
+        """Move ``seq`` back; returns the (host block, device block) pairs to copy now.
 
         Raises OutOfBlocks.
         """
@@ -366,15 +401,19 @@ class CacheManager(abc.ABC):
         raise UnsupportedByDesign(self.name, "can_swap_out")
 
     def can_swap_in(self, seq: Sequence) -> AllocStatus:
-        """Whether ``seq`` can come back now and go on.  Changes nothing."""
+        """Whether ``seq`` can come back now and continue.  Changes nothing."""
         raise UnsupportedByDesign(self.name, "can_swap_in")
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached content, as after a change of weights.  False if blocks are in use."""
+        """Drop all cached content, as after a change of weights.
+
+        Returns False, and does nothing, while sequences hold blocks.
+        """
         self._refuse_unless(self.can_reset, "reset_prefix_cache")
         if self._tables:
             return False
         self._forget()
+        self._version += 1
         return True
 
     @property
@@ -384,15 +423,15 @@ class CacheManager(abc.ABC):
 
     @property
     def stats(self) -> CacheStats:
-        """A snapshot of the counters, which are those of the device."""
+        """A snapshot of the counters of the device blocks."""
         return CacheStats(**self._counts)
 
     def memory_usage(self) -> MemoryUsage:
-        """What the slots of the cache are used for now.  Costs as much as looking at every table.
+        """What the slots of the cache are used for.  O(blocks in tables).
 
-        Cached content that nobody uses counts as free.
+        Cached content without a user counts as free.
         """
-        filled: dict[int, int] = {}  # of blocks in use; one that several tables have counts once
+        filled: dict[int, int] = {}  # block in use -> filled slots; a shared block counts once
         for table in self._tables.values():
             num_tokens = 0 if table.is_swapped_out else table.seq.num_computed_tokens
             for block in table.blocks if num_tokens else ():
@@ -404,9 +443,9 @@ class CacheManager(abc.ABC):
         return MemoryUsage(used=used, reserved=0, internal=taken - used, external=0, free=free)
 
     def check_invariants(self) -> None:
-        """Raise AssertionError, saying what is wrong, unless all state is consistent.
+        """Raise AssertionError, with the reason, unless all state is consistent.
 
-        For tests and debugging: costs as much as looking at every block.
+        For tests and debugging: O(num_blocks).
         """
         for seq_id, table in self._tables.items():
             blocks, stored = table.blocks, table.seq.num_computed_tokens
@@ -417,16 +456,17 @@ class CacheManager(abc.ABC):
             )
             require(stored > 0, f"{seq_id!r}: {stored} tokens are stored")
 
-    # What the designs have in common ------------------------------------------------------------
+    # Shared by the designs ----------------------------------------------------------------------
 
     def _grow(self, table: Table, seq: Sequence, end: int) -> Copies:
-        """Store the tokens of ``seq`` up to ``end`` in ``table``."""
+        """Give slots to the tokens of ``seq`` before ``end``."""
         start = table.seq.num_computed_tokens
-        if table.seq is not seq:  # another object of the same id
+        if table.seq is not seq:  # another object with the same id
             seq.num_cached_tokens, seq.num_computed_tokens = table.seq.num_cached_tokens, start
             seq.table_version += 1
             table.seq = seq
         copies = self._extend(table, start, end)
+        self._version += 1
         seq.num_computed_tokens = end
         if copies or -(-end // self.block_size) > -(-start // self.block_size):
             seq.table_version += 1
@@ -449,22 +489,22 @@ class CacheManager(abc.ABC):
         if not offered:
             raise UnsupportedByDesign(self.name, feature)
 
-    def _tell(self, seq: Sequence, output_tokens: float = math.nan) -> None:
-        """The policy learns what request the calls that follow are about."""
+    def _notify_policy(self, seq: Sequence, output_tokens: float = math.nan) -> None:
+        """Describe to the policy the request that causes the calls that follow."""
         if self._listener:
             time_ms = 1000 * self.clock() if self.clock else math.nan
-            prompt = seq.num_prompt_tokens
-            self._listener(
-                Request(time_ms, prompt, output_tokens, prompt // self.block_size, seq.priority)
-            )
+            prompt, priority = seq.num_prompt_tokens, seq.eviction_priority
+            blocks = prompt // self.block_size
+            self._listener(Request(time_ms, prompt, output_tokens, blocks, priority))
 
-    # What a design is made of -------------------------------------------------------------------
+    # Defined by a design ------------------------------------------------------------------------
 
     @abc.abstractmethod
     def _extend(self, table: Any, start: int, end: int) -> Copies:
-        """Give ``table`` the blocks of ``end`` tokens, of which those from ``start`` on are new.
+        """Give ``table`` the blocks of its tokens before ``end``; those from ``start`` are new.
 
-        Returns the copies to make before they are written.  Raises OutOfBlocks, changing nothing.
+        Returns the copies to make before the new tokens are written.  Raises OutOfBlocks before it
+        takes any block.
         """
 
     @abc.abstractmethod
@@ -472,47 +512,39 @@ class CacheManager(abc.ABC):
         """Take back the blocks of ``table``."""
 
     def _begin(self, table: Any, hit: Hit, end: int) -> Copies:
-        """Give the new ``table`` those of ``hit``, then the others of ``end`` tokens: see above."""
+        """Give the new ``table`` the blocks of ``hit``, then extend it to ``end`` tokens."""
         return self._extend(table, 0, end)
 
-    def _match(self, seq: Sequence, limit: int) -> Hit:
-        """The longest cached prefix of ``seq`` of at most ``limit`` blocks.  Changes nothing."""
-        return NOTHING
+    def _match(self, seq: Sequence, limit: int) -> tuple[Items[int], Any]:
+        """The longest cached prefix of ``seq`` of at most ``limit`` blocks, and ``Hit.where``."""
+        return (), None
 
     def _num_idle(self, hit: Hit) -> int:
-        """How many blocks of ``hit`` are free: nobody uses them."""
+        """How many blocks of ``hit`` have no user and so count as free."""
         return 0
 
     def _num_needed(self, table: Any, end: int) -> int:
-        """Free blocks that ``_extend`` takes to store the tokens of ``table`` up to ``end``."""
+        """Free blocks that ``_extend`` takes to store the tokens of ``table`` before ``end``."""
         position, offset = divmod(table.seq.num_computed_tokens, self.block_size)
         copied = offset > 0 and self._is_shared(table.blocks[position])
         return max(0, self._num_blocks_for(end) - len(table.blocks)) + copied
 
     def _is_shared(self, block: int) -> bool:
-        """Whether several tables hold ``block``, into which the next token of one goes."""
+        """Whether several tables hold ``block``, so that a new token needs a copy of it."""
         return False
 
     def _num_blocks_for(self, num_slots: int) -> int:
-        """Blocks of a table of ``num_slots`` slots."""
+        """Length of a table of ``num_slots`` slots."""
         return -(-num_slots // self.block_size)
 
 
-NOTHING = Hit()
-
-
-def _clear(seq: Sequence) -> None:
-    seq.num_cached_tokens = seq.num_computed_tokens = 0
-    seq.table_version += 1
-
-
 def _check_shares_content(parent: Sequence, child: Sequence, num_tokens: int) -> None:
-    """Raise ValueError unless the K/V of the first ``num_tokens`` of both must be the same."""
+    """Raise ValueError unless the first ``num_tokens`` of both have the same K/V."""
     same_keys = (child.lora_name, child.cache_salt, child.mm_inputs) == (
         parent.lora_name, parent.cache_salt, parent.mm_inputs
     )  # fmt: skip
     if not same_keys or child.token_ids[:num_tokens] != parent.token_ids[:num_tokens]:
         raise ValueError(
             f"child: the first {num_tokens} tokens, the adapter, the multi-modal inputs and the "
-            f"salt of sequence {child.seq_id!r} must be those of {parent.seq_id!r}"
+            f"salt of sequence {child.seq_id!r} must equal the parent's, sequence {parent.seq_id!r}"
         )

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from cache.blocks.buddy import BuddyAllocator
 from cache.blocks.memory_usage import MemoryUsage
 from cache.blocks.sequence import Sequence
-from cache.checks import at_least, require
+from cache.checks import at_least, callable_or_none, require
 from cache.managers.base import AllocStatus, CacheManager, Copies, Hit, Table
 
 Reservation = Literal["max", "pow2", "oracle"]
@@ -69,6 +69,7 @@ class Contiguous(CacheManager):
         final_length: Callable[[Sequence], int] | None = None,
     ) -> None:
         super().__init__(num_blocks, block_size)
+        callable_or_none("final_length", final_length)
         if reservation not in get_args(Reservation):
             choices = ", ".join(get_args(Reservation))
             raise ValueError(f"reservation={reservation!r} is unknown; choose from {choices}")

@@ -9,7 +9,7 @@ from cache.blocks.event_log import EventLog
 from cache.blocks.hashing import ExtraKey
 from cache.blocks.sequence import Sequence
 from cache.checks import require
-from cache.managers.base import Copies, Hit
+from cache.managers.base import Copies
 from cache.managers.pooled import PooledManager, PooledTable
 from cache.policies import as_policy
 from cache.policies.base import EvictionPolicy
@@ -18,14 +18,14 @@ from cache.policies.lru import LRU
 
 @dataclass(slots=True, eq=False)
 class _Content:
-    """What a full block holds: its tokens and extra keys, and the content of the block before."""
+    """The tokens and extra keys of a full block, and the content of the block before it."""
 
     token_ids: array
     extra_keys: list[ExtraKey]
     parent: _Content | None
 
     def equals(self, other: _Content) -> bool:
-        """Whether both are the same all the way to the first block."""
+        """Whether both are equal, and so are all blocks before them."""
         mine, its = self, other
         while mine is not its:
             if mine is None or its is None:
@@ -40,31 +40,20 @@ class _Content:
 class NanoVLLM(PooledManager):
     """Prefix caching as in the ``BlockManager`` of Nano-vLLM (GeeeekExplorer).
 
-    * Free block ids wait in a deque: taken from its front, put back at its end, the last block of
-      a sequence first.  A cached block keeps its content until it is taken.
-    * Full blocks are found by chained 64-bit hashes (xxh64).  The tokens of every hit are
-      compared, and the first block that differs ends the cached prefix.
-    * The last block of a sequence is never taken from the cache, full or not, so one token is left
-      to compute.
-    * A sequence gets the blocks of all its tokens at once, also if its prompt is computed in
-      chunks; blocks become findable chunk by chunk.  After that it needs another block only when
+    * Free block ids wait in a deque: taken from its front, returned to its end, the last block of a
+      sequence first.  A cached block keeps its content until it is taken.
+    * Full blocks are found by chained 64-bit hashes (xxh64).  The tokens of every hit are compared,
+      and the first block that differs ends the cached prefix.
+    * The last block of a sequence is never taken from the cache, so one token is left to compute.
+    * A sequence gets the blocks of all its tokens at once, even if its prompt is computed in
+      chunks; blocks can be found chunk by chunk.  After that it needs another block only when
       ``num_tokens % block_size == 1`` (with block_size 1: always).
 
-    Which block goes where is as in the original, which hands out the same tables, except that
+    docs/deviations.md lists the differences from the original, which hands out the same tables.
 
-    * a block becomes findable when the step that computes it is scheduled, not when the step has
-      ended: equal prompts of one step share their blocks (K/V are stored before they are read);
-    * a block with the hash of one that is cached stays a duplicate and is found once the other is
-      gone.  There it takes over the index, and with its end the older copy is lost.
-
-    A hit leaves the deque in O(1), there in O(n).  The original compares a block's own tokens; this
-    compares all tokens up to its end, so that prefixes of equal hash cannot pass for each other
-    after one of them has lost a block.  Adapters, multi-modal inputs and salts, which the original
-    does not know, enter the hash and are compared with the tokens.
-
-    ``policy`` orders the free blocks in place of the deque, whose order is ``"lru"``; with another
-    one, blocks whose content cannot be found are handed out first.  Neither fork nor swap nor
-    reset.  Raises ValueError for an unknown policy or algorithm.
+    ``policy`` orders the free blocks in place of the deque, whose order is ``"lru"``.  With another
+    policy, blocks without findable content are taken first.  No fork, swap or reset.  Raises
+    ValueError for an unknown policy or algorithm.
     """
 
     name = "nano_vllm"
@@ -90,17 +79,17 @@ class NanoVLLM(PooledManager):
             queue_uncached=isinstance(policy, LRU),
             event_log=event_log,
         )
-        self._contents: list[_Content | None] = [None] * self.num_blocks  # as of their last hash
+        self._contents: list[_Content | None] = [None] * self.num_blocks  # when last hashed
 
     def check_invariants(self) -> None:
         super().check_invariants()
         for block, key in enumerate(self.pool.block_hashes):
             require(
                 key is None or self._contents[block] is not None,
-                f"block {block} is cached, but its tokens are not known",
+                f"block {block} is cached, but its tokens are missing",
             )
 
-    def _match(self, seq: Sequence, limit: int) -> Hit:
+    def _match(self, seq: Sequence, limit: int) -> tuple[list[int], None]:
         hits: list[int] = []
         parent = None
         for depth, block in enumerate(self.pool.lookup(self._hasher.block_hashes(seq)[:limit])):
@@ -109,12 +98,12 @@ class NanoVLLM(PooledManager):
                 break
             hits.append(block)
             parent = content
-        return Hit(hits, len(hits) * self.block_size)
+        return hits, None
 
     def _num_blocks_of(self, table: PooledTable, start: int, end: int) -> int:
         if start and end <= -(-start // self.block_size) * self.block_size:
-            return 0  # it has room
-        return -(-len(table.seq.token_ids) // self.block_size)  # those of all tokens at once
+            return 0  # its last block has room
+        return -(-len(table.seq.token_ids) // self.block_size)  # for all tokens at once
 
     def _extend(self, table: PooledTable, start: int, end: int) -> Copies:
         self._fill(table, self._num_blocks_of(table, start, end), end)
@@ -129,7 +118,7 @@ class NanoVLLM(PooledManager):
             self._contents[table.blocks[depth]] = parent
 
     def _content(self, seq: Sequence, depth: int, parent: _Content | None) -> _Content:
-        """Content of the full block of ``seq`` at ``depth``."""
+        """Content of the full block at position ``depth`` of ``seq``."""
         start, end = depth * self.block_size, (depth + 1) * self.block_size
         keys = seq.extra_keys(start, end) if start < seq.keyed_length else []
         return _Content(seq.token_ids[start:end], keys, parent)

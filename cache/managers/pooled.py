@@ -1,4 +1,4 @@
-"""What designs that find blocks by their hashes in a :class:`BlockPool` have in common."""
+"""The code shared by designs that find blocks by their hashes in a :class:`BlockPool`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import ClassVar
 from cache.blocks.event_log import EventLog
 from cache.blocks.hashing import BlockHasher, collision_free_hasher
 from cache.blocks.pool import BlockPool
-from cache.checks import require
+from cache.checks import require, true_or_false
 from cache.managers.base import GIVEN_BACK, CacheManager, Copies, Hit, Table
 from cache.policies import as_policy
 from cache.policies.base import EvictionPolicy, listener
@@ -18,12 +18,12 @@ from cache.policies.base import EvictionPolicy, listener
 
 @dataclass(slots=True, eq=False)
 class PooledTable(Table):
-    """The blocks of one sequence, and what a pool knows of them.
+    """The blocks of one sequence.
 
     Attributes:
-        num_cached_blocks: leading blocks that are cached.
-        num_computed_blocks: leading blocks whose K/V are there for certain.
-        num_given_back: leading blocks that the sequence holds no more.
+        num_cached_blocks: leading blocks that can be found by their hash.
+        num_computed_blocks: leading blocks whose K/V a finished step has written.
+        num_given_back: leading blocks that are GIVEN_BACK.
     """
 
     num_cached_blocks: int = 0
@@ -32,10 +32,10 @@ class PooledTable(Table):
 
 
 class PooledManager(CacheManager):
-    """Tables only grow, and their full blocks become findable when they are stored.
+    """Tables only grow, and full blocks can be found once they have their slots.
 
     Attributes:
-        pool: the blocks; its policy chooses among those without a user.
+        pool: the blocks; its policy chooses among blocks without a user.
 
     Raises ValueError for an unknown policy or algorithm, and for a digest below 128 bits unless
     the design compares the tokens of a hit.
@@ -56,7 +56,12 @@ class PooledManager(CacheManager):
         queue_uncached: bool,
         event_log: EventLog | None,
     ) -> None:
-        super().__init__(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
+        super().__init__(
+            num_blocks,
+            block_size,
+            enable_prefix_caching=enable_prefix_caching,
+            event_log=event_log,
+        )
         if self.compares_tokens:
             self._hasher = BlockHasher(hash_algorithm, self.block_size)
         else:
@@ -64,7 +69,7 @@ class PooledManager(CacheManager):
         self.pool = BlockPool(
             self.num_blocks,
             as_policy(policy),
-            queue_uncached=queue_uncached,
+            queue_uncached=true_or_false("queue_uncached", queue_uncached),
             event_log=event_log,
         )
         self.pool.counts = self._counts
@@ -90,9 +95,12 @@ class PooledManager(CacheManager):
             held = [block_hashes[block] for block in table.blocks[first:]]
             expected = hashes[:num_cached] + [None] * (len(table.blocks) - num_cached)
             num_full = min(stored // self.block_size, len(hashes))
+            # A last token that was unknown in the last call is hashed in the next one.
+            num_late = stored % self.block_size == 0
+            if not self.enable_prefix_caching:
+                num_full = num_late = 0
             require(
-                num_cached == (num_full if self.enable_prefix_caching else 0)
-                and held == expected[first:],
+                num_full - num_late <= num_cached <= num_full and held == expected[first:],
                 f"{seq_id!r}: of the blocks {table.blocks} for {stored} tokens {num_cached} are "
                 f"cached, with hashes {held}",
             )
@@ -102,12 +110,12 @@ class PooledManager(CacheManager):
 
     def _begin(self, table: PooledTable, hit: Hit, end: int) -> Copies:
         held = [block for block in hit.blocks if block != GIVEN_BACK]
-        donor = hit.where  # stays, so that it is not handed out to this very sequence
+        donor = hit.where  # kept in use, so that this sequence does not get it as a new block
         users = held if donor is None else [*held, donor]
         num_hits = len(hit.blocks)
         self.pool.revive(users, self._num_blocks_of(table, 0, end) - num_hits)
         if self._listener:
-            self._tell(table.seq)  # what fails tells nothing
+            self._notify_policy(table.seq)
         table.blocks = list(hit.blocks)
         table.num_cached_blocks = table.num_computed_blocks = num_hits
         table.num_given_back = num_hits - len(held)
@@ -119,12 +127,14 @@ class PooledManager(CacheManager):
         return copies
 
     def _num_blocks_of(self, table: PooledTable, start: int, end: int) -> int:
-        """Blocks that ``table`` is to have when its tokens from ``start`` to ``end`` are stored."""
+        """Blocks that ``table`` needs once its tokens from ``start`` to ``end`` have slots."""
         return -(-end // self.block_size)
 
     def _fill(self, table: PooledTable, num_blocks: int, end: int) -> None:
-        """Give ``table`` ``num_blocks`` blocks, or leave it those it has, and make findable what
-        its tokens up to ``end`` fill, as far as they are known."""
+        """Extend ``table`` to ``num_blocks`` blocks and cache its full blocks before ``end``.
+
+        A smaller ``num_blocks`` takes none.  A block with an unknown token is not cached yet.
+        """
         first = last = table.num_cached_blocks
         count = num_blocks - len(table.blocks)
         hashes: list[bytes] = []
@@ -132,7 +142,7 @@ class PooledManager(CacheManager):
             hashes = self._hasher.block_hashes(table.seq)
             last = min(end // self.block_size, len(hashes))
         if count > 0 or last > first:
-            self.pool.extend(table.blocks, count, hashes, first, last)
+            table.blocks += self.pool.extend(table.blocks[first:], count, hashes, first, last)
             table.num_cached_blocks = last
 
     def _release(self, table: PooledTable) -> None:

@@ -14,7 +14,7 @@ from cache.blocks.pool import check_free
 from cache.blocks.sequence import Sequence
 from cache.checks import require
 from cache.managers.base import CacheManager, Copies, Hit, Table, UnsupportedByDesign
-from cache.managers.radix_tree import RadixKey, RadixNode, RadixTree
+from cache.managers.radix_tree import Match, RadixKey, RadixNode, RadixTree
 from cache.policies import as_policy
 from cache.policies.base import EvictionPolicy, listener
 
@@ -71,7 +71,12 @@ class Radix(CacheManager):
         enable_prefix_caching: bool = True,
         event_log: EventLog | None = None,
     ) -> None:
-        super().__init__(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
+        super().__init__(
+            num_blocks,
+            block_size,
+            enable_prefix_caching=enable_prefix_caching,
+            event_log=event_log,
+        )
         if hash_algorithm is not None:
             raise UnsupportedByDesign(
                 self.name, f"a hash_algorithm ({hash_algorithm!r}): it compares tokens"
@@ -81,7 +86,6 @@ class Radix(CacheManager):
         self._num_fresh = self.num_blocks  # never handed out: the highest ids
         self._free = array("i")  # a stack
         self._extra_users: Counter[int] = Counter()  # of blocks that forks share outside the tree
-        self._log = event_log
         self._log_hasher = BlockHasher("xxh3_128", self.block_size)
         self._contents: dict[int, bytes] = {}  # of the blocks in the tree, while there is a log
 
@@ -121,9 +125,9 @@ class Radix(CacheManager):
                 f"{node.blocks}: {node.lock_ref} locks, {paths[node]} users",
             )
 
-    def _match(self, seq: Sequence, limit: int) -> Hit:
+    def _match(self, seq: Sequence, limit: int) -> tuple[array, Match]:
         match = self.tree.match_prefix(RadixKey(seq, self.block_size), limit)
-        return Hit(match.blocks, len(match.blocks) * self.block_size, match)
+        return match.blocks, match
 
     def _num_idle(self, hit: Hit) -> int:
         return 0 if hit.where is None else self.tree.num_unlocked(hit.where)
@@ -132,7 +136,7 @@ class Radix(CacheManager):
         check_free(
             self._num_blocks_for(end) - len(hit.blocks) + self._num_idle(hit), self.num_free_blocks
         )
-        self._tell(table.seq)
+        self._notify_policy(table.seq)
         table.num_prompt_tokens = len(table.seq.token_ids)
         table.node = self.tree.root
         if hit.blocks:

@@ -6,12 +6,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain, count
+from numbers import Real
 
 from cache.blocks.event_log import EventLog
 from cache.blocks.hashing import collision_free_hasher
 from cache.blocks.pool import check_free
 from cache.blocks.sequence import Sequence
-from cache.checks import at_least, require
+from cache.checks import at_least, callable_or_none, require
 from cache.managers.base import (
     AllocStatus,
     CacheManager,
@@ -105,8 +106,14 @@ class VLLMv0(CacheManager):
         clock: Callable[[], float] | None = None,
         event_log: EventLog | None = None,
     ) -> None:
-        super().__init__(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
-        if not 0 <= watermark < 1:
+        super().__init__(
+            num_blocks,
+            block_size,
+            enable_prefix_caching=enable_prefix_caching,
+            event_log=event_log,
+        )
+        callable_or_none("clock", clock)
+        if not (isinstance(watermark, Real) and 0 <= watermark < 1):
             raise ValueError(f"watermark={watermark!r}: needs a share of the blocks in [0, 1)")
         self._hasher = collision_free_hasher(self.name, hash_algorithm, self.block_size)
         self.num_cpu_blocks = at_least(0, "num_cpu_blocks", num_cpu_blocks)
@@ -154,14 +161,12 @@ class VLLMv0(CacheManager):
         check_free(self._num_missing_there(table, self.gpu, self.cpu), self.cpu.num_free_blocks)
         self._name(table)
         self._mark_as_computed(table)
-        copies = self._move(table, self.gpu, self.cpu)
-        return copies
+        return self._move(table, self.gpu, self.cpu)
 
     def swap_in(self, seq: Sequence) -> Copies:
         table = self._table_on_host(seq)
         check_free(self._num_missing_there(table, self.cpu, self.gpu), self.gpu.num_free_blocks)
-        copies = self._move(table, self.cpu, self.gpu)
-        return copies
+        return self._move(table, self.cpu, self.gpu)
 
     def can_swap_out(self, seq: Sequence) -> bool:
         table = self._table_on_device(seq)
@@ -204,7 +209,7 @@ class VLLMv0(CacheManager):
                 "are computed",
             )
 
-    def _match(self, seq: Sequence, limit: int) -> Hit:
+    def _match(self, seq: Sequence, limit: int) -> tuple[list[int], None]:
         blocks: list[int] = []
         find, computed = self.gpu.find, self.gpu.computed
         for key in self._hashes(seq)[:limit]:
@@ -212,13 +217,13 @@ class VLLMv0(CacheManager):
             if block is None or not computed[block]:
                 break
             blocks.append(block)
-        return Hit(blocks, len(blocks) * self.block_size)
+        return blocks, None
 
     def _extend(self, table: _Table, start: int, end: int) -> Copies:
         plan = self._plan(table, end)
         check_free(self._num_planned(plan), self.gpu.num_free_blocks)
         if not table.blocks:
-            self._tell(table.seq)
+            self._notify_policy(table.seq)
         self._mark_as_computed(table)
         hits = [growth for growth in plan if growth[-1] is not None]
         for position, _, own, _ in hits:  # first what makes room, then hits, then new blocks
@@ -346,6 +351,7 @@ class VLLMv0(CacheManager):
             moved.append(block)
         source.release(table.blocks, table.last_accessed)
         table.blocks, table.is_swapped_out = moved, target is self.cpu
+        self._version += 1
         table.seq.table_version += 1
         return copies
 

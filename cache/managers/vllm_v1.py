@@ -8,46 +8,42 @@ from cache.blocks.event_log import EventLog
 from cache.blocks.partial_blocks import PartialBlockIndex
 from cache.blocks.pool import check_free
 from cache.blocks.sequence import Sequence
-from cache.checks import at_least, require
+from cache.checks import at_least, require, true_or_false
 from cache.managers.base import GIVEN_BACK, Copies, Hit
 from cache.managers.pooled import PooledManager, PooledTable
 from cache.policies.base import EvictionPolicy
 
 
 class VLLMv1(PooledManager):
-    """Automatic prefix caching by block hashes, as in ``KVCacheManager`` of vLLM v1.
+    """Automatic prefix caching by block hashes, as in ``KVCacheManager`` of vLLM v1 (0.33).
 
-    * A prompt's cached prefix is found block by block through a dictionary of chained hashes.
-      At least one token is left to compute, since its logits are needed; if that splits the last
-      block, the whole block is computed again.
-    * Hits leave the free queue before anything is taken from it.  A cached block loses its
-      content only when it is handed out again, and blocks return in reverse, so that the tail of
-      a prompt is evicted before its head.  Blocks whose content cannot be found (partly filled
-      ones) return to the front of the queue and are handed out next, whatever the policy.  With
-      ``queue_uncached`` they wait in line with the cached ones, as in older versions of vLLM v1.
-    * A full block becomes findable when the step that computes it is scheduled: every layer
-      stores the K/V of the whole batch before any sequence of the batch reads them.
-    * Tables only grow.  If two sequences compute the same block side by side both copies stay;
-      the duplicate is an ordinary block that is evicted in its turn.
-    * With ``sliding_window`` (tokens that a query of any layer sees, itself included) blocks behind
-      the window of every query to come are given back, and in the table GIVEN_BACK stands for
-      them.  A prefix is cached if the blocks that the window of the first new token reaches are,
-      whatever has become of those before: they are looked for from the end.
-    * ``fork`` shares all stored blocks; the first append to a shared, partly filled block copies
-      it (copy-on-write of the PagedAttention paper; vLLM v1 itself runs the samples of a prompt as
-      requests of their own, which meet in the prefix cache).
+    * A dictionary of chained hashes finds the cached prefix block by block.  At least one token is
+      left to compute for its logits; if that token is in the last cached block, the whole block is
+      computed again.
+    * Hits leave the free queue before anything is taken from it.  A cached block loses its content
+      only when it is taken again.  Blocks return in reverse order, so the tail of a prompt is
+      evicted before its head.  Blocks without a hash return to the front of the queue, whatever the
+      policy; with ``queue_uncached`` they wait in line with the cached ones, as in older vLLM v1.
+    * A full block can be found when the step that computes it is scheduled, because every layer
+      stores K/V of the whole batch before any sequence of the batch reads them.
+    * Tables only grow.  Two sequences that compute the same block side by side keep both copies.
+    * ``sliding_window``: the tokens that a query of any layer sees, itself included.  A sequence
+      that grows first gives back the blocks behind the window of its next query, then takes new
+      ones; GIVEN_BACK replaces them in its table.  Like vLLM it gives them back even if the call
+      then raises OutOfBlocks; a raise changes nothing else.  A prefix is cached if the blocks in
+      the window of the first new token are cached.
+    * ``fork`` shares all stored blocks.  The first append to a shared, partly filled block copies
+      it (copy-on-write of the PagedAttention paper).
+    * ``partial_block_reuse``: where the cached prefix ends inside a block, ``allocate`` copies the
+      cached block that shares the longest beginning with the next one, and counts that beginning as
+      cached; ``take_copies`` returns the pair.  A block can be copied from the next ``append`` or
+      ``free`` of its own sequence on.  Blocks with multi-modal inputs are never copied, and neither
+      are first blocks with an adapter or a salt.
 
-    * ``partial_block_reuse`` (beyond vLLM): where the cached prefix ends inside a block,
-      ``allocate`` copies the cached block that shares the longest beginning with the next one and
-      counts that beginning as cached.  ``take_copies`` gives the pairs, to be run before the step.
-      A block can be copied from once the step that filled it is over, which the next ``append``
-      or ``free`` of its sequence says.  Blocks with multi-modal inputs, and first blocks with an
-      adapter or a salt, are left out.
+    docs/deviations.md lists the differences from vLLM.
 
-    Unlike vLLM no block is set aside as a null block: all ``num_blocks`` can be used.
-
-    ``policy`` is the name of an eviction policy or an object, which then belongs to this manager;
-    ``event_log`` is told what happens to every block.
+    ``policy`` is the name of an eviction policy or an object, which then belongs to this manager.
+    ``event_log`` records what happens to every block.
     Raises ValueError for an unknown policy or algorithm, and for a digest below 128 bits.
     """
 
@@ -79,16 +75,17 @@ class VLLMv1(PooledManager):
         )
         self.sliding_window = sliding_window
         if sliding_window is not None:
-            at_least(1, "sliding_window", sliding_window)
-            if partial_block_reuse:
+            self.sliding_window = at_least(1, "sliding_window", sliding_window)
+        self._partials: PartialBlockIndex | None = None
+        if true_or_false("partial_block_reuse", partial_block_reuse):
+            if sliding_window is not None:
                 raise ValueError(
-                    "partial_block_reuse=True with a sliding_window: the blocks of a prefix, which "
-                    "the part would follow, may be given back"
+                    "partial_block_reuse=True with a sliding_window: the blocks before the part "
+                    "may be given back; needs sliding_window=None"
                 )
-        self._partials = PartialBlockIndex() if partial_block_reuse else None
-        if partial_block_reuse:
             if not enable_prefix_caching:
                 raise ValueError("partial_block_reuse=True needs enable_prefix_caching=True")
+            self._partials = PartialBlockIndex()
             self.pool.on_forget = self._partials.discard
 
     def check_invariants(self) -> None:
@@ -97,26 +94,25 @@ class VLLMv1(PooledManager):
         for block, parent, tokens in self._partials or ():
             require(
                 self._hasher.hash_block(parent, array("I", tokens)) == block_hashes[block],
-                f"block {block} is offered for copies of what it has not",
+                f"block {block} is offered for copies, but has other content",
             )
 
-    def _match(self, seq: Sequence, limit: int) -> Hit:
+    def _match(self, seq: Sequence, limit: int) -> tuple[list[int], None]:
         hashes = self._hasher.block_hashes(seq)[:limit]
         if self.sliding_window is None:
-            blocks = self.pool.lookup(hashes)
-        else:
-            blocks = self._lookup_from_end(hashes)
-        return Hit(blocks, len(blocks) * self.block_size)
+            return self.pool.lookup(hashes), None
+        return self._lookup_from_end(hashes), None
 
     def _lookup_from_end(self, hashes: list[bytes]) -> list[int]:
-        """The last blocks that the window reaches, found from the end, behind GIVEN_BACK."""
-        num_seen = max(1, -(-(self.sliding_window - 1) // self.block_size))
+        """The last cached run of blocks that fills the window, after GIVEN_BACK for the others."""
+        num_seen = -(-(self.sliding_window - 1) // self.block_size)
         blocks: list[int] = []
         for position in reversed(range(len(hashes))):
             found = self.pool.lookup(hashes[position : position + 1])
             blocks = found + blocks if found else []
-            if len(blocks) == num_seen:
-                return [GIVEN_BACK] * position + blocks
+            if len(blocks) == max(1, num_seen):
+                num_unseen = position + len(blocks) - num_seen
+                return [GIVEN_BACK] * num_unseen + blocks[:num_seen]
         return blocks
 
     def find_part(self, seq: Sequence, hit: Hit) -> Hit:
@@ -124,10 +120,12 @@ class VLLMv1(PooledManager):
         if found is None:
             return hit
         donor, num_shared = found
-        return Hit(hit.blocks, hit.num_tokens + num_shared, donor)
+        return hit._replace(num_tokens=hit.num_tokens + num_shared, where=donor)
 
     def _extend(self, table: PooledTable, start: int, end: int) -> Copies:
         pool, blocks = self.pool, table.blocks
+        if self.sliding_window is not None:
+            self._give_back(table, start)
         num_blocks = self._num_blocks_of(table, start, end)
         copies: Copies = []
         position, offset = divmod(start, self.block_size)
@@ -141,20 +139,29 @@ class VLLMv1(PooledManager):
         if self._partials:
             self._mark_as_computed(table)
         self._fill(table, num_blocks, end)
-        if self.sliding_window is not None:
-            self._give_back(table, start)
         return copies
 
-    def _give_back(self, table: PooledTable, first_query: int) -> None:
-        """Give up the blocks that neither the query at ``first_query`` nor later ones see."""
-        first = table.num_given_back
-        end = (first_query - self.sliding_window + 1) // self.block_size
+    def _num_unseen(self, start: int) -> int:
+        """Leading blocks that neither the query at ``start`` nor a later one sees."""
+        return max(0, start - self.sliding_window + 1) // self.block_size
+
+    def _give_back(self, table: PooledTable, start: int) -> None:
+        first, end = table.num_given_back, self._num_unseen(start)
         if end > first:
-            self._tell(table.seq)
+            self._fill(table, 0, start)  # caches a block whose last token was unknown until now
+            self._notify_policy(table.seq)
             self.pool.free(table.blocks[first:end])
             table.blocks[first:end] = [GIVEN_BACK] * (end - first)
             table.num_given_back = end
             table.seq.table_version += 1
+
+    def _num_needed(self, table: PooledTable, end: int) -> int:
+        needed = super()._num_needed(table, end)
+        if self.sliding_window is not None:
+            unseen = self._num_unseen(table.seq.num_computed_tokens)
+            ref_counts = self.pool.ref_counts
+            needed -= sum(ref_counts[b] == 1 for b in table.blocks[table.num_given_back : unseen])
+        return needed
 
     def _is_shared(self, block: int) -> bool:
         return self.pool.ref_counts[block] > 1
@@ -169,7 +176,7 @@ class VLLMv1(PooledManager):
     def _release(self, table: PooledTable) -> None:
         self._fill(table, 0, table.seq.num_computed_tokens)
         self._mark_as_computed(table)
-        if self._copies:  # nobody took them, and their targets may soon be another's blocks
+        if self._copies:  # not run yet, and their targets may soon belong to another sequence
             self._copies = [pair for pair in self._copies if pair[1] not in table.blocks]
         super()._release(table)
 
@@ -179,9 +186,9 @@ class VLLMv1(PooledManager):
             self._partials.clear()
 
     def _partial_hit(self, seq: Sequence, hits: list[int]) -> tuple[int, int] | None:
-        """The block that begins like the one after ``hits``, and for how many tokens it does.
+        """The block that begins like the one after ``hits``, and how many tokens it shares.
 
-        None if there is no such block, or no room for ``seq`` unless it is handed out.
+        None if there is no such block, or no room for ``seq`` while that block is kept.
         """
         start = len(hits) * self.block_size
         end = min(start + self.block_size, seq.num_tokens - 1)
@@ -196,7 +203,7 @@ class VLLMv1(PooledManager):
         return found if needed <= self.pool.num_free_blocks else None
 
     def _mark_as_computed(self, table: PooledTable) -> None:
-        """Let parts of the blocks that were filled so far be reused."""
+        """Offer the full blocks of earlier steps for copies of their parts."""
         if not self._partials:
             return
         seq, size = table.seq, self.block_size

@@ -8,9 +8,9 @@ from cache.policies.leaves import LeafPolicy, Node
 class RequestPriority(LeafPolicy):
     """SGLang's ``priority``: the least goes first, of equal ones the least recent.
 
-    A block has the highest priority of all requests that used it since it came in.  Requests bring
-    theirs as ``Sequence.priority``, or ``SamplingParams.cache_priority`` in the engine.  The
-    requests of a trace have none: there it is LRU.
+    A block has the highest priority of all requests that used it since it came in.  A request's
+    priority is ``Sequence.eviction_priority``, in the engine ``SamplingParams.eviction_priority``.
+    The requests of a trace have none, so there it is LRU.
     """
 
     name = "priority"

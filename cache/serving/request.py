@@ -59,8 +59,8 @@ class ScheduledSequence(Sequence):
         *,
         cache_salt: str | bytes | None = None,
     ) -> None:
-        priority = request.params.cache_priority
-        super().__init__(seq_id, token_ids, cache_salt=cache_salt, priority=priority)
+        priority = request.params.eviction_priority
+        super().__init__(seq_id, token_ids, cache_salt=cache_salt, eviction_priority=priority)
         self.request = request
         self.index = index
         self.order = (request.request_id, seq_id)

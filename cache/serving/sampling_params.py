@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
@@ -37,8 +38,8 @@ class SamplingParams:
         ignore_eos: do not end at the model's end-of-text tokens.
         beam_width: number of beams of beam search, of which the n best are returned; None samples.
         length_penalty: beams are ranked by sum(log p) / number of tokens ** length_penalty.
-        cache_priority: the higher, the longer the cache keeps its K/V, if the eviction policy is
-            ``priority``; nothing else looks at it.
+        eviction_priority: the higher, the longer the cache keeps its K/V, if the eviction policy is
+            ``priority``.  It does not change scheduling.
 
     Raises ValueError naming the argument for values outside these ranges.
     """
@@ -60,7 +61,7 @@ class SamplingParams:
     logprobs: int | None = None
     beam_width: int | None = None
     length_penalty: float = 1.0
-    cache_priority: float = 0.0
+    eviction_priority: float = 0.0
 
     def __post_init__(self) -> None:
         at_least(1, "n", self.n)
@@ -175,6 +176,10 @@ _NEEDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     ("logprobs", lambda v: v is None or (_is_int(v) and v >= 0), "an int of at least 0, or None"),
     ("length_penalty", lambda v: _is_number(v) and abs(v) <= 100, "a number from -100 to 100"),
-    ("cache_priority", lambda v: _is_number(v) and abs(v) < math.inf, "a finite number"),
+    (
+        "eviction_priority",
+        lambda v: _is_number(v) and abs(v) <= sys.float_info.max,
+        "a finite number in the range of floats",
+    ),
 )
 """Fields, and what each needs by itself."""

@@ -45,9 +45,7 @@ def pool_of(num_blocks: int, policy: EvictionPolicy | None = None, **options) ->
 
 def cached(pool: BlockPool, *hashes: bytes) -> list[int]:
     """Blocks in use with the content ``hashes``."""
-    blocks: list[int] = []
-    pool.extend(blocks, len(hashes), hashes, 0, len(hashes))
-    return blocks
+    return pool.extend([], len(hashes), hashes, 0, len(hashes))
 
 
 def test_what_a_policy_is_told():
@@ -61,16 +59,16 @@ def test_what_a_policy_is_told():
         ("insert", 1, B, A, 1),
     ]
     policy.calls.clear()
-    pool.extend(blocks, 1, [A, B, C], 2, 2)
+    (third,) = pool.extend([], 1, [A, B, C], 2, 2)
     assert policy.calls == []
-    pool.extend(blocks, 0, [A, B, C], 2, 3)
+    assert pool.extend([third], 0, [A, B, C], 2, 3) == []
     assert policy.calls == [("miss", C), ("insert", 2, C, B, 2)]
     policy.calls.clear()
-    pool.free(blocks)
+    pool.free([*blocks, third])
     assert policy.calls == [("release", 2, 1, 0)]
     policy.calls.clear()
     pool.revive([0])
-    pool.extend([0], 1, [A, D], 1, 2)  # A is there; D takes the place of C
+    pool.extend([], 1, [A, D], 1, 2)  # A is there; D takes the place of C
     assert policy.calls == [("pin", 0), ("miss", D), ("evict", 2), ("insert", 2, D, A, 1)]
 
 
@@ -164,6 +162,6 @@ def test_check_invariants_sees(damage):
 
 def test_content_that_nobody_can_evict_is_seen():
     pool = pool_of(3, queue_uncached=True)
-    pool._publish([2], [A], 0, 1)
-    with pytest.raises(AssertionError, match="block 2 has content that nobody can evict"):
+    pool._publish([2], [A], 0)
+    with pytest.raises(AssertionError, match="block 2 has content but cannot be evicted"):
         pool.check_invariants()

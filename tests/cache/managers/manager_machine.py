@@ -132,10 +132,9 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def write(self, live: Live, end: int, copies=()) -> None:
         """What the caller's kernels do after a call: the copies, then K/V of the new tokens."""
-        before, table = live.table, self.manager.block_table(live.seq)
-        num_given_back = self.first_seen(live.stored) // self.block_size
-        assert table.count(GIVEN_BACK) == num_given_back
-        live.table = before[:num_given_back] + table[num_given_back:]
+        self.give_back(live)
+        before, live.table = live.table, self.manager.block_table(live.seq)
+        assert live.table.count(GIVEN_BACK) == before.count(GIVEN_BACK)
         kept = [b for i, b in enumerate(live.table) if i < len(before) and before[i] == b]
         assert len(kept) == len(before) - len(copies), "only copied blocks are replaced"
         assert {dst for _, dst in copies} <= set(live.table)
@@ -157,19 +156,33 @@ class ManagerMachine(RuleBasedStateMachine):
         assert live.seq.num_computed_tokens == end
         self.observe(live, taken)
         self.observe_noted(live)
-        live.table = table
-        self.observe_given_back(held(before[:num_given_back]))
+
+    def behind_window(self, live: Live) -> list[int]:
+        """Blocks that ``live`` holds and that its next query does not see."""
+        return held(live.table[: self.first_seen(live.stored) // self.block_size])
+
+    def give_back(self, live: Live) -> None:
+        """The manager has taken back the blocks behind the window, before anything else."""
+        blocks = self.behind_window(live)
+        live.table = [GIVEN_BACK if block in blocks else block for block in live.table]
+        self.observe_given_back(blocks)
 
     def attempt(self, live: Live, end: int, call):
-        """``call()``, or None if it finds too few blocks, as must be, and changes nothing."""
-        needed, free = self.blocks_needed(live, end), self.num_free
+        """``call()``; None if too few blocks are free, after checking that it raises then.
+
+        A raise changes nothing, except that blocks behind a window are given back.
+        """
+        unseen = self.behind_window(live)
+        needed = self.blocks_needed(live, end)
+        free = self.num_free + sum(self.users(block) == 1 for block in unseen)
         if needed <= free:
             return call()
         before = state_of(self.manager)
         with pytest.raises(OutOfBlocks) as failure:
             call()
         assert failure.value.free == free < failure.value.needed
-        assert state_of(self.manager) == before, "a failed call has changed something"
+        assert unseen or state_of(self.manager) == before, "a failed call has changed something"
+        self.give_back(live)
         return None
 
     # Rules --------------------------------------------------------------------------------------

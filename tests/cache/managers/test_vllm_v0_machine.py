@@ -8,6 +8,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
+from machine_settings import machine_settings
 from manager_helpers import manager_of, state_of
 from manager_machine import ONLINE_POLICIES, Live, ManagerMachine
 
@@ -22,7 +23,7 @@ class VLLMv0Machine(ManagerMachine):
             self.policy = data.draw(st.sampled_from([*ONLINE_POLICIES, *["lru"] * 12]))
         else:
             window = data.draw(st.none() | st.integers(1, 3 * block_size), label="window")
-        self.window = window or math.inf
+        self.num_seen = window or math.inf  # tokens that a query sees
         self.ring = -(-window // block_size) if window else num_blocks + 1
         self.num_cpu_blocks = data.draw(st.sampled_from([0, 3, 20]), label="num_cpu_blocks")
         watermark = data.draw(st.sampled_from([0, 0.01, 0.3]), label="watermark")
@@ -300,7 +301,7 @@ class VLLMv0Machine(ManagerMachine):
                 table = self.manager.block_table(live.seq)
                 assert table == live.table
                 for position in range(
-                    max(0, live.stored - int(min(self.window, 1e9))), live.stored
+                    max(0, live.stored - int(min(self.num_seen, 1e9))), live.stored
                 ):
                     slot = table[position // self.block_size], position % self.block_size
                     assert slots.get(slot) == self.content(live.seq, position), (live, position)
@@ -330,7 +331,5 @@ class VLLMv0Machine(ManagerMachine):
         super().teardown()
 
 
-VLLMv0Machine.TestCase.settings = settings(
-    max_examples=12 * settings.default.max_examples, stateful_step_count=40
-)
+VLLMv0Machine.TestCase.settings = machine_settings(12 * settings.default.max_examples, 40)
 TestVLLMv0Machine = pytest.mark.slow(VLLMv0Machine.TestCase)

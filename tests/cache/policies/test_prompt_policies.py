@@ -168,7 +168,7 @@ def test_of_equal_priority_the_least_recently_used_goes():
 def test_the_priority_of_a_sequence_keeps_its_blocks(name):
     manager = cache.make_manager(name, num_blocks=8, block_size=2, policy="priority")
     for token, priority in [(1, 5), (2, 0), (3, 0)]:
-        seq = cache.Sequence(token, [token] * 6, priority=priority)
+        seq = cache.Sequence(token, [token] * 6, eviction_priority=priority)
         manager.allocate(seq)
         manager.free(seq)
     again = cache.Sequence(4, [1] * 6 + [4])
@@ -179,7 +179,7 @@ def test_the_priority_of_a_sequence_keeps_its_blocks(name):
 @pytest.mark.parametrize("priority", [math.nan, math.inf, "high", None])
 def test_a_priority_is_a_finite_number(priority):
     with pytest.raises(ValueError, match=r"priority=.* needs a finite number"):
-        cache.Sequence(0, [1], priority=priority)
+        cache.Sequence(0, [1], eviction_priority=priority)
 
 
 @pytest.mark.parametrize(

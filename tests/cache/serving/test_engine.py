@@ -7,9 +7,9 @@ import itertools
 from collections import Counter
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from machine_settings import machine_settings
 from symbolic_engine import GREEDY, assert_idle, make_engine, prompt, serve
 
 from cache import MANAGERS, POLICIES, Sequence, UnsupportedByDesign
@@ -101,7 +101,7 @@ def test_a_cached_prefix_is_not_computed_again():
 
 def test_a_prompt_of_high_priority_stays():
     engine = make_engine("vllm_v1", 20, policy="priority")
-    engine.add(prompt(22), SamplingParams(temperature=0, max_tokens=1, cache_priority=1))
+    engine.add(prompt(22), SamplingParams(temperature=0, max_tokens=1, eviction_priority=1))
     for seed in range(1, 9):
         engine.add(prompt(30, seed), GREEDY)
         serve(engine)
@@ -628,4 +628,4 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = settings(stateful_step_count=30, max_examples=40)
+TestEngineMachine.settings = machine_settings(40, stateful_step_count=30)
