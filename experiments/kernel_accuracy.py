@@ -1,11 +1,11 @@
-"""Error of every kernel against fp64, beside the error that PyTorch makes in the same dtype.
+"""Error of every kernel against fp64, beside PyTorch's error in the same dtype.
 
 The rule is flash-attn's: the kernel may be at most twice as far from fp64 as the same computation
-done eagerly in the kernel's dtype (plus 1e-5), see ``kernels/testing/accuracy.py``.  Block tables
-are shuffled, and slots that must not matter hold NaN and infinity.  Without a GPU the kernels run
-in Triton's interpreter, which checks the algorithm but not the GPU's arithmetic.  The data are the
-same for every block size, so a line that is not flat shows its influence on the result.  The
-comparisons themselves are in ``bench/kernel_checks.py``.
+done eagerly in the kernel's dtype (plus 1e-5), see ``kernels/testing/accuracy.py``. Inputs are the
+cases of ``kernels/testing/cases.py``: block tables are shuffled, and slots that must not matter
+hold NaN and infinity. Without a GPU the kernels run in Triton's interpreter, which checks the
+algorithm but not the GPU's arithmetic. Data are the same for every block size, so a line that is
+not flat shows its influence on the result.
 """
 
 from __future__ import annotations
@@ -30,41 +30,40 @@ _DTYPES = {
 }
 
 
-FEATURES = ("none", "window", "softcap", "alibi", "sinks", "split", "norms", "offset", "gelu")
-"""Options of the kernels, taken one at a time: of attention, of RoPE and store, of the rest of a
-layer."""
-_ATTENTION = FEATURES[:6]
+_ATTENTION = ("none", "window", "softcap", "alibi", "sinks", "split")
+_ROTARY = ("none", "interleaved")
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """What a kernel is compared on."""
+    """The part of the grid that matters to a kernel."""
 
     features: tuple[str, ...] = ("none",)
-    """Those of ``FEATURES`` that it has."""
+    """Its options, taken one at a time; see ``kernels.testing.cases.FEATURES``."""
     touches_cache: bool = True
     """Whether the dtype of the cache matters to it."""
-    knows_blocks: bool = True
+    has_blocks: bool = True
     """Whether the block size matters to it."""
 
 
-_WITHOUT_CACHE = {"touches_cache": False, "knows_blocks": False}
+_WITHOUT_CACHE = {"touches_cache": False, "has_blocks": False}
 KERNELS = {
     "store_kvcache": Kernel(),
-    "rope_store_kvcache": Kernel(("none", "norms")),
-    "add_rms_norm": Kernel(("none", "offset"), **_WITHOUT_CACHE),
+    "rope_store_kvcache": Kernel((*_ROTARY, "norms")),
+    "add_rms_norm": Kernel(("none", "alone", "offset"), **_WITHOUT_CACHE),
     "gated_activation": Kernel(("none", "gelu"), **_WITHOUT_CACHE),
-    "apply_rotary_embedding": Kernel(**_WITHOUT_CACHE),
+    "apply_rotary_embedding": Kernel(_ROTARY, **_WITHOUT_CACHE),
     "slot_mapping_from_positions": Kernel(touches_cache=False),
-    "sample_tokens": Kernel(**_WITHOUT_CACHE),
-    "copy_blocks": Kernel(),
-    "swap_blocks": Kernel(),
+    "sample_tokens": Kernel(("none", "greedy", "min_p"), **_WITHOUT_CACHE),
+    "copy_blocks": Kernel(("none", "list")),
+    "swap_blocks": Kernel(("none", "in", "hnd")),
     "merge_attention_states": Kernel(**_WITHOUT_CACHE),
     "paged_decode_attention": Kernel(_ATTENTION),
     "shared_prefix_decode_attention": Kernel(_ATTENTION),
     "paged_prefill_attention": Kernel(_ATTENTION),
 }
-"""By the name of the op; how it is compared says ``bench/kernel_checks.py``."""
+"""By the name of the op."""
+FEATURES = tuple(dict.fromkeys(one for kernel in KERNELS.values() for one in kernel.features))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +78,7 @@ class KernelAccuracy(Options):
     """fp8: an fp8 (e4m3) cache with a scale per head, and bfloat16 queries, keys and values."""
     head_dim: Axis[Count] = (16, 64, 80, 96, 112, 128, 256)
     feature: Axis[Literal[FEATURES]] = FEATURES
-    """Options of the attention kernels, one at a time."""
+    """Options of the kernels, one at a time."""
 
     @property
     def group(self) -> tuple[str, ...]:
@@ -87,19 +86,30 @@ class KernelAccuracy(Options):
 
     def check(self, device: str) -> dict[str, Accuracy]:
         """The accuracy of each result of a cell's kernel."""
-        from experiments.bench import kernel_checks
+        import torch
 
-        return kernel_checks.check(self, device)
+        from kernels.testing.cases import make_case
+
+        is_fp8 = self.dtype == "fp8"
+        case = make_case(
+            self.kernel,
+            **self.columns("block_size", "head_dim", "seed"),
+            dtype=torch.bfloat16 if is_fp8 else getattr(torch, self.dtype),
+            kv_dtype=torch.float8_e4m3fn if is_fp8 else None,
+            features=() if self.feature == "none" else (self.feature,),
+            device=device,
+        )
+        return case.judge()
 
 
 def cells(options: KernelAccuracy) -> Iterator[KernelAccuracy]:
-    """What a kernel does not know it is not varied over."""
+    """Each kernel is varied over what matters to it."""
     for name in options.kernel or KERNELS:
         kernel = KERNELS[name]
         yield from grid(
             options,
             kernel=[name],
-            block_size=options.block_size if kernel.knows_blocks else options.block_size[:1],
+            block_size=options.block_size if kernel.has_blocks else options.block_size[:1],
             dtype=[d for d in options.dtype if d != "fp8" or kernel.touches_cache],
             feature=[f for f in options.feature if f in kernel.features],
         )
@@ -112,7 +122,7 @@ def run_cell(cell: KernelAccuracy) -> list[dict[str, Any]]:
             "kernel": cell.kernel,
             "result": result,
             **cell.columns("feature", "head_dim", "dtype"),
-            "block_size": cell.block_size if KERNELS[cell.kernel].knows_blocks else None,
+            "block_size": cell.block_size if KERNELS[cell.kernel].has_blocks else None,
             "interpreted": device == "cpu",
             **accuracy_columns(accuracy),
             "passed": accuracy.passed,
@@ -122,8 +132,7 @@ def run_cell(cell: KernelAccuracy) -> list[dict[str, Any]]:
 
 
 def _summary(rows: style.DataFrame) -> style.DataFrame:
-    """Of each kernel and dtype: how many results there are, the largest errors, how many results
-    are above their bound."""
+    """A row per kernel and dtype: number of results, largest errors, results above their bound."""
     rows = rows.assign(error_over_bound=rows["error"] / rows["bound"], above_bound=~rows["passed"])
     return rows.groupby(["kernel", "dtype"], sort=False, as_index=False).agg(
         results=("result", "size"),
@@ -135,13 +144,13 @@ def _summary(rows: style.DataFrame) -> style.DataFrame:
 
 
 def _draw(rows: style.DataFrame, draw_panel: Callable, ylabel: str) -> style.Figure | None:
-    """A panel for each kernel that has an error; of the others the names."""
+    """A panel for each kernel that has an error, and the names of the others."""
     worst = rows.groupby("kernel", sort=False)["error"].max()
     kernels, exact = worst.index[worst > 0], worst.index[worst == 0]
     if kernels.empty:
         return None
     block_sizes = sorted(rows["block_size"].dropna().astype(int).unique())
-    # Block sizes are no scale: 3 and 100 matter as much as the powers of two.
+    # Block sizes are evenly spaced: 3 and 100 matter as much as the powers of two.
     places = {size: place for place, size in enumerate(block_sizes)}
     middle = (len(block_sizes) - 1) / 2
     rows = rows.assign(place=rows["block_size"].map(places).fillna(middle))
@@ -150,7 +159,7 @@ def _draw(rows: style.DataFrame, draw_panel: Callable, ylabel: str) -> style.Fig
         of_kernel = rows[rows["kernel"] == kernel]
         draw_panel(axis, of_kernel)
         if of_kernel["block_size"].isna().all():
-            axis.set_xlabel("knows no blocks")
+            axis.set_xlabel("has no blocks")
         axis.set_xticks(range(len(block_sizes)), map(str, block_sizes), rotation=45)
     xlabel = "block size (tokens)"
     if rows["interpreted"].all():

@@ -1,14 +1,13 @@
-"""One small case of every kernel, to be watched by NVIDIA's compute-sanitizer.
+"""Small cases of every kernel, to run under NVIDIA's compute-sanitizer.
 
     compute-sanitizer --tool memcheck  --error-exitcode 1 python -m experiments.sanitize
     compute-sanitizer --tool racecheck --error-exitcode 1 python -m experiments.sanitize
 
-The cases are those of ``kernel_checks``: hostile block tables, poison in every slot that must not
-be read, contexts that end inside a tile.  Each runs with and without split-KV and with a window
-where the kernel has these, on fp16 and on fp8 caches, and is compared with its reference as well.
-PyTorch's caching allocator is switched off, so that reading past a tensor is reading past an
-allocation.  Without a GPU the kernels run in the interpreter, which tells whether the command
-itself works.
+The cases of ``kernels/testing/cases.py`` have hostile block tables, poison in every slot that must
+not be read and contexts that end inside a tile. Each runs with and without split-KV and with a
+window where the kernel has these, on fp16 and on fp8 caches, and is compared with its reference.
+PyTorch's caching allocator is off, so a read past a tensor is a read past an allocation. Without a
+GPU the kernels run in the interpreter, which tests the command itself.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _DTYPES = {"fp16": "float16", "fp8": "fp8"}
 
 
 def cases(kernels: Sequence[str], *, cache_dtypes: Sequence[str]) -> Iterator[KernelAccuracy]:
-    """What to run."""
+    """The cells of ``kernel_accuracy`` to run."""
     for name, dtype, feature, block_size in itertools.product(
         kernels, cache_dtypes, ("none", "window", "split"), (7, 16)
     ):

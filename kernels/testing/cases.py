@@ -61,7 +61,7 @@ class Sizes:
     """Tokens of each group's shared prefix."""
     group_sizes: Sequence[int] = (2, 1)
     """Sequences of each group."""
-    num_tokens: int = 29
+    num_tokens: int = 13
     """Rows of the ops that work token by token."""
     num_pairs: int = 4
     """Blocks that are copied or swapped."""
@@ -70,7 +70,7 @@ class Sizes:
     """Rows of the rotary tables."""
     rotary_dim: int | None = None
     """Leading elements of a head that are rotated; head_dim if None."""
-    vocab_size: int = 5000
+    vocab_size: int = 2600
     width: int | None = None
     """Row width of add_rms_norm and gated_activation; by default the query heads' together, and
     three times that."""
@@ -241,9 +241,10 @@ def _store_kvcache(s: Sizes) -> Case:
 
 def _rotary_tables(s: Sizes, random: RandomTensors) -> dict[str, torch.Tensor]:
     half = (s.rotary_dim or s.head_dim) // 2
+    positions = random.permutation(max(s.num_positions, s.num_tokens))
     angles = torch.arange(s.num_positions)[:, None] * 10_000.0 ** -torch.linspace(0, 1, half)
     return {
-        "positions": random.integers(0, s.num_positions, s.num_tokens),
+        "positions": positions[: s.num_tokens] % s.num_positions,
         "cos": angles.cos().to(s.device),
         "sin": angles.sin().to(s.device),
     }

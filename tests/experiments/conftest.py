@@ -85,7 +85,8 @@ TINY_RUNS = {
     "eviction_serving": "--trace {chat} --policy {policy}:Mine --policy belady "
     "--capacity-percent 40 80 --num-requests 30 --slice-tokens 3000 --max-output-tokens 2 "
     "--timed-model tiny",
-    "kernel_counters": "--op decode store --arch sm_90 --kv-dtype bfloat16 --block-size 16",
+    "kernel_counters": "--op decode store --arch sm_90 --kv-dtype bfloat16 --block-size 16 "
+    "--num-q-heads 8 --num-kv-heads 2",
     "memory_waste": "--trace {lengths} --block-size 1 16 --num-requests 40 --sequences-in-cache 2",
     "overhead": "--launch-samples 3 --trace {prompts} --repeats 2 --policy lru "
     "--tree-prompts 12 --pool-blocks 512 1024 --pool-requests 4 --manager vllm_v1 "

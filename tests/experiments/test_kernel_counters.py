@@ -8,13 +8,13 @@ import sys
 import pandas as pd
 import pytest
 
-from experiments import kernel_accuracy, kernel_counters
-from experiments.bench import counted_work, kernel_checks
+from experiments import kernel_counters
 from experiments.bench.gpus import GPUS
-from experiments.bench.modelled_time import modelled_time
-from experiments.kernel_counters import EXPERIMENT, KernelCounters, cells
+from experiments.kernel_counters import COUNTED, EXPERIMENT, KernelCounters, cells
+from experiments.kernel_counters.modelled_time import modelled_time
 from kernels.executor import Counts
 from kernels.executor.counts import _CLASSES, ProgramCounts
+from kernels.testing.cases import CASES
 
 A100 = next(gpu for gpu in GPUS if gpu.arch == "sm_80")
 CYCLE = 1 / (312e12 / (108 * 2048))
@@ -85,25 +85,24 @@ def test_the_grid_leaves_out_what_an_op_does_not_know(tmp_path):
     assert {cell.source.name for cell in theirs} == {"decode_attention.py"}
 
 
-@pytest.mark.parametrize("table", [kernel_counters.COUNTED, kernel_accuracy.KERNELS])
-def test_every_op_of_a_table_has_inputs(table):
-    made = counted_work if "decode" in table else kernel_checks
-    assert all(callable(getattr(made, f"_{op}")) for op in table)
+def test_every_op_is_counted_and_a_skewed_batch_has_as_many_tokens():
+    assert {counted.op for counted in COUNTED.values()} == set(CASES)
+    for op in ("decode", "prefill"):
+        lengths = [COUNTED[op].sizes[kind]["context_lens"] for kind in ("even", "skewed")]
+        assert sum(lengths[0]) == sum(lengths[1])
 
 
 def test_every_class_of_the_executor_has_a_column():
-    from experiments.kernel_counters import CLASSES
-
-    assert sorted(CLASSES) == sorted(name for name, _ in _CLASSES)
+    assert sorted(kernel_counters.CLASSES) == sorted(name for name, _ in _CLASSES)
 
 
 @pytest.mark.slow
 def test_the_counts_of_a_store_follow_from_its_work(tiny_run, drawn, tmp_path):
-    """64 tokens of 8 heads of 128: rows of 16 bytes per thread, 512 per request, each row once."""
+    """64 tokens of 2 heads of 128: rows of 16 bytes per thread, 512 per request, each row once."""
     rows = tiny_run("kernel_counters").rows
     store = rows[(rows["op"] == "store") & (rows["kv_dtype"] == "bfloat16")]
     row = store.iloc[0]
-    moved = 2 * 64 * 8 * 128 * 2  # K and V, bytes
+    moved = 2 * 64 * 2 * 128 * 2  # K and V, bytes
     assert row["written_bytes"] == moved
     assert row["distinct_bytes"] == 2 * moved + 64 * 8  # and the slots
     assert row["distinct_line_bytes"] == row["distinct_bytes"]
@@ -124,7 +123,7 @@ def test_a_decode_reads_the_context_once(tiny_run):
     rows = tiny_run("kernel_counters").rows
     decode = rows[(rows["op"] == "decode") & (rows["gpu"] == "H100 SXM")]
     for lengths, row in decode[decode["kernel"] == "paged_decode"].groupby("lengths"):
-        kv = 2 * 1024 * 8 * 128 * 2
+        kv = 2 * 1024 * 2 * 128 * 2
         assert kv < row["distinct_bytes"].item() < 1.1 * kv, lengths
         # Every lane reads the lengths that its program walks past, and that of its sequence.
         lengths_read = 4 * 32 * row["num_warps"].item() * row["programs"].item() * (8 + 8)
@@ -138,8 +137,8 @@ def test_a_decode_reads_the_context_once(tiny_run):
 
 
 def test_what_another_file_lacks_is_said(tmp_path):
-    from experiments.bench.other_kernels import sglang_decode
     from experiments.harness import Unavailable
+    from experiments.kernel_counters.other_kernels import sglang_decode
 
     file = tmp_path / "decode_attention.py"
     file.write_text("from sglang.srt.nothing import absent\n")

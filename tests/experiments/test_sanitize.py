@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
+import pytest
 
 from experiments import sanitize
-from experiments.bench import kernel_checks
-from experiments.kernel_accuracy import KERNELS
+from experiments.kernel_accuracy import KERNELS, KernelAccuracy
 from kernels.testing.accuracy import Accuracy
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch):
+    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "")  # which main sets
 
 
 def test_every_kernel_of_the_package_has_a_case():
@@ -22,21 +24,17 @@ def test_every_kernel_of_the_package_has_a_case():
     assert decode == {"none", "window", "split"}
 
 
-def test_a_plain_run_is_clean():
+def test_a_plain_run_is_clean(capsys):
     kernels = ("store_kvcache", "slot_mapping_from_positions", "merge_attention_states")
     flags = [flag for name in kernels for flag in ("--kernel", name)]
-    command = [sys.executable, "-m", "experiments.sanitize", *flags, "--cache-dtype", "fp16"]
-    done = subprocess.run(
-        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = done.stdout.splitlines()
+    assert sanitize.main([*flags, "--cache-dtype", "fp16"]) == 0
+    lines = capsys.readouterr().out.splitlines()
     assert all(line.startswith("ok") for line in lines)
-    assert len(lines) == 2 + 2 + 2 * 2  # two block sizes; a merge has an output and an LSE
+    assert len(lines) == 2 * 2 + 2 + 2 * 2  # two block sizes; K and V, slots, output and LSE
 
 
 def test_a_wrong_result_fails_the_run(monkeypatch, capsys):
     wrong = {"output": Accuracy(1.0, 0.0)}
-    monkeypatch.setattr(kernel_checks, "check", lambda cell, device: wrong)
+    monkeypatch.setattr(KernelAccuracy, "check", lambda cell, device: wrong)
     assert sanitize.main(["--kernel", "copy_blocks", "--cache-dtype", "fp16"]) == 1
     assert "WRONG  copy_blocks, none, block 7, fp16 cache: output" in capsys.readouterr().out

@@ -1,7 +1,7 @@
-"""Other projects' Triton attention, from a file of theirs, on inputs of ours.
+"""Other projects' Triton attention, loaded from one of their files and called on our inputs.
 
-A file is loaded by its path without the package that it belongs to: the few names that it imports
-from there get stand-ins. Tried with SGLang 0.5.3 and vLLM 0.32.
+The file is loaded without its package: the few names that it imports from there get stand-ins.
+Tried with SGLang 0.5.3 and vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from experiments.harness import Unavailable
 if TYPE_CHECKING:
     import torch
 
-    from kernels.testing.inputs import PagedBatch
-
 
 def sglang_decode(path: Path) -> Callable[..., torch.Tensor]:
     """SGLang's grouped decode: ``sglang/srt/layers/attention/triton_ops/decode_attention.py``.
@@ -31,10 +29,11 @@ def sglang_decode(path: Path) -> Callable[..., torch.Tensor]:
     """
     module = _load(path, {"sglang.srt.utils": {"is_hip": lambda: False}})
 
-    def call(batch: PagedBatch, num_splits: int) -> torch.Tensor:
+    def call(inputs: dict[str, Any], num_splits: int) -> torch.Tensor:
         import torch
 
-        q, k_cache, v_cache, tables, lens = batch.decode_args
+        q, k_cache, v_cache = (inputs[name] for name in ("q", "k_cache", "v_cache"))
+        tables, lens = inputs["block_tables"], inputs["context_lens"]
         block_size = k_cache.shape[1]
         slots = [
             tables[row, torch.arange(n) // block_size] * block_size + torch.arange(n) % block_size
@@ -42,20 +41,14 @@ def sglang_decode(path: Path) -> Callable[..., torch.Tensor]:
         ]
         starts = torch.tensor([0, *lens.tolist()]).cumsum(0).int()
         states = (*q.shape[:2], num_splits)
+        splits = torch.full((len(q),), num_splits, dtype=torch.int32)
         out = torch.empty_like(q)
         module.decode_attention_fwd_grouped(
-            q,
-            k_cache.flatten(0, 1),
-            v_cache.flatten(0, 1),
-            out,
-            starts,
-            torch.cat(slots).long(),
-            torch.empty(*states, q.shape[2]),
-            torch.empty(states),
-            torch.full((len(q),), num_splits, dtype=torch.int32),
-            num_splits,
-            q.shape[2] ** -0.5,
-        )
+            q, k_cache.flatten(0, 1), v_cache.flatten(0, 1), out,
+            starts, torch.cat(slots).long(),
+            torch.empty(*states, q.shape[2]), torch.empty(states),
+            splits, num_splits, q.shape[2] ** -0.5,
+        )  # fmt: skip
         return out
 
     return call
@@ -85,34 +78,24 @@ def vllm_attention(path: Path) -> Callable[..., torch.Tensor]:
     }
     module = _load(path, stand_ins)
 
-    def call(batch: PagedBatch, num_splits: int) -> torch.Tensor:
-        fp8 = batch.k_cache.itemsize == 1
-        out, one = torch.empty_like(batch.q), torch.ones(1)
-        states = (*batch.q.shape[:2], num_splits)
+    def call(inputs: dict[str, Any], num_splits: int) -> torch.Tensor:
+        q, lens = inputs["q"], inputs["context_lens"]
+        starts = inputs.get("cu_seqlens_q", torch.arange(len(lens) + 1, dtype=torch.int32))
+        is_fp8 = inputs["k_cache"].itemsize == 1
+        descale = torch.ones(1) if is_fp8 else None
+        out, states = torch.empty_like(q), (*q.shape[:2], num_splits)
         module.unified_attention(
-            q=batch.q,
-            k=batch.k_cache,
-            v=batch.v_cache,
-            out=out,
-            cu_seqlens_q=batch.cu_seqlens_q,
-            max_seqlen_q=batch.max_seqlen_q,
-            seqused_k=batch.context_lens,
-            max_seqlen_k=int(batch.context_lens.max()),
-            softmax_scale=batch.q.shape[2] ** -0.5,
-            causal=True,
-            window_size=(-1, -1),
-            block_table=batch.block_tables,
-            softcap=0,
-            q_descale=None,
-            k_descale=one if fp8 else None,
-            v_descale=one if fp8 else None,
-            kv_quant_mode=modes.FP8_PER_TENSOR if fp8 else modes.NONE,
-            seq_threshold_3D=len(batch.context_lens) if num_splits > 1 else None,
+            q=q, k=inputs["k_cache"], v=inputs["v_cache"], out=out,
+            cu_seqlens_q=starts, max_seqlen_q=int(starts.diff().max()),
+            seqused_k=lens, max_seqlen_k=int(lens.max()), block_table=inputs["block_tables"],
+            softmax_scale=q.shape[2] ** -0.5, causal=True, window_size=(-1, -1), softcap=0,
+            q_descale=None, k_descale=descale, v_descale=descale,
+            kv_quant_mode=modes.FP8_PER_TENSOR if is_fp8 else modes.NONE,
+            seq_threshold_3D=len(lens) if num_splits > 1 else None,
             num_par_softmax_segments=num_splits,
-            softmax_segm_output=torch.empty(*states, batch.q.shape[2]),
-            softmax_segm_max=torch.empty(states),
-            softmax_segm_expsum=torch.empty(states),
-        )
+            softmax_segm_output=torch.empty(*states, q.shape[2]),
+            softmax_segm_max=torch.empty(states), softmax_segm_expsum=torch.empty(states),
+        )  # fmt: skip
         return out
 
     return call
@@ -128,7 +111,7 @@ def _loaded(path: Path, name: str) -> types.ModuleType:
 
 
 def _load(path: Path, stand_ins: dict[str, dict[str, Any]]) -> types.ModuleType:
-    """The module in a file, where its imports from its own package find the stand-ins.
+    """The module in a file; its imports from its own package find the stand-ins.
 
     Raises Unavailable if it imports more than these.
     """
@@ -146,10 +129,10 @@ def _load(path: Path, stand_ins: dict[str, dict[str, Any]]) -> types.ModuleType:
 
 
 class Other(NamedTuple):
-    """An implementation that a file holds."""
+    """Another project's implementation."""
 
     load: Callable[[Path], Callable[..., torch.Tensor]]
-    """To a call that takes a PagedBatch and how many parts to split each sequence into."""
+    """Loads a file; gives a call that takes our op's inputs by name and a number of splits."""
     ops: tuple[str, ...]
 
 

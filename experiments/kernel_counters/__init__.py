@@ -1,23 +1,28 @@
-"""What every kernel's compiled PTX does, counted as it is executed without a GPU.
+"""Instructions and memory transactions of every kernel, counted in its executed PTX.
 
 Each call runs on ``kernels/executor``, which executes the PTX that Triton compiled for the
-architecture, is judged against its reference, and is counted: instructions by class, requests to
-global memory with the sectors and lines they touch, shared-memory wavefronts and bank conflicts,
-tensor-core operations, barriers, copies in flight. From the counts follows a bound of the time
-(``bench/modelled_time.py``), in columns that begin with ``modelled_``. It is not a measurement.
-Columns that begin with ``executor_`` say how fast the executor itself was, while it counted.
+architecture. Its result is judged against the reference. Counted are instructions by class,
+requests to global memory with the sectors and lines they touch, shared-memory wavefronts and bank
+conflicts, tensor-core operations, barriers and copies in flight. Columns that begin with
+``modelled_`` are a lower bound of the time that follows from the counts (``modelled_time.py``). It
+is not a measurement. Columns that begin with ``executor_`` are the speed of the executor itself.
 
-Unseen stay ptxas and all it does (registers, spills, joined, dropped and scheduled instructions),
-real speed, caches, the order of accesses on hardware and the last bits of its rounding; reads of
-shared memory by wgmma are no wavefronts here.
+Not seen: what ptxas does (registers, spills, removed and reordered instructions), real speed,
+caches, the order of accesses on hardware and the last bits of its rounding. Reads of shared memory
+by wgmma are not counted as wavefronts.
 
-Beside ours run SGLang's grouped decode and vLLM's unified attention where their files are given.
+SGLang's grouped decode and vLLM's unified attention are counted too where their files are given.
 Triton's fused-attention tutorial is left out: it does other work (fp16, no pages, no grouped
-heads), picks its tiles by timing, and its copies by tensor maps are not known to the executor.
+heads), picks its tiles by timing, and copies by tensor maps, which the executor does not have.
+
+Inputs are the cases of ``kernels/testing/cases.py``. Decode is split in two, so that merging is
+counted too. The skewed batch of decode and prefill has one long sequence and as many tokens as the
+even one.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,8 +31,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from experiments import style
 from experiments.bench.gpus import GPUS
-from experiments.bench.modelled_time import LINE, modelled_time
-from experiments.bench.other_kernels import OTHERS
 from experiments.bench.problem import OURS, WrongResult
 from experiments.harness import (
     Axis,
@@ -39,10 +42,13 @@ from experiments.harness import (
     grid,
     one_of,
 )
+from experiments.kernel_counters.modelled_time import LINE, modelled_time
+from experiments.kernel_counters.other_kernels import OTHERS
 
 if TYPE_CHECKING:
     from experiments.bench.gpus import Gpu
     from kernels.executor import LaunchRecord
+    from kernels.testing.cases import Case
 
 CLASSES = (
     "integer",
@@ -59,48 +65,70 @@ CLASSES = (
     "control",
     "parameter",
 )
-"""Classes of instructions, as the executor names them."""
+"""Classes of instructions, by the executor's names."""
 
 
 class Counted(NamedTuple):
-    """How an op is counted."""
+    """A case to be counted."""
 
-    skewed: bool = False
-    """Whether it has a skewed batch too."""
+    op: str
+    """Its name in ``kernels``."""
+    sizes: dict[str, Any] = {}  # noqa: RUF012  never changed
+    """Sizes of the case; a dict for ``even`` and ``skewed`` each if the op has a skewed batch."""
     in_cache: bool = True
     """Whether the cache's dtype and block size matter to it."""
 
+    @property
+    def has_skewed(self) -> bool:
+        return "skewed" in self.sizes
 
+
+_GROUP = {"group_sizes": (8,), "prefix_lens": (256,), "context_lens": (32,) * 8}
 COUNTED = {
-    "decode": Counted(skewed=True),
-    "prefill": Counted(skewed=True),
-    "cascade": Counted(),
-    "store": Counted(),
-    "rope_store": Counted(),
-    "norm_rope_store": Counted(),
-    "rotary": Counted(in_cache=False),
-    "norm": Counted(in_cache=False),
-    "gate": Counted(in_cache=False),
-    "copy": Counted(),
-    "swap": Counted(),
-    "merge": Counted(in_cache=False),
-    "slot_mapping": Counted(in_cache=False),
-    "sample": Counted(in_cache=False),
+    "decode": Counted(
+        "paged_decode_attention",
+        {
+            "even": {"context_lens": (128,) * 8},
+            "skewed": {"context_lens": (576, *(64,) * 7)},
+        },
+    ),
+    "prefill": Counted(
+        "paged_prefill_attention",
+        {
+            "even": {"context_lens": (128, 128), "query_lens": (64, 64)},
+            "skewed": {"context_lens": (208, 48), "query_lens": (112, 16)},
+        },
+    ),
+    "cascade": Counted("shared_prefix_decode_attention", _GROUP),
+    "store": Counted("store_kvcache"),
+    "rope_store": Counted("rope_store_kvcache"),
+    "norm_rope_store": Counted("rope_store_kvcache", {"features": ("norms",)}),
+    "rotary": Counted("apply_rotary_embedding", in_cache=False),
+    "norm": Counted("add_rms_norm", in_cache=False),
+    "gate": Counted("gated_activation", in_cache=False),
+    "copy": Counted("copy_blocks"),
+    "swap": Counted("swap_blocks"),
+    "merge": Counted("merge_attention_states", in_cache=False),
+    "slot_mapping": Counted(
+        "slot_mapping_from_positions", {"context_lens": (16,) * 4}, in_cache=False
+    ),
+    "sample": Counted("sample_tokens", {"num_tokens": 4, "vocab_size": 8192}, in_cache=False),
 }
-"""Ops by name; their inputs are in ``bench/counted_work.py``."""
+"""By the op's name in the table."""
+_SPLITS = {"decode": 2, "prefill": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Sizes(Options):
     op: Axis[Annotated[str, one_of(COUNTED)]] = tuple(COUNTED)
     arch: Axis[Literal["sm_80", "sm_90"]] = ("sm_80", "sm_90")
-    """What the kernels are compiled for."""
+    """Architectures that the kernels are compiled for."""
     kv_dtype: Axis[Literal["bfloat16", "float8_e4m3fn"]] = ("bfloat16", "float8_e4m3fn")
-    """Of the cache."""
+    """Dtypes of the cache; everything else is bfloat16."""
     block_size: Axis[Count] = (1, 16, 24, 256)
     """Token slots per block."""
     lengths: Axis[Literal["even", "skewed"]] = ("even", "skewed")
-    """Of the sequences: all the same, or one long one with as many tokens in all."""
+    """Lengths of the sequences: equal, or one long one with as many tokens in all."""
     num_q_heads: Count = 32
     num_kv_heads: Count = 8
     head_dim: Count = 128
@@ -129,7 +157,7 @@ class KernelCountersCell(_Sizes):
 
 
 def cells(options: KernelCounters) -> Iterator[KernelCountersCell]:
-    """What an op does not know it is not varied over."""
+    """Each op is varied over what matters to it."""
     files = {name: getattr(options, name) for name in OTHERS}
     sources = {name: InputFile.of(path) for name, path in files.items() if path}
     for name, source in [(OURS, None), *sources.items()]:
@@ -142,24 +170,47 @@ def cells(options: KernelCounters) -> Iterator[KernelCountersCell]:
                     op=[op],
                     kv_dtype=options.kv_dtype if known.in_cache else options.kv_dtype[:1],
                     block_size=options.block_size if known.in_cache else options.block_size[:1],
-                    lengths=options.lengths if known.skewed else options.lengths[:1],
+                    lengths=options.lengths if known.has_skewed else options.lengths[:1],
                     implementation=name,
                     source=source,
                 )
+
+
+def case_of(cell: KernelCountersCell) -> Case:
+    """The inputs of a cell, small enough to be executed instruction by instruction."""
+    import torch
+
+    from kernels.testing.cases import make_case
+
+    counted = COUNTED[cell.op]
+    options = {"return_lse": False} if cell.op in ("decode", "prefill", "cascade") else {}
+    if cell.op in _SPLITS:
+        options["num_splits"] = _SPLITS[cell.op]
+    sizes = {
+        **cell.columns("block_size", "num_q_heads", "num_kv_heads", "head_dim", "seed"),
+        "kv_dtype": getattr(torch, cell.kv_dtype),
+        "scales": "none",
+        "padded": False,
+        "num_tokens": 64,
+        "num_positions": 64,
+        "num_pairs": 3,
+        "options": options,
+    }
+    return make_case(counted.op, **sizes | counted.sizes.get(cell.lengths, counted.sizes))
 
 
 def run_cell(cell: KernelCountersCell) -> list[dict[str, Any]]:
     os.environ.pop("TRITON_INTERPRET", None)  # read when kernels is first imported
     from triton.errors import TritonError
 
-    from experiments.bench.counted_work import counted
     from kernels.executor import MULTIPROCESSORS, UnknownInstruction, execute_ptx
 
     other = OTHERS[cell.implementation].load(cell.source.path) if cell.source else None
-    call, judge = counted(cell, other)
+    case = case_of(cell)
+    call = functools.partial(other, case.inputs, _SPLITS[cell.op]) if other else case.call
     try:
         with execute_ptx(cell.arch, count=True) as execution:
-            result = call()
+            judged = case.judge(call)
     except (TritonError, UnknownInstruction) as error:
         if other is None:
             raise
@@ -167,7 +218,7 @@ def run_cell(cell: KernelCountersCell) -> list[dict[str, Any]]:
         raise Unavailable(
             f"{cell.implementation} on {cell.arch}, {cell.kv_dtype}: {reason}"
         ) from error
-    accuracy = judge(result)
+    accuracy = max(judged.values(), key=lambda one: one.error / one.bound)
     if other is None and not accuracy.passed:  # others may round otherwise: their error is shown
         raise WrongResult(f"error {accuracy.error:g}, allowed {accuracy.bound:g}")
     shape = cell.columns("op", "implementation", "arch", *_SHAPE)
@@ -228,7 +279,7 @@ def _modelled(launch: LaunchRecord, gpu: Gpu, num_multiprocessors: int) -> dict[
 
 
 def _names(rows: style.DataFrame) -> style.Series:
-    """Of the op and the kernel."""
+    """Names of op and kernel."""
     theirs = rows["implementation"].map(lambda name: "" if name == OURS else f"{name}: ")
     return rows["op"] + ", " + theirs + rows["kernel"]
 
