@@ -24,10 +24,14 @@ if TYPE_CHECKING:
 
 _DTYPES = {
     "float16": style.line(style.BLUE, "o"),
-    "bfloat16": style.line(style.RED, "s"),
+    "bfloat16": style.line(style.PINK, "s"),
     "float32": style.line(style.GREEN, "^"),
     "fp8": style.line(style.ORANGE, "D"),
 }
+_WRONG = {**style.dots(style.RED, "x"), "markersize": 8, "markeredgewidth": 2}
+"""Red is for results above their bound alone."""
+_LEAST_RATIO = 0.01
+"""Smaller error-to-bound ratios are drawn at this height of the logarithmic axis."""
 
 
 _ATTENTION = ("none", "window", "softcap", "alibi", "sinks", "split")
@@ -184,17 +188,34 @@ def _draw_error(axis: style.Axes, rows: style.DataFrame) -> None:
 
 
 def _draw_ratio(axis: style.Axes, rows: style.DataFrame) -> None:
-    """A dot per result of a cell, a line through the worst."""
-    for dtype, cells in rows.groupby("dtype", sort=False):
-        look = _DTYPES[dtype]
-        ratio = cells["error"] / cells["bound"]
-        axis.plot(cells["place"], ratio, ".", color=look["color"], ms=2, alpha=0.35)
-        axis.plot(ratio.groupby(cells["place"]).max(), label=f"{dtype}: worst result", **look)
+    """A dot per result of a cell, a line through the worst, a red cross on each wrong result.
+
+    Errors that are no finite number are drawn at the top.
+    """
+    ratio = rows["error"] / rows["bound"]
+    finite = ratio[ratio < float("inf")]
+    top = 10 * max(1, *finite)
+    ratio = ratio.where(ratio < float("inf"), top).clip(lower=_LEAST_RATIO)
+    for dtype, of_dtype in ratio.groupby(rows["dtype"], sort=False):
+        look, places = _DTYPES[dtype], rows.loc[of_dtype.index, "place"]
+        axis.plot(places, of_dtype, ".", color=look["color"], ms=2, alpha=0.35)
+        axis.plot(of_dtype.groupby(places).max(), label=f"{dtype}: worst result", **look)
     axis.axhline(1, **style.BOUND, label="bound")
-    failures = int((~rows["passed"]).sum())
-    verdict = f"{failures} above the bound" if failures else "all within the bound"
+    wrong = rows.index[~rows["passed"]]
+    verdict = f"{len(wrong)} WRONG" if len(wrong) else "all within the bound"
     axis.set_title(f"{rows['kernel'].iloc[0]}\n{len(rows)} results, {verdict}")
-    axis.set_ylim(0, None)
+    axis.set(yscale="log", ylim=(0.7 * _LEAST_RATIO, 5 * max(1, ratio.max())))
+    if len(wrong):
+        axis.plot(rows.loc[wrong, "place"], ratio[wrong], label="WRONG: above the bound", **_WRONG)
+        worst = ratio[wrong].idxmax()
+        axis.annotate(
+            "WRONG",
+            (rows.loc[worst, "place"], ratio[worst]),
+            xytext=(6, 0),
+            textcoords="offset points",
+            color=style.RED,
+            va="center",
+        )
 
 
 EXPERIMENT = Experiment(

@@ -7,7 +7,7 @@ import dataclasses
 import pandas as pd
 import pytest
 
-from experiments import kernel_accuracy
+from experiments import kernel_accuracy, style
 from experiments.kernel_accuracy import _ATTENTION, KERNELS, KernelAccuracy
 from kernels.testing.cases import CASES, FEATURES
 
@@ -60,13 +60,29 @@ def test_a_result_above_the_bound_shows_in_figures_and_table(rows, tmp_path, dra
     kernel_accuracy.EXPERIMENT.plot(wrong, tmp_path)
     inexact = set(wrong.loc[wrong["error"] > 0, "kernel"])
     titles = [title for axis in drawn["error_over_bound"].axes if (title := axis.get_title())]
-    assert sum("1 above the bound" in title for title in titles) == 1
+    assert sum("1 WRONG" in title for title in titles) == 1
     assert sum("all within the bound" in title for title in titles) == len(inexact) - 1
     table = pd.read_csv(tmp_path / "summary.csv", index_col="kernel")
     assert set(table.index) == set(KERNELS)
     assert table["results"].sum() == len(wrong)
     assert table["above_bound"].sum() == 1
     assert table.loc[wrong["kernel"][3], "above_bound"] == 1
+
+
+def test_wrong_results_are_marked_in_red_on_a_logarithmic_axis(rows, drawn, tmp_path):
+    """Also if their error is 2.5e7 times the bound or no number; nothing else is red."""
+    of_op = rows[rows["kernel"] == "paged_decode_attention"].reset_index(drop=True)
+    of_op = of_op.assign(dtype="bfloat16", passed=of_op.index > 1)
+    of_op.loc[0, "error"] = 2.5e7 * of_op.loc[0, "bound"]
+    of_op.loc[1, "error"] = float("nan")
+    kernel_accuracy.EXPERIMENT.plot(of_op, tmp_path)
+    (axis,) = drawn["error_over_bound"].axes
+    assert axis.get_yscale() == "log"
+    red = [line for line in axis.lines if line.get_color() == style.RED]
+    assert [line.get_label() for line in red] == ["WRONG: above the bound"]
+    assert len(red[0].get_ydata()) == 2
+    assert min(red[0].get_ydata()) > 1e7
+    assert [text.get_text() for text in axis.texts] == ["WRONG"]
 
 
 def test_a_kernel_without_error_has_a_row_in_the_table_and_no_panel(rows, tmp_path):
