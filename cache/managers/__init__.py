@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 
+from cache.checks import true_or_false
 from cache.managers.base import AllocStatus, CacheManager, CacheStats, UnsupportedByDesign
 from cache.managers.contiguous import Contiguous
 from cache.managers.nano_vllm import NanoVLLM
@@ -36,14 +37,14 @@ def make_manager(
             then belongs to the manager.
         hash_algorithm: a key of ``cache.blocks.hashing.HASH_ALGORITHMS``.  The default depends on
             the design: xxh64 for Nano-vLLM, none where no block is hashed.
-        enable_prefix_caching: False stores equal prefixes apart.
-        design_options: go to the manager's class.
+        enable_prefix_caching: False stores equal prefixes separately.
+        design_options: passed to the manager's class.
 
-    Raises ValueError for an unknown manager, policy, algorithm or option (naming the choices)
-    and for sizes below 1, and UnsupportedByDesign for a policy or an algorithm given to a design
-    that has no use for it.
+    Raises ValueError for an unknown manager, policy, algorithm or option (with the choices) and for
+    other bad values, and UnsupportedByDesign for a policy or an algorithm that the design does not
+    use.
     """
-    manager_class = MANAGERS.get(name)
+    manager_class = MANAGERS.get(name) if isinstance(name, str) else None
     if manager_class is None:
         raise ValueError(f"manager={name!r} is unknown; choose from {', '.join(sorted(MANAGERS))}")
     accepted = list(inspect.signature(manager_class).parameters)[2:]
@@ -53,6 +54,7 @@ def make_manager(
             f"manager {name!r} has no option {', '.join(unknown)}; "
             f"its options: {', '.join(accepted) or 'none'}"
         )
+    true_or_false("enable_prefix_caching", enable_prefix_caching)
     if manager_class.prefix_caching:
         design_options |= {"policy": policy, "enable_prefix_caching": enable_prefix_caching}
         if hash_algorithm != "xxh3_128":

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SimulationResult:
     """What a replay measured of the requests that were counted."""
 
@@ -40,7 +40,7 @@ class SimulationResult:
     num_requests: int
     block_references: int
     """Blocks of all requests, those beyond the pool's capacity included."""
-    hits: np.ndarray = field(repr=False, compare=False)
+    hits: np.ndarray = field(compare=False)
     """Hit blocks of each request, ``(num_requests,)`` int64."""
     hit_blocks: int
     input_tokens: int
@@ -53,6 +53,13 @@ class SimulationResult:
     """Speed of the whole replay."""
     compiled: bool
     """True if numba ran the replay, False if it was the policy's Python."""
+
+    def __repr__(self) -> str:
+        return (
+            f"SimulationResult(policy={self.policy!r}, capacity_blocks={self.capacity_blocks}, "
+            f"block_hit_rate={self.block_hit_rate:.4f}, token_hit_rate={self.token_hit_rate}, "
+            f"num_requests={self.num_requests}, evictions={self.evictions})"
+        )
 
     @property
     def block_hit_rate(self) -> float:

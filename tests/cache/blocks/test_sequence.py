@@ -42,8 +42,12 @@ def test_keys_of_other_types_are_refused(name, value):
         [("a", 2, 1), ("b", 0, 1)],
         [("a", 0, 2), ("b", 1, 1)],
         [(3, 0, 1)],
+        [("a", 0, 1.5)],
+        [("a", "0", 1)],
+        [("a", 0)],
+        [3],
     ],
-    ids=["negative", "empty", "past-the-end", "unsorted", "overlapping", "hash-is-an-int"],
+    ids=str,
 )
 def test_bad_multi_modal_inputs_are_refused(mm_inputs):
     with pytest.raises(ValueError, match=r"mm_inputs\["):
@@ -75,3 +79,9 @@ def test_fork_copies_tokens_and_hashes():
     assert mine[:2] == others[:2]
     assert mine[2] != others[2]
     assert len(mine) == len(others) == 3
+
+
+@pytest.mark.parametrize("priority", [10**400, float("nan"), "1", None])
+def test_a_priority_is_a_finite_number(priority):
+    with pytest.raises(ValueError, match=r"eviction_priority=.*needs a finite number"):
+        Sequence(0, [1], eviction_priority=priority)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
 import pytest
 from manager_helpers import (
     CACHING,
@@ -105,18 +106,37 @@ def test_hits_go_in_front_of_the_first_chunk(name):
     manager.check_invariants()
 
 
-@pytest.mark.parametrize("count", [-1, -100, 0, 7])
 @every_manager
-def test_a_bad_number_of_tokens_changes_nothing(name, count):
+def test_a_bad_number_of_tokens_changes_nothing(name):
     manager = manager_of(name)
     seq, new = started(manager, 0, range(8)), Sequence(1, range(6))
     for token in range(6):
         seq.append_token(token)
     before = state_of(manager)
-    for target in (seq, new):
-        with pytest.raises(ValueError, match=rf"num_new_tokens={count}: .* needs 1 to 6 new"):
-            manager.allocate_slots(target, count)
+    for count in (-1, -100, 0, 7, 1.5, 1.0, "1", True, None):
+        needs = "needs 1 to 6 new" if type(count) is int else "needs an int"
+        for target in (seq, new):
+            with pytest.raises(ValueError, match=rf"num_new_tokens='?{count}'?: .*{needs}"):
+                manager.allocate_slots(target, count)
+    for limit in (-1, 1.5):
+        if name in CACHING:
+            with pytest.raises(ValueError, match=f"limit={limit}: needs an int of at least 0"):
+                manager.find(new, limit)
     assert state_of(manager) == before
+    manager.allocate_slots(seq, np.int64(6))
+    assert type(seq.num_computed_tokens) is int
+    manager.free(seq)
+    assert manager.num_free_blocks == 10
+
+
+@every_manager
+def test_a_manager_is_printed_with_its_sizes(name):
+    manager = manager_of(name)
+    started(manager, 0, range(9))
+    assert repr(manager) == (
+        f"{type(manager).__name__}(num_blocks=10, block_size=4, "
+        f"num_free_blocks={manager.num_free_blocks}, num_sequences=1)"
+    )
 
 
 # Sequences --------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant
-from machine_settings import machine_settings
 from manager_helpers import manager_of, state_of
 from manager_machine import ONLINE_POLICIES, Live, ManagerMachine, held
 
@@ -323,7 +322,9 @@ for machine, factor in (
     (PagedMachine, 2), (ContiguousMachine, 5), (NanoVLLMMachine, 6), (VLLMv1Machine, 11),
     (RadixMachine, 10),
 ):  # fmt: skip
-    machine.TestCase.settings = machine_settings(factor * settings.default.max_examples, 40)
+    machine.TestCase.settings = settings(
+        max_examples=factor * settings.default.max_examples, stateful_step_count=40
+    )
 
 TestPaged = PagedMachine.TestCase
 TestContiguous = ContiguousMachine.TestCase

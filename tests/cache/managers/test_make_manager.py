@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from manager_helpers import NAMES, manager_of
+from manager_helpers import CACHING, NAMES, manager_of
 
 from cache import UnsupportedByDesign, make_manager
 from cache.policies.fifo import FIFO
@@ -61,6 +61,18 @@ BAD = [
     ("vllm_v0", {"num_cpu_blocks": 2.0}, "num_cpu_blocks=2.0"),
     ("vllm_v0", {"watermark": -0.1}, "watermark=-0.1"),
     ("vllm_v0", {"watermark": 1}, "watermark=1"),
+    ("vllm_v0", {"watermark": "x"}, "watermark='x'.*share of the blocks"),
+    ("vllm_v0", {"clock": 3}, "clock=3: needs a function or None"),
+    ("contiguous", {"final_length": 3}, "final_length=3: needs a function or None"),
+    *(
+        (manager, {"enable_prefix_caching": "no"}, "enable_prefix_caching='no'.*True or False")
+        for manager in NAMES
+    ),
+    *((manager, {"event_log": 3}, "event_log=3: needs a cache.EventLog") for manager in CACHING),
+    ("vllm_v1", {"queue_uncached": 1}, "queue_uncached=1: needs True or False"),
+    ("vllm_v1", {"partial_block_reuse": None}, "partial_block_reuse=None: needs True or False"),
+    ("vllm_v1", {"hash_algorithm": []}, r"hash_algorithm=\[\] is unknown"),
+    ([], {}, r"manager=\[\] is unknown"),
     ("vllm_v0", WINDOW, "sliding_window=0"),
     ("vllm_v1", WINDOW, "sliding_window=0"),
     ("vllm_v1", {"sliding_window": 9, "partial_block_reuse": True}, "with a sliding_window"),

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
-from machine_settings import machine_settings
 from manager_helpers import manager_of, state_of
 from manager_machine import ONLINE_POLICIES, Live, ManagerMachine
 
@@ -331,5 +330,7 @@ class VLLMv0Machine(ManagerMachine):
         super().teardown()
 
 
-VLLMv0Machine.TestCase.settings = machine_settings(12 * settings.default.max_examples, 40)
+VLLMv0Machine.TestCase.settings = settings(
+    max_examples=12 * settings.default.max_examples, stateful_step_count=40
+)
 TestVLLMv0Machine = pytest.mark.slow(VLLMv0Machine.TestCase)

@@ -10,9 +10,9 @@ import time
 
 import manager_helpers
 import pytest
-from manager_helpers import grow, lines_run, used
+from manager_helpers import cached, grow, lines_run, started, used
 
-from cache import Sequence, make_workload, simulate
+from cache import OutOfBlocks, Sequence, make_workload, simulate
 from cache.managers.base import GIVEN_BACK
 from cache.managers.pooled import PooledManager
 
@@ -195,3 +195,56 @@ def test_a_window_finds_the_end_of_a_prefix():
     assert manager.block_table(seq)[:6] == blocks
     manager.free(seq)
     manager.check_invariants()
+
+
+def test_a_window_gives_back_before_it_takes():
+    """Two blocks hold a window of two tokens for ever."""
+    manager = manager_of(2, 1, sliding_window=2)
+    seq = started(manager, 0, [0])
+    for token in range(1, 50):
+        seq.append_token(token)
+        assert manager.can_append(seq)
+        assert manager.append(seq) == []
+        manager.check_invariants()
+    assert manager.block_table(seq)[:-2] == [GIVEN_BACK] * 48
+    manager.free(seq)
+    assert manager.num_free_blocks == 2
+
+
+def test_a_window_gives_back_also_if_too_few_blocks_are_free():
+    manager = manager_of(4, 1, sliding_window=2)
+    seq = started(manager, 0, range(3))
+    for token in range(4):
+        seq.append_token(token)
+    assert manager.num_free_blocks == 1
+    assert not manager.can_append(seq)
+    with pytest.raises(OutOfBlocks, match="4 blocks are needed, 3 are free"):
+        manager.allocate_slots(seq, 4)
+    assert manager.block_table(seq) == [GIVEN_BACK, GIVEN_BACK, 2]
+    assert seq.num_computed_tokens == 3
+    manager.check_invariants()
+    manager.allocate_slots(seq, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("nano_vllm", {}),
+        *(("vllm_v1", {"sliding_window": window}) for window in (None, 1, 4)),
+    ],
+)
+def test_a_block_whose_last_token_is_unknown_is_found_from_the_next_call_on(name, options):
+    manager = manager_helpers.manager_of(name, 10, 4, **options)
+    seq = started(manager, 0, range(3))
+    for token in range(3, 9):
+        seq.append_token(99)
+        seq.num_unknown_tokens = 1
+        manager.allocate_slots(seq, 1)
+        manager.check_invariants()
+        seq.token_ids.pop()
+        seq.num_unknown_tokens = 0
+        seq.append_token(token)
+        manager.check_invariants()
+        assert cached(manager, range(token + 1)) == token // 4 * 4
+    manager.free(seq)
+    assert cached(manager, range(9)) == 8

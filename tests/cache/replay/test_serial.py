@@ -325,3 +325,8 @@ def test_a_policy_that_evicts_what_it_must_not_is_named(victim, given):
     trace = trace_of([(0, 1), (2, 3)])  # the second request brings 2 and 3 into a pool of 3
     with pytest.raises(RuntimeError, match=rf"'Broken': evict\(\) gave {given}, not a released"):
         cache.simulate(trace, policy=broken, capacity_blocks=3)
+
+
+def test_a_result_is_printed_with_its_hit_rate():
+    result = cache.simulate(trace_of([(0, 1), (0, 1)]), policy="lru", capacity_blocks=2)
+    assert "policy='lru', capacity_blocks=2, block_hit_rate=0.5" in repr(result)

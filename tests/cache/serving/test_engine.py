@@ -7,9 +7,9 @@ import itertools
 from collections import Counter
 
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from machine_settings import machine_settings
 from symbolic_engine import GREEDY, assert_idle, make_engine, prompt, serve
 
 from cache import MANAGERS, POLICIES, Sequence, UnsupportedByDesign
@@ -628,4 +628,4 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = machine_settings(40, stateful_step_count=30)
+TestEngineMachine.settings = settings(stateful_step_count=30, max_examples=40)

@@ -35,6 +35,7 @@ from cache.serving.sampling_params import SamplingParams
         ({"stop_token_ids": [-1]}, r"stop_token_ids=\[-1\]"),
         ({"length_penalty": None}, "length_penalty=None"),
         ({"beam_width": 2, "n": 3}, "beam_width=2: needs an int of at least n=3"),
+        ({"eviction_priority": 10**400}, "eviction_priority=1000.*needs a finite number"),
         ({"eviction_priority": math.nan}, "eviction_priority=nan: needs a finite number"),
         ({"length_penalty": math.inf}, "length_penalty=inf"),
         ({"beam_width": 2, "stop": "x"}, "has no meaning for beam search"),
