@@ -1,4 +1,7 @@
-"""Environment that every test relies on; it must be in place before a kernel module is imported."""
+"""Environment that every test relies on; it must be in place before a kernel module is imported.
+
+PyTorch is imported inside functions: the process that only hands out tests to workers needs none.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,35 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from hypothesis import HealthCheck, Phase, settings
+
+if TYPE_CHECKING:
+    import torch
 
 os.environ.pop("PAGELAB_COMMIT", None)
 if "--on-device" not in sys.argv and "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests without it must pass on CPU tensors
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
+if sys.dont_write_bytecode:
+    # Workers and child processes would each compile all sources of PyTorch, 3 CPU seconds a time.
+    bytecode = str(Path(__file__).parents[1] / ".pytest_cache" / "bytecode")
+    sys.dont_write_bytecode, sys.pycache_prefix = False, bytecode
+    os.environ["PYTHONPYCACHEPREFIX"] = bytecode
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # absent if it was -B
 
-if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)
+
+def _has_gpu() -> bool:
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+if not _has_gpu():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 _common = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 # Shrinking takes minutes. The failing example is stored: HYPOTHESIS_PROFILE=shrink shrinks it.
@@ -38,9 +57,18 @@ def pytest_addoption(parser):
     )
 
 
+def pytest_configure(config):
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        import torch
+
+        torch.set_num_threads(1)
+
+
 def pytest_collection_modifyitems(config, items):
     if not config.getoption("--on-device"):
         return
+    import torch
+
     if not torch.cuda.is_available():
         raise pytest.UsageError("--on-device: needs a CUDA GPU that PyTorch finds; there is none")
     others = [item for item in items if "device" not in item.fixturenames]
@@ -51,6 +79,8 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     """The GPU where there is one, else the CPU (kernels then run in Triton's interpreter)."""
+    import torch
+
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -60,6 +90,8 @@ def poisoned_memory():
 
     A kernel that leaves part of its output or workspace unwritten then shows itself.
     """
+    import torch
+
     torch.use_deterministic_algorithms(True, warn_only=True)
     previous = torch.utils.deterministic.fill_uninitialized_memory
     torch.utils.deterministic.fill_uninitialized_memory = True
@@ -71,6 +103,8 @@ def poisoned_memory():
 @pytest.fixture
 def fake_gpu(monkeypatch):
     """A stand-in for a CUDA device with 32 MiB, on machines without one; see fake_cuda.py."""
+    import torch
+
     if torch.cuda.is_available():
         pytest.skip("there is a real GPU")
     spec = importlib.util.spec_from_file_location(

@@ -22,7 +22,15 @@ from experiments.harness.store import write_atomically
 from experiments.harness.workers import Outcome, Task, execute
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
-_STAYS_HERE = [".git", ".venv", "results", "traces", "**/__pycache__", ".hypothesis"]
+_STAYS_HERE = [
+    ".git",
+    ".venv",
+    ".pytest_cache",
+    "results",
+    "traces",
+    "**/__pycache__",
+    ".hypothesis",
+]
 _LIVES = 4
 """How often a cell may be begun, as its machines die."""
 
