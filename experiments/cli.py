@@ -36,8 +36,6 @@ _QUICK_RESULTS = _RESULTS / "quick"
 class SweepOptions:
     """How the cells are run and where the results go."""
 
-    quick: bool = False
-    """The small grid, and results/quick in place of results."""
     out: Path | None = None
     """Folder of the results, in place of results."""
     jobs: int | None = None
@@ -46,6 +44,14 @@ class SweepOptions:
     """Run finished cells again."""
     ray: str | None = None
     """Address of a Ray cluster that runs the cells ("auto", host:port). None: this machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(SweepOptions):
+    """How the cells are run and where the results go."""
+
+    quick: bool = False
+    """The small grid, and results/quick in place of results."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -78,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 class _Console(logging.Formatter):
-    """Errors in red, if somebody looks."""
+    """Errors in red on a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
@@ -90,9 +96,9 @@ class _Console(logging.Formatter):
 
 
 def _app(arguments: list[str]) -> SubcommandApp:
-    """The commands; of the experiments the one that ``arguments`` name, else all.
+    """The commands, with the experiment that ``arguments`` name, or all without one.
 
-    So an error in an option suggests those of this experiment and not of every other.
+    So an error in an option suggests options of this experiment only.
     """
     app, runs, plots = SubcommandApp(), SubcommandApp(), SubcommandApp()
     quick = "--quick" in arguments
@@ -135,18 +141,18 @@ def _list() -> int:
 
 
 def _run_command(experiment: Experiment, *, quick: bool) -> Callable[..., int]:
-    def run(sweep: SweepOptions, options: object) -> int:
-        return int(_run(experiment, options, sweep).went_wrong)
+    def run(sweep: RunOptions, options: object) -> int:
+        return int(_run(experiment, options, sweep, quick=sweep.quick).went_wrong)
 
     default = experiment.quick if quick else experiment.options
     run.__doc__ = experiment.figure
     run.__annotations__ = {
-        "sweep": tyro.conf.OmitArgPrefixes[SweepOptions],
+        "sweep": tyro.conf.OmitArgPrefixes[RunOptions],
         "options": Annotated[
             tyro.conf.OmitArgPrefixes[type(default)], tyro.conf.arg(name=experiment.name)
         ],
     }
-    run.__defaults__ = (SweepOptions(), default)
+    run.__defaults__ = (RunOptions(), default)
     return run
 
 
@@ -155,10 +161,10 @@ def _plot_command(experiment: Experiment) -> Callable[..., int]:
         """Draw the figures again from rows.csv, for every device.
 
         Args:
-            quick: Those of results/quick in place of results.
+            quick: Draw results/quick in place of results.
             out: Folder of the results, in place of results.
         """
-        folder = _folder(SweepOptions(quick=quick, out=out)) / experiment.name
+        folder = _folder(out, quick) / experiment.name
         tables = sorted(folder.glob("*/rows.csv"))
         if not tables:
             raise OptionsError(f"no rows.csv in a folder of {folder}: run the experiment first")
@@ -179,23 +185,24 @@ def _plot_command(experiment: Experiment) -> Callable[..., int]:
 
 
 def _reproduce(
-    sweep: tyro.conf.OmitArgPrefixes[SweepOptions] = SweepOptions(), full: bool = False
+    sweep: tyro.conf.OmitArgPrefixes[SweepOptions] = SweepOptions(),
+    quick: Annotated[bool, tyro.conf.arg(help_behavior_hint="(default)")] = False,
+    full: bool = False,
 ) -> int:
-    """Run every experiment that can run here, draw every figure and write the report, on the
-    small grids.
+    """Run every experiment that can run here, draw every figure and write the report.
 
     Args:
-        full: The full grids, and results in place of results/quick.
+        quick: The small grids, and results/quick in place of results.
+        full: The full grids.
     """
-    if sweep.quick and full:
+    if quick and full:
         raise OptionsError("give --quick or --full, not both")
-    sweep = dataclasses.replace(sweep, quick=not full)
     reports = [
-        _run(experiment, experiment.options if full else experiment.quick, sweep)
+        _run(experiment, experiment.options if full else experiment.quick, sweep, quick=not full)
         for experiment in EXPERIMENTS.values()
     ]
     with contextlib.suppress(OptionsError):  # there are no results
-        _report(_folder(sweep))
+        _report(_folder(sweep.out, not full))
     return int(any(report.went_wrong for report in reports))
 
 
@@ -212,12 +219,14 @@ def _report(results: Path = _RESULTS, output: Path | None = None) -> int:
     return 0
 
 
-def _run(experiment: Experiment, options: object, sweep: SweepOptions) -> SweepReport:
+def _run(
+    experiment: Experiment, options: object, sweep: SweepOptions, *, quick: bool
+) -> SweepReport:
     with RayCluster(sweep.ray) if sweep.ray else contextlib.nullcontext() as cluster:
         report = run_sweep(
             experiment,
             options,
-            out=_folder(sweep),
+            out=_folder(sweep.out, quick),
             jobs=sweep.jobs,
             fresh=sweep.fresh,
             cluster=cluster,
@@ -228,11 +237,11 @@ def _run(experiment: Experiment, options: object, sweep: SweepOptions) -> SweepR
 
 
 def _print_options(arguments: list[str]) -> None:
-    """After an error in the command line: every option that its command knows."""
+    """After an error in the command line, list the options of its command."""
     names: list[str] = []
     match arguments:
         case ["run", *_] if experiment := _named(arguments):
-            for options in (SweepOptions, type(experiment.options)):
+            for options in (RunOptions, type(experiment.options)):
                 names += [
                     f"no-{field.name}" if field.default is True else field.name
                     for field in dataclasses.fields(options)
@@ -240,7 +249,7 @@ def _print_options(arguments: list[str]) -> None:
         case ["plot", *_]:
             names += ["quick", "out"]
         case ["reproduce", *_]:
-            names += [*vars(SweepOptions()), "full"]
+            names += [*vars(SweepOptions()), "quick", "full"]
         case ["report", *_]:
             names += inspect.signature(_report).parameters
     if names:
@@ -248,5 +257,5 @@ def _print_options(arguments: list[str]) -> None:
         print(f"options here: {flags}", file=sys.stderr)
 
 
-def _folder(sweep: SweepOptions) -> Path:
-    return sweep.out or (_QUICK_RESULTS if sweep.quick else _RESULTS)
+def _folder(out: Path | None, quick: bool) -> Path:
+    return out or (_QUICK_RESULTS if quick else _RESULTS)

@@ -29,7 +29,8 @@ log = logging.getLogger("experiments")
 log.setLevel(logging.INFO)
 
 _ASSEMBLE_EVERY_S = 2.0
-_MOST_TOLD = 10
+_MOST_LISTED = 10
+"""Failed cells, or wrong rows, that the console lists."""
 
 
 class OptionsError(ValueError):
@@ -47,8 +48,8 @@ class SweepReport:
     """Cells that this run finished."""
     unavailable: Counter[str] = field(default_factory=Counter)
     """Reasons why cells could not run here, and how many."""
-    failed: Counter[str] = field(default_factory=Counter)
-    """Errors of the cells that failed, and how many."""
+    failed: list[str] = field(default_factory=list)
+    """Each cell that failed, with its error."""
     wrong: list[str] = field(default_factory=list)
     """Rows, of this run or an earlier one, whose check failed: their ``passed`` is False."""
     figures: list[Path] = field(default_factory=list)
@@ -56,7 +57,7 @@ class SweepReport:
 
     def __str__(self) -> str:
         """What became of how many cells, and how long it took."""
-        absent, failed = self.unavailable.total(), self.failed.total()
+        absent, failed = self.unavailable.total(), len(self.failed)
         left = self.cells - self.reused - self.finished - absent - failed
         counts = {"absent": absent, "FAILED": failed, "rows WRONG": len(self.wrong), "left": left}
         told = "".join(f", {count} {what}" for what, count in counts.items() if count > 0)
@@ -231,8 +232,18 @@ class _Sweep:
             self.report.unavailable[outcome.message] += 1
             log.info("absent: %s: %s", cell, outcome.message)
         else:
-            self.report.failed[outcome.message] += 1
+            self.report.failed.append(f"{self._name(outcome.key)}: {outcome.message}")
             log.info("failed: %s: %s\n%s", cell, outcome.message, outcome.details)
+
+    def _name(self, key: str) -> str:
+        """The fields of a cell in which it differs from others of the grid."""
+        cells = [identity(cell) for cell in self.cells.values()]
+        values = {
+            name: value
+            for name, value in identity(self.cells[key]).items()
+            if any(cell.get(name) != value for cell in cells)
+        }
+        return ", ".join(f"{name}={_short(value)}" for name, value in values.items()) or "the cell"
 
     def assemble(self) -> None:
         """rows.csv in the order of the grid, and environment.json of the runs that made the rows.
@@ -257,7 +268,7 @@ class _Sweep:
                 **newest,
                 "inputs": [{"file": name, "sha256": sha256} for name, sha256 in sorted(files)],
                 "unavailable_cells": dict(sorted(self.report.unavailable.items())),
-                "failed_cells": self.report.failed.total(),
+                "failed_cells": len(self.report.failed),
                 "failed_checks": len(self._wrong()),
                 "earlier_runs": earlier,
             }
@@ -272,18 +283,24 @@ class _Sweep:
         ]
 
     def summarise(self) -> None:
-        """Tell, on the console too, what is absent, failed or wrong."""
+        """Log what is absent, failed or wrong; the console shows it too."""
         self.report.wrong = self._wrong()
-        for row in self.report.wrong[:_MOST_TOLD]:
-            log.error("wrong: %s", row)
-        if len(self.report.wrong) > _MOST_TOLD:
-            log.error("wrong: %d rows more", len(self.report.wrong) - _MOST_TOLD)
+        for what, cases in (("wrong", self.report.wrong), ("failed", self.report.failed)):
+            for case in cases[:_MOST_LISTED]:
+                log.error("%s: %s", what, case)
+            if len(cases) > _MOST_LISTED:
+                log.error("%s: %d more", what, len(cases) - _MOST_LISTED)
         for reason, count in self.report.unavailable.items():
             log.warning("absent (%d): %s", count, reason)
-        for error, count in self.report.failed.items():
-            log.error("failed (%d of %d cells): %s", count, len(self.cells), error)
         if self.report.failed:
             log.error("tracebacks: %s", self.store.folder / "sweep.log")
+
+
+def _short(value: Any) -> str:
+    """A field of a cell as text; of a file or a trace its name."""
+    while isinstance(value, dict):
+        value = value.get("file") or value.get("name") or str(value)
+    return str(value)
 
 
 def _command() -> list[str]:

@@ -65,7 +65,7 @@ def test_the_help_of_an_experiment_shows_the_options_that_an_error_names(name, c
     shown = capsys.readouterr().out
     *_, known = refused("run", name, "--no-such-option").splitlines()
     options = re.findall(r"--[\w-]+", known)
-    assert len(options) == len(vars(EXPERIMENTS[name].options)) + len(vars(cli.SweepOptions()))
+    assert len(options) == len(vars(EXPERIMENTS[name].options)) + len(vars(cli.RunOptions()))
     assert set(options) <= set(re.findall(r"--[\w-]+", shown))
 
 
@@ -84,6 +84,13 @@ def test_what_cannot_be_done_is_refused_with_the_reason(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRACES_DIR", "/no/such/folder")
     assert message in refused(*words.split())
+
+
+def test_the_help_of_reproduce_says_which_grid_is_the_default(capsys):
+    assert cli.main(["reproduce", "--help"]) == 0
+    shown = " ".join(re.sub("[│─]", " ", capsys.readouterr().out).split())
+    assert re.search(r"--quick The small grids, [^-]* \(default\)", shown)
+    assert re.search(r"--full The full grids. \(default: False\)", shown)
 
 
 def test_the_help_names_every_command(capsys):
@@ -160,10 +167,11 @@ def test_a_folder_that_another_sweep_holds_is_refused_by_name(tiny_line, folder)
     assert "4 cells, 4 run" in tiny_line("run tiny").out, "the lock is free again"
 
 
-def test_a_failing_cell_makes_the_run_fail_and_the_rest_is_kept(tiny_line, folder):
-    printed = tiny_line("run tiny", status=1, raises=[1])
-    assert "3 run, 0 finished earlier, 1 FAILED" in printed.out
-    assert "failed (1 of 4 cells): RuntimeError: this cell raises" in printed.err
+def test_a_failing_cell_is_named_and_the_rest_is_kept(tiny_line, folder):
+    printed = tiny_line("run tiny", status=1, raises=[1, 2])
+    assert "2 run, 0 finished earlier, 2 FAILED" in printed.out
+    for number in (1, 2):
+        assert f"failed: number={number}: RuntimeError: this cell raises\n" in printed.err
     assert "Traceback" not in printed.err
     assert "tracebacks: results/tiny/cpu/sweep.log" in printed.err
     assert "Traceback" in (folder / "sweep.log").read_text()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +33,16 @@ def test_names_what_a_result_depends_on_and_files_without_their_folders(describe
     )
     for folder in (os.getcwd(), os.path.expanduser("~"), "/data"):
         assert folder not in str(described)
+
+
+RESULTS = Path(__file__).parents[2] / "results"
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*/*/environment.json")), ids=lambda path: path.parts[-3])
+def test_published_tables_come_from_clean_commits(path):
+    environment = json.loads(path.read_text())
+    for run in (environment, *environment["earlier_runs"]):
+        assert run["dirty"] is False, f"measure {path.parent} again from a clean commit"
 
 
 @pytest.fixture

@@ -102,7 +102,7 @@ def test_an_input_is_known_by_name_and_content_not_by_its_folder(run, tmp_path, 
 
 def test_a_cell_that_raises_is_reported_and_tried_again_the_next_time(run, folder, journal):
     report = run({"raises": [1]})
-    assert report.failed == {"RuntimeError: this cell raises": 1}
+    assert report.failed == ["number=1: RuntimeError: this cell raises"]
     assert report.finished == 3
     assert list(table(folder)["number"].unique()) == [0, 2, 3]
     assert environment(folder)["failed_cells"] == 1
