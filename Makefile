@@ -1,4 +1,5 @@
-# The commands of the README.  Each makes .venv from requirements.txt when it is missing or outdated.
+# The commands of the README.  Each makes .venv when it is missing or outdated: the packages of
+# requirements.txt, and this repository in editable mode, so that `pagelab` works in any folder.
 
 PYTHON ?= python3
 VENV := .venv
@@ -28,7 +29,8 @@ clean:
 	rm -rf $(VENV) docs/api results/quick .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(INSTALLED): requirements.txt
+$(INSTALLED): requirements.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile --requirement requirements.txt
+	$(BIN)/python -m pip install --quiet --no-deps --editable .
 	touch $@

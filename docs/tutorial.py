@@ -175,10 +175,10 @@ def _prefix_caching() -> Iterator[tuple[str, str]]:
     yield "4-free", story.picture()
     c = story.start("C", [*range(12), *range(50, 67)])
     yield "5-revival", story.picture()
-    d = story.start("D", range(70, 75))
+    d = story.start("D", range(80, 85))
     yield "6-eviction", story.picture()
     try:
-        story.decode(c, 67, 68, 69, 20)
+        story.decode(c, 67, 68, 69, 70)
     except cache.OutOfBlocks:  # the scheduler's answer: the youngest gives up its blocks
         story.free(d)
         story.append(c)

@@ -1,7 +1,5 @@
 """What happened to every block, in order: for figures of lifetimes, reuse and usage."""
 
-from __future__ import annotations
-
 import bisect
 import itertools
 from collections.abc import Callable, Hashable, Iterable

@@ -1,7 +1,5 @@
 """What a request returns."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -31,3 +31,6 @@ def test_a_log_without_evictions_can_be_drawn(tmp_path):
     manager.allocate(cache.Sequence(0, range(5)))
     figure = block_lives.draw(log, 9)
     assert [line.get_ydata()[-1] for line in figure.axes[0].lines] == [3, 9]
+    assert [[text.get_text() for text in axis.texts] for axis in figure.axes] == [
+        [], ["no evictions"], ["no hits"],
+    ]  # fmt: skip

@@ -34,3 +34,10 @@ def test_the_pictures_tell_the_worked_examples():
     assert numbers_beside(pictures["5-revival"], "C, 29 tokens") == [0, 1, 2, 6, 4, 7, 8, 9]
     assert numbers_beside(pictures["12-promotion"], "H, 8 tokens") == [0, 1]
     assert "block 1 to 2" in pictures["10-copy-on-write"]
+
+
+def test_the_33rd_token_of_c_follows_its_32nd():
+    picture = ElementTree.fromstring(tutorial.pictures()["7-preemption"])
+    texts = [element.text for element in picture.iter()]
+    assert {"68 69", "70"} <= set(texts)
+    assert "20" not in texts

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -25,6 +27,15 @@ def refused(capsys):
         return capsys.readouterr().err
 
     return refused
+
+
+def test_make_installs_the_command_for_use_in_any_folder():
+    repository = Path(__file__).parents[2]
+    project = tomllib.loads((repository / "pyproject.toml").read_text())
+    assert project["project"]["scripts"] == {"pagelab": "experiments.cli:main"}
+    installed = project["tool"]["setuptools"]["packages"]["find"]["include"]
+    assert {"cache*", "experiments*", "kernels*", "models*"} == set(installed)
+    assert "pip install --quiet --no-deps --editable ." in (repository / "Makefile").read_text()
 
 
 def test_list_shows_every_experiment_its_figure_and_whether_it_can_run(capsys):
