@@ -1,4 +1,4 @@
-"""What a result depends on besides the code: recorded beside every table."""
+"""The environment of a run, recorded beside every table."""
 
 from __future__ import annotations
 
@@ -34,8 +34,6 @@ def cuda_available() -> bool:
 
 def describe(experiment: Experiment, command: list[str]) -> dict[str, Any]:
     """The environment of one run, with no path of this machine in it."""
-    import torch
-
     commit, dirty = _git_state()
     return {
         "command": " ".join(map(_without_folders, command)),
@@ -53,8 +51,15 @@ def describe(experiment: Experiment, command: list[str]) -> dict[str, Any]:
             ),
         },
         "gpu": _gpus(),
-        "cuda": torch.version.cuda if experiment.gpu != "unused" else None,
+        "cuda": _cuda_version() if experiment.gpu != "unused" else None,
     }
+
+
+def _cuda_version() -> str | None:
+    """The CUDA version of PyTorch, whose import takes seconds."""
+    import torch
+
+    return torch.version.cuda
 
 
 def _without_folders(argument: str) -> str:
@@ -65,8 +70,10 @@ def _without_folders(argument: str) -> str:
 
 
 def _git_state() -> tuple[str | None, bool | None]:
-    """Commit and whether files other than results differ from it; None outside a repository, where
-    PAGELAB_COMMIT may name the commit of the copy."""
+    """Commit, and whether files other than results differ from it.
+
+    Outside a repository: PAGELAB_COMMIT, if set, and None.
+    """
 
     def git(*arguments: str) -> str:
         return subprocess.run(

@@ -9,7 +9,10 @@ one by Ray; its result arrives once or not at all, and only the driver writes to
 from __future__ import annotations
 
 import dataclasses
+import os
 import socket
+import stat
+import tempfile
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +20,6 @@ from typing import Any
 
 from experiments.harness.environment import describe, device_slug
 from experiments.harness.experiment import Experiment, InputFile, input_files, with_files
-from experiments.harness.private_folder import private_folder
 from experiments.harness.store import write_atomically
 from experiments.harness.workers import Outcome, Task, execute
 
@@ -164,3 +166,23 @@ def _execute(task: Task, files: list[InputFile], *contents: bytes) -> Outcome:
             write_atomically(path, content)
         local[file] = InputFile(path, file.sha256)
     return execute(dataclasses.replace(task, cell=with_files(task.cell, local.__getitem__)))
+
+
+def private_folder(name: str) -> Path:
+    """The folder ``name`` of this user in the temporary directory, with mode 0700.
+
+    Raises PermissionError if another user owns it or can change it.
+    """
+    home = Path(tempfile.gettempdir()) / f"pagelab-{os.getuid()}"
+    home.mkdir(mode=0o700, exist_ok=True)
+    status = home.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise PermissionError(f"{home}: needs to be a folder, no link")
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise PermissionError(
+            f"{home}: belongs to user {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}; "
+            f"needs user {os.getuid()}, mode 700"
+        )
+    folder = home / name
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder

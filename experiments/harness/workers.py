@@ -1,9 +1,9 @@
 """Runs tasks in worker processes of this machine.
 
-An executor is a function from tasks to a generator of their outcomes, in any order; it touches no
-file, and closing the generator ends what still runs.  This one spawns its workers (a fork of a
-process with torch's or numba's threads may hang) and gives each the tasks of one group after the
-other, so that what they share is set up once.
+An executor is a function from tasks to a generator of their outcomes, in any order.  It touches no
+file, and closing the generator ends the tasks that still run.  This one spawns its workers (a fork
+of a process with threads of torch or numba may hang) and gives each worker the tasks of one group
+after the other, so that shared data are set up once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from experiments.harness.grid import Options
 from experiments.harness.provenance import Code, imported_code
 
 _TIME_TO_END = 10.0
-"""Seconds that an idle process may take."""
+"""Seconds an idle process may take to end before it is killed."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a task."""
+    """The result of a task."""
 
     key: str
     status: Literal["finished", "unavailable", "failed"]
@@ -53,7 +53,7 @@ class Outcome:
     """The traceback of a failure."""
     seconds: float
     code: Code = field(default_factory=dict)
-    """What its result depends on besides the cell."""
+    """The code that the result depends on."""
 
 
 Executor = Callable[[Sequence[Task]], Generator[Outcome]]
@@ -88,76 +88,35 @@ def _plain(rows: Any) -> list[dict[str, Any]]:
 
 def run_locally(tasks: Sequence[Task], *, jobs: int) -> Generator[Outcome]:
     """Run ``tasks`` in up to ``jobs`` processes, which end with the generator."""
-    with Workers(min(jobs, len(tasks))) as workers:
-        yield from workers(tasks)
-
-
-class Workers:
-    """An executor of ``jobs`` processes that go on from sweep to sweep, with all that is set up in
-    them.
-
-    deadline: when ``time.monotonic`` reaches it no task begins, and those that run are given up;
-    they and the remaining tasks have no outcome.  limit_s: seconds after which a task is given up
-    as failed: a kernel may never end.  A context manager, which ends the processes.
-    """
-
-    def __init__(
-        self, jobs: int = 1, deadline: float = float("inf"), limit_s: float = float("inf")
-    ) -> None:
-        self.jobs, self.deadline, self.limit_s = jobs, deadline, limit_s
-        self._workers: list[_Worker] = []
-
-    def __enter__(self) -> Workers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.end()
-
-    def end(self) -> None:
-        """End the processes, which gives up what they hold; later tasks get fresh ones."""
-        while self._workers:
-            self._workers.pop().stop()
-
-    def __call__(self, tasks: Sequence[Task]) -> Generator[Outcome]:
-        if any(worker.task for worker in self._workers):
-            self.end()  # a sweep was left while it ran
-        waiting = _Waiting(tasks)
-        self._give(waiting)
-        while busy := [worker for worker in self._workers if worker.task]:
-            limits = [worker.given_at + self.limit_s for worker in busy]
-            until = min(self.deadline, *limits)
-            timeout = None if until == float("inf") else max(0.0, until - time.monotonic())
-            ready = wait([worker.connection for worker in busy], timeout)
-            if not ready and time.monotonic() >= self.deadline:
-                self.end()
-            for worker, limit in zip(busy, limits, strict=True):
-                if worker.connection in ready:
-                    outcome = worker.take_outcome()
-                elif self._workers and time.monotonic() >= limit:
-                    outcome = worker.give_up(f"TimeoutError: no result after {self.limit_s:g} s")
-                else:
-                    continue
+    jobs = min(jobs, len(tasks))
+    threads = max(1, len(os.sched_getaffinity(0)) // max(1, jobs))
+    waiting, workers = _Waiting(tasks), []
+    try:
+        while waiting.groups or any(worker.task for worker in workers):
+            while waiting.groups and len(workers) < jobs:
+                workers.append(_Worker(threads))
+            for worker in workers:
+                if worker.task is None and waiting.groups:
+                    others = [w.group for w in workers if w is not worker and w.group is not None]
+                    worker.give(waiting.take(worker.group or (), others))
+            busy = {worker.connection: worker for worker in workers if worker.task}
+            for connection in wait(list(busy)):
+                worker = busy[connection]
+                outcome = worker.take_outcome()
                 if _is_spent(worker, outcome):
                     worker.stop()
-                    self._workers.remove(worker)
+                    workers.remove(worker)
                 yield outcome
-            self._give(waiting)
-
-    def _give(self, waiting: _Waiting) -> None:
-        """A task to each process that has none, as long as there are any."""
-        threads = max(1, len(os.sched_getaffinity(0)) // max(1, self.jobs))
-        for number in range(self.jobs):
-            if not waiting.groups or time.monotonic() >= self.deadline:
-                return
-            if number == len(self._workers):
-                self._workers.append(_Worker(threads))
-            if self._workers[number].task is None:
-                self._workers[number].give(waiting.take(self._workers[number], self._workers))
+    finally:
+        for worker in workers:
+            worker.stop()
 
 
 def _is_spent(worker: _Worker, outcome: Outcome) -> bool:
-    """Whether the process can run no further task: it is dead, or its CUDA context is, in which
-    every call fails after one that went wrong on the device."""
+    """Whether the process can run no further task: it is dead, or its CUDA context is.
+
+    After an error on the device every later CUDA call of the process fails.
+    """
     return not worker.alive or (outcome.status == "failed" and "CUDA" in outcome.message)
 
 
@@ -169,17 +128,19 @@ class _Waiting:
         for task in reversed(tasks):
             self.groups.setdefault(task.cell.group, []).append(task)
 
-    def take(self, worker: _Worker, workers: list[_Worker]) -> Task:
-        """The best next task of ``worker``: of its own group, else of the group that is most like
-        its own and least like those of the others, else of the longest group."""
-        others = [w.group for w in workers if w is not worker and w.group is not None]
+    def take(self, own: tuple[str, ...], others: list[tuple[str, ...]]) -> Task:
+        """The best next task of a worker whose last group is ``own``.
+
+        From its own group, else from the group most like its own and least like the ``others``
+        of other workers, else from the longest group.
+        """
 
         def fitness(group: tuple[str, ...]) -> tuple[int, ...]:
             untouched = group not in others
-            like_own = _common(group, worker.group or ())
+            like_own = _common(group, own)
             like_others = max((_common(group, other) for other in others), default=0)
             rest = (like_own, -like_others) if untouched else (len(self.groups[group]), 0)
-            return (group == worker.group, untouched, *rest)
+            return (group == own, untouched, *rest)
 
         group = max(reversed(self.groups), key=fitness)
         task = self.groups[group].pop()
@@ -203,7 +164,7 @@ class _Worker:
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, threads))
         self.process.start()
-        theirs.close()  # so that its death is seen as the end of the pipe
+        theirs.close()  # so that the worker's death closes the pipe
         self.task: Task | None = None
         self.group: tuple[str, ...] | None = None
         self.alive = True
@@ -212,27 +173,25 @@ class _Worker:
     def give(self, task: Task) -> None:
         self.task, self.group = task, task.cell.group
         self.given_at = time.monotonic()
-        with contextlib.suppress(BrokenPipeError):  # take_outcome sees it and tells
+        with contextlib.suppress(BrokenPipeError):  # take_outcome reports it
             self.connection.send_bytes(pickle.dumps(task))
 
     def take_outcome(self) -> Outcome:
         """The outcome of its task; a failure if the process has died."""
         try:
-            outcome, self.task = self.connection.recv(), None
-            return outcome
+            outcome = self.connection.recv()
         except (EOFError, ConnectionResetError):
             self.process.join()
-            return self.give_up(f"its worker process died with exit code {self.process.exitcode}")
-
-    def give_up(self, message: str) -> Outcome:
-        """The failure of its task, after which the process serves no other."""
-        task, self.task, self.alive = self.task, None, False
-        seconds = time.monotonic() - self.given_at
-        return Outcome(task.key, "failed", [], message, "", seconds)
+            self.alive = False
+            message = f"its worker process died with exit code {self.process.exitcode}"
+            seconds = time.monotonic() - self.given_at
+            outcome = Outcome(self.task.key, "failed", [], message, "", seconds)
+        self.task = None
+        return outcome
 
     def stop(self) -> None:
-        """End it: at once while it has a task, else when it has given back what it holds."""
-        self.connection.close()  # the end of what an idle process reads
+        """End the process: at once if it has a task, else after it has released its resources."""
+        self.connection.close()  # an idle process reads the end of the pipe
         if self.alive and self.task is None:
             self.process.join(_TIME_TO_END)
         self.process.kill()
@@ -240,9 +199,9 @@ class _Worker:
 
 
 def _serve(connection: Connection, threads: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the sweep's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the sweep handles Ctrl-C
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    # PyTorch takes the largest that is set, so one that the user sets has to be that of all.
+    # PyTorch takes the largest of these, so a value that the user sets must count for all.
     limit = os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     for variable in ("MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
         os.environ.setdefault(variable, limit)
@@ -255,6 +214,6 @@ def _serve(connection: Connection, threads: int) -> None:
 
 
 def _end_with_parent() -> None:
-    """A killed sweep must not leave workers that compute for nobody."""
+    """Exit when the sweep is gone, so that a killed sweep leaves no worker running."""
     multiprocessing.parent_process().join()
     os._exit(1)

@@ -5,7 +5,7 @@ import tempfile
 
 import pytest
 
-from experiments.harness.private_folder import private_folder
+from experiments.harness.ray_cluster import private_folder
 
 
 @pytest.fixture

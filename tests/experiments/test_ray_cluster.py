@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
+import threading
 from pathlib import Path
 
 import pandas as pd
@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture
 def cluster(tmp_path, monkeypatch):
-    """A head node without a core and two nodes of one core each, told to journal what they run."""
+    """A head node without a core and two nodes of one core each, whose cells write a journal."""
     from ray.cluster_utils import Cluster
 
     behaviour = {"journal": str(tmp_path / "journal"), "sleep": 1.0}
@@ -49,21 +49,30 @@ def cluster(tmp_path, monkeypatch):
         cluster.shutdown()
 
 
-def test_a_node_dies_and_no_cell_is_lost_or_doubled(command_line, cluster, journal, tmp_path):
+def test_a_node_dies_and_no_cell_is_lost_or_doubled(
+    tiny, cluster, journal, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "EXPERIMENTS", tiny.EXPERIMENTS)
     data = tmp_path / "data.txt"
     data.write_text("every cell reads this")
     folder = tmp_path / "results" / "tiny" / "cpu"
-    run = ("run", "tiny", "--cells", 5, "--file", data)
-    process = command_line.start(*run, "--ray", cluster.address, tiny={})
-    deadline = time.monotonic() + 900
-    while len(list(folder.glob(".cells/*.json"))) < 2:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    cluster.remove_node(cluster.workers.pop(), allow_graceful=False)
-    output, errors = process.communicate(timeout=900)
-    assert process.returncode == 0, output + errors
-    assert "5 cells, 5 run" in output
+    run = ["run", "tiny", "--cells", "5", "--file", str(data)]
+    ended = threading.Event()
+
+    def kill_a_node() -> None:
+        while len(list(folder.glob(".cells/*.json"))) < 2 and not ended.wait(0.05):
+            pass
+        cluster.remove_node(cluster.workers.pop(), allow_graceful=False)
+
+    killer = threading.Thread(target=kill_a_node)
+    killer.start()
+    try:
+        assert cli.main([*run, "--ray", cluster.address]) == 0
+    finally:
+        ended.set()
+        killer.join()
+    assert "5 cells, 5 run" in capsys.readouterr().out
 
     rows = pd.read_csv(folder / "rows.csv")
     assert list(rows["number"]) == [n for n in range(5) for _ in "ab"]
@@ -73,7 +82,8 @@ def test_a_node_dies_and_no_cell_is_lost_or_doubled(command_line, cluster, journ
     assert environment["commit"] == describe(EXPERIMENTS["eviction"], [])["commit"]
 
     # Nothing is left to do, here or there.
-    assert "0 run, 5 finished earlier" in command_line(*run, tiny={}).stdout
+    assert cli.main(run) == 0
+    assert "0 run, 5 finished earlier" in capsys.readouterr().out
 
 
 def test_no_cluster_at_the_address(capsys):
