@@ -3,11 +3,9 @@ from __future__ import annotations
 import pytest
 
 from cache.blocks.pool import BlockPool
-from cache.policies import POLICIES, make_policy
 from cache.policies.base import EvictionPolicy
 from cache.policies.lru import LRU
 
-ONLINE_POLICIES = sorted(name for name, policy in POLICIES.items() if not policy.needs_future)
 A, B, C, D, E, F = (bytes([i]) * 16 for i in range(6))
 
 
@@ -129,39 +127,6 @@ def test_a_policy_that_gives_up_what_it_must_not_is_named(victims, wrong):
     policy.evict_many = lambda count: victims
     with pytest.raises(RuntimeError, match=rf"'Careless': evict\(\) gave {wrong}, not a released"):
         pool.allocate(3)
-
-
-@pytest.mark.parametrize("queue_uncached", [False, True])
-def test_a_reset_keeps_the_order_of_the_free_blocks(queue_uncached):
-    pool = pool_of(7, queue_uncached=queue_uncached)
-    held = cached(pool, A, B, C)
-    pool.free([*pool.allocate(2)])  # 5 and 6 stay fresh
-    pool.free(held)
-    order = list(pool.free_blocks())
-    pool.reset_prefix_cache()
-    pool.check_invariants()
-    assert pool.lookup([A]) == []
-    assert list(pool.free_blocks()) == order
-    assert pool.allocate(7) == order
-
-
-@pytest.mark.parametrize("queue_uncached", [False, True])
-@pytest.mark.parametrize("policy", ONLINE_POLICIES)
-def test_content_comes_back_after_a_reset(policy, queue_uncached):
-    """The keys that a policy holds are unique, also after the pool has forgotten them."""
-    pool = pool_of(3, make_policy(policy), queue_uncached=queue_uncached)
-    for _ in range(3):
-        tables = [cached(pool, A), cached(pool, A)]
-        for table in tables:
-            pool.free(table)
-        pool.check_invariants()
-        pool.reset_prefix_cache()
-        pool.check_invariants()
-        assert pool.num_free_blocks == len(list(pool.free_blocks())) == 3
-        for contents in ([A], [A, B], [C, D, E], [A, B, C]):
-            pool.free(cached(pool, *contents))
-            pool.check_invariants()
-        pool.reset_prefix_cache()
 
 
 DAMAGES = {

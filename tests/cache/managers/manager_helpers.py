@@ -8,11 +8,12 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 
-from cache import CacheManager, Sequence, make_manager
+from cache import POLICIES, CacheManager, Sequence, make_manager
 from cache.managers import MANAGERS
 
 NAMES = sorted(MANAGERS)
 CACHING = [name for name in NAMES if MANAGERS[name].prefix_caching]
+ONLINE_POLICIES = sorted(name for name, policy in POLICIES.items() if not policy.needs_future)
 FORKING = [name for name in NAMES if MANAGERS[name].can_fork]
 
 

@@ -25,12 +25,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from manager_helpers import state_of
 
-from cache import POLICIES, AllocStatus, EventLog, OutOfBlocks, Sequence
+from cache import AllocStatus, EventLog, OutOfBlocks, Sequence
 from cache.managers.base import GIVEN_BACK
 
 TOKENS = st.integers(0, 1)
 BLOCK_SIZES = st.sampled_from([1, 2, 3, 4, 16])
-ONLINE_POLICIES = sorted(name for name, policy in POLICIES.items() if not policy.needs_future)
 
 
 @dataclass

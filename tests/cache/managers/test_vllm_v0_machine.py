@@ -8,8 +8,8 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
-from manager_helpers import manager_of, state_of
-from manager_machine import ONLINE_POLICIES, Live, ManagerMachine
+from manager_helpers import ONLINE_POLICIES, manager_of, state_of
+from manager_machine import Live, ManagerMachine
 
 from cache import AllocStatus, OutOfBlocks
 

@@ -10,7 +10,7 @@ import time
 
 import manager_helpers
 import pytest
-from manager_helpers import cached, grow, lines_run, started, used
+from manager_helpers import ONLINE_POLICIES, cached, grow, lines_run, started, used
 
 from cache import OutOfBlocks, Sequence, make_workload, simulate
 from cache.managers.base import GIVEN_BACK
@@ -195,6 +195,37 @@ def test_a_window_finds_the_end_of_a_prefix():
     assert manager.block_table(seq)[:6] == blocks
     manager.free(seq)
     manager.check_invariants()
+
+
+@pytest.mark.parametrize("queue_uncached", [False, True])
+def test_a_reset_keeps_the_order_of_the_free_queue(queue_uncached):
+    manager = manager_of(9, queue_uncached=queue_uncached)
+    first, second = started(manager, 0, range(14)), started(manager, 1, range(50, 57))
+    manager.free(first)
+    manager.free(second)
+    order = free_queue(manager)
+    assert manager.reset_prefix_cache()
+    assert free_queue(manager) == order
+    assert manager.block_table(started(manager, 2, range(36))) == order
+
+
+@pytest.mark.parametrize("queue_uncached", [False, True])
+@pytest.mark.parametrize("policy", ONLINE_POLICIES)
+def test_content_comes_back_after_a_reset(policy, queue_uncached):
+    """A policy holds no key of what the pool has forgotten."""
+    manager = manager_of(3, 1, policy=policy, queue_uncached=queue_uncached)
+    for _ in range(3):
+        twins = [Sequence(i, [0]) for i in range(2)]
+        for seq in twins:
+            manager.allocate_slots(seq, 1)
+        for seq in twins:
+            manager.free(seq)
+        assert manager.reset_prefix_cache()
+        manager.check_invariants()
+        assert manager.num_free_blocks == len(free_queue(manager)) == 3
+        for tokens in ([0], [0, 1], [2, 3, 4], [0, 1, 2]):
+            used(manager, "again", tokens)
+        assert manager.reset_prefix_cache()
 
 
 def test_a_window_gives_back_before_it_takes():
