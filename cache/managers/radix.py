@@ -21,39 +21,39 @@ from cache.policies.base import EvictionPolicy, listener
 
 @dataclass(slots=True, eq=False)
 class _Table(Table):
-    """The blocks of one sequence: first those of the tree, then its own."""
+    """The blocks of one sequence: blocks of the tree, then its own."""
 
     blocks: array = field(default_factory=partial(array, "i"))
     node: RadixNode | None = None  # where the blocks of the tree end; locked
     num_in_tree: int = 0
-    num_prompt_tokens: int = 0  # what was there before it decoded
+    num_prompt_tokens: int = 0  # tokens when it was admitted
 
 
 class Radix(CacheManager):
-    """Prefix caching by a radix tree over blocks (SGLang, NeurIPS 2024; ``RadixCache``).
+    """Prefix caching by a radix tree over blocks (``RadixCache`` of SGLang, NeurIPS 2024).
 
-    * A prompt follows the tree as far as it goes, at most to its last token but one, and locks that
-      path.  If too few blocks are free, leaves that nobody has locked are evicted, whole, the
-      policy choosing among them; their parents may be the next.
-    * The full blocks of a prompt enter the tree when they are allocated (SGLang: when the step that
-      computes them is over), so that equal prompts of one step share them.  Blocks that decoding
-      fills enter when the sequence is freed; those that the tree has by then are given up.
-      Tables only grow: a block that two sequences have computed side by side is kept by both until
-      one is freed.
-    * The tokens are compared, nothing is hashed.  The LoRA adapter, the salt and multi-modal inputs
-      are part of the path from the block in which they begin.
-    * ``fork`` shares the blocks that are not in the tree by reference counts, and the first append
-      to a shared, partly filled block copies it (SGLang runs samples as requests of their own that
-      meet in the tree).  Of blocks that two sequences share in this way the last to be freed brings
-      them into the tree.
+    * A prompt follows the tree as far as it matches, at most to its last token but one, and locks
+      that path.  If too few blocks are free, unlocked leaves are evicted whole, chosen by the
+      policy; their parents may be the next.
+    * The full blocks of a prompt enter the tree when they are allocated, so that equal prompts of
+      one step share them.  Blocks filled by decoding enter when the sequence is freed; duplicates
+      of blocks in the tree are freed.  Tables only grow: two sequences that compute the same block
+      side by side both keep it until one is freed.
+    * Tokens are compared, nothing is hashed.  The LoRA adapter, the salt and multi-modal inputs are
+      part of the path from the block in which they begin.
+    * ``fork`` shares the blocks outside the tree by reference counts.  The first append to a
+      shared, partly filled block copies it.  The last of the sharing sequences to be freed brings
+      these blocks into the tree.
 
-    ``policy`` ranks nodes, not blocks.  One that is a plain function of a block's history (``lru``,
-    ``lfu``, ``fifo``, ``mru``, ``gdsf``, a user's ``PriorityPolicy``) sees the history of the node,
-    as SGLang's strategies do; any other is told of a node as of its last block, which is in use for
-    as long as the node is locked or has children.
+    docs/deviations.md lists the differences from SGLang.
 
-    ``event_log`` is told what happens to every block; contents are named by chained hashes, which
-    are computed for the log alone.
+    ``policy`` ranks nodes, not blocks.  A function of a block's history (``lru``, ``lfu``,
+    ``fifo``, ``mru``, ``gdsf``, a user's ``PriorityPolicy``) gets the history of the node, as
+    SGLang's strategies do.  Any other policy sees a node as its last block, which is in use while
+    the node is locked or has children.
+
+    ``event_log`` records what happens to every block.  Contents are named by chained hashes, which
+    are computed for the log only.
     """
 
     name = "radix"
@@ -83,11 +83,11 @@ class Radix(CacheManager):
             )
         self.tree = RadixTree(self.block_size, as_policy(policy), self.num_blocks)
         self._listener = listener(self.tree.policy) and self.tree.tell
-        self._num_fresh = self.num_blocks  # never handed out: the highest ids
+        self._num_fresh = self.num_blocks  # never used: the highest ids
         self._free = array("i")  # a stack
-        self._extra_users: Counter[int] = Counter()  # of blocks that forks share outside the tree
+        self._extra_users: Counter[int] = Counter()  # blocks outside the tree shared by forks
         self._log_hasher = BlockHasher("xxh3_128", self.block_size)
-        self._contents: dict[int, bytes] = {}  # of the blocks in the tree, while there is a log
+        self._contents: dict[int, bytes] = {}  # block in the tree -> hash; filled for the log
 
     @property
     def num_free_blocks(self) -> int:
@@ -193,7 +193,7 @@ class Radix(CacheManager):
         self._contents.clear()
 
     def _publish(self, table: _Table, end: int) -> None:
-        """Bring the full blocks of a prompt into the tree, unless it has their content already."""
+        """Insert the full blocks of a prompt, unless the tree has their content already."""
         filled = self._own_full_blocks(table, end)
         if not filled:
             return
@@ -205,7 +205,7 @@ class Radix(CacheManager):
             table.num_in_tree += len(filled)
 
     def _own_full_blocks(self, table: _Table, end: int) -> array:
-        """Full blocks of ``end`` tokens after those of the tree, up to one that a fork shares."""
+        """Full blocks before ``end`` and outside the tree, up to the first that a fork shares."""
         if not self.enable_prefix_caching:
             return array("i")
         filled = table.blocks[table.num_in_tree : end // self.block_size]
@@ -216,7 +216,7 @@ class Radix(CacheManager):
         return filled
 
     def _take(self, count: int) -> array:
-        """Remove ``count`` blocks, which there are, from the free ones."""
+        """Take ``count`` of the free blocks, of which there are enough."""
         first = self.num_blocks - self._num_fresh
         blocks = array("i", range(first, first + min(count, self._num_fresh)))
         self._num_fresh -= len(blocks)
@@ -236,7 +236,7 @@ class Radix(CacheManager):
         return blocks
 
     def _give_back(self, blocks: array) -> None:
-        """Remove a user from blocks that are not in the tree."""
+        """Remove a user from ``blocks``, which are outside the tree."""
         if self._extra_users:
             last_users = array("i")
             for block in blocks:
@@ -251,14 +251,14 @@ class Radix(CacheManager):
             self._log.record("freed", blocks)
 
     def _log_cached(self, seq: Sequence, blocks: array, first: int) -> None:
-        """``blocks``, those of ``seq`` from position ``first`` on, have entered the tree."""
+        """Log that ``blocks``, at position ``first`` of ``seq`` and later, entered the tree."""
         if self._log:
             contents = self._log_hasher.block_hashes(seq)[first : first + len(blocks)]
             self._log.record("cached", blocks, contents)
             self._contents.update(zip(blocks, contents, strict=True))
 
     def _log_unlocked(self, node: RadixNode, added: array) -> None:
-        """A user of ``node``, and of the blocks ``added`` below it, is about to leave."""
+        """Log the blocks that a user of ``node`` frees, ``added`` below it included."""
         if not self._log:
             return
         freed = added[::-1]

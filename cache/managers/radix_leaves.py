@@ -1,8 +1,8 @@
-"""The nodes of a radix tree, and which leaf goes next: a policy asked about nodes, not blocks.
+"""The nodes of a radix tree, and the order in which a policy evicts its leaves.
 
-SGLang ranks the leaves that nobody uses by one number a node (its eviction strategies), and looks
-at all of them anew for every eviction; here they wait in a heap.  Policies that are no such number
-keep a structure of their own and are told of a node as if it were its last block.
+SGLang ranks unlocked leaves by one number per node (its eviction strategies) and makes a heap of
+them at each eviction.  Here the heap is kept.  Other policies keep a structure of their own and see
+a node as its last block.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class RadixNode:
     """A run of blocks.
 
     Attributes:
-        key: the tokens of its blocks, 4 bytes each.
         extra: encoding of the extra keys that begin in its first block.
-        blocks: block ids, ``array('i')``, at least one but for the root.
+        key: the tokens of its blocks, 4 bytes each.
+        blocks: block ids, ``array('i')``; empty for the root only.
         depth: position of its first block in the prompt, in blocks.
-        lock_ref: users of this node and of all nodes below; not evictable unless 0.
-        accessed, inserted, accesses: times of the last and the first unlock, and their number.
+        lock_ref: users of this node and of all nodes below; evictable if 0.
+        accessed, inserted, accesses: times of the last and the first unlock; number of unlocks.
     """
 
     parent: RadixNode | None
@@ -45,12 +45,12 @@ class RadixNode:
 
 
 class RankedLeaves:
-    """Leaves in the order of a number: any policy that is a plain function of a node's history.
+    """Leaves ranked by a policy that is a plain function of a node's history.
 
-    Leaves are the evictable nodes of a tree: unlocked and without children.
-    The history is that of the node: it goes on counting while the node has children, is shared by
-    both parts when it is split, and a node that becomes a leaf because its last child was evicted
-    is as old as it was before.  Ties go by the order in which the nodes became evictable.
+    Leaves are the evictable nodes of a tree: unlocked and without children.  A node's history
+    continues while it has children, and both parts of a split node keep it.  A node that becomes a
+    leaf because its last child was evicted keeps its age.  Ties go by the order in which the nodes
+    became evictable.
     """
 
     def __init__(self, policy: PriorityPolicy) -> None:
@@ -63,7 +63,7 @@ class RankedLeaves:
         self._request = request
 
     def insert(self, node: RadixNode, is_new: bool) -> None:
-        """``node`` came into being, in use; with old content if it was split off another."""
+        """``node`` was made, and is in use; not ``is_new`` if it was split off another."""
 
     def add(self, node: RadixNode) -> None:
         """``node`` has become evictable."""
@@ -97,10 +97,10 @@ class RankedLeaves:
 
 
 class PolicyLeaves:
-    """The same, kept by a policy with a structure of its own (queues, ghost lists, a generator).
+    """Leaves kept by a policy with a structure of its own (queues, ghost lists, a generator).
 
-    It is told of a node under the id of its last block, which a split leaves with the lower part.
-    An access is counted when a node becomes evictable, however often it was used in between.
+    A node has the id of its last block, which stays with the lower part of a split.  An access is
+    counted when a node becomes evictable, however often it was used in between.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
@@ -144,7 +144,7 @@ def make_leaves(policy: EvictionPolicy, capacity: int) -> RankedLeaves | PolicyL
 
 
 def _content_key(node: RadixNode) -> bytes | None:
-    """Digest of the whole prefix that ends with ``node``, however it is split; None for a root."""
+    """Digest of the prefix that ends with ``node``, independent of splits; None for a root."""
     path = []
     while node.parent is not None:
         path += [node.key, node.extra]

@@ -30,60 +30,56 @@ from cache.policies.base import EvictionPolicy, listener
 class _Table(Table):
     """The physical blocks of one sequence, all on one device.
 
-    With a sliding window they are a ring: logical block i is in i % window.
+    With a sliding window they are a ring: logical block i is at index i % window.
     """
 
-    num_named_tokens: int = 0  # stored ones of which the keys of the blocks know
-    num_computed_blocks: int = 0  # leading blocks that are known to be marked as computed
+    num_named_tokens: int = 0  # stored tokens that the block keys include
+    num_computed_blocks: int = 0  # leading blocks that are marked as computed
     last_accessed: float = 0.0
 
 
 _Growth = tuple[int, bytes | None, int | None, int | None]
-"""What becomes of one logical block when its sequence grows: its position, its hash if it is full
-afterwards, the physical block that the table has for it, and the one that holds this content."""
+"""How one logical block changes when its sequence grows: its position, its hash if it is full
+afterwards, its present physical block, and the block that already holds this content."""
 
 
 class VLLMv0(CacheManager):
-    """``BlockSpaceManager`` of vLLM 2023-2024 (``block_manager_v1.py`` and ``evictor_v1.py``).
+    """``BlockSpaceManagerV1`` of vLLM 0.5.4 (``block_manager_v1.py`` and ``evictor_v1.py``).
 
-    * The blocks of the GPU and the CPU have an allocator each.  With prefix caching a full block
-      is named by its hash and a partly filled one by a placeholder that nothing else has (vLLM
-      itself also hashed the partial tail of a prompt); both are handed out fresh first, then by
-      the LRU evictor.  Without, free blocks are a stack.
-    * A sequence shares every full block whose hash lives, in use or with the evictor.  The block
-      is a *computed* hit only once the step that fills it is over: ``mark_blocks_as_computed``
-      says so, and so does the next ``append``, ``free`` or ``swap_out`` of the sequence.  Before
-      that a sequence with the same prompt shares the block and writes the same K/V to it.  The
-      last block of a table is never a hit: a whole cached prompt has that block computed again.
-    * *Promotion*: when a token fills a block and another with the resulting hash lives, the
-      sequence switches to that one and its own is freed.
+    * The GPU and the CPU have an allocator each.  With prefix caching a full block is named by its
+      hash and a partly filled one by a unique placeholder.  Both are taken fresh first, then from
+      the LRU evictor.  Without prefix caching the free blocks are a stack.
+    * A sequence shares every full block whose hash is in use or with the evictor.  Such a block is
+      a *computed* hit once the step that fills it is over, which ``mark_blocks_as_computed`` or the
+      next ``append``, ``free`` or ``swap_out`` of its sequence says.  Until then a sequence with
+      the same prompt shares the block and writes the same K/V to it.  The last block of a table is
+      never a hit, so a fully cached prompt has that block computed again.
+    * *Promotion*: when a token fills a block and another block with the resulting hash exists, the
+      sequence switches to that block and frees its own.
     * A shared, partly filled block is copied by the first append to it.
-    * ``can_allocate`` keeps ``int(watermark * num_blocks)`` blocks back for running sequences and
-      counts hits as if they were to be allocated; ``allocate`` and ``append`` take these too.
-    * Sequences swapped out one by one go on sharing blocks, on either device.  Only what the other
-      device lacks is copied.
+    * ``can_allocate`` keeps ``int(watermark * num_blocks)`` blocks free for running sequences and
+      counts hits as new blocks.  ``allocate`` and ``append`` may use all blocks.
+    * Sequences that are swapped out one by one keep sharing blocks, on either device.  Only blocks
+      that the other device lacks are copied.
     * With ``sliding_window`` (tokens that a query sees, itself included) a sequence has
       ``ceil(sliding_window / block_size)`` blocks and uses them in turn.  Its block table repeats
-      them.  Of the tokens of one step that share a slot only the last may be stored.
+      them.  If several tokens of a step share a slot, only the last may be stored.
 
-    vLLM appends one token a step and swaps groups of samples; here an append may bring several
-    tokens, and ``can_append`` is exact where vLLM asks for one free block per sequence.  Copies of
-    a swap are to run before any K or V are written, and the swapped sequence has no step pending.
+    Run the copies of a swap before any K or V is written; the swapped sequence has no step pending.
+    docs/deviations.md lists the differences from vLLM.
 
     Options:
-        policy: of the GPU's cached blocks without a user; ``"lru"`` is the evictor of the original.
-            The CPU's evictor always is.
+        policy: for the GPU's cached blocks without a user; ``"lru"`` is the original's evictor.
+            The CPU always uses that evictor.
         num_cpu_blocks: blocks of host memory to swap to.
         watermark: share of the GPU blocks, in [0, 1).
-        sliding_window: refused together with prefix caching (UnsupportedByDesign), as any other
-            policy is without it.
-        event_log: is told what happens to every GPU block.
-        clock: time of an allocation or an append; sequences with the same time were scheduled
-            together and tie in the evictor.  By default each call has a time of its own.  Tokens
-            that needed no call are dated by the next.
+        sliding_window: refused together with prefix caching (UnsupportedByDesign).  Without prefix
+            caching, any ``policy`` but ``"lru"`` is refused.
+        event_log: records what happens to every GPU block.
+        clock: time of an allocation or an append.  Sequences with the same time were scheduled
+            together and tie in the evictor.  By default each call has a time of its own.
 
-    Raises ValueError for values out of range and for a digest below 128 bits (vLLM's own hash had
-    64, and tokens are not compared).
+    Raises ValueError for values out of range and for a digest below 128 bits.
     """
 
     name = "vllm_v0"
@@ -145,13 +141,13 @@ class VLLMv0(CacheManager):
         return self._status(self._num_blocks_for(seq.num_tokens))
 
     def mark_blocks_as_computed(self, seq: Sequence) -> None:
-        """The step that ``seq`` was scheduled for is over: its full blocks are computed hits."""
+        """Mark the full blocks of ``seq`` as computed: its scheduled step is over."""
         table = self._table_on_device(seq)
         self._name(table)
         self._mark_as_computed(table)
 
     def block_table(self, seq: Sequence) -> list[int]:
-        """Block ids of ``seq`` in the order of its tokens: of CPU blocks while swapped out."""
+        """The block ids of ``seq`` in the order of its tokens; CPU blocks while swapped out."""
         table = self._table_of(seq)
         num_blocks = -(-table.seq.num_computed_tokens // self.block_size)
         return [table.blocks[i % len(table.blocks)] for i in range(num_blocks)]
@@ -173,9 +169,9 @@ class VLLMv0(CacheManager):
         return self._num_missing_there(table, self.gpu, self.cpu) <= self.cpu.num_free_blocks
 
     def can_swap_in(self, seq: Sequence) -> AllocStatus:
-        """Whether ``seq`` should come back: with its blocks and one more, above the watermark.
+        """Whether the blocks of ``seq`` and one more are free above the watermark.
 
-        NEVER where the watermark makes it so, as in ``can_allocate``; vLLM says LATER for ever.
+        NEVER where the watermark makes that impossible, as in ``can_allocate``.
         """
         return self._status(len(self._table_on_host(seq).blocks) + 1)
 
@@ -226,7 +222,7 @@ class VLLMv0(CacheManager):
             self._notify_policy(table.seq)
         self._mark_as_computed(table)
         hits = [growth for growth in plan if growth[-1] is not None]
-        for position, _, own, _ in hits:  # first what makes room, then hits, then new blocks
+        for position, _, own, _ in hits:  # order: frees, then hits, then new blocks
             if own is not None:
                 self.gpu.release([table.blocks.pop()], table.last_accessed, position)
                 table.seq.table_version += 1
@@ -246,10 +242,10 @@ class VLLMv0(CacheManager):
         return copies
 
     def _name(self, table: _Table) -> None:
-        """Let the keys of the blocks know tokens that were not known when they got their slots."""
+        """Name blocks by tokens that were unknown when they got their slots."""
         stored = table.seq.num_computed_tokens
         if table.num_named_tokens < stored:
-            self._extend(table, stored, stored)  # which takes no block
+            self._extend(table, stored, stored)  # takes no block
 
     def _num_needed(self, table: _Table, end: int) -> int:
         return self._num_planned(self._plan(table, end))
@@ -282,7 +278,7 @@ class VLLMv0(CacheManager):
         return self.cpu if table.is_swapped_out else self.gpu
 
     def _plan(self, table: _Table, end: int) -> list[_Growth]:
-        """The logical blocks that new tokens up to ``end`` go to, each physical one once."""
+        """The logical blocks for the new tokens before ``end``, each physical block once."""
         first, last = table.num_named_tokens // self.block_size, (end - 1) // self.block_size
         hashes, blocks, ring = self._hashes(table.seq), table.blocks, self._window_blocks
         num_full = min(end // self.block_size, len(hashes))
@@ -297,7 +293,7 @@ class VLLMv0(CacheManager):
         return plan
 
     def _num_planned(self, plan: list[_Growth]) -> int:
-        """Blocks by which the free ones shrink: negative if a promotion gives one back."""
+        """Free blocks that ``plan`` takes; negative if a promotion gives one back."""
         ref_counts, needed = self.gpu.ref_counts, 0
         for _, _, own, found in plan:
             if found is not None:
@@ -314,7 +310,7 @@ class VLLMv0(CacheManager):
         return self.gpu.take(key, self._key_before(table, position), position)
 
     def _write_to(self, table: _Table, position: int, key: bytes | None, own: int) -> Copies:
-        """New tokens go to a block that ``table`` has; it is copied first if it is shared."""
+        """Prepare block ``own`` of ``table`` for new tokens; a shared one is copied."""
         gpu = self.gpu
         if gpu.ref_counts[own] > 1:
             new = self._take(table, position, key)
@@ -325,7 +321,7 @@ class VLLMv0(CacheManager):
         if key is not None:
             gpu.rename(own, key, self._key_before(table, position), position)
             gpu.computed[own] = (position + 1) * self.block_size <= table.seq.num_computed_tokens
-        elif self.cpu.find(gpu.keys[own]) is not None:  # a copy there is another content now
+        elif self.cpu.find(gpu.keys[own]) is not None:  # its CPU copy will differ from now on
             gpu.rename(own, next(self._placeholders), None, position)
         return []
 
@@ -333,7 +329,7 @@ class VLLMv0(CacheManager):
         return self.gpu.keys[table.blocks[position - 1]] if position else None
 
     def _move(self, table: _Table, source: BlockAllocator, target: BlockAllocator) -> Copies:
-        """Give ``table`` blocks of ``target``, which has enough, for those it has of ``source``."""
+        """Replace the blocks of ``table`` in ``source`` by blocks of ``target``."""
         keys = [source.keys[block] for block in table.blocks]
         found = [target.find(key) for key in keys]
         for block in found:
@@ -346,7 +342,7 @@ class VLLMv0(CacheManager):
                 block = target.take(key, keys[position - 1] if position else None, position)
                 copies.append((table.blocks[position], block))
             elif isinstance(key, bytes) and not target.computed[block]:
-                copies.append((table.blocks[position], block))  # whose own step is not over
+                copies.append((table.blocks[position], block))  # its own step is not over
             target.computed[block] = isinstance(key, bytes)
             moved.append(block)
         source.release(table.blocks, table.last_accessed)
@@ -358,7 +354,7 @@ class VLLMv0(CacheManager):
     def _num_missing_there(
         self, table: _Table, source: BlockAllocator, target: BlockAllocator
     ) -> int:
-        """Free blocks of ``target`` that moving ``table`` there from ``source`` takes."""
+        """Free blocks of ``target`` that moving ``table`` from ``source`` takes."""
         found = [target.find(source.keys[block]) for block in table.blocks]
         return sum(block is None or target.ref_counts[block] == 0 for block in found)
 
