@@ -174,12 +174,14 @@ class Engine:
         """
         self.check(prompt_token_ids, params)
         stops = params.stop_token_ids | (frozenset() if params.ignore_eos else self.eos_token_ids)
+        length = len(prompt_token_ids)
+        max_tokens = min(params.max_tokens, self.max_model_len - length)
         request = Request(
             request_id=next(self._request_ids),
             params=params,
-            max_tokens=min(params.max_tokens, self.max_model_len - len(prompt_token_ids)),
+            max_tokens=max_tokens,
             stop_token_ids=stops,
-            stats=RequestStats(arrival_time=self.clock()),
+            stats=RequestStats(self.clock(), length, max_tokens),
         )
         num_outputs = params.n if params.beam_width is None else params.beam_width
         num_sequences = 1 if self._can_fork else num_outputs
@@ -397,6 +399,7 @@ class Engine:
             lengths = [seq.num_output_tokens for seq in request.sequences]
         stats = request.stats
         stats.finish_time = self.clock()
+        stats.was_aborted = any(s.finish_reason is FinishReason.ABORT for s in request.sequences)
         stats.num_output_tokens = sum(lengths)
         stats.longest_output = max(lengths, default=0)
 

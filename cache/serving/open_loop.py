@@ -1,11 +1,10 @@
-"""Requests served by an engine, as their clients send them.
+"""Requests served by an engine at their arrival times.
 
-Open loop: a request arrives when its time has come, however busy the engine is, so a load beyond
-what the engine can serve builds up a queue.  A request counts as arrived at the time it was due,
-also if a step was being computed then.
+Open loop: a request arrives at its time, however busy the engine is, so a load beyond what the
+engine can serve builds up a queue.  A request that arrives during a step counts from that time.
 
-Time is real, or modelled: then a step lasts as long as a service model says, and time passes at
-once.  What the scheduler, the manager and the policy decide is the engine's own either way.
+Time is real, or modelled by a service model that gives the duration of each step; then no time is
+spent.  The scheduler, the manager and the policy of the engine decide in both cases.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceModel:
-    """Time and limits of a step of a modelled engine.
+    """Duration and limits of the steps of a modelled engine.
 
     A step lasts ``step_seconds + prefill tokens / prefill_tokens_per_second + decoding sequences *
-    decode_seconds_per_sequence``.  The defaults are round numbers of the order that an 8-billion
-    model shows on a data-centre GPU; they are a model, not a measurement.
+    decode_seconds_per_sequence``.  The defaults are round numbers of the order of an 8-billion
+    model on a data-centre GPU; they are a model, not a measurement.
     """
 
     step_seconds: float = 0.01
@@ -40,9 +39,9 @@ class ServiceModel:
     prefill_tokens_per_second: float = 20_000.0
     decode_seconds_per_sequence: float = 1e-4
     max_num_seqs: int = 256
-    """Sequences running at once, at most."""
+    """Most sequences that run at once."""
     max_num_batched_tokens: int = 8192
-    """Tokens computed in one step, at most: a longer prompt takes several steps."""
+    """Most tokens computed in one step; a longer prompt takes several steps."""
 
     def __post_init__(self) -> None:
         for name in ("step_seconds", "prefill_tokens_per_second"):
@@ -57,8 +56,10 @@ class ServiceModel:
             at_least(1, name, getattr(self, name))
 
     def duration(self, step: Step) -> float:
-        """Seconds that a step of the scheduler takes: a sequence decodes that computes one token
-        behind its prompt."""
+        """Seconds that ``step`` takes.
+
+        A sequence decodes if it computes one token after its prompt.
+        """
         decoding = sum(
             count == 1 and seq.num_computed_tokens > seq.num_prompt_tokens
             for seq, count in zip(step.sequences, step.counts, strict=True)
@@ -75,83 +76,44 @@ class StepRecord:
     """The state of the engine in a step."""
 
     at_s: float
-    """End of the step, since the begin of the run."""
+    """End of the step, from the start of the run."""
     seconds: float
-    """How long it took."""
+    """Duration."""
     running: int
     """Requests that held blocks during the step: the batch."""
     waiting: int
     """Requests that had arrived and held none."""
     used_blocks: int
-    """Blocks that could not be given to others, by the manager's own account."""
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """What became of one request.  Times are in seconds since the begin of the run."""
-
-    arrived_s: float
-    prompt_length: int
-    output_length: int
-    """Tokens that it is to generate."""
-    stopped_s: float
-    """When it was finished, or given up because the run was over."""
-    finished: bool
-    first_token_s: float | None
-    was_scheduled: bool
-    num_cached_tokens: int
-    """Tokens of the prompt that were in the cache when it was first scheduled."""
-    num_preemptions: int
-    num_recomputed_tokens: int = 0
-    """Tokens computed again after preemptions."""
-
-    @property
-    def normalized_latency(self) -> float:
-        """Seconds from arrival to the end per output token, as the PagedAttention paper defines
-        it.  Of a request that was given up: a lower bound."""
-        return (self.stopped_s - self.arrived_s) / self.output_length
-
-    @property
-    def time_to_first_token(self) -> float:
-        """Seconds from arrival.  Without a first token: a lower bound."""
-        first = self.stopped_s if self.first_token_s is None else self.first_token_s
-        return first - self.arrived_s
-
-    @property
-    def time_per_output_token(self) -> float | None:
-        """Seconds per token after the first; None for one that was given up, or had one token."""
-        if not self.finished or self.output_length < 2:
-            return None
-        return (self.stopped_s - self.first_token_s) / (self.output_length - 1)
+    """Blocks that no other request could take."""
 
 
 @dataclass
 class Run:
-    """A run that is over."""
+    """A finished run."""
 
-    requests: list[Served] = field(default_factory=list)
-    """In order of arrival, those left out that had not arrived when the run was stopped."""
+    requests: list[RequestStats] = field(default_factory=list)
+    """In order of arrival, without those that had not arrived when the run was stopped.  Times are
+    from the start of the run.  Unfinished requests were cancelled at the end of the run."""
     steps: list[StepRecord] = field(default_factory=list)
     seconds: float = 0.0
     generated_tokens: int = 0
 
     @property
     def saturated(self) -> bool:
-        """Whether the run was stopped with requests unfinished: the load is more than it serves."""
+        """Whether requests were unfinished when the run was stopped: the load was too high."""
         return not all(request.finished for request in self.requests)
 
     @property
     def arriving_steps(self) -> list[StepRecord]:
-        """Steps until the last request arrived: what follows only drains the queue."""
-        last = self.requests[-1].arrived_s
+        """Steps until the last request arrived; the later ones only drain the queue."""
+        last = self.requests[-1].arrival_time
         return [step for step in self.steps if step.at_s <= last] or self.steps
 
     @property
     def cached_prompt_fraction(self) -> float:
-        """Share of the prompt tokens of the scheduled requests that were in the cache; 0 without
-        any."""
-        scheduled = [request for request in self.requests if request.was_scheduled]
-        total = sum(request.prompt_length for request in scheduled)
+        """Share of the prompt tokens of the scheduled requests that were cached; 0 without any."""
+        scheduled = [r for r in self.requests if r.first_scheduled_time is not None]
+        total = sum(request.num_prompt_tokens for request in scheduled)
         return sum(request.num_cached_tokens for request in scheduled) / total if total else 0.0
 
     @property
@@ -166,8 +128,10 @@ class Run:
 
 
 class NoModel:
-    """Runner and sampler of an engine without a model: it computes nothing, and gives all tokens of
-    a request one id, from the end of their range."""
+    """Runner and sampler of an engine without a model.
+
+    It computes nothing.  All tokens of a request have one id, from the end of the id range.
+    """
 
     def run(self, step: Step, manager: CacheManager) -> None:
         """Does nothing."""
@@ -182,10 +146,10 @@ _LAST_TOKEN_ID = (1 << 32) - 1
 def engine_without_model(
     manager: CacheManager, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int
 ) -> Engine:
-    """An engine that schedules requests on ``manager``, and whose steps do nothing.
+    """An engine that schedules requests on ``manager``, and whose steps compute nothing.
 
-    Where the design of ``manager`` cannot compute a prompt in chunks, a step may have as many
-    tokens as the longest sequence.
+    If the design of ``manager`` cannot chunk a prompt, a step may have as many tokens as the
+    longest sequence.
     """
     if not manager.can_chunk:
         max_num_batched_tokens = max(max_num_batched_tokens, max_model_len)
@@ -207,11 +171,11 @@ def serve(
 ) -> Run:
     """Serve requests of exactly these lengths, decoded greedily; the engine is idle afterwards.
 
-    prompts: are looked at one by one, when they arrive.
-    arrivals_s: ascending, in seconds from now; None: each request arrives when the one before it
+    prompts: read one by one, when they arrive.
+    arrivals_s: ascending, in seconds from now.  None: each request arrives when the one before it
         is finished.
-    stop_s: give up at this time whatever is unfinished.
-    service: how long a step lasts; None: as long as it takes.
+    stop_s: cancel unfinished requests at this time.
+    service: gives the duration of each step.  None: real time.
     """
     clock, compute = engine.clock, engine.runner.run
     watch = _Watch(engine, service)
@@ -225,7 +189,7 @@ def serve(
 
 
 class _Watch:
-    """Looks at every step of an engine between scheduling and finishing, and keeps its time."""
+    """Observes each step of an engine between scheduling and finishing, and keeps its time."""
 
     def __init__(self, engine: Engine, service: ServiceModel | None) -> None:
         self._engine, self._service, self._compute = engine, service, engine.runner.run
@@ -240,7 +204,7 @@ class _Watch:
             self._now += seconds
 
     def run(self, step: Step, manager: CacheManager) -> Any:
-        """In the place of the runner's."""
+        """Replaces the runner's ``run``."""
         scheduler = self._engine.scheduler
         self.running, self.waiting = len(scheduler.running), len(scheduler.waiting)
         self.used_blocks = manager.num_blocks - manager.num_free_blocks
@@ -258,9 +222,8 @@ def _serve(
     arrivals_s: Sequence[float] | None,
     stop_s: float | None,
 ) -> Run:
-    clock = watch.clock
-    run = Run()
-    arrived: list[tuple[int, int, RequestStats]] = []  # id, prompt length, statistics
+    clock, run = watch.clock, Run()
+    arrived = run.requests
     begin = clock()
     while stop_s is None or clock() - begin < stop_s:
         now = clock() - begin
@@ -271,14 +234,11 @@ def _serve(
                 due = now
             elif (due := arrivals_s[len(arrived)]) > now:
                 break
-            prompt = prompts[len(arrived)]
-            params = SamplingParams(
-                max_tokens=int(output_lengths[len(arrived)]), temperature=0, ignore_eos=True
-            )
-            request_id = engine.add(prompt, params)
-            stats = engine.requests[request_id].stats
-            stats.arrival_time = begin + due
-            arrived.append((request_id, len(prompt), stats))
+            max_tokens = int(output_lengths[len(arrived)])
+            params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+            request_id = engine.add(prompts[len(arrived)], params)
+            arrived.append(engine.requests[request_id].stats)
+            arrived[-1].arrival_time = begin + due
         if not engine.has_unfinished:
             if len(arrived) == len(prompts):
                 break
@@ -287,45 +247,25 @@ def _serve(
             continue
         step_begin = clock()
         tokens, _ = engine.step()
-        step_end = clock()
+        now = clock()
         run.generated_tokens += len(tokens)
-        run.steps.append(
-            StepRecord(
-                step_end - begin,
-                step_end - step_begin,
-                watch.running,
-                watch.waiting,
-                watch.used_blocks,
-            )
-        )
-    run.seconds = clock() - begin
-    given_up = engine.requests.copy()
-    for request_id in given_up:
+        state = watch.running, watch.waiting, watch.used_blocks
+        run.steps.append(StepRecord(now - begin, now - step_begin, *state))
+    end = clock()
+    run.seconds = end - begin
+    for request_id in engine.requests.copy():
         engine.completions(engine.abort(request_id))
-    for (request_id, prompt_length, stats), output_length in zip(
-        arrived, output_lengths, strict=False
-    ):
-        done = request_id not in given_up
-        first = stats.first_token_time
-        run.requests.append(
-            Served(
-                arrived_s=stats.arrival_time - begin,
-                prompt_length=prompt_length,
-                output_length=int(output_length),
-                stopped_s=stats.finish_time - begin if done else run.seconds,
-                finished=done,
-                first_token_s=None if first is None else first - begin,
-                was_scheduled=stats.first_scheduled_time is not None,
-                num_cached_tokens=stats.num_cached_tokens,
-                num_preemptions=stats.num_preemptions,
-                num_recomputed_tokens=stats.num_recomputed_tokens,
-            )
-        )
+    for stats in arrived:
+        if stats.was_aborted:
+            stats.finish_time = end
+        for name in ("arrival_time", "first_scheduled_time", "first_token_time", "finish_time"):
+            if (value := getattr(stats, name)) is not None:
+                setattr(stats, name, value - begin)
     return run
 
 
 def poisson_arrivals(rate: float, count: int, rng: np.random.Generator) -> list[float]:
-    """``count`` arrival times of a Poisson process, in seconds, from 0 on.
+    """``count`` arrival times of a Poisson process, in seconds, starting at 0.
 
     ``rate``: requests per second.  The same ``rng`` at twice the rate gives half the times.
     """
@@ -334,8 +274,10 @@ def poisson_arrivals(rate: float, count: int, rng: np.random.Generator) -> list[
 
 
 def scaled_arrivals(timestamps_ms: Sequence[float], rate: float) -> list[float]:
-    """A trace's own arrivals in seconds from 0 on, their gaps scaled to a mean of ``rate`` per
-    second.  Of a trace whose requests all arrive at once, all arrive at once."""
+    """A trace's arrivals in seconds, starting at 0, scaled to ``rate`` per second in the mean.
+
+    If all its requests arrive at once, all times are 0.
+    """
     first, last = timestamps_ms[0], timestamps_ms[-1]
     scale = (len(timestamps_ms) - 1) / rate / (last - first) if last > first else 0.0
     return [(timestamp - first) * scale for timestamp in timestamps_ms]

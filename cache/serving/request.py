@@ -1,4 +1,4 @@
-"""Requests and their sequences, as the scheduler and the engine see them."""
+"""Requests and their sequences in the scheduler and the engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 class Status(enum.Enum):
     WAITING = enum.auto()
-    """Holds no blocks; its K/V, if it had any, are gone, or in host memory."""
+    """Holds no blocks.  K/V it had before a preemption are dropped or in host memory."""
     RUNNING = enum.auto()
     """Holds blocks."""
     FINISHED = enum.auto()
@@ -27,27 +27,25 @@ class FinishReason(enum.StrEnum):
     STOP = "stop"
     """The last token is an end-of-text or stop token."""
     LENGTH = "length"
-    """max_tokens, or the longest sequence that model and cache allow, was reached."""
+    """It reached max_tokens, or the longest sequence that model and cache allow."""
     ABORT = "abort"
     """Cancelled by the caller."""
 
 
 class ScheduledSequence(Sequence):
-    """One output of a request: its tokens, its state, and what a preemption left of it.
+    """One output of a request: its tokens, and its state in the scheduler.
 
     Attributes:
-        request: what it is an output of.
-        index: which output.
-        order: place in the line; lower goes first, wherever sequences compete.
-        drawn_row: where among the tokens of the last step its unknown token is; None if it has
-            none.
-        block_row: what the runner keeps: a ``table_version`` and the block table as it was then.
-        num_pending_forks: further sequences that fork from this one when its prompt is computed.
-        host_blocks: blocks of host memory that hold the K/V of its first ``num_host_tokens``
-            tokens.
-        num_dropped_tokens: tokens whose K/V the last preemption dropped; 0 once it is back.
-        cumulative_logprob: sum of log p over the generated tokens; kept by beam search only.
-        logprobs: of each generated token, if the request wants them.
+        request: the request.
+        index: which of its outputs.
+        order: place in the line; the lowest goes first wherever sequences compete.
+        drawn_row: row of its unknown token among the tokens of the last step; None without one.
+        block_row: for the runner: a ``table_version`` and the block table of that version.
+        num_pending_forks: sequences that fork from this one when its prompt is computed.
+        host_blocks: host blocks that hold K/V of its first ``num_host_tokens`` tokens.
+        num_dropped_tokens: tokens whose K/V the last preemption dropped; 0 once computed again.
+        cumulative_logprob: sum of log p over the generated tokens; only beam search keeps it.
+        logprobs: log p of each generated token, if the request asks for them.
     """
 
     def __init__(
@@ -85,16 +83,16 @@ class ScheduledSequence(Sequence):
 
     @property
     def max_num_tokens(self) -> int:
-        """Tokens, prompt included, at which it ends at the latest."""
+        """Most tokens it may have, prompt included."""
         return self.num_prompt_tokens + self.request.max_tokens
 
     def append_unknown(self, drawn_row: int) -> None:
-        """Add a token that has been drawn, but not read."""
+        """Add a token that was sampled but not read yet."""
         self.append_token(0)
         self.num_unknown_tokens, self.drawn_row = 1, drawn_row
 
     def drop_unknown(self) -> None:
-        """Remove the token that is not known, if there is one."""
+        """Remove the unknown token, if there is one."""
         if self.num_unknown_tokens:
             self.token_ids.pop()
             self.num_unknown_tokens, self.drawn_row = 0, None
@@ -111,12 +109,17 @@ class ScheduledSequence(Sequence):
 
 @dataclass(slots=True)
 class RequestStats:
-    """What happened to a request.  Times are those of the engine's clock, in seconds."""
+    """Times and counts of a request.  Times are the engine's clock, in seconds."""
 
     arrival_time: float
+    num_prompt_tokens: int = 0
+    max_tokens: int = 0
+    """Most tokens to generate per output."""
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finish_time: float | None = None
+    """When it was finished or cancelled."""
+    was_aborted: bool = False
     num_cached_tokens: int = 0
     """Tokens of the prompt whose K/V were in the cache when it was first scheduled."""
     num_preemptions: int = 0
@@ -131,26 +134,46 @@ class RequestStats:
     """Tokens of the longest output."""
 
     @property
+    def finished(self) -> bool:
+        return self.finish_time is not None and not self.was_aborted
+
+    @property
     def time_to_first_token(self) -> float | None:
-        """Seconds from arrival to the first token."""
-        if self.first_token_time is None:
-            return None
-        return self.first_token_time - self.arrival_time
+        """Seconds from arrival to the first token; None before it.
+
+        If the request was cancelled before it, seconds until then: a lower bound.
+        """
+        first = self.finish_time if self.first_token_time is None else self.first_token_time
+        return None if first is None else first - self.arrival_time
 
     @property
     def time_per_output_token(self) -> float | None:
-        """Seconds per token of the longest output, after the first token."""
-        if self.finish_time is None or self.longest_output < 2:
+        """Seconds per token of the longest output after its first token.
+
+        None unless the request is finished and has two tokens or more.
+        """
+        if not self.finished or self.longest_output < 2:
             return None
         return (self.finish_time - self.first_token_time) / (self.longest_output - 1)
+
+    @property
+    def normalized_latency(self) -> float | None:
+        """Seconds from arrival to the end per token of the longest output; None before the end.
+
+        The latency of the PagedAttention paper.  For a cancelled request, seconds per token that it
+        was to generate: a lower bound.
+        """
+        if self.finish_time is None:
+            return None
+        tokens = self.max_tokens if self.was_aborted else self.longest_output
+        return (self.finish_time - self.arrival_time) / tokens
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A prompt, its parameters, and the sequences that came of it: at least one.
+    """A prompt, its parameters, and its sequences, at least one.
 
-    max_tokens: most tokens to generate: those asked for, or fewer if the longest sequence that
-        model and cache allow is shorter.
+    max_tokens: most tokens to generate: the parameter, or fewer if model or cache end before.
     stop_token_ids: tokens that end an output.
     """
 

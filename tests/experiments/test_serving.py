@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from cache import ServiceModel
-from cache.serving.open_loop import Run, Served, StepRecord
+from cache.serving.open_loop import Run, StepRecord
+from cache.serving.request import RequestStats
 from experiments import serving
 from experiments.load.workloads import LogNormalLengths
 
@@ -30,11 +31,10 @@ def grid(**options):
     return list(serving.EXPERIMENT.checked_cells(serving.Serving(**options)))
 
 
-def request(**values) -> Served:
-    times = {"arrived_s": 0.0, "first_token_s": 0.5, "stopped_s": 1.0}
-    lengths = {"prompt_length": 10, "output_length": 5, "num_cached_tokens": 0}
-    course = {"was_scheduled": True, "num_preemptions": 0, "finished": True}
-    return Served(**times | lengths | course | values)
+def request(**values) -> RequestStats:
+    times = {"first_scheduled_time": 0.0, "first_token_time": 0.5, "finish_time": 1.0}
+    lengths = {"num_prompt_tokens": 10, "max_tokens": 5, "longest_output": 5}
+    return RequestStats(**{"arrival_time": 0.0} | times | lengths | values)
 
 
 def run_one(system, trace=None, **options):
@@ -120,8 +120,8 @@ def test_saturated_cells_say_so_and_count_what_was_given_up():
 def test_the_row_is_computed_of_the_run(monkeypatch):
     run = Run(
         [
-            request(output_length=2, num_cached_tokens=4),
-            request(finished=False, output_length=4, stopped_s=4.0, num_preemptions=3),
+            request(longest_output=2, num_cached_tokens=4),
+            request(was_aborted=True, max_tokens=4, finish_time=4.0, num_preemptions=3),
         ],
         [StepRecord(0.5, 0.5, 1, 0, 32), StepRecord(1.0, 0.5, 2, 3, 64)],
         seconds=4.0,

@@ -10,13 +10,13 @@ import pytest
 from cache import Sequence, ServiceModel, make_manager
 from cache.serving.open_loop import (
     Run,
-    Served,
     StepRecord,
     engine_without_model,
     poisson_arrivals,
     scaled_arrivals,
     serve,
 )
+from cache.serving.request import RequestStats
 from cache.serving.scheduler import Step
 
 
@@ -43,11 +43,10 @@ def real_time(engine, monkeypatch):
     monkeypatch.setattr(engine, "step", lambda: [sleep(1 / 16), engine_step()][1])
 
 
-def served(**values) -> Served:
-    times = {"arrived_s": 1.0, "first_token_s": 1.5, "stopped_s": 3.0}
-    lengths = {"prompt_length": 10, "output_length": 5, "num_cached_tokens": 4}
-    course = {"was_scheduled": True, "num_preemptions": 0, "finished": True}
-    return Served(**times | lengths | course | values)
+def served(**values) -> RequestStats:
+    times = {"first_scheduled_time": 1.0, "first_token_time": 1.5, "finish_time": 3.0}
+    lengths = {"num_prompt_tokens": 10, "max_tokens": 5, "longest_output": 5}
+    return RequestStats(**{"arrival_time": 1.0, "num_cached_tokens": 4} | times | lengths | values)
 
 
 def step(at_s: float, running: int = 1, used_blocks: int = 0, seconds: float = 0.1) -> StepRecord:
@@ -84,29 +83,30 @@ def test_normalised_latency_is_from_arrival_to_end_per_output_token():
     assert request.time_per_output_token == 1.5 / 4
 
 
-def test_requests_that_were_given_up_count_with_the_time_so_far():
-    running = served(finished=False)
+def test_cancelled_requests_count_with_the_time_so_far():
+    running = served(was_aborted=True, longest_output=2)
     assert (running.normalized_latency, running.time_to_first_token) == (0.4, 0.5)
     assert running.time_per_output_token is None
-    waiting = served(finished=False, first_token_s=None, was_scheduled=False)
+    waiting = served(was_aborted=True, first_token_time=None, longest_output=0)
     assert waiting.time_to_first_token == 2.0
-    assert served(output_length=1).time_per_output_token is None
-    assert served(output_length=2).time_per_output_token == 1.5
+    assert served(longest_output=1).time_per_output_token is None
+    assert served(longest_output=2).time_per_output_token == 1.5
+    assert RequestStats(1.0).normalized_latency is RequestStats(1.0).time_to_first_token is None
 
 
 def test_steps_count_while_requests_arrive():
     """What comes after the last arrival only drains the queue."""
     steps = [step(0.5, 2, 10), step(1.0, 4, 20), step(9.0, 100, 100)]
-    run = Run([served(arrived_s=0.0), served(arrived_s=1.0)], steps)
+    run = Run([served(arrival_time=0.0), served(arrival_time=1.0)], steps)
     assert run.mean_of_steps("running") == 3
     assert run.mean_of_steps("used_blocks") == 15
     assert run.busy_seconds == pytest.approx(0.3)
-    burst = Run([served(arrived_s=0.0)], steps)  # all steps come after: then all count
+    burst = Run([served(arrival_time=0.0)], steps)  # all steps come after: then all count
     assert burst.mean_of_steps("running") == pytest.approx(106 / 3)
 
 
 def test_cached_prompt_tokens_are_counted_of_those_that_were_looked_up():
-    unscheduled = served(was_scheduled=False, num_cached_tokens=0, prompt_length=1000)
+    unscheduled = served(first_scheduled_time=None, num_cached_tokens=0, num_prompt_tokens=1000)
     assert Run([served(), served(num_cached_tokens=8), unscheduled]).cached_prompt_fraction == 0.6
     assert Run([unscheduled]).cached_prompt_fraction == 0
 
@@ -121,7 +121,7 @@ def test_modelled_time_passes_as_the_service_model_says(engine):
     assert [step.seconds for step in run.steps] == [1.5, 2.75, 0.75, 1.0, 0.75]
     assert [step.at_s for step in run.steps] == [1.5, 4.25, 5.0, 101.0, 101.75]
     assert [request.time_to_first_token for request in run.requests] == [1.5, 3.25, 1.0]
-    assert [request.stopped_s for request in run.requests] == [5.0, 4.25, 101.75]
+    assert [request.finish_time for request in run.requests] == [5.0, 4.25, 101.75]
     assert run.seconds == 101.75
     assert (engine.clock, engine.runner.run) == (clock, run_step)
 
@@ -152,14 +152,14 @@ def test_requests_are_served_when_they_are_due(engine):
     arrivals = [0, 1 / 64, 1 / 16, 5 / 16]
     lengths = [3, 1, 2, 1]
     run = serve(engine, [[i] * 10 for i in range(4)], lengths, arrivals)
-    assert [request.arrived_s for request in run.requests] == arrivals
-    assert [request.stopped_s for request in run.requests] == [3 / 16, 2 / 16, 3 / 16, 6 / 16]
+    assert [request.arrival_time for request in run.requests] == arrivals
+    assert [request.finish_time for request in run.requests] == [3 / 16, 2 / 16, 3 / 16, 6 / 16]
     waits = [request.time_to_first_token for request in run.requests]
     assert waits == [1 / 16, 7 / 64, 1 / 16, 1 / 16]
     assert all(request.finished for request in run.requests)
     assert not run.saturated
     assert run.generated_tokens == sum(lengths)
-    assert [request.prompt_length for request in run.requests] == [10] * 4
+    assert [request.num_prompt_tokens for request in run.requests] == [10] * 4
     assert [step.running for step in run.steps] == [1, 3, 2, 1]
     assert (run.seconds, run.busy_seconds) == (6 / 16, 4 / 16)  # it slept before the last one
     assert engine.manager.num_free_blocks == 64
@@ -177,7 +177,7 @@ def test_one_after_the_other(engine):
     assert {s.running for s in run.steps} == {1}
     assert len(run.steps) == 15
     for before, after in zip(run.requests, run.requests[1:], strict=False):
-        assert after.arrived_s >= before.stopped_s
+        assert after.arrival_time >= before.finish_time
 
 
 @pytest.mark.usefixtures("real_time")
@@ -189,8 +189,8 @@ def test_a_load_beyond_what_is_served_is_stopped_and_marked(engine):
     assert len(run.requests) == 150
     assert [request.finished for request in run.requests] == [True] + [False] * 149
     assert run.seconds == 3 / 16
-    assert all(request.stopped_s == run.seconds for request in run.requests[1:])
-    assert run.requests[-1].first_token_s is None
+    assert all(request.finish_time == run.seconds for request in run.requests[1:])
+    assert run.requests[-1].first_token_time is None
     assert not engine.has_unfinished
     assert engine.manager.num_free_blocks == 64
 
