@@ -13,34 +13,35 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.checks import (
-    FLOAT_DTYPES,
-    check_like,
-    check_norm,
-    check_tensor,
-    check_writable,
-)
+from kernels.checks import FLOAT_DTYPES, Arg, TensorSpec, check_norm, same_dtype
 from kernels.primitives import await_launches_before, cast, load_gain, reciprocal_rms
 from kernels.tiles import MAX_NORM_SIZE, cdiv, next_power_of_2, norm_tile, pdl_options
 from kernels.torch_ops import functional_op
 
 
+def _check_size(sizes) -> None:
+    if sizes.hidden_size > MAX_NORM_SIZE:
+        raise ValueError(
+            f"x: expected a hidden_size of at most {MAX_NORM_SIZE}, got {sizes.hidden_size}"
+        )
+
+
+_TENSORS = TensorSpec(
+    Arg("x", "num_tokens hidden_size", FLOAT_DTYPES),
+    Arg("residual", "num_tokens hidden_size", same_dtype("x"), optional=True, written=True),
+    Arg("weight", "hidden_size", FLOAT_DTYPES),
+    rules=(_check_size,),
+)
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _add_rms_norm_kernel(
-    out_ptr,
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    eps,
-    offset,
-    num_tokens,
-    stride_x,
-    stride_residual,
-    HIDDEN_SIZE: tl.constexpr,
-    HIDDEN_SIZE_PADDED: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
+    out_ptr, x_ptr, residual_ptr, weight_ptr,
+    eps, offset,
+    num_tokens, stride_x, stride_residual,
+    HIDDEN_SIZE: tl.constexpr, HIDDEN_SIZE_PADDED: tl.constexpr, TILE_ROWS: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """One program: TILE_ROWS whole rows."""
     await_launches_before(PDL)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
@@ -92,17 +93,8 @@ def add_rms_norm(
         ValueError: a shape, dtype, device or stride that does not fit, or a negative eps.
         TypeError: no tensor, or eps or offset no number.
     """
-    dims = dict.fromkeys(("num_tokens", "hidden_size"))
-    check_tensor("x", x, dims, dtypes=FLOAT_DTYPES)
+    _TENSORS(x, residual, weight)
     num_tokens, hidden_size = x.shape
-    if hidden_size > MAX_NORM_SIZE:
-        raise ValueError(f"x: expected a hidden_size of at most {MAX_NORM_SIZE}, got {hidden_size}")
-    if residual is not None:
-        check_like("residual", residual, x, dims)
-        check_writable("residual", residual)
-    check_tensor(
-        "weight", weight, {"hidden_size": hidden_size}, dtypes=FLOAT_DTYPES, device=x.device
-    )
     check_norm("eps", eps, "offset", offset)
     out = torch.empty(num_tokens, hidden_size, dtype=x.dtype, device=x.device)
     if num_tokens * hidden_size == 0:
@@ -110,19 +102,10 @@ def add_rms_norm(
     hidden_size_padded = next_power_of_2(hidden_size)
     tile = norm_tile(hidden_size_padded)
     _add_rms_norm_kernel[(cdiv(num_tokens, tile.rows),)](
-        out,
-        x,
-        residual,
-        weight,
-        float(eps),
-        float(offset),
-        num_tokens,
-        x.stride(0),
-        0 if residual is None else residual.stride(0),
-        HIDDEN_SIZE=hidden_size,
-        HIDDEN_SIZE_PADDED=hidden_size_padded,
-        TILE_ROWS=tile.rows,
-        num_warps=tile.num_warps,
-        **pdl_options(x.device),
-    )
+        out, x, residual, weight,
+        float(eps), float(offset),
+        num_tokens, x.stride(0), 0 if residual is None else residual.stride(0),
+        HIDDEN_SIZE=hidden_size, HIDDEN_SIZE_PADDED=hidden_size_padded, TILE_ROWS=tile.rows,
+        num_warps=tile.num_warps, **pdl_options(x.device),
+    )  # fmt: skip
     return out

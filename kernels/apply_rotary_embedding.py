@@ -15,30 +15,33 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.checks import FLOAT_DTYPES, check_rotary, check_tensor
+from kernels.checks import (
+    FLOAT_DTYPES,
+    ROTARY_ARGS,
+    Arg,
+    TensorSpec,
+    check_positions,
+    check_rotary_dim,
+)
 from kernels.fp8_cache import to_cache
 from kernels.primitives import cast, load_gain, reciprocal_rms
 from kernels.tiles import cdiv, next_power_of_2, padded_dim, rotary_tile
 from kernels.torch_ops import functional_op
 
+_TENSORS = TensorSpec(
+    Arg("x", "num_tokens num_heads head_dim", FLOAT_DTYPES),
+    *ROTARY_ARGS,
+    rules=(check_rotary_dim,),
+)
+
 
 @triton.jit
 def rotate_rows(
-    dst_ptrs,
-    src_ptrs,
-    cos_ptrs,
-    sin_ptrs,
-    row_mask,
-    scales,
-    norm_weight_ptr,
-    norm_eps,
-    norm_offset,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_PADDED: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    HALF_PADDED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):
+    dst_ptrs, src_ptrs, cos_ptrs, sin_ptrs, row_mask, scales,
+    norm_weight_ptr, norm_eps, norm_offset,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr,
+    ROTARY_DIM: tl.constexpr, HALF_PADDED: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
     """Write rows of head_dim elements rotated. All pointers: [rows], to the start of each row.
 
     scales: of rows that go to an fp8 cache, a scalar or [rows, 1], or None for 1. norm_weight_ptr:
@@ -104,24 +107,13 @@ def rotate_rows(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _apply_rotary_embedding_kernel(
-    out_ptr,
-    x_ptr,
-    positions_ptr,
-    cos_ptr,
-    sin_ptr,
+    out_ptr, x_ptr, positions_ptr, cos_ptr, sin_ptr,
     num_rows,
-    stride_x_token,
-    stride_x_head,
-    stride_cos,
-    stride_sin,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_PADDED: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    HALF_PADDED: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):
+    stride_x_token, stride_x_head, stride_cos, stride_sin,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr,
+    ROTARY_DIM: tl.constexpr, HALF_PADDED: tl.constexpr,
+    TILE_ROWS: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
     """One program: TILE_ROWS rows of head_dim elements; row = token * NUM_HEADS + head."""
     rows = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     row_mask = rows < num_rows
@@ -135,15 +127,9 @@ def _apply_rotary_embedding_kernel(
         sin_ptr + positions * stride_sin,
         row_mask,
         None,
-        None,
-        0.0,
-        0.0,
-        HEAD_DIM,
-        HEAD_DIM_PADDED,
-        ROTARY_DIM,
-        HALF_PADDED,
-        INTERLEAVED,
-    )
+        None, 0.0, 0.0,
+        HEAD_DIM, HEAD_DIM_PADDED, ROTARY_DIM, HALF_PADDED, INTERLEAVED,
+    )  # fmt: skip
 
 
 def _fake(x, positions, cos, sin, *, interleaved=False):
@@ -176,10 +162,9 @@ def apply_rotary_embedding(
         ValueError: a shape, dtype, device or stride that does not fit; where the tensors lie in
             host memory also a position outside cos.
     """
-    dims = dict.fromkeys(("num_tokens", "num_heads", "head_dim"))
-    check_tensor("x", x, dims, dtypes=FLOAT_DTYPES)
+    sizes = _TENSORS(x, positions, cos, sin)
+    check_positions(positions, sizes.num_positions)
     num_tokens, num_heads, head_dim = x.shape
-    check_rotary(positions, cos, sin, num_tokens=num_tokens, head_dim=head_dim, device=x.device)
     out = torch.empty(num_tokens, num_heads, head_dim, dtype=x.dtype, device=x.device)
     num_rows = num_tokens * num_heads
     if num_rows == 0:
@@ -187,22 +172,12 @@ def apply_rotary_embedding(
     head_dim_padded = padded_dim(head_dim)
     tile = rotary_tile(head_dim_padded)
     _apply_rotary_embedding_kernel[(cdiv(num_rows, tile.rows),)](
-        out,
-        x,
-        positions,
-        cos,
-        sin,
+        out, x, positions, cos, sin,
         num_rows,
-        *x.stride()[:2],
-        cos.stride(0),
-        sin.stride(0),
-        NUM_HEADS=num_heads,
-        HEAD_DIM=head_dim,
-        HEAD_DIM_PADDED=head_dim_padded,
-        ROTARY_DIM=2 * cos.shape[1],
-        HALF_PADDED=next_power_of_2(cos.shape[1]),
-        TILE_ROWS=tile.rows,
-        INTERLEAVED=interleaved,
+        *x.stride()[:2], cos.stride(0), sin.stride(0),
+        NUM_HEADS=num_heads, HEAD_DIM=head_dim, HEAD_DIM_PADDED=head_dim_padded,
+        ROTARY_DIM=sizes.rotary_dim, HALF_PADDED=next_power_of_2(sizes.rotary_dim // 2),
+        TILE_ROWS=tile.rows, INTERLEAVED=interleaved,
         num_warps=tile.num_warps,
-    )
+    )  # fmt: skip
     return out

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.checks import FLOAT_DTYPES, check_tensor
+from kernels.checks import FLOAT_DTYPES, INT64, Arg
 
 CACHE_DTYPES = (
     *FLOAT_DTYPES,
@@ -26,6 +26,11 @@ CACHE_DTYPES = (
     torch.int8,
 )
 """What a block may hold: ops that move blocks copy bit patterns."""
+PLANE_DIMS = "num_blocks block_size num_kv_heads head_dim"
+"""Dimensions of K or V of one layer."""
+LAYERS_DIMS = "2 num_layers num_blocks block_size num_kv_heads head_dim"
+"""Dimensions of K and V of all layers in one tensor."""
+PAIRS_ARG = Arg("src_to_dst", "num_pairs 2", INT64)
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 TL_BITS = {1: tl.uint8, 2: tl.int16, 4: tl.int32}
 
@@ -73,15 +78,12 @@ def check_block_pairs(
     num_src_blocks: int,
     num_dst_blocks: int,
     same_pool: bool,
-    device: torch.device,
 ) -> None:
-    """Check (source, destination) block pairs, their values too where they lie on the host.
+    """Check (source, destination) block pairs in host memory.
 
     same_pool: sources and destinations are blocks of one cache, so that a destination may not be
     the source of another pair.
     """
-    pairs = {"num_pairs": None, "2": 2}
-    check_tensor("src_to_dst", src_to_dst, pairs, dtypes=(torch.int64,), device=device)
     if not src_to_dst.is_cpu:
         return
     active = src_to_dst[(src_to_dst >= 0).all(dim=1)]

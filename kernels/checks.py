@@ -1,40 +1,188 @@
 """Argument checks shared by all ops.
 
-Every check reads host-side metadata only. Values are looked at only where they already lie in host
-memory (CPU tensors, which the interpreter runs on), so no check ever synchronises with a GPU.
-All raise before anything is written.
+An op declares its tensors once, and each call checks the tensors it was given:
+
+    _TENSORS = TensorSpec(
+        Arg("q", "batch num_q_heads head_dim", FLOAT_DTYPES),
+        Arg("context_lens", "batch", INT32),
+    )
+    sizes = _TENSORS(q, context_lens)  # sizes.batch, sizes.head_dim ...
+
+The first argument that has a dimension of some name decides its size; later arguments must agree.
+
+A spec sees shapes, strides, dtypes and devices only, and remembers which combinations have passed.
+Values are looked at only where they already lie in host memory (CPU tensors, which the interpreter
+runs on). So no check synchronises with a GPU. All checks raise before anything is written.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import repeat
 from numbers import Real
-from operator import index
+from types import SimpleNamespace
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from kernels.primitives import INTERPRETED
 
 MAX_GRID_YZ = 65535
+"""CUDA's limit of the second and third launch dimension."""
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FP8_DTYPE = torch.float8_e4m3fn
 KV_DTYPES = (*FLOAT_DTYPES, FP8_DTYPE)
+FP32 = (torch.float32,)
+INT32 = (torch.int32,)
+INT64 = (torch.int64,)
+INTEGERS = (torch.int32, torch.int64)
+MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 Scale = torch.Tensor | float | None
 """Scale of K or V in an fp8 cache: a number, an fp32 tensor of one or of num_kv_heads elements, or
 None for 1."""
-MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
-_CACHE_DIMS = dict.fromkeys(("num_blocks", "block_size", "num_kv_heads", "head_dim"))
-_ROTARY_DIMS = dict.fromkeys(("num_positions", "rotary_dim / 2"))
-_SLOT_DIMS = {"num_slots": None}
-_INT32 = (torch.int32,)
-_INTEGERS = (torch.int32, torch.int64)
+Dtypes = tuple[torch.dtype, ...]
+Rule = Callable[[SimpleNamespace], None]
 
 
-def _listed(items) -> str:
-    return " or ".join(str(item) for item in items)
+@dataclass(frozen=True)
+class Arg:
+    """Declaration of one tensor argument."""
+
+    name: str
+    dims: str
+    """Names of the dimensions; "|" separates alternatives. A number is a fixed size, "batch+1" is
+    one more than batch, "rotary_dim/2" half of rotary_dim."""
+    dtypes: Dtypes | Callable[[dict[str, torch.dtype]], Dtypes]
+    """Dtypes allowed, or a function that returns them given the dtype of each argument by name."""
+    optional: bool = False
+    """Whether None is allowed."""
+    written: bool = False
+    """Whether the op writes to it: no two elements may share memory, as expanded ones do. Programs
+    would race for one place, and a rotation in place would be applied several times."""
+    any_strides: bool = False
+    """Whether the last dimension may be strided."""
+    host_too: bool = False
+    """Whether it may lie in host memory although other arguments do not."""
+
+
+class TensorSpec:
+    """Declaration of all tensor arguments of an op.
+
+    rules: functions of the sizes that raise ValueError where these do not fit together.
+    """
+
+    def __init__(self, *args: Arg, rules: tuple[Rule, ...] = ()):
+        self._args = args
+        self._rules = rules
+        self._sizes = functools.lru_cache(maxsize=1024)(self._check)
+
+    def __call__(
+        self, *tensors: torch.Tensor | None, device: torch.device | None = None
+    ) -> SimpleNamespace:
+        """Check the tensors, given in the order of the declaration.
+
+        device: where they must be; None for where the first one is.
+
+        Returns:
+            The size of every dimension by its name.
+
+        Raises:
+            TypeError: not a tensor.
+            ValueError: wrong shape, dtype or device, last dimension not contiguous, memory shared
+                by elements to be written, or a CPU tensor outside the interpreter.
+        """
+        try:
+            layouts = [
+                None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors
+            ]
+        except (AttributeError, TypeError):  # TypeError: stride is no method of NumPy-like arrays
+            for arg, tensor in zip(self._args, tensors, strict=True):
+                if tensor is not None and not isinstance(tensor, torch.Tensor):
+                    raise not_a_tensor(arg.name, tensor) from None
+            raise
+        return self._sizes(device, *layouts)
+
+    def _check(self, device: torch.device | None, *layouts: tuple | None) -> SimpleNamespace:
+        sizes: dict[str, int] = {}
+        given = dict(zip(self._args, layouts, strict=True))
+        dtypes = {arg.name: layout[2] for arg, layout in given.items() if layout is not None}
+        for arg, layout in given.items():
+            if layout is None:
+                if not arg.optional:
+                    raise not_a_tensor(arg.name, None)
+                continue
+            shape, strides, dtype, actual_device = layout
+            _bind_shape(arg, tuple(shape), sizes)
+            allowed = arg.dtypes(dtypes) if callable(arg.dtypes) else arg.dtypes
+            if dtype not in allowed:
+                raise ValueError(f"{arg.name}: expected dtype {_either(allowed)}, got {dtype}")
+            if device is None:
+                device = actual_device
+                if device.type == "cpu" and not INTERPRETED.value:
+                    raise ValueError(
+                        f"{arg.name}: got a CPU tensor, but the kernels were compiled for a GPU; "
+                        "pass a GPU tensor, or set TRITON_INTERPRET=1 in the environment before "
+                        "importing kernels to run them on CPU tensors in Triton's interpreter"
+                    )
+            elif actual_device != device and not (arg.host_too and actual_device.type == "cpu"):
+                raise ValueError(
+                    f"{arg.name}: expected a tensor on {device}, got one on {actual_device}"
+                )
+            if shape and strides[-1] != 1 and shape[-1] > 1 and not arg.any_strides:
+                raise ValueError(
+                    f"{arg.name}: expected a contiguous last dimension, got strides {strides}"
+                )
+            if arg.written:
+                check_writable(arg.name, shape, strides)
+        bound = SimpleNamespace(**sizes)
+        for rule in self._rules:
+            rule(bound)
+        return bound
+
+
+def _either(items) -> str:
+    return " or ".join(map(str, items))
+
+
+def _size(dim: str, sizes: dict[str, int]) -> int | None:
+    """Size that a dimension must have, None for any."""
+    if dim.isdigit():
+        return int(dim)
+    size = sizes.get(dim.removesuffix("+1").removesuffix("/2"))
+    if size is not None and dim.endswith("+1"):
+        return size + 1
+    return size // 2 if size is not None and dim.endswith("/2") else size
+
+
+def _fits(dim: str, actual: int, sizes: dict[str, int]) -> bool:
+    size = _size(dim, sizes)
+    return actual >= dim.endswith("+1") if size is None else actual == size
+
+
+def _bind_shape(arg: Arg, shape: tuple[int, ...], sizes: dict[str, int]) -> None:
+    """Add the sizes of the first alternative that a shape fits."""
+    alternatives = [dims.split() for dims in arg.dims.split("|")]
+    for dims in alternatives:
+        if len(dims) == len(shape) and all(map(_fits, dims, shape, repeat(sizes))):
+            for dim, actual in zip(dims, shape, strict=True):
+                if dim.endswith("+1"):
+                    sizes[dim.removesuffix("+1")] = actual - 1
+                elif dim.endswith("/2"):
+                    sizes[dim.removesuffix("/2")] = 2 * actual
+                else:
+                    sizes[dim] = actual
+            return
+
+    def wanted(dims: list[str]) -> str:
+        known = [(dim, _size(dim, sizes)) for dim in dims]
+        return ", ".join(
+            dim if size is None or dim.isdigit() else f"{dim}={size}" for dim, size in known
+        )
+
+    shapes = _either(f"({wanted(dims)})" for dims in alternatives)
+    raise ValueError(f"{arg.name}: expected shape {shapes}, got {shape}")
 
 
 def not_a_tensor(name: str, value: object) -> TypeError:
@@ -42,69 +190,127 @@ def not_a_tensor(name: str, value: object) -> TypeError:
     return TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
 
 
-def check_tensor(
-    name: str,
-    tensor: torch.Tensor,
-    shape: dict[str, int | None],
-    *,
-    dtypes: tuple[torch.dtype, ...],
-    device: torch.device | None = None,
-    any_strides: bool = False,
-) -> None:
-    """Check one tensor argument.
+def same_dtype(name: str) -> Callable[[dict[str, torch.dtype]], Dtypes]:
+    """For `Arg.dtypes`: the dtype of another argument."""
+    return lambda dtypes: (dtypes[name],)
 
-    shape: expected size of each dimension by its name, None for any size.
-    device: the device of the other arguments; None for the first one, which decides it.
-    any_strides: whether the last dimension may be strided too.
 
-    Raises:
-        TypeError: not a tensor.
-        ValueError: wrong shape, dtype or device, last dimension not contiguous, or a CPU tensor
-            outside the interpreter.
+def beside_cache(dtypes: dict[str, torch.dtype]) -> Dtypes:
+    """For `Arg.dtypes`, of queries and new keys: the cache's own dtype, any with an fp8 cache."""
+    return FLOAT_DTYPES if dtypes["k_cache"] == FP8_DTYPE else (dtypes["k_cache"],)
+
+
+def kv_cache_args(dtypes: Dtypes = KV_DTYPES, *, written: bool = False) -> tuple[Arg, Arg]:
+    """Declare k_cache and v_cache of one dtype. Needs the rule `check_cache_dims`."""
+    dims = "num_blocks block_size num_kv_heads head_dim"
+    return (
+        Arg("k_cache", dims, dtypes, written=written),
+        Arg("v_cache", dims, same_dtype("k_cache"), written=written),
+    )
+
+
+SCALE_ARGS = tuple(
+    Arg(name, "| 1 | num_kv_heads", FP32, optional=True) for name in ("k_scale", "v_scale")
+)
+"""Scales that are tensors; see `check_scales`."""
+
+
+ROTARY_ARGS = (
+    Arg("positions", "num_tokens", INTEGERS),
+    Arg("cos", "num_positions rotary_dim/2", FLOAT_DTYPES),
+    Arg("sin", "num_positions rotary_dim/2", same_dtype("cos")),
+)
+"""Need the rule `check_rotary_dim`."""
+ALIBI_ARG = Arg("alibi_slopes", "num_q_heads | batch num_q_heads", FP32, optional=True)
+
+
+def attention_spec(rows: str, *args: Arg, rules: tuple[Rule, ...] = ()) -> TensorSpec:
+    """Declare k_cache, v_cache, k_scale, v_scale, q and out of an attention op, then `args`, then
+    alibi_slopes and sinks.
+
+    rows: name of the first dimension of q, (rows, num_q_heads, head_dim).
     """
-    if not isinstance(tensor, Tensor):
-        raise not_a_tensor(name, tensor)
-    actual = tensor.shape
-    fits = len(actual) == len(shape)
-    if fits:
-        for dim, size in enumerate(shape.values()):
-            if size is not None and size != actual[dim]:
-                fits = False
-                break
-    if not fits:
-        wanted = ", ".join(dim if size is None else f"{dim}={size}" for dim, size in shape.items())
-        raise ValueError(f"{name}: expected shape ({wanted}), got {tuple(actual)}")
-    if tensor.dtype not in dtypes:
-        raise ValueError(f"{name}: expected dtype {_listed(dtypes)}, got {tensor.dtype}")
-    if device is None:
-        if tensor.is_cpu and not INTERPRETED.value:
-            raise ValueError(
-                f"{name}: got a CPU tensor, but the kernels were compiled for a GPU; pass a GPU "
-                "tensor, or set TRITON_INTERPRET=1 in the environment before importing kernels to "
-                "run them on CPU tensors in Triton's interpreter"
-            )
-    elif tensor.device != device:
-        raise ValueError(f"{name}: expected a tensor on {device}, got one on {tensor.device}")
-    if not any_strides and tensor.stride()[-1] != 1 and actual[-1] > 1:
+    q_dims = f"{rows} num_q_heads head_dim"
+    return TensorSpec(
+        *kv_cache_args(),
+        *SCALE_ARGS,
+        Arg("q", q_dims, beside_cache),
+        Arg("out", q_dims, lambda dtypes: (dtypes["q"], *FP32), optional=True, written=True),
+        *args,
+        ALIBI_ARG,
+        Arg("sinks", "num_q_heads", FLOAT_DTYPES, optional=True),
+        rules=(check_heads, *rules),
+    )
+
+
+def tensor_or_none(scale: Scale) -> torch.Tensor | None:
+    """A scale as a TensorSpec takes it."""
+    return scale if isinstance(scale, torch.Tensor) else None
+
+
+def check_cache_dims(sizes: SimpleNamespace) -> None:
+    """Rule: no dimension of a cache but num_blocks is 0."""
+    for dim in ("block_size", "num_kv_heads", "head_dim"):
+        if vars(sizes).get(dim) == 0:
+            raise ValueError(f"k_cache: expected a {dim} of at least 1, got 0")
+
+
+def check_heads(sizes: SimpleNamespace) -> None:
+    """Rule: supported head_dim, and query heads that divide evenly among the KV heads (GQA)."""
+    check_cache_dims(sizes)
+    if sizes.num_q_heads == 0 or sizes.num_q_heads % sizes.num_kv_heads:
         raise ValueError(
-            f"{name}: expected a contiguous last dimension, got strides {tensor.stride()}"
+            f"q: expected a positive multiple of num_kv_heads={sizes.num_kv_heads} as num_q_heads, "
+            f"got {sizes.num_q_heads}"
+        )
+    if not MIN_HEAD_DIM <= sizes.head_dim <= MAX_HEAD_DIM:
+        raise ValueError(
+            f"q: expected a head_dim from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, got {sizes.head_dim}"
         )
 
 
-def as_integer(name: str, value: object) -> int:
-    """An integer argument as an int; one of NumPy, or a tensor of one element, serves too.
+def check_batch(sizes: SimpleNamespace) -> None:
+    """Rule: a batch of queries that one launch can hold."""
+    check_grid_dim("q", "batch", sizes.batch)
 
-    Raises:
-        TypeError: not an integer.
-    """
-    try:
-        return index(value)
-    except TypeError:
-        raise TypeError(f"{name}: expected an integer, got {type(value).__name__}") from None
+
+def check_num_slots(sizes: SimpleNamespace) -> None:
+    """Rule: no more slots than tokens."""
+    if sizes.num_slots > sizes.num_tokens:
+        raise ValueError(
+            f"slot_mapping: expected at most num_tokens={sizes.num_tokens} slots, "
+            f"got {sizes.num_slots}"
+        )
+
+
+def check_rotary_dim(sizes: SimpleNamespace, name: str = "cos") -> None:
+    """Rule: rotary tables that fit the heads. name: the argument that has the cosines."""
+    if not 2 <= sizes.rotary_dim <= sizes.head_dim:
+        raise ValueError(
+            f"{name}: expected a rotary_dim from 2 to head_dim={sizes.head_dim}, "
+            f"got {sizes.rotary_dim}"
+        )
+
+
+def check_grid_dim(name: str, dim: str | None, size: int) -> None:
+    """Check a size that becomes a secondary launch dimension; a tensor's dimension may be 0."""
+    check_integer(name, size)
+    if not 1 <= size <= MAX_GRID_YZ and not (dim and size == 0):
+        what = f"{dim} " if dim else ""
+        raise ValueError(f"{name}: expected {what}from 1 to {MAX_GRID_YZ}, got {size}")
+
+
+def check_writable(name: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    """Check that the elements of a tensor of these sizes and strides do not share memory."""
+    if any(n > 1 and stride == 0 for n, stride in zip(shape, strides, strict=True)):
+        raise ValueError(
+            f"{name}: expected memory of its own for every element to be written, got an expanded "
+            f"tensor of shape {tuple(shape)} and strides {strides}"
+        )
 
 
 def check_integer(name: str, value: int) -> None:
-    """Check that an argument is an int, which alone Triton takes for an integer."""
+    """Check that an argument is an int: Triton takes no other type for an integer."""
     if type(value) is not int:
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
 
@@ -116,118 +322,40 @@ def check_number(name: str, value: float) -> None:
 
 
 def check_norm(eps_name: str, eps: float, offset_name: str, offset: float) -> None:
-    """Check the constants of an RMSNorm by the names that they have: eps is at least 0."""
+    """Check the constants of an RMSNorm, by the names that the caller gives them."""
     check_number(eps_name, eps)
     check_number(offset_name, offset)
     if not 0 <= eps < math.inf:
         raise ValueError(f"{eps_name}: expected 0 or a positive finite number, got {eps}")
 
 
-def check_like(name: str, tensor: torch.Tensor, other: torch.Tensor, dims: Sequence[str]) -> None:
-    """Check that a tensor has shape, dtype and device of another one; dims: what these have."""
-    if (
-        isinstance(tensor, Tensor)
-        and tensor.shape == other.shape
-        and tensor.dtype == other.dtype
-        and tensor.device == other.device
-        and tensor.stride()[-1] == 1
-    ):
-        return
-    shape = dict(zip(dims, other.shape, strict=True))
-    check_tensor(name, tensor, shape, dtypes=(other.dtype,), device=other.device)
-
-
-def check_writable(name: str, tensor: torch.Tensor) -> None:
-    """Check that elements of a tensor that is written to do not share memory, as expanded ones do.
-
-    Several programs would write to one place, and a rotation in place be applied several times.
-    """
-    strides = tensor.stride()
-    if 0 in strides and any(n > 1 for n, s in zip(tensor.shape, strides, strict=True) if s == 0):
-        raise ValueError(
-            f"{name}: expected memory of its own for every element to be written, got an expanded "
-            f"tensor of shape {tuple(tensor.shape)} and strides {strides}"
-        )
-
-
-def check_disjoint(names: str, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Check that two tensors have no element in common, as far as that is quick to see."""
-    if a.device != b.device or a.is_meta or not _share_memory(a, b):
-        return
-    raise ValueError(f"{names}: expected tensors that do not overlap in memory, got two that do")
-
-
-def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    (first_a, end_a), (first_b, end_b) = _address_range(a), _address_range(b)
-    if end_a <= first_b or end_b <= first_a:
-        return False
-    try:  # numpy solves it for shapes and strides, and reads nothing
-        return np.shares_memory(_Bytes(a), _Bytes(b), max_work=100_000)
-    except np.exceptions.TooHardError:
-        return False
-
-
-def _address_range(tensor: torch.Tensor) -> tuple[int, int]:
-    first = tensor.data_ptr()
-    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return first, first + (last + 1) * tensor.itemsize
-
-
-class _Bytes:
-    """The bytes of a tensor as an array, wherever they are."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        size = tensor.itemsize
-        self.__array_interface__ = {
-            "data": (tensor.data_ptr(), True),
-            "shape": (*tensor.shape, size),
-            "strides": (*(size * stride for stride in tensor.stride()), 1),
-            "typestr": "|u1",
-            "version": 3,
-        }
-
-
-def check_kv_cache(
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    *,
-    dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES,
-    device: torch.device | None = None,
-    written: bool = False,
+def check_score_options(
+    scale: float | None, window_size: int | None, softcap: float, num_splits: int | None = None
 ) -> None:
-    """Check a paged cache: both (num_blocks, block_size, num_kv_heads, head_dim), of one dtype.
-
-    written: whether the op writes to it.
-    """
-    check_tensor("k_cache", k_cache, _CACHE_DIMS, dtypes=dtypes, device=device)
-    check_like("v_cache", v_cache, k_cache, _CACHE_DIMS)
-    if written:
-        check_writable("k_cache", k_cache)
-        check_writable("v_cache", v_cache)
-    _, block_size, num_kv_heads, head_dim = k_cache.shape
-    if not (block_size and num_kv_heads and head_dim):
-        raise ValueError(
-            "k_cache: expected block_size, num_kv_heads and head_dim of at least 1, got shape "
-            f"{tuple(k_cache.shape)}"
-        )
-
-
-def dtypes_beside(k_cache: torch.Tensor) -> tuple[torch.dtype, ...]:
-    """Dtypes that queries and new keys may have: the cache's own, any with an fp8 cache."""
-    return FLOAT_DTYPES if k_cache.dtype == FP8_DTYPE else (k_cache.dtype,)
+    """Check the numbers that an attention op takes."""
+    if scale is not None:
+        check_number("scale", scale)
+    if window_size is not None:
+        check_integer("window_size", window_size)
+        if window_size < 1:
+            raise ValueError(
+                f"window_size: expected None (no window) or at least 1 token, got {window_size}"
+            )
+    check_number("softcap", softcap)
+    if not 0 <= softcap < math.inf:
+        raise ValueError(f"softcap: expected 0 (off) or a positive finite cap, got {softcap}")
+    if num_splits is not None:
+        check_grid_dim("num_splits", None, num_splits)
 
 
-def check_cache_scales(k_scale: Scale, v_scale: Scale, k_cache: torch.Tensor) -> None:
-    """Check the scales of an fp8 cache: numbers, or fp32 tensors of one or num_kv_heads elements.
+def check_scales(k_scale: Scale, v_scale: Scale, k_cache: torch.Tensor) -> None:
+    """Check what a TensorSpec leaves open of the scales of an fp8 cache.
 
     Raises:
         TypeError: neither a number nor a tensor.
         ValueError: a scale with a cache that is not fp8; one that is not positive and finite (a
-            tensor's only where it lies in host memory); another shape, dtype or device.
+            tensor's only where it lies in host memory).
     """
-    if k_scale is None and v_scale is None:
-        return
-    num_kv_heads = k_cache.shape[2]
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is None:
             continue
@@ -237,21 +365,7 @@ def check_cache_scales(k_scale: Scale, v_scale: Scale, k_cache: torch.Tensor) ->
                 f"{k_cache.dtype}"
             )
         if isinstance(scale, torch.Tensor):
-            if scale.shape not in ((), (1,), (num_kv_heads,)):
-                raise ValueError(
-                    f"{name}: expected shape (), (1) or (num_kv_heads={num_kv_heads}), "
-                    f"got {tuple(scale.shape)}"
-                )
-            dims = dict.fromkeys(range(scale.dim()))
-            check_tensor(
-                name,
-                scale,
-                dims,
-                dtypes=(torch.float32,),
-                device=k_cache.device,
-                any_strides=not dims,
-            )
-            if scale.device.type == "cpu" and not ((scale > 0) & scale.isfinite()).all():
+            if scale.is_cpu and not ((scale > 0) & scale.isfinite()).all():
                 raise ValueError(f"{name}: expected positive finite scales, got {scale.tolist()}")
         elif not isinstance(scale, Real):
             raise TypeError(
@@ -261,32 +375,9 @@ def check_cache_scales(k_scale: Scale, v_scale: Scale, k_cache: torch.Tensor) ->
             raise ValueError(f"{name}: expected a positive finite number, got {scale}")
 
 
-def check_heads(q: torch.Tensor, k_cache: torch.Tensor) -> None:
-    """Check the head dimension and that the query heads divide evenly among the KV heads (GQA)."""
-    shape = q.shape
-    num_q_heads, head_dim = shape[-2], shape[-1]
-    num_kv_heads = k_cache.shape[2]
-    if num_q_heads == 0 or num_q_heads % num_kv_heads:
-        raise ValueError(
-            f"q: expected a positive multiple of num_kv_heads={num_kv_heads} as num_q_heads, "
-            f"got {num_q_heads}"
-        )
-    if not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM:
-        raise ValueError(
-            f"q: expected a head_dim from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, got {head_dim}"
-        )
-
-
-def check_slots(slot_mapping: torch.Tensor, k_cache: torch.Tensor, *, num_tokens: int) -> None:
-    """Check a slot mapping of at most num_tokens slots, host-resident values too."""
-    device = k_cache.device
-    check_tensor("slot_mapping", slot_mapping, _SLOT_DIMS, dtypes=_INTEGERS, device=device)
-    num_slots = slot_mapping.shape[0]
-    if num_slots > num_tokens:
-        raise ValueError(
-            f"slot_mapping: expected at most num_tokens={num_tokens} slots, got {num_slots}"
-        )
-    if num_slots and slot_mapping.is_cpu:
+def check_slots(slot_mapping: torch.Tensor, k_cache: torch.Tensor) -> None:
+    """Check the values of a slot mapping in host memory."""
+    if slot_mapping.is_cpu and slot_mapping.numel():
         capacity = k_cache.shape[0] * k_cache.shape[1]
         largest = int(slot_mapping.max())
         if largest >= capacity:
@@ -296,20 +387,22 @@ def check_slots(slot_mapping: torch.Tensor, k_cache: torch.Tensor, *, num_tokens
             )
 
 
-def check_cu_seqlens(
-    name: str,
-    cu_seqlens: torch.Tensor,
-    *,
-    batch: int,
-    total: int,
-    max_seqlen: int,
-    device: torch.device,
-) -> None:
-    """Check cumulative lengths, (batch + 1,) int32 from 0 to at most `total`, and their maximum.
+def check_positions(positions: torch.Tensor, num_positions: int) -> None:
+    """Check the values of rotary positions in host memory."""
+    if positions.is_cpu and positions.numel():
+        low, high = int(positions.min()), int(positions.max())
+        if low < 0 or high >= num_positions:
+            raise ValueError(
+                f"positions: expected rows of cos from 0 to {num_positions - 1}, "
+                f"got {low if low < 0 else high}"
+            )
 
-    Errors in max_seqlen are reported as of the argument max_seqlen_<suffix of name>.
+
+def check_cu_seqlens(name: str, cu_seqlens: torch.Tensor, *, total: int, max_seqlen: int) -> None:
+    """Check max_seqlen and, in host memory, cumulative lengths that end at `total` or before.
+
+    Errors in max_seqlen name the argument max_seqlen_<suffix of name>.
     """
-    check_tensor(name, cu_seqlens, {"batch + 1": batch + 1}, dtypes=_INT32, device=device)
     max_name = name.replace("cu_seqlens", "max_seqlen")
     check_integer(max_name, max_seqlen)
     if max_seqlen < 0:
@@ -322,10 +415,10 @@ def check_cu_seqlens(
             f"{name}: expected values that ascend from 0 to at most {total}, "
             f"got {cu_seqlens.tolist()}"
         )
-    if batch and int(lengths.max()) > max_seqlen:
+    longest = int(lengths.max()) if lengths.numel() else 0
+    if longest > max_seqlen:
         raise ValueError(
-            f"{max_name}: expected at least {int(lengths.max())}, the longest of {name}, "
-            f"got {max_seqlen}"
+            f"{max_name}: expected at least {longest}, the longest of {name}, got {max_seqlen}"
         )
 
 
@@ -334,25 +427,20 @@ def check_block_tables(
     context_lens: torch.Tensor,
     k_cache: torch.Tensor,
     *,
-    batch: int,
     query_lens: torch.Tensor | int = 1,
     window_size: torch.Tensor | int | None = None,
-    names: tuple[str, str, str] = ("block_tables", "context_lens", "batch"),
+    names: tuple[str, str] = ("block_tables", "context_lens"),
 ) -> None:
-    """Check block tables against context lengths, their values too where they lie on the host.
+    """Check block tables and context lengths in host memory.
 
     query_lens, window_size: queries at the end of each sequence and tokens that each sees, (batch,)
     or one number for all. Table entries wholly before the window of the first query are never read
     and may hold anything.
-    names: what the caller calls the tables, the lengths and their number.
+    names: what the caller calls the tables and the lengths.
     """
-    tables_name, lens_name, batch_name = names
-    device = k_cache.device
-    shape = {batch_name: batch, "max_blocks": None}
-    check_tensor(tables_name, block_tables, shape, dtypes=_INT32, device=device)
-    check_tensor(lens_name, context_lens, {batch_name: batch}, dtypes=_INT32, device=device)
-    if not context_lens.is_cpu or batch == 0:
+    if not context_lens.is_cpu or context_lens.shape[0] == 0:
         return
+    tables_name, lens_name = names
     num_blocks, block_size = k_cache.shape[:2]
     max_blocks = block_tables.shape[1]
     if int(context_lens.min()) < 0:
@@ -378,110 +466,3 @@ def check_block_tables(
             f"{tables_name}: expected block ids from 0 to {num_blocks - 1} within the context, got "
             f"{int(block_tables[row, col])} at [{row}, {col}]"
         )
-
-
-def check_rotary(
-    positions: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    *,
-    num_tokens: int,
-    head_dim: int,
-    device: torch.device,
-) -> None:
-    """Check rotary tables (num_positions, rotary_dim / 2) and the positions that index them."""
-    shape = {"num_tokens": num_tokens}
-    check_tensor("positions", positions, shape, dtypes=_INTEGERS, device=device)
-    check_tensor("cos", cos, _ROTARY_DIMS, dtypes=FLOAT_DTYPES, device=device)
-    check_like("sin", sin, cos, _ROTARY_DIMS)
-    if not 2 <= 2 * cos.shape[1] <= head_dim:
-        raise ValueError(
-            f"cos: expected a rotary_dim from 2 to head_dim={head_dim}, got {2 * cos.shape[1]}"
-        )
-    if num_tokens and positions.is_cpu:
-        low, high = int(positions.min()), int(positions.max())
-        if low < 0 or high >= cos.shape[0]:
-            raise ValueError(
-                f"positions: expected rows of cos from 0 to {cos.shape[0] - 1}, "
-                f"got {low if low < 0 else high}"
-            )
-
-
-def check_score_options(
-    q: torch.Tensor,
-    window_size: int | None,
-    softcap: float,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None = None,
-    scale: float | None = None,
-    *,
-    batch: int,
-) -> None:
-    """Check what makes the scores of q, (..., num_q_heads, head_dim), of `batch` sequences."""
-    if scale is not None:
-        check_number("scale", scale)
-    if window_size is not None:
-        check_integer("window_size", window_size)
-        if window_size < 1:
-            raise ValueError(
-                f"window_size: expected None (no window) or at least 1 token, got {window_size}"
-            )
-    check_number("softcap", softcap)
-    if not 0 <= softcap < math.inf:
-        raise ValueError(f"softcap: expected 0 (off) or a positive finite cap, got {softcap}")
-    if alibi_slopes is not None:
-        shape = {"num_q_heads": q.shape[-2]}
-        if isinstance(alibi_slopes, torch.Tensor) and alibi_slopes.dim() == 2:
-            shape = {"batch": batch, **shape}
-        check_tensor("alibi_slopes", alibi_slopes, shape, dtypes=(torch.float32,), device=q.device)
-    if sinks is not None:
-        shape = {"num_q_heads": q.shape[-2]}
-        check_tensor("sinks", sinks, shape, dtypes=FLOAT_DTYPES, device=q.device)
-
-
-def check_grid_dim(name: str, dim: str | None, size: int) -> None:
-    """Check a size that becomes a secondary launch dimension, which CUDA limits to 65535."""
-    check_integer(name, size)
-    if not 1 <= size <= MAX_GRID_YZ and not (dim and size == 0):
-        what = f"{dim} " if dim else ""
-        raise ValueError(f"{name}: expected {what}from 1 to {MAX_GRID_YZ}, got {size}")
-
-
-def check_queries(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k_scale: Scale,
-    v_scale: Scale,
-    *,
-    rows: str,
-) -> None:
-    """Check the queries of an attention op, (rows, num_q_heads, head_dim), its cache and scales."""
-    check_kv_cache(k_cache, v_cache, dtypes=KV_DTYPES)
-    check_cache_scales(k_scale, v_scale, k_cache)
-    dims = {rows: None, "num_q_heads": None, "head_dim": k_cache.shape[3]}
-    check_tensor("q", q, dims, dtypes=dtypes_beside(k_cache), device=k_cache.device)
-    check_heads(q, k_cache)
-
-
-def check_out(out: torch.Tensor, q: torch.Tensor, *, rows: str = "batch") -> None:
-    """Check a caller's output buffer: the shape and device of q, in q's dtype or fp32."""
-    dims = (rows, "num_q_heads", "head_dim")
-    if getattr(out, "dtype", None) == q.dtype:
-        check_like("out", out, q, dims)
-    else:
-        shape = dict(zip(dims, q.shape, strict=True))
-        dtypes = tuple(dict.fromkeys((q.dtype, torch.float32)))
-        check_tensor("out", out, shape, dtypes=dtypes, device=q.device)
-    check_writable("out", out)
-
-
-def results_of(
-    q: torch.Tensor, out: torch.Tensor | None, return_lse: bool, *, rows: str = "batch"
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What an attention op writes its output and LSE to: `out` if given, checked, or a new one."""
-    if out is None:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    else:
-        check_out(out, q, rows=rows)
-    return out, q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None

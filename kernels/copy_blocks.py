@@ -16,35 +16,28 @@ import triton.language as tl
 from kernels.block_layout import (
     BITS,
     CACHE_DTYPES,
+    LAYERS_DIMS,
+    PAIRS_ARG,
+    PLANE_DIMS,
     TL_BITS,
     block_runs,
     check_block_pairs,
     element_offsets,
 )
-from kernels.checks import check_grid_dim, check_like, check_tensor, check_writable
+from kernels.checks import Arg, TensorSpec, check_grid_dim, same_dtype
 from kernels.tiles import cdiv, copy_tile
 from kernels.torch_ops import inplace_op
 
 
 @triton.jit(do_not_specialize=["num_layers"])
 def _copy_blocks_kernel(
-    planes_ptr,
-    src_to_dst_ptr,
+    planes_ptr, src_to_dst_ptr,
     num_layers,
-    stride_pair,
-    stride_kv,
-    stride_layer,
-    stride_block,
-    stride_outer,
-    stride_inner,
-    CHUNKS: tl.constexpr,
-    NUM_ELEMENTS: tl.constexpr,
-    RUN: tl.constexpr,
-    INNER_RUNS: tl.constexpr,
-    TILE: tl.constexpr,
-    DTYPE: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-):
+    stride_pair, stride_kv, stride_layer, stride_block, stride_outer, stride_inner,
+    CHUNKS: tl.constexpr, NUM_ELEMENTS: tl.constexpr,
+    RUN: tl.constexpr, INNER_RUNS: tl.constexpr, TILE: tl.constexpr,
+    DTYPE: tl.constexpr, ALIGNMENT: tl.constexpr,
+):  # fmt: skip
     """Grid (num_pairs * CHUNKS, planes).
 
     ALIGNMENT 0: planes_ptr is a tensor (2, num_layers, num_blocks, ...). Else planes_ptr holds the
@@ -85,27 +78,16 @@ def _pointer_table(addresses: tuple[int, ...], device: torch.device) -> torch.Te
     return torch.tensor(addresses, dtype=torch.int64, device=device)
 
 
-def _check_planes(planes: list[torch.Tensor]) -> None:
-    """Check K and V of each layer, (num_blocks, block_size, num_kv_heads, head_dim), all alike."""
-    dims = dict.fromkeys(("num_blocks", "block_size", "num_kv_heads", "head_dim"))
-    first = planes[0]
-    check_tensor("caches[0][0]", first, dims, dtypes=CACHE_DTYPES)
-    alike = first.shape, first.dtype, first.device, first.stride()
-    for index, plane in enumerate(planes):
-        if isinstance(plane, torch.Tensor) and alike == (
-            plane.shape,
-            plane.dtype,
-            plane.device,
-            plane.stride(),
-        ):
-            continue
-        name = f"caches[{index // 2}][{index % 2}]"
-        check_like(name, plane, first, dims)
-        if plane.stride() != first.stride():
-            raise ValueError(
-                f"{name}: expected the strides of caches[0][0], {first.stride()}, "
-                f"got {plane.stride()}"
-            )
+@functools.cache
+def _tensors(num_planes: int) -> TensorSpec:
+    """Spec of the planes, or of one tensor that has them all, and of the pairs."""
+    if num_planes == 1:
+        return TensorSpec(Arg("caches", LAYERS_DIMS, CACHE_DTYPES, written=True), PAIRS_ARG)
+    names = [f"caches[{plane // 2}][{plane % 2}]" for plane in range(num_planes)]
+    first = Arg(names[0], PLANE_DIMS, CACHE_DTYPES, written=True)
+    like_first = same_dtype(names[0])
+    others = [Arg(name, PLANE_DIMS, like_first) for name in names[1:]]
+    return TensorSpec(first, *others, PAIRS_ARG)
 
 
 @inplace_op("planes")
@@ -113,19 +95,15 @@ def _copy_blocks(planes: list[torch.Tensor], src_to_dst: torch.Tensor) -> None:
     """`copy_blocks` on one tensor of six dimensions, or on [k_0, v_0, k_1, v_1, ...] of four."""
     first = planes[0]
     is_one_tensor = len(planes) == 1
-    if is_one_tensor:
-        dims = ("2", "num_layers", "num_blocks", "block_size", "num_kv_heads", "head_dim")
-        check_tensor("caches", first, dict.fromkeys(dims) | {"2": 2}, dtypes=CACHE_DTYPES)
-    else:
-        _check_planes(planes)
-    check_writable("caches", first)
-    num_blocks = first.shape[-4]
+    num_blocks = _tensors(len(planes))(*planes, src_to_dst).num_blocks
+    for index, plane in enumerate(planes):
+        if plane.stride() != first.stride():
+            raise ValueError(
+                f"caches[{index // 2}][{index % 2}]: expected the strides of caches[0][0], "
+                f"{first.stride()}, got {plane.stride()}"
+            )
     check_block_pairs(
-        src_to_dst,
-        num_src_blocks=num_blocks,
-        num_dst_blocks=num_blocks,
-        same_pool=True,
-        device=first.device,
+        src_to_dst, num_src_blocks=num_blocks, num_dst_blocks=num_blocks, same_pool=True
     )
     num_planes = 2 * first.shape[1] if is_one_tensor else len(planes)
     check_grid_dim("caches", "layers * 2", num_planes)
@@ -144,22 +122,15 @@ def _copy_blocks(planes: list[torch.Tensor], src_to_dst: torch.Tensor) -> None:
     tile = copy_tile(runs.num_elements, first.itemsize)
     chunks = cdiv(runs.num_elements, tile.elements)
     _copy_blocks_kernel[(num_pairs * chunks, num_planes)](
-        planes_arg,
-        src_to_dst,
+        planes_arg, src_to_dst,
         first.shape[1] if is_one_tensor else 1,
         src_to_dst.stride(0),
-        *(first.stride()[:2] if is_one_tensor else (0, 0)),
-        first.stride(-4),
-        *runs.strides[0],
-        CHUNKS=chunks,
-        NUM_ELEMENTS=runs.num_elements,
-        RUN=runs.run,
-        INNER_RUNS=runs.inner_runs,
-        TILE=tile.elements,
-        DTYPE=TL_BITS[first.itemsize],
-        ALIGNMENT=alignment,
+        *(first.stride()[:2] if is_one_tensor else (0, 0)), first.stride(-4), *runs.strides[0],
+        CHUNKS=chunks, NUM_ELEMENTS=runs.num_elements,
+        RUN=runs.run, INNER_RUNS=runs.inner_runs, TILE=tile.elements,
+        DTYPE=TL_BITS[first.itemsize], ALIGNMENT=alignment,
         num_warps=tile.num_warps,
-    )
+    )  # fmt: skip
 
 
 def copy_blocks(

@@ -14,7 +14,7 @@ from operator import index
 
 import torch
 
-from kernels.checks import as_integer, check_number
+from kernels.checks import check_number
 from kernels.flash_attn_ops import flash_attn_kvcache, flash_attn_varlen
 
 
@@ -35,6 +35,18 @@ class _ForwardOnly(torch.autograd.Function):
 def _detached(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """The tensor without its gradient, so that compiled code does not look for a derivative."""
     return tensor.detach() if getattr(tensor, "requires_grad", False) else tensor
+
+
+def _as_integer(name: str, value: object) -> int:
+    """An integer argument as an int; a NumPy integer or a tensor of one element will do.
+
+    Raises:
+        TypeError: not an integer.
+    """
+    try:
+        return index(value)
+    except TypeError:
+        raise TypeError(f"{name}: expected an integer, got {type(value).__name__}") from None
 
 
 def _window(window_size, causal: bool) -> tuple[int, int]:
@@ -104,8 +116,8 @@ def flash_attn_varlen_func(
         *map(_detached, inputs),
         cu_seqlens_q,
         cu_seqlens_k,
-        as_integer("max_seqlen_q", max_seqlen_q),
-        as_integer("max_seqlen_k", max_seqlen_k),
+        _as_integer("max_seqlen_q", max_seqlen_q),
+        _as_integer("max_seqlen_k", max_seqlen_k),
         scale=softmax_scale,
         window=_window(window_size, causal),
         softcap=softcap,
@@ -211,7 +223,7 @@ def flash_attn_with_kvcache(
         softcap=softcap,
         rotary_interleaved=rotary_interleaved,
         alibi_slopes=alibi_slopes,
-        num_splits=as_integer("num_splits", num_splits),
+        num_splits=_as_integer("num_splits", num_splits),
         return_lse=return_softmax_lse,
     )
     return (out, lse) if return_softmax_lse else out

@@ -19,15 +19,19 @@ import torch
 
 from kernels.apply_rotary_embedding import apply_rotary_embedding
 from kernels.checks import (
+    ALIBI_ARG,
     FLOAT_DTYPES,
+    INT32,
+    Arg,
+    TensorSpec,
     check_block_tables,
     check_cu_seqlens,
-    check_grid_dim,
     check_heads,
-    check_kv_cache,
-    check_like,
+    check_rotary_dim,
     check_score_options,
-    check_tensor,
+    check_writable,
+    kv_cache_args,
+    same_dtype,
 )
 from kernels.paged_decode_attention import decode_into
 from kernels.paged_prefill_attention import launch_prefill
@@ -36,8 +40,39 @@ from kernels.slot_mapping_from_positions import slot_mapping_from_positions
 from kernels.store_kvcache import store_kvcache
 from kernels.torch_ops import functional_op
 
-_INT32 = (torch.int32,)
-_ROTARY_DIMS = dict.fromkeys(("seqlen_ro", "rotary_dim / 2"))
+
+def _varlen_spec(cache_dims: str, *args: Arg) -> TensorSpec:
+    return TensorSpec(
+        Arg("k", f"{cache_dims} num_kv_heads head_dim", FLOAT_DTYPES),
+        Arg("v", f"{cache_dims} num_kv_heads head_dim", same_dtype("k")),
+        Arg("q", "total_q num_q_heads head_dim", same_dtype("k")),
+        Arg("cu_seqlens_q", "batch+1", INT32),
+        Arg("cu_seqlens_k", "batch+1", INT32),
+        ALIBI_ARG,
+        *args,
+        rules=(check_heads,),
+    )
+
+
+_PACKED_TENSORS = _varlen_spec("total_k")
+_BLOCK_TABLE = Arg("block_table", "batch max_blocks", INT32)
+_PAGED_TENSORS = _varlen_spec("num_blocks block_size", _BLOCK_TABLE)
+    "num_blocks block_size", Arg("block_table", "batch max_blocks", INT32)
+)
+_CACHE_TENSORS = TensorSpec(
+    *kv_cache_args(FLOAT_DTYPES),
+    Arg("q", "batch seqlen num_q_heads head_dim", same_dtype("k_cache")),
+    Arg("k", "batch seqlen_new num_kv_heads head_dim", same_dtype("k_cache"), optional=True),
+    Arg("v", "batch seqlen_new num_kv_heads head_dim", same_dtype("k_cache"), optional=True),
+    Arg("rotary_cos", "seqlen_ro rotary_dim/2", FLOAT_DTYPES, optional=True),
+    Arg("rotary_sin", "seqlen_ro rotary_dim/2", same_dtype("rotary_cos"), optional=True),
+    Arg("cache_seqlens", "batch", INT32, optional=True),
+    Arg("cache_batch_idx", "batch", INT32, optional=True),
+    Arg("cache_leftpad", "batch", INT32, optional=True),
+    Arg("block_table", "batch max_blocks", INT32, optional=True),
+    ALIBI_ARG,
+    rules=(check_heads,),
+)
 
 
 def _contiguous_rows(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -77,37 +112,16 @@ def _attend(
     lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
     if cu_seqlens_q is not None:
         launch_prefill(
-            out,
-            lse,
-            q,
-            k_cache,
-            v_cache,
-            block_tables,
-            cu_seqlens_q,
-            context_lens,
-            max_seqlen_q=max_seqlen_q,
-            window=(left, right),
-            kv_starts=kv_starts,
-            paged=paged,
-            num_splits=num_splits or None,
-            **options,
-        )
+            out, lse, q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens,
+            max_seqlen_q=max_seqlen_q, window=(left, right), kv_starts=kv_starts, paged=paged,
+            num_splits=num_splits or None, **options,
+        )  # fmt: skip
     elif q.shape[0]:
         decode_into(
-            out,
-            lse,
-            q,
-            k_cache,
-            v_cache,
-            block_tables,
-            context_lens,
-            window_size=None if left is None else left + 1,
-            k_scale=None,
-            v_scale=None,
-            num_splits=num_splits or None,
-            paged=paged,
-            **options,
-        )
+            out, lse, q, k_cache, v_cache, block_tables, context_lens,
+            window_size=None if left is None else left + 1, k_scale=None, v_scale=None,
+            num_splits=num_splits or None, paged=paged, **options,
+        )  # fmt: skip
     if lse is None:
         return out, q.new_empty(0, dtype=torch.float32)
     # flash-attn marks a row that sees nothing by +inf.
@@ -138,71 +152,37 @@ def flash_attn_varlen(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and LSE, (nheads, total_q), of `flash_attn_varlen_func`."""
     q, k, v = map(_contiguous_rows, (q, k, v))
-    dims = ("total_k", "nheads_k", "headdim")
-    if block_table is not None:
-        dims = ("num_blocks", "block_size", *dims[1:])
-    check_tensor("k", k, dict.fromkeys(dims), dtypes=FLOAT_DTYPES)
-    check_like("v", v, k, dims)
-    device = k.device
-    k_cache, v_cache = (k, v) if block_table is not None else (k[None], v[None])
-    shape = {"total_q": None, "nheads": None, "headdim": k.shape[-1]}
-    check_tensor("q", q, shape, dtypes=(k.dtype,), device=device)
-    check_heads(q, k_cache)
-    check_tensor("cu_seqlens_q", cu_seqlens_q, {"batch + 1": None}, dtypes=_INT32, device=device)
-    if cu_seqlens_q.shape[0] == 0:
-        raise ValueError("cu_seqlens_q: expected batch + 1 numbers from 0, got none")
-    batch = cu_seqlens_q.shape[0] - 1
-    check_cu_seqlens(
-        "cu_seqlens_q",
-        cu_seqlens_q,
-        batch=batch,
-        total=q.shape[0],
-        max_seqlen=max_seqlen_q,
-        device=device,
-    )
-    capacity = k.shape[0]
-    if block_table is not None:
-        dims = {"batch": batch, "max_blocks": None}
-        check_tensor("block_table", block_table, dims, dtypes=_INT32, device=device)
-        capacity = block_table.numel() * k.shape[1]
-    check_cu_seqlens(
-        "cu_seqlens_k",
-        cu_seqlens_k,
-        batch=batch,
-        total=capacity,
-        max_seqlen=max_seqlen_k,
-        device=device,
-    )
-    check_score_options(q, None, softcap, alibi_slopes, batch=batch)
+    tensors = (k, v, q, cu_seqlens_q, cu_seqlens_k, alibi_slopes)
+    if block_table is None:
+        sizes = _PACKED_TENSORS(*tensors)
+        k_cache, v_cache, capacity = k[None], v[None], sizes.total_k
+    else:
+        sizes = _PAGED_TENSORS(*tensors, block_table)
+        k_cache, v_cache, capacity = k, v, block_table.numel() * sizes.block_size
+    batch = sizes.batch
+    starts_q = {"total": sizes.total_q, "max_seqlen": max_seqlen_q}
+    check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, **starts_q)
+    check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, total=capacity, max_seqlen=max_seqlen_k)
+    check_score_options(scale, None, softcap)
     context_lens = cu_seqlens_k.diff()
     if block_table is not None:
         check_block_tables(
             block_table,
             context_lens,
             k_cache,
-            batch=batch,
-            query_lens=cu_seqlens_q.diff() if device.type == "cpu" else 1,
+            query_lens=cu_seqlens_q.diff() if q.is_cpu else 1,
             window_size=None if window[0] < 0 else window[0] + 1,
-            names=("block_table", "cu_seqlens_k", "batch"),
+            names=("block_table", "cu_seqlens_k"),
         )
     # Then every sequence has one query, since cu_seqlens_q ends at total_q.
     single_queries = max_seqlen_q == 1 and q.shape[0] == batch and block_table is not None
     out, lse = _attend(
-        q,
-        k_cache,
-        v_cache,
-        block_table,
-        None if single_queries else cu_seqlens_q,
-        context_lens,
-        max_seqlen_q=max_seqlen_q,
-        window=window,
+        q, k_cache, v_cache, block_table, None if single_queries else cu_seqlens_q, context_lens,
+        max_seqlen_q=max_seqlen_q, window=window,
         kv_starts=cu_seqlens_k[:-1] if block_table is None else None,
         paged=block_table is not None,
-        scale=scale,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        return_lse=return_lse,
-    )
+        scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, return_lse=return_lse,
+    )  # fmt: skip
     return out, lse.T.contiguous() if return_lse else lse
 
 
@@ -247,21 +227,6 @@ def _append(
         )
 
 
-def _check_rotary_tables(cos, sin, *, head_dim: int, capacity: int, device: torch.device) -> None:
-    check_tensor("rotary_cos", cos, _ROTARY_DIMS, dtypes=FLOAT_DTYPES, device=device)
-    check_like("rotary_sin", sin, cos, _ROTARY_DIMS)
-    seqlen_ro, half = cos.shape
-    if not 2 <= 2 * half <= head_dim:
-        raise ValueError(
-            f"rotary_cos: expected a rotary_dim from 2 to headdim={head_dim}, got {2 * half}"
-        )
-    if seqlen_ro < capacity:
-        raise ValueError(
-            f"rotary_cos: expected at least {capacity} rows, the capacity of the cache per "
-            f"sequence, got {seqlen_ro}"
-        )
-
-
 def _fake_with_kvcache(q, *_args, return_lse, **_options):
     batch, seqlen, nheads, _ = q.shape
     lse_shape = (batch, nheads, seqlen) if return_lse else (0,)
@@ -298,34 +263,39 @@ def flash_attn_kvcache(
     q, k, v, cache_batch_idx, block_table = map(
         _contiguous_rows, (q, k, v, cache_batch_idx, block_table)
     )
-    check_kv_cache(k_cache, v_cache, written=k is not None)
-    num_rows, block_size, nheads_k, head_dim = k_cache.shape
-    device = k_cache.device
-    like_cache = {"dtypes": (k_cache.dtype,), "device": device}
-    shape = {"batch": None, "seqlen": None, "nheads": None, "headdim": head_dim}
-    check_tensor("q", q, shape, **like_cache)
-    check_heads(q, k_cache)
-    batch, seqlen = q.shape[:2]
+    sizes = _CACHE_TENSORS(
+        k_cache, v_cache, q, k, v,
+        rotary_cos, rotary_sin,
+        cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
+        alibi_slopes,
+    )  # fmt: skip
+    batch, seqlen, device = sizes.batch, sizes.seqlen, q.device
     seqlen_new = 0
     if k is not None:
-        shape = {"batch": batch, "seqlen_new": None, "nheads_k": nheads_k, "headdim": head_dim}
-        check_tensor("k", k, shape, **like_cache)
-        check_like("v", v, k, shape)
-        seqlen_new = k.shape[1]
+        seqlen_new = sizes.seqlen_new
+        check_writable("k_cache", k_cache.shape, k_cache.stride())
+        check_writable("v_cache", v_cache.shape, v_cache.stride())
+    check_score_options(scale, None, softcap, num_splits or None)
 
-    per_sequence = {"shape": {"batch": batch}, "dtypes": _INT32, "device": device}
     tables = block_table
     if cache_batch_idx is not None:
-        check_tensor("cache_batch_idx", cache_batch_idx, **per_sequence)
         tables = cache_batch_idx[:, None]
     elif block_table is None:
-        if batch > num_rows:
-            raise ValueError(f"k_cache: expected at least batch={batch} rows, got {num_rows}")
+        if batch > sizes.num_blocks:
+            raise ValueError(
+                f"k_cache: expected at least batch={batch} rows, got {sizes.num_blocks}"
+            )
         tables = torch.arange(batch, dtype=torch.int32, device=device)[:, None]
-    else:
-        dims = {"batch": batch, "max_blocks": None}
-        check_tensor("block_table", block_table, dims, dtypes=_INT32, device=device)
-    capacity = tables.shape[1] * block_size
+    capacity = tables.shape[1] * sizes.block_size
+    rotary = None
+    if rotary_cos is not None:
+        rotary = (rotary_cos, rotary_sin)
+        check_rotary_dim(sizes, "rotary_cos")
+        if sizes.seqlen_ro < capacity:
+            raise ValueError(
+                f"rotary_cos: expected at least {capacity} rows, the capacity of the cache per "
+                f"sequence, got {sizes.seqlen_ro}"
+            )
     if cache_seqlens is None:
         cache_seqlen = capacity if cache_seqlen is None else cache_seqlen
         if not 0 <= cache_seqlen <= capacity - seqlen_new:
@@ -334,31 +304,16 @@ def flash_attn_kvcache(
                 f"{capacity} tokens, of which {seqlen_new} are new, got {cache_seqlen}"
             )
         cache_seqlens = torch.full((batch,), cache_seqlen, dtype=torch.int32, device=device)
-    check_tensor("cache_seqlens", cache_seqlens, **per_sequence)
-    if cache_leftpad is not None:
-        check_tensor("cache_leftpad", cache_leftpad, **per_sequence)
     filled = cache_seqlens + seqlen_new if seqlen_new else cache_seqlens
     left = window[0] if cache_leftpad is None else -1
     check_block_tables(
         tables,
         filled,
         k_cache,
-        batch=batch,
         query_lens=max(seqlen, seqlen_new),
         window_size=None if left < 0 else left + 1,
-        names=(
-            "cache_batch_idx" if block_table is None else "block_table",
-            "cache_seqlens",
-            "batch",
-        ),
+        names=("cache_batch_idx" if block_table is None else "block_table", "cache_seqlens"),
     )
-    check_score_options(q, None, softcap, alibi_slopes, batch=batch)
-    if num_splits != 0:
-        check_grid_dim("num_splits", None, num_splits)
-    rotary = None
-    if rotary_cos is not None:
-        rotary = (rotary_cos, rotary_sin)
-        _check_rotary_tables(*rotary, head_dim=head_dim, capacity=capacity, device=device)
 
     q = q.flatten(0, 1)
     if rotary is not None:
@@ -374,23 +329,13 @@ def flash_attn_kvcache(
     cu_seqlens_q = None
     if seqlen != 1 or cache_leftpad is not None:
         cu_seqlens_q = torch.arange(batch + 1, dtype=torch.int32, device=device) * seqlen
+    context_lens = filled if cache_leftpad is None else filled - cache_leftpad
     out, lse = _attend(
-        q,
-        k_cache,
-        v_cache,
-        tables,
-        cu_seqlens_q,
-        filled if cache_leftpad is None else filled - cache_leftpad,
-        max_seqlen_q=seqlen,
-        window=window,
-        num_splits=num_splits,
-        kv_starts=cache_leftpad,
+        q, k_cache, v_cache, tables, cu_seqlens_q, context_lens,
+        max_seqlen_q=seqlen, window=window, num_splits=num_splits, kv_starts=cache_leftpad,
         paged=block_table is not None,
-        scale=scale,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        return_lse=return_lse,
-    )
+        scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, return_lse=return_lse,
+    )  # fmt: skip
     out = out.unflatten(0, (batch, seqlen))
     if return_lse:
         lse = lse.unflatten(0, (batch, seqlen)).transpose(1, 2).contiguous()

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.checks import FLOAT_DTYPES, check_like, check_tensor
+from kernels.checks import FLOAT_DTYPES, Arg, TensorSpec, same_dtype
 from kernels.primitives import LOG2_E, await_launches_before, cast, tanh
 from kernels.tiles import activation_tile, cdiv, pdl_options
 from kernels.torch_ops import functional_op
@@ -18,6 +18,10 @@ from kernels.torch_ops import functional_op
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 """As Hugging Face configs name them: SiLU (Llama, Qwen) and GELU by tanh (Gemma)."""
 SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
+_TENSORS = TensorSpec(
+    Arg("gate", "num_tokens intermediate_size", FLOAT_DTYPES),
+    Arg("up", "num_tokens intermediate_size", same_dtype("gate")),
+)
 
 
 @triton.jit
@@ -69,9 +73,7 @@ def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> t
     Raises:
         ValueError: a shape, dtype, device or stride that does not fit, or another activation.
     """
-    dims = dict.fromkeys(("num_tokens", "intermediate_size"))
-    check_tensor("gate", gate, dims, dtypes=FLOAT_DTYPES)
-    check_like("up", up, gate, dims)
+    _TENSORS(gate, up)
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation: expected {' or '.join(ACTIVATIONS)}, got {activation!r}")
     num_tokens, size = gate.shape

@@ -14,10 +14,17 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.checks import FLOAT_DTYPES, check_like, check_tensor
+from kernels.checks import FLOAT_DTYPES, FP32, Arg, TensorSpec, same_dtype
 from kernels.primitives import LN_2, LOG2_E, cast, finite_shift
 from kernels.tiles import cdiv, merge_states_tile, padded_dim
 from kernels.torch_ops import functional_op
+
+_TENSORS = TensorSpec(
+    Arg("out_a", "num_tokens num_heads head_dim", FLOAT_DTYPES),
+    Arg("lse_a", "num_tokens num_heads", FP32, any_strides=True),
+    Arg("out_b", "num_tokens num_heads head_dim", same_dtype("out_a")),
+    Arg("lse_b", "num_tokens num_heads", FP32, any_strides=True),
+)
 
 
 @triton.jit
@@ -29,26 +36,13 @@ def _load_lse(ptrs, mask):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _merge_attention_states_kernel(
-    out_ptr,
-    lse_ptr,
-    out_a_ptr,
-    lse_a_ptr,
-    out_b_ptr,
-    lse_b_ptr,
+    out_ptr, lse_ptr, out_a_ptr, lse_a_ptr, out_b_ptr, lse_b_ptr,
     num_rows,
-    stride_a_token,
-    stride_a_head,
-    stride_lse_a_token,
-    stride_lse_a_head,
-    stride_b_token,
-    stride_b_head,
-    stride_lse_b_token,
-    stride_lse_b_head,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_PADDED: tl.constexpr,
+    stride_a_token, stride_a_head, stride_lse_a_token, stride_lse_a_head,
+    stride_b_token, stride_b_head, stride_lse_b_token, stride_lse_b_head,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr,
     TILE_ROWS: tl.constexpr,
-):
+):  # fmt: skip
     """One program: TILE_ROWS rows of head_dim elements; row = token * NUM_HEADS + head."""
     rows = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     offs_d = tl.arange(0, HEAD_DIM_PADDED)
@@ -109,38 +103,21 @@ def merge_attention_states(
     Raises:
         ValueError: a shape, dtype, device or stride that does not fit.
     """
-    dims = ("num_tokens", "num_heads", "head_dim")
-    check_tensor("out_a", out_a, dict.fromkeys(dims), dtypes=FLOAT_DTYPES)
-    check_like("out_b", out_b, out_a, dims)
-    device = out_a.device
+    _TENSORS(out_a, lse_a, out_b, lse_b)
     num_tokens, num_heads, head_dim = out_a.shape
-    rows = {"num_tokens": num_tokens, "num_heads": num_heads}
-    for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
-        check_tensor(name, lse, rows, dtypes=(torch.float32,), device=device, any_strides=True)
-
-    out = torch.empty(num_tokens, num_heads, head_dim, dtype=out_a.dtype, device=device)
-    lse = torch.empty(num_tokens, num_heads, dtype=torch.float32, device=device)
+    out = torch.empty(num_tokens, num_heads, head_dim, dtype=out_a.dtype, device=out_a.device)
+    lse = torch.empty(num_tokens, num_heads, dtype=torch.float32, device=out_a.device)
     num_rows = num_tokens * num_heads
     if num_rows == 0:
         return out, lse
     head_dim_padded = padded_dim(head_dim)
     tile = merge_states_tile(head_dim_padded)
     _merge_attention_states_kernel[(cdiv(num_rows, tile.rows),)](
-        out,
-        lse,
-        out_a,
-        lse_a,
-        out_b,
-        lse_b,
+        out, lse, out_a, lse_a, out_b, lse_b,
         num_rows,
-        *out_a.stride()[:2],
-        *lse_a.stride(),
-        *out_b.stride()[:2],
-        *lse_b.stride(),
-        NUM_HEADS=num_heads,
-        HEAD_DIM=head_dim,
-        HEAD_DIM_PADDED=head_dim_padded,
+        *out_a.stride()[:2], *lse_a.stride(), *out_b.stride()[:2], *lse_b.stride(),
+        NUM_HEADS=num_heads, HEAD_DIM=head_dim, HEAD_DIM_PADDED=head_dim_padded,
         TILE_ROWS=tile.rows,
         num_warps=tile.num_warps,
-    )
+    )  # fmt: skip
     return out, lse

@@ -23,11 +23,14 @@ import triton
 import triton.language as tl
 
 from kernels.checks import (
+    INT32,
+    Arg,
+    attention_spec,
+    check_batch,
     check_block_tables,
-    check_grid_dim,
-    check_queries,
+    check_scales,
     check_score_options,
-    results_of,
+    tensor_or_none,
 )
 from kernels.fp8_cache import (
     Scale,
@@ -58,7 +61,7 @@ from kernels.primitives import (
     score_unit,
     slot_offsets,
 )
-from kernels.split_states import SplitStates, chunks_of
+from kernels.split_states import SplitStates, chunks_of, results_of
 from kernels.tiles import (
     PROGRAMS_PER_MULTIPROCESSOR,
     Chunking,
@@ -70,6 +73,13 @@ from kernels.tiles import (
     target_of,
 )
 from kernels.torch_ops import attention_op
+
+_TENSORS = attention_spec(
+    "batch",
+    Arg("block_tables", "batch max_blocks", INT32),
+    Arg("context_lens", "batch", INT32),
+    rules=(check_batch,),
+)
 
 
 @triton.jit
@@ -83,17 +93,9 @@ def _first_seen(context_len, window_size, USE_WINDOW: tl.constexpr):
 
 @triton.jit
 def _locate_piece(
-    row,
-    piece,
-    context_lens_ptr,
-    batch,
-    window_size,
-    min_tiles,
-    max_chunks,
-    HEAD_TILES: tl.constexpr,
-    TILE_N: tl.constexpr,
-    USE_WINDOW: tl.constexpr,
-):
+    row, piece, context_lens_ptr, batch, window_size, min_tiles, max_chunks,
+    HEAD_TILES: tl.constexpr, TILE_N: tl.constexpr, USE_WINDOW: tl.constexpr,
+):  # fmt: skip
     """The row that holds a piece of work, counted from the first one of `row`, and which of its own
     it is. The row is `batch` if there are not so many pieces.
     """
@@ -112,65 +114,28 @@ def _locate_piece(
 
 @triton.jit(
     do_not_specialize=[
-        "window_size",
-        "batch",
-        "min_tiles",
-        "max_chunks",
-        "first_state",
-        "num_states",
+        "window_size", "batch", "min_tiles", "max_chunks", "first_state", "num_states",
         "stride_table",
     ]
-)
+)  # fmt: skip
 def _paged_decode_kernel(
-    out_ptr,
-    lse_ptr,
-    q_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    block_tables_ptr,
-    context_lens_ptr,
-    alibi_slopes_ptr,
-    sinks_ptr,
-    k_scale,
-    v_scale,
-    scale,
-    softcap,
-    window_size,
-    batch,
-    min_tiles,
-    max_chunks,
-    first_state,
-    num_states,
-    stride_out_seq,
-    stride_out_head,
-    stride_q_seq,
-    stride_q_head,
-    stride_k_block,
-    stride_k_slot,
-    stride_k_head,
-    stride_v_block,
-    stride_v_slot,
-    stride_v_head,
-    stride_table,
-    stride_alibi_seq,
-    stride_k_scale,
-    stride_v_scale,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_PADDED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    USE_WINDOW: tl.constexpr,
-    FOLD_SCALE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
-    PAIRED_VALUES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    out_ptr, lse_ptr, q_ptr, k_cache_ptr, v_cache_ptr, block_tables_ptr, context_lens_ptr,
+    alibi_slopes_ptr, sinks_ptr, k_scale, v_scale,
+    scale, softcap, window_size,
+    batch, min_tiles, max_chunks, first_state, num_states,
+    stride_out_seq, stride_out_head,
+    stride_q_seq, stride_q_head,
+    stride_k_block, stride_k_slot, stride_k_head,
+    stride_v_block, stride_v_slot, stride_v_head,
+    stride_table, stride_alibi_seq, stride_k_scale, stride_v_scale,
+    NUM_KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    USE_WINDOW: tl.constexpr, FOLD_SCALE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    IS_SPLIT: tl.constexpr, PAIRED_VALUES: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """One program: every num_programs-th piece of work, a piece being TILE_M query heads of a KV
     head x one chunk of one sequence.
 
@@ -195,17 +160,9 @@ def _paged_decode_kernel(
     piece = tl.program_id(0)
     row = 0
     row, piece = _locate_piece(
-        row,
-        piece,
-        context_lens_ptr,
-        batch,
-        window_size,
-        min_tiles,
-        max_chunks,
-        HEAD_TILES,
-        TILE_N,
-        USE_WINDOW,
-    )
+        row, piece, context_lens_ptr, batch, window_size, min_tiles, max_chunks,
+        HEAD_TILES, TILE_N, USE_WINDOW,
+    )  # fmt: skip
     while row < batch:
         seq = row.to(tl.int64)
         context_len = tl.load(context_lens_ptr + seq)
@@ -266,15 +223,9 @@ def _paged_decode_kernel(
                 qk = dot(q, tl.trans(from_cache(k, q.dtype)), None, PRECISION)  # [TILE_M, TILE_N]
                 distances = (context_len - 1 - positions)[None, :]
                 scores = attention_scores(
-                    qk,
-                    qk_scale,
-                    softcap,
-                    alibi_slopes,
-                    distances,
-                    FOLD_SCALE,
-                    HAS_SOFTCAP,
-                    HAS_ALIBI,
-                )
+                    qk, qk_scale, softcap, alibi_slopes, distances,
+                    FOLD_SCALE, HAS_SOFTCAP, HAS_ALIBI,
+                )  # fmt: skip
                 if TAIL:
                     scores = tl.where(token_mask[None, :], scores, float("-inf"))
                 if PAIRED_VALUES:
@@ -285,14 +236,9 @@ def _paged_decode_kernel(
                     acc = accumulate(p, even, acc, alpha, PRECISION)
                     acc_odd = accumulate(p, odd, acc_odd, alpha, PRECISION)
                 else:
+                    v = values_from_cache(v, q.dtype)
                     acc, row_max, row_sum = online_softmax_update(
-                        scores,
-                        unit,
-                        values_from_cache(v, q.dtype),
-                        acc,
-                        row_max,
-                        row_sum,
-                        PRECISION,
+                        scores, unit, v, acc, row_max, row_sum, PRECISION
                     )
 
         if PAIRED_VALUES:
@@ -316,18 +262,11 @@ def _paged_decode_kernel(
             tl.store(out_ptrs + offs_d[None, :], cast(out, out_ptr.dtype.element_ty), mask=qo_mask)
             if lse_ptr is not None:
                 tl.store(lse_ptr + seq * NUM_Q_HEADS + heads, lse * LN_2, mask=head_mask)
+        piece += tl.num_programs(0)
         row, piece = _locate_piece(
-            row,
-            piece + tl.num_programs(0),
-            context_lens_ptr,
-            batch,
-            window_size,
-            min_tiles,
-            max_chunks,
-            HEAD_TILES,
-            TILE_N,
-            USE_WINDOW,
-        )
+            row, piece, context_lens_ptr, batch, window_size, min_tiles, max_chunks,
+            HEAD_TILES, TILE_N, USE_WINDOW,
+        )  # fmt: skip
 
 
 def decode_chunking(
@@ -393,51 +332,26 @@ def launch_decode(
     pieces = batch * most * num_kv_heads * cdiv(group_size, tile.tile_m)
     programs = PROGRAMS_PER_MULTIPROCESSOR * target.num_multiprocessors
     _paged_decode_kernel[(min(pieces, programs),)](
-        out,
-        lse,
-        q,
-        cache_argument(k_cache),
-        cache_argument(v_cache),
-        block_tables,
-        context_lens,
-        alibi_slopes,
-        sinks,
-        k_scale,
-        v_scale,
-        scale,
-        softcap,
-        0 if window_size is None else window_size,
-        batch,
-        chunks.min_tiles,
-        chunks.max_chunks,
-        first_state or 0,
-        num_states,
-        *out.stride()[:2],
-        *q.stride()[:2],
-        *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
+        out, lse, q, cache_argument(k_cache), cache_argument(v_cache), block_tables, context_lens,
+        alibi_slopes, sinks, k_scale, v_scale,
+        scale, softcap, 0 if window_size is None else window_size,
+        batch, chunks.min_tiles, chunks.max_chunks, first_state or 0, num_states,
+        *out.stride()[:2], *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
         block_tables.stride(0),
         alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0,
-        stride_k_scale,
-        stride_v_scale,
-        NUM_KV_HEADS=num_kv_heads,
-        GROUP_SIZE=group_size,
-        HEAD_DIM=head_dim,
-        HEAD_DIM_PADDED=head_dim_padded,
+        stride_k_scale, stride_v_scale,
+        NUM_KV_HEADS=num_kv_heads, GROUP_SIZE=group_size,
+        HEAD_DIM=head_dim, HEAD_DIM_PADDED=head_dim_padded,
         BLOCK_SIZE=k_cache.shape[1] if paged else 0,
-        TILE_M=tile.tile_m,
-        TILE_N=tile.tile_n,
+        TILE_M=tile.tile_m, TILE_N=tile.tile_n,
         USE_WINDOW=window_size is not None,
         FOLD_SCALE=folds_scale(scale, softcap, alibi_slopes),
-        HAS_SOFTCAP=softcap > 0,
-        HAS_ALIBI=alibi_slopes is not None,
+        HAS_SOFTCAP=softcap > 0, HAS_ALIBI=alibi_slopes is not None,
         IS_SPLIT=is_split,
         PAIRED_VALUES=target.backend != "hip" and has_value_pairs(v_cache),
         PRECISION=tile.precision,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        **pdl_options(q.device),
-    )
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl_options(q.device),
+    )  # fmt: skip
 
 
 def decode_into(
@@ -524,30 +438,20 @@ def paged_decode_attention(
         ValueError: a shape, dtype, device, stride or option that does not fit; where the tensors
             lie in host memory also a table too narrow for a context length, or an invalid block id.
     """
-    check_queries(q, k_cache, v_cache, k_scale, v_scale, rows="batch")
-    batch = q.shape[0]
-    check_grid_dim("q", "batch", batch)
-    check_score_options(q, window_size, softcap, alibi_slopes, sinks, scale, batch=batch)
-    check_block_tables(block_tables, context_lens, k_cache, batch=batch, window_size=window_size)
+    sizes = _TENSORS(
+        k_cache, v_cache, tensor_or_none(k_scale), tensor_or_none(v_scale), q, out,
+        block_tables, context_lens,
+        alibi_slopes, sinks,
+    )  # fmt: skip
+    check_scales(k_scale, v_scale, k_cache)
+    check_score_options(scale, window_size, softcap, num_splits)
+    check_block_tables(block_tables, context_lens, k_cache, window_size=window_size)
     out, lse = results_of(q, out, return_lse)
-    if num_splits is not None:
-        check_grid_dim("num_splits", None, num_splits)
-    if batch:
+    if sizes.batch:
         decode_into(
-            out,
-            lse,
-            q,
-            k_cache,
-            v_cache,
-            block_tables,
-            context_lens,
-            scale=scale,
-            window_size=window_size,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            sinks=sinks,
-            k_scale=k_scale,
-            v_scale=v_scale,
+            out, lse, q, k_cache, v_cache, block_tables, context_lens,
+            scale=scale, window_size=window_size, softcap=softcap,
+            alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale,
             num_splits=num_splits,
-        )
+        )  # fmt: skip
     return (out, lse) if return_lse else out

@@ -38,13 +38,15 @@ import triton
 import triton.language as tl
 
 from kernels.checks import (
+    INT32,
+    Arg,
+    attention_spec,
     check_block_tables,
     check_cu_seqlens,
     check_grid_dim,
-    check_queries,
+    check_scales,
     check_score_options,
-    check_tensor,
-    results_of,
+    tensor_or_none,
 )
 from kernels.fp8_cache import (
     Scale,
@@ -71,7 +73,7 @@ from kernels.primitives import (
     score_unit,
     slot_offsets,
 )
-from kernels.split_states import SplitStates, chunks_of
+from kernels.split_states import SplitStates, chunks_of, results_of
 from kernels.tiles import (
     FEW_QUERIES,
     cdiv,
@@ -89,17 +91,24 @@ _NO_LIMIT = 2**30
 _SEARCH_WIDTH = 256
 
 
+def _check_kv_heads(sizes) -> None:
+    check_grid_dim("k_cache", "num_kv_heads", sizes.num_kv_heads)
+
+
+_TENSORS = attention_spec(
+    "total_q",
+    Arg("context_lens", "batch", INT32),
+    Arg("cu_seqlens_q", "batch+1", INT32),
+    Arg("block_tables", "batch max_blocks", INT32),
+    rules=(_check_kv_heads,),
+)
+
+
 @triton.jit
 def _load_tile(
-    cache,
-    table_ptr,
-    slots,
-    mask,
-    offs_d,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+    cache, table_ptr, slots, mask, offs_d,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     """Keys or values in some slots of a sequence, [slots, dims]; 0 where MASKED and not `mask`.
 
     cache: (pointer, block stride, slot stride).
@@ -123,72 +132,29 @@ def _products(q, k, PRECISION: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=[
-        "window_left",
-        "window_right",
-        "batch",
-        "tiles_per_seq",
-        "min_tiles",
-        "max_chunks",
-        "num_states",
-        "stride_table",
+        "window_left", "window_right", "batch", "tiles_per_seq", "min_tiles", "max_chunks",
+        "num_states", "stride_table",
     ]
-)
+)  # fmt: skip
 def _paged_prefill_kernel(
-    out_ptr,
-    lse_ptr,
-    q_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    block_tables_ptr,
-    cu_seqlens_q_ptr,
-    context_lens_ptr,
-    kv_starts_ptr,
-    suffix_lens_ptr,
-    alibi_slopes_ptr,
-    sinks_ptr,
-    k_scale,
-    v_scale,
-    scale,
-    softcap,
-    window_left,
-    window_right,
-    batch,
-    tiles_per_seq,
-    min_tiles,
-    max_chunks,
-    num_states,
-    stride_out_token,
-    stride_out_head,
-    stride_q_token,
-    stride_q_head,
-    stride_k_block,
-    stride_k_slot,
-    stride_k_head,
-    stride_v_block,
-    stride_v_slot,
-    stride_v_head,
-    stride_table,
-    stride_alibi_seq,
-    stride_k_scale,
-    stride_v_scale,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_PADDED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    SEARCH_WIDTH: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    FOLD_SCALE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
-    SCORES_AHEAD: tl.constexpr,
-    PRECISION: tl.constexpr,
+    out_ptr, lse_ptr, q_ptr, k_cache_ptr, v_cache_ptr, block_tables_ptr,
+    cu_seqlens_q_ptr, context_lens_ptr, kv_starts_ptr, suffix_lens_ptr,
+    alibi_slopes_ptr, sinks_ptr, k_scale, v_scale,
+    scale, softcap, window_left, window_right,
+    batch, tiles_per_seq, min_tiles, max_chunks, num_states,
+    stride_out_token, stride_out_head,
+    stride_q_token, stride_q_head,
+    stride_k_block, stride_k_slot, stride_k_head,
+    stride_v_block, stride_v_slot, stride_v_head,
+    stride_table, stride_alibi_seq, stride_k_scale, stride_v_scale,
+    NUM_KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, SEARCH_WIDTH: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, FOLD_SCALE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+    IS_SPLIT: tl.constexpr, SCORES_AHEAD: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """One program: TILE_M rows of one KV head of one sequence x one split of the keys they see.
 
     Grid (tiles, NUM_KV_HEADS, num_splits). With IS_SPLIT out and lse are split states, of which the
@@ -430,57 +396,27 @@ def launch_prefill(
     k_scale, stride_k_scale = scale_arguments(k_scale)
     v_scale, stride_v_scale = scale_arguments(v_scale)
     _paged_prefill_kernel[(num_tiles, num_kv_heads, num_chunks)](
-        out,
-        lse,
-        q,
-        cache_argument(k_cache),
-        cache_argument(v_cache),
-        block_tables,
-        cu_seqlens_q,
-        context_lens,
-        kv_starts,
-        suffix_lens,
-        alibi_slopes,
-        sinks,
-        k_scale,
-        v_scale,
-        scale,
-        softcap,
-        0 if left is None else min(left, _NO_LIMIT),
-        0 if right is None else min(right, _NO_LIMIT),
-        batch,
-        tiles_per_seq,
-        chunks.min_tiles,
-        chunks.max_chunks,
-        lse.shape[2] if is_split else 0,
-        *result[0].stride()[:2],
-        *q.stride()[:2],
-        *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
+        out, lse, q, cache_argument(k_cache), cache_argument(v_cache), block_tables,
+        cu_seqlens_q, context_lens, kv_starts, suffix_lens,
+        alibi_slopes, sinks, k_scale, v_scale,
+        scale, softcap,
+        0 if left is None else min(left, _NO_LIMIT), 0 if right is None else min(right, _NO_LIMIT),
+        batch, tiles_per_seq, chunks.min_tiles, chunks.max_chunks, lse.shape[2] if is_split else 0,
+        *result[0].stride()[:2], *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
         0 if block_tables is None else block_tables.stride(0),
         alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0,
-        stride_k_scale,
-        stride_v_scale,
-        NUM_KV_HEADS=num_kv_heads,
-        GROUP_SIZE=group_size,
-        HEAD_DIM=head_dim,
-        HEAD_DIM_PADDED=head_dim_padded,
+        stride_k_scale, stride_v_scale,
+        NUM_KV_HEADS=num_kv_heads, GROUP_SIZE=group_size,
+        HEAD_DIM=head_dim, HEAD_DIM_PADDED=head_dim_padded,
         BLOCK_SIZE=k_cache.shape[1] if paged else 0,
-        TILE_M=tile.tile_m,
-        TILE_N=tile.tile_n,
+        TILE_M=tile.tile_m, TILE_N=tile.tile_n,
         SEARCH_WIDTH=_SEARCH_WIDTH if num_tiles < batch * tiles_per_seq else 0,
-        HAS_LEFT=left is not None,
-        HAS_RIGHT=right is not None,
+        HAS_LEFT=left is not None, HAS_RIGHT=right is not None,
         FOLD_SCALE=folds_scale(scale, softcap, alibi_slopes),
-        HAS_SOFTCAP=softcap > 0,
-        HAS_ALIBI=alibi_slopes is not None,
-        IS_SPLIT=is_split,
-        SCORES_AHEAD=tile.scores_ahead,
-        PRECISION=tile.precision,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        **pdl_options(q.device),
-    )
+        HAS_SOFTCAP=softcap > 0, HAS_ALIBI=alibi_slopes is not None,
+        IS_SPLIT=is_split, SCORES_AHEAD=tile.scores_ahead, PRECISION=tile.precision,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl_options(q.device),
+    )  # fmt: skip
     if merges:
         states.merge_into(*result, sinks=sinks, cu_seqlens=cu_seqlens_q)
 
@@ -548,42 +484,24 @@ def paged_prefill_attention(
             lie in host memory also query starts that do not ascend or contradict max_seqlen_q, a
             table too narrow for a context length, or an invalid block id.
     """
-    check_queries(q, k_cache, v_cache, k_scale, v_scale, rows="total_q")
-    check_grid_dim("k_cache", "num_kv_heads", k_cache.shape[2])
-    lens = {"batch": None}
-    check_tensor("context_lens", context_lens, lens, dtypes=(torch.int32,), device=q.device)
-    batch = context_lens.shape[0]
-    starts = {"batch": batch, "total": q.shape[0], "max_seqlen": max_seqlen_q}
-    check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, **starts, device=q.device)
-    check_score_options(q, window_size, softcap, alibi_slopes, sinks, scale, batch=batch)
+    sizes = _TENSORS(
+        k_cache, v_cache, tensor_or_none(k_scale), tensor_or_none(v_scale), q, out,
+        context_lens, cu_seqlens_q, block_tables,
+        alibi_slopes, sinks,
+    )  # fmt: skip
+    check_scales(k_scale, v_scale, k_cache)
+    check_score_options(scale, window_size, softcap, num_splits)
+    check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, total=sizes.total_q, max_seqlen=max_seqlen_q)
+    query_lens = cu_seqlens_q.diff() if q.is_cpu else 1
     check_block_tables(
-        block_tables,
-        context_lens,
-        k_cache,
-        batch=batch,
-        query_lens=cu_seqlens_q.diff() if q.is_cpu else 1,
-        window_size=window_size,
+        block_tables, context_lens, k_cache, query_lens=query_lens, window_size=window_size
     )
-    if num_splits is not None:
-        check_grid_dim("num_splits", None, num_splits)
-    out, lse = results_of(q, out, return_lse, rows="total_q")
+    out, lse = results_of(q, out, return_lse)
     launch_prefill(
-        out,
-        lse,
-        q,
-        k_cache,
-        v_cache,
-        block_tables,
-        cu_seqlens_q,
-        context_lens,
-        max_seqlen_q=max_seqlen_q,
-        scale=scale,
+        out, lse, q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens,
+        max_seqlen_q=max_seqlen_q, scale=scale,
         window=(None if window_size is None else window_size - 1, 0 if causal else None),
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        k_scale=k_scale,
-        v_scale=v_scale,
+        softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale,
         num_splits=num_splits,
-    )
+    )  # fmt: skip
     return (out, lse) if return_lse else out

@@ -15,69 +15,66 @@ import triton.language as tl
 from kernels.apply_rotary_embedding import rotate_rows
 from kernels.checks import (
     FLOAT_DTYPES,
-    KV_DTYPES,
-    check_cache_scales,
-    check_kv_cache,
-    check_like,
+    INTEGERS,
+    ROTARY_ARGS,
+    SCALE_ARGS,
+    Arg,
+    TensorSpec,
+    beside_cache,
+    check_cache_dims,
     check_norm,
-    check_rotary,
+    check_num_slots,
+    check_positions,
+    check_rotary_dim,
+    check_scales,
     check_slots,
-    check_tensor,
-    check_writable,
-    dtypes_beside,
+    kv_cache_args,
+    same_dtype,
+    tensor_or_none,
 )
 from kernels.fp8_cache import Scale, cache_argument, load_row_scales, scale_arguments, to_cache
 from kernels.primitives import await_launches_before
 from kernels.tiles import cdiv, next_power_of_2, padded_dim, pdl_options, rotary_tile
 from kernels.torch_ops import inplace_op
 
+_TENSORS = TensorSpec(
+    *kv_cache_args(written=True),
+    *SCALE_ARGS,
+    Arg("key", "num_tokens num_kv_heads head_dim", beside_cache),
+    Arg("value", "num_tokens num_kv_heads head_dim", same_dtype("key")),
+    Arg(
+        "query",
+        "num_tokens num_q_heads head_dim",
+        same_dtype("key"),
+        optional=True,
+        written=True,
+    ),
+    Arg("slot_mapping", "num_slots", INTEGERS),
+    *ROTARY_ARGS,
+    Arg("q_norm_weight", "head_dim", FLOAT_DTYPES, optional=True),
+    Arg("k_norm_weight", "head_dim", FLOAT_DTYPES, optional=True),
+    rules=(check_cache_dims, check_num_slots, check_rotary_dim),
+)
+
 
 @triton.jit(do_not_specialize=["num_query_rows", "num_kv_rows"])
 def _rope_store_kvcache_kernel(
-    query_ptr,
-    key_ptr,
-    value_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    slot_mapping_ptr,
-    positions_ptr,
-    cos_ptr,
-    sin_ptr,
-    k_scale,
-    v_scale,
-    q_norm_weight_ptr,
-    k_norm_weight_ptr,
-    norm_eps,
-    norm_offset,
-    num_query_rows,
-    num_kv_rows,
-    stride_query_token,
-    stride_query_head,
-    stride_key_token,
-    stride_key_head,
-    stride_value_token,
-    stride_value_head,
-    stride_k_block,
-    stride_k_slot,
-    stride_k_head,
-    stride_v_block,
-    stride_v_slot,
-    stride_v_head,
-    stride_cos,
-    stride_sin,
-    stride_k_scale,
-    stride_v_scale,
-    BLOCK_SIZE: tl.constexpr,
-    NUM_Q_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_PADDED: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    HALF_PADDED: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    query_ptr, key_ptr, value_ptr, k_cache_ptr, v_cache_ptr, slot_mapping_ptr,
+    positions_ptr, cos_ptr, sin_ptr,
+    k_scale, v_scale,
+    q_norm_weight_ptr, k_norm_weight_ptr, norm_eps, norm_offset,
+    num_query_rows, num_kv_rows,
+    stride_query_token, stride_query_head,
+    stride_key_token, stride_key_head,
+    stride_value_token, stride_value_head,
+    stride_k_block, stride_k_slot, stride_k_head,
+    stride_v_block, stride_v_slot, stride_v_head,
+    stride_cos, stride_sin, stride_k_scale, stride_v_scale,
+    BLOCK_SIZE: tl.constexpr, NUM_Q_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr,
+    ROTARY_DIM: tl.constexpr, HALF_PADDED: tl.constexpr,
+    TILE_ROWS: tl.constexpr, INTERLEAVED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One program: TILE_ROWS rows (token, head) of the keys and values, or of the queries.
 
     Programs of keys and values come first, those of the queries after them.
@@ -108,15 +105,9 @@ def _rope_store_kvcache_kernel(
             sin_ptr + positions * stride_sin,
             row_mask,
             k_scales,
-            k_norm_weight_ptr,
-            norm_eps,
-            norm_offset,
-            HEAD_DIM,
-            HEAD_DIM_PADDED,
-            ROTARY_DIM,
-            HALF_PADDED,
-            INTERLEAVED,
-        )
+            k_norm_weight_ptr, norm_eps, norm_offset,
+            HEAD_DIM, HEAD_DIM_PADDED, ROTARY_DIM, HALF_PADDED, INTERLEAVED,
+        )  # fmt: skip
         offs_d = tl.arange(0, HEAD_DIM_PADDED)
         mask = row_mask[:, None] & (offs_d < HEAD_DIM)[None, :]  # [TILE_ROWS, HEAD_DIM_PADDED]
         value_rows = tokens * stride_value_token + heads * stride_value_head
@@ -138,15 +129,9 @@ def _rope_store_kvcache_kernel(
             sin_ptr + positions * stride_sin,
             row_mask,
             None,
-            q_norm_weight_ptr,
-            norm_eps,
-            norm_offset,
-            HEAD_DIM,
-            HEAD_DIM_PADDED,
-            ROTARY_DIM,
-            HALF_PADDED,
-            INTERLEAVED,
-        )
+            q_norm_weight_ptr, norm_eps, norm_offset,
+            HEAD_DIM, HEAD_DIM_PADDED, ROTARY_DIM, HALF_PADDED, INTERLEAVED,
+        )  # fmt: skip
 
 
 @inplace_op("query", "k_cache", "v_cache")
@@ -200,72 +185,41 @@ def rope_store_kvcache(
             host memory also a slot past the end of the cache or a position outside cos. Nothing
             has been written then.
     """
-    check_kv_cache(k_cache, v_cache, dtypes=KV_DTYPES, written=True)
-    check_cache_scales(k_scale, v_scale, k_cache)
-    _, block_size, num_kv_heads, head_dim = k_cache.shape
-    device = k_cache.device
-    rows = {"num_tokens": None, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-    check_tensor("key", key, rows, dtypes=dtypes_beside(k_cache), device=device)
-    check_like("value", value, key, rows)
-    num_tokens = key.shape[0]
-    if query is not None:
-        dims = {"num_tokens": num_tokens, "num_q_heads": None, "head_dim": head_dim}
-        check_tensor("query", query, dims, dtypes=(key.dtype,), device=device)
-        check_writable("query", query)
-    check_slots(slot_mapping, k_cache, num_tokens=num_tokens)
-    check_rotary(positions, cos, sin, num_tokens=num_tokens, head_dim=head_dim, device=device)
-    for name, weight in (("q_norm_weight", q_norm_weight), ("k_norm_weight", k_norm_weight)):
-        if weight is not None:
-            dims = {"head_dim": head_dim}
-            check_tensor(name, weight, dims, dtypes=FLOAT_DTYPES, device=device)
+    sizes = _TENSORS(
+        k_cache, v_cache, tensor_or_none(k_scale), tensor_or_none(v_scale),
+        key, value, query, slot_mapping,
+        positions, cos, sin,
+        q_norm_weight, k_norm_weight,
+    )  # fmt: skip
+    check_scales(k_scale, v_scale, k_cache)
+    check_slots(slot_mapping, k_cache)
+    check_positions(positions, sizes.num_positions)
     check_norm("norm_eps", norm_eps, "norm_offset", norm_offset)
 
-    num_q_heads = 0 if query is None else query.shape[1]
-    num_query_rows = num_tokens * num_q_heads
-    num_kv_rows = slot_mapping.shape[0] * num_kv_heads
+    num_q_heads = 0 if query is None else sizes.num_q_heads
+    num_query_rows = sizes.num_tokens * num_q_heads
+    num_kv_rows = sizes.num_slots * sizes.num_kv_heads
     if num_query_rows + num_kv_rows == 0:
         return
-    head_dim_padded = padded_dim(head_dim)
+    head_dim_padded = padded_dim(sizes.head_dim)
     tile = rotary_tile(head_dim_padded)
     k_scale, stride_k_scale = scale_arguments(k_scale)
     v_scale, stride_v_scale = scale_arguments(v_scale)
     num_programs = cdiv(num_kv_rows, tile.rows) + cdiv(num_query_rows, tile.rows)
     _rope_store_kvcache_kernel[(num_programs,)](
-        query,
-        key,
-        value,
-        cache_argument(k_cache),
-        cache_argument(v_cache),
-        slot_mapping,
-        positions,
-        cos,
-        sin,
-        k_scale,
-        v_scale,
-        q_norm_weight,
-        k_norm_weight,
-        float(norm_eps),
-        float(norm_offset),
-        num_query_rows,
-        num_kv_rows,
+        query, key, value, cache_argument(k_cache), cache_argument(v_cache), slot_mapping,
+        positions, cos, sin,
+        k_scale, v_scale,
+        q_norm_weight, k_norm_weight, float(norm_eps), float(norm_offset),
+        num_query_rows, num_kv_rows,
         *((0, 0) if query is None else query.stride()[:2]),
-        *key.stride()[:2],
-        *value.stride()[:2],
-        *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
-        cos.stride(0),
-        sin.stride(0),
-        stride_k_scale,
-        stride_v_scale,
-        BLOCK_SIZE=block_size,
-        NUM_Q_HEADS=max(1, num_q_heads),
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        HEAD_DIM_PADDED=head_dim_padded,
-        ROTARY_DIM=2 * cos.shape[1],
-        HALF_PADDED=next_power_of_2(cos.shape[1]),
-        TILE_ROWS=tile.rows,
-        INTERLEAVED=interleaved,
-        num_warps=tile.num_warps,
-        **pdl_options(device),
-    )
+        *key.stride()[:2], *value.stride()[:2],
+        *k_cache.stride()[:3], *v_cache.stride()[:3],
+        cos.stride(0), sin.stride(0), stride_k_scale, stride_v_scale,
+        BLOCK_SIZE=sizes.block_size,
+        NUM_Q_HEADS=max(1, num_q_heads), NUM_KV_HEADS=sizes.num_kv_heads,
+        HEAD_DIM=sizes.head_dim, HEAD_DIM_PADDED=head_dim_padded,
+        ROTARY_DIM=sizes.rotary_dim, HALF_PADDED=next_power_of_2(sizes.rotary_dim // 2),
+        TILE_ROWS=tile.rows, INTERLEAVED=interleaved,
+        num_warps=tile.num_warps, **pdl_options(key.device),
+    )  # fmt: skip

@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.checks import FLOAT_DTYPES, check_tensor
+from kernels.checks import FLOAT_DTYPES, FP32, INT64, Arg, TensorSpec
 from kernels.primitives import LN_2, await_launches_before
 from kernels.tiles import MAX_SPLITS, cdiv, pdl_options, sample_num_splits, target_of
 from kernels.torch_ops import functional_op
@@ -36,6 +36,12 @@ LOG_TERMS = tl.constexpr(
 SQRT_HALF_BITS = tl.constexpr(0x3F3504F3)
 MIN_NORMAL = tl.constexpr(2.0**-126)
 MAX_TEMPERATURE = 1e29
+_TENSORS = TensorSpec(
+    Arg("logits", "num_rows vocab_size", FLOAT_DTYPES, any_strides=True),
+    Arg("temperatures", "num_rows", FP32, optional=True),
+    Arg("noise_seeds", "num_rows", INT64, optional=True),
+    Arg("min_ps", "num_rows", FP32, optional=True),
+)
 
 
 @triton.jit
@@ -107,21 +113,12 @@ def _keep_best(
 
 @triton.jit(do_not_specialize=["num_splits", "chunks_per_split"])
 def _sample_tokens_kernel(
-    scores_ptr,
-    tokens_ptr,
-    logits_ptr,
-    temperatures_ptr,
-    noise_seeds_ptr,
-    min_ps_ptr,
-    maxima_ptr,
-    vocab_size,
-    num_splits,
-    chunks_per_split,
-    stride_row,
-    stride_token,
-    MAX_SPLITS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    scores_ptr, tokens_ptr, logits_ptr,
+    temperatures_ptr, noise_seeds_ptr, min_ps_ptr, maxima_ptr,
+    vocab_size, num_splits, chunks_per_split,
+    stride_row, stride_token,
+    MAX_SPLITS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """The best score of a part of a row, and its token. Grid (num_rows, num_splits).
 
     Without temperatures logits are the scores. maxima_ptr: (num_rows, num_splits) the largest
@@ -156,16 +153,9 @@ def _sample_tokens_kernel(
         for i in tl.static_range(4):
             tokens = lanes + (chunk * 4 + i) * NOISE_SPAN
             best, best_tokens = _keep_best(
-                best,
-                best_tokens,
-                row_ptr,
-                tokens,
-                words[i],
-                vocab_size,
-                stride_token,
-                temperature,
-                least,
-            )
+                best, best_tokens, row_ptr, tokens, words[i],
+                vocab_size, stride_token, temperature, least,
+            )  # fmt: skip
 
     score = tl.max(best, axis=0)
     part = row * num_splits + split
@@ -196,9 +186,9 @@ def _merge_samples_kernel(
     tl.store(out_ptr + row, tl.where(sound, token, -1).to(tl.int64))
 
 
-def _check_range(name: str, values: torch.Tensor, most: float) -> None:
+def _check_range(name: str, values: torch.Tensor | None, most: float) -> None:
     """Check numbers that lie in host memory."""
-    if values.is_cpu and not ((values >= 0) & (values <= most)).all():
+    if values is not None and values.is_cpu and not ((values >= 0) & (values <= most)).all():
         raise ValueError(f"{name}: expected numbers from 0 to {most:g}, got {values.tolist()}")
 
 
@@ -237,8 +227,7 @@ def sample_tokens(
             and min_ps not together; where the tensors lie in host memory also a temperature or
             min_p out of range.
     """
-    dims = dict.fromkeys(("num_rows", "vocab_size"))
-    check_tensor("logits", logits, dims, dtypes=FLOAT_DTYPES, any_strides=True)
+    _TENSORS(logits, temperatures, noise_seeds, min_ps)
     num_rows, vocab_size = logits.shape
     device = logits.device
     if vocab_size == 0:
@@ -247,16 +236,8 @@ def sample_tokens(
         raise ValueError("noise_seeds: expected temperatures and noise_seeds together")
     if min_ps is not None and temperatures is None:
         raise ValueError("min_ps: expected with temperatures; without, no token is drawn")
-    rows = {"num_rows": num_rows}
-    for name, values, dtype, most in (
-        ("temperatures", temperatures, torch.float32, MAX_TEMPERATURE),
-        ("noise_seeds", noise_seeds, torch.int64, None),
-        ("min_ps", min_ps, torch.float32, 1.0),
-    ):
-        if values is not None:
-            check_tensor(name, values, rows, dtypes=(dtype,), device=device)
-            if most is not None:
-                _check_range(name, values, most)
+    _check_range("temperatures", temperatures, MAX_TEMPERATURE)
+    _check_range("min_ps", min_ps, 1.0)
 
     out = torch.empty(num_rows, dtype=torch.int64, device=device)
     if num_rows == 0:

@@ -18,37 +18,32 @@ from __future__ import annotations
 import torch
 
 from kernels.checks import (
+    INT32,
+    Arg,
+    attention_spec,
+    check_batch,
     check_block_tables,
     check_grid_dim,
-    check_queries,
+    check_scales,
     check_score_options,
-    check_tensor,
-    results_of,
+    tensor_or_none,
 )
 from kernels.fp8_cache import Scale
 from kernels.paged_decode_attention import decode_chunking, launch_decode
 from kernels.paged_prefill_attention import count_tiles, launch_prefill
-from kernels.split_states import SplitStates
+from kernels.split_states import SplitStates, results_of
 from kernels.tiles import padded_dim, prefix_num_splits, split_prefill_tile, target_of
 from kernels.torch_ops import attention_op
 
-
-def _check_groups(
-    group_offsets: torch.Tensor, *, num_groups: int, batch: int, device: torch.device
-) -> None:
-    check_tensor(
-        "group_offsets",
-        group_offsets,
-        {"num_groups + 1": num_groups + 1},
-        dtypes=(torch.int32,),
-        device=device,
-    )
-    if device.type == "cpu":
-        offsets = group_offsets.tolist()
-        if offsets[0] != 0 or offsets[-1] != batch or offsets != sorted(offsets):
-            raise ValueError(
-                f"group_offsets: expected values that ascend from 0 to batch={batch}, got {offsets}"
-            )
+_TENSORS = attention_spec(
+    "batch",
+    Arg("prefix_lens", "num_groups", INT32),
+    Arg("group_offsets", "num_groups+1", INT32),
+    Arg("prefix_block_tables", "num_groups max_prefix_blocks", INT32),
+    Arg("suffix_block_tables", "batch max_blocks", INT32),
+    Arg("suffix_lens", "batch", INT32),
+    rules=(check_batch,),
+)
 
 
 def _check_prefixes(
@@ -59,23 +54,25 @@ def _check_prefixes(
     k_cache: torch.Tensor,
     window_size: int | None,
 ) -> None:
-    """Check prefix tables like block tables, apart from prefixes that nobody looks at."""
-    num_groups = group_offsets.shape[0] - 1
-    if suffix_lens.device.type == "cpu":
-        sizes = group_offsets.diff()
-        used = sizes > 0
-        if window_size is not None:  # what the member with the shortest suffix sees of the prefix
-            parts = suffix_lens.split(sizes.tolist())
-            window_size = torch.tensor([window_size - int(min(part, default=0)) for part in parts])
-            used &= window_size > 0
-        prefix_lens = prefix_lens.where(used, 0)
+    """Check group offsets, and the tables of the prefixes that are read, in host memory."""
+    offsets = group_offsets.tolist()
+    batch = suffix_lens.shape[0]
+    if offsets[0] != 0 or offsets[-1] != batch or offsets != sorted(offsets):
+        raise ValueError(
+            f"group_offsets: expected values that ascend from 0 to batch={batch}, got {offsets}"
+        )
+    group_sizes = group_offsets.diff()
+    used = group_sizes > 0
+    if window_size is not None:  # the part of a prefix that the shortest suffix leaves in view
+        members = suffix_lens.split(group_sizes.tolist())
+        window_size = torch.tensor([window_size - int(min(lens, default=0)) for lens in members])
+        used &= window_size > 0
     check_block_tables(
         prefix_block_tables,
-        prefix_lens,
+        prefix_lens.where(used, 0),
         k_cache,
-        batch=num_groups,
         window_size=window_size,
-        names=("prefix_block_tables", "prefix_lens", "num_groups"),
+        names=("prefix_block_tables", "prefix_lens"),
     )
 
 
@@ -142,44 +139,35 @@ def shared_prefix_decode_attention(
             lie in host memory also group offsets that do not ascend from 0 to batch, a table too
             narrow for its length, or an invalid block id.
     """
-    check_queries(q, k_cache, v_cache, k_scale, v_scale, rows="batch")
-    _, block_size, num_kv_heads, head_dim = k_cache.shape
-    batch, num_q_heads, _ = q.shape
-    check_grid_dim("q", "batch", batch)
-    lens = {"num_groups": None}
-    check_tensor("prefix_lens", prefix_lens, lens, dtypes=(torch.int32,), device=q.device)
-    num_groups = prefix_lens.shape[0]
-    _check_groups(group_offsets, num_groups=num_groups, batch=batch, device=q.device)
-    check_score_options(q, window_size, softcap, alibi_slopes, sinks, scale, batch=batch)
+    sizes = _TENSORS(
+        k_cache, v_cache, tensor_or_none(k_scale), tensor_or_none(v_scale), q, out,
+        prefix_lens, group_offsets, prefix_block_tables, suffix_block_tables, suffix_lens,
+        alibi_slopes, sinks,
+    )  # fmt: skip
+    batch, num_q_heads, num_kv_heads = sizes.batch, sizes.num_q_heads, sizes.num_kv_heads
+    check_scales(k_scale, v_scale, k_cache)
+    check_score_options(scale, window_size, softcap, num_splits)
+    if num_prefix_splits is not None:
+        check_grid_dim("num_prefix_splits", None, num_prefix_splits)
+    names = ("suffix_block_tables", "suffix_lens")
     check_block_tables(
-        suffix_block_tables,
-        suffix_lens,
-        k_cache,
-        batch=batch,
-        window_size=window_size,
-        names=("suffix_block_tables", "suffix_lens", "batch"),
+        suffix_block_tables, suffix_lens, k_cache, window_size=window_size, names=names
     )
-    _check_prefixes(
-        prefix_block_tables, prefix_lens, group_offsets, suffix_lens, k_cache, window_size
-    )
-    for name, number in (("num_prefix_splits", num_prefix_splits), ("num_splits", num_splits)):
-        if number is not None:
-            check_grid_dim(name, None, number)
+    if q.is_cpu:
+        prefixes = (prefix_block_tables, prefix_lens, group_offsets)
+        _check_prefixes(*prefixes, suffix_lens, k_cache, window_size)
     out, lse = results_of(q, out, return_lse)
     if batch == 0:
         return (out, lse) if return_lse else out
 
     if num_prefix_splits is None:
         target = target_of(q.device)
-        tile = split_prefill_tile(padded_dim(head_dim), q.dtype, target, k_cache.itemsize)
-        num_tiles, _ = count_tiles(
-            batch, num_groups, batch, num_q_heads // num_kv_heads, tile.tile_m
-        )
+        tile = split_prefill_tile(padded_dim(sizes.head_dim), q.dtype, target, k_cache.itemsize)
+        group_size = num_q_heads // num_kv_heads
+        num_tiles, _ = count_tiles(batch, sizes.num_groups, batch, group_size, tile.tile_m)
+        max_tokens = sizes.max_prefix_blocks * sizes.block_size
         num_prefix_splits = prefix_num_splits(
-            num_tiles * num_kv_heads,
-            prefix_block_tables.shape[1] * block_size,
-            tile.tile_n,
-            target,
+            num_tiles * num_kv_heads, max_tokens, tile.tile_n, target
         )
     chunks, most = decode_chunking(q, k_cache, suffix_block_tables, window_size, num_splits)
     states = SplitStates.empty(q, num_prefix_splits + most)

@@ -10,9 +10,15 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.checks import check_integer, check_tensor
+from kernels.checks import INT32, INTEGERS, Arg, TensorSpec, check_integer
 from kernels.tiles import cdiv, index_tile
 from kernels.torch_ops import functional_op
+
+_TENSORS = TensorSpec(
+    Arg("positions", "num_tokens", INTEGERS),
+    Arg("block_tables", "num_seqs max_blocks", INT32),
+    Arg("seq_ids", "num_tokens", INTEGERS),
+)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "max_blocks", "stride_table", "block_size"])
@@ -87,16 +93,11 @@ def slot_mapping_from_positions(
         ValueError: a shape, dtype, device or stride that does not fit; where the tensors lie in
             host memory also a position past the table or a seq_id outside it.
     """
-    integers = (torch.int32, torch.int64)
-    check_tensor("positions", positions, {"num_tokens": None}, dtypes=integers)
-    device, num_tokens = positions.device, positions.shape[0]
-    tables = dict.fromkeys(("num_seqs", "max_blocks"))
-    check_tensor("block_tables", block_tables, tables, dtypes=(torch.int32,), device=device)
-    check_tensor("seq_ids", seq_ids, {"num_tokens": num_tokens}, dtypes=integers, device=device)
+    num_tokens = _TENSORS(positions, block_tables, seq_ids).num_tokens
     check_integer("block_size", block_size)
     if block_size < 1:
         raise ValueError(f"block_size: expected at least 1, got {block_size}")
-    slots = torch.empty(num_tokens, dtype=torch.int64, device=device)
+    slots = torch.empty(num_tokens, dtype=torch.int64, device=positions.device)
     if num_tokens == 0:
         return slots
     if positions.is_cpu:

@@ -30,22 +30,12 @@ def chunks_of(num_tokens, min_tiles, max_chunks, TILE_N: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_splits", "batch"])
 def _merge_splits_kernel(
-    out_ptr,
-    lse_ptr,
-    partial_out_ptr,
-    partial_lse_ptr,
-    sinks_ptr,
-    cu_seqlens_ptr,
-    batch,
-    num_splits,
-    stride_out_token,
-    stride_out_head,
-    NUM_Q_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_PADDED: tl.constexpr,
-    TILE_SPLITS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, sinks_ptr, cu_seqlens_ptr,
+    batch, num_splits,
+    stride_out_token, stride_out_head,
+    NUM_Q_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr,
+    TILE_SPLITS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Merge the states of one query head of one token, in order. Grid (num_tokens * NUM_Q_HEADS).
 
     cu_seqlens_ptr, if not None: tokens from cu_seqlens[batch] on are padding without states.
@@ -129,19 +119,19 @@ class SplitStates:
         head_dim_padded = padded_dim(head_dim)
         tile = merge_tile(head_dim_padded)
         _merge_splits_kernel[(num_tokens * num_q_heads,)](
-            out,
-            lse,
-            self.out,
-            self.lse,
-            sinks,
-            cu_seqlens,
-            0 if cu_seqlens is None else cu_seqlens.shape[0] - 1,
-            num_splits,
+            out, lse, self.out, self.lse, sinks, cu_seqlens,
+            0 if cu_seqlens is None else cu_seqlens.shape[0] - 1, num_splits,
             *out.stride()[:2],
-            NUM_Q_HEADS=num_q_heads,
-            HEAD_DIM=head_dim,
-            HEAD_DIM_PADDED=head_dim_padded,
+            NUM_Q_HEADS=num_q_heads, HEAD_DIM=head_dim, HEAD_DIM_PADDED=head_dim_padded,
             TILE_SPLITS=tile.rows,
-            num_warps=tile.num_warps,
-            **pdl_options(out.device),
-        )
+            num_warps=tile.num_warps, **pdl_options(out.device),
+        )  # fmt: skip
+
+
+def results_of(
+    q: torch.Tensor, out: torch.Tensor | None, return_lse: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Output and LSE buffer of an attention op: `out`, or a new tensor, and an LSE if asked for."""
+    if out is None:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    return out, q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None

@@ -12,47 +12,45 @@ import triton
 import triton.language as tl
 
 from kernels.checks import (
-    KV_DTYPES,
-    check_cache_scales,
-    check_kv_cache,
-    check_like,
+    INTEGERS,
+    SCALE_ARGS,
+    Arg,
+    TensorSpec,
+    beside_cache,
+    check_cache_dims,
+    check_num_slots,
+    check_scales,
     check_slots,
-    check_tensor,
-    dtypes_beside,
+    kv_cache_args,
+    same_dtype,
+    tensor_or_none,
 )
 from kernels.fp8_cache import Scale, cache_argument, load_row_scales, scale_arguments, to_cache
 from kernels.tiles import cdiv, padded_dim, store_tile
 from kernels.torch_ops import inplace_op
 
+_TENSORS = TensorSpec(
+    *kv_cache_args(written=True),
+    *SCALE_ARGS,
+    Arg("key", "num_tokens num_kv_heads head_dim", beside_cache),
+    Arg("value", "num_tokens num_kv_heads head_dim", same_dtype("key")),
+    Arg("slot_mapping", "num_slots", INTEGERS),
+    rules=(check_cache_dims, check_num_slots),
+)
+
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _store_kvcache_kernel(
-    key_ptr,
-    value_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    slot_mapping_ptr,
-    k_scale,
-    v_scale,
+    key_ptr, value_ptr, k_cache_ptr, v_cache_ptr, slot_mapping_ptr, k_scale, v_scale,
     num_rows,
-    stride_key_token,
-    stride_key_head,
-    stride_value_token,
-    stride_value_head,
-    stride_k_block,
-    stride_k_slot,
-    stride_k_head,
-    stride_v_block,
-    stride_v_slot,
-    stride_v_head,
-    stride_k_scale,
-    stride_v_scale,
-    BLOCK_SIZE: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_PADDED: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-):
+    stride_key_token, stride_key_head,
+    stride_value_token, stride_value_head,
+    stride_k_block, stride_k_slot, stride_k_head,
+    stride_v_block, stride_v_slot, stride_v_head,
+    stride_k_scale, stride_v_scale,
+    BLOCK_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr, TILE_ROWS: tl.constexpr,
+):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     offs_d = tl.arange(0, HEAD_DIM_PADDED)
     tokens = rows // NUM_KV_HEADS
@@ -115,40 +113,25 @@ def store_kvcache(
         ValueError: a shape, dtype, device or stride that does not fit, or, where slot_mapping lies
             in host memory, a slot past the end of the cache. Nothing has been written then.
     """
-    check_kv_cache(k_cache, v_cache, dtypes=KV_DTYPES, written=True)
-    check_cache_scales(k_scale, v_scale, k_cache)
-    _, block_size, num_kv_heads, head_dim = k_cache.shape
-    rows = {"num_tokens": None, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-    check_tensor("key", key, rows, dtypes=dtypes_beside(k_cache), device=k_cache.device)
-    check_like("value", value, key, rows)
-    check_slots(slot_mapping, k_cache, num_tokens=key.shape[0])
+    scales = tensor_or_none(k_scale), tensor_or_none(v_scale)
+    sizes = _TENSORS(k_cache, v_cache, *scales, key, value, slot_mapping)
+    check_scales(k_scale, v_scale, k_cache)
+    check_slots(slot_mapping, k_cache)
 
-    num_rows = slot_mapping.shape[0] * num_kv_heads
+    num_rows = sizes.num_slots * sizes.num_kv_heads
     if num_rows == 0:
         return
-    head_dim_padded = padded_dim(head_dim)
+    head_dim_padded = padded_dim(sizes.head_dim)
     tile = store_tile(head_dim_padded)
     k_scale, stride_k_scale = scale_arguments(k_scale)
     v_scale, stride_v_scale = scale_arguments(v_scale)
     _store_kvcache_kernel[(cdiv(num_rows, tile.rows),)](
-        key,
-        value,
-        cache_argument(k_cache),
-        cache_argument(v_cache),
-        slot_mapping,
-        k_scale,
-        v_scale,
+        key, value, cache_argument(k_cache), cache_argument(v_cache), slot_mapping,
+        k_scale, v_scale,
         num_rows,
-        *key.stride()[:2],
-        *value.stride()[:2],
-        *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
-        stride_k_scale,
-        stride_v_scale,
-        BLOCK_SIZE=block_size,
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        HEAD_DIM_PADDED=head_dim_padded,
-        TILE_ROWS=tile.rows,
+        *key.stride()[:2], *value.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
+        stride_k_scale, stride_v_scale,
+        BLOCK_SIZE=sizes.block_size, NUM_KV_HEADS=sizes.num_kv_heads,
+        HEAD_DIM=sizes.head_dim, HEAD_DIM_PADDED=head_dim_padded, TILE_ROWS=tile.rows,
         num_warps=tile.num_warps,
-    )
+    )  # fmt: skip

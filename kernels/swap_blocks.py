@@ -10,6 +10,7 @@ attention.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -17,41 +18,41 @@ import triton.language as tl
 from kernels.block_layout import (
     BITS,
     CACHE_DTYPES,
+    LAYERS_DIMS,
+    PAIRS_ARG,
+    PLANE_DIMS,
     block_runs,
     check_block_pairs,
     element_offsets,
 )
-from kernels.checks import check_disjoint, check_tensor, check_writable, not_a_tensor
+from kernels.checks import Arg, TensorSpec, not_a_tensor, same_dtype
 from kernels.primitives import INTERPRETED
 from kernels.tiles import cdiv, swap_num_programs, swap_tile, target_of
 from kernels.torch_ops import inplace_op
 
+_DIMS = f"{PLANE_DIMS} | {LAYERS_DIMS}"
+_TENSORS = TensorSpec(
+    Arg("src_cache", _DIMS, CACHE_DTYPES, host_too=True),
+    Arg(
+        "dst_cache",
+        _DIMS.replace("num_blocks", "num_dst_blocks"),
+        same_dtype("src_cache"),
+        host_too=True,
+        written=True,
+    ),
+    PAIRS_ARG,
+)
+
 
 @triton.jit(do_not_specialize=["num_tiles", "num_planes", "num_layers"])
 def _swap_blocks_kernel(
-    src_ptr,
-    dst_ptr,
-    src_to_dst_ptr,
-    num_tiles,
-    num_planes,
-    num_layers,
-    stride_pair,
-    stride_src_kv,
-    stride_src_layer,
-    stride_src_block,
-    stride_src_outer,
-    stride_src_inner,
-    stride_dst_kv,
-    stride_dst_layer,
-    stride_dst_block,
-    stride_dst_outer,
-    stride_dst_inner,
-    CHUNKS: tl.constexpr,
-    NUM_ELEMENTS: tl.constexpr,
-    RUN: tl.constexpr,
-    INNER_RUNS: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    src_ptr, dst_ptr, src_to_dst_ptr,
+    num_tiles, num_planes, num_layers, stride_pair,
+    stride_src_kv, stride_src_layer, stride_src_block, stride_src_outer, stride_src_inner,
+    stride_dst_kv, stride_dst_layer, stride_dst_block, stride_dst_outer, stride_dst_inner,
+    CHUNKS: tl.constexpr, NUM_ELEMENTS: tl.constexpr,
+    RUN: tl.constexpr, INNER_RUNS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """A persistent grid: program p copies the tiles p, p + num_programs, ..., chunks fastest."""
     tile = tl.program_id(0).to(tl.int64)
     while tile < num_tiles:
@@ -90,6 +91,37 @@ def _gpu_of(src_cache: torch.Tensor, dst_cache: torch.Tensor) -> torch.device:
     return dst_cache.device
 
 
+def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have an element in common; False where that takes long to find out."""
+    (first_a, end_a), (first_b, end_b) = _address_range(a), _address_range(b)
+    if end_a <= first_b or end_b <= first_a:
+        return False
+    try:  # NumPy solves it for shapes and strides, and reads nothing
+        return np.shares_memory(_Bytes(a), _Bytes(b), max_work=100_000)
+    except np.exceptions.TooHardError:
+        return False
+
+
+def _address_range(tensor: torch.Tensor) -> tuple[int, int]:
+    first = tensor.data_ptr()
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return first, first + (last + 1) * tensor.itemsize
+
+
+class _Bytes:
+    """The bytes of a tensor as an array, wherever they are."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        size = tensor.itemsize
+        self.__array_interface__ = {
+            "data": (tensor.data_ptr(), True),
+            "shape": (*tensor.shape, size),
+            "strides": (*(size * stride for stride in tensor.stride()), 1),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
 def _plane_strides(cache: torch.Tensor) -> tuple[int, int, int]:
     """Strides of K/V, layer and block; 0 for what a cache of one plane does not have."""
     return cache.stride()[:3] if cache.dim() == 6 else (0, 0, cache.stride(0))
@@ -122,48 +154,38 @@ def swap_blocks(src_cache: torch.Tensor, dst_cache: torch.Tensor, src_to_dst: to
             block past the end or a repeated destination. Nothing has been copied then.
     """
     device = _gpu_of(src_cache, dst_cache)
-    dims = ("2", "num_layers", "num_blocks", "block_size", "num_kv_heads", "head_dim")
-    dims = dims[-4:] if src_cache.dim() == 4 else dims
-    shape = dict.fromkeys(dims) | ({"2": 2} if len(dims) == 6 else {})
-    check_tensor("src_cache", src_cache, shape, dtypes=CACHE_DTYPES, device=src_cache.device)
-    shape = dict(zip(dims, src_cache.shape, strict=True)) | {"num_blocks": None}
-    dst_device = dst_cache.device if dst_cache.is_cpu else device
-    check_tensor("dst_cache", dst_cache, shape, dtypes=(src_cache.dtype,), device=dst_device)
-    check_writable("dst_cache", dst_cache)
+    sizes = _TENSORS(src_cache, dst_cache, src_to_dst, device=device)
+    if src_cache.dim() != dst_cache.dim():
+        raise ValueError(
+            f"dst_cache: expected the {src_cache.dim()} dimensions of src_cache, got shape "
+            f"{tuple(dst_cache.shape)}"
+        )
     check_block_pairs(
         src_to_dst,
-        num_src_blocks=src_cache.shape[-4],
-        num_dst_blocks=dst_cache.shape[-4],
+        num_src_blocks=sizes.num_blocks,
+        num_dst_blocks=sizes.num_dst_blocks,
         same_pool=False,
-        device=device,
     )
     num_pairs = src_to_dst.shape[0]
     if num_pairs == 0 or src_cache.numel() == 0 or dst_cache.numel() == 0:
         return
-    check_disjoint("src_cache, dst_cache", src_cache, dst_cache)
+    if src_cache.device == dst_cache.device and _share_memory(src_cache, dst_cache):
+        raise ValueError(
+            "src_cache, dst_cache: expected tensors that do not overlap in memory, got two that do"
+        )
     bits = BITS[src_cache.itemsize]
     runs = block_runs(src_cache, dst_cache)
     tile = swap_tile(runs.num_elements, src_cache.itemsize)
     chunks = cdiv(runs.num_elements, tile.elements)
-    num_layers = src_cache.shape[1] if len(dims) == 6 else 1
-    num_planes = 2 * num_layers if len(dims) == 6 else 1
+    num_layers = src_cache.shape[1] if src_cache.dim() == 6 else 1
+    num_planes = 2 * num_layers if src_cache.dim() == 6 else 1
     num_tiles = num_pairs * num_planes * chunks
     _swap_blocks_kernel[(swap_num_programs(num_tiles, target_of(device)),)](
-        src_cache.view(bits),
-        dst_cache.view(bits),
-        src_to_dst,
-        num_tiles,
-        num_planes,
-        num_layers,
-        src_to_dst.stride(0),
-        *_plane_strides(src_cache),
-        *runs.strides[0],
-        *_plane_strides(dst_cache),
-        *runs.strides[1],
-        CHUNKS=chunks,
-        NUM_ELEMENTS=runs.num_elements,
-        RUN=runs.run,
-        INNER_RUNS=runs.inner_runs,
-        TILE=tile.elements,
+        src_cache.view(bits), dst_cache.view(bits), src_to_dst,
+        num_tiles, num_planes, num_layers, src_to_dst.stride(0),
+        *_plane_strides(src_cache), *runs.strides[0],
+        *_plane_strides(dst_cache), *runs.strides[1],
+        CHUNKS=chunks, NUM_ELEMENTS=runs.num_elements,
+        RUN=runs.run, INNER_RUNS=runs.inner_runs, TILE=tile.elements,
         num_warps=tile.num_warps,
-    )
+    )  # fmt: skip
