@@ -239,7 +239,7 @@ def attention_spec(rows: str, *args: Arg, rules: tuple[Rule, ...] = ()) -> Tenso
         *args,
         ALIBI_ARG,
         Arg("sinks", "num_q_heads", FLOAT_DTYPES, optional=True),
-        rules=(check_heads, *rules),
+        rules=(check_cache_dims, check_heads, *rules),
     )
 
 
@@ -248,16 +248,15 @@ def tensor_or_none(scale: Scale) -> torch.Tensor | None:
     return scale if isinstance(scale, torch.Tensor) else None
 
 
-def check_cache_dims(sizes: SimpleNamespace) -> None:
-    """Rule: no dimension of a cache but num_blocks is 0."""
+def check_cache_dims(sizes: SimpleNamespace, name: str = "k_cache") -> None:
+    """Rule: no dimension of a cache but num_blocks is 0. name: the argument with the keys."""
     for dim in ("block_size", "num_kv_heads", "head_dim"):
         if vars(sizes).get(dim) == 0:
-            raise ValueError(f"k_cache: expected a {dim} of at least 1, got 0")
+            raise ValueError(f"{name}: expected a {dim} of at least 1, got 0")
 
 
 def check_heads(sizes: SimpleNamespace) -> None:
     """Rule: supported head_dim, and query heads that divide evenly among the KV heads (GQA)."""
-    check_cache_dims(sizes)
     if sizes.num_q_heads == 0 or sizes.num_q_heads % sizes.num_kv_heads:
         raise ValueError(
             f"q: expected a positive multiple of num_kv_heads={sizes.num_kv_heads} as num_q_heads, "

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -25,6 +26,7 @@ from kernels.checks import (
     Arg,
     TensorSpec,
     check_block_tables,
+    check_cache_dims,
     check_cu_seqlens,
     check_heads,
     check_rotary_dim,
@@ -50,15 +52,13 @@ def _varlen_spec(cache_dims: str, *args: Arg) -> TensorSpec:
         Arg("cu_seqlens_k", "batch+1", INT32),
         ALIBI_ARG,
         *args,
-        rules=(check_heads,),
+        rules=(partial(check_cache_dims, name="k"), check_heads),
     )
 
 
 _PACKED_TENSORS = _varlen_spec("total_k")
 _BLOCK_TABLE = Arg("block_table", "batch max_blocks", INT32)
 _PAGED_TENSORS = _varlen_spec("num_blocks block_size", _BLOCK_TABLE)
-    "num_blocks block_size", Arg("block_table", "batch max_blocks", INT32)
-)
 _CACHE_TENSORS = TensorSpec(
     *kv_cache_args(FLOAT_DTYPES),
     Arg("q", "batch seqlen num_q_heads head_dim", same_dtype("k_cache")),
@@ -71,7 +71,7 @@ _CACHE_TENSORS = TensorSpec(
     Arg("cache_leftpad", "batch", INT32, optional=True),
     Arg("block_table", "batch max_blocks", INT32, optional=True),
     ALIBI_ARG,
-    rules=(check_heads,),
+    rules=(check_cache_dims, check_heads),
 )
 
 
