@@ -1,7 +1,7 @@
 """Triton kernels of the paged KV cache data path.
 
     store_kvcache                   write new keys and values into their slots
-    rope_store_kvcache              normalise, rotate queries and keys and write keys and values
+    rope_store_kvcache              normalise and rotate queries and keys, write keys and values
     apply_rotary_embedding          rotary position embedding of queries or keys
     slot_mapping_from_positions     token positions to slots, on the device
     paged_decode_attention          one query per sequence over its paged cache, split-KV
@@ -12,7 +12,7 @@
     swap_blocks                     copy whole blocks between GPU and pinned host memory
     add_rms_norm                    residual addition and RMSNorm
     gated_activation                SwiGLU or GeGLU
-    sample_tokens                   draw next tokens from logits, or take the likeliest
+    sample_tokens                   sample next tokens from logits, or take the likeliest
 
 Caches are fp16, bf16, fp32 or fp8 (e4m3) with scales, see `kernels.fp8_cache`.
 
@@ -45,8 +45,8 @@ if INTERPRETED:
 
     hasten()
 else:
-    # Triton 3.7.1 has the globals of a callee in the hash of a function only if the callee was
-    # hashed before: in one order, or a process does not find what another has compiled.
+    # Triton 3.7.1 includes a callee's globals in a function's hash only if the callee was hashed
+    # before. Hash in one order, so that all processes find the same entries in the compile cache.
     for _name in sorted(name for name in sys.modules if name.startswith("kernels.")):
         for _kernel in list(vars(sys.modules[_name]).values()):
             if isinstance(_kernel, JITFunction):

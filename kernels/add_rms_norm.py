@@ -2,9 +2,9 @@
 
     residual <- residual + x        y = residual / sqrt(mean(residual^2) + eps) * (offset + weight)
 
-What stands between two products of a decoder layer (vLLM's fused_add_rms_norm): apart, the sum is
-written once and read twice more. Both are computed in fp32 and rounded once; the mean is that of
-the rounded sum, as it is where addition and norm are two modules.
+vLLM calls it fused_add_rms_norm. Separate kernels would write the sum once and read it twice more.
+Both results are computed in fp32 and rounded once. The mean is taken over the rounded sum, as it is
+where addition and norm are two modules.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def add_rms_norm(
     Args:
         x: (num_tokens, hidden_size), fp16, bf16 or fp32, any stride on the first dimension;
             hidden_size up to 32768.
-        residual: shaped like x, of its dtype, any stride on the first dimension, becomes
-            residual + x; None: the norm is that of x alone.
+        residual: shape and dtype of x, any stride on the first dimension; becomes residual + x.
+            None: normalise x alone.
         weight: (hidden_size,), any float dtype.
         eps: added to the mean of the squares, at least 0.
         offset: added to weight: 1 in Gemma, 0 elsewhere.
@@ -91,7 +91,7 @@ def add_rms_norm(
 
     Raises:
         ValueError: a shape, dtype, device or stride that does not fit, or a negative eps.
-        TypeError: no tensor, or eps or offset no number.
+        TypeError: not a tensor, or eps or offset not a number.
     """
     _TENSORS(x, residual, weight)
     num_tokens, hidden_size = x.shape

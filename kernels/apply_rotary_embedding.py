@@ -1,12 +1,12 @@
 """Rotary position embedding (RoPE; Su et al., 2021) of queries or keys.
 
-The first rotary_dim elements of a head form pairs; pair i of a token at position p is turned by an
-angle whose cosine and sine stand in cos[p, i] and sin[p, i]:
+The first rotary_dim elements of a head form pairs. Pair i of a token at position p is rotated by an
+angle whose cosine is cos[p, i] and whose sine is sin[p, i]:
 
     (a, b) -> (a cos - b sin, b cos + a sin)
 
 Pairs are (i, i + rotary_dim / 2) (GPT-NeoX, Llama) or, interleaved, (2 i, 2 i + 1) (GPT-J).
-Elements from rotary_dim on are left as they are.
+Elements from rotary_dim on are copied.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ def rotate_rows(
     HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr,
     ROTARY_DIM: tl.constexpr, HALF_PADDED: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Write rows of head_dim elements rotated. All pointers: [rows], to the start of each row.
+    """Rotate rows of head_dim elements. The pointers are [rows], to the start of each row.
 
-    scales: of rows that go to an fp8 cache, a scalar or [rows, 1], or None for 1. norm_weight_ptr:
-    of an RMSNorm over each row that comes first and is rounded, see `add_rms_norm`, or None.
-    HALF_PADDED: rotary_dim / 2 rounded up to a size that a tile can have. Source and destination
-    may be the same memory.
+    scales: of the fp8 cache that the rows go to, a scalar or [rows, 1]; None for 1.
+    norm_weight_ptr: weight of an RMSNorm over each row before the rotation, rounded to the source
+        dtype, see `add_rms_norm`; None for no norm.
+    HALF_PADDED: rotary_dim / 2 rounded up to a tile size.
+    Source and destination may be the same memory.
     """
     dtype: tl.constexpr = src_ptrs.dtype.element_ty
     dst_dtype: tl.constexpr = dst_ptrs.dtype.element_ty
@@ -145,12 +146,12 @@ def apply_rotary_embedding(
     *,
     interleaved: bool = False,
 ) -> torch.Tensor:
-    """Rotary position embedding of queries or keys, each token at a position of its own.
+    """Apply rotary position embedding to queries or keys.
 
     Args:
         x: (num_tokens, num_heads, head_dim), fp16, bf16 or fp32, any stride on the first two
             dimensions.
-        positions: (num_tokens,) int32 or int64, rows of cos and sin.
+        positions: (num_tokens,) int32 or int64, the row of cos and sin for each token.
         cos, sin: (num_positions, rotary_dim / 2), any float dtype; rotary_dim <= head_dim. Products
             are computed in fp32.
         interleaved: pairs are (2 i, 2 i + 1) instead of (i, i + rotary_dim / 2).
@@ -159,8 +160,8 @@ def apply_rotary_embedding(
         A new contiguous tensor shaped like x.
 
     Raises:
-        ValueError: a shape, dtype, device or stride that does not fit; where the tensors lie in
-            host memory also a position outside cos.
+        ValueError: a shape, dtype, device or stride that does not fit; for tensors in host memory
+            also a position outside cos.
     """
     sizes = _TENSORS(x, positions, cos, sin)
     check_positions(positions, sizes.num_positions)

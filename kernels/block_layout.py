@@ -1,8 +1,8 @@
-"""How the elements of one cache block lie in memory, for the ops that move whole blocks.
+"""Memory layout of one cache block, for the ops that move whole blocks.
 
-The slots, heads and dims of a block form one contiguous run in most layouts (NHD, HND, a layer of a
-larger tensor), and only then can a copy ignore them. What does not merge stays as at most two
-strided dimensions of runs:
+In most layouts (NHD, HND, a layer of a larger tensor) the slots, heads and dims of a block form one
+contiguous run, which a copy can treat as flat. In others, at most two strided dimensions of runs
+remain:
 
     element e of a block lies at (e // RUN // INNER_RUNS) * stride_outer
                                + (e // RUN % INNER_RUNS) * stride_inner + e % RUN
@@ -25,7 +25,7 @@ CACHE_DTYPES = (
     torch.uint8,
     torch.int8,
 )
-"""What a block may hold: ops that move blocks copy bit patterns."""
+"""Dtypes of caches whose blocks can be moved: these ops copy bit patterns."""
 PLANE_DIMS = "num_blocks block_size num_kv_heads head_dim"
 """Dimensions of K or V of one layer."""
 LAYERS_DIMS = "2 num_layers num_blocks block_size num_kv_heads head_dim"
@@ -37,19 +37,19 @@ TL_BITS = {1: tl.uint8, 2: tl.int16, 4: tl.int32}
 
 @dataclass(frozen=True)
 class BlockRuns:
-    """Runs of contiguous elements that one or two caches have in common."""
+    """Contiguous runs of a block, of equal length in one or two caches."""
 
     run: int
-    """Elements of a run."""
+    """Elements per run."""
     inner_runs: int
     num_elements: int
-    """Of a block: slots * heads * dims."""
+    """Elements per block: slots * heads * dims."""
     strides: tuple[tuple[int, int], ...]
     """(outer, inner) stride between runs, for each cache."""
 
 
 def block_runs(*caches: torch.Tensor) -> BlockRuns:
-    """Merge the last three dimensions (slots, heads, dims), of equal sizes in all the caches."""
+    """Merge the last three dimensions (slots, heads, dims), whose sizes all caches share."""
     shape = caches[0].shape[-3:]
     strides = [cache.stride()[-3:] for cache in caches]
     order = sorted(range(2), key=lambda dim: strides[0][dim], reverse=True)
@@ -66,7 +66,7 @@ def block_runs(*caches: torch.Tensor) -> BlockRuns:
 def element_offsets(
     elements, stride_outer, stride_inner, RUN: tl.constexpr, INNER_RUNS: tl.constexpr
 ):
-    """Offsets, int64, of elements of a block; see the head of this file."""
+    """Offsets, int64, of elements of a block; see the formula above."""
     runs = elements // RUN
     outer = (runs // INNER_RUNS).to(tl.int64) * stride_outer
     return outer + (runs % INNER_RUNS).to(tl.int64) * stride_inner + elements % RUN

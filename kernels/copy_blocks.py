@@ -1,7 +1,7 @@
 """Copy whole blocks inside a paged KV cache, K and V of every layer in one launch (copy-on-write).
 
-A block is split into chunks of TILE elements; a program copies one chunk of one pair in one plane
-(K or V of one layer). Bits are copied, not numbers. All pairs are copied at once, in no order.
+A block is split into chunks of TILE elements. A program copies one chunk of one pair in one plane
+(K or V of one layer), as bit patterns. Pairs are copied in no particular order.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def _copy_blocks_kernel(
 ):  # fmt: skip
     """Grid (num_pairs * CHUNKS, planes).
 
-    ALIGNMENT 0: planes_ptr is a tensor (2, num_layers, num_blocks, ...). Else planes_ptr holds the
-    address of every plane, each a multiple of ALIGNMENT.
+    ALIGNMENT 0: planes_ptr is a tensor (2, num_layers, num_blocks, ...). Otherwise planes_ptr holds
+    the address of every plane, each a multiple of ALIGNMENT.
     """
     chunk = tl.program_id(0) % CHUNKS
     pair = (tl.program_id(0) // CHUNKS).to(tl.int64)
@@ -67,7 +67,7 @@ def _copy_blocks_kernel(
 def _pointer_table(addresses: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Addresses as an int64 tensor on the device.
 
-    Kept for the life of the process (8 bytes per address), since a captured CUDA graph may hold it.
+    Cached for the life of the process (8 bytes per address): a captured CUDA graph may refer to it.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -80,7 +80,7 @@ def _pointer_table(addresses: tuple[int, ...], device: torch.device) -> torch.Te
 
 @functools.cache
 def _tensors(num_planes: int) -> TensorSpec:
-    """Spec of the planes, or of one tensor that has them all, and of the pairs."""
+    """Declare the planes, or the one tensor that has all of them, and the pairs."""
     if num_planes == 1:
         return TensorSpec(Arg("caches", LAYERS_DIMS, CACHE_DTYPES, written=True), PAIRS_ARG)
     names = [f"caches[{plane // 2}][{plane % 2}]" for plane in range(num_planes)]
@@ -145,10 +145,10 @@ def copy_blocks(
         caches: (2, num_layers, num_blocks, block_size, num_kv_heads, head_dim), K and V of all
             layers, any strides but a contiguous last dimension; or one (k_cache, v_cache) per
             layer, each (num_blocks, block_size, num_kv_heads, head_dim), all of one shape, dtype
-            and strides. fp16, bf16, fp32, fp8 or 8-bit integers. From a list, the addresses are
-            uploaded on the first call with it; make that call before capturing a CUDA graph.
+            and strides. fp16, bf16, fp32, fp8 or 8-bit integers. The first call with a list uploads
+            its addresses: make that call before capturing a CUDA graph.
         src_to_dst: (num_pairs, 2) int64 on the caches' device: source and destination block. A pair
-            with a negative number is skipped (padding of a captured graph), one of a block with
+            with a negative number is skipped (padding of a captured graph). A pair of a block with
             itself does nothing. Pairs are copied in no order, so a destination must not be the
             destination or the source of another pair: split dependent copies over several calls. On
             a GPU such a destination is left with undefined contents; no other block is affected.
@@ -156,9 +156,9 @@ def copy_blocks(
     Mutates the destination blocks. Returns None. Without pairs nothing is launched.
 
     Raises:
-        ValueError: a shape, dtype, device or stride that does not fit; where src_to_dst lies in
-            host memory also a block past the end, or pairs that depend on one another. Nothing has
-            been copied then.
+        ValueError: a shape, dtype, device or stride that does not fit; if src_to_dst lies in host
+            memory also a block past the end, or pairs that depend on one another. Nothing is copied
+            then.
         RuntimeError: a first call with a list of caches inside a CUDA graph capture.
     """
     if isinstance(caches, torch.Tensor):

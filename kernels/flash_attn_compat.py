@@ -1,11 +1,11 @@
-"""flash-attn's two inference entry points on the kernels of this package.
+"""flash-attn's two inference entry points, implemented with this package's kernels.
 
     from kernels.flash_attn_compat import flash_attn_varlen_func, flash_attn_with_kvcache
 
-Names, argument names and order, defaults and semantics are those of flash-attn 2.8 (Dao, 2023), for
-paged caches of any block size, contiguous caches and packed (varlen) keys. Inference only: there is
-no backward pass. docs/flash-attn-compat.md lists what differs; what is not supported raises
-NotImplementedError naming the argument. kernels/flash_attn_ops.py does the work.
+Names, argument order, defaults and semantics follow flash-attn 2.8 (Dao, 2023), for paged caches of
+any block size, contiguous caches and packed (varlen) keys. Inference only: there is no backward
+pass. docs/flash-attn-compat.md lists the differences. Unsupported arguments raise
+NotImplementedError with the argument's name. The operators are in kernels/flash_attn_ops.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kernels.flash_attn_ops import flash_attn_kvcache, flash_attn_varlen
 
 
 class _ForwardOnly(torch.autograd.Function):
-    """Ties an output to inputs that require gradients, so that a backward pass fails loudly."""
+    """Ties an output to inputs that require gradients, so that a backward pass raises an error."""
 
     @staticmethod
     def forward(ctx, out, *inputs):
@@ -33,7 +33,7 @@ class _ForwardOnly(torch.autograd.Function):
 
 
 def _detached(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """The tensor without its gradient, so that compiled code does not look for a derivative."""
+    """Detach the tensor, so that compiled code does not look for a derivative."""
     return tensor.detach() if getattr(tensor, "requires_grad", False) else tensor
 
 
@@ -50,7 +50,7 @@ def _as_integer(name: str, value: object) -> int:
 
 
 def _window(window_size, causal: bool) -> tuple[int, int]:
-    """(left, right) with -1 for no limit; causal attention sees no later key."""
+    """(left, right) with -1 for no limit, and right 0 for causal attention."""
     try:
         left, right = map(index, window_size)
     except (TypeError, ValueError):
@@ -61,40 +61,32 @@ def _window(window_size, causal: bool) -> tuple[int, int]:
 
 
 def flash_attn_varlen_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
+    deterministic: bool = False, return_attn_probs: bool = False,
     block_table: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attention of packed sequences of different lengths, over packed or paged keys.
 
-    Query i of a sequence with seqlen_q queries and seqlen_k keys stands at position i + seqlen_k -
+    Query i of a sequence with seqlen_q queries and seqlen_k keys has position i + seqlen_k -
     seqlen_q (bottom-right alignment). It sees the keys from window_size[0] before its position to
-    window_size[1] after it; negative is no limit, causal sets window_size[1] to 0.
+    window_size[1] after it. Negative sizes mean no limit; causal sets window_size[1] to 0.
 
     Args:
         q: (total_q, nheads, headdim), fp16, bf16 or fp32.
         k, v: (total_k, nheads_k, headdim), or with block_table (num_blocks, block_size, nheads_k,
             headdim), any block size.
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, cumulative lengths from 0.
-        max_seqlen_q, max_seqlen_k: the longest of each; bounds suffice.
-        dropout_p: 0.
+        max_seqlen_q, max_seqlen_k: the longest lengths, or upper bounds.
+        dropout_p: only 0 is supported.
         softmax_scale: headdim ** -0.5 if None.
         softcap: scores become softcap * tanh(score / softcap); 0 for none.
         alibi_slopes: (nheads,) or (batch, nheads) fp32; adds -slope * |distance of positions|.
-        deterministic: concerns the backward pass only; the result is deterministic anyway.
+        deterministic: for the backward pass only; the result is always deterministic.
         return_attn_probs: also return the LSE and an empty tensor (flash-attn's S_dmask, which is
             empty without dropout).
         block_table: (batch, max_blocks) int32.
@@ -113,61 +105,45 @@ def flash_attn_varlen_func(
         check_number("softmax_scale", softmax_scale)
     inputs = (q, k, v)
     out, lse = flash_attn_varlen(
-        *map(_detached, inputs),
-        cu_seqlens_q,
-        cu_seqlens_k,
-        _as_integer("max_seqlen_q", max_seqlen_q),
-        _as_integer("max_seqlen_k", max_seqlen_k),
-        scale=softmax_scale,
-        window=_window(window_size, causal),
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        block_table=block_table,
-        return_lse=return_attn_probs,
-    )
+        *map(_detached, inputs), cu_seqlens_q, cu_seqlens_k,
+        _as_integer("max_seqlen_q", max_seqlen_q), _as_integer("max_seqlen_k", max_seqlen_k),
+        scale=softmax_scale, window=_window(window_size, causal), softcap=softcap,
+        alibi_slopes=alibi_slopes, block_table=block_table, return_lse=return_attn_probs,
+    )  # fmt: skip
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
         out = _ForwardOnly.apply(out, *inputs)
     return (out, lse, q.new_empty(0)) if return_attn_probs else out
 
 
 def flash_attn_with_kvcache(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor | None = None,
-    v: torch.Tensor | None = None,
-    rotary_cos: torch.Tensor | None = None,
-    rotary_sin: torch.Tensor | None = None,
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+    k: torch.Tensor | None = None, v: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None, rotary_sin: torch.Tensor | None = None,
     cache_seqlens: int | torch.Tensor | None = None,
-    cache_batch_idx: torch.Tensor | None = None,
-    cache_leftpad: torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None, cache_leftpad: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    rotary_interleaved: bool = True,
-    alibi_slopes: torch.Tensor | None = None,
-    num_splits: int = 0,
-    return_softmax_lse: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention over a KV cache, which first takes up the new keys and values, if any.
+    softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    rotary_interleaved: bool = True, alibi_slopes: torch.Tensor | None = None,
+    num_splits: int = 0, return_softmax_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Write new keys and values, if any, into a KV cache, and compute attention over the cache.
 
-    With seqlen_k the tokens of a sequence in the cache, new ones included and left padding not,
-    query i stands at position i + seqlen_k - seqlen (bottom-right alignment). It sees the keys from
-    window_size[0] before its position to window_size[1] after it; negative is no limit, causal sets
-    window_size[1] to 0.
+    seqlen_k is the number of a sequence's tokens in the cache, with the new ones and without left
+    padding. Query i has position i + seqlen_k - seqlen (bottom-right alignment). It sees the keys
+    from window_size[0] before its position to window_size[1] after it. Negative sizes mean no
+    limit; causal sets window_size[1] to 0.
 
     Args:
         q: (batch, seqlen, nheads, headdim), fp16, bf16 or fp32.
         k_cache, v_cache: (batch_cache, seqlen_cache, nheads_k, headdim), or with block_table
             (num_blocks, block_size, nheads_k, headdim), any block size.
         k, v: (batch, seqlen_new, nheads_k, headdim), written to the cache from index cache_seqlens
-            on; need cache_seqlens.
+            on. They require cache_seqlens.
         rotary_cos, rotary_sin: (seqlen_ro, rotary_dim / 2), any float dtype, seqlen_ro at least the
-            capacity of the cache per sequence; need k and v. New keys are rotated at the indices
-            that they are written to. Queries are rotated at cache_seqlens + i if causal or with a
-            window, else all at cache_seqlens.
+            capacity of the cache per sequence. They require k and v. A new key is rotated by the
+            index that it is written to. Query i is rotated by cache_seqlens + i if causal or with a
+            window, otherwise by cache_seqlens.
         cache_seqlens: tokens in the cache before the call, an int or (batch,) int32; None for full.
         cache_batch_idx: (batch,) int32, the cache row of each sequence; not with block_table.
         cache_leftpad: (batch,) int32, the index where each sequence starts in the cache.
@@ -206,24 +182,11 @@ def flash_attn_with_kvcache(
         check_number("softmax_scale", softmax_scale)
     is_int = isinstance(cache_seqlens, int)
     out, lse = flash_attn_kvcache(
-        _detached(q),
-        k_cache,
-        v_cache,
-        _detached(k),
-        _detached(v),
-        rotary_cos,
-        rotary_sin,
-        None if is_int else cache_seqlens,
-        cache_seqlens if is_int else None,
-        cache_batch_idx,
-        cache_leftpad,
-        block_table,
-        scale=softmax_scale,
-        window=_window(window_size, causal),
-        softcap=softcap,
-        rotary_interleaved=rotary_interleaved,
-        alibi_slopes=alibi_slopes,
-        num_splits=_as_integer("num_splits", num_splits),
-        return_lse=return_softmax_lse,
-    )
+        _detached(q), k_cache, v_cache, _detached(k), _detached(v), rotary_cos, rotary_sin,
+        None if is_int else cache_seqlens, cache_seqlens if is_int else None,
+        cache_batch_idx, cache_leftpad, block_table,
+        scale=softmax_scale, window=_window(window_size, causal), softcap=softcap,
+        rotary_interleaved=rotary_interleaved, alibi_slopes=alibi_slopes,
+        num_splits=_as_integer("num_splits", num_splits), return_lse=return_softmax_lse,
+    )  # fmt: skip
     return (out, lse) if return_softmax_lse else out

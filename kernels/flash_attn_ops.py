@@ -1,13 +1,13 @@
-"""What flash-attn's entry points (kernels/flash_attn_compat.py) do, as operators.
+"""The operators behind flash-attn's entry points (kernels/flash_attn_compat.py).
 
-Everything is one kernel call on a cache: a contiguous cache is a paged one whose blocks are as long
-as a whole sequence, packed keys are a single such block in which every sequence has its own start,
-and left padding is a start too. A batch of single queries runs the split-KV decode kernel, any
-other the prefill kernel. The length of such blocks is no constant of any kernel, so that a cache
-that grows with every call is compiled for once.
+Each call becomes one attention call on a cache. A contiguous cache is a paged one whose blocks hold
+a whole sequence. Packed keys are a single such block, in which every sequence has its own start.
+Left padding is such a start, too. A batch of single queries uses the split-KV decode kernel, any
+other batch the prefill kernel. The length of such a block is not a constant of the kernels, so a
+cache that grows with every call compiles once.
 
-Arguments are those of flash-attn's functions. `scale` is the softmax_scale, `window` (left, right)
-with -1 for no limit and causality in it; without `return_lse` the LSE that is returned is empty.
+Arguments have flash-attn's names, except `scale` (softmax_scale), `window`, (left, right) with -1
+for no limit and right 0 if causal, and `return_lse`, without which the LSE returned is empty.
 """
 
 from __future__ import annotations
@@ -76,36 +76,29 @@ _CACHE_TENSORS = TensorSpec(
 
 
 def _contiguous_rows(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """The tensor with a contiguous last dimension, which flash-attn too makes by a copy."""
+    """The tensor, copied if its last dimension is not contiguous, as flash-attn does."""
     if not isinstance(tensor, torch.Tensor) or tensor.dim() == 0 or tensor.stride(-1) == 1:
         return tensor
     return tensor.contiguous()
 
 
 def _limit(size: int) -> int | None:
-    """A side of a window as our own ops have it: None for no limit."""
+    """One side of a window as launch_prefill takes it: None for no limit."""
     return None if size < 0 else size
 
 
 def _attend(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor | None,
-    cu_seqlens_q: torch.Tensor | None,
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+    block_tables: torch.Tensor | None, cu_seqlens_q: torch.Tensor | None,
     context_lens: torch.Tensor,
     *,
-    max_seqlen_q: int,
-    window: tuple[int, int],
-    num_splits: int = 0,
-    kv_starts: torch.Tensor | None = None,
-    paged: bool = True,
-    return_lse: bool,
-    **options,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    max_seqlen_q: int, window: tuple[int, int], num_splits: int = 0,
+    kv_starts: torch.Tensor | None = None, paged: bool = True,
+    return_lse: bool, **options,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attention of q, (total_q, num_q_heads, head_dim), and its LSE, (total_q, num_q_heads).
 
-    cu_seqlens_q None: one query per sequence, whose keys start at slot 0 and need block_tables.
+    cu_seqlens_q None: one query per sequence. Keys then start at slot 0, and block_tables is given.
     """
     left, right = map(_limit, window)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -124,7 +117,7 @@ def _attend(
         )  # fmt: skip
     if lse is None:
         return out, q.new_empty(0, dtype=torch.float32)
-    # flash-attn marks a row that sees nothing by +inf.
+    # flash-attn reports +inf for a row that sees nothing.
     return out, lse.masked_fill_(lse == -math.inf, math.inf)
 
 
@@ -135,21 +128,13 @@ def _fake_varlen(q, *_args, return_lse, **_options):
 
 @functional_op(fake=_fake_varlen)
 def flash_attn_varlen(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int, max_seqlen_k: int,
     *,
-    scale: float | None,
-    window: Sequence[int],
-    softcap: float,
-    alibi_slopes: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    return_lse: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    scale: float | None, window: Sequence[int], softcap: float,
+    alibi_slopes: torch.Tensor | None, block_table: torch.Tensor | None, return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Output and LSE, (nheads, total_q), of `flash_attn_varlen_func`."""
     q, k, v = map(_contiguous_rows, (q, k, v))
     tensors = (k, v, q, cu_seqlens_q, cu_seqlens_k, alibi_slopes)
@@ -174,7 +159,7 @@ def flash_attn_varlen(
             window_size=None if window[0] < 0 else window[0] + 1,
             names=("block_table", "cu_seqlens_k"),
         )
-    # Then every sequence has one query, since cu_seqlens_q ends at total_q.
+    # As cu_seqlens_q ends at total_q, every sequence then has one query.
     single_queries = max_seqlen_q == 1 and q.shape[0] == batch and block_table is not None
     out, lse = _attend(
         q, k_cache, v_cache, block_table, None if single_queries else cu_seqlens_q, context_lens,
@@ -187,7 +172,7 @@ def flash_attn_varlen(
 
 
 def _positions(starts: torch.Tensor, count: int) -> torch.Tensor:
-    """(batch * count,): of each sequence the positions starts[i], starts[i] + 1, ..."""
+    """Positions starts[i], starts[i] + 1, ... of each sequence: (batch * count,)."""
     if count == 1:
         return starts
     steps = torch.arange(count, dtype=starts.dtype, device=starts.device)
@@ -209,7 +194,7 @@ def _append(
     interleaved: bool,
     paged: bool,
 ) -> None:
-    """Write k and v, (batch, seqlen_new, nheads_k, headdim), behind the cached tokens."""
+    """Write k and v, (batch, seqlen_new, nheads_k, headdim), after the cached tokens."""
     batch, seqlen_new = k.shape[:2]
     positions = _positions(cache_seqlens, seqlen_new)
     tokens = torch.arange(batch * seqlen_new, dtype=torch.int32, device=k.device)
@@ -217,7 +202,7 @@ def _append(
     slots = slot_mapping_from_positions(positions, tables, seq_ids, k_cache.shape[1])
     k, v = k.flatten(0, 1), v.flatten(0, 1)
     if not paged and all(map(_has_dense_rows, (k_cache, v_cache))):
-        # A slot has the same number in blocks of one token.
+        # Slot numbers are the same in blocks of one token.
         k_cache, v_cache = (cache.flatten(0, 1)[:, None] for cache in (k_cache, v_cache))
     if rotary is None:
         store_kvcache(k, v, k_cache, v_cache, slots)
@@ -235,30 +220,20 @@ def _fake_with_kvcache(q, *_args, return_lse, **_options):
 
 @functional_op(fake=_fake_with_kvcache, mutates_args=("k_cache", "v_cache"))
 def flash_attn_kvcache(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor | None,
-    v: torch.Tensor | None,
-    rotary_cos: torch.Tensor | None,
-    rotary_sin: torch.Tensor | None,
-    cache_seqlens: torch.Tensor | None,
-    cache_seqlen: int | None,
-    cache_batch_idx: torch.Tensor | None,
-    cache_leftpad: torch.Tensor | None,
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+    k: torch.Tensor | None, v: torch.Tensor | None,
+    rotary_cos: torch.Tensor | None, rotary_sin: torch.Tensor | None,
+    cache_seqlens: torch.Tensor | None, cache_seqlen: int | None,
+    cache_batch_idx: torch.Tensor | None, cache_leftpad: torch.Tensor | None,
     block_table: torch.Tensor | None,
     *,
-    scale: float | None,
-    window: Sequence[int],
-    softcap: float,
-    rotary_interleaved: bool,
-    alibi_slopes: torch.Tensor | None,
-    num_splits: int,
-    return_lse: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    scale: float | None, window: Sequence[int], softcap: float,
+    rotary_interleaved: bool, alibi_slopes: torch.Tensor | None,
+    num_splits: int, return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Output and LSE, (batch, nheads, seqlen), of `flash_attn_with_kvcache`.
 
-    cache_seqlens: a tensor, or None where cache_seqlen is the same for all, and that None for full.
+    cache_seqlens: a tensor, or None if all sequences have cache_seqlen tokens; both None if full.
     """
     q, k, v, cache_batch_idx, block_table = map(
         _contiguous_rows, (q, k, v, cache_batch_idx, block_table)
@@ -317,7 +292,7 @@ def flash_attn_kvcache(
 
     q = q.flatten(0, 1)
     if rotary is not None:
-        # Like flash-attn, a window as wide as the cache does not count as one.
+        # Like flash-attn, ignore a window that is as wide as the cache.
         if any(0 <= limit < capacity for limit in window):
             positions = _positions(cache_seqlens, seqlen)
         else:

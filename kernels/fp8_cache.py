@@ -1,12 +1,12 @@
-"""fp8 KV caches: what a cache holds, as the kernels read and write it.
+"""Conversion between fp8 KV caches and the kernels' operands.
 
 An fp8 cache holds x / scale as e4m3 numbers (OCP: bias 7, largest 448, no infinity, NaN 0x7f and
-0xff), with a scale for K and one for V, of all heads or of each KV head. Storing saturates, so no
-finite number becomes NaN. A scale is constant within a program: that of K is folded into the scale
-of the scores, that of V into the output, and tiles are only converted.
+0xff). K and V each have a scale, for all heads or per KV head. Storing saturates, so no finite
+number becomes NaN. A scale is constant within a program: the K scale is folded into the scale of
+the scores, the V scale into the output, so tiles only need conversion.
 
-Kernels get such a cache as uint8. GPUs from sm_89 on convert by instruction; elsewhere, where
-Triton has no e4m3 type, bits are moved, with the same result.
+Kernels take such a cache as uint8. GPUs from sm_89 on convert with an instruction. Elsewhere Triton
+has no e4m3 type, and integer operations give the same result.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kernels.primitives import INTERPRETED
 
 @triton.jit
 def load_scale(scale, kv_heads, stride):
-    """Scale of KV heads: a number as it is (no stride), or from memory, for all heads or each."""
+    """Scale of KV heads: a number (stride None), or loaded from memory (stride 0 or 1)."""
     if stride is None:
         return scale
     else:
@@ -31,7 +31,7 @@ def load_scale(scale, kv_heads, stride):
 
 @triton.jit
 def load_row_scales(scale, kv_heads, stride):
-    """The same for rows of various heads, [rows]: a number, or [rows, 1]."""
+    """Scale of rows with heads [rows]: a number, or [rows, 1]."""
     if stride is None:
         return scale
     else:
@@ -44,10 +44,10 @@ def e4m3_to_float(bits, dtype: tl.constexpr):
     if not INTERPRETED and cuda_capability_geq(8, 9):
         x = bits.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     else:
-        # Exponent and mantissa at the place that fp16, of bias 15, has for them: x / 256, subnormal
-        # numbers included, and 1.875 for NaN, which alone overflows times 36000.
+        # With exponent and mantissa where fp16 (bias 15) has them, the value is x / 256, also for
+        # subnormal numbers. NaN gives 1.875; only that overflows when multiplied by 36000.
         if not INTERPRETED and is_cuda():
-            x = bits.to(tl.float8e4b15, bitcast=True).to(tl.float16)  # does it four at a time
+            x = bits.to(tl.float8e4b15, bitcast=True).to(tl.float16)  # four at a time
         else:
             wide = bits.to(tl.uint16)
             x = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
@@ -55,7 +55,7 @@ def e4m3_to_float(bits, dtype: tl.constexpr):
     if dtype == tl.float16:
         return x
     else:
-        return x.to(tl.float32).to(dtype)  # from fp16 to bf16 there is only a slow instruction
+        return x.to(tl.float32).to(dtype)  # the direct fp16-to-bf16 instruction is slow
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def float_to_e4m3(x):
         magnitude = tl.minimum(tl.abs(x), 448.0)
         bits = magnitude.to(tl.int32, bitcast=True)
         normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-        # Next to 2^14 fp32 numbers are 2^-9 apart, as the subnormal ones of e4m3 are.
+        # Near 2^14 fp32 numbers are 2^-9 apart, like the subnormal e4m3 numbers.
         subnormal = (magnitude + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
         code = tl.where(magnitude < 0.015625, subnormal, normal)
         code = tl.where(x == x, code, 0x7F)
@@ -76,11 +76,11 @@ def float_to_e4m3(x):
 
 @triton.jit
 def _once(x):
-    """x, converted before warps share it: where mma.sync takes its operands from registers, Triton
-    would let each warp fetch all bytes it needs and convert them itself.
+    """Return x, converted once before warps share it.
 
-    It moves no conversion past an instruction that may have effects. On GPUs from sm_90 on operands
-    lie in shared memory, which each thread fills with its part.
+    mma.sync takes its operands from registers, and Triton would let each warp fetch and convert all
+    bytes it needs. It moves no conversion past an instruction that may have side effects, as this
+    one. From sm_90 on operands lie in shared memory, and each thread converts only its part.
     """
     if not INTERPRETED and is_cuda() and not cuda_capability_geq(9, 0):
         pack: tl.constexpr = 32 // x.dtype.primitive_bitwidth
@@ -91,8 +91,10 @@ def _once(x):
 
 @triton.jit
 def from_cache(x, dtype: tl.constexpr, ONCE: tl.constexpr = False):
-    """Elements of a cache as operands of `dtype`, up to the scale of an fp8 cache. ONCE: converted
-    once, not by each warp; pays where many warps need all."""
+    """Elements of a cache as operands of `dtype`, before the scale of an fp8 cache is applied.
+
+    ONCE: convert once instead of in each warp, which pays where many warps need all elements.
+    """
     if x.dtype == tl.uint8:
         x = e4m3_to_float(x, dtype)
         return _once(x) if ONCE else x
@@ -102,8 +104,8 @@ def from_cache(x, dtype: tl.constexpr, ONCE: tl.constexpr = False):
 
 @triton.jit
 def values_from_cache(x, dtype: tl.constexpr, ONCE: tl.constexpr = False):
-    """The same for values, which meet weights from 0 to 1: fp16 holds those better than bf16, and
-    e4m3 becomes fp16 at a quarter of the instructions."""
+    """`from_cache` for values. bf16 queries get fp16 values: e4m3 to fp16 takes a quarter of the
+    instructions, and fp16 holds the weights, from 0 to 1, more precisely than bf16."""
     if x.dtype == tl.uint8 and dtype == tl.bfloat16:
         return from_cache(x, tl.float16, ONCE)
     else:
@@ -112,10 +114,11 @@ def values_from_cache(x, dtype: tl.constexpr, ONCE: tl.constexpr = False):
 
 @triton.jit
 def queries_for_cache(q, k_ptr):
-    """(queries for the keys of a cache, unit of their scores): bf16 ones as fp16 for an fp8 cache.
+    """Queries in the dtype that keys are converted to, and the unit of their scores.
 
-    e4m3 becomes fp16 at a quarter of the instructions. The unit is the power of two that puts the
-    largest finite query of the tile next to 2^14, so all that are within 2^-31 of it are exact.
+    For an fp8 cache bf16 queries become fp16, as e4m3 to fp16 takes a quarter of the instructions.
+    The unit is a power of two that scales the largest finite query of the tile to about 2^14.
+    Queries down to 2^-31 of the largest are then exact.
     """
     if k_ptr.dtype.element_ty == tl.uint8 and q.dtype == tl.bfloat16:
         magnitude = tl.abs(q.to(tl.float32))
@@ -130,7 +133,7 @@ def queries_for_cache(q, k_ptr):
 
 @triton.jit
 def value_ptrs(ptrs, PAIRED: tl.constexpr):
-    """Pointers to rows of values, to pairs of elements if PAIRED."""
+    """Pointers to rows of values; if PAIRED, to pairs of one-byte elements."""
     if PAIRED:
         return ptrs.to(tl.pointer_type(tl.uint16))
     else:
@@ -139,10 +142,10 @@ def value_ptrs(ptrs, PAIRED: tl.constexpr):
 
 @triton.jit
 def values_of_pairs(pairs, dtype: tl.constexpr):
-    """Pairs of values, uint16, as for `values_from_cache`: the elements 0, 2, ... and 1, 3, ...
+    """Split uint16 pairs of values into elements 0, 2, ... and 1, 3, ..., both converted.
 
-    mma.sync wants values transposed on their way from shared memory to registers. There is an
-    instruction for that, of elements of two bytes: bytes would be fetched one by one.
+    mma.sync needs values transposed between shared memory and registers. The instruction for that
+    moves two-byte elements; single bytes would be loaded one by one.
     """
     even = values_from_cache((pairs & 0xFF).to(tl.uint8), dtype)
     odd = values_from_cache((pairs >> 8).to(tl.uint8), dtype)
@@ -151,7 +154,7 @@ def values_of_pairs(pairs, dtype: tl.constexpr):
 
 @triton.jit
 def to_cache(x, scale, dtype: tl.constexpr):
-    """Elements as a cache of `dtype` holds them; scale: of an fp8 cache (uint8), or None for 1."""
+    """Convert elements to the `dtype` of a cache. scale: of an fp8 cache (uint8), None for 1."""
     if dtype == tl.uint8:
         x = x.to(tl.float32)
         if scale is not None:
@@ -162,7 +165,7 @@ def to_cache(x, scale, dtype: tl.constexpr):
 
 
 def cache_argument(cache: torch.Tensor) -> torch.Tensor:
-    """A cache as kernels take it."""
+    """The tensor that kernels take for a cache: fp8 as uint8."""
     return cache.view(torch.uint8) if cache.dtype == FP8_DTYPE else cache
 
 
@@ -176,7 +179,7 @@ def has_value_pairs(v_cache: torch.Tensor) -> bool:
 
 
 def scale_arguments(scale: Scale) -> tuple[torch.Tensor | float | None, int | None]:
-    """A checked scale as kernels take it, and for a tensor the stride from head to head."""
+    """The kernel arguments of a checked scale: itself, and for a tensor its stride per head."""
     if isinstance(scale, torch.Tensor):
         return scale, int(scale.numel() > 1)
     return None if scale is None else float(scale), None

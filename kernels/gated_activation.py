@@ -1,7 +1,7 @@
 """The gate of a decoder's MLP: activation(gate) * up, SwiGLU or GeGLU (Shazeer, 2020).
 
-Gate and up are read where the fused projection left them, two halves of the same rows (vLLM's
-silu_and_mul), and no activated gate passes through memory. Computed in fp32 and rounded once.
+Gate and up may be the two halves of a fused projection's rows (vLLM's silu_and_mul). The activated
+gate never goes to memory. Computed in fp32 and rounded once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kernels.tiles import activation_tile, cdiv, pdl_options
 from kernels.torch_ops import functional_op
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
-"""As Hugging Face configs name them: SiLU (Llama, Qwen) and GELU by tanh (Gemma)."""
+"""Names in Hugging Face configs: SiLU (Llama, Qwen), and GELU approximated with tanh (Gemma)."""
 SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
 _TENSORS = TensorSpec(
     Arg("gate", "num_tokens intermediate_size", FLOAT_DTYPES),
@@ -26,16 +26,9 @@ _TENSORS = TensorSpec(
 
 @triton.jit
 def _gated_activation_kernel(
-    out_ptr,
-    gate_ptr,
-    up_ptr,
-    stride_gate,
-    stride_up,
-    SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    out_ptr, gate_ptr, up_ptr, stride_gate, stride_up,
+    SIZE: tl.constexpr, TILE: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One program: TILE elements of a row."""
     await_launches_before(PDL)
     dtype: tl.constexpr = gate_ptr.dtype.element_ty
@@ -60,12 +53,12 @@ def _fake(gate, up, activation):
 
 @functional_op(fake=_fake)
 def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-    """activation(gate) * up.
+    """Compute activation(gate) * up.
 
     Args:
         gate, up: (num_tokens, intermediate_size), fp16, bf16 or fp32, any stride on the first
             dimension, so that halves of a fused projection need no copy.
-        activation: "silu", or "gelu_pytorch_tanh", GELU by its approximation with tanh.
+        activation: "silu", or "gelu_pytorch_tanh" (GELU approximated with tanh).
 
     Returns:
         A new contiguous tensor shaped like gate.
@@ -82,15 +75,8 @@ def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> t
         return out
     tile = activation_tile(size)
     _gated_activation_kernel[(num_tokens * cdiv(size, tile.elements),)](
-        out,
-        gate,
-        up,
-        gate.stride(0),
-        up.stride(0),
-        SIZE=size,
-        TILE=tile.elements,
-        ACTIVATION=activation,
-        num_warps=tile.num_warps,
-        **pdl_options(gate.device),
-    )
+        out, gate, up, gate.stride(0), up.stride(0),
+        SIZE=size, TILE=tile.elements, ACTIVATION=activation,
+        num_warps=tile.num_warps, **pdl_options(gate.device),
+    )  # fmt: skip
     return out

@@ -5,7 +5,7 @@ With the LSE of both parts, softmax attention over the union of the keys is
     m = max(lse_a, lse_b)    w = exp(lse - m)
     out = (w_a out_a + w_b out_b) / (w_a + w_b)    lse = m + log(w_a + w_b)
 
-A part with weight 0 is not read, so whatever an empty part's output holds cannot get in.
+A part with weight 0 is not read, so the output of an empty part may hold anything.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TENSORS = TensorSpec(
 
 @triton.jit
 def _load_lse(ptrs, mask):
-    """LSE of a row; +inf, flash-attn's mark of a row without keys, becomes -inf."""
+    """Load LSEs. +inf, which flash-attn reports for a row without keys, becomes -inf."""
     lse = tl.load(ptrs, mask=mask, other=float("-inf")).to(tl.float32)
     return tl.where(lse == float("inf"), float("-inf"), lse)
 
@@ -89,16 +89,16 @@ def merge_attention_states(
     attention.
 
     Args:
-        out_a, out_b: (num_tokens, num_heads, head_dim), fp16, bf16 or fp32, of one dtype, any
-            strides on the first two dimensions. Those of a row whose LSE is -inf are not read.
-        lse_a, lse_b: (num_tokens, num_heads), natural log, fp32, any strides (so flash-attn's
-            (num_heads, num_tokens) serves transposed). -inf is a part without keys; so is +inf,
-            which flash-attn reports for one.
+        out_a, out_b: (num_tokens, num_heads, head_dim), fp16, bf16 or fp32, both of one dtype, any
+            strides on the first two dimensions. Rows whose LSE is -inf are not read.
+        lse_a, lse_b: (num_tokens, num_heads), natural log, fp32, any strides, so that flash-attn's
+            (num_heads, num_tokens) can be passed transposed. -inf marks a part without keys, and so
+            does +inf, which flash-attn reports.
 
     Returns:
-        out like out_a, contiguous, and lse (num_tokens, num_heads) fp32. Computed in fp32. Where
-        both parts are empty: zeros and -inf. For sinks, give them to exactly one of the two
-            attentions.
+        out, shape and dtype of out_a, contiguous, and lse, (num_tokens, num_heads) fp32. Computed
+        in fp32. Where both parts are empty: zeros and -inf. With attention sinks, include them in
+        exactly one of the two parts.
 
     Raises:
         ValueError: a shape, dtype, device or stride that does not fit.

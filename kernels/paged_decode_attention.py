@@ -1,19 +1,20 @@
 """Attention of one new token per sequence over a paged KV cache.
 
-Decode reads every cached key and value once and does little with them, so the design follows the
-memory: the query heads that share a KV head (GQA) are packed into the rows of one tile and read it
-together; a sequence's tokens are divided into chunks (flash-decoding), and a second kernel merges
-what these leave (split_states.py).
+Decode reads every cached key and value once and computes little with them, so it is bound by
+memory. The query heads that share a KV head (GQA) are packed into the rows of one tile and share
+its loads. The tokens of a sequence are divided into chunks (flash-decoding), and a second kernel
+merges their partial states (split_states.py).
 
-As many programs as the GPU runs at once take the pieces of work, a chunk x a KV head, in turn, each
-walking the lengths of the batch to its next one: a long sequence among short ones, or the padding
-of a captured graph, leaves no program idle. Where the chunks of a sequence begin follows from its
-own length alone (`kernels.tiles.Chunking`), and so does its result, bit for bit.
+The grid is persistent: programs take work items (chunk x KV head) round-robin, and each finds its
+next item by scanning the context lengths. So no program idles because of one long sequence among
+short ones, or because of padding in a captured graph. The chunks of a sequence depend on its own
+length only (`kernels.tiles.Chunking`), and its result is bitwise the same in any batch.
 
-A program walks a chunk in tiles of TILE_N, whatever the block size: every lane looks up its own
-block id. The compiler's pipeliner fetches ids, keys and values some tiles ahead by asynchronous
-copies. Decode has one query, so a window is the token interval [context_len - window_size,
-context_len) and tiles start at its first token; only a last, shorter tile ever needs masks.
+A program processes a chunk in tiles of TILE_N tokens, whatever the block size: every lane looks up
+its own block id. The compiler's pipeliner fetches ids, keys and values some tiles ahead with
+asynchronous copies. Decode has one query, so a window is the token interval
+[context_len - window_size, context_len). Tiles start at its first token, and only the last, shorter
+tile needs masks.
 """
 
 from __future__ import annotations
@@ -56,7 +57,6 @@ from kernels.primitives import (
     load_block_ids,
     load_rows,
     normalise,
-    online_softmax_update,
     online_softmax_weights,
     score_unit,
     slot_offsets,
@@ -84,7 +84,7 @@ _TENSORS = attention_spec(
 
 @triton.jit
 def _first_seen(context_len, window_size, USE_WINDOW: tl.constexpr):
-    """First token in the window of a sequence's last."""
+    """First token in the window of the last one."""
     first = 0
     if USE_WINDOW:
         first = tl.maximum(context_len - window_size, 0)
@@ -96,8 +96,10 @@ def _locate_piece(
     row, piece, context_lens_ptr, batch, window_size, min_tiles, max_chunks,
     HEAD_TILES: tl.constexpr, TILE_N: tl.constexpr, USE_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """The row that holds a piece of work, counted from the first one of `row`, and which of its own
-    it is. The row is `batch` if there are not so many pieces.
+    """Find work item number `piece`, counted from the first item of sequence `row`.
+
+    Returns its sequence, and its index among the items of that sequence. The sequence is `batch` if
+    there are fewer items.
     """
     searching = row < batch
     while searching:
@@ -136,15 +138,15 @@ def _paged_decode_kernel(
     IS_SPLIT: tl.constexpr, PAIRED_VALUES: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: every num_programs-th piece of work, a piece being TILE_M query heads of a KV
-    head x one chunk of one sequence.
+    """One program: every num_programs-th work item. An item is TILE_M query heads of one KV head x
+    one chunk of one sequence.
 
-    Heads run fastest, so that programs that read neighbouring memory run together. With IS_SPLIT
-    out and lse are split states, which the launch writes from first_state to the last. Without,
-    every sequence has one chunk, they are the results and lse_ptr may be None.
-    BLOCK_SIZE 0: not paged; the sequence lies in one piece, in entry 0 of its table row.
-    PAIRED_VALUES: read the values of an fp8 cache in pairs; even and odd elements have an
-    accumulator each, until the end.
+    Heads vary fastest, so that programs that read adjacent memory run at the same time.
+    IS_SPLIT: out and lse are split states, and the launch writes all from first_state on. Otherwise
+    every sequence has one chunk, out and lse are the results, and lse_ptr may be None.
+    BLOCK_SIZE 0: not paged. Entry 0 of a table row is the contiguous piece with the whole sequence.
+    PAIRED_VALUES: read the values of an fp8 cache in pairs. Even and odd elements have separate
+    accumulators, joined at the end.
     """
     await_launches_before(PDL)
     NUM_Q_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP_SIZE
@@ -228,18 +230,13 @@ def _paged_decode_kernel(
                 )  # fmt: skip
                 if TAIL:
                     scores = tl.where(token_mask[None, :], scores, float("-inf"))
+                p, alpha, row_max, row_sum = online_softmax_weights(scores, unit, row_max, row_sum)
                 if PAIRED_VALUES:
-                    p, alpha, row_max, row_sum = online_softmax_weights(
-                        scores, unit, row_max, row_sum
-                    )
                     even, odd = values_of_pairs(v, q.dtype)
                     acc = accumulate(p, even, acc, alpha, PRECISION)
                     acc_odd = accumulate(p, odd, acc_odd, alpha, PRECISION)
                 else:
-                    v = values_from_cache(v, q.dtype)
-                    acc, row_max, row_sum = online_softmax_update(
-                        scores, unit, v, acc, row_max, row_sum, PRECISION
-                    )
+                    acc = accumulate(p, values_from_cache(v, q.dtype), acc, alpha, PRECISION)
 
         if PAIRED_VALUES:
             acc = tl.reshape(tl.join(acc, acc_odd), (TILE_M, HEAD_DIM_PADDED))
@@ -276,7 +273,7 @@ def decode_chunking(
     window_size: int | None,
     num_splits: int | None,
 ) -> tuple[Chunking, int]:
-    """How sequences are divided, and the most chunks of one that fits the tables."""
+    """How sequences are divided, and the largest number of chunks that the tables allow."""
     num_q_heads, head_dim = q.shape[1:]
     num_kv_heads = k_cache.shape[2]
     target = target_of(q.device)
@@ -290,32 +287,22 @@ def decode_chunking(
 
 
 def launch_decode(
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    context_lens: torch.Tensor,
+    out: torch.Tensor, lse: torch.Tensor | None,
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+    block_tables: torch.Tensor, context_lens: torch.Tensor,
     *,
-    scale: float | None,
-    window_size: int | None,
-    softcap: float,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None = None,
-    k_scale: Scale,
-    v_scale: Scale,
-    paged: bool = True,
-    chunks: Chunking,
-    first_state: int | None = None,
-) -> None:
-    """Launch the kernel on checked arguments, those of `paged_decode_attention` and, beyond them:
+    scale: float | None, window_size: int | None, softcap: float,
+    alibi_slopes: torch.Tensor | None, sinks: torch.Tensor | None = None,
+    k_scale: Scale, v_scale: Scale,
+    paged: bool = True, chunks: Chunking, first_state: int | None = None,
+) -> None:  # fmt: skip
+    """Launch the kernel on checked arguments of `paged_decode_attention`. Further arguments:
 
-    paged: False when a sequence's keys lie in one piece: (num_pieces, slots, num_kv_heads,
-        head_dim), the piece of each sequence in block_tables (batch, 1).
+    paged: False if the keys of a sequence are contiguous. The caches are then (num_pieces, slots,
+        num_kv_heads, head_dim), and block_tables, (batch, 1), has the piece of each sequence.
     chunks: how the tokens of a sequence are divided.
-    first_state: not None if out and lse are those of SplitStates; these are written from
-        first_state to the last. The sinks are then left to their merging.
+    first_state: if not None, out and lse are tensors of SplitStates, written from this state on.
+        The merge then adds the sinks.
     """
     batch, num_q_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]
@@ -355,19 +342,13 @@ def launch_decode(
 
 
 def decode_into(
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    context_lens: torch.Tensor,
+    out: torch.Tensor, lse: torch.Tensor | None,
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+    block_tables: torch.Tensor, context_lens: torch.Tensor,
     *,
-    sinks: torch.Tensor | None = None,
-    num_splits: int | None = None,
-    **options,
-) -> None:
-    """`paged_decode_attention` of checked arguments; `options` are those of launch_decode."""
+    sinks: torch.Tensor | None = None, num_splits: int | None = None, **options,
+) -> None:  # fmt: skip
+    """`paged_decode_attention` on checked arguments. options: further ones of `launch_decode`."""
     call = (q, k_cache, v_cache, block_tables, context_lens)
     window_size = options["window_size"]
     chunks, num_states = decode_chunking(q, k_cache, block_tables, window_size, num_splits)
@@ -382,23 +363,15 @@ def decode_into(
 
 @attention_op
 def paged_decode_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    context_lens: torch.Tensor,
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+    block_tables: torch.Tensor, context_lens: torch.Tensor,
     *,
-    scale: float | None = None,
-    window_size: int | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    k_scale: Scale = None,
-    v_scale: Scale = None,
+    scale: float | None = None, window_size: int | None = None, softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
+    k_scale: Scale = None, v_scale: Scale = None,
     num_splits: int | None = None,
-    out: torch.Tensor | None = None,
-    return_lse: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    out: torch.Tensor | None = None, return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attention of one query token per sequence over its paged KV cache.
 
     The decode step of PagedAttention (Kwon et al., 2023), computed as flash-decoding (Dao et al.,
@@ -417,12 +390,12 @@ def paged_decode_attention(
         softcap: scores become softcap * tanh(score / softcap); 0 for none.
         alibi_slopes: (num_q_heads,) or (batch, num_q_heads) fp32; adds -slope * distance.
         sinks: (num_q_heads,) logits that join the softmax denominator but carry no value (gpt-oss).
-        k_scale, v_scale: of an fp8 cache, whose keys and values are what it holds times these: a
-            number, or an fp32 tensor of one element or of num_kv_heads. None for 1.
-        num_splits: chunks, each some program's, that a sequence's tokens are divided into, at most.
-            None chooses from the sequence's own length, num_kv_heads and the tile. With either the
-            result of a sequence is bitwise the same whatever else is in the batch, and however wide
-            its table is.
+        k_scale, v_scale: an fp8 cache holds keys and values divided by these: a number, or an fp32
+            tensor of one or num_kv_heads elements. None for 1.
+        num_splits: largest number of chunks that the tokens of a sequence are divided into. None
+            chooses from the sequence's own length, num_kv_heads and the tile. Either way the result
+            of a sequence is bitwise the same whatever else is in the batch and however wide its
+            table is.
         out: (batch, num_q_heads, head_dim) to write to, in q's dtype or fp32; allocated if None.
         return_lse: also return the LSE.
 
@@ -435,8 +408,8 @@ def paged_decode_attention(
     in a CUDA graph and replayed with other context lengths and tables.
 
     Raises:
-        ValueError: a shape, dtype, device, stride or option that does not fit; where the tensors
-            lie in host memory also a table too narrow for a context length, or an invalid block id.
+        ValueError: a shape, dtype, device, stride or option that does not fit; for tensors in host
+            memory also a table too narrow for a context length, or an invalid block id.
     """
     sizes = _TENSORS(
         k_cache, v_cache, tensor_or_none(k_scale), tensor_or_none(v_scale), q, out,

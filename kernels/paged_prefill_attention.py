@@ -1,34 +1,34 @@
 """Attention of many query tokens per sequence over a paged KV cache.
 
-Serves every step that is not pure decode: a whole prompt, a prompt whose prefix is cached, one
-chunk of a prompt, several proposed tokens to verify, and batches that mix these with single tokens.
-The queries of all sequences lie one after another (varlen), a sequence's being its last tokens.
+Handles every step that is not pure decode: a whole prompt, a prompt whose prefix is cached, a chunk
+of a prompt, proposed tokens to verify, and batches that mix these with single tokens. The queries
+of all sequences are concatenated (varlen); the queries of a sequence are its last tokens.
 
 A program computes TILE_M rows of one KV head of one sequence. A row is a (query, head of the group)
-pair, row r = query r // GROUP_SIZE: the query heads that share a KV head (GQA) share its loads at
-any group size, and a sequence with a single query wastes as little as it can. The launch holds one
-program per tile of rows that total_q, batch and max_seqlen_q allow; which sequence a tile is of is
-looked up on the device. Of a sequence the last tiles, which see the most keys, start first.
+pair, row r = query r // GROUP_SIZE. So the query heads that share a KV head (GQA) share its loads
+at any group size, and a sequence with a single query leaves few rows unused. The launch has as many
+tiles of rows as total_q, batch and max_seqlen_q allow, and the sequence of a tile is looked up on
+the device. The last tiles of a sequence, which see the most keys, start first.
 
 With t the position of a query, the keys it sees are [t - window_left, t + window_right], clipped to
 [0, context_len); causal attention is window_right = 0. Over the rows of a tile the keys fall into
 
     some rows see them (left edge of the window) | every row sees them | some rows see them
 
-and only the outer two regions, a tile or two each, need masks; keys no row sees are never visited.
-Keys are walked in steps of TILE_N from the first visible one, whatever the block size. With
-SCORES_AHEAD the products of queries and the next keys come before those of weights and values,
-which alone are not waited for where products are asynchronous: they run during the next softmax, as
-within a warp group of FlashAttention 3 (Shah et al., 2024).
+Only the outer two regions, a tile or two each, need masks, and keys that no row sees are never
+loaded. Keys are processed in steps of TILE_N from the first visible one, whatever the block size.
+With SCORES_AHEAD the product of queries and the next keys is issued before the product of weights
+and values. Where products are asynchronous only the latter is not waited for: it runs during the
+next softmax, as within a warp group of FlashAttention 3 (Shah et al., 2024).
 
-With few queries behind a long cached prefix the tiles of rows do not fill the GPU; several programs
-can then share the keys of a tile, divided as decode divides them (split_states.py). All of this
-depends on the sequence alone, so its result is bitwise the same in any batch.
+With few queries behind a long cached prefix the tiles of rows do not fill the GPU. Several programs
+can then share the keys of a tile, divided as in decode (split_states.py). All of this depends on
+the sequence alone, so its result is bitwise the same in any batch.
 
-The prefix of cascade (shared_prefix_decode_attention.py) is computed here too: the "sequence" is a
-group, its queries are the members' single ones, and each stands behind a suffix of its own, so that
-the windows of the rows begin anywhere. A member's result must not depend on who else is in the
-group: there tiles and splits start at fixed positions, whatever part of them the windows leave.
+This kernel also computes the prefix part of cascade (shared_prefix_decode_attention.py). There the
+"sequence" is a group, its queries are one per member, and each follows a suffix of its own, so the
+windows of the rows begin at different positions. The result of a member must not depend on the
+other members, so tiles and splits start at fixed positions, whatever the windows.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _load_tile(
     cache, table_ptr, slots, mask, offs_d,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Keys or values in some slots of a sequence, [slots, dims]; 0 where MASKED and not `mask`.
+    """Load keys or values of a sequence, [slots, dims]. MASKED: 0 where not `mask`.
 
     cache: (pointer, block stride, slot stride).
     """
@@ -125,7 +125,7 @@ def _load_tile(
 
 @triton.jit
 def _products(q, k, PRECISION: tl.constexpr):
-    """Products of queries and keys as a cache holds them, [TILE_M, TILE_N]."""
+    """Products of queries and keys, [TILE_M, TILE_N]. k: in the dtype of the cache."""
     keys = from_cache(k, q.dtype, k.shape[1] <= 128)  # wider ones would spill in loops on sm_80
     return dot(q, tl.trans(keys), None, PRECISION)
 
@@ -157,14 +157,17 @@ def _paged_prefill_kernel(
 ):  # fmt: skip
     """One program: TILE_M rows of one KV head of one sequence x one split of the keys they see.
 
-    Grid (tiles, NUM_KV_HEADS, num_splits). With IS_SPLIT out and lse are split states, of which the
-    launch writes the first num_splits; without, num_splits is 1, they are the results and lse_ptr
-    may be None. min_tiles, max_chunks: how these divide the keys, see `kernels.tiles.Chunking`.
-    SEARCH_WIDTH 0: every sequence owns tiles_per_seq tiles; else the owner of a tile is looked up.
-    BLOCK_SIZE 0: not paged; the sequence lies in one piece, in entry 0 of its table row (in entry 0
-    of the cache without tables). kv_starts_ptr, if not None: where in its piece (or in the slots of
-    its table row) position 0 of a sequence lies. suffix_lens_ptr, if not None: how far behind the
-    last key each query stands (cascade); needs IS_SPLIT and no right limit.
+    Grid (tiles, NUM_KV_HEADS, num_splits).
+    IS_SPLIT: out and lse are split states, and the launch writes the first num_splits of each row.
+    Otherwise num_splits is 1, out and lse are the results, and lse_ptr may be None.
+    min_tiles, max_chunks: how the splits divide the keys, see `kernels.tiles.Chunking`.
+    SEARCH_WIDTH 0: every sequence has tiles_per_seq tiles. Otherwise the owner of a tile is looked
+    up.
+    BLOCK_SIZE 0: not paged. Entry 0 of a table row is the contiguous piece with the whole sequence;
+    without tables all sequences are in piece 0.
+    kv_starts_ptr, if not None: slot of position 0 of each sequence, in its piece or table row.
+    suffix_lens_ptr, if not None: distance of each query from the last key (cascade). It needs
+    IS_SPLIT and no right limit.
     """
     await_launches_before(PDL)
     IS_PREFIX: tl.constexpr = suffix_lens_ptr is not None
@@ -216,7 +219,7 @@ def _paged_prefill_kernel(
         split_begin = first_split + tl.program_id(2) * split_tokens
         begin = tl.maximum(begin, split_begin)
         end = tl.minimum(split_begin + split_tokens, end)
-        if not IS_PREFIX and begin >= end:  # large groups leave no registers for this way out
+        if not IS_PREFIX and begin >= end:  # with IS_PREFIX registers are too few for this exit
             states = (tokens.to(tl.int64) * NUM_Q_HEADS + heads) * num_states + tl.program_id(2)
             tl.store(lse_ptr + states, float("-inf"), mask=row_mask)
             return
@@ -308,7 +311,7 @@ def _paged_prefill_kernel(
         acc *= load_scale(v_scale, kv_head, stride_v_scale)
     out, lse = normalise(acc, row_max, row_sum)
     if IS_SPLIT:
-        # Not kept from above, where it would take registers of the loop.
+        # Computed again: keeping it from above would take registers in the loop.
         states = (tokens.to(tl.int64) * NUM_Q_HEADS + heads) * num_states + tl.program_id(2)
         tl.store(out_ptr + states[:, None] * HEAD_DIM + offs_d[None, :], out, mask=qo_mask)
         tl.store(lse_ptr + states, lse, mask=row_mask)
@@ -326,42 +329,32 @@ def _paged_prefill_kernel(
 def count_tiles(
     total_q: int, batch: int, max_seqlen_q: int, group_size: int, tile_m: int
 ) -> tuple[int, int]:
-    """Tiles of rows that a launch holds for a KV head, in all and of a sequence."""
+    """Tiles of rows per KV head: of the launch, and of one sequence."""
     tiles_per_seq = cdiv(max_seqlen_q * group_size, tile_m)
     return min(batch * tiles_per_seq, total_q * group_size // tile_m + batch), tiles_per_seq
 
 
 def launch_prefill(
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor | None,
-    cu_seqlens_q: torch.Tensor,
-    context_lens: torch.Tensor,
+    out: torch.Tensor, lse: torch.Tensor | None,
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+    block_tables: torch.Tensor | None, cu_seqlens_q: torch.Tensor, context_lens: torch.Tensor,
     *,
     max_seqlen_q: int,
-    scale: float | None,
-    window: tuple[int | None, int | None],
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    k_scale: Scale = None,
-    v_scale: Scale = None,
-    kv_starts: torch.Tensor | None = None,
-    paged: bool = True,
-    num_splits: int | None = 1,
+    scale: float | None, window: tuple[int | None, int | None], softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
+    k_scale: Scale = None, v_scale: Scale = None,
+    kv_starts: torch.Tensor | None = None, paged: bool = True, num_splits: int | None = 1,
     suffix_lens: torch.Tensor | None = None,
-) -> None:
-    """Launch the kernel on checked arguments, those of `paged_prefill_attention` and, beyond them:
+) -> None:  # fmt: skip
+    """Launch the kernel on checked arguments of `paged_prefill_attention`. Further arguments:
 
     window: how many keys before and after its own position a query sees; None for all.
-    kv_starts: (batch,) int32, the slot of each sequence's position 0; None for slot 0.
-    paged: False when a sequence's keys lie in one piece: (num_pieces, slots, num_kv_heads,
-        head_dim), the piece of each sequence in block_tables (batch, 1), piece 0 if that is None.
-    suffix_lens: (total_q,) int32, how far behind the last key each query stands (cascade). Then out
-        and lse are those of SplitStates, of which the first num_splits are written.
+    kv_starts: (batch,) int32, the slot of position 0 of each sequence; None for slot 0.
+    paged: False if the keys of a sequence are contiguous. The caches are then (num_pieces, slots,
+        num_kv_heads, head_dim), and block_tables, (batch, 1), has the piece of each sequence; None
+        for piece 0.
+    suffix_lens: (total_q,) int32, distance of each query from the last key (cascade). Then out and
+        lse are tensors of SplitStates, of which the first num_splits are written.
     """
     total_q, num_q_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]
@@ -423,26 +416,16 @@ def launch_prefill(
 
 @attention_op
 def paged_prefill_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    context_lens: torch.Tensor,
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+    block_tables: torch.Tensor, cu_seqlens_q: torch.Tensor, context_lens: torch.Tensor,
     *,
     max_seqlen_q: int,
-    scale: float | None = None,
-    window_size: int | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    k_scale: Scale = None,
-    v_scale: Scale = None,
-    causal: bool = True,
-    num_splits: int | None = 1,
-    out: torch.Tensor | None = None,
-    return_lse: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    scale: float | None = None, window_size: int | None = None, softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
+    k_scale: Scale = None, v_scale: Scale = None,
+    causal: bool = True, num_splits: int | None = 1,
+    out: torch.Tensor | None = None, return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attention of the last tokens of each sequence over its paged KV cache.
 
     The queries of sequence i are its last cu_seqlens_q[i + 1] - cu_seqlens_q[i] positions of
@@ -460,13 +443,13 @@ def paged_prefill_attention(
             q from cu_seqlens_q[-1] on (padding of a captured graph) are not computed.
         context_lens: (batch,) int32, tokens per sequence including the queries.
         max_seqlen_q: an upper bound of the queries of a sequence, known to the host.
-        scale, window_size, softcap, alibi_slopes, sinks, k_scale, v_scale: as of
+        scale, window_size, softcap, alibi_slopes, sinks, k_scale, v_scale: see
             `paged_decode_attention`.
-        causal: a query sees no later token (bottom-right aligned); if False it sees all of those in
-            the cache.
-        num_splits: programs that share the keys of a tile of queries, at most. None: one if
-            max_seqlen_q > 32; else, which pays for few queries behind a long cached prefix, chosen
-            from the number of these keys, num_kv_heads and the tile. Either way the result of a
+        causal: a query sees no later token (bottom-right aligned). If False it sees every token of
+            its sequence.
+        num_splits: largest number of programs that share the keys of a tile of queries. None
+            chooses: 1 if max_seqlen_q > 32, otherwise from the number of keys, num_kv_heads and the
+            tile, which pays for few queries behind a long cached prefix. Either way the result of a
             sequence is bitwise the same whatever else is in the batch.
         out: (total_q, num_q_heads, head_dim) to write to, in q's dtype or fp32; allocated if None.
         return_lse: also return the LSE.
@@ -480,9 +463,9 @@ def paged_prefill_attention(
     and replayed with other lengths and tables.
 
     Raises:
-        ValueError: a shape, dtype, device, stride or option that does not fit; where the tensors
-            lie in host memory also query starts that do not ascend or contradict max_seqlen_q, a
-            table too narrow for a context length, or an invalid block id.
+        ValueError: a shape, dtype, device, stride or option that does not fit; for tensors in host
+            memory also query starts that do not ascend or contradict max_seqlen_q, a table too
+            narrow for a context length, or an invalid block id.
     """
     sizes = _TENSORS(
         k_cache, v_cache, tensor_or_none(k_scale), tensor_or_none(v_scale), q, out,

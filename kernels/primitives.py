@@ -1,12 +1,12 @@
-"""Device functions that the kernels share: paged addresses, norms, scores, the online softmax.
+"""Device functions shared by the kernels: paged addresses, norms, scores, the online softmax.
 
 Address arithmetic. The K (or V) row of token position p of a sequence lies at
 
     cache + block_table[p // BLOCK_SIZE] * stride_block + (p % BLOCK_SIZE) * stride_slot
 
 elements. The product of block id and stride exceeds 32 bits on every large cache, so both factors
-are widened to 64 bits where they meet (one wide multiply) and not before. Positions are divided as
-unsigned numbers: a signed division by a constant costs several instructions more.
+are widened to 64 bits for the multiplication, and not before. Positions are divided as unsigned
+numbers: a signed division by a constant takes several more instructions.
 
 Online softmax (Milakov & Gimelshein, 2018; FlashAttention). Weights are powers of two: with u the
 unit of the scores s, in log2 (scale * log2(e) for plain products), a tile updates, row by row,
@@ -14,9 +14,8 @@ unit of the scores s, in log2 (scale * log2(e) for plain products), a tile updat
     m' = max(m, u max(s))    a = 2^(m - m')    p = 2^(u s - m')
     l' = a l + sum(p)        acc' = a acc + p V
 
-so that scaling takes no instruction of its own: u s - m' is one multiply-add. The maximum commutes
-with u as u > 0. A row that has seen nothing but -inf keeps m = -inf, l = 0 and acc = 0 rather than
-NaN.
+Scaling then takes no instruction of its own: u s - m' is one multiply-add. The maximum commutes
+with u because u > 0. A row that has seen only -inf keeps m = -inf, l = 0 and acc = 0, not NaN.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-# Whether kernels were bound to Triton's interpreter, which is decided when `triton.jit` decorates
-# them; setting TRITON_INTERPRET after this import has no effect.
+# Whether the kernels run in Triton's interpreter. `triton.jit` decides this when it decorates them;
+# setting TRITON_INTERPRET after this import has no effect.
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -35,10 +34,10 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def await_launches_before(PDL: tl.constexpr):
-    """Wait for all that launches before this one write, then let the next one come to its own wait.
+    """Wait until the writes of earlier launches are visible, then let the next launch start.
 
-    PDL: whether the launch has the options of `kernels.tiles.pdl_options`; without, nothing is to
-    be waited for. Before this a kernel accesses no memory, and no program ends.
+    PDL: whether the launch has the options of `kernels.tiles.pdl_options`. Without them launches
+    already wait for each other. A kernel must call this before any memory access or return.
     """
     if PDL and not INTERPRETED:
         gdc_wait()
@@ -54,11 +53,11 @@ def locate_tile(
     TILE_M: tl.constexpr,
     SEARCH_WIDTH: tl.constexpr,
 ):
-    """Sequence that a tile of the launch belongs to, and the tile's number inside it.
+    """The sequence that a tile of the launch belongs to, and the tile's index in that sequence.
 
-    Sequence i owns the tiles from floor(cu_seqlens_q[i] * GROUP_SIZE / TILE_M) + i on: at least as
-    many as its rows need, at most one more. Counting the sequences that start at or before a tile
-    finds its owner with one wide load instead of a chain of dependent ones.
+    The tiles of sequence i start at floor(cu_seqlens_q[i] * GROUP_SIZE / TILE_M) + i. That gives it
+    at least as many tiles as its rows need, and at most one more. The owner of a tile is found by
+    counting the sequences that start at or before it: one wide load, no chain of dependent ones.
     """
     offs = tl.arange(0, SEARCH_WIDTH)
     started = 0
@@ -75,9 +74,9 @@ def locate_tile(
 def load_block_ids(
     block_table_ptr, positions, mask, BLOCK_SIZE: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Block ids, int32, of token positions. MASKED: only where `mask`, and 0 elsewhere.
+    """Block ids, int32, of token positions. MASKED: load only where `mask`, 0 elsewhere.
 
-    Table entries that no unmasked position needs are never read: they may hold anything.
+    Table entries that only masked positions refer to are never read and may hold anything.
     """
     ptrs = block_table_ptr + positions.to(tl.uint32) // BLOCK_SIZE
     return tl.load(ptrs, mask=mask, other=0) if MASKED else tl.load(ptrs)
@@ -92,7 +91,7 @@ def slot_offsets(block_ids, positions, stride_block, stride_slot, BLOCK_SIZE: tl
 
 @triton.jit
 def load_rows(ptrs, row_mask, dim_mask, MASK_ROWS: tl.constexpr, MASK_DIMS: tl.constexpr):
-    """Load a [rows, dims] tile; what a mask excludes is 0, so no NaN of an unused slot gets in."""
+    """Load a [rows, dims] tile. Masked elements are 0, so a NaN in an unused slot has no effect."""
     if MASK_ROWS and MASK_DIMS:
         return tl.load(ptrs, mask=row_mask[:, None] & dim_mask[None, :], other=0.0)
     elif MASK_ROWS:
@@ -105,9 +104,9 @@ def load_rows(ptrs, row_mask, dim_mask, MASK_ROWS: tl.constexpr, MASK_DIMS: tl.c
 
 @triton.jit
 def dot(a, b, acc, PRECISION: tl.constexpr):
-    """acc + a @ b in fp32. PRECISION ("tf32x3" or "ieee") only matters for fp32 operands.
+    """acc + a @ b in fp32. PRECISION ("tf32x3" or "ieee") matters for fp32 operands only.
 
-    The interpreter stores bf16 as integers and would multiply those, so it gets fp32 operands.
+    The interpreter stores bf16 as integers and would multiply these, so it gets fp32 operands.
     """
     if INTERPRETED:
         a = a.to(tl.float32)
@@ -117,7 +116,7 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def cast(x, dtype: tl.constexpr):
-    """fp32 to `dtype`, rounded to nearest even (the interpreter alone would truncate to bf16)."""
+    """fp32 to `dtype`, rounded to nearest even. (The interpreter's own cast truncates to bf16.)"""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
         nearest_even = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
@@ -127,19 +126,19 @@ def cast(x, dtype: tl.constexpr):
 
 @triton.jit
 def load_gain(weight_ptrs, mask, offset):
-    """offset + weight in fp32, which a narrower dtype would round; 0 weights where not `mask`."""
+    """offset + weight in fp32, as a narrower dtype would round the sum; weight 0 where masked."""
     return tl.load(weight_ptrs, mask=mask, other=0.0).to(tl.float32) + offset
 
 
 @triton.jit
 def reciprocal_rms(square_sums, eps, SIZE: tl.constexpr):
-    """[rows, 1] of the sums, [rows], over the SIZE squares of each row."""
+    """1 / RMS of rows, [rows, 1], from the sums of their SIZE squares, [rows]."""
     return tl.rsqrt(square_sums / SIZE + eps)[:, None]
 
 
 @triton.jit
 def tanh(x):
-    """tanh to fp32 accuracy: near 0 the exponential form loses digits, so a polynomial serves."""
+    """tanh to fp32 accuracy: a polynomial near 0, where the exponential form loses digits."""
     e = tl.exp2(tl.abs(x) * (-2 * LOG2_E))
     far = (1.0 - e) / (1.0 + e)
     x2 = x * x
@@ -148,32 +147,26 @@ def tanh(x):
 
 
 def folds_scale(scale: float, softcap: float, alibi_slopes: torch.Tensor | None) -> bool:
-    """Whether kernels may scale scores with their exponent, FOLD_SCALE: only what comes before."""
+    """FOLD_SCALE: whether the scale can go into the exponent. Softcap and ALiBi come after it."""
     return scale > 0 and not softcap and alibi_slopes is None
 
 
 @triton.jit
 def score_unit(scale, FOLD_SCALE: tl.constexpr):
-    """Unit in log2 of the scores; not 0, which would make NaN of the -inf of a masked score."""
+    """Unit of the scores in log2. It is never 0, as 0 times the -inf of a masked score is NaN."""
     return tl.maximum(scale * LOG2_E, 1e-37) if FOLD_SCALE else 1.0
 
 
 @triton.jit
 def attention_scores(
-    qk,
-    scale,
-    softcap,
-    alibi_slopes,
-    distances,
-    FOLD_SCALE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-):
-    """Raw products to scores in units of `score_unit`: scale, then softcap, then ALiBi.
+    qk, scale, softcap, alibi_slopes, distances,
+    FOLD_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+):  # fmt: skip
+    """Convert products to scores in units of `score_unit`: scale, then softcap, then ALiBi.
 
-    qk: [queries, keys] fp32. alibi_slopes: [queries, 1] fp32. distances: how far each key lies
-    before its query, >= 0, broadcastable to qk. Softcap is softcap * tanh(score / softcap)
-    (Gemma 2), the ALiBi bias -slope * distance (Press et al., 2022).
+    qk: [queries, keys] fp32. alibi_slopes: [queries, 1] fp32. distances: between each key and its
+    query, >= 0, broadcastable to qk. Softcap is softcap * tanh(score / softcap) (Gemma 2), the
+    ALiBi bias -slope * distance (Press et al., 2022).
     """
     scores = qk
     if HAS_SOFTCAP:
@@ -186,21 +179,13 @@ def attention_scores(
 
 
 @triton.jit
-def online_softmax_update(scores, unit, v, acc, row_max, row_sum, PRECISION: tl.constexpr):
-    """Fold one tile of keys into the running state; see the head of this file.
-
-    scores: [queries, keys] fp32, in units of `unit`. v: [keys, dims]. acc: [queries, dims] fp32.
-    row_max: [queries] fp32, in log2. row_sum: l, [queries] fp32, or [queries, keys] whose sum over
-    keys is l: where the keys of a tile are spread over warps, summing once after the last tile
-    spares a reduction across them per tile. Returns the new (acc, row_max, row_sum).
-    """
-    p, alpha, row_max, row_sum = online_softmax_weights(scores, unit, row_max, row_sum)
-    return accumulate(p, v, acc, alpha, PRECISION), row_max, row_sum
-
-
-@triton.jit
 def online_softmax_weights(scores, unit, row_max, row_sum):
-    """The part of the update that is before V: (p, a, new row_max, new row_sum)."""
+    """Update m and l with one tile of keys, see the formulas above: (p, a, new m, new l).
+
+    scores: [queries, keys] fp32, in units of `unit`. row_max: m, [queries] fp32, in log2. row_sum:
+    l, [queries] fp32; or [queries, keys], whose sum over keys is l. The latter avoids a reduction
+    across warps per tile where the keys of a tile are spread over them.
+    """
     new_max = tl.maximum(row_max, tl.max(scores, axis=1) * unit)
     shift = finite_shift(new_max)
     alpha = tl.exp2(row_max - shift)
@@ -214,7 +199,7 @@ def online_softmax_weights(scores, unit, row_max, row_sum):
 
 @triton.jit
 def accumulate(p, v, acc, alpha, PRECISION: tl.constexpr):
-    """a acc + p V, the products in V's dtype."""
+    """a acc + p V, [queries, dims] fp32, with p in the dtype of v, [keys, dims]."""
     if not INTERPRETED:
         p = p.to(v.dtype)
     return dot(p, v, acc * alpha[:, None], PRECISION)
@@ -222,13 +207,13 @@ def accumulate(p, v, acc, alpha, PRECISION: tl.constexpr):
 
 @triton.jit
 def finite_shift(row_max):
-    """row_max, or 0 where it is -inf: -inf - (-inf) would be NaN, -inf - 0 gives a weight of 0."""
+    """row_max, or 0 where it is -inf: -inf - (-inf) is NaN, but -inf - 0 gives a weight of 0."""
     return tl.where(row_max == float("-inf"), 0.0, row_max)
 
 
 @triton.jit
 def normalise(acc, row_max, row_sum):
-    """Softmax state to (output, LSE in log2 units); a row without weight gives 0 and -inf."""
+    """Convert a softmax state to (output, LSE in log2 units); an empty row gives 0 and -inf."""
     empty = row_sum == 0.0
     row_sum = tl.where(empty, 1.0, row_sum)
     lse = tl.where(empty, float("-inf"), row_max + tl.log2(row_sum))
@@ -237,7 +222,7 @@ def normalise(acc, row_max, row_sum):
 
 @triton.jit
 def add_sinks(out, lse, sinks):
-    """Add each row's sink logit to its denominator; a row without weight stays empty."""
+    """Add the sink logit of each row to its denominator; an empty row stays empty."""
     empty = lse == float("-inf")
     sinks = tl.where(empty, float("-inf"), sinks.to(tl.float32) * LOG2_E)
     new_max = tl.maximum(lse, sinks)

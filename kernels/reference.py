@@ -1,10 +1,10 @@
-"""The ops in plain PyTorch: same signatures, written to be read.
+"""The ops in plain PyTorch, with the same signatures and written to be read.
 
-A reference computes in the dtype of its inputs. Called with fp64 inputs it gives the result that
-kernels are compared with; called with the kernel's own fp16 or bf16 inputs it is the eager
-low-precision computation whose error they are judged by (kernels/testing/accuracy.py). Of an fp8
-cache both read the same quantised numbers, in fp64 and in the dtype of the queries. References loop
-over sequences on the host and synchronise freely.
+A reference computes in the dtype of its inputs. With fp64 inputs it gives the result that kernels
+are compared with. With the kernel's own fp16 or bf16 inputs it is the eager low-precision
+computation whose error bounds theirs (kernels/testing/accuracy.py). From an fp8 cache both read the
+same quantised numbers, in fp64 and in the dtype of the queries. References loop over sequences on
+the host and synchronise freely.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kernels.sample_tokens import LOG_TERMS, MIN_NORMAL, NOISE_SPAN, SQRT_HALF_B
 
 
 def quantise(x: torch.Tensor, scale: Scale = None) -> torch.Tensor:
-    """(num_tokens, num_kv_heads, head_dim) as an fp8 cache holds it: x / scale in fp32, saturated.
+    """Quantise (num_tokens, num_kv_heads, head_dim) for an fp8 cache: x / scale in fp32, saturated.
 
     scale: a number, one element, or one per head.
     """
@@ -30,7 +30,7 @@ def quantise(x: torch.Tensor, scale: Scale = None) -> torch.Tensor:
 
 
 def dequantise(x: torch.Tensor, scale: Scale, dtype: torch.dtype) -> torch.Tensor:
-    """(..., num_kv_heads, head_dim) of a cache in `dtype`, times the scale of an fp8 cache."""
+    """Elements of a cache, (..., num_kv_heads, head_dim), in `dtype`, times the fp8 scale."""
     if scale is None:
         return x.to(dtype)
     return (x.to(torch.promote_types(dtype, torch.float32)) * per_head(scale)).to(dtype)
@@ -68,12 +68,12 @@ def add_rms_norm(
     eps: float = 1e-6,
     offset: float = 0.0,
 ) -> torch.Tensor:
-    """Reference of `kernels.add_rms_norm`, of x with any dimensions before the last."""
+    """Reference of `kernels.add_rms_norm`; x may have any dimensions before the last."""
     if residual is not None:
         x = residual.add_(x)
     if not offset and weight.dtype == x.dtype:
         return F.rms_norm(x, weight.shape, weight, eps)
-    wide = torch.promote_types(x.dtype, torch.float32)  # a narrower one would round the sum
+    wide = torch.promote_types(x.dtype, torch.float32)  # a narrower dtype would round the sum
     return F.rms_norm(x.to(wide), weight.shape, offset + weight.to(wide), eps).to(x.dtype)
 
 
@@ -108,24 +108,15 @@ def apply_rotary_embedding(
 
 
 def rope_store_kvcache(
-    query: torch.Tensor | None,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    positions: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    query: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor,
+    k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor,
+    positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
     *,
     interleaved: bool = False,
-    k_scale: Scale = None,
-    v_scale: Scale = None,
-    q_norm_weight: torch.Tensor | None = None,
-    k_norm_weight: torch.Tensor | None = None,
-    norm_eps: float = 1e-6,
-    norm_offset: float = 0.0,
-) -> None:
+    k_scale: Scale = None, v_scale: Scale = None,
+    q_norm_weight: torch.Tensor | None = None, k_norm_weight: torch.Tensor | None = None,
+    norm_eps: float = 1e-6, norm_offset: float = 0.0,
+) -> None:  # fmt: skip
     """Reference of `kernels.rope_store_kvcache`."""
 
     def normalised(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
@@ -152,24 +143,19 @@ def gather_tokens(
 
 
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     *,
-    q_positions: torch.Tensor,
-    k_positions: torch.Tensor,
-    scale: float | None = None,
-    window_size: int | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
+    q_positions: torch.Tensor, k_positions: torch.Tensor,
+    scale: float | None = None, window_size: int | None = None, softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
     causal: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attention of one sequence.
 
-    q: (num_queries, num_q_heads, head_dim); k, v: (num_keys, num_kv_heads, head_dim); positions of
-    both inside the sequence. alibi_slopes: (num_q_heads,). Returns the output, shaped like q, and
-    the LSE, (num_queries, num_q_heads). A query that sees nothing gets zeros and -inf.
+    q: (num_queries, num_q_heads, head_dim); k, v: (num_keys, num_kv_heads, head_dim); q_positions
+    and k_positions: their positions in the sequence. alibi_slopes: (num_q_heads,). Returns the
+    output, shaped like q, and the LSE, (num_queries, num_q_heads). A query that sees nothing gets
+    zeros and -inf.
     """
     num_q_heads, head_dim = q.shape[1:]
     if k.shape[0] == 0:
@@ -204,73 +190,42 @@ def attention(
 
 
 def slopes_of(alibi_slopes: torch.Tensor | None, seq: int) -> torch.Tensor | None:
-    """(num_q_heads,) of a sequence, from slopes of all sequences or of each."""
-    return (
-        alibi_slopes[seq] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes
-    )
+    """Slopes of one sequence, (num_q_heads,), from (num_q_heads,) or (batch, num_q_heads)."""
+    per_seq = alibi_slopes is not None and alibi_slopes.dim() == 2
+    return alibi_slopes[seq] if per_seq else alibi_slopes
 
 
 def paged_decode_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    context_lens: torch.Tensor,
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+    block_tables: torch.Tensor, context_lens: torch.Tensor,
     *,
-    scale: float | None = None,
-    window_size: int | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    k_scale: Scale = None,
-    v_scale: Scale = None,
+    scale: float | None = None, window_size: int | None = None, softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
+    k_scale: Scale = None, v_scale: Scale = None,
     num_splits: int | None = None,
-    out: torch.Tensor | None = None,
-    return_lse: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Reference of `kernels.paged_decode_attention` (num_splits changes nothing here)."""
+    out: torch.Tensor | None = None, return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Reference of `kernels.paged_decode_attention`; num_splits has no effect."""
     return paged_prefill_attention(
-        q,
-        k_cache,
-        v_cache,
-        block_tables,
-        torch.arange(len(q) + 1),
-        context_lens,
-        max_seqlen_q=1,
-        scale=scale,
-        window_size=window_size,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        out=out,
-        return_lse=return_lse,
-    )
+        q, k_cache, v_cache, block_tables, torch.arange(len(q) + 1), context_lens,
+        max_seqlen_q=1, scale=scale, window_size=window_size, softcap=softcap,
+        alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale,
+        out=out, return_lse=return_lse,
+    )  # fmt: skip
 
 
 def paged_prefill_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    context_lens: torch.Tensor,
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+    block_tables: torch.Tensor, cu_seqlens_q: torch.Tensor, context_lens: torch.Tensor,
     *,
     max_seqlen_q: int,
-    scale: float | None = None,
-    window_size: int | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    k_scale: Scale = None,
-    v_scale: Scale = None,
-    causal: bool = True,
-    num_splits: int | None = 1,
-    out: torch.Tensor | None = None,
-    return_lse: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Reference of `kernels.paged_prefill_attention`; num_splits changes nothing here."""
+    scale: float | None = None, window_size: int | None = None, softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
+    k_scale: Scale = None, v_scale: Scale = None,
+    causal: bool = True, num_splits: int | None = 1,
+    out: torch.Tensor | None = None, return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Reference of `kernels.paged_prefill_attention`; num_splits has no effect."""
     out = torch.empty_like(q) if out is None else out
     lse = torch.empty(q.shape[:2], dtype=q.dtype, device=q.device)
     starts = cu_seqlens_q.tolist()
@@ -287,13 +242,9 @@ def paged_prefill_attention(
             dequantise(gather_tokens(v_cache, *context), v_scale, q.dtype),
             q_positions=torch.arange(first_position, context_len, device=q.device),
             k_positions=torch.arange(first, context_len, device=q.device),
-            scale=scale,
-            window_size=window_size,
-            softcap=softcap,
-            alibi_slopes=slopes_of(alibi_slopes, i),
-            sinks=sinks,
-            causal=causal,
-        )
+            scale=scale, window_size=window_size, softcap=softcap,
+            alibi_slopes=slopes_of(alibi_slopes, i), sinks=sinks, causal=causal,
+        )  # fmt: skip
     return (out, lse) if return_lse else out
 
 
@@ -342,28 +293,17 @@ def slot_mapping_from_positions(
 
 
 def shared_prefix_decode_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    prefix_block_tables: torch.Tensor,
-    prefix_lens: torch.Tensor,
-    group_offsets: torch.Tensor,
-    suffix_block_tables: torch.Tensor,
-    suffix_lens: torch.Tensor,
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+    prefix_block_tables: torch.Tensor, prefix_lens: torch.Tensor, group_offsets: torch.Tensor,
+    suffix_block_tables: torch.Tensor, suffix_lens: torch.Tensor,
     *,
-    scale: float | None = None,
-    window_size: int | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    k_scale: Scale = None,
-    v_scale: Scale = None,
-    num_prefix_splits: int | None = None,
-    num_splits: int | None = None,
-    out: torch.Tensor | None = None,
-    return_lse: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Reference of `kernels.shared_prefix_decode_attention` (the splits change nothing here)."""
+    scale: float | None = None, window_size: int | None = None, softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
+    k_scale: Scale = None, v_scale: Scale = None,
+    num_prefix_splits: int | None = None, num_splits: int | None = None,
+    out: torch.Tensor | None = None, return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Reference of `kernels.shared_prefix_decode_attention`; split counts have no effect."""
     out = torch.empty_like(q) if out is None else out
     lse = torch.empty(q.shape[:2], dtype=q.dtype, device=q.device)
     starts = group_offsets.tolist()
@@ -389,18 +329,15 @@ def shared_prefix_decode_attention(
             v,
             q_positions=torch.tensor([context_len - 1], device=q.device),
             k_positions=torch.arange(first, context_len, device=q.device),
-            scale=scale,
-            window_size=window_size,
-            softcap=softcap,
-            alibi_slopes=slopes_of(alibi_slopes, i),
-            sinks=sinks,
-        )
+            scale=scale, window_size=window_size, softcap=softcap,
+            alibi_slopes=slopes_of(alibi_slopes, i), sinks=sinks,
+        )  # fmt: skip
         out[i], lse[i] = seq_out[0], seq_lse[0]
     return (out, lse) if return_lse else out
 
 
 def philox(seeds: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
-    """Philox-4x32-10 (Salmon et al., 2011): its four words for each key and counter.
+    """Philox-4x32-10 (Salmon et al., 2011): four words for each key and counter.
 
     seeds: (num_rows,) int64, the 64-bit keys. counters: (num_counters,) int64 below 2^32. Returns
     (4, num_rows, num_counters) int64 from 0 to 2^32 - 1.
@@ -408,7 +345,7 @@ def philox(seeds: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
     low = 2**32 - 1
     key = [seeds[:, None] & low, seeds[:, None] >> 32 & low]
     c0, c1, c2, c3 = counters[None], *counters.new_zeros(3, 1, 1)
-    for _ in range(10):  # products of 64 bits wrap, which loses none of them
+    for _ in range(10):  # 64-bit products may wrap to negative numbers; no bit is lost
         first, second = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c1 = (second >> 32 & low) ^ c1 ^ key[0], second & low
         c2, c3 = (first >> 32 & low) ^ c3 ^ key[1], first & low
@@ -424,7 +361,7 @@ def split_float(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def natural_log(f: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
-    """log((1 + f) 2^exponent) as `kernels.sample_tokens` computes it: fp32, 1 + f near 1."""
+    """log((1 + f) 2^exponent), computed in fp32 like `kernels.sample_tokens`, for 1 + f near 1."""
     p = LOG_TERMS.value[-1]
     for term in LOG_TERMS.value[-2::-1]:
         p = term + f * p
@@ -432,7 +369,7 @@ def natural_log(f: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
 
 
 def gumbel(words: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel variables, fp32, of uniform words of 32 bits, int64."""
+    """Standard Gumbel variables, fp32, from uniform 32-bit words in int64."""
     w, rest = ((x.float() + 0.5) * 2.0**-32 for x in (words, 2**32 - 1 - words))
     f, exponent = split_float(rest)
     near = w < 0.25
@@ -441,7 +378,7 @@ def gumbel(words: torch.Tensor) -> torch.Tensor:
 
 
 def gumbel_noise(seeds: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """The noise of `kernels.sample_tokens` under each seed: (num_rows, vocab_size) fp32."""
+    """The noise that `kernels.sample_tokens` adds: (num_rows, vocab_size) fp32."""
     span = min(vocab_size, NOISE_SPAN.value)
     chunks = torch.arange(-(-vocab_size // (4 * NOISE_SPAN.value)), device=seeds.device)
     counters = chunks[:, None] * NOISE_SPAN.value + torch.arange(span, device=seeds.device)
@@ -456,7 +393,7 @@ def sample_tokens(
     *,
     min_ps: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Reference of `kernels.sample_tokens`; it draws the same tokens, whatever the dtype."""
+    """Reference of `kernels.sample_tokens`: the same tokens in any dtype."""
     scores = logits
     if temperatures is not None:
         scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -467,6 +404,5 @@ def sample_tokens(
         scores = scores.masked_fill(scores < least, -torch.inf)
     if temperatures is not None:
         scores = scores + temperatures * gumbel_noise(noise_seeds, logits.shape[1])
-    largest, tokens = scores.max(dim=-1)  # a NaN, if there is one
-    nothing = largest - largest  # NaN where that is NaN or infinite
-    return tokens.masked_fill_(nothing != nothing, -1)
+    largest, tokens = scores.max(dim=-1)  # max returns a NaN if there is one
+    return tokens.masked_fill_(~largest.isfinite(), -1)

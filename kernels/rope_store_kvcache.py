@@ -1,9 +1,8 @@
 """Rotate the queries and keys of new tokens and write keys and values into their cache slots.
 
-What a decoder layer does between its QKV projection and attention, in one launch: the rotated keys
-go straight into the cache instead of through memory, and so do normalised ones where an RMSNorm per
-head comes first. See `add_rms_norm` for the norm, `apply_rotary_embedding` for the rotation and
-`store_kvcache` for the slots.
+One launch does all of a decoder layer's work between its QKV projection and attention. Keys,
+rotated and if need be normalised, go straight into the cache. See `add_rms_norm` for the
+norm, `apply_rotary_embedding` for the rotation and `store_kvcache` for the slots.
 """
 
 from __future__ import annotations
@@ -42,13 +41,7 @@ _TENSORS = TensorSpec(
     *SCALE_ARGS,
     Arg("key", "num_tokens num_kv_heads head_dim", beside_cache),
     Arg("value", "num_tokens num_kv_heads head_dim", same_dtype("key")),
-    Arg(
-        "query",
-        "num_tokens num_q_heads head_dim",
-        same_dtype("key"),
-        optional=True,
-        written=True,
-    ),
+    Arg("query", "num_tokens num_q_heads head_dim", same_dtype("key"), optional=True, written=True),
     Arg("slot_mapping", "num_slots", INTEGERS),
     *ROTARY_ARGS,
     Arg("q_norm_weight", "head_dim", FLOAT_DTYPES, optional=True),
@@ -77,7 +70,7 @@ def _rope_store_kvcache_kernel(
 ):  # fmt: skip
     """One program: TILE_ROWS rows (token, head) of the keys and values, or of the queries.
 
-    Programs of keys and values come first, those of the queries after them.
+    The programs for keys and values come first.
     """
     await_launches_before(PDL)
     kv_programs = tl.cdiv(num_kv_rows, TILE_ROWS)
@@ -136,54 +129,45 @@ def _rope_store_kvcache_kernel(
 
 @inplace_op("query", "k_cache", "v_cache")
 def rope_store_kvcache(
-    query: torch.Tensor | None,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    positions: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    query: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor,
+    k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor,
+    positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
     *,
     interleaved: bool = False,
-    k_scale: Scale = None,
-    v_scale: Scale = None,
-    q_norm_weight: torch.Tensor | None = None,
-    k_norm_weight: torch.Tensor | None = None,
-    norm_eps: float = 1e-6,
-    norm_offset: float = 0.0,
-) -> None:
+    k_scale: Scale = None, v_scale: Scale = None,
+    q_norm_weight: torch.Tensor | None = None, k_norm_weight: torch.Tensor | None = None,
+    norm_eps: float = 1e-6, norm_offset: float = 0.0,
+) -> None:  # fmt: skip
     """Rotate queries in place, and write rotated keys and plain values into a paged KV cache.
 
-    Queries and keys are normalised first where weights of their norms are given.
+    Queries and keys are normalised first if their norm weights are given.
 
     Args:
-        query: (num_tokens, num_q_heads, head_dim) to rotate in place, or None for none.
-        key, value: (num_tokens, num_kv_heads, head_dim). Of query, key and value any stride on the
-            first two dimensions, so that views of a fused QKV projection need no copy.
+        query: (num_tokens, num_q_heads, head_dim) to rotate in place, or None.
+        key, value: (num_tokens, num_kv_heads, head_dim). query, key and value may have any stride
+            on the first two dimensions, so that views of a fused QKV projection need no copy.
         k_cache, v_cache: (num_blocks, block_size, num_kv_heads, head_dim), in the dtype of key or
             fp8 e4m3, any strides but a contiguous last dimension.
         slot_mapping: (num_slots,) int32 or int64; slot = block_id * block_size + offset of token i.
             A negative slot is skipped; with num_slots < num_tokens the remaining keys and values
             are not written. Slots must differ from one another.
-        positions: (num_tokens,) int32 or int64, rows of cos and sin.
+        positions: (num_tokens,) int32 or int64, the row of cos and sin for each token.
         cos, sin: (num_positions, rotary_dim / 2), any float dtype; rotary_dim <= head_dim. Products
             are computed in fp32.
         interleaved: pairs are (2 i, 2 i + 1) instead of (i, i + rotary_dim / 2).
         k_scale, v_scale: of an fp8 cache, see `store_kvcache`. Rotated keys are rounded to their
-            own dtype first: what is stored is what rotating and storing one after the other stores.
-        q_norm_weight, k_norm_weight: (head_dim,), any float dtype: of an RMSNorm over each head of
-            query and of key that precedes the rotation (QK-norm: Qwen3, Gemma 3), or None for none.
-            What is normalised is rounded before it is rotated.
-        norm_eps, norm_offset: of both norms, see `add_rms_norm`.
+            own dtype first, so the result equals rotating and storing in separate calls.
+        q_norm_weight, k_norm_weight: (head_dim,), any float dtype: weights of an RMSNorm over each
+            head of query and key before the rotation (QK-norm: Qwen3, Gemma 3); None for no norm.
+            Normalised values are rounded before they are rotated.
+        norm_eps, norm_offset: eps and offset of both norms, see `add_rms_norm`.
 
-    Mutates query, k_cache and v_cache; key stays as it is. Returns None.
+    Mutates query, k_cache and v_cache, but not key. Returns None.
 
     Raises:
-        ValueError: a shape, dtype, device or stride that does not fit; where the tensors lie in
-            host memory also a slot past the end of the cache or a position outside cos. Nothing
-            has been written then.
+        ValueError: a shape, dtype, device or stride that does not fit; for tensors in host memory
+            also a slot past the end of the cache or a position outside cos. Nothing is written
+            then.
     """
     sizes = _TENSORS(
         k_cache, v_cache, tensor_or_none(k_scale), tensor_or_none(v_scale),

@@ -2,17 +2,17 @@
 
     token = argmax_v (logits_v + temperature * G_v)    with G_v = -log(-log(U_v)), U_v uniform
 
-is a draw from softmax(logits / temperature), and at temperature 0 the likeliest token. It needs no
-normalisation and no sum over the vocabulary, so programs take parts of a row and what they find is
-merged by comparisons alone, in whatever order.
+is a sample from softmax(logits / temperature), and at temperature 0 the likeliest token. It needs
+no normalisation and no sum over the vocabulary, so programs process parts of a row, and comparisons
+alone merge their results, in any order.
 
-Noise comes of Philox-4x32-10 (Salmon et al., 2011), keyed by the seed of the row: the token v takes
-word (v // S) % 4 at counter v // (4 S) * S + v % S, with S = NOISE_SPAN. So it depends on the seed
-and on v alone. A word x stands for the exponential variable -log(1 - w), w = (x + 1/2) / 2^32,
-which is exact to 5e-7 of itself down to the least, so that the likely end of G is as fine as 32
-bits make it: G lies in [-3.14, 22.88].
+The noise comes from Philox-4x32-10 (Salmon et al., 2011), keyed by the row's seed. Token v uses
+word (v // S) % 4 at counter v // (4 S) * S + v % S, with S = NOISE_SPAN, so its noise depends on
+the seed and v alone. A word x gives the exponential variable E = -log(1 - w), w = (x + 1/2) / 2^32,
+and G = -log(E). E has a relative error of at most 5e-7 even at its smallest, so the upper tail of G
+is as fine as 32 bits allow. G lies in [-3.14, 22.88].
 
-Logarithms are polynomials, and no product is fused with a sum: these are the same IEEE operations
+Logarithms are polynomials, and products are not fused with sums. These are the same IEEE operations
 on every machine, so the kernel, Triton's interpreter and the reference agree on every token.
 """
 
@@ -28,8 +28,8 @@ from kernels.tiles import MAX_SPLITS, cdiv, pdl_options, sample_num_splits, targ
 from kernels.torch_ops import functional_op
 
 NOISE_SPAN = tl.constexpr(512)
-# log(1 + f) = f (1 + f (t_0 + f (t_1 + ...))) for f from sqrt(1/2) - 1 to sqrt(2) - 1, fitted
-# to the least largest relative error.
+# log(1 + f) = f (1 + f (t_0 + f (t_1 + ...))) for f from sqrt(1/2) - 1 to sqrt(2) - 1, fitted to
+# minimise the largest relative error.
 LOG_TERMS = tl.constexpr(
     (-0.500003219, 0.333347142, -0.249712288, 0.199068829, -0.172432244, 0.161805004, -0.100823775)
 )
@@ -46,7 +46,7 @@ _TENSORS = TensorSpec(
 
 @triton.jit
 def _philox(seed, counters):
-    """Four words, uint32 like the counters, of each counter under an int64 seed."""
+    """Four uint32 words for each uint32 counter, under an int64 seed."""
     M0: tl.constexpr = 0xD2511F53
     M1: tl.constexpr = 0xCD9E8D57
     W0: tl.constexpr = 0x9E3779B9
@@ -69,7 +69,7 @@ def _philox(seed, counters):
 
 @triton.jit
 def _split(x):
-    """Positive normal x = (1 + f) 2^exponent, with 1 + f from sqrt(1/2) to sqrt(2)."""
+    """(f, exponent) of positive normal x = (1 + f) 2^exponent, 1 + f from sqrt(1/2) to sqrt(2)."""
     bits = x.to(tl.int32, bitcast=True)
     exponent = (bits - SQRT_HALF_BITS) >> 23
     return (bits - (exponent << 23)).to(tl.float32, bitcast=True) - 1.0, exponent
@@ -86,7 +86,7 @@ def _log(f, exponent):
 
 @triton.jit
 def _gumbel(words):
-    """Standard Gumbel variables of uniform uint32 words."""
+    """Standard Gumbel variables from uniform uint32 words."""
     w = (words.to(tl.float32) + 0.5) * 2.0**-32
     f, exponent = _split(((words ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.0**-32)  # of 1 - w
     near = w < 0.25  # 1 - w has lost digits of w
@@ -98,16 +98,18 @@ def _gumbel(words):
 def _keep_best(
     best, best_tokens, row_ptr, tokens, words, vocab_size, stride_token, temperature, least
 ):
-    """Fold the scores of [NOISE_SPAN] tokens into the best of each lane. words: of their noise, or
-    None. least: logits below it are left out, or None."""
+    """Update the best score and token of each lane with [NOISE_SPAN] tokens.
+
+    words: for the noise, or None. least: logits below it are excluded, or None.
+    """
     ptrs = row_ptr + tokens.to(tl.int64) * stride_token
     logits = tl.load(ptrs, mask=tokens < vocab_size, other=float("-inf")).to(tl.float32)
-    scores = tl.where(logits == logits, logits, float("inf"))  # so that a NaN is not passed over
+    scores = tl.where(logits == logits, logits, float("inf"))  # a NaN must not be ignored
     if least is not None:
         scores = tl.where(scores < least, float("-inf"), scores)
     if words is not None:
         scores += temperature * _gumbel(words)
-    better = scores > best  # tokens ascend, so that the lowest of equals stays
+    better = scores > best  # tokens ascend, so the lowest token of equal scores stays
     return tl.where(better, scores, best), tl.where(better, tokens, best_tokens)
 
 
@@ -121,8 +123,8 @@ def _sample_tokens_kernel(
 ):  # fmt: skip
     """The best score of a part of a row, and its token. Grid (num_rows, num_splits).
 
-    Without temperatures logits are the scores. maxima_ptr: (num_rows, num_splits) the largest
-    logits of the parts, with min_ps.
+    Without temperatures the scores are the logits. maxima_ptr, only with min_ps: (num_rows,
+    num_splits), the largest logit of each part.
     """
     await_launches_before(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -135,7 +137,7 @@ def _sample_tokens_kernel(
         temperature = tl.load(temperatures_ptr + row)
         seed = tl.load(noise_seeds_ptr + row)
     if min_ps_ptr is not None:
-        # A min_p of 0 leaves out what lies 87 temperatures below; noise spans no more than 27.
+        # A min_p of 0 excludes logits 87 temperatures below the largest; noise spans at most 27.
         f, exponent = _split(tl.maximum(tl.load(min_ps_ptr + row), MIN_NORMAL))
         parts = tl.arange(0, MAX_SPLITS)
         maxima_ptrs = maxima_ptr + row * num_splits + parts
@@ -173,7 +175,7 @@ def _merge_samples_kernel(
     MAX_SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The token of the best score of a row, the lowest of equals; -1 for one that is not finite."""
+    """The token with the best score of a row, the lowest of equals; -1 if it is not finite."""
     await_launches_before(PDL)
     row = tl.program_id(0).to(tl.int64)
     parts = tl.arange(0, MAX_SPLITS)
@@ -187,7 +189,7 @@ def _merge_samples_kernel(
 
 
 def _check_range(name: str, values: torch.Tensor | None, most: float) -> None:
-    """Check numbers that lie in host memory."""
+    """Check the values of a tensor in host memory."""
     if values is not None and values.is_cpu and not ((values >= 0) & (values <= most)).all():
         raise ValueError(f"{name}: expected numbers from 0 to {most:g}, got {values.tolist()}")
 
@@ -204,28 +206,29 @@ def sample_tokens(
     *,
     min_ps: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Draw a token for each row of logits, or take the likeliest.
+    """Sample a token from each row of logits, or take the likeliest.
 
-    What a row draws depends on its logits and parameters alone. Among equal scores the lowest token
-    is taken. Logits of -inf are never drawn, so that top-k and the like may come before.
+    The token of a row depends on its logits and parameters alone. Of equal scores the lowest token
+    wins. Tokens with a logit of -inf are never sampled, so top-k and similar masks can be applied
+    before.
 
     Args:
         logits: (num_rows, vocab_size), fp16, bf16 or fp32, any strides.
         temperatures: (num_rows,) fp32, from 0, which takes the likeliest token, to 1e29. None: 0
-            for all, which costs no noise.
-        noise_seeds: (num_rows,) int64, given with temperatures: rows of equal seeds have equal
-            noise. Where the temperature is 0 it changes nothing.
-        min_ps: (num_rows,) fp32, from 0 to 1, with temperatures: tokens less likely, at the
-            temperature, than this share of the likeliest are not drawn (Nguyen et al., 2024). It
-            takes another, quicker pass over the logits. None: 0 for all.
+            for all rows, without generating noise.
+        noise_seeds: (num_rows,) int64, required with temperatures. Rows with equal seeds get equal
+            noise. Where the temperature is 0 it has no effect.
+        min_ps: (num_rows,) fp32, from 0 to 1, only with temperatures. Tokens whose probability at
+            the temperature is below this share of the largest are excluded (Nguyen et al., 2024).
+            It takes another, faster pass over the logits. None: 0 for all rows.
 
     Returns:
         (num_rows,) int64 tokens; -1 for a row with a NaN, or whose largest logit is infinite.
 
     Raises:
-        ValueError: a shape, dtype, device or stride that does not fit; temperatures, noise_seeds
-            and min_ps not together; where the tensors lie in host memory also a temperature or
-            min_p out of range.
+        ValueError: a shape, dtype, device or stride that does not fit; noise_seeds without
+            temperatures or the reverse; min_ps without both; for tensors in host memory also a
+            temperature or min_p out of range.
     """
     _TENSORS(logits, temperatures, noise_seeds, min_ps)
     num_rows, vocab_size = logits.shape
@@ -235,7 +238,7 @@ def sample_tokens(
     if (temperatures is None) != (noise_seeds is None):
         raise ValueError("noise_seeds: expected temperatures and noise_seeds together")
     if min_ps is not None and temperatures is None:
-        raise ValueError("min_ps: expected with temperatures; without, no token is drawn")
+        raise ValueError("min_ps: expected with temperatures; without them nothing is sampled")
     _check_range("temperatures", temperatures, MAX_TEMPERATURE)
     _check_range("min_ps", min_ps, 1.0)
 
@@ -250,18 +253,11 @@ def sample_tokens(
         scores = torch.empty(num_rows, num_splits, dtype=torch.float32, device=device)
         tokens = torch.empty(num_rows, num_splits, dtype=torch.int32, device=device)
         _sample_tokens_kernel[(num_rows, num_splits)](
-            scores,
-            tokens,
-            logits,
-            *parameters,
-            vocab_size,
-            num_splits,
-            chunks_per_split,
+            scores, tokens, logits, *parameters,
+            vocab_size, num_splits, chunks_per_split,
             *logits.stride(),
-            MAX_SPLITS=MAX_SPLITS,
-            enable_fp_fusion=False,
-            **pdl_options(device),
-        )
+            MAX_SPLITS=MAX_SPLITS, enable_fp_fusion=False, **pdl_options(device),
+        )  # fmt: skip
         return scores, tokens
 
     maxima = None
@@ -269,13 +265,7 @@ def sample_tokens(
         maxima, _ = best_of_parts(None, None, None, None)
     scores, tokens = best_of_parts(temperatures, noise_seeds, min_ps, maxima)
     _merge_samples_kernel[(num_rows,)](
-        out,
-        scores,
-        tokens,
-        num_splits,
-        vocab_size,
-        MAX_SPLITS=MAX_SPLITS,
-        num_warps=1,
-        **pdl_options(device),
-    )
+        out, scores, tokens, num_splits, vocab_size,
+        MAX_SPLITS=MAX_SPLITS, num_warps=1, **pdl_options(device),
+    )  # fmt: skip
     return out

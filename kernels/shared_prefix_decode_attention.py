@@ -1,16 +1,16 @@
 """Decode attention for sequences that share prefixes: each prefix is read once for its whole group.
 
 Plain decode reads a system prompt once per sequence that starts with it. Here attention is split by
-keys instead (Hydragen, Juravsky et al., 2024; FlashInfer's cascade): first the queries of a group,
-all their heads packed into the rows of one tile, against the group's prefix; then each sequence
-against its own suffix (paged_decode_attention.py); both leave split states, which are then merged.
+keys (Hydragen, Juravsky et al., 2024; FlashInfer's cascade). The queries of a group, with all their
+heads in the rows of one tile, attend to the group's prefix. Each sequence then attends to its own
+suffix (paged_decode_attention.py). Both parts write split states, which are merged.
 
-With group members x heads in the rows, the prefix part has the shape of prefill, and the kernel of
-prefill computes it (paged_prefill_attention.py): the work per byte grows with the group. Programs
-of one split are launched side by side, so that the tiles of a large group find its keys and values
-in L2. Which group a tile belongs to is looked up on the device: the launch depends on the batch and
-the number of groups only. Tiles and splits start at fixed positions, which makes the result
-batch-invariant at given split counts.
+With group members x heads in the rows, the prefix part has the shape of prefill and runs in the
+prefill kernel (paged_prefill_attention.py), so the work per byte grows with the group. Programs of
+one split are launched next to each other, so that the tiles of a large group find its keys and
+values in L2. The group of a tile is looked up on the device, so the launch depends only on the
+batch and the number of groups. Tiles and splits start at fixed positions, so that at given split
+counts the result is batch-invariant.
 """
 
 from __future__ import annotations
@@ -78,66 +78,55 @@ def _check_prefixes(
 
 @attention_op
 def shared_prefix_decode_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    prefix_block_tables: torch.Tensor,
-    prefix_lens: torch.Tensor,
-    group_offsets: torch.Tensor,
-    suffix_block_tables: torch.Tensor,
-    suffix_lens: torch.Tensor,
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+    prefix_block_tables: torch.Tensor, prefix_lens: torch.Tensor, group_offsets: torch.Tensor,
+    suffix_block_tables: torch.Tensor, suffix_lens: torch.Tensor,
     *,
-    scale: float | None = None,
-    window_size: int | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    k_scale: Scale = None,
-    v_scale: Scale = None,
-    num_prefix_splits: int | None = None,
-    num_splits: int | None = None,
-    out: torch.Tensor | None = None,
-    return_lse: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    scale: float | None = None, window_size: int | None = None, softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
+    k_scale: Scale = None, v_scale: Scale = None,
+    num_prefix_splits: int | None = None, num_splits: int | None = None,
+    out: torch.Tensor | None = None, return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attention of one query token per sequence, in groups of sequences that share a prefix.
 
-    The same result, up to rounding, as paged_decode_attention of every sequence over the tokens of
-    its group's prefix followed by those of its suffix, but a prefix is read once for its group.
+    Up to rounding the result is that of paged_decode_attention over the tokens of the group's
+    prefix followed by the sequence's suffix, but a prefix is read once for its group.
 
     Args:
         q: (batch, num_q_heads, head_dim), fp16, bf16 or fp32; head_dim 16 to 256. batch <= 65535.
-            The members of a group are neighbours.
+            The sequences of a group are adjacent.
         k_cache, v_cache: (num_blocks, block_size, num_kv_heads, head_dim) in q's dtype or fp8 e4m3,
             any strides but a contiguous last dimension. num_q_heads is a multiple of num_kv_heads.
         prefix_block_tables: (num_groups, max_prefix_blocks) int32, blocks of each group's prefix.
         prefix_lens: (num_groups,) int32, tokens of each prefix, not necessarily whole blocks. 0 for
-            sequences that share nothing: any number of them may form one such group.
+            sequences that share nothing; any number of them can form one such group.
         group_offsets: (num_groups + 1,) int32, the first sequence of each group, from 0 to batch.
-            A group may be empty (padding of a captured graph); its prefix is not looked at.
+            A group may be empty (padding of a captured graph); its prefix is not read.
         suffix_block_tables: (batch, max_blocks) int32, blocks of each sequence's own tokens, which
-            start at slot 0 of a block of their own.
-        suffix_lens: (batch,) int32, tokens of its own of each sequence, including the current one.
-        scale, window_size, softcap, alibi_slopes, sinks, k_scale, v_scale: as of
+            start at slot 0 of a new block.
+        suffix_lens: (batch,) int32, each sequence's own tokens, including the current one.
+        scale, window_size, softcap, alibi_slopes, sinks, k_scale, v_scale: see
             `paged_decode_attention`; a window spans suffix and prefix.
-        num_prefix_splits: programs that share a prefix; at a given number a sequence's result is
+        num_prefix_splits: programs that share a prefix. At a given number a sequence's result is
             bitwise the same whatever else is in the batch. None chooses from shapes and the GPU.
-        num_splits: chunks of a suffix, as of `paged_decode_attention`.
+        num_splits: chunks of a suffix, see `paged_decode_attention`.
         out: (batch, num_q_heads, head_dim) to write to, in q's dtype or fp32; allocated if None.
         return_lse: also return the LSE.
 
     Returns:
         The output, and with return_lse the LSE: (batch, num_q_heads) fp32, natural log, the sink
-        included. Neither prefix nor suffix gives zeros and -inf. Table entries past a length, or
-        before the window of all that share them, are never read.
+        included. A sequence without prefix and suffix gets zeros and -inf. Table entries past a
+        length, or before the window of every sequence that shares them, are never read.
 
     Mutates only out. Launches three kernels on grids that depend on shapes alone, without host
     synchronisation: the call can be captured in a CUDA graph and replayed with other groups,
     lengths and tables.
 
     Raises:
-        ValueError: a shape, dtype, device, stride or option that does not fit; where the tensors
-            lie in host memory also group offsets that do not ascend from 0 to batch, a table too
-            narrow for its length, or an invalid block id.
+        ValueError: a shape, dtype, device, stride or option that does not fit; for tensors in host
+            memory also group offsets that do not ascend from 0 to batch, a table too narrow for its
+            length, or an invalid block id.
     """
     sizes = _TENSORS(
         k_cache, v_cache, tensor_or_none(k_scale), tensor_or_none(v_scale), q, out,

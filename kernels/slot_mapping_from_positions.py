@@ -23,16 +23,9 @@ _TENSORS = TensorSpec(
 
 @triton.jit(do_not_specialize=["num_tokens", "max_blocks", "stride_table", "block_size"])
 def _slot_mapping_kernel(
-    slots_ptr,
-    positions_ptr,
-    block_tables_ptr,
-    seq_ids_ptr,
-    num_tokens,
-    max_blocks,
-    stride_table,
-    block_size,
-    TILE_TOKENS: tl.constexpr,
-):
+    slots_ptr, positions_ptr, block_tables_ptr, seq_ids_ptr,
+    num_tokens, max_blocks, stride_table, block_size, TILE_TOKENS: tl.constexpr,
+):  # fmt: skip
     tokens = tl.program_id(0).to(tl.int64) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
     token_mask = tokens < num_tokens
     positions = tl.load(positions_ptr + tokens, mask=token_mask, other=-1)
@@ -73,16 +66,17 @@ def _fake(positions, block_tables, seq_ids, block_size):
 def slot_mapping_from_positions(
     positions: torch.Tensor, block_tables: torch.Tensor, seq_ids: torch.Tensor, block_size: int
 ) -> torch.Tensor:
-    """Cache slots of tokens given by position and sequence.
+    """Compute the cache slots of tokens from their positions and sequences.
 
-    Computed where the block tables are, a model runner needs no slot mapping from the host and a
+    It runs where the block tables are, so a model runner needs no slot mapping from the host, and a
     captured CUDA graph can advance its own positions.
 
     Args:
-        positions: (num_tokens,) int32 or int64, of each token in its sequence. Negative: padding.
+        positions: (num_tokens,) int32 or int64, the token's position in its sequence. Negative
+            positions are padding.
         block_tables: (num_seqs, max_blocks) int32, any stride between rows.
-        seq_ids: (num_tokens,) int32 or int64, the row of block_tables of each token; not read where
-            the position is negative.
+        seq_ids: (num_tokens,) int32 or int64, the token's row in block_tables; not read where the
+            position is negative.
         block_size: token slots per block.
 
     Returns:
@@ -90,8 +84,8 @@ def slot_mapping_from_positions(
         negative position, a position past the table and a negative table entry.
 
     Raises:
-        ValueError: a shape, dtype, device or stride that does not fit; where the tensors lie in
-            host memory also a position past the table or a seq_id outside it.
+        ValueError: a shape, dtype, device or stride that does not fit; for tensors in host memory
+            also a position past the table or a seq_id outside it.
     """
     num_tokens = _TENSORS(positions, block_tables, seq_ids).num_tokens
     check_integer("block_size", block_size)
@@ -104,15 +98,8 @@ def slot_mapping_from_positions(
         _check_host_values(positions, block_tables, seq_ids, block_size)
     tile = index_tile()
     _slot_mapping_kernel[(cdiv(num_tokens, tile.elements),)](
-        slots,
-        positions,
-        block_tables,
-        seq_ids,
-        num_tokens,
-        block_tables.shape[1],
-        block_tables.stride(0),
-        block_size,
-        TILE_TOKENS=tile.elements,
-        num_warps=tile.num_warps,
-    )
+        slots, positions, block_tables, seq_ids,
+        num_tokens, block_tables.shape[1], block_tables.stride(0), block_size,
+        TILE_TOKENS=tile.elements, num_warps=tile.num_warps,
+    )  # fmt: skip
     return slots

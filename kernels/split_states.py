@@ -1,11 +1,11 @@
-"""Keys divided among programs (flash-decoding, Dao et al., 2023): what the programs leave, merged.
+"""Partial softmax states of split keys (flash-decoding, Dao et al., 2023), and their merge.
 
-A launch that splits the keys of a query row leaves a partial softmax state for each split, its
-output and LSE over the keys of that split. Merged they are the attention over all keys:
+A launch that splits the keys of a query row among programs writes a partial state per split: the
+output and LSE over the keys of that split. Attention over all keys is
 
     out = sum_s w_s out_s / sum_s w_s    with w_s = 2^(lse_s - max lse)
 
-A split without keys leaves an LSE of -inf and no output; that is never read.
+A split without keys has an LSE of -inf; its output is neither written nor read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kernels.tiles import merge_tile, padded_dim, pdl_options
 
 @triton.jit
 def chunks_of(num_tokens, min_tiles, max_chunks, TILE_N: tl.constexpr):
-    """Tokens of a chunk, and chunks, of so many keys; see `kernels.tiles.Chunking`."""
+    """Tokens per chunk and number of chunks for num_tokens keys; see `kernels.tiles.Chunking`."""
     num_tiles = tl.maximum(tl.cdiv(num_tokens, TILE_N), 1)
     tiles = tl.maximum(min_tiles, tl.cdiv(num_tiles, max_chunks))
     return tiles * TILE_N, tl.cdiv(num_tiles, tiles)
@@ -38,7 +38,7 @@ def _merge_splits_kernel(
 ):  # fmt: skip
     """Merge the states of one query head of one token, in order. Grid (num_tokens * NUM_Q_HEADS).
 
-    cu_seqlens_ptr, if not None: tokens from cu_seqlens[batch] on are padding without states.
+    With cu_seqlens_ptr, tokens from cu_seqlens[batch] on are padding and have no states.
     """
     await_launches_before(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -89,16 +89,11 @@ class SplitStates:
 
     @classmethod
     def empty(cls, q: torch.Tensor, num_splits: int) -> SplitStates:
-        """Room for the states of q, (num_tokens, num_q_heads, head_dim)."""
+        """Allocate the states of q, (num_tokens, num_q_heads, head_dim)."""
         num_tokens, num_q_heads, head_dim = q.shape
         states = (num_tokens, num_q_heads, num_splits)
         options = {"dtype": torch.float32, "device": q.device}
         return cls(torch.empty(*states, head_dim, **options), torch.empty(states, **options))
-
-    @property
-    def num_splits(self) -> int:
-        """Splits of a row."""
-        return self.lse.shape[2]
 
     def merge_into(
         self,
@@ -112,7 +107,7 @@ class SplitStates:
         LSE, natural log, to lse, (num_tokens, num_q_heads) fp32.
 
         sinks: (num_q_heads,) logits that join the denominator. cu_seqlens: (batch + 1,) int32;
-        tokens from its last entry on are left as they are, as they have no states.
+        tokens from its last entry on have no states, and their output is not written.
         """
         num_tokens, num_q_heads, num_splits = self.lse.shape
         head_dim = out.shape[2]

@@ -1,7 +1,7 @@
 """Write the keys and values of new tokens into their cache slots.
 
-One row is the head_dim elements of one (token, head); a program moves a tile of rows, K and V
-together. Rows of neighbouring heads are neighbours in memory, in a fused QKV projection as in the
+A row is the head_dim elements of one (token, head). A program moves a tile of rows, K and V
+together. Rows of neighbouring heads are adjacent in memory, in a fused QKV projection and in the
 cache, so a tile is read and written in long runs whatever the strides between tokens.
 """
 
@@ -103,15 +103,15 @@ def store_kvcache(
         slot_mapping: (num_slots,) int32 or int64; slot = block_id * block_size + offset of token i.
             A negative slot is skipped. With num_slots < num_tokens (padding of a captured graph)
             the remaining tokens are not written. Slots must differ from one another.
-        k_scale, v_scale: of an fp8 cache, which holds x / scale, computed in fp32, rounded to
-            nearest even and saturated at +-448: a number, or an fp32 tensor of one element or of
-            num_kv_heads. None for 1.
+        k_scale, v_scale: for an fp8 cache, which then holds x / scale, computed in fp32, rounded to
+            nearest even and saturated at +-448: a number, or an fp32 tensor of one or num_kv_heads
+            elements. None for 1.
 
     Mutates k_cache and v_cache. Returns None.
 
     Raises:
-        ValueError: a shape, dtype, device or stride that does not fit, or, where slot_mapping lies
-            in host memory, a slot past the end of the cache. Nothing has been written then.
+        ValueError: a shape, dtype, device or stride that does not fit; if slot_mapping lies in host
+            memory also a slot past the end of the cache. Nothing is written then.
     """
     scales = tensor_or_none(k_scale), tensor_or_none(v_scale)
     sizes = _TENSORS(k_cache, v_cache, *scales, key, value, slot_mapping)

@@ -1,11 +1,10 @@
 """Move whole blocks between a cache on the GPU and one in pinned host memory, both ways.
 
-Pinned memory is mapped into the GPU's address space, so a kernel can read and write it across the
-bus. That is how swapping works here, rather than by one asynchronous copy per block and plane: the
-pairs stay on the device (copies would need them on the host, which is a synchronisation), one
-launch moves any number of blocks of all layers, and a CUDA graph can hold it. Few programs suffice
-to fill the bus; each walks its share of the tiles, and the other multiprocessors are free for
-attention.
+Pinned memory is mapped into the GPU's address space, so a kernel reads and writes it across the
+bus. Compared with one asynchronous copy per block and plane, the pairs stay on the device (copies
+would need them on the host, which synchronises), one launch moves any number of blocks of all
+layers, and a CUDA graph can capture it. A few programs fill the bus and take the tiles round-robin;
+the other multiprocessors stay free for kernels on other streams.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ def _swap_blocks_kernel(
 
 
 def _gpu_of(src_cache: torch.Tensor, dst_cache: torch.Tensor) -> torch.device:
-    """The device that the kernel runs on; refuses host memory that it cannot reach."""
+    """The device that the kernel runs on. Raises for host memory that it cannot access."""
     for name, cache in (("src_cache", src_cache), ("dst_cache", dst_cache)):
         if not isinstance(cache, torch.Tensor):
             raise not_a_tensor(name, cache)
@@ -123,7 +122,7 @@ class _Bytes:
 
 
 def _plane_strides(cache: torch.Tensor) -> tuple[int, int, int]:
-    """Strides of K/V, layer and block; 0 for what a cache of one plane does not have."""
+    """Strides of K/V, layer and block; a cache of one plane has 0 for the first two."""
     return cache.stride()[:3] if cache.dim() == 6 else (0, 0, cache.stride(0))
 
 
@@ -136,22 +135,21 @@ def swap_blocks(src_cache: torch.Tensor, dst_cache: torch.Tensor, src_to_dst: to
 
     Args:
         src_cache, dst_cache: (2, num_layers, num_blocks, block_size, num_kv_heads, head_dim), K and
-            V of all layers, or (num_blocks, block_size, num_kv_heads, head_dim), one of them; equal
-            but for num_blocks, and not overlapping in memory. Any strides, which may differ between
-            the two, but a contiguous last dimension. fp16, bf16, fp32, fp8 or 8-bit integers. At
-            least one lies on the GPU; one in host memory must be pinned.
+            V of all layers, or (num_blocks, block_size, num_kv_heads, head_dim), one of them. Only
+            num_blocks may differ. They must not overlap in memory. Any strides, which may differ
+            between the two, but a contiguous last dimension. fp16, bf16, fp32, fp8 or 8-bit
+            integers. At least one lies on the GPU; one in host memory must be pinned.
         src_to_dst: (num_pairs, 2) int64 on the GPU: block of src_cache, block of dst_cache. A pair
-            with a negative number is skipped. A source may be named often, a destination once.
+            with a negative number is skipped. A source may occur often, a destination once.
 
-    Mutates dst_cache. Returns None. The copy runs on the current stream and is not waited for: the
-    host may read a dst_cache of its own, or overwrite or free a cache of its own, only after
-    synchronising with it (PyTorch, before it hands pinned memory out again, minds its own copies
-    alone).
+    Mutates dst_cache. Returns None. The copy runs asynchronously on the current stream. Synchronise
+    with it before the host reads a dst_cache in host memory, or overwrites or frees a cache there.
+    (PyTorch's pinned allocator only waits for PyTorch's own copies before it reuses memory.)
 
     Raises:
-        ValueError: a shape, dtype, device or stride that does not fit, caches that are seen to
-            overlap, or host memory that is not pinned; where src_to_dst lies in host memory also a
-            block past the end or a repeated destination. Nothing has been copied then.
+        ValueError: a shape, dtype, device or stride that does not fit, caches found to overlap, or
+            host memory that is not pinned; if src_to_dst lies in host memory also a block past the
+            end or a repeated destination. Nothing is copied then.
     """
     device = _gpu_of(src_cache, dst_cache)
     sizes = _TENSORS(src_cache, dst_cache, src_to_dst, device=device)

@@ -1,7 +1,7 @@
 """The one table of tile shapes, warps, pipeline stages and split counts.
 
-Choices depend on shapes, dtypes and the architecture only, never on the batch or on device values:
-the same sequence is always computed with the same tiles, which batch invariance rests on.
+Choices depend only on shapes, dtypes and the architecture, never on the batch or on device values.
+A sequence is always computed with the same tiles, which batch invariance requires.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kernels.primitives import INTERPRETED
 
 @dataclass(frozen=True)
 class Target:
-    """What the table needs to know of a device."""
+    """The properties of a device that choices depend on."""
 
     backend: str
     """"cuda", "hip" or "interpreter"."""
@@ -27,19 +27,19 @@ class Target:
     """Compute capability as an integer (90 for sm_90), or gfx name on hip."""
     num_multiprocessors: int
     tiles: tuple[tuple[str, AttentionTile], ...] = ()
-    """(function of the table, tile): what it answers in place of its own choice. For sweeps over
-    tiles, see `force_target`."""
+    """(function of this file, tile) pairs that override the function's choice, for sweeps over
+    tiles; see `force_target`."""
 
     def forced_tile(self, function: str) -> AttentionTile | None:
-        """The tile that `function` is made to answer, if any."""
+        """The tile that overrides the choice of `function`, if any."""
         return dict(self.tiles).get(function)
 
 
 PROGRAMS_PER_MULTIPROCESSOR = 2
-"""Decode programs that fit one multiprocessor; tests hold the compiled kernels to it."""
+"""Decode programs that fit one multiprocessor; tests check the compiled kernels."""
 MAX_SPLITS = 128
 FEW_QUERIES = 32
-"""Queries of a sequence up to which prefill divides keys: a tile of rows, or a few."""
+"""Most queries per sequence for which prefill divides keys: up to a few tiles of rows."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -59,9 +59,9 @@ _forced_target: Target | None = None
 
 @contextlib.contextmanager
 def force_target(target: Target) -> Iterator[None]:
-    """Choose tiles for `target` whatever device the tensors are on.
+    """Choose tiles for `target`, whatever device the tensors are on.
 
-    To compile without the GPU, and, with `Target.tiles`, to run with other tiles than the table's.
+    For compiling without the GPU and, with `Target.tiles`, for running with other tiles.
     """
     global _forced_target
     previous, _forced_target = _forced_target, target
@@ -83,27 +83,27 @@ def target_of(device: torch.device) -> Target:
 def pdl_options(device: torch.device) -> dict[str, bool]:
     """Launch options of a kernel that begins with `await_launches_before`.
 
-    Programmatic dependent launch, of sm_90 and later: programs are set up while the launch before
-    ends, instead of after it.
+    They ask for programmatic dependent launch (sm_90 and later): programs are set up while the
+    previous launch ends, instead of after it.
     """
     target = target_of(device)
     has_pdl = target.backend == "cuda" and target.arch >= 90
     return {"PDL": True, "launch_pdl": True} if has_pdl else {"PDL": False}
 
 
-# Triton's functions of these names serve kernels too, for which they spend microseconds a call.
+# Triton's functions of these names also work inside kernels, and take microseconds per call.
 def cdiv(dividend: int, divisor: int) -> int:
     """The quotient, rounded up."""
     return -(-dividend // divisor)
 
 
 def next_power_of_2(number: int) -> int:
-    """The least power of two that is at least `number`, a positive one."""
+    """The smallest power of two that is at least `number`, which is positive."""
     return 1 << (number - 1).bit_length()
 
 
 def padded_dim(head_dim: int) -> int:
-    """head_dim rounded up to a size that a tile can have: a power of two, at least 16."""
+    """head_dim rounded up to a tile size: a power of two, at least 16."""
     return max(16, next_power_of_2(head_dim))
 
 
@@ -123,19 +123,19 @@ def store_tile(head_dim_padded: int) -> RowTile:
 
 @functools.cache
 def rotary_tile(head_dim_padded: int) -> RowTile:
-    """Rows that a program of the rotary kernels turns: half a store tile, as they are fp32."""
+    """Rows per program of the rotary kernels: half a store tile, as operands are fp32."""
     return RowTile(rows=max(1, 2048 // head_dim_padded), num_warps=4)
 
 
 MAX_NORM_SIZE = 32768
-"""Longest row of add_rms_norm, 64 fp32 numbers a thread."""
+"""Longest row of add_rms_norm: 64 fp32 numbers per thread."""
 
 
 @functools.cache
 def norm_tile(hidden_size_padded: int) -> RowTile:
-    """Rows that a program of add_rms_norm takes, whole ones, short ones together.
+    """Rows per program of add_rms_norm: several short rows, or one long one.
 
-    Two 16-byte loads (fp16) of each operand per thread, while 16 warps suffice.
+    Two 16-byte loads (fp16) of each operand per thread, up to 16 warps; longer rows take more.
     """
     rows = max(1, 1024 // hidden_size_padded)
     return RowTile(rows, num_warps=min(16, rows * hidden_size_padded // 512))
@@ -152,8 +152,8 @@ class AttentionTile:
     precision: str
     """`input_precision` of `tl.dot`, which matters for fp32 operands only."""
     scores_ahead: bool = False
-    """Prefill only: queries meet the keys of the next tile before weights meet the values of this
-    one, whose product is then under way during the next softmax."""
+    """Prefill only: multiply queries and the next tile's keys before weights and this tile's
+    values, so that the latter product runs during the next softmax."""
 
 
 @functools.cache
@@ -164,14 +164,14 @@ def decode_tile(
     target: Target,
     kv_itemsize: int | None = None,
 ) -> AttentionTile:
-    """Tile of the decode kernel. kv_itemsize: bytes of an element of the cache, dtype's if None.
+    """Tile of the decode kernel. kv_itemsize: bytes per element of the cache; None for dtype's.
 
-    Decode is bound by memory, so a tile is sized by the bytes of K and V it fetches. Triton's
-    pipeliner keeps (num_stages - 1) / 2 of them in shared memory, because the loads have two levels
-    (block ids, then rows): three of 32 KiB on sm_90 and sm_100, two on sm_80, two of 16 KiB on GPUs
-    with about 100 KiB of shared memory leave room for two programs per multiprocessor. Larger
-    groups take several tiles of rows: 64 rows at once would spill registers. A tile of an fp8 cache
-    holds twice the keys, whose conversion takes registers: with 32 rows they are 64 at most.
+    Decode is bound by memory, so a tile is sized by the bytes of K and V that it loads. Loads have
+    two levels (block ids, then rows), so Triton's pipeliner keeps (num_stages - 1) / 2 tiles in
+    shared memory. Three tiles of 32 KiB on sm_90 and sm_100, two on sm_80, and two of 16 KiB on
+    GPUs with about 100 KiB of shared memory leave room for two programs per multiprocessor. Larger
+    groups take several tiles of rows, as 64 rows at once would spill registers. A tile of an fp8
+    cache holds twice the keys. Converting them takes registers, so with 32 rows it has at most 64.
     """
     if forced := target.forced_tile("decode_tile"):
         return forced
@@ -199,12 +199,12 @@ def decode_tile(
 
 @dataclass(frozen=True)
 class Chunking:
-    """How the keys that a query sees are divided: into equal chunks of at least `min_tiles` tiles,
-    and at most `max_chunks` of them.
+    """How the keys that a query sees are divided: at most `max_chunks` equal chunks of at least
+    `min_tiles` tiles.
 
-    It follows from the number of these keys alone, so that a sequence's result is bitwise the same
-    whatever else is in the batch and however wide the tables are. `split_states.chunks_of` does the
-    division, on the device.
+    The division depends on the number of these keys alone, so a sequence's result is bitwise the
+    same whatever else is in the batch and however wide the tables are. `split_states.chunks_of`
+    computes it on the device.
     """
 
     min_tiles: int
@@ -217,11 +217,11 @@ class Chunking:
 
 @functools.cache
 def chunking(num_kv_heads: int, num_splits: int | None = None) -> Chunking:
-    """At most `num_splits` chunks; if None, of sixteen tiles at least, and so many at most that one
-    long sequence occupies the 264 programs that an H200 runs at once.
+    """At most `num_splits` chunks. If None, chunks have at least sixteen tiles, and a long sequence
+    has enough chunks x KV heads for the 264 programs that an H200 runs at once.
 
-    Between two chunks a program waits twice for memory, and the fp32 states that a chunk leaves are
-    written and read. Smaller chunks cost more of both; larger ones leave a lone short sequence with
+    Between two chunks a program waits twice for memory, and the fp32 states of a chunk are written
+    and read. Smaller chunks cost more of both; larger ones leave a lone short sequence with
     few programs.
     """
     if num_splits is not None:
@@ -233,22 +233,22 @@ def chunking(num_kv_heads: int, num_splits: int | None = None) -> Chunking:
 def prefill_tile(
     head_dim_padded: int, dtype: torch.dtype, target: Target, kv_itemsize: int | None = None
 ) -> AttentionTile:
-    """Tile of the prefill kernel; the same for every batch, so that results are batch-invariant.
-    kv_itemsize: bytes of an element of the cache, dtype's if None.
+    """Tile of the prefill kernel, independent of the batch, so that results are batch-invariant.
+    kv_itemsize: bytes per element of the cache; None for dtype's.
 
     Prefill is bound by the tensor cores, so a half-precision tile is as large as registers allow
-    without spilling under any combination of features. An accumulator of 128 rows leaves room for
-    64 keys at a time where the products read their operands from shared memory (wgmma on sm_90,
-    tcgen05 on sm_100), and for 32 where they pass through registers (mma.sync). The key tiles in
-    flight, see `decode_tile`, are what then fits shared memory. fp8 keys and values are converted
-    in registers, of which 128 x 256 leaves too few on sm_100.
+    without spilling with any combination of features. An accumulator of 128 rows leaves room for 64
+    keys at a time where products read their operands from shared memory (wgmma on sm_90, tcgen05 on
+    sm_100), and for 32 where operands are in registers (mma.sync). num_stages is the largest that
+    fits shared memory, see `decode_tile`. fp8 keys and values are converted in registers, of which
+    128 x 256 leaves too few on sm_100.
 
-    Asynchronous products (wgmma) can run during the softmax: `scores_ahead`, the overlap within a
-    warp group of FlashAttention 3 (Shah et al., 2024). The scores of two tiles are alive then, in
-    registers: at head_dim 256 these do not suffice, at 64 they would cost a multiprocessor its
-    second program, and products of converted keys and values are waited for. On sm_100 Triton 3.7.1
-    has no barrier between the warps' loads of the scores from tensor memory and the product that
-    overwrites them next.
+    Asynchronous products (wgmma) can run during the softmax, which `scores_ahead` is for: the
+    overlap within a warp group of FlashAttention 3 (Shah et al., 2024). It keeps the scores of two
+    tiles in registers. At head_dim 256 there are too few of them, at 64 a multiprocessor would lose
+    its second program, and products of converted keys and values are waited for anyway. On sm_100
+    Triton 3.7.1 has no barrier between the warps' loads of the scores from tensor memory and the
+    next product, which overwrites them.
     """
     if forced := target.forced_tile("prefill_tile"):
         return forced
@@ -274,11 +274,11 @@ def prefill_tile(
 
 
 def prefix_num_splits(num_programs: int, max_tokens: int, tile_n: int, target: Target) -> int:
-    """Splits of the prefix of cascade: the fewest within 85 % of the best wave efficiency, as
-    flash-attn chooses its splits; each gets at least two tiles.
+    """Splits of the prefix in cascade: the fewest within 85 % of the best wave efficiency, the rule
+    of flash-attn; each has at least two tiles.
 
-    num_programs: of one split, one of which fits a multiprocessor. Their states are as many as the
-    members of a group, so that fixed chunks would cost more than they fill.
+    num_programs: programs per split; one fits a multiprocessor. Each split writes a state per
+    member of the group, so dividing the prefix into fixed chunks would cost more than it gains.
     """
     most = max(1, min(MAX_SPLITS, max_tokens // (2 * tile_n)))
 
@@ -294,9 +294,9 @@ def prefix_num_splits(num_programs: int, max_tokens: int, tile_n: int, target: T
 def split_prefill_tile(
     head_dim_padded: int, dtype: torch.dtype, target: Target, kv_itemsize: int | None = None
 ) -> AttentionTile:
-    """Tile of the prefill kernel where it leaves split states: split keys, the prefix of cascade.
+    """Tile of the prefill kernel where it writes split states: split keys, the prefix in cascade.
 
-    The output is fp32 and takes twice the registers on its way out, too many of them at 128 x 256.
+    The fp32 output takes twice the registers while it is written, too many at 128 x 256.
     """
     if forced := target.forced_tile("split_prefill_tile"):
         return forced
@@ -306,23 +306,23 @@ def split_prefill_tile(
 
 @functools.cache
 def merge_tile(head_dim_padded: int) -> RowTile:
-    """Partial states that the decode merge reads at a time, about 2048 fp32 numbers.
+    """Partial states that the merge of splits reads at a time, about 2048 fp32 numbers.
 
-    With one warp sums over the states stay in registers: of 1,080 warp instructions and 564
-    wavefronts of shared memory (480 of them bank conflicts) with four, 387 and none are left.
+    With one warp, sums over the states stay in registers: 387 warp instructions and no wavefront of
+    shared memory, where four warps take 1,080 and 564 (480 of them bank conflicts).
     """
     return RowTile(rows=max(4, 2048 // head_dim_padded), num_warps=1)
 
 
 @functools.cache
 def merge_states_tile(head_dim_padded: int) -> RowTile:
-    """Rows of both parts that a program of merge_attention_states combines."""
+    """Rows per program of merge_attention_states."""
     return RowTile(rows=max(1, 4096 // head_dim_padded), num_warps=4)
 
 
 @dataclass(frozen=True)
 class FlatTile:
-    """Tile of a kernel that moves or maps elements one by one."""
+    """Tile of a kernel that processes elements one by one."""
 
     elements: int
     num_warps: int
@@ -330,43 +330,44 @@ class FlatTile:
 
 @functools.cache
 def activation_tile(size: int) -> FlatTile:
-    """Part of a row of gated_activation: two 16-byte loads (fp16) of gate and of up per thread."""
+    """Elements of a row per program of gated_activation: two 16-byte loads (fp16) of gate and of
+    up per thread."""
     return FlatTile(min(2048, next_power_of_2(size)), num_warps=4)
 
 
 @functools.cache
 def copy_tile(num_elements: int, itemsize: int) -> FlatTile:
-    """Part of a block that a program of copy_blocks copies: four 16-byte loads per thread."""
+    """Elements of a block per program of copy_blocks: four 16-byte loads per thread."""
     elements = min(8192 // itemsize, next_power_of_2(num_elements))
     return FlatTile(elements, num_warps=4)
 
 
 @functools.cache
 def swap_tile(num_elements: int, itemsize: int) -> FlatTile:
-    """Part of a block that a program of swap_blocks copies at a time."""
+    """Elements of a block that a program of swap_blocks copies at a time."""
     elements = min(16384 // itemsize, next_power_of_2(num_elements))
     return FlatTile(elements, num_warps=8)
 
 
 def swap_num_programs(num_tiles: int, target: Target) -> int:
-    """Programs of swap_blocks: an eighth of the multiprocessors, and the rest goes on computing.
+    """Programs of swap_blocks: an eighth of the multiprocessors, at least sixteen.
 
     The link to the host needs bandwidth * latency bytes in flight, about 64 GB/s * 2 us = 128 KB on
-    PCIe 5; sixteen programs hold twice that.
+    PCIe 5; sixteen programs have twice that.
     """
     return max(1, min(num_tiles, max(16, target.num_multiprocessors // 8)))
 
 
 def index_tile() -> FlatTile:
-    """Tokens that a program of slot_mapping_from_positions maps."""
+    """Tokens per program of slot_mapping_from_positions."""
     return FlatTile(elements=256, num_warps=4)
 
 
 PROGRAMS_THAT_SAMPLE = 8
-"""Programs of sample_tokens that fit one multiprocessor; tests hold the compiled kernels to it."""
+"""Programs of sample_tokens that fit one multiprocessor; tests check the compiled kernels."""
 
 
 def sample_num_splits(num_rows: int, num_chunks: int, target: Target) -> int:
-    """Programs of sample_tokens that share a row of so many chunks, to fill the GPU once."""
+    """Programs of sample_tokens that share a row of num_chunks chunks, to fill the GPU once."""
     slots = target.num_multiprocessors * PROGRAMS_THAT_SAMPLE
     return max(1, min(MAX_SPLITS, num_chunks, slots // num_rows))

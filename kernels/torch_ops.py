@@ -1,21 +1,21 @@
-"""The kernels as PyTorch operators, `torch.ops.pagelab.*`, so that torch.compile and torch.export
-trace through them.
+"""Register the kernels as PyTorch operators, `torch.ops.pagelab.*`, for torch.compile and
+torch.export.
 
-A decorator on a launcher registers an operator of its name, with a schema from its annotations and
-a fake implementation (results without data), and returns a function that calls the operator while a
-tracer is at work and the launcher directly otherwise: eager calls do not pay for the dispatcher.
-Three kinds of op exist:
+A decorator on a launcher registers an operator of the same name, with a schema from its annotations
+and a fake implementation (results without data). The decorated function calls the operator while
+torch.compile or torch.export traces, and the launcher directly otherwise, so eager calls do not pay
+for the dispatcher. There are three decorators:
 
     functional_op   returns fresh tensors; may also write into named arguments
     inplace_op      writes into named arguments and returns None
-    attention_op    writes to `out` and returns the LSE, since an operator may not return what it
-                    was given; the traced function allocates `out` where the caller did not
+    attention_op    writes to `out` and returns the LSE, since an operator may not return one of its
+                    arguments; the traced function allocates `out` where the caller did not
 
-A schema has no type for "a number or a tensor", which the scales of an fp8 cache are: operators
-take tensors, and a traced call makes them of numbers.
+A schema has no type for "a number or a tensor", the type of an fp8 cache's scales. Operators take
+tensors only, and a traced call converts numbers.
 
 The operators are for inference: they have no derivative. Under a bare FakeTensorMode or make_fx,
-where no compiler is at work, call `torch.ops.pagelab.*` themselves.
+without a compiler, call `torch.ops.pagelab.*` directly.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _register(
     fake: Callable,
     mutates_args: tuple[str, ...] = (),
 ) -> Callable:
-    """Define torch.ops.pagelab.<name>. torch.library.custom_op would add 20 us to every call."""
+    """Define torch.ops.pagelab.<name>; torch.library.custom_op would add 20 us to every call."""
 
     def prototype():
         raise NotImplementedError
@@ -68,13 +68,12 @@ def _register(
 
 
 def _on_its_gpu(launch: Callable) -> Callable:
-    """The launcher on the GPU of its tensors, be it the current device, where Triton launches, or
-    another one."""
+    """Make the GPU of the tensors current, as Triton launches on the current device."""
 
     @functools.wraps(launch)
     def launch_there(*args, **kwargs):
         for arg in chain(args, kwargs.values()):
-            if not getattr(arg, "is_cpu", True):  # the first tensor that lies on a device
+            if not getattr(arg, "is_cpu", True):  # the first tensor that is not in host memory
                 if arg.is_cuda and (gpu := arg.get_device()) != torch.cuda.current_device():
                     with torch.cuda.device(gpu):
                         return launch(*args, **kwargs)
@@ -85,7 +84,7 @@ def _on_its_gpu(launch: Callable) -> Callable:
 
 
 def _traced_or_eager(launch: Callable, traced: Callable) -> Callable:
-    """The public function: `traced` while torch.compile or torch.export looks, else `launch`."""
+    """The public function: `traced` under torch.compile or torch.export, else `launch`."""
 
     @functools.wraps(launch)
     def op(*args, **kwargs):
