@@ -1,11 +1,14 @@
-"""What every shipped kernel is compiled to on every architecture, and the time it takes at least.
+"""Resources of every shipped kernel on every architecture, and a lower bound of its op's time.
 
-Compiled without a GPU (``kernels/compiled/compile.py``): registers, local and shared memory, how
-many programs and warps fit a multiprocessor and which resource stops the next one, the widths of
-global accesses, asynchronous copies and tensor-core instructions.  Beside them what bounds the time
-of a stated problem on named GPUs: its bytes and operations (``bench/kernel_work.py``) over the peak
-rates of the datasheet (``bench/gpus.py``), the roofline model.  That is a bound from below and not
-a measurement; how near to it a kernel comes only a GPU can tell.
+Kernels are compiled without a GPU (``kernels/compiled/compile.py``). The table has registers, local
+and shared memory, how many programs and warps fit a multiprocessor and which resource limits them,
+widths of global accesses, asynchronous copies and tensor-core instructions. The bound is of a call
+of the op at stated sizes, all of its kernels together: its bytes and operations
+(``kernels/testing/cases.py``) over the datasheet's peak rates (``bench/gpus.py``), the roofline
+model. It is not a measurement.
+
+This and kernel_counters stay two experiments: one compiles every shipped configuration for every
+architecture, the other executes small cases, so their grids and rows have little in common.
 """
 
 from __future__ import annotations
@@ -19,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 from experiments import style
 from experiments.bench.gpus import GPUS
-from experiments.bench.kernel_work import kernel_name, work_of
 from experiments.harness import Axis, Experiment, Options, Repeated
 
 if TYPE_CHECKING:
     from experiments.bench.gpus import Gpu
     from kernels.compiled.compile import KernelResources
+    from kernels.testing.cases import Case
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,11 +76,19 @@ def run_cell(cell: KernelResourcesCell) -> list[dict[str, Any]]:
 
     call = next(call for call in shipped_calls([cell.op]) if call.config == cell.config)
     arch = ARCHITECTURES[cell.arch]
+    bounds = list(_bounds(call.case(), call.problem, arch.name))
     return [
         {**_resources(row, arch.max_warps), **bound}
         for row in resources_of_call(call, arch)
-        for bound in _bounds(row)
+        for bound in bounds
     ]
+
+
+def _kernel_name(row: KernelResources) -> str:
+    """The kernel without `_kernel`; shared_prefix where prefill's kernel attends to a prefix."""
+    if "suffix_lens_ptr" in row.signature:
+        return "shared_prefix"
+    return row.kernel.strip("_").removesuffix("_kernel")
 
 
 def _resources(row: KernelResources, max_warps: int) -> dict[str, Any]:
@@ -94,7 +105,7 @@ def _resources(row: KernelResources, max_warps: int) -> dict[str, Any]:
     warps = row.programs_per_multiprocessor * row.num_warps
     return {
         **same("op", "config"),
-        "kernel": kernel_name(row),
+        "kernel": _kernel_name(row),
         "arch": row.arch,
         "tile_m": row.constants.get("TILE_M"),
         "tile_n": row.constants.get("TILE_N"),
@@ -114,21 +125,22 @@ def _resources(row: KernelResources, max_warps: int) -> dict[str, Any]:
     }
 
 
-def _bounds(row: KernelResources) -> Iterator[dict[str, Any]]:
+def _bounds(case: Case, problem: str, arch: str) -> Iterator[dict[str, Any]]:
     for gpu in GPUS:
-        if gpu.arch != row.arch:
+        if gpu.arch != arch:
             continue
-        for work in work_of(row):
-            seconds, limit = work.bound(gpu)
-            yield {
-                "problem": work.problem,
-                "bytes_per_output": work.bytes / work.outputs,
-                "operations_per_output": work.operations / work.outputs,
-                "operations_per_byte": work.operations / work.bytes,
-                "gpu": gpu.name,
-                "bound_us": 1e6 * seconds,
-                "bound_by": limit,
-            }
+        seconds, limit = gpu.bound(
+            num_bytes=case.num_bytes, operations=case.flops, host_bytes=case.host_bytes
+        )
+        yield {
+            "problem": problem,
+            "bytes_per_output": case.num_bytes / case.outputs,
+            "operations_per_output": case.flops / case.outputs,
+            "operations_per_byte": case.flops / case.num_bytes,
+            "gpu": gpu.name,
+            "bound_us": 1e6 * seconds,
+            "bound_by": limit,
+        }
 
 
 _LIMITS = {
@@ -174,8 +186,8 @@ _GPU_LOOKS = (
 
 
 def _draw_bounds(rows: style.DataFrame) -> style.Figure:
-    """A line per kernel and problem.  Left: its intensity, beside the one from which each GPU is
-    bound by arithmetic.  Right: the bound of its time on each GPU."""
+    """A line per op. Left: its intensity, beside the one from which each GPU is bound by
+    arithmetic. Right: the bound of its time on each GPU."""
     gpus = [gpu for gpu in GPUS if gpu.name in set(rows["gpu"])]
     looks = {gpu.name: _GPU_LOOKS[GPUS.index(gpu)] for gpu in gpus}
     typical = _typical(rows)
@@ -188,22 +200,22 @@ def _draw_bounds(rows: style.DataFrame) -> style.Figure:
     for gpu, dots in typical.groupby("gpu", sort=False):
         times.plot(dots["bound_us"], dots["number"], **{**looks[gpu], "linestyle": "none"})
     times.set(xscale="log", xlabel="lower bound of the time (µs),\nby datasheet, not measured")
-    labels = [f"{line.kernel}, {line.config}\n{line.problem}" for line in lines.itertuples()]
+    labels = [f"{line.op}, {line.config}\n{line.problem}" for line in lines.itertuples()]
     style.name_rows(intensity, labels, fontsize=5.5)
     return style.shared_legend(figure, columns=len(gpus))
 
 
 def _typical(rows: style.DataFrame) -> style.DataFrame:
-    """Of each kernel the plainest configuration at head_dim 128, bf16 where it has one; with a
-    number for each kernel and problem."""
+    """The plainest configuration of each op at head_dim 128, in bf16 where it has one, and a
+    number for each op."""
     names = rows.assign(
         other_dtype=~rows["config"].str.startswith("bf16"),
         other_dim=~rows["config"].str.contains("d128"),
         length=rows["config"].str.len(),
     ).sort_values(["other_dtype", "other_dim", "length", "op"], kind="stable")
-    plainest = names.drop_duplicates("kernel")[["kernel", "op", "config"]]
-    typical = rows.merge(plainest, on=["kernel", "op", "config"])
-    return typical.assign(number=typical.groupby(["kernel", "problem"], sort=False).ngroup())
+    plainest = names.drop_duplicates("op")[["op", "config"]]
+    typical = rows.merge(plainest, on=["op", "config"]).drop_duplicates(["op", "gpu"])
+    return typical.assign(number=typical.groupby("op", sort=False).ngroup())
 
 
 def _draw_intensity(

@@ -1,4 +1,4 @@
-"""Data-centre GPUs by their makers' datasheets, to bound what a kernel could reach at best."""
+"""Data-centre GPUs by their makers' datasheets, for lower bounds of a kernel's time."""
 
 from __future__ import annotations
 
@@ -16,6 +16,18 @@ class Gpu:
     """Peak dense fp16 or bf16 rate of its matrix units, FLOP/s."""
     host_bandwidth: float = 64e9
     """Peak bandwidth of its PCIe link in one direction, bytes/s."""
+
+    def bound(
+        self, *, num_bytes: float, operations: float, host_bytes: float = 0
+    ) -> tuple[float, str]:
+        """The least time of some work in seconds, and its limit (Williams et al., 2009)."""
+        times = {
+            "memory": num_bytes / self.bandwidth,
+            "arithmetic": operations / self.half_flops,
+            "host link": host_bytes / self.host_bandwidth,
+        }
+        limit = max(times, key=times.get)
+        return times[limit], limit
 
 
 GPUS = (

@@ -74,66 +74,47 @@ def run_cell(cell: Launch) -> list[dict[str, Any]]:
 
 
 def _calls(device: torch.device) -> dict[str, partial]:
-    """A call of a public function for each configuration.
-
-    All integers are zero, which is valid everywhere: empty contexts and nothing to move.
-    """
+    """A call of a public function for each configuration, of short sequences."""
     import torch
 
     import kernels
+    from kernels.testing.cases import make_case
 
-    batch, num_q_heads, num_kv_heads, head_dim, block_size = 64, 32, 8, 128, 16
-
-    def tensor(*shape: int, dtype=torch.bfloat16, device=device, **options) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=device, **options).zero_()
-
-    in_host_memory = {"device": "cpu", "pin_memory": True} if device.type == "cuda" else {}
-    caches_shape = (2, 32, 64, block_size, num_kv_heads, head_dim)
-    caches, host_caches = tensor(*caches_shape), tensor(*caches_shape, **in_host_memory)
-    layers = [tuple(layer) for layer in caches.unbind(1)]
-    kv, kv8 = layers[0], tensor(*caches_shape[1:], dtype=torch.float8_e4m3fn).unbind(0)[:2]
-    scales = dict.fromkeys(("k_scale", "v_scale"), tensor(num_kv_heads, dtype=torch.float32))
-    q, new = tensor(batch, num_q_heads, head_dim), [tensor(batch, num_kv_heads, head_dim)] * 2
-    out, lse = tensor(*q.shape), tensor(batch, num_q_heads, dtype=torch.float32)
-    lens, starts = tensor(batch, dtype=torch.int32), tensor(batch + 1, dtype=torch.int32)
-    tables, slots = tensor(batch, 256, dtype=torch.int32), tensor(batch, dtype=torch.int64)
-    groups = (tables[:4], lens[:4], starts[:5])
-    logits = tensor(batch, 128_256)
-    pairs = tensor(8, 2, dtype=torch.int64)
-    rotary = (slots, *[tensor(4096, head_dim // 2, dtype=torch.float32)] * 2)
-    x, weight = tensor(batch, num_q_heads * head_dim), tensor(num_q_heads * head_dim)
-    gate_up = tensor(batch, 2 * 3 * num_q_heads * head_dim).chunk(2, dim=1)
-    norms = dict.fromkeys(("q_norm_weight", "k_norm_weight"), tensor(head_dim))
-    rotate_and_store = partial(kernels.rope_store_kvcache, q, *new, *kv, slots, *rotary)
-    decode = partial(kernels.paged_decode_attention, q)
-    whole, split = {"num_splits": 1, "out": out}, {"num_splits": 8, "out": out}
-    return {
-        "store": partial(kernels.store_kvcache, *new, *kv, slots),
-        "store, fp8": partial(kernels.store_kvcache, *new, *kv8, slots, **scales),
-        "rotate and store": rotate_and_store,
-        "normalise, rotate and store": partial(rotate_and_store, **norms),
-        "rotate": partial(kernels.apply_rotary_embedding, q, *rotary),
-        "slot mapping": partial(
-            kernels.slot_mapping_from_positions, slots, tables, slots, block_size
-        ),
-        "add and normalise": partial(kernels.add_rms_norm, x, tensor(*x.shape), weight),
-        "gated activation": partial(kernels.gated_activation, *gate_up, "silu"),
-        "decode": partial(decode, *kv, tables, lens, **whole),
-        "decode, fp8": partial(decode, *kv8, tables, lens, **whole, **scales),
-        "decode, 8 splits": partial(decode, *kv, tables, lens, **split),
-        "prefill": partial(
-            kernels.paged_prefill_attention, q, *kv, tables, starts, lens, max_seqlen_q=1, out=out
-        ),
-        "shared prefix": partial(
-            kernels.shared_prefix_decode_attention, q, *kv, *groups, tables, lens, **whole
-        ),
-        "merge": partial(kernels.merge_attention_states, q, lse, q, lse),
-        "copy": partial(kernels.copy_blocks, caches, pairs),
-        "copy, list of layers": partial(kernels.copy_blocks, layers, pairs),
-        "swap": partial(kernels.swap_blocks, caches, host_caches, pairs),
-        "sample": partial(kernels.sample_tokens, logits, lse[:, 0].contiguous(), slots),
-        "sample, greedy": partial(kernels.sample_tokens, logits),
+    batch = 64
+    sizes = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "num_tokens": batch}
+    sizes |= {"context_lens": (1,) * batch, "query_lens": (1,) * batch, "table_width": 256}
+    sizes |= {"group_sizes": (batch // 4,) * 4, "prefix_lens": (16,) * 4, "num_positions": 4096}
+    sizes |= {"num_pairs": 8, "num_layers": 32, "vocab_size": 128_256, "padded": False}
+    fp8 = {"kv_dtype": torch.float8_e4m3fn}
+    whole, split = ({"num_splits": n, "return_lse": False} for n in (1, 8))
+    configs = {
+        "store": ("store_kvcache", {}),
+        "store, fp8": ("store_kvcache", fp8),
+        "rotate and store": ("rope_store_kvcache", {}),
+        "normalise, rotate and store": ("rope_store_kvcache", {"features": ("norms",)}),
+        "rotate": ("apply_rotary_embedding", {}),
+        "slot mapping": ("slot_mapping_from_positions", {}),
+        "add and normalise": ("add_rms_norm", {}),
+        "gated activation": ("gated_activation", {}),
+        "decode": ("paged_decode_attention", {"options": whole}),
+        "decode, fp8": ("paged_decode_attention", {"options": whole, **fp8}),
+        "decode, 8 splits": ("paged_decode_attention", {"options": split}),
+        "prefill": ("paged_prefill_attention", {"options": whole}),
+        "shared prefix": ("shared_prefix_decode_attention", {"options": whole}),
+        "merge": ("merge_attention_states", {}),
+        "copy": ("copy_blocks", {}),
+        "copy, list of layers": ("copy_blocks", {"features": ("list",)}),
+        "swap": ("swap_blocks", {}),
+        "sample": ("sample_tokens", {}),
+        "sample, greedy": ("sample_tokens", {"features": ("greedy",)}),
     }
+    calls = {}
+    for config, (op, changes) in configs.items():
+        inputs = make_case(op, **sizes | changes, device=device).inputs
+        if "q" in inputs:
+            inputs["out"] = torch.empty_like(inputs["q"])
+        calls[config] = partial(getattr(kernels, op), **inputs)
+    return calls
 
 
 @functools.cache
@@ -162,12 +143,12 @@ def _operators_that_do_nothing() -> tuple[torch.library.Library, dict[str, Calla
 def _dispatch(call: partial) -> partial:
     """The same call on an operator that does nothing."""
     _, operators = _operators_that_do_nothing()
-    name, args = call.func.__name__, call.args
+    name, arguments = call.func.__name__, dict(call.keywords)
     if name == "copy_blocks":  # whose operator takes a flat list
-        caches = args[0]
+        caches = arguments.pop("caches")
         is_list = isinstance(caches, list)
-        args = ([plane for layer in caches for plane in layer] if is_list else [caches], *args[1:])
-    return partial(operators[name], *args, **call.keywords)
+        arguments["planes"] = [x for layer in caches for x in layer] if is_list else [caches]
+    return partial(operators[name], **arguments)
 
 
 class _KernelWithoutGpu:

@@ -67,7 +67,7 @@ class Sizes:
     """Blocks that are copied or swapped."""
     num_layers: int = 2
     num_positions: int = 500
-    """Rows of the rotary tables."""
+    """Rows of the rotary tables; at least num_tokens, as no position is used twice."""
     rotary_dim: int | None = None
     """Leading elements of a head that are rotated; head_dim if None."""
     vocab_size: int = 2600
@@ -128,12 +128,12 @@ class Sizes:
     @property
     def score_options(self) -> dict[str, Any]:
         """Options of an attention op, scales included."""
-        heads = torch.arange(1, self.num_q_heads + 1, device=self.device) / self.num_q_heads
+        heads = torch.arange(1, self.num_q_heads + 1) / self.num_q_heads
         known = {
             "window": {"window_size": 33},
             "softcap": {"softcap": 5.0},
-            "alibi": {"alibi_slopes": 2.0 ** (-8 * heads)},
-            "sinks": {"sinks": heads},
+            "alibi": {"alibi_slopes": (2.0 ** (-8 * heads)).to(self.device)},
+            "sinks": {"sinks": heads.to(self.device)},
             "split": {"num_splits": 3},
         }
         chosen = {name: x for feature in self.features for name, x in known[feature].items()}
@@ -151,8 +151,8 @@ class Sizes:
     def slots_and_caches(self, random: RandomTensors) -> tuple[torch.Tensor, torch.Tensor]:
         """Random slots for num_tokens tokens, every fifth -1 if padded, and caches of zeros."""
         num_blocks = -(-self.num_tokens // self.block_size) + self.spare_blocks
-        slots = random.permutation(num_blocks * self.block_size)[: self.num_tokens]
-        slots += self.first_block * self.block_size
+        start = self.first_block * self.block_size
+        slots = random.permutation(num_blocks * self.block_size, start)[: self.num_tokens]
         if self.padded:
             slots[::5] = -1
         shape = (2, self.first_block + num_blocks, *self.block_shape)
@@ -241,13 +241,14 @@ def _store_kvcache(s: Sizes) -> Case:
 
 def _rotary_tables(s: Sizes, random: RandomTensors) -> dict[str, torch.Tensor]:
     half = (s.rotary_dim or s.head_dim) // 2
-    positions = random.permutation(max(s.num_positions, s.num_tokens))
-    angles = torch.arange(s.num_positions)[:, None] * 10_000.0 ** -torch.linspace(0, 1, half)
-    return {
-        "positions": positions[: s.num_tokens] % s.num_positions,
-        "cos": angles.cos().to(s.device),
-        "sin": angles.sin().to(s.device),
-    }
+    positions = random.permutation(s.num_positions)[: s.num_tokens]
+    if positions.is_meta:
+        cos, sin = (random.normal(s.num_positions, half, dtype=torch.float32) for _ in range(2))
+    else:
+        frequencies = (10_000.0 ** -torch.linspace(0, 1, half)).to(s.device)
+        angles = torch.arange(s.num_positions, device=s.device)[:, None] * frequencies
+        cos, sin = angles.cos(), angles.sin()
+    return {"positions": positions, "cos": cos, "sin": sin}
 
 
 def _rotary_cost(s: Sizes, num_heads: int) -> tuple[int, int]:
@@ -280,8 +281,8 @@ def _rope_store_kvcache(s: Sizes) -> Case:
     table_bytes, flops = _rotary_cost(s, num_heads)
     norms = {}
     if "norms" in s.features:
-        weights = random.normal(2, s.head_dim, dtype=s.dtype).unbind()
-        norms = dict(zip(("q_norm_weight", "k_norm_weight"), weights, strict=True))
+        names = ("q_norm_weight", "k_norm_weight")
+        norms = {name: random.normal(s.head_dim, dtype=s.dtype) for name in names}
         flops += 4 * s.num_tokens * num_heads * s.head_dim
     inputs = {"query": query, **store.inputs, "key": key, "value": value}
     return Case(
@@ -383,7 +384,7 @@ def _sample_tokens(s: Sizes) -> Case:
 def _copy_blocks(s: Sizes) -> Case:
     random, num_blocks = s.random(), 2 * s.num_pairs + s.spare_blocks
     caches = s.random_cache(random, s.first_block + num_blocks)
-    pairs = s.first_block + random.permutation(num_blocks)[: 2 * s.num_pairs].view(-1, 2)
+    pairs = random.permutation(num_blocks, s.first_block)[: 2 * s.num_pairs].view(-1, 2)
     if "list" in s.features:
         caches = [tuple(layer) for layer in caches.unbind(1)]
     moved = s.num_pairs * s.num_layers * s.block_size
@@ -399,18 +400,22 @@ def _copy_blocks(s: Sizes) -> Case:
 
 def _swap_blocks(s: Sizes) -> Case:
     random, num_blocks = s.random(), s.num_pairs + s.spare_blocks
-    caches = s.random_cache(random, num_blocks)
-    like = caches.transpose(3, 4).contiguous().transpose(3, 4) if "hnd" in s.features else caches
-    in_host_memory = {"device": "cpu", "pin_memory": True} if caches.is_cuda else {}
-    other = torch.zeros_like(like, **in_host_memory)
-    source, target = caches, other
+    caches = s.random_cache(random, s.first_block + num_blocks)
+    on_host = {"device": "cpu", "pin_memory": True} if caches.is_cuda else {"device": s.device}
+    shape = list(caches.shape)
+    if "hnd" in s.features:
+        shape[3:5] = shape[4:2:-1]
+    other = torch.zeros(shape, dtype=caches.dtype, **on_host)
+    source, target = caches, other.transpose(3, 4) if "hnd" in s.features else other
     if "in" in s.features:
         source, target = other.copy_(caches), torch.zeros_like(caches)
-    pairs = torch.stack([random.permutation(num_blocks)[: s.num_pairs] for _ in range(2)], dim=1)
+    ids = RandomTensors("cpu", s.seed)
+    sides = [ids.permutation(num_blocks, s.first_block)[: s.num_pairs] for _ in range(2)]
+    pairs = torch.stack(sides, dim=1)
     moved = s.num_pairs * s.num_layers * s.block_size * s.token_bytes
     return Case(
         "swap_blocks",
-        {"src_cache": source, "dst_cache": target, "src_to_dst": pairs},
+        {"src_cache": source, "dst_cache": target, "src_to_dst": pairs.to(s.device)},
         num_bytes=moved,
         host_bytes=moved,
         outputs=moved // caches.itemsize,

@@ -34,9 +34,9 @@ class RandomTensors:
         numbers = torch.randn(shape, generator=self._generator, device=self._on)
         return numbers.to(self.device, dtype)
 
-    def permutation(self, n: int) -> torch.Tensor:
-        """0 to n - 1 in random order, int64."""
-        order = torch.randperm(n, generator=self._generator, device=self._on)
+    def permutation(self, n: int, start: int = 0) -> torch.Tensor:
+        """start to start + n - 1 in random order, int64."""
+        order = torch.randperm(n, generator=self._generator, device=self._on) + start
         return order.to(self.device)
 
     def integers(self, low: int, high: int, *shape: int) -> torch.Tensor:
@@ -47,6 +47,8 @@ class RandomTensors:
 
 def poison_(tensor: torch.Tensor) -> torch.Tensor:
     """Fill with NaN, +Inf and -Inf in turn along the last dimension, in place."""
+    if tensor.is_meta:
+        return tensor
     pattern = torch.tensor([math.nan, math.inf, -math.inf], device=tensor.device)
     fill = pattern[torch.arange(tensor.shape[-1], device=tensor.device) % 3]
     return tensor.copy_(fill.to(tensor.dtype).expand_as(tensor))
@@ -224,9 +226,8 @@ def random_scales(kind: str, num_kv_heads: int, device: torch.device | str) -> d
         return {}
     if kind == "number":
         return {"k_scale": 0.7, "v_scale": 1.3}
-    k_scale, v_scale = 0.25 + torch.rand(
-        2, num_kv_heads, generator=torch.Generator().manual_seed(3)
-    ).to(device)
+    numbers = 0.25 + torch.rand(2, num_kv_heads, generator=torch.Generator().manual_seed(3))
+    k_scale, v_scale = (scale.to(device) for scale in numbers)
     if kind == "tensor":
         return {"k_scale": k_scale[0], "v_scale": v_scale[:1]}
     return {"k_scale": k_scale, "v_scale": v_scale}
