@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -18,7 +20,7 @@ from cache.serving.scheduler import Scheduler
 from cache.sizing import utilization_share
 from models.attention import AttentionBackend, make_backend
 from models.config import ModelConfig
-from models.decoder import build_model
+from models.decoder import CausalLM, build_model
 from models.memory import available_host_bytes, profile_peak_bytes
 from models.parallel import TensorParallel, is_distributed, join_tensor_parallel
 from models.prompts import (
@@ -38,8 +40,7 @@ from models.workers import LeadingEngine, Workers, has_workers, start_workers
 
 HOST_KV_CACHE_BYTES = 4 << 30
 HOST_KV_CACHE_SHARE = 0.25
-"""Most host memory that the blocks of a kind take if their number is not given: these bytes, and
-this share of what is available."""
+"""Default limit of the blocks in host memory: these bytes, or this share of available memory."""
 
 _NOT_SERVED = {
     "sliding_window": "the window is that of the model, and vllm_v1 gives back what lies behind it"
@@ -67,50 +68,49 @@ class LLM:
         print(output.outputs[0].text)
 
     Several threads may generate at a time.  A step that raises (KeyboardInterrupt, out of memory
-    ...) cancels all requests and empties the cache; after that the LLM serves as before, unless
-    its tensor-parallel ranks, which then end, were started by it.
+    ...) cancels all requests and empties the cache.  The LLM then serves new requests, unless it
+    started tensor-parallel ranks, which end.
 
     Args:
         model: folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer.json), or a
             ModelConfig, which gets random weights.
-        device: "cuda" or "cpu"; a GPU if there is one.
-        dtype: of weights and KV cache: that of the checkpoint on a GPU, fp32 on a CPU.
+        device: "cuda" or "cpu"; by default a GPU if there is one.
+        dtype: dtype of weights and KV cache; by default the checkpoint's on a GPU, fp32 on a CPU.
         kv_cache_dtype: "fp8_e4m3" for a KV cache of one byte per element; None for dtype.  Needs
-            "triton" or "torch".  Keys and values are divided by the scales that a checkpoint has
-            for them (one each per layer, as for vLLM), else by 1; beyond 448 they saturate.
-        attention_backend: "triton" (the usual one on a GPU), "torch" (on a CPU), "flash_attn".
-        manager: design of the cache manager, a key of ``cache.MANAGERS``.  Of a model all layers of
-            which have a window, vllm_v1 gives back the blocks behind it, unless they may be
-            swapped out or reused in part.
-        policy: eviction policy, for designs with prefix caching.
-        block_size: tokens of a block.
-        num_blocks: blocks of the KV cache.  By default as many as fit: on a GPU into
-            gpu_memory_utilization of its memory, beside what a profiling run of the largest batch
-            took; on a CPU into a quarter of the available memory, up to 4 GiB, and no more than
-            max_num_seqs of the longest sequences need.
-        num_host_blocks: blocks of host memory for preemption="swap"; by default num_blocks, but no
-            more than fit into a quarter of the available memory, up to 4 GiB.
+            "triton" or "torch".  Keys and values are divided by the checkpoint's scales (one each
+            per layer, as in vLLM), else by 1; magnitudes beyond 448 saturate.
+        attention_backend: "triton" (default on a GPU), "torch" (default on a CPU), "flash_attn".
+        manager: cache manager, a key of ``cache.MANAGERS``.  If every layer has a window, vllm_v1
+            frees the blocks behind it, unless they may be swapped out or partly reused.
+        policy: eviction policy, for managers with prefix caching.
+        block_size: tokens per block.
+        num_blocks: blocks of the KV cache.  Default: as many as fit.  On a GPU that is
+            gpu_memory_utilization of its memory minus the peak of a profiling run; on a CPU
+            min(4 GiB, 25 % of available memory), at most max_num_seqs of the longest sequences.
+        num_host_blocks: blocks of host memory for preemption="swap".  Default: num_blocks, limited
+            to min(4 GiB, 25 % of available memory).
         max_model_len: longest sequence, prompt included; by default what model and cache allow.
-        max_num_seqs, max_num_batched_tokens: most sequences at a time, most tokens in a step.
+        max_num_seqs, max_num_batched_tokens: most sequences, and most tokens, of a step.
         enable_prefix_caching: share the K/V of equal prefixes.
-        enable_chunked_prefill: compute prompts in chunks where they exceed max_num_batched_tokens.
+        enable_chunked_prefill: compute prompts longer than max_num_batched_tokens in chunks.
         scheduling: "mixed": a step decodes and computes prompts; "prefill_first": one or the other.
-        preemption: "recompute" or "swap": what becomes of the K/V of a sequence that has to yield.
-        tensor_parallel_size: number of processes, with a GPU each, that share the model: those
-            that torchrun started, each of which makes its LLM and serves the same prompts; or
-            else child processes of this one, which are started now.
-        hash_algorithm: of the prefix cache; the manager's own by default.
-        manager_options: further options of the manager's design.
+        preemption: "recompute" or "swap": what happens to the K/V of a preempted sequence.
+        tensor_parallel_size: number of processes, with a GPU each, that share the model.  Under
+            torchrun every rank makes its own LLM and serves the same prompts; otherwise child
+            processes are started now.
+        gpu_memory_utilization: see num_blocks.
+        hash_algorithm: hash of the prefix cache; by default the manager's own.
+        manager_options: further options of the manager.
         random_weights: ignore the checkpoint's weights.
-        cuda_graphs: replay decoding from CUDA graphs; by default wherever that is possible: on a
-            GPU, with "triton", or with "flash_attn" if block_size is a multiple of 256.
-        overlap: launch a step before the tokens of the one before are read, see ``Engine.step``; by
-            default on a GPU.  The tokens are the same.
-        seed: of random weights, and of requests without a seed of their own.
+        cuda_graphs: replay decoding from CUDA graphs.  Default: where possible, on a GPU with
+            "triton", or with "flash_attn" and a block_size that is a multiple of 256.
+        overlap: launch a step before the previous step's tokens are read, see ``Engine.step``.
+            Default: on a GPU.  Tokens do not change.
+        seed: seed of random weights, and of requests without a seed of their own.
 
-    Raises ValueError, naming the argument or the file, for what does not fit together: an unknown
-    architecture, absent or mismatched weights, a cache that holds not one sequence ...;
-    FileNotFoundError for a folder that is not there; ImportError for an absent flash-attn.
+    Raises ValueError, naming the argument or the file, for options that do not fit together, an
+    unknown architecture, absent or mismatched weights, or a cache too small for one sequence;
+    FileNotFoundError for a missing folder; ImportError if flash-attn is not installed.
     """
 
     def __init__(
@@ -143,16 +143,8 @@ class LLM:
         seed: int = 0,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name != "self"}
-        for name, choices in _CHOICES.items():
-            if arguments[name] not in choices:
-                raise ValueError(f"{name}={arguments[name]!r}: choose from {', '.join(choices)}")
-        for name in _SIZES:
-            if arguments[name] is not None:
-                at_least(1, name, arguments[name])
-        utilization_share(gpu_memory_utilization)
-        if not isinstance(seed, int):
-            raise ValueError(f"seed={seed!r}: needs an int")
-        options = _manager_options(manager_options, hash_algorithm)
+        asked = SimpleNamespace(**arguments)
+        _check(asked)
         folder = None if isinstance(model, ModelConfig) else Path(model)
         self.config = config = model if folder is None else ModelConfig.from_folder(folder)
         self.device = _device(device, tensor_parallel_size)
@@ -161,76 +153,16 @@ class LLM:
         self.chat_template = load_chat_template(folder)
         backend = make_backend(attention_backend, self.device)
         kv_dtype = _kv_dtype(kv_cache_dtype, self.dtype, backend)
-        positions = config.max_position_embeddings
-        if max_model_len is not None and max_model_len > positions:
-            raise ValueError(f"max_model_len={max_model_len}: the model has {positions} positions")
-        longest = max_model_len or positions
+        use_graphs = _use_graphs(asked, backend, self.device)
+        longest = _longest_position(max_model_len, config.max_position_embeddings)
 
         workers = self._join_ranks(tensor_parallel_size, arguments)
-        self.model = build_model(
-            config,
-            backend,
-            dtype=self.dtype,
-            device=self.device,
-            max_positions=longest,
-            tp=self._tp,
-        )
-        if folder is None or random_weights:
-            randomize_weights(self.model, seed=seed, std=config.initializer_range)
-        else:
-            load_weights(self.model, folder)
-            if kv_cache_dtype is not None:
-                load_kv_scales(self.model, folder)
-
-        block_bytes = config.kv_block_bytes(
-            block_size, kv_dtype, tensor_parallel_size=tensor_parallel_size
-        )
-        if num_blocks is None:
-            batch = {"num_seqs": max_num_seqs, "max_model_len": longest, "block_size": block_size}
-            if self.device.type == "cpu":
-                num_blocks = self._num_blocks_on_cpu(block_bytes, **batch)
-            else:
-                peak = profile_peak_bytes(
-                    self.model, num_tokens=max_num_batched_tokens, kv_dtype=kv_dtype, **batch
-                )
-                num_blocks = self._num_blocks_on_gpu(block_bytes, peak, gpu_memory_utilization)
-        if preemption == "recompute":
-            num_host_blocks = 0
-        elif num_host_blocks is None:
-            num_host_blocks = min(num_blocks, max(1, self._num_blocks_in_host(block_bytes)))
-        keeps_all = preemption == "swap" or options.get("partial_block_reuse")
-        if manager == "vllm_v1" and not keeps_all:
-            options["sliding_window"] = config.sliding_window
-        if manager == "contiguous":
-            options.setdefault("final_length", _final_length)
-            longest_run = block_size << max(0, num_blocks.bit_length() - 1)
-            options.setdefault("max_model_len", max_model_len or min(longest, longest_run))
-
-        def new_scheduler() -> Scheduler:
-            return Scheduler(
-                make_manager(
-                    manager,
-                    num_blocks=num_blocks,
-                    block_size=block_size,
-                    policy=policy,
-                    enable_prefix_caching=enable_prefix_caching,
-                    **options,
-                ),
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
-                num_host_blocks=num_host_blocks,
-                chunked_prefill=enable_chunked_prefill,
-                prefill_first=scheduling == "prefill_first",
-            )
-
+        self.model = self._load_model(asked, folder, backend, longest)
+        num_blocks, num_host_blocks = self._size_cache(asked, longest, kv_dtype)
+        options = _manager_options(asked, config, num_blocks, longest)
+        new_scheduler = partial(_scheduler, asked, options, num_blocks, num_host_blocks)
         scheduler = new_scheduler()
         self.max_model_len = _fit_max_model_len(max_model_len, longest, scheduler)
-        can_capture = self.device.type == "cuda" and backend.can_capture(block_size)
-        if cuda_graphs and not can_capture:
-            raise ValueError(
-                f"cuda_graphs=True: cannot capture attention_backend={backend.name!r} with "
-                f"block_size={block_size} on {self.device}"
-            )
         use_kernels = self.device.type == "cuda" or backend.name == "triton"
         runner = ModelRunner(
             self.model,
@@ -241,7 +173,7 @@ class LLM:
             max_num_seqs=max_num_seqs,
             max_model_len=self.max_model_len,
             use_kernels=use_kernels,
-            cuda_graphs=can_capture if cuda_graphs is None else cuda_graphs,
+            cuda_graphs=use_graphs,
         )
         self.engine = Engine(
             scheduler,
@@ -257,9 +189,23 @@ class LLM:
             self.engine = LeadingEngine(self.engine, workers)
         self._streams = Streams(self.engine, new_scheduler, self.tokenizer)
 
+    def __repr__(self) -> str:
+        manager = self.manager
+        return (
+            f"LLM({self.config.architecture}, {self.dtype} on {self.device}, {manager.name}: "
+            f"{manager.num_free_blocks} of {manager.num_blocks} blocks of {manager.block_size} "
+            f"tokens free, max_model_len={self.max_model_len})"
+        )
+
+    def __reduce__(self):
+        raise TypeError(
+            "an LLM cannot be copied or pickled: it holds device memory, locks and running "
+            "requests; make one with LLM(...) in each process"
+        )
+
     @property
     def manager(self) -> CacheManager:
-        """The cache manager; another one after a step that raised."""
+        """The cache manager; a step that raises replaces it."""
         return self.engine.manager
 
     def generate(
@@ -295,9 +241,9 @@ class LLM:
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Generate the next message of one or several chats, written by the checkpoint's template.
+        """Generate the next message of one or several chats, by the checkpoint's chat template.
 
-        messages: of a chat, ``[{"role": "user", "content": "..."}, ...]``.
+        messages: a chat, ``[{"role": "user", "content": "..."}, ...]``, or several.
 
         Returns and raises as ``generate``; ValueError also for a checkpoint without a template.
         """
@@ -307,7 +253,7 @@ class LLM:
             )
         chats = [messages] if messages and isinstance(messages[0], Mapping) else messages
         texts = [self.chat_template.render(chat) for chat in chats]
-        # The template writes the special tokens itself.
+        # The template writes the special tokens.
         prompts = [self.tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
         outputs = self.generate(prompts, sampling_params)
         return [
@@ -316,12 +262,15 @@ class LLM:
         ]
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached K/V, as after a change of weights.  False, and nothing happens, while
-        a request is being served; UnsupportedByDesign for a manager that cannot."""
+        """Forget all cached K/V, as after a change of weights.
+
+        Returns False, and does nothing, while a request is being served.  Raises
+        UnsupportedByDesign if the manager cannot reset.
+        """
         return self._streams.reset_prefix_cache()
 
     def abort(self, request_id: int) -> None:
-        """Cancel a request that ``stream`` serves: its outputs, as far as they are, come next.
+        """Cancel a request that ``stream`` serves: its outputs so far come next.
 
         Raises KeyError for a request that is unknown or finished.
         """
@@ -339,7 +288,7 @@ class LLM:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def _requests(self, prompts, sampling_params) -> list[NewRequest]:
-        """Each prompt with its parameters, once all of them are known to fit."""
+        """Check all prompts and parameters; returns a request for each prompt."""
         prompts = list_prompts(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or SamplingParams()] * len(prompts)
@@ -365,7 +314,7 @@ class LLM:
         return requests
 
     def _join_ranks(self, size: int, arguments: Mapping[str, object]) -> Workers | None:
-        """Take a place among the ranks; the others, if this process starts them, as workers."""
+        """Join the ranks; returns the other ranks if this process starts them."""
         for name in ("num_q_heads", "num_kv_heads", "intermediate_size"):
             first = TensorParallel(0, size)
             first.share(getattr(self.config, name), name, repeat=name == "num_kv_heads")
@@ -375,27 +324,57 @@ class LLM:
         self._tp = join_tensor_parallel(size, self.device)
         return workers
 
-    def _num_blocks_on_gpu(self, block_bytes: int, peak_bytes: int, utilization: float) -> int:
-        fitting = num_gpu_blocks(
-            total_bytes=torch.cuda.mem_get_info(self.device)[1],
-            gpu_memory_utilization=utilization,
-            peak_bytes=peak_bytes,
-            block_bytes=block_bytes,
-        )
-        return self._tp.least(fitting, self.device)  # all ranks keep the same tables
+    def _load_model(
+        self, asked: SimpleNamespace, folder: Path | None, backend: AttentionBackend, longest: int
+    ) -> CausalLM:
+        options = {"dtype": self.dtype, "device": self.device, "tp": self._tp}
+        model = build_model(self.config, backend, max_positions=longest, **options)
+        if folder is None or asked.random_weights:
+            randomize_weights(model, seed=asked.seed, std=self.config.initializer_range)
+            return model
+        load_weights(model, folder)
+        if asked.kv_cache_dtype is not None:
+            load_kv_scales(model, folder)
+        return model
 
-    def _num_blocks_on_cpu(
-        self, block_bytes: int, *, num_seqs: int, max_model_len: int, block_size: int
-    ) -> int:
-        """What the largest batch needs, as far as it fits."""
-        fitting = self._num_blocks_in_host(block_bytes)
-        if not fitting:
-            raise ValueError(
-                f"block_size={block_size}: a block needs {block_bytes:,} bytes, more than the KV "
-                f"cache gets of {available_host_bytes():,} available ones; give num_blocks, or "
-                "choose a smaller block"
+    def _size_cache(
+        self, asked: SimpleNamespace, longest: int, kv_dtype: torch.dtype
+    ) -> tuple[int, int]:
+        """Numbers of blocks on the device and, for swapping, in host memory.  All ranks agree."""
+        num_blocks, num_host_blocks = asked.num_blocks, asked.num_host_blocks
+        block_bytes = self.config.kv_block_bytes(
+            asked.block_size, kv_dtype, tensor_parallel_size=asked.tensor_parallel_size
+        )
+        if num_blocks is None and self.device.type == "cpu":
+            num_blocks = self._num_blocks_in_host(block_bytes)
+            if not num_blocks:
+                raise ValueError(
+                    f"block_size={asked.block_size}: a block needs {block_bytes:,} bytes, more "
+                    f"than the KV cache gets of {available_host_bytes():,} available ones; give "
+                    "num_blocks, or choose a smaller block"
+                )
+            num_blocks = min(num_blocks, asked.max_num_seqs * -(-longest // asked.block_size))
+        elif num_blocks is None:
+            peak_bytes = profile_peak_bytes(
+                self.model,
+                num_tokens=asked.max_num_batched_tokens,
+                num_seqs=asked.max_num_seqs,
+                max_model_len=longest,
+                block_size=asked.block_size,
+                kv_dtype=kv_dtype,
             )
-        return min(num_seqs * -(-max_model_len // block_size), fitting)
+            fitting = num_gpu_blocks(
+                total_bytes=torch.cuda.mem_get_info(self.device)[1],
+                gpu_memory_utilization=asked.gpu_memory_utilization,
+                peak_bytes=peak_bytes,
+                block_bytes=block_bytes,
+            )
+            num_blocks = self._tp.least(fitting, self.device)
+        if asked.preemption == "recompute":
+            num_host_blocks = 0
+        elif num_host_blocks is None:
+            num_host_blocks = min(num_blocks, max(1, self._num_blocks_in_host(block_bytes)))
+        return num_blocks, num_host_blocks
 
     def _num_blocks_in_host(self, block_bytes: int) -> int:
         share = int(HOST_KV_CACHE_SHARE * available_host_bytes()) // self._tp.size
@@ -405,17 +384,75 @@ class LLM:
         return self._tp.least(fitting, self.device)
 
 
-def _manager_options(
-    options: Mapping[str, object] | None, hash_algorithm: str | None
-) -> dict[str, object]:
-    """Options of the manager's design, but for those that this engine cannot serve."""
-    options = dict(options or {})
+def _check(asked: SimpleNamespace) -> None:
+    """Raise ValueError for arguments that no model and no device would accept."""
+    for name, choices in _CHOICES.items():
+        if getattr(asked, name) not in choices:
+            raise ValueError(f"{name}={getattr(asked, name)!r}: choose from {', '.join(choices)}")
+    for name in _SIZES:
+        if getattr(asked, name) is not None:
+            at_least(1, name, getattr(asked, name))
+    utilization_share(asked.gpu_memory_utilization)
+    if not isinstance(asked.seed, int):
+        raise ValueError(f"seed={asked.seed!r}: needs an int")
     for name, reason in _NOT_SERVED.items():
-        if options.get(name):
-            raise ValueError(f"manager_options: {name}={options[name]!r}: {reason}")
-    if hash_algorithm is not None:
-        options["hash_algorithm"] = hash_algorithm
+        if (asked.manager_options or {}).get(name):
+            value = asked.manager_options[name]
+            raise ValueError(f"manager_options: {name}={value!r}: {reason}")
+
+
+def _manager_options(
+    asked: SimpleNamespace, config: ModelConfig, num_blocks: int, longest: int
+) -> dict[str, object]:
+    """Options of the manager: the caller's, and what follows from the model."""
+    options = dict(asked.manager_options or {})
+    if asked.hash_algorithm is not None:
+        options["hash_algorithm"] = asked.hash_algorithm
+    keeps_all = asked.preemption == "swap" or options.get("partial_block_reuse")
+    if asked.manager == "vllm_v1" and not keeps_all:
+        options["sliding_window"] = config.sliding_window
+    if asked.manager == "contiguous":
+        longest_run = asked.block_size << max(0, num_blocks.bit_length() - 1)
+        options.setdefault("final_length", _final_length)
+        options.setdefault("max_model_len", asked.max_model_len or min(longest, longest_run))
     return options
+
+
+def _scheduler(
+    asked: SimpleNamespace, options: dict[str, object], num_blocks: int, num_host_blocks: int
+) -> Scheduler:
+    kv_cache = make_manager(
+        asked.manager,
+        num_blocks=num_blocks,
+        block_size=asked.block_size,
+        policy=asked.policy,
+        enable_prefix_caching=asked.enable_prefix_caching,
+        **options,
+    )
+    return Scheduler(
+        kv_cache,
+        max_num_seqs=asked.max_num_seqs,
+        max_num_batched_tokens=asked.max_num_batched_tokens,
+        num_host_blocks=num_host_blocks,
+        chunked_prefill=asked.enable_chunked_prefill,
+        prefill_first=asked.scheduling == "prefill_first",
+    )
+
+
+def _use_graphs(asked: SimpleNamespace, backend: AttentionBackend, device: torch.device) -> bool:
+    can_capture = device.type == "cuda" and backend.can_capture(asked.block_size)
+    if asked.cuda_graphs and not can_capture:
+        raise ValueError(
+            f"cuda_graphs=True: cannot capture attention_backend={backend.name!r} with "
+            f"block_size={asked.block_size} on {device}"
+        )
+    return can_capture if asked.cuda_graphs is None else asked.cuda_graphs
+
+
+def _longest_position(max_model_len: int | None, positions: int) -> int:
+    if max_model_len is not None and max_model_len > positions:
+        raise ValueError(f"max_model_len={max_model_len}: the model has {positions} positions")
+    return max_model_len or positions
 
 
 def _fit_max_model_len(asked: int | None, longest: int, scheduler: Scheduler) -> int:
@@ -433,7 +470,7 @@ def _fit_max_model_len(asked: int | None, longest: int, scheduler: Scheduler) ->
 
 
 def _device(device: str | torch.device | None, tensor_parallel_size: int) -> torch.device:
-    """The device asked for; each of several ranks on a machine has a GPU of its own."""
+    """The device to use; each rank on a machine has its own GPU."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if str(device).partition(":")[0] not in ("cpu", "cuda"):
@@ -476,5 +513,5 @@ def _kv_dtype(
 
 
 def _final_length(seq) -> int:
-    """Tokens that a sequence has in the end, if it does not stop early: what an oracle knows."""
+    """Length of a sequence that does not stop early: the reservation of an oracle."""
     return getattr(seq, "max_num_tokens", seq.num_tokens)

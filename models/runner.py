@@ -36,17 +36,17 @@ class ModelRunner:
     """A model and its KV cache.
 
     Args:
-        model: with its weights.
-        num_blocks, block_size: of the KV cache, which lies beside the model and starts as zeros.
-        kv_dtype: of the KV cache; the model's if None.
-        num_host_blocks: of the host's part of the cache, pinned if the model is on a GPU.
-        max_num_seqs, max_model_len: bounds of the batches to come.
-        use_kernels: move blocks by the Triton kernels; else by their plain PyTorch references.
+        model: a model with its weights.
+        num_blocks, block_size: shape of the KV cache, zeros on the model's device.
+        kv_dtype: dtype of the KV cache; the model's if None.
+        num_host_blocks: blocks of the host cache, pinned if the model is on a GPU.
+        max_num_seqs, max_model_len: limits of a batch.
+        use_kernels: move blocks by the Triton kernels, else by their PyTorch references.
         cuda_graphs: replay decoding from CUDA graphs, captured now.
 
     Attributes:
         kv_cache: (2, num_layers, num_blocks, block_size, num_kv_heads_per_rank, head_dim).
-        host_cache: the same with num_host_blocks, in host memory; None without any.
+        host_cache: the same shape with num_host_blocks, in host memory; None without host blocks.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, step: Step, manager: CacheManager) -> torch.Tensor:
-        """As ``cache.serving.engine.Runner``; returns (num_rows, vocab_size)."""
+        """Implements ``cache.serving.engine.Runner``; returns (num_rows, vocab_size)."""
         self._move_blocks(step)
         if not step.sequences:
             weight = self.model.model.embed_tokens.weight
@@ -102,91 +102,75 @@ class ModelRunner:
     def prepare(
         self, step: Step, manager: CacheManager
     ) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata, torch.Tensor]:
-        """Inputs of the model for the tokens of a step, and the rows that logits are wanted of.
+        """Inputs of the model for the tokens of a step, and the rows whose logits are needed.
 
-        Returns token_ids and positions, (num_tokens,) int64 each, the metadata, and the rows,
-        (number of sequences whose last token is among them,) int64.
+        Returns token_ids and positions, (num_tokens,) int64 each, the metadata, and the last row of
+        each sequence all whose tokens are computed, (num_complete,) int64, in the step's order.
         """
-        sequences, counts = step.sequences, np.array(step.counts)
-        num_single, is_mixed, order = len(counts), False, slice(None)
-        if max(step.counts) > 1:
-            kinds = kinds_of_launch(counts)
-            num_single, is_mixed = int((kinds == 0).sum()), kinds.min() < kinds.max()
-        if is_mixed:
-            order = np.argsort(kinds, kind="stable")  # single tokens first
-            sequences, counts = [sequences[i] for i in order], counts[order]
-        ends = np.array([seq.num_computed_tokens for seq in sequences])
-        tables = [
-            kept[1] if (kept := seq.block_row)[0] == seq.table_version else block_row(seq, manager)
-            for seq in sequences
-        ]
-        groups = self._prefix_groups(tables[:num_single], ends, len(counts))
-        if groups:  # side by side
-            rows, groups = group_rows(groups, num_single)
-            rows += range(num_single, len(counts))
-            sequences, tables = ([values[i] for i in rows] for values in (sequences, tables))
-            ends, order = ends[rows], np.arange(len(counts))[order][rows]
+        counts = np.array(step.counts)
+        ends = np.array([seq.num_computed_tokens for seq in step.sequences])
+        tables = [block_row(seq, manager) for seq in step.sequences]
+        order, groups = self._batch_order(counts, ends, tables)
+        counts, ends = counts[order], ends[order]
+        token_ids, unread = _token_ids([step.sequences[i] for i in order], counts, ends)
         block_tables = np.zeros((len(tables), max(map(len, tables))), dtype=np.int32)
-        tokens = array("I")
-        unknown: list[tuple[int, int]] = []  # places of tokens, and where they were drawn
-        each = zip(sequences, tables, counts.tolist(), ends.tolist(), block_tables, strict=True)
-        for seq, table, count, end, row in each:
-            row[: len(table)] = table
-            if count == 1:
-                tokens.append(seq.token_ids[end - 1])
-            else:
-                tokens += seq.token_ids[end - count : end]
-            if seq.drawn_row is not None:
-                unknown.append((len(tokens) - 1, seq.drawn_row))
+        for row, i in enumerate(order):
+            block_tables[row, : len(tables[i])] = tables[i]
 
-        if num_single == len(counts):  # the usual case, for less
-            cu_seqlens, positions = np.arange(len(counts) + 1), ends - 1
-            rows = cu_seqlens[:-1]
-        else:
-            cu_seqlens = np.concatenate(([0], counts.cumsum()))
-            rows = np.repeat(np.arange(len(counts)), counts)
-            positions = np.arange(len(tokens)) + (ends - counts - cu_seqlens[:-1])[rows]
+        cu_seqlens = np.concatenate(([0], counts.cumsum()))
+        rows = np.repeat(np.arange(len(counts)), counts)
+        positions = np.arange(len(token_ids)) + (ends - counts - cu_seqlens[:-1])[rows]
         columns, offsets = np.divmod(positions, self.block_size)
         slots = block_tables[rows, columns].astype(np.int64) * self.block_size + offsets
-        logit_rows = cu_seqlens[1:] - 1
-        if is_mixed or groups:
-            logit_rows[order] = logit_rows.copy()
+        last_rows = np.empty_like(counts)
+        last_rows[order] = cu_seqlens[1:] - 1
         complete = [seq.num_computed_tokens == len(seq.token_ids) for seq in step.sequences]
+
         arrays = {
-            "token_ids": np.frombuffer(tokens, dtype=np.uint32).astype(np.int64),
+            "token_ids": token_ids,
             "positions": positions,
-            "logit_rows": logit_rows if all(complete) else logit_rows[complete],
+            "logit_rows": last_rows[complete],
             "slot_mapping": slots,
             "block_tables": block_tables,
             "cu_seqlens_q": cu_seqlens.astype(np.int32),
             "context_lens": ends.astype(np.int32),
         }
-        if unknown:
-            arrays["unknown"] = np.array(unknown).T
+        if unread:
+            arrays["unread"] = np.array(unread).T
         if groups:
-            split = split_tables(
-                groups, block_tables[:num_single], ends[:num_single], self.block_size
-            )
+            grouped = slice(sum(len(rows) for rows, _ in groups))
+            split = split_tables(groups, block_tables[grouped], ends[grouped], self.block_size)
             arrays |= split._asdict()
         given = dict(zip(arrays, self._upload(*arrays.values()), strict=True))
         token_ids, positions, logit_rows = map(given.pop, ("token_ids", "positions", "logit_rows"))
-        if unknown:
-            places, drawn_rows = given.pop("unknown")
-            # -1 of a row that is not finite, which is told when it is read, would be no token.
+        if unread:
+            places, drawn_rows = given.pop("unread")
+            # A row that is not finite has -1, no valid token id; reading the tokens raises for it.
             token_ids[places] = step.drawn.tokens[drawn_rows].clamp(min=0)
         shared = SharedPrefixes(*map(given.pop, SharedPrefixes._fields)) if groups else None
-        metadata = AttentionMetadata(
-            **given,
-            max_seqlen_q=int(counts.max()),
-            max_context_len=int(ends.max()),
-            shared=shared,
-        )
-        if is_mixed:
-            metadata = in_parts(metadata, counts)
-        return token_ids, positions, metadata, logit_rows
+        lengths = {"max_seqlen_q": int(counts.max()), "max_context_len": int(ends.max())}
+        metadata = AttentionMetadata(**given, **lengths, shared=shared)
+        return token_ids, positions, in_parts(metadata, counts), logit_rows
+
+    def _batch_order(
+        self, counts: np.ndarray, ends: np.ndarray, tables: list[np.ndarray]
+    ) -> tuple[np.ndarray, list[Group]]:
+        """Sequences by the kind of their launch, those that share a prefix side by side.
+
+        Returns the permutation of the step's sequences, and the groups in the new order.
+        """
+        kinds = kinds_of_launch(counts)
+        order = np.argsort(kinds, kind="stable")
+        num_single = int((kinds == 0).sum())
+        single = order[:num_single]
+        groups = self._prefix_groups([tables[i] for i in single], ends[single], len(counts))
+        if groups:
+            rows, groups = group_rows(groups, num_single)
+            order[:num_single] = single[rows]
+        return order, groups
 
     def _prefix_groups(self, tables, ends: np.ndarray, num_seqs: int) -> list[Group]:
-        """Groups of the sequences with ``tables`` that share prefixes, if that pays."""
+        """Groups of sequences that share prefixes; none if separate launches do not pay."""
         if not self._has_cascade or len(tables) < 2:
             return []
         groups = prefix_groups(tables, ends, self.block_size)
@@ -212,8 +196,8 @@ class ModelRunner:
 def make_kv_cache(
     model: CausalLM, num_blocks: int, block_size: int, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Zeros, (2, num_layers, num_blocks, block_size, num_kv_heads_per_rank, head_dim), beside the
-    model, in its dtype or the one given."""
+    """Zeros, (2, num_layers, num_blocks, block_size, num_kv_heads_per_rank, head_dim), on the
+    model's device.  dtype: the model's if None."""
     weight = model.model.embed_tokens.weight
     shape = kv_cache_shape(
         num_blocks=num_blocks,
@@ -228,7 +212,7 @@ def make_kv_cache(
 def _zeros(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, pinned: bool = False
 ) -> torch.Tensor:
-    """As torch.zeros; but pageable host memory is taken page by page, as it is used."""
+    """torch.zeros, except that pageable host memory is committed page by page, on first use."""
     if device.type != "cpu" or pinned:
         return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned)
     content = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
@@ -236,18 +220,19 @@ def _zeros(
 
 
 def kinds_of_launch(counts: np.ndarray) -> np.ndarray:
-    """0, 1 or 2 for each sequence with so many queries: one, few or many.
+    """0, 1 or 2 for each sequence: one, few or many queries.
 
-    Each kind is launched by itself, so that how the keys of a sequence are divided follows from the
-    sequence alone; see ``num_splits`` of ``paged_prefill_attention``.
+    Each kind has its own launch, so a sequence's key splits do not depend on its batch; see
+    ``num_splits`` of ``paged_prefill_attention``.
     """
     return (counts > 1).astype(int) + (counts > FEW_QUERIES)
 
 
 def in_parts(metadata: AttentionMetadata, counts: np.ndarray) -> AttentionMetadata:
-    """A batch whose sequences, with ``counts`` queries each, are in the order of their kinds, with
-    the kinds told apart."""
+    """Split a batch in the order of its kinds, with ``counts`` queries per sequence, by kind."""
     borders = np.flatnonzero(np.diff(kinds_of_launch(counts), prepend=-1, append=3)).tolist()
+    if len(borders) == 2:
+        return metadata
     parts = []
     for start, end in itertools.pairwise(borders):
         some = slice(start, end)
@@ -268,17 +253,34 @@ def in_parts(metadata: AttentionMetadata, counts: np.ndarray) -> AttentionMetada
 
 
 def block_row(seq: ScheduledSequence, manager: CacheManager) -> np.ndarray:
-    """Block table of a sequence, int32, which is kept until it may have changed."""
-    row = np.array(manager.block_table(seq), dtype=np.int32)
-    seq.block_row = seq.table_version, row
+    """Block table of a sequence, int32; kept until the table changes."""
+    version, row = seq.block_row
+    if version != seq.table_version:
+        row = np.array(manager.block_table(seq), dtype=np.int32)
+        seq.block_row = seq.table_version, row
     return row
 
 
-def independent(pairs: Copies) -> Iterable[Copies]:
-    """Split copies, to be done in order, into batches each of which may be done in any order.
+def _token_ids(
+    sequences: list[ScheduledSequence], counts: np.ndarray, ends: np.ndarray
+) -> tuple[np.ndarray, list[tuple[int, int]]]:
+    """The last ``counts`` of the first ``ends`` tokens of each sequence, int64.
 
-    A batch ends before a pair that reads or overwrites a destination of it, or overwrites a source
-    of it.
+    Also returns (position, sampled row) of each token that is sampled but not yet read.
+    """
+    tokens, unread = array("I"), []
+    for seq, count, end in zip(sequences, counts.tolist(), ends.tolist(), strict=True):
+        tokens += seq.token_ids[end - count : end]
+        if seq.drawn_row is not None:
+            unread.append((len(tokens) - 1, seq.drawn_row))
+    return np.frombuffer(tokens, dtype=np.uint32).astype(np.int64), unread
+
+
+def independent(pairs: Copies) -> Iterable[Copies]:
+    """Split ordered copies into batches whose copies may run in any order.
+
+    A batch ends before a pair that reads or writes one of its destinations, or writes one of its
+    sources.
     """
     batch: Copies = []
     sources: set[int] = set()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import math
+import pickle
 import shutil
 import types
 
@@ -488,3 +490,12 @@ def test_contiguous_reserves_for_the_longest_sequence(
     llm = make_llm(manager="contiguous", **sizes)
     llm.manager.allocate(Sequence("any", [1, 2, 3]))
     assert llm.manager.num_blocks - llm.manager.num_free_blocks == reserved
+
+
+def test_an_llm_has_a_repr_and_refuses_to_be_copied(make_llm):
+    llm = make_llm("qwen3", num_blocks=9)
+    text = "LLM(Qwen3ForCausalLM, torch.float32 on cpu, vllm_v1: 9 of 9 blocks of 16 tokens free, "
+    assert repr(llm) == text + "max_model_len=144)"
+    for copy_of in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="an LLM cannot be copied or pickled"):
+            copy_of(llm)
