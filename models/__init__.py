@@ -1,14 +1,15 @@
 """Decoders of several families on the paged KV cache, and the engine that serves them.
 
-config, weights    what a Hugging Face folder holds
-decoder, layers    the model; parallel: what each rank of it holds
-attention          storing and attending, by the Triton kernels, PyTorch or flash-attn
-runner             a step's inputs, block moves and logits; cuda_graphs: decoding replayed
-sampler            next tokens from logits; uploads: what both send to the device
-memory             how much the largest batch takes
-llm                these and the engine of ``cache.serving`` behind ``LLM(...).generate``
-workers            its tensor-parallel ranks
-prompts, streams   texts and token ids in, events of each caller's requests out
+config, weights    read a Hugging Face folder
+decoder, layers    the model; parallel: the part of each rank; products: linear layers on a CPU
+attention          stores K/V and attends, with the Triton kernels, PyTorch or flash-attn
+runner             inputs, block moves and logits of a step; cascade: shared prefixes
+cuda_graphs        decoding replayed from CUDA graphs
+sampler, uploads   next tokens from logits; host-to-device copies
+memory             memory of the largest batch
+llm                ``LLM(...).generate``: all of these and the engine of ``cache.serving``
+workers            tensor-parallel ranks as child processes
+prompts, streams   texts and token ids in; events of each caller's requests out
 generate           the command line
 """
 

@@ -1,8 +1,8 @@
-"""Layers of a decoder, each knowing which tensors of a checkpoint fill its parameters.
+"""Layers of a decoder, each with the checkpoint tensors that fill its parameters.
 
-Layers are named as in Hugging Face checkpoints; those that fuse several tensors of a checkpoint
-into one matrix list their parts.  ``checkpoint_tensors`` says where each tensor goes, and which
-part of it this rank holds: loading, random initialisation and sharding all follow from that.
+Layers have the names of Hugging Face checkpoints.  A layer that fuses several checkpoint tensors
+into one matrix lists its parts.  ``checkpoint_tensors`` maps each tensor to the part that this rank
+holds; loading, random initialisation and sharding all use this mapping.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import nn
 
 from models.config import ModelConfig, RopeScaling
 from models.parallel import TensorParallel
+from models.products import linear, linear_parts
 
 
 @dataclass(frozen=True)
@@ -26,9 +27,9 @@ class CheckpointTensor:
     """Destination of one tensor of a checkpoint.
 
     target: view of this rank's parameter that receives ``tensor[index]``.
-    shape: of the whole tensor in the checkpoint.
-    index: slices that cut this rank's part out of it.
-    init: how it begins without a checkpoint: "normal" (matrices), "ones" (norms), "zeros" (biases).
+    shape: shape of the whole tensor in the checkpoint.
+    index: this rank's slices of the tensor.
+    init: values without a checkpoint: "normal" (matrices), "ones" (norms), "zeros" (biases).
     """
 
     target: torch.Tensor
@@ -48,7 +49,7 @@ def _as_slice(part: range) -> slice:
 class RMSNorm(nn.Module):
     """x / rms(x) * (offset + weight) over the last dimension (Zhang and Sennrich, 2019).
 
-    ops: ``kernels`` or ``kernels.reference``, which compute it.
+    ops: ``kernels`` or ``kernels.reference``.
     """
 
     def __init__(self, size: int, eps: float, ops: ModuleType, offset: float = 0.0) -> None:
@@ -66,36 +67,6 @@ class RMSNorm(nn.Module):
         yield f"{name}.weight", CheckpointTensor(self.weight, shape, (slice(None),), init)
 
 
-FEW_ROWS, LARGE_WEIGHT = 256, 2**17
-"""Rows of an input up to which, and weights from which on, a product is cut by `linear`."""
-
-
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """F.linear, (rows, in) to (rows, out); few rows in fp32 on a CPU with a slice of ``weight`` for
-    each thread.
-
-    MKL divides such products badly among threads: for one row and two threads it reads the weights
-    at a third of the memory's bandwidth, as two products side by side at up to two thirds; of up to
-    256 rows they take a tenth less time, of more they take none less (MKL 2024.2, AMD EPYC;
-    `experiments/transformers_speed.py` shows what it is worth).
-    """
-    threads = torch.get_num_threads()
-    if not _pays_to_cut(x, weight) or len(weight) % threads:
-        return F.linear(x, weight, bias)
-    out = _cut_linear(x, weight, threads).transpose(0, 1).reshape(len(x), len(weight))
-    return out if bias is None else out.add_(bias)
-
-
-def _pays_to_cut(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    few = len(x) <= FEW_ROWS and weight.numel() >= LARGE_WEIGHT
-    return few and x.device.type == "cpu" and x.dtype == torch.float32
-
-
-def _cut_linear(x: torch.Tensor, weight: torch.Tensor, slices: int) -> torch.Tensor:
-    """(slices, rows, outputs of each)."""
-    return torch.bmm(x.expand(slices, -1, -1), weight.view(slices, -1, weight.shape[1]).mT)
-
-
 def _linear_tensors(
     name: str,
     weight: torch.Tensor,
@@ -103,17 +74,17 @@ def _linear_tensors(
     shape: tuple[int, int],
     index: tuple[slice, slice],
 ) -> Iterator[tuple[str, CheckpointTensor]]:
-    """``weight`` as the part at ``index`` of a matrix (out, in) of a checkpoint, and its bias."""
+    """A weight and its bias as the part at ``index`` of a checkpoint matrix (out, in)."""
     yield f"{name}.weight", CheckpointTensor(weight, shape, index, "normal")
     if bias is not None:
         yield f"{name}.bias", CheckpointTensor(bias, shape[:1], index[:1], "zeros")
 
 
 class ColumnParallelLinear(nn.Module):
-    """Linear layers of the same input fused into one, split among the ranks by output.
+    """Linear layers with the same input fused into one, split among the ranks by output.
 
-    parts: for each fused layer its name in the checkpoint, its number of outputs and the range of
-        them that this rank holds.  There is an output for each, (..., length of the range).
+    parts: for each fused layer its name in the checkpoint, its number of outputs, and the range of
+        outputs that this rank holds.  ``forward`` returns (..., length of the range) for each.
     """
 
     def __init__(
@@ -126,15 +97,7 @@ class ColumnParallelLinear(nn.Module):
         self.bias = _parameter(sum(self.local_sizes)) if bias else None
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        if x.device.type == "cpu":
-            # One product is no faster there, and rows with gaps slow down what comes next.
-            sizes = self.local_sizes
-            one_each = len(sizes) == torch.get_num_threads() and len(set(sizes)) == 1
-            if one_each and self.bias is None and _pays_to_cut(x, self.weight):
-                return _cut_linear(x, self.weight, len(sizes)).unbind()
-            biases = [None] * len(sizes) if self.bias is None else self.bias.split(sizes)
-            return tuple(map(linear, [x] * len(sizes), self.weight.split(sizes), biases))
-        return F.linear(x, self.weight, self.bias).split(self.local_sizes, dim=-1)
+        return linear_parts(x, self.weight, self.bias, self.local_sizes)
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, CheckpointTensor]]:
         prefix, in_features = name.rpartition(".")[0], self.weight.shape[1]
@@ -210,7 +173,7 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
         return frequencies
     if scaling.rope_type == "linear":
         return frequencies / scaling.factor
-    # How often a pair turns in the old context says how much of its frequency is kept.
+    # The kept share of a frequency depends on the turns of its pair in the original context.
     turns = scaling.original_max_position_embeddings * frequencies / (2 * torch.pi)
     if scaling.rope_type == "llama3":
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
@@ -222,7 +185,7 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
 
 
 def _yarn_share(num_pairs: int, theta: float, scaling: RopeScaling) -> torch.Tensor:
-    """How much of each pair's frequency is kept: falls linearly with the index of the pair."""
+    """Kept share of each pair's frequency; falls linearly with the index of the pair."""
 
     def pair_that_turns(times: float) -> float:
         base = scaling.original_max_position_embeddings / (2 * math.pi * times)
@@ -238,7 +201,7 @@ def _yarn_share(num_pairs: int, theta: float, scaling: RopeScaling) -> torch.Ten
 
 @dataclass(frozen=True)
 class Rotation:
-    """How far the tokens of a batch are rotated; one for all layers."""
+    """Angles by which the tokens of a batch are rotated; the same in all layers."""
 
     positions: torch.Tensor
     """(num_tokens,) int64, rows of the tables."""
@@ -252,13 +215,13 @@ class Rotation:
         return self.cos[self.positions].unsqueeze(1), self.sin[self.positions].unsqueeze(1)
 
 
-_MAX_POSITIONS = 2**24  # as far as fp32 has every integer
+_MAX_POSITIONS = 2**24  # fp32 has every integer up to here
 
 
 class RotaryEmbedding(nn.Module):
     """Rotary position embedding (Su et al., 2021), pairing dimension i with i + head_dim / 2.
 
-    Raises ValueError for more positions than fp32 can tell apart.
+    Raises ValueError for more positions than fp32 can represent exactly.
     """
 
     def __init__(self, config: ModelConfig, max_positions: int) -> None:
