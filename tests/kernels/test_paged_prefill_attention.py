@@ -122,7 +122,7 @@ def test_batch_invariance(kv_dtype, num_splits, device):
 
 @given(
     own=st.tuples(st.integers(1, 20), st.integers(0, 160)),
-    neighbours=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 80)), max_size=2),
+    neighbours=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 160)), max_size=2),
     place=st.integers(0, 2),
     spare_blocks=st.integers(0, 20),
     causal=st.booleans(),
