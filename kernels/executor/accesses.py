@@ -54,11 +54,14 @@ def _ld(translation: Translation) -> Step:
     address, dtype = translation.address(source), DTYPES[PACKED.get(kind, kind)]
     writes = [translation.write(one, kind) for one in targets]
     size = np.dtype(dtype).itemsize * len(targets)
-    translation.accesses(space, size)
+    if space == "shared":
+        translation.accesses_shared(size)
+
+    constant = {"constant": True} if "nc" in translation.parts else {}
 
     def load(batch, mask):
         memory = batch.memory if space == "global" else batch.shared
-        values = memory.load(batch, address(batch), mask, size).view(dtype)
+        values = memory.load(batch, address(batch), mask, size, **constant).view(dtype)
         for number, write in enumerate(writes):
             write(batch, mask, np.ascontiguousarray(values[:, number]))
 
@@ -89,7 +92,8 @@ def _st(translation: Translation) -> Step:
     address = translation.address(target)
     dtype = DTYPES[PACKED.get(kind, kind)]
     reads = [translation.read(one, kind) for one in sources]
-    translation.accesses(space, np.dtype(dtype).itemsize * len(sources))
+    if space == "shared":
+        translation.accesses_shared(np.dtype(dtype).itemsize * len(sources))
 
     def store(batch, mask):
         values = np.empty((batch.num_threads, len(reads)), dtype)
@@ -116,22 +120,24 @@ def _cp(translation: Translation) -> Step:
     target, source, size, *rest = translation.operands
     to, origin, size = translation.address(target), translation.address(source), int(size, 0)
     read_size = translation.read(rest[0], "u32") if rest else None
-    translation.accesses("shared", size)
-    translation.accesses("global", size)
+    translation.accesses_shared(size)
 
     def copy(batch, mask):
         """Of `size` bytes the first read_size are read, the others are zeros."""
-        active, sizes = batch.every(mask), None
+        active, sizes = batch.every(mask), np.array([size], np.int64)
         reading = active
         if read_size is not None:
-            sizes = batch.full(read_size(batch))
+            sizes = batch.full(read_size(batch)).astype(np.int64)
             if (active & (sizes > size)).any():
                 thread = int(np.flatnonzero(active & (sizes > size))[0])
                 detail = f"a src-size of {sizes[thread]} with a cp-size of {size}"
                 raise batch.fault(FaultKind.UNDEFINED, detail, thread)
             reading = active & (sizes > 0)
-        data = batch.memory.load(batch, origin(batch), reading, size, sizes, alignment=size)
-        batch.copies.issue(to(batch), active, data)
+        source = origin(batch)
+        data = batch.memory.load(
+            batch, source, reading, size, sizes=sizes, alignment=size, copies=True
+        )
+        batch.copies.issue(to(batch), active, data, (source, reading, sizes))
 
     return copy
 

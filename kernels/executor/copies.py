@@ -18,6 +18,7 @@ class _Copies:
 
     addresses: np.ndarray
     data: np.ndarray
+    source: tuple[np.ndarray, np.ndarray, np.ndarray]  # addresses, threads that read, sizes
     pending: np.ndarray  # threads whose copy has not arrived
     group: np.ndarray  # of each thread: the number of groups that it had committed before
 
@@ -33,10 +34,11 @@ class CopyQueue:
         self.most_in_flight = np.zeros(batch.num_programs, np.int64)
         """Most bytes of each program that were pending at a time."""
 
-    def issue(self, addresses: np.ndarray, mask: np.ndarray, data: np.ndarray) -> None:
-        """The masked threads copy the bytes data[thread] to their addresses."""
+    def issue(self, addresses: np.ndarray, mask: np.ndarray, data: np.ndarray, source) -> None:
+        """The masked threads copy the bytes data[thread] to their addresses. source: addresses,
+        threads that read and sizes, as `GlobalMemory.load` got them."""
         self._batch.shared.issue_copies(self._batch, addresses, mask, data.shape[1])
-        self._queue.append(_Copies(addresses, data, mask.copy(), self._committed.copy()))
+        self._queue.append(_Copies(addresses, data, source, mask.copy(), self._committed.copy()))
         self._in_flight += self._num_bytes(data, mask)
         np.maximum(self.most_in_flight, self._in_flight, out=self.most_in_flight)
 
@@ -51,6 +53,9 @@ class CopyQueue:
             arriving = copies.pending & mask & (copies.group < self._committed - most_pending)
             if arriving.any():
                 self._batch.shared.land_copies(copies.addresses, arriving, copies.data)
+                origin, reading, sizes = copies.source
+                size = copies.data.shape[1]
+                self._batch.launch.memory.end_copies(origin, arriving & reading, sizes, size)
                 copies.pending = copies.pending & ~arriving
                 self._in_flight -= self._num_bytes(copies.data, arriving)
             if copies.pending.any():

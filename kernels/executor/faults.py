@@ -13,7 +13,7 @@ class FaultKind(enum.Enum):
     UNWRITTEN = "read of memory that nothing wrote"
     SHARED_RACE = "race in shared memory"
     TENSOR_RACE = "race in tensor memory"
-    GLOBAL_RACE = "race between programs"
+    GLOBAL_RACE = "race in global memory"
     LAUNCH_RACE = "race with the launch before"
     COPY_IN_FLIGHT = "asynchronous copy in flight"
     MATRIX_IN_FLIGHT = "asynchronous matrix product in flight"

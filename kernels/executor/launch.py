@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import math
 import struct
 import time
 import types
@@ -92,7 +93,7 @@ class _Session:
             if kind.startswith("*") and value is not None
         ]
         tables = self.addresses.named_in([value for _, kind, value in arguments if kind == "*i64"])
-        memory = GlobalMemory(tensors, tables)
+        memory = GlobalMemory(tensors, tables, math.prod(grid))
         launch = Launch(
             kernel,
             grid,
@@ -164,7 +165,8 @@ def run_ptx(
             window_of(name, value, fresh.unwritten(value) if fresh else 0)
             for name, kind, value in named
             if kind.startswith("*")
-        ]
+        ],
+        num_programs=math.prod(grid),
     )
     packed = _pack(kernel, named, iter(memory.pointers))
     launch = Launch(kernel, grid, num_warps, shared_bytes, memory, packed, seed, True, dependent)

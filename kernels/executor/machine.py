@@ -142,7 +142,7 @@ class Batch:
             self.num_programs,
             launch.shared_bytes,
             self.threads_per_program,
-            launch.kernel.program.smallest_access["shared"],
+            launch.kernel.program.shared_unit,
         )
         self.copies = CopyQueue(self)
         self.products = MatrixQueue(self)

@@ -69,7 +69,7 @@ def _mbarrier(translation: Translation) -> Step:
     }
     if opcode not in forms:
         raise Unsupported("this form of mbarrier is not known")
-    translation.accesses("shared", _BYTES)
+    translation.accesses_shared(_BYTES)
     return forms[opcode](translation)
 
 

@@ -79,10 +79,9 @@ class Translation:
             raise Unsupported(f"expected one of {', '.join(choices)}")
         return found[0] if found else default
 
-    def accesses(self, space: str, size: int) -> None:
-        """State that the instruction accesses `size` bytes of shared or global memory."""
-        smallest = self.program.smallest_access
-        smallest[space] = min(smallest[space], size)
+    def accesses_shared(self, size: int) -> None:
+        """State that the instruction accesses `size` bytes of shared memory."""
+        self.program.shared_unit = min(self.program.shared_unit, size)
 
     def read(self, operand: Operand, kind: str) -> Read:
         """How to get an operand as an array of the dtype of `kind`."""

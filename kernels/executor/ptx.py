@@ -68,8 +68,8 @@ class Program:
     """Width in bits of each register, 1 for predicates."""
     shared_symbols: frozenset[str] = frozenset()
     """Names of dynamic shared memory, all of which begin at 0."""
-    smallest_access: dict[str, int] = field(default_factory=lambda: {"shared": 16, "global": 16})
-    """Bytes, by state space; entered when instructions are translated."""
+    shared_unit: int = 16
+    """Bytes of the smallest access to shared memory, known when instructions are translated."""
 
 
 _TOKEN = re.compile(

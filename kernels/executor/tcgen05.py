@@ -46,7 +46,7 @@ def _alloc(translation: Translation) -> Step:
     if count not in (32, 64, 128, 256, 512):
         raise Unsupported(f"{count} columns")
 
-    translation.accesses("shared", 4)
+    translation.accesses_shared(4)
 
     def alloc(batch, mask):
         first_lanes = _first_lanes(batch, mask)
