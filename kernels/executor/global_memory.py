@@ -13,7 +13,9 @@ model (PTX ISA, chapter 8) these are races:
 - two programs access a unit and one of them writes it, unless both accesses are atomic, or the
   first program has since executed an atomic instruction with release semantics and the second one
   with acquire semantics. To which address is not checked: a wrong lock is not noticed.
-- two warps of a program do so without a barrier between them, unless both store the same value;
+- two warps of a program do so without a barrier between them. Threads that hold the same part of
+  a result are allowed what Triton makes them do: to store the same value, and to load by one
+  instruction what one of them then overwrites;
 - memory that the launch writes is read by ld.global.nc;
 - the source of a cp.async is written before the copy has been waited for.
 """
@@ -95,8 +97,9 @@ _RECORD = np.dtype(
         ("read_epoch", np.int32),
         ("write_time", np.int32),  # number of ordering atomic instructions before
         ("read_time", np.int32),
+        ("read_warps", np.uint32),  # bits of the warps that read in that epoch
+        ("read_by", np.int32),  # instruction, -1: several
         ("write_warp", np.int16),
-        ("read_warp", np.int16),  # -1: several warps
         ("copies", np.int16),  # cp.async in flight that read it
         ("constant", np.bool_),  # read by ld.global.nc
         ("atomic", np.bool_),  # the last write was atomic
@@ -148,6 +151,7 @@ class _Threads(NamedTuple):
     programs: np.ndarray  # number in the grid, of each thread
     epochs: np.ndarray  # of each program of the batch
     per_program: int
+    at: int  # the instruction
 
 
 _OUTSIDE, _HOLE, _MISALIGNED, _UNWRITTEN, _CONSTANT, _COPYING = range(1, 7)
@@ -229,6 +233,11 @@ def _ordered(memory, other, time, program):
 
 
 @numba.njit(cache=True)
+def _bit(warp):
+    return np.uint32(1) << np.uint32(warp)
+
+
+@numba.njit(cache=True)
 def _may_read(memory, record, program, warp, epoch, constant):
     report = memory.report
     if record.writer == 0:
@@ -254,8 +263,10 @@ def _may_write(memory, record, program, warp, epoch, atomic):
     elif record.reader and record.reader != program:
         if not _ordered(memory, record.reader, record.read_time, program):
             report[0], report[4] = _RACE_READ, record.reader - 1
-    elif record.reader and record.read_epoch == epoch and record.read_warp != warp:
-        report[0], report[4] = _WARP_READ, record.read_warp
+    elif record.reader and record.read_epoch == epoch:
+        others, own = record.read_warps & ~_bit(warp), record.read_warps & _bit(warp)
+        if others and not (own and record.read_by >= 0):
+            report[0], report[4] = _WARP_READ, -1
     if report[0] or record.writer == 0 or (atomic and record.atomic):
         return report[0] == 0
     if record.writer != program:
@@ -287,6 +298,21 @@ def _is_written(memory, window, offset, size):
 
 
 @numba.njit(cache=True)
+def _note_read(memory, record, program, warp, epoch, instruction):
+    if record.reader == program and record.read_epoch == epoch:
+        record.read_warps |= _bit(warp)
+        if record.read_by != instruction:
+            record.read_by = -1
+        return
+    alone = record.reader in (0, program)
+    if not alone and not _ordered(memory, record.reader, record.read_time, program):
+        record.reader = -1
+    else:
+        record.reader = program
+    record.read_warps, record.read_by = _bit(warp), instruction
+
+
+@numba.njit(cache=True)
 def _load(memory, threads, addresses, mask, sizes, alignment, constant, copies, out, begin):
     for thread in range(begin, len(addresses)):
         if not mask[thread]:
@@ -301,16 +327,7 @@ def _load(memory, threads, addresses, mask, sizes, alignment, constant, copies, 
             record = memory.records[number]
             if not _may_read(memory, record, program, warp, epoch, constant):
                 return
-            if record.reader == program:
-                if record.read_epoch == epoch and record.read_warp != warp:
-                    record.read_warp = -1
-                else:
-                    record.read_warp = warp
-            else:
-                alone = record.reader == 0 or _ordered(
-                    memory, record.reader, record.read_time, program
-                )
-                record.reader, record.read_warp = program if alone else -1, warp
+            _note_read(memory, record, program, warp, epoch, threads.at)
             record.read_epoch, record.read_time = epoch, memory.clock[0]
             record.constant |= constant
             record.copies += copies
@@ -475,7 +492,9 @@ class GlobalMemory:
         """Run `compiled` for all threads; where it asks for records of smaller units, make them and
         let it go on. Raises Fault."""
         memory, begin = self._memory, 0
-        threads = _Threads(batch.program_of_thread, batch.shared.epochs, batch.threads_per_program)
+        threads = _Threads(
+            batch.program_of_thread, batch.shared.epochs, batch.threads_per_program, batch.at
+        )
         compiled(memory, threads, *arguments, begin)
         while memory.report[0] == _FINER:
             number, begin = memory.windows[memory.report[2]]["region"], memory.report[1]
@@ -569,7 +588,7 @@ class GlobalMemory:
         place = f"{tensor.name} + {offset}" if offset >= 0 else f"{tensor.name} - {-offset}"
         what = f"{size} bytes {done} at {place} bytes"
         program = "others" if other < 0 else f"program {batch.launch.coordinates(other)}"
-        warp = "other warps" if other < 0 else f"warp {other}"
+        warp = "another warp" if other < 0 else f"warp {other}"
         since = "since the last barrier"
         race = FaultKind.GLOBAL_RACE
         kind, detail = {

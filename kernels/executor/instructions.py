@@ -3,6 +3,7 @@
 from kernels.executor import (  # noqa: F401
     accesses,
     arithmetic,
+    atomics,
     conversions,
     logic,
     matrix,

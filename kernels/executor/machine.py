@@ -60,6 +60,8 @@ class Kernel:
         products = any(one.parts[0] == "wgmma" for one in self.program.instructions)
         self.threads_in_step = 128 if products else 32
         """Threads whose turns come together: a warp, or the warp group that wgmma takes whole."""
+        self.one_by_one = any(one.parts[0] in ("atom", "red") for one in self.program.instructions)
+        """Whether a program may wait for another one (a lock)."""
 
 
 @dataclass
@@ -99,6 +101,8 @@ class Launch:
         if rng is not None:
             rng.shuffle(order)
         at_once = max(1, MAX_THREADS // (32 * self.num_warps))
+        if self.kernel.one_by_one:
+            at_once = 1
         with np.errstate(all="ignore"):
             for first in range(0, len(order), at_once):
                 batch = Batch(self, order[first : first + at_once], rng)

@@ -158,6 +158,111 @@ def test_races_are_seen_through_tensors_that_overlap(run_body):
     assert fault.kind is FaultKind.GLOBAL_RACE
 
 
+OWN = "mul.wide.u32 %d11, %r0, 4; add.s64 %d12, %d0, %d11;"
+OTHER = "xor.b32 %r5, %r0, 32; mul.wide.u32 %d13, %r5, 4; add.s64 %d14, %d0, %d13;"
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("st.global.b32 [%d12], %r0;", "ld.global.b32 %r2, [%d14];"),
+     ("ld.global.b32 %r2, [%d14];", "st.global.b32 [%d12], %r0;"),
+     ("st.global.b32 [%d12], %r0;", "st.global.b32 [%d14], %r0;")],
+    ids=["read after write", "write after read", "write after write"],
+)  # fmt: skip
+def test_race_between_warps_in_global_memory(run_body, first, second, seed):
+    body = OWN + OTHER + first + "{barrier}" + second
+    run_body(body.format(barrier="bar.sync 0;"), numbers(64), num_warps=2, seed=seed)
+    fault = caught(run_body, body.format(barrier=""), numbers(64), num_warps=2, seed=seed)
+    assert fault.kind is FaultKind.GLOBAL_RACE
+    assert "of the program" in str(fault)
+
+
+def test_warps_with_the_same_elements_may_update_them_in_place(run_body):
+    """Both load the element, one stores it; but not where they load by several instructions."""
+    body = "and.b32 %r6, %r0, 31; mul.wide.u32 %d11, %r6, 4; add.s64 %d12, %d0, %d11;"
+    body += "ld.global.b32 %r2, [%d12]; {again} setp.lt.u32 %p1, %r0, 32; add.s32 %r2, %r2, 1;"
+    body += "@%p1 st.global.b32 [%d12], %r2;"
+    tensor = numbers(32)
+    run_body(body.format(again=""), tensor, num_warps=2)
+    assert torch.equal(tensor, numbers(32) + 1)
+    again = "ld.global.b32 %r3, [%d12];"
+    fault = caught(run_body, body.format(again=again), numbers(32), num_warps=2)
+    assert fault.kind is FaultKind.GLOBAL_RACE
+
+
+@pytest.mark.parametrize("order", ["{st} {ld}", "{ld} {st}"])
+def test_constant_loads_of_memory_that_the_kernel_writes(run_body, order):
+    """Also where a barrier, or one thread, puts them in order."""
+    store, load = "st.global.b32 [%d12], %r0;", "ld.global{}.b32 %r2, [%d12];"
+    body = OWN + order.format(st=store, ld="bar.sync 0;" + load + "bar.sync 0;")
+    run_body(body.format(""), numbers(32))
+    fault = caught(run_body, body.format(".nc"), numbers(32))
+    assert fault.kind is FaultKind.GLOBAL_RACE
+    assert "ld.global.nc" in str(fault)
+
+
+def test_small_accesses_after_large_ones_are_checked_by_their_bytes(run_body):
+    wide = "setp.eq.u32 %p1, %r0, 0; @%p1 st.global.v4.b32 [%d0], {%r0, %r0, %r0, %r0};"
+    byte = "setp.eq.u32 %p2, %r0, 40; @%p2 st.global.b8 [%d0+{}], %r0;"
+    run_body(wide + byte.format(16), numbers(8), num_warps=2)
+    fault = caught(run_body, wide + byte.format(15), numbers(8), num_warps=2)
+    assert fault.kind is FaultKind.GLOBAL_RACE
+
+
+class TestAtomicInstructions:
+    def test_programs_count_together(self, run_body):
+        tensor = torch.zeros(2, dtype=torch.int32)
+        body = "atom.global.gpu.relaxed.add.u32 %r2, [%d0], 1; red.global.max.u32 [%d0+4], %r0;"
+        run_body(body, tensor, grid=(5, 1, 1), num_warps=2)
+        assert tensor.tolist() == [5 * 64, 63]
+
+    @pytest.mark.parametrize(
+        ("kind", "dtype"),
+        [("f32", torch.float32), ("noftz.f16", torch.float16), ("noftz.bf16", torch.bfloat16)],
+    )
+    def test_floats(self, run_body, kind, dtype):
+        given, tensor = torch.full((1,), 1.5, dtype=dtype), torch.zeros(1, dtype=dtype)
+        register, bits = ("%r2", 32) if dtype == torch.float32 else ("%h2", 16)
+        body = f"ld.global.b{bits} {register}, [%d1];"
+        run_body(body + f"red.global.add.{kind} [%d0], {register};", tensor, given)
+        assert tensor.item() == 48
+
+    def test_compare_and_swap(self, run_body):
+        """One thread finds the 0; the others find what it stored."""
+        tensor, out = torch.zeros(1, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
+        body = "add.s32 %r3, %r0, 7; atom.global.cas.b32 %r2, [%d0], 0, %r3;"
+        body += "mul.wide.u32 %d11, %r0, 4; add.s64 %d12, %d1, %d11; st.global.b32 [%d12], %r2;"
+        run_body(body, tensor, out)
+        assert (tensor.item(), out.tolist()) == (7, [0] + [7] * 31)
+
+    @pytest.mark.parametrize(("acquire", "release"), [(True, True), (True, False), (False, True)])
+    def test_a_lock_puts_programs_in_order(self, run_body, acquire, release):
+        body = """
+        setp.ne.u32 %p1, %r0, 0; @%p1 bra DONE;
+        AGAIN: atom.global.gpu.ACQUIRE.cas.b32 %r2, [%d1], 0, 1;
+        setp.ne.u32 %p2, %r2, 0; @%p2 bra AGAIN;
+        ld.global.b32 %r3, [%d0]; add.s32 %r3, %r3, 1; st.global.b32 [%d0], %r3;
+        atom.global.gpu.RELEASE.exch.b32 %r4, [%d1], 0;
+        DONE: mov.u32 %r5, %r0;
+        """.replace("ACQUIRE", "acquire" if acquire else "relaxed")
+        body = body.replace("RELEASE", "release" if release else "relaxed")
+        counted, lock = torch.zeros(2, 1, dtype=torch.int32)
+        if acquire and release:
+            run_body(body, counted, lock, grid=(6, 1, 1))
+            assert (counted.item(), lock.item()) == (6, 0)
+        else:
+            fault = caught(run_body, body, counted, lock, grid=(6, 1, 1))
+            assert fault.kind is FaultKind.GLOBAL_RACE
+
+    def test_a_plain_access_of_another_program_races(self, run_body):
+        body = "mov.u32 %r3, %ctaid.x; setp.eq.u32 %p1, %r3, 1; @!%p1 red.global.add.u32 [%d0], 1;"
+        fault = caught(
+            run_body, body + "@%p1 ld.global.b32 %r2, [%d0];", numbers(1), grid=(2, 1, 1)
+        )
+        assert fault.kind is FaultKind.GLOBAL_RACE
+
+
 class TestAsynchronousCopies:
     TENSOR = numbers(128)
 
@@ -211,6 +316,13 @@ class TestAsynchronousCopies:
         expected = torch.zeros(32, 2, dtype=torch.int32)
         expected[:8, 0] = given[:32].view(8, 4)[:, 1]
         assert torch.equal(out.view(32, 2), expected)
+
+    def test_the_source_is_overwritten_before_the_wait(self, run_body):
+        body = COPY + "{wait} st.global.b32 [%d12], %r0;"
+        run_body(body.format(wait="cp.async.wait_all;"), numbers(128), shared_bytes=512)
+        fault = caught(run_body, body.format(wait=""), numbers(128), shared_bytes=512)
+        assert fault.kind is FaultKind.COPY_IN_FLIGHT
+        assert "a copy from it has not been waited for" in str(fault)
 
     def test_a_source_larger_than_the_copy(self, run_body):
         body = "mov.u32 %r8, {size};" + COPY.replace("0x10;", "0x10, %r8;") + "cp.async.wait_all;"
@@ -278,7 +390,7 @@ class TestControlFlow:
         ("tcgen05.ld.sync.aligned.16x64b.x1.b32 {%r2}, [%r1 + 0];", "tcgen05.ld"),
         ("tcgen05.st.sync.aligned.32x32b.x2.b32 [%r1 + 0], {%r2};", "the operands do not fit"),
         ("mbarrier.arrive.shared.b64 %d1, [%r1];", "mbarrier.arrive"),
-        ("atom.global.add.u32 %r1, [%d0], 1;", "atom.global.add.u32"),
+        ("atom.shared.add.u32 %r1, [%r0], 1;", ".shared is not known"),
         ("add.sat.s32 %r1, %r0, 1;", ".sat is not known"),
         ("mov.u32 %r1, %clock;", "special register %clock"),
         ("bar.sync 1, 64;", "only barrier 0"),

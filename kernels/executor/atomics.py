@@ -1,0 +1,78 @@
+"""Atomic instructions on global memory: atom and red (PTX ISA 9.7.13.5, 9.7.13.7).
+
+Threads take effect one after the other, in the order of their numbers. A kernel with atomic
+instructions runs program by program, so a lock is free when the next program asks for it; programs
+that wait for a later one of the grid never end here (an ENDLESS fault).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kernels.executor.formats import bf16_to_f32, f32_to_bf16
+from kernels.executor.operands import (
+    DTYPES,
+    PACKED,
+    Step,
+    Translation,
+    Unsupported,
+    instruction,
+    is_float,
+)
+
+_ORDERS = {"relaxed": "", "acquire": "a", "release": "r", "acq_rel": "ar"}
+_SCOPES = ("cta", "cluster", "gpu", "sys")
+_NARROW = {"f16x2": np.float16, "bf16": np.uint16, "bf16x2": np.uint16}
+_OPERATIONS = {
+    "add": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "exch": lambda _old, new: new,
+}
+
+
+def _operation(name: str, kind: str):
+    """(old, operand) to what is stored, arrays of one number or a packed pair."""
+    compute = _OPERATIONS[name]
+    if name == "exch" or not kind.startswith("bf16"):
+        return compute
+    return lambda old, new: f32_to_bf16(compute(bf16_to_f32(old), bf16_to_f32(new)))
+
+
+@instruction("atom", "red")
+def _atomic(translation: Translation) -> Step:
+    kind, returns = translation.kind, translation.parts[0] == "atom"
+    name = translation.one_of((*_OPERATIONS, "cas"))
+    order = _ORDERS[translation.one_of(_ORDERS, default="relaxed")]
+    translation.expect("global", name, "noftz", *_ORDERS, *_SCOPES)
+    translation.one_of(("global",))
+    if is_float(kind) and name not in ("add", "exch"):
+        raise Unsupported(f".{name} of .{kind}")
+    target, place, *operands = translation.operands if returns else ("_", *translation.operands)
+    if len(operands) != 1 + (name == "cas"):
+        raise Unsupported(f"{len(operands)} operands of .{name}")
+    dtype = DTYPES[PACKED.get(kind, kind)]
+    narrow = _NARROW.get(kind, dtype)
+    write, address = translation.write(target, kind), translation.address(place)
+    reads = [translation.read(operand, kind) for operand in operands]
+    compute = None if name == "cas" else _operation(name, kind)
+
+    def atomic(batch, mask):
+        places = batch.memory.atomic(
+            batch, address(batch), mask, dtype, release="r" in order, acquire="a" in order
+        )
+        values = [batch.full(read(batch)) for read in reads]
+        before = np.zeros(batch.num_threads, dtype)
+        for thread, held in places.items():
+            before[thread] = held[0]
+            given = [value[thread : thread + 1] for value in values]
+            if compute is not None:
+                held[:] = compute(held.view(narrow), given[0].view(narrow)).view(dtype)
+            elif held[0] == given[0][0]:
+                held[:] = given[1]
+        write(batch, mask, before)
+
+    return atomic
