@@ -1,8 +1,9 @@
-"""What the executor knows of PyTorch's tensors: their extents, which are fresh, whose address an op
-asked for."""
+"""Facts about PyTorch's tensors: their extents, which of them nothing has written, and which ones
+kernels may reach by an address in a table."""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import weakref
 from collections import OrderedDict
@@ -15,6 +16,7 @@ from kernels.executor.global_memory import TensorWindow
 
 _MAX_FRESH_BYTES = 2**28
 _MAX_TABLE = 2**16
+_NO_BYTES = np.zeros(0, np.uint8)
 
 
 def window_of(name: str, tensor: torch.Tensor, unwritten: int = 0) -> TensorWindow:
@@ -77,59 +79,97 @@ class AddressBook:
 
 
 class FreshMemory:
-    """While it is entered, remembers tensors from `torch.empty` and its like, and which of their
-    bytes a kernel has written since. Once PyTorch writes to one, all of it counts as written.
+    """While it is entered, finds reads of memory that nothing wrote.
+
+    Fresh is memory from torch.empty, empty_like, empty_strided, empty_permuted, Tensor.new_empty,
+    and what Tensor.resize_ adds. It is filled with a pattern (a NaN, a large integer). Kernels
+    write byte by byte; if anything else, such as PyTorch or NumPy, has changed the pattern
+    anywhere, all of the tensor counts as written. Taken as written are torch.Tensor(n), tensors
+    made before, and those that PyTorch's C++ code allocates. Reads by PyTorch are not checked.
 
     Up to 256 MiB are kept alive, so that no address is taken for one of a tensor that has gone.
     """
 
     _MAKERS = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"))
-    _MAKERS += ((torch.Tensor, "new_empty"),)
+    _MAKERS += ((torch, "empty_permuted"), (torch.Tensor, "new_empty"), (torch.Tensor, "resize_"))
 
     def __init__(self):
-        self._fresh: OrderedDict[int, tuple[torch.Tensor, int, np.ndarray]] = OrderedDict()
+        self._fresh: OrderedDict[int, tuple[torch.Tensor, np.ndarray]] = OrderedDict()
         self._num_bytes = 0
 
     def __enter__(self) -> FreshMemory:
         self._originals = [getattr(owner, name) for owner, name in self._MAKERS]
         for (owner, name), original in zip(self._MAKERS, self._originals, strict=True):
-            setattr(owner, name, self._remembering(original))
+            wrap = self._resizing if name == "resize_" else self._making
+            setattr(owner, name, wrap(original))
         return self
 
     def __exit__(self, *_) -> None:
         for (owner, name), original in zip(self._MAKERS, self._originals, strict=True):
             setattr(owner, name, original)
 
-    def _remembering(self, make):
+    def _making(self, make):
         @functools.wraps(make)
         def wrapper(*args, **kwargs):
             made = make(*args, **kwargs)
-            if torch.compiler.is_compiling():  # traced, it makes nothing yet
-                return made
-            if type(made) is torch.Tensor and made.device.type == "cpu":
+            if not torch.compiler.is_compiling():  # traced, it makes nothing yet
                 self._remember(made)
             return made
 
         return wrapper
 
-    def _remember(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        num_bytes = storage.nbytes()
-        if not num_bytes or num_bytes > _MAX_FRESH_BYTES:
+    def _resizing(self, resize):
+        @functools.wraps(resize)
+        def wrapper(tensor, *args, **kwargs):
+            if torch.compiler.is_compiling() or not tensor.is_cpu:
+                return resize(tensor, *args, **kwargs)
+            before = tensor.untyped_storage().nbytes()
+            _, unwritten = self._fresh.pop(tensor.untyped_storage().data_ptr(), (None, None))
+            resize(tensor, *args, **kwargs)
+            self._num_bytes -= 0 if unwritten is None else before
+            kept = np.zeros(before, np.uint8) if unwritten is None else unwritten
+            self._remember(tensor, kept)
+            return tensor
+
+        return wrapper
+
+    def _remember(self, tensor: torch.Tensor, kept: np.ndarray = _NO_BYTES) -> None:
+        """Mark the tensor's memory as fresh behind its first bytes: of these, `kept` are marked."""
+        if type(tensor) is not torch.Tensor or not tensor.is_cpu:
             return
-        unwritten = np.ones(num_bytes, np.uint8)
-        self._fresh[storage.data_ptr()] = (tensor, tensor._version, unwritten)
-        self._num_bytes += num_bytes
+        held = _bytes_of(tensor)
+        if not len(held) or len(held) > _MAX_FRESH_BYTES:
+            return
+        unwritten = np.ones(len(held), np.uint8)
+        unwritten[: len(kept)] = kept[: len(held)]
+        held[len(kept) :] = _pattern(len(held))[len(kept) :]
+        self._fresh[tensor.untyped_storage().data_ptr()] = (tensor, unwritten)
+        self._num_bytes += len(held)
         while self._num_bytes > _MAX_FRESH_BYTES:
-            _, (_, _, dropped) = self._fresh.popitem(last=False)
+            _, (_, dropped) = self._fresh.popitem(last=False)
             self._num_bytes -= len(dropped)
 
     def unwritten(self, tensor: torch.Tensor) -> int:
-        """Address of a byte for each byte of the tensor, 1 where nothing wrote it; 0 if unknown."""
-        entry = self._fresh.get(tensor.untyped_storage().data_ptr())
-        if entry is None:
+        """Address of one byte for each byte of the tensor, 1 where nothing wrote it; 0 if all of it
+        counts as written."""
+        _, unwritten = self._fresh.get(tensor.untyped_storage().data_ptr(), (None, _NO_BYTES))
+        held = _bytes_of(tensor)
+        if len(held) != len(unwritten):
             return 0
-        made, version, unwritten = entry
-        if not made._version == tensor._version == version:  # a detached one counts by itself
-            return 0
+        if ((held != _pattern(len(held))) & (unwritten != 0)).any():
+            unwritten[:] = 0
         return unwritten.ctypes.data + tensor.storage_offset() * tensor.itemsize
+
+
+def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
+    """The memory of the tensor's storage."""
+    storage = tensor.untyped_storage()
+    if not storage.nbytes():
+        return _NO_BYTES
+    memory = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
+    return np.frombuffer(memory, np.uint8)
+
+
+def _pattern(count: int) -> np.ndarray:
+    """0x7fa5 repeated: a NaN of fp16, bf16 and fp32."""
+    return np.resize(np.array([0xA5, 0x7F], np.uint8), count)

@@ -51,16 +51,42 @@ def test_a_part_that_is_written_leaves_the_rest_fresh():
     assert raised.value.thread == 31
 
 
-def test_what_pytorch_writes_is_no_longer_fresh():
+MAKERS = {
+    "empty": lambda: torch.empty(32),
+    "empty_like": lambda: torch.empty_like(torch.zeros(32)),
+    "empty_strided": lambda: torch.empty_strided((32,), (1,)),
+    "empty_permuted": lambda: torch.empty_permuted((32, 1), (1, 0)),
+    "new_empty": lambda: torch.zeros(2).new_empty(32),
+    "resize_": lambda: torch.zeros(0).resize_(32),
+}
+WRITES = {
+    "index": lambda tensor: tensor.__setitem__(3, 1.0),
+    "numpy": lambda tensor: tensor.numpy().__setitem__(..., 1),
+    "data": lambda tensor: tensor.data.normal_(),
+    "view": lambda tensor: tensor[3:].fill_(0),
+}
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("write", WRITES)
+def test_what_the_host_writes_is_no_longer_fresh(make, write, inference):
+    with torch.inference_mode(inference), FreshMemory() as fresh:
+        tensor, out = MAKERS[make](), torch.zeros(32)
+        with pytest.raises(Fault, match="read of memory that nothing wrote"):
+            run_ptx(COPY, [tensor, out], fresh=fresh)
+        WRITES[write](tensor)
+        run_ptx(COPY, [tensor, out], fresh=fresh)
+    assert not out.equal(torch.zeros(32))
+
+
+def test_resizing_keeps_what_was_written():
     with FreshMemory() as fresh:
-        tensors = [torch.empty(32), torch.empty_strided((32,), (1,)), torch.zeros(2).new_empty(32)]
-        assert all(fresh.unwritten(tensor) for tensor in tensors)
-        for tensor in tensors:
-            tensor[3] = 1.0
-        assert not any(fresh.unwritten(tensor) for tensor in tensors)
-        assert not any(fresh.unwritten(tensor.data) for tensor in tensors)
+        tensor = torch.ones(32).resize_(64)
+        run_ptx(COPY, [tensor[:32], torch.zeros(32)], fresh=fresh)
+        with pytest.raises(Fault, match="read of memory that nothing wrote"):
+            run_ptx(COPY, [tensor[32:], torch.zeros(32)], fresh=fresh)
         assert not fresh.unwritten(torch.zeros(32))
-    assert not FreshMemory().unwritten(torch.empty(32))
 
 
 def test_tensors_whose_addresses_are_in_a_table():
