@@ -194,8 +194,6 @@ class CacheManager(abc.ABC):
             f"num_free_blocks={self.num_free_blocks}, num_sequences={len(self._tables)})"
         )
 
-    # The interface ------------------------------------------------------------------------------
-
     def find(self, seq: Sequence, limit: int | None = None) -> Hit:
         """The cached prefix of ``seq``, at most ``limit`` blocks.  Changes nothing.
 
@@ -456,8 +454,6 @@ class CacheManager(abc.ABC):
             )
             require(stored > 0, f"{seq_id!r}: {stored} tokens are stored")
 
-    # Shared by the designs ----------------------------------------------------------------------
-
     def _grow(self, table: Table, seq: Sequence, end: int) -> Copies:
         """Give slots to the tokens of ``seq`` before ``end``."""
         start = table.seq.num_computed_tokens
@@ -496,8 +492,6 @@ class CacheManager(abc.ABC):
             prompt, priority = seq.num_prompt_tokens, seq.eviction_priority
             blocks = prompt // self.block_size
             self._listener(Request(time_ms, prompt, output_tokens, blocks, priority))
-
-    # Defined by a design ------------------------------------------------------------------------
 
     @abc.abstractmethod
     def _extend(self, table: Any, start: int, end: int) -> Copies:

@@ -135,11 +135,3 @@ def test_bad_token_ids_are_refused_with_their_position(bad):
 )
 def test_token_ids_may_come_in_any_iterable_of_ints(token_ids):
     assert pack_token_ids(token_ids).tolist() == [1, 2, 300]
-
-
-def test_chains_of_several_hashers_do_not_mix():
-    seq = Sequence(0, range(8))
-    hashers = [BlockHasher(name, size) for name in HASH_ALGORITHMS for size in (2, 4)]
-    chains = [hasher.block_hashes(seq) for hasher in hashers]
-    assert [len(chain) for chain in chains] == [4, 2] * 3
-    assert len({digest for chain in chains for digest in chain}) == 18

@@ -115,8 +115,6 @@ class ManagerMachine(RuleBasedStateMachine):
         self.next_id = 0
         self.versions: dict[tuple[int, int], list[int]] = {}
 
-    # Content ------------------------------------------------------------------------------------
-
     def content(self, seq: Sequence, position: int) -> tuple:
         """What the K/V of ``position`` depend on."""
         inputs = tuple(item for item in seq.mm_inputs if item.offset <= position)
@@ -183,8 +181,6 @@ class ManagerMachine(RuleBasedStateMachine):
         assert unseen or state_of(self.manager) == before, "a failed call has changed something"
         self.give_back(live)
         return None
-
-    # Rules --------------------------------------------------------------------------------------
 
     def new_sequence(self, data) -> Sequence:
         size = self.block_size
@@ -344,8 +340,6 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def observe_reset(self) -> None:
         """All cached content was forgotten."""
-
-    # Checks after every step --------------------------------------------------------------------
 
     @invariant()
     def state_is_consistent(self):

@@ -22,9 +22,6 @@ def shape(tree: RadixTree) -> list[tuple[int, list[int], int]]:
     return sorted((n.depth, n.blocks.tolist(), n.lock_ref) for n in tree.check_invariants())
 
 
-# The tree ---------------------------------------------------------------------------------------
-
-
 def compute(tree: RadixTree, prompt, *blocks: int) -> None:
     """A request of ``prompt``, stored in ``blocks``, has come and gone."""
     key = RadixKey(Sequence("computed", prompt), tree.block_size)
@@ -159,9 +156,6 @@ def test_ghosts_are_recognised_however_a_prompt_was_split():
     assert 3 in policy._t2
 
 
-# Extra keys -------------------------------------------------------------------------------------
-
-
 def test_prompts_part_where_their_images_begin():
     manager = manager_of(40, 2)
     tokens = [5] * 20
@@ -182,9 +176,6 @@ def test_prompts_part_where_their_images_begin():
     assert cached(manager, tokens, **one) == 20
 
 
-# The manager ------------------------------------------------------------------------------------
-
-
 def test_a_prompt_shares_the_tree_and_its_answer_enters_when_it_is_freed():
     manager = manager_of()
     a = started(manager, "a", range(6))
@@ -201,27 +192,6 @@ def test_a_prompt_shares_the_tree_and_its_answer_enters_when_it_is_freed():
     manager.free(b)
     assert cached(manager, range(8)) == 8
     assert manager.num_free_blocks == 10
-
-
-def test_prompts_of_the_same_step_share_their_blocks():
-    manager = manager_of()
-    twins = [started(manager, i, range(9)) for i in range(3)]
-    assert [seq.num_cached_tokens for seq in twins] == [0, 8, 8]
-    assert [manager.block_table(seq) for seq in twins] == [[0, 1, 2], [0, 1, 3], [0, 1, 4]]
-
-
-# Faults seen in real systems --------------------------------------------------------------------
-
-
-def test_both_parts_of_a_split_node_keep_its_history():
-    tree = tree_of([1, 1, 2, 2], [8, 8], [9, 9], policy="fifo")
-    hit(tree, [1, 1])  # both parts came in first
-    assert evicted_in_order(tree) == [[1], [0], [2], [3]]
-    tree = tree_of([1, 1, 2, 2], [8, 8], [8, 8], policy="lfu")
-    for _ in range(3):
-        hit(tree, [1, 1, 2, 2])
-    hit(tree, [1, 1])
-    assert evicted_in_order(tree) == [[2], [1], [0]]  # used 2, 4 and 5 times
 
 
 def test_neither_locks_nor_evictions_scan_the_leaves():

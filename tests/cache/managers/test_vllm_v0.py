@@ -15,9 +15,6 @@ manager_of = functools.partial(manager_helpers.manager_of, "vllm_v0")
 PROMPT = range(6)
 
 
-# Worked examples --------------------------------------------------------------------------------
-
-
 def test_worked_example_of_promotion():
     manager = manager_of()
     a = started(manager, "a", PROMPT)
@@ -32,9 +29,6 @@ def test_worked_example_of_promotion():
     assert manager.block_table(b) == [0, 1]
     assert manager.gpu.ref_counts[:4] == [2, 2, 1, 0]
     assert manager.num_free_blocks == 7
-
-
-# Watermark and evictor --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -105,9 +99,6 @@ def test_a_policy_is_told_of_content_before_room_is_made_for_it():
     ]  # fmt: skip
 
 
-# Sliding window ---------------------------------------------------------------------------------
-
-
 def test_a_sliding_window_reuses_blocks_modulo_the_window():
     manager = manager_of(10, 4, sliding_window=7, enable_prefix_caching=False)
     seq = started(manager, "a", range(9))
@@ -126,39 +117,6 @@ def test_a_sliding_window_reuses_blocks_modulo_the_window():
     manager.free(child)
     manager.check_invariants()
     assert manager.num_free_blocks == 10
-
-
-# Swapping ---------------------------------------------------------------------------------------
-
-
-def test_swapping_moves_all_blocks_there_and_back():
-    manager = manager_of(4, num_cpu_blocks=3, enable_prefix_caching=False)
-    seq = started(manager, "a", range(9))
-    assert manager.block_table(seq) == [3, 2, 1]
-    assert manager.can_swap_out(seq)
-    assert manager.swap_out(seq) == [(3, 2), (2, 1), (1, 0)]
-    manager.check_invariants()
-    assert (manager.num_free_blocks, manager.num_free_cpu_blocks) == (4, 0)
-    assert manager.block_table(seq) == [2, 1, 0]
-    started(manager, "b", [7])
-    assert manager.can_swap_in(seq) is AllocStatus.LATER  # it would need a fourth block soon
-    manager.free(Sequence("b", [7]))
-    assert manager.can_swap_in(seq) is AllocStatus.OK
-    assert manager.swap_in(seq) == [(2, 3), (1, 2), (0, 1)]
-    assert manager.block_table(seq) == [3, 2, 1]
-    assert (manager.num_free_blocks, manager.num_free_cpu_blocks) == (1, 3)
-    assert seq.num_computed_tokens == 9
-    assert grow(manager, seq, 9) == []
-
-
-def test_content_on_the_cpu_is_found_after_its_sequence_came_back():
-    manager = manager_of(10, num_cpu_blocks=4)
-    a = started(manager, "a", range(8))
-    assert len(manager.swap_out(a)) == 2
-    assert manager.swap_in(a) == []
-    assert manager.swap_out(a) == []
-    manager.check_invariants()
-    assert manager.num_free_cpu_blocks == 2
 
 
 def test_a_sequence_is_swapped_in_the_right_direction_only():
@@ -180,20 +138,3 @@ def test_a_sequence_is_swapped_in_the_right_direction_only():
         with pytest.raises(ValueError, match="sequence 'a' is swapped out"):
             call(seq)
     assert state_of(manager) == before
-
-
-# Faults seen in real systems --------------------------------------------------------------------
-
-
-def test_duplicates_of_the_same_step_share_their_blocks():
-    manager = manager_of()
-    twins = [started(manager, i, range(9)) for i in range(3)]
-    assert [seq.num_cached_tokens for seq in twins] == [0, 0, 0]
-    assert [manager.block_table(seq) for seq in twins] == [[0, 1, 2], [0, 1, 3], [0, 1, 4]]
-    for seq in twins:
-        manager.free(seq)
-        manager.check_invariants()
-        assert manager.get_computed_blocks(Sequence(9, range(9))) == ([0, 1], 8)
-
-
-# Behaviour beyond these -------------------------------------------------------------------------

@@ -50,8 +50,6 @@ class VLLMv0Machine(ManagerMachine):
             clock=lambda: self.step,
         )
 
-    # Model --------------------------------------------------------------------------------------
-
     def full_content(self, seq, position, end):
         """Content of the logical block, by which it is shared; None if it has none."""
         last = (position + 1) * self.block_size - 1
@@ -191,8 +189,6 @@ class VLLMv0Machine(ManagerMachine):
 
     def observe_fork(self, parent, child):
         self.last_step[child.seq.seq_id] = self.last_step[parent.seq.seq_id]
-
-    # Rules --------------------------------------------------------------------------------------
 
     def status(self, needed):
         if self.num_blocks - needed < self.watermark_blocks:

@@ -120,9 +120,6 @@ def test_worked_example_of_duplicates(first_freed):
     assert manager.get_computed_blocks(Sequence("probe", range(9))) == ([0, expected], 8)
 
 
-# Faults seen in real systems ------------------------------------------------------------------
-
-
 def test_duplicates_of_the_same_step_do_not_overwrite_the_index():
     manager = manager_of()
     twins = [Sequence(i, range(9)) for i in range(3)]

@@ -229,20 +229,6 @@ def test_only_what_left_the_cache_is_swapped_in():
     assert out > back > 0  # the prompt's blocks stayed with the other request
 
 
-def test_dropped_tokens_are_computed_again():
-    """Two prompts of 4 fit into 3 blocks of 4, their next tokens do not."""
-    engine = make_engine("paged", 3, 4)
-    older, younger = (
-        engine.requests[engine.add(prompt(4, seed), SamplingParams(max_tokens=5))].stats
-        for seed in (0, 1)
-    )
-    serve(engine)
-    assert (older.num_preemptions, older.num_recomputed_tokens) == (0, 0)
-    assert (younger.num_preemptions, younger.num_recomputed_tokens) == (1, 4)
-    computed = sum(step.num_tokens for step in engine.runner.steps)
-    assert computed == 2 * (4 + 4) + 4
-
-
 def test_decoding_goes_on_beside_the_chunks_of_a_prompt():
     engine = make_engine("vllm_v1", 64, 4, max_num_batched_tokens=8)
     engine.add(prompt(4), SamplingParams(max_tokens=30))
