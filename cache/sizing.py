@@ -1,7 +1,7 @@
-"""How many blocks fit: sizes of blocks, pools and KV tensors from the shape of a model.
+"""Sizes of blocks, pools and KV tensors, in bytes, from the shape of a model.
 
-All sizes are in bytes.  KV heads are those of the whole model; with tensor parallelism each rank
-stores its share of them in blocks of its own, and the results are those of one rank.
+``num_kv_heads`` counts the whole model.  With tensor parallelism each rank stores its share of the
+heads in its own blocks, and the results are for one rank.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from cache.checks import at_least
 def kv_heads_per_rank(num_kv_heads: int, tensor_parallel_size: int = 1) -> int:
     """KV heads that one rank stores.
 
-    Heads are divided among the ranks; with more ranks than heads each head is stored by several
-    (as in Megatron-LM and vLLM).  Raises ValueError unless one number divides the other.
+    Heads are divided among the ranks.  With more ranks than heads, several ranks store the same
+    head (as in Megatron-LM and vLLM).  Raises ValueError unless one number divides the other.
     """
     heads = at_least(1, "num_kv_heads", num_kv_heads)
     ranks = at_least(1, "tensor_parallel_size", tensor_parallel_size)
@@ -38,7 +38,7 @@ def slot_bytes(
 ) -> int:
     """Size of one token's K and V in all layers on one rank.
 
-    ``dtype_bytes`` is the size of a number in the cache: 2 for float16 and bfloat16.
+    ``dtype_bytes``: size of a cache element, 2 for float16 and bfloat16.
     """
     return (
         2
@@ -61,12 +61,12 @@ def block_bytes(*, block_size: int, **shape: int) -> int:
 def num_gpu_blocks(
     *, total_bytes: int, gpu_memory_utilization: float, peak_bytes: int, block_bytes: int
 ) -> int:
-    """Blocks that fit into the memory of a GPU besides the model.
+    """Blocks that fit into the memory of a GPU beside the model.
 
     ``floor((total_bytes * gpu_memory_utilization - peak_bytes) / block_bytes)``, where
-    ``peak_bytes`` is what a profiling run with the largest batch, without a cache, took at most.
-    The utilization counts as the decimal number it is written as, so that binary rounding never
-    costs a block.  Raises ValueError if not one block fits, and for bad arguments.
+    ``peak_bytes`` is the peak of a profiling run with the largest batch and no cache.  The
+    utilization is taken as a decimal number, so that binary rounding never costs a block.  Raises
+    ValueError if no block fits, and for bad arguments.
     """
     total = at_least(1, "total_bytes", total_bytes)
     peak = at_least(0, "peak_bytes", peak_bytes)
@@ -84,7 +84,7 @@ def num_gpu_blocks(
 
 
 def utilization_share(gpu_memory_utilization: float) -> Fraction:
-    """The share exactly as it is written in decimal.  ValueError unless it is in (0, 1]."""
+    """The exact decimal value.  ValueError unless it is in (0, 1]."""
     utilization = gpu_memory_utilization
     if isinstance(utilization, bool) or not 0 < utilization <= 1:
         raise ValueError(
@@ -94,7 +94,7 @@ def utilization_share(gpu_memory_utilization: float) -> Fraction:
 
 
 def num_cpu_blocks(*, swap_space_bytes: int, block_bytes: int) -> int:
-    """Blocks that fit into the swap space in host memory; 0 where none does."""
+    """Blocks that fit into the swap space in host memory; may be 0."""
     space = at_least(0, "swap_space_bytes", swap_space_bytes)
     return space // at_least(1, "block_bytes", block_bytes)
 
@@ -123,7 +123,7 @@ def kv_cache_shape(
 
 
 def reservation_waste(reserved_tokens: int, used_tokens: int) -> float:
-    """Share of a contiguous reservation that was never used: 8192 reserved, 792 used -> 0.903."""
+    """Unused share of a contiguous reservation: 8192 reserved, 792 used -> 0.903."""
     reserved = at_least(1, "reserved_tokens", reserved_tokens)
     used = at_least(0, "used_tokens", used_tokens)
     if used > reserved:

@@ -10,9 +10,9 @@ class OutOfRuns(OutOfBlocks):
     """No run of free blocks is long enough.  Nothing has changed.
 
     Attributes:
-        needed: blocks of the run.
-        free: blocks that are free, wherever they are.
-        longest_run: blocks of the longest free run.
+        needed: length of the run, in blocks.
+        free: free blocks, in runs of any length.
+        longest_run: length of the longest free run, in blocks.
     """
 
     def __init__(self, needed: int, free: int, longest_run: int) -> None:
@@ -27,17 +27,17 @@ class OutOfRuns(OutOfBlocks):
 class BuddyAllocator:
     """Hands out runs of blocks from ``0 .. num_blocks - 1``.
 
-    A run has 2**k blocks and begins at a multiple of its length.  A longer free run is halved
-    until it has the length that was asked for; a run that is freed joins its other half, its
-    buddy, as soon as both are free.  A ``num_blocks`` that is no power of two is made of several
-    runs that never join.  Everything is O(log num_blocks).
+    A run has 2**k blocks and begins at a multiple of its length.  A longer free run is halved to
+    the requested length.  A run joins its other half, its buddy, as soon as both are free.  If
+    ``num_blocks`` is no power of two, it consists of several runs that never join.  Every call is
+    O(log num_blocks).
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.num_free = num_blocks
         self._orders: dict[int, int] = {}  # start of a run in use -> its order
-        # Free runs by order, newest last: dicts are sets that keep their order.
+        # Free runs by order, the newest last; dicts serve as ordered sets.
         self._free: list[dict[int, None]] = [{} for _ in range(num_blocks.bit_length())]
         start = 0
         for order in reversed(range(num_blocks.bit_length())):
@@ -47,22 +47,22 @@ class BuddyAllocator:
 
     @staticmethod
     def run_length(count: int) -> int:
-        """Blocks of the run that is handed out for ``count``: the next power of two."""
+        """Length of the run for ``count`` blocks: the next power of two."""
         return 1 << (count - 1).bit_length()
 
     @property
     def runs(self) -> dict[int, int]:
-        """Runs in use: first block -> number of blocks."""
+        """Runs in use: first block -> length."""
         return {start: 1 << order for start, order in self._orders.items()}
 
     @property
     def longest_possible_run(self) -> int:
-        """Blocks of the longest run when nothing is in use."""
+        """Length of the longest run when nothing is in use."""
         return 1 << (self.num_blocks.bit_length() - 1)
 
     @property
     def longest_run(self) -> int:
-        """Blocks of the longest free run; 0 if none is free."""
+        """Length of the longest free run; 0 without one."""
         for order in reversed(range(len(self._free))):
             if self._free[order]:
                 return 1 << order
@@ -87,11 +87,11 @@ class BuddyAllocator:
         return self._joined(start, count) is not None or self.run_length(count) <= self.longest_run
 
     def grow(self, start: int, count: int) -> int:
-        """Replace the run in use at ``start`` by one of at least ``count`` blocks.
+        """Replace the run in use at ``start`` by a run of at least ``count`` blocks.
 
-        The run is joined with its free buddies, which may lie before it, or, if some are in use,
-        moved.  Returns the first block of the new run.  As many blocks as the old run had, from
-        the first on, either are the old ones or overlap with none of them.  Raises OutOfRuns.
+        The run joins its free buddies, which may lie before it; if some are in use, it moves.
+        Returns the first block of the new run.  If that is not ``start``, the blocks to copy to do
+        not overlap the old ones.  Raises OutOfRuns.
         """
         joined = self._joined(start, count)
         if joined is None:
@@ -107,7 +107,10 @@ class BuddyAllocator:
         return joined
 
     def _joined(self, start: int, count: int) -> int | None:
-        """Where the run at ``start`` begins once it has ``count`` blocks with its free buddies."""
+        """First block of the run at ``start`` after joining free buddies up to ``count`` blocks.
+
+        None if a buddy is in use.
+        """
         wanted = (count - 1).bit_length()
         for half in range(self._orders[start], wanted):
             if half >= len(self._free) or start ^ (1 << half) not in self._free[half]:

@@ -1,4 +1,4 @@
-"""The common beginning of two lists or byte strings."""
+"""The common prefix of two lists or byte strings."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 
 def common_prefix_length(one: Sequence, other: Sequence) -> int:
-    """Length of the longest common prefix of two lists, or of two strings of bytes.
+    """Length of the longest common prefix of two lists, or of two byte strings.
 
-    Whole slices are compared, which is a loop in C, and halved to find where the two part.
+    A bisection over slices, which are compared by a loop in C.
     """
     length = min(len(one), len(other))
     if one[:length] == other[:length]:

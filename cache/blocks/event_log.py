@@ -1,4 +1,4 @@
-"""What happened to every block, in order: for figures of lifetimes, reuse and usage."""
+"""A log of what happens to blocks, for figures of lifetimes, reuse and usage."""
 
 import bisect
 import itertools
@@ -11,23 +11,23 @@ Kind = Literal["allocated", "hit", "cached", "evicted", "freed"]
 
 
 class Event(NamedTuple):
-    """One thing that happened to one block."""
+    """An event of one block."""
 
     time: float
     kind: Kind
-    """``allocated``: handed out to its first user.  ``hit``: its content was found and it got one
-    more user.  ``cached``: its content can be found from now on.  ``evicted``: its content was
-    given up, to hand it out again.  ``freed``: its last user left."""
+    """``allocated``: taken by its first user.  ``hit``: its content was found, and it got one more
+    user.  ``cached``: its content can be found from now on.  ``evicted``: its content was dropped,
+    to reuse the block.  ``freed``: its last user left."""
     block: int
     content: Hashable
-    """Names the content that was found, cached or given up; None for other events."""
+    """Identifies the content that was found, cached or dropped; None for other events."""
 
 
 class EventLog:
-    """Events of a manager made with ``event_log=``; costs memory for every one of them.
+    """Events of a manager made with ``event_log=``.  It grows with every event.
 
-    ``clock`` gives the time of an event, say the modelled or the wall-clock time; None counts the
-    entries, each of which may hold the same event of several blocks.
+    ``clock`` returns the time of an event, for example modelled or wall-clock time.  None counts
+    the calls of ``record``, each of which adds the same event for several blocks.
     """
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
@@ -36,14 +36,14 @@ class EventLog:
         self._clock = clock or itertools.count().__next__
 
     def record(self, kind: Kind, blocks: Iterable[int], contents: Iterable[Hashable] = ()) -> None:
-        """Append one event per block, all at the same time; ``contents`` go with the blocks."""
+        """Append an event for each block, all with the same time; ``contents`` match the blocks."""
         pairs = list(itertools.zip_longest(blocks, contents))
         if pairs:
             now = self._clock()
             self.events += [Event(now, kind, block, content) for block, content in pairs]
 
     def lifetimes(self) -> list[float]:
-        """Time from ``cached`` to ``evicted`` of every content that was evicted, in that order."""
+        """Time from ``cached`` to ``evicted`` of each evicted content, in the order of eviction."""
         cached_at: dict[int, float] = {}
         lifetimes = []
         for time, kind, block, _ in self.events:
@@ -54,14 +54,14 @@ class EventLog:
         return lifetimes
 
     def reuse_distances(self) -> list[int]:
-        """For every hit, how many different contents were used since the last use of this one.
+        """For every hit, how many other contents were used since the last use of its content.
 
-        The LRU stack distance (Mattson et al., 1970), over contents that were cached or hit: in an
-        LRU cache of more blocks than the distance the content would have been found.
+        The LRU stack distance (Mattson et al., 1970) over contents that were cached or hit.  An LRU
+        cache with more blocks than the distance would have found the content.
         """
         uses = [(kind, content) for _, kind, _, content in self.events if kind in ("cached", "hit")]
         latest: dict[Hashable, int] = {}
-        ranked: list[int] = []  # the latest use of each content, the oldest first
+        ranked: list[int] = []  # latest use of each content, the oldest first
         distances = []
         for now, (kind, content) in enumerate(uses):
             if content in latest:
@@ -74,7 +74,7 @@ class EventLog:
         return distances
 
     def usage(self) -> list[tuple[float, int]]:
-        """(time, blocks with a user) after every time at which that number changed."""
+        """(time, blocks with a user) after each change of that number."""
         users: dict[int, bool] = {}
         in_use = 0
         steps: list[tuple[float, int]] = []

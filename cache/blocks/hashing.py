@@ -1,20 +1,20 @@
-"""Chained block hashes: a block is named by its tokens and by everything that precedes them.
+"""Chained block hashes: a block is identified by its tokens and everything before them.
 
     H(block) = digest(H(parent block), token ids of the block, extra keys of the block)
 
-Only full blocks are hashed.  The parent of the first block is all zeros.  Extra keys say what the
-K/V depend on besides the tokens, as in vLLM v1: the LoRA adapter, the inputs behind multi-modal
-placeholders with their position relative to the block, and a cache salt that separates tenants.
-The adapter and the salt enter the first block only; the chain carries them to all others.
+Only full blocks are hashed.  The parent of the first block is all zeros.  K/V depend on more than
+tokens, and the extra keys hold the rest, as in vLLM v1: the LoRA adapter, multi-modal inputs with
+their position relative to the block, and a cache salt that separates tenants.  The adapter and the
+salt enter the first block only; the chain carries them to all others.
 
-What is hashed is the parent's digest, then 4 bytes a token, then the extra keys, each part tagged
-with its kind and its length: two different inputs never give the same bytes (a LoRA name that
-equals a salt is no exception), so two blocks collide only if the digest itself does.
+The hashed bytes are the parent's digest, 4 bytes per token, and the extra keys, each part tagged
+with its kind and length.  Different inputs never give the same bytes (also if a LoRA name equals a
+salt), so two blocks collide only if the digest itself does.
 
-With ``xxh3_128`` and ``sha256`` nothing but the digest is compared: among a billion different
-blocks the chance that any two 128-bit digests agree is below 2e-21.  ``xxh3_128`` can be attacked
-on purpose, ``sha256`` (vLLM's default) is for tenants that do not trust each other.  ``xxh64`` is
-Nano-vLLM's; 64 bits are too few to stand alone, and its manager compares the tokens of every hit.
+With ``xxh3_128`` and ``sha256`` only the digests are compared: among a billion different blocks the
+chance that two 128-bit digests agree is below 2e-21.  ``xxh3_128`` can be attacked on purpose;
+``sha256`` (vLLM's default) is for tenants that do not trust each other.  ``xxh64`` is Nano-vLLM's;
+64 bits are too few, so its manager compares the tokens of every hit.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HASH_ALGORITHMS: dict[str, Callable[[bytes], bytes]] = {
 
 
 def encode_extra_keys(keys: Iterable[ExtraKey]) -> bytes:
-    """Encoding of a block's extra keys that no other keys share (b's1:a' is a str of length 1)."""
+    """A unique encoding of a block's extra keys (b's1:a' is a str of length 1)."""
     encoded = []
     for key in keys:
         encoded.append(b"k%d:" % len(key))
@@ -68,7 +68,7 @@ class BlockHasher:
     def hash_block(
         self, parent: bytes | None, token_ids: Iterable[int], extra_keys: Iterable[ExtraKey] = ()
     ) -> bytes:
-        """Digest of one full block; ``parent`` is that of the block before it (None: no block)."""
+        """Digest of a full block after the block with digest ``parent`` (None: the first block)."""
         packed = pack_token_ids(token_ids)
         if len(packed) != self.block_size:
             raise ValueError(
@@ -78,10 +78,10 @@ class BlockHasher:
         return self._digest(parent + packed.tobytes() + encode_extra_keys(extra_keys))
 
     def block_hashes(self, seq: Sequence) -> list[bytes]:
-        """Digests of all full blocks of ``seq`` whose tokens are known.
+        """Digests of all full blocks of ``seq`` without unknown tokens.
 
-        The list is kept with the sequence and extended as it grows, each block being hashed once.
-        It must not be modified; it stays valid, and it may grow at the next call.
+        The sequence keeps the list; each block is hashed once.  Do not modify it.  It stays valid,
+        and the next call may extend it.
         """
         chain = seq.hash_chains.setdefault(self._name, [])
         count = (len(seq.token_ids) - seq.num_unknown_tokens) // self.block_size
@@ -97,7 +97,7 @@ class BlockHasher:
 
 
 _MIN_DIGEST_SIZE = 16
-"""Bytes that make hits believable without comparing tokens."""
+"""Bytes of a digest that needs no comparison of tokens."""
 
 
 def collision_free_hasher(manager: str, algorithm: str, block_size: int) -> BlockHasher:

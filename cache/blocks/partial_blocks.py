@@ -1,4 +1,4 @@
-"""Finds a cached block that begins like the block that a prompt needs next."""
+"""An index of cached blocks by their first tokens, to reuse part of a block."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _TOKEN_BYTES = 4
 
 
 class PartialBlockIndex:
-    """Full blocks by the hash of the block before them, in the order of their tokens.
+    """Full blocks by the hash of the block before them, sorted by their tokens.
 
-    Of all blocks in that order the ones next to a given run of tokens share the longest beginning
-    with it, so a lookup is a bisection.  Tokens are the bytes of ``array('I')``.
+    The neighbours of a run of tokens in this order share the longest prefix with it, so a lookup is
+    a bisection.  Tokens are the bytes of ``array('I')``.
     """
 
     def __init__(self) -> None:
@@ -22,16 +22,16 @@ class PartialBlockIndex:
         self._entries: dict[int, tuple[bytes | None, bytes]] = {}
 
     def add(self, block: int, parent: bytes | None, tokens: bytes) -> None:
-        """Enter ``block``, which holds ``tokens`` after the prefix ``parent`` (None: at its start).
+        """Add ``block``, which holds ``tokens`` after the prefix ``parent`` (None: none).
 
-        A block that is here already is left as it is.
+        A block that is in the index stays as it is.
         """
         if block not in self._entries:
             self._entries[block] = (parent, tokens)
             insort(self._following[parent], (tokens, block))
 
     def discard(self, blocks: list[int]) -> None:
-        """Forget those of ``blocks`` that are here."""
+        """Remove the ``blocks`` that are in the index."""
         for block in blocks:
             if (entry := self._entries.pop(block, None)) is None:
                 continue
@@ -42,14 +42,14 @@ class PartialBlockIndex:
                 del self._following[parent]
 
     def clear(self) -> None:
-        """Forget all blocks."""
+        """Remove all blocks."""
         self._following.clear()
         self._entries.clear()
 
     def find(self, parent: bytes | None, tokens: bytes) -> tuple[int, int] | None:
-        """The block after ``parent`` that shares most tokens with the beginning of ``tokens``.
+        """The block after ``parent`` with the longest common prefix with ``tokens``.
 
-        Returns it with the number of tokens shared, None if no block shares any.
+        Returns (block, number of shared tokens), or None if no block shares any.
         """
         siblings = self._following.get(parent)
         if siblings is None:
@@ -62,5 +62,5 @@ class PartialBlockIndex:
         return (best[2], best[0]) if best[0] else None
 
     def __iter__(self):
-        """(block, parent, tokens) of every block here."""
+        """(block, parent, tokens) of every block."""
         return ((block, parent, tokens) for block, (parent, tokens) in self._entries.items())

@@ -154,13 +154,13 @@ class BlockPool:
             self._log.record("hit", hits, map(self.block_hashes.__getitem__, hits))
 
     def share(self, blocks: Sequence[int]) -> None:
-        """Add a user to each of ``blocks``, all of which are in use."""
+        """Add a user to each of ``blocks``, which are in use."""
         ref_counts = self.ref_counts
         for block in blocks:
             ref_counts[block] += 1
 
     def _take(self, count: int) -> list[int]:
-        """Take ``count`` of the free blocks, of which there are enough; each gets one user."""
+        """Take ``count`` blocks, with one user each; at least ``count`` must be free."""
         ref_counts = self.ref_counts
         self.counts["allocated_blocks"] += count
         self.num_free_blocks -= count
@@ -248,7 +248,7 @@ class BlockPool:
         self.policy.release_many(released)
 
     def reset_prefix_cache(self) -> None:
-        """Forget the content of every block, none of which is in use.
+        """Drop the content of every block; no block may be in use.
 
         Blocks stay in the order in which they would be taken; the policy starts anew, without any.
         """

@@ -1,4 +1,4 @@
-"""What a cache manager knows about a sequence."""
+"""A sequence of tokens, as cache managers see it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import NamedTuple, Self
 from cache.checks import as_int
 
 ExtraKey = tuple[str | bytes | int, ...]
-"""What kind of key it is, then its parts: ``("lora", "adapter-7")``."""
+"""The kind of key, then its parts: ``("lora", "adapter-7")``."""
 
 
 class MultiModalInput(NamedTuple):
     """An image, a sound ... whose embeddings replace a run of placeholder tokens."""
 
     content_hash: str | bytes
-    """Names the content; equal for equal inputs only."""
+    """Identifies the content."""
     offset: int
     """Position of the first placeholder in the sequence, in tokens."""
     length: int
@@ -28,34 +28,34 @@ class MultiModalInput(NamedTuple):
 
 
 class Sequence:
-    """The tokens of one request (or one sample of it) and what else its K/V depend on.
+    """The tokens of a request, or of one sample of it, and everything else its K/V depend on.
 
     Args:
-        seq_id: names the sequence in a manager; unique among those that hold blocks.
+        seq_id: identifies the sequence in a manager; unique among sequences that hold blocks.
         token_ids: the prompt, at least one token, each in [0, 2**32).
-        lora_name: name or number of the LoRA adapter that computes the K/V; None for the base.
+        lora_name: name or number of the LoRA adapter; None for the base model.
         mm_inputs: multi-modal inputs of the prompt, by rising offset, not overlapping.
         cache_salt: only sequences with an equal salt share blocks; None shares with None.
         eviction_priority: a finite number for the eviction policy ``priority``: the higher, the
             longer the cached blocks of the sequence stay.  It does not change scheduling.
 
     Attributes:
-        token_ids: ``array('I')`` of all tokens; readable without a copy by numpy and torch.
-            It grows by ``append_token`` and is never changed otherwise, but for its unknown ones.
-        num_unknown_tokens: tokens at its end that stand for others, whose values the host does not
-            have yet: no hash is made of them.
+        token_ids: ``array('I')`` of all tokens; numpy and torch read it without a copy.
+            ``append_token`` extends it; only unknown tokens are ever replaced.
+        num_unknown_tokens: placeholders at its end, whose values the host does not have yet.  They
+            are not hashed.
         num_prompt_tokens: number of tokens the sequence was made with.
         num_cached_tokens: leading tokens whose K/V were found when the sequence was allocated.
-        num_computed_tokens: leading tokens whose K/V have a place: computed, or being computed by
-            the step that is scheduled.
-        table_version: rises whenever the block table may have changed, so that what was made of
+        num_computed_tokens: leading tokens that have a slot: computed, or being computed by the
+            scheduled step.
+        table_version: rises whenever the block table may have changed, so that data derived from
             the table can be kept until then.
         keyed_length: no block that begins at or after this position has extra keys.
-        hash_chains: digests of the full blocks, by (algorithm, block size); kept by
+        hash_chains: digests of the full blocks by (algorithm, block size), maintained by
             :class:`cache.blocks.hashing.BlockHasher`.
 
-    Only the manager writes the three counters, so a sequence is with one manager at a time.
-    Raises ValueError, naming the argument, for anything else.
+    Only the manager writes the last four counters, so a sequence belongs to one manager at a time.
+    Raises ValueError, with the argument's name, for bad values.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Sequence:
         return len(self.token_ids)
 
     def append_token(self, token_id: int) -> None:
-        """Add a generated token.  Raises ValueError for what is no int in [0, 2**32)."""
+        """Add a generated token.  Raises ValueError unless it is an int in [0, 2**32)."""
         try:
             self.token_ids.append(token_id)
         except (OverflowError, TypeError):
@@ -100,10 +100,10 @@ class Sequence:
             raise
 
     def fork(self, seq_id: Hashable) -> Self:
-        """A copy under another id, with tokens and hash chains of its own.
+        """A copy with another id and its own tokens and hash chains.
 
-        Everything that a subclass adds is copied shallowly.  Blocks are shared by
-        ``manager.fork(parent, child)``.
+        Attributes of a subclass are copied shallowly.  ``manager.fork(parent, child)`` shares the
+        blocks.
         """
         child = copy.copy(self)
         child.seq_id = seq_id
@@ -113,11 +113,11 @@ class Sequence:
         return child
 
     def extra_keys(self, start: int, end: int) -> list[ExtraKey]:
-        """Extra hash keys of the block that holds the tokens [``start``, ``end``).
+        """Extra hash keys of the block with the tokens [``start``, ``end``).
 
-        The adapter and the salt for the first block.  For each multi-modal input that reaches
-        into the block its hash, its offset from the start of the block (negative if it began
-        before) and its length: the same image elsewhere in the block is another content.
+        For the first block, the adapter and the salt.  For each multi-modal input that overlaps the
+        block, its hash, its offset from the start of the block (negative if it begins before) and
+        its length; the same image at another offset is different content.
         """
         keys: list[ExtraKey] = []
         if start == 0 and self.lora_name is not None:

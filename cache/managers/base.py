@@ -1,7 +1,6 @@
 """The interface of all cache managers, and the code that they share.
 
-A manager owns the block ids of one cache and decides which block holds which tokens of which
-sequence.  It moves no data.  It returns the copies to make, and the caller's kernels write K and V
+A manager owns the block ids of one cache and decides which block holds which tokens.  It moves no data.  It returns the copies to make, and the caller's kernels write K and V
 to ``slot = block_table[position // block_size] * block_size + position % block_size``.
 
 ``allocate_slots`` gives slots to the next tokens of a sequence: a prompt, a chunk of a prompt, or a
@@ -425,7 +424,7 @@ class CacheManager(abc.ABC):
         return CacheStats(**self._counts)
 
     def memory_usage(self) -> MemoryUsage:
-        """What the slots of the cache are used for.  O(blocks in tables).
+        """Slots of the cache by use.  O(blocks in tables).
 
         Cached content without a user counts as free.
         """

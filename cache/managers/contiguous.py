@@ -1,4 +1,4 @@
-"""The systems before paging: every sequence in one contiguous reservation."""
+"""Systems before paging: one contiguous reservation per sequence."""
 
 from __future__ import annotations
 
@@ -17,42 +17,39 @@ Reservation = Literal["max", "pow2", "oracle"]
 
 @dataclass(slots=True, eq=False)
 class _Run(Table):
-    """The reservation of one sequence: a run of blocks.
-
-    ``max_tokens`` is what the sequence is expected to have in the end.
-    """
+    """The reservation of one sequence: a run of blocks."""
 
     start: int = 0  # its first block
-    num_reserved: int = 0  # slots kept for the sequence
-    max_tokens: int = 0
+    num_reserved: int = 0  # reserved slots
+    max_tokens: int = 0  # expected final length
 
 
 class Contiguous(CacheManager):
     """One reservation per sequence, placed by a buddy allocator.
 
     The three baselines of the PagedAttention paper (Kwon et al., SOSP 2023, section 6.1), which
-    stand for Orca and FasterTransformer:
+    represent Orca and FasterTransformer:
 
-    * ``reservation="max"``: slots up to ``max_model_len``, whatever the sequence needs.
-    * ``"pow2"``: the prompt and the next power of two of the output, so at most twice the output
-      (25 output tokens reserve 32 slots).
-    * ``"oracle"``: exactly the final length, which no real system knows.
+    * ``reservation="max"``: ``max_model_len`` slots for every sequence.
+    * ``"pow2"``: the prompt and the output rounded up to a power of two (25 output tokens reserve
+      32 slots).
+    * ``"oracle"``: exactly the final length, which a real system cannot have.
 
-    As there a buddy allocator decides where a reservation goes, so it takes a power of two of
-    blocks: what lies beyond the reservation is external fragmentation, and so are free blocks of
-    which no run is long enough.  Tables are ranges of blocks, so paged kernels can read them;
-    ``block_size=1`` reserves by the slot.
+    As in the paper a buddy allocator places the reservations, so each takes a power of two of
+    blocks.  Blocks beyond a reservation are external fragmentation, and so are free blocks in runs
+    that are too short.  Tables are ranges of blocks, so paged kernels can read them.
+    ``block_size=1`` reserves single slots.
 
     Args:
-        max_model_len: the longest sequence, in tokens; None: as long as the longest run.
-        final_length: tells how many tokens a sequence will have in the end.  ``"oracle"`` needs
-            it.  With it ``"pow2"`` reserves once, as the paper's does; without it the power of
-            two is that of the tokens generated so far, and a reservation that is outgrown joins
-            its free buddies or, if they are in use, moves: where its first block changes,
-            ``append`` returns the copies.  ``"max"`` uses it for ``memory_usage`` only.
+        max_model_len: longest sequence, in tokens; None for the length of the longest run.
+        final_length: returns the number of tokens that a sequence will have in the end; required by
+            ``"oracle"``.  With it ``"pow2"`` reserves once, as in the paper.  Without it ``"pow2"``
+            rounds up the tokens generated so far; a reservation that is too small joins its free
+            buddies, or moves if they are in use, and ``append`` then returns the copies.  ``"max"``
+            uses it for ``memory_usage`` only.
 
-    Sequences longer than ``max_model_len`` or their ``final_length`` raise ValueError, except
-    that ``can_allocate`` answers NEVER.  Nothing is shared: neither prefixes nor forks.
+    Sequences longer than ``max_model_len`` or their ``final_length`` raise ValueError, except that
+    ``can_allocate`` returns NEVER.  Neither prefixes nor forks are shared.
     """
 
     name = "contiguous"
@@ -104,13 +101,11 @@ class Contiguous(CacheManager):
         return self._buddy.can_grow(run.start, self._run_length(self._reservation(seq)[0]))
 
     def memory_usage(self, waiting: Sequence | None = None) -> MemoryUsage:
-        """What the slots are used for.
+        """Slots of the cache by use.
 
-        Without ``final_length`` nothing tells the slots that a sequence will use from those that
-        it will not, and all of them count as reserved.
-
-        Free slots are externally fragmented if there are enough of them for the reservation of
-        ``waiting`` (None: of ``max_model_len`` tokens), but not in one run.
+        Without ``final_length`` all unwritten slots of a reservation count as reserved.  Free slots
+        are externally fragmented if they are enough for the reservation of ``waiting`` (None:
+        ``max_model_len`` tokens), but not in one run.
         """
         length = self.max_model_len if waiting is None else self._reservation(waiting)[0]
         free = self._buddy.num_free
@@ -130,7 +125,7 @@ class Contiguous(CacheManager):
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks in no reservation; an allocation needs them in one run."""
+        """Blocks outside all reservations; an allocation needs them in one run."""
         return self._buddy.num_free
 
     def check_invariants(self) -> None:
@@ -167,7 +162,7 @@ class Contiguous(CacheManager):
         self._buddy.free(run.start)
 
     def _lengthen(self, run: _Run) -> Copies:
-        """Lengthen the reservation of ``run``; returns the copies, if it moves."""
+        """Enlarge the reservation of ``run``; returns the copies if it moves."""
         reserved, expected = self._reservation(run.seq)
         before, after = self._run_length(run.num_reserved), self._run_length(reserved)
         start = self._buddy.grow(run.start, after)
@@ -182,9 +177,9 @@ class Contiguous(CacheManager):
         return copies
 
     def _reservation(self, seq: Sequence) -> tuple[int, int]:
-        """Slots to reserve for ``seq``, and how many of them it is expected to use in the end.
+        """(slots to reserve for ``seq``, slots that it is expected to use in the end).
 
-        Raises ValueError for a sequence that is longer than it may be.
+        Raises ValueError for a sequence that is too long.
         """
         num_tokens, longest = seq.num_tokens, self.max_model_len
         final = longest if self._final_length is None else self._final_length(seq)
@@ -203,5 +198,5 @@ class Contiguous(CacheManager):
         return reserved, min(final, reserved)
 
     def _run_length(self, num_slots: int) -> int:
-        """Blocks of the run that a reservation of ``num_slots`` takes."""
+        """Length of the run for a reservation of ``num_slots``."""
         return self._buddy.run_length(self._num_blocks_for(num_slots))

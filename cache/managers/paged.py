@@ -1,4 +1,4 @@
-"""Paging and nothing else: paged-attention-minimal's cache manager."""
+"""Plain paging: the cache manager of paged-attention-minimal."""
 
 from __future__ import annotations
 
@@ -15,14 +15,10 @@ from cache.managers.base import CacheManager, Copies, Table
 class Paged(CacheManager):
     """A set of free blocks and a table of (block, filled) per sequence: no sharing, no reuse.
 
-    As in paged-attention-minimal (tspeterkim), the least that a paged cache needs.  Memory is
-    wasted in the last block of a sequence only.  Any free block will do: the original draws one at
-    random, here the free set is a stack, so that a whole prompt is one slice of it.
+    The design of paged-attention-minimal (tspeterkim), the least that a paged cache needs.  Memory
+    is wasted only in the last block of a sequence.  docs/deviations.md lists the differences.
 
-    Two faults of the original are not repeated: there a prompt that ends on a block boundary is
-    entered with 0 tokens in its last block, and a finished sequence keeps its first block.
-
-    ``bytes_per_slot`` is the size of one token's K and V in all layers, see ``cache.sizing``; with
+    ``bytes_per_slot`` is the size of one token's K and V in all layers, see ``cache.sizing``.  With
     the default 1, ``fragmented_bytes`` counts slots.
     """
 
@@ -42,11 +38,11 @@ class Paged(CacheManager):
         return list(zip(blocks, filled, strict=True))
 
     def fragmented_bytes(self) -> int:
-        """Bytes of the unfilled slots of all sequences, which are in their last blocks."""
+        """Bytes of the unfilled slots in the last blocks of all sequences."""
         return self.memory_usage().internal * self.bytes_per_slot
 
     def memory_usage(self) -> MemoryUsage:
-        """What the slots are used for; costs little, as no block is in two tables."""
+        """Slots of the cache by use.  O(sequences)."""
         used = sum(table.seq.num_computed_tokens for table in self._tables.values())
         free = len(self._free) * self.block_size
         unfilled = self.num_blocks * self.block_size - free - used

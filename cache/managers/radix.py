@@ -216,7 +216,7 @@ class Radix(CacheManager):
         return filled
 
     def _take(self, count: int) -> array:
-        """Take ``count`` of the free blocks, of which there are enough."""
+        """Take ``count`` blocks; at least ``count`` must be free."""
         first = self.num_blocks - self._num_fresh
         blocks = array("i", range(first, first + min(count, self._num_fresh)))
         self._num_fresh -= len(blocks)

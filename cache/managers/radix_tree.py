@@ -1,12 +1,12 @@
 """A radix tree over token blocks, the data structure of RadixAttention (SGLang, NeurIPS 2024).
 
-An edge of the tree is a run of blocks; a sequence of blocks in the cache is a path from the root.
-Two paths part at the block where they differ, so a node is split when a new path leaves it in the
-middle.  Nodes in use are locked, and so are all nodes above them.  What is not locked may be
-evicted, a leaf at a time, the policy choosing among the leaves.
+An edge of the tree is a run of blocks; a cached sequence of blocks is a path from the root.  Two
+paths separate at the block where they differ, so a node is split when a new path leaves it in the
+middle.  Nodes in use are locked, with all nodes above them.  Unlocked leaves can be evicted, one at
+a time, in the order of the policy.
 
-The tokens themselves are compared, as bytes and a whole run at a time, and block ids are kept in
-arrays of 32-bit integers: what is done to a run is a copy or a comparison of memory.
+Tokens are compared as bytes, a whole run at a time, and block ids are in arrays of 32-bit integers,
+so operations on a run copy or compare memory.
 """
 
 from __future__ import annotations
@@ -27,16 +27,15 @@ _TOKEN_BYTES = 4
 
 
 class RadixKey:
-    """The tokens of a sequence in blocks, with what else the K/V depend on.
+    """The tokens of a sequence in blocks, with its extra keys.
 
-    The adapter, the salt and every multi-modal input become part of the block in which they begin;
-    later blocks depend on them by being further down the same path.  No node goes on past the
-    beginning of such a block, so sequences that differ in them part there, as SGLang's namespaces
-    (``extra_key``) part at the root.
+    The adapter, the salt and every multi-modal input are part of the block in which they begin;
+    later blocks depend on them as they are below it in the tree.  A node never continues into such
+    a block, so sequences with different extra keys separate there.
 
     Attributes:
         data: token ids, 4 bytes each.
-        extras: for each block where something begins, an encoding of its extra keys.
+        extras: encoded extra keys of each block in which one begins.
     """
 
     __slots__ = ("_starts", "_width", "data", "extras")
@@ -53,12 +52,12 @@ class RadixKey:
         self._starts = list(self.extras)
 
     def child_key(self, position: int) -> bytes:
-        """What the block at ``position`` is found by among the children of the path before it."""
+        """Key of the block at ``position`` among the children of the path before it."""
         tokens = self.data[position * self._width : (position + 1) * self._width]
         return self.extras.get(position, b"") + tokens if self.extras else tokens
 
     def run_end(self, position: int, last: int) -> int:
-        """Where a run that begins at ``position`` has to end: ``last``, or where extras begin."""
+        """End of a run that begins at ``position``: ``last``, or the next block with extras."""
         following = bisect_right(self._starts, position)
         if following == len(self._starts):
             return last
@@ -69,15 +68,15 @@ class Match(NamedTuple):
     """A cached prefix.  Valid until the tree changes."""
 
     blocks: array
-    """Its block ids, ``array('i')``; a copy."""
+    """Block ids, ``array('i')``; a copy."""
     node: RadixNode
-    """The node in which it ends; the root if nothing was found."""
+    """The node in which the prefix ends; the root if nothing was found."""
     num_in_node: int
-    """How many blocks of that node belong to it."""
+    """Blocks of that node that belong to the prefix."""
 
 
 class RadixTree:
-    """Blocks found by their tokens.  It owns the ids it is given until ``evict`` returns them.
+    """Finds blocks by their tokens.  It owns inserted blocks until ``evict`` returns them.
 
     Attributes:
         root: the empty prefix.
@@ -98,11 +97,11 @@ class RadixTree:
         self._time = 0
 
     def tell(self, request: Request) -> None:
-        """The calls that follow are about ``request``."""
+        """Tell the policy that ``request`` causes the calls that follow."""
         self.leaves.tell(request)
 
     def clear(self) -> array:
-        """Forget everything, the policy too; returns all blocks.  No node may be locked."""
+        """Remove all nodes and restart the policy; returns all blocks.  No node may be locked."""
         nodes = [self.root]
         for node in nodes:
             nodes += node.children.values()
@@ -112,7 +111,7 @@ class RadixTree:
     def match_prefix(self, key: RadixKey, limit: int) -> Match:
         """The longest cached prefix of at most ``limit`` blocks.  Changes nothing.
 
-        Blocks of it are safe from eviction only once the match is locked.
+        Its blocks can be evicted until the match is locked.
         """
         node, position, blocks, num_common = self.root, 0, array("i"), 0
         while position < limit:
@@ -129,7 +128,7 @@ class RadixTree:
         return Match(blocks, node, num_common)
 
     def num_unlocked(self, match: Match) -> int:
-        """How many blocks of ``match`` are evictable, and would not be if it were locked."""
+        """How many blocks of ``match`` are evictable now."""
         node, count = match.node, match.num_in_node
         total = 0
         while node is not self.root and not node.lock_ref:
@@ -139,9 +138,9 @@ class RadixTree:
         return total
 
     def lock(self, match: Match) -> RadixNode:
-        """Add a user to every node of ``match``; returns the node that ends with it.
+        """Add a user to every node of ``match``; returns its last node.
 
-        Splits a node in which the match ends.
+        Splits the last node if the match ends inside it.
         """
         node = match.node
         if match.num_in_node < len(node.blocks):
@@ -156,7 +155,7 @@ class RadixTree:
             node = node.parent
 
     def unlock(self, node: RadixNode) -> None:
-        """Remove a user from ``node`` and every node above it: all are accessed now."""
+        """Remove a user from ``node`` and every node above it.  Counts as an access of all."""
         self._time += 1
         time = self._time
         while node is not self.root:
@@ -173,12 +172,11 @@ class RadixTree:
     def insert(
         self, key: RadixKey, blocks: array, node: RadixNode | None = None, first: int = 0
     ) -> tuple[RadixNode, int]:
-        """Put ``blocks``, those of ``key`` from position ``first`` on, below ``node``.
+        """Insert ``blocks``, which hold ``key`` from position ``first`` on, below ``node``.
 
         ``node``, by default the root, ends at ``first`` and is locked by the caller.  Returns the
-        node in which the blocks end and how many of them, the first ones, were there already:
-        these have not been taken.  The caller's lock is moved to the node returned.  Splits a node
-        in which the blocks part or end.
+        node in which the blocks end, to which the caller's lock moves, and how many leading blocks
+        are duplicates of cached ones and were not inserted.  Splits nodes as needed.
         """
         node = self.root if node is None else node
         position, last = first, first + len(blocks)
@@ -204,9 +202,10 @@ class RadixTree:
         return key.child_key(position) in node.children
 
     def evict(self, count: int) -> array:
-        """Remove the leaves that the policy names until ``count`` blocks or more are free.
+        """Remove leaves chosen by the policy until they have at least ``count`` blocks.
 
-        Returns all their blocks: leaves go whole, as in SGLang.  At least ``count`` are evictable.
+        Returns all their blocks; leaves are evicted whole, as in SGLang.  At least ``count`` blocks
+        must be evictable.
         """
         evicted = array("i")
         while len(evicted) < count:
@@ -220,7 +219,7 @@ class RadixTree:
         return evicted
 
     def _num_common(self, child: RadixNode, key: RadixKey, position: int, limit: int) -> int:
-        """How many blocks of ``child``, the first of which matches, ``key`` has at ``position``."""
+        """Length of the common run of ``child`` and ``key`` at ``position``, at least one block."""
         width, data, tokens = self._width, key.data, child.key
         start, size = position * width, len(child.blocks)
         high = min(size, key.run_end(position, limit) - position)
@@ -239,7 +238,7 @@ class RadixTree:
     def _add_child(
         self, parent: RadixNode, key: RadixKey, blocks: array, position: int
     ) -> RadixNode:
-        """A new node with one user; ``parent`` is locked and has no such child."""
+        """Add a node with one user; ``parent`` is locked and has no such child."""
         extra = key.extras.get(position, b"")
         start = position * self._width
         tokens = key.data[start : start + len(blocks) * self._width]
@@ -250,7 +249,7 @@ class RadixTree:
         return node
 
     def _split(self, node: RadixNode, num_blocks: int) -> RadixNode:
-        """Make the first ``num_blocks`` blocks of ``node`` a node of their own, its parent."""
+        """Move the first ``num_blocks`` blocks of ``node`` to a new parent, and return it."""
         cut = num_blocks * self._width
         upper = RadixNode(
             node.parent, node.extra, node.key[:cut], node.blocks[:num_blocks], node.depth

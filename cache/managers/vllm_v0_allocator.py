@@ -12,17 +12,16 @@ from cache.policies.base import EvictionPolicy, check_victims
 from cache.policies.lazy_heap import LazyHeap
 
 ContentKey = bytes | int
-"""What a block holds: the hash of a full block, or a number that no other content has."""
+"""Content of a block: the hash of a full block, or a unique number."""
 
 
 class LRUEvictor(EvictionPolicy):
     """vLLM's ``LRUEvictor``: oldest ``last_accessed`` first, then the largest number of tokens.
 
-    A block was last accessed when a sequence that held it was last scheduled, not when it was
-    freed, and of equally old blocks the one deepest in its prompt goes first; ties beyond these go
-    by the order of release.  The original walks over all the oldest blocks to find the deepest and
-    takes their times to rise in the order of release, which they need not; this is exact, and
-    O(log n) amortised.
+    A block is accessed when a sequence that holds it is scheduled, not when it is freed.  Among
+    equally old blocks the deepest in its prompt goes first; further ties go by the order of
+    release.  The original scans the oldest blocks and assumes that times rise in the order of
+    release.  This is exact for any times, and O(log n) amortised.
     """
 
     name = "lru"
@@ -36,10 +35,10 @@ class LRUEvictor(EvictionPolicy):
         self._depths[block] = depth
 
     def touch(self, blocks: Iterable[int], time: float) -> None:
-        """A sequence that holds ``blocks`` was scheduled at ``time``."""
+        """Record that a sequence with ``blocks`` was scheduled at ``time``."""
         last_accessed = self._last_accessed
         for block in blocks:
-            if time > last_accessed[block]:  # else another was scheduled later
+            if time > last_accessed[block]:  # another sequence may have been scheduled later
                 last_accessed[block] = time
 
     def pin(self, block: int) -> None:
@@ -66,23 +65,21 @@ class LRUEvictor(EvictionPolicy):
 
 
 class BlockAllocator:
-    """The blocks of the GPU or of the CPU: who uses them and what they hold.
+    """The blocks of one device, GPU or CPU: their users and their content.
 
-    Every block in use has a content key, by which a sequence that moves from one device to the
-    other finds what has moved before.  A block without a user keeps the hash of its content, and
-    belongs to the evictor, until it is handed out again; a numbered content is lost at once.
+    Every block in use has a content key.  A sequence that moves to the other device finds by these
+    keys what is there already.  A block without a user keeps the hash of its content, and belongs
+    to the evictor, until it is taken again; content with a number is dropped at once.
 
-    With an evictor (vLLM's ``CachedBlockAllocator``) blocks are handed out in the order 0, 1 ...,
-    then by the evictor; without one (``UncachedBlockAllocator``) from a stack, highest first.
+    With an evictor (vLLM's ``CachedBlockAllocator``) blocks are taken in the order 0, 1 ..., then
+    from the evictor; without one (``UncachedBlockAllocator``) from a stack, the highest first.
 
     Attributes:
         ref_counts: number of tables that hold each block; read-only to others.
-        keys: content key of each block, None if it holds nothing that counts; likewise.
-        computed: 1 for the blocks whose content was computed by a step that is over.
-        find: the function from a content key to the block that holds it, in use or with the
-            evictor; None if there is none.
-        counts: of ``allocated_blocks``, handed out so far, and ``evicted_blocks``, those of them
-            that gave up a hash.
+        keys: content key of each block, None for a block without content; read-only to others.
+        computed: 1 for blocks whose content was computed by a finished step.
+        find: maps a content key to its block, in use or with the evictor; None if there is none.
+        counts: ``allocated_blocks``, and how many of them lost a hash (``evicted_blocks``).
     """
 
     def __init__(
@@ -106,19 +103,19 @@ class BlockAllocator:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks without a user, those with the evictor included."""
+        """Blocks without a user, with the evictor or not."""
         released = 0 if self.evictor is None else len(self.evictor)
         return self._num_fresh + len(self._stack) + released
 
     def free_blocks(self) -> list[int]:
-        """Blocks without a user, in the order in which they would be handed out now."""
+        """Blocks without a user, in the order in which they would be taken now."""
         fresh = range(self.num_blocks - self._num_fresh, self.num_blocks)
         return [*fresh, *reversed(self._stack), *(self.evictor or ())]
 
     def share(self, block: int, *, found: bool = True) -> None:
-        """Add a user to a block; one without a user leaves the evictor as it is.
+        """Add a user to a block, which leaves the evictor if it had none.
 
-        ``found`` says that it was found by its content.
+        ``found``: log it as a hit.
         """
         if not self.ref_counts[block]:
             self.evictor.pin(block)
@@ -127,7 +124,7 @@ class BlockAllocator:
             self._log.record("hit", (block,), (self.keys[block],))
 
     def take(self, key: ContentKey, parent: ContentKey | None, depth: int) -> int:
-        """Hand out a block, of which there is one, for ``key`` at position ``depth``, one user."""
+        """Take a block for ``key`` at position ``depth``; at least one must be free."""
         hashed = isinstance(key, bytes)
         if hashed:
             self.evictor.miss(key)
@@ -150,7 +147,7 @@ class BlockAllocator:
         return block
 
     def rename(self, block: int, key: ContentKey, parent: ContentKey | None, depth: int) -> None:
-        """The content of ``block``, in use and numbered until now, has become ``key``."""
+        """Replace the number of ``block``, which is in use, by the content key ``key``."""
         del self._index[self.keys[block]]
         self.keys[block] = key
         self._index[key] = block
@@ -164,9 +161,9 @@ class BlockAllocator:
             self._log.record("cached", (block,), (key,))
 
     def release(self, blocks: Blocks[int], time: float, first_depth: int = 0) -> None:
-        """Remove a user, scheduled last at ``time``, from each of ``blocks``.
+        """Remove a user, last scheduled at ``time``, from each of ``blocks``.
 
-        They are in the order of the sequence, from its position ``first_depth`` on.
+        They are in the order of the sequence, from position ``first_depth`` on.
         """
         ref_counts, idle = self.ref_counts, []
         if self._touch is not None:
@@ -202,7 +199,7 @@ class BlockAllocator:
         return block
 
     def _is_released(self, block: int) -> bool:
-        """Whether the evictor has, or just had, ``block``."""
+        """Whether the evictor could have ``block``."""
         if block >= self.num_blocks - self._num_fresh or self.ref_counts[block]:
             return False
         return self._queue_uncached or self.keys[block] is not None

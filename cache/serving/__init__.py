@@ -1,9 +1,9 @@
 """Serving requests: the control path of an engine, without a model and without torch.
 
-sampling_params, request   what is asked for, and the sequences that come of it
-scheduler                  which sequences compute which tokens in a step, and who has to yield
-engine                     the loop: schedule, run, sample; the runner and the sampler are given
-beam_search, outputs       next beams; what a request returns
+sampling_params, request   parameters of a request, and its sequences
+scheduler                  which sequences compute which tokens in a step; preemption
+engine                     the loop: schedule, run, sample
+beam_search, outputs       next beams; the outputs of a request
 open_loop                  requests that arrive at their times, in real or modelled time
 replay                     a request trace served in modelled time: ``cache.simulate_serving``
 """

@@ -1,14 +1,13 @@
 """Beam search: the k most likely continuations, as sequences that share their prefixes' blocks.
 
-Beams are sequences like any other; the scheduler may run, preempt and resume them one by one.
-When each has its next logits, the beams of the request are replaced together: a beam with several
-successors is forked, which shares its blocks until one of them writes (copy-on-write), and one
-with none is freed (Kwon et al., 2023, section 4.4).
+The scheduler runs, preempts and resumes beams one by one, like other sequences.  When all beams of
+a request have their next logits, they are replaced together.  A beam with several successors is
+forked: they share its blocks until one writes (copy-on-write).  A beam without successors is freed
+(Kwon et al., 2023, section 4.4).
 
-The search is that of ``transformers`` with ``early_stopping=False``: a hypothesis that ends counts
-if it was among the k best of its step, its score is sum(log p) / number of tokens **
-length_penalty, and the search ends when no running beam, were it to end now, would beat the worst
-of the k best.
+The search equals ``transformers`` with ``early_stopping=False``.  A hypothesis that ends counts if
+it was among the k best of its step.  Its score is sum(log p) / number of tokens ** length_penalty.
+The search ends when no running beam, if it ended now, would beat the worst of the k best.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class BeamSearch:
     """The state of one request's search.
 
     Args:
-        request: with params.beam_width set and one sequence, the first beam.
+        request: has params.beam_width and one sequence, the first beam.
     """
 
     def __init__(self, request: Request) -> None:
@@ -44,30 +43,30 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """Likeliest next tokens of a beam to choose from: however many of them end a text,
-        ``width`` others are left."""
+        """How many of a beam's likeliest tokens are needed: ``width``, and as many that end a text
+        as there can be."""
         return self.width * (1 + len(self.request.stop_token_ids))
 
     def observe(self, seq: ScheduledSequence, candidates: list[tuple[float, int]]) -> None:
-        """Take note of a beam's likeliest next tokens, as (log p, token)."""
+        """Record a beam's likeliest next tokens, as (log p, token)."""
         total = seq.cumulative_logprob
         self._candidates[seq.seq_id] = [(total + logprob, token) for logprob, token in candidates]
 
     @property
     def is_ready(self) -> bool:
-        """Whether the logits of all beams are known, and all hold their blocks.
+        """Whether all beams are observed and hold their blocks.
 
-        A beam may have been preempted after its logits were computed.
+        A beam can be preempted after its logits were computed.
         """
         return len(self._candidates) == len(self.beams) and all(
             beam.status is Status.RUNNING for beam in self.beams
         )
 
     def expand(self) -> list[tuple[ScheduledSequence, list[tuple[int, float]]]] | None:
-        """Choose the successors of each beam, all of whose logits are known: their tokens and
-        cumulative log-probabilities, the likeliest first.  None if the search is over.
+        """Choose the successors of each beam: (token, cumulative log-probability), likeliest first.
 
-        Neither appends nor frees anything; ``beams`` is to be set by the caller.
+        None if the search is over.  All beams must be observed.  Appends and frees nothing; the
+        caller sets ``beams``.
         """
         ranked = sorted(
             (
@@ -97,7 +96,7 @@ class BeamSearch:
         ]
 
     def best(self) -> list[Hypothesis]:
-        """The n best hypotheses, the best first; beams that were cancelled count as well."""
+        """The n best hypotheses, the best first, cancelled beams included."""
         cancelled = [
             self._hypothesis(beam.output_token_ids, beam.cumulative_logprob, beam.finish_reason)
             for beam in self.beams

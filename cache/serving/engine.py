@@ -1,6 +1,6 @@
-"""The loop that serves requests: schedule, run, sample; on token ids alone.
+"""The loop that serves requests: schedule, run, sample.
 
-Logits are made by the runner and read by the sampler; the engine only hands them on.
+It handles token ids only.  Logits go from the runner to the sampler unread.
 """
 
 from __future__ import annotations
@@ -23,66 +23,65 @@ class Runner(Protocol):
     """Computes steps."""
 
     def run(self, step: Step, manager: CacheManager) -> Any:
-        """Move the blocks of a step and compute its tokens.
+        """Copy the blocks of a step and compute its tokens.
 
-        Returns the logits that follow the last token of each sequence all whose tokens are now
-        computed, a row each, in the order of the step.
+        Returns one row of logits for each sequence whose tokens are then all computed, in the order
+        of the step.
         """
 
 
 class Drawn(Protocol):
-    """Tokens that are being drawn; ``Step.drawn`` brings them to the runner."""
+    """Tokens that are being sampled; ``Step.drawn`` passes them to the runner."""
 
     def read(self) -> Items[int]:
         """Wait for the tokens."""
 
 
 class Sampler(Protocol):
-    """Chooses tokens."""
+    """Samples tokens."""
 
     def draw(self, logits: Any, rows: list[int], sequences: list[ScheduledSequence]) -> Items[int]:
-        """A next token for each sequence, by the parameters of its request.
+        """Sample the next token of each sequence by the parameters of its request.
 
-        rows: the row of ``logits`` that each draws from.
+        rows: the row of ``logits`` for each sequence.
         """
 
     def launch(self, logits: Any, rows: list[int], sequences: list[ScheduledSequence]) -> Drawn:
-        """As ``draw``, without waiting for the tokens; only an engine with overlap calls it."""
+        """``draw`` without waiting for the tokens; only an engine with overlap calls it."""
 
     def likeliest(
         self, logits: Any, row: int, seq: ScheduledSequence, count: int
     ) -> list[tuple[float, int]]:
-        """The ``count`` likeliest next tokens (all, if there are fewer), as (log p, token)."""
+        """The ``count`` likeliest next tokens (or all, if fewer), as (log p, token)."""
 
     def logprobs(self, logits: Any, row: int, token: int, count: int) -> dict[int, float]:
-        """log p of a token and of the ``count`` likeliest ones."""
+        """log p of ``token`` and of the ``count`` likeliest tokens."""
 
 
 class _Unread(NamedTuple):
-    """Tokens that were drawn, and what for."""
+    """Sampled tokens that are not read yet."""
 
     tokens: Any
-    """Drawn; of an engine without overlap the tokens."""
+    """A ``Drawn``; without overlap the tokens."""
     logits: Any
     rows: list[int]
     sequences: list[ScheduledSequence]
 
 
 class Engine:
-    """Serves requests, several at a time, one ``step`` after the other.
+    """Serves requests, several at a time, step by step.
 
     Args:
-        max_model_len: longest sequence, prompt included.  No longer than the scheduler's.
-        vocab_size: of the model; token ids are below it.  None: any will do.
+        max_model_len: longest sequence, prompt included; at most the scheduler's.
+        vocab_size: token ids must be below it.  None: no limit.
         eos_token_ids: end an output unless the request ignores them.
-        overlap: schedule and launch a step before the tokens of the one before are read, so that
-            the device need not wait for the host, see ``step``.  Not done with blocks of one
-            token.
-        text_of: the text of output tokens, in which stop strings are looked for; None if there is
+        overlap: schedule and launch a step before the tokens of the last one are read, so that the
+            device does not wait for the host, see ``step``.  Off with blocks of one token.
+        text_of: returns the text of output tokens, which may contain stop strings; None if there is
             no tokenizer.
 
     Attributes:
-        clock: tells the times of statistics, in seconds; ``time.perf_counter``.
+        clock: returns the time for statistics, in seconds; ``time.perf_counter``.
     """
 
     def __init__(
@@ -101,7 +100,7 @@ class Engine:
         self.manager: CacheManager = scheduler.manager
         self.max_model_len, self.vocab_size = max_model_len, vocab_size
         self.eos_token_ids, self.text_of = eos_token_ids, text_of
-        # The block of a token that is not known would be full, and hashed, at once.
+        # With blocks of one token an unknown token would fill its block at once.
         self.overlap = overlap and self.manager.block_size > 1
         self._unread: _Unread | None = None
         self.clock: Callable[[], float] = time.perf_counter
@@ -118,7 +117,7 @@ class Engine:
         return bool(self.requests)
 
     def check(self, prompt_token_ids: Items[int], params: SamplingParams) -> None:
-        """Raise what ``add`` would raise for this request."""
+        """Raise the errors that ``add`` would raise for this request."""
         length = len(prompt_token_ids)
         if not length:
             raise ValueError("prompt: has no tokens; needs at least one")
@@ -164,12 +163,12 @@ class Engine:
         params: SamplingParams,
         cache_salt: str | bytes | None = None,
     ) -> int:
-        """Put a request at the end of the line; returns its id.
+        """Add a request to the end of the line; returns its id.
 
         cache_salt: only requests with an equal salt share K/V; None shares with None.
 
         Raises ValueError for a prompt that is empty, has ids out of range, or does not fit, and for
-        more outputs than max_num_seqs or the cache allow; UnsupportedByDesign for beam search with
+        more outputs than max_num_seqs or the cache allows; UnsupportedByDesign for beam search with
         a manager that cannot fork.
         """
         self.check(prompt_token_ids, params)
@@ -198,7 +197,7 @@ class Engine:
         return request.request_id
 
     def abort(self, request_id: int) -> Request:
-        """Cancel an unfinished request, keeping the tokens it has.  Raises KeyError without one."""
+        """Cancel an unfinished request, which keeps its tokens.  KeyError if there is none."""
         request = self.requests[request_id]
         for seq in request.sequences:
             if seq.status is not Status.FINISHED:
@@ -207,20 +206,23 @@ class Engine:
         return request
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached K/V, as after a change of weights.  False, and nothing happens, while
-        sequences hold blocks; UnsupportedByDesign for a manager that cannot."""
+        """Drop all cached K/V, as after a change of weights.
+
+        Returns False, and does nothing, while sequences hold blocks.  Raises UnsupportedByDesign
+        for a manager that cannot.
+        """
         return self.manager.reset_prefix_cache()
 
     def step(self) -> tuple[list[TokenOutput], list[Request]]:
-        """Compute one batch.  Returns the new tokens, and the requests that are finished by them.
+        """Compute one batch; returns the new tokens, and the requests that they finish.
 
-        Beam search has no tokens to tell before it is finished.
+        Beam search returns no tokens before it is finished.
 
-        With ``overlap`` tokens are told a step later: those of a step are read when the next one
-        has been launched, which takes them from where they were drawn.  A sequence that they end
-        has then computed a token too many, whose draw is thrown away.  A step is read at once if a
-        sequence that draws in it ``reads_tokens`` (penalties, stop strings ...), and before the
-        next if no running sequence could compute anything in that.
+        With ``overlap`` the tokens of a step are returned one step later: they are read when the
+        next step has been launched, which takes them from the device.  A sequence that they end has
+        computed one token too many, which is dropped.  Tokens are read at once if a sequence in the
+        step ``reads_tokens`` (penalties, stop strings ...), and before the next step if no running
+        sequence could compute anything in it.
         """
         outputs: list[TokenOutput] = []
         finished: list[Request] = []
@@ -253,9 +255,9 @@ class Engine:
         if drawing:
             draw = self.sampler.launch if self.overlap else self.sampler.draw
             drawn = _Unread(draw(logits, rows, drawing), logits, rows, drawing)
-        self._read(outputs, finished)  # of the step before, while the device computes this one
+        self._read(outputs, finished)  # the last step's, while the device computes this one
         if self.overlap and not any(seq.request.params.reads_tokens for seq in drawing):
-            self._unread = drawn and drawn._replace(logits=None)  # which are large
+            self._unread = drawn and drawn._replace(logits=None)  # they are large
             self._count_on(drawing)
         else:
             self._unread = drawn
@@ -267,7 +269,7 @@ class Engine:
         return outputs, finished
 
     def _read(self, outputs: list[TokenOutput], finished: list[Request]) -> None:
-        """Append the tokens that are not read yet, and end what they end."""
+        """Append the tokens that are not read yet, and finish the sequences that they end."""
         if self._unread is None:
             return
         drawn, self._unread = self._unread, None
@@ -299,16 +301,16 @@ class Engine:
                 self._finish_request(request)
 
     def _count_on(self, sequences: list[ScheduledSequence]) -> None:
-        """Let sequences go on from tokens that are not read yet, unless these are their last."""
+        """Continue sequences with tokens that are not read yet, unless these are their last."""
         for row, seq in enumerate(sequences):
             if seq.status is not Status.FINISHED and len(seq.token_ids) + 1 < seq.max_num_tokens:
                 seq.append_unknown(row)
 
     def restart(self, scheduler: Scheduler) -> list[Request]:
-        """Cancel all requests, keeping the tokens they have, and go on with another scheduler.
+        """Cancel all requests, which keep their tokens, and continue with another scheduler.
 
-        For when ``step`` has raised: what the manager then counts as cached may not be in the
-        cache.  ``scheduler`` has a new manager of the same size.  Returns the requests.
+        Call it after ``step`` has raised: the manager may then count K/V as cached that were never
+        written.  ``scheduler`` has a new manager of the same size.  Returns the requests.
         """
         requests = list(self.requests.values())
         for request in requests:
@@ -355,14 +357,14 @@ class Engine:
         return child
 
     def _fork_samples(self, seq: ScheduledSequence) -> list[ScheduledSequence]:
-        """The other samples of a prompt that has just been computed."""
+        """Fork the other samples of a prompt that has just been computed."""
         children = [self._fork(seq, index) for index in range(1, 1 + seq.num_pending_forks)]
         seq.num_pending_forks = 0
         seq.request.sequences += children
         return children
 
     def _advance(self, search: BeamSearch, now: float) -> bool:
-        """Replace the beams of a search by their successors; True if it is over."""
+        """Replace the beams of a search by their successors; True if the search is over."""
         request = search.request
         if request.stats.first_token_time is None:
             request.stats.first_token_time = now
@@ -386,7 +388,7 @@ class Engine:
         return False
 
     def _finish_sequence(self, seq: ScheduledSequence, reason: FinishReason) -> None:
-        seq.drop_unknown()  # of an aborted sequence
+        seq.drop_unknown()  # an aborted sequence may have one
         seq.finish_reason = reason
         self.scheduler.finish(seq)
 

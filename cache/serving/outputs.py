@@ -1,4 +1,4 @@
-"""What a request returns."""
+"""The outputs of a request."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,19 +12,19 @@ class CompletionOutput:
 
     index: int
     token_ids: list[int]
-    """Generated tokens, the one that ended the output included."""
+    """Generated tokens, including the one that ended the output."""
     finish_reason: FinishReason
     text: str | None = None
     """Without special tokens, up to a stop string; None if the model has no tokenizer."""
     cumulative_logprob: float | None = None
-    """Sum of log p of the tokens; of beam search, and where logprobs were asked for."""
+    """Sum of log p of the tokens; for beam search and for requests with logprobs."""
     logprobs: list[dict[int, float]] | None = None
-    """For each token log p of itself and of the likeliest ones, where they were asked for."""
+    """For each token, log p of itself and of the likeliest tokens; for requests with logprobs."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The outputs of a prompt; of beam search the best first."""
+    """The outputs of a prompt; for beam search the best first."""
 
     request_id: int
     prompt: str | None
@@ -44,7 +44,7 @@ class TokenOutput(NamedTuple):
     finish_reason: FinishReason | None
     """None while more tokens follow."""
     text: str | None = None
-    """What it adds to the text: nothing until a character is complete, or of special tokens.  None
-    if the model has no tokenizer."""
+    """Text that it adds; empty until a character is complete, and for special tokens.  None if the
+    model has no tokenizer."""
     logprobs: dict[int, float] | None = None
-    """log p of this token and of the likeliest ones, where they were asked for."""
+    """log p of this token and of the likeliest tokens; for requests with logprobs."""

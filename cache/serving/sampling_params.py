@@ -19,24 +19,24 @@ class SamplingParams:
     Attributes:
         n: number of outputs of one prompt; they share its K/V.
         temperature: logits are divided by it; 0 takes the most likely token.
-        top_k: only the k most likely tokens are drawn from; 0 or -1 for all.
-        top_p: of those, only the fewest whose probabilities sum up to top_p or more (nucleus
+        top_k: sample from the k most likely tokens only; 0 or -1 for all.
+        top_p: among them, only the fewest whose probabilities sum up to top_p or more (nucleus
             sampling, Holtzman et al., 2020); 1 for all.  At least one token always remains.
         min_p: only tokens with at least this share of the largest probability; 0 for all.
-        frequency_penalty, presence_penalty: taken off the logit of a token for every time, and
-            once if ever, that it stands in the output.
+        frequency_penalty: subtracted from a token's logit for each time it is in the output.
+        presence_penalty: subtracted once if the token is in the output.
         repetition_penalty: positive logits of tokens that the prompt or the output contains are
             divided by it, negative ones multiplied (Keskar et al., 2019); 1 for none.
-        seed: a request with a seed gets the same tokens whatever else is in the batch.  Output i
-            of n draws noise of its own.
-        max_tokens: most tokens to generate; fewer where the model's context or the cache ends.
-        min_tokens: so many tokens come before anything but max_tokens ends an output.
+        seed: a request with a seed gets the same tokens whatever else is in the batch.  Each of n
+            outputs has its own noise.
+        max_tokens: most tokens to generate; fewer if the model's context or the cache ends.
+        min_tokens: nothing but max_tokens ends an output before it has this many tokens.
         stop: texts that end an output; its text ends before them, its tokens after.
-        stop_token_ids: tokens that end an output, which then includes them.
-        logprobs: give log p of each token, and of so many of the likeliest, as the model has them:
-            before penalties and temperature.  None for none.
+        stop_token_ids: tokens that end an output, which includes them.
+        logprobs: return log p of each token and of this many of the likeliest tokens, before
+            penalties and temperature.  None for none.
         ignore_eos: do not end at the model's end-of-text tokens.
-        beam_width: number of beams of beam search, of which the n best are returned; None samples.
+        beam_width: number of beams of a beam search, which returns the n best; None samples.
         length_penalty: beams are ranked by sum(log p) / number of tokens ** length_penalty.
         eviction_priority: the higher, the longer the cache keeps its K/V, if the eviction policy is
             ``priority``.  It does not change scheduling.
@@ -100,7 +100,7 @@ class SamplingParams:
 
     @cached_property
     def has_penalties(self) -> bool:
-        """Whether tokens that came before change the logits of the next."""
+        """Whether earlier tokens change the logits of the next one."""
         return (
             self.repetition_penalty != 1
             or self.frequency_penalty != 0
@@ -109,8 +109,7 @@ class SamplingParams:
 
     @cached_property
     def reads_tokens(self) -> bool:
-        """Whether a step needs the tokens of the one before on the host: more than to compute and
-        draw from the model's logits."""
+        """Whether the host must read the tokens of a step before it can schedule the next one."""
         return bool(
             self.n > 1
             or self.beam_width is not None
@@ -134,7 +133,7 @@ _IDLE_IN_BEAM_SEARCH = {
     "stop": ((),),
     "logprobs": (None,),
 }
-"""Values that beam search may be given: it ranks by the model's own log p and draws nothing."""
+"""Values that beam search accepts: it ranks by the model's own log p and samples nothing."""
 
 
 def _is_int(value: object) -> bool:
@@ -182,4 +181,4 @@ _NEEDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "a finite number in the range of floats",
     ),
 )
-"""Fields, and what each needs by itself."""
+"""Fields, their checks, and what the error says they need."""

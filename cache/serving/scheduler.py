@@ -1,23 +1,23 @@
-"""Which sequences compute which tokens in the next step: continuous batching.
+"""Continuous batching: which sequences compute which tokens in the next step.
 
-Sequences stand in one line, ordered by the arrival of their requests, and are served in that order
-(FCFS), first those that hold blocks and then those that wait:
+Sequences are served in the order in which their requests arrived (FCFS), running ones first:
 
-* Running sequences get the tokens they lack: one when decoding, a chunk of their prompt otherwise.
-  If blocks run out, the youngest sequence that holds any is preempted.
-* Then waiting sequences are admitted while blocks, the token budget and the sequence budget last,
-  and not in a step that preempted one.  Nobody overtakes: a prompt too large for what is free now
-  waits at the head of the line.
+* A running sequence gets the tokens it lacks: one when it decodes, a chunk of its prompt otherwise.
+  If blocks run out, the youngest running sequence is preempted.
+* Then waiting sequences are admitted while blocks, token budget and sequence budget last, but not
+  in a step that preempted one.  No sequence overtakes: a prompt that does not fit yet waits at the
+  head of the line.
 
-The oldest sequence can therefore always take what it needs, up to the whole cache, and every step
-computes tokens of it or brings it back: there is no livelock.
+So the oldest sequence can always take the blocks it needs, up to the whole cache.  Every step
+computes tokens of it or brings it back, so there is no livelock.
 
-With ``prefill_first``, as in Nano-vLLM and vLLM's first engine, a step is either for prompts or for
-decoding: prompts wait for nobody, and nobody decodes while one can be computed.
+With ``prefill_first`` a step computes either prompts or decoded tokens: no sequence decodes while a
+prompt can be computed.  That is the order of Nano-vLLM and of vLLM's first engine; budgets and
+chunks stay the same in both modes, which differs from Nano-vLLM (docs/deviations.md).
 
-A preempted sequence returns to the head of the line.  By *recompute* its K/V are dropped, and
-computed again together with those of the tokens it has generated.  By *swap* they are copied to
-host memory and back (Kwon et al., 2023, section 4.5); where host memory is full it is recomputed.
+A preempted sequence returns to the head of the line.  *Recompute* drops its K/V and computes them
+again with those of its generated tokens.  *Swap* copies them to host memory and back (Kwon et al.,
+2023, section 4.5); if host memory is full, they are recomputed.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from typing import Any
 
 from cache.blocks.pool import OutOfBlocks
 from cache.blocks.sequence import Sequence
-from cache.checks import at_least
+from cache.checks import at_least, true_or_false
 from cache.managers.base import AllocStatus, CacheManager, Copies
 from cache.serving.request import ScheduledSequence, Status
 
 
 @dataclass(slots=True)
 class Step:
-    """What to do in one step.  The lists of blocks are to be copied before the model runs, in this
-    order: to host memory, within the cache, from host memory.
+    """One step of the engine.
 
-    sequences[i] computes counts[i] tokens: the last of its num_computed_tokens.
+    sequences[i] computes counts[i] tokens, the last of its num_computed_tokens.  Blocks are copied
+    before the model runs: swap_out first, then copies, then swap_in.
     """
 
     sequences: list[ScheduledSequence] = field(default_factory=list)
@@ -55,8 +55,8 @@ class Step:
     preempted: list[ScheduledSequence] = field(default_factory=list)
     admitted: list[ScheduledSequence] = field(default_factory=list)
     drawn: Any = None
-    """What the sampler drew in the step before, if that is not read yet: the last token of a
-    sequence with a ``drawn_row`` is there."""
+    """Sampled tokens of the step before, if they are not read yet.  They include the last token of
+    each sequence with a ``drawn_row``."""
 
     @property
     def num_tokens(self) -> int:
@@ -64,7 +64,7 @@ class Step:
         return sum(self.counts)
 
     def add(self, seq: ScheduledSequence, count: int) -> None:
-        """Have ``seq`` compute ``count`` tokens."""
+        """Let ``seq`` compute ``count`` tokens in this step."""
         self.sequences.append(seq)
         self.counts.append(count)
 
@@ -73,12 +73,12 @@ class Scheduler:
     """Serves sequences in order of arrival.
 
     Args:
-        manager: of the blocks; all sequences that hold any are this scheduler's.
+        manager: owns the blocks; no other scheduler uses it.
         max_num_seqs: most sequences that hold blocks at a time.
         max_num_batched_tokens: most tokens computed in one step.
         num_host_blocks: blocks of host memory to swap to; 0 to recompute preempted sequences.
-        chunked_prefill: compute long prompts over several steps.  Without it, and with managers
-            whose design cannot do so, no sequence may be longer than max_num_batched_tokens.
+        chunked_prefill: compute long prompts over several steps.  Without it, or with a design that
+            cannot chunk, no sequence may be longer than max_num_batched_tokens.
         prefill_first: decode only in steps that compute no prompt.
 
     Raises ValueError, naming the argument, for sizes out of range, and for host blocks with a
@@ -98,8 +98,9 @@ class Scheduler:
         self.manager = manager
         self.max_num_seqs = at_least(1, "max_num_seqs", max_num_seqs)
         self.max_num_batched_tokens = at_least(1, "max_num_batched_tokens", max_num_batched_tokens)
+        chunked_prefill = true_or_false("chunked_prefill", chunked_prefill)
         self.chunked_prefill = chunked_prefill and manager.can_chunk
-        self.prefill_first = prefill_first
+        self.prefill_first = true_or_false("prefill_first", prefill_first)
         self.running: list[ScheduledSequence] = []
         self.waiting: deque[ScheduledSequence] = deque()
         if num_host_blocks and getattr(manager, "sliding_window", None):
@@ -115,7 +116,7 @@ class Scheduler:
 
     @property
     def has_tokens_to_compute(self) -> bool:
-        """Whether a running sequence lacks K/V of a token."""
+        """Whether a running sequence has a token without K/V."""
         return any(len(seq.token_ids) > seq.num_computed_tokens for seq in self.running)
 
     @property
@@ -123,8 +124,10 @@ class Scheduler:
         return len(self._free_host_blocks)
 
     def longest_sequence(self, limit: int) -> int:
-        """Most tokens, up to ``limit``, that a sequence may have: what the cache and, without
-        chunked prefill, one step can hold; 0 for none."""
+        """Most tokens, up to ``limit``, of a sequence that fits the cache; 0 if none does.
+
+        Without chunked prefill it also has to fit one step.
+        """
         limit = min(limit, self.manager.num_blocks * self.manager.block_size)
         longest = longest_that_fits(self.manager, limit)
         return longest if self.chunked_prefill else min(longest, self.max_num_batched_tokens)
@@ -140,8 +143,10 @@ class Scheduler:
         bisect.insort(self.running, child, key=attrgetter("order"))
 
     def finish(self, seq: ScheduledSequence) -> None:
-        """Remove a sequence wherever it is, and free what it holds.  Not between schedule and the
-        end of the step, if it is scheduled."""
+        """Remove a sequence and free what it holds.
+
+        Do not call it for a scheduled sequence before its step has ended.
+        """
         if seq.status is Status.RUNNING:
             self.running.remove(seq)
             self.manager.free(seq)
@@ -151,11 +156,11 @@ class Scheduler:
         seq.status = Status.FINISHED
 
     def schedule(self) -> Step:
-        """Choose the tokens of the next step and give them their slots.
+        """Choose the tokens of the next step and give them slots.
 
-        After the step they count as computed: the caller must run all of it.  A sequence all whose
-        tokens are computed (a beam that waits for the others of its request) is passed over.
-        Raises RuntimeError if sequences wait that can never run.
+        They count as computed, so the caller must run the whole step.  A sequence whose tokens are
+        all computed (a beam that waits for the other beams) is skipped.  Raises RuntimeError if
+        sequences wait that can never run.
         """
         step = Step()
         if self.prefill_first:
@@ -174,9 +179,9 @@ class Scheduler:
         return step
 
     def _schedule_running(self, step: Step) -> int:
-        """Returns what remains of the token budget."""
+        """Schedule the running sequences; returns the rest of the token budget."""
         budget = self.max_num_batched_tokens
-        for seq in self.running:  # which a preemption shortens, at its end
+        for seq in self.running:  # a preemption shortens this list at its end
             count = min(len(seq.token_ids) - seq.num_computed_tokens, budget)
             if count:
                 if not self._give_slots(seq, count, step):
@@ -185,9 +190,9 @@ class Scheduler:
         return budget
 
     def _schedule_prompts(self, step: Step) -> None:
-        """Go on with prompts that have begun, then admit others."""
+        """Continue prompts that have begun, then admit others."""
         budget = self.max_num_batched_tokens
-        for seq in self.running:  # which a preemption shortens, at its end
+        for seq in self.running:  # a preemption shortens this list at its end
             missing = len(seq.token_ids) - seq.num_computed_tokens
             if missing < 2:
                 continue
@@ -199,8 +204,10 @@ class Scheduler:
             self._admit_waiting(step, budget)
 
     def _give_slots(self, seq: ScheduledSequence, count: int, step: Step) -> bool:
-        """Have ``seq`` compute ``count`` more tokens, preempting the youngest; False if that is
-        ``seq``."""
+        """Let ``seq`` compute ``count`` more tokens, preempting the youngest sequences for it.
+
+        Returns False if ``seq`` itself was the youngest.
+        """
         while True:
             try:
                 step.copies += self.manager.allocate_slots(seq, count)
@@ -213,7 +220,7 @@ class Scheduler:
                     return False
 
     def _preempt(self, seq: ScheduledSequence, step: Step) -> None:
-        """Send ``seq`` back to the head of the line, its K/V to host memory if they fit there."""
+        """Return ``seq`` to the head of the line, and swap out its K/V if host memory has room."""
         stats = seq.request.stats
         num_blocks = -(-seq.num_computed_tokens // self.manager.block_size)
         if 0 < num_blocks <= len(self._free_host_blocks):
@@ -244,13 +251,15 @@ class Scheduler:
             seq.status = Status.RUNNING
             bisect.insort(self.running, seq, key=attrgetter("order"))
             step.admitted.append(seq)
-            if count:  # else a beam that waits for the others
+            if count:  # 0 for a beam that waits for the other beams
                 step.add(seq, count)
                 budget -= count
 
     def _admit(self, seq: ScheduledSequence, budget: int, step: Step) -> int | None:
-        """Give a waiting sequence its blocks and what they held in host memory; returns how many
-        tokens it computes, or None if it has to wait."""
+        """Give a waiting sequence its blocks, and swap in their content.
+
+        Returns how many tokens it computes, or None if it has to wait.
+        """
         hit = self.manager.find(seq)
         if self.manager.can_allocate(seq, hit) is not AllocStatus.OK:
             return None
@@ -266,7 +275,7 @@ class Scheduler:
             step.copies += self.manager.admit(seq, hit, end)
         except OutOfBlocks:
             return None
-        if seq.host_blocks:  # brought back, but for the blocks found in the cache
+        if seq.host_blocks:  # swap in the blocks that are not cached
             first = hit.num_tokens // self.manager.block_size
             table = self.manager.block_table(seq)
             step.swap_in += zip(seq.host_blocks[first:], table[first:], strict=False)
@@ -276,13 +285,13 @@ class Scheduler:
         return end - start
 
     def _drop_host_copy(self, seq: ScheduledSequence) -> None:
-        """Host blocks are written at the earliest by the next step, after they have been read."""
+        """Free the host blocks of ``seq``; the next step writes them only after they are read."""
         self._free_host_blocks += seq.host_blocks
         seq.host_blocks, seq.num_host_tokens = [], 0
 
 
 def longest_that_fits(manager: CacheManager, limit: int) -> int:
-    """Most tokens, up to ``limit``, of a sequence that fits the empty cache; 0 for none."""
+    """Most tokens, up to ``limit``, of a sequence that fits the empty cache; 0 if none does."""
 
     def never_fits(num_tokens: int) -> bool:
         tokens = array("I", bytes(4 * num_tokens))

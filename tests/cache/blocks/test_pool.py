@@ -10,7 +10,7 @@ A, B, C, D, E, F = (bytes([i]) * 16 for i in range(6))
 
 
 class Recorder(LRU):
-    """Writes down what the pool tells a policy."""
+    """Records the calls of the pool."""
 
     name = "recorder"
 

@@ -1,4 +1,4 @@
-"""What the tests of all managers share: short ways to use one, and to compare all it holds."""
+"""Helpers of all manager tests: to use a manager briefly, and to compare all its state."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def started(manager: CacheManager, seq_id, token_ids, **keys) -> Sequence:
 
 
 def used(manager: CacheManager, seq_id, token_ids, **keys) -> None:
-    """A sequence that came, was computed and went."""
+    """Allocate and free a sequence."""
     manager.free(started(manager, seq_id, token_ids, **keys))
     manager.check_invariants()
 
@@ -48,7 +48,7 @@ def grow(manager: CacheManager, seq: Sequence, *token_ids: int) -> list[tuple[in
 
 
 def cached(manager: CacheManager, token_ids, **keys) -> int:
-    """How many of ``token_ids`` a longer sequence would find."""
+    """How many of ``token_ids`` are a cached prefix of a longer sequence."""
     return manager.get_computed_blocks(Sequence("probe", [*token_ids, 0], **keys))[1]
 
 
@@ -71,10 +71,10 @@ def lines_run(function: Callable[[], object]) -> int:
 
 
 def state_of(value, known: dict[int, int] | None = None):
-    """All that ``value``, a manager as a rule, holds, as plain values that can be compared.
+    """The whole state of ``value``, usually a manager, as plain values that can be compared.
 
-    Objects are named by the order in which they are met.  Of a sequence only its counters count:
-    its hashes are computed when they are asked for.
+    Objects are numbered in the order of the walk.  A sequence is represented by its counters, since
+    its hashes are computed on demand.
     """
     known = {} if known is None else known
     if value is None or isinstance(value, int | float | str | bytes | enum.Enum):

@@ -1,16 +1,16 @@
-"""A hypothesis state machine that drives any cache manager next to a simple model of its blocks.
+"""A Hypothesis state machine that drives any cache manager beside a simple model of its blocks.
 
-The model knows what each slot holds: K/V of a position depend on all tokens up to it and on the
-extra keys, so that is what a slot "contains".  Writing a token puts its content into a slot,
-a copy copies a block's slots.  After every step
+The model stores the content of each slot.  K/V of a position depend on all tokens up to it and on
+the extra keys, so these are its content.  Writing a token writes its slot; a copy copies a block's
+slots.  After every step
 
-- every stored token of every live sequence is found unchanged through its block table,
-- a cached prefix holds exactly the content that was asked for,
-- nothing was written to a block that another table holds too,
+- every stored token of every live sequence is unchanged when read through its block table,
+- a cached prefix holds exactly the requested content,
+- nothing was written to a block that is also in another table,
 - free and used blocks and slots add up, and the manager's own invariants hold,
-- a call that failed has changed nothing that can be seen.
+- a call that failed has changed nothing.
 
-A design's machine says how to make the manager and may predict more (``expected_hits``,
+The machine of a design makes the manager and may predict more (``expected_hits``,
 ``blocks_needed``, ``observe``).
 """
 
@@ -60,7 +60,7 @@ class ManagerMachine(RuleBasedStateMachine):
         return 0
 
     def expected_status(self, seq: Sequence) -> AllocStatus:
-        """What ``can_allocate`` must say."""
+        """The result that ``can_allocate`` must have."""
         if -(-seq.num_tokens // self.block_size) > self.num_blocks:
             return AllocStatus.NEVER
         enough = self.blocks_needed(Live(seq, 0, []), seq.num_tokens) <= self.num_free
@@ -81,10 +81,10 @@ class ManagerMachine(RuleBasedStateMachine):
         return 99
 
     def observe(self, live: Live, taken: list[int]) -> None:
-        """A call succeeded: ``live`` has its new table; ``taken`` are the blocks handed out."""
+        """A call succeeded: ``live`` has its new table; ``taken`` are its new blocks."""
 
     def observe_noted(self, live: Live) -> None:
-        """The manager has taken note of all stored tokens of ``live``."""
+        """The manager has registered all stored tokens of ``live``."""
 
     def observe_fork(self, parent: Live, child: Live) -> None:
         """``child`` shares the blocks of ``parent``."""
@@ -93,10 +93,10 @@ class ManagerMachine(RuleBasedStateMachine):
         """``live`` has given its blocks back."""
 
     def observe_given_back(self, blocks: list[int]) -> None:
-        """A sequence has given back these, behind its window."""
+        """A sequence has given back ``blocks``, which are behind its window."""
 
     def draw_log(self, data) -> EventLog | None:
-        """What the manager is to tell of its blocks, if anything."""
+        """An event log for the manager, or None."""
         self.log = EventLog() if data.draw(st.booleans(), label="log") else None
         return self.log
 
@@ -116,7 +116,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.versions: dict[tuple[int, int], list[int]] = {}
 
     def content(self, seq: Sequence, position: int) -> tuple:
-        """What the K/V of ``position`` depend on."""
+        """Everything that the K/V of ``position`` depend on."""
         inputs = tuple(item for item in seq.mm_inputs if item.offset <= position)
         tokens = tuple(seq.token_ids[: position + 1])
         return seq.lora_name, seq.cache_salt, inputs, tokens
@@ -128,7 +128,7 @@ class ManagerMachine(RuleBasedStateMachine):
         return sum(block in live.table for live in self.live.values())
 
     def write(self, live: Live, end: int, copies=()) -> None:
-        """What the caller's kernels do after a call: the copies, then K/V of the new tokens."""
+        """Do the work of the caller's kernels: the copies, then K/V of the new tokens."""
         self.give_back(live)
         before, live.table = live.table, self.manager.block_table(live.seq)
         assert live.table.count(GIVEN_BACK) == before.count(GIVEN_BACK)
@@ -207,7 +207,7 @@ class ManagerMachine(RuleBasedStateMachine):
         return self.live[data.draw(st.sampled_from(sorted(self.live)), label="sequence")]
 
     def adopt(self, seq: Sequence, num_cached: int, end: int, table: list[int]) -> None:
-        """``seq`` was given blocks, of which ``table``, its cached prefix, were there before."""
+        """``seq`` got its blocks; ``table`` holds its cached prefix."""
         expected = self.expected_hits(seq)
         note(f"sequence {seq.seq_id} {list(seq.token_ids)}: {num_cached} cached")
         assert expected is None or num_cached == expected
@@ -238,7 +238,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.allocate(self.new_sequence(data))
 
     def decode(self, live: Live, tokens: list[int]) -> bool:
-        """The sequence generates ``tokens``; whether it has any that lack a slot then."""
+        """Append generated ``tokens``; whether the sequence then has tokens without a slot."""
         for token in tokens[: self.tokens_to_come(live.seq)]:
             live.seq.append_token(token)
         return live.stored < live.seq.num_tokens
@@ -259,7 +259,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), tokens=st.lists(TOKENS, min_size=1, max_size=3))
     @precondition(lambda self: self.live)
     def allocate_slots(self, data, tokens):
-        """For chunks and decoded tokens alike; those that have a slot already are only counted."""
+        """Chunks and decoded tokens."""
         live = self.pick(data)
         if not self.decode(live, tokens):
             return
@@ -339,7 +339,7 @@ class ManagerMachine(RuleBasedStateMachine):
             assert state_of(self.manager) == before
 
     def observe_reset(self) -> None:
-        """All cached content was forgotten."""
+        """All cached content was dropped."""
 
     @invariant()
     def state_is_consistent(self):
@@ -392,7 +392,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 self.manager.check_invariants()
 
     def check_log(self) -> None:
-        """Contents are found and given up in the blocks where they were cached; all is counted."""
+        """Contents are hit and evicted in the blocks where they were cached; all are counted."""
         cached = {}
         for _, kind, block, content in self.log.events:
             if kind == "cached":

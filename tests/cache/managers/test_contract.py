@@ -1,4 +1,4 @@
-"""What every manager does, and the faults of real systems that none may have."""
+"""The contract of all managers, and faults of real systems."""
 
 from __future__ import annotations
 
@@ -277,7 +277,7 @@ def test_hits_are_untouched_when_the_allocation_fails(name, policy):
 )
 @caching_manager
 def test_what_a_policy_knows_of_a_block_that_is_revived(name, policy, gone):
-    """A is computed and hit twice, then B is computed, then one of both has to go."""
+    """A is computed and hit twice, then B is computed, then one of them is evicted."""
     manager = manager_of(name, 3, 2, policy=policy)
     a, b, c = ([i, i, 0] for i in range(3))
     for i, prompt in enumerate([a, a, a, b, c]):

@@ -61,7 +61,7 @@ def test_the_evictor_takes_the_oldest_access_and_then_the_deepest_block():
 
 
 class Recorder(PriorityPolicy):
-    """FIFO that writes down what it is told."""
+    """FIFO that records its calls."""
 
     name = "recorder"
 

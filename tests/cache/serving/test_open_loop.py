@@ -1,4 +1,4 @@
-"""Requests served at their times, and what is computed of such a run."""
+"""Requests served at their arrival times, and the statistics of such a run."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_cancelled_requests_count_with_the_time_so_far():
 
 
 def test_steps_count_while_requests_arrive():
-    """What comes after the last arrival only drains the queue."""
+    """Steps after the last arrival only drain the queue."""
     steps = [step(0.5, 2, 10), step(1.0, 4, 20), step(9.0, 100, 100)]
     run = Run([served(arrival_time=0.0), served(arrival_time=1.0)], steps)
     assert run.mean_of_steps("running") == 3
@@ -148,7 +148,7 @@ def test_only_tokens_behind_the_prompt_are_decoded(engine):
 
 @pytest.mark.usefixtures("real_time")
 def test_requests_are_served_when_they_are_due(engine):
-    """Open loop: the clock of a request does not start when the engine gets round to it."""
+    """Open loop: the time of a request starts at its arrival."""
     arrivals = [0, 1 / 64, 1 / 16, 5 / 16]
     lengths = [3, 1, 2, 1]
     run = serve(engine, [[i] * 10 for i in range(4)], lengths, arrivals)

@@ -1,4 +1,4 @@
-"""What a request may ask for, and what is refused."""
+"""Valid and invalid sampling parameters."""
 
 from __future__ import annotations
 
