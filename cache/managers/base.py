@@ -1,7 +1,8 @@
 """The interface of all cache managers, and the code that they share.
 
-A manager owns the block ids of one cache and decides which block holds which tokens.  It moves no data.  It returns the copies to make, and the caller's kernels write K and V
-to ``slot = block_table[position // block_size] * block_size + position % block_size``.
+A manager owns the block ids of one cache and decides which block holds which tokens.  It moves no
+data.  It returns the copies to make, and the caller's kernels write K and V to
+``slot = block_table[position // block_size] * block_size + position % block_size``.
 
 ``allocate_slots`` gives slots to the next tokens of a sequence: a prompt, a chunk of a prompt, or a
 decoded token.
