@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import cache
 from experiments import quantiles, style
-from experiments.bench.problem import OURS, Shape, Timed, run_timed, timed_cells
+from experiments.bench.shapes import OURS, Shape, Timed, timed_cells, use_device
 from experiments.eviction import Policy
 from experiments.harness import Absent, Axis, Count, Experiment, Percent, Positive, grid
 from experiments.harness.environment import cuda_available
@@ -117,7 +117,10 @@ def _trace_cells(options: BlockSize, source: Source) -> Iterator[OfTrace]:
 
 def run_cell(cell: OfTrace | Timed) -> list[dict[str, Any]]:
     if isinstance(cell, Timed):
-        return [{"part": "latency", **row} for row in run_timed(cell)]
+        use_device()
+        from experiments.bench import timed_ops
+
+        return [{"part": "latency", **timed_ops.run(cell)}]
     trace = workloads.load(cell.trace)
     row = {"part": cell.part, "trace": trace.name, "block_size": cell.block_size}
     if cell.part == "waste":

@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from experiments import style
-from experiments.bench.problem import accuracy_columns, use_device
+from experiments.bench.shapes import accuracy_columns, use_device
 from experiments.harness import Axis, Count, Experiment, Options, Repeated, grid, one_of
 
 if TYPE_CHECKING:

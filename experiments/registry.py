@@ -8,7 +8,6 @@ from experiments.harness import Experiment
 
 _MODULES = (
     "block_size",
-    "gpu.cascade",
     "gpu.engine_throughput",
     "eviction",
     "eviction_serving",
@@ -16,14 +15,12 @@ _MODULES = (
     "kernel_counters",
     "gpu.kernel_latency",
     "kernel_resources",
-    "gpu.large_accuracy",
     "memory_waste",
     "overhead",
     "preemption",
     "serving",
     "shared_prefix",
     "sharing",
-    "gpu.tile_sweep",
     "transformers_speed",
 )
 

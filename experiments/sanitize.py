@@ -18,7 +18,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 
-from experiments.bench.problem import use_device
+from experiments.bench.shapes import use_device
 from experiments.kernel_accuracy import KERNELS, KernelAccuracy
 
 _DTYPES = {"fp16": "float16", "fp8": "fp8"}

@@ -1,11 +1,11 @@
-"""Times of GPU work, and the two rates of the card that they are held against.
+"""Times of GPU work, and the two rates of the card that they are compared with.
 
-Every sample starts with a cold L2: a buffer larger than it is overwritten first, as
-`triton.testing.do_bench` does (`do_bench_cudagraph` does not).  With ``launch="graph"`` the work is
-captured in a CUDA graph and a sample is one replay, so that neither launches nor Python are in the
-time; with ``launch="eager"`` a sample is a call on a GPU that has nothing else to do, so that both
-are.  Times are of the device's clock, between two events.
-Without a CUDA device there are no times.
+Every sample starts with a cold L2: a buffer larger than it is read first, as
+`triton.testing.do_bench` overwrites one (`do_bench_cudagraph` does neither). With
+``launch="graph"`` the work is captured in a CUDA graph and a sample is one replay, so neither
+launches nor Python are in the time. With ``launch="eager"`` a sample is a call on an idle GPU, so
+both are. Times are of the device's clock, between two events. Without a CUDA device there are no
+times.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from experiments.bench.problem import Ceiling, Launch
+from experiments.bench.shapes import Launch
 
+Ceiling = Literal["copy", "device_to_host", "host_to_device"]
 _MIN_SAMPLES, _MAX_SAMPLES = 7, 300
 _FLUSH_BYTES = 256 * 2**20
 _COPIED_BYTES, _TRANSFERRED_BYTES = 2**31, 2**28
@@ -37,7 +38,7 @@ class Times:
     samples: int
 
     def columns(self) -> dict[str, float | int]:
-        """As columns of a table."""
+        """Columns of a table."""
         return {"p20_us": self.p20, "p50_us": self.p50, "p80_us": self.p80, "samples": self.samples}
 
 

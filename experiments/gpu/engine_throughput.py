@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from experiments import style
-from experiments.bench.problem import use_device
+from experiments.bench.shapes import use_device
 from experiments.harness import Axis, Count, Experiment, Lengths, Options, Unavailable, one_of
 from experiments.load import engine_models
 

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from experiments import style
 from experiments.bench.gpus import GPUS
-from experiments.bench.problem import OURS, WrongResult
+from experiments.bench.shapes import OURS, WrongResult
 from experiments.harness import (
     Axis,
     Count,

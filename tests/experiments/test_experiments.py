@@ -88,7 +88,7 @@ def with_number(value, number):
     return number
 
 
-@pytest.mark.parametrize("name", sorted(set(EXPERIMENTS) - {"tile_sweep"}))
+@pytest.mark.parametrize("name", sorted(EXPERIMENTS))
 def test_no_number_may_be_negative_and_few_may_be_0(name):
     experiment = EXPERIMENTS[name]
     options = experiment.options

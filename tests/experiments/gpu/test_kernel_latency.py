@@ -1,37 +1,42 @@
-"""The experiment kernel_latency: its grid and its figures."""
+"""The experiment kernel_latency: its grid, its figures, and what it decides of tiles."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pandas as pd
 import pytest
+import torch
 
-from experiments.bench.kernel_problems import OPS
+from experiments.bench.timed_ops import OPS
 from experiments.gpu import kernel_latency
-from experiments.gpu.kernel_latency import OURS, KernelLatency
+from experiments.gpu.kernel_latency import OURS, KernelLatency, tiles
+from experiments.harness import Unavailable
 from experiments.harness.grid import check
 from kernels.testing.baselines import BASELINES
+
+
+def cells_of(*parts: str, **options) -> list:
+    return list(kernel_latency.cells(KernelLatency(part=parts, **options)))
 
 
 def test_baselines_and_parts_are_those_that_exist():
     named = {*kernel_latency.PAGED, *kernel_latency.GATHER}
     assert named == {OURS, *BASELINES}
-    assert set(kernel_latency.PARTS) | {"cascade"} == set(OPS)
+    assert set(kernel_latency.PARTS) - {"large", "tiles", "splits"} == set(OPS)
 
 
 def test_gathers_are_compared_where_paged_kernels_refuse_the_blocks():
-    cells = list(kernel_latency.cells(KernelLatency(block_size=(16, 100, 256, 512))))
     by_size = {}
-    for cell in cells:
-        if cell.shape.op in ("decode", "prefill"):
-            by_size.setdefault(cell.shape.block_size, set()).add(cell.implementation)
+    for cell in cells_of("decode", "prefill", block_size=(16, 100, 256, 512)):
+        by_size.setdefault(cell.shape.block_size, set()).add(cell.implementation)
     for block_size, names in by_size.items():
         assert ("gather_flash_attn_2" in names) == (block_size % 256 != 0)
         assert {OURS, "flash_attn_2", "flash_attn_3"} <= names
 
 
 def test_an_fp8_cache_has_no_baselines():
-    cells = kernel_latency.cells(KernelLatency(part=("decode",), kv_dtype="float8_e4m3fn"))
+    cells = cells_of("decode", kv_dtype="float8_e4m3fn")
     assert {cell.implementation for cell in cells} == {OURS}
 
 
@@ -41,16 +46,25 @@ def test_prefill_has_sequences_and_new_tokens_in_their_context(sizes):
         check(KernelLatency(prefill=(sizes,)))
 
 
+def test_a_prefix_is_whole_blocks():
+    with pytest.raises(ValueError, match="--prefix-len 100: needs a multiple of 16"):
+        cells_of("cascade", prefix_len=(100,))
+
+
+def test_the_largest_caches_need_more_than_32_bits_and_fit_a_gpu():
+    cells = cells_of("large")
+    assert {cell.shape.op for cell in cells} == set(OPS)
+    cells = [cell for cell in cells if cell.shape.unused_elements]
+    assert {cell.shape.op for cell in cells} == {"decode", "prefill", "store", "copy"}
+    for cell in cells:
+        assert cell.shape.unused_elements > 2**31, "all that is used lies beyond"
+        assert 2 * cell.shape.unused_elements * 2 < 80e9
+
+
 def test_figures_of_a_table_with_times(timed_rows, drawn):
-    some = KernelLatency(batch=(1, 8, 64, 256), context_len=(512, 4096))
-    fp8 = KernelLatency(
-        part=("decode",),
-        batch=(8, 64),
-        context_len=(512,),
-        block_size=(16,),
-        kv_dtype="float8_e4m3fn",
-    )
-    cells = [*kernel_latency.cells(some), *kernel_latency.cells(fp8)]
+    cells = cells_of(*kernel_latency.PARTS[:8], batch=(1, 8, 64, 256), context_len=(512, 4096))
+    few = {"batch": (8, 64), "context_len": (512,), "block_size": (16,)}
+    cells += cells_of("decode", **few, kv_dtype="float8_e4m3fn")
     rows = timed_rows(cells, refused=("flash_attn_3",))
     kernel_latency.EXPERIMENT.plot(rows, Path())
     assert set(drawn) == {"decode_latency", "decode_bandwidth", "prefill", "moves", "gpu_rates"}
@@ -70,6 +84,68 @@ def test_figures_of_a_table_with_times(timed_rows, drawn):
         assert len(set(line.get_xdata())) == len(line.get_xdata()), "one point per batch size"
 
 
+def test_the_figure_of_cascade_bounds_the_gain_by_the_bytes_read(timed_rows, drawn):
+    rows = timed_rows(cells_of("cascade", prefix_len=(1024, 4096), cascade_batch=(1, 64)))
+    qo_bytes = 2 * rows["batch"] * 32 * 128 * 2
+    rows["bytes"] = 2 * 2 * (rows["prefix_len"] + rows["batch"] * 256) * 8 * 128 + qo_bytes
+    kernel_latency.EXPERIMENT.plot(rows, Path())
+    _, speedup = (axis for axis in drawn["cascade"].axes if axis.get_title())
+    bounds = [line for line in speedup.get_lines() if line.get_linestyle() == "--"]
+    plain = 2 * 2 * 64 * (4096 + 256) * 8 * 128 + 2 * 64 * 32 * 128 * 2
+    shared = 2 * 2 * (4096 + 64 * 256) * 8 * 128 + 2 * 64 * 32 * 128 * 2
+    assert bounds[0].get_ydata() == pytest.approx([1.0, 1.0])
+    assert bounds[1].get_ydata()[-1] == pytest.approx(plain / shared)
+
+
 def test_a_table_without_times_has_no_figures(timed_rows):
-    rows = timed_rows(kernel_latency.cells(KernelLatency(batch=(1,)))).assign(p50_us=float("nan"))
+    rows = timed_rows(cells_of("decode", batch=(1,))).assign(p50_us=float("nan"))
     assert kernel_latency.EXPERIMENT.plot(rows, Path()) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's tiles")
+def test_the_tables_own_tile_is_not_run_twice():
+    heads = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 32}
+    few = {"tile_shapes": ((2, 1, 40),), "tile_prefixes": (), "decode_tile": ((32, 4, 1),)}
+    cell = cells_of("tiles", **heads, **few)[1]
+    with pytest.raises(Unavailable, match="the table's own choice"):
+        kernel_latency.run_cell(cell)
+
+
+@pytest.fixture
+def rows():
+    """Times of 2 shapes: one tile is twice as fast at one of them, another at both."""
+    table, other, third = (16, 64, 4, 5), (16, 32, 4, 3), (16, 128, 8, 3)
+    times = {table: (10.0, 40.0), other: (5.0, 40.0), third: (5.0, 20.0)}
+    made = []
+    for op in ("decode", "prefill"):
+        for tile, values in times.items():
+            for (batch, context), p50 in zip(((1, 8192), (64, 4096)), values, strict=True):
+                made.append(_row("tiles", op, tile, tile == table, batch, context, p50))
+    for splits, p50 in ((1, 30.0), (4, 12.0), (16, 15.0)):
+        made.append(_row("splits", "decode", table, False, 1, 8192, p50, num_splits=splits))
+    made.append(_row("splits", "decode", table, True, 1, 8192, 15.0, num_splits=16))
+    return pd.DataFrame(made)
+
+
+def _row(part, op, tile, by_table, batch, context, p50, num_splits=None):
+    row = dict(zip(("tile_m", "tile_n", "num_warps", "num_stages"), tile, strict=True))
+    shape = {"batch": batch, "query_len": 1, "context_len": context, "num_splits": num_splits}
+    kind = {"head_dim": 128, "dtype": "bfloat16", "kv_dtype": "bfloat16"}
+    row |= {"part": part, "op": op, "by_table": by_table, "p50_us": p50}
+    return row | shape | kind
+
+
+def test_tiles_are_ranked_by_time_relative_to_the_present_choice(rows):
+    relative = tiles.relative_times(rows, "decode")
+    assert list(relative.index) == [(16, 128, 8, 3), (16, 32, 4, 3), (16, 64, 4, 5)]
+    assert relative.loc[(16, 32, 4, 3)].tolist() == pytest.approx([0.5**0.5, 0.5, 1.0])
+    failed = rows[~((rows["tile_n"] == 128) & (rows["batch"] == 64))]
+    assert (16, 128, 8, 3) not in tiles.relative_times(failed, "decode").index
+
+
+def test_the_decision_names_the_best_tile_and_split_count(rows):
+    text = tiles.decision(rows)
+    assert "`decode_tile`: now (16, 64, 4, 5)" in text
+    first = next(line for line in text.splitlines() if line.startswith("| (16"))
+    assert first == "| (16, 128, 8, 3) | 0.500 | 0.500 | 0.500 |"
+    assert "| 1 | 1 | 8192 | 16 | 4 | 0.800 |" in text

@@ -5,7 +5,6 @@ On the stand-in of ``tests/fake_cuda.py``; kernels are interpreted, and the time
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 
@@ -13,9 +12,9 @@ import pandas as pd
 import pytest
 
 from experiments import kernel_accuracy
-from experiments.bench import gpu_timing, kernel_problems
-from experiments.bench.problem import run_timed
-from experiments.gpu import cascade, engine_throughput, kernel_latency, large_accuracy, tile_sweep
+from experiments.bench import gpu_timing, timed_ops
+from experiments.gpu import engine_throughput, kernel_latency
+from experiments.gpu.kernel_latency import figures
 from experiments.harness.environment import device_slug
 from experiments.load import engine_models
 
@@ -33,7 +32,7 @@ def small_gpu(fake_gpu, monkeypatch):
     for function in cached:
         function.cache_clear()
     yield fake_gpu
-    kernel_problems.release()
+    timed_ops.release()
     for function in cached:
         function.cache_clear()
 
@@ -53,16 +52,17 @@ def test_results_go_to_a_folder_of_the_gpu():
 def test_every_op_is_checked_captured_and_timed(small_gpu):
     few = {"batch": (2,), "context_len": (9,), "block_size": (4,), "prefill": ((1, 3, 9),)}
     few |= {"store_tokens": (3,), "move_tokens": (8,), "num_layers": 1}
-    options = kernel_latency.KernelLatency(**HEADS, **few)
-    names = ("pagelab", "gather_naive", "torch_index_put", "memcpy")
+    few |= {"prefix_len": (16,), "suffix_len": 4, "cascade_batch": (2,)}
+    options = kernel_latency.KernelLatency(**HEADS, **few, part=kernel_latency.PARTS[:9])
+    names = ("pagelab", "paged_decode", "gather_naive", "torch_index_put", "memcpy")
     rows = rows_of(kernel_latency, options, names)
     assert small_gpu.replays > 0
     launches = {(row["op"], row["implementation"]): row["launch"] for row in rows}
     eager = {("prefill", "gather_naive"), ("swap_out", "memcpy"), ("swap_in", "memcpy")}
     assert {key for key, launch in launches.items() if launch == "eager"} == eager
-    assert {op for op, name in launches if name == "pagelab"} == set(kernel_latency.PARTS)
-    assert len(launches) == 14
-    found = kernel_latency.rates(pd.DataFrame(rows))
+    assert {op for op, name in launches if name == "pagelab"} == set(timed_ops.OPS)
+    assert len(launches) == 16
+    found = figures.rates(pd.DataFrame(rows))
     assert len(found) == 4
     assert (found["value"] > 0).all()
     for row in rows:
@@ -73,47 +73,37 @@ def test_every_op_is_checked_captured_and_timed(small_gpu):
 
 
 def test_packages_that_are_not_there_are_absent_with_the_reason():
-    options = kernel_latency.KernelLatency(**HEADS, batch=(1,), context_len=(9,))
-    cells = list(kernel_latency.cells(dataclasses.replace(options, part=("decode",))))
-    cells = [cell for cell in cells if cell.implementation == "flash_attn_3"]
-    for cell in cells:
-        with pytest.raises(kernel_problems.Unavailable, match="flash_attn_interface cannot be"):
-            run_timed(cell)
+    options = kernel_latency.KernelLatency(
+        **HEADS, part=("decode",), batch=(1,), context_len=(9,), block_size=(4,)
+    )
+    cells = kernel_latency.cells(options)
+    (cell,) = (cell for cell in cells if cell.implementation == "flash_attn_3")
+    with pytest.raises(timed_ops.Unavailable, match="flash_attn_interface cannot be"):
+        kernel_latency.run_cell(cell)
 
 
-def test_shared_prefixes():
-    options = cascade.Cascade(**HEADS, prefix_len=(16,), suffix_len=4, batch=(2,), block_size=4)
-    rows = rows_of(cascade, options)
-    assert [row["implementation"] for row in rows] == ["pagelab", "paged_decode"]
-    assert all(row["launch"] == "graph" and row["p50_us"] for row in rows)
-
-
-def test_tiles_and_splits_that_are_not_the_tables():
-    parts = ("decode", "splits", "prefill_splits")
-    few = {"decode": ((1, 20),), "decode_tile": ((16, 4, 1),), "splits": (2,), "splits_batch": (1,)}
-    few |= {"splits_context": (40,), "splits_prefill": ((1, 3, 40),)}
-    rows = rows_of(tile_sweep, tile_sweep.TileSweep(**HEADS, part=parts, **few))
+def test_tiles_and_splits_that_are_not_the_tables(tmp_path, drawn):
+    few = {"tile_shapes": ((1, 1, 20),), "tile_prefixes": (), "decode_tile": ((16, 4, 1),)}
+    few |= {"splits": (2,), "split_shapes": ((1, 1, 40), (1, 3, 40)), "part": ("tiles", "splits")}
+    rows = rows_of(kernel_latency, kernel_latency.KernelLatency(**HEADS, **few))
     assert [(row["part"], row["by_table"]) for row in rows] == [
-        (part, by_table) for part in parts for by_table in (True, False)
+        (part, by_table) for part in ("tiles", "splits", "splits") for by_table in (True, False)
     ]
     assert [row["num_splits"] for row in rows[3::2]] == [2, 2]
     assert all(row["num_splits"] >= 1 for row in rows[2::2])
     table, forced = rows[:2]
     # The table's tile is that of the GPU, not of the interpreter.
     assert (table["num_stages"], forced["tile_n"], forced["num_stages"]) == (7, 16, 1)
-    assert "decode_tile" in tile_sweep.decision(pd.DataFrame(rows))
+    kernel_latency.EXPERIMENT.plot(pd.DataFrame(rows), tmp_path)
+    assert "decode_tile" in (tmp_path / "decision.md").read_text()
 
 
-def test_accuracy_at_both_kinds_of_sizes():
+def test_accuracy():
     options = {"block_size": (7,), "dtype": ("float16",), "head_dim": (16,), "feature": ("none",)}
     kernels = ("swap_blocks", "store_kvcache", "paged_decode_attention")
     rows = rows_of(kernel_accuracy, kernel_accuracy.KernelAccuracy(kernel=kernels, **options))
     assert {row["kernel"] for row in rows} == set(kernels)
     assert not any(row["interpreted"] for row in rows)
-    large = large_accuracy.LargeAccuracy(
-        **HEADS, scale=1000, past_32_bits=False, dtype=("float8_e4m3fn",)
-    )
-    rows += rows_of(large_accuracy, large)
     assert all(row["passed"] for row in rows)
 
 

@@ -1,0 +1,127 @@
+"""Shapes of the ops that GPU experiments time, and cells of them; ``timed_ops.py`` runs these.
+
+This file imports neither torch nor kernels, so that experiments are listed at once and
+TRITON_INTERPRET can be set before kernels are imported.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from experiments.harness import Count, Options, Positive
+
+if TYPE_CHECKING:
+    import torch
+
+    from kernels.testing.accuracy import Accuracy
+
+Launch = Literal["graph", "eager"]
+OURS = "pagelab"
+"""Our kernels' name among the implementations."""
+
+
+class WrongResult(Exception):
+    """A result beyond the bound; its time is not reported."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Sizes of an op's inputs."""
+
+    op: str
+    """A key of ``timed_ops.OPS``."""
+    batch: int
+    """Sequences; for store, norm and gate, tokens; for copy and swap, blocks."""
+    context_len: int = 0
+    """Tokens of each sequence, its queries included."""
+    query_len: int = 1
+    """Queries of each sequence."""
+    prefix_len: int = 0
+    """Leading tokens that all sequences share, for cascade."""
+    block_size: int
+    num_q_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    num_layers: int = 1
+    """Layers that copy and swap move the blocks of."""
+    dtype: str = "bfloat16"
+    kv_dtype: str | None = None
+    """Dtype of the cache; ``dtype`` if None."""
+    num_splits: int | None = None
+    """Splits of a sequence in decode and prefill; the op's choice if None."""
+    unused_elements: int = 0
+    """At least so many elements of each cache tensor precede the used blocks."""
+    seed: int = 0
+
+    def columns(self) -> dict[str, Any]:
+        """Columns of a table."""
+        names = ("op", "batch", "context_len", "query_len", "prefix_len", "block_size")
+        names += ("num_q_heads", "num_kv_heads", "head_dim", "num_layers", "dtype", "num_splits")
+        columns = {name: getattr(self, name) for name in names}
+        return {**columns, "kv_dtype": self.kv_dtype or self.dtype}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnHeads(Options):
+    """Options that all shapes of an experiment have in common."""
+
+    num_q_heads: Count = 32
+    num_kv_heads: Count = 8
+    head_dim: Count = 128
+    dtype: Literal["float16", "bfloat16", "float32"] = "bfloat16"
+    kv_dtype: Literal["float8_e4m3fn"] | None = None
+    """Dtype of the cache; the queries' if None."""
+    budget_ms: Positive = 60.0
+    """Device time for the samples of a cell."""
+
+    def shape(self, op: str, **sizes: Any) -> Shape:
+        """``op`` at these sizes."""
+        names = ("num_q_heads", "num_kv_heads", "head_dim", "dtype", "kv_dtype", "seed")
+        return Shape(op=op, **{name: getattr(self, name) for name in names} | sizes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed(Options):
+    """A cell: an implementation at a shape, checked and timed."""
+
+    shape: Shape
+    implementation: str
+    launch: Launch
+    budget_ms: float
+
+    @property
+    def group(self) -> tuple[str, ...]:
+        return (self.shape.op,)
+
+
+def timed_cells(
+    options: Options,
+    shape: Shape,
+    implementations: Iterable[str],
+    launches: Iterable[Launch] = ("graph",),
+    cell: type[Timed] = Timed,
+    **fields: Any,
+) -> Iterator[Timed]:
+    """The cells of one shape, with the seed and budget_ms of ``options``."""
+    fields |= {"seed": options.seed, "shape": shape, "budget_ms": options.budget_ms}
+    for implementation, launch in itertools.product(implementations, launches):
+        yield cell(implementation=implementation, launch=launch, **fields)
+
+
+def accuracy_columns(accuracy: Accuracy) -> dict[str, float]:
+    """Columns of a table."""
+    return {name: getattr(accuracy, name) for name in ("error", "eager_error", "bound")}
+
+
+def use_device() -> torch.device:
+    """The GPU, or a CPU with kernels in Triton's interpreter; before ``kernels`` is imported."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    os.environ["TRITON_INTERPRET"] = "1"
+    return torch.device("cpu")

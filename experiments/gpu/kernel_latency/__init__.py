@@ -1,0 +1,266 @@
+"""Times of the kernels on a GPU, beside flash-attn, FlashInfer, PyTorch and a naive attention.
+
+- ``decode``: one query per sequence, over batch, context and block size.
+- ``prefill``: (sequences, new tokens of each, context of each), with a cached prefix where the
+  context is longer than the new tokens.
+- ``cascade``: decode of sequences that share a prefix. Shared-prefix attention (Hydragen, Juravsky
+  et al., 2024; FlashInfer) reads it once, plain decode once for each sequence.
+- ``norm``, ``gate``: the residual sum with its RMSNorm, and SwiGLU, beside PyTorch's.
+- ``store``: new tokens into random slots. ``copy``: blocks of all layers inside a cache.
+  ``swap_out``, ``swap_in``: the same to pinned host memory and back.
+- ``large``: every op at odd block sizes and dtypes, and in caches whose offsets need more than 32
+  bits, with the used blocks at the end.
+- ``tiles``, ``splits``: attention with other tiles and split counts than those of
+  ``kernels/tiles.py``, see ``tiles.py``; ``decision.md`` ranks them.
+
+A cell first checks its result against fp64 by the rule of ``kernels/testing/accuracy.py`` and
+fails, without a time, where it is wrong. Times are p20, p50 and p80 of the device's clock with a
+cold L2, by replays of a CUDA graph where the work can be captured (``launch``), see
+``bench/gpu_timing.py``. Achieved bytes and operations per second are compared with a copy and a
+bf16 matrix product that are timed in the same process. Implementations whose names begin with
+gather_ first copy the context, within the time; see ``kernels/testing/baselines.py``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from experiments.bench.shapes import OURS, Launch, OnHeads, Shape, Timed, timed_cells, use_device
+from experiments.gpu.kernel_latency import figures, tiles
+from experiments.harness import Count, Experiment, Needs
+
+PARTS = ("decode", "prefill", "norm", "gate", "store", "copy", "swap_out", "swap_in")
+PARTS += ("cascade", "large", "splits", "tiles")
+PAGED = (OURS, "flash_attn_2", "flash_attn_3", "flash_attn_4", "flashinfer", "torch_flash")
+"""Attention on the blocks as they are."""
+GATHER = ("gather_flash_attn_2", "gather_torch_flash", "gather_sdpa", "gather_naive")
+"""Attention behind a copy, for block sizes that flash-attn 2 refuses."""
+IMPLEMENTATIONS = {
+    "norm": (OURS, "torch"),
+    "gate": (OURS, "torch"),
+    "store": (OURS, "torch_index_put"),
+    "copy": (OURS, "torch_index_put"),
+    "swap_out": (OURS, "memcpy"),
+    "swap_in": (OURS, "memcpy"),
+    "cascade": (OURS, "paged_decode"),
+}
+_PAGE = 256
+FP8 = "float8_e4m3fn"
+PAST_32_BITS = 2**31 + 2**28
+"""Elements before the used blocks of a cache tensor."""
+
+
+Prefill = Annotated[
+    tuple[int, int, int],
+    Needs(
+        "sequences, new tokens, and at least as many tokens in all",
+        lambda sizes: sizes[0] >= 1 and 1 <= sizes[1] <= sizes[2],
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelLatency(OnHeads):
+    """The grid: parts x shapes x block sizes x implementations."""
+
+    part: tuple[Literal[PARTS], ...] = PARTS
+    batch: tuple[Count, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    """Sequences of a decode step."""
+    context_len: tuple[Count, ...] = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+    """Tokens of each sequence of a decode step."""
+    block_size: tuple[Count, ...] = (16, 256)
+    prefill: tuple[Prefill, ...] = (
+        (1, 512, 512),
+        (1, 2048, 2048),
+        (1, 8192, 8192),
+        (1, 32768, 32768),
+        (4, 2048, 2048),
+        (16, 1024, 1024),
+        (1, 512, 8192),
+        (1, 2048, 32768),
+        (1, 16, 32768),
+        (4, 1024, 8192),
+        (16, 256, 4096),
+        (64, 4, 4096),
+    )
+    """Sequences, new tokens of each, and tokens of each with its cached prefix."""
+    store_tokens: tuple[Count, ...] = (1, 16, 256, 4096, 65536)
+    """New tokens, also of norm and gate."""
+    move_tokens: tuple[Count, ...] = (256, 1024, 4096, 32768)
+    """Tokens whose blocks, of every layer, copy and swap move."""
+    num_layers: Count = 28
+    """Layers that copy and swap move the blocks of."""
+    prefix_len: tuple[Count, ...] = (1024, 2048, 4096, 8192, 16384, 32768)
+    """Tokens that all sequences of a cascade share: whole blocks of 16."""
+    suffix_len: Count = 256
+    """Own tokens of each sequence of a cascade."""
+    cascade_batch: tuple[Count, ...] = (1, 4, 16, 64, 256)
+    launch: tuple[Launch, ...] = ("graph",)
+    """Replays of a CUDA graph, or calls from Python."""
+    tile_shapes: tuple[Prefill, ...] = (
+        (1, 1, 8192),
+        (16, 1, 4096),
+        (64, 1, 4096),
+        (256, 1, 1024),
+        (1, 8192, 8192),
+        (4, 1024, 8192),
+        (64, 4, 4096),
+    )
+    """Shapes that tiles are tried at: sequences, queries of each (1: decode), tokens of each."""
+    tile_prefixes: tuple[tuple[Count, Count], ...] = ((16, 8192), (256, 32768))
+    """Shapes that tiles of cascade are tried at: sequences, tokens of their prefix."""
+    decode_tile: tuple[tuple[Count, Count, Count], ...] = tuple(
+        itertools.product((32, 64, 128), (4, 8), (3, 5, 7))
+    )
+    """Tokens of a tile, warps and pipeline stages of each."""
+    prefill_tile: tuple[tuple[Count, Count, Count, Count], ...] = tuple(
+        itertools.product((64, 128), (32, 64, 128), (4, 8), (3, 5))
+    )
+    """Rows and tokens of a tile, warps and pipeline stages of each; also for cascade."""
+    splits: tuple[Count, ...] = (1, 2, 4, 8, 16, 32, 64)
+    split_shapes: tuple[Prefill, ...] = (
+        *((b, 1, n) for n in (1024, 8192, 32768) for b in (1, 4, 16, 64, 256)),
+        (1, 16, 32768),
+        (4, 16, 32768),
+        (1, 128, 32768),
+        (1, 16, 4096),
+    )
+    """Shapes that numbers of splits are tried at, as in tile_shapes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatencyCell(Timed):
+    """An implementation at a shape, in a part of the experiment."""
+
+    part: str
+    tile: tuple[int, ...] | None = None
+    """tile_m, tile_n, num_warps, num_stages; 0 is the table's. None: all the table's."""
+
+
+def cells(options: KernelLatency) -> Iterator[LatencyCell]:
+    for part in options.part:
+        for shape, tile in _shapes(options, part):
+            ours_alone = part in ("large", "tiles", "splits")
+            names = (OURS,) if ours_alone else implementations(shape)
+            fields = {"cell": LatencyCell, "part": part, "tile": tile}
+            yield from timed_cells(options, shape, names, options.launch, **fields)
+
+
+def implementations(shape: Shape) -> tuple[str, ...]:
+    """The implementations that may serve a shape."""
+    if shape.op in IMPLEMENTATIONS:
+        return IMPLEMENTATIONS[shape.op]
+    if shape.kv_dtype is not None:
+        return (OURS,)
+    return PAGED + (GATHER if shape.block_size % _PAGE else ())
+
+
+def _shapes(options: KernelLatency, part: str) -> Iterator[tuple[Shape, tuple[int, ...] | None]]:
+    """Shapes and tiles of a part."""
+    if part == "large":
+        yield from ((shape, None) for shape in _large_shapes(options))
+    elif part in ("tiles", "splits"):
+        yield from tiles.shapes(options, part)
+    elif part == "cascade":
+        for prefix_len, batch in itertools.product(options.prefix_len, options.cascade_batch):
+            if prefix_len % 16:
+                raise ValueError(f"--prefix-len {prefix_len}: needs a multiple of 16")
+            sizes = {"batch": batch, "prefix_len": prefix_len, "block_size": 16}
+            sizes["context_len"] = prefix_len + options.suffix_len
+            yield options.shape("cascade", **sizes), None
+    else:
+        has_blocks = part not in ("norm", "gate")
+        for block_size in options.block_size if has_blocks else options.block_size[:1]:
+            for size in _sizes(options, part, block_size):
+                yield options.shape(part, block_size=block_size, **size), None
+
+
+def _sizes(options: KernelLatency, part: str, block_size: int) -> list[dict[str, int]]:
+    if part == "decode":
+        decode = itertools.product(options.context_len, options.batch)
+        return [{"batch": batch, "context_len": length} for length, batch in decode]
+    if part == "prefill":
+        names = ("batch", "query_len", "context_len")
+        return [dict(zip(names, sizes, strict=True)) for sizes in options.prefill]
+    if part in figures.TOKENS:
+        return [{"batch": tokens} for tokens in options.store_tokens]
+    return [
+        {"batch": -(-tokens // block_size), "num_layers": options.num_layers}
+        for tokens in options.move_tokens
+    ]
+
+
+# (op, sizes); block sizes of all kinds.
+_LARGE: tuple[tuple[str, dict[str, int]], ...] = (
+    ("decode", {"batch": 64, "context_len": 4099, "block_size": 16}),
+    ("decode", {"batch": 3, "context_len": 32_771, "block_size": 256}),
+    ("decode", {"batch": 256, "context_len": 1027, "block_size": 24}),
+    ("decode", {"batch": 17, "context_len": 2051, "block_size": 1}),
+    ("prefill", {"batch": 1, "context_len": 8195, "query_len": 8195, "block_size": 16}),
+    ("prefill", {"batch": 4, "context_len": 8195, "query_len": 1027, "block_size": 100}),
+    ("prefill", {"batch": 64, "context_len": 4099, "query_len": 5, "block_size": 256}),
+    ("cascade", {"batch": 64, "context_len": 8192 + 259, "prefix_len": 8192, "block_size": 16}),
+    ("store", {"batch": 65_537, "block_size": 16}),
+    ("store", {"batch": 4099, "block_size": 7}),
+    ("norm", {"batch": 65_537, "block_size": 1}),
+    ("gate", {"batch": 65_537, "block_size": 1}),
+    ("copy", {"batch": 257, "block_size": 16, "num_layers": 28}),
+    ("swap_out", {"batch": 129, "block_size": 16, "num_layers": 28}),
+    ("swap_in", {"batch": 129, "block_size": 16, "num_layers": 28}),
+)
+_PAST_32_BITS: tuple[tuple[str, dict[str, int]], ...] = (
+    ("decode", {"batch": 16, "context_len": 2051, "block_size": 16}),
+    ("prefill", {"batch": 2, "context_len": 2051, "query_len": 1027, "block_size": 16}),
+    ("store", {"batch": 4099, "block_size": 16}),
+    # Every plane of its one tensor has so many unused elements.
+    ("copy", {"batch": 64, "block_size": 16, "num_layers": 1}),
+)
+
+
+def _large_shapes(options: KernelLatency) -> Iterator[Shape]:
+    for kind in ("bfloat16", "float16", FP8):
+        dtypes = {"dtype": "bfloat16", "kv_dtype": FP8} if kind == FP8 else {"dtype": kind}
+        for op, sizes in _LARGE:
+            yield options.shape(op, **sizes | dtypes)
+        for op, sizes in _PAST_32_BITS:
+            yield options.shape(op, **sizes | dtypes, unused_elements=PAST_32_BITS)
+
+
+def run_cell(cell: LatencyCell) -> list[dict[str, Any]]:
+    use_device()
+    from experiments.bench import timed_ops
+
+    if cell.part in ("tiles", "splits"):
+        columns = tiles.run(cell)
+    else:
+        columns = {"by_table": None, **dict.fromkeys(tiles.TILE)} | timed_ops.run(cell)
+    past_32_bits = cell.shape.unused_elements > 2**31
+    return [{"part": cell.part, "past_32_bits": past_32_bits, **columns}]
+
+
+EXPERIMENT = Experiment(
+    name="kernel_latency",
+    figure="attention, norms, gates and moves on a GPU vs flash-attn, PyTorch and naive; tiles",
+    options=KernelLatency(),
+    quick=KernelLatency(
+        part=(*PARTS[:9], "splits"),
+        batch=(1, 16, 64, 256),
+        context_len=(512, 4096),
+        prefill=((1, 2048, 2048), (4, 1024, 8192)),
+        store_tokens=(16, 4096),
+        move_tokens=(1024, 4096),
+        prefix_len=(1024, 32768),
+        cascade_batch=(1, 16, 256),
+        splits=(1, 4, 16),
+        split_shapes=((1, 1, 8192), (64, 1, 8192)),
+        budget_ms=30.0,
+    ),
+    cells=cells,
+    run_cell=run_cell,
+    plot=figures.plot,
+    gpu="required",
+    timed=True,
+)

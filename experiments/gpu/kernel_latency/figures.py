@@ -1,0 +1,221 @@
+"""Figures of kernel_latency."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from experiments import quantiles, style
+from experiments.bench.shapes import OURS
+from experiments.gpu.kernel_latency import tiles
+from experiments.harness.store import write_atomically
+
+TOKENS = ("norm", "gate", "store")
+"""Parts whose batch are tokens."""
+PLAIN = "paged_decode"
+_LOOKS = {
+    "flash_attn_2": style.line(style.RED, "s"),
+    "gather_flash_attn_2": style.line(style.RED, "s", "dotted", fill=False),
+    "flash_attn_3": style.line(style.ORANGE, "^"),
+    "flash_attn_4": style.line(style.PINK, "v"),
+    "flashinfer": style.line(style.SKY, "h"),
+    "torch_flash": style.line(style.GREEN, "D"),
+    "gather_torch_flash": style.line(style.GREEN, "D", "dotted", fill=False),
+    "gather_sdpa": style.line(style.SKY, "P", "dotted", fill=False),
+    "gather_naive": style.line(style.GREY, "X", "dotted", fill=False),
+    "torch_index_put": style.line(style.RED, "s"),
+    "memcpy": style.line(style.GREEN, "D"),
+    "torch": style.line(style.ORANGE, "^"),
+}
+"""A hollow marker means that the time includes a copy of the context."""
+_OURS = (style.line(style.BLUE, "o"), style.line(style.BLACK, "o", "dashed"))
+_FP8 = style.line(style.PINK, "*", "dashdot")
+
+
+def lines(rows: style.DataFrame) -> Iterator[tuple[dict[str, Any], style.DataFrame]]:
+    """Look with label, and rows, for each implementation and block size; ours last, on top."""
+    block_sizes = sorted(rows["block_size"].unique())
+    for name in (*_LOOKS, OURS):
+        of_name = rows[rows["implementation"] == name]
+        for (block_size, kv_dtype), line in of_name.groupby(["block_size", "kv_dtype"]):
+            look = _LOOKS.get(name) or _OURS[block_sizes.index(block_size) % 2]
+            label = f"{name}, block {block_size}"
+            if kv_dtype.startswith("float8"):
+                look, label = _FP8, f"{label}, fp8 cache"
+            yield {**look, "label": label}, line
+
+
+def rates(rows: style.DataFrame) -> style.DataFrame:
+    """The measured peak rates of the GPU: columns what, value and unit."""
+    import pandas as pd
+
+    links = {"swap_out": "to pinned host memory", "swap_in": "from pinned host memory"}
+    kind = rows["op"].map(links).fillna("device copy, read and written")
+    bandwidths = rows.groupby(kind, sort=False)["peak_gb_per_s"].median()
+    found = [(what, value, "GB/s") for what, value in bandwidths.items()]
+    found.append(("bf16 matrix product", rows["peak_tflop_per_s"].median(), "TFLOP/s"))
+    return pd.DataFrame(found, columns=["what", "value", "unit"])
+
+
+def _draw_rates(rows: style.DataFrame) -> style.Figure:
+    """A bar for each rate."""
+    found = rates(rows)
+    figure, axes, _ = style.panel_grid(found["unit"].nunique(), height=1.6, columns=2)
+    for axis, (unit, part) in zip(axes, found.groupby("unit"), strict=True):
+        bars = axis.barh(part["what"], part["value"], **style.bar(style.SKY))
+        axis.bar_label(bars, fmt="{:,.0f}", padding=2, fontsize=6)
+        axis.margins(x=0.2)
+        axis.set_xlabel(unit)
+        axis.grid(axis="y", visible=False)
+    return figure
+
+
+def _drawer(draw: Callable[[style.DataFrame], style.Figure], *parts: str) -> Callable:
+    """A function that draws the rows of ``parts``: graph replays where there are any."""
+
+    def draw_parts(rows: style.DataFrame) -> style.Figure | None:
+        captured = rows.loc[rows["launch"] == "graph", "implementation"]
+        shown = (rows["launch"] == "graph") | ~rows["implementation"].isin(captured)
+        shown &= rows["part"].isin(parts)
+        return draw(rows[shown]) if shown.any() else None
+
+    return draw_parts
+
+
+def _draw_decode(rows: style.DataFrame, *, bandwidth: bool) -> style.Figure:
+    """Latency or bandwidth, a panel per context."""
+    contexts = sorted(rows["context_len"].unique())
+    figure, axes, _ = style.panel_grid(len(contexts), height=1.9, sharex=True)
+    for axis, context_len in zip(axes, contexts, strict=True):
+        of_context = rows[rows["context_len"] == context_len]
+        for look, line in lines(of_context):
+            if bandwidth:
+                style.curve(axis, line, "batch", "bandwidth_fraction", 100, **look)
+            else:
+                quantiles.band(axis, line, "batch", **look)
+        if bandwidth:
+            axis.axhline(100, **style.BOUND, label="bound: copy bandwidth")
+            axis.set_ylim(0, 110)
+        else:
+            # The bound of the wider cache where two are drawn; fp8 may lie below it.
+            best = of_context.sort_values(["batch", "bytes"]).drop_duplicates("batch", keep="last")
+            fastest = best["bytes"] / best["peak_gb_per_s"] / 1e3
+            label = "bound: bytes at copy bandwidth"
+            axis.plot(best["batch"], fastest, **style.BOUND, label=label)
+            axis.set_yscale("log")
+        style.log_x(axis, base=2)
+        axis.set_title(f"context {context_len:,} tokens")
+    label = (
+        "K, V, queries and output\n(% of copy bandwidth)"
+        if bandwidth
+        else "latency (µs), p50 and p20 to p80"
+    )
+    return style.shared_legend(figure, columns=4, xlabel="batch (sequences)", ylabel=label)
+
+
+def _draw_prefill(rows: style.DataFrame) -> style.Figure:
+    size = ["batch", "query_len", "context_len"]
+    sizes = rows[size].drop_duplicates()
+    sizes = sizes.assign(cached=sizes["context_len"] > sizes["query_len"])
+    sizes = sizes.sort_values(["cached", "batch", "context_len"], ascending=[False, True, True])
+    sizes = sizes.assign(place=range(len(sizes)))
+    names = [
+        f"{row.batch} x {row.query_len:,}"
+        + (f" after {row.context_len - row.query_len:,}" if row.cached else "")
+        for row in sizes.itertuples()
+    ]
+    figure, (axis,), _ = style.panel_grid(1, width=5.2, height=0.7 + 0.33 * len(names))
+    drawn = list(lines(rows.merge(sizes, on=size)))
+    for index, (look, line) in enumerate(drawn):
+        beside = 0.5 * (0.5 - (index + 0.5) / len(drawn))
+        look = {**look, "linestyle": "none"}
+        axis.plot(100 * line["matmul_fraction"], line["place"] + beside, **look)
+    axis.axvline(100, **style.BOUND, label="bound: bf16 matmul")
+    axis.set(xlim=(0, 105), xlabel="operations of visible pairs (% of the measured matmul rate)")
+    style.name_rows(axis, names)
+    axis.set_ylabel("sequences x new tokens")
+    return style.shared_legend(figure, columns=3)
+
+
+_MOVES = {
+    "norm": "norm: of a device copy",
+    "gate": "gate: of a device copy",
+    "store": "store: of a device copy",
+    "copy": "copy: of a device copy",
+    "swap_out": "swap out: of a copy to the host",
+    "swap_in": "swap in: of a copy from the host",
+}
+
+
+def _draw_moves(rows: style.DataFrame) -> style.Figure:
+    blocks = rows["batch"] * rows["block_size"]
+    rows = rows.assign(tokens=rows["batch"].where(rows["op"].isin(TOKENS), blocks))
+    ops = [op for op in _MOVES if op in set(rows["op"])]
+    figure, axes, _ = style.panel_grid(len(ops), height=2.1, columns=2, sharey=True)
+    for axis, op in zip(axes, ops, strict=True):
+        for look, line in lines(rows[rows["op"] == op]):
+            style.curve(axis, line, "tokens", "bandwidth_fraction", 100, **look)
+        axis.axhline(100, **style.BOUND, label="bound: measured copy")
+        axis.set(title=_MOVES[op], xlabel="tokens", ylim=(0, 115))
+        style.log_x(axis, base=4)
+    ylabel = "bytes moved per second (% of the measured copy)"
+    return style.shared_legend(figure, columns=3, ylabel=ylabel)
+
+
+def _draw_cascade(rows: style.DataFrame) -> style.Figure:
+    """Latency of both kinds of decode, and the gain of the shared prefix."""
+    figure, (latency, speedup), _ = style.panel_grid(2, height=2.6, columns=2)
+    times = rows.pivot_table("p50_us", ["batch", "prefix_len"], "implementation")
+    times = times.reindex(columns=[OURS, PLAIN])
+    looks = style.lines_of(times.index.unique("batch"))
+    for batch, of_batch in times.groupby(level="batch"):
+        of_batch = of_batch.droplevel("batch")
+        look = looks[batch] | {"linestyle": "solid", "label": f"batch {batch}"}
+        hollow = look | {"linestyle": "dotted", "markerfacecolor": "white", "label": None}
+        latency.plot(of_batch[OURS], **look)
+        latency.plot(of_batch[PLAIN], **hollow)
+        speedup.plot(of_batch[PLAIN] / of_batch[OURS], **look)
+        # The gain is at most the bytes of plain decode over those of cascade.
+        shape = rows[(rows["batch"] == batch) & (rows["implementation"] == OURS)]
+        kv_bytes = shape["bytes"] + (batch - 1) * _prefix_bytes(shape)
+        bound = (kv_bytes / shape["bytes"]).set_axis(shape["prefix_len"]).sort_index()
+        speedup.plot(bound, color=look["color"], ls="dashed", lw=0.8)
+    speedup.axhline(1, color="black", lw=0.8)
+    latency.set(title="solid: shared prefix; hollow: plain decode", ylabel="latency, p50 (µs)")
+    speedup.set(title="dashed: bound by bytes read", ylabel="plain / shared prefix (times)")
+    for axis in (latency, speedup):
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1024:g}K")
+    return style.shared_legend(figure, xlabel="shared prefix (tokens)")
+
+
+def _prefix_bytes(rows: style.DataFrame) -> style.Series:
+    """K and V of the prefix."""
+    itemsize = rows["kv_dtype"].map({"float32": 4, "float8_e4m3fn": 1}).fillna(2)
+    return 2 * rows["prefix_len"] * rows["num_kv_heads"] * rows["head_dim"] * itemsize
+
+
+_figures = style.plotter(
+    {
+        "decode_latency": _drawer(functools.partial(_draw_decode, bandwidth=False), "decode"),
+        "decode_bandwidth": _drawer(functools.partial(_draw_decode, bandwidth=True), "decode"),
+        "prefill": _drawer(_draw_prefill, "prefill"),
+        "moves": _drawer(_draw_moves, *_MOVES),
+        "cascade": _drawer(_draw_cascade, "cascade"),
+        "gpu_rates": _draw_rates,
+    },
+    measured="p50_us",
+)
+
+
+def plot(rows: style.DataFrame, folder: Path) -> list[Path]:
+    """The figures, and decision.md where tiles or splits were timed."""
+    written = _figures(rows, folder)
+    swept = rows[rows["part"].isin(["tiles", "splits"])].dropna(subset="p50_us")
+    if not swept.empty:
+        written.append(folder / "decision.md")
+        write_atomically(written[-1], tiles.decision(swept))
+    return written

@@ -1,0 +1,132 @@
+"""Ops of the GPU experiments at tiny sizes: right results pass, wrong ones get no time."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from experiments.bench import timed_ops
+from experiments.bench.gpu_timing import NO_TIMES
+from experiments.bench.shapes import OURS, Shape, Timed, WrongResult
+from experiments.bench.timed_ops import OPS, problem_of, refusal
+from experiments.harness import Unavailable
+from kernels.reference import gather_tokens
+
+_HEADS = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 32}
+FP8 = "float8_e4m3fn"
+SHAPES = {
+    "decode": Shape(op="decode", batch=3, context_len=37, block_size=16, **_HEADS),
+    "decode-fp16": Shape(
+        op="decode", batch=2, context_len=20, block_size=7, dtype="float16", **_HEADS
+    ),
+    "prefill": Shape(op="prefill", batch=2, context_len=45, query_len=19, block_size=24, **_HEADS),
+    "cascade": Shape(
+        op="cascade", batch=3, context_len=48 + 21, prefix_len=48, block_size=16, **_HEADS
+    ),
+    "norm": Shape(op="norm", batch=21, block_size=16, **_HEADS),
+    "gate": Shape(op="gate", batch=21, block_size=16, **_HEADS),
+    "store": Shape(op="store", batch=21, block_size=16, **_HEADS),
+    "store-fp8": Shape(op="store", batch=9, block_size=16, kv_dtype=FP8, **_HEADS),
+    "copy": Shape(op="copy", batch=3, block_size=8, num_layers=2, **_HEADS),
+    "copy-fp8": Shape(op="copy", batch=3, block_size=8, num_layers=2, kv_dtype=FP8, **_HEADS),
+    "swap_out": Shape(op="swap_out", batch=3, block_size=8, num_layers=2, **_HEADS),
+    "swap_in": Shape(op="swap_in", batch=3, block_size=8, num_layers=2, **_HEADS),
+}
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU")
+
+
+def run(shape, implementation=OURS):
+    return timed_ops.run(
+        Timed(shape=shape, implementation=implementation, launch="graph", budget_ms=1)
+    )
+
+
+def test_every_op_has_a_shape():
+    assert {shape.op for shape in SHAPES.values()} == set(OPS)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_every_implementation_is_right_or_refused_with_a_reason(shape):
+    problem = problem_of(shape)
+    assert OURS in problem.implementations
+    served = 0
+    for implementation in problem.implementations:
+        if refusal(shape, implementation):
+            with pytest.raises(Unavailable, match=implementation):
+                run(shape, implementation)
+            continue
+        row = run(shape, implementation)
+        assert row["error"] <= row["bound"]
+        assert row["implementation"] == implementation
+        assert row["bytes"] > 0
+        served += 1
+    assert served >= 2 - (shape.op == "store" and shape.kv_dtype == FP8)
+
+
+def test_a_refusal_needs_no_inputs():
+    huge = {"batch": 2**40, "context_len": 2**40, "block_size": 16}
+    with pytest.raises(Unavailable, match=r"flash_attn_2: .*multiple of 256, got 16"):
+        run(Shape(op="decode", **huge), "flash_attn_2")
+    with pytest.raises(Unavailable, match="torch_index_put: it does not quantise"):
+        run(Shape(op="store", kv_dtype=FP8, **huge), "torch_index_put")
+
+
+def test_a_prefix_is_whole_blocks():
+    shape = dataclasses.replace(SHAPES["cascade"], prefix_len=40)
+    with pytest.raises(ValueError, match="prefix_len: needs a multiple of block_size=16, got 40"):
+        problem_of(shape)
+
+
+@on_cpu
+def test_there_are_no_times_without_a_gpu():
+    row = run(SHAPES["decode"])
+    for column in (*NO_TIMES, "gb_per_s", "bandwidth_fraction", "matmul_fraction"):
+        assert not row[column], column
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_a_wrong_result_gets_no_time(shape, monkeypatch):
+    """An implementation that does nothing (moves), or is a little off."""
+    run(shape)  # its result must not hide that of the wrong one
+    problem = problem_of(shape)
+    right = problem.implementations[OURS]
+
+    def wrong():
+        if shape.op in ("store", "copy", "swap_out", "swap_in"):
+            return None
+        out = right()
+        return out + 0.05 * out.abs().max()
+
+    monkeypatch.setitem(problem.implementations, OURS, wrong)
+    with pytest.raises(WrongResult, match=f"{OURS} is wrong: error .* no time is reported"):
+        run(shape)
+
+
+@pytest.mark.parametrize("name", ["decode", "store", "copy"])
+def test_used_blocks_follow_the_unused_ones(name):
+    shape = dataclasses.replace(SHAPES[name], unused_elements=200_000)
+    assert run(shape)["error"] == pytest.approx(0, abs=0.01)
+    if name == "decode":
+        inputs = problem_of(shape).case.inputs
+        first = 200_000 // inputs["k_cache"][0].numel()
+        tables = inputs["block_tables"][:, :3]
+        assert int(tables.min()) >= first
+        assert inputs["k_cache"][:first].isfinite().any() == torch.tensor(False)
+
+
+def test_the_judged_part_repeats_queries_of_the_batch():
+    shape = Shape(op="prefill", batch=3, context_len=37, query_len=19, block_size=7, **_HEADS)
+    inputs = problem_of(shape).case.inputs
+    case, fetch = timed_ops._attention_part(problem_of(shape).case, [(0, 0, 4), (2, 15, 4)])
+    small, queries = case.inputs, fetch(torch.arange(len(inputs["q"])))
+    assert queries.tolist() == [0, 1, 2, 3, 53, 54, 55, 56]
+    assert small["context_lens"].tolist() == [37 - 19 + 4, 37]
+    for row, seq in ((0, 0), (1, 2)):
+        length = int(small["context_lens"][row])
+        part, whole = (
+            gather_tokens(x["k_cache"], x["block_tables"][at], 0, length)
+            for x, at in ((small, row), (inputs, seq))
+        )
+        assert torch.equal(part, whole)
