@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -34,7 +35,7 @@ from models.prompts import (
 )
 from models.runner import ModelRunner
 from models.sampler import Sampler
-from models.streams import NewRequest, Streams
+from models.streams import NewRequest, Streams, new_decoder
 from models.weights import load_kv_scales, load_weights, randomize_weights
 from models.workers import LeadingEngine, Workers, has_workers, start_workers
 
@@ -182,7 +183,7 @@ class LLM:
             max_model_len=self.max_model_len,
             vocab_size=config.vocab_size,
             eos_token_ids=config.eos_token_ids,
-            text_of=None if self.tokenizer is None else self._text_of,
+            new_decoder=None if self.tokenizer is None else partial(new_decoder, self.tokenizer),
             overlap=self.device.type == "cuda" if overlap is None else overlap,
         )
         if workers is not None:
@@ -282,10 +283,25 @@ class LLM:
             raise ValueError(
                 "prompt: a text needs a tokenizer.json in the model's folder; pass token ids"
             )
-        return self.tokenizer.encode(text).ids
+        try:
+            return self.tokenizer.encode(text).ids
+        except TypeError as error:  # a lone surrogate
+            raise ValueError(f"prompt: {reprlib.repr(text)} is not valid Unicode") from error
 
-    def _text_of(self, token_ids: list[int]) -> str:
-        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+    def _with_special_stops(self, params: SamplingParams) -> SamplingParams:
+        """Stop strings that are special tokens become stop tokens: texts do not show them."""
+        if self.tokenizer is None:
+            return params
+        special = {
+            token.content: token_id
+            for token_id, token in self.tokenizer.get_added_tokens_decoder().items()
+            if token.special and token.content in params.stop
+        }
+        return dataclasses.replace(
+            params,
+            stop=[stop for stop in params.stop if stop not in special],
+            stop_token_ids=params.stop_token_ids | set(special.values()),
+        )
 
     def _requests(self, prompts, sampling_params) -> list[NewRequest]:
         """Check all prompts and parameters; returns a request for each prompt."""
@@ -307,6 +323,8 @@ class LLM:
                     prompt, salt = prompt.prompt, prompt.cache_salt
                 text = prompt if isinstance(prompt, str) else None
                 tokens = to_token_ids(prompt) if text is None else self.encode(text)
+                if params.stop:
+                    params = self._with_special_stops(params)
                 self.engine.check(tokens, params)
             except ValueError as error:
                 raise ValueError(f"prompts[{i}]: {error}") from None

@@ -57,7 +57,7 @@ def load_tokenizer(folder: Path | None) -> Tokenizer | None:
 
 def list_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     """One or several prompts as a list; one may be a list, an array or a tensor of token ids."""
-    if isinstance(prompts, str) or not isinstance(prompts, Iterable):
+    if isinstance(prompts, str | bytes | bytearray) or not isinstance(prompts, Iterable):
         return [prompts]
     if hasattr(prompts, "ndim"):
         return [prompts] if prompts.ndim < 2 else list(prompts)
@@ -67,6 +67,8 @@ def list_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
 
 def to_token_ids(prompt: Iterable[int]) -> list[int]:
     """Token ids as a list of int.  Raises ValueError for anything else."""
+    if isinstance(prompt, bytes | bytearray):
+        raise ValueError(f"prompt: got bytes, {reprlib.repr(prompt)}; decode them to a str")
     try:
         return list(map(operator.index, prompt))
     except TypeError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from tokenizers import Tokenizer
@@ -16,6 +16,7 @@ from cache.serving.outputs import CompletionOutput, RequestOutput, TokenOutput
 from cache.serving.request import Request
 from cache.serving.sampling_params import SamplingParams
 from cache.serving.scheduler import Scheduler
+from cache.serving.stop_strings import cut_at_stop
 
 Event = TokenOutput | RequestOutput
 
@@ -28,31 +29,40 @@ class NewRequest(NamedTuple):
     cache_salt: str | bytes | None = None
 
 
-def text_before(stops: Iterable[str], text: str) -> str:
-    """What of a text comes before the first of the stop strings."""
-    return text[: min((i for i in map(text.find, stops) if i >= 0), default=len(text))]
+def _text(tokenizer: Tokenizer, token_ids: list[int], params: SamplingParams) -> str:
+    """The text of an output, up to the stop string that ended it."""
+    text = tokenizer.decode(token_ids, skip_special_tokens=True)
+    if not params.stop:
+        return text
+    kept = tokenizer.decode(token_ids[: params.min_tokens], skip_special_tokens=True)
+    return cut_at_stop(text, params.stop, len(kept))
+
+
+def new_decoder(tokenizer: Tokenizer) -> Callable[[int], str]:
+    """decode(token_id) -> the text that the token adds, "" while a character is incomplete."""
+    stream = DecodeStream(skip_special_tokens=True)
+    return lambda token_id: stream.step(tokenizer, token_id) or ""
 
 
 class _Decoder:
-    """Gives the tokens of one output their texts, which together are the text of the output.
+    """Gives each token of an output its text; together they are the text of the output.
 
-    What may be the beginning of a stop string is kept back.
+    The possible beginning of a stop string is kept back.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
-        self._tokenizer, self._stops = tokenizer, stops
-        self._stream = DecodeStream(skip_special_tokens=True)
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self._tokenizer, self._params = tokenizer, params
+        self._decode = new_decoder(tokenizer)
         self._token_ids: list[int] = []
         self._text, self._length = "", 0
-        self._kept_back = max(map(len, stops), default=1) - 1
+        self._kept_back = max(map(len, params.stop), default=1) - 1
 
     def with_text(self, token: TokenOutput) -> TokenOutput:
         self._token_ids.append(token.token_id)
-        self._text += self._stream.step(self._tokenizer, token.token_id) or ""
+        self._text += self._decode(token.token_id)
         end = max(self._length, len(self._text) - self._kept_back)
         if token.finish_reason is not None:  # the stream keeps back an incomplete character
-            whole = self._tokenizer.decode(self._token_ids, skip_special_tokens=True)
-            self._text = text_before(self._stops, whole)
+            self._text = _text(self._tokenizer, self._token_ids, self._params)
             end = len(self._text)
         text, self._length = self._text[self._length : end], end
         return token._replace(text=text)
@@ -122,8 +132,8 @@ class Streams:
                     elif texts:
                         output = event.request_id, event.index
                         if output not in decoders:
-                            stops = requests[event.request_id].params.stop
-                            decoders[output] = _Decoder(self._tokenizer, stops)
+                            params = requests[event.request_id].params
+                            decoders[output] = _Decoder(self._tokenizer, params)
                         event = decoders[output].with_text(event)
                     yield event
         finally:
@@ -156,7 +166,7 @@ class Streams:
         for request in finished:
             outputs = self._engine.completions(request)
             if self._tokenizer is not None:
-                outputs = [self._with_text(output, request.params.stop) for output in outputs]
+                outputs = [self._with_text(output, request.params) for output in outputs]
             ours = self._requests.pop(request.request_id, None)
             output = RequestOutput(
                 request_id=request.request_id,
@@ -167,9 +177,9 @@ class Streams:
             )
             self._outbox[request.request_id].append(output)
 
-    def _with_text(self, output: CompletionOutput, stops: Sequence[str]) -> CompletionOutput:
-        text = self._tokenizer.decode(output.token_ids, skip_special_tokens=True)
-        return dataclasses.replace(output, text=text_before(stops, text))
+    def _with_text(self, output: CompletionOutput, params: SamplingParams) -> CompletionOutput:
+        text = _text(self._tokenizer, output.token_ids, params)
+        return dataclasses.replace(output, text=text)
 
     def _abandon(self, request_ids: Iterable[int]) -> None:
         """Cancel requests: now, or if somebody uses the engine, when they are done.

@@ -17,6 +17,7 @@ from cache.serving.outputs import CompletionOutput, TokenOutput
 from cache.serving.request import FinishReason, Request, RequestStats, ScheduledSequence, Status
 from cache.serving.sampling_params import SamplingParams
 from cache.serving.scheduler import Scheduler, Step
+from cache.serving.stop_strings import StopSearch
 
 
 class Runner(Protocol):
@@ -77,8 +78,8 @@ class Engine:
         eos_token_ids: end an output unless the request ignores them.
         overlap: schedule and launch a step before the tokens of the last one are read, so that the
             device does not wait for the host, see ``step``.  Off with blocks of one token.
-        text_of: returns the text of output tokens, which may contain stop strings; None if there is
-            no tokenizer.
+        new_decoder: makes an incremental decoder for one output, for stop strings: it returns the
+            text that a token adds.  None without a tokenizer.
 
     Attributes:
         clock: returns the time for statistics, in seconds; ``time.perf_counter``.
@@ -93,13 +94,13 @@ class Engine:
         max_model_len: int,
         vocab_size: int | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
-        text_of: Callable[[list[int]], str] | None = None,
+        new_decoder: Callable[[], Callable[[int], str]] | None = None,
         overlap: bool = False,
     ) -> None:
         self.scheduler, self.runner, self.sampler = scheduler, runner, sampler
         self.manager: CacheManager = scheduler.manager
         self.max_model_len, self.vocab_size = max_model_len, vocab_size
-        self.eos_token_ids, self.text_of = eos_token_ids, text_of
+        self.eos_token_ids, self.new_decoder = eos_token_ids, new_decoder
         # With blocks of one token an unknown token would fill its block at once.
         self.overlap = overlap and self.manager.block_size > 1
         self._unread: _Unread | None = None
@@ -141,7 +142,7 @@ class Engine:
             )
         if params.beam_width is not None:
             self._check_beam_search(length, params)
-        if params.stop and self.text_of is None:
+        if params.stop and self.new_decoder is None:
             raise ValueError(f"stop={params.stop!r}: texts need a tokenizer; give stop_token_ids")
 
     def _check_beam_search(self, prompt_length: int, params: SamplingParams) -> None:
@@ -288,7 +289,8 @@ class Engine:
             if params.logprobs is not None:
                 logprobs = self.sampler.logprobs(drawn.logits, row, token, params.logprobs)
                 seq.logprobs.append(logprobs)
-            if token in request.stop_token_ids or (params.stop and self._meets_stop(seq, params)):
+            meets_stop = params.stop and self._meets_stop(seq, token)
+            if meets_stop or token in request.stop_token_ids:
                 self._finish_sequence(seq, FinishReason.STOP)
             elif len(seq.token_ids) == seq.num_prompt_tokens + request.max_tokens:
                 self._finish_sequence(seq, FinishReason.LENGTH)
@@ -344,11 +346,11 @@ class Engine:
                 stats.first_scheduled_time = self.clock()
                 stats.num_cached_tokens = seq.num_cached_tokens
 
-    def _meets_stop(self, seq: ScheduledSequence, params: SamplingParams) -> bool:
-        if seq.num_output_tokens < params.min_tokens:
-            return False
-        text = self.text_of(seq.output_token_ids)
-        return any(stop in text for stop in params.stop)
+    def _meets_stop(self, seq: ScheduledSequence, token: int) -> bool:
+        if seq.stop_search is None:
+            params = seq.request.params
+            seq.stop_search = StopSearch(params.stop, params.min_tokens, self.new_decoder())
+        return seq.stop_search.meets_stop(token)
 
     def _fork(self, seq: ScheduledSequence, index: int) -> ScheduledSequence:
         child = seq.fork(next(self._seq_ids))

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from cache.serving.sampling_params import SamplingParams
+    from cache.serving.stop_strings import StopSearch
 
 
 class Status(enum.Enum):
@@ -46,6 +47,7 @@ class ScheduledSequence(Sequence):
         num_dropped_tokens: tokens whose K/V the last preemption dropped; 0 once computed again.
         cumulative_logprob: sum of log p over the generated tokens; only beam search keeps it.
         logprobs: log p of each generated token, if the request asks for them.
+        stop_search: search for the request's stop strings; None before the first token.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class ScheduledSequence(Sequence):
         self.num_dropped_tokens = 0
         self.cumulative_logprob = 0.0
         self.logprobs: list[dict[int, float]] = []
+        self.stop_search: StopSearch | None = None
 
     @property
     def num_output_tokens(self) -> int:

@@ -410,6 +410,15 @@ def test_prompts_that_do_not_fit_are_numbered(make_llm):
     assert not llm.engine.has_unfinished
 
 
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [(b"abc", "got bytes, b'abc'"), ([b"abc"], "got bytes"), ("a\ud800", "not valid Unicode")],
+)
+def test_prompts_that_are_not_text(prompt, message, text_checkpoint):
+    with pytest.raises(ValueError, match=message):
+        LLM(text_checkpoint, num_blocks=4).generate(prompt, GREEDY)
+
+
 def test_a_folder_without_weights(make_checkpoint, tmp_path):
     shutil.copy(make_checkpoint("llama")[0] / "config.json", tmp_path)
     with pytest.raises(ValueError, match="no weights"):

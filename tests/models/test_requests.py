@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from cache import MANAGERS
 from models import LLM, SaltedPrompt, SamplingParams, TokenOutput
@@ -105,8 +107,37 @@ def test_stop_strings_end_text_and_stream_before_them(text_checkpoint):
     assert streamed == output.text == before
     assert output.finish_reason == "stop"
     assert output.token_ids == plain.outputs[0].token_ids[: len(before.split()) + 2]
-    later = SamplingParams(temperature=0, max_tokens=10, stop=stop, min_tokens=8)
-    assert len(llm.generate(PROMPT, later)[0].outputs[0].token_ids) == 8
+
+
+def test_stop_strings_count_after_min_tokens(text_checkpoint):
+    """The stop string is a word that occurs at first and again later."""
+    llm = LLM(text_checkpoint, num_blocks=64)
+    params = SamplingParams(seed=2, temperature=9.0, max_tokens=60)
+    [plain] = llm.generate(PROMPT, params)
+    words = plain.outputs[0].text.split()
+    places = next(p for word in words if len(p := [i for i in range(60) if words[i] == word]) > 1)
+    first, again = places[:2]
+    stop = f"{words[first]} "
+    for min_tokens, place in ((first + 2, again), (first, first)):
+        late = dataclasses.replace(params, stop=stop, min_tokens=min_tokens)
+        *tokens, output = llm.stream(PROMPT, late)
+        [output] = output.outputs
+        assert "".join(token.text for token in tokens) == output.text
+        assert output.text.split() == words[:place]
+        assert len(output.token_ids) == place + 2  # the blank comes with the next word
+
+
+def test_a_stop_string_may_be_a_special_token(text_checkpoint):
+    [plain] = LLM(text_checkpoint, num_blocks=64).generate(PROMPT, GREEDY)
+    words = plain.outputs[0].text.split()
+    path = text_checkpoint / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.add_special_tokens([words[3]])
+    tokenizer.save(str(path))
+    params = SamplingParams(temperature=0, max_tokens=10, stop=[words[3], "never"])
+    [output] = LLM(text_checkpoint, num_blocks=64).generate(PROMPT, params)[0].outputs
+    assert (output.text.split(), output.finish_reason) == (words[:3], "stop")
+    assert output.token_ids == plain.outputs[0].token_ids[:4]
 
 
 def test_stop_strings_need_a_tokenizer(llm):

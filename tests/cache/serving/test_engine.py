@@ -437,7 +437,8 @@ def test_what_reads_tokens_is_read_at_once(options):
     assert params.reads_tokens
     assert not GREEDY.reads_tokens
     engine = make_engine(overlap=True)
-    engine.text_of, engine.sampler.logprobs = str, lambda logits, row, token, count: {token: 0.0}
+    engine.new_decoder = lambda: str
+    engine.sampler.logprobs = lambda logits, row, token, count: {token: 0.0}
     first = engine.add(prompt(9), GREEDY)
     engine.step()
     engine.add(prompt(6, 1), params)
