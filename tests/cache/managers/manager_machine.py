@@ -329,14 +329,14 @@ class ManagerMachine(RuleBasedStateMachine):
     def reset(self, now):
         if not now:
             return
-        before = state_of(self.manager)
-        if self.manager.reset_prefix_cache():
-            assert not self.live
+        if self.live:
+            before = state_of(self.manager)
+            assert not self.manager.reset_prefix_cache()
+            assert state_of(self.manager) == before
+        else:
+            assert self.manager.reset_prefix_cache()
             self.slots.clear()
             self.observe_reset()
-        else:
-            assert self.live
-            assert state_of(self.manager) == before
 
     def observe_reset(self) -> None:
         """All cached content was dropped."""

@@ -327,6 +327,6 @@ class VLLMv0Machine(ManagerMachine):
 
 
 VLLMv0Machine.TestCase.settings = settings(
-    max_examples=12 * settings.default.max_examples, stateful_step_count=40
+    max_examples=7 * settings.default.max_examples, stateful_step_count=40
 )
 TestVLLMv0Machine = pytest.mark.slow(VLLMv0Machine.TestCase)
