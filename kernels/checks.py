@@ -213,8 +213,6 @@ SCALE_ARGS = tuple(
     Arg(name, "| 1 | num_kv_heads", FP32, optional=True) for name in ("k_scale", "v_scale")
 )
 """Scales that are tensors; see `check_scales`."""
-
-
 ROTARY_ARGS = (
     Arg("positions", "num_tokens", INTEGERS),
     Arg("cos", "num_positions rotary_dim/2", FLOAT_DTYPES),
@@ -240,6 +238,21 @@ def attention_spec(rows: str, *args: Arg, rules: tuple[Rule, ...] = ()) -> Tenso
         ALIBI_ARG,
         Arg("sinks", "num_q_heads", FLOAT_DTYPES, optional=True),
         rules=(check_cache_dims, check_heads, *rules),
+    )
+
+
+def store_spec(*args: Arg, rules: tuple[Rule, ...] = ()) -> TensorSpec:
+    """Declare k_cache, v_cache, k_scale, v_scale, key, value and slot_mapping of an op that stores
+    keys and values, then `args`."""
+    rows = "num_tokens num_kv_heads head_dim"
+    return TensorSpec(
+        *kv_cache_args(written=True),
+        *SCALE_ARGS,
+        Arg("key", rows, beside_cache),
+        Arg("value", rows, same_dtype("key")),
+        Arg("slot_mapping", "num_slots", INTEGERS),
+        *args,
+        rules=(check_cache_dims, _check_num_slots, *rules),
     )
 
 
@@ -273,8 +286,7 @@ def check_batch(sizes: SimpleNamespace) -> None:
     check_grid_dim("q", "batch", sizes.batch)
 
 
-def check_num_slots(sizes: SimpleNamespace) -> None:
-    """Rule: no more slots than tokens."""
+def _check_num_slots(sizes: SimpleNamespace) -> None:
     if sizes.num_slots > sizes.num_tokens:
         raise ValueError(
             f"slot_mapping: expected at most num_tokens={sizes.num_tokens} slots, "

@@ -14,21 +14,15 @@ import triton.language as tl
 from kernels.apply_rotary_embedding import rotate_rows
 from kernels.checks import (
     FLOAT_DTYPES,
-    INTEGERS,
     ROTARY_ARGS,
-    SCALE_ARGS,
     Arg,
-    TensorSpec,
-    beside_cache,
-    check_cache_dims,
     check_norm,
-    check_num_slots,
     check_positions,
     check_rotary_dim,
     check_scales,
     check_slots,
-    kv_cache_args,
     same_dtype,
+    store_spec,
     tensor_or_none,
 )
 from kernels.fp8_cache import Scale, cache_argument, load_row_scales, scale_arguments, to_cache
@@ -36,17 +30,12 @@ from kernels.primitives import await_launches_before
 from kernels.tiles import cdiv, next_power_of_2, padded_dim, pdl_options, rotary_tile
 from kernels.torch_ops import inplace_op
 
-_TENSORS = TensorSpec(
-    *kv_cache_args(written=True),
-    *SCALE_ARGS,
-    Arg("key", "num_tokens num_kv_heads head_dim", beside_cache),
-    Arg("value", "num_tokens num_kv_heads head_dim", same_dtype("key")),
+_TENSORS = store_spec(
     Arg("query", "num_tokens num_q_heads head_dim", same_dtype("key"), optional=True, written=True),
-    Arg("slot_mapping", "num_slots", INTEGERS),
     *ROTARY_ARGS,
     Arg("q_norm_weight", "head_dim", FLOAT_DTYPES, optional=True),
     Arg("k_norm_weight", "head_dim", FLOAT_DTYPES, optional=True),
-    rules=(check_cache_dims, check_num_slots, check_rotary_dim),
+    rules=(check_rotary_dim,),
 )
 
 
@@ -171,8 +160,8 @@ def rope_store_kvcache(
     """
     sizes = _TENSORS(
         k_cache, v_cache, tensor_or_none(k_scale), tensor_or_none(v_scale),
-        key, value, query, slot_mapping,
-        positions, cos, sin,
+        key, value, slot_mapping,
+        query, positions, cos, sin,
         q_norm_weight, k_norm_weight,
     )  # fmt: skip
     check_scales(k_scale, v_scale, k_cache)

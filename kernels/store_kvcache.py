@@ -11,32 +11,12 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.checks import (
-    INTEGERS,
-    SCALE_ARGS,
-    Arg,
-    TensorSpec,
-    beside_cache,
-    check_cache_dims,
-    check_num_slots,
-    check_scales,
-    check_slots,
-    kv_cache_args,
-    same_dtype,
-    tensor_or_none,
-)
+from kernels.checks import check_scales, check_slots, store_spec, tensor_or_none
 from kernels.fp8_cache import Scale, cache_argument, load_row_scales, scale_arguments, to_cache
 from kernels.tiles import cdiv, padded_dim, store_tile
 from kernels.torch_ops import inplace_op
 
-_TENSORS = TensorSpec(
-    *kv_cache_args(written=True),
-    *SCALE_ARGS,
-    Arg("key", "num_tokens num_kv_heads head_dim", beside_cache),
-    Arg("value", "num_tokens num_kv_heads head_dim", same_dtype("key")),
-    Arg("slot_mapping", "num_slots", INTEGERS),
-    rules=(check_cache_dims, check_num_slots),
-)
+_TENSORS = store_spec()
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -29,16 +29,11 @@ from kernels.primitives import INTERPRETED
 from kernels.tiles import cdiv, swap_num_programs, swap_tile, target_of
 from kernels.torch_ops import inplace_op
 
-_DIMS = f"{PLANE_DIMS} | {LAYERS_DIMS}"
+_SRC_DIMS = f"{PLANE_DIMS} | {LAYERS_DIMS}"
+_DST_DIMS = _SRC_DIMS.replace("num_blocks", "num_dst_blocks")
 _TENSORS = TensorSpec(
-    Arg("src_cache", _DIMS, CACHE_DTYPES, host_too=True),
-    Arg(
-        "dst_cache",
-        _DIMS.replace("num_blocks", "num_dst_blocks"),
-        same_dtype("src_cache"),
-        host_too=True,
-        written=True,
-    ),
+    Arg("src_cache", _SRC_DIMS, CACHE_DTYPES, host_too=True),
+    Arg("dst_cache", _DST_DIMS, same_dtype("src_cache"), host_too=True, written=True),
     PAIRS_ARG,
 )
 
