@@ -1,4 +1,4 @@
-"""add_rms_norm against its reference in fp64; the sum itself is that of PyTorch, bit by bit."""
+"""add_rms_norm against its reference in fp64; the sum equals PyTorch's bit by bit."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def test_a_row_does_not_depend_on_its_neighbours(device):
         assert torch.equal(bits(together[others]), bits(alone[others]))
 
 
-def test_the_mean_is_of_the_sum_as_rounded(device):
-    """As where a layer adds and its norm reads what was added."""
+def test_the_mean_is_taken_over_the_rounded_sum(device):
+    """The result equals a separate addition and norm."""
     x, residual = torch.randn(2, 5, 96, device=device).bfloat16()
     weight = torch.rand(96, device=device).bfloat16()
     expected = add_rms_norm(x + residual, None, weight)

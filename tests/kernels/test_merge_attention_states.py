@@ -52,9 +52,8 @@ def test_matches_reference(data, device):
     assert_matches_reference(out_a, lse_a, out_b, lse_b)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_two_empty_parts_give_zeros_and_minus_infinity(dtype, device):
-    out = poison_(torch.empty(2, 3, 80, dtype=dtype, device=device))
+def test_two_empty_parts_give_zeros_and_minus_infinity(device):
+    out = poison_(torch.empty(2, 3, 80, dtype=torch.float16, device=device))
     lse = torch.full((2, 3), -math.inf, device=device)
     merged, merged_lse = merge_attention_states(out, lse, out, -lse)
     assert not merged.any()

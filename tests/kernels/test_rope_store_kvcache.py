@@ -1,4 +1,4 @@
-"""rope_store_kvcache: bitwise what a rotation and a store do; its norms are judged in fp64."""
+"""rope_store_kvcache: bitwise equal to a rotation and a store; its norms are judged in fp64."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
 
 class Drawn:
-    """A drawn call: rows of a fused projection, positions with their rotations, scales."""
+    """Random arguments: rows of a fused projection, positions, rotary tables, scales."""
 
     def __init__(self, data, num_tokens, device):
         def draw(name, strategy):
@@ -78,7 +78,7 @@ def test_is_rotation_then_store(data, device):
 
 @pytest.mark.parametrize("scales", [None, *SCALES])
 def test_reference(scales, device):
-    """Where rotations are exact, since every angle is 0 or a half turn, it stores the same bits."""
+    """Rotations by 0 or a half turn are exact, so the kernel stores the same bits."""
     qkv = torch.randn(5, 8, 32, device=device).half()
     slots, positions = torch.tensor([7, -1, 0], device=device), torch.arange(5, device=device)
     cos, sin = torch.ones(9, 8, device=device), torch.zeros(9, 8, device=device)
@@ -131,7 +131,7 @@ def test_norms_come_before_the_rotation(data, device):
     )
     for result in results:
         assert result.passed, f"{result}, bound {result.bound:.3g}"
-    if drawn.scales:  # what is stored plainly, quantised
+    if drawn.scales:  # equals quantising the result without scales
         *_, plain = run(rope_store_kvcache, *args)
         *_, stored = run(rope_store_kvcache, *args, cache_dtype=FP8_DTYPE, **drawn.scales)
         expected = empty(FP8_DTYPE)

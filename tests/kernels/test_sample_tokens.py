@@ -1,4 +1,4 @@
-"""sample_tokens against its reference, exactly, and its noise against what it should be."""
+"""sample_tokens against its reference, exactly, and the distribution of its noise."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def _noise_kernel(out_ptr, words_ptr, seeds_ptr, OF_SEEDS: tl.constexpr):
 
 
 def test_noise_is_the_gumbel_variable_of_its_word(device):
-    """From the least word to the largest; both of these are likelier than in a million tokens."""
+    """The smallest and largest words are included."""
     low, high = torch.arange(16), 2**32 - 1 - torch.arange(16)
     middle = torch.randint(2**32, (32,), generator=torch.Generator().manual_seed(0))
     words = torch.cat([low, middle, high]).to(device)
@@ -160,7 +160,7 @@ def test_words_of_counters_that_wrap(device):
 
 
 def test_noise_of_rows_and_tokens_is_independent():
-    """Of the moments of Gumbel variables, and of products of neighbours, none is off by 5 sigma."""
+    """The first two moments, and the products of neighbours, are within 5 sigma."""
     noise = reference.gumbel_noise(torch.arange(400), 3 * CHUNK).double()
     noise = (noise - 0.5772156649) / (math.pi / 6**0.5)
     products = [noise, noise**2 - 1, noise[1:] * noise[:-1], noise[:, 1:] * noise[:, :-1]]
@@ -172,8 +172,8 @@ def test_noise_of_rows_and_tokens_is_independent():
 
 
 def test_draws_follow_the_softmax():
-    """Pearson's chi-square over buckets of a vocabulary of several chunks, of the reference, which
-    draws what the kernel draws."""
+    """Pearson's chi-square test over buckets of the vocabulary, on tokens of the reference, which
+    equal the kernel's."""
     generator = torch.Generator().manual_seed(1)
     logits, count = torch.randn(2 * CHUNK + 100, generator=generator), 1000
     for temperature in (1.0, 0.5):

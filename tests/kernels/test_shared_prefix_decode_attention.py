@@ -94,7 +94,7 @@ def test_nothing_to_attend_to(device):
     assert lse[1:].isfinite().all()
 
 
-def test_prefix_of_an_empty_group_is_not_looked_at(device):
+def test_prefix_of_an_empty_group_is_not_read(device):
     args = dict(
         zip(PREFIX_ARGUMENTS, make_args([1, 0, 1], [20, 0, 5], [3, 2], device), strict=True)
     )
@@ -108,7 +108,7 @@ def test_prefix_of_an_empty_group_is_not_looked_at(device):
 def test_batch_invariant(kv_dtype, device):
     """A sequence's result is bitwise the same alone, in its group and among other groups.
 
-    In fp32, whose last bits show another order of the sums.
+    fp32 output shows any change in the order of sums.
     """
     options = {"num_prefix_splits": 2, "num_splits": 2, "return_lse": True, "window_size": 60}
     if kv_dtype is not None:

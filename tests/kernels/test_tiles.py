@@ -1,4 +1,4 @@
-"""The tile table: what it promises to the kernels, for every shape and GPU."""
+"""The tile table: properties that the kernels rely on, for every shape and GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from kernels.tiles import (
     chunking,
     decode_tile,
     force_target,
-    padded_dim,
     prefill_tile,
     prefix_num_splits,
     split_prefill_tile,
@@ -35,13 +34,6 @@ TARGETS = [
     Target("interpreter", 0, 1),
 ]
 SHARED_BYTES = {80: 164, 86: 100, 90: 228, 100: 228, 120: 100}
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "expected"), [(1, 16), (16, 16), (17, 32), (80, 128), (128, 128), (255, 256)]
-)
-def test_padded_dim(head_dim, expected):
-    assert padded_dim(head_dim) == expected
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda t: f"{t.backend}-{t.arch}")
@@ -63,13 +55,11 @@ def test_decode_tile_is_one_that_the_kernel_can_run(head_dim_padded, dtype, targ
 @pytest.mark.parametrize(
     ("arch", "head_dim", "kv_itemsize", "expected"),
     [
-        pytest.param(90, 128, 2, True, id="sm90"),
-        pytest.param(90, 64, 2, False, id="sm90-two-programs"),
-        pytest.param(90, 256, 2, False, id="sm90-registers"),
-        pytest.param(90, 128, 1, False, id="sm90-fp8"),
-        pytest.param(100, 128, 2, False, id="sm100-tensor-memory"),
-        pytest.param(120, 128, 2, False, id="sm120-mma.sync"),
-        pytest.param(80, 128, 2, False, id="sm80-mma.sync"),
+        (90, 128, 2, True),
+        (90, 64, 2, False),  # a multiprocessor would lose its second program
+        (90, 256, 2, False),  # registers
+        (90, 128, 1, False),  # fp8
+        *[(arch, 128, 2, False) for arch in (80, 100, 120)],
     ],
 )
 def test_scores_ahead_where_products_are_asynchronous(arch, head_dim, kv_itemsize, expected):
@@ -137,7 +127,7 @@ def test_a_target_can_carry_tiles_in_place_of_the_tables():
 
 
 def test_ops_run_with_the_tiles_of_a_forced_target(device):
-    """Tiles of 16 and of 32 tokens round differently, which tells which of them ran."""
+    """Tiles of 16 and of 32 tokens round differently, so the result shows which one ran."""
     shape = {"num_q_heads": 2, "num_kv_heads": 1, "head_dim": 32, "block_size": 16}
     batch = random_paged_batch((290,), **shape, dtype=torch.float16, device=device)
     target = target_of(batch.q.device)
