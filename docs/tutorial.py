@@ -1,9 +1,9 @@
-"""Draws the pictures of tutorial.md: what real managers do with the blocks of worked examples.
+"""Draws the pictures of tutorial.md: worked examples on the real managers.
 
     .venv/bin/python -m docs.tutorial
 
-A picture shows what the manager's event log tells of each block since the picture before, the
-block tables, the free queue, and the hashes by which blocks are found.
+A picture shows the events of each block since the picture before, from the manager's event log,
+the block tables, the free queue, and the hashes by which blocks are found.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ text { fill: #e3e6ea } .page { fill: #161a1f } .used { fill: #1d405f } .kept { f
 
 
 class Story:
-    """A manager, the sequences that it met, and what the pictures so far have told."""
+    """A manager, its sequences, and the number of events shown so far."""
 
     def __init__(self, manager: str, num_blocks: int) -> None:
         self._log = cache.EventLog()
@@ -37,7 +37,7 @@ class Story:
             manager, num_blocks=num_blocks, block_size=_BLOCK_SIZE, event_log=self._log
         )
         self._blocks = self.manager.pool if manager == "vllm_v1" else self.manager.gpu
-        self._told = 0
+        self._shown = 0
         self._running: dict[str, cache.Sequence] = {}
         self._hashes: dict[int, bytes] = {}
         self._meanings: dict[bytes, str] = {}
@@ -45,7 +45,7 @@ class Story:
         self._copies: list[tuple[int, int]] = []
 
     def start(self, name: str, tokens: Iterable[int]) -> cache.Sequence:
-        """A sequence of which all tokens get their slots."""
+        """A new sequence with slots for all of its tokens."""
         seq = self._running[name] = cache.Sequence(name, tokens)
         self.manager.allocate(seq)
         return seq
@@ -57,7 +57,7 @@ class Story:
             self.append(seq)
 
     def append(self, seq: cache.Sequence) -> None:
-        """Slots for what ``seq`` has generated.  Raises OutOfBlocks."""
+        """Allocate slots for the generated tokens of ``seq``.  Raises OutOfBlocks."""
         self._copies += self.manager.append(seq)
 
     def fork(self, seq: cache.Sequence, name: str) -> cache.Sequence:
@@ -74,17 +74,17 @@ class Story:
         self.manager.allocate(seq)
 
     def picture(self) -> str:
-        """The state as SVG, with what happened since the last picture."""
+        """The state as SVG, with the events since the last picture."""
         self.manager.check_invariants()
         happened: dict[int, list[str]] = {}
-        for _, kind, block, content in self._log.events[self._told :]:
+        for _, kind, block, content in self._log.events[self._shown :]:
             kinds = happened.setdefault(block, [])
             kinds += [kind] if kind not in kinds else []
             if kind == "cached":
                 self._hashes[block] = content
             elif kind == "evicted":
                 del self._hashes[block]
-        self._told = len(self._log.events)
+        self._shown = len(self._log.events)
         self._note_tokens()
         shapes, y = [*self._pool(happened)], 164
         for name, seq in self._running.items():
@@ -110,7 +110,7 @@ class Story:
         )
 
     def _note_tokens(self) -> None:
-        """What the blocks hold, and what the hashes stand for."""
+        """Note the tokens of blocks and the meanings of hashes."""
         for seq in self._running.values():
             tokens = seq.token_ids.tolist()[: seq.num_computed_tokens]
             for i, block in enumerate(self.manager.block_table(seq)):

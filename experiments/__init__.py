@@ -1,6 +1,7 @@
 """Experiments: grids of cells that become one table, its environment and its figures.
 
-An experiment is one file that ends in an ``Experiment``, listed in ``registry.py``.  They share:
+An experiment is one file, or a folder with its own helpers, that ends in an ``Experiment`` listed
+in ``registry.py``.  Shared:
 
 harness/     runs cells, resumes sweeps, writes results
 load/        traces and lengths, models and arrivals for experiments on caches and engines

@@ -1,14 +1,14 @@
-"""What the block size costs: hits lost to coarse blocks, empty slots in last ones, kernel time.
+"""Cost of the block size: hits lost to coarse blocks, empty slots in last blocks, kernel time.
 
 The trade-off of fig. 18 of the PagedAttention paper (Kwon et al., SOSP 2023).
 
-- ``hit_rate``: serial replay with ``policy`` of traces whose blocks are regrouped, in a cache of
-  the same number of tokens whatever the block size, and in one that never evicts.  A trace cannot
-  be cut finer than the blocks that it was published in.
-- ``partial_reuse``: the prompts, one after the other, through the manager ``vllm_v1`` with and
-  without reuse of parts of blocks, in the largest of the bounded caches.
-- ``waste``: each request by itself, when its last token is stored: slots of its blocks that are
-  empty, as a share of all slots of its blocks.  From lengths alone, so any block size will do.
+- ``hit_rate``: serial replay with ``policy`` of traces with regrouped blocks, in a cache of a fixed
+  number of tokens and in one that never evicts.  A trace cannot be cut finer than its published
+  blocks.
+- ``partial_reuse``: the prompts go one by one through the manager ``vllm_v1``, with and without
+  reuse of parts of blocks, in the largest of the bounded caches.
+- ``waste``: share of empty slots in the blocks of a request when its last token is stored.  It
+  follows from the lengths alone, so every block size is allowed.
 - ``latency``: a decode step on a GPU over caches of each block size, timed and checked as in
   ``kernel_latency``.
 """
@@ -47,9 +47,9 @@ class BlockSize(OnTraces):
     capacity_percent: Axis[Percent] = (2, 10)
     """Tokens of the cache, in percent of the unique tokens of the trace."""
     block_size: Axis[Count] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
-    """Tokens per block; hit rates only for multiples of the trace's own."""
+    """Tokens per block; hit rates exist for multiples of the trace's own only."""
     manager_tokens: Count = 200_000_000
-    """Prompt tokens, from the start of each trace, that go through the manager."""
+    """Prompt tokens of ``partial_reuse``, from the start of each trace."""
     num_requests: Count | None = None
     """Requests of each trace, the first of a file. None: all, and a workload's own number."""
     latency_block_size: Axis[Count] = (1, 2, 3, 4, 8, 16, 24, 32, 64, 100, 128, 256, 512, 1024)
@@ -70,7 +70,7 @@ class OfTrace(OnTraces):
     block_size: Axis[int]
     policy: str
     capacity_percent: Axis[float]
-    """Infinity: a cache that never evicts; 0 where there is no cache (waste)."""
+    """Infinity: a cache that never evicts.  0 for ``waste``, which has no cache."""
     partial_block_reuse: Axis[bool]
     manager_tokens: int
 
@@ -184,7 +184,7 @@ def _waste(cell: OfTrace, trace: cache.Trace) -> dict[str, Any]:
 
 
 def _draw_latency(rows: style.DataFrame) -> style.Figure | None:
-    """Latency above, share of the copy bandwidth below, a column per context, where a GPU was."""
+    """Latency above, share of the copy bandwidth below, a column per context; GPU rows only."""
     rows = rows[rows["part"] == "latency"]
     rows = rows.dropna(subset="p50_us") if len(rows) else rows
     if rows.empty:

@@ -1,41 +1,39 @@
 """Eviction policies in the engine: a slice of a trace served under each policy and capacity.
 
-What a hit rate is worth: the engine serves the first requests of a trace from KV caches of 10 to
-40 % of the blocks of the slice, and the table has its hit rate, time to first token and throughput
-beside what two replays of the very same requests predict: the serial one (``cache.simulate``) and
-the one with overlapping requests (``cache.simulate_serving``).  ``no_cache`` (prefix caching off,
-in the same memory) and ``infinite`` (room for everything, so nothing is ever evicted) bound the
-engine's times, ``infinite`` and ``belady`` the hit rate.  Belady's optimum needs the future, which
-an engine has not: it has a replayed hit rate and no engine run.
+The engine serves the first requests of a trace from KV caches of 10 to 40 % of the blocks of the
+slice.  The table has its hit rate, time to first token and throughput beside the predictions of two
+replays of the same requests: serial (``cache.simulate``) and overlapping
+(``cache.simulate_serving``).  ``no_cache`` (prefix caching off, same memory) and ``infinite``
+(nothing is ever evicted) bound the engine's times; ``infinite`` and ``belady`` bound the hit rate.
+Belady's optimum needs the future, so it has a replayed hit rate and no engine run.
 
-Time is modelled: scheduling, hits, evictions and attention (of random weights) are the engine's on
-the small ``model``, and each step is taken to last as long as one of ``timed_model`` with as many
-prompt tokens and decoding sequences, by a linear model whose three parameters are measured on this
-machine before (``service_times``).  So policies differ by what they keep, and by nothing else.
+Time is modelled.  Scheduling, hits, evictions and attention (with random weights) are the engine's
+on the small ``model``.  A step takes the time of a step of ``timed_model`` with the same number of
+prompt tokens and decoding sequences, by a linear model with three parameters measured on this
+machine (``service_times``).  So policies differ only by the blocks that they keep.
 These times contain neither the policy's own work (the ``managers`` part of ``overhead`` measures
 it) nor the cost of attention to long contexts.  ``--real-time`` serves in real time instead, as
 fast as ``model`` is; the replay has the modelled time of ``model`` then.
 
-Scale: each block of the trace becomes a block of ``tokens_per_block`` tokens in the engine, as many
-as keep the prompts of the slice within ``slice_tokens``.  The engine's block size is the same, so
-its blocks are those of the replay, one for one.  A prompt has one token more than its blocks, since
-the engine always computes the last token of a prompt; outputs are divided likewise and cut to
-``max_output_tokens``.  Requests arrive at the trace's own times, with gaps scaled so that on
+Each block of the trace becomes a block of ``tokens_per_block`` tokens in the engine, chosen so that
+the prompts of the slice stay within ``slice_tokens``.  The engine has the same block size, so its
+blocks correspond one to one to the replay's.  A prompt has one token more than its blocks, since
+the engine always computes the last token of a prompt.  Outputs are divided by the same factor and
+cut to ``max_output_tokens``.  Requests arrive at the trace's own times, with gaps scaled so that on
 average ``load`` times as many prompt tokens arrive as can be computed.
 
-Where the engine's hit rate differs from the serial replay's, and why:
+Differences between the engine's hit rate and the serial replay's:
 
 * With serial arrivals, outputs of one token and a policy that gives up a prompt from its tail, the
-  engine's pool of N + 1 blocks (the last token of the running prompt has one) hits exactly what the
-  replay of N blocks hits.  For ``lru`` on N blocks the replay has to give a prompt's partly filled
-  last block a content of its own: in vLLM's free queue it waits like a cached one.
+  engine's pool of N + 1 blocks (one for the last token of the running prompt) has exactly the hits
+  of the replay with N blocks.  For ``lru`` on N blocks the replay must give the partly filled last
+  block of a prompt its own content: in vLLM's free queue it waits like a cached one.
 * Policies that give up the head of a prompt before its tail (``fifo``, ``mru``, ``random``) leave
   tails that the replay finds when the head is back, and the engine computes again.
-* Policies that divide the pool into queues divide one of another size, N + 1.
-* Decoded tokens fill blocks that no request of the trace asks for again.
-* Running requests overlap: less is left to evict from, a request is looked up when it is admitted,
-  and its blocks are released when it is finished.  Only the first look-up of one that is preempted
-  counts.
+* Policies that divide the pool into queues divide N + 1 blocks.
+* Decoded tokens fill blocks that no later request of the trace needs.
+* Running requests overlap: fewer blocks can be evicted, a request is looked up at its admission,
+  and its blocks are released when it ends.  Only the first look-up of a preempted request counts.
 """
 
 from __future__ import annotations
@@ -71,7 +69,7 @@ from experiments.load.service_times import measure_service
 from experiments.load.workloads import OnTraces
 
 _NO_CACHE, _INFINITE = "no_cache", "infinite"
-"""In place of a policy: no prefix caching, and room for everything."""
+"""Values in place of a policy: prefix caching off, and a cache that never evicts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,27 +83,27 @@ class EvictionServing(OnTraces):
     num_requests: Count = 600
     """Requests of the slice, at most."""
     slice_tokens: Count = 60_000
-    """Prompt tokens of the slice, at most: decides how many stand for a block of the trace."""
+    """Most prompt tokens of the slice; determines the tokens per block of the trace."""
     max_output_tokens: Count = 16
     """Longest output."""
     arrivals: Literal["trace", "serial"] = "trace"
-    """Times of the trace scaled, or each when the one before it is finished."""
+    """Scaled times of the trace, or each request when the one before it has ended."""
     load: Positive = 1.0
     """Prompt tokens, cached or not, that arrive on average while one can be computed."""
     manager: Literal["vllm_v1", "radix"] = "vllm_v1"
     """Cache manager."""
     model: Model = "tiny"
-    """A shape of engine_models, which computes the tokens."""
+    """A shape of engine_models; computes the tokens."""
     timed_model: Model | None = None
-    """The shape whose steps say how long one lasts. None: qwen3-0.6b on a GPU, else llama-100m."""
+    """The shape that step times are measured on. None: qwen3-0.6b on a GPU, else llama-100m."""
     real_time: GridOnly[bool] = False
-    """Let steps last as long as they take."""
+    """Serve in real time instead of modelled time."""
     threads: Count = 1
     """CPU threads of the models. More than one pays for larger ones on an idle machine."""
 
 
 def cells(options: EvictionServing) -> Iterator[EvictionServing | Absent]:
-    """Policies, and the two bounds in the place of one; ``timed_model`` is None in real time."""
+    """Policies and the two bounds; ``timed_model`` is None in real time."""
     traces = [*options.sources(options.num_requests)]
     default = ("lru", "lfu", "arc", "tlru", "hazard", "belady")
     policies = [*map(named_policy, options.policy or default), _NO_CACHE]
@@ -157,7 +155,7 @@ def run_cell(cell: EvictionServing) -> list[dict[str, Any]]:
 
 
 def _served(cell: EvictionServing, trace: cache.Trace, capacity: int) -> dict[str, Any]:
-    """What the engine and the replay with overlapping requests measure."""
+    """Columns measured on the engine, and by the replay with overlapping requests."""
     service = measure_service(cell.timed_model or cell.model, threads=cell.threads)
     options = {
         "num_blocks": capacity,
@@ -210,7 +208,7 @@ def _served(cell: EvictionServing, trace: cache.Trace, capacity: int) -> dict[st
 
 @functools.lru_cache(maxsize=1)
 def _slice(cell: EvictionServing) -> ScaledTrace:
-    """The requests of ``cell``, whatever its policy and capacity."""
+    """The requests of ``cell``; policy and capacity do not matter."""
     return shrink_blocks(
         workloads.load(cell.trace),
         slice_tokens=cell.slice_tokens,
@@ -230,7 +228,7 @@ def _arrivals(
 
 
 def _num_blocks(trace: cache.Trace):
-    """Blocks that each request takes in the end.  The K/V of the last token are never stored."""
+    """Blocks of each request at its end.  The K/V of the last token are never stored."""
     return -(-(trace.input_lengths + trace.output_lengths - 1) // trace.block_size)
 
 
@@ -299,8 +297,10 @@ def _load(row: style.Series) -> str:
 
 
 def _summary(rows: style.DataFrame) -> style.DataFrame:
-    """Per trace, policy and capacity: the three hit rates, and the time to first token as a share
-    of that without prefix caching in the same memory."""
+    """Hit rates, and time to first token relative to no prefix caching in the same memory.
+
+    A row per trace, policy and capacity.
+    """
     columns = ["trace", "policy", "capacity_fraction", "replay_block_hit_rate"]
     measured = ("overlap_block_hit_rate", "engine_block_hit_rate", "ttft_mean_s")
     summary = rows[columns + [column for column in measured if column in rows]].copy()

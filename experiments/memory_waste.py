@@ -1,4 +1,4 @@
-"""What KV cache memory is used for: contiguous reservations against pages of 1 to 256 tokens.
+"""Use of KV cache memory: contiguous reservations against pages of 1 to 256 tokens.
 
 Redoes figure 2 of the PagedAttention paper (Kwon et al., SOSP 2023): the share of the memory that
 holds tokens, is reserved for tokens to come, or is lost to internal and external fragmentation,
@@ -6,16 +6,15 @@ for the systems before paging (reservations up to the maximum length, to a power
 output length, or to the final length) and for paging.
 
 The engine's own scheduler serves the requests, without a model, through a real manager.  A step
-takes 1 and computes the whole prompt of every request it admits and one token of the others; the
-last token of a request is never stored.  Requests arrive in the pattern of the trace, its distances
-scaled so that, with unlimited memory, the running requests would fill ``load`` times the cache on
-average; with a load above 1 requests queue for memory, as in the paper's measurements.
+takes one unit of time.  It computes the whole prompt of every request it admits and one token of
+the others; the last token of a request is never stored.  Requests arrive in the pattern of the
+trace, with gaps scaled so that the running requests would fill ``load`` times the cache on average
+if memory were unlimited.  With a load above 1 requests queue for memory, as in the paper.
 ``max_model_len`` is the next power of two of the longest request; the cache has the slots of
 ``sequences_in_cache`` such requests (about 8 in the paper: OPT-13B, 2048 tokens, 15.7k slots).
 
-Memory is measured in every step in which a request waits, after admission, and the mean is taken
-over these steps.  Free memory counts as external fragmentation if the waiting request would fit in
-it were it in one place.
+Memory is averaged over the steps in which a request waits, after admission.  Free memory counts as
+external fragmentation if the waiting request would fit were it contiguous.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class MemoryWaste(OnTraces):
     block_size: Axis[Count] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     """Tokens per block of the paged cache."""
     num_requests: Count = 2_000
-    """Requests taken from each trace, at equal distances."""
+    """Requests of each trace, taken at equal distances."""
     sequences_in_cache: Count = 8
     """Size of the cache, in requests of the maximum length."""
     load: Positive = 2.0
@@ -126,10 +125,10 @@ def serve(
 ) -> dict[str, float]:
     """Serve all requests by the service model of this file, and leave the manager empty.
 
-    Returns the columns of a row: ``measured_steps`` are those in which a request waited for memory,
-    ``mean_running`` and the mean shares of the slots by kind (the fields of MemoryUsage) are of
-    these.  The cache must hold a request of the maximum length.  Raises Unavailable if no request
-    ever waits for memory.
+    Returns the columns of a row: ``measured_steps`` counts the steps in which a request waited for
+    memory; ``mean_running`` and the mean shares of the slots by kind (the fields of MemoryUsage)
+    are means over these steps.  The cache must hold a request of the maximum length.  Raises
+    Unavailable if no request ever waits for memory.
     """
     engine = engine_without_model(
         manager,
@@ -158,7 +157,7 @@ def serve(
 
 
 class _MemoryOfSteps:
-    """A runner that computes nothing and sums up what memory is used for while a request waits."""
+    """A runner that computes nothing and sums up the memory usage while a request waits."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler

@@ -1,19 +1,17 @@
-"""What becomes of a preempted sequence: its K/V swapped to host memory, or computed again.
+"""Preemption by swapping K/V to host memory or by recomputing them.
 
 Redoes figure 19 of the PagedAttention paper (Kwon et al., SOSP 2023) on the engine.
 
-- ``cost``: one sequence, by its context length and the block size.  Swapping its blocks out and in
-  again is done by the runner that serves requests (``ModelRunner``), and so is recomputing: all
-  its tokens as one prompt, which is what a resumed sequence does.
-- ``serving``: requests that arrive together, in a cache that is too small for them, are served
-  with either way of preempting.  Normalised latency is the mean over requests of the time from
-  arrival to the last token, divided by the output tokens.  The cache has the same number of tokens
-  whatever the block size; prefix caching is off, as in the paper.  Which sequences are preempted
-  follows from the lengths alone, so each repeat draws requests of its own; both ways serve the
-  same ones, one after the other, and are compared draw by draw.
+- ``cost``: one sequence, by context length and block size.  ``ModelRunner`` swaps its blocks out
+  and in, and recomputes all its tokens as one prompt, as for a resumed sequence.
+- ``serving``: requests that arrive together, in a cache that is too small for them, served in both
+  preemption modes.  Normalised latency is the mean over requests of the time from arrival to the
+  last token, divided by the output tokens.  The cache has a fixed number of tokens; prefix caching
+  is off, as in the paper.  The lengths alone determine which sequences are preempted, so each draw
+  has its own requests; both modes serve the same requests and are compared draw by draw.
 
 On a GPU the blocks cross the bus to pinned memory.  Without one the "device" is host memory too,
-and swapping is a copy from host to host: the times hold for a CPU, and say nothing about a GPU.
+and swapping is a copy from host to host: such times say nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -64,16 +62,16 @@ class Serving(_Engines):
 
 @dataclass(frozen=True, kw_only=True)
 class Preemption(_Engines):
-    """The grid: block sizes x context lengths, and block sizes x ways of preempting."""
+    """The grid: block sizes x context lengths, and block sizes x preemption modes."""
 
     manager: Manager = "vllm_v1"
-    """Manager of the cache that serves requests."""
+    """Cache manager of ``serving``."""
     context_tokens: Axis[Count] = ()
-    """Lengths of the sequences that are moved and computed again. None: by the model."""
+    """Lengths of the sequences of ``cost``. None: by the model."""
     cache_tokens: Count | None = None
-    """Token slots of the cache that serves requests. None: by the model."""
+    """Token slots of the cache of ``serving``. None: by the model."""
     requests: Count | None = None
-    """Requests of a draw. None: by the model."""
+    """Requests per draw. None: by the model."""
     prompt_tokens: Lengths | None = None
     """Fewest and most tokens of a prompt, drawn uniformly. None: by the model."""
     output_tokens: Lengths | None = None
@@ -157,8 +155,10 @@ def _cost(cell: Cost) -> tuple[LLM, list[dict[str, Any]]]:
 
 
 def sequence_costs(llm: LLM) -> dict[str, float]:
-    """Seconds of computing the one prompt that waits in ``llm``, all at once, and of swapping its
-    blocks out and back; on a GPU until it is done."""
+    """Seconds of computing the one waiting prompt of ``llm`` at once, and of swapping its blocks.
+
+    On a GPU until the work is complete.
+    """
     import torch
 
     from cache.serving.scheduler import Step
@@ -236,7 +236,7 @@ def _serving(cell: Serving) -> tuple[LLM, list[dict[str, Any]]]:
 
 
 def _serve(llm: LLM, prompts: list[list[int]], output_lengths: list[int]) -> dict[str, float]:
-    """What serving the requests takes, in seconds, and what was preempted meanwhile."""
+    """Seconds of serving the requests, and the preemptions meanwhile."""
     from models import SamplingParams
 
     params = [
@@ -295,7 +295,7 @@ def _draw_serving(
     quantiles.error_bars(ratio, swap, "block_size", "latency_over_recompute", **look)
     ratio.axhline(1, color="black", linewidth=0.8)
     each = swap["preemptions"] / swap["requests"]
-    look["label"] = "either way"
+    look["label"] = "both modes"
     style.curve(preemptions, swap.assign(each=each), "block_size", "each", **look)
     row = rows.iloc[0]
     latency.set(

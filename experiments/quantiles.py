@@ -20,9 +20,9 @@ def of_times(name: str, seconds: Iterable[float | None]) -> dict[str, float | No
 def columns(
     name: str, values: Iterable[float | None], at: Mapping[str, float | None] = _SPREAD
 ) -> dict[str, float | None]:
-    """Quantiles of the ``values`` that are known, as columns of a row; None without any.
+    """Quantiles of the ``values`` that are not None, as columns of a row; None without any.
 
-    at: from what follows ``name`` in a column to its quantile, interpolated; None: the mean.
+    at: from the suffix of a column to its quantile, interpolated; None: the mean.
     """
     known = [value for value in values if value is not None]
     if not known:

@@ -1,34 +1,32 @@
 """Serving under load: normalised latency and batched requests against the request rate.
 
 Redoes figures 12, 13 and 17 of the PagedAttention paper (Kwon et al., SOSP 2023).  The engine
-serves requests in real time that arrive open loop: by a Poisson process, as in the paper, or at a
-trace's own times.  All systems have the same engine, kernels, block size and KV memory, and differ
-in how they give that memory out: how many requests fit into it at a time decides at which rate the
-queue begins to grow.
+serves requests in real time.  They arrive open loop: by a Poisson process, as in the paper, or at a
+trace's own times.  All systems have the same engine, kernels, block size and KV memory.  They
+differ in the allocation of that memory, and so in the request rate at which the queue grows.
 
 * ``contiguous_max``, ``contiguous_pow2``, ``contiguous_oracle``: a reservation per request, up to
   the maximum length, to the next power of two of the true output length, and to the true final
   length; a buddy allocator places them (the paper's three versions of Orca).
 * ``paged``: blocks on demand, nothing shared.
 * ``vllm_v1``, ``vllm_v0``, ``nano_vllm``, ``radix``: also share the K/V of equal prefixes.  They
-  run where requests have prefixes in common (the paper's chat workload, figure 17).
-* ``vllm_v1_prompts_first``: as ``vllm_v1``, but a step computes prompts or decodes, as in vLLM's
-  first engine and Nano-vLLM: new requests get their first token sooner, the others wait.
+  run on traces whose requests share prefixes (the paper's chat workload, figure 17).
+* ``vllm_v1_prompts_first``: ``vllm_v1`` with steps that either compute prompts or decode, as in
+  vLLM's first engine and Nano-vLLM: new requests get their first token sooner, the others wait.
 
 Normalised latency is the mean over requests of the time from arrival to the last token, divided by
-the output tokens.  The weights are random and outputs have exactly the length that the trace says.
+the output tokens.  The weights are random, and outputs have exactly the lengths of the trace.
 
 All lengths of a trace are divided by one number (``length_divisor``), so that a request has
-``mean_tokens`` tokens on average; the defaults keep the paper's ratios (a maximum of 2048 tokens to
-a mean of 499 on ShareGPT, a cache of about 8 sequences of the maximum) for a model that a laptop
-steps in milliseconds.  On a GPU, raise them with the model:
+``mean_tokens`` tokens on average.  The defaults keep the paper's ratios (a maximum of 2048 tokens
+to a mean of 499 on ShareGPT, a cache of about 8 sequences of the maximum) for a model with steps of
+milliseconds on a laptop.  On a GPU, raise them with the model:
 
     python -m experiments run serving --model qwen3-0.6b --mean-tokens 512 --max-model-len 2048 \\
         --block-size 16 --sequences-in-cache 32 --duration-s 60 --request-rate 2 4 8 16 32
 
-A cell is stopped ``drain_s`` after its last request was due.  If some are unfinished then, it is
-*saturated*: they count with the time that they have taken so far, so its latencies are lower
-bounds.
+A cell is stopped ``drain_s`` after the arrival of its last request.  If requests are unfinished
+then, it is *saturated*: they count with their time so far, so its latencies are lower bounds.
 """
 
 from __future__ import annotations
@@ -86,8 +84,8 @@ _WITH_PREFIXES = (
 )
 """Systems that run by default."""
 _NUM_TRACE_REQUESTS = 2_000
-"""Beginning of a trace that requests are taken from, and that ``length_divisor`` is worked out
-from, so that it does not depend on how many are sent."""
+"""First requests of a trace, over which ``length_divisor`` is computed; it does not depend on the
+number sent."""
 _NUM_WARM_UP_REQUESTS = 32
 
 
@@ -96,12 +94,12 @@ class Serving(OnTraces):
     """The grid: traces x systems x request rates."""
 
     system: Repeated[Axis[Annotated[str, one_of(_SYSTEMS)]]] = ()
-    """A manager, or contiguous_(max|pow2|oracle). None: the paper's, by what the trace offers."""
+    """A manager, or contiguous_(max|pow2|oracle). None: the paper's systems, by trace."""
     request_rate: Axis[Positive] = (12.5, 25, 50, 100, 200)
     """Requests per second."""
     draw: Axis[Natural] = (0, 1, 2)
-    """Runs of every point, each with arrivals of its own. All of a draw run before the next, so
-    that a slow hour of the machine is not that of one system."""
+    """Runs of every point, each with its own arrivals. A draw runs for all systems before the next,
+    so that a slow hour of the machine affects all of them."""
     arrivals: Literal["poisson", "trace"] = "poisson"
     """A Poisson process, or the times of the trace with their gaps scaled to the rate."""
     model: Model = "tiny"
@@ -109,7 +107,7 @@ class Serving(OnTraces):
     threads: Count = 1
     """CPU threads of the model. More than one pays for larger ones on an idle machine."""
     mean_tokens: Positive = 256.0
-    """Mean length of a request, prompt and output, to which those of a trace are divided."""
+    """Mean tokens of a request, prompt and output; the lengths of a trace are divided to match."""
     max_model_len: Count = 1024
     """Longest request, prompt and output; longer ones are left out."""
     block_size: Count = 4
@@ -127,7 +125,7 @@ class Serving(OnTraces):
 
 
 def cells(options: Serving) -> Iterator[Serving | Absent]:
-    """Of traces; without any, of chat requests by their lengths alone and with their histories."""
+    """Cells of the traces; without a trace, of chat requests with and without their histories."""
     if options.max_model_len % options.block_size:
         raise ValueError(
             f"--block-size {options.block_size}: needs a divisor of --max-model-len "
@@ -192,7 +190,7 @@ def run_cell(cell: Serving) -> list[dict[str, Any]]:
 
 @functools.lru_cache(maxsize=1)
 def _scaled(cell: Serving) -> ScaledTrace:
-    """The requests of ``cell``, whatever its rate."""
+    """The requests of ``cell``; the rate does not matter."""
     return shrink(
         workloads.load(cell.trace),
         mean_tokens=cell.mean_tokens,
@@ -203,7 +201,7 @@ def _scaled(cell: Serving) -> ScaledTrace:
 
 @functools.lru_cache(maxsize=1)
 def _warm_up(cell: Serving) -> None:
-    """Serve a few requests for nothing: the first ones of a process pay for what is set up then."""
+    """Serve a few requests uncounted: the first requests of a process pay for its set-up."""
     trace = _scaled(cell).trace.head(_NUM_WARM_UP_REQUESTS)
     engine_models.serve_trace(_make_llm(cell), trace, [0.0] * len(trace))
 
@@ -253,8 +251,10 @@ def _draw(rows: style.DataFrame, panels: dict[str, str]) -> style.Figure:
 
 
 def _draw_systems(axis: style.Axes, rows: style.DataFrame, column: str) -> None:
-    """A line per system through the medians of the draws, with bars from the least to the most,
-    times in ms; white markers where any is saturated."""
+    """A line per system through the medians of the draws, with bars from minimum to maximum.
+
+    Times are in ms; white markers are points with a saturated draw.
+    """
     unit = 1000 if column.endswith("_s") else 1
     for system, (label, line) in _SYSTEMS.items():
         points = rows[rows["system"] == system].groupby("request_rate")
@@ -278,8 +278,11 @@ def _title(row: style.Series) -> str:
 
 
 def _summary(rows: style.DataFrame) -> style.DataFrame:
-    """Per trace and system, medians of the draws: the highest rate that all of them kept up with
-    (of those measured; none: 0), and the requests batched and preemptions at the highest of all."""
+    """Medians of the draws per trace and system.
+
+    The highest measured rate at which no draw is saturated (0 if there is none), and the batched
+    requests and preemptions at the highest rate of all.
+    """
     points = rows.groupby(["trace", "system", "request_rate"], sort=False)
     medians = points.median(numeric_only=True).assign(saturated=points["saturated"].any())
     medians = medians.reset_index().sort_values("request_rate", kind="stable")

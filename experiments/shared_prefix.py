@@ -1,16 +1,16 @@
-"""What a cached prefix saves: time to first token and throughput, measured on the engine.
+"""Time to first token and throughput with a cached prefix, measured on the engine.
 
 - ``ttft``: a prompt whose leading tokens are in the cache, alone in the engine; the time from its
-  arrival to its first token, by the engine's own statistics.  The K/V of the cached tokens are not
-  computed, but they are attended to, and the weights are read however few tokens remain.  So the
-  time falls short of the ideal line, on which it is in proportion to the tokens that are left.
+  arrival to its first token, by the engine's own statistics.  The ideal line is proportional to
+  the remaining tokens.  The measured time is higher: cached tokens are attended to, and the
+  weights are read for any number of tokens.
 - ``throughput``: requests that arrive together and share a prefix, with and without prefix caching:
   output tokens per second from their arrival to the last token.  As in figure 16 of the
   PagedAttention paper (Kwon et al., SOSP 2023), the prefix is in the cache before they arrive, and
   each has a suffix of its own.
 
-The weights are random, outputs have a fixed length, and every request's own tokens are new.  The
-requests of the first round are not counted: kernels are compiled and memory is touched there.
+The weights are random, outputs have a fixed length, and the unshared tokens of each request are
+new.  The first round is not counted: it compiles kernels and touches memory.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _Share = Annotated[float, Needs("a number from 0 to below 100", lambda value: 0 
 @dataclass(frozen=True, kw_only=True)
 class _Engines(EngineOptions):
     manager: Axis[Annotated[str, one_of(_CACHING)]] = tuple(_MANAGERS)
-    """Managers with prefix caching; the throughput is that of the first."""
+    """Managers with prefix caching; throughput is measured on the first."""
     block_size: Count = 16
 
 
@@ -70,9 +70,9 @@ class SharedPrefix(_Engines):
     """The grid: managers x prompts x cached shares, and prefixes with and without caching."""
 
     prompt_tokens: Axis[Count] = ()
-    """Lengths of the prompts whose first token is waited for. None: by the model."""
+    """Lengths of the prompts of ``ttft``. None: by the model."""
     cached_percent: Axis[_Share] = (0, 25, 50, 75, 90)
-    """Share of such a prompt that is cached, rounded down to whole blocks."""
+    """Cached share of such a prompt, rounded down to whole blocks."""
     prefix_tokens: Axis[Natural] = ()
     """Lengths of the prefix that the requests of a batch share. None: by the model."""
     requests: Count | None = None
@@ -198,8 +198,8 @@ def _throughput(cell: Throughput) -> tuple[LLM, list[dict[str, Any]]]:
 
 
 def summarise(rows: style.DataFrame) -> style.DataFrame:
-    """How much sooner the first token comes than without a cached one (at best 1 / (1 - cached
-    fraction)), and how much the throughput grows by prefix caching; by medians."""
+    """Speed-up of the median time to first token by cached tokens (at best 1 / (1 - cached
+    fraction)), and of the median throughput by prefix caching."""
     import pandas as pd
 
     tables = []

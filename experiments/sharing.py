@@ -1,17 +1,16 @@
 """Memory saved by sharing blocks: parallel sampling and beam search with 2 to 6 sequences.
 
-Redoes figure 15 of the PagedAttention paper (Kwon et al., SOSP 2023): the blocks that sharing
-saves, as a share of the blocks that the same sequences would take apart.  A request of a trace is
-decoded with n sequences through a real cache manager: the prompt is allocated once and forked, and
+Redoes figure 15 of the PagedAttention paper (Kwon et al., SOSP 2023): the blocks saved by sharing,
+as a fraction of the blocks of the same sequences without sharing.  A request of a trace is decoded
+with n sequences through a real cache manager: the prompt is allocated once and forked, and
 appending to a shared block copies it.  Requests do not share with each other (prefix caching is
-off).  Blocks are counted after every step; the saving is that of the sum over all steps of all
-requests.
+off).  Blocks are counted after every step and summed over all steps of all requests.
 
 * Parallel sampling: n independent samples of the request's output length.
-* Beam search: n beams.  Which beams go on is random, in place of a model's scores: in each step
-  every beam but the best is dropped with probability ``drop_probability``, and its place is taken
-  by a fork of a beam drawn uniformly from those that were kept.  The higher the probability, the
-  younger the last common ancestor of the beams, and the more they share.
+* Beam search: n beams.  Random choice stands in for a model's scores: in each step every beam but
+  the best is dropped with probability ``drop_probability`` and replaced by a fork of a random kept
+  beam.  The higher the probability, the younger the last common ancestor of the beams, and the more
+  they share.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from experiments.load.engine_models import Manager
 from experiments.load.workloads import LogNormalLengths, OnTraces
 
 _SYNTHETIC = ((20, 60), (160, 340))
-"""Median prompt and output tokens of further requests: of the order of the paper's Alpaca and
-ShareGPT conversations, shorter than the traces' own."""
+"""Median prompt and output tokens of further synthetic requests, similar to the paper's Alpaca and
+ShareGPT conversations and shorter than the traces' own."""
 
 _Probability = Needs("a number from 0 to 1", lambda value: 0 <= value <= 1)
 
@@ -43,12 +42,12 @@ class Sharing(OnTraces):
     num_sequences: Axis[Count] = (2, 3, 4, 5, 6)
     """Samples or beams per request."""
     drop_probability: Axis[Annotated[float, _Probability]] = (0.01, 0.05, 0.2)
-    """Chance of a beam to be dropped in a step.  None in a cell: parallel sampling."""
+    """Probability that a beam is dropped in a step.  None in a cell: parallel sampling."""
     manager: Axis[Manager] = ("vllm_v1",)
     """A cache manager with fork."""
     block_size: Axis[Count] = (16,)
     num_requests: Count = 50
-    """Requests taken from each trace, at equal distances."""
+    """Requests of each trace, taken at equal distances."""
     max_request_tokens: Count = 16_384
     """Longer requests are left out: forking one takes time in proportion to its length."""
 
@@ -109,8 +108,8 @@ def decode(
 ) -> tuple[int, int]:
     """Decode one request in the empty ``manager``, and free it.
 
-    Returns the blocks in use, and those that the same sequences would use if they shared nothing,
-    both summed over the steps.
+    Returns the blocks in use and the blocks that the same sequences would use without sharing, both
+    summed over the steps.
     """
     shared = apart = 0
     sequences = [Sequence(0, array("I", bytes(4 * prompt_length)))]

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from pandas import DataFrame, Series  # noqa: F401  experiments name style.Series
 
 _STYLE_FILE = Path(__file__).with_name("pagelab.mplstyle")
+_FORMATS = {"pdf": {"CreationDate": None, "Producer": None}, "png": {"Software": None}}
+"""Formats of figures, with the metadata to leave out: the same figure gives the same bytes."""
 
-# Colours of Okabe and Ito, told apart by colour-blind readers; marker and dashes do it in grey.
+# Colours of Okabe and Ito for colour-blind readers; markers and dashes differ too, for grey print.
 BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PINK = (
     "#000000",
     "#E69F00",
@@ -35,7 +37,7 @@ BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PINK = (
 GREY = "#777777"
 
 BOUND = {"color": BLACK, "linestyle": "dashed", "linewidth": 1}
-"""Line properties of what cannot be passed."""
+"""Line properties of a bound."""
 
 _DASHES = {"dashed": (4, 1.5), "dotted": (1, 1.2), "dashdot": (4, 1.2, 1, 1.2)}
 
@@ -103,14 +105,14 @@ _IN_TURN = (
 
 
 def lines_of(names: Iterable[str]) -> dict[str, dict]:
-    """Line properties and label of each name, by its place."""
+    """Line properties and label of each name, in order."""
     return {name: {**look, "label": name} for name, look in zip(names, cycle(_IN_TURN))}
 
 
 def policy_lines(policies: Iterable[str]) -> dict[str, dict]:
-    """Line properties and label of each policy: fixed for the known ones, in every figure.
+    """Line properties and label of each policy; those of our policies are the same in every figure.
 
-    A user's policy takes the next of a few thick lines that no known policy has.
+    A user's policy takes the next of a few thick lines.
     """
     own = cycle([line(RED, "*"), line(PINK, "p"), line(BLACK, "h")])
     lines = {}
@@ -138,10 +140,9 @@ def bars(
     horizontal: bool = False,
     **options: object,
 ) -> None:
-    """Bars side by side: at 0, 1 ... a group for each row of ``table``, in it one for each of its
-    columns that has a look.
+    """Grouped bars: a group at 0, 1 ... per row of ``table``, a bar per column in ``looks``.
 
-    errors: how far error bars go below and above.  ``options`` go to ``Axes.bar`` or ``barh``.
+    errors: lengths of the error bars below and above.  ``options`` go to ``Axes.bar`` or ``barh``.
     """
     names = [name for name in looks if name in table]
     thickness, along = ("height", "xerr") if horizontal else ("width", "yerr")
@@ -235,8 +236,8 @@ def shared_legend(
 ) -> Figure:
     """One legend with each label of any panel once: in a spare place, else above the panels.
 
-    Above, it takes up to ``columns`` columns, as many as the figure has room for.  ``xlabel`` and
-    ``ylabel`` are those of all panels.  Returns the figure.
+    Above, it has up to ``columns`` columns, as many as fit.  ``xlabel`` and ``ylabel`` label all
+    panels together.  Returns the figure.
     """
     figure.supxlabel(xlabel)
     figure.supylabel(ylabel)
@@ -264,10 +265,11 @@ def plotter(
     *,
     measured: str | None = None,
 ) -> Callable[[DataFrame, Path], list[Path]]:
-    """The ``plot`` of an experiment: figures by name, and tables by name with the format of their
-    floats, each made of the rows; None where these have nothing to show.
+    """The ``plot`` of an experiment.
 
-    measured: a column of which only the rows count that have a value there.
+    draw: functions from rows to a figure, or None for no figure, by file name.
+    tables: functions from rows to a table, or None, with the format of its floats, by file name.
+    measured: a column; rows without a value there are left out.
     """
 
     def plot(rows: DataFrame, folder: Path) -> list[Path]:
@@ -290,10 +292,9 @@ def plotter(
 
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:
-    """Write ``name``.pdf and .png; the same figure gives the same bytes."""
+    """Write ``name``.pdf and .png; returns their paths."""
     written = []
-    metadata = {"pdf": {"CreationDate": None, "Producer": None}, "png": {"Software": None}}
-    for suffix, entries in metadata.items():
+    for suffix, entries in _FORMATS.items():
         content = io.BytesIO()
         figure.savefig(content, format=suffix, metadata=entries)
         path = folder / f"{name}.{suffix}"

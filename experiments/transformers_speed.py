@@ -1,11 +1,10 @@
 """Prefill and decode of the engine beside Hugging Face transformers, on a CPU, with equal weights.
 
-Both compute in fp32 with the same number of threads, transformers with PyTorch's sdpa and its
-dynamic cache, and take turns, with each first in every other repeat, so that a disturbance of the
-machine meets both; ``pagelab_over_transformers`` is the median over the repeats of how many times
-faster the engine was.  A batch of prompts of one length, which transformers need not pad, is
-decoded greedily: what comes before the first token is prefill, what comes after it decode.  Prefix
-caching is off.  Both give the same tokens.
+Both compute in fp32 with the same number of threads; transformers uses PyTorch's sdpa and its
+dynamic cache.  They take turns, each first in every other repeat, so that a disturbance of the
+machine affects both.  ``pagelab_over_transformers`` is the median speed-up over the repeats.  A
+batch of prompts of one length, which need no padding, is decoded greedily: the time to the first
+token is prefill, the rest is decode.  Prefix caching is off.  Both give the same tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class TransformersSpeed(Options):
 
     sequences: Axis[Count] = (1, 16)
     prompt_tokens: Axis[Count] = (128, 512)
-    """Of each sequence."""
+    """Tokens of each prompt."""
     model: Annotated[str, one_of(("tiny", "llama-100m"))] = "llama-100m"
     """A Llama of load/engine_models.py."""
     output_tokens: Count = 32
@@ -120,7 +119,7 @@ def _save_model(transformers, cell: TransformersSpeed, folder: Path):
 
 
 def _ours(llm, prompts: list[list[int]], count: int) -> tuple[list[list[int]], float, float]:
-    """Tokens, seconds until the first of each, seconds from there on."""
+    """Tokens, seconds to the first token of each sequence, and seconds of the rest."""
     from models import SamplingParams, TokenOutput
 
     params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
@@ -154,7 +153,7 @@ _LOOKS = {"pagelab": style.bar(style.BLUE), "transformers": style.bar(style.ORAN
 
 
 def _draw(rows: style.DataFrame) -> style.Figure:
-    """A panel per phase, a group of bars per batch; their errors go to the extremes."""
+    """A panel per phase, a group of bars per batch, with error bars to the extremes."""
     phases = rows["phase"].unique()
     figure, axes, _ = style.panel_grid(len(phases), height=1.9, width=2.8)
     for axis, phase in zip(axes, phases, strict=True):

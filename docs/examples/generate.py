@@ -1,9 +1,9 @@
-"""Prompts that share a prefix, what each of them found in the cache, and how long it took.
+"""Prompts that share a prefix: cached tokens and times of each request.
 
     .venv/bin/python -m docs.examples.generate
     .venv/bin/python -m docs.examples.generate --model path/to/Qwen3-0.6B --manager radix
 
-Without a checkpoint a small model gets random weights: its tokens mean nothing, the times do.
+Without a checkpoint a small model gets random weights: only its times mean anything.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def main() -> None:
         prompts = [40 * INSTRUCTIONS + question for question in QUESTIONS]
     greedy = SamplingParams(temperature=0, max_tokens=args.max_tokens)
 
-    print("The first prompt fills the cache, the others find what they share with it:")
+    print("The first prompt fills the cache, the others hit the prefix they share with it:")
     for prompt in prompts:
         [output] = llm.generate(prompt, greedy)
         report(output)
 
-    print("All of them at once, three samples of each, which share the blocks of their prompt:")
+    print("All at once, three samples each, which share the blocks of their prompt:")
     samples = SamplingParams(n=3, temperature=0.8, top_p=0.95, seed=1, max_tokens=args.max_tokens)
     for output in llm.generate(prompts, samples):
         report(output)

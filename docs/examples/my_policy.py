@@ -1,4 +1,4 @@
-"""Two eviction policies of one's own, and how to see where they land between LRU and the optimum.
+"""Two user-defined eviction policies, and how to compare them with LRU and the optimum.
 
     .venv/bin/python -m experiments run eviction --policy lru --policy belady \\
         --policy docs/examples/my_policy.py:TailFirst --policy docs/examples/my_policy.py:Clock
@@ -13,10 +13,10 @@ from cache.policies.queues import Queue
 
 
 class TailFirst(PriorityPolicy):
-    """LRU that gives up the deep blocks of a prompt sooner than its beginning.
+    """LRU that evicts the deep blocks of a prompt sooner than its beginning.
 
-    A policy that is one number per block needs nothing else; the replay compiles it.  What else a
-    block tells: ``BlockHistory`` in ``cache/policies/priority.py``.
+    A policy that is one number per block needs nothing else; the replay compiles it.
+    ``BlockHistory`` in ``cache/policies/priority.py`` lists the properties of a block.
     """
 
     @staticmethod
@@ -25,11 +25,11 @@ class TailFirst(PriorityPolicy):
 
 
 class Clock(QueuePolicy):
-    """FIFO with a second chance (Corbató, 1968): blocks that were hit go round once more.
+    """FIFO with a second chance (Corbató, 1968): blocks that were hit return to the end once.
 
-    A policy made of queues says where a new block goes, what a hit changes and which block to give
-    up; ``QueuePolicy`` in ``cache/policies/queues.py`` does the rest.  For anything else there is
-    the whole interface, in ``cache/policies/base.py``.
+    A policy of queues defines where a new block goes, what a hit changes and which block to evict;
+    ``QueuePolicy`` in ``cache/policies/queues.py`` does the rest.  ``cache/policies/base.py`` has
+    the whole interface for other policies.
     """
 
     def _reset(self) -> None:

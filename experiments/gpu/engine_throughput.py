@@ -1,12 +1,12 @@
-"""Throughput of the whole engine on a GPU, on the load that Nano-vLLM publishes its numbers for.
+"""Throughput of the whole engine on a GPU, on the load of Nano-vLLM's published numbers.
 
 256 requests at once, prompts and outputs of 100 to 1024 tokens drawn uniformly, sampled at
 temperature 0.6 without stopping early, on the shape of Qwen3-0.6B (random weights: the time of a
-step does not depend on them).  The draws are those of Nano-vLLM's bench.py, so the requests are the
-same ones: 133,966 output tokens.  Each engine serves them twice.  The first time nothing is cached;
-the second time every full block of the prompts is, which is what prefix caching can bring at most.
-Engines differ in attention backend, in whether decoding is replayed from CUDA graphs, and in
-whether a step is launched before the tokens of the last are read.
+step does not depend on them).  Lengths are drawn as in Nano-vLLM's bench.py, so the requests are
+equal: 133,966 output tokens.  Each engine serves them twice.  The first time nothing is cached; the
+second time every full block of the prompts is, the most that prefix caching can bring.  Engines
+differ in attention backend, in CUDA graphs for decoding, and in overlap (a step is launched before
+the tokens of the last are read).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class EngineThroughput(Options):
     """The grid: engines."""
 
     engine: Axis[Annotated[str, one_of(_ENGINES)]] = tuple(_ENGINES)
-    """Attention backend, way of decoding and block size, by name."""
+    """Attention backend, decoding mode and block size, by name."""
     model: Annotated[str, one_of(engine_models.MODEL_NAMES)] = "qwen3-0.6b"
     """A shape of engine_models."""
     num_requests: Count = 256

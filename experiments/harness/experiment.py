@@ -1,4 +1,4 @@
-"""What an experiment is made of."""
+"""An experiment: its options, cells, rows and figures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Unavailable(Exception):
-    """Raised by ``run_cell``: this cell cannot run on this machine, and why."""
+    """Raised by ``run_cell`` with the reason why a cell cannot run on this machine."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class InputFile:
 class Experiment:
     """One figure (or a family of them) and how to get it.
 
-    ``run_cell`` runs in a worker process, returns rows of scalars and raises ``Unavailable`` where
-    it cannot run.  ``plot`` draws from the table alone, which may lack cells, and returns the files
-    it wrote.
+    ``run_cell`` runs in a worker process, returns rows of scalars, and raises ``Unavailable`` if it
+    cannot run here.  ``plot`` draws from the table alone, which may lack cells, and returns the
+    files it wrote.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Experiment:
     run_cell: Callable[[Any], list[dict[str, Any]]]
     plot: Callable[[pd.DataFrame, Path], Sequence[Path]]
     cells: Callable[[Any], Iterable[Options | Absent]] = grid
-    """From options to cells; raises ValueError or OSError for options that it cannot serve."""
+    """From options to cells; raises ValueError or OSError for invalid options."""
     gpu: Literal["unused", "optional", "required"] = "unused"
     timed: bool = False
     """Cells measure time, so by default they run one after the other."""
@@ -68,12 +68,12 @@ class Experiment:
         Raises ValueError, naming the option, or OSError.
         """
         check(options)
-        told = set()
+        absent = set()
         for cell in self.cells(options):
             if not isinstance(cell, Absent):
                 yield cell
-            elif cell not in told:
-                told.add(cell)
+            elif cell not in absent:
+                absent.add(cell)
                 yield cell
 
 

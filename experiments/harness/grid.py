@@ -10,12 +10,11 @@ an instance with one value on each axis:
 
     list(grid(Waste())) == [Waste(block_size=1), Waste(block_size=16)]
 
-What a value needs stands in its type (``Count``, ``Positive``, ``Annotated[str, one_of(...)]``) and
-is checked before the grid is made: ``--load 0: needs a number above 0``.  Where an axis holds other
-things in a cell than on the command line, as a trace's digest in place of its path, the
-experiment's ``cells`` gives them: ``grid(options, trace=sources(...))``.  Parts of an experiment
-with axes of their own have a class of cells each: ``grid(options, Part)`` takes the fields that
-``Part`` has.
+The type of an option states its needs (``Count``, ``Positive``, ``Annotated[str, one_of(...)]``).
+It is checked before the grid is made: ``--load 0: needs a number above 0``.  An axis may hold other
+values in cells than on the command line, say a trace's digest for its path; the experiment's
+``cells`` passes them: ``grid(options, trace=sources(...))``.  Parts of an experiment with their own
+axes have their own class of cells: ``grid(options, Part)`` takes the fields of ``Part``.
 """
 
 from __future__ import annotations
@@ -45,14 +44,14 @@ _AXIS, _GRID_ONLY = _Mark("axis"), _Mark("grid only")
 Axis = Annotated[tuple[T, ...], _AXIS]
 """``Axis[X]``: several X in the options, at least one unless none is the default; one in a cell."""
 GridOnly = Annotated[T, _GRID_ONLY]
-"""``GridOnly[X]``: an option that decides which cells there are, and is None in each."""
+"""``GridOnly[X]``: an option that shapes the grid and is None in every cell."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a value must be, in ``Annotated[X, Needs("...", test)]``; None is always allowed.
+    """A condition on a value, in ``Annotated[X, Needs("...", test)]``; None is always allowed.
 
-    ``test`` may raise a ValueError that says better than ``what`` why the value will not do.
+    ``test`` may raise a ValueError with a better message than ``what``.
     """
 
     what: str
@@ -76,7 +75,7 @@ Lengths = Annotated[
 
 @dataclass(frozen=True)
 class Absent:
-    """Yielded by ``cells`` in place of cells that cannot be made, and why."""
+    """Yielded by ``cells`` in place of cells that cannot be made, with the reason."""
 
     reason: str
 
@@ -85,8 +84,8 @@ class Absent:
 class Options:
     """Base of an experiment's options and cells: frozen, typed, every option with a default.
 
-    In a cell, fields are numbers, strings, None, ``InputFile``, tuples of these and dataclasses of
-    these; they alone decide its result.
+    Fields of a cell are numbers, strings, None, ``InputFile``, tuples of these and dataclasses of
+    these.  Its result depends on them alone.
     """
 
     seed: Natural = 0
@@ -94,9 +93,9 @@ class Options:
 
     @property
     def group(self) -> tuple[str, ...]:
-        """Cells with equal groups share expensive set-up, so one worker should run them.
+        """Cells of a group share expensive set-up, so one worker should run them.
 
-        The longer the common beginning of two groups, the more they share.
+        Groups with a longer common prefix share more.
         """
         return ()
 
@@ -108,9 +107,9 @@ class Options:
 def grid(options: Options, cell: type | None = None, /, **values: Any) -> Iterator[Any]:
     """Yield a cell for each combination of one value per axis; the last axis changes fastest.
 
-    cell: the class of the cells.  None: that of ``options``.
-    values: of some fields, in place of the options'; of an axis, all of them.  An ``Absent`` among
-        them is yielded as it is.
+    cell: the class of the cells.  None: the class of ``options``.
+    values: replace fields of the options; for an axis, all of its values.  An ``Absent`` among them
+        is yielded unchanged.
     """
     cell = cell or type(options)
     axes = {}

@@ -1,9 +1,9 @@
-"""The code that a result comes from: a finished cell is reused only while it has not changed.
+"""The code of a result: a finished cell is reused only while its code has not changed.
 
-A cell depends on the modules of this repository that its process had imported when it was over, as
-their files were, committed or not, and on the PyTorch and Triton that it ran with.  A worker that
-runs several cells may have imported more than one of them needs: then a cell is run again for
-nothing, but none is kept that should not be.
+A cell depends on the files of the repository's modules that its process had imported at its end,
+committed or not, and on the versions of PyTorch and Triton.  A worker that runs several cells may
+have imported more than a cell needs; then the cell is rerun needlessly, but a stale result is never
+kept.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 
 Code = dict[str, str | None]
-"""From a file of the repository to its SHA-256, and from a package to its version.  None: unknown,
-because the file changed while the process ran; such code equals no other."""
+"""SHA-256 of files of the repository, and versions of packages, by name.  None: unknown, since the
+file changed while the process ran; it equals no other code."""
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _PACKAGES = ("torch", "triton")
@@ -25,7 +25,7 @@ _imported: Code = {}
 
 
 def imported_code() -> Code:
-    """The code that this process has imported so far, each file as it was when first seen."""
+    """The code that this process has imported so far, each file as first seen."""
     for module in list(sys.modules.values()):
         path = getattr(module, "__file__", None)
         if path is None or not Path(path).is_relative_to(_REPOSITORY):
@@ -41,13 +41,13 @@ def imported_code() -> Code:
 
 
 class Changes:
-    """What differs now from the code of earlier results; each file is read once."""
+    """Compares the code of earlier results with today's; each file is read once."""
 
     def __init__(self) -> None:
         self._now: Code = {}
 
     def since(self, code: Code) -> list[str]:
-        """The files and packages of ``code`` that are others now."""
+        """The files and packages of ``code`` that have changed."""
         for name in code:
             if name not in self._now:
                 self._now[name] = _version(name) if name in _PACKAGES else _digest(name)

@@ -1,9 +1,9 @@
 """Runs tasks on the machines of a Ray cluster.
 
-The head node may be anywhere; what the machines need travels there: the repository as the working
-directory of the workers, and the input files of the cells as objects, written once per machine.
-They must have the packages of requirements.txt.  A cell whose machine dies is given to another
-one by Ray; its result arrives once or not at all, and only the driver writes to the results.
+The repository is sent to the machines as the working directory of the workers, and the input files
+of the cells as objects, written once per machine.  The machines need the packages of
+requirements.txt.  Ray gives a cell whose machine dies to another machine; a result arrives once or
+not at all, and only the driver writes results.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _STAYS_HERE = [
     ".hypothesis",
 ]
 _LIVES = 4
-"""How often a cell may be begun, as its machines die."""
+"""Most starts of a cell whose machines die."""
 
 
 class NoCluster(RuntimeError):
@@ -53,7 +53,7 @@ class RayCluster:
         except ImportError:
             raise NoCluster("--ray needs the package ray: pip install ray") from None
         try:
-            _check_somebody_listens(address)
+            _check_port_is_open(address)
             ray.init(
                 address,
                 log_to_driver=False,
@@ -121,8 +121,7 @@ class RayCluster:
                 ray.cancel(ref, force=True)
 
     def _call(self, experiment: Experiment, function: Any, *arguments: Any) -> Any:
-        """``function`` of ``environment`` on a machine that runs cells; the experiment itself need
-        not travel."""
+        """Call a function of ``environment`` on a machine that runs cells."""
         asked = SimpleNamespace(gpu=experiment.gpu)
         remote = self._ray.remote(function).options(**self._resources(experiment))
         return self._ray.get(remote.remote(asked, *arguments))
@@ -138,9 +137,9 @@ class RayCluster:
     def _resources(
         self, experiment: Experiment, *, whole_machine: bool = False
     ) -> dict[str, float]:
-        """What one cell is given: a core, and a GPU if it uses one and the cluster has any.
+        """Resources of one cell: a core, and a GPU if it uses one and the cluster has any.
 
-        A cell that measures time is given a machine of its own.
+        A cell that measures time gets a machine of its own.
         """
         nodes = self._nodes()
         has_gpus = any(node["Resources"].get("GPU") for node in nodes)
@@ -150,8 +149,8 @@ class RayCluster:
         }
 
 
-def _check_somebody_listens(address: str) -> None:
-    """OSError at once where Ray would try for a minute."""
+def _check_port_is_open(address: str) -> None:
+    """Raise OSError at once where Ray would retry for a minute."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if colon and port.isdecimal():
         socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()

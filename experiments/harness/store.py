@@ -1,13 +1,13 @@
-"""The folder of one sweep: finished cells, the lock, and what is assembled from them.
+"""The folder of one sweep: finished cells, the lock, and the files assembled from the cells.
 
     rows.csv, environment.json, figures   assembled, each replaced in one step
-    sweep.log                             what happened, appended to; not for the repository
+    sweep.log                             log, appended to; not for the repository
     .cells/<cell id>.json                 one finished cell
     .cells/runs/<run id>.json             the environment of one run of the sweep
     .cells/code/<digest>.json             the code that finished cells come from
     .cells/lock                           held by the running sweep
 
-A file appears under its name only when it is whole, so a sweep may be killed at any instruction.
+A file appears under its name only when it is complete, so a sweep may be killed at any time.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ class Store:
         for made in (self._runs, self._code):
             made.mkdir(parents=True, exist_ok=True)
         self._codes_saved: set[str] = set()
-        # What ``save_run`` stored; ValueError, naming the file, without it.
+        # Returns the environment of a run; raises ValueError, naming the file.
         self.load_run = functools.cache(lambda run: _read(self._runs / f"{run}.json", "commit"))
         self._load_code = functools.cache(lambda digest: _read(self._code / f"{digest}.json"))
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep every other sweep out; FolderInUse, naming the holder, if one is in.
+        """Lock the folder; raises FolderInUse, naming the holder, if another sweep holds it.
 
-        The lock is the kernel's: it ends with the process, however that ends.
+        The kernel releases the lock when the process ends.
         """
         with (self._cells / "lock").open("a+") as lock:
             try:
@@ -86,15 +86,15 @@ class Store:
                 lock.truncate(0)
 
     def _remove_leftovers(self) -> None:
-        """Files that a killed sweep had not finished writing."""
+        """Remove files that a killed sweep had not finished."""
         temporary = (".cells/**/.*.tmp", ".rows.csv.*.tmp", ".environment.json.*.tmp")
         for leftover in itertools.chain(*map(self.folder.glob, temporary)):
             leftover.unlink()
 
     def load_cell(self, cell_id: str) -> dict[str, Any] | None:
-        """What ``save_cell`` stored, with its code, or None.
+        """The record of a finished cell, with its code, or None.
 
-        Raises ValueError, naming the file, if that or another that it needs is damaged or gone.
+        Raises ValueError, naming the file, if a file of the record is damaged or missing.
         """
         path = self._cells / f"{cell_id}.json"
         if not path.exists():

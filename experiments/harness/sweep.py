@@ -39,7 +39,7 @@ class OptionsError(ValueError):
 
 @dataclass
 class SweepReport:
-    """What became of a sweep."""
+    """Counts and messages of a sweep."""
 
     cells: int
     reused: int = 0
@@ -47,22 +47,22 @@ class SweepReport:
     finished: int = 0
     """Cells that this run finished."""
     unavailable: Counter[str] = field(default_factory=Counter)
-    """Reasons why cells could not run here, and how many."""
+    """Reasons why cells could not run here, with their numbers of cells."""
     failed: list[str] = field(default_factory=list)
     """Each cell that failed, with its error."""
     wrong: list[str] = field(default_factory=list)
-    """Rows, of this run or an earlier one, whose check failed: their ``passed`` is False."""
+    """Rows of this run or an earlier one whose check failed (``passed`` is False)."""
     figures: list[Path] = field(default_factory=list)
     seconds: float = 0.0
 
     def __str__(self) -> str:
-        """What became of how many cells, and how long it took."""
+        """One line: cells by status, and the duration."""
         absent, failed = self.unavailable.total(), len(self.failed)
         left = self.cells - self.reused - self.finished - absent - failed
         counts = {"absent": absent, "FAILED": failed, "rows WRONG": len(self.wrong), "left": left}
-        told = "".join(f", {count} {what}" for what, count in counts.items() if count > 0)
+        others = "".join(f", {count} {what}" for what, count in counts.items() if count > 0)
         done = f"{self.finished} run, {self.reused} finished earlier"
-        return f"{self.cells} cells, {done}{told} ({self.seconds:.1f} s)"
+        return f"{self.cells} cells, {done}{others} ({self.seconds:.1f} s)"
 
     @property
     def went_wrong(self) -> bool:
@@ -84,9 +84,9 @@ def run_sweep(
     """Run what is missing of the grid, write ``out/<experiment>/<device>/`` and draw its figures.
 
     ``jobs`` is the number of worker processes (None: one a core; one for timed cells and on a
-    GPU), ``fresh`` runs finished cells again, ``executor`` runs the cells in some other way,
-    ``cluster`` on its machines.  A cell that raises is reported, not raised.  Without ``draw``
-    there are no figures.
+    GPU), ``fresh`` runs finished cells again, ``executor`` replaces the worker processes,
+    ``cluster`` runs the cells on its machines.  A cell that raises is reported, not raised.
+    Without ``draw`` there are no figures.
 
     Raises OptionsError for options that the grid cannot serve and for a folder that cannot be made,
     FolderInUse if another sweep is writing to it.
@@ -137,7 +137,7 @@ def plot_results(experiment: Experiment, folder: Path) -> list[Path]:
 
 
 def _grid(experiment: Experiment, options: Options) -> tuple[dict[str, Options], list[str]]:
-    """The cells by id, and the reasons for those that are absent."""
+    """The cells by id, and the reasons for absent ones."""
     cells, absent = {}, []
     try:
         for cell in experiment.checked_cells(options):
@@ -154,7 +154,7 @@ def _grid(experiment: Experiment, options: Options) -> tuple[dict[str, Options],
 
 
 class _Sweep:
-    """A sweep under way: the records of its finished cells, and what else became of cells."""
+    """A running sweep: the records of its finished cells, and its report."""
 
     def __init__(
         self, experiment: Experiment, store: Store, cells: dict[str, Options], *, fresh: bool
@@ -167,7 +167,7 @@ class _Sweep:
         self.report = SweepReport(cells=len(cells), reused=len(self.records))
 
     def _reusable(self) -> dict[str, dict[str, Any]]:
-        """The records of cells that an earlier run finished with the code that is here now."""
+        """The records of cells that an earlier run finished with today's code."""
         records, changes, outdated = {}, Changes(), Counter()
         for key in self.cells:
             try:
@@ -215,7 +215,7 @@ class _Sweep:
                     assembled_at = time.monotonic()
 
     def _settle(self, outcome: Outcome, run_id: str) -> None:
-        """Store a finished cell, or log why there is none."""
+        """Store a finished cell, or log why it has no result."""
         cell = identity(self.cells[outcome.key])
         if outcome.status == "finished":
             record = {
@@ -248,8 +248,8 @@ class _Sweep:
     def assemble(self) -> None:
         """rows.csv in the order of the grid, and environment.json of the runs that made the rows.
 
-        The newest of these runs is told at the top level, older ones under ``earlier_runs``, so
-        going over a finished sweep once more changes neither file.  Without a row there is neither.
+        The newest of these runs is at the top level, older ones under ``earlier_runs``.  Running a
+        finished sweep again changes neither file.  Without a row neither is written.
         """
         finished = [self.records[key] for key in self.cells if key in self.records]
         if not finished:

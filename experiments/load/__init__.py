@@ -1,1 +1,1 @@
-"""What the experiments feed to caches and engines: traces and lengths, models, arrivals."""
+"""Inputs of experiments on caches and engines: traces and lengths, models, arrivals."""

@@ -1,8 +1,7 @@
 """The model shapes that experiments on the engine run, with random weights.
 
-How long a step takes depends on the shape and not on the values of the weights, so nothing needs to
-be downloaded.  What depends on the text (when an output ends, which tokens follow) is fixed by the
-experiments instead.
+The time of a step depends on the shape and not on the values of the weights, so nothing needs to be
+downloaded.  Experiments fix the lengths of outputs, which would depend on the text.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _MORE: dict[str, dict[str, Any]] = {
 }
 
 MODEL_NAMES: tuple[str, ...] = tuple(_SHAPES)
-"""Names that ``model_config`` knows, by rising size."""
+"""Names of the shapes, by rising size."""
 
 
 def default_model() -> str:
@@ -61,10 +60,9 @@ Sizes = Mapping[str, Any]
 
 
 def with_sizes(options: Sized, *, small: Sizes, large: Sizes) -> Sized:
-    """The options with a model, and what they leave open (None, no value) of sizes that suit it.
+    """The options with a model, and with sizes that suit it where they are None or empty.
 
-    ``large`` are those for models that are run on a GPU, which launches shorter prompts slower than
-    it computes them.
+    large: sizes for models that run on a GPU, where shorter prompts take as long as their launches.
     """
     model = options.model or default_model()
     sizes = large if MODEL_NAMES.index(model) >= MODEL_NAMES.index("qwen3-0.6b") else small
@@ -85,9 +83,9 @@ def model_config(name: str) -> ModelConfig:
 def make_llm(name: str, *, threads: int | None = None, **options: Any) -> LLM:
     """An engine on the model ``name`` with random weights; ``options`` go to ``models.LLM``.
 
-    threads: that PyTorch computes with on the CPU, in this process from now on; None: as it is.
+    threads: CPU threads of PyTorch, in this process from now on; None: unchanged.
 
-    Raises Unavailable where a package is not installed that the attention backend needs.
+    Raises Unavailable if a package of the attention backend is not installed.
     """
     import torch
 
@@ -107,8 +105,7 @@ Manager = Annotated[str, one_of(cache.MANAGERS)]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(Options):
-    """Options of cells that measure something ``repeats`` times on an engine of their own, with
-    blocks of ``block_size``."""
+    """Options of cells that repeat a measurement on an engine with blocks of ``block_size``."""
 
     model: Model | None = None
     """A shape of load/engine_models.py. None: qwen3-0.6b on a GPU, llama-100m on a CPU."""
@@ -154,5 +151,5 @@ def serve_trace(
 
 
 def random_tokens(llm: LLM, generator: np.random.Generator, count: int) -> list[int]:
-    """``count`` token ids, drawn uniformly from the vocabulary of ``llm``."""
+    """``count`` random token ids, uniform over the vocabulary of ``llm``."""
     return generator.integers(llm.config.vocab_size, size=count).tolist()

@@ -11,8 +11,8 @@ from experiments.load import workloads
 from experiments.load.workloads import Source
 
 MAX_OUTPUT_TOKENS = 100_000
-"""A longer output is taken for a fault of the file and its request left out: in copies of Azure's
-2023 traces the last row ends in the number of requests, glued to the output length."""
+"""Requests with longer outputs are left out as faults of the file: in copies of Azure's 2023 traces
+the last row ends in the number of requests, glued to the output length."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class RequestLengths:
     outputs: list[int]
     """Generated tokens, at least 1."""
     num_left_out: int
-    """Requests of the trace that are too long: faults of the file, or beyond the given limit."""
+    """Requests left out: faults of the file, or above the given limit."""
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -40,7 +40,7 @@ class RequestLengths:
 def sample(source: Source, num_requests: int, *, max_tokens: int | None = None) -> RequestLengths:
     """``num_requests`` requests at equal distances over the whole trace (all, if it has fewer).
 
-    Those of more than ``max_tokens`` prompt and output tokens are left out before.  Raises
+    Requests of more than ``max_tokens`` prompt and output tokens are left out first.  Raises
     Unavailable if none remains.
     """
     trace = workloads.load(source)

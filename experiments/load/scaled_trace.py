@@ -1,9 +1,8 @@
 """Request traces made small enough for the model at hand.
 
-Real requests have thousands of tokens.  A model that runs on a laptop serves the same requests,
-with the same blocks in common, with every length divided by the same number: a block of 512 tokens
-becomes one of 8, say.  What depends on ratios stays as it is: which share of a prompt is in the
-cache, how many requests the cache holds.
+Real requests have thousands of tokens.  A model on a laptop serves the same requests, with the same
+shared blocks, with every length divided by one number: a block of 512 tokens becomes one of 8.
+Ratios stay the same: the cached share of a prompt, the number of requests that fit in the cache.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ class ScaledTrace:
     """Requests to serve."""
 
     trace: Trace
-    """With the lengths, and the tokens per block, that are served."""
+    """The trace with scaled lengths and tokens per block."""
     divisor: float
-    """Tokens of the original trace for each token that is served."""
+    """Tokens of the original trace per served token."""
     num_left_out: int
     """Requests of the original that are not served."""
 
@@ -34,13 +33,13 @@ class ScaledTrace:
 def shrink(trace: Trace, *, mean_tokens: float, max_tokens: int, vocab_size: int) -> ScaledTrace:
     """Divide all lengths by one number, so that a request has about ``mean_tokens`` tokens.
 
-    Prompt and output together are counted; a length is rounded up.  A block keeps a whole number
-    of tokens, enough of them to tell it from every other one (two, of a vocabulary of 512), which
-    is why the mean is met only about; where that takes it, blocks are joined to larger ones.
+    The mean counts prompt and output together; lengths are rounded up.  A block keeps a whole
+    number of tokens, at least as many as make its content unique (two, of a vocabulary of 512), so
+    the mean is met approximately.  Blocks are joined to larger ones where that needs it.
 
-    Requests of more than ``max_tokens`` tokens are left out afterwards, and before those whose
-    output is so long that it must be a fault of the file.  Raises Unavailable if none remains or
-    blocks are of unknown size.
+    Requests whose output is so long that it must be a fault of the file are left out before, and
+    requests of more than ``max_tokens`` scaled tokens afterwards.  Raises Unavailable if none
+    remains or the block size is unknown.
     """
     whole = len(trace)
     trace = _select(trace, trace.output_lengths <= MAX_OUTPUT_TOKENS)
@@ -66,16 +65,15 @@ def shrink(trace: Trace, *, mean_tokens: float, max_tokens: int, vocab_size: int
 def shrink_blocks(
     trace: Trace, *, slice_tokens: int, max_output_tokens: int, vocab_size: int
 ) -> ScaledTrace:
-    """Give each block as many tokens as keep all prompts together within ``slice_tokens``.
+    """Scale blocks so that all prompts together stay within ``slice_tokens``.
 
-    At least as many as tell it from every other block, and no more than it has; where that makes
-    the prompts too long together, the last requests are left out.  A prompt is its
-    blocks, all of them full, and one token that is its own: the last token of a prompt is always
-    computed, and so it is no part of what can be found in the cache.  Outputs are divided by the
-    same number, rounded up, and cut to ``max_output_tokens``.  Requests without a block are left
-    out.
+    A block gets at least as many tokens as make its content unique and at most its own number; if
+    the prompts are still too long together, the last requests are left out.  A prompt is its full
+    blocks and one token of its own: the last token of a prompt is always computed, so it cannot be
+    a hit.  Outputs are divided by the same number, rounded up, and cut to ``max_output_tokens``.
+    Requests without a block are left out.
 
-    Raises Unavailable for blocks of unknown size, and if no request remains.
+    Raises Unavailable if the block size is unknown or no request remains.
     """
     whole = len(trace)
     _require_block_size(trace)

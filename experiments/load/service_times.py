@@ -1,4 +1,4 @@
-"""How long a step of the engine takes: the parameters of ``cache.ServiceModel``, measured."""
+"""Step times of the engine: the parameters of ``cache.ServiceModel``, measured."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from cache.serving import open_loop
 from experiments.load import engine_models
 
 _LENGTHS = {"cpu": (16, 512), "cuda": (2_048, 8_192)}
-"""Prompts whose difference gives the time of a prompt token: on a GPU, shorter ones take as long as
-their launches."""
+"""Prompt lengths; the difference of their times gives the time of a prompt token.  On a GPU,
+shorter prompts take as long as their launches."""
 _PROMPT = 16
-"""Of sequences that decode."""
+"""Prompt tokens of the decoding sequences."""
 _BATCH = 16
-"""Sequences whose difference from one gives the time of a decoding sequence."""
+"""Sequences of the larger decode step; its difference to one sequence gives the time of each."""
 _REPETITIONS = 5
 _BLOCK_SIZE = 16
 
 
 @functools.lru_cache(maxsize=1)
 def measure_service(model: str, *, threads: int) -> ServiceModel:
-    """The service model of ``model`` (a shape of engine_models) on this machine, kept.
+    """The service model of ``model`` (a shape of engine_models) on this machine; cached.
 
-    Medians: a step of a long prompt against a shorter one, and a step that decodes 16 sequences
-    against one that decodes a single one.  Attention to long contexts is not in the
-    model.  It also warms up the process: what is set up by the first steps is set up afterwards.
+    From medians: a step of a long prompt against a shorter one, and a step that decodes 16
+    sequences against one that decodes a single sequence.  Attention to long contexts is not
+    modelled.  Measuring also warms up the process.
     """
     import torch
 

@@ -1,6 +1,6 @@
-"""Where the request traces of an experiment come from: files or synthetic workloads.
+"""Request traces of experiments: files or synthetic workloads.
 
-Unless others are named they are those of this repository, see experiments/traces/README.md.
+The default is the traces of this repository, see experiments/traces/README.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class TraceFile:
 
     file: InputFile
     num_requests: int | None
-    """The first of its requests that count; None: all."""
+    """Take the first requests only; None: all."""
 
     @property
     def name(self) -> str:
@@ -70,7 +70,7 @@ class LogNormalLengths:
 Source = TraceFile | Workload | LogNormalLengths
 
 REAL_TRACES = tuple(sorted((Path(__file__).parents[1] / "traces").glob("*.jsonl.zst")))
-"""Those that lie in the repository; all have block ids."""
+"""The traces in the repository; all have block ids."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,13 +92,13 @@ class OnTraces(Options):
         lengths_suffice: bool = False,
         default: Iterable[Source] | None = None,
     ) -> Iterator[Source | Absent]:
-        """What is named; else the files of $TRACES_DIR; else ``default`` (None: REAL_TRACES).
+        """The named traces; else the files of $TRACES_DIR; else ``default`` (None: REAL_TRACES).
 
-        Of files the first ``num_requests`` count, and workloads have as many (None: all, and a
-        workload's own number).
+        num_requests: first requests of a file, and requests of a workload.  None: all, and the
+            workload's default.
 
-        A file that was named must be readable and, unless ``lengths_suffice``, have block ids, or
-        ValueError or OSError is raised; in $TRACES_DIR such a file is absent.
+        Raises OSError if a named file cannot be read, and ValueError if it has no block ids, unless
+        ``lengths_suffice``.  Such a file in $TRACES_DIR is absent.
         """
         directory = os.environ.get("TRACES_DIR", "")
         if self.trace:
@@ -126,7 +126,7 @@ class OnTraces(Options):
 
 @functools.lru_cache(maxsize=4)
 def load(source: Source) -> cache.Trace:
-    """The trace, kept until some others are asked for."""
+    """The trace; the last four are cached."""
     if isinstance(source, TraceFile):
         trace = cache.load_trace(source.file.path)
         return trace if source.num_requests is None else trace.head(source.num_requests)

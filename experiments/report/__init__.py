@@ -1,7 +1,7 @@
 """One page of all results, beside what publications report: ``python -m experiments report``.
 
-``page.html`` is its template and ``published.toml`` what publications report.  The page holds all
-it shows and asks no network: figures in 128 colours, tables, and the curves below, drawn by Bokeh.
+``page.html`` is its template, ``published.toml`` has the published numbers.  The page is
+self-contained and needs no network: figures in 128 colours, tables, and the curves below by Bokeh.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _COLORS = [line["color"] for line in style.lines_of(range(8)).values()]
 
 @dataclass(frozen=True)
 class Curves:
-    """Columns of a table to hover over: a panel a trace, a line for each value of ``line``."""
+    """An interactive chart of a table: a panel per trace, a line per value of ``line``."""
 
     x: str
     y: str
@@ -74,7 +74,7 @@ CURVES = {
         ),
     ],
 }
-"""What is worth more than a picture, by experiment."""
+"""Interactive charts by experiment."""
 
 
 def write_report(results: Path, output: Path, experiments: Mapping[str, Experiment]) -> Path:
@@ -107,7 +107,7 @@ def write_report(results: Path, output: Path, experiments: Mapping[str, Experime
 
 
 def _page(experiment: Experiment, folder: Path, notes: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the template needs of the results in ``folder``."""
+    """The template's values for the results in ``folder``."""
     summaries = sorted({*folder.glob("*.csv")} - {folder / "rows.csv"})
     return {
         **_describe(experiment),
@@ -170,14 +170,14 @@ def _table(path: Path) -> dict[str, Any]:
 
 
 def _shorten(text: str) -> str:
-    """``text``, or the number that it is to five digits."""
+    """``text``; numbers are rounded to five digits."""
     if not re.fullmatch(r"-?\d+(\.\d+)?(e[+-]?\d+)?", text) or text.isdigit():
         return text
     return f"{float(text):.5g}"
 
 
 def _compare(notes: list[dict[str, Any]], folder: Path | None) -> list[dict[str, Any]]:
-    """``notes`` of published.toml, with what we measured beside each of their values."""
+    """``notes`` of published.toml, with our measurement beside each of their values."""
     import pandas as pd
 
     read = functools.cache(pd.read_csv)

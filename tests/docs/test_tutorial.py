@@ -1,4 +1,4 @@
-"""The tutorial's pictures are those of today's managers, and its page shows each of them."""
+"""The tutorial's pictures match today's managers, and its page shows all of them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_page_shows_every_picture_in_order():
     assert shown == [*tutorial.pictures()]
 
 
-def test_the_pictures_tell_the_worked_examples():
+def test_the_pictures_show_the_worked_examples():
     pictures, queue = tutorial.pictures(), "free queue, next first"
     assert numbers_beside(pictures["3-hit"], "B, 14 tokens") == [0, 1, 5, 6]
     assert numbers_beside(pictures["4-free"], queue) == [6, 4, 7, 8, 9, 3, 2, 5, 1, 0]

@@ -1,4 +1,4 @@
-"""Runs experiments: the real command line in a process of its own, or a sweep in this one."""
+"""Fixtures that run experiments: the command line in its own process, or a sweep in this one."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ import pytest
 import cache
 from experiments import cli, style
 from experiments.harness import sweep
-from experiments.harness.workers import Outcome, Task, execute
+from experiments.harness.workers import Outcome, Task, execute, run_locally
+from experiments.overhead.launch import Launch
 
 REPOSITORY = Path(__file__).parents[2]
-_SAVE = style.save  # also while a test has figures laid out only
+_SAVE = style.save  # the real one, also in tests that use the fixture drawn
 TINY = Path(__file__).with_name("tiny_experiment.py")
 
 
@@ -146,15 +147,17 @@ def inputs(tmp_path_factory) -> dict[str, Path]:
 
 
 def map_cells(tasks: Sequence[Task]) -> Generator[Outcome]:
+    """Run cells in this process, apart from kernel launches, which need compiled kernels."""
     for task in tasks:
-        yield execute(task)
+        in_child = isinstance(task.cell, Launch)
+        yield from run_locally([task], jobs=1) if in_child else [execute(task)]
 
 
 @pytest.fixture(scope="session")
 def command(inputs) -> Callable[..., str]:
-    """Run a command line and its cells in this process; what it prints, with status 0.
+    """Run a command line and its cells in this process; returns its output, status must be 0.
 
-    A process of its own for each, as users have, would spend most of its time on imports.
+    A process for each command would spend most of its time on imports.
     """
 
     def run(*words: object) -> str:
@@ -162,7 +165,8 @@ def command(inputs) -> Callable[..., str]:
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
             patch.delenv("TRACES_DIR", raising=False)
             patch.setattr(style, "save", _SAVE)
-            if not {"kernel_counters", "overhead"} & set(words):  # need kernels that are compiled
+            patch.setattr(style, "_FORMATS", {"png": style._FORMATS["png"]})
+            if "kernel_counters" not in words:  # all its cells need compiled kernels
                 patch.setattr(sweep, "run_locally", lambda tasks, jobs: map_cells(tasks))
             assert cli.main(list(map(str, words))) == 0
         return printed.getvalue()
@@ -172,7 +176,7 @@ def command(inputs) -> Callable[..., str]:
 
 @pytest.fixture(scope="session")
 def tiny_run(inputs, command, tmp_path_factory) -> Callable[[str], TinyRun]:
-    """The tiny run of an experiment, by name; made once for all processes that run tests."""
+    """The tiny run of an experiment by name; run once for all test processes."""
     base = tmp_path_factory.getbasetemp()
     out = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "tiny_runs"
     out.mkdir(exist_ok=True)
@@ -191,7 +195,7 @@ def tiny_run(inputs, command, tmp_path_factory) -> Callable[[str], TinyRun]:
 
 @pytest.fixture
 def journal(tmp_path: Path) -> Callable[[], Counter[int]]:
-    """How often each tiny cell was run with ``{"journal": str(tmp_path / "journal")}``."""
+    """Number of runs of each tiny cell with ``{"journal": str(tmp_path / "journal")}``."""
 
     def read() -> Counter[int]:
         path = tmp_path / "journal"
@@ -203,7 +207,7 @@ def journal(tmp_path: Path) -> Callable[[], Counter[int]]:
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> dict:
-    """The figures that a plot function would save, by name; none is written."""
+    """The figures that a plot function saves, by name; no file is written."""
     figures = {}
 
     def lay_out(figure, folder: Path, name: str) -> list[Path]:

@@ -1,4 +1,4 @@
-"""The command line: on the experiments as they are, and on tiny cells for what running does."""
+"""The command line on the real experiments, and on tiny cells."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from experiments.registry import EXPERIMENTS
 
 @pytest.fixture
 def refused(capsys):
-    """What an erroneous command line prints; it must end with status 2."""
+    """Run an invalid command line, which must end with status 2; returns its errors."""
 
     def refused(*arguments: str) -> str:
         assert cli.main(list(arguments)) == 2
@@ -116,7 +116,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def tiny_line(tiny, tmp_path, monkeypatch, capsys):
-    """Run a command line on the tiny experiment with its cells in this process; what it prints."""
+    """Run a command line on the tiny experiment with its cells in this process; its output."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cli, "EXPERIMENTS", tiny.EXPERIMENTS)
     monkeypatch.setattr(sweep, "run_locally", lambda tasks, jobs: (execute(t) for t in tasks))

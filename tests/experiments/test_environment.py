@@ -1,4 +1,4 @@
-"""What is recorded beside a table."""
+"""The environment that is recorded beside a table."""
 
 from __future__ import annotations
 
@@ -71,12 +71,14 @@ def test_dirty_is_any_difference_but_results(repository, file, dirty):
     assert environment.describe(EXPERIMENTS["eviction"], [])["dirty"] is dirty
 
 
-@pytest.mark.parametrize("told", [None, "c0ffee"])
-def test_a_copy_without_its_repository_has_the_commit_that_it_is_told(tmp_path, monkeypatch, told):
+@pytest.mark.parametrize("commit", [None, "c0ffee"])
+def test_a_copy_without_a_repository_takes_its_commit_from_pagelab_commit(
+    tmp_path, monkeypatch, commit
+):
     monkeypatch.setattr(environment, "_REPOSITORY", tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     monkeypatch.delenv("PAGELAB_COMMIT", raising=False)
-    if told:
-        monkeypatch.setenv("PAGELAB_COMMIT", told)
+    if commit:
+        monkeypatch.setenv("PAGELAB_COMMIT", commit)
     described = environment.describe(EXPERIMENTS["eviction"], [])
-    assert (described["commit"], described["dirty"]) == (told, None)
+    assert (described["commit"], described["dirty"]) == (commit, None)

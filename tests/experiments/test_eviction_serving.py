@@ -99,7 +99,7 @@ def test_one_request_at_a_time_the_engine_hits_what_the_replay_hits(trace, polic
 
 
 def test_modelled_times_are_those_of_the_same_requests_replayed(trace, monkeypatch):
-    """Where nothing is preempted or computed in chunks: two schedulers, one result."""
+    """Without preemption and chunks: two schedulers, one result."""
     service = ServiceModel(
         step_seconds=0.001, prefill_tokens_per_second=20_000, decode_seconds_per_sequence=1e-4
     )  # not measured: what caching is worth depends on it, and so on what else the machine does

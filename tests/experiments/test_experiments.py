@@ -1,4 +1,4 @@
-"""What holds for every experiment: the command line at a tiny size, and options that it refuses."""
+"""Contract of every experiment: its command line at a tiny size, and the options it refuses."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NUM_CELLS = {
     "sharing": 12,
     "transformers_speed": 1,
 }
-UNTIMED = {"block_size": 37, "memory_waste": 18, "sharing": 33}
+UNTIMED = {"block_size": 74, "memory_waste": 18, "sharing": 66}
 """Experiments that count or model, and how far apart the cells are that a test computes again."""
 
 
@@ -45,7 +45,7 @@ def test_a_tiny_run_gives_the_table_and_the_figures_and_is_not_repeated(
     if (published := RESULTS / name / "cpu").exists():
         assert set(run.rows) == set(pd.read_csv(published / "rows.csv", nrows=0))
         written = {path.name for path in run.folder.iterdir()} - {".cells", "sweep.log"}
-        assert written == {path.name for path in published.iterdir()}
+        assert written == {p.name for p in published.iterdir() if p.suffix != ".pdf"}
     assert all(path.stat().st_size > 5_000 for path in run.folder.glob("*.png"))
     for part in parts_of(run.rows):
         (tmp_path / "rows.csv").write_text(part.to_csv(index=False))
@@ -54,7 +54,6 @@ def test_a_tiny_run_gives_the_table_and_the_figures_and_is_not_repeated(
 
 @pytest.mark.parametrize("name", UNTIMED)
 def test_committed_rows_are_what_the_code_gives(name):
-    """In seconds: were each of a million blocks looked at in every step, it would be minutes."""
     experiment, committed = EXPERIMENTS[name], pd.read_csv(RESULTS / name / "cpu" / "rows.csv")
     cells = list(experiment.checked_cells(experiment.options))
     rows = pd.DataFrame(
@@ -141,7 +140,7 @@ shared_prefix --cached-percent 100: needs a number from 0 to below 100
 sharing --drop-probability 1.5: needs a number from 0 to 1
 sharing --manager vllm_v9: needs one of
 """
-"""``experiment options: what is said of them``, or ``experiment options| error``."""
+"""``experiment options: message after the options``, or ``experiment options| message``."""
 
 
 @pytest.mark.parametrize("line", REFUSED.strip().splitlines())

@@ -77,7 +77,7 @@ def test_only_swapping_moves_tokens(manager):
 
 
 def test_draws_are_compared_one_by_one(monkeypatch):
-    """Of two draws, one three times as slow in either way: swapping takes half as long in both."""
+    """Two draws, one three times as slow in both modes: swapping takes half as long in both."""
     served = []
 
     def serve(llm, prompts, output_lengths):

@@ -14,7 +14,7 @@ def home(tmp_path, monkeypatch):
     return tmp_path / f"pagelab-{os.getuid()}"
 
 
-def test_nobody_else_may_look_inside(home):
+def test_the_folder_is_private(home):
     before = os.umask(0)
     try:
         folder = private_folder("a")
@@ -25,7 +25,7 @@ def test_nobody_else_may_look_inside(home):
     assert private_folder("a") == folder
 
 
-def test_what_somebody_else_may_have_made_is_refused(home, tmp_path, monkeypatch):
+def test_a_folder_that_another_user_may_have_made_is_refused(home, tmp_path, monkeypatch):
     def refused(reason):
         with pytest.raises(PermissionError, match=reason):
             private_folder("a")

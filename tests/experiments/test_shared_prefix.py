@@ -65,13 +65,13 @@ def test_every_request_of_a_batch_finds_the_prefix(caching, cached):
 
 def test_a_manager_that_loses_the_prefix_is_no_result(monkeypatch):
     vllm_v1 = cache.MANAGERS["vllm_v1"]
-    allocate = vllm_v1.allocate
+    find = vllm_v1.find
 
-    def forgetful(self, seq):
+    def forgetful(self, *arguments):
         self.reset_prefix_cache()
-        return allocate(self, seq)
+        return find(self, *arguments)
 
-    monkeypatch.setattr(vllm_v1, "allocate", forgetful)
+    monkeypatch.setattr(vllm_v1, "find", forgetful)
     with pytest.raises(RuntimeError, match="vllm_v1 found 0 of 80 tokens"):
         shared_prefix.run_cell(cell_of(FirstToken))
 

@@ -1,4 +1,4 @@
-"""run_sweep: what it stores, reuses, reports and assembles, with the cells run in this process."""
+"""run_sweep: storing, reusing, reporting and assembling cells, which run in this process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from experiments.harness.workers import execute
 
 @pytest.fixture
 def run(tiny, tmp_path, monkeypatch):
-    """Run a tiny sweep; keywords are options of the experiment, ``behaviour`` that of its cells."""
+    """Run a tiny sweep with options of the experiment; ``behaviour`` goes to its cells."""
 
     def run(behaviour=None, *, fresh=False, reverse=False, draw=False, **options):
         behaviour = {"journal": str(tmp_path / "journal"), **(behaviour or {})}
@@ -138,7 +138,7 @@ def test_an_empty_grid_is_an_error_that_changes_nothing(run, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_cell_may_not_hold_what_has_no_identity(tiny, tmp_path):
+def test_a_cell_may_not_hold_a_value_without_identity(tiny, tmp_path):
     def cells(options):
         yield tiny.TinyCell(number={1, 2}, of=1)
 
@@ -146,7 +146,7 @@ def test_a_cell_may_not_hold_what_has_no_identity(tiny, tmp_path):
         run_sweep(replace(tiny.EXPERIMENT, cells=cells), tiny.TinyOptions(), out=tmp_path)
 
 
-def test_an_environment_tells_of_every_commit_that_made_rows(run, folder, monkeypatch):
+def test_an_environment_lists_every_commit_that_made_rows(run, folder, monkeypatch):
     def commit(name):
         describe = sweep.describe
         monkeypatch.setattr(
@@ -165,7 +165,7 @@ def test_an_environment_tells_of_every_commit_that_made_rows(run, folder, monkey
 
 @pytest.fixture
 def imported_file(tmp_path, monkeypatch):
-    """A module that the cells have imported from the repository; nobody changes it meanwhile."""
+    """A module that the cells have imported from the repository, unchanged meanwhile."""
     file = tmp_path / "repository" / "kernel.py"
     file.parent.mkdir()
     file.write_text("key")
@@ -188,7 +188,7 @@ def test_cells_are_run_again_when_code_that_they_imported_has_changed(
     assert "4 cells are run again, for this changed: kernel.py" in caplog.text
     monkeypatch.setattr(provenance, "_imported", {})
     os.utime(imported_file, (0, 0))
-    assert run().finished == 4, "of a file that changes while cells run nothing is known"
+    assert run().finished == 4, "the code of a file that changes while cells run is unknown"
     assert run().reused == 4
     imported_file.unlink()
     monkeypatch.setattr(provenance, "_imported", {})
@@ -229,18 +229,18 @@ def test_a_record_that_is_damaged_or_gone_is_named_and_its_cell_run_again(
     assert run(cells=1).reused == 1
 
 
-def test_a_row_whose_check_failed_is_counted_and_told_until_it_is_right(run, folder, caplog):
+def test_a_row_whose_check_failed_is_reported_until_it_is_right(run, folder, caplog):
     assert not run(cells=2).wrong
     report = run({"wrong": [1]}, cells=2, fresh=True)
-    (told,) = set(report.wrong)
+    (wrong,) = set(report.wrong)
     assert report.went_wrong
-    assert told == f"number=1, half=False, value={1 / 3}, note=None"
-    assert f"wrong: {told}" in caplog.text
+    assert wrong == f"number=1, half=False, value={1 / 3}, note=None"
+    assert f"wrong: {wrong}" in caplog.text
     assert environment(folder)["failed_checks"] == 1
-    assert run(cells=2).wrong == [told], "reused, it is still wrong"
+    assert run(cells=2).wrong == [wrong], "reused, it is still wrong"
 
 
-def test_a_full_disk_is_told_with_the_path(tmp_path, monkeypatch):
+def test_an_error_of_a_full_disk_names_the_path(tmp_path, monkeypatch):
     def full(path, content):
         raise OSError(errno.ENOSPC, "No space left on device")
 

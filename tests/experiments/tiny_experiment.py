@@ -1,4 +1,4 @@
-"""An experiment of tiny cells that do on demand what real ones do by accident.
+"""An experiment of tiny cells that fail, sleep or die on demand.
 
 ``python tiny_experiment.py run tiny ...`` is the real command line with no other experiment in it.
 """
@@ -87,12 +87,12 @@ def run_cell(cell: TinyCell) -> list[dict]:
 
 
 def thread_limits(cell: TinyCell) -> list[dict]:
-    """The row that tells how many threads the libraries of a worker may have."""
+    """A row with the thread limits of a worker's libraries."""
     return [{name: int(os.environ[name]) for name in os.environ if name.endswith("_NUM_THREADS")}]
 
 
 def keep_a_semaphore(cell: TinyCell) -> list[dict]:
-    """The row names the file of a semaphore that this process removes when it ends."""
+    """A row with the file of a semaphore that this process removes when it ends."""
     semaphores.append(multiprocessing.get_context("spawn").Lock())
     return [{"file": f"/dev/shm/sem.{semaphores[-1]._semlock.name.removeprefix('/')}"}]
 

@@ -113,7 +113,7 @@ def test_managers_are_compared_with_vllm_of_the_same_hash(monkeypatch):
 
 
 def test_vllm_hits_what_ours_hits_and_its_scheduler_keeps_the_batch():
-    """Where vLLM can be imported: the comparison is of equal work."""
+    """The comparison is of equal work; needs vLLM."""
     pytest.importorskip("vllm")
     vllm = VLLM()
     theirs = [vllm.manager(name, 1024, 16) for name in vllm.hash_algorithms()]
