@@ -127,8 +127,6 @@ def run_cell(cell: Eviction) -> list[dict[str, Any]]:
             "token_hit_rate": result.token_hit_rate,
             "evictions": result.evictions,
             "compiled": result.compiled,
-            "replay_seconds": result.replay_seconds,
-            "references_per_second": result.references_per_second,
         }
     ]
 
@@ -172,7 +170,7 @@ def _lines(rows: style.DataFrame) -> dict[str, dict]:
     means = rates.mean()
     lines, others = {}, []
     looks = style.policy_lines(["infinite", *rates.columns])
-    first = ["belady", "fluid", "class_hazards", "reuse_oracle", "hazard", "lru", "fifo"]
+    first = ["belady", "fluid", "class_hazards", "reuse_oracle", "safeguarded", "lru", "fifo"]
     first = [policy for policy in first if policy in rates]
     own = [p for p in rates if p not in cache.POLICIES and p not in BOUNDS]
     rest = means.drop([*first, *own]).sort_values(ascending=False, kind="stable").index

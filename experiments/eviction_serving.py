@@ -77,7 +77,9 @@ class EvictionServing(OnTraces):
     """The grid: traces x policies x capacities."""
 
     policy: Repeated[Axis[Policy]] = ()
-    """A policy by name, or your own as file.py:Class. None: lru, lfu, arc, tlru, hazard, belady."""
+    """A policy by name, or your own as file.py:Class.
+
+    None: lru, lfu, arc, tlru, safeguarded, belady."""
     capacity_percent: Axis[Percent] = (10, 20, 40)
     """Blocks of the cache, in percent of the unique blocks of the slice."""
     num_requests: Count = 600
@@ -105,7 +107,7 @@ class EvictionServing(OnTraces):
 def cells(options: EvictionServing) -> Iterator[EvictionServing | Absent]:
     """Policies and the two bounds; ``timed_model`` is None in real time."""
     traces = [*options.sources(options.num_requests)]
-    default = ("lru", "lfu", "arc", "tlru", "hazard", "belady")
+    default = ("lru", "lfu", "arc", "tlru", "safeguarded", "belady")
     policies = [*map(named_policy, options.policy or default), _NO_CACHE]
     timed = None if options.real_time else options.timed_model or engine_models.default_model()
     given = {"trace": traces, "timed_model": timed}

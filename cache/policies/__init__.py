@@ -14,7 +14,7 @@ from cache.policies.belady import Belady
 from cache.policies.fifo import FIFO
 from cache.policies.filo import FILO
 from cache.policies.gdsf import GDSF
-from cache.policies.hazard import Hazard
+from cache.policies.gittins import Gittins
 from cache.policies.leaves import LeafPolicy
 from cache.policies.lfu import LFU
 from cache.policies.lru import LRU
@@ -30,6 +30,7 @@ from cache.policies.request_priority import RequestPriority
 from cache.policies.retention import Retained, Retention
 from cache.policies.reuse_oracle import ReuseOracle
 from cache.policies.s3fifo import S3FIFO
+from cache.policies.safeguarded import Safeguarded
 from cache.policies.sieve import Sieve
 from cache.policies.slru import SLRU
 from cache.policies.tail_optimized_lru import TailOptimizedLRU
@@ -39,7 +40,7 @@ from cache.policies.workload_aware import WorkloadAware
 _BUILT_IN: tuple[type[EvictionPolicy], ...] = (
     LRU, FIFO, LFU, SLRU, LRUK, TwoQ, ARC, S3FIFO, Sieve, MQ, GDSF, Random, MRU, FILO,
     TailOptimizedLRU, WorkloadAware, RandomLeaf, Marconi, RequestPriority, Retention,
-    Hazard, ReuseOracle, Belady,
+    Gittins, Safeguarded, ReuseOracle, Belady,
 )  # fmt: skip
 
 POLICIES: dict[str, type[EvictionPolicy]] = {policy.name: policy for policy in _BUILT_IN}
@@ -133,6 +134,7 @@ __all__ = [
     "QueuePolicy",
     "Request",
     "Retained",
+    "Safeguarded",
     "as_policy",
     "make_policy",
     "record",

@@ -23,7 +23,7 @@ from __future__ import annotations
 import abc
 import copy
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -89,6 +89,13 @@ class EvictionPolicy(abc.ABC):
         arrays: those of this object, options included, in ``cache.simulate``.
         """
 
+    def look_up(self, keys: Sequence[Hashable]) -> None:  # noqa: B027
+        """A request asks for the contents ``keys``, from the head of its prompt.
+
+        Optional; called before the request pins, misses or evicts anything.  ``cache.simulate``
+        calls it, managers do not.
+        """
+
     def miss(self, key: Hashable) -> None:  # noqa: B027
         """The content ``key`` was looked up and is absent; evictions and its insert may follow.
 
@@ -115,6 +122,18 @@ class EvictionPolicy(abc.ABC):
     @abc.abstractmethod
     def evict(self) -> int:
         """Remove and return the block to give up.  Raises IndexError if none is released."""
+
+    def remove(self, block: int) -> None:
+        """Give up ``block``, a released one that the caller chose.  ``Safeguarded`` needs it."""
+        raise NotImplementedError(f"policy {self.name!r} does not define remove(block)")
+
+    def evict_before(self, release: int) -> int | None:
+        """Evict the least valuable of the blocks released before release number ``release``.
+
+        Releases are counted in blocks, from 0.  None: there is no such block, or the policy does
+        not number releases.
+        """
+        return None
 
     @abc.abstractmethod
     def __len__(self) -> int:

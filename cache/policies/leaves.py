@@ -91,13 +91,21 @@ class LeafPolicy(EvictionPolicy):
             raise IndexError("evict: no block is released")
         node = self._take() or self._nodes[next(iter(self._released))]
         node.released = False
-        del self._released[node.block], self._nodes[node.block]
+        del self._released[node.block]
+        self._give_up(node)
+        return node.block
+
+    def remove(self, block: int) -> None:
+        self.pin(block)
+        self._give_up(self._nodes[block])
+
+    def _give_up(self, node: Node) -> None:
+        del self._nodes[node.block]
         self._with_key.pop(node.key, None)
         if node.parent:
             node.parent.children -= 1
             if node.parent.released and not node.parent.children:
                 self._offer(node.parent)
-        return node.block
 
     def __len__(self) -> int:
         return len(self._released)

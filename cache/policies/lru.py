@@ -45,6 +45,9 @@ class LRU(PriorityPolicy):
             raise IndexError("evict: no block is released")
         return self._queue.popitem(last=False)[0]
 
+    def remove(self, block: int) -> None:
+        del self._queue[block]
+
     def __len__(self) -> int:
         return len(self._queue)
 

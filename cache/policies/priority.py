@@ -184,6 +184,14 @@ class PriorityPolicy(EvictionPolicy):
             self._clock, block = self._released.pop()
         except IndexError:
             raise IndexError("evict: no block is released") from None
+        self._give_up(block)
+        return block
+
+    def remove(self, block: int) -> None:
+        self._released.remove(block)
+        self._give_up(block)
+
+    def _give_up(self, block: int) -> None:
         record = self._records.pop(block)
         self._with_key.pop(record.key, None)
         if record.parent:
@@ -193,7 +201,6 @@ class PriorityPolicy(EvictionPolicy):
             self._ghosts[record.key] = record
             if len(self._ghosts) > self._num_ghosts:
                 self._ghosts.popitem(last=False)
-        return block
 
     def __len__(self) -> int:
         return len(self._released)

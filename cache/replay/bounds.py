@@ -1,8 +1,7 @@
-"""What a policy could reach that knew how classes of blocks return, and only that.
+"""Hits of policies that know how classes of blocks return, and nothing else of the future.
 
-Between the best policy and Belady's optimum lies what nobody can know online.  Both take the whole
-trace and the classes of :mod:`cache.policies.hazard`: accesses, place in the prompt, output length,
-last interval, turn, newcomers.  docs/eviction-study.md derives them.
+Both functions learn from the whole trace how the classes of :mod:`cache.policies.gittins` return:
+uses, last block of its prompt, output length.  docs/eviction-study.md derives them.
 """
 
 from __future__ import annotations
@@ -12,40 +11,39 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cache.checks import at_least
-from cache.policies import hazard_compiled as rules
+from cache.policies import gittins_compiled as rules
 from cache.replay.compiled import next_uses_of
+from cache.replay.gittins import replay
 
 if TYPE_CHECKING:
     from cache.traces.trace import Trace
 
 
 def class_hazard_hits(trace: Trace, capacity_blocks: int) -> int:
-    """Hits of a ``hazard`` policy that knows the hazards.
+    """Hits of a ``gittins`` policy that has the statistics of the whole trace from the start.
 
-    It ranks by the Gittins indices that follow from the whole trace, from the first request on, and
-    has no safeguard.  A heuristic with perfect statistics rather than a bound that is proven.
+    A heuristic with perfect statistics rather than a proven bound.
     """
-    known, _ = _observe(trace)
     capacity = at_least(1, "capacity_blocks", capacity_blocks)
-    contents = _num_contents(trace)
-    state = rules.make_state(capacity, contents, contents, 0.0, np.inf)
-    for field in ("index", "subclass", "parent_class", "num_classes"):
-        state.own[field] = known.own[field]
-    state.own["next_update"] = np.iinfo(np.int64).max
-    hits, _ = rules.replay(
-        *state, trace.block_ids, trace.offsets, trace.timestamps_ms, trace.output_lengths
-    )
+    known, _ = _observe(trace)
+    state, rows = rules.make_state(_num_contents(trace))
+    state["index"] = known["index"]
+    state["next_learning"] = np.iinfo(np.int64).max
+    hits, _ = replay(
+        state, rows, capacity, _num_contents(trace), np.inf,
+        trace.block_ids, trace.offsets, trace.timestamps_ms, trace.output_lengths,
+    )  # fmt: skip
     return int(hits.sum())
 
 
 def fluid_hits(trace: Trace, capacity_blocks: int) -> float:
-    """The most hits of a cache that holds ``capacity_blocks`` blocks *on average* over time and
-    knows of a block its class, its age, and how blocks of its class return.
+    """Upper bound on the expected hits of policies that know the class and age of each block.
+
+    It relaxes the capacity: the cache holds ``capacity_blocks`` blocks on average over time.
 
     Keeping the blocks of a class until they have an age buys hits for space (blocks x time); the
-    steepest pieces of the classes' concave hulls are bought first, until the space is used up.  As
-    no cache holds more than its capacity at any time, no policy with that knowledge hits more in
-    expectation.  One that can tell blocks of a class apart may.
+    steepest pieces of the classes' concave hulls are bought first, until the space is used up.  A
+    policy that distinguishes blocks within a class may hit more.
     """
     capacity = at_least(1, "capacity_blocks", capacity_blocks)
     _, classes = _observe(trace)
@@ -70,22 +68,20 @@ def fluid_hits(trace: Trace, capacity_blocks: int) -> float:
     return float((shares * hits).sum())
 
 
-def _observe(trace: Trace) -> tuple[rules.State, np.ndarray]:
-    """A hazard policy that has seen the trace and forgot nothing, and the class of each block of
-    each request as it was released, int64."""
-    num_contents = _num_contents(trace)
-    state = rules.make_state(num_contents, num_contents, 0.0, 50.0, np.inf)
+def _observe(trace: Trace) -> tuple[np.void, np.ndarray]:
+    """The state of a policy that has seen the trace, and the class of each block reference as its
+    request released it, int64."""
+    state, rows = rules.make_state(_num_contents(trace))
+    state["next_learning"] = np.iinfo(np.int64).max
     classes = np.empty(len(trace.block_ids), np.int64)
     for request, (start, end) in enumerate(zip(trace.offsets[:-1], trace.offsets[1:], strict=True)):
         path = trace.block_ids[start:end].astype(np.int64)
-        parents = np.concatenate(([-1], path[:-1]))[: len(path)]
-        rules.release(
-            *state, path, parents,
-            float(trace.timestamps_ms[request]), float(trace.output_lengths[request]),
-        )  # fmt: skip
-        rules.pin(*state, path)
-        classes[start:end] = state.runs["class_"][state.contents["run"][path]]
-    rules.update_indices(*state)
+        for block in path:
+            rules.pin(rows, block)
+        time, output_tokens = trace.timestamps_ms[request], trace.output_lengths[request]
+        rules.release(state, rows, path[::-1], start, float(time), float(output_tokens))
+        classes[start:end] = rows["class_"][path]
+    rules.learn(state)
     return state, classes
 
 

@@ -217,6 +217,7 @@ def _replay_in_python(trace: Trace, policy: EvictionPolicy, capacity: int):
     for request in range(trace.num_requests):
         start = offsets[request]
         blocks = block_ids[start : min(offsets[request + 1], start + capacity)]
+        policy.look_up(blocks)
         missing = []
         for depth, block in enumerate(blocks):
             if block in resident:

@@ -145,7 +145,7 @@ def test_the_grid(trace):
     policies = [str(cell.policy) for cell in cells]
     assert policies[-1] == "infinite"
     assert set(policies) == {
-        "lru", "lfu", "arc", "tlru", "hazard", "belady", "no_cache", "infinite",
+        "lru", "lfu", "arc", "tlru", "safeguarded", "belady", "no_cache", "infinite",
     }  # fmt: skip
     assert len(cells) == 7 * 3 + 1
     assert [cell.trace.file.path for cell in grid(policy=("lru",))][::7] == [*REAL_TRACES]

@@ -23,7 +23,7 @@ from cache.managers import MANAGERS
 from cache.policies import POLICIES
 
 RESETTING = [name for name in NAMES if MANAGERS[name].can_reset]
-SOME_POLICIES = ["lru", "fifo", "lfu", "arc", "s3fifo"]
+SOME_POLICIES = ["lru", "fifo", "lfu", "arc", "s3fifo", "safeguarded"]
 
 every_manager = pytest.mark.parametrize("name", NAMES)
 caching_manager = pytest.mark.parametrize("name", CACHING)

@@ -54,7 +54,7 @@ def test_bounds_lie_above_the_policy_and_rise_with_the_pool(name):
         fluid, known = fluid_hits(trace, capacity), class_hazard_hits(trace, capacity)
         learnt, best = (
             cache.simulate(trace, policy=policy, capacity_blocks=capacity).hit_blocks
-            for policy in ("hazard", "belady")
+            for policy in ("gittins", "belady")
         )
         assert known <= best
         assert known >= 0.97 * learnt

@@ -258,7 +258,7 @@ def test_hit_tokens_stop_at_the_prompts_length():
     assert result.token_hit_rate == 0.5
 
 
-@pytest.mark.parametrize("policy", ["lru", "arc", "hazard"])
+@pytest.mark.parametrize("policy", ["lru", "arc", "safeguarded"])
 def test_a_part_is_counted_after_a_warm_start(policy):
     trace = cache.make_workload("rag", seed=1, num_requests=120)
     whole = cache.simulate(trace, policy=policy, capacity_blocks=500)

@@ -1,0 +1,212 @@
+"""The bound of ``safeguarded`` on how far a policy falls below LRU, against designed traces."""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cache
+from cache.policies import EvictionPolicy, make_policy
+from cache.traces.trace import Trace
+from tests.cache.prefix_traces import prefix_traces
+
+
+def slack(trace: Trace, capacity: int, policy: EvictionPolicy, budget: float) -> float:
+    """Least distance to the bound after any request, in hits; negative: it was broken."""
+    lru, hits = (
+        cache.simulate(trace, policy=policy, capacity_blocks=capacity).hits.cumsum()
+        for policy in ("lru", policy)
+    )
+    return (hits - lru + budget * trace.offsets[1:]).min()
+
+
+def adversary(
+    capacity: int, size: int, repeats: int, warm: int, output: int = 1000, rounds: int = 15
+) -> Trace:
+    """Prompts of ``size`` blocks against a policy that learns from uses and output lengths.
+
+    Each round makes prompts that are used often and never again, and so are kept too long.  When
+    LRU is about to evict the oldest prompt that was used once, it returns with new blocks behind
+    it.  ``warm`` requests for one prompt fill the balance first.
+    """
+    lru, used_once, requests, ids = OrderedDict(), {}, [], itertools.count()
+
+    def fresh(count: int) -> list[int]:
+        return list(itertools.islice(ids, count))
+
+    def request(path: list[int], output: int) -> None:
+        requests.append((1000.0 * len(requests), 16 * len(path), output, path))
+        for block in reversed(path):
+            lru[block] = None
+            lru.move_to_end(block)
+        while len(lru) > capacity:
+            lru.popitem(last=False)
+
+    hot = fresh(size)
+    for _ in range(warm):
+        request(hot, 10)
+    for _ in range(rounds):
+        hot = fresh(size)
+        for _ in range(repeats):
+            request(hot, 10)
+        while True:
+            oldest = used_once.get(next(iter(lru)))
+            if hot[0] not in lru and oldest and all(block in lru for block in oldest):
+                break
+            single = hot[0] not in lru and oldest
+            prompt = fresh(1 if single else size)
+            used_once.update(dict.fromkeys(prompt, None if single else prompt))
+            request(prompt, output)
+        request(oldest + fresh(size), output)
+    return Trace.from_requests(requests, name="adversary", block_size=16)
+
+
+DESIGNED = [
+    (capacity, int(share * capacity), repeats, warm)
+    for capacity, share, repeats, warm in itertools.product(
+        (60, 200), (0.2, 0.4, 0.5), (2, 4, 8), (0, 200)
+    )
+]
+
+
+def test_the_bound_holds_on_every_designed_trace():
+    num_tempting = 0
+    for design in DESIGNED:
+        trace, capacity = adversary(*design), design[0]
+        for budget in (0.0, 0.005, 0.05):
+            policy = make_policy("safeguarded", budget=budget)
+            assert slack(trace, capacity, policy, budget) >= -1e-9, (design, budget)
+        num_tempting += slack(trace, capacity, make_policy("gittins"), 0.005) < 0
+    assert num_tempting >= 8, "without the safeguard they break the bound"
+
+
+def test_the_bound_holds_on_the_former_counterexample():
+    """With it the policy ``hazard`` lost 6.2 % of all references where 0.5 % was promised."""
+    trace = adversary(200, 80, 4, 200, rounds=60)
+    assert slack(trace, 200, make_policy("safeguarded"), 0.005) >= -1e-9
+    assert slack(trace, 200, make_policy("gittins"), 0.005) < -1000
+
+
+POLICIES = [
+    "gittins", "mru", "filo", "lfu", "random", "random_leaf", "arc", "mq", "sieve", "retention",
+]  # fmt: skip
+"""One per family at least; MRU, FILO and LFU are far below LRU and evict inner blocks."""
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@given(trace=prefix_traces, capacity=st.integers(1, 12), budget=st.sampled_from([0, 0.02, 0.3]))
+def test_the_bound_holds_for_every_kind_of_policy(name, trace, capacity, budget):
+    policy = make_policy("safeguarded", policy=name, budget=budget)
+    assert slack(trace, capacity, policy, budget) >= -1e-9
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_bound_holds_against_requests_for_what_is_missing(name):
+    """The adversary sees the policy: it asks for a prompt that LRU holds and the pool does not."""
+    capacity, budget, size = 24, 0.02, 4
+    generator = np.random.default_rng(0)
+    policy, lru = make_policy("safeguarded", policy=name, budget=budget), make_policy("lru")
+    policy.start(capacity)
+    lru.start(capacity)
+    pools = {policy: {}, lru: {}}  # content to block
+    lead, references, most_missing, prompts = 0, 0, 0, []
+    for at in range(400):
+        missing = [p for p in prompts if p[-1] in pools[lru] and p[-1] not in pools[policy]]
+        most_missing = max(most_missing, len(missing))
+        if missing:
+            path = missing[0]
+        elif at % 3:
+            path = prompts[generator.integers(len(prompts))]
+        else:
+            path = [f"{at}.{depth}" for depth in range(size)]
+            prompts.append(path)
+        ours, theirs = (serve(one, pools[one], path, capacity) for one in (policy, lru))
+        lead, references = lead + ours - theirs, references + size
+        assert lead + budget * references >= -1e-9
+    assert most_missing or name == "gittins", "it was tempted"
+
+
+def serve(policy: EvictionPolicy, pool: dict, path: list, capacity: int) -> int:
+    """A request of the serial replay; returns its hits."""
+    policy.look_up(path)
+    hits = next((at for at, key in enumerate(path) if key not in pool), len(path))
+    for key in path:
+        if key in pool:
+            policy.pin(pool[key])
+    for depth, key in enumerate(path):
+        if key in pool:
+            continue
+        policy.miss(key)
+        block = len(pool)
+        if block == capacity:
+            block = policy.evict()
+            del pool[next(key for key, held in pool.items() if held == block)]
+        pool[key] = block
+        policy.insert(block, key, path[depth - 1] if depth else None, depth)
+    policy.release_many([pool[key] for key in reversed(path)])
+    return hits
+
+
+def test_without_a_budget_only_a_lead_is_spent():
+    trace = adversary(60, 24, 4, 200)
+    hits, lru = (
+        cache.simulate(trace, policy=policy, capacity_blocks=60).hits
+        for policy in (make_policy("safeguarded", policy="mru", budget=0), "lru")
+    )
+    assert hits.tolist() == lru.tolist()
+
+
+def test_a_manager_runs_it_and_forgets_with_it():
+    policy = make_policy("safeguarded", policy="mru", budget=0.5)
+    manager = cache.make_manager("vllm_v1", num_blocks=8, block_size=1, policy=policy)
+    generator = np.random.default_rng(0)
+    for number in range(60):
+        seq = cache.Sequence(number, generator.integers(0, 3, 5).tolist())
+        manager.allocate(seq)
+        manager.free(seq)
+        manager.check_invariants()
+        assert len(policy._lru) <= 8
+        held = set(policy._blocks)
+        assert policy._missing == len([key for key in policy._lru if key not in held])
+    assert manager.reset_prefix_cache()
+    assert not len(policy)
+
+
+@pytest.mark.parametrize("name", sorted(set(cache.POLICIES) - {"belady", "reuse_oracle"}))
+def test_a_pool_is_reset_while_the_policy_holds_blocks(name):
+    """With one queue the policy keeps blocks whose content was forgotten."""
+    manager = cache.make_manager(
+        "vllm_v1", num_blocks=3, block_size=1, policy=name, queue_uncached=True
+    )
+    for number in range(2):
+        assert manager.allocate_slots(cache.Sequence(number, [0]), 1) is not None
+    for number in range(2):
+        manager.free(cache.Sequence(number, [0]))
+    manager.reset_prefix_cache()
+    for number in range(3):
+        manager.allocate_slots(cache.Sequence(number, [0]), 1)
+        manager.check_invariants()
+
+
+class Bare(EvictionPolicy):
+    """Defines what every policy must, and no ``remove``."""
+
+    start = pin = release = evict = __len__ = lambda *_: None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budget": -1}, "budget must not be negative, got -1"),
+        ({"policy": Bare()}, r"policy 'Bare' does not define remove\(block\)"),
+        ({"policy": "lruu"}, "policy='lruu' is unknown"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        make_policy("safeguarded", **options)
