@@ -167,7 +167,7 @@ def test_a_replay_reports_each_request_twice():
 def test_a_manager_reports_requests(name):
     listener = Listener()
     manager = cache.make_manager(name, num_blocks=4, block_size=2, policy=listener)
-    seq = cache.Sequence(0, [1, 2, 3], priority=7)
+    seq = cache.Sequence(0, [1, 2, 3], eviction_priority=7)
     manager.clock = lambda: 1.5
     manager.allocate(seq)
     seq.append_token(4)
