@@ -21,13 +21,20 @@ import operator
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from cache.checks import at_least
 from cache.traces.files import read_lines, split_suffixes
-from cache.traces.trace import Trace, TraceError, load_trace, save_trace
+from cache.traces.trace import (
+    Trace,
+    TraceError,
+    collected,
+    load_trace,
+    read_requests,
+    save_trace,
+)
 
 _BAILIAN_BLOCK = 16
 _RAGPULSE_PARTS = ("sys_prompt", "passages_ids", "history", "web_search", "user_input")
@@ -60,16 +67,16 @@ class _Prefixes:
 def convert_bailian(path: str | os.PathLike) -> Trace:
     """Chain the hashes, so that a block after another prefix is another block; seconds to ms.
 
-    Raises TraceError for a line that is not a request.
+    Raises TraceError for a line that is not a request, and for a file without any.
     """
     path, prefixes = Path(path), _Prefixes()
 
-    def request(record: dict[str, Any]) -> tuple:
+    def request(line: bytes) -> tuple:
+        record = json.loads(line)
         lengths = record["input_length"], record["output_length"]
-        return 1000 * record["timestamp"], *lengths, prefixes(record["hash_ids"])
+        return _milliseconds(record["timestamp"]), *lengths, prefixes(record["hash_ids"])
 
-    name = split_suffixes(path)[0]
-    return Trace.from_requests(_parsed(path, request), name=name, block_size=_BAILIAN_BLOCK)
+    return read_requests(path, request, split_suffixes(path)[0], _BAILIAN_BLOCK)
 
 
 def convert_ragpulse(folder: str | os.PathLike, *, block_size: int = 16) -> Trace:
@@ -78,24 +85,27 @@ def convert_ragpulse(folder: str | os.PathLike, *, block_size: int = 16) -> Trac
     The order is system prompt, passages, history, web search, user input.  A prompt is as long as
     its components: the published length counts some tokens between them too.  Seconds become ms.
 
-    Raises TraceError for a line that is not a request or a component, or names an unknown one.
+    Raises TraceError for a line that is not a request or a component, or names an unknown one, and
+    for a file without requests.
     """
     folder, prefixes, lengths = Path(folder), _Prefixes(), {}
     at_least(1, "block_size", block_size)
     for file, field in _RAGPULSE_LENGTHS.items():
         key = operator.itemgetter(field, "token_length")
-        for length in _parsed(folder / file, lambda part, key=key: dict([key(part)])):
-            lengths |= length
+        for number, line in read_lines(folder / file):
+            with _placed(folder / file, number):
+                part, length = key(json.loads(line))
+                lengths[part] = at_least(0, "token_length", length)
 
-    def request(record: dict[str, Any]) -> tuple:
+    def request(line: bytes) -> tuple:
+        record = json.loads(line)
         parts = [part for name in _RAGPULSE_PARTS for part in record["hash_ids"][name]]
         parts = [(part, lengths[part]) for part in parts]
         tokens = sum(length for _, length in parts)
         blocks = prefixes(_cut(parts, block_size))
-        return 1000 * float(record["timestamp"]), tokens, record["output_length"], blocks
+        return _milliseconds(float(record["timestamp"])), tokens, record["output_length"], blocks
 
-    requests = _parsed(folder / "0_trace.jsonl", request)
-    return Trace.from_requests(requests, name="ragpulse", block_size=block_size)
+    return read_requests(folder / "0_trace.jsonl", request, "ragpulse", block_size)
 
 
 def _cut(parts: list[tuple[int, int]], block_size: int) -> Iterator[tuple[tuple[int, int], ...]]:
@@ -120,7 +130,7 @@ def convert_sessions(folder: str | os.PathLike, *, hours: float = 24.0, seed: in
     its own start.  Ids count within a session; those of scope "global" are the same in all.
 
     Raises TraceError for a file that is not a session, or of another block size than the first, and
-    ValueError for a folder without any.
+    ValueError for a folder without requests.
     """
     import numpy as np
 
@@ -138,32 +148,38 @@ def convert_sessions(folder: str | os.PathLike, *, hours: float = 24.0, seed: in
             if session["block_size"] != block_size:
                 raise ValueError(f"blocks of {session['block_size']} tokens, others {block_size}")
             scope = None if session.get("hash_id_scope") == "global" else path.name
-            requests += [
-                (start + 1000 * time, tokens, output, [numbers[scope, block] for block in blocks])
-                for time, tokens, output, blocks in _leaves(session["requests"], 0.0)
-            ]
-    return Trace.from_requests(requests, name=Path(folder).name, block_size=block_size)
+            for time, tokens, output, blocks in _leaves(session["requests"], start):
+                ids = [numbers[scope, block] for block in blocks]
+                requests.append((path, (time, tokens, output, ids)))
+
+    def error(path: Path, reason: str) -> TraceError:
+        return TraceError(path, 1, reason)
+
+    trace = collected(requests, tuple, error, Path(folder).name, block_size)
+    if not trace:
+        raise ValueError(f"folder {os.fspath(folder)!r} holds no requests")
+    return trace
 
 
-def _leaves(entries: list[dict[str, Any]], start: float) -> Iterator[tuple]:
-    """Requests of a session and its sub-agents: seconds, prompt, output, ids."""
+def _leaves(entries: list[dict[str, Any]], start_ms: float) -> Iterator[tuple]:
+    """Requests of a session and its sub-agents: milliseconds, prompt, output, ids."""
     for entry in entries:
+        time = start_ms + _milliseconds(entry["t"])
         if entry["type"] == "subagent":
-            yield from _leaves(entry["requests"], start + entry["t"])
+            yield from _leaves(entry["requests"], time)
         else:
-            yield start + entry["t"], entry["in"], entry["out"], entry["hash_ids"]
+            yield time, entry["in"], entry["out"], entry["hash_ids"]
 
 
-def _parsed(path: Path, parse: Callable[[Any], tuple]) -> Iterator[tuple]:
-    """What ``parse`` makes of each line's JSON."""
-    for number, line in read_lines(path):
-        with _placed(path, number):
-            yield parse(json.loads(line))
+def _milliseconds(seconds: float) -> float:
+    if not isinstance(seconds, int | float):
+        raise ValueError(f"timestamp must be a number of seconds, got {seconds!r}")
+    return 1000 * seconds
 
 
 @contextlib.contextmanager
 def _placed(path: Path, number: int) -> Iterator[None]:
-    """Gives what is wrong with a line its place."""
+    """Adds file and line to what is wrong with a line."""
     try:
         yield
     except KeyError as error:

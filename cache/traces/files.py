@@ -98,8 +98,8 @@ class RecordParser:
     A call gives ``(timestamp_ms, input_length, output_length, hash_ids)``, or None for the header
     of a CSV file.  ``file_format`` None is told by the first line.  Further fields are ignored.
     Values come as the file has them, unchecked; CSV timestamps become milliseconds since the first
-    row (precise to 1 us) and ``hash_ids`` ().  Raises ValueError for a line that does not parse and
-    a missing field.
+    row (precise to 1 us) and ``hash_ids`` ().  Raises ValueError for a line that does not parse,
+    a missing field and a negative timestamp in JSON.
     """
 
     def __init__(self, file_format: str | None):
@@ -234,6 +234,9 @@ def _mooncake_record(text: str) -> tuple:
     if not isinstance(record, dict):
         raise ValueError(f"must be a JSON object, got {reprlib.repr(record)}")
     try:
-        return tuple([record[field] for field in _MOONCAKE_FIELDS])
+        values = tuple([record[field] for field in _MOONCAKE_FIELDS])
     except KeyError as error:
         raise ValueError(f"missing field {error.args[0]!r}") from None
+    if isinstance(values[0], int | float) and values[0] < 0:
+        raise ValueError(f"timestamp must be at least 0, got {values[0]}")
+    return values

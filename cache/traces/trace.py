@@ -114,7 +114,7 @@ class Trace:
         def error(index: int, reason: str) -> ValueError:
             return ValueError(f"requests[{index}]: {reason}")
 
-        return _collected(enumerate(requests), tuple, error, name, block_size)
+        return collected(enumerate(requests), tuple, error, name, block_size)
 
     @property
     def num_requests(self) -> int:
@@ -237,19 +237,31 @@ def load_trace(path: str | os.PathLike, *, block_size: int | None = None) -> Tra
     to every block, a partly filled last one included: ``len(hash_ids) == ceil(input_length /
     block_size)``.  Other publishers number full blocks only: ``floor``.  Each request bounds the
     sizes that fit; the one power of two that fits all requests is taken (several: unknown), by the
-    first rule that admits one, or else the one whole number that fits.  Otherwise None.
+    first rule that admits one, or else the one whole number that fits.  If no size fits all
+    requests but a power of two fits more than half of those with several ids, a request that it
+    does not fit has a wrong number of ids and is an error.  Otherwise None.
 
     Raises TraceError (a ValueError) that names file, line and reason for anything malformed: an
     unknown extension, a corrupt or truncated stream, a line of more than 16 MiB, a line that does
-    not parse, a missing field, a timestamp that is not a finite number, a length that is not an
-    integer of at least 0, ``hash_ids`` that are not integers or repeat within a request, no request
-    at all.  Raises ValueError for a ``block_size`` below 1 and OSError for a file that cannot be
-    opened.  The file is read as a stream, so that its compression cannot fill the memory.
+    not parse, a missing field, a timestamp that is not a finite number of at least 0, a length that
+    is not an integer of at least 0, ``hash_ids`` that are not integers, repeat within a request or
+    do not match ``input_length``, no request at all.  Raises ValueError for a ``block_size`` below
+    1 and OSError for a file that cannot be opened.  The file is read as a stream, so that its
+    compression cannot fill the memory.
     """
     path = Path(path)
     name, file_format, _ = split_suffixes(path)
-    parse = RecordParser(file_format)
-    trace = _collected(read_lines(path), parse, partial(TraceError, path), name, block_size)
+    return read_requests(path, RecordParser(file_format), name, block_size)
+
+
+def read_requests(
+    path: Path, parse: Callable[[bytes], tuple | None], name: str, block_size: int | None
+) -> Trace:
+    """The trace of the requests that ``parse`` finds in the lines of a file, None for no request.
+
+    Raises TraceError for what is wrong with a line, and for a file without requests.
+    """
+    trace = collected(read_lines(path), parse, partial(TraceError, path), name, block_size)
     if not trace:
         raise TraceError(path, 1, "the file holds no requests")
     return trace
@@ -275,24 +287,24 @@ def _json_line(request: TraceRequest) -> str:
     return json.dumps(record, separators=(",", ":"))
 
 
-def _collected(
+def collected(
     rows: Iterable[tuple[int, Any]],
     parse: Callable[[Any], tuple | None],
     error: Callable[[int, str], ValueError],
     name: str,
     block_size: int | None,
 ) -> Trace:
-    """The trace of the requests that ``parse`` finds in rows, each with its place.
+    """The trace of the requests that ``parse`` finds in ``rows``, pairs of a place and a row.
 
-    ``parse`` gives None for a row that is no request.  What is wrong with a row is raised as
-    ``error(place, reason)``.
+    ``parse`` returns None for a row that is no request.  Raises ``error(place, reason)`` for what
+    is wrong with a row.
     """
     import numpy as np
 
     if block_size is not None:
         block_size = at_least(1, "block_size", block_size)
     timestamps, inputs, outputs = array("d"), array("q"), array("q")
-    blocks, ends = array("i"), array("q", [0])
+    blocks, ends, places = array("i"), array("q", [0]), []
     # An unknown id gets the next dense one, at the speed of a dictionary lookup.
     dense_ids = defaultdict()
     dense_ids.default_factory = dense_ids.__len__
@@ -306,19 +318,25 @@ def _collected(
             outputs.append(_length("output_length", output_length))
             blocks.extend(map(dense_ids.__getitem__, _ids(hash_ids)))
             ends.append(len(blocks))
-        except (ValueError, RecursionError) as reason:
+            places.append(place)
+        except KeyError as missing:
+            raise error(place, f"no {missing.args[0]!r}") from None
+        except (ValueError, TypeError, RecursionError) as reason:
             raise error(place, str(reason)) from None
 
     timestamps_ms = np.array(timestamps, np.float64)
     input_lengths, output_lengths = np.array(inputs, np.int64), np.array(outputs, np.int64)
     block_ids, offsets = np.array(blocks, np.int32), np.array(ends, np.int64)
+    if block_size is None:
+        block_size = _infer_block_size(input_lengths, np.diff(offsets))
+        if block_size is None and (wrong := _unlike_most(input_lengths, np.diff(offsets))):
+            request, reason = wrong
+            raise error(places[request], reason)
     if (timestamps_ms[1:] < timestamps_ms[:-1]).any():
         order = np.argsort(timestamps_ms, kind="stable")
         timestamps_ms = timestamps_ms[order]
         input_lengths, output_lengths = input_lengths[order], output_lengths[order]
         block_ids, offsets = _picked(block_ids, offsets[:-1][order], np.diff(offsets)[order])
-    if block_size is None:
-        block_size = _infer_block_size(input_lengths, np.diff(offsets))
     return Trace(name, block_size, timestamps_ms, input_lengths, output_lengths, block_ids, offsets)
 
 
@@ -394,6 +412,30 @@ def _infer_block_size(input_lengths: np.ndarray, num_blocks: np.ndarray) -> int 
         if power <= largest:
             return power if 2 * power > largest else None
     return next((smallest for smallest, largest in intervals if smallest == largest), None)
+
+
+def _unlike_most(input_lengths: np.ndarray, num_blocks: np.ndarray) -> tuple[int, str] | None:
+    """The first request whose number of ids contradicts most others, and the reason.
+
+    None if one size fits all requests, or no power of two fits most of them.
+    """
+    import numpy as np
+
+    several = num_blocks > 1
+    rules = {"ceil": lambda size: -(-input_lengths // size), "floor": lambda s: input_lengths // s}
+    fits = {
+        (rule, 1 << power): num_blocks == count(1 << power)
+        for rule, count in rules.items()
+        for power in range(21)
+    }
+    (rule, size), best = max(fits.items(), key=lambda item: np.sum(item[1] & several))
+    if best.all() or 2 * np.sum(best & several) <= np.sum(several):
+        return None
+    request = int(np.argmin(best))
+    return request, (
+        f"{num_blocks[request]} hash_ids for input_length={input_lengths[request]}, needs "
+        f"{rules[rule](size)[request]} as most requests have blocks of {size} tokens"
+    )
 
 
 def _sizes_that_fit(input_lengths: np.ndarray, num_full: np.ndarray) -> tuple[int, int]:

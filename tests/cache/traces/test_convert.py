@@ -150,15 +150,43 @@ def test_the_command_coarsens_and_writes_what_load_trace_reads(tmp_path, capsys)
         (convert_bailian, "a.jsonl", [1], r"a.jsonl:1: "),
         (convert_sessions, "trace_1.json", {"requests": []}, r"trace_1.json:1: no 'block_size'"),
         (convert_sessions, "other.json", {}, r"folder must hold trace_\*.json"),
+        (convert_sessions, "trace_1.json", session(), "holds no requests"),
+        (
+            convert_sessions,
+            "trace_1.json",
+            session({**call(0.0, 1), "in": "3"}),
+            r"trace_1.json:1: input_length='3'",
+        ),
+        (
+            convert_sessions,
+            "trace_1.json",
+            session(call("0", 1)),
+            r"trace_1.json:1: timestamp must be a number of seconds, got '0'",
+        ),
+        (
+            convert_bailian,
+            "a.jsonl",
+            bailian("5", 1),
+            r"a.jsonl:1: timestamp must be a number of seconds, got '5'",
+        ),
     ],
 )
-def test_what_is_no_trace_is_told_with_its_place(tmp_path, convert, name, record, message):
+def test_a_malformed_source_is_reported_with_its_place(tmp_path, convert, name, record, message):
     path = write(tmp_path / name, record)
     with pytest.raises(ValueError, match=message):
         convert(path if convert is convert_bailian else tmp_path)
 
 
-def test_an_unknown_component_and_other_blocks_are_told(tmp_path, capsys):
+def test_a_source_without_requests_fails(tmp_path):
+    empty, out = write(tmp_path / "empty.jsonl"), tmp_path / "out.jsonl"
+    with pytest.raises(SystemExit, match=r"empty.jsonl:1: the file holds no requests"):
+        main(["bailian", str(empty), str(out)])
+    with pytest.raises(TraceError, match=r"0_trace.jsonl:1: the file holds no requests"):
+        convert_ragpulse(ragpulse(tmp_path / "data"))
+    assert not out.exists()
+
+
+def test_an_unknown_component_and_other_blocks_are_reported(tmp_path):
     folder = ragpulse(tmp_path / "data", question("1", [5], 26923))
     with pytest.raises(TraceError, match=r"0_trace.jsonl:1: no 5"):
         convert_ragpulse(folder)

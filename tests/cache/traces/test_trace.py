@@ -162,6 +162,7 @@ LINES_NOT_TAKEN = [
 ]
 
 FIELDS_NOT_TAKEN = [
+    ("timestamp", [-1, -5e9], "timestamp must be at least 0, got -"),
     ("timestamp", ["0", True, None], "timestamp must be a finite number of milliseconds, got"),
     ("timestamp", [float("nan"), float("inf"), 10**400], "timestamp must be a finite number"),
     ("input_length", [-1, 1.0, True, "3" * 500, None], "input_length=.*: needs an int of at least"),
@@ -333,6 +334,23 @@ def test_infers_the_block_size(requests, expected):
         [(0, length, 0, range(count)) for length, count in requests], name="t"
     )
     assert trace.block_size == expected
+
+
+@pytest.mark.parametrize("counts", [(2, 2, 1, 3), (3, 3, 1, 4), (2, 2, 5, 3)])
+def test_a_request_with_a_wrong_number_of_ids_is_an_error(tmp_path, counts):
+    """Two full blocks of 512 and some tokens, or the full ones only; the third line is wrong."""
+    lengths = (1100, 1500, 1200, 2000)
+    records = [
+        record(input_length=length, hash_ids=range(count))
+        for length, count in zip(lengths, counts, strict=True)
+    ]
+    path = written(tmp_path, json_lines(*records))
+    needed = 3 if counts[0] == 3 else 2
+    with pytest.raises(
+        TraceError, match=rf":3: {counts[2]} hash_ids for input_length=1200, needs {needed} as most"
+    ):
+        load_trace(path)
+    assert load_trace(path, block_size=512).num_requests == 4
 
 
 def test_a_given_block_size_is_taken(tmp_path):
