@@ -171,7 +171,9 @@ class BlockPool:
             blocks += range(first, first + min(count - len(blocks), self._num_fresh))
             self._num_fresh = self.num_blocks - blocks[-1] - 1
         if len(blocks) < count:
-            evicted = self.policy.evict_many(count - len(blocks))
+            missing = count - len(blocks)
+            evicted = self.policy.evict_many(missing)
+            check_victims(self.policy, evicted, self._is_released, missing)
             self._forget(evicted)
             blocks += evicted
         for block in blocks:
@@ -182,7 +184,6 @@ class BlockPool:
 
     def _forget(self, evicted: list[int]) -> None:
         """Drop the content of ``evicted``, which the policy has just returned."""
-        check_victims(self.policy, evicted, self._is_released)
         hashes = self.block_hashes
         cached = [block for block in evicted if hashes[block] is not None]
         if self._log:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import abc
 import copy
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -176,11 +176,14 @@ def listener(policy: EvictionPolicy) -> Callable[[Request], None] | None:
 
 
 def check_victims(
-    policy: EvictionPolicy, victims: Iterable[object], is_released: Callable[[int], bool]
+    policy: EvictionPolicy,
+    victims: Collection[object],
+    is_released: Callable[[int], bool],
+    count: int = 1,
 ) -> None:
-    """Raise RuntimeError, naming ``policy``, if it gave up what it must not, or anything twice.
+    """Raise RuntimeError, naming ``policy``, unless it gave up ``count`` different released blocks.
 
-    The policies of this package are trusted and not asked, as this costs time.
+    The policies of this package are trusted and not checked, for speed.
     """
     if type(policy).__module__.startswith("cache."):
         return
@@ -190,6 +193,10 @@ def check_victims(
         if not is_block or victim in seen or not is_released(victim):
             raise wrong_victim(policy, victim)
         seen.add(victim)
+    if len(victims) != count:
+        raise RuntimeError(
+            f"policy {policy.name!r}: evict_many({count}) gave {len(victims)} blocks: {victims!r}"
+        )
 
 
 def wrong_victim(policy: EvictionPolicy, victim: object) -> RuntimeError:

@@ -91,6 +91,15 @@ class PriorityPolicy(EvictionPolicy):
 
     _own: np.record | None = None
 
+    def __init_subclass__(cls, **options) -> None:
+        super().__init_subclass__(**options)
+        priority = vars(cls).get("priority")
+        if inspect.isfunction(priority) and "self" not in inspect.signature(priority).parameters:
+            raise TypeError(
+                f"policy {cls.name!r}: priority{inspect.signature(priority)} needs @staticmethod, "
+                "or self as its first parameter"
+            )
+
     @staticmethod
     @abc.abstractmethod
     def priority(block: BlockHistory) -> float:

@@ -19,6 +19,7 @@ import functools
 import math
 import os
 import time
+import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -157,7 +158,6 @@ def _warmed_up(priority, needs_future: bool, own_dtype):
 
     None if numba cannot compile ``priority`` or its integers are too large at once.
     """
-    import numba
     import numpy as np
 
     from cache.replay.compiled import compile_replay
@@ -170,11 +170,14 @@ def _warmed_up(priority, needs_future: bool, own_dtype):
             np.zeros(1, np.int32), np.array([0, 1]), 1, 1, needs_future,
             np.zeros(1), one, one, 0, own,
         )  # fmt: skip
-    except (numba.core.errors.NumbaError, OverflowError):
+    except OverflowError:
         return None
-    except (ArithmeticError, ValueError):
-        if own is None:
-            raise  # else: it compiles, and these were no numbers of the policy's own
+    except Exception as error:  # numba raises errors of many kinds
+        if own is not None and isinstance(error, ArithmeticError | ValueError):
+            return replay  # compiled; the ones in its state are not the policy's numbers
+        reason = str(error).partition("\n")[0]
+        warnings.warn(f"{priority.__qualname__} runs in Python: numba: {reason}", stacklevel=2)
+        return None
     return replay
 
 

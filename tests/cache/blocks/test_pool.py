@@ -129,6 +129,16 @@ def test_a_policy_that_gives_up_what_it_must_not_is_named(victims, wrong):
         pool.allocate(3)
 
 
+@pytest.mark.parametrize("victims", [[], [2], [3, 2, 1]])
+def test_a_policy_that_evicts_too_few_or_too_many_blocks_is_named(victims):
+    policy = type("Careless", (LRU,), {"evict_many": lambda self, count: victims})()
+    pool = pool_of(4, policy)
+    pool.free(cached(pool, A, B, C, D))
+    message = rf"'Careless': evict_many\(2\) gave {len(victims)} blocks"
+    with pytest.raises(RuntimeError, match=message):
+        pool.allocate(2)
+
+
 DAMAGES = {
     "ref_count": lambda pool: pool.ref_counts.__setitem__(0, 0),
     "negative_ref_count": lambda pool: pool.ref_counts.__setitem__(3, -1),

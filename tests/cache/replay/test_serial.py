@@ -330,3 +330,31 @@ def test_a_policy_that_evicts_what_it_must_not_is_named(victim, given):
 def test_a_result_is_printed_with_its_hit_rate():
     result = cache.simulate(trace_of([(0, 1), (0, 1)]), policy="lru", capacity_blocks=2)
     assert "policy='lru', capacity_blocks=2, block_hit_rate=0.5" in repr(result)
+
+
+def with_import(block):
+    import math
+
+    return math.log2(block.accessed)
+
+
+def with_f_string(block):
+    return float(f"{block.accessed}")
+
+
+@pytest.mark.parametrize("priority", [with_import, with_f_string])
+def test_a_priority_that_numba_cannot_compile_runs_in_python_with_a_note(priority):
+    own = type("Own", (PriorityPolicy,), {"priority": staticmethod(priority)})()
+    trace = trace_of([(0, 1), (2, 3), (0, 1)])
+    with pytest.warns(UserWarning, match=rf"{priority.__name__} runs in Python: numba: ."):
+        result = cache.simulate(trace, policy=own, capacity_blocks=3)
+    assert not result.compiled
+    assert result.hit_blocks == cache.simulate(trace, policy="lru", capacity_blocks=3).hit_blocks
+
+
+def test_a_forgotten_staticmethod_is_reported():
+    with pytest.raises(TypeError, match=r"'Own': priority\(block\) needs @staticmethod, or self"):
+
+        class Own(PriorityPolicy):
+            def priority(block):
+                return block.accessed
