@@ -146,14 +146,17 @@ def _either(items) -> str:
     return " or ".join(map(str, items))
 
 
+def _base(dim: str) -> str:
+    """The name in "batch+1" or "rotary_dim/2"."""
+    return dim.removesuffix("+1").removesuffix("/2")
+
+
 def _size(dim: str, sizes: dict[str, int]) -> int | None:
     """Size that a dimension must have, None for any."""
     if dim.isdigit():
         return int(dim)
-    size = sizes.get(dim.removesuffix("+1").removesuffix("/2"))
-    if size is not None and dim.endswith("+1"):
-        return size + 1
-    return size // 2 if size is not None and dim.endswith("/2") else size
+    size = sizes.get(_base(dim))
+    return size if size is None else {"+1": size + 1, "/2": size // 2}.get(dim[-2:], size)
 
 
 def _fits(dim: str, actual: int, sizes: dict[str, int]) -> bool:
@@ -167,12 +170,8 @@ def _bind_shape(arg: Arg, shape: tuple[int, ...], sizes: dict[str, int]) -> None
     for dims in alternatives:
         if len(dims) == len(shape) and all(map(_fits, dims, shape, repeat(sizes))):
             for dim, actual in zip(dims, shape, strict=True):
-                if dim.endswith("+1"):
-                    sizes[dim.removesuffix("+1")] = actual - 1
-                elif dim.endswith("/2"):
-                    sizes[dim.removesuffix("/2")] = 2 * actual
-                else:
-                    sizes[dim] = actual
+                derived = {"+1": actual - 1, "/2": 2 * actual}
+                sizes[_base(dim)] = derived.get(dim[-2:], actual)
             return
 
     def wanted(dims: list[str]) -> str:

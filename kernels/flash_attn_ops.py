@@ -82,11 +82,6 @@ def _contiguous_rows(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return tensor.contiguous()
 
 
-def _limit(size: int) -> int | None:
-    """One side of a window as launch_prefill takes it: None for no limit."""
-    return None if size < 0 else size
-
-
 def _attend(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
     block_tables: torch.Tensor | None, cu_seqlens_q: torch.Tensor | None,
@@ -100,7 +95,7 @@ def _attend(
 
     cu_seqlens_q None: one query per sequence. Keys then start at slot 0, and block_tables is given.
     """
-    left, right = map(_limit, window)
+    left, right = (None if size < 0 else size for size in window)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
     if cu_seqlens_q is not None:
@@ -145,8 +140,7 @@ def flash_attn_varlen(
         sizes = _PAGED_TENSORS(*tensors, block_table)
         k_cache, v_cache, capacity = k, v, block_table.numel() * sizes.block_size
     batch = sizes.batch
-    starts_q = {"total": sizes.total_q, "max_seqlen": max_seqlen_q}
-    check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, **starts_q)
+    check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, total=sizes.total_q, max_seqlen=max_seqlen_q)
     check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, total=capacity, max_seqlen=max_seqlen_k)
     check_score_options(scale, None, softcap)
     context_lens = cu_seqlens_k.diff()
@@ -179,21 +173,11 @@ def _positions(starts: torch.Tensor, count: int) -> torch.Tensor:
     return (starts[:, None] + steps).flatten()
 
 
-def _has_dense_rows(cache: torch.Tensor) -> bool:
-    return cache.stride(0) == cache.shape[1] * cache.stride(1)
-
-
 def _append(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    tables: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    rotary: tuple[torch.Tensor, torch.Tensor] | None,
-    interleaved: bool,
-    paged: bool,
-) -> None:
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+    tables: torch.Tensor, cache_seqlens: torch.Tensor,
+    rotary: tuple[torch.Tensor, torch.Tensor] | None, interleaved: bool, paged: bool,
+) -> None:  # fmt: skip
     """Write k and v, (batch, seqlen_new, nheads_k, headdim), after the cached tokens."""
     batch, seqlen_new = k.shape[:2]
     positions = _positions(cache_seqlens, seqlen_new)
@@ -201,9 +185,10 @@ def _append(
     seq_ids = tokens if seqlen_new == 1 else tokens // seqlen_new
     slots = slot_mapping_from_positions(positions, tables, seq_ids, k_cache.shape[1])
     k, v = k.flatten(0, 1), v.flatten(0, 1)
-    if not paged and all(map(_has_dense_rows, (k_cache, v_cache))):
-        # Slot numbers are the same in blocks of one token.
-        k_cache, v_cache = (cache.flatten(0, 1)[:, None] for cache in (k_cache, v_cache))
+    caches = k_cache, v_cache
+    if not paged and all(c.stride(0) == c.shape[1] * c.stride(1) for c in caches):
+        # As blocks of one token, with the same slot numbers, all sizes of the cache compile once.
+        k_cache, v_cache = (cache.flatten(0, 1)[:, None] for cache in caches)
     if rotary is None:
         store_kvcache(k, v, k_cache, v_cache, slots)
     else:

@@ -358,11 +358,8 @@ def swap_num_programs(num_tiles: int, target: Target) -> int:
     return max(1, min(num_tiles, max(16, target.num_multiprocessors // 8)))
 
 
-def index_tile() -> FlatTile:
-    """Tokens per program of slot_mapping_from_positions."""
-    return FlatTile(elements=256, num_warps=4)
-
-
+INDEX_TILE = FlatTile(elements=256, num_warps=4)
+"""Tokens per program of slot_mapping_from_positions."""
 PROGRAMS_THAT_SAMPLE = 8
 """Programs of sample_tokens that fit one multiprocessor; tests check the compiled kernels."""
 
