@@ -20,9 +20,8 @@ import contextlib
 import importlib.util
 import itertools
 import time
-import tracemalloc
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
@@ -143,11 +142,7 @@ def run_cell(cell: ManagersCell) -> list[dict[str, Any]]:
                 partial(vllm.manager, algorithm, cell.pool_blocks, _BLOCK_SIZE)
                 for algorithm in vllm.hash_algorithms()
             ]
-    made = [_made(make) for make in makers]
-    spans: list[dict[str, list[float]]] = [defaultdict(list) for _ in made]
-    turns = [
-        (implementation, of_it) for (implementation, _), of_it in zip(made, spans, strict=True)
-    ]
+    turns = [(make(), defaultdict(list)) for make in makers]
     prompts = _prompts(np.random.default_rng(cell.seed), cell.pool_blocks)
     new_blocks = (_PROMPT_TOKENS - _PREFIX_TOKENS) // _BLOCK_SIZE
     num_filling = -(-2 * cell.pool_blocks // (new_blocks * _REQUESTS_A_TURN)) * _REQUESTS_A_TURN
@@ -161,19 +156,19 @@ def run_cell(cell: ManagersCell) -> list[dict[str, Any]]:
                     if number >= num_filling:
                         for phase, seconds in phases.items():
                             of_it[phase].append(seconds / _PROMPT_BLOCKS)
-    rows = []
-    for (implementation, pool), of_it in zip(made, spans, strict=True):
-        common = {
+    return [
+        {
             "implementation": implementation.name,
             "version": implementation.version,
             "hash_algorithm": implementation.hash_algorithm,
             "pool_blocks": cell.pool_blocks,
             "requests": cell.pool_requests,
+            "phase": phase,
+            **timing.columns("block", seconds),
         }
-        rows.append({**common, "phase": "make_pool", **pool})
-        for phase, seconds in of_it.items():
-            rows.append({**common, "phase": phase, **timing.columns("block", seconds)})
-    return rows
+        for implementation, of_it in turns
+        for phase, seconds in of_it.items()
+    ]
 
 
 def _timed(implementation, number: int, prompt: list[int]) -> dict[str, float]:
@@ -185,21 +180,6 @@ def _timed(implementation, number: int, prompt: list[int]) -> dict[str, float]:
         return implementation.phases(request)
     implementation.cycle(request)
     return {"cycle": time.perf_counter() - made, "sequence": made - begin}
-
-
-def _made(make: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
-    """The implementation; the seconds it takes to make, and the MiB that Python allocates."""
-    begin = time.perf_counter()
-    made = make()
-    seconds = time.perf_counter() - begin
-    tracemalloc.start()
-    try:
-        again = make()
-        mebibytes = tracemalloc.get_traced_memory()[0] / 2**20
-    finally:
-        tracemalloc.stop()
-    del again
-    return made, {"seconds": seconds, "mebibytes": mebibytes}
 
 
 def _prompts(generator: np.random.Generator, pool_blocks: int) -> Iterator[list[int]]:
@@ -223,23 +203,17 @@ def _named(rows: style.DataFrame) -> style.DataFrame:
 
 
 def table(rows: style.DataFrame) -> style.DataFrame:
-    """Cycle, its ratio to vLLM's with the same hash, and the cost of making the pool."""
-    key = ["name", "pool_blocks"]
+    """Median cycle of each implementation and pool, and its ratio to vLLM's with the same hash."""
     rows = _named(rows)
     cycles = rows[rows["phase"] == "cycle"].rename(columns={"us": "cycle_us_per_block"})
-    theirs = cycles[cycles["implementation"] == "vLLM"].rename(columns={"hash_algorithm": "hash"})
-    cycles = cycles.assign(hash=cycles["hash_algorithm"].map(_HASH_OF_VLLM))
-    cycles = cycles.merge(
-        theirs[["hash", "pool_blocks", "cycle_us_per_block"]],
-        on=["hash", "pool_blocks"],
-        how="left",
-        suffixes=("", "_of_vllm"),
-    )
-    ratio = cycles["cycle_us_per_block"] / cycles["cycle_us_per_block_of_vllm"]
-    ratio = ratio.where(cycles["implementation"] != "vLLM")
-    cycles = cycles.assign(ratio_to_vllm=ratio)[[*key, "cycle_us_per_block", "ratio_to_vllm"]]
-    made = rows[rows["phase"] == "make_pool"].rename(columns={"seconds": "make_pool_seconds"})
-    return cycles.merge(made[[*key, "make_pool_seconds", "mebibytes"]], on=key).sort_values(key)
+    theirs = cycles[cycles["implementation"] == "vLLM"]
+    theirs = theirs.set_index(["hash_algorithm", "pool_blocks"])["cycle_us_per_block"]
+    hashes = cycles["hash_algorithm"].map(_HASH_OF_VLLM)
+    of_vllm = [theirs.get(key) for key in zip(hashes, cycles["pool_blocks"], strict=True)]
+    ratio = cycles["cycle_us_per_block"] / np.array(of_vllm, float)
+    cycles["ratio_to_vllm"] = ratio.where(cycles["implementation"] != "vLLM")
+    columns = ["name", "pool_blocks", "cycle_us_per_block", "ratio_to_vllm"]
+    return cycles[columns].sort_values(columns[:2])
 
 
 def draw(rows: style.DataFrame) -> style.Figure:

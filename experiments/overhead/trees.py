@@ -1,8 +1,7 @@
 """Radix trees: insert, match and evict of ours, beside SGLang's Python radix cache.
 
 Prompts of 4,096 tokens, the first 1,024 shared by all, are inserted into an empty tree, looked up,
-and evicted again, prompt by prompt and in turns.  Eviction is timed twice: the tokens of one prompt
-a call, as an engine does while there are any, and everything in one call.
+and evicted again, prompt by prompt and in turns.  An eviction frees the tokens of one prompt.
 """
 
 from __future__ import annotations
@@ -28,12 +27,10 @@ _SHARED_TOKENS = 1024
 _PROMPT_TOKENS = 4096
 _VOCABULARY = 150_000
 _PROMPTS_A_TURN = 10
-_EVICTIONS_OF_ALL = 5
 _PHASES = {
     "insert": "insert",
     "match": "match",
-    "evict": "evict,\na prompt a call",
-    "evict_all": "evict,\nall in one call",
+    "evict": "evict",
 }
 """Phases of the rows, and their labels in the figure."""
 _LOOKS = {"radix": style.bar(style.RED), "SGLang": style.bar(style.BLACK)}
@@ -161,11 +158,6 @@ def _measure(trees: list[Any], prompts: list[list[Any]]) -> list[dict[str, list[
         for tree, _, span in turns:
             tokens = min(new_tokens, tree.num_tokens)
             span["evict"].append(timing.seconds_of(tree.evict, tokens))
-    for _ in range(_EVICTIONS_OF_ALL):
-        for tree, made, span in turns:
-            for prompt in made:
-                tree.insert(prompt)
-            span["evict_all"].append(timing.seconds_of(tree.evict, all_tokens) / num_prompts)
     for tree, *_ in turns:
         if tree.num_tokens:
             raise RuntimeError(f"{tree.name}: {tree.num_tokens} tokens are left")

@@ -13,9 +13,8 @@ import torch
 import cache
 from cache import ServiceModel, Trace
 from experiments import eviction_serving
-from experiments.eviction_serving import EvictionServing
+from experiments.eviction_serving import EvictionServing, service_times
 from experiments.harness import Unavailable
-from experiments.load import service_times
 from experiments.load.scaled_trace import shrink_blocks
 from experiments.load.workloads import REAL_TRACES
 

@@ -28,15 +28,12 @@ LAUNCHES = {"decode, 8 splits": 2, "shared prefix": 3, "sample": 2, "sample, gre
 @pytest.mark.slow
 def test_the_tiny_run_has_every_part_with_its_phases_and_quantiles(tiny_run, inputs):
     rows = tiny_run("overhead").rows.set_index("part")
-    timed = rows[rows["phase"] != "make_pool"]
-    assert (timed["us_p20"] <= timed["us"]).all()
-    assert (timed["us"] <= timed["us_p80"]).all()
+    assert (rows["us_p20"] <= rows["us"]).all()
+    assert (rows["us"] <= rows["us_p80"]).all()
     assert set(rows.loc["trees", "page_size"]) == {16, 1}
     of_managers = rows.loc["managers"]
     ours = of_managers[of_managers["implementation"] == "vllm_v1"]
-    assert set(ours["phase"]) == {
-        "make_pool", "sequence", "cycle", "hash", "lookup", "allocate", "free",
-    }  # fmt: skip
+    assert set(ours["phase"]) == {"sequence", "cycle", "hash", "lookup", "allocate", "free"}
     assert set(of_managers["implementation"]) >= set(managers._OURS)
     replays = rows.loc["replay"]
     references = cache.load_trace(inputs["prompts"]).num_block_references
@@ -109,7 +106,6 @@ def test_managers_are_compared_with_vllm_of_the_same_hash(monkeypatch):
     table = managers.table(rows).set_index("name")
     assert table["ratio_to_vllm"].dropna().to_dict() == {"vllm_v1 (sha256)": 0.25}
     assert {"vLLM 0.0 (sha256)", "paged"} <= set(table.index)
-    assert not table.drop(columns="ratio_to_vllm").isna().any(axis=None)
 
 
 def test_vllm_hits_what_ours_hits_and_its_scheduler_keeps_the_batch():
@@ -171,7 +167,7 @@ def test_trees_have_sglang_beside_ours(monkeypatch):
     assert list(table["phase"]) == list(trees._PHASES)
     with figures():
         (panel,) = trees.draw(rows).axes
-        assert len(panel.patches) == 8
+        assert len(panel.patches) == 6
 
 
 def test_a_tree_that_does_less_work_is_no_comparison(monkeypatch):

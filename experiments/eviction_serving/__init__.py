@@ -50,6 +50,7 @@ import cache
 from cache.serving import open_loop
 from experiments import quantiles, style
 from experiments.eviction import Policy, named_policy, policy_spec
+from experiments.eviction_serving.service_times import measure_service
 from experiments.harness import (
     Absent,
     Axis,
@@ -65,7 +66,6 @@ from experiments.harness import (
 from experiments.load import engine_models, workloads
 from experiments.load.engine_models import Model
 from experiments.load.scaled_trace import ScaledTrace, shrink_blocks
-from experiments.load.service_times import measure_service
 from experiments.load.workloads import OnTraces
 
 _NO_CACHE, _INFINITE = "no_cache", "infinite"
