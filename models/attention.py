@@ -1,12 +1,12 @@
-"""Attention of a batch of sequences over the paged KV cache, by one of three backends.
+"""Attention over the paged KV cache, by one of three backends.
 
-A backend rotates queries and keys by their positions (normalised first, with QK-norm), stores the
-keys and values of the new tokens into their slots, and then attends: a sequence may read blocks
-which another sequence of the same batch has just filled.
+A backend normalises (with QK-norm) and rotates queries and keys, stores the new keys and values
+into their slots, and then attends.  A sequence may read blocks that another sequence of the same
+batch has just filled.
 
     triton      the kernels of this repository
-    torch       plain PyTorch: quick on a CPU, and a baseline elsewhere
-    flash_attn  flash-attn, where it is installed
+    torch       plain PyTorch: fast on a CPU, a baseline elsewhere
+    flash_attn  flash-attn, if it is installed
 """
 
 from __future__ import annotations
@@ -31,45 +31,43 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """Where the tokens of a batch lie.  An argument of every layer, never global state.
+    """Layout of a batch.  An argument of every layer, never global state.
 
-    The queries of sequence i are the rows cu_seqlens_q[i] to cu_seqlens_q[i + 1] of the batch: the
-    last positions of its context_lens[i] tokens.
+    Rows cu_seqlens_q[i] to cu_seqlens_q[i + 1] are the queries of sequence i, at the last positions
+    of its context_lens[i] tokens.
     """
 
     slot_mapping: torch.Tensor
-    """(num_tokens,) int64: block_id * block_size + offset; negative: the token is not stored."""
+    """(num_tokens,) int64: block_id * block_size + offset; a negative slot stores nothing."""
     block_tables: torch.Tensor
     """(num_seqs, max_blocks) int32; entries past a sequence's last block may hold anything."""
     cu_seqlens_q: torch.Tensor
     """(num_seqs + 1,) int32: running sum of the number of queries."""
     context_lens: torch.Tensor
-    """(num_seqs,) int32: tokens whose K/V are in the cache, those of this batch included."""
+    """(num_seqs,) int32: tokens with K/V in the cache, including this batch's."""
     max_seqlen_q: int
-    """Largest number of queries of a sequence.  1 means decoding: one query each."""
+    """Largest number of queries of a sequence; 1 when decoding."""
     max_context_len: int
-    """No smaller than the largest of context_lens."""
+    """Upper bound of context_lens."""
     shared: SharedPrefixes | None = None
-    """Of a decode batch: prefixes to be read once for several sequences, where the backend can."""
+    """Prefixes that several decoding sequences read once, if the backend can."""
     parts: tuple[AttentionMetadata, ...] = ()
-    """Of a batch of both kinds, which has those with one query first: these, and the others."""
+    """The batch split by number of queries (one, few, many); empty if there is one kind."""
 
 
 class AttentionBackend(Protocol):
-    """Normalises and rotates query and key, stores key and value into the cache, then attends
-    causally over each sequence's context."""
+    """Rotates query and key, stores key and value, and attends causally over each context."""
 
     name: str
     ops: ModuleType
-    """What computes the rest of a layer: ``kernels``, or ``kernels.reference`` in plain PyTorch."""
+    """Other operations of a layer: ``kernels``, or ``kernels.reference`` in plain PyTorch."""
     has_fp8_cache: bool
     """Whether the cache may be fp8 e4m3."""
     has_cascade: bool
     """Whether it reads shared prefixes once."""
 
     def can_capture(self, block_size: int) -> bool:
-        """Whether decoding can be captured in a CUDA graph: nothing is read on the host."""
-        ...
+        """Whether a CUDA graph can capture decoding: the host reads nothing."""
 
     def __call__(
         self,
@@ -82,53 +80,40 @@ class AttentionBackend(Protocol):
         metadata: AttentionMetadata,
         layer: Attention,
     ) -> torch.Tensor:
-        """query: (num_tokens, num_q_heads, head_dim), may be mutated.  key, value: (num_tokens,
-        num_kv_heads, head_dim), any strides on the first two dimensions.  k_cache, v_cache:
-        (num_blocks, block_size, num_kv_heads, head_dim), views of one layer, mutated, in the dtype
-        of key or fp8 e4m3, which holds keys / k_scale and values / v_scale (None for 1).
-        layer: has these scales; q_norm and k_norm, over each head before the rotation (QK-norm),
-        both or neither None; and scores: their scale, the window_size (tokens that a query sees,
-        itself included; None for all) and a softcap (scores become softcap * tanh(score / softcap);
-        0 for none).  Returns query's shape.
+        """Returns attention in query's shape.
 
-        All keys and values are read from the cache, those of this batch too: what a query sees
-        does not depend on which tokens are computed together.
+        query: (num_tokens, num_q_heads, head_dim), may be mutated.
+        key, value: (num_tokens, num_kv_heads, head_dim), any strides on the first two dimensions.
+        k_cache, v_cache: (num_blocks, block_size, num_kv_heads, head_dim), views of one layer,
+            mutated, in key's dtype or fp8 e4m3, which holds keys / k_scale and values / v_scale.
+        layer: k_scale and v_scale (None for 1); q_norm and k_norm over each head (QK-norm), both or
+            neither None; and scores: scale, window_size (tokens that a query sees, itself included;
+            None for all) and softcap (scores become softcap * tanh(score / softcap); 0 for none).
+
+        All keys and values are read from the cache, so the result of a query does not depend on
+        which tokens are computed together.
         """
-        ...
 
 
-def _rope_store(
-    ops, query, key, value, rotation, k_cache, v_cache, metadata, layer, **cache_scales
-) -> None:
-    """Normalise and rotate query in place, and store such keys and values, in one launch."""
+def _rope_store(ops, query, key, value, rotation, caches, metadata, layer, **cache_scales) -> None:
+    """Rotate query in place, store rotated keys and values, in one launch."""
     norms, q_norm = {}, layer.q_norm
     if q_norm is not None:
         norms = {"q_norm_weight": q_norm.weight, "k_norm_weight": layer.k_norm.weight}
         norms |= {"norm_eps": q_norm.eps, "norm_offset": q_norm.offset}
-    ops.rope_store_kvcache(
-        query,
-        key,
-        value,
-        k_cache,
-        v_cache,
-        metadata.slot_mapping,
-        rotation.positions,
-        rotation.cos,
-        rotation.sin,
-        **norms,
-        **cache_scales,
-    )
+    angles = rotation.positions, rotation.cos, rotation.sin
+    slots = metadata.slot_mapping
+    ops.rope_store_kvcache(query, key, value, *caches, slots, *angles, **norms, **cache_scales)
 
 
 class TritonBackend:
-    """The Triton kernels: one query per sequence by the decode kernel, or that for shared prefixes,
-    all else by prefill."""
+    """The Triton kernels: decode or shared-prefix decode for single queries, else prefill."""
 
     name = "triton"
     has_fp8_cache = has_cascade = True
 
     def __init__(self) -> None:
-        import kernels  # not at the top: whether to interpret is decided by then
+        import kernels  # late: TRITON_INTERPRET is read at this import
 
         self.ops = kernels
 
@@ -137,7 +122,7 @@ class TritonBackend:
 
     def __call__(self, query, key, value, rotation, k_cache, v_cache, metadata, layer):
         caches, scales = (k_cache, v_cache), {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
-        _rope_store(self.ops, query, key, value, rotation, *caches, metadata, layer, **scales)
+        _rope_store(self.ops, query, key, value, rotation, caches, metadata, layer, **scales)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         for rows, part in _parts(metadata):
             options = {"out": out[rows], **layer.scores, **scales}
@@ -149,19 +134,14 @@ class TritonBackend:
             elif part.max_seqlen_q == 1:
                 self.ops.paged_decode_attention(*where, part.context_lens, **options)
             else:
-                self.ops.paged_prefill_attention(
-                    *where,
-                    part.cu_seqlens_q,
-                    part.context_lens,
-                    max_seqlen_q=part.max_seqlen_q,
-                    num_splits=None,
-                    **options,
-                )
+                options |= {"max_seqlen_q": part.max_seqlen_q, "num_splits": None}
+                lens = part.cu_seqlens_q, part.context_lens
+                self.ops.paged_prefill_attention(*where, *lens, **options)
         return out
 
 
 def _parts(metadata: AttentionMetadata) -> Iterator[tuple[slice, AttentionMetadata]]:
-    """Batches of one kind, and their rows: a single query would waste a tile of many."""
+    """Rows and metadata of each part of a batch: a single query would waste a tile of many."""
     if not metadata.parts:
         yield slice(None), metadata
     end = 0
@@ -171,31 +151,30 @@ def _parts(metadata: AttentionMetadata) -> Iterator[tuple[slice, AttentionMetada
 
 
 MASKED_QUERIES = 256
-"""Queries of a sequence that the torch backend masks at a time."""
+"""Queries of a sequence per mask of the torch backend."""
 
 GATHERED_BYTES = 2 << 20
-"""Most bytes of keys, in the dtype of the queries, that the torch backend gathers at a time on a
-CPU: they stay in its cache, and in memory that the allocator keeps."""
+"""Most bytes of keys that the torch backend gathers at a time on a CPU, so that they stay in its
+caches and in memory that the allocator keeps."""
 
 
 class TorchBackend:
     """PyTorch's scaled_dot_product_attention over the gathered context.
 
-    Decoding gathers what the queries of several sequences see, shorter ones padded with repetitions
-    of their last token (never with slots of others, which may hold NaN) and masked: of the whole
-    batch on a GPU, of as many as fit into a CPU's cache there.  Longer queries go sequence by
-    sequence.  Lengths are read on the host: on a GPU that synchronises.  With a softcap the scores
-    are computed one by one, as PyTorch's attention has none.
+    Decoding gathers the contexts of several sequences: all of them on a GPU, as many as fit into
+    the caches on a CPU.  Shorter contexts are padded with their last token (other slots may hold
+    NaN) and masked.  Prompts are computed sequence by sequence.  Lengths are read on the host,
+    which synchronises a GPU.  Softcapped scores are computed explicitly.
     """
 
     name = "torch"
     has_fp8_cache, has_cascade = True, False
 
     def __init__(self) -> None:
-        from kernels import reference  # not at the top: whether to interpret is decided by then
+        from kernels import reference  # late: TRITON_INTERPRET is read at this import
 
         self.ops = reference
-        self._rotation: Rotation | None = None  # made anew for each forward pass
+        self._rotation: Rotation | None = None  # a new object in each forward pass
         self._metadata: AttentionMetadata | None = None
         self._known: dict[Hashable, Any] = {}
 
@@ -203,7 +182,7 @@ class TorchBackend:
         return False
 
     def _once(self, key: Hashable, compute: Callable[[], Any]) -> Any:
-        """What depends on the batch alone, computed by the first layer that asks."""
+        """A value that is the same in all layers, computed in the first one."""
         if key not in self._known:
             self._known[key] = compute()
         return self._known[key]
@@ -221,7 +200,7 @@ class TorchBackend:
         if stored is not None:
             key, value = key[stored], value[stored]
         for cache, new in ((k_cache, key), (v_cache, value)):
-            if cache.itemsize == 1:  # fp8, of which PyTorch copies the bytes only
+            if cache.itemsize == 1:  # index_copy_ has no fp8: copy the bytes
                 cache, new = cache.view(torch.uint8), new.view(torch.uint8)
             cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, new)
         caches = (k_cache, k_scale), (v_cache, v_scale)
@@ -243,7 +222,7 @@ class TorchBackend:
     def _decode(self, query, caches, gathers, *, window_size, **scores):
         num_kv_heads, head_dim = caches[0][0].shape[2:]
         out = torch.zeros_like(query, memory_format=torch.contiguous_format)
-        # The query heads of a group are rows of one query matrix: no copy of K and V per head.
+        # Query heads of a group are rows of one matrix, so K and V are not copied per head.
         queries = query.unflatten(1, (num_kv_heads, -1))
         for some, slots, seen, empty in gathers:
             rows = (cache.flatten(0, 1).index_select(0, slots.flatten()) for cache, _ in caches)
@@ -285,7 +264,7 @@ class TorchBackend:
 
 
 def _stored(slot_mapping: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """The rows that are stored, None for all, and their slots."""
+    """Rows to store (None for all) and their slots."""
     if not bool((slot_mapping < 0).any()):
         return None, slot_mapping
     stored = (slot_mapping >= 0).nonzero().squeeze(1)
@@ -295,10 +274,11 @@ def _stored(slot_mapping: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tens
 def _gathers(
     metadata: AttentionMetadata, block_size: int, window_size: int | None, limit: float
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | None, torch.Tensor | None]]:
-    """What the queries of a decode batch see, in runs of up to ``limit`` tokens.
+    """Slots that the queries of a decode batch see, in runs of up to ``limit`` tokens.
 
-    Yields some sequences; the slots of their tokens, (num_seqs, longest); where these are theirs,
-    (num_seqs, 1, 1, longest), None for everywhere; which have none, (num_seqs,), None for no one.
+    Yields a slice of sequences; their slots, (num_seqs, longest); the mask of slots that are not
+    padding, (num_seqs, 1, 1, longest), None if there is no padding; and the mask of sequences
+    without tokens, (num_seqs,), None if there are none.
     """
     ends = metadata.context_lens.long()
     begins = torch.zeros_like(ends) if window_size is None else (ends - window_size).clamp(0)
@@ -318,8 +298,8 @@ def _gathers(
 
 
 def padded_runs(lengths: list[int], limit: float) -> Iterator[slice]:
-    """Cut a batch into runs of sequences that, each padded to the longest of its run, have up to
-    ``limit`` tokens in all; a longer sequence is a run of its own."""
+    """Cut a batch into runs of sequences of up to ``limit`` tokens, padding included; a longer
+    sequence is its own run."""
     first, longest = 0, 0
     for index, length in enumerate(lengths):
         longest = max(longest, length)
@@ -337,13 +317,13 @@ def _attend_causally(
     window_size: int | None = None,
     **scores,
 ) -> torch.Tensor:
-    """Attention of the last positions of a sequence, which see themselves and what came before.
+    """Causal attention of the last positions of a sequence; returns queries' shape.
 
     queries: (1, num_q_heads, num_queries, head_dim).  keys, values: (1, num_kv_heads, num_keys,
-    head_dim), those of the last num_keys positions.  Returns queries' shape.
+    head_dim), of the last num_keys positions.
 
-    Behind a cached prefix causality takes a mask, and what it hides is computed all the same.  So
-    a slice of the queries at a time attends to no more than its first and its last may see.
+    Behind a cached prefix PyTorch needs a mask, and computes masked scores too.  So queries attend
+    in slices, each to the keys between the first and the last that it may see.
     """
     num_queries, num_keys = queries.shape[2], keys.shape[2]
     num_before = num_keys - num_queries
@@ -393,11 +373,11 @@ class FlashAttnBackend:
     """flash-attn's paged kernels.
 
     Args:
-        module: what offers ``flash_attn_with_kvcache`` and ``flash_attn_varlen_func``; flash-attn
-            itself by default.  ImportError if it is not installed.
+        module: has ``flash_attn_with_kvcache`` and ``flash_attn_varlen_func``; flash-attn by
+            default.  Raises ImportError if it is not installed.
 
-    flash-attn 2 takes only block sizes that are multiples of 256.  With others the context is
-    gathered into contiguous memory before each call.
+    flash-attn 2 needs block sizes that are multiples of 256.  For other sizes the context is copied
+    into pages of 256 tokens before each call.
     """
 
     name = "flash_attn"
@@ -412,46 +392,36 @@ class FlashAttnBackend:
                 raise ImportError(
                     f"attention_backend='flash_attn' needs the package flash-attn: {error}"
                 ) from error
-        import kernels  # not at the top: whether to interpret is decided by then
+        import kernels  # late: TRITON_INTERPRET is read at this import
 
         self._flash_attn, self.ops = module, kernels
 
     def can_capture(self, block_size):
-        # The copy of the context would be made for the longest one there may be, in every layer.
+        # A graph would copy the longest possible context in every layer.
         return block_size % self.page_multiple == 0
 
     def __call__(self, query, key, value, rotation, k_cache, v_cache, metadata, layer):
         options, window_size = layer.scores | {"causal": True}, layer.scores["window_size"]
         options["softmax_scale"] = options.pop("scale")
         options["window_size"] = (-1, -1) if window_size is None else (window_size - 1, 0)
-        _rope_store(self.ops, query, key, value, rotation, k_cache, v_cache, metadata, layer)
+        _rope_store(self.ops, query, key, value, rotation, (k_cache, v_cache), metadata, layer)
         block_tables = metadata.block_tables
         if k_cache.shape[1] % self.page_multiple:
             k_cache, v_cache, block_tables = self._repage(k_cache, v_cache, metadata)
         if metadata.max_seqlen_q == 1:
-            out = self._flash_attn.flash_attn_with_kvcache(
-                query[:, None],
-                k_cache,
-                v_cache,
-                cache_seqlens=metadata.context_lens,
-                block_table=block_tables,
-                **options,
-            )
-            return out[:, 0]
+            return self._flash_attn.flash_attn_with_kvcache(
+                query[:, None], k_cache, v_cache,
+                cache_seqlens=metadata.context_lens, block_table=block_tables, **options,
+            )[:, 0]  # fmt: skip
+        cu_seqlens_k = F.pad(metadata.context_lens.cumsum(0, dtype=torch.int32), (1, 0))
         return self._flash_attn.flash_attn_varlen_func(
-            query,
-            k_cache,
-            v_cache,
-            cu_seqlens_q=metadata.cu_seqlens_q,
-            cu_seqlens_k=F.pad(metadata.context_lens.cumsum(0, dtype=torch.int32), (1, 0)),
-            max_seqlen_q=metadata.max_seqlen_q,
-            max_seqlen_k=metadata.max_context_len,
-            block_table=block_tables,
-            **options,
-        )
+            query, k_cache, v_cache, block_table=block_tables,
+            cu_seqlens_q=metadata.cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=metadata.max_seqlen_q, max_seqlen_k=metadata.max_context_len, **options,
+        )  # fmt: skip
 
     def _repage(self, k_cache, v_cache, metadata):
-        """The batch's context copied into pages of page_multiple tokens, and their table."""
+        """Copies of the batch's context in pages of page_multiple tokens, and their table."""
         block_size = k_cache.shape[1]
         block_tables = metadata.block_tables.long()
         num_seqs, max_blocks = block_tables.shape
@@ -477,7 +447,7 @@ BACKENDS: dict[str, type[AttentionBackend]] = {
 
 
 def make_backend(name: str | None, device: torch.device) -> AttentionBackend:
-    """The backend ``name``, or the usual one of ``device``: triton on a GPU, torch on a CPU.
+    """The backend ``name``; None for the default: triton on a GPU, torch on a CPU.
 
     Raises ValueError for an unknown name and for a backend that cannot run on ``device``,
     ImportError for flash_attn where it is not installed.

@@ -1,8 +1,8 @@
-"""Sequences of a decode batch whose K/V begin with the same blocks, which are read once for all.
+"""Groups of decoding sequences that share leading blocks, which are read once per group.
 
-What kernels/shared_prefix_decode_attention.py computes (Hydragen, Juravsky et al., 2024; vLLM's
-cascade attention, which knows one prefix of the whole batch).  Prefixes are told from the block
-tables alone, so that prefix hits, forks and beams are all the same.
+The inputs of kernels/shared_prefix_decode_attention.py (Hydragen, Juravsky et al., 2024; vLLM's
+cascade attention has one prefix for the whole batch).  Prefixes are found in the block tables, so
+prefix hits, forks and beams are treated alike.
 """
 
 from __future__ import annotations
@@ -15,40 +15,39 @@ import numpy as np
 import torch
 
 CASCADE_BYTES = 16 << 20
-"""K/V that a layer must not read again for its two further launches to pay: what an H100 reads in
-5 µs at 3.35 TB/s.  Modelled, not measured."""
+"""Bytes of K/V saved per layer that pay for its two further launches: an H100 reads them in 5 µs at
+3.35 TB/s.  Modelled, not measured."""
 
 GRAPH_BYTES = 256 << 20
-"""The same where the batch would be replayed from a CUDA graph otherwise, which cannot follow the
-groups: about 80 µs, the nine launches of a layer."""
+"""The same if the batch could otherwise be replayed from a CUDA graph: about 80 µs, the nine
+launches of a layer."""
 
 Group = tuple[list[int], int]
 """Rows of a batch, and the number of leading blocks that they share."""
 
 
 class SharedPrefixes(NamedTuple):
-    """A decode batch, the sequences of a group side by side: as arguments of
-    ``shared_prefix_decode_attention``, all int32."""
+    """Arguments of ``shared_prefix_decode_attention``, all int32; groups are side by side."""
 
     prefix_block_tables: np.ndarray | torch.Tensor
     """(num_groups, max_prefix_blocks)."""
     prefix_lens: np.ndarray | torch.Tensor
-    """(num_groups,): tokens; 0 for those that share nothing, the last group."""
+    """(num_groups,): tokens; 0 for the last group, if its sequences share nothing."""
     group_offsets: np.ndarray | torch.Tensor
     """(num_groups + 1,): the first sequence of each group."""
     suffix_block_tables: np.ndarray | torch.Tensor
     """(num_seqs, max_suffix_blocks)."""
     suffix_lens: np.ndarray | torch.Tensor
-    """(num_seqs,): tokens behind the prefix."""
+    """(num_seqs,): tokens after the prefix."""
 
 
 def prefix_groups(
     tables: Sequence[np.ndarray], context_lens: np.ndarray, block_size: int
 ) -> list[Group]:
-    """Groups of the sequences whose tables, (num_blocks,) each, begin alike.
+    """Group sequences by the first block of their tables, (num_blocks,) each.
 
-    Those with the same first block are one group, which shares what all of them have in common.  A
-    token of each is left over.
+    A group shares the leading blocks that all its tables have in common, but never all tokens of a
+    sequence: at least one is left for the suffix.
     """
     by_first: defaultdict[int, list[int]] = defaultdict(list)
     for row, table in enumerate(tables):
@@ -66,17 +65,17 @@ def prefix_groups(
 def cascade_pays(
     groups: Sequence[Group], *, block_bytes: int, replaces_graph: bool = False
 ) -> bool:
-    """Whether reading each prefix once spares enough: (sharers - 1) x prefix over all groups.
+    """Whether reading each prefix once saves enough: (sharers - 1) x prefix over all groups.
 
-    block_bytes: K and V of a block in one layer.
+    block_bytes: bytes of K and V of a block in one layer.
     """
     spared = sum((len(rows) - 1) * num_blocks for rows, num_blocks in groups) * block_bytes
     return bool(groups) and spared >= (GRAPH_BYTES if replaces_graph else CASCADE_BYTES)
 
 
 def group_rows(groups: Sequence[Group], num_seqs: int) -> tuple[list[int], list[Group]]:
-    """An order of ``num_seqs`` rows in which groups are side by side, and the groups in that order,
-    among them the others, which share nothing."""
+    """Order ``num_seqs`` rows by group; returns the order, and the groups with, last, the rows that
+    share nothing."""
     grouped = {row for rows, _ in groups for row in rows}
     others = [row for row in range(num_seqs) if row not in grouped]
     groups = [*groups, (others, 0)] if others else list(groups)
@@ -86,7 +85,7 @@ def group_rows(groups: Sequence[Group], num_seqs: int) -> tuple[list[int], list[
 def split_tables(
     groups: Sequence[Group], block_tables: np.ndarray, context_lens: np.ndarray, block_size: int
 ) -> SharedPrefixes:
-    """Arrays for ``groups`` that lie side by side, from (num_seqs, max_blocks) and (num_seqs,)."""
+    """Split tables, (num_seqs, max_blocks), and lengths, (num_seqs,), of groups side by side."""
     sizes, widths = (np.array(part) for part in zip(*((len(r), n) for r, n in groups), strict=True))
     offsets = np.concatenate(([0], sizes.cumsum()))
     heads = block_tables[offsets[:-1], : widths.max()]

@@ -1,8 +1,7 @@
 """Decoding replayed from CUDA graphs: one launch for all kernels of a step.
 
-A graph is captured for some batch sizes; a batch runs on the next larger one.  The rows that it
-does not fill are padding, with negative slots and contexts of length 0: they store nothing, attend
-to nothing, and cost little.
+Graphs exist for some batch sizes; a batch uses the next larger one.  Padding rows have negative
+slots and contexts of length 0: they store nothing and attend to nothing.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ import torch
 from models.attention import AttentionMetadata
 from models.decoder import CausalLM
 
-_WARM_UPS = 2  # compile, and fill lazily made workspaces, before the capture
+_WARM_UPS = 2  # they compile kernels and allocate workspaces before the capture
 
 
 class DecodeGraphs:
     """The decode step of a model for batches of up to ``max_num_seqs`` sequences.
 
     Args:
-        kv_cache: of the model; the graphs read and write it where it lies.
+        kv_cache: the model's cache, which the graphs read and write in place.
         max_blocks: most blocks of a sequence: the width of the block tables.
-        capture: turns a function without arguments, which reads and writes fixed tensors, into one
-            that repeats its work; a CUDA graph by default.
+        capture: turns a function that reads and writes fixed tensors into one that repeats its
+            work; a CUDA graph by default.
     """
 
     def __init__(
@@ -56,19 +55,19 @@ class DecodeGraphs:
         self._hidden = torch.zeros(largest, hidden_size, dtype=weight.dtype, device=device)
         self._max_context_len = max_blocks * kv_cache.shape[3]
         self._pool: tuple[int, int] | None = None
-        # The largest first: the smaller ones then fit into its memory pool.
+        # The largest first, so that the others fit into its memory pool.
         capture = capture or self._capture_cuda_graph
         self._replays = {size: capture(self._step(size)) for size in reversed(self.batch_sizes)}
 
     def fits(self, metadata: AttentionMetadata) -> bool:
-        """Whether the batch is one of decoding only, by one kernel, of a size that was captured."""
+        """Whether the batch only decodes, shares no prefix, and is small enough."""
         is_decode = metadata.max_seqlen_q == 1 and metadata.shared is None
         return is_decode and len(metadata.context_lens) <= self.batch_sizes[-1]
 
     def run(
         self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor:
-        """Hidden states of a batch that fits, (batch, hidden_size), until the next call."""
+        """Hidden states, (batch, hidden_size), valid until the next call."""
         batch = len(token_ids)
         size = self.batch_sizes[bisect.bisect_left(self.batch_sizes, batch)]
         self._token_ids[:batch].copy_(token_ids)

@@ -1,4 +1,4 @@
-"""How much memory there is for the KV cache beside the model and its largest batch."""
+"""Memory that is left for the KV cache beside the model and its largest batch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from models.decoder import CausalLM
 from models.runner import make_kv_cache
 from models.sampler import Sampler
 
-_CGROUP = Path("/sys/fs/cgroup")  # of this process, as a container sees it
+_CGROUP = Path("/sys/fs/cgroup")  # this process's group, inside a container
 
 
 def available_host_bytes() -> int:
-    """Memory that new allocations can have without swapping, as far as the kernel can tell; in a
-    container with a limit (cgroup v2), no more than that leaves."""
+    """Linux's estimate of memory available without swapping, at most what the limit of a container
+    (cgroup v2) leaves."""
     kilobytes = _fields(Path("/proc/meminfo"))["MemAvailable:"]
     available = kilobytes * 1024
     try:
@@ -37,11 +37,9 @@ def _fields(path: Path) -> dict[str, int]:
 
 @torch.inference_mode()
 def profile_peak_bytes(model: CausalLM, *, num_seqs: int, **batch: Any) -> int:
-    """Most bytes in use on the GPU for the largest batch that the model may meet.
+    """Peak of bytes in use on the GPU for ``run_largest_batch`` and top-p sampling of its rows.
 
-    The batch is that of ``run_largest_batch``, with next tokens by top-p sampling, which sorts the
-    logits.  Memory that other processes hold counts as well; that of CUDA graphs, captured later,
-    does not.
+    Memory of other processes counts; CUDA graphs, which are captured later, do not.
     """
     device = model.model.embed_tokens.weight.device
     torch.cuda.empty_cache()
@@ -65,11 +63,10 @@ def run_largest_batch(
     block_size: int,
     kv_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Compute num_tokens tokens of as few sequences of up to max_model_len as hold them, and
-    num_seqs rows of logits, without storing K/V: the cache has a single block, which every table
-    repeats.
+    """Compute num_tokens tokens, in sequences of max_model_len, and num_seqs rows of logits.
 
-    kv_dtype: of the cache; the model's if None.
+    No K/V is stored: the cache has one block, which all tables repeat.
+    kv_dtype: dtype of the cache; the model's if None.
     """
     device = model.model.embed_tokens.weight.device
     lengths = [max_model_len] * (num_tokens // max_model_len)

@@ -1,8 +1,8 @@
-"""Tensor parallelism: which part of every matrix a rank holds, and the collectives that join them.
+"""Tensor parallelism: the part of every matrix that a rank holds, and the collectives.
 
-The layout of Megatron-LM (Shoeybi et al., 2019): the matrices that widen (QKV, gate and up, the
-embedding by vocabulary) are split by output, those that narrow (attention output, down) by input,
-so that each half of a layer needs a single all-reduce.
+The layout of Megatron-LM (Shoeybi et al., 2019).  QKV, gate and up projections and the vocabulary
+are split by output, attention output and down projections by input, so that attention and MLP
+need one all-reduce each.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """This process's place among the ``size`` ranks that compute one model together.
+    """This process's rank among the ``size`` ranks of a model.
 
     ``group`` is a torch.distributed process group, None for the default one.  With size 1 the
     collectives do nothing and torch.distributed need not be initialised.
@@ -31,13 +31,13 @@ class TensorParallel:
             raise ValueError(f"rank={self.rank}, size={self.size}: needs 0 <= rank < size")
 
     def share(self, count: int, what: str, *, repeat: bool = False) -> range:
-        """The contiguous part of ``count`` items that this rank holds.
+        """This rank's contiguous part of ``count`` items.
 
-        repeat: where there are fewer items than ranks, several ranks may hold the same one.  For
-            KV heads; of what the ranks' outputs are summed over, each part must be one rank's.
+        repeat: with fewer items than ranks, several ranks hold the same item.  For KV heads; not
+            for dimensions that an all-reduce sums over.
 
-        Raises ValueError, naming ``what`` is split, unless count is divisible by size (or size by
-        count, with ``repeat``).
+        Raises ValueError, naming ``what``, unless size divides count (or count divides size, with
+        ``repeat``).
         """
         if count % self.size == 0:
             each = count // self.size
@@ -62,7 +62,7 @@ class TensorParallel:
         return torch.cat(parts, dim=-1)
 
     def least(self, value: int, device: torch.device) -> int:
-        """The least of the ranks' values; ``device`` is where the group communicates."""
+        """The smallest of the ranks' values; ``device`` is the group's device."""
         if self.size == 1:
             return value
         least = torch.tensor(value, device=device)
@@ -76,10 +76,10 @@ def is_distributed() -> bool:
 
 
 def join_tensor_parallel(size: int, device: torch.device) -> TensorParallel:
-    """This process's place in a group of ``size`` that torchrun started (or that is initialised).
+    """Join a group of ``size`` ranks that torchrun started or that is initialised.
 
-    All ranks then run the same program on the same requests: they schedule alike, and compute their
-    parts of every layer.  Raises ValueError if there are not ``size`` ranks.
+    All ranks run the same program on the same requests, so they schedule alike.  Raises ValueError
+    if the group has another size.
     """
     if size == 1:
         return TensorParallel()
@@ -90,7 +90,7 @@ def join_tensor_parallel(size: int, device: torch.device) -> TensorParallel:
                 f"torchrun --nproc-per-node {size}, or use models.workers.start_workers"
             )
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        atexit.register(_leave)  # gloo aborts a process that ends without
+        atexit.register(_leave)  # otherwise gloo aborts the process at its end
     if dist.get_world_size() != size:
         raise ValueError(
             f"tensor_parallel_size={size}: torch.distributed has {dist.get_world_size()} ranks"
