@@ -1,4 +1,4 @@
-"""What a decoder looks like: ModelConfig, read from a Hugging Face config.json."""
+"""ModelConfig: shape and constants of a decoder, read from a Hugging Face config.json."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torc
 
 
 class UnsupportedModel(ValueError):
-    """A checkpoint that asks for something these decoders do not do."""
+    """A checkpoint that needs a feature these decoders do not have."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What distinguishes the decoders of one architecture, besides the fields of config.json."""
+    """Properties of an architecture that are not fields of its config.json."""
 
     defaults: Mapping[str, Any]
-    """Values of fields that a config.json of this architecture may leave out."""
+    """Values of fields that config.json may leave out."""
     qk_norm: bool = False
     """RMSNorm over head_dim on each query and key head, before RoPE."""
     output_bias: bool = True
-    """``attention_bias`` is for the output projection, too."""
+    """``attention_bias`` includes the output projection."""
     unit_offset_norms: bool = False
     """Weights of norms are stored as differences from 1."""
     sandwich_norms: bool = False
-    """Attention and MLP have a norm behind them as well."""
+    """Attention and MLP also have a norm after them."""
     scaled_embeddings: bool = False
     """Embeddings are multiplied by sqrt(hidden_size)."""
     has_window: Callable[[Mapping[str, Any], int], bool] | None = None
-    """Whether a layer attends to a window where a config.json has no layer_types; None: never."""
+    """Whether a layer has a window if config.json has no layer_types; None: never."""
 
 
 _DEFAULTS = {
@@ -63,34 +63,26 @@ FAMILIES: dict[str, Family] = {
     ),
     "Qwen2ForCausalLM": Family(
         defaults=_DEFAULTS | {"attention_bias": True},
-        output_bias=False,
-        has_window=_from_max_window_layers,
+        output_bias=False, has_window=_from_max_window_layers,
     ),
     "Qwen3ForCausalLM": Family(
         defaults=_DEFAULTS | {"head_dim": 128}, qk_norm=True, has_window=_from_max_window_layers
     ),
     "Gemma2ForCausalLM": Family(
-        defaults=_DEFAULTS
-        | {
-            "max_position_embeddings": 8192,
-            "head_dim": 256,
-            "tie_word_embeddings": True,
-            "hidden_act": "gelu_pytorch_tanh",
+        defaults=_DEFAULTS | {
+            "max_position_embeddings": 8192, "head_dim": 256, "sliding_window": 4096,
+            "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh",
             "query_pre_attn_scalar": 256,
-            "attn_logit_softcapping": 50.0,
-            "final_logit_softcapping": 30.0,
-            "sliding_window": 4096,
+            "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
         },
-        unit_offset_norms=True,
-        sandwich_norms=True,
-        scaled_embeddings=True,
+        unit_offset_norms=True, sandwich_norms=True, scaled_embeddings=True,
         has_window=lambda fields, layer: layer % 2 == 0,
     ),
-}
-"""Architectures by the name that config.json gives them.  Llama includes SmolLM2, Qwen2 Qwen2.5."""
+}  # fmt: skip
+"""Architectures by their names in config.json.  Llama includes SmolLM2, and Qwen2 Qwen2.5."""
 
 _OFF_IF_NULL = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
-"""Fields whose null does not stand for the default."""
+"""Fields where null means off, not the default."""
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
@@ -112,15 +104,15 @@ _ROPE_FIELDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How RoPE's frequencies are stretched for contexts beyond those of pre-training.
+    """Scaling of RoPE's frequencies for contexts longer than in pre-training.
 
     ``linear`` divides every frequency by ``factor`` (position interpolation).  ``llama3`` (Llama
-    3.1) divides those whose wavelength exceeds ``original_max_position_embeddings /
-    low_freq_factor``, keeps those below ``original_max_position_embeddings / high_freq_factor``
-    and blends in between.  ``yarn`` (Peng et al., 2023) keeps the pairs that turn more than
-    ``beta_fast`` times in the original context, divides those that turn less than ``beta_slow``
-    times, blends in between by the index of the pair (whole indices with ``truncate``), and
-    multiplies sines and cosines by ``attention_factor``.
+    3.1) divides frequencies with wavelengths above ``original_max_position_embeddings /
+    low_freq_factor``, keeps wavelengths below ``original_max_position_embeddings /
+    high_freq_factor`` and blends in between.  ``yarn`` (Peng et al., 2023) keeps pairs that turn
+    more than ``beta_fast`` times in the original context, divides pairs that turn less than
+    ``beta_slow`` times, blends in between by the pair's index (whole indices with ``truncate``),
+    and multiplies sines and cosines by ``attention_factor``.
     """
 
     rope_type: str
@@ -137,18 +129,11 @@ class RopeScaling:
     def __post_init__(self) -> None:
         if self.rope_type not in _ROPE_FIELDS:
             raise UnsupportedModel(
-                f"rope_type={self.rope_type!r}: these decoders know default, "
-                f"{', '.join(_ROPE_FIELDS)}"
+                f"rope_type={self.rope_type!r}: choose from default, {', '.join(_ROPE_FIELDS)}"
             )
-        _need_numbers(
-            self,
-            "factor",
-            "low_freq_factor",
-            "high_freq_factor",
-            "original_max_position_embeddings",
-            "beta_fast",
-            "beta_slow",
-        )
+        low_high = (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast"))
+        _need_numbers(self, "factor", "original_max_position_embeddings", *low_high[0])
+        _need_numbers(self, *low_high[1])
         if self.attention_factor is None:
             yarn = self.rope_type == "yarn"
             factor = 0.1 * math.log(max(1, self.factor)) + 1 if yarn else 1.0
@@ -156,7 +141,7 @@ class RopeScaling:
         _need_numbers(self, "attention_factor")
         if not self.factor >= 1:
             raise ValueError(f"factor={self.factor!r}: RoPE is stretched by a factor of 1 or more")
-        for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+        for low, high in low_high:
             if not getattr(self, low) < getattr(self, high):
                 raise ValueError(
                     f"{low}={getattr(self, low)!r}, {high}={getattr(self, high)!r}: needs "
@@ -166,9 +151,9 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Shape and constants of a decoder.  Sizes are those of the whole model, not of one rank.
+    """Shape and constants of a decoder; sizes of the whole model, not of one rank.
 
-    Raises ValueError naming the field for sizes that do not fit together.
+    Raises ValueError, naming the field, for sizes that do not fit together.
     """
 
     architecture: str = "LlamaForCausalLM"
@@ -188,11 +173,11 @@ class ModelConfig:
     """Biases on the Q, K, V and, but for Qwen2, the output projections."""
     mlp_bias: bool = False
     hidden_act: str = "silu"
-    """What gates the MLP: one of ACTIVATIONS."""
+    """Activation of the MLP's gate, one of ACTIVATIONS."""
     windows: tuple[int | None, ...] = ()
-    """Tokens that a query sees, itself included, by layer; None, and the empty tuple, for all."""
+    """Tokens that a query sees, itself included, per layer; None or an empty tuple for all."""
     attention_scale: float | None = None
-    """Of the scores; None for head_dim ** -0.5."""
+    """Scale of the scores; None for head_dim ** -0.5."""
     attention_softcap: float = 0.0
     """Scores become softcap * tanh(score / softcap); 0 for none."""
     final_softcap: float = 0.0
@@ -210,15 +195,9 @@ class ModelConfig:
                 f"architecture {self.architecture!r} is unknown; choose from {', '.join(FAMILIES)}"
             )
         for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_layers",
-            "num_q_heads",
-            "num_kv_heads",
-            "head_dim",
-            "max_position_embeddings",
-        ):
+            "vocab_size", "hidden_size", "intermediate_size", "num_layers",
+            "num_q_heads", "num_kv_heads", "head_dim", "max_position_embeddings",
+        ):  # fmt: skip
             at_least(1, name, getattr(self, name))
         if self.num_q_heads % self.num_kv_heads:
             raise ValueError(
@@ -235,7 +214,7 @@ class ModelConfig:
                 _need_numbers(self, name)
         if self.hidden_act not in ACTIVATIONS:
             raise UnsupportedModel(
-                f"hidden_act={self.hidden_act!r}: these decoders know {', '.join(ACTIVATIONS)}"
+                f"hidden_act={self.hidden_act!r}: choose from {', '.join(ACTIVATIONS)}"
             )
         if self.windows and len(self.windows) != self.num_layers:
             raise ValueError(f"windows: {len(self.windows)} for num_layers={self.num_layers}")
@@ -249,7 +228,7 @@ class ModelConfig:
 
     @property
     def sliding_window(self) -> int | None:
-        """Tokens that a query sees in the layer where it sees most; None for all."""
+        """Largest window of any layer; None if a layer sees all tokens."""
         return None if not self.windows or None in self.windows else max(self.windows)
 
     @property
@@ -259,22 +238,19 @@ class ModelConfig:
     def kv_block_bytes(
         self, block_size: int, dtype: torch.dtype, *, tensor_parallel_size: int = 1
     ) -> int:
-        """Bytes of one block of ``block_size`` tokens on one rank: K and V of all layers."""
+        """Bytes of K and V of all layers for one block of ``block_size`` tokens on one rank."""
         return block_bytes(
-            block_size=block_size,
-            num_layers=self.num_layers,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            dtype_bytes=dtype.itemsize,
-            tensor_parallel_size=tensor_parallel_size,
-        )
+            block_size=block_size, num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads, head_dim=self.head_dim,
+            dtype_bytes=dtype.itemsize, tensor_parallel_size=tensor_parallel_size,
+        )  # fmt: skip
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:
-        """Read ``config.json``; end-of-text tokens also from ``generation_config.json``, if any.
+        """Read ``config.json``, and end-of-text tokens from ``generation_config.json`` if present.
 
-        Raises FileNotFoundError if there is no such folder or file, UnsupportedModel for what
-        these decoders do not do, ValueError for what is malformed; each names the file.
+        Raises FileNotFoundError for a missing folder or file, UnsupportedModel for a feature these
+        decoders do not have, ValueError for malformed fields; each names the file.
         """
         folder = Path(folder)
         if not folder.is_dir():
@@ -288,16 +264,14 @@ class ModelConfig:
                 fields["eos_token_id"] = eos
         try:
             return cls.from_dict(fields)
-        except UnsupportedModel as error:
-            raise UnsupportedModel(f"{path}: {error}") from None
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
+        except ValueError as error:  # or UnsupportedModel
+            raise type(error)(f"{path}: {error}") from None
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> ModelConfig:
-        """Translate the fields of a Hugging Face config.json, of transformers 4 or 5.
+        """Translate the fields of a config.json of transformers 4 or 5.
 
-        Raises UnsupportedModel and ValueError as the class does, also for a missing field.
+        Raises UnsupportedModel and ValueError, also for a missing field.
         """
         architecture = _architecture(fields)
         get = dict(FAMILIES[architecture].defaults) | {
@@ -315,35 +289,34 @@ class ModelConfig:
         num_q_heads = need("num_attention_heads")
         hidden_size = need("hidden_size")
         rope_theta, rope_scaling = _rope(get)
+        same_names = (
+            "vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings",
+            "rms_norm_eps", "tie_word_embeddings",
+        )  # fmt: skip
+        same = {name: need(name) for name in same_names}
+        optional = ("attention_bias", "mlp_bias", "initializer_range")
+        same |= {name: get[name] for name in optional if name in get}
         return cls(
+            **same,
             architecture=architecture,
-            vocab_size=need("vocab_size"),
-            hidden_size=hidden_size,
-            intermediate_size=need("intermediate_size"),
             num_layers=need("num_hidden_layers"),
             num_q_heads=num_q_heads,
             num_kv_heads=get.get("num_key_value_heads", num_q_heads),
             head_dim=get["head_dim"] if "head_dim" in get else _head_dim(hidden_size, num_q_heads),
-            max_position_embeddings=need("max_position_embeddings"),
-            rms_norm_eps=need("rms_norm_eps"),
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
-            tie_word_embeddings=need("tie_word_embeddings"),
-            attention_bias=get.get("attention_bias", False),
-            mlp_bias=get.get("mlp_bias", False),
             hidden_act=get.get("hidden_activation", get["hidden_act"]),
             windows=_windows(get, FAMILIES[architecture]),
             attention_scale=_attention_scale(get),
             attention_softcap=get.get("attn_logit_softcapping") or 0.0,
             final_softcap=get.get("final_logit_softcapping") or 0.0,
-            initializer_range=get.get("initializer_range", 0.02),
             dtype=_dtype(get),
             eos_token_ids=_token_ids("eos_token_id", get.get("eos_token_id", [])),
         )
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """A file of a checkpoint.  FileNotFoundError and ValueError name it."""
+    """Read a JSON file of a checkpoint.  FileNotFoundError and ValueError name it."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -378,7 +351,7 @@ _LAYER_TYPES = {"full_attention": False, "sliding_attention": True}
 
 
 def _windows(fields: Mapping[str, Any], family: Family) -> tuple[int | None, ...]:
-    """Tokens that a query sees in each layer; empty if no layer has a window."""
+    """Window of each layer; empty if no layer has one."""
     num_layers = at_least(1, "num_hidden_layers", fields["num_hidden_layers"])
     types = fields.get("layer_types")
     if types is not None:
@@ -425,9 +398,10 @@ def _head_dim(hidden_size: int, num_q_heads: int) -> int:
 
 
 def _rope(fields: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """RoPE's base and scaling: fields of their own until transformers 5, then one object.
+    """RoPE's base and scaling: separate fields in transformers 4, one object in transformers 5.
 
-    Of the two names for that object transformers prefers rope_scaling, and so do we."""
+    If both names of the object are present, rope_scaling wins, as in transformers.
+    """
     parameters = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     if not isinstance(parameters, Mapping):
         raise ValueError(f"field 'rope_scaling': expected a JSON object, got {parameters!r}")

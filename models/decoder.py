@@ -1,8 +1,8 @@
-"""The decoder of all families: layers of grouped-query attention and a gated MLP behind norms.
+"""The decoder of all families: layers of grouped-query attention and a gated MLP with norms.
 
-What differs among families is data of ``models.config.Family`` and ``ModelConfig``.  Modules carry
-the names they have in Hugging Face checkpoints.  The KV cache and the metadata of the batch are
-arguments; a decoder holds no state besides its weights.
+Differences among families are data in ``models.config.Family`` and ``ModelConfig``.  Modules have
+the names of Hugging Face checkpoints.  The KV cache and the batch's metadata are arguments; a
+decoder holds only its weights.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Attention(nn.Module):
             "window_size": window,
             "softcap": config.attention_softcap,
         }
-        # Of an fp8 cache, where a checkpoint has them; see `models.weights.load_kv_scales`.
+        # Scales of an fp8 cache, if the checkpoint has them; see `models.weights.load_kv_scales`.
         self.k_scale: float | None = None
         self.v_scale: float | None = None
 
@@ -75,7 +75,7 @@ class Attention(nn.Module):
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """x: (num_tokens, hidden_size).  kv_cache: of this layer, (2, num_blocks, block_size,
+        """x: (num_tokens, hidden_size).  kv_cache: this layer's, (2, num_blocks, block_size,
         num_kv_heads, head_dim)."""
         query, key, value = (y.unflatten(-1, (-1, self.head_dim)) for y in self.qkv_proj(x))
         out = self.backend(query, key, value, rotation, *kv_cache, metadata, self)
@@ -116,8 +116,8 @@ class DecoderLayer(nn.Module):
             self.post_feedforward_layernorm = _norm(config, backend.ops)
 
     def forward(self, x, residual, rotation, kv_cache, metadata):
-        """Output of the layer before, and the residual stream that it is yet to be added to, in
-        place; None: x is the stream.  Returns both as the next layer takes them."""
+        """x: output of the previous layer.  residual: stream to which x is added, in place; None if
+        x is the stream.  Returns x and residual for the next layer."""
         normalised = self.input_layernorm(x, residual)
         residual = x if residual is None else residual
         x = self.self_attn(normalised, rotation, kv_cache, metadata)
@@ -148,7 +148,7 @@ class Decoder(nn.Module):
         )
         self.norm = _norm(config, backend.ops)
         self.embedding_scale = None
-        if config.family.scaled_embeddings:  # rounded to the dtype of the model, as in training
+        if config.family.scaled_embeddings:  # rounded to the model's dtype, as in training
             self.embedding_scale = torch.tensor(config.hidden_size**0.5, device="cpu").item()
 
     def forward(self, token_ids, positions, kv_cache, metadata):
@@ -164,8 +164,8 @@ class Decoder(nn.Module):
 class CausalLM(nn.Module):
     """A language model of any architecture in ``models.config.FAMILIES``.
 
-    Weights are uninitialised until ``models.weights.load_weights`` or ``randomize_weights`` fills
-    them.  ``build_model`` makes one with the dtype and the device that are wanted.
+    Weights are uninitialised until ``models.weights.load_weights`` or ``randomize_weights``.
+    ``build_model`` makes a model with a given dtype and device.
     """
 
     def __init__(
@@ -188,11 +188,11 @@ class CausalLM(nn.Module):
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """Hidden states of a batch of sequences whose new tokens lie one after the other.
+        """Hidden states of the new tokens of a batch, sequence by sequence.
 
         token_ids, positions: (num_tokens,) int64.
         kv_cache: (2, num_layers, num_blocks, block_size, num_kv_heads_per_rank, head_dim) in the
-            model's dtype or fp8 e4m3; receives the K/V of these tokens.
+            model's dtype or fp8 e4m3; the K/V of these tokens are stored in it.
         Returns (num_tokens, hidden_size).
         """
         return self.model(token_ids, positions, kv_cache, metadata)
@@ -215,7 +215,7 @@ def build_model(
 ) -> CausalLM:
     """A model with uninitialised weights of ``dtype`` on ``device``.
 
-    max_positions: positions that RoPE is tabulated for; those of the config by default.
+    max_positions: size of the RoPE table; by default max_position_embeddings.
     """
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

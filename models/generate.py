@@ -27,7 +27,7 @@ class Arguments:
     prompt_ids: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """A prompt as token ids, separated by commas; may be given several times."""
     chat: bool = False
-    """Each prompt is the user's message of a chat, which the checkpoint's template writes."""
+    """Each prompt is a user's message, formatted by the checkpoint's chat template."""
     max_tokens: int = 64
     stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """A text that ends an output; may be given several times."""
@@ -46,7 +46,7 @@ class Arguments:
     device: str | None = None
     dtype: str | None = None
     kv_cache_dtype: Literal["fp8_e4m3"] | None = None
-    """One byte per element of the KV cache; that of dtype by default."""
+    """One byte per element of the KV cache; by default the cache has the model's dtype."""
     attention_backend: Literal["triton", "torch", "flash_attn"] | None = None
     manager: str = "vllm_v1"
     policy: str = "lru"

@@ -51,14 +51,9 @@ _NOT_SERVED = {
 _CHOICES = {"preemption": ("recompute", "swap"), "scheduling": ("mixed", "prefill_first")}
 
 _SIZES = (
-    "block_size",
-    "num_blocks",
-    "num_host_blocks",
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "tensor_parallel_size",
-)
+    "block_size", "num_blocks", "num_host_blocks", "max_model_len", "max_num_seqs",
+    "max_num_batched_tokens", "tensor_parallel_size",
+)  # fmt: skip
 
 
 class LLM:
@@ -167,15 +162,11 @@ class LLM:
         use_kernels = self.device.type == "cuda" or backend.name == "triton"
         runner = ModelRunner(
             self.model,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            kv_dtype=kv_dtype,
+            num_blocks=num_blocks, block_size=block_size, kv_dtype=kv_dtype,
             num_host_blocks=num_host_blocks,
-            max_num_seqs=max_num_seqs,
-            max_model_len=self.max_model_len,
-            use_kernels=use_kernels,
-            cuda_graphs=use_graphs,
-        )
+            max_num_seqs=max_num_seqs, max_model_len=self.max_model_len,
+            use_kernels=use_kernels, cuda_graphs=use_graphs,
+        )  # fmt: skip
         self.engine = Engine(
             scheduler,
             runner,
@@ -375,12 +366,9 @@ class LLM:
         elif num_blocks is None:
             peak_bytes = profile_peak_bytes(
                 self.model,
-                num_tokens=asked.max_num_batched_tokens,
-                num_seqs=asked.max_num_seqs,
-                max_model_len=longest,
-                block_size=asked.block_size,
-                kv_dtype=kv_dtype,
-            )
+                num_tokens=asked.max_num_batched_tokens, num_seqs=asked.max_num_seqs,
+                max_model_len=longest, block_size=asked.block_size, kv_dtype=kv_dtype,
+            )  # fmt: skip
             fitting = num_gpu_blocks(
                 total_bytes=torch.cuda.mem_get_info(self.device)[1],
                 gpu_memory_utilization=asked.gpu_memory_utilization,
@@ -441,20 +429,16 @@ def _scheduler(
 ) -> Scheduler:
     kv_cache = make_manager(
         asked.manager,
-        num_blocks=num_blocks,
-        block_size=asked.block_size,
-        policy=asked.policy,
-        enable_prefix_caching=asked.enable_prefix_caching,
-        **options,
-    )
+        num_blocks=num_blocks, block_size=asked.block_size, policy=asked.policy,
+        enable_prefix_caching=asked.enable_prefix_caching, **options,
+    )  # fmt: skip
     return Scheduler(
         kv_cache,
-        max_num_seqs=asked.max_num_seqs,
-        max_num_batched_tokens=asked.max_num_batched_tokens,
+        max_num_seqs=asked.max_num_seqs, max_num_batched_tokens=asked.max_num_batched_tokens,
         num_host_blocks=num_host_blocks,
         chunked_prefill=asked.enable_chunked_prefill,
         prefill_first=asked.scheduling == "prefill_first",
-    )
+    )  # fmt: skip
 
 
 def _use_graphs(asked: SimpleNamespace, backend: AttentionBackend, device: torch.device) -> bool:

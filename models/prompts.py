@@ -35,7 +35,7 @@ class SaltedPrompt:
 
 Prompt = str | Sequence[int] | SaltedPrompt
 Messages = Sequence[Mapping[str, object]]
-"""Of a chat, each with a "role" and a "content"."""
+"""Messages of a chat, each with a "role" and a "content"."""
 
 
 def load_tokenizer(folder: Path | None) -> Tokenizer | None:
@@ -50,7 +50,7 @@ def load_tokenizer(folder: Path | None) -> Tokenizer | None:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises nothing more specific
         raise ValueError(f"{path}: {error}") from None
-    tokenizer.no_truncation()  # both were for the batches of a training
+    tokenizer.no_truncation()  # settings of training batches
     tokenizer.no_padding()
     return tokenizer
 
@@ -66,7 +66,7 @@ def list_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
 
 
 def to_token_ids(prompt: Iterable[int]) -> list[int]:
-    """Token ids as a list of int.  Raises ValueError for anything else."""
+    """Token ids as a list of int.  Raises ValueError for other types."""
     if isinstance(prompt, bytes | bytearray):
         raise ValueError(f"prompt: got bytes, {reprlib.repr(prompt)}; decode them to a str")
     try:
@@ -76,10 +76,9 @@ def to_token_ids(prompt: Iterable[int]) -> list[int]:
 
 
 class ChatTemplate:
-    """How a checkpoint writes the messages of a chat as one text: a Jinja template, from
-    chat_template.jinja or tokenizer_config.json.
+    """Jinja template that formats a chat, from chat_template.jinja or tokenizer_config.json.
 
-    Raises ValueError, naming the file, for a template that is malformed.
+    Raises ValueError, naming the file, for a malformed template.
     """
 
     def __init__(self, source: str, path: Path, special_tokens: Mapping[str, str]) -> None:
@@ -96,9 +95,9 @@ class ChatTemplate:
             raise ValueError(f"{path}: chat template: {error}") from None
 
     def render(self, messages: Messages) -> str:
-        """The text of a chat, up to where the model's answer begins.
+        """The text of a chat, up to the start of the model's answer.
 
-        Raises ValueError for messages that are none, and for what the template refuses.
+        Raises ValueError for malformed messages and for errors of the template.
         """
         for message in messages:
             if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():

@@ -1,7 +1,7 @@
-"""Next tokens from logits, for a batch of requests with sampling parameters of their own.
+"""Next tokens from logits, for a batch of requests with different sampling parameters.
 
-Tokens are drawn by ``kernels.sample_tokens``, or by its reference, which draws the same.  Only
-top-k and top-p, which sort the logits, penalties and logprobs are computed here.
+``kernels.sample_tokens`` samples the tokens, or its reference with the same results.  Penalties,
+logprobs, and top-k and top-p, which sort the logits, are computed here.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from models.uploads import Uploads
 def noise_seed(seed: int, sample: int, position: int) -> int:
     """Seed of the noise for output token ``position`` of output ``sample`` of a seeded request.
 
-    Nothing else enters, so a request that was preempted, or ran in another batch, draws the same.
-    63 bits.
+    63 bits.  A request that is preempted or runs in another batch gets the same samples.
     """
     digest = hashlib.blake2b(f"{seed} {sample} {position}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
@@ -34,15 +33,14 @@ def noise_seed(seed: int, sample: int, position: int) -> int:
 def mask_top_k_top_p(
     logits: torch.Tensor, top_ks: torch.Tensor | None, top_ps: torch.Tensor | None
 ) -> torch.Tensor:
-    """Set to -inf the logits of all tokens but those that top-k and then top-p leave.
+    """Set logits that top-k and then top-p exclude to -inf; returns a new tensor.
 
     Args:
         logits: (num_rows, vocab_size) floating point, already divided by the temperature.
         top_ks: (num_rows,) int64, vocab_size for all; None if all rows keep all.
         top_ps: (num_rows,) in logits' dtype; None if all rows keep all.
 
-    Exactly min(k, vocab_size) tokens remain after top-k; among equal logits the lower ids do.
-    Returns a new tensor.
+    Exactly min(k, vocab_size) tokens remain after top-k; among equal logits, the lower ids.
     """
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     dropped = torch.zeros_like(ordered, dtype=torch.bool)
@@ -51,14 +49,14 @@ def mask_top_k_top_p(
         dropped |= ranks >= top_ks[:, None]
     if top_ps is not None:
         probs = ordered.masked_fill(dropped, -torch.inf).softmax(dim=-1)
-        before = probs.cumsum(dim=-1) - probs  # of all likelier tokens; 0 for the first
+        before = probs.cumsum(dim=-1) - probs  # probability of all likelier tokens
         dropped |= before >= top_ps[:, None]
         dropped[:, 0] = False
     return logits.masked_fill(dropped.scatter(-1, order, dropped), -torch.inf)
 
 
 class Drawn:
-    """Tokens that the device draws, on their way to the host.
+    """Sampled tokens on their way to the host.
 
     Attributes:
         tokens: (num_rows,) int64 on the device; -1 for a row that is not finite.
@@ -68,16 +66,16 @@ class Drawn:
         self.tokens, self._sequences = tokens, sequences
         self._on_host, self._arrived = tokens, None
         if tokens.is_cuda:
-            # The allocator's memory is pinned, and kept for more.
+            # PyTorch allocates this copy in pinned memory, which it caches.
             self._on_host = tokens.to("cpu", non_blocking=True)
             self._arrived = torch.cuda.Event()
             self._arrived.record(torch.cuda.current_stream(tokens.device))
 
     def read(self) -> list[int]:
-        """Wait for the tokens, but not for what the device was given after them.
+        """Wait for the tokens, but not for later work of the device.
 
-        Raises FloatingPointError, naming the request, where a row of an unfinished sequence has a
-        NaN or an infinite largest logit.
+        Raises FloatingPointError, naming the request, if a row of an unfinished sequence has a NaN
+        or an infinite largest logit.
         """
         if self._arrived is not None:
             self._arrived.synchronize()
@@ -90,11 +88,11 @@ class Drawn:
 
 
 class Sampler:
-    """Draws next tokens on the device of the logits.
+    """Samples next tokens on the device of the logits.
 
     Args:
-        seed: of the noise of requests without a seed of their own; None for an arbitrary one.
-        use_kernels: draw by the Triton kernel; else by its plain PyTorch reference.
+        seed: noise seed of requests without a seed of their own; None for a random one.
+        use_kernels: sample with the Triton kernel, else with its PyTorch reference.
     """
 
     def __init__(
@@ -109,16 +107,15 @@ class Sampler:
     ) -> list[int]:
         """A next token for each sequence, from its row of ``logits``, (num_rows, vocab_size).
 
-        Sequences of a request with a seed draw noise that depends on the seed, on which output
-        they are and on how many tokens they have, and on nothing else.  Raises what ``Drawn.read``
-        does.
+        The noise of a seeded request depends only on the seed, the index of the output and its
+        number of tokens.  Raises the errors of ``Drawn.read``.
         """
         return self.launch(logits, rows, sequences).read()
 
     def launch(
         self, logits: torch.Tensor, rows: list[int], sequences: Sequence[ScheduledSequence]
     ) -> Drawn:
-        """As ``draw``, but without waiting for the tokens."""
+        """Sample as ``draw`` does, without waiting for the tokens."""
         if rows != list(range(len(logits))):
             logits = logits[self._upload(np.array(rows))[0]]
         params = [seq.request.params for seq in sequences]
@@ -134,8 +131,8 @@ class Sampler:
     def likeliest(
         self, logits: torch.Tensor, row: int, seq: ScheduledSequence, count: int
     ) -> list[tuple[float, int]]:
-        """The ``count`` likeliest next tokens of a sequence (all, if there are fewer), the
-        likeliest first, as (log p, token).  Raises FloatingPointError as ``draw`` does."""
+        """The ``count`` likeliest next tokens of a sequence, at most all, as (log p, token) in
+        descending order.  Raises FloatingPointError as ``draw`` does."""
         logprobs = logits[row].float().log_softmax(dim=-1)
         values, tokens = logprobs.topk(min(count, len(logprobs)))
         if not values[0].isfinite():
@@ -143,7 +140,7 @@ class Sampler:
         return list(zip(values.tolist(), tokens.tolist(), strict=True))
 
     def logprobs(self, logits: torch.Tensor, row: int, token: int, count: int) -> dict[int, float]:
-        """log p of a token and of the ``count`` likeliest ones (all, if there are fewer)."""
+        """log p of a token and of the ``count`` likeliest ones, at most all."""
         logprobs = logits[row].float().log_softmax(dim=-1)
         values, tokens = logprobs.topk(min(count, len(logprobs)))
         likeliest = dict(zip(tokens.tolist(), values.tolist(), strict=True))
@@ -159,13 +156,13 @@ class Sampler:
 
         Args:
             logits: (num_rows, vocab_size), any floating-point dtype.
-            params: of the request of each row.
+            params: sampling parameters of each row.
             noise_seeds: ``noise_seed(...)`` for rows of seeded requests, None for others.
 
         Returns (num_rows,) int64; -1 for a row with a NaN or an infinite largest logit.
         """
         seeds = [self._shared.getrandbits(63) if s is None else s for s in noise_seeds]
-        # What fp32 and the noise leave room for; with less, only equal logits are drawn from.
+        # The range that fp32 and the noise allow.  At its lower end only equal logits compete.
         temperatures = [
             min(max(p.temperature, 1e-30), 1e29) if p.temperature else 0 for p in params
         ]
@@ -180,7 +177,7 @@ class Sampler:
             limits = [min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params]
             arrays["top_ks"] = np.array(limits, dtype=np.int64)
         if any(p.top_p < 1 for p in params):
-            # Above 1 nothing is dropped, even where rounding lets the sum reach 1 early.
+            # 2 keeps all tokens, even if a rounded sum reaches 1 early.
             limits = [p.top_p if p.top_p < 1 else 2 for p in params]
             arrays["top_ps"] = np.array(limits, dtype=np.float32)
         given = dict(zip(arrays, self._upload(*arrays.values()), strict=True))
@@ -196,8 +193,10 @@ def _with_top_k_top_p(
     top_ks: torch.Tensor | None,
     top_ps: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Logits, -inf where top-k and then top-p drop what min-p, applied by whoever draws, leaves;
-    those of greedy rows stay."""
+    """Set logits that top-k and top-p exclude to -inf, except in greedy rows.
+
+    min-p comes first, although the kernel applies it later.
+    """
     temperatures = given["temperatures"][:, None]
     scores = logits.float() / temperatures.where(temperatures > 0, 1)
     others = temperatures > 0
@@ -212,8 +211,7 @@ def _with_top_k_top_p(
 def _with_penalties(
     logits: torch.Tensor, params: list[SamplingParams], sequences: Sequence[ScheduledSequence]
 ) -> torch.Tensor:
-    """Logits of each sequence's next token after the penalties of its request, and without tokens
-    that would end it too early; a new tensor where anything changes."""
+    """Apply penalties and exclude stop tokens within min_tokens; a new tensor if a row changes."""
     changed = [
         row
         for row, p in enumerate(params)

@@ -1,4 +1,4 @@
-"""Streams of events from one engine: every caller gets what happens to its own requests."""
+"""Streams of events from one engine: every caller gets the events of its own requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class NewRequest(NamedTuple):
     token_ids: list[int]
     params: SamplingParams
     text: str | None
-    """Of the prompt, if it was given as one."""
+    """Text of the prompt; None if it was given as token ids."""
     cache_salt: str | bytes | None = None
 
 
@@ -69,35 +69,35 @@ class _Decoder:
 
 
 class Streams:
-    """Steps an engine for whoever waits for an event.  Any thread may call anything.
+    """Steps an engine for callers that wait for events.  Thread-safe.
 
-    A step that raises cancels all requests and empties the cache, of which nobody knows what it
-    holds then; the caller whose step it was gets the exception.
+    A step that raises cancels all requests and empties the cache, whose content is then unknown.
+    The caller that ran the step gets the exception.
 
     Args:
-        new_scheduler: makes what serves instead of the engine's scheduler after such a step.
-        tokenizer: for the texts of outputs; None without.
+        new_scheduler: makes the engine's scheduler after such a step.
+        tokenizer: decodes outputs; None for token ids only.
     """
 
     def __init__(
         self, engine: Engine, new_scheduler: Callable[[], Scheduler], tokenizer: Tokenizer | None
     ) -> None:
         self._engine, self._new_scheduler, self._tokenizer = engine, new_scheduler, tokenizer
-        self._lock = threading.Lock()  # held by whoever uses the engine or what follows
+        self._lock = threading.Lock()  # guards the engine and the next two attributes
         self._requests: dict[int, NewRequest] = {}
         self._outbox: defaultdict[int, list[Event]] = defaultdict(list)
-        self._abandoned: list[int] = []  # the only one that changes without the lock
+        self._abandoned: list[int] = []  # changes without the lock
 
     def open(self, requests: Iterable[NewRequest], *, texts: bool = False) -> Iterator[Event]:
-        """Add requests; an iterator over what happens to them, until all are finished.
+        """Add requests; returns an iterator over their events until all are finished.
 
         texts: give tokens their texts, if there is a tokenizer.
 
-        Closing or dropping it cancels what remains.
+        Closing or dropping the iterator cancels unfinished requests.
         """
         added: dict[int, NewRequest] = {}
         events = self._events(added, texts and self._tokenizer is not None)
-        next(events)  # only a generator that has begun gets to its `finally`
+        next(events)  # a generator that has not begun would skip its `finally`
         try:
             with self._lock:
                 for request in requests:
@@ -111,7 +111,7 @@ class Streams:
         return events
 
     def abort(self, request_id: int) -> None:
-        """Cancel a request, whose output comes next.  Raises KeyError if it is not being served."""
+        """Cancel a request; its output comes next.  Raises KeyError if it is not being served."""
         with self._lock:
             self._deliver([self._engine.abort(request_id)])
 
@@ -140,7 +140,7 @@ class Streams:
             self._abandon(requests)
 
     def _next_events(self, request_ids: set[int]) -> list[Event]:
-        """What happened to these requests, after another step if nothing did."""
+        """New events of these requests, after another step if there are none."""
         with self._lock:
             try:
                 if not self._outbox.keys() & request_ids:
@@ -182,9 +182,9 @@ class Streams:
         return dataclasses.replace(output, text=text)
 
     def _abandon(self, request_ids: Iterable[int]) -> None:
-        """Cancel requests: now, or if somebody uses the engine, when they are done.
+        """Cancel requests now, or after the current use of the engine.
 
-        That may be the same thread: the garbage collector drops iterators at any time.
+        The current use may be in this thread: garbage collection drops iterators at any time.
         """
         self._abandoned.extend(request_ids)
         if self._lock.acquire(blocking=False):

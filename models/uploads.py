@@ -1,4 +1,4 @@
-"""Numbers made on the host, on their way to the device."""
+"""Copies of arrays from the host to the device."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ _ALIGNMENT = 16  # bytes: the widest access of a kernel
 
 
 class Uploads:
-    """Copies arrays to a device, those of a call together and without waiting.
+    """Copies arrays to a device, all arrays of a call at once and without waiting.
 
-    On a GPU a call packs its arrays into a buffer of pinned host memory and copies that.  A buffer
-    serves again when its copy is over, so there are as many as the host runs calls ahead of the
-    device, and none is made in later steps unless it has to be larger.
+    On a GPU a call packs its arrays into a buffer of pinned host memory.  A buffer is reused when
+    its copy is done, so there is a buffer for each call that the host is ahead of the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -21,8 +20,8 @@ class Uploads:
         self._buffers: list[tuple[torch.Tensor, torch.cuda.Event]] = []
 
     def __call__(self, *arrays: np.ndarray) -> list[torch.Tensor]:
-        """Tensors of the arrays' shapes and dtypes: on a GPU views of one new tensor, on a CPU the
-        arrays' own memory."""
+        """Tensors of the arrays' shapes and dtypes: views of one new tensor on a GPU, of the arrays
+        on a CPU."""
         tensors = [torch.from_numpy(array) for array in arrays]
         if self._device.type == "cpu":
             return tensors
@@ -41,7 +40,7 @@ class Uploads:
         ]
 
     def _free_buffer(self, size: int) -> tuple[torch.Tensor, torch.cuda.Event]:
-        """Pinned memory of at least ``size`` bytes that no copy reads, and the event to record."""
+        """Pinned memory of at least ``size`` bytes that no copy reads, and its event."""
         free = next((buffer for buffer in self._buffers if buffer[1].query()), None)
         if free is None or len(free[0]) < size:
             if free is not None:

@@ -1,4 +1,4 @@
-"""Weights of a decoder: read from safetensors, one shard at a time, or drawn at random."""
+"""Weights of a decoder: read from safetensors, one shard at a time, or random."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _INDEX = "model.safetensors.index.json"
 _KV_SCALE = re.compile(r"(.*\.self_attn)\.(?:attn\.|k_proj\.(?=k)|v_proj\.(?=v))?([kv]_scale)")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _DTYPES = ("F64", "F32", "F16", "BF16")
-_DERIVED = ("rotary_emb.inv_freq",)  # buffers that old checkpoints carry and nobody needs
+_DERIVED = ("rotary_emb.inv_freq",)  # buffers in old checkpoints, computed here
 
 
 class WeightsError(ValueError):
-    """A checkpoint whose weights are absent, damaged, or not those of the model."""
+    """A checkpoint with absent, damaged or mismatched weights."""
 
 
 def checkpoint_tensors(model: nn.Module) -> dict[str, CheckpointTensor]:
-    """Where each tensor of a checkpoint goes in ``model``, by the tensor's name."""
+    """Destination in ``model`` of each tensor of a checkpoint, by the tensor's name."""
     return {
         name: tensor
         for prefix, module in model.named_modules()
@@ -37,15 +37,14 @@ def checkpoint_tensors(model: nn.Module) -> dict[str, CheckpointTensor]:
 
 
 def load_weights(model: nn.Module, folder: str | Path) -> None:
-    """Fill ``model`` from the safetensors in ``folder``, each rank reading its part only.
+    """Fill ``model`` from the safetensors in ``folder``; each rank reads only its part.
 
-    Of a sharded checkpoint one shard is open at a time, and one tensor at a time is in memory
-    besides the model.  Tied embeddings may have both names.  Scales of an fp8 KV cache are left to
-    ``load_kv_scales``.
+    One shard is open, and one tensor beside the model is in memory, at a time.  Tied embeddings may
+    have both names.  ``load_kv_scales`` reads the scales of an fp8 KV cache.
 
     Raises WeightsError, naming the file and the tensors, if there are no weights, a shard is absent
-    or damaged, a tensor is missing, unexpected, quantised or of another shape, or embeddings that
-    are tied differ.  The model is then unusable.
+    or damaged, a tensor is missing, unexpected, quantised or of another shape, or tied embeddings
+    differ.  The model is then unusable.
     """
     expected = checkpoint_tensors(model)
     tied_to = {}  # the other name of a tensor that has two
@@ -81,12 +80,12 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
 
 
 def load_kv_scales(model: nn.Module, folder: str | Path) -> None:
-    """Give each attention layer the scales of an fp8 KV cache that the checkpoint has for it.
+    """Set the scales of an fp8 KV cache that the checkpoint has for attention layers.
 
-    They are tensors of one element, named as those that vLLM reads: <layer>.self_attn.k_scale and
-    v_scale, or those below self_attn.attn, or k_scale below k_proj and v_scale below v_proj.
+    They are tensors of one element with the names that vLLM reads: k_scale and v_scale below
+    <layer>.self_attn or self_attn.attn, or k_scale below k_proj and v_scale below v_proj.
 
-    Raises WeightsError for one that is not a positive finite number or belongs to no layer.
+    Raises WeightsError for a scale that is not a positive finite number or belongs to no layer.
     """
     for path in _weight_files(Path(folder)):
         with safe_open(path, framework="pt") as shard:
@@ -107,8 +106,8 @@ def load_kv_scales(model: nn.Module, folder: str | Path) -> None:
 def randomize_weights(model: nn.Module, *, seed: int = 0, std: float = 0.02) -> None:
     """Fill ``model`` with normally distributed weights (norms 1, biases 0).
 
-    Each tensor depends on the seed and on its name alone, so that all ranks of a
-    tensor-parallel model hold parts of the same weights, whatever their number.
+    Each tensor depends only on the seed and its name, so ranks of any number hold parts of the same
+    weights.
     """
     for name, tensor in checkpoint_tensors(model).items():
         if tensor.init == "normal":
@@ -145,7 +144,7 @@ def _weight_files(folder: Path) -> list[Path]:
 def _read(
     path: Path, expected: dict[str, CheckpointTensor]
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Name and this rank's part of every tensor in a file; None for an unexpected tensor."""
+    """Name and this rank's part of every tensor in a file; (name, None) if it is unexpected."""
     try:
         with safe_open(path, framework="pt") as shard:
             for name in shard.keys():  # noqa: SIM118  (not a dict)

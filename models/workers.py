@@ -1,7 +1,7 @@
-"""The other ranks of a tensor-parallel model, as child processes of the one that uses it.
+"""Ranks 1 and up of a tensor-parallel model, as child processes of rank 0.
 
-All ranks run the same engine on the same requests.  Scheduling and sampling depend on nothing
-else, so it is enough that each does what the first does, in the same order.
+Scheduling and sampling depend only on the requests, so each rank repeats the calls of rank 0 to its
+engine, in the same order.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _HOST = "127.0.0.1"
 
 
 class Workers:
-    """Ranks 1 to size - 1.  They end by ``close``, with this object, or with this process.
+    """Ranks 1 to size - 1.  They end with ``close``, this object or this process.
 
-    is_led: whether rank 0 has got its engine as well.
+    is_led: whether rank 0 has its engine.
     """
 
     def __init__(self, processes: list[BaseProcess], connections: list[Connection]) -> None:
@@ -50,8 +50,8 @@ class Workers:
                     '`if __name__ == "__main__":`?  The ranks import it.'
                 ) from None
 
-    def tell(self, method: str, *arguments: object) -> None:
-        """Have the engine of every worker call a method.  RuntimeError if one has ended."""
+    def call(self, method: str, *arguments: object) -> None:
+        """Call a method of every worker's engine.  Raises RuntimeError if a worker has ended."""
         for rank, connection in enumerate(self._connections, start=1):
             try:
                 connection.send((method, arguments))
@@ -62,7 +62,7 @@ class Workers:
                 ) from None
 
     def kill(self) -> None:
-        """Close without waiting for what they compute."""
+        """Close without waiting for running steps."""
         for connection in self._connections:
             connection.close()
         for process in self._processes:
@@ -74,12 +74,12 @@ _started: weakref.WeakSet[Workers] = weakref.WeakSet()
 
 
 def has_workers() -> bool:
-    """Whether workers of this process are running, which it then leads as rank 0."""
+    """Whether this process leads running workers as rank 0."""
     return any(workers.close.alive for workers in _started)
 
 
 class LeadingEngine:
-    """The engine of rank 0, which has the workers do what it does."""
+    """The engine of rank 0, which repeats its calls on the workers."""
 
     def __init__(self, engine: Engine, workers: Workers) -> None:
         self._engine, self.workers = engine, workers
@@ -90,38 +90,38 @@ class LeadingEngine:
 
     def add(self, prompt_token_ids: Sequence[int], params: SamplingParams, *keys: object) -> int:
         self._engine.check(prompt_token_ids, params)
-        self.workers.tell("add", list(prompt_token_ids), params, *keys)
+        self.workers.call("add", list(prompt_token_ids), params, *keys)
         return self._engine.add(prompt_token_ids, params, *keys)
 
     def reset_prefix_cache(self) -> bool:
         done = self._engine.reset_prefix_cache()
         if done:
-            self.workers.tell("reset_prefix_cache")
+            self.workers.call("reset_prefix_cache")
         return done
 
     def abort(self, request_id: int) -> Request:
         request = self._engine.abort(request_id)
-        self.workers.tell("abort", request_id)
+        self.workers.call("abort", request_id)
         return request
 
     def step(self) -> tuple[list[TokenOutput], list[Request]]:
-        self.workers.tell("step")
+        self.workers.call("step")
         return self._engine.step()
 
     def restart(self, scheduler: Scheduler) -> list[Request]:
-        """As Engine.restart; but the ranks have lost each other, and this engine serves no more."""
+        """Engine.restart, but ends the workers: the ranks are out of step, so later steps raise."""
         self.workers.kill()
         return self._engine.restart(scheduler)
 
 
 def start_workers(size: int, device: torch.device, llm_options: Mapping[str, object]) -> Workers:
-    """Start the ranks 1 to size - 1, and join them as rank 0.
+    """Start ranks 1 to size - 1 and join them as rank 0.
 
-    llm_options: arguments of LLM in the workers, which must be picklable.  The workers import the
-    main module, so a script that starts them needs ``if __name__ == "__main__":``.
+    llm_options: picklable arguments of LLM in the workers.  The workers import the main module, so
+    a script needs ``if __name__ == "__main__":``.
 
-    Raises ValueError if this process has workers already or a rank would have no GPU, RuntimeError
-    if a worker does not start.
+    Raises ValueError if this process already has workers or there are fewer GPUs than ranks,
+    RuntimeError if a worker does not start.
     """
     if device.type == "cuda" and size > torch.cuda.device_count():
         raise ValueError(
@@ -134,7 +134,7 @@ def start_workers(size: int, device: torch.device, llm_options: Mapping[str, obj
                 f"tensor_parallel_size={size}: this process leads the ranks of another LLM; drop "
                 "that one first"
             )
-        others.kill()  # a traceback may keep those of an LLM that failed to begin
+        others.kill()  # workers of an LLM that failed to start; a traceback may keep them
     context = multiprocessing.get_context("spawn")
     store = _loopback_store(size)
     processes, connections = [], []
@@ -162,22 +162,17 @@ def start_workers(size: int, device: torch.device, llm_options: Mapping[str, obj
 
 
 def _loopback_store(size: int) -> dist.TCPStore:
-    """A store that only this machine reaches; one that opens its port itself listens everywhere."""
+    """A store on the loopback address; with a port of its own it would listen on all addresses."""
     listener = socket.create_server((_HOST, 0))
-    return dist.TCPStore(
-        _HOST,
-        listener.getsockname()[1],
-        size,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+    port = listener.getsockname()[1]
+    options = {"wait_for_workers": False, "master_listen_fd": listener.detach()}
+    return dist.TCPStore(_HOST, port, size, is_master=True, **options)
 
 
 def _join(rank: int, size: int, device_type: str, store: dist.Store) -> None:
     backend = "nccl" if device_type == "cuda" else "gloo"
     asked = "GLOO_SOCKET_IFNAME" in os.environ
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo listens where the host name leads
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # default: the address of the host name
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     finally:
@@ -186,18 +181,14 @@ def _join(rank: int, size: int, device_type: str, store: dist.Store) -> None:
 
 
 def _work(
-    rank: int,
-    size: int,
-    device_type: str,
-    port: int,
-    llm_options: dict[str, object],
-    connection: Connection,
-) -> None:
+    rank: int, size: int, device_type: str, port: int,
+    llm_options: dict[str, object], connection: Connection,
+) -> None:  # fmt: skip
     from models.llm import LLM
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0 to answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles Ctrl-C
     if device_type == "cuda":
-        torch.cuda.set_device(rank)  # rank 0 would wait for ever for one that fails here later
+        torch.cuda.set_device(rank)  # fails here, not after rank 0 waits for this rank
     connection.send("ready")
     _join(rank, size, device_type, dist.TCPStore(_HOST, port, size, is_master=False))
     try:
@@ -215,7 +206,7 @@ def _serve(engine: Engine, connection: Connection) -> None:
         result = getattr(engine, method)(*arguments)
         finished = result[1] if method == "step" else [result] if method == "abort" else []
         for request in finished:
-            engine.completions(request)  # lets go of what it keeps
+            engine.completions(request)  # frees what the engine keeps for them
 
 
 def _close(processes: list[BaseProcess], connections: list[Connection]) -> None:
