@@ -179,7 +179,7 @@ def _prefix_caching() -> Iterator[tuple[str, str]]:
     yield "6-eviction", story.picture()
     try:
         story.decode(c, 67, 68, 69, 70)
-    except cache.OutOfBlocks:  # the scheduler's answer: the youngest gives up its blocks
+    except cache.OutOfBlocks:  # as in the scheduler: the youngest is preempted
         story.free(d)
         story.append(c)
     yield "7-preemption", story.picture()

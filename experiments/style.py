@@ -111,7 +111,7 @@ def lines_of(names: Iterable[str]) -> dict[str, dict]:
 
 
 def policy_lines(policies: Iterable[str]) -> dict[str, dict]:
-    """Line properties and label of each policy; those of our policies are the same in every figure.
+    """Line properties and label of each policy; registered policies look the same in every figure.
 
     A user's policy takes the next of a few thick lines.
     """

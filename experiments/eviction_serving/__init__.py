@@ -24,11 +24,11 @@ average ``load`` times as many prompt tokens arrive as can be computed.
 
 Differences between the engine's hit rate and the serial replay's:
 
-* With serial arrivals, outputs of one token and a policy that gives up a prompt from its tail, the
+* With serial arrivals, outputs of one token and a policy that evicts a prompt from its tail, the
   engine's pool of N + 1 blocks (one for the last token of the running prompt) has exactly the hits
   of the replay with N blocks.  For ``lru`` on N blocks the replay must give the partly filled last
   block of a prompt its own content: in vLLM's free queue it waits like a cached one.
-* Policies that give up the head of a prompt before its tail (``fifo``, ``mru``, ``random``) leave
+* Policies that evict the head of a prompt before its tail (``fifo``, ``mru``, ``random``) leave
   tails that the replay finds when the head is back, and the engine computes again.
 * Policies that divide the pool into queues divide N + 1 blocks.
 * Decoded tokens fill blocks that no later request of the trace needs.

@@ -79,7 +79,7 @@ class OnTraces(Options):
 
     trace: Repeated[Axis[Path]] = ()
     """A request trace (.jsonl, .csv, .gz, .zst) or a synthetic workload by its name. None:
-    $TRACES_DIR's, else those of experiments/traces."""
+    $TRACES_DIR's, else experiments/traces."""
 
     @property
     def group(self) -> tuple[str, ...]:

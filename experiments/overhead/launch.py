@@ -8,8 +8,8 @@ None of them waits for a kernel:
 - ``dispatcher``: an operator of the same schema that does nothing.  Graphs of torch.compile pay for
   it on top, since they call ``torch.ops.pagelab``; the public functions do not.
 
-On a GPU a launch includes the driver's.  Elsewhere tensors are meta tensors, which like those of a
-GPU have no values for the host to check, and a launch ends where Triton would call the driver.  An
+On a GPU a launch includes the driver's.  Elsewhere tensors are meta tensors without values, so the
+host checks no more than on a GPU, and a launch ends where Triton would call the driver.  An
 engine that replays CUDA graphs pays for none of this.
 """
 

@@ -11,7 +11,7 @@ Every second request is timed as a whole (``cycle``).  The others are taken apar
 can look up without allocating: ``hash`` and ``lookup`` by asking twice, ``allocate`` less its own
 look-up, ``free``.  Making the ``Sequence`` is not part of a cycle and has rows of its own.
 
-``managers.csv`` compares each cycle with that of vLLM's manager with the same hash.
+``managers.csv`` has the ratio of each cycle to vLLM's with the same hash.
 """
 
 from __future__ import annotations

@@ -84,8 +84,10 @@ def test_the_tiny_run_has_bounds_and_ratios_to_no_cache(tiny_run, inputs):
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "lru_k"])
 def test_one_request_at_a_time_the_engine_hits_what_the_replay_hits(trace, policy):
-    """Of policies that give up a prompt from its tail.  The engine's pool has one block more: that
-    of the last token of the running prompt."""
+    """For policies that evict a prompt from its tail.
+
+    The engine's pool has one block more, for the last token of the running prompt.
+    """
     serial = {"arrivals": "serial", "max_output_tokens": 1}
     row = run_one(trace, policy, **serial)
     slice_ = served_slice(trace, **serial)

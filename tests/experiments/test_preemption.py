@@ -96,7 +96,7 @@ def test_draws_are_compared_one_by_one(monkeypatch):
 
 
 @pytest.mark.parametrize(("block_size", "tokens", "slots"), [(4, 4 * 36, 4 * 36), (7, 64, 63)])
-def test_the_cache_has_the_tokens_asked_for_and_with_room_for_all_preempts_nobody(
+def test_the_cache_has_the_given_tokens_and_with_room_for_all_preempts_nothing(
     block_size, tokens, slots
 ):
     for row in preemption.run_cell(cell_of(cache_tokens=tokens, block_size=(block_size,))):
