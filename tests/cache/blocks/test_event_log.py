@@ -9,7 +9,7 @@ import cache
 from cache import Event, EventLog
 
 
-def test_an_evicted_block_is_logged_before_it_is_handed_out():
+def test_an_eviction_is_logged_before_the_allocation():
     log = EventLog()
     manager = cache.make_manager("vllm_v1", num_blocks=2, block_size=2, event_log=log)
     for number, tokens in enumerate(([1, 2, 3, 4], [5, 6, 7, 8])):

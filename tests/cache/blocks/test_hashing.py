@@ -88,7 +88,7 @@ def test_encoded_extra_keys_are_never_ambiguous(one, other):
     assert (encode_extra_keys(one) == encode_extra_keys(other)) == (one == other)
 
 
-def test_extra_keys_that_only_look_alike_are_encoded_apart():
+def test_similar_extra_keys_have_different_encodings():
     alike = [
         [("a", "b")],
         [("a",), ("b",)],

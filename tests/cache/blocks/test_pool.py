@@ -48,7 +48,7 @@ def cached(pool: BlockPool, *hashes: bytes) -> list[int]:
     return pool.extend([], len(hashes), hashes, 0, len(hashes))
 
 
-def test_what_a_policy_is_told():
+def test_calls_of_a_policy():
     policy = Recorder()
     pool = pool_of(3, policy)
     blocks = cached(pool, A, B)
@@ -72,7 +72,7 @@ def test_what_a_policy_is_told():
     assert policy.calls == [("pin", 0), ("miss", D), ("evict", 2), ("insert", 2, D, A, 1)]
 
 
-def test_a_policy_never_knows_two_blocks_under_one_key():
+def test_keys_that_a_policy_holds_are_unique():
     policy = Recorder()
     pool = pool_of(4, policy)
     for _ in range(2):
@@ -83,7 +83,7 @@ def test_a_policy_never_knows_two_blocks_under_one_key():
     assert [call[3:] for call in policy.calls if call[0] == "insert"] == [(None, 0), (A, 1)] * 2
 
 
-def test_a_policy_that_gets_blocks_without_content_is_told_of_them_first():
+def test_uncached_blocks_are_inserted_before_their_release():
     policy = Recorder()
     pool = pool_of(2, policy, queue_uncached=True)
     pool.free(pool.allocate(2))
@@ -170,7 +170,7 @@ def test_check_invariants_sees(damage):
         pool.check_invariants()
 
 
-def test_content_that_nobody_can_evict_is_seen():
+def test_content_that_cannot_be_evicted_is_found():
     pool = pool_of(3, queue_uncached=True)
     pool._publish([2], [A], 0)
     with pytest.raises(AssertionError, match="block 2 has content but cannot be evicted"):

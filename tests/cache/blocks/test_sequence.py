@@ -13,7 +13,7 @@ def test_token_ids_are_read_by_numpy_without_a_copy():
 
 
 @pytest.mark.parametrize("bad", [-1, 2**32, 1.5, None], ids=str)
-def test_append_token_refuses_what_is_no_token_id(bad):
+def test_append_token_refuses_bad_token_ids(bad):
     seq = Sequence(0, [5])
     with pytest.raises(ValueError, match="token_id="):
         seq.append_token(bad)

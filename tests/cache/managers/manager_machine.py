@@ -83,7 +83,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def observe(self, live: Live, taken: list[int]) -> None:
         """A call succeeded: ``live`` has its new table; ``taken`` are its new blocks."""
 
-    def observe_noted(self, live: Live) -> None:
+    def observe_cached(self, live: Live) -> None:
         """The manager has registered all stored tokens of ``live``."""
 
     def observe_fork(self, parent: Live, child: Live) -> None:
@@ -152,7 +152,7 @@ class ManagerMachine(RuleBasedStateMachine):
         live.stored = end
         assert live.seq.num_computed_tokens == end
         self.observe(live, taken)
-        self.observe_noted(live)
+        self.observe_cached(live)
 
     def behind_window(self, live: Live) -> list[int]:
         """Blocks that ``live`` holds and that its next query does not see."""

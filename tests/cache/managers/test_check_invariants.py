@@ -1,4 +1,4 @@
-"""check_invariants of every manager sees what is damaged."""
+"""check_invariants of every manager finds damaged state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TABLE_DAMAGES = {
 @pytest.mark.parametrize(("damage", "says"), TABLE_DAMAGES.values(), ids=TABLE_DAMAGES)
 @pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "contiguous"])
-def test_a_wrong_table(name, caching, damage, says):
+def test_a_damaged_table_is_found(name, caching, damage, says):
     manager = manager_of(name, **({"enable_prefix_caching": caching} if name in CACHING else {}))
     started(manager, 0, range(9))
     damage(manager._tables[0])
@@ -52,8 +52,7 @@ def unjoined_buddies(manager, table):
     manager._buddy._free[:3] = {}, {4: None, 6: None, 8: None}, {}
 
 
-# Of a manager with two sequences of 9 tokens in blocks of 4: one has come and gone, the other has
-# the table given.
+# Damage to a manager with blocks of 4: one sequence of 9 tokens was freed, the other has table t.
 DAMAGES = {
     "paged": {
         "free and used": lambda m, t: m._free.append(t.blocks[0]),
@@ -103,7 +102,7 @@ DAMAGES = {
 @pytest.mark.parametrize(
     ("name", "damage"), [(name, damage) for name in DAMAGES for damage in DAMAGES[name]]
 )
-def test_what_a_design_keeps(name, damage):
+def test_damaged_state_is_found(name, damage):
     manager = manager_of(name)
     used(manager, 0, range(50, 59))
     started(manager, 1, range(9))

@@ -67,7 +67,7 @@ REFUSED = {
     ("name", "feature"),
     [(n, f) for n in NAMES for f, (can, _) in REFUSED.items() if not getattr(MANAGERS[n], can)],
 )
-def test_what_a_design_does_not_offer_names_design_and_feature(name, feature):
+def test_unsupported_calls_name_design_and_feature(name, feature):
     _, call = REFUSED[feature]
     manager = manager_of(name)
     seq = started(manager, 0, range(5))
@@ -78,7 +78,7 @@ def test_what_a_design_does_not_offer_names_design_and_feature(name, feature):
 
 
 @caching_manager
-def test_hits_go_in_front_of_the_first_chunk(name):
+def test_computed_blocks_precede_the_first_chunk(name):
     manager = manager_of(name)
     used(manager, 0, range(9))
     seq = Sequence(1, [*range(8), *range(50, 58)])
@@ -154,7 +154,7 @@ def test_calls_about_unknown_and_known_sequences_are_checked(name):
 
 
 @every_manager
-def test_sequences_are_told_apart_by_their_id(name):
+def test_sequences_are_identified_by_seq_id(name):
     manager = manager_of(name)
     seq = started(manager, "a", range(6))
     other = Sequence("a", range(9))
@@ -276,7 +276,7 @@ def test_hits_are_untouched_when_the_allocation_fails(name, policy):
     ],
 )
 @caching_manager
-def test_what_a_policy_knows_of_a_block_that_is_revived(name, policy, gone):
+def test_a_policy_keeps_the_history_of_a_revived_block(name, policy, gone):
     """A is computed and hit twice, then B is computed, then one of them is evicted."""
     manager = manager_of(name, 3, 2, policy=policy)
     a, b, c = ([i, i, 0] for i in range(3))
@@ -288,7 +288,7 @@ def test_what_a_policy_knows_of_a_block_that_is_revived(name, policy, gone):
 
 
 @caching_manager
-def test_a_policy_that_gives_up_what_it_has_not_is_named(name):
+def test_a_policy_that_evicts_a_block_it_does_not_have_is_named(name):
     class Wrong(POLICIES["mq"]):
         name = "wrong"
 

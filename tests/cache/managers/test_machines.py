@@ -1,4 +1,4 @@
-"""The managers under random operations, next to models of what they hold; see manager_machine."""
+"""The managers under random operations, beside models of their content; see manager_machine."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class VLLMv1Machine(CachingMachine):
             self.queue.remove(block)
             self.cached.pop(block, None)
 
-    def observe_noted(self, live: Live) -> None:
+    def observe_cached(self, live: Live) -> None:
         if self.caching:
             for i in range(live.stored // self.block_size):
                 last = (i + 1) * self.block_size - 1
@@ -171,7 +171,7 @@ class RadixMachine(CachingMachine):
         in_tree = {block for node in self.nodes() for block in node.blocks}
         for i in range(live.stored // self.block_size if self.caching else 0):
             if live.table[i] not in in_tree and self.users(live.table[i]):
-                break  # a fork has it: the last one to be freed brings it into the tree
+                break  # shared by a fork: the last to be freed inserts it
             assert self.last_of_block(live.seq, i) in cached, "a full block was lost"
 
     @invariant()
@@ -272,7 +272,7 @@ class ContiguousMachine(ManagerMachine):
         return None
 
     def write(self, live, end, copies=()):
-        if copies:  # all at once: the new place may reach into the old one, behind the copies
+        if copies:  # all at once: the new run may overlap the old one after the copied blocks
             sources, targets = zip(*copies, strict=True)
             assert list(sources) == live.table
             assert not set(sources) & set(targets)

@@ -18,7 +18,7 @@ def test_every_manager_is_made_by_name(name):
 @pytest.mark.parametrize(
     ("name", "own"), [("vllm_v1", "xxh3_128"), ("vllm_v0", "xxh3_128"), ("nano_vllm", "xxh64")]
 )
-def test_a_hash_algorithm_that_is_named_is_used_and_the_default_is_that_of_the_design(name, own):
+def test_hash_algorithm_and_its_default(name, own):
     for asked in ("xxh3_128", "sha256"):
         manager = manager_of(name, hash_algorithm=asked)
         assert manager._hasher.algorithm == (own if asked == "xxh3_128" else asked)
@@ -100,6 +100,6 @@ def test_bad_arguments(name, options, says):
         ("vllm_v0", {"policy": "fifo", "enable_prefix_caching": False}, "policy .* without prefix"),
     ],
 )
-def test_what_a_design_does_not_offer_is_refused(name, options, feature):
+def test_unsupported_options_are_refused(name, options, feature):
     with pytest.raises(UnsupportedByDesign, match=f"'{name}' does not offer a {feature}"):
         manager_of(name, **options)

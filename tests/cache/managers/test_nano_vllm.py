@@ -1,4 +1,4 @@
-"""nano_vllm: tokens are compared, since its hashes may collide."""
+"""nano_vllm compares tokens, since its hashes may collide."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_a_block_is_copied_from_only_when_its_step_is_over():
     manager.check_invariants()
 
 
-def test_the_block_copied_from_is_not_handed_out_for_the_copy():
+def test_the_source_of_a_copy_is_not_its_target():
     manager = make(num_blocks=3)
     serve(manager, 0, [1, 2, 3, 4, 5, 6, 7, 8, 9])
     # Two blocks are needed and three are free; the donor is the oldest after the partial one.
@@ -72,7 +72,7 @@ def test_a_part_behind_cached_blocks_takes_no_more_than_the_room_that_there_is()
     assert (cached, table[0], copies) == (6, 0, [(1, table[1])])
 
 
-def test_without_room_for_the_copy_the_block_is_given_up():
+def test_without_room_for_a_copy_nothing_is_reused():
     manager = make(num_blocks=2)
     serve(manager, 0, [1, 2, 3, 4, 5, 6, 7, 8])
     cached, copies, table = serve(manager, 1, [1, 2, 0, 0, 0, 0, 0, 0])
@@ -122,8 +122,8 @@ def test_copies_of_a_freed_sequence_are_void():
     block_size=st.sampled_from([1, 2, 3, 5]),
     policy=st.sampled_from(["lru", "lfu", "s3fifo", "random"]),
 )
-def test_what_is_called_cached_is_there(prompts, num_blocks, block_size, policy):
-    """Slots hold the prefix up to them, as K and V depend on it; every cached one must be right."""
+def test_cached_tokens_have_the_right_content(prompts, num_blocks, block_size, policy):
+    """A slot's content is its whole prefix, as K and V depend on it."""
     manager = make(num_blocks=num_blocks, block_size=block_size, policy=policy)
     memory = [[None] * block_size for _ in range(num_blocks)]
     running = []

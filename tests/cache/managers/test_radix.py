@@ -1,4 +1,4 @@
-"""radix: the tree, the manager over it, and the faults that real systems had."""
+"""radix: the tree, the manager, and faults of real systems."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def shape(tree: RadixTree) -> list[tuple[int, list[int], int]]:
 
 
 def compute(tree: RadixTree, prompt, *blocks: int) -> None:
-    """A request of ``prompt``, stored in ``blocks``, has come and gone."""
+    """Insert and unlock ``prompt``, stored in ``blocks``."""
     key = RadixKey(Sequence("computed", prompt), tree.block_size)
     tree.unlock(tree.insert(key, array("i", blocks))[0])
     tree.check_invariants()
@@ -51,7 +51,7 @@ def evicted_in_order(tree: RadixTree) -> list[list[int]]:
     return order
 
 
-def test_leaves_go_by_age_and_a_parent_as_old_as_it_was():
+def test_leaves_are_evicted_by_age_and_parents_keep_theirs():
     tree = tree_of([1, 1, 2, 2], [1, 1, 3, 3], [5, 5], [6, 6])
     hit(tree, [5, 5])
     assert [node.blocks.tolist() for node in tree.leaves] == [[1], [3], [5], [4]]
@@ -104,7 +104,7 @@ class Deepest(PriorityPolicy):
 
 
 class Stateful(LRU):
-    """An LRU that overrides what a number cannot say."""
+    """An LRU that is no plain function of a block's history."""
 
     name = "stateful"
     compilable = False
@@ -118,7 +118,7 @@ def test_a_users_policy_ranks_the_leaves_too():
     assert isinstance(RadixTree(2, Stateful(), 9).leaves, PolicyLeaves)
 
 
-def test_a_policy_with_queues_is_told_of_a_node_as_of_its_last_block():
+def test_a_policy_with_queues_sees_a_node_as_its_last_block():
     told, missed = [], []
 
     class Told(Stateful):
@@ -140,7 +140,7 @@ def test_a_policy_with_queues_is_told_of_a_node_as_of_its_last_block():
 
 
 def test_ghosts_are_recognised_however_a_prompt_was_split():
-    """ARC sends content that comes back soon after its eviction to its second list."""
+    """ARC puts content that returns soon after its eviction into its second list."""
     tree = RadixTree(2, make_policy("arc"), 4)
     prompt = RadixKey(Sequence(0, [1, 1, 2, 2]), 2)
     compute(tree, [1, 1, 2, 2], 0, 1)
@@ -212,7 +212,7 @@ def test_neither_locks_nor_evictions_scan_the_leaves():
     assert lines_per_leaf(1_000) < 1.2 * lines_per_leaf(50)
 
 
-def test_a_policy_is_told_the_history_of_a_node():
+def test_a_policy_gets_the_history_of_a_node():
     """Counted in unlocks, from the first; both parts of a split node keep it."""
     seen = []
 

@@ -1,4 +1,4 @@
-"""vllm_v0: the worked examples, its own rules, and the faults that real systems had."""
+"""vllm_v0: worked examples and its own rules."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_worked_example_of_promotion():
     ("num_tokens", "status"),
     [(7, "OK"), (8, "OK"), (9, "LATER"), (16, "LATER"), (17, "NEVER"), (99, "NEVER")],
 )
-def test_the_three_answers_of_the_watermark(num_tokens, status):
+def test_allocation_status_by_watermark(num_tokens, status):
     manager = manager_of(10, 2, watermark=0.25)  # 2 blocks are kept back
     started(manager, "a", range(100, 108))  # 4 blocks: 6 are free
     seq = Sequence("b", range(num_tokens))
@@ -85,7 +85,7 @@ class Recorder(PriorityPolicy):
         return super().evict()
 
 
-def test_a_policy_is_told_of_content_before_room_is_made_for_it():
+def test_misses_are_reported_before_evictions():
     policy = Recorder()
     manager = manager_of(2, policy=policy)
     used(manager, "old", range(50, 58))

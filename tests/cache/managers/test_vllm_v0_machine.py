@@ -51,7 +51,7 @@ class VLLMv0Machine(ManagerMachine):
         )
 
     def full_content(self, seq, position, end):
-        """Content of the logical block, by which it is shared; None if it has none."""
+        """Content of the logical block if it is full, else None."""
         last = (position + 1) * self.block_size - 1
         return self.content(seq, last) if self.caching and last < end else None
 
@@ -95,7 +95,7 @@ class VLLMv0Machine(ManagerMachine):
         return needed
 
     def release(self, block, depth, step):
-        """A user of ``block`` is gone."""
+        """Remove a user of ``block``."""
         self.last_accessed[block] = max(self.last_accessed[block], step)
         if any(block in live.table for live in self.live.values()):
             return
@@ -106,7 +106,7 @@ class VLLMv0Machine(ManagerMachine):
             self.computed.discard(block)
 
     def take(self, taken):
-        """Blocks were handed out, in this order."""
+        """Blocks were taken, in this order."""
         ranked = sorted(self.free_blocks, key=self.free_blocks.get)
         if not self.caching:
             ranked.reverse()
@@ -127,13 +127,13 @@ class VLLMv0Machine(ManagerMachine):
 
     def write(self, live, end, copies=()):
         is_new = live.seq.seq_id not in self.last_step
-        if is_new:  # its hits are shared in the same way as blocks that are not computed yet
+        if is_new:  # hits are shared in the same way as blocks that are not computed yet
             live.table = []
         self.mark_as_computed(live)
         stored = 0 if is_new else live.stored
         plan = list(self.growth(live, end, stored))
         table = self.manager.block_table(live.seq)
-        live.table = []  # a block given up for a promotion may be handed out again at once
+        live.table = []  # a block freed by a promotion may be taken again at once
         assert len(table) == -(-end // self.block_size)
         taken, expected_copies = [], []
         for position, own, holder in plan:
@@ -233,7 +233,7 @@ class VLLMv0Machine(ManagerMachine):
         self.swapped[live.seq.seq_id] = live
 
     def missing_on_gpu(self, live):
-        """Free GPU blocks that swapping in takes: of those that no other sequence has there."""
+        """Free GPU blocks that swapping in takes: blocks that no other sequence has there."""
         used = {
             self.manager.gpu.keys[block] for other in self.live.values() for block in other.table
         }

@@ -1,6 +1,6 @@
-"""vllm_v1: the worked examples to the digit, and the faults that real systems had.
+"""vllm_v1: worked examples to the digit, and faults of real systems.
 
-Nano-vLLM's queue is that of the older vllm_v1.
+Nano-vLLM's queue equals the older queue of vllm_v1.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The engine over a stand-in for the model that checks every slot a sequence reads."""
+"""The engine on a fake model that checks every slot a sequence reads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BEAMS = SamplingParams(beam_width=3, n=3, max_tokens=8)
 
 @functools.cache
 def alone(length: int, seed: int, params: SamplingParams):
-    """The outputs of ``prompt(length, seed)``, computed without others and with ample memory."""
+    """The outputs of ``prompt(length, seed)``, computed alone and with enough memory."""
     engine = make_engine("vllm_v1", 64)
     engine.add(prompt(length, seed), params)
     return serve(engine)[0]
@@ -65,13 +65,13 @@ def test_scarce_memory_changes_no_output(manager, block_size, budget, num_host_b
         assert {output.finish_reason for output in outputs} == {FinishReason.LENGTH}
     assert done.keys() == expected.keys()
     assert max(step.num_tokens for step in engine.runner.steps) <= budget
-    if manager != "contiguous":  # which reserves the longest sequence for each
+    if manager != "contiguous":  # it reserves the longest sequence for each
         assert any(stat.num_preemptions for stat in stats)
         swapped = any(stat.num_swapped_tokens for stat in stats)
         assert swapped == (num_host_blocks == 100) or num_host_blocks == 3
         recomputed = sum(stat.num_recomputed_tokens for stat in stats)
         assert (recomputed > 0) == (num_host_blocks == 0) or num_host_blocks == 3
-    assert stats[0].num_preemptions == 0  # the oldest yields to nobody
+    assert stats[0].num_preemptions == 0  # the oldest is never preempted
     assert_idle(engine)
 
 
@@ -112,7 +112,7 @@ def test_a_prompt_of_high_priority_stays():
 
 
 def test_samples_beams_and_single_outputs_share_a_step():
-    """Each draws from its own row of logits, whichever rows the others take."""
+    """Each samples from its own row of logits."""
     kinds = [SAMPLES, BEAMS, GREEDY]
     expected = {i: alone(7, i, params) for i, params in enumerate(kinds)}
     for order in itertools.permutations(range(3)):
@@ -146,7 +146,7 @@ def test_beams_compute_each_token_once(manager):
 def test_end_of_text_and_stop_tokens():
     expected = make_engine().runner.greedy(prompt(6), 12)
     firsts = [token for i, token in enumerate(expected) if token not in expected[:i]]
-    stop, eos = firsts[1], firsts[3]  # so that each way to end differs
+    stop, eos = firsts[1], firsts[3]  # so that each ends elsewhere
     engine = make_engine(eos=frozenset({eos}))
     to_the_end = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
     for params, count, reason in (
@@ -187,7 +187,7 @@ def test_the_longest_sequence(options, longest):
 
 
 def test_the_line_is_served_in_order():
-    """A prompt that fits does not overtake one that does not yet."""
+    """A prompt that fits does not overtake one that does not."""
     engine = make_engine("paged", 8, 4)
     engine.add(prompt(20), SamplingParams(max_tokens=10))
     large = engine.add(prompt(24, 1), GREEDY)
@@ -201,8 +201,7 @@ def test_the_line_is_served_in_order():
 @pytest.mark.parametrize("num_host_blocks", [0, 6, 64])
 @pytest.mark.parametrize("manager", sorted(MANAGERS))
 def test_only_what_is_dropped_is_computed_again(manager, num_host_blocks):
-    """With room in host memory, each token is computed once, however often it is preempted; with
-    little, some are dropped now and swapped later."""
+    """With enough host memory each token is computed once; with little, some are dropped."""
     engine = make_engine(
         manager, 16, 4, num_host_blocks=num_host_blocks, enable_prefix_caching=False
     )
@@ -212,7 +211,7 @@ def test_only_what_is_dropped_is_computed_again(manager, num_host_blocks):
     stats = [request.stats for request in engine.requests.values()]
     serve(engine)
     recomputed = sum(stat.num_recomputed_tokens for stat in stats)
-    preempts = manager != "contiguous"  # which reserves everything beforehand
+    preempts = manager != "contiguous"  # it reserves everything beforehand
     assert (recomputed > 0) == (preempts and num_host_blocks < 64)
     assert any(stat.num_swapped_tokens for stat in stats) == (preempts and num_host_blocks > 0)
     computed = sum(step.num_tokens for step in engine.runner.steps)
@@ -309,7 +308,7 @@ def test_blocks_behind_a_window_cannot_be_swapped_out():
 
 @pytest.mark.parametrize("budget", [5, 64])
 def test_prefill_first_computes_prompts_or_decodes(budget):
-    """A prompt that arrives is computed at once, in chunks of the budget, and nobody decodes."""
+    """A new prompt is computed at once, in chunks of the budget, and no sequence decodes."""
     engine = make_engine(num_blocks=12, max_num_batched_tokens=budget, prefill_first=True)
     run, steps = engine.runner.run, []
 
@@ -361,7 +360,7 @@ def test_a_step_is_launched_before_the_tokens_of_the_last_are_read():
 
 
 def test_a_stop_token_costs_a_token_too_many_which_is_found_in_the_cache():
-    """Its K/V are those of the stop token, and fill a block: a prompt that goes on there hits."""
+    """K/V of the stop token fill a block, which a prompt that continues there hits."""
     tokens = prompt(5)
     output = make_engine().runner.greedy(tokens, 30)
     count = next(
@@ -394,7 +393,7 @@ def assert_hashes_are_of_known_tokens(seqs):
 
 @pytest.mark.parametrize("manager", sorted(MANAGERS))
 def test_no_hash_is_made_of_a_token_that_is_not_known(manager):
-    """Also where a preemption has the design look at a sequence between two blocks."""
+    """Also if a preemption registers a sequence between two blocks."""
     engine, unknown = make_engine(manager, 12, 4, overlap=True), 0
     for seed in range(8):
         engine.add(prompt(3 + seed, seed), SamplingParams(temperature=0, max_tokens=16))
@@ -418,7 +417,7 @@ READERS = {
 }
 
 
-def test_policies_are_told_the_time_of_the_engine():
+def test_policies_get_the_time_of_the_engine():
     class Listening(POLICIES["lru"]):
         def tell(self, request):
             times.append(request.time_ms)
@@ -432,7 +431,7 @@ def test_policies_are_told_the_time_of_the_engine():
 
 
 @pytest.mark.parametrize("options", READERS.values(), ids=READERS)
-def test_what_reads_tokens_is_read_at_once(options):
+def test_tokens_are_read_at_once_for_parameters_that_need_them(options):
     params = SamplingParams(max_tokens=4, ignore_eos=True, **options)
     assert params.reads_tokens
     assert not GREEDY.reads_tokens

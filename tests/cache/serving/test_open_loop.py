@@ -105,7 +105,7 @@ def test_steps_count_while_requests_arrive():
     assert burst.mean_of_steps("running") == pytest.approx(106 / 3)
 
 
-def test_cached_prompt_tokens_are_counted_of_those_that_were_looked_up():
+def test_cached_prompt_fraction_counts_scheduled_requests():
     unscheduled = served(first_scheduled_time=None, num_cached_tokens=0, num_prompt_tokens=1000)
     assert Run([served(), served(num_cached_tokens=8), unscheduled]).cached_prompt_fraction == 0.6
     assert Run([unscheduled]).cached_prompt_fraction == 0
@@ -165,7 +165,7 @@ def test_requests_are_served_when_they_are_due(engine):
     assert engine.manager.num_free_blocks == 64
 
 
-def test_real_time_is_that_of_the_engine(engine):
+def test_real_time_is_the_clock_of_the_engine(engine):
     before = time.perf_counter()
     run = serve(engine, [[1] * 4] * 2, [2, 1], [0.0, 0.02])
     assert 0.02 <= run.seconds <= time.perf_counter() - before
@@ -212,7 +212,7 @@ def test_the_batch_is_what_fits_into_the_cache(engine):
     assert all(request.finished for request in run.requests)
 
 
-def test_hits_are_those_of_the_first_look_up(engine):
+def test_cached_tokens_of_the_first_admission_count(engine):
     run = serve(engine, [list(range(20)), list(range(20))], [1, 1], None)
     assert [request.num_cached_tokens for request in run.requests] == [0, 16]
     assert run.cached_prompt_fraction == 0.4

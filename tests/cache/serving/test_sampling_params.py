@@ -51,7 +51,7 @@ def test_invalid_parameters_are_named(arguments, message):
         SamplingParams(**arguments)
 
 
-def test_stop_tokens_are_a_set_of_their_own():
+def test_stop_token_ids_are_copied():
     stops = [3, 3, 1]
     params = SamplingParams(stop_token_ids=stops)
     stops.append(9)
@@ -74,7 +74,7 @@ def test_limits_are_allowed(arguments):
     assert all(getattr(params, name) == value for name, value in arguments.items() if value != [0])
 
 
-def test_what_is_drawn_from_the_logits_of_the_model():
+def test_is_greedy_and_has_penalties():
     assert SamplingParams(temperature=0).is_greedy
     assert not SamplingParams().is_greedy
     for name, value in {"min_tokens": 1, "repetition_penalty": 2, "presence_penalty": 1}.items():
