@@ -60,6 +60,10 @@ PolicyOrBound = Annotated[
     str, Needs("a policy", lambda name: name in BOUNDS or cache.make_policy(name) is not None)
 ]
 
+PARTS = {"all": (0, 1), "first": (0, 2 / 3), "last": (2 / 3, 1)}
+"""Parts of a trace whose requests count; those before them warm the pool up."""
+Part = Annotated[str, Needs(f"one of {', '.join(PARTS)}", PARTS.__contains__)]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Eviction(OnTraces):
@@ -69,6 +73,8 @@ class Eviction(OnTraces):
     """A policy by name, your own as file.py:Class, or a bound. None: every one there is."""
     capacity_percent: Axis[Percent] = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50)
     """Blocks of the pool, in percent of the unique blocks of the trace."""
+    part: Axis[Part] = ("all",)
+    """Requests that count: all, the first two thirds (to choose by), the last third (to judge)."""
     num_requests: GridOnly[Count | None] = None
     """Requests of each trace, the first of a file. None: all, and a workload's own number."""
 
@@ -81,8 +87,12 @@ def cells(options: Eviction) -> Iterator[Eviction | Absent]:
     """Policies, and "infinite" in the place of one."""
     policies = map(named_policy, options.policy or [*cache.POLICIES, *BOUNDS])
     traces = [*options.sources(options.num_requests)]
-    yield from grid(options, trace=traces, policy=policies)
-    yield from grid(options, trace=traces, policy=["infinite"], capacity_percent=[100.0])
+    for cell in grid(options, trace=traces, policy=policies):
+        if isinstance(cell, Absent) or cell.part == "all" or cell.policy not in BOUNDS:
+            yield cell  # a bound is one of the whole trace
+    if "all" in options.part:
+        infinite = {"policy": ["infinite"], "capacity_percent": [100.0], "part": ["all"]}
+        yield from grid(options, trace=traces, **infinite)
 
 
 def named_policy(name: str) -> str | OwnPolicy:
@@ -104,8 +114,9 @@ def policy_spec(policy: str | OwnPolicy) -> str:
 def run_cell(cell: Eviction) -> list[dict[str, Any]]:
     trace = workloads.load(cell.trace)
     capacity = max(1, int(trace.num_unique_blocks * cell.capacity_percent / 100))
+    begin, end = (int(trace.num_requests * share) for share in PARTS[cell.part])
     row = {
-        "trace": trace.name,
+        "trace": trace.name if cell.part == "all" else f"{trace.name}, {cell.part}",
         "block_size": trace.block_size,
         "requests": trace.num_requests,
         "block_references": trace.num_block_references,
@@ -119,7 +130,12 @@ def run_cell(cell: Eviction) -> list[dict[str, Any]]:
 
         hits = getattr(bounds, BOUNDS[cell.policy])(trace, capacity)
         return [{**row, "block_hit_rate": hits / trace.num_block_references}]
-    result = cache.simulate(trace, policy=policy_spec(cell.policy), capacity_blocks=capacity)
+    result = cache.simulate(
+        trace,
+        policy=policy_spec(cell.policy),
+        capacity_blocks=capacity,
+        counted=slice(begin, end),
+    )
     return [
         {
             **row,

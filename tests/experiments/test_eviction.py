@@ -77,6 +77,24 @@ def test_without_a_trace_those_of_the_repository_are_replayed():
     assert round(row["block_hit_rate"], 4) == 0.1958
 
 
+def test_two_thirds_to_choose_by_and_a_third_to_judge(inputs):
+    cells = grid(
+        trace=(inputs["chat"],), policy=("lru", "fluid"), capacity_percent=(10,),
+        part=("first", "last"),
+    )  # fmt: skip
+    rows = {row["trace"]: row for cell in cells for row in eviction.run_cell(cell)}
+    trace = cache.load_trace(inputs["chat"])
+    first, last = rows.values()
+    assert set(rows) == {f"{trace.name}, first", f"{trace.name}, last"}
+    whole = cache.simulate(trace, policy="lru", capacity_blocks=first["capacity_blocks"]).hits
+    cut = len(trace) * 2 // 3
+    for row, part in ((first, slice(cut)), (last, slice(cut, None))):
+        references = trace[part].num_block_references
+        assert row["block_hit_rate"] == whole[part].sum() / references
+    with pytest.raises(ValueError, match="one of all, first, last"):
+        grid(part=("middle",))
+
+
 def test_a_workload_is_named_like_a_trace():
     cells = grid(
         trace=(Path("agent_loops"),), policy=("lru",), capacity_percent=(10,), seed=4,
