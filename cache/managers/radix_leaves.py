@@ -49,8 +49,8 @@ class RankedLeaves:
 
     Leaves are the evictable nodes of a tree: unlocked and without children.  A node's history
     continues while it has children, and both parts of a split node keep it.  A node that becomes a
-    leaf because its last child was evicted keeps its age.  Ties go by the order in which the nodes
-    became evictable.
+    leaf because its last child was evicted keeps its age.  The node accessed longest ago goes
+    first among equals, as SGLang's ``lfu``; then the one that became evictable first.
     """
 
     def __init__(self, policy: PriorityPolicy) -> None:
@@ -78,7 +78,7 @@ class RankedLeaves:
             clock=self._clock,
             request=self._request,
         )
-        self._heap.push(node, self._policy.rank(history))
+        self._heap.push(node, self._policy.rank(history), node.accessed)
 
     def remove(self, node: RadixNode) -> None:
         """``node`` was evictable and is in use again."""

@@ -234,3 +234,13 @@ def test_a_policy_gets_the_history_of_a_node():
     assert [(b.block, b.accesses, b.inserted, b.accessed) for b in seen[1:]] == [
         (5, 1, 2, 2), (9, 2, 1, 3),
     ]  # fmt: skip
+
+
+def test_lfu_gives_up_the_node_accessed_longest_ago_among_equals():
+    """SGLang ranks by (hit count, last access), whatever became evictable first."""
+    tree = RadixTree(2, make_policy("lfu"), 10)
+    compute(tree, [1, 1, 2, 2], 0, 1)
+    compute(tree, [1, 1, 3, 3], 4, 2)  # [1, 1] is used twice and has two children
+    compute(tree, [5, 5], 3)
+    hit(tree, [5, 5])
+    assert [list(tree.evict(1)) for _ in range(4)] == [[1], [2], [0], [3]]
