@@ -43,9 +43,7 @@ HOST_KV_CACHE_BYTES = 4 << 30
 HOST_KV_CACHE_SHARE = 0.25
 """Default limit of the blocks in host memory: these bytes, or this share of available memory."""
 
-_NOT_SERVED = {
-    "sliding_window": "the window is that of the model, and vllm_v1 gives back what lies behind it"
-}
+_NOT_SERVED = {"sliding_window": "the window is the model's; vllm_v1 frees the blocks behind it"}
 """Options of managers that are for replays."""
 
 _CHOICES = {"preemption": ("recompute", "swap"), "scheduling": ("mixed", "prefill_first")}

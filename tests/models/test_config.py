@@ -9,29 +9,17 @@ import torch
 from models.config import FAMILIES, ModelConfig, RopeScaling, UnsupportedModel
 from tests.models.tiny import CHECKPOINTS, tiny_config
 
+SCALING = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
 LLAMA_31 = {  # as published, before transformers 5
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 131072,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": {
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    },
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 128256,
-    "eos_token_id": [128001, 128008, 128009],
-}
+    "architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16", "hidden_act": "silu",
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+    "max_position_embeddings": 131072, "rope_theta": 500000.0, "rope_scaling": SCALING,
+    "vocab_size": 128256, "tie_word_embeddings": False, "eos_token_id": [128001, 128008, 128009],
+}  # fmt: skip
 QWEN3 = LLAMA_31 | {"architectures": ["Qwen3ForCausalLM"]}
 
 
@@ -39,19 +27,13 @@ def test_llama_31_is_read():
     config = ModelConfig.from_dict(LLAMA_31)
     assert (config.num_q_heads, config.num_kv_heads, config.head_dim) == (32, 8, 128)
     assert config.rope_theta == 500000.0
-    assert config.rope_scaling == RopeScaling(
-        rope_type="llama3",
-        factor=8.0,
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        original_max_position_embeddings=8192,
-    )
+    assert config.rope_scaling == RopeScaling(**SCALING)
     assert config.dtype == torch.bfloat16
     assert config.eos_token_ids == {128001, 128008, 128009}
 
 
 def test_windows_are_read():
-    """By layer_types, else as each architecture has it; a null turns them off."""
+    """From layer_types, else by the architecture's rule; a null turns windows off."""
     qwen = QWEN3 | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 31}
     assert ModelConfig.from_dict(qwen).windows == (None,) * 31 + (8,)
     assert ModelConfig.from_dict(qwen | {"use_sliding_window": False}).windows == ()
@@ -73,12 +55,8 @@ def test_a_config_without_options_is_what_a_checkpoint_without_them_has():
     assert config == ModelConfig.from_dict(llama | sizes | heads)
 
 
-def test_token_0_may_end_a_generation():
-    assert ModelConfig.from_dict(LLAMA_31 | {"eos_token_id": 0}).eos_token_ids == {0}
-    assert ModelConfig.from_dict(LLAMA_31 | {"eos_token_id": [7, 0]}).eos_token_ids == {0, 7}
-
-
 def test_the_format_of_transformers_5_means_the_same():
+    """If a config has both names of the RoPE parameters, rope_scaling wins, as in transformers."""
     new = {
         name: value
         for name, value in LLAMA_31.items()
@@ -87,10 +65,6 @@ def test_the_format_of_transformers_5_means_the_same():
     new["rope_parameters"] = LLAMA_31["rope_scaling"] | {"rope_theta": 500000.0}
     new["dtype"] = "bfloat16"
     assert ModelConfig.from_dict(new) == ModelConfig.from_dict(LLAMA_31)
-
-
-def test_rope_scaling_goes_before_rope_parameters():
-    """As in transformers, where a config has both."""
     both = LLAMA_31 | {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}
     assert ModelConfig.from_dict(both) == ModelConfig.from_dict(LLAMA_31)
 
@@ -118,19 +92,20 @@ def test_fields_that_may_be_absent_have_the_defaults_of_the_architecture():
     assert (config.rms_norm_eps, config.rope_theta, config.dtype) == (1e-6, 10000.0, torch.float32)
 
 
-def test_generation_config_adds_the_tokens_that_end_a_text(tmp_path):
+def test_tokens_that_end_a_text(tmp_path):
+    """generation_config.json overrides config.json; token 0 counts."""
+    assert ModelConfig.from_dict(LLAMA_31 | {"eos_token_id": 0}).eos_token_ids == {0}
+    assert ModelConfig.from_dict(LLAMA_31 | {"eos_token_id": [7, 0]}).eos_token_ids == {0, 7}
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_31 | {"eos_token_id": 5}))
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
     assert ModelConfig.from_folder(tmp_path).eos_token_ids == {5, 7}
 
 
-@pytest.mark.parametrize(
-    "name", ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"]
-)
-def test_a_missing_field_is_named(name):
-    fields = {k: v for k, v in LLAMA_31.items() if k != name}
-    with pytest.raises(ValueError, match=rf"field '{name}' is missing"):
-        ModelConfig.from_dict(fields)
+def test_a_missing_field_is_named():
+    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"):
+        fields = {k: v for k, v in LLAMA_31.items() if k != name}
+        with pytest.raises(ValueError, match=rf"field '{name}' is missing"):
+            ModelConfig.from_dict(fields)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +126,7 @@ def test_a_missing_field_is_named(name):
         ({"torch_dtype": "int8"}, "dtype='int8'"),
     ],
 )
-def test_what_the_decoders_cannot_do_is_refused(change, message):
+def test_unsupported_features_are_refused(change, message):
     with pytest.raises(UnsupportedModel, match=message):
         ModelConfig.from_dict(LLAMA_31 | change)
 
@@ -203,15 +178,12 @@ def test_malformed_fields_are_named(change, message):
     ],
 )
 def test_errors_name_the_file(tmp_path, text, error, message):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        ModelConfig.from_folder(tmp_path / "nowhere")
     if text is not None:
         (tmp_path / "config.json").write_bytes(text)
     with pytest.raises(error, match=message):
         ModelConfig.from_folder(tmp_path)
-
-
-def test_a_folder_that_does_not_exist_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        ModelConfig.from_folder(tmp_path / "nowhere")
 
 
 def test_kv_block_bytes():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import math
 import pickle
 import shutil
@@ -28,7 +27,7 @@ PROMPTS = [SHARED, [5], [*SHARED[:21], 1, 2, 3], [(i * 5) % 97 for i in range(17
 
 @pytest.fixture(scope="module")
 def expected(make_checkpoint):
-    """expected(checkpoint) -> the greedy tokens of transformers for each prompt."""
+    """expected(checkpoint) -> transformers' greedy tokens for each prompt."""
 
     def generate(checkpoint):
         _, oracle = make_checkpoint(checkpoint)
@@ -90,7 +89,7 @@ def test_tokens_are_those_of_transformers(
 
 @pytest.fixture(scope="module")
 def fp8_tokens(make_llm):
-    """fp8_tokens(checkpoint) -> the tokens with an fp8 cache that has room for everything."""
+    """fp8_tokens(checkpoint) -> the tokens with an fp8 cache without preemption."""
 
     def generate(checkpoint):
         llm = make_llm(checkpoint, kv_cache_dtype="fp8_e4m3", num_blocks=100)
@@ -117,7 +116,7 @@ def test_an_fp8_cache_gives_the_same_tokens_however_it_is_managed(
 
 
 def test_an_fp8_cache_changes_tokens(fp8_tokens, expected):
-    """Or else the tests of it would say nothing."""
+    """Otherwise the tests above could not fail."""
     assert fp8_tokens("llama") != expected("llama")
 
 
@@ -161,7 +160,7 @@ def test_flash_attn_has_no_fp8_cache(make_llm, monkeypatch):
 
 
 def test_an_fp8_cache_is_sized_by_its_bytes(make_llm, monkeypatch):
-    """Of 2 layers and 2 KV heads of head_dim 16."""
+    """The model has 2 layers and 2 KV heads of head_dim 16."""
     monkeypatch.setattr("models.llm.HOST_KV_CACHE_BYTES", 100 * 4 * 2 * 2 * 2 * 16)
     assert make_llm(block_size=4).manager.num_blocks == 25
     llm = make_llm(block_size=4, kv_cache_dtype="fp8_e4m3", preemption="swap")
@@ -185,7 +184,7 @@ def test_a_cache_on_a_cpu_takes_a_quarter_of_what_is_available_at_most(
 
 @pytest.mark.parametrize("manager", ["contiguous", "radix", "vllm_v0", "vllm_v1"])
 def test_overlap_changes_no_tokens(manager, make_llm):
-    """Seeded requests that stop at tokens, beside greedy ones and some that are read at once."""
+    """Seeded requests with stop tokens, greedy ones, and some whose tokens are read at once."""
     stops = {"stop_token_ids": range(0, 97, 12), "max_tokens": 12}
     params = [SamplingParams(seed=seed, temperature=1.5, **stops) for seed in range(6)]
     params += [SamplingParams(temperature=0, **stops), SamplingParams(seed=7, n=2, **stops)]
@@ -283,26 +282,18 @@ def test_streaming(make_llm, expected):
     assert len(finished) == len(PROMPTS)
 
 
-def test_streams_may_interleave_with_each_other_and_with_generate(make_llm, expected):
-    llm = make_llm(block_size=4)
-    first = llm.stream(PROMPTS[0], GREEDY)
-    second = llm.stream(PROMPTS[1], GREEDY)
-    head = [next(first), next(second), next(second)]
+def test_streams_may_interleave_and_be_left(make_llm, expected):
+    llm = make_llm(block_size=4, num_blocks=64)
+    first, second, left = (llm.stream(prompts, GREEDY) for prompts in (*PROMPTS[:2], PROMPTS))
+    head = [next(first), next(second), next(second), next(left)]
     assert tokens_of(llm.generate(PROMPTS[2:], GREEDY)) == expected("llama")[2:]
-    events = [*head[:1], *first], [*head[1:], *second]
+    events = [*head[:1], *first], [*head[1:3], *second]
     for stream, tokens in zip(events, expected("llama"), strict=False):
         assert [event.token_id for event in stream[:-1]] == tokens
         assert stream[-1].outputs[0].token_ids == tokens
-
-
-def test_leaving_a_stream_cancels_it(make_llm):
-    llm = make_llm(block_size=4, num_blocks=32)
-    stream = llm.stream(PROMPTS, GREEDY)
-    list(itertools.islice(stream, 4))
-    assert llm.engine.has_unfinished
-    stream.close()
+    left.close()
     assert not llm.engine.has_unfinished
-    assert llm.manager.num_free_blocks == 32
+    assert llm.manager.num_free_blocks == 64
 
 
 def test_abort_within_a_stream(make_llm, expected):
@@ -373,20 +364,11 @@ def test_the_longest_sequence_is_that_of_the_model(make_llm):
         ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 does not divide num_q_heads=4"),
         ({"tensor_parallel_size": 8}, "tensor_parallel_size=8 does not divide num_q_heads=4"),
         ({"manager_options": {"watermark": 0.1}}, "no option watermark"),
-        (
-            {
-                "manager": "vllm_v0",
-                "enable_prefix_caching": False,
-                "manager_options": {"sliding_window": 32},
-            },
-            "sliding_window=32: the window is that of the model",
-        ),
-        (
-            {"manager": "contiguous", "block_size": 4, "num_blocks": 11, "max_model_len": 48},
-            "max_model_len=48: .*num_blocks=11 blocks has 32 slots",
-        ),
+        ({"manager_options": {"sliding_window": 32}}, "sliding_window=32: the window is the model"),
+        ({"manager": "contiguous", "block_size": 4, "num_blocks": 11, "max_model_len": 48},
+         "max_model_len=48: .*num_blocks=11 blocks has 32 slots"),
     ],
-)
+)  # fmt: skip
 def test_options_that_do_not_fit_are_named(options, message, make_llm):
     if options.get("device") == "cuda" and torch.cuda.is_available():
         pytest.skip("there is a GPU")
@@ -494,7 +476,7 @@ def test_command_line_errors(arguments, message, text_checkpoint, capsys):
 def test_contiguous_reserves_for_the_longest_sequence(
     make_llm, max_model_len, num_blocks, reserved
 ):
-    """In blocks of 4, a power of two: what LLM is told, else what model and cache allow."""
+    """In blocks of 4, a power of two: max_model_len, else what model and cache allow."""
     sizes = {"block_size": 4, "num_blocks": num_blocks, "max_model_len": max_model_len}
     llm = make_llm(manager="contiguous", **sizes)
     llm.manager.allocate(Sequence("any", [1, 2, 3]))

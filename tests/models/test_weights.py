@@ -98,23 +98,19 @@ def test_the_parts_of_all_ranks_make_up_the_checkpoint(checkpoint, size, make_ch
     assert local_elements < sum(tensor.numel() for tensor in stored.values()) / size * 1.5
 
 
-def test_old_buffers_and_a_tied_head_are_ignored(folder):
-    def change(tensors):
-        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(16)
-
-    rewrite(folder, change)
-    load_weights(empty_model(folder), folder)
-
-
-def test_tied_embeddings_may_go_by_the_name_of_the_head(folder):
+def test_tied_embeddings_may_have_either_name_and_old_buffers_are_ignored(folder):
     expected = empty_model(folder)
     load_weights(expected, folder)
-    names = "lm_head.weight", "model.embed_tokens.weight"
-    rewrite(folder, lambda tensors: tensors.update({names[0]: tensors.pop(names[1])}))
-    model = empty_model(folder)
-    load_weights(model, folder)
-    assert torch.equal(model.model.embed_tokens.weight, expected.model.embed_tokens.weight)
+    buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)}
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    for change in (
+        lambda tensors: tensors.update(buffer | {head: tensors[embedding].clone()}),
+        lambda tensors: tensors.pop(embedding),
+    ):
+        rewrite(folder, change)
+        model = empty_model(folder)
+        load_weights(model, folder)
+        assert torch.equal(model.model.embed_tokens.weight, expected.model.embed_tokens.weight)
 
 
 @pytest.mark.parametrize("spelling", ["", "attn.", "{kind}_proj."], ids=["plain", "attn", "proj"])
@@ -152,57 +148,38 @@ def test_scales_that_do_not_fit_are_named(name, scale, message, folder):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            lambda tensors: tensors.pop("model.layers.1.self_attn.k_norm.weight"),
-            r"missing tensors: model\.layers\.1\.self_attn\.k_norm\.weight",
-        ),
-        (
-            lambda tensors: tensors.update({"model.layers.0.mlp.experts": torch.ones(1)}),
-            r"does not have: model\.layers\.0\.mlp\.experts",
-        ),
-        (
-            lambda tensors: tensors.update({"model.norm.weight": torch.ones(63)}),
-            r"model\.norm\.weight has shape \(63,\), the model needs \(64,\)",
-        ),
-        (
-            lambda tensors: tensors.update({"model.norm.weight": torch.ones(64).to(torch.int8)}),
-            r"model\.norm\.weight has dtype I8: quantised",
-        ),
-        (
-            lambda tensors: tensors.update({"lm_head.weight": torch.ones(97, 64)}),
-            r"model\.embed_tokens\.weight differs from lm_head\.weight, to which config\.json ties",
-        ),
-        (
-            lambda tensors: tensors.pop("model.embed_tokens.weight"),
-            r"missing tensors: lm_head\.weight, model\.embed_tokens\.weight",
-        ),
-        (
-            lambda tensors: [tensors.pop(name) for name in sorted(tensors)[-5:]],
-            r"missing tensors: (\S+, ){4}\S+$",
-        ),
-        (
-            lambda tensors: [tensors.pop(name) for name in sorted(tensors) if "layers.1" in name],
-            r"missing tensors: (\S+, ){4}\S+ and 6 more",
-        ),
+        (lambda old: old.pop("model.layers.1.self_attn.k_norm.weight"),
+         r"missing tensors: model\.layers\.1\.self_attn\.k_norm\.weight"),
+        (lambda old: old.update({"model.layers.0.mlp.experts": torch.ones(1)}),
+         r"does not have: model\.layers\.0\.mlp\.experts"),
+        (lambda old: old.update({"model.norm.weight": torch.ones(63)}),
+         r"model\.norm\.weight has shape \(63,\), the model needs \(64,\)"),
+        (lambda old: old.update({"model.norm.weight": torch.ones(64).to(torch.int8)}),
+         r"model\.norm\.weight has dtype I8: quantised"),
+        (lambda old: old.update({"lm_head.weight": torch.ones(97, 64)}),
+         r"model\.embed_tokens\.weight differs from lm_head\.weight, to which config\.json ties"),
+        (lambda old: old.pop("model.embed_tokens.weight"),
+         r"missing tensors: lm_head\.weight, model\.embed_tokens\.weight"),
+        (lambda old: [old.pop(name) for name in sorted(old)[-5:]],
+         r"missing tensors: (\S+, ){4}\S+$"),
+        (lambda old: [old.pop(name) for name in sorted(old) if "layers.1" in name],
+         r"missing tensors: (\S+, ){4}\S+ and 6 more"),
     ],
     ids=["missing", "unexpected", "shape", "quantised", "untied", "no_embedding", "five", "many"],
-)
+)  # fmt: skip
 def test_tensors_that_do_not_fit_are_named(folder, change, message):
     rewrite(folder, change)
     with pytest.raises(WeightsError, match=message):
         load_weights(empty_model(folder), folder)
 
 
-def test_a_folder_without_weights(folder):
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(WeightsError, match=r"no weights: .*pytorch_model\.bin: convert it"):
-        load_weights(empty_model(folder), folder)
-
-
-def test_a_damaged_file_is_named(folder):
+def test_absent_and_damaged_files_are_named(folder):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(WeightsError, match=r"model\.safetensors: "):
+        load_weights(empty_model(folder), folder)
+    path.rename(folder / "pytorch_model.bin")
+    with pytest.raises(WeightsError, match=r"no weights: .*pytorch_model\.bin: convert it"):
         load_weights(empty_model(folder), folder)
 
 
