@@ -3,8 +3,12 @@
 Integers wrap around. f32 rounds to nearest even and keeps subnormal numbers unless the instruction
 says .ftz, which takes and gives subnormal numbers as zeros. The approximations (ex2, lg2, rcp,
 rsqrt, sqrt.approx, div.full, div.approx, tanh) are given nearly exactly, well within the error that
-the ISA allows a GPU; a GPU's last bits may differ. fma rounds once. f16 and bf16 are computed in
-f64, which holds their products and sums, and rounded once.
+the ISA allows a GPU; a GPU's last bits may differ. tanh.approx has a relative error of 2^-11 on a
+GPU, sin.approx and cos.approx an absolute one of 2^-20.9 within [-pi, pi] and no bound beyond,
+div.approx and div.full one of 2 ulp: an op that needs more than that is not noticed here.
+
+fma rounds once. f16 and bf16 are computed in f64, which holds their products and sums, and rounded
+once.
 """
 
 from __future__ import annotations
@@ -166,29 +170,35 @@ def _divide(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Quotient towards zero and remainder; by zero (undefined in PTX) all ones, the dividend."""
     by_zero = b == 0
     b = np.where(by_zero, b.dtype.type(1), b)
-    if a.dtype.kind == "u":
-        quotient = a // b
-    else:  # floor division, mended where signs differ and it is not exact
-        quotient = a // b
+    quotient = a // b
+    if a.dtype.kind == "i":  # floor division, mended where signs differ and it is not exact
         quotient = quotient + ((quotient * b != a) & ((a < 0) != (b < 0))).astype(a.dtype)
     quotient = np.where(by_zero, ~a.dtype.type(0), quotient)
     return quotient, np.where(by_zero, a, a - quotient * b)
 
 
-@instruction("div")
+@instruction("div", "rem")
 def _div(translation: Translation) -> Step:
-    if is_float(translation.kind):
+    kind, part = translation.kind, int(translation.parts[0] == "rem")
+    if is_float(kind):
         return _floats(translation, operator.truediv)
-    return elementwise(translation, lambda a, b: _divide(a, b)[0], translation.kind)
+    target, dividend, divisor = translation.operands
+    dividend, divisor = translation.read(dividend, kind), translation.read(divisor, kind)
+    write = translation.write(target, kind)
 
+    def divide(batch, mask):
+        by = divisor(batch)
+        write(batch, mask, _divide(dividend(batch), by)[part])
+        if not by.all():
+            batch.undefine(target, batch.full(by == 0) & batch.every(mask), "division by zero")
 
-@instruction("rem")
-def _rem(translation: Translation) -> Step:
-    return elementwise(translation, lambda a, b: _divide(a, b)[1], translation.kind)
+    return divide
 
 
 def _extremum(integer, ignoring_nan):
-    """min and max: of a NaN and a number the number, with .NaN the NaN (9.7.3.11, 9.7.3.12)."""
+    """min and max: of a NaN and a number the number, with .NaN the NaN; -0 is less than +0
+    (9.7.3.11, 9.7.3.12)."""
+    sign = 1 if integer is np.maximum else -1
 
     def translate(translation: Translation) -> Step:
         if not is_float(translation.kind):
@@ -202,7 +212,9 @@ def _extremum(integer, ignoring_nan):
 
         def compute(first, *others):
             for other in others:  # two or, from sm_100 on, three
-                first = choose(first, other)
+                both_zero = (first == 0) & (other == 0)
+                zero = sign * (sign * first + sign * other)  # +0 unless both are -0, or reversed
+                first = np.where(both_zero, zero, choose(first, other))
             return first
 
         return _floats(translation, compute, "NaN")

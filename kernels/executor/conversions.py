@@ -131,7 +131,8 @@ def _narrow_pair(translation: Translation, modifiers: list[str], to: str, source
 
 
 def _cvt_number(translation: Translation, modifiers: list[str], to: str, source: str) -> Step:
-    """Between integers and f16, f32, f64 (9.7.9.21): integers from floats saturate, NaN gives 0;
+    """Between integers and f16, f32, f64 (9.7.9.21): integers from floats saturate; NaN gives
+    0, or if f64 or 64-bit integers are involved the upper bit alone;
     integers to narrower ones keep the low bits unless .sat."""
     if to in PACKED or source in PACKED:
         raise Unsupported("these types are not known together")
@@ -140,12 +141,16 @@ def _cvt_number(translation: Translation, modifiers: list[str], to: str, source:
         _only(modifiers, *_TO_INTEGER)
         rounded = _TO_INTEGER[next(iter(modifiers))]
         limits = np.iinfo(dtype)
+        wide_type = source == "f64" or limits.bits == 64
+        of_nan = np.array(1 << limits.bits - 1 if wide_type else 0, f"u{limits.bits // 8}")
 
         def to_integer(a):
-            wide = np.nan_to_num(rounded(a.astype(np.float64)), posinf=np.inf, neginf=-np.inf)
+            wide = rounded(a.astype(np.float64))
             inside = np.clip(wide, float(limits.min), float(limits.max))
             over = wide >= float(limits.max)  # as a float64 the largest int64 is one too large
-            return np.where(over, limits.max, np.where(over, 0, inside).astype(dtype))
+            there = np.where(over | np.isnan(wide), 0, inside).astype(dtype)
+            found = np.where(over, limits.max, there)
+            return np.where(np.isnan(wide), of_nan.view(dtype), found)
 
         return elementwise(translation, to_integer, source, to)
     if "f" in to and "f" in source:

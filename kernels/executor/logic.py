@@ -35,7 +35,8 @@ instruction("not")(_bitwise(operator.invert))
 
 @instruction("shl", "shr")
 def _shift(translation: Translation) -> Step:
-    """Shifts; an amount beyond the width counts as the width (9.7.8.7, 9.7.8.8)."""
+    """Shifts; an amount beyond the width counts as the width (9.7.8.7, 9.7.8.8), but is undefined
+    in Triton."""
     translation.expect()
     kind, left = translation.kind, translation.parts[0] == "shl"
     dtype = np.dtype(DTYPES[kind])
@@ -55,8 +56,27 @@ def _shift(translation: Translation) -> Step:
                 by < width, a >> clamped, (a >> most) if kind[0] == "s" else dtype.type(0)
             )
         write(batch, mask, done)
+        if by.max() >= width:
+            wrong = batch.full(by >= width) & batch.every(mask)
+            batch.undefine(target, wrong, f"a shift of {width} bits by {by.max()}")
 
     return shift
+
+
+@instruction("shf")
+def _funnel_shift(translation: Translation) -> Step:
+    """The upper (.l) or lower (.r) word of b:a shifted, the amount modulo 32 (.wrap) or at most 32
+    (.clamp) (9.7.8.9)."""
+    left = translation.one_of(("l", "r")) == "l"
+    wrap = translation.one_of(("wrap", "clamp")) == "wrap"
+    translation.expect("l", "r", "wrap", "clamp")
+
+    def shift(low, high, by):
+        by = (by & np.uint32(31) if wrap else np.minimum(by, np.uint32(32))).astype(np.uint64)
+        both = high.astype(np.uint64) << np.uint64(32) | low
+        return (both << by >> np.uint64(32) if left else both >> by).astype(np.uint32)
+
+    return elementwise(translation, shift, "b32")
 
 
 @instruction("bfe")

@@ -30,11 +30,12 @@ from kernels.executor.global_memory import AwaitedMemory, GlobalMemory
 from kernels.executor.matrix_queue import MatrixQueue
 from kernels.executor.mbarriers import MBarrier
 from kernels.executor.operands import UNSIGNED, translate
-from kernels.executor.ptx import Program, parse
+from kernels.executor.ptx import Program, Register, parse
 from kernels.executor.shared_memory import SharedMemory
 from kernels.executor.signals import Barrier, Branch, Exit
 from kernels.executor.targets import check_launch
 from kernels.executor.tensor_memory import TensorMemory
+from kernels.executor.undefined import alternate, followed_steps
 
 MAX_THREADS = 2048
 """Threads of a batch; more spread the cost of an instruction, until registers leave the cache."""
@@ -48,7 +49,9 @@ class Kernel:
     def __init__(self, ptx: str):
         """Raises UnknownInstruction where the program has one."""
         self.program: Program = parse(ptx)
-        self.steps = [translate(self.program, one) for one in self.program.instructions]
+        translated = [translate(self.program, one) for one in self.program.instructions]
+        steps, effects = map(list, zip(*translated, strict=True))
+        self.steps, self.unwritten = followed_steps(self.program, steps, effects)
         self.parameter_offsets: dict[str, int] = {}
         at = 0
         for name, kind in self.program.parameters:
@@ -125,7 +128,8 @@ class _Group:
 class Batch:
     """Programs of a launch that run together.
 
-    Attributes that instructions use: num_threads; registers; special (registers by name); shared,
+    Attributes that instructions use: num_threads; registers; alternates (other values
+    that undefined registers could have, and why, by register); special (registers by name); shared,
     memory, copies, products, mbarriers, tensor_memory; program_of_thread (index in the launch); at
     and mask (the instruction that runs and the threads that stand at it). executed: how many warps
     have executed each instruction, [instruction, program].
@@ -157,6 +161,10 @@ class Batch:
             np.ones(1, np.bool_) if width == 1 else np.full(1, 2**width - 1, UNSIGNED[width])
             for width in launch.kernel.program.widths
         ]
+        self.alternates = {
+            index: (alternate(launch.kernel.program.widths[index]), "nothing wrote the register")
+            for index in launch.kernel.unwritten
+        }
         self.special = self._special_registers(programs)
         self._everyone = np.ones(self.num_threads, np.bool_)
         self._ended = np.zeros(self.num_threads, np.bool_)
@@ -238,6 +246,13 @@ class Batch:
             address=address,
             tensor=tensor,
         )
+
+    def undefine(self, register: Register | str, threads: np.ndarray, why: str) -> None:
+        """What these threads have just computed is undefined; register: where it went."""
+        if threads.any() and isinstance(register, Register):
+            location = self.launch.kernel.program.instructions[self.at].location
+            values = np.where(threads, alternate(register.width), self.registers[register.index])
+            self.alternates[register.index] = (values, f"{why} at {location}")
 
     # -- control
 

@@ -21,6 +21,7 @@ import numpy as np
 from kernels.executor.faults import UnknownInstruction
 from kernels.executor.ptx import Address, Instruction, Negated, Operand, Program, Register
 from kernels.executor.targets import refusal
+from kernels.executor.undefined import Effects
 
 if TYPE_CHECKING:
     from kernels.executor.machine import Batch
@@ -60,6 +61,7 @@ class Translation:
     def __init__(self, program: Program, instruction: Instruction):
         self.program, self.instruction = program, instruction
         self.parts, self.operands = instruction.parts, instruction.operands
+        self.effects = Effects()
 
     @property
     def kind(self) -> str:
@@ -90,6 +92,7 @@ class Translation:
             inner = self.read(operand.register, "pred")
             return lambda batch: ~inner(batch)
         if isinstance(operand, Register):
+            self.effects.reads.append(operand.index)
             index, width = operand.index, operand.width
             wanted = 1 if kind == "pred" else np.dtype(dtype).itemsize * 8
             if width == 1 or wanted == 1:
@@ -136,6 +139,7 @@ class Translation:
             return lambda batch, mask, value: None
         if not isinstance(operand, Register):
             raise Unsupported("expected a register as destination")
+        self.effects.writes.append(operand.index)
         index, width = operand.index, operand.width
         if kind == "pred" or width == 1:
             if kind != "pred" or width != 1:
@@ -176,6 +180,7 @@ class Translation:
         offset = np.uint64(operand.offset & (2**64 - 1))
         if isinstance(operand.base, Register):
             base = self.read(operand.base, f"u{operand.base.width}")
+            self.effects.addresses.append(self.effects.reads.pop())
             return lambda batch: batch.full(base(batch).astype(np.uint64) + offset)
         if operand.base is not None and operand.base not in self.program.shared_symbols:
             raise Unsupported(f"{operand.base!r} is not known")
@@ -216,8 +221,8 @@ def elementwise(translation: Translation, compute, kind: str, result: str | None
     return lambda batch, mask: write(batch, mask, compute(*[read(batch) for read in reads]))
 
 
-def translate(program: Program, one: Instruction) -> Step:
-    """An instruction as a step. Raises UnknownInstruction."""
+def translate(program: Program, one: Instruction) -> tuple[Step, Effects]:
+    """An instruction as a step, and its registers. Raises UnknownInstruction."""
     translator = _TRANSLATORS.get(one.parts[0])
     if translator is None:
         raise UnknownInstruction(program.name, one.text, one.location)
@@ -230,7 +235,7 @@ def translate(program: Program, one: Instruction) -> Step:
         why = str(error) if isinstance(error, Unsupported) else f"{error!r} is not known"
         raise UnknownInstruction(program.name, one.text, one.location, why) from None
     if one.predicate is None:
-        return step
+        return step, translation.effects
     register, negated = one.predicate
     index = register.index
 
@@ -245,4 +250,4 @@ def translate(program: Program, one: Instruction) -> Step:
             return step(batch, batch.full(taken))
         return None
 
-    return guarded
+    return guarded, translation.effects

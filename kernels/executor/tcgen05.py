@@ -108,6 +108,8 @@ def _move(translation: Translation, direction: str, shape: str, count: str) -> S
         raise Unsupported("the operands do not fit")
     address, offset = translation.address(place), int(offset[0], 0) if halved else 0
     reads = [translation.read(register, "b32") for register in registers]
+    if direction == "ld":
+        translation.effects.writes, translation.effects.reads = translation.effects.reads, []
 
     def move(batch, mask):
         batch.whole_warps(mask)

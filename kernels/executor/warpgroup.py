@@ -117,6 +117,7 @@ def _multiply(translation: Translation) -> Step:
     ]
     read_b, keep = translation.read(b, "b64"), translation.read(scale_d, "pred")
     accumulators = [register.index for register in target]
+    translation.effects.writes += accumulators
     fenced = accumulators + ([register.index for register in a] if in_registers else [])
 
     def multiply(batch, mask):

@@ -23,7 +23,7 @@ def memory(num_bytes: int) -> torch.Tensor:
         ("ld.global.b32 %r1, [%d12+16];", 4, 5, 2),
         ("ld.global.b8 %r1, [%d12];", 1, 1, 1),
         ("ld.global.v4.b32 {%r1, %r2, %r3, %r4}, [%d12];", 16, 16, 4),
-        ("st.global.v2.b32 [%d12], {%r1, %r2};", 8, 8, 2),
+        ("st.global.v2.b32 [%d12], {%r0, %r0};", 8, 8, 2),
     ],
 )
 def test_sectors_and_lines(run_body, access, stride, sectors, lines):

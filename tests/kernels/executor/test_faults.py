@@ -263,6 +263,50 @@ class TestAtomicInstructions:
         assert fault.kind is FaultKind.GLOBAL_RACE
 
 
+UNDEFINED = {
+    "nothing wrote the register": "setp.lt.u32 %p1, %r0, 9; @%p1 mov.u32 %r2, 1;",
+    "division by zero at broken.py:7:3": "max.u32 %r3, %r0, 8; sub.s32 %r3, %r3, 8;"
+    "div.u32 %r2, 40, %r3; setp.gt.u32 %p1, %r0, 8;",
+    "a shift of 32 bits by 54 at broken.py:7:3": "add.s32 %r3, %r0, 23; shl.b32 %r2, 1, %r3;"
+    "setp.lt.u32 %p1, %r0, 9;",
+}
+"""What leaves %r2 undefined in some threads, but not where %p1 is true."""
+
+
+class TestUndefinedValues:
+    @pytest.mark.parametrize("why", UNDEFINED)
+    @pytest.mark.parametrize(
+        "use",
+        ["st.global.b32 [%d12], %r4;",
+         "red.global.add.u32 [%d0], %r4;",
+         "setp.gt.s32 %p2, %r4, 0; @%p2 bra DONE;",
+         "and.b32 %r5, %r4, 12; cvt.u64.u32 %d13, %r5; add.s64 %d14, %d0, %d13;"
+         "ld.global.b32 %r6, [%d14];"],
+        ids=["store", "atomic", "condition", "address"],
+    )  # fmt: skip
+    def test_used(self, run_body, why, use):
+        """Through other registers; not if only the other threads use them."""
+        body = UNDEFINED[why] + OWN + "mov.b32 {%h1, %h2}, %r2; mov.b32 %r4, {%h1, %h2};{mask}"
+        body += use + "DONE: mov.u32 %r9, %r0;"
+        mask = "@!%p1 mov.u32 %r4, 0;"
+        run_body(body.replace("{mask}", mask), numbers(64))
+        fault = caught(run_body, body.replace("{mask}", ""), numbers(64))
+        assert fault.kind is FaultKind.UNDEFINED
+        assert why in str(fault)
+
+    @pytest.mark.parametrize("why", UNDEFINED)
+    @pytest.mark.parametrize(
+        "choice",
+        ["selp.b32 %r4, %r2, 7, %p1;",
+         "selp.b32 %r5, -1, 0, %p1; and.b32 %r4, %r2, %r5;",
+         "mov.b32 {%h1, %h2}, %r2; mov.b32 %r6, {%h3, %h1}; mov.b32 %r6, {%h4, %h3};"
+         "mov.b32 {%h5, %h6}, %r6; sub.u16 %h7, %h6, %h6; cvt.u32.u16 %r4, %h7;"],
+        ids=["selection", "mask", "half"],
+    )  # fmt: skip
+    def test_not_used(self, run_body, why, choice):
+        run_body(UNDEFINED[why] + OWN + choice + "st.global.b32 [%d12], %r4;", numbers(32))
+
+
 class TestAsynchronousCopies:
     TENSOR = numbers(128)
 

@@ -34,12 +34,10 @@ def compute(run_body):
     returns what is then in %r4 (or %d4, with wide)."""
 
     def run(text: str, triples: list[tuple], *, wide: bool = False) -> list[int]:
-        columns = [[row[i] if i < len(row) else 0 for row in triples] for i in range(3)]
         unit = 1024 if len(triples) > 1024 else 32
         count = -(-len(triples) // unit) * unit
-        given = torch.zeros(3, count, dtype=torch.int64)
-        for column, values in zip(given, columns, strict=True):
-            column[: len(values)] = torch.tensor(values)
+        rows = [*triples, *[triples[-1]] * (count - len(triples))]
+        given = torch.tensor([[row[i] if i < len(row) else 0 for row in rows] for i in range(3)])
         given = given.where(given < 2**31, given - 2**32).to(torch.int32)
         out = torch.zeros(count, dtype=torch.int64)
         loads = "".join(f"ld.global.b32 %r{i + 1}, [%d12+{4 * count * i}];" for i in range(3))
@@ -79,9 +77,9 @@ INTEGER = {
     "and.b32": lambda a, b: a & b,
     "or.b32": lambda a, b: a | b,
     "xor.b32": lambda a, b: a ^ b,
-    "shl.b32": lambda a, b: a << b if b < 32 else 0,
-    "shr.u32": lambda a, b: a >> b if b < 32 else 0,
-    "shr.s32": lambda a, b: signed(a) >> min(b, 31),
+    "shl.b32": lambda a, b: a << b,
+    "shr.u32": lambda a, b: a >> b,
+    "shr.s32": lambda a, b: signed(a) >> b,
     "div.u32": lambda a, b: a // b,
     "rem.u32": lambda a, b: a % b,
     "div.s32": lambda a, b: _truncated(signed(a), signed(b)),
@@ -91,7 +89,8 @@ INTEGER = {
 
 @pytest.mark.parametrize("opcode", INTEGER)
 def test_integers(compute, opcode):
-    pairs = [pair for pair in PAIRS if pair[1] or ("div" not in opcode and "rem" not in opcode)]
+    pairs = [pair for pair in PAIRS if pair[1] or opcode[:3] not in ("div", "rem")]
+    pairs = [pair for pair in pairs if pair[1] < 32 or opcode[:3] not in ("shl", "shr")]
     expected = [INTEGER[opcode](*pair) & 0xFFFFFFFF for pair in pairs]
     assert compute(f"{opcode} %r4, %r1, %r2;", pairs) == expected
 
@@ -186,6 +185,10 @@ def test_maximum_and_nan(compute, opcode, nan):
     pairs = [(bits_of(float("nan")), bits_of(2.0)), (bits_of(-1.0), bits_of(float("nan")))]
     got = [float_of(x) for x in compute(f"{opcode} %r4, %r1, %r2;", pairs)]
     assert all(x != x for x in got) if nan else got == [2.0, -1.0]
+    zeros = [(0, 1 << 31), (1 << 31, 0), (0, 0), (1 << 31, 1 << 31)]
+    assert compute(f"{opcode} %r4, %r1, %r2;", zeros) == [0, 0, 0, 1 << 31]
+    least = compute(f"{opcode.replace('max', 'min')} %r4, %r1, %r2;", zeros)
+    assert least == [1 << 31, 1 << 31, 0, 1 << 31]
 
 
 @pytest.mark.parametrize(
@@ -328,6 +331,20 @@ def test_integers_from_floats_saturate(compute):
     assert got == [2, 2, -2, 2**31 - 1, -(2**31), 0, 2**31 - 1]
     got = [signed(x) for x in compute("cvt.rzi.s32.f32 %r4, %r1;", given)]
     assert got == [1, 2, -2, 2**31 - 1, -(2**31), 0, 2**31 - 1]
+    got = compute("cvt.rni.s64.f32 %d4, %r1;", given, wide=True)
+    assert [signed(x, 64) for x in got[3:]] == [3 * 10**9, -3 * 10**9, -(2**63), 2**63 - 1]
+    got = compute("cvt.f64.f32 %d5, %r1; cvt.rzi.u32.f64 %r4, %d5;", given)
+    assert got[-2:] == [2**31, 2**32 - 1]
+
+
+@pytest.mark.parametrize("mode", ["l.wrap", "l.clamp", "r.wrap", "r.clamp"])
+def test_funnel_shifts(compute, mode):
+    def shift(low, high, by):
+        by = by & 31 if "wrap" in mode else min(by, 32)
+        both = high << 32 | low
+        return (both << by >> 32 if mode[0] == "l" else both >> by) & 0xFFFFFFFF
+
+    assert compute(f"shf.{mode}.b32 %r4, %r1, %r2, %r3;", TRIPLES) == [shift(*t) for t in TRIPLES]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,148 @@
+"""Values that PTX or Triton leaves undefined: registers that nothing wrote, quotients by zero, and
+shifts by the width of a number or more (PTX limits these, LLVM does not define them).
+
+Compilers compute such values where nothing depends on them, under a mask or in the unused half of a
+packed pair. So each has an alternate, another value that it could have had, and what is computed
+from it is computed twice. It is a fault if a thread uses a value that differs from its alternate as
+an address, a condition, or an operand of a store or atomic instruction on global memory. What comes
+out alike for both, such as a comparison, is not noticed. Alternates are not followed through
+memory, exchanges between threads and tensor cores.
+
+Only instructions that an undefined value can reach, by the program's flow, do this work.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kernels.executor.faults import FaultKind
+from kernels.executor.ptx import Instruction, Program
+
+_STOPS = re.compile(r"(ret|exit|trap|bra)\b")
+_NOT_FOLLOWED = re.compile(r"shfl|redux|vote|elect|mma|wgmma|tcgen05|ld|ldmatrix|atom|mbarrier")
+_USED = re.compile(r"(st|red|atom)\b.*\.global")
+_ALL_BITS = np.uint64(2**64 - 1)
+_SOURCES = re.compile(r"(div|rem)\.[su]|shl|shr")
+
+
+@dataclass
+class Effects:
+    """Registers of one instruction, by index."""
+
+    reads: list[int] = field(default_factory=list)
+    addresses: list[int] = field(default_factory=list)
+    writes: list[int] = field(default_factory=list)
+
+
+def _bits(indices: Sequence[int]) -> int:
+    return sum(1 << index for index in set(indices))
+
+
+def unwritten_registers(program: Program, effects: Sequence[Effects]) -> int:
+    """Registers (bits) that may be read before they are written."""
+    count = len(program.instructions)
+    uses, kills, live = [], [], [0] * (count + 1)
+    for one, effect in zip(program.instructions, effects, strict=True):
+        guard = [one.predicate[0].index] if one.predicate else []
+        uses.append(_bits([*effect.reads, *effect.addresses, *guard]))
+        kills.append(0 if one.predicate else _bits(effect.writes))
+    changed = True
+    while changed:
+        changed = False
+        for number in reversed(range(count)):
+            one, after = program.instructions[number], live[number + 1]
+            if one.predicate is None and _STOPS.match(one.opcode):
+                after = 0
+            if one.parts[0] == "bra":
+                after |= live[program.labels[one.operands[0]]]
+            before = uses[number] | (after & ~kills[number])
+            changed |= before != live[number]
+            live[number] = before
+    return live[0]
+
+
+def followed_steps(program: Program, steps: list, effects: Sequence[Effects]) -> tuple[list, list]:
+    """(steps of which those follow undefined values that may meet one, registers that are undefined
+    at the start)."""
+    unwritten = reached = unwritten_registers(program, effects)
+    pairs = list(zip(program.instructions, effects, strict=True))
+    for one, effect in pairs:
+        if _SOURCES.match(one.opcode):
+            reached |= _bits(effect.writes)
+    grown = -1
+    while grown != reached:
+        grown = reached
+        for one, effect in pairs:
+            if _bits(effect.reads) & reached and not _NOT_FOLLOWED.match(one.opcode):
+                reached |= _bits(effect.writes)
+    followed = []
+    for step, (one, effect) in zip(steps, pairs, strict=True):
+        guard = [one.predicate[0].index] if one.predicate else []
+        touched = _bits([*effect.reads, *effect.addresses, *effect.writes, *guard])
+        followed.append(_following(step, one, effect, guard) if touched & reached else step)
+    return followed, [index for index in range(len(program.widths)) if unwritten >> index & 1]
+
+
+def alternate(width: int) -> np.ndarray:
+    """Another value that an undefined register of this width could have."""
+    return np.array([0x5A5A5A5A5A5A5A5A & ((1 << width) - 1)], f"u{max(width // 8, 1)}")
+
+
+def _following(step, one: Instruction, effect: Effects, guard: list[int]):
+    """The step, which also computes the alternates of its results."""
+    used = effect.reads if _USED.match(one.opcode) else []
+    follows = bool(effect.writes) and not _NOT_FOLLOWED.match(one.opcode)
+    bits = re.search(r"\d+$", one.opcode)  # of a wider register the low bits count
+    stored = np.uint64(2 ** int(bits[0]) - 1 if bits else 0)
+
+    def run(batch, mask):
+        alternates, registers = batch.alternates, batch.registers
+        if not alternates:
+            return step(batch, mask)
+        threads = batch.every(mask)
+        _check(batch, threads, guard, "condition")
+        if guard:
+            taken = batch.full(registers[guard[0]])
+            threads = threads & (~taken if one.predicate[1] else taken)
+        _check(batch, threads, effect.addresses, "address")
+        _check(batch, threads, used, "operand", stored)
+        reasons = [alternates[index][1] for index in effect.reads if index in alternates]
+        again = {}
+        if follows and reasons:
+            saved = {index: registers[index] for index in {*effect.reads, *effect.writes}}
+            for index in saved.keys() & alternates.keys():
+                registers[index] = alternates[index][0]
+            step(batch, mask)
+            again = {index: (registers[index], reasons[0]) for index in effect.writes}
+            for index, held in saved.items():
+                registers[index] = held
+        else:
+            again = {index: alternates[index] for index in effect.writes if index in alternates}
+        for index in effect.writes:
+            alternates.pop(index, None)
+        signal = step(batch, mask)
+        for index, (values, why) in again.items():
+            held = registers[index]
+            if index in alternates or not isinstance(held, np.ndarray):
+                continue  # undefined by this instruction itself, or an asynchronous result
+            if not (follows and reasons):
+                values = np.where(threads, held, values)
+            if (values != held).any():
+                alternates[index] = (values, why)
+        return signal
+
+    return run
+
+
+def _check(batch, threads, indices: list[int], role: str, bits=_ALL_BITS) -> None:
+    for index in indices:
+        if index in batch.alternates:
+            values, why = batch.alternates[index]
+            wrong = threads & ((values ^ batch.registers[index]) & bits != 0)
+            if wrong.any():
+                detail = f"the {role} is undefined: {why}"
+                raise batch.fault(FaultKind.UNDEFINED, detail, int(np.flatnonzero(wrong)[0]))
