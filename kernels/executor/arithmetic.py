@@ -159,10 +159,8 @@ def _mad(translation: Translation) -> Step:
 
 @instruction("fma")
 def _fma(translation: Translation) -> Step:
-    if "f32" in translation.parts:
+    if "f32" in translation.parts or translation.kind == "f64":
         return _floats(translation, fused_multiply_add)
-    if translation.kind == "f64":
-        raise Unsupported("fused products in f64")
     return _floats(translation, lambda a, b, c: a * b + c)
 
 

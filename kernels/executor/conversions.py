@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from kernels.executor.formats import bf16_to_f32, f8_values, f32_to_bf16, f32_to_f8
+from kernels.executor.formats import (
+    bf16_to_f32,
+    f8_values,
+    f32_to_bf16,
+    f32_to_f8,
+    flush_subnormals,
+)
 from kernels.executor.operands import (
     DTYPES,
     PACKED,
@@ -79,6 +85,8 @@ def _cvt(translation: Translation) -> Step:
         return elementwise(
             translation, lambda a: table[a.view(np.uint8)].view(np.uint32), "b16", "b32"
         )
+    if source in ("f16x2", "bf16x2") and to in ("e4m3x2", "e5m2x2"):
+        return _narrow_packed(translation, modifiers, to, source)
     if to == "tf32":  # to nearest, ties away from zero
         _only(modifiers, "rna")
         return elementwise(
@@ -130,6 +138,25 @@ def _narrow_pair(translation: Translation, modifiers: list[str], to: str, source
     return elementwise(translation, convert, "f32", result)
 
 
+def _narrow_packed(translation: Translation, modifiers: list[str], to: str, source: str) -> Step:
+    """A pair of f16 or bf16 to a pair of fp8."""
+    _only(modifiers, "rn", "satfinite")
+    if "satfinite" not in modifiers:
+        raise Unsupported("expected .satfinite")
+
+    def convert(pairs):
+        halves = np.ascontiguousarray(pairs).view(np.uint16)
+        wide = bf16_to_f32(halves) if source == "bf16x2" else halves.view(np.float16)
+        return f32_to_f8(wide.astype(np.float32), to[:4]).view(np.uint16)
+
+    return elementwise(translation, convert, "b32", "b16")
+
+
+def _towards_zero(a: np.ndarray, dtype) -> np.ndarray:
+    near = a.astype(dtype)
+    return np.where(np.abs(near) > np.abs(a), np.nextafter(near, dtype(0)), near).astype(dtype)
+
+
 def _cvt_number(translation: Translation, modifiers: list[str], to: str, source: str) -> Step:
     """Between integers and f16, f32, f64 (9.7.9.21): integers from floats saturate; NaN gives
     0, or if f64 or 64-bit integers are involved the upper bit alone;
@@ -154,12 +181,18 @@ def _cvt_number(translation: Translation, modifiers: list[str], to: str, source:
 
         return elementwise(translation, to_integer, source, to)
     if "f" in to and "f" in source:
-        _only(modifiers, "rn", *_TO_INTEGER)
-        rounded = next((_TO_INTEGER[m] for m in modifiers if m in _TO_INTEGER), None)
-        if rounded is not None:
-            return elementwise(translation, lambda a: rounded(a).astype(dtype), source, to)
-        return elementwise(translation, lambda a: a.astype(dtype), source, to)
+        _only(modifiers, "rn", "rz", "ftz", *_TO_INTEGER)
+        rounded = next((_TO_INTEGER[m] for m in modifiers if m in _TO_INTEGER), lambda a: a)
+        narrow = _towards_zero if "rz" in modifiers else lambda a, dtype: a.astype(dtype)
+        flush = flush_subnormals if "ftz" in modifiers else lambda a: a
+
+        def convert(a):
+            a = flush(a) if a.dtype == np.float32 else a
+            done = narrow(rounded(a), dtype)
+            return flush(done) if dtype == np.float32 else done
+
+        return elementwise(translation, convert, source, to)
     _only(modifiers, "rn")
-    if "f" in to and int(source[1:]) == 64 and to != "f64":
-        raise Unsupported("64-bit integers to floats are rounded twice here")
+    if to == "f16" and int(source[1:]) == 64:
+        raise Unsupported("64-bit integers to f16")
     return elementwise(translation, lambda a: a.astype(dtype), source, to)

@@ -1,4 +1,4 @@
-"""Number formats that NumPy lacks, and operations on f32 that round once.
+"""Number formats that NumPy lacks, and a product and sum that round once.
 
 bf16 is the upper half of f32; rounding to it is to nearest even, and every NaN becomes 0x7fff (PTX
 ISA 9.7.9.21, cvt). e4m3 (bias 7, largest 448, NaN 0x7f and 0xff, no infinity) and e5m2 (bias 15,
@@ -12,7 +12,6 @@ import functools
 
 import numba
 import numpy as np
-from numba.core import types
 from numba.extending import intrinsic
 
 LEAST_NORMAL = np.float32(2.0**-126)
@@ -91,7 +90,7 @@ def _fma(typing_context, a, b, c):
     def generate(context, builder, signature, arguments):
         return builder.fma(*arguments)
 
-    return types.float32(types.float32, types.float32, types.float32), generate
+    return a(a, a, a), generate
 
 
 @numba.njit(cache=True)
@@ -103,7 +102,7 @@ def _fused_multiply_add(a, b, c, out):
 
 
 def fused_multiply_add(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """a * b + c of float32 arrays (of one length, or of one element), rounded once."""
-    out = np.empty(max(len(a), len(b), len(c)), np.float32)
+    """a * b + c of float32 or float64 arrays (of one length, or of one element), rounded once."""
+    out = np.empty(max(len(a), len(b), len(c)), a.dtype)
     _fused_multiply_add(a, b, c, out)
     return out

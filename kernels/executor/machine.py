@@ -130,7 +130,8 @@ class Batch:
 
     Attributes that instructions use: num_threads; registers; alternates (other values
     that undefined registers could have, and why, by register); special (registers by name); shared,
-    memory, copies, products, mbarriers, tensor_memory; program_of_thread (index in the launch); at
+    memory, copies, products, mbarriers, tensor_memory; program_of_thread (index in the launch);
+    ended (threads); at
     and mask (the instruction that runs and the threads that stand at it). executed: how many warps
     have executed each instruction, [instruction, program].
     """
@@ -167,7 +168,7 @@ class Batch:
         }
         self.special = self._special_registers(programs)
         self._everyone = np.ones(self.num_threads, np.bool_)
-        self._ended = np.zeros(self.num_threads, np.bool_)
+        self.ended = np.zeros(self.num_threads, np.bool_)
         self._waiting = np.zeros(self.num_threads, np.bool_)
         self._resume = np.zeros(self.num_threads, np.int64)
         self._groups: dict[int, _Group] = {}
@@ -225,7 +226,7 @@ class Batch:
 
     def others_can_go_on(self, threads: np.ndarray) -> bool:
         """Whether any but these threads of a program may go on before they do."""
-        free = ~(self._ended | self._waiting)
+        free = ~(self.ended | self._waiting)
         free[threads] = False
         program = int(threads[0]) // self.threads_per_program
         return bool(free.reshape(self.num_programs, -1)[program].any())
@@ -264,7 +265,7 @@ class Batch:
             while self._groups:
                 executed += self._run_group(*self._next_group())
                 if executed > MAX_INSTRUCTIONS:
-                    thread = int(np.flatnonzero(~self._ended)[0])
+                    thread = int(np.flatnonzero(~self.ended)[0])
                     detail = f"{MAX_INSTRUCTIONS} instructions and no end"
                     raise self.fault(FaultKind.ENDLESS, detail, thread)
             if not self._waiting.any():
@@ -339,7 +340,7 @@ class Batch:
         return done
 
     def _end(self, mask: np.ndarray) -> None:
-        self._ended |= mask
+        self.ended |= mask
 
     def _arrive(self, at: int, mask: np.ndarray | None, waiting: np.ndarray | None) -> bool:
         """A group comes to a barrier, or (predicated) `waiting` of it; whether all of it goes on at

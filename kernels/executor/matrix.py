@@ -19,8 +19,9 @@ import numpy as np
 from kernels.executor.formats import bf16_to_f32, drop_to_tf32, f8_values
 from kernels.executor.operands import Step, Translation, Unsupported, instruction
 
-BITS = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8}
+BITS = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "s8": 8, "u8": 8}
 _SHAPES = {("f16", 8), ("f16", 16), ("bf16", 8), ("bf16", 16), ("tf32", 4), ("tf32", 8)}
+_SHAPES |= {("s8", 16), ("s8", 32), ("u8", 16), ("u8", 32)}
 _SHAPES |= {("e4m3", 16), ("e4m3", 32), ("e5m2", 16), ("e5m2", 32)}
 
 
@@ -30,6 +31,8 @@ def operand_values(bits: np.ndarray, kind: str) -> np.ndarray:
         return bits.view(np.float16).astype(np.float32)
     if kind == "bf16":
         return bf16_to_f32(bits.view(np.uint16))
+    if kind in ("s8", "u8"):
+        return bits.view(np.int8 if kind == "s8" else np.uint8).astype(np.float32)
     if kind == "tf32":
         return drop_to_tf32(bits.view(np.uint32))
     return f8_values(kind)[bits.view(np.uint8)]
@@ -37,8 +40,8 @@ def operand_values(bits: np.ndarray, kind: str) -> np.ndarray:
 
 @numba.njit(cache=True)
 def _multiply(a, b, c):
-    """d[w] = a[w] @ b[w] + c[w]: [warps, 16, k], [warps, k, 8], [warps, 16, 8]."""
-    d = np.empty(c.shape, np.float32)
+    """d[w] = a[w] @ b[w] + c[w] in f64: [warps, 16, k], [warps, k, 8], [warps, 16, 8]."""
+    d = np.empty(c.shape, np.float64)
     totals = np.empty(c.shape[2], np.float64)
     for warp in range(a.shape[0]):
         for row in range(a.shape[1]):
@@ -47,29 +50,52 @@ def _multiply(a, b, c):
                 factor = np.float64(a[warp, row, k])
                 for column in range(len(totals)):
                     totals[column] += factor * np.float64(b[warp, k, column])
-            for column in range(len(totals)):
-                d[warp, row, column] = np.float32(totals[column])
+            d[warp, row] = totals
     return d
+
+
+ACCUMULATORS = {"f32": np.float32, "f16": np.float16, "s32": np.int32}
+
+
+def check_accumulator(kind: str, a_kind: str, b_kind: str) -> None:
+    """Raises Unsupported for a product of `a_kind` and `b_kind` that is not added up in `kind`."""
+    integers = {a_kind, b_kind} <= {"s8", "u8"}
+    allowed = ("s32",) if integers else ("f32", "f16") if a_kind == b_kind == "f16" else ("f32",)
+    if kind not in allowed:
+        raise Unsupported(f"sums in .{kind} of .{a_kind} and .{b_kind}")
+
+
+def rounded_sum(total: np.ndarray, dtype, saturates: bool = False) -> np.ndarray:
+    """Exact f64 sums as the accumulator's type; int32 wraps around or saturates."""
+    if dtype != np.int32:
+        return total.astype(dtype)
+    if saturates:
+        total = np.clip(total, -(2**31), 2**31 - 1)
+    return total.astype(np.int64).astype(np.int32)
 
 
 @instruction("mma")
 def _mma(translation: Translation) -> Step:
-    pattern = r"mma\.sync\.aligned\.m16n8k(\d+)\.row\.col\.f32\.(\w+)\.(\w+)\.f32"
+    pattern = r"mma\.sync\.aligned\.m16n8k(\d+)\.row\.col(?:\.satfinite)?\.(\w+)\.(\w+)\.(\w+)\.\2"
     matched = re.fullmatch(pattern, translation.instruction.opcode)
     if not matched:
         raise Unsupported("this form of mma is not known")
-    k, a_kind, b_kind = int(matched[1]), matched[2], matched[3]
+    k, kind, a_kind, b_kind = int(matched[1]), *matched.groups()[1:]
+    check_accumulator(kind, a_kind, b_kind)
+    saturates = "satfinite" in translation.parts
     if (a_kind, k) not in _SHAPES or (b_kind, k) not in _SHAPES:
         raise Unsupported(f"k{k} of .{a_kind} and .{b_kind}")
     target, a, b, c = translation.operands
     per_register = 32 // BITS[a_kind]
     num_k = k // (4 * per_register)  # registers along k
-    if (len(a), len(b), len(c), len(target)) != (2 * num_k, num_k, 4, 4):
+    halves = 2 if kind == "f16" else 1  # numbers of a register of C and D
+    if (len(a), len(b), len(c), len(target)) != (2 * num_k, num_k, 4 // halves, 4 // halves):
         raise Unsupported("the number of registers does not fit")
     read_a = [translation.read(one, "b32") for one in a]
     read_b = [translation.read(one, "b32") for one in b]
-    read_c = [translation.read(one, "f32") for one in c]
-    writes = [translation.write(one, "f32") for one in target]
+    read_c = [translation.read(one, "b32") for one in c]
+    writes = [translation.write(one, "b32") for one in target]
+    dtype = ACCUMULATORS[kind]
 
     def multiply(batch, mask):
         batch.whole_warps(mask)
@@ -85,11 +111,15 @@ def _mma(translation: Translation) -> Step:
         rows = np.ascontiguousarray(rows.transpose(0, 2, 3, 1, 4)).reshape(warps, 16, k)
         columns = values(read_b, b_kind).transpose(0, 1, 3, 2)
         columns = np.ascontiguousarray(columns).reshape(warps, k, 8)
-        sums = np.stack([batch.full(read(batch)) for read in read_c], 1)
+        sums = np.stack([batch.full(read(batch)) for read in read_c], 1).view(dtype)
         sums = sums.reshape(warps, 8, 4, 2, 2).transpose(0, 3, 1, 2, 4)
         done = _multiply(rows, columns, np.ascontiguousarray(sums).reshape(warps, 16, 8))
-        done = done.reshape(warps, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, -1)
-        for write, result in zip(writes, np.ascontiguousarray(done), strict=True):
+        done = rounded_sum(done, dtype, saturates)
+        done = done.reshape(warps, 2, 8, 4, 2).transpose(1, 0, 2, 3, 4)  # row half, w, g, t, pair
+        if halves == 1:
+            done = done.transpose(0, 4, 1, 2, 3)
+        done = np.ascontiguousarray(done).reshape(4 // halves, -1).view(np.uint32)
+        for write, result in zip(writes, done, strict=True):
             write(batch, mask, result)
 
     return multiply

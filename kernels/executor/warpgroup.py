@@ -26,7 +26,13 @@ import re
 import numpy as np
 
 from kernels.executor.faults import FaultKind
-from kernels.executor.matrix import BITS, operand_values
+from kernels.executor.matrix import (
+    ACCUMULATORS,
+    BITS,
+    check_accumulator,
+    operand_values,
+    rounded_sum,
+)
 from kernels.executor.operands import Step, Translation, Unsupported, instruction
 
 _SWIZZLES = {0: 16, 1: 128, 2: 64, 3: 32}
@@ -96,20 +102,26 @@ def _flag(text) -> int:
 
 
 def _multiply(translation: Translation) -> Step:
-    pattern = r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(\d+)\.f32\.(\w+)\.(\w+)"
+    pattern = (
+        r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(\d+)(?:\.satfinite)?\.(\w+)\.(\w+)\.(\w+)"
+    )
     matched = re.fullmatch(pattern, translation.instruction.opcode)
-    if not matched or matched[3] not in BITS or matched[4] not in BITS:
+    if not matched or matched[4] not in BITS or matched[5] not in BITS:
         raise Unsupported("this form of wgmma is not known")
-    n, a_kind, b_kind = int(matched[1]), matched[3], matched[4]
+    n, kind, a_kind, b_kind = int(matched[1]), *matched.groups()[2:]
+    check_accumulator(kind, a_kind, b_kind)
+    dtype, saturates = ACCUMULATORS[kind], "satfinite" in translation.parts
+    halves = 2 if kind == "f16" else 1  # numbers of a register of D
     itemsize = BITS[a_kind] // 8
     if int(matched[2]) * itemsize != 32:
         raise Unsupported(f"k{matched[2]} of .{a_kind}")
-    target, a, b, scale_d, scale_a, scale_b, *transposed = translation.operands
+    target, a, b, scale_d, *immediates = translation.operands
+    scale_a, scale_b, *transposed = immediates if kind != "s32" else ("1", "1")
     in_registers = isinstance(a, tuple)
     flags = [_flag(text) for text in transposed] or [0] * (2 - in_registers)
     if _flag(scale_a) != 1 or _flag(scale_b) != 1 or len(flags) != 2 - in_registers:
         raise Unsupported("these immediates are not known")
-    if len(target) != n // 2:
+    if len(target) != n // 2 // halves:
         raise Unsupported("the number of registers does not fit")
     read_a = [
         translation.read(one, "b32" if in_registers else "b64")
@@ -127,7 +139,8 @@ def _multiply(translation: Translation) -> Step:
         batch.products.check_fenced(active, fenced)
         a_bits = [batch.full(read(batch)) for read in read_a]
         b_bits, keeps = batch.full(read_b(batch)), batch.full(keep(batch))
-        sums = np.stack([batch.products.accumulator(i).view(np.float32) for i in accumulators])
+        bits = np.stack([batch.products.accumulator(i) for i in accumulators])
+        sums = _numbers(bits, dtype)
         results, operands = sums.copy(), []
         for first in _groups(batch, active):
             threads = slice(first, first + 128)
@@ -145,11 +158,23 @@ def _multiply(translation: Translation) -> Step:
             done = left.astype(np.float64) @ right.T.astype(np.float64)
             if keeps[first]:
                 done += _rows_of_result(sums[:, threads], n)
-            results[:, threads] = _registers_of_result(done.astype(np.float32), n)
-        bits = results.view(np.uint32)
+            results[:, threads] = _registers_of_result(rounded_sum(done, dtype, saturates), n)
+        bits = _registers(results)
         batch.products.issue(active, dict(zip(accumulators, bits, strict=True)), operands)
 
     return multiply
+
+
+def _numbers(bits: np.ndarray, dtype) -> np.ndarray:
+    """Registers [r, threads] of one or two numbers each to [numbers, threads]."""
+    per_register = 4 // np.dtype(dtype).itemsize
+    split = np.ascontiguousarray(bits.T).view(dtype).T
+    return np.ascontiguousarray(split.reshape(len(bits) * per_register, -1))
+
+
+def _registers(numbers: np.ndarray) -> np.ndarray:
+    """The reverse of `_numbers`."""
+    return np.ascontiguousarray(np.ascontiguousarray(numbers.T).view(np.uint32).T)
 
 
 def _groups(batch, active: np.ndarray) -> list[int]:

@@ -65,20 +65,35 @@ def _griddepcontrol(translation: Translation) -> Step:
     return wait
 
 
+def _member_masks(batch, mask, members: np.ndarray) -> np.ndarray:
+    """The member mask of each thread. Raises Fault unless the threads here are its members that
+    have not ended, as .sync demands."""
+    active, masks = batch.every(mask), batch.full(members)
+    here = np.packbits(active.reshape(-1, 32), axis=1, bitorder="little").view(np.uint32)
+    ended = np.packbits(batch.ended.reshape(-1, 32), axis=1, bitorder="little").view(np.uint32)
+    here, ended = here.repeat(32), ended.repeat(32)
+    if (active & (masks & ~ended != here)).any():
+        thread = int(np.flatnonzero(active & (masks & ~ended != here))[0])
+        detail = f"the member mask is {masks[thread]:#x}, the threads here are {here[thread]:#x}"
+        raise batch.fault(FaultKind.DIVERGENCE, detail, thread)
+    return masks & here
+
+
 @instruction("shfl")
 def _shfl(translation: Translation) -> Step:
-    """Take a register of another thread of the warp; in PTX's words, 9.7.9.6: bits 12-8 of c are
-    the
-    segment mask and bits 4-0 the clamp; out of range a thread gets its own value."""
+    """Take a register of another thread of the warp (9.7.9.6): bits 12-8 of c are the segment mask
+    and bits 4-0 the clamp; out of range a thread gets its own value."""
     mode = translation.one_of(("up", "down", "bfly", "idx"))
     translation.expect("sync", mode)
-    target, value, lane, control, _members = translation.operands
+    target, value, lane, control, members = translation.operands
     target, in_range = target if isinstance(target, tuple) else (target, "_")
     value, write = translation.read(value, "b32"), translation.write(target, "b32")
     lane, control = translation.read(lane, "u32"), translation.read(control, "u32")
+    members = translation.read(members, "u32")
     write_in_range = translation.write(in_range, "pred")
 
     def shuffle(batch, mask):
+        _member_masks(batch, mask, members(batch))
         threads = np.arange(batch.num_threads)
         own = threads & 31
         by, bits = lane(batch).astype(np.int64) & 31, control(batch).astype(np.int64)
@@ -115,7 +130,7 @@ _REDUCTIONS = {
 
 @instruction("redux")
 def _redux(translation: Translation) -> Step:
-    """One value of all threads of the warp (9.7.13.6)."""
+    """One value of the member threads of the warp (9.7.13.6)."""
     kind = translation.kind
     name = translation.one_of(_REDUCTIONS)
     translation.expect("sync", name)
@@ -125,28 +140,53 @@ def _redux(translation: Translation) -> Step:
     reduce, dtype = _REDUCTIONS[name].reduce, DTYPES[kind]
 
     def reduction(batch, mask):
-        batch.whole_warps(mask)
-        chosen = batch.full(members(batch))
-        if not (chosen[batch.every(mask)] == np.uint32(0xFFFFFFFF)).all():
-            thread = int(np.flatnonzero(batch.every(mask) & (chosen != 0xFFFFFFFF))[0])
-            raise batch.fault(FaultKind.DIVERGENCE, "of a part of the warp", thread)
-        by_warp = batch.full(value(batch)).reshape(-1, 32)
-        write(batch, mask, np.repeat(reduce(by_warp, axis=1, dtype=dtype), 32))
+        chosen = _member_masks(batch, mask, members(batch)).reshape(-1, 32)
+        values = batch.full(value(batch)).reshape(-1, 32)
+        results = np.zeros_like(values)
+        for warp in np.flatnonzero(batch.every(mask).reshape(-1, 32).any(1)):
+            for bits in np.unique(chosen[warp]):
+                inside = bits >> np.arange(32, dtype=np.uint32) & 1 == 1
+                results[warp, inside] = reduce(values[warp, inside], dtype=dtype)
+        write(batch, mask, results.reshape(-1))
 
     return reduction
 
 
 @instruction("elect")
 def _elect(translation: Translation) -> Step:
-    """One thread of the warp, the first one here, gets true (9.7.13.7)."""
+    """The first member thread of the warp gets true (9.7.13.7)."""
     translation.expect("sync")
-    target, _members = translation.operands
-    target, elected = target
+    (target, elected), members = translation.operands
     write, write_elected = translation.write(target, "b32"), translation.write(elected, "pred")
+    members = translation.read(members, "u32")
 
     def elect(batch, mask):
-        batch.whole_warps(mask)
-        write(batch, mask, np.zeros(1, np.uint32))
-        write_elected(batch, mask, np.arange(batch.num_threads) % 32 == 0)
+        chosen = _member_masks(batch, mask, members(batch))
+        lowest = chosen & (~chosen + np.uint32(1))
+        lane = np.arange(batch.num_threads, dtype=np.uint32) % 32
+        write(batch, mask, np.log2(np.maximum(lowest, 1)).astype(np.uint32))
+        write_elected(batch, mask, lowest == np.uint32(1) << lane)
 
     return elect
+
+
+@instruction("vote")
+def _vote(translation: Translation) -> Step:
+    """What a predicate is in the member threads of the warp (9.7.13.4)."""
+    name = translation.one_of(("ballot", "any", "all", "uni"))
+    translation.expect("sync", name)
+    target, predicate, members = translation.operands
+    predicate, members = translation.read(predicate, "pred"), translation.read(members, "u32")
+    write = translation.write(target, translation.kind)
+
+    def vote(batch, mask):
+        chosen = _member_masks(batch, mask, members(batch))
+        holds = np.packbits(batch.full(predicate(batch)).reshape(-1, 32), axis=1, bitorder="little")
+        ballot = holds.view(np.uint32).repeat(32) & chosen
+        if name == "ballot":
+            write(batch, mask, ballot)
+        else:
+            every, some = ballot == chosen, ballot != 0
+            write(batch, mask, {"any": some, "all": every, "uni": every | ~some}[name])
+
+    return vote
