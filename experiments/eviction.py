@@ -33,12 +33,12 @@ from experiments.load import workloads
 from experiments.load.workloads import OnTraces
 
 _TICKS = (0.02, 0.1, 0.5, 2, 10, 50)
-_LEAST_WAY = 0.002
-"""Of the hit rate: a shorter way from LRU to the optimum is not divided by."""
+_LEAST_GAP = 0.002
+"""Smallest LRU-to-Belady gap in hit rate for which the closed share is computed."""
 _LABEL_WIDTH = 44
-"""Characters, beyond which a label goes on in the next line."""
+"""Characters per line of a label."""
 _NUM_BEST = 3
-"""Policies with a curve of their own for what they do."""
+"""Number of the best policies that have curves of their own."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class OwnPolicy:
 
 
 BOUNDS = {"class_hazards": "class_hazard_hits", "fluid": "fluid_hits"}
-"""In the place of a policy: functions of ``cache.replay.bounds``, which takes long to import."""
+"""Names accepted in place of a policy: functions of ``cache.replay.bounds`` (slow to import)."""
 
 Policy = Annotated[str, Needs("a policy", lambda name: cache.make_policy(name) is not None)]
 PolicyOrBound = Annotated[
@@ -104,8 +104,7 @@ def named_policy(name: str) -> str | OwnPolicy:
 
 
 def policy_spec(policy: str | OwnPolicy) -> str:
-    """What ``cache.make_policy`` takes for what a cell holds.  A bound evicts nothing, so that any
-    policy will do."""
+    """The argument of ``cache.make_policy`` for a cell; LRU stands in for a bound."""
     if isinstance(policy, OwnPolicy):
         return f"{policy.file.path}:{policy.name}"
     return policy if policy in cache.POLICIES else "lru"
@@ -213,11 +212,11 @@ def _by_policy(rows: style.DataFrame, index: str | list[str]) -> style.DataFrame
 
 
 def _closed(rates: style.DataFrame) -> style.DataFrame:
-    """Of the way from LRU (0) to Belady's optimum (1) what each policy goes; without both, none."""
+    """Share of the LRU-to-Belady gap that each policy closes; empty without both."""
     if not {"lru", "belady"} <= set(rates):
         return rates.iloc[:, :0]
     way = rates["belady"] - rates["lru"]
-    return rates.sub(rates["lru"], axis=0).div(way.where(way > _LEAST_WAY), axis=0)
+    return rates.sub(rates["lru"], axis=0).div(way.where(way > _LEAST_GAP), axis=0)
 
 
 def _bounded(rows: style.DataFrame) -> style.DataFrame:
@@ -225,7 +224,7 @@ def _bounded(rows: style.DataFrame) -> style.DataFrame:
 
 
 def _title(row: style.Series) -> str:
-    size = row["block_size"]  # NaN if the trace tells none
+    size = row["block_size"]  # NaN if the trace has none
     of_size = f" of {size:g} tokens" if size > 0 else ""
     return f"{row['trace']}\n{row['unique_blocks']:,} blocks{of_size}"
 

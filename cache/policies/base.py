@@ -1,6 +1,6 @@
-"""What an eviction policy is: the order in which unused blocks are given up.
+"""The interface of eviction policies.
 
-The owner of the blocks (a block pool, or the trace replay) tells the policy what happens to them:
+The owner of the blocks (a block pool or the trace replay) notifies the policy:
 
     tell(request)           the calls that follow are about this request
     miss(key)               content was asked for that is not here; room is made for it next
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class Request(NamedTuple):
-    """What the owner of the blocks knows of a request.  NaN: not known (yet)."""
+    """Facts about a request.  NaN: not known (yet)."""
 
     time_ms: float
     """Its arrival in a replay, the time of the call in an engine, from any origin."""
@@ -46,7 +46,7 @@ class Request(NamedTuple):
     prompt_blocks: float
     """Blocks of its prompt; a partly filled last one counts where a trace numbers it."""
     priority: float = 0.0
-    """What its blocks are worth to whoever sent it; the higher the longer they stay."""
+    """Eviction priority set by the sender; blocks with a higher one stay longer."""
 
 
 UNKNOWN_REQUEST = Request(math.nan, math.nan, math.nan, math.nan)
@@ -70,13 +70,13 @@ class EvictionPolicy(abc.ABC):
     def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
         """Forget everything and prepare for a pool of ``capacity`` blocks.
 
-        ``next_use(block)`` tells when the content of a block that is being released will be used
+        ``next_use(block)`` returns when the content of a block that is being released is used
         next (any increasing measure of time, ``math.inf`` for never).  Only offline policies
         need it, and they raise ValueError without it.
         """
 
     def tell(self, request: Request) -> None:  # noqa: B027
-        """What follows is done for ``request``.
+        """The next calls are about ``request``.
 
         Called before the first miss or eviction for a request, and again before the release of its
         blocks.  In an engine the blocks that running requests take meanwhile are not announced.
@@ -85,8 +85,8 @@ class EvictionPolicy(abc.ABC):
     def compiled_replay(self) -> Replay | None:  # noqa: B027
         """The compiled replay of a policy that has one of its own, warmed up; else None.
 
-        It takes a trace and a capacity and returns hits and evictions of each request, two int64
-        arrays: those of this object, options included, in ``cache.simulate``.
+        It takes a trace and a capacity and returns hits and evictions of each request as two int64
+        arrays, equal to those of this object in ``cache.simulate``.
         """
 
     def look_up(self, keys: Sequence[Hashable]) -> None:  # noqa: B027
@@ -171,7 +171,7 @@ class EvictionPolicy(abc.ABC):
 
 
 def listener(policy: EvictionPolicy) -> Callable[[Request], None] | None:
-    """``policy.tell``; None if it is the one that does nothing."""
+    """``policy.tell``; None if the policy does not override it."""
     return None if type(policy).tell is EvictionPolicy.tell else policy.tell
 
 

@@ -1,4 +1,4 @@
-"""A priority queue from whose middle items can be taken: a heap with lazy deletion."""
+"""A priority queue that supports removal from the middle: a heap with lazy deletion."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Hashable, Iterator
 
 
 class LazyHeap:
-    """Hashable items by rising priority, those of equal priority in the order of their arrival.
+    """Hashable items by rising priority; ties by order of arrival.
 
-    A priority is a number, or several of which a later one settles ties of those before.
-    An item that is removed leaves its entry in the heap.  It is dropped when it comes to the top,
-    or together with all others like it when they are the greater part: O(log n) amortised.
+    A priority is one number or several, compared in order.  A removed item leaves a stale entry in
+    the heap, which is dropped at the top, or with all others when most entries are stale:
+    O(log n) amortised.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class LazyHeap:
         return first
 
     def first(self) -> tuple[float, Hashable]:
-        """What ``pop`` would return now."""
+        """The result of ``pop``, without removal."""
         while True:
             entry = self._heap[0]
             if self._tickets.get(entry[-1]) == entry[-2]:

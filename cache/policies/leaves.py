@@ -1,4 +1,4 @@
-"""Policies that give up leaves only, as radix trees do: never a block that others continue."""
+"""Policies that evict leaves only, as radix trees do: never a block with resident children."""
 
 from __future__ import annotations
 
@@ -23,21 +23,20 @@ class Node:
     """Resident blocks that continue it."""
     released: bool = False
     memo: Any = None
-    """What a subclass remembers of it: by default a tuple of numbers that ranks it."""
+    """Data of a subclass; by default the tuple of numbers that ranks the node."""
 
 
 class LeafPolicy(EvictionPolicy):
-    """Knows which released blocks no resident block continues, and gives up one of these.
+    """Evicts released blocks without resident children, the smallest ``memo`` first.
 
-    The one of the smallest ``memo`` goes first, unless a subclass keeps them in another order.
-    Should every released block have a child, which takes an owner that releases a prompt from its
-    head, the one released first goes.
+    A subclass may keep the leaves in another order.  If every released block has a child (the
+    owner released a prompt from its head), the block released first is evicted.
     """
 
     def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
         self._request = UNKNOWN_REQUEST
         self._now = 0.0
-        """Of the latest request, in ms; a second a request where nobody tells it."""
+        """Time of the latest request, ms; without request times, one second per request."""
         self._nodes: dict[int, Node] = {}
         self._with_key: dict[Hashable, Node] = {}
         self._released: dict[int, None] = {}

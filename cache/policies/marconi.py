@@ -8,10 +8,9 @@ from cache.policies.leaves import LeafPolicy, Node
 class Marconi(LeafPolicy):
     """Evicts the leaf of least recency + ``alpha`` * FLOP efficiency (Pan et al., MLSys 2025).
 
-    Both are normalised to [0, 1] over what is cached: recency from the oldest to the newest access,
-    and the FLOPs that a hit saves per byte, of which with attention alone only the share differs
-    that rises with the depth of a block in its prompt.  So deep blocks are worth more than their
-    recency.  ``alpha`` = 0 is LRU.
+    Both are normalised to [0, 1] over the cached blocks: recency from the oldest to the newest
+    access, and FLOPs saved per byte.  With attention alone the latter grows with the depth of a
+    block in its prompt, so deep blocks stay longer than under LRU.  ``alpha`` = 0 is LRU.
 
     The publication serves models with recurrent layers, whose states it admits with judgement, and
     fits ``alpha`` to a first part of the traffic; here every block is admitted and ``alpha`` stays.

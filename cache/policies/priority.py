@@ -28,7 +28,7 @@ def record(**fields: float) -> np.record:
 
 
 class BlockHistory(NamedTuple):
-    """What a priority may depend on, taken when the block is released.
+    """The arguments of a priority, recorded when the block is released.
 
     Time counts requests (1, 2, ...): blocks released together share it.
     """
@@ -109,7 +109,7 @@ class PriorityPolicy(EvictionPolicy):
         """
 
     def own_state(self, capacity: int) -> np.record | None:
-        """What ``priority`` may read and change: ``record(...)`` of options, counters, anything.
+        """State that ``priority`` may read and change: ``record(...)`` of options or counters.
 
         Made anew at each start.  In ``cache.simulate`` the record is compiled with ``priority``,
         which then sees all numbers as float64.

@@ -21,7 +21,7 @@ class QueuePolicy(EvictionPolicy):
 
     A subclass says where a block goes when it comes in (``_admit``), what an access to a resident
     block changes (``_hit``) and which block to give up (``_choose``).  Blocks in use stay in their
-    queues, so that the queue lengths that such policies steer by are those of their papers; a
+    queues, so that queue lengths agree with the papers; a
     search for a victim that meets one at the head of its queue moves it to the end.
 
     A subclass that remembers evicted keys makes ``_ghosts`` in ``_reset``, adds to it in

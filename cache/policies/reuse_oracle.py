@@ -1,4 +1,4 @@
-"""A bound: LRU that is told which blocks are used again."""
+"""LRU that knows which blocks are used again."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class _Category:
     """By their last access."""
 
     def log_chance(self, age_ms: float, life_ms: float) -> float:
-        """Of a return between the ages ``age_ms`` and ``age_ms + life_ms``."""
+        """Log probability of a return between ages ``age_ms`` and ``age_ms + life_ms``."""
         share = (self.returns + 1) / (self.releases + 2)
         rate = (self.returns + 1) / (self.waited_ms + life_ms)
         return math.log(share) - rate * age_ms + math.log(-math.expm1(-rate * life_ms))
@@ -36,8 +36,8 @@ class WorkloadAware(LeafPolicy):
     goes first, of equal ones the deeper.  In a category that is the block used longest ago, so that
     an eviction compares one a category.
 
-    The publication's categories are the kind of a request and its turn; of these a policy knows the
-    turn only: one more than that of the deepest block found, up to ``max_turn``.  What it leaves
+    The publication classifies requests by kind and turn.  Here only the turn is known: one more
+    than the turn of the deepest block found, up to ``max_turn``.  What it leaves
     open: shares and rates are counted over all releases of a category so far, a life is the mean
     age of victims, of which the latest weighs a hundredth, and only leaves are given up.
     """

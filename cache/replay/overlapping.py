@@ -2,14 +2,14 @@
 
 The serial replay (``cache.simulate``) compares policies to the last digit; this one shows what
 overlap adds: running requests hold their blocks, decoding takes new ones, and when none are left
-somebody is preempted.  Scheduler, engine and manager are those that serve a model; only the model
+a request is preempted.  Scheduler, engine and manager are those that serve a model; only the model
 is not there, and time passes as ``ServiceModel`` says.  So the rules are the scheduler's (see
 :mod:`cache.serving.scheduler`): first come first served, long prompts in chunks beside the decoding
 sequences where the manager's design can do so, and the youngest is preempted when blocks run out,
 to be computed again.  A request that does not fit the empty cache is dropped and counted.
 
 A trace names blocks of a prompt, not tokens, see ``prompt_token_ids``.  Everything generated is
-shared with nobody, since a trace does not tell which later prompt continues which answer.
+not shared, since a trace does not say which later prompt continues which answer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServingReplayResult:
-    """What an overlapping replay measured.  Times are those of the model, in seconds."""
+    """Result of an overlapping replay.  Times are modelled, in seconds."""
 
     num_requests: int
     finished: int
@@ -156,10 +156,10 @@ def prompt_token_ids(trace: Trace, index: int, vocab_size: int = 1 << 32) -> arr
 
 
 def num_digits(bound: int, base: int) -> int:
-    """Digits to ``base`` that tell ``bound`` things apart."""
-    digits, told = 1, base
-    while told < bound:
-        digits, told = digits + 1, told * base
+    """Digits to ``base`` that distinguish ``bound`` numbers."""
+    digits, distinguished = 1, base
+    while distinguished < bound:
+        digits, distinguished = digits + 1, distinguished * base
     return digits
 
 

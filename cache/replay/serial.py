@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class SimulationResult:
-    """What a replay measured of the requests that were counted."""
+    """Result of a replay over the counted requests."""
 
     policy: str
     capacity_blocks: int
@@ -90,8 +90,8 @@ def simulate(
     A ``PriorityPolicy`` that numba can compile runs compiled, any other policy in Python, and so
     does one whose priorities need integers beyond 2**53, which compiled arithmetic would change.
 
-    ``counted`` is the part of the trace that the result tells of, by the index of requests: with
-    ``slice(1000, None)`` the first 1000 only warm up the pool and the policy.
+    ``counted`` selects the requests in the result: with ``slice(1000, None)`` the first 1000 only
+    warm up the pool and the policy.
 
     Raises ValueError for a capacity below 1, options next to a policy object, an unknown policy or
     option, a priority that is not a number, or a trace without block ids; RuntimeError for a policy

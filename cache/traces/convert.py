@@ -127,7 +127,7 @@ def convert_sessions(folder: str | os.PathLike, *, hours: float = 24.0, seed: in
 
     Sessions were recorded apart: in the order of their names, each gets a start drawn uniformly
     from ``hours`` by ``seed``, so the arrivals are synthetic.  A sub-agent's requests count from
-    its own start.  Ids count within a session; those of scope "global" are the same in all.
+    its own start.  Ids count within a session; ids of scope "global" are shared by all.
 
     Raises TraceError for a file that is not a session, or of another block size than the first, and
     ValueError for a folder without requests.

@@ -7,7 +7,7 @@ Two formats are read, plain, gzipped (``.gz``) or zstandard-compressed (``.zst``
 - CSV (``.csv``), the format of Azure's LLM inference traces (2023 and 2024): ``TIMESTAMP``,
   ``ContextTokens``, ``GeneratedTokens``.  Lengths only.
 
-This module knows files, ``cache.traces.trace`` knows what a valid request is.
+This module reads files; ``cache.traces.trace`` checks requests.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class RecordParser:
     """Parses the lines of one file in order.
 
     A call gives ``(timestamp_ms, input_length, output_length, hash_ids)``, or None for the header
-    of a CSV file.  ``file_format`` None is told by the first line.  Further fields are ignored.
+    of a CSV file.  With ``file_format`` None the first line decides.  Further fields are ignored.
     Values come as the file has them, unchecked; CSV timestamps become milliseconds since the first
     row (precise to 1 us) and ``hash_ids`` ().  Raises ValueError for a line that does not parse,
     a missing field and a negative timestamp in JSON.

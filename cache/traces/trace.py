@@ -1,4 +1,4 @@
-"""Request traces: what arrived when, how long it was and which blocks its prompt consists of.
+"""Request traces: arrival times, lengths and prompt blocks.
 
 A block id stands for ``block_size`` tokens *and* everything before them in the prompt: two requests
 share an id if and only if their prompts agree up to the end of that block.  Real traces come from
@@ -230,7 +230,7 @@ def load_trace(path: str | os.PathLike, *, block_size: int | None = None) -> Tra
     """Read a request trace: JSON lines as published with Mooncake, or Azure's CSV.
 
     ``path`` ends in ``.jsonl`` or ``.csv``, alone or followed by ``.gz`` or ``.zst``; a file named
-    only ``.gz`` or ``.zst`` is told by its first line.  The trace is named after the file.  CSV
+    only ``.gz`` or ``.zst`` is typed by its first line.  The trace is named after the file.  CSV
     traces have no blocks; their timestamps count from the first row.
 
     ``block_size`` is what the publisher says; None infers it from the data.  Mooncake gives an id

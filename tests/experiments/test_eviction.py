@@ -47,7 +47,7 @@ def test_hit_rates_are_those_of_the_replay_between_lru_and_the_bounds(tiny_run, 
     assert files == {"chat.jsonl.gz", "policy.py"}
 
 
-def test_a_trace_that_tells_no_block_size_is_titled_without_one(drawn, tmp_path):
+def test_a_trace_without_block_size_is_titled_without_one(drawn, tmp_path):
     row = {"policy": "lru", "capacity_fraction": 0.1, "block_hit_rate": 0.5, "unique_blocks": 9}
     rows = pd.DataFrame(
         [{**row, "trace": "a", "block_size": math.nan}, {**row, "trace": "b", "block_size": 16}]
@@ -58,7 +58,7 @@ def test_a_trace_that_tells_no_block_size_is_titled_without_one(drawn, tmp_path)
 
 
 def test_without_a_trace_those_of_the_repository_are_replayed():
-    """As their page describes them, and to the digit of the reference hit rates."""
+    """They match their page and the reference hit rates to the digit."""
     described = (workloads.REAL_TRACES[0].parent / "README.md").read_text()
     for path in workloads.REAL_TRACES:
         name = path.name.removesuffix(".jsonl.zst")

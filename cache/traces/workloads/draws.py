@@ -1,4 +1,4 @@
-"""What workloads draw: lengths, popularity, arrivals.
+"""Random lengths, popularity and arrivals of workloads.
 
 Values are drawn one by one, so that a longer workload begins with the shorter one, and rounded to
 whole tokens and milliseconds, so that the last digit of a platform's ``exp`` cannot matter.

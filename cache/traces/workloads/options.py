@@ -1,4 +1,4 @@
-"""What all workloads share: checked options, and the step from drawn requests to a ``Trace``."""
+"""Checked options of all workloads, and the step from sampled requests to a ``Trace``."""
 
 from __future__ import annotations
 

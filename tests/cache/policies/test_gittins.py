@@ -58,7 +58,7 @@ def test_the_same_on_a_long_trace_with_ghosts_forgotten(wrap):
     assert compiled.evictions == in_python.evictions > capacity
 
 
-def two_kinds(num_requests: int = 12_000) -> Trace:
+def two_kinds(num_requests: int = 4000) -> Trace:
     """Prompts with a long answer return once, after 40 requests; others never."""
     requests, due = [], {}
     for at in range(num_requests):

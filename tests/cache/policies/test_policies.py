@@ -1,4 +1,4 @@
-"""What every policy owes the owner of the blocks, and what the registry owes the user."""
+"""The contract of every policy, and the registry."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_call_that_fails_changes_nothing(name):
 
 
 def victims(policy: EvictionPolicy, keys: Iterable, capacity: int = 3) -> list:
-    """What is evicted when contents of a block each are asked for in turn."""
+    """Evicted contents when one-block prompts are requested in turn."""
     policy.start(capacity)
     block_of: dict[Hashable, int] = {}
     evicted = []

@@ -17,7 +17,7 @@ LEAF_POLICIES = ("random_leaf", "marconi", "workload_aware", "priority", "retent
 
 
 class Pool:
-    """Prompts, each a string of blocks, that a policy with room for all of them is told of."""
+    """Serves prompts, each a string of blocks, to a policy with room for all of them."""
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self.policy = policy
@@ -105,7 +105,7 @@ def test_filo_gives_up_what_came_last():
 
 
 def test_tlru_gives_up_first_what_the_next_turn_can_compute_in_time():
-    """Of the last 4 blocks of the next prompt, one is expected to be new: 3 of each may go."""
+    """One of the last 4 blocks of the next prompt is expected to be new: 3 of each may go."""
     pool = Pool(make_policy("tlru", threshold_blocks=4, next_blocks=1)).serve("abcdef", "xy")
     assert pool.victims() == ["abcdef", "abcde", "abcd", "xy", "x", "abc", "ab", "a"]
     answered = Pool(make_policy("tlru", threshold_blocks=4, next_blocks=1))
@@ -148,7 +148,7 @@ def test_workload_aware_learns_which_turn_returns_and_when():
         pool.serve(f"{chr(200 + at // 1000)}", at_ms=at)
     for at in range(0, 20):
         pool.serve("a", at_ms=100_000 + 1000 * at)
-    pool.policy.evict()  # tells it how long blocks stay
+    pool.policy.evict()  # a first sample of how long blocks stay
     pool.serve("z", at_ms=120_100)
     assert pool.victims().index("z") < pool.victims().index("a")
 
@@ -201,4 +201,4 @@ def test_retention_gives_up_the_least_priority_until_it_expires(ranges, now, exp
 def test_retention_forgets_an_expiry_when_the_block_is_used_again():
     pool = Pool(make_policy("retention", ranges=[(0, 1, 100, 500.0)]))
     pool.serve("a", "b", at_ms=0).serve("a", at_ms=400).serve("c", at_ms=600)
-    assert pool.victims() == ["b", "a", "c"]  # b's has expired, those of a and c have not
+    assert pool.victims() == ["b", "a", "c"]  # only b's has expired

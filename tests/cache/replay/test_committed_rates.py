@@ -14,8 +14,7 @@ from cache.replay import bounds
 ROOT = Path(__file__).parents[3]
 BOUNDS = {"class_hazards": bounds.class_hazard_hits, "fluid": bounds.fluid_hits}
 POOLS = {True: ("mooncake_conversation_512", 0.01), False: ("ragpulse_16_first_1500", 0.001)}
-"""Of policies that are compiled, and of those that run in Python: a trace, and the share of its
-unique blocks."""
+"""Trace and share of its unique blocks, for compiled policies and for policies in Python."""
 
 
 def committed() -> list[dict[str, str]]:

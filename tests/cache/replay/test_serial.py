@@ -110,7 +110,7 @@ def test_large_priorities_give_what_python_gives(priority, compiles):
 
 
 class Informed(PriorityPolicy):
-    """Depends on everything that a policy is told."""
+    """Depends on every fact that a policy gets."""
 
     ghost_ratio = 1.5
 
@@ -126,10 +126,10 @@ class Informed(PriorityPolicy):
         interval = own.capacity if math.isnan(block.interval) else block.interval
         own.longest = max(own.longest, interval)
         is_last = block.depth == block.request.prompt_blocks - 1
-        told = block.request.output_tokens + block.request.prompt_tokens / 8
+        facts = block.request.output_tokens + block.request.prompt_tokens / 8
         return (
             block.accessed + own.weight * block.total_accesses - 5 * interval / own.longest
-            - 4 * is_last + 2 * block.children + told / 100 + own.calls % 7
+            - 4 * is_last + 2 * block.children + facts / 100 + own.calls % 7
             + block.request.time_ms % 11
         )  # fmt: skip
 
@@ -155,7 +155,7 @@ def test_options_reach_a_compiled_policy(option):
     assert plain.hits.tolist() != other.hits.tolist()
 
 
-def test_what_a_policy_is_told_of_a_block_by_hand():
+def test_the_history_of_a_block_by_hand():
     seen = {}
 
     class Witness(PriorityPolicy):
