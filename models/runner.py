@@ -145,7 +145,7 @@ class ModelRunner:
         token_ids, positions, logit_rows = map(given.pop, ("token_ids", "positions", "logit_rows"))
         if unread:
             places, drawn_rows = given.pop("unread")
-            # A row that is not finite has -1, no valid token id; reading the tokens raises for it.
+            # A row that is not finite has -1, no valid token id; its request ends when it is read.
             token_ids[places] = step.drawn.tokens[drawn_rows].clamp(min=0)
         shared = SharedPrefixes(*map(given.pop, SharedPrefixes._fields)) if groups else None
         lengths = {"max_seqlen_q": int(counts.max()), "max_context_len": int(ends.max())}

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 import kernels
-from cache.serving.request import ScheduledSequence, Status
+from cache.serving.request import ScheduledSequence
 from cache.serving.sampling_params import SamplingParams
 from kernels import reference
 from models.uploads import Uploads
@@ -62,8 +62,8 @@ class Drawn:
         tokens: (num_rows,) int64 on the device; -1 for a row that is not finite.
     """
 
-    def __init__(self, tokens: torch.Tensor, sequences: Sequence[ScheduledSequence]) -> None:
-        self.tokens, self._sequences = tokens, sequences
+    def __init__(self, tokens: torch.Tensor) -> None:
+        self.tokens = tokens
         self._on_host, self._arrived = tokens, None
         if tokens.is_cuda:
             # PyTorch allocates this copy in pinned memory, which it caches.
@@ -72,19 +72,10 @@ class Drawn:
             self._arrived.record(torch.cuda.current_stream(tokens.device))
 
     def read(self) -> list[int]:
-        """Wait for the tokens, but not for later work of the device.
-
-        Raises FloatingPointError, naming the request, if a row of an unfinished sequence has a NaN
-        or an infinite largest logit.
-        """
+        """Wait for the tokens, but not for later work of the device."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        tokens = self._on_host.tolist()
-        if min(tokens, default=0) < 0:
-            for seq, token in zip(self._sequences, tokens, strict=True):
-                if token < 0 and seq.status is not Status.FINISHED:
-                    raise _not_finite(seq)
-        return tokens
+        return self._on_host.tolist()
 
 
 class Sampler:
@@ -108,7 +99,7 @@ class Sampler:
         """A next token for each sequence, from its row of ``logits``, (num_rows, vocab_size).
 
         The noise of a seeded request depends only on the seed, the index of the output and its
-        number of tokens.  Raises the errors of ``Drawn.read``.
+        number of tokens.  -1 for a row with a NaN or an infinite largest logit.
         """
         return self.launch(logits, rows, sequences).read()
 
@@ -120,23 +111,23 @@ class Sampler:
             logits = logits[self._upload(np.array(rows))[0]]
         params = [seq.request.params for seq in sequences]
         if all(map(attrgetter("is_greedy"), params)):
-            return Drawn(self._sample_tokens(logits), sequences)
+            return Drawn(self._sample_tokens(logits))
         logits = _with_penalties(logits, params, sequences)
         seeds = [
             None if p.seed is None else noise_seed(p.seed, seq.index, seq.num_output_tokens)
             for p, seq in zip(params, sequences, strict=True)
         ]
-        return Drawn(self(logits, params, seeds), sequences)
+        return Drawn(self(logits, params, seeds))
 
     def likeliest(
         self, logits: torch.Tensor, row: int, seq: ScheduledSequence, count: int
     ) -> list[tuple[float, int]]:
         """The ``count`` likeliest next tokens of a sequence, at most all, as (log p, token) in
-        descending order.  Raises FloatingPointError as ``draw`` does."""
+        descending order; none if the largest logit is NaN or infinite."""
         logprobs = logits[row].float().log_softmax(dim=-1)
         values, tokens = logprobs.topk(min(count, len(logprobs)))
         if not values[0].isfinite():
-            raise _not_finite(seq)
+            return []
         return list(zip(values.tolist(), tokens.tolist(), strict=True))
 
     def logprobs(self, logits: torch.Tensor, row: int, token: int, count: int) -> dict[int, float]:
@@ -232,11 +223,3 @@ def _with_penalties(
             stops = [token for token in seq.request.stop_token_ids if token < len(scores)]
             scores[stops] = -torch.inf
     return logits
-
-
-def _not_finite(seq: ScheduledSequence) -> FloatingPointError:
-    length = len(seq.token_ids) - seq.num_unknown_tokens
-    return FloatingPointError(
-        f"request {seq.request.request_id}: the logits after its {length} tokens are "
-        "NaN or infinite; the weights are damaged, or too large for the dtype"
-    )

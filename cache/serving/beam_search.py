@@ -96,11 +96,12 @@ class BeamSearch:
         ]
 
     def best(self) -> list[Hypothesis]:
-        """The n best hypotheses, the best first, cancelled beams included."""
+        """The n best hypotheses, the best first, with beams that were cancelled or failed."""
         cancelled = [
             self._hypothesis(beam.output_token_ids, beam.cumulative_logprob, beam.finish_reason)
             for beam in self.beams
-            if beam.finish_reason is FinishReason.ABORT and beam.num_output_tokens
+            if beam.finish_reason is FinishReason.ERROR
+            or (beam.finish_reason is FinishReason.ABORT and beam.num_output_tokens)
         ]
         return _ranked(self.finished + cancelled)[: self.request.params.n]
 
@@ -114,7 +115,7 @@ class BeamSearch:
         )
 
     def _score(self, total: float, num_tokens: int) -> float:
-        return total / num_tokens**self.request.params.length_penalty
+        return total / max(1, num_tokens) ** self.request.params.length_penalty
 
 
 def _ranked(hypotheses: list[Hypothesis]) -> list[Hypothesis]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import warnings
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import Any, NamedTuple, Protocol
@@ -53,7 +54,10 @@ class Sampler(Protocol):
     def likeliest(
         self, logits: Any, row: int, seq: ScheduledSequence, count: int
     ) -> list[tuple[float, int]]:
-        """The ``count`` likeliest next tokens (or all, if fewer), as (log p, token)."""
+        """The ``count`` likeliest next tokens (or all, if fewer), as (log p, token).
+
+        Empty if the logits are NaN or infinite.
+        """
 
     def logprobs(self, logits: Any, row: int, token: int, count: int) -> dict[int, float]:
         """log p of ``token`` and of the ``count`` likeliest tokens."""
@@ -200,11 +204,25 @@ class Engine:
     def abort(self, request_id: int) -> Request:
         """Cancel an unfinished request, which keeps its tokens.  KeyError if there is none."""
         request = self.requests[request_id]
+        self._end(request, FinishReason.ABORT)
+        return request
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
         for seq in request.sequences:
             if seq.status is not Status.FINISHED:
-                self._finish_sequence(seq, FinishReason.ABORT)
+                self._finish_sequence(seq, reason)
         self._finish_request(request)
-        return request
+
+    def _fail(self, request: Request) -> None:
+        """End a request whose logits are NaN or infinite; others go on."""
+        warnings.warn(
+            f"request {request.request_id}: logits are NaN or infinite after at most "
+            f"{max(len(seq.token_ids) for seq in request.sequences)} tokens; the weights are "
+            "damaged, or too large for the dtype",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        self._end(request, FinishReason.ERROR)
 
     def reset_prefix_cache(self) -> bool:
         """Drop all cached K/V, as after a change of weights.
@@ -243,7 +261,11 @@ class Engine:
             search = searches and searches.get(seq.request.request_id)
             if search:
                 best = self.sampler.likeliest(logits, row, seq, search.num_candidates)
-                search.observe(seq, best)
+                if best:
+                    search.observe(seq, best)
+                elif seq.status is not Status.FINISHED:  # another beam of it may have failed
+                    finished.append(seq.request)
+                    self._fail(seq.request)
                 continue
             rows.append(row)
             drawing.append(seq)
@@ -278,6 +300,10 @@ class Engine:
         now = self.clock()
         for row, seq, token in zip(drawn.rows, drawn.sequences, tokens, strict=True):
             if seq.finish_reason:  # finished before this token could be known
+                continue
+            if token < 0:
+                finished.append(seq.request)
+                self._fail(seq.request)
                 continue
             if seq.num_unknown_tokens:
                 seq.drop_unknown()
@@ -403,7 +429,8 @@ class Engine:
             lengths = [seq.num_output_tokens for seq in request.sequences]
         stats = request.stats
         stats.finish_time = self.clock()
-        stats.was_aborted = any(s.finish_reason is FinishReason.ABORT for s in request.sequences)
+        ended = (FinishReason.ABORT, FinishReason.ERROR)
+        stats.was_aborted = any(seq.finish_reason in ended for seq in request.sequences)
         stats.num_output_tokens = sum(lengths)
         stats.longest_output = max(lengths, default=0)
 

@@ -31,6 +31,8 @@ class FinishReason(enum.StrEnum):
     """It reached max_tokens, or the longest sequence that model and cache allow."""
     ABORT = "abort"
     """Cancelled by the caller."""
+    ERROR = "error"
+    """The next logits were NaN or infinite."""
 
 
 class ScheduledSequence(Sequence):
