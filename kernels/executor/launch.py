@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import math
 import struct
 import time
-import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,15 +24,13 @@ from triton.runtime.driver import driver
 from kernels.executor.counts import Counts
 from kernels.executor.global_memory import GlobalMemory
 from kernels.executor.machine import Kernel, Launch
+from kernels.executor.project import ops_of_this_project
 from kernels.executor.targets import MULTIPROCESSORS, SHARED_BYTES
 from kernels.executor.tensors import AddressBook, FreshMemory, window_of
-from kernels.primitives import INTERPRETED
-from kernels.tiles import Target, force_target
 
 _FORMATS = {"i1": "?", "i8": "b", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "u32": "I"}
 _FORMATS |= {"i64": "q", "u64": "Q", "fp32": "f", "f32": "f", "fp64": "d"}
-_GATES = ("kernels.checks", "kernels.swap_blocks")
-"""Modules whose INTERPRETED says on the host whether kernels take CPU tensors."""
+_FORMATS |= {"fp16": "e", "f16": "e", "bf16": "H", "f64": "d"}
 
 
 @dataclass(frozen=True)
@@ -129,6 +125,8 @@ def _pack(kernel: Kernel, arguments: list, pointers: Iterator[int]) -> bytes:
     offsets = iter(kernel.parameter_offsets.values())
     for _, kind, value in arguments:
         offset = next(offsets)
+        if kind == "bf16":
+            value = torch.tensor(value, dtype=torch.bfloat16).view(torch.int16).item() & 0xFFFF
         if not kind.startswith("*"):
             struct.pack_into("<" + _FORMATS[kind], packed, offset, value)
         elif value is not None:
@@ -194,13 +192,31 @@ class _Launcher:
         self._metadata = metadata
 
     def __call__(self, x, y, z, _stream, function, _packed, _metadata, _enter, _exit, *values):
-        arguments = [
-            (name, kind, value)
-            for (name, kind), value in zip(self._arguments, values, strict=True)
-            if kind != "constexpr"
-        ]
+        arguments = []
+        for (name, kind), value in zip(self._arguments, values, strict=True):
+            arguments += _flattened(name, kind, value)
         if x and y and z:
             _SESSIONS[-1].run(function, (x, y, z), self._metadata, arguments)
+
+
+def _flattened(name: str, kind, value) -> list[tuple]:
+    """(name, type, value) of an argument, or of each element of a tuple."""
+    if isinstance(kind, tuple):
+        parts = zip(kind, value, strict=True)
+        elements = [_flattened(f"{name}[{n}]", *part) for n, part in enumerate(parts)]
+        return [one for element in elements for one in element]
+    return [] if kind == "constexpr" else [(name, kind, value)]
+
+
+def _count_instructions(call, quantiles=None, **_options):
+    """Stands in for a benchmark, which autotuning asks for: warp instructions of the launches,
+    which are not recorded."""
+    execution = _SESSIONS[-1].execution
+    before, launches = execution.warp_instructions, len(execution.launches)
+    call()
+    instructions = execution.warp_instructions - before
+    del execution.launches[launches:]
+    return [instructions] * len(quantiles) if quantiles else instructions
 
 
 class _Driver:
@@ -225,7 +241,15 @@ class _Driver:
         return torch.device("cpu")
 
     def get_device_properties(self, _device) -> dict[str, int]:
-        return {"max_shared_mem": SHARED_BYTES[self._target.arch]}
+        return {
+            "max_shared_mem": SHARED_BYTES[self._target.arch],
+            "multiprocessor_count": MULTIPROCESSORS[f"sm_{self._target.arch}"],
+            "max_num_regs": 65536,
+            "warpSize": 32,
+        }
+
+    def get_benchmarker(self):
+        return _count_instructions
 
     def remember_ptx(self, _module, _function, name: str, files: dict, _hash) -> None:
         """Hook that Triton calls before it loads a kernel; files: what compilation left."""
@@ -243,21 +267,6 @@ def _stop_at_ptx(*arguments):
     _backend, stages, *_ = arguments
     stages["cubin"] = lambda _ptx, _metadata: b""
     return None
-
-
-@contextlib.contextmanager
-def cpu_tensors_are_welcome() -> Iterator[None]:
-    """The ops refuse CPU tensors unless kernels are interpreted; not where launches are taken over,
-    to be executed or only compiled."""
-    modules = [importlib.import_module(name) for name in _GATES]
-    gates = [module.INTERPRETED for module in modules]
-    for module in modules:
-        module.INTERPRETED = types.SimpleNamespace(value=True)
-    try:
-        yield
-    finally:
-        for module, gate in zip(modules, gates, strict=True):
-            module.INTERPRETED = gate
 
 
 @contextlib.contextmanager
@@ -289,20 +298,18 @@ def execute_ptx(
     if architecture not in MULTIPROCESSORS:
         known = ", ".join(MULTIPROCESSORS)
         raise ValueError(f"architecture: expected one of {known}, got {architecture!r}")
-    if INTERPRETED.value:
+    if triton.knobs.runtime.interpret:
         raise RuntimeError(
             "kernels are bound to the interpreter: unset TRITON_INTERPRET to execute PTX"
         )
     version = int(architecture.removeprefix("sm_"))
     ours = _Driver(GPUTarget("cuda", version, 32))
-    target = Target("cuda", version, MULTIPROCESSORS[architecture])
     runtime = triton.knobs.runtime
     previous_driver, previous_hook = driver._active, runtime.add_stages_inspection_hook
     with contextlib.ExitStack() as stack:
         fresh = stack.enter_context(FreshMemory())
         addresses = stack.enter_context(AddressBook())
-        stack.enter_context(cpu_tensors_are_welcome())
-        stack.enter_context(force_target(target))
+        stack.enter_context(ops_of_this_project(version, MULTIPROCESSORS[architecture]))
         session = _Session(Execution(architecture), seed, edit, count, fresh, addresses)
         _SESSIONS.append(session)
         stack.callback(_SESSIONS.remove, session)

@@ -113,7 +113,7 @@ def _mma(translation: Translation) -> Step:
         columns = np.ascontiguousarray(columns).reshape(warps, k, 8)
         sums = np.stack([batch.full(read(batch)) for read in read_c], 1).view(dtype)
         sums = sums.reshape(warps, 8, 4, 2, 2).transpose(0, 3, 1, 2, 4)
-        done = _multiply(rows, columns, np.ascontiguousarray(sums).reshape(warps, 16, 8))
+        done = _multiply(rows, columns, sums.astype(np.float64, order="C").reshape(warps, 16, 8))
         done = rounded_sum(done, dtype, saturates)
         done = done.reshape(warps, 2, 8, 4, 2).transpose(1, 0, 2, 3, 4)  # row half, w, g, t, pair
         if halves == 1:

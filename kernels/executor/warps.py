@@ -143,8 +143,9 @@ def _redux(translation: Translation) -> Step:
         chosen = _member_masks(batch, mask, members(batch)).reshape(-1, 32)
         values = batch.full(value(batch)).reshape(-1, 32)
         results = np.zeros_like(values)
-        for warp in np.flatnonzero(batch.every(mask).reshape(-1, 32).any(1)):
-            for bits in np.unique(chosen[warp]):
+        active = batch.every(mask).reshape(-1, 32)
+        for warp in np.flatnonzero(active.any(1)):
+            for bits in np.unique(chosen[warp, active[warp]]):
                 inside = bits >> np.arange(32, dtype=np.uint32) & 1 == 1
                 results[warp, inside] = reduce(values[warp, inside], dtype=dtype)
         write(batch, mask, results.reshape(-1))

@@ -400,6 +400,21 @@ class TestControlFlow:
         else:
             assert caught(run_body, body, numbers(1)).kind is FaultKind.DIVERGENCE
 
+    @pytest.mark.parametrize(
+        "text",
+        ["shfl.sync.idx.b32 %r1, %r0, 0, 31, MASK;", "redux.sync.add.s32 %r1, %r0, MASK;",
+         "elect.sync %r1|%p2, MASK;", "vote.sync.ballot.b32 %r1, %p1, MASK;"],
+        ids=["shfl", "redux", "elect", "vote"],
+    )  # fmt: skip
+    def test_threads_that_are_not_members(self, run_body, text):
+        """Or members that are elsewhere."""
+        body = "setp.lt.u32 %p1, %r0, 16; @%p1 " + text
+        run_body(body.replace("MASK", "0xffff"), numbers(1))
+        for mask in ("0x7fff", "0x1ffff", "-1"):
+            fault = caught(run_body, body.replace("MASK", mask), numbers(1))
+            assert fault.kind is FaultKind.DIVERGENCE
+            assert "the member mask is" in str(fault)
+
     def test_ldmatrix_by_a_part_of_a_warp(self, run_body):
         body = "setp.lt.u32 %p1, %r0, 16; shl.b32 %r1, %r0, 4;"
         body += "@%p1 ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r2}, [%r1];"

@@ -310,6 +310,16 @@ def test_fp8_both_ways(compute, kind, dtype):
         got.view(torch.float16).float().nan_to_num(nan=-7.0), values.nan_to_num(nan=-7.0)
     )
 
+    text = f"cvt.rn.satfinite.{kind}x2.f16x2 %h1, %r1; cvt.u32.u16 %r4, %h1;"
+    halves = values.nan_to_num(nan=1.0, posinf=9e4, neginf=-9e4).half().view(torch.int16).tolist()
+    given = [
+        (low & 0xFFFF | (high & 0xFFFF) << 16,)
+        for low, high in zip(halves[::2], halves[1::2], strict=True)
+    ]
+    back = [x for word in compute(text, given) for x in (word & 255, word >> 8)]
+    known = values.isfinite()
+    assert torch.equal(torch.tensor(back)[known], codes.int()[known])
+
     finite = values[values.isfinite()].unique()
     middles = (finite[1:] + finite[:-1]) / 2
     hard = torch.cat([finite, middles, middles * (1 + 1e-6), middles * (1 - 1e-6)])
@@ -364,13 +374,63 @@ def test_shuffles(compute, mode, argument, control, source):
     assert got == [source(lane) ** 2 + 1 for lane in range(32)]
 
 
-def test_reductions_of_a_warp(compute):
+def test_reductions_of_a_warp_and_of_a_part(compute):
     words = [(lane * 977 % 101 - 50 & 0xFFFFFFFF,) for lane in range(64)]
-    mask = "mov.u32 %r5, 0xffffffff;"
-    got = compute(f"{mask} redux.sync.max.s32 %r4, %r1, %r5;", words)
+    got = compute("redux.sync.max.s32 %r4, %r1, -1;", words)
+    half = "and.b32 %r5, %r0, 31; setp.lt.u32 %p1, %r5, 16; selp.b32 %r6, 0xffff, 0xffff0000, %p1;"
+    half += "@%p1 redux.sync.{0} %r4, %r1, %r6; @!%p1 redux.sync.{0} %r4, %r1, %r6;"
+    parts = compute(half.format("max.s32"), words), compute(half.format("add.s32"), words)
+    for first in range(0, 64, 16):
+        warp = first // 32 * 32
+        assert {signed(x) for x in got[first : first + 16]} == {
+            max(signed(word) for (word,) in words[warp : warp + 32])
+        }
+        values = [signed(word) for (word,) in words[first : first + 16]]
+        for part, expected in zip(parts, (max(values), sum(values)), strict=True):
+            assert {signed(x) for x in part[first : first + 16]} == {expected}
+
+
+def test_votes_and_elections(compute):
+    words = [(lane % 3 == 0,) for lane in range(64)]
+    holds = "setp.ne.u32 %p1, %r1, 0;"
+    ballots = compute(holds + "vote.sync.ballot.b32 %r4, %p1, -1;", words)
     for first in (0, 32):
-        most = max(signed(word) for (word,) in words[first : first + 32])
-        assert {signed(x) for x in got[first : first + 32]} == {most}
+        expected = sum(1 << lane for lane in range(32) if (first + lane) % 3 == 0)
+        assert set(ballots[first : first + 32]) == {expected}
+    for name, expected in (("any", 1), ("all", 0), ("uni", 0)):
+        text = f"vote.sync.{name}.pred %p2, %p1, -1; selp.b32 %r4, 1, 0, %p2;"
+        assert set(compute(holds + text, words)) == {expected}
+    elect = "mov.u32 %r4, 99; and.b32 %r6, %r0, 31; setp.ge.u32 %p3, %r6, 5;"
+    elect += "@%p3 elect.sync %r5|%p2, 0xffffffe0; @%p3 selp.b32 %r4, %r5, 77, %p2;"
+    assert compute(elect, words) == 2 * [99, 99, 99, 99, 99, 5, *[77] * 26]
+
+
+@pytest.mark.parametrize(
+    ("kind", "k", "one", "two", "expected"),
+    [
+        ("satfinite.s32.s8.s8.s32", 32, 0x01010101, 0xFEFEFEFE, -2 * 32 + 7),
+        ("s32.u8.s8.s32", 32, 0xFFFFFFFF, 0x01010101, 255 * 32 + 7),
+    ],
+)
+def test_integer_products(compute, kind, k, one, two, expected):
+    a, c = ", ".join(["%r10"] * 4), ", ".join(["%r12"] * 4)
+    text = f"""
+    mov.b32 %r10, {one}; mov.b32 %r11, {two}; mov.b32 %r12, 7;
+    mma.sync.aligned.m16n8k{k}.row.col.{kind} {{%r4, %r5, %r6, %r7}},
+      {{{a}}}, {{%r11, %r11}}, {{{c}}};
+    """
+    assert {signed(x) for x in compute(text, [(0,)] * 32)} == {expected}
+
+
+def test_products_added_up_in_f16(compute):
+    """2049 is no f16: 1 + 16 * 128 is rounded to 2048, and 2 + 16 * 128 stays."""
+    text = """
+    mov.b32 %r10, 0x3C003C00; mov.b32 %r11, 0x58005800; mov.b32 %r12, 0x40003C00;
+    mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16
+      {%r4, %r5}, {%r10, %r10, %r10, %r10}, {%r11, %r11}, {%r12, %r12};
+    """
+    low, high = (torch.tensor(x).half().view(torch.int16).item() for x in (2048.0, 2050.0))
+    assert set(compute(text, [(0,)] * 32)) == {high << 16 | low}
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("f16", torch.float16), ("bf16", torch.bfloat16)])
