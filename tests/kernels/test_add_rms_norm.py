@@ -36,7 +36,7 @@ def test_matches_reference(data, device):
         return data.draw(strategy, label=name)
 
     hidden_size = draw("hidden_size", st.sampled_from([1, 7, 64, 100, 1000, 1024, 2560, 5120]))
-    num_tokens = draw("num_tokens", st.integers(0, 20))
+    num_tokens = draw("num_tokens", st.integers(0, 9))
     dtype = draw("dtype", st.sampled_from(DTYPES))
     weight_dtype = draw("weight dtype", st.sampled_from([dtype, torch.float32]))
     gaps = draw("gaps between rows", st.lists(st.sampled_from([0, 1, 16]), min_size=2, max_size=2))

@@ -41,12 +41,15 @@ def stored(x, scale):
     return cache.flatten()[: x.numel()]
 
 
-@pytest.mark.parametrize("scale", [None, 1.0, 0.37, 3e-6, 2000.0], ids=str)
+@pytest.mark.parametrize("scale", [None, 0.37, 3e-6, 2000.0], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_number_is_stored_as_pytorch_converts_it(dtype, scale, device):
     x = every_number(dtype, device)
     want = (x.float() / (1.0 if scale is None else scale)).clamp(-448, 448).to(FP8_DTYPE)
-    for form in (scale,) if scale is None else (scale, torch.tensor(scale, device=device)):
+    forms = [scale]
+    if scale is not None and dtype == torch.float32:
+        forms.append(torch.tensor(scale, device=device))
+    for form in forms:
         got = stored(x, form)
         assert torch.equal(got.float().isnan(), x.isnan())
         assert torch.equal(bits(got)[~x.isnan()], bits(want)[~x.isnan()])

@@ -63,7 +63,7 @@ def test_kinds_of_batches(lens, device):
 
 @pytest.mark.parametrize(
     ("causal", "window_size"),
-    [(True, size) for size in (1, 2, 31, 32, 33, 34, 10**9)] + [(False, 1), (False, 33)],
+    [(True, size) for size in (1, 31, 32, 33, 10**9)] + [(False, 1), (False, 33)],
 )
 def test_windows(causal, window_size, device):
     lens = [34, 45], [34, 9]
@@ -82,11 +82,11 @@ def test_window_far_from_the_first_token(num_splits, device):
     assert_matches_reference(batch, window_size=4, num_splits=num_splits)
 
 
-@pytest.mark.parametrize("window_size", [None, 33, 120])
-@pytest.mark.parametrize("num_splits", [2, 3, 5, 9])
+@pytest.mark.parametrize("window_size", [None, 33, 90])
+@pytest.mark.parametrize("num_splits", [2, 3, 7])
 def test_split_keys(num_splits, window_size, device):
     """Splits that end inside each region of keys, and splits without keys."""
-    lens = [200, 97, 0, 1, 40], [3, 1, 0, 1, 17]
+    lens = [140, 70, 0, 1, 40], [3, 1, 0, 1, 17]
     hidden = hidden_tokens(*lens, window_size)
     batch = make_batch(*lens, device, hidden_tokens=hidden, **ONE_KV_HEAD)
     assert_matches_reference(batch, num_splits=num_splits, window_size=window_size)

@@ -89,9 +89,9 @@ def test_the_lowest_of_equal_scores_is_taken(device):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf], ids=str)
-@pytest.mark.parametrize("place", [0, 3, 2 * CHUNK + 9])
+@pytest.mark.parametrize("place", [3, CHUNK + 9])
 def test_a_row_that_is_not_finite_has_no_token(bad, place, device):
-    logits = torch.zeros(4, 2 * CHUNK + 10, device=device)
+    logits = torch.zeros(4, CHUNK + 10, device=device)
     logits[1, place] = bad
     logits[2] = -math.inf
     logits[3, place] = -math.inf
@@ -175,7 +175,7 @@ def test_draws_follow_the_softmax():
     """Pearson's chi-square test over buckets of the vocabulary, on tokens of the reference, which
     equal the kernel's."""
     generator = torch.Generator().manual_seed(1)
-    logits, count = torch.randn(2 * CHUNK + 100, generator=generator), 1000
+    logits, count = torch.randn(CHUNK + 1000, generator=generator), 1000
     for temperature in (1.0, 0.5):
         args = torch.full((count,), temperature), seeds_of(count, "cpu", 3)
         tokens = reference.sample_tokens(logits.expand(count, -1), *args)
