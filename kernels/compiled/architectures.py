@@ -1,9 +1,9 @@
 """The GPU architectures that kernels are compiled for, and how many programs fit a multiprocessor.
 
-Limits of a multiprocessor are those of the CUDA C++ programming guide ("technical specifications
-per compute capability") and, for gfx942, where a compute unit takes the multiprocessor's place, of
-AMD's CDNA 3 ISA guide and LLVM's AMDGPU back end. Both kinds have four register files, one for each
-scheduler; a warp's registers come from one of them in units of 8 per thread.
+Limits of a multiprocessor are from the CUDA C++ programming guide ("technical specifications per
+compute capability"). For gfx942, where the multiprocessor is a compute unit, they are from AMD's
+CDNA 3 ISA guide and LLVM's AMDGPU back end. Both kinds have four register files, one per scheduler;
+a warp's registers come from one of them in units of 8 per thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _REGISTER_UNIT = 8
 
 @dataclass(frozen=True)
 class Architecture:
-    """A GPU architecture; sizes are those of one multiprocessor."""
+    """A GPU architecture; sizes are per multiprocessor."""
 
     name: str
     backend: str
@@ -28,7 +28,7 @@ class Architecture:
     version: int | str
     """Compute capability as an integer, or gfx name."""
     num_multiprocessors: int
-    """Of its best known data-centre GPU, for default split counts."""
+    """The number in its best known data-centre GPU, for default split counts."""
     shared_bytes: int
     shared_bytes_reserved: int = 1024
     """Taken by every program on top of its own."""
@@ -38,7 +38,7 @@ class Architecture:
     max_programs: int = 32
     warp_size: int = 32
     tensor_memory_columns: int = 0
-    """Memory of the tensor cores (tcgen05), 128 x 32 bits each."""
+    """Columns of tensor memory (tcgen05), 128 x 32 bits each."""
 
     @property
     def compile_target(self) -> GPUTarget:
@@ -53,7 +53,7 @@ class Architecture:
     ) -> dict[str, int]:
         """Programs that fit one multiprocessor by each resource that they use; the least counts.
 
-        registers: per thread; the others per program. What every kernel is bound by comes first.
+        registers: per thread; the others per program. Limits of every kernel come first.
         """
         registers_per_warp = max(1, -(-registers // _REGISTER_UNIT)) * _REGISTER_UNIT
         registers_per_warp *= self.warp_size

@@ -1,12 +1,12 @@
-"""Compile the kernels for GPUs that are not here and read what the compiler made of them.
+"""Compile the kernels for GPUs that are not here, and read registers, spills and instructions.
 
     python -m kernels.compiled.compile                           # every shipped configuration
     python -m kernels.compiled.compile --arch sm_90 --op store_kvcache --json
 
 The public ops are called on meta tensors (shapes and strides without memory) under a stand-in for
-the GPU driver: the launcher chooses tiles and specialises arguments as it would on the GPU, and
-where Triton would compile and launch, the compilation is taken over for the wanted architecture and
-nothing is launched. What is compiled is therefore what would run, by construction.
+the GPU driver. The launcher chooses tiles and specialises arguments as it would on the GPU. Where
+Triton would compile and launch, the kernel is compiled for the wanted architecture and nothing is
+launched. So the compiled kernels are the ones that would run.
 
 From the cubin (by cuobjdump, part of Triton's wheel), the PTX and the TTGIR come registers, local
 memory, shared memory, widths of global accesses and asynchronous copies, and tensor-core use; for
@@ -45,7 +45,7 @@ from kernels.tiles import force_target
 
 @dataclass(frozen=True)
 class KernelResources:
-    """What one compiled kernel uses. Counts are instructions in its PTX or AMD assembly."""
+    """Resources of one compiled kernel. Counts are instructions in its PTX or AMD assembly."""
 
     op: str
     config: str
@@ -166,14 +166,14 @@ def _cubin_usage(cubin: bytes) -> dict[str, int]:
 
 
 def count_loop_spills(sass: str) -> int:
-    """Instructions of one kernel that access local memory inside a loop.
+    """Number of instructions of one kernel that access local memory inside a loop.
 
-    A loop around others with tensor-core instructions, such as decode's over pieces of work around
-    its loops over keys, counts as what lies between these.
+    In a loop around others with tensor-core instructions (decode's over work items, around its
+    loops over keys) only the inner loops count.
 
-    sass: as cuobjdump prints it. That a branch goes backward does not make a loop of what lies
-    between: waits for barriers stand behind the kernel's end and branch back from there. A call
-    leads to its subroutine and to what follows it, a return nowhere.
+    sass: cuobjdump's output. Loops are strongly connected components, since a backward branch alone
+    is no loop: waits for barriers are behind the kernel's end and branch back. A call continues in
+    its subroutine and behind itself, a return nowhere.
     """
     code = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?\w+ )?([A-Z][\w.]*)(.*?);", sass, re.M)
     places = {int(address, 16): place for place, (address, *_) in enumerate(code)}
@@ -222,7 +222,7 @@ def count_softmax_overlaps(ptx: str) -> int:
 
 
 def _cuda_resources(compiled) -> dict[str, Any]:
-    """The fields of KernelResources that a cubin and its PTX tell."""
+    """The fields of KernelResources from a cubin and its PTX."""
     cubin, ptx = compiled.asm["cubin"], compiled.asm["ptx"]
     used = _cubin_usage(cubin)
     local_bytes = used["STACK"] + used["LOCAL"]
@@ -260,7 +260,7 @@ def _amd_widths(assembly: str, kind: str) -> dict[int, int]:
 
 
 def _amd_resources(compiled) -> dict[str, Any]:
-    """The fields of KernelResources that AMD assembly tells, its metadata included."""
+    """The fields of KernelResources from AMD assembly and its metadata."""
     assembly = compiled.asm["amdgcn"]
 
     def metadata(key: str) -> int:
@@ -283,7 +283,7 @@ def _amd_resources(compiled) -> dict[str, Any]:
 
 
 def _dots(ttgir: str) -> tuple[int, int]:
-    """Matrix products in the TTGIR and how many of them have a tensor-core layout."""
+    """Number of matrix products in the TTGIR, and of those with a tensor-core layout."""
     products = re.findall(r"^.*(?:tt\.dot|ttng\.warp_group_dot|ttng\.tc_gen5_mma) .*$", ttgir, re.M)
     on_tensor_cores = [
         line for line in products if "tt.dot" not in line or re.search(r"-> tensor<.*#mma", line)

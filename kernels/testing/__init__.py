@@ -1,4 +1,4 @@
-"""What the kernels are tested and measured with: hostile inputs, the rule of accuracy, baselines.
+"""Cases of every op, hostile inputs, the accuracy rule and baselines.
 
 Tests and experiments share these; no op imports them.
 """

@@ -1,13 +1,13 @@
-"""How the kernels are judged.
+"""The accuracy rule of tests, experiments and GPU checks.
 
-Shared by tests, experiments and GPU checks. The rule is flash-attn's own: with `ref` computed in
-fp64 and `low` the same eager computation in the kernel's dtype,
+The rule is flash-attn's own: with `ref` computed in fp64 and `low` the same eager computation in
+the kernel's dtype,
 
     max|out - ref| <= 2 * max|low - ref| + 1e-5
 
 so the tolerance follows from the data instead of being tuned. With an fp8 cache `ref` and `low`
-read the same quantised numbers, times their scales in fp64 and in the queries' dtype: judged is the
-attention, not the quantisation, which has to be exact.
+read the same quantised numbers, times their scales, in fp64 and in the queries' dtype. This judges
+the attention; quantisation has to be exact.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Other implementations of paged decode and prefill, with the arguments of ours, to compare with.
+"""Other implementations of paged decode and prefill, called with our ops' arguments.
 
     flash_attn_2          flash-attn 2 (Dao, 2023) on the paged cache; block_size a multiple of 256
     flash_attn_3          flash-attn 3 (Shah et al., 2024), for Hopper; any block size
     flash_attn_4          flash-attn 4 (`flash_attn.cute`), for Hopper and Blackwell
-    flashinfer            FlashInfer (Ye et al., 2025); any block size. What it plans on the host is
-                          planned once for a batch, as an engine does for all layers
+    flashinfer            FlashInfer (Ye et al., 2025); any block size. It plans on the host, once
+                          for a batch, as an engine does for all layers
     torch_flash           the FlashAttention inside PyTorch (`torch.nn.attention.varlen`) on the
                           paged cache, from PyTorch 2.12; block_size a multiple of 256
     gather_flash_attn_2   the context copied into pages of 256 tokens first, for other block sizes
@@ -12,8 +12,8 @@
     gather_sdpa           the context copied to contiguous tensors, scaled_dot_product_attention
     gather_naive          the same copy, then matmul, softmax and matmul
 
-A name that begins with gather_ says that every call makes the copy, which its time includes. The
-packages are imported on first use; none of them is needed to import this module.
+Where a name begins with gather_, every call makes the copy, so its time includes it. The packages
+are imported on first use; none of them is needed to import this module.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class _Batch:
-    """The arguments of `Baseline.prefill`, or of `Baseline.decode` as those of prefill."""
+    """Arguments of `Baseline.prefill`; decode is prefill of one query each."""
 
     q: torch.Tensor
     k_cache: torch.Tensor
@@ -70,15 +70,15 @@ class _Batch:
 
     @property
     def capacity(self) -> int:
-        """A bound on the context lengths that the host knows."""
+        """A bound of the context lengths, known without a synchronisation."""
         return _capacity(self.k_cache, self.block_tables)
 
 
 class Baseline:
-    """One implementation. `decode` and `prefill` take and return what our ops do.
+    """One implementation. `decode` and `prefill` have the arguments and results of our ops.
 
-    They raise Unavailable where `unavailable` has a reason, and leave other errors of the package
-    that they call as they are. Both cost no host synchronisation unless `prefill_syncs` says so.
+    They raise Unavailable where `unavailable` has a reason; other errors of a package pass through.
+    Neither synchronises with the host, except where `prefill_syncs` is set.
     """
 
     name: str
@@ -91,34 +91,22 @@ class Baseline:
 
     def decode(
         self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        block_tables: torch.Tensor,
-        context_lens: torch.Tensor,
-        *,
-        scale: float | None = None,
-        window_size: int | None = None,
-    ) -> torch.Tensor:
-        """As `kernels.paged_decode_attention`: (batch, num_q_heads, head_dim)."""
+        q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+        block_tables: torch.Tensor, context_lens: torch.Tensor,
+        *, scale: float | None = None, window_size: int | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Same as `kernels.paged_decode_attention`: (batch, num_q_heads, head_dim)."""
         self._check(q, k_cache)
         context = (k_cache, v_cache, block_tables, None, context_lens)
         return self._decode(_Batch(q, *context, 1, scale, window_size))
 
     def prefill(
         self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        block_tables: torch.Tensor,
-        cu_seqlens_q: torch.Tensor,
-        context_lens: torch.Tensor,
-        *,
-        max_seqlen_q: int,
-        scale: float | None = None,
-        window_size: int | None = None,
-    ) -> torch.Tensor:
-        """As `kernels.paged_prefill_attention`, causal: (total_q, num_q_heads, head_dim)."""
+        q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+        block_tables: torch.Tensor, cu_seqlens_q: torch.Tensor, context_lens: torch.Tensor,
+        *, max_seqlen_q: int, scale: float | None = None, window_size: int | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Same as `kernels.paged_prefill_attention`, causal: (total_q, num_q_heads, head_dim)."""
         self._check(q, k_cache)
         context = (k_cache, v_cache, block_tables, cu_seqlens_q, context_lens)
         return self._prefill(_Batch(q, *context, max_seqlen_q, scale, window_size))
@@ -183,31 +171,19 @@ class FlashAttention2(_Package):
 
     def _decode(self, batch):
         out = self._module.flash_attn_with_kvcache(
-            batch.q[:, None],
-            batch.k_cache,
-            batch.v_cache,
-            cache_seqlens=batch.context_lens,
-            block_table=batch.block_tables,
-            softmax_scale=batch.scale,
-            causal=True,
-            window_size=batch.window,
-        )
+            batch.q[:, None], batch.k_cache, batch.v_cache,
+            cache_seqlens=batch.context_lens, block_table=batch.block_tables,
+            softmax_scale=batch.scale, causal=True, window_size=batch.window,
+        )  # fmt: skip
         return out[:, 0]
 
     def _prefill(self, batch):
         return self._module.flash_attn_varlen_func(
-            batch.q,
-            batch.k_cache,
-            batch.v_cache,
-            cu_seqlens_q=batch.starts,
-            cu_seqlens_k=batch.ends,
-            max_seqlen_q=batch.max_seqlen_q,
-            max_seqlen_k=batch.capacity,
-            softmax_scale=batch.scale,
-            causal=True,
-            window_size=batch.window,
-            block_table=batch.block_tables,
-        )
+            batch.q, batch.k_cache, batch.v_cache, block_table=batch.block_tables,
+            cu_seqlens_q=batch.starts, max_seqlen_q=batch.max_seqlen_q,
+            cu_seqlens_k=batch.ends, max_seqlen_k=batch.capacity,
+            softmax_scale=batch.scale, causal=True, window_size=batch.window,
+        )  # fmt: skip
 
 
 class FlashAttention3(_Package):
@@ -217,16 +193,10 @@ class FlashAttention3(_Package):
 
     def _attend(self, q, batch, **rows):
         return self._module.flash_attn_with_kvcache(
-            q,
-            batch.k_cache,
-            batch.v_cache,
-            cache_seqlens=batch.context_lens,
-            page_table=batch.block_tables,
-            softmax_scale=batch.scale,
-            causal=True,
-            window_size=batch.window,
-            **rows,
-        )
+            q, batch.k_cache, batch.v_cache,
+            cache_seqlens=batch.context_lens, page_table=batch.block_tables,
+            softmax_scale=batch.scale, causal=True, window_size=batch.window, **rows,
+        )  # fmt: skip
 
     def _decode(self, batch):
         return self._attend(batch.q[:, None], batch)[:, 0]
@@ -242,26 +212,20 @@ class FlashAttention4(_Package):
     min_capability = (9, 0)
 
     def _prefill(self, batch):
+        left = None if batch.window_size is None else batch.window_size - 1
         result = self._module.flash_attn_varlen_func(
-            batch.q,
-            batch.k_cache,
-            batch.v_cache,
-            cu_seqlens_q=batch.starts,
-            seqused_k=batch.context_lens,
-            max_seqlen_q=batch.max_seqlen_q,
-            max_seqlen_k=batch.capacity,
-            page_table=batch.block_tables,
-            softmax_scale=batch.scale,
-            causal=True,
-            window_size=(None if batch.window_size is None else batch.window_size - 1, 0),
-            num_splits=0,  # as many as it thinks best
-        )
+            batch.q, batch.k_cache, batch.v_cache, page_table=batch.block_tables,
+            cu_seqlens_q=batch.starts, max_seqlen_q=batch.max_seqlen_q,
+            seqused_k=batch.context_lens, max_seqlen_k=batch.capacity,
+            softmax_scale=batch.scale, causal=True, window_size=(left, 0),
+            num_splits=0,  # its own choice
+        )  # fmt: skip
         return result[0] if isinstance(result, tuple) else result
 
 
 class FlashInfer(_Package):
-    """Its wrappers of batches, for decode with tensor cores from 4 query heads a KV head on, where
-    SGLang uses them too."""
+    """Its batch wrappers. Decode uses tensor cores from 4 query heads per KV head on, as SGLang
+    does."""
 
     name = "flashinfer"
     package = "flashinfer"
@@ -270,7 +234,7 @@ class FlashInfer(_Package):
     def __init__(self, module: ModuleType | None = None) -> None:
         super().__init__(module)
         self._planned: tuple[tuple, tuple, object] | None = None
-        """Tensors and values that the last plan is for, and the wrapper that has it."""
+        """Tensors and values of the last plan, and its wrapper."""
 
     def unavailable(self, q, k_cache):
         reason = super().unavailable(q, k_cache)
@@ -320,19 +284,19 @@ class FlashInfer(_Package):
 
 
 class TorchFlash(_Package):
-    """PyTorch's own FlashAttention through its public function, whose arguments grew by version."""
+    """PyTorch's own FlashAttention by its public function, which gained arguments by version."""
 
     name = "torch_flash"
     package = "torch.nn.attention.varlen"
     page_multiple = PAGE_SIZE
 
     @functools.cached_property
-    def _knows(self) -> set[str]:
+    def _parameters(self) -> set[str]:
         return set(inspect.signature(self._module.varlen_attn).parameters)
 
     def unavailable(self, q, k_cache):
         reason = super().unavailable(q, k_cache)
-        if reason is None and "block_table" not in self._knows:
+        if reason is None and "block_table" not in self._parameters:
             return f"varlen_attn of PyTorch {torch.__version__} takes no block_table"
         return reason
 
@@ -342,8 +306,8 @@ class TorchFlash(_Package):
 
     def _attend(self, batch, keys, values, **paged):
         options = {"scale": batch.scale, "enable_gqa": batch.q.shape[-2] != keys.shape[-2]}
-        known = {name: value for name, value in options.items() if name in self._knows}
-        if "window_size" in self._knows:
+        known = {name: value for name, value in options.items() if name in self._parameters}
+        if "window_size" in self._parameters:
             known["window_size"] = batch.window
         elif batch.window_size is None:
             known["is_causal"] = True
@@ -354,7 +318,7 @@ class TorchFlash(_Package):
 
 
 class _GatherPages(Baseline):
-    """A baseline for large pages on a cache of small blocks: copies the context to pages first."""
+    """A baseline for large pages: copies the context of a cache of small blocks to pages first."""
 
     def __init__(self, inner: _Package) -> None:
         self.inner = inner
@@ -390,7 +354,7 @@ class _GatherTorchFlash(_GatherPages):
         return self._prefill(batch)
 
     def _prefill(self, batch):
-        if "block_table" in self.inner._knows:
+        if "block_table" in self.inner._parameters:
             return super()._prefill(batch)
         context = (batch.k_cache, batch.v_cache, batch.block_tables, batch.context_lens)
         return self.inner._attend(batch, *gather_packed(*context))
@@ -402,7 +366,7 @@ def gather_pages(
     """The blocks of every row of the table, copied into pages of PAGE_SIZE tokens.
 
     Returns K and V, (batch * pages, PAGE_SIZE, num_kv_heads, head_dim), and their table, (batch,
-    pages) int32. Whatever garbage the padding of the table names is copied from some block.
+    pages) int32. Padding of the table copies some block.
     """
     num_blocks, block_size = k_cache.shape[:2]
     batch, max_blocks = block_tables.shape
@@ -429,8 +393,8 @@ def gather_packed(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of all sequences one after the other, (capacity, num_kv_heads, head_dim).
 
-    The host does not know the lengths, so there is room for as many tokens as the table can name;
-    rows past the last sequence repeat its last token.
+    The lengths are not on the host, so there is room for the table's capacity; rows past the last
+    sequence repeat its last token.
     """
     block_size, batch = k_cache.shape[1], len(context_lens)
     rows = torch.arange(batch * _capacity(k_cache, block_tables), device=k_cache.device)
@@ -448,9 +412,9 @@ def gather_padded(
     block_tables: torch.Tensor,
     context_lens: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """K and V, (batch, capacity, num_kv_heads, head_dim); which tokens exist, (batch, capacity).
+    """K and V, (batch, capacity, num_kv_heads, head_dim), and which tokens exist.
 
-    What lies past a context repeats its last token, so that no garbage takes part.
+    Places past a context repeat its last token, so that no garbage takes part.
     """
     block_size = k_cache.shape[1]
     positions = torch.arange(_capacity(k_cache, block_tables), device=k_cache.device)
@@ -461,7 +425,7 @@ def gather_padded(
 
 
 class _Gather(Baseline):
-    """Attention of plain PyTorch on contiguous copies, in the dtype of the cache."""
+    """Plain PyTorch attention on contiguous copies, in the dtype of the cache."""
 
     prefill_syncs = True
 
@@ -501,7 +465,7 @@ class _Gather(Baseline):
 
 
 def _causal_mask(num_queries: int, num_keys: int, window_size: int | None, device) -> torch.Tensor:
-    """Which keys a query at the end of the context sees, (num_queries, num_keys) bool."""
+    """The keys that each query at the end of the context sees, (num_queries, num_keys) bool."""
     queries = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
     distances = queries - torch.arange(num_keys, device=device)
     seen = distances >= 0
@@ -517,7 +481,7 @@ class GatherSdpa(_Gather):
     def _attend_causally(self, queries, keys, values, scale, window_size):
         num_queries, num_keys = queries.shape[2], keys.shape[2]
         if window_size is None:
-            # Says which mask it is, so that PyTorch can choose its FlashAttention.
+            # A mask that PyTorch recognises, so that it can choose its FlashAttention.
             mask = causal_lower_right(num_queries, num_keys)
         else:
             mask = _causal_mask(num_queries, num_keys, window_size, queries.device)

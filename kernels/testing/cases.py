@@ -27,6 +27,7 @@ from kernels.testing.accuracy import Accuracy, accuracy
 from kernels.testing.inputs import (
     PagedBatch,
     RandomTensors,
+    hidden_tokens,
     random_paged_batch,
     random_scales,
     random_shared_prefix_args,
@@ -448,11 +449,8 @@ def _attention(
 
 
 def _batch(s: Sizes, query_lens: Sequence[int]) -> PagedBatch:
-    """The sequences with poison where the window hides tokens from all queries."""
-    hidden, window = None, s.score_options.get("window_size")
-    if window is not None:
-        lens = zip(s.context_lens, query_lens, strict=True)
-        hidden = [n if q == 0 else max(0, n - q + 1 - window) for n, q in lens]
+    """The sequences, with poison in tokens that the window hides from all queries."""
+    hidden = hidden_tokens(s.context_lens, query_lens, s.score_options.get("window_size"))
     return random_paged_batch(
         s.context_lens, query_lens=query_lens, hidden_tokens=hidden, **s.paged
     )

@@ -147,6 +147,16 @@ class PagedBatch:
         return int(self.cu_seqlens_q.diff().max()) if len(self.context_lens) else 0
 
 
+def hidden_tokens(
+    context_lens: Sequence[int], query_lens: Sequence[int], window_size: int | None
+) -> list[int] | None:
+    """Tokens before the window of each sequence's first query (all if it has no query)."""
+    if window_size is None:
+        return None
+    lens = zip(context_lens, query_lens, strict=True)
+    return [n if q == 0 else max(0, n - q + 1 - window_size) for n, q in lens]
+
+
 def random_paged_batch(
     context_lens: Sequence[int],
     *,

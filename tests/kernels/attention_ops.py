@@ -1,4 +1,4 @@
-"""The attention ops behind one face, for tests of what they have in common."""
+"""One interface to the attention ops, for tests of their common behaviour."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import kernels
 from kernels import reference
 from kernels.testing.accuracy import compare_with_reference
-from kernels.testing.inputs import random_paged_batch, random_shared_prefix_args
+from kernels.testing.cases import make_case
 
 SHAPE = {
     "num_q_heads": 4,
@@ -36,14 +36,6 @@ def assert_matches_reference(function: Callable, *args, **options) -> None:
         assert result.passed, f"{name}: {result}, bound {result.bound:.3g}"
 
 
-def hidden_tokens(context_lens, query_lens, window_size):
-    """Tokens before the window of each sequence's first query (all, if it has none)."""
-    if window_size is None:
-        return None
-    lens = zip(context_lens, query_lens, strict=True)
-    return [n if q == 0 else max(0, n - q + 1 - window_size) for n, q in lens]
-
-
 @dataclass(frozen=True)
 class AttentionOp:
     """An attention op. `usual`, `few`, `two` (equal) and `none`: lengths of sequences.
@@ -53,8 +45,8 @@ class AttentionOp:
 
     name: str
     op: str
-    arguments: Callable[..., dict[str, Any]]
-    """From lengths, window_size (what it hides is poison) and a shape."""
+    sizes: Callable[..., dict[str, Any]]
+    """Sizes of the case from lengths."""
     usual: tuple
     few: tuple
     two: tuple
@@ -68,13 +60,17 @@ class AttentionOp:
         return getattr(kernels, self.op)
 
     def call(self, device, lengths=None, *, window_size=None, **shape) -> dict[str, Any]:
-        """Arguments by name."""
-        lengths = self.usual if lengths is None else lengths
-        call = self.arguments(lengths, window_size, device=device, **SHAPE | shape)
-        return call if window_size is None else {**call, "window_size": window_size}
+        """Arguments by name, of an fp8 cache without scales. Tokens outside the window are
+        poison."""
+        options = {"return_lse": False} | ({"window_size": window_size} if window_size else {})
+        sizes = SHAPE | {"scales": "none"} | shape | {"options": options, "device": device}
+        sizes |= self.sizes(self.usual if lengths is None else lengths)
+        call = make_case(self.op, **sizes).inputs
+        del call["return_lse"]
+        return call
 
     def splits(self, number: int | None) -> dict[str, int | None]:
-        """So many splits of every part of the keys."""
+        """Arguments for a number of splits of every part of the keys."""
         both = {"num_prefix_splits": number} if self.name == "shared_prefix" else {}
         return both | {"num_splits": number}
 
@@ -92,37 +88,15 @@ class AttentionOp:
         assert_matches_reference(self.function, **call | splits)
 
 
-def _decode(context_lens, window_size, **shape):
-    hidden = hidden_tokens(context_lens, [1] * len(context_lens), window_size)
-    batch = random_paged_batch(context_lens, hidden_tokens=hidden, **shape)
-    names = ("q", "k_cache", "v_cache", "block_tables", "context_lens")
-    return dict(zip(names, batch.decode_args, strict=True))
-
-
-def _prefill(lengths, window_size, **shape):
+def _prefill(lengths) -> dict[str, Any]:
     context_lens, query_lens = zip(*lengths, strict=True) if lengths else ((), ())
-    hidden = hidden_tokens(context_lens, query_lens, window_size)
-    batch = random_paged_batch(context_lens, query_lens=query_lens, hidden_tokens=hidden, **shape)
-    names = ("q", "k_cache", "v_cache", "block_tables", "cu_seqlens_q", "context_lens")
-    call = dict(zip(names, batch.prefill_args, strict=True))
-    return {**call, "max_seqlen_q": batch.max_seqlen_q}
+    return {"context_lens": context_lens, "query_lens": query_lens}
 
 
-def _shared_prefix(lengths, window_size, **shape):
-    args = random_shared_prefix_args(*lengths, window_size=window_size, **shape)
-    return dict(zip(PREFIX_ARGUMENTS, args, strict=True))
+def _shared_prefix(lengths) -> dict[str, Any]:
+    return dict(zip(("group_sizes", "prefix_lens", "context_lens"), lengths, strict=True))
 
 
-PREFIX_ARGUMENTS = (
-    "q",
-    "k_cache",
-    "v_cache",
-    "prefix_block_tables",
-    "prefix_lens",
-    "group_offsets",
-    "suffix_block_tables",
-    "suffix_lens",
-)
 _queries_of = st.integers(0, 70).flatmap(
     lambda n: st.tuples(st.just(n), st.integers(0, min(n, 24)) | st.integers(0, min(n, 2)))
 )
@@ -133,7 +107,7 @@ OPS = {
         AttentionOp(
             "decode",
             "paged_decode_attention",
-            _decode,
+            lambda lengths: {"context_lens": lengths},
             usual=(75, 0, 33),
             few=(40, 5),
             two=(75, 75),

@@ -16,13 +16,13 @@ import hypothesis.strategies as st
 import pytest
 import torch
 import triton
-from attention_ops import SHAPE, hidden_tokens, same
+from attention_ops import SHAPE, same
 from hypothesis import given, settings
 
 from kernels import paged_prefill_attention, reference
 from kernels.fp8_cache import FP8_DTYPE
 from kernels.testing.accuracy import compare_with_reference
-from kernels.testing.inputs import random_paged_batch, random_scales
+from kernels.testing.inputs import hidden_tokens, random_paged_batch, random_scales
 from kernels.tiles import Chunking, force_target, prefill_tile, target_of
 
 MODULE = sys.modules["kernels.paged_prefill_attention"]

@@ -9,11 +9,12 @@ import math
 import attention_ops
 import pytest
 import torch
-from attention_ops import PREFIX_ARGUMENTS, SHAPE
+from attention_ops import SHAPE
 
 from kernels import reference, shared_prefix_decode_attention
 from kernels.fp8_cache import FP8_DTYPE
 from kernels.testing.accuracy import compare_with_reference
+from kernels.testing.cases import PREFIX_ARGUMENTS
 from kernels.testing.inputs import random_scales, random_shared_prefix_args
 
 
