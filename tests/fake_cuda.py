@@ -1,14 +1,14 @@
-"""A stand-in for a CUDA device, to try out host code that otherwise runs on GPU machines alone.
+"""A fake CUDA device, to run host code that otherwise needs a GPU.
 
-Tensors on it report cuda:0 and keep their data in host memory; PyTorch's ops run on the CPU and the
-kernels in Triton's interpreter.  What a GPU would refuse is refused: operands on two devices, a
-generator of the other device, pageable host memory in a kernel, and, while a graph is captured,
-whatever makes the host wait.  What a capture computes is NaN until the graph is replayed, which
-repeats its ops and launches in place.  Waits, replays and the memory of live tensors are counted.
-A copy of pinned memory is over only when the host has waited for it: until then its event is not
-done, what it writes is nonsense, and to write to what it reads is found out.
+Its tensors report cuda:0 and keep their data in host memory.  PyTorch's ops run on the CPU, kernels
+in Triton's interpreter.  Errors of a GPU are raised: operands on two devices, a generator of
+another device, pageable host memory in a kernel, and waits of the host during a graph capture.
+Results of a capture are NaN until the graph is replayed, which repeats its ops and launches in
+place.  Waits, replays and the memory of live tensors are counted.  A copy of pinned memory is done
+only after the host waits for it: before, its event is not done, its target is garbage, and a write
+to its source raises.
 
-A dry run of host code: it says nothing of speed, of compiled kernels, or of work that overlaps.
+This says nothing about speed, compiled kernels or overlapping work.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class _Ops(TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """What PyTorch's C++ does to arguments before the ops, where it would ask the driver."""
+    """Conversions of arguments for which PyTorch's C++ would ask the driver."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -400,7 +400,7 @@ def _is_tensor(value: object) -> bool:
 
 
 def _on_the_host() -> contextlib.AbstractContextManager:
-    """What an op makes here must be usable in and outside of inference mode."""
+    """Results of ops must be usable in and outside inference mode."""
     return torch.inference_mode(False)
 
 

@@ -20,7 +20,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 class SymbolicDrawn:
-    """Tokens that only the runner knows until they are read."""
+    """Sampled tokens, visible only to the runner until they are read."""
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens, self.is_read = tokens, False
@@ -31,7 +31,7 @@ class SymbolicDrawn:
 
 
 def known_tokens(seq: ScheduledSequence, step: Step) -> list[int]:
-    """Tokens of a sequence, those not yet read taken from where they were drawn."""
+    """Tokens of a sequence, with its unread token from the last step's samples."""
     tokens = seq.token_ids.tolist()
     if seq.drawn_row is not None:
         assert not step.drawn.is_read
@@ -137,7 +137,7 @@ def make_engine(
     overlap: bool = False,
     **options,
 ) -> Engine:
-    """An engine over a SymbolicRunner; ``options`` are those of scheduler and manager."""
+    """An engine on a SymbolicRunner; ``options``: options of scheduler and manager."""
     limits = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
     limits |= {"chunked_prefill": True, "prefill_first": False}
     limits = {name: options.pop(name, default) for name, default in limits.items()}

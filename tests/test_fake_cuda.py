@@ -1,4 +1,4 @@
-"""The stand-in for a GPU refuses and counts what a GPU does."""
+"""The fake GPU raises the errors of a GPU and counts its waits."""
 
 from __future__ import annotations
 

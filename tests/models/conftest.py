@@ -84,7 +84,7 @@ def llama_copy(make_checkpoint, tmp_path):
 
 @pytest.fixture
 def text_checkpoint(llama_copy):
-    """A checkpoint whose tokenizer knows the words w0 to w96."""
+    """A checkpoint with a tokenizer of the words w0 to w96."""
     vocabulary = {f"w{i}": i for i in range(97)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -28,7 +28,7 @@ NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM = 6, 2, 16
 
 
 def flash_attn_stand_in() -> types.SimpleNamespace:
-    """flash-attn's two functions over the reference ops: what the backend passes is what counts."""
+    """flash-attn's two functions on the reference ops, to check the backend's arguments."""
 
     def scores(softmax_scale, softcap, window_size, causal):
         assert causal
@@ -69,8 +69,8 @@ BACKENDS = {
 
 
 class Case:
-    """A batch with NaN in every slot that no sequence of it may read; blocks that lie wholly before
-    the window of the first query are given back."""
+    """A batch with NaN in every slot that its sequences may not read.  Block tables have -1 for
+    blocks that lie wholly before the window of the first query."""
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ def test_backends_have_windows_and_softcaps(backend, case, window_size, softcap,
 @pytest.mark.parametrize("num_queries", [1, 4, 9])
 @pytest.mark.parametrize("case", ["prefill_behind_cached_prefix", "mixed"])
 def test_torch_masks_a_slice_of_the_queries_at_a_time(case, num_queries, monkeypatch):
-    """Slices that divide the queries, that do not, and that are single ones."""
+    """Slices that divide the queries, slices that do not, and single queries."""
     monkeypatch.setattr("models.attention.MASKED_QUERIES", num_queries)
     batch = Case(*CASES[case], 3)
     batch.judge(batch.run(TorchBackend()))
@@ -227,7 +227,7 @@ def test_qk_norm_comes_before_the_rotation(backend, case):
     [*itertools.product(["torch"], CASES), *itertools.product(["triton"], OTHERS)],
 )
 def test_backends_store_and_attend_to_fp8(backend, case, scales):
-    """What queries see of this batch's own keys and values is what the cache holds of them."""
+    """Queries attend to the stored keys and values, this batch's included."""
     batch = Case(*CASES[case], 3)
     batch.k_cache, batch.v_cache = (
         cache.to(torch.float8_e4m3fn) for cache in (batch.k_cache, batch.v_cache)
@@ -307,7 +307,7 @@ def test_padding_of_a_captured_graph_changes_nothing(backend):
 
 @pytest.mark.parametrize("case", ["decode", "mixed"])
 def test_flash_attn_is_called_as_its_signatures_say(case):
-    """Those of flash_attn_compat, which are flash-attn's own."""
+    """flash_attn_compat has flash-attn's signatures."""
     batch = Case(*CASES[case], 16)
     batch.judge(batch.run(FlashAttnBackend(flash_attn_compat)))
 

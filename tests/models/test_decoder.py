@@ -87,7 +87,7 @@ def test_the_dtype_of_the_weights_is_that_of_the_hidden_states(load_model, paged
 
 
 class _Launches(TorchDispatchMode):
-    """Names of what a GPU would be given: operators that are neither views nor allocations."""
+    """Names of the operators that launch kernels on a GPU: no views, no allocations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,8 +133,7 @@ ATTENTION = "rope_store_kvcache paged_decode linear"
 )
 @torch.inference_mode()
 def test_launches_of_a_qwen3_layer_that_decodes(backend, expected, monkeypatch):
-    """On meta tensors, of which nothing is computed. rms_norm is one kernel of PyTorch's on a GPU,
-    and so is linear."""
+    """On meta tensors, which compute nothing.  rms_norm and linear are one kernel each on a GPU."""
     device, config = torch.device("meta"), ModelConfig.from_dict(QWEN3)
     model = build_model(config, backend(), dtype=torch.bfloat16, device=device)
     launches, kernel = _Launches(), type(_add_rms_norm_kernel)

@@ -1,6 +1,6 @@
-"""The engine's way on a GPU, host code alone: CUDA graphs, pinned memory, the profiling run.
+"""Host code of the engine on a GPU: CUDA graphs, pinned memory, the profiling run.
 
-On the stand-in of ``tests/fake_cuda.py``; kernels are interpreted, nothing is compiled or timed.
+On the fake GPU of ``tests/fake_cuda.py``; kernels are interpreted, not compiled or timed.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ def test_a_step_is_launched_before_the_tokens_of_the_last_are_waited_for(fake_gp
     for prompt in PROMPTS:
         engine.add(prompt, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
     start = fake_gpu.waits
-    told = [len(engine.step()[0]) for _ in range(7)]
+    num_tokens = [len(engine.step()[0]) for _ in range(7)]
     assert not engine.has_unfinished
-    assert told == [0, 2, 2, 2, 2, 2, 2]
-    # The step of index i begins when i - 1 waits have been made: the tokens of the last are unread.
+    assert num_tokens == [0, 2, 2, 2, 2, 2, 2]
+    # Step i begins after i - 1 waits: the tokens of the previous step are unread.
     assert waits == [(start + max(0, i - 1),) * 2 for i in range(6)]
 
 

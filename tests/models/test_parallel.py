@@ -21,7 +21,7 @@ PROMPTS = [[(i * 37 + 11) % 97 for i in range(19)], [5], [(i * 5) % 97 for i in 
 
 
 def run_ranks(target, *arguments, size: int = 2) -> list:
-    """What ``target(rank, *arguments)`` returns on each rank of a gloo group."""
+    """Run ``target(rank, *arguments)`` on each rank of a gloo group; returns the results."""
     context = multiprocessing.get_context("fork")
     results = context.SimpleQueue()
     with socket.socket() as probe:
@@ -57,9 +57,9 @@ def generate(rank, folder, tensor_parallel_size, **options):
         folder, tensor_parallel_size=tensor_parallel_size, block_size=4, num_blocks=12, **options
     )
     greedy = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=10))
-    drawn = llm.generate(PROMPTS, SamplingParams(n=2, max_tokens=4))
+    sampled = llm.generate(PROMPTS, SamplingParams(n=2, max_tokens=4))
     kv_heads = llm.engine.runner.kv_cache.shape[-2]
-    tokens = [[out.token_ids for out in output.outputs] for output in (*greedy, *drawn)]
+    tokens = [[out.token_ids for out in output.outputs] for output in (*greedy, *sampled)]
     return tokens, kv_heads
 
 
@@ -79,7 +79,7 @@ def test_two_ranks_generate_what_one_does(checkpoint, kv_cache_dtype, make_check
 
 
 def listening_addresses() -> set[str]:
-    """Where this process and its children accept connections, from Linux's tables of sockets."""
+    """Addresses on which this process and its children listen, from Linux's socket tables."""
     sockets = set()
     for pid in (os.getpid(), *(child.pid for child in multiprocessing.active_children())):
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():

@@ -43,13 +43,13 @@ def test_token_ids_become_ints(prompt):
 
 
 @pytest.mark.parametrize("prompt", [None, 7, [1.0], ["a"], [[1], [2]], np.array([0.5])])
-def test_what_are_no_token_ids_is_shown(prompt):
+def test_other_types_are_refused(prompt):
     with pytest.raises(ValueError, match="prompt: needs a text or token ids, got "):
         to_token_ids(prompt)
 
 
 def test_a_tokenizer_neither_truncates_nor_pads(tmp_path):
-    """Many a tokenizer.json has been saved with the settings of a training."""
+    """A tokenizer.json may have the settings of its training batches."""
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(9)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.enable_truncation(3)

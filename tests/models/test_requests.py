@@ -1,4 +1,4 @@
-"""What a request may ask for, through LLM on tiny checkpoints."""
+"""Options of requests, through LLM on tiny checkpoints."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_stop_strings_need_a_tokenizer(llm):
 
 @pytest.mark.parametrize("manager", sorted(MANAGERS))
 def test_nothing_is_shared_across_salts(manager, make_llm):
-    """Each tenant finds its own prompts in the cache, and nobody else's."""
+    """Each tenant finds only its own prompts in the cache."""
     llm = make_llm(manager=manager, block_size=4, num_blocks=64)
     prompts = [PROMPT, SaltedPrompt(PROMPT, "a"), SaltedPrompt(PROMPT, b"a")]
     cached = []
@@ -170,7 +170,7 @@ def test_a_salt_of_another_type_is_refused():
 
 @pytest.mark.parametrize("block_size", [16, 256, 2048])
 def test_part_of_a_block_is_reused(block_size):
-    """Branches of a chat: the same tokens, more of them cached, down to one."""
+    """Branches of a chat: the same tokens, more of them from the cache."""
     history = [(i * i * 31 + 7 * i) % 97 for i in range(block_size + 100)]
     kept = [0, block_size + 14, block_size - 1, block_size // 3]
     branches = [history] + [history[:n] + PROMPT for n in kept[1:]]
@@ -195,7 +195,7 @@ def test_part_of_a_block_is_reused(block_size):
 
 
 def test_blocks_behind_the_window_are_given_back(make_llm, make_checkpoint):
-    """A prompt is found in the cache though all but the end of it has been evicted."""
+    """A prompt is found in the cache although only its end is still there."""
     _, oracle = make_checkpoint("mistral")  # each layer sees 11 tokens
     prompts = [[(i * i * k + k) % 97 for i in range(100)] for k in (3, 5)]
     params = SamplingParams(temperature=0, max_tokens=60)
@@ -207,7 +207,7 @@ def test_blocks_behind_the_window_are_given_back(make_llm, make_checkpoint):
                 held.append(llm.manager.num_blocks - llm.manager.num_free_blocks)
                 tokens.append(event.token_id)
         assert tokens == oracle_tokens(oracle, prompt, 60)
-        assert max(held[1:]) == 4  # of 40: those of 11 tokens, and the next one
+        assert max(held[1:]) == 4  # of 40: the blocks of 11 tokens, and the next one
         assert event.stats.num_cached_tokens == num_cached
         llm.manager.check_invariants()
     assert llm.manager.stats.evicted_blocks > 0

@@ -21,7 +21,7 @@ def sample(logits, params, noise_seeds=None, seed=0):
 
 
 def p_value(tokens: torch.Tensor, probs: torch.Tensor) -> float:
-    """Pearson's chi-square test that tokens were drawn from probs (fp64, zeros allowed)."""
+    """Pearson's chi-square test that tokens are samples of probs (fp64, zeros allowed)."""
     counts = tokens.bincount(minlength=len(probs)).double()
     assert (counts[probs == 0] == 0).all()
     expected = probs[probs > 0] * len(tokens)
@@ -60,7 +60,7 @@ DISTRIBUTIONS = {
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 @pytest.mark.parametrize("seeded", [False, True], ids=["shared_noise", "seeded"])
-def test_draws_follow_the_distribution(name, seeded):
+def test_samples_follow_the_distribution(name, seeded):
     params, probs = DISTRIBUTIONS[name]
     seeds = [noise_seed(11, 0, i) for i in range(DRAWS)] if seeded else None
     tokens = sample(LOGITS.expand(DRAWS, -1), params, seeds)
@@ -73,7 +73,7 @@ def test_the_chi_square_test_notices_a_small_difference():
 
 
 def test_outputs_of_a_seeded_request_are_independent():
-    """Pairs of draws at neighbouring positions fill the product of the distributions."""
+    """Pairs of samples at neighbouring positions have the product distribution."""
     logits, count = LOGITS[:3], 3000
     tokens = sample(
         logits.expand(2 * count, -1),
@@ -107,8 +107,8 @@ def test_a_seeded_row_ignores_its_neighbours(params):
         assert tokens[2] == tokens[5] == alone
 
 
-def test_kernels_draw_what_the_reference_draws():
-    """Each row of every kind, alone and in company of all others."""
+def test_kernels_sample_as_the_reference_does():
+    """Each kind of row, alone and in a batch with all others."""
     kinds = [params for params, _ in DISTRIBUTIONS.values()]
     kinds += [SamplingParams(temperature=0.0), SamplingParams(min_p=0.1, temperature=2.0)]
     logits = torch.randn(len(kinds), 700, generator=torch.Generator().manual_seed(2)) * 2
@@ -130,7 +130,7 @@ def test_noise_seeds_differ_by_seed_sample_and_position():
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_greedy_takes_the_most_likely_token_in_any_company():
+def test_greedy_takes_the_likeliest_token_in_any_batch():
     logits = torch.randn(4, 30, generator=torch.Generator().manual_seed(1)).bfloat16()
     greedy = SamplingParams(temperature=0.0)
     expected = logits.argmax(-1)
@@ -168,7 +168,7 @@ def test_the_seed_of_the_sampler_fixes_requests_without_one():
 
 
 @given(data=st.data())
-def test_masks_keep_what_the_definitions_say(data):
+def test_masks_follow_their_definitions(data):
     vocab = data.draw(st.integers(1, 12))
     values = data.draw(st.lists(st.integers(-6, 6), min_size=vocab, max_size=vocab))  # with ties
     top_k = data.draw(st.integers(1, vocab))

@@ -1,4 +1,4 @@
-"""Callers that come, go and fail at any time, over the engine's stand-in for a model."""
+"""Callers that come, go and fail at any time, on the symbolic engine."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_stream_that_never_began_is_cancelled():
 
 
 def test_a_stream_dropped_during_a_step_is_cancelled_after_it(monkeypatch):
-    """As when the garbage collector finds it just then."""
+    """The garbage collector may drop it then."""
     streams, engine = make_streams()
     dropped = streams.open(requests(PROMPTS[1], PROMPTS[2]))
     next(dropped)
@@ -150,7 +150,7 @@ def test_several_threads():
             cycle = [streams.open(requests(PROMPTS[i % 3]))]
             cycle.append(cycle)
             next(cycle[0])
-            del cycle  # is collected some time, in any thread
+            del cycle  # collected at some time, in any thread
             if outputs(streams.open(requests(PROMPTS[i % 3]))) != [expected[i % 3]]:
                 wrong.append(i)
 

@@ -1,4 +1,4 @@
-"""Arrays on their way to the device, on the stand-in of ``tests/fake_cuda.py``."""
+"""Uploads of arrays, on the fake GPU of ``tests/fake_cuda.py``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_one_copy_a_call_and_no_wait(fake_gpu):
 
 
 def test_buffers_are_pinned_once_and_not_overwritten_while_they_are_read(fake_gpu, monkeypatch):
-    """As many as calls are under way; the stand-in finds out if one is written to too early."""
+    """One buffer per call under way; the fake GPU detects writes during a copy."""
     upload, made, empty = Uploads(torch.device("cuda", 0)), [], torch.empty
 
     def count(*args, **options):

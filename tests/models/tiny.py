@@ -1,5 +1,4 @@
-"""Tiny models: configs of the checkpoints that the tests write with transformers, and what engines
-generate."""
+"""Tiny models: configs of the checkpoints that transformers writes, and their tokens."""
 
 from __future__ import annotations
 
@@ -17,12 +16,12 @@ def tiny_config(**fields) -> ModelConfig:
 
 
 def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
-    """Of the first completion of each request."""
+    """Tokens of the first completion of each request."""
     return [output.outputs[0].token_ids for output in outputs]
 
 
 def oracle_tokens(oracle, prompt: list[int], max_tokens: int, **options) -> list[int]:
-    """What a model of transformers generates, greedily."""
+    """Greedy tokens of a transformers model."""
     options |= {"max_new_tokens": max_tokens, "do_sample": False}
     return oracle.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
 
