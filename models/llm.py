@@ -327,7 +327,7 @@ class LLM:
             first.share(getattr(self.config, name), name, repeat=name == "num_kv_heads")
         workers = None
         if size > 1 and (has_workers() or not is_distributed()):
-            workers = start_workers(size, self.device, arguments)
+            workers = start_workers(size, self.device, partial(_make_engine, dict(arguments)))
         self._tp = join_tensor_parallel(size, self.device)
         return workers
 
@@ -515,3 +515,8 @@ def _kv_dtype(
 def _final_length(seq) -> int:
     """Length of a sequence that does not stop early: the reservation of an oracle."""
     return getattr(seq, "max_num_tokens", seq.num_tokens)
+
+
+def _make_engine(arguments: dict[str, object]) -> Engine:
+    """The engine of a worker rank."""
+    return LLM(**arguments).engine

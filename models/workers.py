@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
@@ -114,11 +114,11 @@ class LeadingEngine:
         return self._engine.restart(scheduler)
 
 
-def start_workers(size: int, device: torch.device, llm_options: Mapping[str, object]) -> Workers:
+def start_workers(size: int, device: torch.device, make_engine: Callable[[], Engine]) -> Workers:
     """Start ranks 1 to size - 1 and join them as rank 0.
 
-    llm_options: picklable arguments of LLM in the workers.  The workers import the main module, so
-    a script needs ``if __name__ == "__main__":``.
+    make_engine: makes the engine of a worker, in the worker; picklable.  The workers import the
+    main module, so a script needs ``if __name__ == "__main__":``.
 
     Raises ValueError if this process already has workers or there are fewer GPUs than ranks,
     RuntimeError if a worker does not start.
@@ -144,7 +144,7 @@ def start_workers(size: int, device: torch.device, llm_options: Mapping[str, obj
             connection, theirs = context.Pipe()
             process = context.Process(
                 target=_work,
-                args=(rank, size, device.type, store.port, dict(llm_options), theirs),
+                args=(rank, size, device.type, store.port, make_engine, theirs),
                 daemon=True,
             )
             process.start()
@@ -182,17 +182,15 @@ def _join(rank: int, size: int, device_type: str, store: dist.Store) -> None:
 
 def _work(
     rank: int, size: int, device_type: str, port: int,
-    llm_options: dict[str, object], connection: Connection,
+    make_engine: Callable[[], Engine], connection: Connection,
 ) -> None:  # fmt: skip
-    from models.llm import LLM
-
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles Ctrl-C
     if device_type == "cuda":
         torch.cuda.set_device(rank)  # fails here, not after rank 0 waits for this rank
     connection.send("ready")
     _join(rank, size, device_type, dist.TCPStore(_HOST, port, size, is_master=False))
     try:
-        _serve(LLM(**llm_options).engine, connection)
+        _serve(make_engine(), connection)
     finally:
         dist.destroy_process_group()
 

@@ -130,7 +130,7 @@ def test_the_library_starts_the_other_rank_itself(make_checkpoint):
 def test_a_rank_that_does_not_start_is_noticed(monkeypatch):
     monkeypatch.setattr("models.workers._work", repr)  # takes no six arguments
     with pytest.raises(RuntimeError, match=r'rank 1 ended as it started.*__name__ == "__main__"'):
-        start_workers(2, torch.device("cpu"), {})
+        start_workers(2, torch.device("cpu"), dict)
     assert not dist.is_initialized()
     assert not has_workers()
 
