@@ -87,10 +87,8 @@ def _gpu_of(src_cache: torch.Tensor, dst_cache: torch.Tensor) -> torch.device:
 
 def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors have an element in common; False where that takes long to find out."""
-    if a.is_meta:
-        return False
     (first_a, end_a), (first_b, end_b) = _address_range(a), _address_range(b)
-    if end_a <= first_b or end_b <= first_a:
+    if a.is_meta or end_a <= first_b or end_b <= first_a:
         return False
     try:  # NumPy solves it for shapes and strides, and reads nothing
         return np.shares_memory(_Bytes(a), _Bytes(b), max_work=100_000)
