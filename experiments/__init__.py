@@ -6,7 +6,7 @@ in ``registry.py``.  Shared:
 harness/     runs cells, resumes sweeps, writes results
 load/        traces and lengths, models and arrivals for experiments on caches and engines
 gpu/         experiments that need a GPU
-bench/       problems with their right answers, work and times for experiments on kernels
+bench/       ops at real sizes, checked and timed, for experiments on kernels
 style        the look of figures; quantiles: repeated measurements in them
 
 ``cli.py`` is the command line; ``sanitize.py`` is a command of its own.

@@ -1,1 +1,1 @@
-"""What the experiments on kernels are made of: problems and their right answers, work, times."""
+"""Ops at real sizes, checked and timed, and datasheet rates of GPUs."""

@@ -62,7 +62,7 @@ def time_call(
     torch.cuda.synchronize()
     return measure(
         _captured(call) if launch == "graph" else call,
-        flush=_l2_buffer().sum,  # reads: what is written would be written back while the call runs
+        flush=_l2_buffer().sum,  # reads: written lines would be written back during the call
         event=functools.partial(torch.cuda.Event, enable_timing=True),
         synchronize=torch.cuda.synchronize,
         waits=launch == "eager",
@@ -81,7 +81,7 @@ def measure(
 ) -> Times:
     """The sampling of ``time_call``: a flush and an event before each call, an event after it.
 
-    waits: for the flush, which would hide what the host does for the call.
+    waits: for the flush, which would hide the host's work for the call.
     event: makes an object with ``record`` and ``elapsed_time(end)`` in milliseconds.
     """
 
@@ -159,10 +159,10 @@ def timed_columns(
     launch: Launch,
     budget_ms: float,
 ) -> dict[str, Any]:
-    """Times of ``call`` and what they mean, as columns; without a CUDA device all None.
+    """Columns: times of ``call`` and rates that follow; without a CUDA device all None.
 
-    num_bytes, flops: the fewest that the call must move and do.  The peaks are what a copy and a
-    matrix product reached on this card in this process, the fractions are shares of them.
+    num_bytes, flops: the least that the call must move and compute. The peaks are those of a copy
+    and a matrix product on this card in this process; the fractions are shares of them.
     """
     columns = {"launch": launch, "l2": "cold", "bytes": num_bytes, "flops": flops, **NO_TIMES}
     names = ("gb_per_s", "tflop_per_s", "peak_gb_per_s", "peak_tflop_per_s")
@@ -186,7 +186,7 @@ def timed_columns(
 
 @contextlib.contextmanager
 def out_of_memory_is(error: type[Exception]):
-    """Turns the device's running out of memory into ``error``, and frees what is cached."""
+    """Turn running out of device memory into ``error``, and free cached memory."""
     try:
         yield
     except torch.OutOfMemoryError as reason:

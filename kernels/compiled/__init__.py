@@ -1,5 +1,5 @@
-"""The kernels compiled for GPUs that are not here, and what the compiler made of them.
+"""The kernels compiled for GPUs that are not here, and their resources.
 
-compile.py compiles what a call of an op would launch, shipped.py lists the calls that the kernels
-are tuned for, architectures.py knows the limits of each GPU.
+compile.py compiles the launches of an op's call, shipped.py lists the calls that the kernels are
+tuned for, architectures.py has the limits of each GPU.
 """

@@ -74,7 +74,7 @@ class KernelResources:
     dots: int
     """Matrix products in the source program, after inlining and loop peeling."""
     tensor_core_dots: int
-    """Those that run on tensor cores."""
+    """Matrix products that run on tensor cores."""
     mma: dict[str, int]
     """Tensor-core instructions by family: mma.sync, wgmma, tcgen05, mfma."""
     softmax_overlaps: int

@@ -8,7 +8,7 @@ with an underscore and enter it in `CASES`.
     case.judge()            # accuracy of every result against fp64, by name
 
 Inputs are hostile: see `kernels.testing.inputs`. On the meta device they have shapes and no values,
-which is enough to compile what a call would launch.
+which is enough to compile the launches of a call.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ in: from host to device. hnd: into a cache with heads outside slots."""
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What a case's inputs depend on. An op reads the fields that it has."""
+    """Sizes of a case's inputs. An op reads the fields that it has a use for."""
 
     context_lens: Sequence[int] = (1, 37, 290)
     """Tokens of each sequence; of shared prefixes, of each suffix."""
@@ -81,7 +81,7 @@ class Sizes:
     block_size: int = 16
     dtype: torch.dtype = torch.bfloat16
     kv_dtype: torch.dtype | None = None
-    """Of the cache; dtype if None."""
+    """Dtype of the cache; dtype if None."""
     scales: str = "per head"
     """Kind of an fp8 cache's scales, one of `inputs.SCALES`."""
     layout: str = "NHD"
@@ -92,7 +92,7 @@ class Sizes:
     table_width: int | None = None
     """Columns of the block tables; two more than the longest sequence needs if None."""
     padded: bool = True
-    """Whether some slots, positions and LSEs are those of padding: to be skipped."""
+    """Whether some slots and positions are padding (-1, skipped) and some LSEs -inf."""
     features: Sequence[str] = ()
     """Some of `FEATURES` of the op."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -165,9 +165,9 @@ class Case:
     """A call of an op, to be made once: it may write to its inputs.
 
     num_bytes, flops: the fewest that must be moved through the GPU's memory and computed (only
-    products of attention, weighted sums, rotations, norms and activations count), however many
-    launches do it: every operand once, windows as wide as the context. host_bytes: those of
-    num_bytes that also cross the link to the host.
+    products of attention, weighted sums, rotations, norms and activations count), in however many
+    launches: every operand once, windows as wide as the context. host_bytes: the part of num_bytes
+    that also crosses the link to the host.
     """
 
     op: str
@@ -179,7 +179,7 @@ class Case:
     outputs: int = 0
     """Elements of the result."""
     returns: tuple[str, ...] = ("out",)
-    """Names of what the op returns."""
+    """Names of the returned results."""
     writes: tuple[str, ...] = ()
     """Inputs that the op writes to."""
 

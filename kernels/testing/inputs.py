@@ -1,4 +1,4 @@
-"""The inputs that the kernels are judged on, hostile on purpose.
+"""Hostile inputs for the attention ops.
 
 Block tables are shuffled, their padding is garbage, and every slot that must not matter holds NaN
 or Inf.
@@ -19,7 +19,7 @@ LAYOUTS = ("NHD", "HND", "layer", "interleaved", "unlike")
 class RandomTensors:
     """Random tensors on a device, the same from the same seed; on meta they have no values.
 
-    On a GPU they are drawn there: caches of gigabytes would take the host minutes.
+    Numbers are generated on the GPU where there is one: gigabytes would take the host minutes.
     """
 
     def __init__(self, device: torch.device | str, seed: int) -> None:
@@ -182,7 +182,7 @@ def random_paged_batch(
     hidden_tokens: leading tokens of each sequence that no query may see (a window; negative counts
         as none): their slots are poisoned too, and table entries of blocks that hold nothing else
         are garbage.
-    first_block, spare_blocks: unused blocks before those of the pool, and in it.
+    first_block, spare_blocks: numbers of unused blocks before the used ones and among them.
     table_width: columns of the tables; two more than the longest sequence needs if None.
 
     Every block of the pool that no sequence uses, every slot past a context length and the padding

@@ -125,7 +125,7 @@ def test_a_decode_reads_the_context_once(tiny_run):
     for lengths, row in decode[decode["kernel"] == "paged_decode"].groupby("lengths"):
         kv = 2 * 1024 * 2 * 128 * 2
         assert kv < row["distinct_bytes"].item() < 1.1 * kv, lengths
-        # Every lane reads the lengths that its program walks past, and that of its sequence.
+        # Every lane reads the lengths that its program walks past and its sequence's.
         lengths_read = 4 * 32 * row["num_warps"].item() * row["programs"].item() * (8 + 8)
         assert row["read_bytes"].item() < 1.1 * kv + lengths_read
     by_lengths = decode[decode["kernel"] == "paged_decode"].set_index("lengths")

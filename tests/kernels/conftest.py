@@ -57,7 +57,7 @@ def _poisoned_memory(poisoned_memory):
 
 @pytest.fixture
 def huge_tensor(device):
-    """Make fp16 tensors of several GiB of which only the touched pages exist."""
+    """Make fp16 tensors of several GiB; only touched pages exist."""
 
     def make(*shape: int) -> torch.Tensor:
         if device.type != "cpu":
@@ -83,7 +83,7 @@ def huge_cache(huge_tensor):
 
 @pytest.fixture
 def far_apart(huge_tensor):
-    """Copy fp16 tensors so that what is next along their first dimension is 2**30 elements away."""
+    """Copy fp16 tensors to a stride of over 2**30 elements along their first dimension."""
 
     def move(*tensors: torch.Tensor) -> list[torch.Tensor]:
         wide = huge_tensor(max(map(len, tensors)), 2**30 + 2**16)

@@ -1,7 +1,7 @@
-"""What holds for every attention op: decode, prefill and decode of shared prefixes.
+"""Contract of the attention ops: decode, prefill and decode of shared prefixes.
 
-Each is compared with its reference in fp64 on shuffled block tables with garbage padding, where NaN
-or Inf lies in every slot that must not matter. What only one of them has is in its own file.
+Each is compared with its reference in fp64 on shuffled block tables with garbage padding; every
+slot that must not matter holds NaN or Inf. Behaviour of a single op is tested in its own file.
 """
 
 from __future__ import annotations

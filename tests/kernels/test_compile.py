@@ -1,7 +1,6 @@
-"""What the compiler makes of the shipped kernels.
+"""Registers, shared memory, access widths and tensor-core instructions of the shipped kernels.
 
-This is how performance is guarded where no GPU is: registers, shared memory, access widths and
-tensor-core instructions of the compiled kernels are asserted on.
+They guard performance where there is no GPU.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ LAYER = ("add_rms_norm", "gated_activation")
 MOVES = ("copy_blocks", "swap_blocks", "merge_attention_states")
 MMA_FAMILY = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma"}
 ALL_BF16 = "bf16 d(64|80|128|256)|fp16 d256( g4( b16)?)?$"
-# (ops, configurations). On sm_90 all in bf16 but for head_dim 96, whose tiles are those of 80, and
-# in fp16, which compiles like it, the largest; elsewhere a padded head_dim, and where registers are
-# scarcest.
+# (ops, configurations). On sm_90: all in bf16 except head_dim 96, which has the tiles of 80, and
+# the largest in fp16, which compiles like bf16. Elsewhere: a padded head_dim, and the
+# configurations that need most registers.
 SELECTED = {
     "sm_90": (
         (("store_kvcache", "paged_decode_attention", "paged_prefill_attention"), ALL_BF16),
@@ -70,7 +69,7 @@ SELECTED = {
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def rows(request, shipped_resources):
-    """What is selected on one architecture."""
+    """Rows of the selected configurations on one architecture."""
     arch = request.param
     parts = [shipped_resources(arch, *ops, match=match) for ops, match in SELECTED[arch]]
     return [row for part in parts for row in part]
@@ -115,8 +114,8 @@ def test_every_op_is_compiled_with_every_feature_and_dtype(rows):
 
 
 def test_programs_fit_a_multiprocessor(rows):
-    """As many as split counts reckon with, and of what has little in flight per thread at least 28
-    warps, 16 with the widest rows; conftest.py sees to spills."""
+    """As many as split counts assume. Kernels with few bytes in flight per thread need at least 28
+    warps, 16 with the widest rows. conftest.py checks spills."""
     wanted = {DECODE: PROGRAMS_PER_MULTIPROCESSOR, SAMPLE: PROGRAMS_THAT_SAMPLE}
     for row in rows:
         least = wanted.get(row["kernel"], 1)
@@ -154,7 +153,7 @@ def test_attention_fetches_keys_and_values_by_16_byte_accesses(rows):
         decode, fp8 = row["kernel"] == DECODE, row["config"].startswith("fp8")
         tile_bytes = constants["TILE_N"] * constants["HEAD_DIM_PADDED"] * (1 if fp8 else 2)
         regions = 2 + bool(constants.get("HAS_LEFT"))
-        # What is narrower is block ids, lengths and what is per head.
+        # Block ids, lengths and numbers per head are narrower.
         assert set(row["global_loads"]) <= {"32", "64", "128"}, name
         if row["arch"] == "gfx942":  # loads to registers take the place of asynchronous copies
             assert bytes_of(row, "global_loads") >= regions * 2 * tile_bytes, name
@@ -267,7 +266,7 @@ SASS = """
 
 
 def test_spills_count_inside_loops_only():
-    """Of one loop, part of which stands behind the end of the kernel."""
+    """Part of the loop is behind the end of the kernel."""
     assert count_loop_spills(SASS) == 0
     for access in ("LDL.LU R0, [R1]", "@!P0 STL.64 [R1+0x8], R2"):
         assert count_loop_spills(SASS.replace("NOP inside", access)) == 3

@@ -1,4 +1,4 @@
-"""Every op as a PyTorch operator: opcheck, torch.compile, torch.export, and what a call costs."""
+"""Every op as a PyTorch operator: opcheck, torch.compile, torch.export, eager calls."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ class _TensorOfGpu1:
 
 @pytest.mark.parametrize("current", [0, 1])
 def test_launchers_run_with_the_gpu_of_their_tensors_as_the_current_one(current, monkeypatch):
-    """As in flash-attn: Triton launches on the current device, wherever the tensors are."""
+    """Triton launches on the current device, wherever the tensors are; flash-attn does the same."""
     entered = []
 
     @contextlib.contextmanager

@@ -55,7 +55,7 @@ def shapes(options: KernelLatency, part: str) -> Iterator[tuple[Shape, tuple[int
 
 
 def run(cell: LatencyCell) -> dict[str, Any]:
-    """Columns of a cell's row: tile, whether it is the table's, and those of ``timed_ops.run``."""
+    """Columns of a cell's row: tile, whether it is the table's, and ``timed_ops.run``'s."""
     device = use_device()
     from triton.runtime.errors import OutOfResources
 

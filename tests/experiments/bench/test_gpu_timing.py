@@ -45,7 +45,7 @@ class Device:
 
 
 def test_quantiles_of_the_calls_alone():
-    """Three samples of 0.5 ms to flush and 1 ms to call tell that 15 ms are enough for ten."""
+    """By three samples of 0.5 ms to flush and 1 ms to call, 15 ms are enough for ten."""
     durations = [1.0] * 3 + [0.1 * k for k in range(1, 11)]
     times = Device(durations).measure(budget_ms=14.0)
     assert times.samples == 10

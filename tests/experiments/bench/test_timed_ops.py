@@ -89,7 +89,7 @@ def test_there_are_no_times_without_a_gpu():
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_a_wrong_result_gets_no_time(shape, monkeypatch):
     """An implementation that does nothing (moves), or is a little off."""
-    run(shape)  # its result must not hide that of the wrong one
+    run(shape)  # its result must not hide the wrong one
     problem = problem_of(shape)
     right = problem.implementations[OURS]
 

@@ -92,7 +92,7 @@ def test_tiles_and_splits_that_are_not_the_tables(tmp_path, drawn):
     assert [row["num_splits"] for row in rows[3::2]] == [2, 2]
     assert all(row["num_splits"] >= 1 for row in rows[2::2])
     table, forced = rows[:2]
-    # The table's tile is that of the GPU, not of the interpreter.
+    # The table's tile is the GPU's, not the interpreter's.
     assert (table["num_stages"], forced["tile_n"], forced["num_stages"]) == (7, 16, 1)
     kernel_latency.EXPERIMENT.plot(pd.DataFrame(rows), tmp_path)
     assert "decode_tile" in (tmp_path / "decision.md").read_text()
