@@ -37,6 +37,14 @@ def pytest_configure(config):
         os.environ.pop("TRITON_INTERPRET", None)  # before kernels, and Triton, are imported
 
 
+def pytest_generate_tests(metafunc):
+    """On the executor, tests run in step and in a seeded order; its own tests choose orders."""
+    own = "executor" in metafunc.definition.path.parent.name
+    if metafunc.config.getoption("--executor") and not own:
+        orders = [None, 0]
+        metafunc.parametrize("_executor", orders, ids=["in step", "seed 0"], indirect=True)
+
+
 @pytest.fixture(autouse=True)
 def _executor(request):
     """Runs each test's kernels as `--executor` says."""
@@ -46,7 +54,7 @@ def _executor(request):
         return
     from kernels.executor import execute_ptx
 
-    with execute_ptx(chosen.removeprefix("ptx-")):
+    with execute_ptx(chosen.removeprefix("ptx-"), seed=getattr(request, "param", None)):
         yield
 
 
