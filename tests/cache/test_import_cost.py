@@ -1,4 +1,4 @@
-"""`import cache` is for command lines and schedulers: it loads nothing heavy."""
+"""`import cache` loads nothing heavy: command lines and schedulers use it."""
 
 from __future__ import annotations
 
