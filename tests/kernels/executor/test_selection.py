@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
-def test_every_op_dtype_and_feature(architecture, run_without_interpreter):
+def test_every_op(architecture, run_without_interpreter):
     if architecture != "sm_80" and Version(triton.__version__) < Version("3.7.1"):
         pytest.skip("Triton puts a fence that prefill needs since 3.7.1: docs/kernel-tuning.md")
     tests = str(Path(__file__).with_name("test_ops.py"))
