@@ -123,7 +123,7 @@ def _cp(translation: Translation) -> Step:
     translation.accesses_shared(size)
 
     def copy(batch, mask):
-        """Of `size` bytes the first read_size are read, the others are zeros."""
+        """The first read_size of `size` bytes are read, the others are zeros."""
         active, sizes = batch.every(mask), np.array([size], np.int64)
         reading = active
         if read_size is not None:

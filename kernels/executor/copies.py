@@ -1,8 +1,8 @@
 """cp.async: asynchronous copies of each thread, in groups (PTX ISA 9.7.9.25.3).
 
 A thread's copies since its last commit_group make up its next group; wait_group n waits until at
-most its n youngest groups are pending. Data arrive when they are waited for; until then nobody may
-touch their place, which shared memory checks, so that it makes no difference when they arrive.
+most its n youngest groups are pending. Data arrive at the wait. Shared memory refuses accesses
+to their place until then, so it makes no difference when they arrive.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class CopyQueue:
         self._queue = still
 
     def _num_bytes(self, data: np.ndarray, mask: np.ndarray) -> np.ndarray:
-        """What the masked threads of each program copy."""
+        """Bytes that the masked threads of each program copy."""
         return data.shape[1] * mask.reshape(self._batch.num_programs, -1).sum(1)
 
     def wait_all(self, mask: np.ndarray) -> None:

@@ -1,4 +1,4 @@
-"""What a launch did, counted as it runs: instructions, memory transactions, bank conflicts.
+"""Counts of what a launch did: instructions, memory transactions, bank conflicts.
 
 A request is one instruction of one warp. In global memory it moves sectors of 32 bytes, which lie
 in lines of 128. Shared memory has 32 banks of 4 bytes; threads that want 4 bytes or less are served
@@ -43,7 +43,7 @@ def class_of(one: Instruction) -> str:
 
 
 class ProgramCounts(NamedTuple):
-    """What one program of a launch did; fields as those of `Counts`."""
+    """Counts of one program of a launch; the fields are explained in `Counts`."""
 
     instructions: int
     lines: int
@@ -72,7 +72,7 @@ class Counts:
     distinct_lines: int = 0
     """Different 128-byte lines that the launch touches: the least traffic that can do."""
     wavefronts: int = 0
-    """Of shared memory."""
+    """Wavefronts of shared memory."""
     bank_conflicts: int = 0
     """Wavefronts beyond one per pass."""
     tensor_operations: int = 0
@@ -85,7 +85,7 @@ class Counts:
     bytes_in_flight: int = 0
     """Most bytes of one program that asynchronous copies have pending at a time."""
     programs: tuple[ProgramCounts, ...] = ()
-    """What each program did, by its number in the grid, of which x runs fastest."""
+    """Counts of each program, in the order of the grid; x runs fastest."""
 
     @property
     def total(self) -> int:
@@ -206,11 +206,11 @@ class Tally:
         _count_wavefronts(addresses, mask, size, batch.program_of_thread, self._wavefronts)
 
     def product(self, program: int, operations: int) -> None:
-        """A product of which the instruction does not tell the size."""
+        """A product whose size is not in its instruction."""
         self._products[program] += operations
 
     def add(self, batch) -> None:
-        """What a batch has executed, at its end."""
+        """Add what a batch has executed, at its end."""
         self._executed += batch.executed.sum(1)
         work = np.stack([np.ones_like(self._special), self._operations, self._special])
         self._work[:, batch.programs] = work @ batch.executed

@@ -1,4 +1,4 @@
-"""What the executor raises: faults of a kernel, and instructions that it does not know."""
+"""Exceptions of the executor: faults of a kernel, and instructions that it does not know."""
 
 from __future__ import annotations
 

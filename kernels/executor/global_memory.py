@@ -133,7 +133,7 @@ _PROGRAM = np.dtype([("released", np.int64), ("acquired", np.int64)])
 
 
 class _Memory(NamedTuple):
-    """What compiled functions get."""
+    """The argument of compiled functions."""
 
     space: np.ndarray
     windows: np.ndarray

@@ -44,12 +44,12 @@ class LaunchRecord:
     warp_instructions: int
     """Instructions, counted once for each warp that executed them."""
     counts: Counts | None = None
-    """What else was counted, if `execute_ptx` was asked to."""
+    """Counts, if `execute_ptx` was called with count=True."""
 
 
 @dataclass
 class Execution:
-    """What ran inside one `execute_ptx`, in order."""
+    """Launches inside one `execute_ptx`, in order."""
 
     architecture: str
     launches: list[LaunchRecord] = field(default_factory=list)
@@ -177,7 +177,7 @@ _SESSIONS: list[_Session] = []
 
 @dataclass(frozen=True)
 class _Function:
-    """What Triton holds as the handle of a loaded kernel."""
+    """The handle that Triton keeps of a loaded kernel."""
 
     name: str
     ptx: str

@@ -8,8 +8,8 @@ random order. What a correct kernel computes does not depend on it; a fault may 
 orders, though most are found in any, because checks go by barriers and waits and not by the order
 that happened.
 
-bar.sync (PTX ISA 9.7.13.1) lets nobody pass before all threads of the program have come to it. A
-thread that has ended never comes.
+bar.sync (PTX ISA 9.7.13.1) holds threads until all threads of the program have come to it. A thread
+that has ended never comes.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Launch:
     executed: np.ndarray = field(init=False)
     """How many warps have executed each instruction, by its index."""
     tally: Tally | None = field(init=False)
-    """What else is counted, if `count` says so."""
+    """Other counts, if `count` is true."""
 
     def __post_init__(self):
         """Raises ValueError for a launch that a GPU would refuse."""
@@ -122,7 +122,7 @@ class _Group:
     mask: np.ndarray | None
     """None: all threads of the batch."""
     num_warps: np.ndarray
-    """Of each program of the batch."""
+    """Warps of the group, by program of the batch."""
 
 
 class Batch:
@@ -249,7 +249,7 @@ class Batch:
         )
 
     def undefine(self, register: Register | str, threads: np.ndarray, why: str) -> None:
-        """What these threads have just computed is undefined; register: where it went."""
+        """Mark what these threads have just computed as undefined; register: its target."""
         if threads.any() and isinstance(register, Register):
             location = self.launch.kernel.program.instructions[self.at].location
             values = np.where(threads, alternate(register.width), self.registers[register.index])
@@ -357,7 +357,7 @@ class Batch:
         return False
 
     def _open_barriers(self, at_end: bool = False) -> None:
-        """Let programs pass whose threads are all there. at_end: nobody else can come any more.
+        """Let programs pass whose threads are all there. at_end: no other thread can come any more.
 
         Programs wait for one another, if they can, to go on together."""
         by_program = self._waiting.reshape(self.num_programs, -1)

@@ -1,4 +1,4 @@
-"""wgmma in flight: whose registers may not be touched, whose operands may not be overwritten.
+"""wgmma in flight: their registers may not be touched, their operands may not be overwritten.
 
 A product is computed when it is issued. From then until the wait that covers it (PTX ISA 9.7.15:
 wgmma.commit_group, wgmma.wait_group) its accumulators hold an `InFlight`, which raises for a thread
@@ -18,7 +18,7 @@ from kernels.executor.faults import FaultKind
 
 
 class InFlight:
-    """A register that a product (or load) will have written; stands where its array would."""
+    """A register that a product (or load) in flight writes; it takes the place of its array."""
 
     def __init__(self, batch, array, threads, kind=FaultKind.MATRIX_IN_FLIGHT):
         self.batch, self.array, self.threads, self.kind = batch, array, threads, kind

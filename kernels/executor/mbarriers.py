@@ -1,9 +1,9 @@
 """mbarrier: counters of arrivals in shared memory (PTX ISA 9.7.13.15).
 
-A phase ends when as many have arrived as the barrier was made for; then the next begins. Those that
-arrive here are tcgen05.commit, whose products may take any time: they arrive when somebody asks for
-the second time. Between the making or the removal of an mbarrier and what others do with it there
-must be a barrier of threads.
+A phase ends after the number of arrivals that the mbarrier was made for; then the next begins. Only
+tcgen05.commit arrives here. Its products may take any time, so it arrives when a thread tests the
+phase for the second time. Other threads may use an mbarrier only after a barrier of threads since
+it was made, and it may be removed only after one since they used it.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class MBarrier:
 
     expected: int
     parity: int = 0
-    """Of the phase that has not ended."""
+    """Parity of the phase that has not ended."""
     arrivals: list[list[Product]] = field(default_factory=list)
-    """What those that will arrive wait for."""
+    """Products that each arrival waits for."""
     asked: bool = False
-    """Since the last phase ended, while only products had still to arrive."""
+    """Whether a thread has tested the phase while only products were missing."""
 
     def ended(self, phase: int, batch) -> bool:
-        """Whether a phase of this parity has ended. The first who asks while only products have
-        still to arrive hears that it has not: who does not ask again has not waited."""
+        """Whether a phase of this parity has ended. The first test while only products are missing
+        fails, so that a thread that tests once without a loop has not waited."""
         if self.parity == phase and len(self.arrivals) >= self.expected:
             if self.asked:
                 for products in self.arrivals[: self.expected]:
@@ -118,7 +118,7 @@ def _try_wait(translation: Translation) -> Step:
                 barrier = find(batch, at, int(threads[same][0]))
                 ended[threads[same]] = done = barrier.ended(phase, batch)
                 if not (done or barrier.asked or batch.others_can_go_on(threads)):
-                    thread, detail = int(threads[same][0]), "nobody can arrive at the mbarrier"
+                    thread, detail = int(threads[same][0]), "no thread can arrive at the mbarrier"
                     raise batch.fault(FaultKind.ENDLESS, detail, thread, address=at)
         write(batch, mask, ended)
 

@@ -1,4 +1,4 @@
-"""How instructions read and write registers, and the table that instructions enter themselves in.
+"""Access of instructions to registers, and the table of instructions.
 
 A register of a batch is a NumPy array of unsigned integers (booleans for predicates), with one
 element per thread, or with one element in all where every thread holds the same value. Arrays are

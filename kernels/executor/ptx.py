@@ -85,7 +85,9 @@ _TOKEN = re.compile(
 _INSTRUCTION = re.compile(r"(?:@(!?)([%\w$]+)\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTALL)
 _OPERAND = re.compile(r"\{[^}]*\}|\[[^]]*\]|[^,\s]+")
 _REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+(.*)", re.DOTALL)
-_PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+(?:\.ptr[^,\n]*\s)?(\w+)")
+_PARAMETER = re.compile(
+    r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+(?:\.ptr[^,\n]*\s)?(\w+)(?:\[(\d+)\])?"
+)
 
 
 def _width(kind: str) -> int:
@@ -211,7 +213,10 @@ def parse(ptx: str) -> Program:
     program = Program(
         name=entry[1],
         target=re.search(r"\.target\s+(\w+)", ptx)[1],
-        parameters=[(name, kind) for kind, name in _PARAMETER.findall(entry[2])],
+        parameters=[
+            (name, f"b{8 * int(count)}" if count else kind)
+            for kind, name, count in _PARAMETER.findall(entry[2])
+        ],
         shared_symbols=frozenset(shared),
     )
     _Reader(program).read(ptx[ptx.index("{", entry.end()) + 1 :])

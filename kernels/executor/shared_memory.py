@@ -41,7 +41,7 @@ _RECORD = np.dtype(
 
 
 class _Memory(NamedTuple):
-    """What compiled functions get."""
+    """The argument of compiled functions."""
 
     data: np.ndarray
     records: np.ndarray

@@ -1,5 +1,5 @@
-"""What a step tells the machine: how control goes on. mask: the threads concerned, None for all
-that executed the instruction."""
+"""Results of a step that change the flow of control. mask: the threads concerned, None for all that
+executed the instruction."""
 
 from __future__ import annotations
 

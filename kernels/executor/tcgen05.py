@@ -82,7 +82,7 @@ def _first_lanes(batch, mask) -> np.ndarray:
 
 
 def _relinquish(translation: Translation) -> Step:
-    """That there will be no tcgen05.alloc any more matters to other programs only."""
+    """Matters only to other programs, which may allocate from now on."""
 
     def relinquish(batch, mask):
         batch.whole_warps(mask)

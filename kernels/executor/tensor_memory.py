@@ -6,10 +6,10 @@ its column in bits 0-15. Only columns that tcgen05.alloc gave may be accessed. A
 cells, and uses none of them, where it has pipelined a loop of no iterations.
 
 tcgen05.ld and tcgen05.st run until their wait: before, registers of a load may not be read, and the
-cells of either not be touched. Loads and stores of several warps, and products, follow one another
-by barriers, as accesses to shared memory do. Products of a thread run in the order of their issue
-until somebody has waited for the mbarrier that a tcgen05.commit named. They are computed when they
-are issued; until that wait nobody may touch what they write or overwrite what they read.
+cells of either not be accessed. Barriers order loads and stores of several warps, and products, as
+in shared memory. Products of a thread run in the order of their issue until a thread has waited for
+the mbarrier that a tcgen05.commit named. They are computed when they are issued; before that wait
+their results may not be accessed, nor their operands overwritten.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ _DATA_PTR = torch.Tensor.data_ptr
 
 
 class AddressBook:
-    """While it is entered, remembers tensors whose `data_ptr()` is asked for: the tensors that a
-    kernel may reach through addresses in a table."""
+    """While it is entered, records tensors whose `data_ptr()` is called: kernels may reach them
+    through addresses in a table."""
 
     def __init__(self):
         self._tensors: dict[int, dict[tuple, weakref.ref]] = {}
@@ -79,7 +79,7 @@ class AddressBook:
 
 
 class FreshMemory:
-    """While it is entered, finds reads of memory that nothing wrote.
+    """While it is entered, records which memory nothing has written.
 
     Fresh is memory from torch.empty, empty_like, empty_strided, empty_permuted, Tensor.new_empty,
     and what Tensor.resize_ adds. It is filled with a pattern (a NaN, a large integer). Kernels

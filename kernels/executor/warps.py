@@ -173,7 +173,7 @@ def _elect(translation: Translation) -> Step:
 
 @instruction("vote")
 def _vote(translation: Translation) -> Step:
-    """What a predicate is in the member threads of the warp (9.7.13.4)."""
+    """Combine a predicate of the member threads of the warp (9.7.13.4)."""
     name = translation.one_of(("ballot", "any", "all", "uni"))
     translation.expect("sync", name)
     target, predicate, members = translation.operands

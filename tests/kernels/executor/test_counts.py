@@ -104,7 +104,7 @@ def test_classes_tensor_operations_and_barriers(run_body):
 
 
 def test_special_functions(run_body):
-    """Of threads, however many of a warp take part; packed ones twice."""
+    """Counted for all 32 threads of a warp; packed ones twice."""
     body = (
         "mov.b32 %r1, 0; mov.b32 %r3, 0; ex2.approx.ftz.f32 %r2, %r1; div.full.f32 %r3, %r1, %r1;"
     )

@@ -270,7 +270,7 @@ UNDEFINED = {
     "a shift of 32 bits by 54 at broken.py:7:3": "add.s32 %r3, %r0, 23; shl.b32 %r2, 1, %r3;"
     "setp.lt.u32 %p1, %r0, 9;",
 }
-"""What leaves %r2 undefined in some threads, but not where %p1 is true."""
+"""By the reason: instructions that leave %r2 undefined, but not in threads where %p1 is true."""
 
 
 class TestUndefinedValues:

@@ -1,41 +1,11 @@
-"""Mutants of our own kernels: one line of their PTX is broken, and what the executor says of it.
+"""Mutants of our own kernels: one line of their PTX is broken, and the executor should notice.
 
-A mutant is caught if execution raises a Fault, or if the result differs from that of the kernel as
-it is, bit by bit. Not each of the others was looked into; those that were do not matter: a copy
-mask that keeps a tile ahead from being fetched which nobody uses, a mask of rows that are masked
-again where they are stored, a comparison whose sides are never equal, a barrier that another
-follows before anything is shared, a fence with another before or behind it and no store between, a
-wait for stores to tensor memory that the next one waits for, too (all fences and waits that go
-unnoticed on sm_100 are of these two kinds). Needs `--executor`; `-s` prints the table.
-
-Triton 3.7.1, mutants: faults + wrong results of all:
-
-                             sm_80                             sm_90
-                       store  decode  prefill  merge    store  decode  prefill  merge
-    barrier removed            5+0/6   4+0/6                   5+0/6   4+0/6
-    copy wait weakened         3+0/4   6+0/6                   4+0/5   6+0/6
-    copy mask dropped          0+0/6   0+0/6                   0+0/6   0+0/6
-    load mask dropped   6+0/6  1+2/6   4+0/5    6+0/6   6+0/6  1+2/6   4+0/5    6+0/6
-    store mask dropped  6+0/6  1+0/1   4+0/4    5+0/5   6+0/6  1+0/1   4+0/4    5+0/5
-    mask off by one     1+0/4  2+1/6   0+0/6    2+0/5   1+0/4  2+2/6   0+0/6    2+0/5
-    shared offset              3+2/6   4+2/6                   1+4/6   5+0/6
-    proxy fence removed                                                2+0/4
-    wgmma fence removed                                                3+0/4
-    wgmma wait removed                                                 4+0/4
-
-                             sm_100
-                       store  decode  prefill  merge
-    barrier removed            5+0/6   5+0/6
-    copy wait weakened         4+0/5   6+0/6
-    copy mask dropped          0+0/6   1+0/6
-    load mask dropped   6+0/6  1+2/6   4+0/5    6+0/6
-    store mask dropped  6+0/6  1+0/1   4+0/4    5+0/5
-    mask off by one     1+0/4  2+2/6   0+1/6    2+0/5
-    shared offset              1+4/6   3+3/6
-    proxy fence removed                4+0/6
-    mbarrier wait removed              6+0/6
-    commit removed                     6+0/6
-    tensor wait removed                4+0/6
+A mutant is caught if execution raises a Fault, or if the result differs from the unbroken kernel's
+in any bit. Mutants that were not caught and looked into do no harm: a copy mask of a tile ahead
+that nothing uses, a mask of rows that are masked again where they are stored, a comparison whose
+sides are never equal, a barrier that another one follows before anything is shared, a fence with
+another one before or behind it and no store between, a wait for stores to tensor memory that the
+next one waits for too. Needs `--executor`; `-s` prints a table of mutants and what became of them.
 """
 
 from __future__ import annotations
@@ -81,9 +51,8 @@ MUTATIONS = {
     "commit removed": (r"^\s*@%p\d+ tcgen05\.commit\S* .*;$", ""),
     "tensor wait removed": (r"^\s*tcgen05\.wait::(ld|st)\S*;$", ""),
 }
-# Of each mutation, the least part that is caught, over all kernels below. A dropped copy mask only
-# fetches a tile ahead that nobody uses, from block 0 where ids are masked: a fault only where the
-# block table ends.
+# Smallest part of each mutation's mutants that is caught, over all kernels. A dropped copy mask
+# fetches a tile ahead that nothing uses: a fault only where the block table ends.
 LEAST_CAUGHT = {
     "barrier removed": 0.5,
     "copy wait weakened": 0.6,

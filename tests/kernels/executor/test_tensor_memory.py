@@ -126,7 +126,7 @@ LOAD_BARRIER = "bar.sync 0;\n    @%p2 mbarrier.inval"
         (FIRST_BARRIER, "ld.shared.b32 %r2, [16];", FaultKind.SHARED_RACE, "wrote it since"),
         (LOAD_BARRIER, "@%p2 mbarrier.inval", FaultKind.SHARED_RACE, "read it since"),
         ("@%p2 tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [0];", "",
-         FaultKind.ENDLESS, "nobody can arrive at the mbarrier"),
+         FaultKind.ENDLESS, "no thread can arrive at the mbarrier"),
         ("@%p2 mbarrier.init.shared::cta.b64 [0], 1;", "@%p2 st.shared.b64 [0], %d10;",
          FaultKind.BARRIER, "no mbarrier at 0x0"),
         ("cta.b32 [16], 64;", "cta.b32 [16], 32;", FaultKind.OUT_OF_BOUNDS, "is not allocated"),

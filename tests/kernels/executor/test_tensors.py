@@ -1,4 +1,4 @@
-"""What the executor knows of tensors beyond their extent: fresh ones, and those in tables."""
+"""Tensors that nothing has written, and tensors that kernels reach by a table of addresses."""
 
 from __future__ import annotations
 
