@@ -115,6 +115,8 @@ def choose(state, rows, until):
     chosen, least = -1, np.inf
     for class_ in range(NUM_CLASSES):
         head = rows[first_queue + class_].newer
+        if head == state.head[class_] and state.worth[class_] > least:
+            continue
         while head < first_queue and rows[head].children:
             _leave_queue(rows, head)  # until its last child is evicted
             head = rows[first_queue + class_].newer
