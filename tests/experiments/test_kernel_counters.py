@@ -33,7 +33,7 @@ def launch(*programs: ProgramCounts, distinct_lines: int = 0) -> Counts:
         ({"tensor_operations": 2048 * 1000}, "tensor cores", 1000),
     ],
 )
-def test_what_a_multiprocessor_does_per_cycle(work, part, cycles):
+def test_rates_of_a_multiprocessor(work, part, cycles):
     time = modelled_time(launch(*[IDLE._replace(**work)] * 108), A100, 108)
     assert time.parts[part] == pytest.approx(cycles * CYCLE)
     assert {name: value for name, value in time.parts.items() if value} == {part: time.bound}
@@ -70,7 +70,7 @@ def test_programs_are_placed_one_by_one_in_order(cycles, busiest):
     assert time.bound_by == ("tail" if busiest > 1.05 * sum(cycles) / 2 else "issue")
 
 
-def test_the_grid_leaves_out_what_an_op_does_not_know(tmp_path):
+def test_an_op_is_varied_over_what_matters_to_it(tmp_path):
     file = tmp_path / "decode_attention.py"
     file.write_text("")
     options = KernelCounters(op=("decode", "rotary"), arch=("sm_80",), sglang=file)
@@ -136,7 +136,7 @@ def test_a_decode_reads_the_context_once(tiny_run):
     assert skewed["modelled_bound_by"] == "tail"
 
 
-def test_what_another_file_lacks_is_said(tmp_path):
+def test_a_missing_import_of_a_file_is_named(tmp_path):
     from experiments.harness import Unavailable
     from experiments.kernel_counters.other_kernels import sglang_decode
 

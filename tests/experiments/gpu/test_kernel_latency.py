@@ -103,7 +103,7 @@ def test_a_table_without_times_has_no_figures(timed_rows):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's tiles")
-def test_the_tables_own_tile_is_not_run_twice():
+def test_the_tile_of_the_table_is_not_run_twice():
     heads = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 32}
     few = {"tile_shapes": ((2, 1, 40),), "tile_prefixes": (), "decode_tile": ((32, 4, 1),)}
     cell = cells_of("tiles", **heads, **few)[1]
