@@ -354,7 +354,7 @@ def launch_prefill(
         num_kv_heads, head_dim), and block_tables, (batch, 1), has the piece of each sequence; None
         for piece 0.
     suffix_lens: (total_q,) int32, distance of each query from the last key (cascade). Then out and
-        lse are tensors of SplitStates, of which the first num_splits are written.
+        lse are tensors of SplitStates; their first num_splits entries are written.
     """
     total_q, num_q_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]

@@ -90,7 +90,7 @@ def shared_prefix_decode_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attention of one query token per sequence, in groups of sequences that share a prefix.
 
-    Up to rounding the result is that of paged_decode_attention over the tokens of the group's
+    Up to rounding the result equals paged_decode_attention over the tokens of the group's
     prefix followed by the sequence's suffix, but a prefix is read once for its group.
 
     Args:

@@ -240,8 +240,8 @@ def prefill_tile(
     without spilling with any combination of features. An accumulator of 128 rows leaves room for 64
     keys at a time where products read their operands from shared memory (wgmma on sm_90, tcgen05 on
     sm_100), and for 32 where operands are in registers (mma.sync). num_stages is the largest that
-    fits shared memory, see `decode_tile`. fp8 keys and values are converted in registers, of which
-    128 x 256 leaves too few on sm_100.
+    fits shared memory, see `decode_tile`. fp8 keys and values are converted in registers, and
+    128 x 256 leaves too few of them on sm_100.
 
     Asynchronous products (wgmma) can run during the softmax, which `scores_ahead` is for: the
     overlap within a warp group of FlashAttention 3 (Shah et al., 2024). It keeps the scores of two

@@ -20,7 +20,7 @@ from models.config import read_json_object
 
 @dataclass(frozen=True)
 class SaltedPrompt:
-    """A prompt that shares K/V only with prompts of the same salt, such as those of one tenant.
+    """A prompt that shares K/V only with prompts of the same salt, for example of one tenant.
 
     Raises ValueError for a salt that is neither text nor bytes.
     """

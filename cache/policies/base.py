@@ -86,7 +86,7 @@ class EvictionPolicy(abc.ABC):
         """The compiled replay of a policy that has one of its own, warmed up; else None.
 
         It takes a trace and a capacity and returns hits and evictions of each request as two int64
-        arrays, equal to those of this object in ``cache.simulate``.
+        arrays, equal to what this object gives in ``cache.simulate``.
         """
 
     def look_up(self, keys: Sequence[Hashable]) -> None:  # noqa: B027

@@ -31,8 +31,8 @@ class Retention(LeafPolicy):
     ``ranges``: of what each request retains, as ``Retained`` or a tuple of its fields; the first
     that has a block counts.  By default the first block of a prompt, with what system prompts have
     in common, at 100 for a minute.  TensorRT-LLM takes ranges of tokens with each request; here
-    they are of blocks and the same for all.  A priority that expires puts its block behind those of
-    35, as there.
+    ranges are in blocks and the same for all requests.  A block whose priority expires is queued
+    behind the blocks of priority 35, as in TensorRT-LLM.
 
     Raises ValueError for a range that is empty, a priority outside 0 to 100, a negative duration.
     """

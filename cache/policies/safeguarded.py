@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class Safeguarded(EvictionPolicy):
     """``policy``, with at most ``budget`` hits per block reference fewer than LRU (PageLab).
 
-    It follows an LRU cache of its size.  The *balance* is its hits less those of LRU plus
+    It follows an LRU cache of its size.  The *balance* is its hits less LRU's hits plus
     ``budget`` x references, at most the capacity.  *Missing* are the blocks that LRU holds and the
     pool does not.  ``policy`` may evict while missing < balance.  Otherwise it may only evict what
     LRU does not hold (``evict_before``), or the block released first is evicted.  A block that LRU

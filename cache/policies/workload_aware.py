@@ -38,8 +38,8 @@ class WorkloadAware(LeafPolicy):
 
     The publication classifies requests by kind and turn.  Here only the turn is known: one more
     than the turn of the deepest block found, up to ``max_turn``.  What it leaves
-    open: shares and rates are counted over all releases of a category so far, a life is the mean
-    age of victims, of which the latest weighs a hundredth, and only leaves are given up.
+    open: shares and rates are counted over all releases of a category so far, a life is the
+    moving average of the age of victims (weight 0.01), and only leaves are evicted.
     """
 
     name = "workload_aware"

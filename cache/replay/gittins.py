@@ -15,8 +15,8 @@ def replay(
 ):
     """Replay serially, as ``cache.replay.serial`` does; returns hits and evictions per request.
 
-    ``budget`` is that of :mod:`cache.policies.safeguarded`; infinite: no safeguard.  An LRU cache
-    of the same size holds the blocks whose last access has number ``lru_from`` or higher.
+    ``budget``: see :mod:`cache.policies.safeguarded`; infinite disables the safeguard.  An LRU
+    cache of the same size holds the blocks whose last access has number ``lru_from`` or higher.
     """
     rows = borrowed(rows)
     hits = np.zeros(len(offsets) - 1, np.int64)

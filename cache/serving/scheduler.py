@@ -16,7 +16,7 @@ prompt can be computed.  That is the order of Nano-vLLM and of vLLM's first engi
 chunks stay the same in both modes, which differs from Nano-vLLM (docs/deviations.md).
 
 A preempted sequence returns to the head of the line.  *Recompute* drops its K/V and computes them
-again with those of its generated tokens.  *Swap* copies them to host memory and back (Kwon et al.,
+again, the generated tokens' included.  *Swap* copies them to host memory and back (Kwon et al.,
 2023, section 4.5); if host memory is full, they are recomputed.
 """
 

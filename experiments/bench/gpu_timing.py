@@ -161,8 +161,8 @@ def timed_columns(
 ) -> dict[str, Any]:
     """Columns: times of ``call`` and rates that follow; without a CUDA device all None.
 
-    num_bytes, flops: the least that the call must move and compute. The peaks are those of a copy
-    and a matrix product on this card in this process; the fractions are shares of them.
+    num_bytes, flops: the least that the call must move and compute. The peaks are measured with a
+    copy and a matrix product on this card in this process; the fractions are shares of them.
     """
     columns = {"launch": launch, "l2": "cold", "bytes": num_bytes, "flops": flops, **NO_TIMES}
     names = ("gb_per_s", "tflop_per_s", "peak_gb_per_s", "peak_tflop_per_s")

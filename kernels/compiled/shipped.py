@@ -245,6 +245,6 @@ OPS = tuple(_CALLS)
 
 
 def shipped_calls(ops: Sequence[str] | None = None) -> Iterator[ShippedCall]:
-    """Every shipped configuration, or those of the named ops."""
+    """Every shipped configuration, or the ones of the named ops."""
     for op in OPS if ops is None else ops:
         yield from _CALLS[op]()

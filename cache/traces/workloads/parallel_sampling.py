@@ -27,9 +27,9 @@ def parallel_sampling(
 ) -> Requests:
     """Rollouts and best-of-n: each prompt comes ``num_samples`` times at the same instant.
 
-    Prompts are those of a data set, gone through pass after pass in a new order each time.  Between
-    two uses of a prompt lie those of nearly all others, so a cache much smaller than the data set
-    keeps the wrong ones if it goes by recency.
+    The prompts form a data set that is run pass after pass, in a new order each time.  Nearly all
+    other prompts are used between two uses of a prompt, so with a cache much smaller than the data
+    set recency keeps the wrong blocks.
 
     Args:
         prompt_rate: Poisson arrivals of prompts, per second.

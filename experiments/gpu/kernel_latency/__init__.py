@@ -10,7 +10,7 @@
   ``swap_out``, ``swap_in``: the same to pinned host memory and back.
 - ``large``: every op at odd block sizes and dtypes, and in caches whose offsets need more than 32
   bits, with the used blocks at the end.
-- ``tiles``, ``splits``: attention with other tiles and split counts than those of
+- ``tiles``, ``splits``: attention with other tiles and split counts than in
   ``kernels/tiles.py``, see ``tiles.py``; ``decision.md`` ranks them.
 
 A cell first checks its result against fp64 by the rule of ``kernels/testing/accuracy.py`` and

@@ -185,7 +185,7 @@ def test_a_serial_replay_through_the_manager_equals_simulate(capacity):
 
 
 def test_a_window_finds_the_end_of_a_prefix():
-    """Six blocks of four tokens, of which queries see nine tokens: the last two or three blocks."""
+    """Six blocks of four tokens; queries see nine tokens: the last two or three blocks."""
     manager = manager_of(8, 4, sliding_window=9)
     seq = Sequence("a", range(26))
     for count in (10, 10, 6):
