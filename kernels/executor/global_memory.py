@@ -190,7 +190,7 @@ def _check(address, size, alignment, window):
 def _locate(address, size, alignment, windows, num_arguments):
     """(code, window, offset) of an access; code 0 if all is well.
 
-    Of the tensors that tables name several may begin at one address; one that fits is enough.
+    Several tensors of an address table may begin at one address. One that fits is enough.
     """
     top = np.int64(address >> np.uint64(_WINDOW_BITS))
     if 0 < top <= num_arguments:
