@@ -1,14 +1,14 @@
 """Integer and floating-point arithmetic (PTX ISA 9.7.1, 9.7.3 to 9.7.5).
 
-Integers wrap around. f32 rounds to nearest even and keeps subnormal numbers unless the instruction
-says .ftz, which takes and gives subnormal numbers as zeros. The approximations (ex2, lg2, rcp,
-rsqrt, sqrt.approx, div.full, div.approx, tanh) are given nearly exactly, well within the error that
-the ISA allows a GPU; a GPU's last bits may differ. tanh.approx has a relative error of 2^-11 on a
-GPU, sin.approx and cos.approx an absolute one of 2^-20.9 within [-pi, pi] and no bound beyond,
-div.approx and div.full one of 2 ulp: an op that needs more than that is not noticed here.
+Integers wrap around. f32 rounds to nearest even. It keeps subnormal numbers unless the instruction
+has .ftz, which flushes subnormal operands and results to zero. fma rounds once. f16 and bf16 are
+computed in f64, which holds their products and sums, and rounded once.
 
-fma rounds once. f16 and bf16 are computed in f64, which holds their products and sums, and rounded
-once.
+Approximate functions (ex2, lg2, rcp, rsqrt, sqrt.approx, div.full, div.approx, tanh) are computed
+almost exactly, well within the error bound of the ISA. The last bits on a GPU may differ. On a GPU
+tanh.approx has a relative error of 2^-11. sin.approx and cos.approx have an absolute error of
+2^-20.9 within [-pi, pi] and no bound beyond. div.approx and div.full have an error of 2 ulp. The
+executor does not detect an op that needs higher accuracy.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kernels.executor.operands import (
 
 
 def _floats(translation: Translation, compute, *known: str) -> Step:
-    """A floating-point instruction; `compute` gets f32, f64, or for narrower types f64 arrays."""
+    """Translate a floating-point instruction. `compute` gets f32 arrays for f32, else f64."""
     if "f32" in translation.parts[1:-1]:
         return _mixed(translation, compute)
     translation.expect("rn", "ftz", "approx", "full", *known)
@@ -52,7 +52,7 @@ def _floats(translation: Translation, compute, *known: str) -> Step:
             kind,
         )
     if "ftz" in translation.parts:
-        raise Unsupported(f".ftz of .{kind} is not known")
+        raise Unsupported(f".ftz of .{kind} is not supported")
     bits = PACKED.get(kind, "b16")
 
     def narrow(*arrays):
@@ -69,11 +69,12 @@ def _floats(translation: Translation, compute, *known: str) -> Step:
 
 
 def _mixed(translation: Translation, compute) -> Step:
-    """add, sub and fma of f16 or bf16 and, last, f32, all taken as f32 (9.7.5)."""
+    """Mixed-precision add, sub and fma (9.7.5), computed in f32. All operands are f16 or bf16, only
+    the last one is f32."""
     translation.expect("rn", "f32")
     kind = translation.kind
     if kind not in ("f16", "bf16"):
-        raise Unsupported(f".f32.{kind} is not known")
+        raise Unsupported(f".f32.{kind} is not supported")
     widen = bf16_to_f32 if kind == "bf16" else lambda a: a.astype(np.float32)
     target, *narrow, last = translation.operands
     reads = [translation.read(source, kind) for source in narrow]
@@ -87,7 +88,7 @@ def _mixed(translation: Translation, compute) -> Step:
 
 
 def _arithmetic(integer, floating):
-    """Translator of an opcode for integers and floating-point numbers alike."""
+    """Translator for an opcode that takes integers or floating-point numbers."""
 
     def translate(translation: Translation) -> Step:
         if is_float(translation.kind):
@@ -103,7 +104,7 @@ def _doubled(kind: str) -> str:
 
 
 def _high_half(kind: str):
-    """The upper half of a product, for types of up to 64 bits."""
+    """Function for mul.hi: the upper half of the product, for types of up to 64 bits."""
     width = int(kind[1:])
     if width < 64:
         wide = DTYPES[_doubled(kind)]
@@ -165,11 +166,12 @@ def _fma(translation: Translation) -> Step:
 
 
 def _divide(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Quotient towards zero and remainder; by zero (undefined in PTX) all ones, the dividend."""
+    """(quotient rounded towards zero, remainder). Division by zero is undefined in PTX; here the
+    quotient is all ones and the remainder is the dividend."""
     by_zero = b == 0
     b = np.where(by_zero, b.dtype.type(1), b)
     quotient = a // b
-    if a.dtype.kind == "i":  # floor division, mended where signs differ and it is not exact
+    if a.dtype.kind == "i":  # floor division; add 1 if the signs differ and it is inexact
         quotient = quotient + ((quotient * b != a) & ((a < 0) != (b < 0))).astype(a.dtype)
     quotient = np.where(by_zero, ~a.dtype.type(0), quotient)
     return quotient, np.where(by_zero, a, a - quotient * b)
@@ -194,14 +196,14 @@ def _div(translation: Translation) -> Step:
 
 
 def _extremum(integer, ignoring_nan):
-    """min and max: of a NaN and a number the number, with .NaN the NaN; -0 is less than +0
-    (9.7.3.11, 9.7.3.12)."""
+    """Translator for min or max (9.7.3.11, 9.7.3.12). If one operand is NaN, the result is the
+    other operand, or with .NaN the NaN. -0 is less than +0."""
     sign = 1 if integer is np.maximum else -1
 
     def translate(translation: Translation) -> Step:
         if not is_float(translation.kind):
             translation.expect("relu")
-            if "relu" in translation.parts:  # negative results become 0
+            if "relu" in translation.parts:  # clamps negative results to 0
                 return elementwise(
                     translation, lambda a, b: np.maximum(integer(a, b), 0), translation.kind
                 )
@@ -209,9 +211,10 @@ def _extremum(integer, ignoring_nan):
         choose = integer if "NaN" in translation.parts else ignoring_nan
 
         def compute(first, *others):
-            for other in others:  # two or, from sm_100 on, three
+            for other in others:  # one more, or two from sm_100 on
                 both_zero = (first == 0) & (other == 0)
-                zero = sign * (sign * first + sign * other)  # +0 unless both are -0, or reversed
+                # max gives +0 unless both are -0, min gives -0 unless both are +0.
+                zero = sign * (sign * first + sign * other)
                 first = np.where(both_zero, zero, choose(first, other))
             return first
 

@@ -1,8 +1,9 @@
 """cp.async: asynchronous copies of each thread, in groups (PTX ISA 9.7.9.25.3).
 
-A thread's copies since its last commit_group make up its next group; wait_group n waits until at
-most its n youngest groups are pending. Data arrive at the wait. Shared memory refuses accesses
-to their place until then, so it makes no difference when they arrive.
+commit_group closes a group with all copies that the thread issued since its last commit_group.
+wait_group n waits until at most the n youngest groups of the thread are pending. The data arrives
+at the wait. Until then an access to its destination in shared memory is a fault, so the moment of
+arrival makes no difference.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ import numpy as np
 
 @dataclass
 class _Copies:
-    """The copies that one instruction issued."""
+    """Copies issued by one instruction."""
 
     addresses: np.ndarray
     data: np.ndarray
     source: tuple[np.ndarray, np.ndarray, np.ndarray]  # addresses, threads that read, sizes
     pending: np.ndarray  # threads whose copy has not arrived
-    group: np.ndarray  # of each thread: the number of groups that it had committed before
+    group: np.ndarray  # for each thread: number of groups it had committed before
 
 
 class CopyQueue:
-    """Copies in flight of all threads of a batch."""
+    """Copies in flight, for all threads of a batch."""
 
     def __init__(self, batch):
         self._batch = batch
@@ -32,22 +33,22 @@ class CopyQueue:
         self._queue: list[_Copies] = []
         self._in_flight = np.zeros(batch.num_programs, np.int64)
         self.most_in_flight = np.zeros(batch.num_programs, np.int64)
-        """Most bytes of each program that were pending at a time."""
+        """Largest number of pending bytes, for each program."""
 
     def issue(self, addresses: np.ndarray, mask: np.ndarray, data: np.ndarray, source) -> None:
-        """The masked threads copy the bytes data[thread] to their addresses. source: addresses,
-        threads that read and sizes, as `GlobalMemory.load` got them."""
+        """Start copying data[thread] to the address of each masked thread. source: (addresses,
+        threads that read, sizes), as given to `GlobalMemory.load`."""
         self._batch.shared.issue_copies(self._batch, addresses, mask, data.shape[1])
         self._queue.append(_Copies(addresses, data, source, mask.copy(), self._committed.copy()))
         self._in_flight += self._num_bytes(data, mask)
         np.maximum(self.most_in_flight, self._in_flight, out=self.most_in_flight)
 
     def commit(self, mask: np.ndarray) -> None:
-        """Close the group of each masked thread."""
+        """commit_group: close the current group of each masked thread."""
         self._committed += mask
 
     def wait(self, mask: np.ndarray, most_pending: int) -> None:
-        """Let all but the `most_pending` youngest groups of the masked threads arrive."""
+        """wait_group: complete all but the `most_pending` youngest groups of the masked threads."""
         still = []
         for copies in self._queue:
             arriving = copies.pending & mask & (copies.group < self._committed - most_pending)
@@ -63,10 +64,10 @@ class CopyQueue:
         self._queue = still
 
     def _num_bytes(self, data: np.ndarray, mask: np.ndarray) -> np.ndarray:
-        """Bytes that the masked threads of each program copy."""
+        """Bytes copied by the masked threads, for each program."""
         return data.shape[1] * mask.reshape(self._batch.num_programs, -1).sum(1)
 
     def wait_all(self, mask: np.ndarray) -> None:
-        """Let everything that the masked threads issued arrive, committed or not."""
+        """wait_all: complete every copy of the masked threads, committed or not."""
         self.commit(mask)
         self.wait(mask, 0)

@@ -1,11 +1,13 @@
 """Counts of what a launch did: instructions, memory transactions, bank conflicts.
 
-A request is one instruction of one warp. In global memory it moves sectors of 32 bytes, which lie
-in lines of 128. Shared memory has 32 banks of 4 bytes; threads that want 4 bytes or less are served
-all 32 at once, of 8 bytes 16 at a time, of 16 bytes (and rows of ldmatrix) 8 at a time, and each
-such pass takes as many wavefronts as the busiest bank has different words. A bank conflict is a
-wavefront beyond one per pass. These are counts of what the PTX asks for: the machine code, which
-ptxas makes, may join, split or drop instructions, and caches are not looked at.
+A request is one memory instruction of one warp. A request to global memory moves 32-byte sectors,
+which lie in 128-byte lines. Shared memory has 32 banks of 4 bytes. It serves a request in passes:
+32 threads at once for accesses of up to 4 bytes, 16 threads for 8 bytes, 8 threads for 16 bytes and
+for rows of ldmatrix. A pass takes one wavefront for each different word in its busiest bank. A bank
+conflict is a wavefront beyond the first of a pass.
+
+All counts refer to the PTX. The machine code from ptxas may merge, split or drop instructions.
+Caches are not modelled.
 """
 
 from __future__ import annotations
@@ -38,75 +40,67 @@ _CLASSES = (
 
 
 def class_of(one: Instruction) -> str:
-    """The class that an instruction is counted in."""
+    """Name of the class that counts this instruction."""
     return next(name for name, pattern in _CLASSES if re.match(pattern, one.opcode))
 
 
 class ProgramCounts(NamedTuple):
-    """Counts of one program of a launch; the fields are explained in `Counts`."""
+    """Counts of one program of a launch. `Counts` documents the fields."""
 
     instructions: int
     lines: int
     wavefronts: int
     tensor_operations: int
-    special_functions: int = 0
 
 
 @dataclass
 class Counts:
-    """Exact counts of one launch; requests and instructions are those of warps."""
+    """Exact counts of one launch. Instructions and requests are counted per warp."""
 
     instructions: dict[str, int] = field(default_factory=dict)
     """Warp instructions by class."""
     requests: int = 0
-    """Warp instructions that access global memory, asynchronous copies among them."""
+    """Warp instructions that access global memory, including asynchronous copies."""
     sectors: int = 0
-    """32-byte sectors, counted once in each request."""
+    """32-byte sectors, counted once per request."""
     lines: int = 0
-    """128-byte lines, counted once in each request."""
+    """128-byte lines, counted once per request."""
     read_bytes: int = 0
-    """Bytes that threads ask for, however many ask for the same."""
+    """Bytes read from global memory, counted for each thread that reads them."""
     written_bytes: int = 0
+    """Bytes written to global memory, counted for each thread that writes them."""
     distinct_bytes: int = 0
-    """Different bytes that the launch touches."""
+    """Different bytes of global memory that the launch accesses."""
     distinct_lines: int = 0
-    """Different 128-byte lines that the launch touches: the least traffic that can do."""
+    """Different 128-byte lines that the launch accesses: a lower bound of the DRAM traffic."""
     wavefronts: int = 0
-    """Wavefronts of shared memory."""
+    """Shared-memory wavefronts."""
     bank_conflicts: int = 0
-    """Wavefronts beyond one per pass."""
+    """Shared-memory wavefronts beyond the first of each pass."""
     tensor_operations: int = 0
     """Multiplications and additions of tensor-core instructions."""
-    special_functions: int = 0
-    """Exponentials, logarithms, roots, reciprocals, sines and tanh of threads; a multiprocessor
-    computes 16 per cycle (CUDA programming guide, throughput of native instructions)."""
     barriers: int = 0
-    """bar.sync, counted once for each warp."""
+    """bar.sync instructions, counted once per warp."""
     bytes_in_flight: int = 0
-    """Most bytes of one program that asynchronous copies have pending at a time."""
+    """Largest number of bytes that the asynchronous copies of one program have pending."""
     programs: tuple[ProgramCounts, ...] = ()
-    """Counts of each program, in the order of the grid; x runs fastest."""
+    """Counts of each program in grid order. x runs fastest."""
 
     @property
     def total(self) -> int:
-        """Warp instructions of every class."""
+        """Warp instructions of all classes."""
         return sum(self.instructions.values())
 
     @property
-    def l2_bytes(self) -> int:
-        """Bytes between the multiprocessors and L2, if L1 keeps nothing from request to request."""
-        return 32 * self.sectors
-
-    @property
     def sectors_per_request(self) -> float:
-        """4 where 32 threads read 4 bytes each side by side."""
+        """Sectors per request: 4 if 32 threads access 4 consecutive bytes each."""
         return self.sectors / self.requests if self.requests else 0.0
 
 
 @numba.njit(cache=True)
 def _count_places(addresses, mask, sizes, unit, programs, totals):
-    """Add the different blocks of `unit` bytes of each warp's request to totals[1, program],
-    requests to totals[0, program]."""
+    """Count each warp's requests in totals[0, program], and the different blocks of `unit` bytes of
+    each request in totals[1, program]."""
     seen = np.empty(32 * 17, np.uint64)
     for warp in range(len(addresses) // 32):
         found, active = 0, False
@@ -134,8 +128,8 @@ def _count_places(addresses, mask, sizes, unit, programs, totals):
 
 @numba.njit(cache=True)
 def _count_wavefronts(addresses, mask, size, programs, totals):
-    """Add a shared access's wavefronts to totals[0, program], those beyond one per pass to
-    totals[1, program]."""
+    """Count the wavefronts of a shared-memory access in totals[0, program], and its bank conflicts
+    in totals[1, program]."""
     at_once = 32 if size <= 4 else 128 // size
     words = np.empty(128, np.int64)
     per_bank = np.empty(32, np.int64)
@@ -163,82 +157,68 @@ def _count_wavefronts(addresses, mask, size, programs, totals):
 
 
 def _tensor_operations(one: Instruction) -> int:
-    """Multiplications and additions of a tensor-core instruction, for each warp of it."""
+    """Multiplications and additions of a tensor-core instruction, per warp."""
     shape = re.search(r"mma.*\.m(\d+)n(\d+)k(\d+)\.", one.opcode)
     if shape is None:
         return 0
     m, n, k = map(int, shape.groups())
-    return 2 * m * n * k // (4 if one.parts[0] == "wgmma" else 1)  # four warps do it together
-
-
-_SPECIAL = re.compile(r"(ex2|lg2|rcp|rsqrt|sqrt|sin|cos|tanh)\..*approx|div\.(approx|full)")
-
-
-def _special_functions(one: Instruction) -> int:
-    """Special functions of an instruction, for each warp of it."""
-    per_thread = 2 if one.opcode.endswith("x2") else 1
-    return 32 * per_thread if _SPECIAL.match(one.opcode) else 0
+    return 2 * m * n * k // (4 if one.parts[0] == "wgmma" else 1)  # shared by four warps
 
 
 class Tally:
-    """Counts of accesses while the programs of a launch run."""
+    """Accumulates counts while the programs of a launch run."""
 
     def __init__(self, program: Program, num_programs: int):
         self._program = program
         self._operations = np.array([_tensor_operations(one) for one in program.instructions])
-        self._special = np.array([_special_functions(one) for one in program.instructions])
         self._executed = np.zeros(len(program.instructions), np.int64)
         self._sectors, self._lines, self._wavefronts = np.zeros((3, 2, num_programs), np.int64)
-        self._work = np.zeros((3, num_programs), np.int64)
+        self._work = np.zeros((2, num_programs), np.int64)
         self._products = np.zeros(num_programs, np.int64)
         self._bytes = Counter()
         self._in_flight = 0
 
     def global_access(self, batch, addresses, mask, sizes, kind: str) -> None:
-        """kind: "read" or "written"; sizes: bytes of each thread, or of all."""
+        """Count an access to global memory. kind: "read" or "written". sizes: bytes per thread, one
+        element if all are equal."""
         programs = batch.program_of_thread
         _count_places(addresses, mask, sizes, 32, programs, self._sectors)
         _count_places(addresses, mask, sizes, 128, programs, self._lines)
         self._bytes[kind] += int((np.broadcast_to(sizes, len(mask)) * mask).sum())
 
     def shared_access(self, batch, addresses, mask, size: int) -> None:
-        """An access of `size` bytes of each thread."""
+        """Count an access to shared memory of `size` bytes per thread."""
         _count_wavefronts(addresses, mask, size, batch.program_of_thread, self._wavefronts)
 
     def product(self, program: int, operations: int) -> None:
-        """A product whose size is not in its instruction."""
+        """Count a matrix product whose size is not part of the opcode (tcgen05.mma)."""
         self._products[program] += operations
 
     def add(self, batch) -> None:
-        """Add what a batch has executed, at its end."""
+        """Add the instructions of a batch that has ended."""
         self._executed += batch.executed.sum(1)
-        work = np.stack([np.ones_like(self._special), self._operations, self._special])
+        work = np.stack([np.ones_like(self._operations), self._operations])
         self._work[:, batch.programs] = work @ batch.executed
         self._in_flight = max(self._in_flight, int(batch.copies.most_in_flight.max()))
 
     def finish(self, memory) -> Counts:
-        """The counts of a launch that has run."""
+        """The counts of the launch, after all its programs have ended."""
         instructions, barriers = Counter(), 0
         for one, times in zip(self._program.instructions, self._executed.tolist(), strict=True):
             instructions[class_of(one)] += times
             barriers += times * (one.opcode == "bar.sync")
         distinct_bytes, distinct_lines = memory.touched()
         self._work[1] += self._products
-        by_program = (self._work[0], self._lines[1], self._wavefronts[0], *self._work[1:])
+        by_program = (self._work[0], self._lines[1], self._wavefronts[0], self._work[1])
         return Counts(
             instructions={name: n for name, n in instructions.items() if n},
             requests=int(self._sectors[0].sum()),
-            sectors=int(self._sectors[1].sum()),
-            lines=int(self._lines[1].sum()),
-            read_bytes=self._bytes["read"],
-            written_bytes=self._bytes["written"],
-            distinct_bytes=distinct_bytes,
-            distinct_lines=distinct_lines,
+            sectors=int(self._sectors[1].sum()), lines=int(self._lines[1].sum()),
+            read_bytes=self._bytes["read"], written_bytes=self._bytes["written"],
+            distinct_bytes=distinct_bytes, distinct_lines=distinct_lines,
             wavefronts=int(self._wavefronts[0].sum()),
             bank_conflicts=int(self._wavefronts[1].sum()),
             tensor_operations=int(self._work[1].sum()),
-            special_functions=int(self._work[2].sum()),
-            barriers=barriers,
-            bytes_in_flight=self._in_flight,
+            barriers=barriers, bytes_in_flight=self._in_flight,
             programs=tuple(map(ProgramCounts._make, np.array(by_program).T.tolist())),
-        )
+        )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Exceptions of the executor: faults of a kernel, and instructions that it does not know."""
+"""Exceptions: faults of a kernel, and instructions that the executor does not support."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 
 
 class FaultKind(enum.Enum):
-    """Kinds of faults; the value is how a message begins."""
+    """Kinds of faults. The value is the beginning of the message."""
 
     OUT_OF_BOUNDS = "access out of bounds"
     MISALIGNED = "misaligned access"
@@ -26,33 +26,27 @@ class FaultKind(enum.Enum):
 
 
 class Fault(Exception):
-    """The kernel did what a GPU forbids or leaves undefined.
+    """The kernel did something that a GPU forbids or leaves undefined.
 
     Attributes:
         kind: FaultKind.
         kernel: name of the kernel.
         program: (x, y, z) of the program, as `tl.program_id` gives them.
         thread: index of the (first) thread within its program.
-        location: source line, "file.py:line:column", from where it was inlined after "@".
-        instruction: the PTX instruction.
-        address: address of the access: offset in shared memory, or byte offset from the start of
-            `tensor`; None if no memory is concerned.
-        tensor: name of the kernel's argument that the access belongs to, None if not global.
+        location: source line, "file.py:line:column"; for an inlined function the call site follows
+            after "@".
+        instruction: text of the PTX instruction.
+        address: byte offset from the start of `tensor`, or in shared memory; lane << 16 | column
+            in tensor memory; None if the fault is not a memory access.
+        tensor: name of the kernel argument that is accessed; None outside global memory.
     """
 
     def __init__(
-        self,
-        kind: FaultKind,
-        detail: str,
-        *,
-        kernel: str,
-        program: tuple[int, int, int],
-        thread: int,
-        location: str,
-        instruction: str,
-        address: int | None = None,
-        tensor: str | None = None,
-    ):
+        self, kind: FaultKind, detail: str, *,
+        kernel: str, program: tuple[int, int, int], thread: int,
+        location: str, instruction: str,
+        address: int | None = None, tensor: str | None = None,
+    ):  # fmt: skip
         self.kind, self.kernel, self.program, self.thread = kind, kernel, program, thread
         self.location, self.instruction = location, instruction
         self.address, self.tensor = address, tensor
@@ -63,7 +57,7 @@ class Fault(Exception):
 
 
 class UnknownInstruction(NotImplementedError):
-    """The kernel has an instruction that the executor does not know; nothing was executed.
+    """The kernel has an instruction that the executor does not support. Nothing was executed.
 
     Attributes: instruction (PTX text), location (source line).
     """
@@ -71,6 +65,6 @@ class UnknownInstruction(NotImplementedError):
     def __init__(self, kernel: str, instruction: str, location: str, why: str = ""):
         self.instruction, self.location = instruction, location
         super().__init__(
-            f"{kernel}: the executor does not know the instruction {instruction!r} at "
+            f"{kernel}: the executor does not support the instruction {instruction!r} at "
             f"{location or 'an unknown line'}{': ' + why if why else ''}"
         )

@@ -1,9 +1,9 @@
-"""Number formats that NumPy lacks, and a product and sum that round once.
+"""Number formats that NumPy lacks, and fused multiply-add.
 
-bf16 is the upper half of f32; rounding to it is to nearest even, and every NaN becomes 0x7fff (PTX
-ISA 9.7.9.21, cvt). e4m3 (bias 7, largest 448, NaN 0x7f and 0xff, no infinity) and e5m2 (bias 15,
-largest 57344, infinities) are those of the Open Compute Project. tf32 is f32 of which the lower 13
-bits do not count.
+bf16 is the upper half of f32. Rounding is to nearest even, and every NaN becomes 0x7fff (PTX ISA
+9.7.9.21, cvt). e4m3 (bias 7, largest 448, NaN 0x7f and 0xff, no infinity) and e5m2 (bias 15,
+largest 57344, infinities) follow the Open Compute Project. tf32 is f32 with the lower 13 bits
+ignored.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ LEAST_NORMAL = np.float32(2.0**-126)
 
 
 def bf16_to_f32(bits: np.ndarray) -> np.ndarray:
-    """bf16 as uint16 to float32, exactly."""
+    """bf16 (as uint16) to float32, exact."""
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def f32_to_bf16(x: np.ndarray) -> np.ndarray:
-    """float32, or a float64 that is rounded to odd first, to bf16 as uint16."""
+    """float32 or float64 to bf16 (as uint16). float64 is rounded to odd f32 first."""
     if x.dtype == np.float64:
         x = _to_odd_f32(x)
     bits = np.ascontiguousarray(x).view(np.uint32)
@@ -32,8 +32,8 @@ def f32_to_bf16(x: np.ndarray) -> np.ndarray:
 
 
 def _to_odd_f32(x: np.ndarray) -> np.ndarray:
-    """float64 to float32 so that a second rounding to fewer bits gives what one would have given:
-    towards zero, the last bit set if anything was lost."""
+    """float64 to float32, rounded to odd: towards zero, with the last bit set if inexact. A second
+    rounding to fewer bits then gives the same result as a single rounding."""
     near = x.astype(np.float32)
     bits = near.view(np.uint32).copy()
     with np.errstate(invalid="ignore"):
@@ -44,18 +44,18 @@ def _to_odd_f32(x: np.ndarray) -> np.ndarray:
 
 
 def flush_subnormals(x: np.ndarray) -> np.ndarray:
-    """.ftz: subnormal numbers to zeros of their sign."""
+    """.ftz: replace subnormal numbers by zero with the same sign."""
     return np.where(np.abs(x) < LEAST_NORMAL, np.copysign(np.float32(0), x), x)
 
 
 def drop_to_tf32(bits: np.ndarray) -> np.ndarray:
-    """The f32 number that a tf32 operand, uint32, stands for."""
+    """tf32 operands (as uint32) to float32."""
     return (bits & np.uint32(0xFFFFE000)).view(np.float32)
 
 
 @functools.cache
 def f8_values(kind: str) -> np.ndarray:
-    """float32 value of each of the 256 codes of "e4m3" or "e5m2"."""
+    """The 256 values, float32, for "e4m3" or "e5m2"."""
     exponent_bits, mantissa_bits, bias = {"e4m3": (4, 3, 7), "e5m2": (5, 2, 15)}[kind]
     codes = np.arange(256)
     exponent = codes >> mantissa_bits & ((1 << exponent_bits) - 1)
@@ -72,7 +72,7 @@ def f8_values(kind: str) -> np.ndarray:
 
 
 def f32_to_f8(x: np.ndarray, kind: str) -> np.ndarray:
-    """float32 to codes of "e4m3" or "e5m2", uint8: to nearest even, saturating (.satfinite)."""
+    """float32 to "e4m3" or "e5m2" codes, uint8: nearest even, saturating (.satfinite)."""
     values = f8_values(kind)[:128]
     finite = values[np.isfinite(values)].astype(np.float64)
     middles = (finite[1:] + finite[:-1]) / 2
@@ -102,7 +102,7 @@ def _fused_multiply_add(a, b, c, out):
 
 
 def fused_multiply_add(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """a * b + c of float32 or float64 arrays (of one length, or of one element), rounded once."""
+    """a * b + c, rounded once. float32 or float64 arrays of equal length, or of one element."""
     out = np.empty(max(len(a), len(b), len(c)), a.dtype)
     _fused_multiply_add(a, b, c, out)
     return out

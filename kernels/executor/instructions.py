@@ -1,4 +1,4 @@
-"""All instructions that are known: importing these modules enters them in the table."""
+"""All supported instructions. Importing these modules registers them in the table."""
 
 from kernels.executor import (  # noqa: F401
     accesses,

@@ -1,4 +1,4 @@
-"""Bits, comparisons and selection (PTX ISA 9.7.1.22-23, 9.7.6-8)."""
+"""Bit operations, comparison and selection (PTX ISA 9.7.1.22-23, 9.7.6-8)."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ instruction("not")(_bitwise(operator.invert))
 
 @instruction("shl", "shr")
 def _shift(translation: Translation) -> Step:
-    """Shifts; an amount beyond the width counts as the width (9.7.8.7, 9.7.8.8), but is undefined
-    in Triton."""
+    """Shifts. PTX clamps the amount to the width (9.7.8.7, 9.7.8.8). In Triton a shift by the width
+    or more is undefined."""
     translation.expect()
     kind, left = translation.kind, translation.parts[0] == "shl"
     dtype = np.dtype(DTYPES[kind])
@@ -65,8 +65,8 @@ def _shift(translation: Translation) -> Step:
 
 @instruction("shf")
 def _funnel_shift(translation: Translation) -> Step:
-    """The upper (.l) or lower (.r) word of b:a shifted, the amount modulo 32 (.wrap) or at most 32
-    (.clamp) (9.7.8.9)."""
+    """Funnel shift (9.7.8.9): the upper (.l) or lower (.r) word of b:a shifted. The amount is taken
+    modulo 32 (.wrap) or clamped to 32 (.clamp)."""
     left = translation.one_of(("l", "r")) == "l"
     wrap = translation.one_of(("wrap", "clamp")) == "wrap"
     translation.expect("l", "r", "wrap", "clamp")
@@ -81,7 +81,7 @@ def _funnel_shift(translation: Translation) -> Step:
 
 @instruction("bfe")
 def _bfe(translation: Translation) -> Step:
-    """Extract a field, its sign extended for signed types (9.7.1.22); 32 and 64 bits."""
+    """Extract a bit field (9.7.1.22), sign-extended for signed types. 32 bits only."""
     kind = translation.kind
     width = int(kind[1:])
     target, value, start, length = translation.operands
@@ -89,7 +89,7 @@ def _bfe(translation: Translation) -> Step:
     start, length = translation.read(start, "u32"), translation.read(length, "u32")
     write = translation.write(target, f"b{width}")
     if width == 64:
-        raise Unsupported("fields of 64-bit numbers")
+        raise Unsupported("only fields of 32-bit numbers are supported")
 
     def extract(batch, mask):
         a = value(batch).astype(np.int64)
@@ -113,9 +113,9 @@ def _bfe(translation: Translation) -> Step:
 
 @instruction("bfi")
 def _bfi(translation: Translation) -> Step:
-    """Insert a field of a into b (9.7.1.23); 32 bits."""
+    """Insert a bit field of a into b (9.7.1.23). 32 bits only."""
     if translation.kind != "b32":
-        raise Unsupported("only fields of 32-bit numbers are known")
+        raise Unsupported("only fields of 32-bit numbers are supported")
 
     def insert(a, b, start, length):
         start, length = start.astype(np.uint64) & 255, length.astype(np.uint64) & 255
@@ -128,7 +128,7 @@ def _bfi(translation: Translation) -> Step:
 
 @instruction("lop3")
 def _lop3(translation: Translation) -> Step:
-    """Any function of three bits by its table (9.7.8.6): bit 4a + 2b + c of it is the result."""
+    """Any logical function of three bits (9.7.8.6). Bit 4a + 2b + c of the table is the result."""
     *operands, table = translation.operands
     table = int(table, 0)
     translation.operands = tuple(operands)
@@ -147,7 +147,7 @@ def _lop3(translation: Translation) -> Step:
 
 @instruction("prmt")
 def _prmt(translation: Translation) -> Step:
-    """Pick four of eight bytes, or replicate their signs (9.7.9.7); the mode without a name."""
+    """Pick four of eight bytes, or replicate their signs (9.7.9.7). Default mode only."""
     translation.expect()
 
     def permute(a, b, selectors):
@@ -193,7 +193,7 @@ _COMPARISONS = {
     "ls": np.less_equal,
     "hi": np.greater,
     "hs": np.greater_equal,
-    # Of floating-point numbers: with u true for a NaN, without false, also "ne" (9.7.6, set).
+    # Floating point: comparisons with "u" are true for a NaN, the others false, "ne" too (9.7.6).
     "equ": lambda a, b: ~((a < b) | (a > b)),
     "neu": lambda a, b: ~(a == b),
     "ltu": lambda a, b: ~(a >= b),
@@ -215,13 +215,13 @@ _COMPARED = {
     "f16x2": lambda bits: _pairs(bits).view(np.float16),
     "bf16x2": lambda bits: bf16_to_f32(_pairs(bits)),
 }
-"""From registers to numbers, or rows of two, where these are no dtype of NumPy's."""
+"""Register bits to numbers, or rows of two packed numbers, for types without a NumPy dtype."""
 
 
 @instruction("setp")
 def _setp(translation: Translation) -> Step:
-    """Compare, and combine with a predicate if the opcode names how; of two packed numbers each has
-    a destination of its own (9.7.7.2)."""
+    """Compare, and optionally combine the result with a predicate (9.7.7.2). Packed types have one
+    destination per number."""
     kind, name = translation.kind, translation.parts[1]
     translation.expect(name, *_COMBINATIONS, *["ftz"] * (kind == "f32"))
     compare = _COMPARISONS[name]

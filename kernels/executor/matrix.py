@@ -1,12 +1,16 @@
-"""Tensor-core products of a warp: mma.sync (PTX ISA 9.7.14).
+"""Tensor-core products of one warp: mma.sync (PTX ISA 9.7.14).
 
-Fragments (figures of 9.7.14.5): thread 4 g + t of a warp holds, in units of 32-bit registers of 1,
-2 or 4 elements, of A rows g (even registers) and g + 8 (odd ones), of B column g, and in both the
-elements from t * unit on, in the first half of k for the first registers and the second for the
-others; of C and D the elements (g, 2 t), (g, 2 t + 1), (g + 8, 2 t), (g + 8, 2 t + 1).
+Fragments (figures of 9.7.14.5). Thread 4 g + t of a warp holds:
 
-A product's terms are exact; they and the accumulator are added in f64 and rounded once to f32,
-which is at least as exact as any GPU. What a GPU's own adder truncates stays unseen.
+    A       row g in even registers, row g + 8 in odd registers
+    B       column g
+    C, D    the elements (g, 2 t), (g, 2 t + 1), (g + 8, 2 t), (g + 8, 2 t + 1)
+
+A 32-bit register of A or B has 1, 2 or 4 elements along k, starting at t times that number. The
+first registers cover the first half of k, the others the second half.
+
+Each term of a product is exact. The terms and the accumulator are added in f64 and rounded once to
+f32, which is at least as accurate as any GPU. Truncation in a GPU's adder is not modelled.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ _SHAPES |= {("e4m3", 16), ("e4m3", 32), ("e5m2", 16), ("e5m2", 32)}
 
 
 def operand_values(bits: np.ndarray, kind: str) -> np.ndarray:
-    """32-bit registers (or any bytes) of `kind` as float32, elements in order, flat."""
+    """The elements of type `kind` in 32-bit registers or bytes, as a flat float32 array."""
     if kind == "f16":
         return bits.view(np.float16).astype(np.float32)
     if kind == "bf16":
@@ -58,15 +62,15 @@ ACCUMULATORS = {"f32": np.float32, "f16": np.float16, "s32": np.int32}
 
 
 def check_accumulator(kind: str, a_kind: str, b_kind: str) -> None:
-    """Raises Unsupported for a product of `a_kind` and `b_kind` that is not added up in `kind`."""
+    """Raise Unsupported unless `kind` can accumulate products of `a_kind` and `b_kind`."""
     integers = {a_kind, b_kind} <= {"s8", "u8"}
     allowed = ("s32",) if integers else ("f32", "f16") if a_kind == b_kind == "f16" else ("f32",)
     if kind not in allowed:
-        raise Unsupported(f"sums in .{kind} of .{a_kind} and .{b_kind}")
+        raise Unsupported(f"accumulator .{kind} for .{a_kind} and .{b_kind} is not supported")
 
 
 def rounded_sum(total: np.ndarray, dtype, saturates: bool = False) -> np.ndarray:
-    """Exact f64 sums as the accumulator's type; int32 wraps around or saturates."""
+    """Exact f64 sums in the accumulator's dtype. int32 wraps around or saturates."""
     if dtype != np.int32:
         return total.astype(dtype)
     if saturates:
@@ -79,16 +83,16 @@ def _mma(translation: Translation) -> Step:
     pattern = r"mma\.sync\.aligned\.m16n8k(\d+)\.row\.col(?:\.satfinite)?\.(\w+)\.(\w+)\.(\w+)\.\2"
     matched = re.fullmatch(pattern, translation.instruction.opcode)
     if not matched:
-        raise Unsupported("this form of mma is not known")
+        raise Unsupported("this form of mma is not supported")
     k, kind, a_kind, b_kind = int(matched[1]), *matched.groups()[1:]
     check_accumulator(kind, a_kind, b_kind)
     saturates = "satfinite" in translation.parts
     if (a_kind, k) not in _SHAPES or (b_kind, k) not in _SHAPES:
-        raise Unsupported(f"k{k} of .{a_kind} and .{b_kind}")
+        raise Unsupported(f"k{k} for .{a_kind} and .{b_kind} is not supported")
     target, a, b, c = translation.operands
     per_register = 32 // BITS[a_kind]
     num_k = k // (4 * per_register)  # registers along k
-    halves = 2 if kind == "f16" else 1  # numbers of a register of C and D
+    halves = 2 if kind == "f16" else 1  # numbers per register of C and D
     if (len(a), len(b), len(c), len(target)) != (2 * num_k, num_k, 4 // halves, 4 // halves):
         raise Unsupported("the number of registers does not fit")
     read_a = [translation.read(one, "b32") for one in a]
@@ -102,7 +106,7 @@ def _mma(translation: Translation) -> Step:
         warps = batch.num_threads // 32
 
         def values(reads, kind):
-            """[warps, registers, g, elements of t = 0 to 3]"""
+            """Returns [warps, registers, g, elements of threads t = 0 to 3]."""
             bits = np.stack([batch.full(read(batch)) for read in reads])
             both = operand_values(bits, kind).reshape(len(reads), warps, 8, 4 * per_register)
             return both.transpose(1, 0, 2, 3)

@@ -1,11 +1,12 @@
-"""wgmma in flight: their registers may not be touched, their operands may not be overwritten.
+"""wgmma products in flight (PTX ISA 9.7.15).
 
-A product is computed when it is issued. From then until the wait that covers it (PTX ISA 9.7.15:
-wgmma.commit_group, wgmma.wait_group) its accumulators hold an `InFlight`, which raises for a thread
-that reads them, and shared memory knows that its operands are being read.
+A product is computed when it is issued. It is in flight until a wgmma.wait_group covers its group
+(wgmma.commit_group). Until then its accumulators may not be accessed: they hold an `InFlight`,
+which raises when a thread reads it. Its operands in shared memory are marked as being read and may
+not be overwritten.
 
-wgmma.fence orders accesses of registers before a product: accumulators and operands in registers
-may not have changed since the thread's last fence, but by other products.
+wgmma.fence orders register accesses before a product. Since the thread's last fence only other
+products may have changed the accumulators and the operands in registers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from kernels.executor.faults import FaultKind
 
 
 class InFlight:
-    """A register that a product (or load) in flight writes; it takes the place of its array."""
+    """Stands in for the array of a register that a product or load in flight writes."""
 
     def __init__(self, batch, array, threads, kind=FaultKind.MATRIX_IN_FLIGHT):
         self.batch, self.array, self.threads, self.kind = batch, array, threads, kind
@@ -28,7 +29,7 @@ class InFlight:
         if early.any():
             raise self.batch.fault(
                 self.kind,
-                "a register of an asynchronous instruction that has not been waited for",
+                "the asynchronous instruction that writes this register has not been waited for",
                 int(np.flatnonzero(early)[0]),
             )
         return self.array
@@ -45,14 +46,14 @@ class InFlight:
 
 @dataclass
 class _Product:
-    pending: np.ndarray  # threads that have not waited for it
-    group: np.ndarray  # of each thread: the number of groups that it had committed before
+    pending: np.ndarray  # threads that have not waited for the product
+    group: np.ndarray  # for each thread: number of groups it had committed before
     registers: list[int]
-    operands: list[tuple[int, np.ndarray]]  # (program of the batch, chunks of its shared memory)
+    operands: list[tuple[int, np.ndarray]]  # (program of the batch, 16-byte chunks)
 
 
 class MatrixQueue:
-    """wgmma in flight of all threads of a batch."""
+    """wgmma products in flight, for all threads of a batch."""
 
     def __init__(self, batch):
         self._batch = batch
@@ -61,13 +62,13 @@ class MatrixQueue:
         self._fences: list[tuple[np.ndarray, list]] = []
 
     def fence(self, mask: np.ndarray) -> None:
-        """wgmma.fence: the registers as they are now are what products may use."""
+        """wgmma.fence: products may use the registers as they are now."""
         older = [(threads & ~mask, seen) for threads, seen in self._fences]
         self._fences = [fence for fence in older if fence[0].any()]
         self._fences.append((mask.copy(), list(self._batch.registers)))
 
     def check_fenced(self, mask: np.ndarray, registers: list[int]) -> None:
-        """Raise Fault unless these registers are as they were at the last fence of each thread."""
+        """Raise Fault if a register has changed since the last fence of a masked thread."""
         lacking = mask.copy()
         for threads, seen in self._fences:
             here = threads & mask
@@ -83,17 +84,17 @@ class MatrixQueue:
         if lacking.any():
             raise self._batch.fault(
                 FaultKind.FENCE,
-                "a register of wgmma changed since the last wgmma.fence, or there was none",
+                "a register of wgmma changed since the last wgmma.fence, or no fence came before",
                 int(np.flatnonzero(lacking)[0]),
             )
 
     def accumulator(self, index: int) -> np.ndarray:
-        """A register for a product that adds to it, which may follow another one at once."""
+        """Value of an accumulator. A product may use it while an earlier product is in flight."""
         held = self._batch.registers[index]
         return self._batch.full(held.array if isinstance(held, InFlight) else held)
 
     def issue(self, mask: np.ndarray, results: dict[int, np.ndarray], operands: list) -> None:
-        """A product of the masked threads begins: its result by register, its operands."""
+        """Start a product of the masked threads. results: the value of each accumulator."""
         registers = self._batch.registers
         for index, result in results.items():
             threads = mask
@@ -104,11 +105,11 @@ class MatrixQueue:
         self._queue.append(_Product(mask.copy(), self._committed.copy(), [*results], operands))
 
     def commit(self, mask: np.ndarray) -> None:
-        """Close the group of each masked thread."""
+        """wgmma.commit_group: close the current group of each masked thread."""
         self._committed += mask
 
     def wait(self, mask: np.ndarray, most_pending: int) -> None:
-        """Let all but the `most_pending` youngest groups of the masked threads end."""
+        """wgmma.wait_group: complete all but the `most_pending` youngest groups of the threads."""
         still = []
         for product in self._queue:
             ending = product.pending & mask & (product.group < self._committed - most_pending)
@@ -127,7 +128,7 @@ class MatrixQueue:
         self._release()
 
     def _release(self) -> None:
-        """Hand out registers that no product in flight will write."""
+        """Restore the arrays of registers that no product in flight writes."""
         registers = self._batch.registers
         busy: dict[int, np.ndarray] = {}
         for product in self._queue:

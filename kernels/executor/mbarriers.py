@@ -1,9 +1,10 @@
-"""mbarrier: counters of arrivals in shared memory (PTX ISA 9.7.13.15).
+"""mbarrier: barriers in shared memory that count arrivals (PTX ISA 9.7.13.15).
 
-A phase ends after the number of arrivals that the mbarrier was made for; then the next begins. Only
-tcgen05.commit arrives here. Its products may take any time, so it arrives when a thread tests the
-phase for the second time. Other threads may use an mbarrier only after a barrier of threads since
-it was made, and it may be removed only after one since they used it.
+A phase completes when its pending count reaches zero; then the next phase begins. mbarrier.init
+sets the count. tcgen05.commit is the only supported arrival. Its products may take any time, so it
+arrives when a thread tests the phase for the second time.
+
+bar.sync must separate mbarrier.init from uses by other threads, and these uses from mbarrier.inval.
 """
 
 from __future__ import annotations
@@ -21,37 +22,38 @@ _BYTES = 8
 
 @dataclass
 class MBarrier:
-    """One mbarrier of a program."""
+    """One mbarrier in the shared memory of a program."""
 
     expected: int
+    """Number of arrivals that completes a phase."""
     parity: int = 0
-    """Parity of the phase that has not ended."""
+    """Parity of the current phase."""
     arrivals: list[list[Product]] = field(default_factory=list)
-    """Products that each arrival waits for."""
-    asked: bool = False
-    """Whether a thread has tested the phase while only products were missing."""
+    """For each arrival since the last completed phase, the products that must complete first."""
+    tested: bool = False
+    """A thread has tested the phase while only products were pending."""
 
     def ended(self, phase: int, batch) -> bool:
-        """Whether a phase of this parity has ended. The first test while only products are missing
-        fails, so that a thread that tests once without a loop has not waited."""
+        """Whether the phase with this parity has completed. The first test while only products are
+        pending returns False, to catch a thread that tests once without a loop."""
         if self.parity == phase and len(self.arrivals) >= self.expected:
-            if self.asked:
+            if self.tested:
                 for products in self.arrivals[: self.expected]:
                     batch.tensor_memory.complete(products)
                 del self.arrivals[: self.expected]
                 self.parity = 1 - self.parity
-            self.asked = not self.asked
+            self.tested = not self.tested
         return self.parity != phase
 
 
 def touch(batch, addresses: np.ndarray, mask: np.ndarray) -> None:
-    """The masked threads use mbarriers that others made. Raises Fault if they did so since the last
-    barrier."""
+    """Check that the masked threads may use mbarriers at these addresses. Raises Fault if another
+    warp has initialised one since the last barrier."""
     batch.shared.load(batch, addresses, mask, _BYTES)
 
 
 def find(batch, address: int, thread: int) -> MBarrier:
-    """The mbarrier at an address, for a thread. Raises Fault if there is none."""
+    """The mbarrier at this address of the thread's program. Raises Fault if there is none."""
     found = batch.mbarriers.get((thread // batch.threads_per_program, address))
     if found is None:
         detail = f"no mbarrier at {address:#x} of shared memory"
@@ -68,7 +70,7 @@ def _mbarrier(translation: Translation) -> Step:
         "mbarrier.try_wait.parity.shared.b64": _try_wait,
     }
     if opcode not in forms:
-        raise Unsupported("this form of mbarrier is not known")
+        raise Unsupported("this form of mbarrier is not supported")
     translation.accesses_shared(_BYTES)
     return forms[opcode](translation)
 
@@ -101,7 +103,7 @@ def _inval(translation: Translation) -> Step:
 
 
 def _try_wait(translation: Translation) -> Step:
-    """Whether the phase of the parity has ended, or the one before it has that parity."""
+    """Test whether the phase with this parity has completed, without blocking."""
     target, place, parity = translation.operands
     write, address = translation.write(target, "pred"), translation.address(place)
     read = translation.read(parity, "u32")
@@ -112,12 +114,12 @@ def _try_wait(translation: Translation) -> Step:
         ended = np.zeros(batch.num_threads, np.bool_)
         for first in range(0, batch.num_threads, batch.threads_per_program):
             threads = first + np.flatnonzero(active[first : first + batch.threads_per_program])
-            asked = np.stack([addresses[threads], parities[threads].astype(np.uint64)], 1)
-            for at, phase in np.unique(asked, axis=0).tolist():
-                same = (asked == (at, phase)).all(1)
+            tests = np.stack([addresses[threads], parities[threads].astype(np.uint64)], 1)
+            for at, phase in np.unique(tests, axis=0).tolist():
+                same = (tests == (at, phase)).all(1)
                 barrier = find(batch, at, int(threads[same][0]))
                 ended[threads[same]] = done = barrier.ended(phase, batch)
-                if not (done or barrier.asked or batch.others_can_go_on(threads)):
+                if not (done or barrier.tested or batch.others_can_go_on(threads)):
                     thread, detail = int(threads[same][0]), "no thread can arrive at the mbarrier"
                     raise batch.fault(FaultKind.ENDLESS, detail, thread, address=at)
         write(batch, mask, ended)

@@ -1,13 +1,15 @@
-"""Access of instructions to registers, and the table of instructions.
+"""Register operands, and the table of instructions.
 
-A register of a batch is a NumPy array of unsigned integers (booleans for predicates), with one
-element per thread, or with one element in all where every thread holds the same value. Arrays are
-never written in place, so registers may share one. An instruction is translated once into a
-function `step(batch, mask)`; mask says which threads execute it, None for all.
+A register of a batch is a NumPy array of unsigned integers (booleans for predicates). It has one
+element per thread, or a single element if all threads hold the same value. Arrays are never written
+in place, so registers may share one.
 
-Widths follow the PTX ISA, "Operand size exceeding instruction-type size" (9.4.1): of a wider source
-register the low bits count; a narrower result is extended by its sign if its type is signed, and by
-zeros otherwise.
+Each instruction is translated once into a function `step(batch, mask)`. mask is the active mask:
+the threads that execute the instruction, None for all.
+
+Widths follow the PTX ISA, "Operand size exceeding instruction-type size" (9.4.1). A wider source
+register is truncated to its low bits. A result narrower than its register is sign-extended if its
+type is signed, else zero-extended.
 """
 
 from __future__ import annotations
@@ -40,23 +42,23 @@ DTYPES = {
     "f64": np.float64,
     "pred": np.bool_,
 }
-"""NumPy dtype of each PTX type that NumPy has."""
+"""NumPy dtype of each PTX type that has one."""
 PACKED = {"bf16": "b16", "f16x2": "b32", "bf16x2": "b32", "tf32": "b32", "e4m3x2": "b16"}
 PACKED |= {"e5m2x2": "b16", "f32x2": "b64"}
-"""Types without a NumPy dtype, by the bits that registers hold them as."""
+"""Bit type in which registers hold the PTX types without a NumPy dtype."""
 
 
 def is_float(kind: str) -> bool:
-    """Whether a PTX type is one of floating-point numbers."""
+    """Whether a PTX type is a floating-point type."""
     return "f" in kind
 
 
 class Unsupported(Exception):
-    """Raised while translating: this form of the instruction is not known; the text says why."""
+    """Raised during translation if this form of the instruction is not supported, with a reason."""
 
 
 class Translation:
-    """One instruction on its way to a `step`: reads and writes of its operands."""
+    """One instruction during its translation to a `step`; gives access to its operands."""
 
     def __init__(self, program: Program, instruction: Instruction):
         self.program, self.instruction = program, instruction
@@ -65,28 +67,28 @@ class Translation:
 
     @property
     def kind(self) -> str:
-        """The last part of the opcode, as a rule the type of the operands."""
+        """The last part of the opcode, usually the type of the operands."""
         return self.parts[-1]
 
     def expect(self, *known: str) -> None:
-        """Raise unless every part of the opcode but the first and the last is among `known`."""
+        """Raise Unsupported for a part of the opcode, between first and last, not in `known`."""
         for part in self.parts[1:-1]:
             if part not in known:
-                raise Unsupported(f".{part} is not known")
+                raise Unsupported(f".{part} is not supported")
 
     def one_of(self, choices, default=None):
-        """The part of the opcode that is among `choices`."""
+        """The part of the opcode that is in `choices`, or `default` if there is none."""
         found = [part for part in self.parts[1:] if part in choices]
         if len(found) > 1 or (not found and default is None):
             raise Unsupported(f"expected one of {', '.join(choices)}")
         return found[0] if found else default
 
     def accesses_shared(self, size: int) -> None:
-        """State that the instruction accesses `size` bytes of shared memory."""
+        """Record that the instruction accesses shared memory in units of `size` bytes."""
         self.program.shared_unit = min(self.program.shared_unit, size)
 
     def read(self, operand: Operand, kind: str) -> Read:
-        """How to get an operand as an array of the dtype of `kind`."""
+        """Function that reads an operand as an array with the dtype of `kind`."""
         dtype = DTYPES[PACKED.get(kind, kind)]
         if isinstance(operand, Negated):
             inner = self.read(operand.register, "pred")
@@ -114,7 +116,7 @@ class Translation:
 
     def _special(self, name: str, dtype) -> Read:
         if name not in SPECIAL_REGISTERS:
-            raise Unsupported(f"special register {name} is not known")
+            raise Unsupported(f"special register {name} is not supported")
         return lambda batch: batch.special[name].astype(dtype, copy=False)
 
     def _constant(self, text: str, kind: str, dtype) -> np.ndarray:
@@ -127,14 +129,14 @@ class Translation:
         try:
             value = int(text.rstrip("U"), 0)
         except ValueError:
-            raise Unsupported(f"operand {text!r} is not known") from None
+            raise Unsupported(f"operand {text!r} is not supported") from None
         if kind == "pred":
             return np.array([value != 0])
         width = np.dtype(dtype).itemsize * 8
         return np.array([value & ((1 << width) - 1)], UNSIGNED[width]).view(dtype)
 
     def write(self, operand: Operand, kind: str) -> Write:
-        """How to store an array of the dtype of `kind` into a register; "_" takes none."""
+        """Function that stores an array with the dtype of `kind` in a register; "_" discards it."""
         if operand == "_":
             return lambda batch, mask, value: None
         if not isinstance(operand, Register):
@@ -174,7 +176,7 @@ class Translation:
         return write
 
     def address(self, operand: Operand) -> Read:
-        """How to get the bytes' addresses, uint64, one per thread."""
+        """Function that computes the byte address of each thread, uint64."""
         if not isinstance(operand, Address):
             raise Unsupported("expected an address")
         offset = np.uint64(operand.offset & (2**64 - 1))
@@ -183,7 +185,7 @@ class Translation:
             self.effects.addresses.append(self.effects.reads.pop())
             return lambda batch: batch.full(base(batch).astype(np.uint64) + offset)
         if operand.base is not None and operand.base not in self.program.shared_symbols:
-            raise Unsupported(f"{operand.base!r} is not known")
+            raise Unsupported(f"{operand.base!r} is not supported")
         return lambda batch: np.full(batch.num_threads, offset, np.uint64)
 
 
@@ -195,20 +197,20 @@ _TRANSLATORS: dict[str, Callable[[Translation], Step]] = {}
 
 
 def instruction(*names: str):
-    """Enter a translator, `(Translation) -> step`, for opcodes that begin with one of `names`."""
+    """Register a translator, `(Translation) -> step`, for opcodes that begin with a name."""
 
-    def enter(translate):
+    def register(translate):
         for name in names:
             if name in _TRANSLATORS:
-                raise ValueError(f"names: {name} is known already")
+                raise ValueError(f"names: {name} already has a translator")
             _TRANSLATORS[name] = translate
         return translate
 
-    return enter
+    return register
 
 
 def elementwise(translation: Translation, compute, kind: str, result: str | None = None) -> Step:
-    """The step that computes the first operand from the others, thread by thread, all of `kind`."""
+    """Step that computes the first operand elementwise from the others, all of type `kind`."""
     target, *sources = translation.operands
     reads = [translation.read(source, kind) for source in sources]
     write = translation.write(target, result or kind)
@@ -222,7 +224,7 @@ def elementwise(translation: Translation, compute, kind: str, result: str | None
 
 
 def translate(program: Program, one: Instruction) -> tuple[Step, Effects]:
-    """An instruction as a step, and its registers. Raises UnknownInstruction."""
+    """An instruction's step and the registers it uses. Raises UnknownInstruction."""
     translator = _TRANSLATORS.get(one.parts[0])
     if translator is None:
         raise UnknownInstruction(program.name, one.text, one.location)
@@ -232,7 +234,7 @@ def translate(program: Program, one: Instruction) -> tuple[Step, Effects]:
     try:
         step = translator(translation)
     except (Unsupported, KeyError, ValueError) as error:
-        why = str(error) if isinstance(error, Unsupported) else f"{error!r} is not known"
+        why = str(error) if isinstance(error, Unsupported) else f"{error!r} is not supported"
         raise UnknownInstruction(program.name, one.text, one.location, why) from None
     if one.predicate is None:
         return step, translation.effects

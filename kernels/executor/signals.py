@@ -1,5 +1,5 @@
-"""Results of a step that change the flow of control. mask: the threads concerned, None for all that
-executed the instruction."""
+"""Results of a step that change control flow. mask: the threads that they affect, None for all
+active threads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Branch:
-    """These threads go on at a label."""
+    """The threads branch to a label."""
 
     target: str
     mask: np.ndarray | None
@@ -18,13 +18,13 @@ class Branch:
 
 @dataclass(frozen=True)
 class Exit:
-    """These threads end."""
+    """The threads exit."""
 
     mask: np.ndarray | None
 
 
 @dataclass(frozen=True)
 class Barrier:
-    """These threads wait for all others of their program."""
+    """The threads wait at a barrier for all other threads of their program."""
 
     mask: np.ndarray | None

@@ -1,7 +1,7 @@
-"""Limits of each GPU architecture, and the architecture that introduced an instruction.
+"""Limits of each GPU architecture, and the architectures that have each instruction.
 
 Sources: CUDA programming guide, table of compute capabilities; "Target ISA notes" of each
-instruction in the PTX ISA. `refusal` names only instructions that the executor knows.
+instruction in the PTX ISA. `refusal` covers only instructions that the executor supports.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import re
 
 MULTIPROCESSORS = {"sm_75": 40, "sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132}
 MULTIPROCESSORS |= {"sm_100": 148}
-"""Architectures that can be executed, with the multiprocessors of their best known GPU. Default
-split counts depend on them."""
+"""Supported architectures, and the number of multiprocessors of a common GPU of each. Default split
+counts depend on it."""
 SHARED_BYTES = {75: 65536, 80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448}
-"""Largest shared memory of a program."""
+"""Largest shared memory of a program, in bytes, by compute capability."""
 MAX_WARPS = 32
-"""Largest number of warps of a program (1,024 threads)."""
+"""Largest number of warps per program (1,024 threads)."""
 MAX_GRID = (2**31 - 1, 65535, 65535)
 """Largest number of programs along x, y and z."""
 
@@ -29,16 +29,16 @@ _INTRODUCED = {
     100: r"tcgen05|.*f32x2|(add|sub|fma)\.(\w+\.)*f32\.b?f16|ld.*\.v8|st.*\.v8|redux.*f32",
 }
 _ONLY = {90: r"wgmma"}
-"""Instructions that no later architecture has."""
+"""Instructions that later architectures lack."""
 
 
 def number_of(target: str) -> int:
-    """90 of "sm_90a"."""
+    """Compute capability of a target: 90 for "sm_90a"."""
     return int(re.match(r"sm_(\d+)", target)[1])
 
 
 def refusal(opcode: str, target: str) -> str:
-    """Why `target` ("sm_80", "sm_90a" ...) lacks an instruction; "" if it has it."""
+    """Reason why `target` ("sm_80", "sm_90a" ...) lacks an instruction; "" if it has it."""
     number = number_of(target)
     since = max((a for a, pattern in _INTRODUCED.items() if re.match(pattern, opcode)), default=0)
     if number < since:
@@ -50,7 +50,7 @@ def refusal(opcode: str, target: str) -> str:
 def check_launch(
     target: str, grid: tuple[int, int, int], num_warps: int, shared_bytes: int
 ) -> None:
-    """Raises ValueError for a launch that a GPU would refuse."""
+    """Raise ValueError for a launch that exceeds the limits of the target."""
     if not all(1 <= size <= most for size, most in zip(grid, MAX_GRID, strict=True)):
         raise ValueError(f"grid: expected 1 to {MAX_GRID} programs along x, y and z, got {grid}")
     if not 1 <= num_warps <= MAX_WARPS:

@@ -1,14 +1,19 @@
-"""Products in tensor memory: tcgen05 (PTX ISA 9.7.16), of one CTA, of 16-bit elements.
+"""tcgen05: products in tensor memory (PTX ISA 9.7.16), for one CTA and 16-bit elements.
 
-D is [m, n] f32, row by lane and column by column; with m = 64 rows 16 w to 16 w + 15 are in lanes
-32 w to 32 w + 15. A is in shared memory, or in tensor memory as D is, two elements a column; B is
-[n, k] in shared memory. Descriptors of matrices there are those of wgmma (warpgroup.py), but for
-the bits of the swizzle (61-63). An instruction's descriptor (9.7.16.4) has the formats of D, A
-and B in bits 4-5, 7-9 and 10-12, whether A and B are MN-major in bits 15 and 16, n / 8 in bits
-17-22, m / 16 in bits 24-28.
+The accumulator D is [m, n] f32 in tensor memory. Row i is lane i; for m = 64, rows 16 w to
+16 w + 15 are in lanes 32 w to 32 w + 15. A is in shared memory, or in tensor memory with the lanes
+of D and two elements per column. B is [n, k] in shared memory.
 
-tcgen05.ld and tcgen05.st move, as register i of thread t of a warp, lane t and column i (32x32b),
-or lane t % 16 and column i + t / 16 * an offset (16x32bx2).
+Matrix descriptors are the same as for wgmma (warpgroup.py), except that the swizzle has bits 61-63.
+The instruction descriptor (9.7.16.4) has these fields:
+
+    bits 4-5, 7-9, 10-12    formats of D, A and B
+    bits 15, 16             1 if A, B is MN-major
+    bits 17-22              n / 8
+    bits 24-28              m / 16
+
+tcgen05.ld and tcgen05.st move register i of thread t of a warp from or to lane t, column i
+(32x32b), or lane t % 16, column i + t / 16 * offset (16x32bx2).
 """
 
 from __future__ import annotations
@@ -36,15 +41,15 @@ def _tcgen05(translation: Translation) -> Step:
     for pattern, form in _FORMS.items():
         if matched := re.fullmatch(pattern, opcode):
             return form(translation, *matched.groups())
-    raise Unsupported("this form of tcgen05 is not known")
+    raise Unsupported("this form of tcgen05 is not supported")
 
 
 def _alloc(translation: Translation) -> Step:
-    """One warp of a program allocates; the address goes to shared memory."""
+    """One warp allocates columns for its program. The address is written to shared memory."""
     place, count = translation.operands
     address, count = translation.address(place), int(count, 0)
     if count not in (32, 64, 128, 256, 512):
-        raise Unsupported(f"{count} columns")
+        raise Unsupported(f"expected 32, 64, 128, 256 or 512 columns, got {count}")
 
     translation.accesses_shared(4)
 
@@ -55,7 +60,7 @@ def _alloc(translation: Translation) -> Step:
             program = thread // batch.threads_per_program
             first = batch.tensor_memory.allocate(program, count)
             if first is None:
-                detail = f"no {count} free columns of tensor memory: this would wait for ever"
+                detail = f"no {count} free columns of tensor memory: the allocation waits forever"
                 raise batch.fault(FaultKind.ENDLESS, detail, thread)
             columns[thread] = first
         data = columns.view(np.uint8).reshape(-1, 4)
@@ -76,13 +81,13 @@ def _dealloc(translation: Translation) -> Step:
 
 
 def _first_lanes(batch, mask) -> np.ndarray:
-    """The first threads of the masked warps."""
+    """Mask of the first thread of each active warp."""
     batch.whole_warps(mask)
     return batch.every(mask) & (np.arange(batch.num_threads) % 32 == 0)
 
 
 def _relinquish(translation: Translation) -> Step:
-    """Matters only to other programs, which may allocate from now on."""
+    """Permits other programs to allocate. No effect here: programs do not share tensor memory."""
 
     def relinquish(batch, mask):
         batch.whole_warps(mask)
@@ -119,7 +124,7 @@ def _move(translation: Translation, direction: str, shape: str, count: str) -> S
         beyond = (lane // 32 != threads // 32 % 4) | (lane % 32 + rows > 32)
         if beyond.any():
             number = int(np.argmax(beyond))
-            detail = f"{rows} lanes of tensor memory from {lane[number]}, which are not the warp's"
+            detail = f"{rows} lanes of tensor memory from {lane[number]} on are not the warp's"
             thread, at = int(threads[number]), int(place[number])
             raise batch.fault(FaultKind.OUT_OF_BOUNDS, detail, thread, address=at)
         lanes = lane + threads % rows
@@ -169,7 +174,7 @@ def _mma(translation: Translation) -> Step:
 def _multiply(
     batch, translation: Translation, thread: int, d: int, a: int, b: int, form: int, keep: int
 ) -> None:
-    """The product that a thread issues, from the values of its operands."""
+    """Issue a product. d, a, b, form, keep: values of the operands of tcgen05.mma."""
     memory, threads = batch.tensor_memory, np.array([thread])
     program, operands = thread // batch.threads_per_program, []
     a_kind, b_kind = _KINDS[form >> 7 & 1], _KINDS[form >> 10 & 1]
@@ -206,7 +211,7 @@ def _multiply(
 
 
 def _operand_chunks(translation: Translation, descriptor: int, rows: int, transposed: bool):
-    """Chunks of shared memory of a [rows, k] matrix."""
+    """16-byte chunks of shared memory that hold a [rows, k] matrix."""
     if descriptor >> 46 & 0x7F != 1 or descriptor >> 61 & 1:
         raise _unknown(translation, f"a matrix descriptor of {descriptor:#x}")
     descriptor &= ~(7 << 46)

@@ -1,15 +1,17 @@
-"""Tensor memory of the programs of a batch, and the products in flight to and from it.
+"""Tensor memory of the programs of a batch, and the loads, stores and products in flight.
 
-128 lanes of 512 columns of 32 bits (PTX ISA 9.7.16.1); an address has its lane in bits 16-31 and
-its column in bits 0-15. Only columns that tcgen05.alloc gave may be accessed. A warp reaches lanes
-32 w to 32 w + 31, w being its number modulo four. What nothing wrote is NaN: Triton loads such
-cells, and uses none of them, where it has pipelined a loop of no iterations.
+Tensor memory has 128 lanes of 512 columns of 32 bits (PTX ISA 9.7.16.1). An address has the lane in
+bits 16-31 and the column in bits 0-15. Only columns from tcgen05.alloc may be accessed. A warp can
+access lanes 32 w to 32 w + 31, where w is its index modulo four. Unwritten cells are NaN and may be
+loaded: Triton loads them, without using them, when a pipelined loop has no iterations.
 
-tcgen05.ld and tcgen05.st run until their wait: before, registers of a load may not be read, and the
-cells of either not be accessed. Barriers order loads and stores of several warps, and products, as
-in shared memory. Products of a thread run in the order of their issue until a thread has waited for
-the mbarrier that a tcgen05.commit named. They are computed when they are issued; before that wait
-their results may not be accessed, nor their operands overwritten.
+tcgen05.ld and tcgen05.st are in flight until tcgen05.wait. Until then the cells may not be
+accessed, nor the registers of a load. As in shared memory, barriers order the loads, stores and
+products of different warps.
+
+The products of a thread run in issue order. They are computed when they are issued, and in flight
+until a thread has waited for the mbarrier of a tcgen05.commit. Until then their results may not be
+accessed and their operands may not be overwritten.
 """
 
 from __future__ import annotations
@@ -34,23 +36,24 @@ class Product:
 
     program: int
     thread: int
-    written: np.ndarray  # cells
-    read: np.ndarray
-    operands: list[np.ndarray]  # chunks of shared memory
+    written: np.ndarray  # cells of D
+    read: np.ndarray  # cells of A
+    operands: list[np.ndarray]  # 16-byte chunks of shared memory
 
 
 @dataclass
 class _Move:
-    """A tcgen05.ld or tcgen05.st."""
+    """A tcgen05.ld or tcgen05.st in flight."""
 
     threads: np.ndarray
     cells: np.ndarray  # [threads, registers]
-    registers: list[int]  # of a load
-    pending: np.ndarray  # which of the threads have not waited for it
+    registers: list[int]  # targets of a load; empty for a store
+    pending: np.ndarray  # for each of `threads`: it has not waited
 
 
 class TensorMemory:
-    """Tensor memory of the programs of a batch; a cell is its place in all of it."""
+    """Tensor memory of the programs of a batch. A cell is an index into all of it: (program, lane,
+    column), flattened."""
 
     def __init__(self, batch):
         self._batch = batch
@@ -59,14 +62,14 @@ class TensorMemory:
         self._allocated = np.zeros((batch.num_programs, COLUMNS), np.bool_)
         self._write_epoch, self._read_epoch = np.full((2, cells), -1, np.int32)
         self._writer, self._reader = np.zeros((2, cells), np.int16)
-        # How many of each use a cell and have not been waited for.
+        # In flight, for each cell: loads, stores, products that write it, products that read it.
         self._loads, self._stores, self._results, self._inputs = np.zeros((4, cells), np.int16)
         self._moves: list[_Move] = []
         self.products: list[Product] = []
 
     def cells(self, threads: np.ndarray, lanes: np.ndarray, columns: np.ndarray) -> np.ndarray:
-        """Cells [threads, any number] of the threads' programs, by lanes and columns that broadcast
-        to this shape. Raises Fault for columns that are not allocated."""
+        """Cells [threads, n] at these lanes and columns, in the program of each thread. lanes and
+        columns broadcast to this shape. Raises Fault for columns that are not allocated."""
         programs = threads[:, None] // self._batch.threads_per_program
         programs, lanes, columns = np.broadcast_arrays(programs, lanes, columns)
         known = (lanes < LANES) & (columns < COLUMNS)
@@ -83,9 +86,9 @@ class TensorMemory:
         return (programs * LANES + lanes) * COLUMNS + columns
 
     def check(self, cells: np.ndarray, threads: np.ndarray, *, write: bool, product: bool) -> None:
-        """Raise Fault unless the threads may access cells [threads, any number] now.
+        """Raise Fault unless the threads may access cells [threads, n] now.
 
-        product: as a product does, which need not wait for others."""
+        product: the access is by a product, which need not wait for earlier products."""
         warps, epochs = threads[:, None] // 32, self._epochs(threads)
         raced = (self._write_epoch[cells] == epochs) & (self._writer[cells] != warps)
         moving, busy = self._stores[cells], self._results[cells]
@@ -108,13 +111,13 @@ class TensorMemory:
         raise self._batch.fault(kind, detail, int(thread), address=address)
 
     def _epochs(self, threads: np.ndarray) -> np.ndarray:
-        """Barriers that the threads' programs have passed, [threads, 1]."""
+        """Number of barriers that the program of each thread has passed, [threads, 1]."""
         return self._batch.shared.epochs[threads // self._batch.threads_per_program][:, None]
 
-    # -- moves from and to registers
+    # -- tcgen05.ld and tcgen05.st
 
     def load(self, threads: np.ndarray, cells: np.ndarray, registers: list[int]) -> None:
-        """The threads load cells, [threads, registers], into registers."""
+        """Start loading cells [threads, registers] into registers."""
         self.check(cells, threads, write=False, product=False)
         warps, epochs = threads[:, None] // 32, self._epochs(threads)
         others = (self._read_epoch[cells] == epochs) & (self._reader[cells] != warps)
@@ -132,7 +135,7 @@ class TensorMemory:
             held[index] = InFlight(self._batch, loaded, waiting, FaultKind.COPY_IN_FLIGHT)
 
     def store(self, threads: np.ndarray, cells: np.ndarray, values: np.ndarray) -> None:
-        """The threads store values to cells, both [threads, registers]."""
+        """Start storing values to cells, both [threads, registers]."""
         self.check(cells, threads, write=True, product=False)
         self._write_epoch[cells], self._writer[cells] = (
             self._epochs(threads),
@@ -143,7 +146,7 @@ class TensorMemory:
         self.data[cells] = values
 
     def wait(self, mask: np.ndarray, loads: bool) -> None:
-        """Let the loads, or else the stores, of the masked threads end."""
+        """Complete the loads (else the stores) of the masked threads."""
         for move in self._moves:
             if loads != bool(move.registers):
                 continue
@@ -161,13 +164,13 @@ class TensorMemory:
     # -- products
 
     def issue(self, product: Product) -> None:
-        """A product begins, whose result the cells have already."""
+        """Start a product. Its result is already in its cells."""
         self._inputs[product.read] += 1
         self._results[product.written] += 1
         self.products.append(product)
 
     def complete(self, products: list[Product]) -> None:
-        """Somebody has waited for the products."""
+        """Complete products that a thread has waited for."""
         for product in products:
             if product in self.products:
                 self.products.remove(product)
@@ -180,7 +183,7 @@ class TensorMemory:
     # -- columns
 
     def allocate(self, program: int, count: int) -> int | None:
-        """The first column of `count` free ones, now allocated; None if there are none."""
+        """Allocate `count` columns. Returns the first, or None if too few are free."""
         free = ~self._allocated[program].reshape(-1, count).any(1)
         if not free.any():
             return None
@@ -189,7 +192,7 @@ class TensorMemory:
         return first
 
     def release(self, thread: int, first: int, count: int) -> None:
-        """tcgen05.dealloc. Raises Fault for columns that are not allocated, or in use."""
+        """tcgen05.dealloc. Raises Fault for columns that are not allocated or still in use."""
         columns, threads = np.arange(first, first + count), np.array([thread])
         cells = self.cells(threads, np.arange(LANES)[:, None], columns[None]).reshape(1, -1)
         self.check(cells, threads, write=True, product=False)

@@ -1,5 +1,4 @@
-"""Facts about PyTorch's tensors: their extents, which of them nothing has written, and which ones
-kernels may reach by an address in a table."""
+"""PyTorch tensors as the executor sees them: extents, unwritten memory, and addresses in tables."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ _NO_BYTES = np.zeros(0, np.uint8)
 
 
 def window_of(name: str, tensor: torch.Tensor, unwritten: int = 0) -> TensorWindow:
-    """A CPU tensor as a kernel may access it.
+    """The window of memory that a kernel may access through a CPU tensor.
 
     Raises:
         ValueError: not a CPU tensor.
@@ -44,8 +43,8 @@ _DATA_PTR = torch.Tensor.data_ptr
 
 
 class AddressBook:
-    """While it is entered, records tensors whose `data_ptr()` is called: kernels may reach them
-    through addresses in a table."""
+    """Context manager that records tensors whose `data_ptr()` is called. Kernels may access them
+    through an address table."""
 
     def __init__(self):
         self._tensors: dict[int, dict[tuple, weakref.ref]] = {}
@@ -66,7 +65,7 @@ class AddressBook:
         torch.Tensor.data_ptr = self._previous
 
     def named_in(self, tables: Sequence[torch.Tensor]) -> list[TensorWindow]:
-        """The tensors that begin at an address that one of the int64 `tables` holds."""
+        """Windows of the recorded tensors whose address is in one of the int64 `tables`."""
         windows = []
         for table in tables:
             if table is None or table.numel() > _MAX_TABLE:
@@ -79,15 +78,16 @@ class AddressBook:
 
 
 class FreshMemory:
-    """While it is entered, records which memory nothing has written.
+    """Context manager that tracks unwritten ("fresh") memory.
 
-    Fresh is memory from torch.empty, empty_like, empty_strided, empty_permuted, Tensor.new_empty,
-    and what Tensor.resize_ adds. It is filled with a pattern (a NaN, a large integer). Kernels
-    write byte by byte; if anything else, such as PyTorch or NumPy, has changed the pattern
-    anywhere, all of the tensor counts as written. Taken as written are torch.Tensor(n), tensors
-    made before, and those that PyTorch's C++ code allocates. Reads by PyTorch are not checked.
+    Memory from torch.empty, empty_like, empty_strided, empty_permuted and Tensor.new_empty is
+    fresh, and so is memory that Tensor.resize_ adds. It is filled with a pattern (a NaN, a large
+    integer). Writes of kernels are tracked per byte. If PyTorch, NumPy or anything else changes the
+    pattern anywhere, the whole tensor counts as written. torch.Tensor(n), tensors made earlier and
+    tensors allocated by PyTorch's C++ code always count as written. Reads by PyTorch are not
+    checked.
 
-    Up to 256 MiB are kept alive, so that no address is taken for one of a tensor that has gone.
+    Up to 256 MiB of tensors are kept alive, so that their addresses are not reused.
     """
 
     _MAKERS = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"))
@@ -112,7 +112,7 @@ class FreshMemory:
         @functools.wraps(make)
         def wrapper(*args, **kwargs):
             made = make(*args, **kwargs)
-            if not torch.compiler.is_compiling():  # traced, it makes nothing yet
+            if not torch.compiler.is_compiling():  # tracing allocates nothing
                 self._remember(made)
             return made
 
@@ -134,7 +134,7 @@ class FreshMemory:
         return wrapper
 
     def _remember(self, tensor: torch.Tensor, kept: np.ndarray = _NO_BYTES) -> None:
-        """Mark the tensor's memory as fresh behind its first bytes: of these, `kept` are marked."""
+        """Mark the tensor's memory as fresh. `kept` are the marks of its first bytes."""
         if type(tensor) is not torch.Tensor or not tensor.is_cpu:
             return
         held = _bytes_of(tensor)
@@ -150,8 +150,8 @@ class FreshMemory:
             self._num_bytes -= len(dropped)
 
     def unwritten(self, tensor: torch.Tensor) -> int:
-        """Address of one byte for each byte of the tensor, 1 where nothing wrote it; 0 if all of it
-        counts as written."""
+        """Address of the tensor's marks: one byte per byte of the tensor, 1 if unwritten. Returns 0
+        if the whole tensor counts as written."""
         _, unwritten = self._fresh.get(tensor.untyped_storage().data_ptr(), (None, _NO_BYTES))
         held = _bytes_of(tensor)
         if len(held) != len(unwritten):
@@ -171,5 +171,5 @@ def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _pattern(count: int) -> np.ndarray:
-    """0x7fa5 repeated: a NaN of fp16, bf16 and fp32."""
+    """0x7fa5 repeated: a NaN in fp16, bf16 and fp32."""
     return np.resize(np.array([0xA5, 0x7F], np.uint8), count)

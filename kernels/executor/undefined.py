@@ -1,14 +1,15 @@
-"""Values that PTX or Triton leaves undefined: registers that nothing wrote, quotients by zero, and
-shifts by the width of a number or more (PTX limits these, LLVM does not define them).
+"""Undefined values: unwritten registers, quotients by zero, and shifts by the width or more (PTX
+clamps such shifts, LLVM leaves them undefined).
 
-Compilers compute such values where nothing depends on them, under a mask or in the unused half of a
-packed pair. So each has an alternate, another value that it could have had, and what is computed
-from it is computed twice. It is a fault if a thread uses a value that differs from its alternate as
-an address, a condition, or an operand of a store or atomic instruction on global memory. What comes
-out alike for both, such as a comparison, is not noticed. Alternates are not followed through
-memory, exchanges between threads and tensor cores.
+Compilers compute undefined values that are never used, under a mask or in the unused half of a
+packed pair. So an undefined value alone is not a fault. It gets an alternate: a second value that
+it could have. Instructions that depend on it run twice, once with each value. A fault is raised if
+a value differs from its alternate and is used as an address, as a condition, or as an operand of a
+store or atomic instruction on global memory.
 
-Only instructions that an undefined value can reach, by the program's flow, do this work.
+An undefined value is not detected if both values give the same result, for example in a comparison.
+Alternates are not propagated through memory, exchanges between threads or tensor cores. Only
+instructions that an undefined value can reach in the data flow are run twice.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _SOURCES = re.compile(r"(div|rem)\.[su]|shl|shr")
 
 @dataclass
 class Effects:
-    """Registers of one instruction, by index."""
+    """Indices of the registers that one instruction reads, uses as addresses, and writes."""
 
     reads: list[int] = field(default_factory=list)
     addresses: list[int] = field(default_factory=list)
@@ -43,7 +44,7 @@ def _bits(indices: Sequence[int]) -> int:
 
 
 def unwritten_registers(program: Program, effects: Sequence[Effects]) -> int:
-    """Registers (bits) that may be read before they are written."""
+    """Bit set of registers that may be read before they are written (live at entry)."""
     count = len(program.instructions)
     uses, kills, live = [], [], [0] * (count + 1)
     for one, effect in zip(program.instructions, effects, strict=True):
@@ -66,8 +67,8 @@ def unwritten_registers(program: Program, effects: Sequence[Effects]) -> int:
 
 
 def followed_steps(program: Program, steps: list, effects: Sequence[Effects]) -> tuple[list, list]:
-    """(steps of which those follow undefined values that may meet one, registers that are undefined
-    at the start)."""
+    """(steps, registers undefined at entry). Steps that an undefined value can reach also propagate
+    alternates."""
     unwritten = reached = unwritten_registers(program, effects)
     pairs = list(zip(program.instructions, effects, strict=True))
     for one, effect in pairs:
@@ -88,15 +89,15 @@ def followed_steps(program: Program, steps: list, effects: Sequence[Effects]) ->
 
 
 def alternate(width: int) -> np.ndarray:
-    """Another value that an undefined register of this width could have."""
+    """The alternate value of an undefined register of this width."""
     return np.array([0x5A5A5A5A5A5A5A5A & ((1 << width) - 1)], f"u{max(width // 8, 1)}")
 
 
 def _following(step, one: Instruction, effect: Effects, guard: list[int]):
-    """The step, which also computes the alternates of its results."""
+    """A step that also computes the alternates of its results."""
     used = effect.reads if _USED.match(one.opcode) else []
     follows = bool(effect.writes) and not _NOT_FOLLOWED.match(one.opcode)
-    bits = re.search(r"\d+$", one.opcode)  # of a wider register the low bits count
+    bits = re.search(r"\d+$", one.opcode)  # a wider register is truncated to its low bits
     stored = np.uint64(2 ** int(bits[0]) - 1 if bits else 0)
 
     def run(batch, mask):
@@ -128,7 +129,7 @@ def _following(step, one: Instruction, effect: Effects, guard: list[int]):
         for index, (values, why) in again.items():
             held = registers[index]
             if index in alternates or not isinstance(held, np.ndarray):
-                continue  # undefined by this instruction itself, or an asynchronous result
+                continue  # made undefined by this instruction, or written asynchronously
             if not (follows and reasons):
                 values = np.where(threads, held, values)
             if (values != held).any():

@@ -1,21 +1,22 @@
-"""Products of a warp group, four warps, with operands in shared memory: wgmma (PTX ISA 9.7.15).
+"""wgmma: products of a warp group (four warps) with operands in shared memory (PTX ISA 9.7.15).
 
-D, m64nN: warp w of the group holds rows 16 w to 16 w + 15; its thread 4 g + t holds in register i
-row g + 8 (i / 2 % 2), column 8 (i / 4) + 2 t + i % 2. A in registers is laid out as for mma.m16n8.
+Accumulator D, m64nN: warp w of the group holds rows 16 w to 16 w + 15. Register i of its thread
+4 g + t holds row g + 8 (i / 2 % 2), column 8 (i / 4) + 2 t + i % 2. A in registers has the layout
+of mma.m16n8.
 
-A matrix in shared memory is found by a descriptor (9.7.15.5.1.2.2): start, leading and stride byte
-offsets in units of 16 bytes in bits 0-13, 16-29 and 32-45, swizzling in bits 62-63. It is made of
-rows of w = 128, 64, 32 (swizzled) or 16 bytes (not). "Rows" run along k if the matrix is K-major,
-along m or n if transposed (9.7.15.5.1.2.1); with chunks of 16 bytes, c counted along the row and r
-across:
+A descriptor (9.7.15.5.1.2.2) locates a matrix in shared memory. It has the start, leading and
+stride byte offsets, in units of 16 bytes, in bits 0-13, 16-29 and 32-45, and the swizzle mode in
+bits 62-63. The matrix consists of rows of w bytes: w = 128, 64 or 32 with swizzling, 16 without.
+Rows run along k if the matrix is K-major, along m or n if it is MN-major, "transposed"
+(9.7.15.5.1.2.1). The 16-byte chunk c of row r is at:
 
     start + r % 8 * w + r / 8 * stride + ...
         ... + 16 c                                               K-major, swizzled
         ... + c * leading                                        K-major, not swizzled
         ... + c % (w / 16) * 16 + c / (w / 16) * leading         MN-major, swizzled
 
-Swizzling exchanges chunks: of the address, bits 4-6 (128), 4-5 (64) or 4 (32) are combined by
-exclusive or with bits 7-9, 7-8 or 7.
+Swizzling permutes chunks: address bits 4-6 (w = 128), 4-5 (64) or 4 (32) are XORed with bits 7-9,
+7-8 or 7.
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ _SWIZZLES = {0: 16, 1: 128, 2: 64, 3: 32}
 
 @functools.lru_cache(maxsize=4096)
 def operand_chunks(descriptor: int, rows: int, itemsize: int, transposed: bool) -> np.ndarray:
-    """Addresses (uint64) of the 16-byte chunks of a [rows, 32 bytes of k] matrix, row after row of
-    the matrix as it is stored: [rows, 2], or if transposed [k, rows * itemsize / 16].
+    """Addresses (uint64) of the 16-byte chunks of a [rows, 32 bytes of k] matrix, row by row as
+    stored: [rows, 2], or [k, rows * itemsize / 16] if transposed.
 
     Raises:
-        Unsupported: an unknown form of matrix.
+        Unsupported: the matrix layout is not supported.
     """
     if descriptor >> 49 & 7:
-        raise Unsupported("descriptors with a base offset")
+        raise Unsupported("descriptors with a base offset are not supported")
     start, leading, stride = ((descriptor >> at & 0x3FFF) << 4 for at in (0, 16, 32))
     width = _SWIZZLES[descriptor >> 62]
     if transposed and width == 16:
-        raise Unsupported("transposed matrices without swizzling")
+        raise Unsupported("transposed matrices without swizzling are not supported")
     row = np.arange(32 // itemsize if transposed else rows)[:, None]
     chunk = np.arange(rows * itemsize // 16 if transposed else 2)[None, :]
     per_row = width // 16
@@ -65,7 +66,7 @@ def operand_chunks(descriptor: int, rows: int, itemsize: int, transposed: bool) 
 
 
 def fetch_operand(batch, thread: int, chunks: np.ndarray, kind: str, transposed: bool):
-    """A [rows, k] matrix of `kind` as f32 from the chunks that `operand_chunks` gave."""
+    """Read a [rows, k] matrix of type `kind` as f32. chunks: from `operand_chunks`."""
     data = batch.shared.take_operand(batch, thread, chunks.reshape(-1))
     values = operand_values(data.reshape(len(chunks), -1), kind)
     return values.T if transposed else values
@@ -107,20 +108,20 @@ def _multiply(translation: Translation) -> Step:
     )
     matched = re.fullmatch(pattern, translation.instruction.opcode)
     if not matched or matched[4] not in BITS or matched[5] not in BITS:
-        raise Unsupported("this form of wgmma is not known")
+        raise Unsupported("this form of wgmma is not supported")
     n, kind, a_kind, b_kind = int(matched[1]), *matched.groups()[2:]
     check_accumulator(kind, a_kind, b_kind)
     dtype, saturates = ACCUMULATORS[kind], "satfinite" in translation.parts
-    halves = 2 if kind == "f16" else 1  # numbers of a register of D
+    halves = 2 if kind == "f16" else 1  # numbers per register of D
     itemsize = BITS[a_kind] // 8
     if int(matched[2]) * itemsize != 32:
-        raise Unsupported(f"k{matched[2]} of .{a_kind}")
+        raise Unsupported(f"k{matched[2]} for .{a_kind} is not supported")
     target, a, b, scale_d, *immediates = translation.operands
     scale_a, scale_b, *transposed = immediates if kind != "s32" else ("1", "1")
     in_registers = isinstance(a, tuple)
     flags = [_flag(text) for text in transposed] or [0] * (2 - in_registers)
     if _flag(scale_a) != 1 or _flag(scale_b) != 1 or len(flags) != 2 - in_registers:
-        raise Unsupported("these immediates are not known")
+        raise Unsupported("these immediates are not supported")
     if len(target) != n // 2 // halves:
         raise Unsupported("the number of registers does not fit")
     read_a = [
@@ -133,7 +134,7 @@ def _multiply(translation: Translation) -> Step:
     fenced = accumulators + ([register.index for register in a] if in_registers else [])
 
     def multiply(batch, mask):
-        """Group by group: the descriptors are the same for all threads of one."""
+        """Computes one warp group after another; all threads of a group share the descriptors."""
         batch.whole_warps(mask)
         active = batch.every(mask)
         batch.products.check_fenced(active, fenced)
@@ -166,7 +167,7 @@ def _multiply(translation: Translation) -> Step:
 
 
 def _numbers(bits: np.ndarray, dtype) -> np.ndarray:
-    """Registers [r, threads] of one or two numbers each to [numbers, threads]."""
+    """[registers, threads], one or two numbers per register, to [numbers, threads]."""
     per_register = 4 // np.dtype(dtype).itemsize
     split = np.ascontiguousarray(bits.T).view(dtype).T
     return np.ascontiguousarray(split.reshape(len(bits) * per_register, -1))
@@ -178,19 +179,19 @@ def _registers(numbers: np.ndarray) -> np.ndarray:
 
 
 def _groups(batch, active: np.ndarray) -> list[int]:
-    """First threads of the warp groups that take part, as wholes."""
+    """First thread of each active warp group. Raises Fault if part of a group is inactive."""
     by_group = active.reshape(-1, 128)
     some, every = by_group.any(1), by_group.all(1)
     if (some != every).any():
         thread = 128 * int(np.flatnonzero(some != every)[0])
-        raise batch.fault(FaultKind.DIVERGENCE, "a warp of the group does not take part", thread)
+        raise batch.fault(FaultKind.DIVERGENCE, "a warp of the group is not active", thread)
     return [128 * int(group) for group in np.flatnonzero(every)]
 
 
 def _fetch(batch, descriptors, kind: str, rows: int, transposed: int, thread: int):
-    """A [rows, k] matrix from shared memory as f32, and (program, chunks) that it reads."""
+    """(a [rows, k] matrix from shared memory as f32, (program, chunks) that it occupies)."""
     if (descriptors != descriptors[0]).any():
-        detail = "threads of a warp group give different descriptors"
+        detail = "threads of a warp group have different descriptors"
         raise batch.fault(FaultKind.DIVERGENCE, detail, thread)
     chunks = operand_chunks(int(descriptors[0]), rows, BITS[kind] // 8, bool(transposed))
     matrix = fetch_operand(batch, thread, chunks, kind, bool(transposed))
@@ -198,13 +199,13 @@ def _fetch(batch, descriptors, kind: str, rows: int, transposed: int, thread: in
 
 
 def _rows_of_registers(bits: list[np.ndarray], kind: str) -> np.ndarray:
-    """A from four registers of 128 threads: [64, k]."""
+    """A, [64, k], from four registers of 128 threads."""
     values = operand_values(np.stack(bits), kind).reshape(2, 2, 4, 8, -1)  # k half, row half, w, g
     return values.transpose(2, 1, 3, 0, 4).reshape(64, -1)
 
 
 def _rows_of_result(registers: np.ndarray, n: int) -> np.ndarray:
-    """[n / 2, 128 threads] to [64, n]."""
+    """D from registers, [n / 2, 128 threads], to [64, n]."""
     split = registers.reshape(n // 8, 2, 2, 4, 8, 4)  # column / 8, row half, pair, w, g, t
     return split.transpose(3, 1, 4, 0, 5, 2).reshape(64, n)
 
@@ -217,10 +218,11 @@ def _registers_of_result(rows: np.ndarray, n: int) -> np.ndarray:
 
 @instruction("fence", "membar")
 def _fence(translation: Translation) -> Step:
-    """fence.proxy.async: the async proxy sees what these threads see (9.7.13.4)."""
+    """fence.proxy.async: later accesses by the async proxy see earlier writes of these threads
+    (9.7.13.4)."""
     opcode = translation.instruction.opcode
     if opcode not in ("fence.proxy.async", "fence.proxy.async.shared::cta"):
-        raise Unsupported("fences of this kind are not known")
+        raise Unsupported("fences of this kind are not supported")
 
     def fence(batch, mask):
         warps = batch.every(mask).reshape(-1, 32).any(1)

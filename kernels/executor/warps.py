@@ -15,7 +15,7 @@ def _bra(translation: Translation) -> Step:
     translation.expect("uni") if len(translation.parts) > 2 else None
     (label,) = translation.operands
     if label not in translation.program.labels:
-        raise Unsupported(f"label {label!r} is not known")
+        raise Unsupported(f"label {label!r} is not supported")
     return lambda batch, mask: Branch(label, mask)
 
 
@@ -45,16 +45,16 @@ def _bar(translation: Translation) -> Step:
 
         return meet
     if opcode not in _BARRIERS:
-        raise Unsupported("this form of barrier is not known")
+        raise Unsupported("this form of barrier is not supported")
     if operands != ("0",) and operands != ("0x0",):
-        raise Unsupported("only barrier 0 of all threads is known")
+        raise Unsupported("only barrier 0 of all threads is supported")
     return lambda batch, mask: Barrier(mask)
 
 
 @instruction("griddepcontrol")
 def _griddepcontrol(translation: Translation) -> Step:
-    """9.7.13.13. Launches run one after the other here, so that a wait is over at once; but one
-    that may begin early is held to it (`AwaitedMemory`)."""
+    """9.7.13.13. Launches run one after another, so a wait returns at once. In a dependent launch,
+    `AwaitedMemory` raises Fault for memory accesses before the wait."""
     if translation.one_of(("wait", "launch_dependents")) == "launch_dependents":
         return lambda batch, mask: None
 
@@ -66,23 +66,23 @@ def _griddepcontrol(translation: Translation) -> Step:
 
 
 def _member_masks(batch, mask, members: np.ndarray) -> np.ndarray:
-    """The member mask of each thread. Raises Fault unless the threads here are its members that
-    have not ended, as .sync demands."""
+    """The member mask of each thread. Raises Fault unless the active threads are exactly the
+    members that have not exited (.sync)."""
     active, masks = batch.every(mask), batch.full(members)
     here = np.packbits(active.reshape(-1, 32), axis=1, bitorder="little").view(np.uint32)
     ended = np.packbits(batch.ended.reshape(-1, 32), axis=1, bitorder="little").view(np.uint32)
     here, ended = here.repeat(32), ended.repeat(32)
     if (active & (masks & ~ended != here)).any():
         thread = int(np.flatnonzero(active & (masks & ~ended != here))[0])
-        detail = f"the member mask is {masks[thread]:#x}, the threads here are {here[thread]:#x}"
+        detail = f"the member mask is {masks[thread]:#x}, the active mask is {here[thread]:#x}"
         raise batch.fault(FaultKind.DIVERGENCE, detail, thread)
     return masks & here
 
 
 @instruction("shfl")
 def _shfl(translation: Translation) -> Step:
-    """Take a register of another thread of the warp (9.7.9.6): bits 12-8 of c are the segment mask
-    and bits 4-0 the clamp; out of range a thread gets its own value."""
+    """Read a register of another lane (9.7.9.6). Bits 12-8 of operand c are the segment mask, bits
+    4-0 the clamp. Out of range, a lane gets its own value."""
     mode = translation.one_of(("up", "down", "bfly", "idx"))
     translation.expect("sync", mode)
     target, value, lane, control, members = translation.operands
@@ -109,9 +109,7 @@ def _shfl(translation: Translation) -> Step:
         origin = np.where(valid, wanted, own) | (threads & ~31)
         if mask is not None and not mask[origin[mask]].all():
             thread = int(threads[mask][~mask[origin[mask]]][0])
-            raise batch.fault(
-                FaultKind.DIVERGENCE, "the thread that is read from does not take part", thread
-            )
+            raise batch.fault(FaultKind.DIVERGENCE, "the source lane is not active", thread)
         write(batch, mask, batch.full(value(batch))[origin])
         write_in_range(batch, mask, valid)
 
@@ -130,7 +128,7 @@ _REDUCTIONS = {
 
 @instruction("redux")
 def _redux(translation: Translation) -> Step:
-    """One value of the member threads of the warp (9.7.13.6)."""
+    """Reduce a value over the member threads of the warp (9.7.13.6)."""
     kind = translation.kind
     name = translation.one_of(_REDUCTIONS)
     translation.expect("sync", name)
@@ -155,7 +153,7 @@ def _redux(translation: Translation) -> Step:
 
 @instruction("elect")
 def _elect(translation: Translation) -> Step:
-    """The first member thread of the warp gets true (9.7.13.7)."""
+    """True for the lowest member lane of the warp (9.7.13.7)."""
     translation.expect("sync")
     (target, elected), members = translation.operands
     write, write_elected = translation.write(target, "b32"), translation.write(elected, "pred")
@@ -173,7 +171,7 @@ def _elect(translation: Translation) -> Step:
 
 @instruction("vote")
 def _vote(translation: Translation) -> Step:
-    """Combine a predicate of the member threads of the warp (9.7.13.4)."""
+    """Combine a predicate over the member threads of the warp (9.7.13.4)."""
     name = translation.one_of(("ballot", "any", "all", "uni"))
     translation.expect("sync", name)
     target, predicate, members = translation.operands

@@ -29,7 +29,7 @@ def memory(num_bytes: int) -> torch.Tensor:
 def test_sectors_and_lines(run_body, access, stride, sectors, lines):
     counts = run_body(ADDRESS.format(stride=stride) + access, memory(128 * 32))
     assert (counts.requests, counts.sectors, counts.lines) == (1, sectors, lines)
-    assert (counts.distinct_lines, counts.l2_bytes) == (lines, 32 * sectors)
+    assert counts.distinct_lines == lines
 
 
 @pytest.mark.parametrize("skipped", [0, 64, 128, 200])
@@ -101,17 +101,6 @@ def test_classes_tensor_operations_and_barriers(run_body):
     expected = {"tensor core": 3, "synchronisation": 6, "floating point": 3, "integer": 3}
     expected |= {"move": 6, "conversion": 6, "control": 3, "parameter": 3}
     assert counts.instructions == expected
-
-
-def test_special_functions(run_body):
-    """Counted for all 32 threads of a warp; packed ones twice."""
-    body = (
-        "mov.b32 %r1, 0; mov.b32 %r3, 0; ex2.approx.ftz.f32 %r2, %r1; div.full.f32 %r3, %r1, %r1;"
-    )
-    body += "ex2.approx.f16x2 %r4, %r1; div.rn.f32 %r5, %r1, %r1;"
-    counts = run_body(body, memory(4), num_warps=2, grid=(3, 1, 1))
-    assert counts.special_functions == 3 * 2 * 32 * 4
-    assert [program.special_functions for program in counts.programs] == [2 * 32 * 4] * 3
 
 
 def test_programs_are_counted_one_by_one(run_body):
