@@ -57,7 +57,7 @@ class Gittins(EvictionPolicy):
         self._released: dict[int, None] = {}  # in the order of release
         self._num_releases = 0
         self._request = UNKNOWN_REQUEST
-        self._now = 0.0
+        self._now = -math.inf
 
     def tell(self, request: Request) -> None:
         self._request = request
@@ -94,7 +94,7 @@ class Gittins(EvictionPolicy):
             self._released[block] = None
             path.append(self._row_of[block])
         if math.isnan(self._request.time_ms):
-            self._now += 1000.0
+            self._now = max(self._now, 0.0) + 1000.0
         output_tokens = float(self._request.output_tokens)
         _rules().release(
             self._state,

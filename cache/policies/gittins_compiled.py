@@ -44,7 +44,7 @@ _STATE = np.dtype(
         ("releases", np.float64, NUM_CLASSES),
         ("returns", np.float64, (NUM_CLASSES, NUM_BINS)),  # by age
         ("index", np.float64, (NUM_CLASSES, NUM_BINS)),
-        ("head", np.int64, NUM_CLASSES),  # first block of each class that has children of none
+        ("head", np.int64, NUM_CLASSES),  # release number of the first block of each class
         ("worth", np.float64, NUM_CLASSES),  # of these heads, at the time ranked_at
     ],
     align=True,
@@ -115,17 +115,17 @@ def choose(state, rows, until):
     chosen, least = -1, np.inf
     for class_ in range(NUM_CLASSES):
         head = rows[first_queue + class_].newer
-        if head == state.head[class_] and state.worth[class_] > least:
+        if rows[head].number == state.head[class_] and state.worth[class_] > least:
             continue
         while head < first_queue and rows[head].children:
             _leave_queue(rows, head)  # until its last child is evicted
             head = rows[first_queue + class_].newer
         if head >= first_queue or rows[head].number >= until:
             continue
-        if head != state.head[class_]:
+        if rows[head].number != state.head[class_]:
             age, part = _bin(state.now - rows[head].time)
             index, next_bin = state.index[class_], min(age + 1, NUM_BINS - 1)
-            state.head[class_] = head
+            state.head[class_] = rows[head].number
             state.worth[class_] = index[age] + part * (index[next_bin] - index[age])
         worth = state.worth[class_]
         if worth < least or (worth == least and rows[head].number < rows[chosen].number):

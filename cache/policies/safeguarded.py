@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from cache.policies.base import EvictionPolicy, Request
+from cache.policies.base import EvictionPolicy, Request, check_victims
 
 if TYPE_CHECKING:
     from cache.policies.base import Replay
@@ -20,8 +20,9 @@ class Safeguarded(EvictionPolicy):
     ``budget`` x references, at most the capacity.  *Missing* are the blocks that LRU holds and the
     pool does not.  ``policy`` may evict while missing < balance.  Otherwise it may only evict what
     LRU does not hold (``evict_before``), or the block released first is evicted.  A block that LRU
-    holds and resident blocks continue is not evicted either.  So missing never exceeds balance,
-    and each missing block can cost one hit.
+    holds and resident blocks continue is not evicted either.  So every block before a
+    present block that LRU holds is present too, missing never exceeds balance, and each missing
+    block can cost one hit.
 
     Proven for serial replay, from the first request on: docs/eviction-study.md.  In a manager
     requests overlap, LRU is followed at each release, and nothing is proven.
@@ -108,6 +109,7 @@ class Safeguarded(EvictionPolicy):
             block = self.policy.evict_before(next(iter(self._lru.values()), 0))
         else:
             block = self.policy.evict()
+            check_victims(self.policy, (block,), self._released.__contains__)
             key = self._contents[block][0]
             if key in self._lru and self._children[key]:
                 self.policy.insert(block, *self._contents[block])
@@ -137,6 +139,8 @@ class Safeguarded(EvictionPolicy):
         del self._released[block]
         key, parent, _ = self._contents.pop(block)
         self._children[parent] -= 1
+        if not self._children[parent]:
+            del self._children[parent]
         if self._blocks.get(key) == block:
             del self._blocks[key]
             self._missing += key in self._lru

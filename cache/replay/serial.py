@@ -106,16 +106,18 @@ def simulate(
     if not trace.has_blocks:
         raise ValueError(f"trace {trace.name!r} has lengths only; a replay needs block ids")
 
+    # A larger pool evicts nothing either, and its size may overflow an int64.
+    pool = min(capacity_blocks, max(trace.num_block_references, 1))
     replay = policy.compiled_replay() or _compiled(policy)
     started = time.perf_counter()
     if replay is not None:
         try:
-            hits, evictions = replay(trace, capacity_blocks)
+            hits, evictions = replay(trace, pool)
         except OverflowError:  # the policy's integers need Python's
             replay = None
             started = time.perf_counter()
     if replay is None:
-        hits, evictions = _replay_in_python(trace, policy, capacity_blocks)
+        hits, evictions = _replay_in_python(trace, policy, pool)
     seconds = time.perf_counter() - started
 
     part = trace[counted]

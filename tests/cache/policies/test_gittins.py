@@ -49,6 +49,19 @@ def test_compiled_and_in_python_it_does_the_same(trace, capacity, ghost_ratio, w
     assert compiled.evictions == in_python.evictions
 
 
+def test_requests_at_the_same_time_and_before_time_zero_are_the_same_compiled():
+    """Blocks change hands within a millisecond, so a cached worth must not outlive its block."""
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        paths = [tuple(rng.integers(0, 3, rng.integers(1, 7))) for _ in range(200)]
+        trace = trace_of(paths)
+        requests = [request._replace(timestamp_ms=i // 3 - 9) for i, request in enumerate(trace)]
+        trace = Trace.from_requests(requests, name="ties", block_size=4)
+        for wrap in WRAPPERS:
+            compiled, in_python = replays(trace, 9, wrap, 1)
+            assert compiled.hits.tolist() == in_python.hits.tolist()
+
+
 @pytest.mark.parametrize("wrap", WRAPPERS, ids=["bare", "safeguarded", "large-budget"])
 def test_the_same_on_a_long_trace_with_ghosts_forgotten(wrap):
     trace = cache.make_workload("multi_turn_chat", seed=3, num_requests=300)

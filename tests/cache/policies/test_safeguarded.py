@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 import cache
 from cache.policies import EvictionPolicy, make_policy
+from cache.policies.gittins import Gittins
 from cache.traces.trace import Trace
-from tests.cache.prefix_traces import prefix_traces
+from tests.cache.prefix_traces import prefix_traces, trace_of
 
 
 def slack(trace: Trace, capacity: int, policy: EvictionPolicy, budget: float) -> float:
@@ -210,3 +211,15 @@ class Bare(EvictionPolicy):
 def test_bad_options(options, message):
     with pytest.raises(ValueError, match=message):
         make_policy("safeguarded", **options)
+
+
+class WrongVictim(Gittins):
+    def evict(self) -> int:
+        return super().evict() + 1000
+
+
+def test_a_wrong_victim_of_the_wrapped_policy_is_named():
+    trace = trace_of([(at,) for at in (0, 1, 0, 1, 2, 3, 4)])
+    policy = make_policy("safeguarded", policy=WrongVictim(), budget=1.0)
+    with pytest.raises(RuntimeError, match="policy 'WrongVictim'"):
+        cache.simulate(trace, policy=policy, capacity_blocks=2)

@@ -358,3 +358,10 @@ def test_a_forgotten_staticmethod_is_reported():
         class Own(PriorityPolicy):
             def priority(block):
                 return block.accessed
+
+
+@pytest.mark.parametrize("policy", ["lru", "gittins", "s3fifo"])
+def test_a_pool_larger_than_any_trace(policy):
+    trace = trace_of([(0, 1), (0, 1)])
+    result = cache.simulate(trace, policy=policy, capacity_blocks=2**63 - 1)
+    assert (result.hit_blocks, result.capacity_blocks) == (2, 2**63 - 1)
