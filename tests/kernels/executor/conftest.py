@@ -1,4 +1,4 @@
-"""Kernels written as PTX, run one by one."""
+"""Fixtures that run kernels written in PTX."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HEAD = """
 
 
 def kernel_text(body: str, num_tensors: int = 1, target: str = "sm_100a") -> str:
-    """PTX of a kernel: tensors are in %d0, %d1 ..., the thread's index is in %r0 and %d10."""
+    """PTX of a kernel. %d0, %d1 ... hold the tensors' addresses, %r0 and %d10 the thread index."""
     parameters = ", ".join(f".param .u64 p{number}" for number in range(num_tensors))
     loads = [f"ld.param.b64 %d{number}, [p{number}];" for number in range(num_tensors)]
     lines = [*loads, "mov.u32 %r0, %tid.x;", "cvt.u64.u32 %d10, %r0;", body]
@@ -32,8 +32,8 @@ def kernel_text(body: str, num_tensors: int = 1, target: str = "sm_100a") -> str
 
 @pytest.fixture
 def run_body():
-    """Run a kernel given as the body that `kernel_text` takes, on tensors."""
-    from kernels.executor import run_ptx  # not before `--executor` has been looked at
+    """Function that runs a kernel on tensors. body: see `kernel_text`."""
+    from kernels.executor import run_ptx  # only after `--executor` has been parsed
 
     def run(body: str, *tensors, target: str = "sm_100a", **options):
         return run_ptx(kernel_text(body, len(tensors), target), tensors, **options)
@@ -43,17 +43,18 @@ def run_body():
 
 def pytest_configure(config):
     config.addinivalue_line(
-        "markers", "executor: all kernel tests on the executor; minutes to hours, only with -m"
+        "markers",
+        "executor: all kernel tests on the executor (minutes to hours); only with -m",
     )
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out what is marked `executor` unless it is asked for."""
+    """Deselect tests marked `executor` unless `-m` names the mark."""
     if "executor" in (config.getoption("markexpr", "") or ""):
         return
-    left_out = [item for item in items if item.get_closest_marker("executor")]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
+    deselected = [item for item in items if item.get_closest_marker("executor")]
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
         items[:] = [item for item in items if not item.get_closest_marker("executor")]
 
 
@@ -61,7 +62,7 @@ _NEED_COMPILED_KERNELS = ("test_ops.py", "test_mutants.py")
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Tests of compiled kernels are there only where kernels are not bound to the interpreter."""
+    """Collect tests of compiled kernels only with `--executor`, which disables the interpreter."""
     if collection_path.name in _NEED_COMPILED_KERNELS and not config.getoption("--executor", None):
         return True
     return None

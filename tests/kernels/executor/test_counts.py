@@ -1,4 +1,4 @@
-"""Counts of small kernels, known beforehand."""
+"""Counts of small kernels, compared with counts made by hand."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ADDRESS = "mul.wide.u32 %d11, %r0, {stride}; add.s64 %d12, %d0, %d11;"
 
 
 def memory(num_bytes: int) -> torch.Tensor:
-    """Bytes, which begin where a line of 128 does: kernels see them where a GPU would have them."""
+    """A tensor of bytes. Kernels see its storage aligned to a 128-byte line, as on a GPU."""
     return torch.zeros(num_bytes, dtype=torch.uint8)
 
 
@@ -33,9 +33,11 @@ def test_sectors_and_lines(run_body, access, stride, sectors, lines):
 
 
 @pytest.mark.parametrize("skipped", [0, 64, 128, 200])
-def test_lines_do_not_depend_on_where_this_process_has_its_memory(run_body, skipped):
-    """A view's place in its storage alone decides how many lines it lies in."""
-    held = [torch.zeros(size, dtype=torch.uint8) for size in (48, 80, 200)]  # moves the next
+def test_lines_do_not_depend_on_host_addresses(run_body, skipped):
+    """Only the offset of a view in its storage determines the number of lines."""
+    held = [
+        torch.zeros(size, dtype=torch.uint8) for size in (48, 80, 200)
+    ]  # shifts the next allocation
     view = torch.zeros(1024, dtype=torch.uint8)[skipped : skipped + 128]
     counts = run_body(ADDRESS.format(stride=4) + "ld.global.b32 %r1, [%d12];", view)
     lines = 1 if skipped % 128 == 0 else 2
@@ -44,7 +46,7 @@ def test_lines_do_not_depend_on_where_this_process_has_its_memory(run_body, skip
 
 
 def test_masked_threads_and_programs(run_body):
-    """Three programs of two warps read the same 8 numbers."""
+    """Three programs with two warps each read the same 8 numbers."""
     body = "and.b32 %r2, %r0, 31; setp.lt.u32 %p1, %r2, 8; mul.wide.u32 %d11, %r2, 4;"
     body += "add.s64 %d12, %d0, %d11; @%p1 ld.global.b32 %r1, [%d12];"
     counts = run_body(body, memory(128), grid=(3, 1, 1), num_warps=2)
@@ -73,7 +75,7 @@ def test_wavefronts_and_bank_conflicts(run_body, access, stride, wavefronts, con
     assert (counts.wavefronts, counts.bank_conflicts) == (wavefronts, conflicts)
 
 
-def test_all_threads_may_read_one_word(run_body):
+def test_broadcast_of_one_word_has_no_bank_conflict(run_body):
     body = "st.shared.b32 [0], %r5; ld.shared.b32 %r1, [0];"
     counts = run_body(body, memory(4), shared_bytes=4)
     assert (counts.wavefronts, counts.bank_conflicts) == (2, 0)
@@ -81,7 +83,7 @@ def test_all_threads_may_read_one_word(run_body):
 
 @pytest.mark.parametrize(("row", "wavefronts"), [(16, 4), (128, 32), (144, 4)])
 def test_ldmatrix(run_body, row, wavefronts):
-    """Eight rows of a matrix in different banks, in the same, and padded apart."""
+    """The eight rows of a matrix are in different banks, in the same banks, or padded apart."""
     fill = f"mul.lo.s32 %r2, %r0, {row}; st.shared.v4.b32 [%r2], {{%r0, %r0, %r0, %r0}};"
     body = fill + "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r3, %r4, %r5, %r6}, [%r2];"
     counts = run_body(body, memory(4), shared_bytes=144 * 32)
@@ -103,8 +105,8 @@ def test_classes_tensor_operations_and_barriers(run_body):
     assert counts.instructions == expected
 
 
-def test_programs_are_counted_one_by_one(run_body):
-    """Program x loops x times: three instructions, a line and two wavefronts of each warp."""
+def test_counts_of_each_program(run_body):
+    """Program x runs x iterations. Each adds 7 instructions, one line and two wavefronts."""
     body = """
     mov.u32 %r1, %ctaid.x;
     TOP:
@@ -124,7 +126,7 @@ def test_programs_are_counted_one_by_one(run_body):
 
 
 def test_bytes_in_flight(run_body):
-    """Each of 64 threads copies 16 bytes three times; the first has to arrive before the third."""
+    """Each of 64 threads issues three 16-byte copies and waits for the first before the third."""
     copy = "cp.async.cg.shared.global [%r2{place}], [%d0], 16; cp.async.commit_group;"
     body = "mul.lo.s32 %r2, %r0, 16;" + copy.format(place="") + copy.format(place="+1024")
     body += "cp.async.wait_group 1;" + copy.format(place="+2048") + "cp.async.wait_all;"

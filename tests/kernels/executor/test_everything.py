@@ -1,4 +1,4 @@
-"""All kernel tests, and the mutants, on the PTX of each architecture: `-m executor`."""
+"""Runs all kernel tests and the mutants on the PTX of each architecture (`-m executor`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every kind of fault, shown by a small kernel that has it and by one that has it mended."""
+"""Each kind of fault: a small kernel raises it, and a corrected version does not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kernels.executor import Fault, FaultKind, UnknownInstruction
 
 LOAD = "shl.b64 %d11, %d10, 2; add.s64 %d12, %d0, %d11; ld.global.b32 %r1, [%d12+{offset}];"
 STORE = "shl.b64 %d11, %d10, 2; add.s64 %d12, %d0, %d11; st.global.b32 [%d12+{offset}], %r0;"
-# Shared memory: thread t stores at 4 t, and loads from 4 (t ^ 32), which another warp stored.
+# Shared memory: thread t stores to 4 t and loads from 4 (t ^ 32), where another warp stored.
 TO_SHARED = "shl.b32 %r2, %r0, 2; st.shared.b32 [%r2], %r0;"
 FROM_OTHER_WARP = "xor.b32 %r3, %r2, 128; ld.shared.b32 %r4, [%r3];"
 COPY = (
@@ -35,7 +35,7 @@ def numbers(count: int) -> torch.Tensor:
 )
 @pytest.mark.parametrize("access", [LOAD, STORE])
 def test_global_access_outside_its_tensor(run_body, access, offset, count, address):
-    """Also where a neighbour in memory is a tensor of the launch."""
+    """The memory next to the tensor belongs to another tensor of the launch."""
     whole = numbers(96)
     fault = caught(run_body, access.format(offset=offset), whole[32 : 32 + count], whole)
     assert fault.kind is FaultKind.OUT_OF_BOUNDS
@@ -78,7 +78,7 @@ def test_misaligned_global_access(run_body):
 
 @pytest.mark.parametrize("access", [LOAD, STORE, COPY], ids=["load", "store", "copy"])
 @pytest.mark.parametrize("seed", [None, 0])
-def test_access_before_the_launch_before_has_ended(run_body, access, seed):
+def test_dependent_launch_accesses_memory_before_its_wait(run_body, access, seed):
     options = {"num_warps": 4, "grid": (1, 1, 1), "shared_bytes": 2048, "seed": seed}
     body, wait = access.format(offset=0), "griddepcontrol.wait; "
     only_some = "setp.lt.u32 %p0, %r0, 64; @%p0 " + wait
@@ -107,7 +107,7 @@ def test_race_between_warps(run_body, seed):
     options = {"num_warps": 2, "shared_bytes": 256, "seed": seed}
     run_body(f"{TO_SHARED} bar.sync 0; {FROM_OTHER_WARP}", numbers(1), **options)
     fault = caught(run_body, f"{TO_SHARED} {FROM_OTHER_WARP}", numbers(1), **options)
-    # In an order in which the other warp has not stored yet, it is a read of nothing.
+    # With some seeds the other warp has not stored yet: the load reads unwritten memory.
     assert fault.kind in (FaultKind.SHARED_RACE, FaultKind.UNWRITTEN)
 
 
@@ -121,7 +121,7 @@ def test_write_after_read_of_another_warp(run_body, seed):
     assert fault.kind is FaultKind.SHARED_RACE
 
 
-def test_two_warps_may_store_the_same_value_but_no_other(run_body):
+def test_two_warps_may_store_only_equal_values(run_body):
     body = "and.b32 %r1, %r0, 31; shl.b32 %r2, %r1, 2; st.shared.b32 [%r2], {value};"
     options = {"num_warps": 2, "shared_bytes": 128}
     run_body(body.format(value="%r1"), numbers(1), **options)
@@ -129,7 +129,7 @@ def test_two_warps_may_store_the_same_value_but_no_other(run_body):
     assert fault.kind is FaultKind.SHARED_RACE
 
 
-def test_shared_memory_that_nothing_wrote(run_body):
+def test_load_of_unwritten_shared_memory(run_body):
     fault = caught(run_body, "ld.shared.b32 %r1, [16];", numbers(1), shared_bytes=32)
     assert (fault.kind, fault.address) == (FaultKind.UNWRITTEN, 16)
 
@@ -137,7 +137,7 @@ def test_shared_memory_that_nothing_wrote(run_body):
 @pytest.mark.parametrize("order", ["store, then load", "load, then store", "store, then store"])
 @pytest.mark.parametrize("seed", [None, 3])
 def test_race_between_programs(run_body, order, seed):
-    """Programs meet at element 0, or each keep to an element of their own."""
+    """All programs access element 0 (a race), or each its own element (no race)."""
     load, store = "ld.global.b32 %r1, [%d12];", "st.global.b32 [%d12], %r0;"
     first, second = (store if "store" in word else load for word in order.split(", then "))
     body = "mov.u32 %r2, %ctaid.x; mul.wide.u32 %d11, %r2, {stride}; add.s64 %d12, %d0, %d11;"
@@ -147,7 +147,7 @@ def test_race_between_programs(run_body, order, seed):
     assert fault.kind is FaultKind.GLOBAL_RACE
 
 
-def test_races_are_seen_through_tensors_that_overlap(run_body):
+def test_race_through_overlapping_tensors(run_body):
     whole = numbers(64)
     body = (
         "mov.u32 %r2, %ctaid.x; setp.eq.s32 %p1, %r2, 0;"
@@ -178,8 +178,8 @@ def test_race_between_warps_in_global_memory(run_body, first, second, seed):
     assert "of the program" in str(fault)
 
 
-def test_warps_with_the_same_elements_may_update_them_in_place(run_body):
-    """Both load the element, one stores it; but not where they load by several instructions."""
+def test_two_warps_update_the_same_elements_in_place(run_body):
+    """Both warps load each element and one stores it. A second load instruction makes it a race."""
     body = "and.b32 %r6, %r0, 31; mul.wide.u32 %d11, %r6, 4; add.s64 %d12, %d0, %d11;"
     body += "ld.global.b32 %r2, [%d12]; {again} setp.lt.u32 %p1, %r0, 32; add.s32 %r2, %r2, 1;"
     body += "@%p1 st.global.b32 [%d12], %r2;"
@@ -193,7 +193,7 @@ def test_warps_with_the_same_elements_may_update_them_in_place(run_body):
 
 @pytest.mark.parametrize("order", ["{st} {ld}", "{ld} {st}"])
 def test_constant_loads_of_memory_that_the_kernel_writes(run_body, order):
-    """Also where a barrier, or one thread, puts them in order."""
+    """A fault even if one thread or a barrier orders the accesses."""
     store, load = "st.global.b32 [%d12], %r0;", "ld.global{}.b32 %r2, [%d12];"
     body = OWN + order.format(st=store, ld="bar.sync 0;" + load + "bar.sync 0;")
     run_body(body.format(""), numbers(32))
@@ -202,7 +202,7 @@ def test_constant_loads_of_memory_that_the_kernel_writes(run_body, order):
     assert "ld.global.nc" in str(fault)
 
 
-def test_small_accesses_after_large_ones_are_checked_by_their_bytes(run_body):
+def test_narrow_access_after_wide_store_is_checked_by_byte(run_body):
     wide = "setp.eq.u32 %p1, %r0, 0; @%p1 st.global.v4.b32 [%d0], {%r0, %r0, %r0, %r0};"
     byte = "setp.eq.u32 %p2, %r0, 40; @%p2 st.global.b8 [%d0+{}], %r0;"
     run_body(wide + byte.format(16), numbers(8), num_warps=2)
@@ -211,7 +211,7 @@ def test_small_accesses_after_large_ones_are_checked_by_their_bytes(run_body):
 
 
 class TestAtomicInstructions:
-    def test_programs_count_together(self, run_body):
+    def test_several_programs_update_one_element(self, run_body):
         tensor = torch.zeros(2, dtype=torch.int32)
         body = "atom.global.gpu.relaxed.add.u32 %r2, [%d0], 1; red.global.max.u32 [%d0+4], %r0;"
         run_body(body, tensor, grid=(5, 1, 1), num_warps=2)
@@ -229,7 +229,7 @@ class TestAtomicInstructions:
         assert tensor.item() == 48
 
     def test_compare_and_swap(self, run_body):
-        """One thread finds the 0; the others find what it stored."""
+        """One thread reads the 0. The others read the value that it stored."""
         tensor, out = torch.zeros(1, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
         body = "add.s32 %r3, %r0, 7; atom.global.cas.b32 %r2, [%d0], 0, %r3;"
         body += "mul.wide.u32 %d11, %r0, 4; add.s64 %d12, %d1, %d11; st.global.b32 [%d12], %r2;"
@@ -237,7 +237,7 @@ class TestAtomicInstructions:
         assert (tensor.item(), out.tolist()) == (7, [0] + [7] * 31)
 
     @pytest.mark.parametrize(("acquire", "release"), [(True, True), (True, False), (False, True)])
-    def test_a_lock_puts_programs_in_order(self, run_body, acquire, release):
+    def test_a_lock_needs_acquire_and_release(self, run_body, acquire, release):
         body = """
         setp.ne.u32 %p1, %r0, 0; @%p1 bra DONE;
         AGAIN: atom.global.gpu.ACQUIRE.cas.b32 %r2, [%d1], 0, 1;
@@ -255,7 +255,7 @@ class TestAtomicInstructions:
             fault = caught(run_body, body, counted, lock, grid=(6, 1, 1))
             assert fault.kind is FaultKind.GLOBAL_RACE
 
-    def test_a_plain_access_of_another_program_races(self, run_body):
+    def test_race_of_an_atomic_and_a_plain_access(self, run_body):
         body = "mov.u32 %r3, %ctaid.x; setp.eq.u32 %p1, %r3, 1; @!%p1 red.global.add.u32 [%d0], 1;"
         fault = caught(
             run_body, body + "@%p1 ld.global.b32 %r2, [%d0];", numbers(1), grid=(2, 1, 1)
@@ -270,7 +270,7 @@ UNDEFINED = {
     "a shift of 32 bits by 54 at broken.py:7:3": "add.s32 %r3, %r0, 23; shl.b32 %r2, 1, %r3;"
     "setp.lt.u32 %p1, %r0, 9;",
 }
-"""By the reason: instructions that leave %r2 undefined, but not in threads where %p1 is true."""
+"""Instructions that leave %r2 undefined, except in threads where %p1 is true; by reason."""
 
 
 class TestUndefinedValues:
@@ -284,8 +284,8 @@ class TestUndefinedValues:
          "ld.global.b32 %r6, [%d14];"],
         ids=["store", "atomic", "condition", "address"],
     )  # fmt: skip
-    def test_used(self, run_body, why, use):
-        """Through other registers; not if only the other threads use them."""
+    def test_use_is_a_fault(self, run_body, why, use):
+        """Also through other registers; but not if a mask excludes the undefined threads."""
         body = UNDEFINED[why] + OWN + "mov.b32 {%h1, %h2}, %r2; mov.b32 %r4, {%h1, %h2};{mask}"
         body += use + "DONE: mov.u32 %r9, %r0;"
         mask = "@!%p1 mov.u32 %r4, 0;"
@@ -303,22 +303,22 @@ class TestUndefinedValues:
          "mov.b32 {%h5, %h6}, %r6; sub.u16 %h7, %h6, %h6; cvt.u32.u16 %r4, %h7;"],
         ids=["selection", "mask", "half"],
     )  # fmt: skip
-    def test_not_used(self, run_body, why, choice):
+    def test_an_unused_value_is_no_fault(self, run_body, why, choice):
         run_body(UNDEFINED[why] + OWN + choice + "st.global.b32 [%d12], %r4;", numbers(32))
 
 
 class TestAsynchronousCopies:
     TENSOR = numbers(128)
 
-    def test_used_before_its_wait(self, run_body):
-        """The copy lands late."""
+    def test_destination_read_before_the_wait(self, run_body):
+        """The copy may arrive as late as its wait."""
         body = COPY + "{wait} ld.shared.b32 %r4, [%r2];"
         run_body(body.format(wait="cp.async.wait_group 0;"), self.TENSOR, shared_bytes=512)
         for wait in ("", "cp.async.wait_group 1;"):
             fault = caught(run_body, body.format(wait=wait), self.TENSOR, shared_bytes=512)
             assert fault.kind is FaultKind.COPY_IN_FLIGHT
 
-    def test_waiting_for_an_older_group_only(self, run_body):
+    def test_wait_that_covers_only_an_older_group(self, run_body):
         second = COPY.replace("[%r2]", "[%r2+512]")
         body = f"{COPY} {second} cp.async.wait_group 1; ld.shared.b32 %r4, [%r2+{{at}}];"
         run_body(body.format(at=0), self.TENSOR, shared_bytes=1024)
@@ -333,8 +333,8 @@ class TestAsynchronousCopies:
         fault = caught(run_body, body.format(barrier=""), numbers(256), **options)
         assert fault.kind is FaultKind.SHARED_RACE
 
-    def test_overwrites_what_is_still_read(self, run_body):
-        """The copy lands early."""
+    def test_destination_overwritten_while_another_warp_reads_it(self, run_body):
+        """The copy may arrive before its wait."""
         prepare = "shl.b32 %r5, %r0, 2; st.shared.b32 [%r5], %r0; bar.sync 0;"
         body = prepare + "xor.b32 %r6, %r5, 128; ld.shared.b32 %r7, [%r6]; {barrier}" + COPY
         options = {"num_warps": 2, "shared_bytes": 1024}
@@ -348,7 +348,7 @@ class TestAsynchronousCopies:
         fault = caught(run_body, body, self.TENSOR, shared_bytes=512)
         assert fault.kind is FaultKind.COPY_IN_FLIGHT
 
-    def test_what_is_not_read_is_zero(self, run_body):
+    def test_bytes_beyond_src_size_are_zero(self, run_body):
         out, given = torch.full((64,), -1, dtype=torch.int32), numbers(128) + 1
         body = (
             "setp.lt.u32 %p1, %r0, 8; selp.b32 %r8, 8, 0, %p1;"
@@ -361,14 +361,14 @@ class TestAsynchronousCopies:
         expected[:8, 0] = given[:32].view(8, 4)[:, 1]
         assert torch.equal(out.view(32, 2), expected)
 
-    def test_the_source_is_overwritten_before_the_wait(self, run_body):
+    def test_source_overwritten_before_the_wait(self, run_body):
         body = COPY + "{wait} st.global.b32 [%d12], %r0;"
         run_body(body.format(wait="cp.async.wait_all;"), numbers(128), shared_bytes=512)
         fault = caught(run_body, body.format(wait=""), numbers(128), shared_bytes=512)
         assert fault.kind is FaultKind.COPY_IN_FLIGHT
         assert "a copy from it has not been waited for" in str(fault)
 
-    def test_a_source_larger_than_the_copy(self, run_body):
+    def test_src_size_larger_than_cp_size(self, run_body):
         body = "mov.u32 %r8, {size};" + COPY.replace("0x10;", "0x10, %r8;") + "cp.async.wait_all;"
         run_body(body.format(size=16), self.TENSOR, shared_bytes=512)
         fault = caught(run_body, body.format(size=400), self.TENSOR, shared_bytes=512)
@@ -392,7 +392,7 @@ class TestControlFlow:
         assert fault.kind is FaultKind.DIVERGENCE
 
     @pytest.mark.parametrize("last", [30, 31])
-    def test_shuffle_from_a_thread_that_is_elsewhere(self, run_body, last):
+    def test_shuffle_from_an_inactive_lane(self, run_body, last):
         body = f"setp.gt.u32 %p1, %r0, {last}; @%p1 bra SKIP;"
         body += "shfl.sync.bfly.b32 %r1, %r0, 1, 31, -1; SKIP: mov.u32 %r2, %r0;"
         if last == 31:
@@ -406,8 +406,8 @@ class TestControlFlow:
          "elect.sync %r1|%p2, MASK;", "vote.sync.ballot.b32 %r1, %p1, MASK;"],
         ids=["shfl", "redux", "elect", "vote"],
     )  # fmt: skip
-    def test_threads_that_are_not_members(self, run_body, text):
-        """Or members that are elsewhere."""
+    def test_member_mask_that_is_not_the_active_mask(self, run_body, text):
+        """An active thread is no member, or a member is inactive."""
         body = "setp.lt.u32 %p1, %r0, 16; @%p1 " + text
         run_body(body.replace("MASK", "0xffff"), numbers(1))
         for mask in ("0x7fff", "0x1ffff", "-1"):
@@ -415,7 +415,7 @@ class TestControlFlow:
             assert fault.kind is FaultKind.DIVERGENCE
             assert "the member mask is" in str(fault)
 
-    def test_ldmatrix_by_a_part_of_a_warp(self, run_body):
+    def test_ldmatrix_in_a_divergent_warp(self, run_body):
         body = "setp.lt.u32 %p1, %r0, 16; shl.b32 %r1, %r0, 4;"
         body += "@%p1 ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r2}, [%r1];"
         fault = caught(run_body, body, numbers(1), shared_bytes=512)
@@ -429,8 +429,8 @@ class TestControlFlow:
         assert caught(run_body, "AGAIN: bra AGAIN;", numbers(1)).kind is FaultKind.ENDLESS
 
     @pytest.mark.parametrize("seed", [None, 0, 1, 2])
-    def test_threads_of_a_warp_loop_differently_and_meet_again(self, run_body, seed):
-        """Thread t counts to t % 5; then all exchange their counts."""
+    def test_divergent_loop_reconverges(self, run_body, seed):
+        """Thread t counts to t % 5. Then the lanes exchange their counts."""
         out = torch.zeros(64, dtype=torch.int32)
         body = (
             "rem.u32 %r1, %r0, 5; mov.u32 %r2, 0;"
@@ -456,8 +456,8 @@ class TestControlFlow:
         ("cvt.rn.f16.s64 %r1, %d0;", "cvt.rn.f16.s64"),
     ],
 )
-def test_an_unknown_instruction_is_refused_by_name(run_body, text, why):
-    """Before anything is executed."""
+def test_unsupported_instruction_is_named(run_body, text, why):
+    """The error comes before anything is executed."""
     tensor = numbers(32)
     body = STORE.format(offset=0).replace("%r0", "%r7") + text
     with pytest.raises(UnknownInstruction, match=r"broken.py:7:3") as raised:
@@ -475,7 +475,7 @@ def test_an_unknown_instruction_is_refused_by_name(run_body, text, why):
         ({"shared_bytes": 166913, "target": "sm_80"}, "at most 166912 on sm_80, got 166913"),
     ],
 )
-def test_launches_that_a_gpu_refuses(run_body, options, why):
+def test_launch_beyond_the_limits_of_the_target(run_body, options, why):
     with pytest.raises(ValueError, match=why):
         run_body("mov.u32 %r1, %r0;", numbers(1), **options)
 
@@ -490,7 +490,7 @@ def test_launches_that_a_gpu_refuses(run_body, options, why):
         ("tcgen05.wait::ld.sync.aligned;", "sm_100a"),
     ],
 )
-def test_instructions_newer_than_the_target_are_refused(run_body, text, target):
+def test_instruction_newer_than_the_target(run_body, text, target):
     before = {"sm_80": "sm_75", "sm_89": "sm_86", "sm_90": "sm_89", "sm_100a": "sm_90a"}[target]
     body = "mov.b32 %r1, 0; mov.b32 %r2, 0; mov.b16 %h2, 0; mov.b16 %h3, 0;" + text
     run_body(body, numbers(1), target=target)
@@ -498,7 +498,7 @@ def test_instructions_newer_than_the_target_are_refused(run_body, text, target):
         run_body(body, numbers(1), target=before)
 
 
-def test_no_later_target_has_wgmma(run_body):
+def test_wgmma_runs_only_on_sm_90a(run_body):
     run_body("wgmma.fence.sync.aligned;", numbers(1), num_warps=4, target="sm_90a")
     with pytest.raises(UnknownInstruction, match=r"only sm_90a has it, but \.target is sm_100a"):
         run_body("wgmma.fence.sync.aligned;", numbers(1), num_warps=4)

@@ -1,11 +1,16 @@
-"""Mutants of our own kernels: one line of their PTX is broken, and the executor should notice.
+"""Mutation tests: each mutant breaks one line of a kernel's PTX, and the executor should catch it.
 
-A mutant is caught if execution raises a Fault, or if the result differs from the unbroken kernel's
-in any bit. Mutants that were not caught and looked into do no harm: a copy mask of a tile ahead
-that nothing uses, a mask of rows that are masked again where they are stored, a comparison whose
-sides are never equal, a barrier that another one follows before anything is shared, a fence with
-another one before or behind it and no store between, a wait for stores to tensor memory that the
-next one waits for too. Needs `--executor`; `-s` prints a table of mutants and what became of them.
+A mutant is caught if execution raises Fault, or if any bit of the result differs. The uncaught
+mutants that were inspected are harmless. They break one of these:
+
+- a copy mask of a prefetched tile that is not used
+- a row mask, where the store masks the rows again
+- a comparison whose operands are never equal
+- a barrier, where another barrier follows before the warps share data
+- a fence, where another fence precedes or follows without a store in between
+- a wait for stores to tensor memory that the next wait covers too
+
+Needs `--executor`. `-s` prints a table of the mutants and their outcomes.
 """
 
 from __future__ import annotations
@@ -35,7 +40,7 @@ def _full_size(matched: re.Match) -> str:
     return f"{matched[1]};"
 
 
-# name: (pattern of a line, what it becomes). The first pattern that matches a line breaks it.
+# name: (pattern of a line, replacement). Only the first pattern that matches a line is applied.
 MUTATIONS = {
     "barrier removed": (r"^\s*bar\.sync\s+0;$", ""),
     "copy wait weakened": (r"(\bcp\.async\.wait_group\s+)(\d+);", _next_wait),
@@ -51,8 +56,8 @@ MUTATIONS = {
     "commit removed": (r"^\s*@%p\d+ tcgen05\.commit\S* .*;$", ""),
     "tensor wait removed": (r"^\s*tcgen05\.wait::(ld|st)\S*;$", ""),
 }
-# Smallest part of each mutation's mutants that is caught, over all kernels. A dropped copy mask
-# fetches a tile ahead that nothing uses: a fault only where the block table ends.
+# Smallest fraction of mutants that must be caught, per mutation, over all kernels. "copy mask
+# dropped" has no bound: it prefetches a tile that is not used, a fault only past the block table.
 LEAST_CAUGHT = {
     "barrier removed": 0.5,
     "copy wait weakened": 0.6,
@@ -67,7 +72,7 @@ LEAST_CAUGHT = {
     "commit removed": 1.0,
     "tensor wait removed": 0.6,
 }
-MOST_OF_A_KIND = 6
+MAX_PER_MUTATION = 6
 
 
 def _store():
@@ -79,8 +84,8 @@ def _store():
 
 
 def _hostile_batch(context_lens: list[int], **shape):
-    """A batch for which masks matter: block 0, which stands in for blocks that are not loaded, is
-    NaN, and the table ends where the longest sequence does."""
+    """A batch that reveals missing masks. Block 0, which masked lanes address, is NaN. The block
+    table ends with the longest sequence."""
     batch = random_paged_batch(context_lens, num_q_heads=4, dtype=torch.float16, **SHAPE, **shape)
     caches = [
         torch.cat([torch.full_like(cache[:1], torch.nan), cache])
@@ -92,7 +97,7 @@ def _hostile_batch(context_lens: list[int], **shape):
 
 
 def _decode():
-    arguments, batch = _hostile_batch([37, 530])  # several tiles without masks, and one with
+    arguments, batch = _hostile_batch([37, 530])  # several full tiles and a partial one
     return paged_decode_attention(*arguments, batch.context_lens, num_splits=1)
 
 
@@ -112,7 +117,7 @@ KERNELS = {"store": _store, "decode": _decode, "prefill": _prefill, "merge": _me
 
 
 def mutants_of(ptx: str) -> list[tuple[str, str]]:
-    """(mutation, PTX), at most MOST_OF_A_KIND of each mutation, spread over the kernel."""
+    """(mutation, PTX) pairs: at most MAX_PER_MUTATION of each, spread over the kernel."""
     lines, found = ptx.split("\n"), {name: [] for name in MUTATIONS}
     for number, line in enumerate(lines):
         for name, (pattern, replacement) in MUTATIONS.items():
@@ -122,13 +127,13 @@ def mutants_of(ptx: str) -> list[tuple[str, str]]:
                 break
     chosen = []
     for name, texts in found.items():
-        step = max(1, len(texts) // MOST_OF_A_KIND)
-        chosen += [(name, text) for text in texts[::step][:MOST_OF_A_KIND]]
+        step = max(1, len(texts) // MAX_PER_MUTATION)
+        chosen += [(name, text) for text in texts[::step][:MAX_PER_MUTATION]]
     return chosen
 
 
 def outcome(run, architecture: str, text: str, expected: torch.Tensor) -> str:
-    """ "fault", "result" or "unnoticed"."""
+    """Outcome of a mutant: "fault", "result" (it differs) or "unnoticed"."""
     try:
         with execute_ptx(architecture, edit=lambda _name, _ptx: text):
             result = run()

@@ -1,8 +1,8 @@
-"""The ops on an architecture's PTX; needs `--executor`.
+"""Runs the ops on the PTX of one architecture (needs `--executor`).
 
-Every op runs on every architecture once, and every other dtype and feature of it on one of them in
-turn. `test_selection.py` runs these as a part of `make test`; the other kernel tests run on the
-executor too, in many more shapes (`pytest -m executor`).
+Each op runs once on every architecture. Its other dtypes and features are distributed over the
+architectures. `make test` runs these tests through `test_selection.py`. `pytest -m executor` runs
+all kernel tests on the executor, with many more shapes.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ VARIANTS = [
 
 
 def calls_on(architecture: str) -> list[tuple[str, dict]]:
-    """Ops and sizes of their cases."""
+    """(op, sizes of its case) of each call that runs on this architecture."""
     turn = ARCHITECTURES.index(architecture) if architecture in ARCHITECTURES else 0
     attention = [
         (op, sizes | variant)
@@ -91,7 +91,7 @@ def calls_on(architecture: str) -> list[tuple[str, dict]]:
 
 
 def described(sizes: dict) -> str:
-    """A readable test id."""
+    """Readable test id for the sizes of a case."""
     return "-".join(re.sub(r"torch\.|[ '{}()]", "", f"{k}={x}") for k, x in sizes.items())
 
 
@@ -103,7 +103,7 @@ def pytest_generate_tests(metafunc):
         )
 
 
-def test_every_architecture_has_every_op_and_together_they_have_every_call():
+def test_the_architectures_cover_all_calls():
     chosen = [calls_on(architecture) for architecture in ARCHITECTURES]
     assert sum(map(len, chosen)) == 3 * len(EVERYWHERE) + len(IN_TURN) + 3 * len(VARIANTS)
 
@@ -115,14 +115,14 @@ def test_result(op, sizes):
 
 
 def executing(request, **options):
-    """An executor of the chosen architecture."""
+    """The executor for the chosen architecture."""
     from kernels.executor import execute_ptx
 
     return execute_ptx(request.config.getoption("--executor").removeprefix("ptx-"), **options)
 
 
-def test_the_same_seed_gives_the_same_execution(request):
-    """And every order of programs and warps the same result."""
+def test_decode_does_not_depend_on_the_seed(request):
+    """Equal and different seeds give the same result and the same number of instructions."""
     outs, records = [], []
     for seed in (7, 7, 8):
         case = make_case(DECODE[0], **HEADS | FP16, context_lens=(70, 5))
@@ -134,8 +134,8 @@ def test_the_same_seed_gives_the_same_execution(request):
     assert all(torch.equal(a, b) for out in outs for a, b in zip(out, outs[0], strict=True))
 
 
-def test_the_order_of_warps_changes_no_prefill(request):
-    """On sm_90 and sm_100, products are in flight meanwhile."""
+def test_prefill_does_not_depend_on_the_seed(request):
+    """On sm_90 and sm_100 this includes the order of asynchronous products."""
     outs = []
     for seed in (None, 0, 1):
         lens = {"context_lens": (140, 9), "query_lens": (33, 1)}
@@ -147,7 +147,7 @@ def test_the_order_of_warps_changes_no_prefill(request):
 
 
 def _decoding_layer() -> None:
-    """Launches of each kernel that a decoding model calls, one behind the other."""
+    """Launch the kernels that a decoding model calls, one after another."""
     sizes = HEADS | FP32 | {"num_tokens": 2, "block_size": 16}
     for op, more in (
         (NORM, {"features": ("alone",)}),
@@ -161,8 +161,8 @@ def _decoding_layer() -> None:
 
 
 def test_dependent_launches_wait(request):
-    """From sm_90 on a launch may begin before the one before it has ended. Each kernel has a wait
-    for that end, without which it is caught at its first access of memory."""
+    """From sm_90 on, a launch may begin before the previous launch has ended. Each kernel waits for
+    that end. Without the wait, its first memory access is a fault."""
     from kernels.executor import Fault, FaultKind
 
     kernels = {}

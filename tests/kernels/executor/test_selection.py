@@ -1,4 +1,4 @@
-"""`test_ops.py` on the PTX of each architecture, in a process where kernels are not interpreted."""
+"""Runs `test_ops.py` on the PTX of each architecture, in a process without the interpreter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
 def test_every_op(architecture, run_without_interpreter):
     if architecture != "sm_80" and Version(triton.__version__) < Version("3.7.1"):
-        pytest.skip("Triton puts a fence that prefill needs since 3.7.1: docs/kernel-tuning.md")
+        pytest.skip("prefill needs a fence that Triton emits since 3.7.1: docs/kernel-tuning.md")
     tests = str(Path(__file__).with_name("test_ops.py"))
     options = ["-q", "-p", "no:randomly", "-p", "no:cacheprovider"]
     output = run_without_interpreter(
@@ -24,7 +24,7 @@ def test_every_op(architecture, run_without_interpreter):
     assert "skipped" not in output
 
 
-def test_the_interpreter_and_the_executor_exclude_each_other():
+def test_the_executor_refuses_interpreted_kernels():
     from kernels.executor import execute_ptx
     from kernels.primitives import INTERPRETED
 

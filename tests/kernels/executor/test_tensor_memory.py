@@ -1,4 +1,4 @@
-"""tcgen05: a product of matrices in shared and tensor memory, and what is wrong without waits."""
+"""tcgen05: products with operands in shared and tensor memory, and faults without waits."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 from kernels.executor import Fault, FaultKind, UnknownInstruction
 
 N, K = 16, 16
-# %d0: A and, below it, B, [rows, K]; %d1: D. Of shared memory the first KiB holds an mbarrier and
-# the address of tensor memory; then come A and B, in matrices of 8 rows of 16 bytes, those of the
-# second half of K 128 bytes on, those of the next 8 rows 256.
+# %d0: the rows of A, then the rows of B, [rows, K]. %d1: D. The first KiB of shared memory holds an
+# mbarrier and the address of tensor memory. A and B follow as matrices of 8 rows of 16 bytes. The
+# second half of K is 128 bytes further, the next 8 rows are 256 bytes further.
 ROW_TO_SHARED = """
     shl.b64 %d11, %d10, 5; add.s64 %d12, {source}, %d11;
     ld.global.v4.b32 {{%r4, %r5, %r6, %r7}}, [%d12];
@@ -31,11 +31,11 @@ RESULT = f"""
 
 
 def product(m: int = 128, *, from_tensor_memory: bool = False) -> str:
-    """A kernel of four warps: D = A B^T twice, the second time added to the first."""
+    """Kernel with four warps. The first product sets D = A B^T, the second adds A B^T to it."""
     form = 1 << 4 | (N // 8) << 17 | (m // 16) << 24
     a = ROW_TO_SHARED.format(source="%d0", to=1024, to_half=1152)
     left = "%d20"
-    if from_tensor_memory:  # eight columns of two elements, the row of the thread's lane
+    if from_tensor_memory:  # a row per lane: eight columns of two elements
         left = "[ %r2 + 32 ]"
         a += """
         tcgen05.st.sync.aligned.32x32b.x8.b32 [%r3 + 32],
@@ -78,7 +78,7 @@ def product(m: int = 128, *, from_tensor_memory: bool = False) -> str:
 
 @pytest.fixture
 def run(run_body):
-    """Run such a kernel on m rows of A; returns (D as written, what it must be)."""
+    """Function that runs a kernel from `product` on m rows of A. Returns (D, expected D)."""
 
     def run(body: str, m: int = 128, **options):
         generator = torch.Generator().manual_seed(0)
@@ -100,7 +100,7 @@ def test_product_of_128_rows(run, from_tensor_memory, seed):
     torch.testing.assert_close(out, exact, rtol=1e-6, atol=1e-6)
 
 
-def test_64_rows_are_in_half_of_each_warps_lanes(run):
+def test_product_of_64_rows_uses_half_of_the_lanes(run):
     out, exact = run(product(64), m=64)
     out = out.view(4, 2, 16, N)
     torch.testing.assert_close(out[:, 0].reshape(64, N), exact, rtol=1e-6, atol=1e-6)
@@ -132,7 +132,7 @@ LOAD_BARRIER = "bar.sync 0;\n    @%p2 mbarrier.inval"
         ("cta.b32 [16], 64;", "cta.b32 [16], 32;", FaultKind.OUT_OF_BOUNDS, "is not allocated"),
         ("%r3, %r3, 21;", "%r3, %r3, 22;", FaultKind.OUT_OF_BOUNDS, "are not the warp's"),
     ],
-    ids=["mbarrier wait", "its loop", "load wait", "store wait", "fence",
+    ids=["mbarrier wait", "wait loop", "load wait", "store wait", "fence",
          "barrier before the product", "barrier after the allocation", "barrier after the wait",
          "commit", "init", "columns", "lanes"],
 )  # fmt: skip
@@ -144,7 +144,7 @@ def test_faults(run, removed, left, kind, why):
     assert raised.value.kind is kind
 
 
-def test_a_product_overwrites_what_all_warps_have_loaded_behind_a_barrier(run):
+def test_product_that_overwrites_loaded_results_needs_a_barrier(run):
     body = product()
     start = body.index("@%p2 tcgen05.commit")
     wait = body[start : body.index("}", start) + 1].replace("%r41", "1")
@@ -156,7 +156,7 @@ def test_a_product_overwrites_what_all_warps_have_loaded_behind_a_barrier(run):
     assert raised.value.kind is FaultKind.TENSOR_RACE
 
 
-def test_deallocated_before_the_product_has_ended(run):
+def test_deallocation_while_a_product_is_in_flight(run):
     body = product().replace(
         "{\n    .reg .pred complete;",
         "@%p1 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r2, 64;\n{\n .reg .pred complete;",
@@ -166,31 +166,31 @@ def test_deallocated_before_the_product_has_ended(run):
     assert raised.value.kind is FaultKind.MATRIX_IN_FLIGHT
 
 
-def test_more_columns_than_there_are(run):
+def test_allocation_without_enough_free_columns(run):
     alloc = "@%p1 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [16], 64;"
     with pytest.raises(Fault, match="no 512 free columns"):
         run(product().replace(alloc, alloc + alloc.replace("[16], 64", "[24], 512")))
 
 
-def test_an_operand_may_not_be_overwritten_before_the_product_has_ended(run):
+def test_operand_overwritten_while_the_product_is_in_flight(run):
     body = product()
     start = body.index("{\n    .reg .pred complete;")
     with pytest.raises(Fault, match="a product that reads it may still run"):
         run(body[:start] + "@%p2 st.shared.b32 [1024], %r0;\n" + body[start:])
-    end = body.index("}", start) + 1  # and may be after the wait, without a barrier
+    end = body.index("}", start) + 1  # allowed after the wait, without a barrier
     out, exact = run(body[:end] + "@%p2 st.shared.b32 [1024], %r0;\n" + body[end:])
     torch.testing.assert_close(out, exact, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("known", "unknown"),
+    ("supported", "unsupported"),
     [
         (f"mov.b32 %r40, {1 << 4 | (N // 8) << 17 | 8 << 24};", "mov.b32 %r40, 0;"),
         (f"mov.b64 %d21, {DESCRIPTOR | 8192 >> 4};", f"mov.b64 %d21, {DESCRIPTOR | 1 << 61};"),
     ],
-    ids=["of the product", "of a matrix"],
+    ids=["instruction", "matrix"],
 )
-def test_descriptors_that_are_not_known_are_refused(run, known, unknown):
-    assert known in product()
+def test_unsupported_descriptors(run, supported, unsupported):
+    assert supported in product()
     with pytest.raises(UnknownInstruction, match=r"tcgen05\.mma.*descriptor of 0x"):
-        run(product().replace(known, unknown))
+        run(product().replace(supported, unsupported))

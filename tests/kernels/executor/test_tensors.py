@@ -1,4 +1,4 @@
-"""Tensors that nothing has written, and tensors that kernels reach by a table of addresses."""
+"""Unwritten tensors, and tensors that kernels access through an address table."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COPY = """
 """
 
 
-def test_fresh_memory_may_be_read_once_it_is_written():
+def test_fresh_memory_may_be_read_after_a_write():
     numbers = torch.arange(32, dtype=torch.int32)
     with FreshMemory() as fresh:
         between, out = torch.empty(32, dtype=torch.int32), torch.empty_like(numbers)
@@ -41,7 +41,7 @@ def test_fresh_memory_may_be_read_once_it_is_written():
     assert torch.equal(out, numbers)
 
 
-def test_a_part_that_is_written_leaves_the_rest_fresh():
+def test_writing_a_part_leaves_the_rest_fresh():
     with FreshMemory() as fresh:
         whole = torch.empty(64, dtype=torch.int32)
         run_ptx(COPY, [torch.zeros(32, dtype=torch.int32), whole[16:48]], fresh=fresh)
@@ -70,7 +70,7 @@ WRITES = {
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("write", WRITES)
-def test_what_the_host_writes_is_no_longer_fresh(make, write, inference):
+def test_memory_written_by_the_host_is_not_fresh(make, write, inference):
     with torch.inference_mode(inference), FreshMemory() as fresh:
         tensor, out = MAKERS[make](), torch.zeros(32)
         with pytest.raises(Fault, match="read of memory that nothing wrote"):
@@ -80,7 +80,7 @@ def test_what_the_host_writes_is_no_longer_fresh(make, write, inference):
     assert not out.equal(torch.zeros(32))
 
 
-def test_resizing_keeps_what_was_written():
+def test_resizing_keeps_written_memory():
     with FreshMemory() as fresh:
         tensor = torch.ones(32).resize_(64)
         run_ptx(COPY, [tensor[:32], torch.zeros(32)], fresh=fresh)
