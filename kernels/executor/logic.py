@@ -193,7 +193,7 @@ _COMPARISONS = {
     "ls": np.less_equal,
     "hi": np.greater,
     "hs": np.greater_equal,
-    # Floating point: comparisons with "u" are true for a NaN, the others false, "ne" too (9.7.6).
+    # Floating point: a NaN makes comparisons with "u" true, the others false, also "ne" (9.7.6).
     "equ": lambda a, b: ~((a < b) | (a > b)),
     "neu": lambda a, b: ~(a == b),
     "ltu": lambda a, b: ~(a >= b),
@@ -229,8 +229,9 @@ def _setp(translation: Translation) -> Step:
         compare = lambda a, b: (a < b) | (a > b)  # noqa: E731
     targets, first, second, *third = translation.operands
     targets = targets if isinstance(targets, tuple) else (targets,)
-    if len(targets) != (2 if kind.endswith("x2") else 1):
-        raise Unsupported(f"{len(targets)} destinations of .{kind}")
+    expected = 2 if kind.endswith("x2") else 1
+    if len(targets) != expected:
+        raise Unsupported(f"expected {expected} destinations for .{kind}, got {len(targets)}")
     source = PACKED.get(kind, kind)
     first, second = translation.read(first, source), translation.read(second, source)
     combine = _COMBINATIONS[translation.one_of(_COMBINATIONS)] if third else None

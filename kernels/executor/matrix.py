@@ -94,7 +94,7 @@ def _mma(translation: Translation) -> Step:
     num_k = k // (4 * per_register)  # registers along k
     halves = 2 if kind == "f16" else 1  # numbers per register of C and D
     if (len(a), len(b), len(c), len(target)) != (2 * num_k, num_k, 4 // halves, 4 // halves):
-        raise Unsupported("the number of registers does not fit")
+        raise Unsupported("the number of registers does not fit the shape")
     read_a = [translation.read(one, "b32") for one in a]
     read_b = [translation.read(one, "b32") for one in b]
     read_c = [translation.read(one, "b32") for one in c]

@@ -99,7 +99,7 @@ class Translation:
             wanted = 1 if kind == "pred" else np.dtype(dtype).itemsize * 8
             if width == 1 or wanted == 1:
                 if width != wanted:
-                    raise Unsupported("a predicate is no number")
+                    raise Unsupported("a predicate and a number cannot be mixed")
                 return lambda batch: batch.registers[index]
             if width == wanted:
                 return lambda batch: batch.registers[index].view(dtype)
@@ -145,7 +145,7 @@ class Translation:
         index, width = operand.index, operand.width
         if kind == "pred" or width == 1:
             if kind != "pred" or width != 1:
-                raise Unsupported("a predicate is no number")
+                raise Unsupported("a predicate and a number cannot be mixed")
 
             def as_stored(value):
                 return value
@@ -185,7 +185,7 @@ class Translation:
             self.effects.addresses.append(self.effects.reads.pop())
             return lambda batch: batch.full(base(batch).astype(np.uint64) + offset)
         if operand.base is not None and operand.base not in self.program.shared_symbols:
-            raise Unsupported(f"{operand.base!r} is not supported")
+            raise Unsupported(f"symbol {operand.base!r} is not defined")
         return lambda batch: np.full(batch.num_threads, offset, np.uint64)
 
 

@@ -180,7 +180,7 @@ def _multiply(
     a_kind, b_kind = _KINDS[form >> 7 & 1], _KINDS[form >> 10 & 1]
     m, n = (form >> 24 & 0x1F) * 16, (form >> 17 & 0x3F) * 8
     if form & ~_KNOWN_BITS or not form >> 4 & 1 or m not in (64, 128):
-        raise _unknown(translation, f"an instruction descriptor of {form:#x}")
+        raise _unknown(translation, f"an instruction descriptor of {form:#x} is not supported")
     rows = np.arange(m) if m == LANES else np.arange(m) // 16 * 32 + np.arange(m) % 16
 
     def cells(address, num_columns):
@@ -213,7 +213,7 @@ def _multiply(
 def _operand_chunks(translation: Translation, descriptor: int, rows: int, transposed: bool):
     """16-byte chunks of shared memory that hold a [rows, k] matrix."""
     if descriptor >> 46 & 0x7F != 1 or descriptor >> 61 & 1:
-        raise _unknown(translation, f"a matrix descriptor of {descriptor:#x}")
+        raise _unknown(translation, f"a matrix descriptor of {descriptor:#x} is not supported")
     descriptor &= ~(7 << 46)
     try:
         return operand_chunks(descriptor, rows, 2, transposed)

@@ -123,7 +123,7 @@ def _multiply(translation: Translation) -> Step:
     if _flag(scale_a) != 1 or _flag(scale_b) != 1 or len(flags) != 2 - in_registers:
         raise Unsupported("these immediates are not supported")
     if len(target) != n // 2 // halves:
-        raise Unsupported("the number of registers does not fit")
+        raise Unsupported("the number of registers does not fit the shape")
     read_a = [
         translation.read(one, "b32" if in_registers else "b64")
         for one in (a if in_registers else (a,))
@@ -174,7 +174,7 @@ def _numbers(bits: np.ndarray, dtype) -> np.ndarray:
 
 
 def _registers(numbers: np.ndarray) -> np.ndarray:
-    """The reverse of `_numbers`."""
+    """Inverse of `_numbers`."""
     return np.ascontiguousarray(np.ascontiguousarray(numbers.T).view(np.uint32).T)
 
 
@@ -211,7 +211,7 @@ def _rows_of_result(registers: np.ndarray, n: int) -> np.ndarray:
 
 
 def _registers_of_result(rows: np.ndarray, n: int) -> np.ndarray:
-    """The reverse of `_rows_of_result`."""
+    """Inverse of `_rows_of_result`."""
     split = rows.reshape(4, 2, 8, n // 8, 4, 2)
     return split.transpose(3, 1, 5, 0, 2, 4).reshape(n // 2, 128)
 

@@ -15,7 +15,7 @@ def _bra(translation: Translation) -> Step:
     translation.expect("uni") if len(translation.parts) > 2 else None
     (label,) = translation.operands
     if label not in translation.program.labels:
-        raise Unsupported(f"label {label!r} is not supported")
+        raise Unsupported(f"label {label!r} is not defined")
     return lambda batch, mask: Branch(label, mask)
 
 

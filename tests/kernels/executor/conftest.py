@@ -62,7 +62,7 @@ _NEED_COMPILED_KERNELS = ("test_ops.py", "test_mutants.py")
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Collect tests of compiled kernels only with `--executor`, which disables the interpreter."""
+    """Collect tests of compiled kernels only with `--executor`. Other runs use the interpreter."""
     if collection_path.name in _NEED_COMPILED_KERNELS and not config.getoption("--executor", None):
         return True
     return None

@@ -35,9 +35,8 @@ def test_sectors_and_lines(run_body, access, stride, sectors, lines):
 @pytest.mark.parametrize("skipped", [0, 64, 128, 200])
 def test_lines_do_not_depend_on_host_addresses(run_body, skipped):
     """Only the offset of a view in its storage determines the number of lines."""
-    held = [
-        torch.zeros(size, dtype=torch.uint8) for size in (48, 80, 200)
-    ]  # shifts the next allocation
+    # Shifts the host address of the next allocation.
+    held = [torch.zeros(size, dtype=torch.uint8) for size in (48, 80, 200)]
     view = torch.zeros(1024, dtype=torch.uint8)[skipped : skipped + 128]
     counts = run_body(ADDRESS.format(stride=4) + "ld.global.b32 %r1, [%d12];", view)
     lines = 1 if skipped % 128 == 0 else 2
