@@ -13,8 +13,9 @@ none is skipped. docs/executor.md lists what is checked, what is not seen, and w
 
     ptx.py, targets.py          PTX text to instructions; limits of architectures
     operands.py                 registers; the table of instructions
-    arithmetic.py, logic.py, conversions.py, accesses.py, atomics.py, warps.py, matrix.py,
-    warpgroup.py, tcgen05.py, mbarriers.py     instructions, which instructions.py brings together
+    arithmetic.py, logic.py, conversions.py, accesses.py, atomics.py, calls.py, warps.py,
+    matrix.py, warpgroup.py, tcgen05.py, mbarriers.py
+                                instructions, which instructions.py brings together
     formats.py                  bf16, fp8, tf32; fused multiply-add
     global_memory.py, shared_memory.py, tensor_memory.py, copies.py, matrix_queue.py
                                 memory and what is in flight

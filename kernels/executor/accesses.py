@@ -14,23 +14,33 @@ from kernels.executor.faults import FaultKind
 from kernels.executor.operands import (
     DTYPES,
     PACKED,
+    Read,
     Step,
     Translation,
     Unsupported,
     instruction,
 )
-from kernels.executor.ptx import Address
+from kernels.executor.ptx import LOCAL_ORIGIN, Address, Register
 
 _HINTS = re.compile(r"ca|cg|cs|lu|cv|wb|wt|nc|weak|L1::.*|L2::.*")
 
 
 def _space(translation: Translation) -> str:
-    """ "global", "shared" or "param"; raises for forms of the access that are not known."""
-    known = ("global", "shared", "shared::cta", "param", "v2", "v4", "v8")
+    """ "global", "shared", "local" or "param"; raises for forms that are not known."""
+    spaces = ("global", "shared", "shared::cta", "local", "param")
+    known = (*spaces, "v2", "v4", "v8")
     for part in translation.parts[1:-1]:
         if part not in known and not _HINTS.fullmatch(part):
-            raise Unsupported(f".{part} is not known")
-    return translation.one_of(("global", "shared", "shared::cta", "param")).removesuffix("::cta")
+            raise Unsupported(f".{part} is not supported")
+    return translation.one_of(spaces).removesuffix("::cta")
+
+
+def _address(translation: Translation, operand, space: str) -> Read:
+    """Addresses in their space: those in local memory begin at 0."""
+    address = translation.address(operand)
+    if space != "local":
+        return address
+    return lambda batch: address(batch) - np.uint64(LOCAL_ORIGIN)
 
 
 def _registers(operand) -> tuple:
@@ -51,7 +61,7 @@ def _ld(translation: Translation) -> Step:
         return _load_parameter(translation, target, source, kind)
     targets = _registers(target)
     _check_vector(translation, targets)
-    address, dtype = translation.address(source), DTYPES[PACKED.get(kind, kind)]
+    address, dtype = _address(translation, source, space), DTYPES[PACKED.get(kind, kind)]
     writes = [translation.write(one, kind) for one in targets]
     size = np.dtype(dtype).itemsize * len(targets)
     if space == "shared":
@@ -60,7 +70,7 @@ def _ld(translation: Translation) -> Step:
     constant = {"constant": True} if "nc" in translation.parts else {}
 
     def load(batch, mask):
-        memory = batch.memory if space == "global" else batch.shared
+        memory = batch.memory_of(space)
         values = memory.load(batch, address(batch), mask, size, **constant).view(dtype)
         for number, write in enumerate(writes):
             write(batch, mask, np.ascontiguousarray(values[:, number]))
@@ -84,12 +94,12 @@ def _load_parameter(translation: Translation, target, source: Address, kind: str
 @instruction("st")
 def _st(translation: Translation) -> Step:
     space, kind = _space(translation), translation.kind
-    if space == "param":
-        raise Unsupported("parameters are read-only")
     target, source, *_hints = translation.operands
+    if space == "param":
+        return _store_parameter(translation, target, source, kind)
     sources = _registers(source)
     _check_vector(translation, sources)
-    address = translation.address(target)
+    address = _address(translation, target, space)
     dtype = DTYPES[PACKED.get(kind, kind)]
     reads = [translation.read(one, kind) for one in sources]
     if space == "shared":
@@ -99,10 +109,17 @@ def _st(translation: Translation) -> Step:
         values = np.empty((batch.num_threads, len(reads)), dtype)
         for number, read in enumerate(reads):
             values[:, number] = read(batch)
-        memory = batch.memory if space == "global" else batch.shared
-        memory.store(batch, address(batch), mask, values.view(np.uint8))
+        batch.memory_of(space).store(batch, address(batch), mask, values.view(np.uint8))
 
     return store
+
+
+def _store_parameter(translation: Translation, target: Address, source, kind: str) -> Step:
+    """Set a parameter of a call, which is a register here."""
+    if not isinstance(target.base, Register):
+        raise Unsupported("parameters are read-only")
+    read, write = translation.read(source, kind), translation.write(target.base, kind)
+    return lambda batch, mask: write(batch, mask, read(batch))
 
 
 @instruction("cp")
@@ -116,7 +133,7 @@ def _cp(translation: Translation) -> Step:
         most = int(translation.operands[0], 0)
         return lambda batch, mask: batch.copies.wait(batch.every(mask), most)
     if not re.match(r"cp\.async\.c[ag]\.shared(::cta)?\.global(\.L2::\w+)*$", opcode):
-        raise Unsupported("this form of cp is not known")
+        raise Unsupported("this form of cp is not supported")
     target, source, size, *rest = translation.operands
     to, origin, size = translation.address(target), translation.address(source), int(size, 0)
     read_size = translation.read(rest[0], "u32") if rest else None
@@ -144,7 +161,7 @@ def _cp(translation: Translation) -> Step:
 
 @instruction("prefetch", "prefetchu", "createpolicy", "applypriority", "discard")
 def _hint(translation: Translation) -> Step:
-    raise Unsupported("hints of this kind are not known")
+    raise Unsupported("hints of this kind are not supported")
 
 
 def _matrices(translation: Translation) -> tuple[int, bool]:

@@ -142,6 +142,8 @@ def _mul(translation: Translation) -> Step:
 @instruction("mad")
 def _mad(translation: Translation) -> Step:
     kind = translation.kind
+    if "cc" in translation.parts:
+        return _mad_with_carry(translation)
     if "wide" not in translation.parts:
         translation.expect("lo")
         return elementwise(translation, lambda a, b, c: a * b + c, kind)
@@ -156,6 +158,31 @@ def _mad(translation: Translation) -> Step:
     return lambda batch, mask: write(
         batch, mask, first(batch).astype(wide) * second(batch).astype(wide) + third(batch)
     )
+
+
+@instruction("madc")
+def _mad_with_carry(translation: Translation) -> Step:
+    """Multiply-add that sets the carry (.cc), or adds it (madc) (9.7.2); only of u32."""
+    half, carry = translation.one_of(("lo", "hi")), translation.program.carry
+    translation.expect(half, "cc")
+    if translation.kind != "u32":
+        raise Unsupported(f"a carry of .{translation.kind}")
+    target, *sources = translation.operands
+    reads, write = (
+        [translation.read(one, "u32") for one in sources],
+        translation.write(target, "u32"),
+    )
+    added = translation.read(carry, "pred") if translation.parts[0] == "madc" else None
+    set_carry = translation.write(carry if "cc" in translation.parts else "_", "pred")
+
+    def step(batch, mask):
+        a, b, c = (read(batch).astype(np.uint64) for read in reads)
+        product = a * b >> np.uint64(32) if half == "hi" else (a * b).astype(np.uint32)
+        total = product + c + (0 if added is None else added(batch).astype(np.uint64))
+        write(batch, mask, total.astype(np.uint32))
+        set_carry(batch, mask, total >= 2**32)
+
+    return step
 
 
 @instruction("fma")

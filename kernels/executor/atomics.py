@@ -1,7 +1,8 @@
-"""Atomic instructions on global memory: atom and red (PTX ISA 9.7.13.5, 9.7.13.7).
+"""Atomic instructions on global and shared memory: atom and red (PTX ISA 9.7.13.5, 9.7.13.7).
 
-Threads take effect one after the other, in the order of their numbers. A kernel with atomic
-instructions runs program by program, so a lock is free when the next program asks for it; programs
+Threads take effect one after the other, in the order of their numbers. On shared memory acquire and
+release order nothing, barriers do. A kernel with atomic instructions on global memory runs program
+by program, so a lock is free when the next program asks for it; programs
 that wait for a later one of the grid never end here (an ENDLESS fault).
 """
 
@@ -47,8 +48,9 @@ def _atomic(translation: Translation) -> Step:
     kind, returns = translation.kind, translation.parts[0] == "atom"
     name = translation.one_of((*_OPERATIONS, "cas"))
     order = _ORDERS[translation.one_of(_ORDERS, default="relaxed")]
-    translation.expect("global", name, "noftz", *_ORDERS, *_SCOPES)
-    translation.one_of(("global",))
+    spaces = ("global", "shared", "shared::cta")
+    translation.expect(*spaces, name, "noftz", *_ORDERS, *_SCOPES)
+    space = translation.one_of(spaces).removesuffix("::cta")
     if is_float(kind) and name not in ("add", "exch"):
         raise Unsupported(f".{name} of .{kind}")
     target, place, *operands = translation.operands if returns else ("_", *translation.operands)
@@ -58,12 +60,15 @@ def _atomic(translation: Translation) -> Step:
     narrow = _NARROW.get(kind, dtype)
     write, address = translation.write(target, kind), translation.address(place)
     reads = [translation.read(operand, kind) for operand in operands]
+    ordering = {}
+    if space == "global":
+        ordering = {"release": "r" in order, "acquire": "a" in order}
+    else:
+        translation.accesses_shared(np.dtype(dtype).itemsize)
     compute = None if name == "cas" else _operation(name, kind)
 
     def atomic(batch, mask):
-        places = batch.memory.atomic(
-            batch, address(batch), mask, dtype, release="r" in order, acquire="a" in order
-        )
+        places = batch.memory_of(space).atomic(batch, address(batch), mask, dtype, **ordering)
         values = [batch.full(read(batch)) for read in reads]
         before = np.zeros(batch.num_threads, dtype)
         for thread, held in places.items():

@@ -68,9 +68,9 @@ def _pack(translation: Translation, target, sources: tuple, kind: str) -> Step:
 
 @instruction("cvta")
 def _cvta(translation: Translation) -> Step:
-    """Generic addresses are those of global memory here; those of shared memory are not known."""
-    if "global" not in translation.parts:
-        raise Unsupported("only addresses of global memory")
+    """Generic addresses equal those of global and local memory; shared memory is not known."""
+    if not {"global", "local"} & {*translation.parts}:
+        raise Unsupported("only addresses of global and local memory")
     return elementwise(translation, lambda a: a, translation.kind)
 
 
@@ -109,7 +109,7 @@ def _cvt(translation: Translation) -> Step:
 def _only(modifiers: list[str], *known: str) -> None:
     for modifier in modifiers:
         if modifier not in known:
-            raise Unsupported(f".{modifier} is not known")
+            raise Unsupported(f".{modifier} is not supported")
 
 
 def _narrow_pair(translation: Translation, modifiers: list[str], to: str, source: str) -> Step:
@@ -162,17 +162,18 @@ def _cvt_number(translation: Translation, modifiers: list[str], to: str, source:
     0, or if f64 or 64-bit integers are involved the upper bit alone;
     integers to narrower ones keep the low bits unless .sat."""
     if to in PACKED or source in PACKED:
-        raise Unsupported("these types are not known together")
+        raise Unsupported("these types are not supported together")
     dtype = DTYPES[to]
     if "f" not in to and "f" in source:
-        _only(modifiers, *_TO_INTEGER)
-        rounded = _TO_INTEGER[next(iter(modifiers))]
+        _only(modifiers, "ftz", *_TO_INTEGER)
+        rounded = _TO_INTEGER[next(m for m in modifiers if m != "ftz")]
+        flush = flush_subnormals if "ftz" in modifiers else lambda a: a
         limits = np.iinfo(dtype)
         wide_type = source == "f64" or limits.bits == 64
         of_nan = np.array(1 << limits.bits - 1 if wide_type else 0, f"u{limits.bits // 8}")
 
         def to_integer(a):
-            wide = rounded(a.astype(np.float64))
+            wide = rounded(flush(a).astype(np.float64))
             inside = np.clip(wide, float(limits.min), float(limits.max))
             over = wide >= float(limits.max)  # as a float64 the largest int64 is one too large
             there = np.where(over | np.isnan(wide), 0, inside).astype(dtype)

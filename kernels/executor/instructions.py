@@ -4,6 +4,7 @@ from kernels.executor import (  # noqa: F401
     accesses,
     arithmetic,
     atomics,
+    calls,
     conversions,
     logic,
     matrix,

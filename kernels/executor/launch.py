@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from kernels.executor.counts import Counts
-from kernels.executor.global_memory import GlobalMemory
+from kernels.executor.global_memory import GlobalMemory, TensorWindow
 from kernels.executor.machine import Kernel, Launch
 from kernels.executor.project import ops_of_this_project
 from kernels.executor.targets import MULTIPROCESSORS, SHARED_BYTES
@@ -89,7 +89,7 @@ class _Session:
             if kind.startswith("*") and value is not None
         ]
         tables = self.addresses.named_in([value for _, kind, value in arguments if kind == "*i64"])
-        memory = GlobalMemory(tensors, tables, math.prod(grid))
+        memory = GlobalMemory(tensors, [*tables, *_constants(kernel)], math.prod(grid))
         launch = Launch(
             kernel,
             grid,
@@ -117,6 +117,14 @@ class _Session:
 @functools.lru_cache(maxsize=512)
 def _kernel(ptx: str) -> Kernel:
     return Kernel(ptx)
+
+
+def _constants(kernel: Kernel) -> list[TensorWindow]:
+    """Constants of the module, which kernels read as global memory."""
+    return [
+        TensorWindow(name, array.ctypes.data, 1, array.shape, (1,), array.ctypes.data)
+        for name, array in kernel.program.constants.items()
+    ]
 
 
 def _pack(kernel: Kernel, arguments: list, pointers: Iterator[int]) -> bytes:
@@ -164,7 +172,8 @@ def run_ptx(
             for name, kind, value in named
             if kind.startswith("*")
         ],
-        num_programs=math.prod(grid),
+        _constants(kernel),
+        math.prod(grid),
     )
     packed = _pack(kernel, named, iter(memory.pointers))
     launch = Launch(kernel, grid, num_warps, shared_bytes, memory, packed, seed, True, dependent)

@@ -63,7 +63,10 @@ class Kernel:
         products = any(one.parts[0] == "wgmma" for one in self.program.instructions)
         self.threads_in_step = 128 if products else 32
         """Threads whose turns come together: a warp, or the warp group that wgmma takes whole."""
-        self.one_by_one = any(one.parts[0] in ("atom", "red") for one in self.program.instructions)
+        self.one_by_one = any(
+            one.parts[0] in ("atom", "red") and "global" in one.parts
+            for one in self.program.instructions
+        )
         """Whether a program may wait for another one (a lock)."""
 
 
@@ -129,11 +132,10 @@ class Batch:
     """Programs of a launch that run together.
 
     Attributes that instructions use: num_threads; registers; alternates (other values
-    that undefined registers could have, and why, by register); special (registers by name); shared,
-    memory, copies, products, mbarriers, tensor_memory; program_of_thread (index in the launch);
-    ended (threads); at
-    and mask (the instruction that runs and the threads that stand at it). executed: how many warps
-    have executed each instruction, [instruction, program].
+    that undefined registers could have, and why, by register); special (registers by name); memory,
+    shared, local, copies, products, mbarriers, tensor_memory; program_of_thread (index in the
+    launch); ended (threads); at and mask (the instruction that runs and the threads that stand at
+    it). executed: how many warps have executed each instruction, [instruction, program].
     """
 
     def __init__(self, launch: Launch, programs: Sequence[int], rng: random.Random | None):
@@ -198,6 +200,16 @@ class Batch:
     def tensor_memory(self) -> TensorMemory:
         """Made when it is first needed: most kernels have no use for it."""
         return TensorMemory(self)
+
+    @functools.cached_property
+    def local(self) -> SharedMemory:
+        """Local memory: every thread has its own, with the checks of shared memory."""
+        local_bytes = self.launch.kernel.program.local_bytes
+        return SharedMemory(self.num_threads, local_bytes, 1, 1, "local")
+
+    def memory_of(self, space: str) -> GlobalMemory | AwaitedMemory | SharedMemory:
+        """Memory of a state space: "global", "shared" or "local"."""
+        return self.memory if space == "global" else getattr(self, space)
 
     def full(self, array: np.ndarray) -> np.ndarray:
         """A register's array with one element per thread."""

@@ -120,8 +120,8 @@ class Translation:
         return lambda batch: batch.special[name].astype(dtype, copy=False)
 
     def _constant(self, text: str, kind: str, dtype) -> np.ndarray:
-        if text in self.program.shared_symbols:
-            return np.zeros(1, dtype)
+        if text in self.program.symbols:
+            return np.array([self.program.symbols[text]]).astype(dtype)
         if re.fullmatch(r"0[fF][0-9A-Fa-f]{8}", text):
             return np.array([int(text[2:], 16)], np.uint32).view(dtype)
         if re.fullmatch(r"0[dD][0-9A-Fa-f]{16}", text):
@@ -179,12 +179,14 @@ class Translation:
         """Function that computes the byte address of each thread, uint64."""
         if not isinstance(operand, Address):
             raise Unsupported("expected an address")
-        offset = np.uint64(operand.offset & (2**64 - 1))
+        symbols = self.program.symbols
+        offset = operand.offset + symbols.get(operand.base, 0)
+        offset = np.uint64(offset & (2**64 - 1))
         if isinstance(operand.base, Register):
             base = self.read(operand.base, f"u{operand.base.width}")
             self.effects.addresses.append(self.effects.reads.pop())
             return lambda batch: batch.full(base(batch).astype(np.uint64) + offset)
-        if operand.base is not None and operand.base not in self.program.shared_symbols:
+        if operand.base is not None and operand.base not in symbols:
             raise Unsupported(f"symbol {operand.base!r} is not defined")
         return lambda batch: np.full(batch.num_threads, offset, np.uint64)
 

@@ -1,14 +1,16 @@
 """PTX text to a list of instructions (PTX ISA, chapters 4 to 6: syntax, state spaces, operands).
 
 Only what a compiler emits for one kernel is read: one `.entry`, registers, dynamic shared memory,
-blocks with registers of their own (inline assembly), `.loc` lines. Other variables of a module
-(LLVM leaves strings there) are not read: an instruction that names one is not known.
+local memory, constants of the module (tables, strings), blocks with registers of their own (inline
+assembly, parameters of a call), `.loc` lines.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from kernels.executor.faults import UnknownInstruction
 
@@ -66,12 +68,21 @@ class Program:
     """Index of the instruction that a label stands before."""
     widths: list[int] = field(default_factory=list)
     """Width in bits of each register, 1 for predicates."""
-    shared_symbols: frozenset[str] = frozenset()
-    """Names of dynamic shared memory, all of which begin at 0."""
+    symbols: dict[str, int] = field(default_factory=dict)
+    """Address of each variable: dynamic shared memory begins at 0, local memory at LOCAL_ORIGIN;
+    constants are in the memory of this process."""
+    carry: Register = field(init=False)
+    """The carry of multi-word arithmetic, a predicate."""
+    constants: dict[str, np.ndarray] = field(default_factory=dict)
+    """Bytes of the module's constants."""
+    local_bytes: int = 0
+    """Local memory of a thread."""
     shared_unit: int = 16
     """Bytes of the smallest access to shared memory, known when instructions are translated."""
 
 
+LOCAL_ORIGIN = 1 << 16
+"""Where local memory begins: above 0, because addresses are subtracted from."""
 _TOKEN = re.compile(
     r"""\s*(?:
         \.loc\s+(?P<file>\d+)\s+(?P<line>\d+)\s+(?P<column>\d+)[^\n/]*(?://[ ]*(?P<where>[^\n]*))?
@@ -85,6 +96,9 @@ _TOKEN = re.compile(
 _INSTRUCTION = re.compile(r"(?:@(!?)([%\w$]+)\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTALL)
 _OPERAND = re.compile(r"\{[^}]*\}|\[[^]]*\]|[^,\s]+")
 _REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+(.*)", re.DOTALL)
+_LOCAL = re.compile(r"\.local\s+\.align\s+\d+\s+\.b8\s+([\w$]+)\[(\d+)\]")
+_CONSTANT = re.compile(r"\.global\s+\.align\s+\d+\s+\.b8\s+([\w$]+)\[(\d+)\]\s*=\s*\{([\d,\s]*)\}")
+_CALL_PARAMETER = re.compile(r"\.param\s+\.(\w+)\s+(\w+)")
 _PARAMETER = re.compile(
     r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+(?:\.ptr[^,\n]*\s)?(\w+)(?:\[(\d+)\])?"
 )
@@ -144,8 +158,15 @@ class _Reader:
 
     def statement(self, text: str) -> None:
         text = re.sub(r"//[^\n]*", "", text)
-        if declared := _REGISTERS.fullmatch(text.strip()):
+        if declared := _REGISTERS.fullmatch(text.strip()) or _CALL_PARAMETER.fullmatch(
+            text.strip()
+        ):
             self.declare(*declared.groups())
+            return
+        if declared := _LOCAL.fullmatch(text.strip()):
+            start = -(-self.program.local_bytes // 16) * 16
+            self.program.symbols[declared[1]] = LOCAL_ORIGIN + start
+            self.program.local_bytes = start + int(declared[2])
             return
         text = " ".join(text.split())
         if not text or text.startswith(".pragma"):
@@ -154,6 +175,8 @@ class _Reader:
         if text[0] == "." or not matched:
             raise UnknownInstruction(self.program.name, text, self.location)
         negated, predicate, opcode, rest = matched.groups()
+        if opcode.startswith("call"):
+            rest = re.sub("[()]", "", rest)
         split = (_OPERAND.findall if "{" in rest else _split_at_commas)(rest)
         try:
             operands = tuple(self.operand(operand) for operand in split if operand.strip())
@@ -210,6 +233,10 @@ def parse(ptx: str) -> Program:
     entry = entries[0]
     head = re.sub(r"//[^\n]*", "", ptx[: entry.start()])
     shared = re.findall(r"\.extern\s+\.shared[^;]*?([\w$]+)\[\]\s*;", head)
+    constants = {
+        name: np.array([*map(int, values.split(",")), *[0] * int(size)][: int(size)], np.uint8)
+        for name, size, values in _CONSTANT.findall(head)
+    }
     program = Program(
         name=entry[1],
         target=re.search(r"\.target\s+(\w+)", ptx)[1],
@@ -217,7 +244,10 @@ def parse(ptx: str) -> Program:
             (name, f"b{8 * int(count)}" if count else kind)
             for kind, name, count in _PARAMETER.findall(entry[2])
         ],
-        shared_symbols=frozenset(shared),
+        symbols=dict.fromkeys(shared, 0) | {name: x.ctypes.data for name, x in constants.items()},
+        constants=constants,
     )
+    program.carry = Register(0, 1)
+    program.widths.append(1)
     _Reader(program).read(ptx[ptx.index("{", entry.end()) + 1 :])
     return program

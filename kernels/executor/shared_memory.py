@@ -31,11 +31,12 @@ _RECORD = np.dtype(
     [
         ("write_epoch", np.int32),  # barriers before the last write, + 1; 0: unwritten
         ("read_epoch", np.int32),
-        ("writer", np.int16),  # warp of the batch; of a copy in flight, the warp that issued it
+        ("writer", np.int16),  # warp of the batch, or that issued a copy; -1: several, atomically
         ("reader", np.int16),  # -1: several warps
         ("products", np.int16),  # products in flight that read it
         ("copying", np.bool_),  # a cp.async is in flight to it
         ("unfenced", np.bool_),  # written by threads, and no fence.proxy.async since
+        ("atomic", np.bool_),  # the last write was atomic
     ]
 )
 
@@ -142,13 +143,39 @@ def _store(memory, addresses, mask, alignment, data):
         for number in range(first // memory.unit, (first + size) // memory.unit):
             record = memory.records[number]
             if not _may_write(record, warp, epoch, memory.report):
-                raced = memory.report[0] == _RACE_WRITTEN
+                raced = memory.report[0] == _RACE_WRITTEN and not record.atomic
                 if not raced or not _same(memory, number, first, data[thread]):
                     return
                 memory.report[0] = 0
             record.write_epoch, record.writer, record.unfenced = epoch, warp, True
+            record.atomic = False
         for byte in range(size):
             memory.data[first + byte] = data[thread, byte]
+
+
+@numba.njit(cache=True)
+def _begin_atomics(memory, addresses, mask, size, places):
+    """Check atomic accesses, note them, and give their places in `memory.data`."""
+    for thread in range(len(addresses)):
+        if not mask[thread]:
+            continue
+        first = _place(memory, addresses[thread], size, size, thread)
+        if first < 0:
+            return
+        warp, epoch = thread // 32, memory.epochs[thread // memory.threads]
+        for number in range(first // memory.unit, (first + size) // memory.unit):
+            record = memory.records[number]
+            if record.write_epoch == 0:
+                memory.report[0] = _UNWRITTEN
+                return
+            shared = record.atomic and record.write_epoch == epoch and record.writer != warp
+            if not _may_write(record, warp, epoch, memory.report):
+                if not shared or memory.report[0] != _RACE_WRITTEN:
+                    return
+                memory.report[0] = 0
+            record.write_epoch, record.writer = epoch, -1 if shared else warp
+            record.atomic, record.unfenced = True, True
+        places[thread] = first
 
 
 @numba.njit(cache=True)
@@ -177,7 +204,7 @@ def _land_copies(memory, addresses, mask, data):
         first = program * memory.stride + np.int64(addresses[thread])  # checked at the issue
         for number in range(first // memory.unit, (first + size) // memory.unit):
             record = memory.records[number]
-            record.copying, record.unfenced = False, True
+            record.copying, record.unfenced, record.atomic = False, True, False
             record.write_epoch, record.writer = memory.epochs[program], thread // 32
         for byte in range(size):
             memory.data[first + byte] = data[thread, byte]
@@ -219,21 +246,24 @@ def _fence(memory, program, warps):
     for number in range(program * per_program, (program + 1) * per_program):
         record = memory.records[number]
         if record.unfenced:
-            seen = record.write_epoch < memory.epochs[program] or warps[record.writer]
-            record.unfenced = not seen
+            before = record.write_epoch < memory.epochs[program]
+            record.unfenced = not before and (record.writer < 0 or not warps[record.writer])
 
 
 class SharedMemory:
     """Shared memory of `num_programs` programs, `capacity` bytes each, of `threads` threads.
-    unit: size in bytes of the kernel's smallest access.
+    unit: size in bytes of the kernel's smallest access. space: "shared", or "local" for the local
+    memory of threads, each a program of one thread.
 
     Accesses raise Fault.
     """
 
-    def __init__(self, num_programs: int, capacity: int, threads: int, unit: int):
+    def __init__(
+        self, num_programs: int, capacity: int, threads: int, unit: int, space: str = "shared"
+    ):
         unit = min(unit, MAX_UNIT)
         stride = -(-capacity // MAX_UNIT) * MAX_UNIT
-        self.capacity, self.threads = capacity, threads
+        self.capacity, self.threads, self.space = capacity, threads, space
         self.epochs = np.ones(num_programs, np.int32)
         self._memory = _Memory(
             np.zeros(num_programs * stride, np.uint8),
@@ -260,6 +290,18 @@ class SharedMemory:
         _store(self._memory, addresses, mask, alignment or size, data)
         self._check(batch, size, "written")
         self._tally(batch, addresses, mask, size)
+
+    def atomic(self, batch, addresses, mask, dtype) -> dict[int, np.ndarray]:
+        """See GlobalMemory."""
+        mask, size = batch.every(mask), np.dtype(dtype).itemsize
+        places = np.zeros(len(addresses), np.int64)
+        _begin_atomics(self._memory, addresses, mask, size, places)
+        self._check(batch, size, "atomically changed")
+        self._tally(batch, addresses, mask, size)
+        return {
+            int(thread): self._memory.data[places[thread] : places[thread] + size].view(dtype)
+            for thread in np.flatnonzero(mask)
+        }
 
     def issue_copies(self, batch, addresses, mask, size: int) -> None:
         """Asynchronous copies begin: their places may not be accessed until `land_copies`."""
@@ -291,7 +333,7 @@ class SharedMemory:
         _fence(self._memory, program, warps)
 
     def _tally(self, batch, addresses, mask, size: int) -> None:
-        if batch.launch.tally is not None:
+        if batch.launch.tally is not None and self.space == "shared":
             batch.launch.tally.shared_access(batch, addresses, mask, size)
 
     def _check(self, batch, size: int, done: str) -> None:
@@ -299,8 +341,10 @@ class SharedMemory:
         if not code:
             return
         self._memory.report[:] = 0
-        what = f"{size} bytes {done} at {address:#x} of {self.capacity} bytes of shared memory"
-        by = "several warps" if other < 0 else f"warp {other % (self.threads // 32)}"
+        memory = f"{self.capacity} bytes of {self.space} memory"
+        what = f"{size} bytes {done} at {address:#x} of {memory}"
+        warps = max(self.threads // 32, 1)
+        by = "several warps" if other < 0 else f"warp {other % warps}"
         kind, detail = {
             _OUTSIDE: (FaultKind.OUT_OF_BOUNDS, "past the end"),
             _MISALIGNED: (FaultKind.MISALIGNED, f"the address is not a multiple of {size}"),

@@ -449,7 +449,7 @@ class TestControlFlow:
         ("tcgen05.ld.sync.aligned.16x64b.x1.b32 {%r2}, [%r1 + 0];", "tcgen05.ld"),
         ("tcgen05.st.sync.aligned.32x32b.x2.b32 [%r1 + 0], {%r2};", "the operands do not fit"),
         ("mbarrier.arrive.shared.b64 %d1, [%r1];", "mbarrier.arrive"),
-        ("atom.shared.add.u32 %r1, [%r0], 1;", ".shared is not supported"),
+        ("atom.shared::cluster.add.u32 %r1, [%r0], 1;", ".shared::cluster is not supported"),
         ("add.sat.s32 %r1, %r0, 1;", ".sat is not supported"),
         ("mov.u32 %r1, %clock;", "special register %clock"),
         ("bar.sync 1, 64;", "only barrier 0"),

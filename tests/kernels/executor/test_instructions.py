@@ -10,6 +10,8 @@ from fractions import Fraction
 import pytest
 import torch
 
+from kernels.executor import Fault
+
 WORDS = [0, 1, 2, 7, 31, 32, 33, 255, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 0xDEADBEEF, 0x80000001]
 FLOATS = [0.0, -0.0, 1.0, -1.5, 3.0e38, 1e-40, -1e-38, float("inf"), float("nan"), 65504.0, 65520.0]
 FLOATS += [0.1, 448.0, 464.0, 500.0, -0.001, 2**-9, 2**-10, 3 * 2**-10, 1 + 2**-8, 1 + 3 * 2**-8]
@@ -101,6 +103,11 @@ def test_products_of_twice_the_width(compute, letter):
     text = f"cvt.s64.s32 %d5, %r3; mad.wide.{letter}32 %d4, %r1, %r2, %d5;"
     expected = [(values(a) * values(b) + signed(c)) & (2**64 - 1) for a, b, c in TRIPLES]
     assert compute(text, TRIPLES, wide=True) == expected
+
+
+def test_carries(compute):
+    text = "mad.lo.cc.u32 %r5, %r1, %r2, %r3; madc.hi.u32 %r4, %r1, %r2, 0;"
+    assert compute(text, TRIPLES) == [a * b + c >> 32 for a, b, c in TRIPLES]
 
 
 @pytest.mark.parametrize("kind", ["u32", "s32"])
@@ -485,3 +492,54 @@ def test_stmatrix_is_the_reverse_of_ldmatrix(run_body):
     """
     run_body(body, values, out, shared_bytes=512)
     assert torch.equal(out, values)
+
+
+RESULT = "shl.b64 %d11, %d10, 2; add.s64 %d12, %d0, %d11; st.global.b32 [%d12], %r2;"
+LOCAL = """
+.local .align 4 .b8 depot[8];
+mov.b64 %d13, depot; cvt.u32.u64 %r1, %d13; sub.s32 %r1, %r1, 8;
+st.local.b32 [%r1+12], %r0; bar.sync 0; ld.local.b32 %r2, [%d13+4];
+"""
+
+
+def test_local_memory(run_body):
+    out = torch.zeros(64, dtype=torch.int32)
+    run_body(LOCAL + RESULT, out, num_warps=2)
+    assert out.tolist() == [*range(64)]
+
+
+ADD = "mov.b32 %r1, 0; st.shared.b32 [0], %r1; bar.sync 0; atom.shared.add.u32 %r2, [0], 1;"
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_atomics_on_shared_memory(run_body, seed):
+    """Each program of a batch has its own counter."""
+    out = torch.zeros(64, dtype=torch.int32)
+    options = {"num_warps": 2, "shared_bytes": 4, "seed": seed}
+    run_body(ADD + RESULT, out, **options)
+    assert sorted(out.tolist()) == [*range(64)]
+    last = (
+        "bar.sync 0; ld.shared.b32 %r2, [0]; mov.u32 %r3, %ctaid.x; mad.lo.u32 %r3, %r3, 64, %r0;"
+    )
+    out = torch.zeros(128, dtype=torch.int32)
+    run_body(ADD + last + "cvt.u64.u32 %d10, %r3;" + RESULT, out, grid=(2, 1, 1), **options)
+    assert out.tolist() == [64] * 128
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        (LOCAL + "ld.local.b32 %r2, [%d13+8];", "OUT_OF_BOUNDS"),
+        (LOCAL + "ld.local.b32 %r2, [%r1+4];", "OUT_OF_BOUNDS"),
+        (LOCAL + "ld.local.b32 %r2, [%d13];", "UNWRITTEN"),
+        (LOCAL + "ld.global.b32 %r2, [%d13];", "OUT_OF_BOUNDS"),
+        (ADD + "ld.shared.b32 %r3, [0];", "SHARED_RACE"),
+        (ADD + "st.shared.b32 [0], %r1;", "SHARED_RACE"),
+        ("atom.shared.add.u32 %r2, [0], 1;", "UNWRITTEN"),
+        ("red.shared.add.u32 [4], 1;", "OUT_OF_BOUNDS"),
+    ],
+)
+def test_faults_in_local_memory_and_of_shared_atomics(run_body, body, kind):
+    with pytest.raises(Fault) as raised:
+        run_body(body, torch.zeros(1), num_warps=2, shared_bytes=4)
+    assert raised.value.kind.name == kind
