@@ -51,6 +51,7 @@ class ProgramCounts(NamedTuple):
     lines: int
     wavefronts: int
     tensor_operations: int
+    special_functions: int
 
 
 @dataclass
@@ -79,6 +80,9 @@ class Counts:
     """Shared-memory wavefronts beyond the first of each pass."""
     tensor_operations: int = 0
     """Multiplications and additions of tensor-core instructions."""
+    special_functions: int = 0
+    """Exponentials, logarithms, roots, reciprocals, sines and tanh, counted per thread. A
+    multiprocessor computes 16 per cycle (CUDA programming guide, native arithmetic throughput)."""
     barriers: int = 0
     """bar.sync instructions, counted once per warp."""
     bytes_in_flight: int = 0
@@ -95,6 +99,11 @@ class Counts:
     def sectors_per_request(self) -> float:
         """Sectors per request: 4 if 32 threads access 4 consecutive bytes each."""
         return self.sectors / self.requests if self.requests else 0.0
+
+    @property
+    def l2_bytes(self) -> int:
+        """Bytes between the multiprocessors and L2 if L1 keeps nothing between requests."""
+        return 32 * self.sectors
 
 
 @numba.njit(cache=True)
@@ -165,15 +174,25 @@ def _tensor_operations(one: Instruction) -> int:
     return 2 * m * n * k // (4 if one.parts[0] == "wgmma" else 1)  # shared by four warps
 
 
+_SPECIAL = re.compile(r"(ex2|lg2|rcp|rsqrt|sqrt|sin|cos|tanh)\..*approx|div\.(approx|full)")
+
+
+def _special_functions(one: Instruction) -> int:
+    """Special functions of an instruction, per warp."""
+    per_thread = 2 if one.opcode.endswith("x2") else 1
+    return 32 * per_thread if _SPECIAL.match(one.opcode) else 0
+
+
 class Tally:
     """Accumulates counts while the programs of a launch run."""
 
     def __init__(self, program: Program, num_programs: int):
         self._program = program
         self._operations = np.array([_tensor_operations(one) for one in program.instructions])
+        self._special = np.array([_special_functions(one) for one in program.instructions])
         self._executed = np.zeros(len(program.instructions), np.int64)
         self._sectors, self._lines, self._wavefronts = np.zeros((3, 2, num_programs), np.int64)
-        self._work = np.zeros((2, num_programs), np.int64)
+        self._work = np.zeros((3, num_programs), np.int64)
         self._products = np.zeros(num_programs, np.int64)
         self._bytes = Counter()
         self._in_flight = 0
@@ -197,7 +216,7 @@ class Tally:
     def add(self, batch) -> None:
         """Add the instructions of a batch that has ended."""
         self._executed += batch.executed.sum(1)
-        work = np.stack([np.ones_like(self._operations), self._operations])
+        work = np.stack([np.ones_like(self._operations), self._operations, self._special])
         self._work[:, batch.programs] = work @ batch.executed
         self._in_flight = max(self._in_flight, int(batch.copies.most_in_flight.max()))
 
@@ -209,7 +228,7 @@ class Tally:
             barriers += times * (one.opcode == "bar.sync")
         distinct_bytes, distinct_lines = memory.touched()
         self._work[1] += self._products
-        by_program = (self._work[0], self._lines[1], self._wavefronts[0], self._work[1])
+        by_program = (self._work[0], self._lines[1], self._wavefronts[0], *self._work[1:])
         return Counts(
             instructions={name: n for name, n in instructions.items() if n},
             requests=int(self._sectors[0].sum()),
@@ -219,6 +238,7 @@ class Tally:
             wavefronts=int(self._wavefronts[0].sum()),
             bank_conflicts=int(self._wavefronts[1].sum()),
             tensor_operations=int(self._work[1].sum()),
+            special_functions=int(self._work[2].sum()),
             barriers=barriers, bytes_in_flight=self._in_flight,
             programs=tuple(map(ProgramCounts._make, np.array(by_program).T.tolist())),
         )  # fmt: skip

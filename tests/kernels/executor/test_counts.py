@@ -29,7 +29,7 @@ def memory(num_bytes: int) -> torch.Tensor:
 def test_sectors_and_lines(run_body, access, stride, sectors, lines):
     counts = run_body(ADDRESS.format(stride=stride) + access, memory(128 * 32))
     assert (counts.requests, counts.sectors, counts.lines) == (1, sectors, lines)
-    assert counts.distinct_lines == lines
+    assert (counts.distinct_lines, counts.l2_bytes) == (lines, 32 * sectors)
 
 
 @pytest.mark.parametrize("skipped", [0, 64, 128, 200])
@@ -131,3 +131,13 @@ def test_bytes_in_flight(run_body):
     body += "cp.async.wait_group 1;" + copy.format(place="+2048") + "cp.async.wait_all;"
     counts = run_body(body, memory(16), num_warps=2, grid=(2, 1, 1), shared_bytes=3072)
     assert counts.bytes_in_flight == 2 * 64 * 16
+
+
+def test_special_functions_are_counted_per_thread(run_body):
+    body = (
+        "mov.b32 %r1, 0; mov.b32 %r3, 0; ex2.approx.ftz.f32 %r2, %r1; div.full.f32 %r3, %r1, %r1;"
+        "ex2.approx.f16x2 %r4, %r1; div.rn.f32 %r5, %r1, %r1;"
+    )
+    counts = run_body(body, memory(4), num_warps=2, grid=(3, 1, 1))
+    assert counts.special_functions == 3 * 2 * 32 * 4
+    assert [program.special_functions for program in counts.programs] == [2 * 32 * 4] * 3
