@@ -8,8 +8,8 @@
 needs a process without TRITON_INTERPRET. The ops run as they are, with their checks, tiles and
 split counts for that architecture; the PTX that Triton compiles for it runs thread by thread.
 A Fault names the source line of an access out of bounds, a race, a missing wait, fence or barrier,
-or an undefined value that is used. An instruction that is not known raises UnknownInstruction;
-none is skipped. docs/executor.md lists what is checked, what is not seen, and what is supported.
+or an undefined value that is used. An unsupported instruction raises UnknownInstruction;
+none is skipped. docs/executor.md lists the checks, their limits, and what is supported.
 
     ptx.py, targets.py          PTX text to instructions; limits of architectures
     operands.py                 registers; the table of instructions

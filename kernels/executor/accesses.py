@@ -1,7 +1,7 @@
 """Loads, stores and asynchronous copies (PTX ISA 9.7.9), ldmatrix and stmatrix (9.7.14.5).
 
-Accesses must be aligned to their size, vectors to that of the whole vector. Cache operators and
-hints of eviction do not change what is read and are accepted as they are.
+An access must be aligned to its size, a vector access to the size of the whole vector. Cache
+operators and eviction hints are accepted and ignored: they do not change the values read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HINTS = re.compile(r"ca|cg|cs|lu|cv|wb|wt|nc|weak|L1::.*|L2::.*")
 
 
 def _space(translation: Translation) -> str:
-    """ "global", "shared", "local" or "param"; raises for forms that are not known."""
+    """State space: "global", "shared", "local" or "param"; raises for unsupported forms."""
     spaces = ("global", "shared", "shared::cta", "local", "param")
     known = (*spaces, "v2", "v4", "v8")
     for part in translation.parts[1:-1]:
@@ -140,7 +140,7 @@ def _cp(translation: Translation) -> Step:
     translation.accesses_shared(size)
 
     def copy(batch, mask):
-        """The first read_size of `size` bytes are read, the others are zeros."""
+        """Copy the first read_size of `size` bytes; the others become zeros."""
         active, sizes = batch.every(mask), np.array([size], np.int64)
         reading = active
         if read_size is not None:
@@ -175,7 +175,7 @@ def _matrices(translation: Translation) -> tuple[int, bool]:
 
 
 def _rows_of(mask: np.ndarray, count: int) -> np.ndarray:
-    """The threads of a mask that give addresses of rows: the first 8 * count of each warp."""
+    """Masked threads that hold row addresses: the first 8 * count of each warp."""
     return mask & (np.arange(len(mask)) % 32 < 8 * count)
 
 

@@ -43,7 +43,7 @@ def _call(translation: Translation) -> Step:
 
 
 def _formatted(batch, text: str, thread: int, places: np.ndarray) -> str:
-    """The text with a thread's values, which lie in its local memory from its place on, each
+    """Text with a thread's values inserted. They are in its local memory from `places` on, each
     aligned to its size."""
     mask = np.arange(batch.num_threads) == thread
     places = places - np.uint64(LOCAL_ORIGIN)

@@ -68,7 +68,7 @@ def _pack(translation: Translation, target, sources: tuple, kind: str) -> Step:
 
 @instruction("cvta")
 def _cvta(translation: Translation) -> Step:
-    """Generic addresses equal those of global and local memory; shared memory is not known."""
+    """A generic address equals the global or local one; shared memory is not supported."""
     if not {"global", "local"} & {*translation.parts}:
         raise Unsupported("only addresses of global and local memory")
     return elementwise(translation, lambda a: a, translation.kind)

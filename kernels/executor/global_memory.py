@@ -75,8 +75,8 @@ class TensorWindow:
         return reach + self.itemsize
 
     def nested(self) -> list[tuple[int, int]]:
-        """(size, stride) of the dimensions, widest first, if an offset tells the element; else []:
-        dimensions that overlap are only checked as a span."""
+        """(size, stride) of the dimensions, widest first, or [] if the tensor has no gaps or its
+        dimensions overlap: then only its span is checked."""
         dims = [(n, s) for n, s in zip(self.sizes, self.strides, strict=True) if n > 1 and s]
         dims.sort(key=lambda dim: -dim[1])
         inner = [*dims[1:], (1, self.itemsize)][: len(dims)]
@@ -209,8 +209,8 @@ def _locate(address, size, alignment, windows, num_arguments):
 
 @numba.njit(cache=True)
 def _place(memory, address, size, alignment, thread):
-    """(window, offset) of a valid access, else (-1, 0) and a report. alignment: the size of an
-    access, of which cp.async may read less."""
+    """(window, offset) of a valid access, else (-1, 0) and a report. alignment: the access
+    size; cp.async may read fewer bytes."""
     code, window, offset = _locate(address, size, alignment, memory.windows, memory.num_arguments)
     report = memory.report
     if code == 0:
@@ -419,7 +419,7 @@ def _begin_atomics(memory, threads, addresses, mask, size, release, acquire, pla
 
 
 def _reserve(count: int, dtype: np.dtype) -> np.ndarray:
-    """Zeros of which only the touched pages exist."""
+    """Zeros; the operating system allocates only the pages that are touched."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
     return np.frombuffer(mmap.mmap(-1, max(count, 1) * dtype.itemsize, flags=flags), dtype)
 

@@ -49,7 +49,7 @@ class LaunchRecord:
 
 @dataclass
 class Execution:
-    """Launches inside one `execute_ptx`, in order."""
+    """All launches inside one `execute_ptx`, in order."""
 
     architecture: str
     launches: list[LaunchRecord] = field(default_factory=list)
@@ -128,7 +128,7 @@ def _constants(kernel: Kernel) -> list[TensorWindow]:
 
 
 def _pack(kernel: Kernel, arguments: list, pointers: Iterator[int]) -> bytes:
-    """The kernel's parameters as they lie in memory; those that Triton adds at the end are 0."""
+    """Parameter buffer of the kernel. Parameters that Triton appends are 0."""
     packed = bytearray(kernel.parameter_bytes)
     offsets = iter(kernel.parameter_offsets.values())
     for _, kind, value in arguments:
@@ -154,8 +154,8 @@ def run_ptx(
     dependent: bool = False,
 ) -> Counts:
     """Execute one kernel given as PTX, without Triton: its parameters are `arguments` in order.
-    fresh: knows which memory nothing has written. dependent: whether it has to wait for the launch
-    before it (griddepcontrol.wait).
+    fresh: records which memory nothing has written. dependent: whether the kernel must wait for the
+    previous launch (griddepcontrol.wait).
 
     Returns what was counted. Raises Fault and UnknownInstruction.
     """
@@ -186,7 +186,7 @@ _SESSIONS: list[_Session] = []
 
 @dataclass(frozen=True)
 class _Function:
-    """The handle that Triton keeps of a loaded kernel."""
+    """Handle of a loaded kernel, which Triton passes to the launcher."""
 
     name: str
     ptx: str
@@ -194,7 +194,7 @@ class _Function:
 
 
 class _Launcher:
-    """Triton makes one of each compiled kernel and calls it to launch."""
+    """Launcher of one compiled kernel; Triton creates and calls it."""
 
     def __init__(self, source, metadata):
         self._arguments = [(str(name), kind) for name, kind in source.signature.items()]
@@ -218,8 +218,8 @@ def _flattened(name: str, kind, value) -> list[tuple]:
 
 
 def _count_instructions(call, quantiles=None, **_options):
-    """Stands in for a benchmark, which autotuning asks for: warp instructions of the launches,
-    which are not recorded."""
+    """Benchmark for autotuning: returns the warp instructions of `call` instead of a time. Its
+    launches are not recorded."""
     execution = _SESSIONS[-1].execution
     before, launches = execution.warp_instructions, len(execution.launches)
     call()
@@ -261,7 +261,7 @@ class _Driver:
         return _count_instructions
 
     def remember_ptx(self, _module, _function, name: str, files: dict, _hash) -> None:
-        """Hook that Triton calls before it loads a kernel; files: what compilation left."""
+        """Hook that Triton calls before it loads a kernel; files: paths of the compiled stages."""
         self._ptx[name] = Path(next(path for path in files.values() if str(path).endswith(".ptx")))
 
     def load_binary(self, name: str, _binary, shared_bytes: int, _device):
@@ -270,7 +270,7 @@ class _Driver:
 
 
 def _stop_at_ptx(*arguments):
-    """Hook into Triton's compilation, which asks without arguments for a key of what we change."""
+    """Hook into Triton's compilation. Called without arguments it returns a cache key."""
     if not arguments:
         return "PTX only", "PTX only"
     _backend, stages, *_ = arguments
@@ -291,8 +291,8 @@ def execute_ptx(
     Args:
         architecture: what to compile for: one of MULTIPROCESSORS.
         seed: run programs in random order and their warps in random turns; None runs them in step.
-        edit: called with a kernel's name and its PTX, returns the PTX to execute instead; for tests
-            of what the checks find.
+        edit: called with a kernel's name and its PTX, returns the PTX to execute instead. Tests use
+            it to insert faults.
         count: whether launches are recorded with their `Counts`.
 
     Yields:
@@ -301,8 +301,8 @@ def execute_ptx(
     Raises:
         ValueError: an architecture that is not known.
         RuntimeError: the process runs kernels in Triton's interpreter.
-        Fault: (from a launch) the kernel did what a GPU forbids. What it wrote before remains.
-        UnknownInstruction: (from a launch) the kernel has an instruction that is not known.
+        Fault: (from a launch) the kernel did what a GPU forbids. Its earlier writes remain.
+        UnknownInstruction: (from a launch) the kernel has an unsupported instruction.
     """
     if architecture not in MULTIPROCESSORS:
         known = ", ".join(MULTIPROCESSORS)

@@ -39,7 +39,7 @@ class Negated:
 
 
 Operand = Register | Address | Negated | tuple | str
-"""A str is a special register, an immediate, a label, or "_", which takes no value."""
+"""A str is a special register, a symbol, an immediate, a label, or "_" (no destination)."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def _width(kind: str) -> int:
 
 
 def _where(text: str) -> str:
-    """The comment behind `.loc`: the line, and that of the outermost caller if it was inlined."""
+    """Source line in the comment behind `.loc`, with the outermost caller's if it was inlined."""
     places = re.findall(r"[^\s@\[\]]+:\d+:\d+", text)
     if not places:
         return text.strip()
@@ -225,7 +225,7 @@ def parse(ptx: str) -> Program:
 
     Raises:
         ValueError: no kernel, or more than one.
-        UnknownInstruction: a declaration that is not known.
+        UnknownInstruction: an unsupported declaration.
     """
     entries = list(re.finditer(r"\.entry\s+([\w$]+)\s*\(([^)]*)\)", ptx))
     if len(entries) != 1:

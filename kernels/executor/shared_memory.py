@@ -3,7 +3,7 @@
 Between two barriers warps run in no order. Two warps may therefore not access the same place if one
 of them writes it, unless both write the same value: Triton lets warps that hold the same part of a
 result do that. The threads of one warp are taken to run together. Shared memory is unwritten at the
-start, and unwritten memory may not be read.
+start, and reading unwritten memory is a fault.
 
 cp.async (PTX ISA 9.7.9.25) writes at some time between its issue and the wait that covers it. Its
 place may not be accessed during that time, nor have been accessed by another warp since the last
@@ -304,7 +304,7 @@ class SharedMemory:
         }
 
     def issue_copies(self, batch, addresses, mask, size: int) -> None:
-        """Asynchronous copies begin: their places may not be accessed until `land_copies`."""
+        """Begin asynchronous copies: accessing their targets before `land_copies` is a fault."""
         mask = batch.every(mask)
         _issue_copies(self._memory, addresses, mask, size)
         self._check(batch, size, "overwritten by an asynchronous copy")
