@@ -51,7 +51,7 @@ class ProgramCounts(NamedTuple):
     lines: int
     wavefronts: int
     tensor_operations: int
-    special_functions: int
+    special_functions: int = 0
 
 
 @dataclass
