@@ -1,11 +1,11 @@
-"""What conftest's process that compiles kernels runs; it imports nothing that binds them."""
+"""Run by conftest's process that compiles kernels; imports nothing that binds them."""
 
 import contextlib
 import io
 
 
 def printed_by(code: str) -> str:
-    """What a program prints."""
+    """The output of a program."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         exec(code, {})

@@ -114,8 +114,8 @@ def test_every_op_is_compiled_with_every_feature_and_dtype(rows):
 
 
 def test_programs_fit_a_multiprocessor(rows):
-    """As many as split counts assume. Kernels with few bytes in flight per thread need at least 28
-    warps, 16 with the widest rows. conftest.py checks spills."""
+    """The number that split counts assume. Kernels with few bytes in flight per thread need at
+    least 28 warps, 16 with the widest rows. conftest.py checks spills."""
     wanted = {DECODE: PROGRAMS_PER_MULTIPROCESSOR, SAMPLE: PROGRAMS_THAT_SAMPLE}
     for row in rows:
         least = wanted.get(row["kernel"], 1)

@@ -338,7 +338,7 @@ def test_backward_pass_raises(device):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_results_on_a_cache_require_no_gradients(compiled, device):
-    """As in flash-attn, where the function is not differentiable."""
+    """The function is not differentiable in flash-attn either."""
 
     def call(q, k_cache, v_cache, new):
         out = flash_attn_with_kvcache(q, k_cache, v_cache, new, new, cache_seqlens=4)
