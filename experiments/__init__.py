@@ -9,5 +9,5 @@ gpu/         experiments that need a GPU
 bench/       ops at real sizes, checked and timed, for experiments on kernels
 style        the look of figures; quantiles: repeated measurements in them
 
-``cli.py`` is the command line; ``sanitize.py`` is a command of its own.
+``cli.py`` is the command line.
 """

@@ -1,11 +1,8 @@
-"""Resources of every shipped kernel on every architecture, and a lower bound of its op's time.
+"""Resources of every shipped kernel on every architecture.
 
 Kernels are compiled without a GPU (``kernels/compiled/compile.py``). The table has registers, local
 and shared memory, how many programs and warps fit a multiprocessor and which resource limits them,
-widths of global accesses, asynchronous copies and tensor-core instructions. The bound is of a call
-of the op at stated sizes, all of its kernels together: its bytes and operations
-(``kernels/testing/cases.py``) over the datasheet's peak rates (``bench/gpus.py``), the roofline
-model. It is not a measurement.
+widths of global accesses, asynchronous copies and tensor-core instructions.
 
 This and kernel_counters stay two experiments: one compiles every shipped configuration for every
 architecture, the other executes small cases, so their grids and rows have little in common.
@@ -21,13 +18,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from experiments import style
-from experiments.bench.gpus import GPUS
 from experiments.harness import Axis, Experiment, Options, Repeated
 
 if TYPE_CHECKING:
-    from experiments.bench.gpus import Gpu
     from kernels.compiled.compile import KernelResources
-    from kernels.testing.cases import Case
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,12 +70,7 @@ def run_cell(cell: KernelResourcesCell) -> list[dict[str, Any]]:
 
     call = next(call for call in shipped_calls([cell.op]) if call.config == cell.config)
     arch = ARCHITECTURES[cell.arch]
-    bounds = list(_bounds(call.case(), call.problem, arch.name))
-    return [
-        {**_resources(row, arch.max_warps), **bound}
-        for row in resources_of_call(call, arch)
-        for bound in bounds
-    ]
+    return [_resources(row, arch.max_warps) for row in resources_of_call(call, arch)]
 
 
 def _kernel_name(row: KernelResources) -> str:
@@ -125,24 +114,6 @@ def _resources(row: KernelResources, max_warps: int) -> dict[str, Any]:
     }
 
 
-def _bounds(case: Case, problem: str, arch: str) -> Iterator[dict[str, Any]]:
-    for gpu in GPUS:
-        if gpu.arch != arch:
-            continue
-        seconds, limit = gpu.bound(
-            num_bytes=case.num_bytes, operations=case.flops, host_bytes=case.host_bytes
-        )
-        yield {
-            "problem": problem,
-            "bytes_per_output": case.num_bytes / case.outputs,
-            "operations_per_output": case.flops / case.outputs,
-            "operations_per_byte": case.flops / case.num_bytes,
-            "gpu": gpu.name,
-            "bound_us": 1e6 * seconds,
-            "bound_by": limit,
-        }
-
-
 _LIMITS = {
     "registers": ("limited by registers", style.dots(style.BLUE, "o")),
     "shared memory": ("limited by shared memory", style.dots(style.ORANGE, "s")),
@@ -176,71 +147,9 @@ def _draw_resources(rows: style.DataFrame) -> style.Figure:
     return style.shared_legend(figure, columns=4)
 
 
-_GPU_LOOKS = (
-    style.line(style.GREEN, "^", "dashdot"),
-    style.line(style.SKY, "D", "dashed"),
-    style.line(style.BLUE, "o"),
-    style.line(style.BLACK, "s", "dashdot"),
-    style.line(style.RED, "v", "dotted"),
-)
-
-
-def _draw_bounds(rows: style.DataFrame) -> style.Figure:
-    """A line per op. Left: its intensity, beside the one from which each GPU is bound by
-    arithmetic. Right: the bound of its time on each GPU."""
-    gpus = [gpu for gpu in GPUS if gpu.name in set(rows["gpu"])]
-    looks = {gpu.name: _GPU_LOOKS[GPUS.index(gpu)] for gpu in gpus}
-    typical = _typical(rows)
-    lines = typical.drop_duplicates("number")
-    height = max(2.1, 0.8 + 0.21 * len(lines))
-    figure, (intensity, times), _ = style.panel_grid(
-        2, height=height, width=3.5, columns=2, sharey=True
-    )
-    _draw_intensity(intensity, lines, gpus, looks)
-    for gpu, dots in typical.groupby("gpu", sort=False):
-        times.plot(dots["bound_us"], dots["number"], **{**looks[gpu], "linestyle": "none"})
-    times.set(xscale="log", xlabel="lower bound of the time (µs),\nby datasheet, not measured")
-    labels = [f"{line.op}, {line.config}\n{line.problem}" for line in lines.itertuples()]
-    style.name_rows(intensity, labels, fontsize=5.5)
-    return style.shared_legend(figure, columns=len(gpus))
-
-
-def _typical(rows: style.DataFrame) -> style.DataFrame:
-    """The plainest configuration of each op at head_dim 128, in bf16 where it has one, and a
-    number for each op."""
-    names = rows.assign(
-        other_dtype=~rows["config"].str.startswith("bf16"),
-        other_dim=~rows["config"].str.contains("d128"),
-        length=rows["config"].str.len(),
-    ).sort_values(["other_dtype", "other_dim", "length", "op"], kind="stable")
-    plainest = names.drop_duplicates("op")[["op", "config"]]
-    typical = rows.merge(plainest, on=["op", "config"]).drop_duplicates(["op", "gpu"])
-    return typical.assign(number=typical.groupby("op", sort=False).ngroup())
-
-
-def _draw_intensity(
-    axis: style.Axes, lines: style.DataFrame, gpus: list[Gpu], looks: dict[str, dict]
-) -> None:
-    """Bars up to the operations per byte of each line."""
-    low, high, bottom = 0.1, 3e4, lines["number"].max() + 0.6
-    for place, gpu in enumerate(gpus):  # their markers below each other: some lines coincide
-        ridge = gpu.half_flops / gpu.bandwidth
-        look = {**looks[gpu.name], "markevery": [1], "linewidth": 1, "zorder": 3}
-        axis.plot([ridge] * 3, [-0.6, 0.5 * place - 0.3, bottom], label=gpu.name, **look)
-    operations = lines["operations_per_byte"]
-    bars = operations.where(operations > 0, low) - low
-    axis.barh(lines["number"], bars, left=low, height=0.5, color=style.GREY)
-    for place in lines["number"][operations == 0]:
-        axis.text(low * 1.2, place, "no arithmetic", fontsize=5.5, va="center")
-    axis.set(xscale="log", xlim=(low, high))
-    axis.set_xlabel(
-        "operations per byte; a GPU is bound by\nmemory left of its line, else by arithmetic"
-    )
-
-
 EXPERIMENT = Experiment(
     name="kernel_resources",
-    figure="registers, shared memory, occupancy and bounds of every kernel, compiled, not run",
+    figure="registers, shared memory, occupancy of every kernel, compiled, not run",
     options=KernelResourcesOptions(),
     quick=KernelResourcesOptions(
         op=("store_kvcache", "paged_decode_attention", "paged_prefill_attention"),
@@ -249,5 +158,5 @@ EXPERIMENT = Experiment(
     ),
     cells=cells,
     run_cell=run_cell,
-    plot=style.plotter({"resources": _draw_resources, "bounds": _draw_bounds}),
+    plot=style.plotter({"resources": _draw_resources}),
 )

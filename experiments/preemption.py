@@ -259,12 +259,12 @@ def _serve(llm: LLM, prompts: list[list[int]], output_lengths: list[int]) -> dic
 def _draw(rows: style.DataFrame) -> style.Figure:
     costs, serving = rows[rows["part"] == "cost"], rows[rows["part"] == "serving"]
     lengths = sorted(costs["context_tokens"].unique()) if len(costs) else []
-    num_panels = len(lengths) + 3 * bool(len(serving))
+    num_panels = len(lengths) + 2 * bool(len(serving))
     figure, axes, _ = style.panel_grid(num_panels, height=2.1, width=3.5, columns=2)
     for axis, length in zip(axes, lengths, strict=False):
         _draw_costs(axis, costs[costs["context_tokens"] == length])
     if len(serving):
-        _draw_serving(*axes[-3:], serving)
+        _draw_serving(*axes[-2:], serving)
     for axis in axes:
         style.log_x(axis, base=4)
         axis.set_xlabel("block size (tokens)")
@@ -284,9 +284,7 @@ def _draw_costs(axis: style.Axes, rows: style.DataFrame) -> None:
     )
 
 
-def _draw_serving(
-    latency: style.Axes, ratio: style.Axes, preemptions: style.Axes, rows: style.DataFrame
-) -> None:
+def _draw_serving(latency: style.Axes, ratio: style.Axes, rows: style.DataFrame) -> None:
     for way, curve in rows.groupby("way", sort=False):
         look = {**_LINES[way], "label": way}
         quantiles.error_bars(latency, curve, "block_size", "normalized_latency_ms", **look)
@@ -294,9 +292,6 @@ def _draw_serving(
     look = {**_LINES["swap"], "label": "median of the draws, p20 to p80"}
     quantiles.error_bars(ratio, swap, "block_size", "latency_over_recompute", **look)
     ratio.axhline(1, color="black", linewidth=0.8)
-    each = swap["preemptions"] / swap["requests"]
-    look["label"] = "both modes"
-    style.curve(preemptions, swap.assign(each=each), "block_size", "each", **look)
     row = rows.iloc[0]
     latency.set(
         title=f"{row['repeats']:.0f} x {row['requests'] / row['repeats']:.0f} requests of "
@@ -304,9 +299,11 @@ def _draw_serving(
         ylabel="normalised latency (ms/token)",
         ylim=(0, None),
     )
-    ratio.set(title="the same requests", ylabel="latency, swap / recompute")
-    top = 1.1 * max(1, each.max())
-    preemptions.set(title="the same requests", ylabel="preemptions per request", ylim=(0, top))
+    each = (swap["preemptions"] / swap["requests"]).mean()
+    ratio.set(
+        title=f"the same requests, {each:.2g} preemptions each",
+        ylabel="latency, swap / recompute",
+    )
 
 
 EXPERIMENT = Experiment(

@@ -8,7 +8,6 @@ from experiments.harness import Experiment
 
 _MODULES = (
     "block_size",
-    "gpu.engine_throughput",
     "eviction",
     "eviction_serving",
     "kernel_accuracy",

@@ -1,1 +1,1 @@
-"""Ops at real sizes, checked and timed, and datasheet rates of GPUs."""
+"""Ops at real sizes, checked and timed."""

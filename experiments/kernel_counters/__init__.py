@@ -3,9 +3,8 @@
 Each call runs on ``kernels/executor``, which executes the PTX that Triton compiled for the
 architecture. Its result is judged against the reference. Counted are instructions by class,
 requests to global memory with the sectors and lines they touch, shared-memory wavefronts and bank
-conflicts, tensor-core operations, barriers and copies in flight. Columns that begin with
-``modelled_`` are a lower bound of the time that follows from the counts (``modelled_time.py``). It
-is not a measurement. Columns that begin with ``executor_`` are the speed of the executor itself.
+conflicts, tensor-core operations, barriers and copies in flight. Columns that
+begin with ``executor_`` are the speed of the executor itself.
 
 Not seen: what ptxas does (registers, spills, removed and reordered instructions), real speed,
 caches, the order of accesses on hardware and the last bits of its rounding. Reads of shared memory
@@ -30,7 +29,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from experiments import style
-from experiments.bench.gpus import GPUS
 from experiments.bench.shapes import OURS, WrongResult
 from experiments.harness import (
     Axis,
@@ -42,14 +40,14 @@ from experiments.harness import (
     grid,
     one_of,
 )
-from experiments.kernel_counters.modelled_time import LINE, modelled_time
 from experiments.kernel_counters.other_kernels import OTHERS
 
 if TYPE_CHECKING:
-    from experiments.bench.gpus import Gpu
     from kernels.executor import LaunchRecord
     from kernels.testing.cases import Case
 
+LINE = 128
+"""Bytes of a line."""
 CLASSES = (
     "integer",
     "floating point",
@@ -203,7 +201,7 @@ def run_cell(cell: KernelCountersCell) -> list[dict[str, Any]]:
     os.environ.pop("TRITON_INTERPRET", None)  # read when kernels is first imported
     from triton.errors import TritonError
 
-    from kernels.executor import MULTIPROCESSORS, UnknownInstruction, execute_ptx
+    from kernels.executor import UnknownInstruction, execute_ptx
 
     other = OTHERS[cell.implementation].load(cell.source.path) if cell.source else None
     case = case_of(cell)
@@ -223,12 +221,7 @@ def run_cell(cell: KernelCountersCell) -> list[dict[str, Any]]:
         raise WrongResult(f"error {accuracy.error:g}, allowed {accuracy.bound:g}")
     shape = cell.columns("op", "implementation", "arch", *_SHAPE)
     judged = {"error": accuracy.error, "error_bound": accuracy.bound}
-    return [
-        {**shape, **judged, **_counts(launch), **_modelled(launch, gpu, MULTIPROCESSORS[cell.arch])}
-        for launch in execution.launches
-        for gpu in GPUS
-        if gpu.arch == cell.arch
-    ]
+    return [{**shape, **judged, **_counts(launch)} for launch in execution.launches]
 
 
 _SHAPE = ("kv_dtype", "block_size", "lengths", "num_q_heads", "num_kv_heads", "head_dim")
@@ -260,21 +253,6 @@ def _counts(launch: LaunchRecord) -> dict[str, Any]:
         "executor_seconds": launch.seconds,
         "executor_warps_per_s": len(counts.programs) * launch.num_warps / launch.seconds,
         "executor_instructions_per_s": launch.warp_instructions / launch.seconds,
-    }
-
-
-def _modelled(launch: LaunchRecord, gpu: Gpu, num_multiprocessors: int) -> dict[str, Any]:
-    time = modelled_time(launch.counts, gpu, num_multiprocessors)
-    parts = {
-        f"modelled_{name.replace(' ', '_').lower()}_us": 1e6 * seconds
-        for name, seconds in time.parts.items()
-    }
-    return {
-        "gpu": gpu.name,
-        **parts,
-        "modelled_placed_us": 1e6 * time.placed,
-        "modelled_bound_us": 1e6 * time.bound,
-        "modelled_bound_by": time.bound_by,
     }
 
 
@@ -320,36 +298,6 @@ def _draw_counts(rows: style.DataFrame) -> style.Figure:
     return style.shared_legend(figure, columns=4, xlabel=xlabel)
 
 
-_PARTS = {
-    "modelled_issue_us": ("issue slots", style.dots(style.BLUE, "o", fill=False)),
-    "modelled_lsu_us": ("LSU", style.dots(style.ORANGE, "s")),
-    "modelled_tensor_cores_us": ("tensor cores", style.dots(style.GREEN, "^", fill=False)),
-    "modelled_dram_us": ("DRAM", style.dots(style.RED, "D")),
-    "modelled_placed_us": ("programs placed one by one", style.dots(style.BLACK, "x")),
-}
-
-
-def _draw_modelled(rows: style.DataFrame) -> style.Figure:
-    """A panel per GPU, a line per kernel, cache and batch, at one block size."""
-    size = 16 if (rows["block_size"] == 16).any() else rows["block_size"].iloc[0]
-    knows_blocks = rows["op"].map(lambda op: COUNTED[op].in_cache)
-    rows = rows[(rows["block_size"] == size) | ~knows_blocks]
-    caches = {"bfloat16": ", bf16", "float8_e4m3fn": ", fp8"}
-    lengths = {"even": "", "skewed": ", skewed"}
-    names = _names(rows) + rows["kv_dtype"].map(caches) + rows["lengths"].map(lengths)
-    lines, gpus = list(dict.fromkeys(names)), rows["gpu"].unique()
-    rows = rows.assign(place=names.map(lines.index))
-    figure, axes, _ = style.panel_grid(len(gpus), height=0.6 + 0.13 * len(lines), width=2.4)
-    for number, (axis, gpu) in enumerate(zip(axes, gpus, strict=True)):
-        for column, (name, look) in _PARTS.items():
-            some = rows[(rows["gpu"] == gpu) & (rows[column] > 0)]
-            axis.plot(some[column], some["place"], label=name, **look)
-        style.name_rows(axis, lines, shown=number == 0, fontsize=5.5)
-        axis.set(xscale="log", title=gpu)
-    xlabel = f"modelled lower bound of the time (µs), not measured; block size {size}"
-    return style.shared_legend(figure, columns=5, xlabel=xlabel)
-
-
 EXPERIMENT = Experiment(
     name="kernel_counters",
     figure="instructions, memory transactions, bank conflicts of every kernel, executed as PTX",
@@ -363,5 +311,5 @@ EXPERIMENT = Experiment(
     ),
     cells=cells,
     run_cell=run_cell,
-    plot=style.plotter({"counts": _draw_counts, "modelled": _draw_modelled}),
+    plot=style.plotter({"counts": _draw_counts}),
 )

@@ -1,11 +1,9 @@
-"""Host time of the control path: launches, trace replay, radix trees, managers, engine steps.
+"""Host time of the control path: launches, trace replay, cache managers, engine steps.
 
-Five parts, chosen with ``--part``; the file of each in ``experiments/overhead`` has its method:
+Four parts, chosen with ``--part``; the file of each in ``experiments/overhead`` has its method:
 
-* ``launch``: a call of each kernel's public function: argument checks, Triton's launch, PyTorch's
-  dispatcher.
+* ``launch``: a call of each kernel's public function: argument checks and Triton's launch.
 * ``replay``: ``cache.simulate`` on a trace, beside libcachesim.
-* ``trees``: insert, match and evict on the radix tree, beside SGLang's Python radix cache.
 * ``managers``: hash, look-up, allocate and free of a request, beside vLLM's ``KVCacheManager``.
 * ``engine``: the phases of an engine step, with and without a model; beside vLLM's scheduler.
 
@@ -22,23 +20,22 @@ from typing import Any, Literal
 
 from experiments import style
 from experiments.harness import Absent, Axis, Experiment, Options
-from experiments.overhead import engine, launch, managers, replay, trees
+from experiments.overhead import engine, launch, managers, replay
 
 # launch first: later parts may import kernels, which must not happen with TRITON_INTERPRET set.
 _PARTS = {
     "launch": (launch, launch.Launch),
     "replay": (replay, replay.ReplayCell),
-    "trees": (trees, trees.TreesCell),
     "managers": (managers, managers.ManagersCell),
     "engine": (engine, engine.Engine),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class Overhead(launch.Launch, replay.Replay, trees.Trees, managers.Managers, engine.Engine):
+class Overhead(launch.Launch, replay.Replay, managers.Managers, engine.Engine):
     """The options of all parts."""
 
-    part: Axis[Literal["launch", "replay", "trees", "managers", "engine"]] = tuple(_PARTS)
+    part: Axis[Literal["launch", "replay", "managers", "engine"]] = tuple(_PARTS)
     """Parts to run."""
 
 
@@ -67,13 +64,12 @@ def _of(part: str, make: Callable[[style.DataFrame], Any]) -> Callable[[style.Da
 
 EXPERIMENT = Experiment(
     name="overhead",
-    figure="host time of launches, replay, radix trees, cache managers and engine steps",
+    figure="host time of launches, replay, cache managers and engine steps",
     options=Overhead(),
     quick=Overhead(
         launch_samples=20,
         repeats=2,
         trace_requests=1_000,
-        tree_prompts=200,
         pool_blocks=(1_000, 10_000),
         pool_requests=100,
         manager=("vllm_v1", "paged"),

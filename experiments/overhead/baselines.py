@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from array import array
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -208,61 +207,3 @@ class VLLMManager:
         times.append(time.perf_counter())
         spans = (end - begin for begin, end in itertools.pairwise(times))
         return dict(zip(("hash", "lookup", "allocate", "free"), spans, strict=True))
-
-
-class SGLangRadixCache:
-    """SGLang's Python ``RadixCache``, without the memory pools around it.
-
-    Raises Unavailable if SGLang, or one with these interfaces (0.5.23), cannot be imported.
-    """
-
-    name = "SGLang"
-    hash_algorithm = ""
-
-    def __init__(self, page_size: int) -> None:
-        try:
-            import sglang
-            import torch
-            from sglang.srt.mem_cache.base_prefix_cache import (
-                EvictParams,
-                InsertParams,
-                MatchPrefixParams,
-            )
-            from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
-        except ImportError as error:
-            raise Unavailable(f"SGLang 0.5.23 cannot be imported: {error}") from error
-        self.version = sglang.__version__
-        self._key = RadixKey
-        self._insert, self._match, self._evict = InsertParams, MatchPrefixParams, EvictParams
-        self._slots = torch.arange
-
-        class Slots:
-            """An allocator that ignores what it gets back."""
-
-            device = torch.device("cpu")
-
-            def free_segment(self, slots, start_pos: int = 0) -> None:
-                pass
-
-        self.tree = RadixCache.create_simulated(mock_allocator=Slots(), page_size=page_size)
-
-    def make(self, number: int, token_ids: list[int]):
-        """The tokens of a prompt in SGLang's form, and its slots."""
-        first = number * len(token_ids)
-        return array("q", token_ids), self._slots(first, first + len(token_ids))
-
-    def insert(self, prompt) -> None:
-        token_ids, slots = prompt
-        self.tree.insert(self._insert(key=self._key(token_ids), value=slots))
-
-    def match(self, prompt) -> int:
-        """Number of cached tokens.  Unlike ours, this does not yet return their slots."""
-        return self.tree.match_prefix(self._match(key=self._key(prompt[0]))).device_prefix_len
-
-    def evict(self, num_tokens: int) -> None:
-        self.tree.evict(self._evict(num_tokens=num_tokens))
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens in the tree."""
-        return self.tree.evictable_size()

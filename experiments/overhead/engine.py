@@ -68,6 +68,8 @@ class Engine(Options):
     """Fewest and most tokens of a prompt, and of an output, on the model."""
     model_num_steps: GridOnly[Count] = 100
     """Steps that count on the model."""
+    cuda_graphs: bool = True
+    """Replay CUDA graphs of decode steps, on a GPU."""
 
 
 def cells(options: Engine) -> Iterator[Engine | Absent]:
@@ -119,7 +121,8 @@ class _Ours:
             max_num_seqs=cell.num_sequences,
             max_model_len=longest,
             max_num_batched_tokens=max(8192, longest),
-            cuda_graphs=None if cell.model else False,  # a graph would replay the model
+            # A graph would replay the model that _NoModel replaces.
+            cuda_graphs=None if cell.model and cell.cuda_graphs else False,
             overlap=False,  # phases are timed one by one
             seed=cell.seed,
         )

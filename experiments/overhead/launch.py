@@ -1,12 +1,10 @@
-"""Kernel launches: host time of a call of each op, split by three timings taken in turn.
+"""Kernel launches: host time of a call of each op, split by two timings taken in turn.
 
-None of them waits for a kernel:
+Neither waits for a kernel:
 
 - ``checks``: the public function without its launches: argument checks, choice of tiles, allocation
   of results and scratch, and collecting the kernels' arguments;
-- ``call``: the public function.  The difference to ``checks`` is Triton's launch of its kernels;
-- ``dispatcher``: an operator of the same schema that does nothing.  Graphs of torch.compile pay for
-  it on top, since they call ``torch.ops.pagelab``; the public functions do not.
+- ``call``: the public function.  The difference to ``checks`` is Triton's launch of its kernels.
 
 On a GPU a launch includes the driver's.  Elsewhere tensors are meta tensors without values, so the
 host checks no more than on a GPU, and a launch ends where Triton would call the driver.  An
@@ -16,7 +14,6 @@ engine that replays CUDA graphs pays for none of this.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -31,7 +28,7 @@ from experiments.overhead import timing
 if TYPE_CHECKING:
     import torch
 
-WAYS = ("checks", "call", "dispatcher")
+WAYS = ("checks", "call")
 _CALLS_A_SAMPLE = 5
 _ARCH = "sm_90"
 """The target of launches where there is no GPU."""
@@ -117,40 +114,6 @@ def _calls(device: torch.device) -> dict[str, partial]:
     return calls
 
 
-@functools.cache
-def _operators_that_do_nothing() -> tuple[torch.library.Library, dict[str, Callable]]:
-    """An operator with the schema of each op, by name, and the library that keeps them alive.
-
-    The ops' own operators would run their fake implementations on meta tensors.
-    """
-    import torch
-
-    import kernels
-
-    library = torch.library.Library("pagelab_nothing", "DEF")
-    operators = {}
-    for name in kernels.__all__:
-        schema = getattr(torch.ops.pagelab, name).default._schema
-        tensors = (torch.empty(0),) * len(schema.returns)
-        result = tensors if len(tensors) > 1 else tensors[0] if tensors else None
-        library.define(str(schema).removeprefix("pagelab::"))
-        nothing = lambda *_args, result=result, **_options: result  # noqa: E731
-        library.impl(name, nothing, "CompositeExplicitAutograd")
-        operators[name] = getattr(torch.ops.pagelab_nothing, name).default
-    return library, operators
-
-
-def _dispatch(call: partial) -> partial:
-    """The same call on an operator that does nothing."""
-    _, operators = _operators_that_do_nothing()
-    name, arguments = call.func.__name__, dict(call.keywords)
-    if name == "copy_blocks":  # whose operator takes a flat list
-        caches = arguments.pop("caches")
-        is_list = isinstance(caches, list)
-        arguments["planes"] = [x for layer in caches for x in layer] if is_list else [caches]
-    return partial(operators[name], **arguments)
-
-
 class _KernelWithoutGpu:
     """Stands in for a compiled kernel."""
 
@@ -186,7 +149,6 @@ def _measure(call: partial, num_samples: int, on_gpu: bool) -> tuple[int, dict[s
     launches = []
     count = {"__getitem__": lambda _, grid: lambda *_args, **_options: launches.append(grid)}
     nothing = {"__getitem__": lambda _, _grid: lambda *_args, **_options: None}
-    dispatch = _dispatch(call)
     with mock.patch.multiple(JITFunction, **count):
         call()
     call()  # compiles
@@ -196,7 +158,6 @@ def _measure(call: partial, num_samples: int, on_gpu: bool) -> tuple[int, dict[s
             with mock.patch.multiple(JITFunction, **nothing):
                 spans["checks"].append(timing.seconds_of(_several, call) / _CALLS_A_SAMPLE)
             spans["call"].append(timing.seconds_of(_several, call) / _CALLS_A_SAMPLE)
-            spans["dispatcher"].append(timing.seconds_of(_several, dispatch) / _CALLS_A_SAMPLE)
             if on_gpu:
                 torch.cuda.synchronize()  # or the queue of launches would fill up and block
     return len(launches), spans
@@ -208,11 +169,11 @@ def _several(call: Callable[[], object]) -> None:
 
 
 def table(rows: style.DataFrame) -> style.DataFrame:
-    """Median microseconds of checks, launch and dispatcher, a row per configuration."""
+    """Median microseconds of checks and launch, a row per configuration."""
     table = rows.pivot(index="config", columns="phase", values="us")
     table = table.reindex(rows["config"].unique(), columns=WAYS)
     launch = table["call"] - table["checks"]
-    return table[["checks"]].assign(launch=launch, dispatcher=table["dispatcher"]).reset_index()
+    return table[["checks"]].assign(launch=launch).reset_index()
 
 
 def draw(rows: style.DataFrame) -> style.Figure:
@@ -222,7 +183,6 @@ def draw(rows: style.DataFrame) -> style.Figure:
     looks = {
         "checks, tiles, allocation": style.bar(style.BLUE),
         f"Triton's launch{until}": style.bar(style.ORANGE),
-        "dispatcher, in compiled graphs": style.bar("white", "////"),
     }
     figure, (axis,), _ = style.panel_grid(1, width=5, height=0.3 + 0.2 * len(parts))
     starts = parts.cumsum(axis=1) - parts

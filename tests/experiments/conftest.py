@@ -90,7 +90,7 @@ TINY_RUNS = {
     "--num-q-heads 8 --num-kv-heads 2",
     "memory_waste": "--trace {lengths} --block-size 1 16 --num-requests 40 --sequences-in-cache 2",
     "overhead": "--launch-samples 3 --trace {prompts} --repeats 2 --policy lru "
-    "--tree-prompts 12 --pool-blocks 512 1024 --pool-requests 4 --manager vllm_v1 "
+    "--pool-blocks 512 1024 --pool-requests 4 --manager vllm_v1 "
     "--num-sequences 1 2 --lengths 2 5 --num-steps 5 --model tiny --model-num-sequences 2 "
     "--model-lengths 2 5 --model-num-steps 5",
     "preemption": "--model tiny --threads 1 --block-size 4 16 --context-tokens 40 "

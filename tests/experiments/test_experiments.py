@@ -24,7 +24,7 @@ NUM_CELLS = {
     "eviction_serving": 7,
     "kernel_counters": 3,
     "memory_waste": 5,
-    "overhead": 9,
+    "overhead": 7,
     "preemption": 4,
     "serving": 8,
     "shared_prefix": 6,
@@ -43,7 +43,7 @@ def test_a_tiny_run_gives_the_table_and_the_figures_and_is_not_repeated(
     run = tiny_run(name)
     assert f"{name}: {NUM_CELLS[name]} cells, {NUM_CELLS[name]} run, 0 finished" in run.output
     if (published := RESULTS / name / "cpu").exists():
-        assert set(run.rows) == set(pd.read_csv(published / "rows.csv", nrows=0))
+        assert set(run.rows) <= set(pd.read_csv(published / "rows.csv", nrows=0))
         written = {path.name for path in run.folder.iterdir()} - {".cells", "sweep.log"}
         assert written == {p.name for p in published.iterdir() if p.suffix != ".pdf"}
     assert all(path.stat().st_size > 5_000 for path in run.folder.glob("*.png"))
@@ -70,7 +70,7 @@ def test_committed_rows_are_what_the_code_gives(name):
 def parts_of(rows: pd.DataFrame) -> Iterator[pd.DataFrame]:
     """Tables that lack cells: the first row alone, and each part of the experiment."""
     yield rows.head(1)
-    for column in {"part", "model", "page_size", "policy"} & set(rows):
+    for column in {"part", "model", "policy"} & set(rows):
         yield from (part for _, part in rows.groupby(column))
 
 
@@ -123,7 +123,6 @@ eviction_serving --model gpt: needs one of tiny
 eviction_serving --timed-model gpt: needs one of tiny
 overhead --pool-blocks 100: needs an int of at least 512
 overhead --pool-requests 1: needs an int of at least 2
-overhead --page-size 1000: needs a divisor of 1024
 kernel_accuracy --kernel x: needs one of .*copy_blocks
 kernel_counters --op x: needs one of decode, prefill
 kernel_counters --sglang none.py| none\.py

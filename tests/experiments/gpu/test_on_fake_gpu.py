@@ -5,7 +5,6 @@ On the stand-in of ``tests/fake_cuda.py``; kernels are interpreted, and the time
 
 from __future__ import annotations
 
-import functools
 import itertools
 
 import pandas as pd
@@ -13,10 +12,10 @@ import pytest
 
 from experiments import kernel_accuracy
 from experiments.bench import gpu_timing, timed_ops
-from experiments.gpu import engine_throughput, kernel_latency
+from experiments.gpu import kernel_latency
 from experiments.gpu.kernel_latency import figures
 from experiments.harness.environment import device_slug
-from experiments.load import engine_models
+from experiments.overhead import engine
 
 HEADS = {"num_q_heads": 2, "num_kv_heads": 1, "head_dim": 16}
 
@@ -107,15 +106,11 @@ def test_accuracy():
     assert all(row["passed"] for row in rows)
 
 
-def test_throughput_of_the_engine(small_gpu, monkeypatch):
-    few = {"num_blocks": 40, "max_num_batched_tokens": 64}
-    make_llm = functools.partial(engine_models.make_llm, **few)
-    monkeypatch.setattr(engine_throughput.engine_models, "make_llm", make_llm)
-    one = {"num_requests": 1, "lengths": (17, 17), "max_model_len": 64}
-    options = engine_throughput.EngineThroughput(
-        model="tiny", engine=("triton, CUDA graphs",), **one
-    )
-    rows = rows_of(engine_throughput, options)
-    assert [row["cached_tokens"] for row in rows] == [0, 16]
-    assert all(row["output_tokens_per_s"] > 0 for row in rows)
-    assert small_gpu.replays > 0
+@pytest.mark.parametrize("graphs", [True, False])
+def test_steps_of_the_engine_with_and_without_cuda_graphs(graphs, small_gpu):
+    sizes = {"model_num_sequences": (2,), "model_lengths": (2, 5), "model_num_steps": 3}
+    options = engine.Engine(model="tiny", cuda_graphs=graphs, **sizes)
+    *_, cell = engine.cells(options)
+    rows = engine.run_cell(cell)
+    assert all(row["us"] > 0 for row in rows)
+    assert (small_gpu.replays > 0) == graphs
