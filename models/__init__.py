@@ -3,7 +3,7 @@
 config, weights    read a Hugging Face folder
 decoder, layers    the model; parallel: the part of each rank; products: linear layers on a CPU
 attention          stores K/V and attends, with the Triton kernels, PyTorch or flash-attn
-runner             inputs, block moves and logits of a step; cascade: shared prefixes
+runner             inputs, block moves and logits of a step
 cuda_graphs        decoding replayed from CUDA graphs
 sampler, uploads   next tokens from logits; host-to-device copies
 memory             memory of the largest batch

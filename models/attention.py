@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from models.cascade import SharedPrefixes
 from models.layers import Rotation, apply_rope
 
 if TYPE_CHECKING:
@@ -49,8 +48,6 @@ class AttentionMetadata:
     """Largest number of queries of a sequence; 1 when decoding."""
     max_context_len: int
     """Upper bound of context_lens."""
-    shared: SharedPrefixes | None = None
-    """Prefixes that several decoding sequences read once, if the backend can."""
     parts: tuple[AttentionMetadata, ...] = ()
     """The batch split by number of queries (one, few, many); empty if there is one kind."""
 
@@ -63,8 +60,6 @@ class AttentionBackend(Protocol):
     """Other operations of a layer: ``kernels``, or ``kernels.reference`` in plain PyTorch."""
     has_fp8_cache: bool
     """Whether the cache may be fp8 e4m3."""
-    has_cascade: bool
-    """Whether it reads shared prefixes once."""
 
     def can_capture(self, block_size: int) -> bool:
         """Whether a CUDA graph can capture decoding: the host reads nothing."""
@@ -107,10 +102,10 @@ def _rope_store(ops, query, key, value, rotation, caches, metadata, layer, **cac
 
 
 class TritonBackend:
-    """The Triton kernels: decode or shared-prefix decode for single queries, else prefill."""
+    """The Triton kernels: decode for single queries, else prefill."""
 
     name = "triton"
-    has_fp8_cache = has_cascade = True
+    has_fp8_cache = True
 
     def __init__(self) -> None:
         import kernels  # late: TRITON_INTERPRET is read at this import
@@ -127,11 +122,7 @@ class TritonBackend:
         for rows, part in _parts(metadata):
             options = {"out": out[rows], **layer.scores, **scales}
             where = query[rows], *caches, part.block_tables
-            if part.shared is not None:
-                self.ops.shared_prefix_decode_attention(
-                    query[rows], *caches, *part.shared, **options
-                )
-            elif part.max_seqlen_q == 1:
+            if part.max_seqlen_q == 1:
                 self.ops.paged_decode_attention(*where, part.context_lens, **options)
             else:
                 options |= {"max_seqlen_q": part.max_seqlen_q, "num_splits": None}
@@ -168,7 +159,7 @@ class TorchBackend:
     """
 
     name = "torch"
-    has_fp8_cache, has_cascade = True, False
+    has_fp8_cache = True
 
     def __init__(self) -> None:
         from kernels import reference  # late: TRITON_INTERPRET is read at this import
@@ -381,7 +372,7 @@ class FlashAttnBackend:
     """
 
     name = "flash_attn"
-    has_fp8_cache = has_cascade = False
+    has_fp8_cache = False
     page_multiple = 256
 
     def __init__(self, module: ModuleType | None = None) -> None:

@@ -60,9 +60,8 @@ class DecodeGraphs:
         self._replays = {size: capture(self._step(size)) for size in reversed(self.batch_sizes)}
 
     def fits(self, metadata: AttentionMetadata) -> bool:
-        """Whether the batch only decodes, shares no prefix, and is small enough."""
-        is_decode = metadata.max_seqlen_q == 1 and metadata.shared is None
-        return is_decode and len(metadata.context_lens) <= self.batch_sizes[-1]
+        """Whether the batch only decodes and is small enough."""
+        return metadata.max_seqlen_q == 1 and len(metadata.context_lens) <= self.batch_sizes[-1]
 
     def run(
         self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata

@@ -19,14 +19,6 @@ from cache.serving.scheduler import Step
 from kernels import reference
 from kernels.tiles import FEW_QUERIES
 from models.attention import AttentionMetadata
-from models.cascade import (
-    Group,
-    SharedPrefixes,
-    cascade_pays,
-    group_rows,
-    prefix_groups,
-    split_tables,
-)
 from models.cuda_graphs import DecodeGraphs
 from models.decoder import CausalLM
 from models.uploads import Uploads
@@ -74,8 +66,6 @@ class ModelRunner:
             self.host_cache = _zeros(shape, self.kv_cache.dtype, torch.device("cpu"), pinned)
         ops = kernels if use_kernels else reference
         self._copy_blocks, self._swap_blocks = ops.copy_blocks, ops.swap_blocks
-        backend = model.model.layers[0].self_attn.backend
-        self._has_cascade = backend.has_cascade and not model.config.windows
         self._graphs = None
         if cuda_graphs:
             self._graphs = DecodeGraphs(
@@ -108,14 +98,11 @@ class ModelRunner:
         each sequence all whose tokens are computed, (num_complete,) int64, in the step's order.
         """
         counts = np.array(step.counts)
-        ends = np.array([seq.num_computed_tokens for seq in step.sequences])
-        tables = [block_row(seq, manager) for seq in step.sequences]
-        order, groups = self._batch_order(counts, ends, tables)
-        counts, ends = counts[order], ends[order]
-        token_ids, unread = _token_ids([step.sequences[i] for i in order], counts, ends)
-        block_tables = np.zeros((len(tables), max(map(len, tables))), dtype=np.int32)
-        for row, i in enumerate(order):
-            block_tables[row, : len(tables[i])] = tables[i]
+        order = np.argsort(kinds_of_launch(counts), kind="stable")
+        counts, sequences = counts[order], [step.sequences[i] for i in order]
+        ends = np.array([seq.num_computed_tokens for seq in sequences])
+        token_ids, unread = _token_ids(sequences, counts, ends)
+        block_tables = _block_tables(sequences, manager)
 
         cu_seqlens = np.concatenate(([0], counts.cumsum()))
         rows = np.repeat(np.arange(len(counts)), counts)
@@ -126,60 +113,16 @@ class ModelRunner:
         last_rows[order] = cu_seqlens[1:] - 1
         complete = [seq.num_computed_tokens == len(seq.token_ids) for seq in step.sequences]
 
-        arrays = {
-            "token_ids": token_ids,
-            "positions": positions,
-            "logit_rows": last_rows[complete],
-            "slot_mapping": slots,
-            "block_tables": block_tables,
-            "cu_seqlens_q": cu_seqlens.astype(np.int32),
-            "context_lens": ends.astype(np.int32),
-        }
-        if unread:
-            arrays["unread"] = np.array(unread).T
-        if groups:
-            grouped = slice(sum(len(rows) for rows, _ in groups))
-            split = split_tables(groups, block_tables[grouped], ends[grouped], self.block_size)
-            arrays |= split._asdict()
-        given = dict(zip(arrays, self._upload(*arrays.values()), strict=True))
-        token_ids, positions, logit_rows = map(given.pop, ("token_ids", "positions", "logit_rows"))
-        if unread:
-            places, drawn_rows = given.pop("unread")
+        token_ids, positions, logit_rows, unread, *layout = self._upload(
+            token_ids, positions, last_rows[complete], unread,
+            slots, block_tables, cu_seqlens.astype(np.int32), ends.astype(np.int32),
+        )  # fmt: skip
+        if unread.shape[1]:
+            places, sampled_rows = unread
             # A row that is not finite has -1, no valid token id; its request ends when it is read.
-            token_ids[places] = step.drawn.tokens[drawn_rows].clamp(min=0)
-        shared = SharedPrefixes(*map(given.pop, SharedPrefixes._fields)) if groups else None
-        lengths = {"max_seqlen_q": int(counts.max()), "max_context_len": int(ends.max())}
-        metadata = AttentionMetadata(**given, **lengths, shared=shared)
+            token_ids[places] = step.drawn.tokens[sampled_rows].clamp(min=0)
+        metadata = AttentionMetadata(*layout, int(counts.max()), int(ends.max()))
         return token_ids, positions, in_parts(metadata, counts), logit_rows
-
-    def _batch_order(
-        self, counts: np.ndarray, ends: np.ndarray, tables: list[np.ndarray]
-    ) -> tuple[np.ndarray, list[Group]]:
-        """Sequences by the kind of their launch, those that share a prefix side by side.
-
-        Returns the permutation of the step's sequences, and the groups in the new order.
-        """
-        kinds = kinds_of_launch(counts)
-        order = np.argsort(kinds, kind="stable")
-        num_single = int((kinds == 0).sum())
-        single = order[:num_single]
-        groups = self._prefix_groups([tables[i] for i in single], ends[single], len(counts))
-        if groups:
-            rows, groups = group_rows(groups, num_single)
-            order[:num_single] = single[rows]
-        return order, groups
-
-    def _prefix_groups(self, tables, ends: np.ndarray, num_seqs: int) -> list[Group]:
-        """Groups of sequences that share prefixes; none if separate launches do not pay."""
-        if not self._has_cascade or len(tables) < 2:
-            return []
-        groups = prefix_groups(tables, ends, self.block_size)
-        pays = cascade_pays(
-            groups,
-            block_bytes=self.kv_cache[:, 0, 0].nbytes,
-            replaces_graph=self._graphs is not None and len(tables) == num_seqs,
-        )
-        return groups if pays else []
 
     def _move_blocks(self, step: Step) -> None:
         if step.swap_out:
@@ -246,13 +189,21 @@ def in_parts(metadata: AttentionMetadata, counts: np.ndarray) -> AttentionMetada
                 context_lens=metadata.context_lens[some],
                 cu_seqlens_q=metadata.cu_seqlens_q[start : end + 1] - first,
                 max_seqlen_q=max_seqlen_q,
-                shared=metadata.shared if max_seqlen_q == 1 else None,
             )
         )
     return dataclasses.replace(metadata, parts=tuple(parts))
 
 
-def block_row(seq: ScheduledSequence, manager: CacheManager) -> np.ndarray:
+def _block_tables(sequences: list[ScheduledSequence], manager: CacheManager) -> np.ndarray:
+    """(num_seqs, most blocks) int32, padded with zeros."""
+    tables = [_block_row(seq, manager) for seq in sequences]
+    padded = np.zeros((len(tables), max(map(len, tables))), dtype=np.int32)
+    for row, table in zip(padded, tables, strict=True):
+        row[: len(table)] = table
+    return padded
+
+
+def _block_row(seq: ScheduledSequence, manager: CacheManager) -> np.ndarray:
     """Block table of a sequence, int32; kept until the table changes."""
     version, row = seq.block_row
     if version != seq.table_version:
@@ -263,17 +214,19 @@ def block_row(seq: ScheduledSequence, manager: CacheManager) -> np.ndarray:
 
 def _token_ids(
     sequences: list[ScheduledSequence], counts: np.ndarray, ends: np.ndarray
-) -> tuple[np.ndarray, list[tuple[int, int]]]:
+) -> tuple[np.ndarray, np.ndarray]:
     """The last ``counts`` of the first ``ends`` tokens of each sequence, int64.
 
-    Also returns (position, sampled row) of each token that is sampled but not yet read.
+    Also returns (2, num_unread) int64: for each token that is sampled but not yet read its position
+    and its sampled row.
     """
     tokens, unread = array("I"), []
     for seq, count, end in zip(sequences, counts.tolist(), ends.tolist(), strict=True):
         tokens += seq.token_ids[end - count : end]
         if seq.drawn_row is not None:
             unread.append((len(tokens) - 1, seq.drawn_row))
-    return np.frombuffer(tokens, dtype=np.uint32).astype(np.int64), unread
+    token_ids = np.frombuffer(tokens, dtype=np.uint32).astype(np.int64)
+    return token_ids, np.array(unread, dtype=np.int64).reshape(-1, 2).T
 
 
 def independent(pairs: Copies) -> Iterable[Copies]:
