@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import inspect
 import logging
 import sys
 from collections.abc import Callable
@@ -59,7 +57,6 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     console = logging.StreamHandler()
     console.setLevel(logging.WARNING)
-    console.setFormatter(_Console())
     log = logging.getLogger("experiments")
     log.addHandler(console)
     try:
@@ -70,8 +67,6 @@ def main(arguments: list[str] | None = None) -> int:
             config=(tyro.conf.FlagCreatePairsOff,),
         )
     except SystemExit as exit:
-        if exit.code:
-            _print_options(arguments)
         return exit.code
     except (OptionsError, FolderInUse, NoCluster, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -81,18 +76,6 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
     finally:
         log.removeHandler(console)
-
-
-class _Console(logging.Formatter):
-    """Errors in red on a terminal."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
-        return (
-            f"\033[31m{text}\033[0m"
-            if record.levelno >= logging.ERROR and sys.stderr.isatty()
-            else text
-        )
 
 
 def _app(arguments: list[str]) -> SubcommandApp:
@@ -234,27 +217,6 @@ def _run(
     figures = (f"  {figure}" for figure in report.figures)
     print(f"{experiment.name}: {report}", *figures, sep="\n", flush=True)
     return report
-
-
-def _print_options(arguments: list[str]) -> None:
-    """After an error in the command line, list the options of its command."""
-    names: list[str] = []
-    match arguments:
-        case ["run", *_] if experiment := _named(arguments):
-            for options in (RunOptions, type(experiment.options)):
-                names += [
-                    f"no-{field.name}" if field.default is True else field.name
-                    for field in dataclasses.fields(options)
-                ]
-        case ["plot", *_]:
-            names += ["quick", "out"]
-        case ["reproduce", *_]:
-            names += [*vars(SweepOptions()), "quick", "full"]
-        case ["report", *_]:
-            names += inspect.signature(_report).parameters
-    if names:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in names)
-        print(f"options here: {flags}", file=sys.stderr)
 
 
 def _folder(out: Path | None, quick: bool) -> Path:

@@ -11,7 +11,11 @@ Redoes figure 19 of the PagedAttention paper (Kwon et al., SOSP 2023) on the eng
   has its own requests; both modes serve the same requests and are compared draw by draw.
 
 On a GPU the blocks cross the bus to pinned memory.  Without one the "device" is host memory too,
-and swapping is a copy from host to host: such times say nothing about a GPU.
+and swapping is a copy from host to host: such times say nothing about a GPU.  The sizes suit a
+model on a CPU.  On a GPU, raise them:
+
+    python -m experiments run preemption --context-tokens 4096 16384 --cache-tokens 49152 \\
+        --requests 64 --prompt-tokens 512 2048 --output-tokens 256 768
 """
 
 from __future__ import annotations
@@ -66,38 +70,21 @@ class Preemption(_Engines):
 
     manager: Manager = "vllm_v1"
     """Cache manager of ``serving``."""
-    context_tokens: Axis[Count] = ()
-    """Lengths of the sequences of ``cost``. None: by the model."""
-    cache_tokens: Count | None = None
-    """Token slots of the cache of ``serving``. None: by the model."""
-    requests: Count | None = None
-    """Requests per draw. None: by the model."""
-    prompt_tokens: Lengths | None = None
-    """Fewest and most tokens of a prompt, drawn uniformly. None: by the model."""
-    output_tokens: Lengths | None = None
-    """Fewest and most tokens of an output. None: by the model."""
+    context_tokens: Axis[Count] = (256, 1024)
+    """Lengths of the sequences of ``cost``."""
+    cache_tokens: Count = 768
+    """Token slots of the cache of ``serving``."""
+    requests: Count = 12
+    """Requests per draw."""
+    prompt_tokens: Lengths = (32, 128)
+    """Fewest and most tokens of a prompt, drawn uniformly."""
+    output_tokens: Lengths = (32, 96)
+    """Fewest and most tokens of an output."""
     draws: Count = 6
     """Draws of the requests."""
 
 
-_SMALL = {
-    "context_tokens": (256, 1024),
-    "cache_tokens": 768,
-    "requests": 12,
-    "prompt_tokens": (32, 128),
-    "output_tokens": (32, 96),
-}
-_LARGE = {
-    "context_tokens": (4096, 16384),
-    "cache_tokens": 49_152,
-    "requests": 64,
-    "prompt_tokens": (512, 2048),
-    "output_tokens": (256, 768),
-}
-
-
 def cells(options: Preemption) -> Iterator[Cost | Serving]:
-    options = engine_models.with_sizes(options, small=_SMALL, large=_LARGE)
     longest = options.prompt_tokens[1] + options.output_tokens[1]
     for block_size in options.block_size:
         if options.cache_tokens // block_size < -(-longest // block_size):
@@ -105,8 +92,9 @@ def cells(options: Preemption) -> Iterator[Cost | Serving]:
                 f"--cache-tokens {options.cache_tokens}: does not hold a request of {longest} "
                 f"tokens in blocks of {block_size}"
             )
-    yield from grid(options, Cost)
-    yield from grid(options, Serving, repeats=options.draws)
+    model = options.model or engine_models.default_model()
+    yield from grid(options, Cost, model=model)
+    yield from grid(options, Serving, model=model, repeats=options.draws)
 
 
 def run_cell(cell: Cost | Serving) -> list[dict[str, Any]]:

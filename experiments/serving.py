@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -135,9 +136,10 @@ def cells(options: Serving) -> Iterator[Serving | Absent]:
         LogNormalLengths(120, 240, options.seed, _NUM_TRACE_REQUESTS),
         Workload("multi_turn_chat", options.seed, _NUM_TRACE_REQUESTS),
     )
-    for trace in options.sources(_NUM_TRACE_REQUESTS, lengths_suffice=True, default=default):
+    traces = [*options.sources(_NUM_TRACE_REQUESTS, lengths_suffice=True, default=default)]
+    for draw, trace in itertools.product(options.draw, traces):
         systems = options.system or _default_systems(trace)
-        yield from grid(options, trace=[trace], system=systems)
+        yield from grid(options, trace=[trace], system=systems, draw=[draw])
 
 
 def _default_systems(trace: Source | Absent) -> tuple[str, ...]:

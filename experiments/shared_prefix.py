@@ -10,7 +10,11 @@
   each has a suffix of its own.
 
 The weights are random, outputs have a fixed length, and the unshared tokens of each request are
-new.  The first round is not counted: it compiles kernels and touches memory.
+new.  The first round is not counted: it compiles kernels and touches memory.  The sizes suit a
+model on a CPU.  On a GPU, raise them:
+
+    python -m experiments run shared_prefix --prompt-tokens 8192 32768 --requests 32 \\
+        --prefix-tokens 0 2048 8192 16384 --suffix-tokens 256 --output-tokens 64
 """
 
 from __future__ import annotations
@@ -69,42 +73,27 @@ class Throughput(_Engines):
 class SharedPrefix(_Engines):
     """The grid: managers x prompts x cached shares, and prefixes with and without caching."""
 
-    prompt_tokens: Axis[Count] = ()
-    """Lengths of the prompts of ``ttft``. None: by the model."""
+    prompt_tokens: Axis[Count] = (512, 2048)
+    """Lengths of the prompts of ``ttft``."""
     cached_percent: Axis[_Share] = (0, 25, 50, 75, 90)
     """Cached share of such a prompt, rounded down to whole blocks."""
-    prefix_tokens: Axis[Natural] = ()
-    """Lengths of the prefix that the requests of a batch share. None: by the model."""
-    requests: Count | None = None
-    """Requests of a batch. None: by the model."""
-    suffix_tokens: Count | None = None
-    """Tokens of its own in each prompt of a batch. None: by the model."""
-    output_tokens: Count | None = None
-    """Tokens that each request of a batch generates. None: by the model."""
+    prefix_tokens: Axis[Natural] = (0, 128, 512, 1024)
+    """Lengths of the prefix that the requests of a batch share."""
+    requests: Count = 8
+    """Requests of a batch."""
+    suffix_tokens: Count = 64
+    """Tokens of its own in each prompt of a batch."""
+    output_tokens: Count = 32
+    """Tokens that each request of a batch generates."""
     repeats: Count = 4
     """Measurements of each point."""
 
 
-_SMALL = {
-    "prompt_tokens": (512, 2048),
-    "prefix_tokens": (0, 128, 512, 1024),
-    "requests": 8,
-    "suffix_tokens": 64,
-    "output_tokens": 32,
-}
-_LARGE = {
-    "prompt_tokens": (8192, 32768),
-    "prefix_tokens": (0, 2048, 8192, 16384),
-    "requests": 32,
-    "suffix_tokens": 256,
-    "output_tokens": 64,
-}
-
-
 def cells(options: SharedPrefix) -> Iterator[FirstToken | Throughput]:
-    options = engine_models.with_sizes(options, small=_SMALL, large=_LARGE)
-    yield from grid(options, FirstToken)
-    yield from grid(options, Throughput, manager=options.manager[:1], prefix_caching=(False, True))
+    model = options.model or engine_models.default_model()
+    yield from grid(options, FirstToken, model=model)
+    batches = {"manager": options.manager[:1], "prefix_caching": (False, True)}
+    yield from grid(options, Throughput, model=model, **batches)
 
 
 def run_cell(cell: FirstToken | Throughput) -> list[dict[str, Any]]:

@@ -93,10 +93,7 @@ class Options:
 
     @property
     def group(self) -> tuple[str, ...]:
-        """Cells of a group share expensive set-up, so one worker should run them.
-
-        Groups with a longer common prefix share more.
-        """
+        """Cells of a group share expensive set-up, so one worker should run them."""
         return ()
 
     def columns(self, *names: str) -> dict[str, Any]:

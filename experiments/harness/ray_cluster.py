@@ -1,7 +1,7 @@
 """Runs tasks on the machines of a Ray cluster.
 
 The repository is sent to the machines as the working directory of the workers, and the input files
-of the cells as objects, written once per machine.  The machines need the packages of
+of the cells as objects.  The machines need the packages of
 requirements.txt.  Ray gives a cell whose machine dies to another machine; a result arrives once or
 not at all, and only the driver writes results.
 """
@@ -9,10 +9,8 @@ not at all, and only the driver writes results.
 from __future__ import annotations
 
 import dataclasses
-import os
+import functools
 import socket
-import stat
-import tempfile
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -94,20 +92,13 @@ class RayCluster:
         begin = ray.remote(_execute).options(
             max_retries=_LIVES - 1, **self._resources(experiment, whole_machine=experiment.timed)
         )
-        contents: dict[str, Any] = {}
-        waiting = list(reversed(tasks))
+        put = functools.cache(lambda file: ray.put(file.path.read_bytes()))
         running: dict[Any, Task] = {}
         try:
-            while waiting or running:
-                # A few more than can run at once, so that no machine waits for the next one.
-                while waiting and len(running) < 2 * self._num_cpus():
-                    task = waiting.pop()
-                    files = sorted(input_files(task.cell), key=lambda file: file.sha256)
-                    for file in files:
-                        if file.sha256 not in contents:
-                            contents[file.sha256] = ray.put(file.path.read_bytes())
-                    refs = [contents[file.sha256] for file in files]
-                    running[begin.remote(task, files, *refs)] = task
+            for task in tasks:
+                files = [*input_files(task.cell)]
+                running[begin.remote(task, files, *map(put, files))] = task
+            while running:
                 (done, *_), _ = ray.wait(list(running))
                 task = running.pop(done)
                 try:
@@ -130,9 +121,6 @@ class RayCluster:
         return [
             node for node in self._ray.nodes() if node["Alive"] and node["Resources"].get("CPU")
         ]
-
-    def _num_cpus(self) -> int:
-        return max(1, int(sum(node["Resources"]["CPU"] for node in self._nodes())))
 
     def _resources(
         self, experiment: Experiment, *, whole_machine: bool = False
@@ -157,31 +145,15 @@ def _check_port_is_open(address: str) -> None:
 
 
 def _execute(task: Task, files: list[InputFile], *contents: bytes) -> Outcome:
-    """Run ``task`` on this machine, with its input files from ``contents``."""
+    """Run ``task`` on this machine, with its input files from ``contents``.
+
+    They are written into the working directory, which Ray removes after the job.
+    """
     local = {}
     for file, content in zip(files, contents, strict=True):
-        path = private_folder(file.sha256) / file.name
+        path = Path(file.sha256, file.name).absolute()
+        path.parent.mkdir(exist_ok=True)
         if not path.exists():
             write_atomically(path, content)
         local[file] = InputFile(path, file.sha256)
     return execute(dataclasses.replace(task, cell=with_files(task.cell, local.__getitem__)))
-
-
-def private_folder(name: str) -> Path:
-    """The folder ``name`` of this user in the temporary directory, with mode 0700.
-
-    Raises PermissionError if another user owns it or can change it.
-    """
-    home = Path(tempfile.gettempdir()) / f"pagelab-{os.getuid()}"
-    home.mkdir(mode=0o700, exist_ok=True)
-    status = home.lstat()
-    if not stat.S_ISDIR(status.st_mode):
-        raise PermissionError(f"{home}: needs to be a folder, no link")
-    if status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise PermissionError(
-            f"{home}: belongs to user {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}; "
-            f"needs user {os.getuid()}, mode 700"
-        )
-    folder = home / name
-    folder.mkdir(mode=0o700, exist_ok=True)
-    return folder

@@ -1,34 +1,31 @@
 """Runs tasks in worker processes of this machine.
 
 An executor is a function from tasks to a generator of their outcomes, in any order.  It touches no
-file, and closing the generator ends the tasks that still run.  This one spawns its workers (a fork
-of a process with threads of torch or numba may hang) and gives each worker the tasks of one group
-after the other, so that shared data are set up once.
+file, and closing the generator ends the tasks that still run.  Workers here are pools of one
+process each, so a process that dies costs only its task.  Processes are spawned, since a fork of a
+process with threads of torch or numba may hang.
 """
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import json
 import multiprocessing
 import os
-import pickle
 import signal
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
+from functools import partial
 from typing import Any, Literal
 
 from experiments.harness.experiment import Unavailable
 from experiments.harness.grid import Options
 from experiments.harness.provenance import Code, imported_code
-
-_TIME_TO_END = 10.0
-"""Seconds an idle process may take to end before it is killed."""
 
 
 @dataclass(frozen=True)
@@ -87,130 +84,71 @@ def _plain(rows: Any) -> list[dict[str, Any]]:
 
 
 def run_locally(tasks: Sequence[Task], *, jobs: int) -> Generator[Outcome]:
-    """Run ``tasks`` in up to ``jobs`` processes, which end with the generator."""
+    """Run ``tasks`` in up to ``jobs`` processes, which end with the generator.
+
+    A process takes the tasks of one group after the other, so that shared data are set up once.
+    """
     jobs = min(jobs, len(tasks))
     threads = max(1, len(os.sched_getaffinity(0)) // max(1, jobs))
-    waiting, workers = _Waiting(tasks), []
+    spawn = multiprocessing.get_context("spawn")
+    new_pool = partial(ProcessPoolExecutor, 1, spawn, _set_up, (threads,))
+    waiting: dict[tuple[str, ...], deque[Task]] = {}
+    for task in tasks:
+        waiting.setdefault(task.cell.group, deque()).append(task)
+    pools, groups = [new_pool() for _ in range(jobs)], [()] * jobs
+    running: dict[Future[Outcome], tuple[int, Task]] = {}
+    idle = [*range(jobs)]
     try:
-        while waiting.groups or any(worker.task for worker in workers):
-            while waiting.groups and len(workers) < jobs:
-                workers.append(_Worker(threads))
-            for worker in workers:
-                if worker.task is None and waiting.groups:
-                    others = [w.group for w in workers if w is not worker and w.group is not None]
-                    worker.give(waiting.take(worker.group or (), others))
-            busy = {worker.connection: worker for worker in workers if worker.task}
-            for connection in wait(list(busy)):
-                worker = busy[connection]
-                outcome = worker.take_outcome()
-                if _is_spent(worker, outcome):
-                    worker.stop()
-                    workers.remove(worker)
+        while waiting or running:
+            while waiting and idle:
+                worker = idle.pop()
+                group = groups[worker] = _next_group(waiting, groups[worker], groups)
+                task = waiting[group].popleft()
+                if not waiting[group]:
+                    del waiting[group]
+                running[pools[worker].submit(execute, task)] = (worker, task)
+            done, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                worker, task = running.pop(future)
+                try:
+                    outcome = future.result()
+                    # After an error on the device every later CUDA call of the process fails.
+                    is_spent = outcome.status == "failed" and "CUDA" in outcome.message
+                except BrokenProcessPool:
+                    message = "its worker process died"
+                    outcome = Outcome(task.key, "failed", [], message, "", 0.0)
+                    is_spent = True
+                if is_spent:
+                    pools[worker].shutdown()
+                    pools[worker] = new_pool()
+                idle.append(worker)
                 yield outcome
     finally:
-        for worker in workers:
-            worker.stop()
+        if running:
+            for process in multiprocessing.active_children():
+                process.kill()
+        for pool in pools:
+            pool.shutdown()
 
 
-def _is_spent(worker: _Worker, outcome: Outcome) -> bool:
-    """Whether the process can run no further task: it is dead, or its CUDA context is.
-
-    After an error on the device every later CUDA call of the process fails.
-    """
-    return not worker.alive or (outcome.status == "failed" and "CUDA" in outcome.message)
-
-
-class _Waiting:
-    """Tasks not yet given out, by group."""
-
-    def __init__(self, tasks: Sequence[Task]) -> None:
-        self.groups: dict[tuple[str, ...], list[Task]] = {}
-        for task in reversed(tasks):
-            self.groups.setdefault(task.cell.group, []).append(task)
-
-    def take(self, own: tuple[str, ...], others: list[tuple[str, ...]]) -> Task:
-        """The best next task of a worker whose last group is ``own``.
-
-        From its own group, else from the group most like its own and least like the ``others``
-        of other workers, else from the longest group.
-        """
-
-        def fitness(group: tuple[str, ...]) -> tuple[int, ...]:
-            untouched = group not in others
-            like_own = _common(group, own)
-            like_others = max((_common(group, other) for other in others), default=0)
-            rest = (like_own, -like_others) if untouched else (len(self.groups[group]), 0)
-            return (group == own, untouched, *rest)
-
-        group = max(reversed(self.groups), key=fitness)
-        task = self.groups[group].pop()
-        if not self.groups[group]:
-            del self.groups[group]
-        return task
+def _next_group(
+    waiting: dict[tuple[str, ...], deque[Task]], own: tuple[str, ...], taken: list[tuple[str, ...]]
+) -> tuple[str, ...]:
+    """The worker's own group, else the first that no worker has taken, else the longest."""
+    if own in waiting:
+        return own
+    longest = max(waiting, key=lambda group: len(waiting[group]))
+    return next((group for group in waiting if group not in taken), longest)
 
 
-def _common(a: tuple[str, ...], b: tuple[str, ...]) -> int:
-    """Length of the common beginning."""
-    return sum(
-        1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))
-    )
-
-
-class _Worker:
-    """A process that runs the tasks sent to it, one at a time."""
-
-    def __init__(self, threads: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, threads))
-        self.process.start()
-        theirs.close()  # so that the worker's death closes the pipe
-        self.task: Task | None = None
-        self.group: tuple[str, ...] | None = None
-        self.alive = True
-        self.given_at = 0.0
-
-    def give(self, task: Task) -> None:
-        self.task, self.group = task, task.cell.group
-        self.given_at = time.monotonic()
-        with contextlib.suppress(BrokenPipeError):  # take_outcome reports it
-            self.connection.send_bytes(pickle.dumps(task))
-
-    def take_outcome(self) -> Outcome:
-        """The outcome of its task; a failure if the process has died."""
-        try:
-            outcome = self.connection.recv()
-        except (EOFError, ConnectionResetError):
-            self.process.join()
-            self.alive = False
-            message = f"its worker process died with exit code {self.process.exitcode}"
-            seconds = time.monotonic() - self.given_at
-            outcome = Outcome(self.task.key, "failed", [], message, "", seconds)
-        self.task = None
-        return outcome
-
-    def stop(self) -> None:
-        """End the process: at once if it has a task, else after it has released its resources."""
-        self.connection.close()  # an idle process reads the end of the pipe
-        if self.alive and self.task is None:
-            self.process.join(_TIME_TO_END)
-        self.process.kill()
-        self.process.join()
-
-
-def _serve(connection: Connection, threads: int) -> None:
+def _set_up(threads: int) -> None:
+    """Prepare a worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the sweep handles Ctrl-C
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # PyTorch takes the largest of these, so a value that the user sets must count for all.
     limit = os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     for variable in ("MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
         os.environ.setdefault(variable, limit)
-    while True:
-        try:
-            message = connection.recv_bytes()
-        except EOFError:
-            return
-        connection.send(execute(pickle.loads(message)))
 
 
 def _end_with_parent() -> None:

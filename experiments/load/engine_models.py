@@ -6,9 +6,9 @@ downloaded.  Experiments fix the lengths of outputs, which would depend on the t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 
@@ -52,22 +52,6 @@ def default_model() -> str:
     import torch
 
     return "qwen3-0.6b" if torch.cuda.is_available() else "llama-100m"
-
-
-Sized = TypeVar("Sized", bound="EngineOptions")
-Sizes = Mapping[str, Any]
-"""Values of options."""
-
-
-def with_sizes(options: Sized, *, small: Sizes, large: Sizes) -> Sized:
-    """The options with a model, and with sizes that suit it where they are None or empty.
-
-    large: sizes for models that run on a GPU, where shorter prompts take as long as their launches.
-    """
-    model = options.model or default_model()
-    sizes = large if MODEL_NAMES.index(model) >= MODEL_NAMES.index("qwen3-0.6b") else small
-    left_open = {name: size for name, size in sizes.items() if getattr(options, name) in (None, ())}
-    return replace(options, model=model, **left_open)
 
 
 def model_config(name: str) -> ModelConfig:

@@ -107,7 +107,6 @@ REFUSED = r"""
 block_size --capacity-percent 101: needs a number above 0, at most 100
 block_size --policy lruu: policy='lruu' is unknown; choose from
 overhead --lengths 9 3: needs fewest and most, at least 1
-overhead --manager vllm_v9: needs one of
 overhead --model huge: needs one of tiny, llama-100m
 eviction --policy lur: policy='lur' is unknown; choose from .*lru
 eviction --policy none.py:Mine| no file none\.py
@@ -115,12 +114,7 @@ eviction --trace none.jsonl| none\.jsonl
 eviction --trace /| / is a folder: .* TRACES_DIR
 eviction --out /dev/null/x| --out: cannot write to /dev/null/x
 eviction --capacity-percent| --capacity-percent: needs at least one value
-eviction --num-requests 0: needs an int of at least 1
-eviction --seed -1: needs an int of at least 0
 eviction --jobs 0| jobs must be at least 1, got 0
-eviction_serving --policy lru2: policy='lru2' is unknown
-eviction_serving --model gpt: needs one of tiny
-eviction_serving --timed-model gpt: needs one of tiny
 overhead --pool-blocks 100: needs an int of at least 512
 overhead --pool-requests 1: needs an int of at least 2
 kernel_accuracy --kernel x: needs one of .*copy_blocks
@@ -128,16 +122,12 @@ kernel_counters --op x: needs one of decode, prefill
 kernel_counters --sglang none.py| none\.py
 preemption --cache-tokens 150: does not hold a request of 224 tokens in blocks of 1
 preemption --prompt-tokens 9 8: needs fewest and most, at least 1
-preemption --manager vllm_v9: needs one of
-preemption --model gpt: needs one of tiny
 serving --system orca: needs one of contiguous_max
 serving --request-rate 5 0| --request-rate 0: needs a number above 0
 serving --block-size 5: needs a divisor of --max-model-len 1024
-serving --model gpt: needs one of tiny
 shared_prefix --manager paged: needs one of nano_vllm
 shared_prefix --cached-percent 100: needs a number from 0 to below 100
 sharing --drop-probability 1.5: needs a number from 0 to 1
-sharing --manager vllm_v9: needs one of
 """
 """``experiment options: message after the options``, or ``experiment options| message``."""
 

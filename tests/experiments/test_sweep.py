@@ -100,9 +100,11 @@ def test_an_input_is_known_by_name_and_content_not_by_its_folder(run, tmp_path, 
     assert len(file["sha256"]) == 64
 
 
-def test_a_cell_that_raises_is_reported_and_tried_again_the_next_time(run, folder, journal):
+def test_a_cell_that_raises_is_reported_and_tried_again_the_next_time(run, folder, journal, caplog):
     report = run({"raises": [1]})
-    assert report.failed == ["number=1: RuntimeError: this cell raises"]
+    assert report.went_wrong
+    assert "failed: number=1: RuntimeError: this cell raises" in caplog.messages
+    assert f"tracebacks: {folder / 'sweep.log'}" in caplog.messages
     assert report.finished == 3
     assert list(table(folder)["number"].unique()) == [0, 2, 3]
     assert environment(folder)["failed_cells"] == 1

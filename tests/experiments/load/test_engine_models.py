@@ -5,14 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from experiments import preemption, shared_prefix
 from experiments.harness import Unavailable
 from experiments.load.engine_models import (
     MODEL_NAMES,
     default_model,
     make_llm,
     model_config,
-    with_sizes,
 )
 from models import SamplingParams
 from models.attention import make_backend
@@ -39,24 +37,6 @@ def test_the_tiny_model_generates_and_the_default_one_is_known():
     [output] = llm.generate([1, 2, 3], SamplingParams(max_tokens=5, temperature=0))
     assert len(output.outputs[0].token_ids) == 5
     assert default_model() in MODEL_NAMES
-
-
-@pytest.mark.parametrize(
-    ("model", "longest"), [("tiny", 2048), ("llama-100m", 2048), ("qwen3-0.6b", 32768)]
-)
-def test_sizes_that_are_left_open_suit_the_model(model, longest):
-    cells = [
-        *shared_prefix.cells(shared_prefix.SharedPrefix(model=model)),
-        *preemption.cells(preemption.Preemption(model=model)),
-    ]
-    assert {cell.model for cell in cells} == {model}
-    assert longest in {getattr(cell, "prompt_tokens", None) for cell in cells}
-    sized = with_sizes(
-        shared_prefix.SharedPrefix(model=model, requests=5),
-        small={"prompt_tokens": (2048,), "requests": 8},
-        large={"prompt_tokens": (32768,), "requests": 32},
-    )
-    assert (sized.prompt_tokens, sized.requests) == ((longest,), 5)
 
 
 def test_without_flash_attn_its_cells_are_absent(monkeypatch):
