@@ -8,6 +8,8 @@ import reprlib
 
 def as_int(name: str, value: int) -> int:
     """``value`` as an int, also from NumPy; ValueError, with the argument's name, for others."""
+    if type(value) is int:
+        return value
     try:
         number = operator.index(value)
     except TypeError:

@@ -85,13 +85,19 @@ class BlockHasher:
         """
         chain = seq.hash_chains.setdefault(self._name, [])
         count = (len(seq.token_ids) - seq.num_unknown_tokens) // self.block_size
-        parent = chain[-1] if chain else self._root
-        for depth in range(len(chain), count):
-            start, end = depth * self.block_size, (depth + 1) * self.block_size
-            block = seq.token_ids[start:end].tobytes()
+        num_new = count - len(chain)
+        if num_new <= 0:
+            return chain
+        digest, size, parent = self._digest, self.block_size, chain[-1] if chain else self._root
+        first = len(chain) * size
+        packed = seq.token_ids[first : count * size].tobytes()  # slices of bytes are the fastest
+        block_bytes = len(packed) // num_new
+        for index in range(num_new):
+            block = packed[index * block_bytes : (index + 1) * block_bytes]
+            start = first + index * size
             if start < seq.keyed_length:
-                block += encode_extra_keys(seq.extra_keys(start, end))
-            parent = self._digest(parent + block)
+                block += encode_extra_keys(seq.extra_keys(start, start + size))
+            parent = digest(parent + block)
             chain.append(parent)
         return chain
 

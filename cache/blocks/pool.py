@@ -74,7 +74,8 @@ class BlockPool:
         self._free: list[int] = []  # a stack
         self._queue_uncached = queue_uncached
         self.block_hashes: list[bytes | None] = [None] * num_blocks
-        self._holders: dict[bytes, list[int]] = {}  # hash -> blocks, the oldest first
+        self._holders: dict[bytes, int] = {}  # hash -> the oldest block with this content
+        self._duplicates: dict[bytes, list[int]] = {}  # hash -> the younger ones, by age
         self._log = event_log
         self.on_forget: Callable[[list[int]], None] | None = None
         self._reports_misses = type(policy).miss is not EvictionPolicy.miss
@@ -91,10 +92,10 @@ class BlockPool:
         """
         hits = []
         for key in hashes:
-            holders = self._holders.get(key)
-            if holders is None:
+            block = self._holders.get(key)
+            if block is None:
                 break
-            hits.append(holders[0])
+            hits.append(block)
         return hits
 
     def num_revived(self, hits: Sequence[int]) -> int:
@@ -192,11 +193,17 @@ class BlockPool:
             self.on_forget(evicted)
         self.counts["evicted_blocks"] += len(cached)
         for block in cached:
-            holders = self._holders[hashes[block]]
-            holders.remove(block)
-            if not holders:
-                del self._holders[hashes[block]]
-            hashes[block] = None
+            key, hashes[block] = hashes[block], None
+            duplicates = self._duplicates.get(key)
+            if duplicates is None:
+                del self._holders[key]
+                continue
+            if self._holders[key] == block:
+                self._holders[key] = duplicates.pop(0)
+            else:
+                duplicates.remove(block)
+            if not duplicates:
+                del self._duplicates[key]
 
     def _is_released(self, block: int) -> bool:
         """Whether the policy could have ``block``."""
@@ -210,14 +217,14 @@ class BlockPool:
         The policy gets each block under its hash, a duplicate under (hash, block): the keys that a
         policy holds are unique.
         """
+        holders, block_hashes, insert = self._holders, self.block_hashes, self.policy.insert
         parent = hashes[first - 1] if first else None
         for depth, block in enumerate(blocks, first):
-            key = hashes[depth]
-            self.block_hashes[block] = key
-            holders = self._holders.setdefault(key, [])
-            holders.append(block)
-            name = key if len(holders) == 1 else (key, block)
-            self.policy.insert(block, name, parent, depth)
+            name = block_hashes[block] = key = hashes[depth]
+            if holders.setdefault(key, block) != block:
+                self._duplicates.setdefault(key, []).append(block)
+                name = (key, block)
+            insert(block, name, parent, depth)
             parent = key
         if self._log:
             self._log.record("cached", blocks, hashes[first : first + len(blocks)])
@@ -257,6 +264,7 @@ class BlockPool:
         self._num_fresh = 0
         self.policy.start(self.num_blocks)
         self._holders.clear()
+        self._duplicates.clear()
         self.block_hashes[:] = [None] * self.num_blocks  # others may hold this list
 
     def check_invariants(self) -> None:
@@ -269,8 +277,10 @@ class BlockPool:
         for block, key in enumerate(self.block_hashes):
             if key is not None:
                 held.setdefault(key, []).append(block)
-        found = {key: sorted(holders) for key, holders in self._holders.items()}
+        younger = self._duplicates
+        found = {key: sorted([b, *younger.get(key, ())]) for key, b in self._holders.items()}
         require(held == found, f"blocks hold {held}, found are {found}")
+        require(all(younger.values()) and younger.keys() <= found.keys(), f"duplicates: {younger}")
         num_blocks, policy = self.num_blocks, self.policy
         first_fresh = num_blocks - self._num_fresh
         queued = list(policy)

@@ -126,7 +126,7 @@ class VLLMv1(PooledManager):
         pool, blocks = self.pool, table.blocks
         if self.sliding_window is not None:
             self._give_back(table, start)
-        num_blocks = self._num_blocks_of(table, start, end)
+        num_blocks = -(-end // self.block_size)
         copies: Copies = []
         position, offset = divmod(start, self.block_size)
         if offset and pool.ref_counts[blocks[position]] > 1:

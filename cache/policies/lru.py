@@ -45,6 +45,11 @@ class LRU(PriorityPolicy):
             raise IndexError("evict: no block is released")
         return self._queue.popitem(last=False)[0]
 
+    def evict_many(self, count: int) -> list[int]:
+        if count > len(self._queue):
+            raise IndexError(f"evict_many: count={count}, but {len(self)} blocks are released")
+        return [self._queue.popitem(last=False)[0] for _ in range(count)]
+
     def remove(self, block: int) -> None:
         del self._queue[block]
 
