@@ -83,7 +83,7 @@ def cells(options: BlockSize) -> Iterator[Timed | OfTrace | Absent]:
             yield Absent("latency: there is no GPU here")
     if set(options.part) - {"latency"}:
         for source in options.sources(options.num_requests, lengths_suffice=True):
-            yield from [source] if isinstance(source, Absent) else _trace_cells(options, source)
+            yield from _trace_cells(options, source)
 
 
 def _latency_cells(options: BlockSize) -> Iterator[Timed]:

@@ -18,7 +18,6 @@ from typing import Annotated, Any
 import cache
 from experiments import style
 from experiments.harness import (
-    Absent,
     Axis,
     Count,
     Experiment,
@@ -83,12 +82,12 @@ class Eviction(OnTraces):
         return str(self.policy), self.trace.name
 
 
-def cells(options: Eviction) -> Iterator[Eviction | Absent]:
+def cells(options: Eviction) -> Iterator[Eviction]:
     """Policies, and "infinite" in the place of one."""
     policies = map(named_policy, options.policy or [*cache.POLICIES, *BOUNDS])
     traces = [*options.sources(options.num_requests)]
     for cell in grid(options, trace=traces, policy=policies):
-        if isinstance(cell, Absent) or cell.part == "all" or cell.policy not in BOUNDS:
+        if cell.part == "all" or cell.policy not in BOUNDS:
             yield cell  # a bound is one of the whole trace
     if "all" in options.part:
         infinite = {"policy": ["infinite"], "capacity_percent": [100.0], "part": ["all"]}

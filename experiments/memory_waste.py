@@ -30,7 +30,7 @@ from cache.serving import open_loop
 from cache.serving.open_loop import engine_without_model
 from cache.serving.scheduler import Scheduler, Step
 from experiments import style
-from experiments.harness import Absent, Axis, Count, Experiment, Positive, Unavailable, grid
+from experiments.harness import Axis, Count, Experiment, Positive, Unavailable, grid
 from experiments.load import request_lengths
 from experiments.load.request_lengths import RequestLengths
 from experiments.load.workloads import OnTraces
@@ -65,7 +65,7 @@ class SystemCell(MemoryWaste):
     """A reservation, or "paged"."""
 
 
-def cells(options: MemoryWaste) -> Iterator[SystemCell | Absent]:
+def cells(options: MemoryWaste) -> Iterator[SystemCell]:
     traces = [*options.sources(lengths_suffice=True)]
     yield from grid(options, SystemCell, trace=traces, system=_RESERVATIONS, block_size=[1])
     yield from grid(options, SystemCell, trace=traces, system=["paged"])

@@ -43,7 +43,6 @@ import numpy as np
 from cache.serving import open_loop
 from experiments import quantiles, style
 from experiments.harness import (
-    Absent,
     Axis,
     Count,
     Experiment,
@@ -125,7 +124,7 @@ class Serving(OnTraces):
         return str(self.draw), self.trace.name, self.system
 
 
-def cells(options: Serving) -> Iterator[Serving | Absent]:
+def cells(options: Serving) -> Iterator[Serving]:
     """Cells of the traces; without a trace, of chat requests with and without their histories."""
     if options.max_model_len % options.block_size:
         raise ValueError(
@@ -142,9 +141,8 @@ def cells(options: Serving) -> Iterator[Serving | Absent]:
         yield from grid(options, trace=[trace], system=systems, draw=[draw])
 
 
-def _default_systems(trace: Source | Absent) -> tuple[str, ...]:
-    has_prefixes = not isinstance(trace, Absent) and workloads.load(trace).has_blocks
-    return _WITH_PREFIXES if has_prefixes else _LENGTHS_ONLY
+def _default_systems(trace: Source) -> tuple[str, ...]:
+    return _WITH_PREFIXES if workloads.load(trace).has_blocks else _LENGTHS_ONLY
 
 
 def run_cell(cell: Serving) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from typing import Annotated, Any
 
 from cache import CacheManager, Sequence, make_manager
 from experiments import style
-from experiments.harness import Absent, Axis, Count, Experiment, Needs, grid
+from experiments.harness import Axis, Count, Experiment, Needs, grid
 from experiments.load import request_lengths
 from experiments.load.engine_models import Manager
 from experiments.load.workloads import LogNormalLengths, OnTraces
@@ -52,7 +52,7 @@ class Sharing(OnTraces):
     """Longer requests are left out: forking one takes time in proportion to its length."""
 
 
-def cells(options: Sharing) -> Iterator[Sharing | Absent]:
+def cells(options: Sharing) -> Iterator[Sharing]:
     synthetic = [
         LogNormalLengths(*medians, options.seed, options.num_requests) for medians in _SYNTHETIC
     ]

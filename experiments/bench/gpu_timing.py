@@ -19,8 +19,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from experiments.bench.shapes import Launch
-
+Launch = Literal["graph", "eager"]
 Ceiling = Literal["copy", "device_to_host", "host_to_device"]
 _MIN_SAMPLES, _MAX_SAMPLES = 7, 300
 _FLUSH_BYTES = 256 * 2**20

@@ -6,7 +6,6 @@ TRITON_INTERPRET can be set before kernels are imported.
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 
     from kernels.testing.accuracy import Accuracy
 
-Launch = Literal["graph", "eager"]
 OURS = "pagelab"
 """Our kernels' name among the implementations."""
 
@@ -90,7 +88,6 @@ class Timed(Options):
 
     shape: Shape
     implementation: str
-    launch: Launch
     budget_ms: float
 
     @property
@@ -102,14 +99,13 @@ def timed_cells(
     options: Options,
     shape: Shape,
     implementations: Iterable[str],
-    launches: Iterable[Launch] = ("graph",),
     cell: type[Timed] = Timed,
     **fields: Any,
 ) -> Iterator[Timed]:
     """The cells of one shape, with the seed and budget_ms of ``options``."""
     fields |= {"seed": options.seed, "shape": shape, "budget_ms": options.budget_ms}
-    for implementation, launch in itertools.product(implementations, launches):
-        yield cell(implementation=implementation, launch=launch, **fields)
+    for implementation in implementations:
+        yield cell(implementation=implementation, **fields)
 
 
 def accuracy_columns(accuracy: Accuracy) -> dict[str, float]:

@@ -362,7 +362,7 @@ def run(cell: Timed) -> dict[str, Any]:
     Times are None without a CUDA device. Raises Unavailable where the implementation cannot run
     here, and WrongResult.
     """
-    shape, name, launch = cell.shape, cell.implementation, cell.launch
+    shape, name = cell.shape, cell.implementation
     if reason := refusal(shape, name):
         raise Unavailable(f"{name}: {reason}")
     with gpu_timing.out_of_memory_is(Unavailable):
@@ -373,14 +373,12 @@ def run(cell: Timed) -> dict[str, Any]:
                 f"{name} is wrong: error {accuracy.error:.3g}, bound {accuracy.bound:.3g}; "
                 "no time is reported"
             )
-        if name in problem.eager_only:
-            launch = "eager"
         times = gpu_timing.timed_columns(
             problem.implementations[name],
             num_bytes=problem.case.num_bytes,
             flops=problem.case.flops,
             ceiling=problem.ceiling,
-            launch=launch,
+            launch="eager" if name in problem.eager_only else "graph",
             budget_ms=cell.budget_ms,
         )
     return {**shape.columns(), "implementation": name, **accuracy_columns(accuracy), **times}

@@ -52,7 +52,6 @@ from experiments import quantiles, style
 from experiments.eviction import Policy, named_policy, policy_spec
 from experiments.eviction_serving.service_times import measure_service
 from experiments.harness import (
-    Absent,
     Axis,
     Count,
     Experiment,
@@ -104,7 +103,7 @@ class EvictionServing(OnTraces):
     """CPU threads of the models. More than one pays for larger ones on an idle machine."""
 
 
-def cells(options: EvictionServing) -> Iterator[EvictionServing | Absent]:
+def cells(options: EvictionServing) -> Iterator[EvictionServing]:
     """Policies and the two bounds; ``timed_model`` is None in real time."""
     traces = [*options.sources(options.num_requests)]
     default = ("lru", "lfu", "arc", "tlru", "safeguarded", "belady")

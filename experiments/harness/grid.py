@@ -105,8 +105,7 @@ def grid(options: Options, cell: type | None = None, /, **values: Any) -> Iterat
     """Yield a cell for each combination of one value per axis; the last axis changes fastest.
 
     cell: the class of the cells.  None: the class of ``options``.
-    values: replace fields of the options; for an axis, all of its values.  An ``Absent`` among them
-        is yielded unchanged.
+    values: replace fields of the options; for an axis, all of its values.
     """
     cell = cell or type(options)
     axes = {}
@@ -116,9 +115,7 @@ def grid(options: Options, cell: type | None = None, /, **values: Any) -> Iterat
             values[name] = None if _GRID_ONLY in marks else getattr(options, name)
         if _AXIS in marks and values[name] is not None:
             axes[name] = tuple(values[name])
-    yield from (value for axis in axes.values() for value in axis if isinstance(value, Absent))
-    present = ([value for value in axis if not isinstance(value, Absent)] for axis in axes.values())
-    for point in itertools.product(*present):
+    for point in itertools.product(*axes.values()):
         yield cell(**{**values, **dict(zip(axes, point, strict=True))})
 
 

@@ -28,7 +28,6 @@ from experiments.harness.workers import Executor, Outcome, Task, run_locally
 log = logging.getLogger("experiments")
 log.setLevel(logging.INFO)
 
-_ASSEMBLE_EVERY_S = 2.0
 _MOST_LISTED = 10
 """Failed cells, or wrong rows, that the console lists."""
 
@@ -205,14 +204,10 @@ class _Sweep:
             unit="cell",
             disable=not sys.stderr.isatty(),
         )
-        assembled_at = time.monotonic()
         with progress, contextlib.closing(execute(tasks)) as outcomes:
             for outcome in outcomes:
                 self._settle(outcome, run_id)
                 progress.update()
-                if time.monotonic() - assembled_at > _ASSEMBLE_EVERY_S:
-                    self.assemble()
-                    assembled_at = time.monotonic()
 
     def _settle(self, outcome: Outcome, run_id: str) -> None:
         """Store a finished cell, or log why it has no result."""

@@ -6,17 +6,13 @@ The default is the traces of this repository, see experiments/traces/README.md.
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import cache
 from cache.traces.workloads.draws import generator, log_normal_tokens
-from experiments.harness import Absent, Axis, InputFile, Options, Repeated
-
-_JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
-_CSV = (".csv", ".csv.gz", ".csv.zst")
+from experiments.harness import Axis, InputFile, Options, Repeated
 
 
 @dataclass(frozen=True)
@@ -79,7 +75,7 @@ class OnTraces(Options):
 
     trace: Repeated[Axis[Path]] = ()
     """A request trace (.jsonl, .csv, .gz, .zst) or a synthetic workload by its name. None:
-    $TRACES_DIR's, else experiments/traces."""
+    those in experiments/traces."""
 
     @property
     def group(self) -> tuple[str, ...]:
@@ -91,37 +87,25 @@ class OnTraces(Options):
         *,
         lengths_suffice: bool = False,
         default: Iterable[Source] | None = None,
-    ) -> Iterator[Source | Absent]:
-        """The named traces; else the files of $TRACES_DIR; else ``default`` (None: REAL_TRACES).
+    ) -> Iterator[Source]:
+        """The named traces; else ``default`` (None: REAL_TRACES).
 
         num_requests: first requests of a file, and requests of a workload.  None: all, and the
             workload's default.
 
-        Raises OSError if a named file cannot be read, and ValueError if it has no block ids, unless
-        ``lengths_suffice``.  Such a file in $TRACES_DIR is absent.
+        Raises OSError if a file cannot be read, and ValueError if it has no block ids, unless
+        ``lengths_suffice``.
         """
-        directory = os.environ.get("TRACES_DIR", "")
-        if self.trace:
-            for path in self.trace:
-                if str(path) in cache.WORKLOADS:
-                    yield Workload(str(path), self.seed, num_requests)
-                    continue
-                if path.is_dir():
-                    raise ValueError(f"{path} is a folder: name its files, or set TRACES_DIR to it")
-                if not (cache.load_trace(path).has_blocks or lengths_suffice):
-                    raise ValueError(f"{path} has lengths only: a replay needs block ids")
-                yield TraceFile(InputFile.of(path), num_requests)
-        elif directory:
-            if not Path(directory).is_dir():
-                raise ValueError(f"TRACES_DIR={directory} is not a folder")
-            paths = sorted(path for path in Path(directory).iterdir() if _is_trace(path))
-            if not paths:
-                raise ValueError(f"TRACES_DIR={directory} holds no {', '.join(_JSON_LINES)}")
-            yield from (_found(path, num_requests, lengths_suffice) for path in paths)
-        elif default is not None:
-            yield from default
-        else:
-            yield from (TraceFile(InputFile.of(path), num_requests) for path in REAL_TRACES)
+        for path in self.trace:
+            if str(path) in cache.WORKLOADS:
+                yield Workload(str(path), self.seed, num_requests)
+                continue
+            if not (cache.load_trace(path).has_blocks or lengths_suffice):
+                raise ValueError(f"{path} has lengths only: a replay needs block ids")
+            yield TraceFile(InputFile.of(path), num_requests)
+        if not self.trace:
+            real = (TraceFile(InputFile.of(path), num_requests) for path in REAL_TRACES)
+            yield from real if default is None else default
 
 
 @functools.lru_cache(maxsize=4)
@@ -133,18 +117,3 @@ def load(source: Source) -> cache.Trace:
     if isinstance(source, LogNormalLengths):
         return source.trace()
     return cache.make_workload(source.name, seed=source.seed, num_requests=source.num_requests)
-
-
-def _is_trace(path: Path) -> bool:
-    return path.name.endswith(_JSON_LINES + _CSV) and not path.name.startswith(".")
-
-
-def _found(path: Path, num_requests: int | None, lengths_suffice: bool) -> TraceFile | Absent:
-    try:
-        if cache.load_trace(path).has_blocks or lengths_suffice:
-            return TraceFile(InputFile.of(path), num_requests)
-        return Absent(f"{path.name} has lengths only")
-    except cache.TraceError as error:
-        return Absent(f"{path.name}:{error.line}: {error.reason}")
-    except OSError as error:
-        return Absent(f"{path.name}: {error.strerror}")

@@ -26,11 +26,10 @@ MY_POLICY = REPOSITORY / "docs" / "examples" / "my_policy.py"
 
 
 def run(*arguments: object) -> str:
-    environment = {name: value for name, value in os.environ.items() if name != "TRACES_DIR"}
     process = subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=REPOSITORY,
-        env={**environment, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=900,

@@ -57,11 +57,6 @@ class CommandLine:
         return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
-@pytest.fixture(autouse=True)
-def _no_traces_dir(monkeypatch):
-    monkeypatch.delenv("TRACES_DIR", raising=False)
-
-
 @pytest.fixture
 def command_line(tmp_path: Path) -> CommandLine:
     return CommandLine(tmp_path)
@@ -163,7 +158,6 @@ def command(inputs) -> Callable[..., str]:
     def run(*words: object) -> str:
         printed = io.StringIO()
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
-            patch.delenv("TRACES_DIR", raising=False)
             patch.setattr(style, "save", _SAVE)
             patch.setattr(style, "_FORMATS", {"png": style._FORMATS["png"]})
             if "kernel_counters" not in words:  # all its cells need compiled kernels

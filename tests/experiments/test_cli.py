@@ -78,7 +78,6 @@ def test_the_help_of_an_experiment_shows_every_option(name, capsys):
     ("words", "message"),
     [
         ("reproduce --quick --full", "--quick or --full, not both"),
-        ("run eviction", "TRACES_DIR=/no/such/folder is not a folder"),
         ("plot eviction", "no rows.csv in a folder of results/eviction: run the experiment first"),
     ],
 )
@@ -86,7 +85,6 @@ def test_what_cannot_be_done_is_refused_with_the_reason(
     words, message, refused, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TRACES_DIR", "/no/such/folder")
     assert message in refused(*words.split())
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from pathlib import Path
 
 import pandas as pd
@@ -12,7 +11,6 @@ import pytest
 
 import cache
 from experiments import eviction
-from experiments.harness import Absent
 from experiments.load import workloads
 
 
@@ -138,24 +136,6 @@ def test_policies_of_equal_hits_share_a_curve_and_the_rest_is_named_together(dra
     way = {line.get_label(): line.get_ydata()[0] for line in below.lines}
     assert (way["LRU"], way["Belady (optimum)"]) == (0, 100)
     assert (way[merged], way["FIFO"]) == (pytest.approx(12.5), pytest.approx(-25))
-
-
-def test_a_traces_folder_gives_what_can_be_replayed_and_the_reason_for_the_rest(
-    inputs, tmp_path, monkeypatch
-):
-    monkeypatch.setenv("TRACES_DIR", str(tmp_path))
-    (tmp_path / "README.md").write_text("not a trace")
-    with pytest.raises(ValueError, match=r"TRACES_DIR=.* holds no"):
-        grid()
-    shutil.copy(inputs["chat"], tmp_path)
-    shutil.copy(inputs["lengths"], tmp_path)
-    (tmp_path / "broken.jsonl").write_text('{"timestamp": 1}\n')
-    items = grid(policy=("lru",), capacity_percent=(10,))
-    assert [item.reason for item in items if isinstance(item, Absent)] == [
-        "azure.csv has lengths only",
-        "broken.jsonl:1: missing field 'input_length'",
-    ]
-    assert {i.trace.name for i in items if not isinstance(i, Absent)} == {"chat.jsonl.gz"}
 
 
 def test_a_named_trace_that_cannot_be_replayed_is_an_error(inputs, tmp_path):

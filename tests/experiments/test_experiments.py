@@ -111,7 +111,6 @@ overhead --model huge: needs one of tiny, llama-100m
 eviction --policy lur: policy='lur' is unknown; choose from .*lru
 eviction --policy none.py:Mine| no file none\.py
 eviction --trace none.jsonl| none\.jsonl
-eviction --trace /| / is a folder: .* TRACES_DIR
 eviction --out /dev/null/x| --out: cannot write to /dev/null/x
 eviction --capacity-percent| --capacity-percent: needs at least one value
 eviction --jobs 0| jobs must be at least 1, got 0

@@ -11,7 +11,7 @@
 - ``large``: every op at odd block sizes and dtypes, and in caches whose offsets need more than 32
   bits, with the used blocks at the end.
 - ``tiles``, ``splits``: attention with other tiles and split counts than in
-  ``kernels/tiles.py``, see ``tiles.py``; ``decision.md`` ranks them.
+  ``kernels/tiles.py``, see ``tiles.py``; ``tiles.csv`` and ``splits.csv`` rank them.
 
 A cell first checks its result against fp64 by the rule of ``kernels/testing/accuracy.py`` and
 fails, without a time, where it is wrong. Times are p20, p50 and p80 of the device's clock with a
@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from experiments.bench.shapes import OURS, Launch, OnHeads, Shape, Timed, timed_cells, use_device
+from experiments.bench.shapes import OURS, OnHeads, Shape, Timed, timed_cells, use_device
 from experiments.gpu.kernel_latency import figures, tiles
 from experiments.harness import Count, Experiment, Needs
 
@@ -98,8 +98,6 @@ class KernelLatency(OnHeads):
     suffix_len: Count = 256
     """Own tokens of each sequence of a cascade."""
     cascade_batch: tuple[Count, ...] = (1, 4, 16, 64, 256)
-    launch: tuple[Launch, ...] = ("graph",)
-    """Replays of a CUDA graph, or calls from Python."""
     tile_shapes: tuple[Prefill, ...] = (
         (1, 1, 8192),
         (16, 1, 4096),
@@ -146,7 +144,7 @@ def cells(options: KernelLatency) -> Iterator[LatencyCell]:
             ours_alone = part in ("large", "tiles", "splits")
             names = (OURS,) if ours_alone else implementations(shape)
             fields = {"cell": LatencyCell, "part": part, "tile": tile}
-            yield from timed_cells(options, shape, names, options.launch, **fields)
+            yield from timed_cells(options, shape, names, **fields)
 
 
 def implementations(shape: Shape) -> tuple[str, ...]:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from experiments import quantiles, style
 from experiments.bench.shapes import OURS
 from experiments.gpu.kernel_latency import tiles
-from experiments.harness.store import write_atomically
 
 TOKENS = ("norm", "gate", "store")
 """Parts whose batch are tokens."""
@@ -47,39 +45,12 @@ def lines(rows: style.DataFrame) -> Iterator[tuple[dict[str, Any], style.DataFra
             yield {**look, "label": label}, line
 
 
-def rates(rows: style.DataFrame) -> style.DataFrame:
-    """The measured peak rates of the GPU: columns what, value and unit."""
-    import pandas as pd
-
-    links = {"swap_out": "to pinned host memory", "swap_in": "from pinned host memory"}
-    kind = rows["op"].map(links).fillna("device copy, read and written")
-    bandwidths = rows.groupby(kind, sort=False)["peak_gb_per_s"].median()
-    found = [(what, value, "GB/s") for what, value in bandwidths.items()]
-    found.append(("bf16 matrix product", rows["peak_tflop_per_s"].median(), "TFLOP/s"))
-    return pd.DataFrame(found, columns=["what", "value", "unit"])
-
-
-def _draw_rates(rows: style.DataFrame) -> style.Figure:
-    """A bar for each rate."""
-    found = rates(rows)
-    figure, axes, _ = style.panel_grid(found["unit"].nunique(), height=1.6, columns=2)
-    for axis, (unit, part) in zip(axes, found.groupby("unit"), strict=True):
-        bars = axis.barh(part["what"], part["value"], **style.bar(style.SKY))
-        axis.bar_label(bars, fmt="{:,.0f}", padding=2, fontsize=6)
-        axis.margins(x=0.2)
-        axis.set_xlabel(unit)
-        axis.grid(axis="y", visible=False)
-    return figure
-
-
 def _drawer(draw: Callable[[style.DataFrame], style.Figure], *parts: str) -> Callable:
-    """A function that draws the rows of ``parts``: graph replays where there are any."""
+    """A function that draws the rows of ``parts``."""
 
     def draw_parts(rows: style.DataFrame) -> style.Figure | None:
-        captured = rows.loc[rows["launch"] == "graph", "implementation"]
-        shown = (rows["launch"] == "graph") | ~rows["implementation"].isin(captured)
-        shown &= rows["part"].isin(parts)
-        return draw(rows[shown]) if shown.any() else None
+        rows = rows[rows["part"].isin(parts)]
+        return None if rows.empty else draw(rows)
 
     return draw_parts
 
@@ -198,24 +169,14 @@ def _prefix_bytes(rows: style.DataFrame) -> style.Series:
     return 2 * rows["prefix_len"] * rows["num_kv_heads"] * rows["head_dim"] * itemsize
 
 
-_figures = style.plotter(
+plot = style.plotter(
     {
         "decode_latency": _drawer(functools.partial(_draw_decode, bandwidth=False), "decode"),
         "decode_bandwidth": _drawer(functools.partial(_draw_decode, bandwidth=True), "decode"),
         "prefill": _drawer(_draw_prefill, "prefill"),
         "moves": _drawer(_draw_moves, *_MOVES),
         "cascade": _drawer(_draw_cascade, "cascade"),
-        "gpu_rates": _draw_rates,
     },
+    {"tiles": (tiles.ranking, "%.3f"), "splits": (tiles.best_splits, "%.3f")},
     measured="p50_us",
 )
-
-
-def plot(rows: style.DataFrame, folder: Path) -> list[Path]:
-    """The figures, and decision.md where tiles or splits were timed."""
-    written = _figures(rows, folder)
-    swept = rows[rows["part"].isin(["tiles", "splits"])].dropna(subset="p50_us")
-    if not swept.empty:
-        written.append(folder / "decision.md")
-        write_atomically(written[-1], tiles.decision(swept))
-    return written

@@ -4,15 +4,15 @@ The table in ``kernels/tiles.py`` is a plain decision in the source, written fro
 cell runs an op with another tile than the table's, or with another number of splits, at a few
 shapes; the table's own choice is among them. A tile that needs more than the GPU has is absent.
 
-``decision.md`` ranks the tiles by their time relative to the table's choice (geometric mean over
-the shapes, so that no shape counts more than another) and names the best split count of every
+``tiles.csv`` ranks the tiles by their time relative to the table's choice (geometric mean over the
+shapes, so that no shape counts more than another); ``splits.csv`` has the best split count of every
 shape.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -113,57 +113,33 @@ def _table_splits(shape: Shape, tile: AttentionTile) -> int:
     return chunking(shape.num_kv_heads).most(shape.context_len, tile.tile_n)
 
 
-def relative_times(rows: style.DataFrame, op: str) -> style.DataFrame:
-    """Time of each tile of an op over the time of the table's choice: tiles by shapes, the fastest
-    on average (``mean``, geometric) first.
+def ranking(rows: style.DataFrame) -> style.DataFrame | None:
+    """Time of each tile over the time of the table's choice, by op, the fastest first.
 
-    Tiles that failed at one of the shapes are left out.
+    The mean is geometric.  Tiles that failed at one of the shapes are left out.
     """
-    rows = rows[(rows["part"] == "tiles") & (rows["op"] == op) & rows["p50_us"].notna()]
-    sizes = zip(rows["batch"], rows["query_len"], rows["context_len"], strict=True)
-    rows = rows.assign(shape=["x".join(map(str, size)) for size in sizes])
-    times = rows.pivot_table("p50_us", list(TILE), "shape")
-    table = rows[rows["by_table"].astype(bool)].groupby("shape")["p50_us"].first()
-    relative = (times / table).dropna()
-    relative.insert(0, "mean", np.exp(np.log(relative).mean(axis=1)))
-    return relative.sort_values("mean")
+    rows = rows[rows["part"] == "tiles"]
+    if rows.empty:
+        return None
+    shape = ["op", "batch", "query_len", "context_len"]
+    table = rows[rows["by_table"].astype(bool)].groupby(shape)["p50_us"].first()
+    rows = rows.join(table.rename("of_table"), on=shape)
+    rows = rows.assign(logarithm=np.log(rows["p50_us"] / rows["of_table"]))
+    times = rows.groupby(["op", *TILE])["logarithm"].agg(["size", "mean", "min", "max"])
+    complete = times["size"] == times.groupby("op")["size"].transform("max")
+    ratios = np.exp(times.loc[complete, ["mean", "min", "max"]])
+    return ratios.add_suffix("_over_table").reset_index().sort_values(["op", "mean_over_table"])
 
 
-def _markdown(*table: Sequence[object]) -> list[str]:
-    """The lines of a table, its head first."""
-    head, *body = (f"| {' | '.join(map(str, line))} |" for line in table)
-    return [head, "|" + "---|" * len(table[0]), *body, ""]
-
-
-def decision(rows: style.DataFrame) -> str:
-    """The best tiles and splits on this GPU, as text."""
-    first = rows.iloc[0]
-    kind = f"head_dim {first['head_dim']}, {first['dtype']}"
-    if first["kv_dtype"] != first["dtype"]:
-        kind += f", cache {first['kv_dtype']}"
-    lines = [f"# Tiles and splits by measurement ({kind})", ""]
-    tiles, splits = rows[rows["part"] == "tiles"], rows[rows["part"] == "splits"]
-    for op, function in TABLES.items():
-        relative = relative_times(rows, op)
-        if relative.empty:
-            continue
-        chosen = tiles[(tiles["op"] == op) & tiles["by_table"].astype(bool)].iloc[0]
-        lines += [f"## `{function}`: now {tuple(int(chosen[name]) for name in TILE)}", ""]
-        lines += _markdown(
-            (f"({', '.join(TILE)})", *relative.columns),
-            *(
-                (tuple(map(int, tile)), *map("{:.3f}".format, times))
-                for tile, times in relative.head(8).iterrows()
-            ),
-        )
-        lines += ["Time over the present choice's, by sequences x queries x context.", ""]
-    found = []
-    for shape, group in splits.groupby(["batch", "query_len", "context_len"]):
-        best = group.loc[group["p50_us"].idxmin()]
-        for now in group[group["by_table"].astype(bool)].to_dict("records"):
-            gain = f"{best['p50_us'] / now['p50_us']:.3f}"
-            found.append((*shape, int(now["num_splits"]), int(best["num_splits"]), gain))
-    if found:
-        head = ("batch", "queries", "context", "now", "best", "time of best / now")
-        lines += ["## chunks of decode and prefill", "", *_markdown(head, *found)]
-    return "\n".join(lines) + "\n"
+def best_splits(rows: style.DataFrame) -> style.DataFrame | None:
+    """The fastest number of splits of each shape, beside the table's choice."""
+    rows = rows[rows["part"] == "splits"]
+    if rows.empty:
+        return None
+    shape = ["batch", "query_len", "context_len"]
+    by_table = rows[rows["by_table"].astype(bool)].set_index(shape)
+    best = rows.loc[rows.groupby(shape)["p50_us"].idxmin()].set_index(shape)
+    table = by_table[["num_splits"]].assign(
+        best=best["num_splits"], best_over_table=best["p50_us"] / by_table["p50_us"]
+    )
+    return table.reset_index()

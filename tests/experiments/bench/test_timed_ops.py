@@ -38,9 +38,7 @@ on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU")
 
 
 def run(shape, implementation=OURS):
-    return timed_ops.run(
-        Timed(shape=shape, implementation=implementation, launch="graph", budget_ms=1)
-    )
+    return timed_ops.run(Timed(shape=shape, implementation=implementation, budget_ms=1))
 
 
 def test_every_op_has_a_shape():

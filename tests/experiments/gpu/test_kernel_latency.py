@@ -67,12 +67,7 @@ def test_figures_of_a_table_with_times(timed_rows, drawn):
     cells += cells_of("decode", **few, kv_dtype="float8_e4m3fn")
     rows = timed_rows(cells, refused=("flash_attn_3",))
     kernel_latency.EXPERIMENT.plot(rows, Path())
-    assert set(drawn) == {"decode_latency", "decode_bandwidth", "prefill", "moves", "gpu_rates"}
-    bars = [axis.get_yticklabels() for axis in drawn["gpu_rates"].axes]
-    assert [[label.get_text() for label in labels] for labels in bars] == [
-        ["device copy, read and written", "to pinned host memory", "from pinned host memory"],
-        ["bf16 matrix product"],
-    ]
+    assert set(drawn) == {"decode_latency", "decode_bandwidth", "prefill", "moves"}
     latency = drawn["decode_latency"]
     assert len([axis for axis in latency.axes if axis.get_title()]) == 2
     labels = {line.get_label() for line in latency.axes[0].get_lines()}
@@ -111,41 +106,33 @@ def test_the_tile_of_the_table_is_not_run_twice():
         kernel_latency.run_cell(cell)
 
 
-@pytest.fixture
-def rows():
-    """Times of 2 shapes: one tile is twice as fast at one of them, another at both."""
-    table, other, third = (16, 64, 4, 5), (16, 32, 4, 3), (16, 128, 8, 3)
-    times = {table: (10.0, 40.0), other: (5.0, 40.0), third: (5.0, 20.0)}
-    made = []
-    for op in ("decode", "prefill"):
-        for tile, values in times.items():
-            for (batch, context), p50 in zip(((1, 8192), (64, 4096)), values, strict=True):
-                made.append(_row("tiles", op, tile, tile == table, batch, context, p50))
-    for splits, p50 in ((1, 30.0), (4, 12.0), (16, 15.0)):
-        made.append(_row("splits", "decode", table, False, 1, 8192, p50, num_splits=splits))
-    made.append(_row("splits", "decode", table, True, 1, 8192, 15.0, num_splits=16))
-    return pd.DataFrame(made)
+def row_of(part, tile, by_table, batch, context_len, p50_us, num_splits=None):
+    row = dict(zip(tiles.TILE, tile, strict=True))
+    row |= {"part": part, "op": "decode", "by_table": by_table, "num_splits": num_splits}
+    return row | {"batch": batch, "query_len": 1, "context_len": context_len, "p50_us": p50_us}
 
 
-def _row(part, op, tile, by_table, batch, context, p50, num_splits=None):
-    row = dict(zip(("tile_m", "tile_n", "num_warps", "num_stages"), tile, strict=True))
-    shape = {"batch": batch, "query_len": 1, "context_len": context, "num_splits": num_splits}
-    kind = {"head_dim": 128, "dtype": "bfloat16", "kv_dtype": "bfloat16"}
-    row |= {"part": part, "op": op, "by_table": by_table, "p50_us": p50}
-    return row | shape | kind
+def test_tiles_are_ranked_by_time_relative_to_the_present_choice():
+    """One tile is twice as fast at one of two shapes, another at both, a third fails at one."""
+    table, other, third, failed = (16, 64, 4, 5), (16, 32, 4, 3), (16, 128, 8, 3), (16, 16, 4, 3)
+    times = {table: (10.0, 40.0), other: (5.0, 40.0), third: (5.0, 20.0), failed: (1.0, None)}
+    rows = pd.DataFrame(
+        row_of("tiles", tile, tile == table, batch, context_len, p50_us)
+        for tile, values in times.items()
+        for (batch, context_len), p50_us in zip(((1, 8192), (64, 4096)), values, strict=True)
+    )
+    ranking = tiles.ranking(rows.dropna(subset="p50_us")).set_index([*tiles.TILE])
+    assert list(ranking.index) == [third, other, table]
+    ratios = ranking.loc[other, ["mean_over_table", "min_over_table", "max_over_table"]]
+    assert ratios.tolist() == pytest.approx([0.5**0.5, 0.5, 1.0])
 
 
-def test_tiles_are_ranked_by_time_relative_to_the_present_choice(rows):
-    relative = tiles.relative_times(rows, "decode")
-    assert list(relative.index) == [(16, 128, 8, 3), (16, 32, 4, 3), (16, 64, 4, 5)]
-    assert relative.loc[(16, 32, 4, 3)].tolist() == pytest.approx([0.5**0.5, 0.5, 1.0])
-    failed = rows[~((rows["tile_n"] == 128) & (rows["batch"] == 64))]
-    assert (16, 128, 8, 3) not in tiles.relative_times(failed, "decode").index
-
-
-def test_the_decision_names_the_best_tile_and_split_count(rows):
-    text = tiles.decision(rows)
-    assert "`decode_tile`: now (16, 64, 4, 5)" in text
-    first = next(line for line in text.splitlines() if line.startswith("| (16"))
-    assert first == "| (16, 128, 8, 3) | 0.500 | 0.500 | 0.500 |"
-    assert "| 1 | 1 | 8192 | 16 | 4 | 0.800 |" in text
+def test_the_best_number_of_splits_stands_beside_the_tables():
+    times = [(1, 30.0, False), (4, 12.0, False), (16, 15.0, True)]
+    rows = pd.DataFrame(
+        row_of("splits", (16, 64, 4, 5), by_table, 1, 8192, p50_us, splits)
+        for splits, p50_us, by_table in times
+    )
+    (row,) = tiles.best_splits(rows).to_dict("records")
+    assert (row["context_len"], row["num_splits"], row["best"]) == (8192, 16, 4)
+    assert row["best_over_table"] == pytest.approx(0.8)

@@ -13,7 +13,6 @@ import pytest
 from experiments import kernel_accuracy
 from experiments.bench import gpu_timing, timed_ops
 from experiments.gpu import kernel_latency
-from experiments.gpu.kernel_latency import figures
 from experiments.harness.environment import device_slug
 from experiments.overhead import engine
 
@@ -61,9 +60,6 @@ def test_every_op_is_checked_captured_and_timed(small_gpu):
     assert {key for key, launch in launches.items() if launch == "eager"} == eager
     assert {op for op, name in launches if name == "pagelab"} == set(timed_ops.OPS)
     assert len(launches) == 16
-    found = figures.rates(pd.DataFrame(rows))
-    assert len(found) == 4
-    assert (found["value"] > 0).all()
     for row in rows:
         assert 0 < row["p20_us"] <= row["p50_us"] <= row["p80_us"]
         seconds = row["p50_us"] * 1e-6
@@ -93,8 +89,8 @@ def test_tiles_and_splits_that_are_not_the_tables(tmp_path, drawn):
     table, forced = rows[:2]
     # The table's tile is the GPU's, not the interpreter's.
     assert (table["num_stages"], forced["tile_n"], forced["num_stages"]) == (7, 16, 1)
-    kernel_latency.EXPERIMENT.plot(pd.DataFrame(rows), tmp_path)
-    assert "decode_tile" in (tmp_path / "decision.md").read_text()
+    written = kernel_latency.EXPERIMENT.plot(pd.DataFrame(rows), tmp_path)
+    assert [path.name for path in written] == ["tiles.csv", "splits.csv"]
 
 
 def test_accuracy():
