@@ -25,14 +25,7 @@ import copy
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from numbers import Integral
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from cache.traces.trace import Trace
-
-    Replay = Callable[[Trace, int], tuple[np.ndarray, np.ndarray]]
+from typing import NamedTuple
 
 
 class Request(NamedTuple):
@@ -80,13 +73,6 @@ class EvictionPolicy(abc.ABC):
 
         Called before the first miss or eviction for a request, and again before the release of its
         blocks.  In an engine the blocks that running requests take meanwhile are not announced.
-        """
-
-    def compiled_replay(self) -> Replay | None:  # noqa: B027
-        """The compiled replay of a policy that has one of its own, warmed up; else None.
-
-        It takes a trace and a capacity and returns hits and evictions of each request as two int64
-        arrays, equal to what this object gives in ``cache.simulate``.
         """
 
     def look_up(self, keys: Sequence[Hashable]) -> None:  # noqa: B027

@@ -2,41 +2,48 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
-from types import ModuleType
-from typing import TYPE_CHECKING
+from collections import defaultdict
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, NamedTuple
 
-from cache.checks import at_least
-from cache.policies.base import UNKNOWN_REQUEST, EvictionPolicy, Request
+from cache.policies.lazy_heap import LazyHeap
+from cache.policies.leaves import LeafPolicy, Node
+from cache.policies.queues import GhostList
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from cache.policies.base import Replay
-    from cache.traces.trace import Trace
+_USES, _LENGTHS = 7, 8
+_NUM_CLASSES = 2 * _USES * _LENGTHS
+_NUM_BINS = 32
+"""Age bin b > 0 begins at 2 ** (b - 1) ms, the last after 12 days."""
+_SHRINKAGE = 10.0
+"""Weight of all classes together in the statistics of one, in blocks."""
 
 
-_REMEMBERED = ("uses", "class_", "time")
-"""Fields of an evicted block that are kept under its key."""
+class Use(NamedTuple):
+    """The latest release of a block."""
+
+    class_: int
+    time_ms: float
+    number: int
+    """Blocks released before it."""
+    uses: int
+    """Releases so far, remembered ones before an eviction included."""
 
 
-class Gittins(EvictionPolicy):
+class Gittins(LeafPolicy):
     """Evicts the block that returns least per block and time, by its class and age (PageLab).
 
     The class of a block: log2 of its uses, whether it ended its prompt, and log4 of the output
     length of the request that released it.  The policy counts at which age blocks of each class
     return, evicted ones included while their keys are remembered (``ghost_ratio`` capacities).
-    With S(a) the share still out at age a, the worth of a block is its Gittins index
-    max over T > age of (S(age) - S(T)) / integral of S from age to T: the hits per block and
-    time if it is kept until T at most (Gittins, 1979).  Each class is a queue in LRU order, and an
-    eviction compares the heads.  A block that resident blocks continue is not evicted.
+    The worth of a block is the Gittins index of its class at its age; an eviction compares the
+    least recent leaf of each class.
 
-    Before there are statistics it is LRU.  It can fall below LRU: see ``safeguarded``.  Time is
-    ``Request.time_ms``, or a second per release if that is unknown.  Compiled in
-    ``cache.simulate``.  Raises ValueError for a negative ``ghost_ratio``.
+    Before there are statistics it is LRU.  It can fall below LRU: see ``safeguarded``.  Raises
+    ValueError for a negative ``ghost_ratio``.
     """
 
     name = "gittins"
@@ -47,115 +54,112 @@ class Gittins(EvictionPolicy):
         self.ghost_ratio = ghost_ratio
 
     def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
-        self._state, self._rows = _rules().make_state(at_least(1, "capacity", capacity))
-        self._num_ghosts = int(self.ghost_ratio * capacity)
-        self._ghosts: OrderedDict[Hashable, list] = OrderedDict()
-        self._free_rows = list(range(capacity))
-        self._row_of: dict[int, int] = {}  # of a block
-        self._contents: dict[int, tuple[int, Hashable]] = {}  # of a row: its block and key
-        self._row_with: dict[Hashable, int] = {}
-        self._released: dict[int, None] = {}  # in the order of release
-        self._num_releases = 0
-        self._request = UNKNOWN_REQUEST
-        self._now = -math.inf
+        super().start(capacity, next_use)
+        self._ghosts = GhostList(int(self.ghost_ratio * capacity))
 
-    def tell(self, request: Request) -> None:
-        self._request = request
-        if request.time_ms > self._now:
-            self._now = self._state["now"] = request.time_ms
-
-    def insert(self, block: int, key: Hashable, parent: Hashable | None, depth: int) -> None:
-        if block in self._row_of:
-            raise ValueError(f"insert: block {block} holds content already")
-        row = self._row_of[block] = self._row_with[key] = self._free_rows.pop()
-        self._contents[row] = block, key
-        self._rows[row]["uses"] = 0
-        if (ghost := self._ghosts.pop(key, None)) is not None:
-            for field, value in zip(_REMEMBERED, ghost, strict=True):
-                self._rows[row][field] = value
-        _rules().insert(self._rows, row, self._row_with.get(parent, -1))
-
-    def pin(self, block: int) -> None:
-        if block not in self._released:
-            raise ValueError(f"pin: block {block} is not a released one")
-        del self._released[block]
-        _rules().pin(self._rows, self._row_of[block])
-
-    def release(self, block: int) -> None:
-        self.release_many((block,))
-
-    def release_many(self, blocks: Iterable[int]) -> None:
+    def _reset(self) -> None:
         import numpy as np
 
-        path = []
-        for block in blocks:
-            if block not in self._row_of or block in self._released:
-                raise ValueError(f"release: block {block} is not in use")
-            self._released[block] = None
-            path.append(self._row_of[block])
-        if math.isnan(self._request.time_ms):
-            self._now = max(self._now, 0.0) + 1000.0
-        output_tokens = float(self._request.output_tokens)
-        _rules().release(
-            self._state,
-            self._rows,
-            np.array(path, np.int64),
-            self._num_releases,
-            self._now,
-            output_tokens,
-        )
-        self._num_releases += len(path)
+        self.returns = np.zeros((_NUM_CLASSES, _NUM_BINS))  # by age
+        self.releases = np.zeros(_NUM_CLASSES)
+        self._num_requests = self._num_releases = 0
+        self._leaves_of: dict[int, LazyHeap] = defaultdict(LazyHeap)  # a class, by release
+        self._heads: dict[int, tuple[float, float, int]] = {}  # of these: worth, release, class
+        self._changed: set[int] = set()  # classes whose head may be another one
+        self._ranked_at = math.nan
 
-    def evict(self) -> int:
-        if not self._released:
-            raise IndexError("evict: no block is released")
-        block = self.evict_before(self._num_releases)
-        if block is None:  # every block has children: the owner released heads first
-            block = next(iter(self._released))
-            self.remove(block)
-        return block
+    def insert(self, block: int, key: Hashable, parent: Hashable | None, depth: int) -> None:
+        super().insert(block, key, parent, depth)
+        self._nodes[block].memo = self._ghosts.take(key)
+
+    def _give_up(self, node: Node) -> None:
+        super()._give_up(node)
+        self._ghosts.add(node.key, node.memo)
+
+    def _access(self, nodes: list[Node]) -> None:
+        length = min(_exponent(self._request.output_tokens) // 2, _LENGTHS - 1)
+        for place, node in enumerate(nodes):
+            uses = 1
+            if node.memo:
+                uses += node.memo.uses
+                self.returns[node.memo.class_, _age_bin(self._now - node.memo.time_ms)] += 1
+            level = min(_exponent(uses), _USES - 1)
+            class_ = (2 * level + (place == 0)) * _LENGTHS + length
+            self.releases[class_] += 1
+            node.memo = Use(class_, self._now, self._num_releases + place, uses)
+        self._num_releases += len(nodes)
+        if self._num_requests % 64 == 0:
+            self._learn()
+        self._num_requests += 1
+
+    def _learn(self) -> None:
+        self._index = gittins_indices(self.returns, self.releases).tolist()
+        self._ranked_at = math.nan
+
+    def _offer(self, node: Node) -> None:
+        self._leaves_of[node.memo.class_].push(node, node.memo.number)
+        self._changed.add(node.memo.class_)
+
+    def _withdraw(self, node: Node) -> None:
+        self._leaves_of[node.memo.class_].remove(node)
+        self._changed.add(node.memo.class_)
+
+    def _take(self, before: float = math.inf) -> Node | None:
+        if self._ranked_at != self._now:
+            self._ranked_at = self._now
+            self._changed.update(self._leaves_of)
+        for class_ in self._changed:
+            self._heads[class_] = self._head(class_)
+        self._changed.clear()
+        heads = [head for head in self._heads.values() if head[1] < before]
+        if not heads:
+            return None
+        _, _, class_ = min(heads)
+        self._changed.add(class_)
+        return self._leaves_of[class_].pop()[1]
+
+    def _head(self, class_: int) -> tuple[float, float, int]:
+        if not self._leaves_of[class_]:
+            return math.inf, math.inf, class_
+        number, node = self._leaves_of[class_].first()
+        age = self._now - node.memo.time_ms
+        bin_ = _age_bin(age)
+        part = age / 2.0 ** (bin_ - 1) - 1.0 if 0 < bin_ < _NUM_BINS - 1 else 0.0
+        index, next_index = self._index[class_][bin_ : bin_ + 2]
+        return index + part * (next_index - index), number, class_
 
     def evict_before(self, release: int) -> int | None:
-        row = _rules().choose(self._state, self._rows, release)
-        if row < 0:
-            return None
-        block, _ = self._contents[row]
-        self.remove(block)
-        return block
-
-    def remove(self, block: int) -> None:
-        del self._released[block]
-        row = self._row_of.pop(block)
-        _, key = self._contents.pop(row)
-        _rules().evict(self._rows, row)
-        self._free_rows.append(row)
-        if self._row_with.get(key) == row:
-            del self._row_with[key]
-        self._ghosts[key] = [self._rows[row][field] for field in _REMEMBERED]
-        if len(self._ghosts) > self._num_ghosts:
-            self._ghosts.popitem(last=False)
-
-    def __len__(self) -> int:
-        return len(self._released)
-
-    def compiled_replay(self, budget: float = math.inf) -> Replay | None:
-        """The replay within the safeguard of ``budget``; none if a subclass changes methods."""
-        if type(self) is not Gittins:
-            return None
-        return functools.partial(self._replay, budget)
-
-    def _replay(self, budget: float, trace: Trace, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-        from cache.replay.gittins import replay
-
-        state, rows = _rules().make_state(max(trace.num_unique_blocks, 1))
-        return replay(
-            state, rows, capacity, int(self.ghost_ratio * capacity), float(budget),
-            trace.block_ids, trace.offsets, trace.timestamps_ms, trace.output_lengths,
-        )  # fmt: skip
+        node = self._take(release)
+        return None if node is None else self._evicted(node)
 
 
-def _rules() -> ModuleType:
-    """Imported at the first use, since numba is slow to import."""
-    from cache.policies import gittins_compiled
+def gittins_indices(returns: np.ndarray, releases: np.ndarray) -> np.ndarray:
+    """The Gittins indices ``(classes, bins + 1)`` that follow from returns by age, and releases.
 
-    return gittins_compiled
+    With S(a) the share still out at age a, the index is the maximum over T > a of
+    (S(a) - S(T)) / integral of S from a to T: the hits per block and time if a block of age a is
+    kept until T at most (Gittins, 1979).
+    """
+    import numpy as np
+
+    of_all = returns.sum(axis=0) / max(releases.sum(), 1.0)
+    returned = np.cumsum(returns + _SHRINKAGE * of_all, axis=1) / (releases + _SHRINKAGE)[:, None]
+    out = np.pad(1.0 - returned, ((0, 0), (1, 0)), constant_values=1.0)
+    widths = 2.0 ** np.maximum(np.arange(_NUM_BINS) - 1, 0)
+    space = np.cumsum(widths * (out[:, :-1] + out[:, 1:]) / 2.0, axis=1)
+    space = np.pad(space, ((0, 0), (1, 0)))
+    index = np.zeros(out.shape)
+    for age in range(_NUM_BINS):
+        hits = out[:, [age]] - out[:, age + 1 :]
+        spaces = space[:, age + 1 :] - space[:, [age]]
+        index[:, age] = (hits / np.maximum(spaces, 1e-300)).max(axis=1)
+    return index
+
+
+def _exponent(number: float) -> int:
+    """floor(log2(number)), at least 0; 0 for NaN."""
+    return max(math.frexp(number)[1] - 1, 0)
+
+
+def _age_bin(age_ms: float) -> int:
+    return min(max(math.frexp(age_ms)[1], 0), _NUM_BINS - 1)

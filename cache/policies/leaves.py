@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +37,7 @@ class LeafPolicy(EvictionPolicy):
     def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
         self._request = UNKNOWN_REQUEST
         self._now = 0.0
-        """Time of the latest request, ms; without request times, one second per request."""
+        """Time of the latest request, ms; where that is unknown a release takes a second."""
         self._nodes: dict[int, Node] = {}
         self._with_key: dict[Hashable, Node] = {}
         self._released: dict[int, None] = {}
@@ -76,7 +77,7 @@ class LeafPolicy(EvictionPolicy):
             if block not in self._nodes or block in self._released:
                 raise ValueError(f"release: block {block} is not in use")
             nodes.append(self._nodes[block])
-        if self._request is UNKNOWN_REQUEST:
+        if math.isnan(self._request.time_ms):
             self._now += 1000.0
         self._access(nodes)
         for node in nodes:
@@ -88,7 +89,9 @@ class LeafPolicy(EvictionPolicy):
     def evict(self) -> int:
         if not self._released:
             raise IndexError("evict: no block is released")
-        node = self._take() or self._nodes[next(iter(self._released))]
+        return self._evicted(self._take() or self._nodes[next(iter(self._released))])
+
+    def _evicted(self, node: Node) -> int:
         node.released = False
         del self._released[node.block]
         self._give_up(node)
@@ -100,7 +103,8 @@ class LeafPolicy(EvictionPolicy):
 
     def _give_up(self, node: Node) -> None:
         del self._nodes[node.block]
-        self._with_key.pop(node.key, None)
+        if self._with_key.get(node.key) is node:
+            del self._with_key[node.key]
         if node.parent:
             node.parent.children -= 1
             if node.parent.released and not node.parent.children:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cache.checks import at_least
-from cache.policies import gittins_compiled as rules
+from cache.policies.gittins import Gittins, gittins_indices
+from cache.policies.leaves import Node
 from cache.replay.compiled import next_uses_of
-from cache.replay.gittins import replay
+from cache.replay.serial import simulate
 
 if TYPE_CHECKING:
     from cache.traces.trace import Trace
@@ -24,16 +25,8 @@ def class_hazard_hits(trace: Trace, capacity_blocks: int) -> int:
 
     A heuristic with perfect statistics rather than a proven bound.
     """
-    capacity = at_least(1, "capacity_blocks", capacity_blocks)
-    known, _ = _observe(trace)
-    state, rows = rules.make_state(_num_contents(trace))
-    state["index"] = known["index"]
-    state["next_learning"] = np.iinfo(np.int64).max
-    hits, _ = replay(
-        state, rows, capacity, _num_contents(trace), np.inf,
-        trace.block_ids, trace.offsets, trace.timestamps_ms, trace.output_lengths,
-    )  # fmt: skip
-    return int(hits.sum())
+    policy = _Informed(_observe(trace))
+    return simulate(trace, policy=policy, capacity_blocks=capacity_blocks).hit_blocks
 
 
 def fluid_hits(trace: Trace, capacity_blocks: int) -> float:
@@ -46,7 +39,7 @@ def fluid_hits(trace: Trace, capacity_blocks: int) -> float:
     policy that distinguishes blocks within a class may hit more.
     """
     capacity = at_least(1, "capacity_blocks", capacity_blocks)
-    _, classes = _observe(trace)
+    classes = np.array(_observe(trace).classes)
     times = trace.timestamps_ms.astype(np.float64)
     lengths = np.diff(trace.offsets)
     released = np.repeat(times, lengths)
@@ -68,25 +61,34 @@ def fluid_hits(trace: Trace, capacity_blocks: int) -> float:
     return float((shares * hits).sum())
 
 
-def _observe(trace: Trace) -> tuple[np.void, np.ndarray]:
-    """The state of a policy that has seen the trace, and the class of each block reference as its
-    request released it, int64."""
-    state, rows = rules.make_state(_num_contents(trace))
-    state["next_learning"] = np.iinfo(np.int64).max
-    classes = np.empty(len(trace.block_ids), np.int64)
-    for request, (start, end) in enumerate(zip(trace.offsets[:-1], trace.offsets[1:], strict=True)):
-        path = trace.block_ids[start:end].astype(np.int64)
-        for block in path:
-            rules.pin(rows, block)
-        time, output_tokens = trace.timestamps_ms[request], trace.output_lengths[request]
-        rules.release(state, rows, path[::-1], start, float(time), float(output_tokens))
-        classes[start:end] = rows["class_"][path]
-    rules.learn(state)
-    return state, classes
+class _Observer(Gittins):
+    """Records the class of each block reference, as its request releases it."""
+
+    def _reset(self) -> None:
+        super()._reset()
+        self.classes: list[int] = []
+
+    def _access(self, nodes: list[Node]) -> None:
+        super()._access(nodes)
+        self.classes += [node.memo.class_ for node in reversed(nodes)]
 
 
-def _num_contents(trace: Trace) -> int:
-    return max(trace.num_unique_blocks, 1)
+class _Informed(Gittins):
+    """Has the Gittins indices of ``observer`` from the start."""
+
+    def __init__(self, observer: Gittins) -> None:
+        super().__init__()
+        self._index = gittins_indices(observer.returns, observer.releases).tolist()
+
+    def _learn(self) -> None:
+        """There is nothing more to learn."""
+
+
+def _observe(trace: Trace) -> _Observer:
+    """A policy that has seen the trace and evicted nothing."""
+    observer = _Observer()
+    simulate(trace, policy=observer, capacity_blocks=max(trace.num_unique_blocks, 1))
+    return observer
 
 
 def _groups(classes: np.ndarray) -> list[np.ndarray]:

@@ -108,7 +108,7 @@ def simulate(
 
     # A larger pool evicts nothing either, and its size may overflow an int64.
     pool = min(capacity_blocks, max(trace.num_block_references, 1))
-    replay = policy.compiled_replay() or _compiled(policy)
+    replay = _compiled(policy)
     started = time.perf_counter()
     if replay is not None:
         try:

@@ -13,7 +13,7 @@ import cache
 from cache.policies import EvictionPolicy, Request, make_policy
 from tests.cache.prefix_traces import prefix_traces
 
-LEAF_POLICIES = ("random_leaf", "marconi", "workload_aware", "priority", "retention")
+LEAF_POLICIES = ("random_leaf", "marconi", "workload_aware", "priority", "retention", "gittins")
 
 
 class Pool:
