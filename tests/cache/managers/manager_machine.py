@@ -76,6 +76,10 @@ class ManagerMachine(RuleBasedStateMachine):
         copied = partial and self.users(table[live.stored // self.block_size]) > 1
         return max(0, needed - len(table)) + bool(copied)
 
+    def found(self, live: Live, end: int) -> dict[int, int]:
+        """Blocks that hold content of ``live`` up to ``end`` already, by position in its table."""
+        return {}
+
     def tokens_to_come(self, seq: Sequence) -> int:
         """How many tokens ``seq`` may still generate."""
         return 99
@@ -130,29 +134,40 @@ class ManagerMachine(RuleBasedStateMachine):
     def write(self, live: Live, end: int, copies=()) -> None:
         """Do the work of the caller's kernels: the copies, then K/V of the new tokens."""
         self.give_back(live)
+        found, moved = self.found(live, end), dict(copies)
         before, live.table = live.table, self.manager.block_table(live.seq)
-        assert live.table.count(GIVEN_BACK) == before.count(GIVEN_BACK)
-        kept = [b for i, b in enumerate(live.table) if i < len(before) and before[i] == b]
-        assert len(kept) == len(before) - len(copies), "only copied blocks are replaced"
-        assert {dst for _, dst in copies} <= set(live.table)
-        assert {src for src, _ in copies} == set(before) - set(live.table)
-        taken = [dst for _, dst in copies] + live.table[len(before) :]
+        kept = [found.get(i, moved.get(block, block)) for i, block in enumerate(before)]
+        assert live.table[: len(before)] == kept, "only copied blocks are replaced"
+        assert moved.keys() <= set(before)
+        assert all(map(self.users, moved)), "a block is copied that no other sequence holds"
+        assert all(live.table[i] == block for i, block in found.items())
+        taken = list(moved.values())
+        for i in range(len(before), len(live.table)):
+            if i not in found and live.table[i] not in live.table[:i]:
+                taken.append(live.table[i])
         for block in taken:
             assert self.users(block) == 1, f"block {block} was handed out, but is in use"
             for offset in range(self.block_size):
                 self.slots.pop((block, offset), None)
         for src, dst in copies:
-            for offset in range(self.block_size):
-                if (src, offset) in self.slots:
-                    self.slots[dst, offset] = self.slots[src, offset]
+            self.copy(self.slots, src, self.slots, dst)
         for position in range(live.stored, end):
             block, offset = live.table[position // self.block_size], position % self.block_size
-            assert self.users(block) == 1, f"block {block} is written while shared"
-            self.slots[block, offset] = self.content(live.seq, position)
+            content = self.content(live.seq, position)
+            same = position // self.block_size in found and self.slots[block, offset] == content
+            assert same or self.users(block) == 1, f"block {block} is written while shared"
+            self.slots[block, offset] = content
         live.stored = end
         assert live.seq.num_computed_tokens == end
         self.observe(live, taken)
         self.observe_cached(live)
+
+    def copy(self, source: dict, src: int, target: dict, dst: int) -> None:
+        """Copy block ``src`` of the slots ``source`` to block ``dst`` of ``target``."""
+        for offset in range(self.block_size):
+            target.pop((dst, offset), None)
+            if (src, offset) in source:
+                target[dst, offset] = source[src, offset]
 
     def behind_window(self, live: Live) -> list[int]:
         """Blocks that ``live`` holds and that its next query does not see."""
@@ -368,10 +383,13 @@ class ManagerMachine(RuleBasedStateMachine):
     @invariant()
     def stored_tokens_are_unchanged(self):
         for live in self.live.values():
-            assert self.manager.block_table(live.seq) == live.table
-            for position in range(self.first_seen(live.stored), live.stored):
-                found = self.stored_at(live.table, position)
-                assert found == self.content(live.seq, position), (live.seq, position)
+            self.check_stored(live, self.slots)
+
+    def check_stored(self, live: Live, slots: dict) -> None:
+        assert self.manager.block_table(live.seq) == live.table
+        for position in range(self.first_seen(live.stored), live.stored):
+            slot = live.table[position // self.block_size], position % self.block_size
+            assert slots.get(slot) == self.content(live.seq, position), (live.seq, position)
 
     @invariant()
     def tables_change_with_their_versions(self):
@@ -406,6 +424,22 @@ class ManagerMachine(RuleBasedStateMachine):
             assert counts["hit"] == stats.hit_blocks or self.manager.name == "vllm_v0"  # promotions
             assert counts["hit"] >= stats.hit_blocks
         assert (self.log.usage() or [(0, 0)])[-1][1] == 0
+
+
+class CachingMachine(ManagerMachine):
+    """Full blocks are found by their content."""
+
+    def contents(self) -> set[tuple]:
+        """Contents, by their last tokens, of all blocks that can be found."""
+        raise NotImplementedError
+
+    def expected_hits(self, seq):
+        size, found = self.block_size, self.contents()
+        for end in range((seq.num_tokens - 1) // size, 0, -1):
+            first = min(end - 1, self.first_seen(end * size) // size)
+            if all(self.content(seq, i * size - 1) in found for i in range(first + 1, end + 1)):
+                return end * size
+        return 0
 
 
 def held(table: list[int]) -> list[int]:

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant
 from manager_helpers import ONLINE_POLICIES, manager_of, state_of
-from manager_machine import Live, ManagerMachine, held
+from manager_machine import CachingMachine, Live, ManagerMachine, held
 
 from cache import AllocStatus
 from cache.blocks.buddy import OutOfRuns
@@ -29,22 +29,6 @@ class PagedMachine(ManagerMachine):
             assert self.manager.filled_block_table(live.seq) == table
         unfilled = sum(len(live.table) * size - live.stored for live in lives)
         assert self.manager.fragmented_bytes() == 3 * unfilled
-
-
-class CachingMachine(ManagerMachine):
-    """Full blocks are found by their content."""
-
-    def contents(self) -> set[tuple]:
-        """Contents, by their last tokens, of all blocks that can be found."""
-        raise NotImplementedError
-
-    def expected_hits(self, seq):
-        size, found = self.block_size, self.contents()
-        for end in range((seq.num_tokens - 1) // size, 0, -1):
-            first = min(end - 1, self.first_seen(end * size) // size)
-            if all(self.content(seq, i * size - 1) in found for i in range(first + 1, end + 1)):
-                return end * size
-        return 0
 
 
 class VLLMv1Machine(CachingMachine):
@@ -133,6 +117,31 @@ class VLLMv1Machine(CachingMachine):
 
 class NanoVLLMMachine(VLLMv1Machine):
     name = "nano_vllm"
+
+
+class PartialReuseMachine(ManagerMachine):
+    """vllm_v1 with hits that end inside a block."""
+
+    def make_manager(self, data, num_blocks, block_size):
+        policy = data.draw(st.sampled_from(ONLINE_POLICIES), label="policy")
+        options = {"policy": policy, "partial_block_reuse": True}
+        return manager_of("vllm_v1", num_blocks, block_size, **options)
+
+    def expected_hits(self, seq):
+        return None
+
+    def attempt(self, live, end, call):
+        if live.seq.seq_id in self.live:  # any call about it says that its step is over
+            self.manager._mark_as_computed(self.manager._tables[live.seq.seq_id])
+        return super().attempt(live, end, call)
+
+    def adopt(self, seq, num_cached, end, table):
+        for src, dst in self.manager.take_copies():
+            assert dst == table[-1]
+            assert src not in self.manager.block_table(seq)
+            assert not self.users(dst)
+            self.copy(self.slots, src, self.slots, dst)
+        super().adopt(seq, num_cached, end, table)
 
 
 class RadixMachine(CachingMachine):
@@ -324,7 +333,7 @@ class ContiguousMachine(ManagerMachine):
 # Tests per machine, as a multiple of the profile's examples.
 for machine, factor in (
     (PagedMachine, 1), (ContiguousMachine, 3), (NanoVLLMMachine, 3), (VLLMv1Machine, 8),
-    (RadixMachine, 5),
+    (PartialReuseMachine, 2), (RadixMachine, 5),
 ):  # fmt: skip
     machine.TestCase.settings = settings(
         max_examples=factor * settings.default.max_examples, stateful_step_count=40
@@ -332,6 +341,7 @@ for machine, factor in (
 
 TestPaged = PagedMachine.TestCase
 TestContiguous = ContiguousMachine.TestCase
+TestPartialReuse = PartialReuseMachine.TestCase
 TestNanoVLLM = pytest.mark.slow(NanoVLLMMachine.TestCase)
 TestVLLMv1 = pytest.mark.slow(VLLMv1Machine.TestCase)
 TestRadix = pytest.mark.slow(RadixMachine.TestCase)
