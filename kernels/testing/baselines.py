@@ -8,7 +8,7 @@
     torch_flash           the FlashAttention inside PyTorch (`torch.nn.attention.varlen`) on the
                           paged cache, from PyTorch 2.12; block_size a multiple of 256
     gather_flash_attn_2   the context copied into pages of 256 tokens first, for other block sizes
-    gather_torch_flash    likewise; before PyTorch 2.12 copied into packed sequences
+    gather_torch_flash    likewise
     gather_sdpa           the context copied to contiguous tensors, scaled_dot_product_attention
     gather_naive          the same copy, then matmul, softmax and matmul
 
@@ -71,7 +71,7 @@ class _Batch:
     @property
     def capacity(self) -> int:
         """A bound of the context lengths, known without a synchronisation."""
-        return _capacity(self.k_cache, self.block_tables)
+        return self.block_tables.shape[1] * self.k_cache.shape[1]
 
 
 class Baseline:
@@ -157,11 +157,6 @@ class _Package(Baseline):
         if self._given is None and torch.cuda.get_device_capability(q.device) < self.min_capability:
             return f"it needs compute capability {'.'.join(map(str, self.min_capability))}"
         return None
-
-
-def _capacity(k_cache: torch.Tensor, block_tables: torch.Tensor) -> int:
-    """Tokens that a row of the table can name."""
-    return block_tables.shape[1] * k_cache.shape[1]
 
 
 class FlashAttention2(_Package):
@@ -284,37 +279,27 @@ class FlashInfer(_Package):
 
 
 class TorchFlash(_Package):
-    """PyTorch's own FlashAttention by its public function, which gained arguments by version."""
+    """PyTorch's own FlashAttention by its public function, which takes block tables since 2.12."""
 
     name = "torch_flash"
     package = "torch.nn.attention.varlen"
     page_multiple = PAGE_SIZE
 
-    @functools.cached_property
-    def _parameters(self) -> set[str]:
-        return set(inspect.signature(self._module.varlen_attn).parameters)
-
     def unavailable(self, q, k_cache):
         reason = super().unavailable(q, k_cache)
-        if reason is None and "block_table" not in self._parameters:
-            return f"varlen_attn of PyTorch {torch.__version__} takes no block_table"
+        if reason is None:
+            if "block_table" not in inspect.signature(self._module.varlen_attn).parameters:
+                return f"varlen_attn of PyTorch {torch.__version__} takes no block_table"
         return reason
 
     def _prefill(self, batch):
-        paged = {"seqused_k": batch.context_lens, "block_table": batch.block_tables}
-        return self._attend(batch, batch.k_cache, batch.v_cache, **paged)
-
-    def _attend(self, batch, keys, values, **paged):
-        options = {"scale": batch.scale, "enable_gqa": batch.q.shape[-2] != keys.shape[-2]}
-        known = {name: value for name, value in options.items() if name in self._parameters}
-        if "window_size" in self._parameters:
-            known["window_size"] = batch.window
-        elif batch.window_size is None:
-            known["is_causal"] = True
-        else:
-            raise Unavailable(f"varlen_attn of PyTorch {torch.__version__} takes no window_size")
-        lengths = (batch.starts, batch.ends, batch.max_seqlen_q, batch.capacity)
-        return self._module.varlen_attn(batch.q, keys, values, *lengths, **known, **paged)
+        return self._module.varlen_attn(
+            batch.q, batch.k_cache, batch.v_cache,
+            batch.starts, batch.ends, batch.max_seqlen_q, batch.capacity,
+            seqused_k=batch.context_lens, block_table=batch.block_tables,
+            scale=batch.scale, window_size=batch.window,
+            enable_gqa=batch.q.shape[-2] != batch.k_cache.shape[-2],
+        )  # fmt: skip
 
 
 class _GatherPages(Baseline):
@@ -326,9 +311,6 @@ class _GatherPages(Baseline):
 
     def unavailable(self, q, k_cache):
         pages = k_cache.new_empty((1, PAGE_SIZE, *k_cache.shape[2:]), device="meta")
-        return self._refusal(q, pages)
-
-    def _refusal(self, q, pages):
         return self.inner.unavailable(q, pages)
 
     def _in_pages(self, batch: _Batch) -> _Batch:
@@ -340,24 +322,6 @@ class _GatherPages(Baseline):
 
     def _prefill(self, batch):
         return self.inner._prefill(self._in_pages(batch))
-
-
-class _GatherTorchFlash(_GatherPages):
-    """Packs the context where varlen_attn takes no block table."""
-
-    inner: TorchFlash
-
-    def _refusal(self, q, pages):
-        return _Package.unavailable(self.inner, q, pages)
-
-    def _decode(self, batch):
-        return self._prefill(batch)
-
-    def _prefill(self, batch):
-        if "block_table" in self.inner._parameters:
-            return super()._prefill(batch)
-        context = (batch.k_cache, batch.v_cache, batch.block_tables, batch.context_lens)
-        return self.inner._attend(batch, *gather_packed(*context))
 
 
 def gather_pages(
@@ -385,27 +349,6 @@ def gather_pages(
     return k.reshape(pages), v.reshape(pages), table.view(batch, num_pages)
 
 
-def gather_packed(
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    context_lens: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of all sequences one after the other, (capacity, num_kv_heads, head_dim).
-
-    The lengths are not on the host, so there is room for the table's capacity; rows past the last
-    sequence repeat its last token.
-    """
-    block_size, batch = k_cache.shape[1], len(context_lens)
-    rows = torch.arange(batch * _capacity(k_cache, block_tables), device=k_cache.device)
-    ends = context_lens.cumsum(0)
-    seqs = torch.searchsorted(ends, rows, right=True).clamp(max=batch - 1)
-    last = (context_lens[seqs] - 1).clamp(min=0)
-    positions = torch.minimum(rows - (ends - context_lens)[seqs], last)
-    blocks = block_tables[seqs, positions // block_size].clamp(0, len(k_cache) - 1)
-    return tuple(cache[blocks, positions % block_size] for cache in (k_cache, v_cache))
-
-
 def gather_padded(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -417,7 +360,7 @@ def gather_padded(
     Places past a context repeat its last token, so that no garbage takes part.
     """
     block_size = k_cache.shape[1]
-    positions = torch.arange(_capacity(k_cache, block_tables), device=k_cache.device)
+    positions = torch.arange(block_tables.shape[1] * block_size, device=k_cache.device)
     nearest = torch.minimum(positions, (context_lens[:, None] - 1).clamp(min=0))
     blocks = block_tables.gather(1, nearest // block_size).clamp(0, len(k_cache) - 1)
     k, v = (cache[blocks, nearest % block_size] for cache in (k_cache, v_cache))
@@ -506,17 +449,16 @@ class GatherNaive(_Gather):
         return out.flatten(1, 2)
 
 
-_flash_attn_2, _torch_flash = FlashAttention2(), TorchFlash()
 BASELINES: dict[str, Baseline] = {
     baseline.name: baseline
     for baseline in (
-        _flash_attn_2,
+        FlashAttention2(),
         FlashAttention3(),
         FlashAttention4(),
         FlashInfer(),
-        _torch_flash,
-        _GatherPages(_flash_attn_2),
-        _GatherTorchFlash(_torch_flash),
+        TorchFlash(),
+        _GatherPages(FlashAttention2()),
+        _GatherPages(TorchFlash()),
         GatherSdpa(),
         GatherNaive(),
     )

@@ -26,21 +26,16 @@ QUERY_LENS = (1, 20, 0, 5)
 
 def _flash_attn_3() -> SimpleNamespace:
     def flash_attn_with_kvcache(
-        q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None,
-        cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, page_table=None,
-        cu_seqlens_q=None, cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None,
-        q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, causal=False,
-        window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=0,
+        q, k_cache, v_cache, *, cache_seqlens, page_table, softmax_scale, causal, window_size,
+        cu_seqlens_q=None, max_seqlen_q=None,
     ):  # fmt: skip
+        options = {"softmax_scale": softmax_scale, "causal": causal, "window_size": window_size}
         if cu_seqlens_q is None:
             return flash_attn_compat.flash_attn_with_kvcache(
-                q, k_cache, v_cache, cache_seqlens=cache_seqlens, block_table=page_table,
-                softmax_scale=softmax_scale, causal=causal, window_size=window_size,
-            )  # fmt: skip
-        return _varlen(
-            q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, max_seqlen_q, page_table,
-            softmax_scale, causal, window_size,
-        )  # fmt: skip
+                q, k_cache, v_cache, cache_seqlens=cache_seqlens, block_table=page_table, **options
+            )
+        lens = cu_seqlens_q, cache_seqlens, max_seqlen_q
+        return _varlen(q, k_cache, v_cache, *lens, page_table, *options.values())
 
     return SimpleNamespace(flash_attn_with_kvcache=flash_attn_with_kvcache)
 
@@ -55,11 +50,9 @@ def _varlen(q, k, v, cu_seqlens_q, lengths, max_q, table, scale, causal, window)
 
 def _flash_attn_4() -> SimpleNamespace:
     def flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
-        seqused_q=None, seqused_k=None, page_table=None, softmax_scale=None, causal=False,
-        window_size=(None, None), softcap=0.0, num_splits=1,
+        q, k, v, *, cu_seqlens_q, max_seqlen_q, max_seqlen_k, seqused_k, page_table,
+        softmax_scale, causal, window_size, num_splits,
     ):  # fmt: skip
-        assert cu_seqlens_k is None, "page_table is not supported with cu_seqlens_k"
         window = tuple(-1 if limit is None else limit for limit in window_size)
         out = _varlen(
             q, k, v, cu_seqlens_q, seqused_k, max_seqlen_q, page_table, softmax_scale, causal,
@@ -126,7 +119,7 @@ def _flashinfer() -> SimpleNamespace:
     )
 
 
-def _torch_2_13() -> SimpleNamespace:
+def _torch_varlen() -> SimpleNamespace:
     from torch.nn.attention.varlen import varlen_attn as real
 
     if "block_table" not in inspect.signature(real).parameters:
@@ -146,36 +139,15 @@ def _torch_2_13() -> SimpleNamespace:
     return SimpleNamespace(varlen_attn=varlen_attn)
 
 
-def _torch_2_11() -> SimpleNamespace:
-    def varlen_attn(
-        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None,
-        window_size=(-1, -1),
-    ):  # fmt: skip
-        return flash_attn_compat.flash_attn_varlen_func(
-            query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, softmax_scale=scale,
-            window_size=window_size,
-        )  # fmt: skip
-
-    return SimpleNamespace(varlen_attn=varlen_attn)
-
-
 STAND_INS = {
     "flash_attn_2": (lambda: baselines.FlashAttention2(flash_attn_compat), PAGE_SIZE),
     "flash_attn_3": (lambda: baselines.FlashAttention3(_flash_attn_3()), 24),
     "flash_attn_4": (lambda: baselines.FlashAttention4(_flash_attn_4()), 24),
     "flashinfer": (lambda: baselines.FlashInfer(_flashinfer()), 24),
-    "torch_flash 2.13": (lambda: baselines.TorchFlash(_torch_2_13()), PAGE_SIZE),
+    "torch_flash": (lambda: baselines.TorchFlash(_torch_varlen()), PAGE_SIZE),
     "gather_flash_attn_2": (
         lambda: baselines._GatherPages(baselines.FlashAttention2(flash_attn_compat)),
         16,
-    ),
-    "gather_torch_flash 2.13": (
-        lambda: baselines._GatherTorchFlash(baselines.TorchFlash(_torch_2_13())),
-        24,
-    ),
-    "gather_torch_flash 2.11": (
-        lambda: baselines._GatherTorchFlash(baselines.TorchFlash(_torch_2_11())),
-        24,
     ),
     "gather_sdpa": (baselines.GatherSdpa, 24),
     "gather_naive": (baselines.GatherNaive, 24),
@@ -244,16 +216,12 @@ def test_pytorch_baselines_on_any_batch(name, block_size, context_lens, head_dim
 def test_gathers_repeat_the_cache_token_for_token(block_size):
     batch = _batch(block_size)
     pages_k, _, table = baselines.gather_pages(batch.k_cache, batch.v_cache, batch.block_tables)
-    packed_k, _ = baselines.gather_packed(*batch.decode_args[1:])
     padded_k, _, exists = baselines.gather_padded(*batch.decode_args[1:])
-    start = 0
     for row, length in enumerate(CONTEXT_LENS):
         expected = reference.gather_tokens(batch.k_cache, batch.block_tables[row], 0, length)
         assert torch.equal(reference.gather_tokens(pages_k, table[row], 0, length), expected)
-        assert torch.equal(packed_k[start : start + length], expected)
         assert torch.equal(padded_k[row, :length], expected)
         assert exists[row].sum() == length
-        start += length
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU")
@@ -301,5 +269,5 @@ def test_an_absent_package_is_a_reason_not_an_error():
 
 def test_old_pytorch_has_no_paged_varlen():
     batch = _batch(PAGE_SIZE)
-    old = baselines.TorchFlash(_torch_2_11())
+    old = baselines.TorchFlash(SimpleNamespace(varlen_attn=lambda query, key, value: None))
     assert "takes no block_table" in old.unavailable(batch.q, batch.k_cache)
