@@ -286,11 +286,11 @@ class TorchFlash(_Package):
     page_multiple = PAGE_SIZE
 
     def unavailable(self, q, k_cache):
-        reason = super().unavailable(q, k_cache)
-        if reason is None:
-            if "block_table" not in inspect.signature(self._module.varlen_attn).parameters:
-                return f"varlen_attn of PyTorch {torch.__version__} takes no block_table"
-        return reason
+        if reason := super().unavailable(q, k_cache):
+            return reason
+        if "block_table" not in inspect.signature(self._module.varlen_attn).parameters:
+            return f"varlen_attn of PyTorch {torch.__version__} takes no block_table"
+        return None
 
     def _prefill(self, batch):
         return self._module.varlen_attn(

@@ -28,6 +28,8 @@ from kernels.testing.inputs import (
     PagedBatch,
     RandomTensors,
     hidden_tokens,
+    make_cache,
+    poison_,
     random_paged_batch,
     random_scales,
     random_shared_prefix_args,
@@ -149,15 +151,18 @@ class Sizes:
             2, self.num_layers, num_blocks, *self.block_shape, dtype=self.cache_dtype
         )
 
-    def slots_and_caches(self, random: RandomTensors) -> tuple[torch.Tensor, torch.Tensor]:
+    def slots_and_caches(
+        self, random: RandomTensors
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         """Random slots for num_tokens tokens, every fifth -1 if padded, and caches of zeros."""
         num_blocks = -(-self.num_tokens // self.block_size) + self.spare_blocks
         start = self.first_block * self.block_size
         slots = random.permutation(num_blocks * self.block_size, start)[: self.num_tokens]
         if self.padded:
             slots[::5] = -1
-        shape = (2, self.first_block + num_blocks, *self.block_shape)
-        return slots, torch.zeros(shape, dtype=self.cache_dtype, device=self.device)
+        where = {"dtype": self.cache_dtype, "device": self.device, "layout": self.layout}
+        caches = make_cache(self.first_block + num_blocks, *self.block_shape, **where)
+        return slots, tuple(cache.zero_() for cache in caches)
 
 
 @dataclass(frozen=True)
@@ -337,7 +342,9 @@ def _merge_attention_states(s: Sizes) -> Case:
         out = random.normal(s.num_tokens, s.num_q_heads, s.head_dim, dtype=s.dtype)
         lse = random.normal(s.num_tokens, s.num_q_heads, dtype=torch.float32)
         if s.padded:  # no keys
-            lse[random.integers(0, 5, *lse.shape) == 0] = -torch.inf
+            empty = random.integers(0, 5, *lse.shape) == 0
+            lse[empty] = -torch.inf
+            out[empty] = poison_(torch.empty_like(out[empty]))
         inputs |= {f"out_{part}": out, f"lse_{part}": lse}
     return Case(
         "merge_attention_states",
@@ -351,10 +358,11 @@ def _merge_attention_states(s: Sizes) -> Case:
 
 def _slot_mapping_from_positions(s: Sizes) -> Case:
     batch = random_paged_batch(s.context_lens, **s.paged)
-    positions = torch.cat([torch.arange(length) for length in s.context_lens])
+    positions = torch.tensor([p for n in s.context_lens for p in range(n)], dtype=torch.int64)
     if s.padded:
         positions[::7] = -1
-    seqs = torch.arange(len(s.context_lens)).repeat_interleave(torch.tensor(s.context_lens))
+    lens = torch.tensor(s.context_lens, dtype=torch.int64)
+    seqs = torch.arange(len(lens)).repeat_interleave(lens)
     return Case(
         "slot_mapping_from_positions",
         {
@@ -403,13 +411,11 @@ def _swap_blocks(s: Sizes) -> Case:
     random, num_blocks = s.random(), s.num_pairs + s.spare_blocks
     caches = s.random_cache(random, s.first_block + num_blocks)
     on_host = {"device": "cpu", "pin_memory": True} if caches.is_cuda else {"device": s.device}
-    shape = list(caches.shape)
-    if "hnd" in s.features:
-        shape[3:5] = shape[4:2:-1]
-    other = torch.zeros(shape, dtype=caches.dtype, **on_host)
-    source, target = caches, other.transpose(3, 4) if "hnd" in s.features else other
+    order = (0, 1, 2, 4, 3, 5) if "hnd" in s.features else range(6)
+    other = torch.zeros([caches.shape[dim] for dim in order], dtype=caches.dtype, **on_host)
+    source, target = caches, other.permute(*order)
     if "in" in s.features:
-        source, target = other.copy_(caches), torch.zeros_like(caches)
+        source, target = target.copy_(caches), torch.zeros_like(caches)
     ids = RandomTensors("cpu", s.seed)
     sides = [ids.permutation(num_blocks, s.first_block)[: s.num_pairs] for _ in range(2)]
     pairs = torch.stack(sides, dim=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import mmap
 import multiprocessing
 import os
@@ -65,45 +66,16 @@ def _poisoned_memory(poisoned_memory):
 
 @pytest.fixture
 def huge_tensor(device):
-    """Make fp16 tensors of several GiB; only touched pages exist."""
+    """Make tensors of several GiB; only touched pages exist."""
 
-    def make(*shape: int) -> torch.Tensor:
+    def make(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
         if device.type != "cpu":
-            return torch.zeros(shape, dtype=torch.float16, device=device)
+            return torch.zeros(shape, dtype=dtype, device=device)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000
-        memory = mmap.mmap(-1, 2 * torch.Size(shape).numel(), flags=flags)
-        return torch.frombuffer(memory, dtype=torch.float16).view(shape)
+        memory = mmap.mmap(-1, dtype.itemsize * math.prod(shape), flags=flags)
+        return torch.frombuffer(memory, dtype=dtype).view(shape)
 
     return make
-
-
-@pytest.fixture
-def huge_cache(huge_tensor):
-    """Make (k_cache, v_cache) whose element offsets exceed 32 bits."""
-
-    def make(block_size: int, num_kv_heads: int, head_dim: int):
-        num_blocks = 2**31 // (block_size * num_kv_heads * head_dim) + 64
-        shape = (num_blocks, block_size, num_kv_heads, head_dim)
-        return huge_tensor(*shape), huge_tensor(*shape)
-
-    return make
-
-
-@pytest.fixture
-def far_apart(huge_tensor):
-    """Copy fp16 tensors to a stride of over 2**30 elements along their first dimension."""
-
-    def move(*tensors: torch.Tensor) -> list[torch.Tensor]:
-        wide = huge_tensor(max(map(len, tensors)), 2**30 + 2**16)
-        moved, used = [], 0
-        for tensor in tensors:
-            numel = tensor[0].numel()
-            place = wide[: len(tensor), used : used + numel].unflatten(1, tensor.shape[1:])
-            moved.append(place.copy_(tensor))
-            used += numel
-        return moved
-
-    return move
 
 
 @pytest.fixture
