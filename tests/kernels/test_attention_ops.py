@@ -7,12 +7,21 @@ slot that must not matter holds NaN or Inf. Behaviour of a single op is tested i
 from __future__ import annotations
 
 import math
+import sys
+from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
-from attention_ops import OPS, same
+from attention_ops import OPS, SHAPE, same
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from kernels import reference, tiles
 from kernels.fp8_cache import FP8_DTYPE
+from kernels.testing.accuracy import compare_with_reference
+from kernels.testing.inputs import random_paged_batch, random_scales
+from kernels.tiles import Chunking, force_target, target_of
 
 every_op = pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 without_prefix = pytest.mark.parametrize(
@@ -137,6 +146,105 @@ def test_nan_in_a_used_slot_stays_in_its_sequence(op, num_splits, device):
     assert torch.equal(out[:half], expected[0][:half])
     assert out[half:].isnan().all()
     assert torch.equal(lse, expected[1])
+
+
+@pytest.mark.parametrize("window_size", [1, 16, 31, 32, 33, 74, 75, 76, 10**9])
+@every_op
+def test_windows(op, window_size, device):
+    call = op.call(device, window_size=window_size, block_size=7)
+    for num_splits in (1, 2):
+        op.assert_matches_reference(call, num_splits)
+
+
+@pytest.mark.parametrize("sink", [-math.inf, -1e4, 0.0, 1e4])
+@whole_and_split
+@every_op
+def test_extreme_sinks(op, num_splits, sink, device):
+    sinks = torch.tensor([sink, 0.0, 1.0, sink], device=device)
+    op.assert_matches_reference(op.call(device) | {"sinks": sinks}, num_splits)
+
+
+def run_batch(op, batch, slack=0, **options):
+    """Output and LSE of decode or prefill. slack: queries that no sequence has."""
+    if op.name == "decode":
+        return op.function(*batch.decode_args, return_lse=True, **options)
+    options |= {"max_seqlen_q": batch.max_seqlen_q + slack, "return_lse": True}
+    return op.function(*batch.prefill_args, **options)
+
+
+@whole_and_split
+@pytest.mark.parametrize("kv_dtype", [None, FP8_DTYPE], ids=["fp16", "fp8"])
+@without_prefix
+def test_batch_invariance(op, kv_dtype, num_splits, device):
+    """Tiles of prefill are found by search or, in uniform batches, by division: both give the same
+    bits."""
+    query_lens = None if op.name == "decode" else [17, 0, 1, 9, 0, 1]
+    sizes = SHAPE | {"block_size": 7, "kv_dtype": kv_dtype, "device": device}
+    batch = random_paged_batch([70, 0, 1, 45, 33, 90], query_lens=query_lens, **sizes)
+    sinks = torch.randn(4, device=device)
+    options = {"window_size": 50, "sinks": sinks, "num_splits": num_splits}
+    if kv_dtype is not None:
+        options |= random_scales("per head", 2, device)
+    out, lse = run_batch(op, batch, **options)
+    starts = batch.cu_seqlens_q.tolist()
+    for rows, slack in (([4, 2, 0, 3, 5, 1], 0), ([3], 0), ([3], 500), ([3, 3, 5], 0)):
+        tokens = [t for row in rows for t in range(starts[row], starts[row + 1])]
+        some = run_batch(op, batch.select(rows), slack, **options)
+        assert same(some, [out[tokens], lse[tokens]])
+
+
+@given(
+    own=st.tuples(st.integers(1, 20), st.integers(0, 180)),
+    neighbours=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 180)), max_size=2),
+    place=st.integers(0, 2),
+    spare_blocks=st.integers(0, 20),
+    num_multiprocessors=st.integers(1, 9),
+    window_size=st.sampled_from([None, 90, 10**9]),
+    sinks=st.booleans(),
+)
+@settings(max_examples=10)
+@without_prefix
+def test_chunks_depend_on_the_sequence_alone(
+    op, own, neighbours, place, spare_blocks, num_multiprocessors, window_size, sinks, device
+):
+    """With the default num_splits, patched to up to 4 chunks of at least 2 tiles of 16, for any
+    neighbours, padding of batch and tables, and number of multiprocessors."""
+    options = {"num_splits": None, "window_size": window_size}
+    options["sinks"] = torch.linspace(-3, 3, 2, device=device) if sinks else None
+    place = min(place, len(neighbours))
+    sequences = [*neighbours[:place], own, *neighbours[place:], (0, 0)]
+    context_lens = [queries + cached for queries, cached in sequences]
+    query_lens = [1 if op.name == "decode" else queries for queries, _ in sequences]
+    sizes = SHAPE | {"num_q_heads": 2, "num_kv_heads": 1, "device": device}
+    batch = random_paged_batch(context_lens, query_lens=query_lens, **sizes)
+    alone = batch.select([place])
+    own_blocks = -(-sum(own) // SHAPE["block_size"])
+    alone = replace(alone, block_tables=alone.block_tables[:, :own_blocks])
+    garbage = torch.full((len(sequences), spare_blocks), -7, dtype=torch.int32, device=device)
+    wide = replace(batch, block_tables=torch.cat([batch.block_tables, garbage], dim=1))
+
+    target = target_of(batch.q.device)
+    shape = (2, 32) if op.name == "decode" else (32,)
+    tile = replace(getattr(tiles, f"{op.name}_tile")(*shape, torch.float16, target), tile_n=16)
+    target = replace(target, tiles=((f"{op.name}_tile", tile),))
+    small_chunks = mock.patch.object(
+        sys.modules[f"kernels.{op.op}"], "chunking", return_value=Chunking(2, 4)
+    )
+    with small_chunks, force_target(target):
+        expected = run_batch(op, alone, **options)
+    with small_chunks, force_target(replace(target, num_multiprocessors=num_multiprocessors)):
+        together = run_batch(op, wide, **options)
+    first = sum(query_lens[:place])
+    rows = slice(first, first + query_lens[place])
+    assert same([part[rows] for part in together], expected)
+    results = compare_with_reference(
+        lambda *_, **__: together,
+        getattr(reference, op.op),
+        wide.decode_args if op.name == "decode" else wide.prefill_args,
+        **options | {"return_lse": True},
+        **({} if op.name == "decode" else {"max_seqlen_q": wide.max_seqlen_q}),
+    )
+    assert all(result.passed for result in results), results
 
 
 @pytest.mark.parametrize("num_splits", [None, 1, 4])

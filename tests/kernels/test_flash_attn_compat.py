@@ -19,7 +19,7 @@ from op_calls import good_call, i32, on_device
 from kernels import reference
 from kernels.flash_attn_compat import flash_attn_varlen_func, flash_attn_with_kvcache
 from kernels.testing.accuracy import accuracy, bits
-from kernels.testing.inputs import poison_, random_paged_batch
+from kernels.testing.inputs import random_paged_batch
 
 WINDOWS = [(-1, -1), (5, -1), (-1, 3), (0, 0), (7, 2), (1000, 1000), (40, 0)]
 
@@ -57,41 +57,18 @@ def assert_accurate(out, lse, sequences):
         assert result.passed, f"{('out', 'lse')[index]}: {result}, bound {result.bound:.3g}"
 
 
-class Cache:
-    """A cache on the device, poisoned where no sequence has tokens."""
-
-    def __init__(
-        self, lens, capacity, *, block_size=None, heads=2, dim=16, dtype, device, rows=None
-    ):
-        """block_size None: contiguous, sequence i in row rows[i] (i if None)."""
-        generator = torch.Generator().manual_seed(0)
-        batch = len(lens)
-        if block_size is None:
-            self.rows = list(range(batch)) if rows is None else rows
-            shape = (max(self.rows, default=0) + 2, capacity, heads, dim)
-            self.table = None
-        else:
-            columns = -(-capacity // block_size)
-            ids = torch.randperm(batch * columns + 2, generator=generator)[: batch * columns]
-            self.table = ids.int().view(batch, columns)
-            shape = (batch * columns + 2, block_size, heads, dim)
-        self.k, self.v = (poison_(torch.empty(shape, dtype=dtype)) for _ in range(2))
-        for row, length in enumerate(lens):
-            for cache in (self.k, self.v):
-                tokens = torch.randn(length, heads, dim, generator=generator).to(dtype)
-                cache[self.where(row, torch.arange(length))] = tokens
-        self.k, self.v = self.k.to(device), self.v.to(device)
-        self.table = None if self.table is None else self.table.to(device)
-
-    def where(self, row, positions):
-        """Index of a sequence's positions in the cache."""
-        if self.table is None:
-            return self.rows[row], positions
-        block_size = self.k.shape[1]
-        return self.table[row].cpu()[positions // block_size].long(), positions % block_size
-
-    def tokens(self, cache, row, first, last):
-        return cache.cpu()[self.where(row, torch.arange(first, last))]
+def random_cache(lens, block_size, capacity, *, shuffled=False, **shape):
+    """Keys, values and block table. block_size None: a row of `capacity` tokens for each sequence,
+    in order unless shuffled."""
+    width = 1 if block_size is None else -(-capacity // block_size)
+    room = {"block_size": block_size or capacity, "table_width": width}
+    batch = random_paged_batch(lens, num_q_heads=2, num_kv_heads=2, **room, **shape)
+    k_cache, v_cache, table = batch.k_cache, batch.v_cache, batch.block_tables
+    if block_size is None and not shuffled:
+        rows = torch.cat([table[:, 0], table[:1, 0]]).long()
+        k_cache, v_cache = k_cache[rows], v_cache[rows]
+        table = torch.arange(len(lens), dtype=torch.int32, device=table.device)[:, None]
+    return k_cache, v_cache, table
 
 
 def strided_copy(tensor):
@@ -114,11 +91,14 @@ def test_with_kvcache_like_the_documentation(data, device):
     dim = draw("headdim", st.sampled_from([16, 24, 59]))
     block_size = draw("block_size", st.sampled_from([None, None, 1, 7, 16, 256]))
     use_batch_idx = block_size is None and draw("batch_idx", st.booleans())
-    rows = list(range(3, 3 - batch, -1)) if use_batch_idx else None
-    cache = Cache(
-        lens, capacity, block_size=block_size, heads=nheads_k, dim=dim, dtype=dtype, device=device,
-        rows=rows,
+    k_cache, v_cache, table = random_cache(
+        [min(length + seqlen_new + 1, capacity) for length in lens], block_size, capacity,
+        shuffled=use_batch_idx, head_dim=dim, dtype=dtype, device=device,
     )  # fmt: skip
+    room = table.shape[1] * k_cache.shape[1]
+
+    def tokens(cache, row, first, last):
+        return reference.gather_tokens(cache, table[row], first, last).cpu()
 
     torch.manual_seed(draw("seed", st.integers(0, 2**16)))
     q = torch.randn(batch, seqlen, nheads, dim).to(device, dtype)
@@ -155,23 +135,21 @@ def test_with_kvcache_like_the_documentation(data, device):
                 )
                 return wide.to(dtype).view(x.shape)
 
-            span = cache.k.shape[1] * (1 if cache.table is None else cache.table.shape[1])
             left, right = options["window_size"]
             right = 0 if options["causal"] else right
-            local = 0 <= left < span or 0 <= right < span
+            local = 0 <= left < room or 0 <= right < room
             q_seen = rotate(q, torch.arange(seqlen) * local)
             k_rotated = rotate(k_new, torch.arange(seqlen_new))
         else:
             k_rotated = k_new.cpu()
 
     strided = strided_copy if draw("strided inputs", st.booleans()) else lambda tensor: tensor
-    before = [bits(x.clone()) for x in (cache.k, cache.v)]
-    if rows:
-        rows = torch.tensor(rows, dtype=torch.int32, device=device)
+    before = [bits(x.clone()) for x in (k_cache, v_cache)]
     result, lse = flash_attn_with_kvcache(
-        strided(q), cache.k, cache.v, strided(k_new), strided(v_new),
+        strided(q), k_cache, v_cache, strided(k_new), strided(v_new),
         cache_seqlens=torch.tensor(lens, dtype=torch.int32, device=device),
-        cache_batch_idx=strided(rows), block_table=strided(cache.table),
+        cache_batch_idx=strided(table[:, 0]) if use_batch_idx else None,
+        block_table=None if block_size is None else strided(table),
         return_softmax_lse=True, **options,
     )  # fmt: skip
     assert result.shape == q.shape
@@ -180,14 +158,15 @@ def test_with_kvcache_like_the_documentation(data, device):
     for row, length in enumerate(lens):
         if seqlen_new:
             new = length, length + seqlen_new
-            error = (cache.tokens(cache.k, row, *new).double() - k_rotated[row].double()).abs()
+            error = (tokens(k_cache, row, *new).double() - k_rotated[row].double()).abs()
             # One rounding apart: the kernel rotates in fp32, the reference in fp64.
             assert error.max() <= 4 * torch.finfo(dtype).eps
-            assert torch.equal(cache.tokens(cache.v, row, *new), v_new[row].cpu())
-            where = cache.where(row, torch.arange(*new))
-            for old, now in zip(before, (cache.k, cache.v), strict=True):
+            assert torch.equal(tokens(v_cache, row, *new), v_new[row].cpu())
+            positions = torch.arange(*new, device=device)
+            where = table[row, positions // k_cache.shape[1]].long(), positions % k_cache.shape[1]
+            for old, now in zip(before, (k_cache, v_cache), strict=True):
                 old[where] = bits(now)[where]
-    for old, now in zip(before, (cache.k, cache.v), strict=True):
+    for old, now in zip(before, (k_cache, v_cache), strict=True):
         assert torch.equal(old, bits(now)), "a slot changed that no new token belongs to"
 
     shared = {name: options[name] for name in ("causal", "window_size", "softcap")}
@@ -195,7 +174,7 @@ def test_with_kvcache_like_the_documentation(data, device):
     sequences = []
     for row, length in enumerate(lens):
         span = row, leftpad[row], length + seqlen_new
-        k, v = cache.tokens(cache.k, *span), cache.tokens(cache.v, *span)
+        k, v = tokens(k_cache, *span), tokens(v_cache, *span)
         sequences.append(
             (q_seen[row].cpu(), k, v, shared | {"slopes": reference.slopes_of(slopes, row)})
         )
@@ -214,13 +193,12 @@ def test_with_kvcache_like_the_documentation(data, device):
 )
 def test_positions_that_queries_are_rotated_by(causal, window_size, moving, device):
     torch.manual_seed(0)
-    shape = {"block_size": None, "heads": 2, "dim": 16, "rows": None}
-    cache = Cache([6], 16, dtype=torch.float32, device=device, **shape)
+    caches = torch.randn(2, 1, 16, 2, 16, device=device)
     q, (k, v) = torch.randn(1, 5, 4, 16), torch.randn(2, 1, 2, 2, 16)
     angle = 2 * math.pi * torch.rand(16, 8)
     tables = angle.cos(), angle.sin()
     out, lse = flash_attn_with_kvcache(
-        *(x.to(device) for x in (q, cache.k, cache.v, k, v, *tables)),
+        *(x.to(device) for x in (q, *caches, k, v, *tables)),
         cache_seqlens=6,
         causal=causal,
         window_size=window_size,
@@ -228,7 +206,7 @@ def test_positions_that_queries_are_rotated_by(causal, window_size, moving, devi
     )
     positions = 6 + torch.arange(5) * moving
     rotated = reference.apply_rotary_embedding(q[0].double(), positions, *tables, interleaved=True)
-    keys, values = (cache.tokens(x, 0, 0, 8) for x in (cache.k, cache.v))
+    keys, values = caches[:, 0, :8].cpu()
     options = {"causal": causal, "window_size": window_size}
     assert_accurate(out[0], lse[0].T, [(rotated.float(), keys, values, options)])
 

@@ -15,17 +15,41 @@ import kernels
 from kernels import torch_ops
 from kernels.flash_attn_compat import flash_attn_varlen_func, flash_attn_with_kvcache
 from kernels.testing.accuracy import bits
+from kernels.testing.cases import CASES, FEATURES, make_case
 
 FLASH_ATTN = ("flash_attn_kvcache", "flash_attn_varlen")
 
 
+TINY = {"num_q_heads": 2, "num_kv_heads": 1, "head_dim": 16, "num_tokens": 3, "block_size": 4}
+TINY |= {
+    "context_lens": (5, 3),
+    "query_lens": (2, 1),
+    "group_sizes": (1, 1),
+    "width": 16,
+    "dtype": torch.float32,
+}
+
+
 def calls(name: str, device) -> list[dict[str, object]]:
-    """Arguments of an operator: a good call of its function, and others where paths differ."""
+    """Arguments of an operator, without and with options that take other paths."""
+    if name in CASES:
+        features = FEATURES.get(name, ())
+        found = [make_case(name, **TINY, features=f, device=device) for f in ((), features[:1])]
+        if name in FP8_OPS:
+            fp8 = {"kv_dtype": torch.float8_e4m3fn, "features": features[1:], "device": device}
+            found.append(make_case(name, **TINY, **fp8))
+        found = [case.inputs for case in found]
+        if name == "copy_blocks":
+            return [
+                {"planes": tree_leaves(c["caches"]), "src_to_dst": c["src_to_dst"]} for c in found
+            ]
+        outs = [{"out": torch.empty_like(call["q"])} if "q" in call else {} for call in found]
+        return [call | out for call, out in zip(found, outs, strict=True)]
     options = {"scale": None, "window": [4, 0], "softcap": 0.0, "alibi_slopes": None}
     options["return_lse"] = True
     if name == "flash_attn_varlen":
         found = [good_call("flash_attn_varlen_func") | options | {"block_table": None}]
-    elif name == "flash_attn_kvcache":
+    else:
         absent = ("k", "v", "rotary_cos", "rotary_sin", "cache_seqlens", "cache_seqlen")
         absent += ("cache_batch_idx", "cache_leftpad", "block_table")
         call = dict.fromkeys(absent) | good_call("flash_attn_with_kvcache") | options
@@ -34,37 +58,7 @@ def calls(name: str, device) -> list[dict[str, object]]:
         new |= dict.fromkeys(("rotary_cos", "rotary_sin"), ones(8, 4))
         old = {"cache_seqlen": 5, "cache_leftpad": i32(0, 2), "return_lse": False}
         found = [call | new | {"block_table": i32([0], [1])}, call | old]
-    elif name == "copy_blocks":
-        caches, pairs = good_call(name).values()
-        planes = [plane.clone() for plane in caches.flatten(0, 1)]
-        found = [{"planes": planes, "src_to_dst": pairs} for planes in ([caches], planes)]
-    else:
-        found = [good_call(name)]
-    if name in ATTENTION:
-        split = {"num_splits": 2, "window_size": 3, "softcap": 5.0, "sinks": ones(4)}
-        found.append(found[0] | split | {"return_lse": True})
-    if name == "add_rms_norm":
-        found.append(found[0] | {"residual": None, "eps": 0.1, "offset": 1.0})
-    if name == "rope_store_kvcache":
-        weights = dict.fromkeys(("q_norm_weight", "k_norm_weight"), ones(16))
-        found.append(found[0] | weights)
-    if name in FP8_OPS:
-        fp8 = {cache: found[0][cache].to(torch.float8_e4m3fn) for cache in ("k_cache", "v_cache")}
-        found.append(found[0] | fp8 | {"k_scale": torch.tensor(0.5), "v_scale": ones(1)})
     return [on_device(call, device) for call in found]
-
-
-MUTATED = {
-    "add_rms_norm": {"residual"},
-    "copy_blocks": {"planes"},
-    "flash_attn_kvcache": {"k_cache", "v_cache"},
-    "paged_decode_attention": {"out"},
-    "paged_prefill_attention": {"out"},
-    "rope_store_kvcache": {"query", "k_cache", "v_cache"},
-    "shared_prefix_decode_attention": {"out"},
-    "store_kvcache": {"k_cache", "v_cache"},
-    "swap_blocks": {"dst_cache"},
-}
 
 
 OPCHECKS = (
@@ -89,7 +83,11 @@ def test_every_public_op_is_an_operator():
 def test_schema_names_what_is_mutated(name):
     arguments = operator(name)._schema.arguments
     mutated = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
-    assert mutated == MUTATED.get(name, set())
+    expected = {"flash_attn_kvcache": ("k_cache", "v_cache"), "copy_blocks": ("planes",)}
+    expected |= dict.fromkeys(ATTENTION, ("out",))
+    if name in CASES and name not in expected:
+        expected[name] = make_case(name, **TINY).writes
+    assert mutated == set(expected.get(name, ()))
 
 
 @pytest.mark.parametrize("name", [*kernels.__all__, *FLASH_ATTN])
