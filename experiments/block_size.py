@@ -5,8 +5,6 @@ The trade-off of fig. 18 of the PagedAttention paper (Kwon et al., SOSP 2023).
 - ``hit_rate``: serial replay with ``policy`` of traces with regrouped blocks, in a cache of a fixed
   number of tokens and in one that never evicts.  A trace cannot be cut finer than its published
   blocks.
-- ``partial_reuse``: the prompts go one by one through the manager ``vllm_v1``, with and without
-  reuse of parts of blocks, in the largest of the bounded caches.
 - ``waste``: share of empty slots in the blocks of a request when its last token is stored.  It
   follows from the lengths alone, so every block size is allowed.
 - ``latency``: a decode step on a GPU over caches of each block size, timed and checked as in
@@ -35,21 +33,14 @@ from experiments.load.workloads import OnTraces, Source
 class BlockSize(OnTraces):
     """The grid: traces x block sizes x cache sizes, and contexts x block sizes on a GPU."""
 
-    part: Axis[Literal["hit_rate", "partial_reuse", "waste", "latency"]] = (
-        "hit_rate",
-        "partial_reuse",
-        "waste",
-        "latency",
-    )
-    """Hit rates, reuse of parts of blocks, empty slots, latency of decode (on a GPU)."""
+    part: Axis[Literal["hit_rate", "waste", "latency"]] = ("hit_rate", "waste", "latency")
+    """Hit rates, empty slots, latency of decode (on a GPU)."""
     policy: Policy = "lru"
     """Eviction policy of the replays."""
     capacity_percent: Axis[Percent] = (2, 10)
     """Tokens of the cache, in percent of the unique tokens of the trace."""
     block_size: Axis[Count] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
     """Tokens per block; hit rates exist for multiples of the trace's own only."""
-    manager_tokens: Count = 200_000_000
-    """Prompt tokens of ``partial_reuse``, from the start of each trace."""
     num_requests: Count | None = None
     """Requests of each trace, the first of a file. None: all, and a workload's own number."""
     latency_block_size: Axis[Count] = (1, 2, 3, 4, 8, 16, 24, 32, 64, 100, 128, 256, 512, 1024)
@@ -71,8 +62,6 @@ class OfTrace(OnTraces):
     policy: str
     capacity_percent: Axis[float]
     """Infinity: a cache that never evicts.  0 for ``waste``, which has no cache."""
-    partial_block_reuse: Axis[bool]
-    manager_tokens: int
 
 
 def cells(options: BlockSize) -> Iterator[Timed | OfTrace | Absent]:
@@ -100,15 +89,9 @@ def _trace_cells(options: BlockSize, source: Source) -> Iterator[OfTrace]:
     own = trace.block_size if trace.has_blocks else None
     multiples = [size for size in options.block_size if own and size % own == 0]
     caches = (*options.capacity_percent, float("inf"))
-    not_here = {"capacity_percent": [0.0], "partial_block_reuse": [False], "manager_tokens": 0}
     parts = {
-        "waste": not_here,
-        "hit_rate": not_here | {"block_size": multiples, "capacity_percent": caches},
-        "partial_reuse": {
-            "block_size": multiples,
-            "capacity_percent": [max(options.capacity_percent)],
-            "partial_block_reuse": [False, True],
-        },
+        "waste": {"capacity_percent": [0.0]},
+        "hit_rate": {"block_size": multiples, "capacity_percent": caches},
     }
     for part, values in parts.items():
         if part in options.part:
@@ -136,38 +119,10 @@ def run_cell(cell: OfTrace | Timed) -> list[dict[str, Any]]:
         "capacity_fraction": cell.capacity_percent / 100,
         "capacity_tokens": capacity * cell.block_size,
     }
-    if cell.part == "partial_reuse":
-        return [row | _partial_reuse(cell, trace, capacity)]
     if not coarse.has_blocks:
         return []  # no prompt fills a block of this size
     result = cache.simulate(coarse, policy=cell.policy, capacity_blocks=capacity)
     return [row | {"requests": trace.num_requests, "token_hit_rate": result.token_hit_rate}]
-
-
-def _partial_reuse(cell: OfTrace, trace: cache.Trace, capacity: int) -> dict[str, Any]:
-    num_requests = int(trace.input_lengths.cumsum().searchsorted(cell.manager_tokens, "right"))
-    manager = cache.make_manager(
-        "vllm_v1",
-        num_blocks=capacity,
-        block_size=cell.block_size,
-        policy=cell.policy,
-        partial_block_reuse=cell.partial_block_reuse,
-    )
-    too_long = 0
-    for index in range(num_requests):
-        seq = cache.Sequence(index, cache.prompt_token_ids(trace, index))
-        if manager.can_allocate(seq) is not cache.AllocStatus.OK:
-            too_long += 1
-            continue
-        manager.allocate(seq)
-        manager.take_copies()
-        manager.free(seq)
-    return {
-        "partial_block_reuse": cell.partial_block_reuse,
-        "requests": num_requests,
-        "requests_beyond_the_cache": too_long,
-        "token_hit_rate": manager.stats.token_hit_rate,
-    }
 
 
 def _waste(cell: OfTrace, trace: cache.Trace) -> dict[str, Any]:
@@ -220,36 +175,25 @@ def _draw(rows: style.DataFrame) -> style.Figure | None:
     if rows.empty:
         return None
     lines = style.lines_of(rows["trace"].unique())
-    hit_rates, partial, waste = (
-        rows[rows["part"] == part] for part in ("hit_rate", "partial_reuse", "waste")
-    )
+    hit_rates, waste = (rows[rows["part"] == part] for part in ("hit_rate", "waste"))
     panels = []
     if len(hit_rates):
         for capacity, of_size in hit_rates.groupby("capacity_fraction"):
             infinite = capacity == float("inf")
-            title = "infinite cache" if infinite else f"cache of {_share(capacity)}"
+            share = f"cache of {100 * capacity:g} % of unique tokens"
+            title = "infinite cache" if infinite else share
             panels.append((of_size, "token_hit_rate", title))
-    if len(partial):
-        share = _share(partial["capacity_fraction"].iloc[0])
-        title = f"vllm_v1, {share}\nhollow: parts of blocks reused"
-        panels.append((partial, "token_hit_rate", title))
     if len(waste):
         panels.append((waste, "waste", "empty slots of the blocks used"))
 
     figure, axes, spare = style.panel_grid(len(panels), height=2.1)
     for axis, (part, column, title) in zip(axes, panels, strict=True):
-        part = part.assign(reuse=part.get("partial_block_reuse", False) == True)  # noqa: E712
-        for (trace, reuse), curve in part.groupby(["trace", "reuse"], sort=False):
-            hollow = {"markerfacecolor": "white", "label": None} if reuse else {}
-            style.curve(axis, curve, "block_size", column, 100, **{**lines[trace], **hollow})
+        for trace, curve in part.groupby("trace", sort=False):
+            style.curve(axis, curve, "block_size", column, 100, **lines[trace])
         axis.set(title=title, ylim=(0, None if column == "waste" else 100))
         style.log_x(axis, base=4)
         axis.set_ylabel("share of slots (%)" if column == "waste" else "token hit rate (%)")
     return style.shared_legend(figure, spare, columns=5, xlabel="block size (tokens)")
-
-
-def _share(capacity_fraction: float) -> str:
-    return f"{100 * capacity_fraction:g} % of unique tokens"
 
 
 EXPERIMENT = Experiment(

@@ -10,9 +10,8 @@ not flat shows its influence on the result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from experiments import style
@@ -147,7 +146,7 @@ def _summary(rows: style.DataFrame) -> style.DataFrame:
     )
 
 
-def _draw(rows: style.DataFrame, draw_panel: Callable, ylabel: str) -> style.Figure | None:
+def _draw(rows: style.DataFrame) -> style.Figure | None:
     """A panel for each kernel that has an error, and the names of the others."""
     worst = rows.groupby("kernel", sort=False)["error"].max()
     kernels, exact = worst.index[worst > 0], worst.index[worst == 0]
@@ -161,7 +160,7 @@ def _draw(rows: style.DataFrame, draw_panel: Callable, ylabel: str) -> style.Fig
     figure, axes, spare = style.panel_grid(len(kernels), height=1.8, sharex=True)
     for axis, kernel in zip(axes, kernels, strict=True):
         of_kernel = rows[rows["kernel"] == kernel]
-        draw_panel(axis, of_kernel)
+        _draw_ratio(axis, of_kernel)
         if of_kernel["block_size"].isna().all():
             axis.set_xlabel("has no blocks")
         axis.set_xticks(range(len(block_sizes)), map(str, block_sizes), rotation=45)
@@ -170,21 +169,8 @@ def _draw(rows: style.DataFrame, draw_panel: Callable, ylabel: str) -> style.Fig
         xlabel += "; kernels run in Triton's interpreter"
     if len(exact):
         xlabel += f"\nno error in any result: {', '.join(exact)}"
-    columns = rows["dtype"].nunique()
-    return style.shared_legend(figure, spare, columns, xlabel=xlabel, ylabel=ylabel)
-
-
-def _draw_error(axis: style.Axes, rows: style.DataFrame) -> None:
-    """Largest error of the kernel's first result over features and head dims."""
-    kernel, result = rows[["kernel", "result"]].iloc[0]
-    axis.set_title(f"{kernel}\n{result}")
-    for dtype, cells in rows[rows["result"] == result].groupby("dtype", sort=False):
-        look = _DTYPES[dtype]
-        eager = {**look, "linestyle": "dashed", "markerfacecolor": "white", "linewidth": 0.8}
-        worst = cells.groupby("place")[["error", "eager_error"]].max()
-        axis.plot(worst["error"], label=f"{dtype}: kernel", **look)
-        axis.plot(worst["eager_error"], label=f"{dtype}: eager PyTorch", **eager)
-    axis.set_yscale("log")
+    labels = {"xlabel": xlabel, "ylabel": "kernel error / bound"}
+    return style.shared_legend(figure, spare, rows["dtype"].nunique(), **labels)
 
 
 def _draw_ratio(axis: style.Axes, rows: style.DataFrame) -> None:
@@ -227,14 +213,6 @@ EXPERIMENT = Experiment(
     ),
     cells=cells,
     run_cell=run_cell,
-    plot=style.plotter(
-        {
-            "error": partial(_draw, draw_panel=_draw_error, ylabel="max |error| against fp64"),
-            "error_over_bound": partial(
-                _draw, draw_panel=_draw_ratio, ylabel="kernel error / bound"
-            ),
-        },
-        {"summary": (_summary, "%.3g")},
-    ),
+    plot=style.plotter({"error_over_bound": _draw}, {"summary": (_summary, "%.3g")}),
     gpu="optional",
 )

@@ -12,8 +12,7 @@ on the small ``model``.  A step takes the time of a step of ``timed_model`` with
 prompt tokens and decoding sequences, by a linear model with three parameters measured on this
 machine (``service_times``).  So policies differ only by the blocks that they keep.
 These times contain neither the policy's own work (the ``managers`` part of ``overhead`` measures
-it) nor the cost of attention to long contexts.  ``--real-time`` serves in real time instead, as
-fast as ``model`` is; the replay has the modelled time of ``model`` then.
+it) nor the cost of attention to long contexts.
 
 Each block of the trace becomes a block of ``tokens_per_block`` tokens in the engine, chosen so that
 the prompts of the slice stay within ``slice_tokens``.  The engine has the same block size, so its
@@ -55,7 +54,6 @@ from experiments.harness import (
     Axis,
     Count,
     Experiment,
-    GridOnly,
     Percent,
     Positive,
     Repeated,
@@ -97,19 +95,17 @@ class EvictionServing(OnTraces):
     """A shape of engine_models; computes the tokens."""
     timed_model: Model | None = None
     """The shape that step times are measured on. None: qwen3-0.6b on a GPU, else llama-100m."""
-    real_time: GridOnly[bool] = False
-    """Serve in real time instead of modelled time."""
     threads: Count = 1
     """CPU threads of the models. More than one pays for larger ones on an idle machine."""
 
 
 def cells(options: EvictionServing) -> Iterator[EvictionServing]:
-    """Policies and the two bounds; ``timed_model`` is None in real time."""
+    """Policies and the two bounds."""
     traces = [*options.sources(options.num_requests)]
     default = ("lru", "lfu", "arc", "tlru", "safeguarded", "belady")
     policies = [*map(named_policy, options.policy or default), _NO_CACHE]
-    timed = None if options.real_time else options.timed_model or engine_models.default_model()
-    given = {"trace": traces, "timed_model": timed}
+    timed_model = options.timed_model or engine_models.default_model()
+    given = {"trace": traces, "timed_model": timed_model}
     yield from grid(options, policy=policies, **given)
     yield from grid(options, policy=[_INFINITE], capacity_percent=[100.0], **given)
 
@@ -123,8 +119,7 @@ def run_cell(cell: EvictionServing) -> list[dict[str, Any]]:
         "policy": str(cell.policy),
         "capacity_fraction": cell.capacity_percent / 100,
         "capacity_blocks": capacity,
-        **cell.columns("arrivals", "manager", "model", "threads"),
-        "timed_model": cell.timed_model or "real time",
+        **cell.columns("arrivals", "manager", "model", "threads", "timed_model"),
         "requests": len(trace),
         "requests_left_out": scaled.num_left_out,
         "block_references": trace.num_block_references,
@@ -157,7 +152,7 @@ def run_cell(cell: EvictionServing) -> list[dict[str, Any]]:
 
 def _served(cell: EvictionServing, trace: cache.Trace, capacity: int) -> dict[str, Any]:
     """Columns measured on the engine, and by the replay with overlapping requests."""
-    service = measure_service(cell.timed_model or cell.model, threads=cell.threads)
+    service = measure_service(cell.timed_model, threads=cell.threads)
     options = {
         "num_blocks": capacity,
         "block_size": trace.block_size,
@@ -168,8 +163,7 @@ def _served(cell: EvictionServing, trace: cache.Trace, capacity: int) -> dict[st
         options["num_blocks"] = int(_num_blocks(trace).sum())
     arrivals = _arrivals(cell, trace, service)
     llm = engine_models.make_llm(cell.model, manager=cell.manager, seed=cell.seed, **options)
-    modelled = service if cell.timed_model else None
-    run = engine_models.serve_trace(llm, trace, arrivals, service=modelled)
+    run = engine_models.serve_trace(llm, trace, arrivals, service=service)
     requests, busy = run.requests, run.busy_seconds
     hits = sum(request.num_cached_tokens // trace.block_size for request in requests)
     row = {
@@ -290,8 +284,7 @@ def _title(row: style.Series) -> str:
 
 
 def _load(row: style.Series) -> str:
-    load, model = row["load"], row["timed_model"]
-    title = f"{row['model']} in real time" if model == "real time" else f"modelled time of {model}"
+    load, title = row["load"], f"modelled time of {row['timed_model']}"
     if load != load or load is None:
         return f"{title}\none request at a time"
     return f"{title}\noffered: {load:g} x the prompt tokens that it can compute"

@@ -113,13 +113,6 @@ def test_modelled_times_are_those_of_the_same_requests_replayed(trace, monkeypat
     assert max(row["ttft_mean_s"] for row in rows[:2]) < 0.5 * rows[2]["ttft_mean_s"]
 
 
-def test_real_time(trace):
-    row = run_one(trace, "lru", real_time=True)
-    assert row["timed_model"] == "real time"
-    assert row["offered_prompt_tokens_per_second"] == row["service_prefill_tokens_per_second"]
-    assert row["ttft_p50_s"] > 0
-
-
 def test_arrivals_offer_the_load(trace):
     service = ServiceModel(prefill_tokens_per_second=10_000)
     cell = grid(trace=(trace,), load=0.5)[0]

@@ -19,7 +19,7 @@ from experiments.registry import EXPERIMENTS
 
 RESULTS = Path(__file__).parents[2] / "results"
 NUM_CELLS = {
-    "block_size": 20,
+    "block_size": 14,
     "eviction": 9,
     "eviction_serving": 7,
     "kernel_counters": 3,
@@ -31,7 +31,7 @@ NUM_CELLS = {
     "sharing": 12,
     "transformers_speed": 1,
 }
-UNTIMED = {"block_size": 74, "memory_waste": 18, "sharing": 66}
+UNTIMED = {"block_size": 35, "memory_waste": 18, "sharing": 66}
 """Experiments that count or model, and how far apart the cells are that a test computes again."""
 
 

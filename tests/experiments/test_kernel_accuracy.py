@@ -92,4 +92,4 @@ def test_a_kernel_without_error_has_a_row_in_the_table_and_no_panel(rows, tmp_pa
     ]
     assert (pd.read_csv(tmp_path / "summary.csv")["error"] == 0).all()
     panels = kernel_accuracy.EXPERIMENT.plot(rows, tmp_path)
-    assert {path.stem for path in panels} == {"summary", "error", "error_over_bound"}
+    assert {path.stem for path in panels} == {"summary", "error_over_bound"}
