@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,11 +88,19 @@ _OFF_IF_NULL = ("sliding_window", "attn_logit_softcapping", "final_logit_softcap
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
 
-def _need_numbers(config: object, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise ValueError(f"{name}={value!r}: needs a positive number")
+def _positive(name: str, value: object) -> None:
+    if not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise ValueError(f"{name}={value!r}: needs a positive number")
+
+
+def _flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r}: needs true or false")
+
+
+def _one_of(name: str, value: object, choices: Iterable[str]) -> None:
+    if value not in choices:
+        raise UnsupportedModel(f"{name}={value!r}: choose from {', '.join(choices)}")
 
 
 _ROPE_FIELDS = {
@@ -127,26 +136,46 @@ class RopeScaling:
     truncate: bool = True
 
     def __post_init__(self) -> None:
-        if self.rope_type not in _ROPE_FIELDS:
-            raise UnsupportedModel(
-                f"rope_type={self.rope_type!r}: choose from default, {', '.join(_ROPE_FIELDS)}"
-            )
-        low_high = (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast"))
-        _need_numbers(self, "factor", "original_max_position_embeddings", *low_high[0])
-        _need_numbers(self, *low_high[1])
+        _one_of("rope_type", self.rope_type, _ROPE_FIELDS)
         if self.attention_factor is None:
             yarn = self.rope_type == "yarn"
             factor = 0.1 * math.log(max(1, self.factor)) + 1 if yarn else 1.0
             object.__setattr__(self, "attention_factor", factor)
-        _need_numbers(self, "attention_factor")
+        for name, value in vars(self).items():
+            if name not in ("rope_type", "truncate"):
+                _positive(name, value)
         if not self.factor >= 1:
             raise ValueError(f"factor={self.factor!r}: RoPE is stretched by a factor of 1 or more")
-        for low, high in low_high:
+        for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
             if not getattr(self, low) < getattr(self, high):
                 raise ValueError(
                     f"{low}={getattr(self, low)!r}, {high}={getattr(self, high)!r}: needs "
                     "0 < low < high"
                 )
+
+
+_CHECKS: dict[Callable[[str, Any], object], tuple[str, ...]] = {
+    partial(at_least, 1): (
+        "vocab_size", "hidden_size", "intermediate_size", "num_layers",
+        "num_q_heads", "num_kv_heads", "head_dim", "max_position_embeddings",
+    ),
+    _positive: ("rms_norm_eps", "rope_theta", "initializer_range"),
+    lambda name, value: value and _positive(name, value): (
+        "attention_scale", "attention_softcap", "final_softcap",
+    ),
+    _flag: ("tie_word_embeddings", "attention_bias", "mlp_bias"),
+    partial(_one_of, choices=ACTIVATIONS): ("hidden_act",),
+}  # fmt: skip
+"""Checks of single fields of a ModelConfig."""
+
+_RENAMED = {
+    "num_layers": "num_hidden_layers",
+    "num_q_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "attention_softcap": "attn_logit_softcapping",
+    "final_softcap": "final_logit_softcapping",
+}
+"""Fields of a ModelConfig that have other names in config.json."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,15 +219,10 @@ class ModelConfig:
     """Tokens that end a generation."""
 
     def __post_init__(self) -> None:
-        if self.architecture not in FAMILIES:
-            raise UnsupportedModel(
-                f"architecture {self.architecture!r} is unknown; choose from {', '.join(FAMILIES)}"
-            )
-        for name in (
-            "vocab_size", "hidden_size", "intermediate_size", "num_layers",
-            "num_q_heads", "num_kv_heads", "head_dim", "max_position_embeddings",
-        ):  # fmt: skip
-            at_least(1, name, getattr(self, name))
+        _family(self.architecture)
+        for check, names in _CHECKS.items():
+            for name in names:
+                check(name, getattr(self, name))
         if self.num_q_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_q_heads={self.num_q_heads}: needs a multiple of "
@@ -208,23 +232,11 @@ class ModelConfig:
             raise ValueError(
                 f"head_dim={self.head_dim}: RoPE rotates pairs and needs an even number"
             )
-        _need_numbers(self, "rms_norm_eps", "rope_theta", "initializer_range")
-        for name in ("attention_scale", "attention_softcap", "final_softcap"):
-            if getattr(self, name):
-                _need_numbers(self, name)
-        if self.hidden_act not in ACTIVATIONS:
-            raise UnsupportedModel(
-                f"hidden_act={self.hidden_act!r}: choose from {', '.join(ACTIVATIONS)}"
-            )
         if self.windows and len(self.windows) != self.num_layers:
             raise ValueError(f"windows: {len(self.windows)} for num_layers={self.num_layers}")
         for window in self.windows:
             if window is not None:
                 at_least(1, "sliding_window", window)
-        for name in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise ValueError(f"{name}={value!r}: needs true or false")
 
     @property
     def sliding_window(self) -> int | None:
@@ -233,7 +245,7 @@ class ModelConfig:
 
     @property
     def family(self) -> Family:
-        return FAMILIES[self.architecture]
+        return _family(self.architecture)
 
     def kv_block_bytes(
         self, block_size: int, dtype: torch.dtype, *, tensor_parallel_size: int = 1
@@ -273,8 +285,10 @@ class ModelConfig:
 
         Raises UnsupportedModel and ValueError, also for a missing field.
         """
-        architecture = _architecture(fields)
-        get = dict(FAMILIES[architecture].defaults) | {
+        names = fields.get("architectures")
+        if not isinstance(names, list) or not names:
+            raise ValueError(f"field 'architectures': expected a list of one name, got {names!r}")
+        get = dict(_family(names[0]).defaults) | {
             name: value
             for name, value in fields.items()
             if value is not None or name in _OFF_IF_NULL
@@ -286,33 +300,26 @@ class ModelConfig:
                 raise ValueError(f"field {name!r} is missing")
             return get[name]
 
-        num_q_heads = need("num_attention_heads")
-        hidden_size = need("hidden_size")
+        get.setdefault("num_key_value_heads", need("num_attention_heads"))
+        if "head_dim" not in get:
+            get["head_dim"] = _head_dim(need("hidden_size"), get["num_attention_heads"])
         rope_theta, rope_scaling = _rope(get)
-        same_names = (
-            "vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings",
-            "rms_norm_eps", "tie_word_embeddings",
-        )  # fmt: skip
-        same = {name: need(name) for name in same_names}
-        optional = ("attention_bias", "mlp_bias", "initializer_range")
-        same |= {name: get[name] for name in optional if name in get}
-        return cls(
-            **same,
-            architecture=architecture,
-            num_layers=need("num_hidden_layers"),
-            num_q_heads=num_q_heads,
-            num_kv_heads=get.get("num_key_value_heads", num_q_heads),
-            head_dim=get["head_dim"] if "head_dim" in get else _head_dim(hidden_size, num_q_heads),
-            rope_theta=rope_theta,
-            rope_scaling=rope_scaling,
-            hidden_act=get.get("hidden_activation", get["hidden_act"]),
-            windows=_windows(get, FAMILIES[architecture]),
-            attention_scale=_attention_scale(get),
-            attention_softcap=get.get("attn_logit_softcapping") or 0.0,
-            final_softcap=get.get("final_logit_softcapping") or 0.0,
-            dtype=_dtype(get),
-            eos_token_ids=_token_ids("eos_token_id", get.get("eos_token_id", [])),
-        )
+        read = {
+            "architecture": names[0],
+            "rope_theta": rope_theta,
+            "rope_scaling": rope_scaling,
+            "hidden_act": get.get("hidden_activation", get["hidden_act"]),
+            "windows": _windows(need("num_hidden_layers"), get, _family(names[0])),
+            "attention_scale": _attention_scale(get),
+            "dtype": _dtype(get),
+            "eos_token_ids": _token_ids("eos_token_id", get.get("eos_token_id", [])),
+        }
+        for ours in dataclasses.fields(cls):
+            theirs = _RENAMED.get(ours.name, ours.name)
+            is_needed = ours.default is dataclasses.MISSING
+            if ours.name not in read and (is_needed or get.get(theirs) is not None):
+                read[ours.name] = need(theirs)
+        return cls(**read)
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -328,16 +335,12 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def _architecture(fields: Mapping[str, Any]) -> str:
-    names = fields.get("architectures")
-    if not isinstance(names, list) or not names:
-        raise ValueError(f"field 'architectures': expected a list of one name, got {names!r}")
-    for name in names:
-        if name in FAMILIES:
-            return name
-    raise UnsupportedModel(
-        f"architecture {', '.join(map(str, names))} is unknown; choose from {', '.join(FAMILIES)}"
-    )
+def _family(architecture: str) -> Family:
+    if architecture not in FAMILIES:
+        raise UnsupportedModel(
+            f"architecture {architecture} is unknown; choose from {', '.join(FAMILIES)}"
+        )
+    return FAMILIES[architecture]
 
 
 def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
@@ -350,9 +353,9 @@ def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
 _LAYER_TYPES = {"full_attention": False, "sliding_attention": True}
 
 
-def _windows(fields: Mapping[str, Any], family: Family) -> tuple[int | None, ...]:
+def _windows(num_layers: int, fields: Mapping[str, Any], family: Family) -> tuple[int | None, ...]:
     """Window of each layer; empty if no layer has one."""
-    num_layers = at_least(1, "num_hidden_layers", fields["num_hidden_layers"])
+    at_least(1, "num_hidden_layers", num_layers)
     types = fields.get("layer_types")
     if types is not None:
         if not isinstance(types, list) or len(types) != num_layers:
@@ -379,8 +382,7 @@ def _attention_scale(fields: Mapping[str, Any]) -> float | None:
     scalar = fields.get("query_pre_attn_scalar")
     if scalar is None:
         return None
-    if not isinstance(scalar, int | float) or not scalar > 0:
-        raise ValueError(f"query_pre_attn_scalar={scalar!r}: needs a positive number")
+    _positive("query_pre_attn_scalar", scalar)
     return scalar**-0.5
 
 
@@ -432,8 +434,7 @@ def _rope(fields: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
 
 def _dtype(fields: Mapping[str, Any]) -> torch.dtype:
     name = str(fields.get("dtype", fields.get("torch_dtype", "float32"))).removeprefix("torch.")
-    if name not in _DTYPES:
-        raise UnsupportedModel(f"dtype={name!r}: choose from {', '.join(_DTYPES)}")
+    _one_of("dtype", name, _DTYPES)
     return _DTYPES[name]
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from models.config import FAMILIES, ModelConfig, RopeScaling, UnsupportedModel
-from tests.models.tiny import CHECKPOINTS, tiny_config
+from tests.models.tiny import tiny_config
 
 SCALING = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -67,22 +67,6 @@ def test_the_format_of_transformers_5_means_the_same():
     assert ModelConfig.from_dict(new) == ModelConfig.from_dict(LLAMA_31)
     both = LLAMA_31 | {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}
     assert ModelConfig.from_dict(both) == ModelConfig.from_dict(LLAMA_31)
-
-
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-def test_a_saved_checkpoint_is_read(checkpoint, make_checkpoint):
-    folder, oracle = make_checkpoint(checkpoint)
-    config = ModelConfig.from_folder(folder)
-    theirs = oracle.config
-    assert config.num_layers == theirs.num_hidden_layers
-    assert config.num_q_heads == theirs.num_attention_heads
-    assert config.num_kv_heads == theirs.num_key_value_heads
-    assert config.head_dim == getattr(theirs, "head_dim", 16)
-    assert config.attention_bias == getattr(theirs, "attention_bias", checkpoint == "qwen2")
-    assert config.tie_word_embeddings == theirs.tie_word_embeddings
-    assert config.family.qk_norm == (checkpoint == "qwen3")
-    assert (config.rope_scaling is None) == (checkpoint not in ("llama_biased", "qwen2"))
-    assert config.eos_token_ids == frozenset()
 
 
 def test_fields_that_may_be_absent_have_the_defaults_of_the_architecture():

@@ -48,19 +48,6 @@ def rewrite(folder, change) -> None:
     save_file(tensors, path)
 
 
-@pytest.mark.parametrize("checkpoint", NAMES)
-def test_every_parameter_is_filled_from_the_checkpoint(checkpoint, make_checkpoint):
-    folder, _ = make_checkpoint(checkpoint)
-    model = empty_model(folder)
-    for parameter in model.parameters():
-        parameter.fill_(torch.nan)
-    load_weights(model, folder)
-    assert not any(parameter.isnan().any() for parameter in model.parameters())
-    stored = load_file(folder / "model.safetensors")
-    for name, tensor in checkpoint_tensors(model).items():
-        assert torch.equal(tensor.target, stored[name]), name
-
-
 def test_shards_hold_the_same_weights(sharded, make_checkpoint):
     one, many = empty_model(sharded), empty_model(sharded)
     load_weights(one, make_checkpoint("qwen3")[0])
@@ -78,8 +65,9 @@ def test_weights_are_cast_to_the_dtype_of_the_model(folder):
 
 @pytest.mark.parametrize(
     ("checkpoint", "size"),
-    [("llama", 2), ("llama", 4), ("llama_biased", 4), ("llama_biased", 8), ("qwen3", 4)],
-)
+    [*((name, 1) for name in NAMES),
+     ("llama", 2), ("llama", 4), ("llama_biased", 4), ("llama_biased", 8), ("qwen3", 4)],
+)  # fmt: skip
 def test_the_parts_of_all_ranks_make_up_the_checkpoint(checkpoint, size, make_checkpoint):
     folder, _ = make_checkpoint(checkpoint)
     stored = load_file(folder / "model.safetensors")
@@ -87,7 +75,11 @@ def test_the_parts_of_all_ranks_make_up_the_checkpoint(checkpoint, size, make_ch
     local_elements = 0
     for rank in range(size):
         model = empty_model(folder, TensorParallel(rank, size))
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
         load_weights(model, folder)
+        padded = size > 1  # rows of the vocabulary that no token uses
+        assert padded or not any(parameter.isnan().any() for parameter in model.parameters())
         local_elements = sum(parameter.numel() for parameter in model.parameters())
         for name, tensor in checkpoint_tensors(model).items():
             assert torch.equal(tensor.target, stored[name][tensor.index]), name
