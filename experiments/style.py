@@ -137,23 +137,19 @@ def bars(
     table: DataFrame,
     looks: Mapping[str, dict],
     *,
-    errors: tuple[DataFrame, DataFrame] | None = None,
-    horizontal: bool = False,
-    **options: object,
+    errors: tuple[DataFrame, DataFrame],
 ) -> None:
     """Grouped bars: a group at 0, 1 ... per row of ``table``, a bar per column in ``looks``.
 
-    errors: lengths of the error bars below and above.  ``options`` go to ``Axes.bar`` or ``barh``.
+    errors: lengths of the error bars below and above.
     """
     names = [name for name in looks if name in table]
-    thickness, along = ("height", "xerr") if horizontal else ("width", "yerr")
     for number, name in enumerate(names):
         places = np.arange(len(table)) + 0.8 * ((number + 0.5) / len(names) - 0.5)
-        look = {"label": name, **looks[name], **options, thickness: 0.76 / len(names)}
-        if errors:
-            look |= {along: [part[name] for part in errors], "capsize": 2, "error_kw": {"lw": 0.7}}
-        (axes.barh if horizontal else axes.bar)(places, table[name], **look)
-    axes.grid(axis="y" if horizontal else "x", visible=False)
+        lengths = [part[name] for part in errors]
+        look = {"label": name, **looks[name], "capsize": 2, "error_kw": {"lw": 0.7}}
+        axes.bar(places, table[name], width=0.76 / len(names), yerr=lengths, **look)
+    axes.grid(axis="x", visible=False)
 
 
 @contextmanager

@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from experiments.harness import Count, Options, Positive
+from experiments.harness import Options
 
 if TYPE_CHECKING:
     import torch
@@ -61,25 +61,6 @@ class Shape:
         names += ("num_q_heads", "num_kv_heads", "head_dim", "num_layers", "dtype", "num_splits")
         columns = {name: getattr(self, name) for name in names}
         return {**columns, "kv_dtype": self.kv_dtype or self.dtype}
-
-
-@dataclass(frozen=True, kw_only=True)
-class OnHeads(Options):
-    """Options that all shapes of an experiment have in common."""
-
-    num_q_heads: Count = 32
-    num_kv_heads: Count = 8
-    head_dim: Count = 128
-    dtype: Literal["float16", "bfloat16", "float32"] = "bfloat16"
-    kv_dtype: Literal["float8_e4m3fn"] | None = None
-    """Dtype of the cache; the queries' if None."""
-    budget_ms: Positive = 60.0
-    """Device time for the samples of a cell."""
-
-    def shape(self, op: str, **sizes: Any) -> Shape:
-        """``op`` at these sizes."""
-        names = ("num_q_heads", "num_kv_heads", "head_dim", "dtype", "kv_dtype", "seed")
-        return Shape(op=op, **{name: getattr(self, name) for name in names} | sizes)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -76,16 +76,14 @@ def run_sweep(
     out: Path,
     jobs: int | None = None,
     fresh: bool = False,
-    executor: Executor | None = None,
     cluster: RayCluster | None = None,
     draw: bool = True,
 ) -> SweepReport:
     """Run what is missing of the grid, write ``out/<experiment>/<device>/`` and draw its figures.
 
     ``jobs`` is the number of worker processes (None: one a core; one for timed cells and on a
-    GPU), ``fresh`` runs finished cells again, ``executor`` replaces the worker processes,
-    ``cluster`` runs the cells on its machines.  A cell that raises is reported, not raised.
-    Without ``draw`` there are no figures.
+    GPU), ``fresh`` runs finished cells again, ``cluster`` runs the cells on its machines.  A cell
+    that raises is reported, not raised.  Without ``draw`` there are no figures.
 
     Raises OptionsError for options that the grid cannot serve and for a folder that cannot be made,
     FolderInUse if another sweep is writing to it.
@@ -114,9 +112,8 @@ def run_sweep(
             if tasks:
                 environment = (cluster.describe if cluster else describe)(experiment, _command())
                 run = {"device": device, **environment, "seed": options.seed}
-                if cluster:
-                    executor = partial(cluster.run, experiment)
-                sweep.run(tasks, executor or partial(run_locally, jobs=jobs), run)
+                here = partial(run_locally, jobs=jobs)
+                sweep.run(tasks, partial(cluster.run, experiment) if cluster else here, run)
         finally:
             sweep.assemble()
         sweep.summarise()

@@ -3,8 +3,7 @@
 Each call runs on ``kernels/executor``, which executes the PTX that Triton compiled for the
 architecture. Its result is judged against the reference. Counted are instructions by class,
 requests to global memory with the sectors and lines they touch, shared-memory wavefronts and bank
-conflicts, tensor-core operations, barriers and copies in flight. Columns that
-begin with ``executor_`` are the speed of the executor itself.
+conflicts, tensor-core operations, barriers and copies in flight.
 
 Not seen: what ptxas does (registers, spills, removed and reordered instructions), real speed,
 caches, the order of accesses on hardware and the last bits of its rounding. Reads of shared memory
@@ -48,22 +47,6 @@ if TYPE_CHECKING:
 
 LINE = 128
 """Bytes of a line."""
-CLASSES = (
-    "integer",
-    "floating point",
-    "conversion",
-    "move",
-    "tensor core",
-    "asynchronous copy",
-    "global load",
-    "global store",
-    "shared memory",
-    "exchange",
-    "synchronisation",
-    "control",
-    "parameter",
-)
-"""Classes of instructions, by the executor's names."""
 
 
 class Counted(NamedTuple):
@@ -230,8 +213,8 @@ _SHAPE = ("kv_dtype", "block_size", "lengths", "num_q_heads", "num_kv_heads", "h
 def _counts(launch: LaunchRecord) -> dict[str, Any]:
     counts = launch.counts
     by_class = {
-        f"instructions_{name.replace(' ', '_')}": counts.instructions.get(name, 0)
-        for name in CLASSES
+        f"instructions_{name.replace(' ', '_')}": number
+        for name, number in counts.instructions.items()
     }
 
     def same(*names: str) -> dict[str, float]:
@@ -250,9 +233,6 @@ def _counts(launch: LaunchRecord) -> dict[str, Any]:
         "shared_wavefronts": counts.wavefronts,
         **same("bank_conflicts", "tensor_operations", "barriers"),
         "bytes_in_flight_per_program": counts.bytes_in_flight,
-        "executor_seconds": launch.seconds,
-        "executor_warps_per_s": len(counts.programs) * launch.num_warps / launch.seconds,
-        "executor_instructions_per_s": launch.warp_instructions / launch.seconds,
     }
 
 

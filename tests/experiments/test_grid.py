@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 import pytest
 
 from experiments.harness import (
-    Absent,
     Axis,
     Count,
     Experiment,
@@ -70,12 +69,6 @@ def test_what_stands_in_the_place_of_an_axis():
     assert [(c.size, c.name, c.kind, c.load) for c in items] == [
         (5, "a", "z", 0.5), (5, "c", "z", 0.5),
     ]  # fmt: skip
-
-
-def test_an_absence_is_told_once():
-    gone = Absent("gone")
-    twice = experiment(Part(), cells=lambda options: iter([gone, *grid(options), gone]))
-    assert list(twice.checked_cells(Part())) == [gone, Part(size=1), Part(size=2)]
 
 
 @pytest.mark.parametrize(

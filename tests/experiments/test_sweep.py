@@ -28,12 +28,13 @@ def run(tiny, tmp_path, monkeypatch):
         behaviour = {"journal": str(tmp_path / "journal"), **(behaviour or {})}
         monkeypatch.setenv("TINY_BEHAVIOUR", json.dumps(behaviour))
         order = reversed if reverse else iter
+        in_this_process = lambda tasks, jobs: (execute(task) for task in order(tasks))  # noqa: E731
+        monkeypatch.setattr(sweep, "run_locally", in_this_process)
         return run_sweep(
             tiny.EXPERIMENT,
             tiny.TinyOptions(**options),
             out=tmp_path / "out",
             fresh=fresh,
-            executor=lambda tasks: (execute(task) for task in order(tasks)),
             draw=draw,
         )
 

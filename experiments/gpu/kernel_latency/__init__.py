@@ -28,9 +28,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from experiments.bench.shapes import OURS, OnHeads, Shape, Timed, timed_cells, use_device
+from experiments.bench.shapes import OURS, Shape, Timed, timed_cells, use_device
 from experiments.gpu.kernel_latency import figures, tiles
-from experiments.harness import Count, Experiment, Needs
+from experiments.harness import Count, Experiment, Needs, Options, Positive
 
 PARTS = ("decode", "prefill", "norm", "gate", "store", "copy", "swap_out", "swap_in")
 PARTS += ("cascade", "large", "splits", "tiles")
@@ -63,7 +63,7 @@ Prefill = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class KernelLatency(OnHeads):
+class KernelLatency(Options):
     """The grid: parts x shapes x block sizes x implementations."""
 
     part: tuple[Literal[PARTS], ...] = PARTS
@@ -127,6 +127,19 @@ class KernelLatency(OnHeads):
         (1, 16, 4096),
     )
     """Shapes that numbers of splits are tried at, as in tile_shapes."""
+    num_q_heads: Count = 32
+    num_kv_heads: Count = 8
+    head_dim: Count = 128
+    dtype: Literal["float16", "bfloat16", "float32"] = "bfloat16"
+    kv_dtype: Literal["float8_e4m3fn"] | None = None
+    """Dtype of the cache; the queries' if None."""
+    budget_ms: Positive = 60.0
+    """Device time for the samples of a cell."""
+
+    def shape(self, op: str, **sizes: Any) -> Shape:
+        """``op`` at these sizes."""
+        names = ("num_q_heads", "num_kv_heads", "head_dim", "dtype", "kv_dtype", "seed")
+        return Shape(op=op, **{name: getattr(self, name) for name in names} | sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
