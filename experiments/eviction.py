@@ -51,12 +51,12 @@ class OwnPolicy:
         return f"{self.file.name}:{self.name}"
 
 
-BOUNDS = {"class_hazards": "class_hazard_hits", "fluid": "fluid_hits"}
-"""Names accepted in place of a policy: functions of ``cache.replay.bounds`` (slow to import)."""
+BOUND = "fluid"
+"""Accepted in place of a policy: ``cache.replay.bounds.fluid_hits`` (slow to import)."""
 
 Policy = Annotated[str, Needs("a policy", lambda name: cache.make_policy(name) is not None)]
 PolicyOrBound = Annotated[
-    str, Needs("a policy", lambda name: name in BOUNDS or cache.make_policy(name) is not None)
+    str, Needs("a policy", lambda name: name == BOUND or cache.make_policy(name) is not None)
 ]
 
 PARTS = {"all": (0, 1), "first": (0, 2 / 3), "last": (2 / 3, 1)}
@@ -84,11 +84,11 @@ class Eviction(OnTraces):
 
 def cells(options: Eviction) -> Iterator[Eviction]:
     """Policies, and "infinite" in the place of one."""
-    policies = map(named_policy, options.policy or [*cache.POLICIES, *BOUNDS])
+    policies = map(named_policy, options.policy or [*cache.POLICIES, BOUND])
     traces = [*options.sources(options.num_requests)]
     for cell in grid(options, trace=traces, policy=policies):
-        if cell.part == "all" or cell.policy not in BOUNDS:
-            yield cell  # a bound is one of the whole trace
+        if cell.part == "all" or cell.policy != BOUND:
+            yield cell  # the bound is one of the whole trace
     if "all" in options.part:
         infinite = {"policy": ["infinite"], "capacity_percent": [100.0], "part": ["all"]}
         yield from grid(options, trace=traces, **infinite)
@@ -123,10 +123,10 @@ def run_cell(cell: Eviction) -> list[dict[str, Any]]:
         "capacity_fraction": cell.capacity_percent / 100,
         "capacity_blocks": capacity,
     }
-    if cell.policy in BOUNDS:
-        from cache.replay import bounds
+    if cell.policy == BOUND:
+        from cache.replay.bounds import fluid_hits
 
-        hits = getattr(bounds, BOUNDS[cell.policy])(trace, capacity)
+        hits = fluid_hits(trace, capacity)
         return [{**row, "block_hit_rate": hits / trace.num_block_references}]
     result = cache.simulate(
         trace,
@@ -184,9 +184,9 @@ def _lines(rows: style.DataFrame) -> dict[str, dict]:
     means = rates.mean()
     lines, others = {}, []
     looks = style.policy_lines(["infinite", *rates.columns])
-    first = ["belady", "fluid", "class_hazards", "reuse_oracle", "safeguarded", "lru", "fifo"]
+    first = ["belady", "fluid", "reuse_oracle", "safeguarded", "lru", "fifo"]
     first = [policy for policy in first if policy in rates]
-    own = [p for p in rates if p not in cache.POLICIES and p not in BOUNDS]
+    own = [p for p in rates if p not in cache.POLICIES and p != BOUND]
     rest = means.drop([*first, *own]).sort_values(ascending=False, kind="stable").index
     for policy in [*first, *own, *rest]:
         same = next((p for p in lines if rates[p].equals(rates[policy])), None)

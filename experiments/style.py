@@ -67,7 +67,6 @@ _POLICIES = {
     "belady": ("Belady (optimum)", line(BLACK, "", "dashed")),
     "reuse_oracle": ("LRU knowing what returns", line(BLACK, "", "dashdot")),
     "fluid": ("fluid relaxation", line(GREY, "")),
-    "class_hazards": ("class hazards known", line(BLACK, "|", "dotted")),
     "safeguarded": ("gittins, safeguarded (ours)", line(RED, ">")),
     "gittins": ("gittins (ours)", line(RED, ">", "dashed")),
     "lru": ("LRU", line(BLUE, "o")),

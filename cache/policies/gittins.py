@@ -60,8 +60,8 @@ class Gittins(LeafPolicy):
     def _reset(self) -> None:
         import numpy as np
 
-        self.returns = np.zeros((_NUM_CLASSES, _NUM_BINS))  # by age
-        self.releases = np.zeros(_NUM_CLASSES)
+        self._returns = np.zeros((_NUM_CLASSES, _NUM_BINS))  # by age
+        self._releases = np.zeros(_NUM_CLASSES)
         self._num_requests = self._num_releases = 0
         self._leaves_of: dict[int, LazyHeap] = defaultdict(LazyHeap)  # a class, by release
         self._heads: dict[int, tuple[float, float, int]] = {}  # of these: worth, release, class
@@ -82,19 +82,16 @@ class Gittins(LeafPolicy):
             uses = 1
             if node.memo:
                 uses += node.memo.uses
-                self.returns[node.memo.class_, _age_bin(self._now - node.memo.time_ms)] += 1
+                self._returns[node.memo.class_, _age_bin(self._now - node.memo.time_ms)] += 1
             level = min(_exponent(uses), _USES - 1)
             class_ = (2 * level + (place == 0)) * _LENGTHS + length
-            self.releases[class_] += 1
+            self._releases[class_] += 1
             node.memo = Use(class_, self._now, self._num_releases + place, uses)
         self._num_releases += len(nodes)
         if self._num_requests % 64 == 0:
-            self._learn()
+            self._index = gittins_indices(self._returns, self._releases).tolist()
+            self._ranked_at = math.nan
         self._num_requests += 1
-
-    def _learn(self) -> None:
-        self._index = gittins_indices(self.returns, self.releases).tolist()
-        self._ranked_at = math.nan
 
     def _offer(self, node: Node) -> None:
         self._leaves_of[node.memo.class_].push(node, node.memo.number)

@@ -1,7 +1,7 @@
-"""Hits of policies that know how classes of blocks return, and nothing else of the future.
+"""A bound on policies that know how classes of blocks return, and nothing else of the future.
 
-Both functions learn from the whole trace how the classes of :mod:`cache.policies.gittins` return:
-uses, last block of its prompt, output length.  docs/eviction-study.md derives them.
+The classes are those of :mod:`cache.policies.gittins`: uses, last block of its prompt, output
+length.  docs/eviction-study.md derives the bound.
 """
 
 from __future__ import annotations
@@ -11,22 +11,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cache.checks import at_least
-from cache.policies.gittins import Gittins, gittins_indices
+from cache.policies.gittins import Gittins
 from cache.policies.leaves import Node
 from cache.replay.compiled import next_uses_of
 from cache.replay.serial import simulate
 
 if TYPE_CHECKING:
     from cache.traces.trace import Trace
-
-
-def class_hazard_hits(trace: Trace, capacity_blocks: int) -> int:
-    """Hits of a ``gittins`` policy that has the statistics of the whole trace from the start.
-
-    A heuristic with perfect statistics rather than a proven bound.
-    """
-    policy = _Informed(_observe(trace))
-    return simulate(trace, policy=policy, capacity_blocks=capacity_blocks).hit_blocks
 
 
 def fluid_hits(trace: Trace, capacity_blocks: int) -> float:
@@ -39,7 +30,7 @@ def fluid_hits(trace: Trace, capacity_blocks: int) -> float:
     policy that distinguishes blocks within a class may hit more.
     """
     capacity = at_least(1, "capacity_blocks", capacity_blocks)
-    classes = np.array(_observe(trace).classes)
+    classes = np.array(_observe(trace))
     times = trace.timestamps_ms.astype(np.float64)
     lengths = np.diff(trace.offsets)
     released = np.repeat(times, lengths)
@@ -73,22 +64,11 @@ class _Observer(Gittins):
         self.classes += [node.memo.class_ for node in reversed(nodes)]
 
 
-class _Informed(Gittins):
-    """Has the Gittins indices of ``observer`` from the start."""
-
-    def __init__(self, observer: Gittins) -> None:
-        super().__init__()
-        self._index = gittins_indices(observer.returns, observer.releases).tolist()
-
-    def _learn(self) -> None:
-        """There is nothing more to learn."""
-
-
-def _observe(trace: Trace) -> _Observer:
-    """A policy that has seen the trace and evicted nothing."""
+def _observe(trace: Trace) -> list[int]:
+    """The class of each block reference."""
     observer = _Observer()
     simulate(trace, policy=observer, capacity_blocks=max(trace.num_unique_blocks, 1))
-    return observer
+    return observer.classes
 
 
 def _groups(classes: np.ndarray) -> list[np.ndarray]:

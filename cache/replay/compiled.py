@@ -46,26 +46,22 @@ def compile_replay(priority: Callable[..., float], has_own: bool) -> Callable:
     outputs, num_ghosts, own)`` -> ``(hit_blocks, evictions)``, of each request.  Raises numba's own
     error, at the first call, if ``priority`` is beyond it.
 
-    Python's integers have no end, int64 wraps around and float64 rounds.  So ``priority`` is
-    computed in both, and ``replay`` raises OverflowError where they differ or reach 2**53.  One
-    with a state of its own is called once, with float64.
+    ``priority`` is computed in float64.  Without a state of its own it may be an integer in Python,
+    so ``replay`` raises OverflowError beyond 2**53, from where on float64 rounds integers.
     """
     compiled_priority = numba.njit(priority)
 
-    if has_own:
-
-        @numba.njit
-        def rank(in_integers, in_floats, own):
-            return _number(compiled_priority(in_floats, own))
-    else:
-
-        @numba.njit
-        def rank(in_integers, in_floats, own):
-            rounded = _number(compiled_priority(in_floats))
-            exact = compiled_priority(in_integers)
-            if rounded != exact or _EXACT < abs(rounded) < np.inf:
-                raise OverflowError("a priority is beyond 64 bits")
-            return exact
+    @numba.njit
+    def rank(history, own):
+        if has_own:
+            priority = compiled_priority(history, own)
+        else:
+            priority = compiled_priority(history)
+            if _EXACT < abs(priority) < np.inf:
+                raise OverflowError("a priority is beyond 2**53")
+        if priority != priority:
+            raise ValueError("the policy's priority of a block is nan, not a number")
+        return priority
 
     def replay(block_ids, offsets, num_unique, capacity, needs_future, *request_facts):
         blocks = np.zeros(num_unique, _BLOCK)
@@ -189,19 +185,6 @@ def compile_replay(priority: Callable[..., float], has_own: bool) -> Callable:
                 block.accessed = time
                 priority = rank(
                     BlockHistory(
-                        np.int64(block_id),
-                        time,
-                        np.int64(block.inserted),
-                        np.int64(block.accesses),
-                        next_use,
-                        np.int64(block.depth),
-                        clock,
-                        np.int64(block.children),
-                        np.int64(block.before + block.accesses),
-                        interval,
-                        facts,
-                    ),
-                    BlockHistory(
                         np.float64(block_id),
                         np.float64(time),
                         np.float64(block.inserted),
@@ -259,13 +242,6 @@ def _borrowed(array):
     instructions that take up to two thirds of the time.
     """
     return numba.carray(_as_pointer(array.ctypes.data), array.shape, array.dtype)
-
-
-@numba.njit
-def _number(priority):
-    if priority != priority:
-        raise ValueError("the policy's priority of a block is nan, not a number")
-    return priority
 
 
 @numba.njit(inline="always")

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class SimulationResult:
     """Result of a replay over the counted requests."""
 
@@ -41,7 +41,7 @@ class SimulationResult:
     num_requests: int
     block_references: int
     """Blocks of all requests, those beyond the pool's capacity included."""
-    hits: np.ndarray = field(compare=False)
+    hits: np.ndarray = field(compare=False, repr=False)
     """Hit blocks of each request, ``(num_requests,)`` int64."""
     hit_blocks: int
     input_tokens: int
@@ -50,17 +50,8 @@ class SimulationResult:
     evictions: int
     replay_seconds: float
     """Wall time of the whole replay, compilation excluded."""
-    references_per_second: float
-    """Speed of the whole replay."""
     compiled: bool
     """True if numba ran the replay, False if it was the policy's Python."""
-
-    def __repr__(self) -> str:
-        return (
-            f"SimulationResult(policy={self.policy!r}, capacity_blocks={self.capacity_blocks}, "
-            f"block_hit_rate={self.block_hit_rate:.4f}, token_hit_rate={self.token_hit_rate}, "
-            f"num_requests={self.num_requests}, evictions={self.evictions})"
-        )
 
     @property
     def block_hit_rate(self) -> float:
@@ -87,8 +78,8 @@ def simulate(
 
     ``trace`` is a path or what ``load_trace`` or ``make_workload`` gave; ``policy`` a name
     (``options`` are the policy's), ``"file.py:Class"``, or a policy object, which is started anew.
-    A ``PriorityPolicy`` that numba can compile runs compiled, any other policy in Python, and so
-    does one whose priorities need integers beyond 2**53, which compiled arithmetic would change.
+    A ``PriorityPolicy`` that numba can compile runs compiled, in float64, any other policy in
+    Python, and so does one with priorities beyond 2**53, which float64 would round.
 
     ``counted`` selects the requests in the result: with ``slice(1000, None)`` the first 1000 only
     warm up the pool and the policy.
@@ -132,7 +123,6 @@ def simulate(
         hit_tokens=_hit_tokens(part, hits[counted]),
         evictions=int(evictions[counted].sum()),
         replay_seconds=seconds,
-        references_per_second=trace.num_block_references / seconds,
         compiled=replay is not None,
     )
 

@@ -8,7 +8,7 @@ import pytest
 
 import cache
 from experiments import style
-from experiments.eviction import BOUNDS
+from experiments.eviction import BOUND
 
 
 def draw(folder):
@@ -48,7 +48,7 @@ def test_the_legend_stays_inside_the_figure(panels):
 @pytest.mark.parametrize(
     "lines",
     [
-        style.policy_lines([*cache.POLICIES, *BOUNDS, "infinite", "mine.py:A", "mine.py:B"]),
+        style.policy_lines([*cache.POLICIES, BOUND, "infinite", "mine.py:A", "mine.py:B"]),
         style.lines_of("abcdefgh"),
     ],
     ids=["policies", "in turn"],
@@ -63,7 +63,7 @@ def test_no_two_lines_look_alike_nor_without_colour(lines):
 
 
 def test_every_built_in_policy_has_a_look_and_a_name_of_its_own():
-    lines = style.policy_lines([*cache.POLICIES, *BOUNDS, "mine.py:A"])
+    lines = style.policy_lines([*cache.POLICIES, BOUND, "mine.py:A"])
     own = lines.pop("mine.py:A")
     assert (own["label"], own["linewidth"]) == ("mine.py:A", 1.8)
     assert not any("linewidth" in line for line in lines.values())

@@ -122,8 +122,8 @@ def test_without_times_a_release_takes_a_second():
                 policy.evict()
             policy.insert(at, at % 3, None, 0)
             policy.release(at)
-    assert np.array_equal(*(policy.returns for policy in policies))
-    assert policies[0].returns.sum() > 0
+    assert np.array_equal(*(policy._returns for policy in policies))
+    assert policies[0]._returns.sum() > 0
 
 
 class Listener(cache.policies.POLICIES["fifo"]):

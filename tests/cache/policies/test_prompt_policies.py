@@ -159,11 +159,6 @@ def test_priority_keeps_what_a_request_of_high_priority_used():
     assert pool.victims() == ["ae", "cd", "c", "ab", "xy", "a", "x"]
 
 
-def test_of_equal_priority_the_least_recently_used_goes():
-    pool = Pool(make_policy("priority")).serve("ab").serve("cd")
-    assert pool.victims() == ["ab", "a", "cd", "c"]
-
-
 @pytest.mark.parametrize("name", ["vllm_v0", "vllm_v1", "radix", "nano_vllm"])
 def test_the_priority_of_a_sequence_keeps_its_blocks(name):
     manager = cache.make_manager(name, num_blocks=8, block_size=2, policy="priority")

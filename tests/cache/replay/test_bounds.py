@@ -1,4 +1,4 @@
-"""The fluid bound and the policy with known class hazards."""
+"""The fluid bound."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cache
-from cache.replay.bounds import _observe, class_hazard_hits, fluid_hits
+from cache.replay.bounds import _observe, fluid_hits
 from cache.replay.compiled import next_uses_of
 from cache.traces.trace import Trace
 from tests.cache.prefix_traces import prefix_traces
@@ -19,7 +19,7 @@ from tests.cache.prefix_traces import prefix_traces
 @given(trace=prefix_traces, capacity=st.integers(1, 12))
 def test_the_fluid_bound_is_the_dual_of_its_linear_program(trace, capacity):
     """The least over all prices of space of what that costs, and of what each class earns by it."""
-    classes = np.array(_observe(trace).classes)
+    classes = np.array(_observe(trace))
     times = trace.timestamps_ms.astype(float)
     uses = next_uses_of(trace.block_ids, trace.offsets, trace.num_unique_blocks, 99)
     ends = np.array([times[int(use)] if use < np.inf else times[-1] for use in uses])
@@ -51,13 +51,11 @@ def test_bounds_lie_above_the_policy_and_rise_with_the_pool(name):
     before = 0.0
     for share in (0.01, 0.05, 0.2, 1.0):
         capacity = int(trace.num_unique_blocks * share)
-        fluid, known = fluid_hits(trace, capacity), class_hazard_hits(trace, capacity)
+        fluid = fluid_hits(trace, capacity)
         learnt, best = (
             cache.simulate(trace, policy=policy, capacity_blocks=capacity).hit_blocks
             for policy in ("gittins", "belady")
         )
-        assert known <= best
-        assert known >= 0.97 * learnt
         assert fluid >= learnt
         assert fluid >= before
         before = fluid
@@ -67,10 +65,8 @@ def test_bounds_lie_above_the_policy_and_rise_with_the_pool(name):
 def test_one_request_has_no_time_in_which_to_keep_anything():
     trace = Trace.from_requests([(5, 8, 1, [0, 1])], name="one", block_size=4)
     assert fluid_hits(trace, 1) == 0.0
-    assert class_hazard_hits(trace, 1) == 0
 
 
-@pytest.mark.parametrize("bound", [fluid_hits, class_hazard_hits])
-def test_a_capacity_below_one_is_refused(bound):
+def test_a_capacity_below_one_is_refused():
     with pytest.raises(ValueError, match="capacity_blocks"):
-        bound(cache.make_workload("rag", num_requests=3), 0)
+        fluid_hits(cache.make_workload("rag", num_requests=3), 0)

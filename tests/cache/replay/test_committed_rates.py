@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 import cache
-from cache.replay import bounds
+from cache.replay.bounds import fluid_hits
 
 ROOT = Path(__file__).parents[3]
-BOUNDS = {"class_hazards": bounds.class_hazard_hits, "fluid": bounds.fluid_hits}
 POOLS = {True: ("mooncake_conversation_512", 0.01), False: ("ragpulse_16_first_1500", 0.001)}
 """Trace and share of its unique blocks, for compiled policies and for policies in Python."""
 
@@ -22,8 +21,7 @@ def committed() -> list[dict[str, str]]:
         return [
             row
             for row in csv.DictReader(file)
-            if (row["trace"], float(row["capacity_fraction"]))
-            == POOLS[row["policy"] in BOUNDS or row["compiled"] == "True"]
+            if (row["trace"], float(row["capacity_fraction"])) == POOLS[row["compiled"] != "False"]
         ]
 
 
@@ -35,8 +33,8 @@ def load(name: str) -> cache.Trace:
 @pytest.mark.parametrize("row", committed(), ids=lambda row: row["policy"])
 def test_hit_rate(row):
     trace, policy, capacity = load(row["trace"]), row["policy"], int(row["capacity_blocks"])
-    if policy in BOUNDS:
-        hits = BOUNDS[policy](trace, capacity)
+    if policy == "fluid":
+        hits = fluid_hits(trace, capacity)
     else:
         hits = cache.simulate(trace, policy=policy, capacity_blocks=capacity).hit_blocks
     rate = hits / trace.num_block_references

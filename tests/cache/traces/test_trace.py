@@ -287,30 +287,6 @@ def test_bad_block_size_is_an_error(tmp_path, block_size):
 # --- inferring the block size
 
 
-@given(
-    block_size=st.sampled_from([1, 2, 8, 16, 64, 512, 1024, 3, 24, 100]),
-    rule=st.sampled_from(["ceil", "floor"]),
-    lengths=st.lists(st.integers(0, 4000), min_size=1, max_size=12),
-)
-def test_inferred_block_size_fits_and_is_found_given_enough_requests(block_size, rule, lengths):
-    def trace_with(lengths):
-        count = {"ceil": lambda n: -(-n // block_size), "floor": lambda n: n // block_size}[rule]
-        return Trace.from_requests([(0, n, 0, range(count(n))) for n in lengths], name="t")
-
-    def fits(size, trace):
-        counts = np.diff(trace.offsets)
-        lengths = trace.input_lengths
-        return (counts == -(-lengths // size)).all() or (counts == lengths // size).all()
-
-    trace = trace_with(lengths)
-    if trace.block_size is not None:
-        assert fits(trace.block_size, trace)
-    # Lengths on both sides of many multiples leave no other size.
-    multiples = [k * block_size for k in range(2, 40)]
-    full = trace_with(lengths + multiples + [n + 1 for n in multiples] + [n - 1 for n in multiples])
-    assert full.block_size == block_size
-
-
 @pytest.mark.parametrize(
     ("requests", "expected"),
     [
@@ -446,38 +422,6 @@ def test_digest_is_fixed_across_platforms_and_releases():
     # Resumable sweeps key their cells by it.
     trace = trace_of([0, 1, 2], [0, 1, 3], timestamps=[0, 12.5], block_size=16)
     assert trace.digest == "6cf05456618ebaca790aed4af20bd529"
-
-
-@pytest.mark.parametrize(
-    ("field", "values", "reason"),
-    [
-        ("timestamps_ms", np.array([1.0, 0.0]), "must ascend"),
-        ("timestamps_ms", np.array([np.nan, 0.0]), "must ascend"),
-        ("timestamps_ms", np.array([0, 1]), "one-dimensional float64"),
-        ("input_lengths", [1, 2], "one-dimensional int64"),
-        ("input_lengths", np.array([1]), "one value per request"),
-        ("output_lengths", np.array([1, -1]), "at least 0"),
-        ("offsets", np.array([0, 2]), "num_requests"),
-        ("offsets", np.array([0, 2, 4]), "num_requests"),
-        ("offsets", np.array([1, 2, 3]), "num_requests"),
-        ("offsets", np.array([0, 4, 3]), "must ascend"),
-        ("block_ids", np.array([0, 2, 1], np.int32), "count up from 0"),
-        ("block_ids", np.array([1, 0, 2], np.int32), "count up from 0"),
-        ("block_ids", np.array([0, -1, 1], np.int32), "count up from 0"),
-        ("block_ids", np.array([0, 1, 0]), "one-dimensional int32"),
-    ],
-)
-def test_the_constructor_refuses_arrays_that_break_the_contract(field, values, reason):
-    arrays = {
-        "timestamps_ms": np.array([0.0, 1.0]),
-        "input_lengths": np.array([2, 1]),
-        "output_lengths": np.array([0, 0]),
-        "block_ids": np.array([0, 1, 0], np.int32),
-        "offsets": np.array([0, 2, 3]),
-    }
-    assert Trace("t", 1, **arrays).num_unique_blocks == 2
-    with pytest.raises(ValueError, match=f"{field} .*{reason}"):
-        Trace("t", 1, **arrays | {field: values})
 
 
 def test_coarsened_blocks_are_runs_of_blocks():

@@ -192,21 +192,6 @@ def test_rag_cannot_retrieve_more_documents_than_there_are():
 # --- what each workload is
 
 
-def test_system_prompts_are_shared_by_popularity():
-    trace = make_workload("shared_system_prompts", num_system_prompts=20, length_sigma=0)
-    assert set(trace.input_lengths.tolist()) == {680}
-    system_prompts = Counter(request.block_ids[0].item() for request in trace)
-    assert len(system_prompts) == 20
-    harmonic = sum(1 / rank for rank in range(1, 21))
-    for rank, (_, count) in enumerate(system_prompts.most_common(5), start=1):
-        expected = len(trace) / rank / harmonic
-        assert abs(count - expected) < 4 * math.sqrt(expected)
-    # 600 tokens are 37 full blocks; those of the messages, and the block between, come once.
-    uses = np.bincount(trace.block_ids)
-    assert (uses > 1).sum() == 20 * 37
-    assert trace.num_unique_blocks == 20 * 37 + len(trace) * (42 - 37)
-
-
 def test_chat_turns_continue_the_conversation_after_answer_and_thought():
     requests = tiny(
         "multi_turn_chat", block_size=1, num_requests=300, session_rate=1e-6, think_sigma=0,
@@ -284,19 +269,6 @@ def test_samples_of_a_prompt_arrive_together_in_shuffled_passes():
     assert all(set(each) == set(passes[0]) for each in passes)
     assert len({tuple(each) for each in passes}) == 4, "each pass has an order of its own"
     assert len({prompt[1][0] for prompt in prompts}) <= 8, "prompts begin with a template"
-
-
-def test_rag_documents_hit_only_behind_the_same_documents():
-    trace = make_workload(
-        "rag", num_requests=200, block_size=1, num_documents=2, documents_per_request=2,
-        zipf_exponent=0, length_sigma=0, system_tokens=30, document_tokens=10, question_tokens=5,
-    )  # fmt: skip
-    assert set(trace.input_lengths.tolist()) == {55}
-    orders = Counter(tuple(request.block_ids[:50].tolist()) for request in trace)
-    assert len(orders) == 2, "two documents, two orders"
-    assert min(orders.values()) > 60
-    (first, _), (second, _) = orders.items()
-    assert [a == b for a, b in zip(first, second, strict=True)] == [True] * 30 + [False] * 20
 
 
 # --- draws
