@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import random
 
-from cache import make_manager
+from cache import Sequence, make_manager
+from cache.blocks.hashing import BlockHasher
 from cache.serving.engine import Engine
 from cache.serving.request import ScheduledSequence
 from cache.serving.sampling_params import SamplingParams
@@ -39,6 +40,13 @@ def known_tokens(seq: ScheduledSequence, step: Step) -> list[int]:
     return tokens
 
 
+def assert_hashes_are_of_known_tokens(seq: ScheduledSequence) -> None:
+    known = seq.token_ids[: seq.num_tokens - seq.num_unknown_tokens]
+    for name, chain in seq.hash_chains.items():
+        expected = BlockHasher(*name).block_hashes(Sequence(0, known))
+        assert chain == expected[: len(chain)]
+
+
 class SymbolicRunner:
     """Stands in for a model: a slot holds a digest of the prefix whose K/V belong there.
 
@@ -60,6 +68,8 @@ class SymbolicRunner:
             self.blocks[destination] = self.blocks[source].copy()
         for host, device in step.swap_in:
             self.blocks[device] = self.host_blocks[host].copy()
+        for seq in (*step.sequences, *step.preempted):
+            assert_hashes_are_of_known_tokens(seq)
         for seq, count in zip(step.sequences, step.counts, strict=True):
             tokens = known_tokens(seq, step)
             table, digests = manager.block_table(seq), self.digests(tokens)
@@ -166,7 +176,8 @@ def serve(engine: Engine, max_steps: int = 2000) -> dict:
 def assert_idle(engine: Engine) -> None:
     """Nothing is held, and nothing leaked."""
     assert not engine.requests
-    assert not engine.scheduler.has_unfinished
+    assert not engine.scheduler.running
+    assert not engine.scheduler.waiting
     engine.manager.check_invariants()
     assert engine.manager.num_free_blocks == engine.manager.num_blocks
-    assert engine.scheduler.num_free_host_blocks == len(engine.runner.host_blocks)
+    assert len(engine.scheduler.free_host_blocks) == len(engine.runner.host_blocks)

@@ -104,12 +104,6 @@ class Run:
         return not all(request.finished for request in self.requests)
 
     @property
-    def arriving_steps(self) -> list[StepRecord]:
-        """Steps until the last request arrived; the later ones only drain the queue."""
-        last = self.requests[-1].arrival_time
-        return [step for step in self.steps if step.at_s <= last] or self.steps
-
-    @property
     def cached_prompt_fraction(self) -> float:
         """Share of the prompt tokens of the scheduled requests that were cached; 0 without any."""
         scheduled = [r for r in self.requests if r.first_scheduled_time is not None]
@@ -122,8 +116,9 @@ class Run:
         return sum(step.seconds for step in self.steps)
 
     def mean_of_steps(self, name: str) -> float:
-        """Mean of a field of ``StepRecord`` over the steps while requests arrived."""
-        steps = self.arriving_steps
+        """Mean of a field of ``StepRecord`` over the steps until the last request arrived."""
+        last = self.requests[-1].arrival_time
+        steps = [step for step in self.steps if step.at_s <= last] or self.steps
         return sum(getattr(step, name) for step in steps) / len(steps)
 
 

@@ -108,20 +108,12 @@ class Scheduler:
                 f"num_host_blocks={num_host_blocks}: with a sliding_window the manager gives back "
                 "blocks, and a sequence cannot be swapped out as a whole; needs 0"
             )
-        self._free_host_blocks = list(range(at_least(0, "num_host_blocks", num_host_blocks)))
-
-    @property
-    def has_unfinished(self) -> bool:
-        return bool(self.running or self.waiting)
+        self.free_host_blocks = list(range(at_least(0, "num_host_blocks", num_host_blocks)))
 
     @property
     def has_tokens_to_compute(self) -> bool:
         """Whether a running sequence has a token without K/V."""
         return any(len(seq.token_ids) > seq.num_computed_tokens for seq in self.running)
-
-    @property
-    def num_free_host_blocks(self) -> int:
-        return len(self._free_host_blocks)
 
     def longest_sequence(self, limit: int) -> int:
         """Most tokens, up to ``limit``, of a sequence that fits the cache; 0 if none does.
@@ -164,10 +156,10 @@ class Scheduler:
         """
         step = Step()
         if self.prefill_first:
-            self._schedule_prompts(step)
+            self._admit_waiting(step, self._schedule_running(step, least=2))
         if not step.sequences and not step.admitted:
             budget = self._schedule_running(step)
-            if self.waiting and not step.preempted and not self.prefill_first:
+            if not self.prefill_first:
                 self._admit_waiting(step, budget)
         if self.waiting and not (step.sequences or step.admitted or step.preempted):
             head = self.waiting[0]
@@ -178,30 +170,21 @@ class Scheduler:
             )
         return step
 
-    def _schedule_running(self, step: Step) -> int:
-        """Schedule the running sequences; returns the rest of the token budget."""
-        budget = self.max_num_batched_tokens
-        for seq in self.running:  # a preemption shortens this list at its end
-            count = min(len(seq.token_ids) - seq.num_computed_tokens, budget)
-            if count:
-                if not self._give_slots(seq, count, step):
-                    break
-                budget -= count
-        return budget
+    def _schedule_running(self, step: Step, least: int = 1) -> int:
+        """Schedule the running sequences; returns the rest of the token budget.
 
-    def _schedule_prompts(self, step: Step) -> None:
-        """Continue prompts that have begun, then admit others."""
+        least: skip sequences that lack fewer tokens; 2 for prompts that have begun.
+        """
         budget = self.max_num_batched_tokens
         for seq in self.running:  # a preemption shortens this list at its end
             missing = len(seq.token_ids) - seq.num_computed_tokens
-            if missing < 2:
+            if missing < least:
                 continue
             count = min(missing, budget)
             if not count or not self._give_slots(seq, count, step):
-                return
+                break
             budget -= count
-        if self.waiting and not step.preempted:
-            self._admit_waiting(step, budget)
+        return budget
 
     def _give_slots(self, seq: ScheduledSequence, count: int, step: Step) -> bool:
         """Let ``seq`` compute ``count`` more tokens, preempting the youngest sequences for it.
@@ -223,8 +206,8 @@ class Scheduler:
         """Return ``seq`` to the head of the line, and swap out its K/V if host memory has room."""
         stats = seq.request.stats
         num_blocks = -(-seq.num_computed_tokens // self.manager.block_size)
-        if 0 < num_blocks <= len(self._free_host_blocks):
-            seq.host_blocks = [self._free_host_blocks.pop() for _ in range(num_blocks)]
+        if 0 < num_blocks <= len(self.free_host_blocks):
+            seq.host_blocks = [self.free_host_blocks.pop() for _ in range(num_blocks)]
             seq.num_host_tokens = seq.num_computed_tokens
             stats.num_swapped_tokens += seq.num_computed_tokens
             step.swap_out += zip(self.manager.block_table(seq), seq.host_blocks, strict=False)
@@ -237,6 +220,8 @@ class Scheduler:
         step.preempted.append(seq)
 
     def _admit_waiting(self, step: Step, budget: int) -> None:
+        if not self.waiting or step.preempted:
+            return
         num_forks = sum(map(attrgetter("num_pending_forks"), self.running))
         places = self.max_num_seqs - len(self.running) - num_forks
         while self.waiting and budget > 0:
@@ -286,7 +271,7 @@ class Scheduler:
 
     def _drop_host_copy(self, seq: ScheduledSequence) -> None:
         """Free the host blocks of ``seq``; the next step writes them only after they are read."""
-        self._free_host_blocks += seq.host_blocks
+        self.free_host_blocks += seq.host_blocks
         seq.host_blocks, seq.num_host_tokens = [], 0
 
 

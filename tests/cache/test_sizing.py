@@ -135,18 +135,6 @@ def test_sizes_are_ints_that_make_sense(function, arguments, name, value):
         function(**{**arguments, name: value})
 
 
-def test_the_smallest_sizes():
-    ones = dict.fromkeys(["num_layers", "num_kv_heads", "head_dim"], 1)
-    assert (
-        slot_bytes(dtype_bytes=1, **ones) == block_bytes(block_size=1, dtype_bytes=1, **ones) == 2
-    )
-    assert kv_cache_shape(num_blocks=1, block_size=1, **ones) == (2, 1, 1, 1, 1, 1)
-    one_byte = {"total_bytes": 1, "gpu_memory_utilization": 1.0, "peak_bytes": 0}
-    assert num_gpu_blocks(**one_byte, block_bytes=1) == 1
-    assert num_cpu_blocks(swap_space_bytes=1, block_bytes=1) == 1
-    assert num_cpu_blocks(swap_space_bytes=0, block_bytes=1) == 0
-
-
 @pytest.mark.parametrize("name", [name for name in (BLOCK | SHAPE) if name != "num_blocks"])
 def test_no_dimension_of_a_block_is_zero(name):
     with pytest.raises(ValueError, match=f"{name}=0: needs an int of at least 1"):

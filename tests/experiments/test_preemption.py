@@ -81,7 +81,7 @@ def test_draws_are_compared_one_by_one(monkeypatch):
     served = []
 
     def serve(llm, prompts, output_lengths):
-        way = "swap" if llm.engine.scheduler.num_free_host_blocks else "recompute"
+        way = "swap" if llm.engine.scheduler.free_host_blocks else "recompute"
         served.append((way, prompts))
         latency = (1 if prompts == served[0][1] else 3) * (0.5 if served[-1][0] == "swap" else 1)
         names = ("requests", "tokens", "output_tokens", "preemptions", "swapped_tokens")

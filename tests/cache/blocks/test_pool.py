@@ -94,17 +94,6 @@ def test_uncached_blocks_are_inserted_before_their_release():
     ]
 
 
-def test_a_policy_without_memory_evicts_in_one_call():
-    policy = LRU()
-    pool = pool_of(4, policy)
-    pool.free(cached(pool, A, B, C, D))
-    counts = []
-    evict_many = policy.evict_many
-    policy.evict_many = lambda count: counts.append(count) or evict_many(count)
-    cached(pool, E, F)
-    assert counts == [2]
-
-
 @pytest.mark.parametrize(
     ("victims", "wrong"),
     [

@@ -193,14 +193,15 @@ def test_statistics_are_a_snapshot_of_what_was_counted(name):
 
 
 @every_manager
-def test_a_block_costs_the_same_in_a_nearly_full_pool_thirty_times_larger(name):
+def test_a_hit_costs_the_same_in_a_free_queue_thirty_times_longer(name):
     def seconds(num_blocks: int) -> float:
-        manager = manager_of(name, num_blocks, 16)
-        for i in range(num_blocks // 256 - 2):
-            manager.allocate(Sequence(i, range(i * 4096, i * 4096 + 4095)))
+        manager, count = manager_of(name, num_blocks, 16), num_blocks // 32 - 1
+        sequences = [Sequence(i, range(i * 512, i * 512 + 511)) for i in range(count)]
+        for call in (manager.allocate, manager.free):
+            for seq in sequences:
+                call(seq)
         times = []
-        for seq_id in range(20):
-            seq = Sequence(("new", seq_id), [seq_id] * 4095)
+        for seq in sequences[count // 2 - 8 : count // 2 + 8]:
             began = time.thread_time()
             manager.allocate(seq)
             manager.free(seq)

@@ -7,7 +7,7 @@ from array import array
 
 import manager_helpers
 import pytest
-from manager_helpers import cached, grow, lines_run, started, used
+from manager_helpers import lines_run
 
 from cache import PriorityPolicy, Sequence, make_policy
 from cache.managers.radix_leaves import PolicyLeaves, RankedLeaves
@@ -154,44 +154,6 @@ def test_ghosts_are_recognised_however_a_prompt_was_split():
     tree.unlock(tree.insert(prompt, array("i", [3]), node, 1)[0])
     assert len(policy._b1) == 0
     assert 3 in policy._t2
-
-
-def test_prompts_part_where_their_images_begin():
-    manager = manager_of(40, 2)
-    tokens = [5] * 20
-    one = {"mm_inputs": [("cat", 7, 3), ("dog", 13, 4)]}
-    used(manager, 0, tokens, **one)
-    assert [(depth, len(blocks)) for depth, blocks, _ in shape(manager.tree)] == [
-        (0, 3), (3, 3), (6, 4),
-    ]  # fmt: skip
-    assert cached(manager, tokens, **one) == 20
-    assert cached(manager, tokens) == 6
-    assert cached(manager, tokens, mm_inputs=[("cat", 7, 3)]) == 12
-    assert cached(manager, tokens, mm_inputs=[("cat", 7, 3), ("cow", 13, 4)]) == 12
-    assert cached(manager, tokens, mm_inputs=[("cat", 7, 3), ("dog", 12, 4)]) == 12
-    assert cached(manager, tokens, mm_inputs=[("cat", 7, 4), ("dog", 13, 4)]) == 6
-    assert cached(manager, tokens, mm_inputs=[("cat", 9, 3), ("dog", 13, 4)]) == 6
-    used(manager, 1, tokens)
-    assert cached(manager, tokens) == 20
-    assert cached(manager, tokens, **one) == 20
-
-
-def test_a_prompt_shares_the_tree_and_its_answer_enters_when_it_is_freed():
-    manager = manager_of()
-    a = started(manager, "a", range(6))
-    assert manager.block_table(a) == [0, 1]
-    assert shape(manager.tree) == [(0, [0], 1)]
-    assert grow(manager, a, 6, 7, 8) == []
-    assert manager.block_table(a) == [0, 1, 2]
-    b = Sequence("b", range(9))
-    assert manager.allocate(b) == 4
-    assert manager.block_table(b) == [0, 3, 4]
-    manager.free(a)  # its second block is in the tree by now, with the one of b
-    assert shape(manager.tree) == [(0, [0], 1), (1, [3], 1)]
-    assert manager.num_free_blocks == 7
-    manager.free(b)
-    assert cached(manager, range(8)) == 8
-    assert manager.num_free_blocks == 10
 
 
 def test_neither_locks_nor_evictions_scan_the_leaves():

@@ -8,7 +8,7 @@ import manager_helpers
 import pytest
 from manager_helpers import grow, started, state_of, used
 
-from cache import AllocStatus, PriorityPolicy, Sequence
+from cache import PriorityPolicy, Sequence
 
 manager_of = functools.partial(manager_helpers.manager_of, "vllm_v0")
 
@@ -29,19 +29,6 @@ def test_worked_example_of_promotion():
     assert manager.block_table(b) == [0, 1]
     assert manager.gpu.ref_counts[:4] == [2, 2, 1, 0]
     assert manager.num_free_blocks == 7
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "status"),
-    [(7, "OK"), (8, "OK"), (9, "LATER"), (16, "LATER"), (17, "NEVER"), (99, "NEVER")],
-)
-def test_allocation_status_by_watermark(num_tokens, status):
-    manager = manager_of(10, 2, watermark=0.25)  # 2 blocks are kept back
-    started(manager, "a", range(100, 108))  # 4 blocks: 6 are free
-    seq = Sequence("b", range(num_tokens))
-    before = state_of(manager)
-    assert manager.can_allocate(seq) is AllocStatus[status]
-    assert state_of(manager) == before
 
 
 def test_the_evictor_takes_the_oldest_access_and_then_the_deepest_block():
@@ -107,16 +94,6 @@ def test_a_sliding_window_reuses_blocks_modulo_the_window():
     assert grow(manager, seq, *range(9, 17)) == []
     assert manager.block_table(seq) == [9, 8, 9, 8, 9]
     assert manager.num_free_blocks == 8
-    child = seq.fork("b")
-    manager.fork(seq, child)
-    assert manager.gpu.ref_counts[8:] == [2, 2]
-    assert grow(manager, child, 50) == [(9, 7)]
-    assert manager.block_table(child) == [7, 8, 7, 8, 7]
-    assert grow(manager, child, 51, 52, 53) == [(8, 6)]  # the next block, when its turn comes
-    manager.free(seq)
-    manager.free(child)
-    manager.check_invariants()
-    assert manager.num_free_blocks == 10
 
 
 def test_a_sequence_is_swapped_in_the_right_direction_only():

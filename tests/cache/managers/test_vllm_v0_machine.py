@@ -119,7 +119,7 @@ class VLLMv0Machine(CachingMachine):
         try:
             copies = call(live.seq)
         except OutOfBlocks as error:
-            assert error.free == num_free < error.needed <= len(set(live.table))
+            assert error.free == num_free < error.needed <= len(set(live.table))  # noqa: PT017
             assert state_of(self.manager) == before
             return False
         assert {src for src, _ in copies} <= set(live.table)

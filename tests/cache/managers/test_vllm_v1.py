@@ -6,13 +6,12 @@ Nano-vLLM's queue equals the older queue of vllm_v1.
 from __future__ import annotations
 
 import functools
-import time
 
 import manager_helpers
 import pytest
 from manager_helpers import ONLINE_POLICIES, cached, grow, lines_run, started, used
 
-from cache import OutOfBlocks, Sequence, make_workload, simulate
+from cache import Sequence, make_workload, simulate
 from cache.managers.base import GIVEN_BACK
 from cache.managers.pooled import PooledManager
 from cache.policies.lru import LRU
@@ -136,27 +135,6 @@ def test_duplicates_of_the_same_step_do_not_overwrite_the_index():
         manager.check_invariants()
 
 
-def test_removal_from_the_middle_of_the_free_queue_does_not_scan_it():
-
-    def seconds(num_blocks: int) -> float:
-        manager = manager_of(num_blocks, 1)
-        everything = Sequence(0, range(num_blocks - 1))
-        manager.allocate(everything)
-        manager.free(everything)
-        times, middle = [], num_blocks // 2
-        for first in range(0, 100, 10):
-            began = time.thread_time()
-            for i in range(first, first + 10):
-                for hit in (middle - i, middle + 1 + i):
-                    manager.pool.revive([hit])
-            times.append(time.thread_time() - began)
-        assert manager.num_free_blocks == num_blocks - 200
-        manager.pool.check_invariants()
-        return min(times)
-
-    assert seconds(20_000) < 8 * seconds(500)  # a scan would take 40 times as long
-
-
 def test_making_many_blocks_takes_no_loop():
     assert lines_run(lambda: manager_of(1_000_000, 16)) == lines_run(lambda: manager_of(1_000, 16))
 
@@ -182,37 +160,6 @@ def test_a_serial_replay_through_the_manager_equals_simulate(capacity):
     stats = manager.stats
     assert (stats.hit_blocks, stats.evicted_blocks) == (expected.hit_blocks, expected.evictions)
     assert 0 < stats.hit_blocks < expected.block_references
-
-
-def test_a_window_finds_the_end_of_a_prefix():
-    """Six blocks of four tokens; queries see nine tokens: the last two or three blocks."""
-    manager = manager_of(8, 4, sliding_window=9)
-    seq = Sequence("a", range(26))
-    for count in (10, 10, 6):
-        manager.allocate_slots(seq, count)
-    assert manager.block_table(seq) == [GIVEN_BACK] * 3 + [3, 4, 5, 6]
-    assert manager.memory_usage().used == 4 * 3 + 2
-    manager.free(seq)
-    blocks, num_cached = manager.get_computed_blocks(seq)
-    assert (blocks, num_cached) == ([GIVEN_BACK] * 4 + [4, 5], 24)
-    used(manager, "b", range(100, 116))  # evicts those that were given back
-    assert manager.get_computed_blocks(seq) == (blocks, 24)
-    assert manager.allocate_slots(seq, 2, blocks) == []
-    assert manager.block_table(seq)[:6] == blocks
-    manager.free(seq)
-    manager.check_invariants()
-
-
-@pytest.mark.parametrize("queue_uncached", [False, True])
-def test_a_reset_keeps_the_order_of_the_free_queue(queue_uncached):
-    manager = manager_of(9, queue_uncached=queue_uncached)
-    first, second = started(manager, 0, range(14)), started(manager, 1, range(50, 57))
-    manager.free(first)
-    manager.free(second)
-    order = free_queue(manager)
-    assert manager.reset_prefix_cache()
-    assert free_queue(manager) == order
-    assert manager.block_table(started(manager, 2, range(36))) == order
 
 
 @pytest.mark.parametrize("queue_uncached", [False, True])
@@ -246,21 +193,6 @@ def test_a_window_gives_back_before_it_takes():
     assert manager.block_table(seq)[:-2] == [GIVEN_BACK] * 48
     manager.free(seq)
     assert manager.num_free_blocks == 2
-
-
-def test_a_window_gives_back_also_if_too_few_blocks_are_free():
-    manager = manager_of(4, 1, sliding_window=2)
-    seq = started(manager, 0, range(3))
-    for token in range(4):
-        seq.append_token(token)
-    assert manager.num_free_blocks == 1
-    assert not manager.can_append(seq)
-    with pytest.raises(OutOfBlocks, match="4 blocks are needed, 3 are free"):
-        manager.allocate_slots(seq, 4)
-    assert manager.block_table(seq) == [GIVEN_BACK, GIVEN_BACK, 2]
-    assert seq.num_computed_tokens == 3
-    manager.check_invariants()
-    manager.allocate_slots(seq, 3)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from symbolic_engine import GREEDY, assert_idle, make_engine, prompt, serve
 
-from cache import MANAGERS, POLICIES, Sequence, UnsupportedByDesign
-from cache.blocks.hashing import BlockHasher
+from cache import MANAGERS, POLICIES, UnsupportedByDesign
 from cache.serving.request import FinishReason
 from cache.serving.sampling_params import SamplingParams
 
@@ -30,7 +29,9 @@ def alone(length: int, seed: int, params: SamplingParams):
     """The outputs of ``prompt(length, seed)``, computed alone and with enough memory."""
     engine = make_engine("vllm_v1", 64)
     engine.add(prompt(length, seed), params)
-    return serve(engine)[0]
+    outputs = serve(engine)[0]
+    assert len({tuple(output.token_ids) for output in outputs}) == params.n
+    return outputs
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
@@ -75,21 +76,6 @@ def test_scarce_memory_changes_no_output(manager, block_size, budget, num_host_b
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("policy", sorted(p for p in POLICIES if not POLICIES[p].needs_future))
-@pytest.mark.parametrize("manager", ["vllm_v1", "radix"])
-def test_no_eviction_policy_changes_a_token(manager, policy):
-    engine = make_engine(manager, 16, policy=policy, max_num_batched_tokens=20)
-    shared = prompt(17)
-    prompts = [shared, prompt(5, 1), [*shared[:12], 1, 2], prompt(20, 2), shared, shared[:14]] * 2
-    requests = {engine.add(tokens, GREEDY): tokens for tokens in prompts}
-    done = serve(engine)
-    for request_id, tokens in requests.items():
-        assert done[request_id][0].token_ids == engine.runner.greedy(tokens, 12)
-    assert engine.manager.stats.evicted_blocks > 0
-    assert engine.manager.stats.hit_blocks > 0
-    assert_idle(engine)
-
-
 def test_a_cached_prefix_is_not_computed_again():
     engine = make_engine("vllm_v1", 32)
     first, again = prompt(22), [*prompt(22)[:18], 3, 1, 2]
@@ -109,19 +95,6 @@ def test_a_prompt_of_high_priority_stays():
     serve(engine)
     assert engine.manager.stats.evicted_blocks > 40
     assert again.stats.num_cached_tokens == 20
-
-
-def test_samples_beams_and_single_outputs_share_a_step():
-    """Each samples from its own row of logits."""
-    kinds = [SAMPLES, BEAMS, GREEDY]
-    expected = {i: alone(7, i, params) for i, params in enumerate(kinds)}
-    for order in itertools.permutations(range(3)):
-        engine = make_engine("vllm_v1", 64)
-        ids = {engine.add(prompt(7, i), kinds[i]): i for i in order}
-        done = serve(engine)
-        assert {i: done[request_id] for request_id, i in ids.items()} == expected
-    outputs = [output.token_ids for output in expected[0]]
-    assert len(set(map(tuple, outputs))) == 3
 
 
 @pytest.mark.parametrize("manager", FORKING)
@@ -184,18 +157,6 @@ def test_a_sequence_ends_where_the_cache_does():
 )
 def test_the_longest_sequence(options, longest):
     assert make_engine(**options).max_model_len == longest
-
-
-def test_the_line_is_served_in_order():
-    """A prompt that fits does not overtake one that does not."""
-    engine = make_engine("paged", 8, 4)
-    engine.add(prompt(20), SamplingParams(max_tokens=10))
-    large = engine.add(prompt(24, 1), GREEDY)
-    small = engine.add(prompt(2, 2), GREEDY)
-    engine.step()
-    assert [seq.request.request_id for seq in engine.scheduler.running] == [0]
-    assert [seq.request.request_id for seq in engine.scheduler.waiting] == [large, small]
-    assert list(serve(engine)) == [0, large, small]
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 6, 64])
@@ -323,15 +284,11 @@ def test_prefill_first_computes_prompts_or_decodes(budget):
         return run(step, manager)
 
     engine.runner.run = spy
-    expected, done = {}, {}
     for length in (17, 6, 11, 9):
-        tokens = prompt(length, length)
-        expected[engine.add(tokens, GREEDY)] = engine.runner.greedy(tokens, GREEDY.max_tokens)
+        engine.add(prompt(length, length), GREEDY)
         for _ in range(6):
-            for request in engine.step()[1]:
-                done[request.request_id] = engine.completions(request)
-    done |= serve(engine)
-    assert {i: outputs[0].token_ids for i, outputs in done.items()} == expected
+            engine.step()
+    serve(engine)
     assert "".join(steps).startswith("ppppdd" if budget == 5 else "pdddddp")
     assert_idle(engine)
 
@@ -383,30 +340,6 @@ def test_a_stop_token_costs_a_token_too_many_which_is_found_in_the_cache():
     assert hits == {False: 5 + count - 4, True: 5 + count}
 
 
-def assert_hashes_are_of_known_tokens(seqs):
-    for seq in seqs:
-        known = seq.token_ids[: seq.num_tokens - seq.num_unknown_tokens]
-        for name, chain in seq.hash_chains.items():
-            expected = BlockHasher(*name).block_hashes(Sequence(0, known))
-            assert chain == expected[: len(chain)]
-
-
-@pytest.mark.parametrize("manager", sorted(MANAGERS))
-def test_no_hash_is_made_of_a_token_that_is_not_known(manager):
-    """Also if a preemption registers a sequence between two blocks."""
-    engine, unknown = make_engine(manager, 12, 4, overlap=True), 0
-    for seed in range(8):
-        engine.add(prompt(3 + seed, seed), SamplingParams(temperature=0, max_tokens=16))
-    while engine.has_unfinished:
-        engine.step()
-        seqs = [seq for request in engine.requests.values() for seq in request.sequences]
-        unknown += sum(seq.num_unknown_tokens for seq in seqs)
-        assert_hashes_are_of_known_tokens(seqs)
-    assert unknown > 20
-    preempted = sum(len(step.preempted) for step in engine.runner.steps)
-    assert preempted > 5 or manager == "contiguous"
-
-
 READERS = {
     "parallel sampling": {"n": 2, "seed": 1},
     "beam search": {"beam_width": 2},
@@ -450,22 +383,6 @@ def test_tokens_are_read_at_once_for_parameters_that_need_them(options):
     assert counts[first] == 5 - (params.beam_width is not None)
     done = serve(engine)
     assert done[first][0].token_ids == engine.runner.greedy(prompt(9), 12)
-    assert_idle(engine)
-
-
-def test_an_aborted_request_keeps_the_tokens_that_were_read():
-    engine = make_engine(overlap=True)
-    aborted, other = engine.add(prompt(7), GREEDY), engine.add(prompt(6, 1), GREEDY)
-    for _ in range(4):
-        engine.step()
-    request = engine.abort(aborted)
-    [output] = engine.completions(request)
-    assert output.token_ids == engine.runner.greedy(prompt(7), 3)
-    engine.manager.check_invariants()
-    assert serve(engine)[other][0].token_ids == engine.runner.greedy(prompt(6, 1), 12)
-    again = engine.add([*prompt(7), *output.token_ids, 2, 3, 4], GREEDY)
-    prompt_again = engine.requests[again].prompt_token_ids
-    assert serve(engine)[again][0].token_ids == engine.runner.greedy(prompt_again, 12)
     assert_idle(engine)
 
 
@@ -547,7 +464,10 @@ class EngineMachine(RuleBasedStateMachine):
         request_id = data.draw(st.sampled_from(sorted(self.engine.requests)))
         request = self.engine.abort(request_id)
         assert any(seq.finish_reason is FinishReason.ABORT for seq in request.sequences)
-        self.engine.completions(request)
+        outputs = self.engine.completions(request)
+        if request_id in self.greedy:
+            read = outputs[0].token_ids
+            assert read == self.greedy[request_id][: len(read)]
 
     def check_step(self):
         """A step keeps its budgets and serves the oldest request, or brings beams of it back."""
@@ -563,6 +483,7 @@ class EngineMachine(RuleBasedStateMachine):
         scheduler, step = self.engine.scheduler, self.engine.runner.steps[-1]
         assert step.num_tokens <= scheduler.max_num_batched_tokens
         assert len(step.sequences) <= scheduler.max_num_seqs
+        assert not (step.preempted and step.admitted)
         served = {seq.request.request_id for seq in (*step.sequences, *step.admitted)}
         waits = scheduler.prefill_first or self.engine.overlap  # for its last token to be read
         assert oldest is None or oldest in served or waits
@@ -596,12 +517,10 @@ class EngineMachine(RuleBasedStateMachine):
         assert num_seqs <= engine.scheduler.max_num_seqs
         in_line = [*running, *waiting]
         assert len({seq.seq_id for seq in in_line}) == len(in_line)
-        orders = [seq.order for seq in running]
-        assert orders == sorted(orders)
-        assert [seq.order for seq in waiting] == sorted(seq.order for seq in waiting)
-        assert_hashes_are_of_known_tokens(in_line)
+        orders = [seq.order for seq in in_line]
+        assert orders == sorted(orders), "one has overtaken another"
         held = sum(len(seq.host_blocks) for seq in in_line)
-        assert held + engine.scheduler.num_free_host_blocks == len(engine.runner.host_blocks)
+        assert held + len(engine.scheduler.free_host_blocks) == len(engine.runner.host_blocks)
 
     def teardown(self):
         if not hasattr(self, "engine"):

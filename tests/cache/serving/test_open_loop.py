@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from cache import Sequence, ServiceModel, make_manager
+from cache import ServiceModel, make_manager
 from cache.serving.open_loop import (
     Run,
     StepRecord,
@@ -17,7 +17,6 @@ from cache.serving.open_loop import (
     serve,
 )
 from cache.serving.request import RequestStats
-from cache.serving.scheduler import Step
 
 
 @pytest.fixture
@@ -124,16 +123,6 @@ def test_modelled_time_passes_as_the_service_model_says(engine):
     assert [request.finish_time for request in run.requests] == [5.0, 4.25, 101.75]
     assert run.seconds == 101.75
     assert (engine.clock, engine.runner.run) == (clock, run_step)
-
-
-def test_defaults_of_the_service_model():
-    service, step = ServiceModel(), Step()
-    prompt, decoding = Sequence(0, [1] * 2000), Sequence(1, [1])
-    prompt.num_computed_tokens, decoding.num_computed_tokens = 2000, 2
-    step.add(prompt, 2000)
-    step.add(decoding, 1)
-    assert service.duration(step) == pytest.approx(0.01 + 0.1 + 0.0001)
-    assert (service.max_num_seqs, service.max_num_batched_tokens) == (256, 8192)
 
 
 def test_only_tokens_behind_the_prompt_are_decoded(engine):
