@@ -37,7 +37,8 @@ class AttentionMetadata:
     """
 
     slot_mapping: torch.Tensor
-    """(num_tokens,) int64: block_id * block_size + offset; a negative slot stores nothing."""
+    """(num_tokens,) int64: block_id * block_size + offset.  Rows that pad a captured graph have a
+    negative slot and a context length of 0."""
     block_tables: torch.Tensor
     """(num_seqs, max_blocks) int32; entries past a sequence's last block may hold anything."""
     cu_seqlens_q: torch.Tensor
@@ -187,13 +188,10 @@ class TorchBackend:
         k_scale, v_scale = layer.k_scale, layer.v_scale
         if k_cache.dtype != key.dtype:
             key, value = self.ops.quantise(key, k_scale), self.ops.quantise(value, v_scale)
-        stored, slots = self._once("stored", lambda: _stored(metadata.slot_mapping))
-        if stored is not None:
-            key, value = key[stored], value[stored]
         for cache, new in ((k_cache, key), (v_cache, value)):
             if cache.itemsize == 1:  # index_copy_ has no fp8: copy the bytes
                 cache, new = cache.view(torch.uint8), new.view(torch.uint8)
-            cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, new)
+            cache.view(-1, *cache.shape[2:]).index_copy_(0, metadata.slot_mapping, new)
         caches = (k_cache, k_scale), (v_cache, v_scale)
         limit = math.inf
         if query.device.type == "cpu":
@@ -212,10 +210,10 @@ class TorchBackend:
 
     def _decode(self, query, caches, gathers, *, window_size, **scores):
         num_kv_heads, head_dim = caches[0][0].shape[2:]
-        out = torch.zeros_like(query, memory_format=torch.contiguous_format)
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
         # Query heads of a group are rows of one matrix, so K and V are not copied per head.
         queries = query.unflatten(1, (num_kv_heads, -1))
-        for some, slots, seen, empty in gathers:
+        for some, slots, seen in gathers:
             rows = (cache.flatten(0, 1).index_select(0, slots.flatten()) for cache, _ in caches)
             keys, values = (
                 self.ops.dequantise(part, cache_scale, query.dtype)
@@ -224,8 +222,6 @@ class TorchBackend:
                 for part, (_, cache_scale) in zip(rows, caches, strict=True)
             )
             attended = _attend(queries[some], keys, values, seen, **scores)
-            if empty is not None:
-                attended = attended.masked_fill(empty[:, None, None, None], 0.0)
             out[some] = attended.reshape(-1, *query.shape[1:])
         return out
 
@@ -254,22 +250,13 @@ class TorchBackend:
         return out
 
 
-def _stored(slot_mapping: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Rows to store (None for all) and their slots."""
-    if not bool((slot_mapping < 0).any()):
-        return None, slot_mapping
-    stored = (slot_mapping >= 0).nonzero().squeeze(1)
-    return stored, slot_mapping[stored]
-
-
 def _gathers(
     metadata: AttentionMetadata, block_size: int, window_size: int | None, limit: float
-) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | None, torch.Tensor | None]]:
+) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | None]]:
     """Slots that the queries of a decode batch see, in runs of up to ``limit`` tokens.
 
-    Yields a slice of sequences; their slots, (num_seqs, longest); the mask of slots that are not
-    padding, (num_seqs, 1, 1, longest), None if there is no padding; and the mask of sequences
-    without tokens, (num_seqs,), None if there are none.
+    Yields a slice of sequences; their slots, (num_seqs, longest); and the mask of slots that are
+    not padding, (num_seqs, 1, 1, longest), None if there is no padding.
     """
     ends = metadata.context_lens.long()
     begins = torch.zeros_like(ends) if window_size is None else (ends - window_size).clamp(0)
@@ -277,15 +264,12 @@ def _gathers(
     for some in padded_runs(lengths.tolist(), limit):
         begin, length = begins[some, None], lengths[some, None]
         longest = int(length.max())
-        if longest == 0:
-            continue
         offsets = torch.arange(longest, device=ends.device)
-        nearest = begin + torch.minimum(offsets, (length - 1).clamp(min=0))
+        nearest = begin + torch.minimum(offsets, length - 1)
         blocks = metadata.block_tables[some].long().gather(1, nearest // block_size)
-        slots = blocks.masked_fill(length == 0, 0) * block_size + nearest % block_size
+        slots = blocks * block_size + nearest % block_size
         seen = None if int(length.min()) == longest else (offsets < length)[:, None, None, :]
-        empty = length[:, 0] == 0
-        yield some, slots, seen, empty if bool(empty.any()) else None
+        yield some, slots, seen
 
 
 def padded_runs(lengths: list[int], limit: float) -> Iterator[slice]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -36,25 +35,7 @@ def _fields(path: Path) -> dict[str, int]:
 
 
 @torch.inference_mode()
-def profile_peak_bytes(model: CausalLM, *, num_seqs: int, **batch: Any) -> int:
-    """Peak of bytes in use on the GPU for ``run_largest_batch`` and top-p sampling of its rows.
-
-    Memory of other processes counts; CUDA graphs, which are captured later, do not.
-    """
-    device = model.model.embed_tokens.weight.device
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    logits = run_largest_batch(model, num_seqs=num_seqs, **batch)
-    sampler = Sampler(device, use_kernels=True)
-    sampler(logits, [SamplingParams(top_p=0.5)] * num_seqs, [None] * num_seqs)
-    torch.cuda.synchronize(device)
-    free, total = torch.cuda.mem_get_info(device)
-    others = total - free - torch.cuda.memory_reserved(device)
-    return torch.cuda.max_memory_allocated(device) + others
-
-
-@torch.inference_mode()
-def run_largest_batch(
+def profile_peak_bytes(
     model: CausalLM,
     *,
     num_tokens: int,
@@ -62,19 +43,22 @@ def run_largest_batch(
     max_model_len: int,
     block_size: int,
     kv_dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    """Compute num_tokens tokens, in sequences of max_model_len, and num_seqs rows of logits.
+) -> int:
+    """Peak of bytes in use on the GPU for the largest batch.
 
-    No K/V is stored: the cache has one block, which all tables repeat.
-    kv_dtype: dtype of the cache; the model's if None.
+    That is num_tokens tokens, in sequences of max_model_len, and num_seqs rows of logits with top-p
+    sampling.  The cache has one block, which all tables repeat, in kv_dtype (None: the model's).
+    Memory of other processes counts; CUDA graphs, which are captured later, do not.
     """
     device = model.model.embed_tokens.weight.device
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
     lengths = [max_model_len] * (num_tokens // max_model_len)
     if num_tokens % max_model_len:
         lengths.append(num_tokens % max_model_len)
     lens = torch.tensor(lengths, dtype=torch.int32, device=device)
     metadata = AttentionMetadata(
-        slot_mapping=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
+        slot_mapping=torch.zeros(num_tokens, dtype=torch.int64, device=device),
         block_tables=torch.zeros(
             len(lengths), -(-max(lengths) // block_size), dtype=torch.int32, device=device
         ),
@@ -86,5 +70,10 @@ def run_largest_batch(
     token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
     positions = torch.cat([torch.arange(length, device=device) for length in lengths])
     hidden = model(token_ids, positions, make_kv_cache(model, 1, block_size, kv_dtype), metadata)
-    rows = torch.zeros(num_seqs, dtype=torch.int64, device=device)
-    return model.logits(hidden[rows])
+    logits = model.logits(hidden[torch.zeros(num_seqs, dtype=torch.int64, device=device)])
+    sampler = Sampler(device, use_kernels=True)
+    sampler(logits, [SamplingParams(top_p=0.5)] * num_seqs, [None] * num_seqs)
+    torch.cuda.synchronize(device)
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    return torch.cuda.max_memory_allocated(device) + others

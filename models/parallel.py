@@ -18,13 +18,12 @@ import torch.distributed as dist
 class TensorParallel:
     """This process's rank among the ``size`` ranks of a model.
 
-    ``group`` is a torch.distributed process group, None for the default one.  With size 1 the
-    collectives do nothing and torch.distributed need not be initialised.
+    The ranks are torch.distributed's default group.  With size 1 the collectives do nothing and
+    torch.distributed need not be initialised.
     """
 
     rank: int = 0
     size: int = 1
-    group: dist.ProcessGroup | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
@@ -50,7 +49,7 @@ class TensorParallel:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum ``x`` over all ranks, in place; returns it."""
         if self.size > 1:
-            dist.all_reduce(x, group=self.group)
+            dist.all_reduce(x)
         return x
 
     def all_gather_last(self, x: torch.Tensor) -> torch.Tensor:
@@ -58,7 +57,7 @@ class TensorParallel:
         if self.size == 1:
             return x
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather(parts, x.contiguous(), group=self.group)
+        dist.all_gather(parts, x.contiguous())
         return torch.cat(parts, dim=-1)
 
     def least(self, value: int, device: torch.device) -> int:
@@ -66,7 +65,7 @@ class TensorParallel:
         if self.size == 1:
             return value
         least = torch.tensor(value, device=device)
-        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self.group)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN)
         return int(least)
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import socket
+import tempfile
 import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -24,8 +25,6 @@ from cache.serving.request import Request
 from cache.serving.sampling_params import SamplingParams
 from cache.serving.scheduler import Scheduler
 
-_HOST = "127.0.0.1"
-
 
 class Workers:
     """Ranks 1 to size - 1.  They end with ``close``, this object or this process.
@@ -33,10 +32,12 @@ class Workers:
     is_led: whether rank 0 has its engine.
     """
 
-    def __init__(self, processes: list[BaseProcess], connections: list[Connection]) -> None:
+    def __init__(
+        self, processes: list[BaseProcess], connections: list[Connection], store: Path
+    ) -> None:
         self._processes, self._connections = processes, connections
         self.is_led = False
-        self.close = weakref.finalize(self, _close, processes, connections)
+        self.close = weakref.finalize(self, _close, processes, connections, store)
         _started.add(self)
 
     def wait_until_ready(self) -> None:
@@ -136,15 +137,16 @@ def start_workers(size: int, device: torch.device, make_engine: Callable[[], Eng
             )
         others.kill()  # workers of an LLM that failed to start; a traceback may keep them
     context = multiprocessing.get_context("spawn")
-    store = _loopback_store(size)
+    with tempfile.NamedTemporaryFile(prefix="pagelab-ranks-", delete=False) as file:
+        store = Path(file.name)  # a TCP store would listen on all addresses
     processes, connections = [], []
-    workers = Workers(processes, connections)
+    workers = Workers(processes, connections, store)
     try:
         for rank in range(1, size):
             connection, theirs = context.Pipe()
             process = context.Process(
                 target=_work,
-                args=(rank, size, device.type, store.port, make_engine, theirs),
+                args=(rank, size, device.type, store, make_engine, theirs),
                 daemon=True,
             )
             process.start()
@@ -161,34 +163,26 @@ def start_workers(size: int, device: torch.device, make_engine: Callable[[], Eng
     return workers
 
 
-def _loopback_store(size: int) -> dist.TCPStore:
-    """A store on the loopback address; with a port of its own it would listen on all addresses."""
-    listener = socket.create_server((_HOST, 0))
-    port = listener.getsockname()[1]
-    options = {"wait_for_workers": False, "master_listen_fd": listener.detach()}
-    return dist.TCPStore(_HOST, port, size, is_master=True, **options)
-
-
-def _join(rank: int, size: int, device_type: str, store: dist.Store) -> None:
+def _join(rank: int, size: int, device_type: str, store: Path) -> None:
     backend = "nccl" if device_type == "cuda" else "gloo"
     asked = "GLOO_SOCKET_IFNAME" in os.environ
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # default: the address of the host name
     try:
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+        dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size)
     finally:
         if not asked:
             del os.environ["GLOO_SOCKET_IFNAME"]
 
 
 def _work(
-    rank: int, size: int, device_type: str, port: int,
+    rank: int, size: int, device_type: str, store: Path,
     make_engine: Callable[[], Engine], connection: Connection,
 ) -> None:  # fmt: skip
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles Ctrl-C
     if device_type == "cuda":
         torch.cuda.set_device(rank)  # fails here, not after rank 0 waits for this rank
     connection.send("ready")
-    _join(rank, size, device_type, dist.TCPStore(_HOST, port, size, is_master=False))
+    _join(rank, size, device_type, store)
     try:
         _serve(make_engine(), connection)
     finally:
@@ -207,7 +201,7 @@ def _serve(engine: Engine, connection: Connection) -> None:
             engine.completions(request)  # frees what the engine keeps for them
 
 
-def _close(processes: list[BaseProcess], connections: list[Connection]) -> None:
+def _close(processes: list[BaseProcess], connections: list[Connection], store: Path) -> None:
     try:
         for connection in connections:
             connection.close()
@@ -216,5 +210,6 @@ def _close(processes: list[BaseProcess], connections: list[Connection]) -> None:
             if process.is_alive():
                 process.kill()
     finally:
+        store.unlink(missing_ok=True)
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -241,11 +241,10 @@ def test_flash_attn_reads_pages_of_256_in_place(case):
     batch.judge(batch.run(backend))
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_padding_of_a_captured_graph_changes_nothing(backend):
+def test_padding_of_a_captured_graph_changes_nothing():
     """Rows with a negative slot and a context length of 0 give zeros and write nothing."""
     batch = Case(*CASES["decode"], 4)
-    caches, metadata = batch.run(BACKENDS[backend]())[1:], batch.metadata
+    caches, metadata = batch.run(TritonBackend())[1:], batch.metadata
     low, ref = (batch.expected(dtype)[0] for dtype in (torch.float32, torch.float64))
     padded = AttentionMetadata(
         slot_mapping=torch.cat((metadata.slot_mapping, torch.tensor([-1, -1]))),
@@ -264,7 +263,7 @@ def test_padding_of_a_captured_graph_changes_nothing(backend):
     rotation = batch.rotation
     positions = torch.cat((rotation.positions, torch.tensor([3, 0])))
     batch.rotation = Rotation(positions, rotation.cos, rotation.sin)
-    out, *padded_caches = batch.run(BACKENDS[backend]())
+    out, *padded_caches = batch.run(TritonBackend())
     judged = accuracy(out[:4], low, ref)
     assert judged.passed, judged
     assert (out[4:] == 0).all()

@@ -268,22 +268,6 @@ def test_beam_search_is_that_of_transformers(stops, length_penalty, make_checkpo
     assert llm.manager.num_free_blocks == 64
 
 
-def test_streaming(make_llm, expected):
-    llm = make_llm(block_size=4)
-    tokens, finished = {}, []
-    for event in llm.stream(PROMPTS, GREEDY):
-        if isinstance(event, TokenOutput):
-            tokens.setdefault(event.request_id, []).append(event.token_id)
-            assert event.text is None  # there is no tokenizer
-            is_last = len(tokens[event.request_id]) == MAX_TOKENS
-            assert event.finish_reason == ("length" if is_last else None)
-        else:
-            finished.append(event)
-            assert event.outputs[0].token_ids == tokens[event.request_id]
-    assert [tokens[request_id] for request_id in sorted(tokens)] == expected("llama")
-    assert len(finished) == len(PROMPTS)
-
-
 def test_streams_may_interleave_and_be_left(make_llm, expected):
     llm = make_llm(block_size=4, num_blocks=64)
     first, second, left = (llm.stream(prompts, GREEDY) for prompts in (*PROMPTS[:2], PROMPTS))
@@ -292,6 +276,8 @@ def test_streams_may_interleave_and_be_left(make_llm, expected):
     events = [*head[:1], *first], [*head[1:3], *second]
     for stream, tokens in zip(events, expected("llama"), strict=False):
         assert [event.token_id for event in stream[:-1]] == tokens
+        assert [event.finish_reason for event in stream[:-1]] == [None] * 9 + ["length"]
+        assert {event.text for event in stream[:-1]} == {None}  # there is no tokenizer
         assert stream[-1].outputs[0].token_ids == tokens
     left.close()
     assert not llm.engine.has_unfinished
@@ -408,13 +394,6 @@ def test_a_folder_without_weights(make_checkpoint, tmp_path):
     with pytest.raises(ValueError, match="no weights"):
         LLM(tmp_path)
     assert LLM(tmp_path, random_weights=True).max_model_len == 256
-
-
-def test_text_in_and_out(text_checkpoint, expected):
-    [output] = LLM(text_checkpoint).generate("w5", GREEDY)
-    assert output.prompt == "w5"
-    assert output.prompt_token_ids == [5]
-    assert output.outputs[0].text == " ".join(f"w{token}" for token in expected("llama")[1])
 
 
 def test_streamed_texts_add_up(llama_copy):

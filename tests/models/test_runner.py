@@ -12,7 +12,7 @@ from cache.serving.sampling_params import SamplingParams
 from cache.serving.scheduler import Step
 from kernels.testing.accuracy import bits
 from models.cuda_graphs import DecodeGraphs
-from models.memory import available_host_bytes, run_largest_batch
+from models.memory import available_host_bytes
 from models.runner import independent, make_kv_cache
 from tests.models.tiny import tokens_of
 
@@ -118,10 +118,3 @@ def test_memory_that_is_available(tmp_path, monkeypatch):
         assert available_host_bytes() == available
     (tmp_path / "memory.max").write_text("max\n")
     assert available_host_bytes() > 2500
-
-
-def test_the_profiling_run_is_the_largest_batch(load_model):
-    model = load_model("llama")
-    logits = run_largest_batch(model, num_tokens=50, num_seqs=7, max_model_len=20, block_size=4)
-    assert logits.shape == (7, 97)
-    assert logits.isfinite().all()
