@@ -19,19 +19,12 @@ import re
 import reprlib
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 COMPRESSIONS = (".gz", ".zst")
 FORMATS = (".jsonl", ".csv")
 
-MAX_LINE_BYTES = 1 << 24
-"""A longer line is an error: what a request takes in memory is bounded, whatever the file says."""
-
-_CHUNK_BYTES = 1 << 20
-_COMPRESSED_CHUNK_BYTES = 256
-"""Zstandard can say 128 KiB in 4 bytes: this much at once is at most 8 MiB."""
 _MOONCAKE_FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 _AZURE_FIELDS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
@@ -63,46 +56,64 @@ def split_suffixes(path: Path) -> tuple[str, str | None, str | None]:
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield the lines of a trace file that are not blank, decompressed, with their numbers from 1.
 
-    Raises TraceError for an unknown extension, a broken stream and a line of more than
-    ``MAX_LINE_BYTES``; OSError for a file that cannot be opened.
+    Raises TraceError for an unknown extension and a corrupt or truncated stream; OSError for a file
+    that cannot be opened.
     """
     _, file_format, compression = split_suffixes(path)
-    if file_format is None and compression is None:
+    if file_format is None:
         raise TraceError(
             path, 1, f"unknown extension {path.suffix!r}; known: {_known_extensions(FORMATS)}"
         )
-    number, line = 1, bytearray()
-    with open(path, "rb") as file:
+    content = path.read_bytes()
+    if compression is not None:
         try:
-            for chunk in _chunks(file, compression):
-                pieces = chunk.split(b"\n")
-                line += pieces[0]
-                if len(line) > MAX_LINE_BYTES:
-                    raise _Unreadable(f"a line of more than {MAX_LINE_BYTES:,} bytes")
-                if len(pieces) == 1:
-                    continue
-                pieces[0], line = bytes(line), bytearray(pieces.pop())
-                for text in pieces:
-                    if text and not text.isspace():
-                        yield number, text
-                    number += 1
-        except _Unreadable as error:
-            raise TraceError(path, number, str(error)) from None
-    if line.strip():
-        yield number, bytes(line)
+            content = _decompressed(content, compression)
+        except ValueError as error:
+            raise TraceError(path, 1, str(error)) from None
+    for number, line in enumerate(content.split(b"\n"), 1):
+        if line and not line.isspace():
+            yield number, line
+
+
+def _decompressed(data: bytes, compression: str) -> bytes:
+    """Raises ValueError for data that is corrupt or ends too early."""
+    if compression == ".gz":
+        import gzip
+        import zlib
+
+        try:
+            return gzip.decompress(data)
+        except EOFError:
+            raise ValueError("truncated gzip stream: the file ends too early") from None
+        except (gzip.BadGzipFile, zlib.error) as error:
+            raise ValueError(f"corrupt gzip stream: {error}") from None
+    import zstandard
+
+    # Frame by frame: zstandard's own reader takes a truncated file for a complete one.
+    parts = []
+    while data:
+        frame = zstandard.ZstdDecompressor().decompressobj()
+        try:
+            parts.append(frame.decompress(data))
+        except zstandard.ZstdError as error:
+            raise ValueError(f"corrupt zstandard stream: {error}") from None
+        if not frame.eof:
+            raise ValueError("truncated zstandard stream: the file ends too early")
+        data = frame.unused_data
+    return b"".join(parts)
 
 
 class RecordParser:
     """Parses the lines of one file in order.
 
     A call gives ``(timestamp_ms, input_length, output_length, hash_ids)``, or None for the header
-    of a CSV file.  With ``file_format`` None the first line decides.  Further fields are ignored.
+    of a CSV file.  Further fields are ignored.
     Values come as the file has them, unchecked; CSV timestamps become milliseconds since the first
     row (precise to 1 us) and ``hash_ids`` ().  Raises ValueError for a line that does not parse,
     a missing field and a negative timestamp in JSON.
     """
 
-    def __init__(self, file_format: str | None):
+    def __init__(self, file_format: str):
         self._format = file_format
         self._columns: list[str] | None = None
         self._start: datetime | None = None
@@ -112,8 +123,6 @@ class RecordParser:
             text = line.decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise ValueError(f"not UTF-8 text: {error.reason} at byte {error.start + 1}") from None
-        if self._format is None:
-            self._format = ".jsonl" if text.lstrip().startswith("{") else ".csv"
         if self._format == ".jsonl":
             return _mooncake_record(text)
         cells = [cell.strip() for cell in text.split(",")]
@@ -185,45 +194,6 @@ def _compressed(file: BinaryIO, compression: str | None):
         compressor = zstandard.ZstdCompressor(level=10, write_checksum=True)
         return compressor.stream_writer(file, closefd=False)
     return contextlib.nullcontext(file)
-
-
-class _Unreadable(Exception):
-    pass
-
-
-def _chunks(file: BinaryIO, compression: str | None) -> Iterator[bytes]:
-    """The content of ``file``.
-
-    The frames of a compressed file (gzip calls them members) are followed here: zstandard's own
-    reader takes a truncated file for a complete one.
-    """
-    if compression is None:
-        yield from iter(partial(file.read, _CHUNK_BYTES), b"")
-        return
-    if compression == ".gz":
-        import zlib
-
-        new_frame = partial(zlib.decompressobj, 16 + zlib.MAX_WBITS)
-        kind, broken = "gzip", zlib.error
-    else:
-        import zstandard
-
-        new_frame = zstandard.ZstdDecompressor().decompressobj
-        kind, broken = "zstandard", zstandard.ZstdError
-    frame, padding = None, b""
-    while data := file.read(_COMPRESSED_CHUNK_BYTES):
-        while frame is not None or (data := data.lstrip(padding)):
-            frame = frame or new_frame()
-            try:
-                yield frame.decompress(data)
-            except broken as error:
-                raise _Unreadable(f"corrupt {kind} stream: {error}") from None
-            if not frame.eof:
-                break
-            data, frame = frame.unused_data, None
-            padding = b"\0" if kind == "gzip" else b""  # of tapes and archives
-    if frame is not None:
-        raise _Unreadable(f"truncated {kind} stream: the file ends too early")
 
 
 def _mooncake_record(text: str) -> tuple:

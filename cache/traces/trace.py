@@ -202,9 +202,8 @@ class Trace:
 def load_trace(path: str | os.PathLike, *, block_size: int | None = None) -> Trace:
     """Read a request trace: JSON lines as published with Mooncake, or Azure's CSV.
 
-    ``path`` ends in ``.jsonl`` or ``.csv``, alone or followed by ``.gz`` or ``.zst``; a file named
-    only ``.gz`` or ``.zst`` is typed by its first line.  The trace is named after the file.  CSV
-    traces have no blocks; their timestamps count from the first row.
+    ``path`` ends in ``.jsonl`` or ``.csv``, alone or followed by ``.gz`` or ``.zst``.  The trace is
+    named after the file.  CSV traces have no blocks; their timestamps count from the first row.
 
     ``block_size`` is what the publisher says; None infers it from the data.  Mooncake gives an id
     to every block, a partly filled last one included: ``len(hash_ids) == ceil(input_length /
@@ -215,12 +214,11 @@ def load_trace(path: str | os.PathLike, *, block_size: int | None = None) -> Tra
     does not fit has a wrong number of ids and is an error.  Otherwise None.
 
     Raises TraceError (a ValueError) that names file, line and reason for anything malformed: an
-    unknown extension, a corrupt or truncated stream, a line of more than 16 MiB, a line that does
-    not parse, a missing field, a timestamp that is not a finite number of at least 0, a length that
-    is not an integer of at least 0, ``hash_ids`` that are not integers, repeat within a request or
-    do not match ``input_length``, no request at all.  Raises ValueError for a ``block_size`` below
-    1 and OSError for a file that cannot be opened.  The file is read as a stream, so that its
-    compression cannot fill the memory.
+    unknown extension, a corrupt or truncated stream, a line that does not parse, a missing field, a
+    timestamp that is not a finite number of at least 0, a length that is not an integer of at least
+    0, ``hash_ids`` that are not integers, repeat within a request or do not match ``input_length``,
+    no request at all.  Raises ValueError for a ``block_size`` below 1 and OSError for a file that
+    cannot be opened.
     """
     path = Path(path)
     name, file_format, _ = split_suffixes(path)

@@ -4,52 +4,35 @@ from __future__ import annotations
 
 from functools import partial
 
-from cache.traces.workloads.draws import (
-    Zipf,
-    generator,
-    interleaved,
-    log_normal,
-    log_normal_tokens,
-    poisson_arrivals_ms,
-)
-from cache.traces.workloads.options import (
-    AtLeastOne,
-    Count,
-    NonNegative,
-    Positive,
-    Probability,
-    Requests,
-    Seed,
-    workload,
-)
+from cache.traces.workloads import draws, options
 from cache.traces.workloads.prompts import Prompt, PromptSpace
 
 
-@workload
+@options.workload
 def agent_loops(
     *,
-    num_requests: Count = 2000,
-    block_size: Count = 64,
-    seed: Seed = 0,
-    session_rate: Positive = 0.05,
-    num_agents: Count = 4,
-    zipf_exponent: NonNegative = 1.0,
-    system_tokens: Positive = 3000.0,
-    task_tokens: Positive = 2000.0,
-    mean_steps: AtLeastOne = 25.0,
-    output_tokens: Positive = 80.0,
-    tool_result_tokens: Positive = 150.0,
-    length_sigma: NonNegative = 0.8,
-    tool_seconds: Positive = 2.0,
-    pause_probability: Probability = 0.05,
-    pause_seconds: Positive = 120.0,
-    time_sigma: NonNegative = 1.2,
-    ms_per_output_token: NonNegative = 20.0,
-    subagent_probability: Probability = 0.04,
-    mean_subagent_steps: AtLeastOne = 8.0,
-    max_context_tokens: Count = 16384,
-    summary_tokens: Positive = 500.0,
-) -> Requests:
+    num_requests: options.Count = 2000,
+    block_size: options.Count = 64,
+    seed: options.Seed = 0,
+    session_rate: options.Positive = 0.05,
+    num_agents: options.Count = 4,
+    zipf_exponent: options.NonNegative = 1.0,
+    system_tokens: options.Positive = 3000.0,
+    task_tokens: options.Positive = 2000.0,
+    mean_steps: options.AtLeastOne = 25.0,
+    output_tokens: options.Positive = 80.0,
+    tool_result_tokens: options.Positive = 150.0,
+    length_sigma: options.NonNegative = 0.8,
+    tool_seconds: options.Positive = 2.0,
+    pause_probability: options.Probability = 0.05,
+    pause_seconds: options.Positive = 120.0,
+    time_sigma: options.NonNegative = 1.2,
+    ms_per_output_token: options.NonNegative = 20.0,
+    subagent_probability: options.Probability = 0.04,
+    mean_subagent_steps: options.AtLeastOne = 8.0,
+    max_context_tokens: options.Count = 16384,
+    summary_tokens: options.Positive = 500.0,
+) -> options.Requests:
     """Tool-calling agents: each step appends the model's call and the tool's result.
 
     Nearly all of a prompt was in the previous one, seconds ago; but while a person or a sub-agent
@@ -74,10 +57,10 @@ def agent_loops(
         max_context_tokens: A context that would exceed it is compacted: system prompt and task
             stay, the steps are replaced by a summary of median ``summary_tokens``.
     """
-    arrivals_rng, sessions_rng = generator(seed).spawn(2)
+    arrivals_rng, sessions_rng = draws.generator(seed).spawn(2)
     space = PromptSpace(block_size)
-    popularity = Zipf(num_agents, zipf_exponent)
-    tokens = partial(log_normal_tokens, sigma=length_sigma)
+    popularity = draws.Zipf(num_agents, zipf_exponent)
+    tokens = partial(draws.log_normal_tokens, sigma=length_sigma)
     system_prompts = [
         space.extended(space.empty, tokens(sessions_rng, system_tokens)) for _ in range(num_agents)
     ]
@@ -108,6 +91,6 @@ def agent_loops(
                 continue
             prompt = space.extended(prompt, tokens(rng, tool_result_tokens))
             waits = pause_seconds if rng.random() < pause_probability else tool_seconds
-            now += 1000 * log_normal(rng, waits, time_sigma)
+            now += 1000 * draws.log_normal(rng, waits, time_sigma)
 
-    return interleaved(poisson_arrivals_ms(arrivals_rng, session_rate), session)
+    return draws.interleaved(draws.poisson_arrivals_ms(arrivals_rng, session_rate), session)

@@ -5,45 +5,29 @@ from __future__ import annotations
 from functools import partial
 from itertools import count
 
-from cache.traces.workloads.draws import (
-    Zipf,
-    generator,
-    interleaved,
-    log_normal,
-    log_normal_tokens,
-    poisson_arrivals_ms,
-)
-from cache.traces.workloads.options import (
-    AtLeastOne,
-    Count,
-    NonNegative,
-    Positive,
-    Requests,
-    Seed,
-    workload,
-)
+from cache.traces.workloads import draws, options
 from cache.traces.workloads.prompts import PromptSpace
 
 
-@workload
+@options.workload
 def multi_turn_chat(
     *,
-    num_requests: Count = 3000,
-    block_size: Count = 16,
-    seed: Seed = 0,
-    session_rate: Positive = 0.5,
-    num_system_prompts: Count = 4,
-    zipf_exponent: NonNegative = 1.0,
-    system_tokens: Positive = 400.0,
-    mean_turns: AtLeastOne = 4.0,
-    message_tokens: Positive = 60.0,
-    output_tokens: Positive = 150.0,
-    length_sigma: NonNegative = 0.8,
-    think_seconds: Positive = 30.0,
-    think_sigma: NonNegative = 1.2,
-    ms_per_output_token: NonNegative = 20.0,
-    max_context_tokens: Count = 8192,
-) -> Requests:
+    num_requests: options.Count = 3000,
+    block_size: options.Count = 16,
+    seed: options.Seed = 0,
+    session_rate: options.Positive = 0.5,
+    num_system_prompts: options.Count = 4,
+    zipf_exponent: options.NonNegative = 1.0,
+    system_tokens: options.Positive = 400.0,
+    mean_turns: options.AtLeastOne = 4.0,
+    message_tokens: options.Positive = 60.0,
+    output_tokens: options.Positive = 150.0,
+    length_sigma: options.NonNegative = 0.8,
+    think_seconds: options.Positive = 30.0,
+    think_sigma: options.NonNegative = 1.2,
+    ms_per_output_token: options.NonNegative = 20.0,
+    max_context_tokens: options.Count = 8192,
+) -> options.Requests:
     """Conversations: a prompt is the previous prompt, the previous answer and a new message.
 
     A conversation is wanted again after its user's think time or, after the last turn, never:
@@ -63,10 +47,10 @@ def multi_turn_chat(
         max_context_tokens: A conversation ends before the turn whose prompt and answer would
             exceed it; the first turn is always sent.
     """
-    arrivals_rng, sessions_rng = generator(seed).spawn(2)
+    arrivals_rng, sessions_rng = draws.generator(seed).spawn(2)
     space = PromptSpace(block_size)
-    popularity = Zipf(num_system_prompts, zipf_exponent)
-    tokens = partial(log_normal_tokens, sigma=length_sigma)
+    popularity = draws.Zipf(num_system_prompts, zipf_exponent)
+    tokens = partial(draws.log_normal_tokens, sigma=length_sigma)
     system_prompts = [
         space.extended(space.empty, tokens(sessions_rng, system_tokens))
         for _ in range(num_system_prompts)
@@ -87,6 +71,6 @@ def multi_turn_chat(
                 return
             prompt = space.extended(prompt, output_length)
             now += output_length * ms_per_output_token
-            now += 1000 * log_normal(rng, think_seconds, think_sigma)
+            now += 1000 * draws.log_normal(rng, think_seconds, think_sigma)
 
-    return interleaved(poisson_arrivals_ms(arrivals_rng, session_rate), conversation)
+    return draws.interleaved(draws.poisson_arrivals_ms(arrivals_rng, session_rate), conversation)
