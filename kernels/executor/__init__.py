@@ -17,7 +17,7 @@ none is skipped. docs/executor.md lists the checks, their limits, and what is su
     matrix.py, warpgroup.py, tcgen05.py, mbarriers.py
                                 instructions, which instructions.py brings together
     formats.py                  bf16, fp8, tf32; fused multiply-add
-    global_memory.py, shared_memory.py, tensor_memory.py, copies.py, matrix_queue.py
+    memory.py, global_memory.py, shared_memory.py, tensor_memory.py, copies.py, matrix_queue.py
                                 memory and what is in flight
     undefined.py                undefined values
     machine.py                  programs, groups of threads, barriers, order

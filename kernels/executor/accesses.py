@@ -64,9 +64,6 @@ def _ld(translation: Translation) -> Step:
     address, dtype = _address(translation, source, space), DTYPES[PACKED.get(kind, kind)]
     writes = [translation.write(one, kind) for one in targets]
     size = np.dtype(dtype).itemsize * len(targets)
-    if space == "shared":
-        translation.accesses_shared(size)
-
     constant = {"constant": True} if "nc" in translation.parts else {}
 
     def load(batch, mask):
@@ -102,8 +99,6 @@ def _st(translation: Translation) -> Step:
     address = _address(translation, target, space)
     dtype = DTYPES[PACKED.get(kind, kind)]
     reads = [translation.read(one, kind) for one in sources]
-    if space == "shared":
-        translation.accesses_shared(np.dtype(dtype).itemsize * len(sources))
 
     def store(batch, mask):
         values = np.empty((batch.num_threads, len(reads)), dtype)
@@ -137,7 +132,6 @@ def _cp(translation: Translation) -> Step:
     target, source, size, *rest = translation.operands
     to, origin, size = translation.address(target), translation.address(source), int(size, 0)
     read_size = translation.read(rest[0], "u32") if rest else None
-    translation.accesses_shared(size)
 
     def copy(batch, mask):
         """Copy the first read_size of `size` bytes; the others become zeros."""

@@ -60,11 +60,8 @@ def _atomic(translation: Translation) -> Step:
     narrow = _NARROW.get(kind, dtype)
     write, address = translation.write(target, kind), translation.address(place)
     reads = [translation.read(operand, kind) for operand in operands]
-    ordering = {}
-    if space == "global":
-        ordering = {"release": "r" in order, "acquire": "a" in order}
-    else:
-        translation.accesses_shared(np.dtype(dtype).itemsize)
+    is_global = space == "global"
+    ordering = {"release": is_global and "r" in order, "acquire": is_global and "a" in order}
     compute = None if name == "cas" else _operation(name, kind)
 
     def atomic(batch, mask):

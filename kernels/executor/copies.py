@@ -38,7 +38,7 @@ class CopyQueue:
     def issue(self, addresses: np.ndarray, mask: np.ndarray, data: np.ndarray, source) -> None:
         """Start copying data[thread] to the address of each masked thread. source: (addresses,
         threads that read, sizes), as given to `GlobalMemory.load`."""
-        self._batch.shared.issue_copies(self._batch, addresses, mask, data.shape[1])
+        self._batch.shared.store(self._batch, addresses, mask, data, later=True)
         self._queue.append(_Copies(addresses, data, source, mask.copy(), self._committed.copy()))
         self._in_flight += self._num_bytes(data, mask)
         np.maximum(self.most_in_flight, self._in_flight, out=self.most_in_flight)
@@ -53,10 +53,10 @@ class CopyQueue:
         for copies in self._queue:
             arriving = copies.pending & mask & (copies.group < self._committed - most_pending)
             if arriving.any():
-                self._batch.shared.land_copies(copies.addresses, arriving, copies.data)
-                origin, reading, sizes = copies.source
+                batch, (origin, reading, sizes) = self._batch, copies.source
+                batch.shared.land_copies(batch, copies.addresses, arriving, copies.data)
                 size = copies.data.shape[1]
-                self._batch.launch.memory.end_copies(origin, arriving & reading, sizes, size)
+                batch.memory.end_copies(batch, origin, arriving & reading, sizes, size)
                 copies.pending = copies.pending & ~arriving
                 self._in_flight -= self._num_bytes(copies.data, arriving)
             if copies.pending.any():

@@ -26,9 +26,10 @@ import kernels.executor.instructions  # noqa: F401  (enters them in the table)
 from kernels.executor.copies import CopyQueue
 from kernels.executor.counts import Tally
 from kernels.executor.faults import Fault, FaultKind
-from kernels.executor.global_memory import AwaitedMemory, GlobalMemory
+from kernels.executor.global_memory import GlobalMemory
 from kernels.executor.matrix_queue import MatrixQueue
 from kernels.executor.mbarriers import MBarrier
+from kernels.executor.memory import MAX_UNIT, CheckedMemory
 from kernels.executor.operands import UNSIGNED, translate
 from kernels.executor.ptx import Program, Register, parse
 from kernels.executor.shared_memory import SharedMemory
@@ -61,6 +62,8 @@ class Kernel:
             at += size
         self.parameter_bytes = at
         products = any(one.parts[0] == "wgmma" for one in self.program.instructions)
+        self.shared_unit = MAX_UNIT
+        """Bytes of the smallest access to shared memory so far."""
         self.threads_in_step = 128 if products else 32
         """Threads whose turns come together: a warp, or the warp group that wgmma takes whole."""
         self.one_by_one = any(
@@ -114,6 +117,7 @@ class Launch:
                 batch = Batch(self, order[first : first + at_once], rng)
                 batch.run()
                 self.executed += batch.executed.sum(1)
+                self.kernel.shared_unit = batch.shared.unit
                 if self.tally:
                     self.tally.add(batch)
 
@@ -134,8 +138,9 @@ class Batch:
     Attributes that instructions use: num_threads; registers; alternates (other values
     that undefined registers could have, and why, by register); special (registers by name); memory,
     shared, local, copies, products, mbarriers, tensor_memory; program_of_thread (index in the
-    launch); ended (threads); at and mask (the instruction that runs and the threads that stand at
-    it). executed: how many warps have executed each instruction, [instruction, program].
+    launch); ended (threads); early (threads that must not access global memory yet); at and mask
+    (the instruction that runs and the threads that stand at it). executed: how many warps have
+    executed each instruction, [instruction, program].
     """
 
     def __init__(self, launch: Launch, programs: Sequence[int], rng: random.Random | None):
@@ -145,15 +150,13 @@ class Batch:
         self.executed = np.zeros((len(launch.kernel.steps), len(programs)), np.int64)
         self.num_threads = self.num_programs * self.threads_per_program
         self.memory = launch.memory
-        if launch.dependent:
-            self.memory = AwaitedMemory(self)
         self.arguments = launch.arguments
         self.parameter_offsets = launch.kernel.parameter_offsets
         self.shared = SharedMemory(
             self.num_programs,
             launch.shared_bytes,
             self.threads_per_program,
-            launch.kernel.program.shared_unit,
+            launch.kernel.shared_unit,
         )
         self.copies = CopyQueue(self)
         self.products = MatrixQueue(self)
@@ -171,6 +174,7 @@ class Batch:
         self.special = self._special_registers(programs)
         self._everyone = np.ones(self.num_threads, np.bool_)
         self.ended = np.zeros(self.num_threads, np.bool_)
+        self.early = np.full(self.num_threads, launch.dependent)
         self._waiting = np.zeros(self.num_threads, np.bool_)
         self._resume = np.zeros(self.num_threads, np.int64)
         self._groups: dict[int, _Group] = {}
@@ -207,7 +211,7 @@ class Batch:
         local_bytes = self.launch.kernel.program.local_bytes
         return SharedMemory(self.num_threads, local_bytes, 1, 1, "local")
 
-    def memory_of(self, space: str) -> GlobalMemory | AwaitedMemory | SharedMemory:
+    def memory_of(self, space: str) -> CheckedMemory:
         """Memory of a state space: "global", "shared" or "local"."""
         return self.memory if space == "global" else getattr(self, space)
 

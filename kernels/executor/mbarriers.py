@@ -71,7 +71,6 @@ def _mbarrier(translation: Translation) -> Step:
     }
     if opcode not in forms:
         raise Unsupported("this form of mbarrier is not supported")
-    translation.accesses_shared(_BYTES)
     return forms[opcode](translation)
 
 

@@ -83,10 +83,6 @@ class Translation:
             raise Unsupported(f"expected one of {', '.join(choices)}")
         return found[0] if found else default
 
-    def accesses_shared(self, size: int) -> None:
-        """Record that the instruction accesses shared memory in units of `size` bytes."""
-        self.program.shared_unit = min(self.program.shared_unit, size)
-
     def read(self, operand: Operand, kind: str) -> Read:
         """Function that reads an operand as an array with the dtype of `kind`."""
         dtype = DTYPES[PACKED.get(kind, kind)]

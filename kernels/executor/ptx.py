@@ -77,8 +77,6 @@ class Program:
     """Bytes of the module's constants."""
     local_bytes: int = 0
     """Local memory of a thread."""
-    shared_unit: int = 16
-    """Bytes of the smallest access to shared memory, known when instructions are translated."""
 
 
 LOCAL_ORIGIN = 1 << 16

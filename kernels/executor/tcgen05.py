@@ -51,8 +51,6 @@ def _alloc(translation: Translation) -> Step:
     if count not in (32, 64, 128, 256, 512):
         raise Unsupported(f"expected 32, 64, 128, 256 or 512 columns, got {count}")
 
-    translation.accesses_shared(4)
-
     def alloc(batch, mask):
         first_lanes = _first_lanes(batch, mask)
         columns = np.zeros(batch.num_threads, np.uint32)

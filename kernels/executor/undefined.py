@@ -95,6 +95,7 @@ def alternate(width: int) -> np.ndarray:
 
 def _following(step, one: Instruction, effect: Effects, guard: list[int]):
     """A step that also computes the alternates of its results."""
+    concerned = {*effect.reads, *effect.addresses, *effect.writes, *guard}
     used = effect.reads if _USED.match(one.opcode) else []
     follows = bool(effect.writes) and not _NOT_FOLLOWED.match(one.opcode)
     bits = re.search(r"\d+$", one.opcode)  # a wider register is truncated to its low bits
@@ -102,7 +103,7 @@ def _following(step, one: Instruction, effect: Effects, guard: list[int]):
 
     def run(batch, mask):
         alternates, registers = batch.alternates, batch.registers
-        if not alternates:
+        if alternates.keys().isdisjoint(concerned):
             return step(batch, mask)
         threads = batch.every(mask)
         _check(batch, threads, guard, "condition")

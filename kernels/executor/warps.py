@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from kernels.executor.faults import FaultKind
-from kernels.executor.global_memory import AwaitedMemory
 from kernels.executor.operands import DTYPES, Step, Translation, Unsupported, instruction
 from kernels.executor.signals import Barrier, Branch, Exit
 
@@ -54,13 +53,12 @@ def _bar(translation: Translation) -> Step:
 @instruction("griddepcontrol")
 def _griddepcontrol(translation: Translation) -> Step:
     """9.7.13.13. Launches run one after another, so a wait returns at once. In a dependent launch,
-    `AwaitedMemory` raises Fault for memory accesses before the wait."""
+    global memory raises Fault for accesses before the wait."""
     if translation.one_of(("wait", "launch_dependents")) == "launch_dependents":
         return lambda batch, mask: None
 
     def wait(batch, mask):
-        if isinstance(batch.memory, AwaitedMemory):
-            batch.memory.end_wait(batch, mask)
+        batch.early &= ~batch.every(mask)
 
     return wait
 

@@ -1,0 +1,516 @@
+"""Checked memory: what global, shared and local memory have in common.
+
+A record says which program and which of its warps read and wrote a unit of memory last. A unit is
+as large as the smallest access to its region so far, up to 16 bytes. Accesses are aligned to their
+size, so units lose nothing against bytes. By the memory consistency model (PTX ISA, chapter 8)
+these are races:
+
+- two programs access a unit and one of them writes it, unless both accesses are atomic, or the
+  first program has since executed an atomic instruction with release semantics and the second one
+  with acquire semantics. To which address is not checked: a wrong lock is not noticed.
+- two warps of a program do so without a barrier between them. Warps that hold the same part of
+  a result are allowed what Triton makes them do: to store the same value, and in global memory to
+  load by one instruction what one of them then overwrites;
+- memory that the launch writes is read by ld.global.nc;
+- the source of a cp.async or of a matrix product is written before its wait, or the target of a
+  cp.async is accessed.
+
+The threads of one warp are taken to run together.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from typing import NamedTuple
+
+import numba
+import numpy as np
+
+from kernels.executor.faults import Fault, FaultKind
+
+WINDOW_BITS = 48  # real addresses of a process lie below
+MAX_DIMS = 8
+MAX_UNIT = 16
+ORIGIN = 1 << 16  # the operating system keeps the memory below
+SPACE = np.frombuffer((ctypes.c_uint8 * (2**47 - ORIGIN)).from_address(ORIGIN), np.uint8)
+"""The memory of this process as one array, so that compiled functions reach every tensor. Accesses
+are checked against the windows first."""
+
+_RECORD = np.dtype(
+    [
+        ("writer", np.int32),  # program + 1; 0: none
+        ("reader", np.int32),  # program + 1; -1: several programs
+        ("write_epoch", np.int32),  # barriers that the program had passed
+        ("read_epoch", np.int32),
+        ("write_time", np.int32),  # number of ordering atomic instructions before
+        ("read_time", np.int32),
+        ("read_warps", np.uint32),  # bits of the warps that read in that epoch
+        ("read_by", np.int32),  # instruction, -1: several
+        ("write_warp", np.int16),  # -1: several, atomically; during a copy the one that issued it
+        ("reading", np.int16),  # copies and products in flight that read it
+        ("constant", np.bool_),  # read by ld.global.nc
+        ("atomic", np.bool_),  # the last write was atomic
+        ("copying", np.bool_),  # a cp.async is in flight to it
+        ("unfenced", np.bool_),  # written by threads, and no fence.proxy.async since
+    ]
+)
+
+
+# Arrays of records, because compiled functions pass a tuple of many arrays slowly.
+WINDOW = np.dtype(
+    [
+        ("base", np.uint64),  # address as the kernel sees it
+        ("real", np.int64),  # place in SPACE
+        ("span", np.int64),
+        ("itemsize", np.int64),
+        ("num_dims", np.int64),  # 0: every offset inside the span is an element
+        ("sizes", np.int64, (MAX_DIMS,)),
+        ("strides", np.int64, (MAX_DIMS,)),
+        ("shadow", np.int64),  # place of its first byte among the bytes of all regions
+        ("region", np.int64),  # tensors that overlap share a region
+        ("unwritten", np.int64),  # place in SPACE, 0: all of it counts as written
+    ]
+)
+REGION = np.dtype(
+    [
+        ("start", np.int64),  # place of its first byte, and of its first record
+        ("unit", np.int64),  # bytes of a record; 0: not accessed yet
+    ]
+)
+_PROGRAM = np.dtype([("released", np.int64), ("acquired", np.int64)])
+"""Time of the last atomic instruction with release, acquire semantics."""
+
+
+class Arrays(NamedTuple):
+    """The argument of compiled functions."""
+
+    space: np.ndarray
+    windows: np.ndarray
+    num_arguments: int  # the windows behind them are of tables; -1: each program has its own window
+    regions: np.ndarray
+    records: np.ndarray
+    programs: np.ndarray
+    clock: np.ndarray  # [1]: number of ordering atomic instructions
+    report: np.ndarray  # code, thread, window, offset, other program or warp
+
+
+class Threads(NamedTuple):
+    """Threads of a batch."""
+
+    programs: np.ndarray  # number in the grid, of each thread
+    epochs: np.ndarray  # of each program of the batch
+    per_program: int
+    at: int  # the instruction; -1 in shared memory
+
+
+_OUTSIDE, _HOLE, _MISALIGNED, _UNWRITTEN, _CONSTANT, _READING, _COPYING = range(1, 8)
+_RACE_WRITTEN, _RACE_READ, _WARP_WRITTEN, _WARP_READ, UNFENCED, _FINER = range(8, 14)
+
+
+@numba.njit(cache=True)
+def _is_element(offset, window):
+    """Whether the byte belongs to an element, not to a gap between rows of a strided view."""
+    rest = offset
+    for dim in range(window.num_dims):
+        stride = window.strides[dim]
+        index = rest // stride
+        if index >= window.sizes[dim]:
+            return False
+        rest -= index * stride
+    return rest < window.itemsize
+
+
+@numba.njit(cache=True)
+def _check(address, size, alignment, window):
+    """(code, offset) of an access to a window; code 0 if all is well."""
+    offset = np.int64(address - window.base)
+    if offset < 0 or offset > window.span - size:
+        return _OUTSIDE, offset
+    if address % np.uint64(alignment) != 0:
+        return _MISALIGNED, offset
+    if window.num_dims > 0 and not (
+        _is_element(offset, window) and _is_element(offset + size - 1, window)
+    ):
+        return _HOLE, offset
+    return 0, offset
+
+
+@numba.njit(cache=True)
+def _locate(address, size, alignment, windows, num_arguments):
+    """(code, window, offset) of an access; code 0 if all is well.
+
+    Several tensors of an address table may begin at one address. One that fits is enough.
+    """
+    top = np.int64(address >> np.uint64(WINDOW_BITS))
+    if 0 < top <= num_arguments:
+        code, offset = _check(address, size, alignment, windows[top - 1])
+        return code, top - 1, offset
+    worst, window, place = _OUTSIDE, -1, np.int64(address)
+    if top == 0:
+        for candidate in range(num_arguments, len(windows)):
+            code, offset = _check(address, size, alignment, windows[candidate])
+            if code == 0:
+                return code, candidate, offset
+            if 0 <= offset < windows[candidate].span:
+                worst, window, place = code, candidate, offset
+    return worst, window, place
+
+
+@numba.njit(cache=True)
+def place_of(memory, threads, address, size, alignment, thread):
+    """(window, offset) of a valid access, else (-1, 0) and a report. alignment: the access
+    size; cp.async may read fewer bytes."""
+    if memory.num_arguments < 0:
+        window = np.int64(thread // threads.per_program)
+        code, offset = _check(address, size, alignment, memory.windows[window])
+    else:
+        code, window, offset = _locate(
+            address, size, alignment, memory.windows, memory.num_arguments
+        )
+    report = memory.report
+    if code == 0:
+        unit = memory.regions[memory.windows[window].region].unit
+        if unit == 0 or alignment < unit:
+            code = _FINER
+    report[0], report[1], report[2], report[3] = code, thread, window, offset
+    if code == 0:
+        return window, offset
+    return -1, np.int64(0)
+
+
+@numba.njit(cache=True)
+def _ordered(memory, other, time, program):
+    """Whether program `other` - 1 did something at `time` before `program` - 1 does this."""
+    if other <= 0:
+        return False
+    released, acquired = memory.programs[other - 1].released, memory.programs[program - 1].acquired
+    return released > time and acquired > time
+
+
+@numba.njit(cache=True)
+def _bit(warp):
+    return np.uint32(1) << np.uint32(warp)
+
+
+@numba.njit(cache=True)
+def may_read(memory, record, program, warp, epoch, constant):
+    """Whether the warp may read the unit now, else a report."""
+    report = memory.report
+    if record.copying:
+        report[0], report[4] = _COPYING, record.write_warp
+    elif record.writer == 0:
+        if memory.num_arguments < 0:
+            report[0] = _UNWRITTEN
+    elif constant:
+        report[0] = _CONSTANT
+    elif record.writer != program:
+        if not _ordered(memory, record.writer, record.write_time, program):
+            report[0], report[4] = _RACE_WRITTEN, record.writer - 1
+    elif record.write_epoch == epoch and record.write_warp != warp:
+        report[0], report[4] = _WARP_WRITTEN, record.write_warp
+    return report[0] == 0
+
+
+@numba.njit(cache=True)
+def _may_write(memory, record, program, warp, epoch, atomic):
+    report = memory.report
+    if record.copying:
+        report[0], report[4] = _COPYING, record.write_warp
+    elif record.reading:
+        report[0] = _READING
+    elif record.constant:
+        report[0] = _CONSTANT
+    elif record.reader and record.reader != program:
+        if not _ordered(memory, record.reader, record.read_time, program):
+            report[0], report[4] = _RACE_READ, record.reader - 1
+    elif record.reader and record.read_epoch == epoch:
+        others, own = record.read_warps & ~_bit(warp), record.read_warps & _bit(warp)
+        if others and not (own and record.read_by >= 0):
+            report[0], report[4] = _WARP_READ, -1
+    if report[0] or record.writer == 0 or (atomic and record.atomic):
+        return report[0] == 0
+    if record.writer != program:
+        if not _ordered(memory, record.writer, record.write_time, program):
+            report[0], report[4] = _RACE_WRITTEN, record.writer - 1
+    elif record.write_epoch == epoch and record.write_warp != warp:
+        report[0], report[4] = _WARP_WRITTEN, record.write_warp
+    return report[0] == 0
+
+
+@numba.njit(cache=True)
+def units(memory, window, offset, size):
+    """Records of an access."""
+    region = memory.regions[memory.windows[window].region]
+    start, unit = region.start, region.unit
+    first = memory.windows[window].shadow + offset - start
+    return range(start + first // unit, start + (first + size - 1) // unit + 1)
+
+
+@numba.njit(cache=True)
+def _is_written(memory, window, offset, size):
+    unwritten = memory.windows[window].unwritten
+    if unwritten:
+        for byte in range(size):
+            if memory.space[unwritten + offset + byte]:
+                memory.report[0] = _UNWRITTEN
+                return False
+    return True
+
+
+@numba.njit(cache=True)
+def _note_read(memory, record, program, warp, epoch, instruction):
+    if record.reader == program and record.read_epoch == epoch:
+        record.read_warps |= _bit(warp)
+        if record.read_by != instruction:
+            record.read_by = -1
+        return
+    alone = record.reader in (0, program)
+    if not alone and not _ordered(memory, record.reader, record.read_time, program):
+        record.reader = -1
+    else:
+        record.reader = program
+    record.read_warps, record.read_by = _bit(warp), instruction
+    record.read_epoch = epoch
+
+
+@numba.njit(cache=True)
+def _load(memory, threads, addresses, mask, sizes, alignment, constant, copies, out, begin):
+    for thread in range(begin, len(addresses)):
+        if not mask[thread]:
+            continue
+        size = sizes[thread] if len(sizes) > 1 else sizes[0]
+        window, offset = place_of(memory, threads, addresses[thread], size, alignment, thread)
+        if window < 0 or not _is_written(memory, window, offset, size):
+            return
+        program, warp = threads.programs[thread] + 1, thread % threads.per_program // 32
+        epoch = threads.epochs[thread // threads.per_program]
+        for number in units(memory, window, offset, size):
+            record = memory.records[number]
+            if not may_read(memory, record, program, warp, epoch, constant):
+                return
+            _note_read(memory, record, program, warp, epoch, threads.at)
+            record.read_time = memory.clock[0]
+            record.constant |= constant
+            record.reading += copies
+        real = memory.windows[window].real + offset
+        for byte in range(size):
+            out[thread, byte] = memory.space[real + byte]
+
+
+@numba.njit(cache=True)
+def _end_copies(memory, threads, addresses, mask, sizes, alignment):
+    for thread in range(len(addresses)):
+        if not mask[thread]:
+            continue
+        size = sizes[thread] if len(sizes) > 1 else sizes[0]
+        window, offset = place_of(memory, threads, addresses[thread], size, alignment, thread)
+        for number in units(memory, window, offset, size):
+            memory.records[number].reading -= 1
+
+
+@numba.njit(cache=True)
+def _same(memory, window, number, data, offset):
+    """Whether a store of `data` would leave the record's unit as it is."""
+    region = memory.regions[memory.windows[window].region]
+    first = region.start + (number - region.start) * region.unit - memory.windows[window].shadow
+    for at in range(first, first + region.unit):
+        if memory.space[memory.windows[window].real + at] != data[at - offset]:
+            return False
+    return True
+
+
+@numba.njit(cache=True)
+def note_write(memory, record, program, warp, epoch, atomic):
+    """Record a write by the warp."""
+    same_epoch = record.writer == program and record.write_epoch == epoch
+    several = atomic and record.atomic and same_epoch and record.write_warp != warp
+    record.writer, record.write_warp = program, -1 if several else warp
+    record.write_epoch, record.write_time = epoch, memory.clock[0]
+    record.atomic, record.unfenced = atomic, True
+
+
+@numba.njit(cache=True)
+def _mark_written(memory, window, offset, size):
+    unwritten = memory.windows[window].unwritten
+    if unwritten:
+        for byte in range(size):
+            memory.space[unwritten + offset + byte] = 0
+
+
+@numba.njit(cache=True)
+def _store(memory, threads, addresses, mask, data, alignment, later, begin):
+    size = data.shape[1]
+    for thread in range(begin, len(addresses)):
+        if not mask[thread]:
+            continue
+        window, offset = place_of(memory, threads, addresses[thread], size, alignment, thread)
+        if window < 0:
+            return
+        program, warp = threads.programs[thread] + 1, thread % threads.per_program // 32
+        epoch = threads.epochs[thread // threads.per_program]
+        for number in units(memory, window, offset, size):
+            record = memory.records[number]
+            if not _may_write(memory, record, program, warp, epoch, False):
+                raced = memory.report[0] == _WARP_WRITTEN and not record.atomic
+                if later or not raced or not _same(memory, window, number, data[thread], offset):
+                    return
+                memory.report[0] = 0
+            if later:
+                record.copying, record.write_warp = True, warp
+            else:
+                note_write(memory, record, program, warp, epoch, False)
+        if later:
+            continue
+        _mark_written(memory, window, offset, size)
+        real = memory.windows[window].real + offset
+        for byte in range(size):
+            memory.space[real + byte] = data[thread, byte]
+
+
+@numba.njit(cache=True)
+def _begin_atomics(memory, threads, addresses, mask, size, release, acquire, places, begin):
+    """Check atomic accesses, note them, and give their places in SPACE."""
+    for thread in range(begin, len(addresses)):
+        if not mask[thread]:
+            continue
+        window, offset = place_of(memory, threads, addresses[thread], size, size, thread)
+        if window < 0 or not _is_written(memory, window, offset, size):
+            return
+        program, warp = threads.programs[thread] + 1, thread % threads.per_program // 32
+        epoch = threads.epochs[thread // threads.per_program]
+        for number in units(memory, window, offset, size):
+            record = memory.records[number]
+            if memory.num_arguments < 0 and record.writer == 0:
+                memory.report[0] = _UNWRITTEN
+                return
+            if not _may_write(memory, record, program, warp, epoch, True):
+                return
+            note_write(memory, record, program, warp, epoch, True)
+        _mark_written(memory, window, offset, size)
+        places[thread] = memory.windows[window].real + offset
+        memory.clock[0] += release or acquire
+        if release:
+            memory.programs[program - 1].released = memory.clock[0]
+        if acquire:
+            memory.programs[program - 1].acquired = memory.clock[0]
+
+
+def _reserve(count: int, dtype: np.dtype) -> np.ndarray:
+    """Zeros; the operating system allocates only the pages that are touched."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+    return np.frombuffer(mmap.mmap(-1, max(count, 1) * dtype.itemsize, flags=flags), dtype)
+
+
+class CheckedMemory:
+    """Windows of memory, with a record of each unit. Accesses raise Fault.
+
+    A subclass has `race` (the kind of fault), `reading` (the fault of a write while a copy or a
+    product reads), `threads` (the Threads of a batch), `place` (name, description and span of a
+    window), `tally` (counts an access).
+
+    Args:
+        windows, regions, num_bytes: where memory and records are; bytes of all regions.
+        num_arguments: see Arrays.
+        num_programs: of the grid, 0 if programs share nothing.
+    """
+
+    def __init__(self, windows, regions, num_bytes: int, num_arguments: int, num_programs: int):
+        self.arrays = Arrays(
+            SPACE,
+            windows,
+            num_arguments,
+            regions,
+            _reserve(num_bytes, _RECORD),
+            np.zeros(num_programs, _PROGRAM),
+            np.zeros(1, np.int64),
+            np.zeros(5, np.int64),
+        )
+
+    def records(self, number: int) -> np.ndarray:
+        """Records of a region in use."""
+        regions, records = self.arrays.regions, self.arrays.records
+        start, unit = regions[number]
+        end = regions[number + 1]["start"] if number + 1 < len(regions) else len(records)
+        return records[start : start + (end - start) // unit]
+
+    def run(self, batch, compiled, size: int, done: str, *arguments) -> None:
+        """Run `compiled` for all threads; where it asks for records of smaller units, make them and
+        let it go on. Raises Fault."""
+        memory, begin = self.arrays, 0
+        threads = self.threads(batch)
+        compiled(memory, threads, *arguments, begin)
+        while memory.report[0] == _FINER:
+            number, begin = memory.windows[memory.report[2]]["region"], memory.report[1]
+            region, memory.report[0] = memory.regions[number], 0
+            before = self.records(number).copy() if region["unit"] else None
+            finer = region["unit"] // min(size, MAX_UNIT)
+            region["unit"] = min(size, MAX_UNIT)
+            if before is not None:
+                self.records(number)[:] = np.repeat(before, finer)
+            compiled(memory, threads, *arguments, begin)
+        code, thread, window, offset, other = map(int, memory.report)
+        if code:
+            memory.report[:] = 0
+            raise self._fault(batch, code, thread, window, offset, other, f"{size} bytes {done}")
+
+    def _fault(self, batch, code, thread, window, offset, other, what) -> Fault:
+        tensor, place, span = self.place(window, offset)
+        program = "others" if other < 0 else f"program {batch.launch.coordinates(other)}"
+        warp = "another warp" if other < 0 else f"warp {other}"
+        race, since = self.race, "since the last barrier"
+        kind, detail = {
+            _OUTSIDE: (FaultKind.OUT_OF_BOUNDS, f"it spans {span} bytes"),
+            _HOLE: (FaultKind.OUT_OF_BOUNDS, "between the rows of a strided view"),
+            _MISALIGNED: (FaultKind.MISALIGNED, "the address is not a multiple of the size"),
+            _UNWRITTEN: (FaultKind.UNWRITTEN, "nothing was stored there"),
+            _CONSTANT: (race, "ld.global.nc reads it, which no program may write"),
+            _READING: self.reading,
+            _COPYING: (FaultKind.COPY_IN_FLIGHT, f"a copy by {warp} has not been waited for"),
+            _RACE_WRITTEN: (race, f"{program} wrote there"),
+            _RACE_READ: (race, f"{program} read there"),
+            _WARP_WRITTEN: (race, f"{warp} of the program wrote it {since}"),
+            _WARP_READ: (race, f"{warp} of the program read it {since}"),
+            UNFENCED: (FaultKind.FENCE, "threads wrote it without a fence.proxy.async since"),
+        }[code]
+        detail = f"{what} at {place}: {detail}"
+        return batch.fault(kind, detail, thread, address=offset, tensor=tensor)
+
+    def load(
+        self, batch, addresses, mask, size: int, *, sizes=None, alignment: int = 0, constant=False,
+        copies=False,
+    ) -> np.ndarray:  # fmt: skip
+        """Bytes [threads, size] at the addresses. sizes: fewer bytes for each thread, int64.
+        constant: by ld.global.nc. copies: by cp.async, which may read until `end_copies`."""
+        out, mask = np.zeros((len(addresses), size), np.uint8), batch.every(mask)
+        sizes = np.array([size], np.int64) if sizes is None else sizes
+        arguments = addresses, mask, sizes, alignment or size, constant, copies, out
+        self.run(batch, _load, size, "read", *arguments)
+        self.tally(batch, addresses, mask, sizes, "read")
+        return out
+
+    def end_copies(self, batch, addresses, mask, sizes, alignment: int) -> None:
+        """Copies that `load` began have been waited for."""
+        _end_copies(self.arrays, self.threads(batch), addresses, mask, sizes, alignment)
+
+    def store(self, batch, addresses, mask, data: np.ndarray, *, later: bool = False) -> None:
+        """Write bytes [threads, size]. later: a copy begins, and `land_copies` will write them."""
+        mask, size = batch.every(mask), data.shape[1]
+        done = "overwritten by an asynchronous copy" if later else "written"
+        self.run(batch, _store, size, done, addresses, mask, data, size, later)
+        self.tally(batch, addresses, mask, np.array([size], np.int64), "written")
+
+    def atomic(
+        self, batch, addresses, mask, dtype, *, release: bool, acquire: bool
+    ) -> dict[int, np.ndarray]:
+        """For each masked thread the number of `dtype` at its address, an array of one element to
+        read and write. The caller does so thread by thread."""
+        mask, size = batch.every(mask), np.dtype(dtype).itemsize
+        places = np.zeros(len(addresses), np.int64)
+        arguments = addresses, mask, size, release, acquire, places
+        self.run(batch, _begin_atomics, size, "atomically changed", *arguments)
+        self.tally(batch, addresses, mask, np.array([size], np.int64), "read", "written")
+        return {
+            int(thread): SPACE[places[thread] : places[thread] + size].view(dtype)
+            for thread in np.flatnonzero(mask)
+        }
