@@ -153,11 +153,6 @@ def _cp(translation: Translation) -> Step:
     return copy
 
 
-@instruction("prefetch", "prefetchu", "createpolicy", "applypriority", "discard")
-def _hint(translation: Translation) -> Step:
-    raise Unsupported("hints of this kind are not supported")
-
-
 def _matrices(translation: Translation) -> tuple[int, bool]:
     """(number of 8x8 matrices, whether they are transposed) of ldmatrix or stmatrix."""
     translation.expect(

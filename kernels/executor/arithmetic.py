@@ -76,15 +76,13 @@ def _mixed(translation: Translation, compute) -> Step:
     if kind not in ("f16", "bf16"):
         raise Unsupported(f".f32.{kind} is not supported")
     widen = bf16_to_f32 if kind == "bf16" else lambda a: a.astype(np.float32)
-    target, *narrow, last = translation.operands
-    reads = [translation.read(source, kind) for source in narrow]
-    read, write = translation.read(last, "f32"), translation.write(target, "f32")
+    narrow = len(translation.operands) - 2
 
-    def step(batch, mask):
-        result = compute(*[widen(one(batch)) for one in reads], read(batch))
-        write(batch, mask, result.astype(np.float32))
+    def mixed(*arrays):
+        wide = [widen(one) for one in arrays[:-1]]
+        return compute(*wide, arrays[-1]).astype(np.float32)
 
-    return step
+    return elementwise(translation, mixed, [*[kind] * narrow, "f32"], "f32")
 
 
 def _arithmetic(integer, floating):
@@ -149,14 +147,11 @@ def _mad(translation: Translation) -> Step:
         return elementwise(translation, lambda a, b, c: a * b + c, kind)
     translation.expect("wide")
     wide = DTYPES[_doubled(kind)]
-    target, *factors, addend = translation.operands
-    first, second = (translation.read(factor, kind) for factor in factors)
-    third, write = (
-        translation.read(addend, _doubled(kind)),
-        translation.write(target, _doubled(kind)),
-    )
-    return lambda batch, mask: write(
-        batch, mask, first(batch).astype(wide) * second(batch).astype(wide) + third(batch)
+    return elementwise(
+        translation,
+        lambda a, b, c: a.astype(wide) * b.astype(wide) + c,
+        [kind, kind, _doubled(kind)],
+        _doubled(kind),
     )
 
 

@@ -84,31 +84,23 @@ def _bfe(translation: Translation) -> Step:
     """Extract a bit field (9.7.1.22), sign-extended for signed types. 32 bits only."""
     kind = translation.kind
     width = int(kind[1:])
-    target, value, start, length = translation.operands
-    value = translation.read(value, f"u{width}")
-    start, length = translation.read(start, "u32"), translation.read(length, "u32")
-    write = translation.write(target, f"b{width}")
     if width == 64:
         raise Unsupported("only fields of 32-bit numbers are supported")
 
-    def extract(batch, mask):
-        a = value(batch).astype(np.int64)
-        at, size = start(batch).astype(np.int64) & 255, length(batch).astype(np.int64) & 255
-        if kind[0] == "s":
-            a = a.astype(np.uint32).view(np.int32).astype(np.int64)
-            top = np.minimum(at + size - 1, width - 1)
-            sign = np.where(size > 0, a >> top & 1, 0)
-        else:
-            sign = np.zeros_like(a)
-        at, size = np.minimum(at, 63), np.minimum(size, 32)
-        low = (np.int64(1) << size) - 1
-        present = (a & 0xFFFFFFFF) >> at & low
-        held = np.clip(width - at, 0, size)  # bits beyond the top repeat the sign
-        above = low & ~((np.int64(1) << held) - 1)
-        field = present | np.where(sign > 0, above | ~low, 0)
-        write(batch, mask, (field & 0xFFFFFFFF).astype(np.uint32))
+    def extract(a, start, length):
+        a, at, size = (
+            a.astype(np.int64),
+            start.astype(np.int64) & 255,
+            length.astype(np.int64) & 255,
+        )
+        top = np.minimum(at + size - 1, 31)
+        sign = (kind[0] == "s") & (size > 0) & (a >> np.maximum(top, 0) & 1 == 1)
+        size = np.minimum(size, 32)
+        held = np.clip(32 - at, 0, size)  # bits beyond the top repeat the sign
+        present = a >> np.minimum(at, 32) & ((np.int64(1) << held) - 1)
+        return np.where(sign, present | -1 << held, present).astype(np.uint32)
 
-    return extract
+    return elementwise(translation, extract, "u32")
 
 
 @instruction("bfi")
@@ -255,9 +247,4 @@ def _setp(translation: Translation) -> Step:
 def _selp(translation: Translation) -> Step:
     translation.expect()
     kind = translation.kind
-    target, first, second, predicate = translation.operands
-    first, second = translation.read(first, kind), translation.read(second, kind)
-    predicate, write = translation.read(predicate, "pred"), translation.write(target, kind)
-    return lambda batch, mask: write(
-        batch, mask, np.where(predicate(batch), first(batch), second(batch))
-    )
+    return elementwise(translation, lambda a, b, p: np.where(p, a, b), [kind, kind, "pred"])

@@ -207,11 +207,13 @@ def instruction(*names: str):
     return register
 
 
-def elementwise(translation: Translation, compute, kind: str, result: str | None = None) -> Step:
-    """Step that computes the first operand elementwise from the others, all of type `kind`."""
+def elementwise(translation: Translation, compute, kind, result: str | None = None) -> Step:
+    """Step that computes the first operand elementwise from the others. kind: the type of all, or
+    of each."""
     target, *sources = translation.operands
-    reads = [translation.read(source, kind) for source in sources]
-    write = translation.write(target, result or kind)
+    kinds = [kind] * len(sources) if isinstance(kind, str) else kind
+    reads = [translation.read(*pair) for pair in zip(sources, kinds, strict=True)]
+    write = translation.write(target, result or kinds[0])
     if len(reads) == 1:
         (read,) = reads
         return lambda batch, mask: write(batch, mask, compute(read(batch)))
