@@ -121,7 +121,7 @@ def _is_element(offset, window):
     return rest < window.itemsize
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, forceinline=True)
 def _check(address, size, alignment, window):
     """(code, offset) of an access to a window; code 0 if all is well."""
     offset = np.int64(address - window.base)
@@ -136,7 +136,7 @@ def _check(address, size, alignment, window):
     return 0, offset
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, forceinline=True)
 def _locate(address, size, alignment, windows, num_arguments):
     """(code, window, offset) of an access; code 0 if all is well.
 
@@ -157,7 +157,7 @@ def _locate(address, size, alignment, windows, num_arguments):
     return worst, window, place
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, forceinline=True)
 def place_of(memory, threads, address, size, alignment, thread):
     """(window, offset) of a valid access, else (-1, 0) and a report. alignment: the access
     size; cp.async may read fewer bytes."""
@@ -179,7 +179,7 @@ def place_of(memory, threads, address, size, alignment, thread):
     return -1, np.int64(0)
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, forceinline=True)
 def _ordered(memory, other, time, program):
     """Whether program `other` - 1 did something at `time` before `program` - 1 does this."""
     if other <= 0:
@@ -188,12 +188,12 @@ def _ordered(memory, other, time, program):
     return released > time and acquired > time
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, forceinline=True)
 def _bit(warp):
     return np.uint32(1) << np.uint32(warp)
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, forceinline=True)
 def may_read(memory, record, program, warp, epoch, constant):
     """Whether the warp may read the unit now, else a report."""
     report = memory.report
@@ -212,7 +212,7 @@ def may_read(memory, record, program, warp, epoch, constant):
     return report[0] == 0
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, forceinline=True)
 def _may_write(memory, record, program, warp, epoch, atomic):
     report = memory.report
     if record.copying:
@@ -238,7 +238,7 @@ def _may_write(memory, record, program, warp, epoch, atomic):
     return report[0] == 0
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, forceinline=True)
 def units(memory, window, offset, size):
     """Records of an access."""
     region = memory.regions[memory.windows[window].region]
@@ -247,7 +247,7 @@ def units(memory, window, offset, size):
     return range(start + first // unit, start + (first + size - 1) // unit + 1)
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, forceinline=True)
 def _is_written(memory, window, offset, size):
     unwritten = memory.windows[window].unwritten
     if unwritten:
@@ -258,7 +258,7 @@ def _is_written(memory, window, offset, size):
     return True
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, forceinline=True)
 def _note_read(memory, record, program, warp, epoch, instruction):
     if record.reader == program and record.read_epoch == epoch:
         record.read_warps |= _bit(warp)
@@ -309,7 +309,7 @@ def _end_copies(memory, threads, addresses, mask, sizes, alignment):
             memory.records[number].reading -= 1
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, forceinline=True)
 def _same(memory, window, number, data, offset):
     """Whether a store of `data` would leave the record's unit as it is."""
     region = memory.regions[memory.windows[window].region]
@@ -320,7 +320,7 @@ def _same(memory, window, number, data, offset):
     return True
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, forceinline=True)
 def note_write(memory, record, program, warp, epoch, atomic):
     """Record a write by the warp."""
     same_epoch = record.writer == program and record.write_epoch == epoch
@@ -330,7 +330,7 @@ def note_write(memory, record, program, warp, epoch, atomic):
     record.atomic, record.unfenced = atomic, True
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, forceinline=True)
 def _mark_written(memory, window, offset, size):
     unwritten = memory.windows[window].unwritten
     if unwritten:

@@ -51,7 +51,7 @@ def _land_copies(memory, threads, addresses, mask, data):
             memory.space[real + byte] = data[thread, byte]
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, forceinline=True)
 def _note_product(record, program, epoch):
     record.reader, record.read_epoch = program, epoch
     record.read_warps, record.read_by = np.uint32(0xFFFFFFFF), -1
@@ -145,7 +145,7 @@ class SharedMemory(CheckedMemory):
         _release_operand(self.arrays, chunks, program, epoch)
 
     def fence(self, program: int, warps: np.ndarray) -> None:
-        """fence.proxy.async by `warps` (booleans): the async proxy sees what they wrote or see."""
+        """fence.proxy.async by `warps` (booleans) of the program: the async proxy sees what they wrote or see."""
         records = self.records(0).reshape(len(self.epochs), -1)[program]
         _fence(records, self.epochs[program], warps)
 

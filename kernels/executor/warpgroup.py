@@ -225,8 +225,8 @@ def _fence(translation: Translation) -> Step:
         raise Unsupported("fences of this kind are not supported")
 
     def fence(batch, mask):
-        warps = batch.every(mask).reshape(-1, 32).any(1)
-        for program in np.flatnonzero(warps.reshape(batch.num_programs, -1).any(1)):
-            batch.shared.fence(program, warps)
+        warps = batch.every(mask).reshape(batch.num_programs, -1, 32).any(2)
+        for program in np.flatnonzero(warps.any(1)):
+            batch.shared.fence(program, warps[program])
 
     return fence

@@ -145,7 +145,7 @@ FAULTS = {
     ),
     # One load by two warps and a store by one of them update a tensor in place.
     "a second load before an update in place": (
-        IN_PLACE, "", "ld.global.b32 %r3, [%d12];", "GLOBAL_RACE", "", {"num_warps": 2, "seed": None},
+        IN_PLACE, "", "ld.global.b32 %r3, [%d12];", "GLOBAL_RACE", "", TWO_WARPS | {"seed": None},
     ),
     "constant load after a store": (
         OWN + GLOBAL_STORE + CONSTANT, "", ".nc", "GLOBAL_RACE", "ld.global.nc", {},
