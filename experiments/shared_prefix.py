@@ -242,16 +242,6 @@ def _draw_first_token(axis: style.Axes, rows: style.DataFrame) -> None:
         ideal = {"color": style.BLACK, "linestyle": "dashed", "linewidth": 0.8}
         label = "ideal: uncached share"
         axis.plot([0, 100], [uncached.iloc[0], 0], label=label, zorder=1, **ideal)
-        most = rows[rows["manager"] == rows["manager"].iloc[0]].nlargest(1, "cached_fraction")
-        manager, share, time = most[["manager", "cached_fraction", "ttft_ms_p50"]].iloc[0]
-        axis.annotate(
-            f"{manager}: {uncached.iloc[0] / time:.1f} times sooner",
-            (100 * share, time),
-            xytext=(-5, -8),
-            textcoords="offset points",
-            horizontalalignment="right",
-            fontsize=6,
-        )
     length = rows["prompt_tokens"].iloc[0]
     axis.set(title=f"prompt of {length:,} tokens", xlabel="cached share of the prompt (%)")
     axis.set_ylabel(f"time to first token ({unit})")

@@ -10,7 +10,6 @@ times.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -181,16 +180,3 @@ def timed_columns(
         "bandwidth_fraction": num_bytes / seconds / bandwidth,
         "matmul_fraction": flops / seconds / rate,
     }
-
-
-@contextlib.contextmanager
-def out_of_memory_is(error: type[Exception]):
-    """Turn running out of device memory into ``error``, and free cached memory."""
-    try:
-        yield
-    except torch.OutOfMemoryError as reason:
-        message = str(reason).split(". ")[0]
-    else:
-        return
-    torch.cuda.empty_cache()
-    raise error(message)

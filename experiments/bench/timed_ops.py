@@ -365,7 +365,7 @@ def run(cell: Timed) -> dict[str, Any]:
     shape, name = cell.shape, cell.implementation
     if reason := refusal(shape, name):
         raise Unavailable(f"{name}: {reason}")
-    with gpu_timing.out_of_memory_is(Unavailable):
+    try:
         problem = problem_of(shape)
         accuracy = problem.judged(name)
         if not accuracy.passed:
@@ -381,4 +381,7 @@ def run(cell: Timed) -> dict[str, Any]:
             launch="eager" if name in problem.eager_only else "graph",
             budget_ms=cell.budget_ms,
         )
+    except torch.OutOfMemoryError as error:
+        release()
+        raise Unavailable(str(error).split(". ")[0]) from None
     return {**shape.columns(), "implementation": name, **accuracy_columns(accuracy), **times}

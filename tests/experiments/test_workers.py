@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 
 import pytest
 
@@ -75,8 +74,3 @@ def test_a_fresh_process_follows_where_the_old_one_is_spent(run, behaviour, fres
     assert len({process for _, process in begun}) == 1 + fresh
     if "dies" in behaviour:
         assert outcomes[0].message == "its worker process died"
-
-
-def test_a_worker_without_a_task_cleans_up_before_it_ends(run, tiny):
-    outcomes, _ = run(jobs=1, run_cell=tiny.keep_a_semaphore, cells=1)
-    assert not Path(outcomes[0].rows[0]["file"]).exists()

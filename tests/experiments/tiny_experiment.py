@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import time
@@ -89,15 +88,6 @@ def run_cell(cell: TinyCell) -> list[dict]:
 def thread_limits(cell: TinyCell) -> list[dict]:
     """A row with the thread limits of a worker's libraries."""
     return [{name: int(os.environ[name]) for name in os.environ if name.endswith("_NUM_THREADS")}]
-
-
-def keep_a_semaphore(cell: TinyCell) -> list[dict]:
-    """A row with the file of a semaphore that this process removes when it ends."""
-    semaphores.append(multiprocessing.get_context("spawn").Lock())
-    return [{"file": f"/dev/shm/sem.{semaphores[-1]._semlock.name.removeprefix('/')}"}]
-
-
-semaphores = []
 
 
 def plot(rows, folder: Path) -> list[Path]:

@@ -81,16 +81,6 @@ def test_nothing_is_timed_without_a_gpu():
     assert row["bandwidth_fraction"] is None
 
 
-def test_running_out_of_memory_becomes_a_reason():
-    class Reason(Exception):
-        pass
-
-    with pytest.raises(Reason, match=r"^CUDA out of memory$"), gpu_timing.out_of_memory_is(Reason):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB. GPU 0 has ...")
-    with pytest.raises(KeyError), gpu_timing.out_of_memory_is(Reason):
-        raise KeyError
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("launch", ["graph", "eager"])
 def test_times_on_a_gpu(launch):

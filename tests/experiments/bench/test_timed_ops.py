@@ -77,6 +77,16 @@ def test_a_prefix_is_whole_blocks():
         problem_of(shape)
 
 
+def test_running_out_of_memory_becomes_a_reason(monkeypatch):
+    def full(shape, device):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB. GPU 0 has ...")
+
+    monkeypatch.setattr(timed_ops, "_case", full)
+    timed_ops.release()
+    with pytest.raises(Unavailable, match=r"^CUDA out of memory$"):
+        run(SHAPES["decode"])
+
+
 @on_cpu
 def test_there_are_no_times_without_a_gpu():
     row = run(SHAPES["decode"])
