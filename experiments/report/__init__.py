@@ -1,7 +1,8 @@
 """One page of all results, beside what publications report: ``python -m experiments report``.
 
 ``page.html`` is its template, ``published.toml`` has the published numbers.  The page is
-self-contained and needs no network: figures in 128 colours, tables, and the curves below by Bokeh.
+self-contained and needs no network: figures in 128 colours, tables, and the curves of the hit rates
+by Bokeh.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import json
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,52 +29,8 @@ if TYPE_CHECKING:
 
 _FOLDER = Path(__file__).parent
 _COLORS = [line["color"] for line in style.lines_of(range(8)).values()]
-
-
-@dataclass(frozen=True)
-class Curves:
-    """An interactive chart of a table: a panel per trace, a line per value of ``line``."""
-
-    x: str
-    y: str
-    line: str
-    x_label: str
-    y_label: str
-    y_axis: str = "linear"
-    number: str = "0.[000]"
-
-
-CURVES = {
-    "eviction": [
-        Curves(
-            "capacity_fraction",
-            "block_hit_rate",
-            "policy",
-            "pool size, of the unique blocks of the trace",
-            "block hit rate",
-            number="0.[00]%",
-        )
-    ],
-    "serving": [
-        Curves(
-            "request_rate",
-            "normalized_latency_s",
-            "system",
-            "requests per second",
-            "normalised latency (s per token)",
-            y_axis="log",
-            number="0.[0000]",
-        ),
-        Curves(
-            "request_rate",
-            "mean_batched_requests",
-            "system",
-            "requests per second",
-            "batched requests (mean)",
-        ),
-    ],
-}
-"""Interactive charts by experiment."""
+_X_LABEL, _Y_LABEL = "pool size, of the unique blocks of the trace", "block hit rate"
+_PERCENT = "0.[00]%"
 
 
 def write_report(results: Path, output: Path, experiments: Mapping[str, Experiment]) -> Path:
@@ -115,7 +71,7 @@ def _page(experiment: Experiment, folder: Path, notes: list[dict[str, Any]]) -> 
         "id": f"{experiment.name}-{folder.name}",
         "environment": json.loads((folder / "environment.json").read_text()),
         "figures": [_picture(path) for path in sorted(folder.glob("*.png"))],
-        "curves": _draw(experiment.name, folder),
+        "curves": _hit_rates(folder) if experiment.name == "eviction" else None,
         "published": _compare(notes, folder),
         "tables": [_table(path) for path in (*summaries, folder / "rows.csv")],
     }
@@ -203,37 +159,30 @@ def _range(measured: pd.Series, form: str) -> str:
     return least if least == most else f"{least} to {most}"
 
 
-def _draw(name: str, folder: Path) -> list[dict[str, Any]]:
-    """Scripts and places of the panels of ``CURVES``, which hide a line together."""
-    if name not in CURVES:
-        return []
+def _hit_rates(folder: Path) -> dict[str, Any]:
+    """Script and places of interactive panels, one per trace, which hide a line together."""
     import pandas as pd
     from bokeh.embed import components
     from markupsafe import Markup
 
     rows = pd.read_csv(folder / "rows.csv")
-    drawn = []
-    for curves in CURVES[name]:
-        lines = rows[curves.line].unique()
-        dashes = ["solid"] * len(_COLORS) + ["dashed"] * len(lines)
-        looks = dict(zip(lines, zip(itertools.cycle(_COLORS), dashes, strict=False), strict=False))
-        panels = [
-            _panel(str(trace), of_trace.dropna(subset=[curves.y]), curves, looks)
-            for trace, of_trace in rows.groupby("trace", sort=False)
-        ]
-        for other in panels[1:]:
-            for one, another in itertools.product(panels[0].renderers, other.renderers):
-                if one.name == another.name:
-                    one.js_link("visible", another, "visible")
-                    another.js_link("visible", one, "visible")
-        script, places = components(tuple(panels))
-        drawn.append({"script": Markup(script), "places": [Markup(place) for place in places]})
-    return drawn
+    policies = rows["policy"].unique()
+    dashes = ["solid"] * len(_COLORS) + ["dashed"] * len(policies)
+    looks = dict(zip(policies, zip(itertools.cycle(_COLORS), dashes, strict=False), strict=False))
+    panels = [
+        _panel(str(trace), of_trace.dropna(subset=["block_hit_rate"]), looks)
+        for trace, of_trace in rows.groupby("trace", sort=False)
+    ]
+    for other in panels[1:]:
+        for one, another in itertools.product(panels[0].renderers, other.renderers):
+            if one.name == another.name:
+                one.js_link("visible", another, "visible")
+                another.js_link("visible", one, "visible")
+    script, places = components(tuple(panels))
+    return {"script": Markup(script), "places": [Markup(place) for place in places]}
 
 
-def _panel(
-    title: str, rows: pd.DataFrame, curves: Curves, looks: dict[str, tuple[str, str]]
-) -> figure:
+def _panel(title: str, rows: pd.DataFrame, looks: dict[str, tuple[str, str]]) -> figure:
     from bokeh.models import NumeralTickFormatter
     from bokeh.plotting import figure
 
@@ -242,25 +191,24 @@ def _panel(
         height=380,
         sizing_mode="stretch_width",
         x_axis_type="log",
-        y_axis_type=curves.y_axis,
-        x_axis_label=curves.x_label,
-        y_axis_label=curves.y_label,
+        x_axis_label=_X_LABEL,
+        y_axis_label=_Y_LABEL,
         tools="pan,box_zoom,wheel_zoom,reset,hover",
         active_drag=None,  # else a thumb that scrolls the page would zoom
         tooltips=[
-            (curves.line, "@name"),
-            (curves.x_label, f"@x{{{curves.number}}}"),
-            (curves.y_label, f"@y{{{curves.number}}}"),
+            ("policy", "@name"),
+            (_X_LABEL, f"@x{{{_PERCENT}}}"),
+            (_Y_LABEL, f"@y{{{_PERCENT}}}"),
         ],
     )
     panel.toolbar.logo = None
-    panel.axis.formatter = NumeralTickFormatter(format=curves.number)
+    panel.axis.formatter = NumeralTickFormatter(format=_PERCENT)
     for line, (color, dash) in looks.items():
-        of_line = rows[rows[curves.line] == line]
-        points = of_line.groupby(curves.x, as_index=False)[curves.y].median()
+        points = rows[rows["policy"] == line].sort_values("capacity_fraction")
         if points.empty:
             continue
-        data = {"x": points[curves.x], "y": points[curves.y], "name": [line] * len(points)}
+        data = {"x": points["capacity_fraction"], "y": points["block_hit_rate"]}
+        data["name"] = [line] * len(points)
         label = {"legend_label": line, "color": color}
         panel.line("x", "y", source=data, name=line, line_dash=dash, line_width=1.6, **label)
         panel.scatter("x", "y", source=data, name=f"{line} points", size=5, **label)
