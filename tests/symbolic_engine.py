@@ -68,6 +68,7 @@ class SymbolicRunner:
             self.blocks[destination] = self.blocks[source].copy()
         for host, device in step.swap_in:
             self.blocks[device] = self.host_blocks[host].copy()
+        assert not (step.preempted and step.admitted)
         for seq in (*step.sequences, *step.preempted):
             assert_hashes_are_of_known_tokens(seq)
         for seq, count in zip(step.sequences, step.counts, strict=True):

@@ -114,7 +114,7 @@ BLOCK = {"block_size": 4, "dtype_bytes": 2, "tensor_parallel_size": 1, **EXAMPLE
 SHAPE = {"num_blocks": 3, "block_size": 4, "tensor_parallel_size": 1, **EXAMPLE}
 
 
-@pytest.mark.parametrize("value", [-1, 1.5, "4", None, True])
+@pytest.mark.parametrize("value", [-1, 0, 1.5, "4", None, True])
 @pytest.mark.parametrize(
     ("function", "arguments", "name"),
     [
@@ -131,14 +131,10 @@ SHAPE = {"num_blocks": 3, "block_size": 4, "tensor_parallel_size": 1, **EXAMPLE}
     ids=lambda value: getattr(value, "__name__", value if isinstance(value, str) else ""),
 )
 def test_sizes_are_ints_that_make_sense(function, arguments, name, value):
+    if value == 0 and name in ("peak_bytes", "swap_space_bytes"):
+        return
     with pytest.raises(ValueError, match=f"{name}=.*needs an int of at least"):
         function(**{**arguments, name: value})
-
-
-@pytest.mark.parametrize("name", [name for name in (BLOCK | SHAPE) if name != "num_blocks"])
-def test_no_dimension_of_a_block_is_zero(name):
-    with pytest.raises(ValueError, match=f"{name}=0: needs an int of at least 1"):
-        block_bytes(**(BLOCK | {name: 0}))
 
 
 def test_a_reservation_holds_what_was_used():

@@ -118,6 +118,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.history: list[list[int]] = [[]]
         self.next_id = 0
         self.versions: dict[tuple[int, int], list[int]] = {}
+        self.counted: Counter[str] = Counter()  # fields of CacheStats
 
     def content(self, seq: Sequence, position: int) -> tuple:
         """Everything that the K/V of ``position`` depend on."""
@@ -159,6 +160,7 @@ class ManagerMachine(RuleBasedStateMachine):
             self.slots[block, offset] = content
         live.stored = end
         assert live.seq.num_computed_tokens == end
+        self.counted["copied_blocks"] += len(copies)
         self.observe(live, taken)
         self.observe_cached(live)
 
@@ -228,6 +230,11 @@ class ManagerMachine(RuleBasedStateMachine):
         assert expected is None or num_cached == expected
         assert num_cached < seq.num_tokens, "no token is left to compute"
         assert seq.num_cached_tokens == num_cached
+        self.counted["num_allocations"] += 1
+        self.counted["queried_tokens"] += seq.num_tokens
+        self.counted["queried_blocks"] += seq.num_tokens // self.block_size
+        self.counted["hit_tokens"] += num_cached
+        self.counted["hit_blocks"] += num_cached // self.block_size
         live = Live(seq, num_cached, table)
         for position in range(self.first_seen(num_cached), num_cached):
             assert self.stored_at(table, position) == self.content(seq, position), "a false hit"
@@ -365,6 +372,11 @@ class ManagerMachine(RuleBasedStateMachine):
         used = {block for live in self.live.values() for block in held(live.table)}
         assert used <= set(range(self.num_blocks))
         assert self.manager.num_free_blocks == self.num_blocks - len(used)
+
+    @invariant()
+    def statistics_add_up(self):
+        for name, count in self.counted.items():
+            assert getattr(self.manager.stats, name) == count, name
 
     @invariant()
     def memory_adds_up(self):

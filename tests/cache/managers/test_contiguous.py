@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cache import AllocStatus, CacheStats, MemoryUsage, Sequence, make_manager
+from cache import AllocStatus, MemoryUsage, Sequence, make_manager
 from cache.managers import Contiguous
 
 
@@ -41,27 +41,6 @@ def test_a_waiting_request_needs_a_run_for_all_that_it_reserves():
     waiting = Sequence(9, [1] * 5)  # 5 + 4 slots in a run of 16, though it will use 8
     assert manager.memory_usage(waiting).external == beyond + 16
     assert manager.memory_usage(Sequence(9, [1] * 4)).external == beyond
-
-
-def test_statistics():
-    manager = manager_of(16, 2, reservation="pow2")
-    first, second = Sequence(0, [1] * 7), Sequence(1, [1] * 4)
-    manager.allocate(first)  # 8 slots: 4 blocks
-    manager.allocate(second)  # 5 slots: 4 blocks
-    for _ in range(2):
-        second.append_token(1)
-        manager.append(second)  # within its blocks
-    for _ in range(2):
-        first.append_token(1)
-        manager.append(first)  # moves: 8 blocks, 4 of them copied
-    manager.free(second)
-    assert manager.stats == CacheStats(
-        num_allocations=2,
-        queried_tokens=11,
-        queried_blocks=3 + 2,
-        allocated_blocks=4 + 4 + 8,
-        copied_blocks=4,
-    )
 
 
 def test_sequences_longer_than_they_may_be():

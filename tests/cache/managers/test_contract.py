@@ -31,24 +31,15 @@ forking_manager = pytest.mark.parametrize("name", FORKING)
 
 
 def test_the_designs_differ_in_what_they_offer():
-    offered = {
-        name: "".join(
-            letter
-            for letter, attribute in [
-                ("p", "prefix_caching"), ("c", "can_chunk"), ("f", "can_fork"),
-                ("s", "can_swap"), ("r", "can_reset"),
-            ]
-            if getattr(MANAGERS[name], attribute)
-        )
-        for name in NAMES
-    }  # fmt: skip
+    features = ("prefix_caching", "can_chunk", "can_fork", "can_swap", "can_reset")
+    offered = {name: [f for f in features if getattr(MANAGERS[name], f)] for name in NAMES}
     assert offered == {
-        "contiguous": "c",
-        "paged": "c",
-        "nano_vllm": "pc",
-        "vllm_v0": "pfs",
-        "vllm_v1": "pcfr",
-        "radix": "pcfr",
+        "contiguous": ["can_chunk"],
+        "paged": ["can_chunk"],
+        "nano_vllm": ["prefix_caching", "can_chunk"],
+        "vllm_v0": ["prefix_caching", "can_fork", "can_swap"],
+        "vllm_v1": ["prefix_caching", "can_chunk", "can_fork", "can_reset"],
+        "radix": ["prefix_caching", "can_chunk", "can_fork", "can_reset"],
     }
 
 

@@ -141,6 +141,7 @@ class PartialReuseMachine(ManagerMachine):
             assert src not in self.manager.block_table(seq)
             assert not self.users(dst)
             self.copy(self.slots, src, self.slots, dst)
+            self.counted["copied_blocks"] += 1
         super().adopt(seq, num_cached, end, table)
 
 
@@ -291,6 +292,7 @@ class ContiguousMachine(ManagerMachine):
                 for offset in offsets:
                     self.slots[target, offset] = held[source, offset]
             live.table = list(targets)
+            self.counted["copied_blocks"] += len(copies)
         super().write(live, end)
 
     def observe(self, live, taken):
@@ -299,7 +301,10 @@ class ContiguousMachine(ManagerMachine):
         if live.stored > self.reserved.get(seq_id, 0):
             self.reserved[seq_id] = self.to_reserve(live.seq)
         run = range(table[0], table[0] + self.run_length(self.reserved[seq_id]))
-        self.runs.pop(seq_id, None)
+        old = self.runs.pop(seq_id, range(0))
+        self.counted["allocated_blocks"] += len(run)
+        if old.start == run.start:  # in place
+            self.counted["allocated_blocks"] -= len(old)
         assert set(run).isdisjoint(block for other in self.runs.values() for block in other)
         assert run.start % len(run) == 0
         assert run.stop <= self.num_blocks

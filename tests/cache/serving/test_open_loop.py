@@ -199,9 +199,3 @@ def test_the_batch_is_what_fits_into_the_cache(engine):
     assert [s.used_blocks for s in run.steps[:2]] == [63, 60]
     assert sum(request.num_preemptions for request in run.requests) == 1
     assert all(request.finished for request in run.requests)
-
-
-def test_cached_tokens_of_the_first_admission_count(engine):
-    run = serve(engine, [list(range(20)), list(range(20))], [1, 1], None)
-    assert [request.num_cached_tokens for request in run.requests] == [0, 16]
-    assert run.cached_prompt_fraction == 0.4
