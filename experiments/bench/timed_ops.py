@@ -197,29 +197,28 @@ def _cascade(shape: Shape, case: Case) -> Problem:
     return Problem(case, calls, functools.cache(functools.partial(_attention_part, plain, rows)))
 
 
-def _norm(shape: Shape, case: Case) -> Problem:
+def _row_by_row(shape: Shape, case: Case) -> Problem:
+    """Norm and gate."""
     rows, inputs = _some(shape.batch), case.inputs
-    start = inputs["residual"].clone()
+    start = {name: inputs[name].clone() for name in case.writes}
+    names = [name for name in ("x", "residual", "gate", "up") if name in inputs]
 
     def part() -> Part:
-        some = {"x": inputs["x"][rows], "residual": start[rows]}
+        some = {name: start.get(name, inputs[name])[rows] for name in names}
 
         def fetch(out: torch.Tensor) -> torch.Tensor:
-            some["residual"].copy_(inputs["residual"][rows])
+            for name in start:
+                some[name].copy_(inputs[name][rows])
             return out[rows]
 
         return dataclasses.replace(case, inputs=inputs | some), fetch
 
-    calls = {OURS: case.call, "torch": functools.partial(case.call, reference.add_rms_norm)}
-    return Problem(case, calls, part, reset=lambda: inputs["residual"].copy_(start))
+    def reset() -> None:
+        for name, values in start.items():
+            inputs[name].copy_(values)
 
-
-def _gate(shape: Shape, case: Case) -> Problem:
-    rows, inputs = _some(shape.batch), case.inputs
-    some = inputs | {name: inputs[name][rows] for name in ("gate", "up")}
-    part = dataclasses.replace(case, inputs=some), lambda out: out[rows]
-    calls = {OURS: case.call, "torch": functools.partial(case.call, reference.gated_activation)}
-    return Problem(case, calls, lambda: part)
+    calls = {OURS: case.call, "torch": functools.partial(case.call, getattr(reference, case.op))}
+    return Problem(case, calls, part, reset)
 
 
 def _store(shape: Shape, case: Case) -> Problem:
@@ -317,8 +316,8 @@ _PROBLEMS: dict[str, Callable[[Shape, Case], Problem]] = {
     "copy": _copy,
     "swap_out": _swap,
     "swap_in": _swap,
-    "norm": _norm,
-    "gate": _gate,
+    "norm": _row_by_row,
+    "gate": _row_by_row,
 }
 
 

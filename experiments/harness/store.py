@@ -54,7 +54,6 @@ class Store:
         self._code = self._cells / "code"
         for made in (self._runs, self._code):
             made.mkdir(parents=True, exist_ok=True)
-        self._codes_saved: set[str] = set()
         # Returns the environment of a run; raises ValueError, naming the file.
         self.load_run = functools.cache(lambda run: _read(self._runs / f"{run}.json", "commit"))
         self._load_code = functools.cache(lambda digest: _read(self._code / f"{digest}.json"))
@@ -107,9 +106,7 @@ class Store:
         """Store a finished cell, which has "run", "rows" and "code"."""
         code = json.dumps(record["code"], sort_keys=True)
         digest = hashlib.sha256(code.encode()).hexdigest()[:24]
-        if digest not in self._codes_saved:  # one in the folder may be damaged
-            write_atomically(self._code / f"{digest}.json", code)
-            self._codes_saved.add(digest)
+        write_atomically(self._code / f"{digest}.json", code)  # one in the folder may be damaged
         write_atomically(self._cells / f"{cell_id}.json", json.dumps({**record, "code": digest}))
 
     def discard_cell(self, cell_id: str) -> None:

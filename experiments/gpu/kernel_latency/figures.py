@@ -148,7 +148,7 @@ def _draw_cascade(rows: style.DataFrame) -> style.Figure:
         latency.plot(of_batch[OURS], **look)
         latency.plot(of_batch[PLAIN], **hollow)
         speedup.plot(of_batch[PLAIN] / of_batch[OURS], **look)
-        # The gain is at most the bytes of plain decode over those of cascade.
+        # The gain is at most the bytes of plain decode over the bytes of cascade.
         shape = rows[(rows["batch"] == batch) & (rows["implementation"] == OURS)]
         kv_bytes = shape["bytes"] + (batch - 1) * _prefix_bytes(shape)
         bound = (kv_bytes / shape["bytes"]).set_axis(shape["prefix_len"]).sort_index()
