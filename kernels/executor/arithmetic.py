@@ -17,12 +17,7 @@ import operator
 
 import numpy as np
 
-from kernels.executor.formats import (
-    bf16_to_f32,
-    f32_to_bf16,
-    flush_subnormals,
-    fused_multiply_add,
-)
+from kernels.executor.formats import decode, encode, flush_subnormals, fused_multiply_add
 from kernels.executor.operands import (
     DTYPES,
     PACKED,
@@ -57,13 +52,8 @@ def _floats(translation: Translation, compute, *known: str) -> Step:
 
     def narrow(*arrays):
         n = max(map(len, arrays))
-        dtype = {"bf16": np.uint16, "bf16x2": np.uint16, "f32x2": np.float32}.get(kind, np.float16)
-        values = [np.broadcast_to(a, n).copy().view(dtype) for a in arrays]
-        if dtype == np.uint16:
-            done = compute(*[bf16_to_f32(value).astype(np.float64) for value in values])
-            return f32_to_bf16(done).view(DTYPES[bits])
-        done = compute(*[value.astype(np.float64) for value in values])
-        return done.astype(dtype).view(DTYPES[bits])
+        wide = [decode(np.broadcast_to(a, n), kind).astype(np.float64) for a in arrays]
+        return encode(compute(*wide), kind).view(DTYPES[bits])
 
     return elementwise(translation, narrow, bits)
 
@@ -75,11 +65,10 @@ def _mixed(translation: Translation, compute) -> Step:
     kind = translation.kind
     if kind not in ("f16", "bf16"):
         raise Unsupported(f".f32.{kind} is not supported")
-    widen = bf16_to_f32 if kind == "bf16" else lambda a: a.astype(np.float32)
     narrow = len(translation.operands) - 2
 
     def mixed(*arrays):
-        wide = [widen(one) for one in arrays[:-1]]
+        wide = [decode(one, kind) for one in arrays[:-1]]
         return compute(*wide, arrays[-1]).astype(np.float32)
 
     return elementwise(translation, mixed, [*[kind] * narrow, "f32"], "f32")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kernels.executor.formats import bf16_to_f32, f32_to_bf16
+from kernels.executor.formats import decode, encode
 from kernels.executor.operands import (
     DTYPES,
     PACKED,
@@ -23,7 +23,6 @@ from kernels.executor.operands import (
 
 _ORDERS = {"relaxed": "", "acquire": "a", "release": "r", "acq_rel": "ar"}
 _SCOPES = ("cta", "cluster", "gpu", "sys")
-_NARROW = {"f16x2": np.float16, "bf16": np.uint16, "bf16x2": np.uint16}
 _OPERATIONS = {
     "add": np.add,
     "min": np.minimum,
@@ -38,9 +37,14 @@ _OPERATIONS = {
 def _operation(name: str, kind: str):
     """(old, operand) to what is stored, arrays of one number or a packed pair."""
     compute = _OPERATIONS[name]
-    if name == "exch" or not kind.startswith("bf16"):
+    if name == "exch" or kind not in PACKED:
         return compute
-    return lambda old, new: f32_to_bf16(compute(bf16_to_f32(old), bf16_to_f32(new)))
+
+    def rounded(old, new):
+        wide = [decode(one, kind).astype(np.float64) for one in (old, new)]
+        return encode(compute(*wide), kind).view(old.dtype)
+
+    return rounded
 
 
 @instruction("atom", "red")
@@ -57,7 +61,6 @@ def _atomic(translation: Translation) -> Step:
     if len(operands) != 1 + (name == "cas"):
         raise Unsupported(f"{len(operands)} operands of .{name}")
     dtype = DTYPES[PACKED.get(kind, kind)]
-    narrow = _NARROW.get(kind, dtype)
     write, address = translation.write(target, kind), translation.address(place)
     reads = [translation.read(operand, kind) for operand in operands]
     is_global = space == "global"
@@ -72,7 +75,7 @@ def _atomic(translation: Translation) -> Step:
             before[thread] = held[0]
             given = [value[thread : thread + 1] for value in values]
             if compute is not None:
-                held[:] = compute(held.view(narrow), given[0].view(narrow)).view(dtype)
+                held[:] = compute(held, given[0])
             elif held[0] == given[0][0]:
                 held[:] = given[1]
         write(batch, mask, before)

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kernels.executor.formats import (
-    bf16_to_f32,
-    f8_values,
-    f32_to_bf16,
-    f32_to_f8,
-    flush_subnormals,
-)
+from kernels.executor.formats import decode, encode, flush_subnormals
 from kernels.executor.operands import (
     DTYPES,
     PACKED,
@@ -77,16 +71,6 @@ def _cvta(translation: Translation) -> Step:
 @instruction("cvt")
 def _cvt(translation: Translation) -> Step:
     *modifiers, to, source = translation.parts[1:]
-    if len(translation.operands) == 3:
-        return _narrow_pair(translation, modifiers, to, source)
-    if source in ("e4m3x2", "e5m2x2") and to == "f16x2":
-        _only(modifiers, "rn")
-        table = f8_values(source[:4]).astype(np.float16)
-        return elementwise(
-            translation, lambda a: table[a.view(np.uint8)].view(np.uint32), "b16", "b32"
-        )
-    if source in ("f16x2", "bf16x2") and to in ("e4m3x2", "e5m2x2"):
-        return _narrow_packed(translation, modifiers, to, source)
     if to == "tf32":  # to nearest, ties away from zero
         _only(modifiers, "rna")
         return elementwise(
@@ -94,15 +78,8 @@ def _cvt(translation: Translation) -> Step:
             lambda a: (a + np.uint32(0x1000)) & np.uint32(0xFFFFE000),
             "b32",
         )
-    if source == "bf16":
-        _only(modifiers)
-        dtype = {"f32": np.float32, "f64": np.float64}[to]
-        return elementwise(translation, lambda a: bf16_to_f32(a).astype(dtype), "b16", to)
-    if to == "bf16":
-        _only(modifiers, "rn")
-        if source not in ("f16", "f32"):
-            raise Unsupported(f".{source} to .bf16")
-        return elementwise(translation, lambda a: f32_to_bf16(a.astype(np.float32)), source, "b16")
+    if to in PACKED or source in PACKED:
+        return _recode(translation, modifiers, to, source)
     return _cvt_number(translation, modifiers, to, source)
 
 
@@ -112,44 +89,34 @@ def _only(modifiers: list[str], *known: str) -> None:
             raise Unsupported(f".{modifier} is not supported")
 
 
-def _narrow_pair(translation: Translation, modifiers: list[str], to: str, source: str) -> Step:
-    """Two f32 numbers to one register, the first in its upper half."""
-    if source != "f32":
-        raise Unsupported(f"pairs of .{source}")
-    if to in ("f16x2", "bf16x2"):
-        _only(modifiers, "rn")
-        half, result = 16, "b32"
-    else:
-        _only(modifiers, "rn", "satfinite")
-        if "satfinite" not in modifiers:
-            raise Unsupported("expected .satfinite")
-        half, result = 8, "b16"
-    narrow = {
-        "f16x2": lambda x: x.astype(np.float16).view(np.uint16),
-        "bf16x2": f32_to_bf16,
-        "e4m3x2": lambda x: f32_to_f8(x, "e4m3"),
-        "e5m2x2": lambda x: f32_to_f8(x, "e5m2"),
-    }[to]
-    dtype = DTYPES[result]
-
-    def convert(high, low):
-        return (narrow(high).astype(dtype) << dtype(half)) | narrow(low).astype(dtype)
-
-    return elementwise(translation, convert, "f32", result)
+_RECODED = {
+    "f32": {"f16x2", "bf16x2", "e4m3x2", "e5m2x2", "bf16"},
+    "f16": {"bf16"},
+    "bf16": {"f32", "f64"},
+    "f16x2": {"e4m3x2", "e5m2x2"},
+    "bf16x2": {"e4m3x2", "e5m2x2"},
+    "e4m3x2": {"f16x2"},
+    "e5m2x2": {"f16x2"},
+}
+"""Source type to the types that it is converted to."""
 
 
-def _narrow_packed(translation: Translation, modifiers: list[str], to: str, source: str) -> Step:
-    """A pair of f16 or bf16 to a pair of fp8."""
-    _only(modifiers, "rn", "satfinite")
-    if "satfinite" not in modifiers:
+def _recode(translation: Translation, modifiers: list[str], to: str, source: str) -> Step:
+    """Between numbers or packed pairs. Of two sources the first goes to the upper half."""
+    to_f8, is_pair = to[0] == "e", len(translation.operands) == 3
+    _only(modifiers, "rn", *["satfinite"] * to_f8)
+    if to_f8 and "satfinite" not in modifiers:
         raise Unsupported("expected .satfinite")
+    packs = to.endswith("x2") and not source.endswith("x2")
+    if to not in _RECODED.get(source, ()) or is_pair != packs:
+        raise Unsupported(f".{source} to .{to}")
+    result = PACKED.get(to, to)
 
-    def convert(pairs):
-        halves = np.ascontiguousarray(pairs).view(np.uint16)
-        wide = bf16_to_f32(halves) if source == "bf16x2" else halves.view(np.float16)
-        return f32_to_f8(wide.astype(np.float32), to[:4]).view(np.uint16)
+    def convert(*given):
+        numbers = np.stack(np.broadcast_arrays(*reversed(given)), 1)
+        return encode(decode(numbers, source).reshape(-1), to).view(DTYPES[result])
 
-    return elementwise(translation, convert, "b32", "b16")
+    return elementwise(translation, convert, PACKED.get(source, source), result)
 
 
 def _towards_zero(a: np.ndarray, dtype) -> np.ndarray:
@@ -161,8 +128,6 @@ def _cvt_number(translation: Translation, modifiers: list[str], to: str, source:
     """Between integers and f16, f32, f64 (9.7.9.21): integers from floats saturate; NaN gives
     0, or if f64 or 64-bit integers are involved the upper bit alone;
     integers to narrower ones keep the low bits unless .sat."""
-    if to in PACKED or source in PACKED:
-        raise Unsupported("these types are not supported together")
     dtype = DTYPES[to]
     if "f" not in to and "f" in source:
         _only(modifiers, "ftz", *_TO_INTEGER)

@@ -48,11 +48,6 @@ def flush_subnormals(x: np.ndarray) -> np.ndarray:
     return np.where(np.abs(x) < LEAST_NORMAL, np.copysign(np.float32(0), x), x)
 
 
-def drop_to_tf32(bits: np.ndarray) -> np.ndarray:
-    """tf32 operands (as uint32) to float32."""
-    return (bits & np.uint32(0xFFFFE000)).view(np.float32)
-
-
 @functools.cache
 def f8_values(kind: str) -> np.ndarray:
     """The 256 values, float32, for "e4m3" or "e5m2"."""
@@ -83,6 +78,32 @@ def f32_to_f8(x: np.ndarray, kind: str) -> np.ndarray:
     code = np.where(at_tie & (below % 2 == 1), below + 1, below)  # ... unless that is odd
     code = np.where(np.isnan(x), 0x7F, code).astype(np.uint8)
     return code | np.where(np.signbit(x), np.uint8(0x80), np.uint8(0))
+
+
+_PLAIN = {"f16": np.float16, "f32": np.float32, "s8": np.int8, "u8": np.uint8}
+
+
+def decode(bits: np.ndarray, kind: str) -> np.ndarray:
+    """The numbers in registers or bytes, as a flat float32 array. kind: a type of up to 32 bits, or
+    a packed pair, which gives two numbers."""
+    kind, bits = kind.removesuffix("x2"), np.ascontiguousarray(bits)
+    if kind in _PLAIN:
+        return bits.view(_PLAIN[kind]).astype(np.float32)
+    if kind == "bf16":
+        return bf16_to_f32(bits.view(np.uint16))
+    if kind == "tf32":
+        return (bits.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+    return f8_values(kind)[bits.view(np.uint8)]
+
+
+def encode(x: np.ndarray, kind: str) -> np.ndarray:
+    """The reverse of `decode`, rounded once, for types that are rounded to."""
+    kind = kind.removesuffix("x2")
+    if kind == "bf16":
+        return f32_to_bf16(x)
+    if kind in ("e4m3", "e5m2"):
+        return f32_to_f8(x, kind)
+    return x.astype({"f16": np.float16, "f32": np.float32, "f64": np.float64}[kind])
 
 
 @intrinsic

@@ -81,37 +81,40 @@ class _Session:
 
     def run(self, function: _Function, grid, metadata, arguments: list) -> None:
         ptx = self.edit(function.name, function.ptx) if self.edit else function.ptx
-        kernel = _kernel(ptx)
         started = time.perf_counter()
-        tensors = [
-            window_of(name, value, self.fresh.unwritten(value))
-            for name, kind, value in arguments
-            if kind.startswith("*") and value is not None
-        ]
         tables = self.addresses.named_in([value for _, kind, value in arguments if kind == "*i64"])
-        memory = GlobalMemory(tensors, [*tables, *_constants(kernel)], math.prod(grid))
-        launch = Launch(
-            kernel,
-            grid,
-            metadata.num_warps,
-            function.shared_bytes,
-            memory,
-            _pack(kernel, arguments, iter(memory.pointers)),
-            self.seed,
-            self.count,
-            metadata.launch_pdl,
-        )
-        launch.run()
+        launch = _launch(
+            _kernel(ptx), grid, metadata.num_warps, function.shared_bytes, arguments, tables,
+            self.fresh, self.seed, self.count, metadata.launch_pdl,
+        )  # fmt: skip
         self.execution.launches.append(
             LaunchRecord(
-                kernel.program.name,
+                launch.kernel.program.name,
                 grid,
                 metadata.num_warps,
                 time.perf_counter() - started,
                 int(launch.executed.sum()),
-                launch.tally.finish(memory) if self.count else None,
+                launch.tally.finish(launch.memory) if self.count else None,
             )
         )
+
+
+def _launch(
+    kernel: Kernel, grid, num_warps: int, shared_bytes: int, arguments: list, tables: list,
+    fresh: FreshMemory | None, seed: int | None, count: bool, dependent: bool,
+) -> Launch:  # fmt: skip
+    """Run a kernel. arguments: (name, type, value) of each. tables: tensors that are known by their
+    addresses."""
+    tensors = [
+        window_of(name, value, fresh.unwritten(value) if fresh else 0)
+        for name, kind, value in arguments
+        if kind.startswith("*") and value is not None
+    ]
+    memory = GlobalMemory(tensors, [*tables, *_constants(kernel)], math.prod(grid))
+    packed = _pack(kernel, arguments, iter(memory.pointers))
+    launch = Launch(kernel, grid, num_warps, shared_bytes, memory, packed, seed, count, dependent)
+    launch.run()
+    return launch
 
 
 @functools.lru_cache(maxsize=512)
@@ -166,19 +169,8 @@ def run_ptx(
         (name, "*" if isinstance(value, torch.Tensor) else kinds[kind[0]] + kind[1:], value)
         for (name, kind), value in zip(parameters, arguments, strict=True)
     ]
-    memory = GlobalMemory(
-        [
-            window_of(name, value, fresh.unwritten(value) if fresh else 0)
-            for name, kind, value in named
-            if kind.startswith("*")
-        ],
-        _constants(kernel),
-        math.prod(grid),
-    )
-    packed = _pack(kernel, named, iter(memory.pointers))
-    launch = Launch(kernel, grid, num_warps, shared_bytes, memory, packed, seed, True, dependent)
-    launch.run()
-    return launch.tally.finish(memory)
+    launch = _launch(kernel, grid, num_warps, shared_bytes, named, [], fresh, seed, True, dependent)
+    return launch.tally.finish(launch.memory)
 
 
 _SESSIONS: list[_Session] = []

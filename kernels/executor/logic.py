@@ -6,7 +6,7 @@ import operator
 
 import numpy as np
 
-from kernels.executor.formats import bf16_to_f32, flush_subnormals
+from kernels.executor.formats import decode, flush_subnormals
 from kernels.executor.operands import (
     DTYPES,
     PACKED,
@@ -198,18 +198,6 @@ _COMPARISONS = {
 _COMBINATIONS = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
 
 
-def _pairs(bits: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(bits).view(np.uint16).reshape(-1, 2)
-
-
-_COMPARED = {
-    "bf16": bf16_to_f32,
-    "f16x2": lambda bits: _pairs(bits).view(np.float16),
-    "bf16x2": lambda bits: bf16_to_f32(_pairs(bits)),
-}
-"""Register bits to numbers, or rows of two packed numbers, for types without a NumPy dtype."""
-
-
 @instruction("setp")
 def _setp(translation: Translation) -> Step:
     """Compare, and optionally combine the result with a predicate (9.7.7.2). Packed types have one
@@ -229,7 +217,9 @@ def _setp(translation: Translation) -> Step:
     combine = _COMBINATIONS[translation.one_of(_COMBINATIONS)] if third else None
     third = translation.read(third[0], "pred") if third else None
     writes = [translation.write(target, "pred") for target in targets]
-    convert = _COMPARED.get(kind, lambda a: a)
+    convert = lambda a: a  # noqa: E731
+    if kind in PACKED:
+        convert = lambda bits: decode(bits, kind).reshape(-1, expected)  # noqa: E731
     if "ftz" in translation.parts:
         convert = flush_subnormals
 

@@ -33,7 +33,6 @@ from kernels.executor.memory import MAX_UNIT, CheckedMemory
 from kernels.executor.operands import UNSIGNED, translate
 from kernels.executor.ptx import Program, Register, parse
 from kernels.executor.shared_memory import SharedMemory
-from kernels.executor.signals import Barrier, Branch, Exit
 from kernels.executor.targets import check_launch
 from kernels.executor.tensor_memory import TensorMemory
 from kernels.executor.undefined import alternate, followed_steps
@@ -335,19 +334,19 @@ class Batch:
             done += 1
             at += 1
             if signal is not None:
-                if isinstance(signal, Branch):
+                if signal.kind == "branch":
                     target = labels[signal.target]
                     if signal.mask is not None and signal.mask is not mask:
                         self._join(target, signal.mask)
                         self._join(at, self.every(mask) & ~signal.mask)
                         return done
                     at = target
-                elif isinstance(signal, Exit):
+                elif signal.kind == "exit":
                     self._end(self.every(mask if signal.mask is None else signal.mask))
                     if signal.mask is not None:
                         self._join(at, self.every(mask) & ~signal.mask)
                     return done
-                elif isinstance(signal, Barrier) and not self._arrive(at, mask, signal.mask):
+                elif not self._arrive(at, mask, signal.mask):
                     return done
             if done >= budget or at in groups:
                 self._join(at, self.every(mask))

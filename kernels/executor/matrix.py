@@ -20,26 +20,13 @@ import re
 import numba
 import numpy as np
 
-from kernels.executor.formats import bf16_to_f32, drop_to_tf32, f8_values
+from kernels.executor.formats import decode
 from kernels.executor.operands import Step, Translation, Unsupported, instruction
 
 BITS = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "s8": 8, "u8": 8}
 _SHAPES = {("f16", 8), ("f16", 16), ("bf16", 8), ("bf16", 16), ("tf32", 4), ("tf32", 8)}
 _SHAPES |= {("s8", 16), ("s8", 32), ("u8", 16), ("u8", 32)}
 _SHAPES |= {("e4m3", 16), ("e4m3", 32), ("e5m2", 16), ("e5m2", 32)}
-
-
-def operand_values(bits: np.ndarray, kind: str) -> np.ndarray:
-    """The elements of type `kind` in 32-bit registers or bytes, as a flat float32 array."""
-    if kind == "f16":
-        return bits.view(np.float16).astype(np.float32)
-    if kind == "bf16":
-        return bf16_to_f32(bits.view(np.uint16))
-    if kind in ("s8", "u8"):
-        return bits.view(np.int8 if kind == "s8" else np.uint8).astype(np.float32)
-    if kind == "tf32":
-        return drop_to_tf32(bits.view(np.uint32))
-    return f8_values(kind)[bits.view(np.uint8)]
 
 
 @numba.njit(cache=True)
@@ -108,7 +95,7 @@ def _mma(translation: Translation) -> Step:
         def values(reads, kind):
             """Returns [warps, registers, g, elements of threads t = 0 to 3]."""
             bits = np.stack([batch.full(read(batch)) for read in reads])
-            both = operand_values(bits, kind).reshape(len(reads), warps, 8, 4 * per_register)
+            both = decode(bits, kind).reshape(len(reads), warps, 8, 4 * per_register)
             return both.transpose(1, 0, 2, 3)
 
         rows = values(read_a, a_kind).reshape(warps, num_k, 2, 8, -1)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -31,6 +31,16 @@ if TYPE_CHECKING:
 Read = Callable[["Batch"], np.ndarray]
 Write = Callable[["Batch", np.ndarray | None, np.ndarray], None]
 Step = Callable[["Batch", np.ndarray | None], object]
+
+
+class Signal(NamedTuple):
+    """What a step returns to change control flow: its threads branch to a label, exit, or wait at a
+    barrier for all other threads of their program."""
+
+    kind: str  # "branch", "exit" or "barrier"
+    mask: np.ndarray | None  # None: all active threads
+    target: str = ""
+
 
 UNSIGNED = {1: np.bool_, 8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}

@@ -145,7 +145,8 @@ class SharedMemory(CheckedMemory):
         _release_operand(self.arrays, chunks, program, epoch)
 
     def fence(self, program: int, warps: np.ndarray) -> None:
-        """fence.proxy.async by `warps` (booleans) of the program: the async proxy sees what they wrote or see."""
+        """fence.proxy.async by `warps` (booleans) of the program: the async proxy sees their
+        writes, and those before the last barrier."""
         records = self.records(0).reshape(len(self.epochs), -1)[program]
         _fence(records, self.epochs[program], warps)
 

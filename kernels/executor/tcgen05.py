@@ -23,7 +23,7 @@ import re
 import numpy as np
 
 from kernels.executor.faults import FaultKind, UnknownInstruction
-from kernels.executor.matrix import operand_values
+from kernels.executor.formats import decode
 from kernels.executor.mbarriers import find, touch
 from kernels.executor.operands import Step, Translation, Unsupported, instruction
 from kernels.executor.ptx import Address
@@ -196,7 +196,7 @@ def _multiply(
     if isinstance(translation.operands[1], Address):
         source = cells(a, _K // 2)
         memory.check(source, threads, write=False, product=True)
-        left = operand_values(memory.data[source], a_kind).reshape(m, _K)
+        left = decode(memory.data[source], a_kind).reshape(m, _K)
     else:
         left = fetch(a, m, form >> 15 & 1, a_kind)
     total = left.astype(np.float64) @ fetch(b, n, form >> 16 & 1, b_kind).T.astype(np.float64)

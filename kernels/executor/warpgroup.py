@@ -27,11 +27,11 @@ import re
 import numpy as np
 
 from kernels.executor.faults import FaultKind
+from kernels.executor.formats import decode
 from kernels.executor.matrix import (
     ACCUMULATORS,
     BITS,
     check_accumulator,
-    operand_values,
     rounded_sum,
 )
 from kernels.executor.operands import Step, Translation, Unsupported, instruction
@@ -68,7 +68,7 @@ def operand_chunks(descriptor: int, rows: int, itemsize: int, transposed: bool) 
 def fetch_operand(batch, thread: int, chunks: np.ndarray, kind: str, transposed: bool):
     """Read a [rows, k] matrix of type `kind` as f32. chunks: from `operand_chunks`."""
     data = batch.shared.take_operand(batch, thread, chunks.reshape(-1))
-    values = operand_values(data.reshape(len(chunks), -1), kind)
+    values = decode(data.reshape(len(chunks), -1), kind)
     return values.T if transposed else values
 
 
@@ -200,7 +200,7 @@ def _fetch(batch, descriptors, kind: str, rows: int, transposed: int, thread: in
 
 def _rows_of_registers(bits: list[np.ndarray], kind: str) -> np.ndarray:
     """A, [64, k], from four registers of 128 threads."""
-    values = operand_values(np.stack(bits), kind).reshape(2, 2, 4, 8, -1)  # k half, row half, w, g
+    values = decode(np.stack(bits), kind).reshape(2, 2, 4, 8, -1)  # k half, row half, w, g
     return values.transpose(2, 1, 3, 0, 4).reshape(64, -1)
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kernels.executor.faults import FaultKind
-from kernels.executor.operands import DTYPES, Step, Translation, Unsupported, instruction
-from kernels.executor.signals import Barrier, Branch, Exit
+from kernels.executor.operands import DTYPES, Signal, Step, Translation, Unsupported, instruction
 
 
 @instruction("bra")
@@ -15,12 +14,12 @@ def _bra(translation: Translation) -> Step:
     (label,) = translation.operands
     if label not in translation.program.labels:
         raise Unsupported(f"label {label!r} is not defined")
-    return lambda batch, mask: Branch(label, mask)
+    return lambda batch, mask: Signal("branch", mask, label)
 
 
 @instruction("ret", "exit")
 def _ret(translation: Translation) -> Step:
-    return lambda batch, mask: Exit(mask)
+    return lambda batch, mask: Signal("exit", mask)
 
 
 @instruction("trap")
@@ -47,7 +46,7 @@ def _bar(translation: Translation) -> Step:
         raise Unsupported("this form of barrier is not supported")
     if operands != ("0",) and operands != ("0x0",):
         raise Unsupported("only barrier 0 of all threads is supported")
-    return lambda batch, mask: Barrier(mask)
+    return lambda batch, mask: Signal("barrier", mask)
 
 
 @instruction("griddepcontrol")
