@@ -65,7 +65,8 @@ def cells(options: KernelResourcesOptions) -> Iterator[KernelResourcesCell]:
 
 def run_cell(cell: KernelResourcesCell) -> list[dict[str, Any]]:
     os.environ.pop("TRITON_INTERPRET", None)  # read when kernels is first imported
-    from kernels.compiled.compile import ARCHITECTURES, resources_of_call
+    from kernels.compiled.architectures import ARCHITECTURES
+    from kernels.compiled.compile import resources_of_call
     from kernels.compiled.shipped import shipped_calls
 
     call = next(call for call in shipped_calls([cell.op]) if call.config == cell.config)

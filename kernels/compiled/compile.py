@@ -1,7 +1,6 @@
 """Compile the kernels for GPUs that are not here, and read registers, spills and instructions.
 
-    python -m kernels.compiled.compile                           # every shipped configuration
-    python -m kernels.compiled.compile --arch sm_90 --op store_kvcache --json
+    python -m experiments run kernel_resources                    # every shipped configuration
 
 The public ops are called on meta tensors (shapes and strides without memory) under a stand-in for
 the GPU driver. The launcher chooses tiles and specialises arguments as it would on the GPU. Where
@@ -17,9 +16,7 @@ fraction of the time.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import dataclasses
 import json
 import re
 import subprocess
@@ -37,8 +34,8 @@ from triton.compiler import ASTSource
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from kernels.compiled.architectures import ARCHITECTURES, Architecture
-from kernels.compiled.shipped import OPS, ShippedCall, shipped_calls
+from kernels.compiled.architectures import Architecture
+from kernels.compiled.shipped import ShippedCall, shipped_calls
 from kernels.primitives import INTERPRETED
 from kernels.tiles import force_target
 
@@ -348,55 +345,3 @@ def compile_shipped(
             if compiled.hash not in seen:
                 seen.add(compiled.hash)
                 yield read_resources(call.op, call.config, arch, jit_function, source, compiled)
-
-
-def format_table(rows: list[KernelResources]) -> str:
-    """The rows as aligned text, one line each under a header."""
-    columns = {
-        "arch": lambda r: r.arch,
-        "kernel": lambda r: r.kernel.strip("_").removesuffix("_kernel"),
-        "config": lambda r: r.config,
-        "warps": lambda r: r.num_warps,
-        "stages": lambda r: r.num_stages,
-        "regs": lambda r: r.registers,
-        "local": lambda r: r.local_bytes,
-        "shared": lambda r: r.shared_bytes,
-        "per SM": lambda r: r.programs_per_multiprocessor,
-        "ld.128": lambda r: r.global_loads.get(128, 0),
-        "cp.async.128": lambda r: r.async_copies.get(128, 0),
-        "st.128": lambda r: r.global_stores.get(128, 0),
-        "mma": lambda r: ", ".join(f"{count} {family}" for family, count in r.mma.items()) or "-",
-    }
-    cells = [list(columns), *([str(get(row)) for get in columns.values()] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in cells
-    )
-
-
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m kernels.compiled.compile", description=__doc__.split("\n")[0]
-    )
-    parser.add_argument(
-        "--arch", action="append", choices=ARCHITECTURES, help="repeatable; default all"
-    )
-    parser.add_argument("--op", action="append", choices=OPS, help="repeatable; default all")
-    parser.add_argument(
-        "--match", default="", help="regular expression: only configurations with it in their name"
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object per kernel and line")
-    options = parser.parse_args(argv)
-    rows = []
-    for name in options.arch or ARCHITECTURES:
-        for row in compile_shipped(ARCHITECTURES[name], options.op, options.match):
-            if options.json:
-                print(json.dumps(dataclasses.asdict(row)), flush=True)
-            rows.append(row)
-    if not options.json:
-        print(format_table(rows))
-
-
-if __name__ == "__main__":
-    main()

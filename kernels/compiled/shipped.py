@@ -9,9 +9,8 @@ queries, keys and values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,9 @@ from kernels.fp8_cache import FP8_DTYPE
 from kernels.testing.cases import ATTENTION_FEATURES, Case, make_case
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
-HALF_DTYPES = (torch.float16, torch.bfloat16)
+_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", FP8_DTYPE: "fp8"}
+_HALF = (torch.float16, torch.bfloat16)
+_CACHES = (*_HALF, FP8_DTYPE)
 # Caches beyond 2 GiB, as most are: Triton's AMD backend addresses smaller tensors with 32 bits.
 _FIRST_BLOCK = 2**18
 _SIZES = {
@@ -35,16 +36,19 @@ _SIZES = {
     "padded": False,
     "device": "meta",
 }
-_DECODE = {"context_lens": (4096,) * 64}
-_PROMPT = {"context_lens": (8192,), "query_lens": (8192,)}
-_FEW_QUERIES = {"context_lens": (32768,), "query_lens": (16,)}
-_GROUPS = {"prefix_lens": (32768,) * 4, "group_sizes": (64,) * 4, "context_lens": (256,) * 256}
-PROBLEMS = {
+_PROBLEMS = {
     "paged_decode_attention": "64 sequences of 4096 tokens",
     "shared_prefix_decode_attention": "4 groups of 64 sequences, prefix 32768, suffix 256 tokens",
     "copy_blocks": "64 blocks, K and V of 32 layers",
     "swap_blocks": "64 blocks, K and V of 32 layers",
+    "sample_tokens": "64 rows of 128256 logits",
 }
+_LENS = {
+    "paged_decode_attention": {"context_lens": (4096,) * 64},
+    "shared_prefix_decode_attention": {
+        "prefix_lens": (32768,) * 4, "group_sizes": (64,) * 4, "context_lens": (256,) * 256
+    },
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -73,43 +77,70 @@ def _dtypes(dtype: torch.dtype) -> dict[str, torch.dtype]:
     return {"dtype": dtype}
 
 
-def _name(dtype: torch.dtype) -> str:
-    names = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", FP8_DTYPE: "fp8"}
-    return names[dtype]
+def _each(
+    op: str, dtypes: Sequence[torch.dtype], variants: dict[str, dict[str, Any]]
+) -> list[ShippedCall]:
+    """Calls for every dtype and variant, sizes by name."""
+    return [
+        ShippedCall(
+            op,
+            f"{_NAMES[dtype]} {name}",
+            sizes | _dtypes(dtype),
+            _PROBLEMS.get(op, "8192 tokens"),
+        )
+        for dtype in dtypes
+        for name, sizes in variants.items()
+    ]
 
 
 def _by_head_dim(
-    op: str, dtypes: Sequence[torch.dtype], features: Sequence[str] = ("",)
-) -> Iterator[ShippedCall]:
-    """Calls for every dtype, head_dim and single feature; the first may be none."""
-    for dtype in dtypes:
-        for head_dim in HEAD_DIMS:
-            for feature in features:
-                sizes = {"head_dim": head_dim, "features": (feature,) if feature else ()}
-                # The planes of copies and swaps are one tensor.
-                sizes["first_block"] = _FIRST_BLOCK if "store" in op else 4096
-                config = f"{_name(dtype)} d{head_dim} {feature}".strip()
-                problem = PROBLEMS.get(op, "8192 tokens")
-                yield ShippedCall(op, config, sizes | _dtypes(dtype), problem)
+    op: str, dtypes: Sequence[torch.dtype], features: Sequence[str] = ()
+) -> list[ShippedCall]:
+    """Calls for every dtype and head_dim, without features and with each one."""
+    # The planes of copies and swaps are one tensor.
+    first_block = _FIRST_BLOCK if "store" in op else 4096
+    variants = {
+        f"d{head_dim} {feature}".strip(): {
+            "head_dim": head_dim,
+            "features": (feature,) if feature else (),
+            "first_block": first_block,
+        }
+        for head_dim in HEAD_DIMS
+        for feature in ("", *features)
+    }
+    return _each(op, dtypes, variants)
 
 
 def _attention(
     op: str,
-    head_dim: int,
     dtype: torch.dtype,
-    lens: dict[str, tuple[int, ...]],
-    problem: str,
     *,
+    head_dim: int = 128,
     group_size: int = 4,
     num_splits: int = 1,
     block_size: int = 16,
+    batch: int = 1,
     features: bool = False,
-    named: str = "",
 ) -> ShippedCall:
-    """An attention op on 8 KV heads. named: in the name of the configuration."""
+    """An attention op on 8 KV heads. batch: prompts in prefill."""
     options = {"num_splits": num_splits, "return_lse": features}
     if features:
         options |= {"window_size": 1024, "softcap": 50.0}
+    config = f"{_NAMES[dtype]} d{head_dim} g{group_size}"
+    lens, problem = _LENS.get(op), _PROBLEMS.get(op)
+    if op == "paged_prefill_attention":
+        config += f" b{block_size}" + " batch" * (batch > 1)
+        prompts = (128,) * (batch - 1) + (4096 if batch > 1 else 8192,)
+        lens, problem = {"context_lens": prompts, "query_lens": prompts}, "a prompt of 8192 tokens"
+        if batch > 1:
+            problem = f"{batch - 1} prompts of 128 tokens, one of 4096"
+        if num_splits > 1:
+            lens, problem = (
+                {"context_lens": (32768,), "query_lens": (16,)},
+                "16 tokens, 32752 cached",
+            )
+    elif block_size != 16:
+        config += f" b{block_size}"
     sizes = {
         "head_dim": head_dim,
         "num_q_heads": 8 * group_size,
@@ -118,128 +149,82 @@ def _attention(
         "features": ATTENTION_FEATURES if features else (),
         "options": options,
     }
-    config = f"{_name(dtype)} d{head_dim} g{group_size}{named}"
     config += " split" * (num_splits > 1) + " features" * features
     return ShippedCall(op, config, sizes | lens | _dtypes(dtype), problem)
 
 
-def _decode(head_dim: int, dtype: torch.dtype, block_size: int = 16, **options: Any) -> ShippedCall:
-    named = f" b{block_size}" if block_size != 16 else ""
-    op, options = "paged_decode_attention", options | {"block_size": block_size, "named": named}
-    return _attention(op, head_dim, dtype, _DECODE, PROBLEMS[op], **options)
+_EVERY_DIM = tuple({"head_dim": head_dim} for head_dim in HEAD_DIMS)
+_GROUP, _SPLIT, _FEATURES = {"group_size": 71}, {"num_splits": 8}, {"features": True}
+_ATTENTION = {
+    "shared_prefix_decode_attention": (
+        (_HALF, (*_EVERY_DIM, _GROUP, _FEATURES)),
+        ((FP8_DTYPE,), ({},)),
+    ),
+    "paged_decode_attention": (
+        (_HALF, (*_EVERY_DIM, _GROUP, _SPLIT, _SPLIT | _FEATURES)),
+        ((torch.bfloat16,), ({"block_size": 24}, {"block_size": 256})),
+        ((FP8_DTYPE,), (*_EVERY_DIM, _GROUP, _SPLIT | _FEATURES)),
+    ),
+    "paged_prefill_attention": (
+        (
+            _HALF,
+            (
+                *_EVERY_DIM,
+                _GROUP | {"batch": 64},
+                _FEATURES,
+                _SPLIT,
+                _SPLIT | _FEATURES | {"head_dim": 256},
+            ),
+        ),
+        ((torch.bfloat16,), ({"block_size": 256},)),
+        ((FP8_DTYPE,), (*_EVERY_DIM, _FEATURES, _SPLIT)),
+    ),
+}
+"""(dtypes, variants) of each attention op."""
 
 
-def _prefill(
-    head_dim: int, dtype: torch.dtype, *, batch: int = 1, block_size: int = 16, **options: Any
-) -> ShippedCall:
-    options |= {"block_size": block_size, "named": f" b{block_size}" + " batch" * (batch > 1)}
-    lens, problem = _PROMPT, "a prompt of 8192 tokens"
-    if options.get("num_splits", 1) > 1:
-        lens, problem = _FEW_QUERIES, "16 tokens, 32752 cached"
-    if batch > 1:
-        prompts = (128,) * (batch - 1) + (4096,)
-        lens = {"context_lens": prompts, "query_lens": prompts}
-        problem = f"{batch - 1} prompts of 128 tokens, one of 4096"
-    return _attention("paged_prefill_attention", head_dim, dtype, lens, problem, **options)
+def _attention_calls(op: str) -> list[ShippedCall]:
+    return [
+        _attention(op, dtype, **variant)
+        for dtypes, variants in _ATTENTION[op]
+        for dtype in dtypes
+        for variant in variants
+    ]
 
 
-def _shared_prefix(head_dim: int, dtype: torch.dtype, **options: Any) -> ShippedCall:
-    op = "shared_prefix_decode_attention"
-    return _attention(op, head_dim, dtype, _GROUPS, PROBLEMS[op], **options)
-
-
-def _decode_calls() -> Iterator[ShippedCall]:
-    for dtype in HALF_DTYPES:
-        for head_dim in HEAD_DIMS:
-            yield _decode(head_dim, dtype)
-        yield _decode(128, dtype, group_size=71)
-        yield _decode(128, dtype, num_splits=8)
-        yield _decode(128, dtype, num_splits=8, features=True)
-    yield _decode(128, torch.bfloat16, block_size=24)
-    yield _decode(128, torch.bfloat16, block_size=256)
-    for head_dim in HEAD_DIMS:
-        yield _decode(head_dim, FP8_DTYPE)
-    yield _decode(128, FP8_DTYPE, group_size=71)
-    yield _decode(128, FP8_DTYPE, num_splits=8, features=True)
-
-
-def _prefill_calls() -> Iterator[ShippedCall]:
-    for dtype in HALF_DTYPES:
-        for head_dim in HEAD_DIMS:
-            yield _prefill(head_dim, dtype)
-        yield _prefill(128, dtype, group_size=71, batch=64)
-        yield _prefill(128, dtype, features=True)
-        yield _prefill(128, dtype, num_splits=8)
-        yield _prefill(256, dtype, num_splits=8, features=True)
-    yield _prefill(128, torch.bfloat16, block_size=256)
-    for head_dim in HEAD_DIMS:
-        yield _prefill(head_dim, FP8_DTYPE)
-    yield _prefill(128, FP8_DTYPE, features=True)
-    yield _prefill(128, FP8_DTYPE, num_splits=8)
-
-
-def _shared_prefix_calls() -> Iterator[ShippedCall]:
-    for dtype in HALF_DTYPES:
-        for head_dim in HEAD_DIMS:
-            yield _shared_prefix(head_dim, dtype)
-        yield _shared_prefix(128, dtype, group_size=71)
-        yield _shared_prefix(128, dtype, features=True)
-    yield _shared_prefix(128, FP8_DTYPE)
-
-
-def _slot_mapping_calls() -> Iterator[ShippedCall]:
-    yield ShippedCall("slot_mapping_from_positions", "b16", {"context_lens": (128,) * 64})
-
-
-def _norm_calls() -> Iterator[ShippedCall]:
-    """Hidden sizes of models from 0.6B to 70B, and the widest row in use."""
-    for dtype in HALF_DTYPES:
-        for size in (1024, 2560, 4096, 5120, 8192, 16384):
-            for feature in ((), ("alone",)):
-                sizes = {"width": size, "dtype": dtype, "features": feature}
-                config = " ".join((_name(dtype), f"h{size}", *feature))
-                yield ShippedCall("add_rms_norm", config, sizes)
-
-
-def _gated_activation_calls() -> Iterator[ShippedCall]:
-    """Halves of a fused projection, in the widths of Qwen3 8B, Gemma 2 9B and Qwen 2.5 7B."""
-    for dtype in HALF_DTYPES:
-        for size, name in ((12288, "silu"), (14336, "gelu"), (18944, "silu")):
-            features = ("gelu",) if name == "gelu" else ()
-            sizes = {"width": size, "dtype": dtype, "features": features}
-            yield ShippedCall("gated_activation", f"{_name(dtype)} i{size} {name}", sizes)
-
-
-def _sample_tokens_calls() -> Iterator[ShippedCall]:
-    for dtype in (*HALF_DTYPES, torch.float32):
-        for feature in ((), ("greedy",), ("min_p",)):
-            sizes = {"num_tokens": 64, "dtype": dtype, "features": feature}
-            config = " ".join((_name(dtype), "v128256", *feature))
-            yield ShippedCall("sample_tokens", config, sizes, "64 rows of 128256 logits")
-
-
-_CALLS: dict[str, Callable[[], Iterator[ShippedCall]]] = {
-    "store_kvcache": partial(_by_head_dim, "store_kvcache", (*HALF_DTYPES, FP8_DTYPE)),
+# Hidden sizes of models from 0.6B to 70B, and the widest row in use.
+_HIDDEN = {
+    " ".join((f"h{size}", *features)): {"width": size, "features": features}
+    for size in (1024, 2560, 4096, 5120, 8192, 16384)
+    for features in ((), ("alone",))
+}
+# Halves of a fused projection, in the widths of Qwen3 8B, Gemma 2 9B and Qwen 2.5 7B.
+_GATED = {
+    "i12288 silu": {"width": 12288},
+    "i14336 gelu": {"width": 14336, "features": ("gelu",)},
+    "i18944 silu": {"width": 18944},
+}
+_SAMPLED = {
+    " ".join(("v128256", *features)): {"num_tokens": 64, "features": features}
+    for features in ((), ("greedy",), ("min_p",))
+}
+_CALLS = {
+    "store_kvcache": _by_head_dim("store_kvcache", _CACHES),
     # Bits are copied, so fp16 stands for every 16-bit dtype.
-    "copy_blocks": partial(_by_head_dim, "copy_blocks", (torch.float16,), ("", "list")),
-    "swap_blocks": partial(_by_head_dim, "swap_blocks", (torch.float16,), ("", "hnd")),
-    "shared_prefix_decode_attention": _shared_prefix_calls,
-    "merge_attention_states": partial(_by_head_dim, "merge_attention_states", HALF_DTYPES),
-    "slot_mapping_from_positions": _slot_mapping_calls,
-    "rope_store_kvcache": partial(
-        _by_head_dim,
-        "rope_store_kvcache",
-        (*HALF_DTYPES, FP8_DTYPE),
-        ("", "interleaved", "norms"),
-    ),
-    "apply_rotary_embedding": partial(
-        _by_head_dim, "apply_rotary_embedding", HALF_DTYPES, ("", "interleaved")
-    ),
-    "add_rms_norm": _norm_calls,
-    "gated_activation": _gated_activation_calls,
-    "paged_decode_attention": _decode_calls,
-    "paged_prefill_attention": _prefill_calls,
-    "sample_tokens": _sample_tokens_calls,
+    "copy_blocks": _by_head_dim("copy_blocks", (torch.float16,), ("list",)),
+    "swap_blocks": _by_head_dim("swap_blocks", (torch.float16,), ("hnd",)),
+    "shared_prefix_decode_attention": _attention_calls("shared_prefix_decode_attention"),
+    "merge_attention_states": _by_head_dim("merge_attention_states", _HALF),
+    "slot_mapping_from_positions": [
+        ShippedCall("slot_mapping_from_positions", "b16", {"context_lens": (128,) * 64})
+    ],
+    "rope_store_kvcache": _by_head_dim("rope_store_kvcache", _CACHES, ("interleaved", "norms")),
+    "apply_rotary_embedding": _by_head_dim("apply_rotary_embedding", _HALF, ("interleaved",)),
+    "add_rms_norm": _each("add_rms_norm", _HALF, _HIDDEN),
+    "gated_activation": _each("gated_activation", _HALF, _GATED),
+    "paged_decode_attention": _attention_calls("paged_decode_attention"),
+    "paged_prefill_attention": _attention_calls("paged_prefill_attention"),
+    "sample_tokens": _each("sample_tokens", (*_HALF, torch.float32), _SAMPLED),
 }
 OPS = tuple(_CALLS)
 
@@ -247,4 +232,4 @@ OPS = tuple(_CALLS)
 def shipped_calls(ops: Sequence[str] | None = None) -> Iterator[ShippedCall]:
     """Every shipped configuration, or the ones of the named ops."""
     for op in OPS if ops is None else ops:
-        yield from _CALLS[op]()
+        yield from _CALLS[op]

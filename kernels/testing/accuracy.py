@@ -13,7 +13,6 @@ the attention; quantisation has to be exact.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,25 +57,3 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(
         {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
     )
-
-
-def compare_with_reference(
-    op: Callable, reference: Callable, args: Sequence[torch.Tensor], **options
-) -> tuple[Accuracy, ...]:
-    """Run an op and its reference on the same inputs and judge each of its results by the rule.
-
-    The reference runs twice: on the inputs as they are (`low`) and on their fp64 copies (`ref`).
-    Tensors among the options are converted likewise.
-    """
-
-    def widened(value):
-        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return value.double() if is_float else value
-
-    def as_tuple(result):
-        return result if isinstance(result, tuple) else (result,)
-
-    results = as_tuple(op(*args, **options))
-    low = as_tuple(reference(*args, **options))
-    ref = as_tuple(reference(*map(widened, args), **{k: widened(v) for k, v in options.items()}))
-    return tuple(accuracy(*triple) for triple in zip(results, low, ref, strict=True))

@@ -178,7 +178,7 @@ class Case:
     op: str
     inputs: dict[str, Any]
     """Arguments by name."""
-    num_bytes: int
+    num_bytes: int = 0
     flops: int = 0
     host_bytes: int = 0
     outputs: int = 0
@@ -463,36 +463,28 @@ def _batch(s: Sizes, query_lens: Sequence[int]) -> PagedBatch:
 
 
 def _paged_decode_attention(s: Sizes) -> Case:
-    batch = _batch(s, [1] * len(s.context_lens))
-    names = ("q", "k_cache", "v_cache", "block_tables", "context_lens")
-    inputs = dict(zip(names, batch.decode_args, strict=True))
+    inputs = _batch(s, [1] * len(s.context_lens)).inputs
     op = "paged_decode_attention"
     return _attention(s, op, inputs, s.context_lens, sum(s.context_lens))
 
 
 def _paged_prefill_attention(s: Sizes) -> Case:
-    batch = _batch(s, s.query_lens)
-    names = ("q", "k_cache", "v_cache", "block_tables", "cu_seqlens_q", "context_lens")
-    inputs = dict(zip(names, batch.prefill_args, strict=True))
-    inputs["max_seqlen_q"] = max(s.query_lens, default=0)
+    inputs = _batch(s, s.query_lens).inputs
+    cu_seqlens_q = torch.tensor([0, *s.query_lens]).cumsum(0).to(s.device, torch.int32)
+    inputs |= {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max(s.query_lens, default=0)}
     lens = list(zip(s.query_lens, s.context_lens, strict=True))
     pairs = sum(q * (n - q) + q * (q + 1) // 2 for q, n in lens)
     return _attention(s, "paged_prefill_attention", inputs, s.context_lens, pairs)
 
 
-PREFIX_ARGUMENTS = ("q", "k_cache", "v_cache", "prefix_block_tables", "prefix_lens")
-PREFIX_ARGUMENTS += ("group_offsets", "suffix_block_tables", "suffix_lens")
-
-
 def _shared_prefix_decode_attention(s: Sizes) -> Case:
-    args = random_shared_prefix_args(
+    inputs = random_shared_prefix_args(
         s.group_sizes,
         s.prefix_lens,
         s.context_lens,
         window_size=s.score_options.get("window_size"),
         **s.paged,
     )
-    inputs = dict(zip(PREFIX_ARGUMENTS, args, strict=True))
     groups = zip(s.group_sizes, s.prefix_lens, strict=True)
     pairs = sum(s.context_lens) + sum(size * prefix for size, prefix in groups)
     cached = [*s.prefix_lens, *s.context_lens]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -105,46 +105,11 @@ class PagedBatch:
     cu_seqlens_q: torch.Tensor
     """(batch + 1,) int32, where each sequence's queries start."""
 
-    def double(self) -> PagedBatch:
-        """The same batch in fp64, contiguous."""
-        q, k, v = self.q.double(), self.k_cache.double(), self.v_cache.double()
-        return replace(self, q=q, k_cache=k, v_cache=v)
-
-    def select(self, rows: Sequence[int]) -> PagedBatch:
-        """The batch made of these sequences, on the same cache."""
-        starts = self.cu_seqlens_q.tolist()
-        q = [self.q[starts[row] : starts[row + 1]] for row in rows]
-        cu = torch.tensor([0, *(len(part) for part in q)]).cumsum(0).to(self.cu_seqlens_q)
-        index = torch.tensor(rows, device=self.q.device)
-        return replace(
-            self,
-            q=torch.cat(q),
-            block_tables=self.block_tables[index],
-            context_lens=self.context_lens[index],
-            cu_seqlens_q=cu,
-        )
-
     @property
-    def decode_args(self) -> tuple[torch.Tensor, ...]:
-        """Positional arguments of paged_decode_attention."""
-        return self.q, self.k_cache, self.v_cache, self.block_tables, self.context_lens
-
-    @property
-    def prefill_args(self) -> tuple[torch.Tensor, ...]:
-        """Positional arguments of paged_prefill_attention."""
-        return (
-            self.q,
-            self.k_cache,
-            self.v_cache,
-            self.block_tables,
-            self.cu_seqlens_q,
-            self.context_lens,
-        )
-
-    @property
-    def max_seqlen_q(self) -> int:
-        """Queries of the sequence that has most."""
-        return int(self.cu_seqlens_q.diff().max()) if len(self.context_lens) else 0
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """Arguments that decode and prefill have in common."""
+        names = ("q", "k_cache", "v_cache", "block_tables", "context_lens")
+        return {name: getattr(self, name) for name in names}
 
 
 def hidden_tokens(
@@ -250,8 +215,8 @@ def random_shared_prefix_args(
     *,
     window_size: int | None = None,
     **shape,
-) -> tuple[torch.Tensor, ...]:
-    """Positional arguments of shared_prefix_decode_attention, as hostile as random_paged_batch.
+) -> dict[str, torch.Tensor]:
+    """Arguments of shared_prefix_decode_attention, as hostile as random_paged_batch.
 
     group_sizes, prefix_lens: members and prefix of each group. suffix_lens: of each sequence.
     window_size: poison what no member of a group sees. shape: as of random_paged_batch.
@@ -264,13 +229,13 @@ def random_shared_prefix_args(
         hidden = [n - max(0, seen) for n, seen in zip(prefix_lens, visible, strict=True)]
         hidden = [max(0, n) for n in (*hidden, *(n - window_size for n in suffix_lens))]
     batch = random_paged_batch([*prefix_lens, *suffix_lens], hidden_tokens=hidden, **shape)
-    return (
-        batch.q[num_groups:],
-        batch.k_cache,
-        batch.v_cache,
-        batch.block_tables[:num_groups],
-        batch.context_lens[:num_groups],
-        torch.tensor(starts, dtype=torch.int32, device=batch.q.device),
-        batch.block_tables[num_groups:],
-        batch.context_lens[num_groups:],
-    )
+    return {
+        "q": batch.q[num_groups:],
+        "k_cache": batch.k_cache,
+        "v_cache": batch.v_cache,
+        "prefix_block_tables": batch.block_tables[:num_groups],
+        "prefix_lens": batch.context_lens[:num_groups],
+        "group_offsets": torch.tensor(starts, dtype=torch.int32, device=batch.q.device),
+        "suffix_block_tables": batch.block_tables[num_groups:],
+        "suffix_lens": batch.context_lens[num_groups:],
+    }

@@ -10,9 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 import kernels
-from kernels import reference
-from kernels.testing.accuracy import compare_with_reference
-from kernels.testing.cases import make_case
+from kernels.testing.cases import Case, make_case
 
 SHAPE = {
     "num_q_heads": 4,
@@ -28,12 +26,22 @@ def same(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bo
     return all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
-def assert_matches_reference(function: Callable, *args, **options) -> None:
-    """Output and LSE of an attention op, judged by the rule of kernels/testing/accuracy.py."""
-    expected = getattr(reference, function.__name__)
-    results = compare_with_reference(function, expected, args, **options, return_lse=True)
-    for name, result in zip(("out", "lse"), results, strict=True):
+def assert_accurate(op: str, inputs: dict[str, Any], call: Callable | None = None) -> None:
+    """Output and LSE by the rule of kernels/testing/accuracy.py. call: makes it; the op if None."""
+    case = Case(op, inputs | {"return_lse": True}, returns=("out", "lse"))
+    for name, result in case.judge(call).items():
         assert result.passed, f"{name}: {result}, bound {result.bound:.3g}"
+
+
+def select(call: dict[str, Any], rows: Sequence[int]) -> dict[str, Any]:
+    """A call of decode or prefill with these sequences, on the same cache."""
+    starts = call.get("cu_seqlens_q", torch.arange(len(call["q"]) + 1)).tolist()
+    q = [call["q"][starts[row] : starts[row + 1]] for row in rows]
+    chosen = {name: call[name][list(rows)] for name in ("block_tables", "context_lens")}
+    if "cu_seqlens_q" in call:
+        cu_seqlens_q = torch.tensor([0, *map(len, q)]).cumsum(0).to(call["cu_seqlens_q"])
+        chosen |= {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max(map(len, q))}
+    return call | chosen | {"q": torch.cat(q)}
 
 
 @dataclass(frozen=True)
@@ -78,14 +86,15 @@ class AttentionOp:
         """Sequences of a call."""
         return len(call[self.lens[-1]])
 
-    def run(self, call, num_splits: int | None = 1):
+    def run(self, call, num_splits: int | None = 1, **options):
         """Output and LSE."""
-        return self.function(**call, **self.splits(num_splits), return_lse=True)
+        options |= self.splits(num_splits) | {"return_lse": True}
+        return self.function(**call | options)
 
     def assert_matches_reference(self, call, num_splits: int | None = None) -> None:
         """Output and LSE; num_splits None chooses, unless the call does."""
         splits = {} if num_splits is None else self.splits(num_splits)
-        assert_matches_reference(self.function, **call | splits)
+        assert_accurate(self.op, call | splits)
 
 
 def _prefill(lengths) -> dict[str, Any]:

@@ -23,6 +23,14 @@ from printed import printed_by
 
 # A thread may spill so much outside loops, once: which kernels do depends on the version of Triton.
 MAX_LOCAL_BYTES = 32
+COMPILE_SHIPPED = """
+import dataclasses, json
+from kernels.compiled.architectures import ARCHITECTURES
+from kernels.compiled.compile import compile_shipped
+
+for row in compile_shipped({}):
+    print(json.dumps(dataclasses.asdict(row)))
+"""
 
 
 def pytest_addoption(parser):
@@ -124,7 +132,7 @@ def compiling_process():
 
 @pytest.fixture(scope="session")
 def shipped_resources(tmp_path_factory, compiling_process):
-    """Rows of `kernels.compiled.compile --json`: shipped_resources(arch, op, ..., match="bf16").
+    """Rows of `compile_shipped`: shipped_resources(arch, ops, match), all ops if there are none.
 
     None spills in a loop, or more than MAX_LOCAL_BYTES.
     A selection is compiled once for all pytest-xdist workers; across runs Triton's cache serves.
@@ -132,15 +140,12 @@ def shipped_resources(tmp_path_factory, compiling_process):
     shared = tmp_path_factory.getbasetemp()
     shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
 
-    def resources(arch: str, *ops: str, match: str = "") -> list[dict]:
+    def resources(arch: str, ops: tuple[str, ...], match: str) -> list[dict]:
         path = shared / f"resources-{'-'.join((arch, *ops, match))}.jsonl"
+        selection = f"ARCHITECTURES[{arch!r}], {ops or None}, {match!r}"
         with FileLock(f"{path}.lock"):
             if not path.exists():
-                flags = [flag for op in ops for flag in ("--op", op)]
-                flags += ["--arch", arch, "--match", match, "--json"]
-                path.write_text(
-                    compiling_process(f"from kernels.compiled.compile import main; main({flags})")
-                )
+                path.write_text(compiling_process(COMPILE_SHIPPED.format(selection)))
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         for row in rows:
             kernel = (arch, row["kernel"], row["config"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels.reference import gather_tokens
-from kernels.testing.accuracy import accuracy, compare_with_reference, max_error
+from kernels.testing.accuracy import accuracy, max_error
 from kernels.testing.inputs import LAYOUTS, make_cache, poison_, random_paged_batch
 
 
@@ -93,27 +93,3 @@ def test_values_do_not_depend_on_the_block_size():
     for cache in ("k_cache", "v_cache"):
         tokens = [gather_tokens(getattr(b, cache), b.block_tables[2], 0, 16) for b in (one, other)]
         assert torch.equal(*tokens)
-
-
-def test_select_takes_whole_sequences():
-    batch = make(query_lens=[2, 0, 3])
-    some = batch.select([2, 0])
-    assert torch.equal(some.q, torch.cat([batch.q[2:5], batch.q[:2]]))
-    assert some.cu_seqlens_q.tolist() == [0, 3, 5]
-    assert some.context_lens.tolist() == [16, 5]
-    assert torch.equal(some.block_tables, batch.block_tables[[2, 0]])
-
-
-def test_a_wrong_kernel_is_caught():
-    def reference_op(x, *, offset):
-        return x.sin() + offset
-
-    x = torch.linspace(0, 3, 50).half()
-    offset = torch.ones(50).half()
-    (right,) = compare_with_reference(reference_op, reference_op, [x], offset=offset)
-    assert right.passed
-    assert right.eager_error > 0
-    (wrong,) = compare_with_reference(
-        lambda x, offset: reference_op(x, offset=offset) + 0.01, reference_op, [x], offset=offset
-    )
-    assert not wrong.passed

@@ -13,14 +13,13 @@ from unittest import mock
 
 import pytest
 import torch
-from attention_ops import OPS, SHAPE, same
+from attention_ops import OPS, SHAPE, assert_accurate, same, select
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import reference, tiles
+from kernels import tiles
 from kernels.fp8_cache import FP8_DTYPE
-from kernels.testing.accuracy import compare_with_reference
-from kernels.testing.inputs import random_paged_batch, random_scales
+from kernels.testing.inputs import random_scales
 from kernels.tiles import Chunking, force_target, target_of
 
 every_op = pytest.mark.parametrize("op", OPS.values(), ids=OPS)
@@ -164,33 +163,26 @@ def test_extreme_sinks(op, num_splits, sink, device):
     op.assert_matches_reference(op.call(device) | {"sinks": sinks}, num_splits)
 
 
-def run_batch(op, batch, slack=0, **options):
-    """Output and LSE of decode or prefill. slack: queries that no sequence has."""
-    if op.name == "decode":
-        return op.function(*batch.decode_args, return_lse=True, **options)
-    options |= {"max_seqlen_q": batch.max_seqlen_q + slack, "return_lse": True}
-    return op.function(*batch.prefill_args, **options)
-
-
 @whole_and_split
 @pytest.mark.parametrize("kv_dtype", [None, FP8_DTYPE], ids=["fp16", "fp8"])
 @without_prefix
 def test_batch_invariance(op, kv_dtype, num_splits, device):
     """Tiles of prefill are found by search or, in uniform batches, by division: both give the same
     bits."""
-    query_lens = None if op.name == "decode" else [17, 0, 1, 9, 0, 1]
-    sizes = SHAPE | {"block_size": 7, "kv_dtype": kv_dtype, "device": device}
-    batch = random_paged_batch([70, 0, 1, 45, 33, 90], query_lens=query_lens, **sizes)
-    sinks = torch.randn(4, device=device)
-    options = {"window_size": 50, "sinks": sinks, "num_splits": num_splits}
+    lens = ((70, 17), (0, 0), (1, 1), (45, 9), (33, 0), (90, 1))
+    lens = tuple(n for n, _ in lens) if op.name == "decode" else lens
+    call = op.call(device, lens, block_size=7, kv_dtype=kv_dtype) | {"window_size": 50}
+    call["sinks"] = torch.randn(4, device=device)
     if kv_dtype is not None:
-        options |= random_scales("per head", 2, device)
-    out, lse = run_batch(op, batch, **options)
-    starts = batch.cu_seqlens_q.tolist()
+        call |= random_scales("per head", 2, device)
+    out, lse = op.run(call, num_splits)
+    starts = call.get("cu_seqlens_q", torch.arange(7)).tolist()
     for rows, slack in (([4, 2, 0, 3, 5, 1], 0), ([3], 0), ([3], 500), ([3, 3, 5], 0)):
         tokens = [t for row in rows for t in range(starts[row], starts[row + 1])]
-        some = run_batch(op, batch.select(rows), slack, **options)
-        assert same(some, [out[tokens], lse[tokens]])
+        some = select(call, rows)
+        if op.name == "prefill":
+            some["max_seqlen_q"] += slack
+        assert same(op.run(some, num_splits), [out[tokens], lse[tokens]])
 
 
 @given(
@@ -209,21 +201,19 @@ def test_chunks_depend_on_the_sequence_alone(
 ):
     """With the default num_splits, patched to up to 4 chunks of at least 2 tiles of 16, for any
     neighbours, padding of batch and tables, and number of multiprocessors."""
-    options = {"num_splits": None, "window_size": window_size}
-    options["sinks"] = torch.linspace(-3, 3, 2, device=device) if sinks else None
     place = min(place, len(neighbours))
     sequences = [*neighbours[:place], own, *neighbours[place:], (0, 0)]
-    context_lens = [queries + cached for queries, cached in sequences]
-    query_lens = [1 if op.name == "decode" else queries for queries, _ in sequences]
-    sizes = SHAPE | {"num_q_heads": 2, "num_kv_heads": 1, "device": device}
-    batch = random_paged_batch(context_lens, query_lens=query_lens, **sizes)
-    alone = batch.select([place])
+    lens = [(queries + cached, queries) for queries, cached in sequences]
+    lens = [n for n, _ in lens] if op.name == "decode" else lens
+    call = op.call(device, lens, num_q_heads=2, num_kv_heads=1) | {"window_size": window_size}
+    call["sinks"] = torch.linspace(-3, 3, 2, device=device) if sinks else None
+    alone = select(call, [place])
     own_blocks = -(-sum(own) // SHAPE["block_size"])
-    alone = replace(alone, block_tables=alone.block_tables[:, :own_blocks])
+    alone["block_tables"] = alone["block_tables"][:, :own_blocks]
     garbage = torch.full((len(sequences), spare_blocks), -7, dtype=torch.int32, device=device)
-    wide = replace(batch, block_tables=torch.cat([batch.block_tables, garbage], dim=1))
+    wide = call | {"block_tables": torch.cat([call["block_tables"], garbage], dim=1)}
 
-    target = target_of(batch.q.device)
+    target = target_of(call["q"].device)
     shape = (2, 32) if op.name == "decode" else (32,)
     tile = replace(getattr(tiles, f"{op.name}_tile")(*shape, torch.float16, target), tile_n=16)
     target = replace(target, tiles=((f"{op.name}_tile", tile),))
@@ -231,20 +221,13 @@ def test_chunks_depend_on_the_sequence_alone(
         sys.modules[f"kernels.{op.op}"], "chunking", return_value=Chunking(2, 4)
     )
     with small_chunks, force_target(target):
-        expected = run_batch(op, alone, **options)
+        expected = op.run(alone, None)
     with small_chunks, force_target(replace(target, num_multiprocessors=num_multiprocessors)):
-        together = run_batch(op, wide, **options)
-    first = sum(query_lens[:place])
-    rows = slice(first, first + query_lens[place])
+        together = op.run(wide, None)
+    starts = call.get("cu_seqlens_q", torch.arange(len(lens) + 1)).tolist()
+    rows = slice(starts[place], starts[place + 1])
     assert same([part[rows] for part in together], expected)
-    results = compare_with_reference(
-        lambda *_, **__: together,
-        getattr(reference, op.op),
-        wide.decode_args if op.name == "decode" else wide.prefill_args,
-        **options | {"return_lse": True},
-        **({} if op.name == "decode" else {"max_seqlen_q": wide.max_seqlen_q}),
-    )
-    assert all(result.passed for result in results), results
+    assert_accurate(op.op, wide, lambda: together)
 
 
 @pytest.mark.parametrize("num_splits", [None, 1, 4])

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from kernels import flash_attn_compat, reference
 from kernels.testing import baselines
-from kernels.testing.accuracy import compare_with_reference
 from kernels.testing.baselines import BASELINES, PAGE_SIZE, Unavailable
-from kernels.testing.inputs import random_paged_batch
+from kernels.testing.cases import make_case
 
 CONTEXT_LENS = (1, 270, 0, 37)
 QUERY_LENS = (1, 20, 0, 5)
@@ -161,39 +160,30 @@ def served(request):
     return make(), block_size
 
 
-def _batch(block_size, context_lens=CONTEXT_LENS, query_lens=None, window_size=None, **options):
-    hidden = None
-    if window_size is not None:
-        lengths = zip(context_lens, query_lens or [1] * len(context_lens), strict=True)
-        hidden = [context - query + 1 - window_size for context, query in lengths]
+def _call(step, block_size, context_lens=CONTEXT_LENS, **sizes):
+    """The case of decode or prefill on small heads, without an LSE."""
     shape = {"num_q_heads": 2, "num_kv_heads": 1, "head_dim": 16, "dtype": torch.float16}
-    return random_paged_batch(
-        context_lens,
-        query_lens=query_lens,
-        block_size=block_size,
-        device="cpu",
-        hidden_tokens=hidden,
-        **shape | options,
-    )
+    shape |= {"query_lens": QUERY_LENS, "context_lens": context_lens, "block_size": block_size}
+    options = {"return_lse": False}
+    case = make_case(f"paged_{step}_attention", **shape | sizes, options=options)
+    del case.inputs["return_lse"]
+    return case
 
 
-def _assert_matches_reference(baseline, step, batch, **options):
-    if step == "prefill":
-        options["max_seqlen_q"] = batch.max_seqlen_q
-    expected = getattr(reference, f"paged_{step}_attention")
-    args = getattr(batch, f"{step}_args")
-    (accuracy,) = compare_with_reference(getattr(baseline, step), expected, args, **options)
+def _assert_accurate(baseline, step, case):
+    [accuracy] = case.judge(lambda: getattr(baseline, step)(**case.inputs)).values()
     assert accuracy.passed, accuracy
 
 
 @pytest.mark.parametrize(
     "options", [{}, {"scale": 0.3, "window_size": 33}], ids=["plain", "scale and window"]
 )
-@pytest.mark.parametrize(("step", "query_lens"), [("decode", None), ("prefill", QUERY_LENS)])
-def test_with_and_without_cached_prefix(served, step, query_lens, options):
+@pytest.mark.parametrize("step", ["decode", "prefill"])
+def test_with_and_without_cached_prefix(served, step, options):
     baseline, block_size = served
-    batch = _batch(block_size, query_lens=query_lens)
-    _assert_matches_reference(baseline, step, batch, **options)
+    case = _call(step, block_size)
+    case.inputs.update(options)
+    _assert_accurate(baseline, step, case)
 
 
 @given(
@@ -206,19 +196,20 @@ def test_with_and_without_cached_prefix(served, step, query_lens, options):
 @pytest.mark.parametrize("name", ["gather_sdpa", "gather_naive"])
 def test_pytorch_baselines_on_any_batch(name, block_size, context_lens, head_dim, dtype, data):
     query_lens = [data.draw(st.integers(0, n)) for n in context_lens]
-    shape = {"head_dim": head_dim, "dtype": dtype}
-    for step, lens in (("decode", None), ("prefill", query_lens)):
-        batch = _batch(block_size, context_lens, lens, **shape)
-        _assert_matches_reference(BASELINES[name], step, batch)
+    shape = {"head_dim": head_dim, "dtype": dtype, "query_lens": query_lens}
+    for step in ("decode", "prefill"):
+        case = _call(step, block_size, context_lens, **shape)
+        _assert_accurate(BASELINES[name], step, case)
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 24, 256, 300])
 def test_gathers_repeat_the_cache_token_for_token(block_size):
-    batch = _batch(block_size)
-    pages_k, _, table = baselines.gather_pages(batch.k_cache, batch.v_cache, batch.block_tables)
-    padded_k, _, exists = baselines.gather_padded(*batch.decode_args[1:])
+    call = _call("decode", block_size).inputs
+    cache = call["k_cache"], call["v_cache"], call["block_tables"]
+    pages_k, _, table = baselines.gather_pages(*cache)
+    padded_k, _, exists = baselines.gather_padded(*cache, call["context_lens"])
     for row, length in enumerate(CONTEXT_LENS):
-        expected = reference.gather_tokens(batch.k_cache, batch.block_tables[row], 0, length)
+        expected = reference.gather_tokens(cache[0], cache[2][row], 0, length)
         assert torch.equal(reference.gather_tokens(pages_k, table[row], 0, length), expected)
         assert torch.equal(padded_k[row, :length], expected)
         assert exists[row].sum() == length
@@ -227,13 +218,12 @@ def test_gathers_repeat_the_cache_token_for_token(block_size):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU")
 @pytest.mark.parametrize("name", [n for n in BASELINES if n not in ("gather_sdpa", "gather_naive")])
 def test_packages_for_gpus_say_so_on_a_cpu(name):
-    batch = _batch(PAGE_SIZE)
-    baseline = BASELINES[name]
-    assert baseline.unavailable(batch.q, batch.k_cache) == "it runs on CUDA devices only"
-    with pytest.raises(Unavailable, match=f"{name}: it runs on CUDA devices only"):
-        baseline.decode(*batch.decode_args)
-    with pytest.raises(Unavailable, match=name):
-        baseline.prefill(*batch.prefill_args, max_seqlen_q=1)
+    for step in ("decode", "prefill"):
+        call = _call(step, PAGE_SIZE).inputs
+        reason = BASELINES[name].unavailable(call["q"], call["k_cache"])
+        assert reason == "it runs on CUDA devices only"
+        with pytest.raises(Unavailable, match=f"{name}: it runs on CUDA devices only"):
+            getattr(BASELINES[name], step)(**call)
 
 
 @pytest.mark.parametrize(
@@ -247,16 +237,16 @@ def test_packages_for_gpus_say_so_on_a_cpu(name):
     ],
 )
 def test_reasons_name_what_is_needed(name, block_size, options, reason):
-    batch = _batch(block_size, **options)
-    assert reason in BASELINES[name].unavailable(batch.q, batch.k_cache)
+    call = _call("decode", block_size, **options).inputs
+    assert reason in BASELINES[name].unavailable(call["q"], call["k_cache"])
 
 
 def test_flashinfer_plans_once_for_a_batch():
     package = _flashinfer()
     baseline = baselines.FlashInfer(package)
-    batches = [_batch(24), _batch(24, (3, 50))]
-    for batch in (batches[0], batches[0], batches[1], batches[0]):
-        _assert_matches_reference(baseline, "decode", batch)
+    one, other = _call("decode", 24), _call("decode", 24, (3, 50))
+    for case in (one, one, other, one):
+        _assert_accurate(baseline, "decode", case)
     assert package.Wrapper.plans == 3
 
 
@@ -268,6 +258,6 @@ def test_an_absent_package_is_a_reason_not_an_error():
 
 
 def test_old_pytorch_has_no_paged_varlen():
-    batch = _batch(PAGE_SIZE)
+    call = _call("decode", PAGE_SIZE).inputs
     old = baselines.TorchFlash(SimpleNamespace(varlen_attn=lambda query, key, value: None))
-    assert "takes no block_table" in old.unavailable(batch.q, batch.k_cache)
+    assert "takes no block_table" in old.unavailable(call["q"], call["k_cache"])

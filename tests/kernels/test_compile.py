@@ -14,14 +14,7 @@ from op_calls import FP8_OPS
 
 import kernels
 from kernels.compiled.architectures import ARCHITECTURES
-from kernels.compiled.compile import (
-    KernelResources,
-    count_loop_spills,
-    count_softmax_overlaps,
-    format_table,
-    launched_by,
-    main,
-)
+from kernels.compiled.compile import count_loop_spills, count_softmax_overlaps, launched_by
 from kernels.compiled.shipped import OPS
 from kernels.primitives import INTERPRETED
 from kernels.tiles import PROGRAMS_PER_MULTIPROCESSOR, PROGRAMS_THAT_SAMPLE
@@ -71,7 +64,7 @@ SELECTED = {
 def rows(request, shipped_resources):
     """Rows of the selected configurations on one architecture."""
     arch = request.param
-    parts = [shipped_resources(arch, *ops, match=match) for ops, match in SELECTED[arch]]
+    parts = [shipped_resources(arch, ops, match) for ops, match in SELECTED[arch]]
     return [row for part in parts for row in part]
 
 
@@ -319,65 +312,56 @@ def test_resident_programs(arch, used, expected):
 
 SPECIALISATION = """
 import json, torch
-from kernels import (
-    add_rms_norm, gated_activation, paged_decode_attention, paged_prefill_attention, store_kvcache
-)
 from kernels.compiled.architectures import ARCHITECTURES
 from kernels.compiled.compile import launched_by
 from kernels.flash_attn_compat import flash_attn_with_kvcache
+from kernels.testing.cases import make_case
+
+SIZES = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "device": "meta", "padded": False}
+
+def case(op, **sizes):
+    return make_case(op, **SIZES | sizes).call
+
+def decode(batch, table_width, num_splits, window_size):
+    options = {"num_splits": num_splits, "window_size": window_size, "return_lse": False}
+    lens = {"context_lens": (1,) * batch, "table_width": table_width}
+    return case("paged_decode_attention", **lens, options=options)
+
+def prefill(query_lens, table_width, window_size, num_splits=1):
+    options = {"num_splits": num_splits, "window_size": window_size, "return_lse": False}
+    lens = {"context_lens": query_lens, "query_lens": query_lens, "table_width": table_width}
+    return case("paged_prefill_attention", **lens, options=options)
 
 def meta(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="meta")
 
-def ints(*shape):
-    return meta(*shape, dtype=torch.int32)
-
-cache = meta(1000, 16, 8, 128)
-
-def decode(batch, max_blocks, num_splits, window_size):
-    args = meta(batch, 32, 128), cache, cache, ints(batch, max_blocks), ints(batch)
-    paged_decode_attention(*args, num_splits=num_splits, window_size=window_size)
-
-def store(num_tokens):
-    key = meta(num_tokens, 8, 128)
-    store_kvcache(key, key, cache, cache, meta(num_tokens, dtype=torch.int64))
-
-def layer(num_tokens):
-    x, gate_up = meta(num_tokens, 4096), meta(num_tokens, 2 * 12288)
-    add_rms_norm(x, x, meta(4096))
-    gated_activation(*gate_up.chunk(2, dim=1), "silu")
-
-def prefill(total_q, batch, max_blocks, max_seqlen_q, window_size, num_splits=1):
-    args = meta(total_q, 32, 128), cache, cache, ints(batch, max_blocks), ints(batch + 1)
-    paged_prefill_attention(
-        *args, ints(batch), max_seqlen_q=max_seqlen_q, window_size=window_size,
-        num_splits=num_splits,
-    )
-
-def grow(capacity, num_splits):
-    contiguous, new = meta(4, capacity, 8, 128), meta(4, 1, 8, 128)
-    angles = meta(capacity, 64)
-    flash_attn_with_kvcache(
-        meta(4, 1, 32, 128), contiguous, contiguous, new, new, angles, angles, ints(4),
-        num_splits=num_splits,
+def grow(capacity):
+    contiguous, new, angles = meta(4, capacity, 8, 128), meta(4, 1, 8, 128), meta(capacity, 64)
+    rotated = new, new, angles, angles, meta(4, dtype=torch.int32)
+    return lambda: flash_attn_with_kvcache(
+        meta(4, 1, 32, 128), contiguous, contiguous, *rotated, num_splits=1
     )
 
 calls = {
-    grow: [(100, 1), (101, 1), (4096, 1)],
-    decode: [(1, 1, 2, 1), (2, 16, 16, 1024), (64, 255, 7, 77)],
-    store: [(1,), (2,), (4096,)],
-    layer: [(1,), (2,), (4095,), (4096,)],
-    prefill: [
-        (1, 1, 1, 1, 1), (4096, 1, 255, 4096, 16), (4096, 64, 255, 4096, 1024),
-        (100, 16, 2, 90, 1), (16, 1, 2000, 16, 1024, 2), (17, 1, 999, 17, 16, 9),
+    "grow": [grow(capacity) for capacity in (100, 101, 4096)],
+    "decode": [decode(1, 1, 2, 1), decode(2, 16, 16, 1024), decode(64, 255, 7, 77)],
+    "store": [case("store_kvcache", num_tokens=n) for n in (1, 2, 4096)],
+    "norm": [case("add_rms_norm", num_tokens=n) for n in (1, 2, 4095, 4096)],
+    "gate": [case("gated_activation", num_tokens=n) for n in (1, 2, 4095, 4096)],
+    "prefill": [
+        prefill((1,), 1, 1), prefill((4096,), 257, 16), prefill((4033, *(1,) * 63), 257, 1024),
+        prefill((85, *(1,) * 15), 6, 1), prefill((16,), 2000, 1024, 2), prefill((17,), 999, 16, 9),
     ],
 }
-kernels = {op: set() for op in calls}
-for op, lengths in calls.items():
-    for args in lengths:
-        for _, source, options in launched_by(lambda: op(*args), ARCHITECTURES["sm_90"]):
-            kernels[op].add((source.hash(), str(options)))
-print(json.dumps({op.__name__: len(found) for op, found in kernels.items()}))
+kernels = {
+    op: {
+        (source.hash(), str(options))
+        for call in calls_of_op
+        for _, source, options in launched_by(call, ARCHITECTURES["sm_90"])
+    }
+    for op, calls_of_op in calls.items()
+}
+print(json.dumps({op: len(found) for op, found in kernels.items()}))
 """
 
 
@@ -389,16 +373,7 @@ def test_new_lengths_compile_nothing_new(compiling_process):
     merges.
     """
     counts = json.loads(compiling_process(SPECIALISATION))
-    assert counts == {"grow": 4, "decode": 3, "store": 1, "layer": 2, "prefill": 4}
-
-
-def test_table_has_a_line_for_every_kernel(rows):
-    lines = format_table([KernelResources(**row) for row in rows]).splitlines()
-    assert lines[0].split()[:4] == ["arch", "kernel", "config", "warps"]
-    for line, row in zip(lines[1:], rows, strict=True):
-        assert line.startswith(f"{row['arch']} ")
-        assert f" {row['config']} " in line
-        assert f" {row['registers']} " in line
+    assert counts == {"grow": 4, "decode": 3, "store": 1, "norm": 1, "gate": 1, "prefill": 4}
 
 
 def test_no_device_function_returns_none():
@@ -419,11 +394,3 @@ def test_interpreter_process_cannot_compile():
         pytest.skip("this process does not run the interpreter")
     with pytest.raises(RuntimeError, match="unset TRITON_INTERPRET"):
         launched_by(lambda: None, ARCHITECTURES["sm_90"])
-
-
-@pytest.mark.parametrize("flag", ["--arch", "--op"])
-def test_unknown_choice_names_the_known_ones(flag, capsys):
-    with pytest.raises(SystemExit):
-        main([flag, "nonesuch"])
-    known = {"--arch": "sm_100", "--op": "paged_decode_attention"}[flag]
-    assert known in capsys.readouterr().err

@@ -372,7 +372,8 @@ def test_signature_is_that_of_flash_attn(function):
 
 LAUNCHES = """
 import json, torch
-from kernels.compiled.compile import ARCHITECTURES, compile_call, launched_by
+from kernels.compiled.architectures import ARCHITECTURES
+from kernels.compiled.compile import compile_call, launched_by
 from kernels.flash_attn_compat import flash_attn_varlen_func, flash_attn_with_kvcache
 
 def meta(*shape, dtype=torch.float16):

@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
+from attention_ops import OPS
 
 from kernels import paged_decode_attention, store_kvcache
 from kernels.fp8_cache import FP8_DTYPE
 from kernels.testing.accuracy import bits
-from kernels.testing.inputs import random_paged_batch
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
@@ -77,28 +77,27 @@ def test_every_code_is_read_exactly(dtype, scale, device):
     torch.testing.assert_close(lse, keys[:, 0, 0] * (scale or 1.0), rtol=1e-6, atol=0)
 
 
-def bf16_batch(device):
+def bf16_call(device):
     shape = {"num_q_heads": 4, "num_kv_heads": 1, "head_dim": 16, "block_size": 4}
-    return random_paged_batch(
-        [9, 21], dtype=torch.bfloat16, kv_dtype=FP8_DTYPE, device=device, **shape
-    ).decode_args
+    return OPS["decode"].call(device, (9, 21), dtype=torch.bfloat16, kv_dtype=FP8_DTYPE, **shape)
 
 
 @pytest.mark.parametrize("power", [-80, -20, 17, 80])
 def test_bf16_queries_of_any_magnitude_keep_their_precision(power, device):
     """They are multiplied as fp16, which has a much smaller range."""
-    q, *cache = bf16_batch(device)
-    expected = paged_decode_attention(q, *cache, scale=0.25)
-    out = paged_decode_attention(q * 2.0**power, *cache, scale=0.25 * 2.0**-power)
+    call = bf16_call(device)
+    expected = paged_decode_attention(**call, scale=0.25)
+    call["q"] *= 2.0**power
+    out = paged_decode_attention(**call, scale=0.25 * 2.0**-power)
     assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("wrong", [math.inf, -math.inf, math.nan])
 def test_a_query_that_is_not_finite_stays_in_its_head(wrong, device):
-    q, *cache = bf16_batch(device)
-    expected = paged_decode_attention(q, *cache)
-    q[1, 2, 5] = wrong
-    out = paged_decode_attention(q, *cache)
+    call = bf16_call(device)
+    expected = paged_decode_attention(**call)
+    call["q"][1, 2, 5] = wrong
+    out = paged_decode_attention(**call)
     others = torch.ones(2, 4, dtype=torch.bool, device=device)
     others[1, 2] = False
     assert torch.equal(out[others], expected[others])
@@ -107,30 +106,17 @@ def test_a_query_that_is_not_finite_stays_in_its_head(wrong, device):
 
 FORMS = """
 import torch
-from kernels import paged_decode_attention, rope_store_kvcache, store_kvcache
 from kernels.compiled.architectures import ARCHITECTURES
 from kernels.compiled.compile import compile_call
+from kernels.testing.cases import make_case
+from kernels.testing.inputs import SCALES
 
-def meta(*shape, dtype=torch.bfloat16):
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-rows, ints = meta(8, 2, 64), meta(8, dtype=torch.int64)
-cache, table = meta(9, 16, 2, 64, dtype=torch.float8_e4m3fn), meta(8, 32, dtype=torch.float32)
-tables, lens = meta(8, 4, dtype=torch.int32), meta(8, dtype=torch.int32)
-heads = meta(2, dtype=torch.float32)
-calls = [
-    lambda scales: store_kvcache(rows, rows, cache, cache, ints, **scales),
-    lambda scales: rope_store_kvcache(
-        rows, rows, rows, cache, cache, ints, ints, table, table, **scales
-    ),
-    lambda scales: paged_decode_attention(rows, cache, cache, tables, lens, **scales),
-]
-forms = [{}, {"k_scale": 0.5, "v_scale": heads}, {"k_scale": heads[0]}]
-for call in calls:
+sizes = {"kv_dtype": torch.float8_e4m3fn, "device": "meta", "head_dim": 64, "padded": False}
+for op in ("store_kvcache", "rope_store_kvcache", "paged_decode_attention"):
     hashes = set()
-    for scales in forms if call is not calls[-1] else forms[1:2]:
-        compiled = compile_call(lambda: call(scales), ARCHITECTURES["sm_80"])
-        hashes.add(compiled[0][2].hash)
+    for scales in SCALES if "store" in op else ("number",):
+        call = make_case(op, **sizes, scales=scales).call
+        hashes.add(compile_call(call, ARCHITECTURES["sm_80"])[0][2].hash)
     print(len(hashes))
 """
 
@@ -138,4 +124,4 @@ for call in calls:
 @pytest.mark.slow
 def test_every_form_of_scale_compiles(compiling_process):
     """A name that is a pointer on one path and a tensor on another fails in the compiler only."""
-    assert compiling_process(FORMS).split() == ["3", "3", "1"]
+    assert compiling_process(FORMS).split() == ["4", "4", "1"]

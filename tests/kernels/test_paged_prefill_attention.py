@@ -10,110 +10,88 @@ import math
 import sys
 from dataclasses import replace
 
-import attention_ops
 import pytest
 import torch
 import triton
-from attention_ops import SHAPE, same
+from attention_ops import OPS, same
 
-from kernels import paged_prefill_attention
-from kernels.testing.inputs import hidden_tokens, random_paged_batch
 from kernels.tiles import force_target, prefill_tile, target_of
 
+PREFILL = OPS["prefill"]
 MODULE = sys.modules["kernels.paged_prefill_attention"]
-MIXED = {"context_lens": [70, 0, 1, 45, 33, 40], "query_lens": [17, 0, 1, 9, 0, 1]}
+MIXED = ((70, 17), (0, 0), (1, 1), (45, 9), (33, 0), (40, 1))
 ONE_KV_HEAD = {"num_q_heads": 2, "num_kv_heads": 1}
-
-
-def make_batch(context_lens, query_lens, device, **overrides):
-    return random_paged_batch(
-        context_lens, query_lens=query_lens, device=device, **SHAPE | overrides
-    )
-
-
-def prefill(batch, **options):
-    options = {"max_seqlen_q": batch.max_seqlen_q, "return_lse": True, **options}
-    return paged_prefill_attention(*batch.prefill_args, **options)
-
-
-def assert_matches_reference(batch, **options):
-    options = {"max_seqlen_q": batch.max_seqlen_q, **options}
-    attention_ops.assert_matches_reference(paged_prefill_attention, *batch.prefill_args, **options)
 
 
 @pytest.mark.parametrize(
     "lens",
     [
-        pytest.param(([70], [70]), id="whole prompt"),
-        pytest.param(([70], [25]), id="cached prefix"),
-        pytest.param(([70, 64, 3], [4, 5, 3]), id="verification"),
-        pytest.param(([70, 64, 3], [1, 1, 1]), id="decode only"),
-        pytest.param((MIXED["context_lens"], MIXED["query_lens"]), id="mixed"),
-        pytest.param(([40, 3], [0, 0]), id="no queries"),
+        pytest.param(((70, 70),), id="whole prompt"),
+        pytest.param(((70, 25),), id="cached prefix"),
+        pytest.param(((70, 4), (64, 5), (3, 3)), id="verification"),
+        pytest.param(((70, 1), (64, 1), (3, 1)), id="decode only"),
+        pytest.param(MIXED, id="mixed"),
+        pytest.param(((40, 0), (3, 0)), id="no queries"),
     ],
 )
 def test_kinds_of_batches(lens, device):
-    assert_matches_reference(make_batch(*lens, device))
+    PREFILL.assert_matches_reference(PREFILL.call(device, lens))
 
 
 @pytest.mark.parametrize("window_size", [1, 33])
 def test_windows_that_look_ahead(window_size, device):
-    lens = [34, 45], [34, 9]
-    hidden = hidden_tokens(*lens, window_size)
-    batch = make_batch(*lens, device, hidden_tokens=hidden, block_size=7, **ONE_KV_HEAD)
+    shape = {"window_size": window_size, "block_size": 7, **ONE_KV_HEAD}
+    call = PREFILL.call(device, ((34, 34), (45, 9)), **shape) | {"causal": False}
     for num_splits in (1, 2):
-        options = {"window_size": window_size, "causal": False, "num_splits": num_splits}
-        assert_matches_reference(batch, **options)
+        PREFILL.assert_matches_reference(call, num_splits)
 
 
 @pytest.mark.parametrize("num_splits", [1, 2])
 def test_window_far_from_the_first_token(num_splits, device):
     """The masked left region alone reaches past the last visible key."""
-    lens = [200], [3]
-    batch = make_batch(*lens, device, hidden_tokens=hidden_tokens(*lens, 4))
-    assert_matches_reference(batch, window_size=4, num_splits=num_splits)
+    call = PREFILL.call(device, ((200, 3),), window_size=4)
+    PREFILL.assert_matches_reference(call, num_splits)
 
 
 @pytest.mark.parametrize("query_len", [2, 40, 64])
 def test_queries_before_the_first_token_see_nothing(query_len, device):
-    batch = make_batch([0, 5], [query_len, query_len + 5], device)
-    out, lse = prefill(batch)
-    blind = torch.ones(len(batch.q), dtype=torch.bool, device=device)
+    call = PREFILL.call(device, ((0, query_len), (5, query_len + 5)))
+    out, lse = PREFILL.run(call)
+    blind = torch.ones(len(call["q"]), dtype=torch.bool, device=device)
     blind[-5:] = False
     assert not out[blind].any()
     assert (lse[blind] == -math.inf).all()
-    assert_matches_reference(batch)
+    PREFILL.assert_matches_reference(call)
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize("window_size", [None, 33])
 def test_scores_ahead_change_no_bit(window_size, num_splits, device):
-    lens = [200, 97, 0, 1, 40], [3, 1, 0, 1, 17]
-    hidden = hidden_tokens(*lens, window_size)
-    batch = make_batch(*lens, device, hidden_tokens=hidden, block_size=7, **ONE_KV_HEAD)
-    target, results = target_of(batch.q.device), []
+    lens = ((200, 3), (97, 1), (0, 0), (1, 1), (40, 17))
+    call = PREFILL.call(device, lens, window_size=window_size, block_size=7, **ONE_KV_HEAD)
+    target, results = target_of(call["q"].device), []
     if target.arch in (100, 103) and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8):
         pytest.skip("Triton puts a barrier that this needs since 3.8: docs/kernel-tuning.md")
     table = prefill_tile(32, torch.float16, target)
     for scores_ahead in (False, True):
         tile = replace(table, scores_ahead=scores_ahead)
         with force_target(replace(target, tiles=(("prefill_tile", tile),))):
-            results.append(prefill(batch, window_size=window_size, num_splits=num_splits))
+            results.append(PREFILL.run(call, num_splits))
     assert same(*results)
 
 
 def test_search_over_many_sequences(device, monkeypatch):
-    batch = make_batch(**MIXED, device=device)
-    expected = prefill(batch)
+    call = PREFILL.call(device, MIXED)
+    expected = PREFILL.run(call)
     monkeypatch.setattr(MODULE, "_SEARCH_WIDTH", 2)
-    assert same(prefill(batch, max_seqlen_q=1000), expected)
+    assert same(PREFILL.run(call, max_seqlen_q=1000), expected)
 
 
 @pytest.mark.parametrize("num_splits", [1, 2])
 def test_rows_past_the_last_query_are_not_written(num_splits, device):
-    batch = make_batch([40, 5], [9, 2], device)
-    padded = replace(batch, q=torch.cat([batch.q, torch.full_like(batch.q, torch.nan)]))
-    out = torch.full_like(padded.q, 7.0)
-    prefill(padded, out=out, num_splits=num_splits)
-    assert torch.equal(out[:11], prefill(batch, num_splits=num_splits)[0])
+    call = PREFILL.call(device, ((40, 9), (5, 2)))
+    q = torch.cat([call["q"], torch.full_like(call["q"], torch.nan)])
+    out = torch.full_like(q, 7.0)
+    PREFILL.run(call, num_splits, q=q, out=out)
+    assert torch.equal(out[:11], PREFILL.run(call, num_splits)[0])
     assert (out[11:] == 7).all()

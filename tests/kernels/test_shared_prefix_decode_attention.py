@@ -6,25 +6,15 @@ from __future__ import annotations
 
 import math
 
-import attention_ops
 import pytest
 import torch
-from attention_ops import SHAPE
+from attention_ops import OPS, assert_accurate
 
-from kernels import reference, shared_prefix_decode_attention
+from kernels import shared_prefix_decode_attention
 from kernels.fp8_cache import FP8_DTYPE
-from kernels.testing.accuracy import compare_with_reference
-from kernels.testing.cases import PREFIX_ARGUMENTS
-from kernels.testing.inputs import random_scales, random_shared_prefix_args
+from kernels.testing.inputs import random_scales
 
-
-def make_args(group_sizes, prefix_lens, suffix_lens, device, **overrides):
-    lens = group_sizes, prefix_lens, suffix_lens
-    return random_shared_prefix_args(*lens, device=device, **SHAPE | overrides)
-
-
-def assert_matches_reference(args, **options):
-    attention_ops.assert_matches_reference(shared_prefix_decode_attention, *args, **options)
+SHARED = OPS["shared_prefix"]
 
 
 @pytest.mark.parametrize(
@@ -40,10 +30,9 @@ def assert_matches_reference(args, **options):
 )
 def test_equals_plain_decode_over_the_concatenated_table(dtype, window_size, device):
     group_sizes, prefix_lens, suffix_lens = [2, 1, 2], [64, 0, 16], [5, 20, 9, 1, 17]
-    args = make_args(
-        group_sizes, prefix_lens, suffix_lens, device, dtype=dtype, window_size=window_size
-    )
-    q, k_cache, v_cache, prefix_tables, _, _, suffix_tables, _ = args
+    lens = group_sizes, prefix_lens, suffix_lens
+    call = SHARED.call(device, lens, dtype=dtype, window_size=window_size)
+    prefix_tables, suffix_tables = call["prefix_block_tables"], call["suffix_block_tables"]
     groups = torch.repeat_interleave(torch.tensor(group_sizes)).tolist()
     tables = torch.full((5, 8), -1, dtype=torch.int32, device=device)
     context_lens = torch.zeros(5, dtype=torch.int32, device=device)
@@ -58,37 +47,30 @@ def test_equals_plain_decode_over_the_concatenated_table(dtype, window_size, dev
         "softcap": 5.0,
         "alibi_slopes": torch.rand(4, device=device),
         "sinks": torch.randn(4, device=device),
-        "return_lse": True,
     }
-    results = compare_with_reference(
-        lambda *_, **options: shared_prefix_decode_attention(*args, **options),
-        reference.paged_decode_attention,
-        (q, k_cache, v_cache, tables, context_lens),
-        **options,
-    )
-    assert all(result.passed for result in results), results
+    plain = {name: call[name] for name in ("q", "k_cache", "v_cache")} | options
+    plain |= {"block_tables": tables, "context_lens": context_lens}
+    assert_accurate("paged_decode_attention", plain, lambda: SHARED.run(call, None, **options))
 
 
 def test_group_of_several_tiles(device):
     """The first group has more rows than one tile, and the second starts in mid-tile."""
     num_members = 12 if device.type == "cpu" else 100
-    lens = [1] * (num_members + 2)
-    args = make_args([num_members, 2], [40, 33], lens, device, num_q_heads=3, num_kv_heads=1)
-    assert_matches_reference(args, num_prefix_splits=2)
+    lens = [num_members, 2], [40, 33], [1] * (num_members + 2)
+    call = SHARED.call(device, lens, num_q_heads=3, num_kv_heads=1)
+    SHARED.assert_matches_reference(call | {"num_prefix_splits": 2})
 
 
 def test_more_groups_than_one_search_step(device):
     sizes = [int(group in (0, 63, 64, 69)) for group in range(70)]
     prefix_lens = [group if size else 0 for group, size in enumerate(sizes)]
-    args = make_args(sizes, prefix_lens, [2] * 4, device, num_q_heads=1, num_kv_heads=1)
-    assert_matches_reference(args)
+    call = SHARED.call(device, (sizes, prefix_lens, [2] * 4), num_q_heads=1, num_kv_heads=1)
+    SHARED.assert_matches_reference(call)
 
 
 def test_nothing_to_attend_to(device):
-    args = make_args([1, 2], [0, 17], [0, 0, 4], device)
-    out, lse = shared_prefix_decode_attention(
-        *args, return_lse=True, sinks=torch.ones(4, device=device)
-    )
+    call = SHARED.call(device, ([1, 2], [0, 17], [0, 0, 4]))
+    out, lse = SHARED.run(call, None, sinks=torch.ones(4, device=device))
     assert not out[0].any()
     assert (lse[0] == -math.inf).all()
     assert out[1:].isfinite().all()
@@ -96,9 +78,7 @@ def test_nothing_to_attend_to(device):
 
 
 def test_prefix_of_an_empty_group_is_not_read(device):
-    args = dict(
-        zip(PREFIX_ARGUMENTS, make_args([1, 0, 1], [20, 0, 5], [3, 2], device), strict=True)
-    )
+    args = SHARED.call(device, ([1, 0, 1], [20, 0, 5], [3, 2]))
     want = shared_prefix_decode_attention(**args)
     args["prefix_lens"] = args["prefix_lens"].clone()
     args["prefix_lens"][1] = -(2**31)
@@ -115,15 +95,12 @@ def test_batch_invariant(kv_dtype, device):
     if kv_dtype is not None:
         options |= random_scales("per head", 2, device)
     sizes = [3, 2], [70, 40], [5, 20, 9, 30, 40]
-    args = make_args(*sizes, device, kv_dtype=kv_dtype, dtype=torch.float32)
-    together = shared_prefix_decode_attention(*args, **options)
-    q, k_cache, v_cache, prefix_tables, prefix_lens, _, tables, lens = args
-    offsets = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    call = SHARED.call(device, sizes, kv_dtype=kv_dtype, dtype=torch.float32)
+    together = shared_prefix_decode_attention(**call, **options)
     for i, group in ((1, 0), (4, 1)):
-        prefix = prefix_tables[group : group + 1], prefix_lens[group : group + 1]
-        own = tables[i : i + 1], lens[i : i + 1]
-        alone = shared_prefix_decode_attention(
-            q[i : i + 1], k_cache, v_cache, *prefix, offsets, *own, **options
-        )
+        own = {name: call[name][[i]] for name in ("q", "suffix_block_tables", "suffix_lens")}
+        own |= {name: call[name][[group]] for name in ("prefix_block_tables", "prefix_lens")}
+        own["group_offsets"] = torch.tensor([0, 1], dtype=torch.int32, device=device)
+        alone = shared_prefix_decode_attention(**call | own, **options)
         assert torch.equal(alone[0][0], together[0][i])
         assert torch.equal(alone[1][0], together[1][i])

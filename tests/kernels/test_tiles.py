@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels import paged_decode_attention, reference, tiles
-from kernels.testing.accuracy import compare_with_reference
-from kernels.testing.inputs import random_paged_batch
+from kernels import tiles
+from kernels.testing.cases import make_case
 from kernels.tiles import (
     PROGRAMS_PER_MULTIPROCESSOR,
     AttentionTile,
@@ -128,20 +127,16 @@ def test_a_target_can_carry_tiles_in_place_of_the_tables():
 
 def test_ops_run_with_the_tiles_of_a_forced_target(device):
     """Tiles of 16 and of 32 tokens round differently, so the result shows which one ran."""
-    shape = {"num_q_heads": 2, "num_kv_heads": 1, "head_dim": 32, "block_size": 16}
-    batch = random_paged_batch((290,), **shape, dtype=torch.float16, device=device)
-    target = target_of(batch.q.device)
+    shape = {"num_q_heads": 2, "num_kv_heads": 1, "head_dim": 32, "dtype": torch.float16}
+    case = make_case("paged_decode_attention", **shape, context_lens=(290,), device=device)
+    target = target_of(case.inputs["q"].device)
     table = decode_tile(2, 32, torch.float16, target)
     outputs = []
     for tile_n in (32, 16, 32):
         forced = (("decode_tile", replace(table, tile_n=tile_n)),)
-        out = torch.empty_like(batch.q, dtype=torch.float32)
+        outputs.append(torch.empty_like(case.inputs["q"], dtype=torch.float32))
+        case.inputs.update(num_splits=1, out=outputs[-1])
         with force_target(replace(target, tiles=forced)):
-            paged_decode_attention(*batch.decode_args, num_splits=1, out=out)
-        outputs.append(out)
-        [result] = compare_with_reference(
-            lambda *_, out=out: out, reference.paged_decode_attention, batch.decode_args
-        )
-        assert result.passed, result
+            assert all(result.passed for result in case.judge().values())
     assert torch.equal(outputs[0], outputs[2])
     assert not torch.equal(outputs[0], outputs[1])
