@@ -85,13 +85,7 @@ class ManagerMachine(RuleBasedStateMachine):
         return 99
 
     def observe(self, live: Live, taken: list[int]) -> None:
-        """A call succeeded: ``live`` has its new table; ``taken`` are its new blocks."""
-
-    def observe_cached(self, live: Live) -> None:
-        """The manager has registered all stored tokens of ``live``."""
-
-    def observe_fork(self, parent: Live, child: Live) -> None:
-        """``child`` shares the blocks of ``parent``."""
+        """A call succeeded: ``live`` has its new table and tokens; ``taken`` are new blocks."""
 
     def observe_free(self, live: Live) -> None:
         """``live`` has given its blocks back."""
@@ -162,7 +156,6 @@ class ManagerMachine(RuleBasedStateMachine):
         assert live.seq.num_computed_tokens == end
         self.counted["copied_blocks"] += len(copies)
         self.observe(live, taken)
-        self.observe_cached(live)
 
     def copy(self, source: dict, src: int, target: dict, dst: int) -> None:
         """Copy block ``src`` of the slots ``source`` to block ``dst`` of ``target``."""
@@ -330,7 +323,6 @@ class ManagerMachine(RuleBasedStateMachine):
         assert len(table) == -(-parent.stored // self.block_size)
         assert child.num_computed_tokens == child.num_cached_tokens == parent.stored
         self.live[child.seq_id] = Live(child, parent.stored, table)
-        self.observe_fork(parent, self.live[child.seq_id])
 
     @rule(data=st.data())
     @precondition(lambda self: self.manager.can_chunk)
@@ -441,9 +433,17 @@ class ManagerMachine(RuleBasedStateMachine):
 class CachingMachine(ManagerMachine):
     """Full blocks are found by their content."""
 
+    caching = True
+
     def contents(self) -> set[tuple]:
         """Contents, by their last tokens, of all blocks that can be found."""
         raise NotImplementedError
+
+    def full_contents(self, seq: Sequence, end: int) -> list[tuple]:
+        """Contents of the full blocks before token ``end``; none without caching."""
+        size = self.block_size
+        num_full = end // size if self.caching else 0
+        return [self.content(seq, i * size + size - 1) for i in range(num_full)]
 
     def expected_hits(self, seq):
         size, found = self.block_size, self.contents()

@@ -85,13 +85,11 @@ class VLLMv1Machine(CachingMachine):
         for block in taken:
             self.queue.remove(block)
             self.cached.pop(block, None)
-
-    def observe_cached(self, live: Live) -> None:
-        if self.caching:
-            for i in range(live.stored // self.block_size):
-                last = (i + 1) * self.block_size - 1
-                if live.table[i] != GIVEN_BACK:
-                    self.cached[live.table[i]] = self.content(live.seq, last)
+        for block, content in zip(
+            live.table, self.full_contents(live.seq, live.stored), strict=False
+        ):
+            if block != GIVEN_BACK:
+                self.cached[block] = content
 
     def observe_free(self, live: Live) -> None:
         self.observe_given_back(held(live.table))
@@ -167,22 +165,19 @@ class RadixMachine(CachingMachine):
     def contents(self):
         return self.cached_before
 
-    def last_of_block(self, seq, i):
-        return self.content(seq, (i + 1) * self.block_size - 1)
-
     def adopt(self, seq, num_cached, end, table):
         super().adopt(seq, num_cached, end, table)
-        if self.caching:
-            contents = {self.last_of_block(seq, i) for i in range(end // self.block_size)}
-            assert contents <= self.cached(), "full blocks of a prompt are missing in the tree"
+        contents = set(self.full_contents(seq, end))
+        assert contents <= self.cached(), "full blocks of a prompt are missing in the tree"
 
     def observe_free(self, live: Live) -> None:
         cached = self.cached()
         in_tree = {block for node in self.nodes() for block in node.blocks}
-        for i in range(live.stored // self.block_size if self.caching else 0):
-            if live.table[i] not in in_tree and self.users(live.table[i]):
+        contents = self.full_contents(live.seq, live.stored)
+        for block, content in zip(live.table, contents, strict=False):
+            if block not in in_tree and self.users(block):
                 break  # shared by a fork: the last to be freed inserts it
-            assert self.last_of_block(live.seq, i) in cached, "a full block was lost"
+            assert content in cached, "a full block was lost"
 
     @invariant()
     def the_tree_holds_what_its_paths_say(self):

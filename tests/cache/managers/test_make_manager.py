@@ -7,14 +7,6 @@ from cache import UnsupportedByDesign, make_manager
 from cache.policies.fifo import FIFO
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_manager_is_made_by_name(name):
-    manager = make_manager(name, num_blocks=8, block_size=4)
-    assert (manager.name, manager.num_blocks, manager.block_size) == (name, 8, 4)
-    assert manager.num_free_blocks == 8
-    manager.check_invariants()
-
-
 @pytest.mark.parametrize(
     ("name", "own"), [("vllm_v1", "xxh3_128"), ("vllm_v0", "xxh3_128"), ("nano_vllm", "xxh64")]
 )

@@ -43,15 +43,9 @@ class VLLMv0Machine(CachingMachine):
     def contents(self):
         return {self.cached[block] for block in self.computed}
 
-    def full_contents(self, live, end):
-        """Contents of the full blocks by position, if they are cached."""
-        size = self.block_size
-        num_full = end // size if self.caching else 0
-        return [self.content(live.seq, i * size + size - 1) for i in range(num_full)]
-
     def growth(self, live, end):
         """(position, its own block or None, the block that holds its content or None)."""
-        contents = dict(enumerate(self.full_contents(live, end)))
+        contents = dict(enumerate(self.full_contents(live.seq, end)))
         holders = {content: block for block, content in self.cached.items()}
         assert len(holders) == len(self.cached), "two blocks hold the same content"
         first, last = live.stored // self.block_size, (end - 1) // self.block_size
@@ -89,9 +83,7 @@ class VLLMv0Machine(CachingMachine):
         for block in taken:
             self.cached.pop(block, None)
             self.computed.discard(block)
-
-    def observe_cached(self, live):
-        contents = self.full_contents(live, live.stored)
+        contents = self.full_contents(live.seq, live.stored)
         self.cached.update(zip(live.table, contents, strict=False))
 
     def observe_free(self, live):
@@ -158,7 +150,6 @@ class VLLMv0Machine(CachingMachine):
         assert all(live.table[i] == block for i, block in found.items()), "stored twice"
         self.observe(live, unused.intersection(live.table).difference(found.values()))
         self.live[live.seq.seq_id] = self.swapped.pop(live.seq.seq_id)
-        self.observe_cached(live)
         self.mark_as_computed(live)
 
     @rule(data=st.data())
@@ -180,7 +171,7 @@ class VLLMv0Machine(CachingMachine):
             (block, content)
             for live in self.swapped.values()
             for block, content in zip(
-                live.table, self.full_contents(live, live.stored), strict=False
+                live.table, self.full_contents(live.seq, live.stored), strict=False
             )
         }
         assert len(contents) == len({content for _, content in contents}), "stored twice"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import numpy as np
@@ -27,19 +28,9 @@ def engine():
     )
 
 
-@pytest.fixture
-def real_time(engine, monkeypatch):
-    """A clock in the place of the real one; a step of ``engine`` takes 1/16 s, a look nothing."""
-    now = 1024.0
-
-    def sleep(seconds: float) -> None:
-        nonlocal now
-        now += seconds
-
-    engine_step = engine.step
-    monkeypatch.setattr(time, "sleep", sleep)
-    monkeypatch.setattr(engine, "clock", lambda: now)
-    monkeypatch.setattr(engine, "step", lambda: [sleep(1 / 16), engine_step()][1])
+TICKS = ServiceModel(
+    step_seconds=1 / 16, prefill_tokens_per_second=math.inf, decode_seconds_per_sequence=0
+)
 
 
 def served(**values) -> RequestStats:
@@ -135,12 +126,12 @@ def test_only_tokens_behind_the_prompt_are_decoded(engine):
     assert [step.seconds for step in run.steps] == [1 + 8, 1 + 1, 1 + 100]
 
 
-@pytest.mark.usefixtures("real_time")
 def test_requests_are_served_when_they_are_due(engine):
     """Open loop: the time of a request starts at its arrival."""
     arrivals = [0, 1 / 64, 1 / 16, 5 / 16]
     lengths = [3, 1, 2, 1]
-    run = serve(engine, [[i] * 10 for i in range(4)], lengths, arrivals)
+    prompts = [[i] * 10 for i in range(4)]
+    run = serve(engine, prompts, lengths, arrivals, service=TICKS)
     assert [request.arrival_time for request in run.requests] == arrivals
     assert [request.finish_time for request in run.requests] == [3 / 16, 2 / 16, 3 / 16, 6 / 16]
     waits = [request.time_to_first_token for request in run.requests]
@@ -160,20 +151,19 @@ def test_real_time_is_the_clock_of_the_engine(engine):
     assert 0.02 <= run.seconds <= time.perf_counter() - before
 
 
-@pytest.mark.usefixtures("real_time")
 def test_one_after_the_other(engine):
-    run = serve(engine, [[i] * 10 for i in range(5)], [3] * 5, None)
+    run = serve(engine, [[i] * 10 for i in range(5)], [3] * 5, None, service=TICKS)
     assert {s.running for s in run.steps} == {1}
     assert len(run.steps) == 15
     for before, after in zip(run.requests, run.requests[1:], strict=False):
         assert after.arrival_time >= before.finish_time
 
 
-@pytest.mark.usefixtures("real_time")
 def test_a_load_beyond_what_is_served_is_stopped_and_marked(engine):
     """All but the first requests are unfinished; those not due yet are no part of the run."""
     lengths = [2, *[30] * 199]
-    run = serve(engine, [[1] * 30] * 200, lengths, [0.0] * 150 + [60.0] * 50, stop_s=5 / 32)
+    prompts, arrivals = [[1] * 30] * 200, [0.0] * 150 + [60.0] * 50
+    run = serve(engine, prompts, lengths, arrivals, stop_s=5 / 32, service=TICKS)
     assert run.saturated
     assert len(run.requests) == 150
     assert [request.finished for request in run.requests] == [True] + [False] * 149
@@ -184,9 +174,8 @@ def test_a_load_beyond_what_is_served_is_stopped_and_marked(engine):
     assert engine.manager.num_free_blocks == 64
 
 
-@pytest.mark.usefixtures("real_time")
 def test_an_idle_engine_is_stopped_too(engine):
-    run = serve(engine, [[1] * 4] * 2, [1, 1], [0.0, 60.0], stop_s=3 / 32)
+    run = serve(engine, [[1] * 4] * 2, [1, 1], [0.0, 60.0], stop_s=3 / 32, service=TICKS)
     assert len(run.requests) == 1
     assert not run.saturated
     assert run.seconds == 3 / 32
