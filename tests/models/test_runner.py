@@ -68,7 +68,7 @@ def test_swapped_blocks_come_back_bit_by_bit(backend, make_llm):
 def test_a_padded_graph_decodes_as_the_model_does(make_llm):
     """The graphs' fixed tensors and padding, with a capture that simply runs the step again."""
     prompts = [[5, 6, 7], [1], [30, 31, 32, 33, 34], [9] * 17, [2, 4], [60]]
-    llm = make_llm(block_size=4, max_num_seqs=11, num_blocks=40)
+    llm = make_llm(attention_backend="triton", block_size=4, max_num_seqs=11, num_blocks=40)
     expected = tokens_of(llm.generate(prompts, GREEDY))
     runner = llm.engine.runner
     runner.kv_cache.fill_(torch.nan)
