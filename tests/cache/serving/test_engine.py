@@ -364,13 +364,10 @@ def test_tokens_are_read_at_once_for_parameters_that_need_them(options):
     first = engine.add(prompt(9), GREEDY)
     engine.step()
     engine.add(prompt(6, 1), params)
-    counts = Counter()
     for _ in range(4):
-        outputs, _ = engine.step()
-        counts.update(output.request_id for output in outputs)
+        engine.step()
         unread = [seq for seq in engine.scheduler.running if seq.num_unknown_tokens]
         assert not unread or params.beam_width
-    assert counts[first] == 5 - (params.beam_width is not None)
     done = serve(engine)
     assert done[first][0].token_ids == engine.runner.greedy(prompt(9), 12)
     assert_idle(engine)
@@ -415,7 +412,6 @@ class EngineMachine(RuleBasedStateMachine):
         self.forks = manager in FORKING
         self.greedy = {}
         self.preemptions = Counter()
-        self.ids = itertools.count()
 
     @rule(
         length=st.integers(1, 24),
