@@ -37,7 +37,6 @@ class ServingReplayResult:
     dropped: int
     """Requests that do not fit the empty cache."""
     preemptions: int
-    steps: int
     makespan_seconds: float
     """From the first arrival to the end of the last step."""
     ttft_seconds: np.ndarray
@@ -46,9 +45,6 @@ class ServingReplayResult:
     """Arrival to last token per generated token of each finished request."""
     mean_running: float
     """Sequences per step."""
-    peak_running: int
-    mean_used_fraction: float
-    """Blocks of running sequences, as a share of the cache, averaged over time."""
     recomputed_tokens: int
     """Tokens computed again after preemptions."""
     stats: CacheStats
@@ -97,22 +93,18 @@ def simulate_serving(
         ((trace.timestamps_ms[served] - begin) * time_scale / 1000).tolist(),
         service=service,
     )
-    used_time = sum(step.seconds * step.used_blocks for step in run.steps)
     running = [step.running for step in run.steps]
     return ServingReplayResult(
         num_requests=trace.num_requests,
         finished=len(run.requests),
         dropped=trace.num_requests - len(run.requests),
         preemptions=sum(request.num_preemptions for request in run.requests),
-        steps=len(run.steps),
         makespan_seconds=run.seconds,
         ttft_seconds=np.array([request.time_to_first_token for request in run.requests]),
         normalized_latency_seconds=np.array(
             [request.normalized_latency for request in run.requests]
         ),
         mean_running=sum(running) / len(running) if running else 0.0,
-        peak_running=max(running, default=0),
-        mean_used_fraction=used_time / (manager.num_blocks * run.seconds) if run.seconds else 0.0,
         recomputed_tokens=sum(request.num_recomputed_tokens for request in run.requests),
         stats=manager.stats,
     )

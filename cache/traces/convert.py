@@ -15,13 +15,13 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import operator
 import os
 import sys
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from cache.traces.trace import (
     TraceError,
     collected,
     load_trace,
+    placed,
     read_requests,
     save_trace,
 )
@@ -93,7 +94,7 @@ def convert_ragpulse(folder: str | os.PathLike, *, block_size: int = 16) -> Trac
     for file, field in _RAGPULSE_LENGTHS.items():
         key = operator.itemgetter(field, "token_length")
         for number, line in read_lines(folder / file):
-            with _placed(folder / file, number):
+            with placed(partial(TraceError, folder / file), number):
                 part, length = key(json.loads(line))
                 lengths[part] = at_least(0, "token_length", length)
 
@@ -142,7 +143,7 @@ def convert_sessions(folder: str | os.PathLike, *, hours: float = 24.0, seed: in
     numbers.default_factory = numbers.__len__
     requests, block_size = [], None
     for path, start in zip(paths, starts, strict=True):
-        with _placed(path, 1):
+        with placed(partial(TraceError, path), 1):
             session = json.loads(path.read_bytes())
             block_size = block_size or session["block_size"]
             if session["block_size"] != block_size:
@@ -175,17 +176,6 @@ def _milliseconds(seconds: float) -> float:
     if not isinstance(seconds, int | float):
         raise ValueError(f"timestamp must be a number of seconds, got {seconds!r}")
     return 1000 * seconds
-
-
-@contextlib.contextmanager
-def _placed(path: Path, number: int) -> Iterator[None]:
-    """Adds file and line to what is wrong with a line."""
-    try:
-        yield
-    except KeyError as error:
-        raise TraceError(path, number, f"no {error.args[0]!r}") from None
-    except (ValueError, TypeError) as error:
-        raise TraceError(path, number, str(error)) from None
 
 
 def main(arguments: list[str] | None = None) -> None:

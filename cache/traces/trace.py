@@ -7,6 +7,7 @@ share an id if and only if their prompts agree up to the end of that block.  Rea
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import numbers
@@ -280,7 +281,7 @@ def collected(
     dense_ids = defaultdict()
     dense_ids.default_factory = dense_ids.__len__
     for place, row in rows:
-        try:
+        with placed(error, place):
             if (request := parse(row)) is None:
                 continue
             timestamp, input_length, output_length, hash_ids = request
@@ -290,10 +291,6 @@ def collected(
             blocks.extend(map(dense_ids.__getitem__, _ids(hash_ids)))
             ends.append(len(blocks))
             places.append(place)
-        except KeyError as missing:
-            raise error(place, f"no {missing.args[0]!r}") from None
-        except (ValueError, TypeError, RecursionError) as reason:
-            raise error(place, str(reason)) from None
 
     timestamps_ms = np.array(timestamps, np.float64)
     input_lengths, output_lengths = np.array(inputs, np.int64), np.array(outputs, np.int64)
@@ -309,6 +306,17 @@ def collected(
         input_lengths, output_lengths = input_lengths[order], output_lengths[order]
         block_ids, offsets = _picked(block_ids, offsets[:-1][order], np.diff(offsets)[order])
     return Trace(name, block_size, timestamps_ms, input_lengths, output_lengths, block_ids, offsets)
+
+
+@contextlib.contextmanager
+def placed(error: Callable[[Any, str], ValueError], place: Any) -> Iterator[None]:
+    """Raises ``error(place, reason)`` for what is wrong with a row."""
+    try:
+        yield
+    except KeyError as missing:
+        raise error(place, f"no {missing.args[0]!r}") from None
+    except (ValueError, TypeError, RecursionError) as reason:
+        raise error(place, str(reason)) from None
 
 
 def _timestamp(value) -> float:

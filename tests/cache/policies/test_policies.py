@@ -175,7 +175,9 @@ def test_a_long_life_leaves_nothing_behind(name, evicts):
         sizes.append(len(pickle.dumps(policy)))
         policy._next_use = lambda block: block % 3
     assert max(sizes[150:]) < 1.3 * max(sizes[:150])
-    assert sorted(policy.evict_many(100)) == list(range(100))
+    order = list(policy)
+    assert policy.evict_many(100) == order
+    assert sorted(order) == list(range(100))
 
 
 def test_random_draws_from_all_released_blocks():

