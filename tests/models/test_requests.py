@@ -70,6 +70,15 @@ def test_min_tokens_puts_off_whatever_ends_an_output(llm):
         assert llm.generate(PROMPT, params)[0].outputs == plain.outputs
 
 
+def test_the_end_of_text_tokens_of_the_checkpoint_end_an_output(llm, llama_copy):
+    [plain] = llm.generate(PROMPT, GREEDY)
+    tokens = plain.outputs[0].token_ids
+    fields = json.dumps({"eos_token_id": [tokens[2]]})
+    (llama_copy / "generation_config.json").write_text(fields)
+    [output] = LLM(llama_copy, num_blocks=64).generate(PROMPT, GREEDY)[0].outputs
+    assert (output.token_ids, output.finish_reason) == (tokens[:3], "stop")
+
+
 def test_logprobs_are_those_of_the_model(llm, make_checkpoint):
     """Before temperature and penalties; of the chosen token as well as of the likeliest."""
     params = SamplingParams(n=2, temperature=2.0, seed=3, max_tokens=8, logprobs=3, min_p=0.01)
