@@ -39,7 +39,7 @@ class Shape:
     query_len: int = 1
     """Queries of each sequence."""
     prefix_len: int = 0
-    """Leading tokens that all sequences share, for cascade."""
+    """Leading tokens that all sequences share, for cascade: whole blocks."""
     block_size: int
     num_q_heads: int = 32
     num_kv_heads: int = 8

@@ -89,11 +89,6 @@ def _case(shape: Shape, device: torch.device) -> Case:
     if shape.op in ("decode", "prefill"):
         options["num_splits"] = shape.num_splits
     if shape.op == "cascade":
-        if shape.prefix_len % shape.block_size:
-            raise ValueError(
-                f"prefix_len: needs a multiple of block_size={shape.block_size}, "
-                f"got {shape.prefix_len}"
-            )
         sizes |= {"prefix_lens": (shape.prefix_len,), "group_sizes": (shape.batch,)}
     return make_case(
         OPS[shape.op],

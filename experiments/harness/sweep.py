@@ -77,13 +77,12 @@ def run_sweep(
     jobs: int | None = None,
     fresh: bool = False,
     cluster: RayCluster | None = None,
-    draw: bool = True,
 ) -> SweepReport:
     """Run what is missing of the grid, write ``out/<experiment>/<device>/`` and draw its figures.
 
     ``jobs`` is the number of worker processes (None: one a core; one for timed cells and on a
     GPU), ``fresh`` runs finished cells again, ``cluster`` runs the cells on its machines.  A cell
-    that raises is reported, not raised.  Without ``draw`` there are no figures.
+    that raises is reported, not raised.
 
     Raises OptionsError for options that the grid cannot serve and for a folder that cannot be made,
     FolderInUse if another sweep is writing to it.
@@ -117,7 +116,7 @@ def run_sweep(
         finally:
             sweep.assemble()
         sweep.summarise()
-        if draw and sweep.records:
+        if sweep.records:
             report.figures = plot_results(experiment, store.folder)
         report.seconds = time.perf_counter() - started
         log.info("done in %.1f s", report.seconds)

@@ -30,12 +30,13 @@ def run(tiny, tmp_path, monkeypatch):
         order = reversed if reverse else iter
         in_this_process = lambda tasks, jobs: (execute(task) for task in order(tasks))  # noqa: E731
         monkeypatch.setattr(sweep, "run_locally", in_this_process)
+        if not draw:
+            monkeypatch.setattr(sweep, "plot_results", lambda *_: [])
         return run_sweep(
             tiny.EXPERIMENT,
             tiny.TinyOptions(**options),
             out=tmp_path / "out",
             fresh=fresh,
-            draw=draw,
         )
 
     return run

@@ -61,6 +61,8 @@ Prefill = Annotated[
     ),
 ]
 
+Prefix = Annotated[int, Needs("a multiple of 16", lambda tokens: tokens >= 1 and not tokens % 16)]
+
 
 @dataclass(frozen=True, kw_only=True)
 class KernelLatency(Options):
@@ -93,8 +95,8 @@ class KernelLatency(Options):
     """Tokens whose blocks, of every layer, copy and swap move."""
     num_layers: Count = 28
     """Layers that copy and swap move the blocks of."""
-    prefix_len: tuple[Count, ...] = (1024, 2048, 4096, 8192, 16384, 32768)
-    """Tokens that all sequences of a cascade share: whole blocks of 16."""
+    prefix_len: tuple[Prefix, ...] = (1024, 2048, 4096, 8192, 16384, 32768)
+    """Tokens that all sequences of a cascade share."""
     suffix_len: Count = 256
     """Own tokens of each sequence of a cascade."""
     cascade_batch: tuple[Count, ...] = (1, 4, 16, 64, 256)
@@ -108,7 +110,7 @@ class KernelLatency(Options):
         (64, 4, 4096),
     )
     """Shapes that tiles are tried at: sequences, queries of each (1: decode), tokens of each."""
-    tile_prefixes: tuple[tuple[Count, Count], ...] = ((16, 8192), (256, 32768))
+    tile_prefixes: tuple[tuple[Count, Prefix], ...] = ((16, 8192), (256, 32768))
     """Shapes that tiles of cascade are tried at: sequences, tokens of their prefix."""
     decode_tile: tuple[tuple[Count, Count, Count], ...] = tuple(
         itertools.product((32, 64, 128), (4, 8), (3, 5, 7))
@@ -177,8 +179,6 @@ def _shapes(options: KernelLatency, part: str) -> Iterator[tuple[Shape, tuple[in
         yield from tiles.shapes(options, part)
     elif part == "cascade":
         for prefix_len, batch in itertools.product(options.prefix_len, options.cascade_batch):
-            if prefix_len % 16:
-                raise ValueError(f"--prefix-len {prefix_len}: needs a multiple of 16")
             sizes = {"batch": batch, "prefix_len": prefix_len, "block_size": 16}
             sizes["context_len"] = prefix_len + options.suffix_len
             yield options.shape("cascade", **sizes), None

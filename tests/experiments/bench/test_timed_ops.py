@@ -71,12 +71,6 @@ def test_a_refusal_needs_no_inputs():
         run(Shape(op="store", kv_dtype=FP8, **huge), "torch_index_put")
 
 
-def test_a_prefix_is_whole_blocks():
-    shape = dataclasses.replace(SHAPES["cascade"], prefix_len=40)
-    with pytest.raises(ValueError, match="prefix_len: needs a multiple of block_size=16, got 40"):
-        problem_of(shape)
-
-
 def test_running_out_of_memory_becomes_a_reason(monkeypatch):
     def full(shape, device):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB. GPU 0 has ...")

@@ -47,8 +47,9 @@ def test_prefill_has_sequences_and_new_tokens_in_their_context(sizes):
 
 
 def test_a_prefix_is_whole_blocks():
-    with pytest.raises(ValueError, match="--prefix-len 100: needs a multiple of 16"):
-        cells_of("cascade", prefix_len=(100,))
+    for option, value in (("prefix_len", (100,)), ("tile_prefixes", ((16, 100),))):
+        with pytest.raises(ValueError, match="100: needs a multiple of 16"):
+            check(KernelLatency(**{option: value}))
 
 
 def test_the_largest_caches_need_more_than_32_bits_and_fit_a_gpu():
