@@ -69,6 +69,9 @@ def test_the_default_grid_has_lengths_alone_and_chats_with_common_prefixes():
         "contiguous_max", "contiguous_pow2", "contiguous_oracle", "paged",
     }  # fmt: skip
     assert {cell.system for cell in chats} >= {"contiguous_oracle", "paged", "vllm_v1", "radix"}
+    draws = [cell.draw for cell in cells]
+    assert draws == sorted(draws), "a slow hour of the machine affects all systems"
+    assert len(set(cells)) == len(cells)
 
 
 def test_a_trace_of_lengths_runs_the_systems_without_prefix_caching(tmp_path):
