@@ -35,7 +35,7 @@ from kernels.executor.ptx import Program, Register, parse
 from kernels.executor.shared_memory import SharedMemory
 from kernels.executor.targets import check_launch
 from kernels.executor.tensor_memory import TensorMemory
-from kernels.executor.undefined import alternate, followed_steps
+from kernels.executor.undefined import alternate, following
 
 MAX_THREADS = 2048
 """Threads of a batch; more spread the cost of an instruction, until registers leave the cache."""
@@ -49,9 +49,10 @@ class Kernel:
     def __init__(self, ptx: str):
         """Raises UnknownInstruction where the program has one."""
         self.program: Program = parse(ptx)
-        translated = [translate(self.program, one) for one in self.program.instructions]
-        steps, effects = map(list, zip(*translated, strict=True))
-        self.steps, self.unwritten = followed_steps(self.program, steps, effects)
+        self.steps = []
+        for one in self.program.instructions:
+            step, effects = translate(self.program, one)
+            self.steps.append(following(step, one, effects))
         self.parameter_offsets: dict[str, int] = {}
         at = 0
         for name, kind in self.program.parameters:
@@ -167,8 +168,8 @@ class Batch:
             for width in launch.kernel.program.widths
         ]
         self.alternates = {
-            index: (alternate(launch.kernel.program.widths[index]), "nothing wrote the register")
-            for index in launch.kernel.unwritten
+            index: (alternate(width), "nothing wrote the register")
+            for index, width in enumerate(launch.kernel.program.widths)
         }
         self.special = self._special_registers(programs)
         self._everyone = np.ones(self.num_threads, np.bool_)

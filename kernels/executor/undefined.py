@@ -8,26 +8,22 @@ a value differs from its alternate and is used as an address, as a condition, or
 store or atomic instruction on global memory.
 
 An undefined value is not detected if both values give the same result, for example in a comparison.
-Alternates are not propagated through memory, exchanges between threads or tensor cores. Only
-instructions that an undefined value can reach in the data flow are run twice.
+Alternates are not propagated through memory, exchanges between threads or tensor cores.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from kernels.executor.faults import FaultKind
-from kernels.executor.ptx import Instruction, Program
+from kernels.executor.ptx import Instruction
 
-_STOPS = re.compile(r"(ret|exit|trap|bra)\b")
 _NOT_FOLLOWED = re.compile(r"shfl|redux|vote|elect|mma|wgmma|tcgen05|ld|ldmatrix|atom|mbarrier")
 _USED = re.compile(r"(st|red|atom)\b.*\.global")
 _ALL_BITS = np.uint64(2**64 - 1)
-_SOURCES = re.compile(r"(div|rem)\.[su]|shl|shr")
 
 
 @dataclass
@@ -39,63 +35,16 @@ class Effects:
     writes: list[int] = field(default_factory=list)
 
 
-def _bits(indices: Sequence[int]) -> int:
-    return sum(1 << index for index in set(indices))
-
-
-def unwritten_registers(program: Program, effects: Sequence[Effects]) -> int:
-    """Bit set of registers that may be read before they are written (live at entry)."""
-    count = len(program.instructions)
-    uses, kills, live = [], [], [0] * (count + 1)
-    for one, effect in zip(program.instructions, effects, strict=True):
-        guard = [one.predicate[0].index] if one.predicate else []
-        uses.append(_bits([*effect.reads, *effect.addresses, *guard]))
-        kills.append(0 if one.predicate else _bits(effect.writes))
-    changed = True
-    while changed:
-        changed = False
-        for number in reversed(range(count)):
-            one, after = program.instructions[number], live[number + 1]
-            if one.predicate is None and _STOPS.match(one.opcode):
-                after = 0
-            if one.parts[0] == "bra":
-                after |= live[program.labels[one.operands[0]]]
-            before = uses[number] | (after & ~kills[number])
-            changed |= before != live[number]
-            live[number] = before
-    return live[0]
-
-
-def followed_steps(program: Program, steps: list, effects: Sequence[Effects]) -> tuple[list, list]:
-    """(steps, registers undefined at entry). Steps that an undefined value can reach also propagate
-    alternates."""
-    unwritten = reached = unwritten_registers(program, effects)
-    pairs = list(zip(program.instructions, effects, strict=True))
-    for one, effect in pairs:
-        if _SOURCES.match(one.opcode):
-            reached |= _bits(effect.writes)
-    grown = -1
-    while grown != reached:
-        grown = reached
-        for one, effect in pairs:
-            if _bits(effect.reads) & reached and not _NOT_FOLLOWED.match(one.opcode):
-                reached |= _bits(effect.writes)
-    followed = []
-    for step, (one, effect) in zip(steps, pairs, strict=True):
-        guard = [one.predicate[0].index] if one.predicate else []
-        touched = _bits([*effect.reads, *effect.addresses, *effect.writes, *guard])
-        followed.append(_following(step, one, effect, guard) if touched & reached else step)
-    return followed, [index for index in range(len(program.widths)) if unwritten >> index & 1]
-
-
 def alternate(width: int) -> np.ndarray:
     """The alternate value of an undefined register of this width."""
     return np.array([0x5A5A5A5A5A5A5A5A & ((1 << width) - 1)], f"u{max(width // 8, 1)}")
 
 
-def _following(step, one: Instruction, effect: Effects, guard: list[int]):
+def following(step, one: Instruction, effect: Effects):
     """A step that also computes the alternates of its results."""
-    concerned = {*effect.reads, *effect.addresses, *effect.writes, *guard}
+    guard = [one.predicate[0].index] if one.predicate else []
+    sources = {*effect.reads, *effect.addresses, *guard}
+    concerned = {*sources, *effect.writes}
     used = effect.reads if _USED.match(one.opcode) else []
     follows = bool(effect.writes) and not _NOT_FOLLOWED.match(one.opcode)
     bits = re.search(r"\d+$", one.opcode)  # a wider register is truncated to its low bits
@@ -104,6 +53,10 @@ def _following(step, one: Instruction, effect: Effects, guard: list[int]):
     def run(batch, mask):
         alternates, registers = batch.alternates, batch.registers
         if alternates.keys().isdisjoint(concerned):
+            return step(batch, mask)
+        if mask is None and not guard and alternates.keys().isdisjoint(sources):
+            for index in effect.writes:
+                alternates.pop(index, None)
             return step(batch, mask)
         threads = batch.every(mask)
         _check(batch, threads, guard, "condition")
