@@ -47,6 +47,19 @@ def test_the_evictor_takes_the_oldest_access_and_then_the_deepest_block():
     assert manager.stats.evicted_blocks == 7
 
 
+def test_a_shared_block_keeps_the_latest_access_of_its_users():
+    step = 0
+    manager = manager_of(5, clock=lambda: step)
+    a, b = started(manager, "a", range(5)), started(manager, "b", range(50, 55))
+    manager.mark_blocks_as_computed(a)
+    step = 1
+    c = started(manager, "c", range(5))
+    assert manager.block_table(c) == [0, 4]
+    for seq in (c, a, b):  # block 0 was scheduled last with c, and is freed with a
+        manager.free(seq)
+    assert manager.gpu.free_blocks() == [1, 3, 2, 4, 0]
+
+
 def test_misses_are_reported_before_evictions():
     policy, log = make_policy("fifo"), []
     manager = manager_of(2, policy=policy)
