@@ -104,7 +104,6 @@ def test_no_number_may_be_negative_and_few_may_be_0(name):
 
 
 REFUSED = r"""
-block_size --capacity-percent 101: needs a number above 0, at most 100
 block_size --policy lruu: policy='lruu' is unknown; choose from
 overhead --model huge: needs one of tiny, llama-100m
 eviction --policy lur: policy='lur' is unknown; choose from .*lru
@@ -120,7 +119,6 @@ kernel_counters --op x: needs one of decode, prefill
 kernel_counters --sglang none.py| none\.py
 preemption --cache-tokens 150: does not hold a request of 224 tokens in blocks of 1
 serving --system orca: needs one of contiguous_max
-serving --request-rate 5 0| --request-rate 0: needs a number above 0
 serving --block-size 5: needs a divisor of --max-model-len 1024
 shared_prefix --manager paged: needs one of nano_vllm
 shared_prefix --cached-percent 100: needs a number from 0 to below 100

@@ -55,10 +55,6 @@ def test_workers_share_the_cores_unless_a_number_of_threads_is_asked_for(
         assert len(outcome.rows[0]) == 3
 
 
-def test_no_task_no_worker():
-    assert list(run_locally([], jobs=2)) == []
-
-
 @pytest.mark.parametrize(
     ("behaviour", "fresh"),
     [
