@@ -155,15 +155,6 @@ def serve(policy: EvictionPolicy, pool: dict, path: list, capacity: int) -> int:
     return hits
 
 
-def test_without_a_budget_only_a_lead_is_spent():
-    trace = adversary(60, 24, 4, 200)
-    hits, lru = (
-        cache.simulate(trace, policy=policy, capacity_blocks=60).hits
-        for policy in (make_policy("safeguarded", policy="mru", budget=0), "lru")
-    )
-    assert hits.tolist() == lru.tolist()
-
-
 def test_a_manager_runs_it_and_forgets_with_it():
     policy = make_policy("safeguarded", policy="mru", budget=0.5)
     manager = cache.make_manager("vllm_v1", num_blocks=8, block_size=1, policy=policy)

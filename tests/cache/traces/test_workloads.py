@@ -192,23 +192,6 @@ def test_rag_cannot_retrieve_more_documents_than_there_are():
 # --- what each workload is
 
 
-def test_chat_turns_continue_the_conversation_after_answer_and_thought():
-    requests = tiny(
-        "multi_turn_chat", block_size=1, num_requests=300, session_rate=1e-6, think_sigma=0,
-        max_context_tokens=10**6, num_system_prompts=1, length_sigma=0,
-    )  # fmt: skip
-    sessions = 1
-    for previous, request in itertools.pairwise(requests):
-        if request.input_length == 20 + 7:
-            sessions += 1
-            assert common_prefix(previous, request) == 20, "a new session shares the system prompt"
-        else:
-            assert common_prefix(previous, request) == previous.input_length
-            assert request.input_length == previous.input_length + 9 + 7
-            assert request.timestamp_ms == previous.timestamp_ms + 9 * 20 + 30_000
-    assert len(requests) / sessions == pytest.approx(4, rel=0.4)
-
-
 def one_agent_at_a_time(**options) -> list:
     """Requests of agents of one kind: 50 + 20 tokens, then 3 of a call and 4 of a result a step."""
     fixed = {
@@ -217,19 +200,6 @@ def one_agent_at_a_time(**options) -> list:
         "system_tokens": 50, "task_tokens": 20, "output_tokens": 3, "tool_result_tokens": 4,
     }  # fmt: skip
     return list(make_workload("agent_loops", num_requests=300, **fixed | options))
-
-
-def test_agents_append_call_and_result_to_the_context():
-    requests = one_agent_at_a_time(mean_steps=25)
-    for previous, request in itertools.pairwise(requests):
-        if request.input_length == 70:
-            assert common_prefix(previous, request) == 50, "a new session shares the system prompt"
-        else:
-            assert request.input_length == previous.input_length + 3 + 4
-            assert common_prefix(previous, request) == previous.input_length
-            assert request.timestamp_ms > previous.timestamp_ms + 3 * 20
-    sessions = sum(request.input_length == 70 for request in requests)
-    assert len(requests) / sessions == pytest.approx(25, rel=0.4)
 
 
 def test_agents_wait_for_sub_agents_that_share_the_system_prompt():
