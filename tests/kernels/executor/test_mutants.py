@@ -1,7 +1,7 @@
 """Mutation tests: each mutant breaks one line of a kernel's PTX, and the executor should catch it.
 
-A mutant is caught if execution raises Fault, or if its result is less accurate than the op's must
-be. The uncaught mutants that were inspected are harmless. They break one of these:
+A mutant is caught if execution raises Fault, or if any bit of the result differs. The uncaught
+mutants that were inspected are harmless. They break one of these:
 
 - a copy mask of a prefetched tile that is not used
 - a row mask, where the store masks the rows again
@@ -20,8 +20,16 @@ from collections import Counter
 
 import torch
 
+from kernels import (
+    merge_attention_states,
+    paged_decode_attention,
+    paged_prefill_attention,
+    store_kvcache,
+)
 from kernels.executor import Fault, execute_ptx
-from kernels.testing.cases import make_case
+from kernels.testing.inputs import random_paged_batch
+
+SHAPE = {"num_kv_heads": 1, "head_dim": 64, "block_size": 16, "device": "cpu"}
 
 
 def _next_wait(matched: re.Match) -> str:
@@ -67,19 +75,45 @@ LEAST_CAUGHT = {
 MAX_PER_MUTATION = 6
 
 
-SIZES = {"num_q_heads": 4, "num_kv_heads": 1, "head_dim": 64, "block_size": 16}
-SIZES |= {"dtype": torch.float16, "num_tokens": 5}
-# Several full tiles and a partial one. Poison in the caches reveals missing masks.
-KERNELS = {
-    "store_kvcache": {},
-    "paged_decode_attention": {"context_lens": (37, 530), "options": {"num_splits": 1}},
-    "paged_prefill_attention": {
-        "context_lens": (70, 280),
-        "query_lens": (3, 40),
-        "options": {"num_splits": 1},
-    },
-    "merge_attention_states": {},
-}
+def _store():
+    generator = torch.Generator().manual_seed(0)
+    key, value = torch.randn(2, 5, 1, 64, generator=generator).half()
+    caches = torch.zeros(2, 2, 16, 1, 64, dtype=torch.float16)
+    store_kvcache(key, value, *caches, torch.tensor([3, -1, 31, 0, 7]))
+    return caches
+
+
+def _hostile_batch(context_lens: list[int], **shape):
+    """A batch that reveals missing masks. Block 0, which masked lanes address, is NaN. The block
+    table ends with the longest sequence."""
+    batch = random_paged_batch(context_lens, num_q_heads=4, dtype=torch.float16, **SHAPE, **shape)
+    caches = [
+        torch.cat([torch.full_like(cache[:1], torch.nan), cache])
+        for cache in (batch.k_cache, batch.v_cache)
+    ]
+    width = -(-max(context_lens) // SHAPE["block_size"])
+    tables = batch.block_tables[:, :width].clamp(max=2**31 - 2) + 1
+    return (batch.q, *caches, tables), batch
+
+
+def _decode():
+    arguments, batch = _hostile_batch([37, 530])  # several full tiles and a partial one
+    return paged_decode_attention(*arguments, batch.context_lens, num_splits=1)
+
+
+def _prefill():
+    arguments, batch = _hostile_batch([70, 280], query_lens=[3, 40])
+    lengths = batch.cu_seqlens_q, batch.context_lens
+    return paged_prefill_attention(*arguments, *lengths, max_seqlen_q=40, num_splits=1)
+
+
+def _merge():
+    generator = torch.Generator().manual_seed(0)
+    outs = torch.randn(2, 3, 5, 64, generator=generator).half()
+    return merge_attention_states(outs[0], torch.zeros(3, 5), outs[1], torch.ones(3, 5))[0]
+
+
+KERNELS = {"store": _store, "decode": _decode, "prefill": _prefill, "merge": _merge}
 
 
 def mutants_of(ptx: str) -> list[tuple[str, str]]:
@@ -98,35 +132,35 @@ def mutants_of(ptx: str) -> list[tuple[str, str]]:
     return chosen
 
 
-def outcome(op: str, architecture: str, text: str) -> str:
-    """Outcome of a mutant: "fault", "result" (it is wrong) or "unnoticed"."""
-    case = make_case(op, **SIZES | KERNELS[op])
+def outcome(run, architecture: str, text: str, expected: torch.Tensor) -> str:
+    """Outcome of a mutant: "fault", "result" (it differs) or "unnoticed"."""
     try:
         with execute_ptx(architecture, edit=lambda _name, _ptx: text):
-            judged = case.judge()
+            result = run()
     except Fault:
         return "fault"
-    return "unnoticed" if all(one.passed for one in judged.values()) else "result"
+    same = torch.equal(result.view(torch.int16), expected.view(torch.int16))
+    return "unnoticed" if same else "result"
 
 
 def test_mutants_are_caught(request):
     architecture = request.config.getoption("--executor").removeprefix("ptx-")
     table: dict[tuple[str, str], Counter] = {}
-    for op, sizes in KERNELS.items():
+    for kernel, run in KERNELS.items():
         seen = {}
         with execute_ptx(
             architecture, edit=lambda name, ptx, seen=seen: seen.setdefault(name, ptx)
         ):
-            make_case(op, **SIZES | sizes).call()
+            expected = run()
         (ptx,) = seen.values()
         for mutation, text in mutants_of(ptx):
-            row = table.setdefault((op, mutation), Counter())
-            row[outcome(op, architecture, text)] += 1
+            row = table.setdefault((kernel, mutation), Counter())
+            row[outcome(run, architecture, text, expected)] += 1
 
     print(f"\n{architecture}: mutants, faults, wrong results, unnoticed")
     for (kernel, mutation), row in table.items():
         counts = [row.total(), row["fault"], row["result"], row["unnoticed"]]
-        print(f"{kernel:26}{mutation:22}", *(f"{count:4}" for count in counts))
+        print(f"{kernel:10}{mutation:22}", *(f"{count:4}" for count in counts))
     assert sum(row.total() for row in table.values()) >= 50
     for mutation, least in LEAST_CAUGHT.items():
         rows = sum((row for (_, name), row in table.items() if name == mutation), Counter())
