@@ -231,7 +231,11 @@ def _paged_prefill_kernel(
     offs_d = tl.arange(0, HEAD_DIM_PADDED)
     dim_mask = offs_d < HEAD_DIM
     qo_mask = row_mask[:, None] & dim_mask[None, :]
-    q_ptrs = q_ptr + tokens.to(tl.int64)[:, None] * stride_q_token + heads[:, None] * stride_q_head
+    q_ptrs = (
+        q_ptr
+        + tokens.to(tl.int64)[:, None] * stride_q_token
+        + heads.to(tl.int64)[:, None] * stride_q_head
+    )
     q = tl.load(q_ptrs + offs_d[None, :], mask=qo_mask, other=0.0)  # [TILE_M, HEAD_DIM_PADDED]
     alibi_slopes = 0.0
     if HAS_ALIBI:
@@ -320,7 +324,11 @@ def _paged_prefill_kernel(
             sinks = tl.load(sinks_ptr + heads, mask=row_mask, other=0.0)
             out, lse = add_sinks(out, lse, sinks)
         tokens = tokens.to(tl.int64)
-        out_ptrs = out_ptr + tokens[:, None] * stride_out_token + heads[:, None] * stride_out_head
+        out_ptrs = (
+            out_ptr
+            + tokens[:, None] * stride_out_token
+            + heads.to(tl.int64)[:, None] * stride_out_head
+        )
         tl.store(out_ptrs + offs_d[None, :], cast(out, out_ptr.dtype.element_ty), mask=qo_mask)
         if lse_ptr is not None:
             tl.store(lse_ptr + tokens * NUM_Q_HEADS + heads, lse * LN_2, mask=row_mask)
