@@ -136,9 +136,10 @@ class VLLMv1(PooledManager):
             pool.free([shared])
             self._counts["copied_blocks"] += 1
             copies.append((shared, blocks[position]))
-        if self._partials:
-            self._mark_as_computed(table)
+        num_computed = table.num_cached_blocks  # this call says that their step is over
         self._fill(table, num_blocks, end)
+        if self._partials:
+            self._mark_as_computed(table, num_computed)
         return copies
 
     def _num_unseen(self, start: int) -> int:
@@ -175,7 +176,7 @@ class VLLMv1(PooledManager):
 
     def _release(self, table: PooledTable) -> None:
         self._fill(table, 0, table.seq.num_computed_tokens)
-        self._mark_as_computed(table)
+        self._mark_as_computed(table, table.num_cached_blocks)
         if self._copies:  # not run yet, and their targets may soon belong to another sequence
             self._copies = [pair for pair in self._copies if pair[1] not in table.blocks]
         super()._release(table)
@@ -202,16 +203,16 @@ class VLLMv1(PooledManager):
         needed += self.pool.num_revived([*hits, found[0]])
         return found if needed <= self.pool.num_free_blocks else None
 
-    def _mark_as_computed(self, table: PooledTable) -> None:
-        """Offer the full blocks of earlier steps for copies of their parts."""
+    def _mark_as_computed(self, table: PooledTable, num_blocks: int) -> None:
+        """Offer the first ``num_blocks`` blocks, of earlier steps, for copies of their parts."""
         if not self._partials:
             return
         seq, size = table.seq, self.block_size
         hashes = self._hasher.block_hashes(seq)
-        for position in range(table.num_computed_blocks, table.num_cached_blocks):
+        for position in range(table.num_computed_blocks, num_blocks):
             start, end = position * size, (position + 1) * size
             if not seq.extra_keys(start, end):
                 parent = hashes[position - 1] if position else None
                 tokens = seq.token_ids[start:end].tobytes()
                 self._partials.add(table.blocks[position], parent, tokens)
-        table.num_computed_blocks = table.num_cached_blocks
+        table.num_computed_blocks = num_blocks

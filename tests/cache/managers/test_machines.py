@@ -128,11 +128,6 @@ class PartialReuseMachine(ManagerMachine):
     def expected_hits(self, seq):
         return None
 
-    def attempt(self, live, end, call):
-        if live.seq.seq_id in self.live:  # any call about it says that its step is over
-            self.manager._mark_as_computed(self.manager._tables[live.seq.seq_id])
-        return super().attempt(live, end, call)
-
     def adopt(self, seq, num_cached, end, table):
         for src, dst in self.manager.take_copies():
             assert dst == table[-1]
