@@ -41,23 +41,6 @@ def run_body():
     return run
 
 
-def pytest_configure(config):
-    config.addinivalue_line(
-        "markers",
-        "executor: all kernel tests on the executor (minutes to hours); only with -m",
-    )
-
-
-def pytest_collection_modifyitems(config, items):
-    """Deselect tests marked `executor` unless `-m` names the mark."""
-    if "executor" in (config.getoption("markexpr", "") or ""):
-        return
-    deselected = [item for item in items if item.get_closest_marker("executor")]
-    if deselected:
-        config.hook.pytest_deselected(items=deselected)
-        items[:] = [item for item in items if not item.get_closest_marker("executor")]
-
-
 _NEED_COMPILED_KERNELS = ("test_ops.py", "test_mutants.py")
 
 

@@ -1,8 +1,8 @@
 """Runs the ops on the PTX of one architecture (needs `--executor`).
 
 Each op runs once on every architecture. Its other dtypes and features are distributed over the
-architectures. `make test` runs these tests through `test_selection.py`. `pytest -m executor` runs
-all kernel tests on the executor, with many more shapes.
+architectures. `make test` runs these tests through `test_selection.py`. The other kernel tests take
+`--executor` too, with many more shapes.
 """
 
 from __future__ import annotations

@@ -144,6 +144,15 @@ def test_faults(run, removed, left, kind, why):
     assert raised.value.kind is kind
 
 
+@pytest.mark.parametrize("fenced", [0, 1])
+def test_fence_holds_for_its_program_alone(run, fenced):
+    fence = "fence.proxy.async.shared::cta;"
+    by_one = f"mov.u32 %r50, %ctaid.x; setp.eq.u32 %p7, %r50, {fenced}; @%p7 {fence}"
+    with pytest.raises(Fault) as raised:
+        run(product().replace(fence, by_one), grid=(2, 1, 1))
+    assert (raised.value.kind, raised.value.program) == (FaultKind.FENCE, (1 - fenced, 0, 0))
+
+
 def test_product_that_overwrites_loaded_results_needs_a_barrier(run):
     body = product()
     start = body.index("@%p2 tcgen05.commit")
