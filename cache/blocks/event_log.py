@@ -1,6 +1,5 @@
 """A log of what happens to blocks, for figures of lifetimes, reuse and usage."""
 
-import bisect
 import itertools
 from collections.abc import Callable, Hashable, Iterable
 from typing import Literal, NamedTuple
@@ -52,26 +51,6 @@ class EventLog:
             elif kind == "evicted":
                 lifetimes.append(time - cached_at.pop(block))
         return lifetimes
-
-    def reuse_distances(self) -> list[int]:
-        """For every hit, how many other contents were used since the last use of its content.
-
-        The LRU stack distance (Mattson et al., 1970) over contents that were cached or hit.  An LRU
-        cache with more blocks than the distance would have found the content.
-        """
-        uses = [(kind, content) for _, kind, _, content in self.events if kind in ("cached", "hit")]
-        latest: dict[Hashable, int] = {}
-        ranked: list[int] = []  # latest use of each content, the oldest first
-        distances = []
-        for now, (kind, content) in enumerate(uses):
-            if content in latest:
-                rank = bisect.bisect_left(ranked, latest[content])
-                del ranked[rank]
-                if kind == "hit":
-                    distances.append(len(ranked) - rank)
-            ranked.append(now)
-            latest[content] = now
-        return distances
 
     def usage(self) -> list[tuple[float, int]]:
         """(time, blocks with a user) after each change of that number."""

@@ -98,4 +98,3 @@ ARCHITECTURES = {
         ),
     )
 }
-CUDA_ARCHITECTURES = tuple(name for name, arch in ARCHITECTURES.items() if arch.backend == "cuda")

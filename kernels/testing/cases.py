@@ -171,8 +171,7 @@ class Case:
 
     num_bytes, flops: the fewest that must be moved through the GPU's memory and computed (only
     products of attention, weighted sums, rotations, norms and activations count), in however many
-    launches: every operand once, windows as wide as the context. host_bytes: the part of num_bytes
-    that also crosses the link to the host.
+    launches: every operand once, windows as wide as the context.
     """
 
     op: str
@@ -180,9 +179,6 @@ class Case:
     """Arguments by name."""
     num_bytes: int = 0
     flops: int = 0
-    host_bytes: int = 0
-    outputs: int = 0
-    """Elements of the result."""
     returns: tuple[str, ...] = ("out",)
     """Names of the returned results."""
     writes: tuple[str, ...] = ()
@@ -239,7 +235,6 @@ def _store_kvcache(s: Sizes) -> Case:
         "store_kvcache",
         inputs | {"slot_mapping": slots} | s.cache_scales,
         num_bytes=2 * key.numel() * key.itemsize + s.num_tokens * (s.token_bytes + 8),
-        outputs=2 * key.numel(),
         returns=(),
         writes=("k_cache", "v_cache"),
     )
@@ -273,7 +268,6 @@ def _apply_rotary_embedding(s: Sizes) -> Case:
         {"x": x, **_rotary_tables(s, random), "interleaved": "interleaved" in s.features},
         num_bytes=2 * x.numel() * x.itemsize + table_bytes,
         flops=flops,
-        outputs=x.numel(),
     )
 
 
@@ -296,7 +290,6 @@ def _rope_store_kvcache(s: Sizes) -> Case:
         inputs | _rotary_tables(s, random) | {"interleaved": "interleaved" in s.features, **norms},
         num_bytes=store.num_bytes + 2 * query.numel() * query.itemsize + table_bytes,
         flops=flops,
-        outputs=store.outputs + query.numel(),
         returns=(),
         writes=("k_cache", "v_cache", "query"),
     )
@@ -318,7 +311,6 @@ def _add_rms_norm(s: Sizes) -> Case:
         },
         num_bytes=(2 + 2 * adds) * x.numel() * x.itemsize + weight.nbytes,
         flops=(4 + adds) * x.numel(),
-        outputs=(1 + adds) * x.numel(),
         writes=("residual",) if adds else (),
     )
 
@@ -332,7 +324,6 @@ def _gated_activation(s: Sizes) -> Case:
         {"gate": gate, "up": up, "activation": activation},
         num_bytes=3 * gate.numel() * gate.itemsize,
         flops=8 * gate.numel(),
-        outputs=gate.numel(),
     )
 
 
@@ -351,7 +342,6 @@ def _merge_attention_states(s: Sizes) -> Case:
         inputs,
         num_bytes=3 * (out.numel() * out.itemsize + lse.nbytes),
         flops=4 * out.numel(),
-        outputs=out.numel(),
         returns=("out", "lse"),
     )
 
@@ -372,7 +362,6 @@ def _slot_mapping_from_positions(s: Sizes) -> Case:
             "block_size": s.block_size,
         },
         num_bytes=24 * len(positions) + _table_bytes(s, s.context_lens),
-        outputs=len(positions),
     )
 
 
@@ -387,7 +376,7 @@ def _sample_tokens(s: Sizes) -> Case:
         inputs["min_ps"] = (torch.arange(rows) % 3 / 10).to(device)
     beside = sum(x.nbytes for x in inputs.values() if x is not logits)
     num_bytes = logits.nbytes + beside + 8 * rows
-    return Case("sample_tokens", inputs, num_bytes=num_bytes, outputs=rows, returns=("tokens",))
+    return Case("sample_tokens", inputs, num_bytes=num_bytes, returns=("tokens",))
 
 
 def _copy_blocks(s: Sizes) -> Case:
@@ -401,7 +390,6 @@ def _copy_blocks(s: Sizes) -> Case:
         "copy_blocks",
         {"caches": caches, "src_to_dst": pairs},
         num_bytes=2 * moved * s.token_bytes,
-        outputs=moved * 2 * s.num_kv_heads * s.head_dim,
         returns=(),
         writes=("caches",),
     )
@@ -424,8 +412,6 @@ def _swap_blocks(s: Sizes) -> Case:
         "swap_blocks",
         {"src_cache": source, "dst_cache": target, "src_to_dst": pairs.to(s.device)},
         num_bytes=moved,
-        host_bytes=moved,
-        outputs=moved // caches.itemsize,
         returns=(),
         writes=("dst_cache",),
     )
@@ -449,7 +435,6 @@ def _attention(
         + _table_bytes(s, cached)
         + 2 * q.numel() * q.itemsize,
         flops=4 * pairs * s.num_q_heads * s.head_dim,
-        outputs=q.numel(),
         returns=("out", "lse") if inputs["return_lse"] else ("out",),
     )
 

@@ -85,11 +85,3 @@ def test_hidden_tokens_are_poison_and_their_blocks_garbage():
     assert ((table[:2] < 0) | (table[:2] >= batch.k_cache.shape[0])).all()
     assert not batch.k_cache[table[2], 0].isfinite().any()
     assert batch.k_cache[table[2], 1:].isfinite().all()
-
-
-def test_values_do_not_depend_on_the_block_size():
-    one, other = make(), make(block_size=7)
-    assert torch.equal(one.q, other.q)
-    for cache in ("k_cache", "v_cache"):
-        tokens = [gather_tokens(getattr(b, cache), b.block_tables[2], 0, 16) for b in (one, other)]
-        assert torch.equal(*tokens)

@@ -29,12 +29,6 @@ without_prefix = pytest.mark.parametrize(
 whole_and_split = pytest.mark.parametrize("num_splits", [1, 3])
 
 
-@pytest.mark.parametrize("head_dim", [16, 17, 48, 80, 96, 112, 128, 160, 255, 256])
-@without_prefix
-def test_head_dims(op, head_dim, device):
-    op.assert_matches_reference(op.call(device, op.few, head_dim=head_dim), num_splits=2)
-
-
 @pytest.mark.parametrize("group_size", [1, 3, 5, 7, 8, 16, 17, 71])
 @every_op
 def test_group_sizes(op, group_size, device):

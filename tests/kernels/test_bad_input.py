@@ -279,14 +279,6 @@ def assert_rejected(op, message, arguments, device, error=ValueError):
         assert torch.equal(bits(tensor) if tensor.is_floating_point() else tensor, old)
 
 
-@pytest.mark.parametrize("op", [*BAD_CALLS])
-def test_good_call_is_accepted(op, device):
-    call = on_device(good_call(op), device)
-    result = function(op)(**call)
-    if "out" in call:
-        assert result is call["out"]
-
-
 @pytest.mark.parametrize(
     ("op", "message", "arguments"),
     [
@@ -327,6 +319,7 @@ FREE_DIMS = {
 @pytest.mark.parametrize("op", BAD_CALLS)
 def test_every_dimension_is_checked(op, device):
     """A dimension that is one longer fits nothing else, unless no other argument has it."""
+    function(op)(**on_device(good_call(op), device))
     call = good_call(op) | OPTIONAL.get(op, {})
     named = "|".join(inspect.signature(function(op)).parameters)
     wanted = "expected (shape|a positive multiple|at most num_tokens)"

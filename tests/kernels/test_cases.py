@@ -53,7 +53,6 @@ def test_cost_of_decode():
     keys_and_values = 64 * 4096 * 8 * 2 * 128 * 2
     assert case.num_bytes == keys_and_values + 64 * 256 * 4 + 2 * 64 * 32 * 128 * 2
     assert case.flops == 64 * 32 * 4096 * 2 * (2 * 128)  # two products of 2 x 128 per key
-    assert case.outputs == 64 * 32 * 128
     fp8 = make_case("paged_decode_attention", kv_dtype=FP8_DTYPE, **sizes)
     assert case.num_bytes - fp8.num_bytes == keys_and_values // 2
     assert fp8.flops == case.flops
@@ -81,4 +80,4 @@ def test_cost_of_moves():
     copy = make_case("copy_blocks", **HEADS, num_pairs=3, block_size=8)
     assert copy.num_bytes == 2 * 3 * (2 * 2 * 8 * 2 * 32) * 2
     swap = make_case("swap_blocks", **HEADS, num_pairs=3, block_size=8)
-    assert 2 * swap.num_bytes == 2 * swap.host_bytes == copy.num_bytes
+    assert 2 * swap.num_bytes == copy.num_bytes

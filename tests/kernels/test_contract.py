@@ -32,7 +32,7 @@ every_op = pytest.mark.parametrize("op", CASES)
 SIZES = {
     "num_tokens": st.integers(0, 40),
     "num_kv_heads": st.integers(1, 3),
-    "head_dim": st.sampled_from([16, 24, 33, 64, 80, 112, 200, 256]),
+    "head_dim": st.sampled_from([16, 17, 24, 33, 64, 80, 112, 200, 255, 256]),
     "block_size": st.sampled_from([1, 2, 3, 7, 16, 24, 100, 256]),
     "dtype": st.sampled_from(DTYPES),
     "seed": st.integers(0, 2**16),

@@ -23,21 +23,6 @@ MIXED = ((70, 17), (0, 0), (1, 1), (45, 9), (33, 0), (40, 1))
 ONE_KV_HEAD = {"num_q_heads": 2, "num_kv_heads": 1}
 
 
-@pytest.mark.parametrize(
-    "lens",
-    [
-        pytest.param(((70, 70),), id="whole prompt"),
-        pytest.param(((70, 25),), id="cached prefix"),
-        pytest.param(((70, 4), (64, 5), (3, 3)), id="verification"),
-        pytest.param(((70, 1), (64, 1), (3, 1)), id="decode only"),
-        pytest.param(MIXED, id="mixed"),
-        pytest.param(((40, 0), (3, 0)), id="no queries"),
-    ],
-)
-def test_kinds_of_batches(lens, device):
-    PREFILL.assert_matches_reference(PREFILL.call(device, lens))
-
-
 @pytest.mark.parametrize("window_size", [1, 33])
 def test_windows_that_look_ahead(window_size, device):
     shape = {"window_size": window_size, "block_size": 7, **ONE_KV_HEAD}

@@ -74,6 +74,7 @@ def test_tokens_are_those_of_transformers(
     manager, block_size, chunk, caching, checkpoint, preemption, overlap, make_llm, expected
 ):
     options = scarce(manager, block_size, chunk, caching, preemption=preemption, overlap=overlap)
+    options["scheduling"] = "mixed" if overlap else "prefill_first"
     llm = make_llm(checkpoint, **options)
     outputs = llm.generate(PROMPTS, GREEDY)
     assert tokens_of(outputs) == expected(checkpoint)

@@ -237,16 +237,6 @@ def test_blocks_behind_a_window_that_may_be_wanted_are_kept(checkpoint, options,
     assert max(held) == 17
 
 
-def test_scheduling_changes_no_tokens(make_llm):
-    prompts = [PROMPT[:n] for n in (26, 9, 17, 3)]
-    options = {"num_blocks": 6, "block_size": 8, "max_num_batched_tokens": 12}
-    mixed, first = (
-        tokens_of(make_llm(scheduling=scheduling, **options).generate(prompts, GREEDY))
-        for scheduling in ("mixed", "prefill_first")
-    )
-    assert mixed == first
-
-
 def test_reset_prefix_cache(make_llm):
     llm = make_llm(num_blocks=64)
     llm.generate(PROMPT, GREEDY)

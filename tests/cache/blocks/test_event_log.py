@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 import cache
 from cache import Event, EventLog
 
@@ -24,23 +21,6 @@ def test_an_eviction_is_logged_before_the_allocation():
     ]  # fmt: skip
     assert log.lifetimes() == [2, 2]
     assert log.usage() == [(0, 2), (2, 0), (4, 2), (6, 0)]
-
-
-@given(
-    uses=st.lists(st.integers(0, 5), min_size=1, max_size=40),
-)
-def test_reuse_distance_counts_different_contents(uses):
-    log = EventLog()
-    known: set[int] = set()
-    for content in uses:
-        log.record("hit" if content in known else "cached", [content], [content])
-        known.add(content)
-    expected = []
-    for now, content in enumerate(uses):
-        before = [then for then in range(now) if uses[then] == content]
-        if before:
-            expected.append(len(set(uses[before[-1] + 1 : now])))
-    assert log.reuse_distances() == expected
 
 
 def test_own_clock_and_simultaneous_events():

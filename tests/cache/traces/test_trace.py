@@ -315,10 +315,6 @@ def test_a_request_with_a_wrong_number_of_ids_is_an_error(tmp_path, counts):
     assert load_trace(path, block_size=512).num_requests == 4
 
 
-def test_a_given_block_size_is_taken(tmp_path):
-    assert load_trace(written(tmp_path, json_lines(record())), block_size=640).block_size == 640
-
-
 # --- the trace itself
 
 block_lists = st.lists(st.lists(st.integers(0, 9), unique=True, max_size=6), max_size=12)
@@ -443,11 +439,6 @@ def test_save_and_load_give_the_same_trace(tmp_path, suffix):
     assert os.listdir(tmp_path) == [path.name]
     if suffix.endswith(".gz"):
         assert first[4:8] == bytes(4), "no time of writing in the header"
-
-
-def test_saved_lines_are_mooncakes(tmp_path):
-    save_trace(trace_of([4, 5], timestamps=[30]), tmp_path / "t.jsonl")
-    assert json.loads((tmp_path / "t.jsonl").read_text()) == record(30, 2, 0)
 
 
 @pytest.mark.parametrize("name", ["t.csv", "t.json", "t.gz", "t"])

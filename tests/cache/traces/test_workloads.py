@@ -3,7 +3,6 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from cache.traces.workloads import WORKLOADS, make_workload
 from cache.traces.workloads.draws import (
     Zipf,
     generator,
-    interleaved,
     poisson_arrivals_ms,
 )
 from cache.traces.workloads.prompts import PromptSpace
@@ -82,23 +80,6 @@ def test_two_prompts_share_a_block_iff_they_agree_up_to_its_end(block_size, prom
             prefix = tuple(tokens[: (index + 1) * block_size])
             assert prefix_of_id.setdefault(block_id, prefix) == prefix
             assert id_of_prefix.setdefault(prefix, block_id) == block_id
-
-
-@every_workload
-@pytest.mark.parametrize("block_size", [2, 3, 16])
-def test_workload_blocks_are_their_prefixes(name, block_size):
-    # At block size 1 an id stands for a prefix of tokens, and the tokens do not depend on it.
-    tokens = tiny(name, block_size=1)
-    blocks = tiny(name, block_size=block_size)
-    assert blocks.block_size == block_size
-    pairs = set()
-    for request, its_tokens in zip(blocks, tokens, strict=True):
-        assert request[:3] == its_tokens[:3]
-        assert len(request.block_ids) == request.input_length // block_size
-        ends = its_tokens.block_ids[block_size - 1 :: block_size]
-        pairs.update(zip(request.block_ids.tolist(), ends.tolist(), strict=True))
-    assert len(pairs) == blocks.num_unique_blocks > 0
-    assert len({end for _, end in pairs}) == len(pairs)
 
 
 # --- determinism and defaults
@@ -244,39 +225,3 @@ def test_zipf_frequencies(exponent):
     weights = np.arange(1, 11) ** -float(exponent)
     expected = 20_000 * weights / weights.sum()
     assert (abs(counts - expected) < 4.5 * np.sqrt(expected)).all()
-
-
-def test_distinct_zipf_draws_are_sequential_draws_without_replacement():
-    rng, zipf = generator(4), Zipf(3, 1.0)
-    pairs = Counter(tuple(zipf.draw_distinct(rng, 2)) for _ in range(20_000))
-    weights = np.array([6, 3, 2]) / 11
-    for a, b in itertools.permutations(range(3), 2):
-        either_order = weights[a] * weights[b] * (1 / (1 - weights[a]) + 1 / (1 - weights[b]))
-        expected = 20_000 * either_order / 2
-        assert abs(pairs[a, b] - expected) < 4.5 * math.sqrt(expected)
-
-
-@given(
-    gaps=st.lists(st.integers(0, 5), min_size=1, max_size=8),
-    steps=st.lists(st.lists(st.integers(0, 9), max_size=4), min_size=8, max_size=8),
-)
-def test_interleaved_sessions_come_in_order_of_time(gaps, steps):
-    arrivals = list(itertools.accumulate(gaps))
-    plans = iter(steps)
-    expected = []
-
-    def session(arrival):
-        number = len(expected)
-        times = list(itertools.accumulate(next(plans, []), initial=arrival))
-        expected.append([(time, number, turn) for turn, time in enumerate(times)])
-        return iter(expected[-1])
-
-    far = itertools.chain(arrivals, itertools.count(10**6))
-    total = sum(1 + len(steps[index]) for index in range(len(arrivals)))
-    merged = list(itertools.islice(interleaved(iter(far), session), total))
-    wanted = [request for requests in expected[: len(arrivals)] for request in requests]
-    assert sorted(merged) == sorted(wanted)
-    assert [request[0] for request in merged] == sorted(request[0] for request in merged)
-    for number in range(len(arrivals)):
-        turns = [turn for _, session_number, turn in merged if session_number == number]
-        assert turns == sorted(turns)
