@@ -17,7 +17,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numba
 import numpy as np
 
 from kernels.executor.ptx import Instruction, Program
@@ -106,63 +105,37 @@ class Counts:
         return 32 * self.sectors
 
 
-@numba.njit(cache=True)
-def _count_places(addresses, mask, sizes, unit, programs, totals):
+_NO_BLOCK = np.uint64(2**64 - 1)
+
+
+def _different(blocks: np.ndarray, mask: np.ndarray, per_row: int) -> tuple[np.ndarray, np.ndarray]:
+    """(rows of `per_row` blocks, sorted; mask of the first of equal blocks of masked threads)."""
+    rows = np.where(mask, blocks, _NO_BLOCK).reshape(-1, per_row)
+    rows.sort(axis=1)
+    first = rows != _NO_BLOCK
+    first[:, 1:] &= rows[:, 1:] != rows[:, :-1]
+    return rows, first
+
+
+def _count_requests(addresses, mask, unit: int, programs, totals) -> None:
     """Count each warp's requests in totals[0, program], and the different blocks of `unit` bytes of
-    each request in totals[1, program]."""
-    seen = np.empty(32 * 17, np.uint64)
-    for warp in range(len(addresses) // 32):
-        found, active = 0, False
-        for thread in range(32 * warp, 32 * warp + 32):
-            size = sizes[thread] if len(sizes) > 1 else sizes[0]
-            if not mask[thread] or size == 0:
-                continue
-            active = True
-            first = addresses[thread] // np.uint64(unit)
-            last = (addresses[thread] + np.uint64(size - 1)) // np.uint64(unit)
-            block = first
-            while block <= last:
-                known = False
-                for number in range(found):
-                    if seen[number] == block:
-                        known = True
-                        break
-                if not known:
-                    seen[found] = block
-                    found += 1
-                block += np.uint64(1)
-        totals[1, programs[32 * warp]] += found
-        totals[0, programs[32 * warp]] += active
+    each request in totals[1, program]. An aligned access lies in one block."""
+    _, first = _different(addresses // np.uint64(unit), mask, 32)
+    np.add.at(totals[0], programs[::32], first.any(1))
+    np.add.at(totals[1], programs[::32], first.sum(1))
 
 
-@numba.njit(cache=True)
-def _count_wavefronts(addresses, mask, size, programs, totals):
+def _count_wavefronts(addresses, mask, size: int, programs, totals) -> None:
     """Count the wavefronts of a shared-memory access in totals[0, program], and its bank conflicts
     in totals[1, program]."""
-    at_once = 32 if size <= 4 else 128 // size
-    words = np.empty(128, np.int64)
-    per_bank = np.empty(32, np.int64)
-    for first in range(0, len(addresses), at_once):
-        found = 0
-        per_bank[:] = 0
-        for thread in range(first, first + at_once):
-            if not mask[thread]:
-                continue
-            for word in range(
-                np.int64(addresses[thread]) // 4, (np.int64(addresses[thread]) + size + 3) // 4
-            ):
-                known = False
-                for number in range(found):
-                    if words[number] == word:
-                        known = True
-                        break
-                if not known:
-                    words[found] = word
-                    found += 1
-                    per_bank[word % 32] += 1
-        if found:
-            totals[0, programs[first]] += per_bank.max()
-            totals[1, programs[first]] += per_bank.max() - 1
+    at_once, per_thread = (32, 1) if size <= 4 else (128 // size, size // 4)
+    words = addresses[:, None] // np.uint64(4) + np.arange(per_thread, dtype=np.uint64)
+    rows, first = _different(words, mask[:, None], at_once * per_thread)
+    by_bank = np.zeros((len(rows), 32), np.int64)
+    np.add.at(by_bank, (np.nonzero(first)[0], (rows[first] % np.uint64(32)).astype(np.int64)), 1)
+    wavefronts = by_bank.max(1)
+    np.add.at(totals[0], programs[::at_once], wavefronts)
+    np.add.at(totals[1], programs[::at_once], np.maximum(wavefronts - 1, 0))
 
 
 def _tensor_operations(one: Instruction) -> int:
@@ -201,8 +174,8 @@ class Tally:
         """Count an access to global memory. kind: "read" or "written". sizes: bytes per thread, one
         element if all are equal."""
         programs = batch.program_of_thread
-        _count_places(addresses, mask, sizes, 32, programs, self._sectors)
-        _count_places(addresses, mask, sizes, 128, programs, self._lines)
+        _count_requests(addresses, mask, 32, programs, self._sectors)
+        _count_requests(addresses, mask, 128, programs, self._lines)
         self._bytes[kind] += int((np.broadcast_to(sizes, len(mask)) * mask).sum())
 
     def shared_access(self, batch, addresses, mask, size: int) -> None:

@@ -65,6 +65,28 @@ def rounded_sum(total: np.ndarray, dtype, saturates: bool = False) -> np.ndarray
     return total.astype(np.int64).astype(np.int32)
 
 
+def rows_of_a(bits: list[np.ndarray], kind: str) -> np.ndarray:
+    """A of each warp, [warps, 16, k], from registers."""
+    halves = decode(np.stack(bits), kind).reshape(len(bits) // 2, 2, -1, 8, 128 // BITS[kind])
+    return halves.transpose(2, 1, 3, 0, 4).reshape(halves.shape[2], 16, -1)
+
+
+def rows_of_d(bits: np.ndarray, dtype) -> np.ndarray:
+    """C or D of each warp, [warps, 16, n], from registers [.., threads] of one or two numbers."""
+    numbers = np.ascontiguousarray(bits.T).view(dtype)
+    split = numbers.reshape(
+        -1, 8, 4, numbers.shape[1] // 4, 2, 2
+    )  # w, g, t, column / 8, half, pair
+    return split.transpose(0, 4, 1, 3, 2, 5).reshape(len(split), 16, -1)
+
+
+def registers_of_d(rows: np.ndarray) -> np.ndarray:
+    """The reverse of `rows_of_d`."""
+    split = rows.reshape(-1, 2, 8, rows.shape[-1] // 8, 4, 2).transpose(0, 2, 4, 3, 1, 5)
+    threads = np.ascontiguousarray(split).reshape(len(split) * 32, -1)
+    return np.ascontiguousarray(threads.view(np.uint32).T)
+
+
 @instruction("mma")
 def _mma(translation: Translation) -> Step:
     pattern = r"mma\.sync\.aligned\.m16n8k(\d+)\.row\.col(?:\.satfinite)?\.(\w+)\.(\w+)\.(\w+)\.\2"
@@ -90,27 +112,15 @@ def _mma(translation: Translation) -> Step:
 
     def multiply(batch, mask):
         batch.whole_warps(mask)
-        warps = batch.num_threads // 32
-
-        def values(reads, kind):
-            """Returns [warps, registers, g, elements of threads t = 0 to 3]."""
-            bits = np.stack([batch.full(read(batch)) for read in reads])
-            both = decode(bits, kind).reshape(len(reads), warps, 8, 4 * per_register)
-            return both.transpose(1, 0, 2, 3)
-
-        rows = values(read_a, a_kind).reshape(warps, num_k, 2, 8, -1)
-        rows = np.ascontiguousarray(rows.transpose(0, 2, 3, 1, 4)).reshape(warps, 16, k)
-        columns = values(read_b, b_kind).transpose(0, 1, 3, 2)
-        columns = np.ascontiguousarray(columns).reshape(warps, k, 8)
-        sums = np.stack([batch.full(read(batch)) for read in read_c], 1).view(dtype)
-        sums = sums.reshape(warps, 8, 4, 2, 2).transpose(0, 3, 1, 2, 4)
-        done = _multiply(rows, columns, sums.astype(np.float64, order="C").reshape(warps, 16, 8))
-        done = rounded_sum(done, dtype, saturates)
-        done = done.reshape(warps, 2, 8, 4, 2).transpose(1, 0, 2, 3, 4)  # row half, w, g, t, pair
-        if halves == 1:
-            done = done.transpose(0, 4, 1, 2, 3)
-        done = np.ascontiguousarray(done).reshape(4 // halves, -1).view(np.uint32)
-        for write, result in zip(writes, done, strict=True):
+        bits_a, bits_b, bits_c = (
+            [batch.full(read(batch)) for read in reads] for reads in (read_a, read_b, read_c)
+        )
+        rows = rows_of_a(bits_a, a_kind)
+        columns = decode(np.stack(bits_b), b_kind).reshape(num_k, len(rows), 8, 4 * per_register)
+        columns = columns.transpose(1, 0, 3, 2).reshape(len(rows), k, 8)
+        sums = rows_of_d(np.stack(bits_c), dtype).astype(np.float64)
+        done = rounded_sum(_multiply(rows, columns, sums), dtype, saturates)
+        for write, result in zip(writes, registers_of_d(done), strict=True):
             write(batch, mask, result)
 
     return multiply

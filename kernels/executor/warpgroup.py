@@ -32,7 +32,10 @@ from kernels.executor.matrix import (
     ACCUMULATORS,
     BITS,
     check_accumulator,
+    registers_of_d,
     rounded_sum,
+    rows_of_a,
+    rows_of_d,
 )
 from kernels.executor.operands import Step, Translation, Unsupported, instruction
 
@@ -140,8 +143,7 @@ def _multiply(translation: Translation) -> Step:
         batch.products.check_fenced(active, fenced)
         a_bits = [batch.full(read(batch)) for read in read_a]
         b_bits, keeps = batch.full(read_b(batch)), batch.full(keep(batch))
-        bits = np.stack([batch.products.accumulator(i) for i in accumulators])
-        sums = _numbers(bits, dtype)
+        sums = np.stack([batch.products.accumulator(i) for i in accumulators])
         results, operands = sums.copy(), []
         for first in _groups(batch, active):
             threads = slice(first, first + 128)
@@ -152,30 +154,17 @@ def _multiply(translation: Translation) -> Step:
                 return matrix
 
             if in_registers:
-                left = _rows_of_registers([bits[threads] for bits in a_bits], a_kind)
+                left = rows_of_a([bits[threads] for bits in a_bits], a_kind).reshape(64, -1)
             else:
                 left = operand(a_bits[0], a_kind, 64, flags[0])
             right = operand(b_bits, b_kind, n, flags[-1])
             done = left.astype(np.float64) @ right.T.astype(np.float64)
             if keeps[first]:
-                done += _rows_of_result(sums[:, threads], n)
-            results[:, threads] = _registers_of_result(rounded_sum(done, dtype, saturates), n)
-        bits = _registers(results)
-        batch.products.issue(active, dict(zip(accumulators, bits, strict=True)), operands)
+                done += rows_of_d(sums[:, threads], dtype).reshape(64, n)
+            results[:, threads] = registers_of_d(rounded_sum(done, dtype, saturates))
+        batch.products.issue(active, dict(zip(accumulators, results, strict=True)), operands)
 
     return multiply
-
-
-def _numbers(bits: np.ndarray, dtype) -> np.ndarray:
-    """[registers, threads], one or two numbers per register, to [numbers, threads]."""
-    per_register = 4 // np.dtype(dtype).itemsize
-    split = np.ascontiguousarray(bits.T).view(dtype).T
-    return np.ascontiguousarray(split.reshape(len(bits) * per_register, -1))
-
-
-def _registers(numbers: np.ndarray) -> np.ndarray:
-    """Inverse of `_numbers`."""
-    return np.ascontiguousarray(np.ascontiguousarray(numbers.T).view(np.uint32).T)
 
 
 def _groups(batch, active: np.ndarray) -> list[int]:
@@ -196,24 +185,6 @@ def _fetch(batch, descriptors, kind: str, rows: int, transposed: int, thread: in
     chunks = operand_chunks(int(descriptors[0]), rows, BITS[kind] // 8, bool(transposed))
     matrix = fetch_operand(batch, thread, chunks, kind, bool(transposed))
     return matrix, (thread // batch.threads_per_program, chunks.reshape(-1))
-
-
-def _rows_of_registers(bits: list[np.ndarray], kind: str) -> np.ndarray:
-    """A, [64, k], from four registers of 128 threads."""
-    values = decode(np.stack(bits), kind).reshape(2, 2, 4, 8, -1)  # k half, row half, w, g
-    return values.transpose(2, 1, 3, 0, 4).reshape(64, -1)
-
-
-def _rows_of_result(registers: np.ndarray, n: int) -> np.ndarray:
-    """D from registers, [n / 2, 128 threads], to [64, n]."""
-    split = registers.reshape(n // 8, 2, 2, 4, 8, 4)  # column / 8, row half, pair, w, g, t
-    return split.transpose(3, 1, 4, 0, 5, 2).reshape(64, n)
-
-
-def _registers_of_result(rows: np.ndarray, n: int) -> np.ndarray:
-    """Inverse of `_rows_of_result`."""
-    split = rows.reshape(4, 2, 8, n // 8, 4, 2)
-    return split.transpose(3, 1, 5, 0, 2, 4).reshape(n // 2, 128)
 
 
 @instruction("fence", "membar")
