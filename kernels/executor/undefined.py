@@ -37,7 +37,8 @@ class Effects:
 
 def alternate(width: int) -> np.ndarray:
     """The alternate value of an undefined register of this width."""
-    return np.array([0x5A5A5A5A5A5A5A5A & ((1 << width) - 1)], f"u{max(width // 8, 1)}")
+    dtype = np.bool_ if width == 1 else f"u{width // 8}"
+    return np.array([0x5A5A5A5A5A5A5A5A & ((1 << width) - 1)], dtype)
 
 
 def following(step, one: Instruction, effect: Effects):

@@ -303,8 +303,10 @@ class TestUndefinedValues:
         ["selp.b32 %r4, %r2, 7, %p1;",
          "selp.b32 %r5, -1, 0, %p1; and.b32 %r4, %r2, %r5;",
          "mov.b32 {%h1, %h2}, %r2; mov.b32 %r6, {%h3, %h1}; mov.b32 %r6, {%h4, %h3};"
-         "mov.b32 {%h5, %h6}, %r6; sub.u16 %h7, %h6, %h6; cvt.u32.u16 %r4, %h7;"],
-        ids=["selection", "mask", "half"],
+         "mov.b32 {%h5, %h6}, %r6; sub.u16 %h7, %h6, %h6; cvt.u32.u16 %r4, %h7;",
+         "@%p1 setp.eq.u32 %p5, %r0, %r0; not.pred %p6, %p5; @!%p1 mov.pred %p6, 0;"
+         "selp.b32 %r4, 1, 2, %p6;"],
+        ids=["selection", "mask", "half", "negated predicate"],
     )  # fmt: skip
     def test_an_unused_value_is_no_fault(self, run_body, why, choice):
         run_body(UNDEFINED[why] + OWN + choice + "st.global.b32 [%d12], %r4;", numbers(32))
