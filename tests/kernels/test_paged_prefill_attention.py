@@ -23,14 +23,6 @@ MIXED = ((70, 17), (0, 0), (1, 1), (45, 9), (33, 0), (40, 1))
 ONE_KV_HEAD = {"num_q_heads": 2, "num_kv_heads": 1}
 
 
-@pytest.mark.parametrize("window_size", [1, 33])
-def test_windows_that_look_ahead(window_size, device):
-    shape = {"window_size": window_size, "block_size": 7, **ONE_KV_HEAD}
-    call = PREFILL.call(device, ((34, 34), (45, 9)), **shape) | {"causal": False}
-    for num_splits in (1, 2):
-        PREFILL.assert_matches_reference(call, num_splits)
-
-
 @pytest.mark.parametrize("num_splits", [1, 2])
 def test_window_far_from_the_first_token(num_splits, device):
     """The masked left region alone reaches past the last visible key."""
