@@ -14,7 +14,6 @@ from cache.traces.workloads import WORKLOADS, make_workload
 from cache.traces.workloads.draws import (
     Zipf,
     generator,
-    interleaved,
     poisson_arrivals_ms,
 )
 from cache.traces.workloads.prompts import PromptSpace
@@ -226,10 +225,3 @@ def test_zipf_frequencies(exponent):
     weights = np.arange(1, 11) ** -float(exponent)
     expected = 20_000 * weights / weights.sum()
     assert (abs(counts - expected) < 4.5 * np.sqrt(expected)).all()
-
-
-def test_interleaved_sessions_come_in_order_of_time():
-    sessions = {0: [0, 4, 9], 2: [2, 2, 30], 5: [5], 40: [40], 99: [99]}
-    merged = interleaved(iter(sessions), lambda arrival: ((t, arrival) for t in sessions[arrival]))
-    expected = [(t, arrival) for arrival, times in sessions.items() for t in times]
-    assert list(itertools.islice(merged, 8)) == sorted(expected)[:8]
