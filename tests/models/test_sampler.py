@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -75,13 +76,13 @@ def test_the_chi_square_test_notices_a_small_difference():
 def test_outputs_of_a_seeded_request_are_independent():
     """Pairs of samples at neighbouring positions have the product distribution."""
     logits, count = LOGITS[:3], 3000
-    tokens = sample(
-        logits.expand(2 * count, -1),
-        SamplingParams(),
-        [noise_seed(5, 0, i) for i in range(count)]
-        + [noise_seed(5, 0, i + 1) for i in range(count)],
-    )
-    pairs = tokens[:count] * 3 + tokens[count:]
+    request = SimpleNamespace(params=SamplingParams(seed=5))
+    sequences = [
+        SimpleNamespace(request=request, index=0, num_output_tokens=i) for i in range(count + 1)
+    ]
+    drawn = Sampler(CPU).draw(logits.expand(count + 1, -1), [*range(count + 1)], sequences)
+    tokens = torch.tensor(drawn)
+    pairs = tokens[:-1] * 3 + tokens[1:]
     assert p_value(pairs, torch.outer(softmax(logits), softmax(logits)).flatten()) > 1e-3
 
 
