@@ -1,0 +1,142 @@
+"""Times of operations on GPUs, measured by others: see README.md for source, licence and method.
+
+``rows`` finds measured rows; ``grid`` interpolates between them:
+
+    decode = {"gpu": "H100-SXM", "kernel": "flash_attn3", "phase": "decode", "head_dim": 128}
+    rows("attention", **decode, q_heads=32, kv_heads=8, kv_dtype="bfloat16")
+    times = grid("gemm_bf16", ("m", "n", "k"), gpu="A100-SXM")
+    times(m=100, n=5120, k=5120)  # seconds
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import itertools
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+TABLES = {
+    path.name.partition(".")[0]: path for path in sorted(Path(__file__).parent.glob("*.csv*"))
+}
+_TEXTS = {"gpu", "engine", "kernel", "phase", "kv_dtype", "backend", "model", "card"}
+
+
+@functools.cache
+def read(path: Path) -> pd.DataFrame:
+    """The table at ``path``: texts, and numbers above 0.
+
+    Raises ValueError, naming the file and, where it is known, the line, for a damaged table.
+    """
+    import pandas as pd
+    import zstandard
+
+    try:
+        content = path.read_bytes()
+        if path.suffix == ".zst":
+            content = zstandard.ZstdDecompressor().decompress(content)
+        table = pd.read_csv(io.BytesIO(content), skip_blank_lines=False)
+    except zstandard.ZstdError as error:
+        raise ValueError(f"{path}: is truncated or corrupt: {error}") from error
+    except (pd.errors.ParserError, pd.errors.EmptyDataError, UnicodeDecodeError) as error:
+        line = re.search(r"line (\d+)", str(error))
+        raise ValueError(f"{path}:{line[1] if line else 1}: {error}") from error
+    for name in table:
+        if name in _TEXTS:
+            wrong = table[name].isna()
+        else:
+            numbers = pd.to_numeric(table[name], errors="coerce")
+            wrong = ~((numbers > 0) & (numbers < np.inf))
+        if wrong.any():
+            row = int(wrong.argmax())
+            needs = "a text" if name in _TEXTS else "a number above 0"
+            given = table[name].astype(object)[row]
+            raise ValueError(f"{path}:{row + 2}: {name} is {given!r}; needs {needs}")
+    return table
+
+
+def rows(table: str, **values: Any) -> pd.DataFrame:
+    """The measured rows with these values.
+
+    Raises ValueError for a value without rows; it lists the values that there are.
+    """
+    found = read(TABLES[table])
+    for number, (name, value) in enumerate(values.items()):
+        if name not in found:
+            raise ValueError(f"{TABLES[table]}:1: no column {name}, only {', '.join(found)}")
+        chosen = found[found[name] == value]
+        if chosen.empty:
+            before = ", ".join(f"{key}={values[key]!r}" for key in list(values)[:number])
+            there = ", ".join(map(str, sorted(found[name].unique())))
+            given = f" for {before}" if before else ""
+            raise ValueError(f"{name}={value!r} is not in the table {table}{given}; it has {there}")
+        found = chosen
+    return found
+
+
+@functools.cache
+def grid(table: str, axes: tuple[str, ...], **values: Any) -> Grid:
+    """Seconds over ``axes``, from the rows with these values; of each point the fastest row."""
+    found = rows(table, **values)
+    what = ", ".join(map(str, (table, *values.values())))
+    return Grid(what, found.groupby(list(axes))["microseconds"].min() * 1e-6)
+
+
+class Grid:
+    """Measured seconds over one or more parameters, interpolated on logarithmic scales.
+
+    Below the smallest value of a parameter its time there counts.  Above the largest there is
+    none.  Where only large values of the first parameter were left out (large batches of long
+    contexts), time grows in proportion to it.
+    """
+
+    def __init__(self, what: str, seconds: pd.Series) -> None:
+        import pandas as pd
+
+        self.what = what
+        index = pd.MultiIndex.from_frame(seconds.index.to_frame())
+        levels = [np.unique(index.get_level_values(name)) for name in index.names]
+        self.axes = dict(zip(index.names, levels, strict=True))
+        everywhere = pd.MultiIndex.from_product(levels)
+        logs = np.log(seconds.set_axis(index).reindex(everywhere).to_numpy())
+        first = np.log(levels[0])
+        columns = logs.reshape(len(first), -1)
+        for column in columns.T:
+            known = np.flatnonzero(~np.isnan(column))
+            if len(known):
+                last = known[-1]
+                column[:] = np.interp(first, first[known], column[known])
+                column[last:] += first[last:] - first[last]
+        self._logs = columns.reshape([len(level) for level in levels])
+
+    def __call__(self, **at: Any) -> np.ndarray:
+        """Seconds at these values (numbers or arrays) of all parameters.
+
+        Raises ValueError, naming the measured range, above it and where nothing was measured.
+        """
+        corners = []
+        for name, values in self.axes.items():
+            asked = np.asarray(at[name], float)
+            if asked.max() > values[-1]:
+                raise ValueError(
+                    f"{name}={asked.max():g} was not measured: {self.what} has {name} from "
+                    f"{values[0]} to {values[-1]}"
+                )
+            known = np.log(np.maximum(asked, values[0]))
+            place = np.interp(known, np.log(values), np.arange(len(values)))
+            low, high = np.floor(place).astype(int), np.ceil(place).astype(int)
+            corners.append(((low, 1 - (place - low)), (high, place - low)))
+        total = 0.0
+        for corner in itertools.product(*corners):
+            weight = functools.reduce(np.multiply, (weight for _, weight in corner))
+            logs = self._logs[tuple(place for place, _ in corner)]
+            total = total + np.where(weight > 0, weight * logs, 0.0)
+        if np.isnan(total).any():
+            raise ValueError(f"{at} was not measured: {self.what} has no row near it")
+        return np.exp(total)
