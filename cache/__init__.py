@@ -17,7 +17,7 @@ from cache.managers import (
 from cache.policies import POLICIES, EvictionPolicy, PriorityPolicy, make_policy
 from cache.replay.overlapping import ServingReplayResult, prompt_token_ids, simulate_serving
 from cache.replay.serial import SimulationResult, simulate
-from cache.serving.open_loop import ServiceModel
+from cache.serving.open_loop import Clock, ServiceModel
 from cache.sizing import (
     block_bytes,
     kv_cache_shape,
@@ -37,6 +37,7 @@ __all__ = [
     "AllocStatus",
     "CacheManager",
     "CacheStats",
+    "Clock",
     "Event",
     "EventLog",
     "EvictionPolicy",

@@ -3,10 +3,10 @@
 The serial replay (``cache.simulate``) compares policies to the last digit; this one shows what
 overlap adds: running requests hold their blocks, decoding takes new ones, and when none are left
 a request is preempted.  Scheduler, engine and manager are those that serve a model; only the model
-is not there, and time passes as ``ServiceModel`` says.  So the rules are the scheduler's (see
-:mod:`cache.serving.scheduler`): first come first served, long prompts in chunks beside the decoding
-sequences where the manager's design can do so, and the youngest is preempted when blocks run out,
-to be computed again.  A request that does not fit the empty cache is dropped and counted.
+is not there, and time passes as a clock says (``ServiceModel``).  So the rules are the scheduler's
+(see :mod:`cache.serving.scheduler`): first come first served, long prompts in chunks beside the
+decoding sequences where the manager's design can do so, and the youngest is preempted when blocks
+run out, to be computed again.  A request that does not fit the empty cache is dropped and counted.
 
 A trace names blocks of a prompt, not tokens, see ``prompt_token_ids``.  Everything generated is
 not shared, since a trace does not say which later prompt continues which answer.
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cache.managers import CacheManager, CacheStats
-from cache.serving.open_loop import ServiceModel, engine_without_model, serve
+from cache.serving.open_loop import Clock, ServiceModel, engine_without_model, serve
 from cache.serving.scheduler import longest_that_fits
 from cache.traces.trace import Trace
 
@@ -55,7 +55,7 @@ def simulate_serving(
     trace: Trace,
     *,
     manager: CacheManager,
-    service: ServiceModel | None = None,
+    service: Clock | None = None,
     time_scale: float = 1.0,
 ) -> ServingReplayResult:
     """Serve ``trace`` with ``manager``, which must be empty and is empty again afterwards.

@@ -3,8 +3,8 @@
 Open loop: a request arrives at its time, however busy the engine is, so a load beyond what the
 engine can serve builds up a queue.  A request that arrives during a step counts from that time.
 
-Time is real, or modelled by a service model that gives the duration of each step; then no time is
-spent.  The scheduler, the manager and the policy of the engine decide in both cases.
+Time is real, or modelled by a clock that gives the duration of each step; then no time is spent.
+The scheduler, the manager and the policy of the engine decide in both cases.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from cache.checks import at_least
 from cache.managers.base import CacheManager
@@ -25,9 +25,24 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+class Clock(Protocol):
+    """Duration and limits of the steps of a modelled engine."""
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Most sequences that run at once."""
+
+    @property
+    def max_num_batched_tokens(self) -> int:
+        """Most tokens computed in one step; a longer prompt takes several steps."""
+
+    def duration(self, step: Step) -> float:
+        """Seconds that ``step`` takes; its tokens count as computed already."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServiceModel:
-    """Duration and limits of the steps of a modelled engine.
+    """A clock that is linear in the tokens of a step.
 
     A step lasts ``step_seconds + prefill tokens / prefill_tokens_per_second + decoding sequences *
     decode_seconds_per_sequence``.  The defaults are round numbers of the order of an 8-billion
@@ -162,7 +177,7 @@ def serve(
     arrivals_s: Sequence[float] | None,
     *,
     stop_s: float | None = None,
-    service: ServiceModel | None = None,
+    service: Clock | None = None,
 ) -> Run:
     """Serve requests of exactly these lengths, decoded greedily; the engine is idle afterwards.
 
@@ -186,7 +201,7 @@ def serve(
 class _Watch:
     """Observes each step of an engine between scheduling and finishing, and keeps its time."""
 
-    def __init__(self, engine: Engine, service: ServiceModel | None) -> None:
+    def __init__(self, engine: Engine, service: Clock | None) -> None:
         self._engine, self._service, self._compute = engine, service, engine.runner.run
         self._now = 0.0
         self.clock: Callable[[], float] = engine.clock if service is None else lambda: self._now

@@ -1,0 +1,229 @@
+"""A clock for engines of published models on GPUs, from operator times that others measured.
+
+    clock = GpuClock("opt-13b", "A100-SXM", host_seconds=0.01)
+    open_loop.serve(engine, prompts, lengths, arrivals, service=clock)
+
+Nothing runs on a GPU.  A step takes
+
+    host + layers * (products + small kernels + attention + all-reduces)
+    + LM head + sampling + copies
+
+Products, attention and all-reduces are interpolated in the tables of experiments/gpu_times.  The
+rest is modelled:
+
+* Decoding sequences of unequal lengths: each takes its share of a batch of sequences like itself,
+  and all together at least as long as the longest alone.
+* A chunk of a prompt behind a cached prefix, which no table has: a whole prompt of equal work, that
+  is, with as many pairs of query and key.  Several are combined like decoding sequences.
+* Decoding with more KV heads than the table has (A100: 8): that many sequences of 8 heads.
+* A product with more columns than the table has (LM heads): parts of equal size.
+* Small kernels (norms, RoPE, activations): their bytes at 80 % of the bandwidth, and 2 us each.
+  Sampling reads the logits five times.
+* Block copies at the memory's bandwidth, swaps at the PCIe link's, not overlapped.
+* A GPU with another bandwidth than the measured one: what memory bounds takes longer in proportion.
+
+``host_seconds`` is what the engine's own code adds to each step: an assumption of the caller.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+
+from cache.checks import at_least
+from cache.serving.scheduler import Step
+from experiments import gpu_times
+
+HONEST = (
+    "Scheduling, allocation, eviction and preemption are the project's own code; time is the sum "
+    "of operator times that others measured, interpolated, plus an assumed host time."
+)
+"""What every table and figure on this clock says."""
+
+SMALL_KERNELS = 6
+"""Per layer."""
+_SMALL_KERNEL_S = 2e-6
+_STREAM_EFFICIENCY = 0.8
+_GRAIN = 16
+"""Contexts of decoding sequences are tabulated at these distances."""
+
+
+class GpuClock:
+    """Durations of steps of ``model`` on ``tensor_parallel`` GPUs, for one engine's limits.
+
+    Args:
+        model: a row of gpu_times/models.csv, a dense decoder in bf16.
+        gpu: a row of gpu_times/cards.csv; bandwidths are its maker's, in bytes per second.
+        host_seconds: assumed time of the engine's own code in each step.
+        block_size: tokens of the blocks that steps copy and swap.
+
+    Raises ValueError, listing what there is, for a model, GPU or shape that was not measured, and
+    naming the measured range for a step beyond it.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        gpu: str,
+        tensor_parallel: int = 1,
+        *,
+        host_seconds: float = 0.0,
+        block_size: int = 16,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 8192,
+    ) -> None:
+        (shape,) = gpu_times.rows("models", model=model).itertuples()
+        (card,) = gpu_times.rows("cards", card=gpu).itertuples()
+        if not 0 <= host_seconds < np.inf:
+            raise ValueError(f"host_seconds={host_seconds}: needs at least 0")
+        self.model, self.gpu = model, gpu
+        self.tensor_parallel = at_least(1, "tensor_parallel", tensor_parallel)
+        self.host_seconds = host_seconds
+        self.block_size = at_least(1, "block_size", block_size)
+        self.max_num_seqs = at_least(1, "max_num_seqs", max_num_seqs)
+        self.max_num_batched_tokens = at_least(1, "max_num_batched_tokens", max_num_batched_tokens)
+        self._shape, self._card = shape, card
+        self._slow = card.measured_bandwidth / card.bandwidth
+        self._dense = self._dense_seconds()
+        self._head = self._head_seconds()
+        self._set_up_attention()
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values of a token, over all layers and GPUs."""
+        return 4 * self._shape.layers * self._shape.kv_heads * self._shape.head_dim
+
+    def duration(self, step: Step) -> float:
+        """Seconds that ``step`` takes."""
+        contexts, chunks, rows = [], [], 0
+        for seq, count in zip(step.sequences, step.counts, strict=True):
+            context = seq.num_computed_tokens  # this step's included
+            rows += context == len(seq.token_ids)
+            if count == 1:
+                contexts.append(context)
+            else:
+                chunks.append((count, context))
+        block_bytes = self.block_size * self.kv_bytes_per_token / self.tensor_parallel
+        copied = 2 * len(step.copies) / self._card.bandwidth
+        swapped = (len(step.swap_out) + len(step.swap_in)) / self._card.host_bandwidth
+        return self.seconds(contexts, chunks, rows) + block_bytes * (copied + swapped)
+
+    def seconds(
+        self, contexts: Sequence[int], chunks: Sequence[tuple[int, int]] = (), rows: int = 0
+    ) -> float:
+        """Seconds of a step without copies.
+
+        contexts: keys of each decoding sequence, its new token's included.
+        chunks: query tokens, and keys with these tokens' included, of each prompt.
+        rows: sequences that sample a token; 0 for all decoding ones.
+        """
+        tokens = len(contexts) + sum(count for count, _ in chunks)
+        rows = rows or len(contexts)
+        if tokens > self.max_num_batched_tokens or rows > self.max_num_seqs:
+            raise ValueError(
+                f"a step of {tokens} tokens and {rows} sequences: this clock has at most "
+                f"{self.max_num_batched_tokens} and {self.max_num_seqs}"
+            )
+        if not tokens:
+            return self.host_seconds
+        attention = self._decode_seconds(contexts) + self._prefill_seconds(chunks)
+        if contexts and chunks:
+            attention -= self._floor  # one launch computes both
+        layers = self._shape.layers * attention
+        return self.host_seconds + float(self._dense[tokens] + self._head[rows]) + layers
+
+    def _dense_seconds(self) -> np.ndarray:
+        """All layers without attention, by tokens of the step."""
+        shape, parts = self._shape, self.tensor_parallel
+        tokens = np.arange(1, self.max_num_batched_tokens + 1)
+        heads, wide = shape.q_heads * shape.head_dim, shape.intermediate * shape.up_products
+        qkv = heads + 2 * shape.kv_heads * shape.head_dim
+        layer = self._product(tokens, qkv // parts, shape.hidden)
+        layer += self._product(tokens, shape.hidden, heads // parts)
+        layer += self._product(tokens, wide // parts, shape.hidden)
+        layer += self._product(tokens, shape.hidden, shape.intermediate // parts)
+        streamed = 8 * shape.hidden + (2 * qkv + wide + shape.intermediate) / parts
+        layer += SMALL_KERNELS * _SMALL_KERNEL_S
+        layer += 2 * streamed * tokens / (self._card.bandwidth * _STREAM_EFFICIENCY)
+        if parts > 1:
+            measured = {"gpu": self._card.gpu, "backend": "vllm_graph", "num_gpus": parts}
+            all_reduce = gpu_times.grid("allreduce", ("message_size",), **measured)
+            layer += 2 * all_reduce(message_size=tokens * shape.hidden)
+        return np.append(0.0, shape.layers * layer)
+
+    def _head_seconds(self) -> np.ndarray:
+        """LM head and sampling, by sequences that sample."""
+        rows = np.arange(1, self.max_num_seqs + 1)
+        seconds = self._product(rows, self._shape.vocab // self.tensor_parallel, self._shape.hidden)
+        logits = 5 * 4 * self._shape.vocab * rows / self._card.bandwidth
+        return np.append(0.0, seconds + logits + 10 * _SMALL_KERNEL_S)
+
+    def _product(self, m: np.ndarray, n: int, k: int) -> np.ndarray:
+        times = gpu_times.grid("gemm_bf16", ("m", "n", "k"), gpu=self._card.gpu)
+        parts = -(-n // int(times.axes["n"][-1]))
+        seconds = times(m=m, n=n / parts, k=k)
+        # On a slower memory, reading the weights (all that a single row takes) takes longer.
+        return parts * (seconds + (self._slow - 1) * times(m=1, n=n / parts, k=k))
+
+    def _set_up_attention(self) -> None:
+        shape, parts = self._shape, self.tensor_parallel
+        heads, kv_heads = shape.q_heads // parts, shape.kv_heads // parts
+        folds = max(1, kv_heads // 8)
+        self._prefill = self._attention("prefill", heads, kv_heads)
+        self._decode = self._attention("decode", heads // folds, kv_heads // folds)
+        self._folds = folds
+        self._longest = int(self._decode.axes["context_tokens"][-1])
+        self._floor = self._slow * float(self._decode(batch_size=1, context_tokens=1))
+        self._share = functools.cache(self._tabulate_share)
+
+    def _attention(self, phase: str, q_heads: int, kv_heads: int) -> gpu_times.Grid:
+        return gpu_times.grid(
+            "attention",
+            ("batch_size", "context_tokens"),
+            gpu=self._card.gpu,
+            kernel=self._card.kernel,
+            kv_dtype="bfloat16",
+            head_dim=self._shape.head_dim,
+            phase=phase,
+            q_heads=q_heads,
+            kv_heads=kv_heads,
+        )
+
+    def _tabulate_share(self, batch: int) -> np.ndarray:
+        """Seconds of one of ``batch`` sequences with equal contexts, by context // _GRAIN."""
+        middles = (np.arange(self._longest // _GRAIN + 1) + 0.5) * _GRAIN
+        contexts = np.minimum(middles, self._longest)
+        return self._slow * _in_parts(self._decode, batch * self._folds, contexts) / batch
+
+    def _decode_seconds(self, contexts: Sequence[int]) -> float:
+        if not len(contexts):
+            return 0.0
+        if max(contexts) > self._longest:
+            raise ValueError(
+                f"a context of {max(contexts)} tokens was not measured: {self._decode.what} has 1 "
+                f"to {self._longest}"
+            )
+        places = np.asarray(contexts) // _GRAIN
+        together = float(self._share(len(contexts))[places].sum())
+        return max(together, float(self._share(1)[places.max()]))
+
+    def _prefill_seconds(self, chunks: Sequence[tuple[int, int]]) -> float:
+        if not chunks:
+            return 0.0
+        queries, keys = np.array(chunks, float).T
+        pairs = queries * (keys - queries) + queries * (queries + 1) / 2
+        # Beyond the longest prompt of the table, several prompts of equal work.
+        longest = self._prefill.axes["context_tokens"][-1]
+        pieces = np.ceil(2 * pairs / longest**2)
+        lengths = np.sqrt(2 * pairs / pieces)
+        together = pieces * _in_parts(self._prefill, len(chunks), lengths) / len(chunks)
+        alone = pieces * self._prefill(batch_size=1, context_tokens=lengths)
+        return max(float(together.sum()), float(alone.max()))
+
+
+def _in_parts(times: gpu_times.Grid, batch: int, contexts: np.ndarray) -> np.ndarray:
+    """Seconds of a batch, if it is beyond the table of several of equal size."""
+    parts = -(-batch // int(times.axes["batch_size"][-1]))
+    return parts * times(batch_size=batch / parts, context_tokens=contexts)
