@@ -60,7 +60,7 @@ from experiments.load.workloads import LogNormalLengths, OnTraces, Source, Workl
 if TYPE_CHECKING:
     from models import LLM
 
-_SYSTEMS = {
+SYSTEMS = {
     "contiguous_max": ("contiguous (max)", style.line(style.RED, "v")),
     "contiguous_pow2": ("contiguous (pow2)", style.line(style.ORANGE, "s")),
     "contiguous_oracle": ("contiguous (oracle)", style.line(style.GREEN, "^", "dashed")),
@@ -93,7 +93,7 @@ _NUM_WARM_UP_REQUESTS = 32
 class Serving(OnTraces):
     """The grid: traces x systems x request rates."""
 
-    system: Repeated[Axis[Annotated[str, one_of(_SYSTEMS)]]] = ()
+    system: Repeated[Axis[Annotated[str, one_of(SYSTEMS)]]] = ()
     """A manager, or contiguous_(max|pow2|oracle). None: the paper's systems, by trace."""
     request_rate: Axis[Positive] = (12.5, 25, 50, 100, 200)
     """Requests per second."""
@@ -256,7 +256,7 @@ def _draw_systems(axis: style.Axes, rows: style.DataFrame, column: str) -> None:
     Times are in ms; white markers are points with a saturated draw.
     """
     unit = 1000 if column.endswith("_s") else 1
-    for system, (label, line) in _SYSTEMS.items():
+    for system, (label, line) in SYSTEMS.items():
         points = rows[rows["system"] == system].groupby("request_rate")
         low, median, high = (unit * points[column].quantile(q) for q in (0, 0.5, 1))
         if len(median):

@@ -88,9 +88,12 @@ TINY_RUNS = {
     "--pool-blocks 512 1024 --pool-requests 4 --manager vllm_v1 "
     "--num-sequences 1 2 --lengths 2 5 --num-steps 5 --model tiny --model-num-sequences 2 "
     "--model-lengths 2 5 --model-num-steps 5",
+    "paper_serving": "--lengths sharegpt --host-ms 0 --draw 0 --system contiguous_max paged "
+    "--traffic 0.02 --bisections 1",
     "preemption": "--model tiny --threads 1 --block-size 4 16 --context-tokens 40 "
     "--cache-tokens 64 --requests 4 --prompt-tokens 4 12 --output-tokens 12 24 "
     "--draws 2",
+    "published_serving": "--case lambda_h100_10 bench_70b",
     "serving": "--trace {chat} --system contiguous_max --system vllm_v1 --request-rate 50 2000 "
     "--draw 0 1 --duration-s 0.05 --drain-s 0.05 --mean-tokens 24 --max-model-len 64",
     "shared_prefix": "--model tiny --manager vllm_v1 radix --block-size 8 --prompt-tokens 64 "

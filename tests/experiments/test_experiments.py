@@ -25,13 +25,15 @@ NUM_CELLS = {
     "kernel_counters": 3,
     "memory_waste": 5,
     "overhead": 7,
+    "paper_serving": 2,
     "preemption": 4,
+    "published_serving": 2,
     "serving": 8,
     "shared_prefix": 6,
     "sharing": 12,
     "transformers_speed": 1,
 }
-UNTIMED = {"block_size": 35, "memory_waste": 18, "sharing": 66}
+UNTIMED = {"block_size": 35, "memory_waste": 18, "published_serving": 5, "sharing": 66}
 """Experiments that count or model, and how far apart the cells are that a test computes again."""
 
 
@@ -94,7 +96,14 @@ def test_no_number_may_be_negative_and_few_may_be_0(name):
     for option, hint in typing.get_type_hints(type(options), include_extras=True).items():
         if not numbers_in(hint):
             continue
-        may_be_0 = option in ("seed", "draw", "cached_percent", "prefix_tokens", "drop_probability")
+        may_be_0 = option in (
+            "seed",
+            "draw",
+            "host_ms",
+            "cached_percent",
+            "prefix_tokens",
+            "drop_probability",
+        )
         for number in (-1, 0)[: 2 - may_be_0]:
             left_open = getattr(options, option) is None
             value = getattr(experiment.quick if left_open else options, option)
