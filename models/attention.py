@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import importlib
 import math
-import os
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
@@ -435,9 +434,13 @@ def make_backend(name: str | None, device: torch.device) -> AttentionBackend:
         )
     if device.type == "cpu" and name == "flash_attn":
         raise ValueError("attention_backend='flash_attn': flash-attn runs on GPUs only")
-    if device.type == "cpu" and name == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError(
-            "attention_backend='triton' on a CPU: set TRITON_INTERPRET=1 in the environment before "
-            "the kernels are imported, to run them in Triton's interpreter, or use 'torch'"
-        )
+    if device.type == "cpu" and name == "triton":
+        from kernels import checks  # late: TRITON_INTERPRET is read at this import
+
+        if not checks.INTERPRETED.value:
+            raise ValueError(
+                "attention_backend='triton' on a CPU: set TRITON_INTERPRET=1 in the environment "
+                "before the kernels are imported, to run them in Triton's interpreter, or use "
+                "'torch'"
+            )
     return BACKENDS[name]()

@@ -15,6 +15,7 @@ import torch
 
 from cache import block_bytes
 from cache.checks import at_least
+from models.gguf import is_gguf, open_gguf
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -261,14 +262,16 @@ class ModelConfig:
     def from_folder(cls, folder: str | Path) -> ModelConfig:
         """Read ``config.json``, and end-of-text tokens from ``generation_config.json`` if present.
 
-        Raises FileNotFoundError for a missing folder or file, UnsupportedModel for a feature these
-        decoders do not have, ValueError for malformed fields; each names the file.
+        ``folder`` may be a GGUF file.  Raises FileNotFoundError for a missing file,
+        UnsupportedModel for a feature these decoders do not have, ValueError for malformed fields;
+        each names the file.
         """
         folder = Path(folder)
-        if not folder.is_dir():
-            raise FileNotFoundError(f"model: no folder {str(folder)!r}")
-        path = folder / "config.json"
-        fields = read_json_object(path)
+        if is_gguf(folder):
+            path, fields = folder, open_gguf(folder).config()
+        else:
+            path = folder / "config.json"
+            fields = read_json_object(path)
         generation = folder / "generation_config.json"
         if generation.exists():
             eos = read_json_object(generation).get("eos_token_id")

@@ -1,11 +1,10 @@
-"""Command line: ``python -m models.generate --model DIR --prompt "..."``."""
+"""Command line: ``python -m models.generate --prompt "..."``."""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
@@ -13,6 +12,7 @@ import tyro
 from cache import UnsupportedByDesign
 from cache.serving.outputs import RequestOutput
 from cache.serving.sampling_params import SamplingParams
+from models.hub import default_model
 from models.llm import LLM
 
 
@@ -20,8 +20,9 @@ from models.llm import LLM
 class Arguments:
     """Generate text with a Hugging Face checkpoint on a paged KV cache."""
 
-    model: Path
-    """Folder of a Hugging Face checkpoint."""
+    model: str | None = None
+    """A checkpoint: folder, GGUF file, or name on the Hugging Face hub.  By default the SmolLM2 of
+    `make model`."""
     prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """A prompt; may be given several times."""
     prompt_ids: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
@@ -72,6 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise ValueError("--prompt: needs at least one prompt")
         if args.chat and args.prompt_ids:
             raise ValueError("--chat: takes each --prompt as a message, and no --prompt-ids")
+        options["model"] = args.model or default_model()
         names = {field.name for field in dataclasses.fields(SamplingParams)}
         params = SamplingParams(**{name: options.pop(name) for name in names & options.keys()})
         llm = LLM(enable_prefix_caching=options.pop("prefix_caching"), **options)

@@ -22,6 +22,7 @@ from cache.sizing import utilization_share
 from models.attention import AttentionBackend, make_backend
 from models.config import ModelConfig
 from models.decoder import CausalLM, build_model
+from models.hub import checkpoint_path
 from models.memory import available_host_bytes, profile_peak_bytes
 from models.parallel import TensorParallel, is_distributed, join_tensor_parallel
 from models.prompts import (
@@ -66,7 +67,8 @@ class LLM:
     started tensor-parallel ranks, which end.
 
     Args:
-        model: folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer.json), or a
+        model: folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer.json), a
+            GGUF file, a name on the hub ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B@REVISION"), or a
             ModelConfig, which gets random weights.
         device: "cuda" or "cpu"; by default a GPU if there is one.
         dtype: dtype of weights and KV cache; by default the checkpoint's on a GPU, fp32 on a CPU.
@@ -139,7 +141,7 @@ class LLM:
         arguments = {name: value for name, value in locals().items() if name != "self"}
         asked = SimpleNamespace(**arguments)
         _check(asked)
-        folder = None if isinstance(model, ModelConfig) else Path(model)
+        folder = None if isinstance(model, ModelConfig) else checkpoint_path(model)
         self.config = config = model if folder is None else ModelConfig.from_folder(folder)
         self.device = _device(device, tensor_parallel_size)
         self.dtype = _dtype(dtype, config, self.device)

@@ -16,6 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from models.config import read_json_object
+from models.gguf import is_gguf, open_gguf
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ def load_tokenizer(folder: Path | None) -> Tokenizer | None:
 
     Raises ValueError, naming the file, if it cannot be read.
     """
+    if folder is not None and is_gguf(folder):
+        return open_gguf(folder).tokenizer()
     path = None if folder is None else folder / "tokenizer.json"
     if path is None or not path.exists():
         return None
@@ -116,6 +119,9 @@ def load_chat_template(folder: Path | None) -> ChatTemplate | None:
     """The chat template of a checkpoint; None if it has none."""
     if folder is None:
         return None
+    if is_gguf(folder):
+        source, tokens = open_gguf(folder).chat_template()
+        return None if source is None else ChatTemplate(source, folder, tokens)
     path = folder / "tokenizer_config.json"
     config = read_json_object(path) if path.exists() else {}
     tokens = {

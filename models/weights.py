@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from models.gguf import is_gguf, open_gguf
 from models.layers import CheckpointTensor
 
 _INDEX = "model.safetensors.index.json"
@@ -37,7 +38,7 @@ def checkpoint_tensors(model: nn.Module) -> dict[str, CheckpointTensor]:
 
 
 def load_weights(model: nn.Module, folder: str | Path) -> None:
-    """Fill ``model`` from the safetensors in ``folder``; each rank reads only its part.
+    """Fill ``model`` from the safetensors in ``folder``, or from a GGUF; each rank reads its part.
 
     One shard is open, and one tensor beside the model is in memory, at a time.  Tied embeddings may
     have both names.  ``load_kv_scales`` reads the scales of an fp8 KV cache.
@@ -88,6 +89,8 @@ def load_kv_scales(model: nn.Module, folder: str | Path) -> None:
     Raises WeightsError for a scale that is not a positive finite number or belongs to no layer.
     """
     for path in _weight_files(Path(folder)):
+        if is_gguf(path):
+            return  # has none
         with safe_open(path, framework="pt") as shard:
             for name in shard.keys():  # noqa: SIM118  (not a dict)
                 match = _KV_SCALE.fullmatch(name)
@@ -121,6 +124,8 @@ def randomize_weights(model: nn.Module, *, seed: int = 0, std: float = 0.02) -> 
 
 
 def _weight_files(folder: Path) -> list[Path]:
+    if is_gguf(folder):
+        return [folder]
     index = folder / _INDEX
     if index.exists():
         try:
@@ -145,6 +150,9 @@ def _read(
     path: Path, expected: dict[str, CheckpointTensor]
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Name and this rank's part of every tensor in a file; (name, None) if it is unexpected."""
+    if is_gguf(path):
+        yield from open_gguf(path).tensors(expected)
+        return
     try:
         with safe_open(path, framework="pt") as shard:
             for name in shard.keys():  # noqa: SIM118  (not a dict)

@@ -1,0 +1,148 @@
+"""GGUF files: a tiny one of each architecture, and damaged ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from models import LLM, SamplingParams
+from models.gguf import GGUF, open_gguf
+from models.prompts import load_chat_template
+from tests.models.tiny import TINY, oracle_tokens, tokens_of
+
+gguf = pytest.importorskip("gguf", reason="`make model` installs it")
+
+TOKENS = ["<|im_end|>", "Ġ", "1", "2", "a", "b", "ab", *(f"t{i}" for i in range(90))]
+CONFIGS = {
+    "llama": ("LlamaConfig", {}),
+    "qwen2": ("Qwen2Config", {"rope_parameters": {
+        "rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4,
+        "original_max_position_embeddings": 64,
+    }}),
+    "qwen3": ("Qwen3Config", {"head_dim": 32, "tie_word_embeddings": True}),
+}  # fmt: skip
+PRE_TOKENIZERS = {"llama": "smollm", "qwen2": "qwen2", "qwen3": "gpt-2"}
+
+
+@pytest.fixture
+def make_gguf(transformers, tmp_path):
+    """make_gguf(architecture="llama", **fields) -> the path, and the model of transformers.
+
+    ``fields`` replace or, if they are None, remove fields of the metadata.
+    """
+
+    @torch.no_grad()
+    def make(architecture="llama", **fields):
+        name, options = CONFIGS[architecture]
+        config = getattr(transformers, name)(**TINY | options)
+        torch.manual_seed(7)
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        metadata = {
+            "block_count": 2, "context_length": 256, "embedding_length": 64,
+            "feed_forward_length": 80, "attention.head_count": 4, "attention.head_count_kv": 2,
+            "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        }  # fmt: skip
+        if architecture == "qwen2":
+            scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 64}
+            metadata |= {f"rope.scaling.{key}": value for key, value in scaling.items()}
+        if architecture == "qwen3":
+            metadata["attention.key_length"] = 32
+        metadata = {f"{architecture}.{key}": value for key, value in metadata.items()}
+        metadata |= {
+            "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": PRE_TOKENIZERS[architecture],
+            "tokenizer.ggml.tokens": TOKENS, "tokenizer.ggml.token_type": [3, *[1] * 96],
+            "tokenizer.ggml.merges": ["a b"], "tokenizer.ggml.eos_token_id": 0,
+            "tokenizer.chat_template": "{{ eos_token }}{{ messages[0].content }}",
+        }  # fmt: skip
+        metadata |= {key.replace("__", "."): value for key, value in fields.items()}
+        path = tmp_path / f"{architecture}.gguf"
+        writer = gguf.GGUFWriter(path, metadata.pop("general.architecture", architecture))
+        add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
+        for key, value in metadata.items():
+            if value is not None:
+                add.get(type(value), writer.add_array)(key, value)
+        arch = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
+        gguf_name = gguf.get_tensor_name_map(arch, 2).get_name
+        for name, tensor in model.state_dict().items():
+            if tensor.dim() == 1:
+                tensor.add_(torch.randn_like(tensor) * 0.2)
+            if name == "lm_head.weight" and config.tie_word_embeddings:
+                continue
+            kind = gguf.GGMLQuantizationType.F32
+            if tensor.dim() == 2 and tensor.shape[1] % 32 == 0:
+                kind = gguf.GGMLQuantizationType.Q8_0
+                rounded = gguf.dequantize(gguf.quantize(tensor.numpy(), kind), kind)
+                tensor.copy_(torch.from_numpy(rounded))
+            values = tensor.numpy()
+            if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
+                pairs = values.reshape(-1, 2, 8, *values.shape[1:])  # heads of 16, in halves
+                values = pairs.swapaxes(1, 2).reshape(values.shape)
+            values = (
+                values if kind == gguf.GGMLQuantizationType.F32 else gguf.quantize(values, kind)
+            )
+            key = gguf_name(name, try_suffixes=(".weight", ".bias"))
+            writer.add_tensor(key, values, raw_dtype=kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path, model
+
+    return make
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_tokens_equal_those_of_transformers(architecture, make_gguf):
+    path, oracle = make_gguf(architecture)
+    prompts = [list(range(5, 90)), [9] * 3]
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    tokens = tokens_of(LLM(path, num_blocks=64).generate(prompts, params))
+    assert tokens == [oracle_tokens(oracle, prompt, 8) for prompt in prompts]
+
+
+def test_tokenizer_and_chat_template(make_gguf):
+    path, _ = make_gguf()
+    tokenizer = open_gguf(path).tokenizer()
+    assert tokenizer.encode("ab12<|im_end|> ab").tokens == ["ab", "1", "2", "<|im_end|>", "Ġ", "ab"]
+    assert tokenizer.decode([6, 0, 2]) == "ab1"
+    assert load_chat_template(path).render([{"role": "user", "content": "a"}]) == "<|im_end|>a"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"general__architecture": "mamba"}, "general.architecture='mamba' .*choose from llama"),
+        ({"tokenizer__ggml__pre": "tekken"}, "tokenizer.ggml.pre='tekken' is not supported"),
+        ({"tokenizer__ggml__model": "llama"}, "tokenizer.ggml.model='llama' is not supported"),
+        ({"tokenizer__ggml__merges": None}, "field 'tokenizer.ggml.merges' is missing"),
+        ({"llama__expert_count": 8}, "mixtures of experts are not supported"),
+        ({"llama__rope__scaling__type": "longrope"}, "rope_type='longrope': choose from"),
+        ({"llama__rope__dimension_count": 8}, "partial_rotary_factor=0.5"),
+        ({"llama__embedding_length": 32}, "has shape .*, the model needs"),
+        ({"llama__embedding_length": None}, "llama.embedding_length=None: needs one number"),
+    ],
+)
+def test_unsupported_files_are_refused_by_name(fields, message, make_gguf):
+    path, _ = make_gguf(**fields)
+    with pytest.raises(ValueError, match=f"llama.gguf: .*{message}"):
+        LLM(path, num_blocks=64)
+
+
+@pytest.mark.parametrize("keep", [3, 200, 6000, 40_000])
+def test_truncated_files_are_refused(keep, make_gguf):
+    path, _ = make_gguf()
+    whole = path.read_bytes()
+    assert keep < len(whole)
+    path.write_bytes(whole[:keep])
+    with pytest.raises(ValueError, match=r"llama\.gguf: damaged, or not a GGUF file"):
+        GGUF(path)
+
+
+def test_unknown_quantisations_are_refused(make_gguf, monkeypatch):
+    def dequantize(data, kind):
+        raise NotImplementedError
+
+    path, _ = make_gguf()
+    monkeypatch.setattr(gguf, "dequantize", dequantize)
+    with pytest.raises(ValueError, match=r"llama.gguf: quantisation Q8_0 is not supported"):
+        GGUF(path)

@@ -1,0 +1,93 @@
+"""SmolLM2-135M-Instruct, where `make model` has installed it: its tokens, text and chats."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from pydoc_data.topics import topics
+
+from models import LLM, SaltedPrompt, SamplingParams
+from models.gguf import open_gguf
+from models.hub import default_model
+from models.weights import checkpoint_tensors
+from tests.models.tiny import tokens_of
+
+try:
+    pytest.importorskip("gguf")
+    MODEL = default_model()
+except (FileNotFoundError, pytest.skip.Exception):
+    pytest.skip("the model is not installed: run `make model`", allow_module_level=True)
+
+PROMPTS = [" ".join(text.split()[4:16]) for text in itertools.islice(topics.values(), 20)]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    return LLM(MODEL, num_blocks=256)
+
+
+@pytest.fixture
+def make_llm(smollm2, monkeypatch):
+    """make_llm(**options) -> another LLM with the same weights, which are loaded once."""
+    monkeypatch.setattr(LLM, "_load_model", lambda *_: smollm2.model)
+    return lambda **options: LLM(MODEL, **{"num_blocks": 256} | options)
+
+
+def test_the_tokenizer_splits_digits(smollm2):
+    assert smollm2.tokenizer.encode("Unsigned\n\n8-bit").ids[2:4] == [1116, 40]
+
+
+@torch.no_grad()
+def test_greedy_tokens_equal_those_of_transformers(smollm2, transformers):
+    """Teacher-forced: each of our tokens is the likeliest of transformers after the ones before."""
+    config = transformers.LlamaConfig(**open_gguf(MODEL).config())
+    with torch.device("meta"):
+        oracle = transformers.LlamaForCausalLM(config).eval()
+    weights = dict(open_gguf(MODEL).tensors(checkpoint_tensors(smollm2.model)))
+    oracle.load_state_dict(weights, strict=False, assign=True)
+    oracle.tie_weights()
+    oracle.model.rotary_emb = type(oracle.model.rotary_emb)(config)
+    params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
+    for prompt, output in zip(PROMPTS, smollm2.generate(PROMPTS, params), strict=True):
+        ours, before = output.outputs[0].token_ids, list(output.prompt_token_ids)
+        logits = oracle(torch.tensor([before + ours[:-1]])).logits[0, len(before) - 1 :]
+        behind = logits.amax(-1) - logits[range(32), ours]
+        assert not behind.any(), f"{prompt!r}: behind by {behind.tolist()}"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"manager": name} for name in ("contiguous", "paged", "nano_vllm", "vllm_v0", "radix")),
+        {"max_num_batched_tokens": 16, "block_size": 7},
+        {"num_blocks": 12, "max_model_len": 64},
+        {"num_blocks": 12, "max_model_len": 64, "preemption": "swap"},
+        {"manager_options": {"partial_block_reuse": True}},
+        {"enable_prefix_caching": False},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_tokens_do_not_depend_on_the_cache(options, smollm2, make_llm):
+    prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[0] + " and", *PROMPTS[2:4]]
+    prompts = [*prompts, SaltedPrompt(PROMPTS[0], "salt")]
+    llm = make_llm(**options)
+    outputs = llm.generate(prompts, GREEDY) + llm.generate(prompts[2:4], GREEDY)
+    assert tokens_of(outputs) == tokens_of(smollm2.generate(prompts + prompts[2:4], GREEDY))
+    if options.get("num_blocks") == 12:
+        assert any(output.stats.num_preemptions for output in outputs)
+
+
+def test_streamed_text_equals_the_final_text(smollm2):
+    ids = smollm2.tokenizer.encode("Repeat: 😀🎉 naïve 漢字 😀🎉 naïve 漢字 😀🎉 naïve").ids
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    streamed = "".join(output.text for output in smollm2.stream(ids, params))
+    [output] = smollm2.generate([ids], params)
+    assert streamed == output.outputs[0].text
+    assert not streamed.isascii()
