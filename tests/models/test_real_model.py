@@ -7,10 +7,10 @@ import os
 import subprocess
 import sys
 import textwrap
+from pydoc_data.topics import topics
 
 import pytest
 import torch
-from pydoc_data.topics import topics
 
 from models import LLM, SaltedPrompt, SamplingParams
 from models.gguf import open_gguf
@@ -35,8 +35,9 @@ def smollm2():
 
 @pytest.fixture
 def make_llm(smollm2, monkeypatch):
-    """make_llm(**options) -> another LLM with the same weights, which are loaded once."""
+    """make_llm(**options) -> another LLM with the weights and the tokenizer of ``smollm2``."""
     monkeypatch.setattr(LLM, "_load_model", lambda *_: smollm2.model)
+    monkeypatch.setattr("models.llm.load_tokenizer", lambda *_: smollm2.tokenizer)
     return lambda **options: LLM(MODEL, **{"num_blocks": 256} | options)
 
 
@@ -87,7 +88,39 @@ def test_tokens_do_not_depend_on_the_cache(options, smollm2, make_llm):
 def test_streamed_text_equals_the_final_text(smollm2):
     ids = smollm2.tokenizer.encode("Repeat: 😀🎉 naïve 漢字 😀🎉 naïve 漢字 😀🎉 naïve").ids
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-    streamed = "".join(output.text for output in smollm2.stream(ids, params))
-    [output] = smollm2.generate([ids], params)
-    assert streamed == output.outputs[0].text
+    *tokens, final = smollm2.stream(ids, params)
+    streamed = "".join(token.text for token in tokens)
+    assert streamed == final.outputs[0].text
     assert not streamed.isascii()
+
+
+EXECUTED = """
+    import dataclasses, sys
+    from kernels.executor import execute_ptx
+    from models import LLM, ModelConfig, SamplingParams, weights
+
+    path, read = sys.argv[1], weights._read
+    # Two of the 30 layers: the tensors of the others are passed over.
+    weights._read = lambda *file: ((name, part) for name, part in read(*file) if part is not None)
+    config = dataclasses.replace(ModelConfig.from_folder(path), num_layers=2)
+    ModelConfig.from_folder = lambda path: config
+    options = {"num_blocks": 4, "max_model_len": 32}
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    prompt = [504, 3575, 282, 4649, 314]
+    [expected] = LLM(path, attention_backend="torch", **options).generate([prompt], params)
+    with execute_ptx("sm_90") as run:
+        [output] = LLM(path, attention_backend="triton", **options).generate([prompt], params)
+    assert output.outputs[0].token_ids == expected.outputs[0].token_ids, (output, expected)
+    print({launch.kernel for launch in run.launches})
+"""
+
+
+def test_two_layers_executed_as_ptx_give_the_same_tokens():
+    """Attention, norms, RoPE, store and sampling as compiled for sm_90; products by PyTorch."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-c", textwrap.dedent(EXECUTED), str(MODEL)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr
+    for kernel in ("decode", "prefill", "norm", "rope", "store", "sample"):
+        assert kernel in done.stdout, done.stdout
