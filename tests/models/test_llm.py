@@ -436,7 +436,10 @@ def test_command_line(text_checkpoint, expected, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "/nonexistent", "--prompt", "a"], "error: model: no folder '/nonexistent'"),
+        (
+            ["--model", "/nonexistent", "--prompt", "a"],
+            "no folder or GGUF file '/nonexistent'",
+        ),
         (["--model", "{folder}"], "error: --prompt: needs at least one prompt"),
         (["--model", "{folder}", "--prompt", "w1", "--n", "0"], "error: n=0"),
         (["--model", "{folder}", "--prompt-ids", "1,x"], "error: --prompt-ids '1,x'"),
