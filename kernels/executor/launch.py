@@ -55,17 +55,8 @@ class Execution:
     launches: list[LaunchRecord] = field(default_factory=list)
 
     @property
-    def num_programs(self) -> int:
-        return sum(x * y * z for x, y, z in (launch.grid for launch in self.launches))
-
-    @property
     def warp_instructions(self) -> int:
         return sum(launch.warp_instructions for launch in self.launches)
-
-    @property
-    def seconds(self) -> float:
-        """Spent executing, without compiling and reading PTX."""
-        return sum(launch.seconds for launch in self.launches)
 
 
 @dataclass

@@ -10,7 +10,7 @@ these are races:
   with acquire semantics. To which address is not checked: a wrong lock is not noticed.
 - two warps of a program do so without a barrier between them. Warps that hold the same part of
   a result are allowed what Triton makes them do: to store the same value, and in global memory to
-  load by one instruction what one of them then overwrites;
+  load by one instruction what one of them overwrites after its own load;
 - memory that the launch writes is read by ld.global.nc;
 - the source of a cp.async or of a matrix product is written before its wait, or the target of a
   cp.async is accessed.
@@ -194,7 +194,7 @@ def _bit(warp):
 
 
 @numba.njit(cache=True, forceinline=True)
-def may_read(memory, record, program, warp, epoch, constant):
+def may_read(memory, record, program, warp, epoch, constant, instruction):
     """Whether the warp may read the unit now, else a report."""
     report = memory.report
     if record.copying:
@@ -208,7 +208,11 @@ def may_read(memory, record, program, warp, epoch, constant):
         if not _ordered(memory, record.writer, record.write_time, program):
             report[0], report[4] = _RACE_WRITTEN, record.writer - 1
     elif record.write_epoch == epoch and record.write_warp != warp:
-        report[0], report[4] = _WARP_WRITTEN, record.write_warp
+        same_load = (
+            instruction >= 0 and record.read_by == instruction and record.read_epoch == epoch
+        )
+        if not (same_load and record.read_warps & _bit(max(record.write_warp, 0))):
+            report[0], report[4] = _WARP_WRITTEN, record.write_warp
     return report[0] == 0
 
 
@@ -287,7 +291,7 @@ def _load(memory, threads, addresses, mask, sizes, alignment, constant, copies, 
         epoch = threads.epochs[thread // threads.per_program]
         for number in units(memory, window, offset, size):
             record = memory.records[number]
-            if not may_read(memory, record, program, warp, epoch, constant):
+            if not may_read(memory, record, program, warp, epoch, constant, threads.at):
                 return
             _note_read(memory, record, program, warp, epoch, threads.at)
             record.read_time = memory.clock[0]

@@ -66,7 +66,7 @@ def _take_operand(memory, threads, chunks, thread, out, _begin):
             return
         for number in units(memory, window, offset, MAX_UNIT):
             record = memory.records[number]
-            if not may_read(memory, record, program, _PRODUCT, epoch, False):
+            if not may_read(memory, record, program, _PRODUCT, epoch, False, -1):
                 return
             if record.unfenced:
                 memory.report[0] = UNFENCED

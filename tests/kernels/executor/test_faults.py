@@ -143,9 +143,9 @@ FAULTS = {
         OWN + OTHER + GLOBAL_STORE + "HERE" + OTHER_STORE,
         BARRIER, "", "GLOBAL_RACE", "of the program", TWO_WARPS,
     ),
-    # One load by two warps and a store by one of them update a tensor in place.
+    # One load by two warps and a store by one of them update a tensor in place, in any order.
     "a second load before an update in place": (
-        IN_PLACE, "", "ld.global.b32 %r3, [%d12];", "GLOBAL_RACE", "", TWO_WARPS | {"seed": None},
+        IN_PLACE, "", "ld.global.b32 %r3, [%d12];", "GLOBAL_RACE", "", TWO_WARPS,
     ),
     "constant load after a store": (
         OWN + GLOBAL_STORE + CONSTANT, "", ".nc", "GLOBAL_RACE", "ld.global.nc", {},
@@ -187,6 +187,21 @@ FAULTS = {
         "mov.u32 %r8, HERE;" + COPY.replace("0x10;", "0x10, %r8;") + "cp.async.wait_all;",
         "16", "400", "UNDEFINED", "a src-size of 400 with a cp-size of 16", COPIED,
     ),
+    "barrier within a divergent warp": (
+        "setp.lt.u32 %p1, %r0, HERE; @%p1 bra SKIP; bar.sync 0; SKIP: mov.u32 %r1, %r0;",
+        "32", "7", "DIVERGENCE", "", {},
+    ),
+    "shuffle from an inactive lane": (
+        "setp.gt.u32 %p1, %r0, HERE; @%p1 bra SKIP;"
+        "shfl.sync.bfly.b32 %r1, %r0, 1, 31, -1; SKIP: mov.u32 %r2, %r0;",
+        "31", "30", "DIVERGENCE", "", {},
+    ),
+    "ldmatrix in a divergent warp": (
+        "shl.b32 %r1, %r0, 4; st.shared.v4.b32 [%r1], {%r0, %r0, %r0, %r0};"
+        "setp.lt.u32 %p1, %r0, HERE; @%p1 ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r2}, [%r1];",
+        "32", "16", "DIVERGENCE", "", COPIED,
+    ),
+    "trap": ("setp.eq.u32 %p1, %r0, HERE; @%p1 trap;", "32", "31", "TRAP", "thread 31", {}),
 }  # fmt: skip
 
 
@@ -198,7 +213,7 @@ def test_fault_and_its_correction(run_body, name, seed):
     tensor = options.pop("tensor")
     run_body(body.replace("HERE", right), tensor, **options)
     fault = caught(run_body, body.replace("HERE", wrong), tensor, **options)
-    assert fault.kind.name in (kinds.split() if options["seed"] is not None else [kinds.split()[0]])
+    assert fault.kind.name in (kinds.split() if seed is not None else [kinds.split()[0]])
     assert words in str(fault)
 
 
@@ -336,20 +351,6 @@ class TestControlFlow:
             assert fault.thread == 32
             assert "bar.sync" in fault.instruction
 
-    def test_barrier_within_a_divergent_warp(self, run_body):
-        body = "setp.lt.u32 %p1, %r0, 7; @%p1 bra SKIP; bar.sync 0; SKIP: mov.u32 %r1, %r0;"
-        fault = caught(run_body, body, numbers(1))
-        assert fault.kind is FaultKind.DIVERGENCE
-
-    @pytest.mark.parametrize("last", [30, 31])
-    def test_shuffle_from_an_inactive_lane(self, run_body, last):
-        body = f"setp.gt.u32 %p1, %r0, {last}; @%p1 bra SKIP;"
-        body += "shfl.sync.bfly.b32 %r1, %r0, 1, 31, -1; SKIP: mov.u32 %r2, %r0;"
-        if last == 31:
-            run_body(body, numbers(1))
-        else:
-            assert caught(run_body, body, numbers(1)).kind is FaultKind.DIVERGENCE
-
     @pytest.mark.parametrize(
         "text",
         ["shfl.sync.idx.b32 %r1, %r0, 0, 31, MASK;", "redux.sync.add.s32 %r1, %r0, MASK;",
@@ -364,15 +365,6 @@ class TestControlFlow:
             fault = caught(run_body, body.replace("MASK", mask), numbers(1))
             assert fault.kind is FaultKind.DIVERGENCE
             assert "the member mask is" in str(fault)
-
-    def test_ldmatrix_in_a_divergent_warp(self, run_body):
-        body = "setp.lt.u32 %p1, %r0, 16; shl.b32 %r1, %r0, 4;"
-        body += "@%p1 ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r2}, [%r1];"
-        fault = caught(run_body, body, numbers(1), shared_bytes=512)
-        assert fault.kind is FaultKind.DIVERGENCE
-
-    def test_trap(self, run_body):
-        assert caught(run_body, "trap;", numbers(1)).kind is FaultKind.TRAP
 
     def test_endless_loop(self, run_body, monkeypatch):
         monkeypatch.setattr("kernels.executor.machine.MAX_INSTRUCTIONS", 1000)

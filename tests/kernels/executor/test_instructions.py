@@ -3,6 +3,7 @@ fractions, by PyTorch's conversions, by matrix products."""
 
 from __future__ import annotations
 
+import functools
 import random
 import struct
 from fractions import Fraction
@@ -67,7 +68,39 @@ def _truncated(a: int, b: int) -> int:
     return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
 
 
-INTEGER = {
+def _extracted(a: int, start: int, length: int, signed_type: bool) -> int:
+    start, length = start & 255, length & 255
+    value = signed(a) if signed_type else a  # beyond the top the sign repeats
+    field = (value >> start) & ((1 << length) - 1)
+    if signed_type and length:
+        field |= -1 << length if value >> min(start + length - 1, 31) & 1 else 0
+    return field
+
+
+def _looked_up(table: int, words: tuple) -> int:
+    rows = [
+        sum((word >> place & 1) << 2 - n for n, word in enumerate(words)) for place in range(32)
+    ]
+    return sum((table >> row & 1) << place for place, row in enumerate(rows))
+
+
+def _permuted(a: int, b: int, selectors: int) -> int:
+    data, result = (b << 32 | a).to_bytes(8, "little"), 0
+    for place in range(4):
+        selector = selectors >> 4 * place & 15
+        byte = data[selector & 7]
+        result |= (255 * (byte >> 7) if selector & 8 else byte) << 8 * place
+    return result
+
+
+def _funnel(low: int, high: int, by: int, mode: str) -> int:
+    by = by & 31 if "wrap" in mode else min(by, 32)
+    both = high << 32 | low
+    return both << by >> 32 if mode[0] == "l" else both >> by
+
+
+# Opcode of two words: its meaning.
+OF_TWO = {
     "add.s32": lambda a, b: a + b,
     "sub.s32": lambda a, b: a - b,
     "mul.lo.s32": lambda a, b: a * b,
@@ -87,14 +120,40 @@ INTEGER = {
     "div.s32": lambda a, b: _truncated(signed(a), signed(b)),
     "rem.s32": lambda a, b: signed(a) - signed(b) * _truncated(signed(a), signed(b)),
 }
+# Instructions of three words: the meaning of what is then in %r4.
+OF_THREE = {
+    "mad.lo.cc.u32 %r5, %r1, %r2, %r3; madc.hi.u32 %r4, %r1, %r2, 0;": (
+        lambda a, b, c: a * b + c >> 32
+    ),
+    "prmt.b32 %r4, %r1, %r2, %r3;": _permuted,
+    **{
+        f"lop3.b32 %r4, %r1, %r2, %r3, {table:#x};": (
+            lambda *words, table=table: _looked_up(table, words)
+        )
+        for table in (0x80, 0x96, 0xF8, 0x1B)
+    },
+    **{
+        f"shf.{mode}.b32 %r4, %r1, %r2, %r3;": functools.partial(_funnel, mode=mode)
+        for mode in ("l.wrap", "l.clamp", "r.wrap", "r.clamp")
+    },
+    "bfe.u32 %r4, %r1, %r2, %r3;": functools.partial(_extracted, signed_type=False),
+    "bfe.s32 %r4, %r1, %r2, %r3;": functools.partial(_extracted, signed_type=True),
+}
+FIELDS = [(a, start, length) for a in WORDS for start in (0, 5, 31) for length in (0, 1, 8, 27, 32)]
 
 
-@pytest.mark.parametrize("opcode", INTEGER)
+@pytest.mark.parametrize("opcode", OF_TWO)
 def test_integers(compute, opcode):
     pairs = [pair for pair in PAIRS if pair[1] or opcode[:3] not in ("div", "rem")]
     pairs = [pair for pair in pairs if pair[1] < 32 or opcode[:3] not in ("shl", "shr")]
-    expected = [INTEGER[opcode](*pair) & 0xFFFFFFFF for pair in pairs]
+    expected = [OF_TWO[opcode](*pair) & 0xFFFFFFFF for pair in pairs]
     assert compute(f"{opcode} %r4, %r1, %r2;", pairs) == expected
+
+
+@pytest.mark.parametrize("text", OF_THREE)
+def test_integers_of_three_words(compute, text):
+    expected = [OF_THREE[text](*triple) & 0xFFFFFFFF for triple in TRIPLES + FIELDS]
+    assert compute(text, TRIPLES + FIELDS) == expected
 
 
 @pytest.mark.parametrize("letter", "us")
@@ -103,54 +162,6 @@ def test_products_of_twice_the_width(compute, letter):
     text = f"cvt.s64.s32 %d5, %r3; mad.wide.{letter}32 %d4, %r1, %r2, %d5;"
     expected = [(values(a) * values(b) + signed(c)) & (2**64 - 1) for a, b, c in TRIPLES]
     assert compute(text, TRIPLES, wide=True) == expected
-
-
-def test_carries(compute):
-    text = "mad.lo.cc.u32 %r5, %r1, %r2, %r3; madc.hi.u32 %r4, %r1, %r2, 0;"
-    assert compute(text, TRIPLES) == [a * b + c >> 32 for a, b, c in TRIPLES]
-
-
-@pytest.mark.parametrize("kind", ["u32", "s32"])
-def test_field_extraction(compute, kind):
-    def extract(a, start, length):
-        start, length = start & 255, length & 255
-        value = a if kind == "u32" else signed(a)  # beyond the top the sign repeats
-        field = (value >> start) & ((1 << length) - 1)
-        if kind == "s32" and length:
-            top = value >> min(start + length - 1, 31) & 1
-            field |= -1 << length if top else 0
-        return field & 0xFFFFFFFF
-
-    fields = [
-        (a, start, length) for a in WORDS for start in (0, 5, 31) for length in (0, 1, 8, 27, 32)
-    ]
-    expected = [extract(*field) for field in fields]
-    assert compute(f"bfe.{kind} %r4, %r1, %r2, %r3;", fields) == expected
-
-
-@pytest.mark.parametrize("table", [0x80, 0x96, 0xF8, 0x1B])
-def test_functions_of_three_bits_by_table(compute, table):
-    def combine(words):
-        result = 0
-        for place in range(32):
-            a, b, c = (word >> place & 1 for word in words)
-            result |= (table >> (4 * a + 2 * b + c) & 1) << place
-        return result
-
-    got = compute(f"lop3.b32 %r4, %r1, %r2, %r3, {table:#x};", TRIPLES)
-    assert got == [combine(triple) for triple in TRIPLES]
-
-
-def test_bytes_are_permuted(compute):
-    def permute(a, b, selectors):
-        data, result = (b << 32 | a).to_bytes(8, "little"), 0
-        for place in range(4):
-            selector = selectors >> 4 * place & 15
-            byte = data[selector & 7]
-            result |= (255 * (byte >> 7) if selector & 8 else byte) << 8 * place
-        return result
-
-    assert compute("prmt.b32 %r4, %r1, %r2, %r3;", TRIPLES) == [permute(*t) for t in TRIPLES]
 
 
 @pytest.mark.parametrize("opcode", ["add.f32", "sub.f32", "mul.f32", "div.rn.f32"])
@@ -352,16 +363,6 @@ def test_integers_from_floats_saturate(compute):
     assert [signed(x, 64) for x in got[3:]] == [3 * 10**9, -3 * 10**9, -(2**63), 2**63 - 1]
     got = compute("cvt.f64.f32 %d5, %r1; cvt.rzi.u32.f64 %r4, %d5;", given)
     assert got[-2:] == [2**31, 2**32 - 1]
-
-
-@pytest.mark.parametrize("mode", ["l.wrap", "l.clamp", "r.wrap", "r.clamp"])
-def test_funnel_shifts(compute, mode):
-    def shift(low, high, by):
-        by = by & 31 if "wrap" in mode else min(by, 32)
-        both = high << 32 | low
-        return (both << by >> 32 if mode[0] == "l" else both >> by) & 0xFFFFFFFF
-
-    assert compute(f"shf.{mode}.b32 %r4, %r1, %r2, %r3;", TRIPLES) == [shift(*t) for t in TRIPLES]
 
 
 @pytest.mark.parametrize(
