@@ -40,7 +40,7 @@ HONEST = (
     "Scheduling, allocation, eviction and preemption are the project's own code; time is the sum "
     "of operator times that others measured, interpolated, plus an assumed host time."
 )
-"""What every table and figure on this clock says."""
+"""Printed in every table and figure on this clock."""
 
 SMALL_KERNELS = 6
 """Per layer."""

@@ -34,8 +34,8 @@ Step = Callable[["Batch", np.ndarray | None], object]
 
 
 class Signal(NamedTuple):
-    """What a step returns to change control flow: its threads branch to a label, exit, or wait at a
-    barrier for all other threads of their program."""
+    """A change of control flow: threads branch to a label, exit, or wait at a barrier for all other
+    threads of their program."""
 
     kind: str  # "branch", "exit" or "barrier"
     mask: np.ndarray | None  # None: all active threads

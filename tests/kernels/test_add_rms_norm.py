@@ -1,4 +1,4 @@
-"""What is special to add_rms_norm; test_contract.py compares it with its reference."""
+"""Properties of add_rms_norm beyond its contract, which test_contract.py tests."""
 
 from __future__ import annotations
 

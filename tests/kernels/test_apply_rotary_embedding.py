@@ -1,4 +1,4 @@
-"""What is special to apply_rotary_embedding; test_contract.py compares it with its reference."""
+"""Properties of apply_rotary_embedding beyond its contract, which test_contract.py tests."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ SIZES = {
     "dtype": st.sampled_from(DTYPES),
     "seed": st.integers(0, 2**16),
 }
-"""Of every op; the ones of `MORE_SIZES` belong to some."""
+"""Sizes that every op has; `MORE_SIZES` has those of single ops."""
 STORE_SIZES = {
     "kv_dtype": st.sampled_from([None, FP8_DTYPE]),
     "scales": st.sampled_from(SCALES),

@@ -1,4 +1,4 @@
-"""What is special to gated_activation; test_contract.py compares it with its reference."""
+"""Properties of gated_activation beyond its contract, which test_contract.py tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is special to merge_attention_states; test_contract.py compares it with its reference."""
+"""Properties of merge_attention_states beyond its contract, which test_contract.py tests."""
 
 from __future__ import annotations
 
