@@ -70,7 +70,7 @@ class BlockPool:
         self.policy = policy
         self.ref_counts: list[int] = [0] * num_blocks
         self.counts = {"allocated_blocks": 0, "evicted_blocks": 0}
-        self._num_fresh = num_blocks
+        self._fresh = range(num_blocks)
         self._free: list[int] = []  # a stack
         self._queue_uncached = queue_uncached
         self.block_hashes: list[bytes | None] = [None] * num_blocks
@@ -82,8 +82,7 @@ class BlockPool:
 
     def free_blocks(self) -> Iterator[int]:
         """Blocks without a user, in the order in which they would be taken now."""
-        fresh = range(self.num_blocks - self._num_fresh, self.num_blocks)
-        return chain(reversed(self._free), fresh, self.policy)
+        return chain(reversed(self._free), self._fresh, self.policy)
 
     def lookup(self, hashes: Sequence[bytes]) -> list[int]:
         """Blocks of the longest cached prefix of ``hashes``.
@@ -121,20 +120,20 @@ class BlockPool:
         findable under their ``hashes``.  A block whose hash is cached already becomes a duplicate.
         Raises OutOfBlocks, changing nothing.
         """
-        num_blocks = len(tail) + max(0, count)
-        check_free(num_blocks - len(tail), self.num_free_blocks)
+        check_free(count, self.num_free_blocks)
+        if not self._reports_misses:
+            taken = self._take(count) if count > 0 else []
+            if first < last:
+                self._publish([*tail, *taken][: last - first], hashes, first)
+            return taken
         blocks = list(tail)
-        if self._reports_misses:  # one by one: the victim may depend on the newcomer
-            for depth in range(first, last):
-                if hashes[depth] not in self._holders:
-                    self.policy.miss(hashes[depth])
-                if depth - first == len(blocks):
-                    blocks += self._take(1)
-                self._publish(blocks[depth - first : depth - first + 1], hashes, depth)
-        if len(blocks) < num_blocks:
-            blocks += self._take(num_blocks - len(blocks))
-        if first < last and not self._reports_misses:
-            self._publish(blocks[: last - first], hashes, first)
+        for depth in range(first, last):  # one by one: the victim may depend on the newcomer
+            if hashes[depth] not in self._holders:
+                self.policy.miss(hashes[depth])
+            if depth - first == len(blocks):
+                blocks += self._take(1)
+            self._publish(blocks[depth - first : depth - first + 1], hashes, depth)
+        blocks += self._take(len(tail) + max(0, count) - len(blocks))
         return blocks[len(tail) :]
 
     def revive(self, hits: Sequence[int], count: int = 0) -> None:
@@ -166,13 +165,14 @@ class BlockPool:
         self.counts["allocated_blocks"] += count
         self.num_free_blocks -= count
         blocks = self._free[: -count - 1 : -1]
-        del self._free[len(self._free) - len(blocks) :]
-        if len(blocks) < count and self._num_fresh:
-            first = self.num_blocks - self._num_fresh
-            blocks += range(first, first + min(count - len(blocks), self._num_fresh))
-            self._num_fresh = self.num_blocks - blocks[-1] - 1
-        if len(blocks) < count:
+        if blocks:
+            del self._free[-len(blocks) :]
+        missing = count - len(blocks)
+        if missing and self._fresh:
+            blocks += self._fresh[:missing]
+            self._fresh = self._fresh[missing:]
             missing = count - len(blocks)
+        if missing:
             evicted = self.policy.evict_many(missing)
             check_victims(self.policy, evicted, self._is_released, missing)
             self._forget(evicted)
@@ -207,7 +207,7 @@ class BlockPool:
 
     def _is_released(self, block: int) -> bool:
         """Whether the policy could have ``block``."""
-        if block >= self.num_blocks - self._num_fresh or self.ref_counts[block]:
+        if block >= self.num_blocks - len(self._fresh) or self.ref_counts[block]:
             return False
         return self._queue_uncached or self.block_hashes[block] is not None
 
@@ -261,7 +261,7 @@ class BlockPool:
         Blocks stay in the order in which they would be taken; the policy starts anew, without any.
         """
         self._free = list(self.free_blocks())[::-1]
-        self._num_fresh = 0
+        self._fresh = range(0)
         self.policy.start(self.num_blocks)
         self._holders.clear()
         self._duplicates.clear()
@@ -281,12 +281,10 @@ class BlockPool:
         found = {key: sorted([b, *younger.get(key, ())]) for key, b in self._holders.items()}
         require(held == found, f"blocks hold {held}, found are {found}")
         require(all(younger.values()) and younger.keys() <= found.keys(), f"duplicates: {younger}")
-        num_blocks, policy = self.num_blocks, self.policy
-        first_fresh = num_blocks - self._num_fresh
+        policy = self.policy
         queued = list(policy)
-        require(0 <= self._num_fresh <= num_blocks, f"{self._num_fresh} fresh blocks")
         require(len(queued) == len(policy), f"policy has {len(queued)}, says {len(policy)} blocks")
-        idle = [*range(first_fresh, num_blocks), *self._free, *queued]
+        idle = [*self._fresh, *self._free, *queued]
         require(len(idle) == self.num_free_blocks, f"{len(idle)} free, not {self.num_free_blocks}")
         require(len(idle) == len(set(idle)), f"a block is free twice: {sorted(idle)}")
         idle, queued = set(idle), set(queued)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import math
-import reprlib
 from array import array
 from collections.abc import Hashable, Iterable
-from numbers import Real
 from typing import NamedTuple, Self
 
 from cache.checks import as_int
@@ -36,8 +33,6 @@ class Sequence:
         lora_name: name or number of the LoRA adapter; None for the base model.
         mm_inputs: multi-modal inputs of the prompt, by rising offset, not overlapping.
         cache_salt: only sequences with an equal salt share blocks; None shares with None.
-        eviction_priority: a finite number for the eviction policy ``priority``: the higher, the
-            longer the cached blocks of the sequence stay.  It does not change scheduling.
 
     Attributes:
         token_ids: ``array('I')`` of all tokens; numpy and torch read it without a copy.
@@ -66,7 +61,6 @@ class Sequence:
         lora_name: str | int | None = None,
         mm_inputs: Iterable[MultiModalInput | tuple[str | bytes, int, int]] = (),
         cache_salt: str | bytes | None = None,
-        eviction_priority: float = 0,
     ) -> None:
         self.seq_id = seq_id
         self.token_ids: array = pack_token_ids(token_ids)
@@ -79,7 +73,6 @@ class Sequence:
         self.table_version = 0
         self.lora_name = _check_key("lora_name", lora_name, str | int)
         self.cache_salt = _check_key("cache_salt", cache_salt, str | bytes)
-        self.eviction_priority = _check_priority(eviction_priority)
         self.mm_inputs = _check_mm_inputs(mm_inputs, self.num_prompt_tokens)
         self.keyed_length = 0 if lora_name is None and cache_salt is None else 1
         if self.mm_inputs:
@@ -164,17 +157,6 @@ def _check_key(name: str, value, types):
     if value is not None and not isinstance(value, types):
         raise ValueError(f"{name}={value!r}: needs {types} or None, got {type(value).__name__}")
     return value
-
-
-def _check_priority(priority: float) -> float:
-    try:
-        if isinstance(priority, Real) and math.isfinite(priority):
-            return priority
-    except OverflowError:  # an int beyond the floats
-        pass
-    raise ValueError(
-        f"eviction_priority={reprlib.repr(priority)}: needs a finite number in the range of floats"
-    )
 
 
 def _check_mm_inputs(mm_inputs, num_prompt_tokens: int) -> tuple[MultiModalInput, ...]:

@@ -16,14 +16,15 @@ decoded token.
     ...                                         # compute and store K/V of the new token
     manager.free(seq)                           # finished or preempted; the same calls resume it
 
-``allocate(seq)`` and ``append(seq)`` do the same for all tokens of a new sequence and for all
-tokens without a slot.
+``allocate(seq)`` does the same for all tokens of a new sequence, and ``append(seq)`` for all tokens
+that have no slot yet.
 
 A scheduler calls ``find`` and ``admit``, so that it looks up each prefix once:
 
     hit = manager.find(seq)
     if manager.can_allocate(seq, hit) is AllocStatus.OK:
         copies = manager.admit(seq, hit, end)   # slots for the tokens before ``end``
+    copies = manager.append(seq, end)           # slots for more tokens, up to another ``end``
 
 A full block can be found from the call that gives its last token a slot, if its tokens are known by
 then, and otherwise from the next call about the sequence.
@@ -127,6 +128,8 @@ class Table:
     blocks: Items[int] = field(default_factory=list)
     is_swapped_out: bool = False
     """True if the blocks are in host memory."""
+    room: int = 0
+    """Up to this number of tokens ``append`` changes nothing but the count.  Set by ``_extend``."""
 
 
 class CacheManager(abc.ABC):
@@ -165,7 +168,7 @@ class CacheManager(abc.ABC):
     """Returns the time for policies, in seconds; set by an engine.  None: time is unknown."""
 
     _listener: Callable[[Request], None] | None = None
-    """``tell`` of a policy that uses it."""
+    """The policy's ``tell``; None if the policy does not override it."""
 
     _table_class: ClassVar[type[Table]] = Table
 
@@ -193,6 +196,13 @@ class CacheManager(abc.ABC):
             f"{type(self).__name__}(num_blocks={self.num_blocks}, block_size={self.block_size}, "
             f"num_free_blocks={self.num_free_blocks}, num_sequences={len(self._tables)})"
         )
+
+    def expect(self, place: tuple[int, ...], seq: Sequence | None = None) -> None:  # noqa: B027
+        """Announce to the policy that ``seq`` waits at ``place`` of a line; None: it has left.
+
+        Only designs that find blocks by their hashes in a pool do so, and only if the policy
+        defines ``expect``.
+        """
 
     def find(self, seq: Sequence, limit: int | None = None) -> Hit:
         """The cached prefix of ``seq``, at most ``limit`` blocks.  Changes nothing.
@@ -277,19 +287,34 @@ class CacheManager(abc.ABC):
         copies, self._copies = self._copies, []
         return copies
 
-    def append(self, seq: Sequence) -> Copies:
-        """Give slots to all tokens of ``seq`` without one; there must be at least one.
+    def append(self, seq: Sequence, end: int | None = None) -> Copies:
+        """Give slots to the tokens of ``seq`` that have none, or only to those before ``end``.
 
-        Returns and raises as ``allocate_slots`` does.
+        There must be at least one.  Returns and raises as ``allocate_slots`` does.
         """
-        table = self._table_on_device(seq)
-        num_tokens, stored = len(seq.token_ids), table.seq.num_computed_tokens
-        if num_tokens <= stored:
+        table = self._tables.get(seq.seq_id)
+        if table is None or table.is_swapped_out:
+            table = self._table_on_device(seq)  # raises
+        num_tokens, start = len(seq.token_ids), table.seq.num_computed_tokens
+        if type(end) is not int:
+            end = num_tokens if end is None else as_int("end", end)
+        if not start < end <= num_tokens:
             raise ValueError(
-                f"append: all {stored} tokens of sequence {seq.seq_id!r} have a slot; "
-                "append a token to the sequence first"
+                f"append: end={end} for sequence {seq.seq_id!r}, but {start} of its {num_tokens} "
+                "tokens have a slot; append a token to the sequence first"
             )
-        return self._grow(table, seq, num_tokens)
+        if table.seq is not seq:  # another object with the same id
+            seq.num_cached_tokens, seq.num_computed_tokens = table.seq.num_cached_tokens, start
+            seq.table_version += 1
+            table.seq = seq
+        copies: Copies = []
+        if end > table.room:
+            copies = self._extend(table, start, end)
+            self._version += 1
+            if copies or -(-end // self.block_size) > -(-start // self.block_size):
+                seq.table_version += 1
+        seq.num_computed_tokens = end
+        return copies
 
     def can_append(self, seq: Sequence) -> bool:
         """Whether ``append(seq)`` would find enough free blocks.  Changes nothing."""
@@ -324,9 +349,7 @@ class CacheManager(abc.ABC):
                     f"computed_blocks: sequence {seq.seq_id!r} has blocks already, and these can "
                     "only go in front of its first chunk"
                 )
-            if table.is_swapped_out:
-                self._table_on_device(seq)
-            return self._grow(table, seq, end)
+            return self.append(seq, end)
         if end < len(seq.token_ids) and not self.can_chunk:
             raise UnsupportedByDesign(
                 self.name, f"chunks ({num_new_tokens} of {seq.num_tokens - start} tokens)"
@@ -342,8 +365,8 @@ class CacheManager(abc.ABC):
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let ``child`` share the blocks of all tokens that ``parent`` has stored.
 
-        ``child`` must begin with these tokens.  Takes no block.  The first new token of either that
-        goes to a shared, partly filled block has the block copied.  Sets the counters of ``child``.
+        ``child`` must begin with these tokens.  Takes no block.  The first sequence that writes to
+        a shared, partly filled block gets a copy of it.  Sets the counters of ``child``.
         """
         self._refuse_unless(self.can_fork, "fork")
         table = self._table_on_device(parent)
@@ -454,20 +477,6 @@ class CacheManager(abc.ABC):
             )
             require(stored > 0, f"{seq_id!r}: {stored} tokens are stored")
 
-    def _grow(self, table: Table, seq: Sequence, end: int) -> Copies:
-        """Give slots to the tokens of ``seq`` before ``end``."""
-        start = table.seq.num_computed_tokens
-        if table.seq is not seq:  # another object with the same id
-            seq.num_cached_tokens, seq.num_computed_tokens = table.seq.num_cached_tokens, start
-            seq.table_version += 1
-            table.seq = seq
-        copies = self._extend(table, start, end)
-        self._version += 1
-        seq.num_computed_tokens = end
-        if copies or -(-end // self.block_size) > -(-start // self.block_size):
-            seq.table_version += 1
-        return copies
-
     def _table_of(self, seq: Sequence) -> Any:
         """The table of ``seq``; ValueError if it holds no blocks."""
         table = self._tables.get(seq.seq_id)
@@ -486,12 +495,12 @@ class CacheManager(abc.ABC):
             raise UnsupportedByDesign(self.name, feature)
 
     def _notify_policy(self, seq: Sequence, output_tokens: float = math.nan) -> None:
-        """Describe to the policy the request that causes the calls that follow."""
+        """Notify the policy which request the next calls are for."""
         if self._listener:
             time_ms = 1000 * self.clock() if self.clock else math.nan
-            prompt, priority = seq.num_prompt_tokens, seq.eviction_priority
+            prompt = seq.num_prompt_tokens
             blocks = prompt // self.block_size
-            self._listener(Request(time_ms, prompt, output_tokens, blocks, priority))
+            self._listener(Request(time_ms, prompt, output_tokens, blocks))
 
     @abc.abstractmethod
     def _extend(self, table: Any, start: int, end: int) -> Copies:

@@ -10,6 +10,7 @@ from typing import ClassVar
 from cache.blocks.event_log import EventLog
 from cache.blocks.hashing import BlockHasher, collision_free_hasher
 from cache.blocks.pool import BlockPool
+from cache.blocks.sequence import Sequence
 from cache.checks import require, true_or_false
 from cache.managers.base import GIVEN_BACK, CacheManager, Copies, Hit, Table
 from cache.policies import as_policy
@@ -79,6 +80,10 @@ class PooledManager(CacheManager):
     def num_free_blocks(self) -> int:
         return self.pool.num_free_blocks
 
+    def expect(self, place: tuple[int, ...], seq: Sequence | None = None) -> None:
+        if type(self.pool.policy).expect is not EvictionPolicy.expect:
+            self.pool.policy.expect(place, self._hasher.block_hashes(seq)[:] if seq else ())
+
     def check_invariants(self) -> None:
         super().check_invariants()
         self.pool.check_invariants()
@@ -136,11 +141,11 @@ class PooledManager(CacheManager):
         A smaller ``num_blocks`` takes none.  A block with an unknown token is not cached yet.
         """
         first = last = table.num_cached_blocks
-        count = num_blocks - len(table.blocks)
+        count, num_full = num_blocks - len(table.blocks), end // self.block_size
         hashes: list[bytes] = []
-        if self.enable_prefix_caching and end // self.block_size > first:
+        if num_full > first and self.enable_prefix_caching:
             hashes = self._hasher.block_hashes(table.seq)
-            last = min(end // self.block_size, len(hashes))
+            last = min(num_full, len(hashes))
         if count > 0 or last > first:
             table.blocks += self.pool.extend(table.blocks[first:], count, hashes, first, last)
             table.num_cached_blocks = last

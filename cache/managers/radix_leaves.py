@@ -49,8 +49,8 @@ class RankedLeaves:
 
     Leaves are the evictable nodes of a tree: unlocked and without children.  A node's history
     continues while it has children, and both parts of a split node keep it.  A node that becomes a
-    leaf because its last child was evicted keeps its age.  The node accessed longest ago goes
-    first among equals, as SGLang's ``lfu``; then the one that became evictable first.
+    leaf because its last child was evicted keeps its age.  Among equals the node accessed longest
+    ago goes first, as in SGLang's ``lfu``, then the one that became evictable first.
     """
 
     def __init__(self, policy: PriorityPolicy) -> None:
@@ -63,7 +63,7 @@ class RankedLeaves:
         self._request = request
 
     def insert(self, node: RadixNode, is_new: bool) -> None:
-        """``node`` was made, and is in use; not ``is_new`` if it was split off another."""
+        """Add ``node``, which is in use.  ``is_new`` is False if it was split off another node."""
 
     def add(self, node: RadixNode) -> None:
         """``node`` has become evictable."""

@@ -30,8 +30,8 @@ class RadixKey:
     """The tokens of a sequence in blocks, with its extra keys.
 
     The adapter, the salt and every multi-modal input are part of the block in which they begin;
-    later blocks depend on them as they are below it in the tree.  A node never continues into such
-    a block, so sequences with different extra keys separate there.
+    later blocks depend on them because they are below it in the tree.  A node never continues into
+    such a block, so sequences with different extra keys separate there.
 
     Attributes:
         data: token ids, 4 bytes each.
@@ -97,7 +97,7 @@ class RadixTree:
         self._time = 0
 
     def tell(self, request: Request) -> None:
-        """Tell the policy that ``request`` causes the calls that follow."""
+        """Notify the policy that the next calls are for ``request``."""
         self.leaves.tell(request)
 
     def clear(self) -> array:

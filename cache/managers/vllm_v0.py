@@ -50,10 +50,10 @@ class VLLMv0(CacheManager):
       hash and a partly filled one by a unique placeholder.  Both are taken fresh first, then from
       the LRU evictor.  Without prefix caching the free blocks are a stack.
     * A sequence shares every full block whose hash is in use or with the evictor.  Such a block is
-      a *computed* hit once the step that fills it is over, which ``mark_blocks_as_computed`` or the
-      next ``append``, ``free`` or ``swap_out`` of its sequence says.  Until then a sequence with
-      the same prompt shares the block and writes the same K/V to it.  The last block of a table is
-      never a hit, so a fully cached prompt has that block computed again.
+      a *computed* hit once the step that fills it is over: after ``mark_blocks_as_computed``, or
+      from the next ``append``, ``free`` or ``swap_out`` of its sequence on.  Until then a sequence
+      with the same prompt shares the block and writes the same K/V to it.  The last block of a
+      table is never a hit, so a fully cached prompt has that block computed again.
     * *Promotion*: when a token fills a block and another block with the resulting hash exists, the
       sequence switches to that block and frees its own.
     * A shared, partly filled block is copied by the first append to it.

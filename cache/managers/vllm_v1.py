@@ -123,23 +123,23 @@ class VLLMv1(PooledManager):
         return hit._replace(num_tokens=hit.num_tokens + num_shared, where=donor)
 
     def _extend(self, table: PooledTable, start: int, end: int) -> Copies:
-        pool, blocks = self.pool, table.blocks
+        pool, blocks, size = self.pool, table.blocks, self.block_size
         if self.sliding_window is not None:
             self._give_back(table, start)
-        num_blocks = -(-end // self.block_size)
         copies: Copies = []
-        position, offset = divmod(start, self.block_size)
-        if offset and pool.ref_counts[blocks[position]] > 1:
-            check_free(max(0, num_blocks - len(blocks)) + 1, pool.num_free_blocks)
-            shared = blocks[position]
-            (blocks[position],) = pool.allocate(1)
+        if start % size and pool.ref_counts[blocks[-1]] > 1:
+            shared = blocks[-1]
+            check_free(1 - (-end // size) - len(blocks), pool.num_free_blocks)
+            (blocks[-1],) = pool.allocate(1)
             pool.free([shared])
             self._counts["copied_blocks"] += 1
-            copies.append((shared, blocks[position]))
+            copies.append((shared, blocks[-1]))
         num_computed = table.num_cached_blocks  # this call says that their step is over
-        self._fill(table, num_blocks, end)
+        self._fill(table, -(-end // size), end)
         if self._partials:
             self._mark_as_computed(table, num_computed)
+        elif self.sliding_window is None:
+            table.room = size * len(blocks) - 1
         return copies
 
     def _num_unseen(self, start: int) -> int:
@@ -172,6 +172,7 @@ class VLLMv1(PooledManager):
         copy.blocks = table.blocks.copy()
         copy.num_cached_blocks = copy.num_computed_blocks = table.num_cached_blocks
         copy.num_given_back = table.num_given_back
+        table.room = 0  # the next append may have to copy the last block
         self.pool.share(copy.blocks[copy.num_given_back :])
 
     def _release(self, table: PooledTable) -> None:

@@ -13,6 +13,7 @@ from cache.policies.base import EvictionPolicy, Request
 from cache.policies.belady import Belady
 from cache.policies.fifo import FIFO
 from cache.policies.filo import FILO
+from cache.policies.frequency_cost import FrequencyCost
 from cache.policies.gdsf import GDSF
 from cache.policies.gittins import Gittins
 from cache.policies.leaves import LeafPolicy
@@ -23,14 +24,16 @@ from cache.policies.marconi import Marconi
 from cache.policies.mq import MQ
 from cache.policies.mru import MRU
 from cache.policies.priority import BlockHistory, PriorityPolicy, record
+from cache.policies.queue_informed import QueueInformed
 from cache.policies.queues import QueuePolicy
 from cache.policies.random import Random
 from cache.policies.random_leaf import RandomLeaf
-from cache.policies.request_priority import RequestPriority
 from cache.policies.retention import Retained, Retention
 from cache.policies.reuse_oracle import ReuseOracle
 from cache.policies.s3fifo import S3FIFO
 from cache.policies.safeguarded import Safeguarded
+from cache.policies.session_end import SessionEnd
+from cache.policies.sglang_slru import SGLangSLRU
 from cache.policies.sieve import Sieve
 from cache.policies.slru import SLRU
 from cache.policies.tail_optimized_lru import TailOptimizedLRU
@@ -39,8 +42,8 @@ from cache.policies.workload_aware import WorkloadAware
 
 _BUILT_IN: tuple[type[EvictionPolicy], ...] = (
     LRU, FIFO, LFU, SLRU, LRUK, TwoQ, ARC, S3FIFO, Sieve, MQ, GDSF, Random, MRU, FILO,
-    TailOptimizedLRU, WorkloadAware, RandomLeaf, Marconi, RequestPriority, Retention,
-    Gittins, Safeguarded, ReuseOracle, Belady,
+    TailOptimizedLRU, WorkloadAware, RandomLeaf, Marconi, Retention,
+    SGLangSLRU, FrequencyCost, SessionEnd, QueueInformed, Gittins, Safeguarded, ReuseOracle, Belady,
 )  # fmt: skip
 
 POLICIES: dict[str, type[EvictionPolicy]] = {policy.name: policy for policy in _BUILT_IN}
@@ -96,18 +99,21 @@ def _load_class(spec: str) -> type[EvictionPolicy]:
     file = Path(path).resolve()
     if not file.is_file():
         raise ValueError(f"policy={spec!r}: there is no file {path}")
-    # Registered under a name of its own, so that its classes can be pickled and found again.
-    module_name = f"user_policy_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
-    module_spec = importlib.util.spec_from_file_location(module_name, file)
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_name] = module
-    try:
-        module_spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[module_name]
-        raise ValueError(
-            f"policy={spec!r}: importing {path} failed: {type(error).__name__}: {error}"
-        ) from error
+    # Registered under a name of its own, so that its classes can be pickled and found again, and an
+    # unchanged file gives the class that is compiled already.
+    digest = hashlib.sha256(str(file).encode() + file.read_bytes()).hexdigest()[:16]
+    module_name = f"user_policy_{file.stem}_{digest}"
+    module = sys.modules.get(module_name)
+    if module is None:
+        module_spec = importlib.util.spec_from_file_location(module_name, file)
+        module = sys.modules[module_name] = importlib.util.module_from_spec(module_spec)
+        try:
+            module_spec.loader.exec_module(module)
+        except (Exception, SystemExit) as error:
+            del sys.modules[module_name]
+            raise ValueError(
+                f"policy={spec!r}: importing {path} failed: {type(error).__name__}: {error}"
+            ) from error
     policy_class = getattr(module, class_name, None)
     if not (inspect.isclass(policy_class) and issubclass(policy_class, EvictionPolicy)):
         found = [
@@ -131,6 +137,7 @@ __all__ = [
     "EvictionPolicy",
     "LeafPolicy",
     "PriorityPolicy",
+    "QueueInformed",
     "QueuePolicy",
     "Request",
     "Retained",

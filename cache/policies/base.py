@@ -3,7 +3,7 @@
 The owner of the blocks (a block pool or the trace replay) notifies the policy:
 
     tell(request)           the calls that follow are about this request
-    miss(key)               content was asked for that is not here; room is made for it next
+    miss(key)               this content is not in the cache; room is made for it next
     insert(block)           the block begins to hold new content; it is in use
     release(block)          its last user has left: it was accessed just now and may be evicted
     pin(block)              a hit: it is in use again and must not be evicted
@@ -38,8 +38,6 @@ class Request(NamedTuple):
     """Generated tokens; known from the release of its blocks on."""
     prompt_blocks: float
     """Blocks of its prompt; a partly filled last one counts where a trace numbers it."""
-    priority: float = 0.0
-    """Eviction priority set by the sender; blocks with a higher one stay longer."""
 
 
 UNKNOWN_REQUEST = Request(math.nan, math.nan, math.nan, math.nan)
@@ -49,7 +47,7 @@ class EvictionPolicy(abc.ABC):
     """Chooses which unused block to give up.  One object serves one pool at a time."""
 
     name: str = ""
-    """Registry name, as in ``make_policy(name)``; a class that gives none is called by its own."""
+    """Registry name, as in ``make_policy(name)``; a class without one has its class name."""
 
     needs_future: bool = False
     """True for offline policies: ``start`` must be given ``next_use``."""
@@ -72,7 +70,7 @@ class EvictionPolicy(abc.ABC):
         """The next calls are about ``request``.
 
         Called before the first miss or eviction for a request, and again before the release of its
-        blocks.  In an engine the blocks that running requests take meanwhile are not announced.
+        blocks.  An engine does not call it again for blocks that a running request takes.
         """
 
     def look_up(self, keys: Sequence[Hashable]) -> None:  # noqa: B027
@@ -80,6 +78,13 @@ class EvictionPolicy(abc.ABC):
 
         Optional; called before the request pins, misses or evicts anything.  ``cache.simulate``
         calls it, managers do not.
+        """
+
+    def expect(self, place: tuple[int, ...], keys: Sequence[Hashable]) -> None:  # noqa: B027
+        """The request at ``place`` of the waiting line will ask for ``keys``; no keys: it left.
+
+        Optional; places compare in the order of the line.  A scheduler on ``nano_vllm`` or
+        ``vllm_v1`` calls it, ``cache.simulate`` does not.
         """
 
     def miss(self, key: Hashable) -> None:  # noqa: B027
@@ -110,7 +115,7 @@ class EvictionPolicy(abc.ABC):
         """Remove and return the block to give up.  Raises IndexError if none is released."""
 
     def remove(self, block: int) -> None:
-        """Give up ``block``, a released one that the caller chose.  ``Safeguarded`` needs it."""
+        """Evict ``block``, a released one that the caller chose.  ``Safeguarded`` needs it."""
         raise NotImplementedError(f"policy {self.name!r} does not define remove(block)")
 
     def evict_before(self, release: int) -> int | None:

@@ -37,7 +37,7 @@ class LeafPolicy(EvictionPolicy):
     def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
         self._request = UNKNOWN_REQUEST
         self._now = 0.0
-        """Time of the latest request, ms; where that is unknown a release takes a second."""
+        """Time of the latest request, ms; if unknown, each release counts as a second."""
         self._nodes: dict[int, Node] = {}
         self._with_key: dict[Hashable, Node] = {}
         self._released: dict[int, None] = {}
@@ -126,7 +126,7 @@ class LeafPolicy(EvictionPolicy):
         self._leaves.push(node, *node.memo)
 
     def _withdraw(self, node: Node) -> None:
-        """It no longer is one."""
+        """A block is no longer a released leaf."""
         self._leaves.remove(node)
 
     def _take(self) -> Node | None:

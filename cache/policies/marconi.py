@@ -12,10 +12,11 @@ class Marconi(LeafPolicy):
     access, and FLOPs saved per byte.  With attention alone the latter grows with the depth of a
     block in its prompt, so deep blocks stay longer than under LRU.  ``alpha`` = 0 is LRU.
 
-    The publication serves models with recurrent layers, whose states it admits with judgement, and
-    fits ``alpha`` to a first part of the traffic; here every block is admitted and ``alpha`` stays.
-    Normalising anew at each eviction takes a pass over the cache; here a block is given its score
-    when it becomes a leaf, by the deepest block so far and the last access of the latest victim.
+    The publication serves models with recurrent layers, admits only some of their states, and fits
+    ``alpha`` to the first part of the traffic.  Here every block is admitted and ``alpha`` is
+    fixed.  Normalising at each eviction takes a pass over the cache.  Here a block gets its score
+    when it becomes a leaf, relative to the deepest block so far and the last access of the latest
+    victim.
     """
 
     name = "marconi"

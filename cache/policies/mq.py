@@ -9,9 +9,10 @@ from cache.policies.queues import GhostList, Queue, QueuePolicy
 class MQ(QueuePolicy):
     """MQ (Zhou, Philbin and Li, USENIX ATC 2001), for caches below another cache.
 
-    A block with f accesses lives in LRU queue floor(log2 f), at most ``num_queues`` - 1.  One that
-    was not accessed for ``life_time`` accesses to the cache sinks by a queue.  Victims come from
-    the lowest queue; their counts are remembered (``ghost_ratio`` times the capacity of keys).
+    A block with f accesses lives in LRU queue floor(log2 f), at most ``num_queues`` - 1.  A block
+    that was not accessed for ``life_time`` accesses to the cache moves one queue down.  Victims
+    come from the lowest queue; their counts are remembered (``ghost_ratio`` times the capacity of
+    keys).
     """
 
     name = "mq"

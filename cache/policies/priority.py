@@ -50,7 +50,7 @@ class BlockHistory(NamedTuple):
     children: int = 0
     """Resident blocks that continue this one."""
     total_accesses: int = 0
-    """``accesses``, and those before the content was evicted if its ghost is remembered."""
+    """``accesses``, plus those before the eviction if the ghost is remembered."""
     interval: float = math.nan
     """Time since the release before this one, a ghost's included; NaN: there is none."""
     request: Request = UNKNOWN_REQUEST
@@ -78,16 +78,15 @@ class PriorityPolicy(EvictionPolicy):
 
     A subclass defines ``priority``, a static method from :class:`BlockHistory` to a number, which
     the policy calls once per release.  A block whose priority did not change keeps its place in
-    the queue.  Written in arithmetic that numba understands it runs compiled in
-    ``cache.simulate``; anything else runs as the Python it is.
+    the queue.  ``cache.simulate`` compiles it if numba can, and otherwise runs it in Python.
     """
 
     compilable: bool = False
-    """Set by a subclass that overrides methods and whose ``priority`` still describes what they
-    do; or, False, by one whose ``priority`` is not to be compiled."""
+    """True in a subclass that overrides methods but still evicts by ``priority``.  A subclass sets
+    False if its ``priority`` must not be compiled."""
 
     ghost_ratio: float = 0.0
-    """Evicted contents whose accesses are remembered, in capacities; the oldest go first."""
+    """Number of evicted contents whose accesses are remembered, in multiples of the capacity."""
 
     _own: np.record | None = None
 

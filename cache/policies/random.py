@@ -9,7 +9,7 @@ from cache.policies.base import EvictionPolicy
 
 
 class Bag:
-    """Hashable items from which one can be drawn: every operation is O(1)."""
+    """Hashable items, sampled uniformly.  Every operation is O(1)."""
 
     def __init__(self) -> None:
         self._items: list[Hashable] = []
@@ -28,7 +28,7 @@ class Bag:
         del self._position[item]
 
     def draw(self, generator: random.Random) -> Hashable:
-        """Remove and return an item, drawn uniformly."""
+        """Remove and return an item, sampled uniformly."""
         item = self._items[int(generator.random() * len(self._items))]
         self.remove(item)
         return item
@@ -41,7 +41,7 @@ class Bag:
 
 
 class Random(EvictionPolicy):
-    """Evicts a released block drawn uniformly, from a generator seeded with ``seed``.
+    """Evicts a released block, sampled uniformly by a generator seeded with ``seed``.
 
     The baseline that a policy with any knowledge should beat.
     """

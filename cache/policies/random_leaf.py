@@ -11,9 +11,9 @@ from cache.policies.random import Bag
 class RandomLeaf(LeafPolicy):
     """Randomised leaf-token eviction (RLT; Wu, Silwal and Zhang, ICLR 2026), block by block.
 
-    The marking algorithm of Fiat et al. (1991) on the tree of prompts: what is used is marked; the
-    victim is drawn uniformly from the leaves without a mark; when all are marked a new phase begins
-    without any.  O(log capacity) times as many misses as the optimum, in expectation, against any
+    The marking algorithm of Fiat et al. (1991) on the tree of prompts.  A used block is marked.
+    The victim is sampled uniformly from the unmarked leaves.  When all are marked, all marks are
+    removed.  O(log capacity) times as many misses as the optimum, in expectation, against any
     traffic, where LRU and every deterministic policy can be made to miss capacity times as often.
     The publication evicts tokens; with blocks a draw takes ``block_size`` of them.
     """

@@ -20,19 +20,19 @@ class Retained(NamedTuple):
     end: int | None
     """The block after the last; None: to the end of the prompt and its answer."""
     priority: int
-    """0 to 100; others have 35."""
+    """0 to 100; blocks outside all ranges have 35."""
     duration_ms: float | None = None
-    """Since the last use; then the priority falls to 35.  None: for good."""
+    """Time from the last use until the priority falls to 35.  None: it never falls."""
 
 
 class Retention(LeafPolicy):
     """TensorRT-LLM's retention: the least priority goes first, of equal ones the least recent.
 
-    ``ranges``: of what each request retains, as ``Retained`` or a tuple of its fields; the first
-    that has a block counts.  By default the first block of a prompt, with what system prompts have
-    in common, at 100 for a minute.  TensorRT-LLM takes ranges of tokens with each request; here
-    ranges are in blocks and the same for all requests.  A block whose priority expires is queued
-    behind the blocks of priority 35, as in TensorRT-LLM.
+    ``ranges``: ``Retained`` objects or tuples of their fields; the first range that contains a
+    block applies.  By default the first block of a prompt, which system prompts share, has priority
+    100 for a minute.  TensorRT-LLM takes ranges of tokens with each request; here ranges are in
+    blocks and the same for all requests.  A block whose priority expires is queued behind the
+    blocks of priority 35, as in TensorRT-LLM.
 
     Raises ValueError for a range that is empty, a priority outside 0 to 100, a negative duration.
     """

@@ -6,7 +6,7 @@ from cache.policies.priority import BlockHistory, PriorityPolicy
 
 
 class ReuseOracle(PriorityPolicy):
-    """LRU among the blocks that are used again, after those that never are, the oldest first.
+    """Evicts the oldest of the blocks that are never used again, then the others by LRU.
 
     What a perfect predictor of *whether* a block returns would bring, without *when*: between an
     online policy and Belady's optimum.  Needs the whole trace in advance.

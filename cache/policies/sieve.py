@@ -12,13 +12,13 @@ class Sieve(QueuePolicy):
 
     The hand walks from the oldest block to the newest and round again; it passes blocks accessed
     since it last came by, clearing their mark, and evicts the first one that was not.  Survivors
-    keep their place.  Blocks in use are passed, mark and all.
+    keep their place.  Blocks in use are passed and keep their mark.
     """
 
     name = "sieve"
 
     def _reset(self) -> None:
-        # A linked list, because the hand stands in the middle of it.
+        # A linked list, because the hand can be in the middle of it.
         self._newer: dict[int, int] = {_END: _END}
         self._older: dict[int, int] = {_END: _END}
         self._visited: set[int] = set()

@@ -10,16 +10,16 @@ if TYPE_CHECKING:
     import numpy as np
 
 _FIRST = 2.0**40
-"""Requests by which a block that may go is aged."""
+"""A spare block counts as this many requests older."""
 
 
 class TailOptimizedLRU(PriorityPolicy):
-    """T-LRU (Zhang, Li, Moallemi and Peng, NeurIPS 2025): LRU, after blocks that tails can spare.
+    """T-LRU (Zhang, Li, Moallemi and Peng, NeurIPS 2025): spare blocks first, then LRU.
 
-    The next prompt of a conversation of L blocks, expected to have ``next_blocks`` more, is
-    answered in time if no more than ``threshold_blocks`` of it must be computed.  So the blocks
-    from L + next_blocks - threshold_blocks on may go, and go first, the oldest of them before
-    others: hits are given up where they would not shorten the longest waits.
+    A conversation has L blocks, and its next prompt is expected to add ``next_blocks``.  It is
+    answered in time if at most ``threshold_blocks`` of it must be computed.  So the blocks from L +
+    next_blocks - threshold_blocks on are spare and go first, the oldest before others: hits on them
+    would not shorten the longest waits.
 
     L is the prompt and its answer.  The publication has no prefixes that conversations share; here
     a block counts with the request that used it last.  Without a request it is LRU.

@@ -12,12 +12,12 @@ from cache.policies.leaves import LeafPolicy, Node
 
 @dataclass
 class _Category:
-    """Requests whose blocks return alike."""
+    """A category of requests with similar return times."""
 
     releases: float = 0.0
     returns: float = 0.0
     waited_ms: float = 0.0
-    """Until these returns, in all."""
+    """Sum of the times until these returns."""
     leaves: LazyHeap = field(default_factory=LazyHeap)
     """By their last access."""
 
@@ -31,10 +31,10 @@ class _Category:
 class WorkloadAware(LeafPolicy):
     """The policy of "KVCache Cache in the Wild" (Wang et al., USENIX ATC 2025).
 
-    Requests of a category return after times that are exponentially distributed, so a block has a
-    chance of being used within the time that blocks stay in the cache.  The block of the smallest
-    goes first, of equal ones the deeper.  In a category that is the block used longest ago, so that
-    an eviction compares one a category.
+    Return times in a category are modelled as exponential.  They give each block a probability of
+    use within the time that blocks stay in the cache.  The block with the smallest goes first, of
+    equal ones the deeper.  Within a category that is the least recently used block, so an eviction
+    compares one block per category.
 
     The publication classifies requests by kind and turn.  Here only the turn is known: one more
     than the turn of the deepest block found, up to ``max_turn``.  What it leaves

@@ -1,4 +1,4 @@
-"""A bound on policies that know how classes of blocks return, and nothing else of the future.
+"""An upper bound on policies that know only the return times of classes of blocks.
 
 The classes are those of :mod:`cache.policies.gittins`: uses, last block of its prompt, output
 length.  docs/eviction-study.md derives the bound.
@@ -25,9 +25,9 @@ def fluid_hits(trace: Trace, capacity_blocks: int) -> float:
 
     It relaxes the capacity: the cache holds ``capacity_blocks`` blocks on average over time.
 
-    Keeping the blocks of a class until they have an age buys hits for space (blocks x time); the
-    steepest pieces of the classes' concave hulls are bought first, until the space is used up.  A
-    policy that distinguishes blocks within a class may hit more.
+    Keeping the blocks of a class up to some age gains hits and takes space (blocks x time).  The
+    bound takes the pieces of the classes' concave hulls by hits per space, best first, until the
+    space is used up.  A policy that distinguishes blocks within a class may hit more.
     """
     capacity = at_least(1, "capacity_blocks", capacity_blocks)
     classes = np.array(_observe(trace))
@@ -72,7 +72,7 @@ def _observe(trace: Trace) -> list[int]:
 
 
 def _groups(classes: np.ndarray) -> list[np.ndarray]:
-    """The places of each class that occurs."""
+    """The positions of each class in ``classes``."""
     order = np.argsort(classes, kind="stable")
     borders = np.flatnonzero(np.diff(classes[order])) + 1
     return np.split(order, borders)
@@ -81,8 +81,7 @@ def _groups(classes: np.ndarray) -> list[np.ndarray]:
 def _concave_pieces(ages: np.ndarray, returns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Space and hits of each piece of a class's concave hull, the steepest first.
 
-    Kept until an age, its blocks take the space of all ages up to that, and those hit that return
-    by then.
+    A block kept up to an age takes space until it returns, at most up to that age.
     """
     order = np.argsort(ages, kind="stable")
     ages, returns = ages[order], returns[order]
@@ -98,7 +97,7 @@ def _concave_pieces(ages: np.ndarray, returns: np.ndarray) -> tuple[np.ndarray, 
 
 
 def _turns_up(first: tuple, second: tuple, third: tuple) -> bool:
-    """Whether the way from ``second`` to ``third`` is no less steep than that from ``first``."""
+    """Whether the slope after ``second`` is at least the slope before it."""
     return (third[1] - second[1]) * (second[0] - first[0]) >= (second[1] - first[1]) * (
         third[0] - second[0]
     )

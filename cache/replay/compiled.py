@@ -24,11 +24,11 @@ _BLOCK = np.dtype(
         ("accesses", np.int32),
         ("pinned_by", np.int32),  # last request that used the block
         ("depth", np.int32),
-        ("accessed", np.int32),  # its last release, 0 for none that is remembered
-        ("before", np.int32),  # accesses of remembered former stays
+        ("accessed", np.int32),  # its last release; 0: none is remembered
+        ("before", np.int32),  # accesses before the eviction, if remembered
         ("children", np.int32),
         ("parent", np.int32),
-        ("ghost", np.int32),  # one more than its place among the ghosts; 0: it is none
+        ("ghost", np.int32),  # its place among the ghosts plus one; 0: no ghost
         ("resident", np.bool_),
         ("queued", np.bool_),  # whether the entry that counts is still in a queue
     ],
@@ -44,10 +44,10 @@ def compile_replay(priority: Callable[..., float], has_own: bool) -> Callable:
 
     Returns ``replay(block_ids, offsets, num_unique, capacity, needs_future, times_ms, prompts,
     outputs, num_ghosts, own)`` -> ``(hit_blocks, evictions)``, of each request.  Raises numba's own
-    error, at the first call, if ``priority`` is beyond it.
+    error, at the first call, if numba cannot compile ``priority``.
 
     ``priority`` is computed in float64.  Without a state of its own it may be an integer in Python,
-    so ``replay`` raises OverflowError beyond 2**53, from where on float64 rounds integers.
+    so ``replay`` raises OverflowError beyond 2**53, where float64 rounds integers.
     """
     compiled_priority = numba.njit(priority)
 
@@ -172,7 +172,6 @@ def compile_replay(priority: Callable[..., float], has_own: bool) -> Callable:
                 float(prompts[request]),
                 float(outputs[request]),
                 float(offsets[request + 1] - start),
-                0.0,
             )
             for at in range(end - 1, start - 1, -1):
                 block_id = block_ids[at]
@@ -311,10 +310,10 @@ def _drop_stale(queue, head, tail, blocks):
 
 @numba.njit
 def next_uses_of(block_ids, offsets, num_unique, capacity):
-    """For each reference the next request that uses the block (inf: none), beyond-pool ones aside.
+    """For each reference, the next request that uses the block; inf if none does.
 
-    Only the first ``capacity`` blocks of a request take part in the replay, so a block further
-    back is no use of it.
+    Only the first ``capacity`` blocks of a request take part in the replay, so later ones do not
+    count as uses.
     """
     next_uses = np.full(len(block_ids), np.inf)
     upcoming = np.full(num_unique, np.inf)

@@ -2,14 +2,14 @@
 
 The serial replay (``cache.simulate``) compares policies to the last digit; this one shows what
 overlap adds: running requests hold their blocks, decoding takes new ones, and when none are left
-a request is preempted.  Scheduler, engine and manager are those that serve a model; only the model
-is not there, and time passes as a clock says (``ServiceModel``).  So the rules are the scheduler's
-(see :mod:`cache.serving.scheduler`): first come first served, long prompts in chunks beside the
-decoding sequences where the manager's design can do so, and the youngest is preempted when blocks
-run out, to be computed again.  A request that does not fit the empty cache is dropped and counted.
+a request is preempted.  Scheduler, engine and manager are those that serve a model.  No model runs;
+a clock gives the duration of each step (``ServiceModel``).  So the rules are the scheduler's (see
+:mod:`cache.serving.scheduler`): first come first served, long prompts in chunks beside the decoding
+sequences where the manager's design can do so, and the youngest is preempted when blocks run out,
+to be computed again.  A request that does not fit the empty cache is dropped and counted.
 
-A trace names blocks of a prompt, not tokens, see ``prompt_token_ids``.  Everything generated is
-not shared, since a trace does not say which later prompt continues which answer.
+A trace names blocks of a prompt, not tokens, see ``prompt_token_ids``.  Generated tokens are never
+shared, since a trace does not say which later prompt continues which answer.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ class ServingReplayResult:
     """Arrival to last token per generated token of each finished request."""
     mean_running: float
     """Sequences per step."""
+    mean_waiting: float
+    """Sequences that wait, per step."""
     recomputed_tokens: int
     """Tokens computed again after preemptions."""
     stats: CacheStats
@@ -93,7 +95,7 @@ def simulate_serving(
         ((trace.timestamps_ms[served] - begin) * time_scale / 1000).tolist(),
         service=service,
     )
-    running = [step.running for step in run.steps]
+    num_steps = max(len(run.steps), 1)
     return ServingReplayResult(
         num_requests=trace.num_requests,
         finished=len(run.requests),
@@ -104,14 +106,15 @@ def simulate_serving(
         normalized_latency_seconds=np.array(
             [request.normalized_latency for request in run.requests]
         ),
-        mean_running=sum(running) / len(running) if running else 0.0,
+        mean_running=sum(step.running for step in run.steps) / num_steps,
+        mean_waiting=sum(step.waiting for step in run.steps) / num_steps,
         recomputed_tokens=sum(request.num_recomputed_tokens for request in run.requests),
         stats=manager.stats,
     )
 
 
 class _Prompts(Items):
-    """Prompts of some requests of a trace, made one by one: their tokens are many."""
+    """Prompts of some requests of a trace, each made when it is read, to save memory."""
 
     def __init__(self, trace: Trace, indexes: list[int]) -> None:
         self._trace, self._indexes = trace, indexes
@@ -124,11 +127,11 @@ class _Prompts(Items):
 
 
 def prompt_token_ids(trace: Trace, index: int, vocab_size: int = 1 << 32) -> array:
-    """Token ids of request ``index`` that agree with another's as far as their block ids do.
+    """Token ids of request ``index``; two requests share tokens as far as they share block ids.
 
-    The lower half of the vocabulary spells the blocks: the tokens of a block are the digits of its
-    id, over again when there are no more.  The upper half spells the number of the request, in
-    what its prompt has beyond its blocks.
+    The lower half of the vocabulary encodes the blocks: the tokens of a block are the digits of its
+    id, repeated.  The upper half encodes the number of the request, in the tokens beyond its
+    blocks.
 
     ``(max(input_length, 1),)`` unsigned 32-bit integers.  Raises ValueError for blocks of unknown
     size.
@@ -156,8 +159,8 @@ def num_digits(bound: int, base: int) -> int:
 
 
 def _digits(numbers: np.ndarray, count: int, bound: int, base: int) -> np.ndarray:
-    """``count`` digits of each of ``numbers``, which are below ``bound``: the lowest first, and
-    over again when there are no more."""
+    """``count`` digits of each of ``numbers``, which are below ``bound``: the lowest first,
+    repeated."""
     import numpy as np
 
     places = base ** (np.arange(count) % num_digits(bound, base))

@@ -76,10 +76,10 @@ def simulate(
 ) -> SimulationResult:
     """Replay ``trace`` through a pool of ``capacity_blocks`` blocks.
 
-    ``trace`` is a path or what ``load_trace`` or ``make_workload`` gave; ``policy`` a name
-    (``options`` are the policy's), ``"file.py:Class"``, or a policy object, which is started anew.
-    A ``PriorityPolicy`` that numba can compile runs compiled, in float64, any other policy in
-    Python, and so does one with priorities beyond 2**53, which float64 would round.
+    ``trace`` is a path or a ``Trace``.  ``policy`` is a name, ``"file.py:Class"``, or a policy
+    object, which is started anew; ``options`` go to a named policy.  A ``PriorityPolicy`` that
+    numba can compile runs compiled, in float64.  Other policies run in Python, and so does one with
+    priorities beyond 2**53, which float64 would round.
 
     ``counted`` selects the requests in the result: with ``slice(1000, None)`` the first 1000 only
     warm up the pool and the policy.
@@ -104,7 +104,7 @@ def simulate(
     if replay is not None:
         try:
             hits, evictions = replay(trace, pool)
-        except OverflowError:  # the policy's integers need Python's
+        except OverflowError:  # the policy needs Python's exact integers
             replay = None
             started = time.perf_counter()
     if replay is None:
@@ -146,7 +146,7 @@ def _compiled(policy: EvictionPolicy):
 
 @functools.cache
 def _warmed_up(priority, needs_future: bool, own_dtype):
-    """The replay of ``priority``, compiled by a tiny replay so that no measured time includes it.
+    """The replay of ``priority``, compiled by a tiny replay before any time is measured.
 
     None if numba cannot compile ``priority`` or its integers are too large at once.
     """
@@ -166,7 +166,7 @@ def _warmed_up(priority, needs_future: bool, own_dtype):
         return None
     except Exception as error:  # numba raises errors of many kinds
         if own is not None and isinstance(error, ArithmeticError | ValueError):
-            return replay  # compiled; the ones in its state are not the policy's numbers
+            return replay  # compiled; this error is due to the ones in its state
         reason = str(error).partition("\n")[0]
         warnings.warn(f"{priority.__qualname__} runs in Python: numba: {reason}", stacklevel=2)
         return None

@@ -43,8 +43,7 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """How many of a beam's likeliest tokens are needed: ``width``, and as many that end a text
-        as there can be."""
+        """Likeliest tokens needed per beam, so that ``width`` remain without stop tokens."""
         return self.width * (1 + len(self.request.stop_token_ids))
 
     def observe(self, seq: ScheduledSequence, candidates: list[tuple[float, int]]) -> None:

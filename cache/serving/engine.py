@@ -82,8 +82,8 @@ class Engine:
         eos_token_ids: end an output unless the request ignores them.
         overlap: schedule and launch a step before the tokens of the last one are read, so that the
             device does not wait for the host, see ``step``.  Off with blocks of one token.
-        new_decoder: makes an incremental decoder for one output, for stop strings: it returns the
-            text that a token adds.  None without a tokenizer.
+        new_decoder: makes an incremental decoder for one output of a request, for stop strings: it
+            returns the text that a token adds.  None without a tokenizer.
 
     Attributes:
         clock: returns the time for statistics, in seconds; ``time.perf_counter``.
@@ -98,7 +98,7 @@ class Engine:
         max_model_len: int,
         vocab_size: int | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
-        new_decoder: Callable[[], Callable[[int], str]] | None = None,
+        new_decoder: Callable[[SamplingParams], Callable[[int], str]] | None = None,
         overlap: bool = False,
     ) -> None:
         self.scheduler, self.runner, self.sampler = scheduler, runner, sampler
@@ -138,12 +138,6 @@ class Engine:
                 f"prompt: has {length} tokens; needs at most {self.max_model_len - 1}, one less "
                 f"than max_model_len={self.max_model_len}, which model and KV cache allow"
             )
-        width = max(params.n, params.beam_width or 1)
-        if width > self.scheduler.max_num_seqs:
-            name = "n" if params.beam_width is None else "beam_width"
-            raise ValueError(
-                f"{name}={width}: needs at most max_num_seqs={self.scheduler.max_num_seqs}"
-            )
         if params.beam_width is not None:
             self._check_beam_search(length, params)
         if params.stop and self.new_decoder is None:
@@ -152,6 +146,9 @@ class Engine:
     def _check_beam_search(self, prompt_length: int, params: SamplingParams) -> None:
         if not self._can_fork:
             raise UnsupportedByDesign(self.manager.name, "fork, which beam search needs")
+        most = self.scheduler.max_num_seqs
+        if params.beam_width > most:
+            raise ValueError(f"beam_width={params.beam_width}: needs at most max_num_seqs={most}")
         block_size = self.manager.block_size
         longest = min(prompt_length + params.max_tokens, self.max_model_len)
         needed = params.beam_width * -(-longest // block_size)
@@ -170,10 +167,12 @@ class Engine:
     ) -> int:
         """Add a request to the end of the line; returns its id.
 
+        Samples beyond max_num_seqs wait in line for the others.
+
         cache_salt: only requests with an equal salt share K/V; None shares with None.
 
         Raises ValueError for a prompt that is empty, has ids out of range, or does not fit, and for
-        more outputs than max_num_seqs or the cache allows; UnsupportedByDesign for beam search with
+        more beams than max_num_seqs or the cache allows; UnsupportedByDesign for beam search with
         a manager that cannot fork.
         """
         self.check(prompt_token_ids, params)
@@ -188,12 +187,12 @@ class Engine:
             stats=RequestStats(self.clock(), length, max_tokens),
         )
         num_outputs = params.n if params.beam_width is None else params.beam_width
-        num_sequences = 1 if self._can_fork else num_outputs
-        for index in range(num_sequences):
+        group = min(num_outputs, self.scheduler.max_num_seqs) if self._can_fork else 1
+        for index in range(0, num_outputs, group):  # the first of a group forks the others
             seq = ScheduledSequence(
                 next(self._seq_ids), prompt_token_ids, request, index, cache_salt=cache_salt
             )
-            seq.num_pending_forks = num_outputs - num_sequences
+            seq.num_pending_forks = min(group, num_outputs - index) - 1
             request.sequences.append(seq)
             self.scheduler.add(seq)
         if params.beam_width is not None:
@@ -237,11 +236,11 @@ class Engine:
 
         Beam search returns no tokens before it is finished.
 
-        With ``overlap`` the tokens of a step are returned one step later: they are read when the
-        next step has been launched, which takes them from the device.  A sequence that they end has
-        computed one token too many, which is dropped.  Tokens are read at once if a sequence in the
-        step ``reads_tokens`` (penalties, stop strings ...), and before the next step if no running
-        sequence could compute anything in it.
+        With ``overlap`` the tokens of a step are returned one step later.  The next step takes them
+        from the device, and the host reads them after it has launched that step.  A sequence that
+        they end has computed one token too many, which is dropped.  Tokens are read at once if a
+        sequence in the step ``reads_tokens`` (penalties, stop strings ...), and before the next
+        step if no running sequence could compute anything in it.
         """
         outputs: list[TokenOutput] = []
         finished: list[Request] = []
@@ -375,7 +374,7 @@ class Engine:
     def _meets_stop(self, seq: ScheduledSequence, token: int) -> bool:
         if seq.stop_search is None:
             params = seq.request.params
-            seq.stop_search = StopSearch(params.stop, params.min_tokens, self.new_decoder())
+            seq.stop_search = StopSearch(params.stop, params.min_tokens, self.new_decoder(params))
         return seq.stop_search.meets_stop(token)
 
     def _fork(self, seq: ScheduledSequence, index: int) -> ScheduledSequence:
@@ -386,7 +385,8 @@ class Engine:
 
     def _fork_samples(self, seq: ScheduledSequence) -> list[ScheduledSequence]:
         """Fork the other samples of a prompt that has just been computed."""
-        children = [self._fork(seq, index) for index in range(1, 1 + seq.num_pending_forks)]
+        indices = range(seq.index + 1, seq.index + 1 + seq.num_pending_forks)
+        children = [self._fork(seq, index) for index in indices]
         seq.num_pending_forks = 0
         seq.request.sequences += children
         return children

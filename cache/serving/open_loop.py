@@ -1,7 +1,7 @@
 """Requests served by an engine at their arrival times.
 
-Open loop: a request arrives at its time, however busy the engine is, so a load beyond what the
-engine can serve builds up a queue.  A request that arrives during a step counts from that time.
+Open loop: a request arrives at its time, however busy the engine is.  If the load exceeds what the
+engine can serve, a queue builds up.  A request that arrives during a step counts from that time.
 
 Time is real, or modelled by a clock that gives the duration of each step; then no time is spent.
 The scheduler, the manager and the policy of the engine decide in both cases.
@@ -9,9 +9,12 @@ The scheduler, the manager and the policy of the engine decide in both cases.
 
 from __future__ import annotations
 
+import math
+import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cache.checks import at_least
@@ -140,8 +143,13 @@ class Run:
 class NoModel:
     """Runner and sampler of an engine without a model.
 
-    It computes nothing.  All tokens of a request have one id, from the end of the id range.
+    It computes nothing.  All tokens of a request have one id, from the end of the id range.  In a
+    beam search every candidate, the likeliest first, gets a uniform share of the probability left,
+    so the beams that survive are random.
     """
+
+    def __init__(self) -> None:
+        self._random = random.Random(0)
 
     def run(self, step: Step, manager: CacheManager) -> None:
         """Does nothing."""
@@ -149,22 +157,41 @@ class NoModel:
     def draw(self, logits: None, rows: list[int], sequences: list[ScheduledSequence]) -> list[int]:
         return [_LAST_TOKEN_ID - seq.request.request_id for seq in sequences]
 
+    def likeliest(
+        self, logits: None, row: int, seq: ScheduledSequence, count: int
+    ) -> list[tuple[float, int]]:
+        rest, shares = 1.0, []
+        for _ in range(count):
+            share = rest * (1 - self._random.random())
+            shares.append(share)
+            rest -= share
+        shares.sort(reverse=True)
+        return [(math.log(max(share, 1e-300)), index) for index, share in enumerate(shares)]
+
 
 _LAST_TOKEN_ID = (1 << 32) - 1
 
 
 def engine_without_model(
-    manager: CacheManager, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int
+    manager: CacheManager,
+    *,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_model_len: int,
+    **options: Any,
 ) -> Engine:
     """An engine that schedules requests on ``manager``, and whose steps compute nothing.
 
-    If the design of ``manager`` cannot chunk a prompt, a step may have as many tokens as the
-    longest sequence.
+    ``options`` go to ``Scheduler``.  If the design of ``manager`` cannot chunk a prompt, a step may
+    have as many tokens as the longest sequence.
     """
     if not manager.can_chunk:
         max_num_batched_tokens = max(max_num_batched_tokens, max_model_len)
     scheduler = Scheduler(
-        manager, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+        manager,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        **options,
     )
     model = NoModel()
     return Engine(scheduler, model, model, max_model_len=max_model_len)
@@ -178,6 +205,7 @@ def serve(
     *,
     stop_s: float | None = None,
     service: Clock | None = None,
+    sampling: Mapping[str, Any] = MappingProxyType({}),
 ) -> Run:
     """Serve requests of exactly these lengths, decoded greedily; the engine is idle afterwards.
 
@@ -186,13 +214,14 @@ def serve(
         is finished.
     stop_s: cancel unfinished requests at this time.
     service: gives the duration of each step.  None: real time.
+    sampling: further ``SamplingParams`` of every request, as ``{"n": 4}``.
     """
     clock, compute = engine.clock, engine.runner.run
     watch = _Watch(engine, service)
     engine.clock = engine.manager.clock = watch.clock
     engine.runner.run = watch.run
     try:
-        return _serve(engine, watch, prompts, output_lengths, arrivals_s, stop_s)
+        return _serve(engine, watch, prompts, output_lengths, arrivals_s, stop_s, sampling)
     finally:
         engine.clock = engine.manager.clock = clock
         engine.runner.run = compute
@@ -231,6 +260,7 @@ def _serve(
     output_lengths: Sequence[int],
     arrivals_s: Sequence[float] | None,
     stop_s: float | None,
+    sampling: Mapping[str, Any],
 ) -> Run:
     clock, run = watch.clock, Run()
     arrived = run.requests
@@ -245,7 +275,8 @@ def _serve(
             elif (due := arrivals_s[len(arrived)]) > now:
                 break
             max_tokens = int(output_lengths[len(arrived)])
-            params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+            fixed = {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+            params = SamplingParams(**fixed, **sampling)
             request_id = engine.add(prompts[len(arrived)], params)
             arrived.append(engine.requests[request_id].stats)
             arrived[-1].arrival_time = begin + due

@@ -61,8 +61,7 @@ class ScheduledSequence(Sequence):
         *,
         cache_salt: str | bytes | None = None,
     ) -> None:
-        priority = request.params.eviction_priority
-        super().__init__(seq_id, token_ids, cache_salt=cache_salt, eviction_priority=priority)
+        super().__init__(seq_id, token_ids, cache_salt=cache_salt)
         self.request = request
         self.index = index
         self.order = (request.request_id, seq_id)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,13 +32,12 @@ class SamplingParams:
         min_tokens: nothing but max_tokens ends an output before it has this many tokens.
         stop: texts that end an output; its text ends before them, its tokens after.
         stop_token_ids: tokens that end an output, which includes them.
+        skip_special_tokens: leave special tokens, such as that of the end, out of the text.
         logprobs: return log p of each token and of this many of the likeliest tokens, before
             penalties and temperature.  None for none.
         ignore_eos: do not end at the model's end-of-text tokens.
         beam_width: number of beams of a beam search, which returns the n best; None samples.
         length_penalty: beams are ranked by sum(log p) / number of tokens ** length_penalty.
-        eviction_priority: the higher, the longer the cache keeps its K/V, if the eviction policy is
-            ``priority``.  It does not change scheduling.
 
     Raises ValueError naming the argument for values outside these ranges.
     """
@@ -58,10 +56,10 @@ class SamplingParams:
     stop: str | Collection[str] = ()
     stop_token_ids: Collection[int] = ()
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
     logprobs: int | None = None
     beam_width: int | None = None
     length_penalty: float = 1.0
-    eviction_priority: float = 0.0
 
     def __post_init__(self) -> None:
         at_least(1, "n", self.n)
@@ -175,10 +173,5 @@ _NEEDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     ("logprobs", lambda v: v is None or (_is_int(v) and v >= 0), "an int of at least 0, or None"),
     ("length_penalty", lambda v: _is_number(v) and abs(v) <= 100, "a number from -100 to 100"),
-    (
-        "eviction_priority",
-        lambda v: _is_number(v) and abs(v) <= sys.float_info.max,
-        "a finite number in the range of floats",
-    ),
 )
 """Fields, their checks, and what the error says they need."""

@@ -63,11 +63,6 @@ class Step:
         """Tokens to compute, over all sequences."""
         return sum(self.counts)
 
-    def add(self, seq: ScheduledSequence, count: int) -> None:
-        """Let ``seq`` compute ``count`` tokens in this step."""
-        self.sequences.append(seq)
-        self.counts.append(count)
-
 
 class Scheduler:
     """Serves sequences in order of arrival.
@@ -127,6 +122,7 @@ class Scheduler:
     def add(self, seq: ScheduledSequence) -> None:
         """Put a new sequence at the end of the line."""
         self.waiting.append(seq)
+        self.manager.expect(seq.order, seq)
 
     def fork(self, parent: ScheduledSequence, child: ScheduledSequence) -> None:
         """Let ``child``, a fork of the running ``parent``, share its blocks and run beside it."""
@@ -144,6 +140,7 @@ class Scheduler:
             self.manager.free(seq)
         elif seq.status is Status.WAITING:
             self.waiting.remove(seq)
+            self.manager.expect(seq.order)
             self._drop_host_copy(seq)
         seq.status = Status.FINISHED
 
@@ -175,32 +172,29 @@ class Scheduler:
 
         least: skip sequences that lack fewer tokens; 2 for prompts that have begun.
         """
-        budget = self.max_num_batched_tokens
+        append, budget = self.manager.append, self.max_num_batched_tokens
         for seq in self.running:  # a preemption shortens this list at its end
-            missing = len(seq.token_ids) - seq.num_computed_tokens
-            if missing < least:
+            start = seq.num_computed_tokens
+            count = len(seq.token_ids) - start
+            if count < least:
                 continue
-            count = min(missing, budget)
-            if not count or not self._give_slots(seq, count, step):
+            if count > budget:
+                count = budget
+            if not count:
                 break
+            while True:
+                try:
+                    step.copies += append(seq, start + count)
+                    break
+                except OutOfBlocks:
+                    victim = self.running.pop()
+                    self._preempt(victim, step)
+                    if victim is seq:
+                        return budget
+            step.sequences.append(seq)
+            step.counts.append(count)
             budget -= count
         return budget
-
-    def _give_slots(self, seq: ScheduledSequence, count: int, step: Step) -> bool:
-        """Let ``seq`` compute ``count`` more tokens, preempting the youngest sequences for it.
-
-        Returns False if ``seq`` itself was the youngest.
-        """
-        while True:
-            try:
-                step.copies += self.manager.allocate_slots(seq, count)
-                step.add(seq, count)
-                return True
-            except OutOfBlocks:
-                victim = self.running.pop()
-                self._preempt(victim, step)
-                if victim is seq:
-                    return False
 
     def _preempt(self, seq: ScheduledSequence, step: Step) -> None:
         """Return ``seq`` to the head of the line, and swap out its K/V if host memory has room."""
@@ -217,6 +211,7 @@ class Scheduler:
         seq.status = Status.WAITING
         stats.num_preemptions += 1
         self.waiting.appendleft(seq)
+        self.manager.expect(seq.order, seq)
         step.preempted.append(seq)
 
     def _admit_waiting(self, step: Step, budget: int) -> None:
@@ -233,11 +228,13 @@ class Scheduler:
             if count is None:
                 break
             self.waiting.popleft()
+            self.manager.expect(seq.order)
             seq.status = Status.RUNNING
             bisect.insort(self.running, seq, key=attrgetter("order"))
             step.admitted.append(seq)
             if count:  # 0 for a beam that waits for the other beams
-                step.add(seq, count)
+                step.sequences.append(seq)
+                step.counts.append(count)
                 budget -= count
 
     def _admit(self, seq: ScheduledSequence, budget: int, step: Step) -> int | None:

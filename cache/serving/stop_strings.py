@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 
 def cut_at_stop(text: str, stops: Sequence[str], begin: int = 0) -> str:
-    """The text before the first stop string that ends behind the first ``begin`` characters."""
+    """The text before the first stop string that ends after the first ``begin`` characters."""
     places = (text.find(stop, max(0, begin - len(stop) + 1)) for stop in stops)
     return text[: min((i for i in places if i >= 0), default=len(text))]
 

@@ -6,9 +6,9 @@
 - ``bailian``: a JSON-lines file of Alibaba's Qwen-Bailian usage traces (Wang et al., USENIX ATC
   2025).  Times are seconds, and an id is the hash of 16 tokens by themselves;
 - ``ragpulse``: the folder ``data`` of RAGPulse (arXiv 2511.12979).  A prompt is a list of
-  components, whose lengths stand in files of their own;
-- ``sessions``: a folder of callanjfox/kv-cache-tester's ``trace_*.json``, a session of a coding
-  agent each, whose ids and times are its own;
+  components, whose lengths are in separate files;
+- ``sessions``: a folder of callanjfox/kv-cache-tester's ``trace_*.json``: one session of a coding
+  agent per file, with its own ids and times;
 - ``trace``: what ``load_trace`` reads already (Mooncake, Azure), to be coarsened.
 """
 
@@ -57,7 +57,7 @@ class _Prefixes:
         self._numbers.default_factory = self._numbers.__len__
 
     def __call__(self, contents: Iterable[Hashable]) -> list[int]:
-        """The numbers of a prompt's blocks, from what each holds by itself."""
+        """The numbers of a prompt's blocks, given the content of each block."""
         before, numbers = None, []
         for content in contents:
             before = self._numbers[before, content]
@@ -110,8 +110,7 @@ def convert_ragpulse(folder: str | os.PathLike, *, block_size: int = 16) -> Trac
 
 
 def _cut(parts: list[tuple[int, int]], block_size: int) -> Iterator[tuple[tuple[int, int], ...]]:
-    """The full blocks of parts (id, tokens) one after the other: of each, which part it takes from
-    which of its tokens on."""
+    """Cut concatenated parts (id, tokens) into full blocks, each a tuple of (id, first token)."""
     block, room = [], block_size
     for part, length in parts:
         start = 0
@@ -126,9 +125,9 @@ def _cut(parts: list[tuple[int, int]], block_size: int) -> Iterator[tuple[tuple[
 def convert_sessions(folder: str | os.PathLike, *, hours: float = 24.0, seed: int = 0) -> Trace:
     """Merge the sessions of a folder by arrival.
 
-    Sessions were recorded apart: in the order of their names, each gets a start drawn uniformly
-    from ``hours`` by ``seed``, so the arrivals are synthetic.  A sub-agent's requests count from
-    its own start.  Ids count within a session; ids of scope "global" are shared by all.
+    Sessions were recorded separately.  In the order of their names, each gets a start sampled
+    uniformly from ``hours`` with ``seed``, so the arrivals are synthetic.  A sub-agent's requests
+    count from its own start.  Ids count within a session; ids of scope "global" are shared by all.
 
     Raises TraceError for a file that is not a session, or of another block size than the first, and
     ValueError for a folder without requests.
@@ -196,8 +195,8 @@ def main(arguments: list[str] | None = None) -> None:
         if name == "ragpulse":
             command.add_argument("--block-size", type=int, default=16, help="tokens")
         if name == "sessions":
-            command.add_argument("--hours", type=float, default=24.0, help="of the starts")
-            command.add_argument("--seed", type=int, default=0, help="of the starts")
+            command.add_argument("--hours", type=float, default=24.0, help="range of the starts")
+            command.add_argument("--seed", type=int, default=0, help="seed of the starts")
     options = vars(parser.parse_args(arguments))
     convert, source, out = known[options.pop("format")], options.pop("source"), options.pop("out")
     factor = options.pop("coarsen")

@@ -40,7 +40,8 @@ class TraceRequest(NamedTuple):
     output_length: int
     """Generated tokens."""
     block_ids: Sequence[int]
-    """Blocks of the prompt, in order; whether a partly filled last block counts is the trace's."""
+    """Blocks of the prompt, in order.  Some traces number a partly filled last block, some do not.
+    """
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -209,10 +210,10 @@ def load_trace(path: str | os.PathLike, *, block_size: int | None = None) -> Tra
     ``block_size`` is what the publisher says; None infers it from the data.  Mooncake gives an id
     to every block, a partly filled last one included: ``len(hash_ids) == ceil(input_length /
     block_size)``.  Other publishers number full blocks only: ``floor``.  Each request bounds the
-    sizes that fit; the one power of two that fits all requests is taken (several: unknown), by the
-    first rule that admits one, or else the one whole number that fits.  If no size fits all
-    requests but a power of two fits more than half of those with several ids, a request that it
-    does not fit has a wrong number of ids and is an error.  Otherwise None.
+    sizes that fit.  The first rule by which a power of two fits all requests decides: that power,
+    or unknown if several fit.  If there is no such rule, the only whole number that fits is taken.
+    If no size fits all requests but a power of two fits more than half of those with several ids, a
+    request that it does not fit has a wrong number of ids and is an error.  Otherwise None.
 
     Raises TraceError (a ValueError) that names file, line and reason for anything malformed: an
     unknown extension, a corrupt or truncated stream, a line that does not parse, a missing field, a
@@ -355,9 +356,9 @@ def _ids(values) -> Sequence[int]:
 def _picked(
     block_ids: np.ndarray, starts: np.ndarray, counts: np.ndarray, step: int = 1
 ) -> tuple[np.ndarray, np.ndarray]:
-    """``(block_ids, offsets)`` of requests that have ``counts[i]`` of ``block_ids`` each.
+    """Select ``counts[i]`` of ``block_ids`` for each request; returns ``(block_ids, offsets)``.
 
-    They are the ones at ``starts[i]``, ``starts[i] + step`` and so on.
+    They are at ``starts[i]``, ``starts[i] + step`` and so on.
     """
     import numpy as np
 

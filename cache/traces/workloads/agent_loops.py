@@ -35,17 +35,18 @@ def agent_loops(
 ) -> options.Requests:
     """Tool-calling agents: each step appends the model's call and the tool's result.
 
-    Nearly all of a prompt was in the previous one, seconds ago; but while a person or a sub-agent
-    keeps the agent waiting its whole context lies idle, and after compaction the old one is dead.
+    Nearly all of a prompt was in the previous one, seconds ago.  While the agent waits for a person
+    or a sub-agent, its whole context is idle.  After compaction the old context is never used
+    again.
 
     Args:
         session_rate: Poisson arrivals of agent sessions, per second.
         num_agents: Kinds of agents, each with a system prompt (instructions and tools);
             ``zipf_exponent`` is the skew of their popularity.
-        system_tokens: Median length of a system prompt, drawn once for each.
+        system_tokens: Median length of a system prompt; each has one length.
         task_tokens: Median length of the task and the files it comes with.
         mean_steps: Mean number of steps of a session (geometric).
-        output_tokens: Median length of what the model writes in a step.
+        output_tokens: Median length of the model's output in a step.
         tool_result_tokens: Median length of a tool's result.
         length_sigma: Standard deviation of the logarithm of every length (log-normal).
         tool_seconds: Median run time of a tool; in a share ``pause_probability`` of the steps a

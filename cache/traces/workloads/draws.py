@@ -1,6 +1,6 @@
 """Random lengths, popularity and arrivals of workloads.
 
-Values are drawn one by one, so that a longer workload begins with the shorter one, and rounded to
+Values are sampled one by one, so that a longer workload begins with the shorter one, and rounded to
 whole tokens and milliseconds, so that the last digit of a platform's ``exp`` cannot matter.
 """
 
@@ -43,7 +43,7 @@ def poisson_arrivals_ms(rng: np.random.Generator, rate_per_second: float) -> Ite
 
 
 class Zipf:
-    """Ranks 0 to ``size - 1``, the one of rank r drawn in proportion to ``(r + 1) ** -exponent``.
+    """Ranks 0 to ``size - 1``, rank r sampled in proportion to ``(r + 1) ** -exponent``.
 
     Exponent 0 is uniform; web and prompt popularity are usually found near 1.
     """
@@ -57,7 +57,7 @@ class Zipf:
         return bisect.bisect_right(self._cumulative, rng.random() * self._cumulative[-1])
 
     def draw_distinct(self, rng: np.random.Generator, count: int) -> list[int]:
-        """``count`` different ranks, drawn one after the other, then put in random order."""
+        """``count`` different ranks, sampled one after the other, then put in random order."""
         import numpy as np
 
         # Gumbel's trick: the largest log weight plus noise are a draw without replacement.

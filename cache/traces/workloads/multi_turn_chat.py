@@ -30,13 +30,13 @@ def multi_turn_chat(
 ) -> options.Requests:
     """Conversations: a prompt is the previous prompt, the previous answer and a new message.
 
-    A conversation is wanted again after its user's think time or, after the last turn, never:
-    recency predicts reuse, and what counts is to outlive the think time.
+    A conversation is used again after its user's think time, and never after the last turn.
+    Recency predicts reuse, and blocks hit if they outlive the think time.
 
     Args:
         session_rate: Poisson arrivals of conversations, per second.
         num_system_prompts: Assistants; ``zipf_exponent`` is the skew of their popularity.
-        system_tokens: Median length of a system prompt, drawn once for each.
+        system_tokens: Median length of a system prompt; each has one length.
         mean_turns: Mean number of turns (geometric).
         message_tokens: Median length of a user's message.
         output_tokens: Median length of an answer.

@@ -41,7 +41,7 @@ Requests = Iterator[tuple[int, Prompt, int]]
 def workload(requests: Callable[..., Requests]) -> Callable[..., Trace]:
     """Turn ``requests``, an endless generator, into a function that returns a ``Trace`` of them.
 
-    It takes the options of ``requests``, whose annotations say what a value must be, and ends after
+    It takes the options of ``requests``, whose annotations bound the values, and ends after
     ``num_requests``.  It raises ValueError for an unknown option and a value out of its bounds.
     """
     name = requests.__name__

@@ -38,7 +38,7 @@ def parallel_sampling(
         num_templates: Few-shot templates that the prompts begin with; ``zipf_exponent`` is the
             skew of how many prompts use each.
         template_tokens: Median length of a template.
-        question_tokens: Median length of what follows it.
+        question_tokens: Median length of the text after the template.
         output_tokens: Median length of a sample.
         length_sigma: Standard deviation of the logarithm of every length (log-normal).
     """

@@ -1,8 +1,8 @@
 """Prompts put together from texts, and the names of their blocks.
 
-A *text* is a run of tokens like no other: two prompts agree exactly as far as they consist of the
-same texts, each taken from its beginning.  Which words a text consists of does not matter to a
-cache, so a text is a number.
+A *text* is a unique run of tokens.  Two prompts agree exactly as far as they consist of the same
+texts, each taken from its beginning.  Which words a text consists of does not matter to a cache, so
+a text is a number.
 """
 
 from __future__ import annotations

@@ -27,15 +27,15 @@ def rag(
 ) -> Requests:
     """Questions over retrieved documents: system prompt, documents in random order, question.
 
-    A document's blocks are reusable only behind the same documents in the same order, so most of
-    what is popular still misses: the system prompt and a popular first document hit.
+    A document's blocks are reusable only behind the same documents in the same order, so most
+    popular documents still miss: only the system prompt and a popular first document hit.
 
     Args:
         request_rate: Poisson arrivals, requests per second.
         num_documents: Size of the corpus; ``zipf_exponent`` is the skew of the popularity.
-        documents_per_request: Different documents of a request, drawn by popularity.
+        documents_per_request: Different documents of a request, sampled by popularity.
         system_tokens: Length of the one system prompt.
-        document_tokens: Median length of a document, drawn once for each.
+        document_tokens: Median length of a document; each has one length.
         question_tokens: Median length of a question.
         output_tokens: Median length of an answer.
         length_sigma: Standard deviation of the logarithm of the other lengths (log-normal).

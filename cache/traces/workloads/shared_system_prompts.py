@@ -25,13 +25,13 @@ def shared_system_prompts(
 ) -> Requests:
     """Independent requests: one of many system prompts, then a message that never comes again.
 
-    The cacheable part is a static Zipf popularity, the rest a stream of blocks used once: the
-    classic case for frequency over recency.
+    System prompts have a static Zipf popularity, and all other blocks are used once: the classic
+    case for frequency over recency.
 
     Args:
         request_rate: Poisson arrivals, requests per second.
         num_system_prompts: Applications; ``zipf_exponent`` is the skew of their popularity.
-        system_tokens: Median length of a system prompt, drawn once for each.
+        system_tokens: Median length of a system prompt; each has one length.
         message_tokens: Median length of a user's message.
         output_tokens: Median length of an answer.
         length_sigma: Standard deviation of the logarithm of every length (log-normal).

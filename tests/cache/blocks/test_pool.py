@@ -139,7 +139,7 @@ DAMAGES = {
     "free_count": lambda pool: setattr(pool, "num_free_blocks", 3),
     "lost_free_block": lambda pool: pool._free.pop(),
     "uncached_in_policy": lambda pool: pool.policy.release(pool._free.pop()),
-    "fresh_count": lambda pool: setattr(pool, "_num_fresh", -1),
+    "fresh_count": lambda pool: setattr(pool, "_fresh", range(0)),
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cache import AllocStatus, MemoryUsage, Sequence, make_manager
+from cache import AllocStatus, Sequence, make_manager
 from cache.managers import Contiguous
 
 
@@ -19,14 +19,6 @@ def test_worked_example_of_a_reservation_up_to_the_maximum():
     manager = manager_of(1024, 16, max_model_len=8192)
     manager.allocate(Sequence(0, [1] * 792))
     assert round(100 * manager.memory_usage().wasted_fraction, 1) == 90.3
-
-
-def test_pow2_reserves_32_slots_for_25_output_tokens():
-    manager = manager_of(256, reservation="pow2", final_length=lambda seq: 100 + 25)
-    manager.allocate(Sequence(0, [1] * 100))
-    assert manager.memory_usage() == MemoryUsage(
-        used=100, reserved=25, internal=7, external=256 - 132, free=0
-    )
 
 
 def test_a_waiting_request_needs_a_run_for_all_that_it_reserves():

@@ -18,12 +18,11 @@ from manager_helpers import (
     used,
 )  # fmt: skip
 
-from cache import AllocStatus, CacheStats, OutOfBlocks, Sequence, UnsupportedByDesign
+from cache import CacheStats, Sequence, UnsupportedByDesign
 from cache.managers import MANAGERS
 from cache.policies import POLICIES
 
 RESETTING = [name for name in NAMES if MANAGERS[name].can_reset]
-SOME_POLICIES = ["lru", "fifo", "lfu", "arc", "s3fifo", "safeguarded"]
 
 every_manager = pytest.mark.parametrize("name", NAMES)
 caching_manager = pytest.mark.parametrize("name", CACHING)
@@ -134,8 +133,12 @@ def test_calls_about_unknown_and_known_sequences_are_checked(name):
     for call in (manager.append, manager.can_append, manager.free, manager.block_table):
         with pytest.raises(ValueError, match="sequence 1 holds no blocks"):
             call(unknown)
-    with pytest.raises(ValueError, match=r"append: all 6 tokens .* append a token"):
-        manager.append(seq)
+    for end in (None, 6, 7, -1):
+        with pytest.raises(ValueError, match=r"append: end=.*6 of its 6 tokens have a slot"):
+            manager.append(seq, end)
+    for end in (6.5, True, "7"):
+        with pytest.raises(ValueError, match=f"end='?{end}'?: needs an int"):
+            manager.append(seq, end)
     if manager.can_fork:
         with pytest.raises(ValueError, match="sequence 1 holds no blocks"):
             manager.fork(unknown, Sequence(2, range(6)))
@@ -195,8 +198,9 @@ def test_a_hit_costs_the_same_in_a_free_queue_thirty_times_longer(name):
     assert seconds(32_768) < 8 * seconds(1_024)  # what is O(pool) would be 32 times
 
 
+@pytest.mark.parametrize("child_first", [True, False])
 @forking_manager
-def test_worked_example_of_parallel_sampling(name):
+def test_worked_example_of_parallel_sampling(name, child_first):
     manager = manager_of(name)
     one = started(manager, "one", range(6))
     other = one.fork("other")
@@ -205,11 +209,12 @@ def test_worked_example_of_parallel_sampling(name):
     assert manager.num_free_blocks == 8
     assert other.num_computed_tokens == other.num_cached_tokens == 6
 
-    assert grow(manager, other, 77) == [(1, 2)]
-    assert manager.block_table(other) == [0, 2]
+    first, second = (other, one) if child_first else (one, other)
+    assert grow(manager, first, 77) == [(1, 2)]
+    assert manager.block_table(first) == [0, 2]
     assert manager.num_free_blocks == 7
-    assert grow(manager, one, 78) == []
-    assert manager.block_table(one) == [0, 1]
+    assert grow(manager, second, 78) == []
+    assert manager.block_table(second) == [0, 1]
     assert manager.stats.copied_blocks == 1
 
 
@@ -232,25 +237,6 @@ def test_fork_refuses_a_child_whose_content_differs(name, child):
     with pytest.raises(ValueError, match=r"child: the first 6 .* must equal the parent's, .* 0"):
         manager.fork(parent, child)
     assert state_of(manager) == before
-
-
-@pytest.mark.parametrize("policy", SOME_POLICIES)
-@caching_manager
-def test_hits_are_untouched_when_the_allocation_fails(name, policy):
-    manager = manager_of(name, 5, policy=policy)
-    used(manager, 0, range(8))
-    holder = started(manager, 1, [50] * 8)
-    before = state_of(manager)
-    wanting = Sequence(2, [*range(8), *range(60, 72)])
-    assert manager.can_allocate(wanting) is AllocStatus.LATER
-    with pytest.raises(OutOfBlocks):
-        manager.allocate(wanting)
-    with pytest.raises(OutOfBlocks):
-        manager.allocate_slots(wanting, 12, manager.get_computed_blocks(wanting)[0])
-    assert state_of(manager) == before
-    assert (wanting.num_cached_tokens, wanting.num_computed_tokens) == (0, 0)
-    manager.free(holder)
-    assert manager.allocate(wanting) == 8
 
 
 @pytest.mark.parametrize(

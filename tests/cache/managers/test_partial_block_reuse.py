@@ -63,22 +63,6 @@ def test_a_block_is_copied_from_only_when_its_step_is_over():
     manager.check_invariants()
 
 
-def test_extra_keys_never_share_parts():
-    manager = make(num_blocks=40)
-    tokens = [1, 2, 3, 4, 5, 6, 7, 8]
-    for number, keys in enumerate(
-        ({"lora_name": "a"}, {"cache_salt": "a"}, {"mm_inputs": [("image", 1, 2)]})
-    ):
-        own = [token + 10 * number for token in tokens]
-        serve(manager, number, own, **keys)
-        assert serve(manager, 10 + number, [*own[:2], 0, 0])[0] == 0
-        # Nor with the same keys: the image and the first block's keys are not compared.
-        assert serve(manager, 20 + number, [*own[:2], 0, 0, 0], **keys)[0] == 0
-    # Behind the first block the chain itself tells adapters apart.
-    assert serve(manager, 30, [1, 2, 3, 4, 5, 6, 0, 0], lora_name="a")[0] == 6
-    assert serve(manager, 31, [1, 2, 3, 4, 5, 6, 0, 0], lora_name="b")[0] == 0
-
-
 def test_copies_of_a_freed_sequence_are_void():
     manager = make()
     serve(manager, 0, [1, 2, 3, 4, 5])

@@ -76,16 +76,6 @@ def test_misses_are_reported_before_evictions():
     ]  # fmt: skip
 
 
-def test_a_sliding_window_reuses_blocks_modulo_the_window():
-    manager = manager_of(10, 4, sliding_window=7, enable_prefix_caching=False)
-    seq = started(manager, "a", range(9))
-    table = manager.block_table(seq)
-    assert table == [9, 8, 9]  # two blocks: the third logical block is the first one again
-    assert grow(manager, seq, *range(9, 17)) == []
-    assert manager.block_table(seq) == [9, 8, 9, 8, 9]
-    assert manager.num_free_blocks == 8
-
-
 def test_a_sequence_is_swapped_in_the_right_direction_only():
     manager = manager_of(num_cpu_blocks=4)
     seq = started(manager, "a", PROMPT)

@@ -12,7 +12,6 @@ import pytest
 from manager_helpers import ONLINE_POLICIES, cached, grow, lines_run, started, used
 
 from cache import Sequence, make_workload, simulate
-from cache.managers.base import GIVEN_BACK
 from cache.managers.pooled import PooledManager
 from cache.policies.lru import LRU
 
@@ -179,20 +178,6 @@ def test_content_comes_back_after_a_reset(policy, queue_uncached):
         for tokens in ([0], [0, 1], [2, 3, 4], [0, 1, 2]):
             used(manager, "again", tokens)
         assert manager.reset_prefix_cache()
-
-
-def test_a_window_gives_back_before_it_takes():
-    """Two blocks hold a window of two tokens for ever."""
-    manager = manager_of(2, 1, sliding_window=2)
-    seq = started(manager, 0, [0])
-    for token in range(1, 50):
-        seq.append_token(token)
-        assert manager.can_append(seq)
-        assert manager.append(seq) == []
-        manager.check_invariants()
-    assert manager.block_table(seq)[:-2] == [GIVEN_BACK] * 48
-    manager.free(seq)
-    assert manager.num_free_blocks == 2
 
 
 @pytest.mark.parametrize(

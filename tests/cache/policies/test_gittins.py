@@ -139,7 +139,7 @@ def test_a_replay_reports_each_request_twice():
     listener = Listener()
     cache.simulate(trace_of([(0, 1), (2,)]), policy=listener, capacity_blocks=2)
     first, at_release, second, _ = listener.told
-    assert at_release == (0.0, 8, 1, 2, 0)
+    assert at_release == (0.0, 8, 1, 2)
     assert np.isnan(first.output_tokens)
     assert first._replace(output_tokens=1) == at_release
     assert second[:2] == (1.0, 4)
@@ -149,13 +149,13 @@ def test_a_replay_reports_each_request_twice():
 def test_a_manager_reports_requests(name):
     listener = Listener()
     manager = cache.make_manager(name, num_blocks=4, block_size=2, policy=listener)
-    seq = cache.Sequence(0, [1, 2, 3], eviction_priority=7)
+    seq = cache.Sequence(0, [1, 2, 3])
     manager.clock = lambda: 1.5
     manager.allocate(seq)
     seq.append_token(4)
     manager.append(seq)
     manager.free(seq)
-    assert listener.told[-1] == (1500.0, 3, 1, 1, 7)
+    assert listener.told[-1] == (1500.0, 3, 1, 1)
     assert np.isnan(listener.told[0].output_tokens)
     manager.clock = None
     manager.allocate(seq)

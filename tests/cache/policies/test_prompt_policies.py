@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 import cache
 from cache.policies import EvictionPolicy, Request, make_policy
-from tests.cache.prefix_traces import prefix_traces
+from cache.serving.open_loop import ServiceModel, engine_without_model, serve
+from tests.cache.prefix_traces import prefix_traces, trace_of
 
-LEAF_POLICIES = ("random_leaf", "marconi", "workload_aware", "priority", "retention", "gittins")
+LEAF_POLICIES = ("random_leaf", "marconi", "workload_aware", "retention", "gittins")
 
 
 class Pool:
@@ -24,13 +25,11 @@ class Pool:
         policy.start(100)
         self.blocks: dict[str, int] = {}
 
-    def serve(
-        self, *prompts: str, at_ms: float = math.nan, output_tokens: float = 0, priority: float = 0
-    ) -> Pool:
+    def serve(self, *prompts: str, at_ms: float = math.nan, output_tokens: float = 0) -> Pool:
         """One after the other; a block holds a token."""
         for prompt in prompts:
             length = len(prompt)
-            self.policy.tell(Request(at_ms, length, output_tokens, length, priority))
+            self.policy.tell(Request(at_ms, length, output_tokens, length))
             path = [prompt[: end + 1] for end in range(length)]
             for depth, content in enumerate(path):
                 if content in self.blocks:
@@ -74,7 +73,8 @@ def test_no_block_goes_before_those_that_continue_it(name, trace, capacity):
     [
         ("tlru", {"threshold_blocks": 0, "next_blocks": 0}),
         ("marconi", {"alpha": 0}),
-        ("priority", {}),
+        ("sglang_slru", {"threshold": 10**6}),
+        ("queue_informed", {}),
         ("retention", {"ranges": ()}),
         ("retention", {"ranges": [(0, None, 80)]}),
         ("workload_aware", {"max_turn": 1}),
@@ -102,6 +102,60 @@ def test_should_every_block_have_a_child_the_first_released_goes():
 def test_filo_gives_up_what_came_last():
     pool = Pool(make_policy("filo")).serve("ab", "cd", "abe", "cd")
     assert pool.victims() == ["abe", "cd", "c", "ab", "a"]
+
+
+def test_sglang_slru_gives_up_first_what_was_used_once():
+    pool = Pool(make_policy("sglang_slru")).serve("ab", "cd", "ab", "ef", "cg")
+    assert pool.victims() == ["cd", "ef", "e", "cg", "ab", "a", "c"]
+
+
+def test_frequency_cost_counts_hits_per_second_since_the_first():
+    pool = Pool(make_policy("frequency_cost"))
+    for at_ms, prompt in enumerate("aabbbbbcd"):  # a hit once at 1 ms, b four times from 3 ms on
+        pool.serve(prompt, at_ms=at_ms)
+    assert pool.serve("a", at_ms=10_001).victims() == ["c", "d", "a", "b"]
+
+
+def test_session_end_gives_up_first_what_it_is_told_has_ended():
+    """The second of four prompts is the last of its session, the first goes on in the fourth."""
+    trace = trace_of([(0, 1), (2, 3), (4, 5), (0, 1, 6)])
+    hits = {
+        name: cache.simulate(trace, policy=name, capacity_blocks=4).hits.tolist()
+        for name in ("lru", "session_end")
+    }
+    assert hits == {"lru": [0, 0, 0, 0], "session_end": [0, 0, 0, 2]}
+
+
+def test_queue_informed_spares_what_waits_and_then_gives_up_what_waits_longest():
+    policy = make_policy("queue_informed")
+    pool = Pool(policy).serve("ab", "cd", "e")
+    policy.expect((0, 0), ["c", "cd"])
+    policy.expect((1, 1), ["a", "x"])
+    policy.expect((2, 2), ["a", "ab"])
+    assert pool.victims() == ["e", "ab", "a", "cd", "c"]
+    assert [policy.evict() for _ in range(2)] == [pool.blocks[name] for name in ("e", "ab")]
+    policy.expect((1, 1), ())  # nobody asks for "x", and "a" moves back in the line
+    policy.expect((0, 0), ())
+    assert len(policy) == 3
+    assert [pool.blocks[name] for name in ("cd", "c", "a")] == [*policy]
+    pool.policy.pin(pool.blocks["cd"])
+    pool.policy.release(pool.blocks["cd"])
+    assert [pool.blocks[name] for name in ("c", "cd", "a")] == [*policy]
+
+
+def test_a_scheduler_tells_the_line_to_the_policy():
+    """Two blocks stay of what b and c computed; c is asked for again and waits."""
+    hits = {}
+    for name in ("lru", "queue_informed"):
+        manager = cache.make_manager("vllm_v1", num_blocks=4, block_size=4, policy=name)
+        engine = engine_without_model(
+            manager, max_num_seqs=1, max_num_batched_tokens=64, max_model_len=16
+        )
+        prompts = [[token] * 9 for token in (1, 2, 3, 1)]
+        arrivals, lengths = [0.0, 5.0, 5.0, 5.0], [1] * 4
+        serve(engine, prompts, lengths, arrivals, service=ServiceModel())
+        hits[name] = manager.stats.hit_blocks
+    assert hits == {"lru": 0, "queue_informed": 1}
 
 
 def test_tlru_gives_up_first_what_the_next_turn_can_compute_in_time():
@@ -151,30 +205,6 @@ def test_workload_aware_learns_which_turn_returns_and_when():
     pool.policy.evict()  # a first sample of how long blocks stay
     pool.serve("z", at_ms=120_100)
     assert pool.victims().index("z") < pool.victims().index("a")
-
-
-def test_priority_keeps_what_a_request_of_high_priority_used():
-    pool = Pool(make_policy("priority"))
-    pool.serve("ab", "xy", priority=1).serve("cd").serve("ae", "x", priority=-2)
-    assert pool.victims() == ["ae", "cd", "c", "ab", "xy", "a", "x"]
-
-
-@pytest.mark.parametrize("name", ["vllm_v0", "vllm_v1", "radix", "nano_vllm"])
-def test_the_priority_of_a_sequence_keeps_its_blocks(name):
-    manager = cache.make_manager(name, num_blocks=8, block_size=2, policy="priority")
-    for token, priority in [(1, 5), (2, 0), (3, 0)]:
-        seq = cache.Sequence(token, [token] * 6, eviction_priority=priority)
-        manager.allocate(seq)
-        manager.free(seq)
-    again = cache.Sequence(4, [1] * 6 + [4])
-    manager.allocate(again)
-    assert again.num_cached_tokens == 6
-
-
-@pytest.mark.parametrize("priority", [math.nan, math.inf, "high", None])
-def test_a_priority_is_a_finite_number(priority):
-    with pytest.raises(ValueError, match=r"priority=.* needs a finite number"):
-        cache.Sequence(0, [1], eviction_priority=priority)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cache
-from cache.replay.overlapping import prompt_token_ids, simulate_serving
+from cache.replay.overlapping import simulate_serving
 from cache.serving.open_loop import ServiceModel
 from cache.traces.trace import Trace
 
@@ -47,7 +47,7 @@ def trace_of(requests) -> Trace:
     requests=requests,
     num_blocks=st.integers(1, 12),
     block_size=st.sampled_from([1, 2, 4, 5]),
-    policy=st.sampled_from(["lru", "lfu", "arc", "s3fifo", "random"]),
+    policy=st.sampled_from(["lru", "lfu", "arc", "s3fifo", "random", "queue_informed"]),
 )
 def test_every_request_ends_and_every_block_returns(requests, num_blocks, block_size, policy):
     trace = trace_of(requests)
@@ -119,25 +119,6 @@ def test_lengths_only_traces_share_nothing():
     result = simulate_serving(trace, manager=manager)
     assert result.finished == 2
     assert result.stats.hit_tokens == 0
-
-
-def test_prompts_agree_as_far_as_their_blocks_do():
-    rows = [(0, 10, 1, [0, 1]), (1, 9, 1, [0, 2]), (2, 8, 1, [0, 1])]
-    trace = Trace.from_requests(rows, name="t", block_size=4)
-    first, second, third = (prompt_token_ids(trace, i).tolist() for i in range(3))
-    assert [len(first), len(second), len(third)] == [10, 9, 8]
-    assert first[:4] == second[:4] == third[:4]
-    assert first[4:8] == third[4:8]
-    assert not set(first[4:]) & set(second[4:])
-    assert not set(first[8:]) & set(third)
-
-
-def test_prompts_of_a_small_vocabulary_differ_where_their_blocks_do():
-    rows = [(i, 8, 1, [2 * i, 2 * i + 1]) for i in range(200)]
-    trace = Trace.from_requests(rows, name="t", block_size=4)
-    prompts = [prompt_token_ids(trace, i, vocab_size=16).tolist() for i in range(200)]
-    blocks = {tuple(prompt[at : at + 4]) for prompt in prompts for at in (0, 4)}
-    assert len(blocks) == 400
 
 
 def test_bad_arguments():

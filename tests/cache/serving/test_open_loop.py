@@ -188,3 +188,13 @@ def test_the_batch_is_what_fits_into_the_cache(engine):
     assert [s.used_blocks for s in run.steps[:2]] == [63, 60]
     assert sum(request.num_preemptions for request in run.requests) == 1
     assert all(request.finished for request in run.requests)
+
+
+def test_sampling_reaches_every_request_and_beams_survive_by_chance(engine):
+    run = serve(engine, [[1] * 5] * 3, [6] * 3, [0.0] * 3, service=TICKS, sampling={"n": 4})
+    assert [request.num_output_tokens for request in run.requests] == [24] * 3
+    run = serve(engine, [[1] * 5], [20], [0.0], service=TICKS, sampling={"beam_width": 4})
+    assert run.requests[0].longest_output == 20
+    blocks = {step.used_blocks for step in run.steps[8:]}
+    assert 7 < max(blocks) < 4 * 7, "shared, but not wholly"
+    assert engine.manager.num_free_blocks == 64

@@ -1,0 +1,112 @@
+"""Eviction that knows the waiting line."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable, Hashable, Iterable, Sequence
+
+from cache.policies.base import EvictionPolicy, Request
+from cache.policies.lazy_heap import LazyHeap
+
+
+class QueueInformed(EvictionPolicy):
+    """``policy``, but what waiting requests ask for goes last (vLLM, RFC 48485).
+
+    Victims that ``policy`` chooses are spared while a waiting request asks for their content.  If
+    nothing else is left, the block goes whose first such request is last in the line, and of one
+    request the deepest.  The RFC looks at the first ``max_num_seqs`` requests and falls back to
+    LRU; here the whole line counts.  Without ``expect`` it is ``policy``.
+
+    ``policy`` is a name (``options`` are its options) or an object.
+    """
+
+    name = "queue_informed"
+
+    def __init__(self, policy: str | EvictionPolicy = "lru", **options) -> None:
+        from cache.policies import as_policy
+
+        self.policy = as_policy(policy, **options)
+        self.needs_future = self.policy.needs_future
+
+    def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
+        self.policy.start(capacity, next_use)
+        self._contents: dict[int, tuple[Hashable, Hashable | None, int]] = {}
+        self._line: dict[tuple[int, ...], Sequence[Hashable]] = {}
+        self._wanted: dict[Hashable, list[tuple[int, ...]]] = {}  # key to places, sorted
+        self._spared = LazyHeap()  # blocks taken from ``policy``, wanted last first
+        self._spared_block: dict[Hashable, int] = {}
+
+    def expect(self, place: tuple[int, ...], keys: Sequence[Hashable]) -> None:
+        for key in self._line.pop(place, ()):
+            self._wanted[key].remove(place)
+            if not self._wanted[key]:
+                del self._wanted[key]
+            self._rank_again(key)
+        if keys:
+            self._line[place] = keys
+        for key in keys:
+            bisect.insort(self._wanted.setdefault(key, []), place)
+            self._rank_again(key)
+
+    def _rank_again(self, key: Hashable) -> None:
+        if (block := self._spared_block.get(key)) is not None:
+            self._spared.remove(block)
+            self._spare(block)
+
+    def _spare(self, block: int) -> None:
+        key, _, depth = self._contents[block]
+        self._spared_block[key] = block
+        place = self._wanted[key][0] if key in self._wanted else (math.inf,)
+        self._spared.push(block, *(-number for number in place), -depth)
+
+    def tell(self, request: Request) -> None:
+        self.policy.tell(request)
+
+    def look_up(self, keys: Sequence[Hashable]) -> None:
+        self.policy.look_up(keys)
+
+    def miss(self, key: Hashable) -> None:
+        self.policy.miss(key)
+
+    def insert(self, block: int, key: Hashable, parent: Hashable | None, depth: int) -> None:
+        self.policy.insert(block, key, parent, depth)
+        self._contents[block] = key, parent, depth
+
+    def pin(self, block: int) -> None:
+        if block not in self._spared:
+            self.policy.pin(block)
+        else:
+            self._take(block)
+            self.policy.insert(block, *self._contents[block])
+
+    def release(self, block: int) -> None:
+        self.policy.release(block)
+
+    def release_many(self, blocks: Iterable[int]) -> None:
+        self.policy.release_many(blocks)
+
+    def evict(self) -> int:
+        while len(self.policy) and not self._has_unwanted():
+            block = self.policy.evict()
+            if self._contents[block][0] not in self._wanted:
+                break
+            self._spare(block)
+        else:
+            if not self._spared:
+                raise IndexError("evict: no block is released")
+            block = self._spared.first()[1]
+            self._take(block)
+        del self._contents[block]
+        return block
+
+    def _has_unwanted(self) -> bool:
+        """Whether a spared block has lost the requests that it was spared for."""
+        return bool(self._spared) and self._spared.first()[0] == -math.inf
+
+    def _take(self, block: int) -> None:
+        self._spared.remove(block)
+        del self._spared_block[self._contents[block][0]]
+
+    def __len__(self) -> int:
+        return len(self.policy) + len(self._spared)

@@ -1,0 +1,35 @@
+"""SGLang's segmented LRU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cache.checks import at_least
+from cache.policies.priority import BlockHistory, PriorityPolicy, record
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_PROTECTED = 2.0**40
+"""Requests by which a block that was used often enough is younger."""
+
+
+class SGLangSLRU(PriorityPolicy):
+    """LRU among the blocks used fewer than ``threshold`` times, then among the others.
+
+    ``slru`` of SGLang's radix cache (pull request 18843).  Its segments have no size, so a block
+    that was used ``threshold`` times stays until no other is left.  ``slru`` is the policy of
+    Karedla et al., with segments of equal size.
+    """
+
+    name = "sglang_slru"
+
+    def __init__(self, threshold: int = 2) -> None:
+        self.threshold = at_least(1, "threshold", threshold)
+
+    def own_state(self, capacity: int) -> np.record:
+        return record(threshold=self.threshold)
+
+    @staticmethod
+    def priority(block: BlockHistory, own: np.record) -> float:
+        return block.accessed + (_PROTECTED if block.accesses >= own.threshold else 0.0)
