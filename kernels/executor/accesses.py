@@ -1,7 +1,13 @@
-"""Loads, stores and asynchronous copies (PTX ISA 9.7.9), ldmatrix and stmatrix (9.7.14.5).
+"""Loads, stores and asynchronous copies (PTX ISA 9.7.9), ldmatrix and stmatrix (9.7.14.5), atomic
+instructions (9.7.13.5, 9.7.13.7).
 
 An access must be aligned to its size, a vector access to the size of the whole vector. Cache
 operators and eviction hints are accepted and ignored: they do not change the values read.
+
+Threads take effect one after the other in an atomic instruction, in the order of their numbers. On
+shared memory acquire and release order nothing, barriers do. A kernel with atomic instructions on
+global memory runs program by program, so a lock is free when the next program asks for it; programs
+that wait for a later one of the grid never end here (an ENDLESS fault).
 """
 
 from __future__ import annotations
@@ -11,6 +17,7 @@ import re
 import numpy as np
 
 from kernels.executor.faults import FaultKind
+from kernels.executor.formats import decode, encode
 from kernels.executor.operands import (
     DTYPES,
     PACKED,
@@ -19,6 +26,7 @@ from kernels.executor.operands import (
     Translation,
     Unsupported,
     instruction,
+    is_float,
 )
 from kernels.executor.ptx import LOCAL_ORIGIN, Address, Register
 
@@ -163,53 +171,97 @@ def _matrices(translation: Translation) -> tuple[int, bool]:
     return int(translation.one_of(("x1", "x2", "x4"))[1:]), "trans" in translation.parts
 
 
-def _rows_of(mask: np.ndarray, count: int) -> np.ndarray:
-    """Masked threads that hold row addresses: the first 8 * count of each warp."""
-    return mask & (np.arange(len(mask)) % 32 < 8 * count)
-
-
-@instruction("ldmatrix")
-def _ldmatrix(translation: Translation) -> Step:
+@instruction("ldmatrix", "stmatrix")
+def _move_matrices(translation: Translation) -> Step:
     """8x8 matrices of 16-bit elements. Thread 8 i + r gives the address of row r, 16 bytes, of
-    matrix i; register i of thread 4 r + c gets the elements 2 c and 2 c + 1 of row r, or with
+    matrix i; register i of thread 4 r + c holds the elements 2 c and 2 c + 1 of row r, or with
     .trans of column r."""
-    count, transposed = _matrices(translation)
-    targets, source = translation.operands
-    writes = [translation.write(target, "b32") for target in _registers(targets)]
-    address = translation.address(source)
-    if len(writes) != count:
-        raise Unsupported(f"{len(writes)} registers for .x{count}")
+    loads, (count, transposed) = translation.parts[0] == "ldmatrix", _matrices(translation)
+    registers, place = translation.operands if loads else reversed(translation.operands)
+    registers, address = _registers(registers), translation.address(place)
+    if len(registers) != count:
+        raise Unsupported(f"{len(registers)} registers for .x{count}")
+    access = [(translation.write if loads else translation.read)(one, "b32") for one in registers]
+    order = (1, 0, 3, 2) if transposed else (1, 0, 2, 3)  # register, warp, row, column
 
-    def load(batch, mask):
+    def move(batch, mask):
         batch.whole_warps(mask)
-        rows = batch.shared.load(batch, address(batch), _rows_of(batch.every(mask), count), 16)
-        matrices = rows.view(np.uint16).reshape(-1, 4, 8, 8)
-        if transposed:
-            matrices = matrices.transpose(0, 1, 3, 2)
-        for number, write in enumerate(writes):
-            fragment = np.ascontiguousarray(matrices[:, number]).view(np.uint32)
-            write(batch, mask, fragment.reshape(-1))
+        rows = batch.every(mask)
+        if count < 4:
+            rows = rows & (np.arange(batch.num_threads) % 32 < 8 * count)
+        if loads:
+            matrices = batch.shared.load(batch, address(batch), rows, 16).view(np.uint16)
+            matrices = np.ascontiguousarray(matrices.reshape(-1, 4, 8, 8).transpose(order))
+            for write, one in zip(access, matrices.view(np.uint32), strict=False):
+                write(batch, mask, one.reshape(-1))
+        else:
+            matrices = np.zeros((4, batch.num_threads), np.uint32)
+            for number, read in enumerate(access):
+                matrices[number] = read(batch)
+            matrices = matrices.view(np.uint16).reshape(4, -1, 8, 8).transpose(order)
+            data = np.ascontiguousarray(matrices).reshape(-1, 8).view(np.uint8)
+            batch.shared.store(batch, address(batch), rows, data)
 
-    return load
+    return move
 
 
-@instruction("stmatrix")
-def _stmatrix(translation: Translation) -> Step:
-    """The reverse of ldmatrix."""
-    count, transposed = _matrices(translation)
-    target, sources = translation.operands
-    reads = [translation.read(source, "b32") for source in _registers(sources)]
-    address = translation.address(target)
-    if len(reads) != count:
-        raise Unsupported(f"{len(reads)} registers for .x{count}")
+_ORDERS = {"relaxed": "", "acquire": "a", "release": "r", "acq_rel": "ar"}
+_SCOPES = ("cta", "cluster", "gpu", "sys")
+_OPERATIONS = {
+    "add": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "exch": lambda _old, new: new,
+}
 
-    def store(batch, mask):
-        batch.whole_warps(mask)
-        matrices = np.zeros((batch.num_threads // 32, 4, 8, 8), np.uint16)
-        for number, read in enumerate(reads):
-            matrix = batch.full(read(batch)).view(np.uint16).reshape(-1, 8, 8)
-            matrices[:, number] = matrix.transpose(0, 2, 1) if transposed else matrix
-        rows = matrices.reshape(batch.num_threads, 8).view(np.uint8)
-        batch.shared.store(batch, address(batch), _rows_of(batch.every(mask), count), rows)
 
-    return store
+def _operation(name: str, kind: str):
+    """(old, operand) to what is stored, arrays of one number or a packed pair."""
+    compute = _OPERATIONS[name]
+    if name == "exch" or kind not in PACKED:
+        return compute
+
+    def rounded(old, new):
+        wide = [decode(one, kind).astype(np.float64) for one in (old, new)]
+        return encode(compute(*wide), kind).view(old.dtype)
+
+    return rounded
+
+
+@instruction("atom", "red")
+def _atomic(translation: Translation) -> Step:
+    kind, returns = translation.kind, translation.parts[0] == "atom"
+    name = translation.one_of((*_OPERATIONS, "cas"))
+    order = _ORDERS[translation.one_of(_ORDERS, default="relaxed")]
+    spaces = ("global", "shared", "shared::cta")
+    translation.expect(*spaces, name, "noftz", *_ORDERS, *_SCOPES)
+    space = translation.one_of(spaces).removesuffix("::cta")
+    if is_float(kind) and name not in ("add", "exch"):
+        raise Unsupported(f".{name} of .{kind}")
+    target, place, *operands = translation.operands if returns else ("_", *translation.operands)
+    if len(operands) != 1 + (name == "cas"):
+        raise Unsupported(f"{len(operands)} operands of .{name}")
+    dtype = DTYPES[PACKED.get(kind, kind)]
+    write, address = translation.write(target, kind), translation.address(place)
+    reads = [translation.read(operand, kind) for operand in operands]
+    is_global = space == "global"
+    ordering = {"release": is_global and "r" in order, "acquire": is_global and "a" in order}
+    compute = None if name == "cas" else _operation(name, kind)
+
+    def atomic(batch, mask):
+        places = batch.memory_of(space).atomic(batch, address(batch), mask, dtype, **ordering)
+        values = [batch.full(read(batch)) for read in reads]
+        before = np.zeros(batch.num_threads, dtype)
+        for thread, held in places.items():
+            before[thread] = held[0]
+            given = [value[thread : thread + 1] for value in values]
+            if compute is not None:
+                held[:] = compute(held, given[0])
+            elif held[0] == given[0][0]:
+                held[:] = given[1]
+        write(batch, mask, before)
+
+    return atomic

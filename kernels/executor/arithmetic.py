@@ -223,10 +223,12 @@ def _extremum(integer, ignoring_nan):
 
         def compute(first, *others):
             for other in others:  # one more, or two from sm_100 on
-                both_zero = (first == 0) & (other == 0)
-                # max gives +0 unless both are -0, min gives -0 unless both are +0.
-                zero = sign * (sign * first + sign * other)
-                first = np.where(both_zero, zero, choose(first, other))
+                chosen = choose(first, other)
+                if (zero := chosen == 0).any():
+                    # max gives +0 unless both are -0, min gives -0 unless both are +0.
+                    both = zero & (first == 0) & (other == 0)
+                    chosen = np.where(both, sign * (sign * first + sign * other), chosen)
+                first = chosen
             return first
 
         return _floats(translation, compute, "NaN")

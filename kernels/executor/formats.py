@@ -26,9 +26,14 @@ def f32_to_bf16(x: np.ndarray) -> np.ndarray:
     """float32 or float64 to bf16 (as uint16). float64 is rounded to odd f32 first."""
     if x.dtype == np.float64:
         x = _to_odd_f32(x)
-    bits = np.ascontiguousarray(x).view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    return np.where(np.isnan(x), np.uint16(0x7FFF), rounded.astype(np.uint16))
+    return _to_bf16(np.ascontiguousarray(x).view(np.uint32))
+
+
+@numba.vectorize(cache=True)
+def _to_bf16(bits):
+    if bits & np.uint32(0x7FFFFFFF) > np.uint32(0x7F800000):
+        return np.uint16(0x7FFF)
+    return np.uint16((bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> 16)
 
 
 def _to_odd_f32(x: np.ndarray) -> np.ndarray:
@@ -43,9 +48,10 @@ def _to_odd_f32(x: np.ndarray) -> np.ndarray:
     return np.where(inexact, bits | np.uint32(1), bits).view(np.float32)
 
 
-def flush_subnormals(x: np.ndarray) -> np.ndarray:
-    """.ftz: replace subnormal numbers by zero with the same sign."""
-    return np.where(np.abs(x) < LEAST_NORMAL, np.copysign(np.float32(0), x), x)
+@numba.vectorize(cache=True)
+def flush_subnormals(x):
+    """.ftz: replace subnormal float32 numbers by zero with the same sign."""
+    return np.copysign(np.float32(0), x) if abs(x) < LEAST_NORMAL else x
 
 
 @functools.cache
@@ -114,16 +120,7 @@ def _fma(typing_context, a, b, c):
     return a(a, a, a), generate
 
 
-@numba.njit(cache=True)
-def _fused_multiply_add(a, b, c, out):
-    for i in range(len(out)):
-        out[i] = _fma(
-            a[i if len(a) > 1 else 0], b[i if len(b) > 1 else 0], c[i if len(c) > 1 else 0]
-        )
-
-
-def fused_multiply_add(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """a * b + c, rounded once. float32 or float64 arrays of equal length, or of one element."""
-    out = np.empty(max(len(a), len(b), len(c)), a.dtype)
-    _fused_multiply_add(a, b, c, out)
-    return out
+@numba.vectorize(cache=True)
+def fused_multiply_add(a, b, c):
+    """a * b + c, rounded once, for float32 or float64."""
+    return _fma(a, b, c)

@@ -48,17 +48,16 @@ def _shift(translation: Translation) -> Step:
 
     def shift(batch, mask):
         a, by = value(batch), amount(batch)
+        beyond = by >= width
+        if not beyond.any():
+            write(batch, mask, a << by.astype(dtype) if left else a >> by.astype(dtype))
+            return
         clamped = np.minimum(by, np.uint32(width - 1)).astype(dtype)
-        if left:
-            done = np.where(by < width, a << clamped, dtype.type(0))
-        else:
-            done = np.where(
-                by < width, a >> clamped, (a >> most) if kind[0] == "s" else dtype.type(0)
-            )
-        write(batch, mask, done)
-        if by.max() >= width:
-            wrong = batch.full(by >= width) & batch.every(mask)
-            batch.undefine(target, wrong, f"a shift of {width} bits by {by.max()}")
+        past = (a >> most) if kind[0] == "s" else dtype.type(0)
+        done = a << clamped if left else a >> clamped
+        write(batch, mask, np.where(beyond, past, done))
+        wrong = batch.full(beyond) & batch.every(mask)
+        batch.undefine(target, wrong, f"a shift of {width} bits by {by.max()}")
 
     return shift
 

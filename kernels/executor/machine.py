@@ -22,15 +22,24 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-import kernels.executor.instructions  # noqa: F401  (enters them in the table)
-from kernels.executor.copies import CopyQueue
+from kernels.executor import (  # noqa: F401  (these enter their instructions in the table)
+    accesses,
+    arithmetic,
+    calls,
+    conversions,
+    logic,
+    matrix,
+    tcgen05,
+    warpgroup,
+    warps,
+)
 from kernels.executor.counts import Tally
 from kernels.executor.faults import Fault, FaultKind
 from kernels.executor.global_memory import GlobalMemory
-from kernels.executor.matrix_queue import MatrixQueue
+from kernels.executor.in_flight import CopyQueue, MatrixQueue
 from kernels.executor.mbarriers import MBarrier
 from kernels.executor.memory import MAX_UNIT, CheckedMemory
-from kernels.executor.operands import UNSIGNED, translate
+from kernels.executor.operands import UNSIGNED, Signal, translate
 from kernels.executor.ptx import Program, Register, parse
 from kernels.executor.shared_memory import SharedMemory
 from kernels.executor.targets import check_launch
@@ -50,9 +59,10 @@ class Kernel:
         """Raises UnknownInstruction where the program has one."""
         self.program: Program = parse(ptx)
         self.steps = []
+        """(function, registers that it uses, function for undefined values) by instruction."""
         for one in self.program.instructions:
             step, effects = translate(self.program, one)
-            self.steps.append(following(step, one, effects))
+            self.steps.append((step, *following(step, one, effects)))
         self.parameter_offsets: dict[str, int] = {}
         at = 0
         for name, kind in self.program.parameters:
@@ -127,7 +137,7 @@ class _Group:
     """Threads that stand at the same instruction."""
 
     mask: np.ndarray | None
-    """None: all threads of the batch."""
+    """None: all threads of the programs that have not ended."""
     num_warps: np.ndarray
     """Warps of the group, by program of the batch."""
 
@@ -138,9 +148,9 @@ class Batch:
     Attributes that instructions use: num_threads; registers; alternates (other values
     that undefined registers could have, and why, by register); special (registers by name); memory,
     shared, local, copies, products, mbarriers, tensor_memory; program_of_thread (index in the
-    launch); ended (threads); early (threads that must not access global memory yet); at and mask
-    (the instruction that runs and the threads that stand at it). executed: how many warps have
-    executed each instruction, [instruction, program].
+    launch); running (threads that have not ended); early (threads that must not access global
+    memory yet); at and mask (the instruction that runs and the threads that stand at it). executed:
+    how many warps have executed each instruction, [instruction, program].
     """
 
     def __init__(self, launch: Launch, programs: Sequence[int], rng: random.Random | None):
@@ -172,8 +182,7 @@ class Batch:
             for index, width in enumerate(launch.kernel.program.widths)
         }
         self.special = self._special_registers(programs)
-        self._everyone = np.ones(self.num_threads, np.bool_)
-        self.ended = np.zeros(self.num_threads, np.bool_)
+        self.running = np.ones(self.num_threads, np.bool_)
         self.early = np.full(self.num_threads, launch.dependent)
         self._waiting = np.zeros(self.num_threads, np.bool_)
         self._resume = np.zeros(self.num_threads, np.int64)
@@ -182,14 +191,14 @@ class Batch:
         self.mask: np.ndarray | None = None
 
     def _special_registers(self, programs: Sequence[int]) -> dict[str, np.ndarray]:
-        threads, warps = self.threads_per_program, self.launch.num_warps
+        threads = self.threads_per_program
         grid = self.launch.grid
         zero, one = np.zeros(1, np.uint32), np.ones(1, np.uint32)
         special = {f"%tid.{axis}": zero for axis in "yz"} | {f"%ntid.{axis}": one for axis in "yz"}
         special["%ntid.x"] = np.full(1, threads, np.uint32)
         special["%tid.x"] = np.tile(np.arange(threads, dtype=np.uint32), self.num_programs)
         special["%laneid"] = np.arange(self.num_threads, dtype=np.uint32) % np.uint32(32)
-        warp = np.repeat(np.arange(warps, dtype=np.uint32), 32)
+        warp = np.repeat(np.arange(threads // 32, dtype=np.uint32), 32)
         special["%warpid"] = np.tile(warp, self.num_programs)
         places = np.array([self.launch.coordinates(program) for program in programs], np.uint32)
         for axis, column, size in zip("xyz", places.T, grid, strict=True):
@@ -223,7 +232,7 @@ class Batch:
 
     def every(self, mask: np.ndarray | None) -> np.ndarray:
         """A mask as an array."""
-        return self._everyone if mask is None else mask
+        return self.running if mask is None else mask
 
     def whole_warps(self, mask: np.ndarray | None) -> np.ndarray | None:
         """Which warps a mask holds, None for all. Raises Fault if it holds part of one, which
@@ -242,7 +251,7 @@ class Batch:
 
     def others_can_go_on(self, threads: np.ndarray) -> bool:
         """Whether any but these threads of a program may go on before they do."""
-        free = ~(self.ended | self._waiting)
+        free = self.running & ~self._waiting
         free[threads] = False
         program = int(threads[0]) // self.threads_per_program
         return bool(free.reshape(self.num_programs, -1)[program].any())
@@ -275,13 +284,13 @@ class Batch:
 
     def run(self) -> None:
         """Run until every thread has ended. Raises Fault."""
-        self._join(0, self._everyone)
+        self._join(0, self.running)
         executed = 0
         while True:
             while self._groups:
                 executed += self._run_group(*self._next_group())
                 if executed > MAX_INSTRUCTIONS:
-                    thread = int(np.flatnonzero(~self.ended)[0])
+                    thread = int(np.argmax(self.running))
                     detail = f"{MAX_INSTRUCTIONS} instructions and no end"
                     raise self.fault(FaultKind.ENDLESS, detail, thread)
             if not self._waiting.any():
@@ -301,8 +310,8 @@ class Batch:
                 ready[at] = here & ~passed
             passed |= here
         at = self._rng.choice(list(ready))
-        warps = np.flatnonzero(ready[at])
-        chosen = [warp for warp in warps if self._rng.random() < 0.5] or [self._rng.choice(warps)]
+        there = np.flatnonzero(ready[at])
+        chosen = [warp for warp in there if self._rng.random() < 0.5] or [self._rng.choice(there)]
         by_warp = self.every(self._groups.pop(at).mask).reshape(-1, size)
         part = np.zeros_like(by_warp)
         part[chosen] = by_warp[chosen]
@@ -311,7 +320,9 @@ class Batch:
 
     def _group(self, mask: np.ndarray) -> _Group:
         by_warp = mask.reshape(self.num_programs, -1, 32)
-        return _Group(None if mask.all() else mask, by_warp.any(2).sum(1))
+        programs = self.running.reshape(self.num_programs, -1)
+        whole = (programs == programs[:, :1]).all() and (mask == self.running).all()
+        return _Group(None if whole else mask, by_warp.any(2).sum(1))
 
     def _join(self, at: int, mask: np.ndarray) -> None:
         """Threads come to instruction `at`."""
@@ -323,40 +334,40 @@ class Batch:
 
     def _run_group(self, at: int, group: _Group, budget: int) -> int:
         """Run a group until it branches apart, waits, ends, meets another or has had its turn."""
-        steps, executed, groups = self.launch.kernel.steps, self.executed, self._groups
-        mask, num_warps = group.mask, group.num_warps
-        self.mask = mask
-        labels = self.launch.kernel.program.labels
-        done = 0
-        while at < len(steps):
+        steps, groups, undefined = self.launch.kernel.steps, self._groups, self.alternates.keys()
+        self.mask = mask = group.mask
+        done, first = 0, at
+        while True:
             self.at = at
-            signal = steps[at](self, mask)
-            executed[at] += num_warps
-            done += 1
+            step, concerned, followed = steps[at]
+            signal = (step if undefined.isdisjoint(concerned) else followed)(self, mask)
             at += 1
-            if signal is not None:
-                if signal.kind == "branch":
-                    target = labels[signal.target]
-                    if signal.mask is not None and signal.mask is not mask:
-                        self._join(target, signal.mask)
-                        self._join(at, self.every(mask) & ~signal.mask)
-                        return done
-                    at = target
-                elif signal.kind == "exit":
-                    self._end(self.every(mask if signal.mask is None else signal.mask))
-                    if signal.mask is not None:
-                        self._join(at, self.every(mask) & ~signal.mask)
-                    return done
-                elif not self._arrive(at, mask, signal.mask):
-                    return done
+            if signal is None and at not in groups and done + at - first < budget:
+                continue
+            self.executed[first:at] += group.num_warps
+            done += at - first
+            first = at = at if signal is None else self._follow(signal, at, mask)
+            if at is None:
+                return done
             if done >= budget or at in groups:
                 self._join(at, self.every(mask))
                 return done
-        self._end(self.every(mask))
-        return done
 
-    def _end(self, mask: np.ndarray) -> None:
-        self.ended |= mask
+    def _follow(self, signal: Signal, at: int, mask: np.ndarray | None) -> int | None:
+        """Where all of a group goes on that stands before `at`; None if it does not go on whole."""
+        if signal.kind == "barrier":
+            return at if self._arrive(at, mask, signal.mask) else None
+        here = self.every(mask)
+        there = here if signal.mask is None else signal.mask
+        if signal.kind == "exit":
+            self.running = self.running & ~there
+        else:
+            target = self.launch.kernel.program.labels[signal.target]
+            if there is here:
+                return target
+            self._join(target, there)
+        self._join(at, here & ~there)
+        return None
 
     def _arrive(self, at: int, mask: np.ndarray | None, waiting: np.ndarray | None) -> bool:
         """A group comes to a barrier, or (predicated) `waiting` of it; whether all of it goes on at

@@ -30,19 +30,35 @@ _SHAPES |= {("e4m3", 16), ("e4m3", 32), ("e5m2", 16), ("e5m2", 32)}
 
 
 @numba.njit(cache=True)
-def _multiply(a, b, c):
-    """d[w] = a[w] @ b[w] + c[w] in f64: [warps, 16, k], [warps, k, 8], [warps, 16, 8]."""
-    d = np.empty(c.shape, np.float64)
-    totals = np.empty(c.shape[2], np.float64)
-    for warp in range(a.shape[0]):
-        for row in range(a.shape[1]):
-            totals[:] = c[warp, row]
-            for k in range(a.shape[2]):
-                factor = np.float64(a[warp, row, k])
-                for column in range(len(totals)):
-                    totals[column] += factor * np.float64(b[warp, k, column])
-            d[warp, row] = totals
-    return d
+def _multiply(a, b, sums):
+    """Add the products a b of all warps to `sums`, in f64. a, b: [registers, threads, numbers per
+    register]; sums: [4, threads]; all as the threads hold them."""
+    num_k, num_threads, per_register = b.shape
+    k_of_warp = 4 * num_k * per_register
+    left, right, totals = np.empty((k_of_warp, 16)), np.empty((k_of_warp, 8)), np.empty((16, 8))
+    for thread in range(num_threads):
+        group, column = thread % 32 // 4, thread % 4
+        for register in range(num_k):
+            for number in range(per_register):
+                k = (4 * register + column) * per_register + number
+                left[k, group] = a[2 * register, thread, number]
+                left[k, group + 8] = a[2 * register + 1, thread, number]
+                right[k, group] = b[register, thread, number]
+        if thread % 32 < 31:
+            continue
+        for lane in range(32):
+            for number in range(4):
+                row, column = lane // 4 + number // 2 * 8, 2 * (lane % 4) + number % 2
+                totals[row, column] = sums[number, thread - 31 + lane]
+        for k in range(k_of_warp):
+            for row in range(16):
+                factor = left[k, row]
+                for column in range(8):
+                    totals[row, column] += factor * right[k, column]
+        for lane in range(32):
+            for number in range(4):
+                row, column = lane // 4 + number // 2 * 8, 2 * (lane % 4) + number % 2
+                sums[number, thread - 31 + lane] = totals[row, column]
 
 
 ACCUMULATORS = {"f32": np.float32, "f16": np.float16, "s32": np.int32}
@@ -56,35 +72,27 @@ def check_accumulator(kind: str, a_kind: str, b_kind: str) -> None:
         raise Unsupported(f"accumulator .{kind} for .{a_kind} and .{b_kind} is not supported")
 
 
-def rounded_sum(total: np.ndarray, dtype, saturates: bool = False) -> np.ndarray:
-    """Exact f64 sums in the accumulator's dtype. int32 wraps around or saturates."""
-    if dtype != np.int32:
-        return total.astype(dtype)
-    if saturates:
-        total = np.clip(total, -(2**31), 2**31 - 1)
-    return total.astype(np.int64).astype(np.int32)
-
-
 def rows_of_a(bits: list[np.ndarray], kind: str) -> np.ndarray:
     """A of each warp, [warps, 16, k], from registers."""
     halves = decode(np.stack(bits), kind).reshape(len(bits) // 2, 2, -1, 8, 128 // BITS[kind])
     return halves.transpose(2, 1, 3, 0, 4).reshape(halves.shape[2], 16, -1)
 
 
-def rows_of_d(bits: np.ndarray, dtype) -> np.ndarray:
-    """C or D of each warp, [warps, 16, n], from registers [.., threads] of one or two numbers."""
-    numbers = np.ascontiguousarray(bits.T).view(dtype)
-    split = numbers.reshape(
-        -1, 8, 4, numbers.shape[1] // 4, 2, 2
-    )  # w, g, t, column / 8, half, pair
-    return split.transpose(0, 4, 1, 3, 2, 5).reshape(len(split), 16, -1)
+def numbers_of(registers: list[np.ndarray], dtype) -> np.ndarray:
+    """C or D in f64, [numbers of a thread, threads], from registers of one or two numbers."""
+    numbers = np.concatenate(registers).view(dtype).reshape(len(registers), len(registers[0]), -1)
+    wide = numbers.transpose(0, 2, 1).astype(np.float64, order="C")
+    return wide.reshape(-1, len(registers[0]))
 
 
-def registers_of_d(rows: np.ndarray) -> np.ndarray:
-    """The reverse of `rows_of_d`."""
-    split = rows.reshape(-1, 2, 8, rows.shape[-1] // 8, 4, 2).transpose(0, 2, 4, 3, 1, 5)
-    threads = np.ascontiguousarray(split).reshape(len(split) * 32, -1)
-    return np.ascontiguousarray(threads.view(np.uint32).T)
+def registers_of(sums: np.ndarray, dtype, saturates: bool) -> np.ndarray:
+    """The reverse of `numbers_of`, rounded. int32 wraps around or saturates."""
+    if dtype == np.int32:
+        sums = np.clip(sums, -(2**31), 2**31 - 1) if saturates else sums
+        sums = sums.astype(np.int64)
+    per_register = 4 // np.dtype(dtype).itemsize
+    pairs = sums.astype(dtype).reshape(-1, per_register, sums.shape[1]).transpose(0, 2, 1)
+    return np.ascontiguousarray(pairs).view(np.uint32)[..., 0]
 
 
 @instruction("mma")
@@ -110,17 +118,15 @@ def _mma(translation: Translation) -> Step:
     writes = [translation.write(one, "b32") for one in target]
     dtype = ACCUMULATORS[kind]
 
+    def numbers(batch, reads, kind):
+        bits = np.concatenate([batch.full(read(batch)) for read in reads])
+        return decode(bits, kind).reshape(len(reads), batch.num_threads, -1)
+
     def multiply(batch, mask):
         batch.whole_warps(mask)
-        bits_a, bits_b, bits_c = (
-            [batch.full(read(batch)) for read in reads] for reads in (read_a, read_b, read_c)
-        )
-        rows = rows_of_a(bits_a, a_kind)
-        columns = decode(np.stack(bits_b), b_kind).reshape(num_k, len(rows), 8, 4 * per_register)
-        columns = columns.transpose(1, 0, 3, 2).reshape(len(rows), k, 8)
-        sums = rows_of_d(np.stack(bits_c), dtype).astype(np.float64)
-        done = rounded_sum(_multiply(rows, columns, sums), dtype, saturates)
-        for write, result in zip(writes, registers_of_d(done), strict=True):
+        sums = numbers_of([batch.full(read(batch)) for read in read_c], dtype)
+        _multiply(numbers(batch, read_a, a_kind), numbers(batch, read_b, b_kind), sums)
+        for write, result in zip(writes, registers_of(sums, dtype, saturates), strict=True):
             write(batch, mask, result)
 
     return multiply

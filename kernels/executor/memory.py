@@ -104,11 +104,16 @@ class Threads(NamedTuple):
     at: int  # the instruction; -1 in shared memory
 
 
+compiled = numba.njit(cache=True, _nrt=False)
+"""Compiles without reference counts: with them numba counts every array of Arrays for every thread,
+which takes five times longer. Such functions cannot allocate."""
+inlined = numba.njit(cache=True, forceinline=True, _nrt=False)
+
 _OUTSIDE, _HOLE, _MISALIGNED, _UNWRITTEN, _CONSTANT, _READING, _COPYING = range(1, 8)
 _RACE_WRITTEN, _RACE_READ, _WARP_WRITTEN, _WARP_READ, UNFENCED, _FINER = range(8, 14)
 
 
-@numba.njit(cache=True)
+@compiled
 def _is_element(offset, window):
     """Whether the byte belongs to an element, not to a gap between rows of a strided view."""
     rest = offset
@@ -121,7 +126,7 @@ def _is_element(offset, window):
     return rest < window.itemsize
 
 
-@numba.njit(cache=True, forceinline=True)
+@inlined
 def _check(address, size, alignment, window):
     """(code, offset) of an access to a window; code 0 if all is well."""
     offset = np.int64(address - window.base)
@@ -136,7 +141,7 @@ def _check(address, size, alignment, window):
     return 0, offset
 
 
-@numba.njit(cache=True, forceinline=True)
+@inlined
 def _locate(address, size, alignment, windows, num_arguments):
     """(code, window, offset) of an access; code 0 if all is well.
 
@@ -157,7 +162,7 @@ def _locate(address, size, alignment, windows, num_arguments):
     return worst, window, place
 
 
-@numba.njit(cache=True, forceinline=True)
+@inlined
 def place_of(memory, threads, address, size, alignment, thread):
     """(window, offset) of a valid access, else (-1, 0) and a report. alignment: the access
     size; cp.async may read fewer bytes."""
@@ -179,7 +184,7 @@ def place_of(memory, threads, address, size, alignment, thread):
     return -1, np.int64(0)
 
 
-@numba.njit(cache=True, forceinline=True)
+@inlined
 def _ordered(memory, other, time, program):
     """Whether program `other` - 1 did something at `time` before `program` - 1 does this."""
     if other <= 0:
@@ -188,12 +193,12 @@ def _ordered(memory, other, time, program):
     return released > time and acquired > time
 
 
-@numba.njit(cache=True, forceinline=True)
+@inlined
 def _bit(warp):
     return np.uint32(1) << np.uint32(warp)
 
 
-@numba.njit(cache=True, forceinline=True)
+@inlined
 def may_read(memory, record, program, warp, epoch, constant, instruction):
     """Whether the warp may read the unit now, else a report."""
     report = memory.report
@@ -216,7 +221,7 @@ def may_read(memory, record, program, warp, epoch, constant, instruction):
     return report[0] == 0
 
 
-@numba.njit(cache=True, forceinline=True)
+@inlined
 def _may_write(memory, record, program, warp, epoch, atomic):
     report = memory.report
     if record.copying:
@@ -242,7 +247,7 @@ def _may_write(memory, record, program, warp, epoch, atomic):
     return report[0] == 0
 
 
-@numba.njit(cache=True, forceinline=True)
+@inlined
 def units(memory, window, offset, size):
     """Records of an access."""
     region = memory.regions[memory.windows[window].region]
@@ -251,7 +256,7 @@ def units(memory, window, offset, size):
     return range(start + first // unit, start + (first + size - 1) // unit + 1)
 
 
-@numba.njit(cache=True, forceinline=True)
+@inlined
 def _is_written(memory, window, offset, size):
     unwritten = memory.windows[window].unwritten
     if unwritten:
@@ -262,7 +267,7 @@ def _is_written(memory, window, offset, size):
     return True
 
 
-@numba.njit(cache=True, forceinline=True)
+@inlined
 def _note_read(memory, record, program, warp, epoch, instruction):
     if record.reader == program and record.read_epoch == epoch:
         record.read_warps |= _bit(warp)
@@ -278,7 +283,7 @@ def _note_read(memory, record, program, warp, epoch, instruction):
     record.read_epoch = epoch
 
 
-@numba.njit(cache=True)
+@compiled
 def _load(memory, threads, addresses, mask, sizes, alignment, constant, copies, out, begin):
     for thread in range(begin, len(addresses)):
         if not mask[thread]:
@@ -302,7 +307,7 @@ def _load(memory, threads, addresses, mask, sizes, alignment, constant, copies, 
             out[thread, byte] = memory.space[real + byte]
 
 
-@numba.njit(cache=True)
+@compiled
 def _end_copies(memory, threads, addresses, mask, sizes, alignment):
     for thread in range(len(addresses)):
         if not mask[thread]:
@@ -313,7 +318,7 @@ def _end_copies(memory, threads, addresses, mask, sizes, alignment):
             memory.records[number].reading -= 1
 
 
-@numba.njit(cache=True, forceinline=True)
+@inlined
 def _same(memory, window, number, data, offset):
     """Whether a store of `data` would leave the record's unit as it is."""
     region = memory.regions[memory.windows[window].region]
@@ -324,7 +329,7 @@ def _same(memory, window, number, data, offset):
     return True
 
 
-@numba.njit(cache=True, forceinline=True)
+@inlined
 def note_write(memory, record, program, warp, epoch, atomic):
     """Record a write by the warp."""
     same_epoch = record.writer == program and record.write_epoch == epoch
@@ -334,7 +339,7 @@ def note_write(memory, record, program, warp, epoch, atomic):
     record.atomic, record.unfenced = atomic, True
 
 
-@numba.njit(cache=True, forceinline=True)
+@inlined
 def _mark_written(memory, window, offset, size):
     unwritten = memory.windows[window].unwritten
     if unwritten:
@@ -342,7 +347,7 @@ def _mark_written(memory, window, offset, size):
             memory.space[unwritten + offset + byte] = 0
 
 
-@numba.njit(cache=True)
+@compiled
 def _store(memory, threads, addresses, mask, data, alignment, later, begin):
     size = data.shape[1]
     for thread in range(begin, len(addresses)):
@@ -372,7 +377,7 @@ def _store(memory, threads, addresses, mask, data, alignment, later, begin):
             memory.space[real + byte] = data[thread, byte]
 
 
-@numba.njit(cache=True)
+@compiled
 def _begin_atomics(memory, threads, addresses, mask, size, release, acquire, places, begin):
     """Check atomic accesses, note them, and give their places in SPACE."""
     for thread in range(begin, len(addresses)):

@@ -5,7 +5,8 @@ element per thread, or a single element if all threads hold the same value. Arra
 in place, so registers may share one.
 
 Each instruction is translated once into a function `step(batch, mask)`. mask is the active mask:
-the threads that execute the instruction, None for all.
+the threads that execute the instruction, None for all of the programs that have not ended. What an
+instruction computes for other threads is not used.
 
 Widths follow the PTX ISA, "Operand size exceeding instruction-type size" (9.4.1). A wider source
 register is truncated to its low bits. A result narrower than its register is sign-extended if its
@@ -254,12 +255,10 @@ def translate(program: Program, one: Instruction) -> tuple[Step, Effects]:
     def guarded(batch, mask):
         taken = batch.registers[index]
         taken = ~taken if negated else taken
-        if mask is not None:
-            taken = taken & mask
-        if taken.all():
-            return step(batch, mask)
-        if taken.any():
-            return step(batch, batch.full(taken))
-        return None
+        here = batch.every(mask)
+        taken = taken & here
+        if not taken.any():
+            return None
+        return step(batch, mask if (taken == here).all() else taken)
 
     return guarded, translation.effects

@@ -247,5 +247,7 @@ def parse(ptx: str) -> Program:
     )
     program.carry = Register(0, 1)
     program.widths.append(1)
-    _Reader(program).read(ptx[ptx.index("{", entry.end()) + 1 :])
+    reader = _Reader(program)
+    reader.read(ptx[ptx.index("{", entry.end()) + 1 :])
+    reader.statement("ret")  # for a kernel that ends without one
     return program

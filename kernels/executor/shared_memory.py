@@ -12,7 +12,6 @@ before. They read through the async proxy, which sees writes of threads after fe
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
 from kernels.executor.faults import FaultKind
@@ -24,6 +23,8 @@ from kernels.executor.memory import (
     WINDOW,
     CheckedMemory,
     Threads,
+    compiled,
+    inlined,
     may_read,
     note_write,
     place_of,
@@ -34,7 +35,7 @@ _PRODUCT = -2
 """Stands for the warp of a tensor-core product."""
 
 
-@numba.njit(cache=True)
+@compiled
 def _land_copies(memory, threads, addresses, mask, data):
     size = data.shape[1]
     for thread in range(len(addresses)):
@@ -51,43 +52,47 @@ def _land_copies(memory, threads, addresses, mask, data):
             memory.space[real + byte] = data[thread, byte]
 
 
-@numba.njit(cache=True, forceinline=True)
+@inlined
 def _note_product(record, program, epoch):
     record.reader, record.read_epoch = program, epoch
     record.read_warps, record.read_by = np.uint32(0xFFFFFFFF), -1
 
 
-@numba.njit(cache=True)
-def _take_operand(memory, threads, chunks, thread, out, _begin):
-    program, epoch = threads.programs[thread] + 1, threads.epochs[thread // threads.per_program]
-    for chunk in range(len(chunks)):
-        window, offset = place_of(memory, threads, chunks[chunk], MAX_UNIT, MAX_UNIT, thread)
-        if window < 0:
-            return
-        for number in units(memory, window, offset, MAX_UNIT):
-            record = memory.records[number]
-            if not may_read(memory, record, program, _PRODUCT, epoch, False, -1):
+@compiled
+def _take_operands(memory, threads, chunks, readers, out, _begin):
+    for number in range(len(readers)):
+        thread = readers[number]
+        program, epoch = threads.programs[thread] + 1, threads.epochs[thread // threads.per_program]
+        for chunk in range(chunks.shape[1]):
+            address = chunks[number, chunk]
+            window, offset = place_of(memory, threads, address, MAX_UNIT, MAX_UNIT, thread)
+            if window < 0:
                 return
-            if record.unfenced:
-                memory.report[0] = UNFENCED
-                return
-            _note_product(record, program, epoch)
-            record.reading += 1
-        real = memory.windows[window].real + offset
-        for byte in range(MAX_UNIT):
-            out[chunk, byte] = memory.space[real + byte]
+            for unit in units(memory, window, offset, MAX_UNIT):
+                record = memory.records[unit]
+                if not may_read(memory, record, program, _PRODUCT, epoch, False, -1):
+                    return
+                if record.unfenced:
+                    memory.report[0] = UNFENCED
+                    return
+                _note_product(record, program, epoch)
+                record.reading += 1
+            real = memory.windows[window].real + offset
+            for byte in range(MAX_UNIT):
+                out[number, chunk, byte] = memory.space[real + byte]
 
 
-@numba.njit(cache=True)
-def _release_operand(memory, chunks, window, epoch):
-    for address in chunks:  # checked when the operand was taken
-        for number in units(memory, window, np.int64(address), MAX_UNIT):
-            record = memory.records[number]
-            record.reading -= 1
-            _note_product(record, record.reader, epoch)
+@compiled
+def _release_operands(memory, chunks, windows, epochs):
+    for number in range(len(windows)):
+        for address in chunks[number]:  # checked when the operand was taken
+            for unit in units(memory, windows[number], np.int64(address), MAX_UNIT):
+                record = memory.records[unit]
+                record.reading -= 1
+                _note_product(record, record.reader, epochs[number])
 
 
-@numba.njit(cache=True)
+@compiled
 def _fence(records, epoch, warps):
     for number in range(len(records)):
         record = records[number]
@@ -131,18 +136,18 @@ class SharedMemory(CheckedMemory):
         """The data of copies arrives."""
         _land_copies(self.arrays, self.threads(batch), addresses, mask, data)
 
-    def take_operand(self, batch, thread: int, chunks: np.ndarray) -> np.ndarray:
-        """Bytes [chunks, 16] at the addresses `chunks` (uint64) of a thread's program. A product
-        reads them until `release_operand`."""
-        out = np.empty((len(chunks), MAX_UNIT), np.uint8)
-        self.run(batch, _take_operand, MAX_UNIT, "read by a product", chunks, thread, out)
+    def take_operands(self, batch, threads: np.ndarray, chunks: np.ndarray) -> np.ndarray:
+        """Bytes [n, chunks, 16] at the addresses `chunks` (uint64, [n, chunks]) of the programs of
+        n threads. A product reads them until `release_operands`."""
+        out = np.empty((*chunks.shape, MAX_UNIT), np.uint8)
+        self.run(batch, _take_operands, MAX_UNIT, "read by a product", chunks, threads, out)
         return out
 
-    def release_operand(self, program: int, chunks: np.ndarray, until_barrier: bool = True) -> None:
-        """A product has read what `take_operand` gave. until_barrier: only the threads that waited
-        for it may overwrite it before the program's next barrier."""
-        epoch = self.epochs[program] if until_barrier else np.int32(-1)
-        _release_operand(self.arrays, chunks, program, epoch)
+    def release_operands(self, programs: np.ndarray, chunks, until_barrier: bool = True) -> None:
+        """Products of these programs have read what `take_operands` gave. until_barrier: only the
+        threads that waited for it may overwrite it before the program's next barrier."""
+        epochs = self.epochs[programs] if until_barrier else np.full(len(programs), -1, np.int32)
+        _release_operands(self.arrays, chunks, programs, epochs)
 
     def fence(self, program: int, warps: np.ndarray) -> None:
         """fence.proxy.async by `warps` (booleans) of the program: the async proxy sees their

@@ -28,7 +28,7 @@ from kernels.executor.mbarriers import find, touch
 from kernels.executor.operands import Step, Translation, Unsupported, instruction
 from kernels.executor.ptx import Address
 from kernels.executor.tensor_memory import LANES, Product
-from kernels.executor.warpgroup import fetch_operand, operand_chunks
+from kernels.executor.warpgroup import fetch_operands, operand_chunks
 
 _K = 16
 _KINDS = {0: "f16", 1: "bf16"}
@@ -188,8 +188,8 @@ def _multiply(
 
     def fetch(descriptor, count, transposed, kind):
         chunks = _operand_chunks(translation, descriptor, count, bool(transposed))
-        operands.append(chunks.reshape(-1))
-        return fetch_operand(batch, thread, chunks, kind, bool(transposed))
+        operands.append(chunks.reshape(1, -1))
+        return fetch_operands(batch, threads, chunks[None], kind, bool(transposed))[0]
 
     result, source = cells(d, n), np.zeros((1, 0), np.int64)
     memory.check(result, threads, write=True, product=True)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kernels.executor.faults import FaultKind
-from kernels.executor.matrix_queue import InFlight
+from kernels.executor.in_flight import InFlight
 
 LANES, COLUMNS = 128, 512
 _NOTHING = np.uint32(0xFFFFFFFF)
@@ -38,7 +38,7 @@ class Product:
     thread: int
     written: np.ndarray  # cells of D
     read: np.ndarray  # cells of A
-    operands: list[np.ndarray]  # 16-byte chunks of shared memory
+    operands: list[np.ndarray]  # 16-byte chunks of shared memory, [1, chunks]
 
 
 @dataclass
@@ -178,7 +178,8 @@ class TensorMemory:
                 self._results[product.written] -= 1
                 self._write_epoch[product.written] = -1
                 for chunks in product.operands:
-                    self._batch.shared.release_operand(product.program, chunks, until_barrier=False)
+                    programs = np.array([product.program])
+                    self._batch.shared.release_operands(programs, chunks, until_barrier=False)
 
     # -- columns
 

@@ -42,10 +42,11 @@ def alternate(width: int) -> np.ndarray:
 
 
 def following(step, one: Instruction, effect: Effects):
-    """A step that also computes the alternates of its results."""
+    """(registers of a step, a step that also computes the alternates of its results). The second
+    one is needed only if one of these registers has an alternate."""
     guard = [one.predicate[0].index] if one.predicate else []
     sources = {*effect.reads, *effect.addresses, *guard}
-    concerned = {*sources, *effect.writes}
+    concerned = frozenset({*sources, *effect.writes})
     used = effect.reads if _USED.match(one.opcode) else []
     follows = bool(effect.writes) and not _NOT_FOLLOWED.match(one.opcode)
     bits = re.search(r"\d+$", one.opcode)  # a wider register is truncated to its low bits
@@ -53,8 +54,6 @@ def following(step, one: Instruction, effect: Effects):
 
     def run(batch, mask):
         alternates, registers = batch.alternates, batch.registers
-        if alternates.keys().isdisjoint(concerned):
-            return step(batch, mask)
         if mask is None and not guard and alternates.keys().isdisjoint(sources):
             for index in effect.writes:
                 alternates.pop(index, None)
@@ -91,7 +90,7 @@ def following(step, one: Instruction, effect: Effects):
                 alternates[index] = (values, why)
         return signal
 
-    return run
+    return concerned, run
 
 
 def _check(batch, threads, indices: list[int], role: str, bits=_ALL_BITS) -> None:

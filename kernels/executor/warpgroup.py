@@ -32,11 +32,11 @@ from kernels.executor.matrix import (
     ACCUMULATORS,
     BITS,
     check_accumulator,
-    registers_of_d,
-    rounded_sum,
+    numbers_of,
+    registers_of,
     rows_of_a,
-    rows_of_d,
 )
+from kernels.executor.memory import compiled
 from kernels.executor.operands import Step, Translation, Unsupported, instruction
 
 _SWIZZLES = {0: 16, 1: 128, 2: 64, 3: 32}
@@ -68,11 +68,13 @@ def operand_chunks(descriptor: int, rows: int, itemsize: int, transposed: bool) 
     return address.astype(np.uint64)
 
 
-def fetch_operand(batch, thread: int, chunks: np.ndarray, kind: str, transposed: bool):
-    """Read a [rows, k] matrix of type `kind` as f32. chunks: from `operand_chunks`."""
-    data = batch.shared.take_operand(batch, thread, chunks.reshape(-1))
-    values = decode(data.reshape(len(chunks), -1), kind)
-    return values.T if transposed else values
+def fetch_operands(batch, threads: np.ndarray, chunks: np.ndarray, kind: str, transposed: bool):
+    """Read a [rows, k] matrix of type `kind` as f32 for each thread. chunks: of each thread, from
+    `operand_chunks`."""
+    count, rows, _ = chunks.shape
+    data = batch.shared.take_operands(batch, threads, chunks.reshape(count, -1))
+    values = decode(data, kind).reshape(count, rows, -1)
+    return values.transpose(0, 2, 1) if transposed else values
 
 
 @instruction("wgmma")
@@ -137,54 +139,66 @@ def _multiply(translation: Translation) -> Step:
     fenced = accumulators + ([register.index for register in a] if in_registers else [])
 
     def multiply(batch, mask):
-        """Computes one warp group after another; all threads of a group share the descriptors."""
+        """Computes all warp groups at once. The threads of a group share the descriptors."""
         batch.whole_warps(mask)
         active = batch.every(mask)
         batch.products.check_fenced(active, fenced)
-        a_bits = [batch.full(read(batch)) for read in read_a]
-        b_bits, keeps = batch.full(read_b(batch)), batch.full(keep(batch))
-        sums = np.stack([batch.products.accumulator(i) for i in accumulators])
-        results, operands = sums.copy(), []
-        for first in _groups(batch, active):
-            threads = slice(first, first + 128)
+        groups, operands = _groups(batch, active), []
 
-            def operand(bits, kind, rows, is_transposed, threads=threads, first=first):
-                matrix, taken = _fetch(batch, bits[threads], kind, rows, is_transposed, first)
-                operands.append(taken)
-                return matrix
+        def operand(bits, kind, rows, is_transposed):
+            matrices, taken = _fetch(batch, bits, kind, rows, bool(is_transposed), groups)
+            operands.append(taken)
+            return matrices
 
-            if in_registers:
-                left = rows_of_a([bits[threads] for bits in a_bits], a_kind).reshape(64, -1)
-            else:
-                left = operand(a_bits[0], a_kind, 64, flags[0])
-            right = operand(b_bits, b_kind, n, flags[-1])
-            done = left.astype(np.float64) @ right.T.astype(np.float64)
-            if keeps[first]:
-                done += rows_of_d(sums[:, threads], dtype).reshape(64, n)
-            results[:, threads] = registers_of_d(rounded_sum(done, dtype, saturates))
+        a_bits, b_bits = [batch.full(read(batch)) for read in read_a], batch.full(read_b(batch))
+        if in_registers:
+            left = rows_of_a(a_bits, a_kind).reshape(-1, 64, 32 // itemsize)[groups]
+        else:
+            left = operand(a_bits[0], a_kind, 64, flags[0])
+        right = operand(b_bits, b_kind, n, flags[-1]).transpose(0, 2, 1)
+        left, right = (matrix.astype(np.float64, order="C") for matrix in (left, right))
+        sums = numbers_of([batch.products.accumulator(i) for i in accumulators], dtype)
+        _accumulate(left @ right, groups, batch.full(keep(batch)), sums)
+        results = registers_of(sums, dtype, saturates)
         batch.products.issue(active, dict(zip(accumulators, results, strict=True)), operands)
 
     return multiply
 
 
-def _groups(batch, active: np.ndarray) -> list[int]:
-    """First thread of each active warp group. Raises Fault if part of a group is inactive."""
+@compiled
+def _accumulate(product, groups, keep, sums):
+    """Add product [groups, 64, n] to sums [n / 2, threads], or where not `keep` replace them."""
+    for place in range(len(groups)):
+        for number in range(len(sums)):
+            for thread in range(128):
+                row = thread // 32 * 16 + thread % 32 // 4 + number // 2 % 2 * 8
+                column = number // 4 * 8 + thread % 4 * 2 + number % 2
+                at = 128 * groups[place] + thread
+                before = sums[number, at] if keep[at] else 0.0
+                sums[number, at] = before + product[place, row, column]
+
+
+def _groups(batch, active: np.ndarray) -> np.ndarray:
+    """The active warp groups. Raises Fault if part of a group is inactive."""
     by_group = active.reshape(-1, 128)
     some, every = by_group.any(1), by_group.all(1)
     if (some != every).any():
         thread = 128 * int(np.flatnonzero(some != every)[0])
         raise batch.fault(FaultKind.DIVERGENCE, "a warp of the group is not active", thread)
-    return [128 * int(group) for group in np.flatnonzero(every)]
+    return np.flatnonzero(every)
 
 
-def _fetch(batch, descriptors, kind: str, rows: int, transposed: int, thread: int):
-    """(a [rows, k] matrix from shared memory as f32, (program, chunks) that it occupies)."""
-    if (descriptors != descriptors[0]).any():
+def _fetch(batch, descriptors, kind: str, rows: int, transposed: bool, groups: np.ndarray):
+    """([rows, k] matrices of warp groups as f32, (programs, chunks) that they occupy)."""
+    by_group = descriptors.reshape(-1, 128)[groups]
+    differ = (by_group != by_group[:, :1]).any(1)
+    if differ.any():
         detail = "threads of a warp group have different descriptors"
-        raise batch.fault(FaultKind.DIVERGENCE, detail, thread)
-    chunks = operand_chunks(int(descriptors[0]), rows, BITS[kind] // 8, bool(transposed))
-    matrix = fetch_operand(batch, thread, chunks, kind, bool(transposed))
-    return matrix, (thread // batch.threads_per_program, chunks.reshape(-1))
+        raise batch.fault(FaultKind.DIVERGENCE, detail, 128 * int(groups[np.argmax(differ)]))
+    layout = rows, BITS[kind] // 8, transposed
+    chunks = np.stack([operand_chunks(int(one), *layout) for one in by_group[:, 0]])
+    matrices = fetch_operands(batch, 128 * groups, chunks, kind, transposed)
+    return matrices, (128 * groups // batch.threads_per_program, chunks.reshape(len(groups), -1))
 
 
 @instruction("fence", "membar")

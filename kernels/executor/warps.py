@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import numpy as np
 
 from kernels.executor.faults import FaultKind
@@ -67,13 +69,16 @@ def _member_masks(batch, mask, members: np.ndarray) -> np.ndarray:
     members that have not exited (.sync)."""
     active, masks = batch.every(mask), batch.full(members)
     here = np.packbits(active.reshape(-1, 32), axis=1, bitorder="little").view(np.uint32)
-    ended = np.packbits(batch.ended.reshape(-1, 32), axis=1, bitorder="little").view(np.uint32)
-    here, ended = here.repeat(32), ended.repeat(32)
-    if (active & (masks & ~ended != here)).any():
-        thread = int(np.flatnonzero(active & (masks & ~ended != here))[0])
+    running = np.packbits(batch.running.reshape(-1, 32), axis=1, bitorder="little").view(np.uint32)
+    here, running = here.repeat(32), running.repeat(32)
+    if (wrong := active & (masks & running != here)).any():
+        thread = int(np.argmax(wrong))
         detail = f"the member mask is {masks[thread]:#x}, the active mask is {here[thread]:#x}"
         raise batch.fault(FaultKind.DIVERGENCE, detail, thread)
     return masks & here
+
+
+_SHIFTED = {"up": operator.sub, "down": operator.add, "bfly": operator.xor}
 
 
 @instruction("shfl")
@@ -96,12 +101,7 @@ def _shfl(translation: Translation) -> Step:
         by, bits = lane(batch).astype(np.int64) & 31, control(batch).astype(np.int64)
         segment, clamp = bits >> 8 & 31, bits & 31
         least, most = own & segment, (own & segment) | (clamp & ~segment)
-        wanted = {
-            "up": own - by,
-            "down": own + by,
-            "bfly": own ^ by,
-            "idx": least | (by & ~segment),
-        }[mode]
+        wanted = least | (by & ~segment) if mode == "idx" else _SHIFTED[mode](own, by)
         valid = wanted >= most if mode == "up" else wanted <= most
         origin = np.where(valid, wanted, own) | (threads & ~31)
         if mask is not None and not mask[origin[mask]].all():

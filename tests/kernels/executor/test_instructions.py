@@ -252,46 +252,59 @@ def test_packed_numbers_are_compared_each(compute, kind, dtype):
         assert compute(text, triples) == (expected.int() @ torch.tensor([1, 2]).int()).tolist()
 
 
-ALL_16 = [(low | (low + 1) << 16,) for low in range(0, 1 << 16, 2)]
-NARROW = {
-    "cvt.rn.f16x2.f32": (torch.float16, torch.int16),
-    "cvt.rn.bf16x2.f32": (torch.bfloat16, torch.int16),
+F16, BF16, E4M3, E5M2 = torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
+TWO_HALVES = "mov.b32 {%h1, %h2}, %r1; OP %h3, %h1; OP %h4, %h2; mov.b32 %r4, {%h3, %h4};"
+FROM_BYTES, TO_BYTES = "cvt.u16.u32 %h1, %r1; OP %r4, %h1;", "OP %h1, %r1; cvt.u32.u16 %r4, %h1;"
+# Opcode: instructions that convert the two numbers in %r1 (f32: in %r1 and %r2), their types.
+CONVERSIONS = {
+    "cvt.rn.bf16.f16": (TWO_HALVES, F16, BF16),
+    "cvt.bf16.f16": (TWO_HALVES, F16, BF16),
+    "cvt.rn.f16x2.f32": ("OP %r4, %r2, %r1;", torch.float32, F16),
+    "cvt.rn.bf16x2.f32": ("OP %r4, %r2, %r1;", torch.float32, BF16),
+    "cvt.rn.f16x2.e4m3x2": (FROM_BYTES, E4M3, F16),
+    "cvt.rn.f16x2.e5m2x2": (FROM_BYTES, E5M2, F16),
+    "cvt.rn.satfinite.e4m3x2.f16x2": (TO_BYTES, F16, E4M3),
+    "cvt.rn.satfinite.e5m2x2.f16x2": (TO_BYTES, F16, E5M2),
+    "cvt.rn.satfinite.e4m3x2.f32": (TO_BYTES.replace("%r1", "%r2, %r1"), torch.float32, E4M3),
+    "cvt.rn.satfinite.e5m2x2.f32": (TO_BYTES.replace("%r1", "%r2, %r1"), torch.float32, E5M2),
 }
 
 
-def _hard_floats() -> torch.Tensor:
-    """Floats at, and next to, the middle between neighbours of narrower formats."""
-    halves = torch.arange(0x7C00, dtype=torch.int16).view(torch.float16).float()
-    middles = (halves[1:] + halves[:-1]) / 2
+def _hard_numbers(dtype: torch.dtype) -> torch.Tensor:
+    """Every number of a narrow type; or floats at, and next to, the middle between neighbours of
+    narrower formats."""
+    if dtype.itemsize < 4:
+        return (
+            torch.arange(1 << 8 * dtype.itemsize)
+            .to(getattr(torch, f"uint{8 * dtype.itemsize}"))
+            .view(dtype)
+        )
+    halves = torch.arange(0x7C00, dtype=torch.int16).view(F16).float()
     bf16 = (torch.arange(0x7F80) << 16).to(torch.int32).view(torch.float32)
-    values = torch.cat([halves, middles, bf16, (bf16[1:] + bf16[:-1]) / 2])[::7]
-    around = torch.cat(
-        [values, values.nextafter(torch.tensor(9e9)), values.nextafter(torch.tensor(0.0))]
-    )
-    return torch.cat([around, -around])[:20480]
+    values = torch.cat([halves, (halves[1:] + halves[:-1]) / 2, bf16, (bf16[1:] + bf16[:-1]) / 2])
+    bytes_ = torch.cat([_hard_numbers(one).float() for one in (E4M3, E5M2)])
+    bytes_ = bytes_[bytes_.isfinite()].unique()
+    values = torch.cat([values[::7], (bytes_[1:] + bytes_[:-1]) / 2, torch.tensor(FLOATS)])
+    around = [values, values.nextafter(torch.tensor(9e9)), values.nextafter(torch.tensor(0.0))]
+    return torch.cat([*around, *[-x for x in around]])
 
 
-@pytest.mark.parametrize("opcode", ["cvt.rn.bf16.f16", "cvt.bf16.f16"])
-def test_bf16_of_every_f16(compute, opcode):
-    """In order of the bits; a NaN stays one, whatever its payload."""
-    text = "mov.b32 {{%h1, %h2}}, %r1; {0} %h3, %h1; {0} %h4, %h2; mov.b32 %r4, {{%h3, %h4}};"
-    results = compute(text.format(opcode), ALL_16)
-    found = torch.tensor(results).to(torch.uint32).view(torch.int16).view(torch.bfloat16)
-    expected = torch.arange(1 << 16).to(torch.uint16).view(torch.float16).bfloat16()
+@pytest.mark.parametrize("opcode", CONVERSIONS)
+def test_conversions(compute, opcode):
+    """Equal to PyTorch's, bit for bit. A NaN stays one, whatever its payload."""
+    text, source, target = CONVERSIONS[opcode]
+    values = _hard_numbers(source)
+    rows = values.view(torch.uint8).reshape(-1, 2 * source.itemsize)
+    words = torch.nn.functional.pad(rows, (0, 8 - rows.shape[1])).view(torch.int32).long()
+    got = torch.tensor(compute(text.replace("OP", opcode), (words & 0xFFFFFFFF).tolist()))
+    found = got.view(torch.uint8).reshape(-1, 8)[:, : 2 * target.itemsize].flatten().view(target)
+    most = torch.finfo(target).max if "satfinite" in opcode else float("inf")
+    expected = values.float().clamp(-most, most).to(target)
     assert torch.equal(found.isnan(), expected.isnan())
-    assert torch.equal(found[~found.isnan()], expected[~expected.isnan()])
-
-
-@pytest.mark.parametrize("opcode", NARROW)
-def test_conversion_to_narrower_floats(compute, opcode):
-    values = _hard_floats()
-    words = values.view(torch.int32).tolist()
-    pairs = [(a & 0xFFFFFFFF, b & 0xFFFFFFFF) for a, b in zip(words[::2], words[1::2], strict=True)]
-    dtype, integer = NARROW[opcode]
-    got = compute(f"{opcode} %r4, %r2, %r1;", pairs)
-    expected = values.to(dtype).view(integer).tolist()
-    both = [x for word in got for x in (signed(word, 16), signed(word >> 16, 16))]
-    assert both == expected
+    bits = (
+        x.view(torch.uint8).view(-1, target.itemsize)[~expected.isnan()] for x in (found, expected)
+    )
+    assert torch.equal(*bits)
 
 
 @pytest.mark.parametrize(
@@ -312,45 +325,6 @@ def test_narrow_and_wide_floats_together(compute, kind, dtype, one):
     ):
         got = compute("cvt.u16.u32 %h1, %r1;" + text, pairs)
         assert [signed(word) for word in got] == expected.view(torch.int32).tolist()
-
-
-@pytest.mark.parametrize(
-    ("kind", "dtype"), [("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)]
-)
-def test_fp8_both_ways(compute, kind, dtype):
-    codes = torch.arange(256, dtype=torch.uint8)
-    values = codes.view(dtype).float()
-    pairs = [(int(low) | int(high) << 8,) for low, high in codes.view(-1, 2)]
-    text = f"cvt.u16.u32 %h1, %r1; cvt.rn.f16x2.{kind}x2 %r4, %h1;"
-    words = compute(text, pairs)
-    got = torch.tensor([signed(x, 16) for w in words for x in (w, w >> 16)], dtype=torch.int16)
-    assert torch.equal(
-        got.view(torch.float16).float().nan_to_num(nan=-7.0), values.nan_to_num(nan=-7.0)
-    )
-
-    text = f"cvt.rn.satfinite.{kind}x2.f16x2 %h1, %r1; cvt.u32.u16 %r4, %h1;"
-    halves = values.nan_to_num(nan=1.0, posinf=9e4, neginf=-9e4).half().view(torch.int16).tolist()
-    given = [
-        (low & 0xFFFF | (high & 0xFFFF) << 16,)
-        for low, high in zip(halves[::2], halves[1::2], strict=True)
-    ]
-    back = [x for word in compute(text, given) for x in (word & 255, word >> 8)]
-    known = values.isfinite()
-    assert torch.equal(torch.tensor(back)[known], codes.int()[known])
-
-    finite = values[values.isfinite()].unique()
-    middles = (finite[1:] + finite[:-1]) / 2
-    hard = torch.cat([finite, middles, middles * (1 + 1e-6), middles * (1 - 1e-6)])
-    hard = torch.cat([hard, torch.tensor([1e9, -1e9, float("inf"), float("nan")])])
-    hard = torch.cat([hard, hard.new_zeros(len(hard) % 2)])
-    most = float(finite.max())
-    expected = hard.clamp(-most, most).to(dtype).view(torch.uint8).tolist()
-    words = [x & 0xFFFFFFFF for x in hard.view(torch.int32).tolist()]
-    text = f"cvt.rn.satfinite.{kind}x2.f32 %h1, %r2, %r1; cvt.u32.u16 %r4, %h1;"
-    got = compute(text, [*zip(words[::2], words[1::2], strict=True)])
-    codes = [x for word in got for x in (word & 255, word >> 8)]
-    nan = {0x7E, 0x7F, 0x7D}
-    assert all(a == b or {a & 127, b & 127} <= nan for a, b in zip(codes, expected, strict=True))
 
 
 def test_integers_from_floats_saturate(compute):

@@ -1,8 +1,8 @@
 """Runs the ops on the PTX of one architecture (needs `--executor`).
 
-Each op runs once on every architecture. Its other dtypes and features are distributed over the
-architectures. `make test` runs these tests through `test_selection.py`. The other kernel tests take
-`--executor` too, with many more shapes.
+Attention and the ops of a decoding layer run once on every architecture. Other ops, dtypes and
+features are distributed over the architectures. `make test` runs these tests through
+`test_selection.py`. The other kernel tests take `--executor` too, with many more shapes.
 """
 
 from __future__ import annotations
@@ -30,22 +30,21 @@ SHARED = (
 )
 NORM, GATE, SAMPLE = "add_rms_norm", "gated_activation", "sample_tokens"
 EVERYWHERE = [
-    ("store_kvcache", {**BF16, "head_dim": 80}),
     ("rope_store_kvcache", {**BF16, "features": ("norms",)}),
-    ("apply_rotary_embedding", {**FP16, "head_dim": 80, "rotary_dim": 40}),
     (NORM, {**BF16, "width": 1000}),
     (GATE, {**BF16, "width": 2600}),
-    ("merge_attention_states", BF16),
-    ("slot_mapping_from_positions", {"context_lens": (20, 9)}),
     (SAMPLE, {**FP16, "num_tokens": 3}),
-    ("copy_blocks", FP16),
-    ("swap_blocks", {**BF16, "features": ("hnd",)}),
     (DECODE[0], DECODE[1] | FP16),
     (PREFILL[0], PREFILL[1] | BF16),
     (SHARED[0], SHARED[1] | FP16),
 ]
 IN_TURN = [
-    ("store_kvcache", FP16),
+    ("merge_attention_states", BF16),
+    ("slot_mapping_from_positions", {"context_lens": (20, 9)}),
+    ("copy_blocks", FP16),
+    ("swap_blocks", {**BF16, "features": ("hnd",)}),
+    ("apply_rotary_embedding", {**FP16, "head_dim": 80, "rotary_dim": 40}),
+    ("store_kvcache", {**BF16, "head_dim": 80}),
     ("store_kvcache", FP32),
     ("store_kvcache", FP8),
     ("store_kvcache", {**FP16, "kv_dtype": FP8_DTYPE, "scales": "number"}),
@@ -58,7 +57,7 @@ IN_TURN = [
     (NORM, {**BF16, "width": 72, "features": ("offset",)}),
     (NORM, {**FP16, "width": 2560}),
     (GATE, {**FP16, "width": 2600, "features": ("gelu",)}),
-    (SAMPLE, {**FP32, "num_tokens": 3, "features": ("min_p",)}),
+    (SAMPLE, {**FP32, "num_tokens": 3, "features": ("min_p", "top_k", "top_p")}),
     (SAMPLE, {**BF16, "num_tokens": 3, "features": ("greedy",)}),
     ("copy_blocks", {**FP16, "features": ("list",)}),
     ("swap_blocks", {**BF16, "features": ("in",)}),
@@ -122,42 +121,37 @@ def executing(request, **options):
 
 
 def test_decode_does_not_depend_on_the_seed(request):
-    """Equal and different seeds give the same result and the same number of instructions."""
+    """Different seeds give the same result and the same number of instructions."""
     outs, records = [], []
-    for seed in (7, 7, 8):
+    for seed in (7, 8):
         case = make_case(DECODE[0], **HEADS | FP16, context_lens=(70, 5))
         with executing(request, seed=seed) as execution:
             outs.append(case.call())
         assert len(execution.launches) == 1
         records.append(execution.launches[0].warp_instructions)
-    assert records[0] == records[1] == records[2]
-    assert all(torch.equal(a, b) for out in outs for a, b in zip(out, outs[0], strict=True))
+    assert records[0] == records[1]
+    assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True))
 
 
 def test_prefill_does_not_depend_on_the_seed(request):
     """On sm_90 and sm_100 this includes the order of asynchronous products."""
     outs = []
-    for seed in (None, 0, 1):
+    for seed in (None, 0):
         lens = {"context_lens": (140, 9), "query_lens": (33, 1)}
         case = make_case(PREFILL[0], **HEADS | FP16 | lens)
         with executing(request, seed=seed):
             outs.append(case.call()[0])
-    assert torch.equal(outs[0], outs[1])
-    assert torch.equal(outs[0], outs[2])
+    assert torch.equal(*outs)
 
 
-def _decoding_layer() -> None:
-    """Launch the kernels that a decoding model calls, one after another."""
-    sizes = HEADS | FP32 | {"num_tokens": 2, "block_size": 16}
-    for op, more in (
-        (NORM, {"features": ("alone",)}),
-        ("rope_store_kvcache", {}),
-        (DECODE[0], {"context_lens": (40, 9), "options": {"num_splits": 2}}),
-        (PREFILL[0], {"context_lens": (40, 9), "query_lens": (1, 1)}),
-        (GATE, {}),
-        (SAMPLE, {"vocab_size": 2100}),
-    ):
-        make_case(op, **sizes | more).call()
+DECODING_LAYER = (
+    (NORM, {"features": ("alone",)}),
+    ("rope_store_kvcache", {}),
+    (DECODE[0], {"context_lens": (40, 9), "options": {"num_splits": 2}}),
+    (PREFILL[0], {"context_lens": (40, 9), "query_lens": (1, 1)}),
+    (GATE, {}),
+    (SAMPLE, {"vocab_size": 2100}),
+)
 
 
 def test_dependent_launches_wait(request):
@@ -165,18 +159,20 @@ def test_dependent_launches_wait(request):
     that end. Without the wait, its first memory access is a fault."""
     from kernels.executor import Fault, FaultKind
 
-    kernels = {}
-    with executing(request, edit=lambda name, ptx: kernels.setdefault(name, ptx)):
-        _decoding_layer()
-    wait = re.compile(r"griddepcontrol\.wait ?;")
-    waiting = [name for name, ptx in kernels.items() if wait.search(ptx)]
     is_sm_80 = request.config.getoption("--executor") == "ptx-sm_80"
-    assert waiting == ([] if is_sm_80 else [*kernels])
-    for broken in waiting:
+    wait = re.compile(r"griddepcontrol\.wait ?;")
+    for op, sizes in DECODING_LAYER:
+        case = make_case(op, **HEADS | FP32 | {"num_tokens": 2, "block_size": 16} | sizes)
+        kernels = {}
+        with executing(request, edit=lambda name, ptx, of=kernels: of.setdefault(name, ptx)):
+            case.call()
+        waiting = [name for name, ptx in kernels.items() if wait.search(ptx)]
+        assert waiting == ([] if is_sm_80 else [*kernels])
+        for broken in waiting:
 
-        def edit(name, ptx, broken=broken):
-            return wait.sub("", ptx) if name == broken else ptx
+            def edit(name, ptx, broken=broken):
+                return wait.sub("", ptx) if name == broken else ptx
 
-        with executing(request, edit=edit), pytest.raises(Fault) as raised:
-            _decoding_layer()
-        assert (raised.value.kind, raised.value.kernel) == (FaultKind.LAUNCH_RACE, broken)
+            with executing(request, edit=edit), pytest.raises(Fault) as raised:
+                case.call()
+            assert (raised.value.kind, raised.value.kernel) == (FaultKind.LAUNCH_RACE, broken)

@@ -1,0 +1,188 @@
+"""Asynchronous copies and products in flight, in groups that threads wait for.
+
+commit_group closes a group with all that the thread issued since its last commit_group.
+wait_group n waits until at most the n youngest groups of the thread are pending.
+
+cp.async (PTX ISA 9.7.9.25.3): the data arrives at the wait. Until then an access to its destination
+in shared memory is a fault, so the moment of arrival makes no difference.
+
+wgmma (9.7.15): a product is computed when it is issued. Until the wait its accumulators may not be
+accessed: they hold an `InFlight`, which raises when a thread reads it. Its operands in shared
+memory are marked as being read and may not be overwritten. wgmma.fence orders register accesses
+before a product. Since the thread's last fence only other products may have changed the
+accumulators and the operands in registers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kernels.executor.faults import FaultKind
+
+
+@dataclass
+class _Issued:
+    """What one instruction issued."""
+
+    pending: np.ndarray  # threads that have not waited for it
+    group: np.ndarray  # for each thread: number of groups it had committed before
+    what: Any
+
+
+class Queue:
+    """What is in flight, for all threads of a batch. A subclass has `_end`: it gets `what`, the
+    threads whose wait ends now, and those that still have to wait."""
+
+    def __init__(self, batch):
+        self._batch = batch
+        self._committed = np.zeros(batch.num_threads, np.int64)
+        self._queue: list[_Issued] = []
+
+    def commit(self, mask: np.ndarray) -> None:
+        """commit_group: close the current group of each masked thread."""
+        self._committed += mask
+
+    def wait(self, mask: np.ndarray, most_pending: int) -> None:
+        """wait_group: complete all but the `most_pending` youngest groups of the masked threads."""
+        for issued in self._queue:
+            ending = issued.pending & mask & (issued.group < self._committed - most_pending)
+            if ending.any():
+                issued.pending = issued.pending & ~ending
+                self._end(issued.what, ending, issued.pending)
+        self._queue = [issued for issued in self._queue if issued.pending.any()]
+
+
+class CopyQueue(Queue):
+    """cp.async in flight."""
+
+    def __init__(self, batch):
+        super().__init__(batch)
+        self._in_flight = np.zeros(batch.num_programs, np.int64)
+        self.most_in_flight = np.zeros(batch.num_programs, np.int64)
+        """Largest number of pending bytes, for each program."""
+
+    def issue(self, addresses: np.ndarray, mask: np.ndarray, data: np.ndarray, source) -> None:
+        """Start copying data[thread] to the address of each masked thread. source: (addresses,
+        threads that read, sizes), as given to `GlobalMemory.load`."""
+        self._batch.shared.store(self._batch, addresses, mask, data, later=True)
+        self._queue.append(_Issued(mask, self._committed.copy(), (addresses, data, *source)))
+        self._in_flight += self._num_bytes(data, mask)
+        np.maximum(self.most_in_flight, self._in_flight, out=self.most_in_flight)
+
+    def _end(self, copies, ending: np.ndarray, _pending) -> None:
+        batch, (addresses, data, origin, reading, sizes) = self._batch, copies
+        batch.shared.land_copies(batch, addresses, ending, data)
+        batch.memory.end_copies(batch, origin, ending & reading, sizes, data.shape[1])
+        self._in_flight -= self._num_bytes(data, ending)
+
+    def _num_bytes(self, data: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        """Bytes copied by the masked threads, for each program."""
+        return data.shape[1] * mask.reshape(self._batch.num_programs, -1).sum(1)
+
+    def wait_all(self, mask: np.ndarray) -> None:
+        """wait_all: complete every copy of the masked threads, committed or not."""
+        self.commit(mask)
+        self.wait(mask, 0)
+
+
+class InFlight:
+    """Stands in for the array of a register that a product or load in flight writes."""
+
+    def __init__(self, batch, array, threads, kind=FaultKind.MATRIX_IN_FLIGHT):
+        self.batch, self.array, self.threads, self.kind = batch, array, threads, kind
+
+    def _arrived(self) -> np.ndarray:
+        early = self.threads & self.batch.every(self.batch.mask)
+        if early.any():
+            raise self.batch.fault(
+                self.kind,
+                "the asynchronous instruction that writes this register has not been waited for",
+                int(np.flatnonzero(early)[0]),
+            )
+        return self.array
+
+    def view(self, dtype):
+        return self._arrived().view(dtype)
+
+    def astype(self, dtype):
+        return self._arrived().astype(dtype)
+
+    def __array__(self, dtype=None, copy=None):
+        return self._arrived()
+
+
+class MatrixQueue(Queue):
+    """wgmma products in flight."""
+
+    def __init__(self, batch):
+        super().__init__(batch)
+        self._fences: list[tuple[np.ndarray, list]] = []
+
+    def fence(self, mask: np.ndarray) -> None:
+        """wgmma.fence: products may use the registers as they are now."""
+        older = [(threads & ~mask, seen) for threads, seen in self._fences]
+        self._fences = [fence for fence in older if fence[0].any()]
+        self._fences.append((mask.copy(), list(self._batch.registers)))
+
+    def check_fenced(self, mask: np.ndarray, registers: list[int]) -> None:
+        """Raise Fault if a register has changed since the last fence of a masked thread."""
+        lacking = mask.copy()
+        for threads, seen in self._fences:
+            here = threads & mask
+            lacking &= ~threads
+            for index in registers:
+                now, then = self._batch.registers[index], seen[index]
+                if now is then or isinstance(now, InFlight) or not here.any():
+                    continue
+                changed = np.ones(1, np.bool_)
+                if not isinstance(then, InFlight):
+                    changed = now != then
+                lacking |= here & changed
+        if lacking.any():
+            raise self._batch.fault(
+                FaultKind.FENCE,
+                "a register of wgmma changed since the last wgmma.fence, or no fence came before",
+                int(np.flatnonzero(lacking)[0]),
+            )
+
+    def accumulator(self, index: int) -> np.ndarray:
+        """Value of an accumulator. A product may use it while an earlier product is in flight."""
+        held = self._batch.registers[index]
+        return self._batch.full(held.array if isinstance(held, InFlight) else held)
+
+    def issue(self, mask: np.ndarray, results: dict[int, np.ndarray], operands: list) -> None:
+        """Start a product of the masked threads. results: the value of each accumulator."""
+        registers, everyone = self._batch.registers, mask.all()
+        for index, result in results.items():
+            threads = mask
+            if not everyone:
+                result = np.where(mask, result, self.accumulator(index))
+            if isinstance(registers[index], InFlight):
+                threads = mask | registers[index].threads
+            registers[index] = InFlight(self._batch, result, threads)
+        self._queue.append(_Issued(mask, self._committed.copy(), ([*results], operands)))
+
+    def _end(self, product, _ending, pending: np.ndarray) -> None:
+        held = pending.reshape(self._batch.num_programs, -1).any(1)
+        for number, (programs, chunks) in enumerate(operands := product[1]):
+            over = ~held[programs]
+            self._batch.shared.release_operands(programs[over], chunks[over])
+            operands[number] = programs[~over], chunks[~over]
+
+    def wait(self, mask: np.ndarray, most_pending: int) -> None:
+        """See Queue. Restores the arrays of registers that no product in flight writes."""
+        super().wait(mask, most_pending)
+        registers = self._batch.registers
+        busy: dict[int, np.ndarray] = {}
+        for product in self._queue:
+            for index in product.what[0]:
+                busy[index] = busy.get(index, False) | product.pending
+        for index, held in enumerate(registers):
+            if isinstance(held, InFlight):
+                if index in busy:
+                    held.threads = busy[index]
+                else:
+                    registers[index] = held.array
