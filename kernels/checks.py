@@ -11,7 +11,7 @@ An op declares its tensors once, and each call checks the tensors it was given:
 The first argument that has a dimension of some name decides its size; later arguments must agree.
 
 A spec sees shapes, strides, dtypes and devices only, and remembers which combinations have passed.
-Values are looked at only where they already lie in host memory (CPU tensors, which the interpreter
+Values are checked only where they already lie in host memory (CPU tensors, which the interpreter
 runs on). So no check synchronises with a GPU. All checks raise before anything is written.
 """
 
@@ -83,7 +83,7 @@ class TensorSpec:
     ) -> SimpleNamespace:
         """Check the tensors, given in the order of the declaration.
 
-        device: where they must be; None for where the first one is.
+        device: the device they must be on; None for the first one's.
 
         Returns:
             The size of every dimension by its name.
@@ -359,7 +359,7 @@ def check_score_options(
 
 
 def check_scales(k_scale: Scale, v_scale: Scale, k_cache: torch.Tensor) -> None:
-    """Check what a TensorSpec leaves open of the scales of an fp8 cache.
+    """Check the scales of an fp8 cache beyond what a TensorSpec checks.
 
     Raises:
         TypeError: neither a number nor a tensor.

@@ -92,26 +92,66 @@ def _first_seen(context_len, window_size, USE_WINDOW: tl.constexpr):
 
 
 @triton.jit
-def _locate_piece(
-    row, piece, context_lens_ptr, batch, window_size, min_tiles, max_chunks,
+def _later_items(
+    rows, context_lens_ptr, batch, window_size, min_tiles, max_chunks,
     HEAD_TILES: tl.constexpr, TILE_N: tl.constexpr, USE_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Find work item number `piece`, counted from the first item of sequence `row`.
+    """Number of work items of sequences apart from those of their first chunks."""
+    context_lens = tl.load(context_lens_ptr + rows, mask=rows < batch, other=0)
+    first = _first_seen(context_lens, window_size, USE_WINDOW)
+    _, num_chunks = chunks_of(context_lens - first, min_tiles, max_chunks, TILE_N)
+    return (num_chunks - 1) * HEAD_TILES
 
-    Returns its sequence, and its index among the items of that sequence. The sequence is `batch` if
-    there are fewer items.
+
+@triton.jit
+def _next_item(
+    row, item, context_lens_ptr, batch, window_size, min_tiles, max_chunks,
+    HEAD_TILES: tl.constexpr, TILE_N: tl.constexpr, USE_WINDOW: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Find a work item. Negative items are first chunks, of which every sequence has one, and need
+    no search. Others are later chunks, counted from those of sequence `row`.
+
+    Returns the sequence of a later chunk, and the item counted from its own ones. The sequence is
+    at least `batch` if there are fewer items. Every warp searches 64 sequences at a time by itself,
+    without shared memory or barriers.
     """
-    searching = row < batch
-    while searching:
-        context_len = tl.load(context_lens_ptr + row)
-        first = _first_seen(context_len, window_size, USE_WINDOW)
-        _, num_chunks = chunks_of(context_len - first, min_tiles, max_chunks, TILE_N)
-        searching = piece >= num_chunks * HEAD_TILES
-        if searching:
-            piece -= num_chunks * HEAD_TILES
-            row += 1
+    if item >= 0:
+        if IS_SPLIT:
+            lanes = tl.arange(0, 32)
+            items = tl.zeros([32], tl.int32)
+            items_32 = items
             searching = row < batch
-    return row, piece
+            while searching:
+                items = _later_items(
+                    row + lanes, context_lens_ptr, batch, window_size, min_tiles, max_chunks,
+                    HEAD_TILES, TILE_N, USE_WINDOW,
+                )  # fmt: skip
+                items_32 = _later_items(
+                    row + 32 + lanes, context_lens_ptr, batch, window_size, min_tiles, max_chunks,
+                    HEAD_TILES, TILE_N, USE_WINDOW,
+                )  # fmt: skip
+                total = tl.sum(items + items_32, axis=0)
+                searching = item >= total
+                if searching:
+                    item -= total
+                    row += 64
+                    searching = row < batch
+            # Halve these sequences. Constants of a cumsum would take registers everywhere.
+            for step in tl.static_range(6):
+                lower, upper = items, items_32
+                if step > 0:
+                    is_upper = (lanes & (32 >> step)) != 0
+                    lower = tl.where(is_upper, 0, items)
+                    upper = tl.where(is_upper, items, 0)
+                total = tl.sum(lower, axis=0)
+                items = tl.where(item >= total, upper, lower)
+                if item >= total:
+                    item -= total
+                    row += 32 >> step
+        else:
+            row = batch
+    return row, item
 
 
 @triton.jit(
@@ -159,18 +199,21 @@ def _paged_decode_kernel(
     dim_mask = offs_d < HEAD_DIM
     offs_v = tl.arange(0, HEAD_DIM_PADDED // PAIR)
 
-    piece = tl.program_id(0)
-    row = 0
-    row, piece = _locate_piece(
-        row, piece, context_lens_ptr, batch, window_size, min_tiles, max_chunks,
-        HEAD_TILES, TILE_N, USE_WINDOW,
+    num_first = batch * HEAD_TILES
+    later_row = 0
+    later_row, item = _next_item(
+        later_row, tl.program_id(0) - num_first, context_lens_ptr, batch, window_size,
+        min_tiles, max_chunks, HEAD_TILES, TILE_N, USE_WINDOW, IS_SPLIT,
     )  # fmt: skip
-    while row < batch:
+    while later_row < batch:
+        is_first = item < 0
+        piece = tl.where(is_first, item + num_first, item)
+        row = tl.where(is_first, piece // HEAD_TILES, later_row)
+        chunk = tl.where(is_first, 0, piece // HEAD_TILES + 1)
         seq = row.to(tl.int64)
         context_len = tl.load(context_lens_ptr + seq)
         first = _first_seen(context_len, window_size, USE_WINDOW)
-        chunk_tokens, num_chunks = chunks_of(context_len - first, min_tiles, max_chunks, TILE_N)
-        chunk = piece // HEAD_TILES
+        chunk_tokens, _ = chunks_of(context_len - first, min_tiles, max_chunks, TILE_N)
         kv_head = piece % HEAD_TILES // M_TILES
         offs_m = piece % M_TILES * TILE_M + tl.arange(0, TILE_M)
         begin = first + chunk * chunk_tokens
@@ -249,8 +292,6 @@ def _paged_decode_kernel(
             out_ptrs = out_ptr + (states + chunk)[:, None] * HEAD_DIM + offs_d[None, :]
             tl.store(out_ptrs, out, mask=qo_mask)
             tl.store(lse_ptr + states + chunk, lse, mask=head_mask)
-            for unused in range(chunk + num_chunks, num_states - first_state, num_chunks):
-                tl.store(lse_ptr + states + unused, float("-inf"), mask=head_mask)
         else:
             if sinks_ptr is not None:
                 sinks = tl.load(sinks_ptr + heads, mask=head_mask, other=0.0)
@@ -259,10 +300,9 @@ def _paged_decode_kernel(
             tl.store(out_ptrs + offs_d[None, :], cast(out, out_ptr.dtype.element_ty), mask=qo_mask)
             if lse_ptr is not None:
                 tl.store(lse_ptr + seq * NUM_Q_HEADS + heads, lse * LN_2, mask=head_mask)
-        piece += tl.num_programs(0)
-        row, piece = _locate_piece(
-            row, piece, context_lens_ptr, batch, window_size, min_tiles, max_chunks,
-            HEAD_TILES, TILE_N, USE_WINDOW,
+        later_row, item = _next_item(
+            later_row, item + tl.num_programs(0), context_lens_ptr, batch, window_size, min_tiles,
+            max_chunks, HEAD_TILES, TILE_N, USE_WINDOW, IS_SPLIT,
         )  # fmt: skip
 
 
@@ -294,15 +334,16 @@ def launch_decode(
     scale: float | None, window_size: int | None, softcap: float,
     alibi_slopes: torch.Tensor | None, sinks: torch.Tensor | None = None,
     k_scale: Scale, v_scale: Scale,
-    paged: bool = True, chunks: Chunking, first_state: int | None = None,
+    paged: bool = True, chunks: Chunking,
+    states: SplitStates | None = None, first_state: int = 0,
 ) -> None:  # fmt: skip
     """Launch the kernel on checked arguments of `paged_decode_attention`. Further arguments:
 
     paged: False if the keys of a sequence are contiguous. The caches are then (num_pieces, slots,
         num_kv_heads, head_dim), and block_tables, (batch, 1), has the piece of each sequence.
     chunks: how the tokens of a sequence are divided.
-    first_state: if not None, out and lse are tensors of SplitStates, written from this state on.
-        The merge then adds the sinks.
+    states: written from first_state on, and then merged into out and lse; None if no sequence has
+        more than one chunk.
     """
     batch, num_q_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]
@@ -313,16 +354,17 @@ def launch_decode(
     scale = head_dim**-0.5 if scale is None else scale
     k_scale, stride_k_scale = scale_arguments(k_scale)
     v_scale, stride_v_scale = scale_arguments(v_scale)
-    is_split = first_state is not None
-    num_states = lse.shape[2] if is_split else 0
+    is_split = states is not None
     most = chunks.most(block_tables.shape[1] * k_cache.shape[1], tile.tile_n)
     pieces = batch * most * num_kv_heads * cdiv(group_size, tile.tile_m)
     programs = PROGRAMS_PER_MULTIPROCESSOR * target.num_multiprocessors
     _paged_decode_kernel[(min(pieces, programs),)](
-        out, lse, q, cache_argument(k_cache), cache_argument(v_cache), block_tables, context_lens,
+        *((states.out, states.lse) if is_split else (out, lse)),
+        q, cache_argument(k_cache), cache_argument(v_cache), block_tables, context_lens,
         alibi_slopes, sinks, k_scale, v_scale,
         scale, softcap, 0 if window_size is None else window_size,
-        batch, chunks.min_tiles, chunks.max_chunks, first_state or 0, num_states,
+        batch, chunks.min_tiles, chunks.max_chunks,
+        first_state, states.lse.shape[2] if is_split else 0,
         *out.stride()[:2], *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
         block_tables.stride(0),
         alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0,
@@ -339,6 +381,11 @@ def launch_decode(
         PRECISION=tile.precision,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl_options(q.device),
     )  # fmt: skip
+    if is_split:
+        states.merge_into(
+            out, lse, sinks=sinks, context_lens=context_lens, window_size=window_size,
+            chunks=chunks, first_chunk=first_state, tile_n=tile.tile_n,
+        )  # fmt: skip
 
 
 def decode_into(
@@ -346,19 +393,14 @@ def decode_into(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
     block_tables: torch.Tensor, context_lens: torch.Tensor,
     *,
-    sinks: torch.Tensor | None = None, num_splits: int | None = None, **options,
+    num_splits: int | None = None, **options,
 ) -> None:  # fmt: skip
     """`paged_decode_attention` on checked arguments. options: further ones of `launch_decode`."""
     call = (q, k_cache, v_cache, block_tables, context_lens)
     window_size = options["window_size"]
     chunks, num_states = decode_chunking(q, k_cache, block_tables, window_size, num_splits)
-    options["chunks"] = chunks
-    if num_states == 1:
-        launch_decode(out, lse, *call, sinks=sinks, **options)
-        return
-    states = SplitStates.empty(q, num_states)
-    launch_decode(states.out, states.lse, *call, first_state=0, **options)
-    states.merge_into(out, lse, sinks=sinks)
+    states = SplitStates.empty(q, num_states) if num_states > 1 else None
+    launch_decode(out, lse, *call, chunks=chunks, states=states, **options)
 
 
 @attention_op

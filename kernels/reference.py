@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from kernels.fp8_cache import FP8_DTYPE, Scale
-from kernels.primitives import LN_2
-from kernels.sample_tokens import LOG_TERMS, MIN_NORMAL, NOISE_SPAN, SQRT_HALF_BITS
+from kernels.primitives import LN_2, LOG2_E
+from kernels.sample_tokens import EXP2_TERMS, LOG_TERMS, MIN_NORMAL, NOISE_SPAN, SQRT_HALF_BITS
 
 
 def quantise(x: torch.Tensor, scale: Scale = None) -> torch.Tensor:
@@ -386,12 +386,50 @@ def gumbel_noise(seeds: torch.Tensor, vocab_size: int) -> torch.Tensor:
     return gumbel(words.permute(1, 2, 0, 3).flatten(1)[:, :vocab_size])
 
 
+def softmax_weights(scores: torch.Tensor) -> torch.Tensor:
+    """2^40 exp(scores), rounded down, int64, of fp32 scores <= 0, like `kernels.sample_tokens`."""
+    x = scores.clamp(min=-30) * LOG2_E.value
+    exponent = x.floor()
+    f, p = x - exponent, EXP2_TERMS.value[-1]
+    for term in EXP2_TERMS.value[-2::-1]:
+        p = term + f * p
+    return ((1.0 + f * p) * torch.exp2(exponent + 40)).long()
+
+
+def mask_top_k_top_p(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    top_ks: torch.Tensor | None,
+    top_ps: torch.Tensor | None,
+) -> torch.Tensor:
+    """Set logits, (num_rows, vocab_size), that top-k and then top-p exclude to -inf; a new tensor.
+
+    The parameters of rows are those of `kernels.sample_tokens`. Exactly min(k, vocab_size) tokens
+    remain after top-k; among equal logits, the lower ones.
+    """
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    dropped = torch.zeros_like(ordered, dtype=torch.bool)
+    if top_ks is not None:
+        dropped |= torch.arange(logits.shape[-1], device=logits.device) >= top_ks[:, None]
+    if top_ps is not None:
+        scores = ordered.float() - ordered[:, :1].float()
+        scores = (scores / temperatures.where(temperatures > 0, 1)[:, None]).nan_to_num(-torch.inf)
+        weights = softmax_weights(scores).masked_fill(dropped, 0)
+        before = weights.cumsum(dim=-1) - weights
+        sought = weights.sum(dim=-1).double() * top_ps.double()
+        dropped |= (before.double() >= sought[:, None]) & (top_ps < 1)[:, None]
+    dropped[:, 0] = False
+    return logits.masked_fill(dropped.scatter(-1, order, dropped), -torch.inf)
+
+
 def sample_tokens(
     logits: torch.Tensor,
     temperatures: torch.Tensor | None = None,
     noise_seeds: torch.Tensor | None = None,
     *,
     min_ps: torch.Tensor | None = None,
+    top_ks: torch.Tensor | None = None,
+    top_ps: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Reference of `kernels.sample_tokens`: the same tokens in any dtype."""
     scores = logits
@@ -402,6 +440,8 @@ def sample_tokens(
         log_min_ps = natural_log(*split_float(min_ps.float().clamp(min=MIN_NORMAL.value)))[:, None]
         least = scores.amax(dim=-1, keepdim=True) + temperatures * log_min_ps
         scores = scores.masked_fill(scores < least, -torch.inf)
+    if top_ks is not None or top_ps is not None:
+        scores = mask_top_k_top_p(scores, temperatures[:, 0], top_ks, top_ps)
     if temperatures is not None:
         scores = scores + temperatures * gumbel_noise(noise_seeds, logits.shape[1])
     largest, tokens = scores.max(dim=-1)  # max returns a NaN if there is one

@@ -12,19 +12,29 @@ the seed and v alone. A word x gives the exponential variable E = -log(1 - w), w
 and G = -log(E). E has a relative error of at most 5e-7 even at its smallest, so the upper tail of G
 is as fine as 32 bits allow. G lies in [-3.14, 22.88].
 
-Logarithms are polynomials, and products are not fused with sums. These are the same IEEE operations
-on every machine, so the kernel, Triton's interpreter and the reference agree on every token.
+Top-k and top-p keep the first tokens in the order of their logits, so nothing is sorted: a token
+drawn from all is kept if few enough tokens, with little enough probability, come before it.
+Otherwise neither it nor any later token is among those kept, and the best score of the tokens
+before it is the next candidate. This is the token that masked logits would give. (FlashInfer's
+rejection sampling draws new noise instead.) With both, the probability of the top k is needed too:
+the k-th logit is found by three bits of its order at a time.
+
+Logarithms and exponentials are polynomials, products are not fused with sums, and probabilities are
+added up as integers. These are the same operations in any order and on every machine, so the
+kernel, Triton's interpreter and the reference agree on every token.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
 import triton.language as tl
 
 from kernels.checks import FLOAT_DTYPES, FP32, INT64, Arg, TensorSpec
-from kernels.primitives import LN_2, await_launches_before
-from kernels.tiles import MAX_SPLITS, cdiv, pdl_options, sample_num_splits, target_of
+from kernels.primitives import LN_2, LOG2_E, await_launches_before
+from kernels.tiles import MAX_SPLITS, RESTRICT_TILE, cdiv, pdl_options, sample_num_splits, target_of
 from kernels.torch_ops import functional_op
 
 NOISE_SPAN = tl.constexpr(512)
@@ -32,6 +42,10 @@ NOISE_SPAN = tl.constexpr(512)
 # minimise the largest relative error.
 LOG_TERMS = tl.constexpr(
     (-0.500003219, 0.333347142, -0.249712288, 0.199068829, -0.172432244, 0.161805004, -0.100823775)
+)
+# 2^f for f from 0 to 1, fitted in the same way.
+EXP2_TERMS = tl.constexpr(
+    (0.693147063, 0.240229309, 0.0554852821, 0.00967545155, 0.00124678446, 0.000216129207)
 )
 SQRT_HALF_BITS = tl.constexpr(0x3F3504F3)
 MIN_NORMAL = tl.constexpr(2.0**-126)
@@ -41,6 +55,8 @@ _TENSORS = TensorSpec(
     Arg("temperatures", "num_rows", FP32, optional=True),
     Arg("noise_seeds", "num_rows", INT64, optional=True),
     Arg("min_ps", "num_rows", FP32, optional=True),
+    Arg("top_ks", "num_rows", INT64, optional=True),
+    Arg("top_ps", "num_rows", FP32, optional=True),
 )
 
 
@@ -95,22 +111,104 @@ def _gumbel(words):
 
 
 @triton.jit
-def _keep_best(
-    best, best_tokens, row_ptr, tokens, words, vocab_size, stride_token, temperature, least
-):
-    """Update the best score and token of each lane with [NOISE_SPAN] tokens.
+def _weights(logits, largest, temperature):
+    """2^40 exp((logits - largest) / temperature), rounded down to int64. 0 below e^-28."""
+    x = tl.maximum(tl.div_rn(logits - largest, temperature), -30.0) * LOG2_E
+    exponent = tl.floor(x)
+    f = x - exponent
+    p = EXP2_TERMS[5]
+    for i in tl.static_range(4, -1, -1):
+        p = EXP2_TERMS[i] + f * p
+    scale = (exponent.to(tl.int32) + (127 + 40)) << 23
+    return ((1.0 + f * p) * scale.to(tl.float32, bitcast=True)).to(tl.int64)
 
-    words: for the noise, or None. least: logits below it are excluded, or None.
-    """
+
+@triton.jit
+def _ordered_bits(x):
+    """uint32 numbers in the order of fp32 numbers that are no NaN; equal for both zeros."""
+    bits = (x + 0.0).to(tl.uint32, bitcast=True)
+    return tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
+
+
+@triton.jit
+def _from_ordered_bits(bits):
+    """The fp32 number of _ordered_bits."""
+    bits = tl.where(bits >> 31 != 0, bits ^ 0x80000000, bits ^ 0xFFFFFFFF)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _load_logits(row_ptr, tokens, vocab_size, stride_token, least):
+    """Logits in fp32: -inf past the vocabulary and where below `least`, if not None."""
     ptrs = row_ptr + tokens.to(tl.int64) * stride_token
     logits = tl.load(ptrs, mask=tokens < vocab_size, other=float("-inf")).to(tl.float32)
+    return logits if least is None else tl.where(logits < least, float("-inf"), logits)
+
+
+@triton.jit
+def _comes_before(logits, tokens, pivot, pivot_token):
+    """Whether tokens come before pivot_token in descending order of the logits, equal ones by
+    number."""
+    return (logits > pivot) | ((logits == pivot) & (tokens < pivot_token))
+
+
+@triton.jit
+def _keep_best(
+    best, best_tokens, row_ptr, tokens, words, vocab_size, stride_token, temperature, least,
+    pivot, pivot_token,
+):  # fmt: skip
+    """Update the best score and token of each lane with [NOISE_SPAN] tokens.
+
+    words: for the noise, or None. least: logits below it are excluded, or None. pivot: its token
+    and those that do not come before it are excluded, or None.
+    """
+    logits = _load_logits(row_ptr, tokens, vocab_size, stride_token, least)
     scores = tl.where(logits == logits, logits, float("inf"))  # a NaN must not be ignored
-    if least is not None:
-        scores = tl.where(scores < least, float("-inf"), scores)
+    if pivot is not None:
+        allowed = _comes_before(logits, tokens, pivot, pivot_token)
+        scores = tl.where(allowed, scores, float("-inf"))
     if words is not None:
         scores += temperature * _gumbel(words)
     better = scores > best  # tokens ascend, so the lowest token of equal scores stays
     return tl.where(better, scores, best), tl.where(better, tokens, best_tokens)
+
+
+@triton.jit
+def _best_of_chunks(
+    first, last, row_ptr, seed, vocab_size, stride_token, temperature, least, pivot, pivot_token
+):
+    """The best score of chunks [first, last) of a row, and its lowest token. seed: or None."""
+    lanes = tl.arange(0, NOISE_SPAN)
+    best = tl.full([NOISE_SPAN], float("-inf"), tl.float32)
+    best_tokens = tl.zeros([NOISE_SPAN], tl.int32)
+    for chunk in range(first, last):
+        words = None, None, None, None
+        if seed is not None:
+            words = _philox(seed, (lanes + chunk * NOISE_SPAN).to(tl.uint32))
+        for i in tl.static_range(4):
+            tokens = lanes + (chunk * 4 + i) * NOISE_SPAN
+            best, best_tokens = _keep_best(
+                best, best_tokens, row_ptr, tokens, words[i], vocab_size, stride_token,
+                temperature, least, pivot, pivot_token,
+            )  # fmt: skip
+    score = tl.max(best, axis=0)
+    return score, tl.min(tl.where(best == score, best_tokens, vocab_size), axis=0)
+
+
+@triton.jit
+def _largest_of(row, maxima_ptr, num_splits, MAX_SPLITS: tl.constexpr):
+    """The largest logit of a row."""
+    parts = tl.arange(0, MAX_SPLITS)
+    maxima_ptrs = maxima_ptr + row * num_splits + parts
+    return tl.max(tl.load(maxima_ptrs, mask=parts < num_splits, other=float("-inf")), axis=0)
+
+
+@triton.jit
+def _least_kept(largest, min_p, temperature):
+    """The least logit that min-p keeps."""
+    # A min_p of 0 excludes logits 87 temperatures below the largest; noise spans at most 27.
+    f, exponent = _split(tl.maximum(min_p, MIN_NORMAL))
+    return largest + temperature * _log(f, exponent)
 
 
 @triton.jit(do_not_specialize=["num_splits", "chunks_per_split"])
@@ -129,40 +227,129 @@ def _sample_tokens_kernel(
     await_launches_before(PDL)
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
-    row_ptr = logits_ptr + row * stride_row
-    lanes = tl.arange(0, NOISE_SPAN)
     temperature = None
+    seed = None
     least = None
     if temperatures_ptr is not None:
         temperature = tl.load(temperatures_ptr + row)
         seed = tl.load(noise_seeds_ptr + row)
     if min_ps_ptr is not None:
-        # A min_p of 0 excludes logits 87 temperatures below the largest; noise spans at most 27.
-        f, exponent = _split(tl.maximum(tl.load(min_ps_ptr + row), MIN_NORMAL))
-        parts = tl.arange(0, MAX_SPLITS)
-        maxima_ptrs = maxima_ptr + row * num_splits + parts
-        maxima = tl.load(maxima_ptrs, mask=parts < num_splits, other=float("-inf"))
-        least = tl.max(maxima, axis=0) + temperature * _log(f, exponent)
-
-    best = tl.full([NOISE_SPAN], float("-inf"), tl.float32)
-    best_tokens = tl.zeros([NOISE_SPAN], tl.int32)
+        largest = _largest_of(row, maxima_ptr, num_splits, MAX_SPLITS)
+        least = _least_kept(largest, tl.load(min_ps_ptr + row), temperature)
     first = split * chunks_per_split
     last = tl.minimum(first + chunks_per_split, tl.cdiv(vocab_size, 4 * NOISE_SPAN))
-    for chunk in range(first, last):
-        words = None, None, None, None
-        if temperatures_ptr is not None:
-            words = _philox(seed, (lanes + chunk * NOISE_SPAN).to(tl.uint32))
-        for i in tl.static_range(4):
-            tokens = lanes + (chunk * 4 + i) * NOISE_SPAN
-            best, best_tokens = _keep_best(
-                best, best_tokens, row_ptr, tokens, words[i],
-                vocab_size, stride_token, temperature, least,
-            )  # fmt: skip
-
-    score = tl.max(best, axis=0)
+    score, token = _best_of_chunks(
+        first, last, logits_ptr + row * stride_row, seed, vocab_size, stride_token, temperature,
+        least, None, None,
+    )  # fmt: skip
     part = row * num_splits + split
     tl.store(scores_ptr + part, score)
-    tl.store(tokens_ptr + part, tl.min(tl.where(best == score, best_tokens, vocab_size), axis=0))
+    tl.store(tokens_ptr + part, token)
+
+
+@triton.jit
+def _kth_largest(row_ptr, k, vocab_size, stride_token, least, LANES: tl.constexpr):
+    """The k-th largest logit of a row, and how many of the first k equal it.
+
+    Returns ordered bits and a number: the first k are the tokens above these bits and so many that
+    have them. The bits are compared digit by digit, base 8. The eight counts of a lane are the
+    bytes of an integer, so a row has at most 255 LANES tokens.
+    """
+    lanes = tl.arange(0, LANES)
+    found = (k * 0).to(tl.uint32)
+    missing = k  # of the first k, those whose bits begin like `found`
+    size = k * 0
+    shift = 33
+    searching = k > 0
+    while searching:
+        shift -= 3
+        packed = tl.zeros([LANES], tl.int64)
+        for start in range(0, vocab_size, LANES):
+            tokens = start + lanes
+            logits = _load_logits(row_ptr, tokens, vocab_size, stride_token, least)
+            bits = _ordered_bits(logits) >> shift
+            counted = (bits >> 3 == found) & (tokens < vocab_size)
+            one = tl.where(counted, 1, 0).to(tl.int64)
+            packed += one << ((bits & 7) * 8).to(tl.int64)
+        above, digit, skipped = k * 0, k * 0, k * 0
+        for d in tl.static_range(7, -1, -1):
+            count = tl.sum((packed >> (8 * d)).to(tl.int32) & 255, axis=0)
+            here = (above < missing) & (above + count >= missing)
+            digit = tl.where(here, d, digit)
+            skipped = tl.where(here, above, skipped)
+            size = tl.where(here, count, size)
+            above += count
+        missing -= skipped
+        found = found * 8 + digit.to(tl.uint32)
+        searching = (shift > 0) & (size > missing)
+    bits = found << shift
+    if size == missing:  # all tokens whose bits begin like these
+        bits = tl.maximum(bits, 1) - 1
+        missing = k * 0
+    return bits, missing
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def _restrict_samples_kernel(
+    tokens_ptr, logits_ptr,
+    temperatures_ptr, noise_seeds_ptr, min_ps_ptr, top_ks_ptr, top_ps_ptr, maxima_ptr,
+    vocab_size, num_splits,
+    stride_row, stride_token,
+    MAX_SPLITS: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Replace a row's token by the one with the best score that top-k and top-p keep.
+
+    Grid (num_rows). maxima_ptr, only with min_ps or top_ps: see _sample_tokens_kernel.
+    """
+    await_launches_before(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * stride_row
+    token = tl.load(tokens_ptr + row).to(tl.int32)
+    temperature = tl.load(temperatures_ptr + row)
+    seed = tl.load(noise_seeds_ptr + row)
+    deciding = (token >= 0) & (temperature > 0)
+    least = None
+    if maxima_ptr is not None:
+        largest = _largest_of(row, maxima_ptr, num_splits, MAX_SPLITS)
+    if min_ps_ptr is not None:
+        least = _least_kept(largest, tl.load(min_ps_ptr + row), temperature)
+    top_k = vocab_size
+    if top_ks_ptr is not None:
+        top_k = tl.minimum(tl.load(top_ks_ptr + row), vocab_size).to(tl.int32)
+    if top_ps_ptr is not None:
+        top_p = tl.load(top_ps_ptr + row)
+        above = (token * 0).to(tl.uint32)
+        weight_at = (token * 0).to(tl.int64)
+        if top_ks_ptr is not None and deciding & (top_k < vocab_size) & (top_p < 1):
+            above, number = _kth_largest(row_ptr, top_k, vocab_size, stride_token, least, LANES)
+            if number > 0:
+                weight_at = _weights(_from_ordered_bits(above), largest, temperature) * number
+    while deciding:
+        pivot = tl.load(row_ptr + token.to(tl.int64) * stride_token).to(tl.float32)
+        before = tl.zeros([LANES], tl.int32)
+        weight_before = tl.zeros([LANES], tl.int64)
+        weight = tl.zeros([LANES], tl.int64)
+        for start in range(0, vocab_size, LANES):
+            tokens = start + tl.arange(0, LANES)
+            logits = _load_logits(row_ptr, tokens, vocab_size, stride_token, least)
+            comes_before = _comes_before(logits, tokens, pivot, token)
+            before += comes_before.to(tl.int32)
+            if top_ps_ptr is not None:
+                weights = _weights(logits, largest, temperature)
+                weight_before += tl.where(comes_before, weights, 0)
+                weight += tl.where(_ordered_bits(logits) > above, weights, 0)
+        rank = tl.sum(before, axis=0)
+        kept = rank < top_k
+        if top_ps_ptr is not None:
+            sought = (tl.sum(weight, axis=0) + weight_at).to(tl.float64) * top_p.to(tl.float64)
+            kept &= (top_p >= 1) | (tl.sum(weight_before, axis=0).to(tl.float64) < sought)
+        deciding = (rank > 0) & (kept == 0)
+        if deciding:
+            last = tl.cdiv(vocab_size, 4 * NOISE_SPAN)
+            _, token = _best_of_chunks(
+                0, last, row_ptr, seed, vocab_size, stride_token, temperature, least, pivot, token
+            )
+    tl.store(tokens_ptr + row, token.to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["num_splits"])
@@ -188,13 +375,14 @@ def _merge_samples_kernel(
     tl.store(out_ptr + row, tl.where(sound, token, -1).to(tl.int64))
 
 
-def _check_range(name: str, values: torch.Tensor | None, most: float) -> None:
+def _check_range(name: str, values: torch.Tensor | None, least: float, most: float) -> None:
     """Check the values of a tensor in host memory."""
-    if values is not None and values.is_cpu and not ((values >= 0) & (values <= most)).all():
-        raise ValueError(f"{name}: expected numbers from 0 to {most:g}, got {values.tolist()}")
+    if values is not None and values.is_cpu and not ((values >= least) & (values <= most)).all():
+        given = values.tolist()
+        raise ValueError(f"{name}: expected numbers from {least} to {most:g}, got {given}")
 
 
-def _fake(logits, temperatures=None, noise_seeds=None, *, min_ps=None):
+def _fake(logits, temperatures=None, noise_seeds=None, *, min_ps=None, top_ks=None, top_ps=None):
     return logits.new_empty(logits.shape[0], dtype=torch.int64)
 
 
@@ -205,12 +393,14 @@ def sample_tokens(
     noise_seeds: torch.Tensor | None = None,
     *,
     min_ps: torch.Tensor | None = None,
+    top_ks: torch.Tensor | None = None,
+    top_ps: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sample a token from each row of logits, or take the likeliest.
 
     The token of a row depends on its logits and parameters alone. Of equal scores the lowest token
-    wins. Tokens with a logit of -inf are never sampled, so top-k and similar masks can be applied
-    before.
+    wins. Tokens with a logit of -inf are never sampled. Min-p excludes tokens first, then top-k,
+    then top-p.
 
     Args:
         logits: (num_rows, vocab_size), fp16, bf16 or fp32, any strides.
@@ -221,26 +411,41 @@ def sample_tokens(
         min_ps: (num_rows,) fp32, from 0 to 1, only with temperatures. Tokens whose probability at
             the temperature is below this share of the largest are excluded (Nguyen et al., 2024).
             It takes another, faster pass over the logits. None: 0 for all rows.
+        top_ks: (num_rows,) int64, from 1, only with temperatures. So many tokens with the largest
+            logits remain (Fan et al., 2018); of equal logits, the lower tokens. None: all.
+        top_ps: (num_rows,) fp32, from 0 to 1, only with temperatures. A token remains if those with
+            larger logits, or equal ones and lower numbers, have together less than this probability
+            (Holtzman et al., 2020). The first always remains; at 1 all do. None: 1 for all rows.
 
     Returns:
         (num_rows,) int64 tokens; -1 for a row with a NaN, or whose largest logit is infinite.
 
     Raises:
         ValueError: a shape, dtype, device or stride that does not fit; noise_seeds without
-            temperatures or the reverse; min_ps without both; for tensors in host memory also a
-            temperature or min_p out of range.
+            temperatures or the reverse; min_ps, top_ks or top_ps without both; more than 1,044,480
+            logits per row with both top_ks and top_ps; for tensors in host memory also a parameter
+            out of range.
     """
-    _TENSORS(logits, temperatures, noise_seeds, min_ps)
+    _TENSORS(logits, temperatures, noise_seeds, min_ps, top_ks, top_ps)
     num_rows, vocab_size = logits.shape
     device = logits.device
     if vocab_size == 0:
         raise ValueError(f"logits: expected a vocab_size of at least 1, got {tuple(logits.shape)}")
     if (temperatures is None) != (noise_seeds is None):
         raise ValueError("noise_seeds: expected temperatures and noise_seeds together")
-    if min_ps is not None and temperatures is None:
-        raise ValueError("min_ps: expected with temperatures; without them nothing is sampled")
-    _check_range("temperatures", temperatures, MAX_TEMPERATURE)
-    _check_range("min_ps", min_ps, 1.0)
+    for name, values in (("min_ps", min_ps), ("top_ks", top_ks), ("top_ps", top_ps)):
+        if values is not None and temperatures is None:
+            raise ValueError(f"{name}: expected with temperatures; without them nothing is sampled")
+    tile = RESTRICT_TILE
+    most = 255 * tile.elements
+    if top_ks is not None and top_ps is not None and vocab_size > most:
+        raise ValueError(
+            f"logits: expected a vocab_size up to {most} with top_ks and top_ps, got {vocab_size}"
+        )
+    _check_range("temperatures", temperatures, 0, MAX_TEMPERATURE)
+    _check_range("min_ps", min_ps, 0, 1)
+    _check_range("top_ks", top_ks, 1, math.inf)
+    _check_range("top_ps", top_ps, 0, 1)
 
     out = torch.empty(num_rows, dtype=torch.int64, device=device)
     if num_rows == 0:
@@ -261,11 +466,19 @@ def sample_tokens(
         return scores, tokens
 
     maxima = None
-    if min_ps is not None:
+    if min_ps is not None or top_ps is not None:
         maxima, _ = best_of_parts(None, None, None, None)
     scores, tokens = best_of_parts(temperatures, noise_seeds, min_ps, maxima)
     _merge_samples_kernel[(num_rows,)](
         out, scores, tokens, num_splits, vocab_size,
         MAX_SPLITS=MAX_SPLITS, num_warps=1, **pdl_options(device),
     )  # fmt: skip
+    if top_ks is not None or top_ps is not None:
+        _restrict_samples_kernel[(num_rows,)](
+            out, logits, temperatures, noise_seeds, min_ps, top_ks, top_ps, maxima,
+            vocab_size, num_splits,
+            *logits.stride(),
+            MAX_SPLITS=MAX_SPLITS, LANES=tile.elements, enable_fp_fusion=False,
+            num_warps=tile.num_warps, **pdl_options(device),
+        )  # fmt: skip
     return out

@@ -162,8 +162,10 @@ def shared_prefix_decode_attention(
     states = SplitStates.empty(q, num_prefix_splits + most)
     options = {"scale": scale, "softcap": softcap, "alibi_slopes": alibi_slopes}
     options |= {"k_scale": k_scale, "v_scale": v_scale}
-    attended = (states.out, states.lse, q, k_cache, v_cache)
+    attended = (q, k_cache, v_cache)
     launch_prefill(
+        states.out,
+        states.lse,
         *attended,
         prefix_block_tables,
         group_offsets,
@@ -175,13 +177,16 @@ def shared_prefix_decode_attention(
         **options,
     )
     launch_decode(
+        out,
+        lse,
         *attended,
         suffix_block_tables,
         suffix_lens,
         window_size=window_size,
         chunks=chunks,
+        states=states,
         first_state=num_prefix_splits,
+        sinks=sinks,
         **options,
     )
-    states.merge_into(out, lse, sinks=sinks)
     return (out, lse) if return_lse else out

@@ -86,7 +86,7 @@ def _gpu_of(src_cache: torch.Tensor, dst_cache: torch.Tensor) -> torch.device:
 
 
 def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors have an element in common; False where that takes long to find out."""
+    """Whether two tensors share an element; False if finding out takes too long."""
     (first_a, end_a), (first_b, end_b) = _address_range(a), _address_range(b)
     if a.is_meta or end_a <= first_b or end_b <= first_a:
         return False

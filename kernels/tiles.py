@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
+import triton
 
 from kernels.primitives import INTERPRETED
 
@@ -243,13 +245,24 @@ def prefill_tile(
     fits shared memory, see `decode_tile`. fp8 keys and values are converted in registers, and
     128 x 256 leaves too few of them on sm_100.
 
-    Asynchronous products (wgmma) can run during the softmax, which `scores_ahead` is for: the
-    overlap within a warp group of FlashAttention 3 (Shah et al., 2024). It keeps the scores of two
-    tiles in registers. At head_dim 256 there are too few of them, at 64 a multiprocessor would lose
-    its second program, and products of converted keys and values are waited for anyway. On sm_100
-    Triton 3.7.1 has no barrier between the warps' loads of the scores from tensor memory and the
-    next product, which overwrites them.
+    `scores_ahead` runs asynchronous products (wgmma) during the softmax: the overlap within a warp
+    group of FlashAttention 3 (Shah et al., 2024). It keeps the scores of two tiles in registers. At
+    head_dim 256 there are too few of them, at 64 a multiprocessor would lose its second program,
+    and products of converted keys and values are waited for anyway. On sm_100 Triton 3.7.1 has no
+    barrier between the warps' loads of the scores from tensor memory and the next product, which
+    overwrites them.
+
+    Raises:
+        RuntimeError: Triton is older than 3.7.1 and the products would be asynchronous.
     """
+    is_asynchronous = target.backend == "cuda" and target.arch in (90, 100, 103)
+    version = tuple(map(int, re.findall(r"\d+", triton.__version__)[:3]))
+    if is_asynchronous and version < (3, 7, 1):
+        raise RuntimeError(
+            f"prefill on compute capability {target.arch / 10} needs Triton 3.7.1 or later, got "
+            f"{triton.__version__}: older versions let products read keys and values from shared "
+            "memory without a fence (fence.proxy.async) after the copies that wrote them"
+        )
     if forced := target.forced_tile("prefill_tile"):
         return forced
     if target.backend == "interpreter":
@@ -360,6 +373,8 @@ def swap_num_programs(num_tiles: int, target: Target) -> int:
 
 INDEX_TILE = FlatTile(elements=256, num_warps=4)
 """Tokens per program of slot_mapping_from_positions."""
+RESTRICT_TILE = FlatTile(elements=4096, num_warps=8)
+"""Logits that a program of sample_tokens with top_ks or top_ps reads at a time."""
 PROGRAMS_THAT_SAMPLE = 8
 """Programs of sample_tokens that fit one multiprocessor; tests check the compiled kernels."""
 

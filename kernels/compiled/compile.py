@@ -170,7 +170,7 @@ def count_loop_spills(sass: str) -> int:
 
     sass: cuobjdump's output. Loops are strongly connected components, since a backward branch alone
     is no loop: waits for barriers are behind the kernel's end and branch back. A call continues in
-    its subroutine and behind itself, a return nowhere.
+    its subroutine and after itself; a return continues nowhere.
     """
     code = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?\w+ )?([A-Z][\w.]*)(.*?);", sass, re.M)
     places = {int(address, 16): place for place, (address, *_) in enumerate(code)}

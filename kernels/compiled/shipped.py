@@ -206,7 +206,7 @@ _GATED = {
 }
 _SAMPLED = {
     " ".join(("v128256", *features)): {"num_tokens": 64, "features": features}
-    for features in ((), ("greedy",), ("min_p",))
+    for features in ((), ("greedy",), ("min_p",), ("min_p", "top_k", "top_p"))
 }
 _CALLS = {
     "store_kvcache": _by_head_dim("store_kvcache", _CACHES),

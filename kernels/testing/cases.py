@@ -41,7 +41,7 @@ FEATURES = {
     "apply_rotary_embedding": ("interleaved",),
     "add_rms_norm": ("alone", "offset"),
     "gated_activation": ("gelu",),
-    "sample_tokens": ("greedy", "min_p"),
+    "sample_tokens": ("greedy", "min_p", "top_k", "top_p"),
     "copy_blocks": ("list",),
     "swap_blocks": ("in", "hnd"),
     "paged_decode_attention": ATTENTION_FEATURES,
@@ -374,6 +374,10 @@ def _sample_tokens(s: Sizes) -> Case:
         inputs |= {"temperatures": temperatures, "noise_seeds": torch.arange(rows).to(device)}
     if "min_p" in s.features:
         inputs["min_ps"] = (torch.arange(rows) % 3 / 10).to(device)
+    if "top_k" in s.features:
+        inputs["top_ks"] = (torch.arange(rows) % 3 * 20 + 1).to(device)
+    if "top_p" in s.features:
+        inputs["top_ps"] = (1 - torch.arange(rows) % 3 / 10).to(device)
     beside = sum(x.nbytes for x in inputs.values() if x is not logits)
     num_bytes = logits.nbytes + beside + 8 * rows
     return Case("sample_tokens", inputs, num_bytes=num_bytes, returns=("tokens",))

@@ -216,7 +216,7 @@ def random_shared_prefix_args(
     window_size: int | None = None,
     **shape,
 ) -> dict[str, torch.Tensor]:
-    """Arguments of shared_prefix_decode_attention, as hostile as random_paged_batch.
+    """Arguments of shared_prefix_decode_attention, poisoned like those of random_paged_batch.
 
     group_sizes, prefix_lens: members and prefix of each group. suffix_lens: of each sequence.
     window_size: poison what no member of a group sees. shape: as of random_paged_batch.

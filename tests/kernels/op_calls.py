@@ -61,7 +61,7 @@ _SIZES = {
     "gated_activation": {"width": 48},
     "merge_attention_states": {"num_q_heads": 2},
     "slot_mapping_from_positions": {"context_lens": (1, 1)},
-    "sample_tokens": {"num_tokens": 2, "vocab_size": 9, "features": ("min_p",)},
+    "sample_tokens": {"num_tokens": 2, "vocab_size": 9, "features": ("min_p", "top_k", "top_p")},
     "copy_blocks": {"num_pairs": 1, "num_layers": 1, "num_kv_heads": 1, "block_size": 1},
     "swap_blocks": {"num_pairs": 1, "num_layers": 1, "spare_blocks": 4},
 }  # fmt: skip

@@ -29,7 +29,7 @@ without_prefix = pytest.mark.parametrize(
 whole_and_split = pytest.mark.parametrize("num_splits", [1, 3])
 
 
-@pytest.mark.parametrize("group_size", [1, 3, 5, 7, 8, 16, 17, 71])
+@pytest.mark.parametrize("group_size", [16, 17, 71])
 @every_op
 def test_group_sizes(op, group_size, device):
     call = op.call(device, op.few, num_q_heads=2 * group_size)
@@ -64,7 +64,7 @@ def test_lse_is_returned_only_when_asked_for(op, device):
 
 @pytest.mark.parametrize(
     ("kv_dtype", "block_sizes"),
-    [(None, (1, 2, 3, 7, 24, 100, 256, 1024)), (FP8_DTYPE, (1, 3, 100))],
+    [(None, (1, 7, 24, 256)), (FP8_DTYPE, (3,))],
     ids=["fp16", "fp8"],
 )
 @every_op
@@ -123,7 +123,7 @@ def test_nan_in_a_used_slot_stays_in_its_sequence(op, num_splits, device):
     assert torch.equal(lse, expected[1])
 
 
-@pytest.mark.parametrize("window_size", [1, 16, 31, 32, 33, 74, 75, 76, 10**9])
+@pytest.mark.parametrize("window_size", [1, 32, 33, 75, 10**9])
 @every_op
 def test_windows(op, window_size, device):
     call = op.call(device, window_size=window_size, block_size=7)
@@ -131,7 +131,7 @@ def test_windows(op, window_size, device):
         op.assert_matches_reference(call, num_splits)
 
 
-@pytest.mark.parametrize("sink", [-math.inf, -1e4, 0.0, 1e4])
+@pytest.mark.parametrize("sink", [-math.inf, 1e4])
 @whole_and_split
 @every_op
 def test_extreme_sinks(op, num_splits, sink, device):
@@ -153,7 +153,7 @@ def test_batch_invariance(op, kv_dtype, num_splits, device):
         call |= random_scales("per head", 2, device)
     out, lse = op.run(call, num_splits)
     starts = call.get("cu_seqlens_q", torch.arange(7)).tolist()
-    for rows, slack in (([4, 2, 0, 3, 5, 1], 0), ([3], 0), ([3], 500), ([3, 3, 5], 0)):
+    for rows, slack in (([4, 2, 0, 3, 5, 1], 0), ([3], 500), ([3, 3, 5], 0)):
         tokens = [t for row in rows for t in range(starts[row], starts[row + 1])]
         some = select(call, rows)
         if op.name == "prefill":
@@ -170,7 +170,7 @@ def test_batch_invariance(op, kv_dtype, num_splits, device):
     window_size=st.sampled_from([None, 90, 10**9]),
     sinks=st.booleans(),
 )
-@settings(max_examples=10)
+@settings(max_examples=6)
 @without_prefix
 def test_chunks_depend_on_the_sequence_alone(
     op, own, neighbours, place, spare_blocks, num_multiprocessors, window_size, sinks, device

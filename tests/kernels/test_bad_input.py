@@ -33,6 +33,7 @@ FIVE_SLOTS = ("slot_mapping: expected at most num_tokens=4...5", {"slot_mapping"
 MANY = {"q": zeros(65536, 4, 16), "out": None}
 MANY_LENS = zeros(65536, dtype=torch.int32)
 TOO_MANY = "q: expected batch from 1 to 65535, got 65536"
+SAMPLED = ("temperatures", "noise_seeds", "min_ps", "top_ks", "top_ps")
 ALIBI = "alibi_slopes: expected shape (num_q_heads=4) or (batch=2, num_q_heads=4), got"
 
 
@@ -129,7 +130,11 @@ BAD_CALLS = {
         ("logits: expected a vocab_size of at least 1, got (2, 0)", {"logits": ones(2, 0)}),
         ("noise_seeds: expected temperatures and noise_seeds together", {"noise_seeds": None}),
         ("noise_seeds: expected temperatures and noise_seeds together", {"temperatures": None}),
-        ("min_ps: expected with temp", {"temperatures": None, "noise_seeds": None}),
+        *(
+            (f"{name}: expected with temp", {one: None for one in SAMPLED if one != name})
+            for name in SAMPLED[2:]
+        ),
+        ("logits: ...1044480 with top_ks and top_ps, got 2000000", {"logits": ones(2, 2 * 10**6)}),
     ),
     "copy_blocks": (
         (
@@ -237,6 +242,8 @@ BAD_HOST_VALUES = {
             for t, x in ((str(t), torch.tensor([1.0, t])) for t in (-1.0, math.nan, math.inf))
         ],
         ("min_ps: ... from 0 to 1, got [0.5, 2.0]", {"min_ps": torch.tensor([0.5, 2])}),
+        ("top_ks: expected numbers from 1 to inf, got [0, 5]", {"top_ks": i64(0, 5)}),
+        ("top_ps: ... from 0 to 1, got [-0.5, 1.0]", {"top_ps": torch.tensor([-0.5, 1])}),
     ),
     "copy_blocks": (
         *BAD_PAIRS,

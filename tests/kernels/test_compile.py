@@ -24,38 +24,30 @@ SAMPLE = "_sample_tokens_kernel"
 LAYER = ("add_rms_norm", "gated_activation")
 MOVES = ("copy_blocks", "swap_blocks", "merge_attention_states")
 MMA_FAMILY = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma"}
-ALL_BF16 = "bf16 d(64|80|128|256)|fp16 d256( g4( b16)?)?$"
-# (ops, configurations). On sm_90: all in bf16 except head_dim 96, which has the tiles of 80, and
-# the largest in fp16, which compiles like bf16. Elsewhere: a padded head_dim, and the
-# configurations that need most registers.
+# (ops, configurations). On each NVIDIA architecture a padded head_dim, and the configurations that
+# need most registers; on sm_90 also those of cascade, and blocks that are no power of two.
+ON_NVIDIA = (
+    (("store_kvcache",), "bf16 d80"),
+    (("paged_decode_attention",), "bf16 d(80|256) g4$|bf16 d128 g(71|4 split features)"),
+    (("paged_prefill_attention",), "bf16 d80 g4 b16|bf16 d128 g4 b16 features|bf16 d256 .*split"),
+    (MOVES, "d80"),
+    (LAYER, "bf16 (h5120$|h16384|i18944)"),
+    (("rope_store_kvcache",), "bf16 d80 norms|fp8 d256 norms"),
+    (FP8_OPS, "fp8 d80 g4$|fp8 d80$|fp8 d256 .*b16"),
+    (("sample_tokens",), "(bf16|fp32) v128256( min_p)?$"),
+)
 SELECTED = {
+    **dict.fromkeys(("sm_80", "sm_100"), ON_NVIDIA),
     "sm_90": (
-        (("store_kvcache", "paged_decode_attention", "paged_prefill_attention"), ALL_BF16),
-        (("shared_prefix_decode_attention",), "(bf16|fp8) d128"),
-        (MOVES, "d(80|256)"),
-        (LAYER, "bf16"),
-        (("rope_store_kvcache",), "(bf16|fp8) d(80|128|256) norms"),
-        (FP8_OPS, "fp8 d(80|128|256) g4$|fp8 .*g71|fp8 d80$|fp8 d256 .*b16"),
-        (("sample_tokens",), ""),
+        *ON_NVIDIA,
+        (("paged_decode_attention",), "bf16 d128 g4 b24|fp8 d256"),
+        (("paged_prefill_attention",), "bf16 d128 g71"),
+        (("shared_prefix_decode_attention",), "(bf16|fp8) d128 g4$"),
     ),
     "gfx942": (
         ((), "^b16$|bf16 v|bf16 (d80|h5120|i18944)|fp16 d80 (list|hnd)"),  # of every op
         (("paged_decode_attention",), "bf16 d256 g4$"),
         (("paged_prefill_attention",), "bf16 d256 g4 b16 split features"),
-    ),
-    **dict.fromkeys(
-        ("sm_80", "sm_100"),
-        (
-            (("store_kvcache", "paged_decode_attention"), "bf16 d(80|256)"),
-            (("paged_decode_attention",), "bf16 d128 g(71|4 split features)"),
-            (("paged_prefill_attention",), "bf16 d(80|256)|bf16 d128 g4 b16 features"),
-            (("shared_prefix_decode_attention",), "bf16 d256"),
-            (MOVES, "d80"),
-            (LAYER, "bf16 (h5120|h16384|i)"),
-            (("rope_store_kvcache",), "bf16 d80 norms|fp8 d256 norms"),
-            (FP8_OPS, "fp8 d80 g4$|fp8 d80$|fp8 d256 .*b16"),
-            (("sample_tokens",), "(bf16|fp32) v"),
-        ),
     ),
 }
 
@@ -87,19 +79,15 @@ def bytes_of(row, accesses, width=128):
 def test_every_op_is_compiled_with_every_feature_and_dtype(rows):
     arch = rows[0]["arch"]
     configs = {(row["kernel"], row["config"]) for row in rows}
-    dims = (64, 80, 128) if arch == "sm_90" else (80,)
-    wanted = {(DECODE, f"bf16 d{dim} g4") for dim in (*dims, 256)}
-    wanted |= {(PREFILL, f"bf16 d{dim} g4 b16") for dim in dims}
-    wanted |= {("_store_kvcache_kernel", f"bf16 d{dim}") for dim in dims}
-    wanted |= {(PREFILL, "bf16 d256 g4 b16 split features")}
+    wanted = {(DECODE, "bf16 d80 g4"), (DECODE, "bf16 d256 g4"), (PREFILL, "bf16 d80 g4 b16")}
+    wanted |= {("_store_kvcache_kernel", "bf16 d80"), (PREFILL, "bf16 d256 g4 b16 split features")}
     if arch != "gfx942":
         wanted |= {(DECODE, "bf16 d128 g71"), (DECODE, "bf16 d128 g4 split features")}
         wanted |= {(PREFILL, "bf16 d128 g4 b16 features")}
         wanted |= {(DECODE, "fp8 d80 g4"), (PREFILL, "fp8 d256 g4 b16")}
         wanted |= {("_store_kvcache_kernel", "fp8 d80"), ("_rope_store_kvcache_kernel", "fp8 d80")}
     if arch == "sm_90":
-        wanted |= {(DECODE, f"bf16 d128 g4 b{size}") for size in (24, 256)}
-        wanted |= {(PREFILL, f"bf16 d128 {rest}") for rest in ("g71 b16 batch", "g4 b16 split")}
+        wanted |= {(DECODE, "bf16 d128 g4 b24"), (PREFILL, "bf16 d128 g71 b16 batch")}
         wanted |= {(PREFILL, "bf16 d128 g4"), (PREFILL, "fp8 d128 g4")}  # prefixes of cascade
     assert wanted <= configs
     assert {row["op"] for row in rows} >= set(OPS if arch == "gfx942" else (*MOVES, *LAYER))

@@ -156,7 +156,7 @@ def test_matches_reference(op, data, device):
     sizes = {name: draw(name, one) for name, one in (SIZES | MORE_SIZES.get(op, {})).items()}
     sizes["num_q_heads"] = sizes["num_kv_heads"] * draw("group", st.sampled_from([1, 2, 3, 5, 8]))
     features = draw("features", st.sets(st.sampled_from(FEATURES.get(op, ("",)))))
-    features -= {"", "norms"} | ({"min_p"} if "greedy" in features else set())
+    features -= {"", "norms"} | ({"min_p", "top_k", "top_p"} if "greedy" in features else set())
     options = {name: draw(name, one) for name, one in OPTIONS.get(op, {}).items()}
     if op in ATTENTION:
         sizes |= ATTENTION[op].sizes(draw("lengths", ATTENTION[op].lengths))
@@ -265,7 +265,7 @@ AT_THE_EDGE = [(op, ()) for op in CASES] + [
     ("rope_store_kvcache", ("norms",)),
     ("rope_store_kvcache", ("norms", "interleaved")),
     ("apply_rotary_embedding", ("interleaved",)),
-    ("sample_tokens", ("min_p",)),
+    ("sample_tokens", ("min_p", "top_k", "top_p")),
     ("copy_blocks", ("list",)),
     *((op, features) for op in ATTENTION for features in (("split",), ("alibi", "sinks"))),
     *((op, ("window",)) for op in ATTENTION),

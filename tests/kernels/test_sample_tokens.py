@@ -66,6 +66,11 @@ def test_samples_what_the_reference_samples(data, device):
         assert torch.equal(alone, tokens[-1:]), "a row depends on itself only"
     min_ps = torch.tensor([0.0, 0.05, 0.5, 1.0, 1e-40])[torch.randint(5, (num_rows,))].to(device)
     assert_matches_reference(logits, *args, min_ps=min_ps)
+    top = {"top_ks": torch.tensor([1, 2, 20, 2**40])[torch.randint(4, (num_rows,))].to(device)}
+    top["top_ps"] = torch.tensor([0.0, 0.3, 0.95, 1.0])[torch.randint(4, (num_rows,))].to(device)
+    top["min_ps"] = min_ps
+    chosen = draw("options", st.sampled_from([("top_ks",), ("top_ps",), [*top][:2], [*top]]))
+    assert_matches_reference(logits, *args, **{name: top[name] for name in chosen})
 
 
 @pytest.mark.parametrize("num_splits", [1, 2, 3, 7, 100])
@@ -144,23 +149,3 @@ def test_noise_of_rows_and_tokens_is_independent():
     for values in products:
         sigma = values.std() / values.numel() ** 0.5
         assert abs(values.mean()) < 5 * sigma
-
-
-def test_draws_follow_the_softmax():
-    """Pearson's chi-square test over buckets of the vocabulary, on tokens of the reference, which
-    equal the kernel's."""
-    generator = torch.Generator().manual_seed(1)
-    logits, count = torch.randn(CHUNK + 1000, generator=generator), 1000
-    for temperature in (1.0, 0.5):
-        args = torch.full((count,), temperature), seeds_of(count, "cpu", 3)
-        tokens = reference.sample_tokens(logits.expand(count, -1), *args)
-        probs = (logits.double() / temperature).softmax(0)
-        order = probs.argsort()  # buckets of equal mass
-        bucket = torch.empty_like(order)
-        bucket[order] = (probs[order].cumsum(0) * 12).long().clamp(max=11)
-        expected = torch.zeros(12).double().index_add(0, bucket, probs) * count
-        counts = bucket[tokens].bincount(minlength=12).double()
-        statistic = ((counts - expected) ** 2 / expected).sum()
-        p_value = torch.special.gammaincc(torch.tensor(5.5).double(), statistic / 2)
-        assert p_value > 1e-3
-        assert (tokens >= CHUNK).any()

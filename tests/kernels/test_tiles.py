@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -65,6 +66,21 @@ def test_scores_ahead_where_products_are_asynchronous(arch, head_dim, kv_itemsiz
     for table in (prefill_tile, split_prefill_tile):
         tile = table(head_dim, torch.bfloat16, Target("cuda", arch, 132), kv_itemsize)
         assert tile.scores_ahead == expected
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize(
+    ("version", "has_fence"),
+    [("3.6.0", False), ("3.7.0+git1234", False), ("3.7.1", True), ("3.10.0", True)],
+)
+def test_triton_without_the_fence_is_refused_where_prefill_needs_it(
+    arch, version, has_fence, monkeypatch
+):
+    monkeypatch.setattr("triton.__version__", version)
+    prefill_tile.cache_clear()
+    works = has_fence or arch == 80
+    with nullcontext() if works else pytest.raises(RuntimeError, match="without a fence"):
+        prefill_tile(128, torch.bfloat16, Target("cuda", arch, 132))
 
 
 @pytest.mark.parametrize(
