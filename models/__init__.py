@@ -16,8 +16,8 @@ generate           the command line
 from cache.serving.outputs import CompletionOutput, RequestOutput, TokenOutput
 from cache.serving.request import FinishReason, RequestStats
 from cache.serving.sampling_params import SamplingParams
-from models.config import ModelConfig, RopeScaling, UnsupportedModel
-from models.llm import LLM
+from models.config import ModelConfig, Rope, RopeScaling, UnsupportedModel
+from models.llm import LLM, LLMOptions
 from models.prompts import SaltedPrompt
 from models.weights import WeightsError
 
@@ -25,9 +25,11 @@ __all__ = [
     "LLM",
     "CompletionOutput",
     "FinishReason",
+    "LLMOptions",
     "ModelConfig",
     "RequestOutput",
     "RequestStats",
+    "Rope",
     "RopeScaling",
     "SaltedPrompt",
     "SamplingParams",

@@ -165,8 +165,7 @@ class TorchBackend:
         from kernels import reference  # late: TRITON_INTERPRET is read at this import
 
         self.ops = reference
-        self._rotation: Rotation | None = None  # a new object in each forward pass
-        self._metadata: AttentionMetadata | None = None
+        self._metadata: AttentionMetadata | None = None  # a new object in each forward pass
         self._known: dict[Hashable, Any] = {}
 
     def can_capture(self, block_size):
@@ -179,18 +178,19 @@ class TorchBackend:
         return self._known[key]
 
     def __call__(self, query, key, value, rotation, k_cache, v_cache, metadata, layer):
-        if self._rotation is not rotation or self._metadata is not metadata:
-            self._rotation, self._metadata, self._known = rotation, metadata, {}
+        if self._metadata is not metadata:
+            self._metadata, self._known = metadata, {}
         if layer.q_norm is not None:
             query, key = layer.q_norm(query), layer.k_norm(key)
         query, key = (apply_rope(x, *rotation.of_tokens) for x in (query, key))
         k_scale, v_scale = layer.k_scale, layer.v_scale
-        if k_cache.dtype != key.dtype:
+        if k_cache.itemsize == 1:
             key, value = self.ops.quantise(key, k_scale), self.ops.quantise(value, v_scale)
         for cache, new in ((k_cache, key), (v_cache, value)):
             if cache.itemsize == 1:  # index_copy_ has no fp8: copy the bytes
                 cache, new = cache.view(torch.uint8), new.view(torch.uint8)
-            cache.view(-1, *cache.shape[2:]).index_copy_(0, metadata.slot_mapping, new)
+            slots = cache.view(-1, *cache.shape[2:])
+            slots.index_copy_(0, metadata.slot_mapping, new.to(cache.dtype))
         caches = (k_cache, k_scale), (v_cache, v_scale)
         limit = math.inf
         if query.device.type == "cpu":

@@ -15,6 +15,7 @@ import torch
 
 from cache import block_bytes
 from cache.checks import at_least
+from cache.serving.sampling_params import SamplingParams
 from models.gguf import is_gguf, open_gguf
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -42,6 +43,8 @@ class Family:
     """Embeddings are multiplied by sqrt(hidden_size)."""
     has_window: Callable[[Mapping[str, Any], int], bool] | None = None
     """Whether a layer has a window if config.json has no layer_types; None: never."""
+    has_rope: Callable[[Mapping[str, Any], int], bool] = lambda fields, layer: True
+    """Whether queries and keys of a layer are rotated."""
 
 
 _DEFAULTS = {
@@ -57,6 +60,27 @@ def _from_max_window_layers(fields: Mapping[str, Any], layer: int) -> bool:
     return bool(fields.get("use_sliding_window")) and layer >= fields.get("max_window_layers", 28)
 
 
+def _from_pattern(fields: Mapping[str, Any], layer: int) -> bool:
+    pattern = fields["sliding_window_pattern"]
+    at_least(1, "sliding_window_pattern", pattern)
+    return (layer + 1) % pattern != 0
+
+
+def _from_no_rope_layers(fields: Mapping[str, Any], layer: int) -> bool:
+    listed, interval = fields.get("no_rope_layers"), fields["no_rope_layer_interval"]
+    if listed is None:
+        at_least(1, "no_rope_layer_interval", interval)
+        return (layer + 1) % interval != 0
+    if not isinstance(listed, list) or len(listed) < fields["num_hidden_layers"]:
+        raise ValueError(f"no_rope_layers: needs a 0 or 1 for each layer, got {listed!r}")
+    return bool(listed[layer])
+
+
+_GEMMA = _DEFAULTS | {
+    "max_position_embeddings": 8192, "head_dim": 256, "tie_word_embeddings": True,
+    "hidden_act": "gelu_pytorch_tanh",
+}  # fmt: skip
+
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(defaults=_DEFAULTS | {"max_position_embeddings": 2048}),
     "MistralForCausalLM": Family(
@@ -70,15 +94,35 @@ FAMILIES: dict[str, Family] = {
     "Qwen3ForCausalLM": Family(
         defaults=_DEFAULTS | {"head_dim": 128}, qk_norm=True, has_window=_from_max_window_layers
     ),
-    "Gemma2ForCausalLM": Family(
+    "SmolLM3ForCausalLM": Family(
         defaults=_DEFAULTS | {
-            "max_position_embeddings": 8192, "head_dim": 256, "sliding_window": 4096,
-            "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh",
-            "query_pre_attn_scalar": 256,
+            "rope_theta": 2e6, "tie_word_embeddings": True, "no_rope_layer_interval": 4
+        },
+        has_rope=_from_no_rope_layers,
+        has_window=lambda fields, layer: (
+            bool(fields.get("use_sliding_window")) and not _from_no_rope_layers(fields, layer)
+        ),
+    ),
+    "Phi3ForCausalLM": Family(
+        defaults=_DEFAULTS | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+        has_window=lambda fields, layer: True,
+    ),
+    "GemmaForCausalLM": Family(defaults=_GEMMA, unit_offset_norms=True, scaled_embeddings=True),
+    "Gemma2ForCausalLM": Family(
+        defaults=_GEMMA | {
+            "sliding_window": 4096, "query_pre_attn_scalar": 256,
             "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
         },
         unit_offset_norms=True, sandwich_norms=True, scaled_embeddings=True,
         has_window=lambda fields, layer: layer % 2 == 0,
+    ),
+    "Gemma3ForCausalLM": Family(
+        defaults=_GEMMA | {
+            "max_position_embeddings": 131072, "sliding_window": 4096, "query_pre_attn_scalar": 256,
+            "sliding_window_pattern": 6, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+        },
+        qk_norm=True, unit_offset_norms=True, sandwich_norms=True, scaled_embeddings=True,
+        has_window=_from_pattern,
     ),
 }  # fmt: skip
 """Architectures by their names in config.json.  Llama includes SmolLM2, and Qwen2 Qwen2.5."""
@@ -155,12 +199,23 @@ class RopeScaling:
                 )
 
 
+@dataclass(frozen=True)
+class Rope:
+    """RoPE of a layer: the base of its frequencies, and their scaling."""
+
+    theta: float = 10000.0
+    scaling: RopeScaling | None = None
+
+    def __post_init__(self) -> None:
+        _positive("rope_theta", self.theta)
+
+
 _CHECKS: dict[Callable[[str, Any], object], tuple[str, ...]] = {
     partial(at_least, 1): (
         "vocab_size", "hidden_size", "intermediate_size", "num_layers",
         "num_q_heads", "num_kv_heads", "head_dim", "max_position_embeddings",
     ),
-    _positive: ("rms_norm_eps", "rope_theta", "initializer_range"),
+    _positive: ("rms_norm_eps", "initializer_range"),
     lambda name, value: value and _positive(name, value): (
         "attention_scale", "attention_softcap", "final_softcap",
     ),
@@ -196,8 +251,8 @@ class ModelConfig:
     head_dim: int
     max_position_embeddings: int = 2048
     rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | None = None
+    ropes: tuple[Rope | None, ...] = (Rope(),)
+    """RoPE of each layer, None for a layer without, or one for all."""
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     """Biases on the Q, K, V and, but for Qwen2, the output projections."""
@@ -233,8 +288,10 @@ class ModelConfig:
             raise ValueError(
                 f"head_dim={self.head_dim}: RoPE rotates pairs and needs an even number"
             )
-        if self.windows and len(self.windows) != self.num_layers:
-            raise ValueError(f"windows: {len(self.windows)} for num_layers={self.num_layers}")
+        for name, same in (("windows", 0), ("ropes", 1)):
+            count = len(getattr(self, name))
+            if count not in (same, self.num_layers):
+                raise ValueError(f"{name}: {count} for num_layers={self.num_layers}")
         for window in self.windows:
             if window is not None:
                 at_least(1, "sliding_window", window)
@@ -306,13 +363,16 @@ class ModelConfig:
         get.setdefault("num_key_value_heads", need("num_attention_heads"))
         if "head_dim" not in get:
             get["head_dim"] = _head_dim(need("hidden_size"), get["num_attention_heads"])
-        rope_theta, rope_scaling = _rope(get)
+        at_least(1, "num_hidden_layers", need("num_hidden_layers"))
+        layers, family = _layer_types(get, _family(names[0])), _family(names[0])
+        hidden_act = get.get("hidden_activation", get["hidden_act"])
+        if names[0] == "GemmaForCausalLM" and hidden_act == "gelu":
+            hidden_act = "gelu_pytorch_tanh"  # published with the other name
         read = {
             "architecture": names[0],
-            "rope_theta": rope_theta,
-            "rope_scaling": rope_scaling,
-            "hidden_act": get.get("hidden_activation", get["hidden_act"]),
-            "windows": _windows(need("num_hidden_layers"), get, _family(names[0])),
+            "ropes": _ropes(get, layers, family),
+            "hidden_act": hidden_act,
+            "windows": _windows(get, layers, family),
             "attention_scale": _attention_scale(get),
             "dtype": _dtype(get),
             "eos_token_ids": _token_ids("eos_token_id", get.get("eos_token_id", [])),
@@ -323,6 +383,29 @@ class ModelConfig:
             if ours.name not in read and (is_needed or get.get(theirs) is not None):
                 read[ours.name] = need(theirs)
         return cls(**read)
+
+
+_SAMPLING = {
+    "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens",
+}  # fmt: skip
+"""Fields of generation_config.json, and of SamplingParams."""
+
+
+def default_sampling_params(folder: Path | None) -> SamplingParams:
+    """The sampling parameters of a checkpoint's ``generation_config.json``, as in vLLM.
+
+    Raises ValueError, naming the file, for values that SamplingParams refuses.
+    """
+    path = None if folder is None else folder / "generation_config.json"
+    fields = read_json_object(path) if path is not None and path.exists() else {}
+    if fields.get("do_sample") is False:
+        fields["temperature"] = 0.0
+    given = {ours: fields[theirs] for theirs, ours in _SAMPLING.items() if theirs in fields}
+    try:
+        return SamplingParams(**{name: v for name, v in given.items() if v is not None})
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -353,32 +436,35 @@ def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
         raise UnsupportedModel("use_bidirectional_attention: these decoders are causal")
 
 
-_LAYER_TYPES = {"full_attention": False, "sliding_attention": True}
+_LAYER_TYPES = _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
-def _windows(num_layers: int, fields: Mapping[str, Any], family: Family) -> tuple[int | None, ...]:
+def _layer_types(fields: Mapping[str, Any], family: Family) -> list[str]:
+    """The kind of attention of each layer, one of _LAYER_TYPES."""
+    types, num_layers = fields.get("layer_types"), fields["num_hidden_layers"]
+    if types is None:
+        has_window = family.has_window or (lambda fields, _: fields.get("use_sliding_window"))
+        return [_LAYER_TYPES[bool(has_window(fields, layer))] for layer in range(num_layers)]
+    if not isinstance(types, list) or len(types) != num_layers:
+        raise ValueError(f"layer_types: needs a list of {num_layers} names, got {types!r}")
+    unknown = [kind for kind in types if kind not in _LAYER_TYPES]
+    if unknown:
+        raise UnsupportedModel(
+            f"layer_types: these decoders have {', '.join(_LAYER_TYPES)}, not {unknown[0]}"
+        )
+    return types
+
+
+def _windows(
+    fields: Mapping[str, Any], layers: list[str], family: Family
+) -> tuple[int | None, ...]:
     """Window of each layer; empty if no layer has one."""
-    at_least(1, "num_hidden_layers", num_layers)
-    types = fields.get("layer_types")
-    if types is not None:
-        if not isinstance(types, list) or len(types) != num_layers:
-            raise ValueError(f"layer_types: needs a list of {num_layers} names, got {types!r}")
-        unknown = [kind for kind in types if kind not in _LAYER_TYPES]
-        if unknown:
-            raise UnsupportedModel(
-                f"layer_types: these decoders have {', '.join(_LAYER_TYPES)}, not {unknown[0]}"
-            )
-        windowed = [_LAYER_TYPES[kind] for kind in types]
-    elif family.has_window is not None:
-        windowed = [family.has_window(fields, layer) for layer in range(num_layers)]
-    else:
-        windowed = [bool(fields.get("use_sliding_window"))]
     window = fields.get("sliding_window")
-    if window is None or not any(windowed):
+    if window is None or _SLIDING not in layers:
         return ()
     if family.has_window is None:
         raise UnsupportedModel("sliding_window: this architecture has no layers with a window")
-    return tuple(window if has_window else None for has_window in windowed)
+    return tuple(window if kind == _SLIDING else None for kind in layers)
 
 
 def _attention_scale(fields: Mapping[str, Any]) -> float | None:
@@ -402,16 +488,31 @@ def _head_dim(hidden_size: int, num_q_heads: int) -> int:
     return hidden_size // num_q_heads
 
 
-def _rope(fields: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """RoPE's base and scaling: separate fields in transformers 4, one object in transformers 5.
+def _ropes(fields: Mapping[str, Any], layers: list[str], family: Family) -> tuple[Rope | None, ...]:
+    """RoPE of each layer, or one for all: separate fields in transformers 4, in transformers 5 one
+    object, or one for each kind of attention.
 
     If both names of the object are present, rope_scaling wins, as in transformers.
     """
-    parameters = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
-    if not isinstance(parameters, Mapping):
-        raise ValueError(f"field 'rope_scaling': expected a JSON object, got {parameters!r}")
-    if any(isinstance(value, Mapping) for value in parameters.values()):
-        raise UnsupportedModel("rope_parameters: RoPE that differs among layers is not supported")
+    given = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+    if not isinstance(given, Mapping):
+        raise ValueError(f"field 'rope_scaling': expected a JSON object, got {given!r}")
+    by_kind = dict.fromkeys(layers, given)
+    if any(isinstance(value, Mapping) for value in given.values()):
+        by_kind = {kind: given.get(kind) for kind in by_kind}
+        for kind, parameters in by_kind.items():
+            if not isinstance(parameters, Mapping):
+                raise ValueError(f"rope_parameters: {kind}={parameters!r}: needs a JSON object")
+    elif "rope_local_base_freq" in fields and _SLIDING in by_kind:
+        by_kind[_SLIDING] = {"rope_theta": fields["rope_local_base_freq"]}
+    ropes = {kind: _rope(fields, parameters) for kind, parameters in by_kind.items()}
+    of_layers = tuple(
+        ropes[kind] if family.has_rope(fields, layer) else None for layer, kind in enumerate(layers)
+    )
+    return of_layers if len(set(of_layers)) > 1 else of_layers[:1]
+
+
+def _rope(fields: Mapping[str, Any], parameters: Mapping[str, Any]) -> Rope:
     parameters = {name: value for name, value in parameters.items() if value is not None}
     partial = parameters.get("partial_rotary_factor", fields.get("partial_rotary_factor", 1))
     if partial != 1:
@@ -421,7 +522,7 @@ def _rope(fields: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     theta = parameters.get("rope_theta", fields["rope_theta"])
     rope_type = parameters.get("rope_type", parameters.get("type", "default"))
     if rope_type == "default":
-        return theta, None
+        return Rope(theta)
     if rope_type == "yarn":
         if "mscale" in parameters or "mscale_all_dim" in parameters:
             raise UnsupportedModel("rope scaling of type 'yarn': mscale is not supported")
@@ -432,7 +533,7 @@ def _rope(fields: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
             raise ValueError(f"rope scaling of type {rope_type!r}: field {name!r} is missing")
     names = {field.name for field in dataclasses.fields(RopeScaling)}
     options = {name: value for name, value in parameters.items() if name in names}
-    return theta, RopeScaling(**{"factor": 1.0} | options | {"rope_type": rope_type})
+    return Rope(theta, RopeScaling(**{"factor": 1.0} | options | {"rope_type": rope_type}))
 
 
 def _dtype(fields: Mapping[str, Any]) -> torch.dtype:

@@ -56,7 +56,8 @@ class Attention(nn.Module):
         family = config.family
         output_bias = config.attention_bias and family.output_bias
         self.o_proj = RowParallelLinear(q_size, q_columns, hidden, bias=output_bias, tp=tp)
-        norm = partial(RMSNorm, head_dim, config.rms_norm_eps, backend.ops)
+        offset = float(family.unit_offset_norms)
+        norm = partial(RMSNorm, head_dim, config.rms_norm_eps, backend.ops, offset)
         self.q_norm = norm() if family.qk_norm else None
         self.k_norm = norm() if family.qk_norm else None
         self.scores = {
@@ -141,7 +142,12 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp)
-        self.rotary_emb = RotaryEmbedding(config, max_positions)
+        ropes = config.ropes if len(config.ropes) > 1 else config.ropes * config.num_layers
+        distinct = list(dict.fromkeys(ropes))
+        self.rotary_embs = nn.ModuleList(
+            RotaryEmbedding(config.head_dim, rope, max_positions) for rope in distinct
+        )
+        self._rope_of_layer = [distinct.index(rope) for rope in ropes]
         self.layers = nn.ModuleList(
             DecoderLayer(config, window, backend, tp)
             for window in config.windows or [None] * config.num_layers
@@ -155,9 +161,9 @@ class Decoder(nn.Module):
         x = self.embed_tokens(token_ids)
         if self.embedding_scale is not None:
             x = x * self.embedding_scale
-        residual, rotation = None, self.rotary_emb(positions)
-        for i, layer in enumerate(self.layers):
-            x, residual = layer(x, residual, rotation, kv_cache[:, i], metadata)
+        residual, rotations = None, [rotary(positions) for rotary in self.rotary_embs]
+        for i, (layer, rope) in enumerate(zip(self.layers, self._rope_of_layer, strict=True)):
+            x, residual = layer(x, residual, rotations[rope], kv_cache[:, i], metadata)
         return self.norm(x, residual)
 
 

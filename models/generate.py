@@ -29,21 +29,24 @@ class Arguments:
     """A prompt as token ids, separated by commas; may be given several times."""
     chat: bool = False
     """Each prompt is a user's message, formatted by the checkpoint's chat template."""
-    max_tokens: int = 64
+    max_tokens: int | None = None
+    """By default the checkpoint's, else 64.  From its generation_config.json come temperature,
+    top-k, top-p, min-p and the repetition penalty, too."""
     stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """A text that ends an output; may be given several times."""
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    repetition_penalty: float | None = None
     n: int = 1
     """Outputs per prompt."""
     beam_width: int | None = None
     seed: int | None = None
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
     device: str | None = None
     dtype: str | None = None
     kv_cache_dtype: Literal["fp8_e4m3"] | None = None
@@ -75,8 +78,11 @@ def main(arguments: list[str] | None = None) -> int:
             raise ValueError("--chat: takes each --prompt as a message, and no --prompt-ids")
         options["model"] = args.model or default_model()
         names = {field.name for field in dataclasses.fields(SamplingParams)}
-        params = SamplingParams(**{name: options.pop(name) for name in names & options.keys()})
+        given = {name: options.pop(name) for name in names & options.keys()}
+        given = {name: value for name, value in given.items() if value is not None}
+        SamplingParams(**given)  # refused before the model is loaded
         llm = LLM(enable_prefix_caching=options.pop("prefix_caching"), **options)
+        params = dataclasses.replace(llm.default_sampling_params, **given)
         if args.chat:
             chats = [[{"role": "user", "content": prompt}] for prompt in args.prompt]
             outputs = llm.chat(chats, params)

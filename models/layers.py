@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from models.config import ModelConfig, RopeScaling
+from models.config import Rope, RopeScaling
 from models.parallel import TensorParallel
 from models.products import linear, linear_parts
 
@@ -165,9 +165,12 @@ class VocabParallelEmbedding(nn.Module):
         yield from _linear_tensors(name, self.weight[: self.num_used], None, shape, index)
 
 
-def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> torch.Tensor:
-    """Angle per position of each rotated pair, (head_dim / 2,) fp32."""
+def rope_frequencies(head_dim: int, rope: Rope | None) -> torch.Tensor:
+    """Angle per position of each rotated pair, (head_dim / 2,) fp32; zeros without RoPE."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    if rope is None:
+        return torch.zeros_like(exponents)
+    theta, scaling = rope.theta, rope.scaling
     frequencies = 1.0 / theta**exponents
     if scaling is None:
         return frequencies
@@ -201,7 +204,7 @@ def _yarn_share(num_pairs: int, theta: float, scaling: RopeScaling) -> torch.Ten
 
 @dataclass(frozen=True)
 class Rotation:
-    """Angles by which the tokens of a batch are rotated; the same in all layers."""
+    """Angles by which the tokens of a batch are rotated; the same in all layers with one Rope."""
 
     positions: torch.Tensor
     """(num_tokens,) int64, rows of the tables."""
@@ -221,21 +224,23 @@ _MAX_POSITIONS = 2**24  # fp32 has every integer up to here
 class RotaryEmbedding(nn.Module):
     """Rotary position embedding (Su et al., 2021), pairing dimension i with i + head_dim / 2.
 
+    rope: None for the rotation by an angle of 0, which changes nothing.
+
     Raises ValueError for more positions than fp32 can represent exactly.
     """
 
-    def __init__(self, config: ModelConfig, max_positions: int) -> None:
+    def __init__(self, head_dim: int, rope: Rope | None, max_positions: int) -> None:
         super().__init__()
         if max_positions > _MAX_POSITIONS:
             raise ValueError(
                 f"max_position_embeddings={max_positions}: RoPE is tabulated for at most "
                 f"{_MAX_POSITIONS} positions; give a max_model_len"
             )
-        frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+        frequencies = rope_frequencies(head_dim, rope)
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
         table = torch.stack((angles.cos(), angles.sin()))
-        if config.rope_scaling is not None:
-            table *= config.rope_scaling.attention_factor
+        if rope is not None and rope.scaling is not None:
+            table *= rope.scaling.attention_factor
         self.table: torch.Tensor
         self.register_buffer("table", table, persistent=False)
 

@@ -6,9 +6,9 @@ import dataclasses
 import os
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 
@@ -20,7 +20,7 @@ from cache.serving.sampling_params import SamplingParams
 from cache.serving.scheduler import Scheduler
 from cache.sizing import utilization_share
 from models.attention import AttentionBackend, make_backend
-from models.config import ModelConfig
+from models.config import ModelConfig, default_sampling_params
 from models.decoder import CausalLM, build_model
 from models.hub import checkpoint_path
 from models.memory import available_host_bytes, profile_peak_bytes
@@ -55,21 +55,11 @@ _SIZES = (
 )  # fmt: skip
 
 
-class LLM:
-    """Generates text with a model of ``models.config.FAMILIES`` on a paged KV cache.
+@dataclass(frozen=True, kw_only=True)
+class LLMOptions:
+    """Options of an ``LLM``, checked as far as no model and no device matters.
 
-        llm = LLM("path/to/Qwen3-0.6B")
-        [output] = llm.generate("The capital of France is", SamplingParams(temperature=0))
-        print(output.outputs[0].text)
-
-    Several threads may generate at a time.  A step that raises (KeyboardInterrupt, out of memory
-    ...) cancels all requests and empties the cache.  The LLM then serves new requests, unless it
-    started tensor-parallel ranks, which end.
-
-    Args:
-        model: folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer.json), a
-            GGUF file, a name on the hub ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B@REVISION"), or a
-            ModelConfig, which gets random weights.
+    Attributes:
         device: "cuda" or "cpu"; by default a GPU if there is one.
         dtype: dtype of weights and KV cache; by default the checkpoint's on a GPU, fp32 on a CPU.
         kv_cache_dtype: "fp8_e4m3" for a KV cache of one byte per element; None for dtype.  Needs
@@ -104,81 +94,105 @@ class LLM:
             Default: on a GPU.  Tokens do not change.
         seed: seed of random weights, and of requests without a seed of their own.
 
+    Raises ValueError, naming the option.
+    """
+
+    device: str | torch.device | None = None
+    dtype: torch.dtype | str | None = None
+    kv_cache_dtype: str | None = None
+    attention_backend: str | None = None
+    manager: str = "vllm_v1"
+    policy: str | EvictionPolicy = "lru"
+    block_size: int = 16
+    num_blocks: int | None = None
+    num_host_blocks: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    scheduling: str = "mixed"
+    preemption: str = "recompute"
+    tensor_parallel_size: int = 1
+    gpu_memory_utilization: float = 0.9
+    hash_algorithm: str | None = None
+    manager_options: Mapping[str, object] | None = None
+    random_weights: bool = False
+    cuda_graphs: bool | None = None
+    overlap: bool | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r}: choose from {', '.join(choices)}"
+                )
+        for name in _SIZES:
+            if getattr(self, name) is not None:
+                at_least(1, name, getattr(self, name))
+        utilization_share(self.gpu_memory_utilization)
+        if not isinstance(self.seed, int):
+            raise ValueError(f"seed={self.seed!r}: needs an int")
+        for name, reason in _NOT_SERVED.items():
+            if (self.manager_options or {}).get(name):
+                value = self.manager_options[name]
+                raise ValueError(f"manager_options: {name}={value!r}: {reason}")
+
+
+class LLM:
+    """Generates text with a model of ``models.config.FAMILIES`` on a paged KV cache.
+
+        llm = LLM("path/to/Qwen3-0.6B")
+        [output] = llm.generate("The capital of France is", SamplingParams(temperature=0))
+        print(output.outputs[0].text)
+
+    Several threads may generate at a time.  A step that raises (KeyboardInterrupt, out of memory
+    ...) cancels all requests and empties the cache.  The LLM then serves new requests, unless it
+    started tensor-parallel ranks, which end.
+
+    Args:
+        model: folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer.json), a
+            GGUF file, a name on the hub ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B@REVISION"), or a
+            ModelConfig, which gets random weights.
+        options: fields of LLMOptions.
+
     Raises ValueError, naming the argument or the file, for options that do not fit together, an
     unknown architecture, absent or mismatched weights, or a cache too small for one sequence;
     FileNotFoundError for a missing folder; ImportError if flash-attn is not installed.
     """
 
-    def __init__(
-        self,
-        model: str | Path | ModelConfig,
-        *,
-        device: str | torch.device | None = None,
-        dtype: torch.dtype | str | None = None,
-        kv_cache_dtype: str | None = None,
-        attention_backend: str | None = None,
-        manager: str = "vllm_v1",
-        policy: str | EvictionPolicy = "lru",
-        block_size: int = 16,
-        num_blocks: int | None = None,
-        num_host_blocks: int | None = None,
-        max_model_len: int | None = None,
-        max_num_seqs: int = 256,
-        max_num_batched_tokens: int = 8192,
-        enable_prefix_caching: bool = True,
-        enable_chunked_prefill: bool = True,
-        scheduling: str = "mixed",
-        preemption: str = "recompute",
-        tensor_parallel_size: int = 1,
-        gpu_memory_utilization: float = 0.9,
-        hash_algorithm: str | None = None,
-        manager_options: Mapping[str, object] | None = None,
-        random_weights: bool = False,
-        cuda_graphs: bool | None = None,
-        overlap: bool | None = None,
-        seed: int = 0,
-    ) -> None:
-        arguments = {name: value for name, value in locals().items() if name != "self"}
-        asked = SimpleNamespace(**arguments)
-        _check(asked)
+    def __init__(self, model: str | Path | ModelConfig, **options: object) -> None:
+        asked = LLMOptions(**options)
         folder = None if isinstance(model, ModelConfig) else checkpoint_path(model)
-        self.config = config = model if folder is None else ModelConfig.from_folder(folder)
-        self.device = _device(device, tensor_parallel_size)
-        self.dtype = _dtype(dtype, config, self.device)
+        self.config = model if folder is None else ModelConfig.from_folder(folder)
+        self.device = _device(asked.device, asked.tensor_parallel_size)
+        self.dtype = _dtype(asked.dtype, self.config, self.device)
         self.tokenizer = load_tokenizer(folder)
         self.chat_template = load_chat_template(folder)
-        backend = make_backend(attention_backend, self.device)
-        kv_dtype = _kv_dtype(kv_cache_dtype, self.dtype, backend)
-        use_graphs = _use_graphs(asked, backend, self.device)
-        longest = _longest_position(max_model_len, config.max_position_embeddings)
+        self.default_sampling_params = default_sampling_params(folder)
+        backend = make_backend(asked.attention_backend, self.device)
+        kv_dtype = _kv_dtype(asked.kv_cache_dtype, self.dtype, backend)
+        cuda_graphs = _use_graphs(asked, backend, self.device)
+        longest = _longest_position(asked.max_model_len, self.config.max_position_embeddings)
 
-        workers = self._join_ranks(tensor_parallel_size, arguments)
+        workers = self._join_ranks(asked.tensor_parallel_size, {"model": model, **options})
         self.model = self._load_model(asked, folder, backend, longest)
         num_blocks, num_host_blocks = self._size_cache(asked, longest, kv_dtype)
-        options = _manager_options(asked, config, num_blocks, longest)
-        new_scheduler = partial(_scheduler, asked, options, num_blocks, num_host_blocks)
+        of_manager = _manager_options(asked, self.config, num_blocks, longest)
+        new_scheduler = partial(_scheduler, asked, of_manager, num_blocks, num_host_blocks)
         scheduler = new_scheduler()
-        self.max_model_len = _fit_max_model_len(max_model_len, longest, scheduler)
+        self.max_model_len = _fit_max_model_len(asked.max_model_len, longest, scheduler)
         use_kernels = self.device.type == "cuda" or backend.name == "triton"
         runner = ModelRunner(
             self.model,
-            num_blocks=num_blocks, block_size=block_size, kv_dtype=kv_dtype,
+            num_blocks=num_blocks, block_size=asked.block_size, kv_dtype=kv_dtype,
             num_host_blocks=num_host_blocks,
-            max_num_seqs=max_num_seqs, max_model_len=self.max_model_len,
-            use_kernels=use_kernels, cuda_graphs=use_graphs,
+            max_num_seqs=asked.max_num_seqs, max_model_len=self.max_model_len,
+            use_kernels=use_kernels, cuda_graphs=cuda_graphs,
         )  # fmt: skip
-        self.engine = Engine(
-            scheduler,
-            runner,
-            Sampler(self.device, seed, use_kernels=use_kernels),
-            max_model_len=self.max_model_len,
-            vocab_size=config.vocab_size,
-            eos_token_ids=config.eos_token_ids,
-            new_decoder=None if self.tokenizer is None else partial(new_decoder, self.tokenizer),
-            overlap=self.device.type == "cuda" if overlap is None else overlap,
-        )
-        if workers is not None:
-            self.engine = LeadingEngine(self.engine, workers)
+        engine = self._new_engine(asked, scheduler, runner, use_kernels)
+        self.engine = engine if workers is None else LeadingEngine(engine, workers)
         self._streams = Streams(self.engine, new_scheduler, self.tokenizer)
 
     def __repr__(self) -> str:
@@ -207,7 +221,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate for one or several prompts: texts, lists of token ids, SaltedPrompts of either.
 
-        sampling_params: for all prompts, or one for each.
+        sampling_params: for all prompts, or one for each; by default ``default_sampling_params``,
+            the checkpoint's (generation_config.json).
 
         Returns one output per prompt, in order.  Raises ValueError for prompts or parameters that
         do not fit; then nothing is generated.
@@ -232,19 +247,24 @@ class LLM:
         self,
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **template_options: object,
     ) -> list[RequestOutput]:
         """Generate the next message of one or several chats, by the checkpoint's chat template.
 
-        messages: a chat, ``[{"role": "user", "content": "..."}, ...]``, or several.
+        messages: a chat, ``[{"role": "user", "content": "..."}, ...]``, or several.  A content may
+            be a list of ``{"type": "text", "text": "..."}``; its texts become lines.
+        template_options: variables of the template: ``add_generation_prompt`` (default True),
+            ``tools`` (JSON schemas of functions), ``enable_thinking`` or others, as it has them.
 
-        Returns and raises as ``generate``; ValueError also for a checkpoint without a template.
+        Returns and raises as ``generate``; ValueError also for a checkpoint without a template, and
+        for an option that the template does not have.
         """
         if self.chat_template is None or self.tokenizer is None:
             raise ValueError(
                 "messages: a chat needs a chat template and a tokenizer.json in the model's folder"
             )
         chats = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        texts = [self.chat_template.render(chat) for chat in chats]
+        texts = [self.chat_template.render(chat, **template_options) for chat in chats]
         # The template writes the special tokens.
         prompts = [self.tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
         outputs = self.generate(prompts, sampling_params)
@@ -281,7 +301,7 @@ class LLM:
 
     def _with_special_stops(self, params: SamplingParams) -> SamplingParams:
         """Stop strings that are special tokens become stop tokens: texts do not show them."""
-        if self.tokenizer is None:
+        if self.tokenizer is None or not params.skip_special_tokens:
             return params
         special = {
             token.content: token_id
@@ -298,7 +318,7 @@ class LLM:
         """Check all prompts and parameters; returns a request for each prompt."""
         prompts = list_prompts(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params or SamplingParams()] * len(prompts)
+            sampling_params = [sampling_params or self.default_sampling_params] * len(prompts)
         if len(sampling_params) != len(prompts):
             raise ValueError(
                 f"sampling_params: {len(sampling_params)} for {len(prompts)} prompts; needs one "
@@ -334,7 +354,7 @@ class LLM:
         return workers
 
     def _load_model(
-        self, asked: SimpleNamespace, folder: Path | None, backend: AttentionBackend, longest: int
+        self, asked: LLMOptions, folder: Path | None, backend: AttentionBackend, longest: int
     ) -> CausalLM:
         options = {"dtype": self.dtype, "device": self.device, "tp": self._tp}
         model = build_model(self.config, backend, max_positions=longest, **options)
@@ -346,8 +366,23 @@ class LLM:
             load_kv_scales(model, folder)
         return model
 
+    def _new_engine(
+        self, asked: LLMOptions, scheduler: Scheduler, runner: ModelRunner, use_kernels: bool
+    ) -> Engine:
+        tokenizer, is_gpu = self.tokenizer, self.device.type == "cuda"
+        return Engine(
+            scheduler,
+            runner,
+            Sampler(self.device, asked.seed, use_kernels=use_kernels),
+            max_model_len=self.max_model_len,
+            vocab_size=self.config.vocab_size,
+            eos_token_ids=self.config.eos_token_ids,
+            new_decoder=None if tokenizer is None else partial(new_decoder, tokenizer),
+            overlap=is_gpu if asked.overlap is None else asked.overlap,
+        )
+
     def _size_cache(
-        self, asked: SimpleNamespace, longest: int, kv_dtype: torch.dtype
+        self, asked: LLMOptions, longest: int, kv_dtype: torch.dtype
     ) -> tuple[int, int]:
         """Numbers of blocks on the device and, for swapping, in host memory.  All ranks agree."""
         num_blocks, num_host_blocks = asked.num_blocks, asked.num_host_blocks
@@ -390,25 +425,8 @@ class LLM:
         return self._tp.least(fitting, self.device)
 
 
-def _check(asked: SimpleNamespace) -> None:
-    """Raise ValueError for arguments that no model and no device would accept."""
-    for name, choices in _CHOICES.items():
-        if getattr(asked, name) not in choices:
-            raise ValueError(f"{name}={getattr(asked, name)!r}: choose from {', '.join(choices)}")
-    for name in _SIZES:
-        if getattr(asked, name) is not None:
-            at_least(1, name, getattr(asked, name))
-    utilization_share(asked.gpu_memory_utilization)
-    if not isinstance(asked.seed, int):
-        raise ValueError(f"seed={asked.seed!r}: needs an int")
-    for name, reason in _NOT_SERVED.items():
-        if (asked.manager_options or {}).get(name):
-            value = asked.manager_options[name]
-            raise ValueError(f"manager_options: {name}={value!r}: {reason}")
-
-
 def _manager_options(
-    asked: SimpleNamespace, config: ModelConfig, num_blocks: int, longest: int
+    asked: LLMOptions, config: ModelConfig, num_blocks: int, longest: int
 ) -> dict[str, object]:
     """Options of the manager: the caller's, and what follows from the model."""
     options = dict(asked.manager_options or {})
@@ -425,7 +443,7 @@ def _manager_options(
 
 
 def _scheduler(
-    asked: SimpleNamespace, options: dict[str, object], num_blocks: int, num_host_blocks: int
+    asked: LLMOptions, options: dict[str, object], num_blocks: int, num_host_blocks: int
 ) -> Scheduler:
     kv_cache = make_manager(
         asked.manager,
@@ -441,7 +459,7 @@ def _scheduler(
     )  # fmt: skip
 
 
-def _use_graphs(asked: SimpleNamespace, backend: AttentionBackend, device: torch.device) -> bool:
+def _use_graphs(asked: LLMOptions, backend: AttentionBackend, device: torch.device) -> bool:
     can_capture = device.type == "cuda" and backend.can_capture(asked.block_size)
     if asked.cuda_graphs and not can_capture:
         raise ValueError(

@@ -28,9 +28,9 @@ def linear_parts(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sizes: list[int]
 ) -> tuple[torch.Tensor, ...]:
     """F.linear with its outputs split into parts of ``sizes``, (rows, size) each."""
-    if x.device.type != "cpu":
-        return F.linear(x, weight, bias).split(sizes, dim=-1)
-    # On a CPU one product is no faster, and rows with gaps slow down the next operation.
+    if x.device.type != "cpu" or len(x) == 1:
+        return linear(x, weight, bias).split(sizes, dim=-1)
+    # On a CPU one product of several rows is no faster, and rows with gaps slow what follows.
     one_each = len(sizes) == torch.get_num_threads() and len(set(sizes)) == 1
     if one_each and bias is None and _pays_to_cut(x, weight):
         return _cut_linear(x, weight, len(sizes)).unbind()
@@ -39,7 +39,7 @@ def linear_parts(
 
 
 def _pays_to_cut(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    few = len(x) <= FEW_ROWS and weight.numel() >= LARGE_WEIGHT
+    few = len(x) <= FEW_ROWS and weight.numel() >= LARGE_WEIGHT and torch.get_num_threads() > 1
     return few and x.device.type == "cpu" and x.dtype == torch.float32
 
 

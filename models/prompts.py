@@ -12,6 +12,7 @@ from numbers import Integral
 from pathlib import Path
 
 import jinja2
+import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
@@ -94,14 +95,24 @@ class ChatTemplate:
         self._path, self._special_tokens = path, special_tokens
         try:
             self._template = environment.from_string(source)
+            self._variables = jinja2.meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateError as error:
             raise ValueError(f"{path}: chat template: {error}") from None
 
-    def render(self, messages: Messages) -> str:
-        """The text of a chat, up to the start of the model's answer.
+    def render(
+        self, messages: Messages, *, add_generation_prompt: bool = True, **options: object
+    ) -> str:
+        """The text of a chat, with ``add_generation_prompt`` up to the start of the model's answer.
 
-        Raises ValueError for malformed messages and for errors of the template.
+        Raises ValueError for malformed messages, for options that the template does not have, and
+        for errors of the template.
         """
+        unknown = options.keys() - self._variables
+        if unknown:
+            raise ValueError(
+                f"{', '.join(sorted(unknown))}: the chat template has no such option; it reads "
+                f"{', '.join(sorted(self._variables))}"
+            )
         for message in messages:
             if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
                 raise ValueError(
@@ -109,10 +120,23 @@ class ChatTemplate:
                 )
         try:
             return self._template.render(
-                messages=messages, add_generation_prompt=True, **self._special_tokens
+                messages=list(map(_with_one_text, messages)),
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens | options,
             )
         except (jinja2.TemplateError, TypeError) as error:
             raise ValueError(f"messages: {self._path}: {error}") from None
+
+
+def _with_one_text(message: Mapping[str, object]) -> Mapping[str, object]:
+    """The message with the parts of its content as one text, a line each."""
+    parts = message["content"]
+    if not isinstance(parts, list):
+        return message
+    for part in parts:
+        if not isinstance(part, Mapping) or part.get("type") != "text":
+            raise ValueError(f"messages: needs parts of type text, got {reprlib.repr(part)}")
+    return {**message, "content": "\n".join(str(part["text"]) for part in parts)}
 
 
 def load_chat_template(folder: Path | None) -> ChatTemplate | None:

@@ -95,26 +95,22 @@ class ModelRunner:
         """Inputs of the model for the tokens of a step, and the rows whose logits are needed.
 
         Returns token_ids and positions, (num_tokens,) int64 each, the metadata, and the last row of
-        each sequence all whose tokens are computed, (num_complete,) int64, in the step's order.
+        each sequence whose tokens are all computed, (num_complete,) int64, in the step's order.
         """
+        # Launches take sequences by kind; logits are returned in the order of the step.
         counts = np.array(step.counts)
         order = np.argsort(kinds_of_launch(counts), kind="stable")
         counts, sequences = counts[order], [step.sequences[i] for i in order]
         ends = np.array([seq.num_computed_tokens for seq in sequences])
+        cu_seqlens = np.concatenate(([0], counts.cumsum()))
+
         token_ids, unread = _token_ids(sequences, counts, ends)
         block_tables = _block_tables(sequences, manager)
-
-        cu_seqlens = np.concatenate(([0], counts.cumsum()))
-        rows = np.repeat(np.arange(len(counts)), counts)
-        positions = np.arange(len(token_ids)) + (ends - counts - cu_seqlens[:-1])[rows]
-        columns, offsets = np.divmod(positions, self.block_size)
-        slots = block_tables[rows, columns].astype(np.int64) * self.block_size + offsets
-        last_rows = np.empty_like(counts)
-        last_rows[order] = cu_seqlens[1:] - 1
-        complete = [seq.num_computed_tokens == len(seq.token_ids) for seq in step.sequences]
+        positions, slots = _places(counts, ends, cu_seqlens, block_tables, self.block_size)
+        logit_rows = _last_rows(step, order, cu_seqlens)
 
         token_ids, positions, logit_rows, unread, *layout = self._upload(
-            token_ids, positions, last_rows[complete], unread,
+            token_ids, positions, logit_rows, unread,
             slots, block_tables, cu_seqlens.astype(np.int32), ends.astype(np.int32),
         )  # fmt: skip
         if unread.shape[1]:
@@ -227,6 +223,30 @@ def _token_ids(
             unread.append((len(tokens) - 1, seq.drawn_row))
     token_ids = np.frombuffer(tokens, dtype=np.uint32).astype(np.int64)
     return token_ids, np.array(unread, dtype=np.int64).reshape(-1, 2).T
+
+
+def _places(
+    counts: np.ndarray,
+    ends: np.ndarray,
+    cu_seqlens: np.ndarray,
+    block_tables: np.ndarray,
+    block_size: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Position in its sequence, and slot in the cache, of each token of a batch, int64."""
+    rows = np.repeat(np.arange(len(counts)), counts)
+    positions = np.arange(cu_seqlens[-1]) + (ends - counts - cu_seqlens[:-1])[rows]
+    columns, offsets = np.divmod(positions, block_size)
+    return positions, block_tables[rows, columns].astype(np.int64) * block_size + offsets
+
+
+def _last_rows(step: Step, order: np.ndarray, cu_seqlens: np.ndarray) -> np.ndarray:
+    """Row of the last token of each sequence whose tokens are all computed, as in the step.
+
+    order: index in the step of each sequence of the batch.
+    """
+    last_rows = np.empty_like(cu_seqlens[1:])
+    last_rows[order] = cu_seqlens[1:] - 1
+    return last_rows[[seq.num_computed_tokens == len(seq.token_ids) for seq in step.sequences]]
 
 
 def independent(pairs: Copies) -> Iterable[Copies]:

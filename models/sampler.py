@@ -1,7 +1,7 @@
 """Next tokens from logits, for a batch of requests with different sampling parameters.
 
-``kernels.sample_tokens`` samples the tokens, or its reference with the same results.  Penalties,
-logprobs, and top-k and top-p, which sort the logits, are computed here.
+``kernels.sample_tokens`` samples the tokens, or its reference with the same results.  Penalties and
+logprobs are computed here.
 """
 
 from __future__ import annotations
@@ -28,31 +28,6 @@ def noise_seed(seed: int, sample: int, position: int) -> int:
     """
     digest = hashlib.blake2b(f"{seed} {sample} {position}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-def mask_top_k_top_p(
-    logits: torch.Tensor, top_ks: torch.Tensor | None, top_ps: torch.Tensor | None
-) -> torch.Tensor:
-    """Set logits that top-k and then top-p exclude to -inf; returns a new tensor.
-
-    Args:
-        logits: (num_rows, vocab_size) floating point, already divided by the temperature.
-        top_ks: (num_rows,) int64, vocab_size for all; None if all rows keep all.
-        top_ps: (num_rows,) in logits' dtype; None if all rows keep all.
-
-    Exactly min(k, vocab_size) tokens remain after top-k; among equal logits, the lower ids.
-    """
-    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
-    dropped = torch.zeros_like(ordered, dtype=torch.bool)
-    if top_ks is not None:
-        ranks = torch.arange(logits.shape[-1], device=logits.device)
-        dropped |= ranks >= top_ks[:, None]
-    if top_ps is not None:
-        probs = ordered.masked_fill(dropped, -torch.inf).softmax(dim=-1)
-        before = probs.cumsum(dim=-1) - probs  # probability of all likelier tokens
-        dropped |= before >= top_ps[:, None]
-        dropped[:, 0] = False
-    return logits.masked_fill(dropped.scatter(-1, order, dropped), -torch.inf)
 
 
 class Drawn:
@@ -168,35 +143,9 @@ class Sampler:
             limits = [min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params]
             arrays["top_ks"] = np.array(limits, dtype=np.int64)
         if any(p.top_p < 1 for p in params):
-            # 2 keeps all tokens, even if a rounded sum reaches 1 early.
-            limits = [p.top_p if p.top_p < 1 else 2 for p in params]
-            arrays["top_ps"] = np.array(limits, dtype=np.float32)
+            arrays["top_ps"] = np.array([p.top_p for p in params], dtype=np.float32)
         given = dict(zip(arrays, self._upload(*arrays.values()), strict=True))
-        top_ks, top_ps = given.pop("top_ks", None), given.pop("top_ps", None)
-        if top_ks is not None or top_ps is not None:
-            logits = _with_top_k_top_p(logits, given, top_ks, top_ps)
         return self._sample_tokens(logits, **given)
-
-
-def _with_top_k_top_p(
-    logits: torch.Tensor,
-    given: dict[str, torch.Tensor],
-    top_ks: torch.Tensor | None,
-    top_ps: torch.Tensor | None,
-) -> torch.Tensor:
-    """Set logits that top-k and top-p exclude to -inf, except in greedy rows.
-
-    min-p comes first, although the kernel applies it later.
-    """
-    temperatures = given["temperatures"][:, None]
-    scores = logits.float() / temperatures.where(temperatures > 0, 1)
-    others = temperatures > 0
-    if "min_ps" in given:
-        least = scores.amax(dim=-1, keepdim=True) + given["min_ps"].log()[:, None]
-        others = others & (scores >= least)
-        scores = scores.masked_fill(scores < least, -torch.inf)
-    dropped = mask_top_k_top_p(scores, top_ks, top_ps) == -torch.inf
-    return logits.masked_fill(dropped & others, -torch.inf)
 
 
 def _with_penalties(

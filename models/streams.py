@@ -31,16 +31,17 @@ class NewRequest(NamedTuple):
 
 def _text(tokenizer: Tokenizer, token_ids: list[int], params: SamplingParams) -> str:
     """The text of an output, up to the stop string that ended it."""
-    text = tokenizer.decode(token_ids, skip_special_tokens=True)
+    skip = params.skip_special_tokens
+    text = tokenizer.decode(token_ids, skip_special_tokens=skip)
     if not params.stop:
         return text
-    kept = tokenizer.decode(token_ids[: params.min_tokens], skip_special_tokens=True)
+    kept = tokenizer.decode(token_ids[: params.min_tokens], skip_special_tokens=skip)
     return cut_at_stop(text, params.stop, len(kept))
 
 
-def new_decoder(tokenizer: Tokenizer) -> Callable[[int], str]:
+def new_decoder(tokenizer: Tokenizer, params: SamplingParams) -> Callable[[int], str]:
     """decode(token_id) -> the text that the token adds, "" while a character is incomplete."""
-    stream = DecodeStream(skip_special_tokens=True)
+    stream = DecodeStream(skip_special_tokens=params.skip_special_tokens)
     return lambda token_id: stream.step(tokenizer, token_id) or ""
 
 
@@ -52,7 +53,7 @@ class _Decoder:
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self._tokenizer, self._params = tokenizer, params
-        self._decode = new_decoder(tokenizer)
+        self._decode = new_decoder(tokenizer, params)
         self._token_ids: list[int] = []
         self._text, self._length = "", 0
         self._kept_back = max(map(len, params.stop), default=1) - 1

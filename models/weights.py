@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -20,6 +21,8 @@ _INDEX = "model.safetensors.index.json"
 _KV_SCALE = re.compile(r"(.*\.self_attn)\.(?:attn\.|k_proj\.(?=k)|v_proj\.(?=v))?([kv]_scale)")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _DTYPES = ("F64", "F32", "F16", "BF16")
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Fused matrices of some checkpoints (Phi-3), and their parts in order."""
 _DERIVED = ("rotary_emb.inv_freq",)  # buffers in old checkpoints, computed here
 
 
@@ -149,31 +152,45 @@ def _weight_files(folder: Path) -> list[Path]:
 def _read(
     path: Path, expected: dict[str, CheckpointTensor]
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Name and this rank's part of every tensor in a file; (name, None) if it is unexpected."""
+    """Name and this rank's part of every tensor in a file, fused tensors divided into their parts;
+    (name, None) for an unexpected one."""
     if is_gguf(path):
         yield from open_gguf(path).tensors(expected)
         return
     try:
         with safe_open(path, framework="pt") as shard:
             for name in shard.keys():  # noqa: SIM118  (not a dict)
-                tensor = expected.get(name)
-                if tensor is None:
+                parts = _parts(name)
+                if not expected.keys() >= set(parts):
                     yield name, None
                     continue
                 stored = shard.get_slice(name)
-                shape = tuple(stored.get_shape())
-                if shape != tensor.shape:
+                shape, rows = tuple(stored.get_shape()), [expected[p].shape[0] for p in parts]
+                needed = (sum(rows), *expected[parts[0]].shape[1:])
+                if shape != needed:
                     raise WeightsError(
-                        f"{path}: tensor {name} has shape {shape}, the model needs {tensor.shape}"
+                        f"{path}: tensor {name} has shape {shape}, the model needs {needed}"
                     )
                 if stored.get_dtype() not in _DTYPES:
                     raise WeightsError(
                         f"{path}: tensor {name} has dtype {stored.get_dtype()}: quantised "
                         f"checkpoints are not supported, only {', '.join(_DTYPES)}"
                     )
-                yield name, stored[tensor.index]
+                ends = itertools.accumulate(rows)
+                for part, size, end in zip(parts, rows, ends, strict=True):
+                    first, *others = expected[part].index
+                    of_rank = range(end - size, end)[first]
+                    yield part, stored[(slice(of_rank.start, of_rank.stop), *others)]
     except SafetensorError as error:
         raise WeightsError(f"{path}: {error}") from None
+
+
+def _parts(name: str) -> list[str]:
+    """Names of the tensors that a checkpoint's tensor holds: its own, unless it is fused."""
+    parent, _, kind = name.rpartition(".")
+    prefix, _, module = parent.rpartition(".")
+    parts = _FUSED.get(module)
+    return [name] if parts is None else [f"{prefix}.{part}.{kind}" for part in parts]
 
 
 def _some(names: list[str], limit: int = 5) -> str:

@@ -20,7 +20,7 @@ from models.attention import (
     make_backend,
     padded_runs,
 )
-from models.layers import RMSNorm, Rotation
+from models.layers import Rotation
 from models.runner import in_parts
 
 CPU = torch.device("cpu")
@@ -171,21 +171,6 @@ def test_backends_have_windows_and_softcaps(backend, case, window_size, softcap,
     monkeypatch.setattr("models.attention.MASKED_QUERIES", 4)
     batch = Case(*CASES[case], 3, window_size)
     batch.judge(batch.run(BACKENDS[backend](), softcap=softcap), softcap=softcap)
-
-
-@pytest.mark.parametrize("case", ["decode", "mixed"])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_qk_norm_comes_before_the_rotation(backend, case):
-    batch, chosen = Case(*CASES[case], 16), BACKENDS[backend]()
-    norms = {name: RMSNorm(HEAD_DIM, 1e-2, chosen.ops, 1.0) for name in ("q_norm", "k_norm")}
-    for norm in norms.values():
-        norm.weight.normal_(generator=torch.Generator().manual_seed(1))
-    actual = batch.run(chosen, **norms)
-    for name, norm in zip(("query", "key"), norms.values(), strict=True):
-        x = getattr(batch, name).double()
-        mean_square = x.square().mean(-1, keepdim=True)
-        setattr(batch, name, x / (mean_square + 1e-2).sqrt() * (1 + norm.weight.double()))
-    batch.judge(actual)
 
 
 @pytest.mark.parametrize("scales", [{}, {"k_scale": 0.5, "v_scale": 0.03}], ids=["", "scaled"])

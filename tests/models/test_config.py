@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from models.config import FAMILIES, ModelConfig, RopeScaling, UnsupportedModel
+from models.config import FAMILIES, ModelConfig, Rope, RopeScaling, UnsupportedModel
 from tests.models.tiny import tiny_config
 
 SCALING = {
@@ -26,8 +26,7 @@ QWEN3 = LLAMA_31 | {"architectures": ["Qwen3ForCausalLM"]}
 def test_llama_31_is_read():
     config = ModelConfig.from_dict(LLAMA_31)
     assert (config.num_q_heads, config.num_kv_heads, config.head_dim) == (32, 8, 128)
-    assert config.rope_theta == 500000.0
-    assert config.rope_scaling == RopeScaling(**SCALING)
+    assert config.ropes == (Rope(500000.0, RopeScaling(**SCALING)),)
     assert config.dtype == torch.bfloat16
     assert config.eos_token_ids == {128001, 128008, 128009}
 
@@ -45,6 +44,26 @@ def test_windows_are_read():
     gemma = ModelConfig.from_dict(LLAMA_31 | {"architectures": ["Gemma2ForCausalLM"]})
     assert gemma.windows == (4096, None) * 16
     assert (gemma.attention_softcap, gemma.final_softcap) == (50.0, 30.0)
+
+
+def test_ropes_of_layers_are_read():
+    """In the formats of transformers 4, and in that of 5."""
+    gemma = LLAMA_31 | {"architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 7}
+    gemma |= {"rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    scaled = Rope(1e6, RopeScaling(rope_type="linear", factor=8.0))
+    config = ModelConfig.from_dict(gemma)
+    assert config.ropes == (*[Rope()] * 5, scaled, Rope())
+    assert [window is None for window in config.windows] == [
+        rope == scaled for rope in config.ropes
+    ]
+    by_kind = {"full_attention": gemma["rope_scaling"], "sliding_attention": {"rope_theta": 1e4}}
+    new = gemma | {"rope_scaling": None, "rope_parameters": by_kind}
+    assert ModelConfig.from_dict(new) == config
+    smollm = LLAMA_31 | {"architectures": ["SmolLM3ForCausalLM"], "rope_scaling": None}
+    assert ModelConfig.from_dict(smollm).ropes == (*[Rope(5e5)] * 3, None) * 8
+    without = [1, 0] * 16
+    listed = ModelConfig.from_dict(smollm | {"no_rope_layers": without})
+    assert listed.ropes == (Rope(5e5), None) * 16
 
 
 def test_a_config_without_options_is_what_a_checkpoint_without_them_has():
@@ -73,7 +92,7 @@ def test_fields_that_may_be_absent_have_the_defaults_of_the_architecture():
     names = ("num_key_value_heads", "rms_norm_eps", "rope_theta", "rope_scaling", "torch_dtype")
     config = ModelConfig.from_dict({k: v for k, v in LLAMA_31.items() if k not in names})
     assert config.num_kv_heads == config.num_q_heads == 32
-    assert (config.rms_norm_eps, config.rope_theta, config.dtype) == (1e-6, 10000.0, torch.float32)
+    assert (config.rms_norm_eps, config.ropes, config.dtype) == (1e-6, (Rope(),), torch.float32)
 
 
 def test_tokens_that_end_a_text(tmp_path):
@@ -101,10 +120,6 @@ def test_a_missing_field_is_named():
         ({"use_sliding_window": True, "sliding_window": 8}, "sliding_window: this architecture"),
         ({"layer_types": ["chunked_attention"] * 32}, "layer_types: .* not chunked_attention"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
-        (
-            {"rope_scaling": None, "rope_parameters": {"full_attention": {"rope_theta": 5.0}}},
-            "RoPE that differs among layers",
-        ),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "rope_type='longrope'"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0, "mscale": 1.0}}, "yarn': mscale is not"),
         ({"torch_dtype": "int8"}, "dtype='int8'"),
@@ -138,6 +153,8 @@ def test_unsupported_features_are_refused(change, message):
         ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "factor=0.5"),
         ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "factor='2': needs a positive"),
         ({"rope_scaling": {"rope_type": "linear", "factor": None}}, "'factor' is missing"),
+        ({"rope_scaling": {"sliding_attention": {}}}, "rope_parameters: full_attention=None"),
+        ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]}, "no_rope_layers: needs"),
         ({"rope_scaling": "linear"}, "field 'rope_scaling': expected a JSON object, got 'linear'"),
         ({"rope_theta": "big"}, "rope_theta='big': needs a positive number"),
         ({"rms_norm_eps": "1e-6"}, "rms_norm_eps='1e-6': needs a positive number"),

@@ -78,7 +78,7 @@ def test_chunks_and_decoding_give_the_logits_of_a_whole_prefill(
 def test_the_dtype_of_the_weights_is_that_of_the_hidden_states(load_model, paged_batch):
     model = load_model("qwen3", dtype=torch.bfloat16)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    assert model.model.rotary_emb.table.dtype == torch.float32
+    assert model.model.rotary_embs[0].table.dtype == torch.float32
     batch = paged_batch(model, prompts(), 16)
     batch.kv_cache = batch.kv_cache.bfloat16()
     assert batch.step(LENGTHS).dtype == torch.bfloat16
@@ -122,7 +122,7 @@ def test_launches_of_a_qwen3_layer_that_decodes(monkeypatch):
     metadata = AttentionMetadata(positions, ints, ints[0], ints[:, 0].contiguous(), 1, 48)
     x = torch.empty(2, config.hidden_size, dtype=torch.bfloat16, device=device)
     cache = torch.empty(2, 9, 16, config.num_kv_heads, config.head_dim, device=device).bfloat16()
-    rotation, residual = model.model.rotary_emb(positions), torch.empty_like(x)
+    rotation, residual = model.model.rotary_embs[0](positions), torch.empty_like(x)
     with launches:
         model.model.layers[1](x, residual, rotation, cache, metadata)
     assert launches.names == LAUNCHES.split()

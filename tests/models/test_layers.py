@@ -4,19 +4,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import kernels
-from kernels import reference
 from kernels.testing.accuracy import accuracy
-from models.config import ModelConfig
-from models.layers import RMSNorm, RotaryEmbedding, apply_rope, rope_frequencies
+from models.config import ModelConfig, Rope
+from models.layers import RotaryEmbedding, apply_rope, rope_frequencies
 from models.products import linear, linear_parts
 from tests.models.tiny import TINY, Fp64
 
 
-def config_with(rope_scaling: dict | None, head_dim: int = 64) -> ModelConfig:
-    heads = {"hidden_size": head_dim, "num_attention_heads": 1, "num_key_value_heads": 1}
+def rope_with(rope_scaling: dict | None) -> Rope:
     fields = {"architectures": ["LlamaForCausalLM"], "rope_scaling": rope_scaling}
-    return ModelConfig.from_dict(TINY | heads | fields)
+    return ModelConfig.from_dict(TINY | fields).ropes[0]
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -45,9 +42,9 @@ def test_scaled_frequencies_equal_those_of_transformers(name, transformers):
     low, attention_factor = frequencies(theirs, torch.device("cpu"))
     with Fp64():
         ref, _ = frequencies(theirs, torch.device("cpu"))
-    ours = config_with(SCALINGS[name])
-    assert ours.rope_scaling.attention_factor == attention_factor
-    out = rope_frequencies(64, ours.rope_theta, ours.rope_scaling)
+    ours = rope_with(SCALINGS[name])
+    assert ours.scaling.attention_factor == attention_factor
+    out = rope_frequencies(64, ours)
     judged = accuracy(out / ref, low / ref, torch.ones_like(ref))
     assert judged.passed, judged
 
@@ -56,8 +53,8 @@ def test_scaled_frequencies_equal_those_of_transformers(name, transformers):
     ("scaling", "head_dim"), [*((name, 64) for name in SCALINGS), ("default", 2), ("yarn", 80)]
 )
 def test_scores_depend_on_the_distance_alone(scaling, head_dim):
-    config = config_with(SCALINGS[scaling], head_dim)
-    rope = RotaryEmbedding(config, 100)
+    config = rope_with(SCALINGS[scaling])
+    rope = RotaryEmbedding(head_dim, config, 100)
     generator = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 1, 1, head_dim, generator=generator, dtype=torch.float64)
     scores = [
@@ -69,36 +66,17 @@ def test_scores_depend_on_the_distance_alone(scaling, head_dim):
     ]
     torch.testing.assert_close(torch.stack(scores), scores[0].expand(4), rtol=1e-4, atol=1e-5)
     still = apply_rope(q, *rope(torch.tensor([0])).of_tokens)
-    factor = config.rope_scaling.attention_factor if config.rope_scaling else 1.0
+    factor = config.scaling.attention_factor if config.scaling else 1.0
     assert torch.equal(still, q * torch.tensor(factor))
 
 
 def test_rope_rotates_in_fp32_and_keeps_the_dtype():
-    rope = RotaryEmbedding(config_with(None), 300)
+    rope = RotaryEmbedding(64, Rope(), 300)
     x = torch.randn(5, 3, 64, generator=torch.Generator().manual_seed(0)).half()
     cos, sin = rope(torch.tensor([0, 5, 100, 200, 299])).of_tokens
     rotated = apply_rope(x, cos, sin)
     assert rotated.dtype == torch.float16
     assert torch.equal(rotated, apply_rope(x.float(), cos, sin).half())
-
-
-@pytest.mark.parametrize("ops", [kernels, reference], ids=["kernels", "reference"])
-@pytest.mark.parametrize("offset", [0.0, 1.0])
-def test_rms_norm_adds_to_the_residual_first(ops, offset):
-    norm = RMSNorm(6, 1e-5, ops, offset)
-    generator = torch.Generator().manual_seed(0)
-    norm.weight.copy_(torch.randn(6, generator=generator))
-    x, residual = torch.randn(2, 4, 6, generator=generator)
-    for stream in (None, residual):
-        total = x.clone() if stream is None else x + stream
-        low, ref = (
-            y / (y.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * (offset + norm.weight.to(y.dtype))
-            for y in (total, total.double())
-        )
-        judged = accuracy(norm(x, stream), low, ref)
-        assert judged.passed, judged
-        assert stream is None or torch.equal(stream, total)
-    assert torch.equal(norm(torch.zeros(1, 6)), torch.zeros(1, 6))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

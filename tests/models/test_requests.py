@@ -79,6 +79,17 @@ def test_the_end_of_text_tokens_of_the_checkpoint_end_an_output(llm, llama_copy)
     assert (output.token_ids, output.finish_reason) == (tokens[:3], "stop")
 
 
+def test_parameters_of_the_checkpoint_are_the_default(llm, llama_copy):
+    path = llama_copy / "generation_config.json"
+    path.write_text('{"do_sample": true, "temperature": 0.6, "top_k": 5, "top_p": null}')
+    assert LLM(llama_copy).default_sampling_params == SamplingParams(temperature=0.6, top_k=5)
+    path.write_text('{"do_sample": false, "temperature": 0.6, "max_new_tokens": 10}')
+    assert tokens_of(LLM(llama_copy).generate(PROMPT)) == tokens_of(llm.generate(PROMPT, GREEDY))
+    path.write_text('{"top_p": 2}')
+    with pytest.raises(ValueError, match=r"generation_config\.json: top_p=2: needs"):
+        LLM(llama_copy)
+
+
 def test_logprobs_are_those_of_the_model(llm, make_checkpoint):
     """Before temperature and penalties; of the chosen token as well as of the likeliest."""
     params = SamplingParams(n=2, temperature=2.0, seed=3, max_tokens=8, logprobs=3, min_p=0.01)
@@ -144,9 +155,15 @@ def test_a_stop_string_may_be_a_special_token(text_checkpoint):
     tokenizer.add_special_tokens([words[3]])
     tokenizer.save(str(path))
     params = SamplingParams(temperature=0, max_tokens=10, stop=[words[3], "never"])
-    [output] = LLM(text_checkpoint, num_blocks=64).generate(PROMPT, params)[0].outputs
+    llm = LLM(text_checkpoint, num_blocks=64)
+    [output] = llm.generate(PROMPT, params)[0].outputs
     assert (output.text.split(), output.finish_reason) == (words[:3], "stop")
     assert output.token_ids == plain.outputs[0].token_ids[:4]
+    for shown, stops in ((words, ()), (words[:3], words[3])):
+        params = dataclasses.replace(GREEDY, skip_special_tokens=False, stop=stops)
+        *tokens, final = llm.stream(PROMPT, params)
+        assert final.outputs[0].text.split() == shown
+        assert "".join(token.text for token in tokens) == final.outputs[0].text
 
 
 def test_stop_strings_need_a_tokenizer(llm):
@@ -254,7 +271,9 @@ TEMPLATE = """\
     {%- if message.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}
  <{{ message.role }}> {{ message['content'] | trim }} {{ eos_token }}
 {%- endfor %}
+{%- for tool in tools or [] %} {{ tool.name }}{% endfor %}
 {%- if add_generation_prompt %} <assistant> {% endif %}
+{%- if enable_thinking is defined and not enable_thinking %} w12{% endif %}
 """
 MESSAGES = [
     {"role": "system", "content": " w1 w2 "},
@@ -296,6 +315,27 @@ def test_a_chat_is_written_as_transformers_writes_it(place, chat_checkpoint, tra
     assert two.prompt_token_ids[1] != 10
 
 
+def test_options_of_a_chat_template(chat_checkpoint, transformers):
+    llm = LLM(chat_checkpoint, num_blocks=64)
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(chat_checkpoint / "tokenizer.json"), bos_token="w10", eos_token="w11"
+    )
+    tools = [{"name": "w7"}, {"name": "w8"}]
+    for options in (
+        {"add_generation_prompt": False}, {"tools": tools}, {"enable_thinking": False}
+    ):  # fmt: skip
+        written = {"add_generation_prompt": True} | options
+        expected = theirs.apply_chat_template(
+            MESSAGES, chat_template=TEMPLATE, tokenize=False, **written
+        )
+        [output] = llm.chat(MESSAGES, GREEDY, **options)
+        assert output.prompt == expected != llm.chat(MESSAGES, GREEDY)[0].prompt
+    parts = [{"type": "text", "text": "w3"}, {"type": "text", "text": "w4"}]
+    assert "w3\nw4" in llm.chat([{"role": "user", "content": parts}], GREEDY)[0].prompt
+    with pytest.raises(ValueError, match="enable_thinkin: the chat template has no such option"):
+        llm.chat(MESSAGES, GREEDY, enable_thinkin=False)
+
+
 def test_the_command_line_chats(chat_checkpoint, capsys):
     arguments = ["--model", str(chat_checkpoint), "--chat", "--num-blocks", "9"]
     assert main([*arguments, "--prompt", "w3"]) == 0
@@ -310,6 +350,7 @@ def test_the_command_line_chats(chat_checkpoint, capsys):
         ([{"role": "tool", "content": "w1"}], "tokenizer_config.json: no tools"),
         ([{"role": "user"}], "messages: needs mappings with role and content, got"),
         ([["w1"]], "messages: needs mappings with role and content, got"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "parts of type text, got .*image"),
     ],
 )
 def test_messages_that_the_template_refuses(messages, message, chat_checkpoint):

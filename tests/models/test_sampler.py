@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.serving.sampling_params import SamplingParams
-from models.sampler import Sampler, mask_top_k_top_p, noise_seed
+from kernels.reference import mask_top_k_top_p
+from models.sampler import Sampler, noise_seed
 
 CPU = torch.device("cpu")
 DRAWS = 20_000
@@ -147,7 +148,7 @@ def test_masks_follow_their_definitions(data):
     top_p = data.draw(st.floats(0.05, 0.95))
     logits = torch.tensor([values]).double() / 2
     masked = mask_top_k_top_p(
-        logits, torch.tensor([top_k]), torch.tensor([top_p], dtype=torch.float64)
+        logits, torch.ones(1), torch.tensor([top_k]), torch.tensor([top_p], dtype=torch.float64)
     )[0]
     order = sorted(range(vocab), key=lambda token: (-values[token], token))[:top_k]
     weights = [math.exp(values[token] / 2) for token in order]

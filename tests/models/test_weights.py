@@ -90,6 +90,32 @@ def test_the_parts_of_all_ranks_make_up_the_checkpoint(checkpoint, size, make_ch
     assert local_elements < sum(tensor.numel() for tensor in stored.values()) / size * 1.5
 
 
+def test_each_rank_reads_its_part_of_fused_matrices(folder):
+    plain, fused = (empty_model(folder, TensorParallel(1, 2)) for _ in range(2))
+    load_weights(plain, folder)
+
+    def fuse(tensors):
+        for layer in ("model.layers.0", "model.layers.1"):
+            for whole, names in (
+                ("self_attn.qkv_proj", "qkv"),
+                ("mlp.gate_up_proj", ("gate", "up")),
+            ):
+                parts = [f"{layer}.{whole.split('.')[0]}.{name}_proj.weight" for name in names]
+                tensors[f"{layer}.{whole}.weight"] = torch.cat([tensors.pop(p) for p in parts])
+
+    rewrite(folder, fuse)
+    load_weights(fused, folder)
+    for (name, mine), theirs in zip(plain.named_parameters(), fused.parameters(), strict=True):
+        assert torch.equal(mine, theirs), name
+    rewrite(
+        folder, lambda tensors: tensors["model.layers.1.mlp.gate_up_proj.weight"].resize_(9, 64)
+    )
+    with pytest.raises(
+        WeightsError, match=r"gate_up_proj.weight has shape \(9, 64\), .* \(160, 64\)"
+    ):
+        load_weights(fused, folder)
+
+
 def test_tied_embeddings_may_have_either_name_and_old_buffers_are_ignored(folder):
     expected = empty_model(folder)
     load_weights(expected, folder)

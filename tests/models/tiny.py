@@ -48,6 +48,7 @@ TINY = {
     "initializer_range": 0.2,
     "bos_token_id": None,
     "eos_token_id": None,
+    "pad_token_id": None,  # transformers would mask this token
 }
 _ROPE = {"rope_theta": 10000.0, "original_max_position_embeddings": 64}
 _LLAMA3_ROPE = _ROPE | {
@@ -90,6 +91,22 @@ CHECKPOINTS = {
             "attn_implementation": "eager",
         },
     ),
+    "gemma": ("GemmaConfig", {"head_dim": 16, "num_key_value_heads": 1}),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 11,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
+            },
+        },
+    ),
+    "smollm3": ("SmolLM3Config", {"no_rope_layers": [0, 1]}),
+    "phi3": ("Phi3Config", {"sliding_window": 11}),
     "qwen3": (
         "Qwen3Config",
         {"num_key_value_heads": 1, "head_dim": 32, "tie_word_embeddings": True},
