@@ -82,7 +82,7 @@ def rows(table: str, **values: Any) -> pd.DataFrame:
 
 @functools.cache
 def grid(table: str, axes: tuple[str, ...], **values: Any) -> Grid:
-    """Seconds over ``axes``, from the rows with these values; of each point the fastest row."""
+    """Seconds over ``axes``, from the rows with these values; the fastest row of each point."""
     found = rows(table, **values)
     what = ", ".join(map(str, (table, *values.values())))
     return Grid(what, found.groupby(list(axes))["microseconds"].min() * 1e-6)
@@ -91,8 +91,8 @@ def grid(table: str, axes: tuple[str, ...], **values: Any) -> Grid:
 class Grid:
     """Measured seconds over one or more parameters, interpolated on logarithmic scales.
 
-    Below the smallest value of a parameter its time there counts.  Above the largest there is
-    none.  Where only large values of the first parameter were left out (large batches of long
+    Below the smallest value of a parameter the time at that value counts.  Above the largest there
+    is none.  Where only large values of the first parameter were left out (large batches of long
     contexts), time grows in proportion to it.
     """
 

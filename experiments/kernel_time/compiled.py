@@ -1,0 +1,121 @@
+"""What the model needs of SGLang's, vLLM's and our kernels, compiled without a GPU.
+
+    python -m experiments.kernel_time.compiled decode_attention.py extend_attention.py \\
+        triton_unified_attention.py
+
+The files are those of ``sglang/srt/layers/attention/triton_ops`` 0.5.14 and
+``vllm/v1/attention/ops`` 0.24.0. What the measured rows launch is compiled with the installed
+Triton, which must be 3.6, as theirs was: its code for the B200 takes up to twice as long as that of
+3.7. Without files our own kernels are compiled. Either way the other rows of ``kernels.csv`` stay.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from experiments import gpu_times
+from experiments.kernel_time import ours
+from experiments.kernel_time.model import GPUS, TABLE, launches
+
+
+def _call(files: dict[str, Path], row: Any, arch: str) -> Any:
+    """A call of the kernels of a measured row, on meta tensors."""
+    import torch
+
+    from experiments.kernel_counters.other_kernels import load_sglang, load_vllm
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    ints, floats = (functools.partial(empty, dtype=one) for one in (torch.int32, torch.float32))
+    batch, tokens, q_heads, kv_heads = row.batch_size, row.query_tokens, row.q_heads, row.kv_heads
+    dim, fp8 = row.head_dim, torch.float8_e4m3fn
+    kv_dtype = fp8 if row.kv_dtype == "fp8" else torch.bfloat16
+    starts, scale = ints(batch + 1), dim**-0.5
+    if row.engine.startswith("sglang"):
+        v_dim = 128 if dim == 192 else dim
+        slots = empty(batch * row.context_tokens, dtype=torch.int64)
+        k = empty(len(slots) + 1, kv_heads, dim, dtype=kv_dtype)
+        v = empty(len(slots) + 1, kv_heads, v_dim, dtype=kv_dtype)
+        sinks = empty(q_heads) if dim == 64 else None
+        if row.phase == "decode":
+            states = floats(batch, q_heads, 8, v_dim), floats(batch, q_heads, 8)
+            return lambda: load_sglang(files["decode_attention"]).decode_attention_fwd(
+                empty(batch, q_heads, dim), k, v, empty(batch, q_heads, v_dim), starts, slots,
+                *states, ints(batch), 8, scale, 1.0, 1.0, sinks=sinks,
+            )  # fmt: skip
+        new = [empty(batch * tokens, kv_heads, size) for size in (dim, v_dim)]
+        module = load_sglang(files["extend_attention"])
+        module._is_cuda, module.CUDA_CAPABILITY = True, divmod(int(arch.removeprefix("sm_")), 10)
+        return lambda: module.extend_attention_fwd(
+            empty(batch * tokens, q_heads, dim), *new, empty(batch * tokens, q_heads, v_dim), k, v,
+            starts.long(), starts, slots, None, True, None, tokens, 1.0, 1.0, scale, sinks=sinks,
+        )  # fmt: skip
+    q, cache = empty(batch * tokens, q_heads, dim), empty(4096, 2, 64, kv_heads, dim, dtype=fp8)
+    module, one = load_vllm(files["triton_unified_attention"]), floats(1)
+    states, padded = (len(q), q_heads, 16), 1 << (dim - 1).bit_length()
+    return lambda: module.unified_attention(
+        q=q.to(fp8), k=cache[:, 0], v=cache[:, 1], out=q, cu_seqlens_q=starts,
+        max_seqlen_q=tokens, seqused_k=ints(batch), max_seqlen_k=row.context_tokens,
+        softmax_scale=scale, causal=True, window_size=(-1, -1),
+        block_table=ints(batch, row.context_tokens // 64 + 1), softcap=0,
+        q_descale=one, k_descale=one.expand(batch, kv_heads), v_descale=one.expand(batch, kv_heads),
+        kv_quant_mode=module.KVQuantMode.FP8_PER_TENSOR,
+        seq_threshold_3D=128 // kv_heads, num_par_softmax_segments=16,
+        softmax_segm_output=floats(*states, padded), softmax_segm_max=floats(*states),
+        softmax_segm_expsum=floats(*states),
+    )  # fmt: skip
+
+
+def main(paths: list[str]) -> None:
+    os.environ.pop("TRITON_INTERPRET", None)  # read when kernels is first imported
+    import pandas as pd
+    import triton
+
+    from experiments.kernel_time import sass
+    from kernels.compiled.architectures import ARCHITECTURES, Architecture
+    from kernels.compiled.compile import _cubin_usage, _cuobjdump, compile_call
+
+    small = {"shared_bytes": 100 * 1024, "max_warps": 48, "max_programs": 24}
+    archs = {
+        **ARCHITECTURES,
+        "sm_89": Architecture("sm_89", "cuda", 89, num_multiprocessors=142, **small),
+        "sm_120": Architecture("sm_120", "cuda", 120, num_multiprocessors=188, **small),
+    }
+    files = {path.stem: path for path in map(Path, paths)}
+    if files:
+        shapes = gpu_times.rows("attention", kernel="triton")
+        shapes = shapes[shapes["engine"] != "vllm 0.22.0"].sort_values(["q_heads", "batch_size"])
+    else:
+        shapes = pd.concat(map(ours.rows, ours.CARDS), ignore_index=True)
+    archs_of = [GPUS[gpu].arch for gpu in shapes["gpu"]]
+    shapes = shapes.assign(kernel=launches(shapes)["kernel"], arch=archs_of)
+    known = pd.read_csv(TABLE)
+    table = known[known["kernel"].str.startswith("pagelab") == bool(files)].to_dict("records")
+    for (arch, kernel), rows in shapes.groupby(["arch", "kernel"], sort=True):
+        rows = rows[rows["query_tokens"] == rows["query_tokens"].max()]
+        row = list(rows.itertuples())[len(rows) // 2]
+        launched = _call(files, row, arch) if files else ours.case(row).call
+        compiled = compile_call(launched, archs[arch])[0][2]
+        cubin, metadata = compiled.asm["cubin"], compiled.metadata
+        usage = _cubin_usage(cubin)
+        resident = archs[arch].resident_programs(
+            registers=usage["REG"],
+            shared_bytes=usage["SHARED"] + metadata.shared,
+            num_warps=metadata.num_warps,
+            tensor_memory_columns=metadata.tmem_size or 0,
+        )
+        about = {"arch": arch, "kernel": kernel}
+        about["source"] = f"{row.engine}, Triton {triton.__version__}"
+        about |= {"registers": usage["REG"], "programs": min(resident.values())}
+        times = sass.timings(sass.parse(_cuobjdump(cubin, "-sass")), -1 if files else 0)
+        table.append({**about, "warps": metadata.num_warps, **times})
+    pd.DataFrame(table).sort_values(["kernel", "arch"]).to_csv(TABLE, index=False)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,101 @@
+"""The model of kernel time: its arithmetic, and what the tables lack."""
+
+from __future__ import annotations
+
+import pandas as pd
+import pytest
+
+from experiments import gpu_times
+from experiments.kernel_time import model, sass
+from experiments.kernel_time.model import Constants, Launch
+
+CODE = {
+    "kernel": "one",
+    "programs": 2,
+    "warps": 4,
+    "fixed_cycles": 1755,
+    "fixed_trips": 1,
+    "tile_cycles": 3510,
+    "tile_trips": 2,
+    "instructions": 0,
+    "wavefronts": 0,
+    "spills": 0,
+}
+EMPTY = Constants(latency_ns=1000, bandwidth=1.0, floor_us=3.0)
+
+
+def times(monkeypatch, launch: Launch, **code: float) -> float:
+    """Microseconds on the H100, less the floor and the start of programs."""
+    table = pd.DataFrame([{**CODE, **code}]).set_index("kernel")
+    monkeypatch.setattr(model, "kernels", lambda arch: table)
+    time = model.microseconds("H100-SXM", pd.DataFrame([launch]), EMPTY).item()
+    return time - 3 - (launch.programs + launch.empty) / 132 * 200 / 1755
+
+
+def test_a_program_takes_its_cycles_and_round_trips_to_l2(monkeypatch):
+    launch = Launch("one", 1, 0, tiles=10, work=10, launches=2, tile_flops=0, asked=1, moved=1)
+    trip = 0.3  # of 1 us
+    assert times(monkeypatch, launch) == pytest.approx(1 + trip + 10 * (2 + 2 * trip), rel=1e-3)
+    more = launch._replace(items=3, cycles=1755, launches=4)
+    added = 2 * (1 + trip) + 1 + 2 * model.LAUNCH_US
+    assert times(monkeypatch, more) == pytest.approx(times(monkeypatch, launch) + added)
+
+
+def test_programs_beyond_the_resident_ones_follow_and_half_a_program_runs_alone(monkeypatch):
+    launch = Launch("one", 264, 0, 1, 264, 2, 0, 1, 1)
+    one = times(monkeypatch, launch)
+    twice = launch._replace(programs=528, work=528)
+    assert times(monkeypatch, twice) == pytest.approx(2.5 * one)
+
+
+def test_memory_bounds_the_time_and_others_work_and_spills_add_to_it(monkeypatch):
+    launch = Launch("one", 264, 0, 100, 26400, 2, 0, 33.52e9, 33.52e9)
+    assert times(monkeypatch, launch, tile_cycles=0, tile_trips=0) == pytest.approx(10_003, rel=0.1)
+    light = launch._replace(asked=1, moved=1)
+    base = times(monkeypatch, light)
+    crowded = times(monkeypatch, light, instructions=351, wavefronts=100)
+    assert crowded == pytest.approx(base + 100 * (0.5 * (351 + 700)) / 1755)
+    spilled = times(monkeypatch, light, spills=10)
+    assert spilled == pytest.approx(base + 100 * 2 * 8 * 10 / 1755)
+
+
+def test_cycles_follow_the_control_codes():
+    """A load sets scoreboard 0; the addition waits for it; the store's stall is 5."""
+    load = sass.Instruction(0, "LDG.E R0", "LDG.E", 2, (0, 7), 0)
+    add = sass.Instruction(16, "FADD R1", "FADD", 4, (7, 7), 1)
+    store = sass.Instruction(32, "STG.E R1", "STG.E", 5, (7, 7), 0)
+    assert sass.cycles([load, add, store], 300) == 300 + 4 + 5
+    assert sass.cycles([load, add, store], 300, passes=3) == 309
+
+
+def test_measured_rows_are_launched_as_their_engines_do():
+    rows = gpu_times.rows("attention", kernel="triton", gpu="B200-SXM", phase="decode")
+    rows = rows[rows["engine"] != "vllm 0.22.0"]
+    one = rows[(rows["batch_size"] == 1) & (rows["context_tokens"] == 1024)]
+    chosen = one[(one["q_heads"] == 16) & (one["kv_heads"] == 1)].head(1)
+    launch = model.launches(chosen).iloc[0]
+    assert (launch["programs"], launch["tiles"], launch["empty"]) == (8, 4, 0)
+    assert launch["moved"] == 1024 * (192 + 128) * 2
+
+
+def test_what_the_tables_lack_is_listed():
+    rows = gpu_times.rows("attention", kernel="triton", gpu="L40S").head(1)
+    with pytest.raises(ValueError, match=r"gpu='V100' is unknown; choose from A100-SXM, H100-SXM"):
+        model.launches(rows.assign(gpu="V100"))
+    with pytest.raises(ValueError, match=r"gpu='V100' is unknown; choose from A100-SXM"):
+        model.microseconds("V100", model.launches(rows), EMPTY)
+    with pytest.raises(ValueError, match=r"for sm_90; it has .*sglang decode 512 fp8 grouped"):
+        model.microseconds("H100-SXM", model.launches(rows), EMPTY)
+
+
+@pytest.mark.slow
+def test_medians_meet_their_bars_where_the_model_was_not_fitted(tiny_run):
+    rows = tiny_run("kernel_time").rows
+    medians = rows[rows["family"] == "all"].set_index(["phase", "left_out"])["error_median"]
+    assert medians["decode", False] < 0.15
+    assert medians["prefill", False] < 0.2
+    assert medians["decode", True] < 0.2
+    assert medians["prefill", True] < 0.25
+    ours = rows[rows["part"] == "ours"]
+    assert (ours["modelled_low_us"] < ours["modelled_us"]).all()
+    assert (ours["modelled_us"] < ours["modelled_high_us"]).all()
