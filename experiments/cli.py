@@ -1,4 +1,4 @@
-"""The command line: list, run, plot, reproduce, report."""
+"""The command line: list, run, plot, reproduce, report, try, check."""
 
 from __future__ import annotations
 
@@ -96,6 +96,8 @@ def _app(arguments: list[str]) -> SubcommandApp:
     app.command(plots, name="plot", help="Draw the figures of an experiment from its table.")
     app.command(_reproduce, name="reproduce")
     app.command(_report, name="report")
+    app.command(_try, name="try")
+    app.command(_check, name="check")
     return app
 
 
@@ -180,10 +182,11 @@ def _reproduce(
     """
     if quick and full:
         raise OptionsError("give --quick or --full, not both")
-    reports = [
-        _run(experiment, experiment.options if full else experiment.quick, sweep, quick=not full)
-        for experiment in EXPERIMENTS.values()
-    ]
+    reports = []
+    for number, experiment in enumerate(EXPERIMENTS.values(), start=1):
+        print(f"[{number}/{len(EXPERIMENTS)}] {experiment.name}: {experiment.figure}", flush=True)
+        options = experiment.options if full else experiment.quick
+        reports.append(_run(experiment, options, sweep, quick=not full))
     with contextlib.suppress(OptionsError):  # there are no results
         _report(_folder(sweep.out, not full))
     return int(any(report.went_wrong for report in reports))
@@ -200,6 +203,30 @@ def _report(results: Path = _RESULTS, output: Path | None = None) -> int:
 
     print(write_report(results, output or results / "report.html", EXPERIMENTS))
     return 0
+
+
+def _try(policy: tyro.conf.Positional[str], out: Path = _RESULTS / "try") -> int:
+    """Place an eviction policy between LRU and the optimum, on three real traces, in seconds.
+
+    Args:
+        policy: Your policy as file.py:Class, or one by its name.
+        out: Folder of the picture.
+    """
+    from experiments.trials import try_policy
+
+    try_policy(policy, out)
+    return 0
+
+
+def _check(kernel: tyro.conf.Positional[Path]) -> int:
+    """Compare a kernel with fp64 over block sizes, dtypes and options, in a minute.
+
+    Args:
+        kernel: The file of an op, such as kernels/store_kvcache.py.
+    """
+    from experiments.trials import check_kernel
+
+    return int(not check_kernel(kernel))
 
 
 def _run(

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import torch
 
-from experiments import cli
+from experiments import cli, style
 from experiments.harness import sweep
 from experiments.harness.store import Store
 from experiments.harness.workers import execute
@@ -106,6 +106,7 @@ def tiny_line(tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cli, "EXPERIMENTS", tiny.EXPERIMENTS)
     monkeypatch.setattr(sweep, "run_locally", lambda tasks, jobs: (execute(t) for t in tasks))
+    monkeypatch.setattr(style, "_FORMATS", {"png": {}})
 
     def run(words: str, status: int = 0, **behaviour: object):
         monkeypatch.setenv("TINY_BEHAVIOUR", json.dumps(behaviour))
@@ -118,7 +119,7 @@ def tiny_line(tiny, tmp_path, monkeypatch, capsys):
 def test_run_plot_and_resume(tiny_line, folder):
     output = tiny_line("run tiny --seed 3").out
     assert "tiny: 4 cells, 4 run, 0 finished earlier" in output
-    assert "results/tiny/cpu/line.pdf" in output
+    assert "results/tiny/cpu/line.png" in output
     assert list(pd.read_csv(folder / "rows.csv")["number"]) == [0, 0, 1, 1, 2, 2, 3, 3]
     environment = json.loads((folder / "environment.json").read_text())
     assert (environment["seed"], environment["cells"]) == (3, 4)
@@ -152,7 +153,7 @@ def test_plot_of_a_damaged_table_is_an_error_that_names_it(damage, tiny_line, fo
 @pytest.mark.parametrize("command", ["run", "plot"])
 def test_a_folder_that_cannot_be_written_to_is_named(command, tiny_line, folder):
     tiny_line("run tiny --cells 1")
-    for name in ("line.pdf", ".cells/lock"):
+    for name in ("line.png", ".cells/lock"):
         (folder / name).unlink()
         (folder / name).mkdir()  # in the way; a read-only folder would not stop root
     errors = tiny_line(f"{command} tiny", status=2).err
