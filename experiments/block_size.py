@@ -1,4 +1,4 @@
-"""Cost of the block size: hits lost to coarse blocks, empty slots in last blocks, kernel time.
+"""Cost of the block size: hits lost to coarse blocks, empty slots in last blocks, latency.
 
 The trade-off of fig. 18 of the PagedAttention paper (Kwon et al., SOSP 2023).
 
@@ -7,6 +7,10 @@ The trade-off of fig. 18 of the PagedAttention paper (Kwon et al., SOSP 2023).
   blocks.
 - ``waste``: share of empty slots in the blocks of a request when its last token is stored.  It
   follows from the lengths alone, so every block size is allowed.
+- ``serving``: normalised latency of OPT-13B on the clock of the experiment ``serving``, at rates
+  near those that blocks of 16 tokens sustain.  Large blocks leave slots empty, so fewer requests
+  run at once.  The clock's attention takes as long with every block size, so it does not show what
+  small blocks cost a kernel.
 - ``latency``: a decode step on a GPU over caches of each block size, timed and checked as in
   ``kernel_latency``.
 """
@@ -19,22 +23,37 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import cache
-from experiments import quantiles, style
+from experiments import quantiles, serving, style
 from experiments.bench.shapes import OURS, Shape, Timed, timed_cells, use_device
 from experiments.eviction import Policy
-from experiments.harness import Absent, Axis, Count, Experiment, Percent, Positive, grid
+from experiments.harness import (
+    Absent,
+    Axis,
+    Count,
+    Experiment,
+    Natural,
+    Options,
+    Percent,
+    Positive,
+    grid,
+)
 from experiments.harness.environment import cuda_available
 from experiments.load import workloads
 from experiments.load.request_lengths import MAX_OUTPUT_TOKENS
-from experiments.load.workloads import OnTraces, Source
+from experiments.load.workloads import LONGEST, OnTraces, Source
+
+_PARTS = ("hit_rate", "waste", "serving", "latency")
+_RATES = {"sharegpt": 1.75, "alpaca": 40.0}
+"""Requests per second."""
+_HOST_MS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSize(OnTraces):
     """The grid: traces x block sizes x cache sizes, and contexts x block sizes on a GPU."""
 
-    part: Axis[Literal["hit_rate", "waste", "latency"]] = ("hit_rate", "waste", "latency")
-    """Hit rates, empty slots, latency of decode (on a GPU)."""
+    part: Axis[Literal[_PARTS]] = _PARTS
+    """Hit rates, empty slots, modelled serving, latency of decode (on a GPU)."""
     policy: Policy = "lru"
     """Eviction policy of the replays."""
     capacity_percent: Axis[Percent] = (2, 10)
@@ -43,6 +62,10 @@ class BlockSize(OnTraces):
     """Tokens per block; hit rates exist for multiples of the trace's own only."""
     num_requests: Count | None = None
     """Requests of each trace, the first of a file. None: all, and a workload's own number."""
+    draw: Axis[Natural] = (0, 1, 2)
+    """Runs of ``serving``, each with its own requests and arrivals."""
+    traffic: Positive = 10.0
+    """As in the experiment ``serving``."""
     latency_block_size: Axis[Count] = (1, 2, 3, 4, 8, 16, 24, 32, 64, 100, 128, 256, 512, 1024)
     """Tokens per block of the decode steps."""
     latency_context_len: Axis[Count] = (1024, 4096, 16384)
@@ -64,13 +87,24 @@ class OfTrace(OnTraces):
     """Infinity: a cache that never evicts.  0 for ``waste``, which has no cache."""
 
 
-def cells(options: BlockSize) -> Iterator[Timed | OfTrace | Absent]:
+@dataclass(frozen=True, kw_only=True)
+class Served(Options):
+    load: Axis[str]
+    block_size: Axis[int]
+    draw: Axis[int]
+    traffic: float
+
+
+def cells(options: BlockSize) -> Iterator[Timed | OfTrace | Served | Absent]:
     if "latency" in options.part:
         if cuda_available():
             yield from _latency_cells(options)
         else:
             yield Absent("latency: there is no GPU here")
-    if set(options.part) - {"latency"}:
+    if "serving" in options.part:
+        sizes = [size for size in options.block_size if size <= LONGEST]
+        yield from grid(options, Served, load=_RATES, block_size=sizes)
+    if set(options.part) & {"hit_rate", "waste"}:
         for source in options.sources(options.num_requests, lengths_suffice=True):
             yield from _trace_cells(options, source)
 
@@ -98,12 +132,14 @@ def _trace_cells(options: BlockSize, source: Source) -> Iterator[OfTrace]:
             yield from grid(options, OfTrace, trace=[source], part=part, **values)
 
 
-def run_cell(cell: OfTrace | Timed) -> list[dict[str, Any]]:
+def run_cell(cell: OfTrace | Served | Timed) -> list[dict[str, Any]]:
     if isinstance(cell, Timed):
         use_device()
         from experiments.bench import timed_ops
 
         return [{"part": "latency", **timed_ops.run(cell)}]
+    if isinstance(cell, Served):
+        return [_served(cell)]
     trace = workloads.load(cell.trace)
     row = {"part": cell.part, "trace": trace.name, "block_size": cell.block_size}
     if cell.part == "waste":
@@ -123,6 +159,16 @@ def run_cell(cell: OfTrace | Timed) -> list[dict[str, Any]]:
         return []  # no prompt fills a block of this size
     result = cache.simulate(coarse, policy=cell.policy, capacity_blocks=capacity)
     return [row | {"requests": trace.num_requests, "token_hit_rate": result.token_hit_rate}]
+
+
+def _served(cell: Served) -> dict[str, Any]:
+    rate = _RATES[cell.load]
+    clock = serving.clock_of("opt-13b", _HOST_MS, cell.block_size)
+    seed = cell.seed, cell.draw
+    run = serving.serve_load(cell.load, "paged", clock, rate, seed, cell.traffic)
+    columns = {"part": "serving", **cell.columns("load", "block_size", "draw", "traffic")}
+    more = {"request_rate": rate, "host_ms": _HOST_MS}
+    return {**columns, **more, **serving.columns_of(run, clock)}
 
 
 def _waste(cell: OfTrace, trace: cache.Trace) -> dict[str, Any]:
@@ -169,9 +215,26 @@ def _draw_latency(rows: style.DataFrame) -> style.Figure | None:
     return style.shared_legend(figure, columns=4, xlabel=xlabel)
 
 
+def _draw_serving(rows: style.DataFrame) -> style.Figure | None:
+    rows = rows[rows["part"] == "serving"]
+    if rows.empty:
+        return None
+    loads = rows.groupby("load", sort=False)
+    figure, axes, _ = style.panel_grid(len(loads), height=2.1, width=3.5, columns=2)
+    for axis, (load, points) in zip(axes, loads, strict=True):
+        look = style.line(style.BLUE, "o")
+        quantiles.draws(axis, points, "block_size", "normalized_latency_s", **look)
+        title = f"OPT-13B, {points['request_rate'].iloc[0]:g} requests/s like {load}'s"
+        axis.set(title=title, ylabel="normalised latency (s/token)", yscale="log")
+        style.log_x(axis, base=4)
+        style.plain_log_ticks(axis.yaxis)
+    figure.supxlabel(serving.noted(figure, "block size (tokens); median and range of the draws"))
+    return figure
+
+
 def _draw(rows: style.DataFrame) -> style.Figure | None:
     """Hit rates by capacity, and waste."""
-    rows = rows[rows["part"] != "latency"]
+    rows = rows[rows["part"].isin(["hit_rate", "waste"])]
     if rows.empty:
         return None
     lines = style.lines_of(rows["trace"].unique())
@@ -198,17 +261,25 @@ def _draw(rows: style.DataFrame) -> style.Figure | None:
 
 EXPERIMENT = Experiment(
     name="block_size",
-    figure="PagedAttention fig. 18: hit rate, wasted slots and kernel latency vs block size",
+    figure="PagedAttention fig. 18: latency (modelled), hit rate, wasted slots vs block size",
     options=BlockSize(),
     quick=BlockSize(
         num_requests=150,
         block_size=(1, 4, 16, 64, 256, 1024),
+        draw=(0,),
+        traffic=0.3,
         latency_block_size=(1, 16, 24, 256),
         latency_context_len=(4096,),
         budget_ms=30.0,
     ),
     cells=cells,
     run_cell=run_cell,
-    plot=style.plotter({"block_size": _draw, "block_size_latency": _draw_latency}),
+    plot=style.plotter(
+        {
+            "block_size": _draw,
+            "block_size_serving": _draw_serving,
+            "block_size_latency": _draw_latency,
+        }
+    ),
     gpu="optional",
 )

@@ -3,13 +3,12 @@
 A request trace is replayed serially (``cache.simulate``) through pools of 0.02 to 50 % of its
 unique blocks.  Belady's policy, which knows the future, bounds every policy from above at each
 capacity; a cache that never evicts bounds them all; ``cache.replay.bounds`` has what can be known.
-The kind of figure by which KV cache traces are published, e.g. Mooncake (FAST 2025) and "KVCache
-Cache in the Wild" (USENIX ATC 2025).
+Publications of KV cache traces have this figure, e.g. Mooncake (FAST 2025) and "KVCache Cache in
+the Wild" (USENIX ATC 2025).
 """
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,12 +31,12 @@ from experiments.load import workloads
 from experiments.load.workloads import OnTraces
 
 _TICKS = (0.02, 0.1, 0.5, 2, 10, 50)
+FIRST, LAST = "first_hit_rate", "last_hit_rate"
+_BEST = {**style.line(style.ORANGE, "^"), "label": "best of the others"}
 _LEAST_GAP = 0.002
 """Smallest LRU-to-Belady gap in hit rate for which the closed share is computed."""
-_LABEL_WIDTH = 44
-"""Characters per line of a label."""
-_NUM_BEST = 3
-"""Number of the best policies that have curves of their own."""
+OURS = "safeguarded"
+"""The policy of our own that has a curve."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +58,6 @@ PolicyOrBound = Annotated[
     str, Needs("a policy", lambda name: name == BOUND or cache.make_policy(name) is not None)
 ]
 
-PARTS = {"all": (0, 1), "first": (0, 2 / 3), "last": (2 / 3, 1)}
-"""Parts of a trace whose requests count; those before them warm the pool up."""
-Part = Annotated[str, Needs(f"one of {', '.join(PARTS)}", PARTS.__contains__)]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Eviction(OnTraces):
@@ -72,8 +67,6 @@ class Eviction(OnTraces):
     """A policy by name, your own as file.py:Class, or a bound. None: every one there is."""
     capacity_percent: Axis[Percent] = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50)
     """Blocks of the pool, in percent of the unique blocks of the trace."""
-    part: Axis[Part] = ("all",)
-    """Requests that count: all, the first two thirds (to choose by), the last third (to judge)."""
     num_requests: GridOnly[Count | None] = None
     """Requests of each trace, the first of a file. None: all, and a workload's own number."""
 
@@ -86,12 +79,8 @@ def cells(options: Eviction) -> Iterator[Eviction]:
     """Policies, and "infinite" in the place of one."""
     policies = map(named_policy, options.policy or [*cache.POLICIES, BOUND])
     traces = [*options.sources(options.num_requests)]
-    for cell in grid(options, trace=traces, policy=policies):
-        if cell.part == "all" or cell.policy != BOUND:
-            yield cell  # the bound is one of the whole trace
-    if "all" in options.part:
-        infinite = {"policy": ["infinite"], "capacity_percent": [100.0], "part": ["all"]}
-        yield from grid(options, trace=traces, **infinite)
+    yield from grid(options, trace=traces, policy=policies)
+    yield from grid(options, trace=traces, policy=["infinite"], capacity_percent=[100.0])
 
 
 def named_policy(name: str) -> str | OwnPolicy:
@@ -110,11 +99,14 @@ def policy_spec(policy: str | OwnPolicy) -> str:
 
 
 def run_cell(cell: Eviction) -> list[dict[str, Any]]:
+    """Hit rates of all requests, of the first two thirds and of the last third.
+
+    A policy is chosen on the first two thirds, which also warm up its pool, and judged on the rest.
+    """
     trace = workloads.load(cell.trace)
     capacity = max(1, int(trace.num_unique_blocks * cell.capacity_percent / 100))
-    begin, end = (int(trace.num_requests * share) for share in PARTS[cell.part])
     row = {
-        "trace": trace.name if cell.part == "all" else f"{trace.name}, {cell.part}",
+        "trace": trace.name,
         "block_size": trace.block_size,
         "requests": trace.num_requests,
         "block_references": trace.num_block_references,
@@ -128,16 +120,17 @@ def run_cell(cell: Eviction) -> list[dict[str, Any]]:
 
         hits = fluid_hits(trace, capacity)
         return [{**row, "block_hit_rate": hits / trace.num_block_references}]
-    result = cache.simulate(
-        trace,
-        policy=policy_spec(cell.policy),
-        capacity_blocks=capacity,
-        counted=slice(begin, end),
-    )
+    result = cache.simulate(trace, policy=policy_spec(cell.policy), capacity_blocks=capacity)
+    cut = trace.num_requests * 2 // 3
+    before = int(trace.offsets[cut])
+    hits_before = int(result.hits[:cut].sum())
     return [
         {
             **row,
             "block_hit_rate": result.block_hit_rate,
+            "first_hit_rate": hits_before / max(before, 1),
+            "last_hit_rate": (result.hit_blocks - hits_before)
+            / max(trace.num_block_references - before, 1),
             "token_hit_rate": result.token_hit_rate,
             "evictions": result.evictions,
             "compiled": result.compiled,
@@ -145,11 +138,17 @@ def run_cell(cell: Eviction) -> list[dict[str, Any]]:
     ]
 
 
-def _draw(rows: style.DataFrame) -> style.Figure:
-    """Hit rates above; below how much of the way from LRU to the optimum a policy closes.
+def is_online(policy: str) -> bool:
+    """Whether it is a built-in online policy."""
+    return policy in cache.POLICIES and not cache.POLICIES[policy].needs_future
 
-    Curves of their own have the bounds, our own, LRU, FIFO, the user's, and of the others those
-    that hit most on average; policies with the same hits everywhere share a curve.
+
+def _draw(rows: style.DataFrame) -> style.Figure:
+    """A column per trace: hit rates above, the closed share of the LRU-to-Belady gap below.
+
+    The bounds, ours, LRU, the user's policies and the best of the other built-in ones have a curve
+    each; a band shows the rest.  Below, dashed curves are the first two thirds of a trace, on which
+    ours was chosen, solid ones the last third, on which it is judged.
     """
     num_traces = rows["trace"].nunique()
     figure, axes, _ = style.panel_grid(
@@ -157,57 +156,56 @@ def _draw(rows: style.DataFrame) -> style.Figure:
     )
     sizes = 100 * _bounded(rows)["capacity_fraction"]
     ticks = [tick for tick in _TICKS if sizes.min() <= tick <= sizes.max()]
-    lines = _lines(rows)
+    looks = style.policy_lines(["infinite", *_bounded(rows)["policy"].unique()])
     for (_, of_trace), above, below in zip(
         rows.groupby("trace", sort=False), axes[:num_traces], axes[num_traces:], strict=True
     ):
-        rates = _by_policy(of_trace, "capacity_fraction")
-        for policy in filter(rates.__contains__, lines):
-            above.plot(100 * rates.index, 100 * rates[policy], **lines[policy])
+        rates = by_policy(of_trace, "capacity_fraction")
+        others = [p for p in rates if is_online(p) and p not in (OURS, "gittins", "lru")]
+        best = rates[others].mean().idxmax() if others else None
+        own = [policy for policy in rates if policy not in cache.POLICIES and policy != BOUND]
         for rate in of_trace[of_trace["policy"] == "infinite"]["block_hit_rate"]:
-            above.axhline(100 * rate, **lines["infinite"])
-        above.set(title=_title(of_trace.iloc[0]), ylim=(0, None))
-        closed = _closed(rates)
-        for policy in filter(closed.__contains__, lines):
-            below.plot(100 * closed.index, 100 * closed[policy], **lines[policy])
+            above.axhline(100 * rate, **looks["infinite"])
+        percent = 100 * rates.index
+        for policy in filter(rates.__contains__, [BOUND, "belady", OURS, *own, "lru"]):
+            above.plot(percent, 100 * rates[policy], **looks[policy], zorder=3)
+        title = _title(of_trace.iloc[0])
+        if best:
+            above.plot(percent, 100 * rates[best], **_BEST, zorder=2.5)
+            band = 100 * rates[others].agg(["min", "max"], axis=1)
+            label = "the others, built in"
+            above.fill_between(
+                percent, band["min"], band["max"], color=style.GREY, alpha=0.2, lw=0, label=label
+            )
+            title += f"\nbest of the others: {looks[best]['label']}"
+        above.margins(y=0.05)
+        above.set(title=title, ylim=(0, None))
+        for part, dashes in ((FIRST, "dashed"), (LAST, "solid")):
+            closed = _closed(by_policy(of_trace, "capacity_fraction", part))
+            for policy in filter(closed.__contains__, [OURS, *own, best]):
+                look = {**(_BEST if policy == best else looks[policy]), "linestyle": dashes}
+                if dashes == "dashed":
+                    look["markerfacecolor"] = "white"
+                below.plot(100 * closed.index, 100 * closed[policy], **look)
+        below.axhline(0, **looks.get("lru", {}) | {"marker": ""})
         below.set_ylim(-40, 105)
         for axis in (above, below):
             style.log_x(axis, ticks)
     axes[0].set_ylabel("block hit rate (%)")
     axes[num_traces].set_ylabel("of the way from LRU\nto the optimum (%)")
+    below.plot([], [], color=style.BLACK, linestyle="dashed", label="first two thirds (chosen on)")
+    below.plot([], [], color=style.BLACK, label="last third (judged on)")
     return style.shared_legend(figure, xlabel="pool size (% of the unique blocks of the trace)")
 
 
-def _lines(rows: style.DataFrame) -> dict[str, dict]:
-    """Line properties and labels of the policies, the most important first."""
-    rates = _by_policy(rows, ["trace", "capacity_fraction"])
-    means = rates.mean()
-    lines, others = {}, []
-    looks = style.policy_lines(["infinite", *rates.columns])
-    first = ["belady", "fluid", "reuse_oracle", "safeguarded", "lru", "fifo"]
-    first = [policy for policy in first if policy in rates]
-    own = [p for p in rates if p not in cache.POLICIES and p != BOUND]
-    rest = means.drop([*first, *own]).sort_values(ascending=False, kind="stable").index
-    for policy in [*first, *own, *rest]:
-        same = next((p for p in lines if rates[p].equals(rates[policy])), None)
-        if same is not None:
-            lines[same]["label"] += f" = {looks[policy]['label']}"
-        elif policy in rest and len(lines) >= len(first) + len(own) + _NUM_BEST:
-            others.append(looks[policy]["label"])
-            lines[policy] = {"color": style.GREY, "linewidth": 0.5, "alpha": 0.6, "marker": ""}
-            lines[policy]["label"] = "others"
-        else:
-            lines[policy] = looks[policy]
-    for height, look in enumerate(reversed(lines.values())):
-        look["zorder"] = 2 + 0.01 * height  # the first on top
-        if look["label"] == "others":
-            look["label"] = textwrap.fill(f"others ({', '.join(others)})", _LABEL_WIDTH)
-    return {"infinite": looks["infinite"], **lines}
-
-
-def _by_policy(rows: style.DataFrame, index: str | list[str]) -> style.DataFrame:
-    """Hit rates, a column per policy."""
-    return _bounded(rows).pivot(index=index, columns="policy", values="block_hit_rate")
+def by_policy(
+    rows: style.DataFrame, index: str | list[str], value: str = "block_hit_rate"
+) -> style.DataFrame:
+    """Hit rates, a column per policy.  No bound is above the optimum."""
+    rates = _bounded(rows).pivot(index=index, columns="policy", values=value)
+    if {BOUND, "belady"} <= set(rates):
+        rates[BOUND] = rates[[BOUND, "belady"]].min(axis=1, skipna=False)
+    return rates
 
 
 def _closed(rates: style.DataFrame) -> style.DataFrame:
@@ -229,15 +227,22 @@ def _title(row: style.Series) -> str:
 
 
 def _summary(rows: style.DataFrame) -> style.DataFrame:
-    """Per trace and policy: the mean hit rate over the capacities, and the share of the way from
-    LRU to the optimum that it goes (LRU 0, Belady 1, worse than LRU negative)."""
-    means = _by_policy(rows, ["trace", "capacity_fraction"]).groupby("trace", sort=False).mean()
-    summary = means.stack().rename("mean_block_hit_rate").reset_index()
-    closed = _closed(means)
+    """Per trace and policy, over the capacities: the mean hit rate, the share of the LRU-to-Belady
+    gap that it closes (negative if worse than LRU), and the mean gain over LRU, in points, in the
+    first two thirds of the trace and in the last third."""
+    index = ["trace", "capacity_fraction"]
+    means = {
+        value: by_policy(rows, index, value).groupby("trace", sort=False).mean()
+        for value in ("block_hit_rate", FIRST, LAST)
+    }
+    summary = means["block_hit_rate"].stack().rename("mean_block_hit_rate").to_frame()
+    closed = _closed(means["block_hit_rate"])
     if len(closed.columns):
-        summary["lru_to_optimum_closed"] = closed.stack().to_numpy()
+        summary["lru_to_optimum_closed"] = closed.stack()
+        for value, column in ((FIRST, "first_points_over_lru"), (LAST, "last_points_over_lru")):
+            summary[column] = 100 * means[value].sub(means[value]["lru"], axis=0).stack()
     order = ["trace", "mean_block_hit_rate"]
-    return summary.sort_values(order, ascending=[True, False], kind="stable")
+    return summary.reset_index().sort_values(order, ascending=[True, False], kind="stable")
 
 
 EXPERIMENT = Experiment(

@@ -57,7 +57,7 @@ KERNELS = {
     "gated_activation": Kernel(("none", "gelu"), **_WITHOUT_CACHE),
     "apply_rotary_embedding": Kernel(_ROTARY, **_WITHOUT_CACHE),
     "slot_mapping_from_positions": Kernel(touches_cache=False),
-    "sample_tokens": Kernel(("none", "greedy", "min_p"), **_WITHOUT_CACHE),
+    "sample_tokens": Kernel(("none", "greedy", "min_p", "top_k", "top_p"), **_WITHOUT_CACHE),
     "copy_blocks": Kernel(("none", "list")),
     "swap_blocks": Kernel(("none", "in", "hnd")),
     "merge_attention_states": Kernel(**_WITHOUT_CACHE),

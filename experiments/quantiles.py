@@ -22,7 +22,7 @@ def columns(
 ) -> dict[str, float | None]:
     """Quantiles of the ``values`` that are not None, as columns of a row; None without any.
 
-    at: from the suffix of a column to its quantile, interpolated; None: the mean.
+    at: maps the suffix of a column to its quantile (interpolated), or to None for the mean.
     """
     known = [value for value in values if value is not None]
     if not known:
@@ -33,13 +33,13 @@ def columns(
     }
 
 
-def error_bars(axis: style.Axes, rows: style.DataFrame, x: str, name: str, **look: object) -> None:
-    """A line through the medians of the columns ``<name>_*`` against ``x``, with bars from p20 to
-    p80.  ``look`` goes to ``Axes.errorbar``."""
-    rows = rows.sort_values(x)
-    low, median, high = (rows[name + suffix] for suffix in _SPREAD)
+def draws(axis: style.Axes, rows: style.DataFrame, x: str, y: str, **look: object) -> None:
+    """A line through the medians of ``y`` against ``x``, with bars from the smallest to the
+    largest.  ``look`` goes to ``Axes.errorbar``."""
+    points = rows.groupby(x)[y]
+    low, median, high = points.min(), points.median(), points.max()
     error = [median - low, high - median]
-    axis.errorbar(rows[x], median, error, elinewidth=0.7, capsize=1.5, **look)
+    axis.errorbar(median.index, median, error, elinewidth=0.7, capsize=1.5, **look)
 
 
 def band(axis: style.Axes, rows: style.DataFrame, x: str, **look: object) -> None:

@@ -1,324 +1,319 @@
-"""Serving under load: normalised latency and batched requests against the request rate.
+"""Serving at the scale of the PagedAttention paper: rates that memory managers sustain.
 
-Redoes figures 12, 13 and 17 of the PagedAttention paper (Kwon et al., SOSP 2023).  The engine
-serves requests in real time.  They arrive open loop: by a Poisson process, as in the paper, or at a
-trace's own times.  All systems have the same engine, kernels, block size and KV memory.  They
-differ in the allocation of that memory, and so in the request rate at which the queue grows.
+Redoes figures 12, 13, 14 and 17 of Kwon et al. (SOSP 2023): OPT-13B on an A100 40 GB, Poisson
+arrivals, the paper's three kinds of contiguous reservations and paging.  The project's scheduler
+and managers serve every request, and ``GpuClock`` gives the time: the measured card has 80 GB, and
+what its memory bounds is scaled by the bandwidth.
 
-* ``contiguous_max``, ``contiguous_pow2``, ``contiguous_oracle``: a reservation per request, up to
-  the maximum length, to the next power of two of the true output length, and to the true final
-  length; a buddy allocator places them (the paper's three versions of Orca).
-* ``paged``: blocks on demand, nothing shared.
-* ``vllm_v1``, ``vllm_v0``, ``nano_vllm``, ``radix``: also share the K/V of equal prefixes.  They
-  run on traces whose requests share prefixes (the paper's chat workload, figure 17).
-* ``vllm_v1_prompts_first``: ``vllm_v1`` with steps that either compute prompts or decode, as in
-  vLLM's first engine and Nano-vLLM: new requests get their first token sooner, the others wait.
+- ``sharegpt``, ``alpaca`` (figures 12, 13): an output per request.
+- ``alpaca_6_samples``, ``alpaca_6_beams`` and so on (figure 14): several samples of a prompt, or a
+  beam search in which beams survive by chance.  Paging shares their blocks.  Reservations share
+  nothing: each sample or beam is a sequence of its own that computes the prompt.  The copies that
+  their beams would need are not charged, which favours them.
+- ``chat`` (figure 17): a prompt is the last 1,024 tokens of a conversation with, on average, five
+  earlier rounds like ShareGPT's (assumed).  K/V are not kept between rounds.
+
+Lengths are log-normal with the paper's means; their spread is assumed.  The KV cache has 12 GB (the
+paper's table 1) in blocks of 16 tokens.  At most 512 sequences run at once.
 
 Normalised latency is the mean over requests of the time from arrival to the last token, divided by
-the output tokens.  The weights are random, and outputs have exactly the lengths of the trace.
-
-All lengths of a trace are divided by one number (``length_divisor``), so that a request has
-``mean_tokens`` tokens on average.  The defaults keep the paper's ratios (a maximum of 2048 tokens
-to a mean of 499 on ShareGPT, a cache of about 8 sequences of the maximum) for a model with steps of
-milliseconds on a laptop.  On a GPU, raise them with the model:
-
-    python -m experiments run serving --model qwen3-0.6b --mean-tokens 512 --max-model-len 2048 \\
-        --block-size 16 --sequences-in-cache 32 --duration-s 60 --request-rate 2 4 8 16 32
-
-A cell is stopped ``drain_s`` after the arrival of its last request.  If requests are unfinished
-then, it is *saturated*: they count with their time so far, so its latencies are lower bounds.
+the output tokens.  A manager *sustains* a rate at which it is at most 0.25 s a token.  A cell
+raises the rate until it does not, and bisects the last interval on a logarithmic scale; its middle
+is the ``sustained_rate`` (0 if the first rate was too high).  Requests arrive for ``traffic`` times
+the latency allowed to a mean request (10: 14 minutes of ShareGPT), and all are served.  Absolute
+rates hang on the assumed host time.  Ratios do much less: compare these with the paper's.  The
+summary has the batched requests at the highest rate, where requests wait for memory.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import itertools
-from collections.abc import Iterator
+import textwrap
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 
+from cache import make_manager
 from cache.serving import open_loop
-from experiments import quantiles, style
+from experiments import style
 from experiments.harness import (
     Axis,
     Count,
     Experiment,
     Natural,
+    Options,
     Positive,
-    Repeated,
     grid,
     one_of,
 )
-from experiments.load import engine_models, workloads
-from experiments.load.engine_models import Model
-from experiments.load.scaled_trace import ScaledTrace, shrink
-from experiments.load.workloads import LogNormalLengths, OnTraces, Source, Workload
-
-if TYPE_CHECKING:
-    from models import LLM
+from experiments.load.gpu_clock import HONEST, GpuClock
+from experiments.load.workloads import LONGEST, PAPER_LENGTHS, draw_lengths
 
 SYSTEMS = {
     "contiguous_max": ("contiguous (max)", style.line(style.RED, "v")),
     "contiguous_pow2": ("contiguous (pow2)", style.line(style.ORANGE, "s")),
     "contiguous_oracle": ("contiguous (oracle)", style.line(style.GREEN, "^", "dashed")),
     "paged": ("paged", style.line(style.BLUE, "o")),
-    "vllm_v1": ("vllm_v1 (prefix caching)", style.line(style.BLACK, "D", "dashed")),
-    "vllm_v1_prompts_first": ("vllm_v1, prompts first", style.line(style.ORANGE, "d", "dotted")),
-    "radix": ("radix (prefix caching)", style.line(style.PINK, "X", "dotted")),
-    "vllm_v0": ("vllm_v0 (prefix caching)", style.line(style.SKY, "P", "dashdot")),
-    "nano_vllm": ("nano_vllm (prefix caching)", style.line(style.GREY, "p", "dashdot")),
+    "vllm_v1": ("paged, prefix shared", style.line(style.BLACK, "D", "dashed")),
 }
-"""Labels and lines."""
-_LENGTHS_ONLY = ("contiguous_max", "contiguous_pow2", "contiguous_oracle", "paged")
-_PROMPTS_FIRST = "_prompts_first"
-_WITH_PREFIXES = (
-    "contiguous_max",
-    "contiguous_oracle",
-    "paged",
-    "vllm_v1",
-    "vllm_v1_prompts_first",
-    "radix",
-)
-"""Systems that run by default."""
-_NUM_TRACE_REQUESTS = 2_000
-"""First requests of a trace, over which ``length_divisor`` is computed; it does not depend on the
-number sent."""
-_NUM_WARM_UP_REQUESTS = 32
+"""Labels and lines.  ``paged`` shares blocks within a request alone, ``vllm_v1`` prefixes too."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests of one kind."""
+
+    like: str
+    """The data set whose lengths they resemble."""
+    first_rate: float
+    """Requests per second; the lowest rate of a cell."""
+    sampling: tuple[str, int] = ("n", 1)
+    """An argument of SamplingParams, and the number of samples or beams."""
+    mean_earlier_rounds: int = 0
+    """Of the conversation that a prompt ends."""
+    prefix: int = 0
+    """Tokens that begin every prompt."""
+    model: str = "opt-13b"
+
+    def draw(self, rng: np.random.Generator, count: int) -> tuple[list[int], list[int]]:
+        """Prompt and output tokens of ``count`` requests."""
+        prompts, outputs = draw_lengths(rng, count, self.like)
+        rounds = rng.geometric(1 / (1 + self.mean_earlier_rounds), count) - 1
+        earlier = np.sum(draw_lengths(rng, max(1, sum(rounds)), self.like), 0)[: sum(rounds)]
+        owner = np.repeat(np.arange(count), rounds)
+        prompts = prompts + np.bincount(owner, earlier, count) + self.prefix
+        return np.minimum(prompts, LONGEST).astype(int).tolist(), outputs
+
+
+LOADS = {
+    "sharegpt": Load("sharegpt", 0.5),
+    "alpaca": Load("alpaca", 3.0),
+    **{f"alpaca_{n}_samples": Load("alpaca", 9 / n, ("n", n)) for n in (2, 6)},
+    **{f"alpaca_{n}_beams": Load("alpaca", 9 / n, ("beam_width", n)) for n in (2, 6)},
+    "chat": Load("sharegpt", 0.3, mean_earlier_rounds=5),
+    "one_shot": Load("translation", 4.0, prefix=80, model="llama-13b"),
+    "five_shot": Load("translation", 4.0, prefix=341, model="llama-13b"),
+}
+_ALONE = ("sharegpt", "alpaca", "chat")
+"""Loads of which all systems are compared."""
+_GROWTH = 1.5
+_SUSTAINED_S = 0.25
+_MAX_MODEL_LEN = 2 * LONGEST
+_KV_BYTES = 12e9
 
 
 @dataclass(frozen=True, kw_only=True)
-class Serving(OnTraces):
-    """The grid: traces x systems x request rates."""
+class Serving(Options):
+    """The grid: loads x host times x draws x systems; a cell looks for the rate."""
 
-    system: Repeated[Axis[Annotated[str, one_of(SYSTEMS)]]] = ()
-    """A manager, or contiguous_(max|pow2|oracle). None: the paper's systems, by trace."""
-    request_rate: Axis[Positive] = (12.5, 25, 50, 100, 200)
-    """Requests per second."""
+    load: Axis[Annotated[str, one_of(LOADS)]] = tuple(LOADS)[:-2]
+    """Requests: data set, samples or beams, conversations."""
+    host_ms: Axis[Natural] = (0, 10)
+    """Assumed time of the engine's own code in each step; the last one alone but for basic
+    sampling."""
     draw: Axis[Natural] = (0, 1, 2)
-    """Runs of every point, each with its own arrivals. A draw runs for all systems before the next,
-    so that a slow hour of the machine affects all of them."""
-    arrivals: Literal["poisson", "trace"] = "poisson"
-    """A Poisson process, or the times of the trace with their gaps scaled to the rate."""
-    model: Model = "tiny"
-    """A shape of engine_models."""
-    threads: Count = 1
-    """CPU threads of the model. More than one pays for larger ones on an idle machine."""
-    mean_tokens: Positive = 256.0
-    """Mean tokens of a request, prompt and output; the lengths of a trace are divided to match."""
-    max_model_len: Count = 1024
-    """Longest request, prompt and output; longer ones are left out."""
-    block_size: Count = 4
-    """Tokens per block, of all systems."""
-    sequences_in_cache: Count = 8
-    """KV memory of all systems, in requests of the maximum length."""
-    duration_s: Positive = 4.0
-    """Time in which requests arrive in each cell."""
-    drain_s: Positive = 4.0
-    """Time to finish them after that."""
-
-    @property
-    def group(self) -> tuple[str, ...]:
-        return str(self.draw), self.trace.name, self.system
+    """Runs of every point, each with its own requests and arrivals."""
+    system: Axis[Annotated[str, one_of(SYSTEMS)]] = tuple(SYSTEMS)[:-1]
+    """Managers.  Samples and beams compare contiguous_oracle and paged alone."""
+    traffic: Positive = 10.0
+    """Time in which requests arrive, in latencies allowed to a mean request."""
+    bisections: Count = 3
+    """Rates between the last that is sustained and the first that is not."""
 
 
 def cells(options: Serving) -> Iterator[Serving]:
-    """Cells of the traces; without a trace, of chat requests with and without their histories."""
-    if options.max_model_len % options.block_size:
-        raise ValueError(
-            f"--block-size {options.block_size}: needs a divisor of --max-model-len "
-            f"{options.max_model_len}"
-        )
-    default = (
-        LogNormalLengths(120, 240, options.seed, _NUM_TRACE_REQUESTS),
-        Workload("multi_turn_chat", options.seed, _NUM_TRACE_REQUESTS),
-    )
-    traces = [*options.sources(_NUM_TRACE_REQUESTS, lengths_suffice=True, default=default)]
-    for draw, trace in itertools.product(options.draw, traces):
-        systems = options.system or _default_systems(trace)
-        yield from grid(options, trace=[trace], system=systems, draw=[draw])
-
-
-def _default_systems(trace: Source) -> tuple[str, ...]:
-    return _WITH_PREFIXES if workloads.load(trace).has_blocks else _LENGTHS_ONLY
+    for load in options.load:
+        hosts = options.host_ms if load in PAPER_LENGTHS else options.host_ms[-1:]
+        few = {"contiguous_max", "contiguous_pow2"} if load not in _ALONE else set()
+        systems = [system for system in options.system if system not in few]
+        yield from grid(options, load=[load], host_ms=hosts, system=systems)
 
 
 def run_cell(cell: Serving) -> list[dict[str, Any]]:
-    without_rate = dataclasses.replace(cell, request_rate=1.0, draw=0)
-    scaled = _scaled(without_rate)
-    _warm_up(without_rate)
-    trace = scaled.trace.head(max(1, round(cell.request_rate * cell.duration_s)))
-    if cell.arrivals == "poisson":
-        rng = np.random.default_rng((cell.seed, cell.draw))
-        arrivals = open_loop.poisson_arrivals(cell.request_rate, len(trace), rng)
-    else:
-        arrivals = open_loop.scaled_arrivals(trace.timestamps_ms.tolist(), cell.request_rate)
-    llm = _make_llm(cell)
-    run = engine_models.serve_trace(llm, trace, arrivals, stop_s=arrivals[-1] + cell.drain_s)
-    manager, requests = llm.manager, run.requests
-    finished = sum(request.finished for request in requests)
-    return [
-        {
-            "trace": trace.name,
-            **cell.columns("arrivals", "system", "model", "threads", "request_rate", "draw"),
-            "requests": len(requests),
-            "requests_finished": finished,
-            "saturated": run.saturated,
-            "normalized_latency_s": float(np.mean([r.normalized_latency for r in requests])),
-            "mean_batched_requests": run.mean_of_steps("running"),
-            "peak_batched_requests": max(step.running for step in run.steps),
-            "mean_waiting_requests": run.mean_of_steps("waiting"),
-            "mean_cache_usage": run.mean_of_steps("used_blocks") / manager.num_blocks,
-            "preemptions": sum(request.num_preemptions for request in requests),
-            "cached_prompt_fraction": run.cached_prompt_fraction,
-            "requests_per_second": finished / run.seconds,
-            "output_tokens_per_second": run.generated_tokens / run.seconds,
-            **quantiles.of_times("ttft", [r.time_to_first_token for r in requests]),
-            **quantiles.of_times("tpot", [r.time_per_output_token for r in requests]),
-            "seconds": run.seconds,
-            "length_divisor": scaled.divisor,
-            "requests_left_out": scaled.num_left_out,
-            "mean_prompt_tokens": float(trace.input_lengths.mean()),
-            "mean_output_tokens": float(trace.output_lengths.mean()),
-            "cache_slots": manager.num_blocks * manager.block_size,
-            **cell.columns("max_model_len", "block_size"),
-        }
+    low, high = 0.0, LOADS[cell.load].first_rate
+    rows = [_row(cell, high)]
+    while _sustains(rows[-1]):
+        low, high = high, high * _GROWTH
+        rows.append(_row(cell, high))
+    for _ in range(cell.bisections if low else 0):
+        middle = (low * high) ** 0.5
+        rows.append(_row(cell, middle))
+        low, high = (middle, high) if _sustains(rows[-1]) else (low, middle)
+    return [{**row, "sustained_rate": (low * high) ** 0.5} for row in rows]
+
+
+def _sustains(row: dict[str, Any]) -> bool:
+    return row["normalized_latency_s"] <= _SUSTAINED_S
+
+
+def _row(cell: Serving, rate: float) -> dict[str, Any]:
+    clock = clock_of(LOADS[cell.load].model, cell.host_ms)
+    run = serve_load(cell.load, cell.system, clock, rate, (cell.seed, cell.draw), cell.traffic)
+    return {
+        **cell.columns("load", "host_ms", "draw", "system", "traffic"),
+        **columns_of(run, clock, LOADS[cell.load].sampling[1]),
+        "request_rate": rate,
+    }
+
+
+def columns_of(run: open_loop.Run, clock: GpuClock, outputs_each: int = 1) -> dict[str, Any]:
+    """Columns of every run on the clock."""
+    latencies = [request.normalized_latency for request in run.requests]
+    return {
+        "model": clock.model,
+        "gpu": clock.gpu,
+        "requests": len(run.requests),
+        "normalized_latency_s": float(np.mean(latencies)),
+        "mean_batched_requests": run.mean_of_steps("running") / outputs_each,
+        "preemptions": sum(request.num_preemptions for request in run.requests),
+        "mean_step_s": run.busy_seconds / len(run.steps),
+        "mean_prompt_tokens": float(np.mean([r.num_prompt_tokens for r in run.requests])),
+        "mean_output_tokens": float(np.mean([r.max_tokens for r in run.requests])),
+        "cached_prompt_fraction": run.cached_prompt_fraction,
+        "cache_slots": clock.block_size * num_blocks(clock),
+        "basis": HONEST,
+    }
+
+
+@functools.cache
+def clock_of(model: str, host_ms: int, block_size: int = 16, **options: float) -> GpuClock:
+    """The clock of the paper's card."""
+    host = {"host_seconds": host_ms / 1000, "block_size": block_size, **options}
+    limits = {"max_num_seqs": 512, "max_num_batched_tokens": 2560}
+    return GpuClock(model, "A100-SXM-40GB", **host, **limits)
+
+
+def num_blocks(clock: GpuClock) -> int:
+    """Blocks of the KV cache."""
+    return int(_KV_BYTES / (clock.block_size * clock.kv_bytes_per_token))
+
+
+def serve_load(
+    name: str,
+    system: str,
+    clock: GpuClock,
+    rate: float,
+    seed: tuple[int, ...],
+    traffic: float,
+    **options: Any,
+) -> open_loop.Run:
+    """Serve requests of one of ``LOADS`` that arrive at ``rate`` per second."""
+    load, rng = LOADS[name], np.random.default_rng(seed)
+    mean_output = PAPER_LENGTHS[load.like][1][0]
+    count = max(1, round(rate * traffic * _SUSTAINED_S * mean_output))
+    lengths, outputs = load.draw(rng, count)
+    prefix = array("I", bytes(4 * load.prefix))
+    prompts = [
+        prefix + array("I", [1 + number]) * (length - load.prefix)
+        for number, length in enumerate(lengths)
     ]
+    arrivals = open_loop.poisson_arrivals(rate, count, rng)
+    argument, outputs_each = load.sampling
+    if system.startswith("contiguous"):
+        argument = "n"  # reservations have no beams
+    sampling = {argument: outputs_each}
+    return serve(system, clock, prompts, outputs, arrivals, sampling=sampling, **options)
 
 
-@functools.lru_cache(maxsize=1)
-def _scaled(cell: Serving) -> ScaledTrace:
-    """The requests of ``cell``; the rate does not matter."""
-    return shrink(
-        workloads.load(cell.trace),
-        mean_tokens=cell.mean_tokens,
-        max_tokens=cell.max_model_len,
-        vocab_size=engine_models.model_config(cell.model).vocab_size,
+def serve(
+    system: str,
+    clock: GpuClock,
+    prompts: Sequence[Sequence[int]],
+    outputs: list[int],
+    arrivals: list[float],
+    *,
+    sampling: dict[str, int] | None = None,
+    **options: Any,
+) -> open_loop.Run:
+    """Serve these requests by one manager.  ``options`` go to ``Scheduler``."""
+    sizes = {"num_blocks": num_blocks(clock), "block_size": clock.block_size}
+    design, _, reservation = system.partition("_")
+    if design == "contiguous":
+        sizes |= {"reservation": reservation, "max_model_len": _MAX_MODEL_LEN}
+        sizes["final_length"] = lambda seq: seq.num_prompt_tokens + seq.request.max_tokens
+        manager = make_manager(design, **sizes)
+    else:
+        manager = make_manager("vllm_v1", **sizes, enable_prefix_caching=system == "vllm_v1")
+    engine = open_loop.engine_without_model(
+        manager,
+        max_num_seqs=clock.max_num_seqs,
+        max_num_batched_tokens=clock.max_num_batched_tokens,
+        max_model_len=_MAX_MODEL_LEN + 1,
+        **options,
+    )
+    return open_loop.serve(
+        engine, prompts, outputs, arrivals, service=clock, sampling=sampling or {}
     )
 
 
-@functools.lru_cache(maxsize=1)
-def _warm_up(cell: Serving) -> None:
-    """Serve a few requests uncounted: the first requests of a process pay for its set-up."""
-    trace = _scaled(cell).trace.head(_NUM_WARM_UP_REQUESTS)
-    engine_models.serve_trace(_make_llm(cell), trace, [0.0] * len(trace))
+_POINT = ["load", "host_ms", "draw"]
 
 
-def _make_llm(cell: Serving) -> LLM:
-    system = cell.system.removesuffix(_PROMPTS_FIRST)
-    manager, _, reservation = system.partition("contiguous_")
-    options = {"reservation": reservation, "max_model_len": cell.max_model_len}
-    return engine_models.make_llm(
-        cell.model,
-        manager=manager or "contiguous",
-        manager_options={} if manager else options,
-        scheduling="mixed" if system == cell.system else "prefill_first",
-        num_blocks=cell.sequences_in_cache * cell.max_model_len // cell.block_size,
-        **cell.columns("threads", "block_size", "max_model_len", "seed"),
+def summary(rows: style.DataFrame) -> style.DataFrame:
+    """Medians of the draws, with the range of the ratio of the rates in the same draw."""
+    busiest = rows.loc[rows.groupby([*_POINT, "system"], sort=False)["request_rate"].idxmax()]
+    for baseline in ("oracle", "max"):
+        rates = busiest[busiest["system"] == f"contiguous_{baseline}"]
+        rates = rates.set_index(_POINT)["sustained_rate"].reindex(busiest.set_index(_POINT).index)
+        busiest[f"over_{baseline}"] = busiest["sustained_rate"] / rates.to_numpy()
+    return busiest.groupby(["load", "host_ms", "system"], sort=False, as_index=False).agg(
+        sustained_rate=("sustained_rate", "median"),
+        over_oracle=("over_oracle", "median"),
+        over_oracle_least=("over_oracle", "min"),
+        over_oracle_most=("over_oracle", "max"),
+        over_max=("over_max", "median"),
+        over_max_least=("over_max", "min"),
+        over_max_most=("over_max", "max"),
+        batched_requests=("mean_batched_requests", "median"),
+        basis=("basis", "first"),
     )
 
 
-_LATENCY_PANELS = {
-    "normalized_latency_s": "normalised latency (ms/token)",
-    "mean_batched_requests": "batched requests (mean)",
-}
-_TOKEN_PANELS = {
-    "ttft_p50_s": "time to first token, median (ms)",
-    "tpot_p50_s": "time per token, median (ms)",
-}
-
-
-def _draw(rows: style.DataFrame, panels: dict[str, str]) -> style.Figure:
-    rates = sorted(rows["request_rate"].unique())
-    figure, axes, _ = style.panel_grid(
-        2 * rows["trace"].nunique(), columns=2, height=2.1, width=3.5, sharex=True
-    )
-    for row, (_, of_trace) in enumerate(rows.groupby("trace", sort=False)):
-        for axis, (column, label) in zip(axes[2 * row :], panels.items(), strict=False):
-            _draw_systems(axis, of_trace, column)
-            axis.set(ylabel=label, title=_title(of_trace.iloc[0]))
-            style.log_x(axis, rates)
-            if column.endswith("_s"):
-                axis.set_yscale("log")
-                style.plain_log_ticks(axis.yaxis)
-            else:
-                axis.set_ylim(bottom=0)
-    hollow = style.line(style.BLACK, "o", fill=False) | {"linestyle": "none"}
-    axes[-1].plot([], [], **hollow, label="saturated (lower bound)")
-    return style.shared_legend(figure, columns=4, xlabel="request rate (requests/s)")
-
-
-def _draw_systems(axis: style.Axes, rows: style.DataFrame, column: str) -> None:
-    """A line per system through the medians of the draws, with bars from minimum to maximum.
-
-    Times are in ms; white markers are points with a saturated draw.
-    """
-    unit = 1000 if column.endswith("_s") else 1
-    for system, (label, line) in SYSTEMS.items():
-        points = rows[rows["system"] == system].groupby("request_rate")
-        low, median, high = (unit * points[column].quantile(q) for q in (0, 0.5, 1))
-        if len(median):
-            bars = {"yerr": [median - low, high - median], "elinewidth": 0.5, "capsize": 1.5}
-            axis.errorbar(median.index, median, **bars, **line, label=label)
-            hollow = {**line, "linestyle": "none", "markerfacecolor": "white", "zorder": 3}
-            beyond = median[points["saturated"].any()]
-            axis.plot(beyond.index, beyond, **hollow)
-
-
-_TITLES = {"log_normal_120_240": "log-normal, 120 tokens in, 240 out"}
-
-
-def _title(row: style.Series) -> str:
-    divisor = row["length_divisor"]
-    divided = f"{divisor:,.0f}" if divisor >= 100 else f"{divisor:.3g}"
-    name = _TITLES.get(row["trace"], row["trace"].replace("_", " "))
-    return name if divisor == 1 else f"{name}\nlengths divided by {divided}"
-
-
-def _summary(rows: style.DataFrame) -> style.DataFrame:
-    """Medians of the draws per trace and system.
-
-    The highest measured rate at which no draw is saturated (0 if there is none), and the batched
-    requests and preemptions at the highest rate of all.
-    """
-    points = rows.groupby(["trace", "system", "request_rate"], sort=False)
-    medians = points.median(numeric_only=True).assign(saturated=points["saturated"].any())
-    medians = medians.reset_index().sort_values("request_rate", kind="stable")
-    medians["kept_up"] = medians["request_rate"].where(~medians["saturated"], 0.0)
-    return medians.groupby(["trace", "system"], sort=False, as_index=False).agg(
-        highest_rate_kept_up=("kept_up", "max"),
-        requests_per_second_at_most=("requests_per_second", "max"),
-        highest_rate=("request_rate", "last"),
-        batched_requests_there=("mean_batched_requests", "last"),
-        cached_prompt_fraction_there=("cached_prompt_fraction", "last"),
-        preemptions_there=("preemptions", "last"),
+def draw(rows: style.DataFrame) -> style.Figure:
+    """Latency against the rate, a panel per load and host time."""
+    panels = rows.groupby(["load", "host_ms"], sort=False)
+    figure, axes, _ = style.panel_grid(len(panels), columns=2, height=2.0, width=3.5)
+    for axis, ((load, host_ms), points) in zip(axes, panels, strict=True):
+        for system, (label, look) in SYSTEMS.items():
+            of_system = points[points["system"] == system]
+            for _, of_draw in of_system.groupby("draw"):
+                style.curve(
+                    axis, of_draw, "request_rate", "normalized_latency_s", label=label, **look
+                )
+        axis.axhline(_SUSTAINED_S, **style.BOUND)
+        name = points["model"].iloc[0].upper()
+        axis.set(title=f"{name}, {load.replace('_', ' ')}, host {host_ms:g} ms", yscale="log")
+        axis.set_ylabel("normalised latency (s/token)")
+        axis.set_xscale("log")
+        style.plain_log_ticks(axis.xaxis)
+        style.plain_log_ticks(axis.yaxis)
+    notes = f"The card: an A100 of 80 GB, scaled by bandwidth to 40 GB. {HONEST}"
+    return style.shared_legend(
+        figure, columns=4, xlabel=noted(figure, "request rate (requests/s); a line a draw", notes)
     )
 
+
+def noted(figure: style.Figure, label: str, notes: str = HONEST) -> str:
+    """A label above the notes, in lines as wide as ``figure``."""
+    return f"{label}\n{textwrap.fill(notes, int(13 * figure.get_figwidth()))}"
+
+
+QUICK = {"host_ms": (10,), "draw": (0,), "traffic": 0.3, "bisections": 1}
+"""Options of a search of a second."""
 
 EXPERIMENT = Experiment(
     name="serving",
-    figure="PagedAttention figs. 12, 13, 17: normalised latency, batched requests vs request rate",
+    figure="PagedAttention figs. 12, 13, 14, 17: sustained rates of OPT-13B, A100 40 GB modelled",
     options=Serving(),
     quick=Serving(
-        system=("contiguous_max", "paged", "vllm_v1"),
-        request_rate=(50, 400),
-        draw=(0,),
-        mean_tokens=32,
-        max_model_len=128,
-        duration_s=0.2,
-        drain_s=0.2,
+        load=("sharegpt", "alpaca_2_beams", "chat"),
+        system=("contiguous_max", "contiguous_oracle", "paged"),
+        **QUICK,
     ),
     cells=cells,
     run_cell=run_cell,
-    plot=style.plotter(
-        {
-            "serving": functools.partial(_draw, panels=_LATENCY_PANELS),
-            "serving_tokens": functools.partial(_draw, panels=_TOKEN_PANELS),
-        },
-        {"summary": (_summary, "%.4g")},
-    ),
-    gpu="optional",
-    timed=True,
+    plot=style.plotter({"serving": draw}, {"summary": (summary, "%.4g")}),
 )

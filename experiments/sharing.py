@@ -6,6 +6,9 @@ with n sequences through a real cache manager: the prompt is allocated once and 
 appending to a shared block copies it.  Requests do not share with each other (prefix caching is
 off).  Blocks are counted after every step and summed over all steps of all requests.
 
+The first two traces are log-normal lengths with the means of the paper's Alpaca and ShareGPT
+requests (19.31 and 58.45 tokens, 161.31 and 337.99; the spread is assumed).
+
 * Parallel sampling: n independent samples of the request's output length.
 * Beam search: n beams.  Random choice stands in for a model's scores: in each step every beam but
   the best is dropped with probability ``drop_probability`` and replaced by a fork of a random kept
@@ -27,10 +30,6 @@ from experiments.harness import Axis, Count, Experiment, Needs, grid
 from experiments.load import request_lengths
 from experiments.load.engine_models import Manager
 from experiments.load.workloads import LogNormalLengths, OnTraces
-
-_SYNTHETIC = ((20, 60), (160, 340))
-"""Median prompt and output tokens of further synthetic requests, similar to the paper's Alpaca and
-ShareGPT conversations and shorter than the traces' own."""
 
 _Probability = Needs("a number from 0 to 1", lambda value: 0 <= value <= 1)
 
@@ -54,7 +53,8 @@ class Sharing(OnTraces):
 
 def cells(options: Sharing) -> Iterator[Sharing]:
     synthetic = [
-        LogNormalLengths(*medians, options.seed, options.num_requests) for medians in _SYNTHETIC
+        LogNormalLengths(like, options.seed, options.num_requests)
+        for like in ("alpaca", "sharegpt")
     ]
     yield from grid(
         options,

@@ -87,8 +87,11 @@ _POLICIES = {
     "workload_aware": ("workload-aware", line(GREEN, "p", "dashed")),
     "random_leaf": ("random leaf", line(PINK, "8", "dashed")),
     "marconi": ("Marconi", line(SKY, "P", "dashed")),
-    "priority": ("SGLang priority", line(ORANGE, "P", "dotted")),
     "retention": ("TensorRT-LLM retention", line(ORANGE, "h", "dotted")),
+    "sglang_slru": ("SGLang SLRU", line(SKY, "D", "dotted")),
+    "frequency_cost": ("frequency and cost", line(GREEN, "^", "dotted")),
+    "queue_informed": ("LRU knowing the queue", line(PINK, "X", "dashdot")),
+    "session_end": ("LRU knowing session ends", line(BLUE, "o", "dotted")),
 }
 
 

@@ -1,59 +1,64 @@
 """Prefill and decode of the engine beside Hugging Face transformers, on a CPU, with equal weights.
 
-Both compute in fp32 with the same number of threads; transformers uses PyTorch's sdpa and its
-dynamic cache.  They take turns, each first in every other repeat, so that a disturbance of the
-machine affects both.  ``pagelab_over_transformers`` is the median speed-up over the repeats.  A
-batch of prompts of one length, which need no padding, is decoded greedily: the time to the first
-token is prefill, the rest is decode.  Prefix caching is off.  Both give the same tokens.
+Both compute in fp32 on the same weights with the same number of threads; transformers uses
+PyTorch's sdpa and its dynamic cache.  They take turns, each first in every other repeat, so that a
+disturbance of the machine affects both.  ``pagelab_over_transformers`` is the median speed-up over
+the repeats.  A batch of prompts of one length, which need no padding, is decoded greedily: the time
+to the first token is prefill, the rest is decode.  Prefix caching is off.  Both give the same
+tokens.
 """
 
 from __future__ import annotations
 
-import tempfile
 import time
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
 from experiments import style
 from experiments.harness import Axis, Count, Experiment, Options, Unavailable, one_of
 from experiments.load import engine_models
+from experiments.load.engine_models import SMOLLM2
+
+if TYPE_CHECKING:
+    from models import LLM
 
 SYSTEMS = ("pagelab", "transformers")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransformersSpeed(Options):
-    """The grid: batches."""
+    """The grid: batches x threads."""
 
-    sequences: Axis[Count] = (1, 16)
+    sequences: Axis[Count] = (1, 8)
     prompt_tokens: Axis[Count] = (128, 512)
     """Tokens of each prompt."""
-    model: Annotated[str, one_of(("tiny", "llama-100m"))] = "llama-100m"
-    """A Llama of load/engine_models.py."""
+    threads: Axis[Count] = (1, 2)
+    model: Annotated[str, one_of(("tiny", "llama-100m", SMOLLM2))] = SMOLLM2
+    """A Llama of load/engine_models.py, or the checkpoint of `make model`."""
     output_tokens: Count = 32
-    repeats: Count = 16
+    repeats: Count = 8
     block_size: Count = 16
-    threads: Count = 2
 
 
 def run_cell(cell: TransformersSpeed) -> list[dict[str, Any]]:
-    import torch
-
     from kernels.testing.hugging_face import import_transformers
-    from models import LLM
 
     try:
         transformers = import_transformers()
     except ImportError as error:
         raise Unavailable(str(error)) from error
-    torch.set_num_threads(cell.threads)
-    with tempfile.TemporaryDirectory() as folder:
-        theirs = _save_model(transformers, cell, Path(folder))
-        llm = LLM(folder, device="cpu", block_size=cell.block_size, enable_prefix_caching=False)
+    llm = engine_models.make_llm(
+        cell.model,
+        **cell.columns("block_size", "threads", "seed"),
+        device="cpu",
+        enable_prefix_caching=False,
+        max_model_len=cell.prompt_tokens + cell.output_tokens,
+        max_num_seqs=cell.sequences,
+    )
+    theirs = _with_weights_of(llm, transformers)
     rng = np.random.default_rng(cell.seed)
     serve = {"pagelab": partial(_ours, llm), "transformers": partial(_theirs, theirs)}
     times: dict[str, list[tuple[float, float]]] = {system: [] for system in SYSTEMS}
@@ -92,30 +97,33 @@ def run_cell(cell: TransformersSpeed) -> list[dict[str, Any]]:
     return rows
 
 
-def _save_model(transformers, cell: TransformersSpeed, folder: Path):
-    """A transformers model of random weights, saved to ``folder``."""
+def _with_weights_of(llm: LLM, transformers):
+    """A transformers model that reads the same tensors."""
     import torch
 
-    config = engine_models.model_config(cell.model)
-    torch.manual_seed(cell.seed)
-    model = transformers.LlamaForCausalLM._from_config(
-        transformers.LlamaConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_q_heads,
-            num_key_value_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            max_position_embeddings=cell.prompt_tokens + cell.output_tokens,
-            tie_word_embeddings=config.tie_word_embeddings,
-            bos_token_id=None,
-            eos_token_id=None,
-        ),
-        attn_implementation="sdpa",
-    ).eval()
-    model.save_pretrained(folder)
-    return model
+    from models.weights import checkpoint_tensors
+
+    config, sizes = llm.config, {}
+    for theirs in ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "rms_norm_eps"):
+        sizes[theirs] = getattr(config, theirs)
+    fields = transformers.LlamaConfig(
+        **sizes,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_q_heads,
+        num_key_value_heads=config.num_kv_heads,
+        max_position_embeddings=config.max_position_embeddings,
+        rope_parameters={"rope_type": "default", "rope_theta": config.ropes[0].theta},
+        tie_word_embeddings=config.tie_word_embeddings,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM._from_config(fields, attn_implementation="sdpa")
+    weights = {name: part.target for name, part in checkpoint_tensors(llm.model).items()}
+    model.load_state_dict(weights, strict=False, assign=True)
+    model.tie_weights()
+    model.model.rotary_emb = type(model.model.rotary_emb)(fields)  # has buffers of its own
+    return model.eval()
 
 
 def _ours(llm, prompts: list[list[int]], count: int) -> tuple[list[list[int]], float, float]:
@@ -153,17 +161,19 @@ _LOOKS = {"pagelab": style.bar(style.BLUE), "transformers": style.bar(style.ORAN
 
 
 def _draw(rows: style.DataFrame) -> style.Figure:
-    """A panel per phase, a group of bars per batch, with error bars to the extremes."""
-    phases = rows["phase"].unique()
-    figure, axes, _ = style.panel_grid(len(phases), height=1.9, width=2.8)
-    for axis, phase in zip(axes, phases, strict=True):
-        batch = ["sequences", "prompt_tokens"]
-        table = rows[rows["phase"] == phase].pivot(index=batch, columns="system")
+    """A panel per phase and number of threads, a group of bars per batch, with error bars to the
+    extremes."""
+    panels = list(rows.groupby(["threads", "phase"], sort=False))
+    figure, axes, _ = style.panel_grid(len(panels), height=1.9, width=2.8)
+    for axis, ((threads, phase), of_panel) in zip(axes, panels, strict=True):
+        table = of_panel.pivot(index=["sequences", "prompt_tokens"], columns="system")
         rates = table["tokens_per_s"]
         errors = rates - table["lowest_tokens_per_s"], table["highest_tokens_per_s"] - rates
         style.bars(axis, rates, _LOOKS, errors=errors)
         axis.set_xticks(range(len(rates)), [f"{n} x {length}" for n, length in rates.index])
-        axis.set(title=phase, xlabel="sequences x prompt tokens", ylim=(0, None))
+        axis.set(
+            title=f"{phase}, threads: {threads}", xlabel="sequences x prompt tokens", ylim=(0, None)
+        )
     axes[0].set_ylabel(f"tokens per second ({rows['model'].iloc[0]})")
     return style.shared_legend(figure, columns=2)
 

@@ -62,7 +62,7 @@ class Problem:
     eager_only: frozenset[str] = frozenset()
     """Implementations that no CUDA graph can capture."""
     ceiling: Ceiling = "copy"
-    """The measured rate that the bytes per second are held against."""
+    """The measured rate that the bytes per second are compared with."""
 
     def judged(self, implementation: str) -> Accuracy:
         """The worst accuracy of an implementation's results.

@@ -88,7 +88,7 @@ def cell_id(experiment: str, cell: Options) -> str:
 
 
 def with_files(value: Any, change: Callable[[InputFile], InputFile]) -> Any:
-    """``value`` (a cell, or part of one) with ``change`` of each of its files in its place."""
+    """``value`` (a cell, or part of one) with each of its files replaced by ``change(file)``."""
     if isinstance(value, InputFile):
         return change(value)
     if isinstance(value, (tuple, list)):

@@ -78,7 +78,8 @@ def run_sweep(
     fresh: bool = False,
     cluster: RayCluster | None = None,
 ) -> SweepReport:
-    """Run what is missing of the grid, write ``out/<experiment>/<device>/`` and draw its figures.
+    """Run the unfinished cells of the grid, write ``out/<experiment>/<device>/`` and draw its
+    figures.
 
     ``jobs`` is the number of worker processes (None: one a core; one for timed cells and on a
     GPU), ``fresh`` runs finished cells again, ``cluster`` runs the cells on its machines.  A cell

@@ -27,7 +27,7 @@ def sglang_decode(path: Path) -> Callable[..., torch.Tensor]:
 
     It takes the slot of every token, whatever the block size.
     """
-    module = _load(path, {"sglang.srt.utils": {"is_hip": lambda: False}})
+    module = load_sglang(path)
 
     def call(inputs: dict[str, Any], num_splits: int) -> torch.Tensor:
         import torch
@@ -54,12 +54,18 @@ def sglang_decode(path: Path) -> Callable[..., torch.Tensor]:
     return call
 
 
+def load_sglang(path: Path) -> types.ModuleType:
+    """The module in a file of ``sglang/srt/layers/attention/triton_ops``."""
+    is_not = dict.fromkeys(("is_hip", "is_cuda", "is_gfx95_supported"), lambda: False)
+    prefill = "sglang.srt.layers.attention.triton_ops.prefill_attention"
+    return _load(path, {"sglang.srt.utils": is_not, prefill: {"context_attention_fwd": None}})
+
+
 _QUANT_MODES = "NONE FP8_PER_TENSOR INT8_PER_TOKEN_HEAD FP8_PER_TOKEN_HEAD INT4_PER_TOKEN_HEAD"
 
 
-def vllm_attention(path: Path) -> Callable[..., torch.Tensor]:
-    """vLLM's unified attention: ``vllm/v1/attention/ops/triton_unified_attention.py``, with
-    ``triton_attention_helpers.py`` beside it."""
+def load_vllm(path: Path) -> types.ModuleType:
+    """The module in ``triton_unified_attention.py``; it imports its helpers from beside it."""
     import torch
     import triton
     import triton.language as tl
@@ -76,7 +82,16 @@ def vllm_attention(path: Path) -> Callable[..., torch.Tensor]:
         "vllm.v1.kv_cache_interface": {"KVQuantMode": modes},
         "vllm.v1.attention.ops": {"__path__": [str(path.parent)]},
     }
-    module = _load(path, stand_ins)
+    return _load(path, stand_ins)
+
+
+def vllm_attention(path: Path) -> Callable[..., torch.Tensor]:
+    """vLLM's unified attention: ``vllm/v1/attention/ops/triton_unified_attention.py``, with
+    ``triton_attention_helpers.py`` beside it."""
+    import torch
+
+    module = load_vllm(path)
+    modes = module.KVQuantMode
 
     def call(inputs: dict[str, Any], num_splits: int) -> torch.Tensor:
         q, lens = inputs["q"], inputs["context_lens"]

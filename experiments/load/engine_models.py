@@ -1,20 +1,16 @@
-"""The model shapes that experiments on the engine run, with random weights.
+"""The models that experiments on the engine run: shapes with random weights, and a checkpoint.
 
-The time of a step depends on the shape and not on the values of the weights, so nothing needs to be
-downloaded.  Experiments fix the lengths of outputs, which would depend on the text.
+The time of a step depends on the shape and not on the values of the weights, so most experiments
+download nothing.  They fix the lengths of outputs, which would depend on the text.  What depends
+on the weights runs on the SmolLM2 that `make model` installs, and reads ``prose``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-import numpy as np
+from typing import TYPE_CHECKING, Annotated, Any
 
 import cache
-from cache.serving import open_loop
-from experiments.harness import Count, Options, Unavailable, one_of
+from experiments.harness import Unavailable, one_of
 
 if TYPE_CHECKING:
     from models import LLM, ModelConfig
@@ -39,12 +35,14 @@ _TIED: dict[str, Any] = {"tie_word_embeddings": True}
 _MORE: dict[str, dict[str, Any]] = {
     "tiny": _TIED,
     "llama-100m": _TIED,
-    "qwen3-0.6b": {"architecture": "Qwen3ForCausalLM", "rope_theta": 1_000_000.0, **_TIED},
-    "llama-8b": {"rope_theta": 500_000.0},
+    "qwen3-0.6b": {"architecture": "Qwen3ForCausalLM", **_TIED},
+    "llama-8b": {},
 }
 
 MODEL_NAMES: tuple[str, ...] = tuple(_SHAPES)
 """Names of the shapes, by rising size."""
+SMOLLM2 = "smollm2-135m"
+"""Name of the checkpoint."""
 
 
 def default_model() -> str:
@@ -69,71 +67,35 @@ def make_llm(name: str, *, threads: int | None = None, **options: Any) -> LLM:
 
     threads: CPU threads of PyTorch, in this process from now on; None: unchanged.
 
-    Raises Unavailable if a package of the attention backend is not installed.
+    name: may be SMOLLM2 as well.
+
+    Raises Unavailable if a package of the attention backend, or the checkpoint, is not installed.
     """
     import torch
 
     from models import LLM
+    from models.hub import default_model
 
     if threads is not None:
         torch.set_num_threads(threads)
     try:
-        return LLM(model_config(name), **options)
-    except ImportError as error:
+        return LLM(default_model() if name == SMOLLM2 else model_config(name), **options)
+    except (ImportError, FileNotFoundError) as error:
         raise Unavailable(str(error)) from error
+
+
+def prose() -> str:
+    """Python's help on its language, about 470,000 characters of English.  Differs with Python's
+    version."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics.values())
+
+
+def prose_tokens(llm: LLM) -> list[int]:
+    """``prose`` in tokens of ``llm``; one byte each without a tokenizer."""
+    return list(prose().encode()) if llm.tokenizer is None else llm.encode(prose())
 
 
 Model = Annotated[str, one_of(MODEL_NAMES)]
 Manager = Annotated[str, one_of(cache.MANAGERS)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineOptions(Options):
-    """Options of cells that repeat a measurement on an engine with blocks of ``block_size``."""
-
-    model: Model | None = None
-    """A shape of load/engine_models.py. None: qwen3-0.6b on a GPU, llama-100m on a CPU."""
-    attention_backend: Literal["triton", "torch", "flash_attn"] | None = None
-    """None: triton on a GPU, torch on a CPU."""
-    repeats: Count = 3
-    """Measurements of each point."""
-    threads: Count | None = None
-    """Threads of PyTorch on a CPU. None: a thread a core."""
-
-    @property
-    def group(self) -> tuple[str, ...]:
-        return (self.model,)
-
-    def make_llm(self, **options: Any) -> LLM:
-        """The engine; ``options`` go to ``models.LLM``."""
-        chosen = self.columns("attention_backend", "block_size", "seed", "threads")
-        return make_llm(self.model, **chosen, **options)
-
-    def describe(self, llm: LLM) -> dict[str, Any]:
-        """Columns of every row that was measured on ``llm``."""
-        import torch
-
-        return {
-            "model": self.model,
-            "dtype": str(llm.dtype).removeprefix("torch."),
-            "attention_backend": llm.model.model.layers[0].self_attn.backend.name,
-            "device": llm.device.type,
-            "threads": torch.get_num_threads(),
-            "manager": llm.manager.name,
-            "block_size": llm.manager.block_size,
-            "repeats": self.repeats,
-        }
-
-
-def serve_trace(
-    llm: LLM, trace: cache.Trace, arrivals: Sequence[float] | None, **options: Any
-) -> open_loop.Run:
-    """Serve the requests of ``trace`` at ``arrivals``; ``options`` go to ``open_loop.serve``."""
-    size = llm.config.vocab_size
-    prompts = [cache.prompt_token_ids(trace, index, size) for index in range(len(trace))]
-    return open_loop.serve(llm.engine, prompts, trace.output_lengths.tolist(), arrivals, **options)
-
-
-def random_tokens(llm: LLM, generator: np.random.Generator, count: int) -> list[int]:
-    """``count`` random token ids, uniform over the vocabulary of ``llm``."""
-    return generator.integers(llm.config.vocab_size, size=count).tolist()

@@ -19,10 +19,12 @@ rest is modelled:
 * A product with more columns than the table has (LM heads): parts of equal size.
 * Small kernels (norms, RoPE, activations): their bytes at 80 % of the bandwidth, and 2 us each.
   Sampling reads the logits five times.
-* Block copies at the memory's bandwidth, swaps at the PCIe link's, not overlapped.
+* Block copies at the memory's bandwidth, swaps at the PCIe link's, not overlapped.  A swap of a
+  block is a transfer each of K and V in each layer, with ``transfer_seconds`` beside its bytes.
 * A GPU with another bandwidth than the measured one: what memory bounds takes longer in proportion.
 
-``host_seconds`` is what the engine's own code adds to each step: an assumption of the caller.
+``host_seconds`` is what the engine's own code adds to each step: an assumption of the caller, as is
+``transfer_seconds``.
 """
 
 from __future__ import annotations
@@ -57,6 +59,7 @@ class GpuClock:
         model: a row of gpu_times/models.csv, a dense decoder in bf16.
         gpu: a row of gpu_times/cards.csv; bandwidths are its maker's, in bytes per second.
         host_seconds: assumed time of the engine's own code in each step.
+        transfer_seconds: assumed time of each transfer to or from the host, beside its bytes.
         block_size: tokens of the blocks that steps copy and swap.
 
     Raises ValueError, listing what there is, for a model, GPU or shape that was not measured, and
@@ -70,6 +73,7 @@ class GpuClock:
         tensor_parallel: int = 1,
         *,
         host_seconds: float = 0.0,
+        transfer_seconds: float = 0.0,
         block_size: int = 16,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 8192,
@@ -78,9 +82,11 @@ class GpuClock:
         (card,) = gpu_times.rows("cards", card=gpu).itertuples()
         if not 0 <= host_seconds < np.inf:
             raise ValueError(f"host_seconds={host_seconds}: needs at least 0")
+        if not 0 <= transfer_seconds < np.inf:
+            raise ValueError(f"transfer_seconds={transfer_seconds}: needs at least 0")
         self.model, self.gpu = model, gpu
         self.tensor_parallel = at_least(1, "tensor_parallel", tensor_parallel)
-        self.host_seconds = host_seconds
+        self.host_seconds, self.transfer_seconds = host_seconds, transfer_seconds
         self.block_size = at_least(1, "block_size", block_size)
         self.max_num_seqs = at_least(1, "max_num_seqs", max_num_seqs)
         self.max_num_batched_tokens = at_least(1, "max_num_batched_tokens", max_num_batched_tokens)
@@ -95,6 +101,11 @@ class GpuClock:
         """Keys and values of a token, over all layers and GPUs."""
         return 4 * self._shape.layers * self._shape.kv_heads * self._shape.head_dim
 
+    @property
+    def host_bandwidth(self) -> float:
+        """Bytes per second between GPU and host memory."""
+        return self._card.host_bandwidth
+
     def duration(self, step: Step) -> float:
         """Seconds that ``step`` takes."""
         contexts, chunks, rows = [], [], 0
@@ -107,8 +118,10 @@ class GpuClock:
                 chunks.append((count, context))
         block_bytes = self.block_size * self.kv_bytes_per_token / self.tensor_parallel
         copied = 2 * len(step.copies) / self._card.bandwidth
-        swapped = (len(step.swap_out) + len(step.swap_in)) / self._card.host_bandwidth
-        return self.seconds(contexts, chunks, rows) + block_bytes * (copied + swapped)
+        blocks = len(step.swap_out) + len(step.swap_in)
+        swapped = blocks / self.host_bandwidth
+        transfers = 2 * self._shape.layers * blocks * self.transfer_seconds
+        return self.seconds(contexts, chunks, rows) + block_bytes * (copied + swapped) + transfers
 
     def seconds(
         self, contexts: Sequence[int], chunks: Sequence[tuple[int, int]] = (), rows: int = 0

@@ -6,12 +6,14 @@ The default is the traces of this repository, see experiments/traces/README.md.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 import cache
-from cache.traces.workloads.draws import generator, log_normal_tokens
 from experiments.harness import Axis, InputFile, Options, Repeated
 
 
@@ -38,29 +40,47 @@ class Workload:
     """None: the workload's default."""
 
 
+PAPER_LENGTHS = {
+    "sharegpt": ((161.31, 1.25), (337.99, 0.95)),
+    "alpaca": ((19.31, 0.6), (58.45, 1.0)),
+    "translation": ((30.0, 0.5), (40.0, 0.5)),
+}
+"""Mean tokens and sigma of prompts and outputs.  The means of the first two are those of the
+PagedAttention paper (figure 11); the rest is assumed."""
+LONGEST = 1024
+"""Tokens of the longest prompt, and of the longest output."""
+
+
 @dataclass(frozen=True)
 class LogNormalLengths:
-    """Synthetic requests a millisecond apart, whose prompt and output lengths are log-normal (sigma
-    0.8).  A longer trace begins with a shorter one."""
+    """Synthetic requests a millisecond apart, with lengths like a data set's."""
 
-    prompt: int
-    """Median prompt tokens."""
-    output: int
-    """Median output tokens."""
+    like: str
+    """A key of PAPER_LENGTHS."""
     seed: int
     num_requests: int
 
     @property
     def name(self) -> str:
-        return f"log_normal_{self.prompt}_{self.output}"
+        return f"{self.like}_like"
 
     def trace(self) -> cache.Trace:
-        rng = generator(self.seed)
-        lengths = (
-            (index, *(log_normal_tokens(rng, median, 0.8) for median in (self.prompt, self.output)))
-            for index in range(self.num_requests)
-        )
-        return cache.Trace.from_requests(((*request, ()) for request in lengths), name=self.name)
+        rng = np.random.default_rng(self.seed)
+        prompts, outputs = draw_lengths(rng, self.num_requests, self.like)
+        requests = zip(itertools.count(), prompts, outputs, itertools.repeat(()))
+        return cache.Trace.from_requests(requests, name=self.name)
+
+
+def draw_lengths(rng: np.random.Generator, count: int, like: str) -> tuple[list[int], ...]:
+    """Prompt and output tokens of ``count`` requests: log-normal, from 1 to LONGEST, and in the
+    mean exactly the data set's."""
+    drawn = []
+    for mean, sigma in PAPER_LENGTHS[like]:
+        tokens = np.exp(sigma * rng.standard_normal(count))
+        for _ in range(50):  # clipping lowers the mean
+            tokens *= mean / np.clip(tokens, 1, LONGEST).mean()
+        drawn.append(np.clip(np.rint(tokens), 1, LONGEST).astype(int).tolist())
+    return tuple(drawn)
 
 
 Source = TraceFile | Workload | LogNormalLengths

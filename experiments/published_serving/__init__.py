@@ -1,8 +1,8 @@
 """The clock of GPUs against serving times that others published.
 
-The clock (experiments/load/gpu_clock.py) sums up operator times.  This table says how far that is
-from engines that ran: time per token of decoding batches and of prompts, and throughput of a whole
-run.  README.md has the sources, and what they leave open.  Nothing was fitted to them.
+The clock (experiments/load/gpu_clock.py) sums up operator times.  This table compares the sums with
+engines that ran: time per token of decoding batches and of prompts, and throughput of a whole run.
+README.md has the sources, and what they leave open.  Nothing was fitted to them.
 
 A published launch of 10 steps is compared with the mean of four of these steps on the clock.  For a
 throughput, the project's own scheduler serves the same requests, prompts first.
@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from experiments import paper_serving, style
+from experiments import serving, style
 from experiments.harness import Axis, Experiment, Options, one_of
 from experiments.load.gpu_clock import HONEST, GpuClock
 
@@ -99,9 +99,7 @@ def _throughput(clock: GpuClock, most_tokens: int, seed: int) -> float:
     """Prompt and output tokens per second of the run of ``anyscale``."""
     drawn = np.rint(np.random.default_rng(seed).exponential(128, 200_000))
     outputs = np.maximum(drawn[drawn <= most_tokens][:1000], 1).astype(int).tolist()
-    run = paper_serving.serve(
-        "paged", clock, [512] * 1000, outputs, [0.0] * 1000, prefill_first=True
-    )
+    run = serving.serve("paged", clock, [512] * 1000, outputs, [0.0] * 1000, prefill_first=True)
     return (512_000 + sum(outputs)) / run.seconds
 
 

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from bokeh.plotting import figure
 
 _FOLDER = Path(__file__).parent
+_COMMITTED = _FOLDER.parents[1] / "results"
+_AGREES = 0.1
+"""Relative difference up to which a number agrees with the published one."""
 _COLORS = [line["color"] for line in style.lines_of(range(8)).values()]
 _X_LABEL, _Y_LABEL = "pool size, of the unique blocks of the trace", "block hit rate"
 _PERCENT = "0.[00]%"
@@ -46,9 +49,10 @@ def write_report(results: Path, output: Path, experiments: Mapping[str, Experime
     for name, experiment in experiments.items():
         tables = sorted((results / name).glob("*/rows.csv"))
         notes = published.get(name, [])
-        pages += [_page(experiment, table.parent, notes) for table in tables]
+        committed = _COMMITTED / name / "cpu"
+        pages += [_page(experiment, table.parent, notes, committed) for table in tables]
         if not tables:
-            absent.append({**_describe(experiment), "published": _compare(notes, None)})
+            absent.append({**_describe(experiment), "published": _compare(notes, None, committed)})
     if not pages:
         raise OptionsError(f"no rows.csv in a folder of {results}: run an experiment first")
     pages.sort(key=lambda page: not page["published"])  # stable
@@ -56,13 +60,20 @@ def write_report(results: Path, output: Path, experiments: Mapping[str, Experime
         loader=jinja2.FileSystemLoader(_FOLDER), autoescape=True, trim_blocks=True
     )
     library = Resources(mode="inline", components=["bokeh"]).js_raw[0]
-    page = environment.get_template("page.html").render(pages=pages, absent=absent, library=library)
+    page = environment.get_template("page.html").render(
+        pages=pages,
+        absent=absent,
+        library=library,
+        is_committed=results.resolve() == _COMMITTED,
+    )
     output.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(output, page)
     return output
 
 
-def _page(experiment: Experiment, folder: Path, notes: list[dict[str, Any]]) -> dict[str, Any]:
+def _page(
+    experiment: Experiment, folder: Path, notes: list[dict[str, Any]], committed: Path
+) -> dict[str, Any]:
     """The template's values for the results in ``folder``."""
     summaries = sorted({*folder.glob("*.csv")} - {folder / "rows.csv"})
     return {
@@ -72,7 +83,7 @@ def _page(experiment: Experiment, folder: Path, notes: list[dict[str, Any]]) -> 
         "environment": json.loads((folder / "environment.json").read_text()),
         "figures": [_picture(path) for path in sorted(folder.glob("*.png"))],
         "curves": _hit_rates(folder) if experiment.name == "eviction" else None,
-        "published": _compare(notes, folder),
+        "published": _compare(notes, folder, committed),
         "tables": [_table(path) for path in (*summaries, folder / "rows.csv")],
     }
 
@@ -132,22 +143,46 @@ def _shorten(text: str) -> str:
     return f"{float(text):.5g}"
 
 
-def _compare(notes: list[dict[str, Any]], folder: Path | None) -> list[dict[str, Any]]:
-    """``notes`` of published.toml, with our measurement beside each of their values."""
+def _compare(
+    notes: list[dict[str, Any]], folder: Path | None, committed: Path
+) -> list[dict[str, Any]]:
+    """``notes`` of published.toml; each value has the committed number, that of ``folder``, and a
+    verdict on the committed one."""
     import pandas as pd
 
     read = functools.cache(pd.read_csv)
+
+    def measured(value: dict[str, Any], folder: Path | None) -> pd.Series:
+        table = folder and folder / value.get("table", "rows.csv")
+        if not table or not table.exists():
+            return pd.Series(dtype=float)
+        found = read(table).query(value["where"], engine="python")[value["column"]]
+        return found.nlargest(1) if value.get("take") == "max" else found
+
     compared = []
     for note in notes:
         values = []
-        for value in note.get("values", []) if folder else []:
-            rows = read(folder / value.get("table", "rows.csv"))
-            measured = rows.query(value["where"], engine="python")[value["column"]]
-            if value.get("take") == "max":
-                measured = measured.nlargest(1)
-            values.append({**value, "ours": _range(measured, value["format"])})
+        for value in note.get("values", []):
+            here = measured(value, committed)
+            texts = [
+                _range(numbers, value["format"]) for numbers in (here, measured(value, folder))
+            ]
+            verdict = _verdict(value["published"], here)
+            values.append({**value, "committed": texts[0], "ours": texts[1], "verdict": verdict})
         compared.append({**note, "values": values})
     return compared
+
+
+def _verdict(published: str, measured: pd.Series) -> str:
+    """Whether the measured numbers meet the published range, or by which factor they miss it."""
+    if measured.empty:
+        return ""
+    unit = 0.01 if "%" in published else 1
+    theirs = [unit * float(number) for number in re.findall(r"\d+(?:\.\d+)?", published)]
+    low, high, least, most = min(theirs), max(theirs), measured.min(), measured.max()
+    if most * (1 + _AGREES) >= low and least <= high * (1 + _AGREES):
+        return "agrees"
+    return f"{most / low:.2g} times" if most < low else f"{least / high:.2g} times"
 
 
 def _range(measured: pd.Series, form: str) -> str:
@@ -160,7 +195,7 @@ def _range(measured: pd.Series, form: str) -> str:
 
 
 def _hit_rates(folder: Path) -> dict[str, Any]:
-    """Script and places of interactive panels, one per trace, which hide a line together."""
+    """Script and places of interactive panels, one per trace; a line is hidden in all at once."""
     import pandas as pd
     from bokeh.embed import components
     from markupsafe import Markup

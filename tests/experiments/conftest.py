@@ -75,30 +75,32 @@ def tiny():
 
 
 TINY_RUNS = {
-    "block_size": "--trace {chat} --trace {lengths} --block-size 4 16 32 64 --capacity-percent 20",
+    "block_size": "--trace {chat} --trace {lengths} --block-size 4 16 32 64 --capacity-percent 20 "
+    "--draw 0 --traffic 0.01",
+    "chat_story": "--model tiny --manager paged vllm_v1 --block-size 4 32 --users 2 --turns 3 "
+    "--answer-tokens 3 --system-characters 40 --message-characters 10 --cache-tokens 2048 "
+    "--threads 1",
+    "clock_check": "--model tiny --load 0.5 --draw 0 --requests 5",
     "eviction": "--trace {chat} --capacity-percent 5 20 "
     "--policy lru --policy sieve --policy belady --policy {policy}:Mine",
-    "eviction_serving": "--trace {chat} --policy {policy}:Mine --policy belady "
-    "--capacity-percent 40 80 --num-requests 30 --slice-tokens 3000 --max-output-tokens 2 "
-    "--timed-model tiny",
+    "eviction_serving": "--trace {chat} --policy {policy}:Mine --policy lru --pool-gib 1 4 "
+    "--host-gib 2 --num-requests 60",
+    "fp8_quality": "--model tiny --windows 2 --calibration-windows 1 --window-tokens 40 "
+    "--threads 1",
     "kernel_counters": "--op decode store --arch sm_90 --kv-dtype bfloat16 --block-size 16 "
     "--num-q-heads 8 --num-kv-heads 2",
+    "kernel_time": "--gpu H100-SXM",
     "memory_waste": "--trace {lengths} --block-size 1 16 --num-requests 40 --sequences-in-cache 2",
     "overhead": "--launch-samples 3 --trace {prompts} --repeats 2 --policy lru "
     "--pool-blocks 512 1024 --pool-requests 4 --manager vllm_v1 "
     "--num-sequences 1 2 --lengths 2 5 --num-steps 5 --model tiny --model-num-sequences 2 "
     "--model-lengths 2 5 --model-num-steps 5",
-    "paper_serving": "--lengths sharegpt --host-ms 0 --draw 0 --system contiguous_max paged "
-    "--traffic 0.02 --bisections 1",
-    "preemption": "--model tiny --threads 1 --block-size 4 16 --context-tokens 40 "
-    "--cache-tokens 64 --requests 4 --prompt-tokens 4 12 --output-tokens 12 24 "
-    "--draws 2",
+    "preemption": "--block-size 4 16 --context-tokens 40 --draw 0 --traffic 0.01 --request-rate 40",
     "published_serving": "--case lambda_h100_10 bench_70b",
-    "serving": "--trace {chat} --system contiguous_max --system vllm_v1 --request-rate 50 2000 "
-    "--draw 0 1 --duration-s 0.05 --drain-s 0.05 --mean-tokens 24 --max-model-len 64",
-    "shared_prefix": "--model tiny --manager vllm_v1 radix --block-size 8 --prompt-tokens 64 "
-    "--cached-percent 0 50 --prefix-tokens 0 32 --requests 2 --output-tokens 3 --repeats 2 "
-    "--threads 1",
+    "queue_informed": "--trace {chat} --load 0.7 2 --num-requests 40",
+    "serving": "--load sharegpt alpaca_2_beams --host-ms 10 --draw 0 "
+    "--system contiguous_max contiguous_oracle paged --traffic 0.02 --bisections 1",
+    "shared_prefix": "--load five_shot --draw 0 --traffic 0.02 --bisections 1",
     "sharing": "--trace {lengths} --num-sequences 2 3 --drop-probability 0.1 --num-requests 3",
     "transformers_speed": "--model tiny --sequences 3 --prompt-tokens 21 --output-tokens 4 "
     "--repeats 1 --threads 1",

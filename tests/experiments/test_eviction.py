@@ -46,7 +46,8 @@ def test_hit_rates_are_those_of_the_replay_between_lru_and_the_bounds(tiny_run, 
 
 
 def test_a_trace_without_block_size_is_titled_without_one(drawn, tmp_path):
-    row = {"policy": "lru", "capacity_fraction": 0.1, "block_hit_rate": 0.5, "unique_blocks": 9}
+    row = {"policy": "lru", "capacity_fraction": 0.1, "unique_blocks": 9}
+    row |= dict.fromkeys(("block_hit_rate", eviction.FIRST, eviction.LAST), 0.5)
     rows = pd.DataFrame(
         [{**row, "trace": "a", "block_size": math.nan}, {**row, "trace": "b", "block_size": 16}]
     )
@@ -76,21 +77,13 @@ def test_without_a_trace_those_of_the_repository_are_replayed():
 
 
 def test_two_thirds_to_choose_by_and_a_third_to_judge(inputs):
-    cells = grid(
-        trace=(inputs["chat"],), policy=("lru", "fluid"), capacity_percent=(10,),
-        part=("first", "last"),
-    )  # fmt: skip
-    rows = {row["trace"]: row for cell in cells for row in eviction.run_cell(cell)}
+    (cell, _) = grid(trace=(inputs["chat"],), policy=("lru",), capacity_percent=(10,))
+    (row,) = eviction.run_cell(cell)
     trace = cache.load_trace(inputs["chat"])
-    first, last = rows.values()
-    assert set(rows) == {f"{trace.name}, first", f"{trace.name}, last"}
-    whole = cache.simulate(trace, policy="lru", capacity_blocks=first["capacity_blocks"]).hits
+    hits = cache.simulate(trace, policy="lru", capacity_blocks=row["capacity_blocks"]).hits
     cut = len(trace) * 2 // 3
-    for row, part in ((first, slice(cut)), (last, slice(cut, None))):
-        references = trace[part].num_block_references
-        assert row["block_hit_rate"] == whole[part].sum() / references
-    with pytest.raises(ValueError, match="one of all, first, last"):
-        grid(part=("middle",))
+    for column, part in ((eviction.FIRST, slice(cut)), (eviction.LAST, slice(cut, None))):
+        assert row[column] == hits[part].sum() / trace[part].num_block_references
 
 
 def test_a_workload_is_named_like_a_trace():
@@ -113,29 +106,34 @@ def test_capacities_are_of_the_unique_blocks_of_the_first_requests_rounded_down(
     assert [row["capacity_blocks"] for row in rows] == expected
 
 
-def test_policies_of_equal_hits_share_a_curve_and_the_rest_is_named_together(drawn, tmp_path):
+def test_bounds_ours_lru_and_own_policies_have_curves_the_best_other_too_the_rest_a_band(
+    drawn, tmp_path
+):
     rates = {policy: 0.3 + place / 1000 for place, policy in enumerate(cache.POLICIES)}
-    equal = dict.fromkeys(("my.py:Own", "sieve", "random", "mru"), 0.55)
-    rates |= {"belady": 0.9, "lru": 0.5, "fifo": 0.4, **equal}
+    rates |= {"belady": 0.9, "lru": 0.5, "sieve": 0.6, "mru": 0.1, "my.py:Own": 0.55, "fluid": 0.95}
     rows = pd.DataFrame(
         {
             "trace": "t", "block_size": 16, "unique_blocks": 9, "policy": policy,
             "capacity_fraction": size, "block_hit_rate": rate,
+            eviction.FIRST: rate, eviction.LAST: rate - 0.1 * (policy == "sieve"),
         }
         for policy, rate in rates.items()
         for size in (0.1, 0.5)
     )  # fmt: skip
     eviction.EXPERIMENT.plot(rows, tmp_path)
-    (legend,) = drawn["hit_rate"].legends
-    labels = [text.get_text() for text in legend.get_texts()]
-    (merged,) = (label for label in labels if " = " in label)
-    assert set(merged.split(" = ")) == {"my.py:Own", "SIEVE", "random", "MRU"}
-    (others,) = (label for label in labels if label.startswith("others ("))
-    assert len(others.split(",")) + len(merged.split(" = ")) + len(labels) - 2 == len(rates)
-    below = drawn["hit_rate"].axes[1]
-    way = {line.get_label(): line.get_ydata()[0] for line in below.lines}
-    assert (way["LRU"], way["Belady (optimum)"]) == (0, 100)
-    assert (way[merged], way["FIFO"]) == (pytest.approx(12.5), pytest.approx(-25))
+    above, below = drawn["hit_rate"].axes[:2]
+    assert above.get_title().endswith("best of the others: SIEVE")
+    shown = {line.get_label(): line.get_ydata()[0] for line in above.lines}
+    assert shown == pytest.approx(
+        {
+            "Belady (optimum)": 90, "fluid relaxation": 90, "my.py:Own": 55, "LRU": 50,
+            "best of the others": 60, "gittins, safeguarded (ours)": 100 * rates["safeguarded"],
+        }
+    )  # fmt: skip
+    (band,) = above.collections
+    assert (band.get_datalim(above.transData).y0, band.get_datalim(above.transData).y1) == (10, 60)
+    way = [line.get_ydata()[0] for line in below.lines if line.get_label() == "best of the others"]
+    assert way == pytest.approx([25, 0])
 
 
 def test_a_named_trace_that_cannot_be_replayed_is_an_error(inputs, tmp_path):

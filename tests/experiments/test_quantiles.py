@@ -20,11 +20,11 @@ def test_times_that_are_unknown_do_not_count():
     assert set(quantiles.of_times("tpot", [None, None]).values()) == {None}
 
 
-def test_bars_reach_from_p20_to_p80():
-    rows = pd.DataFrame([quantiles.columns("ms", values) for values in ([5, 0, 10], [1, 2, 3])])
+def test_bars_reach_from_the_least_to_the_most():
+    rows = pd.DataFrame({"batch": [4, 1, 1, 4, 1, 4], "ms": [1, 5, 0, 3, 10, 2]})
     figure, axis = plt.subplots()
-    quantiles.error_bars(axis, rows.assign(batch=[1, 4]), "batch", "ms", label="time")
+    quantiles.draws(axis, rows, "batch", "ms", label="time")
     [(line, _, [bars])] = axis.containers
     assert line.get_ydata().tolist() == [5, 2]
-    assert [segment[:, 1].tolist() for segment in bars.get_segments()] == [[2, 8], [1.4, 2.6]]
+    assert [segment[:, 1].tolist() for segment in bars.get_segments()] == [[0, 10], [1, 3]]
     plt.close(figure)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from experiments import cli
+from experiments import cli, report
 from experiments.registry import EXPERIMENTS
 
 pytestmark = pytest.mark.slow
@@ -107,11 +107,42 @@ def test_every_experiment_stands_with_its_question_machine_and_commit(page):
 
 def test_every_published_number_has_one_of_ours_beside_it(page):
     text = page.read_text()
-    assert text.count("Published: PagedAttention") == 9
+    toml = Path(report.__file__).with_name("published.toml").read_text()
+    assert text.count("Published: PagedAttention") == toml.count('source = "PagedAttention') > 5
     assert "not in this grid" not in text
+    assert "your run" not in text, "the committed results are no run of the reader's"
     # Fig. 2: what is reserved up to the maximum is mostly empty, what is paged mostly full.
-    assert re.search(r"Orca \(Max\)</td><td>20.4\s%</td><td>\d?\d.\d\s% to [1-4]\d.\d\s%", text)
-    assert re.search(r"tokens: vLLM</td><td>96.3\s%</td><td>9\d.\d\s% to 9\d.\d\s%", text)
+    row = r"Orca \(Max\)</td><td>20.4\s%</td>\s*<td>\d?\d.\d\s% to [1-4]\d.\d\s%</td>"
+    assert len(re.findall(row, text)) == 2, "in the overview and in the section"
+    paged = r"tokens: vLLM</td><td>96.3\s%</td>\s*<td>9\d.\d\s% to 9\d.\d\s%</td>\s*<td>agrees</td>"
+    assert re.search(paged, text)
+
+
+def test_a_run_of_ones_own_stands_beside_the_committed_one(tmp_path):
+    folder = tmp_path / "memory_waste" / "cpu"
+    shutil.copytree(RESULTS / "memory_waste" / "cpu", folder)
+    rows = pd.read_csv(folder / "rows.csv")
+    rows.assign(used_fraction=0.5).to_csv(folder / "rows.csv", index=False)
+    assert cli.main(["report", "--results", str(tmp_path)]) == 0
+    text = (tmp_path / "report.html").read_text()
+    row = (
+        r"vLLM</td><td>96.3\s%</td>\s*<td>9\d.\d\s% to 9\d.\d\s%</td><td>50.0\s%</td>\s*<td>agrees"
+    )
+    assert re.search(row, text)
+
+
+@pytest.mark.parametrize(
+    ("published", "measured", "verdict"),
+    [
+        ("1.7 to 2.7", [2.0], "agrees"),
+        ("96.3 %", [0.97, 0.99], "agrees"),
+        ("40 %", [0.2], "0.5 times"),
+        ("1.67", [3.0, 3.5], "1.8 times"),
+        ("1.67", [], ""),
+    ],
+)
+def test_verdicts(published, measured, verdict):
+    assert report._verdict(published, pd.Series(measured, dtype=float)) == verdict
 
 
 def test_results_that_are_not_there_are_an_error(tmp_path, capsys):

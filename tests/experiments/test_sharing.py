@@ -97,7 +97,7 @@ def test_a_row_depends_on_the_seed_and_more_sequences_and_drops_save_more():
 def test_the_grid_has_synthetic_lengths_beside_the_traces():
     items = cells(num_sequences=(2, 3), drop_probability=(0.1,))
     names = list(dict.fromkeys(cell.trace.name for cell in items))
-    assert names == ["log_normal_20_60", "log_normal_160_340", *(path.name for path in REAL_TRACES)]
+    assert names == ["alpaca_like", "sharegpt_like", *(path.name for path in REAL_TRACES)]
     assert [(c.num_sequences, c.drop_probability) for c in items[:4]] == [
         (2, None), (2, 0.1), (3, None), (3, 0.1),
     ]  # fmt: skip

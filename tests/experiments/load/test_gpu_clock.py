@@ -52,6 +52,8 @@ def test_host_time_swaps_and_copies_are_added():
     block = 16 * 131_072  # 32 layers of 8 KV heads of 128 in bf16, K and V
     by_hand = block * (4 / 64e9 + 2 / 3.35e12)
     assert clock().duration(busy) == pytest.approx(by_hand)
+    swaps = clock(transfer_seconds=1e-5).duration(busy) - by_hand
+    assert swaps == pytest.approx(2 * 32 * 4 * 1e-5)  # K and V of 32 layers, 4 blocks
     late = clock(host_seconds=0.25)
     assert late.seconds([100]) == pytest.approx(0.25 + clock().seconds([100]))
 
@@ -63,7 +65,13 @@ def test_a_slower_memory_slows_decoding_by_its_ratio_and_prompts_less():
     assert 1.05 < slow.seconds([], prompt) / fast.seconds([], prompt) < 1.25
 
 
-WEIGHTS = {"opt-13b": 12.6e9, "llama-3.1-8b": 7.0e9, "llama-3.1-70b": 68e9, "qwen3-0.6b": 0.44e9}
+WEIGHTS = {
+    "opt-13b": 12.6e9,
+    "llama-13b": 12.7e9,
+    "llama-3.1-8b": 7.0e9,
+    "llama-3.1-70b": 68e9,
+    "qwen3-0.6b": 0.44e9,
+}
 
 
 @pytest.mark.parametrize(
@@ -88,13 +96,14 @@ def test_an_engine_on_the_clock_takes_the_sum_of_its_steps():
         (
             ("llama-9b", "H100-SXM"),
             {},
-            "^model='llama-9b' is not in the table models; it has llama-3.1",
+            "^model='llama-9b' is not in the table models; it has llama-13b, llama-3.1",
         ),
         (("opt-13b", "V100"), {}, "^card='V100' is not in the table cards; it has A100-SXM, "),
         (("llama-3.1-8b", "H100-SXM", 3), {}, "^num_gpus=3 is not in .* it has 2, 4, 8$"),
         (("opt-13b", "A100-SXM", 8), {}, "^q_heads=5 is not in the table attention .* it has 1, 2"),
         (("opt-13b", "A100-SXM"), {"max_num_batched_tokens": 8193}, "^m=8193 .* m from 1 to 8192$"),
         (("opt-13b", "A100-SXM"), {"host_seconds": -1}, "^host_seconds=-1: needs at least 0$"),
+        (("opt-13b", "A100-SXM"), {"transfer_seconds": -1}, "^transfer_seconds=-1: needs at"),
     ],
 )
 def test_what_was_not_measured_is_refused(arguments, options, message):

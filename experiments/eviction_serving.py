@@ -1,0 +1,268 @@
+"""Eviction policies by the time they save: Llama 3.1 8B on an H100, in modelled time.
+
+The scheduler and the manager serve the first requests of a trace, with their own lengths and shared
+blocks, under each policy and pool size; ``GpuClock`` gives the time.  Beside the hit rate the table
+has time to first token, which a policy is there to shorten.  ``no_cache`` (prefix caching off, same
+memory) and ``infinite`` (nothing is ever evicted) are the bounds.
+
+A pool of 48 GiB is what an H100 has left beside the weights.  Larger ones stand for several GPUs.
+
+``host_gib`` adds a tier in host memory to the smallest pool, with ``lru`` in the pool and a policy
+of its own in the tier, see ``TieredClock``.  The tier is looked up for what the pool lacks, and its
+blocks cross the PCIe link.
+
+Requests arrive at the trace's own times, with gaps scaled so that on average ``load`` times as many
+prompt tokens arrive as can be computed.  Requests of more than 65,536 tokens are left out: the
+clock's tables end there.  The policy's own work is not part of the time; ``overhead`` measures it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import cache
+from cache.serving.request import ScheduledSequence
+from cache.serving.scheduler import Step
+from experiments import quantiles, serving, style
+from experiments.eviction import Policy, named_policy, policy_spec
+from experiments.harness import (
+    Axis,
+    Count,
+    Experiment,
+    Natural,
+    Positive,
+    Repeated,
+    Unavailable,
+    grid,
+)
+from experiments.load import workloads
+from experiments.load.gpu_clock import HONEST, GpuClock
+from experiments.load.workloads import OnTraces, Source
+
+_NO_CACHE, _INFINITE = "no_cache", "infinite"
+"""Values in place of a policy: prefix caching off, and a cache that never evicts."""
+_TTFT = "time to first token (s)"
+_MODEL, _GPU, _MOST_TOKENS = "llama-3.1-8b", "H100-SXM", 65_536
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvictionServing(OnTraces):
+    """The grid: traces x policies x pools."""
+
+    policy: Repeated[Axis[Policy]] = ()
+    """A policy by name, or your own as file.py:Class.
+
+    None: lru, fifo, lfu, safeguarded."""
+    pool_gib: Axis[Positive] = (48.0, 192.0, 768.0)
+    """Memory for K/V."""
+    host_gib: Axis[Positive] = (128.0, 512.0, 2048.0)
+    """Host memory of the tier; 0 in cells without one."""
+    num_requests: Count = 3_000
+    """First requests of each trace."""
+    load: Positive = 0.5
+    """Prompt tokens, cached or not, that arrive on average while one can be computed."""
+    host_ms: Natural = 1
+    """Assumed time of the engine's own code in each step."""
+
+
+def cells(options: EvictionServing) -> Iterator[EvictionServing]:
+    """Policies and the two bounds."""
+    traces = [*options.sources(options.num_requests)]
+    default = ("lru", "fifo", "lfu", "safeguarded")
+    policies = [*map(named_policy, options.policy or default)]
+    for trace in traces:
+        alone = {"trace": [trace], "host_gib": [0.0]}
+        yield from grid(options, policy=[*policies, _NO_CACHE], **alone)
+        yield from grid(options, policy=[_INFINITE], pool_gib=[float("inf")], **alone)
+        yield from grid(options, trace=[trace], policy=policies, pool_gib=options.pool_gib[:1])
+
+
+def run_cell(cell: EvictionServing) -> list[dict[str, Any]]:
+    whole, clock = workloads.load(cell.trace), _clock(cell.host_ms)
+    trace = _served(cell.trace)
+    block_bytes = trace.block_size * clock.kv_bytes_per_token
+    if cell.policy == _INFINITE:
+        longest = trace.input_lengths + trace.output_lengths
+        num_blocks = int((longest // trace.block_size + 1).sum())
+    else:
+        num_blocks = int(cell.pool_gib * 2**30 / block_bytes)
+    manager = cache.make_manager(
+        "vllm_v1",
+        num_blocks=num_blocks,
+        block_size=trace.block_size,
+        policy="lru" if cell.host_gib else policy_spec(cell.policy),
+        enable_prefix_caching=cell.policy != _NO_CACHE,
+    )
+    step = clock.max_num_batched_tokens
+    offered = cell.load * step / clock.seconds([], [(step, step)], 1)
+    seconds = float(trace.timestamps_ms[-1] - trace.timestamps_ms[0]) / 1000
+    scale = float(trace.input_lengths.sum()) / offered / seconds
+    host_blocks = int(cell.host_gib * 2**30 / block_bytes)
+    service = TieredClock(clock, trace, host_blocks, policy_spec(cell.policy))
+    run = cache.simulate_serving(trace, manager=manager, service=service, time_scale=scale)
+    if host_blocks and run.dropped:
+        raise Unavailable(f"{trace.name}: a pool of {cell.pool_gib:g} GiB drops requests")
+    return [
+        {
+            "trace": trace.name,
+            "policy": str(cell.policy),
+            **cell.columns("pool_gib", "host_gib", "load", "host_ms"),
+            "model": clock.model,
+            "gpu": clock.gpu,
+            "requests": len(trace),
+            "requests_left_out": len(whole) - len(trace),
+            "requests_dropped": run.dropped,
+            "mean_prompt_tokens": float(trace.input_lengths.mean()),
+            "mean_output_tokens": float(trace.output_lengths.mean()),
+            "unique_gib": trace.num_unique_blocks * block_bytes / 2**30,
+            "gaps_scaled_by": scale,
+            "block_hit_rate": run.stats.block_hit_rate,
+            "host_block_hit_rate": service.loaded_blocks / trace.num_block_references,
+            "evictions": run.stats.evicted_blocks,
+            "preemptions": run.preemptions,
+            "mean_running": run.mean_running,
+            "normalized_latency_s": float(run.normalized_latency_seconds.mean()),
+            **quantiles.of_times("ttft", run.ttft_seconds.tolist()),
+            "basis": HONEST,
+        }
+    ]
+
+
+class TieredClock:
+    """``clock`` with a tier of ``num_blocks`` K/V blocks in host memory; none if 0.
+
+    When a request of ``trace`` is admitted, the tier is looked up for the blocks behind the pool's
+    hit.  Those that it has in a row cross the PCIe link, which takes the place of computing their
+    tokens; these still count in the scheduler's token budget.  The others are stored there, at no
+    cost in time: that direction of the link is free.  Requests are numbered as in ``trace``.
+    """
+
+    def __init__(self, clock: GpuClock, trace: cache.Trace, num_blocks: int, policy: str) -> None:
+        self.max_num_seqs = clock.max_num_seqs
+        self.max_num_batched_tokens = clock.max_num_batched_tokens
+        self.loaded_blocks = 0
+        self._clock, self._trace = clock, trace
+        self._free = list(range(num_blocks))
+        self._slots: dict[int, int] = {}
+        self._keys = [-1] * num_blocks
+        self._policy = cache.make_policy(policy)
+        self._policy.start(num_blocks)
+        self._loaded_to: dict[int, int] = {}
+        block_bytes = trace.block_size * clock.kv_bytes_per_token
+        self._block_seconds = block_bytes / clock.host_bandwidth
+
+    def duration(self, step: Step) -> float:
+        loaded = sum(map(self._admit, step.admitted)) if self._keys else 0
+        computed = Step(copies=step.copies)
+        for seq, count in zip(step.sequences, step.counts, strict=True):
+            start = seq.num_computed_tokens - count
+            skipped = max(0, self._loaded_to.get(seq.seq_id, 0) - start)
+            if skipped < count:
+                computed.sequences.append(seq)
+                computed.counts.append(count - skipped)
+        self.loaded_blocks += loaded
+        return self._clock.duration(computed) + loaded * self._block_seconds
+
+    def _admit(self, seq: ScheduledSequence) -> int:
+        """Look up and store the blocks of ``seq``; returns how many are loaded."""
+        size = self._trace.block_size
+        keys = self._trace[seq.request.request_id].block_ids.tolist()
+        first = seq.num_cached_tokens // size
+        end = first
+        while end < len(keys) and keys[end] in self._slots and (end + 1) * size < seq.num_tokens:
+            end += 1
+        self._loaded_to[seq.seq_id] = end * size
+        used = [self._slots[key] for key in keys[first:end]]
+        self._policy.pin_many(used)
+        for depth in range(end, len(keys)):
+            if keys[depth] in self._slots:
+                continue
+            if not self._free:
+                if not len(self._policy):
+                    break
+                victim = self._policy.evict()
+                del self._slots[self._keys[victim]]
+                self._free.append(victim)
+            slot = self._free.pop()
+            self._slots[keys[depth]], self._keys[slot] = slot, keys[depth]
+            self._policy.insert(slot, keys[depth], keys[depth - 1] if depth else None, depth)
+            used.append(slot)
+        self._policy.release_many(reversed(used))
+        return end - first
+
+
+@functools.cache
+def _clock(host_ms: int) -> GpuClock:
+    return GpuClock(_MODEL, _GPU, host_seconds=host_ms / 1000)
+
+
+@functools.lru_cache(maxsize=1)
+def _served(source: Source) -> cache.Trace:
+    """The requests that the clock's tables allow."""
+    trace = workloads.load(source)
+    short = trace.input_lengths + trace.output_lengths <= _MOST_TOKENS
+    if short.all():
+        return trace
+    requests = (
+        (*request[:3], request.block_ids.tolist())
+        for request, kept in zip(trace, short, strict=True)
+        if kept
+    )
+    return cache.Trace.from_requests(requests, name=trace.name, block_size=trace.block_size)
+
+
+def _draw(rows: style.DataFrame) -> style.Figure:
+    lines = style.policy_lines(rows["policy"].unique())
+    lines[_NO_CACHE] = style.line(style.GREY, "", "dashdot") | {"label": "no prefix caching"}
+    ticks = sorted(rows[rows["pool_gib"] < float("inf")]["pool_gib"].unique())
+    figure, axes, _ = style.panel_grid(3 * rows["trace"].nunique(), columns=3, height=2.0)
+    for number, (trace, of_trace) in enumerate(rows.groupby("trace", sort=False)):
+        hits, times, tiers = axes[3 * number : 3 * number + 3]
+        alone = of_trace[of_trace["host_gib"] == 0]
+        for policy, curve in alone.groupby("policy", sort=False):
+            for axis, column, unit in ((hits, "block_hit_rate", 100), (times, "ttft_mean_s", 1)):
+                if policy == _INFINITE:
+                    axis.axhline(unit * curve[column].iloc[0], **lines[policy])
+                elif policy != _NO_CACHE or axis is times:
+                    style.curve(axis, curve, "pool_gib", column, unit, **lines[policy])
+        tiered = of_trace[of_trace["host_gib"] > 0]
+        for policy, curve in tiered.groupby("policy", sort=False):
+            style.curve(tiers, curve, "host_gib", "ttft_mean_s", **lines[policy])
+        first = of_trace.iloc[0]
+        hits.set(title=f"{trace}\n{first['requests']} requests", ylabel="block hit rate (%)")
+        times.set(title=f"of {first['unique_gib']:,.0f} GiB of K/V", ylabel=_TTFT)
+        tiers.set(title="with a tier in host memory", ylabel=_TTFT)
+        for axis in (hits, times, tiers):
+            axis.set_ylim(0, 1.1 * axis.get_ylim()[1])
+            axis.set_xlabel("tier (GiB)" if axis is tiers else "pool (GiB)")
+        for axis in (hits, times):
+            style.log_x(axis, ticks)
+        style.log_x(tiers, sorted(tiered["host_gib"].unique()))
+    notes = f"Llama 3.1 8B on an H100. {HONEST}"
+    label = f"tier: behind a pool of {ticks[0]:g} GiB" if ticks else ""
+    return style.shared_legend(figure, columns=4, xlabel=serving.noted(figure, label, notes))
+
+
+def _summary(rows: style.DataFrame) -> style.DataFrame:
+    """Hit rate and time to first token, also over LRU's in the same pool and tier."""
+    at = ["trace", "pool_gib", "host_gib"]
+    lru = rows[rows["policy"] == "lru"].set_index(at)["ttft_mean_s"]
+    ratio = rows["ttft_mean_s"] / lru.reindex(rows.set_index(at).index).to_numpy()
+    columns = [*at, "policy", "block_hit_rate", "host_block_hit_rate", "ttft_mean_s"]
+    return rows[columns].assign(ttft_over_lru=ratio, basis=rows["basis"])
+
+
+EXPERIMENT = Experiment(
+    name="eviction_serving",
+    figure="time to first token under each policy and pool: Llama 3.1 8B, H100 modelled",
+    options=EvictionServing(),
+    quick=EvictionServing(
+        policy=("lru", "lfu"), pool_gib=(48.0,), host_gib=(512.0,), num_requests=150
+    ),
+    cells=cells,
+    run_cell=run_cell,
+    plot=style.plotter({"eviction_serving": _draw}, tables={"summary": (_summary, "%.4g")}),
+)

@@ -1,0 +1,186 @@
+"""Perplexity of a real model on prose, with KV caches of several dtypes and fp8 scales.
+
+SmolLM2-135M-Instruct computes windows of Python's documentation.  Weights and arithmetic are fp32
+in every cell; only the cache differs, and every key and value is read from it.  fp8 is e4m3, with a
+scale of 1, or with scales that map the largest magnitude in other windows of the same text, the
+calibration, to fp8's largest number, 448: one scale per layer, as checkpoints have them, or one per
+layer and head.  ``saturated`` has the scale 1/32: magnitudes above 14 saturate, as those above 448
+do in models with larger keys at scale 1.
+
+The summary has the mean difference from the fp32 cache in nats per token, paired by window, with a
+95 % bootstrap interval over the windows.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+
+from experiments import style
+from experiments.harness import Axis, Count, Experiment, Options, one_of
+from experiments.load import engine_models
+
+if TYPE_CHECKING:
+    import torch
+
+    from models import LLM
+
+CACHES = {
+    "fp32": ("float32", None),
+    "bf16": ("bfloat16", None),
+    "fp8, scale 1": ("float8_e4m3fn", None),
+    "fp8, scale per layer": ("float8_e4m3fn", "layer"),
+    "fp8, scale per head": ("float8_e4m3fn", "head"),
+    "fp8, saturated": ("float8_e4m3fn", 1 / 32),
+}
+"""Dtype of the cache and its scale, by the name in the figure."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Quality(Options):
+    """The grid: caches."""
+
+    cache: Axis[Annotated[str, one_of(CACHES)]] = tuple(CACHES)
+    model: Annotated[str, one_of(("tiny", engine_models.SMOLLM2))] = engine_models.SMOLLM2
+    """tiny has random weights and a byte per token."""
+    windows: Count = 20
+    """Windows of the text that are judged, at equal distances."""
+    calibration_windows: Count = 4
+    """Other windows, from which scales are chosen."""
+    window_tokens: Count = 1024
+    threads: Count = 2
+
+    @property
+    def group(self) -> tuple[str, ...]:
+        return (self.model,)
+
+
+def run_cell(cell: Fp8Quality) -> list[dict[str, Any]]:
+    import torch
+
+    llm = _load(cell.model, cell.window_tokens, cell.threads)
+    judged, calibration = _windows(cell, engine_models.prose_tokens(llm))
+    dtype, scale = CACHES[cell.cache]
+    layers = [layer.self_attn for layer in llm.model.model.layers]
+    scales = [(scale, scale)] * len(layers)
+    if scale in ("layer", "head"):
+        largest = torch.stack([_compute(llm, tokens, torch.float32)[1] for tokens in calibration])
+        largest = largest.amax(dim=0)  # (2, num_layers, num_kv_heads)
+        if scale == "layer":
+            largest = largest.amax(dim=-1, keepdim=True)
+        scales = zip(*(largest / 448), strict=True)
+    for layer, (k_scale, v_scale) in zip(layers, scales, strict=True):
+        layer.k_scale, layer.v_scale = k_scale, v_scale
+    return [
+        {
+            **cell.columns("model", "cache", "window_tokens", "calibration_windows"),
+            "window": index,
+            "nats_per_token": _compute(llm, tokens, getattr(torch, dtype))[0],
+        }
+        for index, tokens in enumerate(judged)
+    ]
+
+
+@functools.lru_cache(maxsize=1)
+def _load(model: str, window_tokens: int, threads: int) -> LLM:
+    options = {"num_blocks": 1, "block_size": window_tokens, "attention_backend": "torch"}
+    return engine_models.make_llm(model, threads=threads, device="cpu", **options)
+
+
+def _windows(cell: Fp8Quality, tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """The judged windows and those for calibration, (number, window_tokens) each."""
+    whole = len(tokens) // cell.window_tokens
+    count = cell.windows + cell.calibration_windows
+    if count > whole:
+        raise ValueError(f"--windows, --calibration-windows: the text has {whole}, not {count}")
+    windows = np.array(tokens[: whole * cell.window_tokens]).reshape(whole, -1)
+    windows = windows[np.linspace(0, whole - 1, count).astype(int)]
+    aside = np.linspace(0, count - 1, cell.calibration_windows).astype(int)
+    return np.delete(windows, aside, axis=0), windows[aside]
+
+
+def _compute(llm: LLM, tokens: np.ndarray, dtype: torch.dtype) -> tuple[float, torch.Tensor]:
+    """Nats per token of a window in an empty cache, and the largest magnitudes of its keys and
+    values, (2, num_layers, num_kv_heads)."""
+    import torch
+
+    from models.attention import AttentionMetadata
+    from models.runner import make_kv_cache
+
+    ids, count = torch.from_numpy(tokens), len(tokens)
+    positions, length = torch.arange(count), torch.tensor([count], dtype=torch.int32)
+    cache = make_kv_cache(llm.model, 1, count, dtype)
+    table, starts = length[None] * 0, torch.tensor([0, count], dtype=torch.int32)
+    batch = AttentionMetadata(positions, table, starts, length, count, count)
+    with torch.inference_mode():
+        hidden = llm.model(ids, positions, cache, batch)
+        nats = torch.nn.functional.cross_entropy(llm.model.logits(hidden[:-1]), ids[1:])
+    return nats.item(), cache.float().abs().amax(dim=(2, 3, 5))
+
+
+def _with_differences(rows: style.DataFrame) -> style.DataFrame | None:
+    """The rows with nats ``more`` than with the fp32 cache in the same window."""
+    baseline = rows[rows["cache"] == "fp32"].set_index("window")["nats_per_token"]
+    more = rows["nats_per_token"] - rows["window"].map(baseline)
+    return None if more.isna().any() else rows.assign(more=more)
+
+
+def _quantile(differences: style.Series, q: float) -> float:
+    """A quantile of the mean over windows, by bootstrap."""
+    count = len(differences)
+    draws = np.random.default_rng(0).integers(count, size=(10_000, count))
+    return float(np.quantile(differences.to_numpy()[draws].mean(axis=1), q))
+
+
+def _summary(rows: style.DataFrame) -> style.DataFrame | None:
+    """Perplexity of each cache, and the mean difference from fp32 with its interval."""
+    rows = _with_differences(rows)
+    return (
+        rows
+        if rows is None
+        else rows.groupby("cache", sort=False, as_index=False).agg(
+            predicted_tokens=("window_tokens", lambda tokens: int((tokens - 1).sum())),
+            perplexity=("nats_per_token", lambda nats: np.exp(nats.mean())),
+            more_nats_per_token=("more", "mean"),
+            low=("more", lambda more: _quantile(more, 0.025)),
+            high=("more", lambda more: _quantile(more, 0.975)),
+        )
+    )
+
+
+def _draw(rows: style.DataFrame) -> style.Figure | None:
+    """The paired differences: means with their intervals, and a dot for each window."""
+    rows = _with_differences(rows)
+    if rows is None:
+        return None
+    others = rows[rows["cache"] != "fp32"]
+    if others.empty:
+        return None
+    figure, [axis], _ = style.panel_grid(1, height=1.9, width=4.5)
+    table = _summary(rows).set_index("cache")
+    for place, (name, of_cache) in enumerate(others.groupby("cache", sort=False)):
+        axis.plot(of_cache["more"], [place] * len(of_cache), **style.dots(style.GREY, "."))
+        mean, low, high = table.loc[name, ["more_nats_per_token", "low", "high"]]
+        error = [[mean - low], [high - mean]]
+        axis.errorbar(mean, place, xerr=error, capsize=2, **style.dots(style.BLUE, "o"))
+    axis.axvline(0, **style.BOUND)
+    style.name_rows(axis, others["cache"].unique())
+    tokens = table["predicted_tokens"].iloc[0]
+    axis.set_xlabel(
+        f"nats per token more than with an fp32 cache ({rows['model'].iloc[0]}, {tokens:,} tokens)"
+        "\ngrey: windows; blue: mean and its 95 % interval"
+    )
+    return figure
+
+
+EXPERIMENT = Experiment(
+    name="fp8_quality",
+    figure="perplexity of a real model with bf16 and fp8 KV caches",
+    options=Fp8Quality(),
+    quick=Fp8Quality(windows=2, calibration_windows=1, window_tokens=128),
+    run_cell=run_cell,
+    plot=style.plotter({"fp8_quality": _draw}, {"summary": (_summary, "%.5g")}),
+)
