@@ -1,0 +1,92 @@
+"""Writes proposals.md: what proposals.toml lists, judged by committed results.
+
+.venv/bin/python -m docs.proposals
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+import pandas as pd
+
+from experiments.eviction import LAST, by_policy
+
+PAGE = Path(__file__).with_suffix(".md")
+_RESULTS = PAGE.parents[1] / "results"
+_POOLS = (0.005, 0.01, 0.02, 0.05, 0.1)
+_SAME = 0.05
+"""Points of hit rate up to which two policies hit alike."""
+_TEXTS = tomllib.loads(PAGE.with_suffix(".toml").read_text())
+
+
+def gains(rows: pd.DataFrame, value: str = "block_hit_rate") -> pd.DataFrame:
+    """Points over LRU: a row per trace and pool, a column per policy."""
+    rates = by_policy(rows, ["trace", "capacity_fraction"], value)
+    rates = rates[rates.index.isin(_POOLS, level="capacity_fraction")]
+    return 100 * rates.sub(rates["lru"], axis=0)
+
+
+def verdict(points: pd.Series, judged: pd.Series) -> str:
+    """In how many cells it is better and worse than LRU, and by how much."""
+    better, worse = (points > _SAME).sum(), (points < -_SAME).sum()
+    return (
+        f"better than LRU in {better} of {len(points)} cells, worse in {worse}; "
+        f"{points.min():+.1f} to {points.max():+.1f} points, mean {points.mean():+.2f} "
+        f"(last thirds {judged.mean():+.2f})"
+    )
+
+
+def page() -> str:
+    """The text of proposals.md."""
+    rows, commit = _results("eviction")
+    points, judged = gains(rows), gains(rows, LAST)
+    rates = 100 * by_policy(rows, ["trace", "capacity_fraction"])
+    proposals = _TEXTS["proposal"]
+    text = _TEXTS["intro"].format(commit=commit)
+    for proposal in proposals:
+        policy, here = proposal.get("policy"), []
+        if policy:
+            here = [verdict(points[policy], judged[policy])]
+        here = "; ".join(here + [proposal["remark"]] * ("remark" in proposal))
+        text += _row([proposal["name"], proposal["source"], proposal.get("claim", ""), here])
+    for trace, of_trace in points.groupby(level="trace", sort=False):
+        pools = [f"{100 * pool:g} %" for _, pool in of_trace.index]
+        text += f"\n## {trace}\n\n" + _row(["points over LRU", *pools])
+        text += _row(["---"] * (len(pools) + 1))
+        shown = {p["policy"]: p["name"] for p in proposals if "policy" in p}
+        shown |= {"lfu": "LFU, for HPT", "belady": "Belady's optimum"}
+        for policy, name in shown.items():
+            text += _row([f"{name} (`{policy}`)", *(f"{n:+.2f}" for n in of_trace[policy])])
+        of_lru = rates["lru"].loc[of_trace.index]
+        text += _row(["hit rate of LRU, %", *(f"{rate:.1f}" for rate in of_lru)])
+    return text + _queue()
+
+
+def _queue() -> str:
+    rows, commit = _results("queue_informed")
+    first = rows.iloc[0]
+    percent = 100 * first["capacity_fraction"]
+    text = _TEXTS["queue"].format(requests=first["requests"], percent=percent, commit=commit)
+    columns = ["lru", "lru, queue", "gittins", "gittins, queue", "lru, all"]
+    for (trace, load), cells in rows.groupby(["trace", "load"], sort=False):
+        cells = cells.set_index("policy")
+        rates = [f"{100 * cells.loc[policy, 'block_hit_rate']:.1f}" for policy in columns]
+        text += _row([trace, f"{load:g}", f"{cells.loc['lru', 'mean_waiting']:.1f}", *rates])
+    return text
+
+
+def _results(experiment: str) -> tuple[pd.DataFrame, str]:
+    """The committed rows, and the commit that measured them."""
+    folder = _RESULTS / experiment / "cpu"
+    commit = json.loads((folder / "environment.json").read_text())["commit"]
+    return pd.read_csv(folder / "rows.csv"), commit[:7]
+
+
+def _row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
