@@ -13,6 +13,7 @@ import numba
 import numba.extending
 import numpy as np
 
+import cache.policies
 from cache.policies.base import Request
 from cache.policies.priority import BlockHistory
 
@@ -34,6 +35,8 @@ _BLOCK = np.dtype(
     ],
     align=True,
 )
+# The key of a cached replay has the code of its priority, and not its name alone.
+numba.cloudpickle.register_pickle_by_value(cache.policies)
 _EXACT = 2.0**53
 """Up to here every integer is a float64."""
 _ENTRY = np.dtype([("priority", np.float64), ("ticket", np.int64), ("block", np.int64)])
@@ -44,24 +47,25 @@ def compile_replay(priority: Callable[..., float], has_own: bool) -> Callable:
 
     Returns ``replay(block_ids, offsets, num_unique, capacity, needs_future, times_ms, prompts,
     outputs, num_ghosts, own)`` -> ``(hit_blocks, evictions)``, of each request.  Raises numba's own
-    error, at the first call, if numba cannot compile ``priority``.
+    error, at the first call, if numba cannot compile ``priority``.  Replays of built-in policies
+    are cached on disk beside this file (``NUMBA_CACHE_DIR`` moves them).
 
     ``priority`` is computed in float64.  Without a state of its own it may be an integer in Python,
     so ``replay`` raises OverflowError beyond 2**53, where float64 rounds integers.
     """
-    compiled_priority = numba.njit(priority)
+    numba.extending.register_jitable(priority)
 
-    @numba.njit
+    @numba.extending.register_jitable
     def rank(history, own):
         if has_own:
-            priority = compiled_priority(history, own)
+            value = priority(history, own)
         else:
-            priority = compiled_priority(history)
-            if _EXACT < abs(priority) < np.inf:
+            value = priority(history)
+            if _EXACT < abs(value) < np.inf:
                 raise OverflowError("a priority is beyond 2**53")
-        if priority != priority:
+        if value != value:
             raise ValueError("the policy's priority of a block is nan, not a number")
-        return priority
+        return value
 
     def replay(block_ids, offsets, num_unique, capacity, needs_future, *request_facts):
         blocks = np.zeros(num_unique, _BLOCK)
@@ -72,7 +76,8 @@ def compile_replay(priority: Callable[..., float], has_own: bool) -> Callable:
             next_uses = next_uses_of(block_ids, offsets, num_unique, capacity)
         return run(block_ids, offsets, capacity, next_uses, blocks, queues, *request_facts)
 
-    @numba.njit(nogil=True)
+    # A policy from elsewhere may call files whose changes would not be noticed.
+    @numba.njit(nogil=True, cache=priority.__module__.startswith("cache.policies."))
     def run(
         block_ids, offsets, capacity, next_uses, blocks, queues,
         times_ms, prompts, outputs, num_ghosts, own,
@@ -308,7 +313,7 @@ def _drop_stale(queue, head, tail, blocks):
     return kept
 
 
-@numba.njit
+@numba.njit(cache=True)
 def next_uses_of(block_ids, offsets, num_unique, capacity):
     """For each reference, the next request that uses the block; inf if none does.
 
