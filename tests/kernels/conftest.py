@@ -114,8 +114,10 @@ def run_without_interpreter():
     def run(*arguments: str) -> str:
         env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         command = [sys.executable, *arguments]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
+        done = subprocess.run(
+            command, env=env, capture_output=True, text=True, check=False, timeout=1200
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
     return run
