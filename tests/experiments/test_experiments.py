@@ -19,17 +19,21 @@ from experiments.registry import EXPERIMENTS
 
 RESULTS = Path(__file__).parents[2] / "results"
 NUM_CELLS = {
-    "block_size": 14,
+    "block_size": 22,
+    "chat_story": 3,
+    "clock_check": 1,
     "eviction": 9,
-    "eviction_serving": 7,
+    "eviction_serving": 9,
+    "fp8_quality": 6,
     "kernel_counters": 3,
+    "kernel_time": 1,
     "memory_waste": 5,
     "overhead": 7,
-    "paper_serving": 2,
     "preemption": 4,
     "published_serving": 2,
-    "serving": 8,
-    "shared_prefix": 6,
+    "queue_informed": 10,
+    "serving": 5,
+    "shared_prefix": 3,
     "sharing": 12,
     "transformers_speed": 1,
 }
@@ -126,11 +130,10 @@ overhead --pool-requests 1: needs an int of at least 2
 kernel_accuracy --kernel x: needs one of .*copy_blocks
 kernel_counters --op x: needs one of decode, prefill
 kernel_counters --sglang none.py| none\.py
-preemption --cache-tokens 150: does not hold a request of 224 tokens in blocks of 1
+kernel_time --gpu H99: needs one of .*H100-SXM
+preemption --context-tokens 0: needs an int of at least 1
 serving --system orca: needs one of contiguous_max
-serving --block-size 5: needs a divisor of --max-model-len 1024
-shared_prefix --manager paged: needs one of nano_vllm
-shared_prefix --cached-percent 100: needs a number from 0 to below 100
+shared_prefix --load orca: needs one of .*five_shot
 sharing --drop-probability 1.5: needs a number from 0 to 1
 """
 """``experiment options: message after the options``, or ``experiment options| message``."""
