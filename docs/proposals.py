@@ -46,11 +46,11 @@ def page() -> str:
     proposals = _TEXTS["proposal"]
     text = _TEXTS["intro"].format(commit=commit)
     for proposal in proposals:
-        policy, here = proposal.get("policy"), []
-        if policy:
-            here = [verdict(points[policy], judged[policy])]
-        here = "; ".join(here + [proposal["remark"]] * ("remark" in proposal))
-        text += _row([proposal["name"], proposal["source"], proposal.get("claim", ""), here])
+        here = [proposal["remark"]] if "remark" in proposal else []
+        if policy := proposal.get("policy"):
+            here.insert(0, verdict(points[policy], judged[policy]))
+        claim = proposal.get("claim", "")
+        text += _row([proposal["name"], proposal["source"], claim, "; ".join(here)])
     for trace, of_trace in points.groupby(level="trace", sort=False):
         pools = [f"{100 * pool:g} %" for _, pool in of_trace.index]
         text += f"\n## {trace}\n\n" + _row(["points over LRU", *pools])
