@@ -2,11 +2,11 @@
 
 A batch holds several programs of a launch; an instruction is executed for all of its threads that
 stand at it at once. Threads that branch apart form groups, which meet again where one comes to
-where another stands: the group that is furthest behind runs first. With a seed, groups are cut into
-warps (warp groups, for wgmma) at random and run in random turns, and programs enter batches in
-random order. What a correct kernel computes does not depend on it; a fault may show only in some
-orders, though most are found in any, because checks go by barriers and waits and not by the order
-that happened.
+where another stands: the group that is furthest behind runs first, but one whose test of an
+mbarrier failed lets the others run before. With a seed, groups are cut into warps (warp groups, for
+wgmma) at random and run in random turns, and programs enter batches in random order. What a correct
+kernel computes does not depend on it; a fault may show only in some orders, though most are found
+in any, because checks go by barriers and waits and not by the order that happened.
 
 bar.sync (PTX ISA 9.7.13.1) holds threads until all threads of the program have come to it. A thread
 that has ended never comes.
@@ -48,8 +48,8 @@ from kernels.executor.undefined import alternate, following
 
 MAX_THREADS = 2048
 """Threads of a batch; more spread the cost of an instruction, until registers leave the cache."""
-MAX_INSTRUCTIONS = 20_000_000
-"""Instructions that a batch may execute: a program that loops forever is a fault."""
+MAX_INSTRUCTIONS = 4_000_000
+"""Instructions that a batch may execute: a loop that never ends is a fault in minutes."""
 
 
 class Kernel:
@@ -150,7 +150,8 @@ class Batch:
     shared, local, copies, products, mbarriers, tensor_memory; program_of_thread (index in the
     launch); running (threads that have not ended); early (threads that must not access global
     memory yet); at and mask (the instruction that runs and the threads that stand at it). executed:
-    how many warps have executed each instruction, [instruction, program].
+    how many warps have executed each instruction, [instruction, program]. failed_tests: turns in
+    succession that a failed test of an mbarrier has ended.
     """
 
     def __init__(self, launch: Launch, programs: Sequence[int], rng: random.Random | None):
@@ -187,6 +188,9 @@ class Batch:
         self._waiting = np.zeros(self.num_threads, np.bool_)
         self._resume = np.zeros(self.num_threads, np.int64)
         self._groups: dict[int, _Group] = {}
+        self._yielded: dict[int, int] = {}  # when a group at this instruction has yielded
+        self._num_yields = 0
+        self.failed_tests = 0
         self.at = 0
         self.mask: np.ndarray | None = None
 
@@ -249,13 +253,6 @@ class Batch:
             )
         return some
 
-    def others_can_go_on(self, threads: np.ndarray) -> bool:
-        """Whether any but these threads of a program may go on before they do."""
-        free = self.running & ~self._waiting
-        free[threads] = False
-        program = int(threads[0]) // self.threads_per_program
-        return bool(free.reshape(self.num_programs, -1)[program].any())
-
     def fault(
         self, kind: FaultKind, detail: str, thread: int, *, address=None, tensor=None
     ) -> Fault:
@@ -288,7 +285,10 @@ class Batch:
         executed = 0
         while True:
             while self._groups:
+                yields = self._num_yields
                 executed += self._run_group(*self._next_group())
+                if self._num_yields == yields:
+                    self.failed_tests = 0
                 if executed > MAX_INSTRUCTIONS:
                     thread = int(np.argmax(self.running))
                     detail = f"{MAX_INSTRUCTIONS} instructions and no end"
@@ -299,12 +299,14 @@ class Batch:
 
     def _next_group(self) -> tuple[int, _Group, int]:
         """(instruction, group, most instructions to run) of the group whose turn it is."""
+        order = sorted(self._groups, key=lambda at: (self._yielded.get(at, 0), at))
         if self._rng is None:
-            at = min(self._groups)
+            at = order[0]
+            self._yielded.pop(at, None)
             return at, self._groups.pop(at), MAX_INSTRUCTIONS
         size = self.launch.kernel.threads_in_step
         ready, passed = {}, np.zeros(self.num_threads // size, np.bool_)
-        for at in sorted(self._groups):  # of those in step, the threads that are furthest behind
+        for at in order:  # of those in step, the threads that are furthest behind
             here = self.every(self._groups[at].mask).reshape(-1, size).any(1)
             if (here & ~passed).any():
                 ready[at] = here & ~passed
@@ -316,6 +318,8 @@ class Batch:
         part = np.zeros_like(by_warp)
         part[chosen] = by_warp[chosen]
         self._join(at, (by_warp & ~part).reshape(-1))
+        if at not in self._groups:
+            self._yielded.pop(at, None)
         return at, self._group(part.reshape(-1)), self._rng.randrange(1, 400)
 
     def _group(self, mask: np.ndarray) -> _Group:
@@ -359,6 +363,11 @@ class Batch:
             return at if self._arrive(at, mask, signal.mask) else None
         here = self.every(mask)
         there = here if signal.mask is None else signal.mask
+        if signal.kind == "yield":
+            self._num_yields += 1
+            self._yielded[at] = self._num_yields
+            self._join(at, here)
+            return None
         if signal.kind == "exit":
             self.running = self.running & ~there
         else:

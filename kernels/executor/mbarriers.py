@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kernels.executor.faults import FaultKind
-from kernels.executor.operands import Step, Translation, Unsupported, instruction
+from kernels.executor.operands import Signal, Step, Translation, Unsupported, instruction
 from kernels.executor.tensor_memory import Product
 
 _BYTES = 8
+_MAX_FAILED_TESTS = 2000
+"""Turns in succession that only tested, in vain: by then every warp has had several."""
 
 
 @dataclass
@@ -102,7 +104,8 @@ def _inval(translation: Translation) -> Step:
 
 
 def _try_wait(translation: Translation) -> Step:
-    """Test whether the phase with this parity has completed, without blocking."""
+    """Test whether the phase with this parity has completed, without blocking. Where it has not,
+    other threads take their turns first."""
     target, place, parity = translation.operands
     write, address = translation.write(target, "pred"), translation.address(place)
     read = translation.read(parity, "u32")
@@ -117,10 +120,13 @@ def _try_wait(translation: Translation) -> Step:
             for at, phase in np.unique(tests, axis=0).tolist():
                 same = (tests == (at, phase)).all(1)
                 barrier = find(batch, at, int(threads[same][0]))
-                ended[threads[same]] = done = barrier.ended(phase, batch)
-                if not (done or barrier.tested or batch.others_can_go_on(threads)):
-                    thread, detail = int(threads[same][0]), "no thread can arrive at the mbarrier"
-                    raise batch.fault(FaultKind.ENDLESS, detail, thread, address=at)
+                ended[threads[same]] = barrier.ended(phase, batch)
         write(batch, mask, ended)
+        failed = np.flatnonzero(active & ~ended)
+        batch.failed_tests = 0 if ended.any() else batch.failed_tests + 1
+        if batch.failed_tests > _MAX_FAILED_TESTS:
+            thread, detail = int(failed[0]), "every warp waits, and no thread can arrive"
+            raise batch.fault(FaultKind.ENDLESS, detail, thread, address=int(addresses[thread]))
+        return Signal("yield", None) if len(failed) else None
 
     return try_wait

@@ -35,10 +35,10 @@ Step = Callable[["Batch", np.ndarray | None], object]
 
 
 class Signal(NamedTuple):
-    """A change of control flow: threads branch to a label, exit, or wait at a barrier for all other
-    threads of their program."""
+    """A change of control flow: threads branch to a label, exit, wait at a barrier for all other
+    threads of their program, or let others run before they go on."""
 
-    kind: str  # "branch", "exit" or "barrier"
+    kind: str  # "branch", "exit", "barrier" or "yield"
     mask: np.ndarray | None  # None: all active threads
     target: str = ""
 

@@ -23,6 +23,8 @@ from printed import printed_by
 
 # A thread may spill so much outside loops, once: which kernels do depends on the version of Triton.
 MAX_LOCAL_BYTES = 32
+# Seconds. Less than pytest's limit, so that a process that hangs is shown with its output.
+SUBPROCESS_LIMIT = 1200
 COMPILE_SHIPPED = """
 import dataclasses, json
 from kernels.compiled.architectures import ARCHITECTURES
@@ -114,11 +116,15 @@ def run_without_interpreter():
     def run(*arguments: str) -> str:
         env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         command = [sys.executable, *arguments]
-        done = subprocess.run(
-            command, env=env, capture_output=True, text=True, check=False, timeout=1200
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        try:
+            done = subprocess.run(
+                command, env=env, capture_output=True, check=False, timeout=SUBPROCESS_LIMIT
+            )
+        except subprocess.TimeoutExpired as late:
+            written = ((late.stdout or b"") + (late.stderr or b"")).decode()
+            pytest.fail(f"no end after {SUBPROCESS_LIMIT} seconds:\n{written}")
+        assert done.returncode == 0, (done.stdout + done.stderr).decode()
+        return done.stdout.decode()
 
     return run
 

@@ -16,7 +16,15 @@ def test_every_op(architecture, run_without_interpreter):
     if architecture != "sm_80" and Version(triton.__version__) < Version("3.7.1"):
         pytest.skip("prefill needs a fence that Triton emits since 3.7.1: docs/kernel-tuning.md")
     tests = str(Path(__file__).with_name("test_ops.py"))
-    options = ["-q", "-p", "no:randomly", "-p", "no:cacheprovider"]
+    options = [
+        "-v",
+        "-p",
+        "no:randomly",
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        "faulthandler_timeout=600",
+    ]
     output = run_without_interpreter(
         "-m", "pytest", tests, "--executor", f"ptx-{architecture}", *options
     )

@@ -126,7 +126,7 @@ LOAD_BARRIER = "bar.sync 0;\n    @%p2 mbarrier.inval"
         (FIRST_BARRIER, "ld.shared.b32 %r2, [16];", FaultKind.SHARED_RACE, "wrote it since"),
         (LOAD_BARRIER, "@%p2 mbarrier.inval", FaultKind.SHARED_RACE, "read it since"),
         ("@%p2 tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [0];", "",
-         FaultKind.ENDLESS, "no thread can arrive at the mbarrier"),
+         FaultKind.ENDLESS, "every warp waits, and no thread can arrive"),
         ("@%p2 mbarrier.init.shared::cta.b64 [0], 1;", "@%p2 st.shared.b64 [0], %d10;",
          FaultKind.BARRIER, "no mbarrier at 0x0"),
         ("cta.b32 [16], 64;", "cta.b32 [16], 32;", FaultKind.OUT_OF_BOUNDS, "is not allocated"),
@@ -142,6 +142,23 @@ def test_faults(run, removed, left, kind, why):
     with pytest.raises(Fault, match=why) as raised:
         run(body.replace(removed, left))
     assert raised.value.kind is kind
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1, 2])
+def test_a_waiting_loop_lets_the_thread_run_that_it_waits_for(run, seed):
+    """The thread that issues the products stands behind the loop, and in its warp."""
+    before, rest = product().split("@%p2 tcgen05.mma", 1)
+    issue, rest = rest.split("{\n    .reg .pred complete;", 1)
+    issue = "@%p2 tcgen05.mma" + issue
+    wait, rest = rest.split("}\n", 1)
+    body = (
+        before + ".reg .pred complete; @%p2 bra ISSUE;" + wait + rest
+        + "bra.uni END; ISSUE: " + issue + "bra.uni waitLoop; END: mov.u32 %r1, %r0;"
+    )  # fmt: skip
+    torch.testing.assert_close(*run(body, seed=seed), rtol=1e-6, atol=1e-6)
+    with pytest.raises(Fault, match="every warp waits") as raised:
+        run(body.replace("bra.uni waitLoop; END:", "END:").replace(issue, ""), seed=seed)
+    assert raised.value.kind is FaultKind.ENDLESS
 
 
 @pytest.mark.parametrize("fenced", [0, 1])
