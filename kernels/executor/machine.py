@@ -372,7 +372,7 @@ class Batch:
             self.running = self.running & ~there
         else:
             target = self.launch.kernel.program.labels[signal.target]
-            if there is here and not (self._groups and target < at):  # others may be behind a loop
+            if there is here:
                 return target
             self._join(target, there)
         self._join(at, here & ~there)

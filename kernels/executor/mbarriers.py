@@ -18,7 +18,7 @@ from kernels.executor.operands import Signal, Step, Translation, Unsupported, in
 from kernels.executor.tensor_memory import Product
 
 _BYTES = 8
-_MAX_FAILED_TESTS = 2000
+_MAX_FAILED_TESTS = 500
 """Turns in succession that only tested, in vain: by then every warp has had several."""
 
 
