@@ -1,10 +1,12 @@
-"""Tensor parallelism over gloo: two processes on one CPU, forked so that they import nothing."""
+"""Tensor parallelism over gloo: two processes on one CPU."""
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
-import socket
-import traceback
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,39 +19,51 @@ from models.workers import has_workers, start_workers
 PROMPTS = [[(i * 37 + 11) % 97 for i in range(19)], [5], [(i * 5) % 97 for i in range(11)]]
 
 
-def run_ranks(target, *arguments, size: int = 2) -> list:
-    """Run ``target(rank, *arguments)`` on each rank of a gloo group; returns the results."""
-    context = multiprocessing.get_context("fork")
-    results = context.SimpleQueue()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+def run_rank(rank: int, store: Path, seconds: float, target, *arguments):
+    """Call target(rank, *arguments) as one of two ranks.
 
-    def main(rank):
-        try:
-            dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size)
-            results.put((rank, target(rank, *arguments)))
-            dist.barrier()
-            dist.destroy_process_group()
-        except BaseException:
-            results.put((rank, traceback.format_exc()))
-            raise
-
-    processes = [context.Process(target=main, args=(rank,)) for rank in range(size)]
-    for process in processes:
-        process.start()
+    A collective fails after half of ``seconds``; after all of them the process prints where it is
+    and ends.
+    """
+    faulthandler.dump_traceback_later(seconds, exit=True)
+    torch.set_num_threads(1)
+    options = {"init_method": f"file://{store}", "timeout": timedelta(seconds=seconds / 2)}
+    dist.init_process_group("gloo", rank=rank, world_size=2, **options)
     try:
-        by_rank = dict(results.get() for _ in processes)
-        for process in processes:
-            process.join(timeout=600)
-            assert process.exitcode == 0
+        result = target(rank, *arguments)
+        dist.barrier()
+        return result
     finally:
-        for process in processes:
-            process.kill()
-    return [by_rank[rank] for rank in range(size)]
+        dist.destroy_process_group()  # a rank that waits for this one fails at once
+        faulthandler.cancel_dump_traceback_later()
 
 
-def generate(rank, folder, tensor_parallel_size, **options):
+@pytest.fixture
+def run_ranks(tmp_path, monkeypatch):
+    """run_ranks(target, *arguments, seconds=300) -> the results of two ranks; see run_rank.
+
+    The ranks are not forked from this process: a fork of a process that has run OpenMP threads
+    hangs in its first parallel region.  Raises the first exception of a rank, with its traceback,
+    and BrokenProcessPool if a rank ends without one.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+    def run(target, *arguments, seconds: float = 300) -> list:
+        with ProcessPoolExecutor(2, context) as ranks:
+            started = [
+                ranks.submit(run_rank, rank, tmp_path / "store", seconds, target, *arguments)
+                for rank in range(2)
+            ]
+            for rank in as_completed(started):
+                rank.result()
+            return [rank.result() for rank in started]
+
+    return run
+
+
+def generate(rank, folder, tensor_parallel_size, options):
     llm = LLM(
         folder, tensor_parallel_size=tensor_parallel_size, block_size=4, num_blocks=12, **options
     )
@@ -64,12 +78,12 @@ def generate(rank, folder, tensor_parallel_size, **options):
     ("checkpoint", "kv_cache_dtype"),
     [("llama_biased", None), ("qwen3", None), ("llama", "fp8_e4m3")],
 )
-def test_two_ranks_generate_what_one_does(checkpoint, kv_cache_dtype, make_checkpoint):
+def test_two_ranks_generate_what_one_does(checkpoint, kv_cache_dtype, make_checkpoint, run_ranks):
     """llama: a KV head per rank.  qwen3: one KV head, which both ranks hold."""
     folder, _ = make_checkpoint(checkpoint)
     options = {"preemption": "swap", "kv_cache_dtype": kv_cache_dtype}
-    alone, all_kv_heads = generate(0, folder, 1, **options)
-    ranks = run_ranks(lambda rank: generate(rank, folder, 2, **options))
+    alone, all_kv_heads = generate(0, folder, 1, options)
+    ranks = run_ranks(generate, folder, 2, options)
     assert [tokens for tokens, _ in ranks] == [alone, alone]
     assert [heads for _, heads in ranks] == [1, 1]
     assert all_kv_heads == (1 if checkpoint == "qwen3" else 2)
@@ -77,7 +91,7 @@ def test_two_ranks_generate_what_one_does(checkpoint, kv_cache_dtype, make_check
 
 def test_the_library_starts_the_other_rank_itself(make_checkpoint):
     folder, _ = make_checkpoint("llama")
-    alone, _ = generate(0, folder, 1)
+    alone, _ = generate(0, folder, 1, {})
     of_others = set(multiprocessing.active_children())
     llm = LLM(folder, tensor_parallel_size=2, block_size=4, num_blocks=12)
     try:
@@ -112,15 +126,16 @@ def test_a_rank_that_does_not_start_is_noticed(monkeypatch):
     assert not has_workers()
 
 
-def test_collectives():
-    def both(rank):
-        tp = join_tensor_parallel(2, torch.device("cpu"))
-        x = torch.arange(3.0) + rank
-        gathered = tp.all_gather_last(x).tolist()
-        return tp.all_reduce(x).tolist(), gathered, tp.least(5 - rank, torch.device("cpu"))
+def collect(rank):
+    tp = join_tensor_parallel(2, torch.device("cpu"))
+    x = torch.arange(3.0) + rank
+    gathered = tp.all_gather_last(x).tolist()
+    return tp.all_reduce(x).tolist(), gathered, tp.least(5 - rank, torch.device("cpu"))
 
+
+def test_collectives(run_ranks):
     expected = [1.0, 3.0, 5.0], [0.0, 1.0, 2.0, 1.0, 2.0, 3.0], 4
-    assert run_ranks(both) == [expected, expected]
+    assert run_ranks(collect) == [expected, expected]
 
 
 def test_alone_nothing_is_exchanged():
