@@ -51,6 +51,8 @@ MAX_THREADS = 2048
 MAX_INSTRUCTIONS = 4_000_000
 """Instructions that a batch may execute: a loop that never ends is a fault in minutes."""
 
+_EVERYWHERE = np.ones(1, np.bool_)
+
 
 class Kernel:
     """A kernel ready to run: its program, and each instruction as a function."""
@@ -145,13 +147,14 @@ class _Group:
 class Batch:
     """Programs of a launch that run together.
 
-    Attributes that instructions use: num_threads; registers; alternates (other values
-    that undefined registers could have, and why, by register); special (registers by name); memory,
-    shared, local, copies, products, mbarriers, tensor_memory; program_of_thread (index in the
-    launch); running (threads that have not ended); early (threads that must not access global
-    memory yet); at and mask (the instruction that runs and the threads that stand at it). executed:
-    how many warps have executed each instruction, [instruction, program]. failed_tests: turns in
-    succession that a failed test of an mbarrier has ended.
+    Attributes that instructions use: num_threads; registers; alternates (see alternate_of; without
+    registers that nothing wrote); undefined (registers that are undefined in threads of the group
+    that runs); left_of (what is left of arrays of threads without this group); special (registers
+    by name); memory, shared, local, copies, products, mbarriers, tensor_memory; program_of_thread
+    (index in the launch); running (threads that have not ended); early (threads that must not
+    access global memory yet); at and mask (the instruction that runs and the threads that stand at
+    it). executed: how many warps have executed each instruction, [instruction, program].
+    failed_tests: turns in succession that a failed test of an mbarrier has ended.
     """
 
     def __init__(self, launch: Launch, programs: Sequence[int], rng: random.Random | None):
@@ -178,10 +181,9 @@ class Batch:
             np.ones(1, np.bool_) if width == 1 else np.full(1, 2**width - 1, UNSIGNED[width])
             for width in launch.kernel.program.widths
         ]
-        self.alternates = {
-            index: (alternate(width), "nothing wrote the register")
-            for index, width in enumerate(launch.kernel.program.widths)
-        }
+        self.alternates: dict[int, tuple[np.ndarray, str, np.ndarray]] = {}
+        self._unwritten = set(range(len(self.registers)))
+        self.undefined: set[int] = set()
         self.special = self._special_registers(programs)
         self.running = np.ones(self.num_threads, np.bool_)
         self.early = np.full(self.num_threads, launch.dependent)
@@ -270,12 +272,26 @@ class Batch:
             tensor=tensor,
         )
 
+    def alternate_of(self, index: int) -> tuple[np.ndarray, str, np.ndarray]:
+        """Another value that an undefined register could have, why, and in which threads."""
+        if index in self.alternates:
+            return self.alternates[index]
+        width = self.launch.kernel.program.widths[index]
+        return alternate(width), "nothing wrote the register", _EVERYWHERE
+
+    def forget(self, index: int) -> None:
+        """A register is no longer undefined."""
+        self.alternates.pop(index, None)
+        self._unwritten.discard(index)
+        self.undefined.discard(index)
+
     def undefine(self, register: Register | str, threads: np.ndarray, why: str) -> None:
         """Mark what these threads have just computed as undefined; register: its target."""
         if threads.any() and isinstance(register, Register):
             location = self.launch.kernel.program.instructions[self.at].location
             values = np.where(threads, alternate(register.width), self.registers[register.index])
-            self.alternates[register.index] = (values, f"{why} at {location}")
+            self.alternates[register.index] = values, f"{why} at {location}", threads
+            self.undefined.add(register.index)
 
     # -- control
 
@@ -338,8 +354,10 @@ class Batch:
 
     def _run_group(self, at: int, group: _Group, budget: int) -> int:
         """Run a group until it branches apart, waits, ends, meets another or has had its turn."""
-        steps, groups, undefined = self.launch.kernel.steps, self._groups, self.alternates.keys()
+        steps, groups = self.launch.kernel.steps, self._groups
         self.mask = mask = group.mask
+        self.undefined = undefined = self._undefined(self.every(mask))
+        self.left_of = {}
         done, first = 0, at
         while True:
             self.at = at
@@ -356,6 +374,13 @@ class Batch:
             if done >= budget or at in groups:
                 self._join(at, self.every(mask))
                 return done
+
+    def _undefined(self, threads: np.ndarray) -> set[int]:
+        """Registers that are undefined in some of the threads. Many share one array of threads."""
+        where = {id(one): one for _, _, one in self.alternates.values()}
+        here = {key for key, one in where.items() if (one & threads).any()}
+        partly = {index for index, (_, _, one) in self.alternates.items() if id(one) in here}
+        return self._unwritten | partly
 
     def _follow(self, signal: Signal, at: int, mask: np.ndarray | None) -> int | None:
         """Where all of a group goes on that stands before `at`; None if it does not go on whole."""

@@ -29,36 +29,30 @@ _SHAPES |= {("s8", 16), ("s8", 32), ("u8", 16), ("u8", 32)}
 _SHAPES |= {("e4m3", 16), ("e4m3", 32), ("e5m2", 16), ("e5m2", 32)}
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, fastmath={"reassoc", "contract"})
 def _multiply(a, b, sums):
     """Add the products a b of all warps to `sums`, in f64. a, b: [registers, threads, numbers per
     register]; sums: [4, threads]; all as the threads hold them."""
     num_k, num_threads, per_register = b.shape
     k_of_warp = 4 * num_k * per_register
-    left, right, totals = np.empty((k_of_warp, 16)), np.empty((k_of_warp, 8)), np.empty((16, 8))
+    left, right = np.empty((16, k_of_warp)), np.empty((8, k_of_warp))
     for thread in range(num_threads):
         group, column = thread % 32 // 4, thread % 4
         for register in range(num_k):
             for number in range(per_register):
                 k = (4 * register + column) * per_register + number
-                left[k, group] = a[2 * register, thread, number]
-                left[k, group + 8] = a[2 * register + 1, thread, number]
-                right[k, group] = b[register, thread, number]
+                left[group, k] = a[2 * register, thread, number]
+                left[group + 8, k] = a[2 * register + 1, thread, number]
+                right[group, k] = b[register, thread, number]
         if thread % 32 < 31:
             continue
         for lane in range(32):
             for number in range(4):
                 row, column = lane // 4 + number // 2 * 8, 2 * (lane % 4) + number % 2
-                totals[row, column] = sums[number, thread - 31 + lane]
-        for k in range(k_of_warp):
-            for row in range(16):
-                factor = left[k, row]
-                for column in range(8):
-                    totals[row, column] += factor * right[k, column]
-        for lane in range(32):
-            for number in range(4):
-                row, column = lane // 4 + number // 2 * 8, 2 * (lane % 4) + number % 2
-                sums[number, thread - 31 + lane] = totals[row, column]
+                total = sums[number, thread - 31 + lane]
+                for k in range(k_of_warp):
+                    total += left[row, k] * right[column, k]
+                sums[number, thread - 31 + lane] = total
 
 
 ACCUMULATORS = {"f32": np.float32, "f16": np.float16, "s32": np.int32}

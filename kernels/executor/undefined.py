@@ -53,10 +53,10 @@ def following(step, one: Instruction, effect: Effects):
     stored = np.uint64(2 ** int(bits[0]) - 1 if bits else 0)
 
     def run(batch, mask):
-        alternates, registers = batch.alternates, batch.registers
-        if mask is None and not guard and alternates.keys().isdisjoint(sources):
-            for index in effect.writes:
-                alternates.pop(index, None)
+        alternates, registers, live = batch.alternates, batch.registers, batch.undefined
+        if not guard and live.isdisjoint(sources):
+            for index in live.intersection(effect.writes):
+                _define(batch, index, mask)
             return step(batch, mask)
         threads = batch.every(mask)
         _check(batch, threads, guard, "condition")
@@ -65,39 +65,57 @@ def following(step, one: Instruction, effect: Effects):
             threads = threads & (~taken if one.predicate[1] else taken)
         _check(batch, threads, effect.addresses, "address")
         _check(batch, threads, used, "operand", stored)
-        reasons = [alternates[index][1] for index in effect.reads if index in alternates]
+        reasons = [batch.alternate_of(index)[1] for index in effect.reads if index in live]
         again = {}
         if follows and reasons:
             saved = {index: registers[index] for index in {*effect.reads, *effect.writes}}
-            for index in saved.keys() & alternates.keys():
-                registers[index] = alternates[index][0]
+            for index in saved.keys() & {*live, *alternates}:
+                values, _, where = batch.alternate_of(index)
+                registers[index] = np.where(where, values, registers[index])
             step(batch, mask)
-            again = {index: (registers[index], reasons[0]) for index in effect.writes}
+            again = {index: registers[index] for index in effect.writes}
             for index, held in saved.items():
                 registers[index] = held
+            for index in effect.writes:
+                batch.forget(index)
         else:
-            again = {index: alternates[index] for index in effect.writes if index in alternates}
-        for index in effect.writes:
-            alternates.pop(index, None)
+            for index in live.intersection(effect.writes):
+                _define(batch, index, threads)
         signal = step(batch, mask)
-        for index, (values, why) in again.items():
+        for index, values in again.items():
             held = registers[index]
             if index in alternates or not isinstance(held, np.ndarray):
                 continue  # made undefined by this instruction, or written asynchronously
-            if not (follows and reasons):
-                values = np.where(threads, held, values)
-            if (values != held).any():
-                alternates[index] = (values, why)
+            where = values != held
+            if where.any():
+                alternates[index] = values, reasons[0], where
+                live.add(index)
         return signal
 
     return concerned, run
 
 
+def _define(batch, index: int, threads: np.ndarray | None) -> None:
+    """These threads of the group, None for all of the batch, write a register."""
+    values, why, where = batch.alternate_of(index)
+    batch.forget(index)
+    if threads is None:
+        return
+    left_of = batch.left_of if threads is batch.mask else {}
+    if id(where) not in left_of:
+        left_of[id(where)] = where, where & ~threads & batch.running
+    left = left_of[id(where)][1]
+    if left.any():
+        batch.alternates[index] = values, why, left
+        if threads is not batch.mask and (left & batch.every(batch.mask)).any():
+            batch.undefined.add(index)
+
+
 def _check(batch, threads, indices: list[int], role: str, bits=_ALL_BITS) -> None:
     for index in indices:
-        if index in batch.alternates:
-            values, why = batch.alternates[index]
-            wrong = threads & ((values ^ batch.registers[index]) & bits != 0)
+        if index in batch.undefined:
+            values, why, where = batch.alternate_of(index)
+            wrong = threads & where & ((values ^ batch.registers[index]) & bits != 0)
             if wrong.any():
                 detail = f"the {role} is undefined: {why}"
                 raise batch.fault(FaultKind.UNDEFINED, detail, int(np.flatnonzero(wrong)[0]))
