@@ -74,9 +74,6 @@ class _Functions(TorchFunctionMode):
             kwargs |= {"device": "cpu"} if to_gpu else {}
         if func is _T.copy_:
             _check_copy(*args, **kwargs)
-        elif func is torch._foreach_copy_:
-            for pair in zip(*args, strict=True):
-                _check_copy(*pair, **kwargs)
         elif func in _SUBSCRIPTS:
             if on_gpu and any(t.dtype == torch.bool for t in tree_leaves(args[1]) if _is_tensor(t)):
                 _gpu.wait()

@@ -51,8 +51,6 @@ class Shape:
     """Dtype of the cache; ``dtype`` if None."""
     num_splits: int | None = None
     """Splits of a sequence in decode and prefill; the op's choice if None."""
-    unused_elements: int = 0
-    """At least so many elements of each cache tensor precede the used blocks."""
     seed: int = 0
 
     def columns(self) -> dict[str, Any]:

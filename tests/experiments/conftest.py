@@ -226,8 +226,7 @@ def timed_rows() -> Callable:
         table = []
         for index, cell in enumerate(cells):
             shape, name = cell.shape, cell.implementation
-            pages_of_256 = name in ("flash_attn_2", "torch_flash")
-            if name in refused or (pages_of_256 and shape.block_size % 256):
+            if name in refused or (name == "flash_attn_2" and shape.block_size % 256):
                 continue
             tokens = shape.batch * max(shape.context_len, shape.block_size)
             num_bytes, flops = 4096.0 * tokens, 16384.0 * tokens * shape.query_len

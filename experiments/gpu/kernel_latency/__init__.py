@@ -1,4 +1,4 @@
-"""Times of the kernels on a GPU, beside flash-attn, FlashInfer, PyTorch and a naive attention.
+"""Times of the kernels on a GPU, beside flash-attn and PyTorch.
 
 - ``decode``: one query per sequence, over batch, context and block size.
 - ``prefill``: (sequences, new tokens of each, context of each), with a cached prefix where the
@@ -8,8 +8,6 @@
 - ``norm``, ``gate``: the residual sum with its RMSNorm, and SwiGLU, beside PyTorch's.
 - ``store``: new tokens into random slots. ``copy``: blocks of all layers inside a cache.
   ``swap_out``, ``swap_in``: the same to pinned host memory and back.
-- ``large``: every op at odd block sizes and dtypes, and in caches whose offsets need more than 32
-  bits, with the used blocks at the end.
 - ``tiles``, ``splits``: attention with other tiles and split counts than in
   ``kernels/tiles.py``, see ``tiles.py``; ``tiles.csv`` and ``splits.csv`` rank them.
 
@@ -33,25 +31,17 @@ from experiments.gpu.kernel_latency import figures, tiles
 from experiments.harness import Count, Experiment, Needs, Options, Positive
 
 PARTS = ("decode", "prefill", "norm", "gate", "store", "copy", "swap_out", "swap_in")
-PARTS += ("cascade", "large", "splits", "tiles")
-PAGED = (OURS, "flash_attn_2", "flash_attn_3", "flash_attn_4", "flashinfer", "torch_flash")
+PARTS += ("cascade", "splits", "tiles")
+PAGED = (OURS, "flash_attn_2", "flash_attn_3")
 """Attention on the blocks as they are."""
-GATHER = ("gather_flash_attn_2", "gather_torch_flash", "gather_sdpa", "gather_naive")
+GATHER = ("gather_flash_attn_2", "gather_sdpa")
 """Attention behind a copy, for block sizes that flash-attn 2 refuses."""
 IMPLEMENTATIONS = {
     "norm": (OURS, "torch"),
     "gate": (OURS, "torch"),
-    "store": (OURS, "torch_index_put"),
-    "copy": (OURS, "torch_index_put"),
-    "swap_out": (OURS, "memcpy"),
-    "swap_in": (OURS, "memcpy"),
     "cascade": (OURS, "paged_decode"),
 }
 _PAGE = 256
-FP8 = "float8_e4m3fn"
-PAST_32_BITS = 2**31 + 2**28
-"""Elements before the used blocks of a cache tensor."""
-
 
 Prefill = Annotated[
     tuple[int, int, int],
@@ -89,9 +79,9 @@ class KernelLatency(Options):
         (64, 4, 4096),
     )
     """Sequences, new tokens of each, and tokens of each with its cached prefix."""
-    store_tokens: tuple[Count, ...] = (1, 16, 256, 4096, 65536)
+    store_tokens: tuple[Count, ...] = (1, 16, 256, 4096, 16384)
     """New tokens, also of norm and gate."""
-    move_tokens: tuple[Count, ...] = (256, 1024, 4096, 32768)
+    move_tokens: tuple[Count, ...] = (256, 1024, 4096)
     """Tokens whose blocks, of every layer, copy and swap move."""
     num_layers: Count = 28
     """Layers that copy and swap move the blocks of."""
@@ -156,7 +146,7 @@ class LatencyCell(Timed):
 def cells(options: KernelLatency) -> Iterator[LatencyCell]:
     for part in options.part:
         for shape, tile in _shapes(options, part):
-            ours_alone = part in ("large", "tiles", "splits")
+            ours_alone = part in ("store", "copy", "swap_out", "swap_in", "tiles", "splits")
             names = (OURS,) if ours_alone else implementations(shape)
             fields = {"cell": LatencyCell, "part": part, "tile": tile}
             yield from timed_cells(options, shape, names, **fields)
@@ -173,9 +163,7 @@ def implementations(shape: Shape) -> tuple[str, ...]:
 
 def _shapes(options: KernelLatency, part: str) -> Iterator[tuple[Shape, tuple[int, ...] | None]]:
     """Shapes and tiles of a part."""
-    if part == "large":
-        yield from ((shape, None) for shape in _large_shapes(options))
-    elif part in ("tiles", "splits"):
+    if part in ("tiles", "splits"):
         yield from tiles.shapes(options, part)
     elif part == "cascade":
         for prefix_len, batch in itertools.product(options.prefix_len, options.cascade_batch):
@@ -204,42 +192,6 @@ def _sizes(options: KernelLatency, part: str, block_size: int) -> list[dict[str,
     ]
 
 
-# (op, sizes); block sizes of all kinds.
-_LARGE: tuple[tuple[str, dict[str, int]], ...] = (
-    ("decode", {"batch": 64, "context_len": 4099, "block_size": 16}),
-    ("decode", {"batch": 3, "context_len": 32_771, "block_size": 256}),
-    ("decode", {"batch": 256, "context_len": 1027, "block_size": 24}),
-    ("decode", {"batch": 17, "context_len": 2051, "block_size": 1}),
-    ("prefill", {"batch": 1, "context_len": 8195, "query_len": 8195, "block_size": 16}),
-    ("prefill", {"batch": 4, "context_len": 8195, "query_len": 1027, "block_size": 100}),
-    ("prefill", {"batch": 64, "context_len": 4099, "query_len": 5, "block_size": 256}),
-    ("cascade", {"batch": 64, "context_len": 8192 + 259, "prefix_len": 8192, "block_size": 16}),
-    ("store", {"batch": 65_537, "block_size": 16}),
-    ("store", {"batch": 4099, "block_size": 7}),
-    ("norm", {"batch": 65_537, "block_size": 1}),
-    ("gate", {"batch": 65_537, "block_size": 1}),
-    ("copy", {"batch": 257, "block_size": 16, "num_layers": 28}),
-    ("swap_out", {"batch": 129, "block_size": 16, "num_layers": 28}),
-    ("swap_in", {"batch": 129, "block_size": 16, "num_layers": 28}),
-)
-_PAST_32_BITS: tuple[tuple[str, dict[str, int]], ...] = (
-    ("decode", {"batch": 16, "context_len": 2051, "block_size": 16}),
-    ("prefill", {"batch": 2, "context_len": 2051, "query_len": 1027, "block_size": 16}),
-    ("store", {"batch": 4099, "block_size": 16}),
-    # Every plane of its one tensor has so many unused elements.
-    ("copy", {"batch": 64, "block_size": 16, "num_layers": 1}),
-)
-
-
-def _large_shapes(options: KernelLatency) -> Iterator[Shape]:
-    for kind in ("bfloat16", "float16", FP8):
-        dtypes = {"dtype": "bfloat16", "kv_dtype": FP8} if kind == FP8 else {"dtype": kind}
-        for op, sizes in _LARGE:
-            yield options.shape(op, **sizes | dtypes)
-        for op, sizes in _PAST_32_BITS:
-            yield options.shape(op, **sizes | dtypes, unused_elements=PAST_32_BITS)
-
-
 def run_cell(cell: LatencyCell) -> list[dict[str, Any]]:
     use_device()
     from experiments.bench import timed_ops
@@ -248,8 +200,7 @@ def run_cell(cell: LatencyCell) -> list[dict[str, Any]]:
         columns = tiles.run(cell)
     else:
         columns = {"by_table": None, **dict.fromkeys(tiles.TILE)} | timed_ops.run(cell)
-    past_32_bits = cell.shape.unused_elements > 2**31
-    return [{"part": cell.part, "past_32_bits": past_32_bits, **columns}]
+    return [{"part": cell.part, **columns}]
 
 
 EXPERIMENT = Experiment(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,14 +16,7 @@ _LOOKS = {
     "flash_attn_2": style.line(style.RED, "s"),
     "gather_flash_attn_2": style.line(style.RED, "s", "dotted", fill=False),
     "flash_attn_3": style.line(style.ORANGE, "^"),
-    "flash_attn_4": style.line(style.PINK, "v"),
-    "flashinfer": style.line(style.SKY, "h"),
-    "torch_flash": style.line(style.GREEN, "D"),
-    "gather_torch_flash": style.line(style.GREEN, "D", "dotted", fill=False),
     "gather_sdpa": style.line(style.SKY, "P", "dotted", fill=False),
-    "gather_naive": style.line(style.GREY, "X", "dotted", fill=False),
-    "torch_index_put": style.line(style.RED, "s"),
-    "memcpy": style.line(style.GREEN, "D"),
     "torch": style.line(style.ORANGE, "^"),
 }
 """A hollow marker means that the time includes a copy of the context."""
@@ -55,35 +47,23 @@ def _drawer(draw: Callable[[style.DataFrame], style.Figure], *parts: str) -> Cal
     return draw_parts
 
 
-def _draw_decode(rows: style.DataFrame, *, bandwidth: bool) -> style.Figure:
-    """Latency or bandwidth, a panel per context."""
+def _draw_decode(rows: style.DataFrame) -> style.Figure:
+    """Latency, a panel per context."""
     contexts = sorted(rows["context_len"].unique())
     figure, axes, _ = style.panel_grid(len(contexts), height=1.9, sharex=True)
     for axis, context_len in zip(axes, contexts, strict=True):
         of_context = rows[rows["context_len"] == context_len]
         for look, line in lines(of_context):
-            if bandwidth:
-                style.curve(axis, line, "batch", "bandwidth_fraction", 100, **look)
-            else:
-                quantiles.band(axis, line, "batch", **look)
-        if bandwidth:
-            axis.axhline(100, **style.BOUND, label="bound: copy bandwidth")
-            axis.set_ylim(0, 110)
-        else:
-            # The bound of the wider cache where two are drawn; fp8 may lie below it.
-            best = of_context.sort_values(["batch", "bytes"]).drop_duplicates("batch", keep="last")
-            fastest = best["bytes"] / best["peak_gb_per_s"] / 1e3
-            label = "bound: bytes at copy bandwidth"
-            axis.plot(best["batch"], fastest, **style.BOUND, label=label)
-            axis.set_yscale("log")
+            quantiles.band(axis, line, "batch", **look)
+        # The bound of the wider cache where two are drawn; fp8 may lie below it.
+        best = of_context.sort_values(["batch", "bytes"]).drop_duplicates("batch", keep="last")
+        fastest = best["bytes"] / best["peak_gb_per_s"] / 1e3
+        axis.plot(best["batch"], fastest, **style.BOUND, label="bound: bytes at copy bandwidth")
+        axis.set_yscale("log")
         style.log_x(axis, base=2)
         axis.set_title(f"context {context_len:,} tokens")
-    label = (
-        "K, V, queries and output\n(% of copy bandwidth)"
-        if bandwidth
-        else "latency (µs), p50 and p20 to p80"
-    )
-    return style.shared_legend(figure, columns=4, xlabel="batch (sequences)", ylabel=label)
+    ylabel = "latency (µs), p50 and p20 to p80"
+    return style.shared_legend(figure, columns=4, xlabel="batch (sequences)", ylabel=ylabel)
 
 
 def _draw_prefill(rows: style.DataFrame) -> style.Figure:
@@ -136,31 +116,25 @@ def _draw_moves(rows: style.DataFrame) -> style.Figure:
 
 
 def _draw_cascade(rows: style.DataFrame) -> style.Figure:
-    """Latency of both kinds of decode, and the gain of the shared prefix."""
-    figure, (latency, speedup), _ = style.panel_grid(2, height=2.6, columns=2)
+    """The gain of the shared prefix over plain decode."""
+    figure, (axis,), _ = style.panel_grid(1, height=2.6, width=4)
     times = rows.pivot_table("p50_us", ["batch", "prefix_len"], "implementation")
     times = times.reindex(columns=[OURS, PLAIN])
     looks = style.lines_of(times.index.unique("batch"))
     for batch, of_batch in times.groupby(level="batch"):
         of_batch = of_batch.droplevel("batch")
         look = looks[batch] | {"linestyle": "solid", "label": f"batch {batch}"}
-        hollow = look | {"linestyle": "dotted", "markerfacecolor": "white", "label": None}
-        latency.plot(of_batch[OURS], **look)
-        latency.plot(of_batch[PLAIN], **hollow)
-        speedup.plot(of_batch[PLAIN] / of_batch[OURS], **look)
+        axis.plot(of_batch[PLAIN] / of_batch[OURS], **look)
         # The gain is at most the bytes of plain decode over the bytes of cascade.
         shape = rows[(rows["batch"] == batch) & (rows["implementation"] == OURS)]
         kv_bytes = shape["bytes"] + (batch - 1) * _prefix_bytes(shape)
         bound = (kv_bytes / shape["bytes"]).set_axis(shape["prefix_len"]).sort_index()
-        speedup.plot(bound, color=look["color"], ls="dashed", lw=0.8)
-    speedup.axhline(1, color="black", lw=0.8)
-    latency.set(title="solid: shared prefix; hollow: plain decode", ylabel="latency, p50 (µs)")
-    speedup.set(title="dashed: bound by bytes read", ylabel="plain / shared prefix (times)")
-    for axis in (latency, speedup):
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
-        axis.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1024:g}K")
-    return style.shared_legend(figure, xlabel="shared prefix (tokens)")
+        axis.plot(bound, color=look["color"], ls="dashed", lw=0.8)
+    axis.axhline(1, color="black", lw=0.8)
+    axis.set(title="dashed: bound by bytes read", ylabel="plain / shared prefix (times)")
+    axis.set(xlabel="shared prefix (tokens)", yscale="log")
+    style.log_x(axis, base=2)
+    return style.shared_legend(figure)
 
 
 def _prefix_bytes(rows: style.DataFrame) -> style.Series:
@@ -171,8 +145,7 @@ def _prefix_bytes(rows: style.DataFrame) -> style.Series:
 
 plot = style.plotter(
     {
-        "decode_latency": _drawer(functools.partial(_draw_decode, bandwidth=False), "decode"),
-        "decode_bandwidth": _drawer(functools.partial(_draw_decode, bandwidth=True), "decode"),
+        "decode": _drawer(_draw_decode, "decode"),
         "prefill": _drawer(_draw_prefill, "prefill"),
         "moves": _drawer(_draw_moves, *_MOVES),
         "cascade": _drawer(_draw_cascade, "cascade"),

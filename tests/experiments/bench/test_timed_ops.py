@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -49,7 +47,6 @@ def test_every_op_has_a_shape():
 def test_every_implementation_is_right_or_refused_with_a_reason(shape):
     problem = problem_of(shape)
     assert OURS in problem.implementations
-    served = 0
     for implementation in problem.implementations:
         if refusal(shape, implementation):
             with pytest.raises(Unavailable, match=implementation):
@@ -59,16 +56,12 @@ def test_every_implementation_is_right_or_refused_with_a_reason(shape):
         assert row["error"] <= row["bound"]
         assert row["implementation"] == implementation
         assert row["bytes"] > 0
-        served += 1
-    assert served >= 2 - (shape.op == "store" and shape.kv_dtype == FP8)
 
 
 def test_a_refusal_needs_no_inputs():
     huge = {"batch": 2**40, "context_len": 2**40, "block_size": 16}
     with pytest.raises(Unavailable, match=r"flash_attn_2: .*multiple of 256, got 16"):
         run(Shape(op="decode", **huge), "flash_attn_2")
-    with pytest.raises(Unavailable, match="torch_index_put: it does not quantise"):
-        run(Shape(op="store", kv_dtype=FP8, **huge), "torch_index_put")
 
 
 def test_running_out_of_memory_becomes_a_reason(monkeypatch):
@@ -91,7 +84,7 @@ def test_there_are_no_times_without_a_gpu():
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_a_wrong_result_gets_no_time(shape, monkeypatch):
     """An implementation that does nothing (moves), or is a little off."""
-    run(shape)  # its result must not hide the wrong one
+    timed_ops.release()  # a right result must not hide the wrong one
     problem = problem_of(shape)
     right = problem.implementations[OURS]
 
@@ -104,18 +97,6 @@ def test_a_wrong_result_gets_no_time(shape, monkeypatch):
     monkeypatch.setitem(problem.implementations, OURS, wrong)
     with pytest.raises(WrongResult, match=f"{OURS} is wrong: error .* no time is reported"):
         run(shape)
-
-
-@pytest.mark.parametrize("name", ["decode", "store", "copy"])
-def test_used_blocks_follow_the_unused_ones(name):
-    shape = dataclasses.replace(SHAPES[name], unused_elements=200_000)
-    assert run(shape)["error"] == pytest.approx(0, abs=0.01)
-    if name == "decode":
-        inputs = problem_of(shape).case.inputs
-        first = 200_000 // inputs["k_cache"][0].numel()
-        tables = inputs["block_tables"][:, :3]
-        assert int(tables.min()) >= first
-        assert inputs["k_cache"][:first].isfinite().any() == torch.tensor(False)
 
 
 def test_the_judged_part_repeats_queries_of_the_batch():

@@ -23,7 +23,7 @@ def cells_of(*parts: str, **options) -> list:
 def test_baselines_and_parts_are_those_that_exist():
     named = {*kernel_latency.PAGED, *kernel_latency.GATHER}
     assert named == {OURS, *BASELINES}
-    assert set(kernel_latency.PARTS) - {"large", "tiles", "splits"} == set(OPS)
+    assert set(kernel_latency.PARTS) - {"tiles", "splits"} == set(OPS)
 
 
 def test_gathers_are_compared_where_paged_kernels_refuse_the_blocks():
@@ -52,24 +52,14 @@ def test_a_prefix_is_whole_blocks():
             check(KernelLatency(**{option: value}))
 
 
-def test_the_largest_caches_need_more_than_32_bits_and_fit_a_gpu():
-    cells = cells_of("large")
-    assert {cell.shape.op for cell in cells} == set(OPS)
-    cells = [cell for cell in cells if cell.shape.unused_elements]
-    assert {cell.shape.op for cell in cells} == {"decode", "prefill", "store", "copy"}
-    for cell in cells:
-        assert cell.shape.unused_elements > 2**31, "all that is used lies beyond"
-        assert 2 * cell.shape.unused_elements * 2 < 80e9
-
-
 def test_figures_of_a_table_with_times(timed_rows, drawn):
     cells = cells_of(*kernel_latency.PARTS[:8], batch=(1, 8, 64, 256), context_len=(512, 4096))
     few = {"batch": (8, 64), "context_len": (512,), "block_size": (16,)}
     cells += cells_of("decode", **few, kv_dtype="float8_e4m3fn")
     rows = timed_rows(cells, refused=("flash_attn_3",))
     kernel_latency.EXPERIMENT.plot(rows, Path())
-    assert set(drawn) == {"decode_latency", "decode_bandwidth", "prefill", "moves"}
-    latency = drawn["decode_latency"]
+    assert set(drawn) == {"decode", "prefill", "moves"}
+    latency = drawn["decode"]
     assert len([axis for axis in latency.axes if axis.get_title()]) == 2
     labels = {line.get_label() for line in latency.axes[0].get_lines()}
     assert {f"{OURS}, block 16", f"{OURS}, block 256", "flash_attn_2, block 256"} <= labels
@@ -85,7 +75,7 @@ def test_the_figure_of_cascade_bounds_the_gain_by_the_bytes_read(timed_rows, dra
     qo_bytes = 2 * rows["batch"] * 32 * 128 * 2
     rows["bytes"] = 2 * 2 * (rows["prefix_len"] + rows["batch"] * 256) * 8 * 128 + qo_bytes
     kernel_latency.EXPERIMENT.plot(rows, Path())
-    _, speedup = (axis for axis in drawn["cascade"].axes if axis.get_title())
+    (speedup,) = (axis for axis in drawn["cascade"].axes if axis.get_title())
     bounds = [line for line in speedup.get_lines() if line.get_linestyle() == "--"]
     plain = 2 * 2 * 64 * (4096 + 256) * 8 * 128 + 2 * 64 * 32 * 128 * 2
     shared = 2 * 2 * (4096 + 64 * 256) * 8 * 128 + 2 * 64 * 32 * 128 * 2

@@ -9,12 +9,14 @@ import itertools
 
 import pandas as pd
 import pytest
+import torch
 
 from experiments import kernel_accuracy
 from experiments.bench import gpu_timing, timed_ops
 from experiments.gpu import kernel_latency
 from experiments.harness.environment import device_slug
 from experiments.overhead import engine
+from kernels.testing import baselines
 
 HEADS = {"num_q_heads": 2, "num_kv_heads": 1, "head_dim": 16}
 
@@ -47,19 +49,25 @@ def test_results_go_to_a_folder_of_the_gpu():
     assert device_slug(kernel_latency.EXPERIMENT) == "nvidia-h200"
 
 
-def test_every_op_is_checked_captured_and_timed(small_gpu):
+def test_every_op_is_checked_captured_and_timed(small_gpu, monkeypatch):
+    def lower_right(queries: int, keys: int) -> torch.Tensor:
+        """A plain mask: the stand-in takes no CausalBias."""
+        ones = torch.ones(queries, keys, dtype=torch.bool, device="cuda")
+        return ones.tril(keys - queries)
+
+    monkeypatch.setattr(baselines, "causal_lower_right", lower_right)
     few = {"batch": (2,), "context_len": (9,), "block_size": (4,), "prefill": ((1, 3, 9),)}
     few |= {"store_tokens": (3,), "move_tokens": (8,), "num_layers": 1}
     few |= {"prefix_len": (16,), "suffix_len": 4, "cascade_batch": (2,)}
     options = kernel_latency.KernelLatency(**HEADS, **few, part=kernel_latency.PARTS[:9])
-    names = ("pagelab", "paged_decode", "gather_naive", "torch_index_put", "memcpy")
+    names = ("pagelab", "paged_decode", "gather_sdpa", "torch")
     rows = rows_of(kernel_latency, options, names)
     assert small_gpu.replays > 0
     launches = {(row["op"], row["implementation"]): row["launch"] for row in rows}
-    eager = {("prefill", "gather_naive"), ("swap_out", "memcpy"), ("swap_in", "memcpy")}
-    assert {key for key, launch in launches.items() if launch == "eager"} == eager
+    eager = {key for key, launch in launches.items() if launch == "eager"}
+    assert eager == {("prefill", "gather_sdpa")}
     assert {op for op, name in launches if name == "pagelab"} == set(timed_ops.OPS)
-    assert len(launches) == 16
+    assert len(launches) == 14
     for row in rows:
         assert 0 < row["p20_us"] <= row["p50_us"] <= row["p80_us"]
         seconds = row["p50_us"] * 1e-6
