@@ -107,9 +107,10 @@ def closed(rows: style.DataFrame) -> style.DataFrame:
 
 
 def _draw(rows: style.DataFrame) -> style.Figure:
-    """Per trace: gap closed against load, and the mean waiting line under LRU."""
+    """Gap closed against load, and the mean waiting line under LRU, per trace that has a gap."""
     shares = 100 * closed(rows)
     panels = list(rows.groupby(["trace", "capacity_fraction"], sort=False))
+    panels = [one for one in panels if one[0] in shares.dropna(how="all").index] or panels
     figure, axes, spare = style.panel_grid(2 * len(panels), height=1.75, columns=len(panels))
     for ((trace, size), of_panel), above, below in zip(
         panels, axes[: len(panels)], axes[len(panels) :], strict=True
