@@ -9,7 +9,6 @@ import numpy as np
 from kernels.executor.formats import decode, flush_subnormals
 from kernels.executor.operands import (
     DTYPES,
-    PACKED,
     Step,
     Translation,
     Unsupported,
@@ -102,21 +101,6 @@ def _bfe(translation: Translation) -> Step:
     return elementwise(translation, extract, "u32")
 
 
-@instruction("bfi")
-def _bfi(translation: Translation) -> Step:
-    """Insert a bit field of a into b (9.7.1.23). 32 bits only."""
-    if translation.kind != "b32":
-        raise Unsupported("only fields of 32-bit numbers are supported")
-
-    def insert(a, b, start, length):
-        start, length = start.astype(np.uint64) & 255, length.astype(np.uint64) & 255
-        start, length = np.minimum(start, 63), np.minimum(length, 32)
-        field = ((np.uint64(1) << length) - np.uint64(1)) << start
-        return ((b & ~field) | ((a.astype(np.uint64) << start) & field)).astype(np.uint32)
-
-    return elementwise(translation, insert, "b32")
-
-
 @instruction("lop3")
 def _lop3(translation: Translation) -> Step:
     """Any logical function of three bits (9.7.8.6). Bit 4a + 2b + c of the table is the result."""
@@ -156,21 +140,10 @@ def _prmt(translation: Translation) -> Step:
     return elementwise(translation, permute, "b32")
 
 
-@instruction("popc", "clz", "brev")
+@instruction("popc")
 def _count_bits(translation: Translation) -> Step:
-    width = int(translation.kind[1:])
-    count = {
-        "popc": lambda x: x.bit_count(),
-        "clz": lambda x: width - x.bit_length(),
-        "brev": lambda x: int(f"{x:0{width}b}"[::-1], 2),
-    }[translation.parts[0]]
-    result = f"b{width}" if translation.parts[0] == "brev" else "u32"
-    dtype = DTYPES[result]
-
-    def compute(a):
-        return np.array([count(int(x)) for x in a], dtype)
-
-    return elementwise(translation, compute, f"b{width}", result)
+    count = lambda a: np.bitwise_count(a).astype(np.uint32)  # noqa: E731
+    return elementwise(translation, count, translation.kind, "u32")
 
 
 _COMPARISONS = {
@@ -199,37 +172,30 @@ _COMBINATIONS = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_x
 
 @instruction("setp")
 def _setp(translation: Translation) -> Step:
-    """Compare, and optionally combine the result with a predicate (9.7.7.2). Packed types have one
-    destination per number."""
+    """Compare, and optionally combine the result with a predicate (9.7.7.2)."""
     kind, name = translation.kind, translation.parts[1]
     translation.expect(name, *_COMBINATIONS, *["ftz"] * (kind == "f32"))
+    if kind.endswith("x2"):
+        raise Unsupported(f"packed numbers: .{kind}")
     compare = _COMPARISONS[name]
     if is_float(kind) and name == "ne":
         compare = lambda a, b: (a < b) | (a > b)  # noqa: E731
-    targets, first, second, *third = translation.operands
-    targets = targets if isinstance(targets, tuple) else (targets,)
-    expected = 2 if kind.endswith("x2") else 1
-    if len(targets) != expected:
-        raise Unsupported(f"expected {expected} destinations for .{kind}, got {len(targets)}")
-    source = PACKED.get(kind, kind)
-    first, second = translation.read(first, source), translation.read(second, source)
+    target, first, second, *third = translation.operands
+    first, second = translation.read(first, kind), translation.read(second, kind)
     combine = _COMBINATIONS[translation.one_of(_COMBINATIONS)] if third else None
     third = translation.read(third[0], "pred") if third else None
-    writes = [translation.write(target, "pred") for target in targets]
+    write = translation.write(target, "pred")
     convert = lambda a: a  # noqa: E731
-    if kind in PACKED:
-        convert = lambda bits: decode(bits, kind).reshape(-1, expected)  # noqa: E731
+    if kind == "bf16":
+        convert = lambda bits: decode(bits, kind)  # noqa: E731
     if "ftz" in translation.parts:
         convert = flush_subnormals
 
-    def set_predicates(batch, mask):
-        holds = np.atleast_2d(compare(convert(first(batch)), convert(second(batch))).T)
-        if combine is not None:
-            holds = combine(holds, third(batch))
-        for write, one in zip(writes, holds, strict=True):
-            write(batch, mask, one)
+    def set_predicate(batch, mask):
+        holds = compare(convert(first(batch)), convert(second(batch)))
+        write(batch, mask, holds if combine is None else combine(holds, third(batch)))
 
-    return set_predicates
+    return set_predicate
 
 
 @instruction("selp")

@@ -234,24 +234,6 @@ def test_comparisons_of_integers_know_their_sign(compute):
     assert compute(text.format("s32"), PAIRS) == [signed(a) < signed(b) for a, b in PAIRS]
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("f16x2", torch.float16), ("bf16x2", torch.bfloat16)])
-def test_packed_numbers_are_compared_each(compute, kind, dtype):
-    numbers = torch.tensor(FLOATS).to(dtype)
-    a, b = (torch.stack([x, x.flip(0)], 1) for x in torch.cartesian_prod(numbers, numbers).T)
-    chosen = torch.arange(len(a)) % 3 % 2
-    words = [x.view(torch.int32).flatten() & 0xFFFFFFFF for x in (a, b)]
-    triples = torch.stack([*words, chosen], 1).tolist()
-    is_number = ~(a.isnan() | b.isnan())
-    less = (a < b) & chosen.bool()[:, None]
-    for operation, more, expected in (("num", "", is_number), ("lt.and", ", %p3", less)):
-        text = f"""
-        setp.ne.u32 %p3, %r3, 0;
-        setp.{operation}.{kind} %p1|%p2, %r1, %r2{more};
-        selp.b32 %r4, 1, 0, %p1; selp.b32 %r5, 2, 0, %p2; or.b32 %r4, %r4, %r5;
-        """
-        assert compute(text, triples) == (expected.int() @ torch.tensor([1, 2]).int()).tolist()
-
-
 F16, BF16, E4M3, E5M2 = torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 TWO_HALVES = "mov.b32 {%h1, %h2}, %r1; OP %h3, %h1; OP %h4, %h2; mov.b32 %r4, {%h3, %h4};"
 FROM_BYTES, TO_BYTES = "cvt.u16.u32 %h1, %r1; OP %r4, %h1;", "OP %h1, %r1; cvt.u32.u16 %r4, %h1;"
@@ -413,60 +395,6 @@ def test_products_added_up_in_f16(compute):
     """
     low, high = (torch.tensor(x).half().view(torch.int16).item() for x in (2048.0, 2050.0))
     assert set(compute(text, [(0,)] * 32)) == {high << 16 | low}
-
-
-@pytest.mark.parametrize(("kind", "dtype"), [("f16", torch.float16), ("bf16", torch.bfloat16)])
-@pytest.mark.parametrize("transposed", [False, True], ids=["", "trans"])
-def test_matrices_and_products_of_a_warp(run_body, kind, dtype, transposed):
-    """A 16x16 and B (8 columns, or rows if transposed, of 16) by ldmatrix; D is A B + C."""
-    generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(n, 16, generator=generator).to(dtype) for n in (16, 8))
-    stored_b = b.T.contiguous() if transposed else b
-    given = torch.cat([a.flatten(), stored_b.flatten(), torch.zeros(128, dtype=dtype)])
-    out = torch.zeros(16, 8)
-    # Rows of A are 32 bytes; matrix 0 is rows 0-7, k 0-7; 1: rows 8-15; 2 and 3: k 8-15.
-    body = f"""
-    shl.b32 %r1, %r0, 4; shl.b64 %d11, %d10, 4; add.s64 %d12, %d0, %d11;
-    ld.global.v4.b32 {{%r4, %r5, %r6, %r7}}, [%d12];
-    st.shared.v4.b32 [%r1], {{%r4, %r5, %r6, %r7}};
-    setp.lt.u32 %p1, %r0, 16;
-    @%p1 ld.global.v4.b32 {{%r4, %r5, %r6, %r7}}, [%d12+512];
-    @%p1 st.shared.v4.b32 [%r1+512], {{%r4, %r5, %r6, %r7}};
-    bar.sync 0;
-    and.b32 %r10, %r0, 15; shl.b32 %r11, %r10, 5; shr.u32 %r12, %r0, 4; shl.b32 %r13, %r12, 4;
-    add.s32 %r14, %r11, %r13;
-    ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{%r20, %r21, %r22, %r23}}, [%r14];
-    and.b32 %r15, %r0, 7; shl.b32 %r16, %r15, 5; shr.u32 %r17, %r0, 3; and.b32 %r17, %r17, 1;
-    shl.b32 %r18, %r17, 4; add.s32 %r19, %r16, %r18;
-    {"shl.b32 %r19, %r0, 4; and.b32 %r19, %r19, 255;" if transposed else ""}
-    ldmatrix.sync.aligned.m8n8.x2{".trans" if transposed else ""}.shared.b16
-      {{%r24, %r25}}, [%r19+512];
-    mov.b32 %r30, 0f3F800000;
-    mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32
-      {{%r40, %r41, %r42, %r43}}, {{%r20, %r21, %r22, %r23}}, {{%r24, %r25}},
-      {{%r30, %r30, %r30, %r30}};
-    shr.u32 %r50, %r0, 2; and.b32 %r51, %r0, 3; shl.b32 %r52, %r50, 5; shl.b32 %r53, %r51, 3;
-    add.s32 %r54, %r52, %r53; cvt.u64.u32 %d13, %r54; add.s64 %d14, %d1, %d13;
-    st.global.v2.b32 [%d14], {{%r40, %r41}};
-    st.global.v2.b32 [%d14+256], {{%r42, %r43}};
-    """
-    run_body(body, given.view(torch.int16), out, shared_bytes=1024)
-    exact = a.double() @ b.double().T + 1
-    assert torch.equal(out, exact.float())
-
-
-def test_stmatrix_is_the_reverse_of_ldmatrix(run_body):
-    values, out = torch.arange(128, dtype=torch.int32), torch.zeros(128, dtype=torch.int32)
-    body = """
-    shl.b32 %r1, %r0, 4; shl.b64 %d11, %d10, 4; add.s64 %d12, %d0, %d11; add.s64 %d13, %d1, %d11;
-    ld.global.v4.b32 {%r4, %r5, %r6, %r7}, [%d12];
-    stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%r1], {%r4, %r5, %r6, %r7};
-    bar.sync 0;
-    ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%r8, %r9, %r10, %r11}, [%r1];
-    st.global.v4.b32 [%d13], {%r8, %r9, %r10, %r11};
-    """
-    run_body(body, values, out, shared_bytes=512)
-    assert torch.equal(out, values)
 
 
 RESULT = "shl.b64 %d11, %d10, 2; add.s64 %d12, %d0, %d11; st.global.b32 [%d12], %r2;"

@@ -15,18 +15,10 @@ pytestmark = pytest.mark.slow
 def test_every_op(architecture, run_without_interpreter):
     if architecture != "sm_80" and Version(triton.__version__) < Version("3.7.1"):
         pytest.skip("prefill needs a fence that Triton emits since 3.7.1: docs/kernel-tuning.md")
-    tests = str(Path(__file__).with_name("test_ops.py"))
-    options = [
-        "-v",
-        "-p",
-        "no:randomly",
-        "-p",
-        "no:cacheprovider",
-        "-o",
-        "faulthandler_timeout=600",
-    ]
+    tests, executor = Path(__file__).with_name("test_ops.py"), f"ptx-{architecture}"
+    plugins = ["-p", "no:randomly", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=600"]
     output = run_without_interpreter(
-        "-m", "pytest", tests, "--executor", f"ptx-{architecture}", *options
+        "-m", "pytest", str(tests), "-v", "--executor", executor, *plugins
     )
     assert " passed" in output.splitlines()[-1]
     assert "skipped" not in output
