@@ -9,76 +9,72 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
-from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 from experiments.harness import Unavailable
 
+HASH_ALGORITHMS = ("sha256", "xxhash")
+"""sha256 is vLLM's default, xxhash is xxh3-128; both hash the pickled tokens."""
 
-class VLLM:
-    """vLLM's v1 code, imported: makes its KVCacheManagers and its scheduler.
+
+class _VLLM:
+    """vLLM's v1 code for one group of full attention.
 
     Raises Unavailable if vLLM, or one with the interfaces of 0.33, cannot be imported.
     """
 
-    def __init__(self) -> None:
+    name = "vLLM"
+
+    def __init__(self, hash_algorithm: str, num_blocks: int, block_size: int) -> None:
+        import torch
+
         try:
             import vllm
             from vllm.sampling_params import SamplingParams
             from vllm.utils.hashing import get_hash_fn_by_name
             from vllm.v1 import kv_cache_interface
             from vllm.v1.core import kv_cache_utils
-            from vllm.v1.core.kv_cache_manager import KVCacheManager
             from vllm.v1.request import Request
         except (ImportError, AttributeError) as error:
             raise Unavailable(f"vLLM 0.33 cannot be imported: {error}") from error
-        self._version = vllm.__version__
-        self._interface, self._utils = kv_cache_interface, kv_cache_utils
-        self._manager, self._hash_function = KVCacheManager, get_hash_fn_by_name
-        self._params = SamplingParams
-        self._request = partial(Request, pooling_params=None)
-
-    def hash_algorithms(self) -> list[str]:
-        """``sha256``, vLLM's default, and ``xxhash`` (xxh3-128); both hash the pickled tokens."""
-        return ["sha256", "xxhash"]
-
-    def _hasher(self, hash_algorithm: str, block_size: int) -> Callable[[Any], list[bytes]]:
-        hash_function = self._hash_function(hash_algorithm)
-        self._utils.init_none_hash(hash_function)
-        return self._utils.get_request_block_hasher(block_size, hash_function)
-
-    def _config(self, num_blocks: int, block_size: int) -> Any:
-        """One group of full attention, with a block more: vLLM's null block."""
-        import torch
-
-        spec = self._interface.FullAttentionSpec(
+        self.version = vllm.__version__
+        self._params, self._request = SamplingParams, Request
+        hash_function = get_hash_fn_by_name(hash_algorithm)
+        kv_cache_utils.init_none_hash(hash_function)
+        self._hasher = kv_cache_utils.get_request_block_hasher(block_size, hash_function)
+        spec = kv_cache_interface.FullAttentionSpec(
             block_size=block_size, num_kv_heads=8, head_size=128, dtype=torch.float16
         )
-        return self._interface.KVCacheConfig(
-            num_blocks=num_blocks + 1,
+        self._config = kv_cache_interface.KVCacheConfig(
+            num_blocks=num_blocks + 1,  # with vLLM's null block
             kv_cache_tensors=[],
-            kv_cache_groups=[self._interface.KVCacheGroupSpec(["layer"], spec)],
+            kv_cache_groups=[kv_cache_interface.KVCacheGroupSpec(["layer"], spec)],
         )
 
-    def manager(self, hash_algorithm: str, num_blocks: int, block_size: int) -> VLLMManager:
-        manager = self._manager(
-            self._config(num_blocks, block_size),
-            num_blocks * block_size,
-            scheduler_block_size=block_size,
-            hash_block_size=block_size,
-        )
-        hasher = self._hasher(hash_algorithm, block_size)
-        make = partial(self._request, sampling_params=self._params(max_tokens=1))
-        return VLLMManager(self._version, hash_algorithm, manager, hasher, make)
 
-    def scheduler(self, num_sequences: int, max_model_len: int, block_size: int) -> VLLMScheduler:
-        """vLLM's scheduler with blocks for ``num_sequences`` of ``max_model_len`` tokens."""
+class _TextModel:
+    """Stands in for vLLM's ModelConfig, which wants a checkpoint: a plain text model."""
+
+    runner_type = "generate"
+
+    def __init__(self, max_model_len: int) -> None:
+        self.max_model_len = max_model_len
+
+    def __getattr__(self, name: str) -> None:
+        """Every other property is absent."""
+
+
+class VLLMScheduler(_VLLM):
+    """vLLM's scheduler in a closed loop, with blocks for ``num_sequences`` of ``max_model_len``
+    tokens; the model's part is left out."""
+
+    def __init__(self, num_sequences: int, max_model_len: int, block_size: int) -> None:
+        num_blocks = num_sequences * -(-max_model_len // block_size)
+        super().__init__("sha256", num_blocks, block_size)
         from vllm.config import CacheConfig, DeviceConfig, SchedulerConfig, VllmConfig
         from vllm.v1.core.sched.scheduler import Scheduler
+        from vllm.v1.outputs import ModelRunnerOutput
 
-        num_blocks = num_sequences * -(-max_model_len // block_size)
         config = VllmConfig(
             cache_config=CacheConfig(block_size=block_size, enable_prefix_caching=True),
             scheduler_config=SchedulerConfig(
@@ -94,41 +90,20 @@ class VLLM:
         config.model_config = _TextModel(max_model_len)
         # Requests without a grammar accept every token.
         grammars = SimpleNamespace(accept_tokens=lambda *_args, **_options: True)
-        kv_cache_config = self._config(num_blocks, block_size)
-        scheduler = Scheduler(config, kv_cache_config, grammars, block_size)
-        hasher = self._hasher("sha256", block_size)
-
-        def make(number: int, token_ids: list[int], num_output_tokens: int):
-            params = self._params(max_tokens=num_output_tokens, ignore_eos=True)
-            return self._request(str(number), token_ids, params, block_hasher=hasher)
-
-        return VLLMScheduler(self._version, scheduler, make)
-
-
-class _TextModel:
-    """Stands in for vLLM's ModelConfig, which wants a checkpoint: a plain text model."""
-
-    runner_type = "generate"
-
-    def __init__(self, max_model_len: int) -> None:
-        self.max_model_len = max_model_len
-
-    def __getattr__(self, name: str) -> None:
-        """Every other property is absent."""
-
-
-class VLLMScheduler:
-    """vLLM's scheduler in a closed loop; the model's part is left out."""
-
-    def __init__(self, version: str, scheduler: Any, make: Callable[..., Any]) -> None:
-        from vllm.v1.outputs import ModelRunnerOutput
-
-        self.version = version
-        self._scheduler, self._make, self._output = scheduler, make, ModelRunnerOutput
-        self._numbers = itertools.count()
+        self._scheduler = Scheduler(config, self._config, grammars, block_size)
+        self._output, self._numbers = ModelRunnerOutput, itertools.count()
 
     def add(self, token_ids: list[int], num_output_tokens: int) -> None:
-        self._scheduler.add_request(self._make(next(self._numbers), token_ids, num_output_tokens))
+        params = self._params(max_tokens=num_output_tokens, ignore_eos=True)
+        self._scheduler.add_request(
+            self._request(
+                str(next(self._numbers)),
+                token_ids,
+                params,
+                pooling_params=None,
+                block_hasher=self._hasher,
+            )
+        )
 
     @property
     def num_waiting(self) -> int:
@@ -150,60 +125,49 @@ class VLLMScheduler:
         return before - len(scheduler.requests), {"schedule": seconds}
 
 
-class VLLMManager:
-    """A KVCacheManager of vLLM with one group of full attention, called as its scheduler does."""
+class VLLMManager(_VLLM):
+    """A KVCacheManager of vLLM, called as its scheduler does."""
 
-    name = "vLLM"
+    def __init__(self, hash_algorithm: str, num_blocks: int, block_size: int) -> None:
+        super().__init__(hash_algorithm, num_blocks, block_size)
+        from vllm.v1.core.kv_cache_manager import KVCacheManager
 
-    def __init__(
-        self,
-        version: str,
-        hash_algorithm: str,
-        manager: Any,
-        hasher: Callable[[Any], list[bytes]],
-        request: Callable[..., Any],
-    ) -> None:
-        self.version = version
         self.hash_algorithm = hash_algorithm
-        self._manager, self._hasher, self._request = manager, hasher, request
+        self._one_token = self._params(max_tokens=1)
+        self._manager = KVCacheManager(
+            self._config,
+            num_blocks * block_size,
+            scheduler_block_size=block_size,
+            hash_block_size=block_size,
+        )
 
     def make(self, seq_id: int, token_ids: list[int]):
         """A request of one prompt."""
-        return self._request(str(seq_id), token_ids)
+        return self._request(str(seq_id), token_ids, self._one_token, pooling_params=None)
 
-    def hash(self, request) -> None:
+    def cycle(self, request) -> int:
+        """Number of cached tokens of the prompt."""
         request.block_hashes = self._hasher(request)
+        blocks, cached_tokens = self._manager.get_computed_blocks(request)[:2]
+        self._allocate(request, blocks, cached_tokens)
+        self._manager.free(request)
+        return cached_tokens
 
-    def lookup(self, request) -> tuple[Any, int]:
-        """Cached blocks of the longest prefix that leaves a token to compute, and its tokens."""
-        return self._manager.get_computed_blocks(request)[:2]
-
-    def allocate(self, request, blocks, cached_tokens: int) -> None:
+    def _allocate(self, request, blocks, cached_tokens: int) -> None:
         new_tokens = request.num_tokens - cached_tokens
         if self._manager.allocate_slots(request, new_tokens, cached_tokens, blocks) is None:
             raise RuntimeError(f"vLLM's pool is too small for {request.num_tokens} tokens")
 
-    def free(self, request) -> None:
-        self._manager.free(request)
-
-    def cycle(self, request) -> int:
-        """Number of cached tokens of the prompt."""
-        self.hash(request)
-        blocks, cached_tokens = self.lookup(request)
-        self.allocate(request, blocks, cached_tokens)
-        self.free(request)
-        return cached_tokens
-
     def phases(self, request) -> dict[str, float]:
         """Seconds of each phase of one cycle."""
         times = [time.perf_counter()]
-        self.hash(request)
+        request.block_hashes = self._hasher(request)
         times.append(time.perf_counter())
-        found = self.lookup(request)
+        blocks, cached_tokens = self._manager.get_computed_blocks(request)[:2]
         times.append(time.perf_counter())
-        self.allocate(request, *found)
+        self._allocate(request, blocks, cached_tokens)
         times.append(time.perf_counter())
-        self.free(request)
+        self._manager.free(request)
         times.append(time.perf_counter())
         spans = (end - begin for begin, end in itertools.pairwise(times))
         return dict(zip(("hash", "lookup", "allocate", "free"), spans, strict=True))

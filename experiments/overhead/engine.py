@@ -32,7 +32,7 @@ from experiments.harness import Absent, Axis, Count, GridOnly, Lengths, Options,
 from experiments.load import engine_models
 from experiments.load.engine_models import Manager, Model
 from experiments.overhead import timing
-from experiments.overhead.baselines import VLLM
+from experiments.overhead.baselines import VLLMScheduler
 
 if TYPE_CHECKING:
     import torch
@@ -187,7 +187,7 @@ def _timed_step(llm: LLM) -> Callable[[], tuple[int, dict[str, float]]]:
 def run_cell(cell: Engine) -> list[dict[str, Any]]:
     least, most = cell.lengths
     if cell.manager == "vLLM":
-        engine = VLLM().scheduler(cell.num_sequences, 2 * most, _BLOCK_SIZE)
+        engine = VLLMScheduler(cell.num_sequences, 2 * most, _BLOCK_SIZE)
         vocab_size = 32_000
     else:
         engine = _Ours(cell)

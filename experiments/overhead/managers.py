@@ -23,7 +23,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Any
 
 import numpy as np
@@ -32,7 +31,7 @@ import cache
 from experiments import style
 from experiments.harness import Absent, Axis, Needs, Options, Unavailable, grid
 from experiments.overhead import timing
-from experiments.overhead.baselines import VLLM
+from experiments.overhead.baselines import HASH_ALGORITHMS, VLLMManager
 
 _BLOCK_SIZE = 16
 _PROMPT_TOKENS = 4096
@@ -130,19 +129,18 @@ class _Ours:
 
 
 def run_cell(cell: ManagersCell) -> list[dict[str, Any]]:
-    makers = [
-        partial(_Ours, name, algorithm, cell.pool_blocks)
+    managers = [
+        _Ours(name, algorithm, cell.pool_blocks)
         for name, algorithms in _OURS.items()
         for algorithm in algorithms
     ]
     if cell.vllm:
         with contextlib.suppress(Unavailable):
-            vllm = VLLM()
-            makers += [
-                partial(vllm.manager, algorithm, cell.pool_blocks, _BLOCK_SIZE)
-                for algorithm in vllm.hash_algorithms()
+            managers += [
+                VLLMManager(algorithm, cell.pool_blocks, _BLOCK_SIZE)
+                for algorithm in HASH_ALGORITHMS
             ]
-    turns = [(make(), defaultdict(list)) for make in makers]
+    turns = [(manager, defaultdict(list)) for manager in managers]
     prompts = _prompts(np.random.default_rng(cell.seed), cell.pool_blocks)
     new_blocks = (_PROMPT_TOKENS - _PREFIX_TOKENS) // _BLOCK_SIZE
     num_filling = -(-2 * cell.pool_blocks // (new_blocks * _REQUESTS_A_TURN)) * _REQUESTS_A_TURN

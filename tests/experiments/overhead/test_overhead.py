@@ -18,7 +18,7 @@ from cache.serving.engine import Engine
 from experiments import overhead
 from experiments.harness import Absent, Unavailable
 from experiments.overhead import engine, launch, managers, replay
-from experiments.overhead.baselines import VLLM
+from experiments.overhead.baselines import HASH_ALGORITHMS, VLLMManager, VLLMScheduler
 
 LAUNCHES = {"decode, 8 splits": 2, "shared prefix": 3, "sample": 2, "sample, greedy": 2}
 """Kernels that a call launches, if not one."""
@@ -79,38 +79,35 @@ def test_managers_half_of_each_prompt_is_cached():
     assert manager.stats.evicted_blocks - evicted > 20 * 128
 
 
-class StandInVLLM:
-    """Stands in for vLLM."""
+def test_managers_are_compared_with_vllm_of_the_same_hash(monkeypatch):
+    ours_of_theirs = {theirs: ours for ours, theirs in managers._HASH_OF_VLLM.items()}
 
-    def hash_algorithms(self) -> list[str]:
-        return ["sha256"]
-
-    def manager(self, hash_algorithm: str, num_blocks: int, block_size: int):
-        manager = managers._Ours("vllm_v1", hash_algorithm, num_blocks)
-        manager.name, manager.version = "vLLM", "0.0"
+    def stand_in(hash_algorithm: str, num_blocks: int, block_size: int):
+        manager = managers._Ours("vllm_v1", ours_of_theirs[hash_algorithm], num_blocks)
+        manager.name, manager.version, manager.hash_algorithm = "vLLM", "0.0", hash_algorithm
         return manager
 
-
-def test_managers_are_compared_with_vllm_of_the_same_hash(monkeypatch):
-    monkeypatch.setattr(managers, "VLLM", StandInVLLM)
+    monkeypatch.setattr(managers, "VLLMManager", stand_in)
     cell = managers.ManagersCell(pool_blocks=512, pool_requests=2, vllm=True)
     rows = pd.DataFrame(overhead.run_cell(cell))
     theirs = rows[rows["implementation"] == "vLLM"]
     assert set(theirs["version"]) == {"0.0"}
     assert set(theirs["phase"]) == set(rows.loc[rows["implementation"] == "vllm_v1", "phase"])
-    rows.loc[(rows["implementation"] == "vLLM") & (rows["phase"] == "cycle"), "us"] = 8.0
-    ours = (rows["implementation"] == "vllm_v1") & (rows["hash_algorithm"] == "sha256")
-    rows.loc[ours & (rows["phase"] == "cycle"), "us"] = 2.0
+    times = {("vLLM", "sha256"): 8, ("vLLM", "xxhash"): 4, ("vllm_v1", "sha256"): 2}
+    times |= {("vllm_v1", "xxh3_128"): 2, ("vllm_v0", "xxh3_128"): 6}
+    for (name, algorithm), us in times.items():
+        chosen = (rows["implementation"] == name) & (rows["hash_algorithm"] == algorithm)
+        rows.loc[chosen, "us"] = us
     table = managers.table(rows).set_index("name")
-    assert table["ratio_to_vllm"].dropna().to_dict() == {"vllm_v1 (sha256)": 0.25}
+    ratios = {"vllm_v1 (sha256)": 2 / 8, "vllm_v1 (xxh3_128)": 2 / 4, "vllm_v0 (xxh3_128)": 6 / 4}
+    assert table["ratio_to_vllm"].dropna().to_dict() == ratios
     assert {"vLLM 0.0 (sha256)", "paged"} <= set(table.index)
 
 
 def test_vllm_hits_what_ours_hits_and_its_scheduler_keeps_the_batch():
     """The comparison is of equal work; needs vLLM."""
     pytest.importorskip("vllm")
-    vllm = VLLM()
-    theirs = [vllm.manager(name, 1024, 16) for name in vllm.hash_algorithms()]
+    theirs = [VLLMManager(name, 1024, 16) for name in HASH_ALGORITHMS]
     ours = cache.make_manager("vllm_v1", num_blocks=1024, block_size=16)
     prompts = managers._prompts(np.random.default_rng(0), 1024)
     for number in range(40):
@@ -120,7 +117,7 @@ def test_vllm_hits_what_ours_hits_and_its_scheduler_keeps_the_batch():
         ours.free(seq)
         for manager in theirs:
             assert manager.cycle(manager.make(number, token_ids)) == found
-    scheduler = vllm.scheduler(2, 64, 16)
+    scheduler = VLLMScheduler(2, 64, 16)
     for count in (3, 1):
         scheduler.add([1, 2, 3], count)
     assert [scheduler.step()[0] for _ in range(4)] == [1, 0, 1, 0]
@@ -129,7 +126,7 @@ def test_vllm_hits_what_ours_hits_and_its_scheduler_keeps_the_batch():
 def test_without_vllm_its_rows_are_absent(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(Unavailable, match=r"vLLM 0\.33 cannot be imported"):
-        VLLM()
+        VLLMManager("sha256", 512, 16)
 
 
 def steps_of(model: str | None, manager: str = "vllm_v1", **options) -> pd.DataFrame:
