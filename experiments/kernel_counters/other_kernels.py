@@ -1,7 +1,7 @@
 """Other projects' Triton attention, loaded from one of their files and called on our inputs.
 
 The file is loaded without its package: the few names that it imports from there get stand-ins.
-Tried with SGLang 0.5.3 and vLLM 0.32.
+Tried with SGLang 0.5.3 and 0.5.23, vLLM 0.32 and 0.33.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import functools
 import importlib.util
+import inspect
 import logging
 import sys
 import types
@@ -23,11 +24,14 @@ if TYPE_CHECKING:
 
 
 def sglang_decode(path: Path) -> Callable[..., torch.Tensor]:
-    """SGLang's grouped decode: ``sglang/srt/layers/attention/triton_ops/decode_attention.py``.
+    """SGLang's grouped decode: ``sglang/kernels/ops/attention/decode_attention.py``, in older
+    versions in ``sglang/srt/layers/attention/triton_ops``.
 
     It takes the slot of every token, whatever the block size.
     """
     module = load_sglang(path)
+    grouped = module.decode_attention_fwd_grouped
+    v_scale = (1.0,) if "v_scale" in inspect.signature(grouped).parameters else ()
 
     def call(inputs: dict[str, Any], num_splits: int) -> torch.Tensor:
         import torch
@@ -43,11 +47,11 @@ def sglang_decode(path: Path) -> Callable[..., torch.Tensor]:
         states = (*q.shape[:2], num_splits)
         splits = torch.full((len(q),), num_splits, dtype=torch.int32)
         out = torch.empty_like(q)
-        module.decode_attention_fwd_grouped(
+        grouped(
             q, k_cache.flatten(0, 1), v_cache.flatten(0, 1), out,
             starts, torch.cat(slots).long(),
             torch.empty(*states, q.shape[2]), torch.empty(states),
-            splits, num_splits, q.shape[2] ** -0.5,
+            splits, num_splits, q.shape[2] ** -0.5, *v_scale,
         )  # fmt: skip
         return out
 
@@ -55,10 +59,24 @@ def sglang_decode(path: Path) -> Callable[..., torch.Tensor]:
 
 
 def load_sglang(path: Path) -> types.ModuleType:
-    """The module in a file of ``sglang/srt/layers/attention/triton_ops``."""
-    is_not = dict.fromkeys(("is_hip", "is_cuda", "is_gfx95_supported"), lambda: False)
+    """The module in a file of SGLang's Triton attention; it imports helpers from beside it."""
     prefill = "sglang.srt.layers.attention.triton_ops.prefill_attention"
-    return _load(path, {"sglang.srt.utils": is_not, prefill: {"context_attention_fwd": None}})
+    stand_ins = {
+        "sglang.srt.utils": dict.fromkeys(
+            (
+                "get_device_core_count",
+                "is_cuda",
+                "is_gfx95_supported",
+                "is_gfx1250_supported",
+                "is_hip",
+            ),
+            lambda: False,
+        ),
+        "sglang.srt.environ": {"envs": None},
+        "sglang.kernels.ops.attention": {"__path__": [str(path.parent)]},
+        prefill: {"context_attention_fwd": None},
+    }
+    return _load(path, stand_ins)
 
 
 _QUANT_MODES = "NONE FP8_PER_TENSOR INT8_PER_TOKEN_HEAD FP8_PER_TOKEN_HEAD INT4_PER_TOKEN_HEAD"
