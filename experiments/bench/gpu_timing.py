@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -26,22 +25,13 @@ _COPIED_BYTES, _TRANSFERRED_BYTES = 2**31, 2**28
 _MATMUL_SIZE = 8192
 
 
-@dataclass(frozen=True)
-class Times:
-    """Quantiles of one call's time in microseconds."""
+class Times(NamedTuple):
+    """Quantiles of one call's time, as columns of a table; the defaults where nothing was timed."""
 
-    p20: float
-    p50: float
-    p80: float
-    samples: int
-
-    def columns(self) -> dict[str, float | int]:
-        """Columns of a table."""
-        return {"p20_us": self.p20, "p50_us": self.p50, "p80_us": self.p80, "samples": self.samples}
-
-
-NO_TIMES = {"p20_us": None, "p50_us": None, "p80_us": None, "samples": 0}
-"""The columns of ``Times`` where nothing was timed."""
+    p20_us: float | None = None
+    p50_us: float | None = None
+    p80_us: float | None = None
+    samples: int = 0
 
 
 def time_call(
@@ -58,50 +48,27 @@ def time_call(
     for _ in range(2):  # compile, and load modules
         call()
     torch.cuda.synchronize()
-    return measure(
-        _captured(call) if launch == "graph" else call,
-        flush=_l2_buffer().sum,  # reads: written lines would be written back during the call
-        event=functools.partial(torch.cuda.Event, enable_timing=True),
-        synchronize=torch.cuda.synchronize,
-        waits=launch == "eager",
-        budget_ms=budget_ms,
-    )
-
-
-def measure(
-    call: Callable[[], object],
-    *,
-    flush: Callable[[], object],
-    event: Callable[[], Any],
-    synchronize: Callable[[], None],
-    waits: bool,
-    budget_ms: float,
-) -> Times:
-    """The sampling of ``time_call``: a flush and an event before each call, an event after it.
-
-    waits: for the flush, which would hide the host's work for the call.
-    event: makes an object with ``record`` and ``elapsed_time(end)`` in milliseconds.
-    """
+    timed = _captured(call) if launch == "graph" else call
+    flush = _l2_buffer().sum  # reads: written lines would be written back during the call
 
     def sample(count: int) -> tuple[list[float], float]:
-        """``count`` times of the call, and the time of all this."""
-        pairs = [(event(), event()) for _ in range(count)]
+        """``count`` times of the call, and the time of all this, in milliseconds."""
+        pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
         for start, end in pairs:
             flush()
-            if waits:
-                synchronize()
+            if launch == "eager":  # or the flush would hide the host's work for the call
+                torch.cuda.synchronize()
             start.record()
-            call()
+            timed()
             end.record()
-        synchronize()
+        torch.cuda.synchronize()
         return [start.elapsed_time(end) for start, end in pairs], pairs[0][0].elapsed_time(end)
 
     _, total_ms = sample(3)
     per_sample = max(total_ms / 3, 1e-3)
     count = max(_MIN_SAMPLES, min(_MAX_SAMPLES, int(budget_ms / per_sample)))
     times, _ = sample(count)
-    quantiles = 1e3 * np.quantile(times, (0.2, 0.5, 0.8))
-    return Times(*map(float, quantiles), samples=count)
+    return Times(*map(float, 1e3 * np.quantile(times, (0.2, 0.5, 0.8))), samples=count)
 
 
 def _captured(call: Callable[[], object]) -> Callable[[], None]:
@@ -135,7 +102,7 @@ def copy_bandwidth(ceiling: Ceiling = "copy") -> float:
         launch="graph" if ceiling == "copy" else "eager",
         budget_ms=100,
     )
-    return (2 if ceiling == "copy" else 1) * source.nbytes / (times.p50 * 1e-6)
+    return (2 if ceiling == "copy" else 1) * source.nbytes / (times.p50_us * 1e-6)
 
 
 @functools.lru_cache(maxsize=1)
@@ -144,7 +111,7 @@ def matmul_rate() -> float:
     size = _MATMUL_SIZE
     a, b = (torch.randn(size, size, device="cuda").bfloat16() for _ in range(2))
     out = torch.empty_like(a)
-    seconds = time_call(lambda: torch.mm(a, b, out=out), budget_ms=100).p50 * 1e-6
+    seconds = time_call(lambda: torch.mm(a, b, out=out), budget_ms=100).p50_us * 1e-6
     return 2 * size**3 / seconds
 
 
@@ -162,17 +129,23 @@ def timed_columns(
     num_bytes, flops: the least that the call must move and compute. The peaks are measured with a
     copy and a matrix product on this card in this process; the fractions are shares of them.
     """
-    columns = {"launch": launch, "l2": "cold", "bytes": num_bytes, "flops": flops, **NO_TIMES}
+    columns = {
+        "launch": launch,
+        "l2": "cold",
+        "bytes": num_bytes,
+        "flops": flops,
+        **Times()._asdict(),
+    }
     names = ("gb_per_s", "tflop_per_s", "peak_gb_per_s", "peak_tflop_per_s")
     columns |= dict.fromkeys((*names, "bandwidth_fraction", "matmul_fraction"))
     if not torch.cuda.is_available():
         return columns
     bandwidth, rate = copy_bandwidth(ceiling), matmul_rate()
     times = time_call(call, launch=launch, budget_ms=budget_ms)
-    seconds = times.p50 * 1e-6
+    seconds = times.p50_us * 1e-6
     return {
         **columns,
-        **times.columns(),
+        **times._asdict(),
         "gb_per_s": num_bytes / seconds / 1e9,
         "tflop_per_s": flops / seconds / 1e12,
         "peak_gb_per_s": bandwidth / 1e9,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -12,24 +14,14 @@ from experiments.bench import gpu_timing
 class Device:
     """Work takes device time as it is issued; events read the clock in milliseconds."""
 
-    def __init__(self, durations) -> None:
-        self.now, self.log, self.durations = 0.0, [], iter(durations)
-
-    def flush(self) -> None:
-        self.now += 0.5
-        self.log.append("flush")
-
-    def call(self) -> None:
-        self.now += next(self.durations)
-        self.log.append("call")
-
-    def synchronize(self) -> None:
-        self.log.append("synchronize")
-
-    def event(self):
+    def __init__(self, monkeypatch) -> None:
+        self.now, self.log = 0.0, []
         device = self
 
         class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
             def record(self) -> None:
                 self.at = device.now
                 device.log.append("event")
@@ -37,36 +29,55 @@ class Device:
             def elapsed_time(self, end) -> float:
                 return end.at - self.at
 
-        return Event()
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: self.log.append("synchronize"))
+        monkeypatch.setattr(gpu_timing, "_l2_buffer", lambda: SimpleNamespace(sum=self.flush))
+        monkeypatch.setattr(gpu_timing, "_captured", lambda call: call)
 
-    def measure(self, budget_ms: float, waits: bool = False) -> gpu_timing.Times:
-        device = {"flush": self.flush, "event": self.event, "synchronize": self.synchronize}
-        return gpu_timing.measure(self.call, **device, waits=waits, budget_ms=budget_ms)
+    def flush(self) -> None:
+        self.now += 0.5
+        self.log.append("flush")
+
+    def time(self, durations, **options) -> gpu_timing.Times:
+        """Times of a call that takes these milliseconds, one after another."""
+        durations = iter(durations)
+
+        def call() -> None:
+            self.now += next(durations)
+            self.log.append("call")
+
+        return gpu_timing.time_call(call, **options)
 
 
-def test_quantiles_of_the_calls_alone():
+@pytest.fixture
+def device(monkeypatch) -> Device:
+    return Device(monkeypatch)
+
+
+def test_quantiles_of_the_calls_alone(device):
     """By three samples of 0.5 ms to flush and 1 ms to call, 15 ms are enough for ten."""
-    durations = [1.0] * 3 + [0.1 * k for k in range(1, 11)]
-    times = Device(durations).measure(budget_ms=14.0)
+    durations = [1.0] * 5 + [0.1 * k for k in range(1, 11)]
+    times = device.time(durations, budget_ms=14.0)
     assert times.samples == 10
-    expected = 1e3 * np.quantile(durations[3:], (0.2, 0.5, 0.8))
-    assert (times.p20, times.p50, times.p80) == pytest.approx(tuple(expected))
+    expected = 1e3 * np.quantile(durations[5:], (0.2, 0.5, 0.8))
+    assert times[:3] == pytest.approx(tuple(expected))
 
 
-@pytest.mark.parametrize("waits", [False, True], ids=["captured", "eager"])
-def test_l2_is_overwritten_before_each_sample_and_outside_its_time(waits):
+@pytest.mark.parametrize("launch", ["graph", "eager"])
+def test_l2_is_overwritten_before_each_sample_and_outside_its_time(launch, device):
     """An eager call begins when the flush is done."""
-    device = Device([0.2] * 1000)
-    times = device.measure(budget_ms=7.0, waits=waits)
-    sample = ["flush", *["synchronize"] * waits, "event", "call", "event"]
-    assert device.log == [*sample * 3, "synchronize", *sample * times.samples, "synchronize"]
-    assert times.p50 == pytest.approx(200.0)
+    times = device.time([0.2] * 1000, budget_ms=7.0, launch=launch)
+    sample = ["flush", *["synchronize"] * (launch == "eager"), "event", "call", "event"]
+    first = ["call", "call", "synchronize", *sample * 3, "synchronize"]
+    assert device.log == [*first, *sample * times.samples, "synchronize"]
+    assert times.p50_us == pytest.approx(200.0)
 
 
 @pytest.mark.parametrize(("call_ms", "samples"), [(0.3, 50), (1000.0, 7), (0.0, 300)])
-def test_the_budget_sets_the_number_of_samples_within_bounds(call_ms, samples):
+def test_the_budget_sets_the_number_of_samples_within_bounds(call_ms, samples, device):
     budget_ms = 1e4 if call_ms == 0 else 40.0
-    counted = Device([call_ms] * 2000).measure(budget_ms=budget_ms).samples
+    counted = device.time([call_ms] * 2000, budget_ms=budget_ms).samples
     assert counted == pytest.approx(samples, rel=0.3)
 
 
@@ -86,5 +97,5 @@ def test_nothing_is_timed_without_a_gpu():
 def test_times_on_a_gpu(launch):
     x = torch.zeros(2**26, device="cuda")
     times = gpu_timing.time_call(lambda: x.add_(1), launch=launch, budget_ms=20)
-    assert 0 < times.p20 <= times.p50 <= times.p80
-    assert 0.2 < 2 * x.nbytes / (times.p50 * 1e-6) / gpu_timing.copy_bandwidth() < 1.3
+    assert 0 < times.p20_us <= times.p50_us <= times.p80_us
+    assert 0.2 < 2 * x.nbytes / (times.p50_us * 1e-6) / gpu_timing.copy_bandwidth() < 1.3
