@@ -42,9 +42,9 @@ if not _has_gpu():
 _common = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 # Shrinking takes minutes. The failing example is stored: HYPOTHESIS_PROFILE=shrink shrinks it.
 _no_shrinking = [phase for phase in Phase if phase not in (Phase.shrink, Phase.explain)]
-settings.register_profile("default", max_examples=15, phases=_no_shrinking, **_common)
+settings.register_profile("default", max_examples=8, phases=_no_shrinking, **_common)
 settings.register_profile("ci", settings.get_profile("default"), derandomize=True)
-settings.register_profile("shrink", max_examples=15, **_common)
+settings.register_profile("shrink", max_examples=8, **_common)
 settings.register_profile("thorough", max_examples=300, **_common)
 settings.load_profile(
     os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "default")

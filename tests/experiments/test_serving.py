@@ -62,7 +62,7 @@ def test_paging_sustains_more_than_reserving_the_maximum_by_the_papers_reason():
 
 def test_beams_share_more_than_samples_and_reservations_share_nothing():
     def batched(load, system):
-        return serving._row(cell(load, system, traffic=0.5), 60.0)["mean_batched_requests"]
+        return serving._row(cell(load, system, traffic=0.2), 60.0)["mean_batched_requests"]
 
     apart = [batched(f"alpaca_6_{kind}", "contiguous_oracle") for kind in ("samples", "beams")]
     samples, beams = (batched(f"alpaca_6_{kind}", "paged") for kind in ("samples", "beams"))

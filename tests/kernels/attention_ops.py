@@ -46,7 +46,7 @@ def select(call: dict[str, Any], rows: Sequence[int]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class AttentionOp:
-    """An attention op. `usual`, `few`, `two` (equal) and `none`: lengths of sequences.
+    """An attention op. `usual`, `few` and `two` (equal): lengths of sequences.
 
     The first sequence (of shared prefixes: the first prefix) of `usual` has 75 tokens.
     """
@@ -58,7 +58,6 @@ class AttentionOp:
     usual: tuple
     few: tuple
     two: tuple
-    none: tuple
     lengths: st.SearchStrategy
     tables: tuple[str, ...] = ("block_tables",)
     lens: tuple[str, ...] = ("context_lens",)
@@ -81,10 +80,6 @@ class AttentionOp:
         """Arguments for a number of splits of every part of the keys."""
         both = {"num_prefix_splits": number} if self.name == "shared_prefix" else {}
         return both | {"num_splits": number}
-
-    def batch_of(self, call) -> int:
-        """Sequences of a call."""
-        return len(call[self.lens[-1]])
 
     def run(self, call, num_splits: int | None = 1, **options):
         """Output and LSE."""
@@ -120,7 +115,6 @@ OPS = {
             usual=(75, 0, 33),
             few=(40, 5),
             two=(75, 75),
-            none=(),
             lengths=st.lists(st.integers(0, 110), min_size=1, max_size=3),
         ),
         AttentionOp(
@@ -130,7 +124,6 @@ OPS = {
             usual=((75, 5), (0, 0), (40, 3)),
             few=((40, 5), (5, 2)),
             two=((75, 5), (75, 5)),
-            none=(),
             lengths=st.lists(_queries_of, min_size=1, max_size=3),
         ),
         AttentionOp(
@@ -140,7 +133,6 @@ OPS = {
             usual=((2, 1), (75, 0), (3, 40, 0)),
             few=((1, 1), (7, 37), (3, 20)),
             two=((1, 1), (75, 75), (30, 30)),
-            none=((), (), ()),
             lengths=st.lists(_group, min_size=1, max_size=3).map(
                 lambda groups: (
                     [len(suffixes) for _, suffixes in groups],

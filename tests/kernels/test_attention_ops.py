@@ -29,7 +29,7 @@ without_prefix = pytest.mark.parametrize(
 whole_and_split = pytest.mark.parametrize("num_splits", [1, 3])
 
 
-@pytest.mark.parametrize("group_size", [16, 17, 71])
+@pytest.mark.parametrize("group_size", [17, 71])
 @every_op
 def test_group_sizes(op, group_size, device):
     call = op.call(device, op.few, num_q_heads=2 * group_size)
@@ -64,7 +64,7 @@ def test_lse_is_returned_only_when_asked_for(op, device):
 
 @pytest.mark.parametrize(
     ("kv_dtype", "block_sizes"),
-    [(None, (1, 7, 24, 256)), (FP8_DTYPE, (3,))],
+    [(None, (1, 24)), (FP8_DTYPE, (3,))],
     ids=["fp16", "fp8"],
 )
 @every_op
@@ -86,9 +86,7 @@ def rule_out(call, table, tokens):
         call["k_cache"][block, token % block_size, :, 0] = -math.inf
 
 
-@pytest.mark.parametrize(
-    "tokens", [range(40), range(35, 74), range(74)], ids=["head", "middle", "all but last"]
-)
+@pytest.mark.parametrize("tokens", [range(35, 74), range(74)], ids=["middle", "all but last"])
 @whole_and_split
 @every_op
 def test_scores_of_minus_infinity(op, num_splits, tokens, device):
@@ -123,7 +121,7 @@ def test_nan_in_a_used_slot_stays_in_its_sequence(op, num_splits, device):
     assert torch.equal(lse, expected[1])
 
 
-@pytest.mark.parametrize("window_size", [1, 32, 33, 75, 10**9])
+@pytest.mark.parametrize("window_size", [1, 32, 75, 10**9])
 @every_op
 def test_windows(op, window_size, device):
     call = op.call(device, window_size=window_size, block_size=7)
@@ -131,16 +129,16 @@ def test_windows(op, window_size, device):
         op.assert_matches_reference(call, num_splits)
 
 
-@pytest.mark.parametrize("sink", [-math.inf, 1e4])
 @whole_and_split
 @every_op
-def test_extreme_sinks(op, num_splits, sink, device):
-    sinks = torch.tensor([sink, 0.0, 1.0, sink], device=device)
+def test_extreme_sinks(op, num_splits, device):
+    sinks = torch.tensor([-math.inf, 0.0, 1.0, 1e4], device=device)
     op.assert_matches_reference(op.call(device) | {"sinks": sinks}, num_splits)
 
 
-@whole_and_split
-@pytest.mark.parametrize("kv_dtype", [None, FP8_DTYPE], ids=["fp16", "fp8"])
+@pytest.mark.parametrize(
+    ("kv_dtype", "num_splits"), [(None, 1), (FP8_DTYPE, 3)], ids=["fp16, whole", "fp8, split"]
+)
 @without_prefix
 def test_batch_invariance(op, kv_dtype, num_splits, device):
     """Tiles of prefill are found by search or, in uniform batches, by division: both give the same

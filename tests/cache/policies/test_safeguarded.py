@@ -69,9 +69,7 @@ def adversary(
 
 DESIGNED = [
     (capacity, int(share * capacity), repeats, warm)
-    for capacity, share, repeats, warm in itertools.product(
-        (30, 100), (0.2, 0.4, 0.5), (2, 4, 8), (0, 200)
-    )
+    for capacity, share, repeats, warm in itertools.product((30, 100), (0.2, 0.5), (2, 8), (0, 200))
 ]
 
 
@@ -83,7 +81,7 @@ def test_the_bound_holds_on_every_designed_trace():
             policy = make_policy("safeguarded", policy=wrapped, budget=budget)
             assert slack(trace, capacity, policy, budget) >= -1e-9, (design, wrapped, budget)
         num_tempting += slack(trace, capacity, make_policy("gdsf"), 0.005) < 0
-    assert num_tempting >= 30, "without the safeguard they break the bound"
+    assert num_tempting >= 13, "without the safeguard they break the bound"
 
 
 @pytest.mark.parametrize("wrapped", ["gdsf", "gittins"])

@@ -193,8 +193,8 @@ LIBCACHESIM = {
 
 
 @pytest.mark.parametrize("policy", LIBCACHESIM)
-@pytest.mark.parametrize("skew", [1.1, 1.4])
-def test_single_block_requests_hit_as_in_libcachesim(policy, skew):
+@pytest.mark.parametrize(("skew", "capacity"), [(1.1, 40), (1.4, 200)])
+def test_single_block_requests_hit_as_in_libcachesim(policy, skew, capacity):
     """Requests of one block leave nothing of prefixes: an ordinary cache, judged by its field."""
     libcachesim = pytest.importorskip("libcachesim")
     generator = np.random.default_rng(int(10 * skew))
@@ -204,16 +204,14 @@ def test_single_block_requests_hit_as_in_libcachesim(policy, skew):
     for time in range(len(stream) - 1, -1, -1):
         next_use[time] = upcoming.get(stream[time], 2**62)
         upcoming[stream[time]] = time
-    for capacity in (40, 200):
-        other = getattr(libcachesim, LIBCACHESIM[policy])(capacity)
-        hits = 0
-        for time, block in enumerate(stream):
-            request = libcachesim.Request()
-            request.obj_id, request.obj_size, request.clock_time = block, 1, time
-            request.next_access_vtime = next_use[time]
-            hits += other.get(request)
-        ours = cache.simulate(trace, policy=in_python(policy), capacity_blocks=capacity)
-        assert ours.hit_blocks == hits > 0
+    other, hits = getattr(libcachesim, LIBCACHESIM[policy])(capacity), 0
+    for time, block in enumerate(stream):
+        request = libcachesim.Request()
+        request.obj_id, request.obj_size, request.clock_time = block, 1, time
+        request.next_access_vtime = next_use[time]
+        hits += other.get(request)
+    ours = cache.simulate(trace, policy=in_python(policy), capacity_blocks=capacity)
+    assert ours.hit_blocks == hits > 0
 
 
 MOONCAKE = Path(__file__).parents[3] / "experiments/traces/mooncake_conversation_512.jsonl.zst"
