@@ -2,7 +2,8 @@
 has been written.
 
 A table has (message, arguments that differ from the op's good call); "..." in a message stands for
-anything.
+anything. What `test_every_dimension_is_checked` and `test_every_tensor_is_checked` find is not in
+the tables.
 """
 
 from __future__ import annotations
@@ -29,12 +30,10 @@ APPEND = {"k": NEW, "v": NEW, "cache_seqlens": 2}
 LAYER = (zeros(5, 4, 2, 16), zeros(5, 4, 2, 16))
 HND = zeros(5, 2, 4, 16).transpose(1, 2)
 NO_SLOTS = ("k_cache: expected a block_size of at least 1, got 0", kv(5, 0, 2, 16))
-FIVE_SLOTS = ("slot_mapping: expected at most num_tokens=4...5", {"slot_mapping": torch.arange(5)})
 MANY = {"q": zeros(65536, 4, 16), "out": None}
 MANY_LENS = zeros(65536, dtype=torch.int32)
 TOO_MANY = "q: expected batch from 1 to 65535, got 65536"
 SAMPLED = ("temperatures", "noise_seeds", "min_ps", "top_ks", "top_ps")
-ALIBI = "alibi_slopes: expected shape (num_q_heads=4) or (batch=2, num_q_heads=4), got"
 
 
 def queries(*shape):
@@ -43,8 +42,6 @@ def queries(*shape):
 
 
 EVERY_ATTENTION_OP = (
-    ("q: expected shape (..., head_dim=16), got (2, 4, 17)", queries(2, 4, 17)),
-    ("q: expected a positive multiple of num_kv_heads=2 ... got 5", queries(2, 5, 16)),
     ("q: expected a positive multiple of num_kv_heads=2 ... got 0", queries(2, 0, 16)),
     ("q: expected a head_dim from 16 to 256, got 8", queries(2, 4, 8) | kv(5, 4, 2, 8)),
     ("q: expected a head_dim from 16 to 256, got 257", queries(2, 4, 257) | kv(5, 4, 2, 257)),
@@ -53,8 +50,10 @@ EVERY_ATTENTION_OP = (
     ("softcap: expected 0 (off) or a positive finite cap, got -1.0", {"softcap": -1.0}),
     ("softcap: expected 0 (off) or a positive finite cap, got nan", {"softcap": math.nan}),
     ("softcap: expected 0 (off) or a positive finite cap, got inf", {"softcap": math.inf}),
-    (f"{ALIBI} (5,)", {"alibi_slopes": zeros(5)}),
-    (f"{ALIBI} (3, 4)", {"alibi_slopes": zeros(3, 4)}),
+    (
+        "alibi_slopes: expected shape (num_q_heads=4) or (batch=2, num_q_heads=4), got (3, 4)",
+        {"alibi_slopes": zeros(3, 4)},
+    ),
     ("num_splits: expected from 1 to 65535, got 0", {"num_splits": 0}),
     ("num_splits: expected from 1 to 65535, got 65536", {"num_splits": 65536}),
 )
@@ -100,14 +99,11 @@ BAD_CALLS = {
         ("num_prefix_splits: expected from 1 to 65535, got 0", {"num_prefix_splits": 0}),
     ),
     "store_kvcache": (
-        ("key: ...num_kv_heads=2, head_dim=16), got (4, 3, 16)", {"key": zeros(4, 3, 16)}),
         ("value: expected dtype torch.fl...16, got", FP8_CACHE | {"key": zeros(4, 2, 16).half()}),
         NO_SLOTS,
-        FIVE_SLOTS,
     ),
     "rope_store_kvcache": (
         NO_SLOTS,
-        FIVE_SLOTS,
         *BAD_ROTARY,
         *[(f"norm_eps: {EPS} {eps}", {"norm_eps": eps}) for eps in BAD_EPS],
     ),
@@ -152,7 +148,6 @@ BAD_CALLS = {
                 ("... strides of caches[0][0], (128, 32, 16, 1)", HND),
             )
         ],
-        ("src_to_dst: expected shape (num_pairs, 2), got (1, 3)", {"src_to_dst": i64([0, 0, 0])}),
     ),
     "swap_blocks": (
         ("dst_cache: expected the 4 dimensions of", {"dst_cache": zeros(2, 1, 5, 4, 2, 16)}),
@@ -170,7 +165,6 @@ BAD_CALLS = {
                 ("a rotary_dim from 2 to head_dim=16, got 18", ones(8, 9)),
             )
         ],
-        ("q: expected a positive multiple of num_kv_heads=2", {"q": ones(2, 3, 3, 16)}),
         ("k_cache: expected at least batch=3 rows, got 2", {"q": ones(3, 3, 4, 16)}),
         ("k_cache: expected dtype ..., got torch.float8_e4m3fn", kv(2, 8, 2, 16, dtype=FP8_DTYPE)),
         ("num_splits: expected from 1 to 65535, got -1", {"num_splits": -1}),
@@ -185,7 +179,6 @@ BAD_CALLS = {
     ),
     "flash_attn_varlen_func": (
         ("k: expected shape (num_blocks,", {"block_table": i32([0], [0])}),
-        ("q: expected a positive multiple of num_kv_heads=2", {"q": ones(5, 3, 16)}),
         ("k: expected a num_kv_heads of at least 1", {"k": ones(7, 0, 16), "v": ones(7, 0, 16)}),
         ("cu_seqlens_q: expected shape (batch+1), got (0,)", {"cu_seqlens_q": i32()}),
     ),

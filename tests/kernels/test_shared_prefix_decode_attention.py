@@ -8,49 +8,13 @@ import math
 
 import pytest
 import torch
-from attention_ops import OPS, assert_accurate
+from attention_ops import OPS
 
 from kernels import shared_prefix_decode_attention
 from kernels.fp8_cache import FP8_DTYPE
 from kernels.testing.inputs import random_scales
 
 SHARED = OPS["shared_prefix"]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "window_size"),
-    [
-        (torch.float16, None),
-        (torch.float16, 3),
-        (torch.float16, 40),
-        (torch.bfloat16, 70),
-        (torch.float32, None),
-    ],
-    ids=str,
-)
-def test_equals_plain_decode_over_the_concatenated_table(dtype, window_size, device):
-    group_sizes, prefix_lens, suffix_lens = [2, 1, 2], [64, 0, 16], [5, 20, 9, 1, 17]
-    lens = group_sizes, prefix_lens, suffix_lens
-    call = SHARED.call(device, lens, dtype=dtype, window_size=window_size)
-    prefix_tables, suffix_tables = call["prefix_block_tables"], call["suffix_block_tables"]
-    groups = torch.repeat_interleave(torch.tensor(group_sizes)).tolist()
-    tables = torch.full((5, 8), -1, dtype=torch.int32, device=device)
-    context_lens = torch.zeros(5, dtype=torch.int32, device=device)
-    for i, group in enumerate(groups):
-        prefix_blocks = prefix_lens[group] // 16
-        tables[i, :prefix_blocks] = prefix_tables[group, :prefix_blocks]
-        suffix_blocks = -(-suffix_lens[i] // 16)
-        tables[i, prefix_blocks : prefix_blocks + suffix_blocks] = suffix_tables[i, :suffix_blocks]
-        context_lens[i] = prefix_lens[group] + suffix_lens[i]
-    options = {
-        "window_size": window_size,
-        "softcap": 5.0,
-        "alibi_slopes": torch.rand(4, device=device),
-        "sinks": torch.randn(4, device=device),
-    }
-    plain = {name: call[name] for name in ("q", "k_cache", "v_cache")} | options
-    plain |= {"block_tables": tables, "context_lens": context_lens}
-    assert_accurate("paged_decode_attention", plain, lambda: SHARED.run(call, None, **options))
 
 
 def test_group_of_several_tiles(device):

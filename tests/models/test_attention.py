@@ -226,36 +226,6 @@ def test_flash_attn_reads_pages_of_256_in_place(case):
     batch.judge(batch.run(backend))
 
 
-def test_padding_of_a_captured_graph_changes_nothing():
-    """Rows with a negative slot and a context length of 0 give zeros and write nothing."""
-    batch = Case(*CASES["decode"], 4)
-    caches, metadata = batch.run(TritonBackend())[1:], batch.metadata
-    low, ref = (batch.expected(dtype)[0] for dtype in (torch.float32, torch.float64))
-    padded = AttentionMetadata(
-        slot_mapping=torch.cat((metadata.slot_mapping, torch.tensor([-1, -1]))),
-        block_tables=torch.cat(
-            (metadata.block_tables, metadata.block_tables.new_full((2, 12), -1))
-        ),
-        cu_seqlens_q=torch.arange(7, dtype=torch.int32),
-        context_lens=torch.cat((metadata.context_lens, torch.zeros(2, dtype=torch.int32))),
-        max_seqlen_q=1,
-        max_context_len=40,
-    )
-    batch.metadata = padded
-    batch.query, batch.key, batch.value = (
-        torch.cat((x, torch.full_like(x[:2], 7.0))) for x in (batch.query, batch.key, batch.value)
-    )
-    rotation = batch.rotation
-    positions = torch.cat((rotation.positions, torch.tensor([3, 0])))
-    batch.rotation = Rotation(positions, rotation.cos, rotation.sin)
-    out, *padded_caches = batch.run(TritonBackend())
-    judged = accuracy(out[:4], low, ref)
-    assert judged.passed, judged
-    assert (out[4:] == 0).all()
-    for actual, wanted in zip(padded_caches, caches, strict=True):
-        assert torch.equal(bits(actual), bits(wanted))
-
-
 def test_the_cpu_decodes_without_the_interpreter(monkeypatch):
     monkeypatch.setattr("kernels.checks.INTERPRETED", types.SimpleNamespace(value=False))
     assert make_backend(None, CPU).name == "torch"

@@ -216,7 +216,8 @@ def test_scales_of_the_checkpoint(make_llm, llama_copy):
         f"model.layers.{layer}.self_attn.{part}.{kind}_scale"
         for layer, part, kind in [(0, "k_proj", "k"), (0, "v_proj", "v"), (1, "attn", "v")]
     ]
-    save_file({name: torch.tensor(2.0) for name in names}, llama_copy / "scales.safetensors")
+    scales = [torch.tensor(2.0), torch.tensor([2.0]), torch.tensor(2.0)]
+    save_file(dict(zip(names, scales, strict=True)), llama_copy / "scales.safetensors")
     llm = LLM(llama_copy, kv_cache_dtype="fp8_e4m3", num_blocks=20)
     assert tokens_of(llm.generate(SHARED, GREEDY)) == tokens_of(unscaled)
     # Halves of numbers below 2^-5 are subnormal in e4m3 and lose a bit.

@@ -16,43 +16,34 @@ PROMPTS = [[1, 2, 3, 4, 5], [5, 6] * 5]
 OPTIONS = {"dtype": "float32", "block_size": 4, "max_num_seqs": 2, "max_num_batched_tokens": 16}
 
 
-def on_cpu(prompts, params) -> list[list[int]]:
-    llm = LLM(CONFIG, device="cpu", attention_backend="torch", **OPTIONS)
-    return tokens_of(llm.generate(prompts, params))
-
-
-@pytest.mark.parametrize(("overlap", "preemption"), [(False, "recompute"), (None, "swap")])
-def test_graphs_decode_as_the_cpu_does_with_one_wait_a_step(overlap, preemption, fake_gpu):
+@pytest.mark.parametrize(
+    ("kind", "overlap", "preemption"),
+    [
+        ({"temperature": 0}, False, "recompute"),
+        ({"temperature": 0}, None, "swap"),
+        ({"min_p": 0.02, "temperature": 0.7}, False, "swap"),
+        ({"top_k": 20, "top_p": 0.9}, None, "recompute"),
+        ({}, None, "recompute"),
+    ],
+)
+def test_graphs_give_the_tokens_of_the_cpu_with_one_wait_a_step(
+    kind, overlap, preemption, fake_gpu
+):
     options = {"num_blocks": 6, "max_model_len": 24, "preemption": preemption, **OPTIONS}
     llm = LLM(CONFIG, overlap=overlap, **options)
     assert llm.device == torch.device("cuda", 0)
     steps, step = [], llm.engine.runner.run
     llm.engine.runner.run = lambda *args: steps.append(1) or step(*args)
     waits, replays = fake_gpu.waits, fake_gpu.replays
-    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    params = SamplingParams(seed=1, max_tokens=6, ignore_eos=True, **kind)
     outputs = llm.generate(PROMPTS, params)
-    assert tokens_of(outputs) == on_cpu(PROMPTS, params)
+    assert fake_gpu.waits - waits == len(steps), "only for the sampled tokens"
+    assert len(steps) > fake_gpu.replays - replays >= 5
+    cpu = LLM(CONFIG, device="cpu", attention_backend="torch", **OPTIONS)
+    assert tokens_of(outputs) == tokens_of(cpu.generate(PROMPTS, params))
     assert sum(output.stats.num_preemptions for output in outputs) >= 1
     swapped = sum(output.stats.num_swapped_tokens for output in outputs)
     assert (swapped > 0) == (preemption == "swap")
-    assert fake_gpu.waits - waits == len(steps), "only for the sampled tokens"
-    assert len(steps) > fake_gpu.replays - replays >= 5
-
-
-@pytest.mark.parametrize(
-    ("kind", "overlap"),
-    [({"min_p": 0.02, "temperature": 0.7}, False), ({"top_k": 20, "top_p": 0.9}, None), ({}, None)],
-)
-def test_seeded_requests_get_the_samples_of_the_cpu(kind, overlap, fake_gpu):
-    prompts = [*PROMPTS, [9] * 7]
-    params = SamplingParams(seed=1, max_tokens=3, ignore_eos=True, **kind)
-    expected = on_cpu(prompts, params)
-    llm = LLM(CONFIG, num_blocks=20, max_model_len=32, overlap=overlap, **OPTIONS)
-    steps, step = [], llm.engine.runner.run
-    llm.engine.runner.run = lambda *args: steps.append(1) or step(*args)
-    waits = fake_gpu.waits
-    assert tokens_of(llm.generate(prompts, params)) == expected
-    assert fake_gpu.waits - waits == len(steps)
 
 
 def test_a_step_is_launched_before_the_tokens_of_the_last_are_waited_for(fake_gpu):

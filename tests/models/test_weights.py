@@ -131,22 +131,6 @@ def test_tied_embeddings_may_have_either_name_and_old_buffers_are_ignored(folder
         assert torch.equal(model.model.embed_tokens.weight, expected.model.embed_tokens.weight)
 
 
-@pytest.mark.parametrize("spelling", ["", "attn.", "{kind}_proj."], ids=["plain", "attn", "proj"])
-def test_scales_of_an_fp8_cache(spelling, folder):
-    layers = "model.layers.{}.self_attn."
-    scales = {
-        layers.format(layer) + spelling.format(kind=kind) + f"{kind}_scale": torch.tensor([value])
-        for layer, kind, value in [(0, "k", 0.25), (0, "v", 0.5), (1, "v", 2.0)]
-    }
-    rewrite(folder, lambda tensors: tensors.update(scales))
-    model = empty_model(folder)
-    load_weights(model, folder)  # ignores them
-    load_kv_scales(model, folder)
-    first, second = (layer.self_attn for layer in model.model.layers)
-    assert (first.k_scale, first.v_scale) == (0.25, 0.5)
-    assert (second.k_scale, second.v_scale) == (None, 2.0)
-
-
 @pytest.mark.parametrize(
     ("name", "scale", "message"),
     [

@@ -5,11 +5,6 @@ from __future__ import annotations
 import pytest
 from manager_helpers import CACHING, NAMES, manager_of, started, used
 
-
-def set_(name, value):
-    return lambda table: setattr(table, name, value)
-
-
 TABLE_DAMAGES = {
     "doubled": (lambda table: table.blocks.__setitem__(1, table.blocks[0]), "for 9 tokens"),
     "shortened": (lambda table: table.blocks.pop(), "for 9 tokens"),

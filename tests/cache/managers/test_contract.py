@@ -22,8 +22,6 @@ from cache import CacheStats, Sequence, UnsupportedByDesign
 from cache.managers import MANAGERS
 from cache.policies import POLICIES
 
-RESETTING = [name for name in NAMES if MANAGERS[name].can_reset]
-
 every_manager = pytest.mark.parametrize("name", NAMES)
 caching_manager = pytest.mark.parametrize("name", CACHING)
 forking_manager = pytest.mark.parametrize("name", FORKING)

@@ -68,32 +68,6 @@ def test_the_index_is_the_most_hits_for_the_space_that_they_take(data):
             assert index[class_, age] == pytest.approx(best, rel=1e-6, abs=1e-15)
 
 
-def two_kinds(num_requests: int = 2000) -> Trace:
-    """Prompts with a long answer return once, after 40 requests; others never."""
-    requests, due = [], {}
-    for at in range(num_requests):
-        name, output = due.pop(at, (at, 10))
-        if name == at and at % 4 == 0:
-            output = 1000
-            due.setdefault(at + 41, (at, 10))
-        requests.append((1000 * at, 32, output, [(name, block) for block in range(8)]))
-    ids = {
-        key: number for number, key in enumerate(dict.fromkeys(k for r in requests for k in r[3]))
-    }
-    return Trace.from_requests(
-        [(*facts, [ids[key] for key in path]) for *facts, path in requests],
-        name="two kinds", block_size=4,
-    )  # fmt: skip
-
-
-def test_it_learns_from_the_output_length_which_blocks_return():
-    """The pool holds 16 requests, but the ones that return after 40 are few."""
-    trace = two_kinds()
-    capacity = 8 * 16
-    assert hits(trace, capacity, "lru") == 0
-    assert hits(trace, capacity, "gittins") > 0.9 * hits(trace, trace.num_unique_blocks, "lru")
-
-
 @pytest.mark.parametrize("name", ["shared_system_prompts", "multi_turn_chat", "agent_loops", "rag"])
 def test_it_hits_more_than_lru_where_the_pool_is_scarce(name):
     trace = cache.make_workload(name, seed=20, num_requests=600)
