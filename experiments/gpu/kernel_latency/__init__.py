@@ -8,8 +8,9 @@
 - ``norm``, ``gate``: the residual sum with its RMSNorm, and SwiGLU, beside PyTorch's.
 - ``store``: new tokens into random slots. ``copy``: blocks of all layers inside a cache.
   ``swap_out``, ``swap_in``: the same to pinned host memory and back.
-- ``tiles``, ``splits``: attention with other tiles and split counts than in
-  ``kernels/tiles.py``, see ``tiles.py``; ``tiles.csv`` and ``splits.csv`` rank them.
+
+Ours may be tried with other tiles and numbers of splits than those of ``kernels/tiles.py``, see
+``tiles.py``; ``tiles.csv`` ranks them.
 
 A cell first checks its result against fp64 by the rule of ``kernels/testing/accuracy.py`` and
 fails, without a time, where it is wrong. Times are p20, p50 and p80 of the device's clock with a
@@ -31,7 +32,7 @@ from experiments.gpu.kernel_latency import figures, tiles
 from experiments.harness import Count, Experiment, Needs, Options, Positive
 
 PARTS = ("decode", "prefill", "norm", "gate", "store", "copy", "swap_out", "swap_in")
-PARTS += ("cascade", "splits", "tiles")
+PARTS += ("cascade",)
 PAGED = (OURS, "flash_attn_2", "flash_attn_3")
 """Attention on the blocks as they are."""
 GATHER = ("gather_flash_attn_2", "gather_sdpa")
@@ -90,35 +91,15 @@ class KernelLatency(Options):
     suffix_len: Count = 256
     """Own tokens of each sequence of a cascade."""
     cascade_batch: tuple[Count, ...] = (1, 4, 16, 64, 256)
-    tile_shapes: tuple[Prefill, ...] = (
-        (1, 1, 8192),
-        (16, 1, 4096),
-        (64, 1, 4096),
-        (256, 1, 1024),
-        (1, 8192, 8192),
-        (4, 1024, 8192),
-        (64, 4, 4096),
-    )
-    """Shapes that tiles are tried at: sequences, queries of each (1: decode), tokens of each."""
-    tile_prefixes: tuple[tuple[Count, Prefix], ...] = ((16, 8192), (256, 32768))
-    """Shapes that tiles of cascade are tried at: sequences, tokens of their prefix."""
-    decode_tile: tuple[tuple[Count, Count, Count], ...] = tuple(
-        itertools.product((32, 64, 128), (4, 8), (3, 5, 7))
-    )
-    """Tokens of a tile, warps and pipeline stages of each."""
-    prefill_tile: tuple[tuple[Count, Count, Count, Count], ...] = tuple(
-        itertools.product((64, 128), (32, 64, 128), (4, 8), (3, 5))
-    )
-    """Rows and tokens of a tile, warps and pipeline stages of each; also for cascade."""
-    splits: tuple[Count, ...] = (1, 2, 4, 8, 16, 32, 64)
-    split_shapes: tuple[Prefill, ...] = (
-        *((b, 1, n) for n in (1024, 8192, 32768) for b in (1, 4, 16, 64, 256)),
-        (1, 16, 32768),
-        (4, 16, 32768),
-        (1, 128, 32768),
-        (1, 16, 4096),
-    )
-    """Shapes that numbers of splits are tried at, as in tile_shapes."""
+    tile_m: tuple[Count, ...] = ()
+    """Rows of a tile of attention, tried beside the table's choice."""
+    tile_n: tuple[Count, ...] = ()
+    """Tokens of a tile."""
+    num_warps: tuple[Count, ...] = ()
+    num_stages: tuple[Count, ...] = ()
+    """Pipeline stages."""
+    num_splits: tuple[Count, ...] = ()
+    """Splits of a sequence in decode and prefill."""
     num_q_heads: Count = 32
     num_kv_heads: Count = 8
     head_dim: Count = 128
@@ -139,42 +120,40 @@ class LatencyCell(Timed):
     """An implementation at a shape, in a part of the experiment."""
 
     part: str
-    tile: tuple[int, ...] | None = None
-    """tile_m, tile_n, num_warps, num_stages; 0 is the table's. None: all the table's."""
+    tile: tuple[int, ...] = (0, 0, 0, 0)
+    """tile_m, tile_n, num_warps, num_stages; 0 is the table's."""
 
 
 def cells(options: KernelLatency) -> Iterator[LatencyCell]:
     for part in options.part:
-        for shape, tile in _shapes(options, part):
-            ours_alone = part in ("store", "copy", "swap_out", "swap_in", "tiles", "splits")
-            names = (OURS,) if ours_alone else implementations(shape)
-            fields = {"cell": LatencyCell, "part": part, "tile": tile}
-            yield from timed_cells(options, shape, names, **fields)
+        for shape in _shapes(options, part):
+            fields = {"cell": LatencyCell, "part": part}
+            yield from timed_cells(options, shape, implementations(shape), **fields)
+            if part in tiles.TABLES:
+                for other, tile in tiles.tried(options, shape):
+                    yield from timed_cells(options, other, (OURS,), **fields, tile=tile)
 
 
 def implementations(shape: Shape) -> tuple[str, ...]:
     """The implementations that may serve a shape."""
     if shape.op in IMPLEMENTATIONS:
         return IMPLEMENTATIONS[shape.op]
-    if shape.kv_dtype is not None:
+    if shape.op not in ("decode", "prefill") or shape.kv_dtype is not None:
         return (OURS,)
     return PAGED + (GATHER if shape.block_size % _PAGE else ())
 
 
-def _shapes(options: KernelLatency, part: str) -> Iterator[tuple[Shape, tuple[int, ...] | None]]:
-    """Shapes and tiles of a part."""
-    if part in ("tiles", "splits"):
-        yield from tiles.shapes(options, part)
-    elif part == "cascade":
+def _shapes(options: KernelLatency, part: str) -> Iterator[Shape]:
+    """Shapes of a part."""
+    if part == "cascade":
         for prefix_len, batch in itertools.product(options.prefix_len, options.cascade_batch):
             sizes = {"batch": batch, "prefix_len": prefix_len, "block_size": 16}
-            sizes["context_len"] = prefix_len + options.suffix_len
-            yield options.shape("cascade", **sizes), None
+            yield options.shape(part, **sizes, context_len=prefix_len + options.suffix_len)
     else:
         has_blocks = part not in ("norm", "gate")
         for block_size in options.block_size if has_blocks else options.block_size[:1]:
             for size in _sizes(options, part, block_size):
-                yield options.shape(part, block_size=block_size, **size), None
+                yield options.shape(part, block_size=block_size, **size)
 
 
 def _sizes(options: KernelLatency, part: str, block_size: int) -> list[dict[str, int]]:
@@ -196,19 +175,18 @@ def run_cell(cell: LatencyCell) -> list[dict[str, Any]]:
     use_device()
     from experiments.bench import timed_ops
 
-    if cell.part in ("tiles", "splits"):
+    if cell.implementation == OURS and cell.part in tiles.TABLES:
         columns = tiles.run(cell)
     else:
-        columns = {"by_table": None, **dict.fromkeys(tiles.TILE)} | timed_ops.run(cell)
+        columns = {"by_table": True, **dict.fromkeys(tiles.TILE)} | timed_ops.run(cell)
     return [{"part": cell.part, **columns}]
 
 
 EXPERIMENT = Experiment(
     name="kernel_latency",
-    figure="attention, norms, gates and moves on a GPU vs flash-attn, PyTorch and naive; tiles",
+    figure="attention, norms, gates and moves on a GPU vs flash-attn and PyTorch; tiles",
     options=KernelLatency(),
     quick=KernelLatency(
-        part=(*PARTS[:9], "splits"),
         batch=(1, 16, 64, 256),
         context_len=(512, 4096),
         prefill=((1, 2048, 2048), (4, 1024, 8192)),
@@ -216,8 +194,6 @@ EXPERIMENT = Experiment(
         move_tokens=(1024, 4096),
         prefix_len=(1024, 32768),
         cascade_batch=(1, 16, 256),
-        splits=(1, 4, 16),
-        split_shapes=((1, 1, 8192), (64, 1, 8192)),
         budget_ms=30.0,
     ),
     cells=cells,

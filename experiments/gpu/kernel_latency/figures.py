@@ -41,7 +41,7 @@ def _drawer(draw: Callable[[style.DataFrame], style.Figure], *parts: str) -> Cal
     """A function that draws the rows of ``parts``."""
 
     def draw_parts(rows: style.DataFrame) -> style.Figure | None:
-        rows = rows[rows["part"].isin(parts)]
+        rows = rows[rows["part"].isin(parts) & rows["by_table"]]
         return None if rows.empty else draw(rows)
 
     return draw_parts
@@ -150,6 +150,6 @@ plot = style.plotter(
         "moves": _drawer(_draw_moves, *_MOVES),
         "cascade": _drawer(_draw_cascade, "cascade"),
     },
-    {"tiles": (tiles.ranking, "%.3f"), "splits": (tiles.best_splits, "%.3f")},
+    {"tiles": (tiles.ranking, "%.3f")},
     measured="p50_us",
 )

@@ -1,17 +1,18 @@
-"""The parts ``tiles`` and ``splits``: which tiles and split counts are fastest.
+"""Other tiles and numbers of splits than those of the table, of ours in attention.
 
-The table in ``kernels/tiles.py`` is a plain decision in the source, written from these parts. Each
-cell runs an op with another tile than the table's, or with another number of splits, at a few
-shapes; the table's own choice is among them. A tile that needs more than the GPU has is absent.
+The table in ``kernels/tiles.py`` is a plain decision in the source. ``--tile-m``, ``--tile-n``,
+``--num-warps``, ``--num-stages`` and ``--num-splits`` try others at every shape of the parts
+``decode``, ``prefill`` and ``cascade``, beside the table's choice. A tile that needs more than the
+GPU has is absent.
 
-``tiles.csv`` ranks the tiles by their time relative to the table's choice (geometric mean over the
-shapes, so that no shape counts more than another); ``splits.csv`` has the best split count of every
-shape.
+``tiles.csv`` ranks them by their time relative to the table's choice (geometric mean over the
+shapes, so that no shape counts more than another).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -28,30 +29,17 @@ if TYPE_CHECKING:
 TILE = ("tile_m", "tile_n", "num_warps", "num_stages")
 TABLES = {"decode": "decode_tile", "prefill": "prefill_tile", "cascade": "split_prefill_tile"}
 """Functions of ``kernels/tiles.py``, by op."""
-_BLOCK_SIZE = 16
 
 
-def shapes(options: KernelLatency, part: str) -> Iterator[tuple[Shape, tuple[int, ...] | None]]:
-    """Shapes of a part, each with every tile or number of splits; None is the table's choice."""
-
-    def shape(batch: int, query_len: int, context_len: int, **more: Any) -> Shape:
-        op = "decode" if query_len == 1 else "prefill"
-        sizes = {"batch": batch, "query_len": query_len, "context_len": context_len}
-        return options.shape(op, **sizes, block_size=_BLOCK_SIZE, **more)
-
-    if part == "splits":
-        for sizes in options.split_shapes:
-            for number in (None, *options.splits):
-                yield shape(*sizes, num_splits=number), None
-        return
-    found = [shape(*sizes) for sizes in options.tile_shapes]
-    for batch, prefix_len in options.tile_prefixes:
-        sizes = {"prefix_len": prefix_len, "context_len": prefix_len + 16 * _BLOCK_SIZE}
-        found.append(options.shape("cascade", batch=batch, block_size=_BLOCK_SIZE, **sizes))
-    for one in found:
-        decode_tiles = [(0, *tile) for tile in options.decode_tile]
-        for tile in (None, *(decode_tiles if one.op == "decode" else options.prefill_tile)):
-            yield one, tile
+def tried(options: KernelLatency, shape: Shape) -> Iterator[tuple[Shape, tuple[int, ...]]]:
+    """Shapes and tiles to try besides the table's choice."""
+    table = (0,) * len(TILE)
+    for tile in itertools.product(*(getattr(options, name) or (0,) for name in TILE)):
+        if tile != table:
+            yield shape, tile
+    if shape.op != "cascade":
+        for number in options.num_splits:
+            yield dataclasses.replace(shape, num_splits=number), table
 
 
 def run(cell: LatencyCell) -> dict[str, Any]:
@@ -64,7 +52,7 @@ def run(cell: LatencyCell) -> dict[str, Any]:
 
     target = target_of(device)
     table = table_tile(cell.shape, target)
-    if cell.tile is not None:
+    if any(cell.tile):
         target = with_tile(cell.shape, cell.tile, target)
         if table_tile(cell.shape, target) == table:
             raise Unavailable("the table's own choice, which has a cell of its own")
@@ -74,9 +62,7 @@ def run(cell: LatencyCell) -> dict[str, Any]:
             row = timed_ops.run(cell)
     except OutOfResources as error:
         raise Unavailable(f"tile {dataclasses.astuple(tile)[:4]}: {error}") from error
-    if cell.part == "splits":
-        row["num_splits"] = cell.shape.num_splits or _table_splits(cell.shape, table)
-    by_table = cell.tile is None and cell.shape.num_splits is None
+    by_table = not any(cell.tile) and cell.shape.num_splits is None
     return {"by_table": by_table, **{name: getattr(tile, name) for name in TILE}, **row}
 
 
@@ -104,42 +90,20 @@ def with_tile(shape: Shape, tile: tuple[int, ...], target: Target) -> Target:
     return dataclasses.replace(target, tiles=((TABLES[shape.op], changed),))
 
 
-def _table_splits(shape: Shape, tile: AttentionTile) -> int:
-    """The number of splits that the table chooses."""
-    from kernels.tiles import FEW_QUERIES, chunking
-
-    if shape.op == "prefill" and shape.query_len > FEW_QUERIES:
-        return 1
-    return chunking(shape.num_kv_heads).most(shape.context_len, tile.tile_n)
-
-
 def ranking(rows: style.DataFrame) -> style.DataFrame | None:
-    """Time of each tile over the time of the table's choice, by op, the fastest first.
+    """Time of each choice over the time of the table's, by op, the fastest first.
 
-    The mean is geometric.  Tiles that failed at one of the shapes are left out.
+    The mean is geometric.  Choices that failed at one of the shapes are left out.
     """
-    rows = rows[rows["part"] == "tiles"]
-    if rows.empty:
+    if rows["by_table"].all():
         return None
-    shape = ["op", "batch", "query_len", "context_len"]
-    table = rows[rows["by_table"].astype(bool)].groupby(shape)["p50_us"].first()
+    rows = rows[rows["tile_m"].notna()].fillna({"num_splits": 0})
+    shape = ["op", "batch", "query_len", "context_len", "prefix_len", "block_size"]
+    table = rows[rows["by_table"]].groupby(shape)["p50_us"].first()
     rows = rows.join(table.rename("of_table"), on=shape)
     rows = rows.assign(logarithm=np.log(rows["p50_us"] / rows["of_table"]))
-    times = rows.groupby(["op", *TILE])["logarithm"].agg(["size", "mean", "min", "max"])
+    times = rows.groupby(["op", *TILE, "num_splits"])["logarithm"]
+    times = times.agg(["size", "mean", "min", "max"])
     complete = times["size"] == times.groupby("op")["size"].transform("max")
     ratios = np.exp(times.loc[complete, ["mean", "min", "max"]])
     return ratios.add_suffix("_over_table").reset_index().sort_values(["op", "mean_over_table"])
-
-
-def best_splits(rows: style.DataFrame) -> style.DataFrame | None:
-    """The fastest number of splits of each shape, beside the table's choice."""
-    rows = rows[rows["part"] == "splits"]
-    if rows.empty:
-        return None
-    shape = ["batch", "query_len", "context_len"]
-    by_table = rows[rows["by_table"].astype(bool)].set_index(shape)
-    best = rows.loc[rows.groupby(shape)["p50_us"].idxmin()].set_index(shape)
-    table = by_table[["num_splits"]].assign(
-        best=best["num_splits"], best_over_table=best["p50_us"] / by_table["p50_us"]
-    )
-    return table.reset_index()

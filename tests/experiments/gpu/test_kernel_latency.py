@@ -23,7 +23,7 @@ def cells_of(*parts: str, **options) -> list:
 def test_baselines_and_parts_are_those_that_exist():
     named = {*kernel_latency.PAGED, *kernel_latency.GATHER}
     assert named == {OURS, *BASELINES}
-    assert set(kernel_latency.PARTS) - {"tiles", "splits"} == set(OPS)
+    assert set(kernel_latency.PARTS) == set(OPS)
 
 
 def test_gathers_are_compared_where_paged_kernels_refuse_the_blocks():
@@ -47,16 +47,28 @@ def test_prefill_has_sequences_and_new_tokens_in_their_context(sizes):
 
 
 def test_a_prefix_is_whole_blocks():
-    for option, value in (("prefix_len", (100,)), ("tile_prefixes", ((16, 100),))):
-        with pytest.raises(ValueError, match="100: needs a multiple of 16"):
-            check(KernelLatency(**{option: value}))
+    with pytest.raises(ValueError, match="100: needs a multiple of 16"):
+        check(KernelLatency(prefix_len=(100,)))
+
+
+def test_other_tiles_and_splits_of_ours_are_tried_beside_the_tables_choice():
+    few = {"prefill": ((1, 8, 8),), "block_size": (16,), "tile_n": (32, 64), "num_warps": (4,)}
+    few |= {"prefix_len": (16,), "cascade_batch": (2,), "store_tokens": (1,), "num_splits": (3,)}
+    cells = [c for c in cells_of("prefill", "cascade", "store", **few) if c.implementation == OURS]
+    tried = [(c.part, c.tile, c.shape.num_splits) for c in cells]
+    table, *tiles = (0, 0, 0, 0), (0, 32, 4, 0), (0, 64, 4, 0)
+    assert tried == [
+        ("prefill", table, None), *(("prefill", tile, None) for tile in tiles),
+        ("prefill", table, 3), ("cascade", table, None),
+        *(("cascade", tile, None) for tile in tiles), ("store", table, None),
+    ]  # fmt: skip
 
 
 def test_figures_of_a_table_with_times(timed_rows, drawn):
     cells = cells_of(*kernel_latency.PARTS[:8], batch=(1, 8, 64, 256), context_len=(512, 4096))
     few = {"batch": (8, 64), "context_len": (512,), "block_size": (16,)}
     cells += cells_of("decode", **few, kv_dtype="float8_e4m3fn")
-    rows = timed_rows(cells, refused=("flash_attn_3",))
+    rows = timed_rows(cells, refused=("flash_attn_3",)).assign(by_table=True)
     kernel_latency.EXPERIMENT.plot(rows, Path())
     assert set(drawn) == {"decode", "prefill", "moves"}
     latency = drawn["decode"]
@@ -71,7 +83,8 @@ def test_figures_of_a_table_with_times(timed_rows, drawn):
 
 
 def test_the_figure_of_cascade_bounds_the_gain_by_the_bytes_read(timed_rows, drawn):
-    rows = timed_rows(cells_of("cascade", prefix_len=(1024, 4096), cascade_batch=(1, 64)))
+    cells = cells_of("cascade", prefix_len=(1024, 4096), cascade_batch=(1, 64))
+    rows = timed_rows(cells).assign(by_table=True)
     qo_bytes = 2 * rows["batch"] * 32 * 128 * 2
     rows["bytes"] = 2 * 2 * (rows["prefix_len"] + rows["batch"] * 256) * 8 * 128 + qo_bytes
     kernel_latency.EXPERIMENT.plot(rows, Path())
@@ -91,39 +104,32 @@ def test_a_table_without_times_has_no_figures(timed_rows):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's tiles")
 def test_the_tile_of_the_table_is_not_run_twice():
     heads = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 32}
-    few = {"tile_shapes": ((2, 1, 40),), "tile_prefixes": (), "decode_tile": ((32, 4, 1),)}
-    cell = cells_of("tiles", **heads, **few)[1]
+    few = {"batch": (2,), "context_len": (40,), "block_size": (16,), "num_warps": (4,)}
+    cell = cells_of("decode", **heads, **few)[-1]
+    assert any(cell.tile)
     with pytest.raises(Unavailable, match="the table's own choice"):
         kernel_latency.run_cell(cell)
 
 
-def row_of(part, tile, by_table, batch, context_len, p50_us, num_splits=None):
-    row = dict(zip(tiles.TILE, tile, strict=True))
-    row |= {"part": part, "op": "decode", "by_table": by_table, "num_splits": num_splits}
-    return row | {"batch": batch, "query_len": 1, "context_len": context_len, "p50_us": p50_us}
-
-
-def test_tiles_are_ranked_by_time_relative_to_the_present_choice():
-    """One tile is twice as fast at one of two shapes, another at both, a third fails at one."""
+def test_choices_are_ranked_by_time_relative_to_the_tables():
+    """One is twice as fast at one of two shapes, another at both, a third fails at one."""
     table, other, third, failed = (16, 64, 4, 5), (16, 32, 4, 3), (16, 128, 8, 3), (16, 16, 4, 3)
     times = {table: (10.0, 40.0), other: (5.0, 40.0), third: (5.0, 20.0), failed: (1.0, None)}
+    shape = {"op": "decode", "query_len": 1, "prefix_len": 0, "block_size": 16}
     rows = pd.DataFrame(
-        row_of("tiles", tile, tile == table, batch, context_len, p50_us)
+        {**dict(zip(tiles.TILE, tile, strict=True)), **shape, "by_table": tile == table,
+         "batch": batch, "context_len": context_len, "num_splits": None, "p50_us": p50_us}
         for tile, values in times.items()
         for (batch, context_len), p50_us in zip(((1, 8192), (64, 4096)), values, strict=True)
-    )
-    ranking = tiles.ranking(rows.dropna(subset="p50_us")).set_index([*tiles.TILE])
-    assert list(ranking.index) == [third, other, table]
-    ratios = ranking.loc[other, ["mean_over_table", "min_over_table", "max_over_table"]]
-    assert ratios.tolist() == pytest.approx([0.5**0.5, 0.5, 1.0])
-
-
-def test_the_best_number_of_splits_stands_beside_the_tables():
-    times = [(1, 30.0, False), (4, 12.0, False), (16, 15.0, True)]
-    rows = pd.DataFrame(
-        row_of("splits", (16, 64, 4, 5), by_table, 1, 8192, p50_us, splits)
-        for splits, p50_us, by_table in times
-    )
-    (row,) = tiles.best_splits(rows).to_dict("records")
-    assert (row["context_len"], row["num_splits"], row["best"]) == (8192, 16, 4)
-    assert row["best_over_table"] == pytest.approx(0.8)
+    )  # fmt: skip
+    split = rows[rows["by_table"]].assign(by_table=False, num_splits=4, p50_us=[20.0, 40.0])
+    theirs = rows.head(1).assign(by_table=True, **dict.fromkeys(tiles.TILE))
+    assert tiles.ranking(rows[rows["by_table"]]) is None
+    ranking = tiles.ranking(pd.concat([rows.dropna(subset="p50_us"), split, theirs]))
+    assert list(ranking[[*tiles.TILE]].itertuples(index=False, name=None)) == [
+        third, other, table, table,
+    ]  # fmt: skip
+    assert list(ranking["num_splits"]) == [0, 0, 0, 4]
+    ratios = ranking.loc[:, "mean_over_table":"max_over_table"].to_numpy()
+    assert ratios[1].tolist() == pytest.approx([0.5**0.5, 0.5, 1.0])
+    assert ratios[3].tolist() == pytest.approx([2**0.5, 1.0, 2.0])

@@ -86,19 +86,17 @@ def test_packages_that_are_not_there_are_absent_with_the_reason():
 
 
 def test_tiles_and_splits_that_are_not_the_tables(tmp_path, drawn):
-    few = {"tile_shapes": ((1, 1, 20),), "tile_prefixes": (), "decode_tile": ((16, 4, 1),)}
-    few |= {"splits": (2,), "split_shapes": ((1, 1, 40), (1, 3, 40)), "part": ("tiles", "splits")}
-    rows = rows_of(kernel_latency, kernel_latency.KernelLatency(**HEADS, **few))
-    assert [(row["part"], row["by_table"]) for row in rows] == [
-        (part, by_table) for part in ("tiles", "splits", "splits") for by_table in (True, False)
-    ]
-    assert [row["num_splits"] for row in rows[3::2]] == [2, 2]
-    assert all(row["num_splits"] >= 1 for row in rows[2::2])
-    table, forced = rows[:2]
+    few = {"batch": (1,), "context_len": (20,), "block_size": (4,), "part": ("decode",)}
+    few |= {"tile_n": (16,), "num_warps": (4,), "num_stages": (1,), "num_splits": (2,)}
+    options = kernel_latency.KernelLatency(**HEADS, **few)
+    table, forced, split = rows_of(kernel_latency, options, ("pagelab",))
+    assert [row["by_table"] for row in (table, forced, split)] == [True, False, False]
     # The table's tile is the GPU's, not the interpreter's.
     assert (table["num_stages"], forced["tile_n"], forced["num_stages"]) == (7, 16, 1)
-    written = kernel_latency.EXPERIMENT.plot(pd.DataFrame(rows), tmp_path)
-    assert [path.name for path in written] == ["tiles.csv", "splits.csv"]
+    assert (table["num_splits"], split["num_splits"], split["num_stages"]) == (None, 2, 7)
+    rows = pd.DataFrame([table, forced, split])
+    written = kernel_latency.EXPERIMENT.plot(rows, tmp_path)
+    assert [path.name for path in written] == ["decode.png", "tiles.csv"]
 
 
 def test_accuracy():
