@@ -380,32 +380,6 @@ def test_new_lengths_compile_nothing_new(compiling_process):
     assert counts == {"grow": 4, "decode": 3, "store": 1, "norm": 1, "gate": 1, "prefill": 4}
 
 
-A_MODEL = """
-from kernels.executor import execute_ptx
-from models import LLM, SamplingParams
-from tests.models.tiny import tiny_config, tokens_of
-
-config = tiny_config(
-    num_layers=2, hidden_size=64, head_dim=64, vocab_size=3000, initializer_range=0.4
-)
-options = {"num_blocks": 4, "max_model_len": 32, "dtype": "float32"}
-params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
-prompt = [504, 2575, 282, 649, 314]
-expected = tokens_of(LLM(config, attention_backend="torch", **options).generate([prompt], params))
-with execute_ptx("sm_90") as run:
-    outputs = LLM(config, attention_backend="triton", **options).generate([prompt], params)
-assert tokens_of(outputs) == expected, (outputs, expected)
-print({launch.kernel for launch in run.launches})
-"""
-
-
-def test_a_model_executed_as_ptx_gives_the_same_tokens(compiling_process):
-    """Attention, norms, RoPE, store and sampling as compiled for sm_90; products by PyTorch."""
-    launched = compiling_process(A_MODEL)
-    for kernel in ("decode", "prefill", "norm", "rope", "store", "sample"):
-        assert kernel in launched
-
-
 def test_no_device_function_returns_none():
     """Triton 3.6, which comes with PyTorch 2.11, compiles none that does."""
     returned = []

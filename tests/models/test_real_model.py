@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
 from pydoc_data.topics import topics
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from models import LLM, SaltedPrompt, SamplingParams
 from models.gguf import open_gguf
@@ -85,3 +92,41 @@ def test_tokens_do_not_depend_on_the_cache(options, expected, make_llm):
     assert tokens_of(outputs) == [*expected, expected[2]]
     if options.get("num_blocks") == 6:
         assert any(output.stats.num_preemptions for output in outputs)
+
+
+EXECUTED = """
+    import sys
+    from kernels.executor import execute_ptx
+    from models import LLM, SamplingParams
+
+    options = {"num_blocks": 4, "max_model_len": 32}
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    prompt = [504, 3575, 282, 649, 314]
+    [expected] = LLM(sys.argv[1], attention_backend="torch", **options).generate([prompt], params)
+    with execute_ptx("sm_90") as run:
+        llm = LLM(sys.argv[1], attention_backend="triton", **options)
+        [output] = llm.generate([prompt], params)
+    assert output.outputs[0].token_ids == expected.outputs[0].token_ids, (output, expected)
+    print({launch.kernel for launch in run.launches})
+"""
+
+
+def test_two_layers_executed_as_ptx_give_the_same_tokens(weights, tmp_path):
+    """Attention, norms, RoPE, store and sampling as compiled for sm_90; products by PyTorch. The
+    checkpoint has two of the 30 layers and 4,096 of the 49,152 tokens."""
+    config = open_gguf(MODEL).config() | {"num_hidden_layers": 2, "vocab_size": 4096}
+    config["dtype"] = "float32"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    kept = {
+        name: tensor[:4096].clone() if "embed" in name else tensor
+        for name, tensor in weights.items()
+        if not re.search(r"layers\.([2-9]|\d\d)\.", name)
+    }
+    save_file(kept, tmp_path / "model.safetensors")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-c", textwrap.dedent(EXECUTED), str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr
+    for kernel in ("decode", "prefill", "norm", "rope", "store", "sample"):
+        assert kernel in done.stdout, done.stdout
