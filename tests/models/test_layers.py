@@ -10,17 +10,10 @@ from models.layers import RotaryEmbedding, apply_rope, rope_frequencies
 from models.products import linear, linear_parts
 from tests.models.tiny import TINY, Fp64
 
-
-def rope_with(rope_scaling: dict | None) -> Rope:
-    fields = {"architectures": ["LlamaForCausalLM"], "rope_scaling": rope_scaling}
-    return ModelConfig.from_dict(TINY | fields).ropes[0]
-
-
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
 BETAS = {"beta_fast": 9.0, "beta_slow": 2.0}
 SCALINGS = {
-    "default": None,
     "linear": {"rope_type": "linear", "factor": 3.0},
     "llama3": LLAMA3 | {"original_max_position_embeddings": 512},
     "yarn": YARN,
@@ -28,7 +21,7 @@ SCALINGS = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in SCALINGS if SCALINGS[name]])
+@pytest.mark.parametrize("name", SCALINGS)
 def test_scaled_frequencies_equal_those_of_transformers(name, transformers):
     """Errors are relative: frequencies span four decades."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -42,32 +35,12 @@ def test_scaled_frequencies_equal_those_of_transformers(name, transformers):
     low, attention_factor = frequencies(theirs, torch.device("cpu"))
     with Fp64():
         ref, _ = frequencies(theirs, torch.device("cpu"))
-    ours = rope_with(SCALINGS[name])
+    fields = {"architectures": ["LlamaForCausalLM"], "rope_scaling": SCALINGS[name]}
+    [ours] = set(ModelConfig.from_dict(TINY | fields).ropes)
     assert ours.scaling.attention_factor == attention_factor
     out = rope_frequencies(64, ours)
     judged = accuracy(out / ref, low / ref, torch.ones_like(ref))
     assert judged.passed, judged
-
-
-@pytest.mark.parametrize(
-    ("scaling", "head_dim"), [*((name, 64) for name in SCALINGS), ("default", 2), ("yarn", 80)]
-)
-def test_scores_depend_on_the_distance_alone(scaling, head_dim):
-    config = rope_with(SCALINGS[scaling])
-    rope = RotaryEmbedding(head_dim, config, 100)
-    generator = torch.Generator().manual_seed(0)
-    q, k = torch.randn(2, 1, 1, head_dim, generator=generator, dtype=torch.float64)
-    scores = [
-        (
-            apply_rope(q, *rope(torch.tensor([start + 7])).of_tokens)
-            * apply_rope(k, *rope(torch.tensor([start])).of_tokens)
-        ).sum()
-        for start in (0, 1, 50, 92)
-    ]
-    torch.testing.assert_close(torch.stack(scores), scores[0].expand(4), rtol=1e-4, atol=1e-5)
-    still = apply_rope(q, *rope(torch.tensor([0])).of_tokens)
-    factor = config.scaling.attention_factor if config.scaling else 1.0
-    assert torch.equal(still, q * torch.tensor(factor))
 
 
 def test_rope_rotates_in_fp32_and_keeps_the_dtype():

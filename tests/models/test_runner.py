@@ -92,6 +92,11 @@ def test_a_padded_graph_decodes_as_the_model_does(make_llm):
     assert replayed == [1] * 3  # six rows in the graph of eight, which was captured second
     llm.generate(prompts[:1], GREEDY)
     assert replayed[3:] == [4] * 3
+    runner.kv_cache.fill_(torch.nan)
+    llm.manager.reset_prefix_cache()
+    assert tokens_of(llm.generate(prompts[:5], GREEDY)) == expected[:5]
+    written = ~runner.kv_cache[0, 0].isnan().any(-1).any(-1)
+    assert written.sum() == sum(len(prompt) + 3 for prompt in prompts[:5]), "padding is not"
 
 
 def test_a_cache_on_a_cpu_takes_memory_as_it_is_used(load_model):

@@ -72,20 +72,6 @@ def test_replay_is_its_definition(policy, trace, capacity):
         assert result.block_hit_rate == sum(hits) / trace.num_block_references
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu", "gdsf"])
-def test_compiled_equals_python_on_a_long_trace(policy):
-    """Long enough that both queues of stale entries are compacted many times."""
-    trace = cache.make_workload("multi_turn_chat", seed=3, num_requests=300)
-    for fraction in (0.02, 0.1):
-        capacity = int(trace.num_unique_blocks * fraction)
-        compiled = cache.simulate(trace, policy=policy, capacity_blocks=capacity)
-        interpreted = cache.simulate(trace, policy=in_python(policy), capacity_blocks=capacity)
-        assert compiled.compiled
-        assert not interpreted.compiled
-        assert compiled.hit_blocks == interpreted.hit_blocks
-        assert compiled.evictions == interpreted.evictions > capacity
-
-
 @pytest.mark.parametrize("exponent", [40, 52])
 def test_priorities_that_float64_would_round_run_in_python(exponent):
     def priority(block):
