@@ -317,8 +317,8 @@ def test_resident_programs(arch, used, expected):
 SPECIALISATION = """
 import json, torch
 from kernels.compiled.architectures import ARCHITECTURES
-from kernels.compiled.compile import launched_by
-from kernels.flash_attn_compat import flash_attn_with_kvcache
+from kernels.compiled.compile import compile_call, launched_by
+from kernels.flash_attn_compat import flash_attn_varlen_func, flash_attn_with_kvcache
 from kernels.testing.cases import make_case
 
 SIZES = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "device": "meta", "padded": False}
@@ -346,8 +346,27 @@ def grow(capacity):
         meta(4, 1, 32, 128), contiguous, contiguous, *rotated, num_splits=1
     )
 
+def with_kvcache(**options):
+    pages, k, angles = meta(64, 256, 8, 128), meta(4, 8, 8, 128), meta(4096, 64)
+    lens = meta(4, dtype=torch.int32)
+    options = {"cache_leftpad": lens} if not options else options
+    return lambda: flash_attn_with_kvcache(
+        meta(4, 8, 32, 128), pages, pages, k, k, angles, angles, lens, causal=True, **options
+    )
+
+def varlen(k, block_table=None):
+    starts = meta(5, dtype=torch.int32)
+    return lambda: flash_attn_varlen_func(
+        meta(100, 32, 128), k, k, starts, starts, 40, 90, window_size=(20, 3),
+        block_table=block_table,
+    )
+
 calls = {
     "grow": [grow(capacity) for capacity in (100, 101, 4096)],
+    "append": [with_kvcache(), with_kvcache(block_table=meta(4, 16, dtype=torch.int32))],
+    "varlen": [
+        varlen(meta(300, 8, 128)), varlen(meta(64, 16, 8, 128), meta(4, 16, dtype=torch.int32))
+    ],
     "decode": [decode(1, 1, 2, 1), decode(2, 16, 16, 1024), decode(64, 255, 7, 77)],
     "store": [case("store_kvcache", num_tokens=n) for n in (1, 2, 4096)],
     "norm": [case("add_rms_norm", num_tokens=n) for n in (1, 2, 4095, 4096)],
@@ -357,6 +376,8 @@ calls = {
         prefill((85, *(1,) * 15), 6, 1), prefill((16,), 2000, 1024, 2), prefill((17,), 999, 16, 9),
     ],
 }
+for call in (calls["append"][0], calls["varlen"][0]):  # no other test compiles these
+    compile_call(call, ARCHITECTURES["sm_80"])
 kernels = {
     op: {
         (source.hash(), str(options))
@@ -374,10 +395,11 @@ def test_new_lengths_compile_nothing_new(compiling_process):
 
     Decode is one kernel where the tables allow one chunk, else two. Of prefill one finds its tiles
     in uniform sequences, one looks them up; the first also leaves split states, which another
-    merges.
+    merges. The flash-attn functions have kernels of their own for contiguous and for paged keys.
     """
     counts = json.loads(compiling_process(SPECIALISATION))
-    assert counts == {"grow": 4, "decode": 3, "store": 1, "norm": 1, "gate": 1, "prefill": 4}
+    flash_attn = {"grow": 4, "append": 7, "varlen": 2}
+    assert counts == flash_attn | {"decode": 3, "store": 1, "norm": 1, "gate": 1, "prefill": 4}
 
 
 def test_no_device_function_returns_none():

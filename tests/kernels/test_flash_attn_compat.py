@@ -6,7 +6,6 @@ docs/flash-attn-compat.md reports how flash-attn's own tests were run on these f
 from __future__ import annotations
 
 import inspect
-import json
 import math
 
 import numpy as np
@@ -368,61 +367,3 @@ def test_signature_is_that_of_flash_attn(function):
         for p in parameters
     ]
     assert " ".join(written) == SIGNATURES[function]
-
-
-LAUNCHES = """
-import json, torch
-from kernels.compiled.architectures import ARCHITECTURES
-from kernels.compiled.compile import compile_call, launched_by
-from kernels.flash_attn_compat import flash_attn_varlen_func, flash_attn_with_kvcache
-
-def meta(*shape, dtype=torch.float16):
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-def with_kvcache(*, block_table=None, seqlen=8, leftpad=False):
-    cache = meta(64, 256, 2, 64)
-    k = meta(4, seqlen, 2, 64)
-    lens, angles = meta(4, dtype=torch.int32), meta(4096, 32)
-    flash_attn_with_kvcache(
-        meta(4, seqlen, 8, 64), cache, cache, k, k, angles, angles, lens, block_table=block_table,
-        cache_leftpad=lens if leftpad else None, causal=True, return_softmax_lse=True,
-    )
-
-def varlen(k, block_table=None):
-    cu = meta(5, dtype=torch.int32)
-    flash_attn_varlen_func(
-        meta(100, 8, 64), k, k, cu, cu, 40, 90, window_size=(20, 3), block_table=block_table
-    )
-
-table = meta(4, 16, dtype=torch.int32)
-calls = {
-    "contiguous": lambda: with_kvcache(),
-    "leftpad": lambda: with_kvcache(leftpad=True),
-    "paged": lambda: with_kvcache(block_table=table),
-    "decode": lambda: with_kvcache(block_table=table, seqlen=1),
-    "varlen": lambda: varlen(meta(300, 2, 64)),
-    "varlen paged": lambda: varlen(meta(64, 16, 2, 64), table),
-}
-sm_80 = ARCHITECTURES["sm_80"]
-for name in ("contiguous", "leftpad", "varlen"):  # other tests compile the kernels of the rest
-    compile_call(calls[name], sm_80)
-print(json.dumps({
-    name: [function.fn.__name__ for function, *_ in launched_by(call, sm_80)]
-    for name, call in calls.items()
-}))
-"""
-
-
-@pytest.mark.slow
-def test_every_path_compiles_and_launches_without_device_values(compiling_process):
-    """Meta tensors have no values, so a launch that depends on one would fail."""
-    names = json.loads(compiling_process(LAUNCHES))
-    append = [
-        f"_{op}_kernel" for op in ("apply_rotary_embedding", "slot_mapping", "rope_store_kvcache")
-    ]
-    for call in ("contiguous", "leftpad"):
-        assert names[call] == [*append, "_paged_prefill_kernel"]
-    # With few queries and room for 4096 keys each, keys are split.
-    assert names["paged"] == [*append, "_paged_prefill_kernel", "_merge_splits_kernel"]
-    assert names["decode"] == [*append, "_paged_decode_kernel", "_merge_splits_kernel"]
-    assert names["varlen"] == names["varlen paged"] == ["_paged_prefill_kernel"]

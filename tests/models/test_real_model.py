@@ -27,7 +27,7 @@ try:
 except (FileNotFoundError, pytest.skip.Exception):
     pytest.skip("the model is not installed: run `make model`", allow_module_level=True)
 
-PROMPTS = [" ".join(text.split()[4:16]) for text in itertools.islice(topics.values(), 6)]
+PROMPTS = [" ".join(text.split()[4:16]) for text in itertools.islice(topics.values(), 3)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 VARIED = [PROMPTS[0], PROMPTS[1], PROMPTS[0] + " and", SaltedPrompt(PROMPTS[0], "salt")]
 
