@@ -78,7 +78,7 @@ def main(paths: list[str]) -> None:
 
     from experiments.kernel_time import sass
     from kernels.compiled.architectures import ARCHITECTURES, Architecture
-    from kernels.compiled.compile import _cubin_usage, _cuobjdump, compile_call
+    from kernels.compiled.compile import _cuobjdump, compile_call, read_resources
 
     small = {"shared_bytes": 100 * 1024, "max_warps": 48, "max_programs": 24}
     archs = {
@@ -100,20 +100,14 @@ def main(paths: list[str]) -> None:
         rows = rows[rows["query_tokens"] == rows["query_tokens"].max()]
         row = list(rows.itertuples())[len(rows) // 2]
         launched = _call(files, row, arch) if files else ours.case(row).call
-        compiled = compile_call(launched, archs[arch])[0][2]
-        cubin, metadata = compiled.asm["cubin"], compiled.metadata
-        usage = _cubin_usage(cubin)
-        resident = archs[arch].resident_programs(
-            registers=usage["REG"],
-            shared_bytes=usage["SHARED"] + metadata.shared,
-            num_warps=metadata.num_warps,
-            tensor_memory_columns=metadata.tmem_size or 0,
-        )
+        kernel_of_call = compile_call(launched, archs[arch])[0]
+        used = read_resources(row.phase, kernel, archs[arch], *kernel_of_call)
         about = {"arch": arch, "kernel": kernel}
         about["source"] = f"{row.engine}, Triton {triton.__version__}"
-        about |= {"registers": usage["REG"], "programs": min(resident.values())}
-        times = sass.timings(sass.parse(_cuobjdump(cubin, "-sass")), -1 if files else 0)
-        table.append({**about, "warps": metadata.num_warps, **times})
+        about |= {"registers": used.registers, "programs": used.programs_per_multiprocessor}
+        code = sass.parse(_cuobjdump(kernel_of_call[2].asm["cubin"], "-sass"))
+        times = sass.timings(code, -1 if files else 0)
+        table.append({**about, "warps": used.num_warps, **times})
     pd.DataFrame(table).sort_values(["kernel", "arch"]).to_csv(TABLE, index=False)
 
 

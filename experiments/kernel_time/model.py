@@ -153,12 +153,8 @@ def _sglang(row: Any, gpu: Gpu) -> Launch:
 def _vllm(row: Any, gpu: Gpu) -> Launch:
     """vLLM 0.24: tiles of 16 rows and 32 keys; queries and cache in fp8."""
     group, context, sequences = row.q_heads // row.kv_heads, row.context_tokens, row.batch_size
-    heads, rows, flops, tile_bytes = (
-        row.kv_heads,
-        16 // group,
-        1024 * row.head_dim,
-        64 * row.head_dim,
-    )
+    heads, rows = row.kv_heads, 16 // group
+    flops, tile_bytes = 1024 * row.head_dim, 64 * row.head_dim
     grid = (sequences * row.query_tokens // rows + sequences) * heads
     kv_bytes = sequences * context * heads * 2 * row.head_dim
     suffix = f" {row.head_dim} {row.kv_dtype}" + (" g1" if group == 1 else "")
@@ -196,7 +192,7 @@ def kernels(arch: str) -> pd.DataFrame:
     """The rows of ``kernels.csv`` for an architecture, by kernel."""
     import pandas as pd
 
-    return pd.read_csv(TABLE).set_index("arch").loc[[arch]].set_index("kernel")
+    return pd.read_csv(TABLE, index_col=["arch", "kernel"]).loc[arch]
 
 
 def microseconds(name: str, launched: pd.DataFrame, constants: Constants) -> np.ndarray:
