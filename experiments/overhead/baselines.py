@@ -147,25 +147,19 @@ class VLLMManager(_VLLM):
 
     def cycle(self, request) -> int:
         """Number of cached tokens of the prompt."""
-        request.block_hashes = self._hasher(request)
-        blocks, cached_tokens = self._manager.get_computed_blocks(request)[:2]
-        self._allocate(request, blocks, cached_tokens)
-        self._manager.free(request)
-        return cached_tokens
-
-    def _allocate(self, request, blocks, cached_tokens: int) -> None:
-        new_tokens = request.num_tokens - cached_tokens
-        if self._manager.allocate_slots(request, new_tokens, cached_tokens, blocks) is None:
-            raise RuntimeError(f"vLLM's pool is too small for {request.num_tokens} tokens")
+        self.phases(request)
+        return self._cached_tokens
 
     def phases(self, request) -> dict[str, float]:
         """Seconds of each phase of one cycle."""
         times = [time.perf_counter()]
         request.block_hashes = self._hasher(request)
         times.append(time.perf_counter())
-        blocks, cached_tokens = self._manager.get_computed_blocks(request)[:2]
+        blocks, self._cached_tokens = self._manager.get_computed_blocks(request)[:2]
         times.append(time.perf_counter())
-        self._allocate(request, blocks, cached_tokens)
+        new_tokens = request.num_tokens - self._cached_tokens
+        if self._manager.allocate_slots(request, new_tokens, self._cached_tokens, blocks) is None:
+            raise RuntimeError(f"vLLM's pool is too small for {request.num_tokens} tokens")
         times.append(time.perf_counter())
         self._manager.free(request)
         times.append(time.perf_counter())

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+import timeit
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -153,19 +154,14 @@ def _measure(call: partial, num_samples: int, on_gpu: bool) -> tuple[int, dict[s
         call()
     call()  # compiles
     spans = {way: [] for way in WAYS}
-    with timing.without_collection():
-        for _ in range(num_samples):
-            with mock.patch.multiple(JITFunction, **nothing):
-                spans["checks"].append(timing.seconds_of(_several, call) / _CALLS_A_SAMPLE)
-            spans["call"].append(timing.seconds_of(_several, call) / _CALLS_A_SAMPLE)
-            if on_gpu:
-                torch.cuda.synchronize()  # or the queue of launches would fill up and block
+    several = timeit.Timer(call)  # its timings are free of garbage collections
+    for _ in range(num_samples):
+        with mock.patch.multiple(JITFunction, **nothing):
+            spans["checks"].append(several.timeit(_CALLS_A_SAMPLE) / _CALLS_A_SAMPLE)
+        spans["call"].append(several.timeit(_CALLS_A_SAMPLE) / _CALLS_A_SAMPLE)
+        if on_gpu:
+            torch.cuda.synchronize()  # or the queue of launches would fill up and block
     return len(launches), spans
-
-
-def _several(call: Callable[[], object]) -> None:
-    for _ in range(_CALLS_A_SAMPLE):
-        call()
 
 
 def table(rows: style.DataFrame) -> style.DataFrame:

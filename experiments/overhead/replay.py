@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib.util
 import tempfile
+import timeit
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,7 +106,7 @@ def _time_libcachesim(stream: Path, policy: str, capacity: int) -> tuple[float, 
     make = getattr(libcachesim, _LIBCACHESIM[policy])
     pool = make(capacity, hashpower=max(10, capacity.bit_length()))
     missed = []
-    seconds = timing.seconds_of(lambda: missed.append(pool.process_trace(reader)[0]))
+    seconds = timeit.timeit(lambda: missed.append(pool.process_trace(reader)[0]), number=1)
     return seconds, 1 - missed[0]
 
 

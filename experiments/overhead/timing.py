@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from experiments import quantiles
@@ -19,13 +18,6 @@ def columns(per: str, seconds: Sequence[float]) -> dict[str, Any]:
     per: the unit of work that each timing is for: block, prompt, step, call or reference.
     """
     return {"per": per, **quantiles.columns("us", [1e6 * s for s in seconds], _QUANTILES)}
-
-
-def seconds_of(call: Callable[..., object], *arguments: object) -> float:
-    """Wall time of one call."""
-    begin = time.perf_counter()
-    call(*arguments)
-    return time.perf_counter() - begin
 
 
 @contextlib.contextmanager
