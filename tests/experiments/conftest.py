@@ -165,6 +165,7 @@ def command(inputs) -> Callable[..., str]:
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
             patch.setattr(style, "save", _SAVE)
             patch.setattr(style, "_FORMATS", {"png": style._FORMATS["png"]})
+            patch.setattr("importlib.metadata.distributions", list)  # reading them takes longest
             if "kernel_counters" not in words:  # all its cells need compiled kernels
                 patch.setattr(sweep, "run_locally", lambda tasks, jobs: map_cells(tasks))
             assert cli.main(list(map(str, words))) == 0

@@ -107,6 +107,7 @@ def tiny_line(tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(cli, "EXPERIMENTS", tiny.EXPERIMENTS)
     monkeypatch.setattr(sweep, "run_locally", lambda tasks, jobs: (execute(t) for t in tasks))
     monkeypatch.setattr(style, "_FORMATS", {"png": {}})
+    monkeypatch.setattr("importlib.metadata.distributions", list)  # reading them takes longest
 
     def run(words: str, status: int = 0, **behaviour: object):
         monkeypatch.setenv("TINY_BEHAVIOUR", json.dumps(behaviour))

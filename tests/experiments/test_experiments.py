@@ -37,7 +37,7 @@ NUM_CELLS = {
     "sharing": 12,
     "transformers_speed": 1,
 }
-UNTIMED = {"block_size": 35, "memory_waste": 18, "published_serving": 5, "sharing": 66}
+UNTIMED = {"block_size": 40, "memory_waste": 18, "published_serving": 5, "sharing": 66}
 """Experiments that count or model, and how far apart the cells are that a test computes again."""
 
 

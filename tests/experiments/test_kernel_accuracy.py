@@ -85,7 +85,7 @@ def test_wrong_results_are_marked_in_red_on_a_logarithmic_axis(rows, drawn, tmp_
     assert [text.get_text() for text in axis.texts] == ["WRONG"]
 
 
-def test_a_kernel_without_error_has_a_row_in_the_table_and_no_panel(rows, tmp_path):
+def test_a_kernel_without_error_has_a_row_in_the_table_and_no_panel(rows, tmp_path, drawn):
     exact = rows[rows["kernel"].isin(["copy_blocks", "swap_blocks"])]
     assert [path.name for path in kernel_accuracy.EXPERIMENT.plot(exact, tmp_path)] == [
         "summary.csv"

@@ -28,6 +28,7 @@ def run(tiny, tmp_path, monkeypatch):
         behaviour = {"journal": str(tmp_path / "journal"), **(behaviour or {})}
         monkeypatch.setenv("TINY_BEHAVIOUR", json.dumps(behaviour))
         order = reversed if reverse else iter
+        monkeypatch.setattr("importlib.metadata.distributions", list)  # reading them takes longest
         in_this_process = lambda tasks, jobs: (execute(task) for task in order(tasks))  # noqa: E731
         monkeypatch.setattr(sweep, "run_locally", in_this_process)
         if not draw:
