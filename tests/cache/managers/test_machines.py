@@ -327,8 +327,8 @@ class ContiguousMachine(ManagerMachine):
 
 # Tests per machine, as a multiple of the profile's examples.
 for machine, factor in (
-    (PagedMachine, 1), (ContiguousMachine, 2), (NanoVLLMMachine, 2), (VLLMv1Machine, 5),
-    (PartialReuseMachine, 1), (RadixMachine, 3),
+    (PagedMachine, 2), (ContiguousMachine, 4), (NanoVLLMMachine, 4), (VLLMv1Machine, 10),
+    (PartialReuseMachine, 2), (RadixMachine, 6),
 ):  # fmt: skip
     machine.TestCase.settings = settings(
         max_examples=factor * settings.default.max_examples, stateful_step_count=40
