@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import gc
 import sys
 from array import array
 from collections import deque
@@ -53,7 +54,10 @@ def cached(manager: CacheManager, token_ids, **keys) -> int:
 
 
 def lines_run(function: Callable[[], object]) -> int:
-    """Number of Python lines that a call runs: its cost on a machine of any speed."""
+    """Number of Python lines that a call runs: its cost on a machine of any speed.
+
+    The garbage collector is off: Hypothesis has it call Python code, at any time.
+    """
     count = 0
 
     def trace(frame, event, arg):
@@ -62,11 +66,13 @@ def lines_run(function: Callable[[], object]) -> int:
         return trace
 
     previous = sys.gettrace()
+    gc.disable()
     sys.settrace(trace)
     try:
         function()
     finally:
         sys.settrace(previous)
+        gc.enable()
     return count
 
 
