@@ -34,6 +34,7 @@ clean:
 
 $(INSTALLED): requirements.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing the packages of requirements.txt into $(VENV): one to two minutes"
 	$(BIN)/python -m pip install --quiet --no-compile --requirement requirements.txt
 	$(BIN)/python -m pip install --quiet --no-deps --editable .
 	touch $@

@@ -6,27 +6,27 @@ import importlib
 
 from experiments.harness import Experiment
 
-_MODULES = (
-    "block_size",
-    "chat_story",
-    "clock_check",
+_MODULES = (  # in the order of the report
+    "memory_waste",
+    "serving",
     "eviction",
     "eviction_serving",
-    "fp8_quality",
+    "sharing",
+    "shared_prefix",
+    "block_size",
+    "preemption",
+    "overhead",
+    "queue_informed",
+    "kernel_time",
+    "gpu.kernel_latency",
     "kernel_accuracy",
     "kernel_counters",
-    "gpu.kernel_latency",
     "kernel_resources",
-    "kernel_time",
-    "memory_waste",
-    "overhead",
-    "preemption",
     "published_serving",
-    "queue_informed",
-    "serving",
-    "shared_prefix",
-    "sharing",
+    "clock_check",
     "transformers_speed",
+    "chat_story",
+    "fp8_quality",
 )
 
 EXPERIMENTS: dict[str, Experiment] = {}

@@ -309,8 +309,7 @@ EXPERIMENT = Experiment(
     figure="PagedAttention figs. 12, 13, 14, 17: sustained rates of OPT-13B, A100 40 GB modelled",
     options=Serving(),
     quick=Serving(
-        load=("sharegpt", "alpaca_2_beams", "chat"),
-        system=("contiguous_max", "contiguous_oracle", "paged"),
+        load=("sharegpt", "alpaca", "alpaca_6_beams", "chat"),
         **QUICK,
     ),
     cells=cells,

@@ -37,7 +37,7 @@ EXPERIMENT = Experiment(
     name="shared_prefix",
     figure="PagedAttention fig. 16: sustained rates with a shared prefix, LLaMA-13B modelled",
     options=SharedPrefix(),
-    quick=SharedPrefix(load=("five_shot",), **serving.QUICK),
+    quick=SharedPrefix(**serving.QUICK),
     cells=serving.cells,
     run_cell=serving.run_cell,
     plot=style.plotter({"shared_prefix": serving.draw}, {"summary": (serving.summary, "%.4g")}),

@@ -1,6 +1,7 @@
 """One page of all results, beside what publications report: ``python -m experiments report``.
 
-``page.html`` is its template, ``published.toml`` has the published numbers.  The page is
+``page.html`` is its template, ``captions.toml`` says what to see in each figure and
+``published.toml`` has the published numbers.  The page is
 self-contained and needs no network: figures in 128 colours, tables, and the curves of the hit rates
 by Bokeh.
 """
@@ -11,7 +12,6 @@ import base64
 import functools
 import inspect
 import io
-import itertools
 import json
 import re
 import tomllib
@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments import style
+from experiments import eviction, style
 from experiments.harness import Experiment, OptionsError
 from experiments.harness.store import write_atomically
 
@@ -31,7 +31,10 @@ _FOLDER = Path(__file__).parent
 _COMMITTED = _FOLDER.parents[1] / "results"
 _AGREES = 0.1
 """Relative difference up to which a number agrees with the published one."""
-_COLORS = [line["color"] for line in style.lines_of(range(8)).values()]
+_BOUNDS = ["infinite", "fluid", "belady", "reuse_oracle"]
+_SHOWN = ["infinite", "belady", eviction.OURS, "lru"]
+_NUM_BEST = 4
+"""Number of other policies whose curves are on at first: those with the best mean hit rates."""
 _X_LABEL, _Y_LABEL = "pool size, of the unique blocks of the trace", "block hit rate"
 _PERCENT = "0.[00]%"
 
@@ -44,18 +47,21 @@ def write_report(results: Path, output: Path, experiments: Mapping[str, Experime
     import jinja2
     from bokeh.resources import Resources
 
-    published = tomllib.loads((_FOLDER / "published.toml").read_text().replace(" %", "\u00a0%"))
+    published, captions = (
+        tomllib.loads((_FOLDER / name).read_text().replace(" %", "\u00a0%"))
+        for name in ("published.toml", "captions.toml")
+    )
     pages, absent = [], []
     for name, experiment in experiments.items():
         tables = sorted((results / name).glob("*/rows.csv"))
         notes = published.get(name, [])
         committed = _COMMITTED / name / "cpu"
-        pages += [_page(experiment, table.parent, notes, committed) for table in tables]
+        says = captions.get(name, {})
+        pages += [_page(experiment, table.parent, notes, committed, says) for table in tables]
         if not tables:
             absent.append({**_describe(experiment), "published": _compare(notes, None, committed)})
     if not pages:
         raise OptionsError(f"no rows.csv in a folder of {results}: run an experiment first")
-    pages.sort(key=lambda page: not page["published"])  # stable
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_FOLDER), autoescape=True, trim_blocks=True
     )
@@ -72,7 +78,11 @@ def write_report(results: Path, output: Path, experiments: Mapping[str, Experime
 
 
 def _page(
-    experiment: Experiment, folder: Path, notes: list[dict[str, Any]], committed: Path
+    experiment: Experiment,
+    folder: Path,
+    notes: list[dict[str, Any]],
+    committed: Path,
+    captions: dict[str, str],
 ) -> dict[str, Any]:
     """The template's values for the results in ``folder``."""
     summaries = sorted({*folder.glob("*.csv")} - {folder / "rows.csv"})
@@ -81,7 +91,10 @@ def _page(
         "device": folder.name,
         "id": f"{experiment.name}-{folder.name}",
         "environment": json.loads((folder / "environment.json").read_text()),
-        "figures": [_picture(path) for path in sorted(folder.glob("*.png"))],
+        "figures": [
+            {**_picture(path), "caption": captions.get(path.stem, "")}
+            for path in sorted(folder.glob("*.png"))
+        ],
         "curves": _hit_rates(folder) if experiment.name == "eviction" else None,
         "published": _compare(notes, folder, committed),
         "tables": [_table(path) for path in (*summaries, folder / "rows.csv")],
@@ -90,7 +103,7 @@ def _page(
 
 def _describe(experiment: Experiment) -> dict[str, Any]:
     """Name, question and method: the docstring of the experiment."""
-    text = inspect.getdoc(inspect.getmodule(experiment.run_cell)) or experiment.figure
+    text = inspect.getdoc(inspect.getmodule(type(experiment.options))) or experiment.figure
     question, _, method = text.partition("\n\n")
     return {
         "name": experiment.name,
@@ -195,29 +208,32 @@ def _range(measured: pd.Series, form: str) -> str:
 
 
 def _hit_rates(folder: Path) -> dict[str, Any]:
-    """Script and places of interactive panels, one per trace; a line is hidden in all at once."""
+    """Script and places of interactive panels, one per trace, and the policies to switch on."""
     import pandas as pd
     from bokeh.embed import components
     from markupsafe import Markup
 
-    rows = pd.read_csv(folder / "rows.csv")
-    policies = rows["policy"].unique()
-    dashes = ["solid"] * len(_COLORS) + ["dashed"] * len(policies)
-    looks = dict(zip(policies, zip(itertools.cycle(_COLORS), dashes, strict=False), strict=False))
+    rows = pd.read_csv(folder / "rows.csv").dropna(subset=["block_hit_rate"])
+    infinite = rows[rows["policy"] == "infinite"]
+    start = rows["capacity_fraction"].min()
+    rows = pd.concat([infinite.assign(capacity_fraction=start), rows])
+    means = rows.groupby("policy")["block_hit_rate"].mean()
+    best = means.drop([*_SHOWN, *_BOUNDS], errors="ignore").nlargest(_NUM_BEST).index
+    looks = style.policy_lines(dict.fromkeys([*_SHOWN, *best, *rows["policy"]]))
+    shown = {*_SHOWN, *best}
     panels = [
-        _panel(str(trace), of_trace.dropna(subset=["block_hit_rate"]), looks)
+        _panel(str(trace), of_trace, looks, shown)
         for trace, of_trace in rows.groupby("trace", sort=False)
     ]
-    for other in panels[1:]:
-        for one, another in itertools.product(panels[0].renderers, other.renderers):
-            if one.name == another.name:
-                one.js_link("visible", another, "visible")
-                another.js_link("visible", one, "visible")
     script, places = components(tuple(panels))
-    return {"script": Markup(script), "places": [Markup(place) for place in places]}
+    return {
+        "script": Markup(script),
+        "places": [Markup(place) for place in places],
+        "switches": [(name, look, name in shown) for name, look in looks.items()],
+    }
 
 
-def _panel(title: str, rows: pd.DataFrame, looks: dict[str, tuple[str, str]]) -> figure:
+def _panel(title: str, rows: pd.DataFrame, looks: dict[str, dict], shown: set[str]) -> figure:
     from bokeh.models import NumeralTickFormatter
     from bokeh.plotting import figure
 
@@ -231,24 +247,20 @@ def _panel(title: str, rows: pd.DataFrame, looks: dict[str, tuple[str, str]]) ->
         tools="pan,box_zoom,wheel_zoom,reset,hover",
         active_drag=None,  # else a thumb that scrolls the page would zoom
         tooltips=[
-            ("policy", "@name"),
+            ("policy", "@label"),
             (_X_LABEL, f"@x{{{_PERCENT}}}"),
             (_Y_LABEL, f"@y{{{_PERCENT}}}"),
         ],
     )
     panel.toolbar.logo = None
     panel.axis.formatter = NumeralTickFormatter(format=_PERCENT)
-    for line, (color, dash) in looks.items():
-        points = rows[rows["policy"] == line].sort_values("capacity_fraction")
-        if points.empty:
-            continue
+    for policy, of_policy in rows.groupby("policy", sort=False):
+        points = of_policy.sort_values("capacity_fraction")
+        look = looks[str(policy)]
         data = {"x": points["capacity_fraction"], "y": points["block_hit_rate"]}
-        data["name"] = [line] * len(points)
-        label = {"legend_label": line, "color": color}
-        panel.line("x", "y", source=data, name=line, line_dash=dash, line_width=1.6, **label)
-        panel.scatter("x", "y", source=data, name=f"{line} points", size=5, **label)
-    legend = panel.legend[0]
-    legend.click_policy, legend.ncols = "hide", 3
-    legend.label_text_font_size, legend.spacing, legend.padding = "8pt", 6, 2
-    panel.add_layout(legend, "below")
+        data["label"] = [look["label"]] * len(points)
+        _, dashes = (0, ()) if look["linestyle"] == "solid" else look["linestyle"]
+        same = {"name": policy, "color": look["color"], "visible": policy in shown}
+        panel.line("x", "y", source=data, line_dash=[round(2 * dash) for dash in dashes], **same)
+        panel.scatter("x", "y", source=data, size=5, **same)
     return panel

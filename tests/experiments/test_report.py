@@ -25,19 +25,21 @@ CHROMIUM = next(
 # The page reports what the browser shows; curves are checked after one of them is switched off.
 ASK = """<script>addEventListener("load", () => setTimeout(async () => {
   const panels = Bokeh.documents.flatMap(document => document.roots());
-  const named = panel => panel.renderers.filter(line => line.name == panels[0].renderers[0].name);
-  panels[0].renderers[0].visible = false;
+  const shown = panel => panel.renderers.filter(line => line.visible).length;
+  const before = panels.map(shown);
+  document.querySelector(".switches input").click();
   for (const table of document.querySelectorAll("details.table")) table.open = true;
   await new Promise(done => setTimeout(done, 500));
-  const shown = {
+  const seen = {
     images: [...document.images].filter(image => image.naturalWidth > 300).length,
-    hidden: panels.map(panel => named(panel).filter(line => !line.visible).length),
-    drawn: [...document.querySelectorAll(".panels > div")].every(e => e.offsetHeight > 300),
+    shown: before,
+    hidden: panels.map((panel, i) => before[i] - shown(panel)),
+    heights: panels.map(panel => panel.inner_height),
     cells: [...document.querySelectorAll(".table .scroll")].map(
       e => e.querySelectorAll("td").length),
     overflow: document.documentElement.scrollWidth - innerWidth,
   };
-  document.body.dataset.shown = JSON.stringify(shown);
+  document.body.dataset.shown = JSON.stringify(seen);
 }, 1000))</script></body>"""
 
 
@@ -75,6 +77,9 @@ def test_the_page_has_every_figure_and_table_and_asks_no_network(page):
     assert sorted(image["alt"].partition(":")[0] for image, _ in images) == sorted(
         path.stem for path in FIGURES
     )
+    captions = [text.strip() for _, text in elements.of("figcaption")]
+    assert len(captions) == len(FIGURES)
+    assert all(caption.endswith(".") for caption in captions), captions
     for tag in ("img", "script", "link", "iframe"):
         for attributes, _ in elements.of(tag):
             sources = attributes.get("src", ""), attributes.get("href", "")
@@ -167,7 +172,9 @@ def test_a_browser_shows_every_figure_and_finds_no_fault(page, tmp_path):
     seen = json.loads(body["data-shown"])
     assert seen["images"] == len(FIGURES)
     traces = pd.read_csv(RESULTS / "eviction" / "cpu" / "rows.csv")["trace"].nunique()
-    assert seen["drawn"]
-    assert seen["hidden"] == traces * [1]
+    assert len(seen["heights"]) == traces
+    assert min(seen["heights"]) > 200, "of 380 pixels"
+    assert max(seen["shown"]) <= 16, "eight curves, each of a line and points"
+    assert seen["hidden"] == traces * [2]
     assert min(seen["cells"]) > 0
     assert seen["overflow"] <= 0
