@@ -26,6 +26,8 @@ TABLES = {
     path.name.partition(".")[0]: path for path in sorted(Path(__file__).parent.glob("*.csv*"))
 }
 _TEXTS = {"gpu", "engine", "kernel", "phase", "kv_dtype", "backend", "model", "card"}
+_TEXTS |= {"arch", "source"}
+_MAY_BE_0 = {"tile_trips", "wavefronts", "spills"}
 
 
 @functools.cache
@@ -52,24 +54,27 @@ def read(path: Path) -> pd.DataFrame:
             wrong = table[name].isna()
         else:
             numbers = pd.to_numeric(table[name], errors="coerce")
-            wrong = ~((numbers > 0) & (numbers < np.inf))
+            enough = numbers >= 0 if name in _MAY_BE_0 else numbers > 0
+            wrong = ~(enough & (numbers < np.inf))
         if wrong.any():
             row = int(wrong.argmax())
-            needs = "a text" if name in _TEXTS else "a number above 0"
+            needs = "a number of at least 0" if name in _MAY_BE_0 else "a number above 0"
+            needs = "a text" if name in _TEXTS else needs
             given = table[name].astype(object)[row]
             raise ValueError(f"{path}:{row + 2}: {name} is {given!r}; needs {needs}")
     return table
 
 
-def rows(table: str, **values: Any) -> pd.DataFrame:
-    """The measured rows with these values.
+def rows(table: str | Path, **values: Any) -> pd.DataFrame:
+    """The rows with these values, of one of ``TABLES`` or of a table in a file.
 
     Raises ValueError for a value without rows; it lists the values that there are.
     """
-    found = read(TABLES[table])
+    path = TABLES[table] if isinstance(table, str) else table
+    found = read(path)
     for number, (name, value) in enumerate(values.items()):
         if name not in found:
-            raise ValueError(f"{TABLES[table]}:1: no column {name}, only {', '.join(found)}")
+            raise ValueError(f"{path}:1: no column {name}, only {', '.join(found)}")
         chosen = found[found[name] == value]
         if chosen.empty:
             before = ", ".join(f"{key}={values[key]!r}" for key in list(values)[:number])

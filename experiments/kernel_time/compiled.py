@@ -14,15 +14,17 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from experiments import gpu_times
-from experiments.kernel_time import ours
-from experiments.kernel_time.model import GPUS, TABLE, launches
+from experiments.kernel_time import CARDS, shapes
+from experiments.kernel_time.launch import launches, lengths_of
+from experiments.kernel_time.model import TABLE, gpu_of
 
 
-def _call(files: dict[str, Path], row: Any, arch: str) -> Any:
+def _others(files: dict[str, Path], row: Any, arch: str) -> Callable[[], object]:
     """A call of the kernels of a measured row, on meta tensors."""
     import torch
 
@@ -71,6 +73,21 @@ def _call(files: dict[str, Path], row: Any, arch: str) -> Any:
     )  # fmt: skip
 
 
+def _ours(row: Any) -> Callable[[], object]:
+    """Our op of a row of ``shapes``, on meta tensors."""
+    import torch
+
+    from kernels.testing.cases import make_case
+
+    kv_dtype = torch.float8_e4m3fn if row.kv_dtype == "fp8" else torch.bfloat16
+    return make_case(
+        f"paged_{row.phase}_attention", head_dim=row.head_dim, block_size=row.block_size,
+        num_q_heads=row.q_heads, num_kv_heads=row.kv_heads, dtype=torch.bfloat16,
+        context_lens=lengths_of(row), query_lens=lengths_of(row), device="meta",
+        kv_dtype=kv_dtype, scales="none", padded=False, options={"return_lse": False},
+    ).call  # fmt: skip
+
+
 def main(paths: list[str]) -> None:
     os.environ.pop("TRITON_INTERPRET", None)  # read when kernels is first imported
     import pandas as pd
@@ -88,18 +105,18 @@ def main(paths: list[str]) -> None:
     }
     files = {path.stem: path for path in map(Path, paths)}
     if files:
-        shapes = gpu_times.rows("attention", kernel="triton")
-        shapes = shapes[shapes["engine"] != "vllm 0.22.0"].sort_values(["q_heads", "batch_size"])
+        calls = gpu_times.rows("attention", kernel="triton")
+        calls = calls[calls["engine"] != "vllm 0.22.0"].sort_values(["q_heads", "batch_size"])
     else:
-        shapes = pd.concat(map(ours.rows, ours.CARDS), ignore_index=True)
-    archs_of = [GPUS[gpu].arch for gpu in shapes["gpu"]]
-    shapes = shapes.assign(kernel=launches(shapes)["kernel"], arch=archs_of)
+        calls = pd.concat(map(shapes, CARDS), ignore_index=True)
+    archs_of = [gpu_of(gpu).arch for gpu in calls["gpu"]]
+    calls = calls.assign(kernel=launches(calls)["kernel"], arch=archs_of)
     known = pd.read_csv(TABLE)
     table = known[known["kernel"].str.startswith("pagelab") == bool(files)].to_dict("records")
-    for (arch, kernel), rows in shapes.groupby(["arch", "kernel"], sort=True):
+    for (arch, kernel), rows in calls.groupby(["arch", "kernel"], sort=True):
         rows = rows[rows["query_tokens"] == rows["query_tokens"].max()]
         row = list(rows.itertuples())[len(rows) // 2]
-        launched = _call(files, row, arch) if files else ours.case(row).call
+        launched = _others(files, row, arch) if files else _ours(row)
         kernel_of_call = compile_call(launched, archs[arch])[0]
         used = read_resources(row.phase, kernel, archs[arch], *kernel_of_call)
         about = {"arch": arch, "kernel": kernel}

@@ -108,24 +108,19 @@ def timings(code: Sequence[Instruction], which: int) -> dict[str, Any]:
     before = [code[place] for place in outside if place < tile.start]
     after = [code[place] for place in outside if place >= tile.stop]
     ends = [one.opcode == "EXIT" and "@" not in one.text for one in after] + [True]
-    body = [code[place] for place in tile]
-    parts = [("fixed", before, 1), ("fixed", after[: ends.index(True) + 1], 1), ("tile", body, 4)]
-    result = {
-        "fixed_cycles": 0,
-        "fixed_trips": 0.0,
-        "tile_cycles": 0,
-        "tile_trips": 0.0,
-        "instructions": len(body),
-        "wavefronts": 0,
-        "spills": count(tile, "LDL|STL"),
-    }
-    for name, part, passes in parts:
+    result = dict.fromkeys(("fixed_cycles", "fixed_trips", "tile_cycles", "tile_trips"), 0)
+    for name, part, passes in (
+        ("fixed", before, 1),
+        ("fixed", after[: ends.index(True) + 1], 1),
+        ("tile", [code[place] for place in tile], 4),
+    ):
         near, far = (cycles(part, latency, passes) for latency in (_NEAR, _FAR))
         trips = round((far - near) / (_FAR - _NEAR), 2)
         result[f"{name}_cycles"] += round(near - trips * _NEAR)
-        result[f"{name}_trips"] += trips
-    for place in tile:
-        if re.match("LDS|STS", opcode := code[place].opcode):
-            wide, half = re.search("[.]128|M88[.]4", opcode), re.search("[.]64|M88[.]2", opcode)
-            result["wavefronts"] += 4 if wide else 2 if half else 1
-    return result
+        result[f"{name}_trips"] = round(result[f"{name}_trips"] + trips, 2)
+    shared = [code[place].opcode for place in tile if re.match("LDS|STS", code[place].opcode)]
+    wide = sum(bool(re.search("[.]128|M88[.]4", opcode)) for opcode in shared)
+    half = sum(bool(re.search("[.]64|M88[.]2", opcode)) for opcode in shared)
+    wavefronts = len(shared) + 3 * wide + half
+    spills = count(tile, "LDL|STL")
+    return {**result, "instructions": len(tile), "wavefronts": wavefronts, "spills": spills}

@@ -1,4 +1,4 @@
-"""Times of the kernels on a GPU, beside flash-attn and PyTorch.
+"""Times of the kernels on a GPU, beside flash-attn and PyTorch; without one see ``kernel_time``.
 
 - ``decode``: one query per sequence, over batch, context and block size.
 - ``prefill``: (sequences, new tokens of each, context of each), with a cached prefix where the
@@ -184,7 +184,7 @@ def run_cell(cell: LatencyCell) -> list[dict[str, Any]]:
 
 EXPERIMENT = Experiment(
     name="kernel_latency",
-    figure="attention, norms, gates and moves on a GPU vs flash-attn and PyTorch; tiles",
+    figure="kernels on a GPU vs flash-attn and PyTorch, tiles; modelled without one: kernel_time",
     options=KernelLatency(),
     quick=KernelLatency(
         batch=(1, 16, 64, 256),

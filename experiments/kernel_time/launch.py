@@ -1,0 +1,136 @@
+"""What SGLang, vLLM and this project launch for a call of attention."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from experiments.kernel_time.model import Launch, gpu_of
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_EXTEND_TILES = {
+    "sm_90": {256: (64, 64), 512: (32, 64)},
+    "sm_100": {192: (64, 64), 256: (64, 64)},
+    "": {64: (64, 128), 128: (64, 128), 192: (64, 64), 256: (64, 64), 512: (32, 32)},
+}
+"""Queries and keys of a tile of SGLang's prefill, by head_dim; the last for small shared memory."""
+_SCAN_CYCLES = 300
+"""Of a decode program of ours, per sequence that it passes in search of its work items."""
+
+
+def launches(rows: pd.DataFrame) -> pd.DataFrame:
+    """``Launch`` of each row: columns of gpu_times' attention; ``block_size`` and ``lengths`` too
+    of the engine pagelab."""
+    import pandas as pd
+
+    rules = {"sglang": _sglang, "vllm": _vllm, "pagelab": _pagelab}
+    table = [rules[row.engine.split()[0]](row, gpu_of(row.gpu)) for row in rows.itertuples()]
+    return pd.DataFrame(table, index=rows.index, columns=Launch._fields)
+
+
+def lengths_of(row: Any) -> list[int]:
+    """Tokens of each sequence of one of our rows. Skewed: the first has half of all."""
+    if row.lengths == "even":
+        return [row.context_tokens] * row.batch_size
+    half, others = row.batch_size * row.context_tokens // 2, row.batch_size - 1
+    return [half, *[half // others] * others]
+
+
+def _cdiv(a: int, b: int) -> int:
+    return int(-(-a // b))
+
+
+@functools.cache
+def _causal(tokens: int, queries: int, keys: int) -> tuple[int, int, int]:
+    """Tiles in a prompt's blocks of queries: blocks, tiles of the longest one, and of all."""
+    ends = np.minimum(tokens, queries * np.arange(1, _cdiv(tokens, queries) + 1))
+    tiles = -(-ends // keys)
+    return len(tiles), int(tiles[-1]), int(tiles.sum())
+
+
+def _sglang(row: Any, gpu: Any) -> Launch:
+    """SGLang 0.5.14. At head_dim 192 values have 128, which costs five launches more."""
+    group, dim, size = row.q_heads // row.kv_heads, row.head_dim, 1 + (row.kv_dtype != "fp8")
+    dims = dim + (128 if dim == 192 else dim)
+    tokens = row.batch_size * row.context_tokens
+    name = f"sglang {row.phase} {dim} {row.kv_dtype}"
+    launched = 2 + 2 * (size == 1) + 5 * (dim == 192)
+    if row.phase == "prefill":
+        queries, keys = _EXTEND_TILES.get(gpu.arch, _EXTEND_TILES[""])[dim]
+        blocks, tiles, work = _causal(row.context_tokens, queries, keys)
+        programs, work = (row.batch_size * row.q_heads * each for each in (blocks, work))
+        asked, flops = work * keys * dims * 2, 2 * queries * keys * dims
+        moved = tokens * dims * (2 * row.q_heads + row.kv_heads * (2 + size + 3 * (size == 1)))
+        return Launch(name, programs, 0, tiles, work, launched, flops, asked, moved)
+    heads = _cdiv(row.q_heads, min(16, group))
+    queries, keys = (1, 64) if group == 1 else (16, 32)
+    sequences = row.batch_size * heads
+    wanted = int(gpu.multiprocessors * max(np.log2(row.context_tokens / 64), 1))
+    each = _cdiv(row.context_tokens, min(_cdiv(wanted, sequences), 8))
+    length = 32 * _cdiv(_cdiv(row.context_tokens, _cdiv(row.context_tokens, each)), 32)
+    programs = sequences * _cdiv(row.context_tokens, length)
+    tiles = _cdiv(min(length, row.context_tokens), keys)
+    moved = tokens * row.kv_heads * dims * size
+    return Launch(
+        name + (" normal" if group == 1 else " grouped"), programs, 8 * sequences - programs,
+        tiles, programs * tiles, launched + 1, queries * keys * dims * size,
+        moved * heads / row.kv_heads, moved,
+    )  # fmt: skip
+
+
+def _vllm(row: Any, gpu: Any) -> Launch:
+    """vLLM 0.24: tiles of 16 rows and 32 keys; queries and cache in fp8."""
+    group, context, batch = row.q_heads // row.kv_heads, row.context_tokens, row.batch_size
+    sequences, queries = batch * row.kv_heads, 16 // group
+    kv_bytes = sequences * context * 2 * row.head_dim
+    asked, moved, splits, launched = kv_bytes, kv_bytes, 1, 2
+    blocks, tiles, work = 1, _cdiv(context, 32), _cdiv(context, 32)
+    if row.query_tokens > 1:
+        name, (blocks, tiles, work) = "vllm prefill", _causal(context, queries, 32)
+        asked, moved = sequences * work * 64 * row.head_dim, kv_bytes * (2 * group + 6)
+    elif batch > 128 // row.kv_heads:
+        name = "vllm 2d"
+    else:
+        name, splits, launched, tiles = "vllm 3d", 16, 3, _cdiv(context, 16 * 32)
+        blocks = _cdiv(context, tiles * 32)
+    name += f" {row.head_dim} {row.kv_dtype}" + (" g1" if group == 1 else "")
+    grid = (batch * row.query_tokens // queries + batch) * row.kv_heads * splits
+    programs, work = sequences * blocks, sequences * work
+    empty, flops = grid - programs, 1024 * row.head_dim
+    return Launch(name, programs, empty, tiles, work, launched, flops, asked, moved)
+
+
+def _pagelab(row: Any, gpu: Any) -> Launch:
+    """By the table of tiles. Decode deals its work items to programs as the kernel does."""
+    import torch
+
+    from kernels import tiles
+
+    target = tiles.Target("cuda", int(gpu.arch.removeprefix("sm_")), gpu.multiprocessors)
+    group, size = row.q_heads // row.kv_heads, 1 + (row.kv_dtype != "fp8")
+    lengths, token_bytes = lengths_of(row), 2 * row.head_dim * size
+    name = f"pagelab {row.phase} {row.head_dim} {row.kv_dtype} block {row.block_size} g{group}"
+    moved = sum(lengths) * row.kv_heads * token_bytes
+    if row.phase == "prefill":
+        tile = tiles.prefill_tile(row.head_dim, torch.bfloat16, target, size)
+        blocks, longest, work = _causal(row.context_tokens, tile.tile_m // group, tile.tile_n)
+        programs, work = (row.batch_size * row.kv_heads * each for each in (blocks, work))
+        items, scan, asked = 1, 0, work * tile.tile_n * token_bytes
+        moved += sum(lengths) * row.q_heads * 4 * row.head_dim
+    else:
+        tile = tiles.decode_tile(group, row.head_dim, torch.bfloat16, target, size)
+        pieces, heads = [], _cdiv(group, tile.tile_m)
+        for length in lengths:
+            chunks = tiles.chunking(row.kv_heads).most(length, tile.tile_n)
+            pieces += [_cdiv(length, tile.tile_n * chunks)] * (chunks * row.kv_heads * heads)
+        programs = min(len(pieces), tiles.PROGRAMS_PER_MULTIPROCESSOR * gpu.multiprocessors)
+        of_each = np.bincount(np.arange(len(pieces)) % programs, weights=pieces)
+        longest, work = int(of_each.max()), sum(pieces)
+        items = _cdiv(len(pieces) - int(of_each.argmax()), programs)
+        asked, scan = moved * heads, _SCAN_CYCLES * row.batch_size
+    flops = 4 * tile.tile_m * tile.tile_n * row.head_dim
+    return Launch(name, programs, 0, longest, work, 3, flops, asked, moved, items, scan)
