@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from kernels.checks import FLOAT_DTYPES, Arg, TensorSpec, check_norm, same_dtype
+from kernels.launch import launch
 from kernels.primitives import await_launches_before, cast, load_gain, reciprocal_rms
 from kernels.tiles import MAX_NORM_SIZE, cdiv, next_power_of_2, norm_tile, pdl_options
 from kernels.torch_ops import functional_op
@@ -101,7 +102,7 @@ def add_rms_norm(
         return out
     hidden_size_padded = next_power_of_2(hidden_size)
     tile = norm_tile(hidden_size_padded)
-    _add_rms_norm_kernel[(cdiv(num_tokens, tile.rows),)](
+    launch(_add_rms_norm_kernel, (cdiv(num_tokens, tile.rows),),
         out, x, residual, weight,
         float(eps), float(offset),
         num_tokens, x.stride(0), 0 if residual is None else residual.stride(0),

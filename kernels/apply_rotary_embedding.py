@@ -24,6 +24,7 @@ from kernels.checks import (
     check_rotary_dim,
 )
 from kernels.fp8_cache import to_cache
+from kernels.launch import launch
 from kernels.primitives import cast, load_gain, reciprocal_rms
 from kernels.tiles import cdiv, next_power_of_2, padded_dim, rotary_tile
 from kernels.torch_ops import functional_op
@@ -172,7 +173,7 @@ def apply_rotary_embedding(
         return out
     head_dim_padded = padded_dim(head_dim)
     tile = rotary_tile(head_dim_padded)
-    _apply_rotary_embedding_kernel[(cdiv(num_rows, tile.rows),)](
+    launch(_apply_rotary_embedding_kernel, (cdiv(num_rows, tile.rows),),
         out, x, positions, cos, sin,
         num_rows,
         *x.stride()[:2], cos.stride(0), sin.stride(0),

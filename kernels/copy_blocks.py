@@ -25,6 +25,7 @@ from kernels.block_layout import (
     element_offsets,
 )
 from kernels.checks import Arg, TensorSpec, check_grid_dim, same_dtype
+from kernels.launch import launch
 from kernels.tiles import cdiv, copy_tile
 from kernels.torch_ops import inplace_op
 
@@ -121,7 +122,7 @@ def _copy_blocks(planes: list[torch.Tensor], src_to_dst: torch.Tensor) -> None:
     runs = block_runs(first)
     tile = copy_tile(runs.num_elements, first.itemsize)
     chunks = cdiv(runs.num_elements, tile.elements)
-    _copy_blocks_kernel[(num_pairs * chunks, num_planes)](
+    launch(_copy_blocks_kernel, (num_pairs * chunks, num_planes),
         planes_arg, src_to_dst,
         first.shape[1] if is_one_tensor else 1,
         src_to_dst.stride(0),

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from kernels.checks import FLOAT_DTYPES, Arg, TensorSpec, same_dtype
+from kernels.launch import launch
 from kernels.primitives import LOG2_E, await_launches_before, cast, tanh
 from kernels.tiles import activation_tile, cdiv, pdl_options
 from kernels.torch_ops import functional_op
@@ -74,7 +75,7 @@ def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> t
     if num_tokens * size == 0:
         return out
     tile = activation_tile(size)
-    _gated_activation_kernel[(num_tokens * cdiv(size, tile.elements),)](
+    launch(_gated_activation_kernel, (num_tokens * cdiv(size, tile.elements),),
         out, gate, up, gate.stride(0), up.stride(0),
         SIZE=size, TILE=tile.elements, ACTIVATION=activation,
         num_warps=tile.num_warps, **pdl_options(gate.device),

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from kernels.checks import FLOAT_DTYPES, FP32, Arg, TensorSpec, same_dtype
+from kernels.launch import launch
 from kernels.primitives import LN_2, LOG2_E, cast, finite_shift
 from kernels.tiles import cdiv, merge_states_tile, padded_dim
 from kernels.torch_ops import functional_op
@@ -112,7 +113,7 @@ def merge_attention_states(
         return out, lse
     head_dim_padded = padded_dim(head_dim)
     tile = merge_states_tile(head_dim_padded)
-    _merge_attention_states_kernel[(cdiv(num_rows, tile.rows),)](
+    launch(_merge_attention_states_kernel, (cdiv(num_rows, tile.rows),),
         out, lse, out_a, lse_a, out_b, lse_b,
         num_rows,
         *out_a.stride()[:2], *lse_a.stride(), *out_b.stride()[:2], *lse_b.stride(),

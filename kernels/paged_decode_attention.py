@@ -45,6 +45,7 @@ from kernels.fp8_cache import (
     values_from_cache,
     values_of_pairs,
 )
+from kernels.launch import launch
 from kernels.primitives import (
     LN_2,
     accumulate,
@@ -358,7 +359,7 @@ def launch_decode(
     most = chunks.most(block_tables.shape[1] * k_cache.shape[1], tile.tile_n)
     pieces = batch * most * num_kv_heads * cdiv(group_size, tile.tile_m)
     programs = PROGRAMS_PER_MULTIPROCESSOR * target.num_multiprocessors
-    _paged_decode_kernel[(min(pieces, programs),)](
+    launch(_paged_decode_kernel, (min(pieces, programs),),
         *((states.out, states.lse) if is_split else (out, lse)),
         q, cache_argument(k_cache), cache_argument(v_cache), block_tables, context_lens,
         alibi_slopes, sinks, k_scale, v_scale,

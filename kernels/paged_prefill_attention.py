@@ -56,6 +56,7 @@ from kernels.fp8_cache import (
     scale_arguments,
     values_from_cache,
 )
+from kernels.launch import launch
 from kernels.primitives import (
     LN_2,
     accumulate,
@@ -396,7 +397,7 @@ def launch_prefill(
     scale = head_dim**-0.5 if scale is None else scale
     k_scale, stride_k_scale = scale_arguments(k_scale)
     v_scale, stride_v_scale = scale_arguments(v_scale)
-    _paged_prefill_kernel[(num_tiles, num_kv_heads, num_chunks)](
+    launch(_paged_prefill_kernel, (num_tiles, num_kv_heads, num_chunks),
         out, lse, q, cache_argument(k_cache), cache_argument(v_cache), block_tables,
         cu_seqlens_q, context_lens, kv_starts, suffix_lens,
         alibi_slopes, sinks, k_scale, v_scale,

@@ -26,6 +26,7 @@ from kernels.checks import (
     tensor_or_none,
 )
 from kernels.fp8_cache import Scale, cache_argument, load_row_scales, scale_arguments, to_cache
+from kernels.launch import launch
 from kernels.primitives import await_launches_before
 from kernels.tiles import cdiv, next_power_of_2, padded_dim, pdl_options, rotary_tile
 from kernels.torch_ops import inplace_op
@@ -179,7 +180,7 @@ def rope_store_kvcache(
     k_scale, stride_k_scale = scale_arguments(k_scale)
     v_scale, stride_v_scale = scale_arguments(v_scale)
     num_programs = cdiv(num_kv_rows, tile.rows) + cdiv(num_query_rows, tile.rows)
-    _rope_store_kvcache_kernel[(num_programs,)](
+    launch(_rope_store_kvcache_kernel, (num_programs,),
         query, key, value, cache_argument(k_cache), cache_argument(v_cache), slot_mapping,
         positions, cos, sin,
         k_scale, v_scale,

@@ -33,6 +33,7 @@ import triton
 import triton.language as tl
 
 from kernels.checks import FLOAT_DTYPES, FP32, INT64, Arg, TensorSpec
+from kernels.launch import launch
 from kernels.primitives import LN_2, LOG2_E, await_launches_before
 from kernels.tiles import MAX_SPLITS, RESTRICT_TILE, cdiv, pdl_options, sample_num_splits, target_of
 from kernels.torch_ops import functional_op
@@ -457,7 +458,7 @@ def sample_tokens(
     def best_of_parts(*parameters: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         scores = torch.empty(num_rows, num_splits, dtype=torch.float32, device=device)
         tokens = torch.empty(num_rows, num_splits, dtype=torch.int32, device=device)
-        _sample_tokens_kernel[(num_rows, num_splits)](
+        launch(_sample_tokens_kernel, (num_rows, num_splits),
             scores, tokens, logits, *parameters,
             vocab_size, num_splits, chunks_per_split,
             *logits.stride(),
@@ -469,12 +470,12 @@ def sample_tokens(
     if min_ps is not None or top_ps is not None:
         maxima, _ = best_of_parts(None, None, None, None)
     scores, tokens = best_of_parts(temperatures, noise_seeds, min_ps, maxima)
-    _merge_samples_kernel[(num_rows,)](
+    launch(_merge_samples_kernel, (num_rows,),
         out, scores, tokens, num_splits, vocab_size,
         MAX_SPLITS=MAX_SPLITS, num_warps=1, **pdl_options(device),
     )  # fmt: skip
     if top_ks is not None or top_ps is not None:
-        _restrict_samples_kernel[(num_rows,)](
+        launch(_restrict_samples_kernel, (num_rows,),
             out, logits, temperatures, noise_seeds, min_ps, top_ks, top_ps, maxima,
             vocab_size, num_splits,
             *logits.stride(),

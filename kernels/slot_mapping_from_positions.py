@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from kernels.checks import INT32, INTEGERS, Arg, TensorSpec, check_integer
+from kernels.launch import launch
 from kernels.tiles import INDEX_TILE, cdiv
 from kernels.torch_ops import functional_op
 
@@ -96,7 +97,7 @@ def slot_mapping_from_positions(
         return slots
     if positions.is_cpu:
         _check_host_values(positions, block_tables, seq_ids, block_size)
-    _slot_mapping_kernel[(cdiv(num_tokens, INDEX_TILE.elements),)](
+    launch(_slot_mapping_kernel, (cdiv(num_tokens, INDEX_TILE.elements),),
         slots, positions, block_tables, seq_ids,
         num_tokens, block_tables.shape[1], block_tables.stride(0), block_size,
         TILE_TOKENS=INDEX_TILE.elements, num_warps=INDEX_TILE.num_warps,

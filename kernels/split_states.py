@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.launch import launch
 from kernels.primitives import LN_2, add_sinks, await_launches_before, cast, finite_shift, normalise
 from kernels.tiles import Chunking, merge_tile, padded_dim, pdl_options
 
@@ -144,7 +145,7 @@ class SplitStates:
         head_dim = out.shape[2]
         head_dim_padded = padded_dim(head_dim)
         tile = merge_tile(head_dim_padded)
-        _merge_splits_kernel[(num_tokens * num_q_heads,)](
+        launch(_merge_splits_kernel, (num_tokens * num_q_heads,),
             out, lse, self.out, self.lse, sinks, cu_seqlens, context_lens,
             0 if cu_seqlens is None else cu_seqlens.shape[0] - 1, num_splits, first_chunk,
             2**31 - 1 if window_size is None else window_size,

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from kernels.checks import check_scales, check_slots, store_spec, tensor_or_none
 from kernels.fp8_cache import Scale, cache_argument, load_row_scales, scale_arguments, to_cache
+from kernels.launch import launch
 from kernels.tiles import cdiv, padded_dim, store_tile
 from kernels.torch_ops import inplace_op
 
@@ -105,7 +106,7 @@ def store_kvcache(
     tile = store_tile(head_dim_padded)
     k_scale, stride_k_scale = scale_arguments(k_scale)
     v_scale, stride_v_scale = scale_arguments(v_scale)
-    _store_kvcache_kernel[(cdiv(num_rows, tile.rows),)](
+    launch(_store_kvcache_kernel, (cdiv(num_rows, tile.rows),),
         key, value, cache_argument(k_cache), cache_argument(v_cache), slot_mapping,
         k_scale, v_scale,
         num_rows,

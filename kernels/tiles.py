@@ -73,6 +73,11 @@ def force_target(target: Target) -> Iterator[None]:
         _forced_target = previous
 
 
+def forced_target() -> Target | None:
+    """The target inside `force_target`."""
+    return _forced_target
+
+
 def target_of(device: torch.device) -> Target:
     """The target that kernels on tensors of `device` are built for."""
     if _forced_target is not None:

@@ -28,6 +28,7 @@ from itertools import chain
 import torch
 
 from kernels.fp8_cache import Scale
+from kernels.launch import Remembered
 
 _library = torch.library.Library("pagelab", "DEF")
 
@@ -68,7 +69,9 @@ def _register(
 
 
 def _on_its_gpu(launch: Callable) -> Callable:
-    """Make the GPU of the tensors current, as Triton launches on the current device."""
+    """Make the GPU of the tensors current, as Triton launches on the current device, and remember
+    calls. Values in host memory are checked every time."""
+    remembered = Remembered(launch)
 
     @functools.wraps(launch)
     def launch_there(*args, **kwargs):
@@ -76,8 +79,8 @@ def _on_its_gpu(launch: Callable) -> Callable:
             if not getattr(arg, "is_cpu", True):  # the first tensor that is not in host memory
                 if arg.is_cuda and (gpu := arg.get_device()) != torch.cuda.current_device():
                     with torch.cuda.device(gpu):
-                        return launch(*args, **kwargs)
-                break
+                        return remembered(*args, **kwargs)
+                return remembered(*args, **kwargs)
         return launch(*args, **kwargs)
 
     return launch_there

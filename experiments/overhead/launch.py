@@ -1,10 +1,11 @@
-"""Kernel launches: host time of a call of each op, split by two timings taken in turn.
+"""Kernel launches: host time of a call of each op, by three timings taken in turn.
 
-Neither waits for a kernel:
+None waits for a kernel:
 
-- ``checks``: the public function without its launches: argument checks, choice of tiles, allocation
+- ``checks``: the op's launcher without its launches: argument checks, choice of tiles, allocation
   of results and scratch, and collecting the kernels' arguments;
-- ``call``: the public function.  The difference to ``checks`` is Triton's launch of its kernels.
+- ``first``: the launcher.  The difference to ``checks`` is Triton's launch of its kernels;
+- ``repeated``: the public function after an equal call, see ``kernels/launch.py``.
 
 On a GPU a launch includes the driver's.  Elsewhere tensors are meta tensors without values, so the
 host checks no more than on a GPU, and a launch ends where Triton would call the driver.  An
@@ -14,6 +15,7 @@ engine that replays CUDA graphs pays for none of this.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import timeit
 from collections.abc import Iterator
@@ -29,7 +31,7 @@ from experiments.overhead import timing
 if TYPE_CHECKING:
     import torch
 
-WAYS = ("checks", "call")
+WAYS = ("checks", "first", "repeated")
 _CALLS_A_SAMPLE = 5
 _ARCH = "sm_90"
 """The target of launches where there is no GPU."""
@@ -115,27 +117,24 @@ def _calls(device: torch.device) -> dict[str, partial]:
     return calls
 
 
-class _KernelWithoutGpu:
-    """Stands in for a compiled kernel."""
-
-    function, packed_metadata = 0, ()
-
-    def launch_metadata(self, *_) -> None: ...
-
-    def run(self, *_) -> None: ...
-
-
 @contextlib.contextmanager
 def _launches_that_end_at_the_driver() -> Iterator[None]:
+    from triton.compiler import CompiledKernel
     from triton.runtime.jit import JITFunction
 
     from kernels.compiled.architectures import ARCHITECTURES
     from kernels.compiled.compile import without_gpu
 
-    def compile_nothing(self, key, _signature, device, *_) -> _KernelWithoutGpu:
+    class KernelWithoutGpu(CompiledKernel):
+        def __init__(self) -> None:
+            self.module, self.function, self.packed_metadata = self, 0, ()
+            self.name, self.src = "", None
+            self._run = lambda *_: None
+
+    def compile_nothing(self, key, _signature, device, *_) -> CompiledKernel:
         hash(self)  # finds the globals that every launch compares, as compiling does
         compiled, *_ = self.device_caches[device]
-        return compiled.setdefault(key, _KernelWithoutGpu())
+        return compiled.setdefault(key, KernelWithoutGpu())
 
     compiled = mock.patch.object(JITFunction, "_do_compile", compile_nothing)
     with compiled, without_gpu(ARCHITECTURES[_ARCH]):
@@ -147,34 +146,38 @@ def _measure(call: partial, num_samples: int, on_gpu: bool) -> tuple[int, dict[s
     import torch
     from triton.runtime.jit import JITFunction
 
+    first = partial(inspect.unwrap(call.func), **call.keywords)
     launches = []
     count = {"__getitem__": lambda _, grid: lambda *_args, **_options: launches.append(grid)}
     nothing = {"__getitem__": lambda _, _grid: lambda *_args, **_options: None}
     with mock.patch.multiple(JITFunction, **count):
-        call()
-    call()  # compiles
+        first()
+    call()  # compiles, and is remembered
+    patches = (mock.patch.multiple(JITFunction, **nothing), *[contextlib.nullcontext()] * 2)
+    # The timings of a Timer are free of garbage collections.
+    ways = list(zip(WAYS, map(timeit.Timer, (first, first, call)), patches, strict=True))
     spans = {way: [] for way in WAYS}
-    several = timeit.Timer(call)  # its timings are free of garbage collections
     for _ in range(num_samples):
-        with mock.patch.multiple(JITFunction, **nothing):
-            spans["checks"].append(several.timeit(_CALLS_A_SAMPLE) / _CALLS_A_SAMPLE)
-        spans["call"].append(several.timeit(_CALLS_A_SAMPLE) / _CALLS_A_SAMPLE)
+        for way, several, patch in ways:
+            with patch:
+                spans[way].append(several.timeit(_CALLS_A_SAMPLE) / _CALLS_A_SAMPLE)
         if on_gpu:
             torch.cuda.synchronize()  # or the queue of launches would fill up and block
     return len(launches), spans
 
 
 def table(rows: style.DataFrame) -> style.DataFrame:
-    """Median microseconds of checks and launch, a row per configuration."""
+    """Median microseconds of checks and launch, and of a repeated call, a row per configuration."""
     table = rows.pivot(index="config", columns="phase", values="us")
     table = table.reindex(rows["config"].unique(), columns=WAYS)
-    launch = table["call"] - table["checks"]
-    return table[["checks"]].assign(launch=launch).reset_index()
+    table.insert(1, "launch", table["first"] - table["checks"])
+    return table.drop(columns="first").reset_index()
 
 
 def draw(rows: style.DataFrame) -> style.Figure:
-    """A bar for each configuration."""
-    parts = table(rows).set_index("config")
+    """A bar for each configuration, and a mark where a repeated call ends."""
+    times = table(rows).set_index("config")
+    parts = times[["checks", "launch"]]
     until = "" if rows["tensors"].iloc[0] == "cuda" else ", up to the driver"
     looks = {
         "checks, tiles, allocation": style.bar(style.BLUE),
@@ -184,6 +187,8 @@ def draw(rows: style.DataFrame) -> style.Figure:
     starts = parts.cumsum(axis=1) - parts
     for part, (label, look) in zip(parts, looks.items(), strict=True):
         axis.barh(range(len(parts)), parts[part], left=starts[part], label=label, **look)
+    look = style.dots(style.BLACK, "d") | {"label": f"a repeated call{until}"}
+    axis.plot(times["repeated"], range(len(times)), **look)
     style.name_rows(axis, parts.index)
     axis.grid(axis="y", visible=False)
     axis.set_xlabel("host time (µs per call)")

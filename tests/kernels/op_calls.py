@@ -67,16 +67,16 @@ _SIZES = {
 }  # fmt: skip
 
 
-def good_call(op: str) -> dict[str, object]:
+def good_call(op: str, **changes: object) -> dict[str, object]:
     """Arguments of an op by name, in host memory: 2 sequences or 4 tokens, 4 query heads and 2 KV
-    heads of 16, 5 blocks of 4 slots."""
+    heads of 16, 5 blocks of 4 slots. changes: other arguments of `make_case`."""
     if op == "flash_attn_with_kvcache":
         return {"q": ones(2, 3, 4, 16), **kv(2, 8, 2, 16)}
     if op == "flash_attn_varlen_func":
         lens = {"cu_seqlens_q": i32(0, 2, 5), "cu_seqlens_k": i32(0, 3, 7)}
         keys = {"q": ones(5, 4, 16), "k": zeros(7, 2, 16), "v": zeros(7, 2, 16)}
         return {**keys, **lens, "max_seqlen_q": 3, "max_seqlen_k": 4}
-    call = make_case(op, **_TINY | _SIZES.get(op, {})).inputs
+    call = make_case(op, **_TINY | _SIZES.get(op, {}) | changes).inputs
     if op in ATTENTION:
         call["out"] = zeros(2, 4, 16)
     if op == "swap_blocks":  # one plane

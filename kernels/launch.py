@@ -1,0 +1,167 @@
+"""Kernel launches, and calls of ops that launch the same kernels again without the host's work.
+
+Checking a call's arguments, choosing tiles and Triton's own search for the compiled kernel take
+longer than the driver's launch. All of it depends only on the layouts of the tensors (shape,
+strides, dtype, device, address modulo 16) and on the other arguments. So `Remembered` records which
+kernels a call launched, and an equal call launches them again with its own tensors in place of the
+recorded ones: a CUDA graph's replay with the pointers left open, and without a capture. Triton's
+compiled kernels can be launched directly, `compiled[grid](*arguments)`, as in its tutorials.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from itertools import chain
+from operator import itemgetter
+from typing import Any
+
+import torch
+from triton.compiler import CompiledKernel
+
+from kernels import tiles
+from kernels.primitives import INTERPRETED
+
+_CAPACITY = 1024
+"""Calls that an op remembers. Then it forgets all and begins again."""
+_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
+_NUMBERS = frozenset((type(None), bool, int, float, str))
+_ALIGNMENT = 16
+"""Triton compiles for pointers that are a multiple of this, or for any."""
+_recording = threading.local()
+Launched = tuple[Callable[..., Any] | None, list[Any]]
+"""A function that launches a kernel again, None if there is none, and its arguments."""
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    """Launch a kernel: `kernel[grid](*args, **constants)`.
+
+    An op that is decorated by `kernels.torch_ops` launches all its kernels so. Apart from that it
+    may only take views of its arguments and allocate memory (torch.empty) that kernels fill.
+    """
+    compiled = kernel[grid](*args, **constants)
+    launches: list[Launched] | None = getattr(_recording, "launches", None)
+    if launches is not None:
+        kernel_again = kernel if INTERPRETED else compiled
+        can_repeat = INTERPRETED or isinstance(compiled, CompiledKernel)
+        again = kernel_again[(*grid, 1, 1)[:3]] if can_repeat else None
+        launches.append((again, [*args, *map(constants.get, kernel.arg_names[len(args) :])]))
+
+
+class Remembered:
+    """A function that calls `function`, an op's launcher, or repeats what an equal call launched.
+
+    It takes and returns what `function` does. Calls whose arguments are others than tensors,
+    numbers, strings and None are not remembered. Nor are those whose launches took a tensor that
+    cannot be told from the arguments, such as a part of one. Errors are never remembered.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._repeats: dict[tuple, Callable[[list], Any] | None] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if getattr(_recording, "launches", None) is not None:  # part of another call
+            return self._function(*args, **kwargs)
+        values = [*args, *kwargs.values()]
+        key = _layouts(values, tuple(kwargs))
+        repeat = self._repeats.get(key)
+        if repeat is not None:
+            return repeat(values)
+        if key is None or key in self._repeats:
+            return self._function(*args, **kwargs)
+        _recording.launches = launches = []
+        try:
+            result = self._function(*args, **kwargs)
+        finally:
+            _recording.launches = None
+        if len(self._repeats) >= _CAPACITY:
+            self._repeats.clear()
+        self._repeats[key] = _repeat(values, launches, result)
+        return result
+
+
+def _layouts(values: list[Any], names: tuple[str, ...]) -> tuple | None:
+    """All that the host's work for a call depends on, None if it may depend on more."""
+    key = [tiles.forced_target(), names]
+    for value in values:
+        kind = type(value)
+        if kind in _TENSORS:
+            address = value.data_ptr() % _ALIGNMENT
+            key += (value.shape, value.stride(), value.dtype, value.device, address)
+        elif kind in _NUMBERS:
+            key += (kind, value)  # 1 == 1.0 == True, but not all are taken for an integer
+        else:
+            return None
+    return tuple(key)
+
+
+def _repeat(values: list[Any], launches: list[Launched], result: Any) -> Callable | None:
+    """A function of other values with the same layouts that launches the same kernels on them and
+    returns what the call does; None if these values do not tell how.
+
+    It makes a list of the values, new tensors, views of values as another dtype, and constants, and
+    takes the arguments of each launch from that list by their places.
+    """
+    results = result if isinstance(result, tuple) else () if result is None else (result,)
+    tensors = {id(x): x for x in chain(*(args for _, args in launches), results) if _is_tensor(x)}
+    given = [value for value in values if id(value) in tensors]
+    storages = [_storage(value) for value in values if _is_tensor(value)]
+    others = [x for x in tensors.values() if not any(x is value for value in given)]
+    fresh = [x for x in others if _storage(x) not in storages]
+    views = [x for x in others if _storage(x) in storages]
+    sources = [[i for i, x in enumerate(values) if _same_elements(x, view)] for view in views]
+    if (
+        not launches
+        or any(launcher is None for launcher, _ in launches)
+        or len({id(value) for value in given}) < len(given)
+        or len(set(map(_storage, fresh))) < len(fresh)
+        or any(x.storage_offset() for x in fresh)
+        or any(len(candidates) != 1 for candidates in sources)
+    ):
+        return None
+    layouts = [(x.shape, x.stride(), x.dtype, x.device) for x in fresh]
+    casts = [(source, view.dtype) for (source,), view in zip(sources, views, strict=True)]
+    places = {id(x): place for place, x in enumerate([*values, *fresh, *views]) if _is_tensor(x)}
+    constants, picks = [], []
+    first_constant = len(values) + len(fresh) + len(views)
+    for launcher, args in launches:
+        order = []
+        for x in args:
+            order.append(places.get(id(x), first_constant + len(constants)))
+            if id(x) not in places:
+                constants.append(x)
+        picks.append((launcher, itemgetter(*order)))
+    results = [places[id(x)] for x in results]
+    is_tuple = isinstance(result, tuple)
+
+    def repeat(values: list[Any]) -> Any:
+        new = [
+            torch.empty_strided(shape, stride, dtype=dtype, device=device)
+            for shape, stride, dtype, device in layouts
+        ]
+        pool = [*values, *new, *[values[i].view(dtype) for i, dtype in casts], *constants]
+        for launcher, pick in picks:
+            launcher(*pick(pool))
+        made = tuple(pool[place] for place in results)
+        return made if is_tuple else made[0] if made else None
+
+    return repeat
+
+
+def _is_tensor(x: object) -> bool:
+    return isinstance(x, torch.Tensor)
+
+
+def _storage(x: torch.Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def _same_elements(x: object, view: torch.Tensor) -> bool:
+    """Whether `view` is x, perhaps as another dtype."""
+    return (
+        _is_tensor(x)
+        and _storage(x) == _storage(view)
+        and (x.storage_offset(), x.shape, x.stride())
+        == (view.storage_offset(), view.shape, view.stride())
+    )
