@@ -11,21 +11,21 @@ The trade-off of fig. 18 of the PagedAttention paper (Kwon et al., SOSP 2023).
   near those that blocks of 16 tokens sustain.  Large blocks leave slots empty, so fewer requests
   run at once.  The clock's attention takes as long with every block size, so it does not show what
   small blocks cost a kernel.
-- ``latency``: a decode step on a GPU over caches of each block size, timed and checked as in
-  ``kernel_latency``.
+- ``latency``: the decode steps of ``kernel_latency`` with 64 sequences, over caches of each block
+  size, on a GPU.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import cache
 from experiments import quantiles, serving, style
-from experiments.bench.shapes import OURS, Shape, Timed, timed_cells, use_device
 from experiments.eviction import Policy
+from experiments.gpu import kernel_latency
+from experiments.gpu.kernel_latency import KernelLatency, LatencyCell
 from experiments.harness import (
     Absent,
     Axis,
@@ -66,16 +66,8 @@ class BlockSize(OnTraces):
     """Runs of ``serving``, each with its own requests and arrivals."""
     traffic: Positive = 10.0
     """As in the experiment ``serving``."""
-    latency_block_size: Axis[Count] = (1, 2, 3, 4, 8, 16, 24, 32, 64, 100, 128, 256, 512, 1024)
-    """Tokens per block of the decode steps."""
-    latency_context_len: Axis[Count] = (1024, 4096, 16384)
+    latency_context_len: tuple[Count, ...] = (1024, 4096, 16384)
     """Tokens of each sequence of the decode steps."""
-    latency_batch: Count = 64
-    """Sequences of the decode steps."""
-    latency_implementation: Axis[str] = (OURS, "flash_attn_2", "flash_attn_3")
-    """Ours, or a baseline of kernels/testing/baselines.py."""
-    budget_ms: Positive = 60.0
-    """Device time for the samples of a decode step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,27 +87,19 @@ class Served(Options):
     traffic: float
 
 
-def cells(options: BlockSize) -> Iterator[Timed | OfTrace | Served | Absent]:
-    if "latency" in options.part:
-        if cuda_available():
-            yield from _latency_cells(options)
-        else:
-            yield Absent("latency: there is no GPU here")
+def cells(options: BlockSize) -> Iterator[LatencyCell | OfTrace | Served | Absent]:
+    if "latency" in options.part and not cuda_available():
+        yield Absent("latency: there is no GPU here")
+    elif "latency" in options.part:
+        sizes = {"context_len": options.latency_context_len, "block_size": options.block_size}
+        steps = KernelLatency(part=("decode",), batch=(64,), seed=options.seed, **sizes)
+        yield from kernel_latency.cells(steps)
     if "serving" in options.part:
         sizes = [size for size in options.block_size if size <= LONGEST]
         yield from grid(options, Served, load=_RATES, block_size=sizes)
     if set(options.part) & {"hit_rate", "waste"}:
         for source in options.sources(options.num_requests, lengths_suffice=True):
             yield from _trace_cells(options, source)
-
-
-def _latency_cells(options: BlockSize) -> Iterator[Timed]:
-    sizes = {"op": "decode", "batch": options.latency_batch, "seed": options.seed}
-    for context_len, block_size in itertools.product(
-        options.latency_context_len, options.latency_block_size
-    ):
-        shape = Shape(context_len=context_len, block_size=block_size, **sizes)
-        yield from timed_cells(options, shape, options.latency_implementation)
 
 
 def _trace_cells(options: BlockSize, source: Source) -> Iterator[OfTrace]:
@@ -132,12 +116,9 @@ def _trace_cells(options: BlockSize, source: Source) -> Iterator[OfTrace]:
             yield from grid(options, OfTrace, trace=[source], part=part, **values)
 
 
-def run_cell(cell: OfTrace | Served | Timed) -> list[dict[str, Any]]:
-    if isinstance(cell, Timed):
-        use_device()
-        from experiments.bench import timed_ops
-
-        return [{"part": "latency", **timed_ops.run(cell)}]
+def run_cell(cell: OfTrace | Served | LatencyCell) -> list[dict[str, Any]]:
+    if isinstance(cell, LatencyCell):
+        return [{**row, "part": "latency"} for row in kernel_latency.run_cell(cell)]
     if isinstance(cell, Served):
         return [_served(cell)]
     trace = workloads.load(cell.trace)
@@ -268,9 +249,7 @@ EXPERIMENT = Experiment(
         block_size=(1, 4, 16, 64, 256, 1024),
         draw=(0,),
         traffic=0.3,
-        latency_block_size=(1, 16, 24, 256),
         latency_context_len=(4096,),
-        budget_ms=30.0,
     ),
     cells=cells,
     run_cell=run_cell,

@@ -1,13 +1,13 @@
 """Memory saved by sharing blocks: parallel sampling and beam search with 2 to 6 sequences.
 
 Redoes figure 15 of the PagedAttention paper (Kwon et al., SOSP 2023): the blocks saved by sharing,
-as a fraction of the blocks of the same sequences without sharing.  A request of a trace is decoded
-with n sequences through a real cache manager: the prompt is allocated once and forked, and
-appending to a shared block copies it.  Requests do not share with each other (prefix caching is
-off).  Blocks are counted after every step and summed over all steps of all requests.
+as a fraction of the blocks of the same sequences without sharing.  A request is decoded with n
+sequences through a real cache manager: the prompt is allocated once and forked, and appending to a
+shared block copies it.  Requests do not share with each other (prefix caching is off).  Blocks are
+counted after every step and summed over all steps of all requests.
 
-The first two traces are log-normal lengths with the means of the paper's Alpaca and ShareGPT
-requests (19.31 and 58.45 tokens, 161.31 and 337.99; the spread is assumed).
+Lengths are log-normal with the means of the paper's Alpaca and ShareGPT requests (19.31 prompt and
+58.45 output tokens, 161.31 and 337.99; the spread is assumed).
 
 * Parallel sampling: n independent samples of the request's output length.
 * Beam search: n beams.  Random choice stands in for a model's scores: in each step every beam but
@@ -24,20 +24,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+import numpy as np
+
 from cache import CacheManager, Sequence, make_manager
 from experiments import style
-from experiments.harness import Axis, Count, Experiment, Needs, grid
-from experiments.load import request_lengths
+from experiments.harness import Axis, Count, Experiment, Needs, Options, grid, one_of
 from experiments.load.engine_models import Manager
-from experiments.load.workloads import LogNormalLengths, OnTraces
+from experiments.load.workloads import LONGEST, PAPER_LENGTHS, draw_lengths
 
 _Probability = Needs("a number from 0 to 1", lambda value: 0 <= value <= 1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sharing(OnTraces):
-    """The grid: traces x sequences x (parallel sampling and beam searches) x managers."""
+class Sharing(Options):
+    """The grid: data sets x sequences x (parallel sampling and beam searches) x managers."""
 
+    like: Axis[Annotated[str, one_of(PAPER_LENGTHS)]] = ("alpaca", "sharegpt")
+    """The data set whose lengths the requests resemble."""
     num_sequences: Axis[Count] = (2, 3, 4, 5, 6)
     """Samples or beams per request."""
     drop_probability: Axis[Annotated[float, _Probability]] = (0.01, 0.05, 0.2)
@@ -46,28 +49,16 @@ class Sharing(OnTraces):
     """A cache manager with fork."""
     block_size: Axis[Count] = (16,)
     num_requests: Count = 50
-    """Requests of each trace, taken at equal distances."""
-    max_request_tokens: Count = 16_384
-    """Longer requests are left out: forking one takes time in proportion to its length."""
+    """Requests of each data set."""
 
 
 def cells(options: Sharing) -> Iterator[Sharing]:
-    synthetic = [
-        LogNormalLengths(like, options.seed, options.num_requests)
-        for like in ("alpaca", "sharegpt")
-    ]
-    yield from grid(
-        options,
-        trace=[*synthetic, *options.sources(lengths_suffice=True)],
-        drop_probability=(None, *options.drop_probability),
-    )
+    yield from grid(options, drop_probability=(None, *options.drop_probability))
 
 
 def run_cell(cell: Sharing) -> list[dict[str, Any]]:
-    lengths = request_lengths.sample(
-        cell.trace, cell.num_requests, max_tokens=cell.max_request_tokens
-    )
-    blocks_per_sequence = -(-lengths.longest // cell.block_size)
+    lengths = draw_lengths(np.random.default_rng(cell.seed), cell.num_requests, cell.like)
+    blocks_per_sequence = -(-2 * LONGEST // cell.block_size)
     manager = make_manager(
         cell.manager,
         num_blocks=(cell.num_sequences + 1) * blocks_per_sequence,  # 1 of room for watermarks
@@ -77,19 +68,18 @@ def run_cell(cell: Sharing) -> list[dict[str, Any]]:
     rng = random.Random(cell.seed)
     counts = [
         decode(manager, prompt, output, cell.num_sequences, cell.drop_probability, rng)
-        for prompt, output in zip(lengths.prompts, lengths.outputs, strict=True)
+        for prompt, output in zip(*lengths, strict=True)
     ]
     shared, apart = map(sum, zip(*counts, strict=True))
+    prompt, output = map(np.mean, lengths)
     return [
         {
-            "trace": lengths.trace,
+            "trace": f"{cell.like}_like",
             "mode": "parallel" if cell.drop_probability is None else "beam",
             **cell.columns("drop_probability", "num_sequences", "manager", "block_size"),
-            "requests": len(lengths),
-            "requests_left_out": lengths.num_left_out,
-            "max_request_tokens": cell.max_request_tokens,
-            "mean_prompt_tokens": sum(lengths.prompts) / len(lengths),
-            "mean_output_tokens": sum(lengths.outputs) / len(lengths),
+            "requests": cell.num_requests,
+            "mean_prompt_tokens": float(prompt),
+            "mean_output_tokens": float(output),
             "block_steps": shared,
             "block_steps_apart": apart,
             "copied_blocks": manager.stats.copied_blocks,
@@ -144,25 +134,22 @@ def _forked(manager: CacheManager, parent: Sequence, seq_id: int) -> Sequence:
 
 
 def _draw(rows: style.DataFrame) -> style.Figure:
-    """A panel per trace, for the first manager and block size of the table."""
+    """A panel per data set, for the first manager and block size of the table."""
     for column in ("manager", "block_size"):
         rows = rows[rows[column] == rows[column].iloc[0]]
     probabilities = sorted(rows["drop_probability"].dropna().unique())
     labels = [f"beam search, drop probability {probability:g}" for probability in probabilities]
     lines = style.lines_of(["parallel sampling", *labels]).values()
-    rows = rows.assign(saved=100 * rows["saved_fraction"])
-    figure, axes, spare = style.panel_grid(
-        rows["trace"].nunique(), height=1.9, sharex=True, sharey=True
-    )
+    figure, axes, _ = style.panel_grid(rows["trace"].nunique(), height=2.1, width=3.5, columns=2)
     for axis, (trace, of_trace) in zip(axes, rows.groupby("trace", sort=False), strict=True):
         for probability, line in zip((-1, *probabilities), lines, strict=True):
             same = of_trace[of_trace["drop_probability"].fillna(-1) == probability]
-            style.curve(axis, same, "num_sequences", "saved", **line)
+            style.curve(axis, same, "num_sequences", "saved_fraction", 100, **line)
         prompt, output = of_trace[["mean_prompt_tokens", "mean_output_tokens"]].iloc[0]
-        axis.set(title=f"{trace}\n{prompt:,.0f} prompt, {output:,.0f} output tokens")
+        axis.set(title=f"{trace}: {prompt:,.0f} prompt, {output:,.0f} output tokens")
         axis.set(ylim=(0, 100), xticks=sorted(of_trace["num_sequences"].unique()))
     labels = {"xlabel": "sequences per request", "ylabel": "blocks saved by sharing (%)"}
-    return style.shared_legend(figure, spare, columns=2, **labels)
+    return style.shared_legend(figure, columns=2, **labels)
 
 
 EXPERIMENT = Experiment(

@@ -26,7 +26,7 @@ class RequestLengths:
     outputs: list[int]
     """Generated tokens, at least 1."""
     num_left_out: int
-    """Requests left out: faults of the file, or above the given limit."""
+    """Requests left out as faults of the file."""
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -37,19 +37,15 @@ class RequestLengths:
         return max(map(sum, zip(self.prompts, self.outputs, strict=True)))
 
 
-def sample(source: Source, num_requests: int, *, max_tokens: int | None = None) -> RequestLengths:
+def sample(source: Source, num_requests: int) -> RequestLengths:
     """``num_requests`` requests at equal distances over the whole trace (all, if it has fewer).
 
-    Requests of more than ``max_tokens`` prompt and output tokens are left out first.  Raises
-    Unavailable if none remains.
+    Raises Unavailable if all were left out.
     """
     trace = workloads.load(source)
-    allowed = trace.output_lengths <= MAX_OUTPUT_TOKENS
-    if max_tokens is not None:
-        allowed &= trace.input_lengths + trace.output_lengths <= max_tokens
-    possible = np.flatnonzero(allowed)
+    possible = np.flatnonzero(trace.output_lengths <= MAX_OUTPUT_TOKENS)
     if not len(possible):
-        raise Unavailable(f"{trace.name} has no request of at most {max_tokens} tokens")
+        raise Unavailable(f"{trace.name} has no output of at most {MAX_OUTPUT_TOKENS} tokens")
     count = min(num_requests, len(possible))
     chosen = possible[np.arange(count) * len(possible) // count]
     return RequestLengths(

@@ -6,8 +6,7 @@ The default is the traces of this repository, see experiments/traces/README.md.
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,26 +50,6 @@ LONGEST = 1024
 """Tokens of the longest prompt, and of the longest output."""
 
 
-@dataclass(frozen=True)
-class LogNormalLengths:
-    """Synthetic requests a millisecond apart, with lengths like a data set's."""
-
-    like: str
-    """A key of PAPER_LENGTHS."""
-    seed: int
-    num_requests: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.like}_like"
-
-    def trace(self) -> cache.Trace:
-        rng = np.random.default_rng(self.seed)
-        prompts, outputs = draw_lengths(rng, self.num_requests, self.like)
-        requests = zip(itertools.count(), prompts, outputs, itertools.repeat(()))
-        return cache.Trace.from_requests(requests, name=self.name)
-
-
 def draw_lengths(rng: np.random.Generator, count: int, like: str) -> tuple[list[int], ...]:
     """Prompt and output tokens of ``count`` requests: log-normal, from 1 to LONGEST, and in the
     mean exactly the data set's."""
@@ -83,7 +62,7 @@ def draw_lengths(rng: np.random.Generator, count: int, like: str) -> tuple[list[
     return tuple(drawn)
 
 
-Source = TraceFile | Workload | LogNormalLengths
+Source = TraceFile | Workload
 
 REAL_TRACES = tuple(sorted((Path(__file__).parents[1] / "traces").glob("*.jsonl.zst")))
 """The traces in the repository; all have block ids."""
@@ -106,9 +85,8 @@ class OnTraces(Options):
         num_requests: int | None = None,
         *,
         lengths_suffice: bool = False,
-        default: Iterable[Source] | None = None,
     ) -> Iterator[Source]:
-        """The named traces; else ``default`` (None: REAL_TRACES).
+        """The named traces; else REAL_TRACES.
 
         num_requests: first requests of a file, and requests of a workload.  None: all, and the
             workload's default.
@@ -124,8 +102,7 @@ class OnTraces(Options):
                 raise ValueError(f"{path} has lengths only: a replay needs block ids")
             yield TraceFile(InputFile.of(path), num_requests)
         if not self.trace:
-            real = (TraceFile(InputFile.of(path), num_requests) for path in REAL_TRACES)
-            yield from real if default is None else default
+            yield from (TraceFile(InputFile.of(path), num_requests) for path in REAL_TRACES)
 
 
 @functools.lru_cache(maxsize=4)
@@ -134,6 +111,4 @@ def load(source: Source) -> cache.Trace:
     if isinstance(source, TraceFile):
         trace = cache.load_trace(source.file.path)
         return trace if source.num_requests is None else trace.head(source.num_requests)
-    if isinstance(source, LogNormalLengths):
-        return source.trace()
     return cache.make_workload(source.name, seed=source.seed, num_requests=source.num_requests)

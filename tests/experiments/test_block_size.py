@@ -73,16 +73,6 @@ def test_large_blocks_leave_slots_empty_so_fewer_requests_run_at_once():
     assert fine["normalized_latency_s"] < coarse["normalized_latency_s"]
 
 
-def test_decode_is_right_at_odd_block_sizes(monkeypatch):
-    monkeypatch.setattr(block_size, "cuda_available", lambda: True)
-    few = {"block_size": (3, 24), "context_len": (10,), "batch": 1, "implementation": ("pagelab",)}
-    few = {f"latency_{name}": values for name, values in few.items()}
-    cells = grid(part=("latency",), budget_ms=1.0, **few)
-    rows = [row for cell in cells for row in block_size.run_cell(cell)]
-    assert [row["block_size"] for row in rows] == [3, 24]
-    assert all(row["part"] == "latency" and row["error"] <= row["bound"] for row in rows)
-
-
 def test_the_latency_figure_has_bounds(monkeypatch, timed_rows, drawn):
     monkeypatch.setattr(block_size, "cuda_available", lambda: True)
     rows = timed_rows(grid(part=("latency",))).assign(part="latency")

@@ -34,10 +34,10 @@ NUM_CELLS = {
     "queue_informed": 10,
     "serving": 5,
     "shared_prefix": 3,
-    "sharing": 12,
+    "sharing": 4,
     "transformers_speed": 1,
 }
-UNTIMED = {"block_size": 40, "memory_waste": 18, "published_serving": 5, "sharing": 66}
+UNTIMED = {"block_size": 40, "memory_waste": 18, "published_serving": 5, "sharing": 11}
 """Experiments that count or model, and how far apart the cells are that a test computes again."""
 
 

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from cache import UnsupportedByDesign, make_manager
 from experiments import sharing
-from experiments.load.workloads import REAL_TRACES
 from experiments.sharing import Sharing, decode
 
 
@@ -92,15 +91,6 @@ def test_a_row_depends_on_the_seed_and_more_sequences_and_drops_save_more():
     assert saved() == saved() != saved(seed=1)
     assert 0 < saved(drop_probability=None) < saved(drop_probability=None, num_sequences=4)
     assert saved(drop_probability=None) < saved(drop_probability=0.01) < saved()
-
-
-def test_the_grid_has_synthetic_lengths_beside_the_traces():
-    items = cells(num_sequences=(2, 3), drop_probability=(0.1,))
-    names = list(dict.fromkeys(cell.trace.name for cell in items))
-    assert names == ["alpaca_like", "sharegpt_like", *(path.name for path in REAL_TRACES)]
-    assert [(c.num_sequences, c.drop_probability) for c in items[:4]] == [
-        (2, None), (2, 0.1), (3, None), (3, 0.1),
-    ]  # fmt: skip
 
 
 def test_a_manager_without_fork_says_so():
