@@ -376,6 +376,9 @@ def swap_num_programs(num_tiles: int, target: Target) -> int:
     return max(1, min(num_tiles, max(16, target.num_multiprocessors // 8)))
 
 
+COPY_ENGINE_BYTES = 2**18
+"""Mean bytes of the parts that swap_blocks leaves to the copy engine: at 50 GB/s the link needs as
+long for them as the host, by assumption 5 us, for an asynchronous copy."""
 INDEX_TILE = FlatTile(elements=256, num_warps=4)
 """Tokens per program of slot_mapping_from_positions."""
 RESTRICT_TILE = FlatTile(elements=4096, num_warps=8)

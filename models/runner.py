@@ -122,14 +122,12 @@ class ModelRunner:
 
     def _move_blocks(self, step: Step) -> None:
         if step.swap_out:
-            self._swap_blocks(self.kv_cache, self.host_cache, self._pairs(step.swap_out))
+            self._swap_blocks(self.kv_cache, self.host_cache, torch.tensor(step.swap_out))
         for batch in independent(step.copies):
-            self._copy_blocks(self.kv_cache, self._pairs(batch))
+            pairs = self._upload(np.array(batch, dtype=np.int64))[0]
+            self._copy_blocks(self.kv_cache, pairs)
         if step.swap_in:
-            self._swap_blocks(self.host_cache, self.kv_cache, self._pairs(step.swap_in))
-
-    def _pairs(self, pairs: Copies) -> torch.Tensor:
-        return self._upload(np.array(pairs, dtype=np.int64))[0]
+            self._swap_blocks(self.host_cache, self.kv_cache, torch.tensor(step.swap_in))
 
 
 def make_kv_cache(

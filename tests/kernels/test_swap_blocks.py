@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
-from kernels import swap_blocks
+from kernels import reference, swap_blocks
 
 MODULE = sys.modules["kernels.swap_blocks"]
 
@@ -36,3 +37,30 @@ def test_pageable_host_memory_is_refused_outside_the_interpreter(monkeypatch):
     for name, caches in (("dst", (gpu, host)), ("src", (host, gpu)), ("src", (host, host))):
         with pytest.raises(ValueError, match=rf"^{name}_cache: .*pageable.*pin_memory=True"):
             swap_blocks(*caches, pairs)
+
+
+SCATTERED = [[6, 0], [1, 7], [4, 2], [-1, 4]]
+ADJACENT = [[1, 5], [0, 4], [5, 1], [4, 0]]
+
+
+@pytest.mark.parametrize(
+    ("pairs", "block_size", "num_copies"),
+    [(ADJACENT, 64, 8), (SCATTERED, 128, 12), (SCATTERED, 64, 0), (ADJACENT, 32, 0)],
+)
+@pytest.mark.parametrize("hnd", [False, True])
+@pytest.mark.parametrize("to_host", [False, True])
+def test_the_copy_engine_moves_large_parts(pairs, block_size, num_copies, hnd, to_host, fake_gpu):
+    shape = (2, 2, 8, 8, block_size, 64) if hnd else (2, 2, 8, block_size, 8, 64)
+    src = torch.randn(shape, dtype=torch.float32)  # 2 KiB a token
+    gpu, host = src.cuda(), src.pin_memory()
+    caches = (gpu, torch.zeros_like(host)) if to_host else (host, torch.zeros_like(gpu))
+    caches = [cache.transpose(3, 4) if hnd else cache for cache in caches]
+    wanted = torch.zeros_like(caches[1])
+    reference.swap_blocks(caches[0], wanted, torch.tensor(pairs))
+    with mock.patch.object(MODULE, "swap_num_programs", wraps=MODULE.swap_num_programs) as programs:
+        waits = fake_gpu.waits
+        swap_blocks(*caches, torch.tensor(pairs))
+        assert fake_gpu.waits == waits
+    assert programs.called == (num_copies == 0), "launches the kernel"
+    assert torch.equal(caches[1].cpu(), wanted.cpu())
+    assert num_copies in (0, len(MODULE.adjacent_parts(*caches, torch.tensor(pairs))))
