@@ -21,7 +21,8 @@ the output tokens.  A manager *sustains* a rate at which it is at most 0.25 s a 
 raises the rate until it does not, and bisects the last interval on a logarithmic scale; its middle
 is the ``sustained_rate`` (0 if the first rate was too high).  Requests arrive for ``traffic`` times
 the latency allowed to a mean request (10: 14 minutes of ShareGPT), and all are served.  Absolute
-rates hang on the assumed host time.  Ratios do much less: compare these with the paper's.  The
+rates hang on the assumed host time.  Ratios do much less (``sharegpt`` is served without it, too):
+compare these with the paper's.  The
 summary has the batched requests at the highest rate, where requests wait for memory.
 """
 
@@ -99,6 +100,7 @@ LOADS = {
 }
 _ALONE = ("sharegpt", "alpaca", "chat")
 """Loads of which all systems are compared."""
+_PUBLISHED = ("sharegpt", "alpaca", "alpaca_6_samples", "alpaca_6_beams", "chat")
 _GROWTH = 1.5
 _SUSTAINED_S = 0.25
 _MAX_MODEL_LEN = 2 * LONGEST
@@ -109,11 +111,10 @@ _KV_BYTES = 12e9
 class Serving(Options):
     """The grid: loads x host times x draws x systems; a cell looks for the rate."""
 
-    load: Axis[Annotated[str, one_of(LOADS)]] = tuple(LOADS)[:-2]
+    load: Axis[Annotated[str, one_of(LOADS)]] = _PUBLISHED
     """Requests: data set, samples or beams, conversations."""
     host_ms: Axis[Natural] = (0, 10)
-    """Assumed time of the engine's own code in each step; the last one alone but for basic
-    sampling."""
+    """Assumed time of the engine's own code in each step; the last one alone but for sharegpt."""
     draw: Axis[Natural] = (0, 1, 2)
     """Runs of every point, each with its own requests and arrivals."""
     system: Axis[Annotated[str, one_of(SYSTEMS)]] = tuple(SYSTEMS)[:-1]
@@ -126,7 +127,7 @@ class Serving(Options):
 
 def cells(options: Serving) -> Iterator[Serving]:
     for load in options.load:
-        hosts = options.host_ms if load in PAPER_LENGTHS else options.host_ms[-1:]
+        hosts = options.host_ms if load == "sharegpt" else options.host_ms[-1:]
         few = {"contiguous_max", "contiguous_pow2"} if load not in _ALONE else set()
         systems = [system for system in options.system if system not in few]
         yield from grid(options, load=[load], host_ms=hosts, system=systems)

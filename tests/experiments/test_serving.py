@@ -73,8 +73,8 @@ def test_the_grid_compares_what_the_paper_compares():
     cells = [*serving.EXPERIMENT.checked_cells(Serving(draw=(0,)))]
     at = pd.DataFrame(c.columns("load", "host_ms", "system") for c in cells)
     assert set(at[at["load"] == "chat"]["system"]) == set(serving.SYSTEMS) - {"vllm_v1"}
-    assert set(at[at["load"] == "alpaca_2_beams"]["system"]) == {"contiguous_oracle", "paged"}
-    assert set(at[at["host_ms"] == 0]["load"]) == {"sharegpt", "alpaca"}
+    assert set(at[at["load"] == "alpaca_6_beams"]["system"]) == {"contiguous_oracle", "paged"}
+    assert set(at[at["host_ms"] == 0]["load"]) == {"sharegpt"}
     loads = {c.load for c in shared_prefix.EXPERIMENT.checked_cells(shared_prefix.SharedPrefix())}
     assert loads == {"one_shot", "five_shot"}
 
