@@ -44,7 +44,7 @@ from experiments.load.workloads import OnTraces, Source
 
 _NO_CACHE, _INFINITE = "no_cache", "infinite"
 """Values in place of a policy: prefix caching off, and a cache that never evicts."""
-_TTFT = "time to first token (s)"
+_LABELS = ("block hit rate (%)", *("time to first token (s)",) * 2, "time / LRU's")
 _MODEL, _GPU, _MOST_TOKENS = "llama-3.1-8b", "H100-SXM", 65_536
 
 
@@ -215,44 +215,60 @@ def _served(source: Source) -> cache.Trace:
 
 
 def _draw(rows: style.DataFrame) -> style.Figure:
+    """A row per trace: hit rate and time by pool, time by tier, and the same over LRU's."""
+    rows = rows.assign(over_lru=_over_lru(rows))
     lines = style.policy_lines(rows["policy"].unique())
     lines[_NO_CACHE] = style.line(style.GREY, "", "dashdot") | {"label": "no prefix caching"}
-    ticks = sorted(rows[rows["pool_gib"] < float("inf")]["pool_gib"].unique())
-    figure, axes, _ = style.panel_grid(3 * rows["trace"].nunique(), columns=3, height=2.0)
-    for number, (trace, of_trace) in enumerate(rows.groupby("trace", sort=False)):
-        hits, times, tiers = axes[3 * number : 3 * number + 3]
-        alone = of_trace[of_trace["host_gib"] == 0]
-        for policy, curve in alone.groupby("policy", sort=False):
-            for axis, column, unit in ((hits, "block_hit_rate", 100), (times, "ttft_mean_s", 1)):
-                if policy == _INFINITE:
-                    axis.axhline(unit * curve[column].iloc[0], **lines[policy])
-                elif policy != _NO_CACHE or axis is times:
-                    style.curve(axis, curve, "pool_gib", column, unit, **lines[policy])
-        tiered = of_trace[of_trace["host_gib"] > 0]
-        for policy, curve in tiered.groupby("policy", sort=False):
-            style.curve(tiers, curve, "host_gib", "ttft_mean_s", **lines[policy])
+    pools = sorted(rows[rows["pool_gib"] < float("inf")]["pool_gib"].unique())
+    tiers = sorted(rows["host_gib"].unique())
+    rows["tier"] = rows["host_gib"].map(tiers.index)
+    traces = rows.groupby("trace", sort=False)
+    figure, axes, _ = style.panel_grid(4 * len(traces), columns=4, height=1.9, width=1.75)
+    for number, (trace, of_trace) in enumerate(traces):
+        panels = axes[4 * number : 4 * number + 4]
+        for policy, some in of_trace.groupby("policy", sort=False):
+            look, alone = lines[policy], some[some["host_gib"] == 0]
+            if policy == _INFINITE:
+                panels[0].axhline(100 * alone["block_hit_rate"].iloc[0], **look)
+                panels[1].axhline(alone["ttft_mean_s"].iloc[0], **look)
+                continue
+            style.curve(panels[1], alone, "pool_gib", "ttft_mean_s", **look)
+            if policy != _NO_CACHE:
+                behind = some[some["pool_gib"] == pools[0]]
+                style.curve(panels[0], alone, "pool_gib", "block_hit_rate", 100, **look)
+                style.curve(panels[2], behind, "tier", "ttft_mean_s", **look)
+                style.curve(panels[3], behind, "tier", "over_lru", **look)
         first = of_trace.iloc[0]
-        hits.set(title=f"{trace}\n{first['requests']} requests", ylabel="block hit rate (%)")
-        times.set(title=f"of {first['unique_gib']:,.0f} GiB of K/V", ylabel=_TTFT)
-        tiers.set(title="with a tier in host memory", ylabel=_TTFT)
-        for axis in (hits, times, tiers):
+        titles = (f"{trace}\n{first['requests']} requests", f"of {first['unique_gib']:,.0f} GiB")
+        titles += (f"tier behind {pools[0]:g} GiB" if pools else "",) * 2
+        for axis, title, label in zip(panels, titles, _LABELS, strict=True):
+            axis.set(title=title, ylabel=label)
+        for axis in panels[:2]:
+            style.log_x(axis, pools)
+            axis.set_xlabel("pool (GiB)")
+        for axis in panels[2:]:
+            axis.set_xticks(range(len(tiers)), map("{:g}".format, tiers))
+            axis.set_xlabel("tier (GiB)")
+        panels[1].set_yscale("log")
+        style.plain_log_ticks(panels[1].yaxis)
+        for axis in (panels[0], panels[2]):
             axis.set_ylim(0, 1.1 * axis.get_ylim()[1])
-            axis.set_xlabel("tier (GiB)" if axis is tiers else "pool (GiB)")
-        for axis in (hits, times):
-            style.log_x(axis, ticks)
-        style.log_x(tiers, sorted(tiered["host_gib"].unique()))
+        panels[3].set_ylim(min(0.9, panels[3].get_ylim()[0]), max(1.1, panels[3].get_ylim()[1]))
     notes = f"Llama 3.1 8B on an H100. {HONEST}"
-    label = f"tier: behind a pool of {ticks[0]:g} GiB" if ticks else ""
-    return style.shared_legend(figure, columns=4, xlabel=serving.noted(figure, label, notes))
+    return style.shared_legend(figure, columns=4, xlabel=serving.noted(figure, "", notes))
+
+
+def _over_lru(rows: style.DataFrame) -> style.Series:
+    """Time to first token over LRU's in the same pool and tier."""
+    at = ["trace", "pool_gib", "host_gib"]
+    lru = rows["ttft_mean_s"].where(rows["policy"] == "lru")
+    return rows["ttft_mean_s"] / lru.groupby([rows[name] for name in at]).transform("max")
 
 
 def _summary(rows: style.DataFrame) -> style.DataFrame:
-    """Hit rate and time to first token, also over LRU's in the same pool and tier."""
-    at = ["trace", "pool_gib", "host_gib"]
-    lru = rows[rows["policy"] == "lru"].set_index(at)["ttft_mean_s"]
-    ratio = rows["ttft_mean_s"] / lru.reindex(rows.set_index(at).index).to_numpy()
-    columns = [*at, "policy", "block_hit_rate", "host_block_hit_rate", "ttft_mean_s"]
-    return rows[columns].assign(ttft_over_lru=ratio, basis=rows["basis"])
+    columns = ["trace", "pool_gib", "host_gib", "policy", "block_hit_rate", "host_block_hit_rate"]
+    columns += ["ttft_mean_s"]
+    return rows[columns].assign(ttft_over_lru=_over_lru(rows), basis=rows["basis"])
 
 
 EXPERIMENT = Experiment(

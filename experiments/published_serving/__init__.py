@@ -112,7 +112,7 @@ def _draw(rows: style.DataFrame) -> style.Figure:
         style.curve(axis, points, "x", "modelled", label="modelled", markersize=2, **modelled)
         mean = 100 * points["error"].abs().mean()
         top = 1.15 * points[["published", "modelled"]].to_numpy().max()
-        axis.set(title=f"{title}\nmean |error| {mean:.1f} %", ylim=(0, top))
+        axis.set(title=f"{title}\nmean |error| {mean:.1f} %", xlim=(0, None), ylim=(0, top))
         axis.set(xlabel=points["x_label"].iloc[0], ylabel=points["unit"].iloc[0])
     return style.shared_legend(
         figure, xlabel=textwrap.fill(HONEST, int(13 * figure.get_figwidth()))
