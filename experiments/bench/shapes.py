@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from experiments.harness import Options
+from experiments.harness import InputFile, Options
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 OURS = "pagelab"
 """Our kernels' name among the implementations."""
+COPY_ENGINE = "copy_engine"
+"""Swaps by one copy of the driver for each part of adjacent blocks, however small."""
 
 
 class WrongResult(Exception):
@@ -67,6 +69,8 @@ class Timed(Options):
 
     shape: Shape
     implementation: str
+    source: InputFile | None = None
+    """The file of another project's implementation."""
     budget_ms: float
 
     @property

@@ -19,6 +19,7 @@ import torch
 from experiments.bench import gpu_timing
 from experiments.bench.gpu_timing import Ceiling
 from experiments.bench.shapes import (
+    COPY_ENGINE,
     OURS,
     Shape,
     Timed,
@@ -27,7 +28,9 @@ from experiments.bench.shapes import (
     use_device,
 )
 from experiments.harness import Unavailable
+from experiments.kernel_counters.other_kernels import OTHERS
 from kernels import reference
+from kernels.swap_blocks import adjacent_parts
 from kernels.testing.accuracy import Accuracy, bits
 from kernels.testing.baselines import BASELINES
 from kernels.testing.cases import Case, make_case
@@ -148,6 +151,11 @@ def _problem(shape: Shape, case: Case) -> Problem:
     calls, rows = {OURS: case.call}, [(seq, 0, 1) for seq in _some(shape.batch)]
     if shape.op in ("norm", "gate"):
         calls["torch"] = functools.partial(case.call, getattr(reference, case.op))
+    if shape.op in _CEILINGS:
+        pairs = case.inputs["src_to_dst"].cpu()
+        calls[COPY_ENGINE] = functools.partial(
+            _by_copy_engine, **case.inputs | {"src_to_dst": pairs}
+        )
     if shape.op == "cascade":
         plain = _plain_decode(shape, case)
         calls["paged_decode"] = plain.call
@@ -161,9 +169,23 @@ def _problem(shape: Shape, case: Case) -> Problem:
         firsts = sorted({0, (shape.query_len - count) // 2, shape.query_len - count})
         rows = list(itertools.product(_some(shape.batch)[::2], firsts, [count]))
     inputs = {name: case.inputs[name] for name in names}
+    if shape.kv_dtype is None:
+        for name in ("k_cache", "v_cache"):  # FlexAttention multiplies unused slots by 0
+            inputs[name].nan_to_num_()
     for name, baseline in BASELINES.items():
-        calls[name] = functools.partial(getattr(baseline, shape.op), **inputs)
+        calls[name] = _prepared_once(functools.partial(baseline.prepare, shape.op, **inputs))
     return Problem(case, calls, _attention_part(case, rows))
+
+
+def _prepared_once(prepare: Callable[[], Callable[[], Any]]) -> Callable[[], Any]:
+    """A call that is prepared when it is first made."""
+    prepared = functools.cache(prepare)
+    return lambda: prepared()()
+
+
+def _by_copy_engine(src_cache, dst_cache, src_to_dst) -> None:
+    for target, source in adjacent_parts(src_cache, dst_cache, src_to_dst):
+        target.copy_(source, non_blocking=True)
 
 
 def _plain_decode(shape: Shape, case: Case) -> Case:
@@ -220,6 +242,11 @@ def run(cell: Timed) -> dict[str, Any]:
         raise Unavailable(f"{name}: {reason}")
     try:
         problem = problem_of(shape)
+        if cell.source:
+            other = OTHERS[name]
+            num_splits = other.num_splits(shape.batch, shape.num_kv_heads)
+            prepare = functools.partial(other.load(cell.source.path), problem.case.inputs)
+            problem.implementations[name] = _prepared_once(lambda: prepare(num_splits))
         accuracy = problem.judged(name)
         if not accuracy.passed:
             raise WrongResult(
@@ -227,6 +254,7 @@ def run(cell: Timed) -> dict[str, Any]:
                 "no time is reported"
             )
         waits = shape.op == "prefill" and name in BASELINES and BASELINES[name].prefill_syncs
+        waits |= name == COPY_ENGINE
         times = gpu_timing.timed_columns(
             problem.implementations[name],
             num_bytes=problem.case.num_bytes,

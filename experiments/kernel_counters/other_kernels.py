@@ -1,4 +1,5 @@
-"""Other projects' Triton attention, loaded from one of their files and called on our inputs.
+"""Other projects' Triton attention, loaded from one of their files and called on our inputs, to be
+counted by ``kernel_counters`` or timed by ``kernel_latency``.
 
 The file is loaded without its package: the few names that it imports from there get stand-ins.
 Tried with SGLang 0.5.3 and 0.5.23, vLLM 0.32 and 0.33.
@@ -22,8 +23,12 @@ from experiments.harness import Unavailable
 if TYPE_CHECKING:
     import torch
 
+Prepare = Callable[[dict[str, Any], int], "Callable[[], torch.Tensor]"]
+"""A function of our op's inputs by name and a number of splits. It gives a call that repeats only
+what every layer of a step repeats."""
 
-def sglang_decode(path: Path) -> Callable[..., torch.Tensor]:
+
+def sglang_decode(path: Path) -> Prepare:
     """SGLang's grouped decode: ``sglang/kernels/ops/attention/decode_attention.py``, in older
     versions in ``sglang/srt/layers/attention/triton_ops``.
 
@@ -33,29 +38,34 @@ def sglang_decode(path: Path) -> Callable[..., torch.Tensor]:
     grouped = module.decode_attention_fwd_grouped
     v_scale = (1.0,) if "v_scale" in inspect.signature(grouped).parameters else ()
 
-    def call(inputs: dict[str, Any], num_splits: int) -> torch.Tensor:
+    def prepare(inputs: dict[str, Any], num_splits: int) -> Callable[[], torch.Tensor]:
         import torch
 
         q, k_cache, v_cache = (inputs[name] for name in ("q", "k_cache", "v_cache"))
         tables, lens = inputs["block_tables"], inputs["context_lens"]
-        block_size = k_cache.shape[1]
-        slots = [
-            tables[row, torch.arange(n) // block_size] * block_size + torch.arange(n) % block_size
-            for row, n in enumerate(lens.tolist())
-        ]
-        starts = torch.tensor([0, *lens.tolist()]).cumsum(0).int()
-        states = (*q.shape[:2], num_splits)
-        splits = torch.full((len(q),), num_splits, dtype=torch.int32)
-        out = torch.empty_like(q)
-        grouped(
-            q, k_cache.flatten(0, 1), v_cache.flatten(0, 1), out,
-            starts, torch.cat(slots).long(),
-            torch.empty(*states, q.shape[2]), torch.empty(states),
-            splits, num_splits, q.shape[2] ** -0.5, *v_scale,
-        )  # fmt: skip
-        return out
+        block_size, out = k_cache.shape[1], torch.empty_like(q)
+        with torch.device(q.device):
+            tokens = [torch.arange(n) for n in lens.tolist()]
+            slots = [
+                tables[row, some // block_size] * block_size + some % block_size
+                for row, some in enumerate(tokens)
+            ]
+            states = torch.empty(*q.shape[:2], num_splits, q.shape[2])
+            arguments = (
+                q, k_cache.flatten(0, 1), v_cache.flatten(0, 1), out,
+                torch.tensor([0, *lens.tolist()]).cumsum(0).int(), torch.cat(slots).long(),
+                states, torch.empty(states.shape[:3]),
+                torch.full((len(q),), num_splits, dtype=torch.int32), num_splits,
+                q.shape[2] ** -0.5, *v_scale,
+            )  # fmt: skip
 
-    return call
+        def call() -> torch.Tensor:
+            grouped(*arguments)
+            return out
+
+        return call
+
+    return prepare
 
 
 def load_sglang(path: Path) -> types.ModuleType:
@@ -103,7 +113,7 @@ def load_vllm(path: Path) -> types.ModuleType:
     return _load(path, stand_ins)
 
 
-def vllm_attention(path: Path) -> Callable[..., torch.Tensor]:
+def vllm_attention(path: Path) -> Prepare:
     """vLLM's unified attention: ``vllm/v1/attention/ops/triton_unified_attention.py``, with
     ``triton_attention_helpers.py`` beside it."""
     import torch
@@ -111,27 +121,34 @@ def vllm_attention(path: Path) -> Callable[..., torch.Tensor]:
     module = load_vllm(path)
     modes = module.KVQuantMode
 
-    def call(inputs: dict[str, Any], num_splits: int) -> torch.Tensor:
+    def prepare(inputs: dict[str, Any], num_splits: int) -> Callable[[], torch.Tensor]:
         q, lens = inputs["q"], inputs["context_lens"]
-        starts = inputs.get("cu_seqlens_q", torch.arange(len(lens) + 1, dtype=torch.int32))
         is_fp8 = inputs["k_cache"].itemsize == 1
-        descale = torch.ones(1) if is_fp8 else None
         out, states = torch.empty_like(q), (*q.shape[:2], num_splits)
-        module.unified_attention(
-            q=q, k=inputs["k_cache"], v=inputs["v_cache"], out=out,
-            cu_seqlens_q=starts, max_seqlen_q=int(starts.diff().max()),
-            seqused_k=lens, max_seqlen_k=int(lens.max()), block_table=inputs["block_tables"],
-            softmax_scale=q.shape[2] ** -0.5, causal=True, window_size=(-1, -1), softcap=0,
-            q_descale=None, k_descale=descale, v_descale=descale,
-            kv_quant_mode=modes.FP8_PER_TENSOR if is_fp8 else modes.NONE,
-            seq_threshold_3D=len(lens) if num_splits > 1 else None,
-            num_par_softmax_segments=num_splits,
-            softmax_segm_output=torch.empty(*states, q.shape[2]),
-            softmax_segm_max=torch.empty(states), softmax_segm_expsum=torch.empty(states),
-        )  # fmt: skip
-        return out
+        with torch.device(q.device):
+            starts = inputs.get("cu_seqlens_q", torch.arange(len(lens) + 1, dtype=torch.int32))
+            descale = torch.ones(1) if is_fp8 else None
+            arguments = {
+                "q": q, "k": inputs["k_cache"], "v": inputs["v_cache"], "out": out,
+                "cu_seqlens_q": starts, "max_seqlen_q": int(starts.diff().max()),
+                "seqused_k": lens, "max_seqlen_k": int(lens.max()),
+                "block_table": inputs["block_tables"], "softmax_scale": q.shape[2] ** -0.5,
+                "causal": True, "window_size": (-1, -1), "softcap": 0,
+                "q_descale": None, "k_descale": descale, "v_descale": descale,
+                "kv_quant_mode": modes.FP8_PER_TENSOR if is_fp8 else modes.NONE,
+                "seq_threshold_3D": len(lens) if num_splits > 1 else None,
+                "num_par_softmax_segments": num_splits,
+                "softmax_segm_output": torch.empty(*states, q.shape[2]),
+                "softmax_segm_max": torch.empty(states), "softmax_segm_expsum": torch.empty(states),
+            }  # fmt: skip
 
-    return call
+        def call() -> torch.Tensor:
+            module.unified_attention(**arguments)
+            return out
+
+        return call
+
+    return prepare
 
 
 @functools.cache
@@ -164,12 +181,18 @@ def _load(path: Path, stand_ins: dict[str, dict[str, Any]]) -> types.ModuleType:
 class Other(NamedTuple):
     """Another project's implementation."""
 
-    load: Callable[[Path], Callable[..., torch.Tensor]]
-    """Loads a file; gives a call that takes our op's inputs by name and a number of splits."""
+    load: Callable[[Path], Prepare]
+    """Loads a file."""
     ops: tuple[str, ...]
+    num_splits: Callable[[int, int], int]
+    """Its engine's number of splits for a batch and a number of KV heads."""
 
 
 OTHERS = {
-    "sglang": Other(sglang_decode, ("decode",)),
-    "vllm": Other(vllm_attention, ("decode", "prefill")),
+    "sglang": Other(sglang_decode, ("decode",), lambda batch, num_kv_heads: 8),
+    "vllm": Other(
+        vllm_attention,
+        ("decode", "prefill"),
+        lambda batch, num_kv_heads: 16 if batch <= 128 // num_kv_heads else 1,
+    ),
 }

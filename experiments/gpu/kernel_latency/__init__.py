@@ -25,19 +25,23 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from experiments.bench.shapes import OURS, Shape, Timed, timed_cells, use_device
+from experiments.bench.shapes import COPY_ENGINE, OURS, Shape, Timed, timed_cells, use_device
 from experiments.gpu.kernel_latency import figures, tiles
-from experiments.harness import Count, Experiment, Needs, Options, Positive
+from experiments.harness import Count, Experiment, InputFile, Needs, Options, Positive
+from experiments.kernel_counters.other_kernels import OTHERS
 
 PARTS = ("decode", "prefill", "norm", "gate", "store", "copy", "swap_out", "swap_in")
 PARTS += ("cascade",)
-PAGED = (OURS, "flash_attn_2", "flash_attn_3")
+PAGED = (OURS, "flash_attn_2", "flash_attn_3", "flex_attention")
 """Attention on the blocks as they are."""
-GATHER = ("gather_flash_attn_2", "gather_sdpa")
+GATHER = ("gather_flash_attn_2", "gather_sdpa", "gather_cudnn")
 """Attention behind a copy, for block sizes that flash-attn 2 refuses."""
 IMPLEMENTATIONS = {
+    "swap_out": (OURS, COPY_ENGINE),
+    "swap_in": (OURS, COPY_ENGINE),
     "norm": (OURS, "torch"),
     "gate": (OURS, "torch"),
     "cascade": (OURS, "paged_decode"),
@@ -106,6 +110,10 @@ class KernelLatency(Options):
     dtype: Literal["float16", "bfloat16", "float32"] = "bfloat16"
     kv_dtype: Literal["float8_e4m3fn"] | None = None
     """Dtype of the cache; the queries' if None."""
+    sglang: Path | None = None
+    """SGLang's decode_attention.py, to be timed too."""
+    vllm: Path | None = None
+    """vLLM's triton_unified_attention.py (its helpers beside it), to be timed too."""
     budget_ms: Positive = 60.0
     """Device time for the samples of a cell."""
 
@@ -125,10 +133,15 @@ class LatencyCell(Timed):
 
 
 def cells(options: KernelLatency) -> Iterator[LatencyCell]:
+    files = {name: getattr(options, name) for name in OTHERS}
+    sources = {name: InputFile.of(path) for name, path in files.items() if path}
     for part in options.part:
         for shape in _shapes(options, part):
             fields = {"cell": LatencyCell, "part": part}
             yield from timed_cells(options, shape, implementations(shape), **fields)
+            for name, source in sources.items():
+                if part in OTHERS[name].ops:
+                    yield from timed_cells(options, shape, (name,), **fields, source=source)
             if part in tiles.TABLES:
                 for other, tile in tiles.tried(options, shape):
                     yield from timed_cells(options, other, (OURS,), **fields, tile=tile)

@@ -17,7 +17,12 @@ _LOOKS = {
     "gather_flash_attn_2": style.line(style.RED, "s", "dotted", fill=False),
     "flash_attn_3": style.line(style.ORANGE, "^"),
     "gather_sdpa": style.line(style.SKY, "P", "dotted", fill=False),
+    "gather_cudnn": style.line(style.GREY, "X", "dotted", fill=False),
+    "flex_attention": style.line(style.GREEN, "D"),
+    "sglang": style.line(style.PINK, "v"),
+    "vllm": style.line(style.GREY, "<"),
     "torch": style.line(style.ORANGE, "^"),
+    "copy_engine": style.line(style.ORANGE, "^"),
 }
 """A hollow marker means that the time includes a copy of the context."""
 _OURS = (style.line(style.BLUE, "o"), style.line(style.BLACK, "o", "dashed"))

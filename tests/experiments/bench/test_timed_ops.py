@@ -9,6 +9,8 @@ from experiments.bench import timed_ops
 from experiments.bench.gpu_timing import Times
 from experiments.bench.shapes import OURS, Shape, Timed, WrongResult
 from experiments.bench.timed_ops import OPS, problem_of, refusal
+from experiments.gpu import kernel_latency
+from experiments.gpu.kernel_latency import KernelLatency
 from experiments.harness import Unavailable
 from kernels.reference import gather_tokens
 
@@ -20,6 +22,10 @@ SHAPES = {
         op="decode", batch=2, context_len=20, block_size=7, dtype="float16", **_HEADS
     ),
     "prefill": Shape(op="prefill", batch=2, context_len=45, query_len=19, block_size=24, **_HEADS),
+    "decode-pages": Shape(op="decode", batch=2, context_len=200, block_size=128, **_HEADS),
+    "prefill-pages": Shape(
+        op="prefill", batch=2, context_len=300, query_len=150, block_size=128, **_HEADS
+    ),
     "cascade": Shape(
         op="cascade", batch=3, context_len=48 + 21, prefix_len=48, block_size=16, **_HEADS
     ),
@@ -56,6 +62,35 @@ def test_every_implementation_is_right_or_refused_with_a_reason(shape):
         assert row["error"] <= row["bound"]
         assert row["implementation"] == implementation
         assert row["bytes"] > 0
+
+
+SGLANG = """
+import torch
+from sglang.srt.utils import is_hip
+
+def decode_attention_fwd_grouped(
+    q, k, v, out, starts, slots, states, lse, splits, most, scale, k_scale=1, v_scale=1
+):
+    for row in range(len(q)):
+        some = slots[starts[row] : starts[row + 1]]
+        keys, values = (x[some].repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        weights = (torch.einsum("hd,khd->hk", q[row], keys).float() * scale).softmax(1)
+        out[row] = torch.einsum("hk,khd->hd", weights, values.float())
+"""
+
+
+@pytest.mark.parametrize("change", [("", ""), ("slots[starts", "slots[1 + starts")])
+def test_an_implementation_in_a_file_is_judged_too(change, tmp_path):
+    timed_ops.release()
+    file = tmp_path / "decode_attention.py"
+    file.write_text(SGLANG.replace(*change))
+    options = KernelLatency(part=("decode",), batch=(3,), context_len=(37,), sglang=file, **_HEADS)
+    cell = next(cell for cell in kernel_latency.cells(options) if cell.source)
+    if any(change):
+        with pytest.raises(WrongResult, match="sglang is wrong"):
+            kernel_latency.run_cell(cell)
+    else:
+        assert kernel_latency.run_cell(cell)[0]["implementation"] == "sglang"
 
 
 def test_a_refusal_needs_no_inputs():
