@@ -211,17 +211,19 @@ def _draw(rows: style.DataFrame) -> style.Figure:
         "normalized_latency_s": ("normalised latency (ms/token)", 1000),
         "output_tokens_per_second": ("output tokens/s", 1),
     }
-    figure, axes, _ = style.panel_grid(2, columns=2, height=2.2, width=3.5)
-    for axis, (column, (label, unit)) in zip(axes, columns.items(), strict=True):
-        for name, look in (
-            ("computed", style.dots(style.BLACK, "o", fill=False)),
-            ("clock", style.dots(style.BLUE, "x")),
-        ):
-            axis.plot(rows["load"], unit * rows[f"{name}_{column}"], **look, label=name)
+    figure, axes, _ = style.panel_grid(2, columns=2, height=2.6, width=3.5)
+    for axis, (column, (title, unit)) in zip(axes, columns.items(), strict=True):
+        looks = style.lines_of(f"load {load:g}" for load in sorted(rows["load"].unique()))
+        for (_, some), look in zip(rows.groupby("load"), looks.values(), strict=True):
+            x, y = unit * some[f"computed_{column}"], unit * some[f"clock_{column}"]
+            axis.plot(x, y, **{**look, "linestyle": "none"})
+        ends = np.array(axis.get_xlim())
+        axis.plot(ends, ends, **style.BOUND)
+        axis.fill_between(ends, 0.9 * ends, 1.1 * ends, color=style.GREY, alpha=0.2, linewidth=0)
         worst = 100 * rows[f"{column}_error"].abs().max()
-        axis.set(title=f"largest |error| {worst:.1f} %", ylabel=label, ylim=(0, None))
-    xlabel = f"load; {rows['model'].iloc[0]} on a CPU, in time of one processor"
-    return style.shared_legend(figure, xlabel=xlabel)
+        axis.set(title=f"{title}: largest |error| {worst:.1f} %", xlim=ends)
+    labels = {"xlabel": f"computed: {rows['model'].iloc[0]} on one processor; band: 10 %"}
+    return style.shared_legend(figure, ylabel="on the clock", **labels)
 
 
 EXPERIMENT = Experiment(

@@ -101,7 +101,7 @@ TINY_RUNS = {
     "serving": "--load sharegpt alpaca_2_beams --host-ms 10 --draw 0 "
     "--system contiguous_max contiguous_oracle paged --traffic 0.01 --bisections 1",
     "shared_prefix": "--load five_shot --draw 0 --traffic 0.02 --bisections 1",
-    "sharing": "--like alpaca --num-sequences 2 3 --drop-probability 0.1 --num-requests 3",
+    "sharing": "--like alpaca --num-sequences 2 3 --num-requests 3",
     "transformers_speed": "--model tiny --sequences 3 --prompt-tokens 21 --output-tokens 4 "
     "--repeats 1 --threads 1",
 }

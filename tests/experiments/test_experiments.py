@@ -37,7 +37,7 @@ NUM_CELLS = {
     "sharing": 4,
     "transformers_speed": 1,
 }
-UNTIMED = {"block_size": 40, "memory_waste": 18, "published_serving": 5, "sharing": 11}
+UNTIMED = {"block_size": 40, "memory_waste": 18, "published_serving": 5, "sharing": 7}
 """Experiments that count or model, and how far apart the cells are that a test computes again."""
 
 
@@ -107,7 +107,6 @@ def test_no_number_may_be_negative_and_few_may_be_0(name):
             "host_ms",
             "cached_percent",
             "prefix_tokens",
-            "drop_probability",
         )
         for number in (-1, 0)[: 2 - may_be_0]:
             left_open = getattr(options, option) is None
@@ -135,7 +134,7 @@ kernel_time --gpu H99: needs one of .*H100-SXM
 preemption --context-tokens 0: needs an int of at least 1
 serving --system orca: needs one of contiguous_max
 shared_prefix --load orca: needs one of .*five_shot
-sharing --drop-probability 1.5: needs a number from 0 to 1
+sharing --num-sequences 0: needs an int of at least 1
 """
 """``experiment options: message after the options``, or ``experiment options| message``."""
 
