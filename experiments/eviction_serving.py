@@ -35,7 +35,6 @@ from experiments.harness import (
     Natural,
     Positive,
     Repeated,
-    Unavailable,
     grid,
 )
 from experiments.load import workloads
@@ -100,11 +99,14 @@ def run_cell(cell: EvictionServing) -> list[dict[str, Any]]:
     offered = cell.load * step / clock.seconds([], [(step, step)], 1)
     seconds = float(trace.timestamps_ms[-1] - trace.timestamps_ms[0]) / 1000
     scale = float(trace.input_lengths.sum()) / offered / seconds
-    host_blocks = int(cell.host_gib * 2**30 / block_bytes)
-    service = TieredClock(clock, trace, host_blocks, policy_spec(cell.policy))
+    service = clock
+    if cell.host_gib:
+        host_blocks = int(cell.host_gib * 2**30 / block_bytes)
+        sizes = {"num_blocks": host_blocks, "block_size": trace.block_size}
+        tier = cache.make_manager("vllm_v1", **sizes, policy=policy_spec(cell.policy))
+        service = TieredClock(clock, tier)
     run = cache.simulate_serving(trace, manager=manager, service=service, time_scale=scale)
-    if host_blocks and run.dropped:
-        raise Unavailable(f"{trace.name}: a pool of {cell.pool_gib:g} GiB drops requests")
+    loaded = service.loaded_blocks if cell.host_gib else 0
     return [
         {
             "trace": trace.name,
@@ -120,7 +122,7 @@ def run_cell(cell: EvictionServing) -> list[dict[str, Any]]:
             "unique_gib": trace.num_unique_blocks * block_bytes / 2**30,
             "gaps_scaled_by": scale,
             "block_hit_rate": run.stats.block_hit_rate,
-            "host_block_hit_rate": service.loaded_blocks / trace.num_block_references,
+            "host_block_hit_rate": loaded / trace.num_block_references,
             "evictions": run.stats.evicted_blocks,
             "preemptions": run.preemptions,
             "mean_running": run.mean_running,
@@ -132,30 +134,25 @@ def run_cell(cell: EvictionServing) -> list[dict[str, Any]]:
 
 
 class TieredClock:
-    """``clock`` with a tier of ``num_blocks`` K/V blocks in host memory; none if 0.
+    """``clock`` with a tier of K/V blocks in host memory, whose blocks ``tier`` manages.
 
-    When a request of ``trace`` is admitted, the tier is looked up for the blocks behind the pool's
-    hit.  Those that it has in a row cross the PCIe link, which takes the place of computing their
-    tokens; these still count in the scheduler's token budget.  The others are stored there, at no
-    cost in time: that direction of the link is free.  Requests are numbered as in ``trace``.
+    When a request is admitted, its prompt is allocated in the tier and given back, so its blocks
+    are stored there until they are evicted.  Those that the tier had behind the pool's hit cross
+    the PCIe link, which takes the place of computing their tokens; these still count in the
+    scheduler's token budget.  Storing costs no time: that direction of the link is free.
     """
 
-    def __init__(self, clock: GpuClock, trace: cache.Trace, num_blocks: int, policy: str) -> None:
+    def __init__(self, clock: GpuClock, tier: cache.CacheManager) -> None:
         self.max_num_seqs = clock.max_num_seqs
         self.max_num_batched_tokens = clock.max_num_batched_tokens
         self.loaded_blocks = 0
-        self._clock, self._trace = clock, trace
-        self._free = list(range(num_blocks))
-        self._slots: dict[int, int] = {}
-        self._keys = [-1] * num_blocks
-        self._policy = cache.make_policy(policy)
-        self._policy.start(num_blocks)
+        self._clock, self._tier = clock, tier
         self._loaded_to: dict[int, int] = {}
-        block_bytes = trace.block_size * clock.kv_bytes_per_token
+        block_bytes = tier.block_size * clock.kv_bytes_per_token
         self._block_seconds = block_bytes / clock.host_bandwidth
 
     def duration(self, step: Step) -> float:
-        loaded = sum(map(self._admit, step.admitted)) if self._keys else 0
+        loaded = sum(map(self._admit, step.admitted))
         computed = Step(copies=step.copies)
         for seq, count in zip(step.sequences, step.counts, strict=True):
             start = seq.num_computed_tokens - count
@@ -168,30 +165,14 @@ class TieredClock:
 
     def _admit(self, seq: ScheduledSequence) -> int:
         """Look up and store the blocks of ``seq``; returns how many are loaded."""
-        size = self._trace.block_size
-        keys = self._trace[seq.request.request_id].block_ids.tolist()
-        first = seq.num_cached_tokens // size
-        end = first
-        while end < len(keys) and keys[end] in self._slots and (end + 1) * size < seq.num_tokens:
-            end += 1
-        self._loaded_to[seq.seq_id] = end * size
-        used = [self._slots[key] for key in keys[first:end]]
-        self._policy.pin_many(used)
-        for depth in range(end, len(keys)):
-            if keys[depth] in self._slots:
-                continue
-            if not self._free:
-                if not len(self._policy):
-                    break
-                victim = self._policy.evict()
-                del self._slots[self._keys[victim]]
-                self._free.append(victim)
-            slot = self._free.pop()
-            self._slots[keys[depth]], self._keys[slot] = slot, keys[depth]
-            self._policy.insert(slot, keys[depth], keys[depth - 1] if depth else None, depth)
-            used.append(slot)
-        self._policy.release_many(reversed(used))
-        return end - first
+        stored = cache.Sequence(seq.seq_id, seq.token_ids)
+        try:
+            found = self._tier.allocate(stored)
+        except cache.OutOfBlocks:
+            return 0
+        self._tier.free(stored)
+        self._loaded_to[seq.seq_id] = found
+        return max(0, found - seq.num_cached_tokens) // self._tier.block_size
 
 
 @functools.cache
