@@ -299,7 +299,7 @@ def draw(rows: style.DataFrame) -> style.Figure:
 
 def noted(figure: style.Figure, label: str, notes: str = HONEST) -> str:
     """A label above the notes, in lines as wide as ``figure``."""
-    return f"{label}\n{textwrap.fill(notes, int(13 * figure.get_figwidth()))}"
+    return f"{label}\n{textwrap.fill(notes, int(13 * figure.get_figwidth()))}".strip()
 
 
 QUICK = {"host_ms": (10,), "draw": (0,), "traffic": 0.3, "bisections": 1}

@@ -10,14 +10,13 @@ throughput, the project's own scheduler serves the same requests, prompts first.
 
 from __future__ import annotations
 
-import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 
-from experiments import serving, style
+from experiments import gpu_times, serving, style
 from experiments.harness import Axis, Experiment, Options, one_of
 from experiments.load.gpu_clock import HONEST, GpuClock
 
@@ -69,10 +68,7 @@ def run_cell(cell: PublishedServing) -> list[dict[str, Any]]:
 
 
 def _of_case(name: str, case: str) -> style.DataFrame:
-    import pandas as pd
-
-    table = pd.read_csv(Path(__file__).with_name(name))
-    return table[table["case"] == case]
+    return gpu_times.rows(Path(__file__).with_name(name), case=case)
 
 
 def _launch(clock: GpuClock, case: str, number: int) -> tuple[float, int]:
@@ -114,9 +110,7 @@ def _draw(rows: style.DataFrame) -> style.Figure:
         top = 1.15 * points[["published", "modelled"]].to_numpy().max()
         axis.set(title=f"{title}\nmean |error| {mean:.1f} %", xlim=(0, None), ylim=(0, top))
         axis.set(xlabel=points["x_label"].iloc[0], ylabel=points["unit"].iloc[0])
-    return style.shared_legend(
-        figure, xlabel=textwrap.fill(HONEST, int(13 * figure.get_figwidth()))
-    )
+    return style.shared_legend(figure, xlabel=serving.noted(figure, ""))
 
 
 def _summary(rows: style.DataFrame) -> style.DataFrame:
