@@ -51,7 +51,7 @@ class Fp8Quality(Options):
     calibration_windows: Count = 4
     """Other windows, from which scales are chosen."""
     window_tokens: Count = 1024
-    threads: Count = 2
+    threads: Count = 1
 
     @property
     def group(self) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from torch import nn
 
 from models.config import Rope, RopeScaling
 from models.parallel import TensorParallel
-from models.products import linear, linear_parts
+from models.products import linear
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class ColumnParallelLinear(nn.Module):
         self.bias = _parameter(sum(self.local_sizes)) if bias else None
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return linear_parts(x, self.weight, self.bias, self.local_sizes)
+        return linear(x, self.weight, self.bias).split(self.local_sizes, dim=-1)
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, CheckpointTensor]]:
         prefix, in_features = name.rpartition(".")[0], self.weight.shape[1]

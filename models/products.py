@@ -1,9 +1,8 @@
-"""Products of inputs and weights, on a CPU cut into one slice of the weight per thread.
+"""Products of inputs and weights.
 
-MKL divides products of few rows badly among threads. For one row and two threads it reads the
-weights at a third of the memory's bandwidth; as two products side by side, at up to two thirds.
-Products of up to 256 rows take a tenth less time, larger ones no less (MKL 2024.2, AMD EPYC;
-`experiments/transformers_speed.py` measures the effect).
+On a CPU PyTorch computes products in fp32 by MKL and products in bf16 by oneDNN.  On AMD EPYC
+(Turin, one thread) oneDNN takes 0.45 to 0.8 of MKL's time in fp32 as well, for 1 to 1,024 rows
+(PyTorch 2.13, oneDNN 3.12, MKL 2024.2); `experiments/transformers_speed.py` measures the effect.
 """
 
 from __future__ import annotations
@@ -11,38 +10,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-FEW_ROWS, LARGE_WEIGHT = 256, 2**17
-"""Most rows of an input, and fewest elements of a weight, for which a product is cut."""
-
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """F.linear, (rows, in) to (rows, out)."""
-    threads = torch.get_num_threads()
-    if not _pays_to_cut(x, weight) or len(weight) % threads:
-        return F.linear(x, weight, bias)
-    out = _cut_linear(x, weight, threads).transpose(0, 1).reshape(len(x), len(weight))
-    return out if bias is None else out.add_(bias)
-
-
-def linear_parts(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sizes: list[int]
-) -> tuple[torch.Tensor, ...]:
-    """F.linear with its outputs split into parts of ``sizes``, (rows, size) each."""
-    if x.device.type != "cpu" or len(x) == 1:
-        return linear(x, weight, bias).split(sizes, dim=-1)
-    # On a CPU one product of several rows is no faster, and rows with gaps slow what follows.
-    one_each = len(sizes) == torch.get_num_threads() and len(set(sizes)) == 1
-    if one_each and bias is None and _pays_to_cut(x, weight):
-        return _cut_linear(x, weight, len(sizes)).unbind()
-    biases = [None] * len(sizes) if bias is None else bias.split(sizes)
-    return tuple(map(linear, [x] * len(sizes), weight.split(sizes), biases))
-
-
-def _pays_to_cut(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    few = len(x) <= FEW_ROWS and weight.numel() >= LARGE_WEIGHT and torch.get_num_threads() > 1
-    return few and x.device.type == "cpu" and x.dtype == torch.float32
-
-
-def _cut_linear(x: torch.Tensor, weight: torch.Tensor, slices: int) -> torch.Tensor:
-    """(slices, rows, outputs of each)."""
-    return torch.bmm(x.expand(slices, -1, -1), weight.view(slices, -1, weight.shape[1]).mT)
+    """F.linear, (rows, in) to (rows, out); by oneDNN for fp32 on a CPU, where PyTorch has it."""
+    if x.device.type == "cpu" and x.dtype == torch.float32 and torch.backends.mkldnn.is_available():
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return F.linear(x, weight, bias)
