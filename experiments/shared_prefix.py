@@ -11,33 +11,23 @@ as in the experiment ``serving``: clock, cache, and what it means to sustain a r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import replace
 
 from experiments import serving, style
-from experiments.harness import Axis, Experiment, Natural, one_of
+from experiments.harness import Experiment
 from experiments.serving import Serving
 
-_SYSTEMS = ("contiguous_oracle", "paged", "vllm_v1")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SharedPrefix(Serving):
-    """The grid: prefixes x host times x draws x systems; a cell looks for the rate."""
-
-    load: Axis[Annotated[str, one_of(serving.LOADS)]] = ("one_shot", "five_shot")
-    """Requests, with one example or five."""
-    host_ms: Axis[Natural] = (10,)
-    """Assumed time of the engine's own code in each step."""
-    system: Axis[Annotated[str, one_of(serving.SYSTEMS)]] = _SYSTEMS
-    """Managers."""
-
+_OPTIONS = Serving(
+    load=("one_shot", "five_shot"),
+    host_ms=(10,),
+    system=("contiguous_oracle", "paged", "vllm_v1"),
+)
 
 EXPERIMENT = Experiment(
     name="shared_prefix",
     figure="PagedAttention fig. 16: sustained rates with a shared prefix, LLaMA-13B modelled",
-    options=SharedPrefix(),
-    quick=SharedPrefix(**serving.QUICK),
+    options=_OPTIONS,
+    quick=replace(_OPTIONS, **serving.QUICK),
     cells=serving.cells,
     run_cell=serving.run_cell,
     plot=style.plotter({"shared_prefix": serving.draw}, {"summary": (serving.summary, "%.4g")}),

@@ -24,19 +24,15 @@ _FIELDS = (
     "num_kv_heads",
     "head_dim",
     "max_position_embeddings",
+    "tie_word_embeddings",
+    "architecture",
 )
+_LLAMA, _QWEN = "LlamaForCausalLM", "Qwen3ForCausalLM"
 _SHAPES = {
-    "tiny": (512, 64, 160, 2, 4, 2, 16, 16_384),  # 119 thousand parameters
-    "llama-100m": (32_000, 768, 2_048, 12, 12, 4, 64, 16_384),  # 100 million
-    "qwen3-0.6b": (151_936, 1_024, 3_072, 28, 16, 8, 128, 40_960),  # as published: 596 million
-    "llama-8b": (128_256, 4_096, 14_336, 32, 32, 8, 128, 131_072),  # Llama 3.1: 8.03 billion
-}
-_TIED: dict[str, Any] = {"tie_word_embeddings": True}
-_MORE: dict[str, dict[str, Any]] = {
-    "tiny": _TIED,
-    "llama-100m": _TIED,
-    "qwen3-0.6b": {"architecture": "Qwen3ForCausalLM", **_TIED},
-    "llama-8b": {},
+    "tiny": (512, 64, 160, 2, 4, 2, 16, 16_384, True, _LLAMA),  # 119 thousand parameters
+    "llama-100m": (32_000, 768, 2_048, 12, 12, 4, 64, 16_384, True, _LLAMA),
+    "qwen3-0.6b": (151_936, 1_024, 3_072, 28, 16, 8, 128, 40_960, True, _QWEN),
+    "llama-8b": (128_256, 4_096, 14_336, 32, 32, 8, 128, 131_072, False, _LLAMA),  # Llama 3.1
 }
 
 MODEL_NAMES: tuple[str, ...] = tuple(_SHAPES)
@@ -58,8 +54,7 @@ def model_config(name: str) -> ModelConfig:
 
     from models import ModelConfig
 
-    shape = dict(zip(_FIELDS, _SHAPES[name], strict=True))
-    return ModelConfig(dtype=torch.bfloat16, **shape, **_MORE[name])
+    return ModelConfig(dtype=torch.bfloat16, **dict(zip(_FIELDS, _SHAPES[name], strict=True)))
 
 
 def make_llm(name: str, *, threads: int | None = None, **options: Any) -> LLM:

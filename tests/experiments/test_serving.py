@@ -75,7 +75,8 @@ def test_the_grid_compares_what_the_paper_compares():
     assert set(at[at["load"] == "chat"]["system"]) == set(serving.SYSTEMS) - {"vllm_v1"}
     assert set(at[at["load"] == "alpaca_6_beams"]["system"]) == {"contiguous_oracle", "paged"}
     assert set(at[at["host_ms"] == 0]["load"]) == {"sharegpt"}
-    loads = {c.load for c in shared_prefix.EXPERIMENT.checked_cells(shared_prefix.SharedPrefix())}
+    experiment = shared_prefix.EXPERIMENT
+    loads = {cell.load for cell in experiment.checked_cells(experiment.options)}
     assert loads == {"one_shot", "five_shot"}
 
 
