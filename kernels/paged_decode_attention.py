@@ -12,9 +12,9 @@ length only (`kernels.tiles.Chunking`), and its result is bitwise the same in an
 
 A program processes a chunk in tiles of TILE_N tokens, whatever the block size: every lane looks up
 its own block id. The compiler's pipeliner fetches ids, keys and values some tiles ahead with
-asynchronous copies. Decode has one query, so a window is the token interval
-[context_len - window_size, context_len). Tiles start at its first token, and only the last, shorter
-tile needs masks.
+asynchronous copies, the last, shorter tile as well: a loop of its own without copies ahead would
+wait twice for memory, which costs more than masks in every tile. Decode has one query, so a window
+is the token interval [context_len - window_size, context_len). Tiles start at its first token.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ from kernels.tiles import (
     Chunking,
     cdiv,
     chunking,
+    decode_options,
     decode_tile,
     padded_dim,
     pdl_options,
@@ -106,38 +107,40 @@ def _later_items(
 
 @triton.jit
 def _next_item(
-    row, item, context_lens_ptr, batch, window_size, min_tiles, max_chunks,
+    row, item, most_later, context_lens_ptr, batch, window_size, min_tiles, max_chunks,
     HEAD_TILES: tl.constexpr, TILE_N: tl.constexpr, USE_WINDOW: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Find a work item. Negative items are first chunks, of which every sequence has one, and need
-    no search. Others are later chunks, counted from those of sequence `row`.
+    no search. Others are later chunks, at most `most_later`, counted from those of sequence `row`.
 
     Returns the sequence of a later chunk, and the item counted from its own ones. The sequence is
     at least `batch` if there are fewer items. Every warp searches 64 sequences at a time by itself,
     without shared memory or barriers.
     """
-    if item >= 0:
-        if IS_SPLIT:
-            lanes = tl.arange(0, 32)
-            items = tl.zeros([32], tl.int32)
-            items_32 = items
-            searching = row < batch
-            while searching:
-                items = _later_items(
-                    row + lanes, context_lens_ptr, batch, window_size, min_tiles, max_chunks,
-                    HEAD_TILES, TILE_N, USE_WINDOW,
-                )  # fmt: skip
-                items_32 = _later_items(
-                    row + 32 + lanes, context_lens_ptr, batch, window_size, min_tiles, max_chunks,
-                    HEAD_TILES, TILE_N, USE_WINDOW,
-                )  # fmt: skip
-                total = tl.sum(items + items_32, axis=0)
-                searching = item >= total
-                if searching:
-                    item -= total
-                    row += 64
-                    searching = row < batch
+    if item >= most_later:
+        row = batch
+    if IS_SPLIT and item >= 0 and row < batch:
+        lanes = tl.arange(0, 32)
+        items = tl.zeros([32], tl.int32)
+        items_32 = items
+        searching = True
+        while searching:
+            items = _later_items(
+                row + lanes, context_lens_ptr, batch, window_size, min_tiles, max_chunks,
+                HEAD_TILES, TILE_N, USE_WINDOW,
+            )  # fmt: skip
+            items_32 = _later_items(
+                row + 32 + lanes, context_lens_ptr, batch, window_size, min_tiles, max_chunks,
+                HEAD_TILES, TILE_N, USE_WINDOW,
+            )  # fmt: skip
+            total = tl.sum(items + items_32, axis=0)
+            searching = item >= total
+            if searching:
+                item -= total
+                row += 64
+                searching = row < batch
+        if row < batch:
             # Halve these sequences. Constants of a cumsum would take registers everywhere.
             for step in tl.static_range(6):
                 lower, upper = items, items_32
@@ -150,8 +153,6 @@ def _next_item(
                 if item >= total:
                     item -= total
                     row += 32 >> step
-        else:
-            row = batch
     return row, item
 
 
@@ -201,9 +202,11 @@ def _paged_decode_kernel(
     offs_v = tl.arange(0, HEAD_DIM_PADDED // PAIR)
 
     num_first = batch * HEAD_TILES
+    most_later = num_first * (num_states - first_state - 1) if IS_SPLIT else 0
     later_row = 0
+    item = tl.program_id(0) - num_first
     later_row, item = _next_item(
-        later_row, tl.program_id(0) - num_first, context_lens_ptr, batch, window_size,
+        later_row, item, most_later, context_lens_ptr, batch, window_size,
         min_tiles, max_chunks, HEAD_TILES, TILE_N, USE_WINDOW, IS_SPLIT,
     )  # fmt: skip
     while later_row < batch:
@@ -246,41 +249,40 @@ def _paged_decode_kernel(
         row_max = tl.full([TILE_M], float("-inf"), tl.float32)
         row_sum = tl.zeros([TILE_M, TILE_N], tl.float32)
 
-        full_end = begin + (end - begin) // TILE_N * TILE_N
-        for TAIL in tl.static_range(2):  # full tiles without masks, then at most one masked tile
-            loop_begin = full_end if TAIL else begin
-            loop_end = end if TAIL else full_end
-            for start in tl.range(loop_begin, loop_end, TILE_N, num_stages=1 if TAIL else None):
-                positions = start + offs_n
-                token_mask = positions < end
-                if BLOCK_SIZE:
-                    ids = load_block_ids(table_ptr, positions, token_mask, BLOCK_SIZE, TAIL)
-                    k_rows = slot_offsets(ids, positions, stride_k_block, stride_k_slot, BLOCK_SIZE)
-                    v_rows = slot_offsets(ids, positions, stride_v_block, stride_v_slot, BLOCK_SIZE)
-                else:
-                    k_rows = positions.to(tl.int64) * stride_k_slot
-                    v_rows = positions.to(tl.int64) * stride_v_slot
-                k_ptrs = k_ptr + k_rows[:, None] + offs_d[None, :]  # [TILE_N, HEAD_DIM_PADDED]
-                v_ptrs = value_ptrs(v_ptr + v_rows[:, None], PAIRED_VALUES)
-                v_ptrs += offs_v[None, :]  # [TILE_N, HEAD_DIM_PADDED // PAIR]
-                k = load_rows(k_ptrs, token_mask, dim_mask, TAIL, MASK_DIMS)
-                v = load_rows(v_ptrs, token_mask, offs_v < HEAD_DIM // PAIR, TAIL, MASK_DIMS)
+        for start in tl.range(begin, end, TILE_N):
+            positions = start + offs_n
+            token_mask = offs_n < end - start
+            if BLOCK_SIZE:
+                ids = load_block_ids(table_ptr, positions, token_mask, BLOCK_SIZE, True)
+                slots = positions
+                if TILE_N % BLOCK_SIZE == 0:
+                    # The same in every tile. Of a range of its own LLVM sees which ones are equal.
+                    slots = first + tl.arange(TILE_N, 2 * TILE_N)
+                k_rows = slot_offsets(ids, slots, stride_k_block, stride_k_slot, BLOCK_SIZE)
+                v_rows = slot_offsets(ids, slots, stride_v_block, stride_v_slot, BLOCK_SIZE)
+            else:
+                k_rows = positions.to(tl.int64) * stride_k_slot
+                v_rows = positions.to(tl.int64) * stride_v_slot
+            k_ptrs = k_ptr + k_rows[:, None] + offs_d[None, :]  # [TILE_N, HEAD_DIM_PADDED]
+            v_ptrs = value_ptrs(v_ptr + v_rows[:, None], PAIRED_VALUES)
+            v_ptrs += offs_v[None, :]  # [TILE_N, HEAD_DIM_PADDED // PAIR]
+            k = load_rows(k_ptrs, token_mask, dim_mask, True, MASK_DIMS)
+            v = load_rows(v_ptrs, token_mask, offs_v < HEAD_DIM // PAIR, True, MASK_DIMS)
 
-                qk = dot(q, tl.trans(from_cache(k, q.dtype)), None, PRECISION)  # [TILE_M, TILE_N]
-                distances = (context_len - 1 - positions)[None, :]
-                scores = attention_scores(
-                    qk, qk_scale, softcap, alibi_slopes, distances,
-                    FOLD_SCALE, HAS_SOFTCAP, HAS_ALIBI,
-                )  # fmt: skip
-                if TAIL:
-                    scores = tl.where(token_mask[None, :], scores, float("-inf"))
-                p, alpha, row_max, row_sum = online_softmax_weights(scores, unit, row_max, row_sum)
-                if PAIRED_VALUES:
-                    even, odd = values_of_pairs(v, q.dtype)
-                    acc = accumulate(p, even, acc, alpha, PRECISION)
-                    acc_odd = accumulate(p, odd, acc_odd, alpha, PRECISION)
-                else:
-                    acc = accumulate(p, values_from_cache(v, q.dtype), acc, alpha, PRECISION)
+            qk = dot(q, tl.trans(from_cache(k, q.dtype)), None, PRECISION)  # [TILE_M, TILE_N]
+            distances = (context_len - 1 - positions)[None, :]
+            scores = attention_scores(
+                qk, qk_scale, softcap, alibi_slopes, distances,
+                FOLD_SCALE, HAS_SOFTCAP, HAS_ALIBI,
+            )  # fmt: skip
+            scores = tl.where(token_mask[None, :], scores, float("-inf"))
+            p, alpha, row_max, row_sum = online_softmax_weights(scores, unit, row_max, row_sum)
+            if PAIRED_VALUES:
+                even, odd = values_of_pairs(v, q.dtype)
+                acc = accumulate(p, even, acc, alpha, PRECISION)
+                acc_odd = accumulate(p, odd, acc_odd, alpha, PRECISION)
+            else:
+                acc = accumulate(p, values_from_cache(v, q.dtype), acc, alpha, PRECISION)
 
         if PAIRED_VALUES:
             acc = tl.reshape(tl.join(acc, acc_odd), (TILE_M, HEAD_DIM_PADDED))
@@ -302,8 +304,8 @@ def _paged_decode_kernel(
             if lse_ptr is not None:
                 tl.store(lse_ptr + seq * NUM_Q_HEADS + heads, lse * LN_2, mask=head_mask)
         later_row, item = _next_item(
-            later_row, item + tl.num_programs(0), context_lens_ptr, batch, window_size, min_tiles,
-            max_chunks, HEAD_TILES, TILE_N, USE_WINDOW, IS_SPLIT,
+            later_row, item + tl.num_programs(0), most_later, context_lens_ptr, batch, window_size,
+            min_tiles, max_chunks, HEAD_TILES, TILE_N, USE_WINDOW, IS_SPLIT,
         )  # fmt: skip
 
 
@@ -380,7 +382,7 @@ def launch_decode(
         IS_SPLIT=is_split,
         PAIRED_VALUES=target.backend != "hip" and has_value_pairs(v_cache),
         PRECISION=tile.precision,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl_options(q.device),
+        **decode_options(tile, target), **pdl_options(q.device),
     )  # fmt: skip
     if is_split:
         states.merge_into(

@@ -24,6 +24,7 @@ import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.target_info import is_cuda
 
 # Whether the kernels run in Triton's interpreter. `triton.jit` decides this when it decorates them;
 # setting TRITON_INTERPRET after this import has no effect.
@@ -83,10 +84,21 @@ def load_block_ids(
 
 
 @triton.jit
+def _wide_product(indices, stride):
+    """indices * stride, int64, of numbers that are not negative.
+
+    Widened without sign, 32-bit factors take one instruction of the GPU; with it, five.
+    """
+    if stride.dtype == tl.int32:
+        stride = stride.to(tl.uint32)
+    return indices.to(tl.uint32).to(tl.int64) * stride.to(tl.int64)
+
+
+@triton.jit
 def slot_offsets(block_ids, positions, stride_block, stride_slot, BLOCK_SIZE: tl.constexpr):
     """Offset in elements, int64, of the cache row that holds each token position."""
     slots = positions.to(tl.uint32) % BLOCK_SIZE
-    return block_ids.to(tl.int64) * stride_block + slots.to(tl.int64) * stride_slot
+    return _wide_product(block_ids, stride_block) + _wide_product(slots, stride_slot)
 
 
 @triton.jit
@@ -212,12 +224,22 @@ def finite_shift(row_max):
 
 
 @triton.jit
+def _log2(x):
+    """log2 of normal fp32 numbers with an error of at most 2^-22: one instruction on NVIDIA GPUs,
+    where Triton's takes thirty."""
+    if not INTERPRETED and is_cuda():
+        return tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    else:
+        return tl.log2(x)
+
+
+@triton.jit
 def normalise(acc, row_max, row_sum):
     """Convert a softmax state to (output, LSE in log2 units); an empty row gives 0 and -inf."""
     empty = row_sum == 0.0
     row_sum = tl.where(empty, 1.0, row_sum)
-    lse = tl.where(empty, float("-inf"), row_max + tl.log2(row_sum))
-    return acc / row_sum[:, None], lse
+    lse = tl.where(empty, float("-inf"), row_max + _log2(row_sum))
+    return acc * (1.0 / row_sum)[:, None], lse
 
 
 @triton.jit

@@ -175,7 +175,7 @@ def decode_tile(
 
     Decode is bound by memory, so a tile is sized by the bytes of K and V that it loads. Loads have
     two levels (block ids, then rows), so Triton's pipeliner keeps (num_stages - 1) / 2 tiles in
-    shared memory. Three tiles of 32 KiB on sm_90 and sm_100, two on sm_80, and two of 16 KiB on
+    shared memory: two of 32 KiB on sm_80, sm_90 and sm_100, and two of 16 KiB on
     GPUs with about 100 KiB of shared memory leave room for two programs per multiprocessor. Larger
     groups take several tiles of rows, as 64 rows at once would spill registers. A tile of an fp8
     cache holds twice the keys. Converting them takes registers, so with 32 rows it has at most 64.
@@ -191,7 +191,7 @@ def decode_tile(
     else:
         precision = "tf32x3"
         tile_bytes = 32 * 1024 if target.arch in (80, 90, 100, 103) else 16 * 1024
-        num_stages = 7 if target.arch in (90, 100, 103) else 5
+        num_stages = 5
     if dtype == torch.float32:  # tf32x3 holds every operand three times
         tile_m, tile_bytes = 16, tile_bytes // 2
         num_warps = 8 if head_dim_padded > 128 else 4
@@ -202,6 +202,19 @@ def decode_tile(
     if kv_itemsize < dtype.itemsize:
         tile_n = min(tile_n, 2048 // tile_m)
     return AttentionTile(tile_m, tile_n, num_warps, num_stages, precision)
+
+
+def decode_options(tile: AttentionTile, target: Target) -> dict[str, int]:
+    """Compiler options of the decode kernel.
+
+    Left alone, ptxas aims at 168 registers, for three programs per multiprocessor, and a tile takes
+    half as long again: address after address waits for the same registers.
+    """
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    if target.backend == "cuda":
+        threads = 32 * tile.num_warps * PROGRAMS_PER_MULTIPROCESSOR
+        options["maxnreg"] = min(255, 65536 // threads)
+    return options
 
 
 @dataclass(frozen=True)

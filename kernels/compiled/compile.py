@@ -119,7 +119,9 @@ def launched_by(
 
     def take_over(*, fn, compile, **_) -> bool:
         function, *parts = fn.jit_function, compile["signature"], compile["constants"]
-        names = ("num_warps", "num_stages", "num_ctas", "enable_fp_fusion", "launch_pdl")
+        names = (
+            "num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion", "launch_pdl"
+        )  # fmt: skip
         given = json.loads(compile["specialization_data"])["options"]
         options = {name: given[name] for name in names if name in given}
         launches.append((function, ASTSource(function, *parts, compile["configs"][0]), options))

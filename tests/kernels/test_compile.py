@@ -111,11 +111,15 @@ def test_programs_fit_a_multiprocessor(rows):
         assert row["arch"] != "gfx942" or row["local_bytes"] == 0, name_of(row)
 
 
+def regions_of(row):
+    """Regions of keys, each with a loop of its own: all of decode's, or prefill's with and without
+    masks."""
+    return 1 if row["kernel"] == DECODE else 2 + row["constants"]["HAS_LEFT"]
+
+
 def test_attention_computes_every_product_on_tensor_cores(rows):
     for row in of_kernels(rows, DECODE, PREFILL):
-        # Two in each region of keys, a loop: decode's are full tiles and a tail.
-        regions = 2 + bool(row["constants"].get("HAS_LEFT"))
-        assert row["dots"] == row["tensor_core_dots"] >= 2 * regions, name_of(row)
+        assert row["dots"] == row["tensor_core_dots"] >= 2 * regions_of(row), name_of(row)
         assert len(row["mma"]) == 1, name_of(row)
         if row["config"].startswith("bf16") and row["kernel"] == PREFILL:
             assert set(row["mma"]) == {MMA_FAMILY[row["arch"]]}, name_of(row)
@@ -127,8 +131,7 @@ def test_prefill_multiplies_during_the_softmax(rows):
         constants, arch, name = row["constants"], row["arch"], name_of(row)
         if row["config"].startswith("bf16 d128"):
             assert constants["SCORES_AHEAD"] == (arch == "sm_90"), name
-        regions = 2 + constants["HAS_LEFT"]
-        overlapping = regions if constants["SCORES_AHEAD"] else 0
+        overlapping = regions_of(row) if constants["SCORES_AHEAD"] else 0
         assert row["softmax_overlaps"] == overlapping, name
 
 
@@ -137,24 +140,23 @@ def test_attention_fetches_keys_and_values_by_16_byte_accesses(rows):
         constants, copies, name = row["constants"], row["async_copies"], name_of(row)
         decode, fp8 = row["kernel"] == DECODE, row["config"].startswith("fp8")
         tile_bytes = constants["TILE_N"] * constants["HEAD_DIM_PADDED"] * (1 if fp8 else 2)
-        regions = 2 + bool(constants.get("HAS_LEFT"))
+        regions = regions_of(row)
         # Block ids, lengths and numbers per head are narrower.
         assert set(row["global_loads"]) <= {"32", "64", "128"}, name
         if row["arch"] == "gfx942":  # loads to registers take the place of asynchronous copies
             assert bytes_of(row, "global_loads") >= regions * 2 * tile_bytes, name
             continue
         assert set(row["global_loads"]) <= {"32", "128"}, name
-        # Each region has a pipeline (decode's tail none): its prologue fills the buffers, its
-        # body refills one. On sm_100, where products are asynchronous too, that is peeled.
+        # Each region has a pipeline: its prologue fills the buffers, its body refills one. On
+        # sm_100, where products are asynchronous too, that is peeled.
         buffers = (row["num_stages"] - 1) // 2
-        fills = (1 if decode else regions) * (buffers + 1)
+        fills = regions * (buffers + 1)
         copied = bytes_of(row, "async_copies")
         assert copied >= fills * 2 * tile_bytes, name
         assert fp8 or row["arch"] == "sm_100" or copied == fills * 2 * tile_bytes, name
         assert set(copies) == {"32", "128"}, name
         if decode:
             assert copies["32"] >= 2 * buffers, "block ids too, ahead of what they lead to"
-            assert fp8 or bytes_of(row, "global_loads") >= 2 * tile_bytes, "the tail loads its own"
         elif not fp8:
             q_bytes = 2 * constants["TILE_M"] * constants["HEAD_DIM_PADDED"]
             first_keys = tile_bytes * constants["SCORES_AHEAD"]
