@@ -100,39 +100,39 @@ def _repeat(values: list[Any], launches: list[Launched], result: Any) -> Callabl
     """A function of other values with the same layouts that launches the same kernels on them and
     returns what the call does; None if these values do not tell how.
 
-    It makes a list of the values, new tensors, views of values as another dtype, and constants, and
-    takes the arguments of each launch from that list by their places.
+    It makes a list of the values, new tensors and constants, and takes the arguments of each launch
+    from that list by their places. A view as another dtype is passed as what it is a view of: a
+    compiled kernel takes the address alone.
     """
+    if not launches or any(launcher is None for launcher, _ in launches):
+        return None
     results = result if isinstance(result, tuple) else () if result is None else (result,)
-    tensors = {id(x): x for x in chain(*(args for _, args in launches), results) if _is_tensor(x)}
-    given = [value for value in values if id(value) in tensors]
-    storages = [_storage(value) for value in values if _is_tensor(value)]
-    others = [x for x in tensors.values() if not any(x is value for value in given)]
-    fresh = [x for x in others if _storage(x) not in storages]
-    views = [x for x in others if _storage(x) in storages]
-    sources = [[i for i, x in enumerate(values) if _same_elements(x, view)] for view in views]
-    if (
-        not launches
-        or any(launcher is None for launcher, _ in launches)
-        or len({id(value) for value in given}) < len(given)
-        or len(set(map(_storage, fresh))) < len(fresh)
-        or any(x.storage_offset() for x in fresh)
-        or any(len(candidates) != 1 for candidates in sources)
+    pool, places, layouts = list(values), {}, []
+    for x in chain(*(args for _, args in launches), results):
+        if not isinstance(x, torch.Tensor) or id(x) in places:
+            continue
+        others = [place for place, other in enumerate(pool) if _share_storage(x, other)]
+        if not others and x.storage_offset() == 0:
+            others = [len(pool)]
+            pool.append(x)
+            layouts.append((x.shape, x.stride(), x.dtype, x.device))
+        same = [place for place in others if _elements(x) == _elements(pool[place])]
+        if len(same) != 1:
+            return None
+        places[id(x)] = same[0]
+    constants, picks = [], []
+    for launcher, args in launches:
+        first = len(pool) + len(constants)
+        picks.append(
+            (launcher, itemgetter(*(places.get(id(x), first + n) for n, x in enumerate(args))))
+        )
+        constants += [None if id(x) in places else x for x in args]
+    made = [places.get(id(x)) for x in results]
+    if any(
+        place is None or x.dtype != pool[place].dtype
+        for x, place in zip(results, made, strict=True)
     ):
         return None
-    layouts = [(x.shape, x.stride(), x.dtype, x.device) for x in fresh]
-    casts = [(source, view.dtype) for (source,), view in zip(sources, views, strict=True)]
-    places = {id(x): place for place, x in enumerate([*values, *fresh, *views]) if _is_tensor(x)}
-    constants, picks = [], []
-    first_constant = len(values) + len(fresh) + len(views)
-    for launcher, args in launches:
-        order = []
-        for x in args:
-            order.append(places.get(id(x), first_constant + len(constants)))
-            if id(x) not in places:
-                constants.append(x)
-        picks.append((launcher, itemgetter(*order)))
-    results = [places[id(x)] for x in results]
     is_tuple = isinstance(result, tuple)
 
     def repeat(values: list[Any]) -> Any:
@@ -140,28 +140,20 @@ def _repeat(values: list[Any], launches: list[Launched], result: Any) -> Callabl
             torch.empty_strided(shape, stride, dtype=dtype, device=device)
             for shape, stride, dtype, device in layouts
         ]
-        pool = [*values, *new, *[values[i].view(dtype) for i, dtype in casts], *constants]
+        pool = [*values, *new, *constants]
         for launcher, pick in picks:
             launcher(*pick(pool))
-        made = tuple(pool[place] for place in results)
-        return made if is_tuple else made[0] if made else None
+        results = tuple(pool[place] for place in made)
+        return results if is_tuple else results[0] if results else None
 
     return repeat
 
 
-def _is_tensor(x: object) -> bool:
-    return isinstance(x, torch.Tensor)
-
-
-def _storage(x: torch.Tensor) -> int:
-    return x.untyped_storage()._cdata
-
-
-def _same_elements(x: object, view: torch.Tensor) -> bool:
-    """Whether `view` is x, perhaps as another dtype."""
-    return (
-        _is_tensor(x)
-        and _storage(x) == _storage(view)
-        and (x.storage_offset(), x.shape, x.stride())
-        == (view.storage_offset(), view.shape, view.stride())
+def _share_storage(x: torch.Tensor, other: object) -> bool:
+    return isinstance(other, torch.Tensor) and (
+        x.untyped_storage()._cdata == other.untyped_storage()._cdata
     )
+
+
+def _elements(x: torch.Tensor) -> tuple:
+    return x.storage_offset(), x.shape, x.stride()

@@ -7,12 +7,16 @@ features are distributed over the architectures. `make test` runs these tests th
 
 from __future__ import annotations
 
+import inspect
 import re
+from unittest import mock
 
 import pytest
 import torch
 
+from kernels import paged_decode_attention
 from kernels.fp8_cache import FP8_DTYPE
+from kernels.launch import Remembered
 from kernels.testing.cases import ATTENTION_FEATURES, make_case
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
@@ -111,6 +115,19 @@ def test_result(op, sizes):
     case = make_case(op, **HEADS | sizes)
     for name, accuracy in case.judge().items():
         assert accuracy.passed, f"{name}: {accuracy}, bound {accuracy.bound:.3g}"
+
+
+def test_an_equal_call_launches_the_compiled_kernels_again():
+    """Two kernels, an fp8 cache as bytes, new tensors for the states."""
+    function = inspect.unwrap(paged_decode_attention)
+    launcher = mock.Mock(wraps=function)
+    call = Remembered(launcher)
+    sizes = HEADS | FP8 | DECODE[1] | {"options": {"num_splits": 2}}
+    first, second = (make_case(DECODE[0], **sizes, seed=seed) for seed in (1, 2))
+    call(**first.inputs)
+    for got, wanted in zip(call(**second.inputs), function(**second.inputs), strict=True):
+        assert torch.equal(got, wanted)
+    assert launcher.call_count == 1
 
 
 def executing(request, **options):
