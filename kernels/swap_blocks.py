@@ -92,37 +92,6 @@ def _gpu_of(src_cache: torch.Tensor, dst_cache: torch.Tensor) -> torch.device:
     return dst_cache.device
 
 
-def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors share an element; False if finding out takes too long."""
-    (first_a, end_a), (first_b, end_b) = _address_range(a), _address_range(b)
-    if a.is_meta or end_a <= first_b or end_b <= first_a:
-        return False
-    try:  # NumPy solves it for shapes and strides, and reads nothing
-        return np.shares_memory(_Bytes(a), _Bytes(b), max_work=100_000)
-    except np.exceptions.TooHardError:
-        return False
-
-
-def _address_range(tensor: torch.Tensor) -> tuple[int, int]:
-    first = tensor.data_ptr()
-    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return first, first + (last + 1) * tensor.itemsize
-
-
-class _Bytes:
-    """The bytes of a tensor as an array, wherever they are."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        size = tensor.itemsize
-        self.__array_interface__ = {
-            "data": (tensor.data_ptr(), True),
-            "shape": (*tensor.shape, size),
-            "strides": (*(size * stride for stride in tensor.stride()), 1),
-            "typestr": "|u1",
-            "version": 3,
-        }
-
-
 def _plane_strides(cache: torch.Tensor) -> tuple[int, int, int]:
     """Strides of K/V, layer and block; a cache of one plane has 0 for the first two."""
     return cache.stride()[:3] if cache.dim() == 6 else (0, 0, cache.stride(0))
@@ -166,9 +135,9 @@ def swap_blocks(src_cache: torch.Tensor, dst_cache: torch.Tensor, src_to_dst: to
     Args:
         src_cache, dst_cache: (2, num_layers, num_blocks, block_size, num_kv_heads, head_dim), K and
             V of all layers, or (num_blocks, block_size, num_kv_heads, head_dim), one of them. Only
-            num_blocks may differ. They must not overlap in memory. Any strides, which may differ
-            between the two, but a contiguous last dimension. fp16, bf16, fp32, fp8 or 8-bit
-            integers. At least one lies on the GPU; one in host memory must be pinned.
+            num_blocks may differ. Not parts of one tensor. Any strides, which may differ between
+            the two, but a contiguous last dimension. fp16, bf16, fp32, fp8 or 8-bit integers. At
+            least one lies on the GPU; one in host memory must be pinned.
         src_to_dst: (num_pairs, 2) int64: block of src_cache, block of dst_cache. A pair with a
             negative number is skipped. A source may occur often, a destination once. In host memory
             the copy engine moves the blocks, if those of a part, adjacent in both caches, have 256
@@ -181,8 +150,8 @@ def swap_blocks(src_cache: torch.Tensor, dst_cache: torch.Tensor, src_to_dst: to
     copy engine only before it reuses memory.)
 
     Raises:
-        ValueError: a shape, dtype, device or stride that does not fit, caches found to overlap, or
-            host memory that is not pinned; if src_to_dst lies in host memory also a block past the
+        ValueError: a shape, dtype, device or stride that does not fit, parts of one tensor, or host
+            memory that is not pinned; if src_to_dst lies in host memory also a block past the
             end or a repeated destination. Nothing is copied then.
     """
     device = _gpu_of(src_cache, dst_cache)
@@ -201,10 +170,9 @@ def swap_blocks(src_cache: torch.Tensor, dst_cache: torch.Tensor, src_to_dst: to
     num_pairs = src_to_dst.shape[0]
     if num_pairs == 0 or src_cache.numel() == 0 or dst_cache.numel() == 0:
         return
-    if src_cache.device == dst_cache.device and _share_memory(src_cache, dst_cache):
-        raise ValueError(
-            "src_cache, dst_cache: expected tensors that do not overlap in memory, got two that do"
-        )
+    storages = [cache.untyped_storage().data_ptr() for cache in (src_cache, dst_cache)]
+    if storages[0] == storages[1] and not src_cache.is_meta:
+        raise ValueError("src_cache, dst_cache: expected two tensors, got parts of one")
     if src_to_dst.is_cpu and device.type != "cpu":
         if src_cache.is_cpu or dst_cache.is_cpu:
             parts = adjacent_parts(src_cache, dst_cache, src_to_dst)

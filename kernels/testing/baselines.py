@@ -2,7 +2,6 @@
 
     flash_attn_2          flash-attn 2 (Dao, 2023) on the paged cache; block_size a multiple of 256
     flash_attn_3          flash-attn 3 (Shah et al., 2024), for Hopper; any block size
-    gather_flash_attn_2   the context copied into pages of 256 tokens first, for other block sizes
     flex_attention        FlexAttention (Dong et al., 2024) with a mask that maps slots to tokens;
                           block_size a multiple of 128, equally many queries per sequence
     gather_sdpa           the context copied to contiguous tensors, scaled_dot_product_attention
@@ -137,19 +136,6 @@ class FlashAttention2(_Package):
         )  # fmt: skip
 
 
-class GatherFlashAttention2(FlashAttention2):
-    """Copies the context of a cache of small blocks to pages first."""
-
-    name = "gather_flash_attn_2"
-    page_multiple = 1
-
-    def decode(self, q, k_cache, v_cache, block_tables, context_lens):
-        return super().decode(q, *gather_pages(k_cache, v_cache, block_tables), context_lens)
-
-    def prefill(self, q, k_cache, v_cache, block_tables, **lengths):
-        return super().prefill(q, *gather_pages(k_cache, v_cache, block_tables), **lengths)
-
-
 class FlashAttention3(_Package):
     name = "flash_attn_3"
     package = "flash_attn_interface"
@@ -169,31 +155,6 @@ class FlashAttention3(_Package):
             q, k_cache, v_cache, cache_seqlens=context_lens, page_table=block_tables,
             cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, causal=True,
         )  # fmt: skip
-
-
-def gather_pages(
-    k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The blocks of every row of the table, copied into pages of PAGE_SIZE tokens.
-
-    Returns K and V, (batch * pages, PAGE_SIZE, num_kv_heads, head_dim), and their table, (batch,
-    pages) int32. Padding of the table copies some block.
-    """
-    num_blocks, block_size = k_cache.shape[:2]
-    batch, max_blocks = block_tables.shape
-    tables = block_tables.clamp(0, num_blocks - 1)
-    num_pages = max(1, -(-max_blocks * block_size // PAGE_SIZE))
-    if PAGE_SIZE % block_size == 0:
-        per_page = PAGE_SIZE // block_size
-        blocks = F.pad(tables, (0, num_pages * per_page - max_blocks)).flatten()
-        k, v = (cache.index_select(0, blocks) for cache in (k_cache, v_cache))
-    else:
-        positions = torch.arange(num_pages * PAGE_SIZE, device=k_cache.device)
-        columns = (positions // block_size).clamp(max=max_blocks - 1)
-        k, v = (cache[tables[:, columns], positions % block_size] for cache in (k_cache, v_cache))
-    pages = (batch * num_pages, PAGE_SIZE, *k_cache.shape[2:])
-    table = torch.arange(batch * num_pages, dtype=torch.int32, device=k_cache.device)
-    return k.reshape(pages), v.reshape(pages), table.view(batch, num_pages)
 
 
 def gather_padded(
@@ -356,7 +317,7 @@ BASELINES: dict[str, Baseline] = {
     baseline.name: baseline
     for baseline in (
         FlashAttention2(), FlashAttention3(), FlexAttention(),
-        GatherFlashAttention2(), GatherSdpa(), GatherCudnn(),
+        GatherSdpa(), GatherCudnn(),
     )
 }  # fmt: skip
 """The baselines by name."""

@@ -45,7 +45,6 @@ def _flash_attn_3() -> SimpleNamespace:
 STAND_INS = {
     "flash_attn_2": (baselines.FlashAttention2(flash_attn_compat), PAGE_SIZE),
     "flash_attn_3": (baselines.FlashAttention3(_flash_attn_3()), 24),
-    "gather_flash_attn_2": (baselines.GatherFlashAttention2(flash_attn_compat), 16),
     "gather_sdpa": (baselines.GatherSdpa(), 24),
 }
 
@@ -113,14 +112,12 @@ def test_flex_attention_takes_equal_numbers_of_queries():
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 24, 256, 300])
-def test_gathers_repeat_the_cache_token_for_token(block_size):
+def test_a_gather_repeats_the_cache_token_for_token(block_size):
     call = _call("decode", block_size).inputs
     cache = call["k_cache"], call["v_cache"], call["block_tables"]
-    pages_k, _, table = baselines.gather_pages(*cache)
     padded_k, _, exists = baselines.gather_padded(*cache, call["context_lens"])
     for row, length in enumerate(CONTEXT_LENS):
         expected = reference.gather_tokens(cache[0], cache[2][row], 0, length)
-        assert torch.equal(reference.gather_tokens(pages_k, table[row], 0, length), expected)
         assert torch.equal(padded_k[row, :length], expected)
         assert exists[row].sum() == length
 
@@ -141,7 +138,6 @@ def test_packages_for_gpus_say_so_on_a_cpu(name):
         ("flash_attn_3", 16, {"dtype": torch.float32}, "takes fp16 and bf16, got q torch.float32"),
         ("flex_attention", 16, {}, "block_size: needs a multiple of 128, got 16"),
         ("flash_attn_2", 256, {"head_dim": 20}, "head_dim up to 256 in steps of 8, got 20"),
-        ("gather_flash_attn_2", 16, {"head_dim": 20}, "in steps of 8, got 20"),
     ],
 )
 def test_reasons_name_what_is_needed(name, block_size, options, reason):

@@ -37,7 +37,7 @@ PARTS = ("decode", "prefill", "norm", "gate", "store", "copy", "swap_out", "swap
 PARTS += ("cascade",)
 PAGED = (OURS, "flash_attn_2", "flash_attn_3", "flex_attention")
 """Attention on the blocks as they are."""
-GATHER = ("gather_flash_attn_2", "gather_sdpa", "gather_cudnn")
+GATHER = ("gather_sdpa", "gather_cudnn")
 """Attention behind a copy, for block sizes that flash-attn 2 refuses."""
 IMPLEMENTATIONS = {
     "swap_out": (OURS, COPY_ENGINE),

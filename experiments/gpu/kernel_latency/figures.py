@@ -14,7 +14,6 @@ TOKENS = ("norm", "gate", "store")
 PLAIN = "paged_decode"
 _LOOKS = {
     "flash_attn_2": style.line(style.RED, "s"),
-    "gather_flash_attn_2": style.line(style.RED, "s", "dotted", fill=False),
     "flash_attn_3": style.line(style.ORANGE, "^"),
     "gather_sdpa": style.line(style.SKY, "P", "dotted", fill=False),
     "gather_cudnn": style.line(style.GREY, "X", "dotted", fill=False),

@@ -31,7 +31,7 @@ def test_gathers_are_compared_where_paged_kernels_refuse_the_blocks():
     for cell in cells_of("decode", "prefill", block_size=(16, 100, 256, 512)):
         by_size.setdefault(cell.shape.block_size, set()).add(cell.implementation)
     for block_size, names in by_size.items():
-        assert ("gather_flash_attn_2" in names) == (block_size % 256 != 0)
+        assert ("gather_sdpa" in names) == (block_size % 256 != 0)
         assert {OURS, "flash_attn_2", "flash_attn_3"} <= names
 
 
