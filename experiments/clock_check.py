@@ -17,6 +17,7 @@ per second.
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -124,48 +125,37 @@ def _timed_operations(llm: LLM) -> dict[str, dict[Any, list[float]]]:
     ``prefill`` and ``decode``: attention of one layer, by batch and context.  ``head``: by rows.
     ``rest``: all else, by tokens.
     """
-    model, spent = llm.model, defaultdict(float)
-    attentions = [layer.self_attn for layer in model.model.layers]
-    backends, logits = [attention.backend for attention in attentions], model.logits
-    for attention in attentions:
-        attention.backend = _timed(attention.backend, spent, "attention")
-    model.logits = _timed(logits, spent, "head")
+    model, attention, head = llm.model, [], []
+    layers = [layer.self_attn for layer in model.model.layers]
+    backends, logits = [layer.backend for layer in layers], model.logits
+    for layer in layers:
+        layer.backend = _timed(layer.backend, attention)
+    model.logits = _timed(logits, head)
     times = {name: defaultdict(list) for name in ("prefill", "decode", "head", "rest")}
-    clock = ProcessorTime()
-
-    class Observer(ProcessorTime):
-        def duration(self, step: Step) -> float:
-            seconds = clock.duration(step)
-            tokens, batch = step.num_tokens, len(step.sequences)
-            context = step.sequences[0].num_computed_tokens
-            phase = "decode" if tokens == batch else "prefill"
-            if phase == "decode":
-                context -= 1 + (context - 1) % _CONTEXTS[0]
-            times[phase][batch, context].append(spent["attention"] / len(attentions))
-            times["head"][batch].append(spent["head"])
-            times["rest"][tokens].append(seconds - spent["attention"] - spent["head"])
-            spent.clear()
-            return seconds
-
-    observer = Observer()
-    for _ in range(2):
-        for context in _CONTEXTS:
-            for batch in _BATCHES:
-                if batch * context <= _MOST_TOKENS:
-                    prompts = [[1] * context] * batch
-                    lengths, arrivals = [10] * batch, [0.0] * batch
-                    open_loop.serve(llm.engine, prompts, lengths, arrivals, service=observer)
+    for context, batch in itertools.product(2 * _CONTEXTS, _BATCHES):
+        if batch * context > _MOST_TOKENS:
+            continue
+        attention.clear(), head.clear()
+        prompts, lengths, arrivals = [[1] * context] * batch, [10] * batch, [0.0] * batch
+        run = open_loop.serve(llm.engine, prompts, lengths, arrivals, service=ProcessorTime())
+        of_layer = np.reshape(attention, (len(run.steps), len(layers))).mean(1)
+        rest = [step.seconds for step in run.steps] - len(layers) * of_layer - head
+        times["prefill"][batch, context].append(of_layer[0])
+        times["decode"][batch, context].extend(of_layer[1:])
+        times["head"][batch].extend(head)
+        times["rest"][batch * context].append(rest[0])
+        times["rest"][batch].extend(rest[1:])
     model.logits = logits
-    for attention, backend in zip(attentions, backends, strict=True):
-        attention.backend = backend
+    for layer, backend in zip(layers, backends, strict=True):
+        layer.backend = backend
     return times
 
 
-def _timed(call: Callable, spent: dict[str, float], name: str) -> Callable:
+def _timed(call: Callable, spent: list[float]) -> Callable:
     def timed(*arguments: Any) -> Any:
         begin = time.thread_time()
         result = call(*arguments)
-        spent[name] += time.thread_time() - begin
+        spent.append(time.thread_time() - begin)
         return result
 
     return timed
