@@ -85,20 +85,12 @@ class BlockHasher:
         """
         chain = seq.hash_chains.setdefault(self._name, [])
         count = (len(seq.token_ids) - seq.num_unknown_tokens) // self.block_size
-        num_new = count - len(chain)
-        if num_new <= 0:
-            return chain
-        digest, size, parent = self._digest, self.block_size, chain[-1] if chain else self._root
-        first = len(chain) * size
-        packed = seq.token_ids[first : count * size].tobytes()  # slices of bytes are the fastest
-        block_bytes = len(packed) // num_new
-        for index in range(num_new):
-            block = packed[index * block_bytes : (index + 1) * block_bytes]
-            start = first + index * size
+        for position in range(len(chain), count):
+            start, end = position * self.block_size, (position + 1) * self.block_size
+            content = (chain[-1] if chain else self._root) + seq.token_ids[start:end].tobytes()
             if start < seq.keyed_length:
-                block += encode_extra_keys(seq.extra_keys(start, start + size))
-            parent = digest(parent + block)
-            chain.append(parent)
+                content += encode_extra_keys(seq.extra_keys(start, end))
+            chain.append(self._digest(content))
         return chain
 
 

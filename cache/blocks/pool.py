@@ -33,23 +33,23 @@ def check_free(needed: int, free: int) -> None:
 class BlockPool:
     """``num_blocks`` blocks with reference counts, an index by content hash, and a policy.
 
-    A block is always in one of four states:
+    A block is always in one of three states:
 
-        free           no user, and its content cannot be found; the last freed is taken first
-        fresh          never used; taken in the order 0, 1, 2 ... after the free ones
+        free           no user, and its content cannot be found; the last freed is taken first,
+                       and those never used last, in the order 0, 1, 2 ...
         cached-free    no user, but its content is indexed: a lookup can revive it
         referenced     in ``ref_counts[block]`` tables, indexed or not
 
-    Cached-free blocks belong to the eviction policy.  It is asked only when there are no free or
-    fresh blocks, and a block loses its content only when it is taken again.  With ``lru`` this is
-    the free queue of vLLM v1, which puts blocks without a hash at its front.  With
+    Cached-free blocks belong to the eviction policy.  It is asked only when there are no free
+    blocks, and a block loses its content only when it is taken again.  With ``lru`` this is the
+    free queue of vLLM v1, which puts blocks without a hash at its front.  With
     ``queue_uncached`` free blocks wait with the cached-free ones in one queue, as in older vLLM v1.
 
     Several blocks can hold the same content if they were computed side by side.  All of them are
     indexed, and a lookup finds the oldest.
 
     Attributes:
-        num_free_blocks: blocks without a user (fresh, free and cached-free); read-only to others.
+        num_free_blocks: blocks without a user (free and cached-free); read-only to others.
         ref_counts: number of tables that hold each block; read-only to others.
         block_hashes: hash of each block's content, None if it cannot be found; read-only to others.
         policy: the eviction policy, which the pool starts and owns.
@@ -70,8 +70,7 @@ class BlockPool:
         self.policy = policy
         self.ref_counts: list[int] = [0] * num_blocks
         self.counts = {"allocated_blocks": 0, "evicted_blocks": 0}
-        self._fresh = range(num_blocks)
-        self._free: list[int] = []  # a stack
+        self._free = list(range(num_blocks))[::-1]  # a stack
         self._queue_uncached = queue_uncached
         self.block_hashes: list[bytes | None] = [None] * num_blocks
         self._holders: dict[bytes, int] = {}  # hash -> the oldest block with this content
@@ -82,7 +81,7 @@ class BlockPool:
 
     def free_blocks(self) -> Iterator[int]:
         """Blocks without a user, in the order in which they would be taken now."""
-        return chain(reversed(self._free), self._fresh, self.policy)
+        return chain(reversed(self._free), self.policy)
 
     def lookup(self, hashes: Sequence[bytes]) -> list[int]:
         """Blocks of the longest cached prefix of ``hashes``.
@@ -111,30 +110,29 @@ class BlockPool:
         return self._take(count)
 
     def extend(
-        self, tail: Sequence[int], count: int, hashes: Sequence[bytes], first: int, last: int
-    ) -> list[int]:
-        """Take ``count`` blocks (none if negative) for a sequence, and cache its full blocks.
+        self, blocks: list[int], length: int, hashes: Sequence[bytes], first: int, last: int
+    ) -> None:
+        """Extend the table ``blocks`` of a sequence to ``length``, and cache its full blocks.
 
-        ``tail`` is the end of the sequence's table, from position ``first`` on; the new blocks
-        follow it and are returned.  The blocks at positions ``first`` to ``last - 1`` become
-        findable under their ``hashes``.  A block whose hash is cached already becomes a duplicate.
-        Raises OutOfBlocks, changing nothing.
+        A smaller ``length`` takes no block.  The blocks at positions ``first`` to ``last - 1``
+        become findable under their ``hashes``.  A block whose hash is cached already becomes a
+        duplicate.  Raises OutOfBlocks, changing nothing.
         """
-        check_free(count, self.num_free_blocks)
-        if not self._reports_misses:
-            taken = self._take(count) if count > 0 else []
-            if first < last:
-                self._publish([*tail, *taken][: last - first], hashes, first)
-            return taken
-        blocks = list(tail)
-        for depth in range(first, last):  # one by one: the victim may depend on the newcomer
-            if hashes[depth] not in self._holders:
-                self.policy.miss(hashes[depth])
-            if depth - first == len(blocks):
-                blocks += self._take(1)
-            self._publish(blocks[depth - first : depth - first + 1], hashes, depth)
-        blocks += self._take(len(tail) + max(0, count) - len(blocks))
-        return blocks[len(tail) :]
+        count = length - len(blocks)
+        if count > 0:
+            check_free(count, self.num_free_blocks)
+        if self._reports_misses:
+            for depth in range(first, last):  # one by one: the victim may depend on the newcomer
+                if hashes[depth] not in self._holders:
+                    self.policy.miss(hashes[depth])
+                if depth == len(blocks):
+                    blocks += self._take(1)
+                self._publish(blocks, hashes, depth, depth + 1)
+            count = length - len(blocks)
+        if count > 0:
+            blocks += self._take(count)
+        if first < last and not self._reports_misses:
+            self._publish(blocks, hashes, first, last)
 
     def revive(self, hits: Sequence[int], count: int = 0) -> None:
         """Add a user to each of ``hits``, which ``lookup`` found, whether or not it has one.
@@ -161,24 +159,20 @@ class BlockPool:
 
     def _take(self, count: int) -> list[int]:
         """Take ``count`` blocks, with one user each; at least ``count`` must be free."""
-        ref_counts = self.ref_counts
         self.counts["allocated_blocks"] += count
         self.num_free_blocks -= count
         blocks = self._free[: -count - 1 : -1]
-        if blocks:
-            del self._free[-len(blocks) :]
+        del self._free[len(self._free) - len(blocks) :]
+        for block in blocks:
+            self.ref_counts[block] = 1
         missing = count - len(blocks)
-        if missing and self._fresh:
-            blocks += self._fresh[:missing]
-            self._fresh = self._fresh[missing:]
-            missing = count - len(blocks)
         if missing:
             evicted = self.policy.evict_many(missing)
             check_victims(self.policy, evicted, self._is_released, missing)
             self._forget(evicted)
+            for block in evicted:
+                self.ref_counts[block] = 1
             blocks += evicted
-        for block in blocks:
-            ref_counts[block] = 1
         if self._log:
             self._log.record("allocated", blocks)
         return blocks
@@ -207,27 +201,29 @@ class BlockPool:
 
     def _is_released(self, block: int) -> bool:
         """Whether the policy could have ``block``."""
-        if block >= self.num_blocks - len(self._fresh) or self.ref_counts[block]:
+        if block >= self.num_blocks or self.ref_counts[block]:
             return False
         return self._queue_uncached or self.block_hashes[block] is not None
 
-    def _publish(self, blocks: Sequence[int], hashes: Sequence[bytes], first: int) -> None:
-        """Index ``blocks``, which are in use, under the ``hashes`` from position ``first`` on.
+    def _publish(
+        self, table: Sequence[int], hashes: Sequence[bytes], first: int, last: int
+    ) -> None:
+        """Index the blocks of ``table`` at positions ``first`` to ``last - 1`` by their ``hashes``.
 
         The policy gets each block under its hash, a duplicate under (hash, block): the keys that a
         policy holds are unique.
         """
-        holders, block_hashes, insert = self._holders, self.block_hashes, self.policy.insert
         parent = hashes[first - 1] if first else None
-        for depth, block in enumerate(blocks, first):
-            name = block_hashes[block] = key = hashes[depth]
-            if holders.setdefault(key, block) != block:
+        for depth in range(first, last):
+            block, key = table[depth], hashes[depth]
+            name = self.block_hashes[block] = key
+            if self._holders.setdefault(key, block) != block:
                 self._duplicates.setdefault(key, []).append(block)
                 name = (key, block)
-            insert(block, name, parent, depth)
+            self.policy.insert(block, name, parent, depth)
             parent = key
         if self._log:
-            self._log.record("cached", blocks, hashes[first : first + len(blocks)])
+            self._log.record("cached", table[first:last], hashes[first:last])
 
     def free(self, blocks: Sequence[int]) -> None:
         """Remove a user from each of ``blocks``, given in the order of their sequence.
@@ -261,7 +257,6 @@ class BlockPool:
         Blocks stay in the order in which they would be taken; the policy starts anew, without any.
         """
         self._free = list(self.free_blocks())[::-1]
-        self._fresh = range(0)
         self.policy.start(self.num_blocks)
         self._holders.clear()
         self._duplicates.clear()
@@ -284,7 +279,7 @@ class BlockPool:
         policy = self.policy
         queued = list(policy)
         require(len(queued) == len(policy), f"policy has {len(queued)}, says {len(policy)} blocks")
-        idle = [*self._fresh, *self._free, *queued]
+        idle = [*self._free, *queued]
         require(len(idle) == self.num_free_blocks, f"{len(idle)} free, not {self.num_free_blocks}")
         require(len(idle) == len(set(idle)), f"a block is free twice: {sorted(idle)}")
         idle, queued = set(idle), set(queued)

@@ -296,8 +296,7 @@ class CacheManager(abc.ABC):
         if table is None or table.is_swapped_out:
             table = self._table_on_device(seq)  # raises
         num_tokens, start = len(seq.token_ids), table.seq.num_computed_tokens
-        if type(end) is not int:
-            end = num_tokens if end is None else as_int("end", end)
+        end = num_tokens if end is None else as_int("end", end)
         if not start < end <= num_tokens:
             raise ValueError(
                 f"append: end={end} for sequence {seq.seq_id!r}, but {start} of its {num_tokens} "

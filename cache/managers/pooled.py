@@ -141,13 +141,12 @@ class PooledManager(CacheManager):
         A smaller ``num_blocks`` takes none.  A block with an unknown token is not cached yet.
         """
         first = last = table.num_cached_blocks
-        count, num_full = num_blocks - len(table.blocks), end // self.block_size
         hashes: list[bytes] = []
-        if num_full > first and self.enable_prefix_caching:
+        if end // self.block_size > first and self.enable_prefix_caching:
             hashes = self._hasher.block_hashes(table.seq)
-            last = min(num_full, len(hashes))
-        if count > 0 or last > first:
-            table.blocks += self.pool.extend(table.blocks[first:], count, hashes, first, last)
+            last = min(end // self.block_size, len(hashes))
+        if last > first or num_blocks > len(table.blocks):
+            self.pool.extend(table.blocks, num_blocks, hashes, first, last)
             table.num_cached_blocks = last
 
     def _release(self, table: PooledTable) -> None:

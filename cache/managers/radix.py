@@ -83,15 +83,14 @@ class Radix(CacheManager):
             )
         self.tree = RadixTree(self.block_size, as_policy(policy), self.num_blocks)
         self._listener = listener(self.tree.policy) and self.tree.tell
-        self._num_fresh = self.num_blocks  # never used: the highest ids
-        self._free = array("i")  # a stack
+        self._free = array("i", range(self.num_blocks))[::-1]  # a stack
         self._extra_users: Counter[int] = Counter()  # blocks outside the tree shared by forks
         self._log_hasher = BlockHasher("xxh3_128", self.block_size)
         self._contents: dict[int, bytes] = {}  # block in the tree -> hash; filled for the log
 
     @property
     def num_free_blocks(self) -> int:
-        return self._num_fresh + len(self._free) + self.tree.num_evictable
+        return len(self._free) + self.tree.num_evictable
 
     def check_invariants(self) -> None:
         super().check_invariants()
@@ -100,9 +99,8 @@ class Radix(CacheManager):
         users = Counter(chain.from_iterable(t.blocks[t.num_in_tree :] for t in tables))
         extra = {block: count - 1 for block, count in users.items() if count > 1}
         require(self._extra_users == extra, f"extra users {self._extra_users}, should be {extra}")
-        fresh = range(self.num_blocks - self._num_fresh, self.num_blocks)
         in_tree = chain.from_iterable(node.blocks for node in nodes)
-        everything = sorted([*fresh, *self._free, *in_tree, *users])
+        everything = sorted([*self._free, *in_tree, *users])
         require(
             everything == list(range(self.num_blocks)),
             f"not every block is free, in the tree or in use: {everything}",
@@ -217,20 +215,15 @@ class Radix(CacheManager):
 
     def _take(self, count: int) -> array:
         """Take ``count`` blocks; at least ``count`` must be free."""
-        first = self.num_blocks - self._num_fresh
-        blocks = array("i", range(first, first + min(count, self._num_fresh)))
-        self._num_fresh -= len(blocks)
         self._counts["allocated_blocks"] += count
-        count -= len(blocks)
         if count > len(self._free):
             evicted = self.tree.evict(count - len(self._free))
             self._counts["evicted_blocks"] += len(evicted)
             if self._log:
                 self._log.record("evicted", evicted, map(self._contents.pop, evicted))
             self._free += evicted
-        split = len(self._free) - count
-        blocks += self._free[split:]
-        del self._free[split:]
+        blocks = self._free[: -count - 1 : -1]
+        del self._free[-count:]
         if self._log:
             self._log.record("allocated", blocks)
         return blocks

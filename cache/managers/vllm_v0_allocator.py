@@ -72,7 +72,7 @@ class BlockAllocator:
     to the evictor, until it is taken again; content with a number is dropped at once.
 
     With an evictor (vLLM's ``CachedBlockAllocator``) blocks are taken in the order 0, 1 ..., then
-    from the evictor; without one (``UncachedBlockAllocator``) from a stack, the highest first.
+    from the evictor; without one (``UncachedBlockAllocator``) the highest first.
 
     Attributes:
         ref_counts: number of tables that hold each block; read-only to others.
@@ -93,8 +93,9 @@ class BlockAllocator:
         self.keys: list[ContentKey | None] = [None] * num_blocks
         self.computed = bytearray(num_blocks)
         self.counts = {"allocated_blocks": 0, "evicted_blocks": 0}
-        self._num_fresh = num_blocks if evictor is not None else 0
-        self._stack = list(range(num_blocks)) if evictor is None else []
+        self._stack = list(range(num_blocks))
+        if evictor is not None:
+            self._stack.reverse()
         self._index: dict[ContentKey, int] = {}
         self.find = self._index.get
         self._log = event_log
@@ -105,12 +106,11 @@ class BlockAllocator:
     def num_free_blocks(self) -> int:
         """Blocks without a user, with the evictor or not."""
         released = 0 if self.evictor is None else len(self.evictor)
-        return self._num_fresh + len(self._stack) + released
+        return len(self._stack) + released
 
     def free_blocks(self) -> list[int]:
         """Blocks without a user, in the order in which they would be taken now."""
-        fresh = range(self.num_blocks - self._num_fresh, self.num_blocks)
-        return [*fresh, *reversed(self._stack), *(self.evictor or ())]
+        return [*reversed(self._stack), *(self.evictor or ())]
 
     def share(self, block: int, *, found: bool = True) -> None:
         """Add a user to a block, which leaves the evictor if it had none.
@@ -128,13 +128,7 @@ class BlockAllocator:
         hashed = isinstance(key, bytes)
         if hashed:
             self.evictor.miss(key)
-        if self._num_fresh:
-            block = self.num_blocks - self._num_fresh
-            self._num_fresh -= 1
-        elif self._stack:
-            block = self._stack.pop()
-        else:
-            block = self._evict()
+        block = self._stack.pop() if self._stack else self._evict()
         self.counts["allocated_blocks"] += 1
         self.ref_counts[block] = 1
         self.computed[block] = 0
@@ -200,7 +194,7 @@ class BlockAllocator:
 
     def _is_released(self, block: int) -> bool:
         """Whether the evictor could have ``block``."""
-        if block >= self.num_blocks - self._num_fresh or self.ref_counts[block]:
+        if block >= self.num_blocks or self.ref_counts[block]:
             return False
         return self._queue_uncached or self.keys[block] is not None
 

@@ -173,26 +173,26 @@ class Scheduler:
         least: skip sequences that lack fewer tokens; 2 for prompts that have begun.
         """
         append, budget = self.manager.append, self.max_num_batched_tokens
+        sequences, counts, copies = step.sequences, step.counts, step.copies
         for seq in self.running:  # a preemption shortens this list at its end
-            start = seq.num_computed_tokens
-            count = len(seq.token_ids) - start
+            count, end = len(seq.token_ids) - seq.num_computed_tokens, None
             if count < least:
                 continue
             if count > budget:
-                count = budget
-            if not count:
-                break
+                if not budget:
+                    break
+                count, end = budget, seq.num_computed_tokens + budget
             while True:
                 try:
-                    step.copies += append(seq, start + count)
+                    copies += append(seq, end)
                     break
                 except OutOfBlocks:
                     victim = self.running.pop()
                     self._preempt(victim, step)
                     if victim is seq:
                         return budget
-            step.sequences.append(seq)
-            step.counts.append(count)
+            sequences.append(seq)
+            counts.append(count)
             budget -= count
         return budget
 

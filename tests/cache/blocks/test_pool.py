@@ -45,7 +45,9 @@ def pool_of(num_blocks: int, policy: EvictionPolicy | None = None, **options) ->
 
 def cached(pool: BlockPool, *hashes: bytes) -> list[int]:
     """Blocks in use with the content ``hashes``."""
-    return pool.extend([], len(hashes), hashes, 0, len(hashes))
+    blocks: list[int] = []
+    pool.extend(blocks, len(hashes), hashes, 0, len(hashes))
+    return blocks
 
 
 def test_calls_of_a_policy():
@@ -59,16 +61,17 @@ def test_calls_of_a_policy():
         ("insert", 1, B, A, 1),
     ]
     policy.calls.clear()
-    (third,) = pool.extend([], 1, [A, B, C], 2, 2)
+    pool.extend(blocks, 3, [A, B, C], 2, 2)
     assert policy.calls == []
-    assert pool.extend([third], 0, [A, B, C], 2, 3) == []
+    pool.extend(blocks, 3, [A, B, C], 2, 3)
+    assert blocks == [0, 1, 2]
     assert policy.calls == [("miss", C), ("insert", 2, C, B, 2)]
     policy.calls.clear()
-    pool.free([*blocks, third])
+    pool.free(blocks)
     assert policy.calls == [("release", 2, 1, 0)]
     policy.calls.clear()
     pool.revive([0])
-    pool.extend([], 1, [A, D], 1, 2)  # A is there; D takes the place of C
+    pool.extend([0], 2, [A, D], 1, 2)  # A is there; D takes the place of C
     assert policy.calls == [("pin", 0), ("miss", D), ("evict", 2), ("insert", 2, D, A, 1)]
 
 
@@ -132,14 +135,12 @@ DAMAGES = {
     "ref_count": lambda pool: pool.ref_counts.__setitem__(0, 0),
     "negative_ref_count": lambda pool: pool.ref_counts.__setitem__(3, -1),
     "hash_of_a_free_block": lambda pool: pool.block_hashes.__setitem__(3, D),
-    "hash_of_a_fresh_block": lambda pool: pool.block_hashes.__setitem__(5, D),
     "hash_of_a_released_block": lambda pool: pool._forget([1]),
     "index": lambda pool: pool.block_hashes.__setitem__(0, None),
     "free_twice": lambda pool: pool._free.append(pool._free[0]),
     "free_count": lambda pool: setattr(pool, "num_free_blocks", 3),
     "lost_free_block": lambda pool: pool._free.pop(),
     "uncached_in_policy": lambda pool: pool.policy.release(pool._free.pop()),
-    "fresh_count": lambda pool: setattr(pool, "_fresh", range(0)),
 }
 
 
@@ -149,7 +150,7 @@ def test_check_invariants_sees(damage):
     (first,) = cached(pool, A)  # 0: in use and cached, with the duplicate 2
     released = cached(pool, B)  # 1: cached-free
     cached(pool, A)
-    free = pool.allocate(2)  # 3 and 4: free; 5: fresh
+    free = pool.allocate(2)  # 3 and 4: free, as is 5
     pool.free(released)
     pool.free(free)
     assert first == 0
@@ -161,6 +162,6 @@ def test_check_invariants_sees(damage):
 
 def test_content_that_cannot_be_evicted_is_found():
     pool = pool_of(3, queue_uncached=True)
-    pool._publish([2], [A], 0)
+    pool._publish([2], [A], 0, 1)
     with pytest.raises(AssertionError, match="block 2 has content but cannot be evicted"):
         pool.check_invariants()

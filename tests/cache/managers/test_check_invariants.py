@@ -70,7 +70,6 @@ DAMAGES = {
     },
     "radix": {
         "free": lambda m, t: m._free.append(t.blocks[0]),
-        "fresh": lambda m, t: setattr(m, "_num_fresh", m._num_fresh - 1),
         "extra": lambda m, t: m._extra_users.update([t.blocks[2]]),
         "table": lambda m, t: setattr(t, "blocks", t.blocks[::-1]),
         "shared": lambda m, t: m.tree.share(t.node),
