@@ -88,6 +88,7 @@ def run_cell(cell: KernelTime) -> list[dict[str, Any]]:
     for left_out in (False, True) if cell.gpu in FITTED else (True,):
         found = constants(cell.gpu, left_out)
         about = {"part": "errors", "gpu": cell.gpu, "left_out": left_out, **found._asdict()}
+        about["basis"] = BASIS
         for phase, of_phase in rows[~rows["may_fit"] | left_out].groupby("phase"):
             about |= {"phase": phase, "family": "all"}
             table.append(about | _errors(of_phase, found, _BARS[phase, left_out]))

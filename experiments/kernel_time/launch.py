@@ -131,6 +131,7 @@ def _pagelab(row: Any, gpu: Any) -> Launch:
         of_each = np.bincount(np.arange(len(pieces)) % programs, weights=pieces)
         longest, work = int(of_each.max()), sum(pieces)
         items = _cdiv(len(pieces) - int(of_each.argmax()), programs)
-        asked, scan = moved * heads, _SCAN_CYCLES * row.batch_size
+        has_later = len(pieces) > row.batch_size * row.kv_heads * heads  # chunks after the first
+        asked, scan = moved * heads, _SCAN_CYCLES * row.batch_size * has_later
     flops = 4 * tile.tile_m * tile.tile_n * row.head_dim
     return Launch(name, programs, 0, longest, work, 3, flops, asked, moved, items, scan)
