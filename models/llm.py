@@ -432,8 +432,7 @@ def _manager_options(
     options = dict(asked.manager_options or {})
     if asked.hash_algorithm is not None:
         options["hash_algorithm"] = asked.hash_algorithm
-    keeps_all = asked.preemption == "swap" or options.get("partial_block_reuse")
-    if asked.manager == "vllm_v1" and not keeps_all:
+    if asked.manager == "vllm_v1" and asked.preemption != "swap":
         options["sliding_window"] = config.sliding_window
     if asked.manager == "contiguous":
         longest_run = asked.block_size << max(0, num_blocks.bit_length() - 1)

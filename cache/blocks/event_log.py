@@ -1,4 +1,4 @@
-"""A log of what happens to blocks, for figures of lifetimes, reuse and usage."""
+"""A log of what happens to blocks."""
 
 import itertools
 from collections.abc import Callable, Hashable, Iterable
@@ -40,30 +40,3 @@ class EventLog:
         if pairs:
             now = self._clock()
             self.events += [Event(now, kind, block, content) for block, content in pairs]
-
-    def lifetimes(self) -> list[float]:
-        """Time from ``cached`` to ``evicted`` of each evicted content, in the order of eviction."""
-        cached_at: dict[int, float] = {}
-        lifetimes = []
-        for time, kind, block, _ in self.events:
-            if kind == "cached":
-                cached_at[block] = time
-            elif kind == "evicted":
-                lifetimes.append(time - cached_at.pop(block))
-        return lifetimes
-
-    def usage(self) -> list[tuple[float, int]]:
-        """(time, blocks with a user) after each change of that number."""
-        users: dict[int, bool] = {}
-        in_use = 0
-        steps: list[tuple[float, int]] = []
-        for time, kind, block, _ in self.events:
-            used = kind in ("allocated", "hit") or (kind != "freed" and users.get(block, False))
-            if used == users.get(block, False):
-                continue
-            users[block] = used
-            in_use += 1 if used else -1
-            if steps and steps[-1][0] == time:
-                steps.pop()
-            steps.append((time, in_use))
-        return steps

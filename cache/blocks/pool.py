@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from cache.blocks.event_log import EventLog
@@ -54,7 +54,6 @@ class BlockPool:
         block_hashes: hash of each block's content, None if it cannot be found; read-only to others.
         policy: the eviction policy, which the pool starts and owns.
         counts: ``allocated_blocks``, and how many of them were cached-free (``evicted_blocks``).
-        on_forget: called with the blocks that lose their content, if set.
     """
 
     def __init__(
@@ -76,7 +75,6 @@ class BlockPool:
         self._holders: dict[bytes, int] = {}  # hash -> the oldest block with this content
         self._duplicates: dict[bytes, list[int]] = {}  # hash -> the younger ones, by age
         self._log = event_log
-        self.on_forget: Callable[[list[int]], None] | None = None
         self._reports_misses = type(policy).miss is not EvictionPolicy.miss
 
     def free_blocks(self) -> Iterator[int]:
@@ -183,8 +181,6 @@ class BlockPool:
         cached = [block for block in evicted if hashes[block] is not None]
         if self._log:
             self._log.record("evicted", cached, map(hashes.__getitem__, cached))
-        if self.on_forget:
-            self.on_forget(evicted)
         self.counts["evicted_blocks"] += len(cached)
         for block in cached:
             key, hashes[block] = hashes[block], None

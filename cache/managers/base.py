@@ -110,7 +110,7 @@ class Hit(NamedTuple):
 
     blocks: Items[int] = ()
     num_tokens: int = 0
-    """Tokens whose K/V are cached: in ``blocks``, and in the part of a block to be copied."""
+    """Tokens whose K/V are in ``blocks``."""
     where: Any = None
     """Private to the design."""
     version: int = 0
@@ -188,7 +188,6 @@ class CacheManager(abc.ABC):
         self._log = event_log
         self._tables: dict[Hashable, Table] = {}
         self._counts = dict.fromkeys(CacheStats.__dataclass_fields__, 0)
-        self._copies: Copies = []  # from ``allocate``
         self._version = 0  # rises when hits become stale
 
     def __repr__(self) -> str:
@@ -217,10 +216,6 @@ class CacheManager(abc.ABC):
         blocks, where = self._match(seq, longest)
         return Hit(blocks, len(blocks) * self.block_size, where, self._version)
 
-    def find_part(self, seq: Sequence, hit: Hit) -> Hit:
-        """``hit`` with the beginning of the next block, if the design can copy that."""
-        return hit
-
     def get_computed_blocks(self, seq: Sequence) -> tuple[list[int], int]:
         """The cached blocks of the prefix of ``seq``, and how many tokens they hold."""
         hit = self.find(seq)
@@ -243,8 +238,8 @@ class CacheManager(abc.ABC):
     def admit(self, seq: Sequence, hit: Hit, end: int) -> Copies:
         """Start ``seq`` with the cached prefix ``hit`` and give slots to its tokens before ``end``.
 
-        Returns the copies to make before K/V of the tokens from ``hit.num_tokens`` on are written;
-        there is at least one such token.  Sets ``seq.num_cached_tokens`` and
+        Returns the copies to make before K/V of the tokens from ``hit.num_tokens`` on are written.
+        There is at least one such token.  Sets ``seq.num_cached_tokens`` and
         ``seq.num_computed_tokens``.  Raises OutOfBlocks, and ValueError for an ``end`` out of range
         and for a hit that was found before the manager changed.
         """
@@ -271,21 +266,10 @@ class CacheManager(abc.ABC):
         return copies
 
     def allocate(self, seq: Sequence) -> int:
-        """``admit`` all tokens of ``seq``; returns how many leading ones are cached.
-
-        If part of a block is reused, ``take_copies`` returns the copy to make.
-        """
-        hit = self.find_part(seq, self.find(seq))
-        self._copies += self.admit(seq, hit, len(seq.token_ids))
+        """``admit`` all tokens of ``seq``; returns how many leading ones are cached."""
+        hit = self.find(seq)
+        self.admit(seq, hit, len(seq.token_ids))
         return hit.num_tokens
-
-    def take_copies(self) -> Copies:
-        """The copies to make for the ``allocate`` calls since this was last called.
-
-        Only designs that reuse part of a block have any.
-        """
-        copies, self._copies = self._copies, []
-        return copies
 
     def append(self, seq: Sequence, end: int | None = None) -> Copies:
         """Give slots to the tokens of ``seq`` that have none, or only to those before ``end``.

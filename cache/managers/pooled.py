@@ -23,12 +23,10 @@ class PooledTable(Table):
 
     Attributes:
         num_cached_blocks: leading blocks that can be found by their hash.
-        num_computed_blocks: leading blocks whose K/V a finished step has written.
         num_given_back: leading blocks that are GIVEN_BACK.
     """
 
     num_cached_blocks: int = 0
-    num_computed_blocks: int = 0
     num_given_back: int = 0
 
 
@@ -115,21 +113,14 @@ class PooledManager(CacheManager):
 
     def _begin(self, table: PooledTable, hit: Hit, end: int) -> Copies:
         held = [block for block in hit.blocks if block != GIVEN_BACK]
-        donor = hit.where  # kept in use, so that this sequence does not get it as a new block
-        users = held if donor is None else [*held, donor]
         num_hits = len(hit.blocks)
-        self.pool.revive(users, self._num_blocks_of(table, 0, end) - num_hits)
+        self.pool.revive(held, self._num_blocks_of(table, 0, end) - num_hits)
         if self._listener:
             self._notify_policy(table.seq)
         table.blocks = list(hit.blocks)
-        table.num_cached_blocks = table.num_computed_blocks = num_hits
+        table.num_cached_blocks = num_hits
         table.num_given_back = num_hits - len(held)
-        copies = self._extend(table, num_hits * self.block_size, end)
-        if donor is not None:
-            self.pool.free([donor])
-            copies.append((donor, table.blocks[num_hits]))
-            self._counts["copied_blocks"] += 1
-        return copies
+        return self._extend(table, hit.num_tokens, end)
 
     def _num_blocks_of(self, table: PooledTable, start: int, end: int) -> int:
         """Blocks that ``table`` needs once its tokens from ``start`` to ``end`` have slots."""

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from array import array
-
 from cache.blocks.event_log import EventLog
-from cache.blocks.partial_blocks import PartialBlockIndex
 from cache.blocks.pool import check_free
 from cache.blocks.sequence import Sequence
-from cache.checks import at_least, require, true_or_false
-from cache.managers.base import GIVEN_BACK, Copies, Hit
+from cache.checks import at_least
+from cache.managers.base import GIVEN_BACK, Copies
 from cache.managers.pooled import PooledManager, PooledTable
 from cache.policies.base import EvictionPolicy
 
@@ -34,11 +31,6 @@ class VLLMv1(PooledManager):
       the window of the first new token are cached.
     * ``fork`` shares all stored blocks.  The first append to a shared, partly filled block copies
       it (copy-on-write of the PagedAttention paper).
-    * ``partial_block_reuse``: where the cached prefix ends inside a block, ``allocate`` copies the
-      cached block that shares the longest beginning with the next one, and counts that beginning as
-      cached; ``take_copies`` returns the pair.  A block can be copied from the next ``append`` or
-      ``free`` of its own sequence on.  Blocks with multi-modal inputs are never copied, and neither
-      are first blocks with an adapter or a salt.
 
     docs/deviations.md lists the differences from vLLM.
 
@@ -60,7 +52,6 @@ class VLLMv1(PooledManager):
         hash_algorithm: str = "xxh3_128",
         enable_prefix_caching: bool = True,
         queue_uncached: bool = False,
-        partial_block_reuse: bool = False,
         sliding_window: int | None = None,
         event_log: EventLog | None = None,
     ) -> None:
@@ -76,26 +67,6 @@ class VLLMv1(PooledManager):
         self.sliding_window = sliding_window
         if sliding_window is not None:
             self.sliding_window = at_least(1, "sliding_window", sliding_window)
-        self._partials: PartialBlockIndex | None = None
-        if true_or_false("partial_block_reuse", partial_block_reuse):
-            if sliding_window is not None:
-                raise ValueError(
-                    "partial_block_reuse=True with a sliding_window: the blocks before the part "
-                    "may be given back; needs sliding_window=None"
-                )
-            if not enable_prefix_caching:
-                raise ValueError("partial_block_reuse=True needs enable_prefix_caching=True")
-            self._partials = PartialBlockIndex()
-            self.pool.on_forget = self._partials.discard
-
-    def check_invariants(self) -> None:
-        super().check_invariants()
-        block_hashes = self.pool.block_hashes
-        for block, parent, tokens in self._partials or ():
-            require(
-                self._hasher.hash_block(parent, array("I", tokens)) == block_hashes[block],
-                f"block {block} is offered for copies, but has other content",
-            )
 
     def _match(self, seq: Sequence, limit: int) -> tuple[list[int], None]:
         hashes = self._hasher.block_hashes(seq)[:limit]
@@ -115,13 +86,6 @@ class VLLMv1(PooledManager):
                 return [GIVEN_BACK] * num_unseen + blocks[:num_seen]
         return blocks
 
-    def find_part(self, seq: Sequence, hit: Hit) -> Hit:
-        found = self._partial_hit(seq, hit.blocks) if self._partials else None
-        if found is None:
-            return hit
-        donor, num_shared = found
-        return hit._replace(num_tokens=hit.num_tokens + num_shared, where=donor)
-
     def _extend(self, table: PooledTable, start: int, end: int) -> Copies:
         pool, blocks, size = self.pool, table.blocks, self.block_size
         if self.sliding_window is not None:
@@ -134,11 +98,8 @@ class VLLMv1(PooledManager):
             pool.free([shared])
             self._counts["copied_blocks"] += 1
             copies.append((shared, blocks[-1]))
-        num_computed = table.num_cached_blocks  # this call says that their step is over
         self._fill(table, -(-end // size), end)
-        if self._partials:
-            self._mark_as_computed(table, num_computed)
-        elif self.sliding_window is None:
+        if self.sliding_window is None:
             table.room = size * len(blocks) - 1
         return copies
 
@@ -170,50 +131,10 @@ class VLLMv1(PooledManager):
     def _share(self, table: PooledTable, copy: PooledTable) -> None:
         self._fill(table, 0, table.seq.num_computed_tokens)
         copy.blocks = table.blocks.copy()
-        copy.num_cached_blocks = copy.num_computed_blocks = table.num_cached_blocks
+        copy.num_cached_blocks = table.num_cached_blocks
         copy.num_given_back = table.num_given_back
         table.room = 0  # the next append may have to copy the last block
         self.pool.share(copy.blocks[copy.num_given_back :])
 
-    def _release(self, table: PooledTable) -> None:
-        self._fill(table, 0, table.seq.num_computed_tokens)
-        self._mark_as_computed(table, table.num_cached_blocks)
-        if self._copies:  # not run yet, and their targets may soon belong to another sequence
-            self._copies = [pair for pair in self._copies if pair[1] not in table.blocks]
-        super()._release(table)
-
     def _forget(self) -> None:
         self.pool.reset_prefix_cache()
-        if self._partials:
-            self._partials.clear()
-
-    def _partial_hit(self, seq: Sequence, hits: list[int]) -> tuple[int, int] | None:
-        """The block that begins like the one after ``hits``, and how many tokens it shares.
-
-        None if there is no such block, or no room for ``seq`` while that block is kept.
-        """
-        start = len(hits) * self.block_size
-        end = min(start + self.block_size, seq.num_tokens - 1)
-        if end <= start or seq.extra_keys(start, end):
-            return None
-        parent = self._hasher.block_hashes(seq)[len(hits) - 1] if hits else None
-        found = self._partials.find(parent, seq.token_ids[start:end].tobytes())
-        if found is None:
-            return None
-        needed = self._num_blocks_for(seq.num_tokens) - len(hits)
-        needed += self.pool.num_revived([*hits, found[0]])
-        return found if needed <= self.pool.num_free_blocks else None
-
-    def _mark_as_computed(self, table: PooledTable, num_blocks: int) -> None:
-        """Offer the first ``num_blocks`` blocks, of earlier steps, for copies of their parts."""
-        if not self._partials:
-            return
-        seq, size = table.seq, self.block_size
-        hashes = self._hasher.block_hashes(seq)
-        for position in range(table.num_computed_blocks, num_blocks):
-            start, end = position * size, (position + 1) * size
-            if not seq.extra_keys(start, end):
-                parent = hashes[position - 1] if position else None
-                tokens = seq.token_ids[start:end].tobytes()
-                self._partials.add(table.blocks[position], parent, tokens)
-        table.num_computed_blocks = num_blocks

@@ -312,13 +312,3 @@ def poisson_arrivals(rate: float, count: int, rng: np.random.Generator) -> list[
     """
     gaps = rng.standard_exponential(count) / rate
     return (gaps.cumsum() - gaps[0]).tolist()
-
-
-def scaled_arrivals(timestamps_ms: Sequence[float], rate: float) -> list[float]:
-    """A trace's arrivals in seconds, starting at 0, scaled to ``rate`` per second in the mean.
-
-    If all its requests arrive at once, all times are 0.
-    """
-    first, last = timestamps_ms[0], timestamps_ms[-1]
-    scale = (len(timestamps_ms) - 1) / rate / (last - first) if last > first else 0.0
-    return [(timestamp - first) * scale for timestamp in timestamps_ms]

@@ -250,9 +250,6 @@ class Scheduler:
         end = min(num_tokens, start + budget)
         if end < num_tokens and not self.chunked_prefill:
             return None
-        if end == num_tokens and not seq.host_blocks:
-            hit = self.manager.find_part(seq, hit)
-            start = hit.num_tokens
         try:
             step.copies += self.manager.admit(seq, hit, end)
         except OutOfBlocks:

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from cache import MANAGERS
 from models import LLM, SaltedPrompt, SamplingParams, TokenOutput
 from models.generate import main
-from tests.models.tiny import oracle_tokens, tiny_config, tokens_of
+from tests.models.tiny import oracle_tokens, tokens_of
 
 PROMPT = [(i * 37 + 11) % 97 for i in range(26)]
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
@@ -194,32 +194,6 @@ def test_a_salt_of_another_type_is_refused():
         SaltedPrompt(PROMPT, 7)
 
 
-@pytest.mark.parametrize("block_size", [16, 256])
-def test_part_of_a_block_is_reused(block_size):
-    """Branches of a chat: the same tokens, more of them from the cache."""
-    history = [(i * i * 31 + 7 * i) % 97 for i in range(block_size + 100)]
-    kept = [0, block_size + 14, block_size - 1, block_size // 3]
-    branches = [history] + [history[:n] + PROMPT for n in kept[1:]]
-    results = []
-    for partial in (False, True):
-        llm = LLM(
-            tiny_config(max_position_embeddings=4096),
-            block_size=block_size,
-            num_blocks=max(8, 512 // block_size),
-            max_model_len=block_size + 120,
-            manager_options={"partial_block_reuse": partial},
-        )
-        outputs = [llm.generate(branch, GREEDY)[0] for branch in branches]
-        cached = [output.stats.num_cached_tokens for output in outputs]
-        results.append((tokens_of(outputs), cached))
-    (tokens, whole), (same_tokens, partly) = results
-    assert same_tokens == tokens
-    assert whole == [n // block_size * block_size for n in kept]
-    if block_size > 16:  # else the second block is full as well
-        kept[1] = block_size
-    assert partly == kept
-
-
 def test_blocks_behind_the_window_are_given_back(make_llm, make_checkpoint):
     """A prompt is found in the cache although only its end is still there."""
     _, oracle = make_checkpoint("mistral")  # each layer sees 11 tokens
@@ -244,7 +218,6 @@ def test_blocks_behind_the_window_are_given_back(make_llm, make_checkpoint):
     [
         ("gemma2", {}),  # every other layer sees all tokens
         ("mistral", {"preemption": "swap"}),
-        ("mistral", {"manager_options": {"partial_block_reuse": True}}),
     ],
 )
 def test_blocks_behind_a_window_that_may_be_wanted_are_kept(checkpoint, options, make_llm):

@@ -117,27 +117,6 @@ class NanoVLLMMachine(VLLMv1Machine):
     name = "nano_vllm"
 
 
-class PartialReuseMachine(ManagerMachine):
-    """vllm_v1 with hits that end inside a block."""
-
-    def make_manager(self, data, num_blocks, block_size):
-        policy = data.draw(st.sampled_from(ONLINE_POLICIES), label="policy")
-        options = {"policy": policy, "partial_block_reuse": True}
-        return manager_of("vllm_v1", num_blocks, block_size, **options)
-
-    def expected_hits(self, seq):
-        return None
-
-    def adopt(self, seq, num_cached, end, table):
-        for src, dst in self.manager.take_copies():
-            assert dst == table[-1]
-            assert src not in self.manager.block_table(seq)
-            assert not self.users(dst)
-            self.copy(self.slots, src, self.slots, dst)
-            self.counted["copied_blocks"] += 1
-        super().adopt(seq, num_cached, end, table)
-
-
 class RadixMachine(CachingMachine):
     def make_manager(self, data, num_blocks, block_size):
         self.caching = data.draw(st.sampled_from([True, True, True, False]), label="caching")
@@ -328,7 +307,7 @@ class ContiguousMachine(ManagerMachine):
 # Tests per machine, as a multiple of the profile's examples.
 for machine, factor in (
     (PagedMachine, 2), (ContiguousMachine, 4), (NanoVLLMMachine, 4), (VLLMv1Machine, 10),
-    (PartialReuseMachine, 2), (RadixMachine, 6),
+    (RadixMachine, 6),
 ):  # fmt: skip
     machine.TestCase.settings = settings(
         max_examples=factor * settings.default.max_examples, stateful_step_count=40
@@ -336,7 +315,6 @@ for machine, factor in (
 
 TestPaged = PagedMachine.TestCase
 TestContiguous = ContiguousMachine.TestCase
-TestPartialReuse = PartialReuseMachine.TestCase
 TestNanoVLLM = pytest.mark.slow(NanoVLLMMachine.TestCase)
 TestVLLMv1 = pytest.mark.slow(VLLMv1Machine.TestCase)
 TestRadix = pytest.mark.slow(RadixMachine.TestCase)

@@ -374,7 +374,6 @@ class EngineMachine(RuleBasedStateMachine):
         manager=st.sampled_from(sorted(MANAGERS)),
         block_size=st.sampled_from([1, 2, 4, 5]),
         budget=st.sampled_from([1, 4, 16, 40]),
-        partial=st.booleans(),
         options=st.fixed_dictionaries(
             {
                 "num_host_blocks": st.sampled_from([0, 4, 30]),
@@ -385,9 +384,7 @@ class EngineMachine(RuleBasedStateMachine):
             }
         ),
     )
-    def start(self, manager, block_size, budget, partial, options):
-        if manager == "vllm_v1" and options["enable_prefix_caching"]:
-            options["partial_block_reuse"] = partial
+    def start(self, manager, block_size, budget, options):
         options["max_num_batched_tokens"] = budget if manager in CHUNKED else 40
         sizes = -(-40 // block_size), block_size
         self.engine = make_engine(manager, *sizes, eos=frozenset({0}), **options)

@@ -14,7 +14,6 @@ from cache.serving.open_loop import (
     StepRecord,
     engine_without_model,
     poisson_arrivals,
-    scaled_arrivals,
     serve,
 )
 from cache.serving.request import RequestStats
@@ -56,14 +55,6 @@ def test_poisson_arrivals():
     np.testing.assert_array_equal(arrivals(100.0), times / 2)
     assert (arrivals(50.0, seed=1, count=9)[1:] != times[1:9]).all()
     assert len(arrivals(50.0, count=1)) == 1
-
-
-def test_scaled_arrivals_keep_the_pattern_of_the_trace():
-    assert scaled_arrivals([1000.0, 1000.0, 4000.0, 7000.0], rate=10) == pytest.approx(
-        [0, 0, 0.15, 0.3]
-    )
-    assert scaled_arrivals([5.0, 5.0], rate=10) == [0, 0]
-    assert scaled_arrivals([5.0], rate=10) == [0]
 
 
 def test_normalised_latency_is_from_arrival_to_end_per_output_token():
