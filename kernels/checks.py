@@ -465,10 +465,10 @@ def check_block_tables(
     column = torch.arange(max_blocks)
     visible = column < ((context_lens + block_size - 1) // block_size)[:, None]
     if isinstance(query_lens, torch.Tensor):
-        visible &= (query_lens > 0)[:, None]
+        visible = visible & (query_lens > 0)[:, None]
     if window_size is not None:
         first_visible = context_lens - query_lens - window_size + 1
-        visible &= (column + 1) * block_size > first_visible[:, None]
+        visible = visible & ((column + 1) * block_size > first_visible[:, None])
     invalid = visible & ((block_tables < 0) | (block_tables >= num_blocks))
     if invalid.any():
         row, col = invalid.nonzero()[0].tolist()

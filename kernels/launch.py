@@ -17,6 +17,7 @@ from operator import itemgetter
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.compiler import CompiledKernel
 
 from kernels import tiles
@@ -28,6 +29,9 @@ _TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 _NUMBERS = frozenset((type(None), bool, int, float, str))
 _ALIGNMENT = 16
 """Triton compiles for pointers that are a multiple of this, or for any."""
+_ALLOCATIONS = frozenset(
+    getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_strided", "new_empty")
+)
 _recording = threading.local()
 Launched = tuple[Callable[..., Any] | None, list[Any]]
 """A function that launches a kernel again, None if there is none, and its arguments."""
@@ -36,24 +40,46 @@ Launched = tuple[Callable[..., Any] | None, list[Any]]
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """Launch a kernel: `kernel[grid](*args, **constants)`.
 
-    An op that is decorated by `kernels.torch_ops` launches all its kernels so. Apart from that it
-    may only take views of its arguments and allocate memory (torch.empty) that kernels fill.
+    All launches of an op that is decorated by `kernels.torch_ops` go through this function.
     """
+    recorder: _Recorder | None = getattr(_recording, "recorder", None)
+    if recorder is None:
+        kernel[grid](*args, **constants)
+        return
+    recorder.is_launching = True  # the interpreter computes with PyTorch
     compiled = kernel[grid](*args, **constants)
-    launches: list[Launched] | None = getattr(_recording, "launches", None)
-    if launches is not None:
-        kernel_again = kernel if INTERPRETED else compiled
-        can_repeat = INTERPRETED or isinstance(compiled, CompiledKernel)
-        again = kernel_again[(*grid, 1, 1)[:3]] if can_repeat else None
-        launches.append((again, [*args, *map(constants.get, kernel.arg_names[len(args) :])]))
+    recorder.is_launching = False
+    kernel_again = kernel if INTERPRETED else compiled
+    can_repeat = INTERPRETED or isinstance(compiled, CompiledKernel)
+    again = kernel_again[(*grid, 1, 1)[:3]] if can_repeat else None
+    recorder.launches.append((again, [*args, *map(constants.get, kernel.arg_names[len(args) :])]))
+
+
+class _Recorder(TorchDispatchMode):
+    """Records launches, the memory that PyTorch allocates, and whether it writes to memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: list[Launched] = []
+        self.allocated: list[torch.Tensor] = []
+        self.is_launching = self.has_written = False
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function.overloadpacket in _ALLOCATIONS:
+            self.allocated.append(result)
+        elif function._schema.is_mutable and not self.is_launching:
+            self.has_written = True
+        return result
 
 
 class Remembered:
     """A function that calls `function`, an op's launcher, or repeats what an equal call launched.
 
     It takes and returns what `function` does. Calls whose arguments are others than tensors,
-    numbers, strings and None are not remembered. Nor are those whose launches took a tensor that
-    cannot be told from the arguments, such as a part of one. Errors are never remembered.
+    numbers, strings and None are not remembered. Nor are those in which PyTorch writes to a tensor,
+    or whose launches take what PyTorch has computed or a part of an argument. Errors are never
+    remembered.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -61,7 +87,7 @@ class Remembered:
         self._repeats: dict[tuple, Callable[[list], Any] | None] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if getattr(_recording, "launches", None) is not None:  # part of another call
+        if getattr(_recording, "recorder", None) is not None:  # part of another call
             return self._function(*args, **kwargs)
         values = [*args, *kwargs.values()]
         key = _layouts(values, tuple(kwargs))
@@ -70,14 +96,15 @@ class Remembered:
             return repeat(values)
         if key is None or key in self._repeats:
             return self._function(*args, **kwargs)
-        _recording.launches = launches = []
+        _recording.recorder = recorder = _Recorder()
         try:
-            result = self._function(*args, **kwargs)
+            with recorder:
+                result = self._function(*args, **kwargs)
         finally:
-            _recording.launches = None
+            _recording.recorder = None
         if len(self._repeats) >= _CAPACITY:
             self._repeats.clear()
-        self._repeats[key] = _repeat(values, launches, result)
+        self._repeats[key] = _repeat(values, recorder, result)
         return result
 
 
@@ -96,7 +123,7 @@ def _layouts(values: list[Any], names: tuple[str, ...]) -> tuple | None:
     return tuple(key)
 
 
-def _repeat(values: list[Any], launches: list[Launched], result: Any) -> Callable | None:
+def _repeat(values: list[Any], recorder: _Recorder, result: Any) -> Callable | None:
     """A function of other values with the same layouts that launches the same kernels on them and
     returns what the call does; None if these values do not tell how.
 
@@ -104,7 +131,8 @@ def _repeat(values: list[Any], launches: list[Launched], result: Any) -> Callabl
     from that list by their places. A view as another dtype is passed as what it is a view of: a
     compiled kernel takes the address alone.
     """
-    if not launches or any(launcher is None for launcher, _ in launches):
+    launches = recorder.launches
+    if not launches or recorder.has_written or any(launcher is None for launcher, _ in launches):
         return None
     results = result if isinstance(result, tuple) else () if result is None else (result,)
     pool, places, layouts = list(values), {}, []
@@ -112,10 +140,11 @@ def _repeat(values: list[Any], launches: list[Launched], result: Any) -> Callabl
         if not isinstance(x, torch.Tensor) or id(x) in places:
             continue
         others = [place for place, other in enumerate(pool) if _share_storage(x, other)]
-        if not others and x.storage_offset() == 0:
+        new = next((new for new in recorder.allocated if _share_storage(x, new)), None)
+        if not others and new is not None:
             others = [len(pool)]
-            pool.append(x)
-            layouts.append((x.shape, x.stride(), x.dtype, x.device))
+            pool.append(new)
+            layouts.append((new.shape, new.stride(), new.dtype, new.device))
         same = [place for place in others if _elements(x) == _elements(pool[place])]
         if len(same) != 1:
             return None

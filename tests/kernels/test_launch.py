@@ -79,6 +79,9 @@ ONE, OTHER = torch.zeros(2, 8), torch.ones(2, 8)
         (lambda kernel, x, y: launch(kernel, (1,), torch.empty(9)[1:], n=1), (ONE, OTHER)),
         (lambda kernel, x, y: [launch(kernel, (1,), z, n=z[:]) for z in [torch.empty(9)]], (1, 2)),
         (lambda kernel, x, y: launch(kernel, (1,), *x, n=1), ([ONE], OTHER)),
+        (lambda kernel, x, y: launch(kernel, (1,), x, n=y.diff()), (ONE, OTHER)),
+        (lambda kernel, x, y: launch(kernel, (1,), x, n=torch.zeros(3)), (ONE, OTHER)),
+        (lambda kernel, x, y: [launch(kernel, (1,), x, n=y), x.add_(1)][:0], (ONE, OTHER)),
         (lambda kernel, x, y: None, (ONE, OTHER)),
     ],
 )
