@@ -41,6 +41,8 @@ class Family:
     """Attention and MLP also have a norm after them."""
     scaled_embeddings: bool = False
     """Embeddings are multiplied by sqrt(hidden_size)."""
+    sinks: bool = False
+    """Each query head has a logit that joins the softmax and carries no value."""
     has_window: Callable[[Mapping[str, Any], int], bool] | None = None
     """Whether a layer has a window if config.json has no layer_types; None: never."""
     has_rope: Callable[[Mapping[str, Any], int], bool] = lambda fields, layer: True
@@ -123,6 +125,19 @@ FAMILIES: dict[str, Family] = {
         },
         qk_norm=True, unit_offset_norms=True, sandwich_norms=True, scaled_embeddings=True,
         has_window=_from_pattern,
+    ),
+    "GptOssForCausalLM": Family(
+        defaults=_DEFAULTS | {
+            "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "sliding_window": 128,
+            "head_dim": 64, "attention_bias": True, "rope_theta": 150000.0,
+            "rope_parameters": {
+                "rope_type": "yarn", "factor": 32.0, "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+            "num_local_experts": 128, "num_experts_per_tok": 4,
+            "swiglu_alpha": 1.702, "swiglu_limit": 7.0,
+        },
+        sinks=True, has_window=lambda fields, layer: layer % 2 == 0,
     ),
 }  # fmt: skip
 """Architectures by their names in config.json.  Llama includes SmolLM2, and Qwen2 Qwen2.5."""
@@ -210,6 +225,22 @@ class Rope:
         _positive("rope_theta", self.theta)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """Mixture of experts in place of the MLP; see ``models.experts``."""
+
+    count: int
+    per_token: int
+    alpha: float
+    limit: float
+
+    def __post_init__(self) -> None:
+        at_least(1, "num_experts_per_tok", self.per_token)
+        at_least(self.per_token, "num_local_experts", self.count)
+        _positive("swiglu_alpha", self.alpha)
+        _positive("swiglu_limit", self.limit)
+
+
 _CHECKS: dict[Callable[[str, Any], object], tuple[str, ...]] = {
     partial(at_least, 1): (
         "vocab_size", "hidden_size", "intermediate_size", "num_layers",
@@ -259,6 +290,8 @@ class ModelConfig:
     mlp_bias: bool = False
     hidden_act: str = "silu"
     """Activation of the MLP's gate, one of ACTIVATIONS."""
+    experts: Experts | None = None
+    """None for one MLP."""
     windows: tuple[int | None, ...] = ()
     """Tokens that a query sees, itself included, per layer; None or an empty tuple for all."""
     attention_scale: float | None = None
@@ -372,6 +405,7 @@ class ModelConfig:
             "architecture": names[0],
             "ropes": _ropes(get, layers, family),
             "hidden_act": hidden_act,
+            "experts": _experts(get),
             "windows": _windows(get, layers, family),
             "attention_scale": _attention_scale(get),
             "dtype": _dtype(get),
@@ -465,6 +499,15 @@ def _windows(
     if family.has_window is None:
         raise UnsupportedModel("sliding_window: this architecture has no layers with a window")
     return tuple(window if kind == _SLIDING else None for kind in layers)
+
+
+def _experts(fields: Mapping[str, Any]) -> Experts | None:
+    if "num_local_experts" not in fields:
+        return None
+    return Experts(
+        count=fields["num_local_experts"], per_token=fields["num_experts_per_tok"],
+        alpha=fields["swiglu_alpha"], limit=fields["swiglu_limit"],
+    )  # fmt: skip
 
 
 def _attention_scale(fields: Mapping[str, Any]) -> float | None:
