@@ -39,8 +39,7 @@ from experiments.harness import (
 )
 from experiments.harness.environment import cuda_available
 from experiments.load import workloads
-from experiments.load.request_lengths import MAX_OUTPUT_TOKENS
-from experiments.load.workloads import LONGEST, OnTraces, Source
+from experiments.load.workloads import LONGEST, MAX_OUTPUT_TOKENS, OnTraces, Source
 
 _PARTS = ("hit_rate", "waste", "serving", "latency")
 _RATES = {"sharegpt": 1.75, "alpaca": 40.0}

@@ -24,6 +24,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from cache import ServiceModel, make_manager
 from cache.managers import Contiguous, Paged
 from cache.serving import open_loop
@@ -31,9 +33,8 @@ from cache.serving.open_loop import engine_without_model
 from cache.serving.scheduler import Scheduler, Step
 from experiments import style
 from experiments.harness import Axis, Count, Experiment, Positive, Unavailable, grid
-from experiments.load import request_lengths
-from experiments.load.request_lengths import RequestLengths
-from experiments.load.workloads import OnTraces
+from experiments.load import workloads
+from experiments.load.workloads import MAX_OUTPUT_TOKENS, OnTraces, Source
 
 _RESERVATIONS = ("max", "pow2", "oracle")
 _KINDS = {
@@ -72,7 +73,7 @@ def cells(options: MemoryWaste) -> Iterator[SystemCell]:
 
 
 def run_cell(cell: SystemCell) -> list[dict[str, Any]]:
-    lengths = request_lengths.sample(cell.trace, cell.num_requests)
+    lengths = sample(cell.trace, cell.num_requests)
     max_model_len = 1 << (lengths.longest - 1).bit_length()
     num_slots = cell.sequences_in_cache * max_model_len
     num_blocks = num_slots // cell.block_size
@@ -99,6 +100,48 @@ def run_cell(cell: SystemCell) -> list[dict[str, Any]]:
             **served,
         }
     ]
+
+
+@dataclass(frozen=True)
+class RequestLengths:
+    """Requests in order of arrival."""
+
+    trace: str
+    arrivals_ms: list[float]
+    prompts: list[int]
+    """Prompt tokens, at least 1."""
+    outputs: list[int]
+    """Generated tokens, at least 1."""
+    num_left_out: int
+    """Requests left out as faults of the file."""
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request."""
+        return max(map(sum, zip(self.prompts, self.outputs, strict=True)))
+
+
+def sample(source: Source, num_requests: int) -> RequestLengths:
+    """``num_requests`` requests at equal distances over the whole trace (all, if it has fewer).
+
+    Raises Unavailable if all were left out.
+    """
+    trace = workloads.load(source)
+    possible = np.flatnonzero(trace.output_lengths <= MAX_OUTPUT_TOKENS)
+    if not len(possible):
+        raise Unavailable(f"{trace.name} has no output of at most {MAX_OUTPUT_TOKENS} tokens")
+    count = min(num_requests, len(possible))
+    chosen = possible[np.arange(count) * len(possible) // count]
+    return RequestLengths(
+        trace=trace.name,
+        arrivals_ms=trace.timestamps_ms[chosen].tolist(),
+        prompts=np.maximum(trace.input_lengths[chosen], 1).tolist(),
+        outputs=np.maximum(trace.output_lengths[chosen], 1).tolist(),
+        num_left_out=len(trace) - len(possible),
+    )
 
 
 def arrival_steps(lengths: RequestLengths, mean_slots: float) -> list[float]:

@@ -48,6 +48,9 @@ PAPER_LENGTHS = {
 PagedAttention paper (figure 11); the rest is assumed."""
 LONGEST = 1024
 """Tokens of the longest prompt, and of the longest output."""
+MAX_OUTPUT_TOKENS = 100_000
+"""Requests with longer outputs are left out as faults of the file: in copies of Azure's 2023 traces
+the last row ends in the number of requests, glued to the output length."""
 
 
 def draw_lengths(rng: np.random.Generator, count: int, like: str) -> tuple[list[int], ...]:

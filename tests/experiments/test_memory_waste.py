@@ -8,11 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache import make_manager
+from experiments import memory_waste
 from experiments.harness import InputFile, Unavailable
-from experiments.load import request_lengths
-from experiments.load.request_lengths import RequestLengths
 from experiments.load.workloads import TraceFile
-from experiments.memory_waste import arrival_steps, serve
+from experiments.memory_waste import RequestLengths, arrival_steps, serve
 
 SYSTEMS = ["max", "pow2", "oracle", "paged"]
 KINDS = ["used", "reserved", "internal", "external", "free"]
@@ -110,14 +109,14 @@ def test_arrivals_fill_the_wanted_memory():
 
 def test_a_sample_is_spread_over_the_trace_without_impossible_rows(inputs, monkeypatch):
     source = TraceFile(InputFile.of(inputs["lengths"]), None)
-    everything = request_lengths.sample(source, 1000)
+    everything = memory_waste.sample(source, 1000)
     assert (len(everything), everything.num_left_out, max(everything.outputs)) == (40, 1, 7)
-    lengths = request_lengths.sample(source, 4)
+    lengths = memory_waste.sample(source, 4)
     assert lengths.prompts == [20, 30, 40, 50]
     assert lengths.longest == 50 + 5
-    monkeypatch.setattr(request_lengths, "MAX_OUTPUT_TOKENS", 4)
+    monkeypatch.setattr(memory_waste, "MAX_OUTPUT_TOKENS", 4)
     with pytest.raises(Unavailable, match="azure has no output of at most 4 tokens"):
-        request_lengths.sample(source, 4)
+        memory_waste.sample(source, 4)
 
 
 @pytest.mark.slow
