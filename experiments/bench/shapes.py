@@ -7,7 +7,6 @@ TRITON_INTERPRET can be set before kernels are imported.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -76,19 +75,6 @@ class Timed(Options):
     @property
     def group(self) -> tuple[str, ...]:
         return (self.shape.op,)
-
-
-def timed_cells(
-    options: Options,
-    shape: Shape,
-    implementations: Iterable[str],
-    cell: type[Timed] = Timed,
-    **fields: Any,
-) -> Iterator[Timed]:
-    """The cells of one shape, with the seed and budget_ms of ``options``."""
-    fields |= {"seed": options.seed, "shape": shape, "budget_ms": options.budget_ms}
-    for implementation in implementations:
-        yield cell(implementation=implementation, **fields)
 
 
 def accuracy_columns(accuracy: Accuracy) -> dict[str, float]:

@@ -22,13 +22,14 @@ gather_ first copy the context, within the time; see ``kernels/testing/baselines
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from experiments.bench.shapes import COPY_ENGINE, OURS, Shape, Timed, timed_cells, use_device
+from experiments.bench.shapes import COPY_ENGINE, OURS, Shape, Timed, use_device
 from experiments.gpu.kernel_latency import figures, tiles
 from experiments.harness import Count, Experiment, InputFile, Needs, Options, Positive
 from experiments.kernel_counters.other_kernels import OTHERS
@@ -137,14 +138,17 @@ def cells(options: KernelLatency) -> Iterator[LatencyCell]:
     sources = {name: InputFile.of(path) for name, path in files.items() if path}
     for part in options.part:
         for shape in _shapes(options, part):
-            fields = {"cell": LatencyCell, "part": part}
-            yield from timed_cells(options, shape, implementations(shape), **fields)
+            cell = functools.partial(
+                LatencyCell, part=part, budget_ms=options.budget_ms, seed=options.seed
+            )
+            for name in implementations(shape):
+                yield cell(shape=shape, implementation=name)
             for name, source in sources.items():
                 if part in OTHERS[name].ops:
-                    yield from timed_cells(options, shape, (name,), **fields, source=source)
+                    yield cell(shape=shape, implementation=name, source=source)
             if part in tiles.TABLES:
                 for other, tile in tiles.tried(options, shape):
-                    yield from timed_cells(options, other, (OURS,), **fields, tile=tile)
+                    yield cell(shape=other, implementation=OURS, tile=tile)
 
 
 def implementations(shape: Shape) -> tuple[str, ...]:
