@@ -88,7 +88,7 @@ def _attend(
     context_lens: torch.Tensor,
     *,
     max_seqlen_q: int, window: tuple[int, int], num_splits: int = 0,
-    kv_starts: torch.Tensor | None = None, paged: bool = True,
+    kv_starts: torch.Tensor | None = None, paged: bool = True, max_seqlen_k: int | None = None,
     return_lse: bool, **options,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attention of q, (total_q, num_q_heads, head_dim), and its LSE, (total_q, num_q_heads).
@@ -102,7 +102,7 @@ def _attend(
         launch_prefill(
             out, lse, q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens,
             max_seqlen_q=max_seqlen_q, window=(left, right), kv_starts=kv_starts, paged=paged,
-            num_splits=num_splits or None, **options,
+            num_splits=num_splits or None, max_seqlen_k=max_seqlen_k, **options,
         )  # fmt: skip
     elif q.shape[0]:
         decode_into(
@@ -159,7 +159,7 @@ def flash_attn_varlen(
         q, k_cache, v_cache, block_table, None if single_queries else cu_seqlens_q, context_lens,
         max_seqlen_q=max_seqlen_q, window=window,
         kv_starts=cu_seqlens_k[:-1] if block_table is None else None,
-        paged=block_table is not None,
+        paged=block_table is not None, max_seqlen_k=max_seqlen_k,
         scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, return_lse=return_lse,
     )  # fmt: skip
     return out, lse.T.contiguous() if return_lse else lse

@@ -21,9 +21,10 @@ With SCORES_AHEAD the product of queries and the next keys is issued before the 
 and values. Where products are asynchronous only the latter is not waited for: it runs during the
 next softmax, as within a warp group of FlashAttention 3 (Shah et al., 2024).
 
-With few queries behind a long cached prefix the tiles of rows do not fill the GPU. Several programs
-can then share the keys of a tile, divided as in decode (split_states.py). All of this depends on
-the sequence alone, so its result is bitwise the same in any batch.
+With few queries behind a long cached prefix (a turn of an agent) the tiles of rows do not fill the
+GPU. Several programs can then share the keys of a tile, divided as in decode (split_states.py). The
+more tiles of rows a sequence has, the fewer chunks. All of this depends on the sequence alone, so
+its result is bitwise the same in any batch.
 
 This kernel also computes the prefix part of cascade (shared_prefix_decode_attention.py). There the
 "sequence" is a group, its queries are one per member, and each follows a suffix of its own, so the
@@ -74,13 +75,13 @@ from kernels.primitives import (
     score_unit,
     slot_offsets,
 )
-from kernels.split_states import SplitStates, chunks_of, results_of
+from kernels.split_states import SplitStates, chunks_of, results_of, states_of_sequence
 from kernels.tiles import (
-    FEW_QUERIES,
     cdiv,
-    chunking,
+    few_queries,
     padded_dim,
     pdl_options,
+    prefill_chunking,
     prefill_tile,
     split_prefill_tile,
     target_of,
@@ -134,7 +135,7 @@ def _products(q, k, PRECISION: tl.constexpr):
 @triton.jit(
     do_not_specialize=[
         "window_left", "window_right", "batch", "tiles_per_seq", "min_tiles", "max_chunks",
-        "num_states", "stride_table",
+        "chunk_queries", "num_states", "seq_states", "stride_table",
     ]
 )  # fmt: skip
 def _paged_prefill_kernel(
@@ -142,7 +143,7 @@ def _paged_prefill_kernel(
     cu_seqlens_q_ptr, context_lens_ptr, kv_starts_ptr, suffix_lens_ptr,
     alibi_slopes_ptr, sinks_ptr, k_scale, v_scale,
     scale, softcap, window_left, window_right,
-    batch, tiles_per_seq, min_tiles, max_chunks, num_states,
+    batch, tiles_per_seq, min_tiles, max_chunks, chunk_queries, num_states, seq_states,
     stride_out_token, stride_out_head,
     stride_q_token, stride_q_head,
     stride_k_block, stride_k_slot, stride_k_head,
@@ -156,19 +157,19 @@ def _paged_prefill_kernel(
     IS_SPLIT: tl.constexpr, SCORES_AHEAD: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: TILE_M rows of one KV head of one sequence x one split of the keys they see.
+    """One program: TILE_M rows of one KV head of one sequence x one chunk of the keys they see.
 
-    Grid (tiles, NUM_KV_HEADS, num_splits).
-    IS_SPLIT: out and lse are split states, and the launch writes the first num_splits of each row.
-    Otherwise num_splits is 1, out and lse are the results, and lse_ptr may be None.
-    min_tiles, max_chunks: how the splits divide the keys, see `kernels.tiles.Chunking`.
-    SEARCH_WIDTH 0: every sequence has tiles_per_seq tiles. Otherwise the owner of a tile is looked
-    up.
+    Grid (tiles, NUM_KV_HEADS, chunks).
+    IS_SPLIT: out and lse are split states, see `states_of_sequence`. Otherwise there is one chunk,
+    out and lse are the results, and lse_ptr may be None.
+    min_tiles, max_chunks, chunk_queries: how the keys are divided, see `kernels.tiles.Chunking`.
+    SEARCH_WIDTH 0: every sequence has tiles_per_seq tiles, with split keys of its own as many pairs
+    of a chunk and a tile (the grid then has one chunk). Otherwise the owner of a tile is looked up.
     BLOCK_SIZE 0: not paged. Entry 0 of a table row is the contiguous piece with the whole sequence;
     without tables all sequences are in piece 0.
     kv_starts_ptr, if not None: slot of position 0 of each sequence, in its piece or table row.
     suffix_lens_ptr, if not None: distance of each query from the last key (cascade). It needs
-    IS_SPLIT and no right limit.
+    IS_SPLIT and no right limit, and each row has num_states states.
     """
     await_launches_before(PDL)
     IS_PREFIX: tl.constexpr = suffix_lens_ptr is not None
@@ -182,8 +183,21 @@ def _paged_prefill_kernel(
         tile = tile % tiles_per_seq
     first_token = tl.load(cu_seqlens_q_ptr + seq)
     num_queries = tl.load(cu_seqlens_q_ptr + seq + 1) - first_token
-    first_row = tile * TILE_M
     num_rows = num_queries * GROUP_SIZE
+    chunk, num_chunks = tl.program_id(2), num_states
+    first_state = first_token * num_states.to(tl.int64)
+    if IS_SPLIT and not IS_PREFIX:
+        if not SEARCH_WIDTH:
+            num_tiles = tl.maximum(tl.cdiv(num_rows, TILE_M), 1)
+            chunk = tile // num_tiles
+            tile = tile % num_tiles
+        num_chunks, first_state = states_of_sequence(
+            seq, first_token, num_queries, num_states, max_chunks, chunk_queries, seq_states
+        )
+        if chunk >= num_chunks:
+            return
+        max_chunks = num_chunks
+    first_row = tile * TILE_M
     if first_row >= num_rows:
         return
 
@@ -217,11 +231,11 @@ def _paged_prefill_kernel(
     if IS_SPLIT:
         first_split = 0 if IS_PREFIX else begin
         split_tokens, _ = chunks_of(end - first_split, min_tiles, max_chunks, TILE_N)
-        split_begin = first_split + tl.program_id(2) * split_tokens
+        split_begin = first_split + chunk * split_tokens
         begin = tl.maximum(begin, split_begin)
         end = tl.minimum(split_begin + split_tokens, end)
         if not IS_PREFIX and begin >= end:  # with IS_PREFIX registers are too few for this exit
-            states = (tokens.to(tl.int64) * NUM_Q_HEADS + heads) * num_states + tl.program_id(2)
+            states = (first_state + queries * num_chunks) * NUM_Q_HEADS + heads * num_chunks + chunk
             tl.store(lse_ptr + states, float("-inf"), mask=row_mask)
             return
         full_begin = tl.maximum(full_begin, begin)
@@ -317,7 +331,7 @@ def _paged_prefill_kernel(
     out, lse = normalise(acc, row_max, row_sum)
     if IS_SPLIT:
         # Computed again: keeping it from above would take registers in the loop.
-        states = (tokens.to(tl.int64) * NUM_Q_HEADS + heads) * num_states + tl.program_id(2)
+        states = (first_state + queries * num_chunks) * NUM_Q_HEADS + heads * num_chunks + chunk
         tl.store(out_ptr + states[:, None] * HEAD_DIM + offs_d[None, :], out, mask=qo_mask)
         tl.store(lse_ptr + states, lse, mask=row_mask)
     else:
@@ -353,7 +367,7 @@ def launch_prefill(
     alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
     k_scale: Scale = None, v_scale: Scale = None,
     kv_starts: torch.Tensor | None = None, paged: bool = True, num_splits: int | None = 1,
-    suffix_lens: torch.Tensor | None = None,
+    max_seqlen_k: int | None = None, suffix_lens: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Launch the kernel on checked arguments of `paged_prefill_attention`. Further arguments:
 
@@ -362,6 +376,7 @@ def launch_prefill(
     paged: False if the keys of a sequence are contiguous. The caches are then (num_pieces, slots,
         num_kv_heads, head_dim), and block_tables, (batch, 1), has the piece of each sequence; None
         for piece 0.
+    max_seqlen_k: an upper bound of context_lens, if one smaller than the capacity is known.
     suffix_lens: (total_q,) int32, distance of each query from the last key (cascade). Then out and
         lse are tensors of SplitStates; their first num_splits entries are written.
     """
@@ -375,35 +390,42 @@ def launch_prefill(
     target = target_of(q.device)
     tile = prefill_tile(head_dim_padded, q.dtype, target, k_cache.itemsize)
     left, right = window
-    if num_splits is None and max_seqlen_q > FEW_QUERIES:
+    if num_splits is None and max_seqlen_q > few_queries(num_q_heads, num_kv_heads):
         num_splits = 1
-    chunks = chunking(num_kv_heads, num_splits)
-    split_tile = split_prefill_tile(head_dim_padded, q.dtype, target, k_cache.itemsize)
+    chunks = prefill_chunking(num_q_heads, num_kv_heads, num_splits, target)
+    if num_splits != 1 or suffix_lens is not None:  # even if no sequence has a second chunk
+        tile = split_prefill_tile(head_dim_padded, q.dtype, target, k_cache.itemsize)
     max_tokens = k_cache.shape[1] * (block_tables.shape[1] if paged else 1)
+    max_tokens = max_tokens if max_seqlen_k is None else min(max_tokens, max_seqlen_k)
     if left is not None and right is not None:
         max_tokens = min(max_tokens, max_seqlen_q + left + right)
-    num_chunks = chunks.most(max_tokens, split_tile.tile_n)
-    if suffix_lens is not None:
-        num_chunks = num_splits
+    num_chunks = chunks.most(max_tokens, tile.tile_n)
+    num_tiles, tiles_per_seq = count_tiles(total_q, batch, max_seqlen_q, group_size, tile.tile_m)
+    is_uniform = num_tiles == batch * tiles_per_seq
+    grid = num_tiles, num_kv_heads, num_chunks if suffix_lens is None else num_splits
     merges = num_chunks > 1 and suffix_lens is None
     is_split = merges or suffix_lens is not None
-    if is_split:
-        tile = split_tile
-    result = out, lse
+    result, seq_states = (out, lse), 0
     if merges:
-        states = SplitStates.empty(q, num_chunks)
+        most = chunks.max_chunks * cdiv(chunks.queries * group_size, tile.tile_m)
+        tiles_per_seq = min(tiles_per_seq * num_chunks, most)
+        is_uniform = batch * tiles_per_seq <= num_tiles * num_chunks
+        if is_uniform:
+            grid = batch * tiles_per_seq, num_kv_heads, 1
+        seq_states = min(max_seqlen_q * num_chunks, chunks.queries * chunks.max_chunks)
+        states = SplitStates.empty(q, 1, min(total_q * num_chunks, batch * seq_states))
         out, lse = states.out, states.lse
-    num_tiles, tiles_per_seq = count_tiles(total_q, batch, max_seqlen_q, group_size, tile.tile_m)
     scale = head_dim**-0.5 if scale is None else scale
     k_scale, stride_k_scale = scale_arguments(k_scale)
     v_scale, stride_v_scale = scale_arguments(v_scale)
-    launch(_paged_prefill_kernel, (num_tiles, num_kv_heads, num_chunks),
+    launch(_paged_prefill_kernel, grid,
         out, lse, q, cache_argument(k_cache), cache_argument(v_cache), block_tables,
         cu_seqlens_q, context_lens, kv_starts, suffix_lens,
         alibi_slopes, sinks, k_scale, v_scale,
         scale, softcap,
         0 if left is None else min(left, _NO_LIMIT), 0 if right is None else min(right, _NO_LIMIT),
-        batch, tiles_per_seq, chunks.min_tiles, chunks.max_chunks, lse.shape[2] if is_split else 0,
+        batch, tiles_per_seq, chunks.min_tiles, chunks.max_chunks, chunks.queries,
+        num_chunks if merges else lse.shape[2] if is_split else 0, seq_states,
         *result[0].stride()[:2], *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
         0 if block_tables is None else block_tables.stride(0),
         alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0,
@@ -412,7 +434,7 @@ def launch_prefill(
         HEAD_DIM=head_dim, HEAD_DIM_PADDED=head_dim_padded,
         BLOCK_SIZE=k_cache.shape[1] if paged else 0,
         TILE_M=tile.tile_m, TILE_N=tile.tile_n,
-        SEARCH_WIDTH=_SEARCH_WIDTH if num_tiles < batch * tiles_per_seq else 0,
+        SEARCH_WIDTH=0 if is_uniform else _SEARCH_WIDTH,
         HAS_LEFT=left is not None, HAS_RIGHT=right is not None,
         FOLD_SCALE=folds_scale(scale, softcap, alibi_slopes),
         HAS_SOFTCAP=softcap > 0, HAS_ALIBI=alibi_slopes is not None,
@@ -420,7 +442,10 @@ def launch_prefill(
         num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl_options(q.device),
     )  # fmt: skip
     if merges:
-        states.merge_into(*result, sinks=sinks, cu_seqlens=cu_seqlens_q)
+        states.merge_into(
+            *result, sinks=sinks, chunks=chunks, cu_seqlens=cu_seqlens_q,
+            num_splits=num_chunks, seq_states=seq_states,
+        )  # fmt: skip
 
 
 @attention_op
@@ -457,7 +482,8 @@ def paged_prefill_attention(
         causal: a query sees no later token (bottom-right aligned). If False it sees every token of
             its sequence.
         num_splits: largest number of programs that share the keys of a tile of queries. None
-            chooses: 1 if max_seqlen_q > 32, otherwise from the number of keys, num_kv_heads and the
+            chooses: 1 if max_seqlen_q > `kernels.tiles.few_queries` (256 with 32 query and 8 KV
+            heads), otherwise from the sequence's own number of queries and keys, the heads and the
             tile, which pays for few queries behind a long cached prefix. Either way the result of a
             sequence is bitwise the same whatever else is in the batch.
         out: (total_q, num_q_heads, head_dim) to write to, in q's dtype or fp32; allocated if None.
@@ -467,7 +493,7 @@ def paged_prefill_attention(
         The output, and with return_lse the LSE: (total_q, num_q_heads) fp32, natural log, the sink
         included. A query that sees nothing gets zeros and -inf.
 
-    Mutates only out. Launches one kernel, or two if num_splits > 1, on grids that depend on shapes
+    Mutates only out. Launches one kernel, or two if keys are divided, on grids that depend on shapes
     and max_seqlen_q alone, without host synchronisation: the call can be captured in a CUDA graph
     and replayed with other lengths and tables.
 

@@ -21,6 +21,9 @@ from kernels.launch import launch
 from kernels.primitives import LN_2, add_sinks, await_launches_before, cast, finite_shift, normalise
 from kernels.tiles import Chunking, merge_tile, padded_dim, pdl_options
 
+# Sequences at a time in the search for the one of a token.
+_SEARCH_WIDTH = 256
+
 
 @triton.jit
 def _divide_up(dividend, divisor):
@@ -41,32 +44,62 @@ def chunks_of(num_tokens, min_tiles, max_chunks, TILE_N: tl.constexpr):
     return tiles * TILE_N, _divide_up(num_tiles, tiles)
 
 
+@triton.jit
+def states_of_sequence(
+    seq, first_token, num_queries, num_splits, max_chunks, chunk_queries, seq_states
+):
+    """Prefill: the most chunks of a sequence, and where its states begin.
+
+    The state of query i, head h and chunk c is number (first + i * chunks) * num_heads + h * chunks
+    + c. A sequence has num_splits or fewer for each query and head, and at most seq_states for each
+    head, so this leaves room for all before it.
+    """
+    chunks = max_chunks // tl.maximum(tl.cdiv(num_queries, chunk_queries), 1)
+    first = tl.minimum(first_token * num_splits.to(tl.int64), seq * seq_states.to(tl.int64))
+    return tl.minimum(chunks, num_splits), first
+
+
 @triton.jit(
     do_not_specialize=[
-        "batch", "num_splits", "first_chunk", "window_size", "min_tiles", "max_chunks"
+        "batch", "num_splits", "first_chunk", "window_size", "min_tiles", "max_chunks",
+        "chunk_queries", "seq_states",
     ]
 )  # fmt: skip
 def _merge_splits_kernel(
     out_ptr, lse_ptr, partial_out_ptr, partial_lse_ptr, sinks_ptr, cu_seqlens_ptr,
     context_lens_ptr,
-    batch, num_splits, first_chunk, window_size, min_tiles, max_chunks,
+    batch, num_splits, first_chunk, window_size, min_tiles, max_chunks, chunk_queries, seq_states,
     stride_out_token, stride_out_head,
     NUM_Q_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr,
-    TILE_SPLITS: tl.constexpr, TILE_N: tl.constexpr, PDL: tl.constexpr,
+    TILE_SPLITS: tl.constexpr, TILE_N: tl.constexpr, SEARCH_WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Merge the states of one query head of one token, in order. Grid (num_tokens * NUM_Q_HEADS).
 
-    With cu_seqlens_ptr, tokens from cu_seqlens[batch] on are padding and have no states.
+    With cu_seqlens_ptr, the states are prefill's, see `states_of_sequence`, and tokens from
+    cu_seqlens[batch] on are padding and have none. Otherwise each row has num_splits states.
     With context_lens_ptr, the states from first_chunk on are those of the chunks of the last
     window_size keys, and later ones were not written.
     """
     await_launches_before(PDL)
     row = tl.program_id(0).to(tl.int64)
     token, head = row // NUM_Q_HEADS, row % NUM_Q_HEADS
-    if cu_seqlens_ptr is not None and token >= tl.load(cu_seqlens_ptr + batch):
-        return
-
-    num_written = num_splits
+    num_written, first_state = num_splits, row * num_splits
+    if cu_seqlens_ptr is not None:
+        if token >= tl.load(cu_seqlens_ptr + batch):
+            return
+        seq = 0
+        for first_seq in range(0, batch, SEARCH_WIDTH):
+            seqs = first_seq + tl.arange(0, SEARCH_WIDTH)
+            ends = tl.load(cu_seqlens_ptr + 1 + seqs, mask=seqs < batch, other=2**31 - 1)
+            seq += tl.sum((ends <= token).to(tl.int32))
+        first_token = tl.load(cu_seqlens_ptr + seq)
+        num_queries = tl.load(cu_seqlens_ptr + seq + 1) - first_token
+        num_written, first_state = states_of_sequence(
+            seq, first_token, num_queries, num_splits, max_chunks, chunk_queries, seq_states
+        )
+        first_state += (token - first_token) * num_written
+        first_state = first_state * NUM_Q_HEADS + head * num_written
     if context_lens_ptr is not None:
         num_keys = tl.minimum(tl.load(context_lens_ptr + token), window_size)
         _, num_chunks = chunks_of(num_keys, min_tiles, max_chunks, TILE_N)
@@ -79,7 +112,7 @@ def _merge_splits_kernel(
     row_sum = tl.zeros([1], tl.float32)
     for start in range(0, num_written, TILE_SPLITS):
         splits = start + offs_s
-        states = row * num_splits + splits
+        states = first_state + splits
         lse = tl.load(partial_lse_ptr + states, mask=splits < num_written, other=float("-inf"))
         out = tl.load(
             partial_out_ptr + states[:, None] * HEAD_DIM + offs_d[None, :],
@@ -108,14 +141,19 @@ class SplitStates:
     """Partial softmax states of query rows."""
 
     out: torch.Tensor
-    """(num_tokens, num_q_heads, num_splits, head_dim) fp32."""
+    """(num_tokens, num_q_heads, num_splits, head_dim) fp32. Prefill packs states, as sequences have
+    different numbers of them (`states_of_sequence`): (num_states, num_q_heads, 1, head_dim)."""
     lse: torch.Tensor
-    """(num_tokens, num_q_heads, num_splits) fp32, in units of log2."""
+    """The same without head_dim, fp32, in units of log2."""
 
     @classmethod
-    def empty(cls, q: torch.Tensor, num_splits: int) -> SplitStates:
-        """Allocate the states of q, (num_tokens, num_q_heads, head_dim)."""
-        num_tokens, num_q_heads, head_dim = q.shape
+    def empty(
+        cls, q: torch.Tensor, num_splits: int, num_tokens: int | None = None
+    ) -> SplitStates:
+        """Allocate the states of q, (num_tokens, num_q_heads, head_dim), or of another number of
+        tokens."""
+        num_q_heads, head_dim = q.shape[1:]
+        num_tokens = q.shape[0] if num_tokens is None else num_tokens
         states = (num_tokens, num_q_heads, num_splits)
         options = {"dtype": torch.float32, "device": q.device}
         return cls(torch.empty(*states, head_dim, **options), torch.empty(states, **options))
@@ -126,33 +164,37 @@ class SplitStates:
         lse: torch.Tensor | None,
         *,
         sinks: torch.Tensor | None = None,
+        chunks: Chunking | None = None,
         cu_seqlens: torch.Tensor | None = None,
+        num_splits: int = 0,
+        seq_states: int = 0,
         context_lens: torch.Tensor | None = None,
         window_size: int | None = None,
-        chunks: Chunking | None = None,
         first_chunk: int = 0,
         tile_n: int = 0,
     ) -> None:
         """Write the attention over all keys to out, (num_tokens, num_q_heads, head_dim), and its
         LSE, natural log, to lse, (num_tokens, num_q_heads) fp32.
 
-        sinks: (num_q_heads,) logits that join the denominator. cu_seqlens: (batch + 1,) int32;
-        tokens from its last entry on have no states, and their output is not written.
-        context_lens: (num_tokens,) int32 if the states from first_chunk on are decode's: those of
-        the last window_size keys of each, divided by `chunks` in tiles of tile_n.
+        sinks: (num_q_heads,) logits that join the denominator. chunks: how keys are divided.
+        cu_seqlens: (batch + 1,) int32 if the states are prefill's, with num_splits and seq_states
+        as in `states_of_sequence`; tokens from its last entry on have no states, and their output
+        is not written. context_lens: (num_tokens,) int32 if the states from first_chunk on are
+        decode's: those of the last window_size keys of each, divided in tiles of tile_n.
         """
-        num_tokens, num_q_heads, num_splits = self.lse.shape
-        head_dim = out.shape[2]
+        num_tokens, num_q_heads, head_dim = out.shape
         head_dim_padded = padded_dim(head_dim)
         tile = merge_tile(head_dim_padded)
+        chunks = chunks or Chunking(0, 0)
         launch(_merge_splits_kernel, (num_tokens * num_q_heads,),
             out, lse, self.out, self.lse, sinks, cu_seqlens, context_lens,
-            0 if cu_seqlens is None else cu_seqlens.shape[0] - 1, num_splits, first_chunk,
+            0 if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+            num_splits or self.lse.shape[2], first_chunk,
             2**31 - 1 if window_size is None else window_size,
-            *((chunks.min_tiles, chunks.max_chunks) if chunks else (0, 0)),
+            chunks.min_tiles, chunks.max_chunks, chunks.queries, seq_states,
             *out.stride()[:2],
             NUM_Q_HEADS=num_q_heads, HEAD_DIM=head_dim, HEAD_DIM_PADDED=head_dim_padded,
-            TILE_SPLITS=tile.rows, TILE_N=tile_n,
+            TILE_SPLITS=tile.rows, TILE_N=tile_n, SEARCH_WIDTH=_SEARCH_WIDTH,
             num_warps=tile.num_warps, **pdl_options(out.device),
         )  # fmt: skip
 

@@ -40,8 +40,8 @@ class Target:
 PROGRAMS_PER_MULTIPROCESSOR = 2
 """Decode programs that fit one multiprocessor; tests check the compiled kernels."""
 MAX_SPLITS = 128
-FEW_QUERIES = 32
-"""Most queries per sequence for which prefill divides keys: up to a few tiles of rows."""
+PROGRAMS_OF_FEW_QUERIES = 128
+"""Prefill programs that a sequence with few queries is divided among; one fits a multiprocessor."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -229,6 +229,8 @@ class Chunking:
 
     min_tiles: int
     max_chunks: int
+    queries: int = 2**30
+    """Prefill only: a sequence with up to n times as many queries has an n-th of `max_chunks`."""
 
     def most(self, max_tokens: int, tile_n: int) -> int:
         """Chunks of up to max_tokens keys; at least 1."""
@@ -247,6 +249,36 @@ def chunking(num_kv_heads: int, num_splits: int | None = None) -> Chunking:
     if num_splits is not None:
         return Chunking(1, num_splits)
     return Chunking(16, max(16, 256 // num_kv_heads))
+
+
+def _queries_per_tile(num_q_heads: int, num_kv_heads: int) -> int:
+    """Queries that fill 128 rows of prefill."""
+    return max(1, 128 * num_kv_heads // num_q_heads)
+
+
+@functools.cache
+def few_queries(num_q_heads: int, num_kv_heads: int) -> int:
+    """Most queries per sequence for which prefill divides keys: those whose tiles of rows give at
+    most half the programs that a GPU runs at once."""
+    tiles = PROGRAMS_OF_FEW_QUERIES // (2 * num_kv_heads)
+    return tiles * _queries_per_tile(num_q_heads, num_kv_heads)
+
+
+@functools.cache
+def prefill_chunking(
+    num_q_heads: int, num_kv_heads: int, num_splits: int | None, target: Target
+) -> Chunking:
+    """At most `num_splits` chunks. If None, a long sequence has enough chunks x tiles of rows x KV
+    heads for the programs that the GPU runs at once, and chunks have at least sixteen tiles.
+
+    A second wave of programs would cost as much as the first. So there are 128 programs on sm_90
+    and sm_100 (132 and 148 multiprocessors), and 104 on sm_80 (108).
+    """
+    if num_splits is not None:
+        return Chunking(1, num_splits)
+    programs = 104 if target.arch == 80 else PROGRAMS_OF_FEW_QUERIES
+    queries = _queries_per_tile(num_q_heads, num_kv_heads)
+    return Chunking(16, max(1, programs // num_kv_heads), queries)
 
 
 @functools.cache

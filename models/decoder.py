@@ -196,6 +196,7 @@ class CausalLM(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
+        self.num_q_heads_per_rank = len(tp.share(config.num_q_heads, "num_q_heads"))
         self.num_kv_heads_per_rank = len(tp.share(config.num_kv_heads, "num_kv_heads", repeat=True))
         self.model = Decoder(config, backend, tp, max_positions)
         self.lm_head = (

@@ -17,7 +17,7 @@ from cache.managers.base import Copies
 from cache.serving.request import ScheduledSequence
 from cache.serving.scheduler import Step
 from kernels import reference
-from kernels.tiles import FEW_QUERIES
+from kernels.tiles import few_queries
 from models.attention import AttentionMetadata
 from models.cuda_graphs import DecodeGraphs
 from models.decoder import CausalLM
@@ -58,6 +58,8 @@ class ModelRunner:
         weight = model.model.embed_tokens.weight
         self.device = weight.device
         self._upload = Uploads(self.device)
+        heads = model.num_q_heads_per_rank, model.num_kv_heads_per_rank
+        self._few_queries = few_queries(*heads)
         self.kv_cache = make_kv_cache(model, num_blocks, block_size, kv_dtype)
         self.host_cache = None
         if num_host_blocks:
@@ -99,7 +101,7 @@ class ModelRunner:
         """
         # Launches take sequences by kind; logits are returned in the order of the step.
         counts = np.array(step.counts)
-        order = np.argsort(kinds_of_launch(counts), kind="stable")
+        order = np.argsort(kinds_of_launch(counts, self._few_queries), kind="stable")
         counts, sequences = counts[order], [step.sequences[i] for i in order]
         ends = np.array([seq.num_computed_tokens for seq in sequences])
         cu_seqlens = np.concatenate(([0], counts.cumsum()))
@@ -118,7 +120,8 @@ class ModelRunner:
             # A row that is not finite has -1, no valid token id; its request ends when it is read.
             token_ids[places] = step.drawn.tokens[sampled_rows].clamp(min=0)
         metadata = AttentionMetadata(*layout, int(counts.max()), int(ends.max()))
-        return token_ids, positions, in_parts(metadata, counts), logit_rows
+        metadata = in_parts(metadata, counts, ends, self._few_queries, self.block_size)
+        return token_ids, positions, metadata, logit_rows
 
     def _move_blocks(self, step: Step) -> None:
         if step.swap_out:
@@ -156,33 +159,42 @@ def _zeros(
     return torch.from_numpy(content).view(dtype).view(shape)
 
 
-def kinds_of_launch(counts: np.ndarray) -> np.ndarray:
-    """0, 1 or 2 for each sequence: one, few or many queries.
+def kinds_of_launch(counts: np.ndarray, few: int) -> np.ndarray:
+    """0, 1 or 2 for each sequence: one, up to ``few``, or more queries.
 
     Each kind has its own launch, so a sequence's key splits do not depend on its batch; see
     ``num_splits`` of ``paged_prefill_attention``.
     """
-    return (counts > 1).astype(int) + (counts > FEW_QUERIES)
+    return (counts > 1).astype(int) + (counts > max(few, 1))
 
 
-def in_parts(metadata: AttentionMetadata, counts: np.ndarray) -> AttentionMetadata:
-    """Split a batch in the order of its kinds, with ``counts`` queries per sequence, by kind."""
-    borders = np.flatnonzero(np.diff(kinds_of_launch(counts), prepend=-1, append=3)).tolist()
+def in_parts(
+    metadata: AttentionMetadata, counts: np.ndarray, ends: np.ndarray, few: int, block_size: int
+) -> AttentionMetadata:
+    """Split a batch in the order of its kinds, with ``counts`` queries and ``ends`` tokens per
+    sequence, by kind.
+
+    The tables of a part are no wider than it needs: short prompts beside long contexts are not
+    prepared to have their keys divided.
+    """
+    kinds = kinds_of_launch(counts, few)
+    borders = np.flatnonzero(np.diff(kinds, prepend=-1, append=3)).tolist()
     if len(borders) == 2:
         return metadata
     parts = []
     for start, end in itertools.pairwise(borders):
         some = slice(start, end)
-        max_seqlen_q, first = int(counts[some].max()), int(counts[:start].sum())
+        first, max_context_len = int(counts[:start].sum()), int(ends[some].max())
         tokens = slice(first, first + int(counts[some].sum()))
         parts.append(
             dataclasses.replace(
                 metadata,
                 slot_mapping=metadata.slot_mapping[tokens],
-                block_tables=metadata.block_tables[some],
+                block_tables=metadata.block_tables[some, : -(-max_context_len // block_size)],
                 context_lens=metadata.context_lens[some],
                 cu_seqlens_q=metadata.cu_seqlens_q[start : end + 1] - first,
-                max_seqlen_q=max_seqlen_q,
+                max_seqlen_q=int(counts[some].max()),
+                max_context_len=max_context_len,
             )
         )
     return dataclasses.replace(metadata, parts=tuple(parts))

@@ -104,6 +104,10 @@ class InFlight:
             )
         return self.array
 
+    def holding(self, array) -> InFlight:
+        """The same with an array in which threads that do not wait have written."""
+        return InFlight(self.batch, array, self.threads, self.kind)
+
     def view(self, dtype):
         return self._arrived().view(dtype)
 

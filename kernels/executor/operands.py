@@ -178,7 +178,12 @@ class Translation:
         def write(batch, mask, value):
             value = as_stored(value)
             registers = batch.registers
-            registers[index] = value if mask is None else np.where(mask, value, registers[index])
+            if mask is not None:
+                held = registers[index]
+                value = np.where(mask, value, held)
+                if not isinstance(held, np.ndarray):  # in flight for other threads
+                    value = held.holding(value)
+            registers[index] = value
 
         return write
 

@@ -161,26 +161,30 @@ def test_batch_invariance(op, kv_dtype, num_splits, device):
 
 @given(
     own=st.tuples(st.integers(1, 20), st.integers(0, 180)),
-    neighbours=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 180)), max_size=2),
+    neighbours=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 180)), max_size=2),
     place=st.integers(0, 2),
+    group_size=st.integers(1, 3),
     spare_blocks=st.integers(0, 20),
     num_multiprocessors=st.integers(1, 9),
-    window_size=st.sampled_from([None, 90, 10**9]),
+    window_size=st.sampled_from([None, 37, 90, 10**9]),
     sinks=st.booleans(),
 )
-@settings(max_examples=6)
+@settings(max_examples=8)
 @without_prefix
 def test_chunks_depend_on_the_sequence_alone(
-    op, own, neighbours, place, spare_blocks, num_multiprocessors, window_size, sinks, device
-):
-    """With the default num_splits, patched to up to 4 chunks of at least 2 tiles of 16, for any
-    neighbours, padding of batch and tables, and number of multiprocessors."""
+    op, own, neighbours, place, group_size, spare_blocks, num_multiprocessors, window_size, sinks,
+    device,
+):  # fmt: skip
+    """With the default num_splits, patched to up to 4 chunks of at least 2 tiles of 16 (prefill: 8
+    for up to 5 queries, 2 for 20), for any neighbours, padding of batch and tables, and number of
+    multiprocessors."""
     place = min(place, len(neighbours))
     sequences = [*neighbours[:place], own, *neighbours[place:], (0, 0)]
     lens = [(queries + cached, queries) for queries, cached in sequences]
     lens = [n for n, _ in lens] if op.name == "decode" else lens
-    call = op.call(device, lens, num_q_heads=2, num_kv_heads=1) | {"window_size": window_size}
-    call["sinks"] = torch.linspace(-3, 3, 2, device=device) if sinks else None
+    call = op.call(device, lens, num_q_heads=group_size, num_kv_heads=1)
+    call |= {"window_size": window_size}
+    call["sinks"] = torch.linspace(-3, 3, group_size, device=device) if sinks else None
     alone = select(call, [place])
     own_blocks = -(-sum(own) // SHAPE["block_size"])
     alone["block_tables"] = alone["block_tables"][:, :own_blocks]
@@ -188,11 +192,14 @@ def test_chunks_depend_on_the_sequence_alone(
     wide = call | {"block_tables": torch.cat([call["block_tables"], garbage], dim=1)}
 
     target = target_of(call["q"].device)
-    shape = (2, 32) if op.name == "decode" else (32,)
+    shape = (group_size, 32) if op.name == "decode" else (32,)
+    chunking, chunks = "chunking", Chunking(2, 4)
+    if op.name == "prefill":
+        chunking, chunks = "prefill_chunking", Chunking(2, 8, queries=5)
     tile = replace(getattr(tiles, f"{op.name}_tile")(*shape, torch.float16, target), tile_n=16)
     target = replace(target, tiles=((f"{op.name}_tile", tile),))
     small_chunks = mock.patch.object(
-        sys.modules[f"kernels.{op.op}"], "chunking", return_value=Chunking(2, 4)
+        sys.modules[f"kernels.{op.op}"], chunking, return_value=chunks
     )
     with small_chunks, force_target(target):
         expected = op.run(alone, None)

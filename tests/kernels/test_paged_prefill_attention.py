@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 import triton
-from attention_ops import OPS, same
+from attention_ops import OPS, same, select
 
 from kernels.fp8_cache import FP8_DTYPE
 from kernels.tiles import force_target, prefill_tile, target_of
@@ -58,11 +58,28 @@ def test_scores_ahead_change_no_bit(window_size, num_splits, device):
     assert same(*results)
 
 
-def test_search_over_many_sequences(device, monkeypatch):
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_search_over_many_sequences(num_splits, device, monkeypatch):
     call = PREFILL.call(device, MIXED)
-    expected = PREFILL.run(call)
-    monkeypatch.setattr(MODULE, "_SEARCH_WIDTH", 2)
-    assert same(PREFILL.run(call, max_seqlen_q=1000), expected)
+    expected = PREFILL.run(call, num_splits)
+    for module in (MODULE, sys.modules["kernels.split_states"]):
+        monkeypatch.setattr(module, "_SEARCH_WIDTH", 2)
+    assert same(PREFILL.run(call, num_splits, max_seqlen_q=1000), expected)
+
+
+@pytest.mark.parametrize("window_size", [None, 700])
+def test_a_turn_of_an_agent(window_size, device):
+    """Few queries behind a long prefix, divided by the table of tiles: of the first sequence into
+    half as many chunks as of the second, whose queries fill one tile of rows. Alone, all pairs of
+    a chunk and a tile are launched; beside many single queries tiles are looked up."""
+    lens = ((1200, 40), (1300, 20), (90, 70), (1100, 1))
+    call = PREFILL.call(device, lens, block_size=24) | {"window_size": window_size}
+    PREFILL.assert_matches_reference(call)
+    out, lse = PREFILL.run(call, None)
+    for rows, tokens in (([0], slice(0, 40)), ([0] + 9 * [3], slice(0, 40)), ([1], slice(40, 60))):
+        alone = PREFILL.run(select(call, rows), None)
+        n = tokens.stop - tokens.start
+        assert same([x[:n] for x in alone], [out[tokens], lse[tokens]])
 
 
 @pytest.mark.parametrize("num_splits", [1, 2])

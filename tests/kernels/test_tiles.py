@@ -16,7 +16,9 @@ from kernels.tiles import (
     Target,
     chunking,
     decode_tile,
+    few_queries,
     force_target,
+    prefill_chunking,
     prefill_tile,
     prefix_num_splits,
     split_prefill_tile,
@@ -99,6 +101,21 @@ def test_triton_without_the_fence_is_refused_where_prefill_needs_it(
 def test_chunks_of_a_sequence_in_tiles_of_64(num_kv_heads, num_splits, max_tokens, expected):
     chunks = chunking(num_kv_heads, num_splits)
     assert chunks.most(max_tokens, 64) == expected
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 8, 32])
+@pytest.mark.parametrize("group_size", [1, 4, 7, 8])
+def test_a_turn_of_an_agent_fills_most_of_the_gpu_once(group_size, num_kv_heads):
+    """A long sequence with any number of queries whose keys are divided."""
+    heads = group_size * num_kv_heads, num_kv_heads
+    for num_queries in range(1, few_queries(*heads) + 1):
+        for target, programs in ((H200, 128), (Target("cuda", 80, 108), 104)):
+            chunks = prefill_chunking(*heads, None, target)
+            each = chunks.max_chunks // -(-num_queries // chunks.queries)
+            launched = each * num_kv_heads * -(-num_queries * group_size // 128)
+            assert each == 1 or launched <= programs
+            assert target != H200 or group_size == 7 or launched > programs / 2
+    assert few_queries(32, 8) == 256
 
 
 @pytest.mark.parametrize(

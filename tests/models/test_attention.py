@@ -153,7 +153,8 @@ EACH_ONCE = [
 def test_backends_store_and_attend(backend, case, block_size):
     batch = Case(*CASES[case], block_size)
     if case in ("mixed_in_parts", "few_and_many"):
-        batch.metadata = in_parts(batch.metadata, np.array(CASES[case][1]))
+        lens, counts = map(np.array, CASES[case])
+        batch.metadata = in_parts(batch.metadata, counts, lens, 32, block_size)
         assert len(batch.metadata.parts) == 3 - (case == "few_and_many")
     batch.judge(batch.run(BACKENDS[backend]()))
 
