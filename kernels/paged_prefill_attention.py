@@ -197,6 +197,7 @@ def _paged_prefill_kernel(
         if chunk >= num_chunks:
             return
         max_chunks = num_chunks
+    first_state *= NUM_Q_HEADS
     first_row = tile * TILE_M
     if first_row >= num_rows:
         return
@@ -235,7 +236,7 @@ def _paged_prefill_kernel(
         begin = tl.maximum(begin, split_begin)
         end = tl.minimum(split_begin + split_tokens, end)
         if not IS_PREFIX and begin >= end:  # with IS_PREFIX registers are too few for this exit
-            states = (first_state + queries * num_chunks) * NUM_Q_HEADS + heads * num_chunks + chunk
+            states = first_state + (queries * NUM_Q_HEADS + heads).to(tl.int64) * num_chunks + chunk
             tl.store(lse_ptr + states, float("-inf"), mask=row_mask)
             return
         full_begin = tl.maximum(full_begin, begin)
@@ -331,7 +332,7 @@ def _paged_prefill_kernel(
     out, lse = normalise(acc, row_max, row_sum)
     if IS_SPLIT:
         # Computed again: keeping it from above would take registers in the loop.
-        states = (first_state + queries * num_chunks) * NUM_Q_HEADS + heads * num_chunks + chunk
+        states = first_state + (queries * NUM_Q_HEADS + heads).to(tl.int64) * num_chunks + chunk
         tl.store(out_ptr + states[:, None] * HEAD_DIM + offs_d[None, :], out, mask=qo_mask)
         tl.store(lse_ptr + states, lse, mask=row_mask)
     else:
