@@ -494,9 +494,9 @@ def paged_prefill_attention(
         The output, and with return_lse the LSE: (total_q, num_q_heads) fp32, natural log, the sink
         included. A query that sees nothing gets zeros and -inf.
 
-    Mutates only out. Launches one kernel, or two if keys are divided, on grids that depend on shapes
-    and max_seqlen_q alone, without host synchronisation: the call can be captured in a CUDA graph
-    and replayed with other lengths and tables.
+    Mutates only out. Launches one kernel, or two if keys are divided, on grids that depend on
+    shapes and max_seqlen_q alone, without host synchronisation: the call can be captured in a CUDA
+    graph and replayed with other lengths and tables.
 
     Raises:
         ValueError: a shape, dtype, device, stride or option that does not fit; for tensors in host

@@ -147,9 +147,7 @@ class SplitStates:
     """The same without head_dim, fp32, in units of log2."""
 
     @classmethod
-    def empty(
-        cls, q: torch.Tensor, num_splits: int, num_tokens: int | None = None
-    ) -> SplitStates:
+    def empty(cls, q: torch.Tensor, num_splits: int, num_tokens: int | None = None) -> SplitStates:
         """Allocate the states of q, (num_tokens, num_q_heads, head_dim), or of another number of
         tokens."""
         num_q_heads, head_dim = q.shape[1:]

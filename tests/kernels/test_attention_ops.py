@@ -198,9 +198,7 @@ def test_chunks_depend_on_the_sequence_alone(
         chunking, chunks = "prefill_chunking", Chunking(2, 8, queries=5)
     tile = replace(getattr(tiles, f"{op.name}_tile")(*shape, torch.float16, target), tile_n=16)
     target = replace(target, tiles=((f"{op.name}_tile", tile),))
-    small_chunks = mock.patch.object(
-        sys.modules[f"kernels.{op.op}"], chunking, return_value=chunks
-    )
+    small_chunks = mock.patch.object(sys.modules[f"kernels.{op.op}"], chunking, return_value=chunks)
     with small_chunks, force_target(target):
         expected = op.run(alone, None)
     with small_chunks, force_target(replace(target, num_multiprocessors=num_multiprocessors)):
