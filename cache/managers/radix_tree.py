@@ -16,7 +16,6 @@ from bisect import bisect_right
 from itertools import chain
 from typing import NamedTuple
 
-from cache.blocks.common_prefix import common_prefix_length
 from cache.blocks.hashing import encode_extra_keys
 from cache.blocks.sequence import Sequence
 from cache.checks import require
@@ -226,7 +225,7 @@ class RadixTree:
         tokens = tokens if high == size else tokens[: high * width]
         if data.startswith(tokens, start):
             return high
-        return common_prefix_length(tokens, data[start : start + len(tokens)]) // width
+        return _common_prefix_length(tokens, data[start : start + len(tokens)]) // width
 
     def _add_user(self, node: RadixNode) -> None:
         if not node.lock_ref:
@@ -302,3 +301,21 @@ class RadixTree:
             f"num_evictable is {self.num_evictable}, {unlocked} blocks are unlocked",
         )
         return nodes[1:]
+
+
+def _common_prefix_length(one: bytes, other: bytes) -> int:
+    """Length of the longest common prefix.
+
+    A bisection over slices, which are compared by a loop in C.
+    """
+    length = min(len(one), len(other))
+    if one[:length] == other[:length]:
+        return length
+    low, high = 0, length - 1  # equal up to ``low``, different in the first ``high + 1``
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,6 +1,6 @@
 """An upper bound on policies that know only the return times of classes of blocks.
 
-The classes are those of :mod:`cache.policies.gittins`: uses, last block of its prompt, output
+The classes are defined in :mod:`cache.policies.gittins`: uses, last block of its prompt, output
 length.  docs/eviction-study.md derives the bound.
 """
 

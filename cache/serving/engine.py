@@ -213,7 +213,7 @@ class Engine:
         self._finish_request(request)
 
     def _fail(self, request: Request) -> None:
-        """End a request whose logits are NaN or infinite; others go on."""
+        """End a request whose logits are NaN or infinite; others continue."""
         warnings.warn(
             f"request {request.request_id}: logits are NaN or infinite after at most "
             f"{max(len(seq.token_ids) for seq in request.sequences)} tokens; the weights are "

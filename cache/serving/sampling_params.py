@@ -32,7 +32,7 @@ class SamplingParams:
         min_tokens: nothing but max_tokens ends an output before it has this many tokens.
         stop: texts that end an output; its text ends before them, its tokens after.
         stop_token_ids: tokens that end an output, which includes them.
-        skip_special_tokens: leave special tokens, such as that of the end, out of the text.
+        skip_special_tokens: leave special tokens, such as the end-of-text token, out of the text.
         logprobs: return log p of each token and of this many of the likeliest tokens, before
             penalties and temperature.  None for none.
         ignore_eos: do not end at the model's end-of-text tokens.

@@ -1,4 +1,4 @@
-"""Kernel launches: host time of a call of each op, by three timings taken in turn.
+"""Kernel launches: host time of a call of each op, by three interleaved timings.
 
 None waits for a kernel:
 
@@ -31,7 +31,7 @@ from experiments.overhead import timing
 if TYPE_CHECKING:
     import torch
 
-WAYS = ("checks", "first", "repeated")
+PHASES = ("checks", "first", "repeated")
 _CALLS_A_SAMPLE = 5
 _ARCH = "sm_90"
 """The target of launches where there is no GPU."""
@@ -59,14 +59,14 @@ def run_cell(cell: Launch) -> list[dict[str, Any]]:
     with contextlib.nullcontext() if on_gpu else _launches_that_end_at_the_driver():
         for config, call in _calls(device).items():
             num_launches, spans = _measure(call, cell.launch_samples, on_gpu)
-            for way, seconds in spans.items():
+            for phase, seconds in spans.items():
                 rows.append(
                     {
                         "op": call.func.__name__,
                         "config": config,
                         "tensors": device.type,
                         "num_launches": num_launches,
-                        "phase": way,
+                        "phase": phase,
                         **timing.columns("call", seconds),
                     }
                 )
@@ -155,12 +155,12 @@ def _measure(call: partial, num_samples: int, on_gpu: bool) -> tuple[int, dict[s
     call()  # compiles, and is remembered
     patches = (mock.patch.multiple(JITFunction, **nothing), *[contextlib.nullcontext()] * 2)
     # The timings of a Timer are free of garbage collections.
-    ways = list(zip(WAYS, map(timeit.Timer, (first, first, call)), patches, strict=True))
-    spans = {way: [] for way in WAYS}
+    timers = list(zip(PHASES, map(timeit.Timer, (first, first, call)), patches, strict=True))
+    spans = {phase: [] for phase in PHASES}
     for _ in range(num_samples):
-        for way, several, patch in ways:
+        for phase, timer, patch in timers:
             with patch:
-                spans[way].append(several.timeit(_CALLS_A_SAMPLE) / _CALLS_A_SAMPLE)
+                spans[phase].append(timer.timeit(_CALLS_A_SAMPLE) / _CALLS_A_SAMPLE)
         if on_gpu:
             torch.cuda.synchronize()  # or the queue of launches would fill up and block
     return len(launches), spans
@@ -169,7 +169,7 @@ def _measure(call: partial, num_samples: int, on_gpu: bool) -> tuple[int, dict[s
 def table(rows: style.DataFrame) -> style.DataFrame:
     """Median microseconds of checks and launch, and of a repeated call, a row per configuration."""
     table = rows.pivot(index="config", columns="phase", values="us")
-    table = table.reindex(rows["config"].unique(), columns=WAYS)
+    table = table.reindex(rows["config"].unique(), columns=PHASES)
     table.insert(1, "launch", table["first"] - table["checks"])
     return table.drop(columns="first").reset_index()
 

@@ -119,24 +119,26 @@ def test_a_users_policy_ranks_the_leaves_too():
 
 
 def test_a_policy_with_queues_sees_a_node_as_its_last_block():
-    told, missed = [], []
+    inserted, missed = [], []
 
-    class Told(Stateful):
+    class Recorder(Stateful):
         def miss(self, key):
             missed.append(key)
 
         def insert(self, block, key, parent, depth):
-            told.append((block, key, parent, depth))
+            inserted.append((block, key, parent, depth))
 
-    tree = RadixTree(2, Told(), 9)
+    tree = RadixTree(2, Recorder(), 9)
     node, _ = tree.insert(RadixKey(Sequence(0, [1, 1, 2, 2]), 2), array("i", [7, 8]))
     tree.insert(RadixKey(Sequence(1, [1, 1, 2, 2, 3, 3]), 2), array("i", [9]), node, 2)
-    (_, first, root, _), (_, _, parent, _) = told
-    assert [(block, depth) for block, _, _, depth in told] == [(8, 1), (9, 2)]
+    (_, first, root, _), (_, _, parent, _) = inserted
+    assert [(block, depth) for block, _, _, depth in inserted] == [(8, 1), (9, 2)]
     assert (root, parent) == (None, first)
     compute(tree, [1, 1, 5, 5], 7, 3)
-    assert [(block, depth) for block, _, _, depth in told[2:]] == [(7, 0), (3, 1)]
-    assert missed == [first, told[1][1], told[3][1]], "the upper part of a split node was there"
+    assert [(block, depth) for block, _, _, depth in inserted[2:]] == [(7, 0), (3, 1)]
+    assert missed == [first, inserted[1][1], inserted[3][1]], (
+        "the upper part of a split node was there"
+    )
 
 
 def test_ghosts_are_recognised_however_a_prompt_was_split():
@@ -178,15 +180,15 @@ def test_a_policy_gets_the_history_of_a_node():
     """Counted in unlocks, from the first; both parts of a split node keep it."""
     seen = []
 
-    class Told(PriorityPolicy):
-        name = "told"
+    class Recorder(PriorityPolicy):
+        name = "recorder"
 
         @staticmethod
         def priority(block):
             seen.append(block)
             return block.accessed
 
-    tree = RadixTree(2, Told(), 10)
+    tree = RadixTree(2, Recorder(), 10)
     compute(tree, [1, 1, 2, 2, 3, 3], 7, 8, 9)
     assert [(b.block, b.accesses, b.inserted, b.accessed, b.depth) for b in seen] == [
         (9, 1, 1, 1, 2)

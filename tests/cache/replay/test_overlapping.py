@@ -13,6 +13,7 @@ import cache
 from cache.replay.overlapping import simulate_serving
 from cache.serving.open_loop import ServiceModel
 from cache.traces.trace import Trace
+from tests.cache.prefix_traces import trace_of_requests
 
 SERVICE = ServiceModel(
     step_seconds=1.0,
@@ -34,15 +35,6 @@ requests = st.lists(
 )
 
 
-def trace_of(requests) -> Trace:
-    ids: dict[tuple, int] = {}
-    rows = []
-    for time, path, rest, output in requests:
-        blocks = [ids.setdefault(path[: n + 1], len(ids)) for n in range(len(path))]
-        rows.append((time, 4 * len(path) + rest, output, blocks))
-    return Trace.from_requests(rows, name="random", block_size=4)
-
-
 @given(
     requests=requests,
     num_blocks=st.integers(1, 12),
@@ -50,7 +42,7 @@ def trace_of(requests) -> Trace:
     policy=st.sampled_from(["lru", "lfu", "arc", "s3fifo", "random", "queue_informed"]),
 )
 def test_every_request_ends_and_every_block_returns(requests, num_blocks, block_size, policy):
-    trace = trace_of(requests)
+    trace = trace_of_requests(requests)
     manager = cache.make_manager(
         "vllm_v1", num_blocks=num_blocks, block_size=block_size, policy=policy
     )
