@@ -154,24 +154,18 @@ def _comes_before(logits, tokens, pivot, pivot_token):
 
 
 @triton.jit
-def _keep_best(
-    best, best_tokens, row_ptr, tokens, words, vocab_size, stride_token, temperature, least,
-    pivot, pivot_token,
-):  # fmt: skip
-    """Update the best score and token of each lane with [NOISE_SPAN] tokens.
+def _candidates(row_ptr, tokens, vocab_size, stride_token, least, pivot, pivot_token):
+    """Scores without noise of [NOISE_SPAN] tokens, -inf if excluded.
 
-    words: for the noise, or None. least: logits below it are excluded, or None. pivot: its token
-    and those that do not come before it are excluded, or None.
+    least: logits below it are excluded, or None. pivot: its token and those that do not come before
+    it are excluded, or None.
     """
     logits = _load_logits(row_ptr, tokens, vocab_size, stride_token, least)
     scores = tl.where(logits == logits, logits, float("inf"))  # a NaN must not be ignored
     if pivot is not None:
         allowed = _comes_before(logits, tokens, pivot, pivot_token)
         scores = tl.where(allowed, scores, float("-inf"))
-    if words is not None:
-        scores += temperature * _gumbel(words)
-    better = scores > best  # tokens ascend, so the lowest token of equal scores stays
-    return tl.where(better, scores, best), tl.where(better, tokens, best_tokens)
+    return scores
 
 
 @triton.jit
@@ -183,15 +177,27 @@ def _best_of_chunks(
     best = tl.full([NOISE_SPAN], float("-inf"), tl.float32)
     best_tokens = tl.zeros([NOISE_SPAN], tl.int32)
     for chunk in range(first, last):
-        words = None, None, None, None
-        if seed is not None:
-            words = _philox(seed, (lanes + chunk * NOISE_SPAN).to(tl.uint32))
+        scores = ()
         for i in tl.static_range(4):
             tokens = lanes + (chunk * 4 + i) * NOISE_SPAN
-            best, best_tokens = _keep_best(
-                best, best_tokens, row_ptr, tokens, words[i], vocab_size, stride_token,
-                temperature, least, pivot, pivot_token,
-            )  # fmt: skip
+            score = _candidates(
+                row_ptr, tokens, vocab_size, stride_token, least, pivot, pivot_token
+            )
+            scores += (score,)
+        has_candidate = True
+        if least is not None or pivot is not None:  # often none is left
+            largest = tl.maximum(tl.maximum(scores[0], scores[1]), tl.maximum(scores[2], scores[3]))
+            has_candidate = tl.max(largest, axis=0) > float("-inf")
+        if has_candidate:
+            if seed is not None:
+                words = _philox(seed, (lanes + chunk * NOISE_SPAN).to(tl.uint32))
+            for i in tl.static_range(4):
+                score = scores[i]
+                if seed is not None:
+                    score += temperature * _gumbel(words[i])
+                better = score > best  # tokens ascend, so the lowest token of equal scores stays
+                best = tl.where(better, score, best)
+                best_tokens = tl.where(better, lanes + (chunk * 4 + i) * NOISE_SPAN, best_tokens)
     score = tl.max(best, axis=0)
     return score, tl.min(tl.where(best == score, best_tokens, vocab_size), axis=0)
 

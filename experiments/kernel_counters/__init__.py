@@ -92,7 +92,14 @@ COUNTED = {
     "slot_mapping": Counted(
         "slot_mapping_from_positions", {"context_lens": (16,) * 4}, in_cache=False
     ),
-    "sample": Counted("sample_tokens", {"num_tokens": 4, "vocab_size": 8192}, in_cache=False),
+    **{
+        " ".join(("sample", *features)): Counted(
+            "sample_tokens",
+            {"num_tokens": 4, "vocab_size": 8192, "features": features},
+            in_cache=False,
+        )
+        for features in ((), ("greedy",), ("min_p",), ("top_p",), ("min_p", "top_k", "top_p"))
+    },
 }
 """By the op's name in the table."""
 _SPLITS = {"decode": 2, "prefill": 1}
