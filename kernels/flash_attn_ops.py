@@ -146,13 +146,11 @@ def flash_attn_varlen(
     context_lens = cu_seqlens_k.diff()
     if block_table is not None:
         check_block_tables(
-            block_table,
-            context_lens,
-            k_cache,
+            block_table, context_lens, k_cache,
             query_lens=cu_seqlens_q.diff() if q.is_cpu else 1,
             window_size=None if window[0] < 0 else window[0] + 1,
             names=("block_table", "cu_seqlens_k"),
-        )
+        )  # fmt: skip
     # As cu_seqlens_q ends at total_q, every sequence then has one query.
     single_queries = max_seqlen_q == 1 and q.shape[0] == batch and block_table is not None
     out, lse = _attend(
@@ -267,13 +265,10 @@ def flash_attn_kvcache(
     filled = cache_seqlens + seqlen_new if seqlen_new else cache_seqlens
     left = window[0] if cache_leftpad is None else -1
     check_block_tables(
-        tables,
-        filled,
-        k_cache,
-        query_lens=max(seqlen, seqlen_new),
-        window_size=None if left < 0 else left + 1,
+        tables, filled, k_cache,
+        query_lens=max(seqlen, seqlen_new), window_size=None if left < 0 else left + 1,
         names=("cache_batch_idx" if block_table is None else "block_table", "cache_seqlens"),
-    )
+    )  # fmt: skip
 
     q = q.flatten(0, 1)
     if rotary is not None:

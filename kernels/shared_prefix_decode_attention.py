@@ -164,29 +164,13 @@ def shared_prefix_decode_attention(
     options |= {"k_scale": k_scale, "v_scale": v_scale}
     attended = (q, k_cache, v_cache)
     launch_prefill(
-        states.out,
-        states.lse,
-        *attended,
-        prefix_block_tables,
-        group_offsets,
-        prefix_lens,
-        max_seqlen_q=batch,
-        window=(None if window_size is None else window_size - 1, None),
-        num_splits=num_prefix_splits,
-        suffix_lens=suffix_lens,
-        **options,
-    )
+        states.out, states.lse, *attended, prefix_block_tables, group_offsets, prefix_lens,
+        max_seqlen_q=batch, window=(None if window_size is None else window_size - 1, None),
+        num_splits=num_prefix_splits, suffix_lens=suffix_lens, **options,
+    )  # fmt: skip
     launch_decode(
-        out,
-        lse,
-        *attended,
-        suffix_block_tables,
-        suffix_lens,
-        window_size=window_size,
-        chunks=chunks,
-        states=states,
-        first_state=num_prefix_splits,
-        sinks=sinks,
-        **options,
-    )
+        out, lse, *attended, suffix_block_tables, suffix_lens,
+        window_size=window_size, sinks=sinks,
+        chunks=chunks, states=states, first_state=num_prefix_splits, **options,
+    )  # fmt: skip
     return (out, lse) if return_lse else out

@@ -157,20 +157,13 @@ class SplitStates:
         return cls(torch.empty(*states, head_dim, **options), torch.empty(states, **options))
 
     def merge_into(
-        self,
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
+        self, out: torch.Tensor, lse: torch.Tensor | None,
         *,
-        sinks: torch.Tensor | None = None,
-        chunks: Chunking | None = None,
-        cu_seqlens: torch.Tensor | None = None,
-        num_splits: int = 0,
-        seq_states: int = 0,
-        context_lens: torch.Tensor | None = None,
-        window_size: int | None = None,
-        first_chunk: int = 0,
-        tile_n: int = 0,
-    ) -> None:
+        sinks: torch.Tensor | None = None, chunks: Chunking | None = None,
+        cu_seqlens: torch.Tensor | None = None, num_splits: int = 0, seq_states: int = 0,
+        context_lens: torch.Tensor | None = None, window_size: int | None = None,
+        first_chunk: int = 0, tile_n: int = 0,
+    ) -> None:  # fmt: skip
         """Write the attention over all keys to out, (num_tokens, num_q_heads, head_dim), and its
         LSE, natural log, to lse, (num_tokens, num_q_heads) fp32.
 

@@ -87,19 +87,13 @@ def _case(shape: Shape, device: torch.device) -> Case:
     if shape.op == "cascade":
         sizes |= {"prefix_lens": (shape.prefix_len,), "group_sizes": (shape.batch,)}
     return make_case(
-        OPS[shape.op],
-        **sizes,
-        dtype=getattr(torch, shape.dtype),
-        kv_dtype=getattr(torch, shape.kv_dtype or shape.dtype),
+        OPS[shape.op], **sizes,
+        dtype=getattr(torch, shape.dtype), kv_dtype=getattr(torch, shape.kv_dtype or shape.dtype),
         context_lens=(shape.context_len - shape.prefix_len,) * shape.batch,
         query_lens=(shape.query_len,) * shape.batch,
-        num_tokens=shape.batch,
-        num_pairs=shape.batch,
-        padded=False,
-        features=("in",) if shape.op == "swap_in" else (),
-        options=options,
-        device=device,
-    )
+        num_tokens=shape.batch, num_pairs=shape.batch, padded=False,
+        features=("in",) if shape.op == "swap_in" else (), options=options, device=device,
+    )  # fmt: skip
 
 
 def _some(count: int) -> list[int]:
