@@ -25,8 +25,8 @@ class Event(NamedTuple):
 class EventLog:
     """Events of a manager made with ``event_log=``.  It grows with every event.
 
-    ``clock`` returns the time of an event, for example modelled or wall-clock time.  None counts
-    the calls of ``record``, each of which adds the same event for several blocks.
+    ``clock`` returns the time of an event, for example modelled or wall-clock time.  With None it
+    is the number of the ``record`` call.  A call adds one event per block, all of the same kind.
     """
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:

@@ -99,8 +99,8 @@ class RankedLeaves:
 class PolicyLeaves:
     """Leaves kept by a policy with a structure of its own (queues, ghost lists, a generator).
 
-    A node has the id of its last block, which stays with the lower part of a split.  An access is
-    counted when a node becomes evictable, however often it was used in between.
+    A node has the id of its last block, which stays with the lower part of a split.  All uses until
+    a node becomes evictable again count as one access.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:

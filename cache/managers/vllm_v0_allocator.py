@@ -67,9 +67,10 @@ class LRUEvictor(EvictionPolicy):
 class BlockAllocator:
     """The blocks of one device, GPU or CPU: their users and their content.
 
-    Every block in use has a content key.  A sequence that moves to the other device finds by these
-    keys what is there already.  A block without a user keeps the hash of its content, and belongs
-    to the evictor, until it is taken again; content with a number is dropped at once.
+    Every block in use has a content key.  By these keys, a sequence that moves to the other device
+    finds blocks whose content is already there.  A block without a user keeps the hash of its
+    content, and belongs to the evictor, until it is taken again.  Content with a number is dropped
+    at once.
 
     With an evictor (vLLM's ``CachedBlockAllocator``) blocks are taken in the order 0, 1 ..., then
     from the evictor; without one (``UncachedBlockAllocator``) the highest first.

@@ -24,11 +24,11 @@ class VLLMv1(PooledManager):
     * A full block can be found when the step that computes it is scheduled, because every layer
       stores K/V of the whole batch before any sequence of the batch reads them.
     * Tables only grow.  Two sequences that compute the same block side by side keep both copies.
-    * ``sliding_window``: the tokens that a query of any layer sees, itself included.  A sequence
-      that grows first gives back the blocks behind the window of its next query, then takes new
-      ones; GIVEN_BACK replaces them in its table.  Like vLLM it gives them back even if the call
-      then raises OutOfBlocks; a raise changes nothing else.  A prefix is cached if the blocks in
-      the window of the first new token are cached.
+    * ``sliding_window``: the largest window of the model's layers, in tokens, the query included.
+      A sequence that grows first gives back the blocks behind the window of its next query, then
+      takes new ones.  GIVEN_BACK replaces them in its table.  Like vLLM it gives them back even if
+      the call then raises OutOfBlocks; a raise changes nothing else.  A prefix is cached if the
+      blocks in the window of the first new token are cached.
     * ``fork`` shares all stored blocks.  The first append to a shared, partly filled block copies
       it (copy-on-write of the PagedAttention paper).
 

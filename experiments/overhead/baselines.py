@@ -1,7 +1,8 @@
-"""Cache and scheduler code of other systems, driven for comparison where it can be imported.
+"""vLLM's own scheduler and cache manager, timed for comparison where vLLM 0.33 can be imported.
 
-It needs no GPU and no compiled part of theirs: ``pip install --no-deps --target vllm-0.33
-vllm==0.33.0``, likewise the packages without which its import fails, and ``vllm-0.33`` in
+They need neither a GPU nor compiled code.  ``pip install --no-deps --target vllm-0.33
+vllm==0.33.0`` installs it, without its dependencies.  Those that its import misses go to the same
+folder (``apache-tvm-ffi`` for ``tvm_ffi``, ``pyzmq`` for ``zmq``).  Put ``vllm-0.33`` in
 ``PYTHONPATH``.
 """
 

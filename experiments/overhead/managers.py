@@ -7,9 +7,10 @@ imported, see the same requests in turn on one core, so a change of the machine'
 of them.  A turn is ten requests, so that an implementation finds its own state in the processor's
 caches, as in an engine that schedules many requests a step.
 
-Every second request is timed as a whole (``cycle``).  The others are taken apart where the design
-can look up without allocating: ``hash`` and ``lookup`` by asking twice, ``allocate`` less its own
-look-up, ``free``.  Making the ``Sequence`` is not part of a cycle and has rows of its own.
+Every second request is timed as a whole (``cycle``).  The others are timed phase by phase, if the
+design can look up without allocating.  They look up their prompt twice: the second call is
+``lookup``, and ``hash`` is the rest of the first.  ``allocate`` is timed with a third look-up,
+which is subtracted.  Making the ``Sequence`` is not part of a cycle and has rows of its own.
 
 ``managers.csv`` has the ratio of each cycle to vLLM's with the same hash.
 """
