@@ -66,6 +66,8 @@ def run_cell(cell: Fp8Quality) -> list[dict[str, Any]]:
     dtype, scale = CACHES[cell.cache]
     layers = [layer.self_attn for layer in llm.model.model.layers]
     scales = [(scale, scale)] * len(layers)
+    for layer in layers:  # those of the cell before would scale the calibration
+        layer.k_scale = layer.v_scale = None
     if scale in ("layer", "head"):
         largest = torch.stack([_compute(llm, tokens, torch.float32)[1] for tokens in calibration])
         largest = largest.amax(dim=0)  # (2, num_layers, num_kv_heads)
@@ -170,8 +172,8 @@ def _draw(rows: style.DataFrame) -> style.Figure | None:
     style.name_rows(axis, others["cache"].unique())
     tokens = table["predicted_tokens"].iloc[0]
     axis.set_xlabel(
-        f"nats per token more than with an fp32 cache ({rows['model'].iloc[0]}, {tokens:,} tokens)"
-        "\ngrey: windows; blue: mean and its 95 % interval"
+        "nats per token more than with an fp32 cache"
+        f"\n({rows['model'].iloc[0]}, {tokens:,} tokens; blue: mean and its 95 % interval)"
     )
     return figure
 

@@ -229,16 +229,16 @@ class Rope:
 class Experts:
     """Mixture of experts in place of the MLP; see ``models.experts``."""
 
-    count: int
-    per_token: int
-    alpha: float
-    limit: float
+    num_local_experts: int
+    num_experts_per_tok: int
+    swiglu_alpha: float
+    swiglu_limit: float
 
     def __post_init__(self) -> None:
-        at_least(1, "num_experts_per_tok", self.per_token)
-        at_least(self.per_token, "num_local_experts", self.count)
-        _positive("swiglu_alpha", self.alpha)
-        _positive("swiglu_limit", self.limit)
+        at_least(1, "num_experts_per_tok", self.num_experts_per_tok)
+        at_least(self.num_experts_per_tok, "num_local_experts", self.num_local_experts)
+        _positive("swiglu_alpha", self.swiglu_alpha)
+        _positive("swiglu_limit", self.swiglu_limit)
 
 
 _CHECKS: dict[Callable[[str, Any], object], tuple[str, ...]] = {
@@ -502,12 +502,8 @@ def _windows(
 
 
 def _experts(fields: Mapping[str, Any]) -> Experts | None:
-    if "num_local_experts" not in fields:
-        return None
-    return Experts(
-        count=fields["num_local_experts"], per_token=fields["num_experts_per_tok"],
-        alpha=fields["swiglu_alpha"], limit=fields["swiglu_limit"],
-    )  # fmt: skip
+    names = [field.name for field in dataclasses.fields(Experts) if field.name in fields]
+    return Experts(**{name: fields[name] for name in names}) if names else None
 
 
 def _attention_scale(fields: Mapping[str, Any]) -> float | None:

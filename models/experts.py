@@ -16,16 +16,17 @@ from models.products import linear
 class MixtureOfExperts(nn.Module):
     """The MLP of gpt-oss (OpenAI, 2025), split among the ranks by the inner dimension.
 
-    The weights of the ``per_token`` likeliest experts are the softmax of their own logits.  An
-    expert computes (up + 1) * gate * sigmoid(alpha * gate) with gate and up clamped to ``limit``;
-    their columns alternate in the checkpoint.  The host reads which experts are chosen.
+    A token has the ``num_experts_per_tok`` experts with the largest logits of the router; their
+    softmax is the weights.  An expert computes (up + 1) * gate * sigmoid(swiglu_alpha * gate), with
+    up within and gate below ``swiglu_limit``; columns of gate and up alternate in the checkpoint.
+    The host reads which experts are chosen.
     """
 
     def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
         self.experts, self.tp = config.experts, tp
         self.sizes = count, hidden, inner = (
-            config.experts.count, config.hidden_size, config.intermediate_size
+            config.experts.num_local_experts, config.hidden_size, config.intermediate_size
         )  # fmt: skip
         self.columns = tp.share(inner, "intermediate_size")
         width = len(self.columns)
@@ -38,14 +39,14 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(num_tokens, hidden_size) to the same shape."""
         experts, out = self.experts, torch.zeros_like(x)
-        logits, chosen = linear(x, self.router, self.router_bias).topk(experts.per_token)
+        logits, chosen = linear(x, self.router, self.router_bias).topk(experts.num_experts_per_tok)
         weights = logits.softmax(dim=-1)
         for expert in chosen.unique().tolist():
             rows, places = torch.where(chosen == expert)
             gate_up = x[rows] @ self.gate_up_proj[expert] + self.gate_up_proj_bias[expert]
-            gate = gate_up[:, ::2].clamp(max=experts.limit)
-            up = gate_up[:, 1::2].clamp(-experts.limit, experts.limit)
-            inner = (up + 1) * gate * torch.sigmoid(experts.alpha * gate)
+            gate = gate_up[:, ::2].clamp(max=experts.swiglu_limit)
+            up = gate_up[:, 1::2].clamp(-experts.swiglu_limit, experts.swiglu_limit)
+            inner = (up + 1) * gate * torch.sigmoid(experts.swiglu_alpha * gate)
             part = inner @ self.down_proj[expert]
             if self.tp.rank == 0:  # the parts of the ranks are summed
                 part += self.down_proj_bias[expert]

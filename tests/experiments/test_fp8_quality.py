@@ -20,6 +20,15 @@ def test_each_cache_changes_the_same_windows_in_its_own_way(tiny_run):
     assert np.allclose(np.log(summary["perplexity"]), nats.mean()[summary.index], rtol=1e-3)
 
 
+def test_a_cell_does_not_depend_on_the_one_before():
+    sizes = {"model": "tiny", "windows": 2, "calibration_windows": 1, "window_tokens": 64}
+    cells = [Fp8Quality(cache=f"fp8, {name}", **sizes) for name in ("saturated", "scale per head")]
+    fp8_quality._load.cache_clear()
+    alone = fp8_quality.run_cell(cells[1])
+    fp8_quality.run_cell(cells[0])
+    assert fp8_quality.run_cell(cells[1]) == alone
+
+
 def test_intervals_are_of_paired_differences():
     """Windows differ by 5 nats, the caches by 0.2 to 0.4."""
     nats = {"fp32": [1.0, 6.0, 3.0], "bf16": [1.2, 6.4, 3.3]}

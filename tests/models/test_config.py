@@ -74,16 +74,8 @@ def test_a_config_without_options_is_what_a_checkpoint_without_them_has():
     assert config == ModelConfig.from_dict(llama | sizes | heads)
 
 
-def test_the_format_of_transformers_5_means_the_same():
-    """If a config has both names of the RoPE parameters, rope_scaling wins, as in transformers."""
-    new = {
-        name: value
-        for name, value in LLAMA_31.items()
-        if name not in ("rope_theta", "rope_scaling", "torch_dtype")
-    }
-    new["rope_parameters"] = LLAMA_31["rope_scaling"] | {"rope_theta": 500000.0}
-    new["dtype"] = "bfloat16"
-    assert ModelConfig.from_dict(new) == ModelConfig.from_dict(LLAMA_31)
+def test_rope_scaling_wins_over_rope_parameters():
+    """As in transformers."""
     both = LLAMA_31 | {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}
     assert ModelConfig.from_dict(both) == ModelConfig.from_dict(LLAMA_31)
 

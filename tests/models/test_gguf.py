@@ -8,6 +8,7 @@ import torch
 from models import LLM, SamplingParams
 from models.gguf import GGUF, open_gguf
 from models.prompts import load_chat_template
+from models.weights import checkpoint_tensors
 from tests.models.tiny import TINY, oracle_tokens, tokens_of
 
 gguf = pytest.importorskip("gguf", reason="`make model` installs it")
@@ -96,7 +97,10 @@ def test_tokens_equal_those_of_transformers(architecture, make_gguf):
     path, oracle = make_gguf(architecture)
     prompts = [list(range(5, 90)), [9] * 3]
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-    tokens = tokens_of(LLM(path, num_blocks=64).generate(prompts, params))
+    llm = LLM(path, num_blocks=64)
+    for name, tensor in checkpoint_tensors(llm.model).items():
+        assert torch.equal(tensor.target, oracle.state_dict()[name]), name
+    tokens = tokens_of(llm.generate(prompts, params))
     assert tokens == [oracle_tokens(oracle, prompt, 8) for prompt in prompts]
 
 

@@ -145,18 +145,6 @@ def test_the_kernels_give_the_same_tokens(
     assert tokens_of(outputs) == [output[:3] for output in tokens[:3]]
 
 
-def test_copy_on_write_of_an_fp8_cache(make_llm):
-    """Parallel samples share the prompt's last block until each writes to a copy of it."""
-    params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=6)
-    results = []
-    for block_size in (1, 4):  # without and with copies
-        llm = make_llm(kv_cache_dtype="fp8_e4m3", block_size=block_size, num_blocks=64)
-        [output] = llm.generate(SHARED, params)
-        results.append([sample.token_ids for sample in output.outputs])
-    assert results[0] == results[1]
-    assert len({tuple(tokens) for tokens in results[0]}) > 1
-
-
 def test_flash_attn_has_no_fp8_cache_and_no_sinks(make_llm, monkeypatch):
     backend = types.SimpleNamespace(
         name="flash_attn", has_fp8_cache=FlashAttnBackend.has_fp8_cache,

@@ -27,7 +27,7 @@ try:
 except (FileNotFoundError, pytest.skip.Exception):
     pytest.skip("the model is not installed: run `make model`", allow_module_level=True)
 
-PROMPTS = [" ".join(text.split()[4:16]) for text in itertools.islice(topics.values(), 3)]
+PROMPTS = [" ".join(text.split()[4:16]) for text in itertools.islice(topics.values(), 20)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 VARIED = [PROMPTS[0], PROMPTS[1], PROMPTS[0] + " and", SaltedPrompt(PROMPTS[0], "salt")]
 
@@ -69,29 +69,39 @@ def test_greedy_tokens_equal_those_of_transformers(smollm2, weights, transformer
     oracle.load_state_dict(weights, strict=False, assign=True)
     oracle.tie_weights()
     oracle.model.rotary_emb = type(oracle.model.rotary_emb)(config)
-    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
     for prompt, output in zip(PROMPTS, smollm2.generate(PROMPTS, params), strict=True):
         ours, before = output.outputs[0].token_ids, list(output.prompt_token_ids)
         logits = oracle(torch.tensor([before + ours[:-1]])).logits[0, len(before) - 1 :]
-        behind = logits.amax(-1) - logits[range(16), ours]
+        behind = logits.amax(-1) - logits[range(32), ours]
         assert not behind.any(), f"{prompt!r}: behind by {behind.tolist()}"
 
 
 @pytest.mark.parametrize(
     "options",
     [
+        {"manager": "contiguous"},
+        {"manager": "paged", "num_blocks": 6, "max_model_len": 64},
+        {"manager": "nano_vllm", "max_num_batched_tokens": 16},
+        {"manager": "vllm_v0", "num_blocks": 6, "max_model_len": 64, "preemption": "swap"},
+        {"manager": "vllm_v1", "max_num_batched_tokens": 16, "overlap": True},
         {"manager": "radix", "max_num_batched_tokens": 16, "block_size": 7},
-        {"num_blocks": 6, "max_model_len": 64, "preemption": "swap"},
     ],
     ids=lambda options: "-".join(map(str, options.values())),
 )
 def test_tokens_do_not_depend_on_the_cache(options, expected, make_llm):
-    """test_llm.py has the other managers and options, on tiny models."""
     llm = make_llm(**options)
     outputs = llm.generate(VARIED, GREEDY) + llm.generate(VARIED[2:3], GREEDY)
     assert tokens_of(outputs) == [*expected, expected[2]]
     if options.get("num_blocks") == 6:
         assert any(output.stats.num_preemptions for output in outputs)
+
+
+def test_streamed_emoji_add_up(smollm2):
+    """An emoji is several tokens."""
+    params = SamplingParams(temperature=0.0, max_tokens=8)
+    *tokens, output = smollm2.stream("I love it 😀🚀🎉 I love it 😀🚀🎉 I love it", params)
+    assert "".join(token.text for token in tokens) == output.outputs[0].text == " 😀🚀🎉"
 
 
 EXECUTED = """
