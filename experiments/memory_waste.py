@@ -21,12 +21,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from cache import ServiceModel, make_manager
+from cache import ServiceModel, Trace, make_manager
 from cache.managers import Contiguous, Paged
 from cache.serving import open_loop
 from cache.serving.open_loop import engine_without_model
@@ -73,28 +73,27 @@ def cells(options: MemoryWaste) -> Iterator[SystemCell]:
 
 
 def run_cell(cell: SystemCell) -> list[dict[str, Any]]:
-    lengths = sample(cell.trace, cell.num_requests)
-    max_model_len = 1 << (lengths.longest - 1).bit_length()
+    trace, num_left_out = sample(cell.trace, cell.num_requests)
+    max_model_len = 1 << (_longest(trace) - 1).bit_length()
     num_slots = cell.sequences_in_cache * max_model_len
-    num_blocks = num_slots // cell.block_size
+    sizes = {"num_blocks": num_slots // cell.block_size, "block_size": cell.block_size}
     if cell.system == "paged":
-        manager = make_manager("paged", num_blocks=num_blocks, block_size=cell.block_size)
+        manager = make_manager("paged", **sizes)
     else:
         manager = make_manager(
             "contiguous",
-            num_blocks=num_blocks,
-            block_size=cell.block_size,
+            **sizes,
             reservation=cell.system,
             max_model_len=max_model_len,
-            final_length=lambda seq: lengths.prompts[seq.seq_id] + lengths.outputs[seq.seq_id],
+            final_length=lambda seq: seq.num_prompt_tokens + seq.request.max_tokens,
         )
-    served = serve(lengths, manager, arrival_steps(lengths, cell.load * num_slots))
+    served = serve(trace, manager, arrival_steps(trace, cell.load * num_slots))
     return [
         {
-            "trace": lengths.trace,
+            "trace": trace.name,
             **cell.columns("system", "block_size", "load"),
-            "requests": len(lengths),
-            "requests_left_out": lengths.num_left_out,
+            "requests": len(trace),
+            "requests_left_out": num_left_out,
             "max_model_len": max_model_len,
             "cache_slots": num_slots,
             **served,
@@ -102,30 +101,9 @@ def run_cell(cell: SystemCell) -> list[dict[str, Any]]:
     ]
 
 
-@dataclass(frozen=True)
-class RequestLengths:
-    """Requests in order of arrival."""
-
-    trace: str
-    arrivals_ms: list[float]
-    prompts: list[int]
-    """Prompt tokens, at least 1."""
-    outputs: list[int]
-    """Generated tokens, at least 1."""
-    num_left_out: int
-    """Requests left out as faults of the file."""
-
-    def __len__(self) -> int:
-        return len(self.prompts)
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest request."""
-        return max(map(sum, zip(self.prompts, self.outputs, strict=True)))
-
-
-def sample(source: Source, num_requests: int) -> RequestLengths:
-    """``num_requests`` requests at equal distances over the whole trace (all, if it has fewer).
+def sample(source: Source, num_requests: int) -> tuple[Trace, int]:
+    """``num_requests`` requests at equal distances over the whole trace (all, if it has fewer), and
+    the number of requests left out as faults of the file.  Lengths are at least 1.
 
     Raises Unavailable if all were left out.
     """
@@ -134,28 +112,25 @@ def sample(source: Source, num_requests: int) -> RequestLengths:
     if not len(possible):
         raise Unavailable(f"{trace.name} has no output of at most {MAX_OUTPUT_TOKENS} tokens")
     count = min(num_requests, len(possible))
-    chosen = possible[np.arange(count) * len(possible) // count]
-    return RequestLengths(
-        trace=trace.name,
-        arrivals_ms=trace.timestamps_ms[chosen].tolist(),
-        prompts=np.maximum(trace.input_lengths[chosen], 1).tolist(),
-        outputs=np.maximum(trace.output_lengths[chosen], 1).tolist(),
-        num_left_out=len(trace) - len(possible),
-    )
+    chosen = trace.take(possible[np.arange(count) * len(possible) // count])
+    lengths = {name: getattr(chosen, name).clip(1) for name in ("input_lengths", "output_lengths")}
+    return replace(chosen, **lengths), len(trace) - len(possible)
 
 
-def arrival_steps(lengths: RequestLengths, mean_slots: float) -> list[float]:
+def _longest(trace: Trace) -> int:
+    """Tokens of the longest request."""
+    return int((trace.input_lengths + trace.output_lengths).max())
+
+
+def arrival_steps(trace: Trace, mean_slots: float) -> list[float]:
     """Arrivals in decode steps, such that unlimited memory would hold ``mean_slots`` on average.
 
     A request with p prompt and n output tokens holds p to p + n slots for n steps.
     """
-    slot_steps = sum(
-        output * (prompt + (output + 1) / 2)
-        for prompt, output in zip(lengths.prompts, lengths.outputs, strict=True)
-    )
-    first, last = lengths.arrivals_ms[0], lengths.arrivals_ms[-1]
-    scale = slot_steps / mean_slots / max(last - first, 1)
-    return [(arrival - first) * scale for arrival in lengths.arrivals_ms]
+    outputs = trace.output_lengths
+    slot_steps = float((outputs * (trace.input_lengths + (outputs + 1) / 2)).sum())
+    passed = trace.timestamps_ms - trace.timestamps_ms[0]
+    return (passed * (slot_steps / mean_slots / max(passed[-1], 1))).tolist()
 
 
 _DECODE_STEPS = ServiceModel(
@@ -163,9 +138,7 @@ _DECODE_STEPS = ServiceModel(
 )
 
 
-def serve(
-    lengths: RequestLengths, manager: Contiguous | Paged, arrivals: list[float]
-) -> dict[str, float]:
+def serve(trace: Trace, manager: Contiguous | Paged, arrivals: list[float]) -> dict[str, float]:
     """Serve all requests by the service model of this file, and leave the manager empty.
 
     Returns the columns of a row: ``measured_steps`` counts the steps in which a request waited for
@@ -175,15 +148,15 @@ def serve(
     """
     engine = engine_without_model(
         manager,
-        max_num_seqs=len(lengths),
-        max_num_batched_tokens=sum(lengths.prompts) + len(lengths),
-        max_model_len=lengths.longest,
+        max_num_seqs=len(trace),
+        max_num_batched_tokens=int(trace.input_lengths.sum()) + len(trace),
+        max_model_len=_longest(trace),
     )
     engine.runner = measured = _MemoryOfSteps(engine.scheduler)
     run = open_loop.serve(
         engine,
-        [bytes(length) for length in lengths.prompts],
-        lengths.outputs,
+        [*map(bytes, trace.input_lengths.tolist())],
+        trace.output_lengths.tolist(),
         list(map(math.ceil, arrivals)),
         service=_DECODE_STEPS,
     )

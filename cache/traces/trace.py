@@ -49,9 +49,8 @@ class Trace:
     """Requests in order of timestamp, ties in the order they were given.
 
     Made by ``load_trace``, ``make_workload`` or ``Trace.from_requests``, which check requests; the
-    constructor does not.  Slices share the arrays, so treat them as read-only.  ``len(trace)``,
-    ``trace[i]`` (a ``TraceRequest``), iteration and slices (``trace[100:200]``, a ``Trace`` of its
-    own) work as on a list.
+    constructor does not.  ``len(trace)``, ``trace[i]`` (a ``TraceRequest``), iteration and slices
+    (``trace[100:200]``, a ``Trace`` of its own) work as on a list.
     """
 
     name: str
@@ -143,6 +142,24 @@ class Trace:
         """The first ``num_requests`` requests (all, if there are fewer)."""
         return self[: at_least(0, "num_requests", num_requests)]
 
+    def take(self, indices: Sequence[int] | np.ndarray) -> Trace:
+        """The requests at ``indices``.  Raises ValueError unless these ascend from 0 or more."""
+        import numpy as np
+
+        rows = np.asarray(indices, int)
+        if (np.diff(rows, prepend=-1) <= 0).any():
+            raise ValueError(f"indices must ascend from 0 or more, got {reprlib.repr(indices)}")
+        starts = self.offsets[rows]
+        block_ids, offsets = _picked(self.block_ids, starts, self.offsets[rows + 1] - starts)
+        return replace(
+            self,
+            timestamps_ms=self.timestamps_ms[rows],
+            input_lengths=self.input_lengths[rows],
+            output_lengths=self.output_lengths[rows],
+            block_ids=block_ids,
+            offsets=offsets,
+        )
+
     def coarsened(self, factor: int) -> Trace:
         """The same requests in blocks of ``factor * block_size`` tokens.
 
@@ -168,7 +185,7 @@ class Trace:
 
     def __getitem__(self, index: int | slice) -> TraceRequest | Trace:
         if isinstance(index, slice):
-            return self._sliced(*index.indices(len(self)))
+            return self.take(range(*index.indices(len(self))))
         index = range(len(self))[index]
         return TraceRequest(
             float(self.timestamps_ms[index]),
@@ -184,20 +201,6 @@ class Trace:
         return (
             f"Trace({self.name!r}, block_size={self.block_size}, requests={self.num_requests}, "
             f"block_references={self.num_block_references}, unique={self.num_unique_blocks})"
-        )
-
-    def _sliced(self, start: int, stop: int, step: int) -> Trace:
-        if step != 1:
-            raise ValueError(f"a trace is sliced with step 1, got {step}")
-        rows = slice(start, max(start, stop))
-        offsets = self.offsets[start : rows.stop + 1]
-        return replace(
-            self,
-            timestamps_ms=self.timestamps_ms[rows],
-            input_lengths=self.input_lengths[rows],
-            output_lengths=self.output_lengths[rows],
-            block_ids=_numbered_by_first_appearance(self.block_ids[offsets[0] : offsets[-1]]),
-            offsets=offsets - offsets[0],
         )
 
 

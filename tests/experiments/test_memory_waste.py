@@ -7,23 +7,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache import make_manager
+from cache import Trace, make_manager
 from experiments import memory_waste
 from experiments.harness import InputFile, Unavailable
 from experiments.load.workloads import TraceFile
-from experiments.memory_waste import RequestLengths, arrival_steps, serve
+from experiments.memory_waste import arrival_steps, serve
 
 SYSTEMS = ["max", "pow2", "oracle", "paged"]
 KINDS = ["used", "reserved", "internal", "external", "free"]
 
 
-def lengths_of(*requests: tuple[int, int], arrivals: list[float] | None = None) -> RequestLengths:
-    prompts, outputs = zip(*requests, strict=True)
-    arrivals = arrivals or [0.0] * len(requests)
-    return RequestLengths("tiny", arrivals, list(prompts), list(outputs), 0)
+def trace_of(*requests: tuple[int, int], gap_ms: float = 0) -> Trace:
+    rows = ((1000 + gap_ms * i, *lengths, []) for i, lengths in enumerate(requests))
+    return Trace.from_requests(rows, name="tiny")
 
 
-def manager_of(system: str, lengths: RequestLengths, num_slots: int, block_size: int = 1):
+def manager_of(system: str, num_slots: int, block_size: int = 1):
     if system == "paged":
         return make_manager("paged", num_blocks=num_slots // block_size, block_size=block_size)
     return make_manager(
@@ -32,7 +31,7 @@ def manager_of(system: str, lengths: RequestLengths, num_slots: int, block_size:
         block_size=1,
         reservation=system,
         max_model_len=8,
-        final_length=lambda seq: lengths.prompts[seq.seq_id] + lengths.outputs[seq.seq_id],
+        final_length=lambda seq: seq.num_prompt_tokens + seq.request.max_tokens,
     )
 
 
@@ -56,9 +55,8 @@ def shares(result: dict) -> dict:
 )
 def test_memory_by_hand(system, requests, slots, steps):
     """Mean slots by kind of 8 while a request waits; steps, measured ones, running, preempted."""
-    lengths = lengths_of(*requests)
-    manager = manager_of(system, lengths, 8)
-    result = serve(lengths, manager, [0.0] * len(requests))
+    manager = manager_of(system, 8)
+    result = serve(trace_of(*requests), manager, [0.0] * len(requests))
     assert tuple(result.values())[:4] == steps
     assert [8 * share for share in shares(result).values()] == pytest.approx(slots)
     assert manager.num_free_blocks == 8
@@ -71,11 +69,10 @@ def test_memory_by_hand(system, requests, slots, steps):
     block_size=st.sampled_from([1, 2, 4, 8]),
 )
 def test_every_request_is_served_and_the_shares_add_up(requests, gaps, system, block_size):
-    lengths = lengths_of(*requests)
-    manager = manager_of(system, lengths, 16, block_size)
+    manager = manager_of(system, 16, block_size)
     arrivals = [sum(gaps[:i]) for i in range(len(requests))]
     try:
-        result = serve(lengths, manager, arrivals)
+        result = serve(trace_of(*requests), manager, arrivals)
     except Unavailable:
         return
     finally:
@@ -93,14 +90,12 @@ def test_every_request_is_served_and_the_shares_add_up(requests, gaps, system, b
 
 
 def test_without_a_queue_there_is_nothing_to_measure():
-    lengths = lengths_of((1, 1), (1, 1))
     with pytest.raises(Unavailable, match="higher load"):
-        serve(lengths, manager_of("paged", lengths, 16), [0.0, 5.0])
+        serve(trace_of((1, 1), (1, 1)), manager_of("paged", 16), [0.0, 5.0])
 
 
 def test_arrivals_fill_the_wanted_memory():
-    lengths = lengths_of(*[(7, 4)] * 50, arrivals=[1000.0 + 10 * i for i in range(50)])
-    arrivals = arrival_steps(lengths, mean_slots=30)
+    arrivals = arrival_steps(trace_of(*[(7, 4)] * 50, gap_ms=10), mean_slots=30)
     assert arrivals[0] == 0
     assert all(math.isclose(b - a, arrivals[1]) for a, b in pairwise(arrivals))
     slot_steps = 50 * sum(7 + i for i in range(1, 5))
@@ -109,11 +104,10 @@ def test_arrivals_fill_the_wanted_memory():
 
 def test_a_sample_is_spread_over_the_trace_without_impossible_rows(inputs, monkeypatch):
     source = TraceFile(InputFile.of(inputs["lengths"]), None)
-    everything = memory_waste.sample(source, 1000)
-    assert (len(everything), everything.num_left_out, max(everything.outputs)) == (40, 1, 7)
-    lengths = memory_waste.sample(source, 4)
-    assert lengths.prompts == [20, 30, 40, 50]
-    assert lengths.longest == 50 + 5
+    everything, num_left_out = memory_waste.sample(source, 1000)
+    assert (len(everything), num_left_out, max(everything.output_lengths)) == (40, 1, 7)
+    some, _ = memory_waste.sample(source, 4)
+    assert some.input_lengths.tolist() == [20, 30, 40, 50]
     monkeypatch.setattr(memory_waste, "MAX_OUTPUT_TOKENS", 4)
     with pytest.raises(Unavailable, match="azure has no output of at most 4 tokens"):
         memory_waste.sample(source, 4)
