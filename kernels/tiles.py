@@ -297,7 +297,7 @@ def prefill_tile(
 
     `scores_ahead` runs asynchronous products (wgmma) during the softmax: the overlap within a warp
     group of FlashAttention 3 (Shah et al., 2024). It keeps the scores of two tiles in registers. At
-    head_dim 256 there are too few of them, at 64 (190 registers instead of 151) it is untried, and
+    head_dim 256 there are too few of them, at 64 (182 registers instead of 153) it is untried, and
     products of converted keys and values are waited for anyway. On sm_100 Triton 3.7.1 has no
     barrier between the warps' loads of the scores from tensor memory and the next product, which
     overwrites them.
@@ -371,8 +371,8 @@ def split_prefill_tile(
 def merge_tile(head_dim_padded: int) -> RowTile:
     """Partial states that the merge of splits reads at a time, about 2048 fp32 numbers.
 
-    With one warp, sums over the states stay in registers: 418 warp instructions and no wavefront of
-    shared memory for 2 states, where four warps take 1,204 and 564 (480 of them bank conflicts).
+    With one warp, sums over the states stay in registers: 420 warp instructions and no wavefront of
+    shared memory for 2 states, where four warps take 1,212 and 564 (480 of them bank conflicts).
     """
     return RowTile(rows=max(4, 2048 // head_dim_padded), num_warps=1)
 
