@@ -414,7 +414,7 @@ def launch_prefill(
         if is_uniform:
             grid = batch * tiles_per_seq, num_kv_heads, 1
         seq_states = min(max_seqlen_q * num_chunks, chunks.queries * chunks.max_chunks)
-        states = SplitStates.empty(q, 1, min(total_q * num_chunks, batch * seq_states))
+        states = SplitStates.empty(q[:1], min(total_q * num_chunks, batch * seq_states))
         out, lse = states.out, states.lse
     scale = head_dim**-0.5 if scale is None else scale
     k_scale, stride_k_scale = scale_arguments(k_scale)

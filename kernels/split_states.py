@@ -141,17 +141,15 @@ class SplitStates:
     """Partial softmax states of query rows."""
 
     out: torch.Tensor
-    """(num_tokens, num_q_heads, num_splits, head_dim) fp32. Prefill packs states, as sequences have
-    different numbers of them (`states_of_sequence`): (num_states, num_q_heads, 1, head_dim)."""
+    """(num_tokens, num_q_heads, num_splits, head_dim) fp32. In prefill, where rows have different
+    numbers of states, the memory that `states_of_sequence` divides."""
     lse: torch.Tensor
     """The same without head_dim, fp32, in units of log2."""
 
     @classmethod
-    def empty(cls, q: torch.Tensor, num_splits: int, num_tokens: int | None = None) -> SplitStates:
-        """Allocate the states of q, (num_tokens, num_q_heads, head_dim), or of another number of
-        tokens."""
-        num_q_heads, head_dim = q.shape[1:]
-        num_tokens = q.shape[0] if num_tokens is None else num_tokens
+    def empty(cls, q: torch.Tensor, num_splits: int) -> SplitStates:
+        """Allocate the states of q, (num_tokens, num_q_heads, head_dim)."""
+        num_tokens, num_q_heads, head_dim = q.shape
         states = (num_tokens, num_q_heads, num_splits)
         options = {"dtype": torch.float32, "device": q.device}
         return cls(torch.empty(*states, head_dim, **options), torch.empty(states, **options))

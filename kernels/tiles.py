@@ -251,19 +251,6 @@ def chunking(num_kv_heads: int, num_splits: int | None = None) -> Chunking:
     return Chunking(16, max(16, 256 // num_kv_heads))
 
 
-def _queries_per_tile(num_q_heads: int, num_kv_heads: int) -> int:
-    """Queries that fill 128 rows of prefill."""
-    return max(1, 128 * num_kv_heads // num_q_heads)
-
-
-@functools.cache
-def few_queries(num_q_heads: int, num_kv_heads: int) -> int:
-    """Most queries per sequence for which prefill divides keys: those whose tiles of rows give at
-    most half the programs that a GPU runs at once."""
-    tiles = PROGRAMS_OF_FEW_QUERIES // (2 * num_kv_heads)
-    return tiles * _queries_per_tile(num_q_heads, num_kv_heads)
-
-
 @functools.cache
 def prefill_chunking(
     num_q_heads: int, num_kv_heads: int, num_splits: int | None, target: Target
@@ -277,8 +264,16 @@ def prefill_chunking(
     if num_splits is not None:
         return Chunking(1, num_splits)
     programs = 104 if target.arch == 80 else PROGRAMS_OF_FEW_QUERIES
-    queries = _queries_per_tile(num_q_heads, num_kv_heads)
+    queries = max(1, 128 * num_kv_heads // num_q_heads)  # that fill 128 rows
     return Chunking(16, max(1, programs // num_kv_heads), queries)
+
+
+@functools.cache
+def few_queries(num_q_heads: int, num_kv_heads: int) -> int:
+    """Most queries per sequence for which prefill divides keys: those whose tiles of rows give at
+    most half the programs that a GPU runs at once."""
+    tiles = PROGRAMS_OF_FEW_QUERIES // (2 * num_kv_heads)
+    return tiles * prefill_chunking(num_q_heads, num_kv_heads, None, INTERPRETER).queries
 
 
 @functools.cache

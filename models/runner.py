@@ -58,8 +58,7 @@ class ModelRunner:
         weight = model.model.embed_tokens.weight
         self.device = weight.device
         self._upload = Uploads(self.device)
-        heads = model.num_q_heads_per_rank, model.num_kv_heads_per_rank
-        self._few_queries = few_queries(*heads)
+        self._few_queries = few_queries(model.num_q_heads_per_rank, model.num_kv_heads_per_rank)
         self.kv_cache = make_kv_cache(model, num_blocks, block_size, kv_dtype)
         self.host_cache = None
         if num_host_blocks:

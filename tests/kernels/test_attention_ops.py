@@ -175,8 +175,8 @@ def test_chunks_depend_on_the_sequence_alone(
     op, own, neighbours, place, group_size, spare_blocks, num_multiprocessors, window_size, sinks,
     device,
 ):  # fmt: skip
-    """With the default num_splits, patched to up to 4 chunks of at least 2 tiles of 16 (prefill: 8
-    for up to 5 queries, 2 for 20), for any neighbours, padding of batch and tables, and number of
+    """With the default num_splits, patched to up to 4 chunks of at least 2 tiles of 16 (in prefill
+    fewer for more than 5 queries), for any neighbours, padding of batch and tables, and number of
     multiprocessors."""
     place = min(place, len(neighbours))
     sequences = [*neighbours[:place], own, *neighbours[place:], (0, 0)]
@@ -191,14 +191,12 @@ def test_chunks_depend_on_the_sequence_alone(
     garbage = torch.full((len(sequences), spare_blocks), -7, dtype=torch.int32, device=device)
     wide = call | {"block_tables": torch.cat([call["block_tables"], garbage], dim=1)}
 
-    target = target_of(call["q"].device)
+    target, chunks = target_of(call["q"].device), Chunking(2, 4, queries=5)
     shape = (group_size, 32) if op.name == "decode" else (32,)
-    chunking, chunks = "chunking", Chunking(2, 4)
-    if op.name == "prefill":
-        chunking, chunks = "prefill_chunking", Chunking(2, 8, queries=5)
+    name = "chunking" if op.name == "decode" else "prefill_chunking"
     tile = replace(getattr(tiles, f"{op.name}_tile")(*shape, torch.float16, target), tile_n=16)
     target = replace(target, tiles=((f"{op.name}_tile", tile),))
-    small_chunks = mock.patch.object(sys.modules[f"kernels.{op.op}"], chunking, return_value=chunks)
+    small_chunks = mock.patch.object(sys.modules[f"kernels.{op.op}"], name, return_value=chunks)
     with small_chunks, force_target(target):
         expected = op.run(alone, None)
     with small_chunks, force_target(replace(target, num_multiprocessors=num_multiprocessors)):

@@ -78,8 +78,7 @@ def test_a_turn_of_an_agent(window_size, device):
     out, lse = PREFILL.run(call, None)
     for rows, tokens in (([0], slice(0, 40)), ([0] + 9 * [3], slice(0, 40)), ([1], slice(40, 60))):
         alone = PREFILL.run(select(call, rows), None)
-        n = tokens.stop - tokens.start
-        assert same([x[:n] for x in alone], [out[tokens], lse[tokens]])
+        assert same([x[: len(out[tokens])] for x in alone], [out[tokens], lse[tokens]])
 
 
 @pytest.mark.parametrize("num_splits", [1, 2])
