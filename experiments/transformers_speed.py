@@ -1,7 +1,8 @@
 """Prefill and decode of the engine beside Hugging Face transformers, on a CPU, with equal weights.
 
 Both compute in fp32 on the same weights with the same number of threads; transformers uses
-PyTorch's sdpa and its dynamic cache.  They take turns, each first in every other repeat, so that a
+PyTorch's sdpa, its dynamic cache and PyTorch's products, which are MKL's; ours are oneDNN's
+(`models/products.py`).  They take turns, each first in every other repeat, so that a
 disturbance of the machine affects both.  ``pagelab_over_transformers`` is the median speed-up over
 the repeats.  A batch of prompts of one length, which need no padding, is decoded greedily: the time
 to the first token is prefill, the rest is decode.  Prefix caching is off.  Both give the same
