@@ -77,7 +77,6 @@ class GlobalMemory(CheckedMemory):
     """The tensors of one launch; `pointers` are the addresses that the kernel gets for them."""
 
     race = FaultKind.GLOBAL_RACE
-    reading = FaultKind.COPY_IN_FLIGHT, "a copy from it has not been waited for"
 
     def __init__(
         self,
@@ -156,10 +155,10 @@ class GlobalMemory(CheckedMemory):
                 lines.update((tensor.storage, line) for line in found)
         return num_bytes, len(lines)
 
-    def place(self, window: int, offset: int) -> tuple[str | None, str, int]:
-        """(name, place, span) of a tensor and a byte of it."""
+    def place(self, window: int, offset: int) -> tuple[str | None, str, int, int]:
+        """(name, place, span, offset) of a tensor and a byte of it."""
         if window < 0:
-            return None, f"address {offset:#x}, which is in no tensor", 0
+            return None, f"address {offset:#x}, which is in no tensor", 0, offset
         tensor = self.tensors[window]
         place = f"{tensor.name} + {offset}" if offset >= 0 else f"{tensor.name} - {-offset}"
-        return tensor.name, f"{place} bytes", tensor.span
+        return tensor.name, f"{place} bytes", tensor.span, offset

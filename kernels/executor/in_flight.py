@@ -54,6 +54,15 @@ class Queue:
                 self._end(issued.what, ending, issued.pending)
         self._queue = [issued for issued in self._queue if issued.pending.any()]
 
+    def wait_all(self, mask: np.ndarray) -> None:
+        """wait_all: complete all that the masked threads issued, committed or not."""
+        self.commit(mask)
+        self.wait(mask, 0)
+
+    def push(self, mask: np.ndarray, *what) -> None:
+        """The masked threads have issued `what`."""
+        self._queue.append(_Issued(mask, self._committed.copy(), what))
+
 
 class CopyQueue(Queue):
     """cp.async in flight."""
@@ -68,7 +77,7 @@ class CopyQueue(Queue):
         """Start copying data[thread] to the address of each masked thread. source: (addresses,
         threads that read, sizes), as given to `GlobalMemory.load`."""
         self._batch.shared.store(self._batch, addresses, mask, data, later=True)
-        self._queue.append(_Issued(mask, self._committed.copy(), (addresses, data, *source)))
+        self.push(mask, addresses, data, *source)
         self._in_flight += self._num_bytes(data, mask)
         np.maximum(self.most_in_flight, self._in_flight, out=self.most_in_flight)
 
@@ -81,11 +90,6 @@ class CopyQueue(Queue):
     def _num_bytes(self, data: np.ndarray, mask: np.ndarray) -> np.ndarray:
         """Bytes copied by the masked threads, for each program."""
         return data.shape[1] * mask.reshape(self._batch.num_programs, -1).sum(1)
-
-    def wait_all(self, mask: np.ndarray) -> None:
-        """wait_all: complete every copy of the masked threads, committed or not."""
-        self.commit(mask)
-        self.wait(mask, 0)
 
 
 class InFlight:
@@ -167,7 +171,7 @@ class MatrixQueue(Queue):
             if isinstance(registers[index], InFlight):
                 threads = mask | registers[index].threads
             registers[index] = InFlight(self._batch, result, threads)
-        self._queue.append(_Issued(mask, self._committed.copy(), ([*results], operands)))
+        self.push(mask, [*results], operands)
 
     def _end(self, product, _ending, pending: np.ndarray) -> None:
         held = pending.reshape(self._batch.num_programs, -1).any(1)

@@ -65,6 +65,16 @@ class Kernel:
         for one in self.program.instructions:
             step, effects = translate(self.program, one)
             self.steps.append((step, *following(step, one, effects)))
+        # Of a register that nothing wrote every bit is 1: a NaN, and no address.
+        self.registers = [
+            np.ones(1, np.bool_) if width == 1 else np.full(1, 2**width - 1, UNSIGNED[width])
+            for width in self.program.widths
+        ]
+        self.alternates = {
+            index: (alternate(width), "nothing wrote the register", _EVERYWHERE)
+            for index, width in enumerate(self.program.widths)
+        }
+        """See Batch."""
         self.parameter_offsets: dict[str, int] = {}
         at = 0
         for name, kind in self.program.parameters:
@@ -147,10 +157,10 @@ class _Group:
 class Batch:
     """Programs of a launch that run together.
 
-    Attributes that instructions use: num_threads; registers; alternates (see alternate_of; without
-    registers that nothing wrote); undefined (registers that are undefined in threads of the group
-    that runs); left_of (what is left of arrays of threads without this group); special (registers
-    by name); memory, shared, local, copies, products, mbarriers, tensor_memory; program_of_thread
+    Attributes that instructions use: num_threads; registers; alternates (of a register that is
+    undefined in some threads: another value that it could have, why, and in which threads);
+    undefined (registers that are undefined in threads of the group that runs); left_of (what is
+    left of arrays of threads without this group); special (registers by name); memory, shared, local, copies, products, mbarriers, tensor_memory; program_of_thread
     (index in the launch); running (threads that have not ended); early (threads that must not
     access global memory yet); at and mask (the instruction that runs and the threads that stand at
     it). executed: how many warps have executed each instruction, [instruction, program].
@@ -176,13 +186,10 @@ class Batch:
         self.products = MatrixQueue(self)
         self.mbarriers: dict[tuple[int, int], MBarrier] = {}
         self.program_of_thread = np.repeat(np.array(programs, np.int32), self.threads_per_program)
-        # Of a register that nothing wrote every bit is 1: a NaN, and no address.
-        self.registers = [
-            np.ones(1, np.bool_) if width == 1 else np.full(1, 2**width - 1, UNSIGNED[width])
-            for width in launch.kernel.program.widths
-        ]
-        self.alternates: dict[int, tuple[np.ndarray, str, np.ndarray]] = {}
-        self._unwritten = set(range(len(self.registers)))
+        self.registers = [*launch.kernel.registers]
+        self.alternates = dict(launch.kernel.alternates)
+        self._undefined_in = {id(_EVERYWHERE): (_EVERYWHERE, {*self.alternates})}
+        """By its id, an array of threads and the registers that are undefined in them."""
         self.undefined: set[int] = set()
         self.special = self._special_registers(programs)
         self.running = np.ones(self.num_threads, np.bool_)
@@ -272,25 +279,27 @@ class Batch:
             tensor=tensor,
         )
 
-    def alternate_of(self, index: int) -> tuple[np.ndarray, str, np.ndarray]:
-        """Another value that an undefined register could have, why, and in which threads."""
-        if index in self.alternates:
-            return self.alternates[index]
-        width = self.launch.kernel.program.widths[index]
-        return alternate(width), "nothing wrote the register", _EVERYWHERE
+    def set_alternate(self, index: int, values: np.ndarray, why: str, where: np.ndarray) -> None:
+        """A register has become undefined. Registers should share `where`."""
+        self.alternates[index] = values, why, where
+        self._undefined_in.setdefault(id(where), (where, set()))[1].add(index)
 
     def forget(self, index: int) -> None:
         """A register is no longer undefined."""
-        self.alternates.pop(index, None)
-        self._unwritten.discard(index)
         self.undefined.discard(index)
+        if entry := self.alternates.pop(index, None):
+            registers = self._undefined_in[id(entry[2])][1]
+            registers.remove(index)
+            if not registers:
+                del self._undefined_in[id(entry[2])]
 
     def undefine(self, register: Register | str, threads: np.ndarray, why: str) -> None:
         """Mark what these threads have just computed as undefined; register: its target."""
         if threads.any() and isinstance(register, Register):
             location = self.launch.kernel.program.instructions[self.at].location
             values = np.where(threads, alternate(register.width), self.registers[register.index])
-            self.alternates[register.index] = values, f"{why} at {location}", threads
+            self.forget(register.index)
+            self.set_alternate(register.index, values, f"{why} at {location}", threads)
             self.undefined.add(register.index)
 
     # -- control
@@ -356,7 +365,9 @@ class Batch:
         """Run a group until it branches apart, waits, ends, meets another or has had its turn."""
         steps, groups = self.launch.kernel.steps, self._groups
         self.mask = mask = group.mask
-        self.undefined = undefined = self._undefined(self.every(mask))
+        threads = self.every(mask)
+        here = [found for where, found in self._undefined_in.values() if (where & threads).any()]
+        self.undefined = undefined = set().union(*here)
         self.left_of = {}
         done, first = 0, at
         while True:
@@ -374,13 +385,6 @@ class Batch:
             if done >= budget or at in groups:
                 self._join(at, self.every(mask))
                 return done
-
-    def _undefined(self, threads: np.ndarray) -> set[int]:
-        """Registers that are undefined in some of the threads. Many share one array of threads."""
-        where = {id(one): one for _, _, one in self.alternates.values()}
-        here = {key for key, one in where.items() if (one & threads).any()}
-        partly = {index for index, (_, _, one) in self.alternates.items() if id(one) in here}
-        return self._unwritten | partly
 
     def _follow(self, signal: Signal, at: int, mask: np.ndarray | None) -> int | None:
         """Where all of a group goes on that stands before `at`; None if it does not go on whole."""

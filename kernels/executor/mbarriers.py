@@ -35,13 +35,15 @@ class MBarrier:
     tested: bool = False
     """A thread has tested the phase while only products were pending."""
 
-    def ended(self, phase: int, batch) -> bool:
-        """Whether the phase with this parity has completed. The first test while only products are
-        pending returns False, to catch a thread that tests once without a loop."""
+    def ended(self, phase: int, completed: list[Product]) -> bool:
+        """Whether the phase with this parity has completed, which completes products. The first
+        test while only products are pending returns False, to catch a thread that tests once
+        without a loop."""
         if self.parity == phase and len(self.arrivals) >= self.expected:
             if self.tested:
-                for products in self.arrivals[: self.expected]:
-                    batch.tensor_memory.complete(products)
+                completed += [
+                    one for products in self.arrivals[: self.expected] for one in products
+                ]
                 del self.arrivals[: self.expected]
                 self.parity = 1 - self.parity
             self.tested = not self.tested
@@ -113,14 +115,20 @@ def _try_wait(translation: Translation) -> Step:
     def try_wait(batch, mask):
         active, addresses, parities = batch.every(mask), address(batch), batch.full(read(batch))
         touch(batch, addresses, active)
-        ended = np.zeros(batch.num_threads, np.bool_)
-        for first in range(0, batch.num_threads, batch.threads_per_program):
-            threads = first + np.flatnonzero(active[first : first + batch.threads_per_program])
-            tests = np.stack([addresses[threads], parities[threads].astype(np.uint64)], 1)
-            for at, phase in np.unique(tests, axis=0).tolist():
-                same = (tests == (at, phase)).all(1)
-                barrier = find(batch, at, int(threads[same][0]))
-                ended[threads[same]] = barrier.ended(phase, batch)
+        ended, completed = np.zeros(batch.num_threads, np.bool_), []
+        threads = np.flatnonzero(active)
+        tests = np.stack(
+            [threads // batch.threads_per_program, addresses[threads], parities[threads]], 1
+        )
+        tests, first, of_test = np.unique(
+            tests.astype(np.int64), axis=0, return_index=True, return_inverse=True
+        )
+        results = [
+            find(batch, at, int(threads[place])).ended(phase, completed)
+            for (_, at, phase), place in zip(tests.tolist(), first, strict=True)
+        ]
+        ended[threads] = np.array(results)[of_test]
+        batch.tensor_memory.complete(completed)
         write(batch, mask, ended)
         failed = np.flatnonzero(active & ~ended)
         batch.failed_tests = 0 if ended.any() else batch.failed_tests + 1

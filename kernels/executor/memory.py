@@ -48,7 +48,9 @@ _RECORD = np.dtype(
         ("read_warps", np.uint32),  # bits of the warps that read in that epoch
         ("read_by", np.int32),  # instruction, -1: several
         ("write_warp", np.int16),  # -1: several, atomically; during a copy the one that issued it
-        ("reading", np.int16),  # copies and products in flight that read it
+        ("reading", np.int16),  # copies in flight that read it
+        ("taking", np.int16),  # products in flight that read it
+        ("producing", np.int16),  # products in flight that write it
         ("constant", np.bool_),  # read by ld.global.nc
         ("atomic", np.bool_),  # the last write was atomic
         ("copying", np.bool_),  # a cp.async is in flight to it
@@ -111,6 +113,7 @@ inlined = numba.njit(cache=True, forceinline=True, _nrt=False)
 
 _OUTSIDE, _HOLE, _MISALIGNED, _UNWRITTEN, _CONSTANT, _READING, _COPYING = range(1, 8)
 _RACE_WRITTEN, _RACE_READ, _WARP_WRITTEN, _WARP_READ, UNFENCED, _FINER = range(8, 14)
+_TAKING, _PRODUCING = 14, 15
 
 
 @compiled
@@ -199,11 +202,14 @@ def _bit(warp):
 
 
 @inlined
-def may_read(memory, record, program, warp, epoch, constant, instruction):
-    """Whether the warp may read the unit now, else a report."""
+def may_read(memory, record, program, warp, epoch, constant, instruction, product):
+    """Whether the warp may read the unit now, else a report. product: for a product, which need not
+    wait for earlier ones."""
     report = memory.report
     if record.copying:
         report[0], report[4] = _COPYING, record.write_warp
+    elif record.producing and not product:
+        report[0] = _PRODUCING
     elif record.writer == 0:
         if memory.num_arguments < 0:
             report[0] = _UNWRITTEN
@@ -222,10 +228,15 @@ def may_read(memory, record, program, warp, epoch, constant, instruction):
 
 
 @inlined
-def _may_write(memory, record, program, warp, epoch, atomic):
+def may_write(memory, record, program, warp, epoch, atomic, product):
+    """Whether the warp may write the unit now, else a report. product: see `may_read`."""
     report = memory.report
     if record.copying:
         report[0], report[4] = _COPYING, record.write_warp
+    elif record.producing and not product:
+        report[0] = _PRODUCING
+    elif record.taking and not product:
+        report[0] = _TAKING
     elif record.reading:
         report[0] = _READING
     elif record.constant:
@@ -296,7 +307,7 @@ def _load(memory, threads, addresses, mask, sizes, alignment, constant, copies, 
         epoch = threads.epochs[thread // threads.per_program]
         for number in units(memory, window, offset, size):
             record = memory.records[number]
-            if not may_read(memory, record, program, warp, epoch, constant, threads.at):
+            if not may_read(memory, record, program, warp, epoch, constant, threads.at, False):
                 return
             _note_read(memory, record, program, warp, epoch, threads.at)
             record.read_time = memory.clock[0]
@@ -360,7 +371,7 @@ def _store(memory, threads, addresses, mask, data, alignment, later, begin):
         epoch = threads.epochs[thread // threads.per_program]
         for number in units(memory, window, offset, size):
             record = memory.records[number]
-            if not _may_write(memory, record, program, warp, epoch, False):
+            if not may_write(memory, record, program, warp, epoch, False, False):
                 raced = memory.report[0] == _WARP_WRITTEN and not record.atomic
                 if later or not raced or not _same(memory, window, number, data[thread], offset):
                     return
@@ -393,7 +404,7 @@ def _begin_atomics(memory, threads, addresses, mask, size, release, acquire, pla
             if memory.num_arguments < 0 and record.writer == 0:
                 memory.report[0] = _UNWRITTEN
                 return
-            if not _may_write(memory, record, program, warp, epoch, True):
+            if not may_write(memory, record, program, warp, epoch, True, False):
                 return
             note_write(memory, record, program, warp, epoch, True)
         _mark_written(memory, window, offset, size)
@@ -414,9 +425,8 @@ def _reserve(count: int, dtype: np.dtype) -> np.ndarray:
 class CheckedMemory:
     """Windows of memory, with a record of each unit. Accesses raise Fault.
 
-    A subclass has `race` (the kind of fault), `reading` (the fault of a write while a copy or a
-    product reads), `threads` (the Threads of a batch), `place` (name, description and span of a
-    window), `tally` (counts an access).
+    A subclass has `race` (the kind of fault), `threads` (the Threads of a batch), `place` (name,
+    description, span and address of a byte), `tally` (counts an access).
 
     Args:
         windows, regions, num_bytes: where memory and records are; bytes of all regions.
@@ -464,7 +474,7 @@ class CheckedMemory:
             raise self._fault(batch, code, thread, window, offset, other, f"{size} bytes {done}")
 
     def _fault(self, batch, code, thread, window, offset, other, what) -> Fault:
-        tensor, place, span = self.place(window, offset)
+        tensor, place, span, address = self.place(window, offset)
         program = "others" if other < 0 else f"program {batch.launch.coordinates(other)}"
         warp = "another warp" if other < 0 else f"warp {other}"
         race, since = self.race, "since the last barrier"
@@ -474,7 +484,9 @@ class CheckedMemory:
             _MISALIGNED: (FaultKind.MISALIGNED, "the address is not a multiple of the size"),
             _UNWRITTEN: (FaultKind.UNWRITTEN, "nothing was stored there"),
             _CONSTANT: (race, "ld.global.nc reads it, which no program may write"),
-            _READING: self.reading,
+            _READING: (FaultKind.COPY_IN_FLIGHT, "a copy from it has not been waited for"),
+            _TAKING: (FaultKind.MATRIX_IN_FLIGHT, "a product that reads it may still run"),
+            _PRODUCING: (FaultKind.MATRIX_IN_FLIGHT, "a product that writes it may still run"),
             _COPYING: (FaultKind.COPY_IN_FLIGHT, f"a copy by {warp} has not been waited for"),
             _RACE_WRITTEN: (race, f"{program} wrote there"),
             _RACE_READ: (race, f"{program} read there"),
@@ -483,7 +495,7 @@ class CheckedMemory:
             UNFENCED: (FaultKind.FENCE, "threads wrote it without a fence.proxy.async since"),
         }[code]
         detail = f"{what} at {place}: {detail}"
-        return batch.fault(kind, detail, thread, address=offset, tensor=tensor)
+        return batch.fault(kind, detail, thread, address=address, tensor=tensor)
 
     def load(
         self, batch, addresses, mask, size: int, *, sizes=None, alignment: int = 0, constant=False,
@@ -502,11 +514,13 @@ class CheckedMemory:
         """Copies that `load` began have been waited for."""
         _end_copies(self.arrays, self.threads(batch), addresses, mask, sizes, alignment)
 
-    def store(self, batch, addresses, mask, data: np.ndarray, *, later: bool = False) -> None:
+    def store(
+        self, batch, addresses, mask, data: np.ndarray, *, later: bool = False, alignment: int = 0
+    ) -> None:
         """Write bytes [threads, size]. later: a copy begins, and `land_copies` will write them."""
         mask, size = batch.every(mask), data.shape[1]
         done = "overwritten by an asynchronous copy" if later else "written"
-        self.run(batch, _store, size, done, addresses, mask, data, size, later)
+        self.run(batch, _store, size, done, addresses, mask, data, alignment or size, later)
         self.tally(batch, addresses, mask, np.array([size], np.int64), "written")
 
     def atomic(

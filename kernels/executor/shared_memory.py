@@ -59,10 +59,11 @@ def _note_product(record, program, epoch):
 
 
 @compiled
-def _take_operands(memory, threads, chunks, readers, out, _begin):
+def _take_operands(memory, threads, chunks, readers, fenced, out, _begin):
     for number in range(len(readers)):
         thread = readers[number]
         program, epoch = threads.programs[thread] + 1, threads.epochs[thread // threads.per_program]
+        warp = _PRODUCT if fenced else thread % threads.per_program // 32
         for chunk in range(chunks.shape[1]):
             address = chunks[number, chunk]
             window, offset = place_of(memory, threads, address, MAX_UNIT, MAX_UNIT, thread)
@@ -70,26 +71,28 @@ def _take_operands(memory, threads, chunks, readers, out, _begin):
                 return
             for unit in units(memory, window, offset, MAX_UNIT):
                 record = memory.records[unit]
-                if not may_read(memory, record, program, _PRODUCT, epoch, False, -1):
+                if not may_read(memory, record, program, warp, epoch, False, -1, True):
                     return
-                if record.unfenced:
+                if fenced and record.unfenced:
                     memory.report[0] = UNFENCED
                     return
-                _note_product(record, program, epoch)
-                record.reading += 1
+                if fenced:
+                    _note_product(record, program, epoch)
+                record.taking += 1
             real = memory.windows[window].real + offset
             for byte in range(MAX_UNIT):
                 out[number, chunk, byte] = memory.space[real + byte]
 
 
 @compiled
-def _release_operands(memory, chunks, windows, epochs):
+def _release_operands(memory, chunks, windows, epochs, noted):
     for number in range(len(windows)):
         for address in chunks[number]:  # checked when the operand was taken
             for unit in units(memory, windows[number], np.int64(address), MAX_UNIT):
                 record = memory.records[unit]
-                record.reading -= 1
-                _note_product(record, record.reader, epochs[number])
+                record.taking -= 1
+                if noted:
+                    _note_product(record, record.reader, epochs[number])
 
 
 @compiled
@@ -108,7 +111,6 @@ class SharedMemory(CheckedMemory):
     """
 
     race = FaultKind.SHARED_RACE
-    reading = FaultKind.MATRIX_IN_FLIGHT, "a product that reads it may still run"
 
     def __init__(
         self, num_programs: int, capacity: int, threads: int, unit: int, space: str = "shared"
@@ -139,15 +141,15 @@ class SharedMemory(CheckedMemory):
     def take_operands(self, batch, threads: np.ndarray, chunks: np.ndarray) -> np.ndarray:
         """Bytes [n, chunks, 16] at the addresses `chunks` (uint64, [n, chunks]) of the programs of
         n threads. A product reads them until `release_operands`."""
-        out = np.empty((*chunks.shape, MAX_UNIT), np.uint8)
-        self.run(batch, _take_operands, MAX_UNIT, "read by a product", chunks, threads, out)
+        out, fenced = np.empty((*chunks.shape, MAX_UNIT), np.uint8), self.space == "shared"
+        self.run(batch, _take_operands, MAX_UNIT, "read by a product", chunks, threads, fenced, out)
         return out
 
     def release_operands(self, programs: np.ndarray, chunks, until_barrier: bool = True) -> None:
         """Products of these programs have read what `take_operands` gave. until_barrier: only the
         threads that waited for it may overwrite it before the program's next barrier."""
         epochs = self.epochs[programs] if until_barrier else np.full(len(programs), -1, np.int32)
-        _release_operands(self.arrays, chunks, programs, epochs)
+        _release_operands(self.arrays, chunks, programs, epochs, self.space == "shared")
 
     def fence(self, program: int, warps: np.ndarray) -> None:
         """fence.proxy.async by `warps` (booleans) of the program: the async proxy sees their
@@ -160,6 +162,7 @@ class SharedMemory(CheckedMemory):
         if batch.launch.tally is not None and self.space == "shared":
             batch.launch.tally.shared_access(batch, addresses, mask, int(sizes[0]))
 
-    def place(self, _window: int, offset: int) -> tuple[None, str, int]:
-        """(None, place, span) of a byte."""
-        return None, f"{offset:#x} of {self.space} memory", int(self.arrays.windows[0]["span"])
+    def place(self, _window: int, offset: int) -> tuple[None, str, int, int]:
+        """(None, place, span, offset) of a byte."""
+        span = int(self.arrays.windows[0]["span"])
+        return None, f"{offset:#x} of {self.space} memory", span, offset

@@ -25,6 +25,7 @@ import numpy as np
 from kernels.executor.faults import FaultKind, UnknownInstruction
 from kernels.executor.formats import decode
 from kernels.executor.mbarriers import find, touch
+from kernels.executor.memory import MAX_UNIT
 from kernels.executor.operands import Step, Translation, Unsupported, instruction
 from kernels.executor.ptx import Address
 from kernels.executor.tensor_memory import LANES, Product
@@ -116,24 +117,25 @@ def _move(translation: Translation, direction: str, shape: str, count: str) -> S
 
     def move(batch, mask):
         batch.whole_warps(mask)
-        threads = np.flatnonzero(batch.every(mask))
-        place = address(batch).astype(np.int64)[threads]
+        active, threads = batch.every(mask), np.arange(batch.num_threads)
+        place = np.where(active, address(batch).astype(np.int64), 0)
         lane, column, rows = place >> 16, place & 0xFFFF, 16 if halved else 32
-        beyond = (lane // 32 != threads // 32 % 4) | (lane % 32 + rows > 32)
+        beyond = active & ((lane // 32 != threads // 32 % 4) | (lane % 32 + rows > 32))
         if beyond.any():
-            number = int(np.argmax(beyond))
-            detail = f"{rows} lanes of tensor memory from {lane[number]} on are not the warp's"
-            thread, at = int(threads[number]), int(place[number])
-            raise batch.fault(FaultKind.OUT_OF_BOUNDS, detail, thread, address=at)
-        lanes = lane + threads % rows
-        columns = (column + threads % 32 // rows * offset)[:, None] + np.arange(len(registers))
-        cells = batch.tensor_memory.cells(threads, lanes[:, None], columns)
+            thread = int(np.argmax(beyond))
+            detail = f"{rows} lanes of tensor memory from {lane[thread]} on are not the warp's"
+            raise batch.fault(FaultKind.OUT_OF_BOUNDS, detail, thread, address=int(place[thread]))
+        lanes, columns = lane + threads % rows, column + threads % 32 // rows * offset
+        strips = np.zeros(batch.num_threads, np.uint64)
+        strips[active] = batch.tensor_memory.strips(
+            threads[active], lanes[active], columns[active], len(registers)
+        )
         if direction == "ld":
             indices = [register.index for register in registers]
-            batch.tensor_memory.load(threads, cells, indices)
+            batch.tensor_memory.begin_load(active, strips, indices)
         else:
-            values = np.stack([batch.full(read(batch))[threads] for read in reads], 1)
-            batch.tensor_memory.store(threads, cells, values)
+            values = np.stack([batch.full(read(batch)) for read in reads], 1)
+            batch.tensor_memory.begin_store(active, strips, values)
 
     return move
 
@@ -162,50 +164,55 @@ def _mma(translation: Translation) -> Step:
     )
 
     def multiply(batch, mask):
-        operands = [batch.full(read(batch)) for read in reads]
-        for thread in map(int, np.flatnonzero(batch.every(mask))):
-            _multiply(batch, translation, thread, *[int(values[thread]) for values in operands])
+        threads = np.flatnonzero(batch.every(mask))
+        operands = [batch.full(read(batch))[threads].astype(np.uint64) for read in reads]
+        operands.append(threads.astype(np.uint64) % np.uint64(batch.threads_per_program))
+        operands = np.stack(operands, 1)
+        for values in np.unique(operands, axis=0):  # programs that issue the same product
+            alike = threads[(operands == values).all(1)]
+            _multiply(batch, translation, alike, *values[:-1].tolist())
 
     return multiply
 
 
 def _multiply(
-    batch, translation: Translation, thread: int, d: int, a: int, b: int, form: int, keep: int
+    batch, translation: Translation, threads: np.ndarray, d: int, a: int, b: int, form: int, keep
 ) -> None:
-    """Issue a product. d, a, b, form, keep: values of the operands of tcgen05.mma."""
-    memory, threads = batch.tensor_memory, np.array([thread])
-    program, operands = thread // batch.threads_per_program, []
+    """Issue a product by one thread of each of n programs. d, a, b, form, keep: values of the
+    operands of tcgen05.mma."""
+    memory, programs, operands = batch.tensor_memory, threads // batch.threads_per_program, []
     a_kind, b_kind = _KINDS[form >> 7 & 1], _KINDS[form >> 10 & 1]
     m, n = (form >> 24 & 0x1F) * 16, (form >> 17 & 0x3F) * 8
     if form & ~_KNOWN_BITS or not form >> 4 & 1 or m not in (64, 128):
         raise _unknown(translation, f"an instruction descriptor of {form:#x} is not supported")
     rows = np.arange(m) if m == LANES else np.arange(m) // 16 * 32 + np.arange(m) % 16
 
-    def cells(address, num_columns):
-        lanes, columns = (address >> 16) + rows, (address & 0xFFFF) + np.arange(num_columns)
-        found = memory.cells(threads, lanes.repeat(num_columns), np.tile(columns, m))
-        return found.reshape(1, -1)
+    def strips(address, count):
+        return memory.strips(threads[:, None], (address >> 16) + rows, address & 0xFFFF, count)
 
     def fetch(descriptor, count, transposed, kind):
         chunks = _operand_chunks(translation, descriptor, count, bool(transposed))
-        operands.append(chunks.reshape(1, -1))
-        return fetch_operands(batch, threads, chunks[None], kind, bool(transposed))[0]
+        chunks = np.tile(chunks, (len(threads), 1, 1))
+        operands.append((batch.shared, chunks.reshape(len(threads), -1)))
+        return fetch_operands(batch, threads, chunks, kind, bool(transposed)).astype(np.float64)
 
-    result, source = cells(d, n), np.zeros((1, 0), np.int64)
-    memory.check(result, threads, write=True, product=True)
+    result = strips(d, n)
+    size = memory.claim(threads, result, n, product=True)
     if isinstance(translation.operands[1], Address):
-        source = cells(a, _K // 2)
-        memory.check(source, threads, write=False, product=True)
-        left = decode(memory.data[source], a_kind).reshape(m, _K)
+        chunks = strips(a, _K // 2)[..., None] + np.array([0, MAX_UNIT], np.uint64)
+        operands.append((memory, chunks.reshape(len(threads), -1)))
+        data = memory.take_operands(batch, threads, operands[0][1])
+        left = decode(data, a_kind).reshape(-1, m, _K).astype(np.float64)
     else:
         left = fetch(a, m, form >> 15 & 1, a_kind)
-    total = left.astype(np.float64) @ fetch(b, n, form >> 16 & 1, b_kind).T.astype(np.float64)
-    if keep:
-        total += memory.data[result].view(np.float32).reshape(m, n)
-    memory.data[result] = total.astype(np.float32).reshape(1, -1).view(np.uint32)
-    memory.issue(Product(program, thread, result, source, operands))
-    if batch.launch.tally is not None:
-        batch.launch.tally.product(batch.programs[program], 2 * m * n * _K)
+    total = left @ fetch(b, n, form >> 16 & 1, b_kind).transpose(0, 2, 1)
+    place = programs[:, None], (d >> 16) + rows, slice(d & 0xFFFF, (d & 0xFFFF) + n)
+    memory.numbers[place] = total + memory.numbers[place] if keep else total
+    for number, thread in enumerate(threads):
+        taken = [(where, chunks[number]) for where, chunks in operands]
+        memory.products.append(Product(thread, result[number], size, taken))
+        if batch.launch.tally is not None:
+            batch.launch.tally.product(batch.programs[programs[number]], 2 * m * n * _K)
 
 
 def _operand_chunks(translation: Translation, descriptor: int, rows: int, transposed: bool):

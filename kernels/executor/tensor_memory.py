@@ -5,9 +5,9 @@ bits 16-31 and the column in bits 0-15. Only columns from tcgen05.alloc may be a
 access lanes 32 w to 32 w + 31, where w is its index modulo four. Unwritten cells are NaN and may be
 loaded: Triton loads them, without using them, when a pipelined loop has no iterations.
 
-tcgen05.ld and tcgen05.st are in flight until tcgen05.wait. Until then the cells may not be
-accessed, nor the registers of a load. As in shared memory, barriers order the loads, stores and
-products of different warps.
+tcgen05.ld and tcgen05.st are in flight until tcgen05.wait. Until then their cells may not be
+accessed, nor the registers of a load. Barriers order the loads, stores and products of different
+warps; the checks are those of shared memory.
 
 The products of a thread run in issue order. They are computed when they are issued, and in flight
 until a thread has waited for the mbarrier of a tcgen05.commit. Until then their results may not be
@@ -21,165 +21,165 @@ from dataclasses import dataclass
 import numpy as np
 
 from kernels.executor.faults import FaultKind
-from kernels.executor.in_flight import InFlight
+from kernels.executor.in_flight import InFlight, Queue
+from kernels.executor.memory import compiled, may_write, place_of, units
+from kernels.executor.shared_memory import SharedMemory
 
 LANES, COLUMNS = 128, 512
+_BYTES = 4
 _NOTHING = np.uint32(0xFFFFFFFF)
-_BUSY = "a tcgen05.mma may still use it"
-_MOVING = "a tcgen05.ld or tcgen05.st has not been waited for"
-_RACED = "another warp accessed it since the last barrier"
+
+
+@compiled
+def _claim(memory, threads, strips, size, claimers, product, _begin):
+    """Check that threads may write their strips. product: one does so, until `_end_products`."""
+    for number in range(len(claimers)):
+        thread = claimers[number]
+        program, warp = threads.programs[thread] + 1, thread % threads.per_program // 32
+        epoch = threads.epochs[thread // threads.per_program]
+        for strip in strips[number]:
+            window, offset = place_of(memory, threads, strip, size, _BYTES, thread)
+            if window < 0:
+                return
+            for unit in units(memory, window, offset, size):
+                record = memory.records[unit]
+                if not may_write(memory, record, program, warp, epoch, False, product):
+                    return
+                record.producing += product
+
+
+@compiled
+def _end_products(memory, windows, strips, sizes):
+    for place in range(len(strips)):
+        for number in units(memory, windows[place], np.int64(strips[place]), sizes[place]):
+            memory.records[number].producing -= 1
+            memory.records[number].write_epoch = -1
 
 
 @dataclass(eq=False)
 class Product:
     """A tcgen05.mma in flight."""
 
-    program: int
     thread: int
-    written: np.ndarray  # cells of D
-    read: np.ndarray  # cells of A
-    operands: list[np.ndarray]  # 16-byte chunks of shared memory, [1, chunks]
+    written: np.ndarray  # strips of D
+    size: int  # bytes of a strip
+    taken: list[tuple[SharedMemory, np.ndarray]]  # 16-byte chunks of its operands
 
 
-@dataclass
-class _Move:
-    """A tcgen05.ld or tcgen05.st in flight."""
+class _Moves(Queue):
+    """tcgen05.ld or tcgen05.st in flight: (strips, data of a store, registers of a load)."""
 
-    threads: np.ndarray
-    cells: np.ndarray  # [threads, registers]
-    registers: list[int]  # targets of a load; empty for a store
-    pending: np.ndarray  # for each of `threads`: it has not waited
+    def _end(self, move, ending: np.ndarray, _pending) -> None:
+        batch, (strips, data, registers) = self._batch, move
+        if data is not None:
+            batch.tensor_memory.land_copies(batch, strips, ending, data)
+            return
+        sizes = np.array([_BYTES * len(registers)])
+        batch.tensor_memory.end_copies(batch, strips, ending, sizes, _BYTES)
+        for index in registers:
+            held = batch.registers[index]
+            if isinstance(held, InFlight):
+                held.threads = held.threads & ~ending
+                if not held.threads.any():
+                    batch.registers[index] = held.array
 
 
-class TensorMemory:
-    """Tensor memory of the programs of a batch. A cell is an index into all of it: (program, lane,
-    column), flattened."""
+class TensorMemory(SharedMemory):
+    """Tensor memory of the programs of a batch. A strip is several columns of one lane; it is given
+    as the place of its first byte."""
+
+    race = FaultKind.TENSOR_RACE
 
     def __init__(self, batch):
-        self._batch = batch
-        cells = batch.num_programs * LANES * COLUMNS
-        self.data = np.full(cells, _NOTHING)
+        capacity, threads = LANES * COLUMNS * _BYTES, batch.threads_per_program
+        super().__init__(batch.num_programs, capacity, threads, _BYTES, "tensor")
+        self._batch, self.epochs = batch, batch.shared.epochs
+        self._data.view(np.uint32)[:] = _NOTHING
+        self.numbers = self._data.view(np.float32).reshape(-1, LANES, COLUMNS)
         self._allocated = np.zeros((batch.num_programs, COLUMNS), np.bool_)
-        self._write_epoch, self._read_epoch = np.full((2, cells), -1, np.int32)
-        self._writer, self._reader = np.zeros((2, cells), np.int16)
-        # In flight, for each cell: loads, stores, products that write it, products that read it.
-        self._loads, self._stores, self._results, self._inputs = np.zeros((4, cells), np.int16)
-        self._moves: list[_Move] = []
+        self._allocated_before = np.zeros((batch.num_programs, COLUMNS + 1), np.int64)
+        self._loads, self._stores = _Moves(batch), _Moves(batch)
         self.products: list[Product] = []
 
-    def cells(self, threads: np.ndarray, lanes: np.ndarray, columns: np.ndarray) -> np.ndarray:
-        """Cells [threads, n] at these lanes and columns, in the program of each thread. lanes and
-        columns broadcast to this shape. Raises Fault for columns that are not allocated."""
-        programs = threads[:, None] // self._batch.threads_per_program
-        programs, lanes, columns = np.broadcast_arrays(programs, lanes, columns)
-        known = (lanes < LANES) & (columns < COLUMNS)
-        known[known] = self._allocated[programs[known], columns[known]]
-        if not known.all():
-            row, number = np.argwhere(~known)[0]
-            self._fail(
-                FaultKind.OUT_OF_BOUNDS,
-                "the column is not allocated",
-                threads[row],
-                lanes[row, number],
-                columns[row, number],
-            )
-        return (programs * LANES + lanes) * COLUMNS + columns
+    def strips(self, threads: np.ndarray, lanes, columns, count: int) -> np.ndarray:
+        """Strips of `count` columns from lanes and columns on, in the programs of threads; the
+        three broadcast. Raises Fault for columns that are not allocated."""
+        threads, lanes, columns = np.broadcast_arrays(threads, lanes, columns)
+        programs = threads // self._threads_per_program
+        first, last = np.minimum(columns, COLUMNS), np.minimum(columns + count, COLUMNS)
+        allocated = self._allocated_before[programs, last] - self._allocated_before[programs, first]
+        wrong = (allocated < count) | (lanes >= LANES)
+        strips = (lanes * COLUMNS + columns) * _BYTES
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            _, where, _, address = self.place(0, int(strips.flat[at]))
+            detail, kind = f"{where}: the column is not allocated", FaultKind.OUT_OF_BOUNDS
+            raise self._batch.fault(kind, detail, int(threads.flat[at]), address=address)
+        return strips.astype(np.uint64)
 
-    def check(self, cells: np.ndarray, threads: np.ndarray, *, write: bool, product: bool) -> None:
-        """Raise Fault unless the threads may access cells [threads, n] now.
-
-        product: the access is by a product, which need not wait for earlier products."""
-        warps, epochs = threads[:, None] // 32, self._epochs(threads)
-        raced = (self._write_epoch[cells] == epochs) & (self._writer[cells] != warps)
-        moving, busy = self._stores[cells], self._results[cells]
-        if write:
-            raced |= (self._read_epoch[cells] == epochs) & (self._reader[cells] != warps)
-            moving, busy = moving + self._loads[cells], busy + self._inputs[cells]
-        for wrong, kind, why in (
-            ((busy > 0) & (not product), FaultKind.MATRIX_IN_FLIGHT, _BUSY),
-            (moving > 0, FaultKind.COPY_IN_FLIGHT, _MOVING),
-            (raced, FaultKind.TENSOR_RACE, _RACED),
-        ):
-            if wrong.any():
-                row, number = np.argwhere(wrong)[0]
-                lane, column = divmod(int(cells[row, number]) % (LANES * COLUMNS), COLUMNS)
-                self._fail(kind, why, threads[row], lane, column)
-
-    def _fail(self, kind: FaultKind, why: str, thread, lane, column) -> None:
-        detail = f"tensor memory, lane {lane}, column {column}: {why}"
-        address = int(lane) << 16 | int(column)
-        raise self._batch.fault(kind, detail, int(thread), address=address)
-
-    def _epochs(self, threads: np.ndarray) -> np.ndarray:
-        """Number of barriers that the program of each thread has passed, [threads, 1]."""
-        return self._batch.shared.epochs[threads // self._batch.threads_per_program][:, None]
+    def place(self, _window: int, offset: int) -> tuple[None, str, int, int]:
+        """(None, place, span, address) of a byte."""
+        lane, column = divmod(offset // _BYTES, COLUMNS)
+        where = f"tensor memory, lane {lane}, column {column}"
+        return None, where, COLUMNS * _BYTES, lane << 16 | column
 
     # -- tcgen05.ld and tcgen05.st
 
-    def load(self, threads: np.ndarray, cells: np.ndarray, registers: list[int]) -> None:
-        """Start loading cells [threads, registers] into registers."""
-        self.check(cells, threads, write=False, product=False)
-        warps, epochs = threads[:, None] // 32, self._epochs(threads)
-        others = (self._read_epoch[cells] == epochs) & (self._reader[cells] != warps)
-        self._read_epoch[cells], self._reader[cells] = epochs, np.where(others, -1, warps)
-        self._loads[cells] += 1
-        self._moves.append(_Move(threads, cells, registers, np.ones(len(threads), np.bool_)))
-        held = self._batch.registers
-        for index, column in zip(registers, cells.T, strict=True):
-            waiting = np.zeros(self._batch.num_threads, np.bool_)
-            if isinstance(held[index], InFlight):
-                waiting |= held[index].threads
-            waiting[threads] = True
-            loaded = self._batch.products.accumulator(index).copy()
-            loaded[threads] = self.data[column]
-            held[index] = InFlight(self._batch, loaded, waiting, FaultKind.COPY_IN_FLIGHT)
+    def begin_load(self, mask: np.ndarray, strips: np.ndarray, registers: list[int]) -> None:
+        """Start loading a strip of each masked thread into registers."""
+        batch, size = self._batch, _BYTES * len(registers)
+        data = self.load(batch, strips, mask, size, alignment=_BYTES, copies=True)
+        self._loads.push(mask, strips, None, registers)
+        for index, column in zip(registers, data.view(np.uint32).T, strict=True):
+            held, loaded = batch.registers[index], batch.products.accumulator(index)
+            waiting = mask | held.threads if isinstance(held, InFlight) else mask
+            loaded = np.where(mask, column, loaded)
+            batch.registers[index] = InFlight(batch, loaded, waiting, FaultKind.COPY_IN_FLIGHT)
 
-    def store(self, threads: np.ndarray, cells: np.ndarray, values: np.ndarray) -> None:
-        """Start storing values to cells, both [threads, registers]."""
-        self.check(cells, threads, write=True, product=False)
-        self._write_epoch[cells], self._writer[cells] = (
-            self._epochs(threads),
-            threads[:, None] // 32,
-        )
-        self._stores[cells] += 1
-        self._moves.append(_Move(threads, cells, [], np.ones(len(threads), np.bool_)))
-        self.data[cells] = values
+    def begin_store(self, mask: np.ndarray, strips: np.ndarray, values: np.ndarray) -> None:
+        """Start storing values [threads, columns] to a strip of each masked thread."""
+        data = values.view(np.uint8)
+        self.store(self._batch, strips, mask, data, later=True, alignment=_BYTES)
+        self._stores.push(mask, strips, data, [])
 
     def wait(self, mask: np.ndarray, loads: bool) -> None:
         """Complete the loads (else the stores) of the masked threads."""
-        for move in self._moves:
-            if loads != bool(move.registers):
-                continue
-            ending = move.pending & mask[move.threads]
-            (self._loads if loads else self._stores)[move.cells[ending]] -= 1
-            move.pending &= ~ending
-            for index in move.registers:
-                held = self._batch.registers[index]
-                if isinstance(held, InFlight):
-                    held.threads = held.threads & ~mask
-                    if not held.threads.any():
-                        self._batch.registers[index] = held.array
-        self._moves = [move for move in self._moves if move.pending.any()]
+        (self._loads if loads else self._stores).wait_all(mask)
 
     # -- products
 
-    def issue(self, product: Product) -> None:
-        """Start a product. Its result is already in its cells."""
-        self._inputs[product.read] += 1
-        self._results[product.written] += 1
-        self.products.append(product)
+    def claim(self, threads: np.ndarray, strips: np.ndarray, count: int, product: bool) -> int:
+        """Raise Fault unless n threads may write their strips [n, m] of `count` columns. product:
+        one does so, until it is complete. Returns the bytes of a strip."""
+        size, done = _BYTES * count, "written by a product" if product else "given back"
+        self.run(self._batch, _claim, size, done, strips, size, threads, product)
+        return size
 
     def complete(self, products: list[Product]) -> None:
-        """Complete products that a thread has waited for."""
-        for product in products:
-            if product in self.products:
-                self.products.remove(product)
-                self._inputs[product.read] -= 1
-                self._results[product.written] -= 1
-                self._write_epoch[product.written] = -1
-                for chunks in product.operands:
-                    programs = np.array([product.program])
-                    self._batch.shared.release_operands(programs, chunks, until_barrier=False)
+        """Complete products that threads have waited for."""
+        ending = [one for one in self.products if one in products]
+        if not ending:
+            return
+        self.products = [one for one in self.products if one not in products]
+        programs = np.array([one.thread // self._threads_per_program for one in ending])
+        counts = [len(one.written) for one in ending]
+        strips, sizes = (
+            np.concatenate([one.written for one in ending]),
+            [one.size for one in ending],
+        )
+        _end_products(self.arrays, programs.repeat(counts), strips, np.repeat(sizes, counts))
+        for memory in (self, self._batch.shared):
+            taken = [
+                (chunks, program)
+                for one, program in zip(ending, programs, strict=True)
+                for where, chunks in one.taken
+                if where is memory
+            ]
+            if taken:
+                chunks, windows = zip(*taken, strict=True)
+                windows = np.repeat(windows, [*map(len, chunks)])
+                chunks = np.concatenate(chunks)[:, None]
+                memory.release_operands(windows, chunks, until_barrier=False)
 
     # -- columns
 
@@ -189,13 +189,19 @@ class TensorMemory:
         if not free.any():
             return None
         first = count * int(np.argmax(free))
-        self._allocated[program, first : first + count] = True
+        self._set_allocated(program, slice(first, first + count), True)
+        records = self.records(0).reshape(-1, LANES, COLUMNS)[program, :, first : first + count]
+        records["writer"], records["write_epoch"] = self._batch.programs[program] + 1, -1
         return first
+
+    def _set_allocated(self, program: int, columns: slice, allocated: bool) -> None:
+        self._allocated[program, columns] = allocated
+        self._allocated_before[program, 1:] = self._allocated[program].cumsum()
 
     def release(self, thread: int, first: int, count: int) -> None:
         """tcgen05.dealloc. Raises Fault for columns that are not allocated or still in use."""
-        columns, threads = np.arange(first, first + count), np.array([thread])
-        cells = self.cells(threads, np.arange(LANES)[:, None], columns[None]).reshape(1, -1)
-        self.check(cells, threads, write=True, product=False)
-        self._allocated[thread // self._batch.threads_per_program, columns] = False
-        self.data[cells] = _NOTHING
+        strips = self.strips(np.array([thread]), np.arange(LANES), np.array([first]), count)
+        self.claim(np.array([thread]), strips[None], count, False)
+        program, columns = thread // self._threads_per_program, slice(first, first + count)
+        self._set_allocated(program, columns, False)
+        self.numbers.view(np.uint32)[program, :, columns] = _NOTHING

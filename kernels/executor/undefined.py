@@ -65,12 +65,12 @@ def following(step, one: Instruction, effect: Effects):
             threads = threads & (~taken if one.predicate[1] else taken)
         _check(batch, threads, effect.addresses, "address")
         _check(batch, threads, used, "operand", stored)
-        reasons = [batch.alternate_of(index)[1] for index in effect.reads if index in live]
+        reasons = [batch.alternates[index][1] for index in effect.reads if index in live]
         again = {}
         if follows and reasons:
             saved = {index: registers[index] for index in {*effect.reads, *effect.writes}}
-            for index in saved.keys() & {*live, *alternates}:
-                values, _, where = batch.alternate_of(index)
+            for index in saved.keys() & alternates.keys():
+                values, _, where = alternates[index]
                 registers[index] = np.where(where, values, registers[index])
             step(batch, mask)
             again = {index: registers[index] for index in effect.writes}
@@ -88,7 +88,7 @@ def following(step, one: Instruction, effect: Effects):
                 continue  # made undefined by this instruction, or written asynchronously
             where = values != held
             if where.any():
-                alternates[index] = values, reasons[0], where
+                batch.set_alternate(index, values, reasons[0], where)
                 live.add(index)
         return signal
 
@@ -97,16 +97,17 @@ def following(step, one: Instruction, effect: Effects):
 
 def _define(batch, index: int, threads: np.ndarray | None) -> None:
     """These threads of the group, None for all of the batch, write a register."""
-    values, why, where = batch.alternate_of(index)
-    batch.forget(index)
     if threads is None:
+        batch.forget(index)
         return
+    values, why, where = batch.alternates[index]
+    batch.forget(index)
     left_of = batch.left_of if threads is batch.mask else {}
     if id(where) not in left_of:
         left_of[id(where)] = where, where & ~threads & batch.running
     left = left_of[id(where)][1]
     if left.any():
-        batch.alternates[index] = values, why, left
+        batch.set_alternate(index, values, why, left)
         if threads is not batch.mask and (left & batch.every(batch.mask)).any():
             batch.undefined.add(index)
 
@@ -114,7 +115,7 @@ def _define(batch, index: int, threads: np.ndarray | None) -> None:
 def _check(batch, threads, indices: list[int], role: str, bits=_ALL_BITS) -> None:
     for index in indices:
         if index in batch.undefined:
-            values, why, where = batch.alternate_of(index)
+            values, why, where = batch.alternates[index]
             wrong = threads & where & ((values ^ batch.registers[index]) & bits != 0)
             if wrong.any():
                 detail = f"the {role} is undefined: {why}"

@@ -116,13 +116,13 @@ LOAD_BARRIER = "bar.sync 0;\n    @%p2 mbarrier.inval"
     ("removed", "left", "kind", "why"),
     [
         ("mbarrier.try_wait.parity.shared::cta.b64 complete, [0], %r41;\n    " + WAIT_LOOP, "",
-         FaultKind.MATRIX_IN_FLIGHT, "a tcgen05.mma may still use it"),
-        (WAIT_LOOP, "", FaultKind.MATRIX_IN_FLIGHT, "a tcgen05.mma may still use it"),
+         FaultKind.MATRIX_IN_FLIGHT, "a product that writes it may still run"),
+        (WAIT_LOOP, "", FaultKind.MATRIX_IN_FLIGHT, "a product that writes it may still run"),
         ("tcgen05.wait::ld.sync.aligned;", "", FaultKind.COPY_IN_FLIGHT, "not been waited for"),
         ("tcgen05.wait::st.sync.aligned;", "", FaultKind.COPY_IN_FLIGHT, "not been waited for"),
         ("fence.proxy.async.shared::cta;", "", FaultKind.FENCE, "fence.proxy.async"),
         ("STORED:\n    fence.proxy.async.shared::cta;\n    bar.sync 0;", "STORED:",
-         FaultKind.TENSOR_RACE, "another warp accessed it since the last barrier"),
+         FaultKind.TENSOR_RACE, "warp 1 of the program wrote it since the last barrier"),
         (FIRST_BARRIER, "ld.shared.b32 %r2, [16];", FaultKind.SHARED_RACE, "wrote it since"),
         (LOAD_BARRIER, "@%p2 mbarrier.inval", FaultKind.SHARED_RACE, "read it since"),
         ("@%p2 tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [0];", "",
@@ -177,7 +177,7 @@ def test_product_that_overwrites_loaded_results_needs_a_barrier(run):
     again = "@%p2 tcgen05.mma.cta_group::1.kind::f16 [ %r2 + 0 ], %d20, %d21, %r40, %p5;" + wait
     out, exact = run(body.replace(LOAD_BARRIER, "bar.sync 0;" + again + LOAD_BARRIER))
     torch.testing.assert_close(out, exact, rtol=1e-6, atol=1e-6)
-    with pytest.raises(Fault, match="another warp accessed it since the last barrier") as raised:
+    with pytest.raises(Fault, match="another warp of the program read it since") as raised:
         run(body.replace(LOAD_BARRIER, again + LOAD_BARRIER))
     assert raised.value.kind is FaultKind.TENSOR_RACE
 
