@@ -20,6 +20,7 @@ even one.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -228,7 +229,7 @@ def _counts(launch: LaunchRecord) -> dict[str, Any]:
 
     return {
         "kernel": launch.kernel.strip("_").removesuffix("_kernel"),
-        "programs": len(counts.programs),
+        "programs": math.prod(launch.grid),
         "num_warps": launch.num_warps,
         "instructions": counts.total,
         **by_class,

@@ -15,7 +15,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
@@ -41,16 +40,6 @@ _CLASSES = (
 def class_of(one: Instruction) -> str:
     """Name of the class that counts this instruction."""
     return next(name for name, pattern in _CLASSES if re.match(pattern, one.opcode))
-
-
-class ProgramCounts(NamedTuple):
-    """Counts of one program of a launch. `Counts` documents the fields."""
-
-    instructions: int
-    lines: int
-    wavefronts: int
-    tensor_operations: int
-    special_functions: int = 0
 
 
 @dataclass
@@ -86,8 +75,6 @@ class Counts:
     """bar.sync instructions, counted once per warp."""
     bytes_in_flight: int = 0
     """Largest number of bytes that the asynchronous copies of one program have pending."""
-    programs: tuple[ProgramCounts, ...] = ()
-    """Counts of each program in grid order. x runs fastest."""
 
     @property
     def total(self) -> int:
@@ -117,25 +104,15 @@ def _different(blocks: np.ndarray, mask: np.ndarray, per_row: int) -> tuple[np.n
     return rows, first
 
 
-def _count_requests(addresses, mask, unit: int, programs, totals) -> None:
-    """Count each warp's requests in totals[0, program], and the different blocks of `unit` bytes of
-    each request in totals[1, program]. An aligned access lies in one block."""
-    _, first = _different(addresses // np.uint64(unit), mask, 32)
-    np.add.at(totals[0], programs[::32], first.any(1))
-    np.add.at(totals[1], programs[::32], first.sum(1))
-
-
-def _count_wavefronts(addresses, mask, size: int, programs, totals) -> None:
-    """Count the wavefronts of a shared-memory access in totals[0, program], and its bank conflicts
-    in totals[1, program]."""
+def _wavefronts(addresses, mask, size: int) -> tuple[int, int]:
+    """(wavefronts, bank conflicts) of a shared-memory access of `size` bytes per thread."""
     at_once, per_thread = (32, 1) if size <= 4 else (128 // size, size // 4)
     words = addresses[:, None] // np.uint64(4) + np.arange(per_thread, dtype=np.uint64)
     rows, first = _different(words, mask[:, None], at_once * per_thread)
     by_bank = np.zeros((len(rows), 32), np.int64)
     np.add.at(by_bank, (np.nonzero(first)[0], (rows[first] % np.uint64(32)).astype(np.int64)), 1)
     wavefronts = by_bank.max(1)
-    np.add.at(totals[0], programs[::at_once], wavefronts)
-    np.add.at(totals[1], programs[::at_once], np.maximum(wavefronts - 1, 0))
+    return int(wavefronts.sum()), int(np.maximum(wavefronts - 1, 0).sum())
 
 
 def _tensor_operations(one: Instruction) -> int:
@@ -159,59 +136,48 @@ def _special_functions(one: Instruction) -> int:
 class Tally:
     """Accumulates counts while the programs of a launch run."""
 
-    def __init__(self, program: Program, num_programs: int):
+    def __init__(self, program: Program):
         self._program = program
-        self._operations = np.array([_tensor_operations(one) for one in program.instructions])
-        self._special = np.array([_special_functions(one) for one in program.instructions])
-        self._executed = np.zeros(len(program.instructions), np.int64)
-        self._sectors, self._lines, self._wavefronts = np.zeros((3, 2, num_programs), np.int64)
-        self._work = np.zeros((3, num_programs), np.int64)
-        self._products = np.zeros(num_programs, np.int64)
-        self._bytes = Counter()
+        self._counts: Counter[str] = Counter()
+        """Fields of `Counts` that are sums over accesses."""
         self._in_flight = 0
 
-    def global_access(self, batch, addresses, mask, sizes, kind: str) -> None:
+    def global_access(self, addresses, mask, sizes, kind: str) -> None:
         """Count an access to global memory. kind: "read" or "written". sizes: bytes per thread, one
-        element if all are equal."""
-        programs = batch.program_of_thread
-        _count_requests(addresses, mask, 32, programs, self._sectors)
-        _count_requests(addresses, mask, 128, programs, self._lines)
-        self._bytes[kind] += int((np.broadcast_to(sizes, len(mask)) * mask).sum())
+        element if all are equal. An aligned access lies in one sector."""
+        _, sectors = _different(addresses // np.uint64(32), mask, 32)
+        _, lines = _different(addresses // np.uint64(128), mask, 32)
+        num_bytes = int((np.broadcast_to(sizes, len(mask)) * mask).sum())
+        self._counts.update({f"{kind}_bytes": num_bytes, "requests": int(sectors.any(1).sum())})
+        self._counts.update(sectors=int(sectors.sum()), lines=int(lines.sum()))
 
-    def shared_access(self, batch, addresses, mask, size: int) -> None:
+    def shared_access(self, addresses, mask, size: int) -> None:
         """Count an access to shared memory of `size` bytes per thread."""
-        _count_wavefronts(addresses, mask, size, batch.program_of_thread, self._wavefronts)
+        wavefronts, conflicts = _wavefronts(addresses, mask, size)
+        self._counts.update(wavefronts=wavefronts, bank_conflicts=conflicts)
 
-    def product(self, program: int, operations: int) -> None:
-        """Count a matrix product whose size is not part of the opcode (tcgen05.mma)."""
-        self._products[program] += operations
+    def products(self, operations: int) -> None:
+        """Count matrix products whose size is not part of the opcode (tcgen05.mma)."""
+        self._counts["tensor_operations"] += operations
 
     def add(self, batch) -> None:
-        """Add the instructions of a batch that has ended."""
-        self._executed += batch.executed.sum(1)
-        work = np.stack([np.ones_like(self._operations), self._operations, self._special])
-        self._work[:, batch.programs] = work @ batch.executed
+        """Count what a batch had in flight."""
         self._in_flight = max(self._in_flight, int(batch.copies.most_in_flight.max()))
 
-    def finish(self, memory) -> Counts:
-        """The counts of the launch, after all its programs have ended."""
-        instructions, barriers = Counter(), 0
-        for one, times in zip(self._program.instructions, self._executed.tolist(), strict=True):
+    def finish(self, memory, executed: np.ndarray) -> Counts:
+        """The counts of the launch, after all its programs have ended. executed: how many warps
+        have executed each instruction."""
+        instructions, counts = Counter(), self._counts.copy()
+        for one, times in zip(self._program.instructions, executed.tolist(), strict=True):
             instructions[class_of(one)] += times
-            barriers += times * (one.opcode == "bar.sync")
+            counts["barriers"] += times * (one.opcode == "bar.sync")
+            counts["tensor_operations"] += times * _tensor_operations(one)
+            counts["special_functions"] += times * _special_functions(one)
         distinct_bytes, distinct_lines = memory.touched()
-        self._work[1] += self._products
-        by_program = (self._work[0], self._lines[1], self._wavefronts[0], *self._work[1:])
         return Counts(
-            instructions={name: n for name, n in instructions.items() if n},
-            requests=int(self._sectors[0].sum()),
-            sectors=int(self._sectors[1].sum()), lines=int(self._lines[1].sum()),
-            read_bytes=self._bytes["read"], written_bytes=self._bytes["written"],
-            distinct_bytes=distinct_bytes, distinct_lines=distinct_lines,
-            wavefronts=int(self._wavefronts[0].sum()),
-            bank_conflicts=int(self._wavefronts[1].sum()),
-            tensor_operations=int(self._work[1].sum()),
-            special_functions=int(self._work[2].sum()),
-            barriers=barriers, bytes_in_flight=self._in_flight,
-            programs=tuple(map(ProgramCounts._make, np.array(by_program).T.tolist())),
-        )  # fmt: skip
+            {name: times for name, times in instructions.items() if times},
+            distinct_bytes=distinct_bytes,
+            distinct_lines=distinct_lines,
+            bytes_in_flight=self._in_flight,
+            **counts,
+        )

@@ -137,7 +137,7 @@ class GlobalMemory(CheckedMemory):
     def tally(self, batch, addresses, mask, sizes, *kinds: str) -> None:
         """Count an access; kinds: "read", "written"."""
         for kind in kinds if batch.launch.tally is not None else ():
-            batch.launch.tally.global_access(batch, addresses, mask, sizes, kind)
+            batch.launch.tally.global_access(addresses, mask, sizes, kind)
 
     def touched(self) -> tuple[int, int]:
         """(bytes, lines of 128) that programs have touched so far."""

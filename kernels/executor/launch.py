@@ -85,7 +85,7 @@ class _Session:
                 metadata.num_warps,
                 time.perf_counter() - started,
                 int(launch.executed.sum()),
-                launch.tally.finish(launch.memory) if self.count else None,
+                launch.tally.finish(launch.memory, launch.executed) if self.count else None,
             )
         )
 
@@ -161,7 +161,7 @@ def run_ptx(
         for (name, kind), value in zip(parameters, arguments, strict=True)
     ]
     launch = _launch(kernel, grid, num_warps, shared_bytes, named, [], fresh, seed, True, dependent)
-    return launch.tally.finish(launch.memory)
+    return launch.tally.finish(launch.memory, launch.executed)
 
 
 _SESSIONS: list[_Session] = []

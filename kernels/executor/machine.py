@@ -118,7 +118,7 @@ class Launch:
         """Raises ValueError for a launch that a GPU would refuse."""
         check_launch(self.kernel.program.target, self.grid, self.num_warps, self.shared_bytes)
         self.executed = np.zeros(len(self.kernel.steps), np.int64)
-        self.tally = Tally(self.kernel.program, math.prod(self.grid)) if self.count else None
+        self.tally = Tally(self.kernel.program) if self.count else None
 
     def coordinates(self, program: int) -> tuple[int, int, int]:
         """(x, y, z) of a program of the grid."""
@@ -138,20 +138,9 @@ class Launch:
             for first in range(0, len(order), at_once):
                 batch = Batch(self, order[first : first + at_once], rng)
                 batch.run()
-                self.executed += batch.executed.sum(1)
                 self.kernel.shared_unit = batch.shared.unit
                 if self.tally:
                     self.tally.add(batch)
-
-
-@dataclass
-class _Group:
-    """Threads that stand at the same instruction."""
-
-    mask: np.ndarray | None
-    """None: all threads of the programs that have not ended."""
-    num_warps: np.ndarray
-    """Warps of the group, by program of the batch."""
 
 
 class Batch:
@@ -160,18 +149,17 @@ class Batch:
     Attributes that instructions use: num_threads; registers; alternates (of a register that is
     undefined in some threads: another value that it could have, why, and in which threads);
     undefined (registers that are undefined in threads of the group that runs); left_of (what is
-    left of arrays of threads without this group); special (registers by name); memory, shared, local, copies, products, mbarriers, tensor_memory; program_of_thread
-    (index in the launch); running (threads that have not ended); early (threads that must not
-    access global memory yet); at and mask (the instruction that runs and the threads that stand at
-    it). executed: how many warps have executed each instruction, [instruction, program].
-    failed_tests: turns in succession that a failed test of an mbarrier has ended.
+    left of arrays of threads without this group); special (registers by name); memory, shared,
+    local, copies, products, mbarriers, tensor_memory; program_of_thread (index in the launch);
+    running (threads that have not ended); early (threads that must not access global memory yet);
+    at and mask (the instruction that runs and the threads that stand at it); failed_tests (turns in
+    succession that a failed test of an mbarrier has ended).
     """
 
     def __init__(self, launch: Launch, programs: Sequence[int], rng: random.Random | None):
         self.launch, self._rng = launch, rng
         self.threads_per_program = 32 * launch.num_warps
         self.programs, self.num_programs = programs, len(programs)
-        self.executed = np.zeros((len(launch.kernel.steps), len(programs)), np.int64)
         self.num_threads = self.num_programs * self.threads_per_program
         self.memory = launch.memory
         self.arguments = launch.arguments
@@ -196,7 +184,7 @@ class Batch:
         self.early = np.full(self.num_threads, launch.dependent)
         self._waiting = np.zeros(self.num_threads, np.bool_)
         self._resume = np.zeros(self.num_threads, np.int64)
-        self._groups: dict[int, _Group] = {}
+        self._groups: dict[int, np.ndarray] = {}  # threads that stand at an instruction
         self._yielded: dict[int, int] = {}  # when a group at this instruction has yielded
         self._num_yields = 0
         self.failed_tests = 0
@@ -322,8 +310,8 @@ class Batch:
                 return
             self._open_barriers(at_end=True)
 
-    def _next_group(self) -> tuple[int, _Group, int]:
-        """(instruction, group, most instructions to run) of the group whose turn it is."""
+    def _next_group(self) -> tuple[int, np.ndarray, int]:
+        """(instruction, threads, most instructions to run) of the group whose turn it is."""
         order = sorted(self._groups, key=lambda at: (self._yielded.get(at, 0), at))
         if self._rng is None:
             at = order[0]
@@ -332,40 +320,34 @@ class Batch:
         size = self.launch.kernel.threads_in_step
         ready, passed = {}, np.zeros(self.num_threads // size, np.bool_)
         for at in order:  # of those in step, the threads that are furthest behind
-            here = self.every(self._groups[at].mask).reshape(-1, size).any(1)
+            here = self._groups[at].reshape(-1, size).any(1)
             if (here & ~passed).any():
                 ready[at] = here & ~passed
             passed |= here
         at = self._rng.choice(list(ready))
         there = np.flatnonzero(ready[at])
         chosen = [warp for warp in there if self._rng.random() < 0.5] or [self._rng.choice(there)]
-        by_warp = self.every(self._groups.pop(at).mask).reshape(-1, size)
+        by_warp = self._groups.pop(at).reshape(-1, size)
         part = np.zeros_like(by_warp)
         part[chosen] = by_warp[chosen]
         self._join(at, (by_warp & ~part).reshape(-1))
         if at not in self._groups:
             self._yielded.pop(at, None)
-        return at, self._group(part.reshape(-1)), self._rng.randrange(1, 400)
-
-    def _group(self, mask: np.ndarray) -> _Group:
-        by_warp = mask.reshape(self.num_programs, -1, 32)
-        programs = self.running.reshape(self.num_programs, -1)
-        whole = (programs == programs[:, :1]).all() and (mask == self.running).all()
-        return _Group(None if whole else mask, by_warp.any(2).sum(1))
+        return at, part.reshape(-1), self._rng.randrange(1, 400)
 
     def _join(self, at: int, mask: np.ndarray) -> None:
         """Threads come to instruction `at`."""
         if not mask.any():
             return
-        if at in self._groups:
-            mask = mask | self.every(self._groups[at].mask)
-        self._groups[at] = self._group(mask)
+        self._groups[at] = mask | self._groups[at] if at in self._groups else mask
 
-    def _run_group(self, at: int, group: _Group, budget: int) -> int:
+    def _run_group(self, at: int, threads: np.ndarray, budget: int) -> int:
         """Run a group until it branches apart, waits, ends, meets another or has had its turn."""
-        steps, groups = self.launch.kernel.steps, self._groups
-        self.mask = mask = group.mask
-        threads = self.every(mask)
+        steps, groups, executed = self.launch.kernel.steps, self._groups, self.launch.executed
+        num_warps = np.count_nonzero(threads.reshape(-1, 32).any(1))
+        programs = self.running.reshape(self.num_programs, -1)
+        whole = (programs == programs[:, :1]).all() and (threads == self.running).all()
+        self.mask = mask = None if whole else threads
         here = [found for where, found in self._undefined_in.values() if (where & threads).any()]
         self.undefined = undefined = set().union(*here)
         self.left_of = {}
@@ -377,7 +359,7 @@ class Batch:
             at += 1
             if signal is None and at not in groups and done + at - first < budget:
                 continue
-            self.executed[first:at] += group.num_warps
+            executed[first:at] += num_warps
             done += at - first
             first = at = at if signal is None else self._follow(signal, at, mask)
             if at is None:

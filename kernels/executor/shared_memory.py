@@ -160,7 +160,7 @@ class SharedMemory(CheckedMemory):
     def tally(self, batch, addresses, mask, sizes, *_kinds: str) -> None:
         """Count an access."""
         if batch.launch.tally is not None and self.space == "shared":
-            batch.launch.tally.shared_access(batch, addresses, mask, int(sizes[0]))
+            batch.launch.tally.shared_access(addresses, mask, int(sizes[0]))
 
     def place(self, _window: int, offset: int) -> tuple[None, str, int, int]:
         """(None, place, span, offset) of a byte."""

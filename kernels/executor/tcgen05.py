@@ -211,8 +211,8 @@ def _multiply(
     for number, thread in enumerate(threads):
         taken = [(where, chunks[number]) for where, chunks in operands]
         memory.products.append(Product(thread, result[number], size, taken))
-        if batch.launch.tally is not None:
-            batch.launch.tally.product(batch.programs[programs[number]], 2 * m * n * _K)
+    if batch.launch.tally is not None:
+        batch.launch.tally.products(2 * m * n * _K * len(threads))
 
 
 def _operand_chunks(translation: Translation, descriptor: int, rows: int, transposed: bool):

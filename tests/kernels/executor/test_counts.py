@@ -107,25 +107,3 @@ def test_classes_tensor_operations_and_barriers(run_body):
     expected = {"tensor core": 3, "synchronisation": 6, "floating point": 3, "integer": 3}
     expected |= {"global load": 3, "move": 6, "conversion": 6, "control": 3, "parameter": 3}
     assert counts.instructions == expected
-
-
-def test_counts_of_each_program(run_body):
-    """Program x runs x iterations. Each adds 7 instructions, one line, two
-    wavefronts and the special functions of a warp."""
-    body = """
-    mov.u32 %r1, %ctaid.x;
-    TOP:
-    setp.eq.u32 %p1, %r1, 0; @%p1 bra END;
-    sub.s32 %r1, %r1, 1; ld.global.b32 %r2, [%d0]; st.shared.v2.b32 [%r3], {%r0, %r0};
-    ex2.approx.f32 %r4, %r5; bra TOP;
-    END:
-    """.replace("TOP", "$L_TOP").replace("END", "$L_END")
-    body = body.replace("mov.u32 %r1, %ctaid.x;", "mov.u32 %r1, %ctaid.x; mul.lo.s32 %r3, %r0, 8;")
-    counts = run_body(body, memory(4), grid=(4, 1, 1), num_warps=1, shared_bytes=256)
-    for loops, program in enumerate(counts.programs):
-        assert program.lines == loops
-        assert program.wavefronts == 2 * loops
-        assert program.instructions == counts.programs[0].instructions + 7 * loops
-        assert program.special_functions == 32 * loops
-        assert program.tensor_operations == 0
-    assert sum(program.instructions for program in counts.programs) == counts.total
