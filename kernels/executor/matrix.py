@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import re
 
-import numba
 import numpy as np
 
 from kernels.executor.formats import decode
@@ -27,32 +26,6 @@ BITS = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "s8": 8, "u8": 
 _SHAPES = {("f16", 8), ("f16", 16), ("bf16", 8), ("bf16", 16), ("tf32", 4), ("tf32", 8)}
 _SHAPES |= {("s8", 16), ("s8", 32), ("u8", 16), ("u8", 32)}
 _SHAPES |= {("e4m3", 16), ("e4m3", 32), ("e5m2", 16), ("e5m2", 32)}
-
-
-@numba.njit(cache=True, fastmath={"reassoc", "contract"})
-def _multiply(a, b, sums):
-    """Add the products a b of all warps to `sums`, in f64. a, b: [registers, threads, numbers per
-    register]; sums: [4, threads]; all as the threads hold them."""
-    num_k, num_threads, per_register = b.shape
-    k_of_warp = 4 * num_k * per_register
-    left, right = np.empty((16, k_of_warp)), np.empty((8, k_of_warp))
-    for thread in range(num_threads):
-        group, column = thread % 32 // 4, thread % 4
-        for register in range(num_k):
-            for number in range(per_register):
-                k = (4 * register + column) * per_register + number
-                left[group, k] = a[2 * register, thread, number]
-                left[group + 8, k] = a[2 * register + 1, thread, number]
-                right[group, k] = b[register, thread, number]
-        if thread % 32 < 31:
-            continue
-        for lane in range(32):
-            for number in range(4):
-                row, column = lane // 4 + number // 2 * 8, 2 * (lane % 4) + number % 2
-                total = sums[number, thread - 31 + lane]
-                for k in range(k_of_warp):
-                    total += left[row, k] * right[column, k]
-                sums[number, thread - 31 + lane] = total
 
 
 ACCUMULATORS = {"f32": np.float32, "f16": np.float16, "s32": np.int32}
@@ -70,6 +43,14 @@ def rows_of_a(bits: list[np.ndarray], kind: str) -> np.ndarray:
     """A of each warp, [warps, 16, k], from registers."""
     halves = decode(np.stack(bits), kind).reshape(len(bits) // 2, 2, -1, 8, 128 // BITS[kind])
     return halves.transpose(2, 1, 3, 0, 4).reshape(halves.shape[2], 16, -1)
+
+
+def fragments(product: np.ndarray) -> np.ndarray:
+    """[numbers of a thread, threads], as threads hold D, from the products [..., n] of warps, 16
+    rows each."""
+    n = product.shape[-1]
+    halves = product.reshape(-1, 2, 8, n // 8, 4, 2)  # warp, half, group, ..., thread, number
+    return halves.transpose(3, 1, 5, 0, 2, 4).reshape(n // 2, -1)
 
 
 def numbers_of(registers: list[np.ndarray], dtype) -> np.ndarray:
@@ -112,14 +93,15 @@ def _mma(translation: Translation) -> Step:
     writes = [translation.write(one, "b32") for one in target]
     dtype = ACCUMULATORS[kind]
 
-    def numbers(batch, reads, kind):
-        bits = np.concatenate([batch.full(read(batch)) for read in reads])
-        return decode(bits, kind).reshape(len(reads), batch.num_threads, -1)
-
     def multiply(batch, mask):
         batch.whole_warps(mask)
-        sums = numbers_of([batch.full(read(batch)) for read in read_c], dtype)
-        _multiply(numbers(batch, read_a, a_kind), numbers(batch, read_b, b_kind), sums)
+        a, b, c = (
+            [batch.full(read(batch)) for read in reads] for reads in (read_a, read_b, read_c)
+        )
+        columns = decode(np.stack(b), b_kind).reshape(num_k, -1, 8, 4 * per_register)
+        columns = columns.transpose(1, 0, 3, 2).reshape(-1, k, 8).astype(np.float64)
+        product = rows_of_a(a, a_kind).astype(np.float64) @ columns
+        sums = numbers_of(c, dtype) + fragments(product)
         for write, result in zip(writes, registers_of(sums, dtype, saturates), strict=True):
             write(batch, mask, result)
 

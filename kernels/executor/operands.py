@@ -150,34 +150,18 @@ class Translation:
             raise Unsupported("expected a register as destination")
         self.effects.writes.append(operand.index)
         index, width = operand.index, operand.width
-        if kind == "pred" or width == 1:
-            if kind != "pred" or width != 1:
-                raise Unsupported("a predicate and a number cannot be mixed")
-
-            def as_stored(value):
-                return value
-        else:
-            dtype = np.dtype(DTYPES[PACKED.get(kind, kind)])
-            stored = UNSIGNED[width]
-            if dtype.itemsize * 8 > width:
-                raise Unsupported(f"a {width}-bit register cannot hold .{kind}")
-            if dtype.itemsize * 8 == width:
-
-                def as_stored(value):
-                    return value.view(stored)
-            elif kind[0] == "s":
-
-                def as_stored(value):
-                    return value.astype(SIGNED[width]).view(stored)
-            else:
-                raw = UNSIGNED[dtype.itemsize * 8]
-
-                def as_stored(value):
-                    return value.view(raw).astype(stored)
+        if (kind == "pred") != (width == 1):
+            raise Unsupported("a predicate and a number cannot be mixed")
+        given = 1 if width == 1 else 8 * np.dtype(DTYPES[PACKED.get(kind, kind)]).itemsize
+        if given > width:
+            raise Unsupported(f"a {width}-bit register cannot hold .{kind}")
+        stored = np.bool_ if width == 1 else UNSIGNED[width]
+        of_width = SIGNED if kind[0] == "s" else UNSIGNED
 
         def write(batch, mask, value):
-            value = as_stored(value)
-            registers = batch.registers
+            if given < width:
+                value = value.view(of_width[given]).astype(of_width[width])
+            value, registers = value.view(stored), batch.registers
             if mask is not None:
                 held = registers[index]
                 value = np.where(mask, value, held)

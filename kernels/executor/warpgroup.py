@@ -32,11 +32,11 @@ from kernels.executor.matrix import (
     ACCUMULATORS,
     BITS,
     check_accumulator,
+    fragments,
     numbers_of,
     registers_of,
     rows_of_a,
 )
-from kernels.executor.memory import compiled
 from kernels.executor.operands import Step, Translation, Unsupported, instruction
 
 _SWIZZLES = {0: 16, 1: 128, 2: 64, 3: 32}
@@ -158,24 +158,12 @@ def _multiply(translation: Translation) -> Step:
         right = operand(b_bits, b_kind, n, flags[-1]).transpose(0, 2, 1)
         left, right = (matrix.astype(np.float64, order="C") for matrix in (left, right))
         sums = numbers_of([batch.products.accumulator(i) for i in accumulators], dtype)
-        _accumulate(left @ right, groups, batch.full(keep(batch)), sums)
+        held = np.where(batch.full(keep(batch))[active], sums[:, active], 0.0)
+        sums[:, active] = held + fragments(left @ right)
         results = registers_of(sums, dtype, saturates)
         batch.products.issue(active, dict(zip(accumulators, results, strict=True)), operands)
 
     return multiply
-
-
-@compiled
-def _accumulate(product, groups, keep, sums):
-    """Add product [groups, 64, n] to sums [n / 2, threads], or where not `keep` replace them."""
-    for place in range(len(groups)):
-        for number in range(len(sums)):
-            for thread in range(128):
-                row = thread // 32 * 16 + thread % 32 // 4 + number // 2 % 2 * 8
-                column = number // 4 * 8 + thread % 4 * 2 + number % 2
-                at = 128 * groups[place] + thread
-                before = sums[number, at] if keep[at] else 0.0
-                sums[number, at] = before + product[place, row, column]
 
 
 def _groups(batch, active: np.ndarray) -> np.ndarray:
