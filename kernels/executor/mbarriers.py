@@ -69,8 +69,8 @@ def find(batch, address: int, thread: int) -> MBarrier:
 def _mbarrier(translation: Translation) -> Step:
     opcode = translation.instruction.opcode.replace("shared::cta", "shared")
     forms = {
-        "mbarrier.init.shared.b64": _init,
-        "mbarrier.inval.shared.b64": _inval,
+        "mbarrier.init.shared.b64": _init_or_inval,
+        "mbarrier.inval.shared.b64": _init_or_inval,
         "mbarrier.try_wait.parity.shared.b64": _try_wait,
     }
     if opcode not in forms:
@@ -78,31 +78,24 @@ def _mbarrier(translation: Translation) -> Step:
     return forms[opcode](translation)
 
 
-def _init(translation: Translation) -> Step:
-    place, count = translation.operands
-    address, read = translation.address(place), translation.read(count, "u32")
+def _init_or_inval(translation: Translation) -> Step:
+    """Make an mbarrier that expects a count of arrivals, or (inval, no count) remove it."""
+    place, *count = translation.operands
+    address, reads = translation.address(place), [translation.read(one, "u32") for one in count]
 
-    def init(batch, mask):
-        mask, addresses, counts = batch.every(mask), address(batch), batch.full(read(batch))
-        batch.shared.store(batch, addresses, mask, np.zeros((len(mask), _BYTES), np.uint8))
-        for thread in np.flatnonzero(mask):
-            key = int(thread) // batch.threads_per_program, int(addresses[thread])
-            batch.mbarriers[key] = MBarrier(int(counts[thread]))
-
-    return init
-
-
-def _inval(translation: Translation) -> Step:
-    address = translation.address(translation.operands[0])
-
-    def inval(batch, mask):
+    def step(batch, mask):
         mask, addresses = batch.every(mask), address(batch)
         batch.shared.store(batch, addresses, mask, np.zeros((len(mask), _BYTES), np.uint8))
+        counts = [batch.full(read(batch)) for read in reads]
         for thread in map(int, np.flatnonzero(mask)):
-            find(batch, int(addresses[thread]), thread)
-            del batch.mbarriers[thread // batch.threads_per_program, int(addresses[thread])]
+            key = thread // batch.threads_per_program, int(addresses[thread])
+            if counts:
+                batch.mbarriers[key] = MBarrier(int(counts[0][thread]))
+            else:
+                find(batch, key[1], thread)
+                del batch.mbarriers[key]
 
-    return inval
+    return step
 
 
 def _try_wait(translation: Translation) -> Step:

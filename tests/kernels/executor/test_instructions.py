@@ -101,17 +101,11 @@ def _funnel(low: int, high: int, by: int, mode: str) -> int:
 
 # Opcode of two words: its meaning.
 OF_TWO = {
-    "add.s32": lambda a, b: a + b,
-    "sub.s32": lambda a, b: a - b,
-    "mul.lo.s32": lambda a, b: a * b,
     "mul.hi.u32": lambda a, b: a * b >> 32,
     "mul.hi.s32": lambda a, b: signed(a) * signed(b) >> 32,
     "min.s32": lambda a, b: min(signed(a), signed(b)),
     "max.u32": lambda a, b: max(a, b),
     "min.relu.s32": lambda a, b: max(0, min(signed(a), signed(b))),
-    "and.b32": lambda a, b: a & b,
-    "or.b32": lambda a, b: a | b,
-    "xor.b32": lambda a, b: a ^ b,
     "shl.b32": lambda a, b: a << b,
     "shr.u32": lambda a, b: a >> b,
     "shr.s32": lambda a, b: signed(a) >> b,

@@ -5,49 +5,34 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.executor import Fault, FaultKind, run_ptx
+from kernels.executor import Fault, FaultKind
 from kernels.executor.tensors import AddressBook, FreshMemory
 
 COPY = """
-.version 8.7
-.target sm_80
-.address_size 64
-.visible .entry copy(.param .u64 source, .param .u64 target)
-{
-	.reg .b32 %r<2>;
-	.reg .b64 %d<6>;
-	ld.param.b64 %d0, [source];
-	ld.param.b64 %d1, [target];
-	mov.u32 %r0, %tid.x;
-	mul.wide.u32 %d2, %r0, 4;
-	add.s64 %d3, %d0, %d2;
-	add.s64 %d4, %d1, %d2;
-	ld.global.b32 %r1, [%d3];
-	st.global.b32 [%d4], %r1;
-	ret;
-}
+shl.b64 %d11, %d10, 2; add.s64 %d12, %d0, %d11; add.s64 %d13, %d1, %d11;
+ld.global.b32 %r1, [%d12]; st.global.b32 [%d13], %r1;
 """
 
 
-def test_fresh_memory_may_be_read_after_a_write():
+def test_fresh_memory_may_be_read_after_a_write(run_body):
     numbers = torch.arange(32, dtype=torch.int32)
     with FreshMemory() as fresh:
         between, out = torch.empty(32, dtype=torch.int32), torch.empty_like(numbers)
         with pytest.raises(Fault) as raised:
-            run_ptx(COPY, [between, out], fresh=fresh)
-        assert (raised.value.kind, raised.value.tensor) == (FaultKind.UNWRITTEN, "source")
-        run_ptx(COPY, [numbers, between], fresh=fresh)
-        run_ptx(COPY, [between, out], fresh=fresh)
+            run_body(COPY, between, out, fresh=fresh)
+        assert (raised.value.kind, raised.value.tensor) == (FaultKind.UNWRITTEN, "p0")
+        run_body(COPY, numbers, between, fresh=fresh)
+        run_body(COPY, between, out, fresh=fresh)
     assert torch.equal(out, numbers)
 
 
-def test_writing_a_part_leaves_the_rest_fresh():
+def test_writing_a_part_leaves_the_rest_fresh(run_body):
     with FreshMemory() as fresh:
         whole = torch.empty(64, dtype=torch.int32)
-        run_ptx(COPY, [torch.zeros(32, dtype=torch.int32), whole[16:48]], fresh=fresh)
-        run_ptx(COPY, [whole[16:48], torch.empty(32, dtype=torch.int32)], fresh=fresh)
+        run_body(COPY, torch.zeros(32, dtype=torch.int32), whole[16:48], fresh=fresh)
+        run_body(COPY, whole[16:48], torch.empty(32, dtype=torch.int32), fresh=fresh)
         with pytest.raises(Fault) as raised:
-            run_ptx(COPY, [whole[17:49], torch.empty(32, dtype=torch.int32)], fresh=fresh)
+            run_body(COPY, whole[17:49], torch.empty(32, dtype=torch.int32), fresh=fresh)
     assert raised.value.thread == 31
 
 
@@ -70,22 +55,22 @@ WRITES = {
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("write", WRITES)
-def test_memory_written_by_the_host_is_not_fresh(make, write, inference):
+def test_memory_written_by_the_host_is_not_fresh(run_body, make, write, inference):
     with torch.inference_mode(inference), FreshMemory() as fresh:
         tensor, out = MAKERS[make](), torch.zeros(32)
         with pytest.raises(Fault, match="read of memory that nothing wrote"):
-            run_ptx(COPY, [tensor, out], fresh=fresh)
+            run_body(COPY, tensor, out, fresh=fresh)
         WRITES[write](tensor)
-        run_ptx(COPY, [tensor, out], fresh=fresh)
+        run_body(COPY, tensor, out, fresh=fresh)
     assert not out.equal(torch.zeros(32))
 
 
-def test_resizing_keeps_written_memory():
+def test_resizing_keeps_written_memory(run_body):
     with FreshMemory() as fresh:
         tensor = torch.ones(32).resize_(64)
-        run_ptx(COPY, [tensor[:32], torch.zeros(32)], fresh=fresh)
+        run_body(COPY, tensor[:32], torch.zeros(32), fresh=fresh)
         with pytest.raises(Fault, match="read of memory that nothing wrote"):
-            run_ptx(COPY, [tensor[32:], torch.zeros(32)], fresh=fresh)
+            run_body(COPY, tensor[32:], torch.zeros(32), fresh=fresh)
         assert not fresh.unwritten(torch.zeros(32))
 
 
