@@ -185,7 +185,6 @@ def _move_matrices(translation: Translation) -> Step:
     order = (1, 0, 3, 2) if transposed else (1, 0, 2, 3)  # register, warp, row, column
 
     def move(batch, mask):
-        batch.whole_warps(mask)
         rows = batch.every(mask)
         if count < 4:
             rows = rows & (np.arange(batch.num_threads) % 32 < 8 * count)

@@ -235,20 +235,16 @@ class Batch:
         """A mask as an array."""
         return self.running if mask is None else mask
 
-    def whole_warps(self, mask: np.ndarray | None) -> np.ndarray | None:
-        """Which warps a mask holds, None for all. Raises Fault if it holds part of one, which
-        instructions with .aligned forbid."""
+    def whole_warps(self, mask: np.ndarray | None) -> None:
+        """Raise Fault if a mask holds part of a warp, which instructions with .aligned forbid."""
         if mask is None:
-            return None
+            return
         by_warp = mask.reshape(-1, 32)
-        some, every = by_warp.any(1), by_warp.all(1)
-        if (some != every).any():
-            warp = int(np.flatnonzero(some != every)[0])
-            thread = 32 * warp + int(np.flatnonzero(~by_warp[warp])[0])
-            raise self.fault(
-                FaultKind.DIVERGENCE, "a thread of the warp does not take part", thread
-            )
-        return some
+        parts = by_warp.any(1) & ~by_warp.all(1)
+        if parts.any():
+            thread = int(np.flatnonzero(parts.repeat(32) & ~mask)[0])
+            detail = "a thread of the warp does not take part"
+            raise self.fault(FaultKind.DIVERGENCE, detail, thread)
 
     def fault(
         self, kind: FaultKind, detail: str, thread: int, *, address=None, tensor=None

@@ -94,7 +94,6 @@ def _mma(translation: Translation) -> Step:
     dtype = ACCUMULATORS[kind]
 
     def multiply(batch, mask):
-        batch.whole_warps(mask)
         a, b, c = (
             [batch.full(read(batch)) for read in reads] for reads in (read_a, read_b, read_c)
         )

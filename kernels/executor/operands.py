@@ -223,6 +223,14 @@ def elementwise(translation: Translation, compute, kind, result: str | None = No
     return lambda batch, mask: write(batch, mask, compute(*[read(batch) for read in reads]))
 
 
+def _of_whole_warps(step: Step) -> Step:
+    def aligned(batch, mask):
+        batch.whole_warps(mask)
+        return step(batch, mask)
+
+    return aligned
+
+
 def translate(program: Program, one: Instruction) -> tuple[Step, Effects]:
     """An instruction's step and the registers it uses. Raises UnknownInstruction."""
     translator = _TRANSLATORS.get(one.parts[0])
@@ -236,6 +244,8 @@ def translate(program: Program, one: Instruction) -> tuple[Step, Effects]:
     except (Unsupported, KeyError, ValueError) as error:
         why = str(error) if isinstance(error, Unsupported) else f"{error!r} is not supported"
         raise UnknownInstruction(program.name, one.text, one.location, why) from None
+    if "aligned" in one.parts:
+        step = _of_whole_warps(step)
     if one.predicate is None:
         return step, translation.effects
     register, negated = one.predicate

@@ -81,25 +81,17 @@ def _dealloc(translation: Translation) -> Step:
 
 def _first_lanes(batch, mask) -> np.ndarray:
     """Mask of the first thread of each active warp."""
-    batch.whole_warps(mask)
     return batch.every(mask) & (np.arange(batch.num_threads) % 32 == 0)
 
 
 def _relinquish(translation: Translation) -> Step:
     """Permits other programs to allocate. No effect here: programs do not share tensor memory."""
 
-    def relinquish(batch, mask):
-        batch.whole_warps(mask)
-
-    return relinquish
+    return lambda batch, mask: None
 
 
 def _wait(translation: Translation, moves: str) -> Step:
-    def wait(batch, mask):
-        batch.whole_warps(mask)
-        batch.tensor_memory.wait(batch.every(mask), moves == "ld")
-
-    return wait
+    return lambda batch, mask: batch.tensor_memory.wait(batch.every(mask), moves == "ld")
 
 
 def _move(translation: Translation, direction: str, shape: str, count: str) -> Step:
@@ -116,7 +108,6 @@ def _move(translation: Translation, direction: str, shape: str, count: str) -> S
         translation.effects.writes, translation.effects.reads = translation.effects.reads, []
 
     def move(batch, mask):
-        batch.whole_warps(mask)
         active, threads = batch.every(mask), np.arange(batch.num_threads)
         place = np.where(active, address(batch).astype(np.int64), 0)
         lane, column, rows = place >> 16, place & 0xFFFF, 16 if halved else 32

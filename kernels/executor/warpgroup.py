@@ -80,31 +80,14 @@ def fetch_operands(batch, threads: np.ndarray, chunks: np.ndarray, kind: str, tr
 @instruction("wgmma")
 def _wgmma(translation: Translation) -> Step:
     opcode = translation.instruction.opcode
-    known = {
-        "wgmma.fence.sync.aligned": lambda batch, mask: batch.products.fence(batch.every(mask)),
-        "wgmma.commit_group.sync.aligned": lambda batch, mask: batch.products.commit(
-            batch.every(mask)
-        ),
-    }
-    if opcode in known:
-        act = known[opcode]
-    elif opcode == "wgmma.wait_group.sync.aligned":
+    if opcode == "wgmma.fence.sync.aligned":
+        return lambda batch, mask: batch.products.fence(batch.every(mask))
+    if opcode == "wgmma.commit_group.sync.aligned":
+        return lambda batch, mask: batch.products.commit(batch.every(mask))
+    if opcode == "wgmma.wait_group.sync.aligned":
         most = int(translation.operands[0], 0)
-
-        def act(batch, mask):
-            batch.products.wait(batch.every(mask), most)
-    else:
-        return _multiply(translation)
-
-    def step(batch, mask):
-        batch.whole_warps(mask)
-        act(batch, mask)
-
-    return step
-
-
-def _flag(text) -> int:
-    return int(text, 0)
+        return lambda batch, mask: batch.products.wait(batch.every(mask), most)
+    return _multiply(translation)
 
 
 def _multiply(translation: Translation) -> Step:
@@ -122,10 +105,11 @@ def _multiply(translation: Translation) -> Step:
     if int(matched[2]) * itemsize != 32:
         raise Unsupported(f"k{matched[2]} for .{a_kind} is not supported")
     target, a, b, scale_d, *immediates = translation.operands
-    scale_a, scale_b, *transposed = immediates if kind != "s32" else ("1", "1")
+    immediates = [int(text, 0) for text in immediates]
+    scale_a, scale_b, *transposed = immediates if kind != "s32" else (1, 1)
     in_registers = isinstance(a, tuple)
-    flags = [_flag(text) for text in transposed] or [0] * (2 - in_registers)
-    if _flag(scale_a) != 1 or _flag(scale_b) != 1 or len(flags) != 2 - in_registers:
+    flags = transposed or [0] * (2 - in_registers)
+    if scale_a != 1 or scale_b != 1 or len(flags) != 2 - in_registers:
         raise Unsupported("these immediates are not supported")
     if len(target) != n // 2 // halves:
         raise Unsupported("the number of registers does not fit the shape")
@@ -140,7 +124,6 @@ def _multiply(translation: Translation) -> Step:
 
     def multiply(batch, mask):
         """Computes all warp groups at once. The threads of a group share the descriptors."""
-        batch.whole_warps(mask)
         active = batch.every(mask)
         batch.products.check_fenced(active, fenced)
         groups, operands = _groups(batch, active), []

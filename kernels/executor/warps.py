@@ -39,11 +39,7 @@ _BARRIERS = ("bar.sync", "barrier.sync", "barrier.sync.aligned", "barrier.cta.sy
 def _bar(translation: Translation) -> Step:
     opcode, operands = translation.instruction.opcode, translation.operands
     if opcode == "bar.warp.sync":
-
-        def meet(batch, mask):
-            batch.whole_warps(mask)
-
-        return meet
+        return lambda batch, mask: batch.whole_warps(mask)
     if opcode not in _BARRIERS:
         raise Unsupported("this form of barrier is not supported")
     if operands != ("0",) and operands != ("0x0",):
