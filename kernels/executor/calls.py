@@ -27,9 +27,9 @@ def _call(translation: Translation) -> Step:
         return texts[int(addresses[min(thread, len(addresses) - 1)])]
 
     def fail(batch, mask):
-        thread = int(np.flatnonzero(batch.every(mask))[0])
-        message = text_at(reads[0](batch), thread)
-        raise batch.fault(FaultKind.TRAP, f"assertion failed: {message}", thread)
+        threads = batch.every(mask)
+        message = text_at(reads[0](batch), int(np.argmax(threads)))
+        batch.refuse(threads, FaultKind.TRAP, f"assertion failed: {message}")
 
     def print_threads(batch, mask):
         formats, values = reads[0](batch), batch.full(reads[1](batch))

@@ -123,10 +123,8 @@ class GlobalMemory(CheckedMemory):
     def run(self, batch, compiled, size: int, done: str, addresses, mask, *arguments) -> None:
         """See CheckedMemory. Before its griddepcontrol.wait no thread of a dependent launch may
         access global memory."""
-        early = mask & batch.early
-        if early.any():
-            detail = "no griddepcontrol.wait came before the access"
-            raise batch.fault(FaultKind.LAUNCH_RACE, detail, int(np.flatnonzero(early)[0]))
+        detail = "no griddepcontrol.wait came before the access"
+        batch.refuse(mask & batch.early, FaultKind.LAUNCH_RACE, detail)
         super().run(batch, compiled, size, done, addresses, mask, *arguments)
 
     def threads(self, batch) -> Threads:

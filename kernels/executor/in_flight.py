@@ -100,12 +100,8 @@ class InFlight:
 
     def _arrived(self) -> np.ndarray:
         early = self.threads & self.batch.every(self.batch.mask)
-        if early.any():
-            raise self.batch.fault(
-                self.kind,
-                "the asynchronous instruction that writes this register has not been waited for",
-                int(np.flatnonzero(early)[0]),
-            )
+        detail = "the asynchronous instruction that writes this register has not been waited for"
+        self.batch.refuse(early, self.kind, detail)
         return self.array
 
     def holding(self, array) -> InFlight:
@@ -149,12 +145,8 @@ class MatrixQueue(Queue):
                 if not isinstance(then, InFlight):
                     changed = now != then
                 lacking |= here & changed
-        if lacking.any():
-            raise self._batch.fault(
-                FaultKind.FENCE,
-                "a register of wgmma changed since the last wgmma.fence, or no fence came before",
-                int(np.flatnonzero(lacking)[0]),
-            )
+        detail = "a register of wgmma changed since the last wgmma.fence, or no fence came before"
+        self._batch.refuse(lacking, FaultKind.FENCE, detail)
 
     def accumulator(self, index: int) -> np.ndarray:
         """Value of an accumulator. A product may use it while an earlier product is in flight."""

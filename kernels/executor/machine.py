@@ -240,11 +240,14 @@ class Batch:
         if mask is None:
             return
         by_warp = mask.reshape(-1, 32)
-        parts = by_warp.any(1) & ~by_warp.all(1)
-        if parts.any():
-            thread = int(np.flatnonzero(parts.repeat(32) & ~mask)[0])
-            detail = "a thread of the warp does not take part"
-            raise self.fault(FaultKind.DIVERGENCE, detail, thread)
+        lacking = by_warp.any(1, keepdims=True) & ~by_warp
+        detail = "a thread of the warp does not take part"
+        self.refuse(lacking.reshape(-1), FaultKind.DIVERGENCE, detail)
+
+    def refuse(self, threads: np.ndarray, kind: FaultKind, detail: str) -> None:
+        """Raise the fault of the first of these threads, if there is one."""
+        if threads.any():
+            raise self.fault(kind, detail, int(np.argmax(threads)))
 
     def fault(
         self, kind: FaultKind, detail: str, thread: int, *, address=None, tensor=None

@@ -117,6 +117,4 @@ def _check(batch, threads, indices: list[int], role: str, bits=_ALL_BITS) -> Non
         if index in batch.undefined:
             values, why, where = batch.alternates[index]
             wrong = threads & where & ((values ^ batch.registers[index]) & bits != 0)
-            if wrong.any():
-                detail = f"the {role} is undefined: {why}"
-                raise batch.fault(FaultKind.UNDEFINED, detail, int(np.flatnonzero(wrong)[0]))
+            batch.refuse(wrong, FaultKind.UNDEFINED, f"the {role} is undefined: {why}")

@@ -152,11 +152,10 @@ def _multiply(translation: Translation) -> Step:
 def _groups(batch, active: np.ndarray) -> np.ndarray:
     """The active warp groups. Raises Fault if part of a group is inactive."""
     by_group = active.reshape(-1, 128)
-    some, every = by_group.any(1), by_group.all(1)
-    if (some != every).any():
-        thread = 128 * int(np.flatnonzero(some != every)[0])
-        raise batch.fault(FaultKind.DIVERGENCE, "a warp of the group is not active", thread)
-    return np.flatnonzero(every)
+    lacking = by_group.any(1, keepdims=True) & ~by_group
+    detail = "a warp of the group is not active"
+    batch.refuse(lacking.reshape(-1), FaultKind.DIVERGENCE, detail)
+    return np.flatnonzero(by_group.any(1))
 
 
 def _fetch(batch, descriptors, kind: str, rows: int, transposed: bool, groups: np.ndarray):

@@ -26,10 +26,7 @@ def _ret(translation: Translation) -> Step:
 
 @instruction("trap")
 def _trap(translation: Translation) -> Step:
-    def trap(batch, mask):
-        raise batch.fault(FaultKind.TRAP, "reached", int(np.flatnonzero(batch.every(mask))[0]))
-
-    return trap
+    return lambda batch, mask: batch.refuse(batch.every(mask), FaultKind.TRAP, "reached")
 
 
 _BARRIERS = ("bar.sync", "barrier.sync", "barrier.sync.aligned", "barrier.cta.sync.aligned")
@@ -100,9 +97,9 @@ def _shfl(translation: Translation) -> Step:
         wanted = least | (by & ~segment) if mode == "idx" else _SHIFTED[mode](own, by)
         valid = wanted >= most if mode == "up" else wanted <= most
         origin = np.where(valid, wanted, own) | (threads & ~31)
-        if mask is not None and not mask[origin[mask]].all():
-            thread = int(threads[mask][~mask[origin[mask]]][0])
-            raise batch.fault(FaultKind.DIVERGENCE, "the source lane is not active", thread)
+        if mask is not None:
+            detail = "the source lane is not active"
+            batch.refuse(mask & ~mask[origin], FaultKind.DIVERGENCE, detail)
         write(batch, mask, batch.full(value(batch))[origin])
         write_in_range(batch, mask, valid)
 
