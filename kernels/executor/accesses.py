@@ -90,8 +90,7 @@ def _load_parameter(translation: Translation, target, source: Address, kind: str
     write = translation.write(target, kind)
 
     def load(batch, mask):
-        at = batch.parameter_offsets[name] + source.offset
-        write(batch, mask, np.frombuffer(batch.arguments, dtype, 1, at))
+        write(batch, mask, np.frombuffer(batch.launch.parameters[name], dtype, 1, source.offset))
 
     return load
 

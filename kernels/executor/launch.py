@@ -10,22 +10,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import random
 import struct
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from kernels.executor.counts import Counts
+from kernels.executor.counts import Counts, Tally
 from kernels.executor.global_memory import GlobalMemory, TensorWindow
-from kernels.executor.machine import Kernel, Launch
+from kernels.executor.machine import MAX_THREADS, Batch, Kernel
 from kernels.executor.project import ops_of_this_project
-from kernels.executor.targets import MULTIPROCESSORS, SHARED_BYTES
+from kernels.executor.targets import MULTIPROCESSORS, SHARED_BYTES, check_launch
 from kernels.executor.tensors import AddressBook, FreshMemory, window_of
 
 _FORMATS = {"i1": "?", "i8": "b", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "u32": "I"}
@@ -40,7 +41,6 @@ class LaunchRecord:
     kernel: str
     grid: tuple[int, int, int]
     num_warps: int
-    seconds: float
     warp_instructions: int
     """Instructions, counted once for each warp that executed them."""
     counts: Counts | None = None
@@ -72,68 +72,82 @@ class _Session:
 
     def run(self, function: _Function, grid, metadata, arguments: list) -> None:
         ptx = self.edit(function.name, function.ptx) if self.edit else function.ptx
-        started = time.perf_counter()
         tables = self.addresses.named_in([value for _, kind, value in arguments if kind == "*i64"])
-        launch = _launch(
-            _kernel(ptx), grid, metadata.num_warps, function.shared_bytes, arguments, tables,
-            self.fresh, self.seed, self.count, metadata.launch_pdl,
+        launch = Launch(
+            ptx, grid, metadata.num_warps, function.shared_bytes, arguments, tables=tables,
+            fresh=self.fresh, seed=self.seed, count=self.count, dependent=metadata.launch_pdl,
         )  # fmt: skip
+        name, counts = launch.kernel.program.name, launch.run()
+        instructions = int(launch.executed.sum())
         self.execution.launches.append(
-            LaunchRecord(
-                launch.kernel.program.name,
-                grid,
-                metadata.num_warps,
-                time.perf_counter() - started,
-                int(launch.executed.sum()),
-                launch.tally.finish(launch.memory, launch.executed) if self.count else None,
-            )
+            LaunchRecord(name, grid, metadata.num_warps, instructions, counts)
         )
 
 
-def _launch(
-    kernel: Kernel, grid, num_warps: int, shared_bytes: int, arguments: list, tables: list,
-    fresh: FreshMemory | None, seed: int | None, count: bool, dependent: bool,
-) -> Launch:  # fmt: skip
-    """Run a kernel. arguments: (name, type, value) of each. tables: tensors that are known by their
-    addresses."""
-    tensors = [
-        window_of(name, value, fresh.unwritten(value) if fresh else 0)
-        for name, kind, value in arguments
-        if kind.startswith("*") and value is not None
-    ]
-    memory = GlobalMemory(tensors, [*tables, *_constants(kernel)], math.prod(grid))
-    packed = _pack(kernel, arguments, iter(memory.pointers))
-    launch = Launch(kernel, grid, num_warps, shared_bytes, memory, packed, seed, count, dependent)
-    launch.run()
-    return launch
+class Launch:
+    """One launch of a kernel."""
+
+    def __init__(
+        self, ptx: str, grid: tuple[int, int, int], num_warps: int, shared_bytes: int,
+        arguments: list[tuple], *, tables: Sequence[TensorWindow] = (), fresh: FreshMemory | None,
+        seed: int | None, count: bool, dependent: bool,
+    ):  # fmt: skip
+        """arguments: (name, type, value) of each. tables: tensors that are known by their
+        addresses. dependent: it may begin while the launch before it runs (programmatic dependent
+        launch). Raises ValueError if a GPU would refuse it."""
+        self.kernel, self.grid, self.num_warps = _kernel(ptx), grid, num_warps
+        self.shared_bytes, self.seed, self.dependent = shared_bytes, seed, dependent
+        check_launch(self.kernel.program.target, grid, num_warps, shared_bytes)
+        tensors = [
+            window_of(name, value, fresh.unwritten(value) if fresh else 0)
+            for name, kind, value in arguments
+            if kind.startswith("*") and value is not None
+        ]
+        constants = [
+            TensorWindow(name, array.ctypes.data, 1, array.shape, (1,), array.ctypes.data)
+            for name, array in self.kernel.program.constants.items()
+        ]
+        self.memory = GlobalMemory(tensors, [*tables, *constants], math.prod(grid))
+        self.parameters = {name: bytes(8) for name, _ in self.kernel.program.parameters}
+        """Bytes of each parameter. Those that Triton appends are 0."""
+        pointers = iter(self.memory.pointers)
+        for name, (_, kind, value) in zip(self.parameters, arguments, strict=False):
+            if kind.startswith("*") and value is not None:
+                self.parameters[name] = struct.pack("<Q", next(pointers))
+            elif kind == "bf16":
+                bits = torch.tensor(value, dtype=torch.bfloat16).view(torch.int16)
+                self.parameters[name] = bits.numpy().tobytes()
+            elif not kind.startswith("*"):
+                self.parameters[name] = struct.pack("<" + _FORMATS[kind], value)
+        self.executed = np.zeros(len(self.kernel.steps), np.int64)
+        """How many warps have executed each instruction, by its index."""
+        self.tally = Tally(self.kernel.program) if count else None
+
+    def coordinates(self, program: int) -> tuple[int, int, int]:
+        """(x, y, z) of a program of the grid."""
+        x, y, _ = self.grid
+        return program % x, program // x % y, program // (x * y)
+
+    def run(self) -> Counts | None:
+        """Execute every program. Returns what was counted. Raises Fault."""
+        order = list(range(math.prod(self.grid)))
+        rng = None if self.seed is None else random.Random(self.seed)
+        if rng is not None:
+            rng.shuffle(order)
+        at_once = 1 if self.kernel.one_by_one else max(1, MAX_THREADS // (32 * self.num_warps))
+        with np.errstate(all="ignore"):
+            for first in range(0, len(order), at_once):
+                batch = Batch(self, order[first : first + at_once], rng)
+                batch.run()
+                self.kernel.shared_unit = batch.shared.unit
+                if self.tally:
+                    self.tally.add(batch)
+        return self.tally.finish(self.memory, self.executed) if self.tally else None
 
 
 @functools.lru_cache(maxsize=512)
 def _kernel(ptx: str) -> Kernel:
     return Kernel(ptx)
-
-
-def _constants(kernel: Kernel) -> list[TensorWindow]:
-    """Constants of the module, which kernels read as global memory."""
-    return [
-        TensorWindow(name, array.ctypes.data, 1, array.shape, (1,), array.ctypes.data)
-        for name, array in kernel.program.constants.items()
-    ]
-
-
-def _pack(kernel: Kernel, arguments: list, pointers: Iterator[int]) -> bytes:
-    """Parameter buffer of the kernel. Parameters that Triton appends are 0."""
-    packed = bytearray(kernel.parameter_bytes)
-    offsets = iter(kernel.parameter_offsets.values())
-    for _, kind, value in arguments:
-        offset = next(offsets)
-        if kind == "bf16":
-            value = torch.tensor(value, dtype=torch.bfloat16).view(torch.int16).item() & 0xFFFF
-        if not kind.startswith("*"):
-            struct.pack_into("<" + _FORMATS[kind], packed, offset, value)
-        elif value is not None:
-            struct.pack_into("<Q", packed, offset, next(pointers))
-    return bytes(packed)
 
 
 def run_ptx(
@@ -153,15 +167,17 @@ def run_ptx(
 
     Returns what was counted. Raises Fault and UnknownInstruction.
     """
-    kernel = _kernel(ptx)
-    parameters = kernel.program.parameters
+    parameters = _kernel(ptx).program.parameters
     kinds = {"u": "u", "s": "i", "b": "u", "f": "fp"}
     named = [
         (name, "*" if isinstance(value, torch.Tensor) else kinds[kind[0]] + kind[1:], value)
         for (name, kind), value in zip(parameters, arguments, strict=True)
     ]
-    launch = _launch(kernel, grid, num_warps, shared_bytes, named, [], fresh, seed, True, dependent)
-    return launch.tally.finish(launch.memory, launch.executed)
+    launch = Launch(
+        ptx, grid, num_warps, shared_bytes, named, fresh=fresh, seed=seed, count=True,
+        dependent=dependent,
+    )  # fmt: skip
+    return launch.run()
 
 
 _SESSIONS: list[_Session] = []

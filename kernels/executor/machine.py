@@ -15,10 +15,8 @@ that has ended never comes.
 from __future__ import annotations
 
 import functools
-import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -33,16 +31,13 @@ from kernels.executor import (  # noqa: F401  (these enter their instructions in
     warpgroup,
     warps,
 )
-from kernels.executor.counts import Tally
 from kernels.executor.faults import Fault, FaultKind
-from kernels.executor.global_memory import GlobalMemory
 from kernels.executor.in_flight import CopyQueue, MatrixQueue
 from kernels.executor.mbarriers import MBarrier
 from kernels.executor.memory import MAX_UNIT, CheckedMemory
 from kernels.executor.operands import UNSIGNED, Signal, translate
 from kernels.executor.ptx import Program, Register, parse
 from kernels.executor.shared_memory import SharedMemory
-from kernels.executor.targets import check_launch
 from kernels.executor.tensor_memory import TensorMemory
 from kernels.executor.undefined import alternate, following
 
@@ -75,14 +70,6 @@ class Kernel:
             for index, width in enumerate(self.program.widths)
         }
         """See Batch."""
-        self.parameter_offsets: dict[str, int] = {}
-        at = 0
-        for name, kind in self.program.parameters:
-            size = int(kind[1:]) // 8
-            at = -(-at // size) * size
-            self.parameter_offsets[name] = at
-            at += size
-        self.parameter_bytes = at
         products = any(one.parts[0] == "wgmma" for one in self.program.instructions)
         self.shared_unit = MAX_UNIT
         """Bytes of the smallest access to shared memory so far."""
@@ -93,54 +80,6 @@ class Kernel:
             for one in self.program.instructions
         )
         """Whether a program may wait for another one (a lock)."""
-
-
-@dataclass
-class Launch:
-    """One launch: the kernel, the grid, and memory. `arguments` are the kernel's parameters."""
-
-    kernel: Kernel
-    grid: tuple[int, int, int]
-    num_warps: int
-    shared_bytes: int
-    memory: GlobalMemory
-    arguments: bytes
-    seed: int | None = None
-    count: bool = False
-    dependent: bool = False
-    """Whether it may begin while the launch before it runs (programmatic dependent launch)."""
-    executed: np.ndarray = field(init=False)
-    """How many warps have executed each instruction, by its index."""
-    tally: Tally | None = field(init=False)
-    """Other counts, if `count` is true."""
-
-    def __post_init__(self):
-        """Raises ValueError for a launch that a GPU would refuse."""
-        check_launch(self.kernel.program.target, self.grid, self.num_warps, self.shared_bytes)
-        self.executed = np.zeros(len(self.kernel.steps), np.int64)
-        self.tally = Tally(self.kernel.program) if self.count else None
-
-    def coordinates(self, program: int) -> tuple[int, int, int]:
-        """(x, y, z) of a program of the grid."""
-        x, y, _ = self.grid
-        return program % x, program // x % y, program // (x * y)
-
-    def run(self) -> None:
-        """Execute every program. Raises Fault."""
-        order = list(range(math.prod(self.grid)))
-        rng = None if self.seed is None else random.Random(self.seed)
-        if rng is not None:
-            rng.shuffle(order)
-        at_once = max(1, MAX_THREADS // (32 * self.num_warps))
-        if self.kernel.one_by_one:
-            at_once = 1
-        with np.errstate(all="ignore"):
-            for first in range(0, len(order), at_once):
-                batch = Batch(self, order[first : first + at_once], rng)
-                batch.run()
-                self.kernel.shared_unit = batch.shared.unit
-                if self.tally:
-                    self.tally.add(batch)
 
 
 class Batch:
@@ -156,14 +95,12 @@ class Batch:
     succession that a failed test of an mbarrier has ended).
     """
 
-    def __init__(self, launch: Launch, programs: Sequence[int], rng: random.Random | None):
+    def __init__(self, launch, programs: Sequence[int], rng: random.Random | None):
         self.launch, self._rng = launch, rng
         self.threads_per_program = 32 * launch.num_warps
         self.programs, self.num_programs = programs, len(programs)
         self.num_threads = self.num_programs * self.threads_per_program
         self.memory = launch.memory
-        self.arguments = launch.arguments
-        self.parameter_offsets = launch.kernel.parameter_offsets
         self.shared = SharedMemory(
             self.num_programs,
             launch.shared_bytes,
