@@ -51,14 +51,16 @@ def _address(translation: Translation, operand, space: str) -> Read:
     return lambda batch: address(batch) - np.uint64(LOCAL_ORIGIN)
 
 
-def _registers(operand) -> tuple:
+def registers_in(operand) -> tuple:
+    """The registers of an operand: a vector, or one."""
     return operand if isinstance(operand, tuple) else (operand,)
 
 
-def _check_vector(translation: Translation, registers: tuple) -> None:
-    vector = translation.one_of(("v2", "v4", "v8"), default="v1")
+def _vector(translation: Translation, operand) -> tuple:
+    registers, vector = registers_in(operand), translation.one_of(("v2", "v4", "v8"), default="v1")
     if int(vector[1:]) != len(registers):
         raise Unsupported(f"{len(registers)} registers for .{vector}")
+    return registers
 
 
 @instruction("ld")
@@ -67,8 +69,7 @@ def _ld(translation: Translation) -> Step:
     target, source, *_hints = translation.operands
     if space == "param":
         return _load_parameter(translation, target, source, kind)
-    targets = _registers(target)
-    _check_vector(translation, targets)
+    targets = _vector(translation, target)
     address, dtype = _address(translation, source, space), DTYPES[PACKED.get(kind, kind)]
     writes = [translation.write(one, kind) for one in targets]
     size = np.dtype(dtype).itemsize * len(targets)
@@ -101,8 +102,7 @@ def _st(translation: Translation) -> Step:
     target, source, *_hints = translation.operands
     if space == "param":
         return _store_parameter(translation, target, source, kind)
-    sources = _registers(source)
-    _check_vector(translation, sources)
+    sources = _vector(translation, source)
     address = _address(translation, target, space)
     dtype = DTYPES[PACKED.get(kind, kind)]
     reads = [translation.read(one, kind) for one in sources]
@@ -177,7 +177,7 @@ def _move_matrices(translation: Translation) -> Step:
     .trans of column r."""
     loads, (count, transposed) = translation.parts[0] == "ldmatrix", _matrices(translation)
     registers, place = translation.operands if loads else reversed(translation.operands)
-    registers, address = _registers(registers), translation.address(place)
+    registers, address = registers_in(registers), translation.address(place)
     if len(registers) != count:
         raise Unsupported(f"{len(registers)} registers for .x{count}")
     access = [(translation.write if loads else translation.read)(one, "b32") for one in registers]

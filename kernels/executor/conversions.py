@@ -119,11 +119,6 @@ def _recode(translation: Translation, modifiers: list[str], to: str, source: str
     return elementwise(translation, convert, PACKED.get(source, source), result)
 
 
-def _towards_zero(a: np.ndarray, dtype) -> np.ndarray:
-    near = a.astype(dtype)
-    return np.where(np.abs(near) > np.abs(a), np.nextafter(near, dtype(0)), near).astype(dtype)
-
-
 def _cvt_number(translation: Translation, modifiers: list[str], to: str, source: str) -> Step:
     """Between integers and f16, f32, f64 (9.7.9.21): integers from floats saturate; NaN gives
     0, or if f64 or 64-bit integers are involved the upper bit alone;
@@ -147,14 +142,13 @@ def _cvt_number(translation: Translation, modifiers: list[str], to: str, source:
 
         return elementwise(translation, to_integer, source, to)
     if "f" in to and "f" in source:
-        _only(modifiers, "rn", "rz", "ftz", *_TO_INTEGER)
+        _only(modifiers, "rn", "ftz", *_TO_INTEGER)
         rounded = next((_TO_INTEGER[m] for m in modifiers if m in _TO_INTEGER), lambda a: a)
-        narrow = _towards_zero if "rz" in modifiers else lambda a, dtype: a.astype(dtype)
         flush = flush_subnormals if "ftz" in modifiers else lambda a: a
 
         def convert(a):
             a = flush(a) if a.dtype == np.float32 else a
-            done = narrow(rounded(a), dtype)
+            done = rounded(a).astype(dtype)
             return flush(done) if dtype == np.float32 else done
 
         return elementwise(translation, convert, source, to)

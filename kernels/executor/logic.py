@@ -63,14 +63,13 @@ def _shift(translation: Translation) -> Step:
 
 @instruction("shf")
 def _funnel_shift(translation: Translation) -> Step:
-    """Funnel shift (9.7.8.9): the upper (.l) or lower (.r) word of b:a shifted. The amount is taken
-    modulo 32 (.wrap) or clamped to 32 (.clamp)."""
+    """Funnel shift (9.7.8.9): the upper (.l) or lower (.r) word of b:a shifted by an amount that is
+    taken modulo 32 (.wrap)."""
     left = translation.one_of(("l", "r")) == "l"
-    wrap = translation.one_of(("wrap", "clamp")) == "wrap"
-    translation.expect("l", "r", "wrap", "clamp")
+    translation.expect("l", "r", translation.one_of(("wrap",)))
 
     def shift(low, high, by):
-        by = (by & np.uint32(31) if wrap else np.minimum(by, np.uint32(32))).astype(np.uint64)
+        by = (by & np.uint32(31)).astype(np.uint64)
         both = high.astype(np.uint64) << np.uint64(32) | low
         return (both << by >> np.uint64(32) if left else both >> by).astype(np.uint32)
 

@@ -31,11 +31,11 @@ from kernels.executor import (  # noqa: F401  (these enter their instructions in
     warpgroup,
     warps,
 )
-from kernels.executor.faults import Fault, FaultKind
+from kernels.executor.faults import Fault, FaultKind, UnknownInstruction
 from kernels.executor.in_flight import CopyQueue, MatrixQueue
 from kernels.executor.mbarriers import MBarrier
 from kernels.executor.memory import MAX_UNIT, CheckedMemory
-from kernels.executor.operands import UNSIGNED, Signal, translate
+from kernels.executor.operands import UNSIGNED, Signal, Unsupported, translate
 from kernels.executor.ptx import Program, Register, parse
 from kernels.executor.shared_memory import SharedMemory
 from kernels.executor.tensor_memory import TensorMemory
@@ -291,7 +291,14 @@ class Batch:
         while True:
             self.at = at
             step, concerned, followed = steps[at]
-            signal = (step if undefined.isdisjoint(concerned) else followed)(self, mask)
+            try:
+                signal = (step if undefined.isdisjoint(concerned) else followed)(self, mask)
+            except Unsupported as why:
+                one, name = (
+                    self.launch.kernel.program.instructions[at],
+                    self.launch.kernel.program.name,
+                )
+                raise UnknownInstruction(name, one.text, one.location, str(why)) from None
             at += 1
             if signal is None and at not in groups and done + at - first < budget:
                 continue

@@ -65,7 +65,7 @@ def is_float(kind: str) -> bool:
 
 
 class Unsupported(Exception):
-    """Raised during translation if this form of the instruction is not supported, with a reason."""
+    """This form of an instruction is not supported, with a reason; becomes UnknownInstruction."""
 
 
 class Translation:

@@ -22,7 +22,8 @@ import re
 
 import numpy as np
 
-from kernels.executor.faults import FaultKind, UnknownInstruction
+from kernels.executor.accesses import registers_in
+from kernels.executor.faults import FaultKind
 from kernels.executor.formats import decode
 from kernels.executor.mbarriers import find, touch
 from kernels.executor.memory import MAX_UNIT
@@ -96,8 +97,7 @@ def _wait(translation: Translation, moves: str) -> Step:
 
 def _move(translation: Translation, direction: str, shape: str, count: str) -> Step:
     operands = [*translation.operands]
-    registers = operands.pop(0 if direction == "ld" else -1)
-    registers = registers if isinstance(registers, tuple) else (registers,)
+    registers = registers_in(operands.pop(0 if direction == "ld" else -1))
     place, *offset = operands
     halved = shape == "16x32bx2"
     if len(registers) != int(count) or len(offset) != halved:
@@ -161,35 +161,35 @@ def _mma(translation: Translation) -> Step:
         operands = np.stack(operands, 1)
         for values in np.unique(operands, axis=0):  # programs that issue the same product
             alike = threads[(operands == values).all(1)]
-            _multiply(batch, translation, alike, *values[:-1].tolist())
+            _multiply(batch, alike, isinstance(a, Address), *values[:-1].tolist())
 
     return multiply
 
 
 def _multiply(
-    batch, translation: Translation, threads: np.ndarray, d: int, a: int, b: int, form: int, keep
+    batch, threads: np.ndarray, a_in_tensor: bool, d: int, a: int, b: int, form: int, keep: int
 ) -> None:
     """Issue a product by one thread of each of n programs. d, a, b, form, keep: values of the
-    operands of tcgen05.mma."""
+    operands of tcgen05.mma. a_in_tensor: A is in tensor memory."""
     memory, programs, operands = batch.tensor_memory, threads // batch.threads_per_program, []
     a_kind, b_kind = _KINDS[form >> 7 & 1], _KINDS[form >> 10 & 1]
     m, n = (form >> 24 & 0x1F) * 16, (form >> 17 & 0x3F) * 8
     if form & ~_KNOWN_BITS or not form >> 4 & 1 or m not in (64, 128):
-        raise _unknown(translation, f"an instruction descriptor of {form:#x} is not supported")
+        raise Unsupported(f"an instruction descriptor of {form:#x} is not supported")
     rows = np.arange(m) if m == LANES else np.arange(m) // 16 * 32 + np.arange(m) % 16
 
     def strips(address, count):
         return memory.strips(threads[:, None], (address >> 16) + rows, address & 0xFFFF, count)
 
     def fetch(descriptor, count, transposed, kind):
-        chunks = _operand_chunks(translation, descriptor, count, bool(transposed))
+        chunks = _operand_chunks(descriptor, count, bool(transposed))
         chunks = np.tile(chunks, (len(threads), 1, 1))
         operands.append((batch.shared, chunks.reshape(len(threads), -1)))
         return fetch_operands(batch, threads, chunks, kind, bool(transposed)).astype(np.float64)
 
     result = strips(d, n)
     size = memory.claim(threads, result, n, product=True)
-    if isinstance(translation.operands[1], Address):
+    if a_in_tensor:
         chunks = strips(a, _K // 2)[..., None] + np.array([0, MAX_UNIT], np.uint64)
         operands.append((memory, chunks.reshape(len(threads), -1)))
         data = memory.take_operands(batch, threads, operands[0][1])
@@ -206,20 +206,11 @@ def _multiply(
         batch.launch.tally.products(2 * m * n * _K * len(threads))
 
 
-def _operand_chunks(translation: Translation, descriptor: int, rows: int, transposed: bool):
+def _operand_chunks(descriptor: int, rows: int, transposed: bool) -> np.ndarray:
     """16-byte chunks of shared memory that hold a [rows, k] matrix."""
     if descriptor >> 46 & 0x7F != 1 or descriptor >> 61 & 1:
-        raise _unknown(translation, f"a matrix descriptor of {descriptor:#x} is not supported")
-    descriptor &= ~(7 << 46)
-    try:
-        return operand_chunks(descriptor, rows, 2, transposed)
-    except Unsupported as error:
-        raise _unknown(translation, str(error)) from None
-
-
-def _unknown(translation: Translation, why: str) -> UnknownInstruction:
-    one = translation.instruction
-    return UnknownInstruction(translation.program.name, one.text, one.location, why)
+        raise Unsupported(f"a matrix descriptor of {descriptor:#x} is not supported")
+    return operand_chunks(descriptor & ~(7 << 46), rows, 2, transposed)
 
 
 _FORMS = {

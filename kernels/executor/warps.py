@@ -161,9 +161,8 @@ def _elect(translation: Translation) -> Step:
 
 @instruction("vote")
 def _vote(translation: Translation) -> Step:
-    """Combine a predicate over the member threads of the warp (9.7.13.4)."""
-    name = translation.one_of(("ballot", "any", "all", "uni"))
-    translation.expect("sync", name)
+    """The member threads of the warp in which a predicate holds, as bits (9.7.13.4)."""
+    translation.expect("sync", translation.one_of(("ballot",)))
     target, predicate, members = translation.operands
     predicate, members = translation.read(predicate, "pred"), translation.read(members, "u32")
     write = translation.write(target, translation.kind)
@@ -171,11 +170,6 @@ def _vote(translation: Translation) -> Step:
     def vote(batch, mask):
         chosen = _member_masks(batch, mask, members(batch))
         holds = np.packbits(batch.full(predicate(batch)).reshape(-1, 32), axis=1, bitorder="little")
-        ballot = holds.view(np.uint32).repeat(32) & chosen
-        if name == "ballot":
-            write(batch, mask, ballot)
-        else:
-            every, some = ballot == chosen, ballot != 0
-            write(batch, mask, {"any": some, "all": every, "uni": every | ~some}[name])
+        write(batch, mask, holds.view(np.uint32).repeat(32) & chosen)
 
     return vote

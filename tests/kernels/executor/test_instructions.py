@@ -93,12 +93,6 @@ def _permuted(a: int, b: int, selectors: int) -> int:
     return result
 
 
-def _funnel(low: int, high: int, by: int, mode: str) -> int:
-    by = by & 31 if "wrap" in mode else min(by, 32)
-    both = high << 32 | low
-    return both << by >> 32 if mode[0] == "l" else both >> by
-
-
 # Opcode of two words: its meaning.
 OF_TWO = {
     "mul.hi.u32": lambda a, b: a * b >> 32,
@@ -126,10 +120,8 @@ OF_THREE = {
         )
         for table in (0x80, 0x96, 0xF8, 0x1B)
     },
-    **{
-        f"shf.{mode}.b32 %r4, %r1, %r2, %r3;": functools.partial(_funnel, mode=mode)
-        for mode in ("l.wrap", "l.clamp", "r.wrap", "r.clamp")
-    },
+    "shf.l.wrap.b32 %r4, %r1, %r2, %r3;": lambda a, b, by: (b << 32 | a) << (by & 31) >> 32,
+    "shf.r.wrap.b32 %r4, %r1, %r2, %r3;": lambda a, b, by: (b << 32 | a) >> (by & 31),
     "bfe.u32 %r4, %r1, %r2, %r3;": functools.partial(_extracted, signed_type=False),
     "bfe.s32 %r4, %r1, %r2, %r3;": functools.partial(_extracted, signed_type=True),
 }
@@ -355,9 +347,6 @@ def test_votes_and_elections(compute):
     for first in (0, 32):
         expected = sum(1 << lane for lane in range(32) if (first + lane) % 3 == 0)
         assert set(ballots[first : first + 32]) == {expected}
-    for name, expected in (("any", 1), ("all", 0), ("uni", 0)):
-        text = f"vote.sync.{name}.pred %p2, %p1, -1; selp.b32 %r4, 1, 0, %p2;"
-        assert set(compute(holds + text, words)) == {expected}
     elect = "mov.u32 %r4, 99; and.b32 %r6, %r0, 31; setp.ge.u32 %p3, %r6, 5;"
     elect += "@%p3 elect.sync %r5|%p2, 0xffffffe0; @%p3 selp.b32 %r4, %r5, 77, %p2;"
     assert compute(elect, words) == 2 * [99, 99, 99, 99, 99, 5, *[77] * 26]
