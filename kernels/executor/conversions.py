@@ -72,87 +72,64 @@ def _cvta(translation: Translation) -> Step:
 def _cvt(translation: Translation) -> Step:
     *modifiers, to, source = translation.parts[1:]
     if to == "tf32":  # to nearest, ties away from zero
-        _only(modifiers, "rna")
+        translation.expect("rna", to)
         return elementwise(
-            translation,
-            lambda a: (a + np.uint32(0x1000)) & np.uint32(0xFFFFE000),
-            "b32",
+            translation, lambda a: (a + np.uint32(0x1000)) & np.uint32(0xFFFFE000), "b32"
         )
-    if to in PACKED or source in PACKED:
-        return _recode(translation, modifiers, to, source)
-    return _cvt_number(translation, modifiers, to, source)
-
-
-def _only(modifiers: list[str], *known: str) -> None:
-    for modifier in modifiers:
-        if modifier not in known:
-            raise Unsupported(f".{modifier} is not supported")
-
-
-_RECODED = {
-    "f32": {"f16x2", "bf16x2", "e4m3x2", "e5m2x2", "bf16"},
-    "f16": {"bf16"},
-    "bf16": {"f32", "f64"},
-    "f16x2": {"e4m3x2", "e5m2x2"},
-    "bf16x2": {"e4m3x2", "e5m2x2"},
-    "e4m3x2": {"f16x2"},
-    "e5m2x2": {"f16x2"},
-}
-"""Source type to the types that it is converted to."""
-
-
-def _recode(translation: Translation, modifiers: list[str], to: str, source: str) -> Step:
-    """Between numbers or packed pairs. Of two sources the first goes to the upper half."""
-    to_f8, is_pair = to[0] == "e", len(translation.operands) == 3
-    _only(modifiers, "rn", *["satfinite"] * to_f8)
-    if to_f8 and "satfinite" not in modifiers:
-        raise Unsupported("expected .satfinite")
-    packs = to.endswith("x2") and not source.endswith("x2")
-    if to not in _RECODED.get(source, ()) or is_pair != packs:
+    if {to, source} <= _FLOATS | PACKED.keys():
+        return _cvt_float(translation, to, source)
+    if source in _FLOATS:
+        return _cvt_to_integer(translation, modifiers, to, source)
+    translation.expect("rn", to)
+    if to not in DTYPES or (to == "f16" and int(source[1:]) == 64):
         raise Unsupported(f".{source} to .{to}")
+    return elementwise(translation, lambda a: a.astype(DTYPES[to]), source, to)
+
+
+_FLOATS = {"f16", "bf16", "f32", "f64"}
+_PAIRS = {"f32": {"f16x2", "bf16x2", "e4m3x2", "e5m2x2"}, "f16x2": {"e4m3x2", "e5m2x2"}}
+_PAIRS |= {"bf16x2": _PAIRS["f16x2"], "e4m3x2": {"f16x2"}, "e5m2x2": {"f16x2"}}
+"""Source type to the packed pairs that it is converted to."""
+
+
+def _cvt_float(translation: Translation, to: str, source: str) -> Step:
+    """Between floating-point types or packed pairs (9.7.9.21). Of two sources the first goes to the
+    upper half."""
+    to_f8, is_pair = to[0] == "e", len(translation.operands) == 3
+    packs = to.endswith("x2") and not source.endswith("x2")
+    known = _PAIRS.get(source, ()) if to not in _FLOATS else _FLOATS if source in _FLOATS else ()
+    if to not in known or is_pair != packs or to_f8 != ("satfinite" in translation.parts):
+        raise Unsupported(f".{source} to .{to}")
+    plain = {"ftz", *_TO_INTEGER} if to in _FLOATS else {"satfinite"}
+    translation.expect("rn", *plain, to)
+    rounded = _TO_INTEGER.get(translation.one_of(_TO_INTEGER, default=""), lambda a: a)
+    flush = flush_subnormals if "ftz" in translation.parts else lambda a: a
     result = PACKED.get(to, to)
 
     def convert(*given):
         numbers = np.stack(np.broadcast_arrays(*reversed(given)), 1)
-        return encode(decode(numbers, source).reshape(-1), to).view(DTYPES[result])
+        done = encode(rounded(flush(decode(numbers, source).reshape(-1))), to)
+        return (flush(done) if to == "f32" else done).view(DTYPES[result])
 
     return elementwise(translation, convert, PACKED.get(source, source), result)
 
 
-def _cvt_number(translation: Translation, modifiers: list[str], to: str, source: str) -> Step:
-    """Between integers and f16, f32, f64 (9.7.9.21): integers from floats saturate; NaN gives
-    0, or if f64 or 64-bit integers are involved the upper bit alone;
-    integers to narrower ones keep the low bits unless .sat."""
-    dtype = DTYPES[to]
-    if "f" not in to and "f" in source:
-        _only(modifiers, "ftz", *_TO_INTEGER)
-        rounded = _TO_INTEGER[next(m for m in modifiers if m != "ftz")]
-        flush = flush_subnormals if "ftz" in modifiers else lambda a: a
-        limits = np.iinfo(dtype)
-        wide_type = source == "f64" or limits.bits == 64
-        of_nan = np.array(1 << limits.bits - 1 if wide_type else 0, f"u{limits.bits // 8}")
+def _cvt_to_integer(translation: Translation, modifiers: list[str], to: str, source: str) -> Step:
+    """Integers from f16, f32, f64 (9.7.9.21): they saturate; NaN gives 0, or if f64 or 64-bit
+    integers are involved the upper bit alone."""
+    translation.expect("ftz", *_TO_INTEGER, to)
+    dtype, rounded = DTYPES[to], _TO_INTEGER[translation.one_of(_TO_INTEGER)]
+    flush = flush_subnormals if "ftz" in modifiers else lambda a: a
+    limits = np.iinfo(dtype)
+    wide_type = source == "f64" or limits.bits == 64
+    of_nan = np.array(1 << limits.bits - 1 if wide_type else 0, f"u{limits.bits // 8}")
 
-        def to_integer(a):
-            wide = rounded(flush(a).astype(np.float64))
-            inside = np.clip(wide, float(limits.min), float(limits.max))
-            over = wide >= float(limits.max)  # as a float64 the largest int64 is one too large
-            there = np.where(over | np.isnan(wide), 0, inside).astype(dtype)
-            found = np.where(over, limits.max, there)
-            return np.where(np.isnan(wide), of_nan.view(dtype), found)
+    def to_integer(a):
+        wide = rounded(flush(a).astype(np.float64))
+        inside = np.clip(wide, float(limits.min), float(limits.max))
+        over = wide >= float(limits.max)  # as a float64 the largest int64 is one too large
+        there = np.where(over | np.isnan(wide), 0, inside).astype(dtype)
+        found = np.where(over, limits.max, there)
+        return np.where(np.isnan(wide), of_nan.view(dtype), found)
 
-        return elementwise(translation, to_integer, source, to)
-    if "f" in to and "f" in source:
-        _only(modifiers, "rn", "ftz", *_TO_INTEGER)
-        rounded = next((_TO_INTEGER[m] for m in modifiers if m in _TO_INTEGER), lambda a: a)
-        flush = flush_subnormals if "ftz" in modifiers else lambda a: a
-
-        def convert(a):
-            a = flush(a) if a.dtype == np.float32 else a
-            done = rounded(a).astype(dtype)
-            return flush(done) if dtype == np.float32 else done
-
-        return elementwise(translation, convert, source, to)
-    _only(modifiers, "rn")
-    if to == "f16" and int(source[1:]) == 64:
-        raise Unsupported("64-bit integers to f16")
-    return elementwise(translation, lambda a: a.astype(dtype), source, to)
+    return elementwise(translation, to_integer, source, to)

@@ -69,9 +69,11 @@ _PLAIN = {"f16": np.float16, "f32": np.float32, "s8": np.int8, "u8": np.uint8}
 
 
 def decode(bits: np.ndarray, kind: str) -> np.ndarray:
-    """The numbers in registers or bytes, as a flat float32 array. kind: a type of up to 32 bits, or
-    a packed pair, which gives two numbers."""
+    """The numbers in registers or bytes, as a float32 array, f64 as float64. kind: a type, or a
+    packed pair, which gives two numbers."""
     kind, bits = kind.removesuffix("x2"), np.ascontiguousarray(bits)
+    if kind == "f64":
+        return bits
     if kind in _PLAIN:
         return bits.view(_PLAIN[kind]).astype(np.float32)
     if kind == "bf16":
