@@ -17,7 +17,6 @@ import re
 import numpy as np
 
 from kernels.executor.faults import FaultKind
-from kernels.executor.formats import decode, encode
 from kernels.executor.operands import (
     DTYPES,
     PACKED,
@@ -216,38 +215,25 @@ _OPERATIONS = {
 }
 
 
-def _operation(name: str, kind: str):
-    """(old, operand) to what is stored, arrays of one number or a packed pair."""
-    compute = _OPERATIONS[name]
-    if name == "exch" or kind not in PACKED:
-        return compute
-
-    def rounded(old, new):
-        wide = [decode(one, kind).astype(np.float64) for one in (old, new)]
-        return encode(compute(*wide), kind).view(old.dtype)
-
-    return rounded
-
-
 @instruction("atom", "red")
 def _atomic(translation: Translation) -> Step:
     kind, returns = translation.kind, translation.parts[0] == "atom"
     name = translation.one_of((*_OPERATIONS, "cas"))
     order = _ORDERS[translation.one_of(_ORDERS, default="relaxed")]
     spaces = ("global", "shared", "shared::cta")
-    translation.expect(*spaces, name, "noftz", *_ORDERS, *_SCOPES)
+    translation.expect(*spaces, name, *_ORDERS, *_SCOPES)
     space = translation.one_of(spaces).removesuffix("::cta")
-    if is_float(kind) and name not in ("add", "exch"):
+    if is_float(kind) and (name not in ("add", "exch") or kind in PACKED or kind == "f16"):
         raise Unsupported(f".{name} of .{kind}")
     target, place, *operands = translation.operands if returns else ("_", *translation.operands)
     if len(operands) != 1 + (name == "cas"):
         raise Unsupported(f"{len(operands)} operands of .{name}")
-    dtype = DTYPES[PACKED.get(kind, kind)]
+    dtype = DTYPES[kind]
     write, address = translation.write(target, kind), translation.address(place)
     reads = [translation.read(operand, kind) for operand in operands]
     is_global = space == "global"
     ordering = {"release": is_global and "r" in order, "acquire": is_global and "a" in order}
-    compute = None if name == "cas" else _operation(name, kind)
+    compute = _OPERATIONS.get(name)
 
     def atomic(batch, mask):
         places = batch.memory_of(space).atomic(batch, address(batch), mask, dtype, **ordering)
