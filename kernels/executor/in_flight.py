@@ -15,21 +15,9 @@ accumulators and the operands in registers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import numpy as np
 
 from kernels.executor.faults import FaultKind
-
-
-@dataclass
-class _Issued:
-    """What one instruction issued."""
-
-    pending: np.ndarray  # threads that have not waited for it
-    group: np.ndarray  # for each thread: number of groups it had committed before
-    what: Any
 
 
 class Queue:
@@ -39,7 +27,9 @@ class Queue:
     def __init__(self, batch):
         self._batch = batch
         self._committed = np.zeros(batch.num_threads, np.int64)
-        self._queue: list[_Issued] = []
+        self._queue: list[list] = []
+        """Of each instruction: the threads that have not waited for it, the number of groups that
+        each thread had committed before, and `what` it issued."""
 
     def commit(self, mask: np.ndarray) -> None:
         """commit_group: close the current group of each masked thread."""
@@ -48,11 +38,12 @@ class Queue:
     def wait(self, mask: np.ndarray, most_pending: int) -> None:
         """wait_group: complete all but the `most_pending` youngest groups of the masked threads."""
         for issued in self._queue:
-            ending = issued.pending & mask & (issued.group < self._committed - most_pending)
+            pending, group, what = issued
+            ending = pending & mask & (group < self._committed - most_pending)
             if ending.any():
-                issued.pending = issued.pending & ~ending
-                self._end(issued.what, ending, issued.pending)
-        self._queue = [issued for issued in self._queue if issued.pending.any()]
+                issued[0] = pending & ~ending
+                self._end(what, ending, issued[0])
+        self._queue = [issued for issued in self._queue if issued[0].any()]
 
     def wait_all(self, mask: np.ndarray) -> None:
         """wait_all: complete all that the masked threads issued, committed or not."""
@@ -61,7 +52,7 @@ class Queue:
 
     def push(self, mask: np.ndarray, *what) -> None:
         """The masked threads have issued `what`."""
-        self._queue.append(_Issued(mask, self._committed.copy(), what))
+        self._queue.append([mask, self._committed.copy(), what])
 
 
 class CopyQueue(Queue):
@@ -177,9 +168,9 @@ class MatrixQueue(Queue):
         super().wait(mask, most_pending)
         registers = self._batch.registers
         busy: dict[int, np.ndarray] = {}
-        for product in self._queue:
-            for index in product.what[0]:
-                busy[index] = busy.get(index, False) | product.pending
+        for pending, _, (results, _) in self._queue:
+            for index in results:
+                busy[index] = busy.get(index, False) | pending
         for index, held in enumerate(registers):
             if isinstance(held, InFlight):
                 if index in busy:

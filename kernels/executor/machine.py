@@ -33,7 +33,6 @@ from kernels.executor import (  # noqa: F401  (these enter their instructions in
 )
 from kernels.executor.faults import Fault, FaultKind, UnknownInstruction
 from kernels.executor.in_flight import CopyQueue, MatrixQueue
-from kernels.executor.mbarriers import MBarrier
 from kernels.executor.memory import MAX_UNIT, CheckedMemory
 from kernels.executor.operands import UNSIGNED, Signal, Unsupported, translate
 from kernels.executor.ptx import Program, Register, parse
@@ -109,7 +108,7 @@ class Batch:
         )
         self.copies = CopyQueue(self)
         self.products = MatrixQueue(self)
-        self.mbarriers: dict[tuple[int, int], MBarrier] = {}
+        self.mbarriers: dict[tuple[int, int], tcgen05.MBarrier] = {}
         self.program_of_thread = np.repeat(np.array(programs, np.int32), self.threads_per_program)
         self.registers = [*launch.kernel.registers]
         self.alternates = dict(launch.kernel.alternates)
@@ -129,18 +128,18 @@ class Batch:
         self.mask: np.ndarray | None = None
 
     def _special_registers(self, programs: Sequence[int]) -> dict[str, np.ndarray]:
-        threads = self.threads_per_program
-        grid = self.launch.grid
-        zero, one = np.zeros(1, np.uint32), np.ones(1, np.uint32)
-        special = {f"%tid.{axis}": zero for axis in "yz"} | {f"%ntid.{axis}": one for axis in "yz"}
-        special["%ntid.x"] = np.full(1, threads, np.uint32)
+        threads, grid = self.threads_per_program, self.launch.grid
+        special = {
+            f"%{name}.{axis}": np.full(1, value, np.uint32)
+            for name, values in (("tid", (0, 0, 0)), ("ntid", (threads, 1, 1)), ("nctaid", grid))
+            for axis, value in zip("xyz", values, strict=True)
+        }
         special["%tid.x"] = np.tile(np.arange(threads, dtype=np.uint32), self.num_programs)
         special["%laneid"] = np.arange(self.num_threads, dtype=np.uint32) % np.uint32(32)
         warp = np.repeat(np.arange(threads // 32, dtype=np.uint32), 32)
         special["%warpid"] = np.tile(warp, self.num_programs)
         places = np.array([self.launch.coordinates(program) for program in programs], np.uint32)
-        for axis, column, size in zip("xyz", places.T, grid, strict=True):
-            special[f"%nctaid.{axis}"] = np.full(1, size, np.uint32)
+        for axis, column in zip("xyz", places.T, strict=True):
             same = (column == column[0]).all()
             special[f"%ctaid.{axis}"] = column[:1] if same else np.repeat(column, threads)
         return special
@@ -353,9 +352,13 @@ class Batch:
         by_program = self._waiting.reshape(self.num_programs, -1)
         complete = by_program.all(1)
         if at_end and not complete.all():
-            lost = by_program.any(1) & ~complete
+            lost = self._waiting & ~complete.repeat(self.threads_per_program)
             if lost.any():
-                self._fail_barrier(int(np.flatnonzero(lost)[0]), by_program)
+                thread = int(np.argmax(lost))
+                missing = np.flatnonzero(~by_program[thread // self.threads_per_program])
+                self.at = int(self._resume[thread]) - 1
+                detail = f"{len(missing)} threads, the first of them {missing[0]}, ended without it"
+                raise self.fault(FaultKind.BARRIER, detail, thread)
         if not complete.any() or (self._groups and not at_end and self._rng is None):
             return
         self.shared.epochs[complete] += 1
@@ -363,11 +366,3 @@ class Batch:
         self._waiting &= ~passing
         for at in np.unique(self._resume[passing]):
             self._join(int(at), passing & (self._resume == at))
-
-    def _fail_barrier(self, program: int, by_program: np.ndarray) -> None:
-        first = program * self.threads_per_program
-        thread = first + int(np.flatnonzero(by_program[program])[0])
-        missing = np.flatnonzero(~by_program[program])
-        self.at = int(self._resume[thread]) - 1
-        detail = f"{len(missing)} threads, the first of them {missing[0]}, ended without it"
-        raise self.fault(FaultKind.BARRIER, detail, thread)

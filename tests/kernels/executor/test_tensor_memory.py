@@ -109,6 +109,8 @@ def test_product_of_64_rows_uses_half_of_the_lanes(run):
 
 WAIT_LOOP = "@!complete bra.uni waitLoop;"
 FIRST_BARRIER = "bar.sync 0;\n    ld.shared.b32 %r2, [16];"
+ALLOC = "@%p1 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [16], 64;"
+WAIT = "{\n    .reg .pred complete;"
 LOAD_BARRIER = "bar.sync 0;\n    @%p2 mbarrier.inval"
 
 
@@ -129,12 +131,16 @@ LOAD_BARRIER = "bar.sync 0;\n    @%p2 mbarrier.inval"
          FaultKind.ENDLESS, "every warp waits, and no thread can arrive"),
         ("@%p2 mbarrier.init.shared::cta.b64 [0], 1;", "@%p2 st.shared.b64 [0], %d10;",
          FaultKind.BARRIER, "no mbarrier at 0x0"),
+        (ALLOC, ALLOC + ALLOC.replace("[16], 64", "[24], 512"), FaultKind.ENDLESS,
+         "no 512 free columns"),
+        (WAIT, "@%p1 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r2, 64;" + WAIT,
+         FaultKind.MATRIX_IN_FLIGHT, "a product that writes it may still run"),
         ("cta.b32 [16], 64;", "cta.b32 [16], 32;", FaultKind.OUT_OF_BOUNDS, "is not allocated"),
         ("%r3, %r3, 21;", "%r3, %r3, 22;", FaultKind.OUT_OF_BOUNDS, "are not the warp's"),
     ],
     ids=["mbarrier wait", "wait loop", "load wait", "store wait", "fence",
          "barrier before the product", "barrier after the allocation", "barrier after the wait",
-         "commit", "init", "columns", "lanes"],
+         "commit", "init", "free columns", "deallocation", "columns", "lanes"],
 )  # fmt: skip
 def test_faults(run, removed, left, kind, why):
     body = product(from_tensor_memory=True)
@@ -180,22 +186,6 @@ def test_product_that_overwrites_loaded_results_needs_a_barrier(run):
     with pytest.raises(Fault, match="another warp of the program read it since") as raised:
         run(body.replace(LOAD_BARRIER, again + LOAD_BARRIER))
     assert raised.value.kind is FaultKind.TENSOR_RACE
-
-
-def test_deallocation_while_a_product_is_in_flight(run):
-    body = product().replace(
-        "{\n    .reg .pred complete;",
-        "@%p1 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r2, 64;\n{\n .reg .pred complete;",
-    )
-    with pytest.raises(Fault) as raised:
-        run(body)
-    assert raised.value.kind is FaultKind.MATRIX_IN_FLIGHT
-
-
-def test_allocation_without_enough_free_columns(run):
-    alloc = "@%p1 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [16], 64;"
-    with pytest.raises(Fault, match="no 512 free columns"):
-        run(product().replace(alloc, alloc + alloc.replace("[16], 64", "[24], 512")))
 
 
 def test_operand_overwritten_while_the_product_is_in_flight(run):
