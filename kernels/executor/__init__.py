@@ -13,7 +13,7 @@ none is skipped. docs/executor.md lists the checks, their limits, and what is su
 
     ptx.py, targets.py          PTX text to instructions; limits of architectures
     operands.py                 registers; the table of instructions
-    arithmetic.py, logic.py, conversions.py, accesses.py, calls.py, warps.py, matrix.py,
+    arithmetic.py, conversions.py, accesses.py, calls.py, warps.py, matrix.py,
     warpgroup.py, tcgen05.py
                                 instructions
     formats.py                  bf16, fp8, tf32; fused multiply-add

@@ -140,7 +140,7 @@ class Tally:
         self._program = program
         self._counts: Counter[str] = Counter()
         """Fields of `Counts` that are sums over accesses."""
-        self._in_flight = 0
+        self.bytes_in_flight = 0
 
     def global_access(self, addresses, mask, sizes, kind: str) -> None:
         """Count an access to global memory. kind: "read" or "written". sizes: bytes per thread, one
@@ -160,10 +160,6 @@ class Tally:
         """Count matrix products whose size is not part of the opcode (tcgen05.mma)."""
         self._counts["tensor_operations"] += operations
 
-    def add(self, batch) -> None:
-        """Count what a batch had in flight."""
-        self._in_flight = max(self._in_flight, int(batch.copies.most_in_flight.max()))
-
     def finish(self, memory, executed: np.ndarray) -> Counts:
         """The counts of the launch, after all its programs have ended. executed: how many warps
         have executed each instruction."""
@@ -178,6 +174,6 @@ class Tally:
             {name: times for name, times in instructions.items() if times},
             distinct_bytes=distinct_bytes,
             distinct_lines=distinct_lines,
-            bytes_in_flight=self._in_flight,
+            bytes_in_flight=self.bytes_in_flight,
             **counts,
         )

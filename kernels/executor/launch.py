@@ -141,7 +141,8 @@ class Launch:
                 batch.run()
                 self.kernel.shared_unit = batch.shared.unit
                 if self.tally:
-                    self.tally.add(batch)
+                    in_flight = int(batch.copies.most_in_flight.max())
+                    self.tally.bytes_in_flight = max(self.tally.bytes_in_flight, in_flight)
         return self.tally.finish(self.memory, self.executed) if self.tally else None
 
 

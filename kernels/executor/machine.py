@@ -25,7 +25,6 @@ from kernels.executor import (  # noqa: F401  (these enter their instructions in
     arithmetic,
     calls,
     conversions,
-    logic,
     matrix,
     tcgen05,
     warpgroup,

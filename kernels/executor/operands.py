@@ -199,8 +199,6 @@ def instruction(*names: str):
 
     def register(translate):
         for name in names:
-            if name in _TRANSLATORS:
-                raise ValueError(f"names: {name} already has a translator")
             _TRANSLATORS[name] = translate
         return translate
 

@@ -93,7 +93,6 @@ def _first_lanes(batch, mask) -> np.ndarray:
 
 def _relinquish(translation: Translation) -> Step:
     """Permits other programs to allocate. No effect here: programs do not share tensor memory."""
-
     return lambda batch, mask: None
 
 
