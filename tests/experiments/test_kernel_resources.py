@@ -47,7 +47,7 @@ def test_rows_of_split_decode(rows):
     assert row["warps_per_multiprocessor"] == 8
     assert row["occupancy"] == 8 / 64
     assert row["local_bytes"] == 0
-    assert row["dots"] == row["tensor_core_dots"] == 4
+    assert row["dots"] == row["tensor_core_dots"] == 2  # one loop, tails included
     assert row["async_copies_128_bit"] > row["loads_128_bit"] > 0
     assert row["tensor_core_family"].startswith("mma")
 

@@ -92,8 +92,8 @@ def test_tiles_and_splits_that_are_not_the_tables(tmp_path, drawn):
     table, forced, split = rows_of(kernel_latency, options, ("pagelab",))
     assert [row["by_table"] for row in (table, forced, split)] == [True, False, False]
     # The table's tile is the GPU's, not the interpreter's.
-    assert (table["num_stages"], forced["tile_n"], forced["num_stages"]) == (7, 16, 1)
-    assert (table["num_splits"], split["num_splits"], split["num_stages"]) == (None, 2, 7)
+    assert (table["num_stages"], forced["tile_n"], forced["num_stages"]) == (5, 16, 1)
+    assert (table["num_splits"], split["num_splits"], split["num_stages"]) == (None, 2, 5)
     rows = pd.DataFrame([table, forced, split])
     written = kernel_latency.EXPERIMENT.plot(rows, tmp_path)
     assert [path.name for path in written] == ["decode.png", "tiles.csv"]
@@ -114,5 +114,6 @@ def test_steps_of_the_engine_with_and_without_cuda_graphs(graphs, small_gpu):
     options = engine.Engine(model="tiny", cuda_graphs=graphs, **sizes)
     *_, cell = engine.cells(options)
     rows = engine.run_cell(cell)
-    assert all(row["us"] > 0 for row in rows)
+    # In most steps no sequence finishes.
+    assert all(row["us"] > 0 for row in rows if row["phase"] != "finish")
     assert (small_gpu.replays > 0) == graphs
