@@ -78,11 +78,8 @@ class Gittins(LeafPolicy):
         self.ghost_ratio = ghost_ratio
 
     def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
-        from cache.replay.compiled_gittins import learn
-
         super().start(capacity, next_use)
         self._ghosts = GhostList(int(self.ghost_ratio * capacity))
-        learn(Statistics.make(), 0, 0.0)  # compiles now, not within the first request
 
     def _reset(self) -> None:
         self._learned = Statistics.make()

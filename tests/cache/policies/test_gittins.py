@@ -150,10 +150,3 @@ def test_a_radix_tree_ranks_its_nodes_by_their_requests():
         manager.allocate(seq)
         manager.free(seq)
     assert [len(node.blocks) for node in manager.tree.leaves] == [2, 3, 4]
-
-
-def test_it_compiles_when_a_manager_is_made_and_not_within_a_request(monkeypatch):
-    calls = []
-    monkeypatch.setattr("cache.replay.compiled_gittins.learn", lambda *args: calls.append(args))
-    cache.make_manager("vllm_v1", num_blocks=4, block_size=4, policy="gittins")
-    assert len(calls) == 1
