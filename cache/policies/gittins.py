@@ -14,32 +14,12 @@ from cache.policies.queues import GhostList
 if TYPE_CHECKING:
     import numpy as np
 
-NUM_CLASSES = 2 * 7 * 8 * 4
-NUM_BINS = 32
+_USES, _LENGTHS = 7, 8
+_NUM_CLASSES = 2 * _USES * _LENGTHS
+_NUM_BINS = 32
 """Age bin b > 0 begins at 2 ** (b - 1) ms, the last after 12 days."""
-NUM_EPOCHS = 256
-"""Blocks released more epochs ago no longer count as still out."""
-EPOCH_REQUESTS = 128
-
-
-class Statistics(NamedTuple):
-    """What the policy has learned: weights of blocks, by class."""
-
-    returned: np.ndarray
-    """``(classes, bins)``: by the age at which they returned."""
-    out: np.ndarray
-    """``(epochs, classes)``: not returned yet, by the epoch (modulo ``NUM_EPOCHS``) of release."""
-    epoch_ms: np.ndarray
-    """``(epochs,)``: when an epoch began."""
-    index: np.ndarray
-    """``(classes, bins)``: the Gittins index of an age."""
-
-    @classmethod
-    def make(cls) -> Statistics:
-        import numpy as np
-
-        shapes = (NUM_CLASSES, NUM_BINS), (NUM_EPOCHS, NUM_CLASSES), NUM_EPOCHS
-        return cls(*map(np.zeros, (*shapes, shapes[0])))
+_SHRINKAGE = 10.0
+"""Weight of all classes together in the statistics of one, in blocks."""
 
 
 class Use(NamedTuple):
@@ -51,23 +31,19 @@ class Use(NamedTuple):
     """Blocks released before it."""
     uses: int
     """Releases so far, remembered ones before an eviction included."""
-    epoch: int
-    weight: float
 
 
 class Gittins(LeafPolicy):
     """Evicts the block that returns least per block and time, by its class and age (PageLab).
 
-    The class of a block: log2 of its uses, whether it ended its prompt, log4 of the output length
-    of the request that released it, and how long the prompt had been idle, which is the time since
-    the deepest block that was known had been used.  The policy counts at which age blocks of each
-    class return, evicted ones included while their keys are remembered (``ghost_ratio``
-    capacities).  The worth of a block is the Gittins index of its class at its age
-    (:func:`cache.replay.compiled_gittins.learn`); an eviction compares the least recent leaf of
-    each class.
+    The class of a block: log2 of its uses, whether it ended its prompt, and log4 of the output
+    length of the request that released it.  The policy counts at which age blocks of each class
+    return, evicted ones included while their keys are remembered (``ghost_ratio`` capacities).
+    The worth of a block is the Gittins index of its class at its age; an eviction compares the
+    least recent leaf of each class.
 
-    Before there are statistics it is LRU.  It can fall below LRU: see ``safeguarded``.
-    ``cache.simulate`` runs it compiled.  Raises ValueError for a negative ``ghost_ratio``.
+    Before there are statistics it is LRU.  It can fall below LRU: see ``safeguarded``.  Raises
+    ValueError for a negative ``ghost_ratio``.
     """
 
     name = "gittins"
@@ -82,8 +58,11 @@ class Gittins(LeafPolicy):
         self._ghosts = GhostList(int(self.ghost_ratio * capacity))
 
     def _reset(self) -> None:
-        self._learned = Statistics.make()
-        self._num_requests = self._num_releases = self._epoch = 0
+        import numpy as np
+
+        self._returns = np.zeros((_NUM_CLASSES, _NUM_BINS))  # by age
+        self._releases = np.zeros(_NUM_CLASSES)
+        self._num_requests = self._num_releases = 0
         self._leaves_of: dict[int, LazyHeap] = defaultdict(LazyHeap)  # a class, by release
         self._heads: dict[int, tuple[float, float, int]] = {}  # of these: worth, release, class
         self._changed: set[int] = set()  # classes whose head may be another one
@@ -98,26 +77,19 @@ class Gittins(LeafPolicy):
         self._ghosts.add(node.key, node.memo)
 
     def _access(self, nodes: list[Node]) -> None:
-        returned, out, *_ = self._learned
-        weight = weight_of(len(nodes))
-        known = next((node.memo for node in nodes if node.memo), None)
-        idle_ms = self._now - known.time_ms if known else -1.0
+        length = min(_exponent(self._request.output_tokens) // 2, _LENGTHS - 1)
         for place, node in enumerate(nodes):
             uses = 1
-            if old := node.memo:
-                uses += old.uses
-                returned[old.class_, age_bin(self._now - old.time_ms)] += old.weight
-                if self._epoch - old.epoch < NUM_EPOCHS:
-                    out[old.epoch % NUM_EPOCHS, old.class_] -= old.weight
-            class_ = class_of(uses, place == 0, self._request.output_tokens, idle_ms)
-            out[self._epoch % NUM_EPOCHS, class_] += weight
-            number = self._num_releases + place
-            node.memo = Use(class_, self._now, number, uses, self._epoch, weight)
+            if node.memo:
+                uses += node.memo.uses
+                self._returns[node.memo.class_, _age_bin(self._now - node.memo.time_ms)] += 1
+            level = min(_exponent(uses), _USES - 1)
+            class_ = (2 * level + (place == 0)) * _LENGTHS + length
+            self._releases[class_] += 1
+            node.memo = Use(class_, self._now, self._num_releases + place, uses)
         self._num_releases += len(nodes)
-        if ends_epoch(self._num_requests):
-            from cache.replay.compiled_gittins import learn
-
-            self._epoch = learn(self._learned, self._epoch, self._now)
+        if self._num_requests % 64 == 0:
+            self._index = gittins_indices(self._returns, self._releases).tolist()
             self._ranked_at = math.nan
         self._num_requests += 1
 
@@ -147,40 +119,44 @@ class Gittins(LeafPolicy):
         if not self._leaves_of[class_]:
             return math.inf, math.inf, class_
         number, node = self._leaves_of[class_].first()
-        worth = self._learned.index[class_, age_bin(self._now - node.memo.time_ms)]
-        return worth, number, class_
+        age = self._now - node.memo.time_ms
+        bin_ = _age_bin(age)
+        part = age / 2.0 ** (bin_ - 1) - 1.0 if 0 < bin_ < _NUM_BINS - 1 else 0.0
+        index, next_index = self._index[class_][bin_ : bin_ + 2]
+        return index + part * (next_index - index), number, class_
 
     def evict_before(self, release: int) -> int | None:
         node = self._take(release)
         return None if node is None else self._evicted(node)
 
 
-def class_of(uses: int, is_last: bool, output_tokens: float, idle_ms: float) -> int:
-    """The class of a block; ``idle_ms`` is negative if no block of the prompt was known."""
-    idle = 0 if idle_ms < 0.0 else 1 + min(exponent(idle_ms / 8192.0) // 2, 2)
-    output = min(exponent(output_tokens) // 2, 7)
-    return ((2 * min(exponent(uses), 6) + is_last) * 8 + output) * 4 + idle
+def gittins_indices(returns: np.ndarray, releases: np.ndarray) -> np.ndarray:
+    """The Gittins indices ``(classes, bins + 1)`` that follow from returns by age, and releases.
 
-
-def weight_of(num_blocks: int) -> float:
-    """The weight in statistics of one of ``num_blocks`` that are released together.
-
-    Such blocks mostly return together, so n of them are less evidence than n prompts.
+    With S(a) the share still out at age a, the index is the maximum over T > a of
+    (S(a) - S(T)) / integral of S from a to T: the hits per block and time if a block of age a is
+    kept until T at most (Gittins, 1979).
     """
-    return 1.0 / math.sqrt(max(num_blocks, 1))
+    import numpy as np
+
+    of_all = returns.sum(axis=0) / max(releases.sum(), 1.0)
+    returned = np.cumsum(returns + _SHRINKAGE * of_all, axis=1) / (releases + _SHRINKAGE)[:, None]
+    out = np.pad(1.0 - returned, ((0, 0), (1, 0)), constant_values=1.0)
+    widths = 2.0 ** np.maximum(np.arange(_NUM_BINS) - 1, 0)
+    space = np.cumsum(widths * (out[:, :-1] + out[:, 1:]) / 2.0, axis=1)
+    space = np.pad(space, ((0, 0), (1, 0)))
+    index = np.zeros(out.shape)
+    for age in range(_NUM_BINS):
+        hits = out[:, [age]] - out[:, age + 1 :]
+        spaces = space[:, age + 1 :] - space[:, [age]]
+        index[:, age] = (hits / np.maximum(spaces, 1e-300)).max(axis=1)
+    return index
 
 
-def ends_epoch(request: int) -> bool:
-    """Whether the policy learns after a request: at first more often."""
-    return request % EPOCH_REQUESTS == 0 or (
-        request < EPOCH_REQUESTS and request & (request - 1) == 0
-    )
-
-
-def exponent(number: float) -> int:
+def _exponent(number: float) -> int:
     """floor(log2(number)), at least 0; 0 for NaN."""
     return max(math.frexp(number)[1] - 1, 0)
 
 
-def age_bin(age_ms: float) -> int:
-    return min(max(math.frexp(age_ms)[1], 0), NUM_BINS - 1)
+def _age_bin(age_ms: float) -> int:
+    return min(max(math.frexp(age_ms)[1], 0), _NUM_BINS - 1)

@@ -1,19 +1,20 @@
 """An upper bound on policies that know only the return times of classes of blocks.
 
 The classes are defined in :mod:`cache.policies.gittins`: uses, last block of its prompt, output
-length, idle time.  docs/eviction-study.md derives the bound.
+length.  docs/eviction-study.md derives the bound.
 """
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from cache.checks import at_least
+from cache.policies.gittins import Gittins
+from cache.policies.leaves import Node
 from cache.replay.compiled import next_uses_of
-from cache.replay.compiled_gittins import replay
+from cache.replay.serial import simulate
 
 if TYPE_CHECKING:
     from cache.traces.trace import Trace
@@ -29,7 +30,7 @@ def fluid_hits(trace: Trace, capacity_blocks: int) -> float:
     space is used up.  A policy that distinguishes blocks within a class may hit more.
     """
     capacity = at_least(1, "capacity_blocks", capacity_blocks)
-    classes = replay(0.0, math.inf, trace, max(trace.num_unique_blocks, 1))[2]
+    classes = np.array(_observe(trace))
     times = trace.timestamps_ms.astype(np.float64)
     lengths = np.diff(trace.offsets)
     released = np.repeat(times, lengths)
@@ -49,6 +50,25 @@ def fluid_hits(trace: Trace, capacity_blocks: int) -> float:
     bought = np.clip(space - before, 0.0, spaces)
     shares = np.divide(bought, spaces, out=np.ones_like(spaces), where=spaces > 0)
     return float((shares * hits).sum())
+
+
+class _Observer(Gittins):
+    """Records the class of each block reference, as its request releases it."""
+
+    def _reset(self) -> None:
+        super()._reset()
+        self.classes: list[int] = []
+
+    def _access(self, nodes: list[Node]) -> None:
+        super()._access(nodes)
+        self.classes += [node.memo.class_ for node in reversed(nodes)]
+
+
+def _observe(trace: Trace) -> list[int]:
+    """The class of each block reference."""
+    observer = _Observer()
+    simulate(trace, policy=observer, capacity_blocks=max(trace.num_unique_blocks, 1))
+    return observer.classes
 
 
 def _groups(classes: np.ndarray) -> list[np.ndarray]:

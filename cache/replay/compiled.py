@@ -39,7 +39,7 @@ _BLOCK = np.dtype(
 numba.cloudpickle.register_pickle_by_value(cache.policies)
 _EXACT = 2.0**53
 """Up to here every integer is a float64."""
-ENTRY = np.dtype([("priority", np.float64), ("ticket", np.int64), ("block", np.int64)])
+_ENTRY = np.dtype([("priority", np.float64), ("ticket", np.int64), ("block", np.int64)])
 
 
 def compile_replay(priority: Callable[..., float], has_own: bool) -> Callable:
@@ -70,7 +70,7 @@ def compile_replay(priority: Callable[..., float], has_own: bool) -> Callable:
     def replay(block_ids, offsets, num_unique, capacity, needs_future, *request_facts):
         blocks = np.zeros(num_unique, _BLOCK)
         blocks["pinned_by"] = -1
-        queues = np.empty((2, 2 * min(capacity, num_unique) + 64), ENTRY)
+        queues = np.empty((2, 2 * min(capacity, num_unique) + 64), _ENTRY)
         next_uses = np.empty(0)
         if needs_future:
             next_uses = next_uses_of(block_ids, offsets, num_unique, capacity)
@@ -82,7 +82,7 @@ def compile_replay(priority: Callable[..., float], has_own: bool) -> Callable:
         block_ids, offsets, capacity, next_uses, blocks, queues,
         times_ms, prompts, outputs, num_ghosts, own,
     ):  # fmt: skip
-        blocks, rising, heap = borrowed(blocks), borrowed(queues[0]), borrowed(queues[1])
+        blocks, rising, heap = _borrowed(blocks), _borrowed(queues[0]), _borrowed(queues[1])
         num_requests = len(offsets) - 1
         hits = np.zeros(num_requests, np.int64)
         queue_size = len(rising)
@@ -131,7 +131,7 @@ def compile_replay(priority: Callable[..., float], has_own: bool) -> Callable:
                             heap_size -= 1
                             if heap_size:
                                 heap[0] = heap[heap_size]
-                                sift_down(heap, 0, heap_size)
+                                _sift_down(heap, 0, heap_size)
                         victim = blocks[victim_id]
                         if victim.ticket != ticket or not victim.queued:
                             continue
@@ -223,7 +223,7 @@ def compile_replay(priority: Callable[..., float], has_own: bool) -> Callable:
                 if rising_tail == queue_size:
                     rising_tail = _drop_stale(rising, rising_head, rising_tail, blocks)
                     rising_head = 0
-                set_entry(rising, rising_tail, priority, tickets, block_id)
+                _set(rising, rising_tail, priority, tickets, block_id)
                 rising_tail += 1
         return hits, evictions
 
@@ -239,7 +239,7 @@ def _as_pointer(_typing_context, _address):
 
 
 @numba.njit(inline="always")
-def borrowed(array):
+def _borrowed(array):
     """The array without an owner, for compiled functions whose caller keeps it.
 
     Numba counts the references of an array at each access of a record in it, by atomic
@@ -249,7 +249,7 @@ def borrowed(array):
 
 
 @numba.njit(inline="always")
-def set_entry(queue, at, priority, ticket, block):
+def _set(queue, at, priority, ticket, block):
     queue[at].priority = priority
     queue[at].ticket = ticket
     queue[at].block = block
@@ -266,14 +266,14 @@ def _heap_push(heap, size, priority, ticket, block, blocks):
     if size == len(heap):
         size = _drop_stale(heap, 0, size, blocks)
         for root in range(size // 2 - 1, -1, -1):
-            sift_down(heap, root, size)
-    set_entry(heap, size, priority, ticket, block)
-    sift_up(heap, size)
+            _sift_down(heap, root, size)
+    _set(heap, size, priority, ticket, block)
+    _sift_up(heap, size)
     return size + 1
 
 
 @numba.njit
-def sift_up(heap, at):
+def _sift_up(heap, at):
     priority, ticket, block = heap[at].priority, heap[at].ticket, heap[at].block
     while at:
         parent = (at - 1) >> 1
@@ -282,11 +282,11 @@ def sift_up(heap, at):
             break
         heap[at] = above
         at = parent
-    set_entry(heap, at, priority, ticket, block)
+    _set(heap, at, priority, ticket, block)
 
 
 @numba.njit
-def sift_down(heap, at, size):
+def _sift_down(heap, at, size):
     priority, ticket, block = heap[at].priority, heap[at].ticket, heap[at].block
     while True:
         child = 2 * at + 1
@@ -299,7 +299,7 @@ def sift_down(heap, at, size):
             break
         heap[at] = below
         at = child
-    set_entry(heap, at, priority, ticket, block)
+    _set(heap, at, priority, ticket, block)
 
 
 @numba.njit

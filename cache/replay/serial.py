@@ -26,8 +26,6 @@ from typing import TYPE_CHECKING
 from cache.checks import at_least
 from cache.policies import EvictionPolicy, PriorityPolicy, as_policy
 from cache.policies.base import Request, wrong_victim
-from cache.policies.gittins import Gittins
-from cache.policies.safeguarded import Safeguarded
 from cache.traces.trace import Trace, load_trace
 
 if TYPE_CHECKING:
@@ -79,9 +77,9 @@ def simulate(
     """Replay ``trace`` through a pool of ``capacity_blocks`` blocks.
 
     ``trace`` is a path or a ``Trace``.  ``policy`` is a name, ``"file.py:Class"``, or a policy
-    object, which is started anew; ``options`` go to a named policy.  ``gittins``, safeguarded or
-    not, runs compiled, and so does a ``PriorityPolicy`` that numba can compile, in float64.  Other
-    policies run in Python, and so does one with priorities beyond 2**53, which float64 would round.
+    object, which is started anew; ``options`` go to a named policy.  A ``PriorityPolicy`` that
+    numba can compile runs compiled, in float64.  Other policies run in Python, and so does one with
+    priorities beyond 2**53, which float64 would round.
 
     ``counted`` selects the requests in the result: with ``slice(1000, None)`` the first 1000 only
     warm up the pool and the policy.
@@ -137,13 +135,8 @@ def _hit_tokens(trace: Trace, hits: np.ndarray) -> int | None:
 
 
 def _compiled(policy: EvictionPolicy):
-    """The compiled replay of ``policy``, or None if it has to run in Python."""
-    budget = math.inf
-    if type(policy) is Safeguarded:
-        policy, budget = policy.policy, policy.budget
-    if type(policy) is Gittins:
-        return _warmed_up_gittins(policy.ghost_ratio, float(budget))
-    if budget < math.inf or not isinstance(policy, PriorityPolicy):
+    """The compiled replay of a priority policy, or None if it has to run in Python."""
+    if not isinstance(policy, PriorityPolicy):
         return None
     priority = policy.describing_priority()
     own = policy.own_state(1)
@@ -178,13 +171,6 @@ def _warmed_up(priority, needs_future: bool, own_dtype):
         warnings.warn(f"{priority.__qualname__} runs in Python: numba: {reason}", stacklevel=2)
         return None
     return replay
-
-
-def _warmed_up_gittins(ghost_ratio: float, budget: float):
-    from cache.replay.compiled_gittins import replay
-
-    replay(ghost_ratio, budget, Trace.from_requests([(0, 1, 1, [0])], name="one"), 1)
-    return lambda trace, capacity: replay(ghost_ratio, budget, trace, capacity)[:2]
 
 
 def _replay_compiled(replay, policy: PriorityPolicy, trace: Trace, capacity: int):

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cache
-from cache.replay.bounds import fluid_hits
+from cache.replay.bounds import _observe, fluid_hits
 from cache.replay.compiled import next_uses_of
-from cache.replay.compiled_gittins import replay
 from cache.traces.trace import Trace
 from tests.cache.prefix_traces import prefix_traces
 
@@ -20,7 +19,7 @@ from tests.cache.prefix_traces import prefix_traces
 @given(trace=prefix_traces, capacity=st.integers(1, 12))
 def test_the_fluid_bound_is_the_dual_of_its_linear_program(trace, capacity):
     """The least over all prices of space of what that costs, and of what each class earns by it."""
-    classes = replay(0.0, np.inf, trace, max(trace.num_unique_blocks, 1))[2]
+    classes = np.array(_observe(trace))
     times = trace.timestamps_ms.astype(float)
     uses = next_uses_of(trace.block_ids, trace.offsets, trace.num_unique_blocks, 99)
     ends = np.array([times[int(use)] if use < np.inf else times[-1] for use in uses])
