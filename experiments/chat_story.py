@@ -111,15 +111,20 @@ def _summary(rows: style.DataFrame) -> style.DataFrame:
 
 
 def _draw(rows: style.DataFrame) -> style.Figure:
-    """Computed tokens and time to first token, by turn."""
-    rows = rows.assign(cell=rows["manager"] + ", blocks of " + rows["block_size"].astype(str))
+    """Computed tokens and time to first token, by turn; the marker grows with the block size."""
     figure, (computed, first), _ = style.panel_grid(2, height=1.9, width=2.8)
-    for name, look in style.lines_of(rows["cell"].unique()).items():
-        of_cell = rows[rows["cell"] == name]
+    managers = style.lines_of(rows["manager"].unique())
+    sizes = [*rows["block_size"].unique()]
+    for (manager, size), of_cell in rows.groupby(["manager", "block_size"], sort=False):
+        look = managers[manager] | {"label": f"{manager}, blocks of {size}"}
+        if step := sizes.index(size):
+            look |= {"markerfacecolor": "white", "markersize": 3 + 2 * step}
         style.curve(computed, of_cell, "turn", "computed_tokens", 1 / rows["users"].iloc[0], **look)
         style.curve(first, of_cell, "turn", "first_token_s_p50", **look)
-    computed.set(ylabel="prompt tokens computed per user", yscale="log")
-    first.set(ylabel="median time to first token (s)", yscale="log")
+    computed.set(ylabel="prompt tokens computed\nper user", yscale="log")
+    first.set(ylabel="median time to\nfirst token (s)", yscale="log")
+    for axis in (computed, first):
+        style.plain_log_ticks(axis.yaxis)
     labels = {"xlabel": f"turn ({rows['model'].iloc[0]}, {rows['users'].iloc[0]} users)"}
     return style.shared_legend(figure, columns=3, **labels)
 
