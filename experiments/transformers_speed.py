@@ -165,7 +165,7 @@ def _draw(rows: style.DataFrame) -> style.Figure:
     """A panel per phase and number of threads, a group of bars per batch, with error bars to the
     extremes."""
     panels = list(rows.groupby(["threads", "phase"], sort=False))
-    figure, axes, _ = style.panel_grid(len(panels), height=1.9, width=2.8)
+    figure, axes, _ = style.panel_grid(len(panels), height=1.9, width=2.8, columns=2)
     for axis, ((threads, phase), of_panel) in zip(axes, panels, strict=True):
         table = of_panel.pivot(index=["sequences", "prompt_tokens"], columns="system")
         rates = table["tokens_per_s"]
