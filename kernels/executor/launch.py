@@ -139,7 +139,6 @@ class Launch:
             for first in range(0, len(order), at_once):
                 batch = Batch(self, order[first : first + at_once], rng)
                 batch.run()
-                self.kernel.shared_unit = batch.shared.unit
                 if self.tally:
                     in_flight = int(batch.copies.most_in_flight.max())
                     self.tally.bytes_in_flight = max(self.tally.bytes_in_flight, in_flight)
@@ -245,9 +244,6 @@ class _Driver:
 
     def get_current_stream(self, _device) -> int:
         return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
 
     def get_device_properties(self, _device) -> dict[str, int]:
         return {

@@ -32,7 +32,7 @@ from kernels.executor import (  # noqa: F401  (these enter their instructions in
 )
 from kernels.executor.faults import Fault, FaultKind, UnknownInstruction
 from kernels.executor.in_flight import CopyQueue, MatrixQueue
-from kernels.executor.memory import MAX_UNIT, CheckedMemory
+from kernels.executor.memory import CheckedMemory
 from kernels.executor.operands import UNSIGNED, Signal, Unsupported, translate
 from kernels.executor.ptx import Program, Register, parse
 from kernels.executor.shared_memory import SharedMemory
@@ -69,8 +69,6 @@ class Kernel:
         }
         """See Batch."""
         products = any(one.parts[0] == "wgmma" for one in self.program.instructions)
-        self.shared_unit = MAX_UNIT
-        """Bytes of the smallest access to shared memory so far."""
         self.threads_in_step = 128 if products else 32
         """Threads whose turns come together: a warp, or the warp group that wgmma takes whole."""
         self.one_by_one = any(
@@ -99,12 +97,7 @@ class Batch:
         self.programs, self.num_programs = programs, len(programs)
         self.num_threads = self.num_programs * self.threads_per_program
         self.memory = launch.memory
-        self.shared = SharedMemory(
-            self.num_programs,
-            launch.shared_bytes,
-            self.threads_per_program,
-            launch.kernel.shared_unit,
-        )
+        self.shared = SharedMemory(self.num_programs, launch.shared_bytes, self.threads_per_program)
         self.copies = CopyQueue(self)
         self.products = MatrixQueue(self)
         self.mbarriers: dict[tuple[int, int], tcgen05.MBarrier] = {}
@@ -154,7 +147,7 @@ class Batch:
     def local(self) -> SharedMemory:
         """Local memory: every thread has its own, with the checks of shared memory."""
         local_bytes = self.launch.kernel.program.local_bytes
-        return SharedMemory(self.num_threads, local_bytes, 1, 1, "local")
+        return SharedMemory(self.num_threads, local_bytes, 1, "local")
 
     def memory_of(self, space: str) -> CheckedMemory:
         """Memory of a state space: "global", "shared" or "local"."""

@@ -106,15 +106,13 @@ def _fence(records, epoch, warps):
 
 class SharedMemory(CheckedMemory):
     """Shared memory of `num_programs` programs, `capacity` bytes each, of `threads` threads.
-    unit: bytes of a record to begin with. space: "shared", or "local" for the
-    local memory of threads, each a program of one thread.
+
+    space: "shared", or "local": every thread is a program. Records have `unit` bytes at first.
     """
 
-    race = FaultKind.SHARED_RACE
+    race, unit = FaultKind.SHARED_RACE, MAX_UNIT
 
-    def __init__(
-        self, num_programs: int, capacity: int, threads: int, unit: int, space: str = "shared"
-    ):
+    def __init__(self, num_programs: int, capacity: int, threads: int, space: str = "shared"):
         stride = -(-capacity // MAX_UNIT) * MAX_UNIT
         self.space, self._threads_per_program = space, threads
         self.epochs = np.ones(num_programs, np.int32)
@@ -122,13 +120,8 @@ class SharedMemory(CheckedMemory):
         windows = np.zeros(num_programs, WINDOW)
         windows["span"], windows["shadow"] = capacity, stride * np.arange(num_programs)
         windows["real"] = windows["shadow"] + self._data.ctypes.data - ORIGIN
-        regions = np.array([(0, unit)], REGION)
+        regions = np.array([(0, self.unit)], REGION)
         super().__init__(windows, regions, num_programs * stride, -1, 0)
-
-    @property
-    def unit(self) -> int:
-        """Bytes of the smallest access so far, up to MAX_UNIT."""
-        return int(self.arrays.regions[0]["unit"])
 
     def threads(self, batch) -> Threads:
         """See CheckedMemory."""

@@ -88,11 +88,11 @@ class TensorMemory(SharedMemory):
     """Tensor memory of the programs of a batch. A strip is several columns of one lane; it is given
     as the place of its first byte."""
 
-    race = FaultKind.TENSOR_RACE
+    race, unit = FaultKind.TENSOR_RACE, _BYTES
 
     def __init__(self, batch):
         capacity, threads = LANES * COLUMNS * _BYTES, batch.threads_per_program
-        super().__init__(batch.num_programs, capacity, threads, _BYTES, "tensor")
+        super().__init__(batch.num_programs, capacity, threads, "tensor")
         self._batch, self.epochs = batch, batch.shared.epochs
         self._data.view(np.uint32)[:] = _NOTHING
         self.numbers = self._data.view(np.float32).reshape(-1, LANES, COLUMNS)

@@ -235,11 +235,6 @@ class TestAtomicInstructions:
         run_body(body, tensor, grid=(5, 1, 1), num_warps=2)
         assert tensor.tolist() == [5 * 64, 63]
 
-    def test_floats(self, run_body):
-        tensor, given = torch.zeros(1), torch.full((1,), 1.5)
-        run_body("ld.global.b32 %r2, [%d1]; red.global.add.f32 [%d0], %r2;", tensor, given)
-        assert tensor.item() == 48
-
     def test_compare_and_swap(self, run_body):
         """One thread reads the 0. The others read the value that it stored."""
         tensor, out = torch.zeros(1, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
