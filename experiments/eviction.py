@@ -249,7 +249,9 @@ EXPERIMENT = Experiment(
     name="eviction",
     figure="hit rate vs capacity per eviction policy, with the optimum and the infinite cache",
     options=Eviction(),
-    quick=Eviction(capacity_percent=(0.5, 2, 10), num_requests=600),
+    quick=Eviction(
+        policy=("lru", "lfu", "arc", "mq", "belady"), capacity_percent=(0.5, 5, 20, 50)
+    ),  # whole traces, for which published.toml has numbers
     cells=cells,
     run_cell=run_cell,
     plot=style.plotter({"hit_rate": _draw}, {"summary": (_summary, "%.4f")}),
