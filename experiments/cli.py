@@ -182,7 +182,7 @@ def _reproduce(
     """
     if quick and full:
         raise OptionsError("give --quick or --full, not both")
-    grids = "full grids: hours" if full else "quick grids: about two minutes on two cores"
+    grids = "full grids: hours" if full else "quick grids: about three minutes on two cores"
     print(f"{len(EXPERIMENTS)} experiments on their {grids}", flush=True)
     reports = []
     for number, experiment in enumerate(EXPERIMENTS.values(), start=1):
