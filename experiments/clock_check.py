@@ -125,6 +125,8 @@ def _timed_operations(llm: LLM) -> dict[str, dict[Any, list[float]]]:
     ``prefill`` and ``decode``: attention of one layer, by batch and context.  ``head``: by rows.
     ``rest``: all else, by tokens.
     """
+    # The first run of a process takes 0.1 s longer.
+    open_loop.serve(llm.engine, [[1] * _CONTEXTS[0]], [10], [0.0], service=ProcessorTime())
     model, attention, head = llm.model, [], []
     layers = [layer.self_attn for layer in model.model.layers]
     backends, logits = [layer.backend for layer in layers], model.logits
