@@ -60,8 +60,6 @@ class AttentionBackend(Protocol):
     """Other operations of a layer: ``kernels``, or ``kernels.reference`` in plain PyTorch."""
     has_fp8_cache: bool
     """Whether the cache may be fp8 e4m3."""
-    has_sinks: bool
-    """Whether scores may have attention sinks."""
 
     def can_capture(self, block_size: int) -> bool:
         """Whether a CUDA graph can capture decoding: the host reads nothing."""
@@ -85,8 +83,7 @@ class AttentionBackend(Protocol):
             mutated, in key's dtype or fp8 e4m3, which holds keys / k_scale and values / v_scale.
         layer: k_scale and v_scale (None for 1); q_norm and k_norm over each head (QK-norm), both or
             neither None; and scores: scale, window_size (tokens that a query sees, itself included;
-            None for all), softcap (scores become softcap * tanh(score / softcap); 0 for none) and
-            sinks ((num_q_heads,) logits that join the softmax without a value; None for none).
+            None for all) and softcap (scores become softcap * tanh(score / softcap); 0 for none).
 
         All keys and values are read from the cache, so the result of a query does not depend on
         which tokens are computed together.
@@ -108,7 +105,7 @@ class TritonBackend:
     """The Triton kernels: decode for single queries, else prefill."""
 
     name = "triton"
-    has_fp8_cache = has_sinks = True
+    has_fp8_cache = True
 
     def __init__(self) -> None:
         import kernels  # late: TRITON_INTERPRET is read at this import
@@ -155,15 +152,14 @@ caches and in memory that the allocator keeps."""
 class TorchBackend:
     """PyTorch's scaled_dot_product_attention over the gathered context.
 
-      Decoding gathers the contexts of several sequences: all of them on a GPU, as many as fit into
-      the caches on a CPU.  Shorter contexts are padded with their last token (other slots may hold
-      NaN) and masked.  Prompts are computed sequence by sequence.  Lengths are read on the host,
-      which synchronises a GPU.  Scores with a softcap or sinks are
-    computed explicitly.
+    Decoding gathers the contexts of several sequences: all of them on a GPU, as many as fit into
+    the caches on a CPU.  Shorter contexts are padded with their last token (other slots may hold
+    NaN) and masked.  Prompts are computed sequence by sequence.  Lengths are read on the host,
+    which synchronises a GPU.  Softcapped scores are computed explicitly.
     """
 
     name = "torch"
-    has_fp8_cache = has_sinks = True
+    has_fp8_cache = True
 
     def __init__(self) -> None:
         from kernels import reference  # late: TRITON_INTERPRET is read at this import
@@ -211,9 +207,8 @@ class TorchBackend:
                 outs.append(self._prefill(query[rows], caches, part, **layer.scores))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
-    def _decode(self, query, caches, gathers, *, window_size, sinks=None, **scores):
+    def _decode(self, query, caches, gathers, *, window_size, **scores):
         num_kv_heads, head_dim = caches[0][0].shape[2:]
-        scores["sinks"] = None if sinks is None else sinks.view(num_kv_heads, -1, 1)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         # Query heads of a group are rows of one matrix, so K and V are not copied per head.
         queries = query.unflatten(1, (num_kv_heads, -1))
@@ -229,9 +224,8 @@ class TorchBackend:
             out[some] = attended.reshape(-1, *query.shape[1:])
         return out
 
-    def _prefill(self, query, caches, metadata, *, window_size, sinks=None, **scores):
+    def _prefill(self, query, caches, metadata, *, window_size, **scores):
         block_size = caches[0][0].shape[1]
-        scores["sinks"] = None if sinks is None else sinks.view(-1, 1, 1)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         starts = metadata.cu_seqlens_q.tolist()
         for i, context_len in enumerate(metadata.context_lens.tolist()):
@@ -308,8 +302,7 @@ def _attend_causally(
     num_queries, num_keys = queries.shape[2], keys.shape[2]
     num_before = num_keys - num_queries
     window_size = num_keys if window_size is None else min(window_size, num_keys)
-    plain = not scores.get("softcap") and scores.get("sinks") is None
-    if not num_before and window_size == num_keys and plain:
+    if not num_before and window_size == num_keys and not scores.get("softcap"):
         options = {"scale": scores["scale"], "enable_gqa": queries.shape[1] != keys.shape[1]}
         return F.scaled_dot_product_attention(queries, keys, values, is_causal=True, **options)
     parts = []
@@ -336,28 +329,18 @@ def _attend(
     *,
     scale: float,
     softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention where ``seen``; None: everywhere.
-
-    sinks: (num_q_heads, num_queries or 1, 1) logits that join the softmax without a value.
-    """
+    """Attention where ``seen``; None: everywhere."""
     group = queries.shape[1] // keys.shape[1]
-    if not softcap and sinks is None:
+    if not softcap:
         return F.scaled_dot_product_attention(
             queries, keys, values, attn_mask=seen, scale=scale, enable_gqa=group > 1
         )
     keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
-    logits = queries @ keys.mT * scale
-    if softcap:
-        logits = softcap * torch.tanh(logits / softcap)
+    capped = softcap * torch.tanh(queries @ keys.mT * (scale / softcap))
     if seen is not None:
-        logits = logits.masked_fill(~seen, -torch.inf)
-    if sinks is not None:
-        column = sinks.to(logits.dtype).expand(*logits.shape[:-1], 1)
-        logits = torch.cat((logits, column), dim=-1)
-    weights = logits.softmax(dim=-1, dtype=torch.float32)[..., : keys.shape[2]]
-    return weights.to(values.dtype) @ values
+        capped = capped.masked_fill(~seen, -torch.inf)
+    return capped.softmax(dim=-1, dtype=torch.float32).to(values.dtype) @ values
 
 
 class FlashAttnBackend:
@@ -372,7 +355,7 @@ class FlashAttnBackend:
     """
 
     name = "flash_attn"
-    has_fp8_cache = has_sinks = False
+    has_fp8_cache = False
     page_multiple = 256
 
     def __init__(self, module: ModuleType | None = None) -> None:
@@ -393,7 +376,7 @@ class FlashAttnBackend:
 
     def __call__(self, query, key, value, rotation, k_cache, v_cache, metadata, layer):
         options, window_size = layer.scores | {"causal": True}, layer.scores["window_size"]
-        options["softmax_scale"], _ = options.pop("scale"), options.pop("sinks", None)
+        options["softmax_scale"] = options.pop("scale")
         options["window_size"] = (-1, -1) if window_size is None else (window_size - 1, 0)
         _rope_store(self.ops, query, key, value, rotation, (k_cache, v_cache), metadata, layer)
         block_tables = metadata.block_tables

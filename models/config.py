@@ -41,8 +41,6 @@ class Family:
     """Attention and MLP also have a norm after them."""
     scaled_embeddings: bool = False
     """Embeddings are multiplied by sqrt(hidden_size)."""
-    sinks: bool = False
-    """Each query head has a logit that joins the softmax and carries no value."""
     has_window: Callable[[Mapping[str, Any], int], bool] | None = None
     """Whether a layer has a window if config.json has no layer_types; None: never."""
     has_rope: Callable[[Mapping[str, Any], int], bool] = lambda fields, layer: True
@@ -125,19 +123,6 @@ FAMILIES: dict[str, Family] = {
         },
         qk_norm=True, unit_offset_norms=True, sandwich_norms=True, scaled_embeddings=True,
         has_window=_from_pattern,
-    ),
-    "GptOssForCausalLM": Family(
-        defaults=_DEFAULTS | {
-            "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "sliding_window": 128,
-            "head_dim": 64, "attention_bias": True, "rope_theta": 150000.0,
-            "rope_parameters": {
-                "rope_type": "yarn", "factor": 32.0, "truncate": False,
-                "original_max_position_embeddings": 4096,
-            },
-            "num_local_experts": 128, "num_experts_per_tok": 4,
-            "swiglu_alpha": 1.702, "swiglu_limit": 7.0,
-        },
-        sinks=True, has_window=lambda fields, layer: layer % 2 == 0,
     ),
 }  # fmt: skip
 """Architectures by their names in config.json.  Llama includes SmolLM2, and Qwen2 Qwen2.5."""
@@ -225,22 +210,6 @@ class Rope:
         _positive("rope_theta", self.theta)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Experts:
-    """Mixture of experts in place of the MLP; see ``models.experts``."""
-
-    num_local_experts: int
-    num_experts_per_tok: int
-    swiglu_alpha: float
-    swiglu_limit: float
-
-    def __post_init__(self) -> None:
-        at_least(1, "num_experts_per_tok", self.num_experts_per_tok)
-        at_least(self.num_experts_per_tok, "num_local_experts", self.num_local_experts)
-        _positive("swiglu_alpha", self.swiglu_alpha)
-        _positive("swiglu_limit", self.swiglu_limit)
-
-
 _CHECKS: dict[Callable[[str, Any], object], tuple[str, ...]] = {
     partial(at_least, 1): (
         "vocab_size", "hidden_size", "intermediate_size", "num_layers",
@@ -290,8 +259,6 @@ class ModelConfig:
     mlp_bias: bool = False
     hidden_act: str = "silu"
     """Activation of the MLP's gate, one of ACTIVATIONS."""
-    experts: Experts | None = None
-    """None for one MLP."""
     windows: tuple[int | None, ...] = ()
     """Tokens that a query sees, itself included, per layer; None or an empty tuple for all."""
     attention_scale: float | None = None
@@ -405,7 +372,6 @@ class ModelConfig:
             "architecture": names[0],
             "ropes": _ropes(get, layers, family),
             "hidden_act": hidden_act,
-            "experts": _experts(get),
             "windows": _windows(get, layers, family),
             "attention_scale": _attention_scale(get),
             "dtype": _dtype(get),
@@ -499,11 +465,6 @@ def _windows(
     if family.has_window is None:
         raise UnsupportedModel("sliding_window: this architecture has no layers with a window")
     return tuple(window if kind == _SLIDING else None for kind in layers)
-
-
-def _experts(fields: Mapping[str, Any]) -> Experts | None:
-    names = [field.name for field in dataclasses.fields(Experts) if field.name in fields]
-    return Experts(**{name: fields[name] for name in names}) if names else None
 
 
 def _attention_scale(fields: Mapping[str, Any]) -> float | None:

@@ -7,7 +7,6 @@ decoder holds only its weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from types import ModuleType
 
@@ -16,16 +15,13 @@ from torch import nn
 
 from models.attention import AttentionBackend, AttentionMetadata
 from models.config import ModelConfig
-from models.experts import MixtureOfExperts
 from models.layers import (
-    CheckpointTensor,
     ColumnParallelLinear,
     RMSNorm,
     RotaryEmbedding,
     Rotation,
     RowParallelLinear,
     VocabParallelEmbedding,
-    parameter,
 )
 from models.parallel import TensorParallel
 
@@ -64,18 +60,10 @@ class Attention(nn.Module):
         norm = partial(RMSNorm, head_dim, config.rms_norm_eps, backend.ops, offset)
         self.q_norm = norm() if family.qk_norm else None
         self.k_norm = norm() if family.qk_norm else None
-        self.num_q_heads, self.q_heads = config.num_q_heads, slice(q_heads.start, q_heads.stop)
-        self.sinks = parameter(len(q_heads)) if family.sinks else None
-        if family.sinks and not backend.has_sinks:
-            raise ValueError(
-                f"attention_backend={backend.name!r}: has no attention sinks; "
-                "use 'triton' or 'torch'"
-            )
         self.scores = {
             "scale": config.attention_scale or head_dim**-0.5,
             "window_size": window,
             "softcap": config.attention_softcap,
-            "sinks": self.sinks,
         }
         # Scales of an fp8 cache, if the checkpoint has them; see `models.weights.load_kv_scales`.
         self.k_scale: float | None = None
@@ -93,11 +81,6 @@ class Attention(nn.Module):
         query, key, value = (y.unflatten(-1, (-1, self.head_dim)) for y in self.qkv_proj(x))
         out = self.backend(query, key, value, rotation, *kv_cache, metadata, self)
         return self.o_proj(out.flatten(1))
-
-    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, CheckpointTensor]]:
-        if self.sinks is not None:
-            shape, index = (self.num_q_heads,), (self.q_heads,)
-            yield f"{name}.sinks", CheckpointTensor(self.sinks, shape, index, "normal")
 
 
 class MLP(nn.Module):
@@ -125,7 +108,7 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.self_attn = Attention(config, window, backend, tp)
-        self.mlp = MixtureOfExperts(config, tp) if config.experts else MLP(config, backend.ops, tp)
+        self.mlp = MLP(config, backend.ops, tp)
         self.input_layernorm = _norm(config, backend.ops)
         self.post_attention_layernorm = _norm(config, backend.ops)
         self.sandwich = config.family.sandwich_norms

@@ -38,7 +38,7 @@ class CheckpointTensor:
     init: str
 
 
-def parameter(*shape: int) -> nn.Parameter:
+def _parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape), requires_grad=False)
 
 
@@ -55,7 +55,7 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float, ops: ModuleType, offset: float = 0.0) -> None:
         super().__init__()
         self.eps, self.offset = eps, offset
-        self.weight = parameter(size)
+        self.weight = _parameter(size)
         self._add_rms_norm = ops.add_rms_norm
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -67,7 +67,7 @@ class RMSNorm(nn.Module):
         yield f"{name}.weight", CheckpointTensor(self.weight, shape, (slice(None),), init)
 
 
-def linear_tensors(
+def _linear_tensors(
     name: str,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -93,8 +93,8 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         self.parts = parts
         self.local_sizes = [len(part) for _, _, part in parts]
-        self.weight = parameter(sum(self.local_sizes), in_features)
-        self.bias = parameter(sum(self.local_sizes)) if bias else None
+        self.weight = _parameter(sum(self.local_sizes), in_features)
+        self.bias = _parameter(sum(self.local_sizes)) if bias else None
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return linear(x, self.weight, self.bias).split(self.local_sizes, dim=-1)
@@ -105,7 +105,7 @@ class ColumnParallelLinear(nn.Module):
         biases = [None] * len(weights) if self.bias is None else self.bias.split(self.local_sizes)
         for (part, size, rows), weight, bias in zip(self.parts, weights, biases, strict=True):
             shape, index = (size, in_features), (_as_slice(rows), slice(None))
-            yield from linear_tensors(f"{prefix}.{part}", weight, bias, shape, index)
+            yield from _linear_tensors(f"{prefix}.{part}", weight, bias, shape, index)
 
 
 class RowParallelLinear(nn.Module):
@@ -116,8 +116,8 @@ class RowParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.in_features, self.in_part, self.tp = in_features, in_part, tp
-        self.weight = parameter(out_features, len(in_part))
-        self.bias = parameter(out_features) if bias else None
+        self.weight = _parameter(out_features, len(in_part))
+        self.bias = _parameter(out_features) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.tp.size == 1:
@@ -127,7 +127,7 @@ class RowParallelLinear(nn.Module):
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, CheckpointTensor]]:
         shape, index = (len(self.weight), self.in_features), (slice(None), _as_slice(self.in_part))
-        yield from linear_tensors(name, self.weight, self.bias, shape, index)
+        yield from _linear_tensors(name, self.weight, self.bias, shape, index)
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -142,7 +142,7 @@ class VocabParallelEmbedding(nn.Module):
         rows_per_rank = -(-vocab_size // tp.size)
         self.first = tp.rank * rows_per_rank
         self.num_used = max(0, min(rows_per_rank, vocab_size - self.first))
-        self.weight = parameter(rows_per_rank, hidden_size)
+        self.weight = _parameter(rows_per_rank, hidden_size)
         if self.num_used < rows_per_rank:
             self.weight[self.num_used :].zero_()
 
@@ -162,7 +162,7 @@ class VocabParallelEmbedding(nn.Module):
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, CheckpointTensor]]:
         shape, last = (self.vocab_size, self.weight.shape[1]), self.first + self.num_used
         index = (slice(min(self.first, last), last), slice(None))
-        yield from linear_tensors(name, self.weight[: self.num_used], None, shape, index)
+        yield from _linear_tensors(name, self.weight[: self.num_used], None, shape, index)
 
 
 def rope_frequencies(head_dim: int, rope: Rope | None) -> torch.Tensor:

@@ -89,8 +89,7 @@ class LLMOptions:
         manager_options: further options of the manager.
         random_weights: ignore the checkpoint's weights.
         cuda_graphs: replay decoding from CUDA graphs.  Default: where possible, on a GPU with
-            "triton", or with "flash_attn" and a block_size that is a multiple of 256; not with a
-            mixture of experts.
+            "triton", or with "flash_attn" and a block_size that is a multiple of 256.
         overlap: launch a step before the previous step's tokens are read, see ``Engine.step``.
             Default: on a GPU.  Tokens do not change.
         seed: seed of random weights, and of requests without a seed of their own.
@@ -174,7 +173,7 @@ class LLM:
         self.default_sampling_params = default_sampling_params(folder)
         backend = make_backend(asked.attention_backend, self.device)
         kv_dtype = _kv_dtype(asked.kv_cache_dtype, self.dtype, backend)
-        cuda_graphs = _use_graphs(asked, backend, self.device, self.config)
+        cuda_graphs = _use_graphs(asked, backend, self.device)
         longest = _longest_position(asked.max_model_len, self.config.max_position_embeddings)
 
         workers = self._join_ranks(asked.tensor_parallel_size, {"model": model, **options})
@@ -459,11 +458,8 @@ def _scheduler(
     )  # fmt: skip
 
 
-def _use_graphs(
-    asked: LLMOptions, backend: AttentionBackend, device: torch.device, config: ModelConfig
-) -> bool:
+def _use_graphs(asked: LLMOptions, backend: AttentionBackend, device: torch.device) -> bool:
     can_capture = device.type == "cuda" and backend.can_capture(asked.block_size)
-    can_capture &= config.experts is None  # the host reads which experts are chosen
     if asked.cuda_graphs and not can_capture:
         raise ValueError(
             f"cuda_graphs=True: cannot capture attention_backend={backend.name!r} with "

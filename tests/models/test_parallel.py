@@ -76,7 +76,7 @@ def generate(rank, folder, tensor_parallel_size, options):
 
 @pytest.mark.parametrize(
     ("checkpoint", "kv_cache_dtype"),
-    [("gpt_oss", None), ("qwen3", None), ("llama", "fp8_e4m3")],
+    [("llama_biased", None), ("qwen3", None), ("llama", "fp8_e4m3")],
 )
 def test_two_ranks_generate_what_one_does(checkpoint, kv_cache_dtype, make_checkpoint, run_ranks):
     """llama: a KV head per rank.  qwen3: one KV head, which both ranks hold."""

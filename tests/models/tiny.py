@@ -107,19 +107,6 @@ CHECKPOINTS = {
     ),
     "smollm3": ("SmolLM3Config", {"no_rope_layers": [0, 1]}),
     "phi3": ("Phi3Config", {"sliding_window": 11}),
-    "gpt_oss": (
-        "GptOssConfig",
-        {
-            "head_dim": 16,
-            "sliding_window": 11,
-            "num_local_experts": 5,
-            "num_experts_per_tok": 2,
-            "swiglu_limit": 0.9,
-            "swiglu_alpha": 1.3,
-            "experts_implementation": "eager",  # the other one has no fp64
-            "rope_parameters": _ROPE | {"rope_type": "yarn", "factor": 4.0, "truncate": False},
-        },
-    ),
     "qwen3": (
         "Qwen3Config",
         {"num_key_value_heads": 1, "head_dim": 32, "tie_word_embeddings": True},
