@@ -84,13 +84,18 @@ class BlockHasher:
         and the next call may extend it.
         """
         chain = seq.hash_chains.setdefault(self._name, [])
-        count = (len(seq.token_ids) - seq.num_unknown_tokens) // self.block_size
-        for position in range(len(chain), count):
-            start, end = position * self.block_size, (position + 1) * self.block_size
-            content = (chain[-1] if chain else self._root) + seq.token_ids[start:end].tobytes()
-            if start < seq.keyed_length:
-                content += encode_extra_keys(seq.extra_keys(start, end))
-            chain.append(self._digest(content))
+        size, known = self.block_size, len(chain)
+        end = len(seq.token_ids) - seq.num_unknown_tokens
+        tokens = seq.token_ids[known * size : end].tobytes()
+        digest, digest_of = chain[-1] if chain else self._root, self._digest
+        for position in range(known, end // size):
+            offset = 4 * (position - known) * size
+            content = digest + tokens[offset : offset + 4 * size]
+            if position * size < seq.keyed_length:
+                keys = seq.extra_keys(position * size, (position + 1) * size)
+                content += encode_extra_keys(keys)
+            digest = digest_of(content)
+            chain.append(digest)
         return chain
 
 

@@ -161,39 +161,38 @@ class BlockPool:
         self.num_free_blocks -= count
         blocks = self._free[: -count - 1 : -1]
         del self._free[len(self._free) - len(blocks) :]
-        for block in blocks:
-            self.ref_counts[block] = 1
         missing = count - len(blocks)
         if missing:
             evicted = self.policy.evict_many(missing)
             check_victims(self.policy, evicted, self._is_released, missing)
             self._forget(evicted)
-            for block in evicted:
-                self.ref_counts[block] = 1
             blocks += evicted
+        ref_counts = self.ref_counts
+        for block in blocks:
+            ref_counts[block] = 1
         if self._log:
             self._log.record("allocated", blocks)
         return blocks
 
     def _forget(self, evicted: list[int]) -> None:
         """Drop the content of ``evicted``, which the policy has just returned."""
-        hashes = self.block_hashes
+        hashes, holders, duplicates = self.block_hashes, self._holders, self._duplicates
         cached = [block for block in evicted if hashes[block] is not None]
         if self._log:
             self._log.record("evicted", cached, map(hashes.__getitem__, cached))
         self.counts["evicted_blocks"] += len(cached)
         for block in cached:
             key, hashes[block] = hashes[block], None
-            duplicates = self._duplicates.get(key)
-            if duplicates is None:
-                del self._holders[key]
+            if key not in duplicates:
+                del holders[key]
                 continue
-            if self._holders[key] == block:
-                self._holders[key] = duplicates.pop(0)
+            younger = duplicates[key]
+            if holders[key] == block:
+                holders[key] = younger.pop(0)
             else:
-                duplicates.remove(block)
-            if not duplicates:
-                del self._duplicates[key]
+                younger.remove(block)
+            if not younger:
+                del duplicates[key]
 
     def _is_released(self, block: int) -> bool:
         """Whether the policy could have ``block``."""
@@ -209,14 +208,15 @@ class BlockPool:
         The policy gets each block under its hash, a duplicate under (hash, block): the keys that a
         policy holds are unique.
         """
+        holders, content, insert = self._holders, self.block_hashes, self.policy.insert
         parent = hashes[first - 1] if first else None
         for depth in range(first, last):
             block, key = table[depth], hashes[depth]
-            name = self.block_hashes[block] = key
-            if self._holders.setdefault(key, block) != block:
+            name = content[block] = key
+            if holders.setdefault(key, block) != block:
                 self._duplicates.setdefault(key, []).append(block)
                 name = (key, block)
-            self.policy.insert(block, name, parent, depth)
+            insert(block, name, parent, depth)
             parent = key
         if self._log:
             self._log.record("cached", table[first:last], hashes[first:last])

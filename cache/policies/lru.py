@@ -38,7 +38,8 @@ class LRU(PriorityPolicy):
             del self._queue[block]
 
     def release_many(self, blocks: Iterable[int]) -> None:
-        self._queue.update(dict.fromkeys(blocks))
+        for block in blocks:
+            self._queue[block] = None
 
     def evict(self) -> int:
         if not self._queue:
@@ -48,7 +49,8 @@ class LRU(PriorityPolicy):
     def evict_many(self, count: int) -> list[int]:
         if count > len(self._queue):
             raise IndexError(f"evict_many: count={count}, but {len(self)} blocks are released")
-        return [self._queue.popitem(last=False)[0] for _ in range(count)]
+        popitem = self._queue.popitem
+        return [popitem(False)[0] for _ in range(count)]
 
     def remove(self, block: int) -> None:
         del self._queue[block]
