@@ -20,6 +20,7 @@ chance that two 128-bit digests agree is below 2e-21.  ``xxh3_128`` can be attac
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Callable, Iterable
 
 import xxhash
@@ -64,6 +65,7 @@ class BlockHasher:
         self.digest_size = len(self._digest(b""))
         self._root = bytes(self.digest_size)
         self._name = (algorithm, block_size)
+        self._of_blocks = struct.Struct(f"{4 * block_size}s")
 
     def hash_block(
         self, parent: bytes | None, token_ids: Iterable[int], extra_keys: Iterable[ExtraKey] = ()
@@ -85,16 +87,14 @@ class BlockHasher:
         """
         chain = seq.hash_chains.setdefault(self._name, [])
         size, known = self.block_size, len(chain)
-        end = len(seq.token_ids) - seq.num_unknown_tokens
-        tokens = seq.token_ids[known * size : end].tobytes()
+        end = (len(seq.token_ids) - seq.num_unknown_tokens) // size * size
         digest, digest_of = chain[-1] if chain else self._root, self._digest
-        for position in range(known, end // size):
-            offset = 4 * (position - known) * size
-            content = digest + tokens[offset : offset + 4 * size]
+        tokens = self._of_blocks.iter_unpack(seq.token_ids[known * size : end].tobytes())
+        for position, (content,) in enumerate(tokens, known):
             if position * size < seq.keyed_length:
                 keys = seq.extra_keys(position * size, (position + 1) * size)
                 content += encode_extra_keys(keys)
-            digest = digest_of(content)
+            digest = digest_of(digest + content)
             chain.append(digest)
         return chain
 
