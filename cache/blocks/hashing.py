@@ -19,9 +19,9 @@ chance that two 128-bit digests agree is below 2e-21.  ``xxh3_128`` can be attac
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from collections.abc import Callable, Iterable
+from hashlib import sha256
 
 import xxhash
 
@@ -29,7 +29,7 @@ from cache.blocks.sequence import ExtraKey, Sequence, pack_token_ids
 
 HASH_ALGORITHMS: dict[str, Callable[[bytes], bytes]] = {
     "xxh3_128": xxhash.xxh3_128_digest,
-    "sha256": lambda data: hashlib.sha256(data).digest(),
+    "sha256": lambda data: sha256(data).digest(),
     "xxh64": xxhash.xxh64_digest,
 }
 """The choices for ``hash_algorithm``: digest functions."""

@@ -76,6 +76,7 @@ class BlockPool:
         self._duplicates: dict[bytes, list[int]] = {}  # hash -> the younger ones, by age
         self._log = event_log
         self._reports_misses = type(policy).miss is not EvictionPolicy.miss
+        self._reports_content = type(policy).insert is not EvictionPolicy.insert
 
     def free_blocks(self) -> Iterator[int]:
         """Blocks without a user, in the order in which they would be taken now."""
@@ -208,7 +209,7 @@ class BlockPool:
         The policy gets each block under its hash, a duplicate under (hash, block): the keys that a
         policy holds are unique.
         """
-        holders, content, insert = self._holders, self.block_hashes, self.policy.insert
+        holders, content = self._holders, self.block_hashes
         parent = hashes[first - 1] if first else None
         for depth in range(first, last):
             block, key = table[depth], hashes[depth]
@@ -216,8 +217,9 @@ class BlockPool:
             if holders.setdefault(key, block) != block:
                 self._duplicates.setdefault(key, []).append(block)
                 name = (key, block)
-            insert(block, name, parent, depth)
-            parent = key
+            if self._reports_content:
+                self.policy.insert(block, name, parent, depth)
+                parent = key
         if self._log:
             self._log.record("cached", table[first:last], hashes[first:last])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from cache.policies.base import EvictionPolicy
 from cache.policies.priority import BlockHistory, PriorityPolicy
@@ -22,10 +22,7 @@ class LRU(PriorityPolicy):
     def start(self, capacity: int, next_use: Callable[[int], float] | None = None) -> None:
         self._queue: OrderedDict[int, None] = OrderedDict()
 
-    tell = EvictionPolicy.tell
-
-    def insert(self, block: int, key: Hashable, parent: Hashable | None, depth: int) -> None:
-        """Remembers nothing of the content."""
+    tell, insert = EvictionPolicy.tell, EvictionPolicy.insert  # content does not matter
 
     def pin(self, block: int) -> None:
         del self._queue[block]
