@@ -18,8 +18,8 @@ _EXTEND_TILES = {
     "": {64: (64, 128), 128: (64, 128), 192: (64, 64), 256: (64, 64), 512: (32, 32)},
 }
 """Queries and keys of a tile of SGLang's prefill, by head_dim; the last for small shared memory."""
-_SCAN_CYCLES = 300
-"""Of a decode program of ours, per sequence that it passes in search of its work items."""
+_SEARCHED, _SEARCH_CYCLES = 64, 400
+"""Sequences that a decode program of ours searches at a time; docs/kernel-tuning.md has both."""
 
 
 def launches(rows: pd.DataFrame) -> pd.DataFrame:
@@ -119,7 +119,7 @@ def _pagelab(row: Any, gpu: Any) -> Launch:
         tile = tiles.prefill_tile(row.head_dim, torch.bfloat16, target, size)
         blocks, longest, work = _causal(row.context_tokens, tile.tile_m // group, tile.tile_n)
         programs, work = (row.batch_size * row.kv_heads * each for each in (blocks, work))
-        items, scan, asked = 1, 0, work * tile.tile_n * token_bytes
+        items, search, asked = 1, 0, work * tile.tile_n * token_bytes
         moved += sum(lengths) * row.q_heads * 4 * row.head_dim
     else:
         tile = tiles.decode_tile(group, row.head_dim, torch.bfloat16, target, size)
@@ -132,6 +132,7 @@ def _pagelab(row: Any, gpu: Any) -> Launch:
         longest, work = int(of_each.max()), sum(pieces)
         items = _cdiv(len(pieces) - int(of_each.argmax()), programs)
         has_later = len(pieces) > row.batch_size * row.kv_heads * heads  # chunks after the first
-        asked, scan = moved * heads, _SCAN_CYCLES * row.batch_size * has_later
+        search = has_later * _SEARCH_CYCLES * _cdiv(row.batch_size, _SEARCHED)
+        asked = moved * heads
     flops = 4 * tile.tile_m * tile.tile_n * row.head_dim
-    return Launch(name, programs, 0, longest, work, 3, flops, asked, moved, items, scan)
+    return Launch(name, programs, 0, longest, work, 3, flops, asked, moved, items, search)
