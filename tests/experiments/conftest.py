@@ -89,6 +89,7 @@ TINY_RUNS = {
     "--threads 1",
     "kernel_counters": "--op decode store --arch sm_90 --kv-dtype bfloat16 --block-size 16 "
     "--num-q-heads 8 --num-kv-heads 2",
+    "kernel_resources": "--op paged_decode_attention --arch sm_90 --match ^bf16.d128.g4.split$",
     "kernel_time": "--gpu H100-SXM",
     "memory_waste": "--trace {lengths} --block-size 1 16 --num-requests 40 --sequences-in-cache 2",
     "overhead": "--launch-samples 3 --trace {prompts} --repeats 2 --policy lru "
@@ -166,7 +167,7 @@ def command(inputs) -> Callable[..., str]:
             patch.setattr(style, "save", _SAVE)
             patch.setattr(style, "_FORMATS", {"png": style._FORMATS["png"]})
             patch.setattr("importlib.metadata.distributions", list)  # reading them takes longest
-            if "kernel_counters" not in words:  # all its cells need compiled kernels
+            if not {"kernel_counters", "kernel_resources"} & {*words}:  # they need compiled kernels
                 patch.setattr(sweep, "run_locally", lambda tasks, jobs: map_cells(tasks))
             assert cli.main(list(map(str, words))) == 0
         return printed.getvalue()

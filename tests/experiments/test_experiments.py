@@ -26,6 +26,7 @@ NUM_CELLS = {
     "eviction_serving": 9,
     "fp8_quality": 6,
     "kernel_counters": 3,
+    "kernel_resources": 1,
     "kernel_time": 1,
     "memory_waste": 5,
     "overhead": 7,
@@ -134,6 +135,8 @@ overhead --pool-requests 1: needs an int of at least 2
 kernel_accuracy --kernel x: needs one of .*copy_blocks
 kernel_counters --op x: needs one of decode, prefill
 kernel_counters --sglang none.py| none\.py
+kernel_resources --op nonesuch| 'nonesuch' is unknown; choose from store_kvcache
+kernel_resources --arch sm_70| 'sm_70' is unknown; choose from sm_80, sm_90
 kernel_time --gpu H99: needs one of .*H100-SXM
 preemption --context-tokens 0: needs an int of at least 1
 serving --system orca: needs one of contiguous_max
