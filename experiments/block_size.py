@@ -64,7 +64,7 @@ class BlockSize(OnTraces):
     draw: Axis[Natural] = (0, 1, 2)
     """Runs of ``serving``, each with its own requests and arrivals."""
     traffic: Positive = 10.0
-    """As in the experiment ``serving``."""
+    """See the experiment ``serving``."""
     latency_context_len: tuple[Count, ...] = (1024, 4096, 16384)
     """Tokens of each sequence of the decode steps."""
 

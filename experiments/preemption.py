@@ -64,7 +64,7 @@ class Preemption(Options):
     draw: Axis[Natural] = (0, 1, 2)
     """Runs of every point, each with its own requests and arrivals."""
     traffic: Positive = 10.0
-    """As in the experiment ``serving``."""
+    """See the experiment ``serving``."""
 
 
 def cells(options: Preemption) -> Iterator[Cost | Served]:

@@ -1,4 +1,4 @@
-"""What the waiting line is worth to eviction, by load (vLLM RFC 48485).
+"""Gain of eviction that sees the waiting line, by load (vLLM RFC 48485).
 
 The first requests of a trace are served by the scheduler and ``vllm_v1``, overlapping in time, on a
 modelled clock (``ServiceModel``).  Only the arrivals are scaled.  Load 1 brings as many prompt

@@ -74,7 +74,7 @@ class Load:
     sampling: tuple[str, int] = ("n", 1)
     """An argument of SamplingParams, and the number of samples or beams."""
     mean_earlier_rounds: int = 0
-    """Of the conversation that a prompt ends."""
+    """Mean number of earlier turns that a prompt repeats."""
     prefix: int = 0
     """Tokens that begin every prompt."""
     model: str = "opt-13b"

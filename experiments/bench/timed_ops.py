@@ -60,7 +60,7 @@ class Problem:
     case: Case
     implementations: dict[str, Callable[[], Any]]
     part: Part | None = None
-    """What is judged; the whole result if None."""
+    """The judged part of the result; None: all of it."""
 
     def judged(self, implementation: str) -> Accuracy:
         """The worst accuracy of an implementation's results.

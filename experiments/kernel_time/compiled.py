@@ -1,4 +1,4 @@
-"""What the model needs of SGLang's, vLLM's and our kernels, compiled without a GPU.
+"""Compiles SGLang's, vLLM's and our kernels without a GPU, and writes what the model needs.
 
     python -m experiments.kernel_time.compiled decode_attention.py extend_attention.py \\
         triton_unified_attention.py

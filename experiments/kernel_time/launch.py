@@ -1,4 +1,4 @@
-"""What SGLang, vLLM and this project launch for a call of attention."""
+"""The launches of SGLang, vLLM and this project for a call of attention."""
 
 from __future__ import annotations
 

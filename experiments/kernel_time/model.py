@@ -4,7 +4,7 @@
     launched = launches(measured)
     microseconds("H100-SXM", launched, fit("H100-SXM", launched, measured["microseconds"]))
 
-``compiled.py`` writes what is known of each kernel to ``kernels.csv``; ``launch.py`` has the rules
+``compiled.py`` writes the facts of each kernel to ``kernels.csv``; ``launch.py`` has the rules
 of the launching code. A pass of the loop over tiles takes
 
 - the cycles of its warp (``sass.py``), at a latency between those of L2 and of memory by the share
@@ -41,10 +41,10 @@ SPILL_CYCLES, DISPATCH_CYCLES, LAUNCH_US = 2, 200, 1.6
 
 
 class Constants(NamedTuple):
-    """What is fitted per GPU."""
+    """Fitted values of a GPU."""
 
     latency_ns: float
-    """Of memory under load."""
+    """Latency of memory under load."""
     bandwidth: float
     """Share of the data sheet's."""
     floor_us: float
@@ -52,7 +52,7 @@ class Constants(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """What a call launches."""
+    """The launches of a call."""
 
     kernel: str
     programs: int
