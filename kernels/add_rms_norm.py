@@ -13,25 +13,17 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.checks import FLOAT_DTYPES, Arg, TensorSpec, check_norm, same_dtype
+from kernels.checks import FLOAT_DTYPES, Arg, TensorSpec, bounded, check_number, same_dtype
 from kernels.launch import launch
 from kernels.primitives import await_launches_before, cast, load_gain, reciprocal_rms
 from kernels.tiles import MAX_NORM_SIZE, cdiv, next_power_of_2, norm_tile, pdl_options
 from kernels.torch_ops import functional_op
 
-
-def _check_size(sizes) -> None:
-    if sizes.hidden_size > MAX_NORM_SIZE:
-        raise ValueError(
-            f"x: expected a hidden_size of at most {MAX_NORM_SIZE}, got {sizes.hidden_size}"
-        )
-
-
 _TENSORS = TensorSpec(
     Arg("x", "num_tokens hidden_size", FLOAT_DTYPES),
     Arg("residual", "num_tokens hidden_size", same_dtype("x"), optional=True, written=True),
     Arg("weight", "hidden_size", FLOAT_DTYPES),
-    rules=(_check_size,),
+    rules=(bounded("x", "hidden_size", 0, MAX_NORM_SIZE),),
 )
 
 
@@ -96,7 +88,8 @@ def add_rms_norm(
     """
     _TENSORS(x, residual, weight)
     num_tokens, hidden_size = x.shape
-    check_norm("eps", eps, "offset", offset)
+    check_number("eps", eps, 0)
+    check_number("offset", offset)
     out = torch.empty(num_tokens, hidden_size, dtype=x.dtype, device=x.device)
     if num_tokens * hidden_size == 0:
         return out

@@ -18,10 +18,10 @@ import triton.language as tl
 from kernels.checks import (
     FLOAT_DTYPES,
     ROTARY_ARGS,
+    ROTARY_RULE,
     Arg,
     TensorSpec,
     check_positions,
-    check_rotary_dim,
 )
 from kernels.fp8_cache import to_cache
 from kernels.launch import launch
@@ -32,7 +32,7 @@ from kernels.torch_ops import functional_op
 _TENSORS = TensorSpec(
     Arg("x", "num_tokens num_heads head_dim", FLOAT_DTYPES),
     *ROTARY_ARGS,
-    rules=(check_rotary_dim,),
+    rules=(ROTARY_RULE,),
 )
 
 

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.checks import FLOAT_DTYPES, INT64, Arg
+from kernels.checks import FLOAT_DTYPES, INT64, Arg, check_values
 
 CACHE_DTYPES = (
     *FLOAT_DTYPES,
@@ -86,14 +86,14 @@ def check_block_pairs(
     """
     if not src_to_dst.is_cpu:
         return
-    active = src_to_dst[(src_to_dst >= 0).all(dim=1)]
-    for column, limit in ((0, num_src_blocks), (1, num_dst_blocks)):
-        largest = int(active[:, column].max()) if len(active) else -1
-        if largest >= limit:
-            raise ValueError(
-                f"src_to_dst: expected {('source', 'destination')[column]} blocks below {limit}, "
-                f"got {largest}"
-            )
+    is_active = (src_to_dst >= 0).all(dim=1)
+    sources, destinations = src_to_dst.unbind(1)
+    for blocks, limit, what in (
+        (sources, num_src_blocks, "source blocks"),
+        (destinations, num_dst_blocks, "destination blocks"),
+    ):
+        check_values("src_to_dst", blocks, None, limit - 1, what, is_active)
+    active = src_to_dst[is_active]
     if same_pool:
         active = active[active[:, 0] != active[:, 1]]
     destinations, counts = active[:, 1].unique(return_counts=True)

@@ -200,12 +200,55 @@ def beside_cache(dtypes: dict[str, torch.dtype]) -> Dtypes:
 
 
 def kv_cache_args(dtypes: Dtypes = KV_DTYPES, *, written: bool = False) -> tuple[Arg, Arg]:
-    """Declare k_cache and v_cache of one dtype. Needs the rule `check_cache_dims`."""
+    """Declare k_cache and v_cache of one dtype. Needs `cache_rules`."""
     dims = "num_blocks block_size num_kv_heads head_dim"
     return (
         Arg("k_cache", dims, dtypes, written=written),
         Arg("v_cache", dims, same_dtype("k_cache"), written=written),
     )
+
+
+def _interval(low: object, high: object) -> str:
+    """Text for the numbers from low to high; None is no limit."""
+    if low is None:
+        return "" if high is None else f" of at most {high}"
+    return f" of at least {low}" if high is None else f" from {low} to {high}"
+
+
+def bounded(name: str, dim: str, low: int, high: int | str | None = None) -> Rule:
+    """Rule: a dimension of argument `name`, if it is given, has a size from low to high.
+
+    high: a number, the name of another dimension, or None for no limit.
+    """
+
+    def rule(sizes: SimpleNamespace) -> None:
+        size = vars(sizes).get(dim, low)
+        most = getattr(sizes, high) if isinstance(high, str) else high
+        if size < low or (most is not None and size > most):
+            shown = f"{high}={most}" if isinstance(high, str) else high
+            raise ValueError(f"{name}: expected {dim}{_interval(low, shown)}, got {size}")
+
+    return rule
+
+
+def cache_rules(name: str = "k_cache") -> tuple[Rule, ...]:
+    """Rules: no dimension of a cache but num_blocks is 0. name: the argument with the keys."""
+    return tuple(bounded(name, dim, 1) for dim in ("block_size", "num_kv_heads", "head_dim"))
+
+
+def _check_groups(sizes: SimpleNamespace) -> None:
+    if sizes.num_q_heads == 0 or sizes.num_q_heads % sizes.num_kv_heads:
+        raise ValueError(
+            f"q: expected a positive multiple of num_kv_heads={sizes.num_kv_heads} as num_q_heads, "
+            f"got {sizes.num_q_heads}"
+        )
+
+
+HEAD_RULES = (_check_groups, bounded("q", "head_dim", MIN_HEAD_DIM, MAX_HEAD_DIM))
+"""Query heads that divide evenly among the KV heads (GQA), and a supported head_dim."""
+ROTARY_RULE = bounded("cos", "rotary_dim", 2, "head_dim")
+check_batch = bounded("q", "batch", 0, MAX_GRID_YZ)
+"""A batch of queries that one launch can hold."""
 
 
 SCALE_ARGS = tuple(
@@ -217,7 +260,7 @@ ROTARY_ARGS = (
     Arg("cos", "num_positions rotary_dim/2", FLOAT_DTYPES),
     Arg("sin", "num_positions rotary_dim/2", same_dtype("cos")),
 )
-"""Need the rule `check_rotary_dim`."""
+"""Need the rule `ROTARY_RULE`."""
 ALIBI_ARG = Arg("alibi_slopes", "num_q_heads | batch num_q_heads", FP32, optional=True)
 
 
@@ -236,7 +279,7 @@ def attention_spec(rows: str, *args: Arg, rules: tuple[Rule, ...] = ()) -> Tenso
         *args,
         ALIBI_ARG,
         Arg("sinks", "num_q_heads", FLOAT_DTYPES, optional=True),
-        rules=(check_cache_dims, check_heads, *rules),
+        rules=(*cache_rules(), *HEAD_RULES, *rules),
     )
 
 
@@ -251,63 +294,13 @@ def store_spec(*args: Arg, rules: tuple[Rule, ...] = ()) -> TensorSpec:
         Arg("value", rows, same_dtype("key")),
         Arg("slot_mapping", "num_slots", INTEGERS),
         *args,
-        rules=(check_cache_dims, _check_num_slots, *rules),
+        rules=(*cache_rules(), bounded("slot_mapping", "num_slots", 0, "num_tokens"), *rules),
     )
 
 
 def tensor_or_none(scale: Scale) -> torch.Tensor | None:
     """A scale as a TensorSpec takes it."""
     return scale if isinstance(scale, torch.Tensor) else None
-
-
-def check_cache_dims(sizes: SimpleNamespace, name: str = "k_cache") -> None:
-    """Rule: no dimension of a cache but num_blocks is 0. name: the argument with the keys."""
-    for dim in ("block_size", "num_kv_heads", "head_dim"):
-        if vars(sizes).get(dim) == 0:
-            raise ValueError(f"{name}: expected a {dim} of at least 1, got 0")
-
-
-def check_heads(sizes: SimpleNamespace) -> None:
-    """Rule: supported head_dim, and query heads that divide evenly among the KV heads (GQA)."""
-    if sizes.num_q_heads == 0 or sizes.num_q_heads % sizes.num_kv_heads:
-        raise ValueError(
-            f"q: expected a positive multiple of num_kv_heads={sizes.num_kv_heads} as num_q_heads, "
-            f"got {sizes.num_q_heads}"
-        )
-    if not MIN_HEAD_DIM <= sizes.head_dim <= MAX_HEAD_DIM:
-        raise ValueError(
-            f"q: expected a head_dim from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, got {sizes.head_dim}"
-        )
-
-
-def check_batch(sizes: SimpleNamespace) -> None:
-    """Rule: a batch of queries that one launch can hold."""
-    check_grid_dim("q", "batch", sizes.batch)
-
-
-def _check_num_slots(sizes: SimpleNamespace) -> None:
-    if sizes.num_slots > sizes.num_tokens:
-        raise ValueError(
-            f"slot_mapping: expected at most num_tokens={sizes.num_tokens} slots, "
-            f"got {sizes.num_slots}"
-        )
-
-
-def check_rotary_dim(sizes: SimpleNamespace, name: str = "cos") -> None:
-    """Rule: rotary tables that fit the heads. name: the argument that has the cosines."""
-    if not 2 <= sizes.rotary_dim <= sizes.head_dim:
-        raise ValueError(
-            f"{name}: expected a rotary_dim from 2 to head_dim={sizes.head_dim}, "
-            f"got {sizes.rotary_dim}"
-        )
-
-
-def check_grid_dim(name: str, dim: str | None, size: int) -> None:
-    """Check a size that becomes a secondary launch dimension; a tensor's dimension may be 0."""
-    check_integer(name, size)
-    if not 1 <= size <= MAX_GRID_YZ and not (dim and size == 0):
-        what = f"{dim} " if dim else ""
-        raise ValueError(f"{name}: expected {what}from 1 to {MAX_GRID_YZ}, got {size}")
 
 
 def check_writable(name: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
@@ -319,24 +312,39 @@ def check_writable(name: str, shape: tuple[int, ...], strides: tuple[int, ...]) 
         )
 
 
-def check_integer(name: str, value: int) -> None:
-    """Check that an argument is an int: Triton takes no other type for an integer."""
-    if type(value) is not int:
-        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
-
-
-def check_number(name: str, value: float) -> None:
-    """Check that an argument is a float or an int."""
+def check_number(
+    name: str,
+    value: float,
+    low: float | None = None,
+    high: float | None = None,
+    what: str = "a finite number",
+) -> None:
+    """Check that an argument is a float or an int, finite, and from low to high."""
     if not isinstance(value, (float, int)):
         raise TypeError(f"{name}: expected a float or an int, got {type(value).__name__}")
+    least, most = (-math.inf if low is None else low), (math.inf if high is None else high)
+    if not (least <= value <= most and abs(value) < math.inf):
+        raise ValueError(f"{name}: expected {what}{_interval(low, high)}, got {value}")
 
 
-def check_norm(eps_name: str, eps: float, offset_name: str, offset: float) -> None:
-    """Check the constants of an RMSNorm, by the names that the caller gives them."""
-    check_number(eps_name, eps)
-    check_number(offset_name, offset)
-    if not 0 <= eps < math.inf:
-        raise ValueError(f"{eps_name}: expected 0 or a positive finite number, got {eps}")
+def check_integer(
+    name: str, value: int, low: int, high: int | None = None, what: str = "a number"
+) -> None:
+    """Check that an argument is an int, as Triton takes no other type, from low to high."""
+    if type(value) is not int:
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+    check_number(name, value, low, high, what)
+
+
+def check_grid_dim(name: str, dim: str, size: int) -> None:
+    """Check the size of a dimension that becomes a secondary launch dimension."""
+    check_integer(name, size, 0, MAX_GRID_YZ, dim)
+
+
+def check_num_splits(name: str, num_splits: int | None) -> None:
+    """Check a number of splits, which becomes a secondary launch dimension, or None."""
+    if num_splits is not None:
+        check_integer(name, num_splits, 1, MAX_GRID_YZ)
 
 
 def check_score_options(
@@ -346,16 +354,34 @@ def check_score_options(
     if scale is not None:
         check_number("scale", scale)
     if window_size is not None:
-        check_integer("window_size", window_size)
-        if window_size < 1:
-            raise ValueError(
-                f"window_size: expected None (no window) or at least 1 token, got {window_size}"
-            )
-    check_number("softcap", softcap)
-    if not 0 <= softcap < math.inf:
-        raise ValueError(f"softcap: expected 0 (off) or a positive finite cap, got {softcap}")
-    if num_splits is not None:
-        check_grid_dim("num_splits", None, num_splits)
+        check_integer("window_size", window_size, 1, what="None (no window) or a number of tokens")
+    check_number("softcap", softcap, 0, what="a finite cap (0: off)")
+    check_num_splits("num_splits", num_splits)
+
+
+def check_values(
+    name: str,
+    values: torch.Tensor | None,
+    low: float | None = None,
+    high: float | None = None,
+    what: str = "numbers",
+    where: torch.Tensor | None = None,
+) -> None:
+    """Check that the values of a tensor in host memory, or of its part `where` a mask is true, are
+    numbers from low to high. None is no limit."""
+    if values is None or not values.is_cpu:
+        return
+    outside = values.isnan()
+    if low is not None:
+        outside = outside | (values < low)
+    if high is not None:
+        outside = outside | (values > high)
+    if where is not None:
+        outside = outside & where
+    if outside.any():
+        place = outside.nonzero()[0].tolist()
+        got = values[tuple(place)].item()
+        raise ValueError(f"{name}: expected {what}{_interval(low, high)}, got {got} at {place}")
 
 
 def check_scales(k_scale: Scale, v_scale: Scale, k_cache: torch.Tensor) -> None:
@@ -387,25 +413,14 @@ def check_scales(k_scale: Scale, v_scale: Scale, k_cache: torch.Tensor) -> None:
 
 def check_slots(slot_mapping: torch.Tensor, k_cache: torch.Tensor) -> None:
     """Check the values of a slot mapping in host memory."""
-    if slot_mapping.is_cpu and slot_mapping.numel():
-        capacity = k_cache.shape[0] * k_cache.shape[1]
-        largest = int(slot_mapping.max())
-        if largest >= capacity:
-            raise ValueError(
-                f"slot_mapping: expected slots below {capacity} "
-                f"(num_blocks * block_size), got {largest}"
-            )
+    capacity = k_cache.shape[0] * k_cache.shape[1]
+    what = f"slots (num_blocks * block_size = {capacity})"
+    check_values("slot_mapping", slot_mapping, None, capacity - 1, what)
 
 
 def check_positions(positions: torch.Tensor, num_positions: int) -> None:
     """Check the values of rotary positions in host memory."""
-    if positions.is_cpu and positions.numel():
-        low, high = int(positions.min()), int(positions.max())
-        if low < 0 or high >= num_positions:
-            raise ValueError(
-                f"positions: expected rows of cos from 0 to {num_positions - 1}, "
-                f"got {low if low < 0 else high}"
-            )
+    check_values("positions", positions, 0, num_positions - 1, "rows of cos")
 
 
 def check_cu_seqlens(name: str, cu_seqlens: torch.Tensor, *, total: int, max_seqlen: int) -> None:
@@ -414,9 +429,7 @@ def check_cu_seqlens(name: str, cu_seqlens: torch.Tensor, *, total: int, max_seq
     Errors in max_seqlen name the argument max_seqlen_<suffix of name>.
     """
     max_name = name.replace("cu_seqlens", "max_seqlen")
-    check_integer(max_name, max_seqlen)
-    if max_seqlen < 0:
-        raise ValueError(f"{max_name}: expected at least 0, got {max_seqlen}")
+    check_integer(max_name, max_seqlen, 0)
     if not cu_seqlens.is_cpu:
         return
     lengths = cu_seqlens.diff()
@@ -453,8 +466,7 @@ def check_block_tables(
     tables_name, lens_name = names
     num_blocks, block_size = k_cache.shape[:2]
     max_blocks = block_tables.shape[1]
-    if int(context_lens.min()) < 0:
-        raise ValueError(f"{lens_name}: expected lengths >= 0, got {int(context_lens.min())}")
+    check_values(lens_name, context_lens, 0, what="lengths")
     longest = int(context_lens.max())
     if longest > max_blocks * block_size:
         raise ValueError(
@@ -469,10 +481,5 @@ def check_block_tables(
     if window_size is not None:
         first_visible = context_lens - query_lens - window_size + 1
         visible = visible & ((column + 1) * block_size > first_visible[:, None])
-    invalid = visible & ((block_tables < 0) | (block_tables >= num_blocks))
-    if invalid.any():
-        row, col = invalid.nonzero()[0].tolist()
-        raise ValueError(
-            f"{tables_name}: expected block ids from 0 to {num_blocks - 1} within the context, got "
-            f"{int(block_tables[row, col])} at [{row}, {col}]"
-        )
+    what = "block ids within the context"
+    check_values(tables_name, block_tables, 0, num_blocks - 1, what, visible)

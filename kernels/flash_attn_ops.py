@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 
@@ -22,14 +21,14 @@ from kernels.apply_rotary_embedding import apply_rotary_embedding
 from kernels.checks import (
     ALIBI_ARG,
     FLOAT_DTYPES,
+    HEAD_RULES,
     INT32,
     Arg,
     TensorSpec,
+    bounded,
+    cache_rules,
     check_block_tables,
-    check_cache_dims,
     check_cu_seqlens,
-    check_heads,
-    check_rotary_dim,
     check_score_options,
     check_writable,
     kv_cache_args,
@@ -52,7 +51,7 @@ def _varlen_spec(cache_dims: str, *args: Arg) -> TensorSpec:
         Arg("cu_seqlens_k", "batch+1", INT32),
         ALIBI_ARG,
         *args,
-        rules=(partial(check_cache_dims, name="k"), check_heads),
+        rules=(*cache_rules("k"), *HEAD_RULES),
     )
 
 
@@ -71,7 +70,7 @@ _CACHE_TENSORS = TensorSpec(
     Arg("cache_leftpad", "batch", INT32, optional=True),
     Arg("block_table", "batch max_blocks", INT32, optional=True),
     ALIBI_ARG,
-    rules=(check_cache_dims, check_heads),
+    rules=(*cache_rules(), *HEAD_RULES, bounded("rotary_cos", "rotary_dim", 2, "head_dim")),
 )
 
 
@@ -248,7 +247,6 @@ def flash_attn_kvcache(
     rotary = None
     if rotary_cos is not None:
         rotary = (rotary_cos, rotary_sin)
-        check_rotary_dim(sizes, "rotary_cos")
         if sizes.seqlen_ro < capacity:
             raise ValueError(
                 f"rotary_cos: expected at least {capacity} rows, the capacity of the cache per "

@@ -15,10 +15,10 @@ from kernels.apply_rotary_embedding import rotate_rows
 from kernels.checks import (
     FLOAT_DTYPES,
     ROTARY_ARGS,
+    ROTARY_RULE,
     Arg,
-    check_norm,
+    check_number,
     check_positions,
-    check_rotary_dim,
     check_scales,
     check_slots,
     same_dtype,
@@ -36,7 +36,7 @@ _TENSORS = store_spec(
     *ROTARY_ARGS,
     Arg("q_norm_weight", "head_dim", FLOAT_DTYPES, optional=True),
     Arg("k_norm_weight", "head_dim", FLOAT_DTYPES, optional=True),
-    rules=(check_rotary_dim,),
+    rules=(ROTARY_RULE,),
 )
 
 
@@ -168,7 +168,8 @@ def rope_store_kvcache(
     check_scales(k_scale, v_scale, k_cache)
     check_slots(slot_mapping, k_cache)
     check_positions(positions, sizes.num_positions)
-    check_norm("norm_eps", norm_eps, "norm_offset", norm_offset)
+    check_number("norm_eps", norm_eps, 0)
+    check_number("norm_offset", norm_offset)
 
     num_q_heads = 0 if query is None else sizes.num_q_heads
     num_query_rows = sizes.num_tokens * num_q_heads

@@ -26,13 +26,11 @@ kernel, Triton's interpreter and the reference agree on every token.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 
-from kernels.checks import FLOAT_DTYPES, FP32, INT64, Arg, TensorSpec
+from kernels.checks import FLOAT_DTYPES, FP32, INT64, Arg, TensorSpec, bounded, check_values
 from kernels.launch import launch
 from kernels.primitives import LN_2, LOG2_E, await_launches_before
 from kernels.tiles import MAX_SPLITS, RESTRICT_TILE, cdiv, pdl_options, sample_num_splits, target_of
@@ -58,6 +56,7 @@ _TENSORS = TensorSpec(
     Arg("min_ps", "num_rows", FP32, optional=True),
     Arg("top_ks", "num_rows", INT64, optional=True),
     Arg("top_ps", "num_rows", FP32, optional=True),
+    rules=(bounded("logits", "vocab_size", 1),),
 )
 
 
@@ -382,13 +381,6 @@ def _merge_samples_kernel(
     tl.store(out_ptr + row, tl.where(sound, token, -1).to(tl.int64))
 
 
-def _check_range(name: str, values: torch.Tensor | None, least: float, most: float) -> None:
-    """Check the values of a tensor in host memory."""
-    if values is not None and values.is_cpu and not ((values >= least) & (values <= most)).all():
-        given = values.tolist()
-        raise ValueError(f"{name}: expected numbers from {least} to {most:g}, got {given}")
-
-
 def _fake(logits, temperatures=None, noise_seeds=None, *, min_ps=None, top_ks=None, top_ps=None):
     return logits.new_empty(logits.shape[0], dtype=torch.int64)
 
@@ -436,8 +428,6 @@ def sample_tokens(
     _TENSORS(logits, temperatures, noise_seeds, min_ps, top_ks, top_ps)
     num_rows, vocab_size = logits.shape
     device = logits.device
-    if vocab_size == 0:
-        raise ValueError(f"logits: expected a vocab_size of at least 1, got {tuple(logits.shape)}")
     if (temperatures is None) != (noise_seeds is None):
         raise ValueError("noise_seeds: expected temperatures and noise_seeds together")
     for name, values in (("min_ps", min_ps), ("top_ks", top_ks), ("top_ps", top_ps)):
@@ -449,10 +439,10 @@ def sample_tokens(
         raise ValueError(
             f"logits: expected a vocab_size up to {most} with top_ks and top_ps, got {vocab_size}"
         )
-    _check_range("temperatures", temperatures, 0, MAX_TEMPERATURE)
-    _check_range("min_ps", min_ps, 0, 1)
-    _check_range("top_ks", top_ks, 1, math.inf)
-    _check_range("top_ps", top_ps, 0, 1)
+    check_values("temperatures", temperatures, 0, MAX_TEMPERATURE)
+    check_values("min_ps", min_ps, 0, 1)
+    check_values("top_ks", top_ks, 1)
+    check_values("top_ps", top_ps, 0, 1)
 
     out = torch.empty(num_rows, dtype=torch.int64, device=device)
     if num_rows == 0:

@@ -23,7 +23,7 @@ from kernels.checks import (
     attention_spec,
     check_batch,
     check_block_tables,
-    check_grid_dim,
+    check_num_splits,
     check_scales,
     check_score_options,
     tensor_or_none,
@@ -136,8 +136,7 @@ def shared_prefix_decode_attention(
     batch, num_q_heads, num_kv_heads = sizes.batch, sizes.num_q_heads, sizes.num_kv_heads
     check_scales(k_scale, v_scale, k_cache)
     check_score_options(scale, window_size, softcap, num_splits)
-    if num_prefix_splits is not None:
-        check_grid_dim("num_prefix_splits", None, num_prefix_splits)
+    check_num_splits("num_prefix_splits", num_prefix_splits)
     names = ("suffix_block_tables", "suffix_lens")
     check_block_tables(
         suffix_block_tables, suffix_lens, k_cache, window_size=window_size, names=names

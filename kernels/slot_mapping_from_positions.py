@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.checks import INT32, INTEGERS, Arg, TensorSpec, check_integer
+from kernels.checks import INT32, INTEGERS, Arg, TensorSpec, check_integer, check_values
 from kernels.launch import launch
 from kernels.tiles import INDEX_TILE, cdiv
 from kernels.torch_ops import functional_op
@@ -38,25 +38,6 @@ def _slot_mapping_kernel(
     )
     slots = block_ids * block_size + positions % block_size
     tl.store(slots_ptr + tokens, tl.where(block_ids >= 0, slots, -1), mask=token_mask)
-
-
-def _check_host_values(
-    positions: torch.Tensor, block_tables: torch.Tensor, seq_ids: torch.Tensor, block_size: int
-) -> None:
-    num_seqs, max_blocks = block_tables.shape
-    real = positions >= 0
-    largest = int(positions.max())
-    if largest >= max_blocks * block_size:
-        raise ValueError(
-            f"positions: expected positions below {max_blocks * block_size} ({max_blocks} columns "
-            f"of block_size {block_size}), got {largest}"
-        )
-    bad = real & ((seq_ids < 0) | (seq_ids >= num_seqs))
-    if bad.any():
-        raise ValueError(
-            f"seq_ids: expected rows of block_tables from 0 to {num_seqs - 1}, "
-            f"got {int(seq_ids[bad][0])}"
-        )
 
 
 def _fake(positions, block_tables, seq_ids, block_size):
@@ -89,14 +70,16 @@ def slot_mapping_from_positions(
             also a position past the table or a seq_id outside it.
     """
     num_tokens = _TENSORS(positions, block_tables, seq_ids).num_tokens
-    check_integer("block_size", block_size)
-    if block_size < 1:
-        raise ValueError(f"block_size: expected at least 1, got {block_size}")
+    check_integer("block_size", block_size, 1)
     slots = torch.empty(num_tokens, dtype=torch.int64, device=positions.device)
     if num_tokens == 0:
         return slots
     if positions.is_cpu:
-        _check_host_values(positions, block_tables, seq_ids, block_size)
+        num_seqs, max_blocks = block_tables.shape
+        what = f"positions ({max_blocks} columns of block_size {block_size})"
+        check_values("positions", positions, None, max_blocks * block_size - 1, what)
+        rows = "rows of block_tables"
+        check_values("seq_ids", seq_ids, 0, num_seqs - 1, rows, where=positions >= 0)
     launch(_slot_mapping_kernel, (cdiv(num_tokens, INDEX_TILE.elements),),
         slots, positions, block_tables, seq_ids,
         num_tokens, block_tables.shape[1], block_tables.stride(0), block_size,

@@ -21,11 +21,6 @@ SHAPE = {
 }
 
 
-def same(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
-    """Whether all results agree bit for bit."""
-    return all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
-
-
 def assert_accurate(op: str, inputs: dict[str, Any], call: Callable | None = None) -> None:
     """Output and LSE by the rule of kernels/testing/accuracy.py. call: makes it; the op if None."""
     case = Case(op, inputs | {"return_lse": True}, returns=("out", "lse"))

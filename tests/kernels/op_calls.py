@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch import ones, zeros
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import kernels
 from kernels import flash_attn_compat
+from kernels.testing.accuracy import bits
 from kernels.testing.cases import make_case
 
 ATTENTION = (
@@ -18,14 +20,6 @@ ATTENTION = (
 )
 FP8_OPS = (*ATTENTION, "store_kvcache", "rope_store_kvcache")
 """Ops that take the scales of an fp8 cache."""
-
-
-def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.zeros(shape, dtype=dtype)
-
-
-def ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.ones(shape, dtype=dtype)
 
 
 def i32(*values) -> torch.Tensor:
@@ -39,6 +33,23 @@ def i64(*values) -> torch.Tensor:
 def kv(*shape: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """Both caches of a shape."""
     return {"k_cache": zeros(*shape, dtype=dtype), "v_cache": zeros(*shape, dtype=dtype)}
+
+
+def tensors_of(*values: object) -> list[torch.Tensor]:
+    """All tensors in containers but meta tensors, which have no values."""
+    leaves = tree_leaves(values)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
+
+
+def copied(values):
+    """Containers with copies of their tensors."""
+    return tree_map_only(torch.Tensor, torch.clone, values)
+
+
+def same(values: object, others: object) -> bool:
+    """Whether all tensors in two containers agree bit for bit."""
+    pairs = zip(tensors_of(values), tensors_of(others), strict=True)
+    return all(torch.equal(bits(a), bits(b)) for a, b in pairs)
 
 
 def function(op: str) -> Callable:

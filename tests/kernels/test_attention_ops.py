@@ -13,9 +13,10 @@ from unittest import mock
 
 import pytest
 import torch
-from attention_ops import OPS, SHAPE, assert_accurate, same, select
+from attention_ops import OPS, SHAPE, assert_accurate, select
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from op_calls import same
 
 from kernels import tiles
 from kernels.fp8_cache import FP8_DTYPE

@@ -1,9 +1,9 @@
 """Bad input of every op: the message names the argument, what came and what is needed, and nothing
 has been written.
 
-A table has (message, arguments that differ from the op's good call); "..." in a message stands for
-anything. What `test_every_dimension_is_checked` and `test_every_tensor_is_checked` find is not in
-the tables.
+Types, shapes, dtypes, devices and strides of all tensors are tested by rule, values by `RANGES`.
+Other tables have (message, arguments that differ from the op's good call); "..." in a message
+stands for anything.
 """
 
 from __future__ import annotations
@@ -17,25 +17,22 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from op_calls import ATTENTION, FP8_OPS, function, good_call, i32, i64, kv, on_device, ones, zeros
-from torch.utils._pytree import tree_leaves
+from op_calls import ATTENTION, FP8_OPS, copied, function, good_call, i32, i64, kv, on_device, same
+from torch import ones, zeros
 
 from kernels import checks, paged_decode_attention, store_kvcache
 from kernels.fp8_cache import FP8_DTYPE
 from kernels.launch import Remembered
-from kernels.testing.accuracy import bits
-from kernels.testing.cases import CASES
+from kernels.testing.cases import CASES, make_case
 
-EPS = "expected 0 or a positive finite number, got"
-BAD_EPS = (-1.0, math.inf, math.nan)
 NEW = ones(2, 3, 2, 16)
 APPEND = {"k": NEW, "v": NEW, "cache_seqlens": 2}
 LAYER = (zeros(5, 4, 2, 16), zeros(5, 4, 2, 16))
 HND = zeros(5, 2, 4, 16).transpose(1, 2)
-NO_SLOTS = ("k_cache: expected a block_size of at least 1, got 0", kv(5, 0, 2, 16))
+NO_SLOTS = ("k_cache: expected block_size of at least 1, got 0", kv(5, 0, 2, 16))
 MANY = {"q": zeros(65536, 4, 16), "out": None}
 MANY_LENS = zeros(65536, dtype=torch.int32)
-TOO_MANY = "q: expected batch from 1 to 65535, got 65536"
+TOO_MANY = "q: expected batch from 0 to 65535, got 65536"
 SAMPLED = ("temperatures", "noise_seeds", "min_ps", "top_ks", "top_ps")
 
 
@@ -46,19 +43,13 @@ def queries(*shape):
 
 EVERY_ATTENTION_OP = (
     ("q: expected a positive multiple of num_kv_heads=2 ... got 0", queries(2, 0, 16)),
-    ("q: expected a head_dim from 16 to 256, got 8", queries(2, 4, 8) | kv(5, 4, 2, 8)),
-    ("q: expected a head_dim from 16 to 256, got 257", queries(2, 4, 257) | kv(5, 4, 2, 257)),
+    ("q: expected head_dim from 16 to 256, got 8", queries(2, 4, 8) | kv(5, 4, 2, 8)),
+    ("q: expected head_dim from 16 to 256, got 257", queries(2, 4, 257) | kv(5, 4, 2, 257)),
     NO_SLOTS,
-    ("window_size: expected None (no window) or at least 1 token, got 0", {"window_size": 0}),
-    ("softcap: expected 0 (off) or a positive finite cap, got -1.0", {"softcap": -1.0}),
-    ("softcap: expected 0 (off) or a positive finite cap, got nan", {"softcap": math.nan}),
-    ("softcap: expected 0 (off) or a positive finite cap, got inf", {"softcap": math.inf}),
     (
         "alibi_slopes: expected shape (num_q_heads=4) or (batch=2, num_q_heads=4), got (3, 4)",
         {"alibi_slopes": zeros(3, 4)},
     ),
-    ("num_splits: expected from 1 to 65535, got 0", {"num_splits": 0}),
-    ("num_splits: expected from 1 to 65535, got 65536", {"num_splits": 65536}),
 )
 BAD_ROTARY = tuple(
     (f"cos: ... from 2 to head_dim=16, got {2 * n}", {"cos": ones(9, n), "sin": ones(9, n)})
@@ -91,32 +82,24 @@ BAD_CALLS = {
     "paged_decode_attention": (
         (TOO_MANY, MANY | {"block_tables": MANY_LENS[:, None], "context_lens": MANY_LENS}),
     ),
-    "paged_prefill_attention": (
-        ("max_seqlen_q: expected at least 0, got -1", {"max_seqlen_q": -1}),
-    ),
+    "paged_prefill_attention": (),
     "shared_prefix_decode_attention": (
         (
             TOO_MANY,
             MANY | {"suffix_block_tables": MANY_LENS[:, None], "suffix_lens": MANY_LENS},
         ),
-        ("num_prefix_splits: expected from 1 to 65535, got 0", {"num_prefix_splits": 0}),
     ),
     "store_kvcache": (
         ("value: expected dtype torch.fl...16, got", FP8_CACHE | {"key": zeros(4, 2, 16).half()}),
         NO_SLOTS,
     ),
-    "rope_store_kvcache": (
-        NO_SLOTS,
-        *BAD_ROTARY,
-        *[(f"norm_eps: {EPS} {eps}", {"norm_eps": eps}) for eps in BAD_EPS],
-    ),
+    "rope_store_kvcache": (NO_SLOTS, *BAD_ROTARY),
     "add_rms_norm": (
         ("residual: ...num_tokens=4, hidden_size=48), got (4, 1)", {"residual": zeros(4, 1)}),
         (
-            "x: expected a hidden_size of at most 32768, got 40000",
+            "x: expected hidden_size from 0 to 32768, got 40000",
             {"x": ones(1, 40000), "residual": None, "weight": ones(40000)},
         ),
-        *[(f"eps: {EPS} {eps}", {"eps": eps}) for eps in BAD_EPS],
     ),
     "gated_activation": (
         ("activation: expected silu or gelu_pytorch_tanh, got 'relu'", {"activation": "relu"}),
@@ -124,9 +107,9 @@ BAD_CALLS = {
     ),
     "apply_rotary_embedding": BAD_ROTARY,
     "merge_attention_states": (),
-    "slot_mapping_from_positions": (("block_size: expected at least 1, got 0", {"block_size": 0}),),
+    "slot_mapping_from_positions": (),
     "sample_tokens": (
-        ("logits: expected a vocab_size of at least 1, got (2, 0)", {"logits": ones(2, 0)}),
+        ("logits: expected vocab_size of at least 1, got 0", {"logits": ones(2, 0)}),
         ("noise_seeds: expected temperatures and noise_seeds together", {"noise_seeds": None}),
         ("noise_seeds: expected temperatures and noise_seeds together", {"temperatures": None}),
         *(
@@ -165,13 +148,15 @@ BAD_CALLS = {
             (f"rotary_cos: expected {message}", APPEND | {"rotary_cos": t, "rotary_sin": t})
             for message, t in (
                 ("at least 8 rows, ... got 7", ones(7, 8)),
-                ("a rotary_dim from 2 to head_dim=16, got 18", ones(8, 9)),
+                ("rotary_dim from 2 to head_dim=16, got 18", ones(8, 9)),
             )
         ],
         ("k_cache: expected at least batch=3 rows, got 2", {"q": ones(3, 3, 4, 16)}),
         ("k_cache: expected dtype ..., got torch.float8_e4m3fn", kv(2, 8, 2, 16, dtype=FP8_DTYPE)),
-        ("num_splits: expected from 1 to 65535, got -1", {"num_splits": -1}),
-        ("softcap: expected 0", {"softcap": -1.0}),
+        (
+            "cache_batch_idx: not supported together with block_table",
+            {"cache_batch_idx": i32(0, 1), "block_table": i32([0], [1])},
+        ),
         ("cache_seqlens: expected 0 to 5, ... 3 are new, got 6", APPEND | {"cache_seqlens": 6}),
         ("cache_seqlens: expected 0 to 8, ... got -1", {"cache_seqlens": -1}),
         ("cache_seqlens: expected 0 to 8, ", {"cache_seqlens": 2**40}),
@@ -182,31 +167,25 @@ BAD_CALLS = {
     ),
     "flash_attn_varlen_func": (
         ("k: expected shape (num_blocks,", {"block_table": i32([0], [0])}),
-        ("k: expected a num_kv_heads of at least 1", {"k": ones(7, 0, 16), "v": ones(7, 0, 16)}),
+        ("k: expected num_kv_heads of at least 1", {"k": ones(7, 0, 16), "v": ones(7, 0, 16)}),
         ("cu_seqlens_q: expected shape (batch+1), got (0,)", {"cu_seqlens_q": i32()}),
+        ("dropout_p: only 0 is supported, got 0.1", {"dropout_p": 0.1}),
     ),
 }
-IDS = "block_tables: expected block ids from 0 to 4 within the context, got"
 BAD_TABLES = (
-    ("context_lens: expected lengths >= 0, got -1", {"context_lens": i32(-1, 3)}),
     (
         "block_tables: 2 columns of block_size 4 hold 8 tokens, but context_lens reaches 9; "
         "needed are 3 columns",
         {"context_lens": i32(1, 9)},
     ),
-    (f"{IDS} -1 at [1, 1]", {"block_tables": i32([0, 1], [2, -1])}),
-    (f"{IDS} 5 at [0, 0]", {"block_tables": i32([5, 1], [2, 3])}),
-    (f"{IDS} -1 at [0, 0]", {"block_tables": i32([-1, 1], [-1, 3]), "window_size": 5}),
+    (
+        "block_tables: expected block ids within the context from 0 to 4, got -1 at [0, 0]",
+        {"block_tables": i32([-1, 1], [-1, 3]), "window_size": 5},
+    ),
 )
 BAD_PAIRS = (
-    ("src_to_dst: expected source blocks below 5, got 5", {"src_to_dst": i64([5, 0])}),
-    ("src_to_dst: expected destination blocks below ..., got 9", {"src_to_dst": i64([0, 9])}),
+    ("src_to_dst: expected destination blocks of at most ..., got 9", {"src_to_dst": i64([0, 9])}),
     ("src_to_dst: ...every destination once, got block 2", {"src_to_dst": i64([0, 2], [1, 2])}),
-)
-BAD_SLOT = ("slot_mapping: expected slots below 20 ...got 20", {"slot_mapping": i64(20)})
-BAD_POSITIONS = tuple(
-    (f"positions: expected rows of cos from 0 to 8, got {p}", {"positions": i64(0, p, 1, 2)})
-    for p in (-1, 9)
 )
 BAD_HOST_VALUES = {
     "paged_decode_attention": BAD_TABLES,
@@ -219,27 +198,9 @@ BAD_HOST_VALUES = {
     ),
     "shared_prefix_decode_attention": (
         ("prefix_block_tables: 2 columns ...prefix_lens reaches 99", {"prefix_lens": i32(7, 99)}),
-        ("prefix_block_tables: expected block ids", {"prefix_block_tables": i32([0, 1], [-1, 1])}),
         ("suffix_block_tables: 2 columns ...suffix_lens reaches 99", {"suffix_lens": i32(1, 99)}),
         ("group_offsets: ... 0 to batch=2, got [0, 1, 1]", {"group_offsets": i32(0, 1, 1)}),
         ("group_offsets: expected values that ascend", {"group_offsets": i32(0, 3, 2)}),
-    ),
-    "store_kvcache": (BAD_SLOT,),
-    "rope_store_kvcache": (BAD_SLOT, *BAD_POSITIONS),
-    "apply_rotary_embedding": BAD_POSITIONS,
-    "slot_mapping_from_positions": (
-        ("positions: ... below 12 (3 columns of block_size 4), got 12", {"positions": i64(0, 12)}),
-        ("seq_ids: expected rows of block_tables from 0 to 1, got 2", {"seq_ids": i64(0, 2)}),
-        ("seq_ids: expected rows ...got -1", {"seq_ids": i64(-1, 0)}),
-    ),
-    "sample_tokens": (
-        *[
-            (f"temperatures: expected numbers from 0 to 1e+29, got [1.0, {t}]", {"temperatures": x})
-            for t, x in ((str(t), torch.tensor([1.0, t])) for t in (-1.0, math.nan, math.inf))
-        ],
-        ("min_ps: ... from 0 to 1, got [0.5, 2.0]", {"min_ps": torch.tensor([0.5, 2])}),
-        ("top_ks: expected numbers from 1 to inf, got [0, 5]", {"top_ks": i64(0, 5)}),
-        ("top_ps: ... from 0 to 1, got [-0.5, 1.0]", {"top_ps": torch.tensor([-0.5, 1])}),
     ),
     "copy_blocks": (
         *BAD_PAIRS,
@@ -266,10 +227,6 @@ def listed(table):
     ]
 
 
-def tensors_of(call):
-    return [t for t in tree_leaves(call) if isinstance(t, torch.Tensor) and not t.is_meta]
-
-
 @functools.cache
 def after_a_good_call(op, device):
     """The op, which remembers calls on any device, after its good call."""
@@ -284,13 +241,12 @@ def assert_rejected(op, message, arguments, device, error=ValueError, remembers=
     """The op, which remembers a good call, raises what begins with the message and has written
     nothing."""
     call = on_device(good_call(op) | arguments, device)
-    before = [bits(t).clone() if t.is_floating_point() else t.clone() for t in tensors_of(call)]
+    before = copied(call)
     with pytest.raises(error) as raised:
         (after_a_good_call(op, device) if remembers else function(op))(**call)
     pattern = re.escape(message).replace(r"\.\.\.", ".*")
     assert re.match(pattern, str(raised.value)), raised.value
-    for tensor, old in zip(tensors_of(call), before, strict=True):
-        assert torch.equal(bits(tensor) if tensor.is_floating_point() else tensor, old)
+    assert same(call, before)
 
 
 @pytest.mark.parametrize(
@@ -302,7 +258,7 @@ def assert_rejected(op, message, arguments, device, error=ValueError, remembers=
     ],
 )
 def test_bad_input(op, message, arguments, device):
-    assert_rejected(op, message, arguments, device)
+    assert_rejected(op, message, arguments, device, (ValueError, NotImplementedError))
 
 
 OPTIONAL = {
@@ -336,7 +292,7 @@ def test_every_dimension_is_checked(op, device):
     function(op)(**on_device(good_call(op), device))
     call = good_call(op) | OPTIONAL.get(op, {})
     named = "|".join(inspect.signature(function(op)).parameters)
-    wanted = "expected (shape|a positive multiple|at most num_tokens)"
+    wanted = "expected (shape|a positive multiple|num_slots)"
     accepted = set()
     for name, tensor in call.items():
         for dim in range(tensor.dim() if isinstance(tensor, torch.Tensor) else 0):
@@ -395,45 +351,70 @@ def test_bad_values_in_host_memory(op, message, arguments, device):
     assert_rejected(op, message, arguments, device, remembers=False)
 
 
-NO_NUMBER = (None, "1", np.float32(1), torch.tensor(1.0))
+ANY, SPLITS = (None, None), (1, 65535)
+SCORES = {"scale": ANY, "softcap": (0, None), "window_size": (1, None), "num_splits": SPLITS}
+SEQUENCES = {"block_tables": (0, 4), "context_lens": (0, None)}
+FLASH_ATTN = {"softmax_scale": ANY, "softcap": (0, None)}
+RANGES = {
+    "paged_decode_attention": SCORES | SEQUENCES,
+    "paged_prefill_attention": SCORES | SEQUENCES | {"max_seqlen_q": (0, None)},
+    "shared_prefix_decode_attention": SCORES | {
+        "num_prefix_splits": SPLITS, "prefix_block_tables": (0, 4), "prefix_lens": (0, None),
+        "suffix_block_tables": (0, 4), "suffix_lens": (0, None),
+    },
+    "store_kvcache": {"slot_mapping": (None, 19)},
+    "rope_store_kvcache": {
+        "slot_mapping": (None, 19), "positions": (0, 8), "norm_eps": (0, None), "norm_offset": ANY
+    },
+    "apply_rotary_embedding": {"positions": (0, 8)},
+    "add_rms_norm": {"eps": (0, None), "offset": ANY},
+    "slot_mapping_from_positions": {
+        "block_size": (1, None), "positions": (None, 11), "seq_ids": (0, 1)
+    },
+    "sample_tokens": {
+        "temperatures": (0, 1e29), "min_ps": (0, 1), "top_ks": (1, None), "top_ps": (0, 1)
+    },
+    "copy_blocks": {"src_to_dst": (None, 4)},
+    "swap_blocks": {"src_to_dst": (None, 4)},
+    "flash_attn_with_kvcache": FLASH_ATTN | {"num_splits": (0, 65535)},
+    "flash_attn_varlen_func": FLASH_ATTN | {"max_seqlen_q": (0, None)},
+}  # fmt: skip
+"""Least and largest value of every number, and of every element of a tensor in host memory."""
+NO_FLOAT = ("1", np.float32(1), torch.tensor(1.0), [0.1])
 NO_INTEGER = ("2", 2.0, True, np.int64(2), torch.tensor(2))
-NO_NUMBERS = {
-    "paged_decode_attention": {
-        "scale": (*NO_NUMBER[1:], [0.1]),
-        "softcap": NO_NUMBER,
-        "window_size": NO_INTEGER,
-        "num_splits": NO_INTEGER,
-    },
-    "rope_store_kvcache": dict.fromkeys(("norm_eps", "norm_offset"), NO_NUMBER),
-    "add_rms_norm": dict.fromkeys(("eps", "offset"), NO_NUMBER),
-    "slot_mapping_from_positions": {"block_size": NO_INTEGER},
-    "flash_attn_with_kvcache": {"softmax_scale": NO_NUMBER[1:], "softcap": NO_NUMBER},
-    "flash_attn_varlen_func": {
-        "softmax_scale": NO_NUMBER[1:],
-        "softcap": NO_NUMBER,
-        "max_seqlen_q": (3.0, "3"),
-    },
-}
 
 
-@pytest.mark.parametrize(
-    ("op", "name"), [(op, name) for op, table in NO_NUMBERS.items() for name in table]
-)
-def test_numbers_of_a_wrong_type(op, name, device):
-    for value in NO_NUMBERS[op][name]:
-        message = f"{name}: expected a... got {type(value).__name__}"
-        assert_rejected(op, message, {name: value}, device, TypeError)
+@pytest.mark.parametrize(("op", "name"), [(op, name) for op in RANGES for name in RANGES[op]])
+def test_values(op, name, device):
+    """A value outside its range or not finite, and a number of another type."""
+    good, (low, high) = good_call(op).get(name), RANGES[op][name]
+    is_tensor = isinstance(good, torch.Tensor)
+    if is_tensor and device.type != "cpu":
+        pytest.skip("values of GPU tensors are not checked: that would synchronise")
+    annotation = inspect.signature(function(op)).parameters[name].annotation
+    is_float = good.is_floating_point() if is_tensor else "float" in annotation
+    outside = [] if low is None else [low - 1]
+    outside += [math.inf, math.nan] if is_float else [] if high is None else [high + 1]
+    for value in outside:
+        wrong, limit = value, low if high is None else high
+        if is_tensor:
+            wrong = good.clone()
+            wrong.view(-1)[0] = value
+        message = f"{name}: expected ...{'' if limit is None else limit}, got {value}"
+        assert_rejected(op, message, {name: wrong}, device, remembers=not is_tensor)
+    for wrong in () if is_tensor else NO_FLOAT if is_float else NO_INTEGER:
+        if "flash" in op and not is_float and hasattr(wrong, "__index__"):
+            continue  # it takes the integers of NumPy and tensors
+        message = f"{name}: expected a... got {type(wrong).__name__}"
+        assert_rejected(op, message, {name: wrong}, device, TypeError)
 
 
-@pytest.mark.parametrize(
-    ("op", "name"),
-    [
-        ("paged_decode_attention", "out"), ("add_rms_norm", "residual"),
-        ("store_kvcache", "k_cache"), ("flash_attn_with_kvcache", "k_cache"),
-        ("rope_store_kvcache", "v_cache"), ("rope_store_kvcache", "query"),
-        ("swap_blocks", "dst_cache"), ("copy_blocks", "caches"),
-    ],
-)  # fmt: skip
+WRITTEN = [(op, name) for op in CASES for name in make_case(op, num_layers=1).writes]
+WRITTEN += [(op, "out") for op in ATTENTION]
+WRITTEN += [("flash_attn_with_kvcache", name) for name in ("k_cache", "v_cache")]
+
+
+@pytest.mark.parametrize(("op", "name"), WRITTEN)
 def test_expanded_tensors_are_not_written_to(op, name, device):
     call = on_device(good_call(op) | (APPEND if "flash" in op else {}), device)
     row = torch.full(call[name].shape[-1:], 7.0, device=device)

@@ -13,13 +13,13 @@ import torch
 from attention_ops import OPS
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._pytree import tree_leaves, tree_map_only
+from op_calls import copied, same, tensors_of
+from torch.utils._pytree import tree_map_only
 
 import kernels
 from kernels import reference
 from kernels.block_layout import CACHE_DTYPES
 from kernels.fp8_cache import FP8_DTYPE
-from kernels.testing.accuracy import bits
 from kernels.testing.cases import CASES, FEATURES, make_case
 from kernels.testing.inputs import LAYOUTS, SCALES
 
@@ -94,10 +94,6 @@ def relaid(tensor: torch.Tensor, how: str, start: int = 0) -> torch.Tensor:
         order = (*reversed(range(tensor.dim() - 1)), tensor.dim() - 1)
         return tensor.permute(order).contiguous().permute(order)
     return tensor
-
-
-def tensors_of(value) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def memory_of(inputs) -> dict[int, torch.Tensor]:
@@ -195,11 +191,10 @@ def test_moves_keep_every_bit_pattern(op, dtype, device):
 
     if op != "swap_blocks" or device.type == "cpu":
         case.inputs.update(tree_map_only(torch.Tensor, any_bits, case.inputs))
-    expected = tree_map_only(torch.Tensor, torch.clone, case.inputs)
+    expected = copied(case.inputs)
     getattr(reference, op)(**expected)
     case.call()
-    for name in case.writes:
-        assert torch.equal(bits(case.inputs[name]), bits(expected[name]))
+    assert same(case.inputs, expected)
 
 
 NOTHING = {"num_tokens": 0, "num_pairs": 0, "context_lens": (), "query_lens": ()}
@@ -211,10 +206,10 @@ def test_nothing_to_do(op, device):
     """No rows, pairs or sequences: no error, empty results, nothing written."""
     case = make_case(op, **NOTHING, device=device)
     written = [x for name in case.writes for x in tensors_of(case.inputs[name])]
-    before = [bits(x).clone() for x in written]
+    before = copied(written)
     result = case.call()
     assert not any(x.numel() for x in tensors_of(result))
-    assert all(torch.equal(old, bits(x)) for old, x in zip(before, written, strict=True))
+    assert same(before, written)
 
 
 SMALL = {"num_q_heads": 6, "num_kv_heads": 3, "head_dim": 32, "block_size": 5, "num_tokens": 5}
@@ -250,8 +245,7 @@ def test_offsets_beyond_32_bits(op, dim, features, huge_tensor, device):
         moved = tree_map_only(torch.Tensor, move, case.inputs)
         case.inputs.update(moved)
         results.append([case.call(), *(case.inputs[name] for name in case.writes)])
-    for near, away in zip(*map(tensors_of, results), strict=True):
-        assert torch.equal(near, away)
+    assert same(*results)
 
 
 # The last slot, position and token are used. Heads of a block lie apart: only then does what
@@ -295,16 +289,7 @@ def test_nothing_past_the_end_is_accessed(op, features, at_the_edge, monkeypatch
         narrow = {k: v for k, v in case.inputs.items() if k != "src_to_dst"}
         case.inputs.update(tree_map_only(torch.Tensor, lambda x: x[..., :32], narrow))
     edge = tree_map_only(torch.Tensor, at_the_edge_with_strides, case.inputs)
-    expected = tensors_of([case.call(), case.inputs])
+    expected = case.call(), case.inputs
     empty = torch.empty  # results
     monkeypatch.setattr(torch, "empty", lambda *args, **how: at_the_edge(empty(*args, **how)))
-    for one, other in zip(
-        expected,
-        tensors_of([case.call(lambda **_: getattr(kernels, op)(**edge)), edge]),
-        strict=True,
-    ):
-        assert (
-            torch.equal(bits(one), bits(other))
-            if one.is_floating_point()
-            else torch.equal(one, other)
-        )
+    assert same((case.call(lambda **_: getattr(kernels, op)(**edge)), edge), expected)

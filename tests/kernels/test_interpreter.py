@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 import triton.language as tl
-from attention_ops import OPS, same
+from attention_ops import OPS
+from op_calls import same
 from triton.runtime import interpreter
 
 from kernels.fp8_cache import FP8_DTYPE

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_ops import OPS, same, select
+from attention_ops import OPS, select
+from op_calls import same
 
 from kernels import reference
 from kernels.fp8_cache import FP8_DTYPE

@@ -13,7 +13,8 @@ from dataclasses import replace
 import pytest
 import torch
 import triton
-from attention_ops import OPS, same, select
+from attention_ops import OPS, select
+from op_calls import same
 
 from kernels.fp8_cache import FP8_DTYPE
 from kernels.tiles import force_target, prefill_tile, target_of

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._pytree import tree_map_only
+from op_calls import copied
 
 from kernels import apply_rotary_embedding, rope_store_kvcache, store_kvcache
 from kernels.fp8_cache import FP8_DTYPE
@@ -33,10 +33,6 @@ def drawn_sizes(data):
     return {name: data.draw(strategy, label=name) for name, strategy in SIZES.items()}
 
 
-def clone(inputs):
-    return tree_map_only(torch.Tensor, torch.clone, inputs)
-
-
 @given(data=st.data())
 def test_is_rotation_then_store(data, device):
     num_tokens = data.draw(st.integers(0, 20), label="num_tokens")
@@ -46,7 +42,7 @@ def test_is_rotation_then_store(data, device):
     call = case.inputs
     if data.draw(st.booleans(), label="without queries"):
         call["query"] = None
-    wanted = clone(call)
+    wanted = copied(call)
     assert case.call() is None
 
     rotation = {name: call[name] for name in ("positions", "cos", "sin", "interleaved")}
@@ -88,7 +84,7 @@ def test_norms_come_before_the_rotation(data, device):
     plain, quantised = with_norms(None), with_norms(FP8_DTYPE)
     for name, result in plain.judge().items():
         assert result.passed, f"{name}: {result}, bound {result.bound:.3g}"
-    wanted = clone(quantised.inputs)
+    wanted = copied(quantised.inputs)
     quantised.call()
     # The same keys and values without scales, read back and stored.
     slots = wanted["slot_mapping"]

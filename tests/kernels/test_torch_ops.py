@@ -7,14 +7,14 @@ import warnings
 
 import pytest
 import torch
-from op_calls import FP8_OPS, good_call, i32, on_device, ones
+from op_calls import FP8_OPS, good_call, i32, on_device, same
+from torch import ones
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import kernels
 from kernels import torch_ops
 from kernels.flash_attn_compat import flash_attn_varlen_func, flash_attn_with_kvcache
-from kernels.testing.accuracy import bits
 from kernels.testing.cases import CASES, FEATURES, make_case
 
 FLASH_ATTN = ("flash_attn_kvcache", "flash_attn_varlen")
@@ -186,10 +186,6 @@ def test_traces_without_a_graph_break_and_computes_the_same(step, step_args, how
     def arguments():
         torch.manual_seed(0)
         return step_args(device)
-
-    def same(tensors, others):
-        pairs = zip(tree_leaves(tensors), tree_leaves(others), strict=True)
-        return all(torch.equal(bits(a), bits(b)) for a, b in pairs)
 
     got_args, want_args = arguments(), arguments()
     want = step(*want_args)
