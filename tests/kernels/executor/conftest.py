@@ -41,11 +41,8 @@ def run_body():
     return run
 
 
-_NEED_COMPILED_KERNELS = ("test_ops.py", "test_mutants.py")
-
-
 def pytest_ignore_collect(collection_path, config):
     """Collect tests of compiled kernels only with `--executor`. Other runs use the interpreter."""
-    if collection_path.name in _NEED_COMPILED_KERNELS and not config.getoption("--executor", None):
+    if collection_path.name == "test_ops.py" and not config.getoption("--executor", None):
         return True
     return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -185,3 +186,40 @@ def test_dependent_launches_wait(request):
             with executing(request, edit=edit), pytest.raises(Fault) as raised:
                 case.call()
             assert (raised.value.kind, raised.value.kernel) == (FaultKind.LAUNCH_RACE, broken)
+
+
+BREAKS = {
+    r"^\s*bar\.sync\s+0;$": ("", "SHARED_RACE"),
+    r"\bcp\.async\.wait_group\s+\d+;": ("cp.async.wait_group 7;", "COPY_IN_FLIGHT"),
+    r"@!?%p\d+ ((?:ld|st)\.global)": (r"\1", "OUT_OF_BOUNDS"),
+    r"\bsetp\.lt\.s(32|64)\b": (r"setp.le.s\1", "OUT_OF_BOUNDS"),
+    r"(\b(?:st\.shared|ldmatrix)\S* .*?\[ ?%r\d+) ?(?:\+ ?0 ?)?\]": (
+        r"\1+64]", "OUT_OF_BOUNDS COPY_IN_FLIGHT",
+    ),
+    r"^\s*fence\.proxy\.async\S*;$": ("", "FENCE"),
+    r"^\s*wgmma\.fence\S*;$": ("", "FENCE"),
+    r"^\s*wgmma\.wait_group\S*\s+0;$": ("", "MATRIX_IN_FLIGHT"),
+    r"^\s*@!complete bra\.uni waitLoop;$": ("", "MATRIX_IN_FLIGHT"),
+    r"^\s*@%p\d+ tcgen05\.commit\S* .*;$": ("", "ENDLESS"),
+    r"^\s*tcgen05\.wait::(ld|st)\S*;$": ("", "COPY_IN_FLIGHT"),
+}  # fmt: skip
+"""Pattern of what bounds or orders memory accesses: a wrong replacement, kinds of the fault."""
+
+
+def test_broken_prefill_is_a_fault(request):
+    """Barriers, waits, fences and masks that the executor must miss in a compiled kernel."""
+    from kernels.executor import Fault
+
+    texts = []
+    case = make_case(PREFILL[0], **HEADS | FP16, context_lens=(140, 9), query_lens=(33, 1))
+    with executing(request, edit=lambda name, ptx: texts.append(ptx) or ptx):
+        case.call()
+    broken = {one: re.sub(one, BREAKS[one][0], texts[0], flags=re.M) for one in BREAKS}
+    broken = {one: ptx for one, ptx in broken.items() if ptx != texts[0]}
+    architecture = request.config.getoption("--executor").removeprefix("ptx-")
+    assert len(broken) == {"sm_90": 8, "sm_100": 9}.get(architecture, 5)
+    for one, text in broken.items():
+        edit = partial(lambda _name, _ptx, text: text, text=text)
+        with executing(request, edit=edit), pytest.raises(Fault) as raised:
+            case.call()
+        assert raised.value.kind.name in BREAKS[one][1].split(), one
