@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from cache.blocks.event_log import Event, EventLog
 from cache.blocks.memory_usage import MemoryUsage
 from cache.blocks.pool import OutOfBlocks
 from cache.blocks.sequence import MultiModalInput, Sequence
@@ -38,8 +37,6 @@ __all__ = [
     "CacheManager",
     "CacheStats",
     "Clock",
-    "Event",
-    "EventLog",
     "EvictionPolicy",
     "MemoryUsage",
     "MultiModalInput",

@@ -2,12 +2,14 @@
 
     .venv/bin/python -m docs.tutorial
 
-A picture shows the events of each block since the picture before, from the manager's event log,
-the block tables, the free queue, and the hashes by which blocks are found.
+A picture shows the events of each block since the picture before, the block tables, the free queue,
+and the hashes by which blocks are found.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -29,25 +31,21 @@ text { fill: #e3e6ea } .page { fill: #161a1f } .used { fill: #1d405f } .kept { f
 
 
 class Story:
-    """A manager, its sequences, and the number of events shown so far."""
+    """A manager, its sequences, and the events since the last picture."""
 
     def __init__(self, manager: str, num_blocks: int) -> None:
-        self._log = cache.EventLog()
-        self.manager = cache.make_manager(
-            manager, num_blocks=num_blocks, block_size=_BLOCK_SIZE, event_log=self._log
-        )
+        self.manager = cache.make_manager(manager, num_blocks=num_blocks, block_size=_BLOCK_SIZE)
         self._blocks = self.manager.pool if manager == "vllm_v1" else self.manager.gpu
-        self._shown = 0
+        self._happened: dict[int, dict[str, None]] = defaultdict(dict)  # kinds of each block
         self._running: dict[str, cache.Sequence] = {}
-        self._hashes: dict[int, bytes] = {}
         self._meanings: dict[bytes, str] = {}
         self._tokens: dict[int, list[int]] = {}
         self._copies: list[tuple[int, int]] = []
 
     def start(self, name: str, tokens: Iterable[int]) -> cache.Sequence:
         """A new sequence with slots for all of its tokens."""
-        seq = self._running[name] = cache.Sequence(name, tokens)
-        self.manager.allocate(seq)
+        seq = cache.Sequence(name, tokens)
+        self.resume(seq)
         return seq
 
     def decode(self, seq: cache.Sequence, *tokens: int) -> None:
@@ -58,7 +56,8 @@ class Story:
 
     def append(self, seq: cache.Sequence) -> None:
         """Allocate slots for the generated tokens of ``seq``.  Raises OutOfBlocks."""
-        self._copies += self.manager.append(seq)
+        with self._watched():
+            self._copies += self.manager.append(seq)
 
     def fork(self, seq: cache.Sequence, name: str) -> cache.Sequence:
         child = self._running[name] = seq.fork(name)
@@ -67,26 +66,43 @@ class Story:
 
     def free(self, seq: cache.Sequence) -> None:
         self._note_tokens()
-        self.manager.free(self._running.pop(seq.seq_id))
+        with self._watched():
+            self.manager.free(self._running.pop(seq.seq_id))
 
     def resume(self, seq: cache.Sequence) -> None:
         self._running[seq.seq_id] = seq
-        self.manager.allocate(seq)
+        with self._watched():
+            self.manager.allocate(seq)
+
+    def _contents(self) -> list[bytes | None]:
+        """The hash of each block, None for a block that cannot be found."""
+        keys = getattr(self._blocks, "block_hashes", None) or self._blocks.keys
+        return [key if isinstance(key, bytes) else None for key in keys]
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Note what a call changes."""
+        users, contents = list(self._blocks.ref_counts), self._contents()
+        try:
+            yield
+        finally:
+            changed = zip(users, self._blocks.ref_counts, contents, self._contents(), strict=True)
+            for block, (before, after, old, new) in enumerate(changed):
+                kinds = {
+                    "evicted": old is not None and new != old,
+                    "hit": after > before and old is not None and new == old,
+                    "allocated": after > before and (old is None or new != old),
+                    "cached": new is not None and new != old,
+                    "freed": before > 0 and not after,
+                }
+                self._happened[block] |= {kind: None for kind, is_so in kinds.items() if is_so}
 
     def picture(self) -> str:
         """The state as SVG, with the events since the last picture."""
         self.manager.check_invariants()
-        happened: dict[int, list[str]] = {}
-        for _, kind, block, content in self._log.events[self._shown :]:
-            kinds = happened.setdefault(block, [])
-            kinds += [kind] if kind not in kinds else []
-            if kind == "cached":
-                self._hashes[block] = content
-            elif kind == "evicted":
-                del self._hashes[block]
-        self._shown = len(self._log.events)
         self._note_tokens()
-        shapes, y = [*self._pool(happened)], 164
+        shapes, y = [*self._pool()], 164
+        self._happened.clear()
         for name, seq in self._running.items():
             shapes += _row(y, f"{name}, {seq.num_tokens} tokens", self.manager.block_table(seq))
             y += 30
@@ -96,7 +112,7 @@ class Story:
             pairs = ", ".join(f"{source} to {target}" for source, target in self._copies)
             shapes += [_text(0, y, f"copied before the step: block {pairs}", "hit")]
             self._copies, y = [], y + 24
-        entries = self._hashes.items()  # as they were cached
+        entries = [(block, digest) for block, digest in enumerate(self._contents()) if digest]
         for i, (block, digest) in enumerate(entries):
             entry = f"{_short(digest)} = {self._meanings[digest]} in block {block}"
             shapes.append(_text(i % 2 * _WIDTH / 2, y + i // 2 * 18, entry))
@@ -122,10 +138,11 @@ class Story:
                     if len(own) == _BLOCK_SIZE:
                         self._meanings[digest] = f"H({parent}, {' '.join(map(str, own))})"
 
-    def _pool(self, happened: dict[int, list[str]]) -> Iterator[str]:
-        for block, users in enumerate(self._blocks.ref_counts):
-            x, digest = block * _WIDTH / 10, self._hashes.get(block)
-            for i, kind in enumerate(happened.get(block, ())):
+    def _pool(self) -> Iterator[str]:
+        states = zip(self._blocks.ref_counts, self._contents(), strict=True)
+        for block, (users, digest) in enumerate(states):
+            x = block * _WIDTH / 10
+            for i, kind in enumerate(self._happened[block]):
                 yield _text(x + 35, 12 + 13 * i, kind, f"middle {kind}")
             state = "used" if users else "kept" if digest else "free"
             yield f'<rect class="{state}" x="{x:g}" y="48" width="70" height="84" rx="4"/>'

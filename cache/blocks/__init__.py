@@ -1,1 +1,1 @@
-"""Blocks and what they hold: sequences, block hashes, the block pool, its event log."""
+"""Blocks and what they hold: sequences, block hashes, the block pool, memory use."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
-from cache.blocks.event_log import EventLog
 from cache.checks import require
 from cache.policies.base import EvictionPolicy, check_victims
 
@@ -62,7 +61,6 @@ class BlockPool:
         policy: EvictionPolicy,
         *,
         queue_uncached: bool = False,
-        event_log: EventLog | None = None,
     ) -> None:
         policy.start(num_blocks)
         self.num_blocks = self.num_free_blocks = num_blocks
@@ -74,7 +72,6 @@ class BlockPool:
         self.block_hashes: list[bytes | None] = [None] * num_blocks
         self._holders: dict[bytes, int] = {}  # hash -> the oldest block with this content
         self._duplicates: dict[bytes, list[int]] = {}  # hash -> the younger ones, by age
-        self._log = event_log
         self._reports_misses = type(policy).miss is not EvictionPolicy.miss
         self._reports_content = type(policy).insert is not EvictionPolicy.insert
 
@@ -147,8 +144,6 @@ class BlockPool:
             self.policy.pin_many(revived)
         for block in hits:
             ref_counts[block] += 1
-        if self._log:
-            self._log.record("hit", hits, map(self.block_hashes.__getitem__, hits))
 
     def share(self, blocks: Sequence[int]) -> None:
         """Add a user to each of ``blocks``, which are in use."""
@@ -171,19 +166,16 @@ class BlockPool:
         ref_counts = self.ref_counts
         for block in blocks:
             ref_counts[block] = 1
-        if self._log:
-            self._log.record("allocated", blocks)
         return blocks
 
     def _forget(self, evicted: list[int]) -> None:
         """Drop the content of ``evicted``, which the policy has just returned."""
         hashes, holders, duplicates = self.block_hashes, self._holders, self._duplicates
-        cached = [block for block in evicted if hashes[block] is not None]
-        if self._log:
-            self._log.record("evicted", cached, map(hashes.__getitem__, cached))
-        self.counts["evicted_blocks"] += len(cached)
-        for block in cached:
+        for block in evicted:
             key, hashes[block] = hashes[block], None
+            if key is None:
+                continue
+            self.counts["evicted_blocks"] += 1
             if key not in duplicates:
                 del holders[key]
                 continue
@@ -220,8 +212,6 @@ class BlockPool:
             if self._reports_content:
                 self.policy.insert(block, name, parent, depth)
                 parent = key
-        if self._log:
-            self._log.record("cached", table[first:last], hashes[first:last])
 
     def free(self, blocks: Sequence[int]) -> None:
         """Remove a user from each of ``blocks``, given in the order of their sequence.
@@ -236,8 +226,6 @@ class BlockPool:
             if not ref_counts[block]:
                 released.append(block)
         self.num_free_blocks += len(released)
-        if self._log:
-            self._log.record("freed", released)
         num_uncached = 0
         while num_uncached < len(released) and hashes[released[num_uncached]] is None:
             num_uncached += 1

@@ -45,7 +45,6 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, ClassVar, NamedTuple
 
-from cache.blocks.event_log import EventLog
 from cache.blocks.memory_usage import MemoryUsage
 from cache.blocks.sequence import Sequence
 from cache.checks import as_int, at_least, require, true_or_false
@@ -178,14 +177,10 @@ class CacheManager(abc.ABC):
         block_size: int,
         *,
         enable_prefix_caching: bool = False,
-        event_log: EventLog | None = None,
     ) -> None:
         self.num_blocks = at_least(1, "num_blocks", num_blocks)
         self.block_size = at_least(1, "block_size", block_size)
         self.enable_prefix_caching = true_or_false("enable_prefix_caching", enable_prefix_caching)
-        if event_log is not None and not isinstance(event_log, EventLog):
-            raise ValueError(f"event_log={event_log!r}: needs a cache.EventLog or None")
-        self._log = event_log
         self._tables: dict[Hashable, Table] = {}
         self._counts = dict.fromkeys(CacheStats.__dataclass_fields__, 0)
         self._version = 0  # rises when hits become stale

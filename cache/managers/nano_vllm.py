@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass
 
-from cache.blocks.event_log import EventLog
 from cache.blocks.hashing import ExtraKey
 from cache.blocks.sequence import Sequence
 from cache.checks import require
@@ -67,7 +66,6 @@ class NanoVLLM(PooledManager):
         policy: str | EvictionPolicy = "lru",
         hash_algorithm: str = "xxh64",
         enable_prefix_caching: bool = True,
-        event_log: EventLog | None = None,
     ) -> None:
         policy = as_policy(policy)
         super().__init__(
@@ -77,7 +75,6 @@ class NanoVLLM(PooledManager):
             hash_algorithm=hash_algorithm,
             enable_prefix_caching=enable_prefix_caching,
             queue_uncached=isinstance(policy, LRU),
-            event_log=event_log,
         )
         self._contents: list[_Content | None] = [None] * self.num_blocks  # when last hashed
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import ClassVar
 
-from cache.blocks.event_log import EventLog
 from cache.blocks.hashing import BlockHasher, collision_free_hasher
 from cache.blocks.pool import BlockPool
 from cache.blocks.sequence import Sequence
@@ -53,13 +52,11 @@ class PooledManager(CacheManager):
         hash_algorithm: str,
         enable_prefix_caching: bool,
         queue_uncached: bool,
-        event_log: EventLog | None,
     ) -> None:
         super().__init__(
             num_blocks,
             block_size,
             enable_prefix_caching=enable_prefix_caching,
-            event_log=event_log,
         )
         if self.compares_tokens:
             self._hasher = BlockHasher(hash_algorithm, self.block_size)
@@ -69,7 +66,6 @@ class PooledManager(CacheManager):
             self.num_blocks,
             as_policy(policy),
             queue_uncached=true_or_false("queue_uncached", queue_uncached),
-            event_log=event_log,
         )
         self.pool.counts = self._counts
         self._listener = listener(self.pool.policy)

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 
-from cache.blocks.event_log import EventLog
-from cache.blocks.hashing import BlockHasher
 from cache.blocks.pool import check_free
 from cache.blocks.sequence import Sequence
 from cache.checks import require
@@ -51,9 +49,6 @@ class Radix(CacheManager):
     ``fifo``, ``mru``, ``gdsf``, a user's ``PriorityPolicy``) gets the history of the node, as
     SGLang's strategies do, with the differences that docs/deviations.md lists.  Any other policy
     sees a node as its last block, which is in use while the node is locked or has children.
-
-    ``event_log`` records what happens to every block.  Contents are named by chained hashes, which
-    are computed for the log only.
     """
 
     name = "radix"
@@ -69,13 +64,11 @@ class Radix(CacheManager):
         policy: str | EvictionPolicy = "lru",
         hash_algorithm: str | None = None,
         enable_prefix_caching: bool = True,
-        event_log: EventLog | None = None,
     ) -> None:
         super().__init__(
             num_blocks,
             block_size,
             enable_prefix_caching=enable_prefix_caching,
-            event_log=event_log,
         )
         if hash_algorithm is not None:
             raise UnsupportedByDesign(
@@ -85,8 +78,6 @@ class Radix(CacheManager):
         self._listener = listener(self.tree.policy) and self.tree.tell
         self._free = array("i", range(self.num_blocks))[::-1]  # a stack
         self._extra_users: Counter[int] = Counter()  # blocks outside the tree shared by forks
-        self._log_hasher = BlockHasher("xxh3_128", self.block_size)
-        self._contents: dict[int, bytes] = {}  # block in the tree -> hash; filled for the log
 
     @property
     def num_free_blocks(self) -> int:
@@ -140,8 +131,6 @@ class Radix(CacheManager):
         if hit.blocks:
             table.node = self.tree.lock(hit.where)  # before anything is evicted
             table.blocks, table.num_in_tree = hit.blocks[:], len(hit.blocks)
-            if self._log:
-                self._log.record("hit", hit.blocks, map(self._contents.__getitem__, hit.blocks))
         return self._extend(table, hit.num_tokens, end)
 
     def _extend(self, table: _Table, start: int, end: int) -> Copies:
@@ -172,15 +161,13 @@ class Radix(CacheManager):
     def _release(self, table: _Table) -> None:
         node, rest = table.node, table.num_in_tree
         filled = self._own_full_blocks(table, table.seq.num_computed_tokens)
-        duplicates = added = array("i")
+        duplicates = array("i")
         if filled:
             key = RadixKey(table.seq, self.block_size)
             node, num_duplicates = self.tree.insert(key, filled, node, rest)
-            duplicates, added = filled[:num_duplicates], filled[num_duplicates:]
-            self._log_cached(table.seq, added, rest + num_duplicates)
+            duplicates = filled[:num_duplicates]
             rest += len(filled)
         self._give_back(duplicates + table.blocks[rest:])
-        self._log_unlocked(table.node, added)
         self.tree.unlock(node)
 
     def _is_shared(self, block: int) -> bool:
@@ -188,7 +175,6 @@ class Radix(CacheManager):
 
     def _forget(self) -> None:
         self._free += self.tree.clear()
-        self._contents.clear()
 
     def _publish(self, table: _Table, end: int) -> None:
         """Insert the full blocks of a prompt, unless the tree has their content already."""
@@ -199,7 +185,6 @@ class Radix(CacheManager):
         key = RadixKey(seq, self.block_size)
         if not self.tree.holds(table.node, key, first):
             table.node, _ = self.tree.insert(key, filled, table.node, first)
-            self._log_cached(seq, filled, first)
             table.num_in_tree += len(filled)
 
     def _own_full_blocks(self, table: _Table, end: int) -> array:
@@ -219,13 +204,9 @@ class Radix(CacheManager):
         if count > len(self._free):
             evicted = self.tree.evict(count - len(self._free))
             self._counts["evicted_blocks"] += len(evicted)
-            if self._log:
-                self._log.record("evicted", evicted, map(self._contents.pop, evicted))
             self._free += evicted
         blocks = self._free[: -count - 1 : -1]
         del self._free[-count:]
-        if self._log:
-            self._log.record("allocated", blocks)
         return blocks
 
     def _give_back(self, blocks: array) -> None:
@@ -240,23 +221,3 @@ class Radix(CacheManager):
                     self._extra_users[block] = users - 1
             blocks = last_users
         self._free += blocks
-        if self._log:
-            self._log.record("freed", blocks)
-
-    def _log_cached(self, seq: Sequence, blocks: array, first: int) -> None:
-        """Log that ``blocks``, at position ``first`` of ``seq`` and later, entered the tree."""
-        if self._log:
-            contents = self._log_hasher.block_hashes(seq)[first : first + len(blocks)]
-            self._log.record("cached", blocks, contents)
-            self._contents.update(zip(blocks, contents, strict=True))
-
-    def _log_unlocked(self, node: RadixNode, added: array) -> None:
-        """Log the blocks that a user of ``node`` frees, ``added`` below it included."""
-        if not self._log:
-            return
-        freed = added[::-1]
-        while node is not self.tree.root:
-            if node.lock_ref == 1:
-                freed += node.blocks[::-1]
-            node = node.parent
-        self._log.record("freed", freed)

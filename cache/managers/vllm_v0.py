@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import chain, count
 from numbers import Real
 
-from cache.blocks.event_log import EventLog
 from cache.blocks.hashing import collision_free_hasher
 from cache.blocks.pool import check_free
 from cache.blocks.sequence import Sequence
@@ -75,7 +74,6 @@ class VLLMv0(CacheManager):
         watermark: share of the GPU blocks, in [0, 1).
         sliding_window: refused together with prefix caching (UnsupportedByDesign).  Without prefix
             caching, any ``policy`` but ``"lru"`` is refused.
-        event_log: records what happens to every GPU block.
         clock: time of an allocation or an append.  Sequences with the same time were scheduled
             together and tie in the evictor.  By default each call has a time of its own.
 
@@ -100,13 +98,11 @@ class VLLMv0(CacheManager):
         watermark: float = 0.01,
         sliding_window: int | None = None,
         clock: Callable[[], float] | None = None,
-        event_log: EventLog | None = None,
     ) -> None:
         super().__init__(
             num_blocks,
             block_size,
             enable_prefix_caching=enable_prefix_caching,
-            event_log=event_log,
         )
         callable_or_none("clock", clock)
         if not (isinstance(watermark, Real) and 0 <= watermark < 1):
@@ -125,12 +121,12 @@ class VLLMv0(CacheManager):
         if enable_prefix_caching:
             evictor = LRUEvictor() if policy == "lru" else as_policy(policy)
             self._listener = listener(evictor)
-            self.gpu = BlockAllocator(self.num_blocks, evictor, event_log)
+            self.gpu = BlockAllocator(self.num_blocks, evictor)
             self.cpu = BlockAllocator(self.num_cpu_blocks, LRUEvictor())
         elif policy != "lru":
             raise UnsupportedByDesign(self.name, f"a policy ({policy!r}) without prefix caching")
         else:
-            self.gpu = BlockAllocator(self.num_blocks, None, event_log)
+            self.gpu = BlockAllocator(self.num_blocks, None)
             self.cpu = BlockAllocator(self.num_cpu_blocks, None)
         self.gpu.counts = self._counts
         self._clock = count(1).__next__ if clock is None else clock
@@ -254,7 +250,7 @@ class VLLMv0(CacheManager):
         self._name(table)
         copy.num_named_tokens = table.num_named_tokens
         for block in table.blocks:
-            self.gpu.share(block, found=False)
+            self.gpu.share(block)
         copy.blocks = table.blocks.copy()
         copy.last_accessed = table.last_accessed
 

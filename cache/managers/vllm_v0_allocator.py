@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from collections.abc import Sequence as Blocks
 
-from cache.blocks.event_log import EventLog
 from cache.checks import require
 from cache.policies.base import EvictionPolicy, check_victims
 from cache.policies.lazy_heap import LazyHeap
@@ -83,9 +82,7 @@ class BlockAllocator:
         counts: ``allocated_blocks``, and how many of them lost a hash (``evicted_blocks``).
     """
 
-    def __init__(
-        self, num_blocks: int, evictor: EvictionPolicy | None, event_log: EventLog | None = None
-    ) -> None:
+    def __init__(self, num_blocks: int, evictor: EvictionPolicy | None) -> None:
         if evictor is not None:
             evictor.start(num_blocks)
         self.num_blocks = num_blocks
@@ -99,7 +96,6 @@ class BlockAllocator:
             self._stack.reverse()
         self._index: dict[ContentKey, int] = {}
         self.find = self._index.get
-        self._log = event_log
         self._touch = evictor.touch if isinstance(evictor, LRUEvictor) else None
         self._queue_uncached = self._touch is not None
 
@@ -113,16 +109,11 @@ class BlockAllocator:
         """Blocks without a user, in the order in which they would be taken now."""
         return [*reversed(self._stack), *(self.evictor or ())]
 
-    def share(self, block: int, *, found: bool = True) -> None:
-        """Add a user to a block, which leaves the evictor if it had none.
-
-        ``found``: log it as a hit.
-        """
+    def share(self, block: int) -> None:
+        """Add a user to a block, which leaves the evictor if it had none."""
         if not self.ref_counts[block]:
             self.evictor.pin(block)
         self.ref_counts[block] += 1
-        if self._log and found and isinstance(self.keys[block], bytes):
-            self._log.record("hit", (block,), (self.keys[block],))
 
     def take(self, key: ContentKey, parent: ContentKey | None, depth: int) -> int:
         """Take a block for ``key`` at position ``depth``; at least one must be free."""
@@ -135,10 +126,8 @@ class BlockAllocator:
         self.computed[block] = 0
         self.keys[block] = key
         self._index[key] = block
-        if self._log:
-            self._log.record("allocated", (block,))
         if hashed:
-            self._insert(block, key, parent, depth)
+            self.evictor.insert(block, key, parent, depth)
         return block
 
     def rename(self, block: int, key: ContentKey, parent: ContentKey | None, depth: int) -> None:
@@ -148,12 +137,7 @@ class BlockAllocator:
         self._index[key] = block
         if isinstance(key, bytes):
             self.evictor.miss(key)
-            self._insert(block, key, parent, depth)
-
-    def _insert(self, block: int, key: bytes, parent: ContentKey | None, depth: int) -> None:
-        self.evictor.insert(block, key, parent, depth)
-        if self._log:
-            self._log.record("cached", (block,), (key,))
+            self.evictor.insert(block, key, parent, depth)
 
     def release(self, blocks: Blocks[int], time: float, first_depth: int = 0) -> None:
         """Remove a user, last scheduled at ``time``, from each of ``blocks``.
@@ -163,8 +147,6 @@ class BlockAllocator:
         ref_counts, idle = self.ref_counts, []
         if self._touch is not None:
             self._touch(blocks, time)
-        if self._log:
-            self._log.record("freed", [b for b in reversed(blocks) if ref_counts[b] == 1])
         for i in reversed(range(len(blocks))):
             block = blocks[i]
             ref_counts[block] -= 1
@@ -187,8 +169,6 @@ class BlockAllocator:
         block = self.evictor.evict()
         check_victims(self.evictor, (block,), self._is_released)
         if self.keys[block] is not None:
-            if self._log:
-                self._log.record("evicted", (block,), (self.keys[block],))
             del self._index[self.keys[block]]
             self.counts["evicted_blocks"] += 1
         return block

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from cache.blocks.event_log import EventLog
 from cache.blocks.pool import check_free
 from cache.blocks.sequence import Sequence
 from cache.checks import at_least
@@ -35,7 +34,6 @@ class VLLMv1(PooledManager):
     docs/deviations.md lists the differences from vLLM.
 
     ``policy`` is the name of an eviction policy or an object, which then belongs to this manager.
-    ``event_log`` records what happens to every block.
     Raises ValueError for an unknown policy or algorithm, and for a digest below 128 bits.
     """
 
@@ -53,7 +51,6 @@ class VLLMv1(PooledManager):
         enable_prefix_caching: bool = True,
         queue_uncached: bool = False,
         sliding_window: int | None = None,
-        event_log: EventLog | None = None,
     ) -> None:
         super().__init__(
             num_blocks,
@@ -62,7 +59,6 @@ class VLLMv1(PooledManager):
             hash_algorithm=hash_algorithm,
             enable_prefix_caching=enable_prefix_caching,
             queue_uncached=queue_uncached,
-            event_log=event_log,
         )
         self.sliding_window = sliding_window
         if sliding_window is not None:

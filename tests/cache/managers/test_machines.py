@@ -51,7 +51,6 @@ class VLLMv1Machine(CachingMachine):
             self.window = data.draw(st.none() | st.integers(1, 3 * block_size), label="window")
             options |= {"queue_uncached": self.queue_uncached, "sliding_window": self.window}
         self.order_known = self.policy == "lru"
-        options["event_log"] = self.draw_log(data)
         manager = manager_of(self.name, num_blocks, block_size, **options)
         if self.collide:
             manager._hasher._digest = lambda data: bytes(7) + bytes([sum(data) % 2])
@@ -84,7 +83,8 @@ class VLLMv1Machine(CachingMachine):
             assert taken == self.queue[: len(taken)], "not from the front of the queue"
         for block in taken:
             self.queue.remove(block)
-            self.cached.pop(block, None)
+            self.counted["evicted_blocks"] += self.cached.pop(block, None) is not None
+        self.counted["allocated_blocks"] += len(taken)
         for block, content in zip(
             live.table, self.full_contents(live.seq, live.stored), strict=False
         ):
@@ -122,7 +122,7 @@ class RadixMachine(CachingMachine):
         self.caching = data.draw(st.sampled_from([True, True, True, False]), label="caching")
         self.cached_before: set[tuple] = set()  # the running step
         options = {"policy": data.draw(st.sampled_from(ONLINE_POLICIES), label="policy")}
-        options |= {"enable_prefix_caching": self.caching, "event_log": self.draw_log(data)}
+        options["enable_prefix_caching"] = self.caching
         return manager_of("radix", num_blocks, block_size, **options)
 
     def nodes(self):

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from manager_helpers import CACHING, NAMES, manager_of
+from manager_helpers import NAMES, manager_of
 
 from cache import UnsupportedByDesign, make_manager
 from cache.policies.fifo import FIFO
@@ -55,7 +55,6 @@ BAD = [
         (manager, {"enable_prefix_caching": "no"}, "enable_prefix_caching='no'.*True or False")
         for manager in NAMES
     ),
-    *((manager, {"event_log": 3}, "event_log=3: needs a cache.EventLog") for manager in CACHING),
     ("vllm_v1", {"queue_uncached": 1}, "queue_uncached=1: needs True or False"),
     ("vllm_v1", {"hash_algorithm": []}, r"hash_algorithm=\[\] is unknown"),
     ([], {}, r"manager=\[\] is unknown"),

@@ -37,7 +37,6 @@ class VLLMv0Machine(CachingMachine):
             num_cpu_blocks=self.num_cpu_blocks,
             watermark=watermark,
             sliding_window=self.window,
-            event_log=self.draw_log(data),
         )
 
     def contents(self):
