@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
-from op_calls import FP8_OPS, good_call, i32, on_device, same
+from op_calls import FP8_OPS, copied, good_call, i32, on_device, same
 from torch import ones
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -88,76 +89,26 @@ def test_opcheck(name, device):
         torch.library.opcheck(operator(name), (), call, test_utils=tests)
 
 
-def decode_step(key, value, caches, q, positions, tables, pairs):
-    """A decode step through most of the ops, with and without the optional results."""
-    seqs = torch.arange(len(positions), device=q.device)
-    context_lens = (positions + 1).int()
-    slots = kernels.slot_mapping_from_positions(positions, tables, seqs, caches.shape[3])
-    for k_cache, v_cache in zip(*caches, strict=True):
-        kernels.store_kvcache(key, value, k_cache, v_cache, slots)
-        args = (q, k_cache, v_cache, tables, context_lens)
-        a, lse_a = kernels.paged_decode_attention(*args, return_lse=True)
-        b = torch.empty_like(q)
-        kernels.paged_decode_attention(*args, window_size=2, num_splits=2, out=b)
-        q = kernels.merge_attention_states(a, lse_a, b, lse_a - 1)[0] + q
-    kernels.copy_blocks(caches, pairs)
-    kernels.copy_blocks([tuple(layer) for layer in caches.unbind(1)], pairs.flip(0))
-    return q
-
-
-def decode_step_args(device):
-    return (
-        *torch.randn(2, 2, 1, 16, device=device).unbind(0),
-        torch.randn(2, 2, 6, 4, 1, 16, device=device),
-        torch.randn(2, 2, 16, device=device),
-        torch.tensor([5, 2], device=device),
-        torch.tensor([[1, 4], [3, -1]], dtype=torch.int32, device=device),
-        torch.tensor([[1, 0], [3, 5]], device=device),
-    )
-
-
-def fp8_step(key, value, q, k_cache, v_cache, slots, tables, lens):
-    """Scales as numbers: schemas have no type for "a number or a tensor", so the traced call makes
-    tensors of numbers."""
-    scales = {"k_scale": 0.5, "v_scale": 2}
-    rows = {"key": key, "value": value, "slot_mapping": slots}
-    kernels.store_kvcache(**rows, k_cache=k_cache, v_cache=v_cache, **scales)
-    return kernels.paged_decode_attention(q, k_cache, v_cache, tables, lens, **scales)
-
-
-def fp8_step_args(device):
-    return (
-        *torch.randn(2, 2, 1, 16, device=device),
-        torch.randn(1, 2, 16, device=device),
-        *torch.zeros(2, 3, 4, 1, 16, device=device).to(torch.float8_e4m3fn),
-        torch.tensor([4, 5], device=device),
-        torch.tensor([[1]], dtype=torch.int32, device=device),
-        torch.tensor([2], dtype=torch.int32, device=device),
-    )
-
-
-def flash_attn_step(q, k, v, k_cache, v_cache, lens, starts, table):
-    """Every path of both flash-attn functions: append, prefill, decode, packed and paged keys."""
-    caches, new = (k_cache, v_cache), (k, v)
-    a = flash_attn_with_kvcache(q, *caches, *new, cache_seqlens=lens, causal=True)
-    b = flash_attn_with_kvcache(
-        a[:, :1], *caches, cache_seqlens=5, block_table=table, window_size=(3, 1)
-    )
-    packed = (a + b).flatten(0, 1)
-    c = flash_attn_varlen_func(packed, packed, packed, starts, starts, 2, 2, causal=True)
-    d, lse, _ = flash_attn_varlen_func(
-        c, *caches, starts, starts, 2, 2, return_attn_probs=True, block_table=table
-    )
-    return d, lse
-
-
-def flash_attn_step_args(device):
-    integers = ([1, 4], [0, 2, 4], [[1, 0], [2, 3]])
-    return (
-        *torch.randn(3, 2, 2, 1, 16, device=device).unbind(0),
-        *torch.randn(2, 4, 8, 1, 16, device=device).unbind(0),
-        *(torch.tensor(i, dtype=torch.int32, device=device) for i in integers),
-    )
+def public_calls(device) -> list[tuple[Callable, dict]]:
+    """Public functions and their arguments: every op, with and without options, and every path of
+    flash-attn's functions. Numbers as scales become tensors, as schemas have no type for both."""
+    found = []
+    for name in CASES:
+        options = {"kv_dtype": torch.float8_e4m3fn, "features": FEATURES.get(name, ())[:1]}
+        for sizes in (TINY, TINY | options):
+            case = make_case(name, **sizes, scales="number", device=device)
+            found.append((getattr(kernels, name), case.inputs))
+    cached, varlen = good_call("flash_attn_with_kvcache"), good_call("flash_attn_varlen_func")
+    table, new = i32([0], [1]), torch.ones(2, 3, 2, 16)
+    decode = {"q": cached["q"][:, :1], "cache_seqlens": 5, "window_size": (3, 1)}
+    paged = {"k": cached["k_cache"], "v": cached["v_cache"], "return_attn_probs": True}
+    flash_attn = [
+        (flash_attn_with_kvcache, cached | {"k": new, "v": new, "cache_seqlens": i32(1, 4)}),
+        (flash_attn_with_kvcache, cached | decode | {"block_table": table}),
+        (flash_attn_varlen_func, varlen | {"causal": True}),
+        (flash_attn_varlen_func, varlen | paged | {"block_table": table}),
+    ]
+    return found + [(function, on_device(call, device)) for function, call in flash_attn]
 
 
 def trace(how, step, args):
@@ -173,28 +124,21 @@ def trace(how, step, args):
     return torch.export.export(Module(), args, strict=how == "export-strict").module()
 
 
-@pytest.mark.parametrize(
-    ("step", "step_args", "how"),
-    [
-        *((decode_step, decode_step_args, how) for how in ("compile", "export-strict")),
-        *((fp8_step, fp8_step_args, how) for how in ("compile", "export")),
-        *((flash_attn_step, flash_attn_step_args, how) for how in ("dynamic", "export")),
-    ],
-    ids=lambda value: getattr(value, "__name__", value),
-)
-def test_traces_without_a_graph_break_and_computes_the_same(step, step_args, how, device):
-    def arguments():
-        torch.manual_seed(0)
-        return step_args(device)
+@pytest.mark.parametrize("how", ["compile", "dynamic", "export", "export-strict"])
+def test_traces_without_a_graph_break_and_computes_the_same(how, device):
+    functions, inputs = zip(*public_calls(device), strict=True)
 
-    got_args, want_args = arguments(), arguments()
-    want = step(*want_args)
+    def step(inputs):
+        return [function(**call) for function, call in zip(functions, inputs, strict=True)]
+
+    got_args, want_args = copied(inputs), copied(inputs)
+    want = step(want_args)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the tracers, about themselves
-        got = trace(how, step, arguments())(*got_args)
+        got = trace(how, step, (copied(inputs),))(got_args)
     assert same(got, want)
     assert same(got_args, want_args)
-    assert not same(got_args, arguments())
+    assert not same(got_args, inputs)
 
 
 class _OperatorCalls(TorchDispatchMode):
@@ -210,7 +154,8 @@ class _OperatorCalls(TorchDispatchMode):
 
 def test_eager_calls_bypass_the_dispatcher(device):
     with _OperatorCalls() as calls_seen:
-        decode_step(*decode_step_args(device))
+        for function, call in public_calls(device):
+            function(**call)
         operator("slot_mapping_from_positions")(**calls("slot_mapping_from_positions", device)[0])
     assert calls_seen.names == ["pagelab::slot_mapping_from_positions"]
 
