@@ -66,10 +66,10 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        if function.overloadpacket in _ALLOCATIONS:
-            self.allocated.append(result)
-        elif function._schema.is_mutable and not self.is_launching:
-            self.has_written = True
+        if not self.is_launching:
+            self.has_written |= function._schema.is_mutable
+            if function.overloadpacket in _ALLOCATIONS:
+                self.allocated.append(result)
         return result
 
 
@@ -135,33 +135,29 @@ def _repeat(values: list[Any], recorder: _Recorder, result: Any) -> Callable | N
     if not launches or recorder.has_written or any(launcher is None for launcher, _ in launches):
         return None
     results = result if isinstance(result, tuple) else () if result is None else (result,)
-    pool, places, layouts = list(values), {}, []
-    for x in chain(*(args for _, args in launches), results):
-        if not isinstance(x, torch.Tensor) or id(x) in places:
-            continue
-        others = [place for place, other in enumerate(pool) if _share_storage(x, other)]
-        new = next((new for new in recorder.allocated if _share_storage(x, new)), None)
-        if not others and new is not None:
-            others = [len(pool)]
-            pool.append(new)
-            layouts.append((new.shape, new.stride(), new.dtype, new.device))
-        same = [place for place in others if _elements(x) == _elements(pool[place])]
-        if len(same) != 1:
+    used = {_memory(x) for x in chain(*(args for _, args in launches), results)} - {None}
+    new = [x for x in recorder.allocated if _memory(x) in used]
+    pool, places = [*values, *new], {}
+    for place, memory in enumerate(map(_memory, pool)):
+        if memory in used and memory in places:
             return None
-        places[id(x)] = same[0]
+        places[memory] = place
+    places.pop(None, None)
+    if not used <= places.keys():
+        return None
     constants, picks = [], []
     for launcher, args in launches:
         first = len(pool) + len(constants)
-        picks.append(
-            (launcher, itemgetter(*(places.get(id(x), first + n) for n, x in enumerate(args))))
-        )
-        constants += [None if id(x) in places else x for x in args]
-    made = [places.get(id(x)) for x in results]
+        picked = (places.get(_memory(x), first + n) for n, x in enumerate(args))
+        picks.append((launcher, itemgetter(*picked)))
+        constants += [x if _memory(x) is None else None for x in args]
+    made = [places.get(_memory(x)) for x in results]
     if any(
         place is None or x.dtype != pool[place].dtype
         for x, place in zip(results, made, strict=True)
     ):
         return None
+    layouts = [(x.shape, x.stride(), x.dtype, x.device) for x in new]
     is_tuple = isinstance(result, tuple)
 
     def repeat(values: list[Any]) -> Any:
@@ -178,11 +174,8 @@ def _repeat(values: list[Any], recorder: _Recorder, result: Any) -> Callable | N
     return repeat
 
 
-def _share_storage(x: torch.Tensor, other: object) -> bool:
-    return isinstance(other, torch.Tensor) and (
-        x.untyped_storage()._cdata == other.untyped_storage()._cdata
-    )
-
-
-def _elements(x: torch.Tensor) -> tuple:
-    return x.storage_offset(), x.shape, x.stride()
+def _memory(x: object) -> tuple | None:
+    """The elements in memory that a tensor has, None if x is no tensor."""
+    if not isinstance(x, torch.Tensor):
+        return None
+    return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()
