@@ -115,12 +115,17 @@ def _attend(
     return out, lse.masked_fill_(lse == -math.inf, math.inf)
 
 
-def _fake_varlen(q, *_args, return_lse, **_options):
-    lse_shape = (q.shape[1], q.shape[0]) if return_lse else (0,)
-    return q.new_empty(q.shape), q.new_empty(lse_shape, dtype=torch.float32)
+def _fake(q, *_args, return_lse, **_options):
+    lse = q.new_empty(q.shape[:-1] if return_lse else (0,), dtype=torch.float32)
+    return q.new_empty(q.shape), _heads_first(lse) if return_lse else lse
 
 
-@functional_op(fake=_fake_varlen)
+def _heads_first(lse: torch.Tensor) -> torch.Tensor:
+    """An LSE, (..., seqlen, nheads), as flash-attn returns it: (..., nheads, seqlen)."""
+    return lse.transpose(-1, -2).contiguous()
+
+
+@functional_op(fake=_fake)
 def flash_attn_varlen(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
@@ -159,7 +164,7 @@ def flash_attn_varlen(
         paged=block_table is not None, max_seqlen_k=max_seqlen_k,
         scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, return_lse=return_lse,
     )  # fmt: skip
-    return out, lse.T.contiguous() if return_lse else lse
+    return out, _heads_first(lse) if return_lse else lse
 
 
 def _positions(starts: torch.Tensor, count: int) -> torch.Tensor:
@@ -194,13 +199,7 @@ def _append(
         )
 
 
-def _fake_with_kvcache(q, *_args, return_lse, **_options):
-    batch, seqlen, nheads, _ = q.shape
-    lse_shape = (batch, nheads, seqlen) if return_lse else (0,)
-    return q.new_empty(q.shape), q.new_empty(lse_shape, dtype=torch.float32)
-
-
-@functional_op(fake=_fake_with_kvcache, mutates_args=("k_cache", "v_cache"))
+@functional_op(fake=_fake, mutates_args=("k_cache", "v_cache"))
 def flash_attn_kvcache(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
     k: torch.Tensor | None, v: torch.Tensor | None,
@@ -291,5 +290,5 @@ def flash_attn_kvcache(
     )  # fmt: skip
     out = out.unflatten(0, (batch, seqlen))
     if return_lse:
-        lse = lse.unflatten(0, (batch, seqlen)).transpose(1, 2).contiguous()
+        lse = _heads_first(lse.unflatten(0, (batch, seqlen)))
     return out, lse

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from pathlib import Path
 
 import pytest
-from op_calls import FP8_OPS
 
 import kernels
 from kernels.compiled.architectures import ARCHITECTURES
@@ -22,19 +22,21 @@ from kernels.tiles import PROGRAMS_PER_MULTIPROCESSOR, PROGRAMS_THAT_SAMPLE
 DECODE, PREFILL = "_paged_decode_kernel", "_paged_prefill_kernel"
 SAMPLE = "_sample_tokens_kernel"
 LAYER = ("add_rms_norm", "gated_activation")
+STORES = ("store_kvcache", "rope_store_kvcache")
+PAGED = ("paged_decode_attention", "paged_prefill_attention")
 MOVES = ("copy_blocks", "swap_blocks", "merge_attention_states")
 MMA_FAMILY = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma"}
-# (ops, configurations). On each NVIDIA architecture the attention that needs most registers, and a
-# padded head_dim of every other op; on sm_90 also padded, wide and fp8 attention, cascade, and
-# blocks that are no power of two.
+# (ops, none for all; patterns of their configurations). On each NVIDIA architecture the attention
+# that needs most registers, and a padded head_dim of every other op; on sm_90 also padded, wide and
+# fp8 attention, cascade, and blocks that are no power of two.
 ON_NVIDIA = (
     (("store_kvcache",), "bf16 d80"),
     (("paged_decode_attention",), "bf16 d256 g4$|bf16 d128 g4 split features"),
     (("paged_prefill_attention",), "bf16 d256 .*split"),
     (MOVES, "d80"),
-    (LAYER, "bf16 (h5120$|h16384|i18944)"),
+    (LAYER, "bf16 h5120$|bf16 h16384|bf16 i18944"),
     (("rope_store_kvcache",), "bf16 d80 norms|fp8 d256 norms"),
-    (FP8_OPS, "fp8 d80 g4$|fp8 d80$|fp8 d256 .*b16"),
+    (STORES + PAGED, "fp8 d80 g4$|fp8 d80$|fp8 d256 .*b16"),
     (("sample_tokens",), "bf16 v128256( min_p)?$"),
 )
 SELECTED = {
@@ -43,11 +45,11 @@ SELECTED = {
         *ON_NVIDIA,
         (("paged_decode_attention",), "bf16 d80 g4$|bf16 d128 g71|bf16 d128 g4 b24|fp8 d256"),
         (("paged_prefill_attention",), "bf16 d80 g4 b16|bf16 d128 g71|bf16 d128 g4 b16 features"),
-        (("shared_prefix_decode_attention",), "(bf16|fp8) d128 g4$"),
+        (("shared_prefix_decode_attention",), "bf16 d128 g4$|fp8 d128 g4$"),
         (("sample_tokens",), "fp32 v128256( min_p)?$"),
     ),
     "gfx942": (
-        ((), "^b16$|bf16 v|bf16 (d80|h5120|i18944)|fp16 d80 (list|hnd)"),  # of every op
+        ((), "^b16$|bf16 v|bf16 d80|bf16 h5120|bf16 i18944|fp16 d80 list|fp16 d80 hnd"),
         (("paged_decode_attention",), "bf16 d256 g4$"),
         (("paged_prefill_attention",), "bf16 d256 g4 b16 split features"),
     ),
@@ -58,8 +60,14 @@ SELECTED = {
 def rows(request, shipped_resources):
     """Rows of the selected configurations on one architecture."""
     arch = request.param
-    parts = [shipped_resources(arch, ops, match) for ops, match in SELECTED[arch]]
-    return [row for part in parts for row in part]
+    found = []
+    for ops, patterns in SELECTED[arch]:
+        rows = shipped_resources(arch, ops, patterns)
+        assert {row["op"] for row in rows} == set(ops or OPS)
+        for pattern in patterns.split("|"):
+            assert any(re.search(pattern, row["config"]) for row in rows), (arch, pattern)
+        found += rows
+    return found
 
 
 def of_kernels(rows, *names):
@@ -76,26 +84,6 @@ def bytes_of(row, accesses, width=128):
     """Bytes that all threads of a program move by the accesses of a width, each run once."""
     threads = row["num_warps"] * ARCHITECTURES[row["arch"]].warp_size
     return width // 8 * threads * row[accesses].get(str(width), 0)
-
-
-def test_every_op_is_compiled_with_every_feature_and_dtype(rows):
-    arch = rows[0]["arch"]
-    configs = {(row["kernel"], row["config"]) for row in rows}
-    wanted = {(DECODE, "bf16 d256 g4"), (PREFILL, "bf16 d256 g4 b16 split features")}
-    wanted |= {("_store_kvcache_kernel", "bf16 d80")}
-    if arch != "gfx942":
-        wanted |= {(DECODE, "bf16 d128 g4 split features")}
-        wanted |= {(DECODE, "fp8 d80 g4"), (PREFILL, "fp8 d256 g4 b16")}
-        wanted |= {("_store_kvcache_kernel", "fp8 d80"), ("_rope_store_kvcache_kernel", "fp8 d80")}
-    if arch in ("sm_90", "gfx942"):
-        wanted |= {(DECODE, "bf16 d80 g4"), (PREFILL, "bf16 d80 g4 b16")}
-    if arch == "sm_90":
-        wanted |= {(DECODE, "bf16 d128 g4 b24"), (DECODE, "bf16 d128 g71")}
-        wanted |= {(PREFILL, "bf16 d128 g71 b16 batch"), (PREFILL, "bf16 d128 g4 b16 features")}
-        wanted |= {(PREFILL, "bf16 d128 g4"), (PREFILL, "fp8 d128 g4")}  # prefixes of cascade
-    assert wanted <= configs
-    assert {row["op"] for row in rows} >= set(OPS if arch == "gfx942" else (*MOVES, *LAYER))
-    assert any(row["config"].endswith(" norms") for row in rows)
 
 
 def test_programs_fit_a_multiprocessor(rows):
