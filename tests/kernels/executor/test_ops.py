@@ -1,7 +1,6 @@
 """Runs the ops on the PTX of one architecture (needs `--executor`).
 
-Attention and the ops of a decoding layer run once on every architecture. Other ops, dtypes and
-features are distributed over the architectures. `make test` runs these tests through
+Every op runs once on every architecture. Features and other sizes are distributed over them. `make test` runs these tests through
 `test_selection.py`. The other kernel tests take `--executor` too, with many more shapes.
 """
 
@@ -14,64 +13,42 @@ from unittest import mock
 
 import pytest
 import torch
+from op_calls import ATTENTION
 
 from kernels import paged_decode_attention
 from kernels.fp8_cache import FP8_DTYPE
 from kernels.launch import Remembered
-from kernels.testing.cases import ATTENTION_FEATURES, make_case
+from kernels.testing.cases import ATTENTION_FEATURES, CASES, FEATURES, make_case
+from kernels.testing.inputs import SCALES
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 HEADS = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64, "block_size": 24, "num_tokens": 9}
-FP16, BF16, FP32 = ({"dtype": getattr(torch, x)} for x in ("float16", "bfloat16", "float32"))
-FP8 = {**BF16, "kv_dtype": FP8_DTYPE}
-DECODE = ("paged_decode_attention", {"context_lens": (70, 5, 0)})
-PREFILL = (
-    "paged_prefill_attention",
-    {"context_lens": (70, 9), "query_lens": (33, 1), "block_size": 16},
-)
-SHARED = (
-    "shared_prefix_decode_attention",
-    {"group_sizes": (2, 1), "prefix_lens": (70, 20), "context_lens": (5, 0, 30)},
-)
-NORM, GATE, SAMPLE = "add_rms_norm", "gated_activation", "sample_tokens"
-EVERYWHERE = [
-    ("rope_store_kvcache", {**BF16, "features": ("norms",)}),
-    (NORM, {**BF16, "width": 1000}),
-    (GATE, {**BF16, "width": 2600}),
-    (SAMPLE, {**FP16, "num_tokens": 3}),
-    (DECODE[0], DECODE[1] | FP16),
-    (PREFILL[0], PREFILL[1] | BF16),
-    (SHARED[0], SHARED[1] | FP16),
+FP16, BF16, FP32 = DTYPES = [
+    {"dtype": getattr(torch, x)} for x in ("float16", "bfloat16", "float32")
 ]
+FP8 = {**BF16, "kv_dtype": FP8_DTYPE}
+DECODE, PREFILL, SHARED = ATTENTION
+SIZES = {
+    DECODE: {"context_lens": (70, 5, 0)},
+    PREFILL: {"context_lens": (70, 9), "query_lens": (33, 1), "block_size": 16},
+    SHARED: {"group_sizes": (2, 1), "prefix_lens": (70, 20), "context_lens": (5, 0, 30)},
+    "slot_mapping_from_positions": {"context_lens": (20, 9)},
+    "add_rms_norm": {"width": 1000},
+    "gated_activation": {"width": 2600},
+    "sample_tokens": {"num_tokens": 3},
+}
+STORES = ("store_kvcache", "rope_store_kvcache")
 IN_TURN = [
-    ("merge_attention_states", BF16),
-    ("slot_mapping_from_positions", {"context_lens": (20, 9)}),
-    ("copy_blocks", FP16),
-    ("swap_blocks", {**BF16, "features": ("hnd",)}),
-    ("apply_rotary_embedding", {**FP16, "head_dim": 80, "rotary_dim": 40}),
-    ("store_kvcache", {**BF16, "head_dim": 80}),
-    ("store_kvcache", FP32),
-    ("store_kvcache", FP8),
-    ("store_kvcache", {**FP16, "kv_dtype": FP8_DTYPE, "scales": "number"}),
-    ("store_kvcache", {**FP8, "scales": "tensor"}),
-    ("rope_store_kvcache", FP8),
-    ("rope_store_kvcache", {**FP8, "features": ("norms",)}),
-    ("rope_store_kvcache", {**FP16, "features": ("interleaved",)}),
-    ("apply_rotary_embedding", {**BF16, "features": ("interleaved",)}),
-    (NORM, {**FP32, "width": 2560, "features": ("alone",)}),
-    (NORM, {**BF16, "width": 72, "features": ("offset",)}),
-    (NORM, {**FP16, "width": 2560}),
-    (GATE, {**FP16, "width": 2600, "features": ("gelu",)}),
-    (SAMPLE, {**FP32, "num_tokens": 3, "features": ("min_p", "top_k", "top_p")}),
-    (SAMPLE, {**BF16, "num_tokens": 3, "features": ("greedy",)}),
-    ("copy_blocks", {**FP16, "features": ("list",)}),
-    ("swap_blocks", {**BF16, "features": ("in",)}),
-    (
-        DECODE[0],
-        {**FP16, "head_dim": 255, "num_kv_heads": 1, "block_size": 1, "context_lens": (9,)},
-    ),
-    (PREFILL[0], PREFILL[1] | BF16 | {"head_dim": 40, "block_size": 7}),
-    (PREFILL[0], PREFILL[1] | BF16 | {"head_dim": 160, "block_size": 7}),
+    (op, {"features": (one,)}) for op in FEATURES for one in FEATURES[op] if op not in ATTENTION
+]
+IN_TURN += [(op, {**FP8, "scales": form}) for op in STORES for form in SCALES]
+IN_TURN += [
+    (STORES[1], {**FP8, "features": ("norms",)}),
+    (STORES[0], {"head_dim": 80}),
+    ("apply_rotary_embedding", {"head_dim": 80, "rotary_dim": 40}),
+    ("add_rms_norm", {"width": 2560}),
+    (DECODE, {"head_dim": 255, "num_kv_heads": 1, "block_size": 1, "context_lens": (9,)}),
+    *((PREFILL, {"head_dim": head_dim, "block_size": 7}) for head_dim in (40, 160)),
 ]
 VARIANTS = [
     FP32,
@@ -83,15 +60,20 @@ VARIANTS = [
 
 
 def calls_on(architecture: str) -> list[tuple[str, dict]]:
-    """(op, sizes of its case) of each call that runs on this architecture."""
+    """(op, sizes of its case) of each call that runs on this architecture: every op, and a third of
+    the others, in dtypes that change from call to call."""
     turn = ARCHITECTURES.index(architecture) if architecture in ARCHITECTURES else 0
-    attention = [
-        (op, sizes | variant)
-        for place, (op, sizes) in enumerate((DECODE, PREFILL, SHARED))
+    chosen = [(op, {}) for op in CASES] + IN_TURN[turn::3]
+    chosen = [
+        (op, DTYPES[(number + turn) % 3] | SIZES.get(op, {}) | sizes)
+        for number, (op, sizes) in enumerate(chosen)
+    ]
+    return chosen + [
+        (op, SIZES[op] | variant)
+        for place, op in enumerate(ATTENTION)
         for number, variant in enumerate(VARIANTS)
         if (place + number) % 3 == turn
     ]
-    return EVERYWHERE + IN_TURN[turn::3] + attention
 
 
 def described(sizes: dict) -> str:
@@ -109,7 +91,7 @@ def pytest_generate_tests(metafunc):
 
 def test_the_architectures_cover_all_calls():
     chosen = [calls_on(architecture) for architecture in ARCHITECTURES]
-    assert sum(map(len, chosen)) == 3 * len(EVERYWHERE) + len(IN_TURN) + 3 * len(VARIANTS)
+    assert sum(map(len, chosen)) == 3 * len(CASES) + len(IN_TURN) + 3 * len(VARIANTS)
 
 
 def test_result(op, sizes):
@@ -123,8 +105,8 @@ def test_an_equal_call_launches_the_compiled_kernels_again():
     function = inspect.unwrap(paged_decode_attention)
     launcher = mock.Mock(wraps=function)
     call = Remembered(launcher)
-    sizes = HEADS | FP8 | DECODE[1] | {"options": {"num_splits": 2}}
-    first, second = (make_case(DECODE[0], **sizes, seed=seed) for seed in (1, 2))
+    sizes = HEADS | FP8 | SIZES[DECODE] | {"options": {"num_splits": 2}}
+    first, second = (make_case(DECODE, **sizes, seed=seed) for seed in (1, 2))
     call(**first.inputs)
     for got, wanted in zip(call(**second.inputs), function(**second.inputs), strict=True):
         assert torch.equal(got, wanted)
@@ -138,11 +120,11 @@ def executing(request, **options):
     return execute_ptx(request.config.getoption("--executor").removeprefix("ptx-"), **options)
 
 
-@pytest.mark.parametrize("op", [DECODE[0], PREFILL[0]])
+@pytest.mark.parametrize("op", [DECODE, PREFILL])
 def test_attention_does_not_depend_on_the_order(request, op):
     """Every order gives the same result, decode by the same number of instructions. On sm_90 and
     sm_100 prefill has asynchronous products; on sm_100 it waits for them in a loop."""
-    lens = {"context_lens": (140, 9)} | ({"query_lens": (33, 1)} if op == PREFILL[0] else {})
+    lens = {"context_lens": (140, 9)} | ({"query_lens": (33, 1)} if op == PREFILL else {})
     outs, counts = [], set()
     for seed in (None, 7, 8):
         case = make_case(op, **HEADS | FP16 | lens)
@@ -150,17 +132,17 @@ def test_attention_does_not_depend_on_the_order(request, op):
             outs.append(case.call())
         assert len(execution.launches) == 1
         counts.add(execution.warp_instructions)
-    assert len(counts) == 1 or op == PREFILL[0]
+    assert len(counts) == 1 or op == PREFILL
     assert all(torch.equal(a, b) for other in outs[1:] for a, b in zip(outs[0], other, strict=True))
 
 
 DECODING_LAYER = (
-    (NORM, {"features": ("alone",)}),
-    ("rope_store_kvcache", {}),
-    (DECODE[0], {"context_lens": (40, 9), "options": {"num_splits": 2}}),
-    (PREFILL[0], {"context_lens": (40, 9), "query_lens": (1, 1)}),
-    (GATE, {}),
-    (SAMPLE, {"vocab_size": 2100}),
+    ("add_rms_norm", {"features": ("alone",)}),
+    (STORES[1], {}),
+    (DECODE, {"context_lens": (40, 9), "options": {"num_splits": 2}}),
+    (PREFILL, {"context_lens": (40, 9), "query_lens": (1, 1)}),
+    ("gated_activation", {}),
+    ("sample_tokens", {"vocab_size": 2100}),
 )
 
 
@@ -211,7 +193,7 @@ def test_broken_prefill_is_a_fault(request):
     from kernels.executor import Fault
 
     texts = []
-    case = make_case(PREFILL[0], **HEADS | FP16, context_lens=(140, 9), query_lens=(33, 1))
+    case = make_case(PREFILL, **HEADS | FP16, context_lens=(140, 9), query_lens=(33, 1))
     with executing(request, edit=lambda name, ptx: texts.append(ptx) or ptx):
         case.call()
     broken = {one: re.sub(one, BREAKS[one][0], texts[0], flags=re.M) for one in BREAKS}
