@@ -1,7 +1,8 @@
 """Runs the ops on the PTX of one architecture (needs `--executor`).
 
-Every op runs once on every architecture. Features and other sizes are distributed over them. `make test` runs these tests through
-`test_selection.py`. The other kernel tests take `--executor` too, with many more shapes.
+Every op runs once on every architecture. Features and other sizes are distributed over them.
+`make test` runs these tests through `test_selection.py`. The other kernel tests take `--executor`
+too, with many more shapes.
 """
 
 from __future__ import annotations
