@@ -14,6 +14,9 @@ blocks cross the PCIe link.
 Requests arrive at the trace's own times, with gaps scaled so that on average ``load`` times as many
 prompt tokens arrive as can be computed.  Requests of more than 65,536 tokens are left out: the
 clock's tables end there.  The policy's own work is not part of the time; ``overhead`` measures it.
+
+Where the trace has think times there are rows of a closed loop too: only the first request of an
+agent arrives at its scaled time, and the others a think time after the answer before them.
 """
 
 from __future__ import annotations
@@ -56,7 +59,7 @@ class EvictionServing(OnTraces):
     policy: Repeated[Axis[Policy]] = ()
     """A policy by name, or your own as file.py:Class.
 
-    None: lru, fifo, lfu, safeguarded."""
+    None: lru, fifo, lfu, ttl, safeguarded."""
     pool_gib: Axis[Positive] = (48.0, 192.0, 768.0)
     """Memory for K/V."""
     host_gib: Axis[Positive] = (128.0, 512.0, 2048.0)
@@ -72,7 +75,7 @@ class EvictionServing(OnTraces):
 def cells(options: EvictionServing) -> Iterator[EvictionServing]:
     """Policies and the two bounds."""
     traces = [*options.sources(options.num_requests)]
-    default = ("lru", "fifo", "lfu", "safeguarded")
+    default = ("lru", "fifo", "lfu", "ttl", "safeguarded")
     policies = [*map(named_policy, options.policy or default)]
     for trace in traces:
         alone = {"trace": [trace], "host_gib": [0.0]}
@@ -82,6 +85,11 @@ def cells(options: EvictionServing) -> Iterator[EvictionServing]:
 
 
 def run_cell(cell: EvictionServing) -> list[dict[str, Any]]:
+    closed = not cell.host_gib and "think_time" in workloads.load(cell.trace).columns
+    return [_row(cell, loop) for loop in ("open", "closed")[: 1 + closed]]
+
+
+def _row(cell: EvictionServing, loop: str) -> dict[str, Any]:
     whole, clock = workloads.load(cell.trace), _clock(cell.host_ms)
     trace = _served(cell.trace)
     block_bytes = trace.block_size * clock.kv_bytes_per_token
@@ -107,32 +115,33 @@ def run_cell(cell: EvictionServing) -> list[dict[str, Any]]:
         sizes = {"num_blocks": host_blocks, "block_size": trace.block_size}
         tier = cache.make_manager("vllm_v1", **sizes, policy=policy_spec(cell.policy))
         service = TieredClock(clock, tier)
-    run = cache.simulate_serving(trace, manager=manager, service=service, time_scale=scale)
+    run = cache.simulate_serving(
+        trace, manager=manager, service=service, time_scale=scale, closed_loop=loop == "closed"
+    )
     loaded = service.loaded_blocks if cell.host_gib else 0
-    return [
-        {
-            "trace": trace.name,
-            "policy": str(cell.policy),
-            **cell.columns("pool_gib", "host_gib", "load", "host_ms"),
-            "model": clock.model,
-            "gpu": clock.gpu,
-            "requests": len(trace),
-            "requests_left_out": len(whole) - len(trace),
-            "requests_dropped": run.dropped,
-            "mean_prompt_tokens": float(trace.input_lengths.mean()),
-            "mean_output_tokens": float(trace.output_lengths.mean()),
-            "unique_gib": trace.num_unique_blocks * block_bytes / 2**30,
-            "gaps_scaled_by": scale,
-            "block_hit_rate": run.stats.block_hit_rate,
-            "host_block_hit_rate": loaded / trace.num_block_references,
-            "evictions": run.stats.evicted_blocks,
-            "preemptions": run.preemptions,
-            "mean_running": run.mean_running,
-            "normalized_latency_s": float(run.normalized_latency_seconds.mean()),
-            **quantiles.of_times("ttft", run.ttft_seconds.tolist()),
-            "basis": HONEST,
-        }
-    ]
+    return {
+        "trace": trace.name,
+        "loop": loop,
+        "policy": str(cell.policy),
+        **cell.columns("pool_gib", "host_gib", "load", "host_ms"),
+        "model": clock.model,
+        "gpu": clock.gpu,
+        "requests": len(trace),
+        "requests_left_out": len(whole) - len(trace),
+        "requests_dropped": run.dropped,
+        "mean_prompt_tokens": float(trace.input_lengths.mean()),
+        "mean_output_tokens": float(trace.output_lengths.mean()),
+        "unique_gib": trace.num_unique_blocks * block_bytes / 2**30,
+        "gaps_scaled_by": scale,
+        "block_hit_rate": run.stats.block_hit_rate,
+        "host_block_hit_rate": loaded / trace.num_block_references,
+        "evictions": run.stats.evicted_blocks,
+        "preemptions": run.preemptions,
+        "mean_running": run.mean_running,
+        "normalized_latency_s": float(run.normalized_latency_seconds.mean()),
+        **quantiles.of_times("ttft", run.ttft_seconds.tolist()),
+        "basis": HONEST,
+    }
 
 
 class TieredClock:
@@ -192,7 +201,7 @@ def _served(source: Source) -> cache.Trace:
 
 def _draw(rows: style.DataFrame) -> style.Figure:
     """A row per trace: hit rate and time by pool, time by tier, and the same over LRU's."""
-    rows = rows.assign(over_lru=_over_lru(rows))
+    rows = rows.assign(over_lru=_over_lru(rows))[rows["loop"] == "open"]
     lines = style.policy_lines(rows["policy"].unique())
     lines[_NO_CACHE] = style.line(style.GREY, "", "dashdot") | {"label": "no prefix caching"}
     pools = sorted(rows[rows["pool_gib"] < float("inf")]["pool_gib"].unique())
@@ -236,14 +245,14 @@ def _draw(rows: style.DataFrame) -> style.Figure:
 
 def _over_lru(rows: style.DataFrame) -> style.Series:
     """Time to first token over LRU's in the same pool and tier."""
-    at = ["trace", "pool_gib", "host_gib"]
+    at = ["trace", "loop", "pool_gib", "host_gib"]
     lru = rows["ttft_mean_s"].where(rows["policy"] == "lru")
     return rows["ttft_mean_s"] / lru.groupby([rows[name] for name in at]).transform("max")
 
 
 def _summary(rows: style.DataFrame) -> style.DataFrame:
-    columns = ["trace", "pool_gib", "host_gib", "policy", "block_hit_rate", "host_block_hit_rate"]
-    columns += ["ttft_mean_s"]
+    columns = ["trace", "loop", "pool_gib", "host_gib", "policy", "block_hit_rate"]
+    columns += ["host_block_hit_rate", "ttft_mean_s"]
     return rows[columns].assign(ttft_over_lru=_over_lru(rows), basis=rows["basis"])
 
 

@@ -82,7 +82,11 @@ def run_cell(cell: Sharing) -> list[dict[str, Any]]:
     )
     tokens = [array("I", bytes(4 * length)) for length in prompts]
     sampling = {_MODES[cell.mode]: cell.num_sequences}
-    open_loop.serve(engine, tokens, outputs, None, service=counter, sampling=sampling)
+    serial = [None, *range(len(tokens) - 1)]
+    open_loop.serve(
+        engine, tokens, outputs, [0.0] * len(tokens), previous=serial, service=counter,
+        sampling=sampling,
+    )  # fmt: skip
     return [
         {
             "trace": f"{cell.like}_like",

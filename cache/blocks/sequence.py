@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from array import array
 from collections.abc import Hashable, Iterable
 from typing import NamedTuple, Self
@@ -45,6 +46,8 @@ class Sequence:
             scheduled step.
         table_version: rises whenever the block table may have changed, so that data derived from
             the table can be kept until then.
+        calls_tool: 1 if its output ends in the call of a tool, 0 if not, NaN if the owner does not
+            say; for the eviction policy.
         keyed_length: no block that begins at or after this position has extra keys.
         hash_chains: digests of the full blocks by (algorithm, block size), maintained by
             :class:`cache.blocks.hashing.BlockHasher`.
@@ -71,6 +74,7 @@ class Sequence:
         self.num_cached_tokens = 0
         self.num_computed_tokens = 0
         self.table_version = 0
+        self.calls_tool = math.nan
         self.lora_name = _check_key("lora_name", lora_name, str | int)
         self.cache_salt = _check_key("cache_salt", cache_salt, str | bytes)
         self.mm_inputs = _check_mm_inputs(mm_inputs, self.num_prompt_tokens)

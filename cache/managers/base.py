@@ -478,7 +478,8 @@ class CacheManager(abc.ABC):
             time_ms = 1000 * self.clock() if self.clock else math.nan
             prompt = seq.num_prompt_tokens
             blocks = prompt // self.block_size
-            self._listener(Request(time_ms, prompt, output_tokens, blocks))
+            tool = math.nan if math.isnan(output_tokens) else seq.calls_tool
+            self._listener(Request(time_ms, prompt, output_tokens, blocks, tool))
 
     @abc.abstractmethod
     def _extend(self, table: Any, start: int, end: int) -> Copies:

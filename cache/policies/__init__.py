@@ -37,13 +37,15 @@ from cache.policies.sglang_slru import SGLangSLRU
 from cache.policies.sieve import Sieve
 from cache.policies.slru import SLRU
 from cache.policies.tail_optimized_lru import TailOptimizedLRU
+from cache.policies.time_to_live import TimeToLive
 from cache.policies.two_q import TwoQ
 from cache.policies.workload_aware import WorkloadAware
 
 _BUILT_IN: tuple[type[EvictionPolicy], ...] = (
     LRU, FIFO, LFU, SLRU, LRUK, TwoQ, ARC, S3FIFO, Sieve, MQ, GDSF, Random, MRU, FILO,
     TailOptimizedLRU, WorkloadAware, RandomLeaf, Marconi, Retention,
-    SGLangSLRU, FrequencyCost, SessionEnd, QueueInformed, Gittins, Safeguarded, ReuseOracle, Belady,
+    SGLangSLRU, FrequencyCost, SessionEnd, TimeToLive, QueueInformed, Gittins, Safeguarded,
+    ReuseOracle, Belady,
 )  # fmt: skip
 
 POLICIES: dict[str, type[EvictionPolicy]] = {policy.name: policy for policy in _BUILT_IN}

@@ -38,6 +38,8 @@ class Request(NamedTuple):
     """Generated tokens; known from the release of its blocks on."""
     prompt_blocks: float
     """Blocks of its prompt; a partly filled last one counts where a trace numbers it."""
+    calls_tool: float = math.nan
+    """1 if its output ends in the call of a tool, 0 if not; known from the release on."""
 
 
 UNKNOWN_REQUEST = Request(math.nan, math.nan, math.nan, math.nan)

@@ -46,9 +46,9 @@ def compile_replay(priority: Callable[..., float], has_own: bool) -> Callable:
     """Compile the replay for one priority function, with a second argument if it ``has_own``.
 
     Returns ``replay(block_ids, offsets, num_unique, capacity, needs_future, times_ms, prompts,
-    outputs, num_ghosts, own)`` -> ``(hit_blocks, evictions)``, of each request.  Raises numba's own
-    error, at the first call, if numba cannot compile ``priority``.  Replays of built-in policies
-    are cached on disk beside this file (``NUMBA_CACHE_DIR`` moves them).
+    outputs, tools, num_ghosts, own)`` -> ``(hit_blocks, evictions)``, of each request.  Raises
+    numba's own error, at the first call, if numba cannot compile ``priority``.  Replays of built-in
+    policies are cached on disk beside this file (``NUMBA_CACHE_DIR`` moves them).
 
     ``priority`` is computed in float64.  Without a state of its own it may be an integer in Python,
     so ``replay`` raises OverflowError beyond 2**53, where float64 rounds integers.
@@ -80,7 +80,7 @@ def compile_replay(priority: Callable[..., float], has_own: bool) -> Callable:
     @numba.njit(nogil=True, cache=priority.__module__.startswith("cache.policies."))
     def run(
         block_ids, offsets, capacity, next_uses, blocks, queues,
-        times_ms, prompts, outputs, num_ghosts, own,
+        times_ms, prompts, outputs, tools, num_ghosts, own,
     ):  # fmt: skip
         blocks, rising, heap = _borrowed(blocks), _borrowed(queues[0]), _borrowed(queues[1])
         num_requests = len(offsets) - 1
@@ -177,6 +177,7 @@ def compile_replay(priority: Callable[..., float], has_own: bool) -> Callable:
                 float(prompts[request]),
                 float(outputs[request]),
                 float(offsets[request + 1] - start),
+                tools[request],
             )
             for at in range(end - 1, start - 1, -1):
                 block_id = block_ids[at]

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cache.managers import CacheManager, CacheStats
+from cache.replay.serial import calls_tool
 from cache.serving.open_loop import Clock, ServiceModel, engine_without_model, serve
 from cache.serving.scheduler import longest_that_fits
 from cache.traces.trace import Trace
@@ -40,7 +41,7 @@ class ServingReplayResult:
     makespan_seconds: float
     """From the first arrival to the end of the last step."""
     ttft_seconds: np.ndarray
-    """Arrival to first token of each finished request, in the trace's order."""
+    """Arrival to first token of each finished request, in order of arrival."""
     normalized_latency_seconds: np.ndarray
     """Arrival to last token per generated token of each finished request."""
     mean_running: float
@@ -59,14 +60,19 @@ def simulate_serving(
     manager: CacheManager,
     service: Clock | None = None,
     time_scale: float = 1.0,
+    closed_loop: bool = False,
 ) -> ServingReplayResult:
     """Serve ``trace`` with ``manager``, which must be empty and is empty again afterwards.
 
     ``time_scale`` multiplies the gaps between arrivals (0.5: twice the request rate).  A request
     generates at least one token.  Works with lengths-only traces, which share nothing.
 
-    Raises ValueError for a manager that is in use, a ``time_scale`` that is negative, or a trace
-    with blocks of unknown size.
+    ``closed_loop``: the requests of an agent in a session arrive ``think_time`` after the end of
+    the one before (columns of the trace), so they wait for the engine as the agent does.  First
+    requests arrive at their times.
+
+    Raises ValueError for a manager that is in use, a ``time_scale`` that is negative, a closed loop
+    of a trace without these columns, or a trace with blocks of unknown size.
     """
     import numpy as np
 
@@ -88,11 +94,20 @@ def simulate_serving(
         max_model_len=longest + 1,
     )
     begin = trace.timestamps_ms[0] if len(trace) else 0.0
+    arrivals_s = (trace.timestamps_ms[served] - begin) * time_scale / 1000
+    previous = None
+    if closed_loop:
+        previous = _previous(trace.take(served))
+        pauses_s = np.nan_to_num(trace.columns["think_time"][served]) / 1000
+        follows = [before is not None for before in previous]
+        arrivals_s = np.where(follows, pauses_s, arrivals_s)
     run = serve(
         engine,
         _Prompts(trace, served),
         outputs[served].tolist(),
-        ((trace.timestamps_ms[served] - begin) * time_scale / 1000).tolist(),
+        arrivals_s.tolist(),
+        previous=previous,
+        calls_tool=calls_tool(trace)[served].tolist(),
         service=service,
     )
     num_steps = max(len(run.steps), 1)
@@ -111,6 +126,20 @@ def simulate_serving(
         recomputed_tokens=sum(request.num_recomputed_tokens for request in run.requests),
         stats=manager.stats,
     )
+
+
+def _previous(trace: Trace) -> list[int | None]:
+    """The request before each one of the same agent in the same session."""
+    lacking = {"session", "agent", "think_time"} - trace.columns.keys()
+    if lacking:
+        raise ValueError(f"closed_loop: trace {trace.name!r} lacks {', '.join(sorted(lacking))}")
+    latest: dict[tuple[float, float], int] = {}
+    previous = []
+    agents = zip(trace.columns["session"], trace.columns["agent"], strict=True)
+    for request, agent in enumerate(agents):
+        previous.append(latest.get(agent))
+        latest[agent] = request
+    return previous
 
 
 class _Prompts(Items):

@@ -160,7 +160,7 @@ def _warmed_up(priority, needs_future: bool, own_dtype):
     try:
         replay(
             np.zeros(1, np.int32), np.array([0, 1]), 1, 1, needs_future,
-            np.zeros(1), one, one, 0, own,
+            np.zeros(1), one, one, np.zeros(1), 0, own,
         )  # fmt: skip
     except OverflowError:
         return None
@@ -183,6 +183,7 @@ def _replay_compiled(replay, policy: PriorityPolicy, trace: Trace, capacity: int
         trace.timestamps_ms,
         trace.input_lengths,
         trace.output_lengths,
+        calls_tool(trace),
         int(policy.ghost_ratio * capacity),
         policy.own_state(capacity),
     )
@@ -206,6 +207,7 @@ def _replay_in_python(trace: Trace, policy: EvictionPolicy, capacity: int):
     miss = policy.miss if type(policy).miss is not EvictionPolicy.miss else None
     tell = policy.tell if type(policy).tell is not EvictionPolicy.tell else None
 
+    tools = calls_tool(trace).tolist()
     resident: set[int] = set()
     hits = np.zeros(trace.num_requests, np.int64)
     evictions = np.zeros(trace.num_requests, np.int64)
@@ -221,8 +223,8 @@ def _replay_in_python(trace: Trace, policy: EvictionPolicy, capacity: int):
                 missing.append(depth)
         hits[request] = missing[0] if missing else len(blocks)
         if tell is not None:
-            facts = _facts(trace, request)
-            tell(facts._replace(output_tokens=math.nan))
+            facts = _facts(trace, request, tools[request])
+            tell(facts._replace(output_tokens=math.nan, calls_tool=math.nan))
         in_use = set(blocks) if len(resident) + len(missing) > capacity else ()
         for depth in missing:
             block = blocks[depth]
@@ -244,10 +246,21 @@ def _replay_in_python(trace: Trace, policy: EvictionPolicy, capacity: int):
     return hits, evictions
 
 
-def _facts(trace: Trace, request: int) -> Request:
+def calls_tool(trace: Trace) -> np.ndarray:
+    """Whether each output ends in the call of a tool, ``(num_requests,)`` float64; NaN: unknown."""
+    import numpy as np
+
+    stop = trace.columns.get("stop")
+    if stop is None:
+        return np.full(len(trace), np.nan)
+    return np.where(stop == "", np.nan, stop == "tool_use")
+
+
+def _facts(trace: Trace, request: int, tool: float) -> Request:
     return Request(
         time_ms=float(trace.timestamps_ms[request]),
         prompt_tokens=float(trace.input_lengths[request]),
         output_tokens=float(trace.output_lengths[request]),
         prompt_blocks=float(trace.offsets[request + 1] - trace.offsets[request]),
+        calls_tool=tool,
     )

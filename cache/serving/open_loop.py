@@ -2,6 +2,7 @@
 
 Open loop: a request arrives at its time, however busy the engine is.  If the load exceeds what the
 engine can serve, a queue builds up.  A request that arrives during a step counts from that time.
+Closed loop: a request arrives some time after another one is finished.
 
 Time is real, or modelled by a clock that gives the duration of each step; then no time is spent.
 The scheduler, the manager and the policy of the engine decide in both cases.
@@ -9,9 +10,11 @@ The scheduler, the manager and the policy of the engine decide in both cases.
 
 from __future__ import annotations
 
+import heapq
 import math
 import random
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -201,8 +204,10 @@ def serve(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
     output_lengths: Sequence[int],
-    arrivals_s: Sequence[float] | None,
+    arrivals_s: Sequence[float],
     *,
+    previous: Sequence[int | None] | None = None,
+    calls_tool: Sequence[float] | None = None,
     stop_s: float | None = None,
     service: Clock | None = None,
     sampling: Mapping[str, Any] = MappingProxyType({}),
@@ -210,8 +215,9 @@ def serve(
     """Serve requests of exactly these lengths, decoded greedily; the engine is idle afterwards.
 
     prompts: read one by one, when they arrive.
-    arrivals_s: ascending, in seconds from now.  None: each request arrives when the one before it
-        is finished.
+    arrivals_s: in seconds from now; of a request with a previous one, from its end.
+    previous: the request, if any, that is finished before each one arrives.  None: of no request.
+    calls_tool: whether each output ends in the call of a tool, for the policy.
     stop_s: cancel unfinished requests at this time.
     service: gives the duration of each step.  None: real time.
     sampling: further ``SamplingParams`` of every request, as ``{"n": 4}``.
@@ -221,10 +227,42 @@ def serve(
     engine.clock = engine.manager.clock = watch.clock
     engine.runner.run = watch.run
     try:
-        return _serve(engine, watch, prompts, output_lengths, arrivals_s, stop_s, sampling)
+        arrivals = _Arrivals(arrivals_s, previous or [None] * len(prompts))
+        tools = calls_tool or [math.nan] * len(prompts)
+        return _serve(engine, watch, prompts, output_lengths, arrivals, tools, stop_s, sampling)
     finally:
         engine.clock = engine.manager.clock = clock
         engine.runner.run = compute
+
+
+class _Arrivals:
+    """Requests that have not arrived, by time."""
+
+    def __init__(self, times_s: Sequence[float], previous: Sequence[int | None]) -> None:
+        self._times_s = times_s
+        self._followers: dict[int, list[int]] = defaultdict(list)
+        self._due: list[tuple[float, int]] = []
+        for request, before in enumerate(previous):
+            if before is None:
+                self._due.append((times_s[request], request))
+            else:
+                self._followers[before].append(request)
+        heapq.heapify(self._due)
+
+    def __len__(self) -> int:
+        return len(self._due)
+
+    @property
+    def first_s(self) -> float:
+        return self._due[0][0]
+
+    def pop(self) -> tuple[float, int]:
+        return heapq.heappop(self._due)
+
+    def finished(self, request: int, now_s: float) -> None:
+        """The requests that follow ``request`` have a time from now on."""
+        for follower in self._followers[request]:
+            heapq.heappush(self._due, (now_s + self._times_s[follower], follower))
 
 
 class _Watch:
@@ -258,37 +296,38 @@ def _serve(
     watch: _Watch,
     prompts: Sequence[Sequence[int]],
     output_lengths: Sequence[int],
-    arrivals_s: Sequence[float] | None,
+    arrivals: _Arrivals,
+    calls_tool: Sequence[float],
     stop_s: float | None,
     sampling: Mapping[str, Any],
 ) -> Run:
     clock, run = watch.clock, Run()
-    arrived = run.requests
+    arrived, numbers = run.requests, {}
     begin = clock()
     while stop_s is None or clock() - begin < stop_s:
         now = clock() - begin
-        while len(arrived) < len(prompts):
-            if arrivals_s is None:
-                if engine.has_unfinished:
-                    break
-                due = now
-            elif (due := arrivals_s[len(arrived)]) > now:
-                break
-            max_tokens = int(output_lengths[len(arrived)])
+        while arrivals and arrivals.first_s <= now:
+            due, number = arrivals.pop()
+            max_tokens = int(output_lengths[number])
             fixed = {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
             params = SamplingParams(**fixed, **sampling)
-            request_id = engine.add(prompts[len(arrived)], params)
-            arrived.append(engine.requests[request_id].stats)
+            request = engine.requests[engine.add(prompts[number], params)]
+            for seq in request.sequences:
+                seq.calls_tool = calls_tool[number]
+            numbers[request.request_id] = number
+            arrived.append(request.stats)
             arrived[-1].arrival_time = begin + due
         if not engine.has_unfinished:
-            if len(arrived) == len(prompts):
+            if not arrivals:
                 break
-            wake = arrivals_s[len(arrived)]
+            wake = arrivals.first_s
             watch.sleep(max(0.0, min(wake, stop_s or wake) - (clock() - begin)))
             continue
         step_begin = clock()
-        tokens, _ = engine.step()
+        tokens, finished = engine.step()
         now = clock()
+        for request in finished:
+            arrivals.finished(numbers[request.request_id], now - begin)
         run.generated_tokens += len(tokens)
         state = watch.running, watch.waiting, watch.used_blocks
         run.steps.append(StepRecord(now - begin, now - step_begin, *state))

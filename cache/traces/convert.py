@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import operator
 import os
@@ -128,6 +129,7 @@ def convert_sessions(folder: str | os.PathLike, *, hours: float = 24.0, seed: in
     Sessions were recorded separately.  In the order of their names, each gets a start sampled
     uniformly from ``hours`` with ``seed``, so the arrivals are synthetic.  A sub-agent's requests
     count from its own start.  Ids count within a session; ids of scope "global" are shared by all.
+    ``Trace.columns`` get the publisher's further facts.
 
     Raises TraceError for a file that is not a session, or of another block size than the first, and
     ValueError for a folder without requests.
@@ -141,16 +143,18 @@ def convert_sessions(folder: str | os.PathLike, *, hours: float = 24.0, seed: in
     numbers: defaultdict[tuple[Hashable, int], int] = defaultdict()
     numbers.default_factory = numbers.__len__
     requests, block_size = [], None
-    for path, start in zip(paths, starts, strict=True):
+    for number, (path, start) in enumerate(zip(paths, starts, strict=True)):
         with placed(partial(TraceError, path), 1):
             session = json.loads(path.read_bytes())
             block_size = block_size or session["block_size"]
             if session["block_size"] != block_size:
                 raise ValueError(f"blocks of {session['block_size']} tokens, others {block_size}")
             scope = None if session.get("hash_id_scope") == "global" else path.name
-            for time, tokens, output, blocks in _leaves(session["requests"], start):
+            agents = itertools.count()
+            for time, tokens, output, blocks, further in _leaves(session, start, agents):
                 ids = [numbers[scope, block] for block in blocks]
-                requests.append((path, (time, tokens, output, ids)))
+                further["session"] = number
+                requests.append((path, (time, tokens, output, ids, further)))
 
     def error(path: Path, reason: str) -> TraceError:
         return TraceError(path, 1, reason)
@@ -161,14 +165,19 @@ def convert_sessions(folder: str | os.PathLike, *, hours: float = 24.0, seed: in
     return trace
 
 
-def _leaves(entries: list[dict[str, Any]], start_ms: float) -> Iterator[tuple]:
-    """Requests of a session and its sub-agents: milliseconds, prompt, output, ids."""
-    for entry in entries:
+def _leaves(agent: dict[str, Any], start_ms: float, numbers: Iterator[int]) -> Iterator[tuple]:
+    """Requests of an agent and its sub-agents: milliseconds, prompt, output, ids, further facts."""
+    facts: dict[str, Any] = {"agent": next(numbers)}
+    facts |= {name: agent[name] for name in ("tool_tokens", "system_tokens") if name in agent}
+    for entry in agent["requests"]:
         time = start_ms + _milliseconds(entry["t"])
         if entry["type"] == "subagent":
-            yield from _leaves(entry["requests"], time)
-        else:
-            yield time, entry["in"], entry["out"], entry["hash_ids"]
+            yield from _leaves(entry, time, numbers)
+            continue
+        further = facts | {"stop": entry.get("stop") or ""}
+        if entry.get("think_time") is not None:
+            further["think_time"] = _milliseconds(entry["think_time"])
+        yield time, entry["in"], entry["out"], entry["hash_ids"], further
 
 
 def _milliseconds(seconds: float) -> float:

@@ -106,8 +106,8 @@ def _decompressed(data: bytes, compression: str) -> bytes:
 class RecordParser:
     """Parses the lines of one file in order.
 
-    A call gives ``(timestamp_ms, input_length, output_length, hash_ids)``, or None for the header
-    of a CSV file.  Further fields are ignored.
+    A call gives ``(timestamp_ms, input_length, output_length, hash_ids, further)``, or None for the
+    header of a CSV file.  ``further`` has the other numbers and texts of a JSON object.
     Values come as the file has them, unchecked; CSV timestamps become milliseconds since the first
     row (precise to 1 us) and ``hash_ids`` ().  Raises ValueError for a line that does not parse,
     a missing field and a negative timestamp in JSON.
@@ -154,7 +154,7 @@ class RecordParser:
         # The 2024 files carry a time zone, the 2023 files do not: taken as UTC.
         moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
         self._start = self._start or moment
-        return (moment - self._start) / timedelta(milliseconds=1), *map(int, lengths), ()
+        return (moment - self._start) / timedelta(milliseconds=1), *map(int, lengths), (), {}
 
 
 def write_lines(path: Path, lines: Iterable[str]) -> None:
@@ -209,4 +209,9 @@ def _mooncake_record(text: str) -> tuple:
         raise ValueError(f"missing field {error.args[0]!r}") from None
     if isinstance(values[0], int | float) and values[0] < 0:
         raise ValueError(f"timestamp must be at least 0, got {values[0]}")
-    return values
+    further = record.items() if len(record) > len(values) else ()
+    return *values, {
+        field: value
+        for field, value in further
+        if field not in _MOONCAKE_FIELDS and type(value) in (int, float, str)
+    }

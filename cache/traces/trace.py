@@ -16,10 +16,11 @@ import reprlib
 import sys
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cache.checks import at_least
@@ -42,6 +43,8 @@ class TraceRequest(NamedTuple):
     block_ids: Sequence[int]
     """Blocks of the prompt, in order.  Some traces number a partly filled last block, some do not.
     """
+    further: Mapping[str, float | str] = MappingProxyType({})
+    """Its values in the further columns of the trace."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -67,6 +70,11 @@ class Trace:
     dense: 0 to ``num_unique_blocks - 1`` by first appearance."""
     offsets: np.ndarray
     """Request ``i`` has ``block_ids[offsets[i]:offsets[i + 1]]``; ``(num_requests + 1,)`` int64."""
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Further facts of the requests, ``(num_requests,)`` float64 or text; NaN or "": unknown.  A
+    coding agent's have ``session``, ``agent`` (0: the main one), ``stop`` (``tool_use`` or
+    ``end_turn``), ``think_time`` (ms since the end of its previous answer), ``tool_tokens`` and
+    ``system_tokens`` (at the head of the prompt)."""
 
     @classmethod
     def from_requests(
@@ -74,6 +82,7 @@ class Trace:
     ) -> Trace:
         """Build a trace from ``(timestamp_ms, input_length, output_length, block_ids)`` tuples.
 
+        A fifth item, a mapping from names to numbers or texts, fills ``columns``.
         Requests may come in any order, block ids may be any integers, and ``block_size`` None is
         inferred as ``load_trace`` does.  Raises ValueError for a timestamp that is not a finite
         number, a length that is not an integer of at least 0, block ids that are not integers or
@@ -116,6 +125,8 @@ class Trace:
             self.offsets,
         ):
             digest.update(values.astype(values.dtype.newbyteorder("<"), copy=False).tobytes())
+        for name, column in sorted(self.columns.items()):
+            digest.update(f"{name}{column.tolist()}".encode())
         return digest.hexdigest()
 
     @cached_property
@@ -158,6 +169,7 @@ class Trace:
             output_lengths=self.output_lengths[rows],
             block_ids=block_ids,
             offsets=offsets,
+            columns={name: column[rows] for name, column in self.columns.items()},
         )
 
     def coarsened(self, factor: int) -> Trace:
@@ -192,6 +204,7 @@ class Trace:
             int(self.input_lengths[index]),
             int(self.output_lengths[index]),
             self.block_ids[self.offsets[index] : self.offsets[index + 1]],
+            {name: column[index].item() for name, column in self.columns.items()},
         )
 
     def __iter__(self) -> Iterator[TraceRequest]:
@@ -209,6 +222,7 @@ def load_trace(path: str | os.PathLike, *, block_size: int | None = None) -> Tra
 
     ``path`` ends in ``.jsonl`` or ``.csv``, alone or followed by ``.gz`` or ``.zst``.  The trace is
     named after the file.  CSV traces have no blocks; their timestamps count from the first row.
+    Further numbers and texts of a JSON object fill ``Trace.columns``.
 
     ``block_size`` is what the publisher says; None infers it from the data.  Mooncake gives an id
     to every block, a partly filled last one included: ``len(hash_ids) == ceil(input_length /
@@ -260,6 +274,9 @@ def _json_line(request: TraceRequest) -> str:
         "output_length": request.output_length,
         "hash_ids": request.block_ids.tolist(),
     }
+    for name, value in request.further.items():
+        if value != "" and value == value:  # known
+            record[name] = int(value) if isinstance(value, float) and value.is_integer() else value
     return json.dumps(record, separators=(",", ":"))
 
 
@@ -281,6 +298,7 @@ def collected(
         block_size = at_least(1, "block_size", block_size)
     timestamps, inputs, outputs = array("d"), array("q"), array("q")
     blocks, ends, places = array("i"), array("q", [0]), []
+    known: defaultdict[str, dict[int, float | str]] = defaultdict(dict)
     # An unknown id gets the next dense one, at the speed of a dictionary lookup.
     dense_ids = defaultdict()
     dense_ids.default_factory = dense_ids.__len__
@@ -288,11 +306,13 @@ def collected(
         with placed(error, place):
             if (request := parse(row)) is None:
                 continue
-            timestamp, input_length, output_length, hash_ids = request
+            timestamp, input_length, output_length, hash_ids, *further = request
             timestamps.append(_timestamp(timestamp))
             inputs.append(_length("input_length", input_length))
             outputs.append(_length("output_length", output_length))
             blocks.extend(map(dense_ids.__getitem__, _ids(hash_ids)))
+            for column, value in further[0].items() if further else ():
+                known[column][len(places)] = value
             ends.append(len(blocks))
             places.append(place)
 
@@ -304,12 +324,24 @@ def collected(
         if block_size is None and (wrong := _unlike_most(input_lengths, np.diff(offsets))):
             request, reason = wrong
             raise error(places[request], reason)
+    columns = {name: _column(values, len(places)) for name, values in known.items()}
     if (timestamps_ms[1:] < timestamps_ms[:-1]).any():
         order = np.argsort(timestamps_ms, kind="stable")
         timestamps_ms = timestamps_ms[order]
         input_lengths, output_lengths = input_lengths[order], output_lengths[order]
         block_ids, offsets = _picked(block_ids, offsets[:-1][order], np.diff(offsets)[order])
-    return Trace(name, block_size, timestamps_ms, input_lengths, output_lengths, block_ids, offsets)
+        columns = {name: column[order] for name, column in columns.items()}
+    lengths = input_lengths, output_lengths
+    return Trace(name, block_size, timestamps_ms, *lengths, block_ids, offsets, columns)
+
+
+def _column(values: dict[int, float | str], num_requests: int) -> np.ndarray:
+    """A column from the values of the requests that have one: texts if any of them is a text."""
+    import numpy as np
+
+    unknown = "" if any(isinstance(value, str) for value in values.values()) else np.nan
+    column = [values.get(request, unknown) for request in range(num_requests)]
+    return np.array(column, str if unknown == "" else np.float64)
 
 
 @contextlib.contextmanager

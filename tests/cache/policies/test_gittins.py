@@ -113,9 +113,9 @@ def test_a_replay_reports_each_request_twice():
     listener = Listener()
     cache.simulate(trace_of([(0, 1), (2,)]), policy=listener, capacity_blocks=2)
     first, at_release, second, _ = listener.told
-    assert at_release == (0.0, 8, 1, 2)
+    assert at_release[:4] == (0.0, 8, 1, 2)
     assert np.isnan(first.output_tokens)
-    assert first._replace(output_tokens=1) == at_release
+    assert first._replace(output_tokens=1)[:4] == at_release[:4]
     assert second[:2] == (1.0, 4)
 
 
@@ -129,8 +129,8 @@ def test_a_manager_reports_requests(name):
     seq.append_token(4)
     manager.append(seq)
     manager.free(seq)
-    assert listener.told[-1] == (1500.0, 3, 1, 1)
-    assert np.isnan(listener.told[0].output_tokens)
+    assert listener.told[-1][:4] == (1500.0, 3, 1, 1)
+    assert np.isnan((listener.told[0].output_tokens, listener.told[-1].calls_tool)).all()
     manager.clock = None
     manager.allocate(seq)
     assert np.isnan(listener.told[-1].time_ms)

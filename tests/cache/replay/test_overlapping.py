@@ -105,6 +105,43 @@ def test_twice_the_rate_halves_the_gaps():
     assert spans == pytest.approx([101.4, 51.4])
 
 
+def agent(session: int, think_time: float, **facts: str) -> dict:
+    return {"session": session, "agent": 0, "think_time": think_time, **facts}
+
+
+def test_in_a_closed_loop_a_session_waits_for_its_answers():
+    """Its second request arrives 3 s after the first is finished, whatever the trace says."""
+    rows = (0, 4, 1, [0], agent(1, 0)), (50, 8, 1, [0, 1], agent(1, 3000)), (
+        60_000, 4, 1, [2], agent(2, 9e9)
+    )  # fmt: skip
+    result = replay(*rows, closed_loop=True, time_scale=0.5)
+    assert result.ttft_seconds == pytest.approx([1.4, 1.4, 1.4])
+    assert result.stats.hit_tokens == 4
+    assert result.makespan_seconds == pytest.approx(30 + 1.4)
+    with pytest.raises(ValueError, match="'by hand' lacks agent, session, think_time"):
+        replay((0, 4, 1, [0]), closed_loop=True)
+
+
+@pytest.mark.parametrize(("policy", "hits"), [("lru", 0), ("ttl", 1)])
+def test_blocks_of_a_request_that_calls_a_tool_outlive_others(policy, hits):
+    """The one that called it a second ago goes last, compiled, in Python and in a manager."""
+    stops, blocks = ("tool_use", "end_turn", "end_turn", "end_turn"), (0, 1, 2, 0)
+    rows = [
+        (10_000 * i, 4, 1, [block], agent(i, 0, stop=stop))
+        for i, (block, stop) in enumerate(zip(blocks, stops, strict=True))
+    ]
+    trace = Trace.from_requests(rows, name="t", block_size=4)
+    python = cache.make_policy(policy)
+    python.describing_priority = lambda: None
+    for each in (policy, python):
+        assert cache.simulate(trace, policy=each, capacity_blocks=2).hit_blocks == hits
+    longer = [(time, 5, 1, ids, facts) for time, _, _, ids, facts in rows]  # a token to compute
+    trace = Trace.from_requests(longer, name="t", block_size=4)
+    manager = cache.make_manager("vllm_v1", num_blocks=3, block_size=4, policy=policy)
+    run = simulate_serving(trace, manager=manager, service=SERVICE)
+    assert run.stats.hit_blocks == hits
+
+
 def test_lengths_only_traces_share_nothing():
     trace = Trace.from_requests([(0, 20, 4, []), (1, 20, 4, [])], name="azure")
     manager = cache.make_manager("vllm_v1", num_blocks=32, block_size=4)

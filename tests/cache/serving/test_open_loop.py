@@ -143,11 +143,14 @@ def test_real_time_is_the_clock_of_the_engine(engine):
 
 
 def test_one_after_the_other(engine):
-    run = serve(engine, [[i] * 10 for i in range(5)], [3] * 5, None, service=TICKS)
+    prompts, previous = [[i] * 10 for i in range(5)], [None, 0, 1, 2, 0]
+    pauses = [0.0, 1.0, 0.5, 0.0, 9.0]
+    run = serve(engine, prompts, [3] * 5, pauses, previous=previous, service=TICKS)
     assert {s.running for s in run.steps} == {1}
     assert len(run.steps) == 15
-    for before, after in zip(run.requests, run.requests[1:], strict=False):
-        assert after.arrival_time >= before.finish_time
+    for request, before in enumerate(previous[1:], start=1):
+        pause = run.requests[request].arrival_time - run.requests[before].finish_time
+        assert pause == pauses[request]
 
 
 def test_a_load_beyond_what_is_served_is_stopped_and_marked(engine):

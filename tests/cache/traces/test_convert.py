@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
@@ -102,8 +103,9 @@ def session(*requests, scope="local", block_size=64):
     }  # fmt: skip
 
 
-def call(t, *hash_ids):
-    return {"t": t, "type": "n", "in": 64 * len(hash_ids) + 3, "out": 86, "hash_ids": hash_ids}
+def call(t, *hash_ids, **facts):
+    size = {"in": 64 * len(hash_ids) + 3, "out": 86}
+    return {"t": t, "type": "n", **size, "hash_ids": hash_ids, **facts}
 
 
 AGENT = {"t": 10.0, "type": "subagent", "agent_id": "a", "requests": [call(0.5, 1, 9)]}
@@ -124,6 +126,18 @@ def test_sessions_are_merged_by_arrival_and_ids_are_their_own(tmp_path):
     assert max(times.values()) < 3600e3 + 60_000
     assert requests_of(convert_sessions(tmp_path, hours=1, seed=3)) == requests_of(trace)
     assert convert_sessions(tmp_path, hours=1, seed=4)[0].timestamp_ms != trace[0].timestamp_ms
+
+
+def test_further_facts_of_sessions_are_columns(tmp_path):
+    calls = call(0.0, 1, stop="tool_use"), AGENT, call(60.0, 1, 2, think_time=2.5, stop=None)
+    write(tmp_path / "trace_0001.json", session(*calls))
+    rows = [request.further for request in convert_sessions(tmp_path)]
+    facts = {"session": 0.0, "agent": 0.0, "tool_tokens": 12439.0, "stop": "tool_use"}
+    assert {name: rows[0][name] for name in facts} == facts
+    assert (rows[1]["agent"], rows[1]["stop"]) == (1.0, "")
+    assert (rows[2]["think_time"], rows[2]["stop"]) == (2500.0, "")
+    assert math.isnan(rows[0]["think_time"])
+    assert math.isnan(rows[1]["tool_tokens"])
 
 
 def test_global_ids_are_shared_by_sessions(tmp_path):

@@ -134,6 +134,21 @@ def test_lines_may_span_reads_and_zstandard_frames(tmp_path):
     assert load_trace(written(tmp_path, members, "t.jsonl.gz")).digest == trace.digest
 
 
+def test_further_numbers_and_texts_of_requests_are_columns(tmp_path):
+    """Also if not every request has them; lists are ignored, as is what is not known."""
+    later, earlier = record(2, session=1, stop="end_turn"), record(1, session=2.5, odd=[3], x=None)
+    trace = load_trace(written(tmp_path, json_lines(later, earlier), "t.jsonl"))
+    assert {name: column.tolist() for name, column in trace.columns.items()} == {
+        "session": [2.5, 1.0], "stop": ["", "end_turn"],
+    }  # fmt: skip
+    assert trace[1:][0].further == trace.coarsened(2)[1].further
+    assert trace[1:][0].further == {"session": 1.0, "stop": "end_turn"}
+    save_trace(trace, tmp_path / "u.jsonl")
+    assert load_trace(tmp_path / "u.jsonl").digest == trace.digest
+    assert Trace.from_requests(trace, name="v", block_size=trace.block_size).digest == trace.digest
+    assert trace_of([0], [1]).digest != trace.digest
+
+
 def test_hash_ids_may_be_any_integers(tmp_path):
     ids = [-1, 2**64 + 3, 0, 2**200]
     trace = load_trace(
