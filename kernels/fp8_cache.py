@@ -169,6 +169,11 @@ def cache_argument(cache: torch.Tensor) -> torch.Tensor:
     return cache.view(torch.uint8) if cache.dtype == FP8_DTYPE else cache
 
 
+def byte_strides(cache: torch.Tensor) -> list[int]:
+    """Bytes from a block, slot and head of a cache to the next."""
+    return [stride * cache.itemsize for stride in cache.stride()[:3]]
+
+
 def has_value_pairs(v_cache: torch.Tensor) -> bool:
     """Whether the values of an fp8 cache can be read in pairs: no row starts at an odd address."""
     if v_cache.dtype != FP8_DTYPE:

@@ -35,6 +35,7 @@ from kernels.checks import (
 )
 from kernels.fp8_cache import (
     Scale,
+    byte_strides,
     cache_argument,
     from_cache,
     has_value_pairs,
@@ -49,6 +50,7 @@ from kernels.launch import launch
 from kernels.primitives import (
     LN_2,
     accumulate,
+    add_bytes,
     add_sinks,
     attention_scores,
     await_launches_before,
@@ -59,8 +61,9 @@ from kernels.primitives import (
     load_rows,
     normalise,
     online_softmax_weights,
+    row_ptrs,
     score_unit,
-    slot_offsets,
+    wide_product,
 )
 from kernels.split_states import SplitStates, chunks_of, results_of
 from kernels.tiles import (
@@ -186,6 +189,7 @@ def _paged_decode_kernel(
     Heads vary fastest, so that programs that read adjacent memory run at the same time.
     IS_SPLIT: out and lse are split states, and the launch writes all from first_state on. Otherwise
     every sequence has one chunk, out and lse are the results, and lse_ptr may be None.
+    Strides of the caches are in bytes.
     BLOCK_SIZE 0: not paged. Entry 0 of a table row is the contiguous piece with the whole sequence.
     PAIRED_VALUES: read the values of an fp8 cache in pairs. Even and odd elements have separate
     accumulators, joined at the end.
@@ -196,6 +200,8 @@ def _paged_decode_kernel(
     PAIR: tl.constexpr = 2 if PAIRED_VALUES else 1
     M_TILES: tl.constexpr = (GROUP_SIZE + TILE_M - 1) // TILE_M
     HEAD_TILES: tl.constexpr = NUM_KV_HEADS * M_TILES
+    # Whether no tile crosses the end of a block, so that only its first row is looked up.
+    IN_ONE_PIECE: tl.constexpr = BLOCK_SIZE % TILE_N == 0 and not (BLOCK_SIZE and USE_WINDOW)
     offs_n = tl.arange(0, TILE_N)
     offs_d = tl.arange(0, HEAD_DIM_PADDED)
     dim_mask = offs_d < HEAD_DIM
@@ -211,25 +217,26 @@ def _paged_decode_kernel(
     )  # fmt: skip
     while later_row < batch:
         is_first = item < 0
-        piece = tl.where(is_first, item + num_first, item)
-        row = tl.where(is_first, piece // HEAD_TILES, later_row)
-        chunk = tl.where(is_first, 0, piece // HEAD_TILES + 1)
-        seq = row.to(tl.int64)
+        piece = tl.where(is_first, item + num_first, item).to(tl.uint32)
+        place, head_tile = (piece // HEAD_TILES).to(tl.int32), (piece % HEAD_TILES).to(tl.int32)
+        seq = tl.where(is_first, place, later_row)
+        chunk = tl.where(is_first, 0, place + 1)
         context_len = tl.load(context_lens_ptr + seq)
         first = _first_seen(context_len, window_size, USE_WINDOW)
         chunk_tokens, _ = chunks_of(context_len - first, min_tiles, max_chunks, TILE_N)
-        kv_head = piece % HEAD_TILES // M_TILES
-        offs_m = piece % M_TILES * TILE_M + tl.arange(0, TILE_M)
+        kv_head = head_tile // M_TILES
+        offs_m = head_tile % M_TILES * TILE_M + tl.arange(0, TILE_M)
         begin = first + chunk * chunk_tokens
         end = tl.minimum(begin + chunk_tokens, context_len)
-        heads = (kv_head * GROUP_SIZE + offs_m).to(tl.int64)
+        heads = kv_head * GROUP_SIZE + offs_m
         head_mask = offs_m < GROUP_SIZE
         qo_mask = head_mask[:, None] & dim_mask[None, :]
-        q_ptrs = q_ptr + seq * stride_q_seq + heads[:, None] * stride_q_head + offs_d[None, :]
-        q = tl.load(q_ptrs, mask=qo_mask, other=0.0)  # [TILE_M, HEAD_DIM_PADDED]
+        q_ptrs = q_ptr + wide_product(seq, stride_q_seq)
+        q_ptrs += wide_product(heads, stride_q_head)[:, None]
+        q = tl.load(q_ptrs + offs_d[None, :], mask=qo_mask, other=0.0)  # [TILE_M, HEAD_DIM_PADDED]
         alibi_slopes = 0.0
         if HAS_ALIBI:
-            slope_ptrs = alibi_slopes_ptr + seq * stride_alibi_seq + heads
+            slope_ptrs = alibi_slopes_ptr + wide_product(seq, stride_alibi_seq) + heads
             alibi_slopes = tl.load(slope_ptrs, mask=head_mask, other=0.0)[:, None]
 
         q, q_unit = queries_for_cache(q, k_cache_ptr)
@@ -237,13 +244,13 @@ def _paged_decode_kernel(
         if k_scale is not None:
             qk_scale *= load_scale(k_scale, kv_head, stride_k_scale)
         unit = score_unit(qk_scale, FOLD_SCALE)
-        k_ptr = k_cache_ptr + kv_head.to(tl.int64) * stride_k_head
-        v_ptr = v_cache_ptr + kv_head.to(tl.int64) * stride_v_head
-        table_ptr = block_tables_ptr + seq * stride_table
+        k_ptr = add_bytes(k_cache_ptr, wide_product(kv_head, stride_k_head))
+        v_ptr = add_bytes(v_cache_ptr, wide_product(kv_head, stride_v_head))
+        table_ptr = block_tables_ptr + wide_product(seq, stride_table)
         if BLOCK_SIZE == 0:
-            where = tl.load(table_ptr).to(tl.int64)
-            k_ptr += where * stride_k_block
-            v_ptr += where * stride_v_block
+            where = tl.load(table_ptr)
+            k_ptr = add_bytes(k_ptr, wide_product(where, stride_k_block))
+            v_ptr = add_bytes(v_ptr, wide_product(where, stride_v_block))
         acc = tl.zeros([TILE_M, HEAD_DIM_PADDED // PAIR], tl.float32)
         acc_odd = acc
         row_max = tl.full([TILE_M], float("-inf"), tl.float32)
@@ -252,20 +259,23 @@ def _paged_decode_kernel(
         for start in tl.range(begin, end, TILE_N):
             positions = start + offs_n
             token_mask = offs_n < end - start
+            slots = start + tl.arange(0, 1) if IN_ONE_PIECE else positions
             if BLOCK_SIZE:
-                ids = load_block_ids(table_ptr, positions, token_mask, BLOCK_SIZE, True)
-                slots = positions
-                if TILE_N % BLOCK_SIZE == 0:
+                ids = load_block_ids(table_ptr, slots, token_mask, BLOCK_SIZE, not IN_ONE_PIECE)
+                if TILE_N % BLOCK_SIZE == 0 and not IN_ONE_PIECE:
                     # The same in every tile. Of a range of its own LLVM sees which ones are equal.
                     slots = first + tl.arange(TILE_N, 2 * TILE_N)
-                k_rows = slot_offsets(ids, slots, stride_k_block, stride_k_slot, BLOCK_SIZE)
-                v_rows = slot_offsets(ids, slots, stride_v_block, stride_v_slot, BLOCK_SIZE)
+                k_rows = row_ptrs(k_ptr, ids, slots, stride_k_block, stride_k_slot, BLOCK_SIZE)
+                v_rows = row_ptrs(v_ptr, ids, slots, stride_v_block, stride_v_slot, BLOCK_SIZE)
             else:
-                k_rows = positions.to(tl.int64) * stride_k_slot
-                v_rows = positions.to(tl.int64) * stride_v_slot
-            k_ptrs = k_ptr + k_rows[:, None] + offs_d[None, :]  # [TILE_N, HEAD_DIM_PADDED]
-            v_ptrs = value_ptrs(v_ptr + v_rows[:, None], PAIRED_VALUES)
+                k_rows = add_bytes(k_ptr, wide_product(slots, stride_k_slot))
+                v_rows = add_bytes(v_ptr, wide_product(slots, stride_v_slot))
+            k_ptrs = k_rows[:, None] + offs_d[None, :]  # [TILE_N, HEAD_DIM_PADDED]
+            v_ptrs = value_ptrs(v_rows[:, None], PAIRED_VALUES)
             v_ptrs += offs_v[None, :]  # [TILE_N, HEAD_DIM_PADDED // PAIR]
+            if IN_ONE_PIECE:
+                k_ptrs = add_bytes(k_ptrs, wide_product(offs_n, stride_k_slot)[:, None])
+                v_ptrs = add_bytes(v_ptrs, wide_product(offs_n, stride_v_slot)[:, None])
             k = load_rows(k_ptrs, token_mask, dim_mask, True, MASK_DIMS)
             v = load_rows(v_ptrs, token_mask, offs_v < HEAD_DIM // PAIR, True, MASK_DIMS)
 
@@ -291,7 +301,7 @@ def _paged_decode_kernel(
         row_sum = tl.sum(row_sum, axis=1)
         out, lse = normalise(acc, row_max, row_sum)
         if IS_SPLIT:
-            states = (seq * NUM_Q_HEADS + heads) * num_states + first_state
+            states = wide_product(seq * NUM_Q_HEADS + heads, num_states) + first_state
             out_ptrs = out_ptr + (states + chunk)[:, None] * HEAD_DIM + offs_d[None, :]
             tl.store(out_ptrs, out, mask=qo_mask)
             tl.store(lse_ptr + states + chunk, lse, mask=head_mask)
@@ -299,7 +309,8 @@ def _paged_decode_kernel(
             if sinks_ptr is not None:
                 sinks = tl.load(sinks_ptr + heads, mask=head_mask, other=0.0)
                 out, lse = add_sinks(out, lse, sinks)
-            out_ptrs = out_ptr + seq * stride_out_seq + heads[:, None] * stride_out_head
+            out_ptrs = out_ptr + wide_product(seq, stride_out_seq)
+            out_ptrs += wide_product(heads, stride_out_head)[:, None]
             tl.store(out_ptrs + offs_d[None, :], cast(out, out_ptr.dtype.element_ty), mask=qo_mask)
             if lse_ptr is not None:
                 tl.store(lse_ptr + seq * NUM_Q_HEADS + heads, lse * LN_2, mask=head_mask)
@@ -368,7 +379,7 @@ def launch_decode(
         scale, softcap, 0 if window_size is None else window_size,
         batch, chunks.min_tiles, chunks.max_chunks,
         first_state, states.lse.shape[2] if is_split else 0,
-        *out.stride()[:2], *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
+        *out.stride()[:2], *q.stride()[:2], *byte_strides(k_cache), *byte_strides(v_cache),
         block_tables.stride(0),
         alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0,
         stride_k_scale, stride_v_scale,

@@ -51,6 +51,7 @@ from kernels.checks import (
 )
 from kernels.fp8_cache import (
     Scale,
+    byte_strides,
     cache_argument,
     from_cache,
     load_scale,
@@ -61,6 +62,7 @@ from kernels.launch import launch
 from kernels.primitives import (
     LN_2,
     accumulate,
+    add_bytes,
     add_sinks,
     attention_scores,
     await_launches_before,
@@ -72,8 +74,9 @@ from kernels.primitives import (
     locate_tile,
     normalise,
     online_softmax_weights,
+    row_ptrs,
     score_unit,
-    slot_offsets,
+    wide_product,
 )
 from kernels.split_states import SplitStates, chunks_of, results_of, states_of_sequence
 from kernels.tiles import (
@@ -113,15 +116,15 @@ def _load_tile(
 ):  # fmt: skip
     """Load keys or values of a sequence, [slots, dims]. MASKED: 0 where not `mask`.
 
-    cache: (pointer, block stride, slot stride).
+    cache: (pointer, block stride, slot stride), strides in bytes.
     """
     cache_ptr, stride_block, stride_slot = cache
     if BLOCK_SIZE:
         block_ids = load_block_ids(table_ptr, slots, mask, BLOCK_SIZE, MASKED)
-        rows = slot_offsets(block_ids, slots, stride_block, stride_slot, BLOCK_SIZE)
+        rows = row_ptrs(cache_ptr, block_ids, slots, stride_block, stride_slot, BLOCK_SIZE)
     else:
-        rows = slots.to(tl.int64) * stride_slot
-    ptrs = cache_ptr + rows[:, None] + offs_d[None, :]
+        rows = add_bytes(cache_ptr, wide_product(slots, stride_slot))
+    ptrs = rows[:, None] + offs_d[None, :]
     return load_rows(ptrs, mask, offs_d < HEAD_DIM, MASKED, offs_d.shape[0] != HEAD_DIM)
 
 
@@ -165,6 +168,7 @@ def _paged_prefill_kernel(
     min_tiles, max_chunks, chunk_queries: how the keys are divided, see `kernels.tiles.Chunking`.
     SEARCH_WIDTH 0: every sequence has tiles_per_seq tiles, with split keys of its own as many pairs
     of a chunk and a tile (the grid then has one chunk). Otherwise the owner of a tile is looked up.
+    Strides of the caches are in bytes.
     BLOCK_SIZE 0: not paged. Entry 0 of a table row is the contiguous piece with the whole sequence;
     without tables all sequences are in piece 0.
     kv_starts_ptr, if not None: slot of position 0 of each sequence, in its piece or table row.
@@ -262,15 +266,15 @@ def _paged_prefill_kernel(
     if k_scale is not None:
         scale *= load_scale(k_scale, kv_head, stride_k_scale)
     unit = score_unit(scale, FOLD_SCALE)
-    k_ptr = k_cache_ptr + kv_head.to(tl.int64) * stride_k_head
-    v_ptr = v_cache_ptr + kv_head.to(tl.int64) * stride_v_head
+    k_ptr = add_bytes(k_cache_ptr, wide_product(kv_head, stride_k_head))
+    v_ptr = add_bytes(v_cache_ptr, wide_product(kv_head, stride_v_head))
     table_ptr = block_tables_ptr
     if block_tables_ptr is not None:
         table_ptr += seq.to(tl.int64) * stride_table
         if BLOCK_SIZE == 0:
-            piece = tl.load(table_ptr).to(tl.int64)
-            k_ptr += piece * stride_k_block
-            v_ptr += piece * stride_v_block
+            piece = tl.load(table_ptr)
+            k_ptr = add_bytes(k_ptr, wide_product(piece, stride_k_block))
+            v_ptr = add_bytes(v_ptr, wide_product(piece, stride_v_block))
     kv_start = 0
     if kv_starts_ptr is not None:
         kv_start = tl.load(kv_starts_ptr + seq)
@@ -427,7 +431,7 @@ def launch_prefill(
         0 if left is None else min(left, _NO_LIMIT), 0 if right is None else min(right, _NO_LIMIT),
         batch, tiles_per_seq, chunks.min_tiles, chunks.max_chunks, chunks.queries,
         num_chunks if merges else lse.shape[2] if is_split else 0, seq_states,
-        *result[0].stride()[:2], *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
+        *result[0].stride()[:2], *q.stride()[:2], *byte_strides(k_cache), *byte_strides(v_cache),
         0 if block_tables is None else block_tables.stride(0),
         alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0,
         stride_k_scale, stride_v_scale,

@@ -18,8 +18,16 @@ import triton
 import triton.language as tl
 
 from kernels.launch import launch
-from kernels.primitives import LN_2, add_sinks, await_launches_before, cast, finite_shift, normalise
-from kernels.tiles import Chunking, merge_tile, padded_dim, pdl_options
+from kernels.primitives import (
+    LN_2,
+    add_sinks,
+    await_launches_before,
+    cast,
+    finite_shift,
+    normalise,
+    quotient,
+)
+from kernels.tiles import FEW_SPLITS, Chunking, merge_tile, padded_dim, pdl_options
 
 # Sequences at a time in the search for the one of a token.
 _SEARCH_WIDTH = 256
@@ -33,13 +41,13 @@ def _divide_up(dividend, divisor):
     from integers, so that rounding it changes nothing.
     """
     sum = (dividend + divisor).to(tl.float32)
-    return ((sum - 0.5) / divisor.to(tl.float32)).to(tl.int32)
+    return quotient(sum - 0.5, divisor.to(tl.float32)).to(tl.int32)
 
 
 @triton.jit
 def chunks_of(num_tokens, min_tiles, max_chunks, TILE_N: tl.constexpr):
     """Tokens per chunk and number of chunks for num_tokens keys; see `kernels.tiles.Chunking`."""
-    num_tiles = tl.maximum(tl.cdiv(num_tokens, TILE_N), 1)
+    num_tiles = tl.cdiv(tl.maximum(num_tokens, 1).to(tl.uint32), TILE_N).to(tl.int32)
     tiles = tl.maximum(min_tiles, _divide_up(num_tiles, max_chunks))
     return tiles * TILE_N, _divide_up(num_tiles, tiles)
 
@@ -71,8 +79,8 @@ def _merge_splits_kernel(
     batch, num_splits, first_chunk, window_size, min_tiles, max_chunks, chunk_queries, seq_states,
     stride_out_token, stride_out_head,
     NUM_Q_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr,
-    TILE_SPLITS: tl.constexpr, TILE_N: tl.constexpr, SEARCH_WIDTH: tl.constexpr,
-    PDL: tl.constexpr,
+    TILE_SPLITS: tl.constexpr, FEW_SPLITS: tl.constexpr, TILE_N: tl.constexpr,
+    SEARCH_WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Merge the states of one query head of one token, in order. Grid (num_tokens * NUM_Q_HEADS).
 
@@ -104,28 +112,30 @@ def _merge_splits_kernel(
         num_keys = tl.minimum(tl.load(context_lens_ptr + token), window_size)
         _, num_chunks = chunks_of(num_keys, min_tiles, max_chunks, TILE_N)
         num_written = first_chunk + num_chunks
-    offs_s = tl.arange(0, TILE_SPLITS)
     offs_d = tl.arange(0, HEAD_DIM_PADDED)
     dim_mask = offs_d < HEAD_DIM
     acc = tl.zeros([1, HEAD_DIM_PADDED], tl.float32)
     row_max = tl.full([1], float("-inf"), tl.float32)
     row_sum = tl.zeros([1], tl.float32)
-    for start in range(0, num_written, TILE_SPLITS):
-        splits = start + offs_s
-        states = first_state + splits
-        lse = tl.load(partial_lse_ptr + states, mask=splits < num_written, other=float("-inf"))
-        out = tl.load(
-            partial_out_ptr + states[:, None] * HEAD_DIM + offs_d[None, :],
-            mask=(lse > float("-inf"))[:, None] & dim_mask[None, :],
-            other=0.0,
-        )  # [TILE_SPLITS, HEAD_DIM_PADDED]
-        new_max = tl.maximum(row_max, tl.max(lse, axis=0))
-        shift = finite_shift(new_max)
-        alpha = tl.exp2(row_max - shift)
-        weights = tl.exp2(lse - shift)  # [TILE_SPLITS]
-        acc = acc * alpha[:, None] + tl.sum(weights[:, None] * out, axis=0)[None, :]
-        row_sum = row_sum * alpha + tl.sum(weights, axis=0)
-        row_max = new_max
+    begin, end = 0, tl.cdiv(tl.maximum(num_written - FEW_SPLITS, 0), TILE_SPLITS) * TILE_SPLITS
+    for LAST in tl.static_range(2):
+        for start in range(begin, end, FEW_SPLITS if LAST else TILE_SPLITS):
+            splits = start + tl.arange(0, FEW_SPLITS if LAST else TILE_SPLITS)
+            states = first_state + splits
+            lse = tl.load(partial_lse_ptr + states, mask=splits < num_written, other=float("-inf"))
+            out = tl.load(
+                partial_out_ptr + states[:, None] * HEAD_DIM + offs_d[None, :],
+                mask=(lse > float("-inf"))[:, None] & dim_mask[None, :],
+                other=0.0,
+            )  # [splits, HEAD_DIM_PADDED]
+            new_max = tl.maximum(row_max, tl.max(lse, axis=0))
+            shift = finite_shift(new_max)
+            alpha = tl.exp2(row_max - shift)
+            weights = tl.exp2(lse - shift)
+            acc = acc * alpha[:, None] + tl.sum(weights[:, None] * out, axis=0)[None, :]
+            row_sum = row_sum * alpha + tl.sum(weights, axis=0)
+            row_max = new_max
+        begin, end = end, num_written
 
     out, lse = normalise(acc, row_max, row_sum)
     if sinks_ptr is not None:
@@ -183,7 +193,7 @@ class SplitStates:
             chunks.min_tiles, chunks.max_chunks, chunks.queries, seq_states,
             *out.stride()[:2],
             NUM_Q_HEADS=num_q_heads, HEAD_DIM=head_dim, HEAD_DIM_PADDED=head_dim_padded,
-            TILE_SPLITS=tile.rows, TILE_N=tile_n, SEARCH_WIDTH=_SEARCH_WIDTH,
+            TILE_SPLITS=tile.rows, FEW_SPLITS=FEW_SPLITS, TILE_N=tile_n, SEARCH_WIDTH=_SEARCH_WIDTH,
             num_warps=tile.num_warps, **pdl_options(out.device),
         )  # fmt: skip
 

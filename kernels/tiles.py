@@ -372,6 +372,10 @@ def merge_tile(head_dim_padded: int) -> RowTile:
     return RowTile(rows=max(4, 2048 // head_dim_padded), num_warps=1)
 
 
+FEW_SPLITS = 4
+"""Partial states that the merge of splits reads last: all of a row that has no more."""
+
+
 @functools.cache
 def merge_states_tile(head_dim_padded: int) -> RowTile:
     """Rows per program of merge_attention_states."""
