@@ -148,9 +148,9 @@ def attention(
     q_positions: torch.Tensor, k_positions: torch.Tensor,
     scale: float | None = None, window_size: int | None = None, softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
-    causal: bool = True,
+    ahead: int | None = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Attention of one sequence.
+    """Attention of one sequence. A query sees `ahead` keys after its position; None for all.
 
     q: (num_queries, num_q_heads, head_dim); k, v: (num_keys, num_kv_heads, head_dim); q_positions
     and k_positions: their positions in the sequence. alibi_slopes: (num_q_heads,). Returns the
@@ -172,8 +172,8 @@ def attention(
     if alibi_slopes is not None:
         scores = scores - alibi_slopes[:, None, None].to(q.dtype) * distances.abs().to(q.dtype)
     visible = torch.ones_like(distances, dtype=torch.bool)
-    if causal:
-        visible &= distances >= 0
+    if ahead is not None:
+        visible &= distances >= -ahead
     if window_size is not None:
         visible &= distances < window_size
     scores = scores.masked_fill(~visible, -torch.inf)
@@ -243,7 +243,8 @@ def paged_prefill_attention(
             q_positions=torch.arange(first_position, context_len, device=q.device),
             k_positions=torch.arange(first, context_len, device=q.device),
             scale=scale, window_size=window_size, softcap=softcap,
-            alibi_slopes=slopes_of(alibi_slopes, i), sinks=sinks, causal=causal,
+            alibi_slopes=slopes_of(alibi_slopes, i), sinks=sinks,
+            ahead=0 if causal else None,
         )  # fmt: skip
     return (out, lse) if return_lse else out
 

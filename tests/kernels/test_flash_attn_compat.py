@@ -25,25 +25,14 @@ WINDOWS = [(-1, -1), (5, -1), (-1, 3), (0, 0), (7, 2), (1000, 1000), (40, 0)]
 
 def attend(q, k, v, *, causal, window_size, scale=None, softcap=0.0, slopes=None):
     """Documented attention of one sequence, in q's dtype: output and LSE, (tokens, heads ...)."""
-    group_size = q.shape[1] // k.shape[1]
-    k, v = (x.to(q.dtype).repeat_interleave(group_size, dim=1) for x in (k, v))
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    scores = torch.einsum("qhd,khd->hqk", q * scale, k)
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    own = torch.arange(len(q))[:, None] + len(k) - len(q)
-    distance = own - torch.arange(len(k))
-    if slopes is not None:
-        scores = scores - (slopes[:, None, None] * distance.abs()).to(q.dtype)
-    left, right = window_size
-    right = 0 if causal else right
-    hidden = (distance > left if left >= 0 else distance < -math.inf) | (
-        distance < -right if right >= 0 else distance < -math.inf
-    )
-    scores = scores.masked_fill(hidden, -math.inf)
-    weights = torch.softmax(scores, -1).nan_to_num(0.0)
-    lse = torch.logsumexp(scores, -1)
-    return torch.einsum("hqk,khd->qhd", weights, v), lse.masked_fill(lse == -math.inf, math.inf).T
+    left, right = (None if size < 0 else size for size in window_size)
+    out, lse = reference.attention(
+        q, k.to(q.dtype), v.to(q.dtype),
+        q_positions=torch.arange(len(q)) + len(k) - len(q), k_positions=torch.arange(len(k)),
+        scale=scale, window_size=None if left is None else left + 1,
+        ahead=0 if causal else right, softcap=softcap, alibi_slopes=slopes,
+    )  # fmt: skip
+    return out, lse.masked_fill(lse == -math.inf, math.inf)
 
 
 def assert_accurate(out, lse, sequences):
@@ -329,13 +318,6 @@ def test_results_on_a_cache_require_no_gradients(compiled, device):
     out = call(q, *caches, new)
     assert not out.requires_grad
     assert torch.equal(caches[0][:, 4], new[:, 0])
-
-
-def test_refused_arguments_are_named(device):
-    with pytest.raises(NotImplementedError, match=r"dropout_p: only 0 is supported, got 0\.1"):
-        varlen_call(device, dropout_p=0.1)
-    with pytest.raises(NotImplementedError, match=r"cache_batch_idx: not supported .* block_table"):
-        kv_call(device, cache_batch_idx=i32(0, 1), block_table=i32([0], [1]))
 
 
 def test_integers_of_numpy_and_tensors_are_accepted(device):
