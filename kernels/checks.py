@@ -134,8 +134,12 @@ class TensorSpec:
                 raise ValueError(
                     f"{arg.name}: expected a contiguous last dimension, got strides {strides}"
                 )
-            if arg.written:
-                check_writable(arg.name, shape, strides)
+            shared = any(n > 1 and stride == 0 for n, stride in zip(shape, strides, strict=True))
+            if arg.written and shared:
+                raise ValueError(
+                    f"{arg.name}: expected memory of its own for every element to be written, got "
+                    f"an expanded tensor of shape {tuple(shape)} and strides {strides}"
+                )
         bound = SimpleNamespace(**sizes)
         for rule in self._rules:
             rule(bound)
@@ -301,15 +305,6 @@ def store_spec(*args: Arg, rules: tuple[Rule, ...] = ()) -> TensorSpec:
 def tensor_or_none(scale: Scale) -> torch.Tensor | None:
     """A scale as a TensorSpec takes it."""
     return scale if isinstance(scale, torch.Tensor) else None
-
-
-def check_writable(name: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
-    """Check that the elements of a tensor of these sizes and strides do not share memory."""
-    if any(n > 1 and stride == 0 for n, stride in zip(shape, strides, strict=True)):
-        raise ValueError(
-            f"{name}: expected memory of its own for every element to be written, got an expanded "
-            f"tensor of shape {tuple(shape)} and strides {strides}"
-        )
 
 
 def check_number(

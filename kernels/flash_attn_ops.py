@@ -30,7 +30,6 @@ from kernels.checks import (
     check_block_tables,
     check_cu_seqlens,
     check_score_options,
-    check_writable,
     kv_cache_args,
     same_dtype,
 )
@@ -41,37 +40,38 @@ from kernels.slot_mapping_from_positions import slot_mapping_from_positions
 from kernels.store_kvcache import store_kvcache
 from kernels.torch_ops import functional_op
 
-
-def _varlen_spec(cache_dims: str, *args: Arg) -> TensorSpec:
-    return TensorSpec(
-        Arg("k", f"{cache_dims} num_kv_heads head_dim", FLOAT_DTYPES),
-        Arg("v", f"{cache_dims} num_kv_heads head_dim", same_dtype("k")),
+_BLOCK_TABLE = Arg("block_table", "batch max_blocks", INT32, optional=True)
+_PACKED_TENSORS, _PAGED_TENSORS = (
+    TensorSpec(
+        Arg("k", f"{rows} num_kv_heads head_dim", FLOAT_DTYPES),
+        Arg("v", f"{rows} num_kv_heads head_dim", same_dtype("k")),
         Arg("q", "total_q num_q_heads head_dim", same_dtype("k")),
         Arg("cu_seqlens_q", "batch+1", INT32),
         Arg("cu_seqlens_k", "batch+1", INT32),
         ALIBI_ARG,
-        *args,
+        _BLOCK_TABLE,
         rules=(*cache_rules("k"), *HEAD_RULES),
     )
-
-
-_PACKED_TENSORS = _varlen_spec("total_k")
-_BLOCK_TABLE = Arg("block_table", "batch max_blocks", INT32)
-_PAGED_TENSORS = _varlen_spec("num_blocks block_size", _BLOCK_TABLE)
-_CACHE_TENSORS = TensorSpec(
-    *kv_cache_args(FLOAT_DTYPES),
-    Arg("q", "batch seqlen num_q_heads head_dim", same_dtype("k_cache")),
-    Arg("k", "batch seqlen_new num_kv_heads head_dim", same_dtype("k_cache"), optional=True),
-    Arg("v", "batch seqlen_new num_kv_heads head_dim", same_dtype("k_cache"), optional=True),
-    Arg("rotary_cos", "seqlen_ro rotary_dim/2", FLOAT_DTYPES, optional=True),
-    Arg("rotary_sin", "seqlen_ro rotary_dim/2", same_dtype("rotary_cos"), optional=True),
-    Arg("cache_seqlens", "batch", INT32, optional=True),
-    Arg("cache_batch_idx", "batch", INT32, optional=True),
-    Arg("cache_leftpad", "batch", INT32, optional=True),
-    Arg("block_table", "batch max_blocks", INT32, optional=True),
-    ALIBI_ARG,
-    rules=(*cache_rules(), *HEAD_RULES, bounded("rotary_cos", "rotary_dim", 2, "head_dim")),
+    for rows in ("total_k", "num_blocks block_size")
 )
+_CACHE_TENSORS = {
+    has_new: TensorSpec(
+        *kv_cache_args(FLOAT_DTYPES, written=has_new),
+        Arg("q", "batch seqlen num_q_heads head_dim", same_dtype("k_cache")),
+        Arg("k", "batch seqlen_new num_kv_heads head_dim", same_dtype("k_cache"), optional=True),
+        Arg("v", "batch seqlen_new num_kv_heads head_dim", same_dtype("k_cache"), optional=True),
+        Arg("rotary_cos", "seqlen_ro rotary_dim/2", FLOAT_DTYPES, optional=True),
+        Arg("rotary_sin", "seqlen_ro rotary_dim/2", same_dtype("rotary_cos"), optional=True),
+        Arg("cache_seqlens", "batch", INT32, optional=True),
+        Arg("cache_batch_idx", "batch", INT32, optional=True),
+        Arg("cache_leftpad", "batch", INT32, optional=True),
+        _BLOCK_TABLE,
+        ALIBI_ARG,
+        rules=(*cache_rules(), *HEAD_RULES, bounded("rotary_cos", "rotary_dim", 2, "head_dim")),
+    )
+    for has_new in (False, True)
+}
+"""By whether k and v are given, which are written to the cache."""
 
 
 def _contiguous_rows(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -136,12 +136,11 @@ def flash_attn_varlen(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Output and LSE, (nheads, total_q), of `flash_attn_varlen_func`."""
     q, k, v = map(_contiguous_rows, (q, k, v))
-    tensors = (k, v, q, cu_seqlens_q, cu_seqlens_k, alibi_slopes)
+    spec = _PACKED_TENSORS if block_table is None else _PAGED_TENSORS
+    sizes = spec(k, v, q, cu_seqlens_q, cu_seqlens_k, alibi_slopes, block_table)
     if block_table is None:
-        sizes = _PACKED_TENSORS(*tensors)
         k_cache, v_cache, capacity = k[None], v[None], sizes.total_k
     else:
-        sizes = _PAGED_TENSORS(*tensors, block_table)
         k_cache, v_cache, capacity = k, v, block_table.numel() * sizes.block_size
     batch = sizes.batch
     check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, total=sizes.total_q, max_seqlen=max_seqlen_q)
@@ -219,18 +218,14 @@ def flash_attn_kvcache(
     q, k, v, cache_batch_idx, block_table = map(
         _contiguous_rows, (q, k, v, cache_batch_idx, block_table)
     )
-    sizes = _CACHE_TENSORS(
+    sizes = _CACHE_TENSORS[k is not None](
         k_cache, v_cache, q, k, v,
         rotary_cos, rotary_sin,
         cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
         alibi_slopes,
     )  # fmt: skip
     batch, seqlen, device = sizes.batch, sizes.seqlen, q.device
-    seqlen_new = 0
-    if k is not None:
-        seqlen_new = sizes.seqlen_new
-        check_writable("k_cache", k_cache.shape, k_cache.stride())
-        check_writable("v_cache", v_cache.shape, v_cache.stride())
+    seqlen_new = 0 if k is None else sizes.seqlen_new
     check_score_options(scale, None, softcap, num_splits or None)
 
     tables = block_table

@@ -102,26 +102,3 @@ def test_a_query_that_is_not_finite_stays_in_its_head(wrong, device):
     others[1, 2] = False
     assert torch.equal(out[others], expected[others])
     assert not out[1, 2].isfinite().all()
-
-
-FORMS = """
-import torch
-from kernels.compiled.architectures import ARCHITECTURES
-from kernels.compiled.compile import compile_call
-from kernels.testing.cases import make_case
-from kernels.testing.inputs import SCALES
-
-sizes = {"kv_dtype": torch.float8_e4m3fn, "device": "meta", "head_dim": 64, "padded": False}
-for op in ("store_kvcache", "rope_store_kvcache", "paged_decode_attention"):
-    hashes = set()
-    for scales in SCALES if "store" in op else ("number",):
-        call = make_case(op, **sizes, scales=scales).call
-        hashes.add(compile_call(call, ARCHITECTURES["sm_80"])[0][2].hash)
-    print(len(hashes))
-"""
-
-
-@pytest.mark.slow
-def test_every_form_of_scale_compiles(compiling_process):
-    """A name that is a pointer on one path and a tensor on another fails in the compiler only."""
-    assert compiling_process(FORMS).split() == ["4", "4", "1"]

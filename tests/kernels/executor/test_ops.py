@@ -54,7 +54,7 @@ IN_TURN += [
 VARIANTS = [
     FP32,
     {**BF16, "options": {"num_splits": 2}},
-    {**FP8, "options": {"num_splits": 2}},
+    {**FP8, "scales": "number", "options": {"num_splits": 2}},
     {**FP16, "features": ATTENTION_FEATURES},
     {**FP16, "kv_dtype": FP8_DTYPE, "features": ATTENTION_FEATURES[:-1]},
 ]
