@@ -5,7 +5,7 @@ Four parts, chosen with ``--part``; the file of each in ``experiments/overhead``
 * ``launch``: a call of each kernel's public function: argument checks and Triton's launch.
 * ``replay``: ``cache.simulate`` on a trace, beside libcachesim.
 * ``managers``: hash, look-up, allocate and free of a request, beside vLLM's ``KVCacheManager``.
-* ``engine``: the phases of an engine step, with and without a model; beside vLLM's scheduler.
+* ``engine``: the scheduler's part of an engine step, beside vLLM's scheduler.
 
 Times are in microseconds per unit of work: columns ``us`` (median), ``us_p20``, ``us_p80`` and
 ``us_mean``, with the unit in ``per``.  Columns that a part does not have are empty.  Other systems
@@ -75,9 +75,6 @@ EXPERIMENT = Experiment(
         manager=("vllm_v1", "paged"),
         num_sequences=(1, 16, 256),
         num_steps=50,
-        model="tiny",
-        model_num_sequences=(1, 8),
-        model_num_steps=20,
     ),
     cells=cells,
     run_cell=run_cell,

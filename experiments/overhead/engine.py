@@ -1,17 +1,12 @@
-"""Engine steps: microseconds of scheduling and of the rest, beside the model.
+"""Engine steps: microseconds of scheduling, beside vLLM's scheduler.
 
 A closed loop keeps a number of requests running: whenever one ends, the next begins.  Prompts and
 outputs are uniform between two lengths, by default as in Nano-vLLM's published benchmark.  Nothing
-is shared, so the managers do the most work.  Steps count once all requests run.
+is shared, so the managers do the most work.  Steps count once all requests run.  No model runs.
 
 * ``schedule``: ``Scheduler.schedule`` with the cache manager below it.  It hashes full blocks.
 * ``finish``: ``Scheduler.finish``, which frees the blocks of finished sequences.
-* ``prepare``: block tables, slots and positions as tensors.
-* ``model``: moving blocks, layers, logits.
-* ``rest``: sampling, appending tokens, bookkeeping of requests.
 
-Without a model (``model`` none) logits are zeros and no K/V are computed; the host does the same
-work.  With a model, ``share`` is the fraction of the time of all steps that a phase takes.
 vLLM's scheduler serves the same loop where it can be imported.  Only its ``schedule()`` is timed,
 which neither hashes blocks (that is done when tokens are added) nor frees them (that is done in
 ``update_from_output``).  ``engine.csv`` has the ratio of our ``schedule`` to it, once alone and
@@ -23,92 +18,50 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 import cache
+from cache.serving.open_loop import engine_without_model
+from cache.serving.sampling_params import SamplingParams
 from experiments import style
-from experiments.harness import Absent, Axis, Count, GridOnly, Lengths, Options, grid
-from experiments.load import engine_models
-from experiments.load.engine_models import Manager, Model
+from experiments.harness import Absent, Axis, Count, Lengths, Options, grid
+from experiments.load.engine_models import Manager
 from experiments.overhead import timing
 from experiments.overhead.baselines import VLLMScheduler
 
-if TYPE_CHECKING:
-    import torch
-
-    from models import LLM
-
 _BLOCK_SIZE = 16
-_LINES = {
-    "schedule": style.line(style.BLUE, "o"),
-    "finish": style.line(style.RED, "v", "dotted"),
-    "prepare": style.line(style.GREEN, "^", "dashed"),
-    "model": style.line(style.BLACK, "s"),
-    "rest": style.line(style.ORANGE, "D", "dashed", fill=False),
-}
+_VOCABULARY = 32_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Engine(Options):
-    """The grid: managers x running sequences without a model, and running sequences with one."""
+    """The grid: managers x running sequences."""
 
     manager: Axis[Manager] = ("vllm_v1", *sorted(set(cache.MANAGERS) - {"vllm_v1"}))
-    """Cache managers of the engine; the first one also serves a model."""
+    """Cache managers of the engine."""
     num_sequences: Axis[Count] = (1, 4, 16, 64, 256, 1024)
-    """Requests running, without a model."""
+    """Requests running."""
     lengths: Lengths = (100, 1024)
     """Fewest and most tokens of a prompt, and of an output."""
     num_steps: Count = 500
-    """Steps that count, without a model."""
-    model: Model | None = None
-    """A shape of engine_models. None: qwen3-0.6b on a GPU, llama-100m on a CPU."""
-    model_num_sequences: GridOnly[tuple[Count, ...]] = (1, 8, 32)
-    """Requests running on the model."""
-    model_lengths: GridOnly[Lengths] = (16, 128)
-    """Fewest and most tokens of a prompt, and of an output, on the model."""
-    model_num_steps: GridOnly[Count] = 100
-    """Steps that count on the model."""
-    cuda_graphs: bool = True
-    """Replay CUDA graphs of decode steps, on a GPU."""
+    """Steps that count."""
 
 
 def cells(options: Engine) -> Iterator[Engine | Absent]:
-    """``model`` is None without a model; ``manager`` is "vLLM" for vLLM's scheduler."""
-    yield from grid(options, Engine, model=None)
+    """``manager`` is "vLLM" for vLLM's scheduler."""
+    yield from grid(options, Engine)
     if importlib.util.find_spec("vllm"):
-        yield from grid(options, Engine, model=None, manager=("vLLM",))
+        yield from grid(options, Engine, manager=("vLLM",))
     else:
         yield Absent("vLLM is not installed")
-    yield from grid(
-        options,
-        Engine,
-        model=options.model or engine_models.default_model(),
-        manager=options.manager[:1],
-        num_sequences=options.model_num_sequences,
-        lengths=options.model_lengths,
-        num_steps=options.model_num_steps,
-    )
-
-
-class _NoModel:
-    """Stands in for a model: logits of zeros."""
-
-    def __init__(self, model) -> None:
-        self.config = model.config
-
-    def __call__(self, token_ids: torch.Tensor, *_) -> torch.Tensor:
-        return token_ids
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden.new_zeros(len(hidden), 1)
 
 
 class _Ours:
-    """An LLM whose steps are timed phase by phase."""
+    """An engine whose calls of the scheduler are timed."""
 
     version = ""
 
@@ -116,94 +69,63 @@ class _Ours:
         longest = 2 * cell.lengths[1]
         # A power of two, as contiguous reserves them.
         blocks_per_sequence = 1 << (-(-longest // _BLOCK_SIZE) - 1).bit_length()
-        self.llm = engine_models.make_llm(
-            cell.model or "tiny",
-            manager=cell.manager,
+        reserved = {"max_model_len": longest} if cell.manager == "contiguous" else {}
+        manager = cache.make_manager(
+            cell.manager,
             block_size=_BLOCK_SIZE,
             # With room for watermarks: nothing is preempted.
             num_blocks=cell.num_sequences * blocks_per_sequence * 21 // 20 + 1,
-            max_num_seqs=cell.num_sequences,
-            max_model_len=longest,
-            max_num_batched_tokens=max(8192, longest),
-            # A graph would replay the model that _NoModel replaces.
-            cuda_graphs=None if cell.model and cell.cuda_graphs else False,
-            overlap=False,  # phases are timed one by one
-            seed=cell.seed,
+            **reserved,
         )
-        if cell.model is None:
-            self.llm.engine.runner.model = _NoModel(self.llm.model)
-        self._step = _timed_step(self.llm)
+        self._engine = engine_without_model(
+            manager,
+            max_num_seqs=cell.num_sequences,
+            max_num_batched_tokens=max(8192, longest),
+            max_model_len=longest,
+        )
+        self._spent: dict[str, float] = defaultdict(float)
+        for phase in ("schedule", "finish"):
+            self._time(phase)
+
+    def _time(self, phase: str) -> None:
+        call = getattr(self._engine.scheduler, phase)
+
+        def timed(*args: Any) -> Any:
+            begin = time.perf_counter()
+            result = call(*args)
+            self._spent[phase] += time.perf_counter() - begin
+            return result
+
+        setattr(self._engine.scheduler, phase, timed)
 
     def add(self, token_ids: list[int], num_output_tokens: int) -> None:
-        from models import SamplingParams
-
         params = SamplingParams(temperature=0.0, max_tokens=num_output_tokens, ignore_eos=True)
-        self.llm.engine.add(token_ids, params)
+        self._engine.add(token_ids, params)
 
     @property
     def num_waiting(self) -> int:
-        return len(self.llm.engine.scheduler.waiting)
+        return len(self._engine.scheduler.waiting)
 
     def step(self) -> tuple[int, dict[str, float]]:
         """Number of requests that ended in this step, and the seconds of its phases."""
-        return self._step()
-
-
-def _timed_step(llm: LLM) -> Callable[[], tuple[int, dict[str, float]]]:
-    """Wrap the engine's methods with timers; the result runs one step."""
-    engine, spent = llm.engine, defaultdict(float)
-
-    def wrap(owner: object, method: str, phase: str) -> None:
-        call = getattr(owner, method)
-
-        def timed(*args):
-            begin = time.perf_counter()
-            result = call(*args)
-            if phase == "run" and llm.device.type == "cuda":
-                import torch
-
-                torch.cuda.synchronize(llm.device)
-            spent[phase] += time.perf_counter() - begin
-            return result
-
-        setattr(owner, method, timed)
-
-    wrap(engine.scheduler, "schedule", "schedule")
-    wrap(engine.scheduler, "finish", "finish")
-    wrap(engine.runner, "prepare", "prepare")
-    wrap(engine.runner, "run", "run")
-
-    def step() -> tuple[int, dict[str, float]]:
-        spent.clear()
-        begin = time.perf_counter()
-        _, finished = engine.step()
-        total = time.perf_counter() - begin
-        return len(finished), {
-            "schedule": spent["schedule"],
-            "finish": spent["finish"],
-            "prepare": spent["prepare"],
-            "model": spent["run"] - spent["prepare"],
-            "rest": total - spent["schedule"] - spent["finish"] - spent["run"],
-        }
-
-    return step
+        self._spent.update(schedule=0.0, finish=0.0)
+        _, finished = self._engine.step()
+        return len(finished), dict(self._spent)
 
 
 def run_cell(cell: Engine) -> list[dict[str, Any]]:
     least, most = cell.lengths
     if cell.manager == "vLLM":
         engine = VLLMScheduler(cell.num_sequences, 2 * most, _BLOCK_SIZE)
-        vocab_size = 32_000
     else:
         engine = _Ours(cell)
-        vocab_size = engine.llm.config.vocab_size
     generator = np.random.default_rng(cell.seed)
 
     def sample(least: int = least) -> int:
         return int(generator.integers(least, most + 1))
 
     def add(num_output_tokens: int) -> None:
-        prompt = generator.integers(vocab_size, size=sample()).tolist()
+        prompt = generator.integers(_VOCABULARY, size=sample()).tolist()
         engine.add(prompt, num_output_tokens)
 
     def step() -> dict[str, float]:
@@ -218,11 +140,8 @@ def run_cell(cell: Engine) -> list[dict[str, Any]]:
     while engine.num_waiting:
         step()
     steps = [step() for _ in range(cell.num_steps)]
-    spans = {phase: [seconds[phase] for seconds in steps] for phase in steps[0]}
-    total = sum(map(sum, spans.values()))
     return [
         {
-            "model": cell.model or "none",
             "implementation": cell.manager,
             "version": engine.version,
             "num_sequences": cell.num_sequences,
@@ -230,29 +149,23 @@ def run_cell(cell: Engine) -> list[dict[str, Any]]:
             "most_tokens": most,
             "steps": cell.num_steps,
             "phase": phase,
-            **timing.columns("step", seconds),
-            "share": sum(seconds) / total if cell.model else None,
+            **timing.columns("step", [seconds[phase] for seconds in steps]),
         }
-        for phase, seconds in spans.items()
+        for phase in steps[0]
     ]
 
 
-def _scheduling(rows: style.DataFrame) -> style.DataFrame:
-    return rows[(rows["model"] == "none") & (rows["phase"] == "schedule")]
-
-
-def table(rows: style.DataFrame) -> style.DataFrame | None:
+def table(rows: style.DataFrame) -> style.DataFrame:
     """Time of a scheduler step, and its ratio to vLLM's, by running sequences.
 
     Medians of ``schedule``; with ``finish``, which few steps call, means of both.
     """
-    finishing = rows[(rows["model"] == "none") & (rows["phase"] == "finish")]
-    rows = _scheduling(rows).astype({"num_sequences": int})
-    if rows.empty:
-        return None
+    rows = rows.astype({"num_sequences": int})
     by = ["implementation", "num_sequences"]
-    finish = finishing.set_index(by)["us_mean"].reindex(rows.set_index(by).index, fill_value=0.0)
-    rows["mean_with_finish_us"] = rows["us_mean"] + finish.to_numpy()
+    finish = rows[rows["phase"] == "finish"].set_index(by)["us_mean"]
+    rows = rows[rows["phase"] == "schedule"]
+    finish = finish.reindex(rows.set_index(by).index, fill_value=0.0)
+    rows = rows.assign(mean_with_finish_us=rows["us_mean"] + finish.to_numpy())
     rows = rows.rename(columns={"us": "schedule_us"})
     theirs = rows[rows["implementation"] == "vLLM"].set_index("num_sequences")
     times = ["schedule_us", "mean_with_finish_us"]
@@ -262,27 +175,12 @@ def table(rows: style.DataFrame) -> style.DataFrame | None:
 
 
 def draw(rows: style.DataFrame) -> style.Figure:
-    figure, (left, right), _ = style.panel_grid(2, height=2.1, width=3.5)
-    scheduling = _scheduling(rows)
-    for name, line in style.lines_of(scheduling["implementation"].unique()).items():
-        of_name = scheduling[scheduling["implementation"] == name]
-        style.curve(left, of_name, "num_sequences", "us", **line)
-    left.set(xscale="log", yscale="log", xlabel="running sequences")
-    left.set(ylabel="scheduler and manager\n(µs per step)", title="without a model, median")
-    left.set_ylim(top=10 * left.get_ylim()[1])
-
-    served = rows[rows["model"] != "none"]
-    for phase, line in _LINES.items():
-        of_phase = served[served["phase"] == phase]
-        style.curve(right, of_phase, "num_sequences", "us_mean", **line, label=phase)
-    steps = served.groupby("num_sequences")["us_mean"].sum()
-    right.plot(steps.index, 0.05 * steps, color=style.GREY, linestyle="dotted", label="5 % of all")
-    title = f"{served['model'].iloc[0]}, mean" if len(served) else ""
-    right.set(yscale="log", xlabel="running sequences", title=title)
-    style.log_x(right, steps.index)
-    right.set(ylabel="time (µs per step)", ylim=(None, 10 * right.get_ylim()[1]))
-    for axes, part in ((left, scheduling), (right, served)):
-        axes.set_visible(len(part) > 0)
-        if len(part):
-            axes.legend(fontsize=6, ncols=2)
+    """Median of ``schedule`` by running sequences."""
+    figure, (axes,), _ = style.panel_grid(1, height=2.4, width=4.5)
+    rows = rows[rows["phase"] == "schedule"]
+    for name, line in style.lines_of(rows["implementation"].unique()).items():
+        style.curve(axes, rows[rows["implementation"] == name], "num_sequences", "us", **line)
+    axes.set(xscale="log", yscale="log", xlabel="running sequences")
+    axes.set(ylabel="scheduler and manager\n(µs per step, median)")
+    axes.legend(fontsize=6, ncols=2)
     return figure

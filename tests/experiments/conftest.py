@@ -94,8 +94,7 @@ TINY_RUNS = {
     "memory_waste": "--trace {lengths} --block-size 1 16 --num-requests 40 --sequences-in-cache 2",
     "overhead": "--launch-samples 3 --trace {prompts} --repeats 2 --policy lru "
     "--pool-blocks 512 1024 --pool-requests 4 --manager vllm_v1 "
-    "--num-sequences 1 2 --lengths 2 5 --num-steps 5 --model tiny --model-num-sequences 2 "
-    "--model-lengths 2 5 --model-num-steps 5",
+    "--num-sequences 1 2 --lengths 2 5 --num-steps 5",
     "preemption": "--block-size 4 16 --context-tokens 40 --draw 0 --traffic 0.01 --request-rate 40",
     "published_serving": "--case lambda_h100_10 bench_70b",
     "queue_informed": "--trace {chat} --load 0.7 2 --num-requests 40",

@@ -29,7 +29,7 @@ NUM_CELLS = {
     "kernel_resources": 1,
     "kernel_time": 1,
     "memory_waste": 5,
-    "overhead": 7,
+    "overhead": 6,
     "preemption": 4,
     "published_serving": 2,
     "queue_informed": 10,
@@ -123,7 +123,7 @@ def test_no_number_may_be_negative_and_few_may_be_0(name):
 
 REFUSED = r"""
 block_size --policy lruu: policy='lruu' is unknown; choose from
-overhead --model huge: needs one of tiny, llama-100m
+clock_check --model huge: needs one of tiny, llama-100m
 eviction --policy lur: policy='lur' is unknown; choose from .*lru
 eviction --policy none.py:Mine| no file none\.py
 eviction --trace none.jsonl| none\.jsonl
