@@ -8,18 +8,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from op_calls import FP8_OPS, copied, good_call, i32, on_device, same
-from torch import ones
+from op_calls import copied, good_call, i32, on_device, same, tensors_of
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import kernels
 from kernels import torch_ops
 from kernels.flash_attn_compat import flash_attn_varlen_func, flash_attn_with_kvcache
+from kernels.fp8_cache import FP8_DTYPE
 from kernels.testing.cases import CASES, FEATURES, make_case
-
-FLASH_ATTN = ("flash_attn_kvcache", "flash_attn_varlen")
-
 
 TINY = {"num_q_heads": 2, "num_kv_heads": 1, "head_dim": 16, "num_tokens": 3, "block_size": 4}
 TINY |= {
@@ -31,37 +27,6 @@ TINY |= {
 }
 
 
-def calls(name: str, device) -> list[dict[str, object]]:
-    """Arguments of an operator, without and with options that take other paths."""
-    if name in CASES:
-        features = FEATURES.get(name, ())
-        found = [make_case(name, **TINY, features=f, device=device) for f in ((), features[:1])]
-        if name in FP8_OPS:
-            fp8 = {"kv_dtype": torch.float8_e4m3fn, "features": features[1:], "device": device}
-            found.append(make_case(name, **TINY, **fp8))
-        found = [case.inputs for case in found]
-        if name == "copy_blocks":
-            return [
-                {"planes": tree_leaves(c["caches"]), "src_to_dst": c["src_to_dst"]} for c in found
-            ]
-        outs = [{"out": torch.empty_like(call["q"])} if "q" in call else {} for call in found]
-        return [call | out for call, out in zip(found, outs, strict=True)]
-    options = {"scale": None, "window": [4, 0], "softcap": 0.0, "alibi_slopes": None}
-    options["return_lse"] = True
-    if name == "flash_attn_varlen":
-        found = [good_call("flash_attn_varlen_func") | options | {"block_table": None}]
-    else:
-        absent = ("k", "v", "rotary_cos", "rotary_sin", "cache_seqlens", "cache_seqlen")
-        absent += ("cache_batch_idx", "cache_leftpad", "block_table")
-        call = dict.fromkeys(absent) | good_call("flash_attn_with_kvcache") | options
-        call |= {"rotary_interleaved": True, "num_splits": 0}
-        new = dict.fromkeys(("k", "v"), ones(2, 3, 2, 16)) | {"cache_seqlens": i32(3, 5)}
-        new |= dict.fromkeys(("rotary_cos", "rotary_sin"), ones(8, 4))
-        old = {"cache_seqlen": 5, "cache_leftpad": i32(0, 2), "return_lse": False}
-        found = [call | new | {"block_table": i32([0], [1])}, call | old]
-    return [on_device(call, device) for call in found]
-
-
 OPCHECKS = (
     "test_schema",
     "test_autograd_registration",
@@ -70,45 +35,65 @@ OPCHECKS = (
 )
 
 
-def operator(name):
-    return getattr(torch.ops.pagelab, name).default
-
-
-def test_every_public_op_is_an_operator():
-    registered = torch._C._dispatch_get_all_op_names()
-    registered = {name.removeprefix("pagelab::") for name in registered if "pagelab::" in name}
-    assert registered == {*kernels.__all__, *FLASH_ATTN}
-
-
-@pytest.mark.parametrize("name", [*kernels.__all__, *FLASH_ATTN])
-def test_opcheck(name, device):
-    for number, call in enumerate(calls(name, device)):
-        # test_schema compares arguments before and after, which PyTorch cannot do with fp8.
-        # Options change the schema and the shapes, not how the operator is traced.
-        tests = OPCHECKS["k_scale" in call : -1 if number else None]
-        torch.library.opcheck(operator(name), (), call, test_utils=tests)
-
-
 def public_calls(device) -> list[tuple[Callable, dict]]:
     """Public functions and their arguments: every op, with and without options, and every path of
     flash-attn's functions. Numbers as scales become tensors, as schemas have no type for both."""
     found = []
     for name in CASES:
-        options = {"kv_dtype": torch.float8_e4m3fn, "features": FEATURES.get(name, ())[:1]}
+        options = {"kv_dtype": FP8_DTYPE, "features": FEATURES.get(name, ())[:1]}
         for sizes in (TINY, TINY | options):
             case = make_case(name, **sizes, scales="number", device=device)
             found.append((getattr(kernels, name), case.inputs))
     cached, varlen = good_call("flash_attn_with_kvcache"), good_call("flash_attn_varlen_func")
-    table, new = i32([0], [1]), torch.ones(2, 3, 2, 16)
+    table, new = i32([0], [1]), {"k": torch.ones(2, 3, 2, 16), "v": torch.ones(2, 3, 2, 16)}
     decode = {"q": cached["q"][:, :1], "cache_seqlens": 5, "window_size": (3, 1)}
     paged = {"k": cached["k_cache"], "v": cached["v_cache"], "return_attn_probs": True}
+    rotary = {"rotary_cos": torch.ones(8, 4), "rotary_sin": torch.ones(8, 4)}
     flash_attn = [
-        (flash_attn_with_kvcache, cached | {"k": new, "v": new, "cache_seqlens": i32(1, 4)}),
+        (flash_attn_with_kvcache, cached | new | rotary | {"cache_seqlens": i32(1, 4)}),
         (flash_attn_with_kvcache, cached | decode | {"block_table": table}),
+        (flash_attn_with_kvcache, cached | {"cache_leftpad": i32(0, 2)}),
         (flash_attn_varlen_func, varlen | {"causal": True}),
         (flash_attn_varlen_func, varlen | paged | {"block_table": table}),
     ]
     return found + [(function, on_device(call, device)) for function, call in flash_attn]
+
+
+class OperatorCalls(TorchDispatchMode):
+    """Records calls of this project's operators."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.calls = []
+        with self:
+            for function, call in public_calls(device):
+                function(**call)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "pagelab":
+            self.calls.append((func, copied(args), copied(kwargs or {})))
+        return func(*args, **(kwargs or {}))
+
+
+def test_eager_calls_bypass_the_dispatcher(device):
+    assert not OperatorCalls(device).calls
+
+
+@pytest.mark.slow
+def test_opcheck_of_every_operator(device, monkeypatch):
+    monkeypatch.setattr("torch.compiler.is_compiling", lambda: True)
+    calls, checked = OperatorCalls(device).calls, set()
+    monkeypatch.undo()
+    for operator, args, kwargs in calls:
+        # test_schema compares arguments before and after, which PyTorch cannot do with fp8.
+        # Options change the schema and the shapes, not how the operator is traced.
+        has_fp8 = any(tensor.dtype == FP8_DTYPE for tensor in tensors_of(args, kwargs))
+        tests = OPCHECKS[has_fp8 : -1 if operator in checked else None]
+        torch.library.opcheck(operator, args, kwargs, test_utils=tests)
+        checked.add(operator)
+    registered = torch._C._dispatch_get_all_op_names()
+    assert {operator.name() for operator in checked} == {x for x in registered if "pagelab::" in x}
+    assert len(checked) == len(kernels.__all__) + 2, "and flash-attn's two functions"
 
 
 def trace(how, step, args):
@@ -124,6 +109,7 @@ def trace(how, step, args):
     return torch.export.export(Module(), args, strict=how == "export-strict").module()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["compile", "dynamic", "export", "export-strict"])
 def test_traces_without_a_graph_break_and_computes_the_same(how, device):
     functions, inputs = zip(*public_calls(device), strict=True)
@@ -139,25 +125,6 @@ def test_traces_without_a_graph_break_and_computes_the_same(how, device):
     assert same(got, want)
     assert same(got_args, want_args)
     assert not same(got_args, inputs)
-
-
-class _OperatorCalls(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "pagelab":
-            self.names.append(func._schema.name)
-        return func(*args, **(kwargs or {}))
-
-
-def test_eager_calls_bypass_the_dispatcher(device):
-    with _OperatorCalls() as calls_seen:
-        for function, call in public_calls(device):
-            function(**call)
-        operator("slot_mapping_from_positions")(**calls("slot_mapping_from_positions", device)[0])
-    assert calls_seen.names == ["pagelab::slot_mapping_from_positions"]
 
 
 class _TensorOfGpu1:
