@@ -21,7 +21,6 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import repeat
 from numbers import Real
 from types import SimpleNamespace
 
@@ -150,41 +149,32 @@ def _either(items) -> str:
     return " or ".join(map(str, items))
 
 
-def _base(dim: str) -> str:
-    """The name in "batch+1" or "rotary_dim/2"."""
-    return dim.removesuffix("+1").removesuffix("/2")
-
-
-def _size(dim: str, sizes: dict[str, int]) -> int | None:
-    """Size that a dimension must have, None for any."""
-    if dim.isdigit():
-        return int(dim)
-    size = sizes.get(_base(dim))
-    return size if size is None else {"+1": size + 1, "/2": size // 2}.get(dim[-2:], size)
-
-
-def _fits(dim: str, actual: int, sizes: dict[str, int]) -> bool:
-    size = _size(dim, sizes)
-    return actual >= dim.endswith("+1") if size is None else actual == size
+def _named(dim: str, size: int) -> tuple[str, int]:
+    """The name in "batch+1" or "rotary_dim/2", and its size if the dimension has `size`."""
+    if dim.endswith("+1"):
+        return dim[:-2], size - 1
+    return (dim[:-2], 2 * size) if dim.endswith("/2") else (dim, size)
 
 
 def _bind_shape(arg: Arg, shape: tuple[int, ...], sizes: dict[str, int]) -> None:
     """Add the sizes of the first alternative that a shape fits."""
     alternatives = [dims.split() for dims in arg.dims.split("|")]
     for dims in alternatives:
-        if len(dims) == len(shape) and all(map(_fits, dims, shape, repeat(sizes))):
-            for dim, actual in zip(dims, shape, strict=True):
-                derived = {"+1": actual - 1, "/2": 2 * actual}
-                sizes[_base(dim)] = derived.get(dim[-2:], actual)
+        bound = dict(map(_named, dims, shape))
+        known = {name: int(name) for name in bound if name.isdigit()} | sizes
+        fits = all(0 <= size == known.get(name, size) for name, size in bound.items())
+        if fits and len(dims) == len(shape):
+            sizes.update(bound)
             return
 
-    def wanted(dims: list[str]) -> str:
-        known = [(dim, _size(dim, sizes)) for dim in dims]
-        return ", ".join(
-            dim if size is None or dim.isdigit() else f"{dim}={size}" for dim, size in known
-        )
+    def wanted(dim: str) -> str:
+        size = sizes.get(_named(dim, 0)[0])
+        if size is None or dim.isdigit():
+            return dim
+        derived = {"+1": size + 1, "/2": size // 2}
+        return f"{dim}={derived.get(dim[-2:], size)}"
 
-    shapes = _either(f"({wanted(dims)})" for dims in alternatives)
+    shapes = _either(f"({', '.join(map(wanted, dims))})" for dims in alternatives)
     raise ValueError(f"{arg.name}: expected shape {shapes}, got {shape}")
 
 

@@ -254,17 +254,10 @@ EDGE = {"num_q_heads": 6, "num_kv_heads": 3, "head_dim": 33, "rotary_dim": 30, "
 EDGE |= {"num_positions": 3, "spare_blocks": 0, "padded": False, "vocab_size": 2500, "width": 33}
 EDGE |= {"context_lens": (8, 7, 8), "query_lens": (5, 2, 8), "prefix_lens": (8, 3)}
 EDGE |= {"dtype": torch.float32}
-AT_THE_EDGE = [(op, ()) for op in CASES] + [
-    ("rope_store_kvcache", ("interleaved",)),
-    ("rope_store_kvcache", ("norms",)),
-    ("rope_store_kvcache", ("norms", "interleaved")),
-    ("apply_rotary_embedding", ("interleaved",)),
-    ("sample_tokens", ("min_p", "top_k", "top_p")),
-    ("copy_blocks", ("list",)),
-    *((op, features) for op in ATTENTION for features in (("split",), ("alibi", "sinks"))),
-    *((op, ("window",)) for op in ATTENTION),
-    ("paged_prefill_attention", ("not causal",)),
-]
+AT_THE_EDGE = [(op, (one,)) for op in FEATURES for one in FEATURES[op]]
+AT_THE_EDGE += [(op, ()) for op in CASES]
+AT_THE_EDGE += [("rope_store_kvcache", ("norms", "interleaved"))]
+AT_THE_EDGE += [("paged_prefill_attention", ("not causal",))]
 
 
 @pytest.mark.parametrize(("op", "features"), AT_THE_EDGE)

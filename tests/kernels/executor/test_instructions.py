@@ -60,8 +60,7 @@ def compute(run_body):
     return run
 
 
-PAIRS = [(a, b) for a in WORDS for b in WORDS]
-TRIPLES = [tuple(random.Random(seed).choices(WORDS, k=3)) for seed in range(200)]
+TRIPLES = [(a, b, WORDS[(a + 3 * b) % 13]) for a in WORDS for b in WORDS]
 
 
 def _truncated(a: int, b: int) -> int:
@@ -93,19 +92,20 @@ def _permuted(a: int, b: int, selectors: int) -> int:
     return result
 
 
-# Opcode of two words: its meaning.
-OF_TWO = {
-    "mul.hi.u32": lambda a, b: a * b >> 32,
-    "mul.hi.s32": lambda a, b: signed(a) * signed(b) >> 32,
-    "min.relu.s32": lambda a, b: max(0, min(signed(a), signed(b))),
-    "shr.s32": lambda a, b: signed(a) >> b,
-    "div.u32": lambda a, b: a // b,
-    "rem.u32": lambda a, b: a % b,
-    "div.s32": lambda a, b: _truncated(signed(a), signed(b)),
-    "rem.s32": lambda a, b: signed(a) - signed(b) * _truncated(signed(a), signed(b)),
-}
-# Instructions of three words: the meaning of what is then in %r4.
-OF_THREE = {
+# Instructions of words in %r1, %r2 and %r3: the meaning of what is then in %r4.
+INTEGERS = {
+    "mul.hi.u32 %r4, %r1, %r2;": lambda a, b, _: a * b >> 32,
+    "mul.hi.s32 %r4, %r1, %r2;": lambda a, b, _: signed(a) * signed(b) >> 32,
+    "min.relu.s32 %r4, %r1, %r2;": lambda a, b, _: max(0, min(signed(a), signed(b))),
+    "and.b32 %r2, %r2, 31; shr.s32 %r4, %r1, %r2;": lambda a, b, _: signed(a) >> (b & 31),
+    "max.u32 %r2, %r2, 1; div.u32 %r4, %r1, %r2;": lambda a, b, _: a // max(b, 1),
+    "max.u32 %r2, %r2, 1; rem.u32 %r4, %r1, %r2;": lambda a, b, _: a % max(b, 1),
+    "max.u32 %r2, %r2, 1; div.s32 %r4, %r1, %r2;": lambda a, b, _: _truncated(
+        signed(a), signed(max(b, 1))
+    ),
+    "max.u32 %r2, %r2, 1; rem.s32 %r4, %r1, %r2;": lambda a, b, _: (
+        signed(a) - signed(max(b, 1)) * _truncated(signed(a), signed(max(b, 1)))
+    ),
     "mad.lo.cc.u32 %r5, %r1, %r2, %r3; madc.hi.u32 %r4, %r1, %r2, 0;": (
         lambda a, b, c: a * b + c >> 32
     ),
@@ -124,17 +124,9 @@ OF_THREE = {
 FIELDS = [(a, start, length) for a in WORDS for start in (0, 5, 31) for length in (0, 1, 8, 27, 32)]
 
 
-@pytest.mark.parametrize("opcode", OF_TWO)
-def test_integers(compute, opcode):
-    pairs = [pair for pair in PAIRS if pair[1] or opcode[:3] not in ("div", "rem")]
-    pairs = [pair for pair in pairs if pair[1] < 32 or opcode[:3] not in ("shl", "shr")]
-    expected = [OF_TWO[opcode](*pair) & 0xFFFFFFFF for pair in pairs]
-    assert compute(f"{opcode} %r4, %r1, %r2;", pairs) == expected
-
-
-@pytest.mark.parametrize("text", OF_THREE)
-def test_integers_of_three_words(compute, text):
-    expected = [OF_THREE[text](*triple) & 0xFFFFFFFF for triple in TRIPLES + FIELDS]
+@pytest.mark.parametrize("text", INTEGERS)
+def test_integers(compute, text):
+    expected = [INTEGERS[text](*triple) & 0xFFFFFFFF for triple in TRIPLES + FIELDS]
     assert compute(text, TRIPLES + FIELDS) == expected
 
 
