@@ -21,7 +21,7 @@ from kernels.checks import (
     ROTARY_RULE,
     Arg,
     TensorSpec,
-    check_positions,
+    check_values,
 )
 from kernels.fp8_cache import to_cache
 from kernels.launch import launch
@@ -165,7 +165,7 @@ def apply_rotary_embedding(
             also a position outside cos.
     """
     sizes = _TENSORS(x, positions, cos, sin)
-    check_positions(positions, sizes.num_positions)
+    check_values("positions", positions, 0, sizes.num_positions - 1, "rows of cos")
     num_tokens, num_heads, head_dim = x.shape
     out = torch.empty(num_tokens, num_heads, head_dim, dtype=x.dtype, device=x.device)
     num_rows = num_tokens * num_heads

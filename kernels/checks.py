@@ -403,11 +403,6 @@ def check_slots(slot_mapping: torch.Tensor, k_cache: torch.Tensor) -> None:
     check_values("slot_mapping", slot_mapping, None, capacity - 1, what)
 
 
-def check_positions(positions: torch.Tensor, num_positions: int) -> None:
-    """Check the values of rotary positions in host memory."""
-    check_values("positions", positions, 0, num_positions - 1, "rows of cos")
-
-
 def check_cu_seqlens(name: str, cu_seqlens: torch.Tensor, *, total: int, max_seqlen: int) -> None:
     """Check max_seqlen and, in host memory, cumulative lengths that end at `total` or before.
 

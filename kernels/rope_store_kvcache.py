@@ -18,9 +18,9 @@ from kernels.checks import (
     ROTARY_RULE,
     Arg,
     check_number,
-    check_positions,
     check_scales,
     check_slots,
+    check_values,
     same_dtype,
     store_spec,
     tensor_or_none,
@@ -167,7 +167,7 @@ def rope_store_kvcache(
     )  # fmt: skip
     check_scales(k_scale, v_scale, k_cache)
     check_slots(slot_mapping, k_cache)
-    check_positions(positions, sizes.num_positions)
+    check_values("positions", positions, 0, sizes.num_positions - 1, "rows of cos")
     check_number("norm_eps", norm_eps, 0)
     check_number("norm_offset", norm_offset)
 

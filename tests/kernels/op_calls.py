@@ -52,6 +52,11 @@ def same(values: object, others: object) -> bool:
     return all(torch.equal(bits(a), bits(b)) for a, b in pairs)
 
 
+def labelled(data) -> Callable:
+    """Hypothesis' draw with the label of a value before its strategy."""
+    return lambda label, strategy: data.draw(strategy, label=label)
+
+
 def function(op: str) -> Callable:
     """The public function of this name."""
     return getattr(kernels, op, None) or getattr(flash_attn_compat, op)

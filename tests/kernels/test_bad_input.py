@@ -439,7 +439,7 @@ def test_checks_read_no_values_of_tensors_off_the_host():
     tables = torch.empty(3, 2, dtype=torch.int32, device="meta")
     checks.check_block_tables(tables, lens, cache, window_size=2)
     checks.check_slots(lens, cache)
-    checks.check_positions(lens, 5)
+    checks.check_values("positions", lens, 0, 4)
     checks.check_cu_seqlens("cu_seqlens_q", lens, total=3, max_seqlen=3)
     checks.check_scales(torch.empty(2, device="meta"), None, cache.to(FP8_DTYPE))
     with pytest.raises(RuntimeError):

@@ -13,7 +13,7 @@ import torch
 from attention_ops import OPS
 from hypothesis import given
 from hypothesis import strategies as st
-from op_calls import copied, same, tensors_of
+from op_calls import copied, labelled, same, tensors_of
 from torch.utils._pytree import tree_map_only
 
 import kernels
@@ -146,9 +146,7 @@ def harder(op: str, inputs: dict, draw) -> dict:
 @given(data=st.data())
 @every_op
 def test_matches_reference(op, data, device):
-    def draw(name, strategy):
-        return data.draw(strategy, label=name)
-
+    draw = labelled(data)
     sizes = {name: draw(name, one) for name, one in (SIZES | MORE_SIZES.get(op, {})).items()}
     sizes["num_q_heads"] = sizes["num_kv_heads"] * draw("group", st.sampled_from([1, 2, 3, 5, 8]))
     features = draw("features", st.sets(st.sampled_from(FEATURES.get(op, ("",)))))

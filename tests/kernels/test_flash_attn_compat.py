@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from op_calls import good_call, i32, on_device
+from op_calls import good_call, i32, labelled, on_device, same
 
 from kernels import reference
 from kernels.flash_attn_compat import flash_attn_varlen_func, flash_attn_with_kvcache
@@ -59,6 +59,17 @@ def random_cache(lens, block_size, capacity, *, shuffled=False, **shape):
     return k_cache, v_cache, table
 
 
+def draw_scores(draw, nheads, batch):
+    """Options of both functions, and ALiBi slopes or None."""
+    options = {
+        "causal": draw("causal", st.booleans()),
+        "window_size": draw("window_size", st.sampled_from(WINDOWS)),
+        "softcap": draw("softcap", st.sampled_from([0.0, 5.0])),
+    }
+    shape = draw("slopes", st.sampled_from([None, None, (nheads,), (batch, nheads)]))
+    return options, None if shape is None else torch.rand(shape)
+
+
 def strided_copy(tensor):
     """A copy whose last dimension is not contiguous."""
     return None if tensor is None else torch.stack([tensor, tensor - 9], dim=-1)[..., 0]
@@ -66,9 +77,7 @@ def strided_copy(tensor):
 
 @given(data=st.data())
 def test_with_kvcache_like_the_documentation(data, device):
-    def draw(name, strategy):
-        return data.draw(strategy, label=name)
-
+    draw = labelled(data)
     dtype = draw("dtype", st.sampled_from([torch.float16, torch.float32]))
     seqlen = draw("seqlen", st.sampled_from([1, 1, 2, 5, 20]))
     seqlen_new = draw("seqlen_new", st.sampled_from([0, 1, seqlen]))
@@ -90,17 +99,10 @@ def test_with_kvcache_like_the_documentation(data, device):
 
     torch.manual_seed(draw("seed", st.integers(0, 2**16)))
     q = torch.randn(batch, seqlen, nheads, dim).to(device, dtype)
-    options = {
-        "causal": draw("causal", st.booleans()),
-        "window_size": draw("window_size", st.sampled_from(WINDOWS)),
-        "softcap": draw("softcap", st.sampled_from([0.0, 5.0])),
-        "num_splits": draw("num_splits", st.sampled_from([0, 1, 3])),
-        "softmax_scale": draw("scale", st.sampled_from([None, 0.3])),
-    }
-    slopes = None
-    if draw("alibi", st.booleans()):
-        slopes = torch.rand(draw("slopes", st.sampled_from([(nheads,), (batch, nheads)])))
-        options["alibi_slopes"] = slopes.to(device)
+    shared, slopes = draw_scores(draw, nheads, batch)
+    options = shared | {"alibi_slopes": None if slopes is None else slopes.to(device)}
+    options["num_splits"] = draw("num_splits", st.sampled_from([0, 1, 3]))
+    options["softmax_scale"] = draw("scale", st.sampled_from([None, 0.3]))
     leftpad = [0] * batch
     if draw("leftpad", st.booleans()):
         leftpad = [length // 3 for length in lens]
@@ -157,7 +159,6 @@ def test_with_kvcache_like_the_documentation(data, device):
     for old, now in zip(before, (k_cache, v_cache), strict=True):
         assert torch.equal(old, bits(now)), "a slot changed that no new token belongs to"
 
-    shared = {name: options[name] for name in ("causal", "window_size", "softcap")}
     shared["scale"] = options["softmax_scale"]
     sequences = []
     for row, length in enumerate(lens):
@@ -201,9 +202,7 @@ def test_positions_that_queries_are_rotated_by(causal, window_size, moving, devi
 
 @given(data=st.data())
 def test_varlen_like_the_documentation(data, device):
-    def draw(name, strategy):
-        return data.draw(strategy, label=name)
-
+    draw = labelled(data)
     dtype = draw("dtype", st.sampled_from([torch.float16, torch.float32]))
     paged = draw("paged", st.booleans())
     lens = draw(
@@ -223,14 +222,7 @@ def test_varlen_like_the_documentation(data, device):
         for cache in (batch.k_cache, batch.v_cache)
     ]
     keys, values = (batch.k_cache, batch.v_cache) if paged else map(torch.cat, gathered)
-    options = {
-        "causal": draw("causal", st.booleans()),
-        "window_size": draw("window_size", st.sampled_from(WINDOWS)),
-        "softcap": draw("softcap", st.sampled_from([0.0, 5.0])),
-    }
-    slopes = None
-    if draw("alibi", st.booleans()):
-        slopes = torch.rand(draw("slopes", st.sampled_from([(4,), (len(lens), 4)])))
+    options, slopes = draw_scores(draw, 4, len(lens))
     cu_seqlens_k = torch.tensor([0, *lens_k], device=device).cumsum(0).int()
     out, lse, dropped = flash_attn_varlen_func(
         batch.q, keys, values, batch.cu_seqlens_q, cu_seqlens_k, max(lens_q), max(lens_k),
@@ -245,11 +237,6 @@ def test_varlen_like_the_documentation(data, device):
         for i, (k, v) in enumerate(zip(*gathered, strict=True))
     ]
     assert_accurate(out, lse.T, sequences)
-
-
-def kv_call(device, **overrides):
-    call = good_call("flash_attn_with_kvcache") | overrides
-    return flash_attn_with_kvcache(**on_device(call, device))
 
 
 def varlen_call(device, **overrides):
@@ -268,7 +255,8 @@ def test_ways_to_give_cache_seqlens(table, seqlens, length, device):
     shape = (2, 8, 2, 16) if table is None else (6, 4, 2, 16)
     values = torch.randn(shape)
     caches = {"k_cache": torch.zeros(shape), "v_cache": values, "block_table": table}
-    out = kv_call(device, cache_seqlens=seqlens, **caches)
+    call = good_call("flash_attn_with_kvcache") | caches | {"cache_seqlens": seqlens}
+    out = flash_attn_with_kvcache(**on_device(call, device))
     tokens = values if table is None else values[table.long()].flatten(1, 2)
     mean = tokens[:, :length].mean(1).repeat_interleave(2, dim=1)
     assert (out.cpu() - mean[:, None]).abs().max() < 1e-6
@@ -289,8 +277,7 @@ def test_table_entries_before_the_window_are_not_read(device):
             window_size=(8, 0),
         )  # fmt: skip
         results.append((out, k_cache, v_cache))
-    for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)
+    assert same(*results)
 
 
 def test_backward_pass_raises(device):

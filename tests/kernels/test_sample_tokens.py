@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
+from op_calls import labelled
 
 from kernels import reference, sample_tokens
 from kernels.sample_tokens import NOISE_SPAN, _gumbel
@@ -41,9 +42,7 @@ LAYOUTS = {
 
 @given(data=st.data())
 def test_samples_what_the_reference_samples(data, device):
-    def draw(name, strategy):
-        return data.draw(strategy, label=name)
-
+    draw = labelled(data)
     sizes = st.sampled_from([1, 2, 63, NOISE_SPAN.value, CHUNK, CHUNK + 1]) | st.integers(1, 4500)
     num_rows, vocab_size = draw("num_rows", st.integers(1, 3)), draw("vocab_size", sizes)
     torch.manual_seed(draw("seed", st.integers(0, 2**16)))
