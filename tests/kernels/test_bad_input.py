@@ -60,6 +60,7 @@ BAD_SCALES = (
     ("expected a positive finite number, got -1", -1),
     ("expected a positive finite number, got inf", math.inf),
     ("expected a positive finite number, got nan", math.nan),
+    ("expected a number, a torch.Tensor or None, got str", "1"),
     ("expected shape () or (1) or (num_kv_heads=2), got (3,)", ones(3)),
     ("expected dtype torch.float32, got torch.float16", ones(2).half()),
     ("expected a contiguous last dimension", ones(4)[::2]),
@@ -258,7 +259,7 @@ def assert_rejected(op, message, arguments, device, error=ValueError, remembers=
     ],
 )
 def test_bad_input(op, message, arguments, device):
-    assert_rejected(op, message, arguments, device, (ValueError, NotImplementedError))
+    assert_rejected(op, message, arguments, device, (ValueError, TypeError, NotImplementedError))
 
 
 OPTIONAL = {
@@ -344,7 +345,13 @@ def test_every_tensor_is_checked(op, message, device):
         assert_rejected(op, f"{named}{message}...{got}", broken, device, error)
 
 
-@pytest.mark.parametrize(("op", "message", "arguments"), listed(BAD_HOST_VALUES))
+BAD_SCALE = ("v_scale: expected positive finite scales", FP8_CACHE | {"v_scale": zeros(2)})
+
+
+@pytest.mark.parametrize(
+    ("op", "message", "arguments"),
+    listed(BAD_HOST_VALUES) + listed(dict.fromkeys(FP8_OPS, (BAD_SCALE,))),
+)
 def test_bad_values_in_host_memory(op, message, arguments, device):
     if device.type != "cpu":
         pytest.skip("values of GPU tensors are not checked: that would synchronise")
