@@ -352,8 +352,8 @@ def check_values(
     what: str = "numbers",
     where: torch.Tensor | None = None,
 ) -> None:
-    """Check that the values of a tensor in host memory, or of its part `where` a mask is true, are
-    numbers from low to high. None is no limit."""
+    """Check that the values of a tensor in host memory are numbers from low to high, each None for
+    no limit. where: a mask of the values that count; None for all."""
     if values is None or not values.is_cpu:
         return
     outside = values.isnan()

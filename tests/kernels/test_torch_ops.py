@@ -71,7 +71,7 @@ class OperatorCalls(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "pagelab":
-            self.calls.append((func, copied(args), copied(kwargs or {})))
+            self.calls.append((func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
@@ -112,7 +112,12 @@ def trace(how, step, args):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["compile", "dynamic", "export", "export-strict"])
 def test_traces_without_a_graph_break_and_computes_the_same(how, device):
-    functions, inputs = zip(*public_calls(device), strict=True)
+    calls = public_calls(device)
+    if (
+        device.type != "cpu"
+    ):  # copies of a cache in pinned memory, which tracers make, are not pinned
+        calls = [one for one in calls if one[0] is not kernels.swap_blocks]
+    functions, inputs = zip(*calls, strict=True)
 
     def step(inputs):
         return [function(**call) for function, call in zip(functions, inputs, strict=True)]

@@ -190,7 +190,7 @@ BREAKS = {
 
 
 def test_broken_prefill_is_a_fault(request):
-    """Barriers, waits, fences and masks that the executor must miss in a compiled kernel."""
+    """The executor finds that barriers, waits, fences or masks of a compiled kernel are missing."""
     from kernels.executor import Fault
 
     texts = []
