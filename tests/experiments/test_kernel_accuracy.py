@@ -57,7 +57,8 @@ def test_a_result_above_the_bound_shows_in_figures_and_table(rows, tmp_path, dra
     rows = rows[rows["dtype"] == "float16"]
     wrong = rows.assign(error=rows["error"].where(rows.index != 3, 1.0))
     wrong["passed"] = wrong["error"] <= wrong["bound"]
-    kernel_accuracy.EXPERIMENT.plot(wrong, tmp_path)
+    files = kernel_accuracy.EXPERIMENT.plot(wrong, tmp_path)
+    assert {path.stem for path in files} == {"summary", "error_over_bound"}
     inexact = set(wrong.loc[wrong["error"] > 0, "kernel"])
     titles = [title for axis in drawn["error_over_bound"].axes if (title := axis.get_title())]
     assert sum("1 WRONG" in title for title in titles) == 1
@@ -67,6 +68,7 @@ def test_a_result_above_the_bound_shows_in_figures_and_table(rows, tmp_path, dra
     assert table["results"].sum() == len(wrong)
     assert table["above_bound"].sum() == 1
     assert table.loc[wrong["kernel"][3], "above_bound"] == 1
+    assert (table.loc[sorted({*KERNELS} - inexact), "error"] == 0).all()
 
 
 def test_wrong_results_are_marked_in_red_on_a_logarithmic_axis(rows, drawn, tmp_path):
@@ -83,13 +85,3 @@ def test_wrong_results_are_marked_in_red_on_a_logarithmic_axis(rows, drawn, tmp_
     assert len(red[0].get_ydata()) == 2
     assert min(red[0].get_ydata()) > 1e7
     assert [text.get_text() for text in axis.texts] == ["WRONG"]
-
-
-def test_a_kernel_without_error_has_a_row_in_the_table_and_no_panel(rows, tmp_path, drawn):
-    exact = rows[rows["kernel"].isin(["copy_blocks", "swap_blocks"])]
-    assert [path.name for path in kernel_accuracy.EXPERIMENT.plot(exact, tmp_path)] == [
-        "summary.csv"
-    ]
-    assert (pd.read_csv(tmp_path / "summary.csv")["error"] == 0).all()
-    panels = kernel_accuracy.EXPERIMENT.plot(rows, tmp_path)
-    assert {path.stem for path in panels} == {"summary", "error_over_bound"}
