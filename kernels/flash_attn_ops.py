@@ -33,7 +33,7 @@ from kernels.checks import (
     kv_cache_args,
     same_dtype,
 )
-from kernels.paged_decode_attention import decode_into
+from kernels.paged_decode_attention import launch_decode
 from kernels.paged_prefill_attention import launch_prefill
 from kernels.rope_store_kvcache import rope_store_kvcache
 from kernels.slot_mapping_from_positions import slot_mapping_from_positions
@@ -104,7 +104,7 @@ def _attend(
             num_splits=num_splits or None, max_seqlen_k=max_seqlen_k, **options,
         )  # fmt: skip
     elif q.shape[0]:
-        decode_into(
+        launch_decode(
             out, lse, q, k_cache, v_cache, block_tables, context_lens,
             window_size=None if left is None else left + 1, k_scale=None, v_scale=None,
             num_splits=num_splits or None, paged=paged, **options,

@@ -30,15 +30,6 @@ def load_scale(scale, kv_heads, stride):
 
 
 @triton.jit
-def load_row_scales(scale, kv_heads, stride):
-    """Scale of rows with heads [rows]: a number, or [rows, 1]."""
-    if stride is None:
-        return scale
-    else:
-        return tl.load(scale + kv_heads * stride)[:, None]
-
-
-@triton.jit
 def e4m3_to_float(bits, dtype: tl.constexpr):
     """e4m3 numbers, uint8, to fp16, bf16 or fp32, exactly."""
     if not INTERPRETED and cuda_capability_geq(8, 9):
@@ -154,11 +145,12 @@ def values_of_pairs(pairs, dtype: tl.constexpr):
 
 @triton.jit
 def to_cache(x, scale, dtype: tl.constexpr):
-    """Convert elements to the `dtype` of a cache. scale: of an fp8 cache (uint8), None for 1."""
+    """Convert rows to the `dtype` of a cache. scale: of an fp8 cache (uint8): a number, one for
+    each row, or None for 1."""
     if dtype == tl.uint8:
         x = x.to(tl.float32)
         if scale is not None:
-            x = tl.div_rn(x, scale)
+            x = tl.div_rn(x, scale[:, None] if len(scale.shape) else scale)
         return float_to_e4m3(x)
     else:
         return x

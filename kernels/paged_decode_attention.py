@@ -68,6 +68,7 @@ from kernels.primitives import (
 from kernels.split_states import SplitStates, chunks_of, results_of
 from kernels.tiles import (
     PROGRAMS_PER_MULTIPROCESSOR,
+    AttentionTile,
     Chunking,
     cdiv,
     chunking,
@@ -167,14 +168,14 @@ def _next_item(
 )  # fmt: skip
 def _paged_decode_kernel(
     out_ptr, lse_ptr, q_ptr, k_cache_ptr, v_cache_ptr, block_tables_ptr, context_lens_ptr,
-    alibi_slopes_ptr, sinks_ptr, k_scale, v_scale,
+    alibi_slopes_ptr, sinks_ptr, k_scale, stride_k_scale, v_scale, stride_v_scale,
     scale, softcap, window_size,
     batch, min_tiles, max_chunks, first_state, num_states,
     stride_out_seq, stride_out_head,
     stride_q_seq, stride_q_head,
     stride_k_block, stride_k_slot, stride_k_head,
     stride_v_block, stride_v_slot, stride_v_head,
-    stride_table, stride_alibi_seq, stride_k_scale, stride_v_scale,
+    stride_table, stride_alibi_seq,
     NUM_KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr,
@@ -326,18 +327,16 @@ def decode_chunking(
     block_tables: torch.Tensor,
     window_size: int | None,
     num_splits: int | None,
-) -> tuple[Chunking, int]:
-    """How sequences are divided, and the largest number of chunks that the tables allow."""
+) -> tuple[AttentionTile, Chunking, int]:
+    """The tile, how sequences are divided, and the most chunks that the tables allow."""
     num_q_heads, head_dim = q.shape[1:]
     num_kv_heads = k_cache.shape[2]
-    target = target_of(q.device)
-    tile = decode_tile(
-        num_q_heads // num_kv_heads, padded_dim(head_dim), q.dtype, target, k_cache.itemsize
-    )
+    group_size, target = num_q_heads // num_kv_heads, target_of(q.device)
+    tile = decode_tile(group_size, padded_dim(head_dim), q.dtype, target, k_cache.itemsize)
     max_tokens = block_tables.shape[1] * k_cache.shape[1]
     max_tokens = max_tokens if window_size is None else min(max_tokens, window_size)
     chunks = chunking(num_kv_heads, num_splits)
-    return chunks, chunks.most(max_tokens, tile.tile_n)
+    return tile, chunks, chunks.most(max_tokens, tile.tile_n)
 
 
 def launch_decode(
@@ -347,44 +346,38 @@ def launch_decode(
     *,
     scale: float | None, window_size: int | None, softcap: float,
     alibi_slopes: torch.Tensor | None, sinks: torch.Tensor | None = None,
-    k_scale: Scale, v_scale: Scale,
-    paged: bool = True, chunks: Chunking,
-    states: SplitStates | None = None, first_state: int = 0,
+    k_scale: Scale, v_scale: Scale, num_splits: int | None,
+    paged: bool = True, states: SplitStates | None = None, first_state: int = 0,
 ) -> None:  # fmt: skip
     """Launch the kernel on checked arguments of `paged_decode_attention`. Further arguments:
 
     paged: False if the keys of a sequence are contiguous. The caches are then (num_pieces, slots,
         num_kv_heads, head_dim), and block_tables, (batch, 1), has the piece of each sequence.
-    chunks: how the tokens of a sequence are divided.
-    states: written from first_state on, and then merged into out and lse; None if no sequence has
-        more than one chunk.
+    states, first_state: split states to merge with those of this kernel, which it writes from
+        first_state on.
     """
     batch, num_q_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]
-    group_size = num_q_heads // num_kv_heads
-    target = target_of(q.device)
-    head_dim_padded = padded_dim(head_dim)
-    tile = decode_tile(group_size, head_dim_padded, q.dtype, target, k_cache.itemsize)
-    scale = head_dim**-0.5 if scale is None else scale
-    k_scale, stride_k_scale = scale_arguments(k_scale)
-    v_scale, stride_v_scale = scale_arguments(v_scale)
+    group_size, target = num_q_heads // num_kv_heads, target_of(q.device)
+    tile, chunks, most = decode_chunking(q, k_cache, block_tables, window_size, num_splits)
+    if states is None and most > 1:
+        states = SplitStates.empty(q, most)
     is_split = states is not None
-    most = chunks.most(block_tables.shape[1] * k_cache.shape[1], tile.tile_n)
+    scale = head_dim**-0.5 if scale is None else scale
     pieces = batch * most * num_kv_heads * cdiv(group_size, tile.tile_m)
     programs = PROGRAMS_PER_MULTIPROCESSOR * target.num_multiprocessors
     launch(_paged_decode_kernel, (min(pieces, programs),),
         *((states.out, states.lse) if is_split else (out, lse)),
         q, cache_argument(k_cache), cache_argument(v_cache), block_tables, context_lens,
-        alibi_slopes, sinks, k_scale, v_scale,
+        alibi_slopes, sinks, *scale_arguments(k_scale), *scale_arguments(v_scale),
         scale, softcap, 0 if window_size is None else window_size,
         batch, chunks.min_tiles, chunks.max_chunks,
         first_state, states.lse.shape[2] if is_split else 0,
         *out.stride()[:2], *q.stride()[:2], *byte_strides(k_cache), *byte_strides(v_cache),
         block_tables.stride(0),
         alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0,
-        stride_k_scale, stride_v_scale,
         NUM_KV_HEADS=num_kv_heads, GROUP_SIZE=group_size,
-        HEAD_DIM=head_dim, HEAD_DIM_PADDED=head_dim_padded,
+        HEAD_DIM=head_dim, HEAD_DIM_PADDED=padded_dim(head_dim),
         BLOCK_SIZE=k_cache.shape[1] if paged else 0,
         TILE_M=tile.tile_m, TILE_N=tile.tile_n,
         USE_WINDOW=window_size is not None,
@@ -400,21 +393,6 @@ def launch_decode(
             out, lse, sinks=sinks, context_lens=context_lens, window_size=window_size,
             chunks=chunks, first_chunk=first_state, tile_n=tile.tile_n,
         )  # fmt: skip
-
-
-def decode_into(
-    out: torch.Tensor, lse: torch.Tensor | None,
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
-    block_tables: torch.Tensor, context_lens: torch.Tensor,
-    *,
-    num_splits: int | None = None, **options,
-) -> None:  # fmt: skip
-    """`paged_decode_attention` on checked arguments. options: further ones of `launch_decode`."""
-    call = (q, k_cache, v_cache, block_tables, context_lens)
-    window_size = options["window_size"]
-    chunks, num_states = decode_chunking(q, k_cache, block_tables, window_size, num_splits)
-    states = SplitStates.empty(q, num_states) if num_states > 1 else None
-    launch_decode(out, lse, *call, chunks=chunks, states=states, **options)
 
 
 @attention_op
@@ -477,7 +455,7 @@ def paged_decode_attention(
     check_block_tables(block_tables, context_lens, k_cache, window_size=window_size)
     out, lse = results_of(q, out, return_lse)
     if sizes.batch:
-        decode_into(
+        launch_decode(
             out, lse, q, k_cache, v_cache, block_tables, context_lens,
             scale=scale, window_size=window_size, softcap=softcap,
             alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale,

@@ -144,14 +144,14 @@ def _products(q, k, PRECISION: tl.constexpr):
 def _paged_prefill_kernel(
     out_ptr, lse_ptr, q_ptr, k_cache_ptr, v_cache_ptr, block_tables_ptr,
     cu_seqlens_q_ptr, context_lens_ptr, kv_starts_ptr, suffix_lens_ptr,
-    alibi_slopes_ptr, sinks_ptr, k_scale, v_scale,
+    alibi_slopes_ptr, sinks_ptr, k_scale, stride_k_scale, v_scale, stride_v_scale,
     scale, softcap, window_left, window_right,
     batch, tiles_per_seq, min_tiles, max_chunks, chunk_queries, num_states, seq_states,
     stride_out_token, stride_out_head,
     stride_q_token, stride_q_head,
     stride_k_block, stride_k_slot, stride_k_head,
     stride_v_block, stride_v_slot, stride_v_head,
-    stride_table, stride_alibi_seq, stride_k_scale, stride_v_scale,
+    stride_table, stride_alibi_seq,
     NUM_KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, SEARCH_WIDTH: tl.constexpr,
@@ -421,12 +421,10 @@ def launch_prefill(
         states = SplitStates.empty(q[:1], min(total_q * num_chunks, batch * seq_states))
         out, lse = states.out, states.lse
     scale = head_dim**-0.5 if scale is None else scale
-    k_scale, stride_k_scale = scale_arguments(k_scale)
-    v_scale, stride_v_scale = scale_arguments(v_scale)
     launch(_paged_prefill_kernel, grid,
         out, lse, q, cache_argument(k_cache), cache_argument(v_cache), block_tables,
         cu_seqlens_q, context_lens, kv_starts, suffix_lens,
-        alibi_slopes, sinks, k_scale, v_scale,
+        alibi_slopes, sinks, *scale_arguments(k_scale), *scale_arguments(v_scale),
         scale, softcap,
         0 if left is None else min(left, _NO_LIMIT), 0 if right is None else min(right, _NO_LIMIT),
         batch, tiles_per_seq, chunks.min_tiles, chunks.max_chunks, chunks.queries,
@@ -434,7 +432,6 @@ def launch_prefill(
         *result[0].stride()[:2], *q.stride()[:2], *byte_strides(k_cache), *byte_strides(v_cache),
         0 if block_tables is None else block_tables.stride(0),
         alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0,
-        stride_k_scale, stride_v_scale,
         NUM_KV_HEADS=num_kv_heads, GROUP_SIZE=group_size,
         HEAD_DIM=head_dim, HEAD_DIM_PADDED=head_dim_padded,
         BLOCK_SIZE=k_cache.shape[1] if paged else 0,

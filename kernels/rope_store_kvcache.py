@@ -25,7 +25,7 @@ from kernels.checks import (
     store_spec,
     tensor_or_none,
 )
-from kernels.fp8_cache import Scale, cache_argument, load_row_scales, scale_arguments, to_cache
+from kernels.fp8_cache import Scale, cache_argument, load_scale, scale_arguments, to_cache
 from kernels.launch import launch
 from kernels.primitives import await_launches_before
 from kernels.tiles import cdiv, next_power_of_2, padded_dim, pdl_options, rotary_tile
@@ -44,7 +44,7 @@ _TENSORS = store_spec(
 def _rope_store_kvcache_kernel(
     query_ptr, key_ptr, value_ptr, k_cache_ptr, v_cache_ptr, slot_mapping_ptr,
     positions_ptr, cos_ptr, sin_ptr,
-    k_scale, v_scale,
+    k_scale, stride_k_scale, v_scale, stride_v_scale,
     q_norm_weight_ptr, k_norm_weight_ptr, norm_eps, norm_offset,
     num_query_rows, num_kv_rows,
     stride_query_token, stride_query_head,
@@ -52,7 +52,7 @@ def _rope_store_kvcache_kernel(
     stride_value_token, stride_value_head,
     stride_k_block, stride_k_slot, stride_k_head,
     stride_v_block, stride_v_slot, stride_v_head,
-    stride_cos, stride_sin, stride_k_scale, stride_v_scale,
+    stride_cos, stride_sin,
     BLOCK_SIZE: tl.constexpr, NUM_Q_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr,
     ROTARY_DIM: tl.constexpr, HALF_PADDED: tl.constexpr,
@@ -78,9 +78,9 @@ def _rope_store_kvcache_kernel(
         k_rows = blocks * stride_k_block + offsets * stride_k_slot + heads * stride_k_head
         k_scales, v_scales = k_scale, v_scale
         if k_scale is not None:
-            k_scales = load_row_scales(k_scale, heads, stride_k_scale)
+            k_scales = load_scale(k_scale, heads, stride_k_scale)
         if v_scale is not None:
-            v_scales = load_row_scales(v_scale, heads, stride_v_scale)
+            v_scales = load_scale(v_scale, heads, stride_v_scale)
         rotate_rows(
             k_cache_ptr + k_rows,
             key_ptr + tokens * stride_key_token + heads * stride_key_head,
@@ -178,19 +178,17 @@ def rope_store_kvcache(
         return
     head_dim_padded = padded_dim(sizes.head_dim)
     tile = rotary_tile(head_dim_padded)
-    k_scale, stride_k_scale = scale_arguments(k_scale)
-    v_scale, stride_v_scale = scale_arguments(v_scale)
     num_programs = cdiv(num_kv_rows, tile.rows) + cdiv(num_query_rows, tile.rows)
     launch(_rope_store_kvcache_kernel, (num_programs,),
         query, key, value, cache_argument(k_cache), cache_argument(v_cache), slot_mapping,
         positions, cos, sin,
-        k_scale, v_scale,
+        *scale_arguments(k_scale), *scale_arguments(v_scale),
         q_norm_weight, k_norm_weight, float(norm_eps), float(norm_offset),
         num_query_rows, num_kv_rows,
         *((0, 0) if query is None else query.stride()[:2]),
         *key.stride()[:2], *value.stride()[:2],
         *k_cache.stride()[:3], *v_cache.stride()[:3],
-        cos.stride(0), sin.stride(0), stride_k_scale, stride_v_scale,
+        cos.stride(0), sin.stride(0),
         BLOCK_SIZE=sizes.block_size,
         NUM_Q_HEADS=max(1, num_q_heads), NUM_KV_HEADS=sizes.num_kv_heads,
         HEAD_DIM=sizes.head_dim, HEAD_DIM_PADDED=head_dim_padded,

@@ -157,7 +157,7 @@ def shared_prefix_decode_attention(
         num_prefix_splits = prefix_num_splits(
             num_tiles * num_kv_heads, max_tokens, tile.tile_n, target
         )
-    chunks, most = decode_chunking(q, k_cache, suffix_block_tables, window_size, num_splits)
+    *_, most = decode_chunking(q, k_cache, suffix_block_tables, window_size, num_splits)
     states = SplitStates.empty(q, num_prefix_splits + most)
     options = {"scale": scale, "softcap": softcap, "alibi_slopes": alibi_slopes}
     options |= {"k_scale": k_scale, "v_scale": v_scale}
@@ -169,7 +169,7 @@ def shared_prefix_decode_attention(
     )  # fmt: skip
     launch_decode(
         out, lse, *attended, suffix_block_tables, suffix_lens,
-        window_size=window_size, sinks=sinks,
-        chunks=chunks, states=states, first_state=num_prefix_splits, **options,
+        window_size=window_size, sinks=sinks, num_splits=num_splits,
+        states=states, first_state=num_prefix_splits, **options,
     )  # fmt: skip
     return (out, lse) if return_lse else out

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from kernels.checks import check_scales, check_slots, store_spec, tensor_or_none
-from kernels.fp8_cache import Scale, cache_argument, load_row_scales, scale_arguments, to_cache
+from kernels.fp8_cache import Scale, cache_argument, load_scale, scale_arguments, to_cache
 from kernels.launch import launch
 from kernels.tiles import cdiv, padded_dim, store_tile
 from kernels.torch_ops import inplace_op
@@ -22,13 +22,12 @@ _TENSORS = store_spec()
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _store_kvcache_kernel(
-    key_ptr, value_ptr, k_cache_ptr, v_cache_ptr, slot_mapping_ptr, k_scale, v_scale,
-    num_rows,
+    key_ptr, value_ptr, k_cache_ptr, v_cache_ptr, slot_mapping_ptr,
+    k_scale, stride_k_scale, v_scale, stride_v_scale, num_rows,
     stride_key_token, stride_key_head,
     stride_value_token, stride_value_head,
     stride_k_block, stride_k_slot, stride_k_head,
     stride_v_block, stride_v_slot, stride_v_head,
-    stride_k_scale, stride_v_scale,
     BLOCK_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr, TILE_ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -52,9 +51,9 @@ def _store_kvcache_kernel(
     k_rows = blocks * stride_k_block + offsets * stride_k_slot + heads * stride_k_head
     v_rows = blocks * stride_v_block + offsets * stride_v_slot + heads * stride_v_head
     if k_scale is not None:
-        k_scale = load_row_scales(k_scale, heads, stride_k_scale)
+        k_scale = load_scale(k_scale, heads, stride_k_scale)
     if v_scale is not None:
-        v_scale = load_row_scales(v_scale, heads, stride_v_scale)
+        v_scale = load_scale(v_scale, heads, stride_v_scale)
     key = to_cache(key, k_scale, k_cache_ptr.dtype.element_ty)
     value = to_cache(value, v_scale, v_cache_ptr.dtype.element_ty)
     tl.store(k_cache_ptr + k_rows[:, None] + offs_d[None, :], key, mask=mask)
@@ -104,14 +103,10 @@ def store_kvcache(
         return
     head_dim_padded = padded_dim(sizes.head_dim)
     tile = store_tile(head_dim_padded)
-    k_scale, stride_k_scale = scale_arguments(k_scale)
-    v_scale, stride_v_scale = scale_arguments(v_scale)
     launch(_store_kvcache_kernel, (cdiv(num_rows, tile.rows),),
         key, value, cache_argument(k_cache), cache_argument(v_cache), slot_mapping,
-        k_scale, v_scale,
-        num_rows,
+        *scale_arguments(k_scale), *scale_arguments(v_scale), num_rows,
         *key.stride()[:2], *value.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
-        stride_k_scale, stride_v_scale,
         BLOCK_SIZE=sizes.block_size, NUM_KV_HEADS=sizes.num_kv_heads,
         HEAD_DIM=sizes.head_dim, HEAD_DIM_PADDED=head_dim_padded, TILE_ROWS=tile.rows,
         num_warps=tile.num_warps,

@@ -21,7 +21,6 @@ from kernels.tiles import (
     prefill_chunking,
     prefill_tile,
     prefix_num_splits,
-    split_prefill_tile,
     target_of,
 )
 
@@ -52,22 +51,6 @@ def test_decode_tile_is_one_that_the_kernel_can_run(head_dim_padded, dtype, targ
         if target.backend == "cuda" and dtype != torch.float32:
             limit = 1024 * SHARED_BYTES[target.arch]
             assert kv_bytes < limit / PROGRAMS_PER_MULTIPROCESSOR
-
-
-@pytest.mark.parametrize(
-    ("arch", "head_dim", "kv_itemsize", "expected"),
-    [
-        (90, 128, 2, True),
-        (90, 64, 2, False),  # a multiprocessor would lose its second program
-        (90, 256, 2, False),  # registers
-        (90, 128, 1, False),  # fp8
-        *[(arch, 128, 2, False) for arch in (80, 100, 120)],
-    ],
-)
-def test_scores_ahead_where_products_are_asynchronous(arch, head_dim, kv_itemsize, expected):
-    for table in (prefill_tile, split_prefill_tile):
-        tile = table(head_dim, torch.bfloat16, Target("cuda", arch, 132), kv_itemsize)
-        assert tile.scores_ahead == expected
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
