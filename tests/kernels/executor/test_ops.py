@@ -101,6 +101,17 @@ def test_result(op, sizes):
         assert accuracy.passed, f"{name}: {accuracy}, bound {accuracy.bound:.3g}"
 
 
+def test_a_dimension_of_one_may_have_a_stride_of_one():
+    """Triton compiles an argument of 1, here the bytes from block to block, as a constant."""
+    case = make_case(DECODE, **HEADS | FP8, context_lens=(9,))
+    inputs = case.inputs
+    for name in ("k_cache", "v_cache"):
+        block = inputs[name][inputs["block_tables"][0, 0]]
+        inputs[name] = block.as_strided((1, *block.shape), (1, *block.stride()))
+    inputs["block_tables"].zero_()
+    assert all(accuracy.passed for accuracy in case.judge().values())
+
+
 def test_an_equal_call_launches_the_compiled_kernels_again():
     """Two kernels, an fp8 cache as bytes, new tensors for the states."""
     function = inspect.unwrap(paged_decode_attention)
