@@ -249,9 +249,7 @@ def _paged_decode_kernel(
         v_ptr = add_bytes(v_cache_ptr, wide_product(kv_head, stride_v_head))
         table_ptr = block_tables_ptr + wide_product(seq, stride_table)
         if BLOCK_SIZE == 0:
-            where = tl.load(table_ptr)
-            k_ptr = add_bytes(k_ptr, wide_product(where, stride_k_block))
-            v_ptr = add_bytes(v_ptr, wide_product(where, stride_v_block))
+            ids = tl.load(table_ptr)
         acc = tl.zeros([TILE_M, HEAD_DIM_PADDED // PAIR], tl.float32)
         acc_odd = acc
         row_max = tl.full([TILE_M], float("-inf"), tl.float32)
@@ -266,11 +264,8 @@ def _paged_decode_kernel(
                 if TILE_N % BLOCK_SIZE == 0 and not IN_ONE_PIECE:
                     # The same in every tile. Of a range of its own LLVM sees which ones are equal.
                     slots = first + tl.arange(TILE_N, 2 * TILE_N)
-                k_rows = row_ptrs(k_ptr, ids, slots, stride_k_block, stride_k_slot, BLOCK_SIZE)
-                v_rows = row_ptrs(v_ptr, ids, slots, stride_v_block, stride_v_slot, BLOCK_SIZE)
-            else:
-                k_rows = add_bytes(k_ptr, wide_product(slots, stride_k_slot))
-                v_rows = add_bytes(v_ptr, wide_product(slots, stride_v_slot))
+            k_rows = row_ptrs(k_ptr, ids, slots, stride_k_block, stride_k_slot, BLOCK_SIZE)
+            v_rows = row_ptrs(v_ptr, ids, slots, stride_v_block, stride_v_slot, BLOCK_SIZE)
             k_ptrs = k_rows[:, None] + offs_d[None, :]  # [TILE_N, HEAD_DIM_PADDED]
             v_ptrs = value_ptrs(v_rows[:, None], PAIRED_VALUES)
             v_ptrs += offs_v[None, :]  # [TILE_N, HEAD_DIM_PADDED // PAIR]

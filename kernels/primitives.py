@@ -106,8 +106,9 @@ def add_bytes(ptr, offset):
 
 @triton.jit
 def row_ptrs(cache_ptr, block_ids, positions, stride_block, stride_slot, BLOCK_SIZE: tl.constexpr):
-    """Pointers to the cache rows of token positions. Strides are in bytes."""
-    slots = positions.to(tl.uint32) % BLOCK_SIZE
+    """Pointers to the cache rows of token positions. Strides are in bytes. BLOCK_SIZE 0: all are in
+    one block."""
+    slots = positions.to(tl.uint32) % BLOCK_SIZE if BLOCK_SIZE else positions
     ptrs = add_bytes(cache_ptr, wide_product(slots, stride_slot))
     return add_bytes(ptrs, wide_product(block_ids, stride_block))
 

@@ -27,7 +27,7 @@ from kernels.primitives import (
     normalise,
     quotient,
 )
-from kernels.tiles import FEW_SPLITS, Chunking, merge_tile, padded_dim, pdl_options
+from kernels.tiles import Chunking, merge_tile, padded_dim, pdl_options
 
 # Sequences at a time in the search for the one of a token.
 _SEARCH_WIDTH = 256
@@ -79,8 +79,8 @@ def _merge_splits_kernel(
     batch, num_splits, first_chunk, window_size, min_tiles, max_chunks, chunk_queries, seq_states,
     stride_out_token, stride_out_head,
     NUM_Q_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr,
-    TILE_SPLITS: tl.constexpr, FEW_SPLITS: tl.constexpr, TILE_N: tl.constexpr,
-    SEARCH_WIDTH: tl.constexpr, PDL: tl.constexpr,
+    TILE_SPLITS: tl.constexpr, TILE_N: tl.constexpr, SEARCH_WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Merge the states of one query head of one token, in order. Grid (num_tokens * NUM_Q_HEADS).
 
@@ -117,10 +117,12 @@ def _merge_splits_kernel(
     acc = tl.zeros([1, HEAD_DIM_PADDED], tl.float32)
     row_max = tl.full([1], float("-inf"), tl.float32)
     row_sum = tl.zeros([1], tl.float32)
-    begin, end = 0, tl.cdiv(tl.maximum(num_written - FEW_SPLITS, 0), TILE_SPLITS) * TILE_SPLITS
+    # A tile that no more than a quarter of would be used is read in quarters.
+    FEW: tl.constexpr = TILE_SPLITS // 4
+    begin, end = 0, tl.cdiv(tl.maximum(num_written - FEW, 0), TILE_SPLITS) * TILE_SPLITS
     for LAST in tl.static_range(2):
-        for start in range(begin, end, FEW_SPLITS if LAST else TILE_SPLITS):
-            splits = start + tl.arange(0, FEW_SPLITS if LAST else TILE_SPLITS)
+        for start in range(begin, end, FEW if LAST else TILE_SPLITS):
+            splits = start + tl.arange(0, FEW if LAST else TILE_SPLITS)
             states = first_state + splits
             lse = tl.load(partial_lse_ptr + states, mask=splits < num_written, other=float("-inf"))
             out = tl.load(
@@ -193,7 +195,7 @@ class SplitStates:
             chunks.min_tiles, chunks.max_chunks, chunks.queries, seq_states,
             *out.stride()[:2],
             NUM_Q_HEADS=num_q_heads, HEAD_DIM=head_dim, HEAD_DIM_PADDED=head_dim_padded,
-            TILE_SPLITS=tile.rows, FEW_SPLITS=FEW_SPLITS, TILE_N=tile_n, SEARCH_WIDTH=_SEARCH_WIDTH,
+            TILE_SPLITS=tile.rows, TILE_N=tile_n, SEARCH_WIDTH=_SEARCH_WIDTH,
             num_warps=tile.num_warps, **pdl_options(out.device),
         )  # fmt: skip
 
