@@ -117,7 +117,7 @@ def _merge_splits_kernel(
     acc = tl.zeros([1, HEAD_DIM_PADDED], tl.float32)
     row_max = tl.full([1], float("-inf"), tl.float32)
     row_sum = tl.zeros([1], tl.float32)
-    # A tile that no more than a quarter of would be used is read in quarters.
+    # If a quarter of the last tile is enough, only that is read.
     FEW: tl.constexpr = TILE_SPLITS // 4
     begin, end = 0, tl.cdiv(tl.maximum(num_written - FEW, 0), TILE_SPLITS) * TILE_SPLITS
     for LAST in tl.static_range(2):

@@ -366,9 +366,8 @@ def split_prefill_tile(
 def merge_tile(head_dim_padded: int) -> RowTile:
     """Partial states that the merge of splits reads at a time, about 2048 fp32 numbers.
 
-    With one warp, sums over the states stay in registers. The last states are read a quarter as
-    many at a time, so 2 states take 198 warp instructions and not 420; with four warps they took
-    1,212 and 564 wavefronts of shared memory.
+    With one warp, sums over the states stay in registers. If a quarter of the last tile is enough,
+    only that is read: 2 states take 198 warp instructions instead of 420.
     """
     return RowTile(rows=max(4, 2048 // head_dim_padded), num_warps=1)
 
