@@ -40,7 +40,12 @@ def test_an_equal_call_gives_what_the_launcher_gives(op, config, device):
 
 
 class Kernel:
+    """A kernel that lists its launches."""
+
     arg_names = ("x", "n")
+
+    def __init__(self):
+        self.launched = []
 
     def __getitem__(self, grid):
         return lambda *args, **constants: self.launched.append((grid, *args, *constants.values()))
@@ -48,11 +53,8 @@ class Kernel:
 
 @pytest.fixture
 def kernel(monkeypatch):
-    """A kernel that lists its launches."""
     monkeypatch.setattr(sys.modules["kernels.launch"], "INTERPRETED", True)
-    kernel = Kernel()
-    kernel.launched = []
-    return kernel
+    return Kernel()
 
 
 ONE, OTHER = torch.zeros(2, 8), torch.ones(2, 8)

@@ -113,9 +113,7 @@ def trace(how, step, args):
 @pytest.mark.parametrize("how", ["compile", "dynamic", "export", "export-strict"])
 def test_traces_without_a_graph_break_and_computes_the_same(how, device):
     calls = public_calls(device)
-    if (
-        device.type != "cpu"
-    ):  # copies of a cache in pinned memory, which tracers make, are not pinned
+    if device.type != "cpu":  # tracers copy the host cache, and the copy is not pinned
         calls = [one for one in calls if one[0] is not kernels.swap_blocks]
     functions, inputs = zip(*calls, strict=True)
 

@@ -143,6 +143,11 @@ FAULTS = {
         OWN + OTHER + GLOBAL_STORE + "HERE" + OTHER_STORE,
         BARRIER, "", "GLOBAL_RACE", "of the program", TWO_WARPS,
     ),
+    "atomic and plain access": (
+        "mov.u32 %r3, %ctaid.x; setp.eq.u32 %p1, %r3, 1; @!%p1 red.global.add.u32 [%d0], 1;"
+        "@%p1 ld.global.b32 %r2, [%d0+HERE];",
+        "4", "0", "GLOBAL_RACE", "", {"grid": (2, 1, 1)},
+    ),
     # One load by two warps and a store by one of them update a tensor in place, in any order.
     "a second load before an update in place": (
         IN_PLACE, "", "ld.global.b32 %r3, [%d12];", "GLOBAL_RACE", "", TWO_WARPS,
@@ -261,13 +266,6 @@ class TestAtomicInstructions:
         else:
             fault = caught(run_body, body, counted, lock, grid=(6, 1, 1))
             assert fault.kind is FaultKind.GLOBAL_RACE
-
-    def test_race_of_an_atomic_and_a_plain_access(self, run_body):
-        body = "mov.u32 %r3, %ctaid.x; setp.eq.u32 %p1, %r3, 1; @!%p1 red.global.add.u32 [%d0], 1;"
-        fault = caught(
-            run_body, body + "@%p1 ld.global.b32 %r2, [%d0];", numbers(1), grid=(2, 1, 1)
-        )
-        assert fault.kind is FaultKind.GLOBAL_RACE
 
 
 UNDEFINED = {
