@@ -92,7 +92,7 @@ def check_block_pairs(
         (sources, num_src_blocks, "source blocks"),
         (destinations, num_dst_blocks, "destination blocks"),
     ):
-        check_values("src_to_dst", blocks, None, limit - 1, what, is_active)
+        check_values("src_to_dst", blocks, high=limit - 1, what=what, where=is_active)
     active = src_to_dst[is_active]
     if same_pool:
         active = active[active[:, 0] != active[:, 1]]

@@ -202,23 +202,23 @@ def kv_cache_args(dtypes: Dtypes = KV_DTYPES, *, written: bool = False) -> tuple
     )
 
 
-def _interval(low: object, high: object) -> str:
-    """Text for the numbers from low to high; None is no limit."""
-    if low is None:
-        return "" if high is None else f" of at most {high}"
-    return f" of at least {low}" if high is None else f" from {low} to {high}"
+def _interval(low: float, high: float | str) -> str:
+    """Text for the numbers from low to high."""
+    if low == -math.inf:
+        return "" if high == math.inf else f" of at most {high}"
+    return f" of at least {low}" if high == math.inf else f" from {low} to {high}"
 
 
-def bounded(name: str, dim: str, low: int, high: int | str | None = None) -> Rule:
+def bounded(name: str, dim: str, low: int, high: float | str = math.inf) -> Rule:
     """Rule: a dimension of argument `name`, if it is given, has a size from low to high.
 
-    high: a number, the name of another dimension, or None for no limit.
+    high: a number, or the name of another dimension.
     """
 
     def rule(sizes: SimpleNamespace) -> None:
         size = vars(sizes).get(dim, low)
         most = getattr(sizes, high) if isinstance(high, str) else high
-        if size < low or (most is not None and size > most):
+        if not low <= size <= most:
             shown = f"{high}={most}" if isinstance(high, str) else high
             raise ValueError(f"{name}: expected {dim}{_interval(low, shown)}, got {size}")
 
@@ -300,20 +300,19 @@ def tensor_or_none(scale: Scale) -> torch.Tensor | None:
 def check_number(
     name: str,
     value: float,
-    low: float | None = None,
-    high: float | None = None,
+    low: float = -math.inf,
+    high: float = math.inf,
     what: str = "a finite number",
 ) -> None:
     """Check that an argument is a float or an int, finite, and from low to high."""
     if not isinstance(value, (float, int)):
         raise TypeError(f"{name}: expected a float or an int, got {type(value).__name__}")
-    least, most = (-math.inf if low is None else low), (math.inf if high is None else high)
-    if not (least <= value <= most and abs(value) < math.inf):
+    if not low <= value <= high or abs(value) == math.inf:
         raise ValueError(f"{name}: expected {what}{_interval(low, high)}, got {value}")
 
 
 def check_integer(
-    name: str, value: int, low: int, high: int | None = None, what: str = "a number"
+    name: str, value: int, low: int, high: float = math.inf, what: str = "a number"
 ) -> None:
     """Check that an argument is an int, as Triton takes no other type, from low to high."""
     if type(value) is not int:
@@ -347,19 +346,21 @@ def check_score_options(
 def check_values(
     name: str,
     values: torch.Tensor | None,
-    low: float | None = None,
-    high: float | None = None,
+    low: float = -math.inf,
+    high: float = math.inf,
     what: str = "numbers",
     where: torch.Tensor | None = None,
 ) -> None:
-    """Check that the values of a tensor in host memory are numbers from low to high, each None for
-    no limit. where: a mask of the values that count; None for all."""
+    """Check that the values of a tensor in host memory are numbers from low to high.
+
+    where: a mask of the values that count; None for all.
+    """
     if values is None or not values.is_cpu:
         return
     outside = values.isnan()
-    if low is not None:
+    if low > -math.inf:
         outside = outside | (values < low)
-    if high is not None:
+    if high < math.inf:
         outside = outside | (values > high)
     if where is not None:
         outside = outside & where
@@ -398,9 +399,10 @@ def check_scales(k_scale: Scale, v_scale: Scale, k_cache: torch.Tensor) -> None:
 
 def check_slots(slot_mapping: torch.Tensor, k_cache: torch.Tensor) -> None:
     """Check the values of a slot mapping in host memory."""
-    capacity = k_cache.shape[0] * k_cache.shape[1]
-    what = f"slots (num_blocks * block_size = {capacity})"
-    check_values("slot_mapping", slot_mapping, None, capacity - 1, what)
+    if slot_mapping.is_cpu:
+        capacity = k_cache.shape[0] * k_cache.shape[1]
+        what = f"slots (num_blocks * block_size = {capacity})"
+        check_values("slot_mapping", slot_mapping, high=capacity - 1, what=what)
 
 
 def check_cu_seqlens(name: str, cu_seqlens: torch.Tensor, *, total: int, max_seqlen: int) -> None:

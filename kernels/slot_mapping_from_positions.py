@@ -77,7 +77,7 @@ def slot_mapping_from_positions(
     if positions.is_cpu:
         num_seqs, max_blocks = block_tables.shape
         what = f"positions ({max_blocks} columns of block_size {block_size})"
-        check_values("positions", positions, None, max_blocks * block_size - 1, what)
+        check_values("positions", positions, high=max_blocks * block_size - 1, what=what)
         rows = "rows of block_tables"
         check_values("seq_ids", seq_ids, 0, num_seqs - 1, rows, where=positions >= 0)
     launch(_slot_mapping_kernel, (cdiv(num_tokens, INDEX_TILE.elements),),
